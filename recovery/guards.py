@@ -71,7 +71,7 @@ def _operator_guards(config: RecoveryConfig, paused: str | None, stopping: str |
 
 def _operator_hold(incident: Incident, now: float) -> GuardResult | None:
     hold = incident.attempt.hold if incident.attempt else None
-    if hold is None or not hold.stands(now):
+    if hold is None or not hold.active(now):
         return None
     return GuardResult(guard=HOLD, because=f"{hold.by} holds it until {hold.until_text}: {hold.because}")
 

@@ -243,7 +243,7 @@ def _rejected(i: Incident, a: Attempt, s: Situation) -> Append:
 def _hold_ended(i: Incident, a: Attempt, s: Situation) -> Append | None:
     """Who held a plan and forgot it hears so once, before it goes on."""
     hold = a.hold
-    if hold is None or hold.lifted or hold.stands(s.now):
+    if hold is None or hold.lifted or hold.active(s.now):
         return None
     because = f"the hold by {hold.by} is over ({hold.because}): {a.plan.action}, because {a.plan.because}, goes on"
     return _page_oncall(i, f"hold_over:{hold.number}", because, s)

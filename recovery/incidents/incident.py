@@ -49,7 +49,7 @@ class Decision(StrEnum):
 
 S = IncidentState
 UNDECIDED = frozenset({S.OPEN, S.PLANNED, S.PROPOSED})
-NOT_BEGUN = frozenset({S.PLANNED, S.PROPOSED})
+NOT_STARTED = frozenset({S.PLANNED, S.PROPOSED})
 UNDER_REPAIR = frozenset({S.ACTING, S.VERIFYING})
 
 
@@ -70,7 +70,7 @@ class Hold:
         except (OverflowError, ValueError, OSError):  # of a foreign writer: no calendar has it
             return "an unknown time"
 
-    def stands(self, now: float) -> bool:
+    def active(self, now: float) -> bool:
         return not self.lifted and now < self.until
 
 

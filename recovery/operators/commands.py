@@ -1,12 +1,13 @@
-"""What a person can say to recovery: the functions behind `rolecall pause`, `approve`, `hold` and so on.
+"""Operator commands: the functions behind `rolecall pause`, `approve`, `hold` and so on.
 
-A person's word is an event like any other. Nothing here acts: a request opens an incident, which the watch that holds
-the lease takes through the same guards as a diagnosis. Works with any watch, on any machine that reaches the database.
+A command appends a journal event and takes no action itself. A replacement request opens an incident, which the watch
+that holds the lease takes through the same guards as a diagnosis. Commands work from any machine that reaches the
+journal's database.
 
-All that a person may say or ask has its name here; nodes stand in `node_commands`, questions in `asking`.
+This module exports every command and query; node commands are in `node_commands`, queries in `queries`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass
 
 from rolecall.core.clock import Clock, SystemClock
@@ -25,13 +26,13 @@ from rolecall.core.journal.payloads import (
 )
 from rolecall.recovery.fleet import fleet_view
 from rolecall.recovery.incident_store import IncidentProjection
-from rolecall.recovery.incidents.incident import NOT_BEGUN, RIGHT, WRONG, Attempt, Decision, Incident, IncidentState
+from rolecall.recovery.incidents.incident import NOT_STARTED, RIGHT, WRONG, Attempt, Decision, Incident, IncidentState
 from rolecall.recovery.incidents.projection import INCIDENT_KINDS
 from rolecall.recovery.loop import PAUSED_FLAG
 from rolecall.recovery.next_step import decision_key
-from rolecall.recovery.operators.node_commands import burned_in, drain, nodes, quarantine, return_node
+from rolecall.recovery.operators.node_commands import drain, nodes, quarantine, record_burn_in, return_node
 from rolecall.recovery.operators.queries import incidents, incidents_text, known, replay, status, status_text
-from rolecall.recovery.operators.requests import ask_replacement, handling_incident, watch_hint
+from rolecall.recovery.operators.requests import handling_incident, request_replacement, watch_hint
 from rolecall.recovery.operators.run_location import (
     JournalLocation,
     RunLocation,
@@ -45,7 +46,6 @@ __all__ = [
     "JournalLocation",
     "RunLocation",
     "approve_plan",
-    "burned_in",
     "drain",
     "hold_plan",
     "incidents",
@@ -54,6 +54,7 @@ __all__ = [
     "nodes",
     "pause_recovery",
     "quarantine",
+    "record_burn_in",
     "reject_plan",
     "replace",
     "replay",
@@ -68,227 +69,219 @@ K, S = EventKind, IncidentState
 
 
 HOLD_SECONDS_MAX = 24 * 3600.0
-"""A hold that nobody remembers must end; who needs longer says so again, or pauses."""
+"""A forgotten hold must end. To hold for longer, repeat the command or pause."""
 TRIES_MAX = 5
-"""How often a word is tried again when the incident moved meanwhile: each time it is decided anew whether it fits."""
+"""Retries of a command whose incident changed concurrently; each retry checks again whether the command is valid."""
 
 
-# --- saying -------------------------------------------------------------------------------------------------------
-
-
-def pause_recovery(place: RunLocation, by: str, because: str) -> str:
-    """Stops all acting before the next action; returns the sentence that says so."""
+def pause_recovery(location: RunLocation, by: str, because: str) -> str:
+    """No further action starts until `resume_recovery`. Returns the confirmation to print."""
     checked_name(by)
     checked_reason(because)
-    with journal_of(place) as journal:
-        # The flag first: it is what stops the next action, the event is what remembers.
+    with journal_of(location) as journal:
+        # The flag first: it stops the next action. The event is the record.
         journal.set_flag(PAUSED_FLAG, f"{by}: {because}")
         journal.append(RecoveryPaused(by=by, because=because))
-    return f"{place.run_id} is paused: no action begins until `rolecall resume`"
+    return f"{location.run_id} is paused: no action starts until `rolecall resume`"
 
 
-def resume_recovery(place: RunLocation, by: str) -> str:
-    """Ends a pause; returns the sentence that says so."""
+def resume_recovery(location: RunLocation, by: str) -> str:
+    """Ends a pause. Returns the confirmation to print."""
     checked_name(by)
-    with journal_of(place) as journal:
+    with journal_of(location) as journal:
         was = journal.flag(PAUSED_FLAG)
         journal.set_flag(PAUSED_FLAG, None)
         journal.append(RecoveryResumed(by=by))
-    return f"{place.run_id} acts again" if was is not None else f"{place.run_id} was not paused"
+    return f"{location.run_id} resumed" if was is not None else f"{location.run_id} was not paused"
 
 
-def approve_plan(place: RunLocation, digest: str, by: str, clock: Clock | None = None) -> str:
-    """Approves the proposed plan of this digest, once; the guards look again before it is performed.
+def approve_plan(location: RunLocation, digest: str, by: str, clock: Clock | None = None) -> str:
+    """Approves the proposed plan with this digest, once. The guards are checked again before it is performed.
 
     Raises:
-        CommandRefused: no such proposal, or it was decided or has lapsed already.
+        CommandRefused: no such proposal, or it was already decided or has expired.
     """
     checked_name(by)
 
-    def word(i: Incident, a: Attempt, now: float) -> _CommandEvent:
-        _undecided(a)
-        if i.state is not S.PROPOSED:
-            raise CommandRefused(f"plan {digest} is not proposed: {i.incident_id} is {i.state}")
-        if a.expires_at is not None and now > a.expires_at:
-            raise CommandRefused(f"plan {digest} lapsed {now - a.expires_at:.0f} s ago: it is not approved")
-        return _CommandEvent(PlanApproved(digest=digest, by=by), decision_key(i.incident_id, a.number))
+    def event(incident: Incident, attempt: Attempt, now: float) -> _CommandEvent:
+        _refuse_if_decided(attempt)
+        if incident.state is not S.PROPOSED:
+            raise CommandRefused(f"plan {digest} is not proposed: {incident.incident_id} is {incident.state}")
+        if attempt.expires_at is not None and now > attempt.expires_at:
+            raise CommandRefused(f"plan {digest} expired {now - attempt.expires_at:.0f} s ago and cannot be approved")
+        return _CommandEvent(PlanApproved(digest=digest, by=by), decision_key(incident.incident_id, attempt.number))
 
-    incident, attempt = _append_command(place, digest, word, clock)
-    told = f"{attempt.plan.action} of {_targets(attempt)} is approved, for {incident.incident_id}"
-    held = attempt.hold is not None and attempt.hold.stands((clock or SystemClock()).wall())
-    return told + (f"; {attempt.hold.by} holds it until {attempt.hold.until_text}" if attempt.hold and held else "")
+    incident, attempt = _append_command(location, digest, event, clock)
+    text = f"approved: {_summary(incident, attempt)}"
+    if attempt.hold is not None and attempt.hold.active((clock or SystemClock()).wall()):
+        text += f"; on hold by {attempt.hold.by} until {attempt.hold.until_text}"
+    return text
 
 
-def reject_plan(place: RunLocation, digest: str, by: str, because: str = "", clock: Clock | None = None) -> str:
-    """Rejects the plan of this digest, which is proposed or held: its incident is closed, and a person is told.
+def reject_plan(location: RunLocation, digest: str, by: str, because: str = "", clock: Clock | None = None) -> str:
+    """Rejects the proposed or held plan with this digest. Its incident is escalated: on-call is paged and it closes.
 
     Raises:
-        CommandRefused: no such plan, or it was decided or has begun already.
+        CommandRefused: no such plan, or it was already decided or started.
     """
     checked_name(by)
     checked_reason(because, needed=False)
 
-    def word(i: Incident, a: Attempt, now: float) -> _CommandEvent:
-        _undecided(a)
+    def event(incident: Incident, attempt: Attempt, now: float) -> _CommandEvent:
+        _refuse_if_decided(attempt)
         rejected = PlanRejected(digest=digest, by=by, because=because)
-        return _CommandEvent(rejected, decision_key(i.incident_id, a.number))
+        return _CommandEvent(rejected, decision_key(incident.incident_id, attempt.number))
 
-    incident, attempt = _append_command(place, digest, word, clock)
-    return f"{attempt.plan.action} of {_targets(attempt)} is rejected, for {incident.incident_id}"
+    incident, attempt = _append_command(location, digest, event, clock)
+    return f"rejected: {_summary(incident, attempt)}"
 
 
 def hold_plan(
-    place: RunLocation, digest: str, by: str, because: str, seconds: float, clock: Clock | None = None
+    location: RunLocation, digest: str, by: str, because: str, seconds: float, clock: Clock | None = None
 ) -> str:
-    """Nothing of this plan begins for so long, and no proposal of it lapses. Said again, it is held for longer.
+    """Keeps this plan from starting, and its proposal from expiring, for `seconds`. Repeat the command to extend the hold.
 
-    When the time is over the guards look again, a proposal waits as long as a new one would, and a person is told.
+    When the hold ends, on-call is notified, the guards are checked again and a proposal gets its full approval time.
 
     Raises:
-        CommandRefused: no such plan, or it was rejected or has begun already.
+        CommandRefused: no such plan, or it was already rejected or started.
     """
     checked_name(by)
     checked_reason(because)
     if not 0 < seconds <= HOLD_SECONDS_MAX:
-        raise CommandRefused(f"a hold of {seconds:g} s: it may last up to {HOLD_SECONDS_MAX:.0f} s")
+        raise CommandRefused(f"a hold of {seconds:g} s: must be above 0 and at most {HOLD_SECONDS_MAX:.0f} s")
 
-    def word(i: Incident, a: Attempt, now: float) -> _CommandEvent:
-        _not_over(a)
-        if a.hold is not None and a.hold.stands(now) and now + seconds < a.hold.until:
+    def event(incident: Incident, attempt: Attempt, now: float) -> _CommandEvent:
+        _refuse_if_decided(attempt, (Decision.REJECTED, Decision.EXPIRED))
+        hold = attempt.hold
+        if hold is not None and hold.active(now) and now + seconds < hold.until:
             raise CommandRefused(
-                f"{a.hold.by} holds plan {digest} for longer, until {a.hold.until_text}; lift that hold to end it sooner"
+                f"plan {digest} is already on hold by {hold.by} until {hold.until_text}; lift that hold to end it sooner"
             )
         return _CommandEvent(HoldPlaced(digest=digest, by=by, because=because, until=now + seconds))
 
-    incident, attempt = _append_command(place, digest, word, clock)
+    incident, attempt = _append_command(location, digest, event, clock)
     until = attempt.hold.until_text if attempt.hold else ""
-    return f"{attempt.plan.action} of {_targets(attempt)} is held until {until}, for {incident.incident_id}"
+    return f"on hold until {until}: {_summary(incident, attempt)}"
 
 
-def lift_hold(place: RunLocation, digest: str, by: str, because: str = "", clock: Clock | None = None) -> str:
-    """Ends a hold before its time, whoever placed it; the guards look again.
+def lift_hold(location: RunLocation, digest: str, by: str, because: str = "", clock: Clock | None = None) -> str:
+    """Ends a hold early, whoever placed it; the guards are checked again.
 
     Raises:
-        CommandRefused: no such plan, or nobody holds it.
+        CommandRefused: no such plan, or it is not on hold.
     """
     checked_name(by)
     checked_reason(because, needed=False)
 
-    def word(i: Incident, a: Attempt, now: float) -> _CommandEvent:
-        _not_over(a)
-        if a.hold is None or not a.hold.stands(now):
-            raise CommandRefused(f"nobody holds plan {digest}")
+    def event(incident: Incident, attempt: Attempt, now: float) -> _CommandEvent:
+        _refuse_if_decided(attempt, (Decision.REJECTED, Decision.EXPIRED))
+        if attempt.hold is None or not attempt.hold.active(now):
+            raise CommandRefused(f"plan {digest} is not on hold")
         return _CommandEvent(HoldLifted(digest=digest, by=by, because=because))
 
-    incident, attempt = _append_command(place, digest, word, clock)
-    return f"{attempt.plan.action} of {_targets(attempt)} is held no longer, for {incident.incident_id}"
+    incident, attempt = _append_command(location, digest, event, clock)
+    return f"hold lifted: {_summary(incident, attempt)}"
 
 
 @dataclass(frozen=True, slots=True)
 class _CommandEvent:
-    """What a person says of a plan, as an event."""
-
     payload: PlanApproved | PlanRejected | HoldPlaced | HoldLifted
     key: str | None = None
 
 
 def _append_command(
-    place: RunLocation, digest: str, word: Callable[[Incident, Attempt, float], _CommandEvent], clock: Clock | None
+    location: RunLocation, digest: str, event: Callable[[Incident, Attempt, float], _CommandEvent], clock: Clock | None
 ) -> tuple[Incident, Attempt]:
-    """Writes the word, if it fits what the incident is at that moment; returns incident and attempt after it."""
-    with opened(place, clock) as (journal, book):
+    """Writes the command's event if it is valid in the incident's current state; returns incident and attempt after it."""
+    with opened(location, clock) as (journal, projection):
         for _ in range(TRIES_MAX):
-            incident, attempt = _not_begun(book, digest)
-            said = word(incident, attempt, journal.clock.wall())
+            incident, attempt = _not_started(projection, digest)
+            command = event(incident, attempt, journal.clock.wall())
             try:
-                event = journal.append(
-                    said.payload,
+                written = journal.append(
+                    command.payload,
                     incident_id=incident.incident_id,
                     caused_by=incident.last_event_id,
-                    key=said.key,
+                    key=command.key,
                     unless=INCIDENT_KINDS,
                     since=incident.last_seq,
                 )
             except ConcurrentWrite:
-                book.refresh(journal)
+                projection.refresh(journal)
                 continue
-            # Approval, rejection and lapse share a key: whichever is written first stands, and comes back here.
-            standing = event.payload
-            if not isinstance(standing, type(said.payload)) or standing.by != said.payload.by:
-                because = getattr(standing, "because", "")
-                raise CommandRefused(f"plan {digest}: {event.kind} came first ({because})")
-            book.refresh(journal)
-            after = book.incidents[incident.incident_id]
+            # Approval, rejection and expiry share a key: the first one written wins and is returned here.
+            first = written.payload
+            if not isinstance(first, type(command.payload)) or first.by != command.payload.by:
+                because = getattr(first, "because", "")
+                raise CommandRefused(f"plan {digest}: {written.kind} came first ({because})")
+            projection.refresh(journal)
+            after = projection.incidents[incident.incident_id]
             assert after.attempt is not None
             return after, after.attempt
-    raise CommandRefused(f"plan {digest}: its incident moves on too fast, look at it again")
+    raise CommandRefused(f"plan {digest}: its incident keeps changing; check it and repeat the command")
 
 
-def _not_begun(book: IncidentProjection, digest: str) -> tuple[Incident, Attempt]:
-    for incident in book.open_incidents():
+def _not_started(projection: IncidentProjection, digest: str) -> tuple[Incident, Attempt]:
+    for incident in projection.open_incidents():
         attempt = incident.attempt
         if attempt is None or attempt.plan.digest != digest:
             continue
-        if incident.state in NOT_BEGUN and attempt.plan.action is not ActionKind.TOLERATE:
+        if incident.state in NOT_STARTED and attempt.plan.action is not ActionKind.TOLERATE:
             return incident, attempt
         raise CommandRefused(
-            f"plan {digest} is not proposed and not held: {incident.incident_id} is {incident.state}. In mode act a plan "
-            "begins in the moment in which it is made, unless a guard holds it; `rolecall pause` stops what comes next"
+            f"plan {digest} is neither proposed nor held: {incident.incident_id} is {incident.state}. In mode act a plan "
+            "starts as soon as it is made unless a guard blocks it; `rolecall pause` stops later actions"
         )
-    waiting = [a.plan.digest for i in book.open_incidents() if (a := i.attempt) and i.state in NOT_BEGUN]
-    raise CommandRefused(f"no plan {digest} is open; these wait for a word: {', '.join(waiting) or 'none'}")
+    waiting = [a.plan.digest for i in projection.open_incidents() if (a := i.attempt) and i.state in NOT_STARTED]
+    raise CommandRefused(f"no open plan {digest}; plans awaiting a decision: {', '.join(waiting) or 'none'}")
 
 
-def _undecided(attempt: Attempt) -> None:
-    if attempt.decision is not None:
-        raise CommandRefused(f"plan {attempt.plan.digest} was {attempt.decision} already")
+def _refuse_if_decided(attempt: Attempt, decisions: Container[Decision] = tuple(Decision)) -> None:
+    if attempt.decision is not None and attempt.decision in decisions:
+        raise CommandRefused(f"plan {attempt.plan.digest} was already {attempt.decision}")
 
 
-def _not_over(attempt: Attempt) -> None:
-    if attempt.decision in (Decision.REJECTED, Decision.EXPIRED):
-        raise CommandRefused(f"plan {attempt.plan.digest} was {attempt.decision} already")
-
-
-def _targets(attempt: Attempt) -> str:
-    return ", ".join(f"{t.replica}#{t.incarnation}" for t in attempt.plan.targets) or "the job"
+def _summary(incident: Incident, attempt: Attempt) -> str:
+    targets = ", ".join(f"{t.replica}#{t.incarnation}" for t in attempt.plan.targets) or "the job"
+    return f"{attempt.plan.action} of {targets} ({incident.incident_id})"
 
 
 def review_diagnosis(
-    place: RunLocation, incident_id: str, right: bool, by: str, because: str = "", clock: Clock | None = None
+    location: RunLocation, incident_id: str, right: bool, by: str, because: str = "", clock: Clock | None = None
 ) -> str:
-    """Says whether the diagnosis of an incident was right, also after its end; the newest word counts.
+    """Records whether the diagnosis of an open or closed incident was right; the newest review counts.
 
     Raises:
         CommandRefused: there is no such incident.
     """
     checked_name(by)
     checked_reason(because, needed=False)
-    with opened(place, clock) as (journal, book):
-        found = known(book, incident_id)
+    with opened(location, clock) as (journal, projection):
+        found = known(projection, incident_id)
         verdict = RIGHT if right else WRONG
         review = DiagnosisReviewed(verdict=verdict, by=by, because=because)
         journal.append(review, incident_id=incident_id, caused_by=found.last_event_id)
-    return f"the diagnosis of {incident_id} is marked {verdict}"
+    return f"diagnosis of {incident_id} marked {verdict}"
 
 
-def replace(place: RunLocation, replica: str, reason: str, by: str, clock: Clock | None = None) -> str:
-    """Asks for the present incarnation of `replica` to be replaced; returns the sentence with the incident's id.
+def replace(location: RunLocation, replica: str, reason: str, by: str, clock: Clock | None = None) -> str:
+    """Requests replacement of the current incarnation of `replica`. Returns the confirmation with the incident's id.
 
     Raises:
-        BadId: `replica` is not written role/index.
-        CommandRefused: there is no such replica, or an incident deals with it already.
+        InvalidId: `replica` is not written role/index.
+        CommandRefused: there is no such replica, or an open incident already handles it.
     """
     checked_name(by)
     checked_reason(reason)
     split_replica(replica)
-    with opened(place, clock) as (journal, book):
+    with opened(location, clock) as (journal, projection):
         view = fleet_view(journal.desired(), journal.current()).find(replica)
         if view is None:
-            known_ones = ", ".join(sorted(journal.desired()))
-            raise CommandRefused(f"{replica} is not part of this run: {known_ones}")
-        deals = handling_incident(book, replica)
-        if deals is not None:
-            raise CommandRefused(f"{deals.incident_id} deals with {replica} already: {deals.state}")
-        name = ask_replacement(journal, book, view, by, reason)
+            raise CommandRefused(f"{replica} is not part of this run: {', '.join(sorted(journal.desired()))}")
+        handling = handling_incident(projection, replica)
+        if handling is not None:
+            raise CommandRefused(f"{handling.incident_id} already handles {replica}: {handling.state}")
+        name = request_replacement(journal, projection, view, by, reason)
         hint = watch_hint(journal)
-    return f"{name} is open: {replica} is replaced when the guards pass{hint}"
+    return f"{name} opened: {replica} is replaced when the guards pass{hint}"

@@ -1,9 +1,5 @@
-"""What a person can ask of recovery: how the run stands, what went wrong, and whether it would be decided so again.
+"""Read-only queries: status of the run, its incidents, and the replay of their decisions; as plain values and as text."""
 
-Plain values for programs, and the same as text for people. Nothing here writes.
-"""
-
-from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -26,29 +22,33 @@ from rolecall.recovery.policy import PolicyInput, decide
 
 K = EventKind
 NAMES_SHOWN_MAX = 20
-"""In a sentence about one that there is not."""
+"""Incident ids listed when an unknown one is asked for."""
 
 
-def status(place: RunLocation, clock: Clock | None = None) -> dict[str, Any]:
-    """How the run stands: who acts, what runs, what is open. Plain values."""
+def status(location: RunLocation, clock: Clock | None = None) -> dict[str, Any]:
+    """Recovery leader, replicas and open incidents of the run, as plain values."""
     now = (clock or SystemClock()).wall()
-    with opened(place) as (journal, book):
-        lease, taken = journal.lease(LEASE_NAME), journal.last(K.LEASE_ACQUIRED)
+    with opened(location) as (journal, projection):
+        lease, acquired = journal.lease(LEASE_NAME), journal.last(K.LEASE_ACQUIRED)
         desired = journal.desired()
         fleet = fleet_view(desired, journal.current())
-        shut = {n: r for n, r in fold_nodes(journal.events(kinds=NODE_KINDS)).items() if r.quarantined}
+        quarantined = {n: r for n, r in fold_nodes(journal.events(kinds=NODE_KINDS)).items() if r.quarantined}
         paused, stopping = journal.flag(PAUSED_FLAG), journal.flag(STOP_FLAG)
     acting = lease is not None and lease.holder != "" and lease.expires_at > now
-    lately = [e for e in evictions(book.incidents.values(), since=now - HOUR_SECONDS) if e.at > now - HOUR_SECONDS]
+    recent = [
+        e for e in evictions(projection.incidents.values(), since=now - HOUR_SECONDS) if e.at > now - HOUR_SECONDS
+    ]
     return {
-        "run": str(place.run_id),
-        "mode": taken.as_(LeaseAcquired).mode if taken else None,
+        "run": str(location.run_id),
+        "mode": acquired.as_(LeaseAcquired).mode if acquired else None,
         "watch": {"holder": lease.holder, "fence": lease.fence} if lease is not None and acting else None,
         "paused": paused,
         "stopping": stopping,
-        "ended": book.ended,
-        "evictions_last_hour": len(lately),
-        "quarantined_nodes": {n: f"{r.quarantined_by}: {r.quarantined_because}" for n, r in sorted(shut.items())},
+        "ended": projection.ended,
+        "evictions_last_hour": len(recent),
+        "quarantined_nodes": {
+            n: f"{r.quarantined_by}: {r.quarantined_because}" for n, r in sorted(quarantined.items())
+        },
         "replicas": [
             {
                 "replica": r.replica,
@@ -61,40 +61,44 @@ def status(place: RunLocation, clock: Clock | None = None) -> dict[str, Any]:
             }
             for r in fleet.replicas
         ],
-        "open_incidents": [_summary(i, book) for i in book.open_incidents()],
-        "broken_incidents": {name: str(e).splitlines()[0] for name, e in sorted(book.broken.items())},
+        "open_incidents": [_summary(i, projection) for i in projection.open_incidents()],
+        "broken_incidents": {name: str(e).splitlines()[0] for name, e in sorted(projection.broken.items())},
     }
 
 
-def incidents(place: RunLocation, incident_id: str | None = None) -> list[dict[str, Any]]:
-    """All incidents, or the one asked for with its events, as plain values.
+def incidents(location: RunLocation, incident_id: str | None = None) -> list[dict[str, Any]]:
+    """All incidents, or the requested one with its events, as plain values.
 
     Raises:
         CommandRefused: there is no incident of this id.
     """
-    with opened(place) as (journal, book):
-        told = [_summary(i, book) for i in book.incidents.values() if incident_id in (None, i.incident_id)]
+    with opened(location) as (journal, projection):
+        summaries = [
+            _summary(i, projection) for i in projection.incidents.values() if incident_id in (None, i.incident_id)
+        ]
         if incident_id is None:
-            return told
-        found = known(book, incident_id)
+            return summaries
+        found = known(projection, incident_id)
         events = [e.to_dict() for e in journal.events(incident_id=incident_id)]
-    return [{**told[0], "diagnosis": found.diagnosis.to_dict(), "events": events}]
+    return [{**summaries[0], "diagnosis": found.diagnosis.to_dict(), "events": events}]
 
 
-def known(book: IncidentProjection, incident_id: str) -> Incident:
-    """Raises CommandRefused: there is no such incident, or nothing of it could be read."""
-    found = book.incidents.get(incident_id)
-    if found is None and incident_id in book.broken:
-        raise CommandRefused(f"{incident_id} is set aside: {book.broken[incident_id]}")
+def known(projection: IncidentProjection, incident_id: str) -> Incident:
+    """Raises CommandRefused: there is no such incident, or none of its events could be read."""
+    found = projection.incidents.get(incident_id)
+    if found is None and incident_id in projection.broken:
+        raise CommandRefused(f"{incident_id} is set aside: {projection.broken[incident_id]}")
     if found is None:
-        left = len(book.incidents) - NAMES_SHOWN_MAX
-        newest = ", ".join(list(book.incidents)[-NAMES_SHOWN_MAX:]) + (f" and {left} older ones" if left > 0 else "")
+        left = len(projection.incidents) - NAMES_SHOWN_MAX
+        newest = ", ".join(list(projection.incidents)[-NAMES_SHOWN_MAX:]) + (
+            f" and {left} older ones" if left > 0 else ""
+        )
         raise CommandRefused(f"no incident {incident_id}; there are: {newest or 'none'}")
     return found
 
 
-def _summary(i: Incident, book: IncidentProjection) -> dict[str, Any]:
-    attempt, broken = i.attempt, book.broken.get(i.incident_id)
+def _summary(i: Incident, projection: IncidentProjection) -> dict[str, Any]:
+    attempt, broken = i.attempt, projection.broken.get(i.incident_id)
     return {
         "incident_id": i.incident_id,
         "state": str(i.state),
@@ -121,31 +125,30 @@ def _summary(i: Incident, book: IncidentProjection) -> dict[str, Any]:
     }
 
 
-def replay(place: RunLocation, incident_id: str) -> dict[str, Any]:
-    """Decides each plan of an incident again, from what is stored with it, and says whether the decision is the same.
+def replay(location: RunLocation, incident_id: str) -> dict[str, Any]:
+    """Recomputes each plan of an incident from its stored input and compares the decisions.
 
     Raises:
         CommandRefused: there is no incident of this id, or it has no plan.
     """
-    with opened(place) as (journal, book):
-        known(book, incident_id)
+    with opened(location) as (journal, projection):
+        known(projection, incident_id)
         where = journal.store.where
         made = journal.events(incident_id=incident_id, kinds=[K.PLAN_CREATED])
         (first,) = journal.events(incident_id=incident_id, kinds=[K.INCIDENT_OPENED])
     if not made:
-        raise CommandRefused(f"{incident_id} has no plan to decide again")
+        raise CommandRefused(f"{incident_id} has no plan to replay")
     plans = []
     for event in made:
         with reading(where, f"events line {event.seq}, a plan"):
-            asked = PolicyInput.from_dict(dict(event.as_(PlanCreated).question))
+            policy_input = PolicyInput.from_dict(dict(event.as_(PlanCreated).question))
         then = decided_then(event.as_(PlanCreated))
-        again = decide(asked).to_dict()
+        again = decide(policy_input).to_dict()
         same = canonical(again) == canonical(then)
         plans.append({"event": event.event_id, "same": same, "then": then["plan"], "again": again["plan"]})
     same = all(p["same"] for p in plans)
-    word = "the same" if same else "ANOTHER"
-    lines = [f"{incident_id}: {word} decision from the same input"]
-    lines += [f"  {p['event']}: {p['again']['action']}, because {p['again']['because']}" for p in plans]
+    lines = [f"{incident_id}: {'same' if same else 'DIFFERENT'} decision from the same input"]
+    lines += [f"  {p['event']}: {p['again']['action']}: {p['again']['because']}" for p in plans]
     text = _text(lines)
     diagnosis = first.as_(IncidentOpened).diagnosis.to_dict()
     return {"incident_id": incident_id, "same": same, "plans": plans, "diagnosis": diagnosis, "text": text}
@@ -162,41 +165,39 @@ def decided_then(created: PlanCreated) -> dict[str, Any]:
 
 
 def status_text(value: dict[str, Any]) -> str:
-    """`status` for people."""
+    """`status` as text."""
     watch = value["watch"]
-    who = f"watch {watch['holder']} holds fence {watch['fence']}" if watch else "NO WATCH HOLDS THE LEASE"
-    lines = [f"run {value['run']}: mode {value['mode'] or 'unknown'}, {who}"]
-    for word in ("paused", "stopping", "ended"):
-        if value[word] is not None:
-            lines.append(f"{word.upper()}: {value[word]}")
+    leader = (
+        f"leader {watch['holder']} (fence {watch['fence']})"
+        if watch
+        else "NO RECOVERY LEADER: no watch holds the lease"
+    )
+    lines = [f"run {value['run']}: mode {value['mode'] or 'unknown'}, {leader}"]
+    for condition in ("paused", "stopping", "ended"):
+        if value[condition] is not None:
+            lines.append(f"{condition.upper()}: {value[condition]}")
     for r in value["replicas"]:
-        wanted = "" if r["incarnation"] == r["desired_incarnation"] else f", #{r['desired_incarnation']} is desired"
-        lines.append(f"  {r['replica']:<16} #{r['incarnation']} {r['state'] or 'not there'} on {r['node']}{wanted}")
-    lines.append(f"evictions within the last hour: {value['evictions_last_hour']}")
-    lines += _incident_lines(value["open_incidents"]) or ["no open incident"]
+        desired = "" if r["incarnation"] == r["desired_incarnation"] else f" (desired: #{r['desired_incarnation']})"
+        lines.append(f"  {r['replica']:<16} #{r['incarnation']} {r['state'] or 'not started'} on {r['node']}{desired}")
+    lines.append(f"evictions in the last hour: {value['evictions_last_hour']}")
+    lines += _incident_lines(value["open_incidents"]) or ["no open incidents"]
     lines += [f"QUARANTINED: {node}, by {why}" for node, why in value["quarantined_nodes"].items()]
     lines += [f"SET ASIDE: {name}: {why}" for name, why in value["broken_incidents"].items()]
     return _text(lines)
 
 
 def incidents_text(value: list[dict[str, Any]]) -> str:
-    """`incidents` for people."""
-    lines = _incident_lines(value) or ["no incident"]
+    """`incidents` as text."""
+    lines = _incident_lines(value) or ["no incidents"]
     for i in value:
         for event in i.get("events", ()):
-            told = event["body"].get("because") or event["body"].get("outcome") or ""
-            lines.append(f"  e{event['seq']} {event['kind']} {told}".rstrip())
-            lines += _evidence_lines(event)
+            body = event["body"]
+            text = body.get("because") or body.get("outcome") or ""
+            lines.append(f"  e{event['seq']} {event['kind']} {text}".rstrip())
+            if event["kind"] == K.EVIDENCE_COLLECTED:
+                evidence = [*body.get("summaries", ()), *(f"not collected: {text}" for text in body.get("missing", ()))]
+                lines += [f"    {text}" for text in (*evidence, *(f["name"] for f in body.get("files", ())))]
     return _text(lines)
-
-
-def _evidence_lines(event: Mapping[str, Any]) -> list[str]:
-    """What witnesses said, what was not had of them, and where the files lie, below the run."""
-    if event["kind"] != K.EVIDENCE_COLLECTED:
-        return []
-    body = event["body"]
-    lines = [*body.get("told", ()), *(f"not had: {text}" for text in body.get("missing", ()))]
-    return [f"    {text}" for text in (*lines, *(f["name"] for f in body.get("files", ())))]
 
 
 def _incident_lines(found: list[dict[str, Any]]) -> list[str]:
@@ -205,19 +206,20 @@ def _incident_lines(found: list[dict[str, Any]]) -> list[str]:
         state = "SET ASIDE" if i["set_aside"] else i["outcome"] or i["state"]
         lines.append(f"{i['incident_id']} {state}: {i['set_aside'] or i['because']}")
         if i["plan"]:
-            held = f", held by {', '.join(i['held_by'])}" if i["held_by"] and i["outcome"] is None else ""
+            held = f", blocked by {', '.join(i['held_by'])}" if i["held_by"] and i["outcome"] is None else ""
             lines.append(f"  {i['action']} (plan {i['plan']['digest']}, attempt {i['num_attempts']}{held})")
             lines += [f"  also: {hit}" for hit in i["plan"]["also_hit"]]
         if (hold := i["hold"]) and not hold["lifted"] and i["outcome"] is None:
-            lines.append(f"  held by {hold['by']} until {hold['until_text']}: {hold['because']}")
+            lines.append(f"  on hold by {hold['by']} until {hold['until_text']}: {hold['because']}")
         if mark := i["mark"]:
             lines.append(
-                f"  marked {mark['verdict']} by {mark['by']}" + (f": {mark['because']}" if mark["because"] else "")
+                f"  diagnosis marked {mark['verdict']} by {mark['by']}"
+                + (f": {mark['because']}" if mark["because"] else "")
             )
         if i["oncall_paged"] and i["outcome"] is None:
-            lines.append(f"  A PERSON WAS CALLED: {i['page_reason']}")
+            lines.append(f"  ON-CALL PAGED: {i['page_reason']}")
         if i["state"] == IncidentState.PROPOSED:
-            lines.append(f"  waits for: rolecall approve {i['plan']['digest']}")
+            lines.append(f"  awaiting approval: rolecall approve {i['plan']['digest']}")
     return lines
 
 

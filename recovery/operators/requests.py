@@ -1,4 +1,4 @@
-"""What a person asks for becomes an incident like any other: the same guards, limits and proof."""
+"""Replacement requests of operators: each opens an incident with the same guards, limits and verification as a fault."""
 
 from rolecall.core.diagnosis import Diagnosis, Suspect
 from rolecall.core.faults import FaultClass
@@ -9,8 +9,8 @@ from rolecall.recovery.incidents.incident import PERSON, Incident
 from rolecall.recovery.loop import LEASE_NAME
 
 
-def request(view: ReplicaView, because: str, now: float) -> Diagnosis:
-    """That this incarnation should be replaced, as a diagnosis. `now`: wall seconds."""
+def replacement_request(view: ReplicaView, because: str, now: float) -> Diagnosis:
+    """A request to replace this incarnation, as a diagnosis. `now`: wall seconds."""
     suspect = Suspect(node=view.node, role=view.role, replica=view.replica, incarnation=view.desired_incarnation)
     return Diagnosis(
         suspects=(suspect,),
@@ -23,19 +23,21 @@ def request(view: ReplicaView, because: str, now: float) -> Diagnosis:
     )
 
 
-def ask_replacement(journal: Journal, book: IncidentProjection, view: ReplicaView, by: str, reason: str) -> str:
-    """Opens an incident that asks for this incarnation to be replaced; returns its id."""
-    because = f"{by} asks for {view.replica}#{view.desired_incarnation} to be replaced: {reason}"
-    return open_incident(journal, book, request(view, because, journal.clock.wall()))
+def request_replacement(
+    journal: Journal, projection: IncidentProjection, view: ReplicaView, by: str, reason: str
+) -> str:
+    """Opens an incident that requests replacement of this incarnation; returns its id."""
+    because = f"{by} requested replacement of {view.replica}#{view.desired_incarnation}: {reason}"
+    return open_incident(journal, projection, replacement_request(view, because, journal.clock.wall()))
 
 
-def handling_incident(book: IncidentProjection, replica: str) -> Incident | None:
-    """The open incident that is about this replica."""
-    return next((i for i in book.open_incidents() if replica in (*i.named, *i.touched)), None)
+def handling_incident(projection: IncidentProjection, replica: str) -> Incident | None:
+    """The open incident that handles this replica."""
+    return next((i for i in projection.open_incidents() if replica in (*i.named, *i.touched)), None)
 
 
 def watch_hint(journal: Journal) -> str:
-    """What to add to a sentence when nobody would act on it."""
+    """Appended to a confirmation when no recovery leader would act on the request."""
     lease = journal.lease(LEASE_NAME)
     watched = lease is not None and lease.holder != "" and lease.expires_at > journal.clock.wall()
-    return "" if watched else " (no watch holds the lease now: one must be started)"
+    return "" if watched else " (no watch holds the lease: start one with `rolecall watch`)"

@@ -1,6 +1,6 @@
-"""Where a command finds the run it speaks to: a run directory, or nothing but the URL of its journal.
+"""Where an operator command finds its run: a run directory, or only the URL of its journal.
 
-The journal is all that a person's word needs, so a dashboard on another machine can say what the command line can.
+Commands need nothing but the journal, so a dashboard on another machine can issue the same ones as the command line.
 """
 
 from collections.abc import Iterator
@@ -17,31 +17,31 @@ from rolecall.core.journal.journal import Journal
 from rolecall.recovery.incident_store import IncidentProjection
 
 NAME_CHARS_MAX = 64
-"""Of a person's name: it stands in every table and every sentence that tells what was decided."""
+"""Of a user's name: it is shown in tables and sentences."""
 REASON_CHARS_MAX = 2000
-"""Of a person's reason: as much as is ever shown of one sentence."""
+"""Of a reason: as much as is ever shown of one sentence."""
 SCHEMA_PREFIX = "rolecall-"
 """Of a run's schema in PostgreSQL (`core.database.run_url`)."""
 
 
 class RunLocation(Protocol):
-    """What every command takes. `RunDir` is one."""
+    """What every command takes; `RunDir` implements it."""
 
     @property
     def run_id(self) -> str: ...
 
     @property
     def database_url(self) -> str:
-        """Where the journal is. May hold a password: `core.database.redacted` before it is shown."""
+        """May contain a password: use `core.journal.database.redacted` before showing it."""
 
 
 class JournalLocation:
-    """A run of which only the journal can be reached."""
+    """A run whose journal is reachable and whose directory is not."""
 
     def __init__(self, url: str) -> None:
         """
         Raises:
-            ConfigError: `url` is none that a journal can live at. The reason shows no password.
+            ConfigError: `url` cannot hold a journal. The message shows no password.
         """
         try:
             self.database_url = checked_url(url)
@@ -50,11 +50,11 @@ class JournalLocation:
         self.run_id = run_id_of(self.database_url)
 
     def __repr__(self) -> str:
-        return f"JournalPlace({redacted(self.database_url)!r})"
+        return f"JournalLocation({redacted(self.database_url)!r})"
 
 
 def run_id_of(url: str) -> str:
-    """The run's name, as its journal's place tells it: the directory of its file, or its schema."""
+    """The run's id from its journal's URL: the directory of the SQLite file, or the PostgreSQL schema."""
     parsed = sa.make_url(url)
     if parsed.get_backend_name() == "sqlite":
         path = Path(parsed.database or "")
@@ -65,9 +65,9 @@ def run_id_of(url: str) -> str:
 
 
 @contextmanager
-def journal_of(place: RunLocation, clock: Clock | None = None) -> Iterator[Journal]:
-    """The journal of `place`, for as long as the block."""
-    journal = Journal(place.database_url, clock=clock, create=False)
+def journal_of(location: RunLocation, clock: Clock | None = None) -> Iterator[Journal]:
+    """The journal at `location`, closed after the block."""
+    journal = Journal(location.database_url, clock=clock, create=False)
     try:
         yield journal
     finally:
@@ -75,33 +75,35 @@ def journal_of(place: RunLocation, clock: Clock | None = None) -> Iterator[Journ
 
 
 @contextmanager
-def opened(place: RunLocation, clock: Clock | None = None) -> Iterator[tuple[Journal, IncidentProjection]]:
-    """The journal with its incidents."""
-    with journal_of(place, clock) as journal:
-        book = IncidentProjection()
-        book.refresh(journal)
-        yield journal, book
+def opened(location: RunLocation, clock: Clock | None = None) -> Iterator[tuple[Journal, IncidentProjection]]:
+    """The journal and its incidents."""
+    with journal_of(location, clock) as journal:
+        projection = IncidentProjection()
+        projection.refresh(journal)
+        yield journal, projection
 
 
 def checked_name(by: str) -> str:
-    """Who speaks.
+    """The user's name, if it is printable and short enough.
 
     Raises:
-        CommandRefused: it is no name that can be shown.
+        CommandRefused: it is not.
     """
     if not by.strip() or len(by) > NAME_CHARS_MAX or not by.isprintable():
-        raise CommandRefused(f"{by[:NAME_CHARS_MAX]!r}: who says so? At most {NAME_CHARS_MAX} printable characters")
+        raise CommandRefused(
+            f"{by[:NAME_CHARS_MAX]!r} is not a user name: needs 1 to {NAME_CHARS_MAX} printable characters"
+        )
     return by
 
 
 def checked_reason(because: str, *, needed: bool = True) -> str:
-    """Why.
+    """The reason, if it is not too long to be shown.
 
     Raises:
-        CommandRefused: there is none where one is `needed`, or it is longer than is ever shown.
+        CommandRefused: it is missing where `needed`, or too long.
     """
     if needed and not because.strip():
-        raise CommandRefused("no reason is given: it is what everybody else will read")
+        raise CommandRefused("a reason is required")
     if len(because) > REASON_CHARS_MAX:
-        raise CommandRefused(f"the reason has {len(because)} characters, at most {REASON_CHARS_MAX} are kept")
+        raise CommandRefused(f"the reason has {len(because)} characters, the limit is {REASON_CHARS_MAX}")
     return because

@@ -132,7 +132,7 @@ def burn_in(
         raise ConfigError([f"--folder: {where} is not a folder"])
     found = work(CHECKS, seconds, where, progress=None if as_json else progress)
     told = {"node": name or os.uname().nodename, **found.to_dict()}
-    recorded = commands.burned_in(place, name, found.to_dict(), whoami()) if place is not None else ""
+    recorded = commands.record_burn_in(place, name, found.to_dict(), whoami()) if place is not None else ""
     if as_json:
         print_json(told)
         return 0 if found.passed else 1

@@ -59,7 +59,7 @@ def _nothing_happens_without_approval(run: DemoRun, webhook: Inbox) -> str:
     status = rolecall("status", str(run.path))
     assert status.returncode == 1, "an incident is open"
     assert "mode approve" in status.stdout and sentence in status.stdout
-    assert f"waits for: rolecall approve {digest}" in status.stdout
+    assert f"awaiting approval: rolecall approve {digest}" in status.stdout
     run.until_step(len(run.observer.steps) + 2, CURE_SECONDS)  # the survivors train on meanwhile
     assert run.observer.desired()["rollout/1"] == 1 and ("rollout/1", 2) not in run.observer.pids
     return digest
@@ -90,18 +90,18 @@ def _a_pause_holds_what_was_approved(run: DemoRun, webhook: Inbox, digest: str) 
     assert wrong.returncode == 1 and digest in wrong.stderr, "the refusal names the plan that waits"
     approved = rolecall("approve", digest, "--run", str(run.path))
     assert approved.returncode == 0, approved.stderr
-    assert "replace_replica of rollout/1#1 is approved" in approved.stdout
+    assert "approved: replace_replica of rollout/1#1" in approved.stdout
     held = _event(run, "plan_blocked", guard="paused")
     assert "somebody is at the rack" in held["because"]
     status = command("status", str(run.path))
     assert status.returncode == 1 and "PAUSED:" in status.stdout and "somebody is at the rack" in status.stdout
     assert run.observer.events("action_started") == []
     again = command("approve", digest, "--run", str(run.path))
-    assert again.returncode == 1 and "was approved already" in again.stderr
+    assert again.returncode == 1 and "was already approved" in again.stderr
     # With a warm standby the cure takes seconds; its own start would slow that of a cold one.
     eventually(lambda: run.observer.states.get(("standby/0", 1)) == "ready", "the standby", seconds=CURE_SECONDS)
     resumed = command("resume", "--run", str(run.path))
-    assert resumed.returncode == 0 and "acts again" in resumed.stdout
+    assert resumed.returncode == 0 and " resumed" in resumed.stdout
     closed = _event(run, "incident_closed", incident=held["incident"])
     assert closed["outcome"] == "resolved"
     eventually(lambda: run.observer.states[("rollout/1", 2)] == "serving", "the observer to have looked again")
@@ -119,7 +119,7 @@ def _a_pause_holds_what_was_approved(run: DemoRun, webhook: Inbox, digest: str) 
 def _a_healthy_rollout_is_replaced_by_hand(run: DemoRun) -> None:
     before = dict(run.observer.pids)
     asked = command("replace", "rollout/0", "--run", str(run.path), "--reason", "its fan is loud")
-    assert asked.returncode == 0 and "is open" in asked.stdout, asked.stderr
+    assert asked.returncode == 0 and " opened: " in asked.stdout, asked.stderr
     refused = command("replace", "rollout/9", "--run", str(run.path), "--reason", "a slip")
     assert refused.returncode == 1 and "rollout/9 is not part of this run" in refused.stderr
     incident = asked.stdout.split()[0]
@@ -143,7 +143,7 @@ def _a_rejected_plan_is_not_performed(run: DemoRun, webhook: Inbox) -> None:
     proposed = run.observer.events("plan_proposed")[-1]
     digest = proposed["plan"]["digest"]
     rejected = command("reject", digest, "--run", str(run.path), "--reason", "we want to look at it")
-    assert rejected.returncode == 0 and "rollout/2#1 is rejected" in rejected.stdout, rejected.stderr
+    assert rejected.returncode == 0 and "rejected: replace_replica of rollout/2#1" in rejected.stdout, rejected.stderr
     closed = _event(run, "incident_closed", incident=proposed["incident"])
     (decision,) = run.observer.events("plan_rejected")
     assert closed["outcome"] == "escalated"
@@ -152,7 +152,7 @@ def _a_rejected_plan_is_not_performed(run: DemoRun, webhook: Inbox) -> None:
     run.until_step(len(run.observer.steps) + 2, CURE_SECONDS)
     assert run.observer.desired()["rollout/2"] == 1 and ("rollout/2", 2) not in run.observer.pids
     status = command("status", str(run.path))
-    assert status.returncode == 0 and "no open incident" in status.stdout
+    assert status.returncode == 0 and "no open incidents" in status.stdout
     assert "rollout/2        #1 lost" in status.stdout
 
 

@@ -44,12 +44,12 @@ def proposal(world: World) -> tuple[Watch, str]:
 def test_hold_and_lift(world: World, capsys: pytest.CaptureFixture[str]) -> None:
     _, digest = proposal(world)
     assert say(world, "hold", digest, "--reason", "a look", "--minutes", "5") == 0
-    assert "is held until" in capsys.readouterr().out
+    assert "on hold until" in capsys.readouterr().out
     attempt = world.only().attempt
     assert attempt is not None and attempt.hold is not None and "@" in attempt.hold.by
     assert say(world, "lift", digest, "--reason", "seen") == 0
     assert say(world, "lift", digest) == 1
-    assert f"nobody holds plan {digest}" in capsys.readouterr().err
+    assert f"plan {digest} is not on hold" in capsys.readouterr().err
     assert say(world, "hold", digest, "--reason", "a look", "--minutes", "1e9") == 1
 
 
@@ -78,7 +78,7 @@ def test_a_node_from_drain_to_return(world: World, capsys: pytest.CaptureFixture
     assert say(world, "node", "return", "node-4", "--reason", "a new fan") == 0
     assert say(world, "node", "quarantine", "node-4", "--reason", "it is loud again") == 0
     assert say(world, "node", "quarantine", "node-9", "--reason", "who?") == 1
-    assert "node-9 is no node of this run" in capsys.readouterr().err
+    assert "node-9 is not a node of this run" in capsys.readouterr().err
     assert world.only().state is IncidentState.CLOSED
 
 

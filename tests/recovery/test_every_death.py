@@ -16,7 +16,7 @@ from rolecall.core.faults import FaultClass
 from rolecall.core.ids import ReplicaId
 from rolecall.core.journal.events import EventKind
 from rolecall.core.rundir import RunDir
-from rolecall.recovery.incidents.incident import NOT_BEGUN, Attempt, IncidentState
+from rolecall.recovery.incidents.incident import NOT_STARTED, Attempt, IncidentState
 from rolecall.recovery.incidents.projection import INCIDENT_KINDS
 from rolecall.recovery.interfaces import Message
 from rolecall.recovery.loop import Watch
@@ -165,7 +165,7 @@ def _says(world: World, *words: tuple[Callable[[Attempt], object], Word]) -> Non
     def say() -> None:
         for i in world.incidents():
             a = i.attempt
-            if left and a is not None and i.state in NOT_BEGUN and left[0][0](a):
+            if left and a is not None and i.state in NOT_STARTED and left[0][0](a):
                 left.pop(0)[1](run, a.plan.digest)
 
     world.others.append(say)

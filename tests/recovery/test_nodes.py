@@ -19,7 +19,7 @@ from rolecall.recovery.incidents.incident import IncidentOutcome
 from rolecall.recovery.loop import Watch
 from rolecall.recovery.nodes import NODE_KINDS, BurnIn, fold_nodes
 from rolecall.recovery.operators import commands
-from rolecall.recovery.operators.node_commands import drained
+from rolecall.recovery.operators.node_commands import drain_node
 from rolecall.recovery.policy import PolicyInput, decide
 from rolecall.recovery.quarantine import to_quarantine
 from rolecall.testing.events import made_event
@@ -104,7 +104,7 @@ def test_nothing_is_placed_on_a_quarantined_node(tmp_path: Path) -> None:
     world.until(world.all_closed, watch)
     assert world.only().outcome is IncidentOutcome.RESOLVED and node_of(world, "rollout/1") != node
     assert commands.replay(run, world.only().incident_id)["same"] is True
-    with pytest.raises(CommandRefused, match="quarantined already, by alice: ECC errors"):
+    with pytest.raises(CommandRefused, match="already quarantined by alice: ECC errors"):
         commands.quarantine(run, node, "bob", "again", world.clock)
     assert f"QUARANTINED: {node}, by alice: ECC errors" in commands.status_text(commands.status(run, world.clock))
 
@@ -125,7 +125,7 @@ def test_a_returned_node_takes_replicas_again(tmp_path: Path) -> None:
     world, run, watch = running(tmp_path)
     node = node_of(world, "rollout/1")
     commands.quarantine(run, node, "alice", "ECC errors", world.clock)
-    assert "is returned" in commands.return_node(run, node, "bob", "new GPU", world.clock)
+    assert "is back in service" in commands.return_node(run, node, "bob", "new GPU", world.clock)
     with pytest.raises(CommandRefused, match="is not quarantined"):
         commands.return_node(run, node, "bob", "again", world.clock)
     faulty(world, "rollout/1", FaultClass.CRASH)
@@ -163,15 +163,15 @@ def test_a_drained_node_is_left_by_all(tmp_path: Path) -> None:
     node = node_of(world, "rollout/1")
     said = commands.drain(run, node, "alice", "its fan is loud", world.clock)
     assert said == (
-        f"{node} is drained: nothing is placed there until `rolecall node return {node}`; "
+        f"{node} is drained: no replica is placed there until `rolecall node return {node}`; "
         "moved when the guards pass: rollout/1 (inc-1-rollout-1)"
     )
     again = commands.drain(run, node, "bob", "still", world.clock)
-    assert "not asked for twice: rollout/1 (inc-1-rollout-1 deals with it: open)" in again
+    assert "already handled: rollout/1 (inc-1-rollout-1, open)" in again
     world.until(world.all_closed, watch)
     assert node_of(world, "rollout/1") != node and world.runtime.replaced == [("rollout/1", 1)]
-    assert world.only().diagnosis.because.endswith(f"to be replaced: {node} is drained: its fan is loud")
-    assert "nothing runs there" in commands.drain(run, node, "bob", "still", world.clock)
+    assert world.only().diagnosis.because.endswith(f"replacement of rollout/1#1: {node} is drained: its fan is loud")
+    assert "no replica runs there" in commands.drain(run, node, "bob", "still", world.clock)
     row = {r["node"]: r for r in commands.nodes(run)}[node]
     assert row["quarantined"] and row["drained_by"] == "bob" and row["moved"] == ("inc-1-rollout-1",)
     assert row["replicas"] == [] and row["num_incidents"] == 0, "a request is no fault of the node"
@@ -218,7 +218,7 @@ def _drain_killed_at(path: Path, dies_at: int | None) -> tuple[World, str, list[
     journal, book = KillableJournal(world.url, clock=world.clock, switch=switch), IncidentProjection()
     book.refresh(journal)
     try:
-        drained(journal, book, node, "alice", "its fan is loud")
+        drain_node(journal, book, node, "alice", "its fan is loud")
     except SimulatedKill:
         commands.drain(run, node, "alice", "its fan is loud", world.clock)
     finally:
@@ -285,8 +285,8 @@ def test_who_does_not_act_quarantines_nothing(tmp_path: Path, mode: str) -> None
 
 def test_burn_ins_are_kept(tmp_path: Path) -> None:
     world, run, _ = running(tmp_path)
-    assert commands.burned_in(run, "node-new", BURNED, "alice", world.clock) == (
-        "the burn-in of node-new passed, and is recorded"
+    assert commands.record_burn_in(run, "node-new", BURNED, "alice", world.clock) == (
+        "recorded: burn-in of node-new passed"
     )
     row = {r["node"]: r for r in commands.nodes(run)}["node-new"]
     (kept,) = row["burn_ins"]
@@ -308,6 +308,6 @@ def test_burn_ins_are_kept(tmp_path: Path) -> None:
 def test_what_is_no_burn_in_is_refused(tmp_path: Path, changed: dict[str, Any]) -> None:
     world, run, _ = running(tmp_path)
     with pytest.raises(CommandRefused, match="this is no result of a burn-in"):
-        commands.burned_in(run, "node-1", {**BURNED, **changed}, "alice", world.clock)
+        commands.record_burn_in(run, "node-1", {**BURNED, **changed}, "alice", world.clock)
     with pytest.raises(CommandRefused):
         BurnIn.from_dict({})

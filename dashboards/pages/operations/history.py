@@ -84,7 +84,9 @@ def history(events: Iterable[Event], incidents: Iterable[Incident]) -> tuple[Com
         CommandLogEntry(
             at=i.opened_at,
             # The text of a request starts with the user's name.
-            by=i.diagnosis.because.partition(" asks for ")[0] if " asks for " in i.diagnosis.because else "",
+            by=i.diagnosis.because.partition(" requested replacement of ")[0]
+            if " requested replacement of " in i.diagnosis.because
+            else "",
             what="requested a replacement",
             on=", ".join([*(f"{s.replica}#{s.incarnation}" for s in i.diagnosis.suspects), i.incident_id]),
             because=i.diagnosis.because,

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from rolecall.core.diagnosis import ActionKind
-from rolecall.recovery.incidents.incident import NOT_BEGUN, Attempt, Decision, Hold, Incident, IncidentState
+from rolecall.recovery.incidents.incident import NOT_STARTED, Attempt, Decision, Hold, Incident, IncidentState
 
 MODES: Mapping[str, str] = {
     "observe": "rolecall reports what it would do and takes no action. Approvals have no effect until the watch runs in "
@@ -81,7 +81,7 @@ def plan_rows(incidents: Iterable[Incident], mode: str, now: float) -> tuple[Pla
     rows = []
     for i in incidents:
         a = i.attempt
-        if a is None or i.state not in NOT_BEGUN:
+        if a is None or i.state not in NOT_STARTED:
             continue
         if a.plan.action is not ActionKind.TOLERATE:
             rows.append(_row(i, a, mode, now))
@@ -89,7 +89,7 @@ def plan_rows(incidents: Iterable[Incident], mode: str, now: float) -> tuple[Pla
 
 
 def _row(i: Incident, a: Attempt, mode: str, now: float) -> PlanRow:
-    hold = a.hold if a.hold is not None and a.hold.stands(now) else None
+    hold = a.hold if a.hold is not None and a.hold.active(now) else None
     d = i.diagnosis
     return PlanRow(
         incident_id=i.incident_id,

@@ -14,7 +14,7 @@ from rolecall.core.ids import IncidentId
 from rolecall.recovery.fleet import FleetView, ReplicaView
 from rolecall.recovery.guards import check
 from rolecall.recovery.incidents.incident import Incident, IncidentState
-from rolecall.recovery.operators.requests import request
+from rolecall.recovery.operators.requests import replacement_request
 from rolecall.recovery.policy import decide, question
 
 SUPPORTS = frozenset({ActionKind.REPLACE_REPLICA, ActionKind.REPLACE_NODE, ActionKind.STOP_JOB})
@@ -109,7 +109,7 @@ def preview(
 
 
 def _requested(r: ReplicaView, node: str, now: float) -> Incident:
-    diagnosis = request(r, f"{node} is to be drained", now)
+    diagnosis = replacement_request(r, f"{node} is to be drained", now)
     name = IncidentId("preview")
     return Incident(
         incident_id=name,

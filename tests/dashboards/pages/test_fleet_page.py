@@ -49,7 +49,7 @@ def test_nodes_worst_first_with_word_and_glyph(made: World) -> None:
 def test_a_nodes_panel_tells_its_incidents_codes_quarantines_and_burn_ins(made: World) -> None:
     made.open("i-1", "rollout/2", "XID 79 on GPU 3 of node-3: fallen off the bus", fault_class=FaultClass.GPU)
     commands.quarantine(made.run, "node-3", "carla", "its fan is loud")
-    commands.burned_in(made.run, "node-3", BURN_IN, "carla")
+    commands.record_burn_in(made.run, "node-3", BURN_IN, "carla")
     at = page("fleet", made)
     at.selectbox(key="fleet.node").select("node-3").run()
     told = texts(at)

@@ -140,7 +140,7 @@ def test_a_click_approves_the_plan_under_the_name_of_the_file(made: World) -> No
     button(at, "Approve").click().run()
     assert _new(made, before) == [(K.PLAN_APPROVED, "anna")]
     assert made.events()[-1].payload.digest == proposed.digest
-    assert "is approved, for i-1" in texts(at)
+    assert "approved: replace_replica of " in texts(at)
 
 
 def test_a_double_click_is_one_word(made: World) -> None:
@@ -280,7 +280,7 @@ def test_a_node_is_drained_only_when_its_name_is_typed(made: World) -> None:
     assert fold_nodes(made.events())["node-2"].quarantined_by == "anna"
     (asked,) = made.incidents().values()
     assert asked.requested_by_operator
-    assert asked.diagnosis.because.startswith("anna asks for rollout/1#1")
+    assert asked.diagnosis.because.startswith("anna requested replacement of rollout/1#1")
 
 
 def test_a_replica_is_replaced_by_hand(made: World) -> None:
@@ -291,7 +291,7 @@ def test_a_replica_is_replaced_by_hand(made: World) -> None:
     button(at, "Replace").click().run()
     (opened,) = made.events()[before:]
     assert opened.kind is K.INCIDENT_OPENED
-    assert "anna asks for trainer/1#1 to be replaced: it stutters" in opened.payload.to_body()["diagnosis"]["because"]
+    assert "anna requested replacement of trainer/1#1: it stutters" in opened.payload.to_body()["diagnosis"]["because"]
 
 
 def test_history_tells_who_did_what(made: World) -> None:

@@ -163,7 +163,7 @@ def test_a_name_from_elsewhere_cannot_leave_its_place_in_a_command() -> None:
 
 
 def test_a_replica_that_a_person_had_replaced_is_in_the_history() -> None:
-    asked = diagnosis("rollout/1", "anna asks for rollout/1#1 to be replaced: it stutters", detectors=("operator",))
+    asked = diagnosis("rollout/1", "anna requested replacement of rollout/1#1: it stutters", detectors=("operator",))
     found = _incidents((K.INCIDENT_OPENED, {"diagnosis": asked.to_dict()}))
     words = [made_event(seq=9, kind=K.RECOVERY_PAUSED, wall_at=1.0, body={"by": "bert", "because": "x"})]
     first, second = history(words, found)

@@ -152,9 +152,9 @@ def test_a_hold_moves_the_end_of_its_proposal() -> None:
     attempt = fold(events(*proposed, K.HOLD_PLACED))[NAME].attempt
     assert attempt is not None and attempt.hold is not None
     # Proposed at 3 until 100: it waits for 97 s, again from the hold's end at 50 on.
-    assert attempt.expires_at == 50.0 + 97.0 and attempt.hold.stands(49.9) and not attempt.hold.stands(50.0)
+    assert attempt.expires_at == 50.0 + 97.0 and attempt.hold.active(49.9) and not attempt.hold.active(50.0)
     attempt = fold(events(*proposed, K.HOLD_PLACED, K.HOLD_LIFTED))[NAME].attempt
-    assert attempt is not None and attempt.hold is not None and not attempt.hold.stands(49.9)
+    assert attempt is not None and attempt.hold is not None and not attempt.hold.active(49.9)
     assert attempt.expires_at == 5.0 + 97.0
     with pytest.raises(InvalidTransition, match="nobody holds it"):
         fold(events(*proposed, K.HOLD_PLACED, K.HOLD_LIFTED, K.HOLD_LIFTED))

@@ -1,4 +1,4 @@
-"""What a person can say and ask, on a real database with a watch beside it."""
+"""Operator commands and queries on a real database, with a watch running."""
 
 from pathlib import Path
 
@@ -39,13 +39,13 @@ def test_an_approved_plan_is_performed_once(tmp_path: Path) -> None:
     assert world.runtime.replaced == []
     assert [m.kind for m in world.notifier.messages] == ["plan_proposed"]
     assert commands.approve_plan(run, digest, "alice", world.clock) == (
-        "replace_replica of rollout/1#1 is approved, for inc-1-rollout-1"
+        "approved: replace_replica of rollout/1#1 (inc-1-rollout-1)"
     )
-    with pytest.raises(CommandRefused, match="was approved already"):
+    with pytest.raises(CommandRefused, match="was already approved"):
         commands.approve_plan(run, digest, "bob", world.clock)
     world.until(world.all_closed, watch)
     assert world.only().outcome is IncidentOutcome.RESOLVED and world.desired("rollout/1") == 2
-    with pytest.raises(CommandRefused, match="no plan"):
+    with pytest.raises(CommandRefused, match="no open plan"):
         commands.approve_plan(run, digest, "alice", world.clock)
     assert [m.kind for m in world.notifier.messages] == ["plan_proposed", "incident_closed"]
 
@@ -53,7 +53,7 @@ def test_an_approved_plan_is_performed_once(tmp_path: Path) -> None:
 def test_an_approval_is_for_one_digest(tmp_path: Path) -> None:
     world, run, watch = approving(tmp_path)
     digest = proposed(world, watch)
-    with pytest.raises(CommandRefused, match=f"these wait for a word: {digest}"):
+    with pytest.raises(CommandRefused, match=f"plans awaiting a decision: {digest}"):
         commands.approve_plan(run, "0123456789abcdef", "alice", world.clock)
     assert world.only().state is IncidentState.PROPOSED
 
@@ -125,15 +125,15 @@ def test_too_late_is_refused_even_where_no_watch_has_noticed(tmp_path: Path) -> 
     world, run, watch = approving(tmp_path)
     digest = proposed(world, watch)
     world.clock.advance(61)
-    with pytest.raises(CommandRefused, match="lapsed 1 s ago"):
+    with pytest.raises(CommandRefused, match="expired 1 s ago"):
         commands.approve_plan(run, digest, "alice", world.clock)
 
 
 def test_the_first_word_stands(tmp_path: Path) -> None:
     world, run, watch = approving(tmp_path)
     digest = proposed(world, watch)
-    assert "is rejected" in commands.reject_plan(run, digest, "bob", "it is mine to debug")
-    with pytest.raises(CommandRefused, match="was rejected already"):
+    assert "rejected: " in commands.reject_plan(run, digest, "bob", "it is mine to debug")
+    with pytest.raises(CommandRefused, match="was already rejected"):
         commands.approve_plan(run, digest, "alice", world.clock)
     world.until(world.all_closed, watch)
     assert world.runtime.replaced == [] and "it is mine to debug" in world.only().because
@@ -144,13 +144,13 @@ def test_a_request_goes_through_the_guards(tmp_path: Path) -> None:
     run, watch = RunDir(tmp_path), world.watch()
     world.step(watch)
     said = commands.replace(run, "rollout/2", "it looks tired", "alice", world.clock)
-    assert said == "inc-1-rollout-2 is open: rollout/2 is replaced when the guards pass"
-    with pytest.raises(CommandRefused, match="inc-1-rollout-2 deals with rollout/2 already"):
+    assert said == "inc-1-rollout-2 opened: rollout/2 is replaced when the guards pass"
+    with pytest.raises(CommandRefused, match="inc-1-rollout-2 already handles rollout/2"):
         commands.replace(run, "rollout/2", "again", "alice", world.clock)
     world.until(world.all_closed, watch)
     incident = world.only()
     assert incident.outcome is IncidentOutcome.RESOLVED and world.desired("rollout/2") == 2
-    assert incident.diagnosis.because == "alice asks for rollout/2#1 to be replaced: it looks tired"
+    assert incident.diagnosis.because == "alice requested replacement of rollout/2#1: it looks tired"
 
 
 def test_a_request_is_no_proposal_but_counts_like_any_other(tmp_path: Path) -> None:
@@ -205,7 +205,7 @@ def test_status_and_incidents(tmp_path: Path) -> None:
     with pytest.raises(CommandRefused, match="there are: inc-1-rollout-1"):
         commands.incidents(run, "inc-7")
     world.clock.advance(60)
-    assert "NO WATCH HOLDS THE LEASE" in commands.status_text(commands.status(run, world.clock))
+    assert "NO RECOVERY LEADER" in commands.status_text(commands.status(run, world.clock))
     assert commands.resume_recovery(run, "bob").endswith("was not paused")
 
 
@@ -218,7 +218,7 @@ def test_every_decision_replays(tmp_path: Path, fault: FaultClass) -> None:
     world.until(world.all_closed, watch)
     value = commands.replay(run, "inc-1-rollout-1")
     assert value["same"] is True and len(value["plans"]) == 2
-    assert "the same decision" in value["text"] and "replace_replica" in value["text"]
+    assert ": same decision" in value["text"] and "replace_replica" in value["text"]
     with pytest.raises(CommandRefused):
         commands.replay(run, "inc-2-rollout-1")
 
@@ -238,10 +238,10 @@ def test_a_decision_that_would_differ_now_is_told(tmp_path: Path) -> None:
         filled(K.PLAN_CREATED, {**made.payload.to_body(), "question": question}), incident_id="inc-2-other"
     )
     value = commands.replay(RunDir(tmp_path), "inc-2-other")
-    assert value["same"] is False and "ANOTHER decision" in value["text"]
+    assert value["same"] is False and "DIFFERENT decision" in value["text"]
 
 
-HOSTILE = "\x1b[2J\x1b]0;owned\x07<script>alert(1)</script> [red]x[/red]\nno open incident\r\u202eevil"
+HOSTILE = "\x1b[2J\x1b]0;owned\x07<script>alert(1)</script> [red]x[/red]\nno open incidents\r\u202eevil"
 
 
 def _hostile_world(path: Path) -> World:
@@ -258,7 +258,7 @@ def _hostile_world(path: Path) -> World:
 def _is_text(told: str, ours: int) -> None:
     lines = told.splitlines()
     assert all(line.isprintable() for line in lines) and len(lines) == ours, "it neither steers nor adds a line"
-    assert any("<script>alert(1)</script> [red]x[/red]\\x0ano open incident" in line for line in lines)
+    assert any("<script>alert(1)</script> [red]x[/red]\\x0ano open incidents" in line for line in lines)
 
 
 def test_foreign_text_is_shown_as_text(tmp_path: Path) -> None:

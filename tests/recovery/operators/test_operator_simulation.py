@@ -83,7 +83,7 @@ class Talk(Simulation):
             for a in incident.attempts:
                 if a.started_at is not None:
                     assert a.decision is not Decision.REJECTED
-                    assert a.hold is None or not a.hold.stands(a.started_at), f"held: {self.world.story()}"
+                    assert a.hold is None or not a.hold.active(a.started_at), f"held: {self.world.story()}"
         shut = frozenset(map(str, quarantined_nodes(self.world.journal)))
         placed = {str(r): (d.incarnation, str(d.node)) for r, d in self.world.journal.desired().items()}
         for replica, (incarnation, node) in placed.items():

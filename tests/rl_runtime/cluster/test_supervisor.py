@@ -248,7 +248,7 @@ def test_what_nobody_wants_any_more_is_stopped(rig: Rig) -> None:
 
 def test_too_few_nodes_starts_nothing(tmp_path: Path) -> None:
     run = create_run_dir(tmp_path, "r")
-    supervisor = Supervisor(run, parse_job({"runtime": {"nodes": 3}}), hands=SleepActors())
+    supervisor = Supervisor(run, parse_job({"runtime": {"nodes": 3}}), actors=SleepActors())
     with pytest.raises(NotEnoughNodes, match="rollout lacks 3 of 3"):
         supervisor.start()
     assert not (run.path / "processes.jsonl").exists() and not (run.path / "run.json").exists()

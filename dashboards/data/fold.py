@@ -59,7 +59,7 @@ class Fold:
             kept = list(events)
         misread = [line for event in kept if (line := self._misread(event)) is not None]
         self.book.take([e for e in kept if e.kind in _OF_BOOK], damaged)
-        self.book.to_tell.clear()  # nobody is told by a dashboard
+        self.book.to_notify.clear()  # nobody is told by a dashboard
         self.damaged += sorted([*damaged, *misread], key=lambda line: line.seq)
         for event in kept:
             match event.payload:
@@ -86,7 +86,7 @@ class Fold:
     def copied_book(self) -> IncidentProjection:
         """The book as it stands, for others to read while this one goes on."""
         book = copy(self.book)
-        book.incidents, book.broken, book.to_tell = dict(book.incidents), dict(book.broken), []
+        book.incidents, book.broken, book.to_notify = dict(book.incidents), dict(book.broken), []
         return book
 
 

@@ -1,7 +1,7 @@
-"""What the dashboard keeps of a journal, folded from its events; and how a long journal is read from its end.
+"""Projections of a journal for the dashboard, and reading a long journal from its end.
 
-A `Fold` that begins at the first event knows everything. One that begins near the end (`newest`) knows the open
-incidents, the newest ones and the newest steps, and is replaced by a whole one as soon as that has caught up.
+A `Fold` that starts at the first event is complete. One that starts near the end (`newest`) has the open incidents, the
+newest incidents and the newest steps; a complete one replaces it once that has caught up.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,15 +22,15 @@ from rolecall.recovery.incident_store import READ_KINDS, IncidentProjection
 from rolecall.views.snapshot import RunSnapshotProjection
 
 CHUNK_EVENTS = 500
-"""Read in one go: about 30 ms, so that nobody who draws waits longer for the interpreter."""
+"""Events per chunk: about 30 ms, the longest that pages wait for the interpreter."""
 NEWEST_INCIDENTS = 100
-"""Of a long journal these are read first, with all that are open."""
+"""Incidents of a long journal that are read first, in addition to the open ones."""
 OPEN_MAX = 500
-"""Open incidents that are read first: more are none that a person can look at."""
+"""Open incidents that are read first."""
 NEWEST_STEPS = 400
 
 _K = EventKind
-_OF_BOOK = frozenset(READ_KINDS)
+_INCIDENT_KINDS = frozenset(READ_KINDS)
 _FIRST_AND_LAST = (_K.RUN_STARTED, _K.RUN_ENDED, _K.LEASE_ACQUIRED)
 
 
@@ -42,7 +42,7 @@ class Fold:
     """Owned by one thread."""
 
     def __init__(self, *, partial: bool = False) -> None:
-        self.memory, self.book, self.course = RunSnapshotProjection(), IncidentProjection(), RunTrendsProjection()
+        self.run, self.projection, self.trends = RunSnapshotProjection(), IncidentProjection(), RunTrendsProjection()
         self.damaged: list[DamagedLine] = []
         self.quarantined: set[str] = set()
         self.mode = ""
@@ -50,16 +50,16 @@ class Fold:
         self._partial = partial
 
     def take(self, events: Sequence[Event], damaged: Sequence[DamagedLine] = ()) -> None:
-        """Takes in what comes next in the journal."""
+        """Applies the next events of the journal."""
         if self._partial:
-            known = self.book.incidents
+            known = self.projection.incidents
             ours = {e.incident_id for e in events if e.kind is _K.INCIDENT_OPENED}
             kept = [e for e in events if not e.incident_id or e.incident_id in known or e.incident_id in ours]
         else:
             kept = list(events)
         misread = [line for event in kept if (line := self._misread(event)) is not None]
-        self.book.take([e for e in kept if e.kind in _OF_BOOK], damaged)
-        self.book.to_notify.clear()  # nobody is told by a dashboard
+        self.projection.take([e for e in kept if e.kind in _INCIDENT_KINDS], damaged)
+        self.projection.to_notify.clear()  # the dashboard sends no notifications
         self.damaged += sorted([*damaged, *misread], key=lambda line: line.seq)
         for event in kept:
             match event.payload:
@@ -74,20 +74,20 @@ class Fold:
         self.seq = max([self.seq, *(line.seq for line in damaged)])
 
     def _misread(self, event: Event) -> DamagedLine | None:
-        """Takes an event in, all but for the book; a body that is not what its kind should have is a damaged line."""
+        """Applies an event to all but the incident projection; a malformed event becomes a damaged line."""
         try:
-            self.memory.read([event])
-            self.course.take(event)
-        except Exception as e:  # noqa: BLE001 - whatever a body does to its reader, the other lines are shown
+            self.run.read([event])
+            self.trends.take(event)
+        except Exception as e:  # noqa: BLE001 - one malformed event must not hide the others
             error = JournalCorrupt(where=f"events line {event.seq}", reason=f"{event.kind} cannot be read: {e!r}"[:200])
             return DamagedLine(seq=event.seq, incident_id=event.incident_id, error=error)
         return None
 
-    def copied_book(self) -> IncidentProjection:
-        """The book as it stands, for others to read while this one goes on."""
-        book = copy(self.book)
-        book.incidents, book.broken, book.to_notify = dict(book.incidents), dict(book.broken), []
-        return book
+    def copied_projection(self) -> IncidentProjection:
+        """A copy of the incident projection for other threads."""
+        copied = copy(self.projection)
+        copied.incidents, copied.broken, copied.to_notify = dict(copied.incidents), dict(copied.broken), []
+        return copied
 
 
 def events_after(
@@ -116,7 +116,7 @@ def _parsed(rows: Sequence[sa.RowMapping], where: str, wants_admissions: bool) -
 
 
 def holds(journal: Journal, seq: int, link: str) -> bool:
-    """Whether the journal still has the line that was read last: another run's journal has another one there."""
+    """Whether the journal still has the last event that was read; another run's journal has a different one."""
     if not seq or not link:
         return True
     events = _table("events")
@@ -126,8 +126,7 @@ def holds(journal: Journal, seq: int, link: str) -> bool:
 
 
 def newest(journal: Journal, head: int) -> Fold:
-    """A fold of what matters most, at line `head`: how the run began and stands, its newest steps, the open incidents and
-    the newest ones."""
+    """A partial fold at event `head`: start and state of the run, newest steps, open and newest incidents."""
     events = _table("events")
     opened, closed = str(_K.INCIDENT_OPENED), str(_K.INCIDENT_CLOSED)
     done = sa.select(events.c.incident_id).where(events.c.kind == closed)
@@ -158,13 +157,13 @@ def newest(journal: Journal, head: int) -> Fold:
         number = conn.execute(sa.select(sa.func.count()).where(events.c.kind == opened)).scalar()
     fold = Fold(partial=True)
     fold.take(found, damaged)
-    fold.book.num_opened = int(number or 0)
+    fold.projection.num_opened = int(number or 0)
     fold.seq, fold.hash = head, str(last or "")
     return fold
 
 
 class ReplicaRecords:
-    """What should be and what is, of every replica: read again only when something of it has changed."""
+    """Desired and actual state of every replica, reread only after a change."""
 
     def __init__(self) -> None:
         self.desired: Mapping[ReplicaId, Desired] = {}

@@ -1,8 +1,8 @@
-"""How the run goes: curves of its steps, how much of its time was training (ETTR), and what the rest was lost to.
+"""Progress of the run: curves over its steps, ETTR, and lost time by fault.
 
-ETTR and lost work are those of `effective.py`, taken in event by event, so that a run of weeks costs a look no more than a
-young one. A loss begins where the report's does: at the injected fault, if the injector's log is at hand and has one, else at
-the onset that the diagnosis gives. The clock runs to the last committed step; while work is being lost, to now.
+ETTR and lost time are defined in `views/ettr.py` and updated event by event, so a poll of a week-old run costs no more
+than of a new one. As in the report, a loss starts at the injected fault if the injection log has one, otherwise at the
+diagnosed onset. Time counts up to the last committed step; while there is a loss, up to now.
 """
 
 import math
@@ -31,18 +31,18 @@ from rolecall.views.injections import InjectedFault
 from rolecall.views.lifetimes import IncarnationRecord, Key
 
 BUCKETS_MAX = 200
-"""Points of a curve, and no more than a chart draws (`charts.POINTS_MAX`): none is left out, the highest least of all. With
-more steps, two points become one, and so on."""
+"""Points of a curve, at most as many as a chart draws (`charts.POINTS_MAX`), so that none is left out. With more steps,
+neighbouring points are merged."""
 WINDOW_STEPS = 5_000
-"""Commits and interruptions that are kept, to see which of them an incident held up."""
+"""Commits and interruptions that are kept, to find those that an incident delayed."""
 INCIDENT_EVENTS_MAX = 300
-"""Of one open incident; what more it says changes no time."""
+"""Events kept per open incident; later ones do not change its times."""
 
 STEP_MAX = 2**53
-"""What a chart can count to."""
+"""Largest integer that a chart can represent."""
 
-NOT_NOTICED = "not noticed"
-"""An injected fault that no incident tells of, yet or at all."""
+UNDETECTED = "undetected"
+"""Fault class of an injected fault without an incident."""
 
 _K = EventKind
 _STEPS = (_K.STEP_COMMITTED, _K.STEP_INTERRUPTED)
@@ -50,7 +50,7 @@ _STEPS = (_K.STEP_COMMITTED, _K.STEP_INTERRUPTED)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bucket:
-    """Some successive steps as one point of a curve; what nobody reported is NaN."""
+    """One point of a curve: consecutive steps; unreported values are NaN."""
 
     first_step: int
     last_step: int
@@ -61,7 +61,7 @@ class Bucket:
     seconds_max: float
     tokens: float
     signs: Mapping[str, float] = field(default_factory=dict)
-    """Of the policy's health (core/policy_health.py), those that its steps had."""
+    """Policy health metrics (core/policy_health.py) that its steps have."""
 
     @property
     def tokens_per_second(self) -> float:
@@ -70,7 +70,7 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IncidentReplicaLoss:
-    """What one incident took from one replica."""
+    """Loss of one replica because of one incident."""
 
     incident_id: str
     fault_class: str
@@ -79,7 +79,7 @@ class IncidentReplicaLoss:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EttrSummary:
-    """Where the time from `start` to `end` went. `lost`: (role, fault class) -> seconds of the whole run's work."""
+    """Lost time between `start` and `end`. `lost`: (role, fault class) -> seconds of the whole run."""
 
     start: float
     end: float
@@ -93,7 +93,7 @@ class EttrSummary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunTrends:
-    """What is shown of it. `account` is None until training began, and until the whole journal has been read."""
+    """Trends as shown. `account` is None until training has started and the whole journal has been read."""
 
     curve: tuple[Bucket, ...] = ()
     account: EttrSummary | None = None
@@ -103,7 +103,7 @@ class RunTrends:
 
 
 def merged(a: Bucket, b: Bucket) -> Bucket:
-    """Two neighbours as one: means over steps, the slowest step kept."""
+    """Merges two neighbours: means over steps, maximum of step times and extremes."""
     num = a.num + b.num
 
     def mean(x: float, y: float) -> float:
@@ -129,12 +129,12 @@ def merged(a: Bucket, b: Bucket) -> Bucket:
 
 
 def _larger(x: float, y: float) -> float:
-    """Of what is known."""
+    """The larger finite value."""
     return max((v for v in (x, y) if math.isfinite(v)), default=math.nan)
 
 
 class Curve:
-    """All steps in at most `BUCKETS_MAX` points, each of the same number of steps but the last."""
+    """All steps in at most `BUCKETS_MAX` points, each with the same number of steps except the last."""
 
     def __init__(self) -> None:
         self._full: list[Bucket] = []
@@ -159,9 +159,9 @@ class RunTrendsProjection:
     """Owned by one thread."""
 
     faults: Sequence[InjectedFault] = ()
-    """The injected ones as far as they are known, oldest first; whoever reads the injector's log sets them."""
+    """Known injected faults, oldest first; set by the reader of the injection log."""
     curve: Curve = field(default_factory=Curve)
-    _told_of: set[InjectedFault] = field(default_factory=set)  # by incidents that are closed
+    _matched: set[InjectedFault] = field(default_factory=set)  # matched to closed incidents
     _roles: dict[str, int] = field(default_factory=dict)
     _began: float | None = None
     _last_commit: float | None = None
@@ -173,13 +173,13 @@ class RunTrendsProjection:
 
     @property
     def awaits(self) -> bool:
-        """Whether a replacement has yet to prove its weights."""
+        """Whether a replacement has not verified its weights yet."""
         return any(at is None for at in self._awaited.values())
 
     @property
     def suffers(self) -> bool:
-        """Whether work is being lost: what is shown grows with time alone."""
-        return bool(self._open) or len(self._told_of) < len(self.faults)
+        """Whether work is being lost, so that the trends change with time alone."""
+        return bool(self._open) or len(self._matched) < len(self.faults)
 
     def take(self, event: Event) -> None:
         """Raises ValueError: a step that no run reaches."""
@@ -221,16 +221,16 @@ class RunTrendsProjection:
             self._awaited.setdefault(key, None)
         if event.kind is _K.INCIDENT_CLOSED:
             try:
-                costs, told_of = self._costs(which, math.inf)
+                costs, matched = self._costs(which, math.inf)
                 self._closed += costs
-                self._told_of |= told_of
+                self._matched |= matched
             finally:
                 for e in self._open.pop(which):
                     for key in _replacements(e):
                         self._awaited.pop(key, None)
 
     def _costs(self, which: str, end: float) -> tuple[list[IncidentReplicaLoss], set[InjectedFault]]:
-        """What the incident took, and the faults that it tells of."""
+        """Losses of the incident, and the injected faults matched to it."""
         events = self._open[which]
         since = events[0].wall_at - 3600.0 if not events else min(_onset(events[0]), events[0].wall_at) - 1.0
         known = {
@@ -238,7 +238,7 @@ class RunTrendsProjection:
             for key, at in self._awaited.items()
             if at is not None
         }
-        faults = [f for f in self.faults if f not in self._told_of]
+        faults = [f for f in self.faults if f not in self._matched]
         joined = summarize_incidents(sorted([*events, *self._steps_since(since)], key=lambda e: e.seq), known, faults)
         told: MatchedIncidents = replace(joined, missed=())
         classes = {s.incident_id: str(s.diagnosis.fault_class) for s in told.stories}
@@ -255,8 +255,8 @@ class RunTrendsProjection:
             found.append(event)
         return found
 
-    def told(self, now: float | None, current: Mapping[ReplicaId, Actual], *, whole: bool) -> RunTrends:
-        """`now`: wall seconds, None for a run that is over. `whole`: everything before has been read."""
+    def trends(self, now: float | None, current: Mapping[ReplicaId, Actual], *, whole: bool) -> RunTrends:
+        """The trends. `now`: wall seconds, None for an ended run. `whole`: the whole journal has been read."""
         rollouts, trainers = (self._number(role, current) for role in ("rollout", "trainer"))
         curve = self.curve.points()
         if not whole or self._began is None or self._last_commit is None:
@@ -268,22 +268,22 @@ class RunTrendsProjection:
         return RunTrends(curve=curve, account=account, costs=costs, num_rollouts=rollouts, num_trainers=trainers)
 
     def _still(self, end: float) -> list[IncidentReplicaLoss]:
-        """What the open incidents take until `end`, and the faults that nobody noticed."""
+        """Losses of open incidents until `end`, and of undetected faults."""
         found: list[IncidentReplicaLoss] = []
-        noticed = set(self._told_of)
+        noticed = set(self._matched)
         for which in self._open:
-            costs, told_of = self._costs(which, end)
+            costs, matched = self._costs(which, end)
             found += costs
-            noticed |= told_of
+            noticed |= matched
         missed = tuple(f for f in self.faults if f not in noticed)
         unseen = losses(MatchedIncidents(stories=(), missed=missed, false_alarms=()), end)
-        return found + [IncidentReplicaLoss(incident_id="", fault_class=NOT_NOTICED, loss=loss) for loss in unseen]
+        return found + [IncidentReplicaLoss(incident_id="", fault_class=UNDETECTED, loss=loss) for loss in unseen]
 
     def _number(self, role: str, current: Mapping[ReplicaId, Actual]) -> int:
         return self._roles.get(role) or sum(r.startswith(f"{role}/") for r in current)
 
     def _account(self, still: Sequence[IncidentReplicaLoss], end: float, rollouts: int, trainers: int) -> EttrSummary:
-        """What lies before every open loss is summed up once."""
+        """Sums losses that end before every open one only once."""
         assert self._began is not None
         cut = min([end, *(c.loss.since for c in still)])
         key = (len(self._closed), cut, self._began)
@@ -305,7 +305,7 @@ def _replacements(event: Event) -> list[Key]:
 def _bucket(committed: StepCommitted, at: float) -> Bucket:
     step = committed.step
     if not 0 <= step <= STEP_MAX:
-        raise ValueError(f"step {str(step)[:30]} is none")
+        raise ValueError(f"invalid step {str(step)[:30]}")
     seconds = committed.seconds
     return Bucket(
         first_step=step,
@@ -327,8 +327,8 @@ def _onset(opened: Event) -> float:
 def lost_seconds(
     costs: Iterable[IncidentReplicaLoss], start: float, end: float, *, num_rollouts: int, num_trainers: int
 ) -> dict[tuple[str, str], float]:
-    """Seconds of the run's work that were lost between `start` and `end`, by (role, fault class): their sum is
-    (1 - `effective.ettr`) x the time. Where two incidents took the same replica, the first counts."""
+    """Seconds of the whole run lost between `start` and `end`, by (role, fault class). Their sum is (1 - ETTR) x duration.
+    If two incidents affect the same replica, the first one counts."""
     total = num_rollouts + num_trainers
     there = [c for c in costs if c.loss.until > start and c.loss.since < end]
     if total == 0 or end <= start or not there:
@@ -353,7 +353,7 @@ def lost_seconds(
 
 
 def _units(active: Sequence[IncidentReplicaLoss], at: float, num_trainers: int) -> dict[tuple[str, str], float]:
-    """How many replicas' work is lost, by (role, fault class). One trainer that stalls is all of them."""
+    """Number of unproductive replicas, by (role, fault class). One stalled trainer stalls all trainers."""
     units: dict[tuple[str, str], float] = {}
     seen: set[str] = set()
     stalls = next((c for c in active if c.loss.replica.startswith("trainer/") and at < c.loss.stalled_until), None)

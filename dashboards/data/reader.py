@@ -1,8 +1,8 @@
-"""Reading a journal for people who watch: each look takes in only what is new, and what cannot be read is a sentence.
+"""Snapshots of a journal for the pages. Each poll reads only new events; errors become a message in the snapshot.
 
-One `Reader` a process, shared by all who look, owned by no page. A thread of its own reads, when somebody asks: a page
-waits a moment for news, and never for a database that is away, locked or slow. It then gets the last look that there was,
-with its age and the trouble beside it. A long journal is read from its end first (`fold.py`).
+One `Reader` per process, shared by all sessions. A background thread reads on demand: a page waits briefly for a newer
+snapshot, but never for a database that is unreachable, locked or slow. It then gets the last snapshot with its age and the
+error. A long journal is read from its end first (`fold.py`).
 """
 
 import gc
@@ -28,36 +28,36 @@ from rolecall.recovery.loop import LEASE_NAME, PAUSED_FLAG
 from rolecall.views.injections import InjectedFault, parse_injections
 from rolecall.views.snapshot import RunSnapshot
 
-LOOK_SECONDS = 1.0
-"""A look younger than this serves all who ask."""
+SNAPSHOT_SECONDS = 1.0
+"""A snapshot younger than this is reused."""
 FIRST_SECONDS = 1.2
-"""How long a page waits for the very first look: first paint is to come within 2 s, with or without the journal."""
+"""How long a page waits for the very first snapshot, so that it renders within 2 s with or without the journal."""
 FRESH_SECONDS = 0.3
-"""How long a page waits for news before it shows what was known. What was written since is usually read in 10 ms."""
+"""How long a page waits for a newer snapshot. Reading new events usually takes 10 ms."""
 SILENT_SECONDS = 2.0
-"""A database that has not answered for this long is away, as far as a page is concerned."""
+"""A database that has not responded for this long counts as unreachable."""
 BUSY_SECONDS = 1.0
-"""How long SQLite waits for a lock: who only looks does not queue for long."""
+"""How long SQLite waits for a lock; readers should not queue for long."""
 WHOLE_EVENTS = 3_000
-"""A journal of up to so many events is read at once: about a quarter of a second."""
+"""A journal with up to this many events is read at once, in about 0.25 s."""
 DAMAGED_NAMED = 20
-"""Damaged lines that are named; of more the number is told."""
+"""Damaged events that are listed; the rest is counted."""
 
 
 class JournalReadError(StrEnum):
-    """Why there is nothing (newer) to show."""
+    """Why there is no (newer) snapshot."""
 
     NONE = ""
-    EMPTY = "empty"  # a journal with no line yet
-    MISSING = "missing"  # no journal there
-    AWAY = "away"  # the database does not answer, or is locked
-    OLD = "old"  # of a schema version that is not known
+    EMPTY = "empty"  # no events yet
+    MISSING = "missing"  # no journal at this address
+    UNREACHABLE = "unreachable"  # the database does not respond, or is locked
+    OLD = "old"  # unknown schema version
     DAMAGED = "damaged"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadProgress:
-    """How much of the journal has been read. Until it is whole, only the newest incidents and steps are known."""
+    """How much of the journal has been read. Before `whole`, only the newest incidents and steps are known."""
 
     read: int = 0
     of: int = 0
@@ -70,32 +70,32 @@ class ReadProgress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JournalSnapshot:
-    """What the journal said. Times are wall seconds. `snapshot`, `book` and `course` are never changed once they are here."""
+    """The state of the journal at one time. Times are wall seconds. `run`, `projection` and `trends` are never modified."""
 
     at: float
-    trouble: JournalReadError
-    because: str  # the trouble in a sentence
-    snapshot: RunSnapshot
-    book: IncidentProjection
+    error: JournalReadError
+    because: str  # the error in a sentence
+    run: RunSnapshot
+    projection: IncidentProjection
     read_at: float | None = None
-    """When the journal last answered; None: never."""
+    """When the journal was last read; None: never."""
     version: int = 0
-    """Grows whenever there is something new to see: what was drawn from a version can be kept for it."""
+    """Increases with every change, so it can be used as a cache key."""
     history: ReadProgress = ReadProgress()
     damaged: tuple[str, ...] = ()
-    """Lines that cannot be read, each a sentence."""
+    """Damaged events, a message each."""
     num_damaged: int = 0
     lease: Lease | None = None
-    """Who watches, or watched."""
+    """The lease of the watch, current or expired."""
     mode: str = ""
-    """In which mode the watch acts: observe, approve, act. Empty: nobody has taken the lease yet."""
+    """Mode of the watch: observe, approve, act. Empty: no watch has started yet."""
     quarantined: frozenset[str] = frozenset()
-    """Nodes on which nothing is placed."""
-    course: RunTrends = field(default_factory=RunTrends)
+    """Nodes in quarantine."""
+    trends: RunTrends = field(default_factory=RunTrends)
 
     @property
     def usable(self) -> bool:
-        """Whether anything of a run is known."""
+        """Whether it contains data of a run."""
         return self.read_at is not None and self.version > 0
 
     @property
@@ -112,7 +112,7 @@ class Reader:
         self._changed = threading.Condition()
         self._wake, self._closed = threading.Event(), threading.Event()
         self._last: JournalSnapshot | None = None
-        self._began: float | None = None  # the reading under way, monotonic seconds
+        self._began: float | None = None  # start of the current read, monotonic seconds
         self._thread: threading.Thread | None = None
         self._following = _Following(settings, clock)
 
@@ -121,10 +121,10 @@ class Reader:
 
     @contextmanager
     def journal(self) -> Iterator[Journal]:
-        """The journal, for one question. Raises JournalError, at once if it did not answer just now."""
-        last = self.look()
-        if last.trouble is JournalReadError.AWAY:
-            raise JournalUnavailable(where="the journal", reason=last.because, hint="it is tried again by itself")
+        """The journal, for one query. Raises JournalError, without waiting if it is unreachable."""
+        last = self.latest()
+        if last.error is JournalReadError.UNREACHABLE:
+            raise JournalUnavailable(where="the journal", reason=last.because, hint="it is retried automatically")
         journal = _opened(self.settings.journal_url, self._clock)
         try:
             yield journal
@@ -132,7 +132,7 @@ class Reader:
             journal.close()
 
     def start(self) -> None:
-        """Begins to read, before anybody asks."""
+        """Starts reading before the first request."""
         with self._changed:
             self._ask()
 
@@ -140,24 +140,24 @@ class Reader:
         self._closed.set()
         self._wake.set()
 
-    def look(self) -> JournalSnapshot:
-        """What the journal says now, or said when it could last be read. Never waits long."""
+    def latest(self) -> JournalSnapshot:
+        """The current snapshot, or the last one that could be read. Never waits long."""
         with self._changed:
             before = self._last
-            # A clock that was set back makes a look of the future, which is no news for as long.
-            if before is not None and 0 <= self._clock.wall() - before.at < LOOK_SECONDS:
+            # If the clock was set back, the last snapshot is in the future: read again.
+            if before is not None and 0 <= self._clock.wall() - before.at < SNAPSHOT_SECONDS:
                 return before
             return self._await(before, FIRST_SECONDS if before is None else FRESH_SECONDS)
 
     def fresh(self) -> JournalSnapshot:
-        """A look that was begun after this call: what the caller has just written is in it, if the journal answers."""
+        """A snapshot read after this call, so it contains what the caller has just written, if the journal is reachable."""
         with self._changed:
             if self._began is not None:
                 self._await(self._last, FIRST_SECONDS)
             return self._await(self._last, FIRST_SECONDS)
 
     def _await(self, before: JournalSnapshot | None, seconds: float) -> JournalSnapshot:
-        """Asks for a look other than `before`; without one in time, tells what was known, and why it is old."""
+        """Waits for a snapshot other than `before`; on timeout returns the last one with an error."""
         self._ask()
         if not self._silent():
             self._changed.wait_for(lambda: self._last is not before, timeout=seconds)
@@ -166,16 +166,16 @@ class Reader:
             return last
         now = self._clock.wall()
         since = seconds if self._began is None else self._clock.monotonic() - self._began
-        because = f"The database has not answered for {since:.0f} s: it is locked, slow or away."
+        because = f"The database has not responded for {since:.0f} s: it is locked, slow or unreachable."
         if last is None:
             return JournalSnapshot(
                 at=now,
-                trouble=JournalReadError.AWAY,
+                error=JournalReadError.UNREACHABLE,
                 because=because,
-                snapshot=RunSnapshot(now=now),
-                book=IncidentProjection(),
+                run=RunSnapshot(now=now),
+                projection=IncidentProjection(),
             )
-        return replace(last, at=now, trouble=JournalReadError.AWAY, because=because)
+        return replace(last, at=now, error=JournalReadError.UNREACHABLE, because=because)
 
     def _silent(self) -> bool:
         return self._began is not None and self._clock.monotonic() - self._began > SILENT_SECONDS
@@ -187,9 +187,9 @@ class Reader:
         self._wake.set()
 
     def _read(self) -> None:
-        behind = 0.0  # seconds to pause before the next piece of what lies behind; 0: nothing does
+        pause = 0.0  # seconds before the next part of the history is read; 0: it is complete
         while True:
-            asked = self._wake.wait(behind or None)
+            asked = self._wake.wait(pause or None)
             if self._closed.is_set():
                 self._following.close()
                 return
@@ -197,14 +197,14 @@ class Reader:
                 self._wake.clear()
                 with self._changed:
                     self._began = self._clock.monotonic()
-                look = self._following.look()
+                snapshot = self._following.read()
                 with self._changed:
-                    self._began, self._last = None, look
+                    self._began, self._last = None, snapshot
                     self._changed.notify_all()
-            # As long a pause as the work was: half a core is left to the pages, which wait for the same interpreter.
+            # Pause as long as the read took, so that pages get half of the interpreter.
             began = self._clock.monotonic()
             more = self._following.read_behind()
-            behind = max(0.01, self._clock.monotonic() - began) if more else 0.0
+            pause = max(0.01, self._clock.monotonic() - began) if more else 0.0
 
 
 def _opened(url: str, clock: Clock) -> Journal:
@@ -218,7 +218,7 @@ def _opened(url: str, clock: Clock) -> Journal:
 
 
 class _Following:
-    """One journal, followed: owned by the reading thread."""
+    """Reads one journal incrementally. Owned by the reading thread."""
 
     def __init__(self, settings: Settings, clock: Clock) -> None:
         self._url, self._clock = settings.journal_url, clock
@@ -240,31 +240,31 @@ class _Following:
             self._journal.close()
             self._journal = None
 
-    def look(self) -> JournalSnapshot:
-        """Reads what is new. Whatever goes wrong is part of the look."""
+    def read(self) -> JournalSnapshot:
+        """Reads new events. Errors become part of the snapshot."""
         now = self._clock.wall()
-        trouble, because = JournalReadError.NONE, ""
+        error, because = JournalReadError.NONE, ""
         try:
             return self._kept(self._news(now))
         except JournalCorrupt as e:
-            trouble, because = _of_corrupt(e), redacted(str(e))
+            error, because = _of_corrupt(e), redacted(str(e))
         except JournalUnavailable as e:
-            trouble, because = JournalReadError.AWAY, redacted(str(e))
+            error, because = JournalReadError.UNREACHABLE, redacted(str(e))
         except JournalError as e:
-            trouble, because = JournalReadError.MISSING, redacted(str(e))
-        except Exception as e:  # noqa: BLE001 - a page must say so, whatever it is; the thread must go on
-            trouble, because = JournalReadError.DAMAGED, f"It cannot be read: {redacted(repr(e))[:500]}"
+            error, because = JournalReadError.MISSING, redacted(str(e))
+        except Exception as e:  # noqa: BLE001 - any error is shown on the page, and the thread must continue
+            error, because = JournalReadError.DAMAGED, f"It cannot be read: {redacted(repr(e))[:500]}"
         self.close()
         before = self._shown
         if before is None:
             return JournalSnapshot(
-                at=now, trouble=trouble, because=because, snapshot=RunSnapshot(now=now), book=IncidentProjection()
+                at=now, error=error, because=because, run=RunSnapshot(now=now), projection=IncidentProjection()
             )
-        return replace(before, at=now, trouble=trouble, because=because)
+        return replace(before, at=now, error=error, because=because)
 
-    def _kept(self, look: JournalSnapshot) -> JournalSnapshot:
-        self._shown = look
-        return look
+    def _kept(self, snapshot: JournalSnapshot) -> JournalSnapshot:
+        self._shown = snapshot
+        return snapshot
 
     def _news(self, now: float) -> JournalSnapshot:
         journal = self._same_journal()
@@ -274,52 +274,52 @@ class _Following:
             if self._of > WHOLE_EVENTS:
                 self._behind = Fold()
                 self._fold = fold = newest(journal, self._of)
-        before_faults = fold.course.faults
-        fold.course.faults = self._injections.read()
-        changed = self._take_new(journal, fold) or before_faults != fold.course.faults
+        before_faults = fold.trends.faults
+        fold.trends.faults = self._injections.read()
+        changed = self._take_new(journal, fold) or before_faults != fold.trends.faults
         paused, lease = journal.flag(PAUSED_FLAG) or "", journal.lease(LEASE_NAME)
         changed |= self._records.refresh(journal)
         before = self._shown
-        if before is not None and not changed and before.version == self._versions and before.snapshot.paused == paused:
-            snapshot = replace(before.snapshot, now=now, tokens_per_second=fold.memory.tokens_per_second(now))
-            course = before.course
-            if fold.course.suffers:  # what it loses grows with time alone
-                course = self._course(fold, now, ended=snapshot.ended != "", lease=lease)
+        if before is not None and not changed and before.version == self._versions and before.run.paused == paused:
+            run = replace(before.run, now=now, tokens_per_second=fold.run.tokens_per_second(now))
+            trends = before.trends
+            if fold.trends.suffers:  # its losses grow with time
+                trends = self._trends(fold, now, ended=run.ended != "", lease=lease)
             return replace(
                 before,
                 at=now,
                 read_at=now,
-                trouble=_of_lines(fold),
+                error=_of_lines(fold),
                 because=_damage(fold),
                 lease=lease,
-                snapshot=snapshot,
-                course=course,
+                run=run,
+                trends=trends,
                 history=self._history(),
             )
         self._versions += 1
-        snapshot = fold.memory.snapshot(now, self._records.desired, self._records.current, paused)
+        run = fold.run.snapshot(now, self._records.desired, self._records.current, paused)
         empty = fold.seq == 0
         return JournalSnapshot(
             at=now,
             read_at=now,
             version=self._versions if not empty else 0,
-            trouble=JournalReadError.EMPTY if empty else _of_lines(fold),
-            because="The journal holds no event yet." if empty else _damage(fold),
-            snapshot=snapshot,
-            book=fold.copied_book(),
+            error=JournalReadError.EMPTY if empty else _of_lines(fold),
+            because="The journal has no events yet." if empty else _damage(fold),
+            run=run,
+            projection=fold.copied_projection(),
             history=self._history(),
             damaged=tuple(redacted(str(line.error)) for line in fold.damaged[:DAMAGED_NAMED]) + self._records.damaged,
             num_damaged=len(fold.damaged) + len(self._records.damaged),
             lease=lease,
             mode=fold.mode,
             quarantined=frozenset(fold.quarantined),
-            course=self._course(fold, now, ended=snapshot.ended != "", lease=lease),
+            trends=self._trends(fold, now, ended=run.ended != "", lease=lease),
         )
 
-    def _course(self, fold: Fold, now: float, *, ended: bool, lease: Lease | None) -> RunTrends:
-        """The clock of a run that nobody watches any more stands still at its last step."""
+    def _trends(self, fold: Fold, now: float, *, ended: bool, lease: Lease | None) -> RunTrends:
+        """Without a live watch the clock of the run stops at its last step."""
         alive = not ended and lease is not None and lease.expires_at > now
-        return fold.course.told(now if alive else None, self._records.current, whole=self._behind is None)
+        return fold.trends.trends(now if alive else None, self._records.current, whole=self._behind is None)
 
     def _history(self) -> ReadProgress:
         if self._behind is None:
@@ -327,17 +327,17 @@ class _Following:
         return ReadProgress(read=self._behind.seq, of=max(self._of, self._fold.seq), whole=False)
 
     def _take_new(self, journal: Journal, fold: Fold) -> bool:
-        """All that was written since; whether there was anything."""
+        """Reads all new events; whether there were any."""
         changed = False
         while True:
-            events, damaged = events_after(journal, fold.seq, CHUNK_EVENTS, wants_admissions=fold.course.awaits)
+            events, damaged = events_after(journal, fold.seq, CHUNK_EVENTS, wants_admissions=fold.trends.awaits)
             if not events and not damaged:
                 return changed
             fold.take(events, damaged)
             changed = True
 
     def _same_journal(self) -> Journal:
-        """The journal, opened again if it was closed, and forgotten if another run stands in its place now."""
+        """The journal, reopened if it was closed; starts over if it was replaced by another run's."""
         file = _file_of(self._url)
         if self._journal is not None and file != self._file:
             self.close()
@@ -350,18 +350,18 @@ class _Following:
         return self._journal
 
     def read_behind(self) -> bool:
-        """One more piece of what lies before the newest; whether there is more."""
+        """Reads the next part of the history; whether there is more."""
         journal, behind = self._journal, self._behind
         if journal is None or behind is None:
             return False
-        behind.course.faults = self._injections.read()
+        behind.trends.faults = self._injections.read()
         try:
-            events, damaged = events_after(journal, behind.seq, CHUNK_EVENTS, wants_admissions=behind.course.awaits)
-        except Exception:  # noqa: BLE001 - the next look meets the same trouble, and says so
+            events, damaged = events_after(journal, behind.seq, CHUNK_EVENTS, wants_admissions=behind.trends.awaits)
+        except Exception:  # noqa: BLE001 - the next read reports the same error
             return False
         if events or damaged:
             behind.take(events, damaged)
-        # What a long journal leaves in memory is no garbage, and the collector needs 0.3 s to walk it: out of its sight.
+        # Exclude the history from garbage collection, which would need 0.3 s to traverse it.
         gc.freeze()
         if behind.seq >= self._fold.seq or not (events or damaged):
             self._fold, self._behind = behind, None
@@ -371,8 +371,8 @@ class _Following:
 
 
 class _Injections:
-    """The injector's log, where there is one: read again when it has grown. What cannot be read tells of no fault (the page
-    Accounting says so)."""
+    """The injection log, if there is one, reread when it has grown. An unreadable log counts as empty; the Accounting page
+    reports it."""
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
@@ -393,7 +393,7 @@ class _Injections:
 
 
 def _file_of(url: str) -> tuple[int, int] | None:
-    """Which file a SQLite journal is; None where it is none, or is not there (opening it says so)."""
+    """Identity of a SQLite file; None if the journal is not SQLite or does not exist."""
     if not url.startswith("sqlite"):
         return None
     try:
@@ -418,4 +418,4 @@ def _damage(fold: Fold) -> str:
         return ""
     lines = ", ".join(str(line.seq) for line in fold.damaged[:DAMAGED_NAMED])
     more = "" if len(fold.damaged) <= DAMAGED_NAMED else f" and {len(fold.damaged) - DAMAGED_NAMED} more"
-    return f"{len(fold.damaged)} line(s) cannot be read: {lines}{more}. Everything else is shown."
+    return f"{len(fold.damaged)} event(s) cannot be read: {lines}{more}. Everything else is shown."

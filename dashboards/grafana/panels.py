@@ -42,17 +42,15 @@ class PanelQuery:
 
 
 @dataclass(frozen=True, slots=True)
-class Word:
+class MappedValue:
     """Text and colour that replace a number."""
 
     text: str
     colour: str
 
 
-Words = Mapping[int, Word]
-NO_YES_BAD: Words = {0: Word("no", GREEN), 1: Word("YES", RED)}
-NO_YES_GOOD: Words = {0: Word("NO", RED), 1: Word("yes", GREEN)}
-UP_DOWN: Words = {0: Word("DOWN", RED), 1: Word("up", GREEN)}
+ValueMappings = Mapping[int, MappedValue]
+UP_DOWN: ValueMappings = {0: MappedValue("DOWN", RED), 1: MappedValue("up", GREEN)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +66,7 @@ class PanelFormat:
     """How values are shown. `limits`: (value from which a colour applies, colour), the first without a value."""
 
     unit: str
-    words: Words | None = None
+    mappings: ValueMappings | None = None
     limits: Sequence[tuple[float | None, str]] = ()
     decimals: int | None = None
     least: float | None = 0.0
@@ -77,13 +75,13 @@ class PanelFormat:
     no_value: str = ""
 
 
-def lines(title: str, description: str, look: PanelFormat, *queries: PanelQuery, stacked: bool = False) -> Panel:
+def lines(title: str, description: str, style: PanelFormat, *queries: PanelQuery, stacked: bool = False) -> Panel:
     """Series over time."""
-    panel = _with(timeseries.Panel(), title, description, look, queries)
+    panel = _with(timeseries.Panel(), title, description, style, queries)
     panel = panel.line_width(1).fill_opacity(30 if stacked else 5).show_points(common_models.VisibilityMode.AUTO)
     if stacked:
         panel = panel.stacking(common.StackingConfig().mode(common_models.StackingMode.NORMAL))
-    if look.limits:
+    if style.limits:
         panel = panel.thresholds_style(
             common.GraphThresholdsStyleConfig().mode(common_models.GraphThresholdsStyleMode.DASHED)
         )
@@ -95,7 +93,7 @@ BAND_POINTS_MAX = 120
 SUSPECT, LOWEST, MEDIAN, HIGHEST = "this replica, rank {{rank}}", "peers: lowest", "peers: median", "peers: highest"
 
 
-def band(title: str, description: str, look: PanelFormat, own: str, peers: str) -> Panel:
+def band(title: str, description: str, style: PanelFormat, own: str, peers: str) -> Panel:
     """A replica's series over the band (lowest, median, highest) of its peers."""
     queries = (
         PanelQuery(own, SUSPECT),
@@ -103,7 +101,7 @@ def band(title: str, description: str, look: PanelFormat, own: str, peers: str) 
         PanelQuery(f"quantile(0.5, {peers})", MEDIAN),
         PanelQuery(f"max({peers})", HIGHEST),
     )
-    panel = _of_time(_with(timeseries.Panel(), title, description, look, queries)).line_width(2)
+    panel = _of_time(_with(timeseries.Panel(), title, description, style, queries)).line_width(2)
     panel = panel.max_data_points(BAND_POINTS_MAX)
     panel = panel.show_points(common_models.VisibilityMode.AUTO).fill_opacity(0)
     edge = [_value("color", {"mode": "fixed", "fixedColor": GREY}), _value("custom.lineWidth", 1)]
@@ -116,9 +114,9 @@ def band(title: str, description: str, look: PanelFormat, own: str, peers: str) 
     return panel.color_scheme(_colour(FieldColorModeId.PALETTE_CLASSIC_BY_NAME)).build()
 
 
-def numbers(title: str, description: str, look: PanelFormat, *queries: PanelQuery, trend: bool = False) -> Panel:
+def numbers(title: str, description: str, style: PanelFormat, *queries: PanelQuery, trend: bool = False) -> Panel:
     """The latest value of each series as a large number."""
-    panel = _with(stat.Panel(), title, description, look, queries, instant=not trend)
+    panel = _with(stat.Panel(), title, description, style, queries, instant=not trend)
     panel = panel.reduce_options(common.ReduceDataOptions().calcs(["lastNotNull"]).fields("").values(False))
     panel = panel.graph_mode(common_models.BigValueGraphMode.AREA if trend else common_models.BigValueGraphMode.NONE)
     panel = panel.color_mode(common_models.BigValueColorMode.VALUE).wide_layout(False)
@@ -130,26 +128,26 @@ def numbers(title: str, description: str, look: PanelFormat, *queries: PanelQuer
     return panel.build()
 
 
-def bars(title: str, description: str, look: PanelFormat, *queries: PanelQuery) -> Panel:
+def bars(title: str, description: str, style: PanelFormat, *queries: PanelQuery) -> Panel:
     """The latest value of each series as a bar."""
-    panel = _with(bargauge.Panel(), title, description, look, queries, instant=True)
+    panel = _with(bargauge.Panel(), title, description, style, queries, instant=True)
     panel = panel.reduce_options(common.ReduceDataOptions().calcs(["lastNotNull"]).fields("").values(False))
     panel = panel.orientation(common_models.VizOrientation.HORIZONTAL)
     return panel.display_mode(common_models.BarGaugeDisplayMode.BASIC).build()
 
 
-def states(title: str, description: str, look: PanelFormat, *queries: PanelQuery) -> Panel:
+def states(title: str, description: str, style: PanelFormat, *queries: PanelQuery) -> Panel:
     """States over time, a row for each series."""
-    assert look.words, f"{title}: a state panel needs value mappings"
-    panel = _with(statetimeline.Panel(), title, description, look, queries)
+    assert style.mappings, f"{title}: a state panel needs value mappings"
+    panel = _with(statetimeline.Panel(), title, description, style, queries)
     panel = panel.show_value(common_models.VisibilityMode.AUTO).merge_values(True).row_height(0.8).fill_opacity(70)
     return panel.legend(_legend([])).color_scheme(_colour(FieldColorModeId.THRESHOLDS)).build()
 
 
-def rows(title: str, description: str, look: PanelFormat, query: PanelQuery, columns: Mapping[str, str]) -> Panel:
+def rows(title: str, description: str, style: PanelFormat, query: PanelQuery, columns: Mapping[str, str]) -> Panel:
     """A table of the latest values. `columns`: label -> heading, in order; the value comes last, under the query's legend.
     Value mappings and unit apply to the value only, not to labels."""
-    plain = replace(look, unit="none", words=None, limits=())
+    plain = replace(style, unit="none", mappings=None, limits=())
     panel = _with(table.Panel(), title, description, plain, (query,), instant=True, as_table=True)
     order = {name: n for n, name in enumerate((*columns, "Value"))}
     organize = DataTransformerConfig(
@@ -160,11 +158,11 @@ def rows(title: str, description: str, look: PanelFormat, query: PanelQuery, col
             "renameByName": {**columns, "Value": query.legend},
         },
     )
-    of_value = [_value("unit", look.unit)]
-    if look.words:
-        of_value.append(_value("mappings", [_mapping(look.words)]))
-    if look.limits or look.words:
-        of_value.append(_value("thresholds", _thresholds(look).build()))
+    of_value = [_value("unit", style.unit)]
+    if style.mappings:
+        of_value.append(_value("mappings", [_mapping(style.mappings)]))
+    if style.limits or style.mappings:
+        of_value.append(_value("thresholds", _thresholds(style).build()))
         of_value.append(_value("custom.cellOptions", {"type": "color-text"}))
     panel = panel.with_transformation(organize).override_by_name(query.legend, of_value)
     return panel.show_header(True).cell_height(common_models.TableCellHeight.SM).build()
@@ -174,13 +172,13 @@ def _with(
     panel: Builder,
     title: str,
     description: str,
-    look: PanelFormat,
+    style: PanelFormat,
     queries: Sequence[PanelQuery],
     *,
     instant: bool = False,
     as_table: bool = False,
 ) -> Builder:
-    panel = panel.title(title).description(" ".join(description.split())).datasource(DATASOURCE).unit(look.unit)
+    panel = panel.title(title).description(" ".join(description.split())).datasource(DATASOURCE).unit(style.unit)
     for n, query in enumerate(queries):
         target = prometheus_builders.Dataquery().expr(scoped(query.expression)).ref_id(chr(ord("A") + n))
         target = target.datasource(DATASOURCE).editor_mode(prometheus.QueryEditorMode.CODE)
@@ -189,23 +187,23 @@ def _with(
         if as_table:
             target = target.format(prometheus.PromQueryFormat.TABLE)
         panel = panel.with_target(target)
-    if look.words:
-        panel = panel.mappings([_mapping(look.words)])
-    if look.decimals is not None:
-        panel = panel.decimals(look.decimals)
-    if look.least is not None:
-        panel = panel.min(look.least)
-    if look.most is not None:
-        panel = panel.max(look.most)
-    if look.no_value:
-        panel = panel.no_value(look.no_value)
-    if look.links:
-        panel = panel.data_links([builders.DashboardLink(link.title).url(link.url) for link in look.links])
-    return panel.thresholds(_thresholds(look))
+    if style.mappings:
+        panel = panel.mappings([_mapping(style.mappings)])
+    if style.decimals is not None:
+        panel = panel.decimals(style.decimals)
+    if style.least is not None:
+        panel = panel.min(style.least)
+    if style.most is not None:
+        panel = panel.max(style.most)
+    if style.no_value:
+        panel = panel.no_value(style.no_value)
+    if style.links:
+        panel = panel.data_links([builders.DashboardLink(link.title).url(link.url) for link in style.links])
+    return panel.thresholds(_thresholds(style))
 
 
-def _thresholds(look: PanelFormat) -> builders.ThresholdsConfig:
-    steps = [Threshold(value=v, color=c) for v, c in (look.limits or ((None, GREEN if look.words else BLUE),))]
+def _thresholds(style: PanelFormat) -> builders.ThresholdsConfig:
+    steps = [Threshold(value=v, color=c) for v, c in (style.limits or ((None, GREEN if style.mappings else BLUE),))]
     return builders.ThresholdsConfig().mode(ThresholdsMode.ABSOLUTE).steps(steps)
 
 
@@ -224,10 +222,10 @@ def _colour(mode: FieldColorModeId) -> builders.FieldColor:
     return builders.FieldColor().mode(mode)
 
 
-def _mapping(words: Words) -> ValueMapping:
+def _mapping(mappings: ValueMappings) -> ValueMapping:
     options = {
-        str(value): ValueMappingResult(text=word.text, color=word.colour, index=n)
-        for n, (value, word) in enumerate(words.items())
+        str(value): ValueMappingResult(text=mapped.text, color=mapped.colour, index=n)
+        for n, (value, mapped) in enumerate(mappings.items())
     }
     return ValueMap(options=options)
 

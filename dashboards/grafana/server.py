@@ -50,7 +50,7 @@ class Token:
     def __init__(self, secret: str) -> None:
         """Raises ConfigError; its message does not contain the token."""
         if not secret or not secret.isascii() or not secret.isprintable() or " " in secret:
-            raise ConfigError(["token: expected one word of printable ASCII characters"])
+            raise ConfigError(["token: expected printable ASCII characters without spaces"])
         self._secret = secret
 
     def __repr__(self) -> str:

@@ -30,7 +30,7 @@ STALE_SECONDS = 5.0
 MESSAGES = {
     JournalReadError.EMPTY: "The journal is empty.",
     JournalReadError.MISSING: "The journal was not found.",
-    JournalReadError.AWAY: "The journal is not responding.",
+    JournalReadError.UNREACHABLE: "The journal is not responding.",
     JournalReadError.OLD: "The journal was written by another version of rolecall.",
     JournalReadError.DAMAGED: "The journal is damaged.",
 }
@@ -38,7 +38,7 @@ ADVICE = {
     JournalReadError.EMPTY: "Start a run with `rolecall run JOB.yaml` or `rolecall demo`. This page updates automatically.",
     JournalReadError.MISSING: "Pass a run (`rolecall dashboard RUN`) or a journal (`--journal URL`). This page updates automatically when "
     "it appears.",
-    JournalReadError.AWAY: "Check that its server is running and that no other process holds a lock on the file. "
+    JournalReadError.UNREACHABLE: "Check that its server is running and that no other process holds a lock on the file. "
     "This page updates automatically when it responds again.",
     JournalReadError.OLD: "Use the version of rolecall that wrote it.",
     JournalReadError.DAMAGED: "`rolecall audit RUN` lists the damaged lines and what is still usable.",
@@ -91,47 +91,54 @@ def page(
     st.title(title)
     if r.settings.name:
         st.text(plain(r.settings.name, 100))
-    ended = r.look().snapshot.ended != ""
+    ended = r.latest().run.ended != ""
     every = ENDED_REFRESH_SECONDS if ended else REFRESH_SECONDS
 
     @st.fragment(run_every=every)
     def live() -> None:
         if not may_read(r):
             st.rerun(scope="app")
-        look = r.look()
-        show_error(look)
-        if look.usable:
-            _drawn(r, look, draw)
+        snapshot = r.latest()
+        show_error(snapshot)
+        if snapshot.usable:
+            _drawn(r, snapshot, draw)
 
     live()
     if slow is not None:
 
         @st.fragment(run_every=max(every, 4 * REFRESH_SECONDS))
         def draw_slow() -> None:
-            look = r.look()
-            if look.usable and may_read(r):
-                _drawn(r, look, slow)
+            snapshot = r.latest()
+            if snapshot.usable and may_read(r):
+                _drawn(r, snapshot, slow)
 
         draw_slow()
 
 
-def _drawn(r: Reader, look: JournalSnapshot, draw: Callable[[Reader, JournalSnapshot], None]) -> None:
+def _drawn(r: Reader, snapshot: JournalSnapshot, draw: Callable[[Reader, JournalSnapshot], None]) -> None:
     try:
-        draw(r, look)
+        draw(r, snapshot)
     except JournalError as e:
         # The snapshot was read; the database failed when the page read more from it.
-        st.html(banner("warn", "The journal is not responding.", str(e), advice=ADVICE[JournalReadError.AWAY]))
+        st.html(banner("warn", "The journal is not responding.", str(e), advice=ADVICE[JournalReadError.UNREACHABLE]))
 
 
-def show_error(look: JournalSnapshot) -> None:
+def show_error(snapshot: JournalSnapshot) -> None:
     """Why the journal cannot be read and what to do about it; reading progress of a long journal."""
-    if look.trouble is not JournalReadError.NONE:
+    if snapshot.error is not JournalReadError.NONE:
         old = ""
-        if look.read_at is not None and look.at - look.read_at > STALE_SECONDS:
-            old = f"The data shown is {seconds(look.at - look.read_at)} old."
+        if snapshot.read_at is not None and snapshot.at - snapshot.read_at > STALE_SECONDS:
+            old = f"The data shown is {seconds(snapshot.at - snapshot.read_at)} old."
         st.html(
-            banner("warn", MESSAGES[look.trouble], look.because, *look.damaged[:5], old, advice=ADVICE[look.trouble])
+            banner(
+                "warn",
+                MESSAGES[snapshot.error],
+                snapshot.because,
+                *snapshot.damaged[:5],
+                old,
+                advice=ADVICE[snapshot.error],
+            )
         )
-    if not look.history.whole:
-        done = f"{look.history.percent} % of {look.history.of:,} events read; the newest are already shown."
+    if not snapshot.history.whole:
+        done = f"{snapshot.history.percent} % of {snapshot.history.of:,} events read; the newest are already shown."
         st.html(banner("note", "Loading history.", done))

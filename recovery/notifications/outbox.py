@@ -49,8 +49,8 @@ class NotificationSender:
         for event in projection.to_notify:
             if event.seq <= self._offered_seq:
                 continue
-            message_ = self._message(event, projection)
-            if message_ is not None and not self._notifier.offer(message_):
+            notification = message(event, projection.incidents.get(event.incident_id or ""), self._run_id)
+            if notification is not None and not self._notifier.offer(notification):
                 break
             self._offered_seq = event.seq
         settled = min(self._notifier.settled_seq, self._offered_seq)
@@ -58,22 +58,8 @@ class NotificationSender:
             journal.set_flag(NOTIFIED_FLAG, str(settled))
             self._notified_seq = settled
 
-    def _message(self, event: Event, projection: IncidentProjection) -> Message | None:
-        try:
-            return message(event, projection.incidents.get(event.incident_id or ""), self._run_id)
-        except Exception as e:  # noqa: BLE001
-            # Deliberate: an invalid event must not block all later notifications.
-            because = f"{event.event_id} ({event.kind}) cannot be read, so its notification has no text: {e!r}"
-            return Message(
-                seq=event.seq,
-                kind=str(event.kind),
-                run_id=self._run_id,
-                because=notification_text(because),
-                wall_at=event.wall_at,
-            )
-
     def heartbeat(self, facts: Callable[[], dict[str, Any]]) -> None:
-        """The dead-man signal, when it is due."""
+        """Sends a heartbeat when it is due."""
         now = self._clock.monotonic()
         if now >= self._heartbeat_at:
             self._heartbeat_at = now + self._deadman_seconds

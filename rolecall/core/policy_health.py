@@ -59,7 +59,7 @@ SIGNS = (
         name="ratio_mean",
         metric="ratio_mean",
         unit="",
-        help="Mean importance ratio, policy to the one that made the token",
+        help="Mean importance ratio of the policy to the sampler",
         normal="Close to 1, whatever the staleness.",
     ),
     PolicyHealthMetric(
@@ -80,7 +80,7 @@ SIGNS = (
         name="kl_sampler",
         metric="kl_sampler_nats",
         unit="nats",
-        help="KL from those who made the tokens to the policy, a token",
+        help="KL from the sampler to the policy, per token",
         normal="Below 0.1, stale tokens counted. A rise that stays means that the policy runs away from its engines.",
     ),
     PolicyHealthMetric(
@@ -108,7 +108,7 @@ SIGNS = (
         name="response_length",
         metric="response_tokens",
         unit="",
-        help="Mean tokens of the step's answers that are over",
+        help="Mean tokens of the step's finished answers",
         normal="What the task needs. A fall to a few tokens, or a rise up to the longest response, is a sign that the "
         "reward is being played with.",
     ),
@@ -123,14 +123,14 @@ SIGNS = (
         name="truncated_fraction",
         metric="truncated_ratio",
         unit="ratio",
-        help="Of these answers, cut off at the longest response",
+        help="Share of these answers truncated at max_response_tokens",
         normal="A few per cent; more at the start. If nearly all are cut off, the reward says nothing.",
     ),
     PolicyHealthMetric(
         name="filtered_fraction",
         metric="filtered_ratio",
         unit="ratio",
-        help="Of the groups generated for the step, dropped because they teach nothing (dynamic sampling)",
+        help="Share of the step's generated groups dropped by dynamic sampling",
         normal="High at the start (all wrong) and at the end (all right). If nearly all are filtered, steps take for ever.",
     ),
     PolicyHealthMetric(
@@ -151,7 +151,7 @@ SIGNS = (
         name="log_ratio_max",
         metric="log_ratio_max",
         unit="",
-        help="Largest difference of log-probabilities between trainer and engine of one and the same version",
+        help="Largest difference of log-probabilities between trainer and engine on the same version",
         normal="Rounding only: below 0.01 where both compute in one precision. More means that the same weights say "
         "different things on two machines.",
     ),

@@ -213,8 +213,9 @@ def _evidence(evidence: Sequence[Evidence]) -> str:
 
 def _charts(item: ExplainedDiagnosis) -> str:
     d, panel = item.diagnosis, item.panel
-    cards = []
+    cards: list[tuple[str, str]] = []
     by = None
+    has_usual = False
     if panel is not None and len(panel.at):
         columns = [n for n, m in enumerate(panel.shape.machines) if any(_is(m, s) for s in d.suspects)]
         by = window(panel.at, panel.shape.interval_seconds, d.onset, d.detected_at)
@@ -222,8 +223,10 @@ def _charts(item: ExplainedDiagnosis) -> str:
         if columns:
             peers = len(panel.shape.machines) - len(columns)
             against = f"against {peers} peer{'s' if peers != 1 else ''}" if peers else "without a peer"
-            drawn = [(panel.shape.metrics[m], metric_chart(panel, m, columns, by)) for m in metrics]
-            cards += [(f"{name} {against}", chart) for name, chart in drawn]
+            for metric in metrics:
+                chart, usual_is_drawn = metric_chart(panel, metric, columns, by)
+                has_usual = has_usual or usual_is_drawn
+                cards.append((f"{panel.shape.metrics[metric]} {against}", chart))
     if item.score is not None and len(item.score.at):
         at = item.score.at
         if by is None:
@@ -238,7 +241,7 @@ def _charts(item: ExplainedDiagnosis) -> str:
         f'<section class="chart"><h3>{escape(title, 200)}</h3><div class="scroll">{chart}</div></section>'
         for title, chart in cards
     )
-    return shown + _legend(item, has_usual='class="usual"' in shown)
+    return shown + _legend(item, has_usual=has_usual)
 
 
 def _legend(item: ExplainedDiagnosis, *, has_usual: bool) -> str:
@@ -300,10 +303,7 @@ svg .usual { fill: none; stroke: var(--bad); stroke-width: 1; stroke-dasharray: 
 svg .suspect { fill: none; stroke: var(--bad); stroke-width: 1.75; stroke-linejoin: round; }
 svg .s1 { stroke: var(--accent); stroke-dasharray: 7 3; } svg .s2 { stroke: var(--good); stroke-dasharray: 2 3; }
 svg .s3 { stroke: var(--ink); stroke-dasharray: 9 3 2 3; }
-svg .dot { stroke: none; fill: var(--bad); } svg .median.dot { fill: var(--soft); }
 svg .threshold { fill: none; stroke: var(--warn); stroke-width: 1.5; stroke-dasharray: 6 4; }
-svg .onset { stroke: var(--ink); stroke-width: 1; stroke-dasharray: 3 3; }
-svg .decided { stroke: var(--ink); stroke-width: 1.5; }
 .incident .chart { padding: 6px 0 0; }
 h3.table { margin: 18px 0 4px; }
 .incident > header h3 { overflow-wrap: anywhere; min-width: 0; flex: 1; }

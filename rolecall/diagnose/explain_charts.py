@@ -1,65 +1,62 @@
-"""The drawings of `--explain`: a suspect against its peers, and a detector's score against its threshold. Pure.
+"""The charts of `--explain`: a suspect against its peers, and a detector's score against its threshold.
 
-Inline SVG on one time scale, seconds from the onset, with the onset and the moment of decision as vertical marks. A
-series of any length becomes at most two points for each of `NUM_BUCKETS` stretches of time, its smallest and its
-largest value, so that no excursion is lost.
+The series are computed by pure functions and rendered by Altair on one time axis, seconds from the onset, with onset and
+decision as vertical rules. A series of any length becomes at most two points for each of `NUM_BUCKETS` stretches of
+time, its smallest and its largest value, so that no excursion is lost.
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
+import altair as alt
 import numpy as np
 from numpy.typing import NDArray
 
-from rolecall.core.text import escape
 from rolecall.detector.panels.panel import Panel, Times
-from rolecall.reports.charts import LEFT, RIGHT, WIDTH, ticks
+from rolecall.reports.charts import PLOT_WIDTH, Rows, layer, pixels, render
 
 Series = NDArray[np.float64]
 
 NUM_BUCKETS = 420
 """A suspect's line and the band of its peers then take about 10 kB each."""
-PLOT_TOP = 34.0  # room for the words of the marks
-PLOT_BOTTOM = 154.0
-HEIGHT = PLOT_BOTTOM + 24
+PLOT_TOP = 34.0  # labels of onset and decision
+PLOT_HEIGHT = 120.0
 NUM_LINES_MAX = 4
-"""More suspects than that in one drawing cannot be told apart."""
+"""Suspects in one chart; more cannot be told apart."""
+LINE_STYLES = (("var(--bad)", [1, 0]), ("var(--accent)", [7, 3]), ("var(--good)", [2, 3]), ("var(--ink)", [9, 3, 2, 3]))
+"""Colour and dashes of each suspect."""
 USUAL_TICKS, USUAL_TICKS_MIN = 600, 16
-"""Before the onset: the suspect's place among its peers is that of so many, and of no fewer."""
+"""Ticks before the onset from which the suspect's usual distance from its peers is computed: at most, and at least."""
 BAND_VALUES_MAX = 20_000_000
 """Of a larger panel the band is computed at every k-th tick."""
 BAND = (0.1, 0.5, 0.9)
 """Quantiles of the peers."""
 SCORE_OVER_THRESHOLD_MAX = 5.0
-"""A score is drawn up to so many thresholds: above it is an alarm anyway, and the crossing must stay visible."""
+"""A score is cut at this many thresholds: anything above is an alarm anyway, and the crossing must stay visible."""
 CONTEXT_BEFORE = 3.0
 CONTEXT_AFTER = 1.0
-"""So many times the delay from onset to decision is shown before and after."""
+"""The window spans this many times the delay from onset to decision, before and after."""
 CONTEXT_TICKS = 30
 """But this many ticks at least."""
+UNITS = (("s", 1.0), ("min", 60.0), ("h", 3600.0), ("d", 86_400.0))
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """What is drawn of time, seconds. `onset` and `decided` may lie outside: they are then drawn at the edge."""
+    """The time span of a chart, seconds. `onset` and `decided` may lie outside: their rules are then at the edge."""
 
     begin: float
     end: float
     onset: float
     decided: float
 
-    def x(self, at: float) -> float:
-        share = (at - self.begin) / max(self.end - self.begin, 1e-9)
-        return round(LEFT + min(max(share, 0.0), 1.0) * (WIDTH - LEFT - RIGHT), 1)
-
     def holds(self, at: Times) -> NDArray[np.bool_]:
         return (at >= self.begin) & (at <= self.end)
 
 
 def window(at: Times, interval_seconds: float, onset: float, decided: float) -> Window:
-    """The stretch of `at` around onset and decision; all of it where they lie outside."""
+    """The part of `at` around onset and decision; all of it if they lie outside."""
     first, last = float(at[0]), float(at[-1])
     if not (math.isfinite(onset) and math.isfinite(decided) and onset <= last and decided >= first):
         return Window(first, last, onset, decided)
@@ -70,7 +67,7 @@ def window(at: Times, interval_seconds: float, onset: float, decided: float) -> 
 
 
 def quantiles(values: NDArray[np.float32], shares: Sequence[float]) -> Series:
-    """(shares, T) of values (T, N) over machines, NaN left out, linear between order statistics; NaN where none is."""
+    """(shares, T) of values (T, N) over machines: NaN ignored, linear between order statistics; NaN where all are."""
     count = np.isfinite(values).sum(axis=1)
     if not values.shape[1]:
         return np.full((len(shares), len(values)), np.nan)
@@ -86,29 +83,38 @@ def quantiles(values: NDArray[np.float32], shares: Sequence[float]) -> Series:
     return result
 
 
-# --- drawings -----------------------------------------------------------------------------------------------------
+# --- series -------------------------------------------------------------------------------------------------------
 
 
-def metric_chart(panel: Panel, metric: int, suspects: Sequence[int], by: Window) -> str:
-    """The suspects' lines over the band (10 to 90 %) and the median of all others, and where the first one usually is among
-    them: a machine may be far from its own place and still within the band."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetricSeries:
+    """One metric in a window. `band`: quantiles (3, T') of the peers at the times `band_at` (T'); `usual`: the peers'
+    median plus the first suspect's usual distance from it (T'); `suspects`: a series (T) each, at the times `at` (T)."""
+
+    at: Times
+    suspects: list[Series]
+    band_at: Times
+    band: Series
+    usual: Series
+
+
+def metric_series(panel: Panel, metric: int, suspects: Sequence[int], by: Window) -> MetricSeries:
     held = by.holds(panel.at)
     at, values = panel.at[held], panel.values[metric][held]
     peers = np.setdiff1d(np.arange(values.shape[1]), np.asarray(suspects, dtype=np.intp))
     stride = max(1, math.ceil(len(at) * len(peers) / BAND_VALUES_MAX))
     band = quantiles(values[::stride][:, peers], BAND)
-    lines = [values[:, s].astype(np.float64) for s in suspects[:NUM_LINES_MAX]]
-    usual = band[1] + _usual_distance(panel, metric, suspects[0], peers, by.onset)
-    y = _Axis.of([band[0], band[2], usual, *lines])
-    parts = [*_frame(by, y), _band(by, y, at[::stride], band[0], band[2])]
-    parts.append(_line("median", by, y, at[::stride], band[1]))
-    parts.append(_line("usual", by, y, at[::stride], usual))
-    parts += [_line(f"suspect s{n}", by, y, at, line) for n, line in enumerate(lines)]
-    return _svg(f"{panel.shape.metrics[metric]} over time", [*parts, *_marks(by)])
+    return MetricSeries(
+        at=at,
+        suspects=[values[:, s].astype(np.float64) for s in suspects[:NUM_LINES_MAX]],
+        band_at=at[::stride],
+        band=band,
+        usual=band[1] + _usual_distance(panel, metric, suspects[0], peers, by.onset),
+    )
 
 
 def _usual_distance(panel: Panel, metric: int, machine: int, peers: NDArray[np.intp], onset: float) -> float:
-    """Median distance from the peers' median in the ticks before the onset; NaN where there are too few."""
+    """Median distance from the peers' median in the ticks before the onset; NaN if there are too few."""
     end = int(np.searchsorted(panel.at, onset))
     values = panel.values[metric, max(0, end - USUAL_TICKS) : end]
     distance = values[:, machine] - quantiles(values[:, peers], (0.5,))[0]
@@ -116,151 +122,153 @@ def _usual_distance(panel: Panel, metric: int, machine: int, peers: NDArray[np.i
     return float(np.median(known)) if len(known) >= USUAL_TICKS_MIN else math.nan
 
 
+def _buckets(at: Times, known: NDArray[np.bool_], by: Window) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+    """The bucket of each known tick, and its run: a run ends where a bucket has ticks and none of them is known."""
+    share = (at - by.begin) / max(by.end - by.begin, 1e-9)
+    bucket = np.clip((share * NUM_BUCKETS).astype(np.intp), 0, NUM_BUCKETS - 1)
+    seen = np.unique(bucket)
+    place = np.searchsorted(seen, bucket[known])
+    return bucket[known], np.cumsum(np.diff(place, prepend=place[:1]) > 1)
+
+
+def extremes(at: Times, values: Series, by: Window) -> list[list[tuple[float, float]]]:
+    """(seconds, value) of the smallest and the largest value of each bucket, in order, run by run."""
+    known = np.isfinite(values)
+    if not known.any():
+        return []
+    bucket, run = _buckets(at, known, by)
+    known_at, known_values = at[known], values[known]
+    order = np.lexsort((known_values, bucket))
+    first = np.flatnonzero(np.diff(bucket[order], prepend=-1))
+    last = np.append(first[1:], len(order)) - 1
+    picked = np.unique(np.concatenate((order[first], order[last])))
+    edges = np.flatnonzero(np.diff(run[picked])) + 1
+    return [list(zip(known_at[p].tolist(), known_values[p].tolist(), strict=True)) for p in np.split(picked, edges)]
+
+
+# --- charts -------------------------------------------------------------------------------------------------------
+
+
+def metric_chart(panel: Panel, metric: int, suspects: Sequence[int], by: Window) -> tuple[str, bool]:
+    """The suspects' lines over the band (10 to 90 %) and the median of their peers, and whether the first suspect's usual
+    place among them is known and drawn: a machine may be far from its own place and still within the band."""
+    series = metric_series(panel, metric, suspects, by)
+    axes = _Axes(by, [series.band[0], series.band[2], series.usual, *series.suspects])
+    layers = [axes.band(series.band_at, series.band[0], series.band[2])]
+    layers += axes.line(series.band_at, series.band[1], "var(--soft)", 1.25)
+    layers += axes.line(series.band_at, series.usual, "var(--bad)", 1, [2, 3])
+    for line, (colour, dash) in zip(series.suspects, LINE_STYLES, strict=False):
+        layers += axes.line(series.at, line, colour, 1.75, dash)
+    svg = axes.render(layers, f"{panel.shape.metrics[metric]} over time")
+    return svg, bool(np.isfinite(series.usual).any())
+
+
 def score_chart(at: Times, score: Series, threshold: Series, by: Window) -> tuple[str, bool]:
-    """The drawing, and whether the score goes beyond it. `score` and `threshold`: of the length of `at`."""
+    """The chart, and whether the score exceeds it. `score` and `threshold` have the length of `at`."""
     held = by.holds(at)
     at, score, threshold = at[held], score[held], threshold[held]
     limits = threshold[np.isfinite(threshold)]
     highest = SCORE_OVER_THRESHOLD_MAX * limits.max() if len(limits) and limits.max() > 0 else math.inf
     is_cut = bool((score > highest).any())
     score = np.minimum(score, highest)
-    y = _Axis.of([score, threshold, np.zeros(1)])
-    parts = [*_frame(by, y), _line("threshold", by, y, at, threshold), _line("suspect s0", by, y, at, score)]
-    return _svg("score against its threshold", [*parts, *_marks(by)]), is_cut
+    axes = _Axes(by, [score, threshold, np.zeros(1)])
+    layers = [
+        *axes.line(at, threshold, "var(--warn)", 1.5, [6, 4]),
+        *axes.line(at, score, LINE_STYLES[0][0], 1.75),
+    ]
+    return axes.render(layers, "score against its threshold"), is_cut
 
 
-@dataclass(frozen=True, slots=True)
-class _Axis:
-    low: float
-    high: float
+class _Axes:
+    """Scales of one chart: time from the onset in a readable unit, and values with a margin of 5 %."""
 
-    @classmethod
-    def of(cls, series: Sequence[Series]) -> "_Axis":
-        """Holds all finite values, and a little more."""
+    def __init__(self, by: Window, series: Sequence[Series]) -> None:
+        self._by = by
+        self._zero = by.onset if by.begin <= by.onset <= by.end else by.begin
+        self._unit, self._per = next((u for u in UNITS if by.end - by.begin < u[1] * 180), UNITS[-1])
         known = [s[np.isfinite(s)] for s in series]
         low = min((float(s.min()) for s in known if len(s)), default=0.0)
         high = max((float(s.max()) for s in known if len(s)), default=1.0)
         margin = 0.05 * (high - low) or 0.05 * abs(high) or 1.0
-        return cls(low - margin, high + margin)
+        # Vega computes in units of the largest value: it cannot place ticks at 1e34.
+        largest = max(abs(low - margin), abs(high + margin))
+        self._power = 10.0 ** math.floor(math.log10(largest)) if not 1e-3 <= largest < 1e16 else 1.0
+        self._domain = [(low - margin) / self._power, (high + margin) / self._power]
 
-    def y(self, value: float) -> float:
-        return round(PLOT_BOTTOM - (value - self.low) / (self.high - self.low) * (PLOT_BOTTOM - PLOT_TOP), 1)
+    def time(self, at: float) -> float:
+        return (at - self._zero) / self._per
 
-    def ticks(self) -> list[float]:
-        unit = 10.0 ** math.floor(math.log10(self.high - self.low))  # `ticks` rounds to nine places
-        return [t * unit for t in ticks(self.low / unit, self.high / unit, 4)]
+    def _x(self) -> alt.X:
+        domain = [self.time(self._by.begin), max(self.time(self._by.end), self.time(self._by.begin) + 1e-9)]
+        axis = alt.Axis(format="+~g", labelExpr=f"datum.label + ' {self._unit}'", tickCount=8, grid=True)
+        scale = alt.Scale(domain=domain, nice=False, clamp=True)
+        return alt.X("at", type="quantitative", scale=scale, axis=axis, title=None)
 
-
-def _svg(label: str, parts: Sequence[str]) -> str:
-    head = f'<svg viewBox="0 0 {WIDTH} {HEIGHT:g}" role="img" aria-label="{escape(label, 200)}">'
-    return head + "".join(parts) + "</svg>"
-
-
-def _frame(by: Window, y: _Axis) -> list[str]:
-    """Grid and numbers."""
-    parts = []
-    values = y.ticks()
-    for value, word in zip(values, labels(values), strict=True):
-        parts.append(f'<line class="grid" x1="{LEFT}" y1="{y.y(value)}" x2="{WIDTH - RIGHT}" y2="{y.y(value)}"/>')
-        parts.append(f'<text x="{LEFT - 10}" y="{y.y(value) + 4:g}" text-anchor="end">{word}</text>')
-    zero = by.onset if by.begin <= by.onset <= by.end else by.begin
-    unit, per = next((u for u in UNITS if by.end - by.begin < u[1] * 180), UNITS[-1])
-    for t in ticks((by.begin - zero) / per, (by.end - zero) / per, 8):
-        x = by.x(zero + t * per)
-        parts.append(f'<line class="grid" x1="{x}" y1="{PLOT_TOP:g}" x2="{x}" y2="{PLOT_BOTTOM:g}"/>')
-        word = f"{t:+g} {unit}" if t else f"0 {unit}"
-        anchor = "end" if x > WIDTH - RIGHT - 24 else "middle"
-        parts.append(f'<text x="{x}" y="{PLOT_BOTTOM + 16:g}" text-anchor="{anchor}">{word.replace("-", "−")}</text>')
-    return parts
-
-
-UNITS = (("s", 1.0), ("min", 60.0), ("h", 3600.0), ("d", 86_400.0))
-
-
-def labels(values: Sequence[float]) -> list[str]:
-    """Short, and different from each other: `1.2k`, `3M`."""
-    largest = max((abs(v) for v in values), default=0.0)
-    if largest and not 1e-3 <= largest < 1e16:
-        return [f"{v:.3g}" for v in values]
-    scale, suffix = next(((scale, word) for least, scale, word in SUFFIXES if largest >= least), (1.0, ""))
-    shown = [v / scale for v in values]
-    digits = next((d for d in range(7) if len({f"{v:.{d}f}" for v in shown}) == len(shown)), 6)
-    return [f"{v:.{digits}f}{suffix}".replace("-", "−") for v in shown]
-
-
-SUFFIXES = ((1e12, 1e12, "T"), (1e9, 1e9, "G"), (1e6, 1e6, "M"), (1e4, 1e3, "k"))
-"""From so much on, in units of so much, with this letter."""
-
-
-def _marks(by: Window) -> list[str]:
-    """Onset (dashed) and decision (solid), each with its word; the words in two rows, so that they never touch."""
-    parts = []
-    for css, at, word, row in (("onset", by.onset, "onset", 0), ("decided", by.decided, "decision", 1)):
-        if not math.isfinite(at):
-            continue
-        x = by.x(at)
-        left = x > WIDTH - RIGHT - 60
-        where = f'x="{x - 4 if left else x + 4:g}" y="{12 + 14 * row:g}" text-anchor="{"end" if left else "start"}"'
-        parts.append(f'<line class="{css}" x1="{x}" y1="{4 + 14 * row:g}" x2="{x}" y2="{PLOT_BOTTOM:g}"/>')
-        parts.append(f'<text class="name" {where}>{word}</text>')
-    return parts
-
-
-def _stretches(at: Times, known: NDArray[np.bool_], by: Window) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
-    """Of each known tick its stretch of time and its run: one ends where a stretch has ticks, and none is known."""
-    share = (at - by.begin) / max(by.end - by.begin, 1e-9)
-    stretch = np.clip((share * NUM_BUCKETS).astype(np.intp), 0, NUM_BUCKETS - 1)
-    seen = np.unique(stretch)
-    place = np.searchsorted(seen, stretch[known])
-    return stretch[known], np.cumsum(np.diff(place, prepend=place[:1]) > 1)
-
-
-def extremes(at: Times, values: Series, by: Window) -> list[list[tuple[float, float]]]:
-    """(seconds, value) of the smallest and the largest value of each stretch of time, in order, run by run."""
-    known = np.isfinite(values)
-    if not known.any():
-        return []
-    stretch, run = _stretches(at, known, by)
-    its_at, its_values = at[known], values[known]
-    order = np.lexsort((its_values, stretch))
-    first = np.flatnonzero(np.diff(stretch[order], prepend=-1))
-    last = np.append(first[1:], len(order)) - 1
-    picked = np.unique(np.concatenate((order[first], order[last])))
-    edges = np.flatnonzero(np.diff(run[picked])) + 1
-    return [list(zip(its_at[p].tolist(), its_values[p].tolist(), strict=True)) for p in np.split(picked, edges)]
-
-
-def _line(css: str, by: Window, y: _Axis, at: Times, values: Series) -> str:
-    parts = []
-    for run in extremes(at, values, by):
-        if len(run) == 1:
-            parts.append(f'<circle class="{css} dot" cx="{by.x(run[0][0])}" cy="{y.y(run[0][1])}" r="1.5"/>')
-            continue
-        points = " ".join(f"{by.x(t)},{y.y(v)}" for t, v in run)
-        parts.append(f'<polyline class="{css}" points="{points}"/>')
-    return "".join(parts)
-
-
-def _band(by: Window, y: _Axis, at: Times, low: Series, high: Series) -> str:
-    """From the smallest lower to the largest upper quantile of each stretch."""
-    known = np.isfinite(low)
-    if not known.any():
-        return ""
-    stretch, run = _stretches(at, known, by)
-    first = np.flatnonzero(np.diff(stretch, prepend=-1))
-    drawn = [
-        (by.x(t), y.y(below), y.y(above))
-        for t, below, above in zip(
-            at[known][first].tolist(),
-            np.minimum.reduceat(low[known], first).tolist(),
-            np.maximum.reduceat(high[known], first).tolist(),
-            strict=True,
+    def _y(self) -> alt.Y:
+        power = f" + 'e{math.log10(self._power):.0f}'" if self._power != 1.0 else ""
+        axis = alt.Axis(format="~s", labelExpr=f"datum.label{power}", tickCount=4, grid=True)
+        return alt.Y(
+            "value", type="quantitative", scale=alt.Scale(domain=self._domain, nice=False), axis=axis, title=None
         )
-    ]
-    parts = []
-    edges = [0, *(np.flatnonzero(np.diff(run[first])) + 1).tolist(), len(drawn)]
-    for begin, end in pairwise(edges):
-        top = " ".join(f"{x},{above}" for x, _, above in drawn[begin:end])
-        bottom = " ".join(f"{x},{below}" for x, below, _ in reversed(drawn[begin:end]))
-        parts.append(f'<polygon class="peers" points="{top} {bottom}"/>')
-    return "".join(parts)
+
+    def line(
+        self, at: Times, values: Series, colour: str, width: float, dash: Sequence[int] = (1, 0)
+    ) -> list[alt.Chart]:
+        """A line for each run of known values, and a dot for a run of one."""
+        runs = extremes(at, values, self._by)
+        rows = [
+            {"at": self.time(t), "value": value / self._power, "run": number}
+            for number, run in enumerate(runs)
+            if len(run) > 1
+            for t, value in run
+        ]
+        dots = [{"at": self.time(t), "value": v / self._power} for run in runs if len(run) == 1 for t, v in run]
+        place = {"x": self._x(), "y": self._y()}
+        return [
+            layer(rows)
+            .mark_line(color=colour, strokeWidth=width, strokeDash=list(dash))
+            .encode(**place, detail="run:N"),
+            layer(dots).mark_circle(color=colour, size=7, opacity=1).encode(**place),
+        ]
+
+    def band(self, at: Times, low: Series, high: Series) -> alt.Chart:
+        """From the smallest lower to the largest upper quantile of each bucket."""
+        known = np.isfinite(low)
+        rows: Rows = []
+        if known.any():
+            bucket, run = _buckets(at, known, self._by)
+            first = np.flatnonzero(np.diff(bucket, prepend=-1))
+            rows = [
+                {"at": self.time(t), "value": below / self._power, "upper": above / self._power, "run": int(number)}
+                for t, below, above, number in zip(
+                    at[known][first].tolist(),
+                    np.minimum.reduceat(low[known], first).tolist(),
+                    np.maximum.reduceat(high[known], first).tolist(),
+                    run[first].tolist(),
+                    strict=True,
+                )
+            ]
+        area = layer(rows).mark_area(color="var(--lane)", opacity=0.3)
+        return area.encode(x=self._x(), y=self._y(), y2="upper:Q", detail="run:N")
+
+    def render(self, layers: Sequence[alt.Chart], label: str) -> str:
+        """With onset (dashed) and decision (solid); their labels are in two rows, so that they never touch."""
+        rules: list[alt.Chart] = []
+        for at, name, top, dash in (
+            (self._by.onset, "onset", 4 - PLOT_TOP, [3, 3]),
+            (self._by.decided, "decision", 18 - PLOT_TOP, [1, 0]),
+        ):
+            if not math.isfinite(at):
+                continue
+            row = {"at": self.time(at), "y": top, "y2": PLOT_HEIGHT, "name": name}
+            share = (at - self._by.begin) / max(self._by.end - self._by.begin, 1e-9)
+            on_left = share * PLOT_WIDTH > PLOT_WIDTH - 60
+            rules += [
+                layer([row])
+                .mark_rule(color="var(--ink)", strokeDash=dash)
+                .encode(x=self._x(), y=pixels("y"), y2="y2:Q"),
+                layer([row])
+                .mark_text(align="right" if on_left else "left", dx=-4 if on_left else 4, dy=6, fontSize=12.5)
+                .encode(x=self._x(), y=pixels("y"), text="name:N"),
+            ]
+        return render([alt.layer(*layers), *rules], label, PLOT_HEIGHT, top=PLOT_TOP)

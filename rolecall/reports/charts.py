@@ -1,53 +1,54 @@
-"""The drawings of `report.html`: inline SVG in one time scale, so that a fault stands at the same place in each. Pure.
+"""The charts of `report.html`: Altair charts rendered to inline SVG, all on one time scale.
 
-A fault has a letter, the same in every drawing and in the text; letters that would touch are put in rows above each
-other. Every shape carries a `<title>` for the pointer. Widths are in the units of the view box (1120 wide).
+A fault has a letter, the same in every chart and in the text; badges that would touch go into rows above each other.
+Colours are CSS variables of the page (`style.py`), so that the charts follow its light and dark themes. Every shape
+carries a `<title>` for the pointer.
 """
 
-import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from rolecall.core.text import escape, seconds
+import altair as alt
+import vl_convert
+
+from rolecall.core.text import escape, plain, seconds
 
 WIDTH = 1120
-LEFT = 104  # room for names of lanes and of the y axis
+"""Of a chart, in SVG units; the page scales it."""
+LEFT = 104  # names of lanes, labels of the y axis
 RIGHT = 14
+BOTTOM = 24
+PLOT_WIDTH = WIDTH - LEFT - RIGHT
 ROW = 27  # one lane
 GROUP_GAP = 9
 BAR = 13
 BADGE_ROW = 20
 ROLE_ORDER = ("trainer", "rollout", "standby", "reward", "controller")
 SMOOTH_STEPS = 5
-"""The bold reward curve is the mean of this many steps: a step's own reward has the noise of one batch."""
+"""The bold reward curve is the mean of this many steps: the reward of one step has the noise of one batch."""
+
+Rows = list[dict[str, Any]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IncidentMarker:
-    """One incident (or missed fault) as the drawings show it. Times are seconds after the start of the run."""
+    """One incident (or missed fault) as the charts show it. Times are seconds after the start of the run."""
 
     key: str  # A, B, C ...
     replica: str
     label: str
     began: float
     found: float | None
-    served: float | None
     resolved: float | None
     ends: float
-    injected: bool = True  # False: an incident that no fault of the injector's log belongs to
+    injected: bool = True  # False: no injected fault matches this incident
 
-
-@dataclass(frozen=True, slots=True)
-class Scale:
-    """Seconds to x."""
-
-    end: float
-
-    def x(self, at: float) -> float:
-        at = min(max(at, 0.0), self.end)
-        return round(LEFT + at / self.end * (WIDTH - LEFT - RIGHT), 1)
+    @property
+    def title(self) -> str:
+        return plain(f"{self.key}: {self.label} on {self.replica}")
 
 
 def key_of(number: int) -> str:
@@ -56,62 +57,43 @@ def key_of(number: int) -> str:
     return letter if number < 26 else f"{letter}{number // 26 + 1}"
 
 
-def marks(report: Mapping[str, Any]) -> list[IncidentMarker]:
-    """Incidents in order, then faults that nobody noticed."""
+def incident_markers(report: Mapping[str, Any]) -> list[IncidentMarker]:
+    """Incidents in order, then the faults that were missed."""
     zero, end = float(report["started_at"]), float(report["wall_seconds"])
 
     def after(at: Any) -> float | None:
         return None if at is None else float(at) - zero
 
-    found = []
-    for n, i in enumerate(report["incidents"]):
-        fault = i["fault"]
-        began = float(fault["injected_at"] if fault else i["onset"]) - zero
-        closed = after(i["closed_at"])
-        resolved = after(i["cured_at"])
-        who = fault["target"] if fault else (i["suspects"][0].partition("#")[0] if i["suspects"] else "")
-        found.append(
+    markers = []
+    for number, incident in enumerate(report["incidents"]):
+        fault = incident["fault"]
+        suspect = incident["suspects"][0].partition("#")[0] if incident["suspects"] else ""
+        closed, resolved = after(incident["closed_at"]), after(incident["cured_at"])
+        markers.append(
             IncidentMarker(
-                key=key_of(n),
-                replica=str(who),
-                label=fault["kind"] if fault else i["fault_class"],
-                began=began,
-                found=after(i["detected_at"]),
-                served=after(i["serving_at"]),
+                key=key_of(number),
+                replica=str(fault["target"] if fault else suspect),
+                label=fault["kind"] if fault else incident["fault_class"],
+                began=float(fault["injected_at"] if fault else incident["onset"]) - zero,
+                found=after(incident["detected_at"]),
                 resolved=resolved,
                 ends=resolved if resolved is not None else closed if closed is not None else end,
                 injected=fault is not None,
             )
         )
-    for n, fault in enumerate(report["missed"], start=len(found)):
-        began = float(fault["injected_at"]) - zero
-        found.append(
+    for number, fault in enumerate(report["missed"], start=len(markers)):
+        markers.append(
             IncidentMarker(
-                key=key_of(n),
+                key=key_of(number),
                 replica=fault["target"],
                 label=f"{fault['kind']}, missed",
-                began=began,
+                began=float(fault["injected_at"]) - zero,
                 found=None,
-                served=None,
                 resolved=None,
                 ends=end,
             )
         )
-    return found
-
-
-def scale(report: Mapping[str, Any]) -> Scale:
-    return Scale(max(1.0, float(report["wall_seconds"])))
-
-
-def ticks(low: float, high: float, about: int) -> list[float]:
-    """Round values from `low` to `high`, about that many."""
-    span = max(high - low, 1e-9)
-    raw = span / max(1, about)
-    power = 10.0 ** math.floor(math.log10(raw))
-    step = next(m * power for m in (1, 2, 2.5, 5, 10) if m * power >= raw)
-    first = math.ceil(low / step - 1e-9) * step
-    return [round(first + n * step, 9) for n in range(math.floor((high - first) / step + 1e-9) + 1)]
+    return markers
 
 
 def badge_rows(xs: Sequence[float], width: float = 22.0) -> list[int]:
@@ -125,115 +107,6 @@ def badge_rows(xs: Sequence[float], width: float = 22.0) -> list[int]:
         last[row] = x
         rows.append(row)
     return rows
-
-
-def _svg(height: float, label: str, parts: Sequence[str]) -> str:
-    head = f'<svg viewBox="0 0 {WIDTH} {height:g}" role="img" aria-label="{escape(label)}">'
-    return head + "".join(parts) + "</svg>"
-
-
-def _badge(mark: IncidentMarker, x: float, y: float) -> str:
-    title = f"{mark.key}: {mark.label} on {mark.replica}"
-    css = "badge-disc" if mark.injected else "badge-disc alarm"
-    disc = f'<circle class="{css}" cx="{x:g}" cy="{y:g}" r="9"><title>{escape(title)}</title></circle>'
-    return disc + f'<text class="badge" x="{x:g}" y="{y + 4:g}">{escape(mark.key)}</text>'
-
-
-def _time_axis(by: Scale, y: float, top: float) -> list[str]:
-    parts = []
-    for t in ticks(0, by.end, 9):
-        x = by.x(t)
-        parts.append(f'<line class="grid" x1="{x}" y1="{top:g}" x2="{x}" y2="{y:g}"/>')
-        anchor = "start" if t == 0 else "end" if x > WIDTH - RIGHT - 20 else "middle"
-        parts.append(f'<text x="{x}" y="{y + 16:g}" text-anchor="{anchor}">{t:g} s</text>')
-    return parts
-
-
-def _guides(found: Sequence[IncidentMarker], by: Scale, top: float, bottom: float) -> list[str]:
-    parts = []
-    for mark in found:
-        x, until = by.x(mark.began), by.x(mark.ends)
-        wide = max(1.0, round(until - x, 1))
-        parts.append(f'<rect class="band" x="{x}" y="{top:g}" width="{wide:g}" height="{bottom - top:g}"/>')
-        parts.append(f'<line class="guide" x1="{x}" y1="{top:g}" x2="{x}" y2="{bottom:g}"/>')
-    return parts
-
-
-def reward_chart(report: Mapping[str, Any]) -> str:
-    """Reward over time; the band of a fault reaches from its injection to its cure."""
-    by, found = scale(report), marks(report)
-    rows = badge_rows([by.x(m.began) for m in found])
-    top = 6 + BADGE_ROW * (max(rows, default=-1) + 1)
-    bottom = top + 210
-    points = [(float(s["at"]), float(s["reward"])) for s in report["steps"] if s["reward"] is not None]
-    values = [r for _, r in points]
-    low, high = min([0.0, *values]), max([1.0, *values]) if values and max(values) <= 1 else max([0.1, *values])
-    parts = [*_time_axis(by, bottom, top), *_guides(found, by, top, bottom)]
-
-    def y(value: float) -> float:
-        return round(bottom - (value - low) / (high - low) * (bottom - top), 1)
-
-    for t in ticks(low, high, 4):
-        parts.append(f'<line class="grid" x1="{LEFT}" y1="{y(t)}" x2="{WIDTH - RIGHT}" y2="{y(t)}"/>')
-        parts.append(f'<text x="{LEFT - 10}" y="{y(t) + 4:g}" text-anchor="end">{t:g}</text>')
-    smooth = [(points[n][0], _mean(values[max(0, n - SMOOTH_STEPS + 1) : n + 1])) for n in range(len(points))]
-    for css, line in (("raw", points), ("curve", smooth)):
-        path = " ".join(f"{by.x(at)},{y(value)}" for at, value in line)
-        parts.append(f'<polyline class="{css}" points="{path}"/>')
-    for mark, row in zip(found, rows, strict=True):
-        parts.append(_badge(mark, by.x(mark.began), top - 10 - BADGE_ROW * row))
-    return _svg(bottom + 24, "reward over time", parts)
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
-
-
-def policy_health_chart(report: Mapping[str, Any], sign: str, label: str) -> str:
-    """A sign of the policy's health over time, from 0; empty where no step had it."""
-    values = report["health"].get(sign) or []
-    points = [(float(s["at"]), float(v)) for s, v in zip(report["steps"], values, strict=False) if v is not None]
-    if not points:
-        return ""
-    by, found = scale(report), marks(report)
-    top, bottom = 6.0, 96.0
-    low, high = min([0.0, *(v for _, v in points)]), max(v for _, v in points)
-    span = (high - low) or 1.0
-    parts = [*_time_axis(by, bottom, top), *_guides(found, by, top, bottom)]
-
-    def y(value: float) -> float:
-        return round(bottom - (value - low) / span * (bottom - top), 1)
-
-    for t in ticks(low, low + span, 3):
-        parts.append(f'<line class="grid" x1="{LEFT}" y1="{y(t)}" x2="{WIDTH - RIGHT}" y2="{y(t)}"/>')
-        parts.append(f'<text x="{LEFT - 10}" y="{y(t) + 4:g}" text-anchor="end">{t:g}</text>')
-    path = " ".join(f"{by.x(at)},{y(value)}" for at, value in points)
-    parts.append(f'<polyline class="curve" points="{path}"/>')
-    return _svg(bottom + 24, label, parts)
-
-
-def step_chart(report: Mapping[str, Any]) -> str:
-    """Seconds from commit to commit: where a fault was felt, the bar is high."""
-    by, found = scale(report), marks(report)
-    top, bottom = 6.0, 86.0
-    times = [float(report["training_started_seconds"]), *(float(s["at"]) for s in report["steps"])]
-    gaps = [(a, b, b - a) for a, b in pairwise(times)]
-    high = max([g for *_, g in gaps], default=1.0) or 1.0
-    parts = [*_time_axis(by, bottom, top), *_guides(found, by, top, bottom)]
-    for t in ticks(0, high, 2):
-        y = round(bottom - t / high * (bottom - top), 1)
-        parts.append(f'<line class="grid" x1="{LEFT}" y1="{y}" x2="{WIDTH - RIGHT}" y2="{y}"/>')
-        parts.append(f'<text x="{LEFT - 10}" y="{y + 4:g}" text-anchor="end">{t:g} s</text>')
-    for (a, b, gap), step in zip(gaps, report["steps"], strict=True):
-        x, wide = by.x(a), max(0.8, by.x(b) - by.x(a) - 0.6)
-        tall = gap / high * (bottom - top)
-        title = f"step {step['step']}: {seconds(gap)}"
-        where = f'x="{x}" y="{bottom - tall:.1f}" width="{wide:.1f}" height="{tall:.1f}"'
-        parts.append(f'<rect class="step" {where}><title>{escape(title)}</title></rect>')
-    return _svg(bottom + 24, "seconds from commit to commit", parts)
-
-
-# --- lanes --------------------------------------------------------------------------------------------------------
 
 
 def lane_order(lanes: Sequence[Mapping[str, Any]]) -> list[list[str]]:
@@ -250,77 +123,241 @@ def lane_order(lanes: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     return [sorted(groups[r], key=index) for r in roles]
 
 
+# --- rendering ----------------------------------------------------------------------------------------------------
+
+
+def render(layers: Sequence[alt.Chart], label: str, height: float, *, top: float = 6) -> str:
+    """The layers, on one time axis and each with its own y scale, as an SVG element."""
+    chart = (
+        alt.layer(*layers)
+        .resolve_scale(y="independent")
+        .properties(
+            width=PLOT_WIDTH,
+            height=height,
+            padding={"left": LEFT, "right": RIGHT, "top": top, "bottom": BOTTOM},
+            autosize=alt.AutoSizeParams(type="none"),
+        )
+        .configure(aria=False, background="transparent")
+        .configure_view(stroke=None)
+        .configure_axis(
+            domain=False,
+            ticks=False,
+            gridColor="var(--line)",
+            labelColor="var(--soft)",
+            labelFontSize=12,
+            labelPadding=8,
+            title=None,
+        )
+        .configure_text(fill="var(--soft)")
+    )
+    svg = vl_convert.vegalite_to_svg(chart.to_dict(validate=False))
+    head = f'<svg viewBox="0 0 {WIDTH} {height + top + BOTTOM:g}" role="img" aria-label="{escape(label, 200)}">'
+    body = re.sub(r"^<svg[^>]*>", "", svg)
+    # Vega writes a mark's description as aria-label; browsers show a <title> under the pointer.
+    return head + re.sub(
+        r'<(path|text|line)([^>]*?) aria-label="([^"]*)"([^>]*?)/>', r"<\1\2\4><title>\3</title></\1>", body
+    )
+
+
+def pixels(field: str) -> alt.Y:
+    """A y channel in SVG units below the top of the plot."""
+    return alt.Y(field, type="quantitative", scale=alt.Scale(domain=[0, 1], range=[0, 1]), axis=None)
+
+
+def layer(rows: Rows) -> alt.Chart:
+    return alt.Chart(alt.Data(values=rows))
+
+
+def _time(report: Mapping[str, Any], field: str = "at") -> alt.X:
+    scale = alt.Scale(domain=[0, max(1.0, float(report["wall_seconds"]))], nice=False, clamp=True)
+    axis = alt.Axis(labelExpr="datum.label + ' s'", tickCount=9, grid=True)
+    return alt.X(field, type="quantitative", scale=scale, axis=axis, title=None)
+
+
+def _value(field: str, domain: Sequence[float], ticks: int, unit: str = "") -> alt.Y:
+    axis = alt.Axis(labelExpr=f"datum.label + '{unit}'", tickCount=ticks, grid=True)
+    return alt.Y(field, type="quantitative", scale=alt.Scale(domain=list(domain), nice=False), axis=axis, title=None)
+
+
+def _seconds_per_pixel(report: Mapping[str, Any]) -> float:
+    return max(1.0, float(report["wall_seconds"])) / PLOT_WIDTH
+
+
+def _bands(report: Mapping[str, Any], markers: Sequence[IncidentMarker]) -> list[alt.Chart]:
+    """From the onset of each fault to its end."""
+    least = _seconds_per_pixel(report)
+    rows = [{"at": m.began, "until": max(m.ends, m.began + least)} for m in markers]
+    at = _time(report)
+    return [
+        layer(rows).mark_rect(color="var(--band)").encode(x=at, x2="until:Q"),
+        layer(rows).mark_rule(color="var(--bad)", opacity=0.55, strokeDash=[2, 4]).encode(x=at),
+    ]
+
+
+def _badges(report: Mapping[str, Any], rows: Rows) -> list[alt.Chart]:
+    """Rows: at, y, key, title, injected."""
+    disc = alt.condition("datum.injected", alt.value("var(--bad)"), alt.value("var(--soft)"))
+    place = {"x": _time(report), "y": pixels("y")}
+    return [
+        layer(rows).mark_circle(size=254, opacity=1).encode(**place, color=disc, description="title:N"),
+        layer(rows)
+        .mark_text(fontWeight="bold", fontSize=11, fill="var(--card)", baseline="middle")
+        .encode(**place, text="key:N"),
+    ]
+
+
+def _badge(marker: IncidentMarker, at: float, y: float) -> dict[str, Any]:
+    return {"at": at, "y": y, "key": marker.key, "title": marker.title, "injected": marker.injected}
+
+
+# --- charts -------------------------------------------------------------------------------------------------------
+
+
+def reward_chart(report: Mapping[str, Any]) -> str:
+    """Reward over time; the band of a fault spans its injection to its resolution."""
+    markers = incident_markers(report)
+    rows = badge_rows([m.began / _seconds_per_pixel(report) for m in markers])
+    steps = [(float(s["at"]), float(s["reward"])) for s in report["steps"] if s["reward"] is not None]
+    values = [reward for _, reward in steps]
+    high = max([1.0, *values]) if values and max(values) <= 1 else max([0.1, *values])
+    y = _value("reward", (min([0.0, *values]), high), 4)
+    smooth = [
+        {"at": at, "reward": sum(window) / len(window)}
+        for n, (at, _) in enumerate(steps)
+        for window in [values[max(0, n - SMOOTH_STEPS + 1) : n + 1]]
+    ]
+    raw = layer([{"at": at, "reward": reward} for at, reward in steps])
+    curves = alt.layer(
+        raw.mark_line(color="var(--accent)", strokeWidth=1, opacity=0.35).encode(x=_time(report), y=y),
+        layer(smooth).mark_line(color="var(--accent)", strokeWidth=2.25).encode(x=_time(report), y=y),
+    )
+    badges = [_badge(m, m.began, -10.0 - BADGE_ROW * row) for m, row in zip(markers, rows, strict=True)]
+    layers = [*_bands(report, markers), curves, *_badges(report, badges)]
+    return render(layers, "reward over time", 210, top=6 + BADGE_ROW * (max(rows, default=-1) + 1))
+
+
+def policy_health_chart(report: Mapping[str, Any], metric: str, label: str) -> str:
+    """A policy-health metric over time, from 0; empty where no step has it."""
+    values = report["health"].get(metric) or []
+    rows = [
+        {"at": float(step["at"]), "value": float(value)}
+        for step, value in zip(report["steps"], values, strict=False)
+        if value is not None
+    ]
+    if not rows:
+        return ""
+    low, high = min(0.0, *(r["value"] for r in rows)), max(r["value"] for r in rows)
+    y = _value("value", (low, high if high > low else low + 1.0), 3)
+    curve = layer(rows).mark_line(color="var(--accent)", strokeWidth=2.25).encode(x=_time(report), y=y)
+    return render([*_bands(report, incident_markers(report)), curve], label, 90)
+
+
+def step_chart(report: Mapping[str, Any]) -> str:
+    """Seconds from commit to commit: a tall bar is a step that a fault delayed."""
+    times = [float(report["training_started_seconds"]), *(float(s["at"]) for s in report["steps"])]
+    rows: Rows = [
+        {"at": a, "until": b, "took": b - a, "zero": 0.0, "title": f"step {step['step']}: {seconds(b - a)}"}
+        for (a, b), step in zip(pairwise(times), report["steps"], strict=True)
+    ]
+    y = _value("took", (0.0, max((r["took"] for r in rows), default=1.0) or 1.0), 2, " s")
+    bars = (
+        layer(rows)
+        .mark_rect(color="var(--lane)", xOffset=0.3, x2Offset=-0.3)
+        .encode(x=_time(report), x2="until:Q", y=y, y2="zero:Q", description="title:N")
+    )
+    return render([*_bands(report, incident_markers(report)), bars], "seconds from commit to commit", 80)
+
+
 def lanes_chart(report: Mapping[str, Any]) -> str:
-    """One lane a replica, one bar an incarnation, the faults on the lanes that they hit."""
-    by, found = scale(report), marks(report)
-    y_of: dict[str, float] = {}
-    y = 16.0
+    """One lane for each replica, one bar for each incarnation, each fault on the lane that it hit."""
+    markers = incident_markers(report)
+    lane_y: dict[str, float] = {}
+    y = 14.0
     for group in lane_order(report["lanes"]):
         for replica in group:
-            y_of[replica] = y
+            lane_y[replica] = y
             y += ROW
         y += GROUP_GAP
-    bottom = y - ROW / 2 - GROUP_GAP + 6
-    parts = [*_time_axis(by, bottom, 2), *_guides(found, by, 2, bottom)]
-    for replica, at in y_of.items():
-        parts.append(
-            f'<text class="name" x="{LEFT - 12}" y="{at + 4:g}" text-anchor="end">{escape(replica, 16)}</text>'
-        )
+    names = [{"y": at, "name": plain(replica, 16)} for replica, at in lane_y.items()]
+    bars: Rows = []
+    labels: Rows = []
     for life in report["lanes"]:
-        parts += _life(life, by, y_of[life["replica"]], float(report["wall_seconds"]))
-    for mark in found:
-        if mark.replica in y_of:
-            parts += _incident_span(mark, by, y_of[mark.replica])
-    return _svg(bottom + 24, "timeline by replica", parts)
+        _add_incarnation(report, life, lane_y[life["replica"]], bars, labels)
+    spans: Rows = []
+    diamonds: Rows = []
+    badges: Rows = []
+    pixel = _seconds_per_pixel(report)
+    for marker in markers:
+        if marker.replica not in lane_y:
+            continue
+        at_y = lane_y[marker.replica]
+        found = marker.found if marker.found is not None else marker.ends
+        if marker.injected:
+            until = max(found, marker.began + 2.5 * pixel)
+            spans.append(_bar(marker.began, until, at_y, BAR + 5, "var(--bad)", f"{marker.title}: not yet found"))
+        if marker.found is not None:
+            begin = max(found, marker.began + 2.5 * pixel)
+            until = max(marker.ends, begin + 2.5 * pixel)
+            title = f"{marker.title}: found, not yet resolved"
+            spans.append(_bar(begin, until, at_y, BAR + 5, "var(--warn)", title))
+            if marker.resolved is not None:
+                diamonds.append(
+                    {"at": max(marker.resolved, begin + 2.5 * pixel), "y": at_y, "title": f"{marker.title}: resolved"}
+                )
+        badges.append(_badge(marker, marker.began - 13 * pixel, at_y))
+    place = {"x": _time(report), "y": pixels("y")}
+    rectangle = {"x": _time(report), "x2": "until:Q", "y": pixels("y"), "y2": "y2:Q", "description": "title:N"}
+    colours = {"fill": alt.Fill("fill:N", scale=None), "stroke": alt.Stroke("stroke:N", scale=None)}
+    layers = [
+        *_bands(report, markers),
+        layer(names)
+        .mark_text(align="right", baseline="middle", fontSize=12.5, fill="var(--ink)")
+        .encode(x=alt.value(-12), y=pixels("y"), text="name:N"),
+        layer(bars).mark_rect(cornerRadius=2).encode(**rectangle, **colours),
+        layer(labels)
+        .mark_text(align="right", baseline="middle", fontSize=10.5, dx=-8, fill="var(--card)")
+        .encode(**place, text="text:N"),
+        layer(spans).mark_rect(cornerRadius=2).encode(**rectangle, **colours),
+        layer(diamonds)
+        .mark_point(shape="diamond", filled=True, size=170, opacity=1, color="var(--good)")
+        .encode(**place, description="title:N"),
+        *_badges(report, badges),
+    ]
+    return render(layers, "timeline by replica", y - ROW / 2 - GROUP_GAP + 6)
 
 
-def _rect(css: str, x: float, until: float, y: float, tall: float, title: str, least: float = 1.0) -> str:
-    wide = max(least, until - x)
-    where = f'x="{x:g}" y="{y - tall / 2:g}" width="{wide:.1f}" height="{tall:g}" rx="2"'
-    return f'<rect class="{css}" {where}><title>{escape(title)}</title></rect>'
+def _bar(at: float, until: float, y: float, tall: float, fill: str, title: str, stroke: str = "none") -> dict[str, Any]:
+    return {
+        "at": at,
+        "until": until,
+        "y": y - tall / 2,
+        "y2": y + tall / 2,
+        "fill": fill,
+        "stroke": stroke,
+        "title": plain(title),
+    }
 
 
-def _life(life: Mapping[str, Any], by: Scale, y: float, end: float) -> list[str]:
-    ends = [float(t) for t in (life["lost"], life["stopped"]) if t is not None]
-    until = min([*ends, end])
-    name = f"{life['replica']}#{life['incarnation']}"
-    where = f"{name}, pid {life['pid']} on {life['node']}"
-    standby = str(life["replica"]).startswith("standby/")
+def _add_incarnation(report: Mapping[str, Any], life: Mapping[str, Any], y: float, bars: Rows, labels: Rows) -> None:
+    """Its start (a thin bar) and its service (a bar, with the origin of a replacement as its label)."""
+    end, pixel = float(report["wall_seconds"]), _seconds_per_pixel(report)
+    until = min([float(t) for t in (life["lost"], life["stopped"]) if t is not None] + [end])
+    name = f"{life['replica']}#{life['incarnation']}, pid {life['pid']} on {life['node']}"
+    is_standby = str(life["replica"]).startswith("standby/")
+    is_replacement = life["incarnation"] > 1 and not is_standby
     begun = life["starting"] if life["starting"] is not None else life["ready"]
-    works = life["ready"] if standby or life["serving"] is None else life["serving"]
-    parts = []
+    working = life["ready"] if is_standby or life["serving"] is None else life["serving"]
     if begun is not None:
-        stop = min(float(works), until) if works is not None else until
-        parts.append(_rect("bar-starting", by.x(float(begun)), by.x(stop), y, 5, f"{where}: starting"))
-    if works is not None and float(works) < until:
-        x, right = by.x(float(works)), by.x(until)
-        css = "bar-standby" if standby else "bar-new" if life["incarnation"] > 1 else "bar"
-        said = "stands by" if standby else "serves"
-        parts.append(_rect(css, x, right, y, BAR, f"{where}: {said} from {seconds(float(works))}"))
-        if life["incarnation"] > 1 and not standby and right - x > 150:
-            origin = "from standby" if life["from_standby"] else "new process"
-            text = f"#{life['incarnation']} {origin}"
-            parts.append(
-                f'<text class="on-bar" x="{right - 8:g}" y="{y + 3.6:g}" text-anchor="end">{escape(text)}</text>'
-            )
-    return parts
-
-
-def _incident_span(mark: IncidentMarker, by: Scale, y: float) -> list[str]:
-    began = by.x(mark.began)
-    found = by.x(mark.found if mark.found is not None else mark.ends)
-    who = f"{mark.key}: {mark.label} on {mark.replica}"
-    parts = []
-    if mark.injected:
-        parts.append(_rect("undetected", began, found, y, BAR + 5, f"{who}: not yet found", 2.5))
-    if mark.found is not None:
-        begin = max(found, began + 2.5)
-        parts.append(_rect("recovering", begin, by.x(mark.ends), y, BAR + 5, f"{who}: found, not yet resolved", 2.5))
-        if mark.resolved is not None:
-            x = max(by.x(mark.resolved), begin + 2.5)
-            points = f"{x},{y - 9:g} {x + 6:g},{y:g} {x},{y + 9:g} {x - 6:g},{y:g}"
-            parts.append(
-                f'<polygon class="resolved" points="{points}"><title>{escape(who)}: resolved</title></polygon>'
-            )
-    parts.append(_badge(mark, began - 13, y))
-    return parts
+        stop = min(float(working), until) if working is not None else until
+        stop = max(stop, float(begun) + pixel)
+        bars.append(_bar(float(begun), stop, y, 5, "var(--starting)", f"{name}: starting"))
+    if working is None or float(working) >= until:
+        return
+    fill = "none" if is_standby else "var(--lane-new)" if is_replacement else "var(--lane)"
+    state = "warm standby" if is_standby else "serving"
+    title = f"{name}: {state} from {seconds(float(working))}"
+    stop = max(until, float(working) + pixel)
+    bars.append(_bar(float(working), stop, y, BAR, fill, title, "var(--lane)" if is_standby else "none"))
+    if is_replacement and (stop - float(working)) / pixel > 150:
+        origin = "from standby" if life["from_standby"] else "new process"
+        labels.append({"at": stop, "y": y, "text": f"#{life['incarnation']} {origin}"})

@@ -133,7 +133,7 @@ def _percent(value: float | None) -> str:
     return "–" if value is None else f"{100 * value:.1f} %"
 
 
-# --- drawings -----------------------------------------------------------------------------------------------------
+# --- charts -----------------------------------------------------------------------------------------------------
 
 
 def _swatch(css: str, text: str, shape: str = "") -> str:
@@ -141,8 +141,8 @@ def _swatch(css: str, text: str, shape: str = "") -> str:
     return f'<li><svg viewBox="0 0 22 12" aria-hidden="true">{drawn}</svg>{escape(text)}</li>'
 
 
-SIGNS_DRAWN = (("entropy", "Entropy of the policy, nats a token"), ("response_length", "Tokens an answer"))
-"""A reward that rises while one of them runs away is not learning. The dashboard has the other signs."""
+HEALTH_METRICS = (("entropy", "Entropy of the policy, nats per token"), ("response_length", "Tokens per response"))
+"""A reward that rises while one of these diverges is not learning. The dashboard shows the other metrics."""
 
 
 def _charts(report: Report) -> str:
@@ -159,7 +159,7 @@ def _charts(report: Report) -> str:
     )
     cards = (
         ("Reward", reward_chart(report), ""),
-        *((title, policy_health_chart(report, sign, title), "") for sign, title in SIGNS_DRAWN),
+        *((title, policy_health_chart(report, metric, title), "") for metric, title in HEALTH_METRICS),
         ("Seconds from commit to commit", step_chart(report), ""),
         ("Replicas", lanes_chart(report), f'<ul class="legend">{legend}</ul>'),
     )
@@ -168,7 +168,7 @@ def _charts(report: Report) -> str:
         for title, chart, below in cards
         if chart
     )
-    lead = "Seconds since the run started. A letter is a fault; its band reaches from the injection to the cure."
+    lead = "Seconds since the run started. Each letter is a fault; its band spans the injection to the resolution."
     return f'<h2>What happened</h2><p class="lead">{lead}</p>{drawn}'
 
 

@@ -47,20 +47,10 @@ code, .mono { font: 13px/1.45 ui-monospace, "SF Mono", "Cascadia Mono", "DejaVu 
 .chart svg { display: block; width: 100%; min-width: 760px; height: auto; }
 .chart + .chart { margin-top: 10px; }
 .chart h3 { margin: 0 0 2px; }
-svg text { fill: var(--soft); font: 12px system-ui, -apple-system, "Segoe UI", Roboto, "Noto Sans", "DejaVu Sans", sans-serif;
+svg text { font-family: system-ui, -apple-system, "Segoe UI", Roboto, "Noto Sans", "DejaVu Sans", sans-serif;
   font-variant-numeric: tabular-nums; }
-svg .name { fill: var(--ink); font-size: 12.5px; }
-svg .badge { fill: var(--card); font-weight: 700; font-size: 11px; text-anchor: middle; }
-svg .badge-disc { fill: var(--bad); } svg .badge-disc.alarm { fill: var(--soft); }
-svg .on-bar { fill: var(--card); font-size: 10.5px; font-weight: 600; }
-svg .grid { stroke: var(--line); stroke-width: 1; }
-svg .guide { stroke: var(--bad); stroke-width: 1; stroke-dasharray: 2 4; opacity: .55; }
-svg .band { fill: var(--band); }
-svg .raw { fill: none; stroke: var(--accent); stroke-width: 1; opacity: .35; }
-svg .curve { fill: none; stroke: var(--accent); stroke-width: 2.25; stroke-linejoin: round; }
 svg .bar { fill: var(--lane); } svg .bar-new { fill: var(--lane-new); } svg .bar-starting { fill: var(--starting); }
 svg .bar-standby { fill: none; stroke: var(--lane); stroke-width: 1.25; }
-svg .step { fill: var(--lane); }
 svg .undetected { fill: var(--bad); } svg .recovering { fill: var(--warn); } svg .resolved { fill: var(--good); }
 .legend { display: flex; flex-wrap: wrap; gap: 6px 20px; margin: 10px 0 4px; padding: 0; list-style: none;
   color: var(--soft); font-size: 13px; }

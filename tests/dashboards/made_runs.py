@@ -102,7 +102,7 @@ class MadeRun:
         self.say(K.ACTION_STARTED, {"plan": plan.to_dict(), "digest": plan.digest}, plan.incident_id)
 
     def cure(self, plan: Plan) -> None:
-        self.say(K.ACTION_DONE, {"digest": plan.digest, "result": "done"}, plan.incident_id)
+        self.say(K.ACTION_DONE, {"digest": plan.digest, "result": {"done": True, "because": "done"}}, plan.incident_id)
         self.say(K.INCIDENT_VERIFIED, {"because": "it works"}, plan.incident_id)
         self.say(K.INCIDENT_CLOSED, {"outcome": "resolved", "because": "it works"}, plan.incident_id)
 
@@ -120,14 +120,14 @@ def damage(run: RunDir, seq: int, body: str = "{") -> None:
         conn.execute("UPDATE events SET body = ? WHERE seq = ?", (body, seq))
 
 
-def looked(what: Settings) -> JournalSnapshot:
-    """Serves `what` in this process, and waits for its first look."""
+def first_snapshot(what: Settings) -> JournalSnapshot:
+    """Serves `what` in this process, and waits for its first snapshot."""
     settings.use(what)
     found: list[JournalSnapshot] = []
 
     def answered() -> bool:
-        found[:] = [shell.reader().look()]
-        return "has not answered" not in found[0].because
+        found[:] = [shell.reader().latest()]
+        return "has not responded" not in found[0].because
 
-    eventually(answered, "the journal was looked at")
+    eventually(answered, "the journal was read")
     return found[0]

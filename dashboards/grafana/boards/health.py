@@ -10,9 +10,9 @@ from rolecall.dashboards.grafana.panels import (
     ORANGE,
     RED,
     YELLOW,
+    MappedValue,
     PanelFormat,
     PanelQuery,
-    Word,
     bars,
     lines,
     numbers,
@@ -57,20 +57,20 @@ def _health() -> PanelRow:
                 "rolecall",
                 """active: may act. passive: another watch holds the lease, or mode observe. PAUSED: by an operator. NO DATA:
                 it cannot diagnose.""",
-                PanelFormat(unit="none", words=WATCH_STATES, no_value="no watch"),
+                PanelFormat(unit="none", mappings=WATCH_STATES, no_value="no watch"),
                 PanelQuery(WATCH_STATE),
             ),
             rows(
                 "Watches",
                 "Watches of the run. One holds the lease and may act; the others are on standby.",
-                PanelFormat(unit="none", words={0: Word("standby", BLUE), 1: Word("active", GREEN)}),
+                PanelFormat(unit="none", mappings={0: MappedValue("standby", BLUE), 1: MappedValue("active", GREEN)}),
                 PanelQuery("max by (instance) (rolecall_watch_acting)", "role"),
                 {"instance": "watch"},
             ),
             rows(
                 "Mode",
                 "observe: takes no action. approve: an operator approves each plan. act: acts on its own within its guards.",
-                PanelFormat(unit="none", words={1: Word("active", GREEN)}),
+                PanelFormat(unit="none", mappings={1: MappedValue("active", GREEN)}),
                 PanelQuery("max by (instance, mode) (rolecall_watch_mode == 1)", "is"),
                 {"instance": "watch", "mode": "mode"},
             ),
@@ -97,7 +97,7 @@ def _health() -> PanelRow:
             states(
                 "Detection",
                 "While the data source or the detectors fail, nothing is diagnosed.",
-                PanelFormat(unit="none", words={0: Word("up", GREEN), 1: Word("NO DATA", RED)}),
+                PanelFormat(unit="none", mappings={0: MappedValue("up", GREEN), 1: MappedValue("NO DATA", RED)}),
                 PanelQuery(_per_watch("rolecall_watch_blind"), WATCH),
             ),
             lines(
@@ -308,7 +308,7 @@ def _agents() -> PanelRow:
             rows(
                 "Failing probes",
                 "Data that agents are configured to read and cannot; `rolecall doctor` on the node shows why.",
-                PanelFormat(unit="none", words={0: Word("FAILS", ORANGE)}, no_value="none"),
+                PanelFormat(unit="none", mappings={0: MappedValue("FAILS", ORANGE)}, no_value="none"),
                 PanelQuery(f"{probes} == 0", "probe is"),
                 {"node": "node", "probe": "probe"},
             ),

@@ -66,13 +66,13 @@ def _faults() -> PanelRow:
             numbers(
                 "InfiniBand and RoCE ports",
                 "DOWN: the port is not active, or its NIC is gone.",
-                PanelFormat(unit="none", words=UP_DOWN),
+                PanelFormat(unit="none", mappings=UP_DOWN),
                 PanelQuery(f"min by (node, nic, port) (rolecall_infiniband_up{{{NODE}}})", PORT),
             ),
             numbers(
                 "Interfaces",
                 "DOWN: no carrier, or disabled.",
-                PanelFormat(unit="none", words=UP_DOWN),
+                PanelFormat(unit="none", mappings=UP_DOWN),
                 PanelQuery(f"min by (node, interface) (rolecall_nic_up{{{NODE}}})", INTERFACE),
             ),
             rows(
@@ -149,7 +149,7 @@ def _infiniband() -> PanelRow:
             states(
                 "Ports over time",
                 "Up or DOWN.",
-                PanelFormat(unit="none", words=UP_DOWN),
+                PanelFormat(unit="none", mappings=UP_DOWN),
                 PanelQuery(state, PORT),
             ),
             lines(

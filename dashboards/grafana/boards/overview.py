@@ -13,9 +13,9 @@ from rolecall.dashboards.grafana.panels import (
     RED,
     YELLOW,
     Link,
+    MappedValue,
     PanelFormat,
     PanelQuery,
-    Word,
     bars,
     lines,
     numbers,
@@ -32,10 +32,10 @@ WATCH_STATE = """
     or (max(rolecall_watch_acting) * 2 > 0) or (max(rolecall_watch_acting) * 0 + 1)
 """
 WATCH_STATES = {
-    1: Word("passive", YELLOW),
-    2: Word("active", GREEN),
-    3: Word("PAUSED", ORANGE),
-    4: Word("NO DATA", RED),
+    1: MappedValue("passive", YELLOW),
+    2: MappedValue("active", GREEN),
+    3: MappedValue("PAUSED", ORANGE),
+    4: MappedValue("NO DATA", RED),
 }
 TOKENS = "max(rate(rolecall_run_tokens_total[$__rate_interval]))"
 
@@ -75,7 +75,7 @@ def _now(incidents: Sequence[Link]) -> PanelRow:
                 "In any state: diagnosed, planned, awaiting approval, acting, verifying.",
                 PanelFormat(
                     unit="none",
-                    words={0: Word("none", GREEN)},
+                    mappings={0: MappedValue("none", GREEN)},
                     limits=((None, GREEN), (1, RED)),
                     no_value="no watch",
                     links=incidents,
@@ -90,7 +90,7 @@ def _now(incidents: Sequence[Link]) -> PanelRow:
                     unit="percentunit",
                     most=1.0,
                     limits=((None, RED), (0.5, ORANGE), (1.0, GREEN)),
-                    words={1: Word("all", GREEN)},
+                    mappings={1: MappedValue("all", GREEN)},
                     links=(SERIES_TO_ROLE,),
                 ),
                 PanelQuery(f"({at_work} or {wanted} * 0) / ({wanted} > 0)", "{{role}}"),
@@ -108,14 +108,14 @@ def _numbers() -> PanelRow:
             numbers(
                 "Plans awaiting approval",
                 "Use `rolecall approve DIGEST` or the Operations page of `rolecall dashboard`. They expire at their deadline.",
-                PanelFormat(unit="none", words={0: Word("none", GREEN)}, limits=((None, GREEN), (1, ORANGE))),
+                PanelFormat(unit="none", mappings={0: MappedValue("none", GREEN)}, limits=((None, GREEN), (1, ORANGE))),
                 PanelQuery("max(rolecall_plans_waiting)"),
             ),
             numbers(
                 "rolecall",
                 """active: may act. passive: another watch holds the lease, or mode observe. PAUSED: by an operator. NO DATA:
                 it cannot diagnose.""",
-                PanelFormat(unit="none", words=WATCH_STATES, no_value="no watch"),
+                PanelFormat(unit="none", mappings=WATCH_STATES, no_value="no watch"),
                 PanelQuery(WATCH_STATE),
             ),
             numbers(
@@ -249,7 +249,7 @@ def _incidents() -> PanelRow:
             states(
                 "Incidents over time",
                 "Each row is a suspect with its fault. OPEN from detection to close.",
-                PanelFormat(unit="none", words={0: Word("closed", GREEN), 1: Word("OPEN", RED)}),
+                PanelFormat(unit="none", mappings={0: MappedValue("closed", GREEN), 1: MappedValue("OPEN", RED)}),
                 PanelQuery("max by (replica, fault) (rolecall_incident_open)", "{{replica}} {{fault}}"),
             ),
             rows(

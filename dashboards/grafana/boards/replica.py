@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from grafana_foundation_sdk.models.dashboard import Dashboard
 
 from rolecall.dashboards.grafana.board import REPLICA, Choice, PanelRow, board, of_servers, values_of
-from rolecall.dashboards.grafana.boards.roles import STATE_WORDS, replica_state
+from rolecall.dashboards.grafana.boards.roles import STATE_MAPPINGS, replica_state
 from rolecall.dashboards.grafana.links import ROW_TO_GPUS, ROW_TO_NETWORK
 from rolecall.dashboards.grafana.panels import (
     BLUE,
@@ -15,9 +15,9 @@ from rolecall.dashboards.grafana.panels import (
     RED,
     YELLOW,
     Link,
+    MappedValue,
     PanelFormat,
     PanelQuery,
-    Word,
     band,
     lines,
     numbers,
@@ -29,29 +29,29 @@ from rolecall.dashboards.grafana.promql import alive, grown
 OWN = 'role=~"$role",replica=~"$replica"'
 PEERS = 'role=~"$role",replica!~"$replica"'
 PHASES = {
-    "start": Word("start", YELLOW),
-    "idle": Word("idle", GREY),
-    "wait": Word("wait", GREY),
-    "paused": Word("paused", GREY),
-    "compute": Word("compute", GREEN),
-    "reduce": Word("in a collective", BLUE),
-    "optimizer": Word("optimizer", GREEN),
-    "publish": Word("publish", GREEN),
-    "copy": Word("copy", YELLOW),
-    "checkpoint": Word("checkpoint", BLUE),
-    "generate": Word("generate", GREEN),
-    "update": Word("update", BLUE),
-    "score": Word("score", GREEN),
+    "start": MappedValue("start", YELLOW),
+    "idle": MappedValue("idle", GREY),
+    "wait": MappedValue("wait", GREY),
+    "paused": MappedValue("paused", GREY),
+    "compute": MappedValue("compute", GREEN),
+    "reduce": MappedValue("in a collective", BLUE),
+    "optimizer": MappedValue("optimizer", GREEN),
+    "publish": MappedValue("publish", GREEN),
+    "copy": MappedValue("copy", YELLOW),
+    "checkpoint": MappedValue("checkpoint", BLUE),
+    "generate": MappedValue("generate", GREEN),
+    "update": MappedValue("update", BLUE),
+    "score": MappedValue("score", GREEN),
 }
 """The phases of core/telemetry.py; any other shows as none."""
 KERNEL_STATES = {
-    "R": Word("running", GREEN),
-    "S": Word("sleeping", GREY),
-    "D": Word("UNINTERRUPTIBLE", ORANGE),
-    "T": Word("STOPPED", RED),
-    "Z": Word("ZOMBIE", RED),
-    "X": Word("DEAD", RED),
-    "?": Word("unknown", YELLOW),
+    "R": MappedValue("running", GREEN),
+    "S": MappedValue("sleeping", GREY),
+    "D": MappedValue("UNINTERRUPTIBLE", ORANGE),
+    "T": MappedValue("STOPPED", RED),
+    "Z": MappedValue("ZOMBIE", RED),
+    "X": MappedValue("DEAD", RED),
+    "?": MappedValue("unknown", YELLOW),
 }
 """Process states of the kernel; `t` (traced) shows as none."""
 
@@ -71,14 +71,14 @@ def replica(incidents: Sequence[Link] = ()) -> Dashboard:
     )
 
 
-def _coded(metric: str, words: Mapping[str, Word], label: str) -> str:
+def _coded(metric: str, mappings: Mapping[str, MappedValue], label: str) -> str:
     """A metric with one series per state as a number: the 1-based index of the active state."""
-    each = (f'{metric}{{{OWN},{label}="{name}"}} * {n}' for n, name in enumerate(words, start=1))
+    each = (f'{metric}{{{OWN},{label}="{name}"}} * {n}' for n, name in enumerate(mappings, start=1))
     return f"max by (rank) ({alive('(' + ' or '.join(each) + ')')})"
 
 
-def _words(words: Mapping[str, Word]) -> dict[int, Word]:
-    return dict(enumerate(words.values(), start=1))
+def _mappings(mappings: Mapping[str, MappedValue]) -> dict[int, MappedValue]:
+    return dict(enumerate(mappings.values(), start=1))
 
 
 def _now(incidents: Sequence[Link]) -> PanelRow:
@@ -91,13 +91,13 @@ def _now(incidents: Sequence[Link]) -> PanelRow:
             numbers(
                 "State",
                 "As recorded by the run. LOST: fenced, gets no work.",
-                PanelFormat(unit="none", words=STATE_WORDS, links=incidents),
+                PanelFormat(unit="none", mappings=STATE_MAPPINGS, links=incidents),
                 PanelQuery(replica_state(OWN), "{{replica}}"),
             ),
             numbers(
                 "Process",
                 "Whether the process of each rank exists.",
-                PanelFormat(unit="none", words={0: Word("DOWN", RED), 1: Word("up", GREEN)}),
+                PanelFormat(unit="none", mappings={0: MappedValue("DOWN", RED), 1: MappedValue("up", GREEN)}),
                 PanelQuery(f"max by (rank) (rolecall_process_up{{{OWN}}})", "rank {{rank}}"),
             ),
             numbers(
@@ -116,13 +116,13 @@ def _now(incidents: Sequence[Link]) -> PanelRow:
             states(
                 "Phase",
                 "Current phase of each rank. A rank in a collective waits for its peers; suspect the rank that is not in it.",
-                PanelFormat(unit="none", words=_words(PHASES)),
+                PanelFormat(unit="none", mappings=_mappings(PHASES)),
                 PanelQuery(_coded("rolecall_process_phase", PHASES, "phase"), "rank {{rank}}"),
             ),
             states(
                 "Process state",
                 "STOPPED: by a signal or a debugger. UNINTERRUPTIBLE for long: blocked on a disk, network file system or driver.",
-                PanelFormat(unit="none", words=_words(KERNEL_STATES)),
+                PanelFormat(unit="none", mappings=_mappings(KERNEL_STATES)),
                 PanelQuery(_coded("rolecall_process_state", KERNEL_STATES, "state"), "rank {{rank}}"),
             ),
         ],
@@ -279,7 +279,7 @@ def _engine() -> PanelRow:
             numbers(
                 "Engine",
                 "Whether its metrics endpoint responds, and whether it is awake (asleep: weights or KV cache released).",
-                PanelFormat(unit="none", words={0: Word("NO", ORANGE), 1: Word("yes", GREEN)}),
+                PanelFormat(unit="none", mappings={0: MappedValue("NO", ORANGE), 1: MappedValue("yes", GREEN)}),
                 PanelQuery(f"max by (rank) (rolecall_vllm_up{{{OWN}}})", "responds, rank {{rank}}"),
                 PanelQuery(f"max by (rank) (rolecall_vllm_awake{{{OWN}}})", "awake, rank {{rank}}"),
             ),

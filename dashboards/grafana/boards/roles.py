@@ -11,9 +11,9 @@ from rolecall.dashboards.grafana.panels import (
     ORANGE,
     RED,
     YELLOW,
+    MappedValue,
     PanelFormat,
     PanelQuery,
-    Word,
     lines,
     numbers,
     rows,
@@ -27,12 +27,12 @@ SLOW_TIMES = 1.5
 STARVED = 0.2
 OF_ROLE = 'role=~"$role"'
 REPLICA_STATES = {
-    "wanted": Word("wanted", YELLOW),
-    "starting": Word("starting", YELLOW),
-    "ready": Word("ready", GREEN),
-    "serving": Word("serving", GREEN),
-    "lost": Word("LOST", RED),
-    "stopped": Word("stopped", GREY),
+    "wanted": MappedValue("wanted", YELLOW),
+    "starting": MappedValue("starting", YELLOW),
+    "ready": MappedValue("ready", GREEN),
+    "serving": MappedValue("serving", GREEN),
+    "lost": MappedValue("LOST", RED),
+    "stopped": MappedValue("stopped", GREY),
 }
 """The states of core/membership.py, and `wanted`: not started yet."""
 
@@ -45,7 +45,7 @@ def replica_state(matchers: str) -> str:
     )
 
 
-STATE_WORDS = dict(enumerate(REPLICA_STATES.values(), start=1))
+STATE_MAPPINGS = dict(enumerate(REPLICA_STATES.values(), start=1))
 
 
 def of_replicas(metric: str) -> str:
@@ -64,7 +64,7 @@ def roles() -> Dashboard:
 
 
 def _health() -> PanelRow:
-    look = PanelFormat(unit="none", words=STATE_WORDS, links=(SERIES_TO_REPLICA,))
+    style = PanelFormat(unit="none", mappings=STATE_MAPPINGS, links=(SERIES_TO_REPLICA,))
     exits = grown(f"rolecall_process_exits_total{{{OF_ROLE}}}", "node, role, replica, rank, reason") + " > 0"
     return PanelRow(
         "Health",
@@ -74,7 +74,7 @@ def _health() -> PanelRow:
             states(
                 "Replicas",
                 "State of each replica over time. LOST: fenced, gets no work. starting: its replacement is starting.",
-                look,
+                style,
                 PanelQuery(replica_state(OF_ROLE), "{{replica}}"),
             ),
             numbers(
@@ -270,7 +270,7 @@ def _training() -> PanelRow:
             ),
             numbers(
                 "NaN, infinite, jumps",
-                "How often loss, gradient norm or reward were NaN or infinite, or left their recent range, in the time range.",
+                "Losses, gradient norms and rewards that were NaN or infinite, or left their recent range, in the time range.",
                 PanelFormat(unit="none", decimals=0, limits=((None, GREEN), (1, ORANGE))),
                 PanelQuery(f"max({unfinite})", "NaN or infinite"),
                 PanelQuery(f"max({jumps})", "jumps"),

@@ -29,11 +29,11 @@ def training() -> Dashboard:
     )
 
 
-def _of_run(title: str, look: PanelFormat, *shown: tuple[str, str]) -> Panel:
+def _of_run(title: str, style: PanelFormat, *shown: tuple[str, str]) -> Panel:
     """Health metrics of the run on one axis: (metric, legend). The first one's normal range is the description."""
     metrics = [BY_NAME[name] for name, _ in shown]
     description = f"{'; '.join(metric.help for metric in metrics)}. {metrics[0].normal}"
-    return lines(title, description, look, *(PanelQuery(_run(name), line) for name, line in shown))
+    return lines(title, description, style, *(PanelQuery(_run(name), line) for name, line in shown))
 
 
 def _run(sign: str) -> str:
@@ -41,8 +41,8 @@ def _run(sign: str) -> str:
 
 
 def _numbers() -> PanelRow:
-    def now(title: str, sign: str, look: PanelFormat) -> Panel:
-        return numbers(title, f"{BY_NAME[sign].help}. {BY_NAME[sign].normal}", look, PanelQuery(_run(sign)))
+    def now(title: str, sign: str, style: PanelFormat) -> Panel:
+        return numbers(title, f"{BY_NAME[sign].help}. {BY_NAME[sign].normal}", style, PanelQuery(_run(sign)))
 
     return PanelRow(
         "Latest step",
@@ -159,12 +159,12 @@ def _critic() -> PanelRow:
 
 
 def _trainers() -> PanelRow:
-    def each(title: str, look: PanelFormat, *shown: str) -> Panel:
+    def each(title: str, style: PanelFormat, *shown: str) -> Panel:
         metrics = [BY_NAME[name] for name in shown]
         return lines(
             title,
             f"{'; '.join(metric.help for metric in metrics)}. All trainers of a job report the same value, of the whole step.",
-            look,
+            style,
             *_queries([metric.metric for metric in metrics]),
         )
 

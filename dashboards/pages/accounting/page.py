@@ -41,7 +41,7 @@ def worker(settings: Settings) -> AccountingWorker:
     return _worker(settings, settings.journal_url, str(settings.run.path) if settings.run else "")
 
 
-def _draw(r: Reader, look: JournalSnapshot) -> None:
+def _draw(r: Reader, snapshot: JournalSnapshot) -> None:
     viewer, now = follow(r), r.now()
     show_result()
     accounts = worker(r.settings).latest(audit_now=bool(st.session_state.pop(AUDIT_NOW, False)))
@@ -49,10 +49,10 @@ def _draw(r: Reader, look: JournalSnapshot) -> None:
         st.warning("The accounts could not be computed.", icon=":material/report:")
         st.text(plain(accounts.error))
     _audit(accounts, now)
-    _marks(r, viewer, tuple(look.book.incidents.values()))
+    _marks(r, viewer, tuple(snapshot.projection.incidents.values()))
 
 
-def _draw_statistics(r: Reader, _look: JournalSnapshot) -> None:
+def _draw_statistics(r: Reader, _snapshot: JournalSnapshot) -> None:
     statistics = worker(r.settings).latest().statistics
     if statistics is None:
         st.text("Computing statistics: the journal is long or its database slow.")

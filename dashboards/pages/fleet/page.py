@@ -50,13 +50,13 @@ class _FleetPageCache:
     codes: tuple[XidOccurrence, ...] = ()
     pasts: Mapping[str, NodeHistory] = field(default_factory=dict)
 
-    def fleet(self, look: JournalSnapshot, state: State, seen: FleetMetricsSnapshot, now: float) -> FleetHealth:
+    def fleet(self, snapshot: JournalSnapshot, state: State, seen: FleetMetricsSnapshot, now: float) -> FleetHealth:
         with self.lock:
-            incidents = tuple(look.book.incidents.values())
+            incidents = tuple(snapshot.projection.incidents.values())
             if self.of != (incidents, state.events):
                 self.by_node, self.codes = incidents_by_node(incidents), codes_of(incidents)
                 self.pasts, self.of = pasts(state.events), (incidents, state.events)
-            until = counted_until(incidents, state.fleet, look.book.ended is not None, now)
+            until = counted_until(incidents, state.fleet, snapshot.projection.ended is not None, now)
             return fleet_rows(state.fleet, self.by_node, self.pasts, self.codes, seen.live, until, state.nodes)
 
 
@@ -70,19 +70,19 @@ def _poller(url: str, _authorization: str, run_id: str) -> FleetMetricsPoller:
     return FleetMetricsPoller(url, _authorization, SystemClock(), run_id)
 
 
-def _draw(r: Reader, look: JournalSnapshot) -> None:
+def _draw(r: Reader, snapshot: JournalSnapshot) -> None:
     settings, now = r.settings, r.now()
     seen = FleetMetricsSnapshot()
     if settings.prometheus_url:
         seen = _poller(settings.prometheus_url, settings.prometheus_authorization, place_of(r).run_id).latest()
     cache = _cache(settings.journal_url)
-    fleet = cache.fleet(look, operations(r).latest(r), seen, now)
+    fleet = cache.fleet(snapshot, operations(r).latest(r), seen, now)
     if not fleet.rows:
         st.text("The journal contains no nodes yet.")
         return
     _counts(fleet)
     _hardware_source(settings.prometheus_url, seen, now)
-    _table(fleet, now, whole=look.history.whole)
+    _table(fleet, now, whole=snapshot.history.whole)
     names = [row.node for row in fleet.rows]
     node = st.selectbox(
         "Node details", sorted(names, key=natural), key="fleet.node", index=None, placeholder="worst node"

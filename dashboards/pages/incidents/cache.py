@@ -105,10 +105,10 @@ class IncidentPageCache:
     _kept: OrderedDict[str, tuple[tuple[object, ...], IncidentPageModel]] = field(default_factory=OrderedDict)
     _prometheus: dict[str, Signals] = field(default_factory=dict)
 
-    def get(self, r: Reader, look: JournalSnapshot, incident_id: str) -> IncidentPageModel:
+    def get(self, r: Reader, snapshot: JournalSnapshot, incident_id: str) -> IncidentPageModel:
         """Raises JournalError: the journal is not readable and nothing is cached."""
         now = r.now()
-        state = self._state(look, incident_id, now)
+        state = self._state(snapshot, incident_id, now)
         with self._lock:
             before = self._kept.get(incident_id)
             if before is not None:
@@ -120,7 +120,7 @@ class IncidentPageCache:
         kept = before[1] if before is not None else None
         with r.journal() as journal:
             window = kept.material.window if kept is not None else None
-            material = read(journal, look.book, incident_id, r.settings.run, now, window)
+            material = read(journal, snapshot.projection, incident_id, r.settings.run, now, window)
         made = page_model(material, kept.signals if kept is not None and _same_signals(kept, material) else None)
         if not made.signals.signals:
             made = self._with_prometheus(made, r.settings)
@@ -131,11 +131,11 @@ class IncidentPageCache:
                 self._prometheus.pop(gone, None)
         return made
 
-    def _state(self, look: JournalSnapshot, incident_id: str, now: float) -> tuple[object, ...]:
+    def _state(self, snapshot: JournalSnapshot, incident_id: str, now: float) -> tuple[object, ...]:
         """Cache key: while the incident can change, it includes the snapshot version."""
-        incident = look.book.incidents.get(incident_id)
+        incident = snapshot.projection.incidents.get(incident_id)
         settled = incident is not None and incident.closed_at is not None and now - incident.closed_at > SETTLED_SECONDS
-        return (incident, incident_id in look.book.broken, None if settled else look.version)
+        return (incident, incident_id in snapshot.projection.broken, None if settled else snapshot.version)
 
     def _with_prometheus(self, made: IncidentPageModel, settings: Settings) -> IncidentPageModel:
         m = made.material

@@ -32,7 +32,7 @@ def show() -> None:
     wanted = st.query_params.get(INCIDENT)
     if wanted:
         incident_page.back()
-        page("Incident", lambda r, look: incident_page.draw(r, look, wanted))
+        page("Incident", lambda r, snapshot: incident_page.draw(r, snapshot, wanted))
     else:
         page("Incidents", _draw)
 
@@ -43,12 +43,12 @@ def _records(journal_url: str) -> IncidentTable:
     return IncidentTable()
 
 
-def _draw(r: Reader, look: JournalSnapshot) -> None:
-    rows = _records(r.settings.journal_url).rows(look.book.incidents, look.book.broken)
+def _draw(r: Reader, snapshot: JournalSnapshot) -> None:
+    rows = _records(r.settings.journal_url).rows(snapshot.projection.incidents, snapshot.projection.broken)
     now = r.now()
     wanted = _filters(choices(rows))
     found = shown(rows, wanted, now)
-    _count(found, look)
+    _count(found, snapshot)
     if found.rows:
         _open_ones(found.rows)
         _table(found.rows, now)
@@ -102,12 +102,12 @@ def _write(wanted: Filter) -> None:
 # --- table ----------------------------------------------------------------------------------------------------------
 
 
-def _count(found: IncidentTablePage, look: JournalSnapshot) -> None:
+def _count(found: IncidentTablePage, snapshot: JournalSnapshot) -> None:
     of = f" of {found.num_all:,}" if found.num_found != found.num_all else ""
     what = "incident" if found.num_found == 1 and not of else "incidents, open first, then newest"
     st.text(f"{found.num_found:,}{of} {what}")
-    if not look.history.whole:
-        st.text(f"Loading history ({look.history.percent} %): older incidents are still missing.")
+    if not snapshot.history.whole:
+        st.text(f"Loading history ({snapshot.history.percent} %): older incidents are still missing.")
 
 
 def _open_ones(rows: tuple[IncidentTableRow, ...]) -> None:

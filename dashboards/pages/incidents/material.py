@@ -80,14 +80,14 @@ class IncidentPageInputs:
 
 def read(
     journal: Journal,
-    book: IncidentProjection,
+    projection: IncidentProjection,
     incident_id: str,
     run: RunDir | None,
     now: float,
     window: Mapping[str, Any] | None = None,
 ) -> IncidentPageInputs:
     """`window`: if already read; a stored window never changes. Raises JournalError: the journal is not readable."""
-    incident = book.incidents.get(incident_id)
+    incident = projection.incidents.get(incident_id)
     missing: list[str] = []
     damaged: list[DamagedLine] = []
     events = journal.events(incident_id=incident_id, limit=EVENTS_MAX, damaged=damaged)
@@ -100,8 +100,8 @@ def read(
         incident_id=incident_id,
         now=now,
         incident=incident,
-        set_aside=first_line(book.broken[incident_id]) if incident_id in book.broken else "",
-        others=tuple(i for i in list(book.incidents.values()) if i.incident_id != incident_id),
+        set_aside=first_line(projection.broken[incident_id]) if incident_id in projection.broken else "",
+        others=tuple(i for i in list(projection.incidents.values()) if i.incident_id != incident_id),
         events=tuple(events),
         around=tuple(around),
         known=_lives(journal, around, missing),

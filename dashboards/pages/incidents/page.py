@@ -60,14 +60,14 @@ def back() -> None:
         st.rerun()
 
 
-def draw(r: Reader, look: JournalSnapshot, incident_id: str) -> None:
+def draw(r: Reader, snapshot: JournalSnapshot, incident_id: str) -> None:
     st.html(STYLE)
-    if incident_id not in look.book.incidents and incident_id not in look.book.broken:
+    if incident_id not in snapshot.projection.incidents and incident_id not in snapshot.projection.broken:
         st.info("The journal has no such incident.", icon=":material/search_off:")
         st.text(plain(incident_id, 200))
         return
     try:
-        whole = _cache(r.settings.journal_url).get(r, look, incident_id)
+        whole = _cache(r.settings.journal_url).get(r, snapshot, incident_id)
     except JournalError as e:
         st.warning("The journal is not readable.", icon=":material/report:")
         st.text(plain(e))

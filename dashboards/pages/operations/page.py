@@ -31,11 +31,11 @@ def show() -> None:
     page("Operations", _draw)
 
 
-def _draw(r: Reader, look: JournalSnapshot) -> None:
+def _draw(r: Reader, snapshot: JournalSnapshot) -> None:
     viewer, state, now = follow(r), operations(r).latest(r), r.now()
-    incidents = tuple(look.book.incidents.values())
+    incidents = tuple(snapshot.projection.incidents.values())
     show_result()
-    _status(r, viewer, state, ended=look.snapshot.ended)
+    _status(r, viewer, state, ended=snapshot.run.ended)
     _plans(r, viewer, plan_rows(incidents, state.mode, now), now)
     _pause(r, viewer, state)
     _nodes(r, viewer, state, incidents, now)

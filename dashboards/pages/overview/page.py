@@ -30,20 +30,20 @@ def show() -> None:
     page("Overview", _draw, slow=_draw_slow)
 
 
-def _draw(_: Reader, look: JournalSnapshot) -> None:
-    for kind, head, sentence, advice in notices(look):
+def _draw(_: Reader, snapshot: JournalSnapshot) -> None:
+    for kind, head, sentence, advice in notices(snapshot):
         st.html(banner(kind, head, sentence, advice=advice))
-    _draw_incidents(look)
-    if not look.snapshot.ended:
-        st.text(status_line(look))
-    st.html(figures(headline_figures(look)))
-    _draw_replicas(roles(look))
+    _draw_incidents(snapshot)
+    if not snapshot.run.ended:
+        st.text(status_line(snapshot))
+    st.html(figures(headline_figures(snapshot)))
+    _draw_replicas(roles(snapshot))
 
 
-def _draw_incidents(look: JournalSnapshot) -> None:
-    open_ = open_incidents(look)
+def _draw_incidents(snapshot: JournalSnapshot) -> None:
+    open_ = open_incidents(snapshot)
     for t in open_[:OPEN_MAX]:
-        st.html(html.incident(t, look.at))
+        st.html(html.incident(t, snapshot.at))
         with st.container(horizontal=True):
             link = {"incident": t.incident_id}
             st.page_link("scripts/incidents.py", label="Details", icon=":material/timeline:", query_params=link)
@@ -51,7 +51,7 @@ def _draw_incidents(look: JournalSnapshot) -> None:
                 st.page_link("scripts/operations.py", label="Review plan", icon=":material/terminal:")
     if len(open_) > OPEN_MAX:
         st.page_link("scripts/incidents.py", label=f"{len(open_) - OPEN_MAX} more incidents are open")
-    if not open_ and not look.snapshot.ended and look.snapshot.replicas:
+    if not open_ and not snapshot.run.ended and snapshot.run.replicas:
         st.html(banner("good", "No open incidents."))
 
 
@@ -74,8 +74,8 @@ def _draw_replicas(found: tuple[RoleSummary, ...]) -> None:
         )
 
 
-def _draw_slow(r: Reader, look: JournalSnapshot) -> None:
-    curve = look.course.curve
+def _draw_slow(r: Reader, snapshot: JournalSnapshot) -> None:
+    curve = snapshot.trends.curve
     if len(curve) > 1:
         st.subheader("Progress")
         drawn = (
@@ -92,7 +92,7 @@ def _draw_slow(r: Reader, look: JournalSnapshot) -> None:
                         width="stretch",
                     )
     policy_health.show(curve)
-    rows = lost_rows(look)
+    rows = lost_rows(snapshot)
     if rows:
         st.subheader("Lost time")
         st.html(table(["role", "fault", "lost", "share of run time"], rows))

@@ -70,12 +70,12 @@ class OpenIncident:
     opened_at: float
 
 
-def roles(look: JournalSnapshot) -> tuple[RoleSummary, ...]:
+def roles(snapshot: JournalSnapshot) -> tuple[RoleSummary, ...]:
     """Every role and its replicas."""
-    suspects, replaced = _suspects_and_targets(look.book.open_incidents())
+    suspects, replaced = _suspects_and_targets(snapshot.projection.open_incidents())
     by_role: dict[str, list[Cell]] = {}
-    for row in look.snapshot.replicas:
-        state = state_of(row, suspects, replaced, look.quarantined, ended=look.snapshot.ended != "")
+    for row in snapshot.run.replicas:
+        state = state_of(row, suspects, replaced, snapshot.quarantined, ended=snapshot.run.ended != "")
         cell = Cell(
             replica=row.replica,
             state=state,
@@ -132,9 +132,9 @@ def state_of(
     return "standby" if row.replica.startswith(f"{STANDBY_ROLE}/") else "healthy"
 
 
-def open_incident(incident: Incident, look: JournalSnapshot) -> OpenIncident:
+def open_incident(incident: Incident, snapshot: JournalSnapshot) -> OpenIncident:
     """An open incident: diagnosis, what rolecall is doing, since when, and what the operator must do."""
-    stage, doing, since, asks = _doing(incident, look)
+    stage, doing, since, asks = _doing(incident, snapshot)
     d = incident.diagnosis
     paged = f"On-call was paged: {incident.page_reason}" if incident.page_reason else ""
     return OpenIncident(
@@ -143,14 +143,14 @@ def open_incident(incident: Incident, look: JournalSnapshot) -> OpenIncident:
         suspects=", ".join(suspect_name(s) for s in d.suspects) or "none",
         because=d.because,
         stage=stage,
-        doing=doing if look.watched else f"No watch holds the lease, so nothing is done. {doing}",
+        doing=doing if snapshot.watched else f"No watch holds the lease, so nothing is done. {doing}",
         since=since,
         asks=asks or paged,
         opened_at=incident.opened_at,
     )
 
 
-def _doing(i: Incident, look: JournalSnapshot) -> tuple[str, str, float, str]:
+def _doing(i: Incident, snapshot: JournalSnapshot) -> tuple[str, str, float, str]:
     """(stage, what rolecall does, since when, what the operator must do)."""
     attempt = i.attempt
     if attempt is None:
@@ -164,13 +164,13 @@ def _doing(i: Incident, look: JournalSnapshot) -> tuple[str, str, float, str]:
         return "verifying", said, attempt.done_at or attempt.made_at, ""
     if attempt.failure is not None:
         return "failed", f"{action} {whom} failed: {attempt.failed_because}. Planning again.", attempt.made_at, ""
-    rows = plan_rows([i], look.mode, look.at)
+    rows = plan_rows([i], snapshot.mode, snapshot.at)
     if not rows:
         return "tolerated", attempt.plan.because, attempt.made_at, ""
     row = rows[0]
     asks = ""
     if row.status is PlanStatus.AWAITS_APPROVAL:
-        left = row.seconds_left(look.at)
+        left = row.seconds_left(snapshot.at)
         within = "" if left is None else f" within {seconds(left)}"
         asks = f"Approve or reject this plan{within}: {action} {whom}."
     return str(row.status), _sentence(action, whom, row.because), row.made_at, asks
@@ -181,60 +181,64 @@ def _sentence(action: str, whom: str, because: str) -> str:
     return because if whom and whom in because else f"{action} {whom}: {because}"
 
 
-def open_incidents(look: JournalSnapshot) -> list[OpenIncident]:
+def open_incidents(snapshot: JournalSnapshot) -> list[OpenIncident]:
     """The open incidents: those that need the operator first, then the newest."""
-    found = [open_incident(i, look) for i in look.book.open_incidents()]
+    found = [open_incident(i, snapshot) for i in snapshot.projection.open_incidents()]
     return sorted(found, key=lambda t: (not t.asks, -t.opened_at))
 
 
-def notices(look: JournalSnapshot) -> list[tuple[str, str, str, str]]:
+def notices(snapshot: JournalSnapshot) -> list[tuple[str, str, str, str]]:
     """Notices for the top of the page: (kind, headline, details, advice)."""
     found = []
-    s = look.snapshot
+    s = snapshot.run
     if s.ended:
-        because = look.book.ended or ""
+        because = snapshot.projection.ended or ""
         found.append(("good" if s.ended == "completed" else "warn", f"Run {s.ended}.", because, ""))
     elif s.paused:
         found.append(
             ("warn", "Recovery is paused.", s.paused, "Detection continues. `rolecall resume` resumes recovery.")
         )
-    if not s.ended and not look.watched and (look.lease is not None or s.started_at is not None):
+    if not s.ended and not snapshot.watched and (snapshot.lease is not None or s.started_at is not None):
         said = "No watch has ever held the lease: faults are neither detected nor recovered."
-        if look.lease is not None:
-            since = f" for {seconds(max(0.0, look.at - look.lease.expires_at))}" if look.lease.expires_at else ""
+        if snapshot.lease is not None:
+            since = (
+                f" for {seconds(max(0.0, snapshot.at - snapshot.lease.expires_at))}"
+                if snapshot.lease.expires_at
+                else ""
+            )
             said = f"No watch has held the lease{since}: faults are neither detected nor recovered."
         found.append(("bad", "No watch is running.", said, "Start `rolecall watch`; `rolecall status` shows details."))
-    if look.watched and look.mode == "observe" and not s.ended:
+    if snapshot.watched and snapshot.mode == "observe" and not s.ended:
         found.append(("note", "Observe mode.", "rolecall reports what it would do and takes no action.", ""))
-    if look.book.broken:
-        names = ", ".join(sorted(look.book.broken)[:5])
-        head = f"{len(look.book.broken)} incident(s) or event(s) were set aside."
+    if snapshot.projection.broken:
+        names = ", ".join(sorted(snapshot.projection.broken)[:5])
+        head = f"{len(snapshot.projection.broken)} incident(s) or event(s) were set aside."
         found.append(("warn", head, f"They cannot be read: {names}", "`rolecall incidents` shows why."))
-    if s.started_at is None and not s.replicas and not look.book.incidents:
+    if s.started_at is None and not s.replicas and not snapshot.projection.incidents:
         found.append(("note", "The run has not started yet.", "This page updates when its first process starts.", ""))
     return found
 
 
-def versions(look: JournalSnapshot) -> tuple[int, list[tuple[int, int]]] | None:
+def versions(snapshot: JournalSnapshot) -> tuple[int, list[tuple[int, int]]] | None:
     """(latest policy version, [(versions behind, number of rollouts)]); None if no rollout has weights. A rollout is one
     version behind while the latest weights are being transferred."""
     known = [
-        r.policy_version for r in look.snapshot.replicas if r.replica.startswith("rollout/") and r.policy_version >= 0
+        r.policy_version for r in snapshot.run.replicas if r.replica.startswith("rollout/") and r.policy_version >= 0
     ]
     if not known:
         return None
-    newest = max(look.snapshot.policy_version, *known)
+    newest = max(snapshot.run.policy_version, *known)
     return newest, sorted(Counter(newest - v for v in known).items())
 
 
-def headline_figures(look: JournalSnapshot) -> list[tuple[str, str, str]]:
+def headline_figures(snapshot: JournalSnapshot) -> list[tuple[str, str, str]]:
     """Key figures: label, value, note."""
-    s, account = look.snapshot, look.course.account
-    lags = versions(look)
+    s, account = snapshot.run, snapshot.trends.account
+    lags = versions(snapshot)
     behind = (
         "" if lags is None else ", ".join(_behind(num, lag) for lag, num in lags[1] if lag) or "all rollouts up to date"
     )
-    curve = look.course.curve
+    curve = snapshot.trends.curve
     rate = s.tokens_per_second
     if s.ended and s.started_at is not None and curve:
         span = curve[-1].at - (account.start if account else s.started_at)
@@ -246,7 +250,11 @@ def headline_figures(look: JournalSnapshot) -> list[tuple[str, str, str]]:
         ("tokens per second", "–" if rate is None else f"{rate:,.0f}", rated),
         ("step time", seconds(s.step_seconds), "mean of the last five"),
         ("policy version", "–" if lags is None else str(lags[0]), behind),
-        ("ETTR", "–" if account is None or account.ettr is None else f"{100 * account.ettr:.1f} %", _ettr_note(look)),
+        (
+            "ETTR",
+            "–" if account is None or account.ettr is None else f"{100 * account.ettr:.1f} %",
+            _ettr_note(snapshot),
+        ),
     ]
 
 
@@ -254,10 +262,10 @@ def _behind(num: int, lag: int) -> str:
     return f"{num} rollout{' is' if num == 1 else 's are'} {lag} behind"
 
 
-def _ettr_note(look: JournalSnapshot) -> str:
-    if look.course.account is not None:
-        return f"{seconds(sum(look.course.account.lost.values()))} lost to faults"
-    return "no step yet" if look.history.whole else f"loading history: {look.history.percent} %"
+def _ettr_note(snapshot: JournalSnapshot) -> str:
+    if snapshot.trends.account is not None:
+        return f"{seconds(sum(snapshot.trends.account.lost.values()))} lost to faults"
+    return "no step yet" if snapshot.history.whole else f"loading history: {snapshot.history.percent} %"
 
 
 def _short(value: float) -> str:
@@ -273,9 +281,9 @@ def _trend(rewards: Sequence[float]) -> str:
     return f"{'▲' if change >= 0 else '▼'} {abs(change):.3f} in 10 steps"
 
 
-def lost_rows(look: JournalSnapshot, most: int = 8) -> list[list[str]]:
+def lost_rows(snapshot: JournalSnapshot, most: int = 8) -> list[list[str]]:
     """Lost time: role, fault, seconds of the whole run, share of its time; largest first."""
-    account = look.course.account
+    account = snapshot.trends.account
     if account is None or account.end <= account.start:
         return []
     span = account.end - account.start
@@ -289,9 +297,9 @@ def lost_rows(look: JournalSnapshot, most: int = 8) -> list[list[str]]:
     return rows + ([["other", "", seconds(rest), f"{100 * rest / span:.2f} %"]] if rest > 0 else [])
 
 
-def status_line(look: JournalSnapshot) -> str:
+def status_line(snapshot: JournalSnapshot) -> str:
     """The state of the run in one line."""
-    s = look.snapshot
+    s = snapshot.run
     if s.started_at is None:
         return "not started" if not s.replicas else "monitored; the job reports no steps"
     if s.ended:

@@ -107,12 +107,10 @@ _FROM_PAGE = (
     _process("train_grad_norm", _G, "", "grad_norm", "Gradient norm of the newest optimizer step, before clipping"),
     _process("train_reward", _G, "", "reward", "Mean reward of the newest optimizer step"),
     _process(
-        "train_unfinite_total", _C, "", "unfinite", "How often loss, gradient norm or reward were NaN or infinite"
+        "train_unfinite_total", _C, "", "unfinite", "Losses, gradient norms and rewards that were NaN or infinite"
     ),
-    _process("train_jumps_total", _C, "", "jumps", "How often one of them left its own recent range, up or down"),
-    _process(
-        "train_healths_total", _C, "", "healths", "How often the health of a step was told; the next rows are of it"
-    ),
+    _process("train_jumps_total", _C, "", "jumps", "Losses, gradient norms and rewards outside their own recent range"),
+    _process("train_healths_total", _C, "", "healths", "Steps whose policy health was reported"),
     *(
         _process(f"train_{sign.metric}", _G, sign.unit, sign.name, sign.help)
         for sign in SIGNS
@@ -142,7 +140,7 @@ _FROM_PROC = (
         _C,
         "seconds",
         "main_run_delay_seconds",
-        "The same of the working thread alone: tells a starved process from a slow one",
+        "Run delay of the working thread alone; separates a starved process from a slow one",
     ),
     _process(
         "process_throttled_seconds_total",
@@ -176,7 +174,7 @@ _FROM_HOST = (
         "memory_some_stall_seconds",
         "Time in which some task waited for memory (PSI); 0 where the kernel has none",
     ),
-    _host("oom_kills_total", _C, "", "oom_kills", "Processes killed by the kernel for want of memory"),
+    _host("oom_kills_total", _C, "", "oom_kills", "Processes killed by the kernel's OOM killer"),
 )
 
 _OF_AGENT = (
@@ -203,10 +201,10 @@ _OF_AGENT = (
     _agent("agent_pages_torn_total", _C, "", "Reads of a state page that found it torn or damaged"),
     _agent("probe_up", _G, "", "1 if the probe could be read in the newest round, 0 if not", (*NODE, "probe")),
     _agent(
-        "probe_seconds", _G, "seconds", "Duration of the newest look, with what it waited for news", (*NODE, "probe")
+        "probe_seconds", _G, "seconds", "Duration of the newest poll, including its wait for data", (*NODE, "probe")
     ),
     _agent("probe_cpu_seconds_total", _C, "seconds", "CPU time of the thread of a collector", (*NODE, "probe")),
-    _agent("probe_facts_dropped_total", _C, "", "Facts beyond what one look of a collector may tell", (*NODE, "probe")),
+    _agent("probe_facts_dropped_total", _C, "", "Facts beyond the limit of one poll of a collector", (*NODE, "probe")),
     _agent("probe_lines_malformed_total", _C, "", "Lines of another exporter that were no metric", (*NODE, "probe")),
     _agent("probe_series_dropped_total", _C, "", "Series of another exporter beyond what is read", (*NODE, "probe")),
 )

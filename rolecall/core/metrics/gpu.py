@@ -34,10 +34,10 @@ _STATE = (
     _gpu("up", _G, "", "1 while NVML answers for the GPU, 0 once no call on it succeeds any more"),
     _gpu("calls_unsupported", _G, "", "NVML calls and fields that this GPU or driver does not know, skipped"),
     _gpu("call_errors_total", _C, "", "NVML calls that failed otherwise, by error", "error"),
-    _gpu("mig_enabled", _G, "", "1: the GPU is cut into MIG instances, activity of the whole is then not known"),
+    _gpu("mig_enabled", _G, "", "1: the GPU is divided into MIG instances; activity of the whole GPU is unknown"),
     _gpu("processes", _G, "", "Processes with a context on the GPU"),
     _gpu("rank", _G, "", "1 for each rank that uses the GPU: joins GPU series with ranks", "role", "replica", "rank"),
-    _gpu("recovery_action", _G, "", "1 for what the driver recommends to mend the GPU", "action"),
+    _gpu("recovery_action", _G, "", "1 for the action that the driver recommends for the GPU", "action"),
 )
 
 _ACTIVITY = (
@@ -55,8 +55,10 @@ _ACTIVITY = (
     _gpu("fp64_active_ratio", _G, "ratio", "GPM: time in which the FP64 pipe worked"),
     _gpu("fp32_active_ratio", _G, "ratio", "GPM: time in which the FP32 pipe worked"),
     _gpu("fp16_active_ratio", _G, "ratio", "GPM: time in which the FP16 pipe worked"),
-    _compared("pcie_transmit_bytes_per_second", _G, "bytes_per_second", "GPM: sent over PCIe since the look before"),
-    _compared("pcie_receive_bytes_per_second", _G, "bytes_per_second", "GPM: received over PCIe since the look before"),
+    _compared("pcie_transmit_bytes_per_second", _G, "bytes_per_second", "GPM: sent over PCIe since the previous poll"),
+    _compared(
+        "pcie_receive_bytes_per_second", _G, "bytes_per_second", "GPM: received over PCIe since the previous poll"
+    ),
     _compared("nvlink_transmit_bytes_per_second", _G, "bytes_per_second", "GPM: sent over all NVLinks"),
     _compared("nvlink_receive_bytes_per_second", _G, "bytes_per_second", "GPM: received over all NVLinks"),
 )
@@ -85,7 +87,7 @@ _POWER = (
     _compared("sm_clock_hertz", _G, "hertz", "Clock of the SMs"),
     _gpu("sm_clock_max_hertz", _G, "hertz", "Highest clock of the SMs"),
     _gpu("memory_clock_hertz", _G, "hertz", "Clock of the device memory"),
-    _gpu("throttle_active", _G, "", "1 while clocks are held down for the reason; `idle` is no fault", "reason"),
+    _gpu("throttle_active", _G, "", "1 while clocks are throttled for the reason; `idle` is no fault", "reason"),
     _compared(
         "thermal_throttle_seconds", _C, "seconds", "Time in which heat held clocks down, of the GPU or around it"
     ),
@@ -96,7 +98,7 @@ _POWER = (
 )
 
 _LINKS = (
-    _gpu("pcie_link_generation", _G, "", "PCIe generation in use; an idle GPU lowers it lawfully"),
+    _gpu("pcie_link_generation", _G, "", "PCIe generation in use; an idle GPU lowers it"),
     _gpu("pcie_link_generation_max", _G, "", "PCIe generation that GPU and slot can do"),
     _gpu("pcie_link_width", _G, "", "PCIe lanes in use"),
     _gpu("pcie_link_width_max", _G, "", "PCIe lanes that GPU and slot can do"),
@@ -112,7 +114,7 @@ _LINKS = (
     _gpu("nvlink_errors_total", _C, "", "NVLink errors over all links, by kind", "error"),
     _gpu("nvlink_link_errors_total", _C, "", "The same by link, where not zero", "link", "error"),
     _gpu("fabric_state", _G, "", "1 for the state of the GPU's registration with the NVLink fabric", "state"),
-    _gpu("fabric_fault", _G, "", "1 while the fabric tells of this fault, by kind", "error"),
+    _gpu("fabric_fault", _G, "", "1 while the fabric reports this fault, by kind", "error"),
 )
 
 

@@ -15,7 +15,7 @@ def _vllm(name: str, type_: MetricType, unit: str, help_: str, *labels: str) -> 
 
 
 VLLM_METRICS: tuple[Metric, ...] = (
-    _vllm("up", _G, "", "1 if the engine's page of metrics could be read in the newest look, 0 if not"),
+    _vllm("up", _G, "", "1 if the engine's metrics could be read in the newest poll, 0 if not"),
     _vllm("awake", _G, "", "0 while the engine sleeps (its weights or KV cache are given up), 1 while it does not"),
     _vllm("requests_running", _G, "", "Requests that the engine works on"),
     _vllm("requests_waiting", _G, "", "Requests that wait for a place in the engine"),

@@ -12,11 +12,11 @@ from streamlit.testing.v1 import AppTest
 from rolecall.core.clock import FakeClock
 from rolecall.core.journal.events import EventKind as K
 from rolecall.core.rundir import RunDir
-from rolecall.dashboards.data.reader import LOOK_SECONDS, Reader
+from rolecall.dashboards.data.reader import SNAPSHOT_SECONDS, Reader
 from rolecall.dashboards.server.serving import APP
 from rolecall.dashboards.settings import Settings
 from tests.dashboards.acting_world import texts
-from tests.dashboards.made_runs import MadeRun, looked
+from tests.dashboards.made_runs import MadeRun, first_snapshot
 from tests.support import eventually
 
 PAGES = ("overview", "incidents", "fleet", "accounting", "operations")
@@ -81,7 +81,7 @@ def test_every_page_draws_and_shows_the_rest(harm: Callable[[RunDir], None], tmp
     made.plan(far)
     made.say(K.HOLD_PLACED, {"digest": far.digest, "by": "anna", "because": "wait", "until": FAR}, "i-3")
     harm(made.run)
-    assert looked(made.settings()).usable
+    assert first_snapshot(made.settings()).usable
     for name in PAGES:
         at = AppTest.from_file(str(APP), default_timeout=60).switch_page(f"scripts/{name}.py").run()
         assert not at.exception, (name, [e.value for e in at.exception])
@@ -98,10 +98,10 @@ def test_a_clock_that_is_set_back_hides_nothing_that_is_written_then(tmp_path: P
     clock = TurnedClock(wall_offset=made.clock.wall())
     reader = Reader(Settings(journal_url=made.run.database_url), clock)
     try:
-        eventually(lambda: reader.look().usable, "a look")
+        eventually(lambda: reader.latest().usable, "a look")
         clock.set_back(3600.0)
         made.open(because="it stands still")
-        clock.advance(LOOK_SECONDS / 2)
-        eventually(lambda: "i-1" in reader.look().book.incidents, "what was written since")
+        clock.advance(SNAPSHOT_SECONDS / 2)
+        eventually(lambda: "i-1" in reader.latest().projection.incidents, "what was written since")
     finally:
         reader.close()

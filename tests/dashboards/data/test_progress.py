@@ -10,7 +10,7 @@ from rolecall.core.journal.journal import Journal
 from rolecall.core.rundir import RunDir
 from rolecall.dashboards.data.progress import (
     BUCKETS_MAX,
-    NOT_NOTICED,
+    UNDETECTED,
     Bucket,
     Curve,
     EttrSummary,
@@ -84,14 +84,14 @@ def test_a_real_run_read_in_order_gives_the_ettr_of_its_report(fake_run: RunDir,
     journal = Journal(fake_run.database_url, create=False)
     for event in journal.events():
         fold.take(event)
-    course = fold.told(None, journal.current(), whole=True)
+    course = fold.trends(None, journal.current(), whole=True)
     journal.close()
     assert course.account is not None and course.account.ettr == pytest.approx(expected)
     assert {key for key, seconds in course.account.lost.items() if seconds} == {
         ("rollout", "crash"), ("trainer", "hang"), ("rollout", "slow"),
     }  # fmt: skip
     assert not fold.suffers
-    assert fold.told(None, {}, whole=False).account is None  # half a history has no ETTR
+    assert fold.trends(None, {}, whole=False).account is None  # half a history has no ETTR
 
 
 def test_a_fault_that_nobody_notices_is_lost_time_too(fake_run: RunDir) -> None:
@@ -104,9 +104,9 @@ def test_a_fault_that_nobody_notices_is_lost_time_too(fake_run: RunDir) -> None:
     for event in journal.events():
         fold.take(event)
     journal.close()
-    account = fold.told(None, {}, whole=True).account
+    account = fold.trends(None, {}, whole=True).account
     assert fold.suffers and account is not None
-    assert account.lost["rollout", NOT_NOTICED] > 0
+    assert account.lost["rollout", UNDETECTED] > 0
 
 
 def test_a_curve_keeps_few_points_and_every_step() -> None:

@@ -32,9 +32,9 @@ def reader_of(url: str, clock: FakeClock | None = None) -> Iterator[Callable[[],
     reader = Reader(Settings(journal_url=url), clock)
 
     def look() -> JournalSnapshot:
-        clock.advance(reading.LOOK_SECONDS)
+        clock.advance(reading.SNAPSHOT_SECONDS)
         found: list[JournalSnapshot] = []
-        eventually(lambda: found.append(reader.fresh()) or "has not answered" not in found[-1].because, "a look")
+        eventually(lambda: found.append(reader.fresh()) or "has not responded" not in found[-1].because, "a look")
         return found[-1]
 
     try:
@@ -47,16 +47,16 @@ def test_what_was_written_since_is_in_the_next_look(tmp_path: Path) -> None:
     made = MadeRun(tmp_path)
     with reader_of(made.run.database_url) as look:
         first = look()
-        assert (first.trouble, first.snapshot.step, len(first.book.incidents)) == (JournalReadError.NONE, 29, 0)
+        assert (first.error, first.run.step, len(first.projection.incidents)) == (JournalReadError.NONE, 29, 0)
         assert look().version == first.version  # nothing happened
         plan = made.open()
         second = look()
-        assert [i.incident_id for i in second.book.open_incidents()] == ["i-1"] and second.version > first.version
+        assert [i.incident_id for i in second.projection.open_incidents()] == ["i-1"] and second.version > first.version
         made.plan(plan)
         made.act(plan)
         made.cure(plan)
-        assert not look().book.open_incidents()
-        assert [i.incident_id for i in second.book.open_incidents()] == ["i-1"]  # a look never changes
+        assert not look().projection.open_incidents()
+        assert [i.incident_id for i in second.projection.open_incidents()] == ["i-1"]  # a look never changes
 
 
 def test_what_an_open_incident_costs_grows_with_time_alone(tmp_path: Path) -> None:
@@ -66,9 +66,9 @@ def test_what_an_open_incident_costs_grows_with_time_alone(tmp_path: Path) -> No
     made.act(plan)
     clock = FakeClock(wall_offset=SystemClock().wall() - 1000.0)
     with reader_of(made.run.database_url, clock) as look:
-        before = look().course.account
+        before = look().trends.account
         clock.advance(60.0)
-        after = look().course.account
+        after = look().trends.account
     assert before is not None and after is not None
     assert sum(after.lost.values()) - sum(before.lost.values()) == pytest.approx(61.0 / 4, rel=0.1)  # one of four
 
@@ -79,10 +79,10 @@ def test_records_and_flags_are_news_too(tmp_path: Path) -> None:
         before = look()
         made.state("rollout/0", ReplicaState.LOST)
         lost = look()
-        assert {r.replica: r.state for r in lost.snapshot.replicas}["rollout/0"] == "lost"
+        assert {r.replica: r.state for r in lost.run.replicas}["rollout/0"] == "lost"
         assert lost.version > before.version
         made.journal.set_flag("paused", "by anna: night")
-        assert look().snapshot.paused == "by anna: night"
+        assert look().run.paused == "by anna: night"
         made.say(K.NODE_QUARANTINED, {"node": "node-3", "by": "anna", "because": "XID 79"})
         made.say(K.NODE_QUARANTINED, {"node": "node-4", "by": "anna", "because": "XID 79"})
         made.say(K.NODE_RETURNED_TO_SERVICE, {"node": "node-4", "by": "anna", "because": "replaced"})
@@ -92,15 +92,15 @@ def test_records_and_flags_are_news_too(tmp_path: Path) -> None:
 def test_no_journal_an_empty_file_and_a_journal_without_a_line(tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path / 'journal.db'}"
     with reader_of(url) as look:
-        assert look().trouble is JournalReadError.MISSING
+        assert look().error is JournalReadError.MISSING
         (tmp_path / "journal.db").touch()
-        assert look().trouble is JournalReadError.EMPTY
+        assert look().error is JournalReadError.EMPTY
         (tmp_path / "journal.db").unlink()
         Journal(url).close()
         nothing = look()
-        assert (nothing.trouble, nothing.usable) == (JournalReadError.EMPTY, False)
+        assert (nothing.error, nothing.usable) == (JournalReadError.EMPTY, False)
         Journal(url).append(filled(K.RUN_STARTED, {"num_steps": 3}))
-        assert look().trouble is JournalReadError.NONE  # the page goes on by itself
+        assert look().error is JournalReadError.NONE  # the page goes on by itself
 
 
 def test_another_schema_version_is_told(tmp_path: Path) -> None:
@@ -109,7 +109,7 @@ def test_another_schema_version_is_told(tmp_path: Path) -> None:
         conn.execute("UPDATE meta SET value = '99' WHERE name = 'schema'")
     with reader_of(made.run.database_url) as look:
         found = look()
-    assert found.trouble is JournalReadError.OLD and "schema version 99" in found.because
+    assert found.error is JournalReadError.OLD and "schema version 99" in found.because
 
 
 @pytest.mark.parametrize("body", ["{", "[]", '{"diagnosis": 3}'])
@@ -121,9 +121,9 @@ def test_damaged_lines_are_named_and_the_rest_is_shown(tmp_path: Path, body: str
     damage(made.run, opened, body)
     with reader_of(made.run.database_url) as look:
         found = look()
-    assert [i.incident_id for i in found.book.open_incidents()] == ["i-2"] and "i-1" in found.book.broken
+    assert [i.incident_id for i in found.projection.open_incidents()] == ["i-2"] and "i-1" in found.projection.broken
     if body != '{"diagnosis": 3}':  # that one is readable, and means nothing
-        assert found.trouble is JournalReadError.DAMAGED and str(opened) in found.because and found.num_damaged == 1
+        assert found.error is JournalReadError.DAMAGED and str(opened) in found.because and found.num_damaged == 1
 
 
 def test_a_step_without_its_number_stops_nothing(tmp_path: Path) -> None:
@@ -133,20 +133,20 @@ def test_a_step_without_its_number_stops_nothing(tmp_path: Path) -> None:
     made.say(K.STEP_COMMITTED, {"step": 30, "reward": 1.0})
     with reader_of(made.run.database_url) as look:
         found = look()
-    assert found.snapshot.step == 30 and str(line) in found.because
+    assert found.run.step == 30 and str(line) in found.because
 
 
 def test_a_file_that_is_no_database(tmp_path: Path) -> None:
     made = MadeRun(tmp_path)
     made.journal.close()
     with reader_of(made.run.database_url) as look:
-        assert look().snapshot.step == 29
+        assert look().run.step == 29
         for path in made.run.path.glob("journal.db*"):
             path.unlink()
         (made.run.path / "journal.db").write_bytes(b"no database" * 500)
         found = look()
-    assert found.trouble is JournalReadError.DAMAGED
-    assert found.snapshot.step == 29  # what was known stays
+    assert found.error is JournalReadError.DAMAGED
+    assert found.run.step == 29  # what was known stays
 
 
 def test_another_run_in_its_place_is_read_from_its_beginning(tmp_path: Path) -> None:
@@ -155,12 +155,12 @@ def test_another_run_in_its_place_is_read_from_its_beginning(tmp_path: Path) -> 
     for made in (one, other):
         made.journal.close()
     with reader_of(one.run.database_url) as look:
-        assert look().snapshot.step == 29
+        assert look().run.step == 29
         for path in one.run.path.glob("journal.db*"):
             path.unlink()
         shutil.copy(other.run.path / "journal.db", one.run.path / "journal.db")
         found = look()
-    assert (found.snapshot.step, len(found.book.incidents)) == (2, 0)
+    assert (found.run.step, len(found.projection.incidents)) == (2, 0)
 
 
 def test_a_locked_journal_keeps_nobody_waiting(tmp_path: Path) -> None:
@@ -171,12 +171,12 @@ def test_a_locked_journal_keeps_nobody_waiting(tmp_path: Path) -> None:
     holder.execute("BEGIN EXCLUSIVE")
     reader = Reader(Settings(journal_url=made.run.database_url), SystemClock())
     try:
-        found = reader.look()
-        assert found.trouble is JournalReadError.AWAY and not found.usable and "locked" in found.because
+        found = reader.latest()
+        assert found.error is JournalReadError.UNREACHABLE and not found.usable and "locked" in found.because
         with pytest.raises(JournalUnavailable), reader.journal():
             raise AssertionError("nobody should have waited for it")
         holder.close()
-        eventually(lambda: reader.look().trouble is JournalReadError.NONE, "it goes on by itself")
+        eventually(lambda: reader.latest().error is JournalReadError.NONE, "it goes on by itself")
         with reader.journal() as journal:
             assert journal.head().position > 0
     finally:
@@ -189,21 +189,25 @@ def test_the_newest_of_a_long_journal_is_there_first(tmp_path: Path) -> None:
     clock = FakeClock(wall_offset=1_700_000_000.0 - 1000.0)
     reader = Reader(Settings(journal_url=run.database_url), clock)
     try:
-        first = reader.look()
+        first = reader.latest()
         if not first.usable:  # a machine under load: the first look took longer than a page waits
-            eventually(lambda: reader.look().usable, "the first look")
-            first = reader.look()
-        assert len(first.book.open_incidents()) == 3 and first.snapshot.step == 300
-        assert {f"i-{n:04d}" for n in range(210, 301)} <= {name[:6] for name in first.book.incidents}
+            eventually(lambda: reader.latest().usable, "the first look")
+            first = reader.latest()
+        assert len(first.projection.open_incidents()) == 3 and first.run.step == 300
+        assert {f"i-{n:04d}" for n in range(210, 301)} <= {name[:6] for name in first.projection.incidents}
 
         def whole() -> bool:
-            clock.advance(reading.LOOK_SECONDS)
-            return reader.look().history.whole
+            clock.advance(reading.SNAPSHOT_SECONDS)
+            return reader.latest().history.whole
 
         eventually(whole, "the whole history is read")
-        last = reader.look()
-        assert len(last.book.incidents) == 300 and len(last.book.open_incidents()) == 3 and not last.book.broken
-        assert last.course.account is not None
+        last = reader.latest()
+        assert (
+            len(last.projection.incidents) == 300
+            and len(last.projection.open_incidents()) == 3
+            and not last.projection.broken
+        )
+        assert last.trends.account is not None
     finally:
         reader.close()
 
@@ -211,22 +215,22 @@ def test_the_newest_of_a_long_journal_is_there_first(tmp_path: Path) -> None:
 def test_a_long_journal_is_not_read_whole_for_the_first_look(tmp_path: Path) -> None:
     run = BigJournal(tmp_path, num_replicas=20, num_incidents=300).build()
     following = reading._Following(Settings(journal_url=run.database_url), SystemClock())
-    first = following.look()
+    first = following.read()
     assert not first.history.whole and first.history.read == 0
-    assert 100 <= len(first.book.incidents) < 110
+    assert 100 <= len(first.projection.incidents) < 110
     following.close()
 
 
 def test_a_look_at_rest_asks_little(tmp_path: Path) -> None:
     run = BigJournal(tmp_path, num_replicas=100, num_incidents=50).build()
     following = reading._Following(Settings(journal_url=run.database_url), SystemClock())
-    following.look()
+    following.read()
     asked: list[str] = []
     assert following._journal is not None
     sa.event.listen(
         following._journal.store.engine, "before_cursor_execute", lambda c, k, statement, *rest: asked.append(statement)
     )
-    following.look()
+    following.read()
     following.close()
     selects = [s for s in asked if s.startswith("SELECT")]
     assert 0 < len(selects) <= 6 and not any("FROM desired" in s and "sum" not in s for s in selects)
@@ -243,7 +247,7 @@ def test_a_password_is_never_told(tmp_path: Path) -> None:
     url = "postgresql+psycopg://anna:s3cret@127.0.0.1:1/nowhere"
     with reader_of(url) as look:
         found = look()
-    assert found.trouble in (JournalReadError.AWAY, JournalReadError.MISSING)  # without the driver it is missing
+    assert found.error in (JournalReadError.UNREACHABLE, JournalReadError.MISSING)  # without the driver it is missing
     assert "s3cret" not in repr(found) and "s3cret" not in repr(Settings(journal_url=url))
 
 
@@ -256,12 +260,12 @@ def test_a_postgresql_that_goes_away_and_comes_back() -> None:
         journal.close()
         reader = Reader(Settings(journal_url=url), SystemClock())
         try:
-            eventually(lambda: reader.look().trouble is JournalReadError.NONE, "it is read")
+            eventually(lambda: reader.latest().error is JournalReadError.NONE, "it is read")
             pg.kill()
-            eventually(lambda: reader.look().trouble is JournalReadError.AWAY, "it is away")
-            assert reader.look().snapshot.num_steps == 3
+            eventually(lambda: reader.latest().error is JournalReadError.UNREACHABLE, "it is away")
+            assert reader.latest().run.num_steps == 3
             pg.start()
-            eventually(lambda: reader.look().trouble is JournalReadError.NONE, "it is back")
+            eventually(lambda: reader.latest().error is JournalReadError.NONE, "it is back")
         finally:
             reader.close()
 
@@ -269,7 +273,7 @@ def test_a_postgresql_that_goes_away_and_comes_back() -> None:
 def test_a_finished_run_keeps_its_words(fake_run: RunDir) -> None:
     with reader_of(fake_run.database_url) as look:
         found = look()
-    assert found.snapshot.ended == "completed" and found.book.ended == "all 120 steps are committed"
+    assert found.run.ended == "completed" and found.projection.ended == "all 120 steps are committed"
 
 
 def test_one_question_of_a_page_raises_what_a_page_can_show(tmp_path: Path) -> None:

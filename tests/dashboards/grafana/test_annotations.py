@@ -34,7 +34,7 @@ def server(grafana: FakeGrafana) -> Iterator[Server]:
     server.close()
 
 
-def _words(lines: list[str]) -> list[str]:
+def _mappings(lines: list[str]) -> list[str]:
     return [line.split()[0] for line in lines]
 
 
@@ -59,11 +59,11 @@ def test_words_of_a_log_are_text() -> None:
 
 
 def test_each_incident_is_made_once_and_mended_when_it_closes(grafana: FakeGrafana, server: Server) -> None:
-    assert _words(annotate(server, "demo-7", [HANG, KILL]).done) == ["created", "created"]
+    assert _mappings(annotate(server, "demo-7", [HANG, KILL]).done) == ["created", "created"]
     grafana.requests.clear()
-    assert _words(annotate(server, "demo-7", [HANG, KILL]).done) == ["unchanged", "unchanged"]
+    assert _mappings(annotate(server, "demo-7", [HANG, KILL]).done) == ["unchanged", "unchanged"]
     assert grafana.writes == []
-    assert _words(annotate(server, "demo-7", [CLOSED, KILL]).done) == ["updated", "unchanged"]
+    assert _mappings(annotate(server, "demo-7", [CLOSED, KILL]).done) == ["updated", "unchanged"]
     assert len(grafana.annotations) == 2
     kept = next(a for a in grafana.annotations.values() if "incident:i1-trainer-1" in a["tags"])
     assert kept["timeEnd"] - kept["time"] == 11_250
@@ -72,7 +72,7 @@ def test_each_incident_is_made_once_and_mended_when_it_closes(grafana: FakeGrafa
 
 def test_the_same_incident_name_in_another_run_is_another_incident(grafana: FakeGrafana, server: Server) -> None:
     annotate(server, "demo-7", [HANG])
-    assert _words(annotate(server, "demo-8", [HANG]).done) == ["created"]
+    assert _mappings(annotate(server, "demo-8", [HANG]).done) == ["created"]
     assert len(grafana.annotations) == 2
 
 
@@ -108,8 +108,8 @@ def test_one_that_fails_is_told_and_the_others_are_written(grafana: FakeGrafana,
 
     grafana.before = fail_first
     told = annotate(server, "demo-7", [HANG, KILL])
-    assert _words(told.done) == ["created"] and "database is locked" in told.failed[0]
-    assert _words(annotate(server, "demo-7", [HANG, KILL]).done) == ["created", "unchanged"]
+    assert _mappings(told.done) == ["created"] and "database is locked" in told.failed[0]
+    assert _mappings(annotate(server, "demo-7", [HANG, KILL]).done) == ["created", "unchanged"]
 
 
 def test_a_token_that_may_not_write_or_is_none(grafana: FakeGrafana) -> None:

@@ -114,7 +114,7 @@ def test_the_url_of_a_journal_is_enough(
     assert main([*argv, str(fake_run.path), "--journal", fake_run.database_url]) == 2
     assert main([*argv, "--journal", "mysql://u:hush@h/d"]) == 2
     told = capsys.readouterr().err
-    assert "one of them is meant" in told and "is not supported" in told and "hush" not in told
+    assert "give one of the two" in told and "is not supported" in told and "hush" not in told
 
 
 def test_a_token_comes_from_one_place_and_is_in_no_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -127,7 +127,7 @@ def test_a_token_comes_from_one_place_and_is_in_no_message(tmp_path: Path, capsy
     assert capsys.readouterr().err == ""
     assert read_token(EDITOR, None, {}, nothing).revealed() == EDITOR
     warned = capsys.readouterr().err
-    assert "read by all users" in warned and EDITOR not in warned
+    assert "visible to all users" in warned and EDITOR not in warned
     path.write_text(f"{EDITOR} {EDITOR}")
     for literal, file, reason in (
         ("x", path, "one of them"),
@@ -146,4 +146,4 @@ def test_an_address_beyond_this_machine_without_tls_is_warned_of(
 ) -> None:
     assert main(["grafana", "push", "--url", "http://grafana.invalid", "--token-file", token_file]) == 1
     told = capsys.readouterr().err
-    assert "the token goes over the network as it is" in told and "is not reachable" in told
+    assert "the token is sent unencrypted" in told and "is not reachable" in told

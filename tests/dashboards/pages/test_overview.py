@@ -19,7 +19,7 @@ from rolecall.dashboards.pages.style import STATES, banner, css
 from rolecall.dashboards.settings import Settings
 from rolecall.views.snapshot import ReplicaRow
 from tests.dashboards.big_journal import BigJournal
-from tests.dashboards.made_runs import MadeRun, damage, looked
+from tests.dashboards.made_runs import MadeRun, damage, first_snapshot
 from tests.support import eventually
 
 APP = Path(shell.__file__).parents[1] / "app.py"
@@ -27,7 +27,7 @@ HOSTILE = "<script>alert(1)</script> **bold** [x](javascript:alert(1)) $\\latex$
 
 
 def drawn(what: Settings) -> AppTest:
-    looked(what)
+    first_snapshot(what)
     at = AppTest.from_file(str(APP), default_timeout=60).run()
     assert not at.exception
     return at
@@ -276,5 +276,5 @@ def test_a_chart_of_one_point_and_of_many() -> None:
 def test_versions_behind(tmp_path: Path) -> None:
     made = MadeRun(tmp_path)
     made.state("rollout/0", ReplicaState.SERVING, version=28)
-    look = looked(made.settings())
+    look = first_snapshot(made.settings())
     assert view.versions(look) == (30, [(0, 1), (2, 1)])

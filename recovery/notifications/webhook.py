@@ -6,26 +6,26 @@ Alertmanager v2 format, any other one object a message, told apart by `kind` and
 same way: whoever gets none for some intervals knows that watch is dead.
 """
 
-import http.client
 import json
 import logging
 import queue
-import socket
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
 from urllib.parse import urlsplit
 
 from rolecall.core.clock import Clock, SystemClock
 from rolecall.core.errors import ConfigError
+from rolecall.core.http import HttpFailed, request
 from rolecall.recovery.interfaces import Message
 
 logger = logging.getLogger(__name__)
 
 ALERTMANAGER_PATH = "/api/v2/alerts"
 TRY_SECONDS = 5.0
-"""Deadline of one try, from connecting to the last byte of the answer's head."""
+"""Deadline of one try, from connecting to the last byte of the answer."""
+ANSWER_BYTES_MAX = 64 * 1024
 TRIES_MAX = 4
 PAUSE_SECONDS = 1.0
 """Pause after the first failed try; doubled after each further one."""
@@ -80,7 +80,7 @@ class WebhookNotifier:
         self.channel = "alertmanager" if parts.path.endswith(ALERTMANAGER_PATH) else "webhook"
         self.settled_seq = 0
         self.num_failed = 0
-        self._parts, self._run_id, self._deadman_seconds = parts, run_id, deadman_seconds
+        self._url, self._run_id, self._deadman_seconds = url, run_id, deadman_seconds
         self._clock = clock or SystemClock()
         self._try_seconds, self._pause_seconds, self._tries_max = try_seconds, pause_seconds, tries_max
         self._queue: queue.Queue[Message | bytes] = queue.Queue(maxsize=QUEUE_MAX)
@@ -137,24 +137,18 @@ class WebhookNotifier:
         logger.error("a person could not be called over %s, %d tries failed", self.channel, self._tries_max)
 
     def _try(self, body: bytes) -> bool:
-        host, port = str(self._parts.hostname), self._parts.port
-        kind = http.client.HTTPSConnection if self._parts.scheme == "https" else http.client.HTTPConnection
-        connection = kind(host, port, timeout=self._try_seconds)
-        # The socket's own timeout starts again with every byte: a server that drips would hold us for ever.
-        alarm = threading.Timer(self._try_seconds, _cut(connection))
-        alarm.daemon = True
-        alarm.start()
         try:
-            path = (self._parts.path or "/") + (f"?{self._parts.query}" if self._parts.query else "")
-            connection.request("POST", path, body, {"Content-Type": "application/json"})
-            status = connection.getresponse().status
-        except (OSError, http.client.HTTPException, ValueError, AttributeError) as e:
-            # ValueError, AttributeError: what http.client raises when its socket is cut while it reads.
-            logger.warning("notification over %s failed: %s", self.channel, type(e).__name__)
+            status, _ = request(
+                "POST",
+                self._url,
+                headers={"Content-Type": "application/json"},
+                content=body,
+                deadline_seconds=self._try_seconds,
+                bytes_max=ANSWER_BYTES_MAX,
+            )
+        except HttpFailed as e:
+            logger.warning("notification over %s failed: %s", self.channel, "timeout" if e.late else "no HTTP answer")
             return False
-        finally:
-            alarm.cancel()
-            connection.close()
         if not 200 <= status < 300:
             logger.warning("notification over %s was answered with %d", self.channel, status)
         return 200 <= status < 300
@@ -185,18 +179,6 @@ class WebhookNotifier:
             }
             return json.dumps([alert]).encode()
         return json.dumps({"kind": "watch_alive", "run": self._run_id, "at": now, **facts}).encode()
-
-
-def _cut(connection: http.client.HTTPConnection) -> Callable[[], None]:
-    def cut() -> None:
-        sock = connection.sock
-        if sock is not None:
-            try:
-                sock.shutdown(socket.SHUT_RDWR)
-            except OSError:
-                pass  # it ended by itself
-
-    return cut
 
 
 def _alert(message: Message) -> dict[str, Any]:

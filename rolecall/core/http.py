@@ -38,7 +38,8 @@ def request(
     headers: Mapping[str, str] | None = None,
     content: bytes | None = None,
 ) -> HttpAnswer:
-    """One exchange on a connection of its own. For threads without an event loop.
+    """One exchange on a connection of its own. For threads without an event loop. `bytes_max` 0: only the status counts,
+    the body is not read.
 
     Raises:
         HttpFailed: no answer in time, none of HTTP, or one of more than `bytes_max` bytes.
@@ -70,7 +71,7 @@ async def _exchange(
         httpx.AsyncClient(verify=verify, timeout=timeout, trust_env=False) as client,
         client.stream(method, url, headers=headers, content=content) as response,
     ):
-        return HttpAnswer(response.status_code, await _body(response, bytes_max))
+        return HttpAnswer(response.status_code, await _body(response, bytes_max) if bytes_max else b"")
 
 
 async def _body(response: "httpx.Response", bytes_max: int) -> bytes:

@@ -69,3 +69,12 @@ def test_nobody_listens(server: PageServer) -> None:
 def test_a_url_that_is_none() -> None:
     with pytest.raises(HttpFailed):
         request("GET", "http://[::1", deadline_seconds=1.0, bytes_max=10)
+
+
+def test_who_wants_only_the_status_does_not_wait_for_the_body(server: PageServer) -> None:
+    def hang(connection: socket.socket) -> None:
+        connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 10\r\n\r\n")
+        server.ending.wait()
+
+    server.answer = hang
+    assert request("GET", server.url, deadline_seconds=5.0, bytes_max=0) == (200, b"")

@@ -27,8 +27,8 @@ from rolecall.core.journal.journal import Journal
 from rolecall.core.journal.payloads import IncidentOpened
 from rolecall.core.rundir import RunDir
 from rolecall.core.text import plain
-from rolecall.dashboards.pages.accounting.goals import evidence_of
-from rolecall.dashboards.pages.accounting.marks import marks
+from rolecall.dashboards.pages.accounting.latency import evidence_of
+from rolecall.dashboards.pages.accounting.precision import marks
 from rolecall.dashboards.pages.incidents import signals, view
 from rolecall.detector.base.observation import Observation
 from rolecall.detector.live.engine import STAGES, LiveDetector

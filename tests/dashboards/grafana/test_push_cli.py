@@ -130,7 +130,7 @@ def test_a_token_comes_from_one_place_and_is_in_no_message(tmp_path: Path, capsy
     assert "visible to all users" in warned and EDITOR not in warned
     path.write_text(f"{EDITOR} {EDITOR}")
     for literal, file, reason in (
-        ("x", path, "one of them"),
+        ("x", path, "one of the two"),
         ("", path, "one word"),
         ("", tmp_path, "directory"),
         ("", tmp_path / "none", "No such file"),

@@ -131,7 +131,7 @@ def test_a_token_comes_from_one_place_and_is_in_no_message(tmp_path: Path, capsy
     path.write_text(f"{EDITOR} {EDITOR}")
     for literal, file, reason in (
         ("x", path, "one of the two"),
-        ("", path, "one word"),
+        ("", path, "without spaces"),
         ("", tmp_path, "directory"),
         ("", tmp_path / "none", "No such file"),
         ("", None, "a token is needed"),

@@ -116,7 +116,7 @@ class Agent:
             routes.table(),
             tls=settings.tls,
             allows=self._allows(),
-            strangers=routes.for_strangers(),
+            public=routes.public(),
         )
         answerers = {
             "register": self.registry.register,

@@ -8,6 +8,7 @@ to who waits at `/v1/events`; a call of the reporter inside the training process
 """
 
 import argparse
+import gzip
 import http.client
 import json
 import re
@@ -16,7 +17,6 @@ import statistics
 import sys
 import threading
 import time
-import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,7 @@ def get(connection: http.client.HTTPConnection, path: str, **headers: str) -> by
     answer = connection.getresponse()
     body = answer.read()
     assert answer.status == 200, body[:200]
-    return zlib.decompress(body) if answer.headers.get("Content-Encoding") == "deflate" else body
+    return gzip.decompress(body) if answer.headers.get("Content-Encoding") == "gzip" else body
 
 
 def quantile(values: Sequence[float], q: float) -> float:
@@ -81,7 +81,7 @@ def cost(n: Node, seconds: float) -> tuple[float, dict[str, float], float]:
     began, scraped = time.monotonic(), 0
     connection, since = n.connect(), 0
     while time.monotonic() < began + seconds:
-        since = json.loads(get(connection, f"/v1/samples?since={since}", **{"Accept-Encoding": "deflate"}))["cursor"]
+        since = json.loads(get(connection, f"/v1/samples?since={since}", **{"Accept-Encoding": "gzip"}))["cursor"]
         if time.monotonic() >= began + scraped * SCRAPE_SECONDS:
             scraped += 1
             for path in ("/metrics", "/metrics/dcgm"):
@@ -97,9 +97,9 @@ def sample_bytes(n: Node, number: int) -> tuple[list[int], list[int]]:
     connection, since = n.connect(), 0
     wire, plain = [], []
     for _ in range(number + 1):
-        connection.request("GET", f"/v1/samples?since={since}", headers={"Accept-Encoding": "deflate"})
+        connection.request("GET", f"/v1/samples?since={since}", headers={"Accept-Encoding": "gzip"})
         body = connection.getresponse().read()
-        unpacked = zlib.decompress(body)
+        unpacked = gzip.decompress(body)
         since = json.loads(unpacked)["cursor"]
         wire.append(len(body))
         plain.append(len(unpacked))

@@ -9,6 +9,7 @@ agent's newest sample is whenever the reader polls, and that no agent is ever to
 import argparse
 import asyncio
 import gc
+import gzip
 import json
 import logging
 import math
@@ -21,7 +22,6 @@ import sys
 import tempfile
 import threading
 import time
-import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -33,7 +33,7 @@ from urllib.parse import parse_qs, urlsplit
 import common
 
 from rolecall.agent.http.routes import LOOK_SECONDS, NEAR_ENOUGH
-from rolecall.agent.http.server import DEFLATE_LEVEL
+from rolecall.agent.http.server import GZIP_LEVEL
 from rolecall.core.clock import SystemClock
 from rolecall.core.columns import HOSTS, PROCESSES
 from rolecall.core.ids import NodeId, ProcessId
@@ -75,7 +75,7 @@ class StandIn:
         if newer:
             said["processes"] = PROCESSES.encode([p for r in newer for p in r[1]])
             said["hosts"] = HOSTS.encode([r[2] for r in newer])
-        return zlib.compress(json.dumps(said, separators=(",", ":")).encode(), DEFLATE_LEVEL)
+        return gzip.compress(json.dumps(said, separators=(",", ":")).encode(), GZIP_LEVEL)
 
     def until_a_look(self, seconds: float) -> float:
         """As `Routes._until_a_look`."""
@@ -147,7 +147,7 @@ class Protocol(asyncio.Protocol):
     def answer(self, path: str) -> None:
         if not self.transport.is_closing():
             body = self.agent.body(path)
-            head = "HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Encoding: deflate\r\n"
+            head = "HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Encoding: gzip\r\n"
             self.transport.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
 
 

@@ -1,4 +1,19 @@
-"""What each path of the agent answers, from the parts that hold it."""
+"""The agent's HTTP API: read-only, JSON and Prometheus text, on loopback unless told otherwise.
+
+    /healthz                        alive, and how fresh
+    /metrics                        Prometheus text format or OpenMetrics, as `Accept` asks
+    /metrics/dcgm                   of the GPUs, in dcgm-exporter's names
+    /v1/samples?since=N             SampleBatch newer than cursor N
+    /v1/events?after=N&wait=S       EventBatch after number N; waits up to S <= 30 s for the first
+    /v1/news?after=N&since=N&wait=S&rounds=N  both at once
+    /v1/evidence/stacks?pid=P       stacks of a registered process; `Authorization: Bearer <bearer_token(run token)>`
+    /v1/evidence/flight_recorder?pid=P  its PyTorch Flight Recorder as a file, made by the process itself; same token
+    /v1/evidence/kernel_log, /v1/evidence/nccl_ras  what the collector has; same token
+
+With users (agent/http/web_config.py) each request needs a user name and password or the bearer token, except for
+`/healthz`, which then says only whether the agent is healthy: a kubelet's probe has no password. Refusals are
+`{"error": reason}` with 400, 401, 404, 405, 429, 500 or 503.
+"""
 
 import math
 import os
@@ -9,14 +24,18 @@ from http import HTTPStatus
 from pathlib import Path
 
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
 
 from rolecall.agent.collectors.base import CollectorUnavailable
 from rolecall.agent.collectors.gpu.samples import GpuSamples
 from rolecall.agent.collectors.runner import NoSuchCollector, Probes
 from rolecall.agent.events import EventLog
 from rolecall.agent.evidence import EvidenceUnavailable, FlightRecorders, Stacks
+from rolecall.agent.http import parameters
 from rolecall.agent.http.exposition import agent_value, all_values, build_info, render
-from rolecall.agent.http.server import WAIT_SECONDS_MAX, HttpRequest, HttpRequestError, HttpResponse, Route
+from rolecall.agent.http.server import Handler, attachment, json_response
 from rolecall.agent.registry import Registry
 from rolecall.agent.sampler import Sampler
 from rolecall.agent.samples import SampleRing
@@ -25,6 +44,8 @@ from rolecall.core.ids import NodeId
 from rolecall.core.metrics.metric import MetricValue
 from rolecall.core.telemetry import EventBatch
 
+WAIT_SECONDS_MAX = 30.0
+"""Of a long poll."""
 LOOK_SECONDS = 0.05
 """So long after a look was due it has ended: it takes 5 ms."""
 NEAR_ENOUGH = 0.5
@@ -53,7 +74,7 @@ class Routes:
     num_malformed: Callable[[], int]
     """Messages of processes that were none."""
 
-    def table(self) -> dict[str, Route]:
+    def table(self) -> dict[str, Handler]:
         return {
             "/healthz": self.healthz,
             "/metrics": self.metrics,
@@ -67,23 +88,23 @@ class Routes:
             "/v1/evidence/nccl_ras": self.evidence_of("nccl_ras"),
         }
 
-    def for_strangers(self) -> dict[str, Route]:
-        """Without a user, where the agent wants one: a probe of Kubernetes or a load balancer has none."""
+    def public(self) -> dict[str, Handler]:
+        """Served without a user name and password, too: a probe of Kubernetes or a load balancer has none."""
         return {"/healthz": self.alive}
 
-    def alive(self, request: HttpRequest) -> HttpResponse:
-        """Whether, and nothing else."""
-        request.only()
+    def alive(self, request: Request) -> Response:
+        """Whether the agent is healthy, and nothing else."""
+        parameters.only(request)
         fresh, _ = self._freshness()
-        return HttpResponse.json({"ok": fresh}, HTTPStatus.OK if fresh else HTTPStatus.SERVICE_UNAVAILABLE)
+        return json_response({"ok": fresh}, HTTPStatus.OK if fresh else HTTPStatus.SERVICE_UNAVAILABLE)
 
     def _freshness(self) -> tuple[bool, float]:
         """And how old the newest round is, seconds."""
         age = self.clock.monotonic() - self.sampler.stats.last_at
         return age < STALE_ROUNDS * self.interval_seconds, age
 
-    def healthz(self, request: HttpRequest) -> HttpResponse:
-        request.only()
+    def healthz(self, request: Request) -> Response:
+        parameters.only(request)
         fresh, age = self._freshness()
         said = {
             "ok": fresh,
@@ -94,24 +115,25 @@ class Routes:
             "wall_at": self.clock.wall(),
             "processes": self.registry.num_live(),
         }
-        return HttpResponse.json(said, HTTPStatus.OK if fresh else HTTPStatus.SERVICE_UNAVAILABLE)
+        return json_response(said, HTTPStatus.OK if fresh else HTTPStatus.SERVICE_UNAVAILABLE)
 
-    def samples(self, request: HttpRequest) -> HttpResponse:
-        request.only("since")
-        return HttpResponse(self.ring.since_json(request.number("since", 0)))
+    def samples(self, request: Request) -> Response:
+        parameters.only(request, "since")
+        body = self.ring.since_json(parameters.number(request, "since", 0))
+        return Response(body, media_type="application/json")
 
-    def event_batch(self, request: HttpRequest) -> HttpResponse:
-        request.only("after", "wait")
-        return HttpResponse.json(self._events(request, request.seconds("wait", WAIT_SECONDS_MAX)).to_dict())
+    def event_batch(self, request: Request) -> Response:
+        parameters.only(request, "after", "wait")
+        return json_response(self._events(request, parameters.seconds(request, "wait", WAIT_SECONDS_MAX)).to_dict())
 
-    def news(self, request: HttpRequest) -> HttpResponse:
+    def news(self, request: Request) -> Response:
         """What both would say, in one answer: as soon as there is an event, else soon after the look that ends nearest
         to `wait` from now, so that what it says is fresh. `rounds`: so many of the newest looks."""
-        request.only("after", "since", "wait", "rounds")
-        rounds = request.number("rounds", 0)
-        seconds = request.seconds("wait", WAIT_SECONDS_MAX)
+        parameters.only(request, "after", "since", "wait", "rounds")
+        rounds = parameters.number(request, "rounds", 0)
+        seconds = parameters.seconds(request, "wait", WAIT_SECONDS_MAX)
         events = self._events(request, self._until_a_look(seconds)).to_dict()
-        return HttpResponse.json({**events, **self.ring.news(request.number("since", 0), rounds)})
+        return json_response({**events, **self.ring.news(parameters.number(request, "since", 0), rounds)})
 
     def _until_a_look(self, seconds: float) -> float:
         """Seconds until just after a look ends: `seconds`, up to half an interval more or less."""
@@ -122,8 +144,8 @@ class Routes:
         until = seconds - since + looks * self.interval_seconds + LOOK_SECONDS
         return until if 0.0 < until <= seconds + FRESH_SECONDS_MAX else seconds
 
-    def _events(self, request: HttpRequest, seconds: float) -> EventBatch:
-        after = request.number("after", 0)
+    def _events(self, request: Request, seconds: float) -> EventBatch:
+        after = parameters.number(request, "after", 0)
         found = self.events.wait(after, seconds) if seconds else self.events.after(after)
         return EventBatch(
             node=self.node,
@@ -135,64 +157,64 @@ class Routes:
             events=found.events,
         )
 
-    def evidence_stacks(self, request: HttpRequest) -> HttpResponse:
-        request.authorize(self.bearer)
-        request.only("pid")
-        pid = request.number("pid", 0)
+    def evidence_stacks(self, request: Request) -> Response:
+        parameters.authorize(request, self.bearer)
+        parameters.only(request, "pid")
+        pid = parameters.number(request, "pid", 0)
         registration = self.registry.live_process(pid)
         if registration is None:
-            raise HttpRequestError(HTTPStatus.NOT_FOUND, f"pid: no live registered process {pid}")
+            raise HTTPException(HTTPStatus.NOT_FOUND, f"pid: no live registered process {pid}")
         try:
             threads = self.stacks.dump(pid)
         except EvidenceUnavailable as e:
             status = HTTPStatus.TOO_MANY_REQUESTS if e.busy else HTTPStatus.SERVICE_UNAVAILABLE
-            raise HttpRequestError(status, str(e)) from None
+            raise HTTPException(status, str(e)) from None
         said = {"replica": registration.replica, "rank": registration.rank, "incarnation": registration.incarnation}
-        return HttpResponse.json(
-            {"node": self.node, "pid": pid, **said, "at": self.clock.monotonic(), "threads": threads}
-        )
+        return json_response({"node": self.node, "pid": pid, **said, "at": self.clock.monotonic(), "threads": threads})
 
-    def evidence_flight_recorder(self, request: HttpRequest) -> HttpResponse:
+    def evidence_flight_recorder(self, request: Request) -> Response:
         """PyTorch's own dump, as a file for `rolecall diagnose`; the process makes it while its main thread hangs."""
-        request.authorize(self.bearer)
-        request.only("pid")
-        pid = request.number("pid", 0)
+        parameters.authorize(request, self.bearer)
+        parameters.only(request, "pid")
+        pid = parameters.number(request, "pid", 0)
         registration = self.registry.live_process(pid)
         if registration is None:
-            raise HttpRequestError(HTTPStatus.NOT_FOUND, f"pid: no live registered process {pid}")
+            raise HTTPException(HTTPStatus.NOT_FOUND, f"pid: no live registered process {pid}")
         process = registration.process
         try:
             told = self.flight.dump(pid, process.start_ticks, lambda: self.registry.live_process(pid) is not None)
         except EvidenceUnavailable as e:
             status = HTTPStatus.TOO_MANY_REQUESTS if e.busy else HTTPStatus.SERVICE_UNAVAILABLE
-            raise HttpRequestError(status, str(e)) from None
-        return HttpResponse(told, "application/octet-stream")
+            raise HTTPException(status, str(e)) from None
+        return attachment(told)
 
-    def evidence_of(self, collector: str) -> Route:
+    def evidence_of(self, collector: str) -> Handler:
         """What this collector gives when it is asked: its newest lines, or an answer of now."""
 
-        def answer(request: HttpRequest) -> HttpResponse:
-            request.authorize(self.bearer)
-            request.only()
+        def answer(request: Request) -> Response:
+            parameters.authorize(request, self.bearer)
+            parameters.only(request)
             try:
-                return HttpResponse(self.probes.evidence(collector), "application/octet-stream")
+                return attachment(self.probes.evidence(collector))
             except NoSuchCollector as e:
-                raise HttpRequestError(HTTPStatus.NOT_FOUND, str(e)) from None
+                raise HTTPException(HTTPStatus.NOT_FOUND, str(e)) from None
             except CollectorUnavailable as e:
-                raise HttpRequestError(HTTPStatus.SERVICE_UNAVAILABLE, str(e)) from None
+                raise HTTPException(HTTPStatus.SERVICE_UNAVAILABLE, str(e)) from None
 
         return answer
 
-    def metrics(self, request: HttpRequest) -> HttpResponse:
-        request.only()
+    def metrics(self, request: Request) -> Response:
+        parameters.only(request)
         processes, hosts = self.ring.newest()
         values = all_values(processes, hosts, self._read_values())
-        return HttpResponse(*render(values, request.headers.get("accept", "")))
+        body, content_type = render(values, request.headers.get("accept", ""))
+        return Response(body, media_type=content_type)
 
-    def metrics_dcgm(self, request: HttpRequest) -> HttpResponse:
+    def metrics_dcgm(self, request: Request) -> Response:
         """The GPU collector's values once more, in dcgm-exporter's names and labels; empty without a GPU."""
-        request.only()
-        return HttpResponse("".join(r.dcgm() for r in self.probes.readings()).encode(), CONTENT_TYPE_PLAIN_0_0_4)
+        parameters.only(request)
+        page = "".join(r.dcgm() for r in self.probes.readings())
+        return Response(page, media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
     def _read_values(self) -> Iterator[MetricValue]:
         for reading in self.probes.readings():

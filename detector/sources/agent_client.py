@@ -73,7 +73,7 @@ class AgentConnection:
             raise AgentUnreachable(f"connection {REFUSED}") from None
         except (OSError, ValueError) as e:
             raise AgentUnreachable(f"no connection ({_short(e)})") from None
-        head = f" HTTP/1.1\r\nHost: {parts.netloc.rpartition('@')[2]}\r\nAccept-Encoding: deflate\r\n"
+        head = f" HTTP/1.1\r\nHost: {parts.netloc.rpartition('@')[2]}\r\nAccept-Encoding: gzip\r\n"
         if authorization:
             head += f"Authorization: {authorization}\r\n"
         return cls(reader, writer, head + "\r\n", limits.answer_bytes_max)
@@ -121,10 +121,10 @@ class AgentConnection:
         if len(length) > 12 or int(length) > self._bytes_max:
             raise InvalidAgentResponse(f"more than {self._bytes_max >> 20} MiB for {shown}")
         body = await self._reader.readexactly(int(length))
-        return self._inflated(body, shown) if headers.get("content-encoding", "").lower() == "deflate" else body
+        return self._inflated(body, shown) if headers.get("content-encoding", "").lower() == "gzip" else body
 
     def _inflated(self, body: bytes, shown: str) -> bytes:
-        inflater = zlib.decompressobj()
+        inflater = zlib.decompressobj(wbits=16 + zlib.MAX_WBITS)
         try:
             whole = inflater.decompress(body, self._bytes_max + 1)
         except zlib.error as e:

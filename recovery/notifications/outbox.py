@@ -49,7 +49,7 @@ class NotificationSender:
         for event in book.to_tell:
             if event.seq <= self._told_seq:
                 continue
-            told = self._message(event, book)
+            told = message(event, book.incidents.get(event.incident_id or ""), self._run_id)
             if told is not None and not self._notifier.offer(told):
                 break
             self._told_seq = event.seq
@@ -57,20 +57,6 @@ class NotificationSender:
         if settled > self._notified_seq:
             journal.set_flag(NOTIFIED_FLAG, str(settled))
             self._notified_seq = settled
-
-    def _message(self, event: Event, book: IncidentProjection) -> Message | None:
-        try:
-            return message(event, book.incidents.get(event.incident_id or ""), self._run_id)
-        except Exception as e:  # noqa: BLE001
-            # Deliberate: a body that is not what its kind has must not keep all later ones from being told.
-            because = f"{event.event_id} ({event.kind}) should be told, and cannot be read: {e!r}"
-            return Message(
-                seq=event.seq,
-                kind=str(event.kind),
-                run_id=self._run_id,
-                because=notification_text(because),
-                wall_at=event.wall_at,
-            )
 
     def sign_of_life(self, facts: Callable[[], dict[str, Any]]) -> None:
         """The dead-man signal, when it is due."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import MISSING, fields, is_dataclass
+from functools import cache
 from types import UnionType
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
@@ -23,7 +24,7 @@ def filled(kind: EventKind, body: Mapping[str, Any] | None = None) -> Payload:
     Raises:
         ValueError, TypeError, KeyError: `body` does not fit.
     """
-    body, blank = dict(body or {}), _blank(PAYLOADS[kind].payload)
+    body, blank = dict(body or {}), dict(_blank_body(kind))
     if isinstance(body.get("plan"), Mapping) and "digest" in blank:
         blank["digest"] = Plan.from_dict(body["plan"]).digest
     return PAYLOADS[kind].read(_merged(blank, body))
@@ -37,6 +38,11 @@ def made_event(*, kind: EventKind, body: Mapping[str, Any] | None = None, **more
 def _merged(blank: Mapping[str, Any], body: Mapping[str, Any]) -> dict[str, Any]:
     parts = {k: _merged(blank[k], v) for k, v in body.items() if isinstance(v, dict) and isinstance(blank.get(k), dict)}
     return {**blank, **body, **parts}
+
+
+@cache
+def _blank_body(kind: EventKind) -> dict[str, Any]:
+    return _blank(PAYLOADS[kind].payload)
 
 
 def _blank(of: Any) -> dict[str, Any]:

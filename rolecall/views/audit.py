@@ -296,7 +296,8 @@ def admitted(events: Iterable[Event]) -> list[Admission]:
         if not isinstance(said, WeightsAdmitted):
             continue
         key = (said.replica, said.incarnation)
-        proof, version = asdict(said.proof), said.policy_version
+        proof = {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(said.proof).items()}
+        version = said.policy_version
         problem = _proof_problem(proof, version, manifests, storages)
         if key not in first or (problem and not first[key].problem):
             admission = Admission(

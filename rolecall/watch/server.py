@@ -12,9 +12,13 @@ from contextlib import suppress
 from dataclasses import replace
 from http import HTTPStatus
 
+from starlette.requests import Request
+from starlette.responses import Response
+
 from rolecall.agent.http.exposition import render
+from rolecall.agent.http.parameters import only
 from rolecall.agent.http.routes import resident_bytes
-from rolecall.agent.http.server import HttpRequest, HttpResponse, HttpServer
+from rolecall.agent.http.server import HttpServer, json_response
 from rolecall.agent.http.web_config import WebConfig
 from rolecall.core.clock import Clock
 from rolecall.core.config.job import JobConfig
@@ -105,7 +109,7 @@ class WatchServer:
         allows = web.auth.allows if web and web.auth else None
         try:
             self._server = HttpServer(
-                address.host, address.port, routes, tls=tls, allows=allows, strangers={"/healthz": self._alive}
+                address.host, address.port, routes, tls=tls, allows=allows, public={"/healthz": self._alive}
             )
         except (OSError, OverflowError) as e:
             self._journal.close()
@@ -142,10 +146,11 @@ class WatchServer:
                 logger.warning("the journal cannot be read for /metrics: %s: %s", type(e).__name__, e)
             self._stop.wait(self._look_seconds)
 
-    def _metrics(self, request: HttpRequest) -> HttpResponse:
-        request.only()
+    def _metrics(self, request: Request) -> Response:
+        only(request)
         values = (*tick_values(self._tick()), *self._looks.values)
-        return HttpResponse(*render(values, request.headers.get("accept", "")))
+        body, content_type = render(values, request.headers.get("accept", ""))
+        return Response(body, media_type=content_type)
 
     def _tick(self) -> TickView:
         usage = resource.getrusage(resource.RUSAGE_SELF)
@@ -160,14 +165,14 @@ class WatchServer:
         view = self._meter.view
         return max(0.0, self._clock.wall() - (view.ended_at or view.started_at))
 
-    def _healthz(self, request: HttpRequest) -> HttpResponse:
-        request.only()
+    def _healthz(self, request: Request) -> Response:
+        only(request)
         age = self._tick_age()
         said = {"ok": age < TICK_AGE_SECONDS_MAX, "tick_age_seconds": round(age, 3), "acting": self._meter.view.acting}
-        return HttpResponse.json(said, HTTPStatus.OK if said["ok"] else HTTPStatus.SERVICE_UNAVAILABLE)
+        return json_response(said, HTTPStatus.OK if said["ok"] else HTTPStatus.SERVICE_UNAVAILABLE)
 
-    def _alive(self, request: HttpRequest) -> HttpResponse:
-        """To who has no user: whether, and nothing else."""
-        request.only()
+    def _alive(self, request: Request) -> Response:
+        """Without a user name and password: whether the watch is healthy, and nothing else."""
+        only(request)
         fresh = self._tick_age() < TICK_AGE_SECONDS_MAX
-        return HttpResponse.json({"ok": fresh}, HTTPStatus.OK if fresh else HTTPStatus.SERVICE_UNAVAILABLE)
+        return json_response({"ok": fresh}, HTTPStatus.OK if fresh else HTTPStatus.SERVICE_UNAVAILABLE)

@@ -8,6 +8,9 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlencode
+
+from starlette.requests import Request
 
 from rolecall.agent.node import AgentSettings
 from rolecall.core.ids import NodeId, process_start_ticks
@@ -17,6 +20,13 @@ from tests.support import PATIENCE_SECONDS, eventually
 TOKEN = "a token of tests"
 NODE = NodeId("node-1")
 CHILD = Path(__file__).with_name("child.py")
+
+
+def http_request(path: str, **query: str) -> Request:
+    """A request for a handler that is called without a server."""
+    return Request(
+        {"type": "http", "method": "GET", "path": path, "headers": [], "query_string": urlencode(query).encode()}
+    )
 
 
 def secret(replica: str, rank: int = 0, incarnation: int = 1) -> str:

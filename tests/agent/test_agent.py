@@ -8,20 +8,18 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rolecall.agent.http.server import HttpRequest, HttpResponse
 from rolecall.agent.node import Agent, AgentSettings
 from rolecall.core.clock import FakeClock
 from rolecall.core.ids import process_start_ticks
 from rolecall.core.rundir import bearer_token
 from rolecall.core.telemetry import EventBatch, SampleBatch
 from rolecall.detector.sources.agent_wire import checked_news
-from tests.agent.processes import NODE, TOKEN, AgentProcess, Child, secret
+from tests.agent.processes import NODE, TOKEN, AgentProcess, Child, http_request, secret
 from tests.support import PATIENCE_SECONDS, eventually
 
 WAIT_SECONDS = 30.0
@@ -240,16 +238,17 @@ def test_it_ends_with_its_parent(node_dir: Path) -> None:
         agent.close()
 
 
-def test_a_stranger_is_told_whether_it_is_well_and_nothing_else(node_dir: Path) -> None:
+def test_without_a_user_healthz_says_whether_it_is_healthy_and_nothing_else(node_dir: Path) -> None:
     clock = FakeClock()
     agent = Agent(AgentSettings(node=NODE, data_dir=node_dir, token=TOKEN, interval_seconds=1.0), clock)
     try:
         agent._sampler.round()
-        route = agent._routes().for_strangers()["/healthz"]
-        assert route(HttpRequest("/healthz", {}, {})) == HttpResponse(b'{"ok":true}')
+        route = agent._routes().public()["/healthz"]
+        fresh = route(http_request("/healthz"))
+        assert (fresh.status_code, fresh.body) == (200, b'{"ok":true}')
         clock.advance(60.0)
-        stale = HttpResponse(b'{"ok":false}', status=HTTPStatus.SERVICE_UNAVAILABLE)
-        assert route(HttpRequest("/healthz", {}, {})) == stale
+        stale = route(http_request("/healthz"))
+        assert (stale.status_code, stale.body) == (503, b'{"ok":false}')
     finally:
         agent._shut()
 

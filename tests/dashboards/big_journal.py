@@ -25,6 +25,7 @@ from rolecall.core.membership import Actual, Desired, ReplicaState
 from rolecall.core.rundir import RunDir, create_run_dir
 from rolecall.recovery.fleet import FleetView, ReplicaView
 from rolecall.recovery.policy import PolicyInput
+from rolecall.testing.events import filled
 
 CLASSES = (
     (FaultClass.CRASH, "ended by signal 9 in phase generate, and nobody had asked it to"),
@@ -157,7 +158,9 @@ class BigJournal:
             K.PLAN_BLOCKED, {"digest": plan.digest, "guard": "rate", "because": "5 evictions within the hour"}, name
         )
         self._say(K.ACTION_STARTED, {"plan": plan.to_dict(), "digest": plan.digest}, name)
-        self._say(K.ACTION_DONE, {"digest": plan.digest, "result": "desired is written"}, name)
+        self._say(
+            K.ACTION_DONE, {"digest": plan.digest, "result": {"done": True, "because": "desired is written"}}, name
+        )
         self.incarnation[replica] = before + 1
         self.clock.advance(8.0)
         proof = {"manifest_digest": f"{number:064x}", "received_digest": f"{number:064x}", "covered": 19}
@@ -204,7 +207,7 @@ class BigJournal:
             "incident_id": incident,
             "caused_by": None,
             "key": None,
-            "body": canonical(storable(body)),
+            "body": canonical(storable(filled(kind, body).to_body())),
         }
         self.last = chain_hash(self.last, entry)
         self.lines.append({**entry, "hash": self.last})

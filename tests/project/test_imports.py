@@ -18,7 +18,7 @@ THEIRS_ALLOWED = {
     "rolecall.core": {"pydantic", "sqlalchemy", "yaml"},
     "rolecall.formats": set(),
     "rolecall.detector": {"numpy", "polars", "safetensors", "sklearn", "torch"},
-    "rolecall.agent": {"bcrypt", "prometheus_client", "py_spy", "pydantic", "pynvml"},
+    "rolecall.agent": {"anyio", "bcrypt", "prometheus_client", "py_spy", "pydantic", "pynvml", "starlette", "uvicorn"},
     "rolecall.dashboards.grafana": {"grafana_client", "grafana_foundation_sdk", "niquests", "yaml"},
 }
 """Package -> third-party packages it may import at all."""

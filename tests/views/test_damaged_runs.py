@@ -151,7 +151,7 @@ def _with_a_question(run: RunDir) -> None:
         past=(),
         supports=frozenset(),
     )
-    body = json.dumps(plan_created(decide(asked), asked))
+    body = json.dumps(plan_created(decide(asked), asked).to_body())
     journal.close()
     _sql(f"update events set body = '{body.replace(chr(39), chr(39) * 2)}' where kind = 'plan_created'")(
         run.path / "journal.db"

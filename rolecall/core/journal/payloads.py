@@ -12,6 +12,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass
 from enum import Enum
+from functools import cache
 from types import UnionType
 from typing import Annotated, Any, ClassVar, TypeVar, get_args, get_origin, get_type_hints
 
@@ -52,7 +53,6 @@ class PayloadSpec:
     version: int
     owner: str
     names: tuple[str, ...]  # of the fields
-    adapter: TypeAdapter[Any]
 
     @property
     def summary(self) -> str:
@@ -69,10 +69,16 @@ class PayloadSpec:
                 raise ValueError(f"{self.kind} has version {version!r}, this rolecall reads {self.version}")
             body = {name: value for name, value in body.items() if name != SCHEMA_FIELD}
         try:
-            found: Payload = self.adapter.validator.validate_python(body)
+            found: Payload = _adapter(self.kind).validator.validate_python(body)
         except ValidationError as e:
             raise ValueError(f"{self.kind}: {_problems(e)}") from None
         return found
+
+
+@cache
+def _adapter(kind: K) -> TypeAdapter[Any]:
+    """Built at the first event of a kind: all of them together would make every import of the journal slower."""
+    return TypeAdapter(PAYLOADS[kind].payload)
 
 
 PAYLOADS: dict[K, PayloadSpec] = {}
@@ -95,7 +101,6 @@ class _Event:
             version=self.version,
             owner=self.owner,
             names=tuple(f.name for f in fields(payload)),
-            adapter=TypeAdapter(payload),
         )
         return payload
 

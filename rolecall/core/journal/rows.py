@@ -70,18 +70,18 @@ def storable(value: Any) -> Any:
 
 
 def event_of(row: Row, file: str) -> Event:
-    """Raises JournalCorrupt: the row is not what `append` writes."""
+    """
+    Raises:
+        JournalCorrupt: the row is not what `append` writes, or its body does not fit its kind.
+    """
     with reading(file, f"events line {row['seq']}"):
-        body = _body(row["body"])
-        if not isinstance(body, dict):
-            raise TypeError(f"its body is {type(body).__name__}, not a mapping")
         wall_at = float(row["wall_at"])
         if not 0.0 <= wall_at <= WALL_MAX:
             raise ValueError(f"its time {wall_at:g} is none")
         return Event(
             seq=row["seq"],
             wall_at=wall_at,
-            payload=PAYLOADS[EventKind(row["kind"])].read(body),
+            payload=PAYLOADS[EventKind(row["kind"])].read(_body(row["body"])),
             incident_id=row["incident_id"],
             caused_by=row["caused_by"],
             key=row["key"],
@@ -89,13 +89,15 @@ def event_of(row: Row, file: str) -> Event:
         )
 
 
-def _body(text: str) -> Any:
+def _body(text: str) -> dict[str, Any]:
     """As `append` writes it: no NaN. Half a surrogate pair, as bytes that are no UTF-8 leave it in a name or a log line,
     can be written but not sent to anybody: it becomes U+FFFD."""
     body = _JSON.decode(text)
     if _SURROGATES.search(text):
         whole = json.dumps(body, ensure_ascii=False).encode("utf-16", "surrogatepass").decode("utf-16", "replace")
         body = json.loads(whole)
+    if not isinstance(body, dict):
+        raise TypeError(f"its body is {type(body).__name__}, not a mapping")
     return body
 
 

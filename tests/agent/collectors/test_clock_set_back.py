@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from rolecall.agent.events import EventLog
-from rolecall.agent.http.server import HttpRequest
 from rolecall.agent.node import Agent, AgentSettings
 from rolecall.core.clock import FakeClock
 from rolecall.core.config.job import parse_job
@@ -18,7 +17,7 @@ from rolecall.core.telemetry import AgentEventKind
 from rolecall.detector.base.observation import Observation
 from rolecall.detector.live.engine import LiveDetector
 from rolecall.testing.synthetic_run import FakeFleet
-from tests.agent.processes import NODE, TOKEN
+from tests.agent.processes import NODE, TOKEN, http_request
 
 HOUR_SECONDS = 3600.0
 
@@ -35,7 +34,7 @@ def test_an_agent_goes_on_and_only_wall_times_move(tmp_path: Path) -> None:
     agent = Agent(AgentSettings(node=NODE, data_dir=tmp_path, token=TOKEN, interval_seconds=1.0), clock)
 
     def ask(path: str, **query: str) -> Mapping[str, Any]:
-        found: Mapping[str, Any] = json.loads(agent._routes().table()[path](HttpRequest(path, query, {})).body)
+        found: Mapping[str, Any] = json.loads(agent._routes().table()[path](http_request(path, **query)).body)
         return found
 
     try:
@@ -54,7 +53,7 @@ def test_an_agent_goes_on_and_only_wall_times_move(tmp_path: Path) -> None:
         first, second = ask("/v1/events")["events"]
         assert (first["seq"], second["seq"]) == (1, 2) and second["at"] - first["at"] == 1.0
         assert [e["seq"] for e in ask("/v1/events", after="1")["events"]] == [2]
-        page = agent._routes().metrics(HttpRequest("/metrics", {}, {})).body.decode()
+        page = bytes(agent._routes().metrics(http_request("/metrics")).body).decode()
         assert "rolecall_host_cpus{" in page
         assert not re.search(r"\} \S+ \d+$", page, re.MULTILINE), "with times of their own Prometheus would refuse them"
     finally:

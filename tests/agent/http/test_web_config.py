@@ -16,8 +16,10 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
+from starlette.requests import Request
+from starlette.responses import Response
 
-from rolecall.agent.http.server import HttpRequest, HttpResponse, HttpServer
+from rolecall.agent.http.server import HttpServer, json_response
 from rolecall.agent.http.web_config import BasicAuth, load_web_config
 from rolecall.core.errors import ConfigError
 from tests.support import eventually
@@ -67,8 +69,8 @@ def server(folder: Path) -> Iterator[HttpServer]:
     web = load_web_config(folder / "web.yml")
     assert web.auth is not None and web.tls is not None
 
-    def hello(request: HttpRequest) -> HttpResponse:
-        return HttpResponse.json({"said": "hello"})
+    def hello(request: Request) -> Response:
+        return json_response({"said": "hello"})
 
     made = HttpServer("127.0.0.1", 0, {"/hello": hello}, tls=web.tls.context, allows=web.auth.allows)
     made.start()
@@ -78,7 +80,7 @@ def server(folder: Path) -> Iterator[HttpServer]:
 
 def get(server: HttpServer, folder: Path, authorization: str = "") -> tuple[int, dict[str, str], str]:
     context = ssl.create_default_context(cafile=folder / "node.crt")
-    connection = http.client.HTTPSConnection("localhost", server.server_address[1], timeout=10, context=context)
+    connection = http.client.HTTPSConnection("localhost", server.address[1], timeout=10, context=context)
     headers = {"Authorization": authorization} if authorization else {}
     connection.request("GET", "/hello", headers=headers)
     answer = connection.getresponse()
@@ -102,7 +104,7 @@ def test_nobody_else_is(server: HttpServer, folder: Path, authorization: str) ->
 
 
 def test_plain_http_and_who_says_nothing_hold_up_nobody(server: HttpServer, folder: Path) -> None:
-    port = server.server_address[1]
+    port = server.address[1]
     plain = http.client.HTTPConnection("localhost", port, timeout=10)
     plain.request("GET", "/hello")
     with pytest.raises((http.client.HTTPException, OSError)):
@@ -132,7 +134,7 @@ def test_handshakes_that_fail_in_a_loop_fill_no_log(
 ) -> None:
     caplog.set_level(logging.INFO)
     for _ in range(3):
-        plain = http.client.HTTPConnection("localhost", server.server_address[1], timeout=10)
+        plain = http.client.HTTPConnection("localhost", server.address[1], timeout=10)
         plain.request("GET", "/hello")
         with pytest.raises((http.client.HTTPException, OSError)):
             plain.getresponse()

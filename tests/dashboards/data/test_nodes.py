@@ -160,7 +160,11 @@ def test_age(seconds: float, told: str) -> None:
 
 
 def test_a_nodes_past_keeps_who_said_what_after_its_return() -> None:
-    result = {"passed": False, "seconds": 3.0, "checks": [{"name": "memory", "passed": False, "because": "3 words"}]}
+    result = {
+        "passed": False,
+        "seconds": 3.0,
+        "checks": [{"name": "memory", "passed": False, "because": "3 words", "values": {}}],
+    }
     events = [
         _said(K.NODE_QUARANTINED, "node-1"),
         _said(K.BURN_IN_FINISHED, "node-1", **result),

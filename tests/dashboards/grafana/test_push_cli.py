@@ -134,7 +134,7 @@ def test_a_token_comes_from_one_place_and_is_in_no_message(tmp_path: Path, capsy
         ("", path, "without spaces"),
         ("", tmp_path, "directory"),
         ("", tmp_path / "none", "No such file"),
-        ("", None, "a token is needed"),
+        ("", None, "no token"),
     ):
         with pytest.raises(ConfigError, match=reason) as wrong:
             read_token(literal, file, {}, nothing)

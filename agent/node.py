@@ -207,7 +207,7 @@ class Agent:
             now = self._clock.monotonic()
             if now >= housekeeping_due:
                 housekeeping_due = now + HOUSEKEEPING_SECONDS
-                self._probes.look()
+                self._probes.check_hangs()
                 self.events.sync()
                 if self._settings.raylet is None:
                     self._watch_raylet(self._raylet_in_file())

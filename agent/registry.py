@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from rolecall.agent.collectors.process.exits import ExitStatus, ExitWatch, WatchRefused, asked_to_end, guess_cause
+from rolecall.agent.collectors.process.exits import ExitStatus, ExitWatch, WatchRefused, guess_cause, requested_exit
 from rolecall.agent.collectors.process.process import ProcessProbe
 from rolecall.agent.events import EventLog
 from rolecall.agent.identity import ClaimRejected, Registration, proven, sender, verified
@@ -317,7 +317,7 @@ class Registry:
 
     # --- looking and ending
 
-    def look(self, tracked: Tracked) -> None:
+    def poll(self, tracked: Tracked) -> None:
         """Reads the page: keeps the last good one, follows a promotion, tells what did not come over the socket."""
         if tracked.reader is None:
             return
@@ -385,8 +385,8 @@ class Registry:
                 self._save()
 
     def _ended(self, tracked: Tracked, status: ExitStatus, away: bool = False) -> None:
-        self.look(tracked)  # its last words come before its exit
-        if tracked.registration.found and (wanted := asked_to_end(status)):
+        self.poll(tracked)  # its last words come before its exit
+        if tracked.registration.found and (wanted := requested_exit(status)):
             self._tell_finished(tracked, wanted)  # it cannot say so itself
         tracked.exited_at, tracked.status = self._clock.monotonic(), status
         detail = {"cause": self._cause(tracked, status)}

@@ -105,7 +105,7 @@ class Sampler:
         for tracked in self._registry.processes():
             with self._registry.locked():
                 if tracked.exited_at is None:
-                    self._registry.look(tracked)
+                    self._registry.poll(tracked)
                 at = self._clock.monotonic()
                 samples.append(sample_of(tracked, at, wall + (at - begun)))
         looked = self._clock.monotonic()

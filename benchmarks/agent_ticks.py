@@ -163,7 +163,7 @@ class Looking:
 
     def _keep_house(self) -> None:
         for probe in self.probes:
-            probe.look(self.clock.monotonic())
+            probe.check_hang(self.clock.monotonic())
         self.events.sync()
 
     def scrape(self) -> bytes:

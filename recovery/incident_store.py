@@ -69,7 +69,7 @@ class IncidentProjection:
         except InvalidTransition as e:
             self._set_aside(name, e)
         except Exception as e:  # noqa: BLE001
-            # Deliberate: a body that lacks what its kind must have says nothing about the other incidents.
+            # Deliberate: a value that this version does not know (an outcome, a failure) concerns this incident alone.
             self._set_aside(name, JournalError(f"{name}: {event.event_id} {event.kind} cannot be read: {e!r}"))
 
     def _set_aside(self, name: str, error: Exception) -> None:

@@ -1,7 +1,7 @@
-"""What a collector is: one file for each thing of a node that can break, each looked at in a thread of its own.
+"""The interface of a collector: one module per component of a node that can fail, each polled in its own thread.
 
-A collector reads, and says what it found: values of metrics, and facts that became events. It may block (NVML does when
-a GPU falls off the bus): only its own thread waits (`agent/collectors/runner.py`), the others and the scrape go on.
+A collector returns metric values, and facts that become events. It may block (NVML does when a GPU falls off the bus):
+only its own thread waits (`agent/collectors/runner.py`); other collectors and the scrape continue.
 """
 
 from collections.abc import Callable, Mapping
@@ -15,7 +15,7 @@ from rolecall.core.telemetry import AgentEventKind
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fact:
-    """Something that happened, to become an event of the agent. `detail`: short texts by name, as the event's."""
+    """An occurrence that becomes an agent event. `detail`: short texts by name, as in the event."""
 
     kind: AgentEventKind
     detail: Mapping[str, str]
@@ -31,8 +31,8 @@ def no_lines() -> str:
 
 
 class CollectorReading(NamedTuple):
-    """Of one look. `values` replace those of the look before. `dcgm` makes lines in the text format of dcgm-exporter when
-    somebody asks for them, in any thread. `gpu_pids`: who uses a GPU, by its index, of those GPUs that tell."""
+    """Result of one poll. `values` replace those of the previous poll. `dcgm` renders lines in dcgm-exporter's format
+    on demand, in any thread. `gpu_pids`: PIDs by GPU index, for the GPUs where they are known."""
 
     values: tuple[MetricValue, ...] = ()
     facts: tuple[Fact, ...] = ()
@@ -41,11 +41,11 @@ class CollectorReading(NamedTuple):
 
 
 class CollectorUnavailable(Exception):
-    """Nothing could be read: why, in a sentence for the operator. The probe is shown as down, and tried again."""
+    """Nothing could be read; the text tells the operator why. The probe is shown as down, and retried."""
 
 
 class Collector(Protocol):
-    """`name`: the probe's, in metrics and events. `interval_seconds`: between two looks."""
+    """`name`: the probe's name in metrics and events. `interval_seconds`: between two polls."""
 
     @property
     def name(self) -> str: ...
@@ -54,34 +54,35 @@ class Collector(Protocol):
     def interval_seconds(self) -> float: ...
 
     def read(self, at: float) -> CollectorReading:
-        """One look, at `at` (node monotonic seconds).
+        """One poll, at `at` (node monotonic seconds).
 
         Raises:
-            CannotRead: nothing of it could be read.
+            CollectorUnavailable: nothing could be read.
         """
         ...
 
     def close(self) -> None:
-        """Gives back what is held. Called once, not while `read` runs."""
+        """Releases resources. Called once, not while `read` runs."""
         ...
 
 
 @runtime_checkable
 class EvidenceProvider(Protocol):
-    """A collector that can be asked for what it saw, beside its regular looks."""
+    """A collector that returns raw evidence on request, outside its regular polls."""
 
     def evidence(self) -> bytes:
-        """Bounded in size and time. Called while `read` may run, or hang, in another thread; raises CannotRead."""
+        """Bounded in size and time. May be called while `read` runs or hangs in another thread; raises
+        CollectorUnavailable."""
         ...
 
 
 NUM_REASONS_MAX = 1024
-"""Remembered of those that were said; some name a process, of which there are always others. Then they are said again."""
+"""Remembered reasons, bounded because some name a process; beyond that they are logged again."""
 
 
 @dataclass(slots=True)
 class LoggedOnce:
-    """Reasons that were said already: an unsupported call is said once for each GPU, not each second."""
+    """Reasons already logged: an unsupported call is logged once per GPU, not every second."""
 
     reasons: set[str] = field(default_factory=set)
 

@@ -1,7 +1,7 @@
-"""Counters of the kernel, made fit to be exposed: read without harm and at little cost, and never falling.
+"""Kernel counters as Prometheus counters: read cheaply, and never decreasing.
 
-A text file of sysfs holds one number, or `N/A`, or cannot be read; a driver that was loaded again begins at 0; counters
-of 32 bits go round. What is exposed goes on from where it was: a total.
+A sysfs file holds one number or `N/A`, or is unreadable; a reloaded driver restarts at 0; 32-bit counters wrap. The
+exported total continues across both.
 """
 
 import os
@@ -9,35 +9,33 @@ import re
 import stat
 
 TEXT_BYTES_MAX = 4096
-"""Sysfs gives at most one page."""
+"""A sysfs file has at most one page."""
 WHOLE_BYTES = 1 << 16
 _NUMBER = re.compile(r"[0-9]{1,20}\Z")
 NUM_OPEN_MAX = 256
 """Files kept open by one collector; a process may have 1,024 descriptors by default."""
 DEAD = frozenset({2**64 - 1})
-"""All ones: what a device that left the bus answers."""
+"""All ones: the reading of a device that fell off the bus."""
 ROUND = 1 << 32
 NEAR = ROUND >> 2
-"""A counter has gone round, and did not begin anew, if it was this close below 2^32 and is now this close above 0.
-Between two looks nothing counts a quarter of 2^32, and a driver is rarely loaded just then."""
+"""A counter wrapped, rather than restarted, if it was this close below 2^32 and is now this close above 0.
+No counter grows by a quarter of 2^32 between two polls, and a driver reload at that moment is unlikely."""
 NUM_SERIES_MAX = 16_384
-"""Remembered by one collector: 64 ports of 128 counters are half of it."""
+"""Per collector: 64 ports of 128 counters are half of it."""
 
 Key = tuple[str, ...]
 
 
 class OpenFileCache:
-    """Small files that are read again and again: the first ones stay open, and cost one system call each time instead of
-    four. A file of sysfs whose device is gone answers with an error, also when another of its name has come: it is then
-    opened anew. One thread uses it.
-    """
+    """Keeps frequently read small files open: one system call per read instead of four. An open sysfs file whose device
+    is gone returns an error, even if a new device has the same name; it is then reopened. One thread uses it."""
 
     def __init__(self, num_max: int = NUM_OPEN_MAX) -> None:
         self._num_max = num_max
         self._open: dict[str, int] = {}
 
     def text(self, path: str) -> str | None:
-        """The file's text without white space at its ends; None: not there, no file, or it refuses to be read."""
+        """The file's text, stripped; None: missing, not a regular file, or unreadable."""
         kept = self._open.get(path)
         if kept is not None:
             try:
@@ -51,7 +49,7 @@ class OpenFileCache:
             text = os.pread(number, TEXT_BYTES_MAX, 0).decode("utf-8", "replace").strip()
         except OSError:
             os.close(number)
-            return None  # EINVAL (a link that is down has no speed), ENODEV (the device went while it was read)
+            return None  # EINVAL (a link that is down has no speed), ENODEV (the device disappeared)
         if len(self._open) < self._num_max:
             self._open[path] = number
         else:
@@ -62,7 +60,7 @@ class OpenFileCache:
         return number_of(self.text(path))
 
     def forget(self, folder: str) -> None:
-        """Its device went, or another came."""
+        """Closes the files of a device that disappeared or was replaced."""
         for path in [p for p in self._open if p.startswith(f"{folder}/")]:
             os.close(self._open.pop(path))
 
@@ -73,10 +71,10 @@ class OpenFileCache:
 
 
 def read_whole(path: str) -> str:
-    """A file of /proc, which may have several pages. A fifth of the cost of `Path.read_text`, six times a second.
+    """A /proc file of any length, at a fifth of the cost of `Path.read_text`.
 
     Raises:
-        OSError: there is none.
+        OSError: it cannot be read.
     """
     number = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
@@ -89,9 +87,9 @@ def read_whole(path: str) -> str:
 
 
 def _opened(path: str) -> int:
-    """A descriptor of a regular file; -1: there is none."""
+    """A descriptor of a regular file; -1: not available."""
     try:
-        # Not to wait for the writer of a pipe that somebody put into a copy of a tree.
+        # O_NONBLOCK: a copied tree may contain a pipe, whose open would block.
         number = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
         return -1
@@ -102,7 +100,7 @@ def _opened(path: str) -> int:
 
 
 def number_of(text: str | None) -> int | None:
-    """A counter's value; None for `N/A`, a negative or damaged one, and what a dead device answers."""
+    """A counter's value; None for `N/A`, a negative or malformed number, and the reading of a dead device."""
     if text is None or not _NUMBER.match(text):
         return None
     number = int(text)
@@ -110,7 +108,7 @@ def number_of(text: str | None) -> int | None:
 
 
 def entries(folder: str) -> list[str]:
-    """Names in it, sorted as people count (`mlx5_2` before `mlx5_10`); none if it is not there."""
+    """Names in it in natural order (`mlx5_2` before `mlx5_10`); empty if it does not exist."""
     try:
         return sorted(os.listdir(folder), key=natural)
     except OSError:
@@ -123,23 +121,23 @@ def natural(name: str) -> list[tuple[int, int, str]]:
 
 
 class MonotonicCounters:
-    """Totals by series. The first reading counts whole, for it is what was counted before anybody looked."""
+    """Totals by series. The first reading is taken as the initial total."""
 
     def __init__(self, num_series_max: int = NUM_SERIES_MAX) -> None:
         self._num_series_max = num_series_max
         self._newest: dict[Key, int] = {}
-        self._before: dict[Key, int] = {}  # sum of all that was counted before the counter last began anew
+        self._before: dict[Key, int] = {}  # total before the counter's last restart
 
     def forget(self, device: str) -> None:
-        """All series whose key begins with it."""
+        """Drops all series whose key begins with `device`."""
         for known in (self._newest, self._before):
             for key in [key for key in known if key[0] == device]:
                 del known[key]
 
-    def add(self, key: Key, reading: int | None, *, anew: bool = False) -> int | None:
-        """The total with this reading; that of before if there is none. None: nothing is known, or no room is left.
+    def add(self, key: Key, reading: int | None, *, reloaded: bool = False) -> int | None:
+        """The new total; the previous one if there is no reading; None: unknown, or too many series.
 
-        `anew`: the device was loaded again since, so that a smaller number cannot be one that went round.
+        `reloaded`: the driver was reloaded, so a smaller number is a restart and not a wrap.
         """
         newest = self._newest.get(key)
         if reading is None:
@@ -148,7 +146,7 @@ class MonotonicCounters:
             if len(self._newest) >= self._num_series_max:
                 return None
         elif reading < newest:
-            went_round = not anew and ROUND - NEAR <= newest < ROUND and reading < NEAR
-            self._before[key] = self._before.get(key, 0) + (ROUND if went_round else newest)
+            wrapped = not reloaded and ROUND - NEAR <= newest < ROUND and reading < NEAR
+            self._before[key] = self._before.get(key, 0) + (ROUND if wrapped else newest)
         self._newest[key] = reading
         return self._before.get(key, 0) + reading

@@ -1,6 +1,6 @@
-"""Waits until a file grows or another comes under its name: inotify(7), which Python's library does not have.
+"""Waits until a file grows or is replaced: inotify(7), which the standard library lacks.
 
-For who follows a log: looking five times a second costs more than all the lines of a quiet one.
+For following a log: polling a quiet log five times a second costs more than reading all its lines.
 """
 
 import ctypes
@@ -13,15 +13,15 @@ EVENTS_BYTES = 4096
 
 
 class FileChanges:
-    """Of the file open as `descriptor`, and of the folder that holds `path`. Close it when another file is followed."""
+    """Watches the file open as `descriptor` and the folder of `path`. Close it before following another file."""
 
     def __init__(self, descriptor: int, path: Path) -> None:
-        """Raises OSError: the kernel gives no watch (there is a number of them for each user)."""
+        """Raises OSError: no watch available (the kernel limits them per user)."""
         libc = ctypes.CDLL(None, use_errno=True)
         self._inotify = libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
         if self._inotify < 0:
             raise OSError(ctypes.get_errno(), "inotify_init1")
-        # The descriptor's own name in /proc: under the path another file may stand by now.
+        # Via /proc: the path may already name another file.
         watched = ((f"/proc/self/fd/{descriptor}", IN_MODIFY), (os.fspath(path.parent), IN_CREATE | IN_MOVED_TO))
         for name, events in watched:
             if libc.inotify_add_watch(self._inotify, os.fsencode(name), events) < 0:
@@ -38,7 +38,7 @@ class FileChanges:
                 while os.read(self._inotify, EVENTS_BYTES):
                     pass
             except BlockingIOError:
-                pass  # all are read: what they say does not matter, the file does
+                pass  # drained; the events' content does not matter
 
     def close(self) -> None:
         os.close(self._inotify)

@@ -1,8 +1,8 @@
-"""Runs the collectors, each in a thread of its own, and keeps what each found last.
+"""Runs the collectors, each in its own thread, and keeps the newest reading of each.
 
-A read may block for as long as the thing it reads pleases (NVML does, when a GPU falls off the bus): the others go on, a
-scrape only copies what is there. A read that lasts longer than `HANG_SECONDS` is told as an event, once, and its values
-leave the exposition: numbers that nobody renews are no measurement. The same holds for a collector that cannot read.
+A read may block indefinitely (NVML does when a GPU falls off the bus): the others continue, and a scrape only copies
+existing values. A read longer than `HANG_SECONDS` is reported once as an event, and its values leave the exposition,
+because stale numbers are not measurements. The same holds for a collector that cannot read.
 """
 
 import logging
@@ -21,20 +21,20 @@ logger = logging.getLogger(__name__)
 HANG_SECONDS = 5.0
 """Healthy reads take milliseconds; NVML on a sick GPU tens of seconds."""
 DOWN_INTERVAL_SECONDS = 5.0
-"""At least so long between two tries of what cannot be read."""
+"""Minimum time between two attempts while nothing can be read."""
 FACTS_MAX = 64
-"""Of one read: a flood tells no more than its first lines, and events are kept on disk."""
+"""Per read: events are kept on disk, and a flood carries no more information than its first facts."""
 STOP_SECONDS = 2.0
 NOTHING = CollectorReading()
 
 
 class NoSuchCollector(Exception):
-    """Evidence was asked of a collector that does not run."""
+    """Evidence was requested from a collector that does not run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeState:
-    """`up`: its newest values are shown; `reason`: why not. Seconds are of the newest read that ended."""
+    """`up`: its newest values are exported; `reason`: why not. `read_seconds`: duration of the last completed read."""
 
     name: str
     up: bool
@@ -53,9 +53,9 @@ class Probe:
         self._lock = threading.Lock()
         self._reading = NOTHING
         self._reading_at = float("-inf")
-        self._begun_at: float | None = None  # of the read that goes on
+        self._begun_at: float | None = None  # start of the read in progress
         self._reason = "not read yet"
-        self._told_down = False
+        self._reported_down = False
         self._read_seconds = 0.0
         self._cpu_seconds = 0.0
         self._facts_dropped = 0
@@ -70,7 +70,7 @@ class Probe:
             reading = self.collector.read(begun)
         except CollectorUnavailable as e:
             reason = str(e)
-        except Exception as e:  # a defect of one collector must not end the agent: it is shown, and tried again
+        except Exception as e:  # a bug in one collector must not end the agent: report and retry
             logger.exception("collector %s", self.collector.name)
             reason = f"{type(e).__name__}: {e}"
         with self._lock:
@@ -80,29 +80,31 @@ class Probe:
             self._reading, self._reading_at = reading, begun
             dropped = max(0, len(reading.facts) - FACTS_MAX)
             self._facts_dropped += dropped
-        self._tell(reason)
+        self._report_state(reason)
         for fact in reading.facts[:FACTS_MAX]:
             _append(self._events, fact)
         if dropped:
-            logger.warning("%s: %d of %d facts of one look dropped", self.collector.name, dropped, len(reading.facts))
+            logger.warning("%s: %d of %d facts of one poll dropped", self.collector.name, dropped, len(reading.facts))
         return not reason
 
-    def look(self, now: float) -> None:
-        """Tells, once, when a read hangs."""
+    def check_hang(self, now: float) -> None:
+        """Reports, once, that a read hangs."""
         with self._lock:
             begun = self._begun_at
         if begun is not None and now - begun > HANG_SECONDS:
-            at = getattr(self.collector, "looking_at", "")
-            self._tell(f"its read hangs for more than {HANG_SECONDS:.0f} s" + (f" at {at}" if at else ""), begun)
+            at = getattr(self.collector, "current_device", "")
+            self._report_state(
+                f"a read has been hanging for more than {HANG_SECONDS:.0f} s" + (f" at {at}" if at else ""), begun
+            )
 
-    def _tell(self, reason: str, of_read: float | None = None) -> None:
-        """Events at the changes only: down, and up again. What never was up is told once. `of_read`: about the read that
-        began then, and nothing if that has ended meanwhile."""
+    def _report_state(self, reason: str, of_read: float | None = None) -> None:
+        """Records an event on each transition between up and down. `of_read`: applies only if the read that began then
+        is still in progress."""
         with self._lock:
             if of_read is not None and self._begun_at != of_read:
                 return
-            was_down, self._reason = self._told_down, reason
-            self._told_down = bool(reason)
+            was_down, self._reason = self._reported_down, reason
+            self._reported_down = bool(reason)
         name = self.collector.name
         if reason and not was_down:
             self._events.append(AgentEventKind.PROBE_DOWN, detail={"probe": name, "reason": reason})
@@ -112,12 +114,12 @@ class Probe:
             logger.info("%s can be read again", name)
 
     def reading(self) -> CollectorReading:
-        """The newest one; nothing while it is down or hangs."""
+        """The newest reading; empty while the collector is down or hangs."""
         with self._lock:
             return NOTHING if self._reason else self._reading
 
     def newest(self) -> tuple[float, CollectorReading]:
-        """And when that look began, node monotonic; nothing while it is down or hangs."""
+        """The newest reading with its start (node monotonic seconds); empty while the collector is down or hangs."""
         with self._lock:
             return self._reading_at, NOTHING if self._reason else self._reading
 
@@ -161,29 +163,29 @@ class Probes:
         for thread in self._threads:
             thread.start()
 
-    def look(self) -> None:
-        """Called every second or so by the agent's main thread: notices reads that hang."""
+    def check_hangs(self) -> None:
+        """Called about every second by the agent's main thread to detect hanging reads."""
         now = self._clock.monotonic()
         for probe in self.probes:
-            probe.look(now)
+            probe.check_hang(now)
 
     def readings(self) -> Iterator[CollectorReading]:
         return (p.reading() for p in self.probes)
 
     def evidence(self, name: str) -> bytes:
-        """What the collector of this name gives when asked (`collector.EvidenceProvider`), in the caller's thread.
+        """Evidence of the named collector (`base.EvidenceProvider`), collected in the caller's thread.
 
         Raises:
             NoSuchCollector: it does not run here.
-            CannotRead: there is none to be had.
+            CollectorUnavailable: it has no evidence.
         """
         found = next((p.collector for p in self.probes if p.collector.name == name), None)
         if not isinstance(found, EvidenceProvider):
-            raise NoSuchCollector(f"collector {name} does not run here: agent.yaml turns it on")
+            raise NoSuchCollector(f"collector {name} does not run here: enable it in agent.yaml")
         return found.evidence()
 
     def newest(self, names: Container[str]) -> tuple[float, CollectorReading]:
-        """Of the first probe of such a name that has found something (`Probe.newest`)."""
+        """`Probe.newest` of the first probe among `names` that has values."""
         every = (p.newest() for p in self.probes if p.collector.name in names)
         return next((found for found in every if found[1].values), (float("-inf"), NOTHING))
 
@@ -191,7 +193,7 @@ class Probes:
         return tuple(p.state() for p in self.probes)
 
     def stop(self) -> None:
-        """Ends the threads; one that hangs is left behind, it ends with the process."""
+        """Ends the threads; a hanging one is a daemon and ends with the process."""
         self._stop.set()
         deadline = self._clock.monotonic() + STOP_SECONDS
         for probe, thread in zip(self.probes, self._threads, strict=True):
@@ -205,5 +207,5 @@ class Probes:
         while not self._stop.wait(max(0.0, due - self._clock.monotonic())):
             read = probe.once()
             interval = probe.collector.interval_seconds
-            # A look that came late is skipped, not made up for.
+            # A missed poll is skipped, not caught up.
             due = max(due + (interval if read else max(interval, DOWN_INTERVAL_SECONDS)), self._clock.monotonic())

@@ -79,7 +79,7 @@ class FlightRecorderResponder:
         self._answered = ""
         self._thread: threading.Thread | None = None
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """One system call where nothing is asked. Never raises."""
         if not os.path.exists(self._request) or (self._thread is not None and self._thread.is_alive()):
             return

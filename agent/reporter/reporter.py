@@ -178,7 +178,7 @@ def _tick(page: _Page) -> None:
         pause.wait(BEAT_SECONDS)
         page.q[at.W_BEATS] += 1
         if page.flight is not None:
-            page.flight.look()
+            page.flight.poll()
         beats += 1
         if beats % BEATS_PER_LOOK == 0:
             while switch and os.path.exists(switch):

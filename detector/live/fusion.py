@@ -1,7 +1,7 @@
 """Findings become diagnoses: one per fault, with the smallest set of suspects; the same object while the fault stands.
 
 Rules, in order:
-  a finding that only continues a fault that stands goes on under its diagnosis (`FaultSpec.continues_as`): a hung
+  a finding that only continues a fault that stands goes on under its diagnosis (`FaultSpec.absorbs`): a hung
   process that exits was killed by an operator or a timeout, and that is no second fault;
   a finding that another one explains is dropped (`FaultSpec.suppresses`): a crashed process is not slow as well;
   when more than half of a role is slow at once, peer evidence is void and no process is named for it.
@@ -87,14 +87,17 @@ def incarnations(suspects: tuple[Suspect, ...]) -> set[Incarnation]:
 
 
 def _keep_reported(findings: list[Finding], standing: Mapping[str, Diagnosis]) -> list[Finding]:
-    """A finding that only continues a fault that stands (`FaultSpec.continues_as`) goes on under that diagnosis."""
-    reported = [
-        (who, d) for d in standing.values() if d.fault_class.spec.continues_as for who in incarnations(d.suspects)
-    ]
+    """A finding that only continues a fault that stands (`FaultSpec.absorbs`) goes on under that diagnosis."""
+    reported = {
+        (who, absorbed): d
+        for d in standing.values()
+        for absorbed in d.fault_class.spec.absorbs
+        for who in incarnations(d.suspects)
+    }
     kept = []
     for f in findings:
-        whose = incarnations(f.suspects)
-        told = [d for who, d in reported if who in whose and f.fault_class in d.fault_class.spec.continues_as]
+        keys = [(who, f.fault_class) for who in incarnations(f.suspects)]
+        told = [reported[key] for key in keys if key in reported]
         if told:
             f = replace(f, fault_class=told[0].fault_class, suspects=told[0].suspects, because=told[0].because)
         kept.append(f)

@@ -325,7 +325,7 @@ class ControllerActor(_Actor):
             self._job,
             connect=connect,
             source=task,
-            certifier=ProofVerifier(),
+            verifier=ProofVerifier(),
             journal=journal,
             ledger=Ledger(journal.store, clock=clock),
             clock=clock,

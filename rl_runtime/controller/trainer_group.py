@@ -1,44 +1,59 @@
-"""Who trains: the trainers that are there, the epochs that they form, and the state that they all must have.
+"""The trainers of a run: the epochs that they form, and the optimizer steps that they make.
 
-Losses are noted at once and fenced; the process group follows at the next regroup. A newcomer copies the state of a
-member and joins between two steps; where nobody has the newest state any more, the newest checkpoint is taken over.
+A loss is noted and fenced at once; the process group follows at the next regroup. A trainer that joins copies the state of
+a member, between two steps; where nobody has the newest state any more, the newest checkpoint is loaded. All members run a
+step at once. When one is lost, hangs or fails, the survivors report what they have committed (the commit record is the
+truth), form a new epoch, and share what is missing; what they have computed is kept. `next_step.py` decides.
 """
 
 import asyncio
 import logging
 from collections import Counter
 from collections.abc import Awaitable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from rolecall.core.clock import Clock
 from rolecall.core.config.job import JobConfig
-from rolecall.core.errors import DeadlineExceeded, PeerLost, RolecallError
-from rolecall.core.ids import split_replica
+from rolecall.core.errors import DeadlineExceeded, PeerLost, RolecallError, StaleIncarnation
+from rolecall.core.ids import ReplicaId, split_replica
+from rolecall.core.journal.payloads import StepInterrupted
 from rolecall.core.membership import Actual, ReplicaState
+from rolecall.rl_runtime.algorithms.batching import assign
 from rolecall.rl_runtime.controller.background_tasks import Tasks
 from rolecall.rl_runtime.controller.journal_writer import Member, RunRecorder
+from rolecall.rl_runtime.controller.next_step import (
+    TrainerChanges,
+    choose_state,
+    contain_attempt,
+    late_or_lost,
+    membership_changes,
+)
+from rolecall.rl_runtime.controller.state import CommittedStep, StepPlan
 from rolecall.rl_runtime.protocol.clients import Connect, LoadedCheckpoint, ReplicaExited, TrainerPort
 from rolecall.rl_runtime.protocol.membership import MembershipView
-from rolecall.rl_runtime.protocol.messages import Holder, TrainerInfo
+from rolecall.rl_runtime.protocol.messages import CommitRecord, Holder, Manifest, StepResult, TrainerInfo
 
 logger = logging.getLogger(__name__)
 
 TICK_SECONDS = 0.05
-"""How often a wait for several trainers looks whether one of them was fenced meanwhile."""
+"""How often a wait for several trainers checks whether one of them was fenced meanwhile."""
 GRACE_SECONDS = 3.0
 """On top of the process group's own timeout: after a peer failed, the others must have answered within this."""
 IDLE_SECONDS = 600.0
-"""How long a newcomer's working thread may be busy with an old call before it is asked again."""
+"""How long the working thread of a trainer that joins may be busy with an old call before it is asked again."""
 GREETINGS_MAX = 4
-"""Greetings that fail for a reason of the trainer's own, after which it is given up."""
+"""Greetings that fail with an error of the trainer's own, after which it is fenced."""
 RETRY_SECONDS = 0.25
 COPY_MARGIN_SECONDS = 5.0
 START_SECONDS = 60.0
-"""How long the first epoch waits for the trainers that are wanted, once one of them is there."""
+"""How long the first epoch waits for the other desired trainers, once one of them is there."""
 NO_TRAINER_SECONDS = 600.0
-"""How long the run waits for a trainer when it has none: recovery may be waiting for a person's approval."""
+"""How long a run without any trainer waits for one: recovery may be waiting for an operator's approval."""
 REGROUPS_MAX = 12
+DECISION_SECONDS = 60.0
+"""How long a step that fails by its own code waits for recovery's decision."""
+ATTEMPTS_MAX = 24
+"""Attempts at one step, over all causes: more is not a fault of machines."""
 
 
 class NoTrainerLeft(RolecallError):
@@ -49,51 +64,40 @@ class StepFailed(RolecallError):
     """A step fails by its own code, or again and again: repeating it will not help."""
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """A trainer that answers, with a free working thread, and may join."""
-
-    port: TrainerPort
-    info: TrainerInfo
-
-
 class TrainerGroup:
     """All trainers of a run, and the epoch that they are in."""
 
     def __init__(
-        self, *, books: RunRecorder, connect: Connect, tasks: Tasks, job: JobConfig, clock: Clock, folder: str
+        self, *, recorder: RunRecorder, connect: Connect, tasks: Tasks, job: JobConfig, clock: Clock, folder: str
     ) -> None:
         """`folder`: where checkpoints are."""
-        self._books, self._connect, self._tasks, self._clock = books, connect, tasks, clock
+        self._recorder, self._connect, self._tasks, self._clock = recorder, connect, tasks, clock
         self._folder, self._keep = folder, job.checkpoint.keep
         self._num_wanted = job.roles.trainer
         self._copy_seconds = job.runtime.transfer_timeout_seconds + COPY_MARGIN_SECONDS
         self._group_seconds = job.runtime.group_timeout_seconds + GRACE_SECONDS
         self._step_seconds = job.detector.first_unit_seconds + self._group_seconds
-        self.members: dict[Member, TrainerPort] = {}
         self._holders: dict[Member, Holder] = {}
-        self._candidates: dict[Member, Candidate] = {}
+        self._candidates: dict[Member, TrainerPort] = {}  # they answer, with a free working thread, and may join
         self._greeting: set[Member] = set()
-        self._unmet: Counter[Member] = Counter()  # failed greetings of those that are not candidates yet
-        self._gone: dict[Member, str] = {}
+        self._failed_greetings: Counter[Member] = Counter()
+        self._lost: dict[Member, str] = {}
+        self.members: dict[Member, TrainerPort] = {}
         self.epoch = 0
         self.committed_step = -1
-        """The newest step known to be committed; state older than that is never accepted, except by `recover`."""
+        """The newest step known to be committed; an older state is never accepted, except by `recover`."""
 
-    # --- reconciling with the border ----------------------------------------------------------------------------
+    # --- reconciling with the journal's records -----------------------------------------------------------------
 
     def sync(self, fleet: MembershipView) -> None:
-        """Notes who is over and greets who is there; called again and again."""
-        for member in [*self.members, *self._candidates]:
-            because = fleet.lost_because(*member)
-            if because is not None and member not in self._gone:
-                self._lose(member, because)
-        for record in fleet.usable("trainer").values():
-            member = (record.replica, record.incarnation)
-            known = (*self.members, *self._candidates, *self._greeting, *self._gone)
-            if member not in known:
-                self._greeting.add(member)
-                self._tasks.start(self._greet(record), f"greet {member}")
+        """Notes losses and greets new trainers; called again and again."""
+        active = [m for m in (*self.members, *self._candidates) if m not in self._lost]
+        changes = membership_changes(fleet, "trainer", active=active, known={*self._greeting, *self._lost})
+        for member, because in {**changes.lost, **changes.replaced}.items():
+            self._lose(member, because)
+        for record in changes.joining:
+            self._greeting.add((record.replica, record.incarnation))
+            self._tasks.start(self._greet(record), f"greet {(record.replica, record.incarnation)}")
 
     async def _greet(self, record: Actual) -> None:
         member = (record.replica, record.incarnation)
@@ -101,45 +105,40 @@ class TrainerGroup:
             port = TrainerPort(self._connect(record))
             await port.info()
             await port.idle(IDLE_SECONDS)
-            self._candidates[member] = Candidate(port, await port.info())
+            await port.info()
+            self._candidates[member] = port
         except ReplicaExited as e:
             self._lose(member, e.because)
         except DeadlineExceeded as e:
-            logger.warning("%s", e)  # the next look at the border greets it again
+            logger.warning("%s", e)  # the next sync greets it again
         except Exception as e:  # noqa: BLE001 deliberate: whatever one trainer raises must not end the controller
-            await self._failed_to_greet(member, e)
+            self._failed_greetings[member] += 1
+            failures = self._failed_greetings[member]
+            because = f"its greeting failed {failures} times, last: {type(e).__name__}: {e}"
+            logger.warning("%s#%d: %s", *member, because)
+            if failures >= GREETINGS_MAX:
+                self._lose(member, because)
+            else:
+                await asyncio.sleep(RETRY_SECONDS * failures)
         else:
-            self._unmet.pop(member, None)
+            self._failed_greetings.pop(member, None)
         finally:
             self._greeting.discard(member)
 
-    async def _failed_to_greet(self, member: Member, error: Exception) -> None:
-        """Counts it; the next look at the border greets it again, until it is given up for it."""
-        self._unmet[member] += 1
-        because = f"its greeting failed {self._unmet[member]} times, last: {type(error).__name__}: {error}"
-        logger.warning("%s#%d: %s", *member, because)
-        if self._unmet[member] >= GREETINGS_MAX:
-            self._lose(member, because)
-        else:
-            await asyncio.sleep(RETRY_SECONDS * self._unmet[member])
-
     def _lose(self, member: Member, because: str) -> None:
         """Contains a loss: fenced at once. A member stays in the running epoch until the next regroup."""
-        self._gone[member] = because
+        self._lost[member] = because
         self._candidates.pop(member, None)
-        self._books.fence(*member, because)
+        self._recorder.fence(*member, because)
 
     def _exclude(self, member: Member, because: str) -> None:
-        """It did not answer, but is not known to be dead: out of the epoch; if it comes to itself it may join again."""
+        """It did not answer, but is not known to be dead: it leaves the epoch, and may join again once it answers."""
         self.members.pop(member, None)
         self._candidates.pop(member, None)
-        self._books.set_state(*member, ReplicaState.READY, because)
+        self._recorder.set_state(*member, ReplicaState.READY, because)
 
-    # --- waiting for several ------------------------------------------------------------------------------------
-
-    async def _all(self, calls: Mapping[Member, Awaitable[Any]], grace: float) -> dict[Member, Any]:
-        """Each one's answer or exception. Who is fenced meanwhile is not waited for, nor who still owes an answer
-        `grace` seconds after the first failure: in a collective all fail, so that one is what the others waited for."""
+    async def _call_all(self, calls: Mapping[Member, Awaitable[Any]], grace: float) -> dict[Member, Any]:
+        """Each member's answer or exception; `late_or_lost` says which ones are not waited for."""
         pending = {member: asyncio.ensure_future(call) for member, call in calls.items()}
         answers: dict[Member, Any] = {}
         failed_at: float | None = None
@@ -147,48 +146,59 @@ class TrainerGroup:
             while pending:
                 await asyncio.wait(pending.values(), timeout=TICK_SECONDS, return_when=asyncio.FIRST_COMPLETED)
                 now = self._clock.monotonic()
-                for member, task in list(pending.items()):
-                    if task.done():
-                        answers[member] = task.exception() or task.result()
-                    elif member in self._gone:
-                        answers[member] = _gone(member, self._gone[member])
-                    elif failed_at is not None and now - failed_at > grace:
-                        answers[member] = DeadlineExceeded(waited_for=f"{member[0]}#{member[1]}", seconds=grace)
-                    else:
-                        continue
+                new = {m: task.exception() or task.result() for m, task in pending.items() if task.done()}
+                waited = [m for m in pending if m not in new]
+                new |= late_or_lost(waited, self._lost, failed_at=failed_at, now=now, grace_seconds=grace)
+                # In the order of the calls: the first answer is the one that speaks for all.
+                for member in [m for m in pending if m in new]:
+                    answers[member] = new[member]
                     pending.pop(member).cancel()
-                    if isinstance(answers[member], BaseException):
-                        failed_at = now if failed_at is None else failed_at
+                    if isinstance(new[member], BaseException) and failed_at is None:
+                        failed_at = now
         finally:
             for task in pending.values():
                 task.cancel()
         return answers
 
+    async def _infos(self, ports: Mapping[Member, TrainerPort]) -> dict[Member, TrainerInfo]:
+        """What each trainer says of its state; a loss is noted, and an exception is no answer."""
+        answers = await self._call_all({m: p.info() for m, p in ports.items()}, grace=GRACE_SECONDS)
+        self._note_losses(answers)
+        return {m: a for m, a in answers.items() if isinstance(a, TrainerInfo)}
+
     def _note_losses(self, answers: Mapping[Member, Any]) -> None:
         for member, answer in answers.items():
-            if isinstance(answer, ReplicaExited) and member not in self._gone:
+            if isinstance(answer, ReplicaExited) and member not in self._lost:
                 self._lose(member, answer.because)
             elif isinstance(answer, DeadlineExceeded):
                 self._exclude(member, str(answer))
 
     # --- membership ---------------------------------------------------------------------------------------------
 
-    async def found(self) -> None:
+    def changes(self) -> TrainerChanges:
+        """How the epoch's members differ from the trainers that there are."""
+        lost = {m: self._lost[m] for m in self.members if m in self._lost}
+        return TrainerChanges(lost=lost, joining=sorted(self._candidates))
+
+    async def form_first_epoch(self, committed_step: int) -> None:
         """The first epoch of this controller: among the trainers that have the newest state.
 
+        `committed_step`: the last one in the ledger.
+
         Raises:
-            NoTrainer: none has the state that the ledger speaks of.
+            NoTrainerLeft: none has the state of that step.
             DeadlineExceeded: no trainer came at all.
         """
+        self.committed_step = committed_step
         await self._wait_for_candidates(self._num_wanted)
         for _ in range(REGROUPS_MAX):
-            await self._regroup("the controller begins", with_candidates=True)
-            # A step that the controller before had asked for may have ended meanwhile, at some or at all.
-            infos = await self._all({m: p.info() for m, p in self.members.items()}, grace=GRACE_SECONDS)
-            self._note_losses(infos)
-            steps = {i.commit.step if isinstance(i, TrainerInfo) else None for i in infos.values()}
-            if len(steps) == 1 and None not in steps:
-                self.committed_step = max(s for s in steps if s is not None)
+            await self.regroup("the controller begins", with_candidates=True)
+            # A step that an earlier controller had asked for may have ended meanwhile, at some or at all.
+            asked = set(self.members)
+            infos = await self._infos(self.members)
+            steps = {i.commit.step for i in infos.values()}
+            if len(steps) == 1 and infos.keys() == asked:
+                self.committed_step = steps.pop()
                 return
         raise StepFailed(f"trainers did not agree on their state in {REGROUPS_MAX} attempts")
 
@@ -204,76 +214,46 @@ class TrainerGroup:
                 raise DeadlineExceeded(waited_for="a trainer", seconds=NO_TRAINER_SECONDS)
             await asyncio.sleep(TICK_SECONDS)
 
-    def is_settled(self) -> bool:
-        """Whether the epoch's members are all that there are."""
-        return not self._candidates and not any(m in self._gone for m in self.members)
-
-    async def settle(self) -> bool:
-        """Between two steps: who was lost leaves, who is ready comes in. Whether anything changed.
+    async def regroup(self, because: str, *, with_candidates: bool) -> None:
+        """A new epoch among the members left (and the candidates), all at the newest committed state.
 
         Raises:
-            NoTrainer: nobody is left.
+            NoTrainerLeft: nobody has that state.
         """
-        if self.is_settled():
-            return False
-        lost = [f"{m[0]}#{m[1]}: {self._gone[m]}" for m in self.members if m in self._gone]
-        joining = [f"{m[0]}#{m[1]} joins" for m in sorted(self._candidates)]
-        await self._regroup("; ".join(lost + joining), with_candidates=True)
-        return True
-
-    async def _regroup(self, because: str, *, with_candidates: bool) -> None:
-        """A new epoch among the members left (and the candidates), all at the newest committed state."""
         for _ in range(REGROUPS_MAX):
-            ports = {m: p for m, p in self.members.items() if m not in self._gone}
+            ports = {m: p for m, p in self.members.items() if m not in self._lost}
             if with_candidates:
-                ports |= {m: c.port for m, c in self._candidates.items()}
-            level = await self._level(ports)
-            if await self._join(level, because):
+                ports |= self._candidates
+            if await self._join(await self._copy_state(ports), because):
                 return
         raise StepFailed(f"no epoch could be formed in {REGROUPS_MAX} attempts: {because}")
 
-    async def _level(self, ports: Mapping[Member, TrainerPort]) -> dict[Member, TrainerPort]:
-        """Those that have the newest committed state, after all others copied it from one of them.
-
-        Raises:
-            NoTrainer: nobody has it.
-        """
-        infos = await self._all({m: p.info() for m, p in ports.items()}, grace=GRACE_SECONDS)
-        self._note_losses(infos)
-        found = {m: i for m, i in infos.items() if isinstance(i, TrainerInfo)}
-        # A trainer that was cut off may have committed this step in an epoch that the others left: same microbatches,
-        # but added up in another order.
-        top = max(((i.commit.step, i.commit.epoch) for i in found.values() if i.has_state), default=(-2, -1))
-        if top[0] < self.committed_step or top[0] < -1:
+    async def _copy_state(self, ports: Mapping[Member, TrainerPort]) -> dict[Member, TrainerPort]:
+        """The trainers that have the newest committed state, after the others copied it."""
+        infos = await self._infos(ports)
+        choice = choose_state(infos, self.committed_step)
+        if choice is None:
             raise NoTrainerLeft(f"no trainer has the state of step {self.committed_step}")
-        self.committed_step = top[0]
-        level = {m: i for m, i in found.items() if i.has_state and (i.commit.step, i.commit.epoch) == top}
-        self._holders = {m: i.holder for m, i in level.items()}
-        behind = {m: i for m, i in found.items() if m not in level}
-        holders = list(self._holders.values())
-        copies = await self._all(
-            {
-                m: ports[m].copy_from(holders[n % len(holders)], self._copy_seconds)
-                for n, m in enumerate(sorted(behind))
-            },
+        self.committed_step, self._holders = choice.step, dict(choice.holders)
+        copies = await self._call_all(
+            {m: ports[m].copy_from(holder, self._copy_seconds) for m, holder in choice.copies.items()},
             grace=self._copy_seconds,
         )
         self._note_losses(copies)
         for member, answer in copies.items():
             if answer is None:
-                level[member] = behind[member]
-                self._holders[member] = behind[member].holder
+                self._holders[member] = infos[member].holder
             elif not isinstance(answer, ReplicaExited | DeadlineExceeded):
                 logger.warning("%s#%d could not copy the state: %s", *member, answer)
                 self._exclude(member, f"could not copy the state: {answer}")
-        return {m: ports[m] for m in sorted(level) if m not in self._gone}
+        return {m: ports[m] for m in sorted(self._holders) if m not in self._lost}
 
     async def _join(self, ports: Mapping[Member, TrainerPort], because: str) -> bool:
         """Whether all of them are in a new epoch's process group."""
         if not ports:
             return False
-        left = [m for m in self._books.members if split_replica(m[0])[0] == "trainer" and m not in ports]
-        epoch = self._books.change_members(joined=ports, left=left, because=because, always=True)
+        left = [m for m in self._recorder.members if split_replica(m[0])[0] == "trainer" and m not in ports]
+        epoch = self._recorder.change_members(joined=ports, left=left, because=because, always=True)
         first = next(iter(ports))
         try:
             store = await ports[first].open_store(epoch)
@@ -282,7 +262,7 @@ class TrainerGroup:
             return False
         seconds = self._group_seconds
         calls = {m: p.join(epoch, n, len(ports), store, seconds) for n, (m, p) in enumerate(ports.items())}
-        answers = await self._all(calls, grace=seconds)
+        answers = await self._call_all(calls, grace=seconds)
         self._note_losses(answers)
         self.members = {m: p for m, p in ports.items() if answers[m] is None or isinstance(answers[m], PeerLost)}
         for member, answer in answers.items():
@@ -293,11 +273,11 @@ class TrainerGroup:
         self.epoch = epoch
         for member in ports:
             self._candidates.pop(member, None)
-            self._books.set_state(*member, ReplicaState.SERVING, f"member of epoch {epoch}")
+            self._recorder.set_state(*member, ReplicaState.SERVING, f"member of epoch {epoch}")
         return True
 
     async def recover(self) -> LoadedCheckpoint:
-        """Nobody has the newest state: the first trainer that comes takes over the newest good checkpoint.
+        """Nobody has the newest state: the first trainer that comes loads the newest good checkpoint.
 
         `committed_step` is then that checkpoint's; what was trained after it must be undone.
 
@@ -305,22 +285,136 @@ class TrainerGroup:
             DeadlineExceeded: no trainer came.
         """
         for member in list(self.members):
-            if member not in self._gone:
+            if member not in self._lost:
                 self._exclude(member, "has not the state of the last committed step")
         self.members = {}
         while True:
             await self._wait_for_candidates(1)
-            member, candidate = next(iter(sorted(self._candidates.items())))
+            member, port = next(iter(sorted(self._candidates.items(), key=lambda c: c[0])))
             try:
-                loaded = await candidate.port.load_checkpoint(self._folder)
-                self.committed_step = (await candidate.port.commit_record()).step
-                await self._regroup(f"state taken from {loaded.path or 'the beginning'}", with_candidates=True)
+                loaded = await port.load_checkpoint(self._folder)
+                self.committed_step = (await port.commit_record()).step
+                await self.regroup(f"state taken from {loaded.path or 'the beginning'}", with_candidates=True)
                 return loaded
             except (ReplicaExited, DeadlineExceeded) as e:
                 self._note_losses({member: e})
             except NoTrainerLeft:
                 continue
 
+    # --- a step -------------------------------------------------------------------------------------------------
 
-def _gone(member: Member, because: str) -> ReplicaExited:
-    return ReplicaExited(replica=member[0], incarnation=member[1], because=because)
+    async def run_step(self, plan: StepPlan) -> CommittedStep:
+        """Repeats the step until it is committed.
+
+        Raises:
+            NoTrainerLeft: nobody is left.
+            StepFailed: its own code fails, and recovery decided nothing about it.
+        """
+        code_errors = 0
+        for attempt in range(1, ATTEMPTS_MAX + 1):
+            answers = await self._attempt(plan, repeated=plan.resumed or attempt > 1)
+            results = [a for a in answers.values() if isinstance(a, StepResult)]
+            if len(results) == len(answers):
+                digests = {r.commit.gradient_digest for r in results}
+                if len(digests) != 1 or any(r.commit.step != plan.step for r in results):
+                    raise StepFailed(
+                        f"step {plan.step}: trainers committed different gradients, although they had voted"
+                    )
+                self.committed_step = plan.step
+                return CommittedStep(commit=results[0].commit, result=results[0], attempts=attempt)
+            contained = contain_attempt(answers, code_errors=code_errors)
+            interrupted = StepInterrupted(
+                step=plan.step, epoch=self.epoch, because=contained.because, lost=contained.lost, attempt=attempt
+            )
+            self._recorder.event(interrupted)
+            self._note_losses(answers)
+            if contained.resets_gradients:
+                await self.reset_step(plan.step)
+            await self.regroup(contained.because, with_candidates=False)
+            if self.committed_step >= plan.step:  # though not all could say so
+                commit, result = (results[0].commit, results[0]) if results else await self.newest_commit()
+                return CommittedStep(commit=commit, result=result, attempts=attempt)
+            code_errors += bool(contained.raised)
+            if contained.awaits_recovery:
+                await self._await_recovery(plan, contained.raised)
+        raise StepFailed(f"step {plan.step} is not committed after {ATTEMPTS_MAX} attempts")
+
+    async def _attempt(self, plan: StepPlan, *, repeated: bool) -> dict[Member, Any]:
+        """Asks all members at once. `repeated`: they may have computed parts of the step already."""
+        computed: dict[ReplicaId, tuple[str, ...]] = {}
+        if repeated:
+            infos = await self._call_all({m: p.info() for m, p in self.members.items()}, grace=GRACE_SECONDS)
+            computed = {m[0]: i.computed for m, i in infos.items() if isinstance(i, TrainerInfo)}
+        by_id = {m.microbatch_id: m for m in plan.microbatches}
+        names = [replica for replica, _ in self.members]
+        shares = assign(plan.ids, computed, names)
+        calls = {
+            member: port.train_step(
+                self.epoch,
+                plan.step,
+                [by_id[i] for i in shares[member[0]]],
+                plan.ids,
+                plan.ledger,
+                names,
+                self._step_seconds,
+            )
+            for member, port in self.members.items()
+        }
+        return await self._call_all(calls, grace=self._group_seconds)
+
+    async def newest_commit(self) -> tuple[CommitRecord, StepResult | None]:
+        """The commit record of the members, and what one of them still knows of that step.
+
+        Raises:
+            NoTrainerLeft: nobody could say.
+        """
+        for member, port in list(self.members.items()):
+            try:
+                commit, result = await port.commit_record(), await port.last_result()
+            except (ReplicaExited, DeadlineExceeded) as e:
+                self._note_losses({member: e})
+                continue
+            return commit, result if result is not None and result.commit.step == commit.step else None
+        raise NoTrainerLeft(f"no trainer can say what it committed, step {self.committed_step} or later")
+
+    async def _await_recovery(self, plan: StepPlan, raised: Mapping[Member, BaseException]) -> None:
+        """Code fails: waits until recovery replaced a trainer that raised. (A stop of the job ends the wait.)
+
+        Raises:
+            StepFailed: recovery did nothing in time.
+        """
+        deadline = self._clock.monotonic() + DECISION_SECONDS
+        while self._clock.monotonic() < deadline:
+            if any(m in self._lost for m in raised):
+                await self.regroup("recovery replaced who raised", with_candidates=False)
+                return
+            await asyncio.sleep(TICK_SECONDS)
+        member, error = next(iter(sorted(raised.items(), key=lambda i: i[0])))
+        raise StepFailed(f"step {plan.step}: {member[0]}#{member[1]} raised {type(error).__name__}: {error}")
+
+    async def reset_step(self, step: int) -> None:
+        """Every member throws away partial gradients of `step`: its microbatches will be others."""
+        calls = {m: p.reset_step(step) for m, p in self.members.items()}
+        self._note_losses(await self._call_all(calls, grace=GRACE_SECONDS))
+
+    # --- after a step -------------------------------------------------------------------------------------------
+
+    async def manifest(self, policy_version: int) -> tuple[Manifest, list[Holder]] | None:
+        """What a version consists of and which members hold it; None when no member could say just now."""
+        for member, port in list(self.members.items()):
+            try:
+                found = await port.manifest(policy_version)
+            except (ReplicaExited, DeadlineExceeded, StaleIncarnation) as e:
+                logger.warning("%s#%d gave no manifest of version %d: %s", *member, policy_version, e)
+                continue
+            return found, [self._holders[m] for m in self.members if m in self._holders and m not in self._lost]
+        return None
+
+    async def checkpoint(self) -> str | None:
+        """Path of the checkpoint that one member wrote; None when none could."""
+        for member, port in reversed(list(self.members.items())):
+            try:
+                return await port.save_checkpoint(self._folder, self._keep)
+            except (ReplicaExited, DeadlineExceeded, OSError) as e:
+                logger.warning("%s#%d wrote no checkpoint: %s", *member, e)
+        return None

@@ -34,34 +34,6 @@ class ReassignedRequests:
 NOTHING: Final = ReassignedRequests(group_ids=(), num_requests=0, tokens_kept=0)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineLoad:
-    """An engine as a place for work."""
-
-    key: EngineKey
-    version: int  # policy version it has proven
-    may_serve: bool  # proven, alive, and answering
-    num_requests: int
-    is_due: bool = False  # it will have the newest version in a moment
-
-
-def least_loaded(engines: Iterable[EngineLoad]) -> EngineLoad | None:
-    """Where the next group goes: fewest unfinished requests, then newest weights, then by name.
-
-    Only engines that may serve count: a dead one has no load, and would attract everything.
-    """
-    able = [e for e in engines if e.may_serve]
-    return min(able, key=lambda e: (e.num_requests, -e.version, e.key), default=None)
-
-
-def staleness_if_issued(step: int, groups_ahead: int, groups_per_step: int, engine_version: int) -> int:
-    """Versions between a group's first token and its step, if everything ahead of it is trained first.
-
-    `step`: the one being formed or trained, whose policy version has the same number.
-    """
-    return step + groups_ahead // groups_per_step - engine_version
-
-
 class TrajectoryTable:
     """All open groups. Owned by the controller's loop."""
 
@@ -128,13 +100,14 @@ class TrajectoryTable:
             t.engine, t.sent = engine, False
         return len(unassigned)
 
-    def unassigned(self) -> list[GroupId]:
-        """Groups with unfinished requests that no engine has any more, oldest first."""
-        return sorted(
-            g.group_id
-            for g in self.groups.values()
-            if not g.waits and any(t.engine is None and not t.finished for t in g.trajectories)
-        )
+    def unassigned(self) -> dict[GroupId, int]:
+        """Number of unfinished requests without an engine, of each group that had one, oldest first."""
+        counts = {
+            g.group_id: sum(t.engine is None and not t.finished for t in g.trajectories)
+            for g in sorted(self.groups.values(), key=lambda g: g.group_id)
+            if not g.waits
+        }
+        return {g: n for g, n in counts.items() if n}
 
     def unsent(self, engine: EngineKey) -> list[GenerationRequest]:
         """What the engine must be given, each with the tokens that others made of it."""
@@ -300,6 +273,10 @@ class TrajectoryTable:
         for t in leaving:
             t.engine, t.sent = None, False
         return _moved(leaving)
+
+    def mark_followed(self, group_id: GroupId) -> None:
+        """The window's end is final: the next one is in the ledger."""
+        self.groups[group_id].followed = True
 
     # --- scoring and training -----------------------------------------------------------------------------------
 

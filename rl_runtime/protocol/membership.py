@@ -52,8 +52,8 @@ class MembershipView:
             return record.because or f"it is {record.state}"
         return None
 
-    def may_still_speak(self, replica: ReplicaId, incarnation: int) -> bool:
-        """Whether an incarnation that recovery replaces stands at work until somebody fences it: a slow one, say."""
+    def is_replaced_alive(self, replica: ReplicaId, incarnation: int) -> bool:
+        """Whether recovery replaces an incarnation that is not fenced and still at work, for example a slow one."""
         wanted, record = self.desired.get(replica), self.actual.get((replica, incarnation))
         replaced = wanted is not None and wanted.incarnation > incarnation
         return replaced and record is not None and record.state in AT_WORK

@@ -100,7 +100,7 @@ class FaultSpec:
     remedy: Remedy = Remedy.PAGE
     suppresses: Mapping[FaultClass, SuppressionScope] = field(default_factory=dict)
     """Findings of these classes are its consequences and are dropped while it stands."""
-    continues_as: frozenset[FaultClass] = frozenset()
+    absorbs: frozenset[FaultClass] = frozenset()
     """A finding of one of these classes about the same suspects goes on under the diagnosis that stands."""
     stalls_others: bool = False
     """While it stands, ranks that wait for others are not accused, and nothing is learned from them."""
@@ -154,7 +154,7 @@ FAULTS: dict[FaultClass, FaultSpec] = {
         advice="replace the replica; the ranks that wait for it need no action",
         remedy=Remedy.REPLACE,
         suppresses={FaultClass.SLOW: SuppressionScope.ANY, FaultClass.CANNOT_TELL: SuppressionScope.ANY},
-        continues_as=frozenset({FaultClass.CRASH}),  # somebody killed it: no second fault
+        absorbs=frozenset({FaultClass.CRASH}),  # somebody killed it: no second fault
         stalls_others=True,
         causes_slowness=True,
         settles_ties=True,

@@ -26,7 +26,7 @@ def kernel(path: Path) -> KernelLogCollector:
 
 
 def test_the_newest_lines_are_told_and_the_cursor_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel_log, "NUM_LINES_SHOWN", 3)
+    monkeypatch.setattr(kernel_log, "NUM_EVIDENCE_LINES", 3)
     log = tmp_path / "kern.log"
     log.write_text("".join(f"[ {n:4}.500000] usb 1-1: device {n}\n" for n in range(9)))
     it = kernel(log)
@@ -69,17 +69,17 @@ def test_ras_is_asked_anew_in_json_then_in_text(monkeypatch: pytest.MonkeyPatch)
         with pytest.raises(CollectorUnavailable, match="more than 5 bytes"):
             it.evidence()
         server.serve = lambda connection: connection.sendall(b"SSH-2.0\n")
-        with pytest.raises(CollectorUnavailable, match="does not greet as RAS does"):
+        with pytest.raises(CollectorUnavailable, match="greeting is not RAS"):
             it.evidence()
     finally:
         server.close()
-    with pytest.raises(CollectorUnavailable, match="nobody listens"):
+    with pytest.raises(CollectorUnavailable, match="nothing listens"):
         it.evidence()
 
 
 def test_ras_that_goes_silent_in_its_answer_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a clock that leaps over every deadline as soon as it is waited for."""
-    monkeypatch.setattr(nccl_ras, "LOOK_SECONDS_MAX", 0.1)
+    monkeypatch.setattr(nccl_ras, "POLL_SECONDS_MAX", 0.1)
     now = [0.0]
 
     def leap(connection: socket.socket) -> None:
@@ -101,6 +101,6 @@ def test_a_collector_that_does_not_run_is_named(tmp_path: Path) -> None:
     (tmp_path / "kern.log").write_text("[    1.000000] usb 1-1: gone\n")
     probes = Probes([kernel(tmp_path / "kern.log")], events, clock)
     assert probes.evidence("kernel_log") == b"[    1.000000] usb 1-1: gone\n"
-    with pytest.raises(NoSuchCollector, match=r"nccl_ras does not run here: agent\.yaml"):
+    with pytest.raises(NoSuchCollector, match=r"nccl_ras does not run here: enable it in agent\.yaml"):
         probes.evidence("nccl_ras")
     events.close()

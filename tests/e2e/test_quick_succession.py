@@ -16,7 +16,7 @@ import pytest
 
 from rolecall.agent.processes.state_pages import PageReader, PageState, PageUnreadable
 from rolecall.core.rundir import RunDir, write_atomically
-from rolecall.rl_runtime.controller.supply import TOO_STALE
+from rolecall.rl_runtime.controller.batch_assembler import TOO_STALE
 from rolecall.rl_runtime.faults.injector import inject
 from rolecall.rl_runtime.faults.process_side import WEIGHTS, InjectionRequest, InProcessFault, effect_path, request_path
 from rolecall.rl_runtime.processes import find_processes

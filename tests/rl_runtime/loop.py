@@ -186,7 +186,7 @@ class World:
             self.job,
             connect=lambda record: self.fleet.connect(record, mortality),
             source=Prompts(self.answers.longest),
-            certifier=FakeCertifier(),
+            verifier=FakeCertifier(),
             journal=journal,
             ledger=ledger,
             clock=self.clock,

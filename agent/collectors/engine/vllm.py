@@ -1,9 +1,8 @@
-"""vLLM's own metrics: the pages of the engines on this node, joined with the replica that each one serves.
+"""vLLM's metrics: the pages of this node's engines, labelled with the replica of each engine.
 
-Names: vLLM's documentation, "Production Metrics", versions 0.5 to 0.32. Where a name changed, both are known: of a
-version that has both for the same thing the newer one counts. The page is made by the engine's API server, in the loop
-that serves requests: it is asked rarely.
-"""
+Names: vLLM's documentation, "Production Metrics", versions 0.5 to 0.32. Where a name changed, both are supported; the
+newer one wins where a version exports both. The engine's API server renders the page in the loop that serves requests,
+so it is scraped rarely."""
 
 import logging
 import math
@@ -25,9 +24,9 @@ logger = logging.getLogger(__name__)
 NUM_ENGINES_MAX = 64
 INTERVAL_SECONDS = 5.0
 ENGINE_SECONDS = 1.0
-"""For one engine's page. A server that is busy with long prompts takes a while."""
-LOOK_SECONDS = 4.0
-"""For all engines together: less than it takes until a read counts as hung. Who was asked in vain comes last."""
+"""Deadline of one engine's page. A server busy with long prompts responds slowly."""
+POLL_SECONDS = 4.0
+"""For all engines together: less than the time after which a read counts as hung. Engines that failed come last."""
 
 _BY_NAME = {m.name: m for m in VLLM_METRICS}
 _UP = _BY_NAME["rolecall_vllm_up"]
@@ -39,7 +38,7 @@ OTHER = "other"
 
 
 class Endpoint(NamedTuple):
-    """An engine's page, and whose it is. `url`: `http://host:port[/metrics]`."""
+    """An engine's metrics page and its rank. `url`: `http://host:port[/metrics]`."""
 
     url: str
     role: str
@@ -49,7 +48,7 @@ class Endpoint(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """`names`: of vLLM, the newest first; `join`: of the values that one page has of it."""
+    """`names`: vLLM's names, newest first; `join`: combines several values of one page."""
 
     metric: Metric
     names: tuple[str, ...]
@@ -80,7 +79,7 @@ WANTED = frozenset({n for row in _ROWS for n in row.names} | {_SLEEP_STATE, _SUC
 
 
 def engine_values(samples: Iterable[Sample], rank: tuple[str, ...]) -> Iterator[MetricValue]:
-    """Rows of the catalogue from one engine's page; what it lacks has no value. `rank`: node, role, replica, rank."""
+    """Metric values from one engine's page, without those it lacks. `rank`: node, role, replica, rank."""
     found: dict[str, list[float]] = {}
     finished: dict[str, float] = {}
     for name, labels, value, *_ in samples:
@@ -104,9 +103,9 @@ def engine_values(samples: Iterable[Sample], rank: tuple[str, ...]) -> Iterator[
 
 
 class VllmCollector:
-    """`endpoints()`: the engines of this node now; it is asked at each look.
+    """`endpoints()`: this node's current engines, called at each poll.
 
-    An engine that cannot be read is `up` 0, and why is logged, once for each reason: the others are read all the same.
+    An engine that cannot be read has `up` 0, and each reason is logged once; the others are unaffected.
     """
 
     name = "vllm"
@@ -118,19 +117,19 @@ class VllmCollector:
         *,
         interval_seconds: float = INTERVAL_SECONDS,
         engine_seconds: float = ENGINE_SECONDS,
-        look_seconds: float = LOOK_SECONDS,
+        poll_seconds: float = POLL_SECONDS,
         remote: bool = False,
         clock: Clock | None = None,
     ) -> None:
         self.interval_seconds = interval_seconds
         self._node, self._endpoints, self._remote = node, endpoints, remote
-        self._clock, self._look_seconds = clock or SystemClock(), look_seconds
+        self._clock, self._look_seconds = clock or SystemClock(), poll_seconds
         self._scraper = Scraper(node, self.name, WANTED, clock=self._clock, deadline_seconds=engine_seconds)
-        self._down: dict[Endpoint, str] = {}  # why, of those that the look before could not read
-        self._failed_at: dict[Endpoint, float] = {}  # when they were last asked in vain
+        self._down: dict[Endpoint, str] = {}  # reasons of the previous poll's failures
+        self._failed_at: dict[Endpoint, float] = {}  # time of the last failure
 
     def read(self, at: float) -> CollectorReading:
-        """Never raises CannotRead: `up` tells it for each engine."""
+        """Never raises CollectorUnavailable: `up` reports it per engine."""
         engines = list(dict.fromkeys(Endpoint(*e) for e in self._endpoints()))[:NUM_ENGINES_MAX]
         self._failed_at = {e: t for e, t in self._failed_at.items() if e in engines}
         if not engines:
@@ -141,15 +140,12 @@ class VllmCollector:
         end = self._clock.monotonic() + self._look_seconds
         for engine in sorted(engines, key=lambda e: self._failed_at.get(e, -math.inf)):
             rank = (self._node, engine.role, engine.replica, str(engine.rank))
-            why = "not asked: others took all the time" if self._clock.monotonic() >= end else ""
+            why = "not scraped: the other engines used up the time limit" if self._clock.monotonic() >= end else ""
             if not why:
                 try:
                     values += self._of(engine, rank)
                     self._failed_at.pop(engine, None)
-                except (
-                    CollectorUnavailable,
-                    ValueError,
-                ) as e:  # ValueError: of the address, which a job's settings may have
+                except (CollectorUnavailable, ValueError) as e:  # ValueError: an invalid address in the job's settings
                     why, self._failed_at[engine] = str(e), at
             values.append(MetricValue(_UP, rank, float(not why)))
             if why:
@@ -165,5 +161,5 @@ class VllmCollector:
     def _of(self, engine: Endpoint, rank: tuple[str, ...]) -> list[MetricValue]:
         _, samples = self._scraper.look(parse_address(engine.url, remote=self._remote))
         if not samples:
-            raise CollectorUnavailable(f"{engine.url}: no metric of vLLM on this page")
+            raise CollectorUnavailable(f"{engine.url}: no vLLM metric on this page")
         return list(engine_values(samples, rank))

@@ -1,10 +1,10 @@
-"""GPUs through NVML: numbers at each look, and facts when a GPU is lost, comes back or tells of a fault.
+"""GPUs through NVML: numbers at each poll, and facts when a GPU is lost, recovers or reports a fault.
 
-Calls degrade one by one (`queries.py`). A GPU on which no call succeeds is one fact, GPU_LOST, then silence until it is back;
-the other GPUs go on. XIDs, and changes of the recovery action where the driver tells of them, become facts in
-`events.py`, as they happen.
+Calls degrade one by one (`queries.py`). A GPU on which no call succeeds yields one fact, GPU_LOST, then nothing until
+it recovers; the other GPUs are unaffected. `events.py` reports XIDs and, where the driver sends an event for it,
+changes of the recovery action.
 
-One thread uses a collector. NVML may block in any call when a GPU is sick: `looking_at` says on which one.
+One thread uses a collector. NVML may block in any call on a faulty GPU: `current_device` names that GPU.
 """
 
 import logging
@@ -30,16 +30,16 @@ from rolecall.formats.xid.xid import RecoveryAction
 logger = logging.getLogger(__name__)
 
 LOST_RETRY_SECONDS = 5.0
-"""Between two tries of a lost GPU: each may block in the driver."""
-ONLY_NOT_ZERO = frozenset({"nvlink_down", "recovery_action"})
-"""Metrics whose zeros are not shown."""
+"""Between two retries of a lost GPU: each may block in the driver."""
+NONZERO_ONLY = frozenset({"nvlink_down", "recovery_action"})
+"""Metrics exported only when not 0."""
 
 _METRICS: dict[str, Metric] = {m.name.removeprefix("rolecall_gpu_"): m for m in GPU_METRICS}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuId:
-    """`pci`: as the kernel log spells it, `0000:1a:00`; `pci_bus_id`: as NVML does. All "" or 0 where not known."""
+    """`pci`: as the kernel log writes it, `0000:1a:00`; `pci_bus_id`: as NVML does. Unknown fields are "" or 0."""
 
     index: int
     uuid: str = ""
@@ -55,22 +55,22 @@ class GpuId:
 
 @dataclass(slots=True)
 class _GpuState:
-    """What is known of one GPU."""
+    """State of one GPU."""
 
     id: GpuId
-    asked: GpuQueryState
+    query: GpuQueryState
     lost: str = ""
     retry_at: float = 0.0
     conditions: Conditions = field(default_factory=Conditions)
     mig: MigInstances = field(default_factory=MigInstances)
-    labels: Callable[[str, int | None], str] = dcgm.no_labels  # of dcgm-exporter; of a MIG instance by profile and id
+    labels: Callable[[str, int | None], str] = dcgm.no_labels  # of dcgm-exporter; arguments: MIG profile and instance
     shown: dict[str, "_CachedCallValues"] = field(default_factory=dict)  # by call, as `asked.parts`
     series: dict[Key, tuple[Metric, tuple[str, ...]]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class _CachedCallValues:
-    """What one call gave, and the values made of it: most of them are the same at the next look."""
+    """Result of one call and the metric values made from it; most are unchanged at the next poll."""
 
     numbers: Numbers
     values: tuple[MetricValue, ...]
@@ -97,23 +97,23 @@ def identify(pynvml: Any, index: int, handle: Handle) -> GpuId:
 
 
 def no_xid(index: int) -> int:
-    """`last_xid` of a node that hears of none."""
+    """`last_xid` without a source of XIDs."""
     return 0
 
 
 def no_text(xid: int) -> str:
-    """`xid_text` of a node that does not decode them."""
+    """`xid_text` without a decoder."""
     return ""
 
 
 def no_action(index: int) -> RecoveryAction:
-    """`action_told` where nobody else tells."""
+    """`reported_action` without a source of GPU events."""
     return RecoveryAction.NONE
 
 
 class GpuCollector:
-    """`last_xid(gpu index)` and `xid_text(xid)` fill DCGM_FI_DEV_XID_ERRORS. `action_told(gpu index)`: the recovery
-    action that was told of already. `GpuEventsCollector` has the first and the last."""
+    """`last_xid(gpu index)` and `xid_text(xid)` fill DCGM_FI_DEV_XID_ERRORS. `reported_action(gpu index)`: the recovery
+    action already reported as a fact. `GpuEventsCollector` provides the first and last."""
 
     name = "gpu"
 
@@ -126,49 +126,49 @@ class GpuCollector:
         slow_seconds: float = 10.0,
         last_xid: Callable[[int], int] = no_xid,
         xid_text: Callable[[int], str] = no_text,
-        action_told: Callable[[int], RecoveryAction] = no_action,
+        reported_action: Callable[[int], RecoveryAction] = no_action,
         dcgm_lines: bool = True,
     ) -> None:
         self.interval_seconds = interval_seconds
         self._dcgm_lines = dcgm_lines
-        self.looking_at = ""
+        self.current_device = ""
         self.processes: Mapping[int, tuple[GpuProcess, ...]] = {}
-        """By GPU index, of the newest look that asked. Replaced as a whole: any thread may read it."""
+        """By GPU index, from the newest poll that queried them. Replaced as a whole: any thread may read it."""
         self._node, self._library, self._slow_seconds = node, library, slow_seconds
-        self._last_xid, self._xid_text, self._action_told = last_xid, xid_text, action_told
+        self._last_xid, self._xid_text, self._reported_action = last_xid, xid_text, reported_action
         self._nvml: Any = None
-        self._asker: GpuPoller | None = None
+        self._poller: GpuPoller | None = None
         self._gpus: list[_GpuState] = []
         self._driver = ""
-        self._said = LoggedOnce()
+        self._logged = LoggedOnce()
 
     @property
     def gpus(self) -> tuple[GpuId, ...]:
-        """Those found, lost ones among them."""
+        """All GPUs found, including lost ones."""
         return tuple(g.id for g in self._gpus)
 
-    # --- one look
+    # --- one poll
 
     def read(self, at: float) -> CollectorReading:
         """Raises:
-        CannotRead: no NVML, no driver, or the driver went away: which.
+        CollectorUnavailable: no NVML, no driver, or the driver was unloaded; the text says which.
         """
         try:
-            facts = self._look_at_all(at)
+            facts = self._poll_all(at)
         except CollectorUnavailable:
             self.close()
             raise
-        self.processes = {g.id.index: g.asked.processes for g in self._gpus if not g.lost}
+        self.processes = {g.id.index: g.query.processes for g in self._gpus if not g.lost}
         shown = [gpu for gpu in self._gpus if not gpu.lost] if self._dcgm_lines else []
         pages = [page for gpu in shown for page in (self._dcgm_page(gpu), *self._dcgm_instances(gpu))]
         return CollectorReading(
             values=tuple(v for gpu in self._gpus for v in self._values(gpu)),
             facts=tuple(facts),
             dcgm=lambda: dcgm.render(make() for make in pages),
-            gpu_pids={  # where nobody tells, nobody knows, which is not the same as nobody
-                gpu.id.index: tuple(p.pid for p in gpu.asked.processes)
+            gpu_pids={  # a missing entry means unknown, an empty one means unused
+                gpu.id.index: tuple(p.pid for p in gpu.query.processes)
                 for gpu in self._gpus
-                if gpu.asked.tells_processes
+                if gpu.query.lists_processes
             },
         )
 
@@ -176,19 +176,19 @@ class GpuCollector:
         if self._nvml is None:
             return
         for gpu in self._gpus:
-            gpu.asked.close()
+            gpu.query.close()
             gpu.mig.forget()
         close_nvml(self._nvml)
-        self._nvml = self._asker = None
+        self._nvml = self._poller = None
 
-    def _look_at_all(self, at: float) -> list[Fact]:
+    def _poll_all(self, at: float) -> list[Fact]:
         facts: list[Fact] = []
-        if self._asker is None:
-            self._asker, facts = self._open(at)
+        if self._poller is None:
+            self._poller, facts = self._open(at)
         for gpu in self._gpus:
-            self.looking_at = f"GPU {gpu.id.index}"
-            facts += self._look(gpu, self._asker, at)
-        self.looking_at = ""
+            self.current_device = f"GPU {gpu.id.index}"
+            facts += self._poll(gpu, self._poller, at)
+        self.current_device = ""
         return facts
 
     def _open(self, at: float) -> tuple[GpuPoller, list[Fact]]:
@@ -198,33 +198,33 @@ class GpuCollector:
             count = nvml.nvmlDeviceGetCount()
             self._driver = nvml.nvmlSystemGetDriverVersion()
         except nvml.NVMLError as e:
-            raise CollectorUnavailable(f"NVML does not say which GPUs there are: {e}") from None
+            raise CollectorUnavailable(f"NVML cannot list the GPUs: {e}") from None
         self._gpus = [_GpuState(GpuId(index=i), GpuQueryState(i)) for i in range(count)]
         facts = []
         for gpu in self._gpus:
-            self.looking_at = f"GPU {gpu.id.index}"
+            self.current_device = f"GPU {gpu.id.index}"
             try:
                 self._find(gpu)
-            except nvml.NVMLError as e:  # it fell off the bus before we came
+            except nvml.NVMLError as e:  # it fell off the bus before the agent started
                 facts.append(self._lose(gpu, at, str(e)))
         found = {g.id.uuid for g in self._gpus}
-        for gone in before:  # the driver was loaded anew and does not see it any more
+        for gone in before:  # the driver was reloaded and no longer lists it
             if gone.uuid and gone.uuid not in found:
-                facts.append(_lost_fact(gone, "the driver does not list it any more"))
-        return GpuPoller(nvml, self._said, num_gpus=count, slow_seconds=self._slow_seconds), facts
+                facts.append(_lost_fact(gone, "the driver no longer lists it"))
+        return GpuPoller(nvml, self._logged, num_gpus=count, slow_seconds=self._slow_seconds), facts
 
     def _find(self, gpu: _GpuState) -> None:
-        """Handle and identity. By UUID where it is known: indices move when a GPU before it goes.
+        """Sets handle and identity. By UUID once known: indices shift when a lower-numbered GPU disappears.
 
         Raises:
-            NVMLError: it does not answer.
+            NVMLError: the GPU does not respond.
         """
         nvml = self._nvml
         if gpu.id.uuid:
             handle = nvml.nvmlDeviceGetHandleByUUID(gpu.id.uuid)
         else:
             handle = nvml.nvmlDeviceGetHandleByIndex(gpu.id.index)
-        gpu.asked.handle = handle
+        gpu.query.handle = handle
         gpu.id = identify(nvml, gpu.id.index, handle)
         gpu.labels = partial(
             dcgm.label_text,
@@ -237,7 +237,7 @@ class GpuCollector:
             driver=self._driver,
         )
 
-    def _look(self, gpu: _GpuState, asker: GpuPoller, at: float) -> Iterable[Fact]:
+    def _poll(self, gpu: _GpuState, poller: GpuPoller, at: float) -> Iterable[Fact]:
         was_lost = gpu.lost
         if was_lost:
             if at < gpu.retry_at:
@@ -248,9 +248,9 @@ class GpuCollector:
             except self._nvml.NVMLError:
                 return
         try:
-            asker.ask(gpu.asked, at)
+            poller.poll(gpu.query, at)
         except GpuLostError as e:
-            gpu.asked.forget()
+            gpu.query.forget()
             gpu.mig.forget()
             if not was_lost:
                 yield self._lose(gpu, at, str(e))
@@ -258,14 +258,14 @@ class GpuCollector:
         if was_lost:
             gpu.lost = ""
             yield Fact(kind=AgentEventKind.GPU_RECOVERED, detail=gpu.id.detail)
-        is_cut = bool(gpu.asked.parts.get("nvmlDeviceGetMigMode", {}).get(("mig_enabled",)))
-        gpu.mig.look(self._nvml, gpu.asked.handle, at, enabled=is_cut)
-        found, is_well_again = gpu.conditions.update(self._changed(gpu))
+        mig_enabled = bool(gpu.query.parts.get("nvmlDeviceGetMigMode", {}).get(("mig_enabled",)))
+        gpu.mig.poll(self._nvml, gpu.query.handle, at, enabled=mig_enabled)
+        found, recovered = gpu.conditions.update(self._changed(gpu))
         for fault in found:
-            if fault.get("action") == self._action_told(gpu.id.index):
+            if fault.get("action") == self._reported_action(gpu.id.index):
                 continue
             yield Fact(kind=AgentEventKind.GPU_FAULT, detail={**gpu.id.detail, **fault})
-        if is_well_again:
+        if recovered:
             yield Fact(kind=AgentEventKind.GPU_RECOVERED, detail=gpu.id.detail)
 
     def _lose(self, gpu: _GpuState, at: float, reason: str) -> Fact:
@@ -274,14 +274,14 @@ class GpuCollector:
         logger.error("GPU %d %s is lost: %s", gpu.id.index, gpu.id.uuid, reason)
         return _lost_fact(gpu.id, reason)
 
-    # --- what was found, as values and lines
+    # --- metric values and DCGM lines
 
     def _changed(self, gpu: _GpuState) -> Numbers:
-        """Of those calls that did not give the same as at the look before; their values are made anew."""
+        """Numbers of the calls whose result changed since the last poll; updates their cached values."""
         changed: Numbers = {}
-        for call, numbers in gpu.asked.parts.items():
+        for call, numbers in gpu.query.parts.items():
             if gpu.shown.get(call, _NOT_SHOWN).numbers is not numbers:
-                shown = (self._value(gpu, k, n) for k, n in numbers.items() if n or k[0] not in ONLY_NOT_ZERO)
+                shown = (self._value(gpu, k, n) for k, n in numbers.items() if n or k[0] not in NONZERO_ONLY)
                 gpu.shown[call] = _CachedCallValues(numbers, tuple(shown))
                 changed |= numbers
         return changed
@@ -290,10 +290,10 @@ class GpuCollector:
         values = [self._value(gpu, ("up",), float(not gpu.lost))]
         if gpu.id.uuid:
             values.append(self._value(gpu, ("info", gpu.id.uuid, gpu.id.name, self._driver), 1.0))
-        values.append(self._value(gpu, ("calls_unsupported",), len(gpu.asked.unsupported)))
-        for error, count in gpu.asked.errors.items():
+        values.append(self._value(gpu, ("calls_unsupported",), len(gpu.query.unsupported)))
+        for error, count in gpu.query.errors.items():
             values.append(self._value(gpu, ("call_errors_total", error), count))
-        for call in gpu.asked.parts:
+        for call in gpu.query.parts:
             values += gpu.shown[call].values
         values += gpu.mig.values(self._node, gpu.id.index)
         return values
@@ -305,8 +305,8 @@ class GpuCollector:
         return MetricValue(*series, number)
 
     def _dcgm_page(self, gpu: _GpuState) -> Callable[[], dcgm.GpuNumbers]:
-        """Makes what stands on the page of this look, should somebody ask for it."""
-        labels, parts, xid = gpu.labels, tuple(gpu.asked.parts.values()), self._last_xid(gpu.id.index)
+        """Renders this poll's numbers on demand: most polls are never requested."""
+        labels, parts, xid = gpu.labels, tuple(gpu.query.parts.values()), self._last_xid(gpu.id.index)
         by_instance = PER_INSTANCE if gpu.mig.instances else ()
 
         def make() -> dcgm.GpuNumbers:
@@ -316,7 +316,7 @@ class GpuCollector:
         return make
 
     def _dcgm_instances(self, gpu: _GpuState) -> Iterable[Callable[[], dcgm.GpuNumbers]]:
-        """Those of its MIG instances. dcgm-exporter has one series for each GPU instance."""
+        """Pages of its MIG instances. dcgm-exporter has one series per GPU instance."""
         first = {i.gpu_instance: i for i in reversed(gpu.mig.instances)}
         for i in sorted(first.values(), key=lambda i: i.gpu_instance):
             yield partial(_dcgm_instance, gpu.labels, i, i.numbers)

@@ -1,10 +1,10 @@
-"""GPU metrics as dcgm-exporter names them, so that dashboards made for it work: lines for `/metrics/dcgm`.
+"""GPU metrics under dcgm-exporter's names, so that dashboards made for it work: lines for `/metrics/dcgm`.
 
 Names, units, label order and label spelling: NVIDIA/dcgm-exporter (`etc/default-counters.csv` and its templates). They
-follow neither Prometheus's naming rules nor ours and so have a page of their own. Made from the numbers of
-`collectors/gpu_calls.py`, whose base units are turned back into DCGM's (MHz, MiB, mJ, ns, percent).
+follow neither Prometheus's naming rules nor ours and so have a separate page. Made from the numbers of `nvml_calls.py`,
+converted from base units to DCGM's (MHz, MiB, mJ, ns, percent).
 
-DCGM_FI_DEV_XID_ERRORS is a gauge of the last code: it never goes back to 0, and the same code twice does not show.
+DCGM_FI_DEV_XID_ERRORS is a gauge of the last code: it never returns to 0, and a repeated code is invisible.
 Counts are in `rolecall_xid_events_total`.
 """
 
@@ -193,14 +193,14 @@ SERIES: tuple[DcgmSeries, ...] = (
 )
 
 NVLINK_BANDWIDTH = "DCGM_FI_DEV_NVLINK_BANDWIDTH_TOTAL"
-"""Of both directions, in MiB/s as DCGM has it."""
+"""Sum of both directions, in MiB/s as in DCGM."""
 XID = "DCGM_FI_DEV_XID_ERRORS"
 
 _LINK_SERIES = {
     error: f"DCGM_FI_DEV_NVLINK_{error.upper()}_ERROR_COUNT_L"
     for error in ("crc_flit", "crc_data", "replay", "recovery")
 }
-"""By link, only where the count is not zero."""
+"""By link, only nonzero counts."""
 
 
 def _escaped(text: str) -> str:
@@ -208,7 +208,7 @@ def _escaped(text: str) -> str:
 
 
 def no_labels(profile: str, gpu_instance: int | None) -> str:
-    """Of a GPU that nobody has looked at yet."""
+    """For a GPU that has not been polled yet."""
     return ""
 
 
@@ -224,7 +224,7 @@ def label_text(
     hostname: str,
     driver: str,
 ) -> str:
-    """The labels of one GPU, or of one of its MIG instances, as they stand in each of its lines, without braces."""
+    """The labels of one GPU, or of one of its MIG instances, as in each of its lines, without braces."""
     labels = {
         "gpu": str(gpu),
         "UUID": uuid,
@@ -240,8 +240,8 @@ def label_text(
 
 @dataclass(frozen=True, slots=True)
 class GpuNumbers:
-    """One GPU's: `labels` of `label_text`, numbers by key, the last XID (0: none; None: of a MIG instance, of which nobody
-    tells) and its mnemonic."""
+    """One GPU: `labels` from `label_text`, numbers by key, the last XID (0: none; None: a MIG instance, XIDs are not
+    attributed to instances) and its mnemonic."""
 
     labels: str
     numbers: Mapping[Key, float]
@@ -259,13 +259,13 @@ _XID_HEAD = _head(XID, "gauge", "Value of the last XID error encountered.")
 
 
 def _text(number: float) -> str:
-    """Plain digits: counters of ns and mJ pass 10^15, scaled ratios are not quite whole."""
+    """Without exponent: counters in ns and mJ exceed 10^15, and scaled ratios have rounding errors."""
     rounded = round(number, 6)
     return str(int(rounded)) if rounded == int(rounded) else repr(rounded)
 
 
 def render(gpus: Iterable[GpuNumbers]) -> str:
-    """All series of all GPUs, each with its HELP and TYPE; a series that no GPU has is left out."""
+    """All series of all GPUs, each with HELP and TYPE; series without a value are omitted."""
     gpus = tuple(gpus)
     parts: list[str] = []
     for s in SERIES:

@@ -1,12 +1,12 @@
-"""What the driver tells by itself: XIDs, double-bit errors, the action that it recommends. Facts as they happen.
+"""Driver events as facts: XIDs, double-bit errors, and the recovery action that the driver recommends.
 
-A collector of its own beside `collector.py`, so that waiting delays no sample: each read waits up to 0.2 s for an event, and
-gives back at once what came. NVML tells of critical XIDs only, and of none once a GPU is lost: the kernel log has the
-rest. `merge` (`xid_merger.py`) says which of both sources was first, so that one XID is one fact and is counted once.
+Separate from `collector.py`, so that waiting for events delays no sample: each read waits for the first event and
+returns immediately with all pending ones. NVML reports critical XIDs only, and none once a GPU is lost; the kernel log
+has the rest. `merge` (`xid_merger.py`) deduplicates the two sources, so that one XID is one fact and is counted once.
 
-The recovery action (field NVML_FI_DEV_GET_GPU_RECOVERY_ACTION), the driver's own verdict, is read when an event says that
-it changed. For drivers without that event `collector.py` looks at it. Nothing else is asked of a GPU here: a call on a sick one
-may block, and the others would not be heard.
+The recovery action (field NVML_FI_DEV_GET_GPU_RECOVERY_ACTION) is read when an event says that it changed; for drivers
+without that event `collector.py` polls it. No other call is made here: a call on a faulty GPU may block and would delay
+the events of the others.
 """
 
 import ctypes
@@ -29,9 +29,9 @@ logger = logging.getLogger(__name__)
 
 WAIT_SECONDS = 1.0
 EVENTS_MAX = 64
-"""Of one read; the rest waits in the driver for the next."""
+"""Per read; the rest stays queued in the driver."""
 LOST_RETRY_SECONDS = 5.0
-"""Between two tries to hear again of GPUs that were lost."""
+"""Between two attempts to register lost GPUs again."""
 
 XID_CRITICAL = 0x8
 RECOVERY_ACTION_CHANGED = 0x8000
@@ -41,13 +41,13 @@ FAULTS: Mapping[int, dict[str, str]] = {
     0x2000: {"what": "ecc", "state": "fatal_poison"},
     0x4000: {"what": "unavailable", "state": "unavailable"},
 }
-"""Other event types that are faults of the GPU (nvml.h, nvmlEventType*). What is corrected or contained (single bits, a
-row retired, poison that killed its process only) is none: XIDs and counters show it."""
+"""Other event types that are GPU faults (nvml.h, nvmlEventType*). Corrected or contained errors (single bits, a retired
+row, poison that killed only its process) are not faults: XIDs and counters show them."""
 NO_INSTANCE = 0xFFFFFFFF
 WANTED = XID_CRITICAL | RECOVERY_ACTION_CHANGED | sum(FAULTS)
 
 Merge = Callable[[float, int, int, str], bool]
-"""(at, GPU index, xid, source) -> whether it is new, not told by another source before; it counts, too."""
+"""(at, GPU index, xid, source) -> whether it is new, not yet reported by another source; counts it."""
 Decode = Callable[[int], Mapping[str, str]]
 """xid -> `mnemonic` and `action`."""
 
@@ -67,11 +67,11 @@ class _EventSourceGpu:
 
 
 class GpuEventsCollector:
-    """`last_xid` and `action_told` (of a GPU's index) may be called from any thread."""
+    """`last_xid` and `reported_action` (of a GPU's index) may be called from any thread."""
 
     name = "gpu_events"
     interval_seconds = 0.05
-    """A read waits by itself: the next follows."""
+    """The read itself waits, so the next one follows directly."""
 
     def __init__(
         self,
@@ -87,24 +87,24 @@ class GpuEventsCollector:
         self._set: Any = None
         self._gpus: dict[int, _EventSourceGpu] = {}  # by the handle's address; those that are not lost
         self._num_lost = 0
-        self._open_at = 0.0  # when lost GPUs are looked for again
+        self._open_at = 0.0  # when lost GPUs are retried
         self._last_xids: dict[int, int] = {}
         self._actions: dict[int, RecoveryAction] = {}
-        self._said = LoggedOnce()
+        self._logged = LoggedOnce()
 
     def last_xid(self, index: int) -> int:
         """0: none since the agent started."""
         return self._last_xids.get(index, 0)
 
-    def action_told(self, index: int) -> RecoveryAction:
-        """What an event said that the driver recommends."""
+    def reported_action(self, index: int) -> RecoveryAction:
+        """The driver's recommendation as of the last event."""
         return self._actions.get(index, RecoveryAction.NONE)
 
     def read(self, at: float) -> CollectorReading:
         """Waits for events, at most `wait_seconds`.
 
         Raises:
-            CannotRead: no NVML, no driver, or no GPU that tells of events.
+            CollectorUnavailable: no NVML, no driver, or no GPU that supports events.
         """
         if self._nvml is None or (self._num_lost and at >= self._open_at):
             self.close()
@@ -125,12 +125,12 @@ class GpuEventsCollector:
         try:
             self._nvml.nvmlEventSetFree(self._set)
         except self._nvml.NVMLError:
-            pass  # the driver went away before us
+            pass  # the driver was unloaded first
         close_nvml(self._nvml)
         self._nvml = None
 
     def _open(self, at: float) -> None:
-        """A set of the events of all GPUs that answer. A lost one must not be in it: the wait would fail at once."""
+        """Registers all responding GPUs in one event set. A lost GPU in it would make every wait fail immediately."""
         nvml = open_nvml(self._library)
         gpus: dict[int, _EventSourceGpu] = {}
         lost = 0
@@ -144,24 +144,24 @@ class GpuEventsCollector:
                     nvml.nvmlDeviceRegisterEvents(handle, types, events)
                 except nvml.NVMLError as e:
                     lost += code_of(e) in LOST
-                    if self._said.is_new(f"{index} {e}"):
-                        logger.warning("GPU %d tells of no events: %s", index, e)
+                    if self._logged.is_new(f"{index} {e}"):
+                        logger.warning("GPU %d reports no events: %s", index, e)
                     continue
                 gpus[_address(handle)] = gpu
         except nvml.NVMLError as e:
             close_nvml(nvml)
-            raise CollectorUnavailable(f"NVML gives no events: {e}") from None
+            raise CollectorUnavailable(f"NVML event registration failed: {e}") from None
         self._nvml, self._set, self._gpus, self._num_lost = nvml, events, gpus, lost
         self._open_at = at + LOST_RETRY_SECONDS
         if not gpus and not lost:
             self.close()
-            raise CollectorUnavailable("no GPU tells of events (none there, or an old one)")
+            raise CollectorUnavailable("no GPU supports events (no GPU present, or too old)")
 
     def _wait(self) -> Iterator[tuple[_EventSourceGpu, int, int, dict[str, str]]]:
-        """(GPU, event type, its number, its MIG instance): waits for the first, then gives what else is there.
+        """(GPU, event type, event data, MIG instance): waits for the first event, then drains the queue.
 
         Raises:
-            CannotRead: the driver is gone.
+            CollectorUnavailable: the driver was unloaded.
         """
         wait_ms = int(self.wait_seconds * 1000)
         for _ in range(EVENTS_MAX):
@@ -171,10 +171,10 @@ class GpuEventsCollector:
                 code = code_of(e)
                 if code in GONE:
                     self.close()
-                    raise CollectorUnavailable(f"the NVIDIA driver went away: {e}") from None
-                if code in LOST:  # it would say so at once, each time: the set is made anew without that GPU
+                    raise CollectorUnavailable(f"the NVIDIA driver was unloaded: {e}") from None
+                if code in LOST:  # every wait would fail: rebuild the set without that GPU
                     self._num_lost, self._open_at = max(1, self._num_lost), 0.0
-                elif code != TIMEOUT and self._said.is_new(f"wait {code}"):
+                elif code != TIMEOUT and self._logged.is_new(f"wait {code}"):
                     logger.warning("waiting for GPU events failed: %s", e)
                 return
             wait_ms = 0
@@ -192,17 +192,17 @@ class GpuEventsCollector:
         try:
             ((code, value),) = FieldQuery(self._nvml, [(RECOVERY_FIELD, 0)]).ask(gpu.handle)
         except self._nvml.NVMLError:
-            return  # lost, or about to be: `collector.py` tells
+            return  # lost, or about to be: `collector.py` reports that
         if code != 0 or value is None:
             return
-        before, action = self.action_told(gpu.id.index), RecoveryAction.of_number(int(value))
+        before, action = self.reported_action(gpu.id.index), RecoveryAction.of_number(int(value))
         self._actions[gpu.id.index] = action
-        if action not in (before, RecoveryAction.NONE):  # that it is over, `collector.py` tells
+        if action not in (before, RecoveryAction.NONE):  # `collector.py` reports recovery
             yield Fact(kind=AgentEventKind.GPU_FAULT, detail={**gpu.id.detail, **of_action(action)})
 
 
 def _instance(event: Any) -> dict[str, str]:
-    """The MIG instance that an XID struck; none: of the whole GPU."""
+    """The MIG instance that the event names; empty: the whole GPU."""
     ids = {"gpu_instance": event.gpuInstanceId, "compute_instance": event.computeInstanceId}
     return {name: str(number) for name, number in ids.items() if number != NO_INSTANCE}
 

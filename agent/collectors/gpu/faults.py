@@ -1,8 +1,8 @@
-"""What of a GPU's numbers is a fault: pure, from what was known before and this look.
+"""Faults in a GPU's numbers: a pure function of the previous state and this poll.
 
-A condition (a row waits to be remapped) is told when it begins, also at the first look: the agent may start after it. A
-NVLink counts only when it was up before: boards have links that nothing is wired to. A counter is told when it grows,
-not for what it held before the agent came. The GPU is well again when no condition stands any more.
+A condition (such as a pending row remap) is reported at its onset, and at the first poll, because the agent may have
+started later. An NVLink counts only if it was up before: boards have unconnected links. A counter is reported when it
+grows, not for its value at agent start. The GPU has recovered when no condition remains.
 """
 
 from collections.abc import Mapping
@@ -12,13 +12,13 @@ from rolecall.agent.collectors.gpu.nvml_calls import Key, Numbers
 from rolecall.formats.xid.xid import RECOVERY_ADVICE, RecoveryAction
 
 Fault = dict[str, str]
-"""`what` (recovery_action, remapped_rows, ecc, nvlink, fabric) and what it says, as of AgentEventKind.GPU_FAULT."""
+"""`what` (recovery_action, remapped_rows, ecc, nvlink, fabric) and its details, as in AgentEventKind.GPU_FAULT."""
 
 _CONDITIONS: dict[Key, Fault] = {
     ("remapped_rows_pending",): {
         "what": "remapped_rows",
         "state": "pending",
-        "advice": "reset the GPU when it is idle: a bad memory row is replaced then",
+        "advice": "reset the GPU when it is idle: the reset replaces the bad memory row",
     },
     ("remapped_rows_failed",): {
         "what": "remapped_rows",
@@ -36,44 +36,45 @@ _UNCORRECTED: Key = ("ecc_errors_total", "uncorrected")
 
 @dataclass(slots=True)
 class Conditions:
-    """Of one GPU. `known`: the newest numbers, those among them that a call which fails just now gave before."""
+    """Of one GPU. `known`: the newest numbers, including older ones of calls that now fail; `active`: current
+    conditions."""
 
     known: Numbers = field(default_factory=dict)
-    standing: set[Key] = field(default_factory=set)
+    active: set[Key] = field(default_factory=set)
 
     def update(self, numbers: Mapping[Key, float]) -> tuple[list[Fault], bool]:
-        """(faults that began, whether the last condition that stood is over). `numbers`: at least those that changed."""
+        """(new faults, whether the last active condition has cleared). `numbers`: at least those that changed."""
         before = self.known
         found: list[Fault] = []
         for key, number in numbers.items():
             was = before.get(key)
             if number and not was and (fault := _condition(key, was)) is not None:
-                self.standing.add(key)
+                self.active.add(key)
                 found.append(fault)
         errors, errors_before = numbers.get(_UNCORRECTED), before.get(_UNCORRECTED)
         if errors is not None and errors_before is not None and errors > errors_before:
             count = f"{errors - errors_before:.0f}"
-            advice = "follow the XID that comes with it"
+            advice = "follow the advice of the XID that accompanies it"
             found.append({"what": "ecc", "state": "uncorrected", "count": count, "advice": advice})
         self.known.update(numbers)
-        stood = bool(self.standing)
-        self.standing = {key for key in self.standing if self.known[key]}
-        return found, stood and not self.standing
+        was_active = bool(self.active)
+        self.active = {key for key in self.active if self.known[key]}
+        return found, was_active and not self.active
 
 
 def of_action(action: RecoveryAction) -> Fault:
-    """The driver recommends `action`."""
+    """Fault for the driver's recommended recovery action."""
     _, advice = RECOVERY_ADVICE[action]
     return {"what": "recovery_action", "action": str(action), "advice": advice}
 
 
 def _condition(key: Key, was: float | None) -> Fault | None:
-    """The fault that begins when the number under `key` is not 0 any more; None: it is none."""
+    """The fault that a nonzero number under `key` means; None: no fault. `was`: the previous number."""
     if key[0] == "recovery_action":
         return None if key[1] == RecoveryAction.NONE else of_action(RecoveryAction(key[1]))
     if key[0] == "nvlink_down":
         advice = "reset the GPU; if the link stays down, have it inspected"
         return None if was is None else {"what": "nvlink", "state": "down", "link": key[1], "advice": advice}
     if key[0] == "fabric_fault":
-        return {"what": "fabric", "state": key[1], "advice": "look at the fabric manager and its switches"}
+        return {"what": "fabric", "state": key[1], "advice": "check the fabric manager and its switches"}
     return _CONDITIONS.get(key)

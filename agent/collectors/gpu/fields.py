@@ -1,8 +1,8 @@
-"""Field values: many numbers of a GPU in one call of NVML, each with a return code of its own.
+"""Field values: many numbers of a GPU in one NVML call, each with its own return code.
 
-pynvml makes the array that NVML fills anew for each call, and each member of it is an attribute that Python code looks up:
-for the 250 fields of a GPU's links that is half a millisecond. What is asked again and again is asked with an array that is
-kept, and read as a block of bytes. Layout: nvmlFieldValue_t of nvml.h, as nvidia-ml-py declares it (a test compares).
+pynvml allocates a new ctypes array per call and accesses it member by member: half a millisecond for the 250 NVLink
+fields of a GPU. This keeps the array and decodes it as one block of bytes. Layout: nvmlFieldValue_t of nvml.h, as
+nvidia-ml-py declares it (a test compares).
 """
 
 import ctypes
@@ -13,15 +13,15 @@ from typing import Any
 from rolecall.agent.collectors.gpu.nvml import FUNCTION_NOT_FOUND, NOT_AVAILABLE, Handle
 
 ROW = struct.Struct("=IIqqIi8s")
-"""Field, scope (a link, say), time stamp, latency, type of the value, return code, value."""
+"""Field, scope (for example a link), timestamp, latency, value type, return code, value."""
 _VALUES = tuple(struct.Struct(f"={letter}") for letter in "dIQQqiH")
-"""By type of the value: double, unsigned int, unsigned long, unsigned long long, and signed and short ones."""
+"""By value type: double, unsigned int, unsigned long, unsigned long long, signed long long, int, unsigned short."""
 NOT_ANSWERED = 999
-"""NVML_ERROR_UNKNOWN, before the call: a row that a driver leaves untouched is no answer."""
+"""NVML_ERROR_UNKNOWN, preset before the call: marks rows that the driver leaves untouched."""
 
 
 class FieldQuery:
-    """The same fields, asked as often as one likes. One thread uses it."""
+    """A repeatable query of the same fields. One thread uses it."""
 
     def __init__(self, pynvml: Any, wanted: Iterable[tuple[int, int]]) -> None:
         """`wanted`: (field, scope)."""
@@ -31,10 +31,10 @@ class FieldQuery:
         self._rows = ctypes.create_string_buffer(len(self._request) or 1)
 
     def ask(self, gpu: Handle) -> list[tuple[int, float | None]]:
-        """(return code, number) of each, in order; no number where NVML does not know it.
+        """(return code, number) of each field, in order; None where NVML does not know the number.
 
         Raises:
-            NVMLError: of the call as a whole.
+            NVMLError: the call as a whole failed.
         """
         if not self.wanted:
             return []
@@ -52,7 +52,7 @@ class FieldQuery:
 
 
 def number_of(type_: int, value: bytes) -> float | None:
-    """Of the union's 8 bytes; None: NVML does not know it, or it is of a type newer than this."""
+    """Decodes the union's 8 bytes; None: NVML does not know the value, or its type is newer than this code."""
     if type_ >= len(_VALUES):
         return None
     number = _VALUES[type_].unpack_from(value)[0]

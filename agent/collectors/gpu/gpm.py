@@ -1,9 +1,8 @@
-"""GPM: what the units of a GPU did since the look before (SMs, tensor cores, memory, links). Hopper and later.
+"""GPM: activity of a GPU's units since the last poll (SMs, tensor cores, memory, links). Hopper and later.
 
-NVML makes its numbers of two samples of counters, at least 100 ms apart. The sample of one look is kept for the next:
-no look sleeps for its own. Each number has a return code of its own. A spinning NCCL kernel shows here: SMs at 100 %,
-tensor cores at 0.
-"""
+NVML computes the metrics from two counter samples at least 100 ms apart. Each poll keeps its sample for the next, so
+that no poll sleeps. Each metric has its own return code. A spinning NCCL kernel shows here: SMs at 100 %, tensor cores
+at 0."""
 
 import ctypes
 import struct
@@ -13,11 +12,11 @@ from rolecall.agent.collectors.gpu.nvml import Handle
 from rolecall.agent.collectors.gpu.nvml_calls import Key, Numbers
 
 GPM_INTERVAL_SECONDS_MIN = 0.1
-"""NVIDIA's documentation of nvmlGpmMetricsGet: samples closer than that give no good numbers."""
+"""NVIDIA's documentation of nvmlGpmMetricsGet: samples closer than that give unreliable numbers."""
 
 ROW = struct.Struct("=Iid24x")
-"""nvmlGpmMetric_t: number, return code, value, and three texts. Read as bytes: each member of pynvml's structure is an
-attribute that Python code looks up, thousands a second for eight GPUs. A test compares the layout."""
+"""nvmlGpmMetric_t: metric ID, return code, value, and three strings. Decoded as bytes, because member access through
+ctypes costs thousands of attribute lookups a second for eight GPUs. A test compares the layout."""
 
 _MEBI = float(1 << 20)
 GPM_METRICS: dict[int, tuple[Key, float]] = {
@@ -34,18 +33,17 @@ GPM_METRICS: dict[int, tuple[Key, float]] = {
     60: (("nvlink_receive_bytes_per_second",), _MEBI),
     61: (("nvlink_transmit_bytes_per_second",), _MEBI),
 }
-"""NVML's number of the metric (percent, or MiB/s) to key and scale."""
+"""NVML metric ID to key and scale (from percent or MiB/s)."""
 
 
 class GpmSampler:
-    """Of one GPU, or of one of its MIG instances. `supported` is False where NVML says so (A100 and older): the methods
-    are then not to be called."""
+    """For one GPU, or one of its MIG instances. Do not call its methods when `supported` is False (A100 and older)."""
 
     def __init__(self, pynvml: Any, gpu: Handle, gpu_instance: int | None = None) -> None:
         """Raises: NVMLError."""
         self._nvml, self._gpu, self._gpu_instance = pynvml, gpu, gpu_instance
         self.supported = bool(pynvml.nvmlGpmQueryDeviceSupport(gpu).isSupportedDevice)
-        self._samples: list[Any] = []  # the older one first, used in turn
+        self._samples: list[Any] = []  # the older one first; the two buffers alternate
         self._taken_at: float | None = None
         self._numbers: Numbers = {}
         self._query: Any = None
@@ -58,18 +56,18 @@ class GpmSampler:
             for i, number in enumerate(GPM_METRICS):
                 self._query.metrics[i].metricId = number
 
-    def look(self, at: float) -> Numbers:
-        """Numbers since the look before; none at the first, the same again when asked too soon.
+    def sample(self, at: float) -> Numbers:
+        """Numbers since the last call; empty at the first, unchanged when called again too soon.
 
         Raises:
-            NVMLError: of the sample, or of the computation as a whole. The look after starts anew.
+            NVMLError: taking the sample or the computation as a whole failed. The next call starts over.
         """
         before = self._taken_at
         if before is not None and at - before < GPM_INTERVAL_SECONDS_MIN:
             return self._numbers
         older, newer = self._samples
         self._taken_at, self._numbers = None, {}
-        # The pair holds (last look's, the one before): the older of the two is written over.
+        # Overwrites the older of the two samples.
         if self._gpu_instance is None:
             self._nvml.nvmlGpmSampleGet(self._gpu, older)
         else:

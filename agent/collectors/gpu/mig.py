@@ -1,10 +1,9 @@
-"""MIG instances: the parts of one GPU as devices of their own, each with its memory, processes and activity.
+"""MIG instances: partitions of one GPU, each with its own memory, processes and activity.
 
-On a GPU that is cut (A100 and later) NVML knows no utilisation of the whole; what it knows of a part hangs on the part:
-memory and processes on the MIG device (a compute instance), activity (GPM, Hopper and later) on the GPU instance that
-holds it, from which it is copied to each of its compute instances. Instances come and go while the agent runs: one that does not
-answer is left out until the next look finds which there are.
-"""
+With MIG enabled (A100 and later) NVML reports no utilization for the whole GPU. Memory and processes belong to the MIG
+device (a compute instance); activity (GPM, Hopper and later) belongs to the GPU instance and is copied to each of its
+compute instances. Instances come and go while the agent runs: one that does not respond is left out until the next
+poll."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -17,17 +16,18 @@ from rolecall.agent.collectors.gpu.nvml_calls import Key, Numbers
 from rolecall.core.metrics.gpu import MIG_METRICS
 from rolecall.core.metrics.metric import Metric, MetricValue
 
-LOOK_SECONDS = 5.0
-"""Between two looks at the instances of a GPU: of eight GPUs there may be 56."""
+POLL_SECONDS = 5.0
+"""Between two polls of a GPU's instances: eight GPUs may have 56."""
 INSTANCES_MAX = 16
-"""Of one GPU, so that their labels are bounded: today's can be cut into 7, with 8 compute instances."""
+"""Per GPU, to bound the labels: current GPUs have up to 7 GPU instances and 8 compute instances."""
 _PROFILE = re.compile(r" MIG (?:\d{1,2}c\.)?(\d{1,2}g\.\d{1,4}gb(?:\+\w{1,12})*)")
-"""At the end of a MIG device's name: `NVIDIA H100 80GB HBM3 MIG 1g.10gb`; a compute instance that is a part of its GPU
-instance has its own share before that (`1c.3g.40gb`)."""
+"""At the end of a MIG device's name: `NVIDIA H100 80GB HBM3 MIG 1g.10gb`; a compute instance that is only part of its
+GPU instance has its share as a prefix (`1c.3g.40gb`)."""
 
 _METRICS: dict[str, Metric] = {m.name.removeprefix("rolecall_gpu_instance_"): m for m in MIG_METRICS}
 PER_INSTANCE = frozenset((name,) for name in _METRICS if name not in ("info", "processes"))
-"""Keys that a cut GPU has by instance; on dcgm-exporter's page those of the whole are then left out, lest sums count twice."""
+"""Keys reported per instance; dcgm-exporter's page then omits those of the whole GPU, so that sums do not count
+twice."""
 
 
 @dataclass(slots=True)
@@ -47,18 +47,18 @@ class MigInstances:
     """Of one GPU."""
 
     instances: list[Instance] = field(default_factory=list)
-    gpms: dict[int, GpmSampler | None] = field(default_factory=dict)  # by GPU instance; None: NVML has none for it
+    gpms: dict[int, GpmSampler | None] = field(default_factory=dict)  # by GPU instance; None: not supported
     due_at: float = float("-inf")
     unsupported: set[str] = field(default_factory=set)
 
-    def look(self, nvml: Any, gpu: Handle, at: float, *, enabled: bool) -> None:
-        """Nothing that goes wrong with an instance is the GPU's: it is left out, and the GPU's own calls tell the rest."""
+    def poll(self, nvml: Any, gpu: Handle, at: float, *, enabled: bool) -> None:
+        """An instance that fails is left out and does not affect the GPU; the GPU's own calls detect its loss."""
         if not enabled:
             self.forget()
             return
         if at < self.due_at:
             return
-        self.due_at = at + LOOK_SECONDS
+        self.due_at = at + POLL_SECONDS
         self.instances = list(_found(nvml, gpu))
         for gone in self.gpms.keys() - {i.gpu_instance for i in self.instances}:
             self._close(gone)
@@ -69,7 +69,7 @@ class MigInstances:
             i.numbers = self._asked(nvml, i) | activity[i.gpu_instance]
 
     def forget(self) -> None:
-        """It is not cut any more, or lost."""
+        """MIG was disabled, or the GPU is lost."""
         for gpu_instance in list(self.gpms):
             self._close(gpu_instance)
         self.instances, self.due_at = [], float("-inf")
@@ -100,7 +100,7 @@ class MigInstances:
                 found = GpmSampler(nvml, gpu, gpu_instance)
                 self.gpms[gpu_instance] = found if found.supported else None
             gpm = self.gpms[gpu_instance]
-            numbers: Mapping[Key, float] = gpm.look(at) if gpm is not None else {}
+            numbers: Mapping[Key, float] = gpm.sample(at) if gpm is not None else {}
         except errors_of(nvml) as e:
             if code_of(e) in UNSUPPORTED:
                 self._close(gpu_instance)
@@ -115,7 +115,7 @@ class MigInstances:
 
 
 def _found(nvml: Any, gpu: Handle) -> Iterator[Instance]:
-    """Those that are there; of numbers below the maximum some are not."""
+    """Existing instances; indices below the maximum may be unused."""
     try:
         count = min(nvml.nvmlDeviceGetMaxMigDeviceCount(gpu), INSTANCES_MAX)
     except errors_of(nvml):
@@ -131,11 +131,11 @@ def _found(nvml: Any, gpu: Handle) -> Iterator[Instance]:
                 handle=handle,
             )
         except errors_of(nvml):
-            continue  # none of this number, or it went while it was looked at
+            continue  # unused index, or removed during the query
 
 
 def profile_of(name: str) -> str:
-    """The GPU instance's: `3g.40gb` of `.. MIG 1c.3g.40gb`."""
+    """Profile of the GPU instance: `3g.40gb` of `.. MIG 1c.3g.40gb`."""
     found = _PROFILE.search(name)
     return found[1] if found else ""
 

@@ -1,9 +1,8 @@
-"""NVML through nvidia-ml-py (module `pynvml`): opening it, and what its return codes mean.
+"""NVML through nvidia-ml-py (module `pynvml`): initialization and the meaning of its return codes.
 
-`pynvml` binds each function at its first call: one that an old driver lacks raises FunctionNotFound there and nowhere
-else, so every call degrades alone. It is imported here only, when a collector first reads: an agent without GPUs does
-not need the package. Several collectors may hold NVML open at once, it counts.
-"""
+`pynvml` binds each function at its first call: a function that an old driver lacks raises FunctionNotFound only there,
+so each call degrades alone. It is imported only here, when a collector first reads: an agent without GPUs does not need
+the package. Several collectors may hold NVML open at once; NVML counts references."""
 
 import ctypes
 import importlib
@@ -15,31 +14,31 @@ from typing import Any
 from rolecall.agent.collectors.base import CollectorUnavailable
 
 UNSUPPORTED = frozenset({3, 4, 13, 25, 26})
-"""NOT_SUPPORTED, NO_PERMISSION, FUNCTION_NOT_FOUND, ARGUMENT_VERSION_MISMATCH, DEPRECATED: asking again gives the same
-answer."""
+"""NOT_SUPPORTED, NO_PERMISSION, FUNCTION_NOT_FOUND, ARGUMENT_VERSION_MISMATCH, DEPRECATED: a retry gives the same
+result."""
 FIELD_UNSUPPORTED = UNSUPPORTED | {2}
-"""Of a field value, also INVALID_ARGUMENT: the driver is too old for the field."""
+"""For field values also INVALID_ARGUMENT: the driver is too old for the field."""
 LOST = frozenset({15, 16, 28})
 """GPU_IS_LOST, RESET_REQUIRED, GPU_NOT_FOUND: no other call on this GPU will succeed."""
 GONE = frozenset({1, 9, 18})
-"""UNINITIALIZED, DRIVER_NOT_LOADED, LIB_RM_VERSION_MISMATCH: the driver went away or was replaced below us."""
+"""UNINITIALIZED, DRIVER_NOT_LOADED, LIB_RM_VERSION_MISMATCH: the driver was unloaded or replaced."""
 TIMEOUT, FUNCTION_NOT_FOUND = 10, 13
 NOT_AVAILABLE = (1 << 64) - 1
-"""A number that NVML does not know, where the return code says success."""
+"""Marks an unknown number although the return code says success."""
 
 _lock = threading.Lock()
 
 Handle = Any
-"""An opaque device of pynvml."""
+"""Opaque pynvml device handle."""
 
 
 def open_nvml(library: Path | None = None) -> Any:
-    """The module `pynvml`, initialised; `close_nvml` undoes it.
+    """The initialized module `pynvml`; `close_nvml` undoes it.
 
-    library: of `libnvidia-ml.so.1`, where the loader would not find it; the first one named in a process stays.
+    library: path of `libnvidia-ml.so.1` where the loader does not find it; the first path used in a process stays.
 
     Raises:
-        CannotRead: the package, the library or the driver is not there: which.
+        CollectorUnavailable: the package, the library or the driver is missing; the text says which.
     """
     try:
         pynvml: Any = importlib.import_module("pynvml")
@@ -64,7 +63,7 @@ def open_nvml(library: Path | None = None) -> Any:
                 "NVML and the loaded NVIDIA driver differ in version: reboot after the upgrade"
             ) from None
         except pynvml.NVMLError as e:
-            raise CollectorUnavailable(f"NVML does not start: {e}") from None
+            raise CollectorUnavailable(f"NVML initialization failed: {e}") from None
     return pynvml
 
 
@@ -72,24 +71,23 @@ def close_nvml(pynvml: Any) -> None:
     try:
         pynvml.nvmlShutdown()
     except pynvml.NVMLError:
-        pass  # the driver went away before us: there is nothing to give back
+        pass  # the driver was unloaded: nothing to release
 
 
 def errors_of(pynvml: Any) -> tuple[type[Exception], ...]:
-    """What a call may raise that the others do not suffer from.
+    """Exceptions of one call that do not affect other calls.
 
-    Beside NVMLError: some wrappers answer a missing function with a class of their own, and an nvidia-ml-py that is
-    older than the call lacks the wrapper itself.
-    """
+    Besides NVMLError: some wrappers raise their own class for a missing function, and an nvidia-ml-py older than the
+    call lacks the wrapper itself."""
     mismatch = getattr(pynvml, "NVMLLibraryMismatchError", None)
     return (pynvml.NVMLError, AttributeError, *(() if mismatch is None else (mismatch,)))
 
 
 def code_of(error: Exception) -> int:
-    """NVML's return code; FUNCTION_NOT_FOUND for the errors of `errors_of` that have none.
+    """NVML's return code; FUNCTION_NOT_FOUND for the exceptions of `errors_of` without one.
 
     Raises:
-        AttributeError: it is of something else than the module `pynvml`: a defect of ours.
+        AttributeError: not from the module `pynvml`: a bug in rolecall.
     """
     if isinstance(error, AttributeError) and not isinstance(error.obj, ModuleType):
         raise error
@@ -97,7 +95,7 @@ def code_of(error: Exception) -> int:
 
 
 def error_name(pynvml: Any, code: int) -> str:
-    """A closed set of names: `gpu_is_lost` of 15. `other`: none that pynvml knows."""
+    """Name from a closed set, such as `gpu_is_lost` for 15; `other` for codes that pynvml does not know."""
     return _error_names(pynvml).get(code, "other")
 
 

@@ -1,8 +1,8 @@
-"""What is asked of each GPU: one row a call, from NVML's answer to numbers in base units.
+"""NVML calls for each GPU: one row per call, converted to numbers in base units.
 
-A number stands under a key: the metric's name without `rolecall_gpu_`, then its labels after node and gpu. Both the
-catalogue's values (`collector.py`) and dcgm-exporter's lines (`agent/collectors/gpu/dcgm.py`) are made of these. FAST calls are made at each
-look, SLOW ones every few seconds: what only grows with faults, or never changes in a step of training.
+A key is the metric's name without `rolecall_gpu_`, followed by its labels after node and gpu. Both the catalogue's
+values (`collector.py`) and dcgm-exporter's lines (`dcgm.py`) are made from these. FAST calls are made at each poll,
+SLOW ones every few seconds: values that change only with faults, or not within a training step.
 
 Units and meaning: nvml.h of NVIDIA, as declared by nvidia-ml-py.
 """
@@ -37,8 +37,8 @@ FABRIC_FAULTS = (
     ("route_unhealthy", 4),
     ("access_timeout_recovery", 6),
 )
-"""Name and shift of two bits of the health mask: 0 not known, 1 true, 2 false."""
-_FABRIC_CONFIGURATION_SHIFT = 8  # four bits: 0 not known, 1 nothing wrong, above: what is
+"""Name and shift of two bits of the health mask: 0 unknown, 1 true, 2 false."""
+_FABRIC_CONFIGURATION_SHIFT = 8  # four bits: 0 unknown, 1 correct, above: kind of error
 NVLINK_ERRORS = {0: "replay", 1: "recovery", 2: "crc_flit", 3: "crc_data", 4: "ecc_data"}
 """Counters of nvmlDeviceGetNvLinkErrorCounter, NVLink up to 4."""
 
@@ -47,14 +47,14 @@ _MEBI = float(1 << 20)
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """`name`: the function of NVML, in logs, unlike that of any other row. `read(pynvml, handle)` raises NVMLError."""
+    """`name`: the NVML function, unique, used in logs. `read(pynvml, handle)` raises NVMLError."""
 
     name: str
     read: Callable[[Any, Handle], Numbers]
 
 
 def _number(name: str, key: str, scale: float = 1.0) -> Call:
-    """A call that answers one number, which is `key` when multiplied by `scale`."""
+    """A call that returns one number; `key` is that number times `scale`."""
     return Call(name, lambda nvml, gpu: {(key,): getattr(nvml, name)(gpu) * scale})
 
 
@@ -69,7 +69,7 @@ def _memory(nvml: Any, gpu: Handle) -> Numbers:
 
 
 def _memory_v1(nvml: Any, gpu: Handle) -> Numbers:
-    """Of drivers before 510: what is reserved counts as used."""
+    """For drivers before 510: reserved memory counts as used."""
     return _memory_of(nvml.nvmlDeviceGetMemoryInfo(gpu))
 
 
@@ -86,7 +86,7 @@ def _temperature_v0(nvml: Any, gpu: Handle) -> Numbers:
 
 
 def _clock(key: str, which: int, name: str = "nvmlDeviceGetClockInfo") -> Call:
-    """which: 1 the SMs', 2 the memory's (NVML_CLOCK_SM, NVML_CLOCK_MEM)."""
+    """which: 1 SM clock, 2 memory clock (NVML_CLOCK_SM, NVML_CLOCK_MEM)."""
     return Call(f"{name}({which})", lambda nvml, gpu: {(key,): getattr(nvml, name)(gpu, which) * 1e6})
 
 
@@ -95,7 +95,7 @@ def _throttle(nvml: Any, gpu: Handle) -> Numbers:
 
 
 def _throttle_old(nvml: Any, gpu: Handle) -> Numbers:
-    """The name of the same call before driver 535."""
+    """The same call under its name before driver 535."""
     return _reasons(nvml.nvmlDeviceGetCurrentClocksThrottleReasons(gpu))
 
 
@@ -112,7 +112,7 @@ def _mig(nvml: Any, gpu: Handle) -> Numbers:
 
 
 def _ecc(key: str, counter: int) -> Call:
-    """counter: 0 since the driver was loaded, 1 of the GPU's life (NVML_VOLATILE_ECC, NVML_AGGREGATE_ECC)."""
+    """counter: 0 since driver load, 1 lifetime (NVML_VOLATILE_ECC, NVML_AGGREGATE_ECC)."""
     return Call(
         f"nvmlDeviceGetTotalEccErrors({counter})",
         lambda nvml, gpu: {
@@ -146,14 +146,14 @@ def _fabric(nvml: Any, gpu: Handle) -> Numbers:
 
 
 def _fabric_v2(nvml: Any, gpu: Handle) -> Numbers:
-    """Of drivers that do not know version 3 of the structure."""
-    info = nvml.c_nvmlGpuFabricInfo_v2_t()  # this constructor does
+    """For drivers that do not support version 3 of the structure."""
+    info = nvml.c_nvmlGpuFabricInfo_v2_t()  # its constructor sets the version
     nvml.nvmlDeviceGetGpuFabricInfoV(gpu, ctypes.byref(info))
     return fabric_numbers(int(info.state), int(info.status), int(info.healthMask))
 
 
 def fabric_numbers(state: int, status: int, mask: int) -> Numbers:
-    """Of the GPU's registration: its state, and the faults that the health mask knows of (unknown ones: no number)."""
+    """State of the GPU's fabric registration, and the faults of its health mask (unknown ones: no number)."""
     name = FABRIC_STATES[state] if state < len(FABRIC_STATES) else "unknown"
     numbers: Numbers = {("fabric_state", name): 1.0}
     if name == "not_supported":
@@ -181,7 +181,7 @@ FAST: tuple[tuple[Call, ...], ...] = (
         Call("nvmlDeviceGetCurrentClocksThrottleReasons", _throttle_old),
     ),
 )
-"""Each a tuple of calls for one thing, the newest first: the next is used where the driver lacks the one before."""
+"""Each row lists alternative calls for the same value, newest first: the first that the driver supports is used."""
 
 SLOW: tuple[tuple[Call, ...], ...] = (
     (_number("nvmlDeviceGetEnforcedPowerLimit", "power_limit_watts", 1e-3),),
@@ -201,7 +201,7 @@ SLOW: tuple[tuple[Call, ...], ...] = (
     (Call("nvmlDeviceGetGpuFabricInfoV(3)", _fabric), Call("nvmlDeviceGetGpuFabricInfoV(2)", _fabric_v2)),
 )
 
-# --- field values: many in one call, each with a return code of its own
+# --- field values: many in one call, each with its own return code
 
 FAST_FIELDS: Mapping[int, tuple[Key, float]] = {
     74: (("throttle_seconds_total", "sw_power_cap"), 1e-9),
@@ -246,5 +246,5 @@ LINK_FIELDS: Mapping[int, tuple[Key, float]] = {
     219: (("nvlink_errors_total", "effective"), 1.0),
     221: (("nvlink_errors_total", "symbol"), 1.0),
 }
-"""Of each link (`scopeId`). 138 and 139 are of NVLink up to 4, those from 202 on of NVLink 5; where a GPU knows both, the
-later one counts. Bit error rates are packed numbers, not plain ones, and left out."""
+"""Per link (`scopeId`). 138 and 139 are for NVLink up to 4, 202 and up for NVLink 5; where a GPU has both, the later
+row wins. Bit error rates use a packed format and are left out."""

@@ -1,10 +1,9 @@
-"""Which registered processes use which GPU: what NVML lists, else what the environment of a process says.
+"""Which registered processes use which GPU: from NVML, else from each process's environment.
 
-NVML lists the PIDs that hold a context on a GPU. A rank is the one listed or an ancestor of it: the workers of an
-inference engine are children of the process that registered. Where NVML cannot tell (dcgm-exporter instead of it, a GPU
-that does not answer, PIDs of another namespace), CUDA_VISIBLE_DEVICES, NVIDIA_VISIBLE_DEVICES and LOCAL_RANK of the
-process count, as it was started. What a process set later (Ray does) does not show there.
-"""
+NVML lists the PIDs that hold a context on a GPU. A rank is a listed process or its ancestor: the workers of an
+inference engine are children of the registered process. Without NVML's list (dcgm-exporter in its place, an
+unresponsive GPU, PIDs of another namespace), the process's initial CUDA_VISIBLE_DEVICES, NVIDIA_VISIBLE_DEVICES and
+LOCAL_RANK decide. Values that a process sets later (as Ray does) are not visible."""
 
 import logging
 import re
@@ -21,7 +20,7 @@ logger = logging.getLogger(__name__)
 ANCESTORS_MAX = 16
 ENVIRON_BYTES_MAX = 256 * 1024
 OWNERS_MAX = 64
-"""Registered processes that share one GPU; further ones are left out."""
+"""Registered processes per GPU; further ones are left out."""
 BY_NVML, BY_ENVIRONMENT = "nvml", "environment"
 LOCAL_RANKS = ("LOCAL_RANK", "SLURM_LOCALID")
 CONTAINER, CUDA = "NVIDIA_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"
@@ -31,18 +30,18 @@ _NUMBER = re.compile(r"[0-9]{1,4}")
 
 @dataclass(frozen=True, slots=True)
 class GpuOwnership:
-    """Of one GPU: PIDs of registered processes, and how that is known."""
+    """Of one GPU: PIDs of registered processes, and the source of that."""
 
     pids: tuple[int, ...] = ()
     by: str = ""
 
 
-NOBODY = GpuOwnership()
+NO_OWNER = GpuOwnership()
 
 
 def gpus_of(environ: Mapping[str, str], uuids: Mapping[int, str]) -> tuple[int, ...]:
-    """Indices of the GPUs that a process with this environment uses; () where it does not say. `uuids`: of the node's
-    GPUs, by index. CUDA's numbers are taken for NVML's, which is so on nodes of one kind of GPU."""
+    """Indices of the GPUs that a process with this environment uses; () if unknown. `uuids`: of the node's GPUs, by
+    index. Assumes that CUDA and NVML number GPUs alike, which holds on nodes with one GPU model."""
     visible = sorted(uuids)
     if environ.get(CONTAINER, "") not in ("", "all", "none", "void"):
         visible = _listed(environ[CONTAINER], visible, uuids)
@@ -55,7 +54,8 @@ def gpus_of(environ: Mapping[str, str], uuids: Mapping[int, str]) -> tuple[int, 
 
 
 def _listed(text: str, seen: Sequence[int], uuids: Mapping[int, str]) -> list[int]:
-    """CUDA stops at the first entry that is no device; an index counts among those seen so far, a UUID may be short."""
+    """CUDA stops at the first invalid entry; an index is relative to the visible GPUs `seen`, a UUID may be a
+    prefix."""
     found: list[int] = []
     for entry in (part.strip() for part in text.split(",")):
         if entry.isdecimal():
@@ -74,14 +74,14 @@ class GpuOwners:
     def __init__(self, proc: Path = Path("/proc")) -> None:
         self._proc = str(proc)
         self._lines: dict[int, tuple[int, ...]] = {}
-        """Of each listed PID: itself and its ancestors, nearest first; () where it is not in /proc."""
+        """Per listed PID: itself and its ancestors, nearest first; () if it is not in /proc."""
         self._from_environ: dict[ProcessId, tuple[int, ...]] = {}
-        self._said = LoggedOnce()
+        self._logged = LoggedOnce()
 
     def of_gpus(
         self, listed: Mapping[int, Sequence[int]], uuids: Mapping[int, str], ranks: Sequence[Registration]
     ) -> dict[int, GpuOwnership]:
-        """By index of the GPU. `listed`: PIDs by GPU, as NVML tells; `uuids`: of all GPUs there are."""
+        """By GPU index. `listed`: PIDs by GPU, from NVML; `uuids`: of all GPUs."""
         pids = {pid for found in listed.values() for pid in found}
         lines = self._lines
         self._lines = {pid: lines[pid] if pid in lines else tuple(self._line(pid)) for pid in pids}
@@ -89,11 +89,11 @@ class GpuOwners:
             live = {rank.process.pid for rank in ranks}
             return {gpu: _owners((self._owner(pid, live) for pid in found), BY_NVML) for gpu, found in listed.items()}
         if pids:
-            self._say(f"none of the processes that NVML lists is in {self._proc}: it is another PID namespace's")
+            self._log_once(f"none of the processes that NVML lists is in {self._proc}: another PID namespace")
         return self._by_environment(uuids, ranks)
 
     def _owner(self, pid: int, live: set[int]) -> int:
-        """The registered process that this one is, or descends from; 0: none."""
+        """The registered process that this PID is or descends from; 0: none."""
         return next((above for above in self._lines[pid] if above in live), 0)
 
     def _line(self, pid: int) -> Iterator[int]:
@@ -122,18 +122,18 @@ class GpuOwners:
         environ = self._environ(rank.process.pid)
         found = gpus_of(environ, uuids)
         if not found and CUDA not in environ:
-            self._say(
-                f"which GPUs {rank.replica} rank {rank.rank} uses is not known, and perhaps those of others: NVML lists no "
-                f"process of this node, and the environment tells neither {CUDA} nor {LOCAL_RANKS[0]}"
+            self._log_once(
+                f"GPU assignment unknown for {rank.replica} rank {rank.rank}, and possibly other ranks: NVML lists no "
+                f"process of this node, and the environment has neither {CUDA} nor {LOCAL_RANKS[0]}"
             )
         return found
 
-    def _say(self, text: str) -> None:
-        """One text of a kind, whoever it is about."""
-        if self._said.is_new(text[:20]):
+    def _log_once(self, text: str) -> None:
+        """Logs one text of each kind, for whichever process comes first."""
+        if self._logged.is_new(text[:20]):
             logger.warning("GPUs and ranks: %s", text)
 
-    # --- /proc: what is gone or not ours to read says nothing
+    # --- /proc: a process that is gone or unreadable yields nothing
 
     def _parent(self, pid: int) -> int | None:
         """proc(5), field 4 of `stat`; None: no such process."""
@@ -141,7 +141,7 @@ class GpuOwners:
         return int(fields[1]) if len(fields) > 1 and fields[1].isdigit() else None
 
     def _environ(self, pid: int) -> dict[str, str]:
-        """What counts of it."""
+        """The variables of interest."""
         found = {}
         for entry in _read(f"{self._proc}/{pid}/environ", ENVIRON_BYTES_MAX).split(b"\0"):
             name, equals, value = entry.decode("utf-8", "replace").partition("=")
@@ -152,7 +152,7 @@ class GpuOwners:
 
 def _owners(pids: Iterable[int], by: str) -> GpuOwnership:
     found = tuple(sorted({pid for pid in pids if pid}))[:OWNERS_MAX]
-    return GpuOwnership(found, by) if found else NOBODY
+    return GpuOwnership(found, by) if found else NO_OWNER
 
 
 def _read(path: str, bytes_max: int) -> bytes:

@@ -1,7 +1,7 @@
-"""Asks one GPU all that there is to ask, where each call may fail alone.
+"""Polls one GPU with all NVML calls, each of which may fail alone.
 
-What a GPU or driver does not know is skipped for that GPU from then on, and said once. Other errors are counted and
-tried again. Answers are kept by call, so that a call that fails takes away its own numbers and no others.
+A call that a GPU or driver does not support is logged once and skipped for that GPU from then on. Other errors are
+counted and retried. Results are kept by call, so that a failing call removes only its own numbers.
 """
 
 import logging
@@ -38,7 +38,7 @@ from rolecall.formats.xid.xid import RecoveryAction
 logger = logging.getLogger(__name__)
 
 PROCESSES_MAX = 64
-"""Of one GPU; a GPU shared by more shows the first ones."""
+"""Per GPU; further ones are left out."""
 PROCESSES = "nvmlDeviceGetComputeRunningProcesses"
 ERRORS_SUM = "nvlink_errors_total"
 ERRORS_BY_LINK = "nvlink_link_errors_total"
@@ -46,20 +46,20 @@ ERRORS_BY_LINK = "nvlink_link_errors_total"
 
 @dataclass(frozen=True, slots=True)
 class GpuProcess:
-    """A process with a context on a GPU. `memory_bytes` is 0 where the driver does not say (in containers, MIG)."""
+    """A process with a context on a GPU. `memory_bytes` is 0 where the driver does not report it (containers, MIG)."""
 
     pid: int
     memory_bytes: int
 
 
 class GpuLostError(Exception):
-    """No call on this GPU will succeed: why."""
+    """No call on this GPU succeeds; the text says why."""
 
 
 @dataclass(slots=True)
 class GpuQueryState:
-    """One GPU's answers. `parts`: numbers by the call that gave them. What a call gives replaces them as a whole, if it is
-    not the same: who remembers the object sees whether anything has changed. A call that fails removes them."""
+    """One GPU's results. `parts`: numbers by call. A changed result replaces the object, so that callers detect changes
+    by identity. A failing call removes its part."""
 
     index: int
     handle: Handle = None
@@ -67,19 +67,19 @@ class GpuQueryState:
     processes: tuple[GpuProcess, ...] = ()
     unsupported: set[str] = field(default_factory=set)
     errors: dict[str, int] = field(default_factory=dict)  # other failures, by name of the error
-    slow_at: float | None = None  # when the slow calls are due; None: never made
-    by_link: dict[tuple[int, Key], float] = field(default_factory=dict)  # a link that is down keeps what it counted
+    slow_at: float | None = None  # when the slow calls are due; None: not yet made
+    by_link: dict[tuple[int, Key], float] = field(default_factory=dict)  # a link that is down keeps its counts
     gpm: GpmSampler | None = None
     queries: dict[str, FieldQuery] = field(default_factory=dict)  # by the call that makes them
-    num_answered: int = 0  # calls of this look that NVML answered, be it with "not supported"
+    num_answered: int = 0  # calls of this poll that NVML answered, also with "not supported"
     last_error: str = ""
 
     @property
-    def tells_processes(self) -> bool:
+    def lists_processes(self) -> bool:
         return PROCESSES in self.parts
 
     def forget(self) -> None:
-        """The GPU is lost: after a reset it may answer differently, and its counters start again."""
+        """The GPU is lost: after a reset it may support other calls, and its counters restart."""
         self.parts.clear()
         self.processes = ()
         self.unsupported.clear()
@@ -95,19 +95,17 @@ class GpuQueryState:
 
 
 class GpuPoller:
-    """Owned by one thread. `num_gpus`: over which the slow calls are spread."""
+    """Owned by one thread. The slow calls of `num_gpus` GPUs are spread over `slow_seconds`."""
 
-    def __init__(self, pynvml: Any, said: LoggedOnce, *, num_gpus: int, slow_seconds: float) -> None:
-        self._nvml, self._said = pynvml, said
+    def __init__(self, pynvml: Any, logged: LoggedOnce, *, num_gpus: int, slow_seconds: float) -> None:
+        self._nvml, self._logged = pynvml, logged
         self._errors = errors_of(pynvml)
         self._num_gpus, self._slow_seconds = num_gpus, slow_seconds
 
-    def ask(self, gpu: GpuQueryState, at: float) -> None:
-        """One look.
-
-        Raises:
-            LostError: no call succeeds, or NVML says so.
-            CannotRead: the driver is gone.
+    def poll(self, gpu: GpuQueryState, at: float) -> None:
+        """Raises:
+        GpuLostError: no call succeeds, or NVML says so.
+        CollectorUnavailable: the driver was unloaded.
         """
         gpu.num_answered, gpu.last_error = 0, ""
         self._ask_all(gpu, at)
@@ -120,7 +118,7 @@ class GpuPoller:
         self._ask(gpu, (Call("fields", lambda _, __: self._fields(gpu, "fields", FAST_FIELDS)),))
         self._ask(gpu, (Call("GPM", lambda _, __: self._gpm(gpu, at)),))
         if gpu.slow_at is None:
-            # Later ones are spread over the interval: no look bears the slow calls of all GPUs but the first.
+            # Spread over the interval, so that only the first poll makes the slow calls of all GPUs.
             gpu.slow_at = at + self._slow_seconds * gpu.index / self._num_gpus
         elif at < gpu.slow_at:
             return
@@ -132,11 +130,11 @@ class GpuPoller:
         self._ask(gpu, (Call(PROCESSES, lambda _, __: self._processes(gpu)),))
 
     def _ask(self, gpu: GpuQueryState, calls: tuple[Call, ...]) -> None:
-        """The first of `calls` that this GPU and driver know; what it gave before is replaced.
+        """Makes the first of `calls` that this GPU and driver support; replaces its previous result.
 
         Raises:
-            LostError: NVML says that the GPU is lost.
-            CannotRead: the driver is gone.
+            GpuLostError: NVML says that the GPU is lost.
+            CollectorUnavailable: the driver was unloaded.
         """
         part = calls[0].name
         for call in calls:
@@ -155,10 +153,10 @@ class GpuPoller:
                 return
 
     def _is_unsupported(self, gpu: GpuQueryState, name: str, error: Exception) -> bool:
-        """Whether to go on without this call. Any other failure is counted, and tried again at the next look."""
+        """Whether to skip this call from now on. Any other failure is counted and retried at the next poll."""
         code = code_of(error)
         if code in GONE:
-            raise CollectorUnavailable(f"the NVIDIA driver went away: {error}")
+            raise CollectorUnavailable(f"the NVIDIA driver was unloaded: {error}")
         if code in LOST:
             raise GpuLostError(str(error))
         if code in UNSUPPORTED:
@@ -168,14 +166,14 @@ class GpuPoller:
         gpu.last_error = str(error)
         text = error_name(self._nvml, code)
         gpu.errors[text] = gpu.errors.get(text, 0) + 1
-        if self._said.is_new(f"{gpu.index} {name} {code}"):
+        if self._logged.is_new(f"{gpu.index} {name} {code}"):
             logger.warning("GPU %d: %s failed: %s", gpu.index, name, error)
         return False
 
     def _skip(self, gpu: GpuQueryState, name: str, why: str) -> None:
         gpu.unsupported.add(name)
-        if self._said.is_new(f"{gpu.index} {name}"):
-            logger.info("GPU %d: %s is left out: %s", gpu.index, name, why)
+        if self._logged.is_new(f"{gpu.index} {name}"):
+            logger.info("GPU %d: %s skipped: %s", gpu.index, name, why)
 
     def _fields(self, gpu: GpuQueryState, part: str, fields: Mapping[int, tuple[Key, float]]) -> Numbers:
         numbers: Numbers = {}
@@ -191,10 +189,10 @@ class GpuPoller:
     def _field_values(
         self, gpu: GpuQueryState, part: str, fields: Iterable[int], num_links: int = 1
     ) -> list[tuple[int, int, float]]:
-        """(field, link, value) of those that NVML knows; what it does not is not asked again.
+        """(field, link, value) of the supported fields; unsupported ones are not queried again.
 
         Raises:
-            NVMLError: of the call as a whole.
+            NVMLError: the call as a whole failed.
         """
         query = gpu.queries.get(part)
         if query is None:
@@ -215,7 +213,7 @@ class GpuPoller:
                 refused[number] = code
         for number in refused.keys() - known:  # a link that is down may refuse what the others answer
             self._skip(gpu, f"field {number}", error_name(self._nvml, refused[number]))
-            gpu.queries.pop(part, None)  # made anew without it
+            gpu.queries.pop(part, None)  # rebuilt without it
         return found
 
     def _gpm(self, gpu: GpuQueryState, at: float) -> Numbers:
@@ -224,10 +222,10 @@ class GpuPoller:
             if not gpu.gpm.supported:
                 gpu.gpm = None
                 raise self._nvml.NVMLError(self._nvml.NVML_ERROR_NOT_SUPPORTED)
-        return gpu.gpm.look(at)
+        return gpu.gpm.sample(at)
 
     def _links(self, gpu: GpuQueryState) -> Numbers:
-        """State, bytes and errors of all NVLinks: sums, and by link where something is wrong."""
+        """State, bytes and errors of all NVLinks: sums, and per link where errors are nonzero."""
         num_links = int(gpu.parts.get("slow fields", {}).get(("nvlinks",), 0))
         if not num_links:
             return {}
@@ -240,7 +238,7 @@ class GpuPoller:
                 gpu.by_link[link, (ERRORS_SUM, error)] = count
         for number, link, value in self._field_values(gpu, f"fields of {num_links} links", LINK_FIELDS, num_links):
             key, scale = LINK_FIELDS[number]
-            gpu.by_link[link, key] = value * scale  # of two fields for one key the later one counts
+            gpu.by_link[link, key] = value * scale  # of two fields for one key the later one wins
         for (link, key), value in gpu.by_link.items():
             numbers[key] = numbers.get(key, 0.0) + value
             if value and key[0] == ERRORS_SUM:
@@ -250,10 +248,10 @@ class GpuPoller:
     def _of_links(
         self, gpu: GpuQueryState, num_links: int, function: str, *arguments: int
     ) -> Iterator[tuple[int, float]]:
-        """(link, answer) of those links for which NVML knows it; where that is none, it is not asked again.
+        """(link, result) of the links that support the call; if none does, it is not made again.
 
         Raises:
-            NVMLError: of another kind.
+            NVMLError: any other failure.
         """
         name = f"{function}{arguments or ''}"
         if name in gpu.unsupported:

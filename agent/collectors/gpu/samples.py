@@ -1,6 +1,6 @@
-"""Samples of GPUs: what the newest look at them found, joined with the ranks that use them. No GPU is asked for it.
+"""GPU samples: the newest poll joined with the ranks that use each GPU. Makes no GPU call itself.
 
-The look is that of our own NVML reader, or of dcgm-exporter's page, whichever the node has (agent/collectors).
+The poll is that of our NVML collector or of the dcgm-exporter collector, whichever the node runs.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -9,7 +9,7 @@ from math import isfinite
 from pathlib import Path
 
 from rolecall.agent.collectors.base import CollectorReading
-from rolecall.agent.collectors.gpu.owners import NOBODY, GpuOwners, GpuOwnership
+from rolecall.agent.collectors.gpu.owners import NO_OWNER, GpuOwners, GpuOwnership
 from rolecall.agent.identity import Registration
 from rolecall.core.ids import NodeId
 from rolecall.core.metrics.catalogue import BY_NAME
@@ -18,7 +18,7 @@ from rolecall.core.metrics.metric import MetricValue
 from rolecall.core.telemetry import GpuSample
 
 GPU_PROBES = ("gpu", "dcgm_exporter")
-"""Names of the collectors that look at GPUs."""
+"""Names of the collectors that poll GPUs."""
 GPUS_MAX = 64
 
 _FIELDS = {m.name: m.source for m in GPU_METRICS if m.source}
@@ -28,20 +28,20 @@ _TRAFFIC = {
     for link in ("pcie", "nvlink")
     for way in ("transmit", "receive")
 }
-"""Counters of what GPM gives as a rate, where there is GPM."""
+"""Counters whose rate GPM provides where it is supported."""
 _WANTED = frozenset({*_FIELDS, *_TRAFFIC, _INFO, _THROTTLED})
 _HEAT, _HEAT_OLD, _POWER = "thermal_throttle_seconds", "thermal", "power_throttle_seconds"
 _SUMS = {_HEAT: ("sw_thermal", "hw_thermal"), _POWER: ("sw_power_cap", "hw_power_brake")}
 _METRICS = {name: BY_NAME[f"rolecall_gpu_{name}_total"] for name in _SUMS}
 _RANK = BY_NAME["rolecall_gpu_rank"]
 _DIGITS = {"_ratio": 4, "_seconds": 3, "_watts": 1, "_celsius": 0, "_hertz": 0, "_bytes": 0, "_per_second": -3}
-"""After the point, by unit: more is noise, and costs bytes in each answer."""
+"""Decimals by unit: more is noise, and costs bytes in each response."""
 _ROUNDING = {f: next(n for unit, n in _DIGITS.items() if f.endswith(unit)) for f in _FIELDS.values()}
 
 
 @dataclass(slots=True)
 class _GpuSampleState:
-    """What one look says of one GPU. `compared`: by field of GpuSample; `throttled`: seconds by reason."""
+    """One GPU in one poll. `compared`: by field of GpuSample; `throttled`: seconds by reason."""
 
     uuid: str = ""
     compared: dict[str, float] = field(default_factory=dict)
@@ -50,8 +50,8 @@ class _GpuSampleState:
 
 
 class GpuSamples:
-    """Mutable; `take` is called from one thread. `newest()`: the newest look at the GPUs, and when it began (node
-    monotonic); `ranks()`: the live registered processes."""
+    """Mutable; `take` is called from one thread. `newest()`: the newest poll of the GPUs and its start (node monotonic
+    seconds); `ranks()`: the live registered processes."""
 
     def __init__(
         self,
@@ -63,12 +63,12 @@ class GpuSamples:
         self._node, self._newest, self._ranks = node, newest, ranks
         self._owners = GpuOwners(proc)
         self._reading = CollectorReading()
-        self._traffic: dict[tuple[int, str], tuple[float, float]] = {}  # when such a counter changed, and to what
+        self._traffic: dict[tuple[int, str], tuple[float, float]] = {}  # time and value of the counter's last change
         self.values: tuple[MetricValue, ...] = ()
-        """For `/metrics`, what is known only here. Replaced as a whole: any thread may read it."""
+        """Values for `/metrics` known only here. Replaced as a whole: any thread may read it."""
 
     def take(self, now: float, wall: float) -> tuple[GpuSample, ...]:
-        """Of the newest look; empty where that is the one of before. `now`, `wall`: the same moment on both clocks."""
+        """Samples of the newest poll; empty if it was taken already. `now`, `wall`: the same moment on both clocks."""
         at, reading = self._newest()
         if reading is self._reading:
             return ()
@@ -87,16 +87,16 @@ class GpuSamples:
                 at=at,
                 wall_at=wall - (now - at),
                 uuid=gpu.uuid,
-                pids=owners.get(number, NOBODY).pids,
-                joined_by=owners.get(number, NOBODY).by,
+                pids=owners.get(number, NO_OWNER).pids,
+                joined_by=owners.get(number, NO_OWNER).by,
                 **{name: round(value, _ROUNDING[name]) for name, value in gpu.compared.items() if isfinite(value)},
             )
             for number, gpu in gpus.items()
-            if gpu.compared  # nothing is known of a lost one
+            if gpu.compared  # a lost GPU has no numbers
         )
 
     def _rates(self, number: int, gpu: _GpuSampleState, at: float) -> dict[str, float]:
-        """Of counters that changed, where nobody gives the rate itself. NVML is not asked for all of them at each look."""
+        """Rates of changed counters that have no rate of their own. NVML does not read all of them at each poll."""
         rates = {}
         for name, total in gpu.traffic.items():
             then, before = self._traffic.get((number, name), (at, total))
@@ -113,7 +113,7 @@ class GpuSamples:
             for name in _SUMS:
                 if name in gpu.compared:
                     yield MetricValue(_METRICS[name], (self._node, str(number)), gpu.compared[name])
-            for pid in owners.get(number, NOBODY).pids:
+            for pid in owners.get(number, NO_OWNER).pids:
                 rank = ranks[pid]
                 labels = (self._node, str(number), rank.role, rank.replica, str(rank.rank))
                 yield MetricValue(_RANK, labels, 1.0)
@@ -143,7 +143,7 @@ def _sorted_out(reading: CollectorReading) -> dict[int, _GpuSampleState]:
 
 
 def _throttle_sums(seconds: Mapping[str, float]) -> dict[str, float]:
-    """Reasons put together; older drivers know of one counter of heat."""
+    """Throttled seconds by group of reasons; older drivers have a single thermal counter."""
     sums = {}
     for name, reasons in _SUMS.items():
         known = [seconds[reason] for reason in reasons if reason in seconds]

@@ -1,9 +1,8 @@
-"""One count of XIDs out of several sources: NVML tells the critical ones, the kernel log (nearly) all.
+"""One count of XIDs from several sources: NVML reports the critical ones, the kernel log nearly all.
 
-What two sources say of the same GPU and code within `SAME_SECONDS` is one event; what one source says twice is two.
-`XidMerger` decides and counts, whoever asks; `XidCollector` shows the counts, whichever source works, and keeps them on
-disk, because a counter that an XID brings from nothing to 1 at the agent's start has not grown to Prometheus.
-"""
+Reports of two sources for the same GPU and code within `SAME_SECONDS` are one event; two reports of one source are two.
+`XidMerger` deduplicates and counts; `XidCollector` exports the counts and keeps them on disk, because Prometheus sees
+no increase in a counter that first appears with the value 1."""
 
 import json
 import logging
@@ -24,11 +23,11 @@ from rolecall.formats.kernel_log.nvidia import normal_pci
 logger = logging.getLogger(__name__)
 
 SAME_SECONDS = 2.0
-"""Between what NVML and the kernel log say of one event. Longer makes one of two true events more often."""
+"""Between NVML's and the kernel log's report of one event. A longer window merges distinct events more often."""
 NUM_PENDING_MAX = 256
-"""Events of one GPU and code within that time, of which the other source may yet speak."""
+"""Events of one GPU and code within that window that the other source may still report."""
 NUM_SERIES_MAX = 512
-"""Pairs of GPU and code that are counted: 8 GPUs with 64 codes each. What comes beyond is counted in one sum."""
+"""Pairs of GPU and code that are counted: 8 GPUs with 64 codes each. Further ones share one counter."""
 SAVE_INTERVAL_SECONDS = 1.0
 
 
@@ -53,13 +52,13 @@ class _Series:
 
 
 def gpu_key(gpu_or_pci: int | str) -> str:
-    """`3`, `"3"` -> `3`; an address -> `0000:3b:00`. Both sources must name a GPU alike, by index where it is known."""
+    """`3`, `"3"` -> `3`; an address -> `0000:3b:00`. Sources must name a GPU alike, by index where it is known."""
     text = str(gpu_or_pci)
     return normal_pci(text) if ":" in text else text
 
 
 class XidMerger:
-    """Thread-safe: each method holds one lock for microseconds, and calls nothing of others while it does."""
+    """Thread-safe: each method holds one lock for microseconds and calls no foreign code under it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -67,9 +66,9 @@ class XidMerger:
         self._not_counted = 0
 
     def merge(self, at: float, gpu_or_pci: int | str, xid: int, source: str) -> bool:
-        """Whether this is an event of its own, and was counted; else another source told it within SAME_SECONDS.
+        """Whether this is a new event, which is counted; False: another source reported it within SAME_SECONDS.
 
-        `at`: when it happened, node monotonic seconds. `source`: who says so (`nvml`, `kernel`).
+        `at`: node monotonic seconds. `source`: `nvml` or `kernel`.
         """
         key = gpu_key(gpu_or_pci), xid
         with self._lock:
@@ -102,14 +101,14 @@ class XidMerger:
             return self._not_counted
 
     def resume(self, counts: dict[tuple[str, int], Count]) -> None:
-        """Goes on from what was counted before a restart. Called before the first `merge`."""
+        """Restores the counts of before a restart. Called before the first `merge`."""
         with self._lock:
             for key, count in list(counts.items())[:NUM_SERIES_MAX]:
                 self._series[key] = _Series(count)
 
 
 class XidCollector:
-    """A collector: the merger's counts as metrics. It cannot fail to read; a full disk costs the counts of a restart."""
+    """The merger's counts as metrics. Reading cannot fail; with a full disk a restart loses the counts."""
 
     def __init__(
         self,
@@ -123,7 +122,7 @@ class XidCollector:
         self._merger, self._node, self._file = merger, node, state_file
         self._clock = clock or SystemClock()
         self._save = save
-        self._said = LoggedOnce()
+        self._logged = LoggedOnce()
         self._values: tuple[MetricValue, ...] = ()
         self._shown: dict[tuple[str, int], Count] = {}
         self._saved_at = float("-inf")
@@ -171,7 +170,7 @@ class XidCollector:
         try:
             self._save(self._file, json.dumps({"xids": rows}) + "\n")
         except OSError as e:
-            if self._said.is_new("save"):
+            if self._logged.is_new("save"):
                 logger.warning("%s: %s; after a restart of the agent XIDs are counted from 0", self._file, e)
 
     def _load(self, file: Path) -> dict[tuple[str, int], Count]:

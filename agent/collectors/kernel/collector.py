@@ -1,14 +1,14 @@
 """The kernel log: XIDs, lost GPUs, NVSwitch errors, OOM kills, links, hardware errors, lockups, as events and counts.
 
-Lines are read from a cursor that is kept on disk, so that a restarted agent goes on where it stopped: after an orderly
-end no line is lost or repeated; after a SIGKILL those of the last look (0.2 s) may come again, with the same `record`.
-At the agent's first start the log's past is read as well: an event of the past says how many `seconds_ago` it was.
+The read cursor is kept on disk, so that a restarted agent continues where it stopped: after an orderly shutdown no line
+is lost or repeated; after a SIGKILL the lines of the last poll (0.2 s) may repeat, with the same `record`. At its first
+start the agent also reads the existing log: such an event carries `seconds_ago`.
 
-Counts are kept with the cursor, and go on: a counter that the first line after a restart brings from nothing to 1 has
-not grown to Prometheus, and what stands in both is neither forgotten nor counted twice.
+Counts are saved with the cursor, because Prometheus sees no increase in a counter that first appears with the value 1,
+and so that no line is counted twice.
 
-Corrected hardware errors are counted and make no event; nor does what NVML has told already (`XidMerger`), unless the line
-says more than its number: of NVLink's XIDs and of 154 it makes an event that adds to NVML's.
+Corrected hardware errors are counted without an event. An XID already reported by NVML (`XidMerger`) makes no second
+event, unless the line carries more than the number: for NVLink XIDs and XID 154 an event with `adds_to` follows NVML's.
 """
 
 import json
@@ -54,27 +54,27 @@ logger = logging.getLogger(__name__)
 
 KERNEL_LOG = Path("/dev/kmsg")
 NUM_LINES_MAX = 2000
-"""Of one look, those that are passed over included: some 20 ms. More wait in the log for the next."""
+"""Per poll, including skipped lines: about 20 ms. The rest waits in the log."""
 NUM_FACTS_MAX = 64
-"""Of one look, as many as a probe tells (`probes.FACTS_MAX`): the next look goes on behind the last."""
+"""Per poll, the limit of a probe (`runner.FACTS_MAX`): the next poll continues after the last line read."""
 WAIT_SECONDS = 0.5
-"""A quiet log is looked at so often; a line wakes the collector. The agent's end waits for it, too."""
+"""Longest wait for a new line, which wakes the collector. Also delays the agent's shutdown."""
 PAST_SECONDS = 5.0
-"""An event older than this says so: nobody is to take it for one of now."""
+"""An older event carries its age."""
 LINE_CHARS_MAX = 500
-NUM_LINES_SHOWN = 200
-"""As evidence: the newest. An XID with its context takes some twenty."""
+NUM_EVIDENCE_LINES = 200
+"""Newest lines returned as evidence. An XID with its context takes about twenty."""
 NUM_SERIES_MAX = 256
-"""Names of interfaces and switches that are counted; what comes beyond stands under `other`."""
+"""Counted series; further interfaces and switches are counted as `other`."""
 _COUNTED = {m.name: m for m in (OOM_KILLS, LINES, LINES_LOST, SXID_EVENTS, LINK_DOWNS, HARDWARE_ERRORS, FAULTS)}
 FELL_OFF = 79
 SOURCE = "kernel"
 
 
 class KernelLogCollector:
-    """A collector. `gpu_of`: index of the GPU at a PCI address (`0000:3b:00`), None where nobody knows. `whose`: the
-    registered process with this PID (as the machine's first PID namespace counts), None if it is none of ours.
-    `wait_seconds`: a look waits so long for a new line, unless some are left; 0: it takes what is there."""
+    """`gpu_of`: index of the GPU at a PCI address (`0000:3b:00`), None if unknown. `process_of`: the registered process
+    with this PID (in the machine's initial PID namespace), None if it is not registered. `wait_seconds`: longest wait
+    of a poll for a new line; 0: do not wait."""
 
     name = "kernel_log"
 
@@ -86,7 +86,7 @@ class KernelLogCollector:
         path: Path = KERNEL_LOG,
         state_file: Path | None = None,
         gpu_of: Callable[[str], int | None] = lambda pci: None,
-        whose: Callable[[int], Registration | None] = lambda pid: None,
+        process_of: Callable[[int], Registration | None] = lambda pid: None,
         proc: Path = Path("/proc"),
         clock: Clock | None = None,
         open_source: Callable[[Path, dict[str, Any], Path], KernelLogSource] = source,
@@ -95,7 +95,7 @@ class KernelLogCollector:
     ) -> None:
         self.interval_seconds, self.wait_seconds = interval_seconds, wait_seconds
         self._node, self._merger, self._path, self._file, self._proc = node, merger, path, state_file, proc
-        self._gpu_of, self._whose = gpu_of, whose
+        self._gpu_of, self._process_of = gpu_of, process_of
         self._clock = clock or SystemClock()
         self._open_source = open_source
         self._source: KernelLogSource | None = None
@@ -109,11 +109,12 @@ class KernelLogCollector:
         self._counts.update(dict(_counts(kept.get("counts"), node)))
         self._values: tuple[MetricValue, ...] = ()
         self._caught_up = False
-        self._said = LoggedOnce()
+        self._logged = LoggedOnce()
 
     def read(self, at: float) -> CollectorReading:
-        """New lines, as soon as there are some. Raises CannotRead: no permission, no such log; says how to mend it."""
-        self._save()  # what the look before found has been told by now
+        """New lines, as soon as there are some. Raises CollectorUnavailable: no permission or no such log, and how to
+        fix it."""
+        self._save()  # the previous poll's facts have been reported by now
         if self._source is None:
             self._source = self._open_source(self._path, self._cursor, self._proc)
         elif self.wait_seconds and self._source.at_end:
@@ -122,7 +123,7 @@ class KernelLogCollector:
             at += self._clock.monotonic() - began
         lost_before, facts, num_lines = self._source.num_lost, list[Fact](), 0
         try:
-            for line in islice(self._source.look(), NUM_LINES_MAX):
+            for line in islice(self._source.poll(), NUM_LINES_MAX):
                 num_lines += line is not None
                 if line is not None and (fact := self._taken(line, at)) is not None:
                     facts.append(fact)
@@ -131,7 +132,7 @@ class KernelLogCollector:
         except CollectorUnavailable:
             if not facts:
                 raise
-            # What was found is told first; the next look will say why it cannot go on.
+            # Report what was found; the next poll raises again.
         self._cursor = self._source.cursor()
         self._caught_up |= self._source.at_end
         if num_lines or self._source.num_lost != lost_before or not self._values:
@@ -141,10 +142,10 @@ class KernelLogCollector:
         return CollectorReading(values=self._values, facts=tuple(facts))
 
     def evidence(self) -> bytes:
-        """The newest lines, as dmesg writes them; read anew, beside the cursor. Raises CannotRead."""
+        """The newest lines in dmesg's format, read independently of the cursor. Raises CollectorUnavailable."""
         fresh = self._open_source(self._path, {}, self._proc)
         try:
-            lines = deque((line for line in fresh.look() if line is not None), maxlen=NUM_LINES_SHOWN)
+            lines = deque((line for line in fresh.poll() if line is not None), maxlen=NUM_EVIDENCE_LINES)
         finally:
             fresh.close()
         return "".join(f"{_stamp(line, self._node)}{line.message}\n" for line in lines).encode("utf-8", "replace")
@@ -162,26 +163,26 @@ class KernelLogCollector:
         if found is None:
             return None
         seconds_ago = self._seconds_ago(line, at)
-        told = self._told(found, at - seconds_ago)
-        if told is None:
+        event = self._event_of(found, at - seconds_ago)
+        if event is None:
             return None
-        kind, detail, pid = told
+        kind, detail, pid = event
         detail |= {"line": _plain(line.message), "record": line.record}
         if seconds_ago > PAST_SECONDS:
             detail["seconds_ago"] = f"{seconds_ago:.0f}"
-        owner = self._whose(pid) if pid is not None and seconds_ago <= PAST_SECONDS else None
+        owner = self._process_of(pid) if pid is not None and seconds_ago <= PAST_SECONDS else None
         return Fact(kind=kind, detail={k: v for k, v in detail.items() if v}, **(owner.facts() if owner else {}))
 
     def _seconds_ago(self, line: KernelMessage, at: float) -> float:
-        """0 for what came since the look before: the kernel's clock drifts from CLOCK_MONOTONIC, by seconds in weeks."""
+        """0 for new lines: the kernel's clock drifts from CLOCK_MONOTONIC by seconds in weeks."""
         if self._caught_up:
             return 0.0
         if line.uptime_seconds is not None:
             return max(0.0, at - line.uptime_seconds)
         return 0.0 if line.wall_at is None else max(0.0, self._clock.wall() - line.wall_at)
 
-    def _told(self, found: KernelFact, at: float) -> tuple[AgentEventKind, dict[str, str], int | None] | None:
-        """Kind and detail of the event, and the PID that it names; None: counted, or told by another source."""
+    def _event_of(self, found: KernelFact, at: float) -> tuple[AgentEventKind, dict[str, str], int | None] | None:
+        """Kind, detail and PID of the event; None: only counted, or already reported by another source."""
         match found:
             case XidLine():
                 return self._xid(found, at)
@@ -220,10 +221,10 @@ class KernelLogCollector:
         if not is_new and found.code not in LINE_DECIDES:
             return None
         detail = _of_xid(found.code) | _of_gpu(found.pci, gpu)
-        # Of NVLink's codes and of 154 the line decides.
+        # For NVLink codes and 154 the line decides.
         detail |= {"fatal": "yes" if found.fatal else "no", "action": str(found.action), "advice": found.advice}
         if not is_new:
-            detail["adds_to"] = "nvml"  # which told the number, and no more of it
+            detail["adds_to"] = "nvml"  # which reported only the number
         if found.recovery is not None:
             detail["recovery"] = str(found.recovery)
         if found.nvlink_register_errors:
@@ -242,7 +243,7 @@ class KernelLogCollector:
         return AgentEventKind.XID, detail, found.pid
 
     def _lost(self, found: GpuLost, at: float) -> tuple[AgentEventKind, dict[str, str], int | None] | None:
-        """A line without an XID; where XID 79 was said as well, it is the same event."""
+        """A line without an XID; together with XID 79 it is the same event."""
         gpu = self._gpu_of(found.pci)
         if not self._merger.merge(at, found.pci if gpu is None else gpu, FELL_OFF, f"{SOURCE} without XID"):
             return None
@@ -273,11 +274,11 @@ class KernelLogCollector:
             kept = json.loads(self._file.read_text())
             if isinstance(kept, dict):
                 return kept
-            logger.warning("%s is damaged, the kernel log is read from its beginning", self._file)
+            logger.warning("%s is damaged, reading the kernel log from its beginning", self._file)
         except FileNotFoundError:
             return {}
         except (OSError, ValueError) as e:
-            logger.warning("%s is damaged, the kernel log is read from its beginning: %s", self._file, e)
+            logger.warning("%s is damaged, reading the kernel log from its beginning: %s", self._file, e)
         return {}
 
     def _save(self) -> None:
@@ -288,12 +289,12 @@ class KernelLogCollector:
         try:
             write_atomically(self._file, json.dumps({"path": str(self._path), **self._cursor, "counts": counts}) + "\n")
         except OSError as e:
-            if self._said.is_new("save"):
-                logger.warning("%s: %s; a restarted agent would read kernel lines again", self._file, e)
+            if self._logged.is_new("save"):
+                logger.warning("%s: %s; after a restart the agent will read kernel lines again", self._file, e)
 
 
 def _counts(kept: Any, node: NodeId) -> Iterator[tuple[tuple[Metric, tuple[str, ...]], int]]:
-    """What was counted before a restart; what makes no sense, or is of another node's name, is left out."""
+    """Counts of before a restart; invalid rows and rows of another node are dropped."""
     for row in kept[:NUM_SERIES_MAX] if isinstance(kept, list) else ():
         match row:
             case [str(name), [str(of), *labels], int(number)] if name in _COUNTED and of == node and number >= 0:
@@ -314,12 +315,12 @@ def _of_gpu(pci: str, gpu: int | None) -> dict[str, str]:
 
 
 def _plain(text: str) -> str:
-    """Without control characters: a process chooses its own name."""
+    """Without control characters: a process may choose any name."""
     return "".join(c if c.isprintable() else "?" for c in text[:LINE_CHARS_MAX])
 
 
 def _stamp(line: KernelMessage, node: str) -> str:
-    """Seconds since boot, else the time of day; what nobody wrote down is left out."""
+    """Seconds since boot, else the time of day, else empty."""
     if line.uptime_seconds is not None:
         return f"[{line.uptime_seconds:12.6f}] "
     if line.wall_at is not None:

@@ -1,12 +1,12 @@
-"""Where kernel messages come from: /dev/kmsg or a text log, each read from a cursor, never waiting for more.
+"""Sources of kernel messages: /dev/kmsg or a text log, each read from a cursor without blocking.
 
-/dev/kmsg gives one record a read, from the oldest that the kernel still has, numbered without gaps since boot. A reader
-too slow for the ring is told once by EPIPE and goes on with the oldest record left: how many were lost is the gap in the
-numbers. Numbers start anew at each boot, so that a cursor is one of a boot id (Documentation/ABI/testing/dev-kmsg).
+/dev/kmsg returns one record per read, from the oldest that the kernel still holds, with sequence numbers since boot. A
+reader too slow for the ring gets EPIPE once and continues with the oldest record; the gap in the numbers is the count
+of lost records. Numbers restart at each boot, so a cursor includes the boot ID (Documentation/ABI/testing/dev-kmsg).
 
-A file is followed by inode and offset, with the last bytes before it: after a rename the rest of the old file is read
-first, and what was truncated (copytruncate) is read from its beginning, even if it has grown beyond the offset again.
-"""
+A file is followed by inode and offset, with the last bytes before the offset: after a rename the rest of the old file
+is read first, and a truncated file (copytruncate) is read from its beginning, even if it has grown beyond the offset
+again."""
 
 import errno
 import logging
@@ -26,21 +26,21 @@ from rolecall.formats.kernel_log.timestamps import KERNEL_FACILITY, parse_line, 
 logger = logging.getLogger(__name__)
 
 RECORD_BYTES_MAX = 8192
-"""The kernel refuses (EINVAL) a read that is too short for the next record; CONSOLE_EXT_LOG_MAX is 8192."""
+"""The kernel rejects (EINVAL) a buffer too short for the next record; CONSOLE_EXT_LOG_MAX is 8192."""
 READ_BYTES_MAX = 128 << 10
-"""Of a file at a time."""
+"""Per read of a file."""
 LOOKBACK_BYTES = 1 << 20
-"""Of a file that was never read before: what is older is history."""
+"""Read from the end of a file seen for the first time; older lines are ignored."""
 LINE_BYTES_MAX = 64 << 10
-"""A line without an end is taken as one when it is so long."""
+"""An unterminated line is cut at this length."""
 TAIL_BYTES = 64
 NUM_SIBLINGS_MAX = 64
-"""Rotated files that are looked at for the one that was being read."""
+"""Rotated files searched for the one being read."""
 
 
 @dataclass(frozen=True, slots=True)
 class KernelMessage:
-    """A message of the kernel. `record`: names it for ever (`<boot>:<sequence>`, `<inode>:<offset>`)."""
+    """A kernel message. `record`: its permanent ID (`<boot>:<sequence>` or `<inode>:<offset>`)."""
 
     message: str
     record: str
@@ -49,29 +49,29 @@ class KernelMessage:
 
 
 class KernelLogSource(Protocol):
-    """`num_lost`: lines that were gone before they could be read. `at_end`: the newest line has been read."""
+    """`num_lost`: lines overwritten before they could be read. `at_end`: the newest line has been read."""
 
     num_lost: int
     at_end: bool
 
-    def look(self) -> Iterator[KernelMessage | None]:
-        """New lines, oldest first, up to the newest; None for each that is no line of the kernel. May be left off
-        anywhere: the next look goes on behind the last one given. Raises CannotRead."""
+    def poll(self) -> Iterator[KernelMessage | None]:
+        """New lines, oldest first; None for each line that is not the kernel's. May be abandoned at any point: the next
+        poll continues after the last line yielded. Raises CollectorUnavailable."""
         ...
 
     def wait(self, seconds: float) -> None:
-        """Until there may be a new line, or for `seconds`; not at all where nothing tells."""
+        """Until there may be a new line, at most `seconds`; returns at once without change notification."""
         ...
 
     def cursor(self) -> dict[str, Any]:
-        """Behind the last line given."""
+        """Position after the last line yielded."""
         ...
 
     def close(self) -> None: ...
 
 
 def source(path: Path, cursor: dict[str, Any], proc: Path = Path("/proc")) -> KernelLogSource:
-    """Of the kind that lies at `path`. Raises CannotRead: nothing of use does."""
+    """The source for `path`. Raises CollectorUnavailable: it is missing or unusable."""
     try:
         mode = path.stat().st_mode
     except OSError as e:
@@ -84,7 +84,7 @@ def source(path: Path, cursor: dict[str, Any], proc: Path = Path("/proc")) -> Ke
 
 
 def boot_id(proc: Path = Path("/proc")) -> str:
-    """Of the running kernel; empty where it cannot be read."""
+    """Of the running kernel; empty if it cannot be read."""
     try:
         return (proc / "sys/kernel/random/boot_id").read_text().strip()[:64]
     except OSError:
@@ -92,7 +92,7 @@ def boot_id(proc: Path = Path("/proc")) -> str:
 
 
 def cannot_open(path: Path, e: OSError) -> CollectorUnavailable:
-    """Why, and how to mend it."""
+    """The reason and how to fix it."""
     if e.errno in (errno.EACCES, errno.EPERM):
         how = "run the agent with CAP_SYSLOG (or set kernel.dmesg_restrict=0)"
         if path != Path("/dev/kmsg"):
@@ -104,7 +104,7 @@ def cannot_open(path: Path, e: OSError) -> CollectorUnavailable:
 
 
 class Kmsg:
-    """/dev/kmsg. `open_` and `read` are os.open and os.read, or a test's."""
+    """/dev/kmsg."""
 
     def __init__(
         self,
@@ -121,13 +121,13 @@ class Kmsg:
         self._open, self._read, self._close = open_, read, close
         self._facilities = facilities
         same_boot = cursor.get("boot_id") == boot and type(cursor.get("next")) is int
-        self._next: int | None = cursor["next"] if same_boot else None  # None: whatever comes first
+        self._next: int | None = cursor["next"] if same_boot else None  # None: start with the oldest record
         self._newest = -1  # since the device was opened
         self._descriptor = -1
         self.num_lost = 0
         self.at_end = False
 
-    def look(self) -> Iterator[KernelMessage | None]:
+    def poll(self) -> Iterator[KernelMessage | None]:
         self.at_end = False
         if self._descriptor < 0:
             try:
@@ -139,14 +139,14 @@ class Kmsg:
             try:
                 raw = self._read(self._descriptor, RECORD_BYTES_MAX)
             except BlockingIOError:
-                self.at_end = self._numbers_fit()
+                self.at_end = self._cursor_is_valid()
                 return
             except BrokenPipeError:
-                continue  # overrun: the gap in the numbers will tell how many
+                continue  # overrun: the gap in the numbers gives the count
             except OSError as e:
                 self.close()
                 raise cannot_open(self._path, e) from None
-            if not raw:  # no device does so; a loop without an end would
+            if not raw:  # never from a device; avoids an endless loop
                 return
             yield self._line(raw)
 
@@ -166,9 +166,9 @@ class Kmsg:
             record.message, f"{self._boot[:8]}:{record.sequence}", uptime_seconds=record.uptime_seconds
         )
 
-    def _numbers_fit(self) -> bool:
-        """A cursor beyond the newest record is of another boot, although its id is the same (or none can be read): all
-        is read again."""
+    def _cursor_is_valid(self) -> bool:
+        """A cursor beyond the newest record is from another boot even if the boot ID matches or cannot be read: then
+        everything is read again."""
         if self._next is None or not 0 <= self._newest < self._next - 1:
             return True
         self._next = None
@@ -191,24 +191,24 @@ class Kmsg:
 
 
 class LogFile:
-    """A text log, followed over renames and truncations."""
+    """A text log, followed across renames and truncations."""
 
     def __init__(self, path: Path, cursor: dict[str, Any]) -> None:
         self._path = path
         self._descriptor = -1
-        self._inode, self._offset, self._tail = 0, 0, b""  # what stands just before the offset
+        self._inode, self._offset, self._tail = 0, 0, b""  # tail: bytes before the offset
         self._cursor = cursor
         self._changes: FileChanges | _NoFileChanges | None = None
-        self.num_lost = 0  # nobody can count them
+        self.num_lost = 0  # unknown for a file
         self.at_end = False
 
-    def look(self) -> Iterator[KernelMessage | None]:
+    def poll(self) -> Iterator[KernelMessage | None]:
         self.at_end = False
         if self._descriptor < 0:
             self._begin()
         try:
             while True:
-                # Asked first: what its writer put into the old file before it turned to the new one is still read.
+                # Checked first, so that lines written to the old file before the switch are still read.
                 replaced = self._replaced()
                 yield from self._rest(whole=replaced)
                 if not replaced:
@@ -217,14 +217,14 @@ class LogFile:
                 self.close()
                 self._take(descriptor, 0, b"")
         except FileNotFoundError:
-            return  # rotated once more in this moment
+            return  # rotated again just now
         except OSError as e:
             self.close()
             raise cannot_open(self._path, e) from None
         self.at_end = True
 
     def _begin(self) -> None:
-        """Opens the file that was being read, whatever its name is now; else the one at the path."""
+        """Opens the file that was being read, under its current name; else the one at the path."""
         inode, offset, tail = _checked(self._cursor)
         if inode:
             for file in (self._path, *self._siblings()):
@@ -247,7 +247,7 @@ class LogFile:
             self._advance(start, start.find(b"\n") + 1)
 
     def _siblings(self) -> list[Path]:
-        """`kern.log.1`, `kern.log-20261122`; those that were compressed have another inode."""
+        """`kern.log.1`, `kern.log-20261122`; compressed ones have another inode."""
         try:
             names = os.listdir(self._path.parent)
         except OSError:
@@ -256,20 +256,20 @@ class LogFile:
         return [self._path.parent / n for n in rotated[:NUM_SIBLINGS_MAX]]
 
     def _opened(self, file: Path, inode: int) -> int:
-        """A descriptor of `file` if it is the one with this inode; else -1."""
+        """A descriptor of `file` if it has this inode; else -1."""
         try:
             if os.stat(file).st_ino != inode:
                 return -1
             return os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         except OSError:
-            return -1  # rotated once more in this moment
+            return -1  # rotated again just now
 
     def _take(self, descriptor: int, offset: int, tail: bytes) -> None:
         self._descriptor, self._inode = descriptor, os.fstat(descriptor).st_ino
         self._offset, self._tail = offset, tail
 
     def _replaced(self) -> bool:
-        """Whether another file stands at the path and is written to: until then its writer may still hold the old one."""
+        """Whether the path names another, non-empty file: until then the writer may still use the old one."""
         try:
             now = os.stat(self._path)
         except OSError:
@@ -277,12 +277,12 @@ class LogFile:
         return now.st_ino != self._inode and now.st_size > 0
 
     def _rest(self, whole: bool) -> Iterator[KernelMessage | None]:
-        """Lines from the offset to the end of this file. `whole`: the last one needs no line break."""
+        """Lines from the offset to the end of this file. `whole`: also an unterminated last line."""
         status = os.fstat(self._descriptor)
         if status.st_size == self._offset:
             return
         if status.st_size < self._offset or _before(self._descriptor, self._offset, len(self._tail)) != self._tail:
-            self._offset, self._tail = 0, b""  # truncated, and perhaps written anew
+            self._offset, self._tail = 0, b""  # truncated, and perhaps rewritten
         while raw := os.pread(self._descriptor, READ_BYTES_MAX, self._offset):
             chunk_at, begin = self._offset, 0
             unfinished_counts = whole and len(raw) < READ_BYTES_MAX
@@ -306,14 +306,14 @@ class LogFile:
             return None
         wall_at = stamped.wall_at
         if stamped.local is not None:
-            # The node's own log shows the node's own zone.
+            # The node's log uses the node's time zone.
             zone_seconds = time.localtime(written_at).tm_gmtoff
             in_zone = wall_of_local(stamped.local, written_at + zone_seconds)
             wall_at = None if in_zone is None else in_zone - zone_seconds
         return KernelMessage(stamped.message, f"{self._inode}:{offset}", stamped.uptime_seconds, wall_at)
 
     def _advance(self, raw: bytes, end: int, raw_at: int | None = None) -> None:
-        """Behind `raw[:end]`, which stands at `raw_at` (default: at the offset)."""
+        """Moves after `raw[:end]`, which begins at `raw_at` (default: the offset)."""
         start = self._offset if raw_at is None else raw_at
         self._tail = (
             raw[end - TAIL_BYTES : end] if end >= TAIL_BYTES else _before(self._descriptor, start + end, TAIL_BYTES)
@@ -329,9 +329,9 @@ class LogFile:
         try:
             self._changes = FileChanges(self._descriptor, self._path)
         except OSError as e:
-            logger.info("%s is looked at in turn: %s", self._path, e)
+            logger.info("%s: no change notification, polling instead: %s", self._path, e)
             self._changes = _NoFileChanges()
-        # What came before there was a watch is not told: no wait this time.
+        # Changes from before the watch are not notified: no wait this time.
 
     def cursor(self) -> dict[str, Any]:
         if not self._inode:
@@ -359,13 +359,13 @@ class _NoFileChanges:
 
 
 def _before(descriptor: int, offset: int, num: int) -> bytes:
-    """At most `num` bytes that stand before `offset`."""
+    """At most `num` bytes before `offset`."""
     start = max(0, offset - num)
     return os.pread(descriptor, offset - start, start)
 
 
 def _checked(cursor: dict[str, Any]) -> tuple[int, int, bytes]:
-    """(inode, offset, bytes before it); inode 0: there is no cursor of use."""
+    """(inode, offset, bytes before it); inode 0: no valid cursor."""
     inode, offset, tail = cursor.get("inode"), cursor.get("offset"), cursor.get("tail")
     if type(inode) is not int or type(offset) is not int or offset < 0 or not isinstance(tail, str):
         return 0, 0, b""

@@ -1,10 +1,9 @@
-"""Reads what the NCCL Inspector writes into its directory: `*.log` (JSON lines) as they grow, `*.prom` (text files) whole.
+"""Reads the output of the NCCL Inspector: `*.log` (JSON lines) incrementally, `*.prom` (text files) whole.
 
-At each look at most BYTES_PER_LOOK of new lines are read of all files together; where files grow faster (a job with small
-collectives writes megabytes a second), the newest part is read and the rest passed over and counted. What lay in a file when
-it was first seen is history: reading begins at its end, and with the next dump. A file that shrank or was replaced is read
-from its beginning.
-"""
+Each poll reads at most BYTES_PER_POLL of new lines over all files; where files grow faster (a job with small
+collectives writes megabytes a second), the newest part is read and the rest is skipped and counted. Reading of a file
+starts at its end when it is first seen at the first poll. A file that shrank or was replaced is read from its
+beginning."""
 
 import os
 from collections.abc import Iterable
@@ -19,18 +18,18 @@ from rolecall.formats.nccl.inspector import LINE_BYTES_MAX, InspectorOperation, 
 
 INTERVAL_SECONDS = 5.0
 NUM_FILES_MAX = 256
-"""Newest first: directories keep the files of jobs that ended."""
-BYTES_PER_LOOK = 256 << 10
-"""Of all files: some 700 operations a look; reading them takes some 5 ms."""
+"""Newest first: directories keep the files of finished jobs."""
+BYTES_PER_POLL = 256 << 10
+"""Over all files: about 700 operations and 5 ms per poll."""
 TEXTFILE_BYTES_MAX = 4 << 20
 NUM_KINDS_MAX = 16
-"""Kinds of operation that get a label; further ones are `other`."""
+"""Kinds of operation with their own label; further ones are `other`."""
 NUM_GPUS_MAX = 64
 
 
 @dataclass(slots=True)
 class LogTail:
-    """Where reading of one file stands."""
+    """Read position in one file."""
 
     identity: tuple[int, int]  # device and inode
     at: int
@@ -41,7 +40,7 @@ class LogTail:
 
 @dataclass(slots=True)
 class Sums:
-    """Of one kind of operation, cumulative."""
+    """Cumulative sums of one kind of operation."""
 
     num: int = 0
     seconds: float = 0.0
@@ -56,12 +55,10 @@ class Sums:
 
 
 class NcclInspectorCollector:
-    """A collector (see `agent/collectors/base.py`)."""
-
     name = "nccl_inspector"
 
     def __init__(self, node: NodeId, directory: Path, *, interval_seconds: float = INTERVAL_SECONDS) -> None:
-        """`directory`: NCCL_INSPECTOR_DUMP_DIR of the jobs. One that is not there (yet) is no failure."""
+        """`directory`: NCCL_INSPECTOR_DUMP_DIR of the jobs. It need not exist yet."""
         self.interval_seconds = interval_seconds
         self._node, self._directory = node, directory
         self._tails: dict[str, LogTail] = {}
@@ -75,22 +72,22 @@ class NcclInspectorCollector:
         self._tails.clear()
 
     def read(self, at: float) -> CollectorReading:
-        """Raises CannotRead: the directory is there and cannot be listed."""
+        """Raises CollectorUnavailable: the directory exists and cannot be listed."""
         try:
             logs, textfiles = self._files()
         except OSError as e:
             raise CollectorUnavailable(f"{self._directory}: {e.strerror or e}") from None
         for gone in self._tails.keys() - {name for name, _ in logs}:
             del self._tails[gone]
-        left = BYTES_PER_LOOK
+        left = BYTES_PER_POLL
         for n, (name, about) in enumerate(logs):
-            # What one file leaves of its share the others may use.
+            # Later files may use what earlier ones leave of their share.
             left -= self._follow(name, about, left // (len(logs) - n))
         self._first = False
         return CollectorReading(tuple(self._values(textfiles)))
 
     def _files(self) -> tuple[list[tuple[str, os.stat_result]], list[tuple[str, os.stat_result]]]:
-        """Raises OSError."""
+        """(log files, text files). Raises OSError."""
         logs: list[tuple[str, os.stat_result]] = []
         textfiles: list[tuple[str, os.stat_result]] = []
         try:
@@ -101,7 +98,7 @@ class NcclInspectorCollector:
                         if kind is not None and entry.is_file(follow_symlinks=False):
                             kind.append((entry.name, entry.stat(follow_symlinks=False)))
                     except OSError:
-                        continue  # it vanished meanwhile
+                        continue  # removed since it was listed
         except FileNotFoundError:
             return [], []
         for found in (logs, textfiles):
@@ -112,11 +109,11 @@ class NcclInspectorCollector:
     # --- JSON lines
 
     def _follow(self, name: str, about: os.stat_result, num_bytes: int) -> int:
-        """Reads at most so many new bytes of a file; how many it read."""
+        """Reads at most `num_bytes` new bytes of a file; returns how many."""
         identity = (about.st_dev, about.st_ino)
         tail = self._tails.get(name)
         if tail is None or tail.identity != identity or about.st_size < tail.at:
-            # One byte before its end: if that ends a line, the next one is whole.
+            # One byte before the end: if it is a newline, the next line is complete.
             begin = max(0, about.st_size - 1) if tail is None and self._first else 0
             tail = self._tails[name] = LogTail(identity=identity, at=begin, skipping=begin > 0)
         if about.st_size == tail.at:
@@ -129,7 +126,7 @@ class NcclInspectorCollector:
         try:
             descriptor = os.open(self._directory / name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         except OSError:
-            return 0  # it vanished meanwhile, or is not ours to read
+            return 0  # removed since it was listed, or not readable
         try:
             data = os.pread(descriptor, min(num_bytes, num_new), tail.at)
         except OSError:
@@ -177,7 +174,7 @@ class NcclInspectorCollector:
         yield MetricValue(rows.LINES_BAD, (node,), float(self._num_bad))
         yield MetricValue(rows.SKIPPED, (node,), float(self._num_skipped_bytes))
         yield MetricValue(rows.DROPPED, (node,), float(self._num_dropped))
-        # The Inspector writes them each half minute or more.
+        # The Inspector writes them every 30 s or less often.
         stamps = tuple((name, s.st_mtime_ns, s.st_size, s.st_ino) for name, s in textfiles[:NUM_GPUS_MAX])
         if stamps != self._stamps:
             self._stamps, self._of_gpus = stamps, tuple(self._of_textfiles([name for name, *_ in stamps]))
@@ -193,7 +190,7 @@ class NcclInspectorCollector:
                 with open(descriptor, "rb") as file:
                     text = file.read(TEXTFILE_BYTES_MAX).decode("utf-8", "replace")
             except OSError:
-                continue  # it vanished meanwhile, or is not ours to read
+                continue  # removed since it was listed, or not readable
             for g in gauges(text)[0]:
                 kind = g.kind if g.kind in kinds or len(kinds) < NUM_KINDS_MAX else "other"
                 kinds.add(kind)

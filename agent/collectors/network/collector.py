@@ -1,7 +1,7 @@
-"""NICs and TCP: `/sys/class/net`, the statistics of NICs' drivers, `/proc/net/snmp` and `netstat`.
+"""NICs and TCP: `/sys/class/net`, NIC driver statistics, `/proc/net/snmp` and `netstat`.
 
-Physical interfaces, those with a `device` link, and others that are named: a node with containers has hundreds of
-virtual ones. Counters are totals: they go on over a driver that is loaded again.
+Covers physical interfaces (with a `device` link) and configured ones: a node with containers has hundreds of virtual
+interfaces. Counters continue across a driver reload.
 """
 
 import os
@@ -21,10 +21,11 @@ from rolecall.core.telemetry import AgentEventKind
 
 NUM_INTERFACES_MAX = 64
 DRIVER_EVERY_SECONDS = 5.0
-"""Between two looks at a driver's statistics: it asks its firmware for hundreds, and we want a dozen."""
+"""Between two reads of a driver's statistics: the driver queries its firmware for hundreds, of which a dozen are
+used."""
 MEGABIT_BYTES = 1e6 / 8
 SPEED_UNKNOWN = 2**32 - 1
-"""-1, as some drivers write it; others do write -1."""
+"""-1 as an unsigned number; some drivers write -1."""
 
 _BY_NAME = {m.name: m for m in NETWORK_METRICS}
 
@@ -48,7 +49,7 @@ _ERROR_STATISTICS = (
     *("rx_fifo_errors", "rx_length_errors", "tx_carrier_errors", "tx_fifo_errors"),
 )
 
-# Names of drivers: mlx5 `rx_prio3_pause`, `rx_prio3_pause_duration` (microseconds), `rx_pause_ctrl_phy`; bnxt_en
+# Names by driver: mlx5 `rx_prio3_pause`, `rx_prio3_pause_duration` (microseconds), `rx_pause_ctrl_phy`; bnxt_en
 # `rx_pfc_ena_frames_pri3`, `rx_pause_frames`; Intel ice `rx_priority_3_xoff.nic`, i40e `port.rx_priority_3_xoff`.
 _OF_PRIORITY = re.compile(
     r"(?:port\.)?(rx|tx)_(?:prio(\d)_pause|pfc_ena_frames_pri(\d)|priority_(\d)_xoff(?:\.nic)?|prio(\d)_pause_duration)\Z"
@@ -74,13 +75,13 @@ _TCP_FILES = (("snmp", "Tcp"), ("netstat", "TcpExt"))
 
 
 def wanted(name: str) -> bool:
-    """Whether a statistic of a driver is of use."""
+    """Whether a driver statistic is exported."""
     return bool(_OF_PRIORITY.match(name) or _OF_LINK.match(name) or _DRIVER_ERRORS.match(name))
 
 
 def parse_tables(text: str, wanted: Container[str]) -> dict[tuple[str, str], int]:
-    """(table, field) to number, of `/proc/net/snmp` and `netstat`: pairs of lines, names and then numbers. Tables that are
-    `wanted`; most of some four hundred fields are not."""
+    """(table, field) to number, from `/proc/net/snmp` and `netstat`: pairs of lines, names then numbers. Only the
+    `wanted` tables of about four hundred fields."""
     found = dict[tuple[str, str], int]()
     lines = text.split("\n")
     for names, numbers in zip(lines[::2], lines[1::2], strict=False):
@@ -96,15 +97,15 @@ def parse_tables(text: str, wanted: Container[str]) -> dict[tuple[str, str], int
 class _Interface:
     name: str
     folder: str
-    instance: int  # inode of its folder: another one after its driver was loaded again
-    anew: bool = False
+    instance: int  # inode of its folder, which changes when its driver is reloaded
+    reloaded: bool = False
     watch: LinkWatch = field(default_factory=LinkWatch)
     driver: tuple[MetricValue, ...] = ()
     driver_due_at: float = float("-inf")
 
 
 class NetworkCollector:
-    """`interfaces`: to look at beside the physical ones. `proc_net`: of the network name space that is meant."""
+    """`interfaces`: to poll besides the physical ones. `proc_net`: of the network namespace to observe."""
 
     name = "network"
 
@@ -130,7 +131,7 @@ class NetworkCollector:
         self._files = OpenFileCache()
 
     def read(self, at: float) -> CollectorReading:
-        """Raises CannotRead: neither interfaces nor TCP can be read."""
+        """Raises CollectorUnavailable: neither interfaces nor TCP can be read."""
         values, facts = self._tcp(), list[Fact]()
         try:
             here = self._found()
@@ -139,7 +140,7 @@ class NetworkCollector:
                 raise CollectorUnavailable(f"{self._root}: {e.strerror or e}, and nothing of {self._proc_net}") from e
             return CollectorReading(tuple(values))
         for name, interface in self._known.items():
-            changes = self._look(interface, at, values) if name in here else self._missing(interface, at, values)
+            changes = self._poll(interface, at, values) if name in here else self._missing(interface, at, values)
             facts += [self._fact(name, change) for change in changes]
         return CollectorReading(tuple(values), tuple(facts))
 
@@ -147,7 +148,7 @@ class NetworkCollector:
         self._files.close()
 
     def _found(self) -> set[str]:
-        """Interfaces that are there now and are to be looked at; those not met before become known. Raises OSError."""
+        """Present interfaces to poll; registers new ones. Raises OSError."""
         names = set(os.listdir(self._root))
         self._virtual &= names
         here = set[str]()
@@ -156,7 +157,7 @@ class NetworkCollector:
             try:
                 instance = os.stat(folder).st_ino
             except OSError:
-                continue  # it went just now
+                continue  # removed since it was listed
             known = self._known.get(name)
             if known is None:
                 if name not in self._named and not os.path.exists(f"{folder}/device"):
@@ -166,13 +167,13 @@ class NetworkCollector:
                     continue
                 known = self._known[name] = _Interface(name, folder, instance)
             elif known.instance != instance:
-                known.instance, known.anew, known.driver_due_at = instance, True, float("-inf")
+                known.instance, known.reloaded, known.driver_due_at = instance, True, float("-inf")
                 self._statistics.forget(name)
             here.add(name)
         return here
 
     def _forget_one(self) -> bool:
-        """Makes room by one that is gone: virtual NICs come back under other names. False: all are there."""
+        """Evicts an interface that is gone: virtual NICs come back under other names. False: all are present."""
         name = next((name for name, known in self._known.items() if known.watch.gone), None)
         if name is None:
             return False
@@ -181,17 +182,17 @@ class NetworkCollector:
         self._statistics.forget(name)
         return True
 
-    def _look(self, interface: _Interface, at: float, values: list[MetricValue]) -> list[LinkTransition]:
+    def _poll(self, interface: _Interface, at: float, values: list[MetricValue]) -> list[LinkTransition]:
         folder, labels = interface.folder, (self._node, interface.name)
         state = self._files.text(f"{folder}/operstate")
         if state is None:
             return self._missing(interface, at, values)
-        # Not every driver keeps an operational state (`unknown`); a carrier cannot be read of what is shut down.
+        # Some drivers report `unknown` as operational state; `carrier` is unreadable on an interface that is shut down.
         up = state in ("up", "unknown") and self._files.text(f"{folder}/carrier") == "1"
         carrier_changes = self._files.number(f"{folder}/carrier_changes")
         num_downs = self._files.number(f"{folder}/carrier_down_count")
-        changes = interface.watch.look(at, up, num_downs, anew=interface.anew)
-        interface.anew = False
+        changes = interface.watch.poll(at, up, num_downs, reloaded=interface.reloaded)
+        interface.reloaded = False
         values.append(MetricValue(_UP, labels, float(up)))
         values.append(MetricValue(_DOWNS, labels, float(interface.watch.num_downs)))
         speed = self._files.number(f"{folder}/speed") if up else None

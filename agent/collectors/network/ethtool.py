@@ -1,8 +1,7 @@
-"""Statistics of a NIC's driver, as `ethtool -S` shows them, by ioctl: priority flow control is told nowhere else.
+"""NIC driver statistics by ioctl, as in `ethtool -S`: the only source of priority flow control counters.
 
-Reading them needs no rights (net/ethtool/ioctl.c: GSSET_INFO, GSTRINGS and GSTATS are for anybody); a container's
-sandbox or a virtual NIC may still refuse: then there are none. Layouts: include/uapi/linux/ethtool.h.
-"""
+Reading needs no privileges (net/ethtool/ioctl.c: GSSET_INFO, GSTRINGS and GSTATS); a container sandbox or a virtual NIC
+may still refuse, which yields none. Layouts: include/uapi/linux/ethtool.h."""
 
 import ctypes
 import fcntl
@@ -17,31 +16,31 @@ ETHTOOL_GSSET_INFO = 0x37
 ETH_SS_STATS = 1
 STRING_BYTES = 32
 NUM_STATISTICS_MAX = 16_384
-"""mlx5 with 128 queues has some 4,000."""
+"""mlx5 with 128 queues has about 4,000."""
 SLACK = 4096
-"""Room for as many more: the kernel writes as many as there are then, whatever was asked for, and queues may have been
-added since their number was read."""
+"""Spare entries: the kernel writes all current statistics regardless of the requested number, and queues may have been
+added since that number was read."""
 
 Ioctl = Callable[[str, bytearray], None]
-"""Asks the driver of an interface; its answer is written over the request. Raises OSError."""
+"""Queries an interface's driver; the response overwrites the request. Raises OSError."""
 
 
 def kernel_ioctl(interface: str, request: bytearray) -> None:
     buffer = (ctypes.c_char * len(request)).from_buffer(request)
     ifreq = struct.pack("16sP16x", interface.encode()[:15], ctypes.addressof(buffer))
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as asked:
-        fcntl.ioctl(asked.fileno(), SIOCETHTOOL, ifreq)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as control:
+        fcntl.ioctl(control.fileno(), SIOCETHTOOL, ifreq)
 
 
 class EthtoolStatistics:
-    """`read(interface)`: statistics by name; empty where the driver has none or may not be asked."""
+    """`read(interface)`: statistics by name; empty where the driver has none or access is refused."""
 
     def __init__(self, ioctl: Ioctl = kernel_ioctl) -> None:
         self._ioctl = ioctl
         self._names: dict[str, tuple[str, ...]] = {}
 
     def read(self, interface: str, wanted: Callable[[str], bool]) -> dict[str, int]:
-        """Those whose name is `wanted`."""
+        """Only statistics whose name is `wanted`."""
         try:
             number = self._number(interface)
             if not 0 < number <= NUM_STATISTICS_MAX:
@@ -57,7 +56,7 @@ class EthtoolStatistics:
         except (OSError, struct.error):
             return {}
         answered = struct.unpack_from("=I", request, 4)[0]
-        if answered != number:  # queues came or went just now: names and numbers do not belong together
+        if answered != number:  # the queues changed just now: names and numbers do not match
             self._names.pop(interface, None)
             return {}
         values = struct.unpack_from(f"={number}Q", request, 8)

@@ -1,8 +1,7 @@
-"""Ports of InfiniBand and RoCE NICs, from `/sys/class/infiniband`: links each second, counters every few.
+"""Ports of InfiniBand and RoCE NICs, from `/sys/class/infiniband`: links every second, counters every few seconds.
 
-A link that goes down or comes back is a fact, as is a NIC that is gone (`links.py`). Counters are totals: they go on over
-a driver that is loaded again, and keep their last value while they cannot be read.
-"""
+A link that goes down or comes back is a fact, as is a NIC that disappears (`links.py`). Counters continue across a
+driver reload, and keep their last value while they cannot be read."""
 
 import os
 import re
@@ -28,20 +27,20 @@ from rolecall.formats.infiniband import (
 )
 
 COUNTERS_EVERY_SECONDS = 10.0
-"""Each counter is a question to the NIC's firmware, some fifty a port; Prometheus asks every 15 s or more rarely."""
+"""Each of about fifty counters per port is a firmware query; Prometheus scrapes every 15 s or less often."""
 NUM_TURNS = 5
-"""Ports whose counters are read in different looks: no look bears them all, and no scrape waits for it."""
+"""Ports are spread over this many polls, so that no poll reads all counters."""
 NUM_PORTS_MAX = 64
 NUM_COUNTERS_MAX = 192
-"""Of one port. mlx5 has 22 and about 60."""
+"""Per port and folder. mlx5 has 22 and about 60."""
 _COUNTER_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}\Z")
 _INTERFACE_NAME = re.compile(r"[^\s/]{1,15}\Z")
 _NO_COUNTERS = frozenset({"lifespan"})
-"""How long the driver remembers a reading: a setting that lies among the counters."""
+"""How long the driver caches a reading: a setting among the counters."""
 _FOLDERS = ("counters_ext", "counters", "hw_counters")
-"""The first that has a counter gives it: the oldest kernels keep 64 bits in `counters_ext` and 32 in `counters`."""
-_WORDS = {"port_rcv_data": DATA_WORD_BYTES, "port_xmit_data": DATA_WORD_BYTES, "rx_bytes": 1, "tx_bytes": 1}
-"""Bytes of one count. AWS's EFA has no `port_*_data`, but `rx_bytes` and `tx_bytes`."""
+"""The first folder that has a counter wins: the oldest kernels keep 64 bits in `counters_ext` and 32 in `counters`."""
+_BYTES_PER_COUNT = {"port_rcv_data": DATA_WORD_BYTES, "port_xmit_data": DATA_WORD_BYTES, "rx_bytes": 1, "tx_bytes": 1}
+"""AWS's EFA has `rx_bytes` and `tx_bytes` in place of `port_*_data`."""
 _RECEIVED, _SENT = ("port_rcv_data", "rx_bytes"), ("port_xmit_data", "tx_bytes")
 
 _BY_NAME = {m.name: m for m in NETWORK_METRICS}
@@ -61,17 +60,17 @@ class _Port:
     nic: str
     number: str
     folder: str
-    instance: int  # inode of the device's folder: another one after its driver was loaded again
-    turn: float = 0.0  # part of the interval by which its second reading of counters comes later, and so all others
+    instance: int  # inode of the device's folder, which changes when its driver is reloaded
+    turn: float = 0.0  # fraction of the interval by which its second and all later counter readings are delayed
     watch: LinkWatch = field(default_factory=LinkWatch)
     totals: dict[str, int] = field(default_factory=dict)  # by counter
     counters: tuple[MetricValue, ...] = ()
-    counters_anew: bool = False
+    counters_reloaded: bool = False
     counters_due_at: float = float("-inf")
 
 
 class InfinibandCollector:
-    """`interval_seconds`: between two looks at the links."""
+    """`interval_seconds`: between two polls of the links."""
 
     name = "infiniband"
 
@@ -86,18 +85,18 @@ class InfinibandCollector:
         self.interval_seconds = interval_seconds
         self._node, self._root = node, str(root)
         self._counters_every_seconds = counters_every_seconds
-        self._devices: dict[str, tuple[int, tuple[str, ...]]] = {}  # those here: inode of the folder, ports
+        self._devices: dict[str, tuple[int, tuple[str, ...]]] = {}  # present devices: inode of the folder, ports
         self._ports: dict[tuple[str, str], _Port] = {}
         self._totals = MonotonicCounters()
         self._files = OpenFileCache()
 
     def read(self, at: float) -> CollectorReading:
-        """One look. A node without InfiniBand has no values, and is no failure."""
+        """One poll. A node without InfiniBand has no values, which is not an error."""
         here = self._found()
         values, facts = list[MetricValue](), list[Fact]()
         for key, port in self._ports.items():
             if key in here:
-                changes = self._look(port, at, values)
+                changes = self._poll(port, at, values)
             else:
                 changes = port.watch.missing(at)
                 self._gone(port, values)
@@ -108,7 +107,7 @@ class InfinibandCollector:
         self._files.close()
 
     def _found(self) -> set[tuple[str, str]]:
-        """Ports that are there now; those not met before become known."""
+        """Present ports; registers new ones."""
         try:
             names = set(os.listdir(self._root))
         except OSError:
@@ -121,7 +120,7 @@ class InfinibandCollector:
                 instance = os.stat(f"{self._root}/{nic}").st_ino
             except OSError:
                 self._forget_device(nic)
-                continue  # it went just now
+                continue  # removed since it was listed
             known = self._devices.get(nic)
             if known is None or known[0] != instance:
                 self._forget_device(nic)
@@ -130,12 +129,12 @@ class InfinibandCollector:
         return here
 
     def _forget_device(self, nic: str) -> None:
-        """It went, or another came: what is open of it is of no use."""
+        """The device disappeared or was replaced: its open files are stale."""
         if self._devices.pop(nic, None) is not None:
             self._files.forget(f"{self._root}/{nic}")
 
     def _is_taken(self, nic: str, number: str, instance: int) -> bool:
-        """Whether this port is looked at; one that was not met before becomes known, if there is room."""
+        """Whether this port is polled; registers a new one if there is room."""
         port = self._ports.get((nic, number))
         if port is None:
             if not number.isdecimal() or (len(self._ports) >= NUM_PORTS_MAX and not self._forget_one()):
@@ -144,12 +143,12 @@ class InfinibandCollector:
             turn = len(self._ports) % NUM_TURNS / NUM_TURNS
             self._ports[nic, number] = _Port(nic, number, folder, instance, turn)
         elif port.instance != instance:
-            port.instance, port.counters_anew = instance, True
+            port.instance, port.counters_reloaded = instance, True
             port.counters_due_at = float("-inf")
         return True
 
     def _forget_one(self) -> bool:
-        """Makes room by one that is gone: virtual NICs come back under other names. False: all are there."""
+        """Evicts a port that is gone: virtual NICs come back under other names. False: all are present."""
         key = next((key for key, port in self._ports.items() if port.watch.gone), None)
         if key is None:
             return False
@@ -157,21 +156,21 @@ class InfinibandCollector:
         self._totals.forget(key[0])
         return True
 
-    def _look(self, port: _Port, at: float, values: list[MetricValue]) -> list[LinkTransition]:
-        """Its values now, into `values`, and what changed of its link."""
+    def _poll(self, port: _Port, at: float, values: list[MetricValue]) -> list[LinkTransition]:
+        """Appends the port's values to `values`; returns its link transitions."""
         labels = (self._node, port.nic, port.number)
         state = parse_state(self._files.text(f"{port.folder}/state"))
-        if state is None:  # it went, or answers nonsense
+        if state is None:  # removed, or malformed
             self._gone(port, values)
             return port.watch.missing(at)
         up = state in UP_STATES
         counted = self._files.number(f"{port.folder}/counters/link_downed")
-        changes = port.watch.look(at, up, counted, anew=port.counters_anew)
+        changes = port.watch.poll(at, up, counted, reloaded=port.counters_reloaded)
         if at >= port.counters_due_at or changes:
             port.counters = self._counters(port)
             port.counters_due_at = at + self._counters_every_seconds * (1.0 + port.turn)
             port.turn = 0.0
-            port.counters_anew = False
+            port.counters_reloaded = False
         physical = PHYSICAL_STATES.get(parse_state(self._files.text(f"{port.folder}/phys_state")) or 0, UNKNOWN)
         values.append(MetricValue(_UP, labels, float(up)))
         values.append(MetricValue(_PHYSICAL, (*labels, physical), 1.0))
@@ -199,26 +198,26 @@ class InfinibandCollector:
                 if reading is not None:
                     seen.add(name)
                     num_saturated += folder != "counters_ext" and reading == SATURATES_AT.get(name)
-                total = self._totals.add((port.nic, port.number, name), reading, anew=port.counters_anew)
+                total = self._totals.add((port.nic, port.number, name), reading, reloaded=port.counters_reloaded)
                 if total is not None:
                     port.totals[name] = total
         values = list[MetricValue]()
         for metric, names in ((_RECEIVED_BYTES, _RECEIVED), (_SENT_BYTES, _SENT)):
             for name in names:
                 if name in port.totals:
-                    values.append(MetricValue(metric, labels, float(port.totals[name] * _WORDS[name])))
+                    values.append(MetricValue(metric, labels, float(port.totals[name] * _BYTES_PER_COUNT[name])))
                     break
         values += [
             MetricValue(_EVENTS, (*labels, name), float(total))
             for name, total in port.totals.items()
-            if name not in _WORDS and (total or name in FAULT_COUNTERS)
+            if name not in _BYTES_PER_COUNT and (total or name in FAULT_COUNTERS)
         ]
         values.append(MetricValue(_SATURATED, labels, float(num_saturated)))
         return tuple(values)
 
     def _fact(self, port: _Port, change: LinkTransition) -> Fact:
         detail = {"nic": port.nic, "port": port.number, "what": change.what, "flaps": str(change.num_flaps)}
-        interface = self._files.text(f"{port.folder}/gid_attrs/ndevs/0")  # of RoCE: the same link goes down there, too
+        interface = self._files.text(f"{port.folder}/gid_attrs/ndevs/0")  # RoCE: the interface shares this link
         if interface and _INTERFACE_NAME.match(interface):
             detail["interface"] = interface
         return Fact(kind=AgentEventKind.LINK_UP if change.up else AgentEventKind.LINK_DOWN, detail=detail)

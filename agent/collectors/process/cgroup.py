@@ -1,12 +1,11 @@
-"""How long the CPU quota of a process's cgroups stopped it.
+"""Time that CPU quotas throttled a process's cgroups.
 
 v1: `cpu.stat` of the `cpu` controller, `throttled_time` in nanoseconds; v2: `throttled_usec` in microseconds. A quota
-may stand on any ancestor, and stops everything below: the largest value on the way up to the root is taken, so that
-nested quotas do not count twice. Sources: Documentation/scheduler/sched-bwc.rst and admin-guide/cgroup-v2.rst.
+on an ancestor throttles everything below it: the largest value on the path to the root is taken, so that nested quotas
+do not count twice. Sources: Documentation/scheduler/sched-bwc.rst and admin-guide/cgroup-v2.rst.
 
-An agent in a container mostly has a cgroup namespace of its own, and `/proc/PID/cgroup` then tells paths from its own
-cgroup on (`/../../podB/c`), whichever /proc is read: where that stands in the host's tree its inode says.
-"""
+An agent in a container usually has its own cgroup namespace, and `/proc/PID/cgroup` then gives paths relative to its
+own cgroup (`/../../podB/c`) in every /proc: its inode locates that cgroup in the host's tree."""
 
 import os
 from functools import cache
@@ -14,13 +13,13 @@ from pathlib import Path
 
 NUM_LEVELS_MAX = 32
 OWN = Path("/sys/fs/cgroup")
-"""Where this process sees the cgroup that its namespace begins with; on a host the root."""
+"""Root cgroup of this process's namespace; on a host the root of the hierarchy."""
 NUM_GROUPS_MAX = 20_000
-"""Looked at to find it, once for each hierarchy: 0.2 s."""
+"""Searched to locate it, once per hierarchy: 0.2 s."""
 
 
 def parse_throttled_seconds(text: str) -> float:
-    """Seconds throttled from the text of a `cpu.stat`; 0 when there is no quota."""
+    """Seconds throttled, from the text of a `cpu.stat`; 0 without a quota."""
     for line in text.splitlines():
         key, _, value = line.partition(" ")
         if key == "throttled_usec":
@@ -48,7 +47,7 @@ def cpu_cgroup(text: str, root: Path) -> tuple[Path, str] | None:
 
 
 class ThrottleProbe:
-    """Reads the throttling of one process's cgroups; where they are is worked out again only when they change."""
+    """Reads the throttling of one process's cgroups; their paths are resolved again only when they change."""
 
     def __init__(self, process_dir: Path, root: Path = Path("/sys/fs/cgroup")) -> None:
         """`process_dir`: `/proc/PID`."""
@@ -57,10 +56,10 @@ class ThrottleProbe:
         self._stats: list[Path] = []
 
     def read(self) -> float:
-        """Seconds that quotas stopped the process's cgroup, cumulative.
+        """Cumulative seconds that quotas throttled the process's cgroup.
 
         Raises:
-            OSError, ValueError: `cgroup` of the process cannot be read, or a `cpu.stat` is malformed.
+            OSError, ValueError: the process's `cgroup` is unreadable, or a `cpu.stat` is malformed.
         """
         membership = self._file.read_text()
         if membership != self._membership:
@@ -83,13 +82,13 @@ def stat_files(membership: str, root: Path, own: Path = OWN) -> list[Path]:
     path = os.path.normpath(f"{namespace_root(mount, own / mount.relative_to(root))}/{path}")
     levels = [part for part in path.split("/") if part][:NUM_LEVELS_MAX]
     candidates = [mount.joinpath(*levels[:depth], "cpu.stat") for depth in range(len(levels), -1, -1)]
-    # The root has none in v2, and a path of a foreign namespace leads nowhere.
+    # The root has none in v2, and a path of a foreign namespace does not exist.
     return [p for p in candidates if p.is_file()]
 
 
 @cache
 def namespace_root(mount: Path, own: Path) -> str:
-    """Where the cgroup that is seen at `own` stands in the hierarchy at `mount`; `/` where it is the root, or not found."""
+    """Path below `mount` of the cgroup visible at `own`; `/` if it is the root or not found."""
     try:
         wanted = os.stat(own)
         if os.path.samestat(wanted, os.stat(mount)):
@@ -103,5 +102,5 @@ def namespace_root(mount: Path, own: Path) -> str:
             if os.path.samestat(wanted, os.stat(folder)):
                 return f"/{os.path.relpath(folder, mount)}"
         except OSError:
-            continue  # a cgroup that was removed meanwhile
+            continue  # the cgroup was removed
     return "/"

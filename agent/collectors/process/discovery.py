@@ -1,30 +1,30 @@
-"""Which process of a job that knows nothing of rolecall is which role, replica and rank. Pure: no file, no clock.
+"""Rules that map processes of uninstrumented jobs to role, replica and rank. Pure: no files, no clock.
 
-A rule says what a process looks like (regular expressions on its title, command line, environment and Kubernetes
-labels) and who it is then:
+A rule matches a process by regular expressions on its title, command line, environment and Kubernetes labels, and gives
+its identity:
 
     rules:
       - name: my-trainer
-        title: "^ray::MyTrainer"          # searched in the first argument, where Ray and setproctitle write
+        title: "^ray::MyTrainer"          # searched in the first argument, which Ray and setproctitle set
         cmdline: "train\\.py (?P<part>\\w+)"  # searched in all arguments, joined by blanks
-        environ: {RANK: "^\\d+$"}           # each must be there and match
+        environ: {RANK: "^\\d+$"}           # each must exist and match
         labels: {app: "rl"}               # of the file `labels_file`, as the downward API writes it
         role: trainer
         replica: 0                        # a number, or {NAME}: a group of the expressions, a variable, a label
-        rank: "{RANK}|{SLURM_PROCID}"     # the first that is known; left out: 0
+        rank: "{RANK}|{SLURM_PROCID}"     # the first that is known; default 0
         job: "{MASTER_ADDR}:{MASTER_PORT}|{SLURM_JOB_ID}"   # the first all of whose names are known
 
-A process whose replica or rank is not known so is numbered by start order on its node, as a replica of its own.
+A process without a known replica or rank is numbered by start order on its node, as a replica of its own.
 
-`job` tells two jobs of one node apart, where the rule gives both the same replica: the second gets a number made of the
-text of its `job`, the same on each node. With `by_job: true` every job does, from the first on: that is for clusters
-whose nodes several jobs share.
+`job` distinguishes two jobs on one node whose rules give the same replica: the second gets a number derived from its
+`job` text, the same on each node. With `by_job: true` every job does, including the first: for clusters that share
+nodes between jobs.
 
-The first rule that fits wins, those of the configuration before the defaults. Children of a found process are its
-helpers (data loaders, compile workers) and are never found themselves.
+The first matching rule wins, configured rules before the defaults. Children of a discovered process are its helpers
+(data loaders, compile workers) and are never discovered themselves.
 
 Ray's `setproctitle` overwrites the environment in `/proc/PID/environ` with zeros (seen with Ray 2.60): variables of a
-Ray actor are known only when the agent saw the process before it took its title, or with SPT_NOENV=1 in the job.
+Ray actor are known only if the agent saw the process before it set its title, or with SPT_NOENV=1 in the job.
 """
 
 import re
@@ -52,14 +52,14 @@ _HELPER = re.compile(
     r"multiprocessing[. ](spawn|forkserver|resource_tracker|semaphore_tracker)|from multiprocessing|"
     r"compile_worker|pt_data_worker|pt_data_pin|torch\.distributed\.(run|launch)\b|-m rolecall|bin/rolecall"
 )
-"""Helpers of a training process that may outlive it, launchers, and ourselves: never a rank."""
+"""Helpers that may outlive a training process, launchers, and rolecall itself: never a rank."""
 
-# Names of the actors' classes, as in the sources of these projects in 2026; they rename them freely. Titles are
-# `ray::<class>.<method>`, or `ray::<repr>.<method>` for an actor with a __repr__ of its own.
+# Actor class names as of these projects' sources in 2026; they may change. Titles are `ray::<class>.<method>`, or
+# `ray::<repr>.<method>` for an actor with its own __repr__.
 _RAY: Final = r"^ray::"
 _MASTER: Final = "{MASTER_ADDR}:{MASTER_PORT}"
 DEFAULTS: Final[tuple[Mapping[str, Any], ...]] = (
-    # --- verl: worker groups give RANK and the master to their actors through the runtime environment
+    # --- verl: worker groups pass RANK and the master address to their actors through the runtime environment
     {
         "name": "verl-trainer",
         "title": _RAY + r"(WorkerDict|FusedWorker|(Async)?ActorRolloutRefWorker)\b",
@@ -88,7 +88,7 @@ DEFAULTS: Final[tuple[Mapping[str, Any], ...]] = (
     },
     {"name": "verl-agent-loop", "title": _RAY + r"AgentLoopWorker\w*\b", "role": "agent"},
     {"name": "verl-controller", "title": _RAY + r"(\w*TaskRunner|main_task)\b", "role": "controller"},
-    # --- slime: RANK is set inside the actor, so it is not seen from outside
+    # --- slime: RANK is set inside the actor and not visible from outside
     {"name": "slime-trainer", "title": _RAY + r"(Megatron|FSDP)TrainRayActor\b", "role": "trainer"},
     {"name": "slime-rollout", "title": _RAY + r"SGLangEngine\b", "role": "rollout"},
     {"name": "slime-manager", "title": _RAY + r"Rollout(Manager|Controller)\b", "role": "controller"},
@@ -100,7 +100,7 @@ DEFAULTS: Final[tuple[Mapping[str, Any], ...]] = (
     {"name": "openrlhf-rollout", "title": _RAY + r"LLMRayActor\w*\b", "role": "rollout"},
     # --- plain Ray Train
     {"name": "ray-train", "title": _RAY + r"_?RayTrainWorker\w*", "role": "trainer"},
-    # --- torchrun, Kubeflow's PyTorchJob and all else that sets torch's variables before the start
+    # --- torchrun, Kubeflow's PyTorchJob and other launchers that set torch's variables before the start
     {
         "name": "torchrun",
         "cmdline": r"python",
@@ -125,7 +125,7 @@ DEFAULTS: Final[tuple[Mapping[str, Any], ...]] = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessFacts:
-    """What is looked at of one process. `environ`: None where it cannot be read, or was overwritten by a title."""
+    """Input of the rules for one process. `environ`: None if unreadable or overwritten by a title."""
 
     arguments: tuple[str, ...]
     environ: Mapping[str, str] | None = None
@@ -142,7 +142,8 @@ class ProcessFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Match:
-    """Who a process is. `replica` None: not known, to be numbered by start order on its node. `job` empty: not known."""
+    """Identity of a process. `replica` None: unknown, to be numbered by start order on its node. `job` empty:
+    unknown."""
 
     rule: str
     role: str
@@ -153,8 +154,8 @@ class Match:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """One rule, checked. `replica`, `rank`: alternatives, each a number or the name of a value; `job`: each a text with
-    names in braces."""
+    """One validated rule. `replica`, `rank`: alternatives, each a number or the name of a value; `job`: alternatives,
+    each a text with names in braces."""
 
     name: str
     role: str
@@ -167,7 +168,7 @@ class Rule:
     job: tuple[str, ...] = ()
 
     def fits_command(self, facts: ProcessFacts) -> bool:
-        """Whether title and command line fit: the environment of others need not even be read."""
+        """Whether title and command line match; otherwise the environment need not be read."""
         if _HELPER.search(facts.cmdline):
             return False
         if self.title is not None and not self.title.search(facts.title):
@@ -185,13 +186,13 @@ class Rule:
             if pattern is not None and (found := pattern.search(text)):
                 values |= {k: v for k, v in found.groupdict().items() if v is not None}
         rank = _number(self.rank, values, RANK_MAX) if self.rank else 0
-        if rank is None:  # who cannot be told from the others of its replica gets a number of its own
+        if rank is None:  # indistinguishable from other ranks of its replica: a replica of its own
             return Match(rule=self.name, role=self.role, replica=None, rank=0)
         replica = _number(self.replica, values, REPLICA_MAX)
         return Match(rule=self.name, role=self.role, replica=replica, rank=rank, job=_text(self.job, values))
 
     def names(self) -> Iterator[str]:
-        """Variables that this rule may ask for."""
+        """Variables that this rule may use."""
         yield from self.environ
         yield from (name for name in (*self.replica, *self.rank) if isinstance(name, str))
         for text in self.job:
@@ -204,18 +205,18 @@ class Discovery:
 
     rules: tuple[Rule, ...]
     node_index: int | None = None
-    """Tells processes of one role on different nodes apart where nothing else numbers them; None: from the node's name.
-    Two nodes of one job must not have the same."""
+    """Numbers processes of one role across nodes where nothing else does; None: from the node's name. Must be unique
+    among the nodes of one job."""
     by_job: bool = False
-    """Every replica number that a rule gives is made of its job, where that is known: nodes are shared by several jobs."""
+    """Derives every replica number from the job, where known: for nodes shared by several jobs."""
     labels_file: str = ""
-    """Of the downward API, as a path inside the process's own file system; empty: labels are not looked at."""
+    """Downward API file, as a path inside the process's own file system; empty: labels are not used."""
 
     def find(self, facts: ProcessFacts) -> Match | None:
         return next((m for m in (rule.match(facts) for rule in self.rules) if m is not None), None)
 
     def may_find(self, facts: ProcessFacts) -> tuple[Rule, ...]:
-        """Rules that fit as far as title and command line tell."""
+        """Rules whose title and command line match."""
         return tuple(rule for rule in self.rules if rule.fits_command(facts))
 
     @property
@@ -229,11 +230,10 @@ def default_discovery() -> Discovery:
 
 
 def parse_discovery(value: Any, path: str = "jobs.rules") -> Discovery:
-    """The rules of a configuration. Keys: `rules`, `defaults` (false: without them), `node_index`, `by_job`,
-    `labels_file`.
+    """Parses the configuration. Keys: `rules`, `defaults` (false: omit them), `node_index`, `by_job`, `labels_file`.
 
     Raises:
-        ConfigError: with every problem, each `path: reason`.
+        ConfigError: all problems, each `path: reason`.
     """
     problems: list[str] = []
     if not isinstance(value, Mapping):
@@ -252,9 +252,9 @@ def parse_discovery(value: Any, path: str = "jobs.rules") -> Discovery:
     defaults = [_rule(item, f"(default {item['name']})", problems) for item in (DEFAULTS if with_defaults else ())]
     rules = [rule for rule in (*given, *defaults) if rule is not None]
     twice = {rule.name for n, rule in enumerate(rules) if rule.name in {r.name for r in rules[:n]}}
-    problems += [f"{path}.rules: two rules are called {name!r}" for name in sorted(twice)]
+    problems += [f"{path}.rules: duplicate name {name!r}" for name in sorted(twice)]
     if not (given or with_defaults):
-        problems.append(f"{path}.rules: without defaults at least one rule is needed")
+        problems.append(f"{path}.rules: at least one rule is required without defaults")
     index = value.get("node_index")
     if index is not None and (type(index) is not int or not 0 <= index <= NODE_INDEX_MAX):
         problems.append(f"{path}.node_index: expected 0 to {NODE_INDEX_MAX}, got {index!r}")
@@ -267,7 +267,7 @@ def parse_discovery(value: Any, path: str = "jobs.rules") -> Discovery:
 
 
 def node_index(name: str) -> int:
-    """`node-3` -> 3. A name without a number, or with several, gets one from its checksum: two may then be equal."""
+    """`node-3` -> 3. A name without a number, or with several, is hashed, which may collide."""
     numbers = re.findall(r"\d+", name)
     if len(numbers) == 1 and int(numbers[0]) <= NODE_INDEX_MAX:
         return int(numbers[0])
@@ -275,12 +275,12 @@ def node_index(name: str) -> int:
 
 
 def job_number(job: str) -> int:
-    """The same on each node, 1 to REPLICA_MAX; two jobs of one node have the same one time in a million."""
+    """1 to REPLICA_MAX, the same on each node; two jobs collide with a probability of one in a million."""
     return 1 + zlib.crc32(job.encode()) % REPLICA_MAX
 
 
 def parse_labels(text: str) -> dict[str, str]:
-    """Labels as Kubernetes' downward API writes them into a file: `key="value"`, one a line. Others are left out."""
+    """Labels from a Kubernetes downward API file: `key="value"` lines. Others are skipped."""
     found = {}
     for line in text.splitlines():
         key, equals, value = line.partition("=")
@@ -298,15 +298,15 @@ def _rule(item: Any, path: str, problems: list[str]) -> Rule | None:
     problems += [f"{path}.{key}: unknown key" for key in item if key not in keys]
     name, role = item.get("name", ""), item.get("role", "")
     if not isinstance(name, str) or not ID_PATTERN.fullmatch(name):
-        problems.append(f"{path}.name: {name!r} is no name (small letters, digits, '-')")
+        problems.append(f"{path}.name: invalid name {name!r} (lowercase letters, digits, '-')")
     if not isinstance(role, str) or not ID_PATTERN.fullmatch(role) or role == STANDBY_ROLE:
-        problems.append(f"{path}.role: {role!r} is no role (small letters, digits, '-'; not {STANDBY_ROLE!r})")
+        problems.append(f"{path}.role: invalid role {role!r} (lowercase letters, digits, '-'; not {STANDBY_ROLE!r})")
     title = _pattern(item.get("title"), f"{path}.title", problems)
     cmdline = _pattern(item.get("cmdline"), f"{path}.cmdline", problems)
     environ = _patterns(item.get("environ", {}), f"{path}.environ", problems)
     labels = _patterns(item.get("labels", {}), f"{path}.labels", problems)
     if len(problems) == before and not (title or cmdline or labels):
-        # The environment of every process of the node would have to be read.
+        # Otherwise the environment of every process on the node would have to be read.
         problems.append(f"{path}: needs title, cmdline or labels")
     replica = _alternatives(item.get("replica"), f"{path}.replica", REPLICA_MAX, problems)
     rank = _alternatives(item.get("rank"), f"{path}.rank", RANK_MAX, problems)
@@ -337,7 +337,7 @@ def _pattern(value: Any, path: str, problems: list[str]) -> re.Pattern[str] | No
     try:
         return re.compile(value)
     except re.error as e:
-        problems.append(f"{path}: no regular expression: {e}")
+        problems.append(f"{path}: invalid regular expression: {e}")
         return None
 
 
@@ -377,7 +377,7 @@ def _number(alternatives: tuple[int | str, ...], values: Mapping[str, str], larg
 
 
 def _text(alternatives: tuple[str, ...], values: Mapping[str, str]) -> str:
-    """The first alternative all of whose names are known, with their values in it; empty: none is."""
+    """The first alternative whose names are all known, with their values substituted; empty: none."""
     for text in alternatives:
         if all(values.get(name) for name in _NAME.findall(text)):
             return _NAME.sub(lambda m: values[m.group(1)], text)[:JOB_CHARACTERS_MAX]

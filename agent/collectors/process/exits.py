@@ -1,9 +1,8 @@
-"""Notices within milliseconds that a process is gone: one thread, one epoll, one pidfd per process.
+"""Detects process exits within milliseconds: one thread, one epoll, one pidfd per process.
 
-A pidfd becomes readable when the last thread of its process has ended, and never speaks of another process that got
-the PID later. How it ended is asked of the zombie (`/proc/PID/stat`, field 52) and, when its parent was faster, of the
-pidfd itself (PIDFD_GET_INFO with PIDFD_INFO_EXIT, Linux 6.15 and later; include/uapi/linux/pidfd.h); else it is unknown.
-"""
+A pidfd becomes readable when the last thread of its process has ended, and never refers to a later process with the
+same PID. The exit status comes from the zombie (`/proc/PID/stat`, field 52) or, if its parent has reaped it, from the
+pidfd (PIDFD_GET_INFO with PIDFD_INFO_EXIT, Linux 6.15 and later; include/uapi/linux/pidfd.h); else it is unknown."""
 
 import contextlib
 import errno
@@ -31,7 +30,7 @@ NUM_WATCHED_MAX = 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExitStatus:
-    """How a process ended: by a signal, with a code, or unknown (both None)."""
+    """A signal, an exit code, or unknown (both None)."""
 
     signal: int | None = None
     code: int | None = None
@@ -47,10 +46,10 @@ _CRASH_SIGNALS = frozenset({signal.SIGILL, signal.SIGABRT, signal.SIGBUS, signal
 
 
 def guess_cause(status: ExitStatus, *, finished: bool, raised: bool, oom: bool) -> str:
-    """`finished` (it said so), `oom`, `killed`, `crashed`, `exception` (it reported one), `exit` or `unknown`.
+    """`finished` (the process reported it), `oom`, `killed`, `crashed`, `exception` (reported), `exit` or `unknown`.
 
-    `oom`: the kernel's count of out-of-memory kills grew since the last exit: a guess, it may have been another process.
-    """
+    `oom`: the kernel's count of OOM kills grew since the last exit; a guess, because another process may have been
+    killed."""
     if finished:
         return "finished"
     if status.signal == signal.SIGKILL:
@@ -62,23 +61,23 @@ def guess_cause(status: ExitStatus, *, finished: bool, raised: bool, oom: bool) 
     return "unknown" if status.code is None else "exit"
 
 
-_ASKED_TO_END: Mapping[int, str] = {signal.SIGTERM: "SIGTERM", signal.SIGINT: "SIGINT", signal.SIGHUP: "SIGHUP"}
+_EXIT_REQUEST_SIGNALS: Mapping[int, str] = {signal.SIGTERM: "SIGTERM", signal.SIGINT: "SIGINT", signal.SIGHUP: "SIGHUP"}
 
 
-def asked_to_end(status: ExitStatus) -> str:
-    """Why the end of a process that says no goodbye was wanted, by its job or by whoever asked it to; empty: it was not.
+def requested_exit(status: ExitStatus) -> str:
+    """Why the exit of an uninstrumented process was intended; empty: it was not.
 
-    A job's launcher ends the others with SIGTERM when one rank dies: they are no second fault.
+    A launcher terminates the other ranks with SIGTERM when one dies: those exits are not faults of their own.
     """
     if status.code == 0:
         return "exited with code 0"
-    asked = _ASKED_TO_END.get(status.signal or 0)
+    asked = _EXIT_REQUEST_SIGNALS.get(status.signal or 0)
     return f"ended on {asked}" if asked else ""
 
 
 class WatchRefused(Exception):
-    """The process cannot be watched. `gone`: it has ended, or was another one; else it may live: there are too many, or
-    the kernel gives no descriptor."""
+    """The process cannot be watched. `gone`: it has ended or the PID was reused; else it may be alive, and a limit was
+    reached."""
 
     def __init__(self, reason: str, *, gone: bool = False) -> None:
         self.gone = gone
@@ -86,18 +85,18 @@ class WatchRefused(Exception):
 
 
 def reaped_status(pidfd: int) -> int | None:
-    """Wait status of a process that its parent has reaped already; None before that, or where the kernel cannot say."""
-    asked = bytearray(struct.pack(_INFO_FORMAT, _PIDFD_INFO_EXIT, *[0] * 13))
+    """Wait status of a reaped process; None before that, or without kernel support."""
+    info = bytearray(struct.pack(_INFO_FORMAT, _PIDFD_INFO_EXIT, *[0] * 13))
     try:
-        fcntl.ioctl(pidfd, _PIDFD_GET_INFO, asked)
+        fcntl.ioctl(pidfd, _PIDFD_GET_INFO, info)
     except OSError:
         return None
-    answer = struct.unpack(_INFO_FORMAT, asked)
-    return int(answer[-1]) if answer[0] & _PIDFD_INFO_EXIT else None
+    fields = struct.unpack(_INFO_FORMAT, info)
+    return int(fields[-1]) if fields[0] & _PIDFD_INFO_EXIT else None
 
 
 def exit_status(pidfd: int, pid: int, start_ticks: int, proc: Path = Path("/proc")) -> ExitStatus:
-    """How the process that `pidfd` names ended, as far as anybody still knows."""
+    """How the process of `pidfd` ended, as far as known."""
     try:
         stat = parse_stat((proc / str(pid) / "stat").read_bytes())
         if stat.state in ("Z", "X") and stat.start_ticks == start_ticks:
@@ -116,7 +115,7 @@ class _WatchedProcess:
 
 
 class ExitWatch:
-    """Calls back, in its own thread, once for each watched process that ends."""
+    """Calls back once for each watched process that ends, in its own thread."""
 
     def __init__(self, proc: Path = Path("/proc")) -> None:
         self._proc = proc
@@ -132,7 +131,7 @@ class ExitWatch:
         self._thread.start()
 
     def stop(self) -> None:
-        """Forgets all processes and ends the thread (waits <= 2 s for it)."""
+        """Ends all watches and the thread (waits at most 2 s for it)."""
         self._stopping = True
         os.eventfd_write(self._wake, 1)
         if self._thread.is_alive():
@@ -145,10 +144,10 @@ class ExitWatch:
         os.close(self._wake)
 
     def watch(self, pid: int, start_ticks: int, on_exit: Callable[[ExitStatus], None]) -> None:
-        """Calls `on_exit` once when this process has ended; it must not raise.
+        """Calls `on_exit`, which must not raise, once when this process has ended.
 
         Raises:
-            WatchRefused: there is no such process (any more), or the limit is reached.
+            WatchRefused: the process has ended, or a limit is reached.
         """
         try:
             pidfd = os.pidfd_open(pid)
@@ -156,18 +155,18 @@ class ExitWatch:
             raise WatchRefused(f"process {pid}: {os.strerror(e.errno or 0)}", gone=e.errno == errno.ESRCH) from None
         with contextlib.ExitStack() as undo:
             undo.callback(os.close, pidfd)
-            # Looked at after the pidfd exists: from here on the PID cannot become another process unnoticed.
+            # Checked after the pidfd exists: from here on PID reuse cannot go unnoticed.
             try:
                 stat = parse_stat((self._proc / str(pid) / "stat").read_bytes())
             except (FileNotFoundError, ProcessLookupError):
                 raise WatchRefused(f"process {pid} is gone", gone=True) from None
             except (OSError, ValueError) as e:
-                raise WatchRefused(f"process {pid}: its start time cannot be read: {e}") from None
+                raise WatchRefused(f"process {pid}: cannot read its start time: {e}") from None
             if stat.start_ticks != start_ticks:
                 raise WatchRefused(f"process {pid} started at {stat.start_ticks}, not at {start_ticks}", gone=True)
             with self._lock:
                 if len(self._watched) >= NUM_WATCHED_MAX:
-                    raise WatchRefused(f"{NUM_WATCHED_MAX} processes are watched already")
+                    raise WatchRefused(f"already watching {NUM_WATCHED_MAX} processes")
                 self._watched[pidfd] = _WatchedProcess(pid, start_ticks, on_exit)
                 self._epoll.register(pidfd, select.EPOLLIN)
             undo.pop_all()
@@ -190,5 +189,5 @@ class ExitWatch:
             os.close(pidfd)
         try:
             watched.on_exit(status)
-        except Exception:  # deliberate: a defect in one callback must not end the watch over all other processes
-            logger.exception("the exit of process %d could not be handled", watched.pid)
+        except Exception:  # a bug in one callback must not end the watch of all other processes
+            logger.exception("handling the exit of process %d failed", watched.pid)

@@ -1,6 +1,6 @@
-"""What the kernel says of the node: CPU, load, memory, pressure stalls, out-of-memory kills.
+"""The node's CPU, load, memory, pressure stalls and OOM kills.
 
-Formats: proc(5), Documentation/accounting/psi.rst. A file that is missing (no PSI in this kernel) gives 0.
+Formats: proc(5), Documentation/accounting/psi.rst. A missing file (a kernel without PSI) gives 0.
 """
 
 import os
@@ -15,7 +15,7 @@ _BUSY_FIELDS = (0, 1, 2, 5, 6, 7)
 
 
 def parse_cpu(stat: str, ticks_per_second: int) -> tuple[int, float]:
-    """(number of CPUs, busy seconds over all of them) from `/proc/stat`.
+    """(number of CPUs, busy seconds summed over them) from `/proc/stat`.
 
     Raises:
         ValueError: there is no `cpu` line.
@@ -43,15 +43,15 @@ def parse_stall_seconds(text: str) -> float:
 
 
 def parse_keyed(text: str, *keys: str) -> list[int]:
-    """Numbers of lines that begin with `keys` (`MemTotal:`, `oom_kill `: with what separates them), 0 for one that is not
-    there. Of the hundred and fifty lines of such a file all but one or two are passed over."""
+    """Numbers of the lines that begin with `keys` (including the separator: `MemTotal:`, `oom_kill `), 0 if missing.
+    Searching is faster than splitting all 150 lines."""
     lines = "\n" + text
     rest = (lines.partition("\n" + key)[2] for key in keys)
     return [int(r.split(maxsplit=1)[0]) if r else 0 for r in rest]
 
 
 class HostProbe:
-    """Reads the node. `failures` names what the last reading could not get."""
+    """Reads the node. `failures`: files that the last reading could not use."""
 
     def __init__(self, node: NodeId, *, proc: Path = Path("/proc")) -> None:
         self._node, self._proc = node, str(proc)
@@ -66,7 +66,7 @@ class HostProbe:
             return ""
 
     def read(self, at: float, wall_at: float) -> HostSample:
-        """The node now. Never raises: what cannot be read is 0 and stands in `failures`."""
+        """The node now. Never raises: unreadable values are 0 and listed in `failures`."""
         failures: list[str] = []
         try:
             cpu_count, busy = parse_cpu(self._text("stat", failures), self._ticks_per_second)
@@ -95,7 +95,7 @@ class HostProbe:
         try:
             return parse_stall_seconds(read_whole(f"{self._proc}/{name}"))
         except (OSError, ValueError, IndexError):
-            return 0.0  # a kernel without PSI is no failure
+            return 0.0  # no PSI in this kernel
 
     def _keyed(self, name: str, failures: list[str], *keys: str) -> list[int]:
         try:
@@ -105,5 +105,5 @@ class HostProbe:
             return [0] * len(keys)
 
     def oom_kills(self) -> int:
-        """Processes killed for want of memory since boot, now; 0 when unknown."""
+        """OOM kills since boot; 0 if unknown."""
         return self._keyed("vmstat", [], "oom_kill ")[0]

@@ -1,8 +1,8 @@
-"""What the kernel says of one process: state, CPU time, waits for a CPU, throttling, memory.
+"""One process: state, CPU time, run delay, throttling, memory.
 
-One `read()` costs two small reads of `/proc` (stat of the process, schedstat of its working thread); the sum of run
-delays over all threads and the cgroup are looked at every SLOW_ROUNDS reads only, because a process of torch or Ray
-has a hundred threads. `/proc/PID/stat` stays open: the descriptor names this process for ever, whoever gets its PID.
+A `read()` costs two small reads of `/proc` (stat of the process, schedstat of its working thread). The run delay over
+all threads and the cgroup are read less often, because a torch or Ray process has a hundred threads. `/proc/PID/stat`
+stays open: the descriptor refers to this process even if its PID is reused.
 
 Formats: proc(5); Documentation/scheduler/sched-stats.rst for schedstat (run time, run delay, both in ns).
 """
@@ -15,18 +15,18 @@ from pathlib import Path
 from rolecall.agent.collectors.process.cgroup import ThrottleProbe
 
 SLOW_ROUNDS = 50
-"""All threads' run delay is summed this often (10 s at five reads a second); the working thread's at each read."""
+"""Reads between two sums of all threads' run delay (10 s at five reads a second)."""
 THROTTLE_ROUNDS = 10
-"""The cgroup is looked at this often (2 s)."""
+"""Reads between two reads of the cgroup (2 s)."""
 NUM_THREADS_MAX = 4096
-"""Threads beyond this number are not looked at."""
+"""Further threads are ignored."""
 STAT_BYTES_MAX = 4096
 NANOSECONDS = 1e-9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessReading:
-    """Fields mean what they mean in `telemetry.ProcessSample`."""
+    """Fields as in `telemetry.ProcessSample`."""
 
     proc_state: str = "?"
     cpu_seconds: float = 0.0
@@ -53,7 +53,7 @@ class Stat:
 
 def parse_stat(raw: bytes) -> Stat:
     """Raises ValueError when `raw` is not a `stat` line."""
-    # The command name (field 2) may hold spaces and brackets: fields are counted after its last bracket.
+    # The command name (field 2) may contain spaces and parentheses: fields are counted after its last parenthesis.
     fields = raw[raw.rindex(b")") + 2 :].split()
     try:
         return Stat(
@@ -76,10 +76,10 @@ def parse_run_delay(raw: bytes) -> float:
 
 
 def read_small(path: str) -> bytes:
-    """A small file of `/proc`, whole. A third of the cost of `Path.read_bytes`, which counts with hundreds of threads.
+    """A small `/proc` file, at a third of the cost of `Path.read_bytes`, which matters with hundreds of threads.
 
     Raises:
-        OSError: there is no such process or thread (any more).
+        OSError: the process or thread has ended.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
@@ -89,7 +89,7 @@ def read_small(path: str) -> bytes:
 
 
 class ProcessProbe:
-    """Reads one process. `read` never raises: what cannot be read keeps its last value, `proc_state` becomes `?`."""
+    """Reads one process. `read` never raises: unreadable values keep their last value and `proc_state` becomes `?`."""
 
     def __init__(
         self,
@@ -117,7 +117,7 @@ class ProcessProbe:
             self._work = None
 
     def read(self, work_tid: int = 0) -> ProcessReading:
-        """The process now. `work_tid`: native id of its working thread, 0: its main thread."""
+        """The process now. `work_tid`: native ID of its working thread; 0: the main thread."""
         last = self._reading
         try:
             stat = parse_stat(self._stat.read())
@@ -144,7 +144,7 @@ class ProcessProbe:
         return self._reading
 
     def _work_delay(self, work_tid: int) -> float:
-        """Run delay of the working thread. It starts anew when another thread takes over the work."""
+        """Run delay of the working thread; restarts when another thread takes over the work."""
         if work_tid != self._work_tid or self._work is None:
             if self._work is not None:
                 self._work.close()
@@ -154,7 +154,7 @@ class ProcessProbe:
         return self._tolerant(lambda: parse_run_delay(self._work.read()) if self._work else 0.0)
 
     def _grown_delay(self) -> float:
-        """Seconds of run delay of all threads since the last call; what a thread had when it ended is kept."""
+        """Seconds of run delay of all threads since the last call."""
         grown, now, tasks = 0.0, {}, f"{self._dir}/task"
         try:
             tids = os.listdir(tasks)[:NUM_THREADS_MAX]
@@ -179,7 +179,7 @@ class ProcessProbe:
 
 
 class _OpenFile:
-    """A small file of `/proc`, opened at the first read and kept open."""
+    """A small `/proc` file, opened at the first read and kept open."""
 
     __slots__ = ("_descriptor", "_path")
 
@@ -188,7 +188,7 @@ class _OpenFile:
         self._descriptor = -1
 
     def read(self) -> bytes:
-        """Raises OSError: there is no such process (any more)."""
+        """Raises OSError: the process has ended."""
         if self._descriptor < 0:
             self._descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
         return os.pread(self._descriptor, STAT_BYTES_MAX, 0)

@@ -1,10 +1,9 @@
-"""Finds the processes of jobs that know nothing of rolecall, and registers them with the agent.
+"""Discovers the processes of uninstrumented jobs and registers them with the agent.
 
-What a process is, rules decide (`agent/collectors/process/discovery.py`); here `/proc` is read. A look lists the PIDs and reads what is new:
-a process that was seen (same PID, same start time) and fits no rule costs nothing until its turn, once in
-`ROTATION` looks, when its name and start time are compared. Young ones are read again, because they may still call exec
-or take a title; an idle Ray worker for as long as it is one.
-"""
+Rules (`discovery.py`) identify a process; this module reads `/proc`. A poll lists the PIDs and reads new ones: a known
+process (same PID, same start time) that matches no rule costs nothing except once in `ROTATION` polls, when its name
+and start time are compared. Young processes are read again, because they may still call exec or set a title, and idle
+Ray workers as long as they are idle."""
 
 import logging
 import os
@@ -33,13 +32,13 @@ from rolecall.core.uninstrumented import UNCOUNTED
 logger = logging.getLogger(__name__)
 
 PIDS_MAX = 1 << 16
-"""Processes of a node looked at; further ones are left out, and that is said."""
+"""Processes examined per node; further ones are ignored with a warning."""
 READS_MAX = 512
-"""Command lines read in one look; the rest of a full node follows in the next ones."""
+"""Command lines read per poll; the rest of a busy node follows in later polls."""
 ROTATION = 8
-"""A settled process is checked (another one under its PID? a new name?) once in so many looks."""
+"""A settled process is checked for PID reuse and a new name once in this many polls."""
 YOUNG_SECONDS = 30.0
-"""So long after it was first seen a process is read again in each look."""
+"""Time after its first sighting during which a process is read at each poll."""
 ANCESTORS_MAX = 16
 COMMAND_BYTES_MAX = 16 * 1024
 ENVIRON_BYTES_MAX = 256 * 1024
@@ -48,11 +47,11 @@ KERNEL_THREADS = 2
 """PID of kthreadd, the parent of all threads of the kernel."""
 RAY_TITLE, RAY_WORKER = "ray::", "default_worker.py"
 RAY_WORKER_ARGUMENTS = 4
-"""The script is among these: `python -u .../default_worker.py ...`; a raylet names it further on."""
+"""The script is among the first arguments: `python -u .../default_worker.py ...`; a raylet names it later."""
 
 
 class ProcessRegistrar(Protocol):
-    """Where found processes go: the agent's registry."""
+    """The agent's registry, as seen by discovery."""
 
     def discover(self, found: Registration, detail: dict[str, str]) -> None: ...
 
@@ -61,7 +60,7 @@ class ProcessRegistrar(Protocol):
 
 @dataclass(slots=True)
 class _Seen:
-    """What is remembered of one process."""
+    """State of one process."""
 
     pid: int
     parent: int
@@ -69,12 +68,12 @@ class _Seen:
     name: str
     first_at: float
     title: str = ""
-    environ: dict[str, str] = field(default_factory=dict)  # a Ray worker's, from before it took a title
+    environ: dict[str, str] = field(default_factory=dict)  # of a Ray worker, from before it set a title
     is_kernel: bool = False
-    is_job: bool = False  # it, or an ancestor, was found: never looked at again
+    is_job: bool = False  # it or an ancestor was discovered: never examined again
 
     def restless(self, at: float) -> bool:
-        """It may yet become something else."""
+        """It may still change its identity."""
         if self.is_kernel or self.is_job:
             return False
         return at - self.first_at < YOUNG_SECONDS or self.title.startswith((RAY_TITLE, RAY_WORKER))
@@ -102,28 +101,28 @@ class UninstrumentedJobCollector:
         self._names = self._discovery.names | {RUN_ENV}
         self._seen: dict[int, _Seen] = {}
         self._looks = 0
-        self._said = LoggedOnce()
+        self._logged = LoggedOnce()
 
     def close(self) -> None:
         self._seen.clear()
 
     def read(self, at: float) -> CollectorReading:
-        """One look. What is found goes to the registry, which tells of it."""
+        """One poll. The registry reports the processes discovered."""
         try:
             pids = sorted(int(name) for name in os.listdir(self._proc) if name.isdecimal())
         except OSError as e:
             raise CollectorUnavailable(f"{self._proc}: {e.strerror}") from None
         if len(pids) > PIDS_MAX:
-            self._say(f"{len(pids)} processes: only {PIDS_MAX} of them are looked at")
+            self._log_once(f"{len(pids)} processes: only {PIDS_MAX} of them are examined")
         here = set(pids[:PIDS_MAX])
         for gone in self._seen.keys() - here:
             del self._seen[gone]
         due = [seen for seen in (self._due(pid, at) for pid in pids[:PIDS_MAX]) if seen is not None]
-        # Parents began before their children: whose parent was found is its helper.
+        # Parents start before their children: the child of a discovered process is its helper.
         due.sort(key=lambda seen: (seen.start_ticks, seen.pid))
         for seen in due[READS_MAX:]:
             if seen.first_at == at:
-                del self._seen[seen.pid]  # new to us: it is new in the next look, too
+                del self._seen[seen.pid]  # treat it as new in the next poll
         known = {r.process.pid: r for r in self._registry.registrations()}
         for seen in due[:READS_MAX]:
             self._examine(seen, known)
@@ -131,7 +130,7 @@ class UninstrumentedJobCollector:
         return CollectorReading()
 
     def _due(self, pid: int, at: float) -> _Seen | None:
-        """The process, if it is to be examined in this look."""
+        """The process, if it must be examined in this poll."""
         seen = self._seen.get(pid)
         if seen is not None and not seen.restless(at) and (pid + self._looks) % ROTATION:
             return None
@@ -168,9 +167,9 @@ class UninstrumentedJobCollector:
             return
         environ = {**seen.environ, **(self._environ(seen.pid) or {})}
         if RUN_ENV in environ:
-            return  # of a run of our own: it registers by itself
+            return  # of an instrumented run: it registers itself
         if not environ and any(rule.environ for rule in rules) and _refused(f"{self._proc}/{seen.pid}/environ"):
-            self._say(
+            self._log_once(
                 f"the environment of some processes that may be ranks ({rules[0].name}) cannot be read: run the agent "
                 "as their user or as root"
             )
@@ -180,7 +179,7 @@ class UninstrumentedJobCollector:
             self._register(seen, process, match)
 
     def _of_a_job(self, seen: _Seen) -> bool:
-        """Whether an ancestor was found: then it is a helper, whose environment it inherited."""
+        """Whether an ancestor was discovered: then it is a helper, which inherited the ancestor's environment."""
         parent = seen.parent
         for _ in range(ANCESTORS_MAX):
             above = self._seen.get(parent)
@@ -194,7 +193,7 @@ class UninstrumentedJobCollector:
     def _register(self, seen: _Seen, process: ProcessId, match: Match) -> None:
         replica = self._free_slot(match.role) if match.replica is None else self._number(match, match.replica)
         if replica is None:
-            self._say(f"more than {SLOTS_PER_NODE} processes of role {match.role} without a number")
+            self._log_once(f"more than {SLOTS_PER_NODE} unnumbered processes of role {match.role}")
             return
         detail = {"found_by": match.rule}
         if match.replica is None:
@@ -215,35 +214,35 @@ class UninstrumentedJobCollector:
             )
             self._registry.discover(found, detail)
         except (InvalidId, ClaimRejected) as e:
-            self._say(f"process {seen.pid} ({match.rule}) is not watched: {e}")
+            self._log_once(f"process {seen.pid} ({match.rule}) is not watched: {e}")
             return
         seen.is_job = True
 
     def _number(self, match: Match, given: int) -> int:
-        """What the rule gives; where a living process of another job on this node has that, one made of the job."""
+        """The rule's number; one derived from the job if a live process of another job on this node has it."""
         if not match.job or self._discovery.by_job:
             return job_number(match.job) if match.job else given
         replica = replica_id(match.role, given)
         others = {r.job for r in self._registry.registrations() if r.found and r.replica == replica}
         if not others - {match.job, ""}:
             return given
-        self._say(
-            f"several jobs on this node have a {replica}: all but the first get numbers of their own; where jobs share "
-            "nodes, set jobs.rules.by_job on each of them"
+        self._log_once(
+            f"several jobs on this node have a {replica}: all but the first are numbered by job; set jobs.rules.by_job "
+            "on every node that jobs share"
         )
         return job_number(match.job)
 
     def _free_slot(self, role: str) -> int | None:
-        """The lowest free number of this role on this node: a successor takes the place of the dead."""
+        """The lowest free number of this role on this node: a successor takes the number of a dead process."""
         taken = {r.replica for r in self._registry.registrations() if r.role == role}
         first = self._node_index * SLOTS_PER_NODE
         return next((n for n in range(first, first + SLOTS_PER_NODE) if f"{role}/{n}" not in taken), None)
 
-    def _say(self, text: str) -> None:
-        if self._said.is_new(text):
+    def _log_once(self, text: str) -> None:
+        if self._logged.is_new(text):
             logger.warning("%s", text)
 
-    # --- /proc: whatever vanishes while it is read is gone, and that is normal
+    # --- /proc: processes may vanish at any time
 
     def _stat(self, pid: int) -> tuple[str, int, int] | None:
         """Name, parent and start time (proc(5), fields 2, 4 and 22); None: gone, or a zombie."""
@@ -259,7 +258,7 @@ class UninstrumentedJobCollector:
         return tuple(part.decode("utf-8", "replace") for part in raw.split(b"\0")) if raw else ()
 
     def _environ(self, pid: int) -> dict[str, str] | None:
-        """What the rules ask for; None: not readable, or overwritten by a title."""
+        """Variables that the rules use; None: unreadable, or overwritten by a title."""
         raw = _read(f"{self._proc}/{pid}/environ", ENVIRON_BYTES_MAX)
         if b"=" not in raw:
             return None
@@ -280,7 +279,7 @@ def _wanted(raw: bytes, names: frozenset[str]) -> Iterator[tuple[str, str]]:
 
 
 def _refused(path: str) -> bool:
-    """Whether it is there, and not ours to read."""
+    """Whether the file exists and access is denied."""
     try:
         with open(path, "rb") as f:
             f.read(1)
@@ -292,7 +291,7 @@ def _refused(path: str) -> bool:
 
 
 def _read(path: str, bytes_max: int) -> bytes:
-    """At most `bytes_max` of a file; empty where there is none (any more), or it is not ours to read."""
+    """At most `bytes_max` of a file; empty if it is missing or unreadable."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError:

@@ -1,13 +1,13 @@
-"""Disks, file systems, and pressure: `/proc/diskstats`, statvfs of mounts, `/proc/pressure`.
+"""Disks, file systems and pressure: `/proc/diskstats`, statvfs of mounts, `/proc/pressure`.
 
-Disks: the physical ones, those with a `device` link, and others that are named. File systems: local ones on a disk, the
-root and shared memory (which a data loader fills), each device once, and mounts that are named. Of a network file system
-statvfs may never return when its server is gone: one is looked at only if it is named, and in a thread of its own.
+Disks: physical ones (with a `device` link) and configured ones. File systems: local ones on a disk, the root and shared
+memory (which a data loader fills), each device once, and configured mounts. statvfs of a network file system may never
+return when its server is gone: such a mount is polled only if it is configured, and in its own thread.
 Formats: Documentation/admin-guide/iostats.rst, Documentation/accounting/psi.rst, proc(5).
 
-In a container the mounts are those of the host's first process, and each is asked where the host's root file system is
-seen (`rootfs`): names are the host's own. Whether one is read-only its line in `mounts` says: a container sees most so.
-"""
+In a container the mounts are those of the host's init process, and each is queried below the host's root file system
+(`rootfs`); names are the host's. Read-only state comes from the mount's line in `mounts`, because a container's own
+view is mostly read-only."""
 
 import os
 import re
@@ -27,14 +27,14 @@ NUM_DISKS_MAX = 64
 NUM_MOUNTS_MAX = 32
 FILE_SYSTEMS_EVERY_SECONDS = 15.0
 SECTOR_BYTES = 512
-"""Of diskstats, whatever the disk's own sectors are."""
+"""Unit of diskstats, independent of the disk's sector size."""
 FIRST_ANSWER_SECONDS = 0.2
 MOUNT_CHARS_MAX = 256
 LOCAL_TYPES = frozenset(
     {*("ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "bcachefs", "jfs", "reiserfs"), "vfat", "exfat", "ntfs3"}
 )
 ALWAYS = frozenset({"/", "/dev/shm"})
-"""Looked at whatever they are: in a container the root is an overlay, and shared memory is a tmpfs."""
+"""Polled whatever their type: in a container the root is an overlay, and shared memory is a tmpfs."""
 NETWORK_TYPES = frozenset(
     {
         *("nfs", "nfs4", "cifs", "smb3", "lustre", "gpfs", "ceph", "beegfs", "9p", "afs", "glusterfs"),
@@ -42,7 +42,7 @@ NETWORK_TYPES = frozenset(
         "virtiofs",
     }
 )
-"""And all that begins with `fuse`."""
+"""In addition to all that begin with `fuse`."""
 
 _BY_NAME = {m.name: m for m in STORAGE_METRICS}
 _OCTAL = re.compile(r"\\([0-7]{3})")
@@ -61,7 +61,7 @@ _DISK_COLUMNS: tuple[tuple[int, float, Metric], ...] = (
     (7, 1000.0, _metric("disk_write_seconds_total")),
     (9, 1000.0, _metric("disk_busy_seconds_total")),
 )
-"""Column after the name, how many of it make one base unit. Milliseconds are 32 bits wide and go round."""
+"""Column after the name, counts per base unit, metric. Milliseconds are 32 bits wide and wrap."""
 _ACTIVE_COLUMN, _ACTIVE = 8, _metric("disk_requests_active")
 _NUM_COLUMNS = 11
 _ANSWERS, _SIZE, _AVAILABLE = map(_metric, ("filesystem_up", "filesystem_size_bytes", "filesystem_available_bytes"))
@@ -71,7 +71,7 @@ _RESOURCES = ("cpu", "memory", "io")
 
 
 def parse_diskstats(text: str) -> dict[str, list[int]]:
-    """The columns after the name, by device. Damaged lines are passed over."""
+    """The columns after the name, by device. Malformed lines are skipped."""
     found = dict[str, list[int]]()
     for line in text.splitlines():
         _, _, *rest = line.split(maxsplit=3) if line.count(" ") > 2 else ("", "")
@@ -84,7 +84,7 @@ def parse_diskstats(text: str) -> dict[str, list[int]]:
 
 
 def parse_stalls(text: str) -> dict[str, float]:
-    """Seconds by `some` and `full`, of a file of `/proc/pressure`. Other lines are passed over."""
+    """Seconds by `some` and `full`, from a `/proc/pressure` file. Other lines are skipped."""
     found = dict[str, float]()
     for line in text.splitlines():
         kind, _, rest = line.partition(" ")
@@ -102,7 +102,7 @@ class Mount(NamedTuple):
 
 
 def parse_mounts(text: str) -> list[Mount]:
-    """Of `/proc/mounts`; spaces in paths are written `\\040`."""
+    """Parses `/proc/mounts`; spaces in paths are written `\\040`."""
     found = []
     for line in text.splitlines():
         parts = line.split(" ")
@@ -117,8 +117,8 @@ def is_remote(type_: str) -> bool:
 
 
 def chosen(mounts: Iterable[Mount], named: Iterable[str]) -> list[Mount]:
-    """Named ones, then those of a disk, each device once, by the shortest path; at most NUM_MOUNTS_MAX."""
-    # What was mounted last on a path hides what lies below.
+    """`named` mounts, then local disks, each device once, by the shortest path; at most NUM_MOUNTS_MAX."""
+    # The last mount on a path hides earlier ones.
     on_top = {m.path: m for m in mounts if len(m.path) <= MOUNT_CHARS_MAX}
     taken = {path: on_top[path] for path in dict.fromkeys(named) if path in on_top}
     devices = {m.device for m in taken.values() if m.type in LOCAL_TYPES}
@@ -135,15 +135,15 @@ Statvfs = Callable[[str], os.statvfs_result]
 
 @dataclass(slots=True)
 class _Remote:
-    """A network file system: a thread at a time asks, and may hang for ever."""
+    """A network file system: one thread at a time calls statvfs, and may hang forever."""
 
     thread: threading.Thread | None = None
     answer: os.statvfs_result | OSError | None = None
 
 
 class StorageCollector:
-    """`disks`, `mounts`: to look at beside those that are found. `interval_seconds`: of disks and pressure.
-    `rootfs`: where the root of those mounts is seen."""
+    """`disks`, `mounts`: to poll besides those found. `interval_seconds`: of disks and pressure. `rootfs`: where the
+    host's root file system is mounted."""
 
     name = "storage"
 
@@ -163,7 +163,7 @@ class StorageCollector:
         self.interval_seconds = interval_seconds
         self._node, self._disks, self._mounts = node, frozenset(disks), tuple(mounts)
         self._proc, self._block, self._statvfs = proc, str(block), statvfs
-        # /proc/mounts is of who reads it.
+        # /proc/mounts shows the mount namespace of the reader.
         self._mounts_file = "mounts" if rootfs == Path("/") else "1/mounts"
         self._rootfs = str(rootfs).rstrip("/")
         self._file_systems_every_seconds = file_systems_every_seconds
@@ -174,7 +174,7 @@ class StorageCollector:
         self._totals = MonotonicCounters()
 
     def read(self, at: float) -> CollectorReading:
-        """Raises CannotRead: neither disks nor mounts nor pressure can be read."""
+        """Raises CollectorUnavailable: neither disks nor mounts nor pressure can be read."""
         values = self._of_disks() + self._of_pressure()
         if at >= self._file_systems_due_at:
             self._file_systems = self._of_mounts()
@@ -185,13 +185,13 @@ class StorageCollector:
         return CollectorReading(tuple(values))
 
     def close(self) -> None:
-        pass  # a thread that hangs is a daemon: nothing waits for it
+        pass  # a hanging thread is a daemon: nothing waits for it
 
     def _text(self, name: str) -> str:
         try:
             return (self._proc / name).read_text("utf-8", "replace")
         except OSError:
-            return ""  # no PSI in this kernel (or EOPNOTSUPP where it is switched off)
+            return ""  # no PSI in this kernel (or EOPNOTSUPP when disabled)
 
     # --- disks ----------------------------------------------------------------------------------------------------
 
@@ -221,7 +221,7 @@ class StorageCollector:
     # --- pressure -------------------------------------------------------------------------------------------------
 
     def _of_pressure(self) -> list[MetricValue]:
-        """`some` of CPU and memory is the host's own reading (agent/collectors/process/host.py)."""
+        """`some` of CPU and memory comes from agent/collectors/process/host.py."""
         values = list[MetricValue]()
         for resource in _RESOURCES:
             stalls = parse_stalls(self._text(f"pressure/{resource}"))
@@ -237,10 +237,10 @@ class StorageCollector:
         values = list[MetricValue]()
         here = chosen(parse_mounts(self._text(self._mounts_file)), self._mounts)
         paths = {m.path for m in here}
-        # Of one that is no longer mounted the thread may still hang: it is kept until it ends.
+        # The thread of an unmounted file system may still hang: keep it until it ends.
         self._remotes = {p: r for p, r in self._remotes.items() if p in paths or (r.thread and r.thread.is_alive())}
         for path in (p for p in self._mounts if p not in paths):
-            values.append(MetricValue(_ANSWERS, (self._node, path), 0.0))  # named, and not mounted
+            values.append(MetricValue(_ANSWERS, (self._node, path), 0.0))  # configured but not mounted
         for mount in here:
             answer: os.statvfs_result | OSError | None
             if is_remote(mount.type):
@@ -272,7 +272,7 @@ class StorageCollector:
         return values
 
     def _ask_remote(self, path: str) -> os.statvfs_result | OSError | None:
-        """The answer to the question of the look before, if there was one, and asks again; None while a question hangs."""
+        """The result of the previous poll's call, and starts the next one; None while a call hangs."""
         remote = self._remotes.setdefault(path, _Remote())
         if remote.thread is not None and remote.thread.is_alive():
             return None
@@ -286,7 +286,7 @@ class StorageCollector:
 
         remote.thread = threading.Thread(target=ask, name=f"statvfs-{path[:40]}", daemon=True)
         remote.thread.start()
-        if answer is None:  # the first question: most servers answer at once
+        if answer is None:  # the first call: most servers respond at once
             remote.thread.join(FIRST_ANSWER_SECONDS)
             answer = remote.answer
         return answer

@@ -94,4 +94,4 @@ def test_no_clock_that_is_set_makes_or_hides_a_fault(node: str | None, watch: bo
         assert not detector.observe(moved(observation, node=node, watch=watch, by=by))
     fleet.kill("rollout/1")
     found = [d for o in fleet.run(5) for d in detector.observe(moved(o, node=node, watch=watch, by=by))]
-    assert found and "rollout/1" in found[0].because and "is gone" in found[0].because
+    assert found and "rollout/1" in found[0].because and "crashed" in found[0].because

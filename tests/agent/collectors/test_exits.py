@@ -83,7 +83,7 @@ def test_a_callback_that_fails_does_not_end_the_watch(exits: ExitWatch, caplog: 
     exits.watch(first.pid, process_start_ticks(first.pid) or 0, fail)
     heard = _watched(exits, second)
     first.kill()
-    eventually(lambda: "could not be handled" in caplog.text, "the failure was logged")
+    eventually(lambda: "handling the exit of process" in caplog.text, "the failure was logged")
     second.kill()
     assert heard.get(timeout=PATIENCE_SECONDS).signal == signal.SIGKILL
     first.communicate()

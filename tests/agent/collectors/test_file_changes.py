@@ -94,7 +94,7 @@ def test_a_record_of_the_kernel_wakes() -> None:
     reading, writing = os.pipe2(os.O_NONBLOCK)
     kmsg = Kmsg(Path("/dev/kmsg"), {}, "boot", open_=lambda *_: reading)
     kmsg.wait(FOR_EVER)  # not open yet: it would never come back
-    assert list(kmsg.look()) == []
+    assert list(kmsg.poll()) == []
     assert woken(lambda: kmsg.wait(FOR_EVER), lambda: os.write(writing, b"4,1,100,-;NVRM: a line\n"))
     kmsg.close()
     os.close(writing)

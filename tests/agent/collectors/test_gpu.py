@@ -196,7 +196,7 @@ def test_what_is_not_supported_is_left_out_for_that_gpu_and_said_once(
     assert value(reading, "memory_temperature_celsius", "1") == 51
     assert (value(reading, "up", "0"), reading.facts) == (1, ())
     said = [r.message for r in caplog.records if "nvmlDeviceGetPowerUsage" in r.message]
-    assert said == ["GPU 0: nvmlDeviceGetPowerUsage is left out: Not Supported"]
+    assert said == ["GPU 0: nvmlDeviceGetPowerUsage skipped: Not Supported"]
     skipped_0, skipped_1 = value(reading, "calls_unsupported", "0"), value(reading, "calls_unsupported", "1")
     assert skipped_0 is not None and skipped_1 is not None and skipped_0 == skipped_1 + 2
 
@@ -424,7 +424,7 @@ def test_a_fabric_that_a_gpu_has_not_is_no_fault() -> None:
 
 @pytest.mark.parametrize(
     ("code", "reason"),
-    [(9, "not loaded"), (18, "differ in version"), (12, "no libnvidia-ml"), (999, "does not start")],
+    [(9, "not loaded"), (18, "differ in version"), (12, "no libnvidia-ml"), (999, "initialization failed")],
 )
 def test_a_driver_that_is_not_there_says_so(
     gpus: GpuCollector, events: GpuEventsCollector, machine: Machine, code: int, reason: str
@@ -446,7 +446,7 @@ def test_a_library_that_is_not_there_is_named(machine: Machine, tmp_path: Path) 
 def test_a_driver_that_goes_away_and_comes_back_with_one_gpu_less(gpus: GpuCollector, machine: Machine) -> None:
     gpus.read(100.0)
     machine.set({"error.nvmlDeviceGetPowerUsage": 9, "init": 9})
-    with pytest.raises(CollectorUnavailable, match="went away"):
+    with pytest.raises(CollectorUnavailable, match="was unloaded"):
         gpus.read(101.0)
     with pytest.raises(CollectorUnavailable, match="not loaded"):
         gpus.read(106.0)
@@ -464,7 +464,7 @@ def test_a_call_that_hangs_holds_its_own_thread_and_names_the_gpu(gpus: GpuColle
     thread = threading.Thread(target=lambda: readings.append(gpus.read(101.0)), daemon=True)
     thread.start()
     try:
-        until(lambda: gpus.looking_at == "GPU 1")
+        until(lambda: gpus.current_device == "GPU 1")
         assert not readings
     finally:
         machine.set({"hang": 0}, gpu=1)
@@ -556,7 +556,7 @@ def test_the_kernel_logs_merger_fits(library: Path, machine: Machine) -> None:
 def test_the_drivers_verdict_is_told_once_by_whoever_hears_of_it_first(
     library: Path, events: GpuEventsCollector, machine: Machine
 ) -> None:
-    gpus = GpuCollector(NODE, library=library, action_told=events.action_told)
+    gpus = GpuCollector(NODE, library=library, reported_action=events.reported_action)
     events.read(100.0)
     gpus.read(100.0)
     machine.set({"field.230": 4}, gpu=1)
@@ -616,7 +616,7 @@ def test_a_lost_gpu_does_not_deafen_the_others(events: GpuEventsCollector, machi
 
 def test_gpus_without_events_cannot_be_waited_for(events: GpuEventsCollector, machine: Machine) -> None:
     machine.set({"error.nvmlDeviceRegisterEvents": 3})
-    with pytest.raises(CollectorUnavailable, match="no GPU tells of events"):
+    with pytest.raises(CollectorUnavailable, match="no GPU supports events"):
         events.read(100.0)
 
 

@@ -8,7 +8,7 @@ import pytest
 from rolecall.agent.collectors.base import CollectorReading
 from rolecall.agent.collectors.gpu.collector import GpuCollector
 from rolecall.agent.collectors.gpu.events import GpuEventsCollector
-from rolecall.agent.collectors.gpu.mig import INSTANCES_MAX, LOOK_SECONDS, MigInstances, profile_of
+from rolecall.agent.collectors.gpu.mig import INSTANCES_MAX, POLL_SECONDS, MigInstances, profile_of
 from rolecall.agent.collectors.gpu.nvml import close_nvml, open_nvml
 from rolecall.core.ids import NodeId
 from rolecall.core.metrics.gpu import MIG_METRICS
@@ -57,7 +57,7 @@ def of_instances(reading: CollectorReading) -> dict[tuple[str, ...], float]:
 
 def test_each_instance_has_series_of_its_own(gpus: GpuCollector) -> None:
     gpus.read(100.0)
-    found = of_instances(gpus.read(100.0 + LOOK_SECONDS))  # GPM needs two looks
+    found = of_instances(gpus.read(100.0 + POLL_SECONDS))  # GPM needs two looks
     expected = {
         ("info", "0", "1", "0", "MIG-00000000-0000-0000-0000-000000000000", "3g.40gb"): 1.0,
         ("info", "0", "1", "1", "MIG-00000000-0000-0000-0000-000000000001", "3g.40gb"): 1.0,
@@ -86,7 +86,7 @@ def test_instances_are_looked_at_now_and_then_and_go_when_they_are_destroyed(
     machine.set({"mig.0.MemoryInfo.used": 0}, gpu=0)
     before = of_instances(gpus.read(101.0))
     assert ("memory_used_bytes", "0", "9", "0") in before
-    after = of_instances(gpus.read(100.0 + LOOK_SECONDS))
+    after = of_instances(gpus.read(100.0 + POLL_SECONDS))
     assert after[("memory_used_bytes", "0", "1", "0")] == 0.0
     assert {key[2] for key in after} == {"1"}
     machine.set({"MigMode": 0}, gpu=0)  # read with the slow calls
@@ -98,12 +98,12 @@ def test_instances_are_looked_at_now_and_then_and_go_when_they_are_destroyed(
 def test_what_was_asked_of_an_instance_is_given_back_with_it(library: Path, machine: Machine) -> None:
     nvml = open_nvml(library)
     gpu, mig = nvml.nvmlDeviceGetHandleByIndex(0), MigInstances()
-    mig.look(nvml, gpu, 100.0, enabled=True)
+    mig.poll(nvml, gpu, 100.0, enabled=True)
     assert sorted(mig.gpms) == [1, 9]
     machine.unset("mig.4", gpu=0)
-    mig.look(nvml, gpu, 100.0 + LOOK_SECONDS, enabled=True)
+    mig.poll(nvml, gpu, 100.0 + POLL_SECONDS, enabled=True)
     assert sorted(mig.gpms) == [1]
-    mig.look(nvml, gpu, 200.0, enabled=False)
+    mig.poll(nvml, gpu, 200.0, enabled=False)
     assert (mig.gpms, mig.instances) == ({}, [])
     close_nvml(nvml)
 
@@ -111,7 +111,7 @@ def test_what_was_asked_of_an_instance_is_given_back_with_it(library: Path, mach
 def test_what_an_instance_does_not_answer_is_left_out_and_harms_nobody(gpus: GpuCollector, machine: Machine) -> None:
     machine.set({"mig.0.error.nvmlDeviceGetMemoryInfo": 3, "mig.1.error.nvmlDeviceGetName": 999, "gpm": 0}, gpu=0)
     gpus.read(100.0)
-    reading = gpus.read(100.0 + LOOK_SECONDS)
+    reading = gpus.read(100.0 + POLL_SECONDS)
     found = of_instances(reading)
     assert {(key[2], key[3]) for key in found} == {("1", "0"), ("9", "0")}
     assert {key[0] for key in found} == {"info", "processes"}, "one refusal is enough; and no GPM here"
@@ -145,7 +145,7 @@ def test_a_lost_gpu_loses_its_instances_and_gets_them_back(gpus: GpuCollector, m
 
 def test_dcgm_names_an_instance_as_its_exporter_does(gpus: GpuCollector) -> None:
     gpus.read(100.0)
-    text = gpus.read(100.0 + LOOK_SECONDS).dcgm()
+    text = gpus.read(100.0 + POLL_SECONDS).dcgm()
     lines = text.splitlines()
     tail = 'hostname="node-1",DCGM_FI_DRIVER_VERSION="575.57.08"'
     assert f'DCGM_FI_DEV_FB_USED{{{LABELS},GPU_I_PROFILE="3g.40gb",GPU_I_ID="1",{tail}}} 30720' in lines

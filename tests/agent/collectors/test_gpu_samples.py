@@ -36,7 +36,7 @@ class Source:
     def take(self) -> tuple[GpuSample, ...]:
         return self.samples.take(self.at + 0.25, WALL_OFFSET + self.at + 0.25)
 
-    def look(self, collector: GpuCollector, at: float) -> tuple[GpuSample, ...]:
+    def poll(self, collector: GpuCollector, at: float) -> tuple[GpuSample, ...]:
         self.at, self.reading = at, collector.read(at)
         return self.take()
 
@@ -69,10 +69,10 @@ def test_a_look_becomes_one_sample_a_gpu_with_its_ranks(source: Source, gpus: Gp
     machine.set({"processes": "10:1000"}, gpu=0)
     machine.set({"processes": "10:1000,11:1000,4000000:1000"}, gpu=1)
     source.ranks = ranks(10, 11)
-    source.look(gpus, 100.0)
+    source.poll(gpus, 100.0)
     machine.set({"field.269": 2_000_000_000, "field.270": 500_000_000, "field.74": 7_000_000_000}, gpu=1)
     machine.set({"field.197": 2 * 10**12})
-    zero, one = source.look(gpus, 101.0)
+    zero, one = source.poll(gpus, 101.0)
     assert (zero.node, zero.gpu, zero.at, zero.wall_at) == (NODE, 0, 101.0, WALL_OFFSET + 101.0)
     assert (zero.pids, one.pids, one.joined_by) == ((10,), (10, 11), "nvml")
     assert one.uuid == "GPU-00000000-0000-0000-0000-000000000001"
@@ -89,7 +89,7 @@ def test_a_look_becomes_one_sample_a_gpu_with_its_ranks(source: Source, gpus: Gp
 def test_metrics_join_gpus_with_ranks(source: Source, gpus: GpuCollector, machine: Machine) -> None:
     machine.set({"processes": "10:1000,11:1000", "field.270": 3_000_000_000}, gpu=1)
     source.ranks = ranks(10, 11)
-    source.look(gpus, 100.0)
+    source.poll(gpus, 100.0)
     assert source.values() == {
         ("rank", "1", "trainer", "trainer/0", "0"): 1,
         ("rank", "1", "trainer", "trainer/0", "1"): 1,
@@ -114,23 +114,23 @@ def test_what_a_gpu_does_not_know_is_absent_and_a_lost_one_has_no_sample(
             "field.82": NOT_SUPPORTED,
         }
     )
-    (first, _) = source.look(gpus, 100.0)
+    (first, _) = source.poll(gpus, 100.0)
     assert not {"tensor_active_ratio", "memory_temperature_celsius"} & first.to_dict().keys()
     assert first.thermal_throttle_seconds == 4.0, "older drivers have one counter"
     machine.set({"lost": 1}, gpu=0)
-    assert [s.gpu for s in source.look(gpus, 101.0)] == [1]
+    assert [s.gpu for s in source.poll(gpus, 101.0)] == [1]
 
 
 def test_without_gpm_traffic_comes_of_counters(source: Source, gpus: GpuCollector, machine: Machine) -> None:
     machine.set({"gpm": 0})
-    (first, _) = source.look(gpus, 100.0)
+    (first, _) = source.poll(gpus, 100.0)
     assert "pcie_transmit_bytes_per_second" not in first.to_dict()
     machine.set({"field.197": 10**12 + 6_000_000_000}, gpu=0)
-    zero, one = source.look(gpus, 102.0)
+    zero, one = source.poll(gpus, 102.0)
     assert zero.pcie_transmit_bytes_per_second == 3e9
     assert "pcie_transmit_bytes_per_second" not in one.to_dict(), "nothing came, or nobody asked"
     machine.set({"field.197": 5}, gpu=0)  # counts anew
-    (zero, _) = source.look(gpus, 103.0)
+    (zero, _) = source.poll(gpus, 103.0)
     assert "pcie_transmit_bytes_per_second" not in zero.to_dict()
 
 

@@ -114,7 +114,7 @@ def test_a_link_that_goes_down_and_up_tells_its_flaps(tmp_path: Path) -> None:
     port(tmp_path, counters={"link_downed": 5})  # down and up again between two looks
     between = it.read(3.0)
     assert facts(between) == [
-        (AgentEventKind.LINK_DOWN, "down between two looks", "2"),
+        (AgentEventKind.LINK_DOWN, "down between two polls", "2"),
         (AgentEventKind.LINK_UP, "up", "2"),
     ]
     assert values(between)["downs_total", "mlx5_0", "1"] == 2.0
@@ -191,7 +191,7 @@ def test_another_device_in_the_place_of_one_is_its_driver_loaded_again(tmp_path:
     (root / "mlx5_0").unlink()
     (root / "mlx5_0").symlink_to(tmp_path / "young" / "mlx5_0")
     reading = it.read(1.0)
-    assert [what for _, what, _ in facts(reading)] == ["driver loaded again", "up"]
+    assert [what for _, what, _ in facts(reading)] == ["driver reloaded", "up"]
     assert values(reading)["events_total", "mlx5_0", "1", "symbol_error"] == 2**32 - 5 + 6
     assert it.read(2.0).facts == ()
 
@@ -297,41 +297,41 @@ def test_totals(readings: list[int | None], totals: list[int | None]) -> None:
 def test_totals_after_a_load_do_not_go_round_and_have_bounds() -> None:
     it = MonotonicCounters(num_series_max=1)
     it.add(("k",), 2**32 - 10)
-    assert it.add(("k",), 6, anew=True) == 2**32 - 4
+    assert it.add(("k",), 6, reloaded=True) == 2**32 - 4
     assert it.add(("other",), 1) is None
 
 
 def test_the_count_of_downs_may_come_late_or_not_at_all() -> None:
     late = LinkWatch()
-    late.look(0.0, True, 0)
-    assert [c.up for c in late.look(1.0, False, 0)] == [False]
-    assert [c.up for c in late.look(2.0, True, 1)] == [True]  # the count holds what was seen already
+    late.poll(0.0, True, 0)
+    assert [c.up for c in late.poll(1.0, False, 0)] == [False]
+    assert [c.up for c in late.poll(2.0, True, 1)] == [True]  # the count holds what was seen already
     never = LinkWatch()
-    never.look(0.0, True)
-    assert [c.up for c in never.look(1.0, False)] == [False]
+    never.poll(0.0, True)
+    assert [c.up for c in never.poll(1.0, False)] == [False]
     assert late.num_downs == never.num_downs == 1
 
 
 def test_two_downs_while_it_is_down_are_two(tmp_path: Path) -> None:
     it = LinkWatch()
-    it.look(0.0, True, 0)
-    changes = it.look(1.0, False, 3)
+    it.poll(0.0, True, 0)
+    changes = it.poll(1.0, False, 3)
     assert [(c.up, c.num_flaps) for c in changes] == [(False, 1), (False, 2), (False, 3)]
 
 
 def test_a_driver_that_is_loaded_again_between_two_looks_is_a_flap() -> None:
     it = LinkWatch()
-    it.look(0.0, True, 7)
-    changes = it.look(1.0, True, 0, anew=True)
-    assert [(c.up, c.what) for c in changes] == [(False, "driver loaded again"), (True, "up")]
+    it.poll(0.0, True, 7)
+    changes = it.poll(1.0, True, 0, reloaded=True)
+    assert [(c.up, c.what) for c in changes] == [(False, "driver reloaded"), (True, "up")]
 
 
 def test_old_flaps_are_forgotten() -> None:
     it = LinkWatch()
-    it.look(0.0, True)
-    it.look(1.0, False)
-    it.look(2.0, True)
-    [change] = it.look(3.0 + FLAP_WINDOW_SECONDS, False)
+    it.poll(0.0, True)
+    it.poll(1.0, False)
+    it.poll(2.0, True)
+    [change] = it.poll(3.0 + FLAP_WINDOW_SECONDS, False)
     assert (change.num_flaps, it.num_downs) == (1, 2)
 
 

@@ -81,7 +81,7 @@ class Node:
             path=self.file or Path("/dev/kmsg"),
             state_file=self.state,
             gpu_of={"0000:3b:00": 2}.get,
-            whose=self.processes.get,
+            process_of=self.processes.get,
             clock=self.clock,
             open_source=self._source if self.ring else source,
         )

@@ -212,7 +212,7 @@ def _another(connection: socket.socket) -> None:
     [
         (_closes, "closed the connection|reset"),
         (_no_end, "a line of more than"),
-        (_another, "does not greet"),
+        (_another, "the greeting is not"),
         (answers(b""), "an empty answer"),
         (answers(counts(1, 1)[:300]), "cut short"),
         (answers(b"ERROR: oh\n"), "neither JSON nor"),
@@ -242,7 +242,7 @@ def test_a_server_that_does_not_answer_costs_the_deadline_and_no_more(
 def test_an_answer_that_takes_longer_than_a_look_is_waited_for_in_the_next(
     server: RasServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(nccl_ras, "LOOK_SECONDS_MAX", 0.3)
+    monkeypatch.setattr(nccl_ras, "POLL_SECONDS_MAX", 0.3)
     go, whole = threading.Event(), answers(counts(5, 4), num_bytes=100)
 
     def serve(connection: socket.socket) -> None:
@@ -265,7 +265,7 @@ def test_an_answer_that_takes_longer_than_a_look_is_waited_for_in_the_next(
 
 
 def test_an_answer_that_never_ends_is_given_up(server: RasServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nccl_ras, "LOOK_SECONDS_MAX", 0.1)
+    monkeypatch.setattr(nccl_ras, "POLL_SECONDS_MAX", 0.1)
     monkeypatch.setattr(nccl_ras, "ANSWER_SECONDS_MAX", 0.35)
     done = threading.Event()
 
@@ -369,7 +369,7 @@ def test_a_file_that_grows_too_fast_is_read_at_its_end(tmp_path: Path, monkeypat
     it = NcclInspectorCollector(NODE, tmp_path)
     it.read(0.0)
     one = line(0, 1, 1.0)
-    monkeypatch.setattr(nccl_inspector, "BYTES_PER_LOOK", 10 * len(one))
+    monkeypatch.setattr(nccl_inspector, "BYTES_PER_POLL", 10 * len(one))
     (tmp_path / "a.log").write_bytes(one * 100)
     values = shown(it.read(1.0))
     assert values["inspector_lines_total",] == 9  # the first of the ten may be half a line

@@ -98,12 +98,12 @@ def test_a_read_that_hangs_is_told_once_and_its_values_are_shown_no_more(events:
     thread = threading.Thread(target=probe.once)
     thread.start()
     assert inside.wait(PATIENCE_SECONDS)
-    probe.look(clock.monotonic())
+    probe.check_hang(clock.monotonic())
     assert probe.reading().values == (VALUE,)  # it may still come
     clock.advance(HANG_SECONDS + 1)
-    probe.look(clock.monotonic())
-    probe.look(clock.monotonic())
-    assert probe.reading() == CollectorReading() and "hangs" in probe.state().reason
+    probe.check_hang(clock.monotonic())
+    probe.check_hang(clock.monotonic())
+    assert probe.reading() == CollectorReading() and "hanging" in probe.state().reason
     assert told(events) == [("probe_down", "gpu")]
     go_on.set()
     thread.join(PATIENCE_SECONDS)
@@ -114,7 +114,7 @@ def test_a_read_that_hangs_is_told_once_and_its_values_are_shown_no_more(events:
 def test_a_read_that_ends_while_it_is_looked_at_is_no_hang(events: EventLog) -> None:
     probe = Probe(Scripted("gpu", lambda: CollectorReading((VALUE,))), events, FakeClock())
     probe.once()
-    probe._tell("its read hangs", of_read=1000.0)  # what `look` saw had ended by the time that it speaks
+    probe._report_state("its read hangs", of_read=1000.0)  # what `look` saw had ended by the time that it speaks
     assert probe.state().up and told(events) == []
 
 

@@ -24,7 +24,7 @@ from rolecall.agent.collectors.process.discovery import (
     parse_discovery,
 )
 from rolecall.agent.collectors.process.discovery import parse_labels as labels_of
-from rolecall.agent.collectors.process.exits import ExitStatus, ExitWatch, asked_to_end
+from rolecall.agent.collectors.process.exits import ExitStatus, ExitWatch, requested_exit
 from rolecall.agent.collectors.process.uninstrumented import YOUNG_SECONDS, UninstrumentedJobCollector
 from rolecall.agent.events import EventLog
 from rolecall.agent.node import Agent, AgentSettings
@@ -96,7 +96,7 @@ class World:
         )
         self.jobs = UninstrumentedJobCollector(self.registry, NODE, discovery, proc=job.proc)
 
-    def look(self) -> None:
+    def poll(self) -> None:
         self.clock.advance(1.0)
         self.jobs.read(self.clock.monotonic())
 
@@ -184,9 +184,9 @@ def test_all_problems_of_rules_are_told_together() -> None:
         "jobs.rules.spin: unknown key",
         "jobs.rules.node_index: expected",
         "rules.0.colour: unknown key",
-        "rules.0.name: 'A b'",
-        "rules.0.role: 'standby'",
-        "rules.0.title: no regular expression",
+        "rules.0.name: invalid name 'A b'",
+        "rules.0.role: invalid role 'standby'",
+        "rules.0.title: invalid regular expression",
         "rules.0.rank: expected a number",
         "rules.0.job: expected a text with {NAME}, got 'always'",
         "jobs.rules.by_job: expected true or false, got 1",
@@ -231,8 +231,8 @@ def test_ranks_are_found_once_and_told_with_the_rule(world: World, job: Job) -> 
     first, second = (job.titled("ray::vLLMHttpServer.generate") for _ in range(2))
     rank = job.python("train.py", **TORCH)
     job.python("train.py")  # no rank of anything
-    world.look()
-    world.look()
+    world.poll()
+    world.poll()
     engines = sorted(world.found()[p.pid] for p in (first, second))
     assert engines == [("rollout/32", 0), ("rollout/33", 0)]  # node-1, 32 places a node
     assert world.found()[trainer.pid] == ("trainer/0", 5) and world.found()[rank.pid] == ("trainer/0", 3)
@@ -246,9 +246,9 @@ OTHER_JOB = {**TORCH, "MASTER_PORT": "29501"}
 
 def test_two_jobs_of_one_node_are_told_apart(world: World, job: Job, caplog: pytest.LogCaptureFixture) -> None:
     mine = [job.python("train.py", **{**TORCH, "RANK": rank}) for rank in "01"]
-    world.look()
+    world.poll()
     theirs = [job.python("train.py", **{**OTHER_JOB, "RANK": rank}) for rank in "01"]
-    world.look()
+    world.poll()
     number = job_number("10.0.0.1:29501")
     assert [world.found()[p.pid] for p in mine] == [("trainer/0", 0), ("trainer/0", 1)]
     assert [world.found()[p.pid] for p in theirs] == [(f"trainer/{number}", 0), (f"trainer/{number}", 1)]
@@ -258,7 +258,7 @@ def test_two_jobs_of_one_node_are_told_apart(world: World, job: Job, caplog: pyt
         process.kill()
     eventually(lambda: len(world.told("exited")) == 2, "the first is over")
     again = job.python("train.py", **{**TORCH, "RANK": "0", "MASTER_PORT": "41234"})  # as torchrun picks them
-    world.look()
+    world.poll()
     assert world.found()[again.pid] == ("trainer/0", 0)
 
 
@@ -266,7 +266,7 @@ def test_where_jobs_share_nodes_each_has_the_same_number_everywhere(tmp_path: Pa
     it = World(tmp_path, job, parse_discovery({"by_job": True}))
     try:
         rank, actor = job.python("train.py", **TORCH), job.titled("ray::WorkerDict.train", RANK="2")
-        it.look()
+        it.poll()
         # No job is known of the actor: the rule's own number is left to it.
         assert it.found() == {
             rank.pid: (f"trainer/{job_number('10.0.0.1:29500')}", 3),
@@ -278,13 +278,13 @@ def test_where_jobs_share_nodes_each_has_the_same_number_everywhere(tmp_path: Pa
 
 def test_a_restarted_agent_remembers_whose_jobs_they_are(world: World, job: Job, tmp_path: Path) -> None:
     job.python("train.py", **TORCH)
-    world.look()
+    world.poll()
     world.close()
     again = World(tmp_path, job)
     try:
         again.registry.adopt()
         other = job.python("train.py", **OTHER_JOB)
-        again.look()
+        again.poll()
         assert again.found()[other.pid][0] == f"trainer/{job_number('10.0.0.1:29501')}"
     finally:
         again.close()
@@ -296,13 +296,13 @@ def test_children_of_a_rank_are_its_helpers(world: World, job: Job) -> None:
     assert parent.stdout is not None and parent.stdout.readline()
     [child] = Path(f"/proc/{parent.pid}/task/{parent.pid}/children").read_text().split()
     job.see(int(child))
-    world.look()
+    world.poll()
     assert set(world.found()) == {parent.pid}
     parent.kill()
     parent.wait(PATIENCE_SECONDS)
     (job.proc / str(parent.pid)).unlink()
     eventually(lambda: not world.found(), "its exit is noticed")
-    world.look()  # the orphan inherited RANK, and is no rank
+    world.poll()  # the orphan inherited RANK, and is no rank
     assert not world.found()
 
 
@@ -315,7 +315,7 @@ def test_a_worker_that_becomes_an_actor_is_found_and_its_variables_are_remembere
         [sys.executable, "-S", str(script)], stdin=subprocess.PIPE, text=True, env={"RANK": "4", "OTHER": "x"}
     )
     job._started(real)
-    world.look()
+    world.poll()
     assert not world.found()
     world.clock.advance(2 * YOUNG_SECONDS)
     for process in (worker, real):
@@ -325,14 +325,14 @@ def test_a_worker_that_becomes_an_actor_is_found_and_its_variables_are_remembere
         cmdline = Path(f"/proc/{process.pid}/cmdline")
         eventually(lambda path=cmdline: path.read_bytes().startswith(b"ray::"), "it took its title")
     for _ in range(8):
-        world.look()
+        world.poll()
     assert world.found()[real.pid] == ("trainer/0", 4)  # from before it took its title
     assert world.found()[worker.pid] == ("trainer/32", 0)  # nobody knows any more
 
 
 def test_processes_of_our_own_runs_are_left_to_their_reporters(world: World, job: Job) -> None:
     job.python("train.py", **TORCH, ROLECALL_RUN="/runs/1")
-    world.look()
+    world.poll()
     assert not world.found()
 
 
@@ -351,7 +351,7 @@ def test_what_cannot_be_read_is_said_once_and_what_is_gone_is_normal(
             content = (stranger / name).read_bytes().replace(b"77 (", f"{pid} (".encode())
             (job.proc / str(pid) / name).write_bytes(content)
     for _ in range(3):
-        world.look()
+        world.poll()
     assert not world.found()
     assert caplog.text.count("cannot be read: run the agent as their user or as root") == 1
 
@@ -361,7 +361,7 @@ def test_what_cannot_be_read_is_said_once_and_what_is_gone_is_normal(
 
 def test_a_killed_rank_is_an_exit_with_role_replica_and_rank(world: World, job: Job) -> None:
     rank = job.python("train.py", **TORCH)
-    world.look()
+    world.poll()
     rank.send_signal(signal.SIGKILL)
     eventually(lambda: world.told("exited"), "its exit is told")
     [event] = world.told("exited")
@@ -373,7 +373,7 @@ def test_a_killed_rank_is_an_exit_with_role_replica_and_rank(world: World, job: 
 @pytest.mark.parametrize("end", ["exits", "is asked to"])
 def test_an_end_that_was_wanted_is_no_fault(world: World, job: Job, end: str) -> None:
     rank = job.python("train.py", **TORCH)
-    world.look()
+    world.poll()
     if end == "exits":
         assert rank.stdin is not None
         rank.stdin.close()
@@ -384,25 +384,25 @@ def test_an_end_that_was_wanted_is_no_fault(world: World, job: Job, end: str) ->
 
 
 def test_only_a_clean_end_was_wanted() -> None:
-    assert asked_to_end(ExitStatus(code=0)) and asked_to_end(ExitStatus(signal=signal.SIGTERM))
+    assert requested_exit(ExitStatus(code=0)) and requested_exit(ExitStatus(signal=signal.SIGTERM))
     for status in (ExitStatus(), ExitStatus(code=1), ExitStatus(signal=signal.SIGKILL), ExitStatus(signal=6)):
-        assert not asked_to_end(status)
+        assert not requested_exit(status)
 
 
 def test_a_successor_takes_the_place_of_the_dead(world: World, job: Job) -> None:
     first = job.titled("ray::vLLMHttpServer.generate")
-    world.look()
+    world.poll()
     first.kill()
     eventually(lambda: world.told("exited"), "its exit is told")
     second = job.titled("ray::vLLMHttpServer.generate")
-    world.look()
+    world.poll()
     assert world.found() == {second.pid: ("rollout/32", 0)}
     assert [t.registration.process.pid for t in world.registry.processes()] == [second.pid]  # the dead is not shown
 
 
 def test_without_a_page_nothing_is_said_of_progress(world: World, job: Job) -> None:
     rank = job.python("train.py", **TORCH)
-    world.look()
+    world.poll()
     [tracked] = world.registry.processes()
     sample = sample_of(tracked, 1.0, 2.0)
     assert sample.phase == "" and sample.alive and sample.process.pid == rank.pid
@@ -413,14 +413,14 @@ def test_without_a_page_nothing_is_said_of_progress(world: World, job: Job) -> N
 
 def test_a_restarted_agent_goes_on_with_those_it_had_found(world: World, job: Job, tmp_path: Path) -> None:
     killed, lives = job.python("train.py", **TORCH), job.python("train.py", **{**TORCH, "RANK": "4"})
-    world.look()
+    world.poll()
     world.close()
     killed.kill()
     killed.wait(PATIENCE_SECONDS)
     again = World(tmp_path, job)
     try:
         again.registry.adopt()
-        again.look()
+        again.poll()
         assert again.found() == {lives.pid: ("trainer/0", 4)}
         assert [(e.replica, e.rank) for e in again.told("exited")] == [("trainer/0", 3)]
         assert len(again.told("registered")) == 2
@@ -459,7 +459,7 @@ def test_watch_tells_of_a_killed_and_of_a_stopped_rank(tmp_path: Path, job: Job)
 
         eventually(lambda: {"crash", "hang"} <= set(told()), "both are diagnosed")
         assert "trainer/0 rank 1 (node-1, pid" in told()["crash"] and "on signal 9" in told()["crash"]
-        assert "rollout/32" in told()["hang"] and "its process state is T" in told()["hang"]
+        assert "rollout/32" in told()["hang"] and "state T" in told()["hang"]
         eventually(lambda: all(i["oncall_paged"] for i in commands.incidents(run)), "a person is called")
         assert "rolecall only watches this job" in commands.incidents(run)[0]["page_reason"]
     finally:

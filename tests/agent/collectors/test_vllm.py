@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from rolecall.agent.collectors.engine.vllm import ENGINE_SECONDS, LOOK_SECONDS, Endpoint, VllmCollector
+from rolecall.agent.collectors.engine.vllm import ENGINE_SECONDS, POLL_SECONDS, Endpoint, VllmCollector
 from rolecall.agent.collectors.runner import HANG_SECONDS
 from rolecall.agent.http.exposition import render
 from rolecall.core.clock import FakeClock
@@ -85,12 +85,12 @@ def by_name(values: tuple[MetricValue, ...], labels: tuple[str, ...] = RANK) -> 
     }
 
 
-def look(*endpoints: Endpoint) -> tuple[MetricValue, ...]:
+def poll(*endpoints: Endpoint) -> tuple[MetricValue, ...]:
     return VllmCollector(NODE, lambda: endpoints).read(0.0).values
 
 
 def test_an_engine_of_today(server: PageServer) -> None:
-    assert by_name(look(endpoint(server.url))) == {
+    assert by_name(poll(endpoint(server.url))) == {
         "up": 1.0,
         "awake": 0.0,  # one of the two sleeps
         "requests_running": 7.0,
@@ -115,7 +115,7 @@ def test_an_engine_of_today(server: PageServer) -> None:
 
 def test_names_of_older_versions(server: PageServer) -> None:
     server.show(OLD)
-    assert by_name(look(endpoint(server.url))) == {
+    assert by_name(poll(endpoint(server.url))) == {
         "up": 1.0,
         "requests_running": 2.0,
         "requests_waiting": 5.0,
@@ -128,7 +128,7 @@ def test_names_of_older_versions(server: PageServer) -> None:
 
 def test_values_go_to_the_replica_that_the_engine_serves(server: PageServer) -> None:
     other = PageServer(http_page(OLD))
-    values = look(endpoint(server.url, 0), endpoint(other.url, 3))
+    values = poll(endpoint(server.url, 0), endpoint(other.url, 3))
     other.close()
     assert by_name(values)["requests_running"] == 7.0
     assert by_name(values, ("node-1", "rollout", "rollout/3", "0"))["requests_running"] == 2.0
@@ -153,19 +153,19 @@ def test_one_that_is_gone_hurts_nobody_else_and_is_said_once(
 
 @pytest.mark.parametrize(
     ("page", "reason"),
-    [("up 1\n", "no metric of vLLM on this page"), ("", "no metric of vLLM on this page")],
+    [("up 1\n", "no vLLM metric on this page"), ("", "no vLLM metric on this page")],
 )
 def test_another_server_at_its_port(
     server: PageServer, caplog: pytest.LogCaptureFixture, page: str, reason: str
 ) -> None:
     server.show(page)
-    assert by_name(look(endpoint(server.url))) == {"up": 0.0}
+    assert by_name(poll(endpoint(server.url))) == {"up": 0.0}
     assert reason in caplog.text
 
 
 @pytest.mark.parametrize("url", ["http://10.1.2.3:8000", "nonsense", "http://[", "http://a:b@localhost/"])
 def test_an_address_that_is_none(url: str, caplog: pytest.LogCaptureFixture) -> None:
-    assert by_name(look(endpoint(url))) == {"up": 0.0}
+    assert by_name(poll(endpoint(url))) == {"up": 0.0}
     assert "vLLM of rollout/0" in caplog.text
 
 
@@ -173,7 +173,7 @@ def test_engines_that_hang_take_a_bounded_time_and_are_asked_last(server: PageSe
     clock = FakeClock()
     hanging = PageServer(lambda connection: clock.advance(10.0))  # all its time passes, and nothing comes
     engines = [endpoint(f"{hanging.url}?{i}", i) for i in range(4)] + [endpoint(server.url, 9)]
-    collector = VllmCollector(NODE, lambda: engines, engine_seconds=10.0, look_seconds=25.0, clock=clock)
+    collector = VllmCollector(NODE, lambda: engines, engine_seconds=10.0, poll_seconds=25.0, clock=clock)
     nine = ("node-1", "rollout", "rollout/9", "0")
     first = by_name(collector.read(0.0).values, nine)
     assert first == {"up": 0.0} and len(hanging.heads) == 3  # the time was up before its turn
@@ -181,7 +181,7 @@ def test_engines_that_hang_take_a_bounded_time_and_are_asked_last(server: PageSe
     hanging.close()
     assert second["requests_running"] == 7.0
     assert sorted(head.split()[1][-1:] for head in hanging.heads) == [b"0", b"0", b"1", b"1", b"2", b"3"]
-    assert LOOK_SECONDS + ENGINE_SECONDS <= HANG_SECONDS
+    assert POLL_SECONDS + ENGINE_SECONDS <= HANG_SECONDS
 
 
 def test_malformed_lines_are_counted(server: PageServer) -> None:
@@ -200,11 +200,11 @@ def test_malformed_lines_are_counted(server: PageServer) -> None:
 
 
 def test_no_engines_no_values() -> None:
-    assert look() == ()
+    assert poll() == ()
 
 
 def test_an_engine_named_twice_is_asked_once(server: PageServer) -> None:
-    look(endpoint(server.url), endpoint(server.url))
+    poll(endpoint(server.url), endpoint(server.url))
     assert len(server.heads) == 1
 
 

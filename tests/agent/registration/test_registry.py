@@ -55,10 +55,10 @@ class World:
     def register(self, child: Child, replica: str, incarnation: int = 1) -> None:
         self.registry.register(child.pid, claim(child, replica, incarnation))
 
-    def look(self) -> None:
+    def poll(self) -> None:
         for tracked in self.registry.processes():
             if tracked.exited_at is None:
-                self.registry.look(tracked)
+                self.registry.poll(tracked)
 
 
 def claim(child: Child, replica: str, incarnation: int = 1, **other: object) -> dict[str, object]:
@@ -144,7 +144,7 @@ def test_a_page_that_is_a_pipe_holds_nobody_up(world: World, child: Child) -> No
     done.start()
     done.join(PATIENCE_SECONDS)
     assert not done.is_alive(), "who opens it waits for a writer that never comes"
-    world.look()
+    world.poll()
     [tracked] = world.registry.processes()
     assert not tracked.page_ok
 
@@ -158,7 +158,7 @@ def test_a_promotion_to_a_place_that_is_taken_is_refused(world: World, child: Ch
         with pytest.raises(ClaimRejected, match=f"is process {NODE}:{child.pid}"):
             world.register(standby, "rollout/1")
         standby.do(f"reporter.become(replica='rollout/1', incarnation=1, secret={secret('rollout/1')!r})")
-        world.look()  # nor by its page
+        world.poll()  # nor by its page
         assert sorted(t.registration.replica for t in world.registry.processes()) == ["rollout/1", "standby/0"]
         assert world.kinds().count("refused") == 1
     finally:
@@ -216,10 +216,10 @@ def test_exceptions_in_a_loop_do_not_wash_out_the_log(world: World, child: Child
         world.registry.exception(child.pid, {**said, "number": number})
     assert world.kinds().count("exception") == EXCEPTIONS_MAX and world.registry.num_refused == 199 - EXCEPTIONS_MAX
     child.do(*["reporter.exception(KeyError('x'))"] * 250)  # the page has the newest, a moment later
-    world.look()
+    world.poll()
     assert world.kinds().count("exception") == EXCEPTIONS_MAX
     world.clock.advance(EXCEPTIONS_SECONDS)
-    world.look()
+    world.poll()
     assert world.told()[-1].detail["number"] == "250"
 
 
@@ -239,11 +239,11 @@ def test_a_promotion_is_followed_on_the_page(world: World, child: Child) -> None
     world.register(child, "standby/0")
     wrong = "reporter.become(replica='rollout/2', incarnation=5, secret='guess')"
     child.do(wrong)
-    world.look()
+    world.poll()
     [tracked] = world.registry.processes()
     assert tracked.registration.replica == "standby/0", "an identity without its secret was believed"
     child.do(wrong.replace("'guess'", repr(secret("rollout/2", 0, 5))))
-    world.look()
+    world.poll()
     assert (tracked.registration.replica, tracked.registration.incarnation) == ("rollout/2", 5)
     assert world.told()[-1].detail == {"was": "standby/0", "was_incarnation": "1"}
     world.register(child, "rollout/2", 5)  # the same over the socket, later
@@ -277,7 +277,7 @@ def test_a_restarted_agent_goes_on_and_tells_what_it_missed(tmp_path: Path) -> N
             child.start(replica)
             first.register(child, replica)
         dies.do("reporter.enter_phase('generate'); reporter.exception(ValueError('x'))")
-        first.look()
+        first.poll()
         first.close()
         dies.close()
         second = World(tmp_path)
@@ -345,9 +345,9 @@ def test_a_torn_page_keeps_its_last_good_values(world: World, child: Child) -> N
     child.start("rollout/0")
     world.register(child, "rollout/0")
     child.do("reporter.progress(3)")
-    world.look()
+    world.poll()
     child.do("reporter._page.q[2] |= 1; reporter._page.q[14] = 99")  # stopped in the middle of a write
-    world.look()
+    world.poll()
     [tracked] = world.registry.processes()
     sample = sample_of(tracked, 1.0, 2.0)
     assert (sample.page_ok, sample.progress) == (False, 3)

@@ -171,7 +171,7 @@ def test_requests_that_are_none_are_left_alone(
     answering: FlightRecorderResponder, tmp_path: Path, request_: bytes
 ) -> None:
     request_path(tmp_path / "7-9.page").write_bytes(request_)
-    answering.look()
+    answering.poll()
     assert answering._thread is None
 
 
@@ -182,7 +182,7 @@ def test_a_dump_too_large_is_not_written(
     monkeypatch.setitem(sys.modules, "torch._C._distributed_c10d", module(_dump_fr_trace=lambda **o: b"x" * 11))
     page = tmp_path / "7-9.page"
     request_path(page).write_text("0123456789abcdef")
-    answering.look()
+    answering.poll()
     whole, failed = answer_paths(page, "0123456789abcdef")
     eventually(failed.exists, "the reason is written")
     assert failed.read_text() == "its dump takes 11 bytes" and not whole.exists()
@@ -201,9 +201,9 @@ def test_an_answer_that_nobody_waits_for_is_not_left_behind(
     monkeypatch.setitem(sys.modules, "torch._C._distributed_c10d", module(_dump_fr_trace=slow))
     request = request_path(tmp_path / "7-9.page")
     request.write_text("0123456789abcdef")
-    answering.look()
+    answering.poll()
     assert going.wait(PATIENCE_SECONDS)
-    answering.look()  # while it is answered, nothing is begun
+    answering.poll()  # while it is answered, nothing is begun
     request.unlink()
     go.set()
     assert answering._thread is not None

@@ -25,7 +25,7 @@ from rolecall.rl_runtime.algorithms.sampler import (
     group_seed,
     request_seed,
 )
-from rolecall.rl_runtime.controller import supply
+from rolecall.rl_runtime.controller import batch_assembler
 from rolecall.rl_runtime.controller.journal_writer import RunRecorder
 from rolecall.rl_runtime.tasks.task import group_id, group_number
 from rolecall.testing.runtime import ScriptedResponses
@@ -76,7 +76,7 @@ def check_sampler(w: World, lines: Sequence[Mapping[str, Any]]) -> None:
         if line["state"] == GroupState.ACCEPTED:
             assert stands[line["group_id"]] != GroupState.ACCEPTED
         stands[line["group_id"]] = line["state"]
-    sampler = w.controllers[-1].books.sampler
+    sampler = w.controllers[-1].recorder.sampler
     assert sampler == SamplerState.of(lines, w.job.seed), "what the controller went by is not what the ledger says"
     assert sampler.cursor == len(issued)
 
@@ -243,7 +243,7 @@ def test_whoever_dies_no_prompt_is_skipped_or_repeated_and_every_batch_is_full(t
 
 def test_going_back_to_a_checkpoint_judges_the_undone_groups_again(tmp_path: Path) -> None:
     async def script(w: World) -> None:
-        while not (w.controllers and w.controllers[-1].supply.step >= 5):
+        while not (w.controllers and w.controllers[-1].state.step >= 5):
             await asyncio.sleep(0.01)
         for index in range(2):
             w.fleet.kill(f"trainer/{index}")
@@ -257,7 +257,7 @@ def test_going_back_to_a_checkpoint_judges_the_undone_groups_again(tmp_path: Pat
 def test_while_hold_is_set_batches_go_on_being_filled(tmp_path: Path) -> None:
     async def script(w: World) -> None:
         w.journal.set_flag("hold", "faults are still to come")
-        while not (w.controllers and w.controllers[-1].supply.step >= 7):
+        while not (w.controllers and w.controllers[-1].state.step >= 7):
             await asyncio.sleep(0.01)
         w.journal.set_flag("hold", None)
 
@@ -290,12 +290,12 @@ def _skips_a_prompt(patch: pytest.MonkeyPatch) -> None:
 
 def _draws_from_a_counter_of_its_own(patch: pytest.MonkeyPatch) -> None:
     drawn = iter(range(10**6))
-    patch.setattr(supply, "request_seed", lambda job_seed, number, sample: next(drawn))
+    patch.setattr(batch_assembler, "request_seed", lambda job_seed, number, sample: next(drawn))
 
 
 def _judges_by_another_rule(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(
-        supply,
+        batch_assembler,
         "classify_rewards",
         lambda rewards, by: GroupSignal.ALL_WRONG if rewards[0] == 0.0 else GroupSignal.INFORMATIVE,
     )
@@ -321,7 +321,7 @@ def test_a_controller_of_another_job_refuses_to_go_on(tmp_path: Path) -> None:
     """The job file was changed between two controllers: the first one's groups have other seeds."""
 
     async def script(w: World) -> None:
-        while len(w.controllers) == 0 or w.controllers[-1].supply.step < 1:
+        while len(w.controllers) == 0 or w.controllers[-1].state.step < 1:
             await asyncio.sleep(0.01)
         w.job = w.job.model_copy(update={"seed": 99})
         w.mortalities[-1].dies_at = 0

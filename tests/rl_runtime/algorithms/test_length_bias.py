@@ -122,7 +122,7 @@ async def kill_again_and_again(w: World, rng: random.Random, victims: Sequence[s
         victim = rng.choice(victims)
         await asyncio.sleep(rng.uniform(0.2, 1.5))
         if victim.startswith("controller"):
-            while not (w.controllers and w.controllers[-1].supply.flowing and not w.mortalities[-1].dead):
+            while not (w.controllers and w.controllers[-1].state.issuing and not w.mortalities[-1].dead):
                 await asyncio.sleep(0.05)
             w.mortalities[-1].dies_at = 0
         else:

@@ -201,12 +201,12 @@ def test_a_ledger_gives_what_the_fold_needs(tmp_path: Path) -> None:
 
 def test_a_group_that_taught_something_before_its_tokens_were_lost_may_fill_a_batch(tmp_path: Path) -> None:
     journal = Journal(f"sqlite:///{tmp_path / 'journal.db'}")
-    books = RunRecorder(journal, Ledger(journal.store), ReplicaId("controller/0"), 1)
+    recorder = RunRecorder(journal, Ledger(journal.store), ReplicaId("controller/0"), 1)
     groups = [group_id(n) for n in range(2)]
-    books.issued(groups)
-    books.judged(0, [(groups[0], 3, V.INFORMATIVE)], [])
+    recorder.issued(groups)
+    recorder.judged(0, [(groups[0], 3, V.INFORMATIVE)], [])
     # Made again they are all equal, and so are those of the other.
-    books.assigned(0, [(g, 3) for g in groups], taken=[(g, 3, V.ALL_EQUAL) for g in groups])
-    assert {state for state, _ in books.ledger.groups().values()} == {S.ASSIGNED}
-    assert books.sampler == SamplerState.of(books.ledger.lines(), 0)
+    recorder.assigned(0, [(g, 3) for g in groups], taken=[(g, 3, V.ALL_EQUAL) for g in groups])
+    assert {state for state, _ in recorder.ledger.groups().values()} == {S.ASSIGNED}
+    assert recorder.sampler == SamplerState.of(recorder.ledger.lines(), 0)
     journal.close()

@@ -201,7 +201,8 @@ def test_what_an_engine_had_made_is_read_from_its_page_after_its_death(tmp_path:
 
 
 @pytest.mark.parametrize(
-    "module", ["tasks.reward_worker", "controller.controller", "controller.supply", "controller.scoring"]
+    "module",
+    ["tasks.reward_worker", "controller.controller", "controller.batch_assembler", "controller.reward_scoring"],
 )
 def test_the_controllers_parts_carry_no_torch_and_no_engine(module: str) -> None:
     code = (

@@ -30,7 +30,7 @@ def test_a_healthy_run_trains_every_group_and_drops_only_what_the_end_leaves(tmp
 
 async def at_step(w: World, step: int) -> None:
     """Returns once a controller works on `step`, at a random moment of it."""
-    while not (w.controllers and w.controllers[-1].supply.step >= step):
+    while not (w.controllers and w.controllers[-1].state.step >= step):
         await asyncio.sleep(0.01)
     await asyncio.sleep(w.rng.uniform(0.0, 0.2))
 
@@ -158,8 +158,8 @@ def test_a_version_whose_only_holder_died_before_any_rollout_had_it_is_offered_b
 
     async def script(w: World) -> None:
         await at_step(w, 5)
-        step = w.controllers[-1].supply.step
-        while w.controllers[-1].supply.step == step:
+        step = w.controllers[-1].state.step
+        while w.controllers[-1].state.step == step:
             await asyncio.sleep(0.001)
         w.fleet.kill("trainer/0")
 

@@ -105,15 +105,15 @@ def test_engines_forget_what_is_of_a_policy_that_never_was_although_the_controll
         return [h for p in w.fleet.processes.values() if isinstance(p.body, FakeRollout) for h in p.body.held.values()]
 
     async def script(w: World) -> None:
-        while not (w.controllers and w.controllers[-1].supply.step >= 8):
+        while not (w.controllers and w.controllers[-1].state.step >= 8):
             await asyncio.sleep(0.01)
         w.fleet.kill("trainer/0")
         w.fleet.kill("trainer/1")
-        while w.controllers[-1].supply.step >= 8:
+        while w.controllers[-1].state.step >= 8:
             await asyncio.sleep(0.001)
         w.mortalities[-1].dies_at = 0
-        never.extend(h for h in held(w) if max(h.versions, default=0) > w.controllers[-1].supply.step)
-        while len(w.controllers) < 2 or not w.controllers[-1].supply.flowing:
+        never.extend(h for h in held(w) if max(h.versions, default=0) > w.controllers[-1].state.step)
+        while len(w.controllers) < 2 or not w.controllers[-1].state.issuing:
             await asyncio.sleep(0.01)
         await asyncio.sleep(1.5)
         kept.extend(h for h in held(w) if any(h is one for one in never))
@@ -129,16 +129,16 @@ def test_an_older_controller_writes_nothing_once_a_newer_one_is_wanted(tmp_path:
     node = NodeId("node-0")
     journal.set_desired(Desired(replica=CONTROLLER, incarnation=1, node=node))
     journal.set_actual(Actual(replica=CONTROLLER, incarnation=1, node=node, state=ReplicaState.READY))
-    books = RunRecorder(journal, Ledger(journal.store), CONTROLLER, 1)
-    books.issued([])
+    recorder = RunRecorder(journal, Ledger(journal.store), CONTROLLER, 1)
+    recorder.issued([])
     journal.set_desired(Desired(replica=CONTROLLER, incarnation=2, node=node))
     for write in (
-        lambda: books.issued([]),
-        lambda: books.dropped([], "x") or books.returned(0, [], "x"),
-        lambda: books.event(EventKind.STEP_COMMITTED, {}),
-        lambda: books.change_members(joined=[(CONTROLLER, 1)], because="x"),
-        lambda: books.fence(CONTROLLER, 1, "x"),
-        lambda: books.undone_after(0, "x"),
+        lambda: recorder.issued([]),
+        lambda: recorder.dropped([], "x") or recorder.returned(0, [], "x"),
+        lambda: recorder.event(EventKind.STEP_COMMITTED, {}),
+        lambda: recorder.change_members(joined=[(CONTROLLER, 1)], because="x"),
+        lambda: recorder.fence(CONTROLLER, 1, "x"),
+        lambda: recorder.undone_after(0, "x"),
     ):
         with pytest.raises(StaleIncarnation):
             write()
@@ -148,7 +148,7 @@ def test_an_older_controller_writes_nothing_once_a_newer_one_is_wanted(tmp_path:
 
 def test_a_newer_controller_makes_the_older_one_end_without_a_word(tmp_path: Path) -> None:
     async def script(w: World) -> None:
-        while not (w.controllers and w.controllers[-1].supply.step >= 2):
+        while not (w.controllers and w.controllers[-1].state.step >= 2):
             await asyncio.sleep(0.01)
         node = NodeId("node-0")
         w.journal.set_desired(Desired(replica=CONTROLLER, incarnation=2, node=node))

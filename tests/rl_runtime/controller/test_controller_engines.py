@@ -12,8 +12,8 @@ from rolecall.core.errors import PeerLost, WireError
 from rolecall.core.ids import ReplicaId
 from rolecall.core.journal.events import EventKind
 from rolecall.core.membership import ReplicaState
-from rolecall.rl_runtime.controller.generation import FAILURES_MAX, SILENT_SECONDS
-from rolecall.rl_runtime.controller.scoring import ATTEMPTS_MAX
+from rolecall.rl_runtime.controller.reward_scoring import ATTEMPTS_MAX
+from rolecall.rl_runtime.controller.rollout_pool import FAILURES_MAX, SILENT_SECONDS
 from rolecall.rl_runtime.controller.trainer_group import GREETINGS_MAX
 from rolecall.testing.runtime import UPDATE_SECONDS, FakeWeightPull
 from tests.rl_runtime.loop import World, small_job
@@ -23,7 +23,7 @@ GREETINGS = {"rollout/1": FAILURES_MAX, "trainer/1": GREETINGS_MAX, "reward/1": 
 
 
 async def at_step(w: World, step: int) -> None:
-    while not (w.controllers and w.controllers[-1].supply.step >= step):
+    while not (w.controllers and w.controllers[-1].state.step >= step):
         await asyncio.sleep(0.01)
 
 
@@ -113,9 +113,9 @@ def test_a_rollout_that_comes_to_itself_counts_nothing_twice_and_works_again(tmp
         late.append(set(body.held))
         # What it streams late is for requests that are not its own any more (`check` compares every token trained on).
         w.fleet.resume("rollout/1")
-        step = w.controllers[-1].supply.step
+        step = w.controllers[-1].state.step
         while late[0] & set(body.held) or not num_streaming(w, "rollout/1"):
-            assert w.controllers[-1].supply.step < step + 10, "it was never told to forget, or got no work again"
+            assert w.controllers[-1].state.step < step + 10, "it was never told to forget, or got no work again"
             await asyncio.sleep(0.01)
         late.append(set())
 

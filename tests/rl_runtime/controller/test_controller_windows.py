@@ -106,11 +106,11 @@ def test_the_batch_is_full_over_100_steps_and_no_slot_is_left_empty(tmp_path: Pa
 
     async def script(w: World) -> None:
         if hurt:
-            killer = asyncio.ensure_future(killing(w, rng, lambda: w.controllers[-1].supply.step > 90))
+            killer = asyncio.ensure_future(killing(w, rng, lambda: w.controllers[-1].state.step > 90))
         while True:
             await asyncio.sleep(0.05)
             c = w.controllers[-1] if w.controllers else None
-            if c is not None and c.supply.flowing and _is_empty(w):
+            if c is not None and c.state.issuing and _is_empty(w):
                 empty.append(w.clock.monotonic())
             if hurt and killer.done():
                 killer.result()
@@ -125,11 +125,11 @@ def test_the_batch_is_full_over_100_steps_and_no_slot_is_left_empty(tmp_path: Pa
 def _is_empty(w: World) -> bool:
     """Whether, right after the controller looked, something could be generated in time, and is not."""
     c = w.controllers[-1]
-    c.supply.issue()
-    able = [e for e in c.generation.loads() if e.may_serve]
-    ahead = sum(1 for g in c.table.groups if not c.generation.is_stuck(g)) // w.job.algorithm.groups_per_step
-    in_time = any(c.supply.step + ahead - e.version <= w.job.runtime.staleness_max for e in able)
-    wanted = c.supply.step + ahead < w.job.num_steps
+    c.batches.issue()
+    able = [e for e in c.rollouts.loads() if e.may_serve]
+    ahead = sum(1 for g in c.table.groups if not c.rollouts.is_stuck(g)) // w.job.algorithm.groups_per_step
+    in_time = any(c.state.step + ahead - e.version <= w.job.runtime.staleness_max for e in able)
+    wanted = c.state.step + ahead < w.job.num_steps
     updating = any(e.is_due for e in able)  # what it would take is kept for it
     return bool(wanted and in_time and not updating) or bool(able and c.table.unassigned())
 
@@ -181,7 +181,7 @@ async def engine_with_tokens(w: World, replica: str) -> None:
     key = (ReplicaId(replica), 1)
     while True:
         await asyncio.sleep(0.01)
-        if w.controllers and w.controllers[-1].supply.step >= 3:
+        if w.controllers and w.controllers[-1].state.step >= 3:
             table = w.controllers[-1].table
             on_it = [t for g in table.groups.values() for t in g.trajectories if t.engine == key and not t.finished]
             if sum(len(t.tokens) > t.first_fresh for t in on_it) >= 2:

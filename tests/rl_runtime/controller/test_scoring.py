@@ -6,7 +6,7 @@ from typing import Any, cast
 
 from rolecall.core.ids import GroupId, ReplicaId
 from rolecall.rl_runtime.controller.open_group import EngineKey, GroupPhase
-from rolecall.rl_runtime.controller.scoring import RewardScoring
+from rolecall.rl_runtime.controller.reward_scoring import RewardScoring
 from rolecall.rl_runtime.controller.trajectories import TrajectoryTable
 from rolecall.rl_runtime.protocol.messages import GenerationRequest, TokenChunk
 
@@ -17,7 +17,7 @@ B: EngineKey = (ReplicaId("reward/1"), 2)
 def _scoring(groups: list[Any], table: Any = None) -> RewardScoring:
     table = table or SimpleNamespace(in_phase=lambda _phase: groups)
     scoring = RewardScoring(
-        books=cast(Any, None),
+        recorder=cast(Any, None),
         table=cast(Any, table),
         connect=cast(Any, None),
         tasks=cast(Any, None),

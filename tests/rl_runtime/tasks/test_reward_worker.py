@@ -7,7 +7,7 @@ import pytest
 from rolecall.core.config.job import parse_job
 from rolecall.core.errors import StaleIncarnation
 from rolecall.core.ids import GroupId, ReplicaId
-from rolecall.rl_runtime.controller.scoring import InvalidScores, checked_scores
+from rolecall.rl_runtime.controller.reward_scoring import InvalidScores, checked_scores
 from rolecall.rl_runtime.protocol.messages import PromptGroup, TrainingSample
 from rolecall.rl_runtime.tasks.reward_worker import RewardWorker, task_of
 

@@ -15,6 +15,7 @@ from rolecall.core.ids import GroupId
 from rolecall.core.membership import Actual, ReplicaState
 from rolecall.rl_runtime.controller.background_tasks import Tasks, set_or_timeout
 from rolecall.rl_runtime.controller.journal_writer import RunRecorder
+from rolecall.rl_runtime.controller.next_step import membership_changes
 from rolecall.rl_runtime.controller.open_group import EngineKey, GroupPhase, OpenGroup
 from rolecall.rl_runtime.controller.trajectories import TrajectoryTable
 from rolecall.rl_runtime.protocol.clients import Connect, ReplicaExited, RewardPort
@@ -58,14 +59,14 @@ class RewardScoring:
     def __init__(
         self,
         *,
-        books: RunRecorder,
+        recorder: RunRecorder,
         table: TrajectoryTable,
         connect: Connect,
         tasks: Tasks,
         on_scored: Callable[[], None],
         give_up: Callable[[GroupId, str], None],
     ) -> None:
-        self._books, self._table, self._connect, self._tasks = books, table, connect, tasks
+        self._recorder, self._table, self._connect, self._tasks = recorder, table, connect, tasks
         self._on_scored, self._give_up = on_scored, give_up
         self._workers: dict[EngineKey, asyncio.Task[None]] = {}
         self._wakes: dict[EngineKey, asyncio.Event] = {}
@@ -78,15 +79,14 @@ class RewardScoring:
 
     def sync(self, fleet: MembershipView) -> None:
         """Gives up workers that are over and takes on those that are there."""
-        for key in list(self._workers):
-            if fleet.lost_because(*key) is not None:
-                self._workers[key].cancel()
-                self._forget(key)
-        for record in fleet.usable("reward").values():
+        changes = membership_changes(fleet, "reward", active=self._workers)
+        for key in {**changes.lost, **changes.replaced}:
+            self._workers[key].cancel()
+            self._forget(key)
+        for record in changes.joining:
             key = (record.replica, record.incarnation)
-            if key not in self._workers:
-                self._wakes[key] = asyncio.Event()
-                self._workers[key] = self._tasks.start(self._work(record), f"score {key}")
+            self._wakes[key] = asyncio.Event()
+            self._workers[key] = self._tasks.start(self._work(record), f"score {key}")
 
     def wake(self) -> None:
         """A group is finished."""
@@ -105,7 +105,7 @@ class RewardScoring:
         try:
             port = RewardPort(self._connect(record))
             await self._until_ready(port)
-            if not self._books.set_state(*key, ReplicaState.SERVING, "answers"):
+            if not self._recorder.set_state(*key, ReplicaState.SERVING, "answers"):
                 self._forget(key)
                 return
             while True:
@@ -118,7 +118,7 @@ class RewardScoring:
                     self._resting.discard(key)
         except ReplicaExited as e:
             self._forget(key)
-            self._books.fence(*key, e.because)
+            self._recorder.fence(*key, e.because)
 
     async def _until_ready(self, port: RewardPort) -> None:
         """A worker that let a deadline pass gets nothing more until it answers.

@@ -11,8 +11,7 @@ generated teaches nothing, is a lawful state that ends with a full batch, or wit
 """
 
 import asyncio
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Iterable, Sequence
 from itertools import chain, count
 from typing import Protocol
 
@@ -25,18 +24,17 @@ from rolecall.rl_runtime.algorithms.batching import form_microbatches
 from rolecall.rl_runtime.algorithms.sampler import GroupSignal, classify_rewards, is_at_limit, not_filled, request_seed
 from rolecall.rl_runtime.controller import windows
 from rolecall.rl_runtime.controller.background_tasks import set_or_timeout
-from rolecall.rl_runtime.controller.generation import RolloutPool
 from rolecall.rl_runtime.controller.journal_writer import Judged, RunRecorder
-from rolecall.rl_runtime.controller.open_group import EngineKey, GroupPhase, OpenGroup
-from rolecall.rl_runtime.controller.training import StepPlan
-from rolecall.rl_runtime.controller.trajectories import TrajectoryTable, least_loaded, staleness_if_issued
+from rolecall.rl_runtime.controller.next_step import BatchSnapshot, place_groups
+from rolecall.rl_runtime.controller.open_group import GroupPhase, OpenGroup
+from rolecall.rl_runtime.controller.rollout_pool import RolloutPool
+from rolecall.rl_runtime.controller.state import LoopState, StepPlan
+from rolecall.rl_runtime.controller.trajectories import TrajectoryTable
 from rolecall.rl_runtime.protocol.messages import GenerationRequest
 from rolecall.rl_runtime.tasks.task import Prompt, group_id, group_number, group_start
 
 TURN_SECONDS = 0.1
 """How often a step is looked for when nothing wakes the loop."""
-PATIENCE_SECONDS = 2.0
-"""How long a full step waits for groups that would otherwise become too old."""
 RESCORE_SECONDS = 60.0
 """How long a restarted controller waits until the groups of the running step are scored again."""
 TOO_STALE, NOT_WHOLE = "stale", "its step lost tokens with an engine and the controller"
@@ -57,31 +55,19 @@ class BatchAssembler:
     def __init__(
         self,
         *,
-        books: RunRecorder,
+        loop: LoopState,
+        recorder: RunRecorder,
         table: TrajectoryTable,
-        generation: RolloutPool,
+        pool: RolloutPool,
         source: PromptSource,
         job: JobConfig,
         clock: Clock,
         wake: asyncio.Event,
     ) -> None:
-        self._books, self._table, self._generation = books, table, generation
+        self._loop, self._recorder, self._table, self._pool = loop, recorder, table, pool
         self._source, self._job, self._clock, self._wake = source, job, clock, wake
         self._num_groups = job.algorithm.groups_per_step
         self._staleness_max = job.runtime.staleness_max
-        self.step = 0
-        self.hold = False
-        """Steps beyond `num_steps` are wanted."""
-        self.flowing = False
-        """Groups may be issued, and judged."""
-
-    def wants_more(self) -> bool:
-        return self.step < self._job.num_steps or self.hold
-
-    @property
-    def next_number(self) -> int:
-        """The next prompt."""
-        return self._books.sampler.cursor
 
     # --- groups -------------------------------------------------------------------------------------------------
 
@@ -103,12 +89,13 @@ class BatchAssembler:
             for n in range(self._job.algorithm.group_size)
         ]
         opened = self._table.open(group, prompt.tokens, requests, first_fresh=start, is_window=limit < longest)
-        opened.followed = end is not None
+        if end is not None:
+            self._table.mark_followed(group)
         return opened
 
     def reopen(self, groups: Iterable[GroupId], known: Iterable[GroupId]) -> None:
         """Groups of the ledger that are to be made again. `known`: all that it ever issued."""
-        void = self._books.ledger.dropped_for(windows.NOTHING_FRESH)
+        void = self._recorder.ledger.dropped_for(windows.NOTHING_FRESH)
         ends = windows.ends(known, void, longest=self._source.max_response_tokens)
         for group in groups:
             self.open(group, ends.get(group))
@@ -118,55 +105,39 @@ class BatchAssembler:
         cut = windows.windows_to_continue(self._table)
         if not cut:
             return
-        self._books.issued(windows.successor(g) for g in cut)
+        self._recorder.issued(windows.successor(g) for g in cut)
         for group in cut:
-            group.followed = True
-            # With what it stands on: the one before it may be closed before its turn comes.
+            self._table.mark_followed(group.group_id)
+            # With its context: the window before it may be closed before its turn comes.
             self.open(windows.successor(group)).trajectories[0].stand_on(group.trajectories[0])
 
     def issue(self) -> None:
-        """Issues as many groups as can be trained in time. The ledger knows them before an engine does."""
+        """Issues as many groups as can be trained in time. The ledger has them before an engine does."""
         self.follow()
-        self._generation.assign_unassigned()
-        placed = self._placements() if self.flowing else []
+        self._pool.assign_unassigned()
+        if not self._loop.issuing:
+            return
+        # Windows that go on come before new groups: a slot that is free is filled at once, and no answer is left lying.
+        waiting, void = windows.settle(self._table, self._source.max_response_tokens)
+        self._drop(void, windows.NOTHING_FRESH)
+        # Groups of late engines will hardly be trained, and filtered ones teach nothing: they do not hold up the others.
+        ahead = [g for g in self._table.groups.values() if g.phase is not GroupPhase.FILTERED]
+        placed = place_groups(
+            self._loop,
+            chain(waiting, map(group_id, count(self._recorder.sampler.cursor))),
+            self._pool.loads(),
+            ahead=sum(1 for g in ahead if not self._pool.is_stuck(g.group_id)),
+            groups_per_step=self._num_groups,
+            group_size=self._job.algorithm.group_size,
+            staleness_max=self._staleness_max,
+        )
         new = [g for g, _ in placed if g not in self._table.groups]
         if new:
-            self._books.issued(new)
+            self._recorder.issued(new)
         for group, key in placed:
             if group in new:
                 self.open(group)
-            self._generation.place(group, key)
-
-    def _placements(self) -> list[tuple[GroupId, EngineKey]]:
-        loads = {e.key: e for e in self._generation.loads()}
-        # Groups stuck with an engine that does not answer will hardly be trained: they do not hold up the others.
-        # Nor do those that teach nothing.
-        ahead = sum(
-            1
-            for g in self._table.groups.values()
-            if g.phase is not GroupPhase.FILTERED and not self._generation.is_stuck(g.group_id)
-        )
-        placed: list[tuple[GroupId, EngineKey]] = []
-        # Answers that go on come before new ones: a slot that is free is filled at once, and no answer is left lying.
-        waiting, void = windows.settle(self._table, self._source.max_response_tokens)
-        self._drop(void, windows.NOTHING_FRESH)
-        groups = chain(waiting, map(group_id, count(self.next_number)))
-        while self.hold or self.step + ahead // self._num_groups < self._job.num_steps:
-            in_time = [
-                e
-                for e in loads.values()
-                if staleness_if_issued(self.step, ahead, self._num_groups, e.version) <= self._staleness_max
-            ]
-            engine = least_loaded(in_time)
-            coming = least_loaded(e for e in loads.values() if e.is_due)
-            # Updates go round one after the other: the first to have a version must not get everybody's share.
-            if engine is None or (coming is not None and coming.num_requests < engine.num_requests):
-                break
-            placed.append((next(groups), engine.key))
-            num_requests = engine.num_requests + self._job.algorithm.group_size
-            loads[engine.key] = replace(engine, num_requests=num_requests)
-            ahead += 1
-        return placed
+            self._pool.place(group, key)
 
     def give_up(self, group: GroupId, reason: str) -> None:
         """A group that nobody will train on, with its reason."""
@@ -176,13 +147,13 @@ class BatchAssembler:
         if not groups:
             return
         self.follow()
-        self._books.dropped([(g.group_id, g.num_tokens) for g in groups], reason)
+        self._recorder.dropped([(g.group_id, g.num_tokens) for g in groups], reason)
         self._close(g.group_id for g in groups)
 
     def _close(self, groups: Iterable[GroupId]) -> None:
         for group in groups:
             self._table.close(group)
-        self._generation.wake_all()
+        self._pool.wake_all()
         self._wake.set()
 
     # --- dynamic sampling ---------------------------------------------------------------------------------------
@@ -191,7 +162,7 @@ class BatchAssembler:
         """Accepts scored groups that teach something; the others are dropped, or set aside where they may be needed."""
         algorithm = self._job.algorithm
         scored = self._table.in_phase(GroupPhase.SCORED)
-        if not (algorithm.dynamic_sampling and self.flowing and scored):
+        if not (algorithm.dynamic_sampling and self._loop.issuing and scored):
             return
         judged = self._judged(scored)
         accepted = [j for j in judged if j[2] is GroupSignal.INFORMATIVE]
@@ -203,13 +174,13 @@ class BatchAssembler:
         self._filter(filtered, accepted)
 
     def _filter(self, filtered: Sequence[Judged], accepted: Sequence[Judged] = ()) -> None:
-        self._books.judged(self._forming(), accepted, filtered)
+        self._recorder.judged(self._forming(), accepted, filtered)
         if filtered:
             self._close(g for g, _, _ in filtered)
 
     def _forming(self) -> int:
         """The step whose batch is being filled: the next one, while one is trained."""
-        return self.step + bool(self._table.in_phase(GroupPhase.ASSIGNED))
+        return self._loop.step + bool(self._table.in_phase(GroupPhase.ASSIGNED))
 
     def _aside(self) -> list[OpenGroup]:
         """Groups that teach nothing and may fill a batch all the same, newest first."""
@@ -219,105 +190,79 @@ class BatchAssembler:
     def _judged(self, groups: Iterable[OpenGroup]) -> list[Judged]:
         return [(g.group_id, g.num_tokens, classify_rewards(g.rewards, self._job.algorithm.filter_by)) for g in groups]
 
-    def _at_limit(self, accepted: Sequence[OpenGroup]) -> list[OpenGroup]:
-        """What fills the batch of a step for which no more groups may be judged; nothing while more may be.
-
-        Raises:
-            BatchNotFilled: nothing may fill it.
-        """
-        algorithm, aside = self._job.algorithm, self._aside()
-        verdicts = self._books.sampler.verdicts(self.step)
-        verdicts.update(verdict for _, _, verdict in self._judged(aside))
-        if not is_at_limit(algorithm, accepted=len(accepted), filtered=verdicts.total()):
-            return []
-        if algorithm.at_refill_limit == "fail":
-            raise not_filled(algorithm, self.step, accepted=len(accepted), verdicts=verdicts)
-        missing = self._num_groups - len(accepted)
-        return [*accepted, *aside[:missing]] if len(aside) >= missing else []
-
     # --- steps --------------------------------------------------------------------------------------------------
 
-    async def form_step(self, disturbed: Callable[[], bool]) -> StepPlan | None:
-        """The next step, once there are groups enough. None when no more are wanted, or something else comes first."""
-        full_since: float | None = None
-        while self.wants_more() and not disturbed():
-            self.classify_rewards()
-            self._drop_stale()
-            self.issue()
-            scored = self._ready()
-            if self._job.algorithm.dynamic_sampling and (filled := self._at_limit(scored)):
-                return self._decide(filled)
-            if len(scored) >= self._num_groups:
-                now = self._clock.monotonic()
-                full_since = now if full_since is None else full_since
-                if not self._worth_waiting(scored[: self._num_groups]) or now - full_since >= PATIENCE_SECONDS:
-                    return self._decide(scored[: self._num_groups])
-            else:
-                full_since = None
-            await set_or_timeout(self._wake, TURN_SECONDS)
-        return None
-
-    def _ready(self) -> list[OpenGroup]:
-        """What a step may take, those whose tokens are next to be too old first, then by number: engines finish in
-        another order than they were given groups."""
-        phase = GroupPhase.ACCEPTED if self._job.algorithm.dynamic_sampling else GroupPhase.SCORED
-        found = self._table.in_phase(phase)
-        return sorted(found, key=lambda g: (g.oldest_since(self.step - self._staleness_max), g.group_id))
-
-    def _drop_stale(self) -> None:
-        stale = self._table.too_stale(self.step, self._staleness_max)
+    def refresh(self) -> None:
+        """Filters what was scored, drops what is too old, and issues what can be trained."""
+        self.classify_rewards()
+        stale = self._table.too_stale(self._loop.step, self._staleness_max)
         self._filter(self._judged(g for g in stale if g.phase is GroupPhase.FILTERED))
         self._drop([g for g in stale if g.group_id in self._table.groups], TOO_STALE)
+        self.issue()
 
-    def _worth_waiting(self, chosen: Sequence[OpenGroup]) -> bool:
-        """Whether, after a step of `chosen`, more groups would be left than can be trained before they are too old."""
-        proven = {e.key: e.version for e in self._generation.engines.values()}
-        taken = {g.group_id for g in chosen}
-        left = {
-            g: v for g, v in self._table.waiting(proven).items() if g not in taken and not self._generation.is_stuck(g)
-        }
-        for later in range(self._staleness_max + 1):
-            # These must be trained by step `self.step + later`; the next of them is not before the step after this one.
-            due = [g for g, v in left.items() if v + self._staleness_max <= self.step + later]
-            if len(due) > later * self._num_groups and any(not self._is_ready(g) for g in due):
-                return True
-        return False
+    def snapshot(self) -> BatchSnapshot:
+        """What `form_step` decides from.
 
-    def _is_ready(self, group: GroupId) -> bool:
-        return self._table.groups[group].phase in (GroupPhase.SCORED, GroupPhase.ACCEPTED)
+        Raises:
+            BatchNotFilled: no more groups may be filtered for this step, and the job wants the run to fail then.
+        """
+        step, algorithm = self._loop.step, self._job.algorithm
+        ready = self._table.in_phase(GroupPhase.ACCEPTED if algorithm.dynamic_sampling else GroupPhase.SCORED)
+        # Groups whose tokens are next to be too old come first, then by number: engines finish in another order.
+        ready.sort(key=lambda g: (g.oldest_since(step - self._staleness_max), g.group_id))
+        aside, at_limit = self._aside(), False
+        if algorithm.dynamic_sampling:
+            verdicts = self._recorder.sampler.verdicts(step)
+            verdicts.update(verdict for _, _, verdict in self._judged(aside))
+            at_limit = is_at_limit(algorithm, accepted=len(ready), filtered=verdicts.total())
+            if at_limit and algorithm.at_refill_limit == "fail":
+                raise not_filled(algorithm, step, accepted=len(ready), verdicts=verdicts)
+        newest = self._table.waiting({e.key: e.version for e in self._pool.engines.values()})
+        return BatchSnapshot(
+            step=step,
+            groups_per_step=self._num_groups,
+            staleness_max=self._staleness_max,
+            ready=[g.group_id for g in ready],
+            set_aside=[g.group_id for g in aside],
+            at_refill_limit=at_limit,
+            newest_versions={g: v for g, v in newest.items() if not self._pool.is_stuck(g)},
+            full_since=self._loop.full_since,
+        )
 
-    def _decide(self, groups: Sequence[OpenGroup]) -> StepPlan:
+    def assign(self, group_ids: Iterable[GroupId]) -> StepPlan:
+        """The step of these groups: in the ledger before a trainer has it."""
         self.follow()
-        # The batch is full: what was set aside for it is needed no more.
+        groups = [self._table.groups[g] for g in group_ids]
+        # The batch is full: groups that were set aside for it are not needed any more.
         taken = self._judged(g for g in groups if g.phase is GroupPhase.FILTERED)
         spared = self._judged(g for g in self._aside() if g not in groups)
         sizes = [(g.group_id, g.num_tokens) for g in groups]
-        head = self._books.assigned(self.step, sizes, taken=taken, filtered=spared)
+        head = self._recorder.assigned(self._loop.step, sizes, taken=taken, filtered=spared)
         self._close(g for g, _, _ in spared)
         return self._plan(groups, head)
 
     def _plan(self, groups: Sequence[OpenGroup], head: ChainHead, *, resumed: bool = False) -> StepPlan:
         self._table.assign(g.group_id for g in groups)
         whole = [g.as_group() for g in groups]
-        microbatches = form_microbatches(self.step, whole, self._job.algorithm.microbatches_per_step)
-        return StepPlan(step=self.step, microbatches=microbatches, ledger=head, resumed=resumed)
+        microbatches = form_microbatches(self._loop.step, whole, self._job.algorithm.microbatches_per_step)
+        return StepPlan(step=self._loop.step, microbatches=microbatches, ledger=head, resumed=resumed)
 
     async def resume_step(self) -> StepPlan | None:
         """The step that the controller before left unfinished, with the same microbatches, if its groups are whole.
 
         Otherwise its groups are returned, and partial gradients of it are of no use to anybody.
         """
-        assigned = self._books.ledger.groups([GroupState.ASSIGNED])
+        assigned = self._recorder.ledger.groups([GroupState.ASSIGNED])
         groups = await self._scored_again(assigned) if self._is_whole(assigned) else None
         if groups:
-            return self._plan(groups, self._books.ledger.head(), resumed=True)
-        still = self._books.ledger.groups([GroupState.ASSIGNED])
+            return self._plan(groups, self._recorder.ledger.head(), resumed=True)
+        still = self._recorder.ledger.groups([GroupState.ASSIGNED])
         if still:
-            self._books.returned(self.step, still, NOT_WHOLE)
+            self._recorder.returned(self._loop.step, still, NOT_WHOLE)
         return None
 
     def _is_whole(self, assigned: dict[GroupId, tuple[GroupState, int]]) -> bool:
-        if len(assigned) != self._num_groups or any(step != self.step for _, step in assigned.values()):
+        if len(assigned) != self._num_groups or any(step != self._loop.step for _, step in assigned.values()):
             return False
         groups = [self._table.groups.get(g) for g in assigned]
         return all(g is not None and all(t.finished for t in g.trajectories) for g in groups)

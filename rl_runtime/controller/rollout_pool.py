@@ -12,16 +12,18 @@ import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Protocol
 
 from rolecall.core.errors import DeadlineExceeded, ProofMismatch, RolecallError, StaleIncarnation, WireError
 from rolecall.core.ids import GroupId, ReplicaId
 from rolecall.core.journal.payloads import RequestsReassigned
 from rolecall.core.membership import Actual, ReplicaState
 from rolecall.rl_runtime.controller.background_tasks import Tasks, set_or_timeout
-from rolecall.rl_runtime.controller.engine_state import DesiredWeights, EngineState, WeightVerifier
 from rolecall.rl_runtime.controller.journal_writer import RunRecorder
+from rolecall.rl_runtime.controller.next_step import EngineLoad, membership_changes, reassign
 from rolecall.rl_runtime.controller.open_group import EngineKey
-from rolecall.rl_runtime.controller.trajectories import NOTHING, EngineLoad, TrajectoryTable, least_loaded
+from rolecall.rl_runtime.controller.trajectories import NOTHING, TrajectoryTable
 from rolecall.rl_runtime.protocol.clients import Connect, ReplicaExited, RolloutPort
 from rolecall.rl_runtime.protocol.membership import MembershipView
 from rolecall.rl_runtime.protocol.messages import GenerationRequest, Holder, Manifest, TokenChunk, WeightProof
@@ -50,15 +52,69 @@ FAILURES_MAX = 4
 """Failed greetings, turns or updates in a row, each for a reason of the engine's own, after which it is given up."""
 
 
+class AdmissionDecision(Protocol):
+    """Whether a proof is enough, and why. Raises nothing."""
+
+    @property
+    def admitted(self) -> bool: ...
+    @property
+    def because(self) -> str: ...
+    @property
+    def part(self) -> str: ...
+    @property
+    def tensor(self) -> str: ...
+
+
+class WeightVerifier(Protocol):
+    """Judges an engine's proof (invariant Proof before service, docs/invariants.md): `proof.WeightVerifier`."""
+
+    def judge(
+        self, manifest: Manifest, proof: WeightProof, *, incarnation: int | None = None, epoch: int | None = None
+    ) -> AdmissionDecision: ...
+
+
+@dataclass(frozen=True, slots=True)
+class DesiredWeights:
+    """What every engine should hold."""
+
+    manifest: Manifest
+    holders: tuple[Holder, ...]
+
+
+@dataclass(eq=False, slots=True)
+class EngineState:
+    """One incarnation of a rollout replica."""
+
+    port: RolloutPort
+    record: Actual
+    holder: Holder
+    version: int = -1  # newest policy version that it has proven
+    proven: str = ""  # digest of that version's manifest
+    serving: bool = False
+    behind_since: float | None = None  # seconds of the loop's clock; None: it has proven what it should hold
+    silent: bool = False
+    draining: bool = False
+    holds_unknown: bool = False  # it was greeted with requests of the controller before, and nobody asked yet which
+    failures: int = 0
+    tokens_seen: int = 0  # its own counter of tokens made, just after the last pull
+    wake: asyncio.Event = field(default_factory=asyncio.Event)
+    wanted: asyncio.Event = field(default_factory=asyncio.Event)
+    tasks: list[asyncio.Task[None]] = field(default_factory=list)
+
+    @property
+    def key(self) -> EngineKey:
+        return self.port.replica, self.port.incarnation
+
+
 class RolloutPool:
     """All engines of a run, and the table of what they generate."""
 
     def __init__(
         self,
         *,
-        books: RunRecorder,
+        recorder: RunRecorder,
         table: TrajectoryTable,
-        certifier: WeightVerifier,
+        verifier: WeightVerifier,
         connect: Connect,
         tasks: Tasks,
         transfer_seconds: float,
@@ -69,7 +125,7 @@ class RolloutPool:
     ) -> None:
         """`trains_prefixes`: what a lost engine leaves unfinished is trained on as it stands, and goes on elsewhere
         behind that; otherwise it goes on elsewhere first. `vocab_size`: tokens beyond it are refused."""
-        self._books, self._table, self._certifier = books, table, certifier
+        self._recorder, self._table, self._verifier = recorder, table, verifier
         self._connect, self._tasks = connect, tasks
         self._update_seconds = transfer_seconds + UPDATE_MARGIN_SECONDS
         self._tokens_generated, self._on_finished = tokens_generated, on_finished
@@ -87,21 +143,19 @@ class RolloutPool:
 
     def sync(self, fleet: MembershipView) -> None:
         """Gives up what is over and greets what is there; called again and again."""
-        for key in list(self.engines):
-            because = fleet.lost_because(*key)
-            if because is None:
-                continue
-            if not fleet.may_still_speak(*key):
-                self.contain(key, because)
-            elif not self.engines[key].draining:
-                self.engines[key].draining = True
-                self._tasks.start(self._drain(self.engines[key], because), f"drain {key}")
-        for record in fleet.usable("rollout").values():
+        changes = membership_changes(fleet, "rollout", active=self.engines, known=self._greeting)
+        for key, because in changes.lost.items():
+            self.contain(key, because)
+        for key, because in changes.replaced.items():
+            engine = self.engines[key]
+            if not engine.draining:
+                engine.draining = True
+                self._tasks.start(self._drain(engine, because), f"drain {key}")
+        for record in changes.joining:
             key = (record.replica, record.incarnation)
-            if key not in self.engines and key not in self._greeting:
-                greeting = self._tasks.start(self._greet(record), f"greet {key}")
-                self._greeting[key] = greeting
-                greeting.add_done_callback(lambda _, key=key: self._greeting.pop(key, None))  # type: ignore[misc]
+            greeting = self._tasks.start(self._greet(record), f"greet {key}")
+            self._greeting[key] = greeting
+            greeting.add_done_callback(lambda _, key=key: self._greeting.pop(key, None))  # type: ignore[misc]
 
     async def greeted(self) -> None:
         """Waits for the greetings under way; each has its deadline."""
@@ -113,7 +167,7 @@ class RolloutPool:
             port = RolloutPort(self._connect(record))
             info = await port.info()
         except ReplicaExited as e:
-            self._books.fence(*key, e.because)
+            self._recorder.fence(*key, e.because)
             return
         except DeadlineExceeded as e:
             logger.warning("%s", e)  # the next look at the border greets it again
@@ -130,7 +184,7 @@ class RolloutPool:
             engine.version, engine.serving = info.policy_version, True
         engine.tokens_seen = self._tokens_generated(record) or 0
         self.engines[key] = engine
-        self._books.change_members(joined=[key], because=f"{record.replica}#{record.incarnation} answers")
+        self._recorder.change_members(joined=[key], because=f"{record.replica}#{record.incarnation} answers")
         engine.tasks = [
             self._tasks.start(self._pump(engine), f"pump {port}"),
             self._tasks.start(self._keep_updated(engine), f"update {port}"),
@@ -143,7 +197,7 @@ class RolloutPool:
         because = f"its greeting failed {self._unmet[key]} times, last: {type(error).__name__}: {error}"
         logger.warning("%s#%d: %s", *key, because)
         if self._unmet[key] >= FAILURES_MAX:
-            self._books.fence(*key, because)
+            self._recorder.fence(*key, because)
         else:
             await asyncio.sleep(RETRY_SECONDS * self._unmet[key])
 
@@ -189,14 +243,10 @@ class RolloutPool:
 
     def assign_unassigned(self) -> set[ReplicaId]:
         """Gives requests without an engine to the least loaded. Returns who took some."""
-        takers: set[ReplicaId] = set()
-        for group_id in self._table.unassigned():
-            taker = least_loaded(self.loads())
-            if taker is None:
-                break
-            self.place(group_id, taker.key)
-            takers.add(taker.key[0])
-        return takers
+        placed = reassign(self._table.unassigned(), self.loads())
+        for group_id, key in placed:
+            self.place(group_id, key)
+        return {replica for _, (replica, _) in placed}
 
     def is_stuck(self, group_id: GroupId) -> bool:
         """Whether some of the group's requests lie with an engine that does not answer, or with none."""
@@ -234,9 +284,9 @@ class RolloutPool:
         for task in engine.tasks:
             if task is not asyncio.current_task():
                 task.cancel()
-        self._books.fence(*key, because)
+        self._recorder.fence(*key, because)
         self._move(engine, because, forgets=False)
-        self._books.change_members(left=[key], because=f"{key[0]}#{key[1]}: {because}")
+        self._recorder.change_members(left=[key], because=f"{key[0]}#{key[1]}: {because}")
 
     def _move(self, engine: EngineState, because: str, *, forgets: bool) -> None:
         """Its unfinished requests go on elsewhere from the tokens that were streamed; how many were not is said.
@@ -264,7 +314,7 @@ class RolloutPool:
             tokens_lost=0 if made is None else max(0, made - engine.tokens_seen),
             because=because,
         )
-        self._books.event(reassigned)
+        self._recorder.event(reassigned)
 
     # --- the pump -----------------------------------------------------------------------------------------------
 
@@ -375,7 +425,7 @@ class RolloutPool:
         if not engine.serving:
             return
         engine.serving = False
-        self._books.set_state(*engine.key, ReplicaState.READY, because)
+        self._recorder.set_state(*engine.key, ReplicaState.READY, because)
         self._move(engine, because, forgets=True)
 
     async def _keep_updated(self, engine: EngineState) -> None:
@@ -390,7 +440,7 @@ class RolloutPool:
                     return
                 except ProofMismatch as e:
                     version = self.target.manifest.policy_version
-                    self._books.refused(*engine.key, version, e.part, e.tensor, e.reason)
+                    self._recorder.refused(*engine.key, version, e.part, e.tensor, e.reason)
                     if not await self._failed(engine, "its proof", e):
                         return
                 except Exception as e:  # noqa: BLE001 deliberate: whatever one engine raises must not stop the others
@@ -410,7 +460,7 @@ class RolloutPool:
         try:
             holders = await self._free_holders(engine)
             # Only now: the target may have been replaced while this one waited.
-            manifest, epoch = self._wanted().manifest, self._books.epoch
+            manifest, epoch = self._wanted().manifest, self._recorder.epoch
             call = asyncio.ensure_future(engine.port.update_weights(epoch, manifest, holders, self._update_seconds))
             with self._gives(holders[:1]):
                 await asyncio.wait({call}, timeout=SLOT_SECONDS)
@@ -422,7 +472,7 @@ class RolloutPool:
         except (DeadlineExceeded, StaleIncarnation, WireError) as e:
             logger.warning("%s: version %d not taken over: %s", engine.port, manifest.policy_version, e)
             return None
-        verdict = self._certifier.judge(manifest, proof, incarnation=engine.key[1], epoch=epoch)
+        verdict = self._verifier.judge(manifest, proof, incarnation=engine.key[1], epoch=epoch)
         if not verdict.admitted or proof.replica != engine.key[0]:
             reason = verdict.because if not verdict.admitted else f"the proof is {proof.replica}'s"
             # It computes with what it could not prove. What it streams beyond its last proof is not taken.
@@ -467,9 +517,9 @@ class RolloutPool:
         if engine.serving:
             self._on_finished()
             return True
-        self._books.admitted(proof)
+        self._recorder.admitted(proof)
         because = f"proved policy version {proof.policy_version}"
-        if not self._books.set_state(*engine.key, ReplicaState.SERVING, because, proof.policy_version):
+        if not self._recorder.set_state(*engine.key, ReplicaState.SERVING, because, proof.policy_version):
             return False
         engine.serving = True
         self.assign_unassigned()

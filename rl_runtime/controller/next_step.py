@@ -1,0 +1,328 @@
+"""What the controller's loop does next: step formation and containment. Pure: snapshots and the time in, decisions with
+their reason out; `controller.py` and its components perform them and ask again.
+
+Step formation. `next_step` picks the loop's next action; `form_step` picks the groups of a step or says why it waits;
+`place_groups` and `reassign` say which engine generates which group.
+Containment. `membership_changes` compares with the journal's records; `late_or_lost` ends the wait for trainers that will
+not answer; `contain_attempt` and `choose_state` decide how a failed step goes on, and from whose state.
+"""
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from typing import Any
+
+from rolecall.core.errors import CommitVoteRejected, DeadlineExceeded, NonFiniteValue, PeerLost, RolecallError
+from rolecall.core.ids import GroupId, ReplicaId, split_replica
+from rolecall.core.membership import STANDBY_ROLE, Actual, ReplicaState
+from rolecall.rl_runtime.controller.journal_writer import Member
+from rolecall.rl_runtime.controller.open_group import EngineKey
+from rolecall.rl_runtime.controller.state import LoopState
+from rolecall.rl_runtime.protocol.clients import ReplicaExited
+from rolecall.rl_runtime.protocol.membership import Desireds, MembershipView
+from rolecall.rl_runtime.protocol.messages import Holder, TrainerInfo
+
+PATIENCE_SECONDS = 2.0
+"""How long a full step waits for groups that would otherwise become too old."""
+CODE_ERRORS_MAX = 2
+"""Exceptions of code in one step; a second one is user code (invariant Bounded remediation, docs/invariants.md)."""
+
+
+# --- the loop -----------------------------------------------------------------------------------------------------
+
+
+class LoopAction(StrEnum):
+    FINISH = "finish"
+    REGROUP = "regroup"  # trainers left or are ready to join: form a new epoch
+    PUBLISH = "publish"  # offer the newest policy version to the rollouts
+    TRAIN = "train"  # run the planned step
+    FORM = "form"  # choose the groups of the next step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoopDecision:
+    action: LoopAction
+    because: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerChanges:
+    """Members of the epoch that were lost, each with the reason, and trainers that are ready to join."""
+
+    lost: Mapping[Member, str] = field(default_factory=dict)
+    joining: Sequence[Member] = ()
+
+    @property
+    def because(self) -> str:
+        lost = [f"{replica}#{incarnation}: {why}" for (replica, incarnation), why in self.lost.items()]
+        return "; ".join([*lost, *(f"{replica}#{incarnation} joins" for replica, incarnation in self.joining)])
+
+
+def next_step(loop: LoopState, trainers: TrainerChanges) -> LoopDecision:
+    """The loop's next action. Membership comes before weights, and weights before the next step."""
+    if loop.stop_because:
+        return LoopDecision(action=LoopAction.FINISH, because=loop.stop_because)
+    if loop.plan is None and not loop.wants_more:
+        return LoopDecision(action=LoopAction.FINISH, because=f"{loop.step} steps")
+    if trainers.lost or trainers.joining:
+        return LoopDecision(action=LoopAction.REGROUP, because=trainers.because)
+    # A planned step needs no rollouts: where no trainer answers, training it finds out which ones are lost.
+    if not loop.published and not (loop.publish_failed and loop.plan is not None):
+        return LoopDecision(action=LoopAction.PUBLISH, because=f"policy version {loop.step} has not been offered")
+    if loop.plan is not None:
+        return LoopDecision(action=LoopAction.TRAIN, because=f"step {loop.plan.step} is assigned and not committed")
+    return LoopDecision(action=LoopAction.FORM, because=f"step {loop.step} has no groups yet")
+
+
+def missing_replicas(desired: Desireds, current: Mapping[ReplicaId, Actual]) -> list[ReplicaId]:
+    """Desired replicas, standbys aside, that are not ready."""
+    ready = {r for r, record in current.items() if record.state in (ReplicaState.READY, ReplicaState.SERVING)}
+    return [r for r in desired if split_replica(r)[0] != STANDBY_ROLE and r not in ready]
+
+
+# --- forming a step -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchSnapshot:
+    """The groups that the next steps can take."""
+
+    step: int
+    groups_per_step: int
+    staleness_max: int
+    ready: Sequence[GroupId]  # in the order in which a step takes them
+    set_aside: Sequence[GroupId] = ()  # filtered by dynamic sampling, may fill a batch all the same
+    at_refill_limit: bool = False  # no more groups may be filtered for this step
+    newest_versions: Mapping[GroupId, int] = field(default_factory=dict)
+    """Version of the newest token of each group that a step may still take, groups of late engines left out."""
+    full_since: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FormStep:
+    groups: Sequence[GroupId]
+    because: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wait:
+    because: str
+    full_since: float | None = None
+
+
+def form_step(batch: BatchSnapshot, now: float) -> FormStep | Wait:
+    """The groups of the next step, or why it is not formed yet."""
+    wanted = batch.groups_per_step
+    missing = wanted - len(batch.ready)
+    if batch.at_refill_limit and len(batch.set_aside) >= missing:
+        groups = [*batch.ready, *batch.set_aside[:missing]]
+        return FormStep(groups=groups, because=f"the refill limit is reached: {missing} filtered groups fill the batch")
+    if missing > 0:
+        return Wait(because=f"{len(batch.ready)} of {wanted} groups are ready")
+    full_since = now if batch.full_since is None else batch.full_since
+    chosen = batch.ready[:wanted]
+    overdue = _overdue_group(batch, chosen)
+    if overdue is None:
+        return FormStep(groups=chosen, because=f"{wanted} groups are ready")
+    if now - full_since >= PATIENCE_SECONDS:
+        return FormStep(groups=chosen, because=f"waited {PATIENCE_SECONDS:g} s for {overdue}")
+    return Wait(because=f"{overdue} is not ready and would become too old", full_since=full_since)
+
+
+def _overdue_group(batch: BatchSnapshot, chosen: Sequence[GroupId]) -> GroupId | None:
+    """A group that is not ready although, after a step of `chosen`, more would be left than can be trained in time."""
+    taken, ready = set(chosen), set(batch.ready)
+    left = {g: v for g, v in batch.newest_versions.items() if g not in taken}
+    for later in range(batch.staleness_max + 1):
+        # These must be trained by step `step + later`; the next of them is not before the step after this one.
+        due = [g for g, version in left.items() if version + batch.staleness_max <= batch.step + later]
+        unready = [g for g in due if g not in ready]
+        if len(due) > later * batch.groups_per_step and unready:
+            return unready[0]
+    return None
+
+
+# --- engines and their groups -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineLoad:
+    """An engine as a place for work."""
+
+    key: EngineKey
+    version: int  # policy version that it has proven
+    may_serve: bool  # proven, alive, and answering
+    num_requests: int
+    is_due: bool = False  # it will have the newest version in a moment
+
+
+def least_loaded(engines: Iterable[EngineLoad]) -> EngineLoad | None:
+    """Where the next group goes: fewest unfinished requests, then newest weights, then by name.
+
+    Only engines that may serve count: a dead one has no load and would attract everything.
+    """
+    able = [e for e in engines if e.may_serve]
+    return min(able, key=lambda e: (e.num_requests, -e.version, e.key), default=None)
+
+
+def staleness_if_issued(step: int, groups_ahead: int, groups_per_step: int, engine_version: int) -> int:
+    """Versions between a group's first token and its step, if everything ahead of it is trained first.
+
+    `step`: the one being formed or trained, whose policy version has the same number.
+    """
+    return step + groups_ahead // groups_per_step - engine_version
+
+
+def place_groups(
+    loop: LoopState,
+    groups: Iterator[GroupId],
+    loads: Iterable[EngineLoad],
+    *,
+    ahead: int,
+    groups_per_step: int,
+    group_size: int,
+    staleness_max: int,
+) -> list[tuple[GroupId, EngineKey]]:
+    """As many of `groups` as can be trained within `staleness_max`, each with its engine.
+
+    `ahead`: open groups that are trained before them.
+    """
+    by_key = {e.key: e for e in loads}
+    placed: list[tuple[GroupId, EngineKey]] = []
+    while loop.hold or loop.step + ahead // groups_per_step < loop.num_steps:
+        in_time = [
+            e
+            for e in by_key.values()
+            if staleness_if_issued(loop.step, ahead, groups_per_step, e.version) <= staleness_max
+        ]
+        engine = least_loaded(in_time)
+        due = least_loaded(e for e in by_key.values() if e.is_due)
+        # Engines are updated one after the other: the first with a version must not take the share of all.
+        if engine is None or (due is not None and due.num_requests < engine.num_requests):
+            break
+        placed.append((next(groups), engine.key))
+        by_key[engine.key] = replace(engine, num_requests=engine.num_requests + group_size)
+        ahead += 1
+    return placed
+
+
+def reassign(unassigned: Mapping[GroupId, int], loads: Iterable[EngineLoad]) -> list[tuple[GroupId, EngineKey]]:
+    """An engine for each group, given as its number of requests without one; nothing while no engine may serve."""
+    by_key = {e.key: e for e in loads}
+    placed: list[tuple[GroupId, EngineKey]] = []
+    for group, num_requests in unassigned.items():
+        engine = least_loaded(by_key.values())
+        if engine is None:
+            break
+        placed.append((group, engine.key))
+        by_key[engine.key] = replace(engine, num_requests=engine.num_requests + num_requests)
+    return placed
+
+
+# --- containment --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MembershipChanges:
+    """How one role's replicas differ from the journal's records. `replaced`: lost to recovery, but still alive."""
+
+    lost: Mapping[Member, str]
+    replaced: Mapping[Member, str]
+    joining: Sequence[Actual]
+
+
+def membership_changes(
+    fleet: MembershipView, role: str, *, active: Iterable[Member], known: Collection[Member] = ()
+) -> MembershipChanges:
+    """`active`: incarnations that have work. `known`: others that need no greeting."""
+    lost: dict[Member, str] = {}
+    replaced: dict[Member, str] = {}
+    active = list(active)
+    for member in active:
+        because = fleet.lost_because(*member)
+        if because is not None:
+            (replaced if fleet.is_replaced_alive(*member) else lost)[member] = because
+    usable = fleet.usable(role).values()
+    joining = [r for r in usable if (m := (r.replica, r.incarnation)) not in active and m not in known]
+    return MembershipChanges(lost=lost, replaced=replaced, joining=joining)
+
+
+def late_or_lost(
+    pending: Iterable[Member], lost: Mapping[Member, str], *, failed_at: float | None, now: float, grace_seconds: float
+) -> dict[Member, RolecallError]:
+    """Members that owe an answer and are not waited for any longer, each with the reason.
+
+    A member is missing once it was fenced, and late `grace_seconds` after the first failure among the others: in a
+    collective all members fail together, so a silent one is what the others were waiting for.
+    """
+    found: dict[Member, RolecallError] = {}
+    for replica, incarnation in pending:
+        member = replica, incarnation
+        if member in lost:
+            found[member] = ReplicaExited(replica=replica, incarnation=incarnation, because=lost[member])
+        elif failed_at is not None and now - failed_at > grace_seconds:
+            found[member] = DeadlineExceeded(waited_for=f"{replica}#{incarnation}", seconds=grace_seconds)
+    return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Interruption:
+    """How a failed attempt at a step is contained."""
+
+    because: str
+    lost: tuple[ReplicaId, ...]
+    """Trainers that exited or did not answer in time."""
+    resets_gradients: bool
+    """The trainers refused the vote: what they computed of the step is thrown away."""
+    raised: Mapping[Member, BaseException]
+    """Exceptions of the step's own code."""
+    awaits_recovery: bool
+    """The code fails again, or in all members: repeating the step does not help until recovery has acted."""
+
+
+def contain_attempt(answers: Mapping[Member, Any], *, code_errors: int) -> Interruption:
+    """`answers`: a result or an exception of each member. `code_errors`: attempts at this step that failed by code before."""
+    failures = {m: a for m, a in answers.items() if isinstance(a, BaseException)}
+    root = {m: a for m, a in failures.items() if not isinstance(a, PeerLost)} or failures
+    raised = {m: a for m, a in failures.items() if is_code_error(a)}
+    return Interruption(
+        because="; ".join(f"{m[0]}#{m[1]}: {type(a).__name__}: {a}" for m, a in sorted(root.items())),
+        lost=tuple(m[0] for m, a in sorted(answers.items()) if isinstance(a, ReplicaExited | DeadlineExceeded)),
+        resets_gradients=any(isinstance(a, CommitVoteRejected) for a in failures.values()),
+        raised=raised,
+        awaits_recovery=bool(raised) and (code_errors + 1 >= CODE_ERRORS_MAX or len(raised) == len(answers) > 1),
+    )
+
+
+def is_code_error(answer: Any) -> bool:
+    """Whether an answer is an exception of what was computed, not of machines or messages. A refused vote counts, too."""
+    if isinstance(answer, NonFiniteValue | CommitVoteRejected):
+        return True
+    return isinstance(answer, Exception) and not isinstance(answer, RolecallError)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateChoice:
+    """The newest committed state, the members that have it, and the holder that each other member copies it from."""
+
+    step: int
+    holders: Mapping[Member, Holder]
+    copies: Mapping[Member, Holder]
+
+
+def choose_state(infos: Mapping[Member, TrainerInfo], committed_step: int) -> StateChoice | None:
+    """The state that a new epoch starts from; None when nobody has the state of `committed_step` or a later one."""
+    # A trainer that was cut off may have committed this step in an epoch that the others left: the same microbatches,
+    # but added up in another order.
+    states = {m: (i.commit.step, i.commit.epoch) for m, i in infos.items() if i.has_state}
+    newest = max(states.values(), default=(-2, -1))
+    if newest[0] < max(committed_step, -1):
+        return None
+    holders = {m: infos[m].holder for m, state in states.items() if state == newest}
+    givers = list(holders.values())
+    behind = sorted(m for m in infos if m not in holders)
+    return StateChoice(
+        step=newest[0],
+        holders=holders,
+        copies={m: givers[n % len(givers)] for n, m in enumerate(behind)},
+    )

@@ -47,7 +47,7 @@ from rolecall.rl_runtime.protocol.spawn import ActorSpec
 logger = logging.getLogger(__name__)
 
 SYNC_SECONDS = 0.2
-"""How often the border is read. Raising it delays the move of work away from a replica that recovery gave up."""
+"""How often the membership records are read. Raising it delays the reassignment of a replaced replica's work."""
 STOP_SECONDS = 10.0
 """How long a stop waits for the running step, and the end of a run for its last checkpoint."""
 HOLD_FLAG, STOP_FLAG, DONE_FLAG = "hold", "stop", "done"
@@ -135,7 +135,7 @@ class Controller:
         )
 
     def status(self) -> dict[str, object]:
-        """For people and tests; may be asked from another thread."""
+        """A summary for logs and tests; thread-safe."""
         return {
             "step": self.state.step,
             "epoch": self.recorder.epoch,
@@ -150,7 +150,7 @@ class Controller:
         self._wake.set()
 
     def _on_scored(self) -> None:
-        """What teaches nothing is replaced at once, also while a step is trained."""
+        """Groups without a learning signal are replaced at once, also while a step is trained."""
         self.batches.classify_rewards()
         self._wake.set()
 
@@ -165,7 +165,7 @@ class Controller:
         reporter.enter_phase(Phase.CONTROL)
         try:
             self.recorder.set_state(self._replica, self._incarnation, ReplicaState.SERVING, "runs")
-            self._tasks.start(self._keep_in_sync(), "border")
+            self._tasks.start(self._keep_in_sync(), "sync")
             outcome, because = await self._until_end()
             return await self._end(outcome, because)
         except ControllerSuperseded as e:
@@ -198,7 +198,7 @@ class Controller:
             await asyncio.gather(main, stop, return_exceptions=True)
 
     async def _keep_in_sync(self) -> None:
-        """Compares with the border again and again: what was missed is seen the next time."""
+        """Reconciles with the membership records, level-triggered: a change missed once is seen the next time."""
         while True:
             fleet = self.recorder.check()
             self.rollouts.sync(fleet)
@@ -229,7 +229,7 @@ class Controller:
                         return
                     case LoopAction.REGROUP:
                         await self.trainers.regroup(decision.because, with_candidates=True)
-                        # A holder of the newest version may be gone before the rollouts have it: it is offered anew.
+                        # A holder of the newest version may be gone before the rollouts have it: it is offered again.
                         self.state.published = self.state.publish_failed = False
                     case LoopAction.PUBLISH:
                         await self._publish()
@@ -301,18 +301,18 @@ class Controller:
             await asyncio.sleep(SYNC_SECONDS)
 
     async def _adopt(self) -> None:
-        """What engines hold is taken over; what they hold in vain they may forget."""
+        """Takes over the requests that engines hold; engines forget those that are not needed."""
         for key, requests in sorted((await self.rollouts.held_requests()).items()):
             engine = self.rollouts.engines.get(key)
             if engine is not None:
                 self.table.adopt(key, requests, engine.version)
         windows.restore(self.table)
-        self._tell_adopted()
+        self._record_adopted()
         self.rollouts.assign_unassigned()
         self.rollouts.wake_all()
         self.scoring.wake()
 
-    def _tell_adopted(self) -> None:
+    def _record_adopted(self) -> None:
         held = [t for g in self.table.groups.values() for t in g.trajectories if t.engine is not None]
         adopted = RequestsReassigned(
             from_replica=self._replica,
@@ -320,7 +320,7 @@ class Controller:
             num_requests=len(held),
             num_groups=len({t.request.group_id for t in held}),
             tokens_kept=sum(len(t.tokens) for t in held),
-            because="the controller before has ended: its requests are taken over from the engines that hold them",
+            because="the previous controller ended: its requests are adopted from the engines that hold them",
         )
         self.recorder.event(adopted, key=f"adopted:{self._replica}#{self._incarnation}")
 
@@ -413,7 +413,7 @@ class Controller:
         if plan is not None and plan.step == step + 1:
             self.state.plan = replace(plan, resumed=True)
             return
-        # First nobody serves: tokens of the policy that never was must not come back after a controller's death here.
+        # First no engine serves: tokens of the discarded policy must not come back if the controller dies here.
         self.state.step, self.state.plan = step + 1, None
         self.rollouts.demote(f"went back to policy version {self.state.step}")
         self.table.truncate_after(self.state.step)
@@ -434,7 +434,7 @@ class Controller:
         self.state.issuing = False
         if outcome != "failed" and self.trainers.members:
             try:
-                await within(self._last_words(), STOP_SECONDS, "the last checkpoint")
+                await within(self._finish_state(), STOP_SECONDS, "the last checkpoint")
             except (RolecallError, OSError) as e:
                 if isinstance(e, ControllerSuperseded):
                     raise
@@ -447,6 +447,6 @@ class Controller:
         self.recorder.journal.set_flag(DONE_FLAG, json.dumps(asdict(end)))
         return end
 
-    async def _last_words(self) -> None:
+    async def _finish_state(self) -> None:
         await self._reconcile()
         await self._checkpoint()

@@ -311,7 +311,7 @@ class StateChoice:
 
 
 def choose_state(infos: Mapping[Member, TrainerInfo], committed_step: int) -> StateChoice | None:
-    """The state that a new epoch starts from; None when nobody has the state of `committed_step` or a later one."""
+    """The state that a new epoch starts from; None when no trainer has the state of `committed_step` or a later one."""
     # A trainer that was cut off may have committed this step in an epoch that the others left: the same microbatches,
     # but added up in another order.
     states = {m: (i.commit.step, i.commit.epoch) for m, i in infos.items() if i.has_state}

@@ -1,7 +1,8 @@
-"""One group in the making: its requests, every token that was streamed of them, and why those end where they do. Pure.
+"""One open group: its requests, every token that was streamed of them, and why those end where they do. Pure.
 
 A request may be a window of an answer: tokens before `first_fresh` are other windows', and where the window's limit cuts
-the answer (`EndReason.TRUNCATED`) the next one goes on. Who generates it, and what becomes of it, is decided in `trajectories.py`.
+the answer (`EndReason.TRUNCATED`) the next one goes on. Placement and lifecycle
+are decided in `trajectories.py`.
 """
 
 from collections.abc import Sequence
@@ -21,10 +22,8 @@ class GroupPhase(StrEnum):
     GENERATING = "generating"
     FINISHED = "finished"  # all samples ended; to be scored
     SCORED = "scored"  # may be trained: its rewards are known, or it is a window that ended in the middle of an answer
-    ACCEPTED = "accepted"  # dynamic sampling: judged, it teaches something
-    FILTERED = (
-        "filtered"  # dynamic sampling: it teaches nothing, and is kept in case the batch cannot be filled otherwise
-    )
+    ACCEPTED = "accepted"  # dynamic sampling: it has a learning signal
+    FILTERED = "filtered"  # dynamic sampling: no learning signal; kept in case the batch cannot be filled otherwise
     ASSIGNED = "assigned"  # part of the running step
 
 
@@ -32,12 +31,12 @@ UNTRAINED = frozenset({GroupPhase.FINISHED, GroupPhase.SCORED, GroupPhase.ACCEPT
 """Everything is generated, no step has it."""
 
 NO_REWARD: Final = 0.0
-"""Stands in a sample whose answer is not over, where nobody looks. Not NaN, which is unlike itself: a trainer compares
+"""Placeholder in a sample whose answer is not over; never read. Not NaN, which is unequal to itself: a trainer compares
 a plan that is repeated with what it has computed, and would throw its gradient away."""
 
 
 AGAIN_MAX: Final = 16
-"""How often the beginning of a window that lost it is made anew because the answer ended before the window."""
+"""How often a lost prefix of a window is generated again because the new answer ended before the window."""
 SEED_MAX: Final = 2**31
 
 
@@ -68,7 +67,7 @@ class Trajectory:
         return self.versions[self.first_fresh :] or (self.versions if self.finished else [])
 
     def cut(self) -> None:
-        """Ends its window here, for good: what is generated again one day ends here as well, for the next window has
+        """Ends its window here, for good: what is generated again later ends here as well, for the next window has
         begun behind it."""
         self.end, self.is_window = EndReason.TRUNCATED, True
         self.request = replace(self.request, max_response_tokens=len(self.tokens))

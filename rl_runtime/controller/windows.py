@@ -60,14 +60,14 @@ def successor(group: OpenGroup) -> GroupId:
 
 
 def windows_to_continue(table: TrajectoryTable) -> list[OpenGroup]:
-    """Windows that were cut and that nobody has followed up, oldest first."""
+    """Windows that were cut and whose successor has not been issued, oldest first."""
     found = (g for g in table.groups.values() if g.is_cut and not g.followed)
     return sorted(found, key=lambda g: g.group_id)
 
 
 def restore(table: TrajectoryTable) -> list[GroupId]:
-    """Windows whose tokens were lost take them from later ones of the same answer, which stand on them; and those that
-    nobody has yet take over what they stand on.
+    """Windows whose tokens were lost take them from later ones of the same answer, which contain them; windows
+    without an engine take over their context.
 
     Returns:
         Those that are finished by it.
@@ -93,7 +93,7 @@ def settle(table: TrajectoryTable, longest: int) -> tuple[list[GroupId], list[Op
     """(groups that wait and may be given to an engine now, windows whose answer ended before them); oldest first.
 
     A window waits while the one before it is being made (again), and takes over what it stands on when that is there.
-    One whose forerunner is trained or dropped has nobody to wait for, whatever becomes of windows before that.
+    One whose predecessor is trained or dropped waits for nothing, whatever happens to windows before that.
     """
     ready: list[GroupId] = []
     void: list[OpenGroup] = []

@@ -32,7 +32,7 @@ from rolecall.rl_runtime.protocol.messages import (
 T = TypeVar("T")
 
 CONTROL_SECONDS = 3.0
-"""Deadline of calls that only look or take note. They have threads of their own in each actor."""
+"""Deadline of calls that only read or record. They have threads of their own in each actor."""
 CHECKPOINT_SECONDS = 120.0
 SCORE_SECONDS = 2.0
 """A worker that has not scored a few groups within this is passed over: the groups go to another one."""

@@ -155,7 +155,7 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holder:
-    """Who serves tensors, and where. `stream` is `policy` (weights by version) or `state` (a trainer's whole state)."""
+    """A server of tensors, and its address. `stream` is `policy` (weights by version) or `state` (a trainer's whole state)."""
 
     replica: ReplicaId
     incarnation: int
@@ -198,7 +198,7 @@ class WeightProof:
     covered: int  # parameters that (b) could read back
     uncovered: tuple[str, ...]  # parameters that cannot be read back, by name
     canary_logprobs: tuple[float, ...]  # (c)
-    holder: ReplicaId  # who the bytes came from
+    holder: ReplicaId  # source of the bytes
     bytes_received: int
     seconds: float
     layout: str = (

@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Self
 
 ROUNDING = 1e-12
-"""Share of a mean square below which a variance that was taken from sums is not to be told from 0."""
+"""Share of a mean square below which a variance that was taken from sums is indistinguishable from 0."""
 _MAXIMA = frozenset({"ratio_max", "length_max", "log_ratio_max"})
 
 

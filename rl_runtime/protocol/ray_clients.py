@@ -38,8 +38,8 @@ class RayClient:
                 raise cause from None
             raise RemoteError(str(e.traceback_str).strip().splitlines()[-1][:REASON_LENGTH_MAX]) from None
         except ActorUnavailableError as e:
-            who = f"{self.replica}#{self.incarnation} {method} ({_short(e)})"
-            raise DeadlineExceeded(waited_for=who, seconds=0.0) from None
+            call = f"{self.replica}#{self.incarnation} {method} ({_short(e)})"
+            raise DeadlineExceeded(waited_for=call, seconds=0.0) from None
         except RayActorError as e:
             raise ReplicaExited(replica=self.replica, incarnation=self.incarnation, because=_short(e)) from None
         except RayError as e:

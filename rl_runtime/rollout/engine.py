@@ -88,7 +88,7 @@ def import_vllm() -> Any:
     """`vllm`, with the environment it needs. Safe to call again.
 
     Raises:
-        EngineBroken: somebody imported vllm before, with an environment that does not fit.
+        EngineBroken: vllm was imported before, with an environment that does not fit.
     """
     import sys
 

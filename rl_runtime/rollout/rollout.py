@@ -2,7 +2,7 @@
 
 Three kinds of threads. The engine thread alone touches the engine (`engine_thread.py`). Control calls (`submit`,
 `tokens_since`, ...) take a lock for microseconds and answer even while the engine hangs. One caller at a time updates
-weights: it pulls without disturbing generation, then hands the engine thread what it verified.
+weights: it pulls without disturbing generation, then gives the verified tensors to the engine thread.
 
 Nothing is generated with unproven weights (invariant Proof before service, docs/invariants.md). A version that arrived
 in part is never applied.
@@ -113,7 +113,7 @@ class RolloutReplica:
             vocab_size=vocab_size(settings),
         )
 
-    # --- who it is
+    # --- identity
 
     def info(self) -> RolloutInfo:
         with self._identity_lock:
@@ -246,7 +246,7 @@ class RolloutReplica:
         self, incarnation: int, epoch: int, manifest: Manifest, holders: Sequence[Holder]
     ) -> WeightProof:
         """Pulls, verifies, applies and proves one version; requests in flight go on with it. From then on it is served
-        onward to whoever asks. Of the version it serves already, only the proof is made anew.
+        onward to other pullers. Of the version it serves already, only the proof is repeated.
 
         Raises:
             TransferFailed: no holder could give all; what arrived is kept for the next call.
@@ -320,7 +320,7 @@ class RolloutReplica:
                 if before is None or before.manifest.digest != manifest.digest:
                     load(engine, tensors, proof.replica)
                 proof = prove(engine, manifest, proof)
-            except Exception as e:  # deliberate: whatever went wrong, the storage is now nobody's version
+            except Exception as e:  # deliberate: whatever went wrong, the storage now holds no version
                 logger.error("version %s is not applied: %s", manifest.policy_version, e)
                 self._restore(engine, before)
                 raise

@@ -13,7 +13,7 @@ are long, so answers are of 3 to 2n + 1 tokens. Base 10, three of at most four p
 All prompts are equally long, and what a token of the answer needs stands at the same distance before it in every place
 of every prompt. The carry is written before the digit: then each token is a sum, or a sum above a bound, of tokens that
 stand there already, and can be found one at a time from random weights. Digit first, base 2 would ask for the exclusive
-or of three tokens, of which no two tell anything.
+or of three tokens, of which no two carry information.
 
 Reward = places that are right / places, where every token of the answer is a place, the end token too, and surplus
 tokens count as wrong places; it is 1.0 only for the exact answer. Nothing about infrastructure (timeouts, crashes,

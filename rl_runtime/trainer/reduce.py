@@ -45,7 +45,7 @@ LOOPBACK: Final = "127.0.0.1"
 
 
 def nothing() -> None:
-    """The hook of whoever wants none."""
+    """The default hook: does nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

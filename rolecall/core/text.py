@@ -3,6 +3,9 @@
 import html
 from datetime import UTC, datetime
 
+DATES_FROM_SECONDS = 1e8
+"""Smaller times count from a recording's own zero, not from 1970."""
+
 
 def plain(text: object, limit: int = 2000) -> str:
     """`text` with control, format and direction characters replaced by U+FFFD, truncated to `limit` characters.
@@ -24,6 +27,16 @@ def utc(at: float, form: str = "%Y-%m-%d %H:%M:%S UTC", none: str = "at an unkno
         return datetime.fromtimestamp(at, UTC).strftime(form)
     except (OverflowError, ValueError, OSError):
         return none
+
+
+def iso_utc(at: float) -> str:
+    """`2026-11-21T18:20:03Z`; seconds for times of a recording that are not dates."""
+    if abs(at) < DATES_FROM_SECONDS:
+        return f"{at:.1f} s"
+    try:
+        return datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    except (OverflowError, OSError, ValueError):
+        return f"{at:g} s"
 
 
 def seconds(value: float | None, none: str = "–") -> str:

@@ -16,7 +16,7 @@ from rolecall.core.clock import Clock
 from rolecall.core.diagnosis import Diagnosis, Finding
 from rolecall.core.errors import UnreadableInput
 from rolecall.core.faults import FaultClass
-from rolecall.core.text import plain
+from rolecall.core.text import iso_utc, plain
 from rolecall.detector.artifacts.flight_recorder import diagnosis as flight_recorder
 from rolecall.detector.artifacts.flight_recorder import dumps as flight_dumps
 from rolecall.detector.artifacts.infiniband import findings as infiniband_findings
@@ -35,7 +35,6 @@ from rolecall.detector.sources import agent_event_files as agent_events
 from rolecall.detector.sources import recording
 from rolecall.diagnose import nccl as diagnosing_nccl
 from rolecall.diagnose.explain import ExplainedDiagnosis, ScoreTrace
-from rolecall.watch.panels import utc
 
 NUM_FILES_MAX = 100_000
 """Files and folders below one folder; more indicates a wrong path."""
@@ -366,7 +365,7 @@ def sentences(answer: DiagnosisReport) -> list[str]:
 
 
 def _when(at: float) -> str:
-    text = utc(at)
+    text = iso_utc(at)
     return f"at {text}" if text.endswith(" s") else text
 
 

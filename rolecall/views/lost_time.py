@@ -13,7 +13,6 @@ that is hurt and to the class of its fault, of several to the one that began fir
 import math
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -133,7 +132,7 @@ class EttrAccumulator:
             self._ended = True
         if event.kind not in RETAINED:
             return None
-        self._events.append(_slim(event))
+        self._events.append(event.slim())
         which = event.incident_id or ""
         if event.kind is _K.INCIDENT_OPENED:
             self._settle(self._settled_by(event.wall_at))
@@ -180,19 +179,12 @@ class EttrAccumulator:
         self._losses = [c for c in self._losses if c.loss.until > until]
 
     def _stories(self, which: Iterable[str]) -> list[IncidentSummary]:
-        """Of incidents that can be told: one whose events lack what their kinds have costs nothing, and stops nobody."""
         found: list[IncidentSummary] = []
         for incident in which:
             since = self._open[incident] - CLOCK_SLACK_SECONDS
             events = [e for e in self._events if e.incident_id in (None, incident) and e.wall_at >= since]
-            with suppress(LookupError, TypeError, ValueError):
-                found += summarize_incidents(events, incarnation_records(events, {}), ()).stories
+            found += summarize_incidents(events, incarnation_records(events, {}), ()).stories
         return found
-
-
-def _slim(event: Event) -> Event:
-    """Without the question that a plan answers: it holds the whole fleet, and no story is told from it."""
-    return event.slim()
 
 
 def _began_at(opened: Event) -> float:

@@ -15,7 +15,6 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any
@@ -29,7 +28,7 @@ from rolecall.core.config.section import Section
 from rolecall.core.diagnosis import Diagnosis
 from rolecall.core.errors import ConfigError, UnreadableInput
 from rolecall.core.rundir import RunDir
-from rolecall.core.text import plain
+from rolecall.core.text import iso_utc, plain
 from rolecall.detector.live.merging import Merger
 from rolecall.detector.panels.membership import PanelFollower
 from rolecall.detector.panels.panel import Panel, PanelDetector, PanelShape
@@ -54,8 +53,6 @@ HISTORY_TICKS = 720
 """How much of the past a watch begins with: the default detector knows the habits of three machines after 703 ticks, of
 many after 383. Three hours, at the usual interval."""
 SECONDS_MAX = 31 * 86_400.0
-DATES_FROM_SECONDS = 1e8
-"""Smaller times count from a recording's own zero, not from 1970."""
 FILE_BYTES_MAX = 1 << 20
 Out = Callable[[str], None]
 
@@ -274,18 +271,8 @@ def watch(
 def sentence(d: Diagnosis) -> str:
     """One line: when it was found, what, why, since when, and what to do."""
     advice = f"; {d.advice}" if d.advice else ""
-    since = f"since {utc(d.onset)}, confidence {d.confidence:.2f}"
-    return plain(f"{utc(d.detected_at)} {d.fault_class}: {d.because} ({since}{advice})")
-
-
-def utc(at: float) -> str:
-    """`2026-11-21T18:20:03Z`; plain seconds where a recording's times are no dates."""
-    if abs(at) < DATES_FROM_SECONDS:
-        return f"{at:.1f} s"
-    try:
-        return datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-    except (OverflowError, OSError, ValueError):
-        return f"{at:g} s"
+    since = f"since {iso_utc(d.onset)}, confidence {d.confidence:.2f}"
+    return plain(f"{iso_utc(d.detected_at)} {d.fault_class}: {d.because} ({since}{advice})")
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from rolecall.core.clock import FakeClock, SystemClock
 from rolecall.core.diagnosis import Diagnosis
 from rolecall.core.errors import ConfigError, UnreadableInput
 from rolecall.core.rundir import RunDir
+from rolecall.core.text import iso_utc
 from rolecall.detector.live.merging import merged
 from rolecall.detector.panels.membership import WatchLimits
 from rolecall.detector.panels.minder.detector import BUILT_IN
@@ -41,7 +42,6 @@ from rolecall.watch.panels import (
     record,
     record_run,
     sentence,
-    utc,
     watch,
     watch_prometheus,
     watch_recording,
@@ -265,8 +265,8 @@ def test_a_sentence_is_one_plain_line() -> None:
         Diagnosis.from_dict({"detectors": ["d"], "suspects": [], "fault_class": "slow", "evidence": [], **values})
     )
     assert said.isprintable() and "\n" not in said
-    assert (utc(0.0), utc(-30.0), utc(1e300)) == ("0.0 s", "-30.0 s", "1e+300 s")
-    assert utc(1e9) == "2001-09-09T01:46:40Z"
+    assert (iso_utc(0.0), iso_utc(-30.0), iso_utc(1e300)) == ("0.0 s", "-30.0 s", "1e+300 s")
+    assert iso_utc(1e9) == "2001-09-09T01:46:40Z"
 
 
 # --- recording ----------------------------------------------------------------------------------------------------

@@ -164,7 +164,7 @@ def test_without_a_writable_directory_one_warning_and_on(tmp_path: Path) -> None
     child = Child(tmp_path / "file")  # a file where the directory should be
     child.start("trainer/0")
     child.do("reporter.progress(); reporter.enter_phase('compute')")
-    assert child.close().count("no state page") == 1
+    assert child.close().count("cannot create the state page") == 1
 
 
 def test_wrong_arguments_are_swallowed_and_warned_of_once(tmp_path: Path) -> None:

@@ -120,6 +120,6 @@ class MeteredWatch(Watch):
                 seconds=busy,
                 busy_seconds=meter.view.busy_seconds + busy,
                 acting=self.acting,
-                blind=bool(self._judge.error),
-                num_unhandled=len(self._troubles.words()),
+                blind=bool(self._detector.error),
+                num_unhandled=len(self._failures.errors()),
             )

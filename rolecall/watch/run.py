@@ -260,7 +260,7 @@ def watch_until(
             holder_name(),
             run_id=run.run_id,
             poll_seconds=job.detector.poll_seconds,
-            witnesses=pull,
+            evidence_collector=pull,
             meter=meter,
         ).run(stop)
         return 0 if ours or _num_incidents(journal) == known else 1

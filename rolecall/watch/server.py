@@ -48,7 +48,7 @@ class JournalMetricsPoller:
 
     def __init__(self, journal: Journal, job: JobConfig, run_id: str, clock: Clock, *, ours: bool) -> None:
         self._journal, self._job, self._run_id, self._clock, self._ours = journal, job, run_id, clock, ours
-        self._reader, self._book = JournalReader(journal, run_account(job)), IncidentProjection()
+        self._reader, self._projection = JournalReader(journal, run_account(job)), IncidentProjection()
         self.values: tuple[MetricValue, ...] = ()
 
     def look(self) -> bool:
@@ -59,15 +59,15 @@ class JournalMetricsPoller:
         """
         if not self._reader.look():
             return False
-        self._book.refresh(self._journal)
-        self._book.to_tell.clear()  # nobody is told from here
+        self._projection.refresh(self._journal)
+        self._projection.to_notify.clear()  # nobody is told from here
         now = self._clock.wall()
         view = JournalView(
             read_at=now,
             lease=self._journal.lease(LEASE_NAME),
             paused=self._journal.flag(PAUSED_FLAG) is not None,
-            incidents=self._book.incidents,
-            num_broken=len(self._book.broken),
+            incidents=self._projection.incidents,
+            num_broken=len(self._projection.broken),
             fleet=fleet_view(self._journal.desired(), self._journal.current()),
         )
         account = self._reader.account

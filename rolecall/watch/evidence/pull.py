@@ -23,8 +23,8 @@ from rolecall.core.journal.payloads import EvidenceCollected, EvidenceFileRecord
 from rolecall.core.rundir import RunDir
 from rolecall.core.text import plain
 from rolecall.detector.live.subject import MonitoredProcess
-from rolecall.recovery.intake import finite
 from rolecall.recovery.interfaces import CollectedEvidence
+from rolecall.recovery.triage import finite
 from rolecall.reports.incident_material import EVIDENCE_DIR, run_redactor
 from rolecall.watch.evidence.diagnosis import EvidenceAnalysis, EvidenceFile, analyse_evidence
 from rolecall.watch.evidence.files import EvidenceFiles, EvidenceRejected
@@ -94,7 +94,7 @@ class EvidencePull:
         self._closed = threading.Event()
         self._threads: list[threading.Thread] = []
 
-    def ask(self, incident_id: str, diagnosis: Diagnosis) -> None:
+    def request(self, incident_id: str, diagnosis: Diagnosis) -> None:
         asks = tuple(select_evidence(diagnosis, self._fleet()))
         if not asks:
             return
@@ -114,7 +114,7 @@ class EvidencePull:
             because = f"no evidence was asked for: that of {NUM_WAITING_MAX} other incidents is waited for"
             self._tell(incident_id, missing=[because])
 
-    def heard(self) -> list[CollectedEvidence]:
+    def collected(self) -> list[CollectedEvidence]:
         return [self._heard.popleft() for _ in range(len(self._heard))]
 
     def findings(self) -> tuple[Finding, ...]:

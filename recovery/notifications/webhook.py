@@ -6,19 +6,18 @@ other gets one JSON object per message, identified by `kind` and `id`. Heartbeat
 none for some intervals knows that watch is dead.
 """
 
-import http.client
 import json
 import logging
 import queue
-import socket
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
 from urllib.parse import urlsplit
 
 from rolecall.core.clock import Clock, SystemClock
 from rolecall.core.errors import ConfigError
+from rolecall.core.http import HttpFailed, request
 from rolecall.recovery.interfaces import Message
 
 logger = logging.getLogger(__name__)
@@ -80,7 +79,7 @@ class WebhookNotifier:
         self.channel = "alertmanager" if parts.path.endswith(ALERTMANAGER_PATH) else "webhook"
         self.settled_seq = 0
         self.num_failed = 0
-        self._parts, self._run_id, self._deadman_seconds = parts, run_id, deadman_seconds
+        self._url, self._run_id, self._deadman_seconds = url, run_id, deadman_seconds
         self._clock = clock or SystemClock()
         self._try_seconds, self._pause_seconds, self._tries_max = try_seconds, pause_seconds, tries_max
         self._queue: queue.Queue[Message | bytes] = queue.Queue(maxsize=QUEUE_MAX)
@@ -137,24 +136,18 @@ class WebhookNotifier:
         logger.error("on-call could not be paged over %s: %d tries failed", self.channel, self._tries_max)
 
     def _try(self, body: bytes) -> bool:
-        host, port = str(self._parts.hostname), self._parts.port
-        kind = http.client.HTTPSConnection if self._parts.scheme == "https" else http.client.HTTPConnection
-        connection = kind(host, port, timeout=self._try_seconds)
-        # The socket's own timeout restarts with every byte: a slow sender could block us forever.
-        deadline = threading.Timer(self._try_seconds, _shut_down(connection))
-        deadline.daemon = True
-        deadline.start()
         try:
-            path = (self._parts.path or "/") + (f"?{self._parts.query}" if self._parts.query else "")
-            connection.request("POST", path, body, {"Content-Type": "application/json"})
-            status = connection.getresponse().status
-        except (OSError, http.client.HTTPException, ValueError, AttributeError) as e:
-            # ValueError, AttributeError: raised by http.client when its socket is shut down during a read.
-            logger.warning("notification over %s failed: %s", self.channel, type(e).__name__)
+            status, _ = request(
+                "POST",
+                self._url,
+                headers={"Content-Type": "application/json"},
+                content=body,
+                deadline_seconds=self._try_seconds,
+                bytes_max=0,
+            )
+        except HttpFailed as e:
+            logger.warning("notification over %s failed: %s", self.channel, "timeout" if e.late else "no HTTP answer")
             return False
-        finally:
-            deadline.cancel()
-            connection.close()
         if not 200 <= status < 300:
             logger.warning("notification over %s was answered with %d", self.channel, status)
         return 200 <= status < 300
@@ -185,18 +178,6 @@ class WebhookNotifier:
             }
             return json.dumps([alert]).encode()
         return json.dumps({"kind": "watch_alive", "run": self._run_id, "at": now, **facts}).encode()
-
-
-def _shut_down(connection: http.client.HTTPConnection) -> Callable[[], None]:
-    def shut_down() -> None:
-        sock = connection.sock
-        if sock is not None:
-            try:
-                sock.shutdown(socket.SHUT_RDWR)
-            except OSError:
-                pass  # already closed
-
-    return shut_down
 
 
 def _alert(message: Message) -> dict[str, Any]:

@@ -4,16 +4,17 @@ The run directory holds only what the watch itself writes (run.json, the journal
 that `rolecall status`, `incidents` and `replay` work on it as on any other run.
 """
 
-import http.client
 import json
 import re
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from http import HTTPStatus
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from rolecall.core.config.job import parse_job
 from rolecall.core.errors import ConfigError
+from rolecall.core.http import HttpFailed, request
 from rolecall.core.ids import ID_PATTERN, checked_id
 from rolecall.core.journal.journal import Journal
 from rolecall.core.rundir import RunDir, create_run_dir
@@ -103,7 +104,7 @@ def _named(entry: str, ask: Callable[[str], str]) -> tuple[str, str]:
         return named.group(1), ""
     try:
         return ask(entry), ""
-    except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError, AttributeError) as e:
+    except (HttpFailed, ValueError, KeyError, TypeError, AttributeError) as e:
         return "", f"no agent answers there ({str(e) or type(e).__name__})"
 
 
@@ -111,20 +112,15 @@ def node_of(url: str, authorization: str = "") -> str:
     """The name of the node whose agent serves at `url` (`/healthz`). `authorization`: value of that header.
 
     Raises:
-        OSError, http.client.HTTPException, ValueError, KeyError, TypeError, AttributeError: nobody answers, or
-            something else.
+        HttpFailed, ValueError, KeyError, TypeError, AttributeError: nobody answers, or something else.
     """
-    parts = urlsplit(url)
-    made = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-    connection = made(parts.hostname or "", parts.port, timeout=ASK_SECONDS)
-    try:
-        connection.request("GET", "/healthz", headers={"Authorization": authorization} if authorization else {})
-        answer = connection.getresponse()
-        said = json.loads(answer.read(ANSWER_BYTES_MAX))
-    finally:
-        connection.close()
+    headers = {"Authorization": authorization} if authorization else {}
+    answer = request(
+        "GET", url.rstrip("/") + "/healthz", headers=headers, deadline_seconds=ASK_SECONDS, bytes_max=ANSWER_BYTES_MAX
+    )
+    said = json.loads(answer.body)
     # To who is not let in an agent says only that it lives; an agent before that refuses.
-    if answer.status == http.client.UNAUTHORIZED or said.keys() == {"ok"}:
+    if answer.status == HTTPStatus.UNAUTHORIZED or said.keys() == {"ok"}:
         raise ValueError("it wants a user or a token: --credentials")
     node = said["node"]
     if not isinstance(node, str) or not ID_PATTERN.fullmatch(node):

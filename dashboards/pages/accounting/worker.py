@@ -16,8 +16,8 @@ from rolecall.core.journal.events import Event, EventKind
 from rolecall.core.journal.journal import Journal
 from rolecall.core.journal.payloads import ChainHead, WeightsAdmitted
 from rolecall.dashboards.pages.accounting.audit import APART_EVENTS, audited
-from rolecall.dashboards.pages.accounting.goals import DetectionTimes, RecoveryTimes, detection, recovery
-from rolecall.dashboards.pages.accounting.time import EttrBreakdown, times
+from rolecall.dashboards.pages.accounting.latency import DetectionTimes, RecoveryTimes, detection, recovery
+from rolecall.dashboards.pages.accounting.lost_time import EttrBreakdown, times
 from rolecall.dashboards.settings import Settings
 from rolecall.recovery.operators.run_location import run_id_of
 from rolecall.views.audit import RunAudit

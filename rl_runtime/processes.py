@@ -237,7 +237,7 @@ def _signal_all(processes: Iterable[RunProcess], sig: signal.Signals) -> None:
     for p in processes:
         kill_process(p.pid, p.start_ticks, sig)
         if sig is signal.SIGTERM:
-            # A stopped process handles SIGTERM only once it goes on. SIGKILL needs no such help.
+            # A stopped process handles SIGTERM only once it continues. SIGKILL needs no such help.
             kill_process(p.pid, p.start_ticks, signal.SIGCONT)
 
 

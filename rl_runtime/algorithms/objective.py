@@ -8,7 +8,7 @@
 
 **A microbatch knows nothing of N and M.** Its gradient is that of the sums; they are divided once, after all of a step's
 microbatches were added up over all replicas (`divisors`). So neither the split nor lost replicas matter. Averages of
-averages, the usual mistake, cannot be written down here.
+averages, the usual error, cannot be written down here.
 
 **At the bounds of the clip range** a ratio is inside: the gradient there is that of r_t A_t, whatever the advantage's
 sign; beyond them it is 0 where clipping took it away. (Autograd gives just that: `minimum` shares a tie between two
@@ -20,7 +20,7 @@ trained is left out before exp sees it, and never multiplied by 0. A number that
 reward of NaN or infinity) is refused by name in `make_batch`; one that the model makes ends as NotFinite of the step.
 
 Which tokens: the policy is trained on *fresh* tokens (no earlier step had them) that are not older than the bound on
-staleness, of answers that are over or not; the critic on all tokens of answers that are over. Never on prompts.
+staleness, of answers, complete or not; the critic on all tokens of complete answers. Never on prompts.
 """
 
 import math
@@ -64,8 +64,8 @@ class Batch:
     weights_st: Tensor  # of a token in the policy's sum
     sampler_logprobs_st: Tensor  # 0 outside the response
     versions_st: Tensor  # int64, -1 outside the response
-    rewards_s: Tensor  # with the punishment of length; 0 while the answer is not over
-    over_s: Tensor  # bool: the answer is over
+    rewards_s: Tensor  # with the punishment of length; 0 while the answer is not complete
+    over_s: Tensor  # bool: the answer is complete
     relative_s: Tensor  # group-relative advantages; 0 with a critic
     sums: HealthSums  # what is known before any model was asked
 
@@ -104,7 +104,7 @@ def make_batch(
     """Pads the samples of whole groups into tensors.
 
     Raises:
-        ValueError: a sample's tokens, log-probabilities and versions do not fit together or are no numbers, or an answer
+        ValueError: a sample's tokens, log-probabilities and versions do not fit together or are not numbers, or an answer
             without a reward is to be compared with others.
     """
     rows = [(g.prompt_tokens, s) for g in groups for s in g.samples]
@@ -308,7 +308,7 @@ def _critic(batch: Batch, algorithm: AlgorithmConfig, values_after_st: Tensor) -
 
 
 def _at_the_end(batch: Batch) -> Tensor:
-    """The reward of each answer that is over, at its last token."""
+    """The reward of each complete answer, at its last token."""
     later = torch.nn.functional.pad(batch.response_st[:, 1:], (0, 1))
     return batch.response_st * (1.0 - later) * batch.rewards_s.unsqueeze(1)
 

@@ -1,6 +1,6 @@
 """Where the sampling of prompts stands, as a fold over the ledger; and dynamic sampling's decisions. Pure.
 
-Nothing about the sampler is kept beside the ledger: a controller that begins folds the ledger's lines, and then goes on
+Nothing about the sampler is kept beside the ledger: a controller that begins folds the ledger's lines, and then continues
 with each line that it writes. So after any death the cursor, accepted groups and what was filtered for a step are what was
 written, and no prompt is skipped or used twice. Randomness has no state to lose either: a group's seed is a function of
 the job's seed and the prompt's number. Each ISSUED line records it all the same, so that a sampler that would draw another
@@ -52,7 +52,7 @@ def classify_rewards(rewards: Sequence[float], filter_by: Literal["reward", "exa
 
 
 def group_seed(job_seed: int, number: int) -> int:
-    """The random state of a prompt's group: a counter, and nothing that goes on from draw to draw."""
+    """The random state of a prompt's group: a counter, and nothing that continues from draw to draw."""
     return (job_seed * 1_000_003 + number * 8_191) % (2**31)
 
 
@@ -75,7 +75,7 @@ class SamplerState:
 
     @classmethod
     def of(cls, lines: Iterable[Mapping[str, Any]], job_seed: int) -> "SamplerState":
-        """The state behind the ledger's last line.
+        """The state after the ledger's last line.
 
         Raises:
             SamplerMismatch: a group has another seed than this job would draw, or a prompt was skipped.

@@ -302,7 +302,7 @@ class ControllerActor(_Actor):
         try:
             outcome = asyncio.run(self._loop())
         except Exception as e:
-            # It cannot go on and must not pretend to: it says why and ends, and another one takes over.
+            # It cannot continue and must not pretend to: it says why and ends, and another one takes over.
             reporter.exception(e)
             logger.exception("the controller failed")
             os._exit(1)

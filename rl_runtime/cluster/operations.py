@@ -65,12 +65,12 @@ class Operations:
             return frozenset(+self._busy)
 
     def close(self) -> None:
-        """No operation begins any more; those under way end with the processes that they wait for."""
+        """No operation begins any more; those in progress end with the processes that they wait for."""
         self._closed.set()
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def drain(self, seconds: float) -> bool:
-        """Waits until no operation is under way; False when some still are after `seconds`."""
+        """Waits until no operation is in progress; False when some still are after `seconds`."""
         deadline = self._clock.monotonic() + seconds
         while self.busy():
             if self._clock.monotonic() > deadline:
@@ -249,7 +249,7 @@ class Operations:
         if standing is None or standing.state in GONE:
             self._kill(record)
             return
-        # The event comes first, so that whatever others do with a READY replica stands behind it in the journal.
+        # The event comes first, so that whatever others do with a READY replica follows it in the journal.
         ready = ReplicaReady(
             replica=record.replica,
             incarnation=record.incarnation,

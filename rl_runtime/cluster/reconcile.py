@@ -189,7 +189,7 @@ def _refill(fleet: ClusterState, current: Actual, now: float, taken: set[NodeId]
 
 
 def _whole(fleet: ClusterState) -> bool:
-    """Whether every other replica has its process: starting one more engine would slow a cure that is under way."""
+    """Whether every other replica has its process: starting one more engine would slow a cure that is in progress."""
     working = {(r, i) for (r, i), a in fleet.actual.items() if a.state in (ReplicaState.READY, ReplicaState.SERVING)}
     others = [d for r, d in fleet.desired.items() if split_replica(r)[0] != STANDBY_ROLE]
     return all((d.replica, d.incarnation) in working for d in others)

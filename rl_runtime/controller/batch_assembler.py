@@ -108,7 +108,7 @@ class BatchAssembler:
         for group in cut:
             self._table.mark_followed(group.group_id)
             # With its context: the window before it may be closed before its turn comes.
-            self.open(windows.successor(group)).trajectories[0].stand_on(group.trajectories[0])
+            self.open(windows.successor(group)).trajectories[0].take_context(group.trajectories[0])
 
     def issue(self) -> None:
         """Issues as many groups as can be trained in time. The ledger has them before an engine does."""
@@ -116,7 +116,7 @@ class BatchAssembler:
         self._pool.assign_unassigned()
         if not self._loop.issuing:
             return
-        # Windows that go on come before new groups: a slot that is free is filled at once, and no answer is left lying.
+        # Windows that continue come before new groups: a slot that is free is filled at once, and no answer is left unfinished.
         waiting, void = windows.settle(self._table, self._source.max_response_tokens)
         self._drop(void, windows.NOTHING_FRESH)
         # Groups of late engines will hardly be trained, and filtered ones teach nothing: they do not hold up the others.
@@ -203,7 +203,7 @@ class BatchAssembler:
         """What `form_step` decides from.
 
         Raises:
-            BatchNotFilled: no more groups may be filtered for this step, and the job wants the run to fail then.
+            BatchNotFilled: no more groups may be filtered for this step, and `at_refill_limit` is `fail`.
         """
         step, algorithm = self._loop.step, self._job.algorithm
         ready = self._table.in_phase(GroupPhase.ACCEPTED if algorithm.dynamic_sampling else GroupPhase.SCORED)

@@ -133,7 +133,7 @@ class RunRecorder:
         """Folds what controllers before this one wrote.
 
         Raises:
-            SamplerMismatch: this one would go on otherwise.
+            SamplerMismatch: this one would continue otherwise.
         """
         self.sampler = SamplerState.of(self.ledger.lines(), self.sampler.job_seed)
 

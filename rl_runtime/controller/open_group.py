@@ -1,7 +1,7 @@
 """One open group: its requests, every token that was streamed of them, and why those end where they do. Pure.
 
 A request may be a window of an answer: tokens before `first_fresh` are other windows', and where the window's limit cuts
-the answer (`EndReason.TRUNCATED`) the next one goes on. Placement and lifecycle
+the answer (`EndReason.TRUNCATED`) the next one continues. Placement and lifecycle
 are decided in `trajectories.py`.
 """
 
@@ -31,7 +31,7 @@ UNTRAINED = frozenset({GroupPhase.FINISHED, GroupPhase.SCORED, GroupPhase.ACCEPT
 """Everything is generated, no step has it."""
 
 NO_REWARD: Final = 0.0
-"""Placeholder in a sample whose answer is not over; never read. Not NaN, which is unequal to itself: a trainer compares
+"""Placeholder in a sample whose answer is not complete; never read. Not NaN, which is unequal to itself: a trainer compares
 a plan that is repeated with what it has computed, and would throw its gradient away."""
 
 
@@ -53,9 +53,9 @@ class Trajectory:
     sent: bool = False  # the engine has confirmed that it holds the request
     first_fresh: int = 0  # tokens before this one belong to earlier windows
     context: tuple[EngineKey, str] | None = None
-    """(engine, request) that keeps what stands before this window, until an engine has the window itself."""
+    """(engine, request) that keeps what precedes this window, until an engine has the window itself."""
     num_regenerated: int = 0
-    is_window: bool = False  # its limit is not the task's: an answer that reaches it is cut, and goes on elsewhere
+    is_window: bool = False  # its limit is not the task's: an answer that reaches it is cut, and continues elsewhere
 
     @property
     def finished(self) -> bool:
@@ -68,7 +68,7 @@ class Trajectory:
 
     def cut(self) -> None:
         """Ends its window here, for good: what is generated again later ends here as well, for the next window has
-        begun behind it."""
+        begun after it."""
         self.end, self.is_window = EndReason.TRUNCATED, True
         self.request = replace(self.request, max_response_tokens=len(self.tokens))
 
@@ -99,7 +99,7 @@ class Trajectory:
         self.num_regenerated += 1
 
     def reach(self, longest: int) -> None:
-        """Where it ended, no window is to begin any more: should it be made again, it goes on to the answer's end."""
+        """Where it ended, no window is to begin any more: should it be made again, it continues to the answer's end."""
         self.is_window = False
         self.request = replace(self.request, max_response_tokens=longest)
 
@@ -107,8 +107,8 @@ class Trajectory:
         """Takes over the first tokens of another window of the same answer."""
         self.tokens, self.logprobs, self.versions = other.tokens[:stop], other.logprobs[:stop], other.versions[:stop]
 
-    def stand_on(self, before: "Trajectory") -> None:
-        """Takes over all that stands before this window."""
+    def take_context(self, before: "Trajectory") -> None:
+        """Takes over all that precedes this window."""
         self.become(before)
         if before.engine is not None and before.sent:
             self.context = before.engine, before.request.request_id
@@ -144,7 +144,7 @@ class OpenGroup:
 
     @property
     def is_untouched(self) -> bool:
-        """Whether no engine has made anything of it, or not even all that stands before it."""
+        """Whether no engine has made anything of it, or not even all that precedes it."""
         return all(len(t.tokens) < max(t.first_fresh, 1) for t in self.trajectories)
 
     @property

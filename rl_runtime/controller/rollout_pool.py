@@ -37,7 +37,7 @@ IDLE_SECONDS = 0.5
 DRAIN_SECONDS = 0.8
 """How long an engine that is replaced alive may take to give its last tokens. Four times a pause of the slowest."""
 SILENT_SECONDS = 1.5
-"""An engine that owes an answer for this long gets no work until it has answered, and what it had goes on elsewhere.
+"""An engine that has not answered for this long gets no work until it answers, and its requests continue elsewhere.
 Ten times a pause of one slowed four times; a false alarm costs the prefixes of its requests, computed again. Less than
 a step's patience (supply.py) by what a sample takes: so those that were moved are not too old when they are done."""
 UPDATE_MARGIN_SECONDS = 20.0
@@ -45,7 +45,7 @@ UPDATE_MARGIN_SECONDS = 20.0
 SLOT_SECONDS = 2.0
 """How long an update may keep its holder from giving to the next, and how long new work is kept for an engine that is
 behind. A holder serves one puller at a time, and every engine with the version is a holder: a round takes the logarithm
-of their number. An update that takes longer, or hangs, goes on and delays no other engine."""
+of their number. An update that takes longer, or hangs, continues and delays no other engine."""
 RETRY_SECONDS = 0.25
 FAILURES_MAX = 4
 """Failed greetings, turns or updates in a row, each by an error of the engine itself, after which it is contained."""
@@ -122,8 +122,8 @@ class RolloutPool:
         trains_prefixes: bool = False,
         vocab_size: int | None = None,
     ) -> None:
-        """`trains_prefixes`: what a lost engine leaves unfinished is trained on as it stands, and goes on elsewhere
-        behind that; otherwise it goes on elsewhere first. `vocab_size`: tokens beyond it are refused."""
+        """`trains_prefixes`: what a lost engine leaves unfinished is trained on as it stands, and continues elsewhere
+        behind that; otherwise it continues elsewhere first. `vocab_size`: tokens beyond it are refused."""
         self._recorder, self._table, self._verifier = recorder, table, verifier
         self._connect, self._tasks = connect, tasks
         self._update_seconds = transfer_seconds + UPDATE_MARGIN_SECONDS
@@ -157,7 +157,7 @@ class RolloutPool:
             greeting.add_done_callback(lambda _, key=key: self._greeting.pop(key, None))  # type: ignore[misc]
 
     async def greeted(self) -> None:
-        """Waits for the greetings under way; each has its deadline."""
+        """Waits for the greetings in progress; each has its deadline."""
         await asyncio.gather(*self._greeting.values(), return_exceptions=True)
 
     async def _greet(self, record: Actual) -> None:
@@ -262,7 +262,7 @@ class RolloutPool:
 
     async def _drain(self, engine: EngineState, because: str) -> None:
         """One that is replaced alive gives its last tokens before it is fenced; the supervisor waits that long."""
-        engine.serving = False  # no new requests; an answer of a turn under way is taken as well
+        engine.serving = False  # no new requests; an answer of a turn in progress is taken as well
         try:
             pulled = await engine.port.drain(self._table.offsets(engine.key), DRAIN_SECONDS / 2)
             if engine.key in self.engines and (pulled.replica, pulled.incarnation) == engine.key:
@@ -271,12 +271,12 @@ class RolloutPool:
                 if self._table.take(engine.key, pulled.chunks, engine.version):
                     self._on_finished()
         except Exception as e:  # noqa: BLE001
-            # Whatever it is, nothing more is to be had from this engine: its requests go on from what was streamed.
+            # Whatever the cause, the engine gives no more tokens: its requests continue from what was streamed.
             logger.warning("%s did not drain: %s", engine.port, e)
         self.contain(engine.key, because)
 
     def contain(self, key: EngineKey, because: str) -> None:
-        """An engine is lost: fence it, let its requests go on elsewhere, say so. Without any wait."""
+        """Contains a lost engine without waiting: fences it, reassigns its requests, and writes the event."""
         engine = self.engines.pop(key, None)
         if engine is None:
             return
@@ -288,7 +288,7 @@ class RolloutPool:
         self._recorder.change_members(left=[key], because=f"{key[0]}#{key[1]}: {because}")
 
     def _move(self, engine: EngineState, because: str, *, forgets: bool) -> None:
-        """Its unfinished requests go on elsewhere from the tokens that were streamed; how many were not is said.
+        """Reassigns its unfinished requests, which continue from the streamed tokens; the event counts the tokens lost.
 
         `forgets`: it is alive, and forgets them now or when it answers again.
         """
@@ -400,7 +400,7 @@ class RolloutPool:
     # --- weights ------------------------------------------------------------------------------------------------
 
     def publish(self, manifest: Manifest, holders: Sequence[Holder]) -> None:
-        """A version that every engine should take over; requests under way go on meanwhile."""
+        """Sets the version that every engine should load; requests in progress continue meanwhile."""
         if self.target is None or self.target.manifest.digest != manifest.digest:
             self._given.clear()
         self.target = DesiredWeights(manifest, tuple(holders))
@@ -418,7 +418,7 @@ class RolloutPool:
             self._unserve(engine, because)
 
     def _unserve(self, engine: EngineState, because: str) -> None:
-        """It lives but may not serve until it proves a version again; its requests go on elsewhere meanwhile."""
+        """A live engine may not serve until it proves a version again; its requests continue elsewhere meanwhile."""
         engine.proven = ""
         engine.wanted.set()
         if not engine.serving:

@@ -161,7 +161,7 @@ class TrainerGroup:
         return answers
 
     async def _infos(self, ports: Mapping[Member, TrainerPort]) -> dict[Member, TrainerInfo]:
-        """What each trainer says of its state; a loss is noted, and an exception is no answer."""
+        """Each answering trainer's state; losses are noted."""
         answers = await self._call_all({m: p.info() for m, p in ports.items()}, grace=GRACE_SECONDS)
         self._note_losses(answers)
         return {m: a for m, a in answers.items() if isinstance(a, TrainerInfo)}
@@ -193,7 +193,7 @@ class TrainerGroup:
         await self._wait_for_candidates(self._num_wanted)
         for _ in range(REGROUPS_MAX):
             await self.regroup("the controller starts", with_candidates=True)
-            # A step that an earlier controller had asked for may have ended meanwhile, at some or at all.
+            # A step of an earlier controller may have ended meanwhile, at some trainers or at all.
             asked = set(self.members)
             infos = await self._infos(self.members)
             steps = {i.commit.step for i in infos.values()}

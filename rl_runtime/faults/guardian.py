@@ -1,7 +1,7 @@
 """Lifts what an injector left on a process when the injector itself dies, by SIGKILL too, before it could.
 
 A child process that reads from a pipe whose other end only the injector has: the end of the file is the injector's end,
-however it came. Then the target goes on (SIGCONT), has its CPU share back, and is asked for nothing any more. Each of
+however it came. Then the target continues (SIGCONT), has its CPU share back, and is asked for nothing any more. Each of
 these does no harm when there is nothing to lift, so the guardian does them after an injection in good order as well.
 """
 

@@ -43,7 +43,7 @@ class InProcessFault(StrEnum):
 
 
 class InjectedError(ValueError):
-    """What `raise` raises: stands for a mistake in user code."""
+    """What `raise` raises: stands for an error in user code."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

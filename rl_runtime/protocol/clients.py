@@ -39,7 +39,7 @@ SCORE_SECONDS = 2.0
 
 
 class ReplicaExited(RolecallError):
-    """The process behind a replica is no more: its calls can never be answered."""
+    """The process behind a replica has exited: its calls can never be answered."""
 
     def __init__(self, *, replica: ReplicaId, incarnation: int, because: str) -> None:
         self.replica, self.incarnation, self.because = replica, incarnation, because
@@ -165,7 +165,7 @@ class TrainerPort(RoleClient):
 
 class RolloutPort(RoleClient):
     """Calls of the pump (`submit`, `tokens_since`, `ack`) have no deadline here: one that is not answered
-    stays the only one under way to that engine until it answers or is fenced, and the pump keeps watch over it."""
+    stays the only one in progress to that engine until it answers or is fenced, and the pump watches it."""
 
     __slots__ = ()
 

@@ -81,7 +81,7 @@ class NewTokens:
     request_id: str
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
-    finish_reason: str  # "" while it goes on, else "stop" or "length"
+    finish_reason: str  # "" while it continues, else "stop" or "length"
 
 
 def import_vllm() -> Any:

@@ -69,7 +69,7 @@ class CommitVote:
     step: int
     microbatches: tuple[MicrobatchStats, ...]
     gradient_digest: str  # of the reduced gradient
-    weights_digest: str  # of the weights before the step: members that have drifted apart must not go on
+    weights_digest: str  # of the weights before the step: members that have drifted apart must not continue
     ledger: ChainHead
 
     def to_bytes(self) -> bytes:

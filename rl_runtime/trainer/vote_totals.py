@@ -20,7 +20,7 @@ class StepTotals:
     num_tokens: int  # that the policy is trained on
     divisors: Divisors
     loss: float  # the policy's, divided
-    reward: float | None  # mean over the answers that are over
+    reward: float | None  # mean over the complete answers
     health: PolicyHealth
     log_ratio_max: float | None  # see StepResult
 

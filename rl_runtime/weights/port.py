@@ -3,7 +3,7 @@
 There is no communicator and no group: a puller needs a `Holder` (host, port) and the run's token. Two streams:
 `policy` serves immutable snapshots by version, and `state` a trainer's whole state (weights, optimizer, commit record),
 taken when asked. A pull goes tensor by tensor, and a tensor counts only when its SHA-256, taken after the last byte was
-read, is the one that the manifest names: a puller whose holder dies goes on at the first missing tensor with another.
+read, is the one that the manifest names: a puller whose holder dies continues at the first missing tensor with another.
 Frames and authentication: `wire.py`. Snapshots and their leases: `snapshots.py`. The pulling side: `pull.py`.
 """
 

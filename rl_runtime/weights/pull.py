@@ -45,7 +45,7 @@ class TransferProblem(StrEnum):
 
 
 class TransferFailed(WireError):
-    """A pull did not finish. `pieces` holds what was verified: give it to the next `pull` to go on from there."""
+    """A pull did not finish. `pieces` holds what was verified: give it to the next `pull` to continue from there."""
 
     def __init__(
         self, *, holder: Holder | None, problem: TransferProblem, reason: str, pieces: "PartialTransfer"

@@ -1,4 +1,4 @@
-"""Which collectors an `agent.yaml` asks for. Each is imported only when it is to run."""
+"""The collectors that an `agent.yaml` enables. Each is imported only if it runs."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,12 +15,12 @@ def collectors_of(file: AgentFile, node: NodeId, data_dir: Path, registry: Regis
     """In the order of the file's keys.
 
     Raises:
-        ConfigError: rules, an address or a URL of the file is none.
+        ConfigError: invalid rules, address or URL.
     """
     found: list[Collector] = []
     _add_gpus(file, node, data_dir, registry, found)
     _add_network(file, node, found)
-    with _said_of("nccl_ras"):
+    with _blamed_on("nccl_ras"):
         _add_nccl(file, node, found)
     if file.jobs.enabled:
         from rolecall.agent.collectors.process.discovery import parse_discovery
@@ -34,8 +34,8 @@ def collectors_of(file: AgentFile, node: NodeId, data_dir: Path, registry: Regis
 
 
 @contextmanager
-def _said_of(key: str) -> Iterator[None]:
-    """A value that a collector refuses is a mistake in the file, under `key`."""
+def _blamed_on(key: str) -> Iterator[None]:
+    """Turns a collector's ValueError into a ConfigError under `key`."""
     try:
         yield
     except ConfigError:
@@ -45,7 +45,7 @@ def _said_of(key: str) -> Iterator[None]:
 
 
 def _add_gpus(file: AgentFile, node: NodeId, data_dir: Path, registry: Registry, found: list[Collector]) -> None:
-    """GPUs and the kernel log, which tell of the same XIDs."""
+    """GPUs and the kernel log, which report the same XIDs."""
     from rolecall.agent.collectors.gpu.collector import GpuCollector
     from rolecall.agent.collectors.gpu.events import GpuEventsCollector
     from rolecall.agent.collectors.gpu.xid_merger import XidCollector, XidMerger
@@ -104,7 +104,7 @@ def _add_network(file: AgentFile, node: NodeId, found: list[Collector]) -> None:
                 node,
                 interfaces=file.network.interfaces,
                 root=file.sys / "class" / "net",
-                # /proc/net is of who reads it; in a container the host's is that of its first process.
+                # /proc/net shows the reader's network namespace; in a container the host's is that of its init process.
                 proc_net=file.proc / ("net" if file.proc == Path("/proc") else "1/net"),
                 interval_seconds=file.network.interval_seconds,
             )
@@ -149,13 +149,13 @@ def _add_exporters(file: AgentFile, node: NodeId, found: list[Collector]) -> Non
 
         section = file.dcgm_exporter
         interval, url = section.interval_seconds, section.url or DCGM_URL
-        with _said_of("dcgm_exporter"):
+        with _blamed_on("dcgm_exporter"):
             found.append(dcgm_exporter(node, url=url, hostname=section.hostname, interval_seconds=interval))
     if file.node_exporter.enabled:
         from rolecall.agent.collectors.exporters.collector import NODE_URL, node_exporter
 
         url, interval = file.node_exporter.url or NODE_URL, file.node_exporter.interval_seconds
-        with _said_of("node_exporter"):
+        with _blamed_on("node_exporter"):
             found.append(node_exporter(node, url=url, interval_seconds=interval))
     if file.vllm.enabled and file.vllm.engines:
         from rolecall.agent.collectors.engine.vllm import Endpoint, VllmCollector

@@ -1,11 +1,9 @@
-"""Rare facts of this node, kept on disk: `events.jsonl`, one JSON line each, numbered without gaps.
+"""Rare events of this node, kept on disk: `events.jsonl`, one JSON line each, numbered without gaps.
 
-An event is in the file before anybody can read it, so a reader that remembers the last `seq` it saw misses nothing
-over a SIGKILL of the agent (at least once). A line torn by that kill is cut off at the next start. The file is cut to
-the newest NUM_KEPT events when it reaches twice as many; numbers never start again as long as the file is there.
-`sync()` flushes to the disk itself, so that little is lost when the whole node goes; a crash of the node may repeat
-numbers of the last second.
-"""
+An event is written to the file before it is visible, so a reader that keeps the last `seq` misses nothing across a
+SIGKILL of the agent (at-least-once delivery). A torn last line is cut off at the next start. The file is trimmed to the
+newest NUM_KEPT events when it reaches twice as many; numbers never restart while the file exists. `sync()` flushes to
+disk; a node crash may reuse the numbers of the last second."""
 
 import errno
 import json
@@ -24,12 +22,12 @@ logger = logging.getLogger(__name__)
 
 NUM_KEPT = 2000
 DETAIL_CHARACTERS_MAX = 2000
-"""Of each value in `detail`; longer ones are cut."""
+"""Per value in `detail`; longer ones are truncated."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EventPage:
-    """Answer to a reader. `lost`: events after its cursor that retention has dropped. `newest`: last seq of all."""
+    """Response to a reader. `lost`: events after its cursor dropped by retention. `newest`: last seq issued."""
 
     events: tuple[AgentEvent, ...]
     newest: int
@@ -40,7 +38,7 @@ class EventLog:
     """Owns the file. All methods may be called from any thread."""
 
     def __init__(self, path: Path, node: NodeId, clock: Clock, num_kept: int = NUM_KEPT) -> None:
-        """Opens or makes the file and repairs a torn end.
+        """Opens or creates the file and removes a torn last line.
 
         Raises:
             OSError: the file cannot be read or written.
@@ -77,7 +75,7 @@ class EventLog:
             self._newest = max(self._newest, event.seq)
         if damaged:
             logger.warning("%s: %d damaged lines are ignored", self._path, damaged)
-            self._newest += damaged  # their numbers may have been given away
+            self._newest += damaged  # their numbers may have been issued
 
     def append(
         self,
@@ -90,7 +88,7 @@ class EventLog:
         incarnation: int = 0,
         detail: dict[str, str] | None = None,
     ) -> AgentEvent:
-        """Numbers the event, writes it, then shows it. A disk that is full costs durability, not the event."""
+        """Numbers the event, writes it, then publishes it. A full disk costs durability, not the event."""
         cut = {k: v[:DETAIL_CHARACTERS_MAX] for k, v in (detail or {}).items()}
         with self._changed:
             self._newest += 1
@@ -118,7 +116,7 @@ class EventLog:
         try:
             written = os.write(self._descriptor, line)
             if written != len(line):
-                # Half a line would spoil the next one, once there is room again.
+                # A partial line would corrupt the next one once there is room again.
                 os.ftruncate(self._descriptor, os.fstat(self._descriptor).st_size - written)
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             self._dirty = True
@@ -131,11 +129,11 @@ class EventLog:
             try:
                 self._shorten(event)
             except OSError as e:
-                self._lines = self._num_kept  # tried again after as many more
+                self._lines = self._num_kept  # retried after as many more
                 logger.warning("%s could not be shortened: %s", self._path, e)
 
     def _shorten(self, newest: AgentEvent) -> None:
-        """Rewrites the file with the newest events. The old file or the new one, never half of it."""
+        """Atomically rewrites the file with the newest events."""
         kept = [*list(self._events)[-(self._num_kept - 1) :], newest]
         temporary = self._path.with_suffix(".tmp")
         text = "".join(json.dumps(e.to_dict(), separators=(",", ":")) + "\n" for e in kept)
@@ -152,7 +150,7 @@ class EventLog:
         self._descriptor, self._lines = descriptor, len(kept)
 
     def after(self, seq: int, limit: int = 1000) -> EventPage:
-        """Events numbered above `seq`. A `seq` from another life of this directory (too large) starts from the first."""
+        """Events numbered above `seq`. A `seq` that is too large (from an earlier directory) starts from the first."""
         with self._changed:
             return self._after(seq, limit)
 
@@ -171,7 +169,7 @@ class EventLog:
             return self._after(seq, limit)
 
     def has(self, kind: AgentEventKind, process: ProcessId) -> bool:
-        """Whether such an event of this process is still held."""
+        """Whether such an event of this process is still kept."""
         with self._changed:
             return any(e.kind is kind and e.process == process for e in reversed(self._events))
 
@@ -182,12 +180,12 @@ class EventLog:
                 return
             try:
                 descriptor = os.dup(self._descriptor)
-            except OSError as e:  # no descriptor is free: the next time
+            except OSError as e:  # no free descriptor: retry at the next call
                 logger.warning("%s could not be flushed: %s", self._path, e)
                 return
             self._dirty = False
         try:
-            os.fdatasync(descriptor)  # outside the lock: a slow disk must not hold up events
+            os.fdatasync(descriptor)  # outside the lock: a slow disk must not delay events
         except OSError as e:
             logger.warning("%s could not be flushed: %s", self._path, e)
         finally:
@@ -197,4 +195,4 @@ class EventLog:
         self.sync()
         with self._changed:
             os.close(self._descriptor)
-            self._descriptor = -1  # what comes later is counted as unwritten
+            self._descriptor = -1  # later events count as unwritten

@@ -1,9 +1,9 @@
-"""Evidence that is pulled when something looks wrong: Python stacks and Flight Recorder of a registered process.
+"""Evidence on demand: Python stacks and the Flight Recorder of a registered process.
 
-Stacks by py-spy, from outside. The Flight Recorder by asking the process itself (agent/reporter/flight_recorder_request.py).
+Stacks come from py-spy, the Flight Recorder dump from the process itself (agent/reporter/flight_recorder_request.py).
 
-`--nonblocking`: a process that is stopped can be looked at too, and a healthy one is not stopped for it; the price is
-that a stack may be torn while the process runs. Local variables are never read. One dump at a time, within a deadline.
+py-spy runs with `--nonblocking`: it works on stopped processes and does not pause healthy ones; the price is that the
+stack of a running process may be inconsistent. Local variables are never read. One dump at a time, within a deadline.
 """
 
 import contextlib
@@ -29,15 +29,15 @@ from rolecall.agent.reporter.page_layout import page_name
 from rolecall.core.clock import Clock
 
 DUMP_SECONDS_MAX = 10.0
-"""Idle machine: 20-70 ms; two cores shared by a whole run: seconds."""
+"""20-70 ms on an idle machine; seconds when a whole run shares two cores."""
 ANSWER_BYTES_MAX = 4 << 20
 FLIGHT_SECONDS_MAX = 10.0
-"""The process looks each 0.2 s, and writes a dump within milliseconds; a busy one takes longer."""
+"""The process polls for requests every 0.2 s and writes a dump within milliseconds; a busy one takes longer."""
 FLIGHT_LOOK_SECONDS = 0.05
 
 
 class EvidenceUnavailable(Exception):
-    """No evidence could be had: why. `busy`: another dump is going on, try again."""
+    """No evidence; the text says why. `busy`: another dump is in progress, retry."""
 
     def __init__(self, reason: str, *, busy: bool = False) -> None:
         self.busy = busy
@@ -58,10 +58,10 @@ class Stacks:
         self._busy = threading.Lock()
 
     def dump(self, pid: int) -> list[dict[str, Any]]:
-        """Threads of `pid` as py-spy writes them: `thread_id, thread_name, active, owns_gil, frames[]`.
+        """Threads of `pid` in py-spy's format: `thread_id, thread_name, active, owns_gil, frames[]`.
 
         Raises:
-            EvidenceFailed: no py-spy, no permission, no such process, too slow, or busy.
+            EvidenceUnavailable: no py-spy, no permission, no such process, too slow, or busy.
         """
         if self._py_spy is None:
             raise EvidenceUnavailable("py-spy is not installed")
@@ -81,8 +81,8 @@ class Stacks:
         except OSError as e:
             raise EvidenceUnavailable(f"py-spy could not be started: {e}") from None
         if done.returncode != 0:
-            words = " ".join(done.stderr.decode("utf-8", "replace").split())
-            raise EvidenceUnavailable(f"py-spy: {words[:500] or f'exit code {done.returncode}'}")
+            reason = " ".join(done.stderr.decode("utf-8", "replace").split())
+            raise EvidenceUnavailable(f"py-spy: {reason[:500] or f'exit code {done.returncode}'}")
         if len(done.stdout) > ANSWER_BYTES_MAX:
             raise EvidenceUnavailable(f"more than {ANSWER_BYTES_MAX} bytes of stacks")
         try:
@@ -95,18 +95,18 @@ class Stacks:
 
 
 class FlightRecorders:
-    """Asks processes for what their Flight Recorder holds, one at a time."""
+    """Requests Flight Recorder dumps from processes, one at a time."""
 
     def __init__(self, pages: Path, clock: Clock) -> None:
-        """`pages`: where the state pages lie."""
+        """`pages`: directory of the state pages."""
         self._pages, self._clock = pages, clock
         self._busy = threading.Lock()
 
     def dump(self, pid: int, start_ticks: int, lives: Callable[[], bool]) -> bytes:
-        """The dump as PyTorch writes it, a pickle: not looked into.
+        """The dump as PyTorch writes it, a pickle that is not parsed here.
 
         Raises:
-            EvidenceFailed: the process does not answer, has no recorder, or ended; or busy.
+            EvidenceUnavailable: the process does not respond, has no recorder, or ended; or busy.
         """
         if not self._busy.acquire(blocking=False):
             raise EvidenceUnavailable("another dump is going on", busy=True)
@@ -122,12 +122,12 @@ class FlightRecorders:
 
     def _ask(self, page: Path, lives: Callable[[], bool]) -> bytes:
         if not page.exists():
-            raise EvidenceUnavailable("the process has no state page, and so does not hear requests")
+            raise EvidenceUnavailable("the process has no state page, and therefore receives no requests")
         number = secrets.token_hex(8)
         request = request_path(page)
         unfinished = request.with_name(request.name + ".tmp")
         unfinished.write_text(number)
-        unfinished.chmod(0o644)  # it may be of another user
+        unfinished.chmod(0o644)  # the process may run as another user
         unfinished.rename(request)
         whole, failed = answer_paths(page, number)
         deadline = self._clock.monotonic() + FLIGHT_SECONDS_MAX
@@ -140,25 +140,25 @@ class FlightRecorders:
             if not lives():
                 raise EvidenceUnavailable("the process ended")
             if self._clock.monotonic() > deadline:
-                because = "it is stopped, its interpreter is held, or its reporter is of an older version"
-                raise EvidenceUnavailable(f"no answer in {FLIGHT_SECONDS_MAX:.0f} s: {because}")
+                because = "the process is stopped, its GIL is held, or its reporter is too old"
+                raise EvidenceUnavailable(f"no response in {FLIGHT_SECONDS_MAX:.0f} s: {because}")
             self._clock.sleep(FLIGHT_LOOK_SECONDS)
 
     def _clean(self, page: Path) -> None:
-        """Removes request and answers, those of earlier requests that came too late as well."""
+        """Removes request and responses, including late responses to earlier requests."""
         for path in self._pages.glob(f"{page.stem}.*flight*"):
             with contextlib.suppress(OSError):
                 path.unlink()
 
 
 def _read_regular(path: Path, num_bytes_max: int) -> bytes:
-    """Raises FileNotFoundError: not there yet. Raises EvidenceFailed: not a file, or too large. Raises OSError."""
-    # The process wrote it, and is not trusted: no link is followed, no pipe waited for.
+    """Raises FileNotFoundError: not there yet; EvidenceUnavailable: not a regular file, or too large; OSError."""
+    # Written by an untrusted process: follow no symlink, wait for no pipe.
     with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
         about = os.fstat(file.fileno())
         if not stat.S_ISREG(about.st_mode):
             raise EvidenceUnavailable("the answer is not a regular file")
-        told = file.read(num_bytes_max + 1)
-    if len(told) > num_bytes_max:
-        raise EvidenceUnavailable(f"the answer takes more than {num_bytes_max:,} bytes")
-    return told
+        data = file.read(num_bytes_max + 1)
+    if len(data) > num_bytes_max:
+        raise EvidenceUnavailable(f"the answer exceeds {num_bytes_max:,} bytes")
+    return data

@@ -1,4 +1,4 @@
-"""Who a process is: its claim, over the socket or on its page, and when it is believed. Pure: no file, no clock."""
+"""Verification of a process's claimed identity, from the socket or its page. Pure: no files, no clock."""
 
 import hmac
 from dataclasses import dataclass
@@ -14,12 +14,12 @@ INCARNATION_MAX = 1 << 40
 
 
 class ClaimRejected(Exception):
-    """A message of a process is not accepted: why."""
+    """A message of a process was rejected; the text says why."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Registration:
-    """A verified claim, or what a rule says of a process that claims nothing."""
+    """A verified claim, or the identity that a discovery rule gives an uninstrumented process."""
 
     process: ProcessId
     replica: str
@@ -27,9 +27,9 @@ class Registration:
     rank: int
     incarnation: int
     found: bool = False
-    """It said nothing: the agent found it by a rule. It has no state page."""
+    """Discovered by a rule: the process is uninstrumented and has no state page."""
     job: str = ""
-    """Of a found one: what tells its job from others on this node, as its rule says."""
+    """Of a discovered process: distinguishes its job from others on this node, from the rule."""
 
     @property
     def slot(self) -> tuple[str, int, int]:
@@ -45,10 +45,10 @@ class Registration:
 
 
 def sender(peer_pid: int, message: dict[str, Any], node: NodeId) -> ProcessId:
-    """The process that sent `message`; the kernel says that its PID is `peer_pid`.
+    """The process that sent `message`; `peer_pid` is its PID according to the kernel.
 
     Raises:
-        Refusal: it claims to be another process.
+        ClaimRejected: it claims to be another process.
     """
     pid, start_ticks = message.get("pid"), message.get("start_ticks")
     if type(pid) is not int or type(start_ticks) is not int:
@@ -59,10 +59,10 @@ def sender(peer_pid: int, message: dict[str, Any], node: NodeId) -> ProcessId:
 
 
 def verified(peer_pid: int, message: dict[str, Any], node: NodeId, token: str) -> Registration:
-    """The claim of a registration message, if its secret is the one that was given to this rank and incarnation.
+    """The claim of a registration message, if its secret was issued for this rank and incarnation.
 
     Raises:
-        Refusal: malformed, another process's, or a wrong secret.
+        ClaimRejected: malformed, another process's, or a wrong secret.
     """
     process = sender(peer_pid, message, node)
     replica, secret = message.get("replica"), message.get("secret")
@@ -84,7 +84,7 @@ def verified(peer_pid: int, message: dict[str, Any], node: NodeId, token: str) -
 
 
 def proven(page: PageState, node: NodeId, token: str) -> Registration | None:
-    """The identity on a page, if who wrote it held the secret of this rank and incarnation; else None."""
+    """The identity on a page, if its writer held the secret of this rank and incarnation; else None."""
     try:
         role, _ = split_replica(page.replica)
     except InvalidId:

@@ -1,9 +1,8 @@
-"""One node's agent: what holds the parts together, starts them in order and stops them in the opposite one.
+"""One node's agent: composes the parts, starts them in order and stops them in reverse.
 
-Its data directory belongs to it alone (a lock that the kernel gives back at a SIGKILL): `agent.json` says where it
-listens, `agent.sock` takes registrations, `pages/` holds the state pages, `events.jsonl` and `registrations.json` carry
-it over a restart. The main thread looks at everything each interval; exits, registrations and HTTP have their own.
-"""
+It owns its data directory exclusively (by a lock that the kernel releases at SIGKILL): `agent.json` holds its address,
+`agent.sock` takes registrations, `pages/` holds the state pages, `events.jsonl` and `registrations.json` survive a
+restart. The main thread samples at each interval; exits, registrations and HTTP have their own threads."""
 
 import fcntl
 import hmac
@@ -41,13 +40,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 HOUSEKEEPING_SECONDS = 1.0
-"""How often `raylet.json` is read again and events are flushed to disk."""
+"""Between two reads of `raylet.json` and flushes of events to disk."""
 
 
 class DirectoryInUse(RolecallError):
     def __init__(self, path: Path) -> None:
         self.path = path
-        super().__init__(f"{path}: another agent works in this directory")
+        super().__init__(f"{path}: another agent uses this directory")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,33 +62,33 @@ class AgentSettings:
     proc: Path = Path("/proc")
     cgroup_root: Path = Path("/sys/fs/cgroup")
     collectors: Callable[[Registry], Sequence[Collector]] | None = None
-    """What else of the node is looked at; may ask the registry whose a process is."""
+    """Further collectors; they may look up processes in the registry."""
     tls: "Callable[[], ssl.SSLContext] | None" = None
     allows: Callable[[str], bool] | None = None
-    """Which values of `Authorization` are let in beside the bearer token; None: reading needs none."""
+    """Accepted values of `Authorization` besides the bearer token; None: reading needs none."""
 
 
 class Agent:
-    """Made, then `run()` until `stop()` is called from a signal handler or another thread."""
+    """`run()` serves until `stop()` is called from a signal handler or another thread."""
 
     def __init__(self, settings: AgentSettings, clock: Clock | None = None) -> None:
-        """Takes the directory and opens everything, but starts nothing.
+        """Locks the directory and opens everything, but starts nothing.
 
         Raises:
-            DirectoryInUse: another agent lives in it.
-            OSError: the directory, socket or port cannot be had.
+            DirectoryInUse: another agent uses it.
+            OSError: the directory, socket or port is unavailable.
         """
         self._settings, self._clock = settings, clock or SystemClock()
         self._dir = settings.data_dir
         (self._dir / "pages").mkdir(parents=True, exist_ok=True, mode=0o700)
         self._lock = self._take_directory()
-        # Not threading.Event: `set` in a signal handler could wait for the lock that its own thread holds.
+        # Not threading.Event: `set` in a signal handler could deadlock on a lock held by its own thread.
         self._stop_asked = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._raylet_complaint = ""
         self._raylet: tuple[int, int] | None = None
         clock = self._clock
         self.events = EventLog(self._dir / "events.jsonl", settings.node, clock)
-        self._exits = ExitWatch()  # the kernel's own /proc: pidfds are of this machine whatever `proc` shows
+        self._exits = ExitWatch()  # the real /proc: pidfds refer to this machine whatever `proc` is
         host = HostProbe(settings.node, proc=settings.proc)
         self.registry = Registry(
             node=settings.node,
@@ -168,10 +167,10 @@ class Agent:
         os.eventfd_write(self._stop_asked, 1)
 
     def run(self) -> None:
-        """Serves until `stop()`, or until the parent process is gone.
+        """Serves until `stop()`, or until the parent process ends.
 
         Raises:
-            WatchRefused: a process that was registered before a restart, or the parent, may live and cannot be watched.
+            WatchRefused: a process registered before a restart, or the parent, may be alive and cannot be watched.
         """
         try:
             self._start()
@@ -191,12 +190,12 @@ class Agent:
         self._http.start()
         start_ticks = process_start_ticks(os.getpid())
         logger.info("watches node %s, serves at %s", self._settings.node, self.url)
-        said = {"url": self.url, "pid": os.getpid(), "start_ticks": start_ticks, "node": self._settings.node}
+        address = {"url": self.url, "pid": os.getpid(), "start_ticks": start_ticks, "node": self._settings.node}
         try:
-            write_atomically(self._dir / "agent.json", json.dumps(said) + "\n")
-        except OSError as e:  # a full disk; who knows the port needs no such file
+            write_atomically(self._dir / "agent.json", json.dumps(address) + "\n")
+        except OSError as e:  # a full disk; clients that know the port need no such file
             logger.warning(
-                "%s: %s; where this agent listens stands nowhere else: %s", self._dir / "agent.json", e, self.url
+                "%s: %s; clients cannot discover this agent's address: %s", self._dir / "agent.json", e, self.url
             )
 
     def _loop(self) -> None:
@@ -211,7 +210,7 @@ class Agent:
                 self.events.sync()
                 if self._settings.raylet is None:
                     self._watch_raylet(self._raylet_in_file())
-            # A round that came late is skipped, not made up for: the samples carry their own times.
+            # A missed round is skipped, not caught up: samples carry their own times.
             due = max(due + interval, now)
 
     def _shut(self) -> None:
@@ -236,7 +235,7 @@ class Agent:
             self.stop()
 
     def _parent_ended(self, status: ExitStatus) -> None:
-        logger.warning("the parent process ended: the agent ends, too")
+        logger.warning("the parent process ended: stopping")
         self.stop()
 
     def _raylet_in_file(self) -> tuple[int, int] | None:
@@ -250,13 +249,13 @@ class Agent:
             return None
 
     def _complain(self, of_raylet: str) -> None:
-        """Once, not each second."""
+        """Logs once, not every second."""
         if of_raylet != self._raylet_complaint:
             logger.warning("%s", of_raylet)
         self._raylet_complaint = of_raylet
 
     def _watch_raylet(self, raylet: tuple[int, int] | None) -> None:
-        """Watches a raylet once; one that is gone already is told, unless it was before a restart of the agent."""
+        """Watches a raylet once; reports one that has already ended, unless that was reported before a restart."""
         if raylet is None or raylet == self._raylet:
             return
         self._raylet = raylet
@@ -266,7 +265,7 @@ class Agent:
         except WatchRefused as e:
             if not e.gone:
                 self._complain(f"the raylet cannot be watched: {e}")
-                self._raylet = None  # tried again
+                self._raylet = None  # retry
             elif not self.events.has(AgentEventKind.RAYLET_EXITED, process):
                 self._raylet_ended(process, ExitStatus())
 

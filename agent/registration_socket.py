@@ -1,10 +1,9 @@
 """The agent's Unix socket: one JSON line in, one JSON line out, then closed.
 
 `{"kind": "register", pid, start_ticks, replica, rank, incarnation, secret}`, `{"kind": "exception", ..., number,
-detail}`, `{"kind": "finished", ..., reason}`. Who speaks is asked of the kernel (SO_PEERCRED), never of the message.
-One thread serves all connections; a slow or silent one holds up nobody and is closed after a deadline. Beyond
-`CALLS_PER_SECOND_MAX` callers wait: a process that calls in a loop costs the node no more CPU than that.
-"""
+detail}`, `{"kind": "finished", ..., reason}`. The sender is identified by the kernel (SO_PEERCRED), never by the
+message. One thread serves all connections; a slow one blocks no other and is closed after a deadline. Beyond
+`CALLS_PER_SECOND_MAX` callers wait, which bounds the CPU cost of a process that calls in a loop."""
 
 import json
 import logging
@@ -29,14 +28,14 @@ LINE_BYTES_MAX = 16 * 1024
 NUM_CONNECTIONS_MAX = 64
 CONNECTION_SECONDS_MAX = 2.0
 CALLS_PER_SECOND_MAX = 500
-"""More than all ranks of a node say at once when a job begins or fails; some 3 % of a core."""
+"""More than all ranks of a node send when a job starts or fails; about 3 % of a core."""
 COMPLAINT_SECONDS = 5.0
-"""At least so long between two lines of the log about refused messages; the registry counts them all."""
+"""Minimum time between two log lines about refused messages; the registry counts all."""
 LISTEN_BACKLOG = 64
 _PEERCRED = struct.Struct("3i")  # pid, uid, gid
 
 Answerer = Callable[[int, dict[str, Any]], None]
-"""Takes the sender's PID and the message; raises Refusal."""
+"""Takes the sender's PID and the message; raises ClaimRejected."""
 
 
 @dataclass(slots=True)
@@ -48,13 +47,13 @@ class _RegistrationPeer:
 
 
 class RegistrationServer:
-    """Listens at `path`. Every answerer is called in the intake's own thread."""
+    """Listens at `path`. Handlers are called in the server's thread."""
 
     def __init__(self, path: Path, answerers: Mapping[str, Answerer], clock: Clock) -> None:
-        """Replaces a socket file that a dead predecessor left.
+        """Replaces the socket file of a dead predecessor.
 
         Raises:
-            OSError: the socket cannot be made.
+            OSError: the socket cannot be created.
         """
         self._path, self._answerers, self._clock = path, answerers, clock
         self._selector = selectors.DefaultSelector()
@@ -64,7 +63,7 @@ class RegistrationServer:
         self._selector.register(self._listener, selectors.EVENT_READ, None)
         self._selector.register(self._wake, selectors.EVENT_READ, None)
         self._open: dict[int, _RegistrationPeer] = {}
-        self.num_malformed = 0  # messages that were none: no JSON, no known kind, too long
+        self.num_malformed = 0  # not JSON, unknown kind, or too long
         self._complained_at = float("-inf")
         self._second_at, self._num_in_second = clock.monotonic(), 0
         self._thread = threading.Thread(target=self._run, name="intake", daemon=True)
@@ -117,15 +116,15 @@ class RegistrationServer:
                 self._rest(self._second_at + 1.0 - now)
 
     def _rest(self, seconds: float) -> None:
-        """Until `stop`, or for so long: callers wait in the backlog meanwhile."""
+        """Pauses until `stop`, at most `seconds`; callers wait in the backlog."""
         select.select([self._wake], [], [], seconds)
 
     def _accept(self) -> None:
-        self._num_in_second += 1  # whatever comes of it: without descriptors it fails again at once
+        self._num_in_second += 1  # counts failures too: without free descriptors `accept` fails immediately again
         try:
             accepted, _ = self._listener.accept()
         except OSError:
-            return  # the caller went away again, or descriptors ran out: it will try again
+            return  # the caller disconnected, or descriptors ran out: it will retry
         if len(self._open) >= NUM_CONNECTIONS_MAX:
             accepted.close()
             return
@@ -155,7 +154,7 @@ class RegistrationServer:
         try:
             connection.socket.send(json.dumps(answer).encode() + b"\n")
         except OSError:
-            pass  # it did not wait for the answer
+            pass  # it disconnected before the reply
         self._close(connection)
 
     def _result(self, peer_pid: int, line: bytes) -> dict[str, Any]:
@@ -176,8 +175,8 @@ class RegistrationServer:
                 self._complained_at = now
                 logger.warning("process %d: %s", peer_pid, e)
             return {"ok": False, "reason": str(e)}
-        except Exception:  # deliberate: one bad message must not silence the agent for all others
-            logger.exception("a message of process %d could not be handled", peer_pid)
+        except Exception:  # one bad message must not stop the server
+            logger.exception("handling a message of process %d failed", peer_pid)
             return {"ok": False, "retry": True, "reason": "the agent failed at this message"}
         return {"ok": True}
 

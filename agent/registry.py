@@ -1,10 +1,9 @@
-"""Which processes of this node are known to be which ranks, and what is kept of each.
+"""The registered processes of this node: identity, state and exit of each rank.
 
-A process is believed when the kernel says that it is the sender (SO_PEERCRED), and its secret is the one given at the
-spawn of that rank and incarnation. Verified registrations are kept in `registrations.json`, so that a restarted agent
-goes on watching without asking; a process that died meanwhile gets its EXITED event then. A promoted standby changes
-its identity on its page: the proof there needs the secret of the new identity.
-"""
+A registration is accepted if the kernel confirms the sender (SO_PEERCRED) and the secret is the one issued for that
+rank and incarnation. Registrations are kept in `registrations.json`, so that a restarted agent continues; a process
+that died in between gets its EXITED event then. A promoted standby changes the identity on its page, with a proof that
+needs the secret of the new identity."""
 
 import json
 import logging
@@ -29,30 +28,30 @@ from rolecall.core.telemetry import AgentEventKind
 logger = logging.getLogger(__name__)
 
 NUM_EXITS_MAX = 4096
-"""Places and causes whose exits are counted; an agent that has seen more counts those that it knows."""
+"""Bound on counted pairs of rank and cause; further ones are not counted."""
 NUM_PROCESSES_MAX = 256
 """Live registered processes; further ones are refused."""
 REFUSED_SECONDS = 5.0
-"""At least so long between two events of refused claims."""
+"""Minimum time between two REFUSED events."""
 EXCEPTIONS_MAX, EXCEPTIONS_SECONDS = 30, 60.0
-"""Exceptions of one process that are told within so long: one that raises in a loop must not wash everybody's events out
-of the log. What comes beyond is counted as refused; the newest is told from the page once there is room."""
+"""Rate limit of EXCEPTION events per process, so that one that raises in a loop does not displace the events of others.
+Exceptions beyond it are counted as refused; the newest is reported from the page later."""
 DEAD_SHOWN_SECONDS = 10.0
-"""A dead process stays among the samples (alive: false) for so long, then it is forgotten and its page removed."""
+"""How long a dead process stays among the samples (alive: false) before it is dropped and its page removed."""
 
 
 @dataclass(slots=True)
 class Tracked:
-    """What is kept of one registered process. Owned by the registry; `page` is the last good one."""
+    """State of one registered process. Owned by the registry; `page` is the last consistent one."""
 
     registration: Registration
     probe: ProcessProbe
     reader: PageReader | None
     page: PageState | None = None
     page_ok: bool = False
-    exceptions_told: int = 0
-    exceptions_told_at: deque[float] = field(default_factory=lambda: deque(maxlen=EXCEPTIONS_MAX))
-    finished_told: bool = False
+    exceptions_reported: int = 0
+    exceptions_reported_at: deque[float] = field(default_factory=lambda: deque(maxlen=EXCEPTIONS_MAX))
+    finish_reported: bool = False
     exited_at: float | None = None
     status: ExitStatus = field(default_factory=ExitStatus)
 
@@ -80,20 +79,20 @@ class Registry:
         self._file = data_dir / "registrations.json"
         self._lock = threading.RLock()
         self.num_exits: dict[tuple[str, str, str, str], int] = {}
-        """How often a process of this role, replica and rank ended for this cause, as far as this agent saw it."""
+        """Exits by role, replica, rank and cause, as seen by this agent."""
         self._tracked: dict[ProcessId, Tracked] = {}
         self._oom_kills_seen = oom_kills()
         self.num_refused = 0
         self._refused_at = float("-inf")
         self.num_torn = 0
 
-    # --- what processes say
+    # --- messages of processes
 
     def register(self, peer_pid: int, message: dict[str, Any]) -> None:
-        """A process says who it is. Saying it again changes nothing; saying something else is a promotion.
+        """Registers a process. Idempotent; a different identity is a promotion.
 
         Raises:
-            Refusal: with the reason; counted.
+            ClaimRejected: with the reason; counted.
         """
         try:
             self._register(peer_pid, message)
@@ -102,7 +101,7 @@ class Registry:
             raise
 
     def _refused(self, peer_pid: int, reason: str) -> None:
-        """Counted; told as an event, but not more often than each REFUSED_SECONDS: who asks in a loop fills no disk."""
+        """Counts a rejected claim; at most one event per REFUSED_SECONDS, so that a loop cannot fill the disk."""
         with self._lock:
             self.num_refused += 1
             now = self._clock.monotonic()
@@ -112,56 +111,56 @@ class Registry:
         self._events.append(AgentEventKind.REFUSED, detail={"reason": reason, "pid": str(peer_pid)})
 
     def _register(self, peer_pid: int, message: dict[str, Any]) -> None:
-        said = verified(peer_pid, message, self._node, self._token)
+        claim = verified(peer_pid, message, self._node, self._token)
         with self._lock:
-            known = self._tracked.get(said.process)
+            known = self._tracked.get(claim.process)
             if known is not None and known.registration.found:
-                self._speaks(known, said)
+                self._replace_discovered(known, claim)
                 return
             if known is not None:
-                if known.registration != said:
-                    self._others_in(said)
-                    self._change(known, said)
+                if known.registration != claim:
+                    self._others_in(claim)
+                    self._change(known, claim)
                 return
-            self._admit(said, {})
+            self._admit(claim, {})
 
-    def _admit(self, said: Registration, detail: dict[str, str]) -> None:
-        """One process more. Raises Refusal: too many, its place is taken, or it is gone."""
+    def _admit(self, claim: Registration, detail: dict[str, str]) -> None:
+        """Adds a process. Raises ClaimRejected: too many, its rank is taken, or it has ended."""
         if self.num_live() >= NUM_PROCESSES_MAX:
             raise ClaimRejected(f"{NUM_PROCESSES_MAX} processes are registered already")
-        before = self._others_in(said)
-        tracked = self._track(said)
+        before = self._others_in(claim)
+        tracked = self._track(claim)
         try:
             self._watch(tracked)
         except WatchRefused as e:
             self._forget(tracked)
             raise ClaimRejected(str(e)) from None
         for other in before:
-            # Found processes of one place share an incarnation: the dead one must not be shown beside its successor.
-            if said.found and other.exited_at is not None:
+            # Discovered processes of one rank share an incarnation: drop the dead one in favour of its successor.
+            if claim.found and other.exited_at is not None:
                 self._forget(other)
-        self._events.append(AgentEventKind.REGISTERED, **said.facts(), detail=detail)
+        self._events.append(AgentEventKind.REGISTERED, **claim.facts(), detail=detail)
         self._save()
 
-    def _others_in(self, said: Registration) -> list[Tracked]:
-        """Dead processes that had its place. Raises Refusal: a living one has it."""
-        others = [t for p, t in self._tracked.items() if t.registration.slot == said.slot and p != said.process]
+    def _others_in(self, claim: Registration) -> list[Tracked]:
+        """Dead processes of the same rank and incarnation. Raises ClaimRejected: a live one exists."""
+        others = [t for p, t in self._tracked.items() if t.registration.slot == claim.slot and p != claim.process]
         for other in others:
             if other.exited_at is None and self._lives(other):
                 raise ClaimRejected(
-                    f"{said.replica}:{said.rank}#{said.incarnation} is process {other.registration.process}"
+                    f"{claim.replica}:{claim.rank}#{claim.incarnation} is process {other.registration.process}"
                 )
         return others
 
     def discover(self, found: Registration, detail: dict[str, str]) -> None:
-        """A rule says who a process is that has said nothing. `detail`: of the event, how it was found.
+        """Registers a process that a discovery rule identified. `detail`: of the event, how it was discovered.
 
         Raises:
-            Refusal: it is known already, its place is taken by a living process, there are too many, or it is gone.
+            ClaimRejected: already registered, its rank is taken by a live process, too many, or it has ended.
         """
         with self._lock:
             if found.process in self._tracked:
-                raise ClaimRejected(f"process {found.process} is known already")
+                raise ClaimRejected(f"process {found.process} is already registered")
             self._admit(found, detail)
 
     def registrations(self) -> tuple[Registration, ...]:
@@ -169,19 +168,19 @@ class Registry:
         with self._lock:
             return tuple(t.registration for t in self._tracked.values() if t.exited_at is None)
 
-    def _speaks(self, known: Tracked, said: Registration) -> None:
-        """A process that was found by a rule turns out to know rolecall: from now on its own word counts."""
+    def _replace_discovered(self, known: Tracked, claim: Registration) -> None:
+        """A discovered process registers itself: its own claim replaces the rule's."""
         self._forget(known)
-        self._track(said)  # its exit is watched already, under the same name
+        self._track(claim)  # its exit is already watched
         detail = {"was": known.registration.replica}
-        self._events.append(AgentEventKind.REGISTERED, **said.facts(), detail=detail)
+        self._events.append(AgentEventKind.REGISTERED, **claim.facts(), detail=detail)
         self._save()
 
     def exception(self, peer_pid: int, message: dict[str, Any]) -> None:
-        """A registered process reports an exception. The same number again changes nothing.
+        """A registered process reports an exception. Idempotent by number.
 
         Raises:
-            Refusal: the sender is not registered, or the message is malformed.
+            ClaimRejected: the sender is not registered, or the message is malformed.
         """
         tracked = self._known(peer_pid, message)
         number, detail = message.get("number"), message.get("detail")
@@ -190,13 +189,13 @@ class Registry:
         if not all(isinstance(k, str) and isinstance(v, str) for k, v in detail.items()) or len(detail) > 16:
             raise ClaimRejected("detail must be at most 16 strings")
         with self._lock:
-            self._tell_exception(tracked, number, {**detail, "number": str(number)})
+            self._report_exception(tracked, number, {**detail, "number": str(number)})
 
     def finished(self, peer_pid: int, message: dict[str, Any]) -> None:
-        """A registered process says that its coming exit is wanted. Raises Refusal as `exception` does."""
+        """A registered process announces an intended exit. Raises ClaimRejected as `exception` does."""
         tracked = self._known(peer_pid, message)
         with self._lock:
-            self._tell_finished(tracked, str(message.get("reason", "")))
+            self._report_finished(tracked, str(message.get("reason", "")))
 
     def _known(self, peer_pid: int, message: dict[str, Any]) -> Tracked:
         with self._lock:
@@ -205,22 +204,22 @@ class Registry:
             raise ClaimRejected(f"process {peer_pid} is not registered")
         return tracked
 
-    def _tell_exception(self, tracked: Tracked, number: int, detail: dict[str, str]) -> None:
-        if number > tracked.exceptions_told:
-            now, told_at = self._clock.monotonic(), tracked.exceptions_told_at
-            if len(told_at) == EXCEPTIONS_MAX and now - told_at[0] < EXCEPTIONS_SECONDS:
+    def _report_exception(self, tracked: Tracked, number: int, detail: dict[str, str]) -> None:
+        if number > tracked.exceptions_reported:
+            now, reported_at = self._clock.monotonic(), tracked.exceptions_reported_at
+            if len(reported_at) == EXCEPTIONS_MAX and now - reported_at[0] < EXCEPTIONS_SECONDS:
                 self.num_refused += 1
                 return
-            told_at.append(now)
-            tracked.exceptions_told = number
+            reported_at.append(now)
+            tracked.exceptions_reported = number
             self._events.append(AgentEventKind.EXCEPTION, **tracked.registration.facts(), detail=detail)
 
-    def _tell_finished(self, tracked: Tracked, reason: str) -> None:
-        if not tracked.finished_told:
-            tracked.finished_told = True
+    def _report_finished(self, tracked: Tracked, reason: str) -> None:
+        if not tracked.finish_reported:
+            tracked.finish_reported = True
             self._events.append(AgentEventKind.FINISHED, **tracked.registration.facts(), detail={"reason": reason})
 
-    # --- what is kept
+    # --- state
 
     def _track(self, registration: Registration) -> Tracked:
         process = registration.process
@@ -240,15 +239,15 @@ class Registry:
         self._exits.watch(process.pid, process.start_ticks, lambda status: self.ended(process, status))
 
     def _lives(self, tracked: Tracked) -> bool:
-        """The exit watch may be a moment behind."""
+        """Asks the kernel, because the exit watch may lag."""
         state = tracked.probe.read().proc_state
         return state not in ("?", "Z", "X")
 
-    def _change(self, tracked: Tracked, said: Registration) -> None:
+    def _change(self, tracked: Tracked, claim: Registration) -> None:
         before = tracked.registration
-        tracked.registration = said
+        tracked.registration = claim
         detail = {"was": before.replica, "was_incarnation": str(before.incarnation)}
-        self._events.append(AgentEventKind.REGISTERED, **said.facts(), detail=detail)
+        self._events.append(AgentEventKind.REGISTERED, **claim.facts(), detail=detail)
         self._save()
 
     def _forget(self, tracked: Tracked) -> None:
@@ -263,20 +262,20 @@ class Registry:
         try:
             write_atomically(self._file, json.dumps(live) + "\n")
         except OSError as e:
-            logger.warning("%s: %s; a restarted agent would not know these processes", self._file, e)
+            logger.warning("%s: %s; after a restart the agent will not know these processes", self._file, e)
 
     def adopt(self) -> None:
-        """After a restart: goes on with the processes that were registered, and tells of those that died meanwhile.
+        """After a restart: resumes the registered processes, and reports those that died in between.
 
         Raises:
-            WatchRefused: one that may live cannot be watched. To go on would be to say that it died, or to forget it.
+            WatchRefused: a process that may be alive cannot be watched; continuing would report it dead or lose it.
         """
         try:
             kept = [self._renamed(Registration.from_dict(d)) for d in json.loads(self._file.read_text())]
         except FileNotFoundError:
             kept = []
         except (OSError, ValueError, TypeError, KeyError) as e:
-            logger.warning("%s is damaged, processes must register again: %s", self._file, e)
+            logger.warning("%s is damaged, waiting for processes to register again: %s", self._file, e)
             kept = []
         with self._lock:
             for registration in kept[:NUM_PROCESSES_MAX]:
@@ -292,19 +291,19 @@ class Registry:
             self._remove_foreign_pages()
 
     def _renamed(self, kept: Registration) -> Registration:
-        """Under the node's name of now: agent.yaml may have another since."""
+        """With the current node name, which agent.yaml may have changed."""
         return replace(kept, process=replace(kept.process, node=self._node))
 
     def _recall(self, tracked: Tracked) -> None:
-        """What was told of this process before the restart is not told again."""
+        """Restores which events of this process were reported before the restart."""
         for event in self._events.after(0, limit=1 << 30).events:
             if event.process == tracked.registration.process:
                 if event.kind is AgentEventKind.EXCEPTION and event.detail.get("number", "").isdecimal():
-                    tracked.exceptions_told = max(tracked.exceptions_told, int(event.detail["number"]))
-                tracked.finished_told |= event.kind is AgentEventKind.FINISHED
+                    tracked.exceptions_reported = max(tracked.exceptions_reported, int(event.detail["number"]))
+                tracked.finish_reported |= event.kind is AgentEventKind.FINISHED
 
     def _remove_foreign_pages(self) -> None:
-        """Pages of processes that are gone and that nobody will ask for, and answers that nobody fetched."""
+        """Removes pages of ended processes and unfetched Flight Recorder responses."""
         for path in self._pages.glob("*.*flight*"):
             path.unlink(missing_ok=True)
         known = {page_name(p.pid, p.start_ticks) for p in self._tracked}
@@ -315,10 +314,11 @@ class Registry:
             if not (self._proc / pid).exists():
                 path.unlink(missing_ok=True)
 
-    # --- looking and ending
+    # --- polling and exits
 
     def poll(self, tracked: Tracked) -> None:
-        """Reads the page: keeps the last good one, follows a promotion, tells what did not come over the socket."""
+        """Reads the page: keeps the last consistent one, follows a promotion, reports what was not sent over the
+        socket."""
         if tracked.reader is None:
             return
         try:
@@ -329,30 +329,30 @@ class Registry:
             return
         process = tracked.registration.process
         if (page.pid, page.start_ticks) != (process.pid, process.start_ticks):
-            tracked.page_ok = False  # somebody else's page under this name
+            tracked.page_ok = False  # another process's page under this name
             self.num_torn += 1
             return
         tracked.page, tracked.page_ok = page, True
         if (page.replica, page.rank, page.incarnation) != tracked.registration.slot:
             self._follow(tracked, page)
         if page.exception is not None:
-            self._tell_exception(tracked, page.exception.number, page.exception.detail())
+            self._report_exception(tracked, page.exception.number, page.exception.detail())
         if page.finished:
-            self._tell_finished(tracked, page.finish_reason)
+            self._report_finished(tracked, page.finish_reason)
 
     def _follow(self, tracked: Tracked, page: PageState) -> None:
-        said = proven(page, self._node, self._token)
-        if said is None:
+        claim = proven(page, self._node, self._token)
+        if claim is None:
             return
         try:
-            self._others_in(said)
+            self._others_in(claim)
         except ClaimRejected as e:
             self._refused(page.pid, str(e))
             return
-        self._change(tracked, said)
+        self._change(tracked, claim)
 
     def processes(self) -> tuple[Tracked, ...]:
-        """Those to be sampled: the live ones, and the dead for DEAD_SHOWN_SECONDS."""
+        """Processes to sample: live ones, and dead ones for DEAD_SHOWN_SECONDS."""
         with self._lock:
             now = self._clock.monotonic()
             for tracked in list(self._tracked.values()):
@@ -369,11 +369,11 @@ class Registry:
         return None
 
     def num_live(self) -> int:
-        """Without the lock, which is held while a registration is written to a disk that may hang: a scrape asks this."""
+        """Lock-free for the scrape: the lock is held during writes to a disk that may hang."""
         return sum(t.exited_at is None for t in tuple(self._tracked.values()))
 
     def locked(self) -> threading.RLock:
-        """Held by the sampler while it reads a process, so that none ends in the middle of it."""
+        """Held by the sampler while it reads a process, so that its exit is not handled in between."""
         return self._lock
 
     def ended(self, process: ProcessId, status: ExitStatus) -> None:
@@ -385,9 +385,9 @@ class Registry:
                 self._save()
 
     def _ended(self, tracked: Tracked, status: ExitStatus, away: bool = False) -> None:
-        self.poll(tracked)  # its last words come before its exit
+        self.poll(tracked)  # its last report comes before its exit
         if tracked.registration.found and (wanted := requested_exit(status)):
-            self._tell_finished(tracked, wanted)  # it cannot say so itself
+            self._report_finished(tracked, wanted)  # an uninstrumented process cannot announce it
         tracked.exited_at, tracked.status = self._clock.monotonic(), status
         detail = {"cause": self._cause(tracked, status)}
         who = tracked.registration
@@ -408,4 +408,4 @@ class Registry:
     def _cause(self, tracked: Tracked, status: ExitStatus) -> str:
         before, self._oom_kills_seen = self._oom_kills_seen, self._oom_kills()
         oom = self._oom_kills_seen > before
-        return guess_cause(status, finished=tracked.finished_told, raised=tracked.exceptions_told > 0, oom=oom)
+        return guess_cause(status, finished=tracked.finish_reported, raised=tracked.exceptions_reported > 0, oom=oom)

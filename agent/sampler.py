@@ -1,4 +1,4 @@
-"""One round of looking at everything registered, at the node itself every HOST_SECONDS, and what looks at GPUs found."""
+"""One sampling round: registered processes each time, the node every HOST_SECONDS, and the newest poll of the GPUs."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ HOST_SECONDS = 1.0
 
 
 def sample_of(tracked: Tracked, at: float, wall_at: float) -> ProcessSample:
-    """Page and kernel joined into one sample. The page was read by `registry.look` just before."""
+    """Joins page and kernel state into one sample. `registry.poll` has just read the page."""
     who, page = tracked.registration, tracked.page
     kernel = tracked.probe.read(page.work_tid if page else 0)
     alive = tracked.exited_at is None
@@ -83,7 +83,7 @@ class RoundStats:
 
 
 class Sampler:
-    """Called from one thread; what it finds goes into the ring."""
+    """Called from one thread; writes samples into the ring."""
 
     def __init__(
         self,
@@ -93,13 +93,13 @@ class Sampler:
         clock: Clock,
         gpus: Callable[[float, float], tuple[GpuSample, ...]] | None = None,
     ) -> None:
-        """`gpus(monotonic, wall)`: samples of the look at GPUs that is new by then."""
+        """`gpus(monotonic, wall)`: samples of the newest poll of the GPUs, if not yet taken."""
         self._registry, self._host, self._ring, self._clock, self._gpus = registry, host, ring, clock, gpus
         self._host_due = 0.0
         self.stats = RoundStats()
 
     def round(self) -> None:
-        """Looks at everything once."""
+        """Samples everything once."""
         begun, wall = self._clock.monotonic(), self._clock.wall()
         samples = []
         for tracked in self._registry.processes():

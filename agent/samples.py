@@ -1,9 +1,8 @@
-"""The last rounds of samples, for readers that come with a cursor: what is newer than it, and how much they missed.
+"""Ring of the last sampling rounds. Readers pass a cursor and get newer rounds and the number of samples they missed.
 
-A cursor is the number of a round. Numbers start at the node's monotonic clock in milliseconds and grow by one a round
-(far slower than the clock), so that they grow over a restart of the agent, too, until the next boot; a larger one than
-any given out (another boot) reads from the start.
-"""
+A cursor is a round number. Numbers start at the node's monotonic clock in milliseconds and grow by one per round (far
+slower than the clock), so that they also grow across agent restarts until the next boot; a cursor larger than any
+issued (another boot) reads from the start."""
 
 import json
 import threading
@@ -21,13 +20,13 @@ from rolecall.core.telemetry import WIRE_VERSION, GpuSample, HostSample, Process
 NUM_ROUNDS_KEPT = 300
 """One minute at five rounds a second."""
 NUM_SAMPLES_KEPT = 4096
-"""Fewer rounds are kept where there are many processes."""
+"""With many processes fewer rounds are kept."""
 NUM_DROPPED_REMEMBERED = 4096
 
 
 @dataclass(slots=True)
 class _Round:
-    """One look at everything. Its JSON is made when the first reader asks, and kept for the others."""
+    """One sampling round. Its JSON is rendered for the first reader and cached."""
 
     number: int
     processes: tuple[ProcessSample, ...]
@@ -91,7 +90,7 @@ class SampleRing:
             return self._last
 
     def newest(self) -> tuple[tuple[ProcessSample, ...], tuple[HostSample, ...]]:
-        """The last look at each process, and the last at the host."""
+        """The newest samples of the processes and the newest of the host."""
         with self._lock:
             if not self._rounds:
                 return (), ()
@@ -126,9 +125,9 @@ class SampleRing:
         return f'{_dumps(head)[:-1]},"processes":[{processes}],"hosts":[{hosts}],"gpus":[{gpus}]}}'.encode()
 
     def news(self, cursor: int, rounds_max: int = 0) -> dict[str, Any]:
-        """`since` as columns (rolecall.core.columns), with JSON's types; what there is none of is absent. Unless it is 0,
-        no more than the newest `rounds_max` looks at processes, and at the rest the newest look: the reader wants no
-        others, and they do not count as lost."""
+        """`since` as columns (rolecall.core.columns) of JSON types; empty kinds are absent. A nonzero `rounds_max`
+        limits it to the newest rounds of processes and the newest host and GPU samples; the rest does not count as
+        lost."""
         rounds, last, lost = self._since(cursor)
         said: dict[str, Any] = {"cursor": last, "samples_lost": lost}
         if processes := [p for r in rounds[-rounds_max:] for p in r.processes]:
@@ -144,7 +143,7 @@ class SampleRing:
             if cursor > self._last:
                 cursor = 0
             newer: list[_Round] = []
-            for r in reversed(self._rounds):  # pollers want the last one or two of three hundred
+            for r in reversed(self._rounds):  # pollers need the last one or two of three hundred
                 if r.number <= cursor:
                     break
                 newer.append(r)
@@ -155,10 +154,10 @@ class SampleRing:
         if cursor == 0 or not self._rounds:
             return 0
         num_rounds = self._rounds[0].number - cursor - 1
-        # A cursor of an earlier agent counts only what this one dropped: the other's rounds are unknown to it.
+        # For a cursor of an earlier agent process only this process's drops are known.
         return sum(islice(reversed(self._dropped), max(0, num_rounds)))
 
 
 def _newest(rounds: list[_Round], rounds_max: int, of: Callable[[_Round], object]) -> list[_Round]:
-    """All rounds, or where their number is limited the last one that has such samples."""
+    """All rounds, or with a limit the last one that has such samples."""
     return rounds if not rounds_max else [r for r in rounds if of(r)][-1:]

@@ -22,7 +22,7 @@ Interval = Annotated[float, Field(ge=0.2, le=300.0)]
 
 class CollectorSection(Section):
     enabled: bool = True
-    """False: this collector does not run."""
+    """Run this collector."""
     interval_seconds: Interval = 1.0
     """Seconds between polls. A larger value saves CPU and detects later."""
 
@@ -160,11 +160,11 @@ class AgentFile(Section):
     @model_validator(mode="after")
     def _one_reader(self) -> "AgentFile":
         if self.gpu.enabled and self.dcgm_exporter.enabled:
-            raise ValueError("gpu and dcgm_exporter would both tell of the GPUs: set the enabled of one to false")
+            raise ValueError("gpu and dcgm_exporter would both report the GPUs: set enabled of one to false")
         if (self.network.enabled or self.infiniband.enabled or self.storage.enabled) and self.node_exporter.enabled:
             names = "network, infiniband, storage"
             raise ValueError(
-                f"{names} and node_exporter would both tell of the node: set the enabled of the former to false"
+                f"{names} and node_exporter would both report the node: set enabled of the former to false"
             )
         return self
 

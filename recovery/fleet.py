@@ -1,4 +1,4 @@
-"""The fleet as policy and guards see it: desired beside actual, one frozen line a replica, JSON both ways."""
+"""The fleet as policy and guards see it: desired and actual state, one frozen row per replica, JSON both ways."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -15,9 +15,9 @@ DEAD = (ReplicaState.LOST, ReplicaState.STOPPED)
 class ReplicaView:
     replica: ReplicaId
     desired_incarnation: int
-    incarnation: int  # newest that the runtime has written; 0: none yet
+    incarnation: int  # newest one reported by the runtime; 0: none yet
     state: ReplicaState | None
-    node: NodeId  # where the newest incarnation runs; where it should, before there is one
+    node: NodeId  # of the newest incarnation; the desired node before there is one
     changed_at: float = 0.0  # wall seconds of the last change of `state`
     because: str = ""
 
@@ -27,7 +27,7 @@ class ReplicaView:
 
     @property
     def living(self) -> bool:
-        """The incarnation that should be is there and can be given work."""
+        """The desired incarnation is running and can be given work."""
         return self.incarnation >= self.desired_incarnation and self.state in LIVING
 
 
@@ -42,19 +42,19 @@ class FleetView:
         return tuple(r for r in self.replicas if r.role == role)
 
     def standbys(self) -> tuple[ReplicaView, ...]:
-        """Warm ones, ready to take a rollout's place."""
+        """Standbys that are ready to replace a rollout."""
         return tuple(r for r in self.of_role(STANDBY_ROLE) if r.living)
 
     def spare_node(self, avoid: frozenset[str]) -> NodeId | None:
-        """A node for a replica that must move: a standby's if there is one, else the least crowded living one."""
-        warm = sorted(r.node for r in self.standbys() if r.node not in avoid)
-        if warm:
-            return warm[0]
-        crowd: dict[NodeId, int] = {}
+        """A node for a replica that must move: a standby's if there is one, else the one with the fewest living replicas."""
+        standby_nodes = sorted(r.node for r in self.standbys() if r.node not in avoid)
+        if standby_nodes:
+            return standby_nodes[0]
+        num_replicas: dict[NodeId, int] = {}
         for r in self.replicas:
             if r.living and r.node not in avoid:
-                crowd[r.node] = crowd.get(r.node, 0) + 1
-        return min(crowd, key=lambda node: (crowd[node], node), default=None)
+                num_replicas[r.node] = num_replicas.get(r.node, 0) + 1
+        return min(num_replicas, key=lambda node: (num_replicas[node], node), default=None)
 
     def to_dict(self) -> dict[str, Any]:
         return {"replicas": [{**asdict(r), "state": str(r.state) if r.state else None} for r in self.replicas]}
@@ -66,19 +66,19 @@ class FleetView:
 
 
 def fleet_view(desired: Mapping[ReplicaId, Desired], current: Mapping[ReplicaId, Actual]) -> FleetView:
-    """Joins the two records of the border. A replica that nobody desires any more is left out."""
+    """Joins desired and actual state. A replica that is no longer desired is left out."""
     rows = []
     for replica in sorted(desired):
-        want, have = desired[replica], current.get(replica)
+        wanted, actual = desired[replica], current.get(replica)
         rows.append(
             ReplicaView(
                 replica=replica,
-                desired_incarnation=want.incarnation,
-                incarnation=have.incarnation if have else 0,
-                state=have.state if have else None,
-                node=have.node if have else want.node,
-                changed_at=have.changed_at if have else 0.0,
-                because=have.because if have else "",
+                desired_incarnation=wanted.incarnation,
+                incarnation=actual.incarnation if actual else 0,
+                state=actual.state if actual else None,
+                node=actual.node if actual else wanted.node,
+                changed_at=actual.changed_at if actual else 0.0,
+                because=actual.because if actual else "",
             )
         )
     return FleetView(replicas=tuple(rows))

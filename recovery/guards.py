@@ -1,8 +1,8 @@
-"""Guards: may this plan be performed now? Pass, or hold with the reason. Pure.
+"""Guards decide whether a plan may be performed now; one that blocks gives its reason. Pure.
 
-Order is from what a person decided (mode, pause, hold) over what is true (incarnations, evidence) to what is counted (limits).
-A hold is of two kinds: `wait` ends by itself (a pause, a hold, another repair); at a limit rolecall stops acting and a person
-is called, once. All counts come from the journal, so a restarted watch has spent what its predecessor spent.
+Order: operator decisions (mode, pause, hold), facts (incarnations, evidence), counted limits. Some blocks end by
+themselves (a pause, a hold, another repair); at a limit rolecall stops acting and pages on-call once. All counts come from
+the journal, so a restarted watch continues with the budget that its predecessor left.
 """
 
 from collections.abc import Sequence
@@ -13,19 +13,19 @@ from rolecall.core.diagnosis import ActionKind, Diagnosis, Plan
 from rolecall.core.ids import split_replica
 from rolecall.core.membership import STANDBY_ROLE
 from rolecall.recovery.fleet import FleetView
-from rolecall.recovery.incidents.incident import PERSON, Decision, Incident, IncidentState, evictions
+from rolecall.recovery.incidents.incident import OPERATOR, Decision, Incident, IncidentState, evictions
 
 HOUR_SECONDS = 3600.0
 AT_ONCE = "at_once"
 HOLD = "hold"
 NOT_PEERS = ("self", "progress", "exit", "signal", "operator")
-"""Evidence kinds that start so do not compare with peers: one of them is enough not to lean on peers alone. So is a
-comparison that says that it had no `peers`."""
+"""Prefixes of evidence kinds that do not compare with peers. One such item, or a comparison with `peers` 0, means that a
+diagnosis does not rest on peers alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GuardResult:
-    """`guard` names who held; empty when all passed."""
+    """`guard` names the guard that blocks; empty when all pass."""
 
     guard: str
     because: str
@@ -36,7 +36,7 @@ class GuardResult:
         return not self.guard
 
 
-PASSED = GuardResult(guard="", because="no guard objects")
+PASSED = GuardResult(guard="", because="all guards pass")
 
 
 def check(
@@ -50,7 +50,7 @@ def check(
     stopping: str | None,
     now: float,
 ) -> GuardResult:
-    """The first guard that objects, or PASSED. `now`: wall seconds. Mode `approve` passes here: who calls asks a person."""
+    """The first guard that blocks, or PASSED. `now`: wall seconds. Mode `approve` passes: the caller requests approval."""
     held = _operator_guards(config, paused, stopping) or _operator_hold(incident, now) or _incarnations(plan, fleet)
     if held is None and plan.action is not ActionKind.STOP_JOB:
         held = _peer_evidence(plan, incident, fleet, incidents) or _limits(
@@ -61,11 +61,13 @@ def check(
 
 def _operator_guards(config: RecoveryConfig, paused: str | None, stopping: str | None) -> GuardResult | None:
     if config.mode == "observe":
-        return GuardResult(guard="mode", because="mode is observe: rolecall says what it would do, and does nothing")
+        return GuardResult(
+            guard="mode", because="mode is observe: rolecall reports what it would do and takes no action"
+        )
     if paused is not None:
         return GuardResult(guard="paused", because=f"paused by {paused}")
     if stopping is not None:
-        return GuardResult(guard="stopping", because=f"the job is being stopped: {stopping}")
+        return GuardResult(guard="stopping", because=f"the job is stopping: {stopping}")
     return None
 
 
@@ -73,7 +75,7 @@ def _operator_hold(incident: Incident, now: float) -> GuardResult | None:
     hold = incident.attempt.hold if incident.attempt else None
     if hold is None or not hold.active(now):
         return None
-    return GuardResult(guard=HOLD, because=f"{hold.by} holds it until {hold.until_text}: {hold.because}")
+    return GuardResult(guard=HOLD, because=f"on hold by {hold.by} until {hold.until_text}: {hold.because}")
 
 
 def _incarnations(plan: Plan, fleet: FleetView) -> GuardResult | None:
@@ -81,19 +83,20 @@ def _incarnations(plan: Plan, fleet: FleetView) -> GuardResult | None:
         seen = fleet.find(target.replica)
         newest = seen.desired_incarnation if seen else None
         if newest != target.incarnation:
-            is_now = f"#{newest} is desired now" if newest else "it is not desired any more"
+            now_desired = f"#{newest} is desired now" if newest else "it is no longer desired"
             return GuardResult(
-                guard="incarnation", because=f"the plan means {target.replica}#{target.incarnation}, and {is_now}"
+                guard="incarnation",
+                because=f"the plan targets {target.replica}#{target.incarnation}, but {now_desired}",
             )
     return None
 
 
 def on_peer_evidence_alone(d: Diagnosis) -> bool:
-    """Whether only a comparison with peers speaks against the suspects: nobody knows that they are the odd ones."""
+    """Whether the diagnosis rests on comparison with peers alone, without evidence from the suspects' own history."""
     if not d.fault_class.spec.compares_peers:
         return False
     own_history = any(e.kind.startswith(NOT_PEERS) or e.values.get("peers") == 0 for e in d.evidence)
-    return not own_history and PERSON not in d.detectors
+    return not own_history and OPERATOR not in d.detectors
 
 
 def _peer_evidence(
@@ -101,24 +104,24 @@ def _peer_evidence(
 ) -> GuardResult | None:
     if not on_peer_evidence_alone(incident.diagnosis):
         return None
-    accused = {t.replica for t in plan.targets}
+    suspects = {t.replica for t in plan.targets}
     for other in incidents:
         if other.state is not IncidentState.CLOSED and on_peer_evidence_alone(other.diagnosis):
-            accused |= {t.replica for a in other.attempts for t in a.plan.targets}
+            suspects |= {t.replica for a in other.attempts for t in a.plan.targets}
     for role in sorted({split_replica(t.replica)[0] for t in plan.targets}):
         peers = fleet.of_role(role)
-        ours = [r for r in peers if r.replica in accused]
+        ours = [r for r in peers if r.replica in suspects]
         if 2 * len(ours) > len(peers):
             return GuardResult(
                 guard="majority",
-                because=f"{len(ours)} of {len(peers)} {role} replicas stand accused by their peers alone: "
-                "a majority cannot be the odd ones",
+                because=f"{len(ours)} of {len(peers)} {role} replicas are suspects on peer comparison alone; "
+                "a majority cannot be outliers",
                 page_oncall=True,
             )
-        if not any(r.living and r.replica not in accused for r in peers):
+        if not any(r.living and r.replica not in suspects for r in peers):
             return GuardResult(
                 guard="last_living",
-                because=f"no {role} replica would be left, on the word of peers alone",
+                because=f"no {role} replica would remain, on peer comparison alone",
                 page_oncall=True,
             )
     return None
@@ -133,20 +136,20 @@ def _limits(
     now: float,
 ) -> GuardResult | None:
     counted = evictions(incidents, since=now - HOUR_SECONDS)
-    lately = [e for e in counted if e.at > now - HOUR_SECONDS]
+    recent = [e for e in counted if e.at > now - HOUR_SECONDS]
     for target in plan.targets:
-        times = sum(e.replica == target.replica for e in lately)
+        times = sum(e.replica == target.replica for e in recent)
         if times >= config.retries_per_replica_max:
             return GuardResult(
                 guard="retries",
-                because=f"{target.replica} was replaced {times} times within an hour, "
+                because=f"{target.replica} was replaced {times} times in the last hour, "
                 f"the limit is {config.retries_per_replica_max}",
                 page_oncall=True,
             )
-    if len(lately) + len(plan.targets) > config.evictions_per_hour_max:
+    if len(recent) + len(plan.targets) > config.evictions_per_hour_max:
         return GuardResult(
             guard="evictions",
-            because=f"{len(lately)} evictions within an hour and {len(plan.targets)} more asked for, "
+            because=f"{len(recent)} evictions in the last hour and {len(plan.targets)} more requested, "
             f"the limit is {config.evictions_per_hour_max}",
             page_oncall=True,
         )
@@ -159,7 +162,7 @@ def _is_standby(replica: str) -> bool:
 
 
 def _awaiting_turn(incident: Incident, incidents: Sequence[Incident]) -> set[str]:
-    """Replicas of other incidents that only wait until another repair is over."""
+    """Replicas of other incidents that wait only for another repair to end."""
     found: set[str] = set()
     for other in incidents:
         a = other.attempt
@@ -175,12 +178,12 @@ def _awaiting_turn(incident: Incident, incidents: Sequence[Incident]) -> set[str
 def _at_once(
     plan: Plan, fleet: FleetView, config: RecoveryConfig, elsewhere: set[str], waiting: set[str]
 ) -> GuardResult | None:
-    """A standby works for nobody: its repair holds up no other one, and comes after those that are due."""
+    """A standby does no work: its repair blocks no other one and comes after those that are due."""
     targets = {str(t.replica) for t in plan.targets}
     if all(_is_standby(t) for t in targets):
         first = sorted(r for r in elsewhere | waiting if not _is_standby(r))
         if first:
-            because = f"{', '.join(first)} first: {', '.join(sorted(targets))} works for nobody meanwhile"
+            because = f"{', '.join(first)} is repaired first: standby {', '.join(sorted(targets))} does no work"
             return GuardResult(guard=AT_ONCE, because=because)
     else:
         elsewhere = {r for r in elsewhere if not _is_standby(r)}
@@ -188,9 +191,9 @@ def _at_once(
     if len(together) > config.replicas_at_once_max:
         return GuardResult(
             guard=AT_ONCE,
-            because=f"{', '.join(sorted(elsewhere)) or 'nobody'} under repair and {', '.join(sorted(targets))} asked for, "
+            because=f"{', '.join(sorted(elsewhere)) or 'nothing'} under repair and {', '.join(sorted(targets))} requested, "
             f"the limit is {config.replicas_at_once_max} at once",
-            # Alone too many: waiting would not help.
+            # Too many on its own: waiting would not help.
             page_oncall=len(targets) > config.replicas_at_once_max,
         )
     for role in sorted({split_replica(t)[0] for t in targets}):

@@ -1,7 +1,7 @@
-"""What recovery needs from others, as Protocols: somebody who looks, somebody who judges, somebody who can be told.
+"""Protocols of what recovery needs from other packages: observation source, detector, evidence collector, notifier.
 
-Recovery imports neither detector nor agent: `rolecall watch` is given objects of these shapes (see `rolecall.watch.run`),
-tests give it fakes (`recovery.testing`). Waiting for "healthy again" is recovery's, the predicate is the detector's.
+Recovery imports neither detector nor agent: `rolecall.watch.run` passes implementations to the loop, tests pass fakes
+(`rolecall.testing`). Recovery waits until a replica makes progress; the detector decides whether it does.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,7 +13,7 @@ from rolecall.core.journal.payloads import EvidenceCollected
 
 
 class TimedObservation(Protocol):
-    """One look at the run. Recovery reads only when it was."""
+    """One poll of the run; recovery reads only its time."""
 
     @property
     def wall_at(self) -> float:
@@ -22,46 +22,46 @@ class TimedObservation(Protocol):
 
 class ObservationSource(Protocol):
     def poll(self, timeout_seconds: float) -> Any:
-        """What is new, as an `TimedObservation`; returns within about `timeout_seconds` even if nothing is."""
+        """New data as a `TimedObservation`; returns within about `timeout_seconds` even if there is none."""
 
 
 class Detector(Protocol):
     def observe(self, observation: Any) -> Sequence[Diagnosis]:
-        """Takes one observation in and returns every diagnosis that stands; the same ones again while they stand."""
+        """Processes one observation and returns every current diagnosis, repeating those that still hold."""
 
     def progressing(self, replica: str, incarnation_min: int) -> tuple[bool, str]:
-        """Whether `replica`, at this incarnation or a later one, is seen to finish work; and what was seen, in words."""
+        """Whether `replica` is seen to finish work at this or a later incarnation, and what was seen, as text."""
 
     def forget(self, replica: str, below_incarnation: int) -> None:
-        """Incarnations of `replica` below this are being replaced: that they end is wanted from now on."""
+        """Incarnations of `replica` below this one are being replaced: their end is no fault."""
 
     def window(self, suspects: Iterable[Suspect] = ()) -> Mapping[str, Any]:
-        """What the detectors have read, as JSON: kept with an incident for replay. Of a large fleet, those whom
-        `suspects` name and some of their peers."""
+        """What the detectors have read, as JSON, stored with an incident for replay. In a large fleet only the suspects
+        and some of their peers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectedEvidence:
-    """What was had of an incident's evidence, and what was not, as its event tells it."""
+    """Evidence collected for an incident, and what is missing, as its journal payload."""
 
     incident_id: str
     payload: EvidenceCollected
 
 
 class EvidenceCollector(Protocol):
-    """Asks others for the evidence of an incident, in threads of its own: no call ever blocks the loop."""
+    """Requests an incident's evidence from its providers in separate threads: no call blocks the loop."""
 
-    def ask(self, incident_id: str, diagnosis: Diagnosis) -> None:
-        """Begins to ask; at most one account comes of it, later."""
+    def request(self, incident_id: str, diagnosis: Diagnosis) -> None:
+        """Starts the collection; it produces at most one `CollectedEvidence`, later."""
 
-    def heard(self) -> Sequence[CollectedEvidence]:
-        """Those that came since the last call."""
+    def collected(self) -> Sequence[CollectedEvidence]:
+        """Evidence completed since the last call."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
-    """Something a person should hear of. `seq` is the journal position of the event that it tells: the receiver may
-    drop what it has seen, because a message is sent at least once."""
+    """One notification for on-call. `seq` is the journal position of its event, by which the receiver can drop
+    duplicates: a message is sent at least once."""
 
     seq: int
     kind: str
@@ -74,21 +74,21 @@ class Message:
 
 
 class Notifier(Protocol):
-    """Delivers messages in order, in its own thread: no call ever blocks the loop."""
+    """Delivers messages in order in a separate thread: no call blocks the loop."""
 
     @property
     def channel(self) -> str:
-        """What the journal says of the way a person was called; never a URL, which may hold a secret."""
+        """How on-call is paged, for the journal; never a URL, which may contain a secret."""
 
     @property
     def settled_seq(self) -> int:
-        """Highest `seq` that was delivered or given up after all retries; 0 before the first."""
+        """Highest `seq` delivered or dropped after all retries; 0 before the first."""
 
     def offer(self, message: Message) -> bool:
         """Queues a message; False when the queue is full (offer it again later)."""
 
     def heartbeat(self, facts: Mapping[str, Any]) -> None:
-        """The dead-man signal: somebody else notices when it stops. Dropped while one is under way already."""
+        """Sends a heartbeat; a receiver pages when it stops. Dropped while another one is in flight."""
 
     def close(self, seconds: float) -> None:
-        """Delivers what is queued for at most `seconds`, then ends."""
+        """Delivers queued messages for at most `seconds`, then stops."""

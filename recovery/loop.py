@@ -1,12 +1,12 @@
-"""`rolecall watch`: looks, judges, decides, acts, verifies; one tick after the other.
+"""The recovery loop of `rolecall watch`: observe, diagnose, decide, act, verify; one tick after the other.
 
-A tick polls the source, feeds the detector, and - while this process holds the lease - makes every move that the
-incidents in the journal ask for: from finding to the desired record in one tick. What an incident needs next is decided
-by pure functions (`intake`, `policy`, `guards`, `verify`, put together in `moves`); this loop reads what they need and
-performs what they say. It keeps nothing that it could not read again: killed at any point, the next one goes on. What
-cannot be handled is set apart (`troubles`), and everything else goes on.
+A tick polls the source, feeds the detector and, if this process holds the lease, performs every step that the incidents
+in the journal need: from finding to desired record in one tick. Pure functions (`triage`, `policy`, `guards`,
+`verification`, combined in `next_step`) decide; this loop reads their inputs and performs their steps. All state is in the
+journal: if the process is killed at any point, the next one continues. An incident that cannot be handled is isolated
+(`handling_failures`) and the others continue.
 
-Without the lease it looks and judges too, so that its windows are full when the holder dies, and writes nothing.
+Without the lease the loop observes and diagnoses but writes nothing, so that its windows are full if the leader dies.
 """
 
 import json
@@ -20,7 +20,7 @@ from dataclasses import replace
 
 from rolecall.core.clock import Clock
 from rolecall.core.config.job import RecoveryConfig
-from rolecall.core.diagnosis import ActionKind, Diagnosis, Plan
+from rolecall.core.diagnosis import ActionKind, Diagnosis
 from rolecall.core.errors import ActuatorError, ConcurrentWrite, JournalCorrupt, JournalError, LeaseFenced
 from rolecall.core.faults import Remedy
 from rolecall.core.ids import IncidentId, process_start_ticks
@@ -34,34 +34,34 @@ from rolecall.recovery.detection import FaultTolerantDetector
 from rolecall.recovery.fleet import FleetView, fleet_view
 from rolecall.recovery.incident_store import WINDOW_NAME, IncidentProjection, open_incident
 from rolecall.recovery.incidents.evidence import EvidenceRecorder
+from rolecall.recovery.incidents.handling_failures import HandlingFailures
 from rolecall.recovery.incidents.incident import ActionFailure, Incident
-from rolecall.recovery.incidents.unhandled import HandlingFailures
-from rolecall.recovery.intake import TriageAction, triage, unrepaired
 from rolecall.recovery.interfaces import Detector, EvidenceCollector, Notifier, ObservationSource
 from rolecall.recovery.next_step import Append, Decide, Move, Perform, Situation, done, failed, next_step, plan_created
 from rolecall.recovery.nodes import known_nodes
 from rolecall.recovery.notifications.outbox import NotificationSender
 from rolecall.recovery.policy import PolicyInput, decide, question
 from rolecall.recovery.quarantine import events_before_plan
+from rolecall.recovery.triage import TriageAction, triage, unrepaired
 
 logger = logging.getLogger(__name__)
 
 LEASE_NAME = "watch"
 PAUSED_FLAG = "paused"
 RENEWALS_PER_LEASE = 3
-"""The lease is renewed this often within its life: two renewals may fail before anybody succeeds us."""
+"""Renewals per lease duration: two may fail before another watch can take over."""
 MOVES_PER_TICK_MAX = 20
-"""Moves of one incident within one tick; a whole cure has 8. More is a loop that must not spin."""
-STOOD_SECONDS = 5.0
-"""A diagnosis that was absent for less than this never went away."""
+"""Steps of one incident in one tick; a complete recovery has 8. More indicates an endless loop."""
+REPORTED_SECONDS = 5.0
+"""A diagnosis that was absent for less than this never cleared."""
 ADOPTED_SECONDS = 600.0
-"""A successor looks whether incidents younger than this lack the window that their watch died before it kept."""
+"""A new leader checks whether incidents younger than this lack the window that a dying watch did not store."""
 UNHANDLED = "unhandled"
-"""Topic of the call for a person when an incident cannot be handled."""
+"""Topic of the page for an incident that cannot be handled."""
 FAILED_TICKS_MAX = 50
-"""After so many failed ticks in a row the process ends with the error, and who started it starts another."""
+"""After this many failed ticks in a row the process exits with the error, for its supervisor to restart it."""
 DAMAGED_TICKS_MAX = 5
-"""The same for a journal that is damaged: no repetition mends that."""
+"""The same for a damaged journal, which no retry repairs."""
 FAILED_TICK_PAUSE_SECONDS = 0.5
 
 
@@ -71,7 +71,7 @@ def holder_name() -> str:
 
 
 def holder_pid(holder: str) -> int | None:
-    """The PID in such a name."""
+    """The PID in a `holder_name`."""
     parts = holder.rsplit(":", 2)
     return int(parts[1]) if len(parts) == 3 and parts[1].isdigit() else None
 
@@ -92,22 +92,22 @@ class Watch:
         *,
         run_id: str = "",
         poll_seconds: float = 0.25,
-        witnesses: EvidenceCollector | None = None,
+        evidence_collector: EvidenceCollector | None = None,
     ) -> None:
-        """`poll_seconds`: how long one look may wait for something new. `witnesses`: who is asked for evidence."""
+        """`poll_seconds`: longest wait of one poll for new data."""
         self._journal, self._actuator = journal, actuator
-        self._judge = FaultTolerantDetector(source, detector, clock)
+        self._detector = FaultTolerantDetector(source, detector, clock)
         self._config, self._notifier, self._clock, self._holder = config, notifier, clock, holder
         self._poll_seconds = poll_seconds
-        self._book = IncidentProjection()
-        self._teller = NotificationSender(notifier, clock, run_id=run_id, deadman_seconds=config.deadman_seconds)
+        self._projection = IncidentProjection()
+        self._notifications = NotificationSender(notifier, clock, run_id=run_id, deadman_seconds=config.deadman_seconds)
         self._lease: Lease | None = None
         self._renew_at = 0.0
-        self._stood: dict[str, float] = {}  # diagnosis key -> when it last stood, wall seconds
-        self._seen_fleet: FleetView | None = None
+        self._reported_at: dict[str, float] = {}  # diagnosis key -> when it last stood, wall seconds
+        self._cached_fleet: FleetView | None = None
         self._windows_to_keep: list[str] = []
-        self._troubles = HandlingFailures(clock)
-        self._file = EvidenceRecorder(witnesses)
+        self._failures = HandlingFailures(clock)
+        self._evidence = EvidenceRecorder(evidence_collector)
 
     @property
     def acting(self) -> bool:
@@ -116,58 +116,58 @@ class Watch:
 
     @property
     def finished(self) -> bool:
-        """The run is over, and so is every incident."""
-        return self._book.ended is not None and not self._book.open_incidents()
+        """Whether the run ended and every incident is closed."""
+        return self._projection.ended is not None and not self._projection.open_incidents()
 
     def run(self, stop: threading.Event) -> None:
-        """Ticks until `stop` is set or the run is over, then gives the lease back."""
+        """Ticks until `stop` is set or the run is over, then releases the lease."""
         failures = 0
         while not stop.is_set() and not (self.finished and self.acting):
             try:
                 self.tick()
                 failures = 0
             except Exception as e:
-                # Deliberate: a database that is busy or away, or a bug in one decision, must not end the watching.
-                # All state is in the journal, so the next tick starts from what is true; endless failure ends us.
+                # Deliberate: a busy or unavailable database, or a bug in one decision, must not end the watch. All state
+                # is in the journal, so the next tick starts from it; repeated failure ends the process.
                 failures += 1
                 logger.exception("tick failed (%d in a row)", failures)
                 if failures >= (DAMAGED_TICKS_MAX if isinstance(e, JournalCorrupt) else FAILED_TICKS_MAX):
                     raise
                 stop.wait(FAILED_TICK_PAUSE_SECONDS)
         if self._lease is not None:
-            with suppress(JournalError, LeaseFenced):  # what has come by now; nobody waits for the rest
+            with suppress(JournalError, LeaseFenced):  # what is complete by now
                 self._write_evidence()
             self._journal.release(self._lease)
             self._lease = None
 
     def tick(self) -> None:
-        """Looks, judges, and makes every move that is due.
+        """Observes, diagnoses and performs every step that is due.
 
         Raises:
-            JournalError: the journal cannot be read or written; the next tick goes on from there.
+            JournalError: the journal cannot be read or written; the next tick continues from its state.
         """
-        standing = self._judge.look(self._poll_seconds)
-        self._seen_fleet = None
+        diagnoses = self._detector.poll(self._poll_seconds)
+        self._cached_fleet = None
         try:
             held = self._hold_lease()
-            self._book.refresh(self._journal)
-            self._judge.forget_replaced(self._fleet())
+            self._projection.refresh(self._journal)
+            self._detector.forget_replaced(self._fleet())
             if not held:
                 return
-            found = self._take_in(standing)
-            for incident_id in [i.incident_id for i in self._book.open_incidents()]:
-                if self._troubles.due(incident_id):
-                    with self._troubles.apart(incident_id):
+            found = self._triage_all(diagnoses)
+            for incident_id in [i.incident_id for i in self._projection.open_incidents()]:
+                if self._failures.due(incident_id):
+                    with self._failures.isolate(incident_id):
                         self._advance(incident_id)
             self._report_broken()
             self._report_troubles(found)
             self._keep_windows()
             self._write_evidence()
-            self._teller.tell(self._journal, self._book)
-            self._teller.sign_of_life(self._sign_of_life)
+            self._notifications.send(self._journal, self._projection)
+            self._notifications.heartbeat(self._heartbeat)
         except LeaseFenced as e:
-            # Somebody else acts now. Nothing was written under our number, and nothing will be.
-            logger.warning("no longer acting: %s", e)
+            # Another watch is the leader; nothing more is written under our fencing number.
+            logger.warning("no longer recovery leader: %s", e)
             self._lease = None
 
     # --- the lease --------------------------------------------------------------------------------------------------
@@ -177,9 +177,9 @@ class Watch:
         if self._lease is not None and now < self._renew_at:
             return True
         if self._lease is None:
-            # A look is cheaper than a write: the one that only observes should not compete for the database.
-            stands = self._journal.lease(LEASE_NAME)
-            if stands and stands.holder not in ("", self._holder) and stands.expires_at > self._clock.wall():
+            # A read is cheaper than a write: a follower should not compete for the database.
+            current = self._journal.lease(LEASE_NAME)
+            if current and current.holder not in ("", self._holder) and current.expires_at > self._clock.wall():
                 return False
         lease = self._journal.acquire(LEASE_NAME, self._holder, self._config.lease_seconds)
         self._renew_at = now + self._config.lease_seconds / RENEWALS_PER_LEASE
@@ -189,10 +189,10 @@ class Watch:
         if before is None or before.fence != lease.fence:
             acquired = LeaseAcquired(holder=self._holder, fence=lease.fence, mode=self._config.mode)
             self._write(acquired, key=f"lease:{LEASE_NAME}:{lease.fence}")
-            self._teller.adopt(self._journal)
+            self._notifications.adopt(self._journal)
             recent = self._clock.wall() - ADOPTED_SECONDS
-            self._windows_to_keep = [i.incident_id for i in self._book.incidents.values() if i.opened_at > recent]
-            self._file.adopt(self._journal, (i for i in self._book.open_incidents() if i.opened_at > recent))
+            self._windows_to_keep = [i.incident_id for i in self._projection.incidents.values() if i.opened_at > recent]
+            self._evidence.adopt(self._journal, (i for i in self._projection.open_incidents() if i.opened_at > recent))
         return True
 
     def _write(
@@ -215,85 +215,84 @@ class Watch:
         because = getattr(payload, "because", None)
         line = {"event": str(payload.kind), "incident": event.incident_id, "because": because, "seq": event.seq}
         logger.info("%s", json.dumps(line))
-        self._book.refresh(self._journal)
+        self._projection.refresh(self._journal)
         return event
 
-    # --- taking in what stands ----------------------------------------------------------------------------------------
+    # --- triage -------------------------------------------------------------------------------------------------------
 
-    def _take_in(self, standing: Sequence[Diagnosis]) -> list[Diagnosis]:
-        """Returns all that asks to be handled: what stands, and what nobody diagnosed."""
+    def _triage_all(self, diagnoses: Sequence[Diagnosis]) -> list[Diagnosis]:
+        """Returns all current diagnoses, with those of lost replicas that no detector diagnosed."""
         now = self._clock.wall()
-        stopping = self._journal.flag(STOP_FLAG) is not None or self._book.ended is not None
-        found = list(standing)
+        stopping = self._journal.flag(STOP_FLAG) is not None or self._projection.ended is not None
+        found = list(diagnoses)
         if not stopping:
-            found += unrepaired(self._fleet(), self._book.incidents.values(), now)
+            found += unrepaired(self._fleet(), self._projection.incidents.values(), now)
         for diagnosis in found:
-            if self._troubles.due(diagnosis.key):
-                with self._troubles.apart(diagnosis.key):
-                    self._take_one(diagnosis, now, stopping)
-            elif diagnosis.key in self._stood:
-                self._stood[diagnosis.key] = now  # not handled, and not gone either
-        self._stood = {k: at for k, at in self._stood.items() if now - at < STOOD_SECONDS}
+            if self._failures.due(diagnosis.key):
+                with self._failures.isolate(diagnosis.key):
+                    self._triage(diagnosis, now, stopping)
+            elif diagnosis.key in self._reported_at:
+                self._reported_at[diagnosis.key] = now  # not handled, but still reported
+        self._reported_at = {k: at for k, at in self._reported_at.items() if now - at < REPORTED_SECONDS}
         return found
 
-    def _take_one(self, d: Diagnosis, now: float, stopping: bool) -> None:
+    def _triage(self, diagnosis: Diagnosis, now: float, stopping: bool) -> None:
         taken = triage(
-            d,
-            self._book.incidents.values(),
+            diagnosis,
+            self._projection.incidents.values(),
             self._fleet(),
-            stood_before=d.key in self._stood,
-            reconsider=self._would_act(d),
+            reported_before=diagnosis.key in self._reported_at,
+            reconsider=self._would_act(diagnosis),
         )
-        self._stood[d.key] = now
-        incident = self._book.incidents.get(taken.incident_id)
+        self._reported_at[diagnosis.key] = now
+        incident = self._projection.incidents.get(taken.incident_id)
         if taken.kind is TriageAction.OPEN and not stopping:
-            # Processes of a job that is being stopped end, and that is no fault.
-            name = open_incident(self._journal, self._book, d, lease=self._lease)
+            # Processes of a stopping job end; that is no fault.
+            name = open_incident(self._journal, self._projection, diagnosis, lease=self._lease)
             self._windows_to_keep.append(name)
-            self._file.ask(name, d)
+            self._evidence.request(name, diagnosis)
         elif taken.kind is TriageAction.FAIL and incident is not None and incident.attempt is not None:
-            # The failure first: one that dies after the update alone would find nothing left to tell.
+            # The failure first: after a crash between the two, the update alone would hide it.
             move = failed(incident, incident.attempt, ActionFailure.DIED, taken.because)
             self._append(incident, move)
-            self._update(self._book.incidents[incident.incident_id], d)
+            self._update(self._projection.incidents[incident.incident_id], diagnosis)
         elif taken.kind is TriageAction.UPDATE and incident is not None:
-            self._update(incident, d)
+            self._update(incident, diagnosis)
 
     def _keep_windows(self) -> None:
-        """Keeps what the diagnoses had read: after acting, because it takes longer than all of a decision (0.2 s for 30 s
-        of 10 processes), and before the next look, so that it is what they had read. What the decisions had read stands
-        in their own events."""
+        """Stores what the detectors had read: after acting, because it takes longer than a whole decision (0.2 s for 30 s
+        of 10 processes), and before the next poll changes it. The policy's input is in the plan's own event."""
         while self._windows_to_keep:
             name = self._windows_to_keep[-1]
-            incident = self._book.incidents.get(name)
-            # One that cannot be kept is let go: its incident can be resolved all the same.
-            with self._troubles.apart(f"window of {name}"):
+            incident = self._projection.incidents.get(name)
+            # A window that cannot be stored is dropped: its incident can be resolved without it.
+            with self._failures.isolate(f"window of {name}"):
                 if incident is not None and WINDOW_NAME not in self._journal.windows(name):
-                    window = {**self._judge.window(incident.diagnosis.suspects)}
+                    window = {**self._detector.window(incident.diagnosis.suspects)}
                     window["late_seconds"] = round(self._clock.wall() - incident.opened_at, 3)
                     self._journal.save_window(name, WINDOW_NAME, window)
             self._windows_to_keep.pop()
 
     def _write_evidence(self) -> None:
-        """What witnesses have said by now. Nobody waits for it: an incident may be closed when it comes."""
-        for account in self._file.heard():
-            incident = self._book.incidents.get(account.incident_id)
+        """What evidence_collector have events by now. Nobody waits for it: an incident may be closed when it comes."""
+        for collected in self._evidence.collected():
+            incident = self._projection.incidents.get(collected.incident_id)
             if incident is not None:
                 key = f"{incident.incident_id}:evidence"
-                self._write(account.payload, key=key, incident=incident)
-            self._file.written(account)
+                self._write(collected.payload, key=key, incident=incident)
+            self._evidence.written(collected)
 
-    def _update(self, incident: Incident, d: Diagnosis) -> None:
-        key = f"{incident.incident_id}:updated:{d.key}"
-        self._write(IncidentUpdated(diagnosis=d), key=key, incident=incident)
+    def _update(self, incident: Incident, diagnosis: Diagnosis) -> None:
+        key = f"{incident.incident_id}:updated:{diagnosis.key}"
+        self._write(IncidentUpdated(diagnosis=diagnosis), key=key, incident=incident)
 
-    def _would_act(self, d: Diagnosis) -> bool:
-        """Whether policy would now do something about what it tolerated before (a slow replica that got slower)."""
-        if d.fault_class.spec.remedy is not Remedy.WEIGH:
+    def _would_act(self, diagnosis: Diagnosis) -> bool:
+        """Whether policy would now act on what it tolerated before (a slow replica that got slower)."""
+        if diagnosis.fault_class.spec.remedy is not Remedy.WEIGH:
             return False
         q = PolicyInput(
             incident_id=IncidentId("inc-0"),
-            diagnosis=d,
+            diagnosis=diagnosis,
             fleet=self._fleet(),
             config=self._config,
             past=(),
@@ -301,15 +300,15 @@ class Watch:
         )
         return decide(q).plan.action is not ActionKind.TOLERATE
 
-    # --- moving incidents on -------------------------------------------------------------------------------------------
+    # --- steps of incidents -------------------------------------------------------------------------------------------
 
     def _advance(self, incident_id: str) -> None:
         for _ in range(MOVES_PER_TICK_MAX):
-            incident = self._book.incidents.get(incident_id)
+            incident = self._projection.incidents.get(incident_id)
             if incident is None:
                 return
             situation = self._situation(incident)
-            asked = question(
+            policy_input = question(
                 incident,
                 situation.incidents,
                 fleet=situation.fleet,
@@ -317,12 +316,12 @@ class Watch:
                 supports=self._actuator.supports,
                 quarantined_nodes=quarantined_nodes(self._journal),
             )
-            move = next_step(incident, situation, asked)
+            move = next_step(incident, situation, policy_input)
             if move is None:
                 return
             self._make(incident, move)
-            self._seen_fleet = None
-        logger.warning("%s: %d moves in one tick, it goes on in the next", incident_id, MOVES_PER_TICK_MAX)
+            self._cached_fleet = None
+        logger.warning("%s: %d steps in one tick, continuing in the next", incident_id, MOVES_PER_TICK_MAX)
 
     def _make(self, incident: Incident, move: Move) -> None:
         if isinstance(move, Append):
@@ -340,26 +339,22 @@ class Watch:
             self._write(move.payload, key=move.key, incident=incident, unless=move.unless)
         except ConcurrentWrite as e:
             logger.info("%s", e)
-            self._book.refresh(self._journal)
-
-    def _leave(self, incident: Incident, plan: Plan) -> None:
-        said = events_before_plan(
-            incident,
-            plan,
-            shut=quarantined_nodes(self._journal),
-            known=known_nodes(self._journal),
-            share_max=self._config.quarantined_share_max,
-            channel=self._notifier.channel,
-        )
-        for word in said:
-            self._append(incident, word)
+            self._projection.refresh(self._journal)
 
     def _perform(self, incident: Incident, move: Perform) -> None:
         assert self._lease is not None and incident.attempt is not None
-        self._leave(incident, move.plan)
+        for event in events_before_plan(
+            incident,
+            move.plan,
+            quarantined=quarantined_nodes(self._journal),
+            known=known_nodes(self._journal),
+            share_max=self._config.quarantined_share_max,
+            channel=self._notifier.channel,
+        ):
+            self._append(incident, event)
         for target in move.plan.targets:
-            # Before it dies: from now on its end is wanted, and no second fault.
-            self._judge.forget(target.replica, target.incarnation + 1)
+            # Before it dies: from now on its end is intended, not a second fault.
+            self._detector.forget(target.replica, target.incarnation + 1)
         try:
             result = self._actuator.perform(move.plan, self._lease)
         except ActuatorError as e:
@@ -367,9 +362,9 @@ class Watch:
         except JournalError:
             raise
         except Exception as e:
-            # Not what an actuator may raise: it may pass, and performing again is idempotent. One that does not pass
-            # has failed: an incident that acts for ever would hold the others back.
-            if not self._troubles.last_try(incident.incident_id):
+            # Unexpected, perhaps transient, and performing again is idempotent. If it persists the action has failed:
+            # an incident that acts forever would block the others.
+            if not self._failures.last_try(incident.incident_id):
                 raise
             logger.exception("%s: the actuator failed again", incident.incident_id)
             result = ActionResult(done=False, because=f"{self._actuator.name} raises {type(e).__name__}: {e}")
@@ -380,55 +375,57 @@ class Watch:
 
     def _situation(self, incident: Incident) -> Situation:
         now = self._clock.wall()
-        stood = [self._stood[k] for k in incident.seen_keys if k in self._stood]
+        stood = [self._reported_at[k] for k in incident.seen_keys if k in self._reported_at]
         return Situation(
             now=now,
             fleet=self._fleet(),
             config=self._config,
-            incidents=tuple(self._book.incidents.values()),
+            incidents=tuple(self._projection.incidents.values()),
             paused=self._journal.flag(PAUSED_FLAG),
             stopping=self._journal.flag(STOP_FLAG),
-            ended=self._book.ended,
-            absent_seconds=max(0.0, now - max([self._judge.since, incident.opened_at, *stood])),
-            progress=self._judge.progress(incident),
+            ended=self._projection.ended,
+            absent_seconds=max(0.0, now - max([self._detector.since, incident.opened_at, *stood])),
+            progress=self._detector.progress(incident),
             channel=self._notifier.channel,
         )
 
     def _fleet(self) -> FleetView:
-        # Read once a tick, and again after each move.
-        if self._seen_fleet is None:
-            self._seen_fleet = fleet_view(self._journal.desired(), self._journal.current())
-        return self._seen_fleet
+        # Read once per tick, and again after each step.
+        if self._cached_fleet is None:
+            self._cached_fleet = fleet_view(self._journal.desired(), self._journal.current())
+        return self._cached_fleet
 
-    # --- telling people -------------------------------------------------------------------------------------------------
+    # --- notifications ------------------------------------------------------------------------------------------------
 
     def _report_broken(self) -> None:
-        for name, error in self._book.broken.items():
-            if not any(e.key == f"broken:{name}" for e in self._book.to_tell):
-                self._write(self._call(str(error)), key=f"broken:{name}")
-        if self._judge.error and self._lease is not None:
-            because = f"nothing is diagnosed: the source or a detector fails with {self._judge.error}"
-            key = f"blind:{self._lease.fence}"
-            if not any(e.key == key for e in self._book.to_tell):
-                self._write(self._call(because), key=key)
+        for name, error in self._projection.broken.items():
+            if not any(e.key == f"broken:{name}" for e in self._projection.to_notify):
+                self._write(self._page(str(error)), key=f"broken:{name}")
+        if self._detector.error and self._lease is not None:
+            because = f"no diagnosis is possible: the source or a detector fails with {self._detector.error}"
+            key = f"no_data:{self._lease.fence}"
+            if not any(e.key == key for e in self._projection.to_notify):
+                self._write(self._page(because), key=key)
 
     def _report_troubles(self, found: Sequence[Diagnosis]) -> None:
-        for trouble in self._troubles.spent():
-            incident = self._book.incidents.get(trouble.name)
-            key = f"{trouble.name}:person:{UNHANDLED}"
-            if not any(e.key == key for e in self._book.to_tell):
-                self._write(self._call(trouble.because(), UNHANDLED), key=key, incident=incident)
-        self._troubles.keep_only({d.key for d in found} | {i.incident_id for i in self._book.open_incidents()})
+        for failure in self._failures.exhausted():
+            incident = self._projection.incidents.get(failure.name)
+            key = f"{failure.name}:person:{UNHANDLED}"
+            if not any(e.key == key for e in self._projection.to_notify):
+                self._write(self._page(failure.because(), UNHANDLED), key=key, incident=incident)
+        self._failures.keep_only(
+            {diagnosis.key for diagnosis in found} | {i.incident_id for i in self._projection.open_incidents()}
+        )
 
-    def _call(self, because: str, topic: str = "watch") -> OncallPaged:
+    def _page(self, because: str, topic: str = "watch") -> OncallPaged:
         return OncallPaged(topic=topic, because=because, channel=self._notifier.channel)
 
-    def _sign_of_life(self) -> dict[str, object]:
+    def _heartbeat(self) -> dict[str, object]:
         return {
             "holder": self._holder,
             "mode": self._config.mode,
             "paused": self._journal.flag(PAUSED_FLAG) is not None,
-            "open_incidents": len(self._book.open_incidents()),
-            "blind": self._judge.error,
-            "unhandled": self._troubles.words(),
+            "open_incidents": len(self._projection.open_incidents()),
+            "detection_error": self._detector.error,
+            "unhandled": self._failures.errors(),
         }

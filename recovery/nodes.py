@@ -1,7 +1,7 @@
-"""What is known of each node: a fold over node events, as an incident is one over its own. Pure but for `known_nodes`.
+"""State of each node: a fold over node events. Pure except `known_nodes`.
 
-A node that is quarantined takes nothing new, and what runs there goes on; a drained one was quarantined, and its
-replicas were asked to move. Both end when a person returns it.
+No new replica is placed on a quarantined node; those that run there continue. A drained node is quarantined and its
+replicas are requested to move. Both end when an operator returns the node to service.
 """
 
 from collections.abc import Iterable, Mapping
@@ -23,16 +23,16 @@ from rolecall.core.journal.payloads import (
 K = EventKind
 NODE_KINDS = (K.NODE_QUARANTINED, K.NODE_DRAINED, K.NODE_RETURNED_TO_SERVICE, K.BURN_IN_FINISHED)
 BURN_INS_KEPT = 20
-"""Of one node: what it did a year ago says little."""
+"""Per node, newest last."""
 CHECKS_MAX = 64
-"""Of one burn-in, against a writer that never ends."""
+"""Per burn-in: bounds what a faulty writer can store."""
 TEXT_CHARS_MAX = 500
-"""Of one check's sentence."""
+"""Per check's text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BurnIn:
-    """A node was worked hard on purpose, and its answers compared."""
+    """Result of a burn-in: work with a known result, run on a node."""
 
     passed: bool  # no check failed; at least one was done
     seconds: float
@@ -45,16 +45,16 @@ class BurnIn:
     def from_dict(cls, d: Mapping[str, Any]) -> Self:
         """
         Raises:
-            CommandRefused: it is none.
+            CommandRefused: `d` is not a burn-in result.
         """
         try:
             checks = tuple(_check_from_dict(c) for c in d["checks"])[:CHECKS_MAX]
             passed = any(c.passed for c in checks) and all(c.passed is not False for c in checks)
             if bool(d["passed"]) != passed:
-                raise ValueError(f"passed is {d['passed']!r}, and its checks say {passed}")
+                raise ValueError(f"passed is {d['passed']!r}, but its checks give {passed}")
             return cls(passed=passed, seconds=float(d["seconds"]), checks=checks)
         except (KeyError, TypeError, ValueError) as e:
-            raise CommandRefused(f"this is no result of a burn-in: {e!r}") from None
+            raise CommandRefused(f"not a burn-in result: {e!r}") from None
 
 
 def _check_from_dict(d: Mapping[str, Any]) -> BurnInCheck:
@@ -76,7 +76,7 @@ class RecordedBurnIn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeRecord:
-    """Times are wall seconds; None: it is not so."""
+    """Times are wall seconds; None: not in that state."""
 
     node: str
     quarantined_since: float | None = None
@@ -84,7 +84,7 @@ class NodeRecord:
     quarantined_because: str = ""
     drained_at: float | None = None
     drained_by: str = ""
-    moved: tuple[str, ...] = ()  # incidents that its draining opened
+    moved: tuple[str, ...] = ()  # incidents opened by its drain
     returned_at: float | None = None
     returned_by: str = ""
     burn_ins: tuple[RecordedBurnIn, ...] = ()  # newest last
@@ -95,41 +95,43 @@ class NodeRecord:
 
 
 def fold_nodes(events: Iterable[Event]) -> dict[str, NodeRecord]:
-    """All nodes of which something was said. Events of other things, and those that name no node, are skipped."""
+    """All nodes with node events; other events are skipped."""
     nodes: dict[str, NodeRecord] = {}
     for event in events:
-        said = event.payload
-        if isinstance(said, NodeQuarantined | NodeDrained | NodeReturnedToService | BurnInFinished) and said.node:
-            nodes[said.node] = _after(nodes.get(said.node) or NodeRecord(node=said.node), said, event.wall_at)
+        payload = event.payload
+        if isinstance(payload, NodeQuarantined | NodeDrained | NodeReturnedToService | BurnInFinished) and payload.node:
+            nodes[payload.node] = _after(
+                nodes.get(payload.node) or NodeRecord(node=payload.node), payload, event.wall_at
+            )
     return nodes
 
 
 def _after(
-    before: NodeRecord, said: NodeQuarantined | NodeDrained | NodeReturnedToService | BurnInFinished, at: float
+    before: NodeRecord, payload: NodeQuarantined | NodeDrained | NodeReturnedToService | BurnInFinished, at: float
 ) -> NodeRecord:
-    match said:
+    match payload:
         case NodeQuarantined():
             if before.quarantined:
-                return before  # who said it first is who knows why
+                return before  # the first quarantine has the reason
             return replace(
                 before,
                 quarantined_since=at,
-                quarantined_by=said.by,
-                quarantined_because=said.because,
+                quarantined_by=payload.by,
+                quarantined_because=payload.because,
                 returned_at=None,
             )
         case NodeDrained():
-            return replace(before, drained_at=at, drained_by=said.by, moved=(*before.moved, *said.incidents))
+            return replace(before, drained_at=at, drained_by=payload.by, moved=(*before.moved, *payload.incidents))
         case NodeReturnedToService():
-            return NodeRecord(node=before.node, returned_at=at, returned_by=said.by, burn_ins=before.burn_ins)
+            return NodeRecord(node=before.node, returned_at=at, returned_by=payload.by, burn_ins=before.burn_ins)
         case BurnInFinished():
-            result = BurnIn(passed=said.passed, seconds=said.seconds, checks=said.checks)
-            found = RecordedBurnIn(at=at, by=said.by, result=result)
+            result = BurnIn(passed=payload.passed, seconds=payload.seconds, checks=payload.checks)
+            found = RecordedBurnIn(at=at, by=payload.by, result=result)
             return replace(before, burn_ins=(*before.burn_ins, found)[-BURN_INS_KEPT:])
 
 
 def known_nodes(journal: Journal) -> set[str]:
-    """Every node that the run began with, or that a replica was ever on."""
+    """Every node that the run started with or a replica was ever placed on."""
     started = journal.last(K.RUN_STARTED)
     found = set(started.as_(RunStarted).nodes) if started else set()
     found |= {str(d.node) for d in journal.desired().values()}

@@ -8,13 +8,12 @@ The row of the fault's class in `core.faults.FAULTS` names the remedy:
     stop      stop the job, evict nothing: the same code would fail again anywhere
     page      no action; page on-call
 
-Two rules come before it: whatever happens on a quarantined node moves, for nothing is placed there again; and a policy
-that collapsed only pages on-call, whatever its class.
+Two rules come first: a replica on a quarantined node always moves, because nothing is placed there; and a policy
+collapse only pages on-call, whatever its class.
 
-The ladder climbs by cause (rungs that cannot help are skipped) and by count: a replacement that twice ends before its
-first work is not a hardware fault, so another node would not help and a person is called; one that lives but does
-nothing may sit on a bad node, so the next one goes elsewhere. A diagnosis of an incarnation that was replaced already
-asks for nothing.
+Retries escalate by cause and by count. Two replacements in a row that end before their first progress are not a hardware
+fault: another node would not help, so on-call is paged. A replacement that runs without progress may be on a bad node, so
+the next one goes to another. A diagnosis of an incarnation that was already replaced needs no action.
 """
 
 import math
@@ -27,18 +26,18 @@ from rolecall.core.diagnosis import ActionKind, Diagnosis, Plan, PlanTarget, Sus
 from rolecall.core.faults import Remedy
 from rolecall.core.ids import IncidentId, NodeId, ReplicaId
 from rolecall.recovery.fleet import DEAD, FleetView
-from rolecall.recovery.incidents.incident import PERSON, ActionFailure, Incident, IncidentOutcome
+from rolecall.recovery.incidents.incident import OPERATOR, ActionFailure, Incident, IncidentOutcome
 
 COLLAPSE = "collapse"
-"""`Diagnosis.detectors` of a policy that collapsed. Its job still runs: to stop it on a statistical word would cost more,
-when the word is wrong, than a person who looks costs when it is right."""
+"""`Diagnosis.detectors` of a policy collapse. Its job still runs: stopping it on a statistical finding that is wrong would
+cost more than a page costs when it is right."""
 DEATHS_ON_START_MAX = 2
-"""One death of a replacement may be a second fault; two in a row have their cause in what is started."""
+"""One dead replacement may be a second fault; two in a row point to the software that is started."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailedAttempt:
-    """A failed attempt of this incident, as the ladder sees it."""
+    """A failed attempt of this incident, as input of the policy."""
 
     failure: ActionFailure
     action: ActionKind
@@ -49,18 +48,18 @@ class FailedAttempt:
         return {**asdict(self), "failure": str(self.failure), "action": str(self.action)}
 
     @classmethod
-    def from_dict(cls, d: dict[str, Any]) -> Self:
+    def from_dict(cls, body: dict[str, Any]) -> Self:
         return cls(
-            failure=ActionFailure(d["failure"]),
-            action=ActionKind(d["action"]),
-            targets=tuple(PlanTarget(**t) for t in d["targets"]),
-            because=d["because"],
+            failure=ActionFailure(body["failure"]),
+            action=ActionKind(body["action"]),
+            targets=tuple(PlanTarget(**t) for t in body["targets"]),
+            because=body["because"],
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyInput:
-    """All that a decision reads, and nothing else: stored with the plan, so that it replays."""
+    """Everything a decision reads; stored with the plan so that the decision can be replayed."""
 
     incident_id: IncidentId
     diagnosis: Diagnosis
@@ -68,8 +67,8 @@ class PolicyInput:
     config: RecoveryConfig
     past: tuple[FailedAttempt, ...]
     supports: frozenset[ActionKind]
-    lost_nodes: frozenset[str] = frozenset()  # nodes that were diagnosed as lost: nothing is placed there
-    quarantined_nodes: frozenset[str] = frozenset()  # nor on these, for as long as nobody returns them
+    lost_nodes: frozenset[str] = frozenset()  # diagnosed as lost: nothing is placed there
+    quarantined_nodes: frozenset[str] = frozenset()  # nothing is placed there until they are returned
 
     @property
     def avoided(self) -> frozenset[str]:
@@ -80,7 +79,7 @@ class PolicyInput:
             "incident_id": self.incident_id,
             "diagnosis": self.diagnosis.to_dict(),
             "fleet": self.fleet.to_dict(),
-            # A webhook URL may hold a secret and decides nothing.
+            # A webhook URL may contain a secret and does not affect the decision.
             "config": self.config.model_dump(mode="json", exclude={"webhook_url"}),
             "past": [p.to_dict() for p in self.past],
             "supports": sorted(str(a) for a in self.supports),
@@ -89,22 +88,22 @@ class PolicyInput:
         }
 
     @classmethod
-    def from_dict(cls, d: dict[str, Any]) -> Self:
+    def from_dict(cls, body: dict[str, Any]) -> Self:
         return cls(
-            incident_id=IncidentId(d["incident_id"]),
-            diagnosis=Diagnosis.from_dict(d["diagnosis"]),
-            fleet=FleetView.from_dict(d["fleet"]),
-            config=RecoveryConfig.model_validate(d["config"]),
-            past=tuple(FailedAttempt.from_dict(p) for p in d["past"]),
-            supports=frozenset(ActionKind(a) for a in d["supports"]),
-            lost_nodes=frozenset(d["lost_nodes"]),
-            quarantined_nodes=frozenset(d.get("quarantined_nodes", ())),  # older questions have none
+            incident_id=IncidentId(body["incident_id"]),
+            diagnosis=Diagnosis.from_dict(body["diagnosis"]),
+            fleet=FleetView.from_dict(body["fleet"]),
+            config=RecoveryConfig.model_validate(body["config"]),
+            past=tuple(FailedAttempt.from_dict(p) for p in body["past"]),
+            supports=frozenset(ActionKind(a) for a in body["supports"]),
+            lost_nodes=frozenset(body["lost_nodes"]),
+            quarantined_nodes=frozenset(body.get("quarantined_nodes", ())),  # absent in older inputs
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyDecision:
-    """A plan; and when it is to do nothing, what closes the incident and whether a person must hear of it."""
+    """A plan; if it is to do nothing, also the incident's outcome and whether to page on-call."""
 
     plan: Plan
     page_oncall: bool = False
@@ -123,7 +122,7 @@ def question(
     supports: frozenset[ActionKind],
     quarantined_nodes: frozenset[str] = frozenset(),
 ) -> PolicyInput:
-    """What `decide` must know of an incident, and of the others that bear on it."""
+    """The input of `decide` for an incident."""
     past = tuple(
         FailedAttempt(failure=a.failure, action=a.plan.action, targets=a.plan.targets, because=a.failed_because)
         for a in incident.failures
@@ -144,45 +143,51 @@ def question(
 
 
 def decide(q: PolicyInput) -> PolicyDecision:
-    """What to do about it, and why."""
-    d = q.diagnosis
-    if COLLAPSE in d.detectors:
+    """The plan for a diagnosis, with its reason."""
+    diagnosis = q.diagnosis
+    if COLLAPSE in diagnosis.detectors:
         return _nothing(
-            q, f"{d.because}: nobody is evicted for it, and whether to stop is for a person to say", person=True
+            q,
+            f"{diagnosis.because}: no replica is evicted; an operator must decide whether to stop the job",
+            person=True,
         )
-    remedy = d.fault_class.spec.remedy
+    remedy = diagnosis.fault_class.spec.remedy
     if remedy is Remedy.STOP:
         return _stop(q)
-    if PERSON not in d.detectors:
+    if OPERATOR not in diagnosis.detectors:
         if remedy is Remedy.WEIGH and not q.past:
-            worth, arithmetic = slow_gain(d, q.config)
+            worth, arithmetic = slow_gain(diagnosis, q.config)
             if not worth:
                 return _nothing(q, arithmetic)
             return _replace(q, arithmetic)
         if remedy is Remedy.PAGE:
-            settle = f" What would settle it: {d.settle}" if d.settle else ""
-            return _nothing(q, f"no action is known to help against {d.fault_class}: {d.because}.{settle}", person=True)
-    return _replace(q, d.because)
+            settle = f" To settle it: {diagnosis.settle}" if diagnosis.settle else ""
+            return _nothing(
+                q,
+                f"no known action resolves {diagnosis.fault_class}: {diagnosis.because}.{settle}",
+                person=True,
+            )
+    return _replace(q, diagnosis.because)
 
 
-def slow_gain(d: Diagnosis, config: RecoveryConfig) -> tuple[bool, str]:
-    """Whether replacing a slow replica pays over the horizon, with the arithmetic.
+def slow_gain(diagnosis: Diagnosis, config: RecoveryConfig) -> tuple[bool, str]:
+    """Whether replacing a slow replica pays off over the horizon, with the arithmetic.
 
     A replica slowed r times does horizon / r of its work; a replacement does horizon - cost. The gain is their
     difference, horizon x (1 - 1/r) - cost, in seconds of this replica's healthy work.
     """
-    ratio, horizon, cost = d.gain_ratio, config.horizon_seconds, config.replacement_cost_seconds
+    ratio, horizon, cost = diagnosis.gain_ratio, config.horizon_seconds, config.replacement_cost_seconds
     if ratio is None or not math.isfinite(ratio) or ratio <= 1:
-        return False, f"tolerated: how much would be gained was not measured ({d.because})"
+        return False, f"tolerated: the gain was not measured ({diagnosis.because})"
     if horizon is None:
         return (
             False,
-            f"tolerated: {ratio:.2f} times slower, but no horizon is set to weigh {cost:.0f} s of cost against",
+            f"tolerated: {ratio:.2f} times slower, but no horizon is set to compare with {cost:.0f} s of cost",
         )
     gain = horizon * (1 - 1 / ratio)
     sum_ = f"{horizon:.0f} s x (1 - 1/{ratio:.2f}) = {gain:.0f} s of its work"
     if gain > cost:
-        return True, f"{d.because}; replacing gains {sum_} for {cost:.0f} s of cost"
+        return True, f"{diagnosis.because}; replacing gains {sum_} for {cost:.0f} s of cost"
     return False, f"tolerated: replacing would gain {sum_}, less than the {cost:.0f} s it costs"
 
 
@@ -195,15 +200,15 @@ def _nothing(
 
 def _stop(q: PolicyInput) -> PolicyDecision:
     if ActionKind.STOP_JOB not in q.supports:
-        return _nothing(q, f"the job should stop and cannot be stopped from here: {q.diagnosis.because}", person=True)
-    because = f"{q.diagnosis.because}: the job's own code, so nobody is evicted and the job stops"
+        return _nothing(q, f"{q.diagnosis.because}: the job must stop and this actuator cannot stop it", person=True)
+    because = f"{q.diagnosis.because}: failure of the job's own code; no replica is evicted and the job stops"
     plan = Plan(incident_id=q.incident_id, action=ActionKind.STOP_JOB, targets=(), because=because)
     return PolicyDecision(plan=plan, page_oncall=True, outcome=IncidentOutcome.ESCALATED)
 
 
 def _replace(q: PolicyInput, because: str) -> PolicyDecision:
     if not q.supports:
-        return _nothing(q, f"{because}; rolecall only watches this job: what helps is for a person to do", person=True)
+        return _nothing(q, f"{because}; rolecall only observes this job: an operator must act", person=True)
     targets, why_not = _targets(q)
     if not targets:
         moot = why_not == _REPLACED_ALREADY
@@ -220,15 +225,15 @@ def _replace(q: PolicyInput, because: str) -> PolicyDecision:
             return _nothing(q, f"{because}: there is no other node to move to", person=True)
         action = ActionKind.REPLACE_REPLICA
     if action not in q.supports:
-        return _nothing(q, f"{because}: {action} is needed, and cannot be done from here", person=True)
+        return _nothing(q, f"{because}: {action} is needed, but this actuator cannot perform it", person=True)
     return PolicyDecision(plan=Plan(incident_id=q.incident_id, action=action, targets=targets, because=tried))
 
 
-_REPLACED_ALREADY = "the named incarnation was replaced already"
+_REPLACED_ALREADY = "the named incarnation was already replaced"
 
 
 def _targets(q: PolicyInput) -> tuple[tuple[PlanTarget, ...], str]:
-    """The incarnations to replace: those named, or where this incident replaced them already, what it made of them."""
+    """The incarnations to replace: those named, or their replacements if this incident already replaced them."""
     made = {
         str(t.replica): t.incarnation + 1 for p in q.past if p.failure is not ActionFailure.REFUSED for t in p.targets
     }
@@ -241,17 +246,19 @@ def _targets(q: PolicyInput) -> tuple[tuple[PlanTarget, ...], str]:
             continue
         replica, incarnation = named
         seen = q.fleet.find(replica)
-        meant = max(incarnation, made.get(replica, 0))
+        incarnation_now = max(incarnation, made.get(replica, 0))
         if seen is None:
             why_not = f"{replica} is not part of this run"
-        elif seen.desired_incarnation > meant:
+        elif seen.desired_incarnation > incarnation_now:
             why_not = _REPLACED_ALREADY
-        elif seen.desired_incarnation < meant:
-            why_not = f"{replica}#{meant} is named, and {replica}#{seen.desired_incarnation} is the newest there is"
+        elif seen.desired_incarnation < incarnation_now:
+            why_not = f"{replica}#{incarnation_now} is named, but the newest incarnation is #{seen.desired_incarnation}"
         else:
-            found[replica] = PlanTarget(replica=seen.replica, incarnation=meant, node=_node(suspect, seen.node, q))
+            found[replica] = PlanTarget(
+                replica=seen.replica, incarnation=incarnation_now, node=_node(suspect, seen.node, q)
+            )
     if q.past and q.past[-1].failure is ActionFailure.DIED:
-        # Of several replacements only those that ended are made again.
+        # Of several replacements only the dead ones are replaced again.
         dead = {r: t for r, t in found.items() if (v := q.fleet.find(r)) is not None and v.state in DEAD}
         found = dead or found
     return tuple(found[r] for r in sorted(found)), why_not
@@ -259,19 +266,19 @@ def _targets(q: PolicyInput) -> tuple[tuple[PlanTarget, ...], str]:
 
 def _named(suspect: Suspect, fleet: FleetView) -> tuple[tuple[str, int] | None, str]:
     if not suspect.replica:
-        return None, f"the evidence names {suspect.node} and no replica"
+        return None, f"the evidence names {suspect.node} but no replica"
     if suspect.incarnation is None:
-        return None, f"the evidence does not tell which incarnation of {suspect.replica}"
+        return None, f"the evidence does not name the incarnation of {suspect.replica}"
     return (ReplicaId(suspect.replica), suspect.incarnation), ""
 
 
 def _node(suspect: Suspect, runs_on: NodeId, q: PolicyInput) -> NodeId:
-    # Before a retry the fleet may already show the replacement's node, which is the one that matters now.
+    # On a retry the fleet shows the replacement's node, which is the relevant one.
     return runs_on if q.past or not suspect.node else suspect.node
 
 
 def _exhausted(q: PolicyInput) -> str:
-    """Why no further attempt is made; empty while one is."""
+    """Why no further attempt is made; empty if one is."""
     past = q.past
     if past and past[-1].failure is ActionFailure.REFUSED:
         return f"the action could not be performed: {past[-1].because}"
@@ -282,11 +289,11 @@ def _exhausted(q: PolicyInput) -> str:
         deaths += 1
     if deaths >= DEATHS_ON_START_MAX:
         return (
-            f"{deaths} replacements in a row ended before their first work ({past[-1].because}): "
-            "what is started is at fault, not the machine, and another node would not help"
+            f"{deaths} replacements in a row died before their first progress ({past[-1].because}): "
+            "the software that is started is at fault, not the machine; another node would not help"
         )
     if len(past) >= q.config.retries_per_replica_max:
-        return f"{len(past)} attempts failed, the last one because {past[-1].because}"
+        return f"{len(past)} attempts failed, the last: {past[-1].because}"
     return ""
 
 

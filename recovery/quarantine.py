@@ -1,7 +1,7 @@
-"""When a replica leaves a node for the node's own fault, nothing is to come after it. Pure.
+"""Automatic quarantine of a node that a replica leaves because the node is faulty. Pure.
 
-Only the nodes that the diagnosis names: a retry leaves one that nobody has accused. And never too many of all: a detector
-that is wrong about a whole rack must not leave a run without nodes.
+Only nodes that the diagnosis names: a retry may leave a node that is no suspect. And only a limited share of all nodes: a
+false positive about a whole rack must not leave a run without nodes.
 """
 
 from collections.abc import Collection
@@ -13,15 +13,21 @@ from rolecall.recovery.incidents.incident import Incident
 from rolecall.recovery.next_step import Append
 
 BY_WATCH = "watch"
-"""Who quarantines a node that no person spoke of."""
+"""`by` of an automatic quarantine."""
 TOPIC = "quarantine"
-"""Of the call for a person when too many nodes would be quarantined."""
+"""Topic of the page when too many nodes would be quarantined."""
 
 
 def events_before_plan(
-    incident: Incident, plan: Plan, *, shut: Collection[str], known: Collection[str], share_max: float, channel: str
+    incident: Incident,
+    plan: Plan,
+    *,
+    quarantined: Collection[str],
+    known: Collection[str],
+    share_max: float,
+    channel: str,
 ) -> list[Append]:
-    """What to write before `plan` is performed. `shut`: nodes in quarantine; `known`: all of the run."""
+    """Events to write before `plan` is performed. `quarantined`: nodes in quarantine; `known`: all nodes of the run."""
     if (
         plan.action is not ActionKind.REPLACE_NODE
         or incident.diagnosis.fault_class.spec.remedy is not Remedy.MOVE
@@ -29,10 +35,10 @@ def events_before_plan(
     ):
         return []
     faulty = {str(t.node) for t in plan.targets} & {str(s.node) for s in incident.diagnosis.suspects}
-    take, left = to_quarantine(faulty, shut, known, share_max)
+    take, left = to_quarantine(faulty, quarantined, known, share_max)
     name = incident.incident_id
     because = f"{name}: {incident.diagnosis.because}"
-    said = [
+    events = [
         Append(
             payload=NodeQuarantined(node=node, by=BY_WATCH, because=because),
             key=f"{name}:quarantine:{node}",
@@ -41,18 +47,18 @@ def events_before_plan(
     ]
     if left:
         because = (
-            f"{', '.join(left)} should be quarantined, and {len(shut) + len(take)} of {len(known)} nodes are: "
+            f"{', '.join(left)} should be quarantined, but {len(quarantined) + len(take)} of {len(known)} nodes already are: "
             f"the limit is {share_max:.0%}"
         )
         paged = OncallPaged(topic=TOPIC, because=because, channel=channel)
-        said.append(Append(payload=paged, key=f"{name}:person:{TOPIC}"))
-    return said
+        events.append(Append(payload=paged, key=f"{name}:person:{TOPIC}"))
+    return events
 
 
 def to_quarantine(
     faulty: Collection[str], quarantined: Collection[str], known: Collection[str], share_max: float
 ) -> tuple[list[str], list[str]]:
-    """Of nodes with a fault: those to quarantine, and those that would be too many of all."""
+    """Splits faulty nodes into those to quarantine and those beyond the limit."""
     take: list[str] = []
     left: list[str] = []
     for node in sorted(set(faulty) - set(quarantined)):

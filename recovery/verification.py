@@ -1,7 +1,7 @@
-"""Is the cure a cure? The replacement serves, and is seen to make progress; else the action failed. Pure.
+"""Verification of an action: the replacement serves and makes progress, otherwise the action failed. Pure.
 
-Serving is the runtime's word (for a rollout: after proof of its weights), progress the detector's. A replacement that
-ended is not waited for.
+The runtime reports serving (for a rollout: after the proof of its weights), the detector reports progress. A replacement
+that died fails the action at once.
 """
 
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ from rolecall.recovery.fleet import DEAD, FleetView
 from rolecall.recovery.incidents.incident import ActionFailure
 
 Progress = Mapping[str, tuple[bool, str]]
-"""replica -> (is it seen to make progress at the wanted incarnation, what was seen)."""
+"""replica -> (whether it is seen to make progress at the wanted incarnation, what was seen)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +30,7 @@ class Verification:
 def verify(
     plan: Plan, *, fleet: FleetView, progress: Progress, done_at: float, now: float, verification_timeout_seconds: float
 ) -> Verification:
-    """How the performed plan stands at `now` (wall seconds)."""
+    """State of the performed plan at `now` (wall seconds)."""
     seen: list[str] = []
     missing: list[str] = []
     serving_at = 0.0
@@ -39,19 +39,19 @@ def verify(
         view = fleet.find(target.replica)
         name = f"{target.replica}#{wanted}"
         if view is None:
-            missing.append(f"{name} is not desired any more")
+            missing.append(f"{name} is no longer desired")
         elif view.incarnation >= wanted and view.state in DEAD:
             return Verification(
-                because=f"{target.replica}#{view.incarnation} ended before its first work: {view.because or view.state}",
+                because=f"{target.replica}#{view.incarnation} died before its first progress: {view.because or view.state}",
                 failure=ActionFailure.DIED,
             )
         elif view.incarnation < wanted or view.state not in _service(target.replica):
-            missing.append(f"{name} is {view.state if view.incarnation >= wanted else 'not there'}")
+            missing.append(f"{name} is {view.state if view.incarnation >= wanted else 'not started'}")
         elif split_replica(target.replica)[0] == STANDBY_ROLE:
-            seen.append(f"{name} stands by")
+            seen.append(f"{name} is ready")
         else:
-            moves, words = progress.get(target.replica, (False, "nothing is known of its progress"))
-            (seen if moves else missing).append(f"{name}: {words}")
+            progressing, text = progress.get(target.replica, (False, "no data on its progress"))
+            (seen if progressing else missing).append(f"{name}: {text}")
         serving_at = max(serving_at, view.changed_at if view else 0.0)
     if not missing:
         return Verification(because="; ".join(seen), resolved=True, serving_at=serving_at)
@@ -63,7 +63,7 @@ def verify(
 
 
 def _service(replica: str) -> tuple[ReplicaState, ...]:
-    # A standby does no work until it is promoted: being there is all that can be asked of it.
+    # A standby does no work until it is promoted: being ready is all that can be verified.
     if split_replica(replica)[0] == STANDBY_ROLE:
         return (ReplicaState.READY, ReplicaState.SERVING)
     return (ReplicaState.SERVING,)

@@ -1,4 +1,4 @@
-"""Every process of a run: finding them all, ending them safely, and touching nobody else's.
+"""Every process of a run: finding them all, ending them safely, and touching no other process.
 
 A process belongs to a run when its environment carries `ROLECALL_RUN=<run directory>` (children inherit it, double forks
 too), or when the run wrote down its PID with its start time in `processes.jsonl` (the supervisor, whose own environment
@@ -52,7 +52,7 @@ def run_environment(run_dir: Path, node: str | None = None, base: Mapping[str, s
     return env
 
 
-def look(pid: int, proc: Path = PROC) -> tuple[str, int, str] | None:
+def read_stat(pid: int, proc: Path = PROC) -> tuple[str, int, str] | None:
     """(state letter, start time in ticks, name) of a process; None when there is none."""
     try:
         stat = (proc / str(pid) / "stat").read_text(encoding="utf-8", errors="replace")
@@ -65,7 +65,7 @@ def look(pid: int, proc: Path = PROC) -> tuple[str, int, str] | None:
 
 def is_alive(pid: int, start_ticks: int, proc: Path = PROC) -> bool:
     """Whether this very process still runs. A zombie does not."""
-    seen = look(pid, proc)
+    seen = read_stat(pid, proc)
     return seen is not None and seen[1] == start_ticks and seen[0] not in "ZX"
 
 
@@ -86,7 +86,7 @@ def kill_process(pid: int, start_ticks: int, sig: int = signal.SIGKILL) -> bool:
     except ProcessLookupError:
         return False
     try:
-        # The descriptor is bound to whoever had the PID when it was opened; only now may the start time be compared.
+        # The descriptor is bound to the process that had the PID when it was opened; only now may the start time be compared.
         if not is_alive(pid, start_ticks):
             return False
         signal.pidfd_send_signal(descriptor, sig)
@@ -98,13 +98,13 @@ def kill_process(pid: int, start_ticks: int, sig: int = signal.SIGKILL) -> bool:
 
 
 def boot_id(proc: Path = PROC) -> str:
-    """Start times count from boot: a record of another boot names nobody."""
+    """Start times count from boot: a record of another boot names no process."""
     return (proc / "sys/kernel/random/boot_id").read_text().strip()
 
 
 def record_process(run_dir: Path, name: str, pid: int, *, node: str = "") -> int | None:
     """Writes down a process that was just started; returns its start time, None when it has ended already."""
-    seen = look(pid)
+    seen = read_stat(pid)
     if seen is None:
         return None
     line = {"name": name, "node": node, "pid": pid, "start_ticks": seen[1], "boot_id": boot_id()}
@@ -182,7 +182,7 @@ def find_processes(run_dir: Path, *, exclude: Iterable[int] = (), proc: Path = P
         except FileNotFoundError:
             continue
         pid = int(entry.name)
-        seen = look(pid, proc)
+        seen = read_stat(pid, proc)
         env = environment_of(pid, proc) if seen is not None and seen[0] not in "ZX" else {}
         if seen is not None and env.get(RUN_ENV) == str(run_dir):
             found.setdefault(pid, RunProcess(pid=pid, start_ticks=seen[1], name=seen[2], node=env.get(NODE_ENV, "")))
@@ -222,7 +222,7 @@ def stop_run(run_dir: Path, *, clock: Clock | None = None, term_seconds: float =
         wait_gone(supervisors, seconds, clock)
     _signal_all(living(), signal.SIGTERM)
     wait_gone(living(), term_seconds, clock)
-    # Killing a raylet may let a worker be born that nobody has seen yet: look again until nobody is left.
+    # Killing a raylet may let a worker be born that was not listed: list again until none is left.
     deadline = clock.monotonic() + KILL_SECONDS
     while (left := living()) and clock.monotonic() < deadline:
         _signal_all(left, signal.SIGKILL)
@@ -237,7 +237,7 @@ def _signal_all(processes: Iterable[RunProcess], sig: signal.Signals) -> None:
     for p in processes:
         kill_process(p.pid, p.start_ticks, sig)
         if sig is signal.SIGTERM:
-            # A stopped process handles SIGTERM only once it goes on. SIGKILL needs no such help.
+            # A stopped process handles SIGTERM only once it continues. SIGKILL needs no such help.
             kill_process(p.pid, p.start_ticks, signal.SIGCONT)
 
 

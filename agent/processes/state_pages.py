@@ -1,9 +1,8 @@
-"""Reads state pages: those of running, stopped and dead processes alike.
+"""Reads state pages of running, stopped and dead processes.
 
-A page is taken only when its sequence number was even and the same before and after the copy; otherwise the read is
-repeated, and given up after NUM_TRIES (a writer that was stopped in the middle of a write). The file is read with
-`pread`, never mapped: a page that somebody truncates must not kill the agent (SIGBUS).
-"""
+A copy is valid only if the sequence number was even and unchanged across it; otherwise the read is repeated up to
+NUM_TRIES times (the writer may be stopped in the middle of a write). The file is read with `pread`, never mapped,
+because truncating a mapped page would kill the agent (SIGBUS)."""
 
 import math
 import os
@@ -19,7 +18,7 @@ _FLOAT_MAX = sys.float_info.max
 
 
 class PageUnreadable(Exception):
-    """No consistent state could be read: why."""
+    """No consistent state could be read; the text says why."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +40,7 @@ class ReportedException:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PageState:
-    """What a process said of itself, at one moment. Fields mean what they mean in `telemetry.ProcessSample`."""
+    """State that a process reported, at one moment. Fields as in `telemetry.ProcessSample`."""
 
     replica: str
     rank: int
@@ -86,7 +85,7 @@ class PageState:
     exception: ReportedException | None
 
     def proven_by(self, secret: str) -> bool:
-        """Whether who wrote this identity held `secret`."""
+        """Whether the writer of this identity held `secret`."""
         import hmac
 
         wanted = at.identity_proof(
@@ -105,12 +104,12 @@ def _text(raw: bytes, area: tuple[int, int]) -> str:
 
 
 def _finite(value: float) -> float:
-    """JSON has no infinity: the largest float stands for it. NaN stays (it means: not reported)."""
+    """Replaces infinity, which JSON lacks, by the largest float. NaN stays (not reported)."""
     return math.copysign(_FLOAT_MAX, value) if math.isinf(value) else value
 
 
 def parse_page(raw: bytes) -> PageState:
-    """The state on a page that was copied while nobody wrote.
+    """Parses a consistent copy of a page.
 
     Raises:
         PageUnreadable: not a page, another layout, or copied in the middle of a write.
@@ -162,9 +161,9 @@ def parse_page(raw: bytes) -> PageState:
 
 
 def _parse_health(q: "memoryview[int]", d: "memoryview[float]") -> dict[str, float]:
-    """NaN until it is told, as on the pages of a reporter that cannot tell."""
-    told = q[at.W_HEALTHS] > 0
-    return {name: _finite(d[word]) if told else math.nan for name, word in at.HEALTH_WORDS.items()}
+    """NaN until reported, and for reporters without these fields."""
+    reported = q[at.W_HEALTHS] > 0
+    return {name: _finite(d[word]) if reported else math.nan for name, word in at.HEALTH_WORDS.items()}
 
 
 def _parse_exception(raw: bytes, q: "memoryview[int]", d: "memoryview[float]") -> ReportedException:
@@ -180,12 +179,12 @@ def _parse_exception(raw: bytes, q: "memoryview[int]", d: "memoryview[float]") -
 
 
 class PageReader:
-    """Keeps one page file open. Close it when the process is forgotten."""
+    """Keeps one page file open. Close it when the process is dropped."""
 
     def __init__(self, path: Path) -> None:
         """Raises OSError when there is no such file."""
         self.path = path
-        # Whoever the page is of made the file: no link is followed, and no writer of a pipe waited for.
+        # Written by an untrusted process: follow no symlink, wait for no pipe.
         self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
 
     def close(self) -> None:
@@ -200,12 +199,12 @@ class PageReader:
         """The state now.
 
         Raises:
-            PageUnreadable: see `parse_page`; or the process kept writing, or stands still inside a write.
-            OSError: the file cannot be read any more.
+            PageUnreadable: see `parse_page`; or the process kept writing, or is stopped inside a write.
+            OSError: the file can no longer be read.
         """
         for _ in range(NUM_TRIES):
             before = self._sequence()
             raw = os.pread(self._descriptor, at.PAGE_BYTES, 0)
             if before == self._sequence() and not (before and before[0 if sys.byteorder == "little" else -1] & 1):
                 return parse_page(raw)
-        raise PageUnreadable(f"no quiet moment in {NUM_TRIES} tries")
+        raise PageUnreadable(f"no consistent copy in {NUM_TRIES} tries")

@@ -1,8 +1,8 @@
 """Layout of the state page: 4096 bytes that one process writes about itself and its node's agent reads.
 
 The page is an array of 8-byte words (native byte order: writer and reader share a machine) followed by text areas.
-Everything but `BEATS` is under a sequence lock: `SEQUENCE` is odd while a write is going on, and grows with each.
-`BEATS` belongs to the ticker thread alone. Standard library only: training processes import this.
+Everything but `BEATS` is under a sequence lock: `SEQUENCE` is odd during a write, and grows with each.
+Only the ticker thread writes `BEATS`. Standard library only: training processes import this.
 """
 
 import hashlib
@@ -43,11 +43,11 @@ W_REWARD = 24
 W_EXCEPTIONS = 25  # how many exceptions were reported; the text areas hold the last
 W_EXCEPTION_STEP = 26
 W_EXCEPTION_AT = 27
-W_FINISHED = 28  # 1 once the coming exit is wanted
-W_IDENTITIES = 29  # how often the identity was written: 1 after start, 2 after a promotion
+W_FINISHED = 28  # 1 once the process has announced an intended exit
+W_IDENTITIES = 29  # writes of the identity: 1 after start, 2 after a promotion
 W_UNFINITE = 30  # how often loss, gradient norm or reward were NaN or infinite
 W_JUMPS = 31  # how often one of them jumped (jumps.py)
-W_HEALTHS = 32  # how often the health of a step was told; 0: no word of it means anything
+W_HEALTHS = 32  # reports of policy health; 0: the health words are undefined
 W_ENTROPY = 33
 W_CLIP_FRACTION_LOW = 34
 W_CLIP_FRACTION_HIGH = 35
@@ -72,7 +72,7 @@ HEALTH_WORDS = {
     "filtered_fraction": W_FILTERED_FRACTION,
     "log_ratio_max": W_LOG_RATIO_MAX,
 }
-"""Where each sign of the policy's health stands. Pages of before these words have zeros there: `W_HEALTHS` tells."""
+"""Words of the policy-health metrics; valid if `W_HEALTHS` is not 0."""
 
 FLOAT_WORDS = frozenset(
     {
@@ -98,13 +98,13 @@ A_EXCEPTION_WHERE = (1280, 512)
 A_EXCEPTION_MESSAGE = (1792, 2000)  # 500 characters of up to 4 bytes
 
 EXCEPTION_TEXTS = struct.Struct("64s256s512s2000s")
-"""The four of an exception as they follow each other, from A_EXCEPTION_FINGERPRINT on."""
+"""The four texts of an exception, which follow each other from A_EXCEPTION_FINGERPRINT on."""
 
 MESSAGE_CHARACTERS_MAX = 500
 
 
 def padded(text: str, length: int) -> bytes:
-    """`text` as exactly `length` bytes, cut at a character boundary."""
+    """`text` as exactly `length` bytes, truncated at a character boundary."""
     raw = text.encode("utf-8", "replace")
     if len(raw) > length:
         raw = raw[:length].decode("utf-8", "ignore").encode("utf-8")
@@ -112,7 +112,7 @@ def padded(text: str, length: int) -> bytes:
 
 
 def fitting(text: str, length: int) -> bytes:
-    """`text` in at most `length` bytes, cut at a character boundary."""
+    """`text` in at most `length` bytes, truncated at a character boundary."""
     raw = text.encode("utf-8", "replace")
     return raw if len(raw) <= length else padded(text, length)
 
@@ -123,9 +123,9 @@ def text_of(raw: bytes) -> str:
 
 
 def identity_proof(secret: str, *, replica: str, rank: int, incarnation: int, pid: int, start_ticks: int) -> str:
-    """Written on the page: only who was given the secret of this rank and incarnation can make it (HMAC-SHA256, hex)."""
-    said = f"page:{replica}:{rank}#{incarnation}@{pid}:{start_ticks}"
-    return hmac.new(secret.encode(), said.encode(), hashlib.sha256).hexdigest()
+    """HMAC-SHA256 in hex, written on the page: requires the secret issued for this rank and incarnation."""
+    text = f"page:{replica}:{rank}#{incarnation}@{pid}:{start_ticks}"
+    return hmac.new(secret.encode(), text.encode(), hashlib.sha256).hexdigest()
 
 
 def page_name(pid: int, start_ticks: int) -> str:

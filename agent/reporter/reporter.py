@@ -1,10 +1,10 @@
-"""What a training process says of itself: its state on one memory-mapped page, rare events over a Unix socket.
+"""Reports the state of a training process on one memory-mapped page, and rare events over a Unix socket.
 
 Call `start(...)` once; everything else works before it, after it and outside of a run. State goes to the page
 (`page_layout.py`), which the node's agent reads even while this process is stopped or dead. A call costs about a
-microsecond, takes no system call, never waits (see LOCK_SECONDS for the one bounded exception) and never raises into
-training. What needs the agent (registration, exceptions, goodbye) is put on the page, too, and said by a side thread
-(`sender.py`) that wakes at once: the calling thread hands it over and goes on.
+microsecond, makes no system call, never waits (see LOCK_SECONDS for the one bounded exception) and never raises into
+training. Registration, exceptions and the intended exit are on the page, too, and sent by a side thread (`sender.py`);
+the calling thread only enqueues them.
 Standard library only.
 
     with reporter.step(n):
@@ -34,15 +34,16 @@ from rolecall.core.ids import process_start_ticks
 logger = logging.getLogger(__name__)
 
 LOCK_SECONDS = 0.001
-"""How long a writer waits for another thread that is inside a write; then it writes anyway: a reader may then see
-words of both writes, which is better than a training thread that waits for a stopped one."""
+"""How long a writer waits for another thread's write before it writes anyway. A reader may then see values of both
+writes, which is better than a training thread that waits for a stopped one."""
 BEAT_SECONDS = 0.2
 """Period of the ticker thread."""
 BEATS_PER_LOOK = 5
 OFF_SWITCH = "reporter.off"
-"""While this file lies in the run directory no process of the run beats: how `make bench` measures what beats cost."""
+"""While this file exists in the run directory no process of the run beats; `make bench` measures the cost of beats
+so."""
 FLUSH_SECONDS = 0.2
-"""How long the interpreter's end waits until the agent has been told what is left to say; the page holds it anyway."""
+"""How long interpreter exit waits for queued messages to be sent; the page holds them anyway."""
 NUM_PHASES_CACHED_MAX = 64
 
 _phase_bytes: dict[str, bytes] = {}
@@ -58,18 +59,18 @@ def _phase_area(name: str) -> bytes:
 
 
 class _Page:
-    """The page of this process. `with page:` is a write: it takes the lock, and swallows what went wrong inside."""
+    """The page of this process. `with page:` is a write: it takes the lock and suppresses exceptions."""
 
     def __init__(self) -> None:
         self.detach()
 
     def detach(self) -> None:
-        """Back to a fresh page in anonymous memory: at import, and in a forked child (the file is its parent's)."""
+        """Starts a new page in anonymous memory: at import, and in a forked child (the file is the parent's)."""
         self.lock = threading.RLock()  # reentrant: a signal handler may report from inside a write
         self.work_ident = 0
         self.phase = ""
         self.failures = 0
-        self.flight: FlightRecorderResponder | None = None  # used by the ticker thread alone
+        self.flight: FlightRecorderResponder | None = None  # used only by the ticker thread
         self.watches = {word: OutlierDetector() for word in (at.W_LOSS, at.W_GRAD_NORM, at.W_REWARD)}
         self._map(memoryview(bytearray(at.PAGE_BYTES)))
         self.d[at.W_LOSS] = self.d[at.W_GRAD_NORM] = self.d[at.W_REWARD] = math.nan
@@ -82,18 +83,18 @@ class _Page:
         self.raw, self.q, self.d = memory, memory.cast("q"), memory.cast("d")
 
     def move_to(self, path: Path) -> None:
-        """Continues on a file at `path`; where that cannot be made or has no room, stays in memory and warns."""
+        """Moves to a file at `path`; stays in memory with a warning if that fails."""
         try:
             self._move_to(path)
         except (OSError, ValueError) as e:
-            logger.warning("no state page at %s, the agent will not see what this process does: %s", path, e)
+            logger.warning("cannot create the state page %s, this process is invisible to its agent: %s", path, e)
 
     def _move_to(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
         descriptor = os.open(path, flags, 0o600)
         try:
-            # Writing, not truncating, allocates the block: a store to a hole on a full disk would be SIGBUS.
+            # Writing, unlike truncating, allocates the block: a store to a hole on a full disk raises SIGBUS.
             if os.write(descriptor, bytes(self.raw)) != at.PAGE_BYTES:
                 raise OSError("short write")
             mapped = mmap.mmap(descriptor, at.PAGE_BYTES)
@@ -117,13 +118,13 @@ class _Page:
         try:
             self.lock.release()
         except RuntimeError:
-            pass  # not ours: the wait for it ran out
+            pass  # not acquired: the wait timed out
         if e is None:
             return False
-        if isinstance(e, Exception):  # deliberate: a wrong argument to the reporter must not stop training
+        if isinstance(e, Exception):  # a wrong argument to the reporter must not stop training
             self.failures += 1
             if self.failures == 1:
-                logger.warning("a report could not be written (said once): %s: %s", type(e).__name__, e)
+                logger.warning("a report could not be written (logged once): %s: %s", type(e).__name__, e)
             return True
         return False
 
@@ -134,16 +135,16 @@ class _Page:
             self.phase = name
             self.d[at.W_PHASE_SINCE] = monotonic()
             self.q[at.W_PHASE_ENTRIES] += 1
-            if not self.work_ident:  # until somebody reports progress, who enters phases is the working thread
+            if not self.work_ident:  # until progress is reported, the thread that enters phases is the working thread
                 self.q[at.W_WORK_TID] = threading.get_native_id()
 
     def set_training(self, word: int, value: float) -> None:
-        """Loss, gradient norm or reward, and whether it is to be flagged. Inside `with page:` only."""
+        """Sets loss, gradient norm or reward, and counts outliers. Inside `with page:` only."""
         self.d[word] = value
-        said = self.d[word]  # a float, whatever was given: a tensor must not keep its graph alive here
-        if not math.isfinite(said):
+        number = self.d[word]  # a float: a tensor would keep its graph alive
+        if not math.isfinite(number):
             self.q[at.W_UNFINITE] += 1
-        elif self.watches[word].jumps(said):
+        elif self.watches[word].jumps(number):
             self.q[at.W_JUMPS] += 1
 
     def set_text(self, area: tuple[int, int], text: str) -> None:
@@ -163,14 +164,14 @@ class _Page:
 
 
 _page = _Page()
-_teller: ReporterClient | None = None
+_client: ReporterClient | None = None
 _ticker: threading.Thread | None = None
 _previous_excepthook = sys.excepthook
 _starting = threading.Lock()
 
 
 def _tick(page: _Page) -> None:
-    pause = threading.Event()  # never set: a wait on it is a sleep that shutdown can cut short
+    pause = threading.Event()  # never set: an interruptible sleep
     run = os.environ.get("ROLECALL_RUN")
     switch = os.path.join(run, OFF_SWITCH) if run else ""
     beats = 0
@@ -191,27 +192,27 @@ def _default_node_dir() -> Path | None:
 
 
 def start(*, replica: str, rank: int, incarnation: int, secret: str, node_dir: str | None = None) -> None:
-    """Makes this process visible as `rank` of `replica`; `secret` was given at its spawn (registration_secret).
+    """Registers this process as `rank` of `replica`; `secret` was issued at its spawn (registration_secret).
 
-    `node_dir`: default `$ROLECALL_RUN/nodes/$ROLECALL_NODE`. Outside of a run, or where the directory cannot be
-    written, the page stays in anonymous memory and a warning is logged. Called again, it changes the identity.
+    `node_dir`: default `$ROLECALL_RUN/nodes/$ROLECALL_NODE`. Outside of a run, or if the directory is not writable, the
+    page stays in anonymous memory and a warning is logged. A second call changes the identity.
     """
-    global _teller, _ticker
+    global _client, _ticker
     with _starting:
         try:
             pid = os.getpid()
             start_ticks = process_start_ticks(pid) or 0
             directory = Path(node_dir) if node_dir else _default_node_dir()
             _page.set_identity(replica, rank, incarnation, secret, pid, start_ticks)
-            if directory is not None and _teller is None:
-                _teller = ReporterClient(directory / "agent.sock", pid, start_ticks)
+            if directory is not None and _client is None:
+                _client = ReporterClient(directory / "agent.sock", pid, start_ticks)
                 path = directory / "pages" / at.page_name(pid, start_ticks)
                 _page.move_to(path)
                 _page.flight = FlightRecorderResponder(path)
-            if _teller is not None:
-                _teller.register(replica=replica, rank=rank, incarnation=incarnation, secret=secret)
-        except Exception as e:  # noqa: BLE001 deliberate: training goes on unseen rather than not at all
-            logger.warning("this process is not visible to its agent: %s: %s", type(e).__name__, e)
+            if _client is not None:
+                _client.register(replica=replica, rank=rank, incarnation=incarnation, secret=secret)
+        except Exception as e:  # noqa: BLE001 training continues without observation
+            logger.warning("this process is invisible to its agent: %s: %s", type(e).__name__, e)
         if _ticker is None:
             _ticker = threading.Thread(target=_tick, args=(_page,), name="rolecall-beats", daemon=True)
             _ticker.start()
@@ -220,17 +221,17 @@ def start(*, replica: str, rank: int, incarnation: int, secret: str, node_dir: s
 
 
 def become(*, replica: str, incarnation: int, secret: str) -> None:
-    """A promoted standby takes the place of `replica`, as the same rank; its counters go on."""
+    """A promoted standby replaces `replica`, as the same rank; its counters continue."""
     start(replica=replica, rank=_page.q[at.W_RANK], incarnation=incarnation, secret=secret)
 
 
 def enter_phase(name: str) -> None:
-    """What this process does from now on (core.telemetry.Phase)."""
+    """Enters a phase (core.telemetry.Phase)."""
     _page.set_phase(name)
 
 
 class phase:
-    """`with phase("update"):` enters a phase, and on exit the one before."""
+    """`with phase("update"):` enters a phase and restores the previous one on exit."""
 
     __slots__ = ("_before", "_name")
 
@@ -246,8 +247,8 @@ class phase:
 
 
 class collective(phase):
-    """`with collective():` is phase `reduce`, and counts: inside one while entered > done. Left by an error counts
-    as done, too: the collective is over for this rank."""
+    """`with collective():` is phase `reduce` and counts collectives: this rank is inside one while entered > done.
+    Leaving by an exception counts as done: the collective is over for this rank."""
 
     __slots__ = ()
 
@@ -287,9 +288,9 @@ class step:
 
 
 def progress(units: int = 1, *, busy_seconds: float = 0.0, tokens: int = 0) -> None:
-    """`units` of work are finished, which took `busy_seconds` of wall time and made `tokens` tokens.
+    """`units` of work finished in `busy_seconds` of wall time, producing `tokens` tokens.
 
-    The calling thread is from now on the one whose run delay the agent reports.
+    The calling thread becomes the working thread, whose run delay the agent reports.
     """
     with _page as page:
         q, d = page.q, page.d
@@ -315,8 +316,8 @@ def update(
     grad_norm: float | None = None,
     reward: float | None = None,
 ) -> None:
-    """Sets the values given, leaves the others. A loss, gradient norm or reward that is NaN or infinite, or that leaves
-    its own recent range (jumps.py), is counted."""
+    """Sets the given values. Counts a loss, gradient norm or reward that is NaN, infinite or an outlier of its recent
+    range (jumps.py)."""
     with _page as page:
         q = page.q
         if epoch is not None:
@@ -346,29 +347,29 @@ def health(
     filtered_fraction: float | None = None,
     log_ratio_max: float | None = None,
 ) -> None:
-    """Signs of the policy's health at the step that a trainer has just finished: all of that step, so that what is not
-    given, None or NaN is unknown from now on (fields of core.telemetry.ProcessSample; rl_runtime/protocol/policy_health.py)."""
+    """Policy-health metrics of the step that a trainer has just finished. Replaces all of them: omitted, None or NaN
+    means unknown (fields of core.telemetry.ProcessSample; rl_runtime/protocol/policy_health.py)."""
     signs = (
         *(entropy, clip_fraction_low, clip_fraction_high, ratio_mean, ratio_max, kl_sampler, response_length),
         *(truncated_fraction, filtered_fraction, log_ratio_max),
     )
     with _page as page:
-        told = [math.nan if sign is None else float(sign) for sign in signs]
-        for word, value in zip(at.HEALTH_WORDS.values(), told, strict=True):
+        values = [math.nan if sign is None else float(sign) for sign in signs]
+        for word, value in zip(at.HEALTH_WORDS.values(), values, strict=True):
             page.d[word] = value
         page.q[at.W_HEALTHS] += 1
 
 
 def exception(exc: BaseException) -> None:
-    """Tells of an exception that ends this process or its work. It is on the page when this returns, whatever becomes of the
-    process; the side thread tells the agent at once, and the interpreter's end waits for it (<= FLUSH_SECONDS)."""
+    """Reports an exception that ends this process or its work. It is on the page when this returns, whatever happens to
+    the process; the side thread sends it to the agent, and interpreter exit waits for that (<= FLUSH_SECONDS)."""
     try:
-        told = describe_exception(exc)
+        detail = describe_exception(exc)
         texts = (
-            told["fingerprint"].encode(),
-            at.fitting(told["type"], at.A_EXCEPTION_TYPE[1]),
-            at.fitting(told["where"], at.A_EXCEPTION_WHERE[1]),
-            at.fitting(told["message"], at.A_EXCEPTION_MESSAGE[1]),
+            detail["fingerprint"].encode(),
+            at.fitting(detail["type"], at.A_EXCEPTION_TYPE[1]),
+            at.fitting(detail["where"], at.A_EXCEPTION_WHERE[1]),
+            at.fitting(detail["message"], at.A_EXCEPTION_MESSAGE[1]),
         )
         with _page as page:
             q = page.q
@@ -376,20 +377,20 @@ def exception(exc: BaseException) -> None:
             q[at.W_EXCEPTIONS], q[at.W_EXCEPTION_STEP] = number, in_step
             page.d[at.W_EXCEPTION_AT] = monotonic()
             at.EXCEPTION_TEXTS.pack_into(page.raw, at.A_EXCEPTION_FINGERPRINT[0], *texts)
-        if _teller is not None:
-            told["step"] = str(in_step)
-            _teller.exception(told, number=number)
-    except Exception as e:  # noqa: BLE001 deliberate: reporting one error must not raise another
+        if _client is not None:
+            detail["step"] = str(in_step)
+            _client.exception(detail, number=number)
+    except Exception as e:  # noqa: BLE001 reporting one error must not raise another
         logger.warning("an exception could not be reported: %s", type(e).__name__)
 
 
 def finish(reason: str = "") -> None:
-    """The coming exit of this process is wanted."""
+    """Announces an intended exit of this process."""
     with _page as page:
         page.set_text(at.A_FINISH_REASON, reason)
         page.q[at.W_FINISHED] = 1
-    if _teller is not None:
-        _teller.finished(reason)
+    if _client is not None:
+        _client.finished(reason)
 
 
 def page_bytes() -> bytes:
@@ -398,15 +399,15 @@ def page_bytes() -> bytes:
 
 
 def _excepthook(kind: type[BaseException], exc: BaseException, where: TracebackType | None) -> None:
-    if not isinstance(exc, KeyboardInterrupt):  # Ctrl-C is a person's wish, not a fault
+    if not isinstance(exc, KeyboardInterrupt):  # Ctrl-C is intended, not a fault
         exception(exc)
     _previous_excepthook(kind, exc, where)
 
 
 def _flush() -> None:
-    """At the interpreter's end: daemon threads still run then."""
-    if _teller is not None:
-        _teller.flush(FLUSH_SECONDS)
+    """At interpreter exit, when daemon threads still run."""
+    if _client is not None:
+        _client.flush(FLUSH_SECONDS)
 
 
 atexit.register(_flush)
@@ -419,9 +420,9 @@ def _install_excepthook() -> None:
 
 
 def _after_fork_in_child() -> None:
-    """The child is another process: it must not write its parent's page, and has none of its parent's threads."""
-    global _teller, _ticker, _starting
-    _teller = _ticker = None
+    """The child must not write its parent's page, and has none of its parent's threads."""
+    global _client, _ticker, _starting
+    _client = _ticker = None
     _starting = threading.Lock()
     _page.detach()
 

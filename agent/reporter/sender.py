@@ -1,10 +1,9 @@
-"""The reporter's side thread: tells the agent over its Unix socket who this process is, and rare events.
+"""The reporter's side thread: sends registration and rare events to the agent over its Unix socket.
 
-Who has something to say puts it into a queue and goes on; the thread wakes at once. One message is one connection: a JSON
-line out, a JSON line back (`{"ok": true}` or `{"ok": false, "reason": ...}`). Registration is repeated until the agent
-answers: an agent that is missing, or restarts, never holds up training. Everything said here also stands on the state page,
-which the agent reads once more when the process is gone: a message that is lost costs time only. Standard library only.
-"""
+Callers enqueue a message and continue. One message is one connection: a JSON line out, a JSON line back (`{"ok": true}`
+or `{"ok": false, "reason": ...}`). Registration is retried until the agent answers: a missing or restarting agent never
+delays training. Everything sent is also on the state page, which the agent reads once more after the process's exit: a
+lost message only delays its event. Standard library only."""
 
 import hashlib
 import json
@@ -26,13 +25,13 @@ SEND_SECONDS = 1.0
 """Limit of one attempt from the side thread."""
 RETRY_SECONDS_MIN = 0.05
 RETRY_SECONDS_MAX = 2.0
-"""Pauses between attempts double from the one to the other."""
+"""Bounds of the exponential backoff between attempts."""
 NUM_ATTEMPTS_EVENT = 5
-"""After these an event is left to the page; registration is tried for ever."""
+"""Attempts to send an event, which is on the page anyway; registration is retried forever."""
 NUM_QUEUED_MAX = 64
 REPLY_BYTES_MAX = 4096
 NUM_FRAMES_MAX = 20
-"""Innermost frames that enter a fingerprint."""
+"""Innermost frames included in a fingerprint."""
 NUM_FILES_REMEMBERED = 256
 SOCKET_PATH_BYTES_MAX = 100
 """sockaddr_un holds 108 bytes; a longer path goes through the directory's descriptor."""
@@ -44,9 +43,9 @@ def describe_exception(exc: BaseException) -> dict[str, str]:
     name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
     try:
         message = str(exc)[:MESSAGE_CHARACTERS_MAX]
-    except Exception:  # noqa: BLE001 deliberate: the exception's own __str__ is foreign code
+    except Exception:  # noqa: BLE001 the exception's __str__ is foreign code
         message = "(no message: __str__ failed)"
-    # A walk without `extract_tb`: that would read source files of a process that is dying.
+    # Not `extract_tb`, which would read source files in a dying process.
     frames, where, short, at = [], "", _short_names.get, exc.__traceback__
     while at is not None:
         code = at.tb_frame.f_code
@@ -72,7 +71,7 @@ _short_names: dict[str, str] = {}
 
 
 class RegistrationRefused(Exception):
-    """The agent understood and said no."""
+    """The agent rejected the message."""
 
 
 def socket_address(path: Path) -> tuple[str, int | None]:
@@ -87,8 +86,8 @@ def send_message(path: Path, message: Mapping[str, Any], seconds: float) -> None
     """One message to the agent that listens at `path`, within `seconds`.
 
     Raises:
-        OSError: nobody listens, or no answer in time.
-        Refused: the agent said no.
+        OSError: nothing listens, or no answer in time.
+        RegistrationRefused: the agent rejected it.
     """
     deadline = monotonic() + seconds
     address, directory = socket_address(path)
@@ -112,13 +111,13 @@ def send_message(path: Path, message: Mapping[str, Any], seconds: float) -> None
     except ValueError as e:
         raise ConnectionError("the answer is not JSON") from e
     if not isinstance(answer, dict) or answer.get("retry"):
-        raise ConnectionError("the agent failed at it")
+        raise ConnectionError("the agent failed to handle it")
     if answer.get("ok") is not True:
         raise RegistrationRefused(str(answer.get("reason", "")))
 
 
 class ReporterClient:
-    """Owns the side thread, which sleeps until there is something to say."""
+    """Owns the side thread, which sleeps until a message is queued."""
 
     def __init__(self, path: Path, pid: int, start_ticks: int) -> None:
         self._path = path
@@ -126,7 +125,7 @@ class ReporterClient:
         # Not queue.Queue: its lock is not reentrant, and a signal handler may report from inside a `put`.
         self._queue: queue.SimpleQueue[dict[str, Any] | threading.Event] = queue.SimpleQueue()
         self._newest_identity = 0
-        self._heard = True  # whether anybody listened the last time
+        self._heard = True  # whether the last attempt reached an agent
         threading.Thread(target=self._run, name="rolecall-tell", daemon=True).start()
 
     def register(self, *, replica: str, rank: int, incarnation: int, secret: str) -> None:
@@ -141,14 +140,14 @@ class ReporterClient:
         self._put({"kind": "finished", "reason": reason[:MESSAGE_CHARACTERS_MAX]})
 
     def flush(self, seconds: float) -> None:
-        """Waits until all is said, for at most `seconds`; not at all where nobody listens."""
+        """Waits until the queue is sent, at most `seconds`; returns at once if no agent listens."""
         if self._heard:
-            said = threading.Event()
-            self._queue.put(said)
-            said.wait(seconds)
+            sent = threading.Event()
+            self._queue.put(sent)
+            sent.wait(seconds)
 
     def _put(self, message: dict[str, Any]) -> None:
-        if self._queue.qsize() < NUM_QUEUED_MAX:  # else the page still says it
+        if self._queue.qsize() < NUM_QUEUED_MAX:  # else the page still holds it
             self._queue.put(message)
 
     def _run(self) -> None:
@@ -164,7 +163,7 @@ class ReporterClient:
         waiting = threading.Event()
         while True:
             if message["kind"] == "register" and message["identity_number"] != self._newest_identity:
-                return  # promoted meanwhile: the older identity is over
+                return  # promoted in the meantime: the older identity is obsolete
             try:
                 send_message(self._path, message, SEND_SECONDS)
                 self._heard = True

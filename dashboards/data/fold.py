@@ -59,7 +59,7 @@ class Fold:
             kept = list(events)
         misread = [line for event in kept if (line := self._misread(event)) is not None]
         self.projection.take([e for e in kept if e.kind in _INCIDENT_KINDS], damaged)
-        self.projection.to_tell.clear()  # the dashboard sends no notifications
+        self.projection.to_notify.clear()  # the dashboard sends no notifications
         self.damaged += sorted([*damaged, *misread], key=lambda line: line.seq)
         for event in kept:
             match event.payload:
@@ -86,7 +86,7 @@ class Fold:
     def copied_projection(self) -> IncidentProjection:
         """A copy of the incident projection for other threads."""
         copied = copy(self.projection)
-        copied.incidents, copied.broken, copied.to_tell = dict(copied.incidents), dict(copied.broken), []
+        copied.incidents, copied.broken, copied.to_notify = dict(copied.incidents), dict(copied.broken), []
         return copied
 
 

@@ -1,8 +1,8 @@
-"""What an actuator is: the adapter that performs plans on one kind of system.
+"""The actuator interface: the adapter that performs plans on one kind of system.
 
-It declares what it can do and the smallest set of processes that it can replace alone. Performing is idempotent: the
-same plan again, after a crash at any point, has no further effect. It acts under the lease of the watch that calls it,
-and refuses when a newer one holds it.
+An actuator declares the actions it supports and the smallest set of processes it can replace. Performing is idempotent:
+repeating a plan after a crash at any point has no further effect. It acts under the lease of the calling watch and refuses
+when a newer lease exists.
 """
 
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ from rolecall.core.journal.journal import Lease
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActionResult:
-    """`done` False: the action is impossible now, with the reason; nothing was changed."""
+    """`done` False: the action is impossible now, for the reason given, and nothing was changed."""
 
     done: bool
     because: str
@@ -33,15 +33,15 @@ class Actuator(Protocol):
     def supports(self) -> frozenset[ActionKind]: ...
 
     def failure_unit(self, replica: str) -> str:
-        """What really goes down when `replica` is replaced."""
+        """What goes down when `replica` is replaced."""
 
     def also_hit(self, plan: Plan) -> tuple[str, ...]:
-        """Whom else the plan would disturb, in words."""
+        """Side effects of the plan on other replicas, as text."""
 
     def perform(self, plan: Plan, lease: Lease) -> ActionResult:
-        """Does it, or finds it done.
+        """Performs the plan, or finds it performed.
 
         Raises:
-            Fenced: `lease` is over: somebody else acts.
-            ActuatorError: the plan is none that this actuator supports.
+            LeaseFenced: `lease` is over; another watch is the recovery leader.
+            ActuatorError: this actuator does not support the plan.
         """

@@ -1,4 +1,4 @@
-"""Acts on nothing: for jobs that rolecall did not start. What would help is said in the incident, and a person does it."""
+"""For jobs that rolecall did not start: performs no action. The incident names the remediation; an operator performs it."""
 
 from rolecall.core.diagnosis import ActionKind, Plan
 from rolecall.core.errors import ActuatorError
@@ -7,7 +7,7 @@ from rolecall.recovery.actuators.base import ActionResult
 
 
 class NoopActuator:
-    """The actuator of mode `observe` on anybody's job."""
+    """Supports no action."""
 
     name = "nothing"
     supports: frozenset[ActionKind] = frozenset()
@@ -21,4 +21,4 @@ class NoopActuator:
 
     def perform(self, plan: Plan, lease: Lease) -> ActionResult:
         del lease
-        raise ActuatorError(f"{self.name} cannot {plan.action}")
+        raise ActuatorError(f"{self.name} cannot perform {plan.action}")

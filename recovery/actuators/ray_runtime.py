@@ -1,8 +1,8 @@
-"""Acts on the bundled runtime by writing what should be: one desired record a target. The runtime does the rest.
+"""Actuator of the bundled runtime: writes the desired state, one record per target. The runtime does the rest.
 
-Recovery never talks to Ray: the supervisor compares desired with actual, kills the old incarnation, promotes a standby
-or spawns. The failure unit is the replica, whatever its ranks. Every write expects the incarnation that the plan names
-and carries the fencing number; the record says which incident wrote it, so that a repetition finds its own work.
+Recovery never calls Ray: the supervisor reconciles desired and actual state, kills the old incarnation, and promotes a
+standby or starts a replica. The failure unit is the replica with all its ranks. Every write expects the incarnation that
+the plan names and carries the fencing number; the record names its incident, so that a repetition recognizes it.
 """
 
 from rolecall.core.diagnosis import ActionKind, Plan, PlanTarget
@@ -17,7 +17,7 @@ from rolecall.recovery.fleet import FleetView, fleet_view
 
 STOP_FLAG = "stop"
 STANDBY_TAKES = "rollout"
-"""The role that standbys are kept for."""
+"""The role that standbys can replace."""
 
 
 class RayRuntime:
@@ -35,28 +35,30 @@ class RayRuntime:
     def also_hit(self, plan: Plan) -> tuple[str, ...]:
         if plan.action is ActionKind.STOP_JOB:
             return ("every process of the job",)
-        shut = quarantined_nodes(self._journal)
-        standbys = [s for s in self._fleet().standbys() if s.node not in shut]
+        quarantined = quarantined_nodes(self._journal)
+        standbys = [s for s in self._fleet().standbys() if s.node not in quarantined]
         takes = [t.replica for t in plan.targets if split_replica(t.replica)[0] == STANDBY_TAKES]
-        # A promoted standby keeps its process: it is used up, not hurt.
+        # A promoted standby keeps its process; it is no victim of the action.
         return tuple(f"{s.replica} becomes {t}" for s, t in zip(standbys, takes, strict=False))
 
     def perform(self, plan: Plan, lease: Lease) -> ActionResult:
         if plan.action not in self.supports:
-            raise ActuatorError(f"{self.name} cannot {plan.action}")
+            raise ActuatorError(f"{self.name} cannot perform {plan.action}")
         if plan.action is ActionKind.STOP_JOB:
             return self._stop(plan, lease)
         before = self._journal.desired()
         for target in plan.targets:
-            stands = before.get(target.replica)
-            if stands is None or not (stands.incarnation == target.incarnation or _ours(stands, target, plan)):
-                is_now = f"#{stands.incarnation} is desired now" if stands else "it is not desired any more"
-                return ActionResult(done=False, because=f"{target.replica}#{target.incarnation} is not meant: {is_now}")
+            current = before.get(target.replica)
+            if current is None or not (current.incarnation == target.incarnation or _ours(current, target, plan)):
+                now_desired = f"#{current.incarnation} is desired now" if current else "it is no longer desired"
+                return ActionResult(
+                    done=False, because=f"{target.replica}#{target.incarnation} is outdated: {now_desired}"
+                )
         for target in plan.targets:
             if not _ours(before[target.replica], target, plan):
                 record = self._wanted(target, plan, lease)
                 if not self._journal.set_desired(record, expect_incarnation=target.incarnation, lease=lease):
-                    return ActionResult(done=False, because=f"{target.replica} was replaced by somebody else meanwhile")
+                    return ActionResult(done=False, because=f"{target.replica} was replaced concurrently")
         after = self._journal.desired()
         named = [after[t.replica] for t in plan.targets]
         return ActionResult(
@@ -66,7 +68,7 @@ class RayRuntime:
         )
 
     def _stop(self, plan: Plan, lease: Lease) -> ActionResult:
-        # The event first: it is refused to a watch whose lease is over, and a flag has no fence of its own.
+        # The event first: the journal refuses it if the lease is over, while a flag has no fencing.
         self._journal.append(
             JobStopRequested(because=plan.because),
             incident_id=plan.incident_id,
@@ -74,16 +76,16 @@ class RayRuntime:
             lease=lease,
         )
         self._journal.set_flag(STOP_FLAG, plan.because)
-        return ActionResult(done=True, because="the job was asked to stop")
+        return ActionResult(done=True, because="requested the job to stop")
 
     def _wanted(self, target: PlanTarget, plan: Plan, lease: Lease) -> Desired:
-        node, shut = target.node, quarantined_nodes(self._journal)
-        # A node may be quarantined after the plan was made, and nothing is placed there either.
-        if plan.action is ActionKind.REPLACE_NODE or node in shut:
-            avoid = shut | {t.node for t in plan.targets}
+        node, quarantined = target.node, quarantined_nodes(self._journal)
+        # A node may have been quarantined after the plan was made.
+        if plan.action is ActionKind.REPLACE_NODE or node in quarantined:
+            avoid = quarantined | {t.node for t in plan.targets}
             other = self._fleet().spare_node(frozenset(avoid))
             if other is None:
-                raise ActuatorError(f"{target.replica}: there is no node beside {', '.join(sorted(avoid))} to move to")
+                raise ActuatorError(f"{target.replica}: no node other than {', '.join(sorted(avoid))} to move to")
             node = other
         return Desired(
             replica=target.replica,
@@ -99,6 +101,6 @@ class RayRuntime:
         return fleet_view(self._journal.desired(), self._journal.current())
 
 
-def _ours(stands: Desired, target: PlanTarget, plan: Plan) -> bool:
-    """The record is what this plan writes: it was performed before."""
-    return stands.incarnation == target.incarnation + 1 and stands.incident_id == plan.incident_id
+def _ours(current: Desired, target: PlanTarget, plan: Plan) -> bool:
+    """Whether the record is the one this plan writes, so it was already performed."""
+    return current.incarnation == target.incarnation + 1 and current.incident_id == plan.incident_id

@@ -1,6 +1,6 @@
-"""The evidence of incidents, between the witnesses who are asked and the journal that keeps what they say.
+"""Evidence of incidents, on its way from the collector to the journal.
 
-Witnesses are somebody else's code, and what they say is worth less than a cure: whatever they raise, the loop goes on.
+Evidence matters less than recovery: whatever the collector raises, the loop continues.
 """
 
 import logging
@@ -15,42 +15,42 @@ from rolecall.recovery.interfaces import CollectedEvidence, EvidenceCollector
 logger = logging.getLogger(__name__)
 
 NUM_UNWRITTEN_MAX = 256
-"""Accounts that wait for the journal; the oldest go first."""
+"""Collected evidence waiting for the journal; the oldest is dropped first."""
 
 
 class EvidenceRecorder:
     """Owned by one watch."""
 
-    def __init__(self, witnesses: EvidenceCollector | None) -> None:
-        self._witnesses = witnesses
+    def __init__(self, evidence_collector: EvidenceCollector | None) -> None:
+        self._collector = evidence_collector
         self._unwritten: list[CollectedEvidence] = []
 
-    def ask(self, incident_id: str, diagnosis: Diagnosis) -> None:
-        if self._witnesses is None:
+    def request(self, incident_id: str, diagnosis: Diagnosis) -> None:
+        if self._collector is None:
             return
         try:
-            self._witnesses.ask(incident_id, diagnosis)
+            self._collector.request(incident_id, diagnosis)
         except Exception:
-            # Deliberate: see the module's first lines.
-            logger.exception("no evidence of %s", incident_id)
+            # Deliberate: see the module docstring.
+            logger.exception("evidence of %s cannot be requested", incident_id)
 
     def adopt(self, journal: Journal, incidents: Iterable[Incident]) -> None:
-        """Asks again for those that the watch before us died with: their evidence is not in the journal."""
-        had = {e.incident_id for e in journal.events(kinds=[EventKind.EVIDENCE_COLLECTED])}
+        """Requests the evidence that the previous watch written_ids not written when it died."""
+        written_ids = {e.incident_id for e in journal.events(kinds=[EventKind.EVIDENCE_COLLECTED])}
         for incident in incidents:
-            if incident.incident_id not in had and not incident.requested_by_operator:
-                self.ask(incident.incident_id, incident.diagnosis)
+            if incident.incident_id not in written_ids and not incident.requested_by_operator:
+                self.request(incident.incident_id, incident.diagnosis)
 
-    def heard(self) -> list[CollectedEvidence]:
-        """What is to be written, until `written` says that it is: a journal that is away loses nothing."""
-        if self._witnesses is not None:
+    def collected(self) -> list[CollectedEvidence]:
+        """Evidence not yet confirmed by `written`, so that an unavailable journal loses nothing."""
+        if self._collector is not None:
             try:
-                self._unwritten += self._witnesses.heard()
+                self._unwritten += self._collector.collected()
             except Exception:
-                # Deliberate: see the module's first lines.
-                logger.exception("witnesses cannot be heard")
+                # Deliberate: see the module docstring.
+                logger.exception("collected evidence cannot be read")
             del self._unwritten[:-NUM_UNWRITTEN_MAX]
         return list(self._unwritten)
 
-    def written(self, account: CollectedEvidence) -> None:
-        self._unwritten.remove(account)
+    def written(self, evidence: CollectedEvidence) -> None:
+        self._unwritten.remove(evidence)

@@ -1,7 +1,4 @@
-"""What an incident is: its states and outcomes, its plans and what people said of them, as frozen values.
-
-They are made from journal events and from nothing else (`incident_events`). Pure.
-"""
+"""Incidents as frozen values: states, outcomes, plans, and operator decisions. Made from journal events (`projection`)."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -10,34 +7,34 @@ from enum import StrEnum
 
 from rolecall.core.diagnosis import ActionKind, Diagnosis, Plan
 
-PERSON = "operator"
-"""`Diagnosis.detectors` of a request that a person made."""
+OPERATOR = "operator"
+"""`Diagnosis.detectors` of a replacement that an operator requested."""
 RIGHT, WRONG = "right", "wrong"
-"""What a person may say of a diagnosis."""
+"""Verdicts of a diagnosis review."""
 
 
 class IncidentState(StrEnum):
     OPEN = "open"  # diagnosed; no plan, or the last one failed
-    PLANNED = "planned"  # a plan stands; guards hold it, or it says to do nothing
-    PROPOSED = "proposed"  # waits for a person's word, or for the guards after it
-    ACTING = "acting"  # the action was started and is not known to be done
-    VERIFYING = "verifying"  # done; waits to see progress
+    PLANNED = "planned"  # has a plan; blocked by guards, or the plan is to do nothing
+    PROPOSED = "proposed"  # awaiting approval, or approved and blocked by guards
+    ACTING = "acting"  # the action started and is not known to be done
+    VERIFYING = "verifying"  # done; waiting to see progress
     CLOSED = "closed"
 
 
 class IncidentOutcome(StrEnum):
     RESOLVED = "resolved"
-    TOLERATED = "tolerated"  # nothing was worth doing
-    OBSERVED = "observed"  # mode observe: the fault ended without us
+    TOLERATED = "tolerated"  # no action is worth its cost
+    OBSERVED = "observed"  # mode observe: the fault ended without rolecall
     SELF_RECOVERED = "self_recovered"
     ESCALATED = "escalated"
 
 
 class ActionFailure(StrEnum):
-    """How an action failed: the ladder climbs differently."""
+    """How an action failed; the policy escalates each kind differently."""
 
-    DIED = "died"  # the replacement ended before it did any work
-    NO_PROGRESS = "no_progress"  # it was not seen to work within `verification_timeout_seconds`
+    DIED = "died"  # the replacement ended before it made progress
+    NO_PROGRESS = "no_progress"  # none was seen within `verification_timeout_seconds`
     REFUSED = "refused"  # the actuator could not perform it
 
 
@@ -55,19 +52,19 @@ UNDER_REPAIR = frozenset({S.ACTING, S.VERIFYING})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hold:
-    """A person's word that a plan must not begin. Times are wall seconds."""
+    """An operator's hold: the plan must not start. Times are wall seconds."""
 
     number: int  # of this incident, from 1
     by: str
     because: str
-    until: float  # when it ends by itself; when it was lifted, once it was
+    until: float  # when it ends; once lifted, when it was lifted
     lifted: bool = False
 
     @property
     def until_text(self) -> str:
         try:
             return datetime.fromtimestamp(self.until, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
-        except (OverflowError, ValueError, OSError):  # of a foreign writer: no calendar has it
+        except (OverflowError, ValueError, OSError):  # out of the calendar's range
             return "an unknown time"
 
     def active(self, now: float) -> bool:
@@ -76,7 +73,7 @@ class Hold:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiagnosisReview:
-    """A person's verdict on a diagnosis."""
+    """An operator's verdict on a diagnosis."""
 
     right: bool
     by: str
@@ -86,16 +83,16 @@ class DiagnosisReview:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt:
-    """One plan and what became of it. Times are wall seconds of the journal."""
+    """One plan and its outcome. Times are wall seconds of the journal."""
 
     number: int  # from 1
     plan: Plan
     page_oncall: bool
     outcome: str  # what closes the incident when the plan is to do nothing
     made_at: float
-    held_by: frozenset[str] = frozenset()  # guards that have held it
-    expires_at: float | None = None  # of its proposal; never before a hold's end and as long again
-    approval_timeout_seconds: float = 0.0  # how long its proposal waits
+    held_by: frozenset[str] = frozenset()  # guards that have blocked it
+    expires_at: float | None = None  # of its proposal; at least its approval time after the end of a hold
+    approval_timeout_seconds: float = 0.0  # of its proposal
     hold: Hold | None = None  # the newest
     decision: Decision | None = None
     decided_by: str = ""
@@ -112,14 +109,14 @@ class Incident:
     state: IncidentState
     diagnosis: Diagnosis
     opened_at: float
-    seen_keys: frozenset[str]  # every diagnosis key that was found to be this fault
+    seen_keys: frozenset[str]  # every diagnosis key attributed to this incident
     attempts: tuple[Attempt, ...] = ()
     verified_at: float | None = None
     closed_at: float | None = None
     outcome: IncidentOutcome | None = None
     because: str = ""  # of the close
     page_topics: frozenset[str] = frozenset()
-    page_reason: str = ""  # why a person was last called
+    page_reason: str = ""  # of the last page
     mark: DiagnosisReview | None = None  # the newest
     last_event_id: str = ""
     story: tuple[str, ...] = field(default=(), compare=False)
@@ -136,7 +133,7 @@ class Incident:
 
     @property
     def requested_by_operator(self) -> bool:
-        return PERSON in self.diagnosis.detectors
+        return OPERATOR in self.diagnosis.detectors
 
     @property
     def failures(self) -> tuple[Attempt, ...]:
@@ -144,7 +141,7 @@ class Incident:
 
     @property
     def touched(self) -> dict[str, int]:
-        """replica -> newest incarnation that an action of this incident has made (or is making)."""
+        """replica -> newest incarnation that an action of this incident has started (or is starting)."""
         made: dict[str, int] = {}
         for attempt in self.attempts:
             if attempt.started_at is not None and attempt.failure is not ActionFailure.REFUSED:
@@ -159,7 +156,7 @@ class Incident:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Eviction:
-    """One replica taken down by one started action: what the limits count."""
+    """One replica taken down by one started action; the limits count these."""
 
     incident_id: str
     replica: str
@@ -168,8 +165,8 @@ class Eviction:
 
 
 def evictions(incidents: Iterable[Incident], since: float) -> list[Eviction]:
-    """Every replica that an action was started on after `since` (wall seconds): counted when started, so that a crash
-    between start and end refills nothing."""
+    """Every replica on which an action started after `since` (wall seconds). Counted at the start, so that a crash
+    between start and end does not refill the budget."""
     found = []
     for incident in incidents:
         for attempt in incident.attempts:

@@ -1,15 +1,15 @@
-"""An incident is a fold of its journal events: no other memory of it exists, so a restarted watch knows all of it.
+"""An incident is a fold of its journal events. No other state of it exists, so a restarted watch knows all of it.
 
     open -> planned -> [proposed ->] acting -> verifying -> closed
       ^        |            |           |          |
-      |        +- closed ---+           |          |        nothing was to be done, the fault went away, or a person said no
-      +---------------------------------+----------+        the action failed: plan again, one rung up
+      |        +- closed ---+           |          |        tolerated, self-recovered, or rejected
+      +---------------------------------+----------+        the action failed: next plan, escalated
 
-A person may hold a plan that has not begun: until the hold's own end nothing of it does, and no proposal lapses. A mark
-says whether the diagnosis was right, at any time, and moves nothing.
+An operator may put a plan that has not started on hold: until the hold ends it does not start and its proposal does not
+expire. A review of the diagnosis is valid in any state and does not change it.
 
-Every event names the state that it may happen in; anything else is an `InvalidTransition` that tells its story.
-Pure: events in, frozen values out.
+`LEGAL` lists the states in which each event is valid; anything else raises `InvalidTransition` with the incident's
+history. Pure: events in, frozen values out.
 """
 
 from collections.abc import Iterable, Mapping
@@ -45,7 +45,7 @@ from rolecall.recovery.incidents.incident import (
 )
 
 STORY_LINES_MAX = 50
-"""How much of an incident's past an error tells."""
+"""Events of an incident's history that an error shows."""
 S, K = IncidentState, EventKind
 
 LEGAL: Mapping[EventKind, frozenset[IncidentState | None]] = {
@@ -74,13 +74,13 @@ def apply(before: Incident | None, event: Event) -> Incident:
     """The incident after one more of its events.
 
     Raises:
-        InvalidTransition: the event does not fit; the message tells the incident's story.
+        InvalidTransition: the event is not valid now; the message contains the incident's history.
     """
     line = f"{event.event_id} {event.kind} {_event_summary(event)}".rstrip()
     story = (*(before.story if before else ()), line)[-STORY_LINES_MAX:]
     state = before.state if before else None
     if state not in LEGAL[event.kind]:
-        raise _invalid_event(before, event, story, "no such move")
+        raise _invalid_event(before, event, story, "no such transition")
     if before is None:
         return replace(_opened(event), story=story)
     try:
@@ -91,7 +91,7 @@ def apply(before: Incident | None, event: Event) -> Incident:
 
 
 def fold(events: Iterable[Event]) -> dict[str, Incident]:
-    """All incidents of a journal, in the order they were opened. Events of other things are skipped."""
+    """All incidents of a journal in order of opening; other events are skipped."""
     incidents: dict[str, Incident] = {}
     for event in events:
         if event.incident_id and event.kind in LEGAL:
@@ -130,95 +130,97 @@ def _opened(event: Event) -> Incident:
     )
 
 
-def _current(i: Incident, event: Event) -> Attempt:
-    attempt = i.attempt
+def _current(incident: Incident, event: Event) -> Attempt:
+    attempt = incident.attempt
     if attempt is None:
-        raise _InvalidIncidentEvent("there is no plan")
+        raise _InvalidIncidentEvent("it has no plan")
     digest = getattr(event.payload, "digest", None)
     if digest != attempt.plan.digest:
         raise _InvalidIncidentEvent(f"it names plan {digest}, the plan is {attempt.plan.digest}")
     return attempt
 
 
-def _with(i: Incident, attempt: Attempt, state: IncidentState | None = None) -> Incident:
-    return replace(i, attempts=(*i.attempts[:-1], attempt), state=state or i.state)
+def _with(incident: Incident, attempt: Attempt, state: IncidentState | None = None) -> Incident:
+    return replace(incident, attempts=(*incident.attempts[:-1], attempt), state=state or incident.state)
 
 
-def _updated(i: Incident, event: Event) -> Incident:
+def _updated(incident: Incident, event: Event) -> Incident:
     diagnosis = event.as_(IncidentUpdated).diagnosis
-    # A plan made on less knowledge is made again; an action under way goes on.
-    rejected = i.attempt is not None and i.attempt.decision is Decision.REJECTED
-    state = S.OPEN if i.state is S.PLANNED and not rejected else i.state
-    return replace(i, diagnosis=diagnosis, seen_keys=i.seen_keys | {diagnosis.key}, state=state)
+    # A plan made before this update is made again; an action in progress continues.
+    rejected = incident.attempt is not None and incident.attempt.decision is Decision.REJECTED
+    state = S.OPEN if incident.state is S.PLANNED and not rejected else incident.state
+    return replace(incident, diagnosis=diagnosis, seen_keys=incident.seen_keys | {diagnosis.key}, state=state)
 
 
-def _planned(i: Incident, event: Event) -> Incident:
-    created, before = event.as_(PlanCreated), i.attempt
+def _planned(incident: Incident, event: Event) -> Incident:
+    created, before = event.as_(PlanCreated), incident.attempt
     plan = created.plan
     attempt = Attempt(
-        number=len(i.attempts) + 1,
+        number=len(incident.attempts) + 1,
         plan=plan,
-        # Made again on more knowledge, it may look otherwise: whom a person wanted left alone is left alone.
+        # A hold protects replicas: it carries over to a new plan for the same incarnations.
         hold=before.hold if before is not None and _taken_down(before.plan) & _taken_down(plan) else None,
         page_oncall=created.page_oncall,
         outcome=created.outcome,
         made_at=event.wall_at,
     )
-    return replace(i, attempts=(*i.attempts, attempt), state=S.PLANNED)
+    return replace(incident, attempts=(*incident.attempts, attempt), state=S.PLANNED)
 
 
 def _taken_down(plan: Plan) -> set[tuple[str, int]]:
     return {(str(t.replica), t.incarnation) for t in plan.targets}
 
 
-def _held(i: Incident, event: Event) -> Incident:
-    attempt = _current(i, event)
-    return _with(i, replace(attempt, held_by=attempt.held_by | {event.as_(PlanBlocked).guard}))
+def _held(incident: Incident, event: Event) -> Incident:
+    attempt = _current(incident, event)
+    return _with(incident, replace(attempt, held_by=attempt.held_by | {event.as_(PlanBlocked).guard}))
 
 
-def _proposed(i: Incident, event: Event) -> Incident:
-    attempt, expires_at = _current(i, event), event.as_(PlanProposed).expires_at
+def _proposed(incident: Incident, event: Event) -> Incident:
+    attempt, expires_at = _current(incident, event), event.as_(PlanProposed).expires_at
     approval_timeout_seconds = expires_at - event.wall_at
     if attempt.hold is not None:
         expires_at = max(expires_at, attempt.hold.until + approval_timeout_seconds)
     return _with(
-        i, replace(attempt, expires_at=expires_at, approval_timeout_seconds=approval_timeout_seconds), S.PROPOSED
+        incident, replace(attempt, expires_at=expires_at, approval_timeout_seconds=approval_timeout_seconds), S.PROPOSED
     )
 
 
-def _decided(i: Incident, event: Event) -> Incident:
-    attempt = _current(i, event)
-    late = event.kind is K.PLAN_EXPIRED and attempt.decision is Decision.APPROVED
-    if attempt.decision is not None and not late:
-        raise _InvalidIncidentEvent(f"it was {attempt.decision} already")
+def _decided(incident: Incident, event: Event) -> Incident:
+    attempt = _current(incident, event)
+    expired_after_approval = event.kind is K.PLAN_EXPIRED and attempt.decision is Decision.APPROVED
+    if attempt.decision is not None and not expired_after_approval:
+        raise _InvalidIncidentEvent(f"it was already {attempt.decision}")
     what = {K.PLAN_APPROVED: Decision.APPROVED, K.PLAN_REJECTED: Decision.REJECTED, K.PLAN_EXPIRED: Decision.EXPIRED}
-    told = replace(
+    decided = replace(
         attempt,
         decision=what[event.kind],
         decided_by=str(getattr(event.payload, "by", "")),
         decision_because=event.payload.reason,
     )
-    return _with(i, told)
+    return _with(incident, decided)
 
 
-def _hold(i: Incident, event: Event) -> Incident:
-    attempt, placed = _current(i, event), event.as_(HoldPlaced)
+def _hold(incident: Incident, event: Event) -> Incident:
+    attempt, placed = _current(incident, event), event.as_(HoldPlaced)
     if attempt.decision in (Decision.REJECTED, Decision.EXPIRED):
-        raise _InvalidIncidentEvent(f"it was {attempt.decision} already")
+        raise _InvalidIncidentEvent(f"it was already {attempt.decision}")
     hold = Hold(
-        number=1 + max((a.hold.number for a in i.attempts if a.hold is not None), default=0),
+        number=1 + max((a.hold.number for a in incident.attempts if a.hold is not None), default=0),
         by=placed.by,
         because=placed.because,
         until=placed.until,
     )
-    return _with(i, _until(attempt, hold))
+    return _with(incident, _until(attempt, hold))
 
 
-def _lifted(i: Incident, event: Event) -> Incident:
-    attempt = _current(i, event)
+def _lifted(incident: Incident, event: Event) -> Incident:
+    attempt = _current(incident, event)
     if attempt.hold is None or attempt.hold.lifted:
-        raise _InvalidIncidentEvent("nobody holds it")
-    return _with(i, _until(attempt, replace(attempt.hold, until=min(attempt.hold.until, event.wall_at), lifted=True)))
+        raise _InvalidIncidentEvent("it is not on hold")
+    return _with(
+        incident, _until(attempt, replace(attempt.hold, until=min(attempt.hold.until, event.wall_at), lifted=True))
+    )
 
 
 def _until(attempt: Attempt, hold: Hold) -> Attempt:
@@ -227,48 +229,48 @@ def _until(attempt: Attempt, hold: Hold) -> Attempt:
     return replace(attempt, hold=hold, expires_at=hold.until + attempt.approval_timeout_seconds)
 
 
-def _apply_review(i: Incident, event: Event) -> Incident:
-    said = event.as_(DiagnosisReviewed)
-    if said.verdict not in (RIGHT, WRONG):
-        raise _InvalidIncidentEvent(f"verdict {said.verdict!r} is neither {RIGHT} nor {WRONG}")
-    mark = DiagnosisReview(right=said.verdict == RIGHT, by=said.by, because=said.because, at=event.wall_at)
-    return replace(i, mark=mark)
+def _apply_review(incident: Incident, event: Event) -> Incident:
+    payload = event.as_(DiagnosisReviewed)
+    if payload.verdict not in (RIGHT, WRONG):
+        raise _InvalidIncidentEvent(f"verdict {payload.verdict!r} is neither {RIGHT} nor {WRONG}")
+    mark = DiagnosisReview(right=payload.verdict == RIGHT, by=payload.by, because=payload.because, at=event.wall_at)
+    return replace(incident, mark=mark)
 
 
-def _started(i: Incident, event: Event) -> Incident:
-    attempt = _current(i, event)
-    if i.state is S.PROPOSED and attempt.decision is not Decision.APPROVED:
-        raise _InvalidIncidentEvent("nobody approved the plan")
+def _started(incident: Incident, event: Event) -> Incident:
+    attempt = _current(incident, event)
+    if incident.state is S.PROPOSED and attempt.decision is not Decision.APPROVED:
+        raise _InvalidIncidentEvent("the plan is not approved")
     if attempt.decision is Decision.REJECTED:
         raise _InvalidIncidentEvent("the plan was rejected")
-    return _with(i, replace(attempt, started_at=event.wall_at), S.ACTING)
+    return _with(incident, replace(attempt, started_at=event.wall_at), S.ACTING)
 
 
-def _done(i: Incident, event: Event) -> Incident:
-    return _with(i, replace(_current(i, event), done_at=event.wall_at), S.VERIFYING)
+def _done(incident: Incident, event: Event) -> Incident:
+    return _with(incident, replace(_current(incident, event), done_at=event.wall_at), S.VERIFYING)
 
 
-def _failed(i: Incident, event: Event) -> Incident:
-    said = event.as_(ActionFailed)
-    attempt = replace(_current(i, event), failure=ActionFailure(said.failure), failed_because=said.because)
-    return _with(i, attempt, S.OPEN)
+def _failed(incident: Incident, event: Event) -> Incident:
+    payload = event.as_(ActionFailed)
+    attempt = replace(_current(incident, event), failure=ActionFailure(payload.failure), failed_because=payload.because)
+    return _with(incident, attempt, S.OPEN)
 
 
-def _verified(i: Incident, event: Event) -> Incident:
-    return replace(i, verified_at=event.wall_at)
+def _verified(incident: Incident, event: Event) -> Incident:
+    return replace(incident, verified_at=event.wall_at)
 
 
-def _closed(i: Incident, event: Event) -> Incident:
+def _closed(incident: Incident, event: Event) -> Incident:
     closed = event.as_(IncidentClosed)
     outcome = IncidentOutcome(closed.outcome)
-    if outcome is IncidentOutcome.RESOLVED and i.verified_at is None:
-        raise _InvalidIncidentEvent("nothing was verified: it cannot be resolved")
-    return replace(i, state=S.CLOSED, closed_at=event.wall_at, outcome=outcome, because=closed.because)
+    if outcome is IncidentOutcome.RESOLVED and incident.verified_at is None:
+        raise _InvalidIncidentEvent("it was not verified, so it cannot be resolved")
+    return replace(incident, state=S.CLOSED, closed_at=event.wall_at, outcome=outcome, because=closed.because)
 
 
-def _apply_page(i: Incident, event: Event) -> Incident:
+def _apply_page(incident: Incident, event: Event) -> Incident:
     paged = event.as_(OncallPaged)
-    return replace(i, page_topics=i.page_topics | {paged.topic}, page_reason=paged.because)
+    return replace(incident, page_topics=incident.page_topics | {paged.topic}, page_reason=paged.because)
 
 
 _MOVES = {

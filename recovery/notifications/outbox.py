@@ -1,7 +1,7 @@
-"""What people hear of: the journal is the outbox.
+"""Notifications: the journal is the outbox.
 
-Calls, proposals and the ends of incidents that somebody was called for go to the notifier in journal order. How far it
-got is kept in the flag `notified`, so that the next watch tells what this one did not: at least once, never blocking.
+Pages, proposals and the resolution of incidents that were paged go to the notifier in journal order. The journal flag
+`notified` holds the position delivered so far, so the next watch continues there: at least once, never blocking.
 """
 
 from collections.abc import Callable
@@ -16,50 +16,50 @@ from rolecall.recovery.incidents.incident import Incident, IncidentOutcome
 from rolecall.recovery.interfaces import Message, Notifier
 
 NOTIFIED_FLAG = "notified"
-OVER = (IncidentOutcome.RESOLVED, IncidentOutcome.OBSERVED, IncidentOutcome.SELF_RECOVERED)
-"""Ends that resolve an alert: given up and tolerated, the fault goes on."""
+RESOLVING_OUTCOMES = (IncidentOutcome.RESOLVED, IncidentOutcome.OBSERVED, IncidentOutcome.SELF_RECOVERED)
+"""Outcomes that resolve an alert; after `escalated` and `tolerated` the fault continues."""
 SHOWN_CHARS_MAX = 2000
-"""Of one sentence: an exception's message may be a whole file."""
+"""Of one text: an exception's message may be a whole file."""
 _FACTS = ("outcome", "topic", "expires_at", "digest")
 
 
 def notification_text(text: object) -> str:
-    """Text as one line of text: a sentence may quote an exception's message or a name from elsewhere, and that must
-    neither steer a terminal nor look like a line of ours."""
+    """Text as one printable line: it may quote an exception's message or an external name, which must neither control a
+    terminal nor imitate a line of rolecall."""
     line = "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in str(text))
     return line if len(line) <= SHOWN_CHARS_MAX else line[: SHOWN_CHARS_MAX - 1] + "…"
 
 
 class NotificationSender:
-    """Owned by one watch; `adopt` when it begins to act."""
+    """Owned by one watch; `adopt` when it acquires the lease."""
 
     def __init__(self, notifier: Notifier, clock: Clock, *, run_id: str, deadman_seconds: float) -> None:
         self._notifier, self._clock = notifier, clock
         self._run_id, self._deadman_seconds = run_id, deadman_seconds
-        self._told_seq = 0
+        self._offered_seq = 0
         self._notified_seq = 0
         self._heartbeat_at = 0.0
 
     def adopt(self, journal: Journal) -> None:
-        """Starts where the last watch that delivered something ended."""
-        self._told_seq = self._notified_seq = int(journal.flag(NOTIFIED_FLAG) or 0)
+        """Continues after the last delivered event."""
+        self._offered_seq = self._notified_seq = int(journal.flag(NOTIFIED_FLAG) or 0)
 
-    def tell(self, journal: Journal, book: IncidentProjection) -> None:
-        """Offers what is new, and remembers what was delivered."""
-        for event in book.to_tell:
-            if event.seq <= self._told_seq:
+    def send(self, journal: Journal, projection: IncidentProjection) -> None:
+        """Offers new events to the notifier and records what was delivered."""
+        for event in projection.to_notify:
+            if event.seq <= self._offered_seq:
                 continue
-            told = message(event, book.incidents.get(event.incident_id or ""), self._run_id)
-            if told is not None and not self._notifier.offer(told):
+            notification = message(event, projection.incidents.get(event.incident_id or ""), self._run_id)
+            if notification is not None and not self._notifier.offer(notification):
                 break
-            self._told_seq = event.seq
-        settled = min(self._notifier.settled_seq, self._told_seq)
+            self._offered_seq = event.seq
+        settled = min(self._notifier.settled_seq, self._offered_seq)
         if settled > self._notified_seq:
             journal.set_flag(NOTIFIED_FLAG, str(settled))
             self._notified_seq = settled
 
-    def sign_of_life(self, facts: Callable[[], dict[str, Any]]) -> None:
-        """The dead-man signal, when it is due."""
+    def heartbeat(self, facts: Callable[[], dict[str, Any]]) -> None:
+        """Sends a heartbeat when it is due."""
         now = self._clock.monotonic()
         if now >= self._heartbeat_at:
             self._heartbeat_at = now + self._deadman_seconds
@@ -67,9 +67,9 @@ class NotificationSender:
 
 
 def message(event: Event, incident: Incident | None, run_id: str) -> Message | None:
-    """What to tell of an event; None when nobody needs to hear of it."""
+    """The notification for an event; None if it needs none."""
     closed = event.kind is EventKind.INCIDENT_CLOSED
-    if closed and (incident is None or incident.outcome not in OVER or not _was_sent(incident)):
+    if closed and (incident is None or incident.outcome not in RESOLVING_OUTCOMES or not _was_sent(incident)):
         return None
     body = event.payload.to_body()
     facts: dict[str, Any] = {k: body[k] for k in _FACTS if k in body}

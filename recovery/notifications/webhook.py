@@ -1,44 +1,43 @@
-"""Calling a person: JSON over HTTP, in a thread of its own, so that a webhook that hangs never delays a cure.
+"""Paging on-call: JSON over HTTP from a separate thread, so that a webhook that hangs never delays recovery.
 
-Messages go in order, each tried a few times with growing pauses, each try with a deadline; redirects are not followed
-(a message may hold names of machines: it goes where it was sent). A URL that ends with `/api/v2/alerts` gets the
-Alertmanager v2 format, any other one object a message, told apart by `kind` and `id`. The dead-man signal goes the
-same way: whoever gets none for some intervals knows that watch is dead.
+Messages are sent in order, each with a few retries, growing pauses and a deadline per try. Redirects are not followed,
+because a message may contain machine names. A URL that ends with `/api/v2/alerts` gets the Alertmanager v2 format; any
+other gets one JSON object per message, identified by `kind` and `id`. Heartbeats use the same URL: a receiver that gets
+none for some intervals knows that watch is dead.
 """
 
-import http.client
 import json
 import logging
 import queue
-import socket
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
 from urllib.parse import urlsplit
 
 from rolecall.core.clock import Clock, SystemClock
 from rolecall.core.errors import ConfigError
+from rolecall.core.http import HttpFailed, request
 from rolecall.recovery.interfaces import Message
 
 logger = logging.getLogger(__name__)
 
 ALERTMANAGER_PATH = "/api/v2/alerts"
 TRY_SECONDS = 5.0
-"""Deadline of one try, from connecting to the last byte of the answer's head."""
+"""Deadline of one try, from connecting to the last byte of the response header."""
 TRIES_MAX = 4
 PAUSE_SECONDS = 1.0
 """Pause after the first failed try; doubled after each further one."""
 QUEUE_MAX = 1000
-"""Messages kept while the other side does not answer; more are offered again by the loop."""
+"""Messages kept while the receiver does not answer; the loop offers further ones again."""
 FIRING_SECONDS = 86_400.0
-"""How long Alertmanager shows an alert that nobody resolves."""
+"""How long Alertmanager shows an alert that is not resolved."""
 HEARTBEATS_MISSED_MAX = 3
-"""Alertmanager forgets the dead-man alert after this many intervals without a new one."""
+"""Alertmanager drops the heartbeat alert after this many intervals without a new one."""
 
 
 class LogNotifier:
-    """Where no webhook is set: calls go to the log, at once."""
+    """Used where no webhook is set: pages go to the log."""
 
     channel = "log"
 
@@ -80,7 +79,7 @@ class WebhookNotifier:
         self.channel = "alertmanager" if parts.path.endswith(ALERTMANAGER_PATH) else "webhook"
         self.settled_seq = 0
         self.num_failed = 0
-        self._parts, self._run_id, self._deadman_seconds = parts, run_id, deadman_seconds
+        self._url, self._run_id, self._deadman_seconds = url, run_id, deadman_seconds
         self._clock = clock or SystemClock()
         self._try_seconds, self._pause_seconds, self._tries_max = try_seconds, pause_seconds, tries_max
         self._queue: queue.Queue[Message | bytes] = queue.Queue(maxsize=QUEUE_MAX)
@@ -118,7 +117,7 @@ class WebhookNotifier:
                     return
                 continue
             if isinstance(item, bytes):
-                # A late sign of life is none: it is tried once, and the next one is due soon.
+                # A late heartbeat is useless: it is tried once, and the next one is due soon.
                 self._try(item)
                 self._beating.clear()
                 continue
@@ -127,34 +126,28 @@ class WebhookNotifier:
 
     def _send(self, body: bytes) -> None:
         pause = self._pause_seconds
-        for number in range(1, self._tries_max + 1):
+        for try_number in range(1, self._tries_max + 1):
             if self._try(body):
                 return
-            if number < self._tries_max:
+            if try_number < self._tries_max:
                 self._ending.wait(pause)
                 pause *= 2
         self.num_failed += 1
-        logger.error("a person could not be called over %s, %d tries failed", self.channel, self._tries_max)
+        logger.error("on-call could not be paged over %s: %d tries failed", self.channel, self._tries_max)
 
     def _try(self, body: bytes) -> bool:
-        host, port = str(self._parts.hostname), self._parts.port
-        kind = http.client.HTTPSConnection if self._parts.scheme == "https" else http.client.HTTPConnection
-        connection = kind(host, port, timeout=self._try_seconds)
-        # The socket's own timeout starts again with every byte: a server that drips would hold us for ever.
-        alarm = threading.Timer(self._try_seconds, _cut(connection))
-        alarm.daemon = True
-        alarm.start()
         try:
-            path = (self._parts.path or "/") + (f"?{self._parts.query}" if self._parts.query else "")
-            connection.request("POST", path, body, {"Content-Type": "application/json"})
-            status = connection.getresponse().status
-        except (OSError, http.client.HTTPException, ValueError, AttributeError) as e:
-            # ValueError, AttributeError: what http.client raises when its socket is cut while it reads.
-            logger.warning("notification over %s failed: %s", self.channel, type(e).__name__)
+            status, _ = request(
+                "POST",
+                self._url,
+                headers={"Content-Type": "application/json"},
+                content=body,
+                deadline_seconds=self._try_seconds,
+                bytes_max=0,
+            )
+        except HttpFailed as e:
+            logger.warning("notification over %s failed: %s", self.channel, "timeout" if e.late else "no HTTP answer")
             return False
-        finally:
-            alarm.cancel()
-            connection.close()
         if not 200 <= status < 300:
             logger.warning("notification over %s was answered with %d", self.channel, status)
         return 200 <= status < 300
@@ -179,7 +172,7 @@ class WebhookNotifier:
         if self.channel == "alertmanager":
             alert = {
                 "labels": {"alertname": "RolecallWatchAlive", "run": self._run_id, "severity": "none"},
-                "annotations": {"summary": "rolecall watch is alive: this alert should never end"},
+                "annotations": {"summary": "rolecall watch is alive; this alert must always fire"},
                 "startsAt": _iso(now),
                 "endsAt": _iso(now + HEARTBEATS_MISSED_MAX * self._deadman_seconds),
             }
@@ -187,22 +180,10 @@ class WebhookNotifier:
         return json.dumps({"kind": "watch_alive", "run": self._run_id, "at": now, **facts}).encode()
 
 
-def _cut(connection: http.client.HTTPConnection) -> Callable[[], None]:
-    def cut() -> None:
-        sock = connection.sock
-        if sock is not None:
-            try:
-                sock.shutdown(socket.SHUT_RDWR)
-            except OSError:
-                pass  # it ended by itself
-
-    return cut
-
-
 def _alert(message: Message) -> dict[str, Any]:
     """One alert of the Alertmanager v2 API (POST /api/v2/alerts, `postableAlerts`)."""
-    # Identity of an alert is its labels: firing and resolved must carry the same. Without an end Alertmanager would
-    # resolve it by itself after minutes, because it expects clients that repeat themselves.
+    # Labels identify an alert: firing and resolved must carry the same ones. Without an end Alertmanager would resolve it
+    # after minutes, because it expects clients to repeat their alerts.
     ends_at = message.wall_at if message.resolved else message.wall_at + FIRING_SECONDS
     return {
         "labels": {

@@ -195,7 +195,7 @@ def incidents_text(value: list[dict[str, Any]]) -> str:
             text = body.get("because") or body.get("outcome") or ""
             lines.append(f"  e{event['seq']} {event['kind']} {text}".rstrip())
             if event["kind"] == K.EVIDENCE_COLLECTED:
-                evidence = [*body.get("summaries", ()), *(f"not collected: {text}" for text in body.get("missing", ()))]
+                evidence = [*body.get("told", ()), *(f"not collected: {text}" for text in body.get("missing", ()))]
                 lines += [f"    {text}" for text in (*evidence, *(f["name"] for f in body.get("files", ())))]
     return _text(lines)
 

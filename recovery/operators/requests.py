@@ -5,7 +5,7 @@ from rolecall.core.faults import FaultClass
 from rolecall.core.journal.journal import Journal
 from rolecall.recovery.fleet import ReplicaView
 from rolecall.recovery.incident_store import IncidentProjection, open_incident
-from rolecall.recovery.incidents.incident import PERSON, Incident
+from rolecall.recovery.incidents.incident import OPERATOR, Incident
 from rolecall.recovery.loop import LEASE_NAME
 
 
@@ -19,7 +19,7 @@ def replacement_request(view: ReplicaView, because: str, now: float) -> Diagnosi
         detected_at=now,
         confidence=1.0,
         because=because,
-        detectors=(PERSON,),
+        detectors=(OPERATOR,),
     )
 
 

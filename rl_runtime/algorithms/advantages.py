@@ -1,10 +1,10 @@
-"""What each token was worth to a critic, and the punishment of length. Relative to a group: `group_relative.py`.
+"""What each token was worth to a critic, and the length penalty. Relative to a group: `group_relative.py`.
 
     GAE (PPO)            d_t = r_t + gamma V(s_t+1) - V(s_t),  A_t = sum_k (gamma lambda)^k d_t+k    1506.02438 eq. 16
     EGAE (T-PPO)         the same sum up to the cut of an unfinished answer, 2506.15050 sec. 3
     overlong (DAPO)      0 up to Lmax - Lcache, then linearly down to -1 at Lmax and beyond, 2503.14476 eq. 13
 
-The state s_t is the prompt and the tokens before o_t; V(s_t) is the critic's word before o_t is chosen. Behind the last
+The state s_t is the prompt and the tokens before o_t; V(s_t) is the critic's output before o_t is chosen. After the last
 token of a finished answer there is nothing (0); behind a cut there is a value, the *bootstrap*, and it alone makes the
 difference between GAE and EGAE. Pure; tensors keep their dtype.
 """
@@ -16,7 +16,7 @@ from torch import Tensor
 def overlong_penalty(length: int, *, longest: int, cache: int) -> float:
     """In [-1, 0] for a response of `length` tokens; `cache` 0: never any.
 
-    At exactly `longest` the linear piece has reached -1; DAPO's third piece begins behind it with the same value.
+    At exactly `longest` the linear piece has reached -1; DAPO's third piece begins after it with the same value.
     """
     if cache == 0 or length <= longest - cache:
         return 0.0
@@ -32,7 +32,7 @@ def gae(
         rewards_st: reward given for token t.
         values_st: V(s_t), of the state in which token t was chosen.
         response_st: 1 where token t was generated; one run of ones a row.
-        bootstrap_s: value of the state behind the last token: 0 where the answer is finished.
+        bootstrap_s: value of the state after the last token: 0 where the answer is finished.
         gamma: discount. decay: lambda.
     """
     advantage = torch.zeros_like(bootstrap_s)

@@ -1,8 +1,8 @@
-"""Invariant Constant work (docs/invariants.md): each optimizer step is exactly B microbatches, whoever computes them.
+"""Invariant Constant work (docs/invariants.md): each optimizer step is exactly B microbatches, however they are shared out.
 
 A step's composition is a function of its set of groups alone: sorted by id and cut into equal pieces, so that a
-controller that restarts from the ledger forms the same microbatches under the same ids. Who computes which is decided
-by `assign`, again whenever somebody is lost. Pure.
+controller that restarts from the ledger forms the same microbatches under the same ids. `assign` shares
+them out, again whenever a replica is lost. Pure.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -37,7 +37,7 @@ def form_microbatches(step: int, groups: Sequence[PromptGroup], microbatches_per
 def assign(
     all_ids: Sequence[str], computed: Mapping[ReplicaId, Collection[str]], members: Collection[ReplicaId]
 ) -> dict[ReplicaId, list[str]]:
-    """Who computes what: every id exactly once, work already done stays where it was done.
+    """Replica -> microbatches: every id exactly once, work already done stays where it was done.
 
     `computed`: gradients that members hold from an interrupted attempt; those of replicas that are no longer members
     are gone, and where two hold the same id the first in order keeps it. How many each gets in all is levelled as far
@@ -50,7 +50,7 @@ def assign(
     """
     order = sorted(members)
     if not order:
-        raise ValueError(f"nobody is left to compute {len(all_ids)} microbatches")
+        raise ValueError(f"no replica is left to compute {len(all_ids)} microbatches")
     if len(set(all_ids)) != len(all_ids):
         raise ValueError("a microbatch id occurs twice")
     owner: dict[str, ReplicaId] = {}
@@ -68,7 +68,7 @@ def assign(
 
 
 def _levelled(counts: Mapping[ReplicaId, int], num_free: int) -> dict[ReplicaId, int]:
-    """`counts` after `num_free` more, each given to whoever has least; ties in order."""
+    """`counts` after `num_free` more, each given to the replica with the fewest; ties in order."""
     levels = dict(counts)
     for _ in range(num_free):
         levels[min(levels, key=lambda r: (levels[r], r))] += 1

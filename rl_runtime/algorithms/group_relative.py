@@ -1,6 +1,6 @@
 """Advantages relative to the other samples of a prompt (GRPO, DAPO): A_i = R_i - mean(R), divided by std(R) if asked.
 
-DeepSeekMath (2402.03300) 4.1.2. Plain floats, without torch: the controller asks here whether a group teaches anything.
+DeepSeekMath (2402.03300) 4.1.2. Plain floats, without torch: the controller asks here whether a group has a signal.
 """
 
 import math
@@ -12,7 +12,7 @@ by the deviation would blow it up to advantages of full size. So the division it
 
 
 def all_equal(rewards: Sequence[float]) -> bool:
-    """Whether a group of these rewards teaches nothing."""
+    """Whether a group of these rewards has no learning signal."""
     return max(rewards) - min(rewards) <= EQUAL_WITHIN
 
 

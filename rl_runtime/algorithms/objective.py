@@ -7,8 +7,8 @@
     policy = -1/N sum_t gain_t            critic = 1/M sum_t (V(s_t) - return_t)^2 / 2
 
 **A microbatch knows nothing of N and M.** Its gradient is that of the sums; they are divided once, after all of a step's
-microbatches were added up over all replicas (`divisors`). So the split cannot matter, nor who was lost. Averages of
-averages, the usual mistake, cannot be written down here.
+microbatches were added up over all replicas (`divisors`). So neither the split nor lost replicas matter. Averages of
+averages, the usual error, cannot be written down here.
 
 **At the bounds of the clip range** a ratio is inside: the gradient there is that of r_t A_t, whatever the advantage's
 sign; beyond them it is 0 where clipping took it away. (Autograd gives just that: `minimum` shares a tie between two
@@ -20,7 +20,7 @@ trained is left out before exp sees it, and never multiplied by 0. A number that
 reward of NaN or infinity) is refused by name in `make_batch`; one that the model makes ends as NotFinite of the step.
 
 Which tokens: the policy is trained on *fresh* tokens (no earlier step had them) that are not older than the bound on
-staleness, of answers that are over or not; the critic on all tokens of answers that are over. Never on prompts.
+staleness, of answers, complete or not; the critic on all tokens of complete answers. Never on prompts.
 """
 
 import math
@@ -37,7 +37,7 @@ from rolecall.rl_runtime.protocol.messages import EndReason, PromptGroup, Traini
 from rolecall.rl_runtime.protocol.policy_health import HealthSums
 
 LOG_RATIO_MAX = 20.0
-"""A token that became e^20 times as probable as when it was sampled tells of an engine and a trainer that disagree, not
+"""A token that became e^20 times as probable as when it was sampled means that engine and trainer disagree, not
 of learning; without this it alone would be the step's direction. `Health.ratio_max` shows it. The divergence
 from a reference (`kl_coefficient`) has no gradient there either, where the reference is e^20 times as sure of a token."""
 LOG_RATIO_MIN = -100.0
@@ -64,8 +64,8 @@ class Batch:
     weights_st: Tensor  # of a token in the policy's sum
     sampler_logprobs_st: Tensor  # 0 outside the response
     versions_st: Tensor  # int64, -1 outside the response
-    rewards_s: Tensor  # with the punishment of length; 0 while the answer is not over
-    over_s: Tensor  # bool: the answer is over
+    rewards_s: Tensor  # with the punishment of length; 0 while the answer is not complete
+    over_s: Tensor  # bool: the answer is complete
     relative_s: Tensor  # group-relative advantages; 0 with a critic
     sums: HealthSums  # what is known before any model was asked
 
@@ -104,7 +104,7 @@ def make_batch(
     """Pads the samples of whole groups into tensors.
 
     Raises:
-        ValueError: a sample's tokens, log-probabilities and versions do not fit together or are no numbers, or an answer
+        ValueError: a sample's tokens, log-probabilities and versions do not fit together or are not numbers, or an answer
             without a reward is to be compared with others.
     """
     rows = [(g.prompt_tokens, s) for g in groups for s in g.samples]
@@ -146,17 +146,17 @@ def make_batch(
 
 
 def _refuse_unfit(sample: TrainingSample, num_prompt_tokens: int, algorithm: AlgorithmConfig) -> None:
-    who = f"sample {sample.request_id}"
+    label = f"sample {sample.request_id}"
     if not len(sample.tokens) == len(sample.logprobs) == len(sample.versions):
-        raise ValueError(f"{who}: tokens, logprobs and versions differ in length")
+        raise ValueError(f"{label}: tokens, logprobs and versions differ in length")
     if num_prompt_tokens == 0:
-        raise ValueError(f"{who}: without a prompt nothing predicts its first token")
+        raise ValueError(f"{label}: without a prompt nothing predicts its first token")
     if not all(map(math.isfinite, sample.logprobs)):
-        raise ValueError(f"{who}: a log-probability is not finite")
+        raise ValueError(f"{label}: a log-probability is not finite")
     if sample.is_over and not math.isfinite(sample.reward):
-        raise ValueError(f"{who}: its reward is {sample.reward}")
+        raise ValueError(f"{label}: its reward is {sample.reward}")
     if not sample.is_over and not algorithm.has_critic:
-        raise ValueError(f"{who}: its answer is not over, it has no place in a group")
+        raise ValueError(f"{label}: its answer is not over, it cannot be part of a group")
 
 
 def _shaped(reward: float, length: int, algorithm: AlgorithmConfig, terms: TokenSelection) -> float:
@@ -204,7 +204,7 @@ def token_logprobs(logits_stv: Tensor, tokens_st: Tensor) -> tuple[Tensor, Tenso
 
 
 def state_values(after_st: Tensor) -> Tensor:
-    """V(s_t), of the state in which token t was chosen, from the critic's word after each token. 0 at t = 0."""
+    """V(s_t), of the state in which token t was chosen, from the critic's output after each token. 0 at t = 0."""
     return torch.nn.functional.pad(after_st[:, :-1], (1, 0))
 
 
@@ -283,7 +283,7 @@ def _clipped_or_capped(log_ratio: Tensor, advantages_st: Tensor, algorithm: Algo
 def _critic(batch: Batch, algorithm: AlgorithmConfig, values_after_st: Tensor) -> tuple[Tensor, Tensor, HealthSums]:
     """Advantages for the policy, the critic's own sum, and what they add to the health."""
     values_st = state_values(values_after_st)
-    fixed = values_st.detach()  # outside the response anything: nothing below looks there
+    fixed = values_st.detach()  # outside the response anything: nothing below reads it
     behind = values_after_st.detach() if algorithm.truncation_value == "critic" else fixed
     bootstrap = torch.where(batch.over_s, torch.zeros_like(batch.rewards_s), last_of(behind, batch.response_st))
     rewards_st = _at_the_end(batch)
@@ -308,7 +308,7 @@ def _critic(batch: Batch, algorithm: AlgorithmConfig, values_after_st: Tensor) -
 
 
 def _at_the_end(batch: Batch) -> Tensor:
-    """The reward of each answer that is over, at its last token."""
+    """The reward of each complete answer, at its last token."""
     later = torch.nn.functional.pad(batch.response_st[:, 1:], (0, 1))
     return batch.response_st * (1.0 - later) * batch.rewards_s.unsqueeze(1)
 
@@ -323,7 +323,7 @@ def _policy_sums(
 ) -> HealthSums:
     trained = batch.policy_st > 0
     log_r, advantage = log_ratio[trained], advantages_st[trained]
-    # What was clipped is told of the ratio as the objective has it; what is summed, in float64.
+    # Clipping is reported on the ratio as the objective has it; sums are in float64.
     r = log_r.exp()
     cap = algorithm.importance_cap
     return HealthSums(

@@ -1,14 +1,14 @@
 """Where the sampling of prompts stands, as a fold over the ledger; and dynamic sampling's decisions. Pure.
 
-Nothing about the sampler is kept beside the ledger: a controller that begins folds the ledger's lines, and then goes on
-with each line that it writes. So whoever dies when, cursor, accepted groups and what was filtered for a step are what was
+Nothing about the sampler is kept beside the ledger: a controller that begins folds the ledger's lines, and then continues
+with each line that it writes. So after any death the cursor, accepted groups and what was filtered for a step are what was
 written, and no prompt is skipped or used twice. Randomness has no state to lose either: a group's seed is a function of
-the job's seed and the prompt's number. Each ISSUED line says it all the same, so that a sampler that would draw another
+the job's seed and the prompt's number. Each ISSUED line records it all the same, so that a sampler that would draw another
 one (another job file, another version of rolecall) is refused, instead of mixing two runs in one.
 
 Dynamic sampling (DAPO, 2503.14476 eq. 11) judges a scored group by the rewards as the task gave them, before length is
-punished. What teaches nothing is dropped, with which of three kinds it was; the number of groups judged for one step is
-bounded, so that prompts which are too easy or too hard end in a sentence and not in a run that goes on for ever.
+punished. A group without a learning signal is dropped, with which of three kinds it was; the number of groups judged for one step is
+bounded, so that prompts which are too easy or too hard end the run with an error instead of running for ever.
 """
 
 from collections import Counter
@@ -52,7 +52,7 @@ def classify_rewards(rewards: Sequence[float], filter_by: Literal["reward", "exa
 
 
 def group_seed(job_seed: int, number: int) -> int:
-    """The random state of a prompt's group: a counter, and nothing that goes on from draw to draw."""
+    """The random state of a prompt's group: a counter, and nothing that continues from draw to draw."""
     return (job_seed * 1_000_003 + number * 8_191) % (2**31)
 
 
@@ -75,7 +75,7 @@ class SamplerState:
 
     @classmethod
     def of(cls, lines: Iterable[Mapping[str, Any]], job_seed: int) -> "SamplerState":
-        """The state behind the ledger's last line.
+        """The state after the ledger's last line.
 
         Raises:
             SamplerMismatch: a group has another seed than this job would draw, or a prompt was skipped.
@@ -143,7 +143,7 @@ def is_at_limit(algorithm: AlgorithmConfig, *, accepted: int, filtered: int) -> 
 def not_filled(
     algorithm: AlgorithmConfig, step: int, *, accepted: int, verdicts: Mapping[GroupSignal, int]
 ) -> BatchNotFilled:
-    """The sentence for a person: what was found, and what can be changed."""
+    """The error that ends the run: what was found, and what can be changed."""
     kinds = {
         kind: verdicts.get(kind, 0) for kind in (GroupSignal.ALL_RIGHT, GroupSignal.ALL_WRONG, GroupSignal.ALL_EQUAL)
     }

@@ -2,7 +2,7 @@
 
 Methods of the concurrency group `work` run one after the other in one thread, those of `control` beside them. What a
 role needs is imported in its constructor: a reward worker or controller carries no torch and no vLLM. Exceptions of
-work are told to the agent before they go back to the caller. `actor_operations.py` makes these classes into actors.
+work are reported to the agent before they reach the caller. `actor_operations.py` makes these classes into actors.
 """
 
 import asyncio
@@ -53,7 +53,7 @@ def _control(method: Callable[P, T]) -> Callable[P, T]:
 
 
 class ActorLease:
-    """Ends this process when nobody renewed in time: an actor that its supervisor forgot must not live on."""
+    """Ends this process when its lease was not renewed in time: an abandoned actor must not live on."""
 
     def __init__(self, seconds: float, clock: Clock, end: Callable[[], None]) -> None:
         self._clock, self._end = clock, end
@@ -70,7 +70,7 @@ class ActorLease:
 
 
 def _exit_on_lease_expiry() -> None:
-    logger.error("nobody renewed this process's lease: it ends")
+    logger.error("the lease of this process was not renewed: exiting")
     os._exit(LEASE_EXIT)
 
 
@@ -136,7 +136,7 @@ class _Actor:
 
 
 def _node_address() -> str:
-    """Of this actor's node, as its raylet was told: loopback in a local cluster, never an interface beyond it."""
+    """Of this actor's node, as given to its raylet: loopback in a local cluster, never an interface beyond it."""
     return str(ray.util.get_node_ip_address())
 
 
@@ -149,7 +149,7 @@ class TrainerActor(_Actor):
         from rolecall.rl_runtime.trainer.service import TrainerService
 
         on_microbatch, on_bucket = self._injection(faults.MICROBATCH, faults.BUCKET)
-        (on_tensor,) = self._injection(faults.WEIGHTS)  # one of its own: the port's threads look while others work
+        (on_tensor,) = self._injection(faults.WEIGHTS)  # one of its own: the port's threads check while others work
         self._service = TrainerService(
             spawn,
             job,
@@ -302,7 +302,7 @@ class ControllerActor(_Actor):
         try:
             outcome = asyncio.run(self._loop())
         except Exception as e:
-            # It cannot go on and must not pretend to: it says why and ends, and another one takes over.
+            # It cannot continue and must not pretend to: it says why and ends, and another one takes over.
             reporter.exception(e)
             logger.exception("the controller failed")
             os._exit(1)

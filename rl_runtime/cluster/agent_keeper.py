@@ -29,7 +29,7 @@ class _SupervisedAgent:
 
 
 class AgentSupervisor:
-    """Owned by the supervisor's loop; `restarted(node, because)` is told of every restart."""
+    """Owned by the supervisor's loop; `restarted(node, because)` is called for every restart."""
 
     def __init__(
         self, run: RunDir, nodes: Sequence[NodeId], clock: Clock, restarted: Callable[[NodeId, str], None]
@@ -51,7 +51,7 @@ class AgentSupervisor:
             kept.restarted_at = [t for t in kept.restarted_at if now - t < RESTART_WINDOW_SECONDS]
             if len(kept.restarted_at) >= RESTARTS_MAX:
                 if not kept.complained:
-                    logger.error("the agent of %s ended %d times in a minute: it waits", node, RESTARTS_MAX + 1)
+                    logger.error("the agent of %s ended %d times in a minute: restarts pause", node, RESTARTS_MAX + 1)
                 kept.complained = True
                 continue
             kept.restarted_at.append(now)

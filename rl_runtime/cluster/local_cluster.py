@@ -208,7 +208,7 @@ class Cluster:
             self.clock.sleep(POLL_SECONDS)
 
     def _introduce(self) -> str:
-        """What a head node tells GCS before others may join; returns the cluster's id."""
+        """Registers the head node with GCS before others may join; returns the cluster's id."""
         from ray._common.usage import usage_lib
 
         client = _ray_internals().GcsClient(address=self.address)

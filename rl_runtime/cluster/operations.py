@@ -41,18 +41,18 @@ GONE = (ReplicaState.LOST, ReplicaState.STOPPED)
 
 
 class Operations:
-    """Performs instructions. `note` takes sentences for people; it is called from threads."""
+    """Performs instructions. `note` takes progress messages; it is called from threads."""
 
     def __init__(
         self,
         run: RunDir,
         job: JobConfig,
         journal: Journal,
-        hands: ActorOperations,
+        actors: ActorOperations,
         clock: Clock,
         note: Callable[[str], None],
     ) -> None:
-        self._run, self._job, self._journal, self._hands = run, job, journal, hands
+        self._run, self._job, self._journal, self._actors = run, job, journal, actors
         self._clock, self._note = clock, note
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="operation")
         self._busy: Counter[Incarnation] = Counter()  # one incarnation may be started and ended at the same time
@@ -65,12 +65,12 @@ class Operations:
             return frozenset(+self._busy)
 
     def close(self) -> None:
-        """No operation begins any more; those under way end with the processes that they wait for."""
+        """No operation begins any more; those in progress end with the processes that they wait for."""
         self._closed.set()
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def drain(self, seconds: float) -> bool:
-        """Waits until no operation is under way; False when some still are after `seconds`."""
+        """Waits until no operation is in progress; False when some still are after `seconds`."""
         deadline = self._clock.monotonic() + seconds
         while self.busy():
             if self._clock.monotonic() > deadline:
@@ -90,7 +90,7 @@ class Operations:
             )
             self._note(f"{record.replica}#{record.incarnation} is lost: {because}")
         if record.actor:
-            self._hands.forget(record.actor)
+            self._actors.forget(record.actor)
 
     def stopped(self, record: Actual, because: str) -> None:
         if self._journal.set_actual(replace(record, state=ReplicaState.STOPPED, because=because), unless=GONE):
@@ -129,7 +129,7 @@ class Operations:
         try:
             if self._closed.is_set():
                 return
-            born = self._hands.start(spawn, self._job.detector.first_unit_seconds)
+            born = self._actors.start(spawn, self._job.detector.first_unit_seconds)
         finally:
             if is_engine:
                 self._engines.release()
@@ -150,7 +150,7 @@ class Operations:
     def _promote(self, record: Actual, standby: Actual) -> None:
         secret = registration_secret(self._run.token(), record.replica, 0, record.incarnation)
         try:
-            self._hands.promote(standby.actor, record.replica, record.incarnation, secret, PROMOTE_SECONDS)
+            self._actors.promote(standby.actor, record.replica, record.incarnation, secret, PROMOTE_SECONDS)
         except Exception:
             # Deliberate, and raised on: a standby that cannot be promoted has no known identity any more: it must not live on under either.
             self.lose(standby, f"it could not become {record.replica}")
@@ -160,7 +160,7 @@ class Operations:
         self._admit(record, from_standby=standby.replica)
 
     def end(self, record: Actual, because: str, *, wanted: bool) -> None:
-        """Fences an incarnation, ends its process and confirms that it is gone. `wanted`: it is nobody's replacement."""
+        """Fences an incarnation, ends its process and confirms that it is gone. `wanted`: it is not being replaced."""
         key = (record.replica, record.incarnation)
         self._submit([key], lambda: self._end(record, because, wanted))
 
@@ -231,7 +231,7 @@ class Operations:
                     f"{record.replica}: process {record.pid} is not gone {KILL_SECONDS} s after SIGKILL"
                 )
         if record.actor:
-            self._hands.forget(record.actor)
+            self._actors.forget(record.actor)
 
     def _begin(self, record: Actual) -> None:
         self._journal.set_actual(record)
@@ -249,7 +249,7 @@ class Operations:
         if standing is None or standing.state in GONE:
             self._kill(record)
             return
-        # The event comes first, so that whatever others do with a READY replica stands behind it in the journal.
+        # The event comes first, so that whatever others do with a READY replica follows it in the journal.
         ready = ReplicaReady(
             replica=record.replica,
             incarnation=record.incarnation,

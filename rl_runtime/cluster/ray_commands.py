@@ -35,7 +35,7 @@ RAY_SETTINGS = {
     "RAY_health_check_period_ms": "200",
     "RAY_health_check_timeout_ms": "1000",
     "RAY_health_check_failure_threshold": "10",
-    # Who is ended, and why, is decided by recovery, not by Ray's memory monitor.
+    # Recovery decides which process is ended and why, not Ray's memory monitor.
     "RAY_memory_monitor_refresh_ms": "0",
     # Ray's default of 15 starves a run beside anything else.
     "RAY_worker_niceness": "0",

@@ -27,12 +27,12 @@ Incarnation = tuple[ReplicaId, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterState:
-    """Everything that the decision may look at."""
+    """Everything that the decision depends on."""
 
     desired: Mapping[ReplicaId, Desired]
     actual: Mapping[Incarnation, Actual]
     alive: Collection[Incarnation]  # whose process is seen to run
-    busy: Collection[Incarnation]  # somebody is starting, promoting or ending it right now
+    busy: Collection[Incarnation]  # an operation is starting, promoting or ending it
     nodes: Sequence[NodeId]  # nodes that can take a replica
     quarantined: Collection[NodeId] = ()  # of these: where nothing is placed that recovery did not put there by name
 
@@ -46,7 +46,7 @@ class ReconcileStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MarkLost(ReconcileStep):
-    """Its process is gone: write it down, so that nobody waits for it."""
+    """Its process is gone: record that, so that nothing waits for it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +56,7 @@ class KillSuperseded(ReconcileStep):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StopReplica(ReconcileStep):
-    """End a replica that nobody desires any more."""
+    """End a replica that is not desired any more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,7 +119,7 @@ def _ending(fleet: ClusterState, desired: Desired | None, record: Actual) -> Rec
         )
     if living and not record.pid and key not in fleet.busy:
         return MarkLost(
-            replica=replica, incarnation=incarnation, because="its start was given up before its process was known"
+            replica=replica, incarnation=incarnation, because="its start was abandoned before its process was known"
         )
     if desired is None and (living or alive):
         return StopReplica(replica=replica, incarnation=incarnation, because="it is no longer desired")
@@ -189,7 +189,7 @@ def _refill(fleet: ClusterState, current: Actual, now: float, taken: set[NodeId]
 
 
 def _whole(fleet: ClusterState) -> bool:
-    """Whether every other replica has its process: starting one more engine would slow a cure that is under way."""
+    """Whether every other replica has its process: starting one more engine would slow a cure that is in progress."""
     working = {(r, i) for (r, i), a in fleet.actual.items() if a.state in (ReplicaState.READY, ReplicaState.SERVING)}
     others = [d for r, d in fleet.desired.items() if split_replica(r)[0] != STANDBY_ROLE]
     return all((d.replica, d.incarnation) in working for d in others)

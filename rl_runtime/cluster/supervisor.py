@@ -1,9 +1,9 @@
 """The supervisor: starts a run, keeps actual at desired, and leaves nothing behind.
 
-`tick()` is the control loop's one turn: it looks (journal, pidfds), asks the pure `reconcile`, and performs. What takes
+`tick()` is the control loop's one turn: it reads journal and pidfds, asks the pure `reconcile`, and performs. What takes
 longer than a moment - starting an actor, a promotion, ending a process - goes to a thread (`operations.py`), and its
 incarnation counts as busy meanwhile, so that a turn never waits. The supervisor decides nothing about health: it only
-writes down deaths that it sees, and makes what recovery desires.
+records deaths that it sees, and brings about the desired state.
 """
 
 import logging
@@ -79,17 +79,17 @@ class Supervisor:
         clock: Clock | None = None,
         *,
         classes: Callable[[], Mapping[str, Any]] = runtime_classes,
-        hands: ActorOperations | None = None,
+        actors: ActorOperations | None = None,
     ) -> None:
-        """`classes`: role -> actor class, for tests with trivial actors; `hands`: instead of Ray, for tests without."""
+        """`classes`: role -> actor class, for tests with trivial actors; `actors`: instead of Ray, for tests without."""
         self.run, self.job, self.clock = run, job, clock or SystemClock()
         self.nodes = [NodeId(f"node-{i}") for i in range(job.runtime.nodes)]
         self.journal = Journal(run.database_url, clock=self.clock)
         self.cluster = Cluster(run, self.nodes, self.clock)
-        self.hands = hands or RayActorOperations(job, classes)
+        self.actors = actors or RayActorOperations(job, classes)
         self.agents = AgentSupervisor(run, self.nodes, self.clock, self._agent_restarted)
         self._notes: SimpleQueue[str] = SimpleQueue()
-        self._operations = Operations(run, job, self.journal, self.hands, self.clock, self._notes.put)
+        self._operations = Operations(run, job, self.journal, self.actors, self.clock, self._notes.put)
         self._watch = ProcessWatch()
         self._progress: Progress = lambda _: None
         self._fenced_nodes: set[NodeId] = set()
@@ -106,7 +106,7 @@ class Supervisor:
             TooFewNodes: before anything is started.
             ConfigError: the model cannot be used.
             ActuatorError: a process did not start: which, and why.
-            DeadlineExceeded: who was not ready in time.
+            DeadlineExceeded: names the replicas that were not ready in time.
         """
         self._progress = progress or self._progress
         placed = place(self.job)
@@ -278,7 +278,7 @@ class Supervisor:
         now = self.clock.monotonic()
         if now - self._renewed_at >= min(RENEW_SECONDS_MAX, self.job.runtime.lease_seconds / 4):
             self._renewed_at = now
-            self.hands.renew(self.job.runtime.lease_seconds)
+            self.actors.renew(self.job.runtime.lease_seconds)
 
     def _agent_restarted(self, node: NodeId, because: str) -> None:
         self.journal.append(ComponentRestarted(what="agent", node=node, because=because))
@@ -316,7 +316,7 @@ class Supervisor:
             for record in records:
                 self._operations.stopped(record, because)
         except JournalError as e:
-            logger.error("not written down that everything was stopped: %s", e)
+            logger.error("could not record that everything was stopped: %s", e)
         self._watch.close()
         self._tell_notes()
         self.journal.close()
@@ -325,16 +325,16 @@ class Supervisor:
         try:
             return [a for a in self.journal.actual().values() if a.state in LIVING]
         except JournalError as e:
-            # Nobody is told beforehand, but all end: every process of the run carries its marker.
+            # There is no warning, but all end: every process of the run carries its marker.
             logger.error("ending everything without its records: %s", e)
             return []
 
     def _say_goodbye(self, record: Actual) -> None:
-        # The controller finishes its books; the others only tell their agents that the exit is wanted.
+        # The controller closes its ledger; the others only report to their agents that the exit is wanted.
         seconds = GOODBYE_SECONDS if record.replica.startswith("controller/") else 1.0
         if not record.actor or not self._watch.alive(record.pid, record.start_ticks):
             return
         try:
-            self.hands.stop(record.actor, seconds)
+            self.actors.stop(record.actor, seconds)
         except RolecallError as e:
             logger.warning("%s did not finish in order: %s", record.replica, e)

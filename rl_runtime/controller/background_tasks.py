@@ -1,4 +1,4 @@
-"""The controller's background tasks: one set, one owner, and an error in any of them ends the controller loudly."""
+"""The controller's background tasks: one owner; an error in any of them ends the controller."""
 
 import asyncio
 from collections.abc import Coroutine
@@ -6,7 +6,7 @@ from typing import Any
 
 
 class Tasks:
-    """Starts tasks and keeps hold of them. `failed` gets the first exception that nobody handled."""
+    """Starts tasks and keeps hold of them. `failed` gets the first unhandled exception."""
 
     def __init__(self) -> None:
         self._running: set[asyncio.Task[Any]] = set()

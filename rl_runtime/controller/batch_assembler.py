@@ -1,13 +1,12 @@
 """From prompt numbers to optimizer steps: which groups are issued when, and which of them make the next step.
 
 A group is issued only while it can still be trained within `staleness_max` versions if everything ahead of it is
-trained first; that bounds what is in flight. A step takes the oldest scored groups. Before it goes ahead it waits a
-little for older ones, if without them more would be left than the next steps can take before they are too old; those
-that became too old are dropped, with their length.
+trained first; that bounds what is in flight. A step takes the oldest scored groups (`next_step.form_step` decides which, and when);
+groups that became too old are dropped, with their length.
 
-With dynamic sampling scored groups are judged first (`rl_runtime/algorithms/sampler.py`), and a step takes accepted ones only. A group that
-was filtered is ahead of nobody, so another one is issued for it at once: that no step is made for long, because what is
-generated teaches nothing, is a lawful state that ends with a full batch, or with the limit of refills and its sentence.
+With dynamic sampling, scored groups are filtered first (`algorithms/sampler.py`), and a step takes accepted ones only. A
+filtered group does not count as pending, so another one is issued for it at once. A run may therefore form no step for a
+while although it is healthy; this ends with a full batch or at the refill limit, with an error that explains it.
 """
 
 import asyncio
@@ -34,10 +33,10 @@ from rolecall.rl_runtime.protocol.messages import GenerationRequest
 from rolecall.rl_runtime.tasks.task import Prompt, group_id, group_number, group_start
 
 TURN_SECONDS = 0.1
-"""How often a step is looked for when nothing wakes the loop."""
+"""How often the loop tries to form a step when no event wakes it."""
 RESCORE_SECONDS = 60.0
 """How long a restarted controller waits until the groups of the running step are scored again."""
-TOO_STALE, NOT_WHOLE = "stale", "its step lost tokens with an engine and the controller"
+TOO_STALE, NOT_WHOLE = "stale", "tokens of its step were lost with an engine and the controller"
 
 
 class PromptSource(Protocol):
@@ -50,7 +49,7 @@ class PromptSource(Protocol):
 
 
 class BatchAssembler:
-    """Issues groups and forms steps. `step` is the one being formed or trained; its policy version has its number."""
+    """Issues groups, drops them, and assigns them to steps."""
 
     def __init__(
         self,
@@ -109,7 +108,7 @@ class BatchAssembler:
         for group in cut:
             self._table.mark_followed(group.group_id)
             # With its context: the window before it may be closed before its turn comes.
-            self.open(windows.successor(group)).trajectories[0].stand_on(group.trajectories[0])
+            self.open(windows.successor(group)).trajectories[0].take_context(group.trajectories[0])
 
     def issue(self) -> None:
         """Issues as many groups as can be trained in time. The ledger has them before an engine does."""
@@ -117,7 +116,7 @@ class BatchAssembler:
         self._pool.assign_unassigned()
         if not self._loop.issuing:
             return
-        # Windows that go on come before new groups: a slot that is free is filled at once, and no answer is left lying.
+        # Windows that continue come before new groups: a slot that is free is filled at once, and no answer is left unfinished.
         waiting, void = windows.settle(self._table, self._source.max_response_tokens)
         self._drop(void, windows.NOTHING_FRESH)
         # Groups of late engines will hardly be trained, and filtered ones teach nothing: they do not hold up the others.
@@ -140,7 +139,7 @@ class BatchAssembler:
             self._pool.place(group, key)
 
     def give_up(self, group: GroupId, reason: str) -> None:
-        """A group that nobody will train on, with its reason."""
+        """Drops a group that will not be trained, with the reason."""
         self._drop([self._table.groups[group]], reason)
 
     def _drop(self, groups: Sequence[OpenGroup], reason: str) -> None:
@@ -204,7 +203,7 @@ class BatchAssembler:
         """What `form_step` decides from.
 
         Raises:
-            BatchNotFilled: no more groups may be filtered for this step, and the job wants the run to fail then.
+            BatchNotFilled: no more groups may be filtered for this step, and `at_refill_limit` is `fail`.
         """
         step, algorithm = self._loop.step, self._job.algorithm
         ready = self._table.in_phase(GroupPhase.ACCEPTED if algorithm.dynamic_sampling else GroupPhase.SCORED)

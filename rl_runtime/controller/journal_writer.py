@@ -1,8 +1,9 @@
-"""What the controller writes down: ledger lines, journal events, states and epochs, each only while it is the controller.
+"""The controller's writes: ledger lines, journal events, replica states and epochs, each only while it is in charge.
 
-The sampler's state is a fold of the ledger's lines, and goes on with each line written here. Before every write the border is asked whether a newer incarnation of the controller is wanted or there; the older one
-stops with `ControllerSuperseded` and writes nothing more. Lines of one decision go in one transaction. All writes can be
-repeated: events of a step have keys, ledger lines are left out when the group stands there already.
+The sampler's state is a fold of the ledger's lines, and advances with each line written here. Before every write the
+membership records are checked for a newer incarnation of the controller; the older one stops with
+`ControllerSuperseded` and writes nothing more. Lines of one decision go in one transaction. All writes are idempotent:
+events of a step have keys, ledger lines are left out when the group has them already.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -27,7 +28,7 @@ from rolecall.rl_runtime.tasks.task import group_number
 
 Member = tuple[ReplicaId, int]
 Judged = tuple[GroupId, int, GroupSignal]
-"""(group, number of tokens, what dynamic sampling thinks of it)."""
+"""(group, number of tokens, verdict of dynamic sampling)."""
 OPEN_STATES = (
     GroupState.ISSUED,
     GroupState.ACCEPTED,
@@ -42,7 +43,7 @@ class ControllerSuperseded(StaleIncarnation):
 
 
 class RunRecorder:
-    """Journal and ledger in the controller's hands."""
+    """Journal and ledger, written as one incarnation of the controller."""
 
     def __init__(
         self, journal: Journal, ledger: Ledger, replica: ReplicaId, incarnation: int, *, job_seed: int = 0
@@ -57,14 +58,14 @@ class RunRecorder:
     # --- the right to write -------------------------------------------------------------------------------------
 
     def fleet(self) -> MembershipView:
-        """Both records of the border, as they stand."""
+        """The desired and actual records, as they are now."""
         return MembershipView(self.journal.desired(), self.journal.actual())
 
     def check(self, fleet: MembershipView | None = None) -> MembershipView:
-        """The border's records, if this still is the controller.
+        """The membership records, if this is still the controller.
 
         Raises:
-            Superseded: it is not; whoever is takes over.
+            ControllerSuperseded: a newer incarnation has taken over.
         """
         fleet = fleet or self.fleet()
         wanted = fleet.desired.get(self.replica)
@@ -132,7 +133,7 @@ class RunRecorder:
         """Folds what controllers before this one wrote.
 
         Raises:
-            SamplerMismatch: this one would go on otherwise.
+            SamplerMismatch: this one would continue otherwise.
         """
         self.sampler = SamplerState.of(self.ledger.lines(), self.sampler.job_seed)
 
@@ -145,7 +146,7 @@ class RunRecorder:
         )
 
     def judged(self, step: int, accepted: Iterable[Judged], filtered: Iterable[Judged]) -> None:
-        """What dynamic sampling made of groups while `step` was being formed. Who stands accepted already has his line."""
+        """Verdicts of dynamic sampling while `step` was being formed. A group that is accepted already has its line."""
         lines = [_accepted(step, j) for j in accepted if j[0] not in self.sampler.accepted]
         lines += [_filtered(step, j) for j in filtered]
         if lines:
@@ -161,8 +162,8 @@ class RunRecorder:
     ) -> ChainHead:
         """(group, number of tokens) of a step. Returns the head that goes into the commit record.
 
-        `taken`: of these, those that fill the batch although they teach nothing. `filtered`: others, not needed for it.
-        Who stands accepted already has his line: what he had taught was lost with his tokens, and those made again do not.
+        `taken`: of these, those that fill the batch although they have no learning signal. `filtered`: others, not needed for it.
+        A group that is accepted already has its line: its signal was lost with its tokens, and the new ones have none.
         """
         lines = [_filtered(step, j) for j in filtered]
         lines += [_accepted(step, j, reason=f"{TAKEN}{j[2]}") for j in taken if j[0] not in self.sampler.accepted]
@@ -174,7 +175,7 @@ class RunRecorder:
         self._write(lines)
 
     def dropped(self, groups: Iterable[tuple[GroupId, int]], reason: str) -> None:
-        """(group, number of tokens) that nobody will train on."""
+        """(group, number of tokens) of groups that will not be trained."""
         lines = [LedgerLine(group_id=g, state=GroupState.DROPPED, num_tokens=n, reason=reason) for g, n in groups]
         if lines:
             self._write(lines)

@@ -4,7 +4,7 @@ their reason out; `controller.py` and its components perform them and ask again.
 Step formation. `next_step` picks the loop's next action; `form_step` picks the groups of a step or says why it waits;
 `place_groups` and `reassign` say which engine generates which group.
 Containment. `membership_changes` compares with the journal's records; `late_or_lost` ends the wait for trainers that will
-not answer; `contain_attempt` and `choose_state` decide how a failed step goes on, and from whose state.
+not answer; `contain_attempt` and `choose_state` decide how a failed step continues, and from whose state.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -311,7 +311,7 @@ class StateChoice:
 
 
 def choose_state(infos: Mapping[Member, TrainerInfo], committed_step: int) -> StateChoice | None:
-    """The state that a new epoch starts from; None when nobody has the state of `committed_step` or a later one."""
+    """The state that a new epoch starts from; None when no trainer has the state of `committed_step` or a later one."""
     # A trainer that was cut off may have committed this step in an epoch that the others left: the same microbatches,
     # but added up in another order.
     states = {m: (i.commit.step, i.commit.epoch) for m, i in infos.items() if i.has_state}

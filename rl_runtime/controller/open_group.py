@@ -1,7 +1,8 @@
-"""One group in the making: its requests, every token that was streamed of them, and why those end where they do. Pure.
+"""One open group: its requests, every token that was streamed of them, and why those end where they do. Pure.
 
 A request may be a window of an answer: tokens before `first_fresh` are other windows', and where the window's limit cuts
-the answer (`EndReason.TRUNCATED`) the next one goes on. Who generates it, and what becomes of it, is decided in `trajectories.py`.
+the answer (`EndReason.TRUNCATED`) the next one continues. Placement and lifecycle
+are decided in `trajectories.py`.
 """
 
 from collections.abc import Sequence
@@ -21,10 +22,8 @@ class GroupPhase(StrEnum):
     GENERATING = "generating"
     FINISHED = "finished"  # all samples ended; to be scored
     SCORED = "scored"  # may be trained: its rewards are known, or it is a window that ended in the middle of an answer
-    ACCEPTED = "accepted"  # dynamic sampling: judged, it teaches something
-    FILTERED = (
-        "filtered"  # dynamic sampling: it teaches nothing, and is kept in case the batch cannot be filled otherwise
-    )
+    ACCEPTED = "accepted"  # dynamic sampling: it has a learning signal
+    FILTERED = "filtered"  # dynamic sampling: no learning signal; kept in case the batch cannot be filled otherwise
     ASSIGNED = "assigned"  # part of the running step
 
 
@@ -32,12 +31,12 @@ UNTRAINED = frozenset({GroupPhase.FINISHED, GroupPhase.SCORED, GroupPhase.ACCEPT
 """Everything is generated, no step has it."""
 
 NO_REWARD: Final = 0.0
-"""Stands in a sample whose answer is not over, where nobody looks. Not NaN, which is unlike itself: a trainer compares
+"""Placeholder in a sample whose answer is not complete; never read. Not NaN, which is unequal to itself: a trainer compares
 a plan that is repeated with what it has computed, and would throw its gradient away."""
 
 
 AGAIN_MAX: Final = 16
-"""How often the beginning of a window that lost it is made anew because the answer ended before the window."""
+"""How often a lost prefix of a window is generated again because the new answer ended before the window."""
 SEED_MAX: Final = 2**31
 
 
@@ -54,9 +53,9 @@ class Trajectory:
     sent: bool = False  # the engine has confirmed that it holds the request
     first_fresh: int = 0  # tokens before this one belong to earlier windows
     context: tuple[EngineKey, str] | None = None
-    """(engine, request) that keeps what stands before this window, until an engine has the window itself."""
+    """(engine, request) that keeps what precedes this window, until an engine has the window itself."""
     num_regenerated: int = 0
-    is_window: bool = False  # its limit is not the task's: an answer that reaches it is cut, and goes on elsewhere
+    is_window: bool = False  # its limit is not the task's: an answer that reaches it is cut, and continues elsewhere
 
     @property
     def finished(self) -> bool:
@@ -68,8 +67,8 @@ class Trajectory:
         return self.versions[self.first_fresh :] or (self.versions if self.finished else [])
 
     def cut(self) -> None:
-        """Ends its window here, for good: what is generated again one day ends here as well, for the next window has
-        begun behind it."""
+        """Ends its window here, for good: what is generated again later ends here as well, for the next window has
+        begun after it."""
         self.end, self.is_window = EndReason.TRUNCATED, True
         self.request = replace(self.request, max_response_tokens=len(self.tokens))
 
@@ -100,7 +99,7 @@ class Trajectory:
         self.num_regenerated += 1
 
     def reach(self, longest: int) -> None:
-        """Where it ended, no window is to begin any more: should it be made again, it goes on to the answer's end."""
+        """Where it ended, no window is to begin any more: should it be made again, it continues to the answer's end."""
         self.is_window = False
         self.request = replace(self.request, max_response_tokens=longest)
 
@@ -108,8 +107,8 @@ class Trajectory:
         """Takes over the first tokens of another window of the same answer."""
         self.tokens, self.logprobs, self.versions = other.tokens[:stop], other.logprobs[:stop], other.versions[:stop]
 
-    def stand_on(self, before: "Trajectory") -> None:
-        """Takes over all that stands before this window."""
+    def take_context(self, before: "Trajectory") -> None:
+        """Takes over all that precedes this window."""
         self.become(before)
         if before.engine is not None and before.sent:
             self.context = before.engine, before.request.request_id
@@ -145,7 +144,7 @@ class OpenGroup:
 
     @property
     def is_untouched(self) -> bool:
-        """Whether no engine has made anything of it, or not even all that stands before it."""
+        """Whether no engine has made anything of it, or not even all that precedes it."""
         return all(len(t.tokens) < max(t.first_fresh, 1) for t in self.trajectories)
 
     @property

@@ -1,7 +1,7 @@
 """Rewards: finished groups go to any worker that answers, and elsewhere when it fails. A failure is never a reward.
 
 What a worker returns counts only if it is one finite number for each sample. A group whose scoring fails `ATTEMPTS_MAX`
-times is given up with its reason, for the ledger; loss of a worker is not the group's fault and does not count.
+times is dropped with the reason, in the ledger; loss of a worker is not the group's fault and does not count.
 """
 
 import asyncio
@@ -41,7 +41,7 @@ def checked_scores(groups: Sequence[PromptGroup], answer: Sequence[Sequence[floa
     """The answer, if it has one finite number for each sample.
 
     Raises:
-        BadScores: saying for which group it does not.
+        InvalidScores: saying for which group it does not.
     """
     if len(answer) != len(groups):
         raise InvalidScores(f"{len(answer)} answers for {len(groups)} groups")
@@ -78,7 +78,7 @@ class RewardScoring:
         self._losses: dict[GroupId, int] = defaultdict(int)
 
     def sync(self, fleet: MembershipView) -> None:
-        """Gives up workers that are over and takes on those that are there."""
+        """Drops lost workers and starts new ones."""
         changes = membership_changes(fleet, "reward", active=self._workers)
         for key in {**changes.lost, **changes.replaced}:
             self._workers[key].cancel()
@@ -124,7 +124,7 @@ class RewardScoring:
         """A worker that let a deadline pass gets nothing more until it answers.
 
         Raises:
-            ReplicaGone: it is, or it answers with errors again and again.
+            ReplicaExited: it has, or it answers with errors again and again.
         """
         failures = 0
         while True:
@@ -146,7 +146,7 @@ class RewardScoring:
     def _take(self, key: EngineKey) -> list[OpenGroup]:
         """Finished groups for one worker; none while a worker rests that was used less recently.
 
-        Without turns the first worker would do everything, and nobody would ever see whether another one works.
+        Without turns the first worker would do everything, and a fault of another one would go unnoticed.
         """
         for other in self._resting:
             if self._used.get(other, 0) < self._used.get(key, 0) and self._free_for(other):
@@ -159,7 +159,7 @@ class RewardScoring:
         return free[:GROUPS_PER_CALL]
 
     def _free_for(self, key: EngineKey) -> list[OpenGroup]:
-        """Finished groups that nobody scores; one that failed here is left to others, if there are any."""
+        """Finished groups that are not being scored; one that failed here is left to others, if there are any."""
         others = len(self._workers) > 1
         free = [g for g in self._table.in_phase(GroupPhase.FINISHED) if g.group_id not in self._under_way]
         return [g for g in free if not (others and self._failed_at[g.group_id][-1:] == [key])]
@@ -184,7 +184,7 @@ class RewardScoring:
         else:
             for sent, rewards in zip(groups, answer, strict=True):
                 group = self._table.groups.get(sent.group_id)
-                # Closed, or cut back to an older policy and made anew meanwhile: the answer is for tokens that are no more.
+                # Closed, or cut back to an older policy and generated again meanwhile: the rewards are for discarded tokens.
                 if group is not None and group.phase is GroupPhase.FINISHED and _has_tokens_of(group, sent):
                     self._table.score(sent.group_id, rewards)
                 self._failed_at.pop(sent.group_id, None)
@@ -205,7 +205,7 @@ class RewardScoring:
         for group_id in ids:
             self._losses[group_id] += 1
             if self._losses[group_id] >= LOSSES_MAX:
-                self._drop(group_id, f"reward_failed: {LOSSES_MAX} workers died of it, last: {because}")
+                self._drop(group_id, f"reward_failed: {LOSSES_MAX} workers died scoring it, last: {because}")
 
     def _drop(self, group_id: GroupId, reason: str) -> None:
         self._failed_at.pop(group_id, None)

@@ -1,10 +1,9 @@
-"""The rollouts in the controller's hands: admitted on proof, fed, listened to, and given up at once when they are lost.
+"""The rollout engines: admitted on proof, given requests, polled for tokens, and contained at once when they are lost.
 
-Each engine has two tasks of its own: a pump (give it work, pull what it made, tell it what to forget) and an updater
-(bring it to the newest policy version and have it prove that). An engine that does not answer holds up nobody but
-itself: after `SILENT_SECONDS` its requests go on elsewhere, from the tokens that were streamed, and it gets no more.
-Its one call stays under way. Whether it is replaced is recovery's to decide; if it comes to itself, what it made
-meanwhile is not taken, it is told to forget, and it works on.
+Each engine has two tasks: a pump (submit requests, pull tokens, acknowledge) and an updater (load the newest policy
+version and prove it). An engine that does not answer delays only itself: after `SILENT_SECONDS` its requests continue
+elsewhere from the tokens that were streamed, and it gets no new ones. Its one call stays in flight. Recovery decides
+whether it is replaced; if it answers again, the tokens that it generated meanwhile are discarded, and it works on.
 """
 
 import asyncio
@@ -38,18 +37,18 @@ IDLE_SECONDS = 0.5
 DRAIN_SECONDS = 0.8
 """How long an engine that is replaced alive may take to give its last tokens. Four times a pause of the slowest."""
 SILENT_SECONDS = 1.5
-"""An engine that owes an answer for this long gets no work until it has answered, and what it had goes on elsewhere.
+"""An engine that has not answered for this long gets no work until it answers, and its requests continue elsewhere.
 Ten times a pause of one slowed four times; a false alarm costs the prefixes of its requests, computed again. Less than
 a step's patience (supply.py) by what a sample takes: so those that were moved are not too old when they are done."""
 UPDATE_MARGIN_SECONDS = 20.0
 """On top of the transfer's own deadline: loading and the canary of an engine that has just started."""
 SLOT_SECONDS = 2.0
 """How long an update may keep its holder from giving to the next, and how long new work is kept for an engine that is
-behind. A holder gives to one at a time, and who has a version is a holder: a round takes the logarithm of their number.
-An update that takes longer, or hangs, goes on, and holds up nobody."""
+behind. A holder serves one puller at a time, and every engine with the version is a holder: a round takes the logarithm
+of their number. An update that takes longer, or hangs, continues and delays no other engine."""
 RETRY_SECONDS = 0.25
 FAILURES_MAX = 4
-"""Failed greetings, turns or updates in a row, each for a reason of the engine's own, after which it is given up."""
+"""Failed greetings, turns or updates in a row, each by an error of the engine itself, after which it is contained."""
 
 
 class AdmissionDecision(Protocol):
@@ -94,7 +93,7 @@ class EngineState:
     behind_since: float | None = None  # seconds of the loop's clock; None: it has proven what it should hold
     silent: bool = False
     draining: bool = False
-    holds_unknown: bool = False  # it was greeted with requests of the controller before, and nobody asked yet which
+    holds_unknown: bool = False  # requests of an earlier controller, not listed yet
     failures: int = 0
     tokens_seen: int = 0  # its own counter of tokens made, just after the last pull
     wake: asyncio.Event = field(default_factory=asyncio.Event)
@@ -123,8 +122,8 @@ class RolloutPool:
         trains_prefixes: bool = False,
         vocab_size: int | None = None,
     ) -> None:
-        """`trains_prefixes`: what a lost engine leaves unfinished is trained on as it stands, and goes on elsewhere
-        behind that; otherwise it goes on elsewhere first. `vocab_size`: tokens beyond it are refused."""
+        """`trains_prefixes`: what a lost engine leaves unfinished is trained on as it stands, and continues elsewhere
+        behind that; otherwise it continues elsewhere first. `vocab_size`: tokens beyond it are refused."""
         self._recorder, self._table, self._verifier = recorder, table, verifier
         self._connect, self._tasks = connect, tasks
         self._update_seconds = transfer_seconds + UPDATE_MARGIN_SECONDS
@@ -135,14 +134,14 @@ class RolloutPool:
         self._offered = asyncio.Event()  # a holder is free again, or a new one is there
         self._greeting: dict[EngineKey, asyncio.Task[None]] = {}
         self._unmet: Counter[EngineKey] = Counter()  # failed greetings of those that are not engines yet
-        self._took_over = False  # who serves was asked what it holds for the controller before
+        self._took_over = False  # serving engines were asked for requests of an earlier controller
         self.engines: dict[EngineKey, EngineState] = {}
         self.target: DesiredWeights | None = None
 
-    # --- reconciling with the border ----------------------------------------------------------------------------
+    # --- reconciling with the records ---------------------------------------------------------------------------
 
     def sync(self, fleet: MembershipView) -> None:
-        """Gives up what is over and greets what is there; called again and again."""
+        """Contains lost engines and greets new ones; called again and again."""
         changes = membership_changes(fleet, "rollout", active=self.engines, known=self._greeting)
         for key, because in changes.lost.items():
             self.contain(key, because)
@@ -158,7 +157,7 @@ class RolloutPool:
             greeting.add_done_callback(lambda _, key=key: self._greeting.pop(key, None))  # type: ignore[misc]
 
     async def greeted(self) -> None:
-        """Waits for the greetings under way; each has its deadline."""
+        """Waits for the greetings in progress; each has its deadline."""
         await asyncio.gather(*self._greeting.values(), return_exceptions=True)
 
     async def _greet(self, record: Actual) -> None:
@@ -170,7 +169,7 @@ class RolloutPool:
             self._recorder.fence(*key, e.because)
             return
         except DeadlineExceeded as e:
-            logger.warning("%s", e)  # the next look at the border greets it again
+            logger.warning("%s", e)  # the next sync greets it again
             return
         except Exception as e:  # noqa: BLE001 deliberate: whatever one engine raises must not stop the others
             await self._failed_to_greet(key, e)
@@ -180,7 +179,7 @@ class RolloutPool:
             return
         engine = EngineState(port=port, record=record, holder=info.holder, holds_unknown=info.num_requests > 0)
         if record.state is ReplicaState.SERVING and info.policy_version >= 0:
-            # A controller before this one admitted it; the next update proves it anew.
+            # A controller before this one admitted it; the next update proves it again.
             engine.version, engine.serving = info.policy_version, True
         engine.tokens_seen = self._tokens_generated(record) or 0
         self.engines[key] = engine
@@ -192,7 +191,7 @@ class RolloutPool:
         engine.wanted.set()
 
     async def _failed_to_greet(self, key: EngineKey, error: Exception) -> None:
-        """Counts it; the next look at the border greets it again, until it is given up for it."""
+        """Counts it; the next sync greets it again, until it is fenced."""
         self._unmet[key] += 1
         because = f"its greeting failed {self._unmet[key]} times, last: {type(error).__name__}: {error}"
         logger.warning("%s#%d: %s", *key, because)
@@ -242,7 +241,7 @@ class RolloutPool:
         self.engines[key].wake.set()
 
     def assign_unassigned(self) -> set[ReplicaId]:
-        """Gives requests without an engine to the least loaded. Returns who took some."""
+        """Gives requests without an engine to the least loaded. Returns the replicas that got some."""
         placed = reassign(self._table.unassigned(), self.loads())
         for group_id, key in placed:
             self.place(group_id, key)
@@ -263,7 +262,7 @@ class RolloutPool:
 
     async def _drain(self, engine: EngineState, because: str) -> None:
         """One that is replaced alive gives its last tokens before it is fenced; the supervisor waits that long."""
-        engine.serving = False  # no new requests; an answer of a turn under way is taken as well
+        engine.serving = False  # no new requests; an answer of a turn in progress is taken as well
         try:
             pulled = await engine.port.drain(self._table.offsets(engine.key), DRAIN_SECONDS / 2)
             if engine.key in self.engines and (pulled.replica, pulled.incarnation) == engine.key:
@@ -272,12 +271,12 @@ class RolloutPool:
                 if self._table.take(engine.key, pulled.chunks, engine.version):
                     self._on_finished()
         except Exception as e:  # noqa: BLE001
-            # Whatever it is, nothing more is to be had from this engine: its requests go on from what was streamed.
-            logger.warning("%s gave no last tokens: %s", engine.port, e)
+            # Whatever the cause, the engine gives no more tokens: its requests continue from what was streamed.
+            logger.warning("%s did not drain: %s", engine.port, e)
         self.contain(engine.key, because)
 
     def contain(self, key: EngineKey, because: str) -> None:
-        """An engine is lost: fence it, let its requests go on elsewhere, say so. Without any wait."""
+        """Contains a lost engine without waiting: fences it, reassigns its requests, and writes the event."""
         engine = self.engines.pop(key, None)
         if engine is None:
             return
@@ -289,9 +288,9 @@ class RolloutPool:
         self._recorder.change_members(left=[key], because=f"{key[0]}#{key[1]}: {because}")
 
     def _move(self, engine: EngineState, because: str, *, forgets: bool) -> None:
-        """Its unfinished requests go on elsewhere from the tokens that were streamed; how many were not is said.
+        """Reassigns its unfinished requests, which continue from the streamed tokens; the event counts the tokens lost.
 
-        `forgets`: it may be told to forget them, now or when it answers again.
+        `forgets`: it is alive, and forgets them now or when it answers again.
         """
         made = None if forgets and not engine.silent else self._tokens_generated(engine.record)
         lost = not forgets or engine.silent
@@ -328,11 +327,11 @@ class RolloutPool:
                 turn.cancel()
                 raise
             except (ReplicaExited, StaleIncarnation, InvalidTokens) as e:
-                # Who computes what is no number would do so again: its place is taken by another at once.
+                # An engine that streams invalid numbers would do so again: it is replaced at once.
                 self.contain(engine.key, e.because if isinstance(e, ReplicaExited) else str(e))
                 return
             except Exception as e:  # noqa: BLE001 deliberate: whatever one engine raises must not stop the others
-                if not await self._failed(engine, "a turn of its requests", e):
+                if not await self._failed(engine, "exchanging its requests", e):
                     return
             busy = bool(self._table.num_unfinished(engine.key))
             await set_or_timeout(engine.wake, PULL_SECONDS if busy else IDLE_SECONDS)
@@ -352,10 +351,10 @@ class RolloutPool:
         task.result()
 
     async def _forget_unknown(self, engine: EngineState) -> None:
-        """What it made for the controller before, and nobody took over: it did not answer then, or did not serve.
+        """Drops requests of an earlier controller that were not adopted, because it did not answer or serve then.
 
-        Given such a request again it would go on from its own tokens: behind another prefix than the one that it is
-        given, or of a policy that never was.
+        Given such a request again it would continue its own tokens: after another prefix than the submitted one, or of
+        a discarded policy.
         """
         held = await engine.port.list_requests()
         self._table.forget_stray(engine.key, [request.request_id for request, _ in held])
@@ -375,7 +374,7 @@ class RolloutPool:
         if finished:
             self._on_finished()
         if engine.serving and pulled.policy_version < 0:
-            self._unserve(engine, "it says itself that its weights are not proven any more")
+            self._unserve(engine, "it reports that its weights are not proven any more")
         forget = self._table.to_forget(key)
         if forget:
             try:
@@ -389,7 +388,7 @@ class RolloutPool:
             self._table.mark_sent(key, [r.request_id for r in fresh])
 
     async def _failed(self, engine: EngineState, what: str, error: Exception) -> bool:
-        """Counts a failure; False when the engine was given up for it."""
+        """Counts a failure; False when the engine was contained for it."""
         engine.failures += 1
         logger.warning("%s: %s failed: %s: %s", engine.port, what, type(error).__name__, error)
         if engine.failures >= FAILURES_MAX:
@@ -401,7 +400,7 @@ class RolloutPool:
     # --- weights ------------------------------------------------------------------------------------------------
 
     def publish(self, manifest: Manifest, holders: Sequence[Holder]) -> None:
-        """A version that every engine should take over; requests under way go on meanwhile."""
+        """Sets the version that every engine should load; requests in progress continue meanwhile."""
         if self.target is None or self.target.manifest.digest != manifest.digest:
             self._given.clear()
         self.target = DesiredWeights(manifest, tuple(holders))
@@ -413,13 +412,13 @@ class RolloutPool:
             engine.wanted.set()
 
     def demote(self, because: str) -> None:
-        """What engines have proven is of a policy that never was: nobody serves until it has proven the one now."""
+        """The version that engines have proven was discarded: none serves until it has proven the current one."""
         for engine in self.engines.values():
             engine.version, engine.proven = -1, ""
             self._unserve(engine, because)
 
     def _unserve(self, engine: EngineState, because: str) -> None:
-        """It lives but may not serve until it proves a version again; its requests go on elsewhere meanwhile."""
+        """A live engine may not serve until it proves a version again; its requests continue elsewhere meanwhile."""
         engine.proven = ""
         engine.wanted.set()
         if not engine.serving:
@@ -470,7 +469,7 @@ class RolloutPool:
                 call.cancel()
             raise
         except (DeadlineExceeded, StaleIncarnation, WireError) as e:
-            logger.warning("%s: version %d not taken over: %s", engine.port, manifest.policy_version, e)
+            logger.warning("%s: version %d not loaded: %s", engine.port, manifest.policy_version, e)
             return None
         verdict = self._verifier.judge(manifest, proof, incarnation=engine.key[1], epoch=epoch)
         if not verdict.admitted or proof.replica != engine.key[0]:
@@ -485,7 +484,7 @@ class RolloutPool:
         return self.target
 
     async def _free_holders(self, engine: EngineState) -> list[Holder]:
-        """Who has the target version (trainers, and rollouts that took it over), the one to ask first being free."""
+        """Holders of the target version (trainers, and rollouts that loaded it), a free one first."""
         while True:
             target = self._wanted()
             digest = target.manifest.digest
@@ -500,7 +499,7 @@ class RolloutPool:
 
     @contextmanager
     def _gives(self, holders: Sequence[Holder]) -> Iterator[None]:
-        """Within: nobody else is sent to them. Nobody is named where no holder is left; the update then says so."""
+        """Within: no other puller is sent to them. Empty when no holder is left; the update then fails."""
         self._giving.update(holders)
         self._given.update(holders)
         try:

@@ -1,7 +1,7 @@
 """The trainers of a run: the epochs that they form, and the optimizer steps that they make.
 
 A loss is noted and fenced at once; the process group follows at the next regroup. A trainer that joins copies the state of
-a member, between two steps; where nobody has the newest state any more, the newest checkpoint is loaded. All members run a
+a member, between two steps; where no trainer has the newest state, the newest checkpoint is loaded. All members run a
 step at once. When one is lost, hangs or fails, the survivors report what they have committed (the commit record is the
 truth), form a new epoch, and share what is missing; what they have computed is kept. `next_step.py` decides.
 """
@@ -57,7 +57,7 @@ ATTEMPTS_MAX = 24
 
 
 class NoTrainerLeft(RolecallError):
-    """Nobody is left that has the state of the last committed step."""
+    """No trainer has the state of the last committed step."""
 
 
 class StepFailed(RolecallError):
@@ -149,7 +149,7 @@ class TrainerGroup:
                 new = {m: task.exception() or task.result() for m, task in pending.items() if task.done()}
                 waited = [m for m in pending if m not in new]
                 new |= late_or_lost(waited, self._lost, failed_at=failed_at, now=now, grace_seconds=grace)
-                # In the order of the calls: the first answer is the one that speaks for all.
+                # In the order of the calls: results are read in this order.
                 for member in [m for m in pending if m in new]:
                     answers[member] = new[member]
                     pending.pop(member).cancel()
@@ -161,7 +161,7 @@ class TrainerGroup:
         return answers
 
     async def _infos(self, ports: Mapping[Member, TrainerPort]) -> dict[Member, TrainerInfo]:
-        """What each trainer says of its state; a loss is noted, and an exception is no answer."""
+        """Each answering trainer's state; losses are noted."""
         answers = await self._call_all({m: p.info() for m, p in ports.items()}, grace=GRACE_SECONDS)
         self._note_losses(answers)
         return {m: a for m, a in answers.items() if isinstance(a, TrainerInfo)}
@@ -192,8 +192,8 @@ class TrainerGroup:
         self.committed_step = committed_step
         await self._wait_for_candidates(self._num_wanted)
         for _ in range(REGROUPS_MAX):
-            await self.regroup("the controller begins", with_candidates=True)
-            # A step that an earlier controller had asked for may have ended meanwhile, at some or at all.
+            await self.regroup("the controller starts", with_candidates=True)
+            # A step of an earlier controller may have ended meanwhile, at some trainers or at all.
             asked = set(self.members)
             infos = await self._infos(self.members)
             steps = {i.commit.step for i in infos.values()}
@@ -218,7 +218,7 @@ class TrainerGroup:
         """A new epoch among the members left (and the candidates), all at the newest committed state.
 
         Raises:
-            NoTrainerLeft: nobody has that state.
+            NoTrainerLeft: no trainer has that state.
         """
         for _ in range(REGROUPS_MAX):
             ports = {m: p for m, p in self.members.items() if m not in self._lost}
@@ -277,7 +277,7 @@ class TrainerGroup:
         return True
 
     async def recover(self) -> LoadedCheckpoint:
-        """Nobody has the newest state: the first trainer that comes loads the newest good checkpoint.
+        """No trainer has the newest state: the first one that is ready loads the newest good checkpoint.
 
         `committed_step` is then that checkpoint's; what was trained after it must be undone.
 
@@ -286,7 +286,7 @@ class TrainerGroup:
         """
         for member in list(self.members):
             if member not in self._lost:
-                self._exclude(member, "has not the state of the last committed step")
+                self._exclude(member, "it does not have the state of the last committed step")
         self.members = {}
         while True:
             await self._wait_for_candidates(1)
@@ -307,7 +307,7 @@ class TrainerGroup:
         """Repeats the step until it is committed.
 
         Raises:
-            NoTrainerLeft: nobody is left.
+            NoTrainerLeft: no trainer is left.
             StepFailed: its own code fails, and recovery decided nothing about it.
         """
         code_errors = 0
@@ -317,9 +317,7 @@ class TrainerGroup:
             if len(results) == len(answers):
                 digests = {r.commit.gradient_digest for r in results}
                 if len(digests) != 1 or any(r.commit.step != plan.step for r in results):
-                    raise StepFailed(
-                        f"step {plan.step}: trainers committed different gradients, although they had voted"
-                    )
+                    raise StepFailed(f"step {plan.step}: trainers committed different gradients after an agreed vote")
                 self.committed_step = plan.step
                 return CommittedStep(commit=results[0].commit, result=results[0], attempts=attempt)
             contained = contain_attempt(answers, code_errors=code_errors)
@@ -366,7 +364,7 @@ class TrainerGroup:
         """The commit record of the members, and what one of them still knows of that step.
 
         Raises:
-            NoTrainerLeft: nobody could say.
+            NoTrainerLeft: no member answered.
         """
         for member, port in list(self.members.items()):
             try:
@@ -386,7 +384,7 @@ class TrainerGroup:
         deadline = self._clock.monotonic() + DECISION_SECONDS
         while self._clock.monotonic() < deadline:
             if any(m in self._lost for m in raised):
-                await self.regroup("recovery replaced who raised", with_candidates=False)
+                await self.regroup("recovery replaced a trainer that raised", with_candidates=False)
                 return
             await asyncio.sleep(TICK_SECONDS)
         member, error = next(iter(sorted(raised.items(), key=lambda i: i[0])))

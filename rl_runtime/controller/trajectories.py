@@ -6,8 +6,8 @@ A group (all samples of one prompt) is generating -> finished -> scored -> assig
 or dropped. Its requests live on one engine at a time; when that engine is lost they continue elsewhere from the tokens
 that the table holds. Tokens are taken only up to the policy version that the engine has proven.
 A request may be a *window* of an answer: earlier windows' tokens stand before its own (`first_fresh`), and
-where its limit cuts the answer (`End.TRUNCATED`) the next window goes on. What is cut is worth no reward yet, and is ready to
-be trained on at once. An engine keeps tokens until it is told to forget them, which happens when the group is closed and
+where its limit cuts the answer (`EndReason.TRUNCATED`) the next window continues. What is cut is worth no reward yet, and is ready to
+be trained on at once. An engine keeps tokens until they are acknowledged, which happens when the group is closed and
 an engine has the next window if there is one, so a controller that restarts finds them all. Pure: no clock, no calls; the caller does what `unsent` and `to_forget` say.
 """
 
@@ -53,7 +53,7 @@ class TrajectoryTable:
         first_fresh: int = 0,
         is_window: bool = False,
     ) -> OpenGroup:
-        """A group that nobody generates yet: it waits for its turn."""
+        """A group without an engine: it waits for its turn."""
         assert group_id not in self.groups, f"{group_id} is open already"
         made = [Trajectory(r, first_fresh=first_fresh, is_window=is_window) for r in requests]
         group = OpenGroup(group_id, prompt_tokens, made)
@@ -76,7 +76,7 @@ class TrajectoryTable:
         return any(t.context == (engine, request_id) for t in self._by_request.values())
 
     def _let_go(self, t: Trajectory) -> None:
-        """An engine has the window, or it is over: what stands before it may be forgotten where that is closed."""
+        """An engine has the window, or it is over: what precedes it may be forgotten where that is closed."""
         if t.context is not None and t.context[1] not in self._by_request:
             self._forget[t.context[0]].append(t.context[1])
         t.context = None
@@ -120,7 +120,7 @@ class TrajectoryTable:
                 t.sent = True
                 self._let_go(t)
             else:
-                # Closed or moved while the call was under way: the engine holds it in vain.
+                # Closed or moved while the call was in progress: the engine holds it for nothing.
                 self._forget[engine].append(request_id)
 
     def resend(self, engine: EngineKey, request_ids: Iterable[str]) -> None:
@@ -165,7 +165,7 @@ class TrajectoryTable:
             if t.ended_before:
                 t.again()
             if chunk.finished and whole and not t.finished:
-                # It is wanted with other random numbers, or longer than this engine was told: it is given anew.
+                # It is wanted with another seed, or longer than this engine was asked for: it is submitted again.
                 t.sent = False
                 self._forget[engine].append(t.request.request_id)
             if t.finished and self._is_finished(t.request.group_id):
@@ -183,7 +183,7 @@ class TrajectoryTable:
     def end_with(self, group_id: GroupId, other: OpenGroup) -> None:
         """A window whose tokens a later one of the same answer still has: it takes them from there.
 
-        As far as they go: all of them, and it ends where the later one begins; or some, and it goes on behind them.
+        As far as they go: all of them, and it ends where the later one begins; or some, and it continues behind them.
         """
         (t,), (later,) = self.groups[group_id].trajectories, other.trajectories
         if t.engine is not None and t.sent:
@@ -218,14 +218,14 @@ class TrajectoryTable:
             self.groups[t.request.group_id].waits = False
             finished += self.take(engine, [chunk], proven_version)
             if not t.finished and any(v > proven_version for v in chunk.versions):
-                # Perhaps of a policy that never was: the run went back, and the controller died before it could tell the
-                # engine. One day that version is proven, and is another one. It goes on from what is proven now.
+                # These may be of a discarded policy: the run went back, and the controller died before it told the engine.
+                # Later that version number belongs to another policy. It continues from what is proven now.
                 t.sent = False
                 self._forget[engine].append(request.request_id)
         return finished
 
     def _inherit(self, engine: EngineKey, request: GenerationRequest, chunk: TokenChunk, proven_version: int) -> bool:
-        """Whether an engine holds a window that is closed, and what stands before a later one that nobody has."""
+        """Whether an engine holds a window that is closed, and what precedes a later one that has none."""
         number = group_number(request.group_id)
         proven = next((i for i, v in enumerate(chunk.versions) if v > proven_version), len(chunk.tokens))
         later = (
@@ -258,7 +258,7 @@ class TrajectoryTable:
     def leave(self, engine: EngineKey, *, alive: bool = False) -> ReassignedRequests:
         """Takes all unfinished requests away from an engine: they become unassigned and keep their tokens.
 
-        `alive`: it can still be told to forget them. Otherwise it is lost, with all that it holds.
+        `alive`: the engine can still forget them. Otherwise it is lost, with all that it holds.
         """
         leaving = list(self._unfinished_on(engine))
         if alive:
@@ -303,7 +303,7 @@ class TrajectoryTable:
             group.phase = GroupPhase.ASSIGNED
 
     def unassign(self, group_ids: Iterable[GroupId]) -> None:
-        """They are scored again, and no more: dynamic sampling judges them anew, should their tokens be others."""
+        """They are scored again, and no more: dynamic sampling judges them again, because their tokens may change."""
         for group_id in group_ids:
             group = self.groups.get(group_id)
             if group is not None and group.phase is GroupPhase.ASSIGNED:
@@ -331,9 +331,9 @@ class TrajectoryTable:
         return {group_id: version for group_id, version in found.items() if version is not None}
 
     def truncate_after(self, version: int) -> None:
-        """Back to an older policy: tokens of versions beyond `version` are of a policy that never was.
+        """Back to an older policy: tokens of versions beyond `version` are of a discarded policy.
 
-        Every unfinished trajectory leaves its engine, which goes on with that policy until it is updated.
+        Every unfinished trajectory leaves its engine, which continues with that policy until it is updated.
         """
         for group in self.groups.values():
             for t in group.trajectories:
@@ -346,7 +346,7 @@ class TrajectoryTable:
                     self._forget[t.engine].append(t.request.request_id)
                     t.engine, t.sent = None, False
             # More is open now than the next steps can take: what has nothing yet is not begun before its time, when it
-            # would only wait until it is too old. And a window waits for what stands before it to be made again.
+            # would only wait until it is too old. And a window waits for what precedes it to be made again.
             group.waits = group.waits or group.is_untouched
 
 
@@ -364,7 +364,7 @@ def _moved(leaving: Sequence[Trajectory]) -> ReassignedRequests:
 
 
 def mean_reward(groups: Iterable[PromptGroup]) -> float | None:
-    """Mean over all samples that are over; None where none is."""
+    """Mean over all complete samples; None where none is."""
     rewards = [s.reward for g in groups for s in g.samples if s.is_over]
     return sum(rewards) / len(rewards) if rewards else None
 

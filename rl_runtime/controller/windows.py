@@ -1,9 +1,9 @@
-"""Windows of an answer (T-PPO): it is trained on piece by piece, while it goes on.
+"""Windows of an answer (T-PPO): it is trained on piece by piece, while it continues.
 
 An answer grows by `window_tokens`, is cut there, and what it grew by makes a group of the ledger of its own: the first
-window is `g00000007`, one that begins behind 12 tokens `g00000007-00012`. Everything about a window follows from its
+window is `g00000007`, one that begins after 12 tokens `g00000007-00012`. Everything about a window follows from its
 id, and from where the next one begins if there is one. A window that is cut is followed by the next before the ledger
-has any other line of it, so no death forgets the rest of an answer. What stands before a window is its context: no step
+has any other line of it, so no death forgets the rest of an answer. What precedes a window is its context: no step
 trains on it again, whether it still is what an earlier window was trained on, or had to be made again because engine
 and controller both died. Pure.
 """
@@ -22,7 +22,7 @@ NOTHING_FRESH = "nothing_fresh: its answer ended before this window"
 
 
 def limit_of(start: int, *, window_tokens: int | None, longest: int, end: int | None = None) -> int:
-    """Tokens of the whole answer at which a window that begins behind `start` ends.
+    """Tokens of the whole answer at which a window that begins after `start` ends.
 
     `end`: where the next window is known to begin. `window_tokens` None: there are no windows.
     """
@@ -55,19 +55,19 @@ def ends(groups: Iterable[GroupId], void: Collection[GroupId] = (), *, longest: 
 
 
 def successor(group: OpenGroup) -> GroupId:
-    """The window that goes on where this one was cut."""
+    """The window that continues where this one was cut."""
     return group_id(group_number(group.group_id), len(group.trajectories[0].tokens))
 
 
 def windows_to_continue(table: TrajectoryTable) -> list[OpenGroup]:
-    """Windows that were cut and that nobody has followed up, oldest first."""
+    """Windows that were cut and whose successor has not been issued, oldest first."""
     found = (g for g in table.groups.values() if g.is_cut and not g.followed)
     return sorted(found, key=lambda g: g.group_id)
 
 
 def restore(table: TrajectoryTable) -> list[GroupId]:
-    """Windows whose tokens were lost take them from later ones of the same answer, which stand on them; and those that
-    nobody has yet take over what they stand on.
+    """Windows whose tokens were lost take them from later ones of the same answer, which contain them; windows
+    without an engine take over their context.
 
     Returns:
         Those that are finished by it.
@@ -80,32 +80,32 @@ def restore(table: TrajectoryTable) -> list[GroupId]:
             if held is None or t.finished:
                 continue
             (longer,) = held.trajectories
-            # Only what goes on where this one stands: it may have been made again, another way, in the meantime.
+            # Only if its tokens begin with this window's: they may have been generated again, differently, meanwhile.
             if len(longer.tokens) > len(t.tokens) and longer.tokens[: len(t.tokens)] == t.tokens:
                 table.end_with(window.group_id, held)
                 if t.finished:
                     finished.append(window.group_id)
-        _hand_on(windows)
+        _pass_context(windows)
     return finished
 
 
 def settle(table: TrajectoryTable, longest: int) -> tuple[list[GroupId], list[OpenGroup]]:
     """(groups that wait and may be given to an engine now, windows whose answer ended before them); oldest first.
 
-    A window waits while the one before it is being made (again), and takes over what it stands on when that is there.
-    One whose forerunner is trained or dropped has nobody to wait for, whatever becomes of windows before that.
+    A window waits while the one before it is being made (again), and takes over its context when that is complete.
+    One whose predecessor is trained or dropped waits for nothing, whatever happens to windows before that.
     """
     ready: list[GroupId] = []
     void: list[OpenGroup] = []
     first = {g.group_id for g in table.groups.values() if g.waits and not g.first_fresh}
     for windows in _answers(table):
-        _hand_on(windows)
+        _pass_context(windows)
         for before, window in pairwise((None, *windows)):
             assert window is not None
             if not window.waits:
                 continue
             (t,) = window.trajectories
-            if before is None or not _meet(before, window) or len(t.tokens) >= t.first_fresh:
+            if before is None or not _adjoins(before, window) or len(t.tokens) >= t.first_fresh:
                 ready.append(window.group_id)
             elif before.trajectories[0].finished or before in void:
                 void.append(window)
@@ -113,15 +113,15 @@ def settle(table: TrajectoryTable, longest: int) -> tuple[list[GroupId], list[Op
     return sorted(first.union(ready)), void
 
 
-def _hand_on(windows: Iterable[OpenGroup]) -> None:
-    """A window that waits takes over what it stands on as soon as that is there."""
+def _pass_context(windows: Iterable[OpenGroup]) -> None:
+    """A window that waits takes over its context as soon as that is complete."""
     for before, window in pairwise(windows):
         (earlier,), (t,) = before.trajectories, window.trajectories
         if window.waits and earlier.end is EndReason.TRUNCATED and len(earlier.tokens) == t.first_fresh > len(t.tokens):
-            t.stand_on(earlier)
+            t.take_context(earlier)
 
 
-def _meet(before: OpenGroup, window: OpenGroup) -> bool:
+def _adjoins(before: OpenGroup, window: OpenGroup) -> bool:
     """Whether one ends where the other begins, with no window in between that is closed."""
     return before.trajectories[0].request.max_response_tokens >= window.first_fresh
 

@@ -1,7 +1,7 @@
 """Lifts what an injector left on a process when the injector itself dies, by SIGKILL too, before it could.
 
 A child process that reads from a pipe whose other end only the injector has: the end of the file is the injector's end,
-however it came. Then the target goes on (SIGCONT), has its CPU share back, and is asked for nothing any more. Each of
+however it came. Then the target continues (SIGCONT), has its CPU share back, and is asked for nothing any more. Each of
 these does no harm when there is nothing to lift, so the guardian does them after an injection in good order as well.
 """
 
@@ -27,10 +27,10 @@ READY = b"ready\n"
 
 @contextmanager
 def guarded(run: RunDir, pid: int, start_ticks: int) -> Iterator[None]:
-    """Within: the target may be hurt, for it will be let go even if this process does not live to do so.
+    """Within: the target may be stopped: it is resumed even if this process dies.
 
     Raises:
-        InjectionRefused: no guardian could be had; nothing was done.
+        InjectionRefused: no guardian could be started; nothing was done.
     """
     argv = [sys.executable, "-m", "rolecall.rl_runtime.faults.guardian", str(run.path), str(pid), str(start_ticks)]
     # A session of its own: Ctrl-C in the injector's terminal, or the end of its group, is not for the guardian.
@@ -39,7 +39,7 @@ def guarded(run: RunDir, pid: int, start_ticks: int) -> Iterator[None]:
         try:
             heard = select.select([child.stdout], [], [], READY_SECONDS)[0]
             if not heard or child.stdout.readline() != READY:
-                raise InjectionRefused(f"process {pid}: no guardian could be started that lets it go in the end")
+                raise InjectionRefused(f"process {pid}: no guardian could be started to resume it")
             yield
         finally:
             child.stdin.close()
@@ -62,7 +62,7 @@ def main(argv: list[str]) -> int:
     try:
         cpu_home: Path | None = cpu_group(pid)[0]
     except QuotaUnavailable:
-        cpu_home = None  # then nobody can have put it under a quota either
+        cpu_home = None  # then it cannot be under a quota either
     sys.stdout.buffer.write(READY)
     sys.stdout.buffer.flush()
     sys.stdin.buffer.read()

@@ -128,7 +128,7 @@ def inject(
         return _Injection(run, kind, spec.at, chosen, bound, clock or SystemClock()).perform(victims)
 
 
-# --- whom ---------------------------------------------------------------------------------------------------------
+# --- targets ------------------------------------------------------------------------------------------------------
 
 
 def _victims(
@@ -216,7 +216,7 @@ def _watches(run: RunDir) -> list[InjectionTarget]:
 
 
 class _Injection:
-    """One injection under way."""
+    """One injection in progress."""
 
     def __init__(self, run: RunDir, kind: str, at: str, how: str, bound: float, clock: Clock) -> None:
         self._run, self._kind, self._at, self._how = run, kind, at, how

@@ -1,4 +1,4 @@
-"""The half of fault injection that lives inside a process: it agrees to be hurt, at named places, on written request.
+"""The half of fault injection that lives inside a process: it injects faults into itself, at named places, on request.
 
 A process calls `checkpoint(name)` at each microbatch, bucket, engine step and tensor that it sends. Without the job's permission that is one
 comparison. With it, at most every `CHECK_SECONDS`, one `stat` of `runs/<id>/inject/<pid>-<start_ticks>.json`: a request,
@@ -22,7 +22,7 @@ from rolecall.core.ids import process_start_ticks
 from rolecall.core.rundir import RunDir, write_atomically
 
 CHECK_SECONDS = 0.05
-"""How often a permitted process looks for a request; a stat is about 2 microseconds."""
+"""How often a permitted process checks for a request; a stat is about 2 microseconds."""
 MEET_POLL_SECONDS = 0.002
 MICROBATCH = "microbatch"
 BUCKET = "bucket"
@@ -35,7 +35,7 @@ class InProcessFault(StrEnum):
     """Faults that a process has from inside."""
 
     GIL = "gil"  # a busy loop in C that never gives the interpreter lock back
-    LOCK = "lock"  # waits for a lock that nobody releases
+    LOCK = "lock"  # waits for a lock that is never released
     READ = "read"  # reads from a pipe that never delivers
     DELAY = "delay"  # sleeps in each unit of work from then on
     RAISE = "raise"  # an exception of user code
@@ -43,7 +43,7 @@ class InProcessFault(StrEnum):
 
 
 class InjectedError(ValueError):
-    """What `raise` raises: stands for a mistake in user code."""
+    """What `raise` raises: stands for an error in user code."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -32,14 +32,14 @@ from rolecall.rl_runtime.protocol.messages import (
 T = TypeVar("T")
 
 CONTROL_SECONDS = 3.0
-"""Deadline of calls that only look or take note. They have threads of their own in each actor."""
+"""Deadline of calls that only read or record. They have threads of their own in each actor."""
 CHECKPOINT_SECONDS = 120.0
 SCORE_SECONDS = 2.0
 """A worker that has not scored a few groups within this is passed over: the groups go to another one."""
 
 
 class ReplicaExited(RolecallError):
-    """The process behind a replica is no more: its calls can never be answered."""
+    """The process behind a replica has exited: its calls can never be answered."""
 
     def __init__(self, *, replica: ReplicaId, incarnation: int, because: str) -> None:
         self.replica, self.incarnation, self.because = replica, incarnation, because
@@ -165,7 +165,7 @@ class TrainerPort(RoleClient):
 
 class RolloutPort(RoleClient):
     """Calls of the pump (`submit`, `tokens_since`, `ack`) have no deadline here: one that is not answered
-    stays the only one under way to that engine until it answers or is fenced, and the pump keeps watch over it."""
+    stays the only one in progress to that engine until it answers or is fenced, and the pump watches it."""
 
     __slots__ = ()
 

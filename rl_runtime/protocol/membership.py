@@ -1,6 +1,6 @@
-"""Who may be given work, read from the border's records alone: `desired` (recovery) and `actual` (runtime).
+"""Which replicas may get work, from the membership records alone: `desired` (recovery) and `actual` (runtime).
 
-A replica may work when its newest incarnation stands in `actual` as READY or SERVING and recovery does not want a newer
+A replica may work when its newest incarnation is READY or SERVING in `actual` and recovery does not want a newer
 one. As soon as `desired` names a newer incarnation the old one is fenced, dead or not: its late messages are refused,
 and what it held goes elsewhere. Pure: records in, verdicts with their reason out.
 """
@@ -21,7 +21,7 @@ Actuals = Mapping[tuple[ReplicaId, int], Actual]
 
 @dataclass(frozen=True, slots=True)
 class MembershipView:
-    """One look at both records."""
+    """A snapshot of both records."""
 
     desired: Desireds
     actual: Actuals

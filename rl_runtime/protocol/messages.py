@@ -15,7 +15,7 @@ from rolecall.rl_runtime.protocol.policy_health import PolicyHealth
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
-    """One sample to generate. `prefix_*` is what other engines made of it before: generation goes on behind it."""
+    """One sample to generate. `prefix_*` is what other engines made of it before: generation continues behind it."""
 
     request_id: str  # "<group_id>.<sample index>"
     group_id: GroupId
@@ -59,7 +59,7 @@ class EndReason(StrEnum):
 
     STOP = "stop"  # the model ended its answer
     LENGTH = "length"  # the task's longest response
-    TRUNCATED = "truncated"  # here its window ends; generation goes on in the next one, and there is no reward yet
+    TRUNCATED = "truncated"  # here its window ends; generation continues in the next one, and there is no reward yet
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +70,7 @@ class TrainingSample:
     tokens: tuple[int, ...]  # of the whole response
     logprobs: tuple[float, ...]
     versions: tuple[int, ...]
-    reward: float  # as the task gave it; means nothing while the answer is not over
+    reward: float  # as the task gave it; means nothing while the answer is not complete
     end: EndReason = EndReason.STOP
     first_fresh: int = 0  # tokens before this one were used by earlier steps: context, not trained on again
 
@@ -93,7 +93,7 @@ class PromptGroup:
 
     @property
     def num_fresh(self) -> int:
-        """Without what stands before a window: over its windows an answer's tokens count once."""
+        """Without what precedes a window: over its windows an answer's tokens count once."""
         return sum(max(0, len(s.tokens) - s.first_fresh) for s in self.samples)
 
 
@@ -143,7 +143,7 @@ class StepResult:
     commit: CommitRecord
     loss: float  # the policy's, divided by what the gradient was divided by
     grad_norm: float  # of the policy, before clipping
-    reward: float | None  # mean over the answers that are over; None: no answer was
+    reward: float | None  # mean over the complete answers; None: no answer was
     num_tokens: int  # that the policy was trained on
     health: PolicyHealth
     seconds: float
@@ -155,7 +155,7 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holder:
-    """Who serves tensors, and where. `stream` is `policy` (weights by version) or `state` (a trainer's whole state)."""
+    """A server of tensors, and its address. `stream` is `policy` (weights by version) or `state` (a trainer's whole state)."""
 
     replica: ReplicaId
     incarnation: int
@@ -198,7 +198,7 @@ class WeightProof:
     covered: int  # parameters that (b) could read back
     uncovered: tuple[str, ...]  # parameters that cannot be read back, by name
     canary_logprobs: tuple[float, ...]  # (c)
-    holder: ReplicaId  # who the bytes came from
+    holder: ReplicaId  # source of the bytes
     bytes_received: int
     seconds: float
     layout: str = (

@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Self
 
 ROUNDING = 1e-12
-"""Share of a mean square below which a variance that was taken from sums is not to be told from 0."""
+"""Share of a mean square below which a variance that was taken from sums is indistinguishable from 0."""
 _MAXIMA = frozenset({"ratio_max", "length_max", "log_ratio_max"})
 
 
@@ -30,10 +30,10 @@ class HealthSums:
     capped: int = 0  # importance weights that were truncated
     stale: int = 0  # fresh tokens that were too old to be trained on
     samples: int = 0
-    ended: int = 0  # samples whose answer is over
+    ended: int = 0  # samples whose answer is complete
     truncated: int = 0  # of these, those that the longest response cut off
-    reward: float = 0.0  # of those that are over, as the task gave it
-    length: int = 0  # tokens of those that are over
+    reward: float = 0.0  # of complete answers, as the task gave it
+    length: int = 0  # tokens of complete answers
     length_max: int = 0
     value_tokens: int = 0
     value_loss: float = 0.0
@@ -65,7 +65,7 @@ class PolicyHealth:
     kl_reference: float | None
     capped_fraction: float | None
     stale_fraction: float | None
-    response_length: float | None  # mean tokens of the answers that are over
+    response_length: float | None  # mean tokens of the complete answers
     response_length_max: int | None
     truncated_fraction: float | None
     value_loss: float | None

@@ -27,7 +27,7 @@ class RayClient:
     async def call(self, method: str, *args: Any) -> Any:
         """
         Raises:
-            ReplicaGone: the actor died.
+            ReplicaExited: the actor died.
             DeadlineExceeded: Ray cannot reach it just now; it may live.
         """
         try:
@@ -38,8 +38,8 @@ class RayClient:
                 raise cause from None
             raise RemoteError(str(e.traceback_str).strip().splitlines()[-1][:REASON_LENGTH_MAX]) from None
         except ActorUnavailableError as e:
-            who = f"{self.replica}#{self.incarnation} {method} ({_short(e)})"
-            raise DeadlineExceeded(waited_for=who, seconds=0.0) from None
+            call = f"{self.replica}#{self.incarnation} {method} ({_short(e)})"
+            raise DeadlineExceeded(waited_for=call, seconds=0.0) from None
         except RayActorError as e:
             raise ReplicaExited(replica=self.replica, incarnation=self.incarnation, because=_short(e)) from None
         except RayError as e:
@@ -49,7 +49,7 @@ class RayClient:
 def connect(record: Actual) -> RayClient:
     """
     Raises:
-        ReplicaGone: there is no actor of that name.
+        ReplicaExited: there is no actor of that name.
     """
     try:
         return RayClient(record, ray.get_actor(record.actor, namespace=NAMESPACE))
@@ -59,6 +59,6 @@ def connect(record: Actual) -> RayClient:
 
 
 def _short(error: BaseException) -> str:
-    """First line that says something: Ray's messages go on with stacks and advice."""
+    """First line that says something: Ray's messages continue with stacks and advice."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return (lines[0] if lines else type(error).__name__)[:REASON_LENGTH_MAX]

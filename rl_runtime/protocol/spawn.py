@@ -1,4 +1,4 @@
-"""What an actor is told when it is made: who it is, where, and the secret that proves it. Frozen and picklable."""
+"""What an actor gets when it is created: identity, place, and the secret that proves it. Frozen and picklable."""
 
 from dataclasses import dataclass
 from pathlib import Path

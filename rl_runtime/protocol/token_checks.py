@@ -1,6 +1,6 @@
-"""What an engine streams is looked at before any of it is taken: a number that is no number stops nobody but its engine.
+"""Validation of what an engine streams, before any of it is taken: an invalid number stops only its engine.
 
-Taken unseen, one such token ends the run: every trainer refuses the step it is part of, in the same way, as if the
+Unchecked, one such token ends the run: every trainer refuses the step it is part of, in the same way, as if the
 job's own code were wrong (invariant Bounded remediation, docs/invariants.md).
 """
 
@@ -21,7 +21,7 @@ infrastructure a wrong answer (invariant Infrastructure is not reward, docs/inva
 class InvalidTokens(RolecallError):
     def __init__(self, *, request_id: str, reason: str) -> None:
         self.request_id, self.reason = request_id, reason
-        super().__init__(f"it made what no step can be trained on: request {request_id}: {reason}")
+        super().__init__(f"it streamed invalid tokens: request {request_id}: {reason}")
 
 
 def check_chunks(chunks: Iterable[TokenChunk], vocab_size: int | None = None) -> None:

@@ -81,14 +81,14 @@ class NewTokens:
     request_id: str
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
-    finish_reason: str  # "" while it goes on, else "stop" or "length"
+    finish_reason: str  # "" while it continues, else "stop" or "length"
 
 
 def import_vllm() -> Any:
     """`vllm`, with the environment it needs. Safe to call again.
 
     Raises:
-        EngineBroken: somebody imported vllm before, with an environment that does not fit.
+        EngineBroken: vllm was imported before, with an environment that does not fit.
     """
     import sys
 

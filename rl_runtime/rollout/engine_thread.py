@@ -1,9 +1,9 @@
-"""The one thread that touches an engine: it steps while there are requests, and obeys between two steps.
+"""The one thread that touches an engine: it steps while there are requests, and runs orders between two steps.
 
-It also tells the reporter what it does: `generate` from the moment that requests are taken (progress with every step),
+It also reports its phase: `generate` from the moment that requests are taken (progress with every step),
 `idle` without, `wait` while weights are awaited and nothing else is to do: so one that hangs before it gets to its first
 request is seen to owe work. A step that fails ends the thread: the engine is broken then,
-every later call says so, and `on_failure` hears of it once.
+every later call says so, and `on_failure` is called once.
 """
 
 import logging
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 IDLE_WAIT_SECONDS: Final = 1.0
-"""An idle engine looks around this often by itself; whoever has work wakes it at once."""
+"""An idle engine wakes this often by itself; new work wakes it at once."""
 
 
 class EngineThread:
@@ -81,7 +81,7 @@ class EngineThread:
         done: Future[object] = Future()
         self._orders.append((order, done))
         self._wake.set()
-        if self._failure is not None:  # it failed between the look and the append: nobody will come
+        if self._failure is not None:  # it failed between the check and the append: no thread will run it
             self._refuse_orders()
         return done
 
@@ -127,7 +127,7 @@ class EngineThread:
     def _run(self) -> None:
         try:
             engine = self._make()
-        except Exception as e:  # noqa: BLE001 deliberate: whatever kept it from starting is the answer to who waits
+        except Exception as e:  # noqa: BLE001 deliberate: whatever kept it from starting is raised in the caller
             self._failure = e
             self._started.set_exception(e)
             self._refuse_orders()
@@ -143,7 +143,7 @@ class EngineThread:
                     self._wake.wait(IDLE_WAIT_SECONDS)
                 self._wake.clear()
             engine.close()
-        except Exception as e:  # deliberate: a broken engine must be told, not vanish with its thread
+        except Exception as e:  # deliberate: a broken engine must be reported, not vanish with its thread
             self._failure = e
             logger.exception("the engine failed")
             reporter.exception(e)
@@ -167,7 +167,7 @@ class EngineThread:
                 self._resting = False  # from here on the order says what this thread does
             try:
                 done.set_result(order(engine))
-            except Exception as e:  # noqa: BLE001 deliberate: belongs to who gave the order
+            except Exception as e:  # noqa: BLE001 deliberate: raised in the caller
                 done.set_exception(e)
 
     def _step(self, engine: VllmEngine) -> None:
@@ -182,7 +182,7 @@ class EngineThread:
     def _rest(self) -> None:
         with self._phase_lock:
             if self._orders:
-                return  # posted since the last look: there is no rest
+                return  # posted since the last check
             if self._phase in (Phase.START, Phase.GENERATE):
                 reporter.update(requests_active=0)
             self._enter(Phase.WAIT if self.awaits_weights else Phase.IDLE)

@@ -2,7 +2,7 @@
 
 Invariant Proof before service (docs/invariants.md); `rl_runtime/weights/proof.py` judges it.
 
-Called in the engine's own thread, between two steps. Every digest is taken anew from the bytes, nothing is remembered.
+Called in the engine's own thread, between two steps. Every digest is computed from the bytes each time; nothing is cached.
 """
 
 import hashlib
@@ -29,7 +29,7 @@ class ProofSubject:
     epoch: int
 
     def received(self, manifest: Manifest, pieces: PartialTransfer) -> WeightProof:
-        """Part (a): digests of the bytes at hand, taken anew.
+        """Part (a): digests of the bytes in memory, computed each time.
 
         Raises:
             ProofMismatch: naming the tensor.

@@ -2,11 +2,11 @@
 
 Three kinds of threads. The engine thread alone touches the engine (`engine_thread.py`). Control calls (`submit`,
 `tokens_since`, ...) take a lock for microseconds and answer even while the engine hangs. One caller at a time updates
-weights: it pulls without disturbing generation, then hands the engine thread what it verified.
+weights: it pulls without disturbing generation, then gives the verified tensors to the engine thread.
 
 Nothing is generated with unproven weights (invariant Proof before service, docs/invariants.md). A version that arrived
 in part is never applied.
-When an update fails, the version before goes on serving, after its storage and canary were proven to be what they were;
+When an update fails, the version before continues serving, after its storage and canary were proven to be what they were;
 when that cannot be shown, nothing is generated, and `policy_version` is -1.
 """
 
@@ -106,14 +106,14 @@ class RolloutReplica:
         except RolecallError:
             self._server.close()
             raise
-        self._book = TokenBuffer(
+        self._buffer = TokenBuffer(
             limits=limits or TokenBufferLimits(),
             end_tokens=frozenset(self._engine.end_tokens),
             model_len_max=settings.max_model_len,
             vocab_size=vocab_size(settings),
         )
 
-    # --- who it is
+    # --- identity
 
     def info(self) -> RolloutInfo:
         with self._identity_lock:
@@ -125,8 +125,8 @@ class RolloutReplica:
             start_ticks=process_start_ticks(os.getpid()) or 0,
             policy_version=self.policy_version,
             holder=self._server.holder(replica, incarnation),
-            num_requests=self._book.num_requests,
-            tokens_generated=self._book.tokens_generated,
+            num_requests=self._buffer.num_requests,
+            tokens_generated=self._buffer.tokens_generated,
         )
 
     @property
@@ -182,31 +182,31 @@ class RolloutReplica:
         replica = self._checked(incarnation)
         if self._serving is None:
             raise WeightsNotProven(f"{replica}#{incarnation} has no proven weights, it may not generate")
-        taken = self._book.take(requests)
+        taken = self._buffer.take(requests)
         if taken:
             self._thread.post_requests(len(taken), lambda engine: self._add(engine, taken))
 
     def _add(self, engine: VllmEngine, requests: Sequence[GenerationRequest]) -> None:
         for r in requests:
-            if not self._book.begin(r):
+            if not self._buffer.begin(r):
                 continue  # forgotten before its turn came
             seed = _seed_behind(r.seed, len(r.prefix_tokens))
             tokens = (*r.prompt_tokens, *r.prefix_tokens)
             try:
                 engine.add(r.request_id, tokens, num_new_max=r.max_response_tokens - len(r.prefix_tokens), seed=seed)
             except ValueError:
-                # Was checked when it was taken, so this is a mistake of ours. It must not take others with it: once
+                # Was checked when it was taken, so this is an error of ours. It must not take others with it: once
                 # forgotten here, its owner finds it unknown and sends it elsewhere.
                 logger.exception("the engine refuses request %s", r.request_id)
-                self._book.forget([r.request_id])
+                self._buffer.forget([r.request_id])
 
     def _record(self, made: list[NewTokens]) -> int:
-        return self._book.record(made, self.policy_version)
+        return self._buffer.record(made, self.policy_version)
 
     def tokens_since(self, incarnation: int, offsets: dict[str, int]) -> PulledTokens:
         """Whatever is new behind `offsets`. Asking again gives it again: only `ack` forgets."""
         replica = self._checked(incarnation)
-        chunks, unknown = self._book.since(offsets)
+        chunks, unknown = self._buffer.since(offsets)
         return PulledTokens(
             replica=replica,
             incarnation=incarnation,
@@ -231,28 +231,28 @@ class RolloutReplica:
     def abort(self, incarnation: int, request_ids: Sequence[str]) -> None:
         """Forgets requests and their tokens."""
         self._checked(incarnation)
-        running = self._book.forget(request_ids)
+        running = self._buffer.forget(request_ids)
         if running and self._thread.failure is None:
             self._thread.post(lambda engine: engine.abort(running))
 
     def list_requests(self, incarnation: int) -> list[tuple[GenerationRequest, TokenChunk]]:
         """All it holds, finished or not, each with all its tokens: for a controller that lost its memory."""
         self._checked(incarnation)
-        return self._book.everything()
+        return self._buffer.everything()
 
     # --- weights
 
     def update_weights(
         self, incarnation: int, epoch: int, manifest: Manifest, holders: Sequence[Holder]
     ) -> WeightProof:
-        """Pulls, verifies, applies and proves one version; requests in flight go on with it. From then on it is served
-        onward to whoever asks. Of the version it serves already, only the proof is made anew.
+        """Pulls, verifies, applies and proves one version; requests in flight continue with it. From then on it is served
+        onward to other pullers. Of the version it serves already, only the proof is repeated.
 
         Raises:
             TransferFailed: no holder could give all; what arrived is kept for the next call.
             ProofMismatch: part (a), (b) or (c) fails, and at which tensor. The version before is served, if it proves.
             StaleIncarnation: of incarnation, or an epoch before the last one seen.
-            DeadlineExceeded: the engine thread does not come, or another update is under way.
+            DeadlineExceeded: the engine thread does not come, or another update is in progress.
         """
         with self._one_update():
             replica = self._checked(incarnation)
@@ -320,7 +320,7 @@ class RolloutReplica:
                 if before is None or before.manifest.digest != manifest.digest:
                     load(engine, tensors, proof.replica)
                 proof = prove(engine, manifest, proof)
-            except Exception as e:  # deliberate: whatever went wrong, the storage is now nobody's version
+            except Exception as e:  # deliberate: whatever went wrong, the storage now holds no version
                 logger.error("version %s is not applied: %s", manifest.policy_version, e)
                 self._restore(engine, before)
                 raise
@@ -345,12 +345,12 @@ class RolloutReplica:
             except Exception as e:  # noqa: BLE001 deliberate: no proof, no service, whatever the reason
                 logger.error("version %s does not come back: %s", before.manifest.policy_version, e)
         self._serving = None
-        engine.abort([request.request_id for request, _ in self._book.everything()])
+        engine.abort([request.request_id for request, _ in self._buffer.everything()])
         reporter.update(policy_version=-1)
 
 
 def _seed_behind(seed: int, num_prefix: int) -> int:
-    """Seed for going on behind a prefix: a fresh draw, so that the same random numbers are not used a second time."""
+    """Seed for continuing behind a prefix: a fresh draw, so that the same random numbers are not used a second time."""
     if num_prefix == 0:
         return seed
     return int.from_bytes(hashlib.sha256(f"{seed}:{num_prefix}".encode()).digest()[:4], "big")

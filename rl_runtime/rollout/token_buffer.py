@@ -1,4 +1,4 @@
-"""Every request that a rollout holds, with its tokens, until somebody acknowledged them. No engine, no clock.
+"""Every request that a rollout holds, with its tokens, until they are acknowledged. No engine, no clock.
 
 A token is written once and never changes; offsets count from the first new token of all, those of other engines (the
 prefix) included. So an answer may be lost, asked again or come twice, and no token is.
@@ -124,7 +124,7 @@ class TokenBuffer:
 
     def record(self, made: Iterable[NewTokens], version: int) -> int:
         """Writes what one engine step made under `version`; of requests forgotten meanwhile nothing, also where they
-        were given again, behind other tokens perhaps, before the step was over.
+        were given again, possibly after other tokens, before the step was over.
 
         Returns:
             How many tokens were made, forgotten requests included.

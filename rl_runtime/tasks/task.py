@@ -13,11 +13,11 @@ are long, so answers are of 3 to 2n + 1 tokens. Base 10, three of at most four p
 All prompts are equally long, and what a token of the answer needs stands at the same distance before it in every place
 of every prompt. The carry is written before the digit: then each token is a sum, or a sum above a bound, of tokens that
 stand there already, and can be found one at a time from random weights. Digit first, base 2 would ask for the exclusive
-or of three tokens, of which no two tell anything.
+or of three tokens, of which no two carry information.
 
 Reward = places that are right / places, where every token of the answer is a place, the end token too, and surplus
 tokens count as wrong places; it is 1.0 only for the exact answer. Nothing about infrastructure (timeouts, crashes,
-which engine) enters a reward: an answer that could not be finished has no reward at all, it goes on elsewhere
+which engine) enters a reward: an answer that could not be finished has no reward at all, it continues elsewhere
 (invariant Infrastructure is not reward, docs/invariants.md).
 """
 
@@ -42,7 +42,7 @@ _GROUP = re.compile(r"g(\d{8,})(?:-(\d{5,}))?", re.ASCII)
 
 
 def group_id(number: int, start: int = 0) -> GroupId:
-    """7 -> `g00000007`; the part of its answer that begins behind 12 tokens: `g00000007-00012`. Ids sort as numbers do."""
+    """7 -> `g00000007`; the part of its answer that begins after 12 tokens: `g00000007-00012`. Ids sort as numbers do."""
     if number < 0 or start < 0:
         raise InvalidId(what="group", text=f"{number}, {start}")
     return GroupId(f"g{number:08d}-{start:05d}" if start else f"g{number:08d}")

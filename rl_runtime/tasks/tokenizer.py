@@ -107,7 +107,7 @@ def folder_vocabulary(folder: Path, task: TaskName = TaskName.DIGIT_PARITY) -> V
         raise ConfigError([f"model.path: {e}"], str(folder)) from e
     try:
         tokenizer = Tokenizer.from_str(text)
-    except Exception as e:  # the Rust extension raises plain Exception; a bad file is the user's mistake
+    except Exception as e:  # the Rust extension raises plain Exception; a bad file is the user's error
         raise ConfigError([f"model.path: tokenizer.json: {e}"], str(folder)) from e
     found = {c: tokenizer.token_to_id(c) for c in CHARACTERS[task]}
     missing = [c for c, i in found.items() if i is None]

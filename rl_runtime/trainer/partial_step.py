@@ -33,7 +33,7 @@ class Gradients:
     """Computes the gradient of one microbatch: a function of weights and samples, the same on every replica.
 
     `reference`: the policy that the run began with, where the objective asks for it. Frozen, and a function of the job:
-    it is made anew by each replica, never copied.
+    it is recomputed by each replica, never copied.
     """
 
     def __init__(
@@ -150,7 +150,7 @@ class PartialStep:
     def taken(self, wanted: AbstractSet[str]) -> Contribution | None:
         """The sum and what is in it; None when that is not exactly `wanted`.
 
-        Not a copy: who adds is who took it, and clearing leaves it as it is.
+        Not a copy: only the caller adds to it, and clearing leaves it as it is.
         """
         with self._lock:
             if self._done.keys() != wanted:

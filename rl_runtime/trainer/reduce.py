@@ -45,7 +45,7 @@ LOOPBACK: Final = "127.0.0.1"
 
 
 def nothing() -> None:
-    """The hook of whoever wants none."""
+    """The default hook: does nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +69,7 @@ class CommitVote:
     step: int
     microbatches: tuple[MicrobatchStats, ...]
     gradient_digest: str  # of the reduced gradient
-    weights_digest: str  # of the weights before the step: members that have drifted apart must not go on
+    weights_digest: str  # of the weights before the step: members that have drifted apart must not continue
     ledger: ChainHead
 
     def to_bytes(self) -> bytes:

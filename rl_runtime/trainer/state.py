@@ -45,7 +45,7 @@ class TrainerState:
     ) -> None:
         """`versions_kept`: how many former versions of the policy are remembered."""
         self.policy, self.critic = policy, critic
-        self.former: Mapping[int, dict[str, torch.Tensor]] = {}  # version -> weights; the working thread alone looks
+        self.former: Mapping[int, dict[str, torch.Tensor]] = {}  # version -> weights; only the working thread reads it
         self._versions_kept = versions_kept
         self._replica = replica
         self._networks = (policy,) if critic is None else (policy, critic)
@@ -132,7 +132,7 @@ class TrainerState:
                 for name, mine in network.tensors():
                     mine.copy_(tensors[name])
                 network.set_optimizer_step(steps)
-            self.former = {}  # of another course, perhaps
+            self.former = {}  # they may be of a discarded course
             self._commit = commit
             self._weights_digest = self._digest_weights()
 

@@ -2,8 +2,8 @@
 
 A step: compute those of my microbatches that I have not computed yet and add their gradients up; reduce a copy; vote;
 and only when all members agree, move the optimizer. Until then nothing that lasts has changed, so that a step may be
-interrupted at any point and finished in the next epoch, with the microbatches of the lost added to the same sum. Who
-missed a commit copies the whole state from a member that made it.
+interrupted at any point and finished in the next epoch, with the microbatches of the lost added to the same sum. A
+replica that missed a commit copies the whole state from a member that made it.
 
 Exactly B microbatches enter each step (ReCoVer's invariant): the vote checks their ids. Gradients are sums over tokens
 and are divided once, after the vote, by what all microbatches together say (`objective.divisors`): never by how many
@@ -135,7 +135,7 @@ class TrainerReplica:
         return self._state.export()
 
     def first_state(self) -> TrainerState:
-        """The state that the run began with, made anew."""
+        """The state that the run began with, created again."""
         return first_state(self.job, self._vocab, replica=self.replica)
 
     def policy_tensors(self, version: int) -> dict[str, torch.Tensor]:
@@ -302,7 +302,7 @@ class TrainerReplica:
                 self._partial.add(microbatch, gradient, stats)
                 busy = self._clock.monotonic() - started
                 reporter.progress(1, busy_seconds=busy, tokens=stats.health.tokens)
-                # For whoever watches this replica, in the size of a step's loss; nothing is computed from it.
+                # For monitoring this replica, in the size of a step's loss; nothing is computed from it.
                 own = divisors(self.job.algorithm, stats.health, longest=self._longest)
                 reporter.update(loss=stats.policy_loss / own.policy)
 
@@ -343,7 +343,7 @@ class TrainerReplica:
         all_ids: Sequence[str],
         members: Sequence[ReplicaId],
     ) -> None:
-        """The same verdict at every member, because all look at the same ballots and the same sum."""
+        """The same verdict at every member, because all have the same ballots and the same sum."""
         for other in ballots:
             for bad in (s for s in other.microbatches if not s.finite):
                 self.reset_step(step)
@@ -379,7 +379,7 @@ class TrainerReplica:
             log_ratio_max=tally.log_ratio_max,
         )
         reporter.update(policy_version=commit.policy_version, grad_norm=grad_norm)
-        tally.tell()
+        tally.report()
         return self._last_result
 
     def _leave(self) -> None:

@@ -1,5 +1,5 @@
 """What a step's ballots add up to. Counted once, after the vote, and the same to the bit at every member and for every way
-of sharing the step out: microbatches are added in the order of their ids, whoever computed which.
+of sharing the step out: microbatches are added in the order of their ids, on whichever replica.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ class StepTotals:
     num_tokens: int  # that the policy is trained on
     divisors: Divisors
     loss: float  # the policy's, divided
-    reward: float | None  # mean over the answers that are over
+    reward: float | None  # mean over the complete answers
     health: PolicyHealth
     log_ratio_max: float | None  # see StepResult
 
@@ -39,7 +39,7 @@ class StepTotals:
             log_ratio_max=sums.log_ratio_max if sums.log_ratio_max >= 0 else None,
         )
 
-    def tell(self) -> None:
+    def report(self) -> None:
         """Puts it on this process's page."""
         signs = self.health
         reporter.update(loss=self.loss, reward=self.reward)

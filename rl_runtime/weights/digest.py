@@ -124,7 +124,7 @@ def check_manifest(manifest: Manifest) -> None:
 
 
 def received_digest(manifest: Manifest, tensors: Mapping[str, torch.Tensor]) -> str:
-    """Proof part (a): the manifest's digest as it comes out of the bytes at hand, computed anew.
+    """Proof part (a): the manifest's digest, recomputed from the bytes in memory.
 
     Equal to `manifest.digest` only when every tensor is there, none is added, and each has its dtype, shape and bits.
     """

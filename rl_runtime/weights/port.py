@@ -1,10 +1,10 @@
-"""Weights and states, point to point: every trainer and rollout serves what it holds, whoever needs it pulls.
+"""Weights and states, point to point: every trainer and rollout serves what it holds, and others pull.
 
 There is no communicator and no group: a puller needs a `Holder` (host, port) and the run's token. Two streams:
 `policy` serves immutable snapshots by version, and `state` a trainer's whole state (weights, optimizer, commit record),
 taken when asked. A pull goes tensor by tensor, and a tensor counts only when its SHA-256, taken after the last byte was
-read, is the one that the manifest names: a puller whose holder dies goes on at the first missing tensor with another.
-Frames and authentication: `wire.py`. Which snapshot may be read by whom: `snapshots.py`. The pulling side: `pull.py`.
+read, is the one that the manifest names: a puller whose holder dies continues at the first missing tensor with another.
+Frames and authentication: `wire.py`. Snapshots and their leases: `snapshots.py`. The pulling side: `pull.py`.
 """
 
 import functools
@@ -71,7 +71,7 @@ class TensorServer:
 
     Args:
         token: the run's token; a peer without it learns nothing.
-        host: interface to listen on; loopback unless told otherwise.
+        host: interface to listen on; loopback by default.
         lease_seconds: how long a puller may be silent before another one is let in.
         on_tensor: called with (puller, name) before each tensor is sent: where tests and fault injection hook in.
 
@@ -111,7 +111,7 @@ class TensorServer:
             WireError: the names are not the manifest's.
         """
         if set(tensors) != {e.name for e in manifest.tensors}:
-            raise WireError(f"version {manifest.policy_version}: tensors at hand are not those of the manifest")
+            raise WireError(f"version {manifest.policy_version}: the tensors given are not those of the manifest")
         kept = {n: t.detach().to("cpu", copy=copy).contiguous() for n, t in tensors.items()}
         self._policy.publish(
             TensorSnapshot(

@@ -42,11 +42,11 @@ CANARY_TOLERANCE: Final[dict[str, float]] = {"float32": 2e-5, "float16": 2e-2, "
 
 Trainer and engine compute the same in another order: measured 5e-7 to 1.2e-6 in float32. One step at learning rate
 2e-4 moves the canary by 7e-3, at 1e-6 by 7e-5: 2e-5 lies between, 16 times the noise. In half precision the order of
-sums alone moves log-probabilities by 1e-3 to 1e-2, and only parts (a) and (b) can tell neighbouring versions apart.
+sums alone moves log-probabilities by 1e-3 to 1e-2, and only parts (a) and (b) can distinguish neighbouring versions.
 """
 
 NUM_ANCHORS_MAX: Final = 64
-"""Certified (version, layout) pairs remembered; older ones are forgotten, a late replica of them is anchored anew."""
+"""Certified (version, layout) pairs remembered; older ones are forgotten, a late replica of them gets a new anchor."""
 
 
 def canary_logprobs(logits: "Callable[[torch.Tensor], torch.Tensor]") -> tuple[float, ...]:

@@ -1,7 +1,7 @@
 """The pulling side of the weight port: what was read and verified is kept, what is missing is asked of another holder.
 
 A tensor is allocated only after the holder's header agrees with the manifest (or, for a state, passed the limits), and
-counts only after the digest of the bytes read is the wanted one. A holder that serves somebody else says so at once;
+counts only after the digest of the bytes read is the wanted one. A holder that serves another puller says so at once;
 `pull_any` then asks the next, and waits for one to become free only when none else can help. A holder that does not yet
 have the version is asked again while others are busy: so weights spread from puller to puller, not from one source.
 """
@@ -45,15 +45,15 @@ class TransferProblem(StrEnum):
 
 
 class TransferFailed(WireError):
-    """A pull did not finish. `pieces` holds what was verified: give it to the next `pull` to go on from there."""
+    """A pull did not finish. `pieces` holds what was verified: give it to the next `pull` to continue from there."""
 
     def __init__(
         self, *, holder: Holder | None, problem: TransferProblem, reason: str, pieces: "PartialTransfer"
     ) -> None:
         self.holder, self.problem, self.reason, self.pieces = holder, problem, reason, pieces
-        who = f"{holder.replica}#{holder.incarnation}" if holder is not None else "all holders"
+        source = f"{holder.replica}#{holder.incarnation}" if holder is not None else "all holders"
         have = f"{len(pieces.tensors)} of {len(pieces.entries)} tensors"
-        super().__init__(f"transfer from {who}: {problem}: {reason} ({have} are kept)")
+        super().__init__(f"transfer from {source}: {problem}: {reason} ({have} are kept)")
 
     def __reduce__(self) -> tuple[Any, ...]:
         # In another process the pieces are of no use, and Ray would carry every byte of them.
@@ -107,7 +107,7 @@ class StateCopy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _PullSettings:
-    """How one pull is made: who asks, with which token, until when."""
+    """Settings of one pull: puller, token, deadline."""
 
     token: str
     puller: str

@@ -1,9 +1,9 @@
-"""What a holder has to give: immutable snapshots of policy versions, and who may read one now.
+"""What a holder serves: immutable snapshots of policy versions, and the leases to read them.
 
 The newest two published are kept (double buffer), so that a puller which asked for one version still finds it when the
 next is published. A lease names the one puller that a source serves at a time (RobustRL: each source is pulled by
 exactly one rollout) and keeps its snapshot alive past two further publications; it ends when released, or when it was
-not renewed in time and somebody else wants the source. No I/O here; the clock is given.
+not renewed in time and another puller wants the source. No I/O here; the clock is given.
 """
 
 import math
@@ -23,7 +23,7 @@ NUM_KEPT: Final = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorSnapshot:
-    """Tensors that nobody changes any more. `digest` names all of it; a whole state has version -1 and `meta`."""
+    """Tensors that are not changed any more. `digest` names all of it; a whole state has version -1 and `meta`."""
 
     version: int
     digest: str
@@ -48,7 +48,7 @@ class SnapshotAbsent(WireError):
 
 
 class SnapshotLeaseExpired(WireError):
-    """The lease was not renewed in time, and somebody else has it now."""
+    """The lease was not renewed in time, and another puller has it now."""
 
 
 @dataclass(slots=True, eq=False)
@@ -102,7 +102,7 @@ class SnapshotStore:
             return self._lease
 
     def lease_fresh(self, puller: str, make: Callable[[], TensorSnapshot]) -> SnapshotLease:
-        """The same for a snapshot made on demand (a trainer's whole state): others are told busy while it is made.
+        """The same for a snapshot made on demand (a trainer's whole state): others get `busy` while it is made.
 
         Raises:
             SourceBusy: another lease is alive.

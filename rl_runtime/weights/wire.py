@@ -6,8 +6,8 @@
     either  -> other   length (4 bytes), HMAC(session key, direction | number | JSON), JSON
 
 The session key comes from the token and both random values, and frames are numbered in each direction, so nothing
-recorded can be said again: not on another connection, not on the same one. Every read and write has a deadline on the
-whole piece, not on each packet: a peer that sends one byte a second does not hold anybody up. No pickle, anywhere.
+recorded can be replayed: not on another connection, not on the same one. Every read and write has a deadline on the
+whole piece, not on each packet: a peer that sends one byte a second delays nobody else. No pickle, anywhere.
 """
 
 import functools

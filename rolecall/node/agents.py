@@ -1,6 +1,7 @@
-"""What `rolecall doctor` asks of agents: of this node's, what it cannot read; of others, how far their clocks are apart.
+"""What `rolecall doctor` reads from agents: failed probes of this node's agent, clock offsets of others.
 
-An offset is the other's wall time less the middle of question and answer; it may be wrong by half the time between them.
+An offset is the other agent's wall time minus the midpoint of request and response; its error is at most half the round
+trip.
 """
 
 import http.client
@@ -21,12 +22,12 @@ BYTES_MAX: Final = 4 << 20
 PAGES_MAX: Final = 8
 ASKED_AT_ONCE: Final = 32
 FAILURES: Final = (OSError, http.client.HTTPException, ValueError, KeyError, TypeError, AttributeError)
-"""Of an agent that does not answer, or of somebody else at its port."""
+"""Raised when the agent does not answer, or another server does."""
 _DOWN = re.compile(r'^rolecall_probe_up\{[^}]*probe="(\w+)"[^}]*\} 0(?:\.0)?$', re.MULTILINE)
 
 
 def own_authorization(data_dir: Path, token_file: Path | None) -> str:
-    """Value of the header with which this node's agent lets in who may read its token; empty: not this user."""
+    """Authorization header from this node's agent token; empty if this user cannot read it."""
     try:
         return f"Bearer {bearer_token((token_file or data_dir / 'token').read_text(encoding='utf-8').strip())}"
     except (OSError, UnicodeDecodeError):
@@ -50,7 +51,7 @@ def _get(connection: http.client.HTTPConnection, path: str, authorization: str) 
 
 
 def down_probes(url: str, authorization: str) -> dict[str, str]:
-    """What the agent at `url` cannot read, and why; nothing where it does not say."""
+    """probe -> reason for each failed probe of the agent at `url`; empty if it does not answer."""
     try:
         connection = _connect(url)
         try:
@@ -61,19 +62,19 @@ def down_probes(url: str, authorization: str) -> dict[str, str]:
                 if not events:
                     break
                 after = int(events[-1]["seq"])
-                told = [e["detail"] for e in events if e["kind"] == "probe_down"]
-                down |= {d["probe"]: str(d["reason"]) for d in told if d["probe"] in down}
+                details = [e["detail"] for e in events if e["kind"] == "probe_down"]
+                down |= {d["probe"]: str(d["reason"]) for d in details if d["probe"] in down}
             return down
         finally:
             connection.close()
     except FAILURES:
-        return {}  # that it does not answer is said elsewhere
+        return {}  # reported by another check
 
 
 def clock_offsets(
     agents: Mapping[str, str], authorization: str = "", clock: Clock | None = None
 ) -> tuple[ClockOffset, ...]:
-    """`agents`: name -> URL. All are asked at once."""
+    """`agents`: name -> URL; requested concurrently."""
     wall: Callable[[], float] = (clock or SystemClock()).wall
     with ThreadPoolExecutor(max_workers=ASKED_AT_ONCE) as pool:
         return tuple(pool.map(lambda item: _offset(item[0], item[1], authorization, wall), agents.items()))
@@ -83,15 +84,15 @@ def _offset(name: str, url: str, authorization: str, wall: Callable[[], float]) 
     try:
         connection = _connect(url)
         try:
-            _get(connection, "/healthz", authorization)  # what making the connection takes is not of the clocks
+            _get(connection, "/healthz", authorization)  # connect first: its duration must not count
             asked_at = wall()
-            said: Any = json.loads(_get(connection, "/healthz", authorization))
+            response: Any = json.loads(_get(connection, "/healthz", authorization))
             answered_at = wall()
         finally:
             connection.close()
-        if said.keys() == {"ok"}:
-            raise ValueError("it wants a user or a token: --credentials")
-        offset_seconds = float(said["wall_at"]) - (asked_at + answered_at) / 2
+        if response.keys() == {"ok"}:
+            raise ValueError("it requires a user or a token: --credentials")
+        offset_seconds = float(response["wall_at"]) - (asked_at + answered_at) / 2
     except FAILURES as e:
         return ClockOffset(agent=name, reason=str(e) or type(e).__name__)
     return ClockOffset(agent=name, seconds=offset_seconds, error_seconds=abs(answered_at - asked_at) / 2)

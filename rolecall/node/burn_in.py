@@ -1,11 +1,10 @@
-"""Burn-in: this machine works hard on what has one right answer, and the answers are compared bit by bit.
+"""Burn-in: work with a known result on this machine, compared bit by bit.
 
-Arithmetic on the GPU and on each core must give the same bits every time, memory and disk must give back what they were
-given, loopback must carry it unchanged. Each check runs in a process of its own with a deadline: a machine that is worth
-testing may hang in the middle of the test, and that is an answer, too.
+Arithmetic on the GPU and on each core must give the same bits every time; memory, disk and loopback must return what was
+written. Each check runs in a separate process with a deadline, because a faulty machine may hang during the test.
 
-What a check could not do, it says; it then has neither passed nor failed. A burn-in that passes says that nothing was
-found in so many seconds: not that nothing is there.
+A check that could not be done gives its reason and neither passes nor fails. A pass means that no fault was found in the
+given time, not that there is none.
 """
 
 import multiprocessing
@@ -18,14 +17,14 @@ from typing import Any
 from rolecall.core.clock import Clock, SystemClock
 
 GRACE_SECONDS = 60.0
-"""What a check may take beyond its share: a process that starts, and torch that is imported there, on a slow disk."""
+"""What a check may take beyond its share: process start and the import of torch from a slow disk."""
 KILL_SECONDS = 5.0
-"""How long a killed process may take to end; one in an uninterruptible wait is left behind, and said so."""
+"""How long a killed process may take to end; one in an uninterruptible wait is reported and left behind."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckResult:
-    """`passed` None: it could not be done, for the reason that it gives."""
+    """`passed` None: it could not be done; `because` gives the reason."""
 
     name: str
     passed: bool | None
@@ -35,7 +34,7 @@ class CheckResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BurnInBudget:
-    """What a check is given: how long to work, and where it may write."""
+    """How long a check works and where it may write."""
 
     seconds: float
     folder: Path
@@ -75,12 +74,12 @@ def burn_in(
     for name, check in checks.items():
         if progress is not None:
             progress(f"{name}: for {work.seconds:.0f} s")
-        found.append(_apart(name, check, work, grace_seconds))
+        found.append(_in_process(name, check, work, grace_seconds))
     return BurnInResult(seconds=round(clock.monotonic() - began, 3), checks=tuple(found))
 
 
-def _apart(name: str, check: Check, work: BurnInBudget, grace_seconds: float) -> CheckResult:
-    """One check in a process of its own, which is killed at its deadline."""
+def _in_process(name: str, check: Check, work: BurnInBudget, grace_seconds: float) -> CheckResult:
+    """Runs one check in a separate process, which is killed at its deadline."""
     context = multiprocessing.get_context("spawn")  # a forked process could not use CUDA
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=_run, args=(theirs, name, check, work), daemon=True)
@@ -89,12 +88,12 @@ def _apart(name: str, check: Check, work: BurnInBudget, grace_seconds: float) ->
     limit = work.seconds + grace_seconds
     try:
         if not ours.poll(limit):
-            return CheckResult(name=name, passed=False, because=f"no answer within {limit:.0f} s{_end(process)}")
+            return CheckResult(name=name, passed=False, because=f"no result within {limit:.0f} s{_end(process)}")
         found: CheckResult = ours.recv()
         return found
     except EOFError:
         process.join(KILL_SECONDS)
-        return CheckResult(name=name, passed=False, because=f"its process ended with {process.exitcode}")
+        return CheckResult(name=name, passed=False, because=f"its process exited with code {process.exitcode}")
     finally:
         _end(process)
         ours.close()
@@ -111,7 +110,7 @@ def _end(process: Any) -> str:
 def _run(to: Connection, name: str, check: Check, work: BurnInBudget) -> None:
     try:
         to.send(check(work, SystemClock()))
-    except Exception as e:  # noqa: BLE001 - whatever a driver raises is an answer of this machine
+    except Exception as e:  # noqa: BLE001 - whatever a driver raises is a result
         to.send(CheckResult(name=name, passed=False, because=f"{type(e).__name__}: {e}"[:500]))
     finally:
         to.close()

@@ -1,6 +1,6 @@
-"""What a burn-in does: one function a part of the machine, each working for its share of the time.
+"""The checks of a burn-in: one function per part of the machine, each working for its share of the time.
 
-Every check makes its data from a fixed seed, so that two machines, and one machine tomorrow, can be compared by digest.
+Data comes from a fixed seed, so that digests can be compared between machines and over time.
 """
 
 import hashlib
@@ -17,7 +17,7 @@ from rolecall.node.burn_in import BurnInBudget, Check, CheckResult
 
 SEED = 20_26
 MEMORY_BYTES = 256 << 20
-"""Written and read again and again. More would push out what other processes need, on a node that may be in use."""
+"""Written and read repeatedly. More would take memory from other processes on a node in use."""
 BLOCK_BYTES = 4 << 20
 DISK_BYTES = 64 << 20
 MATRIX_SIZE = 2048
@@ -29,12 +29,12 @@ PATTERNS = (0x00, 0xFF, 0x55, 0xAA)
 
 
 def gpu_math(work: BurnInBudget, clock: Clock) -> CheckResult:
-    """The same products on each GPU, over and over: their bits must not change."""
+    """Repeats the same products on each GPU: the bits must not change."""
     name = "gpu_math"
     try:
         import torch
     except ImportError:
-        return CheckResult(name=name, passed=None, because="torch is not installed here: no GPU was tested")
+        return CheckResult(name=name, passed=None, because="torch is not installed: no GPU was tested")
     if not torch.cuda.is_available():
         return CheckResult(name=name, passed=None, because="torch sees no GPU: none was tested")
     devices = [f"cuda:{n}" for n in range(torch.cuda.device_count())]
@@ -45,15 +45,15 @@ def gpu_math(work: BurnInBudget, clock: Clock) -> CheckResult:
         return CheckResult(name=name, passed=False, because=found.wrong, values=values)
     if len(kinds) == 1 and len(set(found.digests.values())) > 1:
         return CheckResult(
-            name=name, passed=False, because="GPUs of one kind disagree about one product", values=values
+            name=name, passed=False, because="GPUs of the same model give different products", values=values
         )
-    because = f"{len(devices)} GPU(s), {found.rounds} products: every bit the same"
+    because = f"{len(devices)} GPU(s), {found.rounds} products: all bits identical"
     return CheckResult(name=name, passed=True, because=because, values=values)
 
 
 @dataclass(frozen=True, slots=True)
 class Products:
-    """`wrong` says which device gave other bits; empty when none did."""
+    """`wrong` names the device that gave different bits; empty if none did."""
 
     wrong: str
     rounds: int
@@ -61,7 +61,7 @@ class Products:
 
 
 def products(torch: Any, devices: Sequence[str], seconds: float, clock: Clock, size: int = MATRIX_SIZE) -> Products:
-    """One product over and over on each device, for its share of `seconds`."""
+    """Repeats one product on each device, for its share of `seconds`."""
     made = torch.Generator().manual_seed(SEED)
     left, right = (torch.randn(size, size, generator=made) for _ in range(2))
     rounds, digests = 0, dict[str, str]()
@@ -73,7 +73,7 @@ def products(torch: Any, devices: Sequence[str], seconds: float, clock: Clock, s
             rounds += 1
             wrong = int(((a @ b).view(torch.int16) != first).sum())
             if wrong:
-                because = f"{device}: {wrong} of {first.numel()} results had other bits in round {rounds}"
+                because = f"{device}: {wrong} of {first.numel()} results differed in round {rounds}"
                 return Products(because, rounds, digests)
             if clock.monotonic() >= ends:
                 break
@@ -82,7 +82,7 @@ def products(torch: Any, devices: Sequence[str], seconds: float, clock: Clock, s
 
 
 def cpu_math(work: BurnInBudget, clock: Clock, arithmetic: tuple[Callable[[], str], str] | None = None) -> CheckResult:
-    """The same arithmetic on each core, over and over: the bits must be the same everywhere."""
+    """Repeats the same arithmetic on each core: the bits must be identical everywhere."""
     product, what = arithmetic or _arithmetic()
     cores = sorted(os.sched_getaffinity(0))
     wanted, rounds = product(), 0
@@ -92,18 +92,18 @@ def cpu_math(work: BurnInBudget, clock: Clock, arithmetic: tuple[Callable[[], st
             os.sched_setaffinity(0, {core})
             rounds += 1
             if product() != wanted:
-                because = f"core {core}: other bits than core {cores[0]} in round {rounds}"
+                because = f"core {core}: result differs from core {cores[0]} in round {rounds}"
                 return CheckResult(name="cpu_math", passed=False, because=because, values={"core": core})
         if clock.monotonic() >= ends:
             break
     values: Values = {"cores": len(cores), "rounds": rounds, "digest": wanted[:16], "what": what}
-    because = f"{len(cores)} core(s), {rounds} rounds of {what}: every bit the same"
+    because = f"{len(cores)} core(s), {rounds} rounds of {what}: all bits identical"
     return CheckResult(name="cpu_math", passed=True, because=because, values=values)
 
 
 def _arithmetic() -> tuple[Callable[[], str], str]:
-    """Something that keeps a core busy and has one answer, as its digest; and what it is."""
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # one thread, on the core that is meant
+    """A deterministic CPU load that returns its digest, and its name."""
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # one thread, on the pinned core
     try:
         import numpy as np
     except ImportError:
@@ -126,7 +126,7 @@ def _scalar() -> str:
 
 
 def memory(work: BurnInBudget, clock: Clock, num_bytes: int = MEMORY_BYTES) -> CheckResult:
-    """Patterns and noise, written to memory and read back."""
+    """Writes patterns and noise to memory and reads them back."""
     ends = clock.monotonic() + work.seconds
     noise, rounds, began = random.Random(SEED).randbytes(BLOCK_BYTES), 0, clock.monotonic()
     held = [bytearray(BLOCK_BYTES) for _ in range(num_bytes // BLOCK_BYTES)]
@@ -148,7 +148,7 @@ def memory(work: BurnInBudget, clock: Clock, num_bytes: int = MEMORY_BYTES) -> C
 
 
 def disk(work: BurnInBudget, clock: Clock, num_bytes: int = DISK_BYTES) -> CheckResult:
-    """A file is written, flushed and read back; its digest must be the same."""
+    """Writes, flushes and reads back a file; its digest must match."""
     ends, rounds, began = clock.monotonic() + work.seconds, 0, clock.monotonic()
     made = random.Random(SEED)
     path = work.folder / f".rolecall-burn-in-{os.getpid()}"
@@ -181,7 +181,7 @@ def disk(work: BurnInBudget, clock: Clock, num_bytes: int = DISK_BYTES) -> Check
 
 
 def loopback(work: BurnInBudget, clock: Clock) -> CheckResult:
-    """Noise through a TCP connection of this machine to itself."""
+    """Sends noise through a TCP connection over loopback."""
     block, began = random.Random(SEED).randbytes(BLOCK_BYTES), clock.monotonic()
     ends, sent = began + work.seconds, 0
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -197,12 +197,12 @@ def loopback(work: BurnInBudget, clock: Clock) -> CheckResult:
                 sender.join(SOCKET_SECONDS)
                 sent += len(block)
                 if found != block:
-                    because = f"other bytes came than were sent, after {sent} bytes"
+                    because = f"received other bytes than sent, after {sent} bytes"
                     return CheckResult(name="loopback", passed=False, because=because, values={"bytes": sent})
                 if clock.monotonic() >= ends:
                     break
     values = {"bytes": sent, "gb_per_second": _rate(sent / 1e9, clock.monotonic() - began)}
-    because = f"{sent >> 20} MiB came as they were sent (no network card was tested)"
+    because = f"{sent >> 20} MiB arrived unchanged (no network card was tested)"
     return CheckResult(name="loopback", passed=True, because=because, values=values)
 
 

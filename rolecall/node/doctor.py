@@ -1,8 +1,8 @@
-"""Checks of a node (`rolecall doctor`): can it be watched, and how is each problem fixed?
+"""Checks of a node (`rolecall doctor`): can it be monitored, and how is each problem fixed?
 
-Facts of the node (`facts.py`) come in as one frozen value; each check is a pure function of them and says what it
-found, and where that is not well, what to do. Exit code 0: nothing is broken; 1: something is. With `--nhc` as node health
-checks and monitoring plug-ins have it: 0 well, 1 warnings, 2 broken, 3 cannot tell.
+Facts of the node (`facts.py`) are one frozen value; each check is a pure function of them and reports its result with a
+fix. Exit code 0: nothing is broken; 1: something is. With `--nhc` the codes of node health checks and monitoring plug-ins:
+0 ok, 1 warnings, 2 broken, 3 unknown.
 """
 
 from collections.abc import Iterator, Mapping
@@ -10,16 +10,16 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 CLOCK_ERROR_SECONDS_MAX = 0.5
-"""Of an incident's times between nodes; the detectors live with one second."""
+"""Error of an incident's times between nodes; the detectors tolerate one second."""
 FREE_BYTES_MIN = 256 << 20
 FREE_BYTES_LOW = 2 << 30
 FILES_MIN = 1024
 FILES_LOW = 8192
 PTRACE_OFF = 3
 TIME_ERROR = 5
-"""State that adjtimex(2) returns for a clock that nobody keeps."""
+"""State that adjtimex(2) returns for an unsynchronized clock."""
 EXIT_STATUS_KERNEL = (6, 15)
-"""From this Linux on a pidfd tells how a process ended that somebody else has reaped."""
+"""From this Linux version on, a pidfd reports the exit status of a process that its parent has already reaped."""
 
 
 class CheckLevel(StrEnum):
@@ -31,12 +31,12 @@ class CheckLevel(StrEnum):
 
 NHC_CODES = {CheckLevel.OK: 0, CheckLevel.WARNING: 1, CheckLevel.BROKEN: 2, CheckLevel.UNKNOWN: 3}
 SEVERITY = (CheckLevel.OK, CheckLevel.UNKNOWN, CheckLevel.WARNING, CheckLevel.BROKEN)
-"""What cannot be told is said only where nothing worse is known."""
+"""Order of severity: `unknown` is reported only if nothing worse is known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClockOffset:
-    """Another agent's wall clock less this node's, and how wrong that may be. `seconds` None: not known, see `reason`."""
+    """Another agent's wall clock minus this node's, with its error. `seconds` None: unknown, see `reason`."""
 
     agent: str
     seconds: float | None = None
@@ -46,7 +46,7 @@ class ClockOffset:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeFacts:
-    """What was read of a node. None: it could not be read, or there is none."""
+    """What was read of a node. None: unreadable or absent."""
 
     is_root: bool = False
     kernel: str = ""
@@ -59,18 +59,18 @@ class NodeFacts:
     kernel_log: str = "/dev/kmsg"  # where agent.yaml has it; empty: switched off
     py_spy: bool = False
     ptrace_scope: int | None = None  # kernel/yama
-    agent: str = ""  # what the agent's port answered; empty: nobody listens
+    agent: str = ""  # response of the agent's port; empty: no listener
     agent_url: str = ""
     probes_down: Mapping[str, str] = field(default_factory=dict)  # what the agent cannot read, and why
-    socket: bool = False  # the agent's socket for registrations is there
-    socket_uid: int | None = None  # whose it is
-    rank_uid: int | None = None  # whose the process is that was asked about
+    socket: bool = False  # the agent's registration socket exists
+    socket_uid: int | None = None  # its owner
+    rank_uid: int | None = None  # owner of the process given by --pid
     hidepid: str = ""  # of /proc, where other users' processes are hidden
     data_dir: str = ""
     data_dir_error: str = ""  # why it cannot be written; empty: it can
     free_bytes: int | None = None
     free_inodes: int | None = None
-    environ: Mapping[str, str] = field(default_factory=dict)  # of this shell, or of the process asked about
+    environ: Mapping[str, str] = field(default_factory=dict)  # of this shell, or of the process given by --pid
     clock_state: int | None = None  # of adjtimex
     clock_error_seconds: float | None = None
     clock_offsets: tuple[ClockOffset, ...] = ()  # of other agents, where some were named
@@ -82,12 +82,12 @@ class NodeFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeCheck:
-    """`mend`: what to do; empty where all is well."""
+    """`fix`: what to do; empty if ok."""
 
     name: str
     level: CheckLevel
     says: str
-    mend: str = ""
+    fix: str = ""
 
 
 def examine(facts: NodeFacts) -> tuple[NodeCheck, ...]:
@@ -110,32 +110,32 @@ def _well(name: str, says: str) -> NodeCheck:
 def _gpu(f: NodeFacts) -> Iterator[NodeCheck]:
     there = max(f.gpu_devices, f.pci_gpus)
     if not there and not f.driver:
-        yield _well("driver", "no NVIDIA GPU on this node, none is watched")
+        yield _well("driver", "no NVIDIA GPU on this node")
         return
     if not f.driver:
         yield NodeCheck(
             name="driver",
             level=CheckLevel.BROKEN,
             says=f"{there} NVIDIA GPU(s) and no driver loaded",
-            mend="load it (modprobe nvidia), and look at the kernel log for why it is not",
+            fix="load it (modprobe nvidia); the kernel log says why it is not loaded",
         )
     elif f.gpu_devices < f.pci_gpus:
         yield NodeCheck(
             name="driver",
             level=CheckLevel.WARNING,
             says=f"{f.pci_gpus} NVIDIA GPUs on the PCI bus, {f.gpu_devices} device files",
-            mend="run nvidia-modprobe -u -c 0, or look at the kernel log for a GPU that did not come up",
+            fix="run nvidia-modprobe -u -c 0, or look at the kernel log for a GPU that did not come up",
         )
     else:
         yield _well("driver", f"driver {f.driver}, {f.gpu_devices} GPU(s)")
     if not f.nvml_wanted:
-        yield _well("nvml", "not asked: agent.yaml has gpu switched off")
+        yield _well("nvml", "not checked: gpu is disabled in agent.yaml")
     elif f.nvml:
         yield NodeCheck(
             name="nvml",
             level=CheckLevel.BROKEN,
             says=f"NVML cannot be used: {f.nvml}",
-            mend="pip install 'rolecall[agent]'; in a container mount the driver's libnvidia-ml.so.1 "
+            fix="pip install 'rolecall[agent]'; in a container mount the driver's libnvidia-ml.so.1 "
             "(nvidia-container-toolkit); a version mismatch needs a reboot after a driver update",
         )
     else:
@@ -144,14 +144,14 @@ def _gpu(f: NodeFacts) -> Iterator[NodeCheck]:
 
 def _kernel_log(f: NodeFacts) -> Iterator[NodeCheck]:
     if not f.kernel_log or not f.kmsg:
-        can = f"{f.kernel_log} can be read" if f.kernel_log else "not read: agent.yaml has it switched off"
+        can = f"{f.kernel_log} can be read" if f.kernel_log else "not read: disabled in agent.yaml"
         yield _well("kernel_log", can)
         return
     yield NodeCheck(
         name="kernel_log",
         level=CheckLevel.WARNING,
-        says=f"no XID, OOM kill or link event is seen: {f.kernel_log}: {f.kmsg}",
-        mend="run the agent with CAP_SYSLOG (AmbientCapabilities=CAP_SYSLOG), or set kernel.dmesg_restrict=0, or name a "
+        says=f"XIDs, OOM kills and link events are not seen: {f.kernel_log}: {f.kmsg}",
+        fix="run the agent with CAP_SYSLOG (AmbientCapabilities=CAP_SYSLOG), or set kernel.dmesg_restrict=0, or name a "
         "file that a syslog daemon writes (kernel_log: {path: ...})",
     )
 
@@ -162,21 +162,21 @@ def _stacks(f: NodeFacts) -> Iterator[NodeCheck]:
             name="stacks",
             level=CheckLevel.WARNING,
             says="py-spy is not installed: no stacks of hung processes",
-            mend="pip install 'rolecall[agent]'",
+            fix="pip install 'rolecall[agent]'",
         )
     elif f.ptrace_scope == PTRACE_OFF:
         yield NodeCheck(
             name="stacks",
             level=CheckLevel.WARNING,
-            says="kernel.yama.ptrace_scope is 3: nobody can read stacks until the next boot",
-            mend="set kernel.yama.ptrace_scope=1 in /etc/sysctl.d and reboot",
+            says="kernel.yama.ptrace_scope is 3: no process can read stacks until the next boot",
+            fix="set kernel.yama.ptrace_scope=1 in /etc/sysctl.d and reboot",
         )
     elif f.ptrace_scope and not f.is_root:
         yield NodeCheck(
             name="stacks",
             level=CheckLevel.WARNING,
             says=f"kernel.yama.ptrace_scope is {f.ptrace_scope}: py-spy reads only its own children without CAP_SYS_PTRACE",
-            mend="run the agent as root or with CAP_SYS_PTRACE, or set kernel.yama.ptrace_scope=0",
+            fix="run the agent as root or with CAP_SYS_PTRACE, or set kernel.yama.ptrace_scope=0",
         )
     else:
         yield _well("stacks", "py-spy can read stacks" if f.is_root else "py-spy can read stacks of the same user")
@@ -188,7 +188,7 @@ def _processes(f: NodeFacts) -> Iterator[NodeCheck]:
             name="processes",
             level=CheckLevel.WARNING,
             says=f"/proc is mounted with hidepid={f.hidepid}: processes of other users are not seen",
-            mend="run the agent as root or as the job's user, or mount /proc with gid= of a group that the agent is in",
+            fix="run the agent as root or as the job's user, or mount /proc with gid= of a group that the agent is in",
         )
 
 
@@ -197,8 +197,8 @@ def _probes(f: NodeFacts) -> Iterator[NodeCheck]:
         yield NodeCheck(
             name="probe",
             level=CheckLevel.WARNING,
-            says=f"the agent cannot read {probe}: {reason or 'it does not say why'}",
-            mend="give its user the right (docs/reference/agent.md, Permissions), or switch that section off",
+            says=f"the agent cannot read {probe}: {reason or 'no reason given'}",
+            fix="grant its user the permission (docs/reference/agent.md, Permissions), or disable that section",
         )
 
 
@@ -208,9 +208,9 @@ def _socket(f: NodeFacts) -> Iterator[NodeCheck]:
     yield NodeCheck(
         name="socket",
         level=CheckLevel.WARNING,
-        says=f"the process runs as user {f.rank_uid}, and {f.data_dir}/agent.sock is for user {f.socket_uid} alone: it "
+        says=f"the process runs as user {f.rank_uid}, but {f.data_dir}/agent.sock is only for user {f.socket_uid}: it "
         "cannot register",
-        mend="run the agent as the job's user (systemd: DynamicUser=no, User=)",
+        fix="run the agent as the job's user (systemd: DynamicUser=no, User=)",
     )
 
 
@@ -220,21 +220,21 @@ def _agent(f: NodeFacts) -> Iterator[NodeCheck]:
             name="agent",
             level=CheckLevel.WARNING,
             says=f"no agent listens at {f.agent_url}",
-            mend="rolecall agent --config agent.yaml; its journal says why it ended",
+            fix="start it with `rolecall agent`; its log says why it ended",
         )
     elif f.agent != "ok":
         yield NodeCheck(
             name="agent",
             level=CheckLevel.BROKEN,
             says=f"{f.agent_url}: {f.agent}",
-            mend="something else holds the port, or the agent is stuck: restart it, or give it another port",
+            fix="something else holds the port, or the agent is stuck: restart it, or give it another port",
         )
     elif not f.socket:
         yield NodeCheck(
             name="agent",
             level=CheckLevel.WARNING,
-            says=f"the agent answers, and its socket {f.data_dir}/agent.sock is not there",
-            mend="give doctor the agent's own --config; if the directory was cleared, restart the agent",
+            says=f"the agent answers, but its socket {f.data_dir}/agent.sock does not exist",
+            fix="give doctor the agent's own --config; if the directory was cleared, restart the agent",
         )
     else:
         yield _well("agent", f"the agent answers at {f.agent_url}")
@@ -246,22 +246,22 @@ def _storage(f: NodeFacts) -> Iterator[NodeCheck]:
             name="data_dir",
             level=CheckLevel.BROKEN,
             says=f"{f.data_dir}: {f.data_dir_error}",
-            mend="make it, and give it to the agent's user, or name another (data_dir)",
+            fix="create it, owned by the agent's user, or set another one (data_dir)",
         )
     elif f.free_bytes is None:
         yield NodeCheck(
             name="data_dir",
             level=CheckLevel.UNKNOWN,
             says=f"{f.data_dir}: free space cannot be read",
-            mend="run doctor as the agent's user",
+            fix="run doctor as the agent's user",
         )
     elif f.free_bytes < FREE_BYTES_LOW or f.free_inodes == 0:
         level = CheckLevel.BROKEN if f.free_bytes < FREE_BYTES_MIN or f.free_inodes == 0 else CheckLevel.WARNING
         yield NodeCheck(
             name="data_dir",
             level=level,
-            says=f"{f.data_dir}: {f.free_bytes >> 20} MiB and {f.free_inodes} inodes free: events cannot be kept for long",
-            mend="free some room",
+            says=f"{f.data_dir}: {f.free_bytes >> 20} MiB and {f.free_inodes} inodes free: events will soon not be stored",
+            fix="free disk space",
         )
     else:
         yield _well("data_dir", f"{f.data_dir}: {f.free_bytes >> 30} GiB free")
@@ -272,27 +272,27 @@ _OFF = ("0", "false", "off", "no")
 _HINDRANCES: tuple[tuple[tuple[str, ...], str, str], ...] = (
     (
         ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"),
-        "PyTorch's Flight Recorder is off: which collective hangs cannot be seen",
+        "PyTorch's Flight Recorder is off: a hung collective cannot be identified",
         "set it to 2000",
     ),
     (("TORCH_NCCL_DUMP_ON_TIMEOUT",), "no Flight Recorder dump is written at a timeout", "set it to 1"),
-    (("TORCH_NCCL_ENABLE_MONITORING",), "torch's own watchdog is not watched", "set it to 1"),
-    (("TORCH_NCCL_ASYNC_ERROR_HANDLING",), "a collective that failed is waited for without an end", "unset it"),
-    (("NCCL_RAS_ENABLE",), "NCCL's RAS is off: communicators cannot be asked for their state", "set it to 1"),
+    (("TORCH_NCCL_ENABLE_MONITORING",), "torch's watchdog thread is not monitored", "set it to 1"),
+    (("TORCH_NCCL_ASYNC_ERROR_HANDLING",), "a failed collective blocks forever", "unset it"),
+    (("NCCL_RAS_ENABLE",), "NCCL RAS is off: the state of communicators is not available", "set it to 1"),
 )
 
 
 def _nccl(f: NodeFacts) -> Iterator[NodeCheck]:
     found = False
-    for names, says, mend in _HINDRANCES:
+    for names, says, fix in _HINDRANCES:
         for name in names:
             if f.environ.get(name, "").strip().lower() in _OFF:
                 found = True
                 yield NodeCheck(
-                    name="nccl", level=CheckLevel.WARNING, says=f"{name}={f.environ[name]}: {says}", mend=mend
+                    name="nccl", level=CheckLevel.WARNING, says=f"{name}={f.environ[name]}: {says}", fix=fix
                 )
     if not found:
-        yield _well("nccl", "no setting of torch or NCCL hinders diagnosis")
+        yield _well("nccl", "torch and NCCL settings allow diagnosis")
 
 
 def _clock(f: NodeFacts) -> Iterator[NodeCheck]:
@@ -300,25 +300,25 @@ def _clock(f: NodeFacts) -> Iterator[NodeCheck]:
         yield NodeCheck(
             name="clock",
             level=CheckLevel.UNKNOWN,
-            says="the kernel does not say how well the clock is kept",
-            mend="in a container allow adjtimex, or run doctor on the node itself",
+            says="the kernel does not report the clock's error",
+            fix="in a container allow adjtimex, or run doctor on the node itself",
         )
     elif f.clock_state == TIME_ERROR:
         yield NodeCheck(
             name="clock",
             level=CheckLevel.WARNING,
-            says="the kernel's clock is not synchronised",
-            mend="start chronyd or systemd-timesyncd",
+            says="the kernel's clock is not synchronized",
+            fix="start chronyd or systemd-timesyncd",
         )
     elif f.clock_error_seconds > CLOCK_ERROR_SECONDS_MAX:
         yield NodeCheck(
             name="clock",
             level=CheckLevel.WARNING,
             says=f"the clock may be wrong by {f.clock_error_seconds:.2f} s",
-            mend="give chronyd a nearer server; the order of events on different nodes is no better than this",
+            fix="give chronyd a closer server; events on different nodes are ordered no better than this",
         )
     else:
-        yield _well("clock", f"synchronised within {f.clock_error_seconds * 1000:.0f} ms")
+        yield _well("clock", f"synchronized within {f.clock_error_seconds * 1000:.0f} ms")
 
 
 def _offsets(f: NodeFacts) -> Iterator[NodeCheck]:
@@ -328,8 +328,8 @@ def _offsets(f: NodeFacts) -> Iterator[NodeCheck]:
             yield NodeCheck(
                 name="clocks",
                 level=CheckLevel.UNKNOWN,
-                says=f"{o.agent}: its clock is not known: {o.reason}",
-                mend="see that its agent runs and can be reached",
+                says=f"{o.agent}: clock unknown: {o.reason}",
+                fix="check that its agent runs and is reachable",
             )
             continue
         apart = max(apart, abs(o.seconds))
@@ -339,7 +339,7 @@ def _offsets(f: NodeFacts) -> Iterator[NodeCheck]:
                 name="clocks",
                 level=CheckLevel.WARNING,
                 says=f"{o.agent}: its clock is {abs(o.seconds):.2f} s {way} this node's",
-                mend="start chronyd or systemd-timesyncd on both, with the same servers",
+                fix="start chronyd or systemd-timesyncd on both, with the same servers",
             )
     if f.clock_offsets and apart <= CLOCK_ERROR_SECONDS_MAX and all(o.seconds is not None for o in f.clock_offsets):
         yield _well("clocks", f"{len(f.clock_offsets)} other clock(s), within {apart * 1000:.0f} ms of this node's")
@@ -347,13 +347,13 @@ def _offsets(f: NodeFacts) -> Iterator[NodeCheck]:
 
 def _pressure(f: NodeFacts) -> Iterator[NodeCheck]:
     if f.pressure:
-        yield _well("pressure", "/proc/pressure is there")
+        yield _well("pressure", "/proc/pressure exists")
     else:
         yield NodeCheck(
             name="pressure",
             level=CheckLevel.WARNING,
-            says="/proc/pressure is not there: waits for CPU, memory and disk are not seen",
-            mend="boot with psi=1 (kernel built with CONFIG_PSI)",
+            says="/proc/pressure does not exist: CPU, memory and disk pressure are not measured",
+            fix="boot with psi=1 (kernel built with CONFIG_PSI)",
         )
 
 
@@ -362,18 +362,18 @@ def _exits(f: NodeFacts) -> Iterator[NodeCheck]:
         yield NodeCheck(
             name="exits",
             level=CheckLevel.BROKEN,
-            says="pidfd_open does not work: the agent cannot hear exits",
-            mend="Linux 5.3 or newer; in a container a seccomp profile that allows pidfd_open",
+            says="pidfd_open does not work: the agent cannot detect exits",
+            fix="Linux 5.3 or newer; in a container a seccomp profile that allows pidfd_open",
         )
     elif _version(f.kernel) < EXIT_STATUS_KERNEL:
         yield NodeCheck(
             name="exits",
             level=CheckLevel.WARNING,
-            says=f"Linux {f.kernel}: how a process ended is not known where its parent was faster than the agent",
-            mend="Linux 6.15 or newer tells it; exits themselves are heard",
+            says=f"Linux {f.kernel}: exit status unknown if the parent reaps a process before the agent",
+            fix="use Linux 6.15 or newer; exits themselves are detected",
         )
     else:
-        yield _well("exits", "exits are heard, and how a process ended")
+        yield _well("exits", "exits and exit status are detected")
 
 
 def _files(f: NodeFacts) -> Iterator[NodeCheck]:
@@ -382,7 +382,7 @@ def _files(f: NodeFacts) -> Iterator[NodeCheck]:
             name="files",
             level=CheckLevel.BROKEN if f.files_soft < FILES_MIN else CheckLevel.WARNING,
             says=f"{f.files_soft} open files allowed ({f.files_hard} at most): Ray and many ranks need more",
-            mend="ulimit -n 65536, LimitNOFILE=65536 in the unit",
+            fix="ulimit -n 65536, LimitNOFILE=65536 in the unit",
         )
     else:
         yield _well("files", f"{f.files_soft} open files allowed")
@@ -398,8 +398,8 @@ def _version(text: str) -> tuple[int, ...]:
 
 
 def lines(checks: tuple[NodeCheck, ...]) -> Iterator[str]:
-    """For people: what is wrong last, with what to do."""
+    """As text: worst last, with the fix."""
     for check in sorted(checks, key=lambda c: SEVERITY.index(c.level)):
         yield f"{check.level:8} {check.name}: {check.says}"
-        if check.mend:
-            yield f"         -> {check.mend}"
+        if check.fix:
+            yield f"         -> {check.fix}"

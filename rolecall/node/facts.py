@@ -4,22 +4,22 @@ adjtimex(2), modes 0, reads the kernel's clock discipline without changing it: s
 """
 
 import ctypes
-import http.client
 import json
 import os
 import platform
 import resource
 import threading
 from collections.abc import Callable, Mapping
+from http import HTTPStatus
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
-from urllib.parse import urlsplit
 
 import yaml
 
 from rolecall.agent.evidence import find_py_spy
 from rolecall.core.errors import ConfigError
+from rolecall.core.http import HttpFailed, request
 from rolecall.node.agents import clock_offsets, down_probes, own_authorization
 from rolecall.node.doctor import ClockOffset, NodeFacts
 
@@ -150,31 +150,20 @@ def _hidepid(mounts: Path) -> str:
 
 def ask_agent(url: str) -> str:
     """`ok`, what is wrong with the answer, or empty where nobody listens."""
-    parts = urlsplit(url)
     try:
-        secure = parts.scheme == "https"
-        kind = http.client.HTTPSConnection if secure else http.client.HTTPConnection
-        connection = kind(parts.hostname or "", parts.port, timeout=ASK_SECONDS)
-    except ValueError as e:
-        return str(e)
-    try:
-        connection.request("GET", "/healthz")
-        answer = connection.getresponse()
-        body = answer.read(ANSWER_BYTES_MAX)
-    except ConnectionRefusedError:
-        return ""
-    except TimeoutError:
-        return f"no answer within {ASK_SECONDS:g} s"
-    except (OSError, http.client.HTTPException) as e:
+        status, body = request(
+            "GET", url.rstrip("/") + "/healthz", deadline_seconds=ASK_SECONDS, bytes_max=ANSWER_BYTES_MAX
+        )
+    except HttpFailed as e:
+        if e.refused:
+            return ""
         # Behind TLS of its own authority, or with client certificates: somebody listens, and that is enough.
-        return "ok" if parts.scheme == "https" and "CERTIFICATE" in str(e).upper() else f"{type(e).__name__}: {e}"
-    finally:
-        connection.close()
-    if answer.status == http.client.UNAUTHORIZED:
+        return "ok" if url.startswith("https:") and "CERTIFICATE" in str(e).upper() else str(e)
+    if status == HTTPStatus.UNAUTHORIZED:
         return "ok"  # an agent of another version
     try:
         said = json.loads(body)
-        if answer.status == http.client.OK and said["ok"] is True:
+        if status == HTTPStatus.OK and said["ok"] is True:
             return "ok"
         if said == {"ok": False}:  # all that it says where it wants a user
             return "it is not well: its newest look is too old"

@@ -1,4 +1,4 @@
-"""Processes that a session keeps beside its run: `rolecall` commands of its own, stopped with it."""
+"""Child processes of a session: `rolecall` commands that stop with it."""
 
 import os
 import subprocess
@@ -10,7 +10,7 @@ from rolecall.core.rundir import RUN_ENV, RunDir
 
 
 def rolecall_command(*args: str) -> list[str]:
-    """`rolecall` with `args`, of this very installation."""
+    """`rolecall` with `args`, from this installation."""
     return [sys.executable, "-m", "rolecall", *args]
 
 

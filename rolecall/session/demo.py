@@ -1,8 +1,8 @@
-"""The demo's own decisions: which job it runs, and when it hurts which replica. Pure; `session.py` does the doing.
+"""The demo's job and its schedule of faults. Pure; `session.py` performs it.
 
-A fault strikes at a seeded random moment, and the next one only after the replica before serves again: the demo shows
-cures one by one. Faults in quick succession are tried in `tests/e2e`, and on simulated fleets in `tests/recovery` and
-`tests/rl_runtime`.
+A fault is injected at a seeded random moment, and the next one only after the replica serves again, so that the demo shows
+one recovery at a time. Faults in quick succession are tested in `tests/e2e`, and on simulated fleets in `tests/recovery`
+and `tests/rl_runtime`.
 """
 
 import random
@@ -18,16 +18,16 @@ from rolecall.core.journal.database import redacted
 
 DEMO_FAULTS = ("rollout-kill", "trainer-hang", "rollout-slow")
 DEMO_HORIZON_SECONDS = 3600.0
-"""The demo pretends that its job goes on for an hour: without a horizon, tolerating a slow replica is often right."""
+"""The demo's job counts as running for an hour: without a horizon, tolerating a slow replica is often right."""
 GAP_SECONDS = (3.0, 10.0)
-"""A fault strikes this long after the fleet is whole, uniformly at random."""
-CURE_DEADLINE_SECONDS = 150.0
-"""A fault that is not resolved within this counts as not resolved; the demo goes on to the next."""
+"""A fault is injected this long after the fleet is healthy, uniformly at random."""
+RECOVERY_DEADLINE_SECONDS = 150.0
+"""A fault not resolved within this time counts as unresolved, and the demo continues with the next."""
 WARM_STEPS = 8
 """Optimizer steps before the first fault: deadlines and peers' rates are learned from healthy work."""
 DEMO_OF: Mapping[str, Mapping[str, Any]] = MappingProxyType({"dapo": {"at_refill_limit": "take"}})
-"""Settings of an algorithm that are the demo's own. Its steps go on while a fault is open, and the task may be solved by
-then: DAPO would rightly say that there is nothing more to learn, and end the run."""
+"""The demo's settings of an algorithm. Steps continue while a fault is open and the task may be solved by then: DAPO would
+find nothing more to learn and end the run."""
 
 
 def demo_job(
@@ -39,12 +39,10 @@ def demo_job(
     algorithm: str = "",
     task: str = "",
 ) -> JobConfig:
-    """The job of `rolecall demo`: acts on its own, and is otherwise the default job of `algorithm` and `task`, changed
-    by `settings`.
+    """The job of `rolecall demo`: the default job of `algorithm` and `task` in mode act, changed by `settings`.
 
     Raises:
-        ConfigError: a setting is not `path=value`, says another name than `algorithm` or `task`, or the job does not
-            hold with it.
+        ConfigError: a setting is not `path=value`, contradicts `algorithm` or `task`, or makes the job invalid.
     """
     value: dict[str, Any] = {
         "name": "demo",
@@ -60,9 +58,9 @@ def demo_job(
         except (TypeError, ValueError) as e:
             problems.append(f"--set {setting}: {e}")
     for section, name in (("algorithm", algorithm), ("task", task)):
-        said = value.setdefault(section, {})
-        if name and isinstance(said, dict) and said.setdefault("name", name) != name:
-            problems.append(f"--{section} {name}: --set says {section}.name={said['name']}")
+        given = value.setdefault(section, {})
+        if name and isinstance(given, dict) and given.setdefault("name", name) != name:
+            problems.append(f"--{section} {name}: --set gives {section}.name={given['name']}")
     if problems:
         raise ConfigError([redacted(p) for p in problems])
     own = value["algorithm"]
@@ -85,10 +83,10 @@ def _apply(job: dict[str, Any], setting: str) -> None:
 
 
 def parse_faults(text: str, known: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
-    """`rollout-kill,trainer-hang:gil` or `none`. `known`: kind -> the ways it can be done.
+    """`rollout-kill,trainer-hang:gil` or `none`. `known`: kind -> its variants.
 
     Raises:
-        ConfigError: naming each fault that is not known.
+        ConfigError: names each unknown fault.
     """
     names = tuple(part.strip() for part in text.split(",") if part.strip())
     if names in ((), ("none",)):
@@ -107,7 +105,7 @@ def parse_faults(text: str, known: Mapping[str, Sequence[str]]) -> tuple[str, ..
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduledFault:
-    """One fault to come: `kind` (with `how`, if it was given as `kind:how`), so long after the fleet is whole."""
+    """A fault to inject `gap_seconds` after the fleet is healthy; `how` if it was given as `kind:how`."""
 
     kind: str
     how: str | None
@@ -127,14 +125,14 @@ def scheduled_faults(seed: int, faults: Sequence[str]) -> Iterator[ScheduledFaul
 
 class Stage(StrEnum):
     WARMING = "warming"  # not all replicas serve yet, or too few steps
-    WAITING = "waiting"  # the fleet is whole; the strike comes after its gap
-    STRUCK = "struck"  # the injector runs; waiting for the cure
+    WAITING = "waiting"  # the fleet is healthy; the fault is injected after its gap
+    STRUCK = "struck"  # the injector runs; waiting for the recovery
     DONE = "done"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class View:
-    """What the schedule looks at, once a tick."""
+    """Input of the schedule at one tick."""
 
     now: float  # monotonic seconds
     step: int
@@ -147,11 +145,11 @@ class View:
 
 
 RESTARTED_KINDS = frozenset({"agent-kill", "watch-kill"})
-"""Faults of rolecall's own helpers: resolved when their keeper has restarted them; no incident is due."""
+"""Faults of rolecall's own processes: resolved when their supervisor has restarted them, without an incident."""
 
 
 class FaultSchedule:
-    """Walks WARMING -> (WAITING -> STRUCK)* -> DONE. `tick` returns the strike to make now, if any."""
+    """WARMING -> (WAITING -> STRUCK)* -> DONE. `tick` returns the fault to inject now, if any."""
 
     def __init__(self, seed: int, faults: Sequence[str]) -> None:
         self._pending = list(scheduled_faults(seed, faults))
@@ -165,11 +163,11 @@ class FaultSchedule:
         if self.stage is Stage.WARMING and view.whole and view.standbys_ready and view.step >= WARM_STEPS:
             self._arm(view.now)
         elif self.stage is Stage.WAITING and not view.whole:
-            # Something else happened meanwhile: begin the gap again once the fleet is whole.
+            # Another fault occurred: restart the gap once the fleet is healthy.
             self._strike_at = view.now + self._pending[0].gap_seconds
         elif self.stage is Stage.WAITING and view.now >= self._strike_at:
             self.stage = Stage.STRUCK
-            self._deadline = view.now + CURE_DEADLINE_SECONDS
+            self._deadline = view.now + RECOVERY_DEADLINE_SECONDS
             self._injected_before = view.injected
             strike = self._pending.pop(0)
             self._kind = strike.kind

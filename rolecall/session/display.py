@@ -1,7 +1,7 @@
-"""How a run looks in a terminal: live, as lines where there is no terminal, and as the summary at its end. Pure.
+"""Renders a run for the terminal: live, as lines without a terminal, and as the final summary. Pure.
 
-Everything foreign goes through `plain` into `Text`, never into markup: a replica named `[red]` is shown as `[red]`,
-and no escape sequence reaches the terminal. It fits into 80 x 24.
+External text goes through `plain` into `Text`, never into markup: a replica named `[red]` is shown as `[red]`, and no
+escape sequence reaches the terminal. The live view fits into 80 x 24.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,12 +21,12 @@ from rolecall.views.snapshot import IncidentRow, ReplicaRow, RunSnapshot
 CHART_ROWS = 4
 CHART_LABEL = 6  # columns left of the reward curve
 REPLICAS_SHOWN = 6
-"""Of one role in one line; of more, only those are shown that do not serve."""
+"""Per role and line; of more, only those that do not serve are shown."""
 OPEN_SHOWN = 3
 SENTENCE_LINES = 3
-"""Of an open incident's sentence; what does not fit is cut."""
+"""Of an open incident's text; the rest is cut."""
 RAGGED = 4
-"""Columns of a line that a long word may leave empty, and the indent."""
+"""Columns that a long word may leave empty, plus the indent."""
 _STYLE = {"serving": "green", "ready": "cyan", "starting": "yellow", "wanted": "yellow", "lost": "bold red"}
 _SIGN = {"serving": "●", "ready": "○", "starting": "◔", "wanted": "◌", "lost": "✕", "stopped": "·"}
 
@@ -41,7 +41,7 @@ def render(snapshot: RunSnapshot, title: str = "", width: int = 80) -> Renderabl
 
 
 def _line(*pieces: tuple[str, str]) -> Text:
-    """One line; what does not fit is cut with an ellipsis."""
+    """One line, cut with an ellipsis."""
     return Text.assemble(*((plain(text), style) for text, style in pieces), no_wrap=True, overflow="ellipsis")
 
 
@@ -100,10 +100,10 @@ def _reward(rewards: Sequence[float], width: int) -> list[Text]:
 
 
 def _health(signs: Mapping[str, float]) -> list[Text]:
-    """Of the newest step, in a line; none where it told nothing."""
-    told = [(f"{name} ", form.format(signs[sign])) for sign, name, form in _SIGNS if sign in signs]
-    pieces = [((name if n == 0 else "   " + name, "dim"), (value, "")) for n, (name, value) in enumerate(told)]
-    return [_line(*(piece for pair in pieces for piece in pair))] if told else []
+    """Policy health of the newest step, in one line; none if it reported nothing."""
+    labels = [(f"{name} ", form.format(signs[sign])) for sign, name, form in _SIGNS if sign in signs]
+    pieces = [((name if n == 0 else "   " + name, "dim"), (value, "")) for n, (name, value) in enumerate(labels)]
+    return [_line(*(piece for pair in pieces for piece in pair))] if labels else []
 
 
 _SIGNS = (
@@ -113,14 +113,14 @@ _SIGNS = (
     ("filtered_fraction", "filtered", "{:.0%}"),
     ("kl_sampler", "KL", "{:.2g}"),
 )
-"""Sign of core/policy_health.py, what it is called in 80 columns, and how it is written."""
+"""Field of core/policy_health.py, its short label, and its format."""
 
 _DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
-"""Bits of a braille cell's dots: left and right column, from above."""
+"""Bits of a braille cell's dots: left and right column, top to bottom."""
 
 
 def braille(values: Sequence[float], columns: int, rows: int, low: float, high: float) -> list[str]:
-    """A curve in braille dots, two a column and four a row; more values than dots are averaged."""
+    """A curve in braille dots, two per column and four per row; more values than dots are averaged."""
     cells = [[0] * columns for _ in range(rows)]
     dots = columns * 2
     num = min(len(values), dots)
@@ -130,7 +130,7 @@ def braille(values: Sequence[float], columns: int, rows: int, low: float, high: 
         share = (sum(chunk) / len(chunk) - low) / (high - low)
         tall = rows * 4 - 1
         y = tall - round(min(1.0, max(0.0, share)) * tall)
-        # Between two neighbours the curve is drawn through, so that a jump stays one line.
+        # Fill between neighbours, so that a jump stays one line.
         start = y if before is None else before + (1 if y > before else -1 if y < before else 0)
         for dot in range(min(start, y), max(start, y) + 1):
             cells[dot // 4][n // 2] |= _DOTS[n % 2][dot % 4]
@@ -150,7 +150,7 @@ def _incidents(s: RunSnapshot, width: int) -> list[RenderableType]:
             if incident.detail != incident.because:  # a plan often gives the diagnosis as its reason
                 parts.append(_line(("  " + incident.detail, "dim")))
     if not s.open_incidents:
-        parts.append(_line(("no incident open", "dim")))
+        parts.append(_line(("no open incidents", "dim")))
     closed = s.closed_incidents[-1:] if s.open_incidents else s.closed_incidents
     for incident in reversed(closed):
         took = seconds((incident.closed_at or s.now) - incident.opened_at)
@@ -161,14 +161,14 @@ def _incidents(s: RunSnapshot, width: int) -> list[RenderableType]:
 
 
 def _who(incident: IncidentRow) -> str:
-    return ", ".join(incident.suspects) or "nobody named"
+    return ", ".join(incident.suspects) or "no suspect"
 
 
 # --- without a terminal -------------------------------------------------------------------------------------------
 
 
 def plain_lines(before: RunSnapshot | None, now: RunSnapshot) -> list[str]:
-    """What to print since the snapshot before: changes first, then one line of progress. No colour, no control character."""
+    """Lines since the previous snapshot: changes, then one line of progress. No colour, no control character."""
     at = f"{now.elapsed_seconds:7.1f} s  "
     lines = []
     states = {r.replica: (r.incarnation, r.state) for r in before.replicas} if before else {}
@@ -199,7 +199,7 @@ def summary(report: Mapping[str, Any]) -> RenderableType:
     how = (
         f"failure-free run {plain(pace['baseline_run'])}"
         if pace["baseline"] is not None
-        else "faultless pace, estimate"
+        else "estimated failure-free pace"
     )
     parts: list[RenderableType] = [Text(), _line((headline(report), style)), _line((report["learns"], "dim")), Text()]
     if report["incidents"] or report["missed"]:
@@ -215,7 +215,7 @@ def summary(report: Mapping[str, Any]) -> RenderableType:
         parts.append(_line(sign, (f"{row['what']}: {row['because']}", "")))
     parts += [_line(("  " + problem, "red")) for problem in report["audit"]["problems"][:10]]
     if report.get("html"):
-        # Not cut: a person copies it.
+        # Not cut: it is copied from the terminal.
         parts += [Text(), Text.assemble(("report  ", "dim"), plain(report["html"]), overflow="fold")]
     return Group(*parts)
 

@@ -1,4 +1,4 @@
-"""The effects of the display: reads the journal, and draws on the terminal or prints lines. Decides nothing."""
+"""I/O of the display: reads the journal, and draws on the terminal or prints lines."""
 
 import logging
 from types import TracebackType
@@ -16,15 +16,15 @@ logger = logging.getLogger(__name__)
 
 
 class Screen:
-    """Shows one run, as a picture that is drawn over (`live`) or as lines. Use it as a context manager."""
+    """Shows one run, redrawn in place (`live`) or as lines. A context manager."""
 
     def __init__(self, *, live: bool, title: str, num_steps: int | None = None, console: Console | None = None) -> None:
         self._console = console or Console(highlight=False, markup=False)
         self._title = title
-        self._memory = RunSnapshotProjection(num_steps=num_steps)
+        self._projection = RunSnapshotProjection(num_steps=num_steps)
         self._before: RunSnapshot | None = None
         self._note = ""
-        self._said: list[str] = []
+        self._printed: list[str] = []
         self._size = self._console.size
         self._live = Live(console=self._console, auto_refresh=False, vertical_overflow="ellipsis") if live else None
 
@@ -42,7 +42,7 @@ class Screen:
             self._live.stop()
 
     def note(self, text: str) -> None:
-        """What is going on while there is nothing to draw yet."""
+        """Status text while there is nothing to draw yet."""
         self._note = text
         if self._live is None:
             self._print(text)
@@ -50,16 +50,16 @@ class Screen:
             self._draw(RunSnapshot(now=0.0, note=text))
 
     def say(self, text: str) -> None:
-        """Prints a line that stays above what is drawn."""
-        self._said.append(text)
+        """Prints a line that stays above the display."""
+        self._printed.append(text)
         self._print(text)
 
     def draw(self, journal: Journal, now: float) -> None:
-        """Reads what is new and shows it. `now`: monotonic seconds, for whoever calls; what is shown has wall times."""
+        """Reads and shows new events. `now`: monotonic seconds, for the log; the display uses wall time."""
         try:
-            memory = self._memory
-            memory.read(journal.events(after=memory.seq))
-            snapshot = memory.snapshot(
+            projection = self._projection
+            projection.read(journal.events(after=projection.seq))
+            snapshot = projection.snapshot(
                 journal.clock.wall(), journal.desired(), journal.current(), journal.flag("paused"), self._note
             )
             if self._live is not None:
@@ -69,16 +69,16 @@ class Screen:
                     self._print(line)
             self._before = snapshot
         except Exception:
-            # Whatever is wrong with a picture of the run, the run itself must go on: it is shown again the next time.
+            # Deliberate: a failing display must not stop the run; it is drawn again next time.
             logger.exception("cannot draw at %.1f", now)
 
     def _draw(self, snapshot: RunSnapshot) -> None:
         assert self._live is not None
         if self._console.size != self._size:
-            # The terminal has moved or wrapped the lines of the last picture: nobody knows where they are now.
+            # The terminal moved or wrapped the lines drawn last, so their position is unknown.
             self._size = self._console.size
             self._console.clear()
-            for text in self._said:
+            for text in self._printed:
                 self._print(text)
         self._live.update(render(snapshot, self._title, self._console.width), refresh=True)
 

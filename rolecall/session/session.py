@@ -1,7 +1,7 @@
 """One run from start to report: supervisor, watch, and (for a demo) the injector and the live display.
 
-The supervisor ticks in this process; `rolecall watch` and every `rolecall inject` are processes of their own. However
-the run ends - done, a fault that nothing cures, Ctrl-C, an error - everything started is stopped before this returns.
+The supervisor ticks in this process; `rolecall watch` and every `rolecall inject` are child processes. However the run
+ends (done, unresolved fault, Ctrl-C, error), everything started is stopped before this returns.
 """
 
 import json
@@ -38,24 +38,24 @@ logger = logging.getLogger(__name__)
 
 TICK_SECONDS = 0.1
 VIEW_SECONDS = 0.3
-"""How often the fault schedule looks at the fleet."""
+"""Interval of the fault schedule."""
 DRAW_SECONDS = 0.5
 LINE_SECONDS = 3.0
-"""Without a terminal, one line of progress this often."""
+"""Interval of progress lines without a terminal."""
 WATCH_STUCK_SECONDS = 30.0
-"""A watch whose lease is seen to be over for so long is stopped or stuck: it is ended, so that another one watches."""
-LEASE_LOOK_SECONDS = 2.0
-LATE_LOOKS_MAX = int(WATCH_STUCK_SECONDS / LEASE_LOOK_SECONDS)
-"""In looks and not by the clock: after a database that was away, or a machine that slept, it is not the watch that is late."""
+"""A watch whose lease has been over for this long is stopped or stuck: it is killed and restarted."""
+LEASE_CHECK_SECONDS = 2.0
+LATE_CHECKS_MAX = int(WATCH_STUCK_SECONDS / LEASE_CHECK_SECONDS)
+"""Counted in checks, not by the clock: after an unavailable database or a suspended machine the watch is not at fault."""
 WATCH_RESTARTS_MAX = 20
-"""`watch` is restarted like a system service would; one that dies more often than this is broken."""
+"""Restarts of `watch`, as by a service manager; more indicate a defect."""
 JOURNAL_FAILURES_MAX = 2
-"""Turns in a row that may fail because the journal's server is away; each waits for it (`core.store.BUSY_SECONDS`)."""
+"""Consecutive ticks that may fail because the journal's server is unavailable (each waits `store.BUSY_SECONDS`)."""
 HOLD_FLAG, DONE_FLAG = "hold", "done"
 
 
 class Interrupted(BaseException):
-    """Ctrl-C or SIGTERM. Not an Exception, so that no tolerant `except` swallows it."""
+    """Ctrl-C or SIGTERM. Not an Exception, so that no broad `except` swallows it."""
 
 
 @dataclass
@@ -70,9 +70,9 @@ class Session:
     dashboard: bool = False
     clock: Clock = field(default_factory=SystemClock)
     injectors: list[Child] = field(default_factory=list)
-    struck: int = 0  # faults that the schedule asked for
-    _lease_looked_at: float = float("-inf")
-    _late_looks: int = 0  # in a row
+    injected: int = 0  # faults that the schedule asked for
+    _lease_checked_at: float = float("-inf")
+    _late_checks: int = 0  # in a row
 
     def execute(self) -> dict[str, Any]:
         """Runs the job and returns its report.
@@ -81,7 +81,7 @@ class Session:
             ConfigError, TooFewNodes: before anything is started.
             Interrupted: Ctrl-C; everything has been stopped.
         """
-        check_ray()  # these two raise before there is even a directory
+        check_ray()  # these two raise before a directory exists
         place(self.job)
         run, journal = self._create()
         screen = live.Screen(
@@ -96,7 +96,7 @@ class Session:
         with _interrupts():
             try:
                 with screen:
-                    journal.set_flag(HOLD_FLAG, "faults or minutes are still to come")
+                    journal.set_flag(HOLD_FLAG, "faults or minutes remain")
                     if beside is not None:
                         beside.start()
                     supervisor.start(screen.note)
@@ -109,10 +109,10 @@ class Session:
                 because = f"{type(e).__name__}: {e}"
                 raise
             finally:
-                with _uninterrupted(), ExitStack() as last:  # each of these happens, whatever the one before raised
+                with _uninterrupted(), ExitStack() as last:  # each callback runs, whatever the previous one raised
                     last.callback(journal.close)
                     last.callback(withdraw, run)
-                    ended = RunEnded(outcome=outcome, because=because, faults_wanted=self.struck)
+                    ended = RunEnded(outcome=outcome, because=because, faults_wanted=self.injected)
                     last.callback(lambda: journal.append(ended, key="run-ended"))
                     last.callback(supervisor.stop, because)
                     for child in [watch, *self.injectors]:
@@ -122,7 +122,7 @@ class Session:
         return write_report(run, None)
 
     def _create(self) -> tuple[RunDir, Journal]:
-        """The run's directory and its journal: both, or neither."""
+        """Creates the run's directory and journal: both, or neither."""
         run = create_run_dir(self.root, self.run_id, self.job.journal)
         try:
             journal = Journal(run.database_url)
@@ -143,8 +143,8 @@ class Session:
         screen: live.Screen,
         beside: DashboardBeside | None = None,
     ) -> tuple[str, str]:
-        """Until the controller says done: (outcome, because)."""
-        began = self.clock.monotonic()
+        """Runs until the controller reports done: (outcome, because)."""
+        started_at = self.clock.monotonic()
         drawn_at = viewed_at = 0.0
         holds = True
         failures = 0
@@ -155,16 +155,16 @@ class Session:
                 self._keep_watch(watch, journal)
                 if self.schedule.stage is not Stage.DONE and now - viewed_at >= VIEW_SECONDS:
                     viewed_at = now
-                    strike = self.schedule.tick(self._view(run, journal, now))
-                    if strike is not None:
-                        self._strike(run, strike)
-                if holds and self.schedule.stage is Stage.DONE and now - began >= self.hold_seconds:
+                    fault = self.schedule.tick(self._view(run, journal, now))
+                    if fault is not None:
+                        self._inject(run, fault)
+                if holds and self.schedule.stage is Stage.DONE and now - started_at >= self.hold_seconds:
                     journal.set_flag(HOLD_FLAG, None)
                     holds = False
                 done = journal.flag(DONE_FLAG)
                 failures = 0
             except JournalUnavailable as e:
-                # Its server went away within a transaction. The next turn waits for it and goes on from what is true.
+                # Its server became unavailable within a transaction. The next tick waits for it and rereads the state.
                 failures += 1
                 if failures > JOURNAL_FAILURES_MAX:
                     raise
@@ -178,45 +178,45 @@ class Session:
             if done is not None:
                 value = json.loads(done)
                 return str(value["outcome"]), str(value["because"])
-            if now - began > self.minutes_max * 60:
+            if now - started_at > self.minutes_max * 60:
                 return "failed", f"not done within {self.minutes_max:.0f} minutes"
             self.clock.sleep(max(0.0, TICK_SECONDS - (self.clock.monotonic() - now)))
 
     def _keep_watch(self, watch: Child, journal: Journal) -> None:
         code = watch.died()
         if code is None:
-            self._end_stuck(watch, journal)
+            self._kill_stuck(watch, journal)
             return
         if watch.starts > WATCH_RESTARTS_MAX:
-            because = f"watch has ended {watch.starts} times, last with {code}: nobody watches this run any more"
+            because = f"watch exited {watch.starts} times, last with code {code}, and is not restarted: this run has no recovery leader"
             journal.append(OncallPaged(topic="watch", because=because, channel="log"), key="watch-gave-up")
             return
-        journal.append(ComponentRestarted(what="watch", node="", because=f"it ended with {code}"))
+        journal.append(ComponentRestarted(what="watch", node="", because=f"exited with code {code}"))
         watch.start()
 
-    def _end_stuck(self, watch: Child, journal: Journal) -> None:
-        """It is started again when it is found to have ended."""
+    def _kill_stuck(self, watch: Child, journal: Journal) -> None:
+        """Kills a watch that does not renew its lease; `_keep_watch` restarts it."""
         now = self.clock.monotonic()
-        if watch.process is None or now < self._lease_looked_at + LEASE_LOOK_SECONDS:
+        if watch.process is None or now < self._lease_checked_at + LEASE_CHECK_SECONDS:
             return
-        self._lease_looked_at = now
+        self._lease_checked_at = now
         lease = journal.lease(LEASE_NAME)
         own = lease is not None and holder_pid(lease.holder) == watch.process.pid
         late_seconds = self.clock.wall() - lease.expires_at if lease is not None and own else 0.0
-        self._late_looks = self._late_looks + 1 if late_seconds > 0 else 0
-        if self._late_looks > LATE_LOOKS_MAX:
-            logger.warning("watch has not renewed its lease for %.0f s: it is ended", late_seconds)
+        self._late_checks = self._late_checks + 1 if late_seconds > 0 else 0
+        if self._late_checks > LATE_CHECKS_MAX:
+            logger.warning("watch has not renewed its lease for %.0f s: killing it", late_seconds)
             watch.process.kill()
-            self._late_looks = 0
+            self._late_checks = 0
 
-    def _strike(self, run: RunDir, strike: ScheduledFault) -> None:
-        argv = rolecall_command("inject", str(run.path), "--kind", strike.kind, "--seed", str(strike.seed))
-        if strike.how:
-            argv += ["--how", strike.how]
+    def _inject(self, run: RunDir, fault: ScheduledFault) -> None:
+        argv = rolecall_command("inject", str(run.path), "--kind", fault.kind, "--seed", str(fault.seed))
+        if fault.how:
+            argv += ["--how", fault.how]
         child = Child(argv, run.logs / "inject.log", run)
         child.start()
         self.injectors.append(child)
-        self.struck += 1
+        self.injected += 1
 
     def _view(self, run: RunDir, journal: Journal, now: float) -> View:
         current, desired = journal.current(), journal.desired()
@@ -245,7 +245,7 @@ class Session:
 
 
 def read_injections(run: RunDir) -> list[dict[str, Any]]:
-    """Lines of the injector's log, oldest first; a last line that is still being written is left out."""
+    """Lines of the injector's log, oldest first, without an incomplete last line."""
     try:
         text = run.injections_path.read_text()
     except FileNotFoundError:
@@ -259,7 +259,7 @@ def _interrupts() -> Iterator[None]:
 
     def handle(_signal: int, _frame: FrameType | None) -> None:
         for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, signal.SIG_IGN)  # a second Ctrl-C must not stop the stopping
+            signal.signal(number, signal.SIG_IGN)  # a second Ctrl-C must not interrupt the shutdown
         raise Interrupted
 
     before = {s: signal.signal(s, handle) for s in (signal.SIGINT, signal.SIGTERM)}
@@ -272,7 +272,7 @@ def _interrupts() -> Iterator[None]:
 
 @contextmanager
 def _uninterrupted() -> Iterator[None]:
-    """Within: SIGINT and SIGTERM are ignored, so that stopping is not stopped half-way."""
+    """Within: SIGINT and SIGTERM are ignored, so that the shutdown completes."""
     before = {s: signal.signal(s, signal.SIG_IGN) for s in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield

@@ -35,10 +35,10 @@ from rolecall.core.journal.payloads import (
     WeightsAdmitted,
 )
 from rolecall.core.journal.rows import DamagedLine
-from rolecall.recovery.incidents.incident import PERSON
+from rolecall.recovery.incidents.incident import OPERATOR
 from rolecall.views.ettr import Step, step_of
+from rolecall.views.ettr_accumulator import EttrAccumulator
 from rolecall.views.incidents import IncidentSummary
-from rolecall.views.lost_time import EttrAccumulator
 
 PAGE_EVENTS = 5_000
 PAGES_A_LOOK = 20
@@ -147,7 +147,7 @@ class RunAccount:
         role = self._role(d)
         self.opened[role, str(d.fault_class)] += 1
         self.found.update(d.detectors)
-        if PERSON not in d.detectors:  # a request has no onset
+        if OPERATOR not in d.detectors:  # a request has no onset
             self.finding_seconds.setdefault(role, DurationTotal()).add(max(0.0, d.detected_at - d.onset))
 
     def _closed(self, story: IncidentSummary) -> None:

@@ -7,7 +7,7 @@ import pytest
 from rolecall.core.journal.events import Event, EventKind
 from rolecall.core.journal.journal import Journal
 from rolecall.core.rundir import RunDir
-from rolecall.session.dashboard import PERSON, TOKEN_FILE
+from rolecall.session.dashboard import TOKEN_FILE, USER
 from tests.dashboards.browser import ADDRESS, Visit, browser, visit
 from tests.e2e.runs import DemoRun, alive, demo_run
 from tests.support import eventually
@@ -39,7 +39,7 @@ def _sign_in(shot: Visit, token: str) -> None:
     field = shot.page.locator("input[type=password]")
     field.fill(token)
     field.press("Enter")
-    shot.page.get_by_text(PERSON, exact=False).first.wait_for()
+    shot.page.get_by_text(USER, exact=False).first.wait_for()
 
 
 def test_a_click_approves_a_plan_and_the_run_is_resolved(tmp_path: Path) -> None:
@@ -63,7 +63,7 @@ def test_a_click_approves_a_plan_and_the_run_is_resolved(tmp_path: Path) -> None
             _sign_in(shot, token)
             shot.page.get_by_role("button", name="Approve").first.click()
             approved = _until_there_is(run, EventKind.PLAN_APPROVED)
-            assert approved.payload.by == PERSON and approved.incident_id == proposed.incident_id
+            assert approved.payload.by == USER and approved.incident_id == proposed.incident_id
             assert approved.payload.digest == proposed.payload.to_body()["plan"]["digest"]
             verified = _until_there_is(run, EventKind.INCIDENT_VERIFIED)
             assert verified.incident_id == proposed.incident_id

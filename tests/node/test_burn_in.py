@@ -38,8 +38,8 @@ def hangs(work: BurnInBudget, clock: Clock) -> CheckResult:
         (fine, True, "worked for 0.5 s"),
         (absent, None, "there is none"),
         (broken, False, "OSError: the bus is gone"),
-        (dies, False, "its process ended with 7"),
-        (hangs, False, "no answer within 3 s"),
+        (dies, False, "its process exited with code 7"),
+        (hangs, False, "no result within 3 s"),
     ],
 )
 def test_each_check_has_its_answer(tmp_path: Path, check: Check, passed: bool | None, because: str) -> None:
@@ -103,7 +103,7 @@ def test_a_core_that_is_wrong_is_named() -> None:
         found = parts.cpu_math(BurnInBudget(seconds=0.1, folder=Path()), SystemClock(), (lambda: next(answers), "sums"))
     finally:
         os.sched_setaffinity(0, before)
-    assert found.passed is False and "other bits than core" in found.because
+    assert found.passed is False and "result differs from core" in found.because
 
 
 def test_arithmetic_without_numpy_has_one_answer() -> None:

@@ -56,14 +56,14 @@ UNFIT: dict[str, tuple[dict[str, Any], str, CheckLevel, str, str]] = {
     "no kernel log": ({"kmsg": "Operation not permitted"}, "kernel_log", W, "not permitted", "CAP_SYSLOG"),
     "no py-spy": ({"py_spy": False}, "stacks", W, "not installed", "pip install"),
     "no ptrace": ({"is_root": False}, "stacks", W, "ptrace_scope is 1", "CAP_SYS_PTRACE"),
-    "no ptrace for anybody": ({"ptrace_scope": 3}, "stacks", W, "nobody can", "reboot"),
-    "no agent": ({"agent": ""}, "agent", W, "no agent listens at http://127.0.0.1:9477", "--config"),
+    "no ptrace for anybody": ({"ptrace_scope": 3}, "stacks", W, "no process can", "reboot"),
+    "no agent": ({"agent": ""}, "agent", W, "no agent listens at http://127.0.0.1:9477", "rolecall agent"),
     "a sick agent": ({"agent": "it is not well"}, "agent", B, "it is not well", "restart"),
     "no socket": ({"socket": False}, "agent", W, "agent.sock", "restart"),
-    "no directory": ({"data_dir_error": "no such directory"}, "data_dir", B, "no such directory", "make it"),
-    "little room": ({"free_bytes": 1 << 30}, "data_dir", W, "1024 MiB", "free some room"),
-    "no room": ({"free_bytes": 1 << 20}, "data_dir", B, "1 MiB", "free some room"),
-    "no inodes": ({"free_inodes": 0}, "data_dir", B, "0 inodes", "free some room"),
+    "no directory": ({"data_dir_error": "no such directory"}, "data_dir", B, "no such directory", "create it"),
+    "little room": ({"free_bytes": 1 << 30}, "data_dir", W, "1024 MiB", "free disk space"),
+    "no room": ({"free_bytes": 1 << 20}, "data_dir", B, "1 MiB", "free disk space"),
+    "no inodes": ({"free_inodes": 0}, "data_dir", B, "0 inodes", "free disk space"),
     "space unknown": ({"free_bytes": None}, "data_dir", U, "cannot be read", "agent's user"),
     "no Flight Recorder": (
         {"environ": {"TORCH_NCCL_TRACE_BUFFER_SIZE": "0"}},
@@ -73,9 +73,9 @@ UNFIT: dict[str, tuple[dict[str, Any], str, CheckLevel, str, str]] = {
         "2000",
     ),
     "no RAS": ({"environ": {"NCCL_RAS_ENABLE": "0"}}, "nccl", W, "RAS is off", "set it to 1"),
-    "a clock that nobody keeps": ({"clock_state": 5}, "clock", W, "not synchronised", "chronyd"),
-    "a clock that may be wrong": ({"clock_error_seconds": 2.0}, "clock", W, "2.00 s", "nearer"),
-    "a clock unknown": ({"clock_state": None}, "clock", U, "does not say", "adjtimex"),
+    "an unsynchronized clock": ({"clock_state": 5}, "clock", W, "not synchronized", "chronyd"),
+    "a clock that may be wrong": ({"clock_error_seconds": 2.0}, "clock", W, "2.00 s", "closer"),
+    "a clock unknown": ({"clock_state": None}, "clock", U, "does not report", "adjtimex"),
     "another clock behind": (
         {"clock_offsets": (ClockOffset(agent="http://b:1", seconds=-1.5, error_seconds=0.1),)},
         "clocks",
@@ -87,8 +87,8 @@ UNFIT: dict[str, tuple[dict[str, Any], str, CheckLevel, str, str]] = {
         {"clock_offsets": (ClockOffset(agent="http://b:1", reason="timed out"),)},
         "clocks",
         U,
-        "http://b:1: its clock is not known: timed out",
-        "can be reached",
+        "http://b:1: clock unknown: timed out",
+        "is reachable",
     ),
     "something that the agent cannot read": (
         {"probes_down": {"kernel_log": "no permission"}},
@@ -101,7 +101,7 @@ UNFIT: dict[str, tuple[dict[str, Any], str, CheckLevel, str, str]] = {
         {"rank_uid": 1000, "socket_uid": 0},
         "socket",
         W,
-        "runs as user 1000, and /var/lib/rolecall/agent.sock is for user 0 alone",
+        "runs as user 1000, but /var/lib/rolecall/agent.sock is only for user 0",
         "User=",
     ),
     "hidden processes": (
@@ -111,7 +111,7 @@ UNFIT: dict[str, tuple[dict[str, Any], str, CheckLevel, str, str]] = {
         "hidepid=2",
         "gid=",
     ),
-    "no pressure": ({"pressure": False}, "pressure", W, "not there", "psi=1"),
+    "no pressure": ({"pressure": False}, "pressure", W, "does not exist", "psi=1"),
     "no pidfd": ({"pidfd": False}, "exits", B, "pidfd_open", "seccomp"),
     "an older Linux": ({"kernel": "6.14.2-generic"}, "exits", W, "Linux 6.14.2-generic", "6.15"),
     "few files": ({"files_soft": 1024}, "files", W, "1024 open files", "ulimit"),
@@ -121,7 +121,7 @@ UNFIT: dict[str, tuple[dict[str, Any], str, CheckLevel, str, str]] = {
 
 def test_a_fit_node_is_well_in_everything() -> None:
     checks = examine(FIT)
-    assert {c.level for c in checks} == {CheckLevel.OK} and not any(c.mend for c in checks)
+    assert {c.level for c in checks} == {CheckLevel.OK} and not any(c.fix for c in checks)
     names = {
         "driver",
         "nvml",
@@ -138,14 +138,14 @@ def test_a_fit_node_is_well_in_everything() -> None:
     assert {c.name for c in checks} == names
 
 
-@pytest.mark.parametrize(("changed", "name", "level", "says", "mend"), UNFIT.values(), ids=UNFIT)
+@pytest.mark.parametrize(("changed", "name", "level", "says", "fix"), UNFIT.values(), ids=UNFIT)
 def test_what_is_wrong_is_told_with_how_to_mend_it(
-    changed: dict[str, Any], name: str, level: CheckLevel, says: str, mend: str
+    changed: dict[str, Any], name: str, level: CheckLevel, says: str, fix: str
 ) -> None:
     checks = examine(replace(FIT, **changed))
     [wrong] = [c for c in checks if c.level is not CheckLevel.OK]
     assert (wrong.name, wrong.level) == (name, level)
-    assert says in wrong.says and mend in wrong.mend and wrong.mend
+    assert says in wrong.says and fix in wrong.fix and wrong.fix
     assert worst(checks) is level
     assert list(lines(checks))[-2].startswith(f"{level:8} {name}: ")
 
@@ -248,14 +248,12 @@ def test_what_agent_yaml_says_otherwise_is_looked_at_and_not_the_usual(tmp_path:
     )
     says = [c.says for c in examine(replace(facts, driver="570", gpu_devices=1))]
     assert any("/var/log/kern.log: No such file" in said for said in says)
-    assert "not asked: agent.yaml has gpu switched off" in says
+    assert "not checked: gpu is disabled in agent.yaml" in says
     (tmp_path / "var/log").mkdir(parents=True)
     (tmp_path / "var/log/kern.log").write_text("")
     assert read_facts(config, None, root=tmp_path).kmsg == ""
     config.write_text(here + "kernel_log: {enabled: false}\n")
-    assert "not read: agent.yaml has it switched off" in [
-        c.says for c in examine(read_facts(config, None, root=tmp_path))
-    ]
+    assert "not read: disabled in agent.yaml" in [c.says for c in examine(read_facts(config, None, root=tmp_path))]
 
 
 def test_a_driver_that_hangs_does_not_hang_doctor() -> None:
@@ -278,7 +276,7 @@ def test_the_command_tells_this_node(tmp_path: Path, capsys: pytest.CaptureFixtu
     config.write_text(f"data_dir: {tmp_path / 'none'}\nport: 1\n")
     assert main(["doctor", "--config", str(config)]) == 1
     text = capsys.readouterr().out
-    assert f"broken   data_dir: {tmp_path / 'none'}: no such directory" in text and "-> make it" in text
+    assert f"broken   data_dir: {tmp_path / 'none'}: no such directory" in text and "-> create it" in text
     assert main(["doctor", "--config", str(config), "--nhc", "--json"]) == 2
     told = json.loads(capsys.readouterr().out)
     assert told["level"] == "broken"
@@ -335,7 +333,7 @@ def test_the_command_compares_clocks(tmp_path: Path, capsys: pytest.CaptureFixtu
     config = tmp_path / "agent.yaml"
     config.write_text(f"data_dir: {tmp_path}\nport: 1\n")
     main(["doctor", "--config", str(config), "--agents", str(tmp_path / "agents")])
-    assert "unknown  clocks: http://127.0.0.1:1: its clock is not known:" in capsys.readouterr().out
+    assert "unknown  clocks: http://127.0.0.1:1: clock unknown:" in capsys.readouterr().out
     assert main(["doctor", "--config", str(config), "--agents", str(tmp_path / "none")]) == 2
 
 

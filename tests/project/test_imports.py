@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGES = sorted(link.name for link in (ROOT / "rolecall").iterdir() if link.is_dir() and link.name != "__pycache__")
 
 THEIRS_ALLOWED = {
-    "rolecall.core": {"pydantic", "sqlalchemy", "yaml"},
+    "rolecall.core": {"httpx", "pydantic", "sqlalchemy", "yaml"},
     "rolecall.formats": set(),
     "rolecall.detector": {"numpy", "polars", "safetensors", "sklearn", "torch"},
     "rolecall.agent": {"anyio", "bcrypt", "prometheus_client", "py_spy", "pydantic", "pynvml", "starlette", "uvicorn"},

@@ -27,8 +27,8 @@ from rolecall.core.journal.journal import Journal
 from rolecall.core.journal.payloads import IncidentOpened
 from rolecall.core.rundir import RunDir
 from rolecall.core.text import plain
-from rolecall.dashboards.pages.accounting.goals import evidence_of
-from rolecall.dashboards.pages.accounting.marks import marks
+from rolecall.dashboards.pages.accounting.latency import evidence_of
+from rolecall.dashboards.pages.accounting.precision import precision_summary
 from rolecall.dashboards.pages.incidents import signals, view
 from rolecall.detector.base.observation import Observation
 from rolecall.detector.live.engine import STAGES, LiveDetector
@@ -166,7 +166,7 @@ def test_recovery_does_what_the_row_says(tmp_path: Path, leak: FaultClass, remed
     assert world.runtime.replaced == taken
     assert (world.journal.flag("stop") is not None) is (remedy is Remedy.STOP)
     if remedy is Remedy.PAGE:
-        assert "no action is known to help against memory_leak" in world.notifier.messages[0].because
+        assert "no known action resolves memory_leak" in world.notifier.messages[0].because
     if remedy is Remedy.REPLACE:
         assert world.only().outcome is IncidentOutcome.RESOLVED
 
@@ -184,7 +184,7 @@ def test_the_incident_page_draws_its_signals_and_its_advice(tmp_path: Path, leak
     assert [s.key for s in drawn.signals] == ["memory", "work"] and not drawn.missing
     assert drawn.signals[0].lines[0].name.startswith("rollout/1")
     assert evidence_of(d) is DetectionChannel.WRONG
-    assert [p.name for p in marks([page.incident]).by_class] == ["memory_leak"]
+    assert [p.name for p in precision_summary([page.incident]).by_class] == ["memory_leak"]
 
 
 def test_the_report_tells_it(fake_run: RunDir, leak: FaultClass) -> None:

@@ -13,7 +13,7 @@ from rolecall.core.membership import ReplicaState
 from rolecall.recovery.fleet import FleetView
 from rolecall.recovery.guards import check, on_peer_evidence_alone
 from rolecall.recovery.incidents.incident import (
-    PERSON,
+    OPERATOR,
     ActionFailure,
     Attempt,
     Incident,
@@ -113,7 +113,7 @@ TABLE: dict[str, tuple[tuple[str, bool], tuple[str, bool]]] = {
     "stop job in a pause": (guarded(action=A.STOP_JOB, paused="bob"), ("paused", WAITS)),
     "stop job needs no budget": (guarded(action=A.STOP_JOB, evictions_per_hour_max=0), PASS),
     "incarnation is over": (guarded("rollout/1", view=fleet(rollout_1=2)), ("incarnation", WAITS)),
-    "not desired any more": (guarded("rollout/1", view=FleetView(replicas=())), ("incarnation", WAITS)),
+    "no longer desired": (guarded("rollout/1", view=FleetView(replicas=())), ("incarnation", WAITS)),
     # evictions per hour
     "budget of none": (guarded("rollout/1", evictions_per_hour_max=0), ("evictions", CALLS)),
     "budget left": (guarded("rollout/1", others=(past("reward/0", 10),), evictions_per_hour_max=2), PASS),
@@ -223,7 +223,7 @@ def test_a_retry_of_the_same_incident_is_not_under_repair_beside_itself() -> Non
         (slow("rollout/1"), True),
         (slow("rollout/1", evidence=(Evidence(kind="seconds_per_unit", text="", values={"peers": 2.0}),)), True),
         (slow("rollout/1", evidence=(Evidence(kind="self_history", text=""),)), False),
-        (slow("rollout/1", detectors=(PERSON,)), False),
+        (slow("rollout/1", detectors=(OPERATOR,)), False),
         (diagnosis(F.HANG, ("rollout/1", 1)), False),
     ],
 )

@@ -234,7 +234,7 @@ def test_a_collapsed_policy_calls_a_person_once_and_a_crash_beside_it_is_resolve
     assert [i.outcome for i in world.incidents()] == [IncidentOutcome.TOLERATED, IncidentOutcome.RESOLVED]
     assert world.journal.flag("stop") is None and world.desired("trainer/0") == 2
     (told,) = [m for m in world.notifier.messages if m.kind == "oncall_paged"]
-    assert "mean reward fell" in told.because and "whether to stop is for a person" in told.because
+    assert "mean reward fell" in told.because and "an operator must decide whether to stop" in told.because
 
 
 def _code_fails(world: World, about: str) -> Diagnosis:
@@ -332,7 +332,7 @@ def test_two_deaths_on_first_start_are_not_hardware(world: World) -> None:
     world.run(60, watch)
     incident = world.only()
     assert incident.outcome is IncidentOutcome.ESCALATED
-    assert "2 replacements in a row ended before their first work" in incident.because
+    assert "2 replacements in a row died before their first progress" in incident.because
     assert world.desired("rollout/1") == 3
     assert [m.kind for m in world.notifier.messages] == ["oncall_paged"]
 
@@ -374,7 +374,10 @@ def test_a_loss_that_no_detector_sees_is_repaired_all_the_same(world: World) -> 
     world.runtime.inject("reward/0", FaultClass.CRASH)
     world.until(world.all_closed, watch)
     incident = world.only()
-    assert incident.outcome is IncidentOutcome.RESOLVED and "lost by the runtime" in incident.diagnosis.because
+    assert (
+        incident.outcome is IncidentOutcome.RESOLVED
+        and "is lost: the runtime reported it" in incident.diagnosis.because
+    )
 
 
 def test_an_old_incarnation_asks_for_nothing(world: World) -> None:
@@ -478,7 +481,7 @@ def test_a_broken_detector_stops_no_cure_and_calls_a_person(world: World) -> Non
     world.run(5, watch)
     assert world.only().outcome is IncidentOutcome.RESOLVED
     (told,) = [m for m in world.notifier.messages if m.kind == "oncall_paged"]
-    assert "nothing is diagnosed" in told.because and "Broken" in told.because
+    assert "no diagnosis is possible" in told.because and "Broken" in told.because
 
 
 def test_an_incident_whose_events_do_not_fit_is_set_aside_with_its_story(world: World) -> None:

@@ -13,7 +13,7 @@ from rolecall.core.journal.events import EventKind
 from rolecall.core.membership import ReplicaState
 from rolecall.recovery.fleet import FleetView, ReplicaView
 from rolecall.recovery.incidents.incident import (
-    PERSON,
+    OPERATOR,
     ActionFailure,
     Attempt,
     Decision,
@@ -67,7 +67,7 @@ def _said(move: Move | None) -> tuple[EventKind, str]:
 
 
 def _person(d: Diagnosis = CRASH) -> Diagnosis:
-    return replace(d, detectors=(PERSON,))
+    return replace(d, detectors=(OPERATOR,))
 
 
 def _row(incarnation: int, state: ReplicaState, desired: int | None = None) -> FleetView:
@@ -145,7 +145,7 @@ def test_a_fault_is_not_over_before_its_suspect_is_seen_to_work(situation: dict[
 def test_a_successor_that_somebody_else_made_ends_the_incident() -> None:
     move = _move(_incident(S.PLANNED, _attempt()), view=_row(2, R.SERVING))
     assert _said(move) == (K.INCIDENT_CLOSED, "self_recovered")
-    assert isinstance(move, Append) and "rollout/1#2 took its place and serves" in move.payload.because
+    assert isinstance(move, Append) and "rollout/1#2 replaced it and is serving" in move.payload.because
 
 
 def test_a_request_of_a_person_is_not_over_because_the_replica_works() -> None:

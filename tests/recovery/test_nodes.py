@@ -307,7 +307,7 @@ def test_burn_ins_are_kept(tmp_path: Path) -> None:
 )
 def test_what_is_no_burn_in_is_refused(tmp_path: Path, changed: dict[str, Any]) -> None:
     world, run, _ = running(tmp_path)
-    with pytest.raises(CommandRefused, match="this is no result of a burn-in"):
+    with pytest.raises(CommandRefused, match="not a burn-in result"):
         commands.record_burn_in(run, "node-1", {**BURNED, **changed}, "alice", world.clock)
     with pytest.raises(CommandRefused):
         BurnIn.from_dict({})

@@ -11,7 +11,7 @@ from rolecall.core.faults import FAULTS, FaultClass
 from rolecall.core.ids import IncidentId, NodeId, ReplicaId
 from rolecall.core.membership import ReplicaState
 from rolecall.recovery.fleet import FleetView, ReplicaView
-from rolecall.recovery.incidents.incident import PERSON, ActionFailure, IncidentOutcome
+from rolecall.recovery.incidents.incident import OPERATOR, ActionFailure, IncidentOutcome
 from rolecall.recovery.policy import FailedAttempt, PolicyInput, decide, slow_gain
 from rolecall.testing.recovery_world import FLEET, diagnosis
 
@@ -95,30 +95,30 @@ TABLE: dict[str, tuple[PolicyInput, ActionKind, tuple[str, ...], bool, str]] = {
         A.STOP_JOB,
         (),
         True,
-        "nobody is evicted",
+        "no replica is evicted",
     ),
     "user code, cannot stop": (
         ask(diagnosis(F.USER_CODE, ONE), supports=frozenset({A.REPLACE_REPLICA})),
         A.TOLERATE,
         (),
         True,
-        "cannot be stopped from here",
+        "this actuator cannot stop it",
     ),
     "cannot tell": (
         ask(diagnosis(F.CANNOT_TELL, ONE, settle="a stack of both")),
         A.TOLERATE,
         (),
         True,
-        "What would settle it: a stack of both",
+        "To settle it: a stack of both",
     ),
-    "control plane": (ask(diagnosis(F.CONTROL_PLANE, ONE)), A.TOLERATE, (), True, "no action is known to help"),
-    "data": (ask(diagnosis(F.DATA, ONE)), A.TOLERATE, (), True, "no action is known to help"),
+    "control plane": (ask(diagnosis(F.CONTROL_PLANE, ONE)), A.TOLERATE, (), True, "no known action resolves"),
+    "data": (ask(diagnosis(F.DATA, ONE)), A.TOLERATE, (), True, "no known action resolves"),
     "node without a replica": (
         ask(replace(diagnosis(F.NODE_LOST), suspects=(Suspect(node=NodeId("node-3")),))),
         A.TOLERATE,
         (),
         True,
-        "names node-3 and no replica",
+        "names node-3 but no replica",
     ),
     "gpu": (ask(diagnosis(F.GPU, ONE)), A.REPLACE_NODE, ("rollout/1#1",), False, ""),
     "network": (ask(diagnosis(F.NETWORK, ONE)), A.REPLACE_NODE, ("rollout/1#1",), False, ""),
@@ -148,19 +148,25 @@ TABLE: dict[str, tuple[PolicyInput, ActionKind, tuple[str, ...], bool, str]] = {
         A.TOLERATE,
         (),
         False,
-        "replaced already",
+        "already replaced",
     ),
-    "incarnation of the future": (ask(diagnosis(F.CRASH, ("rollout/1", 5))), A.TOLERATE, (), True, "is the newest"),
+    "incarnation of the future": (
+        ask(diagnosis(F.CRASH, ("rollout/1", 5))),
+        A.TOLERATE,
+        (),
+        True,
+        "the newest incarnation is",
+    ),
     "unknown incarnation": (
         ask(replace(diagnosis(F.CRASH), suspects=(Suspect(node=NodeId("n"), replica="rollout/1"),))),
         A.TOLERATE,
         (),
         True,
-        "does not tell which incarnation",
+        "does not name the incarnation",
     ),
     "stranger": (ask(diagnosis(F.CRASH, ("rollout/7", 1))), A.TOLERATE, (), True, "not part of this run"),
     "a person asks": (
-        ask(diagnosis(F.CANNOT_TELL, ONE, detectors=(PERSON,))),
+        ask(diagnosis(F.CANNOT_TELL, ONE, detectors=(OPERATOR,))),
         A.REPLACE_REPLICA,
         ("rollout/1#1",),
         False,
@@ -187,7 +193,7 @@ TABLE: dict[str, tuple[PolicyInput, ActionKind, tuple[str, ...], bool, str]] = {
         A.TOLERATE,
         (),
         True,
-        "what is started is at fault, not the machine",
+        "the software that is started is at fault, not the machine",
     ),
     "no progress, elsewhere": (
         ask(diagnosis(F.CRASH, ONE), failed(ActionFailure.NO_PROGRESS), view=fleet(rollout_1=2)),
@@ -232,7 +238,7 @@ TABLE: dict[str, tuple[PolicyInput, ActionKind, tuple[str, ...], bool, str]] = {
         A.TOLERATE,
         (),
         False,
-        "replaced already",
+        "already replaced",
     ),
 }
 

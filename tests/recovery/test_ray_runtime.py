@@ -55,7 +55,7 @@ def test_an_incarnation_that_is_over_is_left_alone(world: World) -> None:
     actuator, lease = RayRuntime(world.journal), take(world)
     world.journal.set_desired(replace(desired(world, "rollout/1"), incarnation=2))
     result = actuator.perform(plan(("rollout/0", 1, "node-3"), ("rollout/1", 1, "node-4")), lease)
-    assert not result.done and "rollout/1#1 is not meant: #2 is desired now" in result.because
+    assert not result.done and "rollout/1#1 is outdated: #2 is desired now" in result.because
     assert desired(world, "rollout/0").incarnation == 1, "all of a plan, or nothing"
 
 
@@ -86,7 +86,7 @@ def test_moving_chooses_another_node_and_a_repetition_the_same(world: World) -> 
 
 
 def test_what_it_cannot_do_is_refused(world: World) -> None:
-    with pytest.raises(ActuatorError, match="cannot restart_role"):
+    with pytest.raises(ActuatorError, match="cannot perform restart_role"):
         RayRuntime(world.journal).perform(plan(action=A.RESTART_ROLE), take(world))
 
 

@@ -39,7 +39,7 @@ class World:
         self.switch = KillSwitch()
         self.actuators: list[KillableActuator] = []
         self.num_watches = 0
-        self.witnesses: EvidenceCollector | None = None
+        self.evidence_collector: EvidenceCollector | None = None
         self.others: list[Callable[[], object]] = []  # what people do: asked before each look of the watches
 
     def watch(self, config: RecoveryConfig | None = None, holder: str = "") -> Watch:
@@ -58,7 +58,7 @@ class World:
             self.clock,
             holder or f"host:{self.num_watches}:1",
             run_id="test-run",
-            witnesses=self.witnesses,
+            evidence_collector=self.evidence_collector,
         )
 
     def step(self, *watches: Watch, seconds: float = TICK_SECONDS) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rolecall.core.rundir import RunDir, create_run_dir
 from rolecall.dashboards.users import Authenticator, SignedInUser
-from rolecall.session.dashboard import PERSON, TOKEN_FILE, DashboardBeside
+from rolecall.session.dashboard import TOKEN_FILE, USER, DashboardBeside
 from tests.fake_run import FakeRun
 from tests.support import PATIENCE_SECONDS, eventually
 
@@ -35,7 +35,7 @@ def test_it_tells_its_address_and_the_token_is_for_its_owner_alone(tmp_path: Pat
         token = (run.path / TOKEN_FILE).read_text().strip()
         assert stat.S_IMODE((run.path / TOKEN_FILE).stat().st_mode) == 0o600
         entered = Authenticator(run.path / "users.yaml").sign_in(token, 0.0)
-        assert isinstance(entered, SignedInUser) and entered.name == PERSON
+        assert isinstance(entered, SignedInUser) and entered.name == USER
         assert token not in said + (run.logs / "dashboard.log").read_text()
     finally:
         beside.stop()

@@ -114,7 +114,7 @@ def test_algorithm_and_task_are_picked_and_go_on_when_the_task_is_solved() -> No
     assert demo_of("", "", "algorithm.name=dapo").algorithm.at_refill_limit == "take"
     assert demo_of("dapo", "", "algorithm.at_refill_limit=fail").algorithm.at_refill_limit == "fail"
     assert demo_of("dapo", "", "algorithm.name=dapo").algorithm.name == "dapo"
-    with pytest.raises(ConfigError, match=r"--algorithm dapo: --set says algorithm\.name=ppo"):
+    with pytest.raises(ConfigError, match=r"--algorithm dapo: --set gives algorithm\.name=ppo"):
         demo_of("dapo", "", "algorithm.name=ppo")
     with pytest.raises(
         ConfigError, match=r"task\.name: Input should be 'digit_parity' or 'long_addition', got 'chess'"

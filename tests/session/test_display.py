@@ -74,12 +74,12 @@ def test_an_open_incident_is_shown_with_its_sentence_and_stage(fake_run: RunDir)
     assert [i.stage for i in snapshot.open_incidents] == ["verifying"]
     text = _shown(render(snapshot, "demo"))
     assert "crash  rollout/1#1" in text and "signal 9 in phase generate" in text
-    assert "no incident open" not in text
+    assert "no open incidents" not in text
 
 
 def test_a_closed_incident_stays_in_sight(fake_run: RunDir) -> None:
     text = _shown(render(_at(fake_run, 90.0), "demo"))
-    assert "no incident open" in text
+    assert "no open incidents" in text
     assert "✓ resolved rollout/1#1 crash" in text and "✓ resolved trainer/1#1 hang" in text
 
 

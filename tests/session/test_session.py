@@ -47,7 +47,7 @@ def test_a_run_without_faults_to_come_is_held_for_as_long_as_was_asked(tmp_path:
         clock=clock,
     )
     run, journal = session._create()
-    journal.set_flag(HOLD_FLAG, "minutes are still to come")
+    journal.set_flag(HOLD_FLAG, "minutes remain")
     began = clock.monotonic()
     watch, screen = Child([], run.logs / "watch.log", run), Screen(live=False, title="")
     assert session._loop(run, journal, Finishes(journal), watch, screen) == ("completed", "nothing to do")
@@ -93,7 +93,7 @@ def test_a_watch_that_is_stopped_is_ended_and_another_one_started(tmp_path: Path
             session._keep_watch(watch, journal)
         clock.advance(3600.0)  # the machine slept: the watch has not had its turn yet
         session._keep_watch(watch, journal)
-        assert session._late_looks > 1, "it would begin at 0 again, had the watch been ended"
+        assert session._late_checks > 1, "it would begin at 0 again, had the watch been ended"
         for _ in range(10):
             clock.advance(1.0)
             session._keep_watch(watch, journal)

@@ -93,7 +93,7 @@ def diagnosis(subjects: list[MonitoredProcess], fault: FaultClass = FaultClass.H
 
 def told(pull: EvidencePull) -> CollectedEvidence:
     found: list[CollectedEvidence] = []
-    eventually(lambda: found.extend(pull.heard()) or found, "the evidence is told")
+    eventually(lambda: found.extend(pull.collected()) or found, "the evidence is told")
     return found[0]
 
 
@@ -126,7 +126,7 @@ def test_a_stalled_process_is_shown_with_its_function(run: RunDir, agent: AgentP
     children[1].tell(STALL)
     fleet = [subject(c.pid, c.start_ticks, n) for n, c in enumerate(children)]
     pull = EvidencePull(run, lambda: {NODE: f"http://{agent.netloc}"}, BEARER, lambda: fleet, SystemClock())
-    pull.ask(INCIDENT, diagnosis([fleet[1]]))
+    pull.request(INCIDENT, diagnosis([fleet[1]]))
     body = told(pull).payload.to_body()
     names = [f["name"] for f in body["files"]]
     assert names == [f"evidence/{INCIDENT}/stacks-trainer-{n}-rank_0.json" for n in (1, 0, 2)], body
@@ -175,7 +175,7 @@ def test_a_tie_that_flight_recorders_settle_names_the_rank(
     (doubt,) = tie.detector.observe(replace(last, wall_at=last.wall_at + 0.1))
     assert doubt.fault_class is FaultClass.CANNOT_TELL
     pull = EvidencePull(run, lambda: {NODE: f"http://{agent.netloc}"}, BEARER, tie.detector.processes, SystemClock())
-    pull.ask(INCIDENT, doubt)
+    pull.request(INCIDENT, doubt)
     body = told(pull).payload.to_body()
     assert [f["kind"] for f in body["files"]] == ["stacks"] * 2 + ["flight_recorder"] * 2 and body["missing"] == []
     findings = pull.findings()
@@ -267,7 +267,7 @@ def test_a_job_that_knows_nothing_of_us_has_its_evidence_in_its_incident(
     assert [d.fault_class for d in diagnose([folder / "kernel-node-1.log"], []).diagnoses] == [FaultClass.GPU]
     assert main(["incidents", str(event.incident_id), "--run", str(run.path)]) == 0
     shown = capsys.readouterr().out
-    assert "evidence_collected 3 stacks, 1 answer of NCCL RAS, 1 kernel log" in shown and "wait_for_data" in shown
+    assert "evidence_collected 3 stacks, 1 NCCL RAS response, 1 kernel log" in shown and "wait_for_data" in shown
     bundle = export(run, str(event.incident_id))
     assert {f"evidence/{name}" for name in names} <= {m.name for m in bundle.members}
 
@@ -283,7 +283,7 @@ def asks(run: RunDir, url: str, authorization: str = BEARER, *, fault: FaultClas
     agents = {NODE: url} if url else {}
     clock = SystemClock()
     pull = EvidencePull(run, lambda: agents, authorization, lambda: [GONE], clock, deadline_seconds=0.5)
-    pull.ask(INCIDENT, diagnosis([GONE], fault))
+    pull.request(INCIDENT, diagnosis([GONE], fault))
     body = told(pull).payload.to_body()
     pull.close()
     assert body["findings"] == [] and not any(f["kind"] == "stacks" for f in body["files"])
@@ -321,7 +321,7 @@ def test_a_dead_agent_is_asked_once(run: RunDir) -> None:
         port = listening.getsockname()[1]
     said = asks(run, f"http://127.0.0.1:{port}")["missing"]
     assert len(said) == 2 and all("its agent does not answer" in text and "refused" in text for text in said)
-    assert all("its agent is not there" in text for text in asks(run, "")["missing"])
+    assert all("its agent is unknown" in text for text in asks(run, "")["missing"])
 
 
 @pytest.mark.parametrize("how", ["silent", "drip"])
@@ -337,7 +337,7 @@ def test_an_agent_killed_while_it_is_asked(run: RunDir, agent: AgentProcess) -> 
     os.kill(agent.pid, signal.SIGSTOP)
     fleet = [GONE]
     pull = EvidencePull(run, lambda: {NODE: f"http://{agent.netloc}"}, BEARER, lambda: fleet, SystemClock())
-    pull.ask(INCIDENT, diagnosis(fleet))
+    pull.request(INCIDENT, diagnosis(fleet))
     eventually(lambda: established(agent), "it is asked")
     agent.kill()
     body = told(pull).payload.to_body()
@@ -358,7 +358,7 @@ def test_an_answer_that_makes_no_sense(run: RunDir, fake: FakeAgent, answer: byt
     fake.bad["/v1/evidence/stacks"] = answer
     fake.bad["/v1/evidence/kernel_log"] = b"no line of a kernel\n"
     pull = EvidencePull(run, lambda: {NODE: fake.url}, BEARER, lambda: [GONE], SystemClock(), deadline_seconds=5.0)
-    pull.ask(INCIDENT, diagnosis([GONE], FaultClass.SLOW))
+    pull.request(INCIDENT, diagnosis([GONE], FaultClass.SLOW))
     said = told(pull).payload.to_body()["missing"]
     pull.close()
     assert any("stack of trainer/1 rank 0" in text or "stacks-trainer-1-rank_0.json" in text for text in said), said
@@ -376,7 +376,7 @@ def test_a_folder_that_cannot_be_written_is_told(run: RunDir, fake: FakeAgent) -
     (run.path / "evidence").write_text("a file in its place")
     fake.bad["/v1/evidence/stacks"] = b'{"threads": []}'
     fake.bad["/v1/evidence/kernel_log"] = b"no line of a kernel\n"
-    assert "could not be kept" in asks(run, fake.url)["missing"][0]
+    assert "could not be stored" in asks(run, fake.url)["missing"][0]
 
 
 def test_more_incidents_than_are_waited_for_are_told_so(run: RunDir, fake: FakeAgent) -> None:
@@ -384,10 +384,10 @@ def test_more_incidents_than_are_waited_for_are_told_so(run: RunDir, fake: FakeA
     pull = EvidencePull(run, lambda: {NODE: fake.url}, BEARER, lambda: [GONE], SystemClock())
     num = evidence_pull.NUM_WAITING_MAX + evidence_pull.NUM_INCIDENTS_AT_ONCE + 1
     for n in range(num):
-        pull.ask(f"inc-{n}", diagnosis([GONE], FaultClass.SLOW))
+        pull.request(f"inc-{n}", diagnosis([GONE], FaultClass.SLOW))
     refused = told(pull)
     pull.close()
-    assert "other incidents is waited for" in refused.payload.to_body()["missing"][0]
+    assert "other incidents are in the queue" in refused.payload.to_body()["missing"][0]
 
 
 def test_a_run_of_ours_gives_its_own_token(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import altair as alt
 
 from rolecall.core.text import plain
-from rolecall.dashboards.pages.accounting.time import LostTimeShare, Slice
+from rolecall.dashboards.pages.accounting.lost_time import LostTimeShare, Slice
 
 DAY_SECONDS = 86_400.0
 SHORT_SECONDS = 600.0

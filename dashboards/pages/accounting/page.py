@@ -9,10 +9,10 @@ from rolecall.core.clock import SystemClock
 from rolecall.core.text import plain, seconds
 from rolecall.dashboards.data.nodes import age
 from rolecall.dashboards.data.reader import JournalSnapshot, Reader
-from rolecall.dashboards.pages.accounting.accounts import AccountingSnapshot, AccountingWorker, IncidentStatistics
 from rolecall.dashboards.pages.accounting.charts import ettr_chart, lost_chart
-from rolecall.dashboards.pages.accounting.marks import FEW, Precision, markable, marks
-from rolecall.dashboards.pages.accounting.time import EttrBreakdown, LostTimeShare
+from rolecall.dashboards.pages.accounting.lost_time import EttrBreakdown, LostTimeShare
+from rolecall.dashboards.pages.accounting.precision import FEW, Precision, precision_summary, reviewable
+from rolecall.dashboards.pages.accounting.worker import AccountingSnapshot, AccountingWorker, IncidentStatistics
 from rolecall.dashboards.pages.operations.buttons import as_commands, form, show_result
 from rolecall.dashboards.pages.operations.commands import OperatorCommand, OperatorCommandKind
 from rolecall.dashboards.pages.shell import page, reader
@@ -232,7 +232,7 @@ def _within(share: float | None) -> str:
 
 def _marks(r: Reader, viewer: Viewer, incidents: Sequence[Incident]) -> None:
     st.subheader("Diagnosis precision")
-    found = marks(incidents)
+    found = precision_summary(incidents)
     st.text(found.of_all.sentence)
     unmarked, known = found.of_all.num_unmarked, found.of_all.num_marked + found.of_all.num_unmarked
     st.text(f"{unmarked:,} of {known:,} are not reviewed yet.")
@@ -241,7 +241,7 @@ def _marks(r: Reader, viewer: Viewer, incidents: Sequence[Incident]) -> None:
             st.markdown(f"**Precision {title}**")
             _precision(rows)
         st.caption(f"With fewer than {FEW} reviews, rely on the interval, not on the share.")
-    listed = markable(incidents)[:INCIDENTS_SHOWN]
+    listed = reviewable(incidents)[:INCIDENTS_SHOWN]
     if not listed:
         st.text("No diagnoses yet.")
         return

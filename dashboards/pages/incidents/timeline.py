@@ -95,11 +95,8 @@ class IncidentTimeline:
 
 
 def incident_summary(m: IncidentPageInputs) -> IncidentSummary | None:
-    """The incident's summary, as in the report; None: its events are malformed."""
-    try:
-        joined = summarize_incidents(m.around, m.known, m.faults, _rolled_back(m.around))
-    except (KeyError, TypeError, ValueError, AttributeError):
-        return None  # a malformed event body
+    """The incident's summary, as in the report; None: it has no readable INCIDENT_OPENED."""
+    joined = summarize_incidents(m.around, m.known, m.faults, _rolled_back(m.around))
     return next((s for s in joined.stories if s.incident_id == m.incident_id), None)
 
 

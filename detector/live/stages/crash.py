@@ -21,7 +21,7 @@ EXCEPTION_GRACE_SECONDS = 2.0
 """How long one exception waits for the same one elsewhere: ranks of a role reach a line within a step of each other."""
 EXCEPTION_HOLD_SECONDS_MAX = 5.0
 """How long peers may take to get through the step in which one of them failed: the loss is noticed, the group rebuilt
-(2.7 s measured on CPU) and the step restarted. Recovery waits a little longer (`recovery.intake.LOST_GRACE_SECONDS`)
+(2.7 s measured on CPU) and the step restarted. Recovery waits a little longer (`recovery.triage.LOST_GRACE_SECONDS`)
 before it repairs a loss without a diagnosis."""
 EXCEPTION_ALIVE_SECONDS = 5.0
 """A process that raised an exception and finished nothing for this long, while a peer did, has lost its work."""

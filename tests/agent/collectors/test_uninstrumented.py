@@ -461,7 +461,7 @@ def test_watch_tells_of_a_killed_and_of_a_stopped_rank(tmp_path: Path, job: Job)
         assert "trainer/0 rank 1 (node-1, pid" in told()["crash"] and "on signal 9" in told()["crash"]
         assert "rollout/32" in told()["hang"] and "state T" in told()["hang"]
         eventually(lambda: all(i["oncall_paged"] for i in commands.incidents(run)), "a person is called")
-        assert "rolecall only watches this job" in commands.incidents(run)[0]["page_reason"]
+        assert "rolecall only observes this job" in commands.incidents(run)[0]["page_reason"]
     finally:
         engine.send_signal(signal.SIGCONT)
         stop.set()
@@ -486,7 +486,7 @@ def test_agents_are_named_by_address_or_by_file(tmp_path: Path) -> None:
 
     with pytest.raises(ConfigError, match=r"http://a:1: no agent answers there .*NODE=http://a:1"):
         named_agents(["http://a:1"], ask=silent)
-    with pytest.raises(ConfigError, match="both speak for n"):
+    with pytest.raises(ConfigError, match="both report node n"):
         named_agents(["http://a:1", "http://b:2"], ask=lambda url: "n")
     for wrong in ("ftp://a:1", "http://a:1,node"):
         with pytest.raises(ConfigError):

@@ -95,7 +95,7 @@ def test_a_dump_that_takes_for_ever_stops_neither_beats_nor_the_agent(
     child.start("trainer/0")
     child.do(STAND_IN, "import sys, threading; sys.modules['torch._C._distributed_c10d']._dump_nccl_trace = "
              "lambda **options: threading.Event().wait()")  # fmt: skip
-    with pytest.raises(EvidenceUnavailable, match="no answer in"):
+    with pytest.raises(EvidenceUnavailable, match="no response in"):
         asked(recorders, child)
     reader = PageReader(child.page)
     beats = reader.read().beats
@@ -229,7 +229,7 @@ def test_answers_are_not_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
                 whole.write_bytes(b"x" * 11)
         return True
 
-    reason = {"link": "cannot be written or its answer read", "pipe": "not a regular file", "large": "more than 10"}
+    reason = {"link": "cannot be written or its answer read", "pipe": "not a regular file", "large": "exceeds 10"}
     with pytest.raises(EvidenceUnavailable, match=reason[kind]):
         FlightRecorders(tmp_path, SystemClock()).dump(7, 9, answered)
     assert [p.name for p in tmp_path.iterdir()] == ["7-9.page"]

@@ -164,7 +164,7 @@ def test_without_a_writable_directory_one_warning_and_on(tmp_path: Path) -> None
     child = Child(tmp_path / "file")  # a file where the directory should be
     child.start("trainer/0")
     child.do("reporter.progress(); reporter.enter_phase('compute')")
-    assert child.close().count("no state page") == 1
+    assert child.close().count("cannot create the state page") == 1
 
 
 def test_wrong_arguments_are_swallowed_and_warned_of_once(tmp_path: Path) -> None:
@@ -351,12 +351,12 @@ def test_telling_of_an_exception_is_handing_it_over(tmp_path: Path) -> None:
 
     mute = _caught_error()
     reporter.exception(mute)  # names of its files are known from here on
-    teller = ReporterClient(tmp_path / "nobody.sock", 1, 1)
-    before, reporter._teller = reporter._teller, teller
+    client = ReporterClient(tmp_path / "nobody.sock", 1, 1)
+    before, reporter._client = reporter._client, client
     try:
         calls = _calls(lambda: reporter.exception(mute))
     finally:
-        reporter._teller = before
+        reporter._client = before
     assert set(calls) <= {
         *("python", "acquire", "release", "monotonic", "put", "qsize"),  # the page's lock, and the queue
         *("append", "join", "get", "encode", "openssl_sha256", "hexdigest", "len", "pack_into"),  # what it says
@@ -382,7 +382,7 @@ def test_an_agent_that_never_answers_costs_the_caller_nothing_and_memory_little(
         child.do(f"[reporter.exception(ValueError(str(i))) for i in range({many})]")
         told = PageReader(child.page).read().exception
         assert told is not None and (told.number, told.message) == (many, str(many - 1))
-        child.do(f"assert reporter._teller._queue.qsize() <= {NUM_QUEUED_MAX}")
+        child.do(f"assert reporter._client._queue.qsize() <= {NUM_QUEUED_MAX}")
     assert child.close() == ""
 
 
@@ -431,13 +431,13 @@ reporter.exception(ValueError("gone"))
 
 
 def test_where_nobody_listens_the_end_is_not_held_up(tmp_path: Path) -> None:
-    teller = ReporterClient(tmp_path / "nobody.sock", 1, 1)
-    teller.register(replica="trainer/0", rank=0, incarnation=1, secret="s")
-    eventually(lambda: not teller._heard, "it has noticed that nobody listens")
-    flushing = threading.Thread(target=teller.flush, args=(threading.TIMEOUT_MAX,), daemon=True)
+    client = ReporterClient(tmp_path / "nobody.sock", 1, 1)
+    client.register(replica="trainer/0", rank=0, incarnation=1, secret="s")
+    eventually(lambda: not client._heard, "it has noticed that nobody listens")
+    flushing = threading.Thread(target=client.flush, args=(threading.TIMEOUT_MAX,), daemon=True)
     flushing.start()
     flushing.join(PATIENCE_SECONDS)
-    teller._newest_identity += 1  # it gives up
+    client._newest_identity += 1  # it gives up
     assert not flushing.is_alive()
 
 

@@ -130,11 +130,11 @@ def test_a_token_comes_from_one_place_and_is_in_no_message(tmp_path: Path, capsy
     assert "visible to all users" in warned and EDITOR not in warned
     path.write_text(f"{EDITOR} {EDITOR}")
     for literal, file, reason in (
-        ("x", path, "one of them"),
-        ("", path, "one word"),
+        ("x", path, "one of the two"),
+        ("", path, "without spaces"),
         ("", tmp_path, "directory"),
         ("", tmp_path / "none", "No such file"),
-        ("", None, "a token is needed"),
+        ("", None, "no token"),
     ):
         with pytest.raises(ConfigError, match=reason) as wrong:
             read_token(literal, file, {}, nothing)

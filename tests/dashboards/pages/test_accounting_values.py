@@ -6,9 +6,9 @@ import pytest
 
 from rolecall.core.faults import DetectionChannel, FaultClass
 from rolecall.core.journal.events import EventKind
-from rolecall.dashboards.pages.accounting.goals import GOAL_SECONDS, detection, evidence_of, recovery
-from rolecall.dashboards.pages.accounting.marks import marks, wilson
-from rolecall.dashboards.pages.accounting.time import SLICES_MAX, UNDETECTED, times
+from rolecall.dashboards.pages.accounting.latency import GOAL_SECONDS, detection, evidence_of, recovery
+from rolecall.dashboards.pages.accounting.lost_time import SLICES_MAX, UNDETECTED, times
+from rolecall.dashboards.pages.accounting.precision import precision_summary, wilson
 from rolecall.recovery.incidents.incident import Incident
 from rolecall.recovery.incidents.projection import fold
 from rolecall.testing.events import made_event
@@ -179,7 +179,7 @@ def _incident(name: str, mark: str = "", **more: object) -> Incident:
 
 
 def test_precision_by_class_and_by_detector_and_how_many_are_not_marked() -> None:
-    found = marks(
+    found = precision_summary(
         [
             _incident("a", "right"),
             _incident("b", "wrong", fault_class=FaultClass.SLOW, detectors=("sequential", "slow")),
@@ -196,7 +196,7 @@ def test_precision_by_class_and_by_detector_and_how_many_are_not_marked() -> Non
 
 
 def test_few_marks_are_called_few_and_none_nothing() -> None:
-    assert "too few reviews" in marks([_incident("a", "right")]).of_all.sentence
-    assert "No diagnosis has been reviewed" in marks([_incident("a")]).of_all.sentence
-    many = marks([_incident(f"i-{n}", "right") for n in range(10)]).of_all.sentence
+    assert "too few reviews" in precision_summary([_incident("a", "right")]).of_all.sentence
+    assert "No diagnosis has been reviewed" in precision_summary([_incident("a")]).of_all.sentence
+    many = precision_summary([_incident(f"i-{n}", "right") for n in range(10)]).of_all.sentence
     assert many == "10 of 10 reviewed diagnoses were right: 100% (95 % interval 72% to 100%)"

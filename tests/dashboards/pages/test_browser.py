@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import pytest
 from playwright.sync_api import Browser, Locator, TimeoutError
 
-from rolecall.core.diagnosis import Plan
+from rolecall.core.diagnosis import Evidence, Finding, Plan
 from rolecall.core.faults import FaultClass
 from rolecall.core.journal.events import EventKind
 from rolecall.core.journal.journal import Journal
@@ -86,7 +86,7 @@ def asked(chromium: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     plan = made.propose("inc-asked", because=HOSTILE)
     made.open("inc-hostile", "rollout/0", because=TRACEBACK, evidence=(HOSTILE, TRACEBACK), detectors=(HOSTILE,))
     made.open("inc-nobody", HOSTILE, because=HOSTILE, fault_class=FaultClass.HANG, node=HOSTILE)
-    made.say(K.EVIDENCE_COLLECTED, _pulled(), "inc-hostile")
+    made.say(K.EVIDENCE_COLLECTED, _collected(), "inc-hostile")
     made.say(K.NODE_QUARANTINED, {"node": HOSTILE, "by": HOSTILE, "because": HOSTILE})
     made.say(K.DIAGNOSIS_REVIEWED, {"verdict": "wrong", "by": HOSTILE, "because": HOSTILE}, "inc-hostile")
     evidence = made.run.path / EVIDENCE_DIR / "inc-hostile"
@@ -97,10 +97,21 @@ def asked(chromium: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         yield Asked(made=made, plan=plan, token=token, address=address)
 
 
-def _pulled() -> dict[str, object]:
-    found = {"detector": HOSTILE, "because": HOSTILE, "evidence": [{"kind": HOSTILE, "text": TRACEBACK}]}
-    told = {"told": [HOSTILE], "missing": [HOSTILE], "files": [{"name": HOSTILE}, {"name": "stacks.txt"}]}
-    return {"because": HOSTILE, "seconds": 1.0, "findings": [found], **told}
+def _collected() -> dict[str, object]:
+    evidence = (Evidence(kind=HOSTILE, text=TRACEBACK, values={}),)
+    finding = Finding(
+        detector=HOSTILE, suspects=(), fault_class=FaultClass.CRASH, onset=0.0, detected_at=0.0, confidence=1.0,
+        because=HOSTILE, evidence=evidence,
+    )  # fmt: skip
+    files = [{"name": name, "bytes": 1, "sha256": "", "kind": "stacks"} for name in (HOSTILE, "stacks.txt")]
+    return {
+        "because": HOSTILE,
+        "seconds": 1.0,
+        "findings": [finding.to_dict()],
+        "told": [HOSTILE],
+        "missing": [HOSTILE],
+        "files": files,
+    }
 
 
 @contextmanager

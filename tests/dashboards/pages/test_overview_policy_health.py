@@ -12,6 +12,7 @@ from rolecall.dashboards.data.progress import Bucket, Curve, merged
 from rolecall.dashboards.pages import charts
 from rolecall.dashboards.pages.overview.policy_health import NO_METRICS, PANELS, drawn
 from rolecall.dashboards.settings import Settings
+from rolecall.testing.events import filled
 from tests.dashboards.made_runs import MadeRun
 from tests.dashboards.pages.test_overview import _contrast, text
 from tests.dashboards.pages.test_overview import drawn as page_drawn
@@ -42,9 +43,12 @@ def test_a_run_of_before_says_so_in_one_sentence(tmp_path: Path) -> None:
 
 def test_what_a_damaged_journal_says_of_it_leaves_the_page_whole(tmp_path: Path) -> None:
     made = MadeRun(tmp_path, num_steps=2)
-    odd = {"entropy": "<b>much</b>", "kl_sampler": math.inf, "ratio_max": 1e308, "log_ratio_max": math.nan, "later": 1}
-    for step, health in enumerate((odd, {"entropy": 0.5}, "ill", None), start=2):
+    odd = {"kl_sampler": math.inf, "ratio_max": 1e308, "log_ratio_max": math.nan, "later": 1}
+    for step, health in enumerate((odd, {"entropy": 0.5}, {}), start=2):
         made.say(K.STEP_COMMITTED, {"step": step, "seconds": 0.5, "health": health})
+    for health in ({"entropy": "<b>much</b>"}, "ill", None):
+        body = {**filled(K.STEP_COMMITTED, {"step": 5}).to_body(), "health": health}
+        made.journal.append_unchecked(K.STEP_COMMITTED, body)
     at = page_drawn(made.settings())
     assert len(at.get("vega_lite_chart")) == 3 + 1 and "<b>much" not in text(at)
 

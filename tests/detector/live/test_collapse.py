@@ -169,7 +169,7 @@ def test_it_is_the_runs_fault_and_says_what_to_look_at() -> None:
     assert "the policy collapsed, not a machine fault: mean reward fell from 0.98" in d.because
     assert "to 0.3, since step 60 (entropy 0.0" in d.because and "engines and trainers agree" in d.because
     assert "learning rate, reward function and data of step 60" in d.advice
-    assert "stop the job" not in d.advice, "whether to stop is for a person to say"
+    assert "stop the job" not in d.advice, "an operator must decide whether to stop the job"
     assert d.evidence[0].values == {"step": 60.0, "reward": 0.3, "reward_before": pytest.approx(0.98, abs=0.02)}
 
 

@@ -25,12 +25,12 @@ class Asked:
         self.says: list[CollectedEvidence] = []
         self.error = ""
 
-    def ask(self, incident_id: str, diagnosis: Diagnosis) -> None:
+    def request(self, incident_id: str, diagnosis: Diagnosis) -> None:
         if self.error:
             raise ValueError(self.error)
         self.asked.append((incident_id, diagnosis.fault_class))
 
-    def heard(self) -> list[CollectedEvidence]:
+    def collected(self) -> list[CollectedEvidence]:
         if self.error:
             raise ValueError(self.error)
         said, self.says = self.says, []
@@ -45,7 +45,7 @@ def asked() -> Asked:
 @pytest.fixture
 def world(tmp_path: Path, asked: Asked) -> World:
     world = World(tmp_path)
-    world.witnesses = asked
+    world.evidence_collector = asked
     return world
 
 
@@ -98,10 +98,10 @@ def test_what_waits_for_the_journal_is_bounded(asked: Asked, monkeypatch: pytest
     file = EvidenceRecorder(asked)
     for n in range(4):
         asked.says = [CollectedEvidence(incident_id=f"inc-{n}", payload=EVIDENCE)]
-        file.heard()
-    assert [a.incident_id for a in file.heard()] == ["inc-2", "inc-3"]
+        file.collected()
+    assert [a.incident_id for a in file.collected()] == ["inc-2", "inc-3"]
     file.written(CollectedEvidence(incident_id="inc-2", payload=EVIDENCE))
-    assert [a.incident_id for a in file.heard()] == ["inc-3"]
+    assert [a.incident_id for a in file.collected()] == ["inc-3"]
 
 
 def test_a_doubt_that_evidence_settles_is_resolved(world: World, asked: Asked) -> None:

@@ -118,7 +118,7 @@ def test_an_approval_that_cannot_be_used_in_time_lapses_too(tmp_path: Path) -> N
     commands.resume_recovery(run, "bob")
     world.run(30, watch)
     assert world.runtime.replaced == [] and world.only().outcome is IncidentOutcome.ESCALATED
-    assert "approved and held by a guard" in world.notifier.messages[-1].because
+    assert "approved but blocked by a guard" in world.notifier.messages[-1].because
 
 
 def test_too_late_is_refused_even_where_no_watch_has_noticed(tmp_path: Path) -> None:

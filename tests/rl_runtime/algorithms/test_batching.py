@@ -70,7 +70,7 @@ def test_an_id_that_two_computed_counts_once_and_a_strangers_not_at_all() -> Non
 
 
 def test_nobody_left_and_repeated_ids_are_refused() -> None:
-    with pytest.raises(ValueError, match="nobody is left"):
+    with pytest.raises(ValueError, match="no replica is left"):
         assign(["1"], {}, [])
     with pytest.raises(ValueError, match="twice"):
         assign(["1", "1"], {}, REPLICAS)

@@ -16,7 +16,7 @@ from rolecall.rl_runtime.processes import (
     find_processes,
     is_alive,
     kill_process,
-    look,
+    read_stat,
     record_process,
     run_environment,
     stop_run,
@@ -69,7 +69,7 @@ def test_a_zombie_is_not_alive(sleeper: subprocess.Popen[bytes]) -> None:
     started = ticks(sleeper.pid)
     os.kill(sleeper.pid, signal.SIGKILL)
     eventually(lambda: not is_alive(sleeper.pid, started), "the killed process to be seen dead, unreaped")
-    seen = look(sleeper.pid)
+    seen = read_stat(sleeper.pid)
     assert seen is not None and seen[0] == "Z"
     assert kill_process(sleeper.pid, started) is False
 
@@ -109,7 +109,7 @@ def test_everything_of_a_run_is_found_and_ended(tmp_path: Path, sleeper: subproc
             -signal.SIGTERM,
             -signal.SIGKILL,
         ]
-        assert look(grandchild) is None or look(grandchild)[0] == "Z"  # type: ignore[index]
+        assert read_stat(grandchild) is None or read_stat(grandchild)[0] == "Z"  # type: ignore[index]
         assert foreign.poll() is None, "a process of another run was hit"
         assert stop_run(run) == []
     finally:

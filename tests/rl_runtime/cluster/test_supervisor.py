@@ -1,4 +1,4 @@
-"""The control loop with real processes but without Ray: its hands start `sleep` where Ray would start actors."""
+"""The control loop with real processes but without Ray: a fake starts `sleep` where Ray would start actors."""
 
 import os
 import signal
@@ -25,7 +25,7 @@ from tests.support import PATIENCE_SECONDS, eventually
 S = ReplicaState
 
 
-class SleepHands:
+class SleepActors:
     """Starts a `sleep` per actor and notes what it was told. `refuse`: replicas whose start or promotion fails."""
 
     def __init__(self) -> None:
@@ -81,8 +81,8 @@ class SleepHands:
 class Rig:
     def __init__(self, root: Path) -> None:
         self.run: RunDir = create_run_dir(root, "r")
-        self.hands = SleepHands()
-        self.supervisor = Supervisor(self.run, parse_job({}), hands=self.hands)
+        self.actors = SleepActors()
+        self.supervisor = Supervisor(self.run, parse_job({}), actors=self.actors)
         self.supervisor._held = frozenset()
         self.journal = self.supervisor.journal
 
@@ -117,17 +117,17 @@ def rig(tmp_path: Path) -> Iterator[Rig]:
     try:
         yield made
     finally:
-        made.hands.end()
+        made.actors.end()
         made.supervisor.stop()
 
 
 def test_what_is_desired_is_started_and_written_down(rig: Rig) -> None:
     rig.want("trainer/0")
     record = rig.until("trainer/0", 1, S.READY)
-    assert record.pid == rig.hands.processes["r:trainer-0:1"].pid
+    assert record.pid == rig.actors.processes["r:trainer-0:1"].pid
     (ready,) = rig.events(EventKind.REPLICA_READY)
     assert ready.payload.pid == record.pid and ready.payload.from_standby == ""
-    assert rig.hands.renewals >= 1
+    assert rig.actors.renewals >= 1
 
 
 def test_a_death_is_written_down_once_and_nobody_is_replaced(rig: Rig) -> None:
@@ -150,7 +150,7 @@ def test_a_replacement_starts_only_when_the_old_process_is_gone(rig: Rig) -> Non
     os.kill(old.pid, signal.SIGSTOP)
     rig.want("trainer/0", 2, "node-5")
     new = rig.until("trainer/0", 2, S.READY)
-    assert rig.hands.processes["r:trainer-0:1"].wait(PATIENCE_SECONDS) == -signal.SIGKILL
+    assert rig.actors.processes["r:trainer-0:1"].wait(PATIENCE_SECONDS) == -signal.SIGKILL
     assert new.pid != old.pid and new.node == "node-5"
     fenced = rig.actual("trainer/0", 1)
     assert fenced is not None and fenced.state is S.LOST and "incarnation 2 takes its place" in fenced.because
@@ -172,11 +172,11 @@ def test_a_standby_is_promoted_with_its_process_and_refilled(rig: Rig, monkeypat
         "r:standby-0:1",
     )
     secret = registration_secret(rig.run.token(), "rollout/0", 0, 2)
-    assert rig.hands.promoted == [("r:standby-0:1", "rollout/0", 2, secret)]
+    assert rig.actors.promoted == [("r:standby-0:1", "rollout/0", 2, secret)]
     assert rig.events(EventKind.REPLICA_READY)[-1].payload.from_standby == "standby/0"
     refilled = rig.until("standby/0", 2, S.READY)
     assert refilled.node in set(rig.supervisor.nodes) - {"node-6"}
-    assert rig.hands.processes["r:standby-0:1"].poll() is None, "the promoted process was ended under its old name"
+    assert rig.actors.processes["r:standby-0:1"].poll() is None, "the promoted process was ended under its old name"
     used = rig.actual("standby/0", 1)
     assert used is not None and used.state is S.STOPPED
 
@@ -184,29 +184,29 @@ def test_a_standby_is_promoted_with_its_process_and_refilled(rig: Rig, monkeypat
 def test_a_promotion_that_fails_ends_the_standby_and_says_so(rig: Rig) -> None:
     rig.want("standby/0", node="node-6")
     standby = rig.until("standby/0", 1, S.READY)
-    rig.hands.refuse["rollout/0"] = DeadlineExceeded(waited_for="it", seconds=10.0)
+    rig.actors.refuse["rollout/0"] = DeadlineExceeded(waited_for="it", seconds=10.0)
     rig.want("rollout/0", 2)
     lost = rig.until("rollout/0", 2, S.LOST)
     assert "in vain" in lost.because
     rig.until("standby/0", 1, S.LOST)
-    assert rig.hands.processes["r:standby-0:1"].wait(PATIENCE_SECONDS) == -signal.SIGKILL
+    assert rig.actors.processes["r:standby-0:1"].wait(PATIENCE_SECONDS) == -signal.SIGKILL
     assert standby.pid == lost.pid
 
 
 def test_a_start_that_fails_is_lost_with_the_reason_and_recovery_may_try_again(rig: Rig) -> None:
-    rig.hands.refuse["trainer/0"] = ActuatorError("died while it started")
+    rig.actors.refuse["trainer/0"] = ActuatorError("died while it started")
     rig.want("trainer/0")
     assert "died while it started" in rig.until("trainer/0", 1, S.LOST).because
     for _ in range(5):
         rig.supervisor.tick()
     assert rig.actual("trainer/0", 2) is None, "replacing is recovery's decision"
-    rig.hands.refuse.clear()
+    rig.actors.refuse.clear()
     rig.want("trainer/0", 2)
     rig.until("trainer/0", 2, S.READY)
 
 
 def test_a_start_that_was_overtaken_is_not_let_in(rig: Rig) -> None:
-    rig.hands.hold.clear()
+    rig.actors.hold.clear()
     rig.want("trainer/0")
     rig.until("trainer/0", 1, S.STARTING)
     rig.want("trainer/0", 2)
@@ -214,26 +214,26 @@ def test_a_start_that_was_overtaken_is_not_let_in(rig: Rig) -> None:
     for _ in range(5):
         rig.supervisor.tick()
     assert rig.actual("trainer/0", 2) is None, "the first start has not ended yet: two would live at once"
-    rig.hands.hold.set()
+    rig.actors.hold.set()
     rig.until("trainer/0", 2, S.READY)
-    assert rig.hands.processes["r:trainer-0:1"].wait(PATIENCE_SECONDS) == -signal.SIGKILL
+    assert rig.actors.processes["r:trainer-0:1"].wait(PATIENCE_SECONDS) == -signal.SIGKILL
     overtaken = rig.actual("trainer/0", 1)
     assert overtaken is not None and overtaken.state is S.LOST
 
 
 def test_engines_start_three_at_a_time_and_others_beside_them(rig: Rig) -> None:
-    rig.hands.hold.clear()
+    rig.actors.hold.clear()
     for i in range(5):
         rig.want(f"rollout/{i}", node=f"node-{i}")
     rig.supervisor.tick()
-    eventually(lambda: rig.hands.starting == 3, "three engines to be starting")
+    eventually(lambda: rig.actors.starting == 3, "three engines to be starting")
     rig.want("trainer/0")
     rig.supervisor.tick()
-    eventually(lambda: rig.hands.starting == 4, "a trainer to start beside them")
-    rig.hands.hold.set()
+    eventually(lambda: rig.actors.starting == 4, "a trainer to start beside them")
+    rig.actors.hold.set()
     for i in range(5):
         rig.until(f"rollout/{i}", 1, S.READY)
-    assert rig.hands.starting_most == 4
+    assert rig.actors.starting_most == 4
 
 
 def test_what_nobody_wants_any_more_is_stopped(rig: Rig) -> None:
@@ -241,14 +241,14 @@ def test_what_nobody_wants_any_more_is_stopped(rig: Rig) -> None:
     record = rig.until("reward/0", 1, S.READY)
     rig.journal.remove_desired(ReplicaId("reward/0"))
     rig.until("reward/0", 1, S.STOPPED)
-    assert rig.hands.processes["r:reward-0:1"].wait(PATIENCE_SECONDS) == -signal.SIGKILL
+    assert rig.actors.processes["r:reward-0:1"].wait(PATIENCE_SECONDS) == -signal.SIGKILL
     eventually(lambda: rig.events(EventKind.REPLICA_STOPPED), "the event")
     assert [e.payload.incarnation for e in rig.events(EventKind.REPLICA_STOPPED)] == [record.incarnation]
 
 
 def test_too_few_nodes_starts_nothing(tmp_path: Path) -> None:
     run = create_run_dir(tmp_path, "r")
-    supervisor = Supervisor(run, parse_job({"runtime": {"nodes": 3}}), hands=SleepHands())
+    supervisor = Supervisor(run, parse_job({"runtime": {"nodes": 3}}), actors=SleepActors())
     with pytest.raises(NotEnoughNodes, match="rollout lacks 3 of 3"):
         supervisor.start()
     assert not (run.path / "processes.jsonl").exists() and not (run.path / "run.json").exists()

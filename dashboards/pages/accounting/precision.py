@@ -56,14 +56,14 @@ def wilson(num_right: int, num: int) -> tuple[float, float] | None:
     return max(0.0, middle - half), min(1.0, middle + half)
 
 
-def markable(incidents: Iterable[Incident]) -> tuple[Incident, ...]:
+def reviewable(incidents: Iterable[Incident]) -> tuple[Incident, ...]:
     """Incidents with a diagnosis by detectors, newest first, without operator requests."""
     return tuple(sorted((i for i in incidents if not i.requested_by_operator), key=lambda i: i.opened_at, reverse=True))
 
 
-def marks(incidents: Iterable[Incident]) -> PrecisionSummary:
+def precision_summary(incidents: Iterable[Incident]) -> PrecisionSummary:
     """A diagnosis by two detectors counts for both. The fault class is the current one."""
-    found = markable(incidents)
+    found = reviewable(incidents)
     classes: dict[str, list[Incident]] = {}
     detectors: dict[str, list[Incident]] = {}
     for i in found:

@@ -16,16 +16,16 @@ from rolecall.core.journal.events import Event, EventKind
 from rolecall.core.journal.journal import Journal
 from rolecall.core.journal.payloads import ChainHead, WeightsAdmitted
 from rolecall.dashboards.pages.accounting.audit import APART_EVENTS, audited
-from rolecall.dashboards.pages.accounting.goals import DetectionTimes, RecoveryTimes, detection, recovery
-from rolecall.dashboards.pages.accounting.time import EttrBreakdown, times
+from rolecall.dashboards.pages.accounting.latency import DetectionTimes, RecoveryTimes, detection, recovery
+from rolecall.dashboards.pages.accounting.lost_time import EttrBreakdown, times
 from rolecall.dashboards.settings import Settings
 from rolecall.recovery.operators.run_location import run_id_of
 from rolecall.views.audit import RunAudit
 from rolecall.views.ettr import steps, training_began
+from rolecall.views.ettr_accumulator import RETAINED
 from rolecall.views.incidents import summarize_incidents
 from rolecall.views.injections import InjectedFault, parse_injections
 from rolecall.views.lifetimes import incarnation_records
-from rolecall.views.lost_time import RETAINED
 
 _K = EventKind
 KINDS = (*RETAINED, _K.RUN_STARTED, _K.RUN_ENDED)

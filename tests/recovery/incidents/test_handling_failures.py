@@ -17,8 +17,13 @@ from rolecall.core.journal.journal import Lease
 from rolecall.core.rundir import RunDir
 from rolecall.recovery import loop as watch_module
 from rolecall.recovery.actuators.base import ActionResult
+from rolecall.recovery.incidents.handling_failures import (
+    FIRST_PAUSE_SECONDS,
+    PAUSE_SECONDS_MAX,
+    TRIES_MAX,
+    HandlingFailures,
+)
 from rolecall.recovery.incidents.incident import IncidentOutcome, IncidentState
-from rolecall.recovery.incidents.unhandled import FIRST_PAUSE_SECONDS, PAUSE_SECONDS_MAX, TRIES_MAX, HandlingFailures
 from rolecall.recovery.loop import Watch
 from rolecall.recovery.notifications.outbox import NotificationSender
 from rolecall.recovery.operators import commands
@@ -220,7 +225,7 @@ def test_without_the_journal_there_is_no_sign_of_life(world: World, monkeypatch:
     def gone(*_: Any, **__: Any) -> Any:
         raise JournalError("the disk is full")
 
-    monkeypatch.setattr(watch._book, "refresh", gone)
+    monkeypatch.setattr(watch._projection, "refresh", gone)
     world.clock.advance(2 * DEADMAN_SECONDS)
     with pytest.raises(JournalError):
         watch.tick()
@@ -233,10 +238,10 @@ def test_what_cannot_be_told_is_told_as_that(world: World) -> None:
     notifier = RecordingNotifier()
     teller = NotificationSender(notifier, world.clock, run_id="r", deadman_seconds=60.0)
     watch = world.watch()
-    watch._book.refresh(world.journal)
-    teller.tell(world.journal, watch._book)
+    watch._projection.refresh(world.journal)
+    teller.send(world.journal, watch._projection)
     assert [m.because for m in notifier.messages] == ["help"]
-    assert "oncall_paged: because: " in str(watch._book.broken["journal line 1"])
+    assert "oncall_paged: because: " in str(watch._projection.broken["journal line 1"])
 
 
 def test_pauses_double_up_to_a_limit_and_end_when_it_is_handled() -> None:
@@ -244,21 +249,21 @@ def test_pauses_double_up_to_a_limit_and_end_when_it_is_handled() -> None:
     troubles, pauses = HandlingFailures(clock), list[float]()
     for number in range(1, 12):
         assert troubles.last_try("x") is (number >= TRIES_MAX)
-        with troubles.apart("x"):
+        with troubles.isolate("x"):
             raise Unexpected(number)
         began = clock.monotonic()
         while not troubles.due("x"):
             clock.advance(0.25)
         pauses.append(clock.monotonic() - began)
-        assert bool(troubles.spent()) is (number >= TRIES_MAX)
+        assert bool(troubles.exhausted()) is (number >= TRIES_MAX)
     assert pauses == [min(PAUSE_SECONDS_MAX, FIRST_PAUSE_SECONDS * 2**n) for n in range(11)]
-    with troubles.apart("x"):
+    with troubles.isolate("x"):
         pass
-    assert troubles.due("x") and troubles.words() == {} and troubles.spent() == []
+    assert troubles.due("x") and troubles.errors() == {} and troubles.exhausted() == []
 
 
 def test_what_is_everybodys_trouble_is_raised_on() -> None:
     troubles = HandlingFailures(FakeClock())
-    with pytest.raises(JournalError), troubles.apart("x"):
+    with pytest.raises(JournalError), troubles.isolate("x"):
         raise JournalError("database is locked")
-    assert troubles.due("x") and troubles.words() == {}
+    assert troubles.due("x") and troubles.errors() == {}

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from rolecall.core.diagnosis import Diagnosis
 from rolecall.core.faults import DetectionChannel
-from rolecall.recovery.incidents.incident import PERSON
+from rolecall.recovery.incidents.incident import OPERATOR
 from rolecall.views.incidents import IncidentSummary
 
 GOAL_SECONDS: dict[DetectionChannel, float] = {
@@ -66,7 +66,7 @@ def detection(stories: Iterable[IncidentSummary]) -> tuple[DetectionTimes, ...]:
     """One row per channel with detections; injected and other faults separately."""
     found: dict[tuple[DetectionChannel, bool], list[float]] = {}
     for story in stories:
-        if PERSON in story.diagnosis.detectors or (story.fault is not None and not story.named_right):
+        if OPERATOR in story.diagnosis.detectors or (story.fault is not None and not story.named_right):
             continue  # an operator request is no detection, and a wrong suspect is no detection of this fault
         key = evidence_of(story.diagnosis), story.fault is not None
         found.setdefault(key, []).append(max(0.0, story.detected_at - story.began_at))

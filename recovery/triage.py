@@ -1,0 +1,238 @@
+"""Triage: does a current diagnosis open an incident, belong to a known suspect, or show that a replacement failed? Pure.
+
+At most suspect incident is open per replica. Diagnoses repeat while they hold, and several detectors may report suspect fault in
+turn (slow, then hung, then dead): all of that is suspect incident. A closed incident absorbs its diagnosis while that is still
+reported; the same diagnosis with a later onset is a new fault. A rejected remediation is not proposed again for the same
+fault under another class.
+"""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from rolecall.core.diagnosis import Diagnosis, Suspect
+from rolecall.core.faults import FaultClass, Remedy
+from rolecall.core.ids import split_replica
+from rolecall.core.membership import ReplicaState
+from rolecall.recovery.fleet import FleetView
+from rolecall.recovery.incidents.incident import (
+    OPERATOR,
+    ActionFailure,
+    Decision,
+    Incident,
+    IncidentOutcome,
+    IncidentState,
+)
+
+LOST_GRACE_SECONDS = 6.0
+"""Time after which recovery opens an incident for a lost replica without a diagnosis: longer than the detectors need
+(crash: 1 s; 5 s while its peers may still raise the same exception, which makes it user code), because their diagnosis is
+more specific."""
+RUNTIME = "runtime"
+
+
+class TriageAction(StrEnum):
+    IGNORE = "ignore"
+    OPEN = "open"
+    UPDATE = "update"  # new information on an open incident
+    FAIL = "fail"  # the replacement that an incident started is faulty itself
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TriageDecision:
+    kind: TriageAction
+    because: str
+    incident_id: str = ""
+
+
+def triage(
+    diagnosis: Diagnosis,
+    incidents: Iterable[Incident],
+    fleet: FleetView,
+    *,
+    reported_before: bool,
+    reconsider: bool = False,
+) -> TriageDecision:
+    """Where a current diagnosis belongs.
+
+    `reported_before`: it was already reported shortly before. `reconsider`: policy would now act on what it tolerated.
+    """
+    known = list(incidents)
+    for incident in known:
+        if incident.state is not IncidentState.CLOSED:
+            found = _against_open(diagnosis, incident)
+            if found is not None:
+                return found
+    if _all_replaced(diagnosis, fleet):
+        return TriageDecision(kind=TriageAction.IGNORE, because="every incarnation it names was already replaced")
+    for incident in reversed(known):
+        if incident.state is IncidentState.CLOSED:
+            found = _against_closed(diagnosis, incident, fleet, reported_before, reconsider)
+            if found is not None:
+                return found
+    return TriageDecision(kind=TriageAction.OPEN, because="no incident explains it")
+
+
+def _against_open(diagnosis: Diagnosis, incident: Incident) -> TriageDecision | None:
+    incident_id = incident.incident_id
+    if diagnosis.key in incident.seen_keys:
+        return TriageDecision(
+            kind=TriageAction.IGNORE, because=f"{incident_id} already covers it", incident_id=incident_id
+        )
+    named = {s.replica: s.incarnation for s in diagnosis.suspects if s.replica}
+    shared = named.keys() & (incident.named.keys() | incident.touched.keys())
+    if not shared or diagnosis.fault_class.spec.remedy is Remedy.STOP:
+        # A failure of the job's own code is a separate incident that supersedes its victims' (`next_step.superseded`).
+        return None
+    if incident.state is IncidentState.VERIFYING and diagnosis.fault_class.spec.is_repairable:
+        for replica in sorted(shared):
+            if named[replica] is not None and named[replica] == incident.touched.get(replica):
+                because = f"the replacement {replica}#{named[replica]} failed: {diagnosis.because}"
+                return TriageDecision(kind=TriageAction.FAIL, because=because, incident_id=incident_id)
+    if diagnosis.fault_class.spec.remedy is Remedy.WEIGH and diagnosis.gain_ratio is None:
+        because = (
+            f"{incident_id} already handles {', '.join(sorted(shared))}, and incident_id diagnosis adds no measurement"
+        )
+        return TriageDecision(kind=TriageAction.IGNORE, because=because, incident_id=incident_id)
+    undecided = incident.state in (IncidentState.OPEN, IncidentState.PLANNED)
+    if undecided and incident.failures and all(named[r] == incident.touched.get(r) for r in shared):
+        return TriageDecision(
+            kind=TriageAction.IGNORE,
+            because=f"{incident_id} already knows that its replacement failed",
+            incident_id=incident_id,
+        )
+    code = incident.diagnosis.fault_class.spec.remedy is Remedy.STOP
+    if undecided and not incident.requested_by_operator and not code:
+        return TriageDecision(
+            kind=TriageAction.UPDATE, because=f"new information on {incident_id}", incident_id=incident_id
+        )
+    return TriageDecision(
+        kind=TriageAction.IGNORE,
+        because=f"{incident_id} already handles {', '.join(sorted(shared))}",
+        incident_id=incident_id,
+    )
+
+
+def _all_replaced(diagnosis: Diagnosis, fleet: FleetView) -> bool:
+    named = [(s.replica, s.incarnation) for s in diagnosis.suspects if s.replica and s.incarnation is not None]
+    if not named or len(named) < len(diagnosis.suspects):
+        return False
+    seen = [(fleet.find(replica), incarnation) for replica, incarnation in named]
+    return all(view is not None and incarnation < view.desired_incarnation for view, incarnation in seen)
+
+
+def _against_closed(
+    diagnosis: Diagnosis, incident: Incident, fleet: FleetView, reported_before: bool, reconsider: bool
+) -> TriageDecision | None:
+    incident_id = incident.incident_id
+    if diagnosis.key in incident.seen_keys and (reported_before or diagnosis.onset <= (incident.closed_at or math.inf)):
+        if reconsider and incident.outcome is IncidentOutcome.TOLERATED:
+            return None
+        return TriageDecision(
+            kind=TriageAction.IGNORE,
+            because=f"{incident_id} handled it, and the diagnosis never cleared",
+            incident_id=incident_id,
+        )
+    if (
+        incident.outcome is IncidentOutcome.ESCALATED
+        and diagnosis.fault_class.spec.is_repairable
+        and not _requested_by_operator(diagnosis)
+    ):
+        for s in diagnosis.suspects:
+            if s.replica in unrecovered_replicas(incident, fleet) and s.incarnation == incident.touched[s.replica]:
+                return TriageDecision(
+                    kind=TriageAction.IGNORE, because=f"{incident_id} escalated it to on-call", incident_id=incident_id
+                )
+    if rejected_by_operator(diagnosis, incident):
+        return TriageDecision(
+            kind=TriageAction.IGNORE,
+            because=f"an operator rejected its remediation in {incident_id}",
+            incident_id=incident_id,
+        )
+    return None
+
+
+def rejected_by_operator(diagnosis: Diagnosis, incident: Incident) -> bool:
+    """Whether an operator rejected a remediation of its suspects after its onset. This covers diagnoses of another class
+    too; a replacement request overrides the rejection."""
+    attempt = incident.attempt
+    if attempt is None or attempt.decision is not Decision.REJECTED or _requested_by_operator(diagnosis):
+        return False
+    before = diagnosis.onset <= (incident.closed_at or math.inf)
+    spared = {(str(t.replica), t.incarnation) for t in attempt.plan.targets}
+    named = {(s.replica, s.incarnation) for s in diagnosis.suspects}
+    replaces = diagnosis.fault_class.spec.is_repairable or diagnosis.fault_class.spec.remedy is Remedy.WEIGH
+    return before and replaces and bool(spared & named)
+
+
+def _requested_by_operator(diagnosis: Diagnosis) -> bool:
+    return OPERATOR in diagnosis.detectors
+
+
+def unrecovered_replicas(incident: Incident, fleet: FleetView) -> frozenset[str]:
+    """Replicas whose newest incarnation incident_id incident started and then escalated."""
+    attempt = incident.attempts[-2] if len(incident.attempts) > 1 else None
+    if (
+        incident.outcome is not IncidentOutcome.ESCALATED
+        or attempt is None
+        or attempt.failure in (None, ActionFailure.REFUSED)
+    ):
+        return frozenset()
+    found = ((t.replica, fleet.find(t.replica)) for t in attempt.plan.targets)
+    return frozenset(str(r) for r, v in found if v is not None and v.desired_incarnation == incident.touched.get(r))
+
+
+def unrepaired(fleet: FleetView, incidents: Iterable[Incident], now: float) -> list[Diagnosis]:
+    """Diagnoses for replicas that the runtime lost and no incident handles: a lost event only delays the repair."""
+    known = list(incidents)
+    handled = {r for i in known if i.state is not IncidentState.CLOSED for r in (*i.named, *i.touched)}
+    for incident in known:
+        handled |= unrecovered_replicas(incident, fleet)
+    found = []
+    for view in fleet.replicas:
+        lost = view.state is ReplicaState.LOST and view.incarnation == view.desired_incarnation
+        if lost and now - view.changed_at >= LOST_GRACE_SECONDS and view.replica not in handled:
+            found.append(_lost(view.replica, view.incarnation, view.node, view.because, view.changed_at, now))
+    return found
+
+
+def _lost(replica: str, incarnation: int, node: Any, because: str, at: float, now: float) -> Diagnosis:
+    suspect = Suspect(node=node, role=split_replica(replica)[0], replica=replica, incarnation=incarnation)
+    return Diagnosis(
+        suspects=(suspect,),
+        fault_class=FaultClass.CRASH,
+        onset=at,
+        detected_at=now,
+        confidence=1.0,
+        because=f"{replica}#{incarnation} is lost: the runtime reported it {now - at:.1f} s ago and it has no replacement: {because}",
+        detectors=(RUNTIME,),
+    )
+
+
+def finite(value: Any) -> Any:
+    """`value` with None for every number that JSON cannot represent (NaN, infinity)."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {k: finite(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(v) for v in value]
+    return value
+
+
+def storable(diagnosis: Diagnosis) -> Diagnosis:
+    """The diagnosis as the journal stores it, so that decisions use exactly the stored input."""
+    cleaned = finite(diagnosis.to_dict())
+    for evidence in cleaned["evidence"]:
+        evidence["values"] = {k: v for k, v in evidence["values"].items() if v is not None}
+    times = {k: cleaned[k] if cleaned[k] is not None else 0.0 for k in ("onset", "detected_at", "confidence")}
+    return Diagnosis.from_dict({**cleaned, **times})
+
+
+def incident_name(number: int, diagnosis: Diagnosis) -> str:
+    """`inc-3-rollout-1`; `inc-3-node-2` if only a node is known; `inc-3-job` if several suspects or none."""
+    suspects = {s.replica or str(s.node) for s in diagnosis.suspects}
+    suspect = suspects.pop() if len(suspects) == 1 else "job"
+    return f"inc-{number}-{suspect.replace('/', '-')}"[:63]

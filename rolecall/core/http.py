@@ -1,0 +1,93 @@
+"""Outgoing HTTP requests, each with one deadline for all of it.
+
+httpx limits each wait, so a server that sends a byte now and then could hold its client for hours; asyncio ends the
+whole exchange at its deadline. Redirects are not followed, and proxies of the environment are not used: a request may
+hold names of machines and goes where it was sent.
+"""
+
+import asyncio
+import ssl
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    import httpx
+
+CONNECT_SECONDS = 2.0
+
+
+class HttpFailed(Exception):
+    """No whole answer: why. `late`: not within the deadline; `refused`: nobody listens; `too_large`: cut off."""
+
+    def __init__(self, reason: str, *, late: bool = False, refused: bool = False, too_large: bool = False) -> None:
+        self.late, self.refused, self.too_large = late, refused, too_large
+        super().__init__(reason)
+
+
+class HttpAnswer(NamedTuple):
+    status: int
+    body: bytes
+
+
+def request(
+    method: str,
+    url: str,
+    *,
+    deadline_seconds: float,
+    bytes_max: int,
+    headers: Mapping[str, str] | None = None,
+    content: bytes | None = None,
+) -> HttpAnswer:
+    """One exchange on a connection of its own. For threads without an event loop. `bytes_max` 0: only the status counts,
+    the body is not read.
+
+    Raises:
+        HttpFailed: no answer in time, none of HTTP, or one of more than `bytes_max` bytes.
+    """
+    import httpx
+
+    asked = {"Accept-Encoding": "identity", **(headers or {})}
+    try:
+        return asyncio.run(_exchange(method, url, asked, content, deadline_seconds, bytes_max))
+    except (TimeoutError, httpx.TimeoutException):
+        raise HttpFailed(f"no whole answer within {deadline_seconds:g} s", late=True) from None
+    except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError) as e:
+        causes = _causes(e)
+        refused = any(isinstance(c, ConnectionRefusedError) for c in causes)
+        reason = "connection refused" if refused else str(causes[-1]) or type(causes[-1]).__name__
+        raise HttpFailed(reason, refused=refused) from None
+
+
+async def _exchange(
+    method: str, url: str, headers: dict[str, str], content: bytes | None, seconds: float, bytes_max: int
+) -> HttpAnswer:
+    import httpx
+
+    # The system's authorities, as for Python's own clients; a context is dear and plain HTTP needs none.
+    verify: Any = ssl.create_default_context() if url.startswith("https:") else False
+    timeout = httpx.Timeout(seconds, connect=min(seconds, CONNECT_SECONDS))
+    async with (
+        asyncio.timeout(seconds),
+        httpx.AsyncClient(verify=verify, timeout=timeout, trust_env=False) as client,
+        client.stream(method, url, headers=headers, content=content) as response,
+    ):
+        return HttpAnswer(response.status_code, await _body(response, bytes_max) if bytes_max else b"")
+
+
+async def _body(response: "httpx.Response", bytes_max: int) -> bytes:
+    body = bytearray()
+    async for part in response.aiter_raw():
+        body += part
+        if len(body) > bytes_max:
+            raise HttpFailed(f"more than {bytes_max:,} bytes", too_large=True)
+    return bytes(body)
+
+
+def _causes(e: BaseException) -> list[BaseException]:
+    """`e` and what led to it: httpx wraps the system's error several times."""
+    causes = [e]
+    while inner := causes[-1].__cause__ or causes[-1].__context__:
+        causes.append(inner)
+    if isinstance(causes[-1], BaseExceptionGroup):  # of a name with several addresses
+        causes += causes[-1].exceptions
+    return causes

@@ -1,0 +1,80 @@
+"""Outgoing requests: every server that misbehaves ends as HttpFailed within the deadline."""
+
+import socket
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from rolecall.core.http import HttpAnswer, HttpFailed, request
+from tests.agent.page_server import PageServer, http_page
+
+
+@pytest.fixture
+def server() -> Iterator[PageServer]:
+    server = PageServer()
+    yield server
+    server.close()
+
+
+def get(server: PageServer, seconds: float = 5.0) -> HttpAnswer:
+    return request("GET", server.url, deadline_seconds=seconds, bytes_max=1000)
+
+
+def test_an_answer(server: PageServer) -> None:
+    server.answer = http_page("up 1\n")
+    assert get(server) == (200, b"up 1\n")
+
+
+def test_a_redirect_is_not_followed(server: PageServer) -> None:
+    server.answer = http_page("", "302 Found", "Location: http://127.0.0.1:1/")
+    assert get(server).status == 302
+
+
+@pytest.mark.parametrize("how", ["drip", "hang", "continue"])
+def test_the_deadline_holds_for_all_of_it(server: PageServer, how: str) -> None:
+    def continues(connection: socket.socket) -> None:
+        while not server.ending.wait(0.001):
+            connection.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
+
+    server.answer = {"drip": server.drip, "hang": server.hang, "continue": continues}[how]
+    began = time.monotonic()
+    with pytest.raises(HttpFailed, match=r"no whole answer within 0\.3 s") as e:
+        get(server, 0.3)
+    assert e.value.late and time.monotonic() - began < 10.0
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        (b"", "disconnected"),
+        (b"SSH-2.0-OpenSSH\r\n", "disconnected"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 10\r\n\r\nup", "without sending complete message body"),
+        (http_page("x" * 1001), "more than 1,000 bytes"),
+    ],
+)
+def test_bad_answers(server: PageServer, answer: bytes, reason: str) -> None:
+    server.answer = answer
+    with pytest.raises(HttpFailed, match=reason):
+        get(server)
+
+
+def test_nobody_listens(server: PageServer) -> None:
+    server.close()
+    with pytest.raises(HttpFailed, match="connection refused") as e:
+        get(server)
+    assert e.value.refused
+
+
+def test_a_url_that_is_none() -> None:
+    with pytest.raises(HttpFailed):
+        request("GET", "http://[::1", deadline_seconds=1.0, bytes_max=10)
+
+
+def test_who_wants_only_the_status_does_not_wait_for_the_body(server: PageServer) -> None:
+    def hang(connection: socket.socket) -> None:
+        connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 10\r\n\r\n")
+        server.ending.wait()
+
+    server.answer = hang
+    assert request("GET", server.url, deadline_seconds=5.0, bytes_max=0) == (200, b"")

@@ -32,7 +32,7 @@ from urllib.parse import parse_qs, urlsplit
 
 import common
 
-from rolecall.agent.http.routes import LOOK_SECONDS, NEAR_ENOUGH
+from rolecall.agent.http.routes import EARLY_INTERVALS, SAMPLE_SECONDS
 from rolecall.agent.http.server import GZIP_LEVEL
 from rolecall.core.clock import SystemClock
 from rolecall.core.columns import HOSTS, PROCESSES
@@ -80,7 +80,7 @@ class StandIn:
     def until_a_look(self, seconds: float) -> float:
         """As `Routes._until_a_look`."""
         since = (time.monotonic() - self.phase) % 1.0 + seconds
-        return seconds - since + math.ceil(since - NEAR_ENOUGH) + LOOK_SECONDS
+        return seconds - since + math.ceil(since - EARLY_INTERVALS) + SAMPLE_SECONDS
 
     def _look(self, at: float, second: int) -> tuple[list[ProcessSample], HostSample]:
         wall = time.time() + at - time.monotonic()

@@ -19,6 +19,7 @@ import math
 import os
 import resource
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from http import HTTPStatus
 from pathlib import Path
@@ -36,6 +37,7 @@ from rolecall.agent.evidence import EvidenceUnavailable, FlightRecorders, Stacks
 from rolecall.agent.http import parameters
 from rolecall.agent.http.exposition import agent_value, all_values, build_info, render
 from rolecall.agent.http.server import Handler, attachment, json_response
+from rolecall.agent.identity import Registration
 from rolecall.agent.registry import Registry
 from rolecall.agent.sampler import Sampler
 from rolecall.agent.samples import SampleRing
@@ -46,14 +48,14 @@ from rolecall.core.telemetry import EventBatch
 
 WAIT_SECONDS_MAX = 30.0
 """Of a long poll."""
-LOOK_SECONDS = 0.05
-"""So long after a look was due it has ended: it takes 5 ms."""
-NEAR_ENOUGH = 0.5
-"""Part of an interval by which an answer may come before its reader wanted it: the nearest look."""
-FRESH_SECONDS_MAX = 1.0
-"""A reader waits no longer than so much more than it wanted, however rarely this agent looks."""
+SAMPLE_SECONDS = 0.05
+"""A sample is complete this long after it was due: it takes 5 ms."""
+EARLY_INTERVALS = 0.5
+"""An answer may come this part of an interval before the time that its reader asked for: at the nearest sample."""
+EXTRA_WAIT_SECONDS_MAX = 1.0
+"""A reader waits at most this much longer than it asked for, however rarely this agent samples."""
 STALE_ROUNDS = 25
-"""Healthy while the newest round is younger than so many intervals (5 s at five rounds a second)."""
+"""Healthy while the newest sample is younger than this many intervals (5 s at five samples a second)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +74,7 @@ class Routes:
     probes: Probes
     gpus: GpuSamples
     num_malformed: Callable[[], int]
-    """Messages of processes that were none."""
+    """Malformed messages from processes."""
 
     def table(self) -> dict[str, Handler]:
         return {
@@ -99,7 +101,7 @@ class Routes:
         return json_response({"ok": fresh}, HTTPStatus.OK if fresh else HTTPStatus.SERVICE_UNAVAILABLE)
 
     def _freshness(self) -> tuple[bool, float]:
-        """And how old the newest round is, seconds."""
+        """Whether the newest sample is fresh, and its age in seconds."""
         age = self.clock.monotonic() - self.sampler.stats.last_at
         return age < STALE_ROUNDS * self.interval_seconds, age
 
@@ -127,22 +129,22 @@ class Routes:
         return json_response(self._events(request, parameters.seconds(request, "wait", WAIT_SECONDS_MAX)).to_dict())
 
     def news(self, request: Request) -> Response:
-        """What both would say, in one answer: as soon as there is an event, else soon after the look that ends nearest
-        to `wait` from now, so that what it says is fresh. `rounds`: so many of the newest looks."""
+        """Events and samples in one response: at the first event, else just after the sample nearest to `wait` from
+        now, so that the samples are fresh. `rounds`: how many of the newest samples."""
         parameters.only(request, "after", "since", "wait", "rounds")
         rounds = parameters.number(request, "rounds", 0)
         seconds = parameters.seconds(request, "wait", WAIT_SECONDS_MAX)
-        events = self._events(request, self._until_a_look(seconds)).to_dict()
+        events = self._events(request, self._until_a_sample(seconds)).to_dict()
         return json_response({**events, **self.ring.news(parameters.number(request, "since", 0), rounds)})
 
-    def _until_a_look(self, seconds: float) -> float:
-        """Seconds until just after a look ends: `seconds`, up to half an interval more or less."""
+    def _until_a_sample(self, seconds: float) -> float:
+        """Seconds until just after a sample: `seconds`, up to half an interval more or less."""
         if not seconds:
             return 0.0
         since = self.clock.monotonic() - self.sampler.stats.last_at + seconds
-        looks = math.ceil(since / self.interval_seconds - NEAR_ENOUGH)
-        until = seconds - since + looks * self.interval_seconds + LOOK_SECONDS
-        return until if 0.0 < until <= seconds + FRESH_SECONDS_MAX else seconds
+        intervals = math.ceil(since / self.interval_seconds - EARLY_INTERVALS)
+        until = seconds - since + intervals * self.interval_seconds + SAMPLE_SECONDS
+        return until if 0.0 < until <= seconds + EXTRA_WAIT_SECONDS_MAX else seconds
 
     def _events(self, request: Request, seconds: float) -> EventBatch:
         after = parameters.number(request, "after", 0)
@@ -159,37 +161,34 @@ class Routes:
 
     def evidence_stacks(self, request: Request) -> Response:
         parameters.authorize(request, self.bearer)
-        parameters.only(request, "pid")
-        pid = parameters.number(request, "pid", 0)
-        registration = self.registry.live_process(pid)
-        if registration is None:
-            raise HTTPException(HTTPStatus.NOT_FOUND, f"pid: no live registered process {pid}")
-        try:
+        registration = self._registered(request)
+        pid = registration.process.pid
+        with _unavailable():
             threads = self.stacks.dump(pid)
-        except EvidenceUnavailable as e:
-            status = HTTPStatus.TOO_MANY_REQUESTS if e.busy else HTTPStatus.SERVICE_UNAVAILABLE
-            raise HTTPException(status, str(e)) from None
         said = {"replica": registration.replica, "rank": registration.rank, "incarnation": registration.incarnation}
         return json_response({"node": self.node, "pid": pid, **said, "at": self.clock.monotonic(), "threads": threads})
 
     def evidence_flight_recorder(self, request: Request) -> Response:
-        """PyTorch's own dump, as a file for `rolecall diagnose`; the process makes it while its main thread hangs."""
+        """PyTorch's own dump, as a file for `rolecall diagnose`; the process writes it even if its main thread hangs."""
         parameters.authorize(request, self.bearer)
+        process = self._registered(request).process
+        with _unavailable():
+            dump = self.flight.dump(
+                process.pid, process.start_ticks, lambda: self.registry.live_process(process.pid) is not None
+            )
+        return attachment(dump)
+
+    def _registered(self, request: Request) -> Registration:
+        """The live process that the parameter `pid` names; 404 if there is none."""
         parameters.only(request, "pid")
         pid = parameters.number(request, "pid", 0)
         registration = self.registry.live_process(pid)
         if registration is None:
             raise HTTPException(HTTPStatus.NOT_FOUND, f"pid: no live registered process {pid}")
-        process = registration.process
-        try:
-            told = self.flight.dump(pid, process.start_ticks, lambda: self.registry.live_process(pid) is not None)
-        except EvidenceUnavailable as e:
-            status = HTTPStatus.TOO_MANY_REQUESTS if e.busy else HTTPStatus.SERVICE_UNAVAILABLE
-            raise HTTPException(status, str(e)) from None
-        return attachment(told)
+        return registration
 
     def evidence_of(self, collector: str) -> Handler:
-        """What this collector gives when it is asked: its newest lines, or an answer of now."""
+        """Evidence that a collector holds, such as the newest kernel log lines, or collects on request."""
 
         def answer(request: Request) -> Response:
             parameters.authorize(request, self.bearer)
@@ -211,7 +210,7 @@ class Routes:
         return Response(body, media_type=content_type)
 
     def metrics_dcgm(self, request: Request) -> Response:
-        """The GPU collector's values once more, in dcgm-exporter's names and labels; empty without a GPU."""
+        """The GPU collector's values under dcgm-exporter's names and labels; empty without a GPU."""
         parameters.only(request)
         page = "".join(r.dcgm() for r in self.probes.readings())
         return Response(page, media_type=CONTENT_TYPE_PLAIN_0_0_4)
@@ -254,6 +253,16 @@ class Routes:
             yield agent_value("probe_seconds", state.read_seconds, self.node, state.name)
             yield agent_value("probe_cpu_seconds_total", state.cpu_seconds, self.node, state.name)
             yield agent_value("probe_facts_dropped_total", state.facts_dropped, self.node, state.name)
+
+
+@contextmanager
+def _unavailable() -> Iterator[None]:
+    """429 while another dump is running, 503 for any other reason."""
+    try:
+        yield
+    except EvidenceUnavailable as e:
+        status = HTTPStatus.TOO_MANY_REQUESTS if e.busy else HTTPStatus.SERVICE_UNAVAILABLE
+        raise HTTPException(status, str(e)) from None
 
 
 def resident_bytes(proc: Path = Path("/proc")) -> int:

@@ -1,13 +1,12 @@
-"""TLS and basic authentication of the agent's port, from a file as Prometheus' own exporters take it (`--web.config.file`
-of prometheus/exporter-toolkit, docs/web-configuration.md):
+"""TLS and basic authentication of the agent's port, in the file format of Prometheus exporters
+(`--web.config.file` of prometheus/exporter-toolkit, docs/web-configuration.md):
 
     tls_server_config: {cert_file: node.crt, key_file: node.key, client_auth_type: RequireAndVerifyClientCert,
                         client_ca_file: ca.crt, min_version: TLS12}
     basic_auth_users: {prometheus: $2y$10$...}        # bcrypt, as `htpasswd -nBC 10 "" | tr -d ':\\n'` writes it
 
-Certificates and keys are read again when their files change, as those exporters do; the file itself is read at the start.
-Paths are relative to the file. Keys that are not known here are refused: an operator who asked for a limit must not
-believe that it holds.
+Certificates and keys are reloaded when their files change, as in those exporters; the file itself is read once, at the
+start. Paths are relative to the file. Unknown keys are errors: nobody should rely on a limit that is not applied.
 """
 
 import base64
@@ -28,7 +27,7 @@ from rolecall.core.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 NUM_VERIFIED_MAX = 100
-"""Right credentials remembered: bcrypt takes a tenth of a second on purpose, and a scrape comes every few."""
+"""Verified credentials to cache: bcrypt takes a tenth of a second by design, and scrapes repeat every few seconds."""
 
 _CLIENT_AUTH = {
     "NoClientCert": ssl.CERT_NONE,
@@ -54,7 +53,7 @@ class _Web(BaseModel):
 
 
 class Tls:
-    """The context of files that somebody renews. `context()` may be called from several threads."""
+    """TLS context that follows its files. `context()` may be called from several threads."""
 
     def __init__(self, tls: _Tls, folder: Path, context: ssl.SSLContext) -> None:
         self._tls, self._folder, self._context = tls, folder, context
@@ -74,7 +73,7 @@ class Tls:
         return stamps
 
     def context(self) -> ssl.SSLContext:
-        """For one more connection. What cannot be used (half of a pair is there) is said, and the one of before kept."""
+        """For the next connection. If the new files do not work (half a pair), logs that and keeps the previous context."""
         with self._lock:
             stamps = self._read_stamps()
             if stamps != self._stamps:
@@ -82,7 +81,7 @@ class Tls:
                 problems = list[str]()
                 fresh = _context(self._tls, self._folder, problems)
                 if problems:
-                    logger.warning("the certificate of before is kept: %s", "; ".join(problems))
+                    logger.warning("keeping the previous certificate: %s", "; ".join(problems))
                 else:
                     self._context = fresh
             return self._context
@@ -120,7 +119,7 @@ class BasicAuth:
     def _check(self, name: str, password: str) -> bool:
         import bcrypt
 
-        # An unknown name costs as long as a wrong password: who asks does not learn which names there are.
+        # An unknown name takes as long as a wrong password, so that names cannot be guessed by timing.
         digest = self._users.get(name) or next(iter(self._users.values()))
         try:
             fits = bcrypt.checkpw(password.encode(), digest)
@@ -138,7 +137,7 @@ class WebConfig:
 
 def load_web_config(path: Path) -> WebConfig:
     """Raises:
-    ConfigError: the file, or a certificate or key that it names, cannot be used: all problems that can be told.
+    ConfigError: the file, or a certificate or key that it names, is unusable: every problem found.
     """
     try:
         value: Any = read_yaml(path.read_text(encoding="utf-8"))

@@ -159,7 +159,7 @@ class VllmCollector:
         pass
 
     def _of(self, engine: Endpoint, rank: tuple[str, ...]) -> list[MetricValue]:
-        _, samples = self._scraper.look(parse_address(engine.url, remote=self._remote))
+        _, samples = self._scraper.scrape(parse_address(engine.url, remote=self._remote))
         if not samples:
             raise CollectorUnavailable(f"{engine.url}: no vLLM metric on this page")
         return list(engine_values(samples, rank))

@@ -1,8 +1,8 @@
 """Other exporters instead of our own collectors: dcgm-exporter for GPUs, node_exporter for network and disks.
 
-A node that runs them already needs no second reader of NVML: their page is read and its series become rows of our
-catalogue, in our units. What has no equal there is left out, and nothing is made up. Values are as old as the exporter's
-own interval (dcgm-exporter: 30 s unless told otherwise).
+A node that already runs them needs no second NVML client: their series become metrics of our catalogue, in our units.
+Series without an equivalent are left out. Values are as old as the exporter's own interval (dcgm-exporter: 30 s by
+default).
 """
 
 import re
@@ -29,13 +29,13 @@ NUM_SERIES_MAX = 20_000
 
 
 class ExporterFormat(Protocol):
-    """What one kind of exporter says, translated. `wanted`: names of its series that are looked at."""
+    """Translates one exporter's samples. `wanted`: names of the series that it uses."""
 
     @property
     def wanted(self) -> frozenset[str]: ...
 
     def values(self, samples: Iterable[Sample]) -> list[MetricValue]:
-        """Raises CannotRead: the page is not of such an exporter, or not of this node."""
+        """Raises CollectorUnavailable: not a page of such an exporter, or not of this node."""
         ...
 
 
@@ -55,7 +55,7 @@ class ExporterCollector:
         remote: bool = False,
         clock: Clock | None = None,
     ) -> None:
-        """Raises ValueError: `url` is none, or not of this node and `remote` is not set."""
+        """Raises ValueError: `url` is malformed, or not of this node and `remote` is not set."""
         self.name, self.interval_seconds = name, interval_seconds
         self._address, self._page, self._dcgm = parse_address(url, remote=remote), page, dcgm
         self._scraper = Scraper(
@@ -63,8 +63,8 @@ class ExporterCollector:
         )
 
     def read(self, at: float) -> CollectorReading:
-        """Raises CannotRead: the exporter does not answer, with its address and why."""
-        body, samples = self._scraper.look(self._address)
+        """Raises CollectorUnavailable: the exporter does not answer: address and reason."""
+        body, samples = self._scraper.scrape(self._address)
         try:
             values = self._page.values(samples)
         except CollectorUnavailable as e:
@@ -88,7 +88,7 @@ def dcgm_exporter(
     remote: bool = False,
     clock: Clock | None = None,
 ) -> ExporterCollector:
-    """`hostname`: this node as dcgm-exporter calls it, for a page that speaks of several hosts; empty: `node`."""
+    """`hostname`: this node's name in dcgm-exporter, for a page with several hosts; empty: `node`."""
     return ExporterCollector(
         node,
         "dcgm_exporter",
@@ -146,8 +146,8 @@ _DCGM_KEYS: Mapping[str, tuple[Key, float]] = {
     "DCGM_FI_DEV_CLOCKS_EVENT_REASON_HW_THERM_SLOWDOWN_NS": (("throttle_seconds_total", "hw_thermal"), 1e9),
     "DCGM_FI_DEV_CLOCKS_EVENT_REASON_HW_POWER_BRAKE_SLOWDOWN_NS": (("throttle_seconds_total", "hw_power_brake"), 1e9),
 }
-"""DCGM's name to our key and what to divide by. Units as dcgm_fields.h has them: violations are nanoseconds, whatever
-the help of older exporters says (NVIDIA/dcgm-exporter#589)."""
+"""DCGM's name to our key and divisor. Units follow dcgm_fields.h: violations are in nanoseconds, although the HELP of
+older exporters says otherwise (NVIDIA/dcgm-exporter#589)."""
 _DCGM_RULES: dict[str, tuple[Metric, tuple[str, ...], float]] = {
     name: (_GPU_METRICS[key[0]], key[1:], scale) for name, (key, scale) in _DCGM_KEYS.items()
 }
@@ -157,7 +157,7 @@ _GPU = re.compile(r"[0-9]{1,3}\Z")
 
 
 def _is_blank(value: float) -> bool:
-    """DCGM's marks for a number that is not there, not supported or not permitted (dcgm_structs.h)."""
+    """DCGM's blank values: missing, not supported or not permitted (dcgm_structs.h)."""
     return (
         not -_INT64_BLANK < value < _INT64_BLANK  # NaN too
         or _INT32_BLANK <= value <= _INT32_BLANK + 3
@@ -166,26 +166,26 @@ def _is_blank(value: float) -> bool:
 
 
 class DcgmPage:
-    """dcgm-exporter's series as rows of the GPU table.
+    """dcgm-exporter's series as GPU metrics.
 
-    A GPU that left the page stays `up` 0. Of MIG instances, which share a GPU's number, nothing is taken but that they
-    are there. XIDs are left to the kernel log: DCGM keeps the newest code only, and a repeat does not show.
+    A GPU that disappears from the page stays as `up` 0. Of MIG instances, which share a GPU's number, only their
+    presence is used. XIDs come from the kernel log: DCGM keeps only the newest code and does not show repeats.
     """
 
     wanted = frozenset(_DCGM_RULES) | _REASON_MASKS
 
     def __init__(self, node: NodeId, hostname: str) -> None:
         self._node, self._hostname = node, hostname
-        self._seen: dict[str, None] = {}  # numbers of GPUs, in the order of their coming
+        self._seen: dict[str, None] = {}  # GPU numbers in order of first appearance
 
     def values(self, samples: Iterable[Sample]) -> list[MetricValue]:
-        """Raises CannotRead: no GPU of this node on the page."""
+        """Raises CollectorUnavailable: no GPU of this node on the page."""
         node = self._node
         mine = self._of_this_host([s for s in samples if _GPU.match(s.labels.get("gpu", ""))])
         found: dict[tuple[str, tuple[str, ...]], MetricValue] = {}
 
         def add(metric: Metric, labels: tuple[str, ...], value: float) -> None:
-            # A GPU that pods share has a series for each of them: all say the same of the GPU.
+            # A GPU that pods share has one series per pod, all with the same value.
             found.setdefault((metric.name, labels), MetricValue(metric, labels, value))
 
         here: dict[str, None] = {}
@@ -216,18 +216,18 @@ class DcgmPage:
         return list(found.values())
 
     def _of_this_host(self, samples: list[Sample]) -> list[Sample]:
-        """Those of this node: all, unless the page speaks of several hosts. Raises CannotRead."""
+        """This node's samples: all, unless the page has several hosts. Raises CollectorUnavailable."""
         hosts = {_host(s) for s in samples}
         if len(hosts) <= 1:
             return samples
         if self._hostname not in hosts:
             some = ", ".join(sorted(hosts)[:4])
             raise CollectorUnavailable(
-                f"speaks of {len(hosts)} hosts ({some}), none of which is {self._hostname}: set `hostname`"
+                f"the page has {len(hosts)} hosts ({some}), none of which is {self._hostname}: set `hostname`"
             )
         return [s for s in samples if _host(s) == self._hostname]
 
 
 def _host(sample: Sample) -> str:
-    """dcgm-exporter said `Hostname` until May 2026 (NVIDIA/dcgm-exporter#655)."""
+    """The label was `Hostname` until May 2026 (NVIDIA/dcgm-exporter#655)."""
     return sample.labels.get("hostname") or sample.labels.get("Hostname", "")

@@ -1,8 +1,7 @@
-"""node_exporter's series as rows of our network and storage tables, where both mean the same.
+"""node_exporter's series as our network and storage metrics, where both mean the same.
 
-Names: prometheus/node_exporter, collectors enabled by default. Not taken: CPU, memory and load, which the agent reads by
-itself at each look whatever is set; counters of link downs, which ours begin with the agent. `drop` there holds what the
-driver calls missed, too.
+Names: prometheus/node_exporter, collectors enabled by default. Left out: CPU, memory and load, which the agent always
+samples itself; link-down counters, because ours start with the agent. node_exporter's `drop` includes missed packets.
 """
 
 import re
@@ -19,23 +18,23 @@ from rolecall.core.metrics.storage import STORAGE_METRICS
 from rolecall.formats.infiniband import FAULT_COUNTERS, PHYSICAL_STATES, UNKNOWN, UP_STATES
 
 NUM_OF_A_KIND_MAX = 64
-"""Interfaces, ports, disks and mounts: series of one row of the catalogue, errors and their like counted apart."""
+"""Interfaces, ports, disks or mounts per metric; each error kind counts separately."""
 
 _BY_NAME = {m.name.removeprefix("rolecall_"): m for m in (*NETWORK_METRICS, *STORAGE_METRICS)}
 _VIRTUAL = re.compile(
     r"(?:lo|veth|docker|br-|virbr|cali|cilium|lxc|cni|flannel|vxlan|tun|tap|dummy|ifb|kube|nodelocal)"
 )
-"""Our own collector asks sysfs for what is hardware; a page does not say it."""
+"""Our own collector finds hardware interfaces in sysfs; a page does not tell."""
 _SPEED_BYTES_MAX = 1e13
-"""Beyond it is what a driver says that does not know: -1, as an unsigned number of megabits."""
+"""A driver that does not know the speed reports -1, read as an unsigned number of megabits."""
 
 Found = Iterable[tuple[Metric, tuple[str, ...], float]]
 Rule = Callable[[Mapping[str, str], float], Found]
-"""Labels and number of a sample to rows of ours: metric, labels after the node, number."""
+"""A sample's labels and value to our metric, labels after the node, and value."""
 
 
 def _plain(name: str, *more: str) -> Rule:
-    """Of the node as a whole."""
+    """For metrics of the whole node."""
     metric = _BY_NAME[name]
     return lambda labels, value: ((metric, more, value),)
 
@@ -52,7 +51,7 @@ def _interface(name: str) -> Rule:
 
 
 def _error(error: str) -> Rule:
-    """Absent until there was one, as our own collector has it."""
+    """Absent until the first error, as in our own collector."""
     rule = _interface("nic_errors_total")
     return lambda labels, value: ((m, (*of, error), v) for m, of, v in rule(labels, value) if v > 0)
 
@@ -161,7 +160,7 @@ _ORDER = {name: number for number, name in enumerate(_RULES)}
 
 
 class NodeExporterPage:
-    """Of two series that say the same of one thing, that whose rule stands first."""
+    """Where two series mean the same, the one whose rule comes first counts."""
 
     wanted = frozenset(_RULES)
 
@@ -169,7 +168,7 @@ class NodeExporterPage:
         self._node = node
 
     def values(self, samples: Iterable[Sample]) -> list[MetricValue]:
-        """Raises CannotRead: nothing of node_exporter on the page."""
+        """Raises CollectorUnavailable: no node_exporter series on the page."""
         found: dict[tuple[str, tuple[str, ...]], MetricValue] = {}
         num_of: dict[str, int] = {}
         for name, labels, value, *_ in sorted(samples, key=lambda s: _ORDER[s.name]):

@@ -1,7 +1,8 @@
-"""One page of another program's metrics, over HTTP on this node: bounded in time and size, no redirects, no credentials.
+"""Scrapes another program's metrics page on this node: bounded in time and size, no redirects, no credentials.
 
-A page is asked for at each look and the connection closed: the programs asked are on this node, and one that hangs must
-cost no more than its deadline.
+Each scrape opens and closes a connection: the exporters are on this node, and one that hangs costs no more than its
+deadline. By hand on http.client: httpx limits only single waits, and a client and event loop for each page would not
+fit into the agent's CPU budget.
 """
 
 import http.client
@@ -23,7 +24,7 @@ from rolecall.core.metrics.catalogue import BY_NAME
 from rolecall.core.metrics.metric import MetricValue
 
 DEADLINE_SECONDS = 2.0
-"""For the whole of it: connecting, the head and the body. An exporter answers in milliseconds."""
+"""For connecting, header and body together. An exporter answers in milliseconds."""
 PAGE_BYTES_MAX = 8 << 20
 """dcgm-exporter's page of eight GPUs has 0.2 MB, node_exporter's 0.1 to 1 MB."""
 _MALFORMED, _DROPPED = BY_NAME["rolecall_probe_lines_malformed_total"], BY_NAME["rolecall_probe_series_dropped_total"]
@@ -45,10 +46,10 @@ class ScrapeAddress:
 def parse_address(url: str, *, remote: bool = False) -> ScrapeAddress:
     """`http://host[:port][/path]`; without a path `/metrics`.
 
-    remote: hosts beyond loopback may be asked. What another node says would stand under this node's name.
+    remote: allow hosts beyond loopback. Their values appear under this node's name.
 
     Raises:
-        ValueError: it is no such URL, holds credentials, or is not of this node: which.
+        ValueError: not such a URL, or one with credentials or of another node: which.
     """
     if not url.isascii() or not url.isprintable() or " " in url:
         raise ValueError(f"{url!r}: not a URL")
@@ -76,10 +77,10 @@ def _is_loopback(host: str) -> bool:
 def fetch(
     address: ScrapeAddress, clock: Clock, *, deadline_seconds: float = DEADLINE_SECONDS, bytes_max: int = PAGE_BYTES_MAX
 ) -> bytes:
-    """The page. Looking up a name other than localhost is not under the deadline.
+    """The page. Resolving a name other than localhost is not under the deadline.
 
     Raises:
-        CannotRead: address and reason.
+        CollectorUnavailable: address and reason.
     """
     try:
         return _fetch(address, _Deadline(clock, deadline_seconds), bytes_max)
@@ -106,7 +107,7 @@ class _Deadline:
 
 
 class _Stream(io.RawIOBase):
-    """A socket whose reads together keep one deadline: its own timeout starts again with each byte."""
+    """A socket with one deadline for all reads: its own timeout restarts with each byte."""
 
     def __init__(self, sock: socket.socket, deadline: _Deadline) -> None:
         self._sock, self._deadline = sock, deadline
@@ -146,7 +147,7 @@ def _fetch(address: ScrapeAddress, deadline: _Deadline, bytes_max: int) -> bytes
 
 
 def _connected(address: ScrapeAddress, deadline: _Deadline) -> socket.socket:
-    """Tries all that the name stands for: an exporter listens perhaps on IPv4 only. Raises OSError."""
+    """Tries every address of the name: an exporter may listen on IPv4 only. Raises OSError."""
     error: OSError = OSError("the name has no address")
     for family, kind, protocol, _, place in socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM):
         try:
@@ -165,7 +166,7 @@ def _connected(address: ScrapeAddress, deadline: _Deadline) -> socket.socket:
 
 
 class Scraper:
-    """Reads pages for one collector, and counts what of them could not be."""
+    """Scrapes pages for one collector, and counts malformed and dropped lines."""
 
     def __init__(
         self,
@@ -182,8 +183,8 @@ class Scraper:
         self._deadline_seconds, self._bytes_max, self._num_samples_max = deadline_seconds, bytes_max, num_samples_max
         self.num_malformed = self.num_dropped = 0
 
-    def look(self, address: ScrapeAddress) -> tuple[bytes, list[Sample]]:
-        """The page as it came, and its samples that are wanted. Raises CannotRead."""
+    def scrape(self, address: ScrapeAddress) -> tuple[bytes, list[Sample]]:
+        """The page as received, and its wanted samples. Raises CollectorUnavailable."""
         body = fetch(address, self._clock, deadline_seconds=self._deadline_seconds, bytes_max=self._bytes_max)
         page = parse_page(body, self._wanted, num_samples_max=self._num_samples_max)
         self.num_malformed += page.num_malformed

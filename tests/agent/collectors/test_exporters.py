@@ -171,7 +171,7 @@ def test_a_page_of_several_hosts(server: PageServer) -> None:
     far = dcgm_page(0).replace('"gpu-7"', '"gpu-8"').replace("} 37\n", "} 99\n")
     server.show(far + dcgm_page(0))
     with pytest.raises(
-        CollectorUnavailable, match=r"speaks of 2 hosts \(gpu-7, gpu-8\), none of which is node-1: set `hostname`"
+        CollectorUnavailable, match=r"the page has 2 hosts \(gpu-7, gpu-8\), none of which is node-1: set `hostname`"
     ):
         dcgm_exporter(NODE, url=server.url).read(0.0)
     found = of_gpu(dcgm_exporter(NODE, url=server.url, hostname="gpu-7").read(0.0).values)

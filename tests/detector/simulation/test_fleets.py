@@ -116,7 +116,7 @@ def test_one_rollout_alone_is_compared_with_its_own_past_and_says_so() -> None:
     run.fleet.processes["rollout/0"].fault = FakeFault("unit_delay")
     run.go(40.0, until=lambda: bool(run.told))
     assert list(run.told) == ["slow:rollout/0#1"], run.sentences()
-    assert "its own past alone" in run.told["slow:rollout/0#1"][1].because
+    assert "its own history (no peer" in run.told["slow:rollout/0#1"][1].because
 
 
 def test_a_host_that_becomes_slower_as_a_whole_is_nobodys_fault() -> None:

@@ -14,6 +14,7 @@ import pytest
 from rolecall.core.clock import FakeClock, SystemClock
 from rolecall.core.config.job import parse_job
 from rolecall.core.errors import ConfigError
+from rolecall.core.http import HttpFailed
 from rolecall.detector.live.engine import LiveDetector
 from rolecall.detector.sources.agents import AgentsSource
 from rolecall.testing.synthetic_run import FakeFleet
@@ -34,7 +35,7 @@ class World:
     def ask(self, url: str) -> str:
         self.asked.append(url)
         if url in self.silent:
-            raise ConnectionRefusedError("connection refused")
+            raise HttpFailed("connection refused", refused=True)
         return url.removeprefix("http://").partition(":")[0]
 
     def keep(self, found: Mapping[str, str]) -> None:

@@ -283,7 +283,7 @@ class _Following:
         if before is not None and not changed and before.version == self._versions and before.run.paused == paused:
             run = replace(before.run, now=now, tokens_per_second=fold.run.tokens_per_second(now))
             trends = before.trends
-            if fold.trends.suffers:  # its losses grow with time
+            if fold.trends.ettr.is_losing:  # its losses grow with time
                 trends = self._trends(fold, now, ended=run.ended != "", lease=lease)
             return replace(
                 before,
@@ -330,7 +330,9 @@ class _Following:
         """Reads all new events; whether there were any."""
         changed = False
         while True:
-            events, damaged = events_after(journal, fold.seq, CHUNK_EVENTS, wants_admissions=fold.trends.awaits)
+            events, damaged = events_after(
+                journal, fold.seq, CHUNK_EVENTS, wants_admissions=fold.trends.ettr.has_open_incidents
+            )
             if not events and not damaged:
                 return changed
             fold.take(events, damaged)
@@ -356,7 +358,9 @@ class _Following:
             return False
         behind.trends.faults = self._injections.read()
         try:
-            events, damaged = events_after(journal, behind.seq, CHUNK_EVENTS, wants_admissions=behind.trends.awaits)
+            events, damaged = events_after(
+                journal, behind.seq, CHUNK_EVENTS, wants_admissions=behind.trends.ettr.has_open_incidents
+            )
         except Exception:  # noqa: BLE001 - the next read reports the same error
             return False
         if events or damaged:

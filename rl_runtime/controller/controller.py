@@ -138,6 +138,7 @@ class Controller:
         """A summary for logs and tests; thread-safe."""
         return {
             "step": self.state.step,
+            "doing": self.state.doing,
             "epoch": self.recorder.epoch,
             "groups_open": len(self.table.groups),
             "tokens_trained": self.state.tokens_trained,
@@ -221,6 +222,7 @@ class Controller:
         await self._begin()
         while True:
             decision = next_step(self.state, self.trainers.changes())
+            self.state.doing = f"{decision.action}: {decision.because}"
             if decision.action is not LoopAction.FORM:
                 self.state.full_since = None
             try:
@@ -243,6 +245,7 @@ class Controller:
     async def _form_step(self) -> None:
         self.batches.refresh()
         decision = form_step(self.batches.snapshot(), self._clock.monotonic())
+        self.state.doing = f"{LoopAction.FORM}: {decision.because}"
         if isinstance(decision, FormStep):
             self.state.plan = self.batches.assign(decision.groups)
             self.state.full_since = None

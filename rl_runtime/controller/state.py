@@ -54,6 +54,8 @@ class LoopState:
     """The last attempt found no trainer that could name the holders of the newest version."""
     full_since: float | None = None
     """Since when there are groups enough for the step being formed."""
+    doing: str = ""
+    """The last decision and its reason, for `Controller.status`."""
     tokens_trained: int = 0
     reward: float = 0.0
 

@@ -14,6 +14,7 @@ The clock runs from the first membership epoch with a trainer and a rollout in i
 """
 
 import math
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -21,7 +22,13 @@ from itertools import pairwise
 from rolecall.core.journal.events import Event
 from rolecall.core.journal.payloads import EpochAdvanced, StepCommitted
 from rolecall.core.policy_health import BY_NAME, policy_health_of
-from rolecall.views.incidents import IncidentSummary, MatchedIncidents
+from rolecall.views.incidents import MatchedIncidents
+
+UNDETECTED = "undetected"
+"""Fault class of an injected fault without an incident."""
+
+Cause = tuple[str, str]
+"""(role, fault class) of lost time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,12 +60,19 @@ class Step:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loss:
-    """One replica's work lost from `since` to `until`. `stalled_until`: trainers only, no trainer works before it."""
+    """One replica's work lost from `since` to `until`, wall seconds. `stalled_until`: trainers only, no trainer works
+    before it. `incident_id` is empty for an undetected fault."""
 
     replica: str
     since: float
     until: float
     stalled_until: float = 0.0
+    fault: str = UNDETECTED
+    incident_id: str = ""
+
+    @property
+    def role(self) -> str:
+        return self.replica.partition("/")[0]
 
 
 def _number(value: float | None) -> float:
@@ -109,49 +123,92 @@ def health(committed: Sequence[Step]) -> dict[str, list[float | None]]:
 
 
 def losses(joined: MatchedIncidents, end: float) -> list[Loss]:
-    """What each incident, and each fault that nobody noticed, took from whom."""
+    """The work that each incident, and each undetected fault, cost each replica; open losses last until `end`."""
     found = []
     for story in joined.stories:
         if story.fault is None and story.action_started_at is None:
-            continue  # nothing is known to have been hurt, and nobody was replaced
+            continue  # no harm is known, and no replica was replaced
         hurt = set(story.fault.hit) if story.fault else {s.replica for s in story.diagnosis.suspects if s.replica}
-        found += [_loss(story, replica, end) for replica in sorted(hurt)]
+        until = story.serving_at if story.serving_at is not None else story.ends_at
+        stalled = story.step_committed_at if story.step_committed_at is not None else until
+        found += [
+            Loss(
+                replica=replica,
+                since=story.began_at,
+                until=end if until is None else min(until, end),
+                stalled_until=end if stalled is None else min(stalled, end),
+                fault=str(story.diagnosis.fault_class),
+                incident_id=story.incident_id,
+            )
+            for replica in sorted(hurt)
+        ]
     found += [Loss(replica=r, since=f.injected_at, until=end, stalled_until=end) for f in joined.missed for r in f.hit]
     return [loss for loss in found if loss.until > loss.since]
 
 
-def _loss(story: IncidentSummary, replica: str, end: float) -> Loss:
-    until = story.serving_at if story.serving_at is not None else story.ends_at
-    stalled = story.step_committed_at if story.step_committed_at is not None else until
-    return Loss(
-        replica=replica,
-        since=story.began_at,
-        until=end if until is None else min(until, end),
-        stalled_until=end if stalled is None else min(stalled, end),
-    )
+def lost_seconds(
+    lost: Iterable[Loss], start: float, end: float, *, num_rollouts: int, num_trainers: int
+) -> dict[tuple[str, Loss], float]:
+    """Seconds of the whole run lost between `start` and `end`, by role and by the loss that is charged.
+
+    Their sum is (1 - ETTR) x duration. A second lost to several faults at once is charged to the loss that began first;
+    a stalled trainer is charged for all trainers.
+    """
+    total = num_rollouts + num_trainers
+    here = sorted((c for c in lost if c.until > start and c.since < end), key=lambda c: (c.since, c.replica))
+    if total == 0 or end <= start or not here:
+        return {}
+    cuts = {start, end} | {t for c in here for t in (c.since, c.until, c.stalled_until) if start < t < end}
+    begins = [c.since for c in here]
+    active: list[Loss] = []
+    taken, found = 0, dict[tuple[str, Loss], float]()
+    for left, right in pairwise(sorted(cuts)):
+        upto = bisect_left(begins, right)
+        active = [c for c in (*active, *here[taken:upto]) if c.until > left]
+        taken = max(taken, upto)
+        units = _idle_replicas([c for c in active if c.since <= left], left, num_trainers)
+        idle = sum(units.values())
+        scale = min(1.0, total / idle) if idle else 0.0
+        for key, unit in units.items():
+            found[key] = found.get(key, 0.0) + (right - left) * unit * scale / total
+    return found
+
+
+def _idle_replicas(active: Sequence[Loss], at: float, num_trainers: int) -> dict[tuple[str, Loss], float]:
+    """Number of replicas that do not count at `at`, by role and loss. One stalled trainer stalls all trainers."""
+    units: dict[tuple[str, Loss], float] = {}
+    seen: set[str] = set()
+    stall = next((c for c in active if c.role == "trainer" and at < c.stalled_until), None)
+    if stall is not None:
+        units["trainer", stall] = float(num_trainers)
+    for loss in active:
+        if loss.replica in seen or loss.role not in ("rollout", "trainer") or (loss.role == "trainer" and stall):
+            continue
+        seen.add(loss.replica)
+        units[loss.role, loss] = 1.0
+    return units
+
+
+def by_cause(lost: Mapping[tuple[str, Loss], float]) -> dict[Cause, float]:
+    """Sums of `lost_seconds` by role and fault class."""
+    found: dict[Cause, float] = {}
+    for (role, loss), seconds in lost.items():
+        found[role, loss.fault] = found.get((role, loss.fault), 0.0) + seconds
+    return found
 
 
 def ettr(
-    start: float, end: float, lost: Sequence[Loss], *, num_rollouts: int, num_trainers: int, count_rollouts: bool = True
+    start: float, end: float, lost: Iterable[Loss], *, num_rollouts: int, num_trainers: int, count_rollouts: bool = True
 ) -> float | None:
     """Effective training time ratio from `start` to `end`, 0..1; None when no time passed.
 
     `count_rollouts` false: the paper's formula alone, in which a lost rollout costs nothing.
     """
-    total = num_rollouts + num_trainers
-    if end <= start or total == 0:
+    if end <= start or num_rollouts + num_trainers == 0:
         return None
-    cuts = {start, end} | {t for loss in lost for t in (loss.since, loss.until, loss.stalled_until) if start < t < end}
-    effective = 0.0
-    for left, right in pairwise(sorted(cuts)):
-        now = [loss for loss in lost if loss.since <= left < loss.until]
-        rollouts = len({loss.replica for loss in now if loss.replica.startswith("rollout/")})
-        trainers = {loss.replica for loss in now if loss.replica.startswith("trainer/")}
-        stalled = any(loss.replica in trainers and left < loss.stalled_until for loss in now)
-        at_work = 0 if stalled else num_trainers - len(trainers)
-        generating = num_rollouts - (rollouts if count_rollouts else 0)
-        effective += (right - left) * max(0, at_work + generating) / total
-    return effective / (end - start)
+    counted = [c for c in lost if count_rollouts or c.role != "rollout"]
+    idle = lost_seconds(counted, start, end, num_rollouts=num_rollouts, num_trainers=num_trainers)
+    return 1.0 - sum(idle.values()) / (end - start)
 
 
 def faultless_step_seconds(committed: Sequence[Step], lost: Sequence[Loss]) -> float | None:

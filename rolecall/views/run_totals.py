@@ -37,8 +37,8 @@ from rolecall.core.journal.payloads import (
 from rolecall.core.journal.rows import DamagedLine
 from rolecall.recovery.incidents.incident import OPERATOR
 from rolecall.views.ettr import Step, step_of
+from rolecall.views.ettr_accumulator import EttrAccumulator
 from rolecall.views.incidents import IncidentSummary
-from rolecall.views.lost_time import EttrAccumulator
 
 PAGE_EVENTS = 5_000
 PAGES_A_LOOK = 20

@@ -1,12 +1,11 @@
-"""Where a run's watch and agents are to be scraped, in files of the run's directory.
+"""Scrape addresses of a run's watch and agents, as files in the run's directory.
 
     RUN/watch.json               {"url", "pid", "start_ticks"} of a watch that serves `/metrics`
     RUN/prometheus/targets.json  the agents and that watch, for Prometheus' `file_sd_configs`
 
-A watch writes both, and `targets.json` again whenever an agent was restarted on another port. Of several watches the first
-one has its address there; when it has died, the next takes its place. `watch.json` is gone with the watch;
-`targets.json` stays as long as the run lasts, so that a Prometheus sees that a watch or an agent is down, and who
-started the run takes it away at its end (`withdraw`).
+A watch writes both, and updates `targets.json` when an agent restarts on another port. Of several watches the first one
+announces its address; when it dies, the next one does. `watch.json` is removed with the watch; `targets.json` stays until
+the end of the run, so that Prometheus sees a watch or agent that is down, and the session removes it (`withdraw`).
 """
 
 import json
@@ -23,7 +22,7 @@ from rolecall.core.rundir import RunDir, write_atomically
 
 WATCH_FILE, TARGETS_FILE = "watch.json", "targets.json"
 AGENT_JOB, WATCH_JOB = "rolecall-agent", "rolecall-watch"
-"""`job` labels, as deploy/prometheus.yaml gives them, too."""
+"""`job` labels, as in deploy/prometheus.yaml."""
 LOOPBACK = "127.0.0.1"
 
 
@@ -36,7 +35,7 @@ def parse_address(text: str) -> ListenAddress:
     """`HOST:PORT`, `[IPv6]:PORT`; port 0 is any free one.
 
     Raises:
-        ConfigError: it is none. A host has to be named: nothing listens everywhere unasked.
+        ConfigError: it is neither. The host is required: nothing listens on all interfaces by default.
     """
     try:
         parts = urlsplit(f"//{text}")
@@ -50,7 +49,7 @@ def parse_address(text: str) -> ListenAddress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedEndpoint:
-    """A process and what it serves."""
+    """A process and the URL it serves."""
 
     url: str
     pid: int
@@ -67,7 +66,7 @@ def own(url: str) -> ServedEndpoint:
 
 
 def serving(run: RunDir) -> ServedEndpoint | None:
-    """The living watch whose address stands in `watch.json`."""
+    """The live watch in `watch.json`."""
     try:
         value = json.loads((run.path / WATCH_FILE).read_text())
         found = ServedEndpoint(url=str(value["url"]), pid=int(value["pid"]), start_ticks=int(value["start_ticks"]))
@@ -108,7 +107,7 @@ class EndpointAnnouncement:
 
 
 def targets(run_id: str, agents: Mapping[str, str], watch_url: str) -> list[dict[str, Any]]:
-    """Groups of `file_sd_configs`. `instance` is a name and no address: it stays when a restart changes the port."""
+    """Groups for `file_sd_configs`. `instance` is a name, not an address: it stays when a restart changes the port."""
     named = [(AGENT_JOB, node, url) for node, url in sorted(agents.items())]
     return [
         {"targets": [urlsplit(url).netloc], "labels": {"job": job, "instance": f"{run_id}/{name}"}}
@@ -117,7 +116,7 @@ def targets(run_id: str, agents: Mapping[str, str], watch_url: str) -> list[dict
 
 
 def withdraw(run: RunDir) -> None:
-    """The run is over: there is nothing more to scrape."""
+    """Removes the targets of a finished run."""
     targets_path(run).unlink(missing_ok=True)
 
 

@@ -1,6 +1,6 @@
-"""`rolecall watch agents`: one watch over the agents of any job, which need not know of rolecall. It observes.
+"""`rolecall watch agents`: one observing watch over the agents of any job, instrumented or not.
 
-The run directory holds only what the watch itself writes (run.json, the journal, what the detectors have learned), so
+The run directory holds only what the watch writes (run.json, the journal, the detectors' state), so
 that `rolecall status`, `incidents` and `replay` work on it as on any other run.
 """
 
@@ -20,8 +20,8 @@ from rolecall.core.journal.journal import Journal
 from rolecall.core.rundir import RunDir, create_run_dir
 
 ASK_SECONDS = 3.0
-"""Deadline of asking one agent for its name."""
-ASKED_AT_ONCE = 32
+"""Deadline for one agent to return its node name."""
+CONCURRENT_REQUESTS = 32
 ANSWER_BYTES_MAX = 64 * 1024
 AGENTS_MAX = 4096
 _NAMED = re.compile(r"([a-z0-9][a-z0-9_.-]{0,62})=(https?://.+)")
@@ -37,7 +37,7 @@ def listed(text: str) -> list[str]:
     """The agents that AGENTS names, with commas between.
 
     Raises:
-        ConfigError: nothing is named, too many, or an entry is no address.
+        ConfigError: none or too many are named, or an entry is not an address.
     """
     return checked_entries(text.split(","))
 
@@ -66,29 +66,29 @@ def _is_address(url: str) -> bool:
         return False
 
 
-def named_agents(entries: list[str], ask: Callable[[str], str] | None = None) -> dict[str, str]:
-    """node -> URL. Each agent whose node is not named is asked for it, all at once.
+def named_agents(entries: list[str], query: Callable[[str], str] | None = None) -> dict[str, str]:
+    """node -> URL. Agents whose node is not named are queried for it concurrently.
 
     Raises:
         ConfigError: agents that do not answer, or two of one node.
     """
-    names, problems = asked_names(entries, ask or node_of)
+    names, problems = resolve_names(entries, query or node_of)
     found: dict[str, str] = {}
     for entry, node in names.items():
         if node in found:
-            problems.append(f"agents: {found[node]} and {url_of(entry)} both speak for {node}")
+            problems.append(f"agents: {found[node]} and {url_of(entry)} both report node {node}")
         found[node] = url_of(entry)
     if problems:
         raise ConfigError(problems)
     return found
 
 
-def asked_names(entries: list[str], ask: Callable[[str], str]) -> tuple[dict[str, str], list[str]]:
-    """entry -> node of those that are named or answer, and why the others are missing. All are asked at once."""
+def resolve_names(entries: list[str], query: Callable[[str], str]) -> tuple[dict[str, str], list[str]]:
+    """entry -> node of those that are named or answer, and why the others are missing. Queried concurrently."""
     names: dict[str, str] = {}
     problems = []
-    with ThreadPoolExecutor(max_workers=ASKED_AT_ONCE) as pool:
-        answers = pool.map(lambda entry: _named(entry, ask), entries)
+    with ThreadPoolExecutor(max_workers=CONCURRENT_REQUESTS) as pool:
+        answers = pool.map(lambda entry: _named(entry, query), entries)
         for entry, (node, problem) in zip(entries, answers, strict=True):
             if problem:
                 problems.append(f"agents: {entry}: {problem}; start it first, or write NODE={url_of(entry)}")
@@ -97,13 +97,13 @@ def asked_names(entries: list[str], ask: Callable[[str], str]) -> tuple[dict[str
     return names, problems
 
 
-def _named(entry: str, ask: Callable[[str], str]) -> tuple[str, str]:
-    """Node of one entry, and why it is not known."""
+def _named(entry: str, query: Callable[[str], str]) -> tuple[str, str]:
+    """Node of one entry, or why it is unknown."""
     named = _NAMED.fullmatch(entry)
     if named:
         return named.group(1), ""
     try:
-        return ask(entry), ""
+        return query(entry), ""
     except (HttpFailed, ValueError, KeyError, TypeError, AttributeError) as e:
         return "", f"no agent answers there ({str(e) or type(e).__name__})"
 
@@ -112,27 +112,27 @@ def node_of(url: str, authorization: str = "") -> str:
     """The name of the node whose agent serves at `url` (`/healthz`). `authorization`: value of that header.
 
     Raises:
-        HttpFailed, ValueError, KeyError, TypeError, AttributeError: nobody answers, or something else.
+        HttpFailed, ValueError, KeyError, TypeError, AttributeError: no agent answers there.
     """
     headers = {"Authorization": authorization} if authorization else {}
     answer = request(
         "GET", url.rstrip("/") + "/healthz", headers=headers, deadline_seconds=ASK_SECONDS, bytes_max=ANSWER_BYTES_MAX
     )
-    said = json.loads(answer.body)
-    # To who is not let in an agent says only that it lives; an agent before that refuses.
-    if answer.status == HTTPStatus.UNAUTHORIZED or said.keys() == {"ok"}:
-        raise ValueError("it wants a user or a token: --credentials")
-    node = said["node"]
+    response = json.loads(answer.body)
+    # To unauthenticated clients an agent reports only that it is alive; older ones refuse.
+    if answer.status == HTTPStatus.UNAUTHORIZED or response.keys() == {"ok"}:
+        raise ValueError("it requires a user or a token: --credentials")
+    node = response["node"]
     if not isinstance(node, str) or not ID_PATTERN.fullmatch(node):
-        raise ValueError("it does not say which node it is of")
+        raise ValueError("it does not report a node name")
     return node
 
 
 def observing_run(root: Path, run_id: str, agents: Mapping[str, str], webhook_url: str | None = None) -> RunDir:
-    """A run directory for a watch over these agents; one of this name that a watch made is gone on with.
+    """A run directory for a watch over these agents; continues one that a watch created under this name.
 
     Raises:
-        BadId: `run_id` is none.
+        InvalidId: `run_id` is not valid.
         ConfigError: the name belongs to a run that rolecall started.
     """
     checked_id(run_id, "run id")
@@ -145,5 +145,5 @@ def observing_run(root: Path, run_id: str, agents: Mapping[str, str], webhook_ur
     else:
         run = create_run_dir(root, run_id)
     run.write({"run_id": run_id, "config": config, "agents": dict(agents)})
-    Journal(run.database_url).close()  # from now on the other commands can read it
+    Journal(run.database_url).close()  # creates it, so that other commands can read it
     return run

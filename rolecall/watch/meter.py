@@ -1,7 +1,7 @@
-"""What the watch's own loop knows, kept as one frozen `TickView` that is replaced after each tick.
+"""Measurements of the recovery loop, as one frozen `TickView` that is replaced after each tick.
 
-The loop writes it, whoever renders `/metrics` reads it: neither ever waits for the other, and while a tick is stuck the
-view of the one before stands, with its time.
+The loop writes it and `/metrics` reads it without waiting for each other; while a tick is stuck, the previous view with its
+time remains.
 """
 
 import math
@@ -18,7 +18,7 @@ from rolecall.recovery.loop import Watch
 from rolecall.watch.metrics import TickView
 
 COUNT_SECONDS = 5.0
-"""The processes are counted this often: there may be sixteen thousand."""
+"""Interval of counting processes, of which there may be sixteen thousand."""
 
 
 class Meter:
@@ -27,7 +27,7 @@ class Meter:
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
         self.view = TickView(started_at=clock.wall(), mode="")
-        self.waited = 0.0  # of the tick under way
+        self.waited = 0.0  # in the current tick
         self.counted_at = -math.inf
 
     def change(self, **changes: Any) -> None:
@@ -35,23 +35,23 @@ class Meter:
 
 
 class MeteredSource:
-    """`source`, and how long it waited, whom it cannot reach, how old its news is."""
+    """A source that measures its waiting time, unreachable agents and the age of its data."""
 
     def __init__(self, source: interfaces.ObservationSource, meter: Meter, num_agents: Callable[[], int]) -> None:
         self._source, self._meter, self._num_agents = source, meter, num_agents
 
     def poll(self, timeout_seconds: float) -> Any:
         clock = self._meter.clock
-        began = clock.monotonic()
+        started_at = clock.monotonic()
         try:
             observation = self._source.poll(timeout_seconds)
         finally:
-            self._meter.waited += clock.monotonic() - began
+            self._meter.waited += clock.monotonic() - started_at
         if isinstance(observation, Observation):
-            self._looked(observation)
+            self._record(observation)
         return observation
 
-    def _looked(self, o: Observation) -> None:
+    def _record(self, o: Observation) -> None:
         ages = [max(0.0, o.wall_at - batch.wall_at) for batch in o.batches]
         self._meter.change(
             observed_age_seconds=max(ages, default=self._meter.view.observed_age_seconds),
@@ -61,19 +61,19 @@ class MeteredSource:
 
 
 class MeteredDetector:
-    """`detector`, and how long it judged, what stands, how many processes it knows."""
+    """A detector that measures its time, current diagnoses and number of processes."""
 
     def __init__(self, detector: interfaces.Detector, meter: Meter, num_processes: Callable[[], int]) -> None:
         self._detector, self._meter, self._num_processes = detector, meter, num_processes
 
     def observe(self, observation: Any) -> Sequence[Diagnosis]:
         meter = self._meter
-        began = meter.clock.monotonic()
+        started_at = meter.clock.monotonic()
         try:
             standing = self._detector.observe(observation)
         finally:
             now = meter.clock.monotonic()
-            meter.change(judging_seconds=meter.view.judging_seconds + now - began)
+            meter.change(judging_seconds=meter.view.judging_seconds + now - started_at)
         meter.change(standing=Counter(str(d.fault_class) for d in standing))
         if now - meter.counted_at >= COUNT_SECONDS:
             meter.counted_at = now
@@ -91,7 +91,7 @@ class MeteredDetector:
 
 
 class MeteredWatch(Watch):
-    """The loop, each tick of it measured."""
+    """The loop with each tick measured."""
 
     def __init__(self, *arguments: Any, meter: Meter, **more: Any) -> None:
         super().__init__(*arguments, **more)
@@ -106,13 +106,13 @@ class MeteredWatch(Watch):
 
     def tick(self) -> None:
         meter = self._meter
-        meter.waited, began = 0.0, meter.clock.monotonic()
+        meter.waited, started_at = 0.0, meter.clock.monotonic()
         failed = 1
         try:
             super().tick()
             failed = 0
         finally:
-            busy = max(0.0, meter.clock.monotonic() - began - meter.waited)
+            busy = max(0.0, meter.clock.monotonic() - started_at - meter.waited)
             meter.change(
                 num_ticks=meter.view.num_ticks + 1,
                 num_failures=meter.view.num_failures + failed,

@@ -1,9 +1,9 @@
-"""`rolecall watch`, put together: the agents as source, the detectors, recovery's loop, the actuator of the runtime.
+"""Composition of `rolecall watch`: agents as source, detectors, recovery loop, actuator of the runtime.
 
-The default detector of panels looks at the metrics of the run's own processes, too, and the engine is told what it says.
+The default panel detector also reads the metrics of the run's processes and passes its findings to the engine.
 
-What the detectors have learned is kept beside the journal every few seconds, so that a restarted watch knows the
-deadlines and rates of this run and does not begin to learn in the middle of a fault.
+The detectors' state is stored beside the journal every few seconds, so that a restarted watch knows the deadlines and rates
+of this run and does not start learning during a fault.
 """
 
 import gc
@@ -51,35 +51,34 @@ from rolecall.watch.server import WatchServer
 logger = logging.getLogger(__name__)
 
 KEEP_SECONDS = 10.0
-"""What was learned is written this often."""
+"""Interval of writing the detectors' state."""
 SUBJECTS_KEPT_A_LOOK = 32
-"""Of what was learned, so many subjects are made ready for writing at a look: 3 ms."""
+"""Subjects serialized per poll: 3 ms."""
 COLLECT_AFTER = (50_000, 20, 100)
-"""Thresholds of Python's search for cycles. A window of a large fleet is half a million samples without one: looking
-as often as by default took about a fifth of judging 16,000 ranks (measured once, on a busy machine)."""
+"""Thresholds of Python's garbage collector. A window of a large fleet is half a million samples without cycles: with the
+default thresholds collection took about a fifth of the detection time of 16,000 ranks (measured once, busy machine)."""
 SWITCH_SECONDS = 0.0005
-"""How long the thread that hears agents waits for the one that judges, after each of its short calls into the kernel: with
-Python's 5 ms samples of a thousand agents were 3.1 s old (P99) when they were judged, with this 2.4 (measured once each, on a
-busy machine)."""
+"""How long the thread that reads agents waits for the detector thread after each of its short system calls. With Python's
+5 ms, samples of a thousand agents were 3.1 s old (P99) at detection, with this 2.4 s (measured once each, busy machine)."""
 CLOSE_SECONDS = 5.0
 LEARNED_FILE = "detector.json"
 
 
 def agent_urls(run: RunDir) -> dict[str, str]:
-    """node -> URL of its agent, as the agents wrote them; one that is just restarting is missing."""
+    """node -> URL of its agent, as written by the agents; a restarting one is missing."""
     found: dict[str, str] = {}
     for path in (run.path / "nodes").glob("*/agent.json"):
         try:
             value = json.loads(path.read_text())
             found[str(value["node"])] = str(value["url"])
         except (OSError, ValueError, KeyError):
-            continue  # being replaced, or half a node: the source notices that this agent does not answer
+            continue  # being replaced or incomplete: the source notices that this agent does not answer
     return found
 
 
 class _AgentList:
-    """The list of agents as the source asks for it, and the newest one for whoever else wants it: asking anew may take
-    long, and is not for several threads."""
+    """The list of agents as last read by the source, for other threads: reading it again may be slow and is not
+    thread-safe."""
 
     def __init__(self, ask: Callable[[], Mapping[str, str]]) -> None:
         self._ask = ask
@@ -91,7 +90,7 @@ class _AgentList:
 
 
 def _own_bearer(run: RunDir) -> str:
-    """Value of the header with which the agents of a run of ours give evidence; empty without the run's token."""
+    """Authorization header for evidence from the agents of our own run; empty without the run's token."""
     try:
         return f"Bearer {bearer_token(run.token())}"
     except OSError as e:
@@ -100,7 +99,7 @@ def _own_bearer(run: RunDir) -> str:
 
 
 class _PersistentDetector:
-    """Detectors, and on disk what the engine has learned, so that the next watch can take it up. Panels begin anew."""
+    """The detectors, with the engine's state on disk for the next watch. Panels start from nothing."""
 
     def __init__(
         self,
@@ -110,8 +109,8 @@ class _PersistentDetector:
         roles: Mapping[str, int] | None = None,
         pulled: Callable[[], tuple[Finding, ...]] = tuple,
     ) -> None:
-        """`roles`: how many replicas are meant to be; None: as the job file says. `pulled`: what the evidence of
-        incidents has said since it was last asked."""
+        """`roles`: desired number of replicas; None: as in the job file. `pulled`: findings from evidence since its last
+        call."""
         roles = job.roles.counts() if roles is None else roles
         self._path, self._clock, self._kept_at = run.path / LEARNED_FILE, clock, clock.monotonic()
         self._parts: Iterator[str | None] | None = None
@@ -133,8 +132,8 @@ class _PersistentDetector:
         return standing
 
     def _keep(self, standing: Sequence[Diagnosis]) -> None:
-        """Writes what was learned when it is due, some subjects at each look: all of a large fleet would hold up a look
-        for seconds. What was begun before something stood is let go."""
+        """Writes the state when it is due, some subjects per poll: a whole large fleet would block a poll for seconds. A
+        write in progress is abandoned when a diagnosis appears."""
         if not all(map(on_panels_alone, standing)):
             self._parts = None
             return
@@ -150,8 +149,8 @@ class _PersistentDetector:
         try:
             return self._panels.findings(observation)
         except Exception:
-            # Deliberate: the engine finds what ends a run, and must not go blind for want of the weakest evidence.
-            logger.exception("panels begin anew")
+            # Deliberate: the engine finds the faults that end a run and must not fail because of the weakest evidence.
+            logger.exception("panel detector failed, restarting it")
             self._panels = RunPanels(panel_detector())
             return ()
 
@@ -184,13 +183,13 @@ def watch_run(
     metrics: MetricsEndpoint | None = None,
     approve: bool = False,
 ) -> int:
-    """Watches until the run is over, `seconds` are, or SIGTERM. Returns the exit code. `authorization`: value of that
-    header, for agents that want a user. `agents`: those there are now (agents_file.py), in place of run.json's.
-    `metrics`: where `/metrics` is served; None: of a run of ours on a free port of loopback, else nowhere. `approve`: a
-    person approves each plan, though the job file says `act` (approval_mode.py).
+    """Watches until the run ends, `seconds` have passed, or SIGTERM. Returns the exit code. `authorization`: value of the
+    header, for agents that require a user. `agents`: the current ones (agents_file.py), instead of run.json's.
+    `metrics`: where `/metrics` is served; None: for our own run on a free loopback port, else nowhere. `approve`: each
+    plan requires approval, even if the job file says `act` (approval_mode.py).
 
-    A run with `agents` in run.json is somebody else's job (agents.py): it is only observed, nothing says when it
-    is over, and exit code 1 says that incidents were opened.
+    A run with `agents` in run.json is an external job (agents.py): it is only observed, its end is unknown, and exit code
+    1 means that incidents were opened.
     """
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     gc.set_threshold(*COLLECT_AFTER)
@@ -221,12 +220,12 @@ def watch_until(
     clock = SystemClock()
     value = run.read()
     if not isinstance(value.get("config"), dict):
-        raise RunNotFound(f"{run.path / 'run.json'}: damaged: it holds no config")
+        raise RunNotFound(f"{run.path / 'run.json'}: damaged: it has no config")
     job = parse_job(value["config"], str(run.path / "run.json"))
     agents = value.get("agents")
     ours = agents is None
     if not isinstance(agents, dict | None):
-        raise RunNotFound(f"{run.path / 'run.json'}: damaged: agents is no mapping")
+        raise RunNotFound(f"{run.path / 'run.json'}: damaged: agents is not a mapping")
     if approve:
         with closing(Journal(run.database_url, create=False)) as asked:
             job = with_required_approval(job, asked)
@@ -277,7 +276,7 @@ def _serve(
     run: RunDir, job: JobConfig, wanted: MetricsEndpoint | None, meter: Meter, notifier: Notifier, *, ours: bool
 ) -> WatchServer | None:
     """Raises:
-    ConfigError: nobody can listen where it was asked for.
+    ConfigError: the requested address is not available.
     """
     if wanted is None and not ours:
         return None
@@ -303,9 +302,9 @@ def _serve(
 
 
 def _num_incidents(journal: Journal) -> int:
-    book = IncidentProjection()
-    book.refresh(journal)
-    return len(book.incidents)
+    projection = IncidentProjection()
+    projection.refresh(journal)
+    return len(projection.incidents)
 
 
 def _notifier(run: RunDir, job: JobConfig, clock: Clock) -> Notifier:
@@ -316,9 +315,9 @@ def _notifier(run: RunDir, job: JobConfig, clock: Clock) -> Notifier:
 
 
 def replay_incident(run: RunDir, incident: str) -> dict[str, Any]:
-    """Decides an incident again: diagnosis from the stored window, plan from the question stored with it.
+    """Recomputes an incident: diagnosis from the stored window, plan from its stored input.
 
-    Returns `same`, the parts, and `text` for people.
+    Returns `same`, the parts, and `text`.
     """
     value: dict[str, Any] = commands.replay(run, incident)
     journal = Journal(run.database_url, create=False)
@@ -334,6 +333,8 @@ def replay_incident(run: RunDir, incident: str) -> dict[str, Any]:
     again = standing.get(opened.key)
     value["diagnosed_again"] = again is not None
     value["same"] = bool(value["same"]) and again is not None
-    verdict = f"diagnosed again: {again.because}" if again else "the stored window does not give this diagnosis again"
+    verdict = (
+        f"diagnosis reproduced: {again.because}" if again else "the stored window does not reproduce this diagnosis"
+    )
     value["text"] = f"{value['text']}\n{plain(verdict)}"
     return value

@@ -1,7 +1,7 @@
-"""`/metrics` of a watch: an HTTP server, and a thread of its own that reads the journal every two seconds.
+"""`/metrics` of a watch: an HTTP server, and a thread that polls the journal every two seconds.
 
-A scrape renders what is there and asks nobody; the thread has its own connection to the journal, so that a tick that is
-stuck, a journal that is locked or a Prometheus that hangs hold up nobody but themselves.
+A scrape renders stored values only. The thread has its own connection to the journal, so that a stuck tick, a locked
+journal and a hanging Prometheus do not block each other.
 """
 
 import logging
@@ -37,14 +37,14 @@ from rolecall.watch.metrics import JournalView, TickView, journal_values, run_va
 logger = logging.getLogger(__name__)
 
 LOOK_SECONDS = 2.0
-"""Between two looks at the journal: less than any scrape interval that is in use."""
+"""Interval of journal polls: less than any scrape interval in use."""
 CLOSE_SECONDS = 5.0
 TICK_AGE_SECONDS_MAX = 30.0
-"""`/healthz` fails when no tick ended for so long; one takes about a second, of a thousand agents three."""
+"""`/healthz` fails if no tick ended for this long; a tick takes about a second, three with a thousand agents."""
 
 
 class JournalMetricsPoller:
-    """What the newest look at the journal gave, as values. `look` belongs to one thread, `values` to everybody."""
+    """Values of the last journal poll. `look` is for one thread, `values` for all."""
 
     def __init__(self, journal: Journal, job: JobConfig, run_id: str, clock: Clock, *, ours: bool) -> None:
         self._journal, self._job, self._run_id, self._clock, self._ours = journal, job, run_id, clock, ours
@@ -60,7 +60,7 @@ class JournalMetricsPoller:
         if not self._reader.look():
             return False
         self._projection.refresh(self._journal)
-        self._projection.to_notify.clear()  # nobody is told from here
+        self._projection.to_notify.clear()  # no notifications are sent from here
         now = self._clock.wall()
         view = JournalView(
             read_at=now,
@@ -132,13 +132,12 @@ class WatchServer:
 
     def _look_on(self) -> None:
         while not self._stop.is_set():
-            # Deliberate, twice: what cannot be read or written now may be in two seconds, and the time of the newest
-            # look says how old the rest is.
+            # Deliberate, twice: the next poll retries, and the time of the last one shows the age of the values.
             try:
                 if self._announced is not None and self._agents is not None:
                     self._announced.announce(self._agents())
             except Exception as e:  # noqa: BLE001
-                logger.warning("where to scrape cannot be written: %s", e)
+                logger.warning("scrape targets cannot be written: %s", e)
             try:
                 if not self._looks.look():
                     continue

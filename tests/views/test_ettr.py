@@ -11,9 +11,11 @@ from rolecall.testing.events import made_event
 from rolecall.views.ettr import (
     Loss,
     Step,
+    by_cause,
     compare_pace,
     ettr,
     faultless_step_seconds,
+    lost_seconds,
     mean_of_ends,
     seconds_to,
     steps,
@@ -151,3 +153,28 @@ def test_training_begins_when_trainer_and_rollout_are_members_together() -> None
     alone = _event(1, EventKind.EPOCH_ADVANCED, members=[["trainer/0", 1]])
     both = _event(2, EventKind.EPOCH_ADVANCED, members=[["rollout/0", 1], ["trainer/0", 1]])
     assert training_began([alone, both]) == 2.0 and training_began([alone]) is None
+
+
+@pytest.mark.parametrize(
+    ("lost", "expected"),
+    [
+        ([], {}),
+        ([Loss(replica="rollout/0", since=10, until=20, fault="crash")], {("rollout", "crash"): 2.5}),
+        (
+            [Loss(replica="trainer/0", since=10, until=20, stalled_until=14, fault="crash")],
+            {("trainer", "crash"): 4 * 2 / 4 + 6 * 1 / 4},
+        ),
+        # A replica lost to two incidents at once is charged to the first.
+        (
+            [
+                Loss(replica="rollout/0", since=10, until=20, fault="crash"),
+                Loss(replica="rollout/0", since=12, until=18, fault="slow"),
+            ],
+            {("rollout", "crash"): 2.5},
+        ),
+        ([Loss(replica="reward/0", since=10, until=20, fault="crash")], {}),
+    ],
+)
+def test_lost_seconds_by_cause(lost: list[Loss], expected: dict[tuple[str, str], float]) -> None:
+    found = by_cause(lost_seconds(lost, 0.0, 100.0, num_rollouts=2, num_trainers=2))
+    assert found == pytest.approx(expected)

@@ -35,7 +35,7 @@ class World:
     def ask(self, url: str) -> str:
         self.asked.append(url)
         if url in self.silent:
-            raise HttpFailed("connection refused", refused=True)
+            raise HttpFailed("connection refused")
         return url.removeprefix("http://").partition(":")[0]
 
     def keep(self, found: Mapping[str, str]) -> None:
@@ -178,7 +178,7 @@ def test_none_that_answers_is_a_mistake_at_the_start(world: World) -> None:
 def test_two_of_one_node_are_told_and_the_first_is_watched(world: World, caplog: pytest.LogCaptureFixture) -> None:
     world.write("[{targets: ['a:1', 'a:2']}]")
     assert world.file.first() == {"a": "http://a:1"}
-    assert "http://a:1 and http://a:2 both speak for a" in caplog.text
+    assert "http://a:1 and http://a:2 both report node a" in caplog.text
 
 
 def test_a_disk_that_is_full_does_not_end_the_watch(world: World, caplog: pytest.LogCaptureFixture) -> None:

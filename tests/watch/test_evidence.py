@@ -267,7 +267,7 @@ def test_a_job_that_knows_nothing_of_us_has_its_evidence_in_its_incident(
     assert [d.fault_class for d in diagnose([folder / "kernel-node-1.log"], []).diagnoses] == [FaultClass.GPU]
     assert main(["incidents", str(event.incident_id), "--run", str(run.path)]) == 0
     shown = capsys.readouterr().out
-    assert "evidence_collected 3 stacks, 1 answer of NCCL RAS, 1 kernel log" in shown and "wait_for_data" in shown
+    assert "evidence_collected 3 stacks, 1 NCCL RAS response, 1 kernel log" in shown and "wait_for_data" in shown
     bundle = export(run, str(event.incident_id))
     assert {f"evidence/{name}" for name in names} <= {m.name for m in bundle.members}
 
@@ -321,7 +321,7 @@ def test_a_dead_agent_is_asked_once(run: RunDir) -> None:
         port = listening.getsockname()[1]
     said = asks(run, f"http://127.0.0.1:{port}")["missing"]
     assert len(said) == 2 and all("its agent does not answer" in text and "refused" in text for text in said)
-    assert all("its agent is not there" in text for text in asks(run, "")["missing"])
+    assert all("its agent is unknown" in text for text in asks(run, "")["missing"])
 
 
 @pytest.mark.parametrize("how", ["silent", "drip"])
@@ -376,7 +376,7 @@ def test_a_folder_that_cannot_be_written_is_told(run: RunDir, fake: FakeAgent) -
     (run.path / "evidence").write_text("a file in its place")
     fake.bad["/v1/evidence/stacks"] = b'{"threads": []}'
     fake.bad["/v1/evidence/kernel_log"] = b"no line of a kernel\n"
-    assert "could not be kept" in asks(run, fake.url)["missing"][0]
+    assert "could not be stored" in asks(run, fake.url)["missing"][0]
 
 
 def test_more_incidents_than_are_waited_for_are_told_so(run: RunDir, fake: FakeAgent) -> None:
@@ -387,7 +387,7 @@ def test_more_incidents_than_are_waited_for_are_told_so(run: RunDir, fake: FakeA
         pull.request(f"inc-{n}", diagnosis([GONE], FaultClass.SLOW))
     refused = told(pull)
     pull.close()
-    assert "other incidents is waited for" in refused.payload.to_body()["missing"][0]
+    assert "other incidents are in the queue" in refused.payload.to_body()["missing"][0]
 
 
 def test_a_run_of_ours_gives_its_own_token(tmp_path: Path) -> None:

@@ -75,7 +75,7 @@ def test_the_second_node_gets_a_name_of_its_own_for_samples_and_events(caplog: p
     assert [e.replica for e in seen.events] == [other, kept]
     assert [p.replica for b in seen.batches for p in b.processes] == [other]
     assert len(caplog.records) == 1
-    assert f"rollout/32 rank 0 lives on a-1 and on b-1: that of b-1 is called {other} here" in caplog.text
+    assert f"rollout/32 rank 0 is alive on a-1 and on b-1: the one on b-1 is renamed to {other}" in caplog.text
     # For good: its past goes with the name, whatever becomes of the first.
     assert heard.names(1000.0, second) == [other]
 
@@ -117,4 +117,4 @@ def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     heard = Heard()
     for n in range(20):
         heard.hear(n * HELD_SECONDS * 2, sample("a-1", f"rollout/{n}"))
-    assert len(heard.places._held) <= 4
+    assert len(heard.places._holders) <= 4

@@ -22,10 +22,10 @@ from rolecall.dashboards.settings import Settings
 from rolecall.recovery.operators.run_location import run_id_of
 from rolecall.views.audit import RunAudit
 from rolecall.views.ettr import steps, training_began
+from rolecall.views.ettr_accumulator import RETAINED
 from rolecall.views.incidents import summarize_incidents
 from rolecall.views.injections import InjectedFault, parse_injections
 from rolecall.views.lifetimes import incarnation_records
-from rolecall.views.lost_time import RETAINED
 
 _K = EventKind
 KINDS = (*RETAINED, _K.RUN_STARTED, _K.RUN_ENDED)

@@ -1,7 +1,7 @@
-"""What pulled evidence says: the detectors of `rolecall diagnose` over the files of one incident, in words and findings.
+"""Analysis of collected evidence: the detectors of `rolecall diagnose` over the files of one incident.
 
-Findings name processes as the live detectors do, so that they can sharpen what stands. A rank whose dump is missing is
-not accused for that: here an agent may have been too slow, and who was not asked left none either.
+Findings name processes as the live detectors do, so that they can refine a current diagnosis. A missing dump is no
+evidence against its rank: its agent may have been too slow, or was not asked.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -28,7 +28,7 @@ NUM_FRAMES_TOLD = 6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvidenceFile:
-    """One file of evidence. `who`: whose stack or dump it is."""
+    """One file of evidence. `who`: owners stack or dump it is."""
 
     kind: EvidenceKind
     path: Path
@@ -38,7 +38,7 @@ class EvidenceFile:
 
 @dataclass(slots=True)
 class EvidenceAnalysis:
-    """`told`: what each part shows, for people. `unread`: files that the detectors cannot read, and why."""
+    """`told`: what each part shows, as text. `unread`: files that the detectors cannot read, and why."""
 
     told: list[str] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
@@ -46,8 +46,8 @@ class EvidenceAnalysis:
 
 
 def analyse_evidence(files: Sequence[EvidenceFile]) -> EvidenceAnalysis:
-    """Never raises UnreadableInput: what comes from elsewhere may be anything."""
-    judged = EvidenceAnalysis()
+    """Never raises UnreadableInput: external files may contain anything."""
+    analysis = EvidenceAnalysis()
     by_kind = {kind: [f for f in files if f.kind is kind] for kind in EvidenceKind}
     parts: tuple[tuple[EvidenceKind, Callable[[Sequence[EvidenceFile], EvidenceAnalysis], None]], ...] = (
         (EvidenceKind.STACKS, _stacks),
@@ -58,30 +58,30 @@ def analyse_evidence(files: Sequence[EvidenceFile]) -> EvidenceAnalysis:
     for kind, part in parts:
         if by_kind[kind]:
             try:
-                part(by_kind[kind], judged)
+                part(by_kind[kind], analysis)
             except UnreadableInput as e:
-                judged.unread.append(_unread(e))
-    return judged
+                analysis.unread.append(_unread(e))
+    return analysis
 
 
 def _unread(e: UnreadableInput) -> str:
     return f"{Path(e.where).name}: {e.reason}"
 
 
-def _stacks(files: Sequence[EvidenceFile], judged: EvidenceAnalysis) -> None:
-    dumps, whose = list[StackDump](), dict[tuple[str, int | None], Suspect]()
+def _stacks(files: Sequence[EvidenceFile], analysis: EvidenceAnalysis) -> None:
+    dumps, owners = list[StackDump](), dict[tuple[str, int | None], Suspect]()
     for file in files:
         try:
             dump = stack_dumps.read(file.path)
         except UnreadableInput as e:
-            judged.unread.append(_unread(e))
+            analysis.unread.append(_unread(e))
             continue
         assert file.who is not None
         dumps.append(dump)
-        whose[dump.replica, dump.rank] = file.who
-        judged.told.append(_stack_told(dump, file))
+        owners[dump.replica, dump.rank] = file.who
+        analysis.told.append(_stack_told(dump, file))
     for found in stacks.diagnose(dumps) if dumps else ():
-        judged.findings.append(_renamed(found, lambda s: whose.get((s.replica, s.rank))))
+        analysis.findings.append(_renamed(found, lambda s: owners.get((s.replica, s.rank))))
 
 
 def _stack_told(dump: StackDump, file: EvidenceFile) -> str:
@@ -93,43 +93,43 @@ def _stack_told(dump: StackDump, file: EvidenceFile) -> str:
     return f"stack: {called(file.who)}{peer} {stack.doing}: {frames}{held}"
 
 
-def _flight(files: Sequence[EvidenceFile], judged: EvidenceAnalysis) -> None:
+def _flight(files: Sequence[EvidenceFile], analysis: EvidenceAnalysis) -> None:
     dumps, unreadable = flight_dumps.read_many([f.path for f in files], num_processes=1, budget=Budget())
-    judged.unread += map(_unread, unreadable)
+    analysis.unread += map(_unread, unreadable)
     if not dumps:
         return
     by_path = {str(f.path): f.who for f in files}
-    whose = {d.rank: who for d in dumps if (who := by_path[d.path]) is not None}
-    topology = _topology(whose)
-    judged.told.append(flight_recorder.looked_at(dumps))
+    owners = {d.rank: who for d in dumps if (who := by_path[d.path]) is not None}
+    topology = _topology(owners)
+    analysis.told.append(flight_recorder.looked_at(dumps))
     for found in flight_recorder.diagnose(dumps, topology=topology):
-        if all(s.rank in whose for s in found.suspects):
-            judged.findings.append(_renamed(found, lambda s: None if s.rank is None else whose.get(s.rank)))
+        if all(s.rank in owners for s in found.suspects):
+            analysis.findings.append(_renamed(found, lambda s: None if s.rank is None else owners.get(s.rank)))
 
 
-def _topology(whose: Mapping[int, Suspect]) -> Topology:
-    roles = {who.role for who in whose.values()}
+def _topology(owners: Mapping[int, Suspect]) -> Topology:
+    roles = {who.role for who in owners.values()}
     return Topology(
         role=roles.pop() if len(roles) == 1 else "",
-        nodes={rank: str(who.node) for rank, who in whose.items()},
-        replicas={rank: who.replica for rank, who in whose.items()},
+        nodes={rank: str(who.node) for rank, who in owners.items()},
+        replicas={rank: who.replica for rank, who in owners.items()},
     )
 
 
-def _nccl(files: Sequence[EvidenceFile], judged: EvidenceAnalysis) -> None:
+def _nccl(files: Sequence[EvidenceFile], analysis: EvidenceAnalysis) -> None:
     polls = [poll for file in files for poll in nccl_status.read(file.path)]
     findings, remarks = nccl_status.diagnose(polls)
-    judged.told += [f"NCCL RAS: {nccl_status.looked_at(polls)}", *(f"NCCL RAS: {text}" for text in remarks)]
-    judged.findings += findings
+    analysis.told += [f"NCCL RAS: {nccl_status.looked_at(polls)}", *(f"NCCL RAS: {text}" for text in remarks)]
+    analysis.findings += findings
 
 
-def _kernel(files: Sequence[EvidenceFile], judged: EvidenceAnalysis) -> None:
+def _kernel(files: Sequence[EvidenceFile], analysis: EvidenceAnalysis) -> None:
     logs, unread = kernel_logs.read_all([f.path for f in files], (), Budget())
-    judged.unread += unread
-    judged.told.append(f"kernel: {kernel_findings.looked_at(logs)}")
-    judged.findings += kernel_findings.diagnose(logs)
+    analysis.unread += unread
+    analysis.told.append(f"kernel: {kernel_findings.looked_at(logs)}")
+    analysis.findings += kernel_findings.diagnose(logs)
 
 
 def _renamed(found: Finding, of: Callable[[Suspect], Suspect | None]) -> Finding:
-    """With suspects as the live detectors name them, process included."""
+    """The finding with its suspects named as by the live detectors, process included."""
     return replace(found, suspects=tuple(of(s) or s for s in found.suspects))

@@ -13,41 +13,41 @@ from rolecall.watch.evidence.requests import EvidenceRequest
 
 INCIDENT_BYTES_MAX = 64 << 20
 NUM_KEPT_MAX = 500
-"""Incidents of a run whose evidence is kept: some 2 MB each, at most INCIDENT_BYTES_MAX."""
+"""Incidents of a run whose evidence is stored: about 2 MB each, at most INCIDENT_BYTES_MAX."""
 
 
 class EvidenceRejected(Exception):
-    """An answer cannot be kept: why."""
+    """A response cannot be stored, with the reason."""
 
 
 class EvidenceFiles:
-    """Writes what was had of one incident, redacted, each file for its owner alone."""
+    """Writes the redacted evidence of one incident, each file readable by its owner only."""
 
     def __init__(self, folder: Path, known: Redactor) -> None:
-        """`folder`: of the incident, made in that of all. Raises OSError: nothing can be kept."""
+        """`folder`: the incident's, created in the parent of all. Raises OSError: nothing can be stored."""
         folder.parent.mkdir(mode=0o700, exist_ok=True)
         if not folder.exists() and sum(1 for _ in folder.parent.iterdir()) >= NUM_KEPT_MAX:
-            raise OSError(0, f"the evidence of {NUM_KEPT_MAX} incidents is kept already, in {folder.parent}")
+            raise OSError(0, f"{folder.parent} already holds the evidence of {NUM_KEPT_MAX} incidents, the limit")
         folder.mkdir(mode=0o700, exist_ok=True)
         self._folder, self._known, self._room = folder, known, INCIDENT_BYTES_MAX
 
     def keep(self, ask: EvidenceRequest, number: int, body: bytes, wall_at: float) -> EvidenceFile:
-        """`number`: stands for the rank of a dump that does not say it itself. `wall_at`: when it was so.
+        """`number`: replaces the rank of a dump that does not contain it. `wall_at`: time of the evidence.
 
         Raises:
-            NoEvidence: it is not what it should be, or too large.
+            EvidenceRejected: it is malformed or too large.
             OSError: it cannot be written.
         """
         try:
             content = redacted(ask.kind, body, self._known)
         except (UnsafePickle, ValueError, RecursionError) as e:
-            raise EvidenceRejected(f"its agent's answer makes no sense ({e})") from None
+            raise EvidenceRejected(f"its agent's response is malformed ({e})") from None
         if len(content) > self._room:
             raise EvidenceRejected(f"left out, over {INCIDENT_BYTES_MAX >> 20} MiB for this incident")
         self._room -= len(content)
         path = self._folder / _name(ask, number)
         write_private(path, content)
-        os.utime(path, (wall_at, wall_at))  # the detectors read in it how long somebody had waited
+        os.utime(path, (wall_at, wall_at))  # the detectors compute waiting times from it
         return EvidenceFile(kind=ask.kind, path=path, who=ask.who, suspected=ask.suspected)
 
 

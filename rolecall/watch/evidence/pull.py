@@ -1,9 +1,9 @@
-"""Pulls the evidence of an incident from the agents by itself: stacks, Flight Recorder dumps, NCCL RAS, kernel lines.
+"""Collects the evidence of an incident from the agents: stacks, Flight Recorder dumps, NCCL RAS, kernel lines.
 
-The watch asks, and goes on: nothing waits for an answer, whatever comes within `DEADLINE_SECONDS` is kept, and the rest is
-told as missing with its reason. Questions to one agent follow each other, agents are asked side by side, all in daemon
-threads. Files lie in `evidence/<incident>/` of the run, for their owner alone, redacted as those of `rolecall incident
-export`; what the detectors read in them is told with the files in one event of the journal.
+The loop never waits: what arrives within `DEADLINE_SECONDS` is stored, the rest is reported as missing with its reason.
+Requests to one agent are sequential, agents are queried concurrently, all in daemon threads. Files are in
+`evidence/<incident>/` of the run, readable by their owner only, redacted like those of `rolecall incident export`; one
+journal event lists the files and what the detectors found in them.
 """
 
 import hashlib
@@ -34,8 +34,8 @@ from rolecall.watch.evidence.requests import EvidenceRequest, called, select_evi
 logger = logging.getLogger(__name__)
 
 DEADLINE_SECONDS = 20.0
-"""Of one incident, from the first question. An agent gives up a stack or a dump after 10 s."""
-ASKED_AT_ONCE = 16
+"""Of one incident, from its first request. An agent abandons a stack or a dump after 10 s."""
+NUM_AGENTS_AT_ONCE = 16
 """Agents of one incident."""
 NUM_INCIDENTS_AT_ONCE = 2
 NUM_WAITING_MAX = 32
@@ -46,12 +46,12 @@ BYTES_MAX = {
     EvidenceKind.NCCL: 4 << 20,
     EvidenceKind.KERNEL: 1 << 20,
 }
-"""Of one answer. A trainer with 30 threads of 40 frames takes 0.3 MB, a dump of 2,000 entries as much to 1 MB."""
+"""Of one response. A trainer with 30 threads of 40 frames takes 0.3 MB, a dump of 2,000 entries 0.3 to 1 MB."""
 NUM_TOLD_MAX = 40
-"""Sentences of each kind in the event."""
+"""Texts of each kind in the event."""
 NUM_NAMED_MAX = 4
 NO_TOKEN = (
-    "no evidence was asked for: agents give it for their bearer token only. Name it: `rolecall watch agents ... "
+    "no evidence was requested: agents require their bearer token. Provide it: `rolecall watch agents ... "
     "--credentials FILE`, one line `bearer VALUE` (docs/reference/agent.md says how VALUE is made of an agent's token)"
 )
 WRONG_TOKEN = "give the watch the token of these agents (docs/reference/agent.md, Security)"
@@ -72,7 +72,7 @@ class _EvidenceResponse:
 
 
 class EvidencePull:
-    """A `recovery.interfaces.Witnesses`. `ask` and `heard` are for the watch's thread, and never block."""
+    """A `recovery.interfaces.EvidenceCollector`. `request` and `collected` are for the loop's thread and never block."""
 
     def __init__(
         self,
@@ -84,12 +84,12 @@ class EvidencePull:
         *,
         deadline_seconds: float = DEADLINE_SECONDS,
     ) -> None:
-        """`agents`: node -> URL. `authorization`: value of that header, with the bearer token; empty: nobody is asked.
-        `fleet`: the processes that the detectors know, called by `ask`."""
+        """`agents`: node -> URL. `authorization`: the header's value with the bearer token; empty: no request is sent.
+        `fleet`: the processes that the detectors know, called by `request`."""
         self._run, self._agents, self._authorization, self._fleet = run, agents, authorization, fleet
         self._clock, self._deadline_seconds = clock, deadline_seconds
         self._jobs: queue.Queue[_Job] = queue.Queue(NUM_WAITING_MAX)
-        self._heard: deque[CollectedEvidence] = deque()
+        self._collected: deque[CollectedEvidence] = deque()
         self._findings: deque[Finding] = deque()
         self._closed = threading.Event()
         self._threads: list[threading.Thread] = []
@@ -99,7 +99,7 @@ class EvidencePull:
         if not asks:
             return
         if not self._authorization:
-            self._tell(incident_id, missing=[NO_TOKEN])
+            self._record(incident_id, missing=[NO_TOKEN])
             return
         if not self._threads:
             self._threads = [
@@ -111,21 +111,21 @@ class EvidencePull:
         try:
             self._jobs.put_nowait(_Job(incident_id=incident_id, asks=asks))
         except queue.Full:
-            because = f"no evidence was asked for: that of {NUM_WAITING_MAX} other incidents is waited for"
-            self._tell(incident_id, missing=[because])
+            because = f"no evidence was requested: {NUM_WAITING_MAX} other incidents are in the queue"
+            self._record(incident_id, missing=[because])
 
     def collected(self) -> list[CollectedEvidence]:
-        return [self._heard.popleft() for _ in range(len(self._heard))]
+        return [self._collected.popleft() for _ in range(len(self._collected))]
 
     def findings(self) -> tuple[Finding, ...]:
-        """What the evidence of some incident said since the last call."""
+        """Findings from evidence since the last call."""
         return tuple(self._findings.popleft() for _ in range(len(self._findings)))
 
     def close(self) -> None:
-        """Lets go of everything that is under way."""
+        """Abandons everything in progress."""
         self._closed.set()
 
-    # --- in threads of its own
+    # --- in separate threads
 
     def _work(self) -> None:
         while not self._closed.is_set():
@@ -137,28 +137,28 @@ class EvidencePull:
                 self._pull(job)
             except Exception as e:  # deliberate: a defect here costs this incident's evidence, and nothing else
                 logger.exception("evidence of %s", job.incident_id)
-                self._tell(job.incident_id, missing=[f"the evidence could not be taken in: {type(e).__name__}: {e}"])
+                self._record(job.incident_id, missing=[f"the evidence could not be processed: {type(e).__name__}: {e}"])
 
     def _pull(self, job: _Job) -> None:
-        begun = self._clock.monotonic()
-        answers = self._answers(job.asks, begun + self._deadline_seconds)
+        started_at = self._clock.monotonic()
+        answers = self._answers(job.asks, started_at + self._deadline_seconds)
         missing = _missing(answers)
         try:
-            kept, refused = self._kept(job, answers, begun + 2 * self._deadline_seconds)
+            kept, refused = self._kept(job, answers, started_at + 2 * self._deadline_seconds)
             missing += refused
-            judged = analyse_evidence(kept)
+            analysis = analyse_evidence(kept)
         except OSError as e:
-            kept, judged = [], EvidenceAnalysis()
-            missing.append(f"what was had could not be kept: {e.strerror or e}")
-        seconds = self._clock.monotonic() - begun
-        self._findings.extend(f for f in judged.findings if f.fault_class.spec.settles_ties)
-        self._tell(job.incident_id, kept=kept, judged=judged, missing=missing, seconds=seconds)
+            kept, analysis = [], EvidenceAnalysis()
+            missing.append(f"the collected evidence could not be stored: {e.strerror or e}")
+        seconds = self._clock.monotonic() - started_at
+        self._findings.extend(f for f in analysis.findings if f.fault_class.spec.settles_ties)
+        self._record(job.incident_id, kept=kept, analysis=analysis, missing=missing, seconds=seconds)
 
     def _kept(
         self, job: _Job, answers: Sequence[_EvidenceResponse], until: float
     ) -> tuple[list[EvidenceFile], list[str]]:
         """The files, and why there are no more. `until`: redacting takes a second for a few megabytes. Raises OSError."""
-        # A kernel log may be empty; anything else that is empty makes no sense.
+        # A kernel log may be empty; anything else that is empty is malformed.
         had = [(a, a.body) for a in answers if a.body is not None and (a.body or a.ask.kind is not EvidenceKind.KERNEL)]
         if not had:
             return [], []
@@ -168,7 +168,7 @@ class EvidencePull:
         kept, refused = list[EvidenceFile](), list[str]()
         for a, body in had:
             if self._clock.monotonic() > until:
-                refused.append(f"{a.ask.what}: had, and no time was left to redact it")
+                refused.append(f"{a.ask.what}: received, but there was no time left to redact it")
                 continue
             try:
                 kept.append(files.keep(a.ask, numbers.get(a.ask, 0), body, a.wall_at))
@@ -177,7 +177,7 @@ class EvidencePull:
         return kept, refused
 
     def _answers(self, asks: Sequence[EvidenceRequest], until: float) -> list[_EvidenceResponse]:
-        """In the order of `asks`; each is answered, or missing, once `until` is past."""
+        """In the order of `asks`; once `until` has passed, each is answered or missing."""
         try:
             urls = dict(self._agents())
         except (OSError, ValueError) as e:
@@ -198,7 +198,7 @@ class EvidencePull:
                     return
                 self._of_node(urls.get(node, ""), by_node[node], until, told)
 
-        for n in range(min(ASKED_AT_ONCE, len(by_node))):
+        for n in range(min(NUM_AGENTS_AT_ONCE, len(by_node))):
             threading.Thread(target=converse, name=f"evidence-ask-{n}", daemon=True).start()
         found: dict[EvidenceRequest, _EvidenceResponse] = {}
         while len(found) < len(asks):
@@ -208,14 +208,14 @@ class EvidencePull:
             except queue.Empty:
                 break
             found[answer.ask] = answer
-        late = f"no answer within the {self._deadline_seconds:.0f} s that evidence may take"
+        late = f"no response within the deadline of {self._deadline_seconds:.0f} s"
         return [found.get(a) or _EvidenceResponse(ask=a, missing=late) for a in asks]
 
     def _of_node(
         self, url: str, asks: Sequence[EvidenceRequest], until: float, told: "queue.SimpleQueue[_EvidenceResponse]"
     ) -> None:
-        """Asks one agent, one thing after the other; after it did not answer at all, nothing more."""
-        gone = "" if url else "its agent is not there"
+        """Sends one agent's requests in sequence; stops after the first without a response."""
+        gone = "" if url else "its agent is unknown"
         for ask in asks:
             if gone or self._closed.is_set():
                 told.put(_EvidenceResponse(ask=ask, missing=gone or "the watch ended"))
@@ -225,75 +225,75 @@ class EvidencePull:
                 told.put(_EvidenceResponse(ask=ask, body=body, wall_at=self._clock.wall()))
             except EvidenceRequestFailed as e:
                 gone = "" if e.status else str(e)
-                told.put(_EvidenceResponse(ask=ask, missing=_worded(ask, e)))
+                told.put(_EvidenceResponse(ask=ask, missing=_reason_text(ask, e)))
 
     def _one(self, url: str, ask: EvidenceRequest, until: float) -> bytes:
-        """Raises NotHad."""
+        """Raises EvidenceRequestFailed."""
         pid = "" if ask.who is None or ask.who.process is None else f"?pid={ask.who.process.pid}"
         while True:
             left = until - self._clock.monotonic()
             if left <= 0 or self._closed.is_set():
-                raise EvidenceRequestFailed(f"not had within the {self._deadline_seconds:.0f} s that evidence may take")
+                raise EvidenceRequestFailed(f"not received within the deadline of {self._deadline_seconds:.0f} s")
             path = f"/v1/evidence/{ask.kind}{pid}"
             try:
                 return request_evidence(url, path, self._authorization, seconds=left, bytes_max=BYTES_MAX[ask.kind])
             except EvidenceRequestFailed as e:
                 if e.status != HTTPStatus.TOO_MANY_REQUESTS:
                     raise
-            self._closed.wait(BUSY_PAUSE_SECONDS)  # it dumps another process for somebody else
+            self._closed.wait(BUSY_PAUSE_SECONDS)  # it is busy dumping another process
 
-    def _tell(
+    def _record(
         self,
         incident_id: str,
         *,
         kept: Sequence[EvidenceFile] = (),
-        judged: EvidenceAnalysis | None = None,
+        analysis: EvidenceAnalysis | None = None,
         missing: Sequence[str] = (),
         seconds: float = 0.0,
     ) -> None:
-        judged = judged or EvidenceAnalysis()
+        analysis = analysis or EvidenceAnalysis()
         if not kept and not missing:
-            return  # what was asked for is no part of these agents
+            return  # these agents do not provide the requested kinds
         collected = EvidenceCollected(
-            because=_because(kept, judged, missing),
+            because=_because(kept, analysis, missing),
             files=tuple(_described(f, self._run.path) for f in kept),
-            told=tuple(plain(text) for text in judged.told[:NUM_TOLD_MAX]),
-            findings=tuple(Finding.from_dict(finite(f.to_dict())) for f in judged.findings[:NUM_TOLD_MAX]),
-            missing=tuple(plain(text) for text in (*missing, *judged.unread)[:NUM_TOLD_MAX]),
+            told=tuple(plain(text) for text in analysis.told[:NUM_TOLD_MAX]),
+            findings=tuple(Finding.from_dict(finite(f.to_dict())) for f in analysis.findings[:NUM_TOLD_MAX]),
+            missing=tuple(plain(text) for text in (*missing, *analysis.unread)[:NUM_TOLD_MAX]),
             seconds=round(seconds, 3),
         )
-        self._heard.append(CollectedEvidence(incident_id=incident_id, payload=collected))
+        self._collected.append(CollectedEvidence(incident_id=incident_id, payload=collected))
 
 
 def _dump_numbers(asks: Sequence[EvidenceRequest]) -> dict[EvidenceRequest, int]:
-    """What stands for the rank of a dump that does not say it itself: the registered one, if it is each one's own."""
+    """The number of a dump that does not contain its rank: the registered rank, if those are unique."""
     ranks = [a.who.rank for a in asks if a.who is not None and a.who.rank is not None]
     own = len(set(ranks)) == len(asks)
     return {a: ranks[n] if own else n for n, a in enumerate(asks)}
 
 
-# --- words ----------------------------------------------------------------------------------------------------------
+# --- texts ----------------------------------------------------------------------------------------------------------
 
 
-def _worded(ask: EvidenceRequest, e: EvidenceRequestFailed) -> str:
-    """Why it is missing; empty where that is nothing to speak of."""
+def _reason_text(ask: EvidenceRequest, e: EvidenceRequestFailed) -> str:
+    """Why it is missing; empty if that needs no mention."""
     if e.status == HTTPStatus.NOT_FOUND and ask.who is None:
-        return ""  # an agent without this collector, or of before it
+        return ""  # an agent without this collector
     return f"{e}; {WRONG_TOKEN}" if e.status == HTTPStatus.UNAUTHORIZED else str(e)
 
 
 def _missing(answers: Sequence[_EvidenceResponse]) -> list[str]:
-    """One sentence a reason, with what it cost."""
+    """One text per reason, with what is missing."""
     by_reason: dict[tuple[str, str, EvidenceKind], list[str]] = {}
     for a in answers:
         if a.missing:
             names = by_reason.setdefault((a.missing, a.ask.node, a.ask.kind), [])
             names += [called(a.ask.who)] if a.ask.who is not None else []
-    said = []
+    texts = []
     for (reason, node, kind), names in by_reason.items():
         of = f" of {_listed(names)}" if names else ""
-        said.append(f"{_WORDS[kind][len(names) > 1]}{of} (node {node}): {reason}")
-    return said
+        texts.append(f"{_WORDS[kind][len(names) > 1]}{of} (node {node}): {reason}")
+    return texts
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -304,17 +304,17 @@ def _listed(names: Sequence[str]) -> str:
 _WORDS = {
     EvidenceKind.STACKS: ("stack", "stacks"),
     EvidenceKind.FLIGHT: ("Flight Recorder dump", "Flight Recorder dumps"),
-    EvidenceKind.NCCL: ("answer of NCCL RAS", "answers of NCCL RAS"),
+    EvidenceKind.NCCL: ("NCCL RAS response", "NCCL RAS responses"),
     EvidenceKind.KERNEL: ("kernel log", "kernel logs"),
 }
 
 
-def _because(kept: Sequence[EvidenceFile], judged: EvidenceAnalysis, missing: Sequence[str]) -> str:
+def _because(kept: Sequence[EvidenceFile], analysis: EvidenceAnalysis, missing: Sequence[str]) -> str:
     numbers = [(kind, sum(f.kind is kind for f in kept)) for kind in EvidenceKind]
     had = [f"{n} {_WORDS[kind][n > 1]}" for kind, n in numbers if n]
-    said = [f.because for f in judged.findings]
+    texts = [f.because for f in analysis.findings]
     told = ", ".join(had) or "no evidence"
-    return plain("; ".join([told, *said[:NUM_NAMED_MAX], *(missing[:1] if not had else ())]))
+    return plain("; ".join([told, *texts[:NUM_NAMED_MAX], *(missing[:1] if not had else ())]))
 
 
 def _described(file: EvidenceFile, root: Path) -> EvidenceFileRecord:

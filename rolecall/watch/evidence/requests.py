@@ -1,13 +1,13 @@
-"""Which evidence an incident asks for, and of which agents. Pure.
+"""Which evidence to request for an incident, and from which agents. Pure.
 
-The row of the fault's class in `core.faults.FAULTS` says what is wanted:
+The row of the fault's class in `core.faults.FAULTS` names the evidence:
 
     kernel log        last kernel lines of the suspects' nodes
     stacks            of the suspects and of two of their peers
-    Flight Recorder   dumps of the whole role, where its processes take part in collectives
-    NCCL RAS          one answer, which covers the whole job
+    Flight Recorder   dumps of the whole role, if its processes take part in collectives
+    NCCL RAS          one response, which covers the whole job
 
-Only processes that their agent knows are asked, and each kind is bounded: evidence is for comparing, not for keeping.
+Only processes known to their agent are included, and each kind is bounded.
 """
 
 from collections.abc import Iterable, Sequence
@@ -24,7 +24,7 @@ NUM_STACKS_MAX = 16
 """Of suspects. A tie names all members of its group."""
 NUM_PEERS = 2
 NUM_FLIGHT_MAX = 64
-"""A dump takes 0.3 MB and its process some milliseconds; one agent asks one process at a time."""
+"""A dump takes 0.3 MB and some milliseconds of its process; an agent dumps one process at a time."""
 NUM_NODES_MAX = 4
 """Nodes that are asked for kernel lines; one answer of RAS covers the whole job."""
 
@@ -58,19 +58,19 @@ def called(who: Suspect) -> str:
 def select_evidence(diagnosis: Diagnosis, fleet: Iterable[MonitoredProcess]) -> list[EvidenceRequest]:
     """Suspects first: what is asked last may come too late."""
     alive = [s for s in fleet if s.process is not None and not s.gone]
-    accused = _accused(alive, diagnosis)
-    keys = {s.key for s in accused}
-    known = {s.process for s in accused}
+    suspected = _accused(alive, diagnosis)
+    keys = {s.key for s in suspected}
+    known = {s.process for s in suspected}
     # One that the detector has no sample of yet (a watch that just began) is asked for by the diagnosis alone.
     named = [s for s in diagnosis.suspects if s.process is not None and not alive and s.process not in known]
-    suspects = [*map(suspect, accused), *named]
+    suspects = [*map(suspect, suspected), *named]
     wanted = diagnosis.fault_class.spec.evidence
     asks: list[EvidenceRequest] = []
     if EvidenceKind.STACKS in wanted:
         asks += [_of(EvidenceKind.STACKS, who, True) for who in suspects[:NUM_STACKS_MAX]]
-        asks += [_of(EvidenceKind.STACKS, suspect(s), False) for s in _peers(accused, alive)]
+        asks += [_of(EvidenceKind.STACKS, suspect(s), False) for s in _peers(suspected, alive)]
     if EvidenceKind.FLIGHT in wanted:
-        asks += [_of(EvidenceKind.FLIGHT, suspect(s), s.key in keys) for s in _members(accused, alive)]
+        asks += [_of(EvidenceKind.FLIGHT, suspect(s), s.key in keys) for s in _members(suspected, alive)]
     nodes = list(dict.fromkeys(str(s.node) for s in diagnosis.suspects if s.node))[:NUM_NODES_MAX]
     if EvidenceKind.NCCL in wanted and nodes:
         asks.append(EvidenceRequest(kind=EvidenceKind.NCCL, node=_one_that_answers(nodes, alive)))
@@ -90,22 +90,22 @@ def _accused(alive: Sequence[MonitoredProcess], diagnosis: Diagnosis) -> list[Mo
     named = {(who.replica, who.rank, who.incarnation) for who in diagnosis.suspects if who.replica}
 
     def is_named(s: MonitoredProcess) -> bool:
-        # A suspect without a rank, or an incarnation, stands for all of them.
+        # A suspect without a rank or incarnation includes all of them.
         return any((s.replica, rank, number) in named for rank in (s.rank, None) for number in (s.incarnation, None))
 
     return [s for s in alive if s.node in whole or is_named(s)]
 
 
-def _peers(accused: Sequence[MonitoredProcess], alive: Sequence[MonitoredProcess]) -> list[MonitoredProcess]:
-    """Of the suspects' roles, on other nodes if there are: they do the same work, and are not accused."""
-    roles, nodes, keys = {s.role for s in accused}, {s.node for s in accused}, {s.key for s in accused}
+def _peers(suspected: Sequence[MonitoredProcess], alive: Sequence[MonitoredProcess]) -> list[MonitoredProcess]:
+    """Processes of the suspects' roles that are no suspects, preferably on other nodes."""
+    roles, nodes, keys = {s.role for s in suspected}, {s.node for s in suspected}, {s.key for s in suspected}
     others = (s for s in alive if s.role in roles and s.key not in keys)
     return nsmallest(NUM_PEERS, others, key=lambda s: (s.node in nodes, s.key))
 
 
-def _members(accused: Sequence[MonitoredProcess], alive: Sequence[MonitoredProcess]) -> list[MonitoredProcess]:
-    """Who takes part in the collectives of the suspects: all of a role whose processes count collectives."""
-    roles = {s.role for s in accused}
+def _members(suspected: Sequence[MonitoredProcess], alive: Sequence[MonitoredProcess]) -> list[MonitoredProcess]:
+    """Members of the suspects' collectives: all of a role whose processes count collectives."""
+    roles = {s.role for s in suspected}
     members = [s for s in alive if s.role in roles and s.reports]
     if len(members) < 2 or not any(map(_in_collectives, members)):
         return []
@@ -117,6 +117,6 @@ def _in_collectives(s: MonitoredProcess) -> bool:
 
 
 def _one_that_answers(nodes: Sequence[str], alive: Sequence[MonitoredProcess]) -> str:
-    """RAS tells of the whole job wherever it is asked: a node with live processes rather than another."""
+    """RAS covers the whole job from any node; prefers a node with live processes."""
     living = {s.node for s in alive}
     return next((n for n in nodes if n in living), nodes[0])

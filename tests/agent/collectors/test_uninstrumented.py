@@ -486,7 +486,7 @@ def test_agents_are_named_by_address_or_by_file(tmp_path: Path) -> None:
 
     with pytest.raises(ConfigError, match=r"http://a:1: no agent answers there .*NODE=http://a:1"):
         named_agents(["http://a:1"], ask=silent)
-    with pytest.raises(ConfigError, match="both speak for n"):
+    with pytest.raises(ConfigError, match="both report node n"):
         named_agents(["http://a:1", "http://b:2"], ask=lambda url: "n")
     for wrong in ("ftp://a:1", "http://a:1,node"):
         with pytest.raises(ConfigError):

@@ -1,7 +1,6 @@
 """Lost time taken in event by event is what the report's own arithmetic says of the whole run."""
 
 import math
-import random
 from dataclasses import replace
 
 import pytest
@@ -10,17 +9,14 @@ from rolecall.core.journal.journal import Journal
 from rolecall.core.rundir import RunDir
 from rolecall.dashboards.data.progress import (
     BUCKETS_MAX,
-    UNDETECTED,
     Bucket,
     Curve,
-    EttrSummary,
-    IncidentReplicaLoss,
     RunTrendsProjection,
-    lost_seconds,
     merged,
 )
 from rolecall.reports.facts import read_facts
-from rolecall.views.ettr import Loss, ettr, losses, steps, training_began
+from rolecall.views.ettr import UNDETECTED, ettr, losses, steps, training_began
+from rolecall.views.ettr_accumulator import EttrAccumulator
 from rolecall.views.incidents import summarize_incidents
 from rolecall.views.injections import parse_injections
 
@@ -29,46 +25,6 @@ def bucket(step: int, *, reward: float = 0.5, seconds: float = 1.0) -> Bucket:
     return Bucket(
         first_step=step, last_step=step, at=float(step), num=1, reward=reward, seconds=seconds, seconds_max=seconds, tokens=10
     )  # fmt: skip
-
-
-def cost(
-    replica: str, since: float, until: float, stalled_until: float = 0.0, fault: str = "crash"
-) -> IncidentReplicaLoss:
-    loss = Loss(replica=replica, since=since, until=until, stalled_until=stalled_until)
-    return IncidentReplicaLoss(incident_id="i", fault_class=fault, loss=loss)
-
-
-def test_what_is_lost_and_ettr_are_the_same_as_those_of_the_report(rng: random.Random) -> None:
-    for _ in range(60):
-        costs = []
-        for _ in range(rng.randrange(12)):
-            since = rng.uniform(-5, 100)
-            until = since + rng.uniform(0, 40)
-            trainer = rng.random() < 0.4
-            name = f"{'trainer' if trainer else 'rollout'}/{rng.randrange(3)}"
-            costs.append(
-                cost(name, since, until, rng.uniform(since, until) if trainer else 0.0, rng.choice(["crash", "slow"]))
-            )
-        lost = lost_seconds(costs, 0.0, 90.0, num_rollouts=3, num_trainers=2)
-        expected = ettr(0.0, 90.0, [c.loss for c in costs], num_rollouts=3, num_trainers=2)
-        assert expected is not None
-        assert 1.0 - sum(lost.values()) / 90.0 == pytest.approx(expected)
-
-
-@pytest.mark.parametrize(
-    ("costs", "expected"),
-    [
-        ([], {}),
-        ([cost("rollout/0", 10, 20)], {("rollout", "crash"): 2.5}),
-        ([cost("trainer/0", 10, 20, 14)], {("trainer", "crash"): 4 * 2 / 4 + 6 * 1 / 4}),
-        # The same replica twice at once is lost once: the first incident has it.
-        ([cost("rollout/0", 10, 20), cost("rollout/0", 12, 18, fault="slow")], {("rollout", "crash"): 2.5}),
-        ([cost("reward/0", 10, 20)], {}),
-    ],
-)
-def test_where_the_lost_time_went(costs: list[IncidentReplicaLoss], expected: dict[tuple[str, str], float]) -> None:
-    lost = lost_seconds(costs, 0.0, 100.0, num_rollouts=2, num_trainers=2)
-    assert lost == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("injections", [True, False])
@@ -80,7 +36,7 @@ def test_a_real_run_read_in_order_gives_the_ettr_of_its_report(fake_run: RunDir,
     faults = parse_injections(fake_run.injections_path.read_text())[: None if injections else 0]
     lost = losses(summarize_incidents(facts.events, facts.known, faults), committed[-1].at)
     expected = ettr(began, committed[-1].at, lost, num_rollouts=3, num_trainers=2)
-    fold = RunTrendsProjection(faults=faults)
+    fold = RunTrendsProjection(ettr=EttrAccumulator(faults=faults))
     journal = Journal(fake_run.database_url, create=False)
     for event in journal.events():
         fold.take(event)
@@ -90,7 +46,7 @@ def test_a_real_run_read_in_order_gives_the_ettr_of_its_report(fake_run: RunDir,
     assert {key for key, seconds in course.account.lost.items() if seconds} == {
         ("rollout", "crash"), ("trainer", "hang"), ("rollout", "slow"),
     }  # fmt: skip
-    assert not fold.suffers
+    assert not fold.ettr.is_losing
     assert fold.trends(None, {}, whole=False).account is None  # half a history has no ETTR
 
 
@@ -99,13 +55,13 @@ def test_a_fault_that_nobody_notices_is_lost_time_too(fake_run: RunDir) -> None:
     missed = replace(
         seen[0], target="rollout/0", targets=(), injected_at=seen[-1].injected_at + 5.0, pid=0, kind="unseen"
     )
-    fold = RunTrendsProjection(faults=[*seen, missed])
+    fold = RunTrendsProjection(ettr=EttrAccumulator(faults=[*seen, missed]))
     journal = Journal(fake_run.database_url, create=False)
     for event in journal.events():
         fold.take(event)
     journal.close()
     account = fold.trends(None, {}, whole=True).account
-    assert fold.suffers and account is not None
+    assert fold.ettr.is_losing and account is not None
     assert account.lost["rollout", UNDETECTED] > 0
 
 
@@ -124,7 +80,3 @@ def test_what_is_no_number_is_left_out_of_a_mean() -> None:
     whole = merged(bucket(1, reward=math.nan), bucket(2, reward=0.4))
     assert whole.reward == 0.4 and whole.num == 2
     assert math.isnan(merged(bucket(1, reward=math.nan), bucket(2, reward=math.nan)).reward)
-
-
-def test_no_time_has_no_ettr() -> None:
-    assert EttrSummary(start=5.0, end=5.0, lost={}).ettr is None

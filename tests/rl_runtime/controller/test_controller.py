@@ -230,3 +230,17 @@ def test_while_hold_is_set_training_goes_on(tmp_path: Path) -> None:
     assert w.outcome is not None and 20 <= w.outcome.steps <= 30
     done = w.journal.flag("done")
     assert done is not None and '"outcome": "completed"' in done
+
+
+def test_the_status_says_what_the_loop_does_and_why(tmp_path: Path) -> None:
+    seen: set[str] = set()
+
+    async def script(w: World) -> None:
+        while True:
+            if w.controllers:
+                seen.add(str(w.controllers[-1].status()["doing"]))
+            await asyncio.sleep(0.005)
+
+    world(tmp_path, script=script).run().check()
+    assert any(s.startswith("train: step 3 is assigned") for s in seen)
+    assert any(s.startswith("form: ") and s.endswith("of 8 groups are ready") for s in seen)

@@ -19,7 +19,7 @@ def rig(tmp_path: Path) -> Iterator[Rig]:
     try:
         yield made
     finally:
-        made.hands.end()
+        made.actors.end()
 
 
 def _lose(rig: Rig, tmp_path: Path) -> None:
@@ -33,7 +33,7 @@ def test_stopping_ends_every_process_without_the_journal(
 ) -> None:
     rig.want("reward/0")
     rig.until("reward/0", 1, ReplicaState.READY)
-    (process,) = rig.hands.processes.values()
+    (process,) = rig.actors.processes.values()
     assert process.poll() is None
     _lose(rig, tmp_path)
     with pytest.raises(JournalUnavailable):

@@ -1,5 +1,6 @@
 """ETTR while the run goes on: the same as the report's, event by event, settled or not."""
 
+import itertools
 import random
 from dataclasses import replace
 
@@ -10,10 +11,10 @@ from rolecall.core.journal.events import EventKind as K
 from rolecall.core.journal.journal import Journal
 from rolecall.core.rundir import RunDir
 from rolecall.testing.events import made_event
-from rolecall.views.ettr import Loss, ettr, losses, steps, training_began
+from rolecall.views.ettr import Loss, by_cause, ettr, losses, lost_seconds, steps, training_began
+from rolecall.views.ettr_accumulator import EttrAccumulator
 from rolecall.views.incidents import summarize_incidents
 from rolecall.views.lifetimes import incarnation_records
-from rolecall.views.lost_time import CausedLoss, EttrAccumulator, lost_between
 
 ROLLOUTS, TRAINERS = 3, 2
 
@@ -86,8 +87,23 @@ def test_what_ettr_leaves_out_is_what_is_lost(rng: random.Random) -> None:
             until = since + rng.uniform(0, 15)
             name = rng.choice(["rollout/0", "rollout/1", "rollout/2", "trainer/0", "trainer/1"])
             stalled = rng.uniform(since, until) if name.startswith("trainer") else 0.0
-            loss = Loss(replica=name, since=since, until=until, stalled_until=stalled)
-            found.append(CausedLoss(loss=loss, fault=rng.choice(["crash", "hang"])))
-        share = ettr(0.0, 20.0, [c.loss for c in found], num_rollouts=ROLLOUTS, num_trainers=TRAINERS)
-        lost = lost_between(0.0, 20.0, found, num_rollouts=ROLLOUTS, num_trainers=TRAINERS)
-        assert share is not None and sum(lost.values()) == pytest.approx((1 - share) * 20.0), found
+            fault = rng.choice(["crash", "hang"])
+            found.append(Loss(replica=name, since=since, until=until, stalled_until=stalled, fault=fault))
+        share = ettr(0.0, 20.0, found, num_rollouts=ROLLOUTS, num_trainers=TRAINERS)
+        lost = lost_seconds(found, 0.0, 20.0, num_rollouts=ROLLOUTS, num_trainers=TRAINERS)
+        assert share == pytest.approx(_by_sampling(found)), found
+        assert share is not None and sum(by_cause(lost).values()) == pytest.approx((1 - share) * 20.0), found
+
+
+def _by_sampling(found: list[Loss]) -> float:
+    """The definition of ETTR, evaluated between each two moments at which something changes."""
+    moments = sorted({0.0, 20.0, *(t for c in found for t in (c.since, c.until, c.stalled_until) if 0 < t < 20)})
+    effective = 0.0
+    for left, right in itertools.pairwise(moments):
+        now = [c for c in found if c.since <= left < c.until]
+        rollouts = {c.replica for c in now if c.role == "rollout"}
+        trainers = {c.replica for c in now if c.role == "trainer"}
+        stalled = any(left < c.stalled_until for c in now if c.role == "trainer")
+        at_work = ROLLOUTS - len(rollouts) + (0 if stalled else TRAINERS - len(trainers))
+        effective += (right - left) * at_work / (ROLLOUTS + TRAINERS)
+    return effective / 20.0

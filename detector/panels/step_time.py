@@ -13,7 +13,7 @@ one tick adds at most a third of that, so that one stalled step is no straggler.
 
 import math
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -55,28 +55,19 @@ class StepTime:
         return StepTimeTracker(shape, self.false_alarms_per_1000_machine_days)
 
 
-@dataclass(slots=True)
 class StepTimeTracker:
-    shape: PanelShape
-    asked: float
-    rows: list[int] = field(init=False)
-    threshold: float = field(init=False)
-    sums: NDArray[np.float64] = field(init=False)  # (own-work metrics, N), as are all below
-    since: NDArray[np.float64] = field(init=False)  # when the sum last left zero, seconds
-    ratio_sum: NDArray[np.float64] = field(init=False)  # of x since then
-    ticks: NDArray[np.int64] = field(init=False)
-    told: NDArray[np.bool_] = field(init=False)  # (N,)
-    spread_sum: float = 0.0  # of |x - middle| over peers
-    spread_count: int = 0
-
-    def __post_init__(self) -> None:
-        self.rows = [i for i, m in enumerate(self.shape.metrics) if is_own_work(m)]
-        size = (len(self.rows), len(self.shape.machines))
-        rate = self.asked / 1000 * self.shape.interval_seconds / SECONDS_PER_DAY
+    def __init__(self, shape: PanelShape, asked: float) -> None:
+        """`asked`: false alarms per 1,000 machine-days."""
+        self.shape = shape
+        self.rows = [i for i, m in enumerate(shape.metrics) if is_own_work(m)]
+        size = (len(self.rows), len(shape.machines))
+        rate = asked / 1000 * shape.interval_seconds / SECONDS_PER_DAY
         self.threshold = math.log(max(2, len(self.rows)) / min(rate, 0.5))
+        # (own-work metrics, N): S, when it last left zero (seconds), and sum and number of x since then
         self.sums, self.since, self.ratio_sum = np.zeros(size), np.zeros(size), np.zeros(size)
         self.ticks = np.zeros(size, dtype=np.int64)
-        self.told = np.zeros(size[1], dtype=np.bool_)
+        self.reported = np.zeros(size[1], dtype=np.bool_)
+        self.spread_sum, self.spread_count = 0.0, 0  # of |x - middle| over peers
 
     @property
     def scores(self) -> NDArray[np.float64]:
@@ -98,9 +89,9 @@ class StepTimeTracker:
         self.ticks += known
         self.sums = np.clip(self.sums + step, 0.0, 2 * self.threshold)
         slow = (self.sums > self.threshold).any(axis=0)
-        self.told &= (self.sums > 0).any(axis=0)  # healthy again: a later slowness is another fault
-        fresh = np.flatnonzero(slow & ~self.told)
-        self.told |= slow
+        self.reported &= (self.sums > 0).any(axis=0)  # healthy again: a later slowness is another fault
+        fresh = np.flatnonzero(slow & ~self.reported)
+        self.reported |= slow
         return [self._finding(int(n), at) for n in fresh] if 2 * slow.sum() < len(self.shape.machines) else []
 
     def _spread(self, x: NDArray[np.float64]) -> float:

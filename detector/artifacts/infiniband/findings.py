@@ -1,15 +1,15 @@
-"""What copies of InfiniBand trees (trees.py) show: ports that are down or slow, counters out of order.
+"""Diagnosis of copied InfiniBand sysfs trees (trees.py): ports that are down or slow, and abnormal counters.
 
-The same port of other nodes is its *rail*: rails often share a switch. A port is compared with its rail, else with its
-node's others.
+A *rail* is the same port on all nodes; the ports of a rail often share a switch. A port is compared with its rail, else
+with the other ports of its node.
 
     down: not active, while most of its rail is, or it has carried traffic
-    slow: active at a lower rate than most of its rail (else of its node's alike), or InfiniBand on one lane of its own
-    counters: far above those of the other ports (`MANY`), or, of two copies of a node, growing too fast (`GROWTH`)
-    congested: of two copies, it asks far more often than the others to be sent less (`CONGESTION`)
+    slow: active at a lower rate than most of its rail (else than similar ports of its node), or InfiniBand on one lane
+    counters: far above those of the other ports (`MANY`) or, with two copies of a node, growing too fast (`GROWTH`)
+    congested: with two copies, it sends congestion notifications far more often than the others (`CONGESTION`)
 
-What many nodes share on one rail, or most of the fleet everywhere, is no fault of theirs (a switch lifts many): it is told
-as one `cannot tell` that names them. What a single copy does not tell is a remark.
+A fault that many nodes of one rail share, or most of the fleet, is not attributed to single nodes (one switch affects
+many): it becomes one `cannot tell` that names them. What a single copy cannot decide is a remark.
 """
 
 from collections import Counter
@@ -26,7 +26,7 @@ from rolecall.detector.base.findings import settles
 from rolecall.formats.infiniband import SATURATES_AT
 
 DETECTOR = "infiniband_trees"
-NUM_TOLD = 8
+NUM_EVIDENCE_MAX = 8
 NUM_UNDECIDED_MAX = 64
 """A "cannot tell" names no more nodes than this."""
 MANY = {
@@ -40,10 +40,10 @@ MANY = {
     "port_xmit_discards": 6000,
     "local_ack_timeout_err": 60,
 }
-"""Counts below this are not many, however few the others have: single flaps are tolerated, a job that dies leaves some
-retries behind, and the rest is what may be counted within an hour or a minute (`GROWTH`)."""
+"""Counts below this are normal, however few the others have: single flaps are tolerated, a job that dies leaves some
+retries behind, and the rest is what `GROWTH` allows within an hour or a minute."""
 TIMES_PEERS = 10.0
-"""Many are ten times as many as the median of the others: counters of links in order differ, but not by this."""
+"""A count is high at ten times the median of the others: counters of healthy links differ by less."""
 NUM_PEERS_MIN = 3
 GROWTH: Mapping[str, tuple[float, float, str]] = {
     **dict.fromkeys(
@@ -56,34 +56,36 @@ GROWTH: Mapping[str, tuple[float, float, str]] = {
     "port_xmit_discards": (100.0, 1.0, "at most 100 a second are in order"),
     "local_ack_timeout_err": (1.0, 1.0, "at most one a second is in order"),
 }
-"""By counter: no more than so many in so many seconds (NVIDIA/NVSentinel, nic-health-monitor, link counter detection; 120
-symbol errors an hour are the IBTA's bit error rate of 1e-12)."""
+"""By counter: (maximum growth, per seconds, explanation), from NVIDIA/NVSentinel, nic-health-monitor, link counter
+detection; 120 symbol errors an hour are the IBTA's bit error rate of 1e-12."""
 OF_OTHERS = frozenset({"local_ack_timeout_err", "rnr_nak_retry_err", "roce_slow_restart", "port_xmit_discards"})
-"""Counted here for what the other end or the path between does: a dead peer does not answer."""
+"""Counters that the other end or the path between may cause: a dead peer does not answer."""
 CONGESTION: Mapping[str, tuple[float, str]] = {
     "np_cnp_sent": (1000.0, "congestion notifications (CNP)"),
 }
-"""By counter: fewer a second are none, and what it counts in words. Nobody publishes how many are in order: they are
-compared with the other ports alone. A flow whose packets are all marked sends one each 50 us, 20,000 a second (DCQCN,
-Zhu et al., SIGCOMM 2015, section 5). PFC pauses are in no InfiniBand tree, `ethtool -S` has them."""
+"""By counter: (minimum per second, description). No normal rate is published, so ports are compared only with each
+other. A flow whose packets are all marked causes one each 50 us, 20,000 a second (DCQCN, Zhu et al., SIGCOMM 2015,
+section 5). PFC pauses are not in InfiniBand trees; `ethtool -S` has them."""
 NUM_GROWN_MIN = 5
-"""Fewer make no rate: two in a second are not 7,200 an hour."""
+"""Smaller growth gives no rate: two in a second are not 7,200 an hour."""
 NUM_NODES_SHARED_MIN = 3
 SHARED_RATIO = 0.5
 NUM_RAILS_MIN = 4
-"""With as many rails, faults of single machines do not gather on one of them."""
+"""With this many rails, independent faults of machines do not concentrate on one of them."""
 CONFIDENCE_CANNOT_TELL = 0.3
 SETTLE_COUNTS = (
     "a second copy of the same nodes some minutes later, in a folder beside the first: whether it still counts"
 )
-SETTLE_OTHERS = "whether those whom it talks to count the same: then it is one of them, or the path between"
-SETTLE_CONGESTED = "the PFC pauses that it sends (ethtool -S: tx_prio*_pause) and its PCIe link: a machine that takes too little pauses others"
+SETTLE_OTHERS = "whether its communication peers count the same: then the cause is one of them, or the path between"
+SETTLE_CONGESTED = (
+    "the PFC pauses that it sends (ethtool -S: tx_prio*_pause) and its PCIe link: a slow receiver pauses its senders"
+)
 SETTLE_SHARED = "what they have in common: the switch of this rail, its cabling, the subnet manager and their logs"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PortFault:
-    """What is wrong with one port. `kind`: `down`, `slow`, or the counter's name."""
+    """A fault of one port. `kind`: `down`, `slow`, or the counter's name."""
 
     port: InfinibandPort
     kind: str
@@ -98,7 +100,7 @@ class PortFault:
 
 
 class InfinibandFabric:
-    """`ports`: the newest copy of each; `before`: the oldest by (node, rail), where there is an older one."""
+    """`ports`: the newest copy of each; `before`: the oldest copy by (node, rail), where there are two or more."""
 
     def __init__(self, copies: Iterable[InfinibandPort]) -> None:
         first, last = dict[tuple[str, str], InfinibandPort](), dict[tuple[str, str], InfinibandPort]()
@@ -115,25 +117,21 @@ class InfinibandFabric:
             self.nodes.setdefault(port.node, []).append(port)
             for name, count in port.counters.items():
                 counts.setdefault((port.link_layer, name), []).append(count)
-        self._usual = {key: (median(its), len(its)) for key, its in counts.items()}
+        self.usual = {key: (median(its), len(its)) for key, its in counts.items()}
         rates = dict[tuple[str, str], list[float]]()
         for port in self.ports:
             for name in CONGESTION:
                 if (grown := self.grown(port, name)) is not None:
                     rates.setdefault((port.link_layer, name), []).append(grown[0] / grown[1])
-        self._usual_rates = {key: (median(its), len(its)) for key, its in rates.items()}
+        self.usual_rates = {key: (median(its), len(its)) for key, its in rates.items()}
 
     def grown(self, port: InfinibandPort, counter: str) -> tuple[int, float] | None:
-        """(by how much, in how many seconds) between the oldest and the newest copy; None: there is one copy only."""
+        """(growth, seconds) between the oldest and the newest copy; None: there is only one copy."""
         before = self.before.get((port.node, port.rail))
         if before is None or counter not in before.counters or counter not in port.counters:
             return None
         old, new = before.counters[counter], port.counters[counter]
-        return (new - old if new >= old else new), port.at - before.at  # less than before: it began anew
-
-    def usual_rate(self, port: InfinibandPort, counter: str) -> tuple[float, int]:
-        """(median, number) a second of all ports of its kind of which there are two copies."""
-        return self._usual_rates[port.link_layer, counter]
+        return (new - old if new >= old else new), port.at - before.at  # less than before: it was reset
 
     def rail(self, port: InfinibandPort) -> list[InfinibandPort]:
         """The same port of other nodes."""
@@ -143,19 +141,19 @@ class InfinibandFabric:
         """Its node's other ports of the same kind."""
         return [p for p in self.nodes[port.node] if p.link_layer == port.link_layer and p is not port]
 
-    def usual(self, port: InfinibandPort, counter: str) -> tuple[float, int]:
-        """(median, number) of all ports of its kind."""
-        return self._usual[port.link_layer, counter]
-
 
 def diagnose(ports: Sequence[InfinibandPort]) -> tuple[list[Finding], list[str]]:
-    """Findings, one a node or for what several share; and what cannot be told of these copies."""
+    """Findings, one per node or shared fault; and remarks on what these copies cannot decide."""
     if not ports:
-        return [], ["cannot tell anything: the ports went while they were read"]
+        return [], ["cannot tell anything: the ports disappeared while they were read"]
     fleet = InfinibandFabric(ports)
     remarks = list[str]()
-    complaints = [c for p in fleet.ports for c in _complaints(fleet, p, remarks)]
-    shared, own = _shared(fleet, complaints)
+    faults = list[PortFault]()
+    for port in fleet.ports:
+        faults += (_slow if port.up else _down)(fleet, port, remarks)
+        faults += (f for name in MANY if name in port.counters for f in _counted(fleet, port, name, remarks))
+        faults += (f for name in CONGESTION for f in _congested(fleet, port, name))
+    shared, own = _shared(fleet, faults)
     times = [p.at for p in ports]
     findings = [
         _of_node(list(its), min(times), max(times))
@@ -163,7 +161,11 @@ def diagnose(ports: Sequence[InfinibandPort]) -> tuple[list[Finding], list[str]]
     ]
     named = {c.port.node for c in own}
     findings += [_of_several(s, named, fleet, min(times), max(times)) for s in shared]
-    return findings, _folded(remarks)
+    # Each remark once, with the number of nodes it is about.
+    return findings, [
+        f"cannot tell {text}" + (f" (on {number} nodes)" if number > 1 else "")
+        for text, number in Counter(remarks).items()
+    ]
 
 
 def looked_at(ports: Sequence[InfinibandPort]) -> str:
@@ -171,18 +173,6 @@ def looked_at(ports: Sequence[InfinibandPort]) -> str:
     up = sum(p.up for p in fleet.ports)
     copies = ", two or more copies of some" if fleet.before else ""
     return f"{len(fleet.ports)} port(s) of {len(fleet.nodes)} node(s), {up} of them active{copies}"
-
-
-def _complaints(fleet: InfinibandFabric, port: InfinibandPort, remarks: list[str]) -> Iterator[PortFault]:
-    if port.up:
-        yield from _slow(fleet, port, remarks)
-    else:
-        yield from _down(fleet, port, remarks)
-    for name in MANY:
-        if name in port.counters:
-            yield from _counted(fleet, port, name, remarks)
-    for name in CONGESTION:
-        yield from _congested(fleet, port, name)
 
 
 def _down(fleet: InfinibandFabric, port: InfinibandPort, remarks: list[str]) -> Iterator[PortFault]:
@@ -217,7 +207,7 @@ def _slow(fleet: InfinibandFabric, port: InfinibandPort, remarks: list[str]) -> 
             text = f"port {port.rail} runs at {port.rate}, {number} of {len(rates)} ports {words} at {other}"
             values = {"rate_bytes_per_second": port.rate.bytes_per_second, "peers_bytes_per_second": usual}
             yield PortFault(port=port, kind="slow", confidence=confidence, text=text, values=values)
-        return  # its rail knows best
+        return  # the rail is the better reference
     if port.link_layer == "InfiniBand" and port.rate.num_lanes == 1:
         text = f"port {port.rail} runs at {port.rate}: one lane, and an InfiniBand port has four"
         yield PortFault(port=port, kind="slow", confidence=0.6, text=text, values={"num_lanes": 1.0})
@@ -226,7 +216,7 @@ def _slow(fleet: InfinibandFabric, port: InfinibandPort, remarks: list[str]) -> 
 
 
 def _usual(rates: Sequence[float]) -> float | None:
-    """The rate of more than half, of two or more."""
+    """The rate of the majority of two or more ports, if there is one."""
     if len(rates) < 2:
         return None
     rate, number = Counter(rates).most_common(1)[0]
@@ -247,11 +237,11 @@ def _counted(fleet: InfinibandFabric, port: InfinibandPort, name: str, remarks: 
         return
     if count < MANY[name]:
         return
-    middle, num_ports = fleet.usual(port, name)
+    middle, num_ports = fleet.usual[port.link_layer, name]
     if num_ports <= NUM_PEERS_MIN:
-        remarks.append(f"whether {name} of port {port.rail} is much: one copy, and fewer than {NUM_PEERS_MIN} peers")
+        remarks.append(f"whether {name} of port {port.rail} is high: one copy, and fewer than {NUM_PEERS_MIN} peers")
     elif count >= TIMES_PEERS * middle:
-        at_end = ", where it counts no further" if count == SATURATES_AT.get(name) else ""
+        at_end = ", its maximum" if count == SATURATES_AT.get(name) else ""
         text = f"port {port.rail}: {name} {count}{at_end}; the median of {num_ports} ports is {middle:g}"
         values = {"count": float(count), "median": float(middle)}
         yield PortFault(port=port, kind=name, confidence=0.5, text=text, values=values, settle=SETTLE_COUNTS)
@@ -263,41 +253,41 @@ def _congested(fleet: InfinibandFabric, port: InfinibandPort, name: str) -> Iter
         return
     grown, seconds = growth
     least, words = CONGESTION[name]
-    usual, num_ports = fleet.usual_rate(port, name)
+    usual, num_ports = fleet.usual_rates[port.link_layer, name]
     rate = grown / seconds
     if num_ports > NUM_PEERS_MIN and rate >= max(least, TIMES_PEERS * usual):
         text = (
-            f"port {port.rail}: {name} grew by {rate:,.0f} a second in {seconds:.0f} s: it sent {words} to those who send "
-            f"to it; the median of {num_ports} ports is {usual:,.0f} a second"
+            f"port {port.rail}: {name} grew by {rate:,.0f} a second in {seconds:.0f} s: it sent {words} to its senders; "
+            f"the median of {num_ports} ports is {usual:,.0f} a second"
         )
         values = {"per_second": rate, "median_per_second": usual, "seconds": seconds}
         yield PortFault(port=port, kind=name, confidence=0.4, text=text, values=values, settle=SETTLE_CONGESTED)
 
 
-# --- what several share -------------------------------------------------------------------------------------------
+# --- shared faults ------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class SharedPortFault:
-    """`rails`: those that are hit as such; empty when it is most of the nodes, on whatever rail."""
+    """`rails`: the affected rails; empty when most nodes are affected, on any rails."""
 
     kind: str
     rails: tuple[str, ...]
-    complaints: tuple[PortFault, ...]
+    faults: tuple[PortFault, ...]
 
 
-def _shared(fleet: InfinibandFabric, complaints: Sequence[PortFault]) -> tuple[list[SharedPortFault], list[PortFault]]:
-    """What machines have in common, by kind; and what is left, each one's own."""
+def _shared(fleet: InfinibandFabric, faults: Sequence[PortFault]) -> tuple[list[SharedPortFault], list[PortFault]]:
+    """Faults that machines share, by kind; and the rest, which belong to single machines."""
     shared, own = list[SharedPortFault](), list[PortFault]()
-    for kind in dict.fromkeys(c.kind for c in complaints):
-        of_kind = [c for c in complaints if c.kind == kind]
+    for kind in dict.fromkeys(c.kind for c in faults):
+        of_kind = [c for c in faults if c.kind == kind]
         by_rail = dict[str, list[PortFault]]()
         for c in of_kind:
             by_rail.setdefault(c.port.rail, []).append(c)
-        hit = tuple(rail for rail, its in by_rail.items() if _is_shared(fleet, len(its), rail, len(of_kind)))
+        hit = tuple(rail for rail, some in by_rail.items() if _is_shared(fleet, len(some), rail, len(of_kind)))
         if hit:
             shared.append(SharedPortFault(kind, hit, tuple(c for rail in hit for c in by_rail.pop(rail))))
-        rest = [c for its in by_rail.values() for c in its]
+        rest = [c for some in by_rail.values() for c in some]
         affected = len({c.port.node for c in rest})
         if affected >= NUM_NODES_SHARED_MIN and affected >= SHARED_RATIO * len(fleet.nodes):
             shared.append(SharedPortFault(kind, (), tuple(rest)))
@@ -309,15 +299,15 @@ def _shared(fleet: InfinibandFabric, complaints: Sequence[PortFault]) -> tuple[l
 def _is_shared(fleet: InfinibandFabric, number: int, rail: str, num_of_kind: int) -> bool:
     if number > 1 and number >= SHARED_RATIO * len(fleet.rails[rail]):
         return True
-    gathers = len(fleet.rails) >= NUM_RAILS_MIN and number > SHARED_RATIO * num_of_kind
-    return gathers and number >= NUM_NODES_SHARED_MIN
+    concentrated = len(fleet.rails) >= NUM_RAILS_MIN and number > SHARED_RATIO * num_of_kind
+    return concentrated and number >= NUM_NODES_SHARED_MIN
 
 
-def _of_node(complaints: Sequence[PortFault], first_at: float, last_at: float) -> Finding:
-    worst_first = sorted(complaints, key=lambda c: -c.confidence)
+def _of_node(faults: Sequence[PortFault], first_at: float, last_at: float) -> Finding:
+    worst_first = sorted(faults, key=lambda c: -c.confidence)
     node = worst_first[0].port.node
     more = f"; and {len(worst_first) - 1} more" if len(worst_first) > 1 else ""
-    told = tuple(dict.fromkeys(c.settle for c in complaints if c.settle))
+    settled_by = tuple(dict.fromkeys(c.settle for c in faults if c.settle))
     return Finding(
         detector=DETECTOR,
         suspects=(Suspect(node=node),),
@@ -326,15 +316,15 @@ def _of_node(complaints: Sequence[PortFault], first_at: float, last_at: float) -
         detected_at=last_at,
         confidence=worst_first[0].confidence,
         because=f"node {node}: {worst_first[0].text}{more}",
-        evidence=(*(c.evidence for c in worst_first[:NUM_TOLD]), *map(settles, told)),
+        evidence=(*(c.evidence for c in worst_first[:NUM_EVIDENCE_MAX]), *map(settles, settled_by)),
     )
 
 
 def _of_several(
     shared: SharedPortFault, named: set[NodeId], fleet: InfinibandFabric, first_at: float, last_at: float
 ) -> Finding:
-    nodes = list(dict.fromkeys(c.port.node for c in shared.complaints))
-    # A node that something of its own was found about is not undecided.
+    nodes = list(dict.fromkeys(c.port.node for c in shared.faults))
+    # A node with a finding about itself is not undecided.
     suspects = [n for n in nodes if n not in named] or nodes
     what = {"down": "is down", "slow": "runs slow"}.get(shared.kind, f"counts {shared.kind}")
     more = f" (and {len(shared.rails) - 1} more)" if len(shared.rails) > 1 else ""
@@ -346,15 +336,7 @@ def _of_several(
         onset=first_at,
         detected_at=last_at,
         confidence=CONFIDENCE_CANNOT_TELL,
-        because=f"{which} {what} on {len(nodes)} of {len(fleet.nodes)} nodes: what they share, not a single machine",
-        evidence=(*(c.evidence for c in shared.complaints[:NUM_TOLD]), settles(SETTLE_SHARED)),
+        because=f"{which} {what} on {len(nodes)} of {len(fleet.nodes)} nodes: a shared cause, not a single machine",
+        evidence=(*(c.evidence for c in shared.faults[:NUM_EVIDENCE_MAX]), settles(SETTLE_SHARED)),
         about=f":{shared.kind} {' '.join(shared.rails)}",  # of no role
     )
-
-
-def _folded(remarks: Sequence[str]) -> list[str]:
-    """Each once, with how many nodes it is of."""
-    return [
-        f"cannot tell {text}" + (f" (on {number} nodes)" if number > 1 else "")
-        for text, number in Counter(remarks).items()
-    ]

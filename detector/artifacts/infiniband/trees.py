@@ -1,7 +1,7 @@
-"""Copies of `/sys/class/infiniband`, of one node or of many side by side, as they are read.
+"""Reads copies of `/sys/class/infiniband`, of one node or of many side by side.
 
-A folder `<node>/[infiniband/]<device>/ports/<n>` whose file `state` reads like a port's is one; what a port's files say of
-it that a verdict needs (findings.py) becomes a `InfinibandPort`. Foreign files: sizes and numbers are bounded.
+A folder `<node>/[infiniband/]<device>/ports/<n>` is a port if its file `state` parses as a port state; the files that the
+diagnosis (findings.py) needs become an `InfinibandPort`. The files are untrusted: sizes and numbers are bounded.
 """
 
 import os
@@ -16,9 +16,9 @@ from rolecall.formats.infiniband import PHYSICAL_STATES, STATES, UNKNOWN, UP_STA
 
 TEXT_BYTES_MAX = 4096
 NUM_PORTS_MAX = 16
-"""Of one device: those that are known have one or two."""
+"""Per device; real devices have one or two."""
 CLASS_FOLDERS = frozenset({"infiniband", "class", "sys", "ports", ""})
-"""Names on the way that are no node's."""
+"""Names in the path that are not a node's."""
 THIS_NODE = NodeId("this-node")
 TRAFFIC = ("port_rcv_data", "port_xmit_data")
 COUNTERS = (
@@ -27,13 +27,13 @@ COUNTERS = (
     *("excessive_buffer_overrun_errors", "local_link_integrity_errors", "port_rcv_errors", "port_xmit_discards"),
     *("local_ack_timeout_err", "np_cnp_sent"),
 )
-"""Those that are judged."""
+"""Counters that the diagnosis reads."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InfinibandPort:
-    """One port in one copy. `at`: when the copy was made, wall seconds of its file `state`; `gid`: its own in the world,
-    where the copy has it; `node_folder`: the folder whose name is the node's."""
+    """One port in one copy. `at`: when the copy was made, wall seconds of its file `state`; `gid`: globally unique, where
+    the copy has it; `node_folder`: the folder that is named after the node."""
 
     node: NodeId
     device: str
@@ -67,7 +67,7 @@ class InfinibandPort:
 
 
 def is_device(folder: Path) -> bool:
-    """Whether it is an RDMA device's: `ports/<n>/state` reads like the state of a port."""
+    """Whether it is the folder of an RDMA device: `ports/<n>/state` parses as a port state."""
     return next(_port_folders(folder), None) is not None
 
 
@@ -77,7 +77,7 @@ def devices_in(folder: Path, names: Iterable[str]) -> list[Path]:
 
 
 def read(devices: Sequence[Path]) -> list[InfinibandPort]:
-    """All ports. A file that is missing or not of its form leaves out what it would tell."""
+    """All ports. A missing or malformed file leaves its value unknown."""
     ports = [p for device in devices for folder in _port_folders(device) if (p := _port(device, folder)) is not None]
     gids = dict[tuple[NodeId, str], set[str]]()
     for p in ports:
@@ -90,20 +90,27 @@ def read(devices: Sequence[Path]) -> list[InfinibandPort]:
 
 
 def _port_folders(device: Path) -> Iterator[Path]:
-    for number in _names(device / "ports")[:NUM_PORTS_MAX]:
+    try:
+        numbers = sorted(os.listdir(device / "ports"))[:NUM_PORTS_MAX]
+    except OSError:
+        return
+    for number in numbers:
         folder = device / "ports" / number
         if re.fullmatch("[0-9]{1,3}", number) and parse_state(_text(folder / "state")) is not None:
             yield folder
 
 
 def _port(device: Path, folder: Path) -> InfinibandPort | None:
-    state, made_at = parse_state(_text(folder / "state")), _made_at(folder / "state")
-    if state is None or made_at is None:
-        return None  # it went while it was read
+    try:
+        state, made_at = parse_state(_text(folder / "state")), (folder / "state").stat().st_mtime
+    except OSError:
+        state = None
+    if state is None:
+        return None  # it disappeared while it was read
     counters = dict[str, int]()
     for name in COUNTERS:
         text = _text(folder / "counters" / name) or _text(folder / "hw_counters" / name)
-        if text and re.fullmatch("[0-9]{1,20}", text) and int(text) < 2**64 - 1:  # all ones: a device that is dead
+        if text and re.fullmatch("[0-9]{1,20}", text) and int(text) < 2**64 - 1:  # all ones: a dead device
             counters[name] = int(text)
     node_folder = next((parent for parent in device.absolute().parents if parent.name not in CLASS_FOLDERS), None)
     return InfinibandPort(
@@ -122,27 +129,13 @@ def _port(device: Path, folder: Path) -> InfinibandPort | None:
     )
 
 
-def _made_at(file: Path) -> float | None:
-    try:
-        return file.stat().st_mtime
-    except OSError:
-        return None
-
-
-def _names(folder: Path) -> list[str]:
-    try:
-        return sorted(os.listdir(folder))
-    except OSError:
-        return []
-
-
 def _text(file: Path) -> str | None:
     try:
         number = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
         return None
     try:
-        # A pipe or a device in a foreign tree could wait for ever.
+        # A pipe or a device in an untrusted tree could block forever.
         is_file = stat.S_ISREG(os.fstat(number).st_mode)
         return os.read(number, TEXT_BYTES_MAX).decode("utf-8", "replace").strip() if is_file else None
     except OSError:

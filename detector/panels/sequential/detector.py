@@ -109,50 +109,33 @@ class Channel:
                 self.tail.add(maxima[healthy & trusted])
 
 
-@dataclass(slots=True)
 class SequentialTracker:
-    shape: PanelShape
-    asked: float
-    shifts: ShiftChannel = field(init=False)
-    novelty: Novelty = field(init=False)
-    single: Channel = field(init=False)
-    several: Channel = field(init=False)
-    novel: Channel = field(init=False)
-    both: Channel = field(init=False)
-    last: Floats = field(init=False)  # (M, N): the newest known value
-    seen: NDArray[np.bool_] = field(init=False)  # (M, N)
-    alarmed: NDArray[np.bool_] = field(init=False)  # (N,), as all below
-    age: NDArray[np.int64] = field(init=False)  # ticks with a sample
-    explained: NDArray[np.bool_] = field(init=False)  # by the culprit, since they came after it
-    calm: NDArray[np.int64] = field(init=False)  # ticks since it was last above CALM_SHARE
-    suspected_at: NDArray[np.float64] = field(init=False)  # NaN: not suspected
-    middles: deque[Floats] = field(init=False)  # medians (M,) of the last ticks, as many as machines may be apart
-    leaps: deque[Floats] = field(init=False)  # novelty scores (N,) of the same ticks
-    shift_blocks: deque[tuple[Floats, NDArray[np.bool_]]] = field(default_factory=deque)  # as `Channel.waiting`
-    ticks: int = 0
-    at: float = math.nan
-    culprit: int = -1  # the last that was told first, or as the strongest
-    culprit_at: float = -math.inf
-    culprit_score: float = 0.0  # its highest so far, as a multiple of the threshold
-    culprit_size: float = 0.0  # the largest deviation of its strongest metric so far, robust scales
-    culprit_metrics: frozenset[int] = frozenset()  # that its alarm was about
-    deviation: Floats = field(init=False)
-    reference: float = 0.0
-    threshold: float = math.inf  # of `both`
-
-    def __post_init__(self) -> None:
-        m, n = len(self.shape.metrics), len(self.shape.machines)
+    def __init__(self, shape: PanelShape, asked: float) -> None:
+        """`asked`: false alarms per 1,000 machine-days."""
+        self.shape, self.asked = shape, asked
+        m, n = len(shape.metrics), len(shape.machines)
         self.shifts, self.novelty = ShiftChannel(m, n), Novelty(m, n)
-        skew_ticks = 1 + int(SKEW_SECONDS / self.shape.interval_seconds)
-        self.middles, self.leaps = deque(maxlen=skew_ticks), deque(maxlen=skew_ticks)
+        skew_ticks = 1 + int(SKEW_SECONDS / shape.interval_seconds)
+        # Of the last ticks, as many as machines may be apart: medians (M,), novelty scores (N,).
+        self.middles, self.leaps = deque[Floats](maxlen=skew_ticks), deque[Floats](maxlen=skew_ticks)
         self.single, self.several = Channel.of(n, SINGLE_PRIOR), Channel.of(n, SEVERAL_PRIOR)
         self.novel, self.both = Channel.of(n, NOVELTY_PRIOR, quarantine=0), Channel.of(n, BOTH_PRIOR)
-        self.last = np.zeros((m, n), dtype=np.float32)
+        self.shift_blocks = deque[tuple[Floats, NDArray[np.bool_]]]()  # as `Channel.waiting`
+        self.last = np.zeros((m, n), dtype=np.float32)  # the newest known value
         self.deviation = np.zeros((m, n), dtype=np.float32)
         self.seen = np.zeros((m, n), dtype=np.bool_)
+        # `explained`: by the culprit, since they came after it
         self.alarmed, self.explained = np.zeros(n, dtype=np.bool_), np.zeros(n, dtype=np.bool_)
-        self.age, self.calm = np.zeros(n, dtype=np.int64), np.zeros(n, dtype=np.int64)
-        self.suspected_at = np.full(n, np.nan)
+        self.age = np.zeros(n, dtype=np.int64)  # ticks with a sample
+        self.calm = np.zeros(n, dtype=np.int64)  # ticks since it was last above CALM_SHARE
+        self.suspected_at = np.full(n, np.nan)  # NaN: not suspected
+        self.ticks, self.at, self.reference = 0, math.nan, 0.0
+        self.culprit = -1  # the machine that was reported first, or as the strongest
+        self.culprit_at = -math.inf
+        self.culprit_score = 0.0  # its highest so far, as a multiple of the threshold
+        self.culprit_size = 0.0  # the largest deviation of its strongest metric so far, robust scales
+        self.culprit_metrics = frozenset[int]()  # metrics of its alarm
+        self.threshold = math.inf  # of `both`
 
     @property
     def rate_per_block(self) -> float:

@@ -12,7 +12,6 @@ hardly moves them, and not while a machine is suspected. `lead` is known one tic
 the past, so that no forecast is made from it. Some of a fleet-wide move remains unexplained: deviations are intervals.
 """
 
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -79,41 +78,23 @@ class Deviations(NamedTuple):
     stayed: NDArray[np.bool_]
 
 
-@dataclass(slots=True)
 class PeerCorrelation:
     """State for M metrics and N machines."""
 
-    num_metrics: int
-    num_machines: int
-    habit: Floats = field(init=False)  # (M, N), as the next six
-    gain: Floats = field(init=False)
-    lag: Floats = field(init=False)
-    lead: Floats = field(init=False)
-    size: Floats = field(init=False)  # mean |d|
-    count: Floats = field(init=False)  # ticks learned from
-    last: Floats = field(init=False)  # d one tick ago
-    level: Floats = field(init=False)  # (M, 1), as the next eight: mean over time of the medians
-    middle: Floats = field(init=False)  # the last median
-    usual: Floats = field(init=False)  # median scale
-    still: NDArray[np.int64] = field(init=False)  # ticks since it last made a step
-    away: Floats = field(init=False)  # its distance from the level
-    away_square: Floats = field(init=False)
-    step_square: Floats = field(init=False)
-    step_size: Floats = field(init=False)  # mean |y|
-    edge: NDArray[np.bool_] = field(init=False)  # one tick ago
-    known: NDArray[np.bool_] = field(init=False)  # (M, N): one tick ago
-    gain_max: Floats = field(init=False)  # (M, 1)
-    ticks: int = 0
-
-    def __post_init__(self) -> None:
-        m, n = self.num_metrics, self.num_machines
+    def __init__(self, num_metrics: int, num_machines: int) -> None:
+        m, n = num_metrics, num_machines
+        self.ticks = 0
         zeros, column = np.zeros((m, n), dtype=np.float32), np.zeros((m, 1), dtype=np.float32)
+        # (M, N); `size`: mean |d|, `count`: ticks learned from, `last`: d one tick ago
         self.habit, self.gain, self.lag, self.lead = zeros, zeros.copy(), zeros.copy(), zeros.copy()
         self.size, self.count, self.last = zeros.copy(), zeros.copy(), zeros.copy()
+        # (M, 1): mean over time of the medians, the last median, its distance from the level
         self.level, self.middle, self.away = column, column.copy(), column.copy()
+        # (M, 1): median scale, ticks since the median last made a step
         self.usual, self.still = column.copy(), np.zeros((m, 1), dtype=np.int64)
+        # (M, 1); `step_size`: mean |y|
         self.away_square, self.step_square, self.step_size = column.copy(), column.copy(), column.copy()
-        self.edge = np.zeros((m, 1), dtype=np.bool_)
+        self.edge = np.zeros((m, 1), dtype=np.bool_)  # one tick ago, as `known` (M, N)
         self.known = np.zeros((m, n), dtype=np.bool_)
         self.gain_max = np.full((m, 1), GAIN_MAX, dtype=np.float32)
 

@@ -27,7 +27,6 @@ is taken as exponential above its `TAIL_SHARE` highest, with slope at least 1:
 
 import math
 from collections import deque
-from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -76,40 +75,26 @@ PRIOR_WEIGHT = 64.0
 """Counts as so many block maxima. Theory has a slope of 1 and a location near log of the ticks of a block over `TAIL_SHARE`."""
 
 
-@dataclass(slots=True)
 class LevelShifts:
     """State for M metrics, N machines and the K lengths."""
 
-    num_metrics: int
-    num_machines: int
-    sums: Floats = field(init=False)  # (K, M, N): W, as the next four
-    levels: Floats = field(init=False)  # mean deviations
-    states: Floats = field(init=False)  # level and noise together, were there this shift
-    innovations: Floats = field(init=False)  # e'
-    ages: Floats = field(init=False)  # ticks since W began to rise
-    trough: Floats = field(init=False)  # (M, N): of the first W, where this episode began
-    peak: Floats = field(init=False)  # (M, N): of the first W since
-    earlier: Floats = field(init=False)  # (M, N): what the episodes before left
-    since: Floats = field(init=False)  # (M, N): ticks since the first of these began
-    maxima: Floats = field(init=False)  # (K + 1, M, N): of this block, of W and of the longest mean's size
-    least: Floats = field(init=False)  # (M, 1): the smallest shift looked for
-    location: Floats = field(init=False)  # (K, M, 1)
-    beta: Floats = field(init=False)  # (K, M, 1)
-    blocks: deque[Floats] = field(default_factory=deque)  # each (K + 1, M, machines)
-    old_blocks: int = 0  # of sums that meant something else
-    size_min: int = 0
-    known: NDArray[np.bool_] = field(init=False)  # (M, N): one tick ago
-
-    def __post_init__(self) -> None:
-        k, m, n = len(LENGTHS), self.num_metrics, self.num_machines
+    def __init__(self, num_metrics: int, num_machines: int) -> None:
+        k, m, n = len(LENGTHS), num_metrics, num_machines
         zeros = np.zeros((k, m, n), dtype=np.float32)
+        # (K, M, N): W; mean deviations; level and noise together, were there this shift; e'; ticks since W began to rise
         self.sums, self.levels, self.states, self.innovations = zeros, zeros.copy(), zeros.copy(), zeros.copy()
-        self.ages, self.maxima = zeros.copy(), np.zeros((k + 1, m, n), dtype=np.float32)
-        self.least = np.full((m, 1), LEVEL_PRIOR, dtype=np.float32)
+        self.ages = zeros.copy()
+        self.maxima = np.zeros((k + 1, m, n), dtype=np.float32)  # of this block: of W, and of the longest mean's size
+        self.least = np.full((m, 1), LEVEL_PRIOR, dtype=np.float32)  # the smallest shift that is tested
         self.location = np.full((k, m, 1), LOCATION_PRIOR, dtype=np.float32)
         self.beta = np.full((k, m, 1), BETA_PRIOR, dtype=np.float32)
-        self.known = np.zeros((m, n), dtype=np.bool_)
+        self.known = np.zeros((m, n), dtype=np.bool_)  # one tick ago
+        # (M, N): the first W where this episode began, its maximum since; evidence that earlier episodes left, and
+        # ticks since the first of those began
         self.trough, self.peak, self.earlier, self.since = (np.zeros((m, n), dtype=np.float32) for _ in range(4))
+        self.blocks = deque[Floats]()  # each (K + 1, M, machines)
+        self.old_blocks = 0  # of sums with another meaning
+        self.size_min = 0
 
     def correct(self, amount: Floats) -> None:
         """So much of the last deviations, (M, N), is explained by now, and foretells nothing."""

@@ -8,8 +8,6 @@ usual for the machine, or for all machines, or for this time of day is no fault.
 `share`-th largest over its metrics: one metric that leaps is everyday life, a third of them at once is not.
 """
 
-from dataclasses import dataclass, field
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -33,25 +31,17 @@ RANGE_SHARE_MIN = 1e-3
 """The range is at least this share of the metric's level: below it a change is rounding."""
 
 
-@dataclass(slots=True)
 class Novelty:
     """State for M metrics and N machines."""
 
-    num_metrics: int
-    num_machines: int
-    level: Floats = field(init=False)  # (M, N), as the next four
-    spread: Floats = field(init=False)  # usual range
-    recent: Floats = field(init=False)
-    recent_residual: Floats = field(init=False)
-    count: Floats = field(init=False)
-    slots: dict[int, tuple[Floats, Floats]] = field(default_factory=dict)  # number -> lowest and highest (M, N)
-    reference: float = 0.0
-    """How long before the values lie that are compared with, seconds; it only grows. 0: nothing yet."""
-
-    def __post_init__(self) -> None:
-        zeros = np.zeros((self.num_metrics, self.num_machines), dtype=np.float32)
+    def __init__(self, num_metrics: int, num_machines: int) -> None:
+        self.num_metrics = num_metrics
+        zeros = np.zeros((num_metrics, num_machines), dtype=np.float32)  # `spread`: usual range
         self.level, self.spread, self.count = zeros, zeros.copy(), zeros.copy()
         self.recent, self.recent_residual = zeros.copy(), zeros.copy()
+        self.slots = dict[int, tuple[Floats, Floats]]()  # number -> lowest and highest (M, N)
+        self.reference = 0.0
+        """How far back the values lie that are compared with, seconds; it only grows. 0: nothing yet."""
 
     def tick(self, at: float, values: Floats, residual: Floats, known: NDArray[np.bool_]) -> Floats:
         """Deviations in usual ranges, (M, N). `values`, `residual`, `known`: (M, N)."""

@@ -6,8 +6,6 @@ that of its strongest metric, and the same with `OTHERS_SHARE` of the next ones 
 often in more than one; but metrics of one machine go together even where nothing is wrong, so the others count for less.
 """
 
-from dataclasses import dataclass, field
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -24,22 +22,13 @@ CALM_SCORE = 5.3
 """Of one metric: exceeded in one of 200 healthy blocks."""
 
 
-@dataclass(slots=True)
 class ShiftChannel:
     """State for M metrics and N machines."""
 
-    num_metrics: int
-    num_machines: int
-    following: PeerCorrelation = field(init=False)
-    whitening: Whitening = field(init=False)
-    levels: LevelShifts = field(init=False)
-    edge: NDArray[np.bool_] = field(init=False)  # (M, 1): one tick ago
-    scores: Floats = field(init=False)  # (M, N)
-
-    def __post_init__(self) -> None:
-        m, n = self.num_metrics, self.num_machines
+    def __init__(self, num_metrics: int, num_machines: int) -> None:
+        self.num_metrics, m, n = num_metrics, num_metrics, num_machines
         self.following, self.whitening, self.levels = PeerCorrelation(m, n), Whitening(m, n), LevelShifts(m, n)
-        self.edge = np.zeros((m, 1), dtype=np.bool_)
+        self.edge = np.zeros((m, 1), dtype=np.bool_)  # one tick ago
         self.scores = np.zeros((m, n), dtype=np.float32)
 
     def tick(

@@ -19,7 +19,6 @@ counts (for how rare the largest are).
 """
 
 import math
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -100,53 +99,30 @@ class Innovations(NamedTuple):
     paired: NDArray[np.bool_]
 
 
-@dataclass(slots=True)
 class Whitening:
     """State for M metrics and N machines."""
 
-    num_metrics: int
-    num_machines: int
-    rho: Floats = field(init=False)  # (M, 1), as the next three
-    rho_far: Floats = field(init=False)
-    far_max: Floats = field(init=False)
-    theta: Floats = field(init=False)
-    white: NDArray[np.bool_] = field(init=False)  # (M, 1): whether the white part rules
-    freedom: Floats = field(init=False)  # (M, 1): of the innovations' Student t
-    width: Floats = field(init=False)  # (M, 1): ..., in units
-    state: Floats = field(init=False)  # (M, N): z, or its forecast where there was none; as the next ones
-    innovation: Floats = field(init=False)
-    unit_size: Floats = field(init=False)  # mean |e|
-    count: Floats = field(init=False)
-    known1: NDArray[np.bool_] = field(init=False)  # one tick ago
-    known2: NDArray[np.bool_] = field(init=False)  # two ticks ago
-    z1: Floats = field(init=False)
-    z2: Floats = field(init=False)
-    covariances: Floats = field(init=False)  # (4, M): c0 and c1 of lag 1, c1 and c2 of lag 2
-    fades: Floats = field(init=False)  # (2, M): of outliers that are over, sum of z(t) z(t-1), and of z(t-1)^2
-    fading: Floats = field(init=False)  # (2, M, machines kept): the same of those that are not
-    pooled: Floats = field(init=False)  # (M, 1)
-    unit_min: Floats = field(init=False)  # (M, 1)
-    history: NDArray[np.float64] = field(init=False)  # (M, BINS): how often |e| was how large
-    table: Floats = field(init=False)  # (M, BINS): -log of the share of |e| that is as large
-    rarity: Floats = field(init=False)  # (M, N): of the last innovations, from the table
-    ticks: int = 0
-
-    def __post_init__(self) -> None:
-        m, n = self.num_metrics, self.num_machines
+    def __init__(self, num_metrics: int, num_machines: int) -> None:
+        self.num_metrics, self.num_machines = m, n = num_metrics, num_machines
+        self.ticks = 0
         column, zeros, no = np.zeros((m, 1), np.float32), np.zeros((m, n), np.float32), np.zeros((m, n), np.bool_)
+        # (M, 1): parameters of the model, and whether its white part dominates
         self.rho, self.rho_far, self.theta = column, column.copy(), column.copy()
         self.far_max = np.full((m, 1), FAR_MAX, np.float32)
         self.white = np.zeros((m, 1), np.bool_)
+        # (M, 1): the innovations' Student t; `width` in units
         self.freedom, self.width = np.full((m, 1), FREEDOM_YOUNG, np.float32), np.ones((m, 1), np.float32)
-        self.state, self.innovation, self.count = zeros, zeros.copy(), zeros.copy()
-        self.z1, self.z2, self.rarity = zeros.copy(), zeros.copy(), zeros.copy()
-        self.unit_size = np.full((m, n), 1 / MEAN_TO_SIGMA, np.float32)
-        self.known1, self.known2 = no, no.copy()
-        self.covariances, self.fades = np.zeros((4, m), np.float32), np.zeros((2, m), np.float32)
-        self.fading = np.zeros((2, m, len(range(n)[self._kept()])), np.float32)
+        self.state = zeros  # (M, N): z, or its forecast where there was none
+        # (M, N); z1, known1: one tick ago, z2, known2: two ticks ago; `rarity`: of the last innovations, from `table`
+        self.innovation, self.count, self.rarity = zeros.copy(), zeros.copy(), zeros.copy()
+        self.z1, self.z2, self.known1, self.known2 = zeros.copy(), zeros.copy(), no, no.copy()
+        self.unit_size = np.full((m, n), 1 / MEAN_TO_SIGMA, np.float32)  # (M, N): mean |e|
+        self.covariances = np.zeros((4, m), np.float32)  # c0 and c1 of lag 1, c1 and c2 of lag 2
+        self.fades = np.zeros((2, m), np.float32)  # sums of z(t) z(t-1) and of z(t-1)^2 over outliers that have ended
+        self.fading = np.zeros((2, m, len(range(n)[self._kept()])), np.float32)  # the same of outliers that have not
         self.pooled, self.unit_min = np.ones((m, 1), np.float32), np.full((m, 1), UNIT_MIN, np.float32)
-        self.history = np.zeros((m, BINS))
-        self.table = np.zeros((m, BINS), np.float32)
+        self.history = np.zeros((m, BINS))  # histogram of |e|
+        self.table = np.zeros((m, BINS), np.float32)  # -log of the share of |e| that is as large
 
     def correct(self, amount: Floats) -> None:
         """So much of the last deviations, (M, N), is explained by now, and foretells nothing."""

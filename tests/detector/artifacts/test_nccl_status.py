@@ -277,6 +277,6 @@ def test_a_healthy_answer_says_what_it_cannot_tell(tmp_path: Path, capsys: pytes
     file.write_bytes(raw(communicator(*ranks(5, 5))))
     assert main(["diagnose", str(file)]) == 0
     out = capsys.readouterr().out
-    assert out.startswith("nothing found, but not all could be told") and "looks the same" in out
+    assert out.startswith("nothing found, but not everything could be checked") and "looks the same" in out
     file.write_bytes(raw(communicator(*ranks(5, 5)))[:-9])
     assert main(["diagnose", str(file)]) == 2

@@ -10,10 +10,13 @@ from rolecall.core.ids import IncidentId, NodeId, ProcessId, ReplicaId
 from rolecall.core.journal.events import EventKind
 from rolecall.core.telemetry import (
     HEALTH_SIGNS,
+    AgentEvent,
+    AgentEventKind,
     GpuSample,
     HostSample,
     Phase,
     ProcessSample,
+    SampleBatch,
 )
 from rolecall.testing.events import made_event
 
@@ -106,6 +109,42 @@ GPU_SAMPLES = st.builds(
     thermal_throttle_seconds=TIMES,
 )
 AGENT_EVENTS = st.builds(
+    AgentEvent,
+    seq=COUNTS,
+    kind=st.sampled_from(AgentEventKind),
+    node=NODES,
+    at=TIMES,
+    wall_at=TIMES,
+    process=st.none() | PROCESSES,
+    replica=REPLICAS,
+    detail=st.dictionaries(TEXT, TEXT),
+)
+BATCHES = st.builds(
+    SampleBatch,
+    node=NODES,
+    agent_pid=st.integers(1, 2**22),
+    cursor=COUNTS,
+    lost=COUNTS,
+    at=TIMES,
+    wall_at=TIMES,
+    processes=st.lists(PROCESS_SAMPLES, max_size=3).map(tuple),
+    hosts=st.lists(HOST_SAMPLES, max_size=3).map(tuple),
+    gpus=st.lists(GPU_SAMPLES, max_size=3).map(tuple),
+)
+JSON_BODIES = st.dictionaries(
+    TEXT,
+    st.recursive(
+        st.none()
+        | st.booleans()
+        | st.integers(-(2**53), 2**53)
+        | st.floats(allow_nan=False, allow_infinity=False)
+        | TEXT,
+        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3),
+        max_leaves=6,
+    ),
+    max_size=4,
+)
+EVENTS = st.builds(
     made_event,
     kind=st.sampled_from(EventKind),
     seq=COUNTS,

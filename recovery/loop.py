@@ -274,7 +274,7 @@ class Watch:
             self._windows_to_keep.pop()
 
     def _write_evidence(self) -> None:
-        """What evidence_collector have events by now. Nobody waits for it: an incident may be closed when it comes."""
+        """Writes evidence collected so far. The incident may already be closed when it arrives."""
         for collected in self._evidence.collected():
             incident = self._projection.incidents.get(collected.incident_id)
             if incident is not None:

@@ -149,7 +149,7 @@ def decide(q: PolicyInput) -> PolicyDecision:
         return _nothing(
             q,
             f"{diagnosis.because}: no replica is evicted; an operator must decide whether to stop the job",
-            person=True,
+            page=True,
         )
     remedy = diagnosis.fault_class.spec.remedy
     if remedy is Remedy.STOP:
@@ -165,7 +165,7 @@ def decide(q: PolicyInput) -> PolicyDecision:
             return _nothing(
                 q,
                 f"no known action resolves {diagnosis.fault_class}: {diagnosis.because}.{settle}",
-                person=True,
+                page=True,
             )
     return _replace(q, diagnosis.because)
 
@@ -192,15 +192,15 @@ def slow_gain(diagnosis: Diagnosis, config: RecoveryConfig) -> tuple[bool, str]:
 
 
 def _nothing(
-    q: PolicyInput, because: str, *, person: bool = False, outcome: IncidentOutcome = IncidentOutcome.TOLERATED
+    q: PolicyInput, because: str, *, page: bool = False, outcome: IncidentOutcome = IncidentOutcome.TOLERATED
 ) -> PolicyDecision:
     plan = Plan(incident_id=q.incident_id, action=ActionKind.TOLERATE, targets=(), because=because)
-    return PolicyDecision(plan=plan, page_oncall=person, outcome=outcome)
+    return PolicyDecision(plan=plan, page_oncall=page, outcome=outcome)
 
 
 def _stop(q: PolicyInput) -> PolicyDecision:
     if ActionKind.STOP_JOB not in q.supports:
-        return _nothing(q, f"{q.diagnosis.because}: the job must stop and this actuator cannot stop it", person=True)
+        return _nothing(q, f"{q.diagnosis.because}: the job must stop and this actuator cannot stop it", page=True)
     because = f"{q.diagnosis.because}: failure of the job's own code; no replica is evicted and the job stops"
     plan = Plan(incident_id=q.incident_id, action=ActionKind.STOP_JOB, targets=(), because=because)
     return PolicyDecision(plan=plan, page_oncall=True, outcome=IncidentOutcome.ESCALATED)
@@ -208,24 +208,24 @@ def _stop(q: PolicyInput) -> PolicyDecision:
 
 def _replace(q: PolicyInput, because: str) -> PolicyDecision:
     if not q.supports:
-        return _nothing(q, f"{because}; rolecall only observes this job: an operator must act", person=True)
+        return _nothing(q, f"{because}; rolecall only observes this job: an operator must act", page=True)
     targets, why_not = _targets(q)
     if not targets:
         moot = why_not == _REPLACED_ALREADY
         return _nothing(
-            q, why_not, person=not moot, outcome=IncidentOutcome.SELF_RECOVERED if moot else IncidentOutcome.TOLERATED
+            q, why_not, page=not moot, outcome=IncidentOutcome.SELF_RECOVERED if moot else IncidentOutcome.TOLERATED
         )
     gave_up = _exhausted(q)
     if gave_up:
-        return _nothing(q, gave_up, person=True, outcome=IncidentOutcome.ESCALATED)
+        return _nothing(q, gave_up, page=True, outcome=IncidentOutcome.ESCALATED)
     action = _rung(q, targets)
     tried = f"{because} (attempt {len(q.past) + 1}: {q.past[-1].because})" if q.past else because
     if action is ActionKind.REPLACE_NODE and _elsewhere(q, targets) is None:
         if q.diagnosis.fault_class.spec.remedy is Remedy.MOVE or _on_avoided_node(q, targets):
-            return _nothing(q, f"{because}: there is no other node to move to", person=True)
+            return _nothing(q, f"{because}: there is no other node to move to", page=True)
         action = ActionKind.REPLACE_REPLICA
     if action not in q.supports:
-        return _nothing(q, f"{because}: {action} is needed, but this actuator cannot perform it", person=True)
+        return _nothing(q, f"{because}: {action} is needed, but this actuator cannot perform it", page=True)
     return PolicyDecision(plan=Plan(incident_id=q.incident_id, action=action, targets=targets, because=tried))
 
 

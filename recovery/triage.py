@@ -172,7 +172,7 @@ def _requested_by_operator(diagnosis: Diagnosis) -> bool:
 
 
 def unrecovered_replicas(incident: Incident, fleet: FleetView) -> frozenset[str]:
-    """Replicas whose newest incarnation incident_id incident started and then escalated."""
+    """Replicas whose newest incarnation this incident started before it escalated."""
     attempt = incident.attempts[-2] if len(incident.attempts) > 1 else None
     if (
         incident.outcome is not IncidentOutcome.ESCALATED

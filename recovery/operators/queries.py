@@ -155,8 +155,8 @@ def replay(location: RunLocation, incident_id: str) -> dict[str, Any]:
 
 
 def decided_then(created: PlanCreated) -> dict[str, Any]:
-    """The stored decision as `PolicyDecision.to_dict` gives it. Whom else an action would disturb is what the actuator
-    says, and no part of the decision."""
+    """The stored decision in the form of `PolicyDecision.to_dict`. Side effects (`also_hit`) come from the actuator and are
+    not part of the decision."""
     plan = {**created.plan.to_dict(), "also_hit": []}
     return {"plan": plan, "page_oncall": created.page_oncall, "outcome": created.outcome}
 

@@ -90,7 +90,7 @@ def export(
         "bytes": len(content),
         "sha256": hashlib.sha256(content).hexdigest(),
         "open": bundle.is_open,
-        "members": [m.told() for m in bundle.members],
+        "members": [m.listing() for m in bundle.members],
         "left_out": list(bundle.left_out),
     }
     if as_json:

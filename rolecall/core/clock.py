@@ -1,4 +1,4 @@
-"""The one place that asks for the time, so that everything else can be given a clock.
+"""The only module that reads the time, so that everything else can take a clock as a parameter.
 
 `monotonic()` orders things inside one node; `wall()` is for people and for joining nodes, seconds since 1970.
 """
@@ -29,7 +29,7 @@ class SystemClock:
 
 
 class FakeClock:
-    """A clock that moves only when told to, or when somebody sleeps on it."""
+    """A clock that advances only explicitly or by `sleep`."""
 
     def __init__(self, now: float = 1000.0, wall_offset: float = 1_700_000_000.0) -> None:
         self._now, self._wall_offset = now, wall_offset

@@ -35,7 +35,7 @@ class Column:
 
 
 class Layout(Generic[S]):
-    """How samples of one class become columns, and columns samples. Of which node they are is said by who sends them."""
+    """How samples of one class become columns, and columns samples. The sender identifies the node."""
 
     def __init__(self, cls: type[S]) -> None:
         self.cls: type[S] = cls
@@ -57,14 +57,14 @@ class Layout(Generic[S]):
 
     def encode(self, samples: Sequence[S]) -> dict[str, Any]:
         """`{"rows": number, "columns": {name: list or value}}`."""
-        said: dict[str, Any] = {}
+        sent_columns: dict[str, Any] = {}
         for column, values in zip(self.columns.values(), zip(*map(self._values, samples), strict=True), strict=False):
             sent = tuple(None if isnan(v) else v for v in values) if column.may_be_nan else values
             if sent.count(sent[0]) < len(sent):
-                said[column.name] = list(sent)  # JSON makes lists of tuples
+                sent_columns[column.name] = list(sent)  # JSON makes lists of tuples
             elif sent[0] != (None if column.may_be_nan else column.default):
-                said[column.name] = list(sent) if column.kind is tuple else sent[0]
-        return {"rows": len(samples), "columns": said}
+                sent_columns[column.name] = list(sent) if column.kind is tuple else sent[0]
+        return {"rows": len(samples), "columns": sent_columns}
 
     def build(self, node: NodeId, num_rows: int, columns: Mapping[str, Any]) -> tuple[S, ...]:
         """The samples of columns that were checked (wire.py): lists of `num_rows` values, or one value that all have.

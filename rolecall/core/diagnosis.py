@@ -1,7 +1,7 @@
-"""The values that travel from detector to recovery: findings, diagnoses, plans. Frozen, and they round-trip as JSON.
+"""Values passed from detector to recovery: findings, diagnoses, plans. Frozen, and they round-trip as JSON.
 
-A finding is one detector's statement. Fusion makes at most one diagnosis per fault of them. A plan is what recovery
-would do about a diagnosis; its hash is what an approval is bound to.
+A finding is one detector's statement. Fusion merges findings into at most one diagnosis per fault. A plan is recovery's
+response to a diagnosis; an approval is bound to its hash.
 """
 
 import hashlib
@@ -29,7 +29,7 @@ class ActionKind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Suspect:
-    """Whom a finding names, as exactly as the evidence allows: fields that it cannot settle stay empty."""
+    """Subject of a finding, as exactly as the evidence allows: undetermined fields stay empty."""
 
     node: NodeId
     role: str = ""
@@ -64,7 +64,7 @@ def _evidence(d: dict[str, Any]) -> tuple[Evidence, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One detector's statement: who, what, since when, how sure, on what evidence. Times are wall seconds."""
+    """One detector's statement: suspects, fault class, onset, confidence, evidence. Times are wall seconds."""
 
     detector: str
     suspects: tuple[Suspect, ...]
@@ -102,8 +102,8 @@ class Diagnosis:
     gain_ratio: float | None = None
     """SLOW only: how many times slower than its peers the suspect works."""
     about: str = ""
-    """What it is in, where no suspect can say it: `<role>:<exception type>:<fingerprint of its frames>` of user code;
-    `:collapse` of a policy, where no role's code is accused."""
+    """Cause that no suspect identifies: `<role>:<exception type>:<fingerprint of its frames>` of user code; `:collapse`
+    of a policy, which blames no role's code."""
 
     @property
     def key(self) -> str:
@@ -132,7 +132,7 @@ class Diagnosis:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanTarget:
-    """A failure unit as the plan found it: a later incarnation is not meant."""
+    """A failure unit at planning time; a later incarnation is not a target."""
 
     replica: ReplicaId
     incarnation: int
@@ -146,7 +146,7 @@ class Plan:
     targets: tuple[PlanTarget, ...]
     because: str
     also_hit: tuple[str, ...] = ()
-    """Whom else the action would disturb, in words; empty when nobody."""
+    """Others that the action would disturb, in words."""
 
     @property
     def digest(self) -> str:

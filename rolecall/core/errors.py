@@ -74,7 +74,7 @@ class JournalCorrupt(JournalError):
 
 
 class JournalUnavailable(JournalError):
-    """`hint`: what a person can do about it."""
+    """`hint`: how to fix it."""
 
     def __init__(self, *, where: str, reason: str, hint: str) -> None:
         self.where, self.reason, self.hint = where, reason, hint
@@ -84,11 +84,11 @@ class JournalUnavailable(JournalError):
 class LeaseFenced(JournalError):
     def __init__(self, *, lease: str, fence: int, holder: str) -> None:
         self.lease, self.fence, self.holder = lease, fence, holder
-        super().__init__(f"lease {lease!r}: fencing number {fence} is over, {holder} holds it now")
+        super().__init__(f"lease {lease!r}: fencing number {fence} has been superseded, {holder} holds it now")
 
 
 class ConcurrentWrite(JournalError):
-    """Somebody wrote first, and what was to be written may no longer be meant: read again and decide again."""
+    """Another process wrote first, so the decision may be outdated: read again and decide again."""
 
     def __init__(self, *, incident_id: str, event: str, by: str) -> None:
         self.incident_id, self.event, self.by = incident_id, event, by
@@ -111,10 +111,10 @@ class BatchNotFilled(RolecallError):
     def __init__(self, *, step: int, wanted: int, accepted: int, by_verdict: Mapping[str, int], advice: str) -> None:
         self.step, self.wanted, self.accepted = step, wanted, accepted
         self.by_verdict, self.advice = dict(by_verdict), advice
-        told = ", ".join(f"{n} {verdict}" for verdict, n in by_verdict.items())
+        others = ", ".join(f"{n} {verdict}" for verdict, n in by_verdict.items())
         super().__init__(
-            f"step {step}: {accepted + sum(by_verdict.values())} groups were generated, and {accepted} of the {wanted} "
-            f"that it needs teach something; the others were {told}. {advice}"
+            f"step {step}: {accepted + sum(by_verdict.values())} groups were generated, and only {accepted} of the {wanted} "
+            f"required are informative; the others were {others}. {advice}"
         )
 
 
@@ -127,7 +127,7 @@ class StaleIncarnation(RolecallError):
 class DeadlineExceeded(RolecallError, TimeoutError):
     def __init__(self, *, waited_for: str, seconds: float) -> None:
         self.waited_for, self.seconds = waited_for, seconds
-        super().__init__(f"waited {seconds:.1f} s for {waited_for}, in vain")
+        super().__init__(f"timed out after {seconds:.1f} s waiting for {waited_for}")
 
 
 class PeerLost(RolecallError):
@@ -182,8 +182,8 @@ class InvalidTransition(RolecallError):
     def __init__(self, *, incident_id: str, state: str, event: str, reason: str, story: Sequence[str]) -> None:
         self.incident_id, self.state, self.event, self.reason = incident_id, state, event, reason
         self.story = tuple(story)
-        told = "\n".join(f"  {line}" for line in story) or "  (no event before)"
-        super().__init__(f"{incident_id}: {event} does not fit state {state}: {reason}. Its story:\n{told}")
+        history = "\n".join(f"  {line}" for line in story) or "  (no earlier event)"
+        super().__init__(f"{incident_id}: {event} is illegal in state {state}: {reason}. History:\n{history}")
 
 
 class UnreadableInput(RolecallError, ValueError):

@@ -1,4 +1,5 @@
-"""The classes of fault that rolecall tells apart, one row each: all that is decided by the class of a fault and nothing else.
+"""The classes of fault that rolecall tells apart, one row each: all that is decided by the class of a fault and nothing
+else.
 
 To add a class: a name in `FaultClass`, a row in `FAULTS`, and a stage of the detector that finds it
 (`detector/live/stages/`). Detection, recovery, evidence collection, the dashboard and the report read the row; none of
@@ -39,13 +40,13 @@ class Remedy(StrEnum):
     """What recovery does about a class of fault."""
 
     REPLACE = "replace"
-    """A fresh process of the same replica cures it, or at least settles it."""
+    """A new process of the same replica fixes it, or at least narrows it down."""
     MOVE = "move"
     """It stays with the node: the replica must go to another one, and the node may be quarantined."""
     WEIGH = "weigh"
     """Replace the replica if that gains more work than it costs."""
     STOP = "stop"
-    """It is the job's own: it would fail again anywhere. Stop the job, evict nothing."""
+    """The job itself is at fault and would fail again anywhere. Stop the job, evict nothing."""
     PAGE = "page"
     """No action is known to help: page on-call."""
 
@@ -154,7 +155,7 @@ FAULTS: dict[FaultClass, FaultSpec] = {
         advice="replace the replica; the ranks that wait for it need no action",
         remedy=Remedy.REPLACE,
         suppresses={FaultClass.SLOW: SuppressionScope.ANY, FaultClass.CANNOT_TELL: SuppressionScope.ANY},
-        absorbs=frozenset({FaultClass.CRASH}),  # somebody killed it: no second fault
+        absorbs=frozenset({FaultClass.CRASH}),  # it was killed after it hung: no second fault
         stalls_others=True,
         causes_slowness=True,
         settles_ties=True,

@@ -1,4 +1,4 @@
-"""The border between recovery and runtime: one versioned record each way.
+"""The interface between recovery and runtime: one versioned record in each direction.
 
 Recovery writes `Desired` (replica, incarnation, node), fenced by its lease. The runtime writes `Actual` and alone
 grows the epoch. A control loop compares the two; a lost message delays a repair and never loses it.
@@ -14,11 +14,11 @@ STANDBY_ROLE = "standby"
 
 
 class ReplicaState(StrEnum):
-    STARTING = "starting"  # its process is being made
+    STARTING = "starting"  # its process is being started
     READY = "ready"  # it registered and may be given work (trainer: may join; rollout: has no proven weights yet)
     SERVING = "serving"  # it proved its weights (rollout), is a member of the epoch (trainer), or answers (others)
     LOST = "lost"  # fenced: the runtime gives it no work and accepts nothing from it
-    STOPPED = "stopped"  # ended on purpose, confirmed dead
+    STOPPED = "stopped"  # stopped intentionally, confirmed dead
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +27,7 @@ class Desired:
     incarnation: int  # from 1
     node: NodeId
     prefer_standby: bool = True
-    fence: int = 0  # fencing number of who wrote it last; 0: the runtime itself, at start
+    fence: int = 0  # fencing number of the last writer; 0: the runtime itself, at start
     because: str = ""
     incident_id: str | None = None
 

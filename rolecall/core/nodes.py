@@ -1,4 +1,4 @@
-"""Nodes that take nothing new: a fold over what people and `watch` have said of nodes.
+"""Quarantined nodes: a fold over the quarantine events of operators and `watch`.
 
 Recovery chooses the node that a replica moves to, the runtime promotes standbys and fills their places: both ask here.
 """
@@ -15,7 +15,7 @@ QUARANTINE_KINDS = (EventKind.NODE_QUARANTINED, EventKind.NODE_RETURNED_TO_SERVI
 
 
 def is_quarantined(events: Iterable[Event]) -> frozenset[NodeId]:
-    """Nodes that were quarantined and have not been returned since. Events of other kinds are skipped."""
+    """Nodes quarantined and not returned since. Other kinds of events are skipped."""
     nodes: set[NodeId] = set()
     for event in events:
         match event.payload:

@@ -1,9 +1,8 @@
-"""Signs of a policy's health, as a step's line in the journal has them: what each is, in which unit, and what is normal.
+"""Policy-health metrics of a step, as in the journal: meaning, unit and normal range of each.
 
-One table, of which the metrics of trainers and of the run, both dashboards and the report are made. The values come from
-rl_runtime/protocol/policy_health.py. A step says what it had and no more: a line of before there were signs has none, and a step in which
-no answer was over has no length. What is missing stays missing; 0 would be a finding.
-"""
+One table, of which the metrics of trainers and of the run, both dashboards and the report are made. The values come
+from rl_runtime/protocol/policy_health.py. A step says what it had and no more: a line of before there were signs has
+none, and a step in which no answer was over has no length. What is missing stays missing; 0 would be a finding."""
 
 import math
 from dataclasses import dataclass
@@ -19,18 +18,18 @@ class PolicyHealthMetric:
     metric: str  # behind `rolecall_run_`, and `rolecall_train_` where a trainer tells it
     unit: str  # "nats", "ratio" (0..1), or "" for counts and quotients
     help: str
-    normal: str  # a sentence for who has never seen it
+    normal: str  # one sentence for newcomers
 
     @property
     def is_extreme(self) -> bool:
-        """Of several steps together the largest counts, and not the mean."""
+        """Over several steps the maximum counts, not the mean."""
         return self.name.endswith("_max")
 
 
 LOG_RATIO_ALARM: Final = 0.02
-"""Nats. The same weights in float32 give log-probabilities that agree to 1e-5, whoever computes them; one matrix with noise of
-0.3 of its deviation gives 0.02 in most steps, long before a reward shows it. Engines of another precision are further off
-always: they are measured by their habit."""
+"""Nats. The same weights in float32 give log-probabilities that agree to 1e-5, whoever computes them; one matrix with
+noise of 0.3 of its deviation gives 0.02 in most steps, long before a reward shows it. Engines of another precision are
+further off always: they are measured by their habit."""
 
 SIGNS = (
     PolicyHealthMetric(
@@ -160,7 +159,7 @@ BY_NAME = {sign.name: sign for sign in SIGNS}
 
 
 def policy_health_of(step: "StepCommitted") -> dict[str, float]:
-    """What a committed step says of the policy's health, by name. Only what was measured."""
+    """Policy-health metrics of a committed step, by name; only those measured."""
     told = {"log_ratio_max": step.log_ratio_max, **step.health}
     found = {name: told.get(name) for name in BY_NAME}
     return {name: value for name, value in found.items() if value is not None and not math.isnan(value)}

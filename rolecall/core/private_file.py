@@ -1,11 +1,11 @@
-"""Files that only their owner may read."""
+"""Files readable only by their owner."""
 
 import os
 from pathlib import Path
 
 
 def write_private(path: Path, content: bytes) -> None:
-    """The whole file or none, for its owner alone (mode 0600); one that was there is replaced.
+    """Atomically writes or replaces a file with mode 0600.
 
     Raises:
         OSError: it cannot be written; nothing is left behind.

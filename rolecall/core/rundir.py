@@ -139,7 +139,7 @@ def open_run_dir(root: Path, which: str) -> RunDir:
     """A run by its id, its path, or `latest`.
 
     Raises:
-        RunNotFound: naming what was looked for and where.
+        RunNotFound: with the run ID and the directory.
     """
     if which == "latest":
         found = sorted((p for p in root.glob("*/run.json")), key=lambda p: p.stat().st_mtime)

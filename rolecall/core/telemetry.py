@@ -1,8 +1,8 @@
-"""What an agent says of its node: samples of processes, host and GPUs, and events. The detector reads these and nothing else.
+"""Samples of processes, host and GPUs, and agent events: the detector's only input.
 
 Times: `at` is the node's CLOCK_MONOTONIC in seconds, `wall_at` the same moment in seconds since 1970. Counters are
 cumulative since the process started; a consumer takes differences. Frozen, and they round-trip through `to_dict` and
-`from_dict` (JSON), so that what a detector saw can be stored with its diagnosis and replayed.
+`from_dict` (JSON), so that a detector's input can be stored with its diagnosis and replayed.
 """
 
 import math
@@ -20,8 +20,8 @@ class Phase(StrEnum):
     """
 
     START = "start"  # before the first unit of work: import, compile, load
-    IDLE = "idle"  # nothing asked of it
-    WAIT = "wait"  # waits for another role, lawfully
+    IDLE = "idle"  # no work assigned
+    WAIT = "wait"  # legitimately waits for another role
     PAUSED = "paused"
     COMPUTE = "compute"  # trainer: forward and backward of microbatches
     REDUCE = "reduce"  # trainer: inside the collective with its peers
@@ -40,7 +40,7 @@ PHASES_WITHOUT_DUE_PROGRESS = frozenset({Phase.IDLE, Phase.WAIT, Phase.PAUSED})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessSample:
-    """One look at one registered process: its state page joined with what the kernel says of it."""
+    """One sample of a registered process: its state page joined with kernel data."""
 
     process: ProcessId
     role: str
@@ -73,17 +73,17 @@ class ProcessSample:
     reward: float = float("nan")
     unfinite: int = 0  # how often one of these three was NaN or infinite
     jumps: int = 0  # how often one of them left its own recent range (agent/reporter/jumps.py)
-    healths: int = 0  # how often a trainer told the health of a step; the next ones are of the newest, NaN: unknown
+    healths: int = 0  # policy-health reports of a trainer; the following fields are of the newest, NaN: unknown
     entropy: float = float("nan")  # nats a token
     clip_fraction_low: float = float("nan")  # of the trained tokens, by the side of the clip
     clip_fraction_high: float = float("nan")
-    ratio_mean: float = float("nan")  # policy over who made the token
+    ratio_mean: float = float("nan")  # policy over sampler
     ratio_max: float = float("nan")
     kl_sampler: float = float("nan")  # nats a token
-    response_length: float = float("nan")  # mean tokens of the answers that are over
-    truncated_fraction: float = float("nan")  # of these answers, cut off at the longest response
-    filtered_fraction: float = float("nan")  # of the groups generated for the step, those that teach nothing
-    log_ratio_max: float = float("nan")  # |log ratio| of tokens under the very weights that made them
+    response_length: float = float("nan")  # mean tokens of finished answers
+    truncated_fraction: float = float("nan")  # of these answers, truncated at max_response_tokens
+    filtered_fraction: float = float("nan")  # uninformative share of the groups generated for the step
+    log_ratio_max: float = float("nan")  # |log ratio| of tokens under the weights that generated them
 
     # --- from /proc
     proc_state: str = "?"  # R S D T Z X, or ? when masked or unknown
@@ -96,7 +96,7 @@ class ProcessSample:
     major_faults: int = 0
 
     def to_dict(self) -> dict[str, Any]:
-        # Not `asdict`: it copies deeply, which was most of an answer's cost. NaN has no JSON: absent means NaN.
+        # Not `asdict`, whose deep copy dominated the cost of a response. JSON has no NaN: absent means NaN.
         found = {k: v for k in self.__dataclass_fields__ if (v := getattr(self, k)) == v}
         who = self.process
         return {**found, "process": {"node": who.node, "pid": who.pid, "start_ticks": who.start_ticks}}
@@ -111,12 +111,12 @@ HEALTH_SIGNS = (
     *("entropy", "clip_fraction_low", "clip_fraction_high", "ratio_mean", "ratio_max", "kl_sampler", "response_length"),
     *("truncated_fraction", "filtered_fraction", "log_ratio_max"),
 )
-"""Of ProcessSample, those that are signs of the policy's health (rl_runtime/protocol/policy_health.py), all of one step."""
+"""Policy-health fields of ProcessSample (rl_runtime/protocol/policy_health.py), all of one step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostSample:
-    """One look at the node itself."""
+    """One sample of the node."""
 
     node: NodeId
     at: float
@@ -140,16 +140,15 @@ class HostSample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuSample:
-    """One look at one GPU, joined with the registered processes that use it: what peers are compared in. NaN: the GPU does
-    not say."""
+    """One sample of a GPU, joined with the registered processes that use it; peers are compared by it. NaN: unknown."""
 
     node: NodeId
     gpu: int  # index, as NVML counts
     at: float
     wall_at: float
     uuid: str = ""
-    pids: tuple[int, ...] = ()  # of registered processes that use it, themselves or through their children
-    joined_by: str = ""  # how that is known: `nvml`, or `environment` where the driver does not tell
+    pids: tuple[int, ...] = ()  # registered processes that use it, directly or through children
+    joined_by: str = ""  # source of `pids`: `nvml` or `environment`
 
     utilization_ratio: float = float("nan")  # time in which any kernel ran; a spinning collective counts
     sm_active_ratio: float = float("nan")
@@ -179,26 +178,26 @@ class GpuSample:
 
 
 class AgentEventKind(StrEnum):
-    REGISTERED = "registered"  # a process told its role, replica, rank, incarnation
-    EXITED = "exited"  # pidfd became readable: the process is gone
+    REGISTERED = "registered"  # a process registered its role, replica, rank and incarnation
+    EXITED = "exited"  # pidfd became readable: the process has ended
     EXCEPTION = "exception"  # an uncaught exception, reported by the process before it died
-    FINISHED = "finished"  # the process said goodbye: its exit is wanted
+    FINISHED = "finished"  # the process announced an intended exit
     RAYLET_EXITED = "raylet_exited"
     AGENT_STARTED = "agent_started"
     XID = "xid"  # `xid`, `gpu` (index) or `pci`, `mnemonic`, `action`, `line`; SXid: `sxid`
-    GPU_LOST = "gpu_lost"  # `gpu`, `uuid`: no NVML call on it succeeds any more
-    GPU_FAULT = "gpu_fault"  # `gpu`, `what` (recovery_action, remapped_rows, ecc, nvlink, fabric), and what it says
+    GPU_LOST = "gpu_lost"  # `gpu`, `uuid`: no NVML call on it succeeds
+    GPU_FAULT = "gpu_fault"  # `gpu`, `what` (recovery_action, remapped_rows, ecc, nvlink, fabric), and details
     GPU_RECOVERED = "gpu_recovered"
-    OOM_KILL = "oom_kill"  # of the kernel log: `pid`, `name`; the process, if it is a registered one
+    OOM_KILL = "oom_kill"  # from the kernel log: `pid`, `name`; the process, if registered
     MACHINE_CHECK = "machine_check"
     LINK_DOWN = "link_down"  # `nic` and `port`, or `interface`
     LINK_UP = "link_up"
-    KERNEL = "kernel"  # another line of the kernel log that tells of a fault: `what`, `line`
-    NCCL = "nccl"  # what RAS says of a communicator: `what`, `communicator`
+    KERNEL = "kernel"  # another fault in the kernel log: `what`, `line`
+    NCCL = "nccl"  # RAS state of a communicator: `what`, `communicator`
     PROBE_DOWN = "probe_down"  # a collector cannot read, or hangs: `probe`, `reason`
     PROBE_UP = "probe_up"  # it can again: `probe`
-    REFUSED = "refused"  # a process claimed to be who it is not, or one who is there already: `reason`, `pid`
-    OTHER = "other"  # of an agent of a later version
+    REFUSED = "refused"  # a process claimed a wrong or taken identity: `reason`, `pid`
+    OTHER = "other"  # from an agent of a later version
 
     @classmethod
     def _missing_(cls, value: object) -> "AgentEventKind":
@@ -234,8 +233,8 @@ class AgentEvent:
 
 
 WIRE_VERSION = 2
-"""Of what agents say. 1 had no number, and fewer kinds of events. A watcher and an agent one version apart understand each
-other: what is unknown is left out, what is missing has its default."""
+"""Version of the agent API. 1 had no number, and fewer kinds of events. A watch and an agent one version apart are
+compatible: unknown fields are ignored, missing ones have defaults."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -244,13 +243,13 @@ class SampleBatch:
 
     node: NodeId
     agent_pid: int
-    cursor: int  # give it back as `since` to go on
+    cursor: int  # pass it as `since` to continue
     lost: int  # samples dropped before they could be read (ring full)
     at: float
     wall_at: float
     processes: tuple[ProcessSample, ...]
     hosts: tuple[HostSample, ...]
-    gpus: tuple[GpuSample, ...] = ()  # older agents say nothing of them
+    gpus: tuple[GpuSample, ...] = ()  # absent from older agents
 
     def to_dict(self) -> dict[str, Any]:
         head = {k: getattr(self, k) for k in ("node", "agent_pid", "cursor", "lost", "at", "wall_at")}

@@ -1,4 +1,4 @@
-"""Foreign text made harmless: names, reasons and log lines come from elsewhere, and a terminal or a browser obeys them."""
+"""Sanitization of untrusted text: names, reasons and log lines may contain terminal or browser control sequences."""
 
 import html
 from datetime import UTC, datetime
@@ -8,7 +8,7 @@ DATES_FROM_SECONDS = 1e8
 
 
 def plain(text: object, limit: int = 2000) -> str:
-    """`text` without control, format and direction characters (each becomes U+FFFD), cut to `limit` characters.
+    """`text` with control, format and direction characters replaced by U+FFFD, truncated to `limit` characters.
 
     A newline or tab becomes a space: what is shown in one line stays one line.
     """

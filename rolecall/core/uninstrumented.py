@@ -1,4 +1,4 @@
-"""Processes that know nothing of rolecall: they write no state page, so their samples hold what the kernel says alone.
+"""Processes of uninstrumented jobs: without a state page their samples hold kernel data only.
 
 The phase of such a sample is empty, and every field from the page is absent: 0 progress would be an accusation.
 """
@@ -14,5 +14,5 @@ UNCOUNTED: Final = 0
 
 
 def is_instrumented(sample: ProcessSample) -> bool:
-    """Whether the page fields of this sample say anything."""
+    """Whether the page fields of this sample are valid."""
     return sample.phase != NO_PAGE

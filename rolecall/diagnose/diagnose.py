@@ -1,7 +1,7 @@
-"""`rolecall diagnose`: reads whatever lies at the paths, runs the detectors over it, and says who is faulty and why.
+"""`rolecall diagnose`: reads recordings, dumps and logs, runs the detectors, and reports faults with their evidence.
 
-Kinds are recognised by content; a folder is searched for all that it holds. A file that was named and cannot be read is
-an error; one met in a folder that is of no known kind is passed over and counted.
+File kinds are recognised by content; folders are searched recursively. A named file that cannot be read is an error; a
+file of unknown kind in a folder is skipped and counted.
 """
 
 import os
@@ -37,16 +37,16 @@ from rolecall.diagnose import nccl as diagnosing_nccl
 from rolecall.diagnose.explain import ExplainedDiagnosis, ScoreTrace
 
 NUM_FILES_MAX = 100_000
-"""Of files and folders in one folder: more is a mistaken path."""
+"""Files and folders below one folder; more indicates a wrong path."""
 NUM_REMARKS_MAX = 100
-"""On files of one kind that cannot be read; the others are counted."""
+"""Remarks about unreadable files of one kind; further ones are counted."""
 VALUE_BYTES = 4
 SUSPECT_FIELDS = ("node", "role", "replica", "rank", "gpu")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Input:
-    """What was looked at. `looked_at`: a sentence for people."""
+    """One input. `looked_at`: a description of its content."""
 
     path: str
     kind: str
@@ -67,7 +67,7 @@ class DiagnosisReport:
 
 @dataclass(slots=True)
 class InputFiles:
-    """Files by kind, in the order of the paths; `passed_over`: how many of each folder were of no known kind."""
+    """Files by kind, in the order of the paths; `passed_over`: files of unknown kind by folder."""
 
     recordings: list[Path] = field(default_factory=list)
     dumps: list[Path] = field(default_factory=list)
@@ -81,24 +81,24 @@ class InputFiles:
 
 
 def search(paths: Sequence[Path], num_files_max: int = NUM_FILES_MAX) -> InputFiles:
-    """Raises UnreadableInput: no such path, a named file of no known kind, a folder that holds nothing of use or holds
-    one that cannot be looked into."""
+    """Raises UnreadableInput: no such path, a named file of unknown kind, a folder without usable files or with an
+    unreadable subfolder."""
     found = InputFiles()
     for path in paths:
         if not path.exists():
-            raise UnreadableInput(where=str(path), reason="there is no such file or folder")
+            raise UnreadableInput(where=str(path), reason="no such file or folder")
         if not path.is_dir() or infiniband_trees.is_device(path):
             if not _sort(path, found):
                 if path.is_file() and recording.is_parquet(path):
-                    recording.read(path)  # says which columns it lacks
+                    recording.read(path)  # raises with the missing columns
                 if path.is_file():
-                    packed.head(path, 1)  # says why it cannot be unpacked
+                    packed.head(path, 1)  # raises if it cannot be unpacked
                 kinds = (
                     "a recording (Parquet), a Flight Recorder dump (pickle or JSON), a stack dump of py-spy, "
                     "an answer of NCCL RAS, a file of the NCCL Inspector, a kernel log, an agent's events, "
                     "a copy of an InfiniBand device"
                 )
-                raise UnreadableInput(where=str(path), reason=f"it is none of {kinds}")
+                raise UnreadableInput(where=str(path), reason=f"unknown kind of file; expected {kinds}")
             continue
         known = 0
         for file in _files(path, num_files_max):
@@ -108,7 +108,7 @@ def search(paths: Sequence[Path], num_files_max: int = NUM_FILES_MAX) -> InputFi
                 found.passed_over[path] = found.passed_over.get(path, 0) + 1
         if not known:
             passed = found.passed_over.get(path, 0)
-            reason = f"the folder holds nothing that can be diagnosed ({passed} file(s) of no known kind)"
+            reason = f"the folder holds nothing to diagnose ({passed} file(s) of unknown kind)"
             raise UnreadableInput(where=str(path), reason=reason)
     return found
 
@@ -118,29 +118,29 @@ def _files(folder: Path, num_max: int) -> Iterator[Path]:
         raise UnreadableInput(where=str(error.filename), reason=f"it cannot be read: {error.strerror}") from error
 
     seen = 0
-    # Links to folders are not followed: a loop would never end.
+    # Symlinks to folders are not followed: they may form a loop.
     for root, folders, files in os.walk(folder, onerror=refuse):
         folders.sort()
         devices = infiniband_trees.devices_in(Path(root), folders)
         seen += len(files) + len(devices) + 1
         if seen > num_max:
-            reason = f"more than {num_max:,} files and folders lie there: name the folder that is meant"
+            reason = f"more than {num_max:,} files and folders: name a more specific folder"
             raise UnreadableInput(where=str(folder), reason=reason)
         for device in devices:
-            folders.remove(device.name)  # hundreds of files lie there
+            folders.remove(device.name)  # holds hundreds of files
             yield device
         for name in sorted(files):
             yield Path(root) / name
 
 
 def _sort(file: Path, found: InputFiles) -> bool:
-    """Puts the file to its kind; False if it has none. Raises UnreadableInput if it cannot even be opened."""
+    """Sorts the file by kind; False if unknown. Raises UnreadableInput if it cannot be opened."""
     if file.is_dir():
         if is_device := infiniband_trees.is_device(file):
             found.devices.append(file)
         return is_device
     if not file.is_file():
-        return False  # a socket, a pipe, a device: reading it could wait for ever
+        return False  # reading a socket, pipe or device could block forever
     try:
         for kind, files in (
             (recording.is_recording, found.recordings),
@@ -176,19 +176,19 @@ def diagnose(
     limits: ReadLimits | None = None,
     clock: Clock | None = None,
 ) -> DiagnosisReport:
-    """All diagnoses of all that lies at `paths`, earliest first. `limits`: for each kind of file together.
+    """All diagnoses of the files at `paths`, earliest first. `limits`: per kind of file.
 
-    Raises UnreadableInput: a file cannot be read, or all together take too much memory or time.
+    Raises UnreadableInput: a file cannot be read, or a kind exceeds its limits.
     """
     say = progress or (lambda _: None)
     found = search(paths)
     answer = DiagnosisReport()
-    told: list[Finding] = []
+    all_findings: list[Finding] = []
     budget = Budget(limits, clock)
     for file in found.recordings:
         say(f"reading {file}")
         read = recording.read(file)
-        # Samples that share a place in the grid are gone, and took as long to read.
+        # Samples that share a grid cell are merged, but took as long to read.
         num_values = max(read.num_rows, sum(p.values.size for p in read.panels))
         budget.keep(VALUE_BYTES * num_values, str(file))
         looked, open_ends = [], list[str]()
@@ -196,7 +196,7 @@ def diagnose(
             say(f"{file}: {panel.shape.name}, {len(panel.shape.machines)} machines, {len(panel.at)} ticks")
             for detector in detectors:
                 tracker = detector.track(panel.shape)
-                told += [f for at, values in panel.ticks() for f in tracker.tick(at, values)]
+                all_findings += [f for at, values in panel.ticks() for f in tracker.tick(at, values)]
                 open_ends.append(cannot_tell(panel.shape, detector.name, tracker))
             looked.append(_looked_at(panel))
         answer.panels += read.panels
@@ -210,53 +210,51 @@ def diagnose(
         )
         for error in unreadable:
             if not dumps or error.reason.startswith("refused"):
-                raise error  # nothing is said on the word of a machine that attacks its reader
-        told += flight_recorder.diagnose(dumps, topology=topology)
-        # A dump cut short is that of a rank that died or was stopped while it wrote: its rank counts as missing.
+                raise error  # a malicious dump invalidates the whole diagnosis
+        all_findings += flight_recorder.diagnose(dumps, topology=topology)
+        # A truncated dump is from a rank that died or was stopped while writing: its rank counts as missing.
         remarks = tuple(str(e) for e in unreadable)
         looked_at = flight_recorder.looked_at(dumps)
         answer.inputs.append(_dump_input(found.dumps, "flight recorder dumps", looked_at, remarks))
     if found.stacks:
         say(f"reading {len(found.stacks)} stack dump(s)")
         taken, remarks = _stacks(found.stacks, paths, Budget(limits, clock))
-        told += stacks.diagnose(taken, topology=topology)
+        all_findings += stacks.diagnose(taken, topology=topology)
         looked_at = stacks.looked_at(taken, topology=topology)
         answer.inputs.append(_dump_input(found.stacks, "stack dumps", looked_at, remarks))
     if found.devices:
         say(f"reading {len(found.devices)} InfiniBand device(s)")
         ports = infiniband_trees.read(found.devices)
         findings, open_questions = infiniband_findings.diagnose(ports)
-        told += findings
+        all_findings += findings
         where = os.path.commonpath([str(device.parent.absolute()) for device in found.devices])
         looked_at = infiniband_findings.looked_at(ports)
         remarks = tuple(open_questions[:NUM_REMARKS_MAX])
         answer.inputs.append(Input(path=where, kind="infiniband trees", looked_at=looked_at, remarks=remarks))
     findings, nccl_inputs = diagnosing_nccl.diagnose(found.nccl, paths, lambda: Budget(limits, clock), topology)
-    told += findings
+    all_findings += findings
     answer.inputs += [_dump_input(i.files, i.kind, i.looked_at, i.remarks) for i in nccl_inputs]
     if found.kernel:
         say(f"reading {len(found.kernel)} kernel log(s)")
         logs, remarks = kernel_logs.read_all(found.kernel, paths, Budget(limits, clock))
-        told += kernel_findings.diagnose(logs)
+        all_findings += kernel_findings.diagnose(logs)
         looked_at, remarks = kernel_findings.looked_at(logs), (*remarks, *kernel_findings.remarks(logs))
         answer.inputs.append(_dump_input(found.kernel, "kernel logs", looked_at, remarks))
     if found.events:
         say(f"reading the events of {len(found.events)} agent(s)")
         budget = Budget(limits, clock)
         events = [agent_events.read(file, budget) for file in found.events]
-        told += agent_events.diagnose(events)
+        all_findings += agent_events.diagnose(events)
         about = agent_events.looked_at(events)
         answer.inputs.append(_dump_input(found.events, "agent events", about, agent_events.remarks(events)))
     for folder, num in found.passed_over.items():
-        answer.inputs.append(
-            Input(path=str(folder), kind="folder", looked_at=f"{num} file(s) of no known kind passed over")
-        )
-    answer.diagnoses = [kernel_findings.with_advice(d) for d in merged(told)]
+        answer.inputs.append(Input(path=str(folder), kind="folder", looked_at=f"{num} file(s) of unknown kind skipped"))
+    answer.diagnoses = [kernel_findings.with_advice(d) for d in merged(all_findings)]
     return answer
 
 
 def explained(answer: DiagnosisReport, detectors: Sequence[PanelDetector]) -> list[ExplainedDiagnosis]:
-    """Each diagnosis with its panel and, if one of `detectors` made it, with that one's score over time."""
+    """Each diagnosis with its panel and, if one of `detectors` made it, that detector's score over time."""
     traces = dict[tuple[int, str], tuple[Floats, Floats]]()
     items = []
     for d in answer.diagnoses:
@@ -288,7 +286,7 @@ def _trace(panel: Panel, detector: PanelDetector) -> tuple[Floats, Floats]:
 
 
 def _place(d: Diagnosis, panels: Sequence[Panel]) -> tuple[Panel | None, int]:
-    """The panel that holds the first suspect, and its column there."""
+    """The panel that contains the first suspect, and its column."""
     for panel in panels:
         for n in range(len(panel.shape.machines)):
             if panel.shape.suspect(n) == d.suspects[0]:
@@ -297,8 +295,8 @@ def _place(d: Diagnosis, panels: Sequence[Panel]) -> tuple[Panel | None, int]:
 
 
 def _stacks(files: Sequence[Path], named: Sequence[Path], budget: Budget) -> tuple[list[StackDump], tuple[str, ...]]:
-    """The dumps, and what is wrong with those of a folder that cannot be read: their processes count as missing. Raises
-    UnreadableInput: a file that was named cannot be read, or none can, or the budget is used up."""
+    """The dumps, and the errors of unreadable ones in folders, whose processes count as missing. Raises
+    UnreadableInput: a named file cannot be read, or none can, or the budget is exhausted."""
     dumps, unreadable = [], []
     counted = set[int]()
     for file in files:
@@ -341,18 +339,20 @@ def _diagnosis(d: Diagnosis) -> dict[str, Any]:
 
 
 def sentences(answer: DiagnosisReport) -> list[str]:
-    """The answer for people: a sentence with evidence per diagnosis, or `healthy` with what was looked at."""
+    """The report as text: each diagnosis with its evidence, or `healthy`, followed by the inputs."""
     lines: list[str] = []
     for d in answer.diagnoses:
         lines.append(f"{_when(d.detected_at)} {d.fault_class}: {d.because}")
         lines += [f"    {e.text}" for e in d.evidence]
         if d.settle:
-            lines.append(f"    would settle it: {d.settle}")
+            lines.append(f"    to settle it: {d.settle}")
         if d.advice:
             lines.append(f"    advice: {d.advice}")
     if not answer.diagnoses:
         open_ends = any(r.startswith("cannot tell") for i in answer.inputs for r in i.remarks)
-        lines.append("nothing found, but not all could be told, in" if open_ends else "healthy: nothing found in")
+        lines.append(
+            "nothing found, but not everything could be checked, in" if open_ends else "healthy: nothing found in"
+        )
     else:
         lines.append(f"{len(answer.diagnoses)} diagnosis(es) in")
     for i in answer.inputs:
@@ -365,10 +365,10 @@ def sentences(answer: DiagnosisReport) -> list[str]:
 
 
 def _when(at: float) -> str:
-    said = iso_utc(at)
-    return f"at {said}" if said.endswith(" s") else said
+    text = iso_utc(at)
+    return f"at {text}" if text.endswith(" s") else text
 
 
 def exit_code(answer: DiagnosisReport) -> int:
-    """1 where a fault was found, else 0. A `cannot_tell` that names suspects is a fault whose place is open."""
+    """1 if a fault was found, else 0. A `cannot_tell` with suspects is a fault that is not localized."""
     return 1 if any(d.suspects or d.fault_class != FaultClass.CANNOT_TELL for d in answer.diagnoses) else 0

@@ -1,9 +1,8 @@
-"""`--explain`: one page that shows why each diagnosis was made. No script, nothing loaded, every text escaped.
+"""`--explain`: one page that shows why each diagnosis was made. No script, no external resources, every text escaped.
 
-For a diagnosis on metrics: the suspects' most telling series over the band of their peers, the score against its
-threshold, and the two moments that count, onset and decision. For one on stacks: the groups. For all: the sentence,
-the evidence with its numbers, and what is advised or would settle it. The page stays under `PAGE_BYTES_MAX`.
-"""
+For a diagnosis from metrics: the suspects' most deviant series over the band of their peers, and the score against its
+threshold, with onset and decision marked. For one from stacks: the groups. For all: the diagnosis, the evidence with
+its numbers, and the advice. The page stays under `PAGE_BYTES_MAX`."""
 
 import math
 from collections.abc import Sequence
@@ -33,19 +32,19 @@ METRIC = "metric:"
 """Evidence of kind `metric:<name>` is about that metric of the panel."""
 PAGE_BYTES_MAX = 1_900_000
 CHART_BYTES_MAX = 1_300_000
-"""What is left is for words: a page that is full of drawings still tells of all other diagnoses."""
+"""Leaves room for the text of further diagnoses when charts fill the page."""
 NUM_METRICS_MAX = 4
 NUM_METRICS_CHOSEN = 2
-"""Drawn where the evidence names none: those in which the suspect is farthest from its peers."""
+"""Charts when the evidence names no metric: those in which the suspect deviates most from its peers."""
 NUM_SUSPECTS_SHOWN = 32
 NUM_EVIDENCE_SHOWN = 40
 EPOCH_SECONDS_MIN = 1e9
-"""Smaller times are seconds of the recording's own, not of the calendar."""
+"""Smaller times are relative to the recording, not calendar times."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoreTrace:
-    """A detector's score over time, at the ticks `at`, and the threshold (constant, or one for each tick)."""
+    """A detector's score at the ticks `at`, and its threshold (constant, or per tick)."""
 
     at: Times
     score: Floats
@@ -54,7 +53,7 @@ class ScoreTrace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExplainedDiagnosis:
-    """A diagnosis with what it was made from: the panel, if there is one, and the suspect's score, if it was kept."""
+    """A diagnosis with its panel, if any, and the suspect's score, if kept."""
 
     diagnosis: Diagnosis
     panel: Panel | None = None
@@ -62,7 +61,7 @@ class ExplainedDiagnosis:
 
 
 def explain(out: Path, items: Sequence[ExplainedDiagnosis]) -> Path:
-    """Writes the page, whole or not at all; its path. Raises OSError."""
+    """Atomically writes the page; returns its path. Raises OSError."""
     partial = out.with_name(out.name + ".partial")
     partial.write_text(render(items), encoding="utf-8")
     partial.replace(out)
@@ -93,18 +92,19 @@ def render(items: Sequence[ExplainedDiagnosis]) -> str:
     return head + "\n".join(parts) + "\n</main></body></html>\n"
 
 
-# --- words --------------------------------------------------------------------------------------------------------
+# --- text --------------------------------------------------------------------------------------------------------
 
 
 def _header(items: Sequence[ExplainedDiagnosis]) -> str:
-    told = sum(i.diagnosis.fault_class != FaultClass.CANNOT_TELL for i in items)
-    undecided = len(items) - told
-    what = f"{told} fault{'s' if told != 1 else ''} found" if told or not undecided else "Nobody is accused"
+    num_faults = sum(i.diagnosis.fault_class != FaultClass.CANNOT_TELL for i in items)
+    undecided = len(items) - num_faults
+    localized = num_faults or not undecided
+    what = f"{num_faults} fault{'s' if num_faults != 1 else ''} found" if localized else "No fault localized"
     if undecided:
         what += f", {undecided} undecided"
     lead = (
-        "Lines are suspects, the band holds 10 to 90 % of their peers. Time counts from the onset. "
-        "A decision used nothing that came after it."
+        "Lines are suspects, the band covers 10 to 90 % of their peers. Time counts from the onset. "
+        "A decision uses no later data."
         if any(i.panel is not None for i in items)
         else ""
     )
@@ -115,22 +115,22 @@ def _header(items: Sequence[ExplainedDiagnosis]) -> str:
 
 
 def _name(suspect: Suspect) -> str:
-    whose = suspect.replica or suspect.role
+    replica = suspect.replica or suspect.role
     rank = "" if suspect.rank is None else f"rank {suspect.rank}"
-    who = f"{whose} {rank}".strip()
+    who = f"{replica} {rank}".strip()
     if rank and suspect.node in (rank.replace(" ", "-"), who.replace(" ", "-")):
-        return who  # dumps that do not tell the node: the process stands for it
-    return Machine(node=suspect.node, replica=whose, rank=suspect.rank, gpu=suspect.gpu).name
+        return who  # dumps without a node use the process as node
+    return Machine(node=suspect.node, replica=replica, rank=suspect.rank, gpu=suspect.gpu).name
 
 
 def _who(suspects: Sequence[Suspect]) -> str:
-    told = ", ".join(_name(s) for s in suspects[:NUM_SUSPECTS_SHOWN])
+    names = ", ".join(_name(s) for s in suspects[:NUM_SUSPECTS_SHOWN])
     more = len(suspects) - NUM_SUSPECTS_SHOWN
-    return (told + (f" and {more} more" if more > 0 else "")) or "nobody"
+    return (names + (f" and {more} more" if more > 0 else "")) or "none"
 
 
 def moment(at: float) -> str:
-    """A time of the calendar, or seconds of the recording."""
+    """A calendar time, or seconds of the recording."""
     if not math.isfinite(at):
         return "unknown"
     if not EPOCH_SECONDS_MIN <= abs(at) < 1e11:
@@ -152,9 +152,9 @@ def _section(item: ExplainedDiagnosis, key: str, charts: str) -> str:
         ("Onset", moment(d.onset)),
         ("Decision", moment(d.detected_at) + _after(d.detected_at - d.onset)),
         ("Detectors", ", ".join(d.detectors)),
-        ("Looked at", _panel_words(item.panel)),
+        ("Input", _panel_words(item.panel)),
         ("Advice", d.advice),
-        ("Would settle it", d.settle),
+        ("To settle it", d.settle),
     ]
     facts = "".join(f"<dt>{a}</dt><dd>{escape(b, 4000)}</dd>" for a, b in rows if b)
     return (
@@ -191,9 +191,7 @@ def _groups(evidence: Sequence[Evidence]) -> str:
         who, _, frames = e.text.partition(": ")
         stack = "<br>".join(escape(frame, 300) for frame in frames.split(" < "))
         rows.append((f"{e.values.get('num_processes', 0):.0f}", escape(who), f'<span class="mono">{stack}</span>'))
-    table = _table(
-        "Groups of equal stacks", ("Processes", "Which, and what they do", "Stack, innermost first"), rows, 0
-    )
+    table = _table("Groups of equal stacks", ("Processes", "Group", "Stack, innermost first"), rows, 0)
     return f'<div class="groups">{table}</div>'
 
 
@@ -205,10 +203,10 @@ def _evidence(evidence: Sequence[Evidence]) -> str:
     for e in others[:NUM_EVIDENCE_SHOWN]:
         numbers = ", ".join(f"{name} {value:.4g}" for name, value in e.values.items())
         rows.append((escape(e.kind.removeprefix(METRIC).replace("_", " "), 100), escape(e.text), escape(numbers)))
-    return _table("Evidence", ("Of", "What was seen", "Numbers"), rows, len(others) - NUM_EVIDENCE_SHOWN)
+    return _table("Evidence", ("Kind", "Observation", "Numbers"), rows, len(others) - NUM_EVIDENCE_SHOWN)
 
 
-# --- drawings -----------------------------------------------------------------------------------------------------
+# --- charts -----------------------------------------------------------------------------------------------------
 
 
 def _charts(item: ExplainedDiagnosis) -> str:
@@ -266,7 +264,7 @@ def _legend(item: ExplainedDiagnosis, *, has_usual: bool) -> str:
 
 
 def _is(machine: Machine, suspect: Suspect) -> bool:
-    """Whether the column is meant: what the suspect leaves open fits all."""
+    """Whether the suspect matches this column; its empty fields match anything."""
     return (
         machine.node == suspect.node
         and (not suspect.replica or machine.replica == suspect.replica)
@@ -276,13 +274,14 @@ def _is(machine: Machine, suspect: Suspect) -> bool:
 
 
 def named_metrics(evidence: Sequence[Evidence], panel: Panel) -> list[int]:
-    """Metrics of the panel that the evidence names, in its order."""
+    """The panel's metrics that the evidence names, in its order."""
     names = dict.fromkeys(e.kind.removeprefix(METRIC) for e in evidence if e.kind.startswith(METRIC))
     return [panel.shape.metrics.index(n) for n in names if n in panel.shape.metrics][:NUM_METRICS_MAX]
 
 
 def chosen_metrics(panel: Panel, columns: Sequence[int], diagnosis: Diagnosis) -> list[int]:
-    """Where the first suspect was farthest from its peers between onset and decision, in robust deviations."""
+    """Metrics in which the first suspect deviated most from its peers between onset and decision, in robust
+    deviations."""
     held = (panel.at >= diagnosis.onset) & (panel.at <= diagnosis.detected_at)
     peers = np.setdiff1d(np.arange(len(panel.shape.machines)), np.asarray(columns, dtype=np.intp))
     if not held.any() or not len(peers):

@@ -1,9 +1,8 @@
-"""`rolecall fit RECORDING... -o MODEL [--labels LABEL]...`: a model for the detector `minder`, from recordings.
+"""`rolecall fit RECORDING... -o MODEL [--labels LABEL]...`: fits a model for the detector `minder` to recordings.
 
-Labels are files as they lie beside the recordings of a simulated fleet: one JSON object with a list `events`, each with
-`node`, `onset` and `end` (seconds, the recording's clock). Without them everything counts as normal, and the order of
-the metrics is not learned.
-"""
+A label file, as `rolecall simulate fleet` writes it, is a JSON object with a list `events`, each with `node`, `onset`
+and `end` (seconds on the recording's clock). Without labels everything counts as normal, and the priority of the
+metrics is not learned."""
 
 import json
 from collections.abc import Sequence
@@ -20,24 +19,24 @@ from rolecall.detector.sources.recording import read
 
 LABEL_BYTES_MAX = 16 << 20
 SECONDS_MAX = 1e12
-"""No time of a recording lies so far from 1970."""
+"""Bound on the times of a recording, from 1970."""
 
 
 def fit_recordings(
     recordings: Sequence[Path], out: Path, *, labels: Sequence[Path] = (), seed: int = 0, num_steps: int = NUM_STEPS
 ) -> str:
-    """Writes the model to `out`; what was learned, in sentences.
+    """Writes the model to `out`; returns a summary.
 
     Raises:
-        CommandRefused: `labels` are not one for each recording, `out` exists or cannot be written, torch is missing.
+        CommandRefused: not one label per recording, `out` exists or cannot be written, torch is missing.
         UnreadableInput: a recording or label is damaged, or no recording has eight ticks.
     """
     if labels and len(labels) != len(recordings):
         raise CommandRefused(
-            f"{len(labels)} labels for {len(recordings)} recordings: give one for each, in their order"
+            f"{len(labels)} labels for {len(recordings)} recordings: give one per recording, in the same order"
         )
     if out.exists():
-        raise CommandRefused(f"{out} exists already: it is not overwritten")
+        raise CommandRefused(f"{out} already exists and is not overwritten")
     panels: list[Panel] = []
     faults: list[tuple[LabelledFault, ...]] = []
     for i, path in enumerate(recordings):
@@ -63,10 +62,10 @@ def fit_recordings(
     ]
     first = [plain(m) for m in fitted.model.priority[:NUM_METRICS]]
     if first:
-        told = f"{fitted.num_faulty_ticks:,} of {fitted.num_tree_ticks:,} ticks labelled faulty"
-        lines.append(f"priority ({told}): {' > '.join(first)}")
+        share = f"{fitted.num_faulty_ticks:,} of {fitted.num_tree_ticks:,} ticks labelled faulty"
+        lines.append(f"priority ({share}): {' > '.join(first)}")
     else:
-        lines.append("priority: not learned, since nothing is labelled faulty; all metrics are tried")
+        lines.append("priority: not learned without faulty labels; all metrics are tried")
     return "\n".join(lines)
 
 
@@ -77,7 +76,7 @@ def _any_metric() -> Weights:
 
 
 def read_faults(path: Path) -> tuple[LabelledFault, ...]:
-    """The labelled stretches of a file. Raises UnreadableInput."""
+    """The labelled faults of a file. Raises UnreadableInput."""
     where = str(path)
     try:
         if path.stat().st_size > LABEL_BYTES_MAX:

@@ -1,4 +1,4 @@
-"""What `rolecall diagnose` does with NCCL's own evidence: answers of RAS, and files of the Inspector."""
+"""NCCL evidence for `rolecall diagnose`: RAS status answers and Inspector files."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -21,7 +21,7 @@ class NcclFiles:
     logs: list[Path] = field(default_factory=list)
 
     def take(self, file: Path) -> bool:
-        """Whether it is of NCCL; then it is kept. Raises OSError."""
+        """Whether it is an NCCL file, which is then kept. Raises OSError."""
         for kind, files in ((nccl_status.is_status, self.answers), (nccl_times.is_log, self.logs)):
             if kind(file):
                 files.append(file)
@@ -40,17 +40,17 @@ class NcclInputSummary:
 def diagnose(
     files: NcclFiles, named: Sequence[Path], budget: Callable[[], Budget], topology: Topology | None
 ) -> tuple[list[Finding], list[NcclInputSummary]]:
-    """Raises UnreadableInput: a file that was named cannot be read, or none can, or a budget is used up."""
-    told, looked = list[Finding](), list[NcclInputSummary]()
+    """Raises UnreadableInput: a named file cannot be read, or none can, or a budget is exhausted."""
+    findings, summaries = list[Finding](), list[NcclInputSummary]()
     if files.answers:
         read, remarks = _read(
             files.answers, named, budget(), lambda file: (p := nccl_status.read(file), nccl_status.kept_bytes(p))
         )
         polls = [p for several in read for p in several]
         found, more = nccl_status.diagnose(polls, topology=topology)
-        told += found
+        findings += found
         about = nccl_status.looked_at(polls)
-        looked.append(
+        summaries.append(
             NcclInputSummary(files=files.answers, kind="nccl ras", looked_at=about, remarks=(*remarks, *more))
         )
     if files.logs:
@@ -58,12 +58,12 @@ def diagnose(
             files.logs, named, budget(), lambda file: (log := nccl_times.read(file), nccl_times.kept_bytes(log))
         )
         found, more = nccl_times.diagnose(logs, topology=topology)
-        told += found
+        findings += found
         about = nccl_times.looked_at(logs)
-        looked.append(
+        summaries.append(
             NcclInputSummary(files=files.logs, kind="nccl inspector", looked_at=about, remarks=(*remarks, *more))
         )
-    return told, looked
+    return findings, summaries
 
 
 def _read(

@@ -1,7 +1,7 @@
-"""`rolecall simulate fleet`: writes simulated tasks as recordings with labels, in the format of the real ones.
+"""`rolecall simulate fleet`: writes simulated tasks as recordings with labels.
 
     OUT/case-000/recording.parquet   what `rolecall diagnose` reads
-    OUT/case-000/label.json          who is faulty since when; also what the simulation did, for whoever studies it
+    OUT/case-000/label.json          faulty node, onset and end, and the simulation's parameters
 
 A task is written in pieces, so that memory does not grow with its length.
 """
@@ -18,11 +18,11 @@ from rolecall.detector.simulation.fleet import EPOCH_SECONDS, INTERVAL_SECONDS, 
 from rolecall.detector.sources import recording
 
 NUM_MACHINES_MAX_DEFAULT = 128
-"""1,500 machines are Minder's largest tasks, and a recording of one is half a gigabyte."""
+"""Minder's largest tasks have 1,500 machines; such a recording is half a gigabyte."""
 GRACE_SECONDS = 60.0
-"""An alarm is right until so long after the fault's end."""
+"""An alarm counts as correct until this long after the fault's end."""
 REPEAT_GAP_SECONDS = 300.0
-"""Alarms of one node closer together than this are one alarm."""
+"""Alarms of one node closer together count as one."""
 
 
 def simulate_fleet(
@@ -34,10 +34,10 @@ def simulate_fleet(
     num_machines_max: int = NUM_MACHINES_MAX_DEFAULT,
     progress: Callable[[str], None] = lambda line: None,
 ) -> int:
-    """How many cases it wrote: `num_tasks` with a fault, then `num_healthy` without one.
+    """Writes `num_tasks` cases with a fault, then `num_healthy` without; returns their number.
 
     Raises:
-        CommandRefused: a number makes no sense, or `out` holds something already.
+        CommandRefused: an invalid number, or `out` is not empty.
     """
     if num_tasks < 0 or num_healthy < 0 or num_tasks + num_healthy < 1:
         raise CommandRefused(
@@ -52,7 +52,7 @@ def simulate_fleet(
     try:
         out.mkdir(parents=True, exist_ok=True)
         if any(out.iterdir()):
-            raise CommandRefused(f"{out} is not empty: name a folder that is new or empty")
+            raise CommandRefused(f"{out} is not empty: name a new or empty folder")
         for task in tasks:
             case = out / f"case-{task.index:03d}"
             case.mkdir()
@@ -65,7 +65,7 @@ def simulate_fleet(
 
 
 def write_recording(path: Path, task: SimulatedTask) -> int:
-    """How many samples. Raises OSError."""
+    """Returns the number of samples. Raises OSError."""
     parts, num_samples = [], 0
     try:
         for i, part in enumerate(chunks(task)):
@@ -81,7 +81,7 @@ def write_recording(path: Path, task: SimulatedTask) -> int:
 
 
 def label(task: SimulatedTask) -> dict[str, Any]:
-    """What label.json holds."""
+    """The content of label.json."""
     fault, shape = task.fault, task.shape
     events = []
     if fault:

@@ -1,7 +1,7 @@
-"""A port of InfiniBand or RoCE as its files in sysfs tell it: `<device>/ports/<n>/{state, phys_state, rate, ...}`.
+"""Parses the sysfs files of an InfiniBand or RoCE port: `<device>/ports/<n>/{state, phys_state, rate, ...}`.
 
-Formats: the kernel's Documentation/ABI/stable/sysfs-class-infiniband and drivers/infiniband/core/sysfs.c. Read by the
-agent (which may look each second) and by the detector (which judges copies of the tree).
+Formats: the kernel's Documentation/ABI/stable/sysfs-class-infiniband and drivers/infiniband/core/sysfs.c. Used by the
+agent (up to once a second) and by the detector (on copies of the tree).
 """
 
 import re
@@ -53,7 +53,7 @@ FAULT_COUNTERS = frozenset(
         *("np_cnp_sent", "np_ecn_marked_roce_packets", "rp_cnp_handled", "rp_cnp_ignored", "out_of_buffer"),
     }
 )
-"""Counters that tell of a bad link or of congestion, of all that drivers have."""
+"""Counters, over all drivers, that indicate a bad link or congestion."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -149,7 +149,7 @@ def _hidepid(mounts: Path) -> str:
 
 
 def ask_agent(url: str) -> str:
-    """`ok`, what is wrong with the answer, or empty where nobody listens."""
+    """`ok`, what is wrong with the answer, or empty without a listener."""
     try:
         status, body = request(
             "GET", url.rstrip("/") + "/healthz", deadline_seconds=ASK_SECONDS, bytes_max=ANSWER_BYTES_MAX
@@ -157,7 +157,7 @@ def ask_agent(url: str) -> str:
     except HttpFailed as e:
         if e.refused:
             return ""
-        # Behind TLS of its own authority, or with client certificates: somebody listens, and that is enough.
+        # Behind TLS of its own authority, or with client certificates: a listener exists, which is enough.
         return "ok" if url.startswith("https:") and "CERTIFICATE" in str(e).upper() else str(e)
     if status == HTTPStatus.UNAUTHORIZED:
         return "ok"  # an agent of another version

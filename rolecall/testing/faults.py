@@ -8,7 +8,7 @@ from rolecall.core.faults import FAULTS, FaultClass, FaultSpec
 
 @contextmanager
 def fault_class(name: str, spec: FaultSpec) -> Iterator[FaultClass]:
-    """A class with a row of its own, which all of rolecall then knows: journals and windows that name it can be read."""
+    """A fault class with its own row, valid everywhere, so that journals and windows that name it can be read."""
     made = str.__new__(FaultClass, name)
     made._name_, made._value_ = name.upper(), name
     FAULTS[made] = spec

@@ -1,11 +1,11 @@
-"""Learning in one process: what tests and benchmarks compare algorithms with. No Ray, no controller, no faults.
+"""Learning in one process, to compare algorithms in tests and benchmarks. No Ray, no controller, no faults.
 
-    Writer      writes on behind prompts with the weights of some version: the library's model, or a real engine
-    Source      what a step is trained on: whole groups, groups that teach something, or windows of answers
-    learn       steps of a real trainer replica, with samples as stale as asked
+    Writer      generates answers with the weights of some version: the library's model, or a real engine
+    Source      input of a step: whole groups, informative groups, or windows of answers
+    learn       steps of a real trainer replica, with samples of the requested staleness
 
-What a run's controller does with an algorithm happens here in its simplest form: groups that teach nothing are made
-anew, slots of finished answers are filled at once, a window goes on behind the tokens of the one before.
+The controller's part of an algorithm is reduced to its simplest form: uninformative groups are regenerated, slots of
+finished answers are refilled at once, and a window continues after the tokens of the previous one.
 """
 
 from collections import Counter, deque
@@ -185,7 +185,7 @@ class BatchGenerator:
         """For one step.
 
         Raises:
-            BatchNotFilled: dynamic sampling found too few groups that teach something.
+            BatchNotFilled: dynamic sampling found too few informative groups.
         """
         a, step = self._algorithm, self._step
         self._step += 1

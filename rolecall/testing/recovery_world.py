@@ -1,9 +1,8 @@
-"""A fleet, a detector and a person for tests of the control loop: real journal, fake clock, no process.
+"""A fleet, a detector and an operator for tests of the control loop: real journal, fake clock, no processes.
 
-`FakeRuntime` does what the supervisor and the controller do: it reads desired records and brings incarnations up, each
-after a while, unless told that they die on the way. `FakeDetector` knows what was done to the fleet and says so after
-its delay, for as long as it is true. `KillSwitch` ends the loop at the n-th journal write or actuator call.
-"""
+`FakeRuntime` plays supervisor and controller: it reads desired records and starts incarnations, each after a delay,
+unless scripted to die during start. `FakeDetector` knows the scripted faults and reports them after its delay, while
+they last. `KillSwitch` ends the loop at the n-th journal write or actuator call."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -144,7 +143,7 @@ class FakeDetector:
 
     def __init__(self, runtime: FakeRuntime, *, delay_seconds: float = 0.5, gain_ratio: float | None = 4.0) -> None:
         self.runtime, self.delay_seconds, self.gain_ratio = runtime, delay_seconds, gain_ratio
-        self.extra: list[Diagnosis] = []  # said as well, for as long as it stands here
+        self.extra: list[Diagnosis] = []  # reported as well, while listed here
         self.silent = False
         self.forgotten: list[tuple[str, int]] = []
 
@@ -183,7 +182,7 @@ class FakeDetector:
 def diagnosis(
     fault_class: FaultClass, *who: tuple[str, int], because: str = "", onset: float = 0.0, **more: Any
 ) -> Diagnosis:
-    """A diagnosis of (replica, incarnation) pairs; `node-<index>` where nothing else is said."""
+    """A diagnosis of (replica, incarnation) pairs; `node-<index>` by default."""
     suspects = tuple(
         Suspect(node=NodeId(f"node-{replica}".replace("/", "-")), role=split_replica(replica)[0], replica=replica,
                 incarnation=incarnation)

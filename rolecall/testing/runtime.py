@@ -1,11 +1,11 @@
-"""A simulated fleet in one process, for tests of the controller: scripted deaths, hangs and slow replies in simulated time.
+"""A simulated fleet in one process, for tests of the controller: scripted deaths, hangs and slow replies in simulated
+time.
 
 `SimulatedLoop` jumps over every wait, so that minutes of a run take a second and the same seed gives the same run.
-`SimulatedFleet` stands in for Ray (calls that die, hang or lose replies), the supervisor and recovery (replaces dead and
-hung replicas) around the controller's real code, a real journal and a real ledger. The fake replicas of each role check
-their requests and record what tests compare: which microbatches entered the optimizer, which tokens and rewards were
-trained on. Their tokens are a function of the seed, so that a lost or duplicated token shows.
-"""
+`SimulatedFleet` stands in for Ray (calls that die, hang or lose replies), the supervisor and recovery (replaces dead
+and hung replicas) around the controller's real code, a real journal and a real ledger. The fake replicas of each role
+check their requests and record what tests compare: which microbatches entered the optimizer, which tokens and rewards
+were trained on. Their tokens are a function of the seed, so that a lost or duplicated token shows."""
 
 import asyncio
 import hashlib
@@ -52,7 +52,7 @@ def expected_reward(tokens: Sequence[int]) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScriptedResponses:
-    """What the fakes' model says to each prompt, and what that is worth: functions of the seed, whoever asks."""
+    """The fake model's answer to each prompt and its reward: deterministic functions of the seed."""
 
     longest: int = MAX_NEW_TOKENS
     long_tail: bool = False
@@ -68,7 +68,7 @@ class ScriptedResponses:
 
 
 def expected_logprob(version: int, position: int) -> float:
-    """What every engine says of the token at a place: who made it under which version shows, and whether it was moved."""
+    """Log-probability of the token at `position`, the same on every engine; it encodes version and position."""
     return -1.0 - version / 1000.0 - position / 1_000_000.0
 
 
@@ -328,12 +328,12 @@ class FakeRollout(_FakeReplica):
         self.held: dict[str, FakeRequest] = {}
         self.bad_proofs = 0
         self.bad_logprob: float | None = None
-        """What it says of every token instead of the right number."""
+        """Reported for every token in place of the correct number."""
         self.rate = TOKENS_PER_SECOND
         self.generated = 0
 
     def die(self) -> None:
-        """What nobody has pulled was made all the same."""
+        """Tokens that were never pulled were generated nevertheless."""
         self._catch_up()
 
     def _catch_up(self) -> None:
@@ -509,7 +509,7 @@ class _JumpingSelector(selectors.SelectSelector):
 
 
 class SimulatedLoop(asyncio.SelectorEventLoop):
-    """An event loop whose time is a FakeClock that jumps to the next timer."""
+    """An event loop on a FakeClock that jumps to the next timer."""
 
     def __init__(self, clock: FakeClock) -> None:
         self._fake_clock = clock
@@ -586,7 +586,7 @@ BODIES: Mapping[str, Callable[["SimulatedFleet", Member], FakeTrainer | FakeRoll
 
 
 class SimulatedFleet:
-    """All fake processes, and who looks after them. Time in seconds of the simulated loop."""
+    """All fake processes and their supervisor. Times are seconds of the simulated loop."""
 
     def __init__(
         self,
@@ -609,14 +609,15 @@ class SimulatedFleet:
         self.tokens_made: Counter[str] = Counter()
         """Request -> tokens generated for it by all engines: more than it has means that some were made again."""
         self.context_made: Counter[str] = Counter()
-        """Of these, tokens that stand before the request's window: their engine was lost, and the controller with it."""
+        """Of these, tokens that stand before the request's window: their engine was lost, and the controller with
+        it."""
         self.offsets_asked: Counter[str] = Counter()
         """Request -> tokens that a controller had of it when it asked for more."""
         self.pulls: list[FakeWeightPull] = []
         self.started_over: list[str] = []
         """Requests that were submitted with fewer tokens than a controller had had of them."""
         self.contexts_lost: list[str] = []
-        """Windows that were submitted without all that stands before them."""
+        """Windows submitted without all their predecessors."""
         self.used: dict[GroupId, tuple[int, int, EndReason]] = {}
         """Group -> which tokens of its (last) sample were fresh when it was last trained on, and how they end."""
         self.problems: list[str] = []
@@ -681,7 +682,7 @@ class SimulatedFleet:
         return process
 
     def resume(self, replica: str) -> None:
-        """SIGCONT: it goes on where it was, and answers what it was asked meanwhile."""
+        """SIGCONT: it continues, and answers pending requests."""
         self.newest(replica).running.set()
 
     async def _recover(self, process: SimulatedProcess, seconds: float) -> None:

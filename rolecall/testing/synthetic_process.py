@@ -1,4 +1,4 @@
-"""One made-up process of a made-up run (synthetic_run.py): the counters that a reporter and /proc would show of it."""
+"""One process of a synthetic run (synthetic_run.py): the counters that a reporter and /proc would show."""
 
 import math
 from collections.abc import Callable

@@ -112,7 +112,7 @@ class FakeFleet:
         )
 
     def kill(self, replica: str, *, signal: str = "9") -> FakeProcess:
-        """SIGKILL: the process is gone, its agent says so at once."""
+        """SIGKILL: the process is gone, and its agent reports it at once."""
         p = self.processes.pop(replica)
         p.alive = False
         self.event(AgentEventKind.EXITED, p, last_phase=p.phase, signal=signal)

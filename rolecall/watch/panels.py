@@ -261,7 +261,7 @@ def watch(
         shapes = watches[0].shapes if watches else []
         looked_at = "; ".join(f"{s.name}: {len(s.machines)} machine(s), {len(s.metrics)} metric(s)" for s in shapes)
         open_ends = list(dict.fromkeys(e for w in watches for e in w.open_ends))
-        nothing = "nothing found, but not all could be told, in" if open_ends else "healthy: nothing found in"
+        nothing = "nothing found, but not everything could be checked, in" if open_ends else "healthy: nothing found in"
         out(plain(f"{f'{found} diagnosis(es) in' if found else nothing} {ticks} tick(s) of {looked_at}"))
         for line in open_ends:
             out("    " + plain(line))

@@ -97,7 +97,7 @@ class WatchServer:
         """`agents`: of a run of ours, node -> URL: they and this watch are announced in its directory.
 
         Raises:
-            ConfigError: nobody can listen at `address`.
+            ConfigError: `address` is not available.
             JournalError: there is no journal.
         """
         self._meter, self._clock, self._calls_failed = meter, clock, calls_failed

@@ -267,7 +267,7 @@ def test_two_agents_do_not_share_a_directory(agent: AgentProcess) -> None:
     command += ["--token-file", str(agent.node_dir.parent / "token")]
     second = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_SECONDS, check=False)
     assert second.returncode == 2
-    assert "another agent works in this directory" in second.stderr
+    assert "another agent uses this directory" in second.stderr
     assert agent.get("/healthz")[0] == 200
 
 

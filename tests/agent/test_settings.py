@@ -64,7 +64,7 @@ def test_a_host_whose_name_cannot_be_a_nodes_is_told(monkeypatch: pytest.MonkeyP
 def test_nothing_is_told_twice(tmp_path: Path, text: str) -> None:
     path = tmp_path / "agent.yaml"
     path.write_text(text)
-    with pytest.raises(ConfigError, match="would both tell"):
+    with pytest.raises(ConfigError, match="would both report"):
         load_agent_file(path)
 
 
@@ -250,4 +250,4 @@ def test_a_second_agent_on_the_same_directory_is_refused(tmp_path: Path) -> None
             env=dict(os.environ),
             check=False,
         )
-        assert second.returncode == 2 and "another agent works in this directory" in second.stderr
+        assert second.returncode == 2 and "another agent uses this directory" in second.stderr

@@ -24,6 +24,6 @@ def test_the_drawn_tree_is_the_tree() -> None:
 def test_messages_are_made_of_the_facts() -> None:
     late = DeadlineExceeded(waited_for="rollout/1", seconds=2.0)
     assert (late.waited_for, late.seconds) == ("rollout/1", 2.0)
-    assert str(late) == "waited 2.0 s for rollout/1, in vain" and isinstance(late, TimeoutError)
+    assert str(late) == "timed out after 2.0 s waiting for rollout/1" and isinstance(late, TimeoutError)
     wrong = ConfigError(["a.b: bad", "c: worse"], "job.yaml")
     assert str(wrong) == "job.yaml: 2 problem(s)\n  a.b: bad\n  c: worse"

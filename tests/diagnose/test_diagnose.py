@@ -73,7 +73,7 @@ def test_a_folder_is_searched_for_all_it_holds(tmp_path: Path, capsys: pytest.Ca
     (tmp_path / "all" / "notes.txt").write_text("nothing\n")
     os.mkfifo(tmp_path / "all" / "pipe")
     code, out, _ = run(capsys, tmp_path / "all")
-    assert code == 1 and "a/r.parquet" in out and "c/other.bin" in out and "2 file(s) of no known kind" in out
+    assert code == 1 and "a/r.parquet" in out and "c/other.bin" in out and "2 file(s) of unknown kind" in out
 
 
 def test_explain_draws_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -105,7 +105,7 @@ def test_a_page_is_not_written_under_the_name_of_a_picture(tmp_path: Path, capsy
     ("name", "content", "said"),
     [
         ("r.parquet", b"PAR1 and no more", "not a readable Parquet file"),
-        ("r.txt", b"hello", "none of"),
+        ("r.txt", b"hello", "unknown kind of file"),
         ("r.json", b'{"entries": [', "r.json"),
     ],
 )
@@ -123,14 +123,14 @@ def test_foreign_parquet_is_passed_over_in_a_folder_and_refused_by_name(
     saved(tmp_path, noise(ticks=50))
     pl.DataFrame({"timestamp": [1.0], "value": [2.0]}).write_parquet(tmp_path / "other.parquet")
     code, out, _ = run(capsys, tmp_path)
-    assert code == 0 and "1 file(s) of no known kind" in out
+    assert code == 0 and "1 file(s) of unknown kind" in out
     code, _, err = run(capsys, tmp_path / "other.parquet")
     assert code == 2 and "it has no column role, replica, node, metric" in err
 
 
 def test_empty_folders_and_missing_paths_are_exit_code_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, _, err = run(capsys, tmp_path)
-    assert code == 2 and "holds nothing that can be diagnosed" in err
+    assert code == 2 and "holds nothing to diagnose" in err
     code, _, err = run(capsys, tmp_path / "nowhere")
     assert code == 2 and "no such file or folder" in err
 

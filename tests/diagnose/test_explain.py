@@ -238,7 +238,7 @@ def test_no_diagnosis_and_no_decision_are_pages_too() -> None:
     assert "0 faults found" in _read(render([])).text
     undecided = diagnosis(fault_class=FaultClass.CANNOT_TELL, suspects=(), settle="a second look")
     text = _read(render([ExplainedDiagnosis(diagnosis=undecided)])).text
-    assert "Nobody is accused, 1 undecided" in text and "a second look" in text and "nobody" in text
+    assert "No fault localized, 1 undecided" in text and "a second look" in text and "none" in text
 
 
 @pytest.mark.slow

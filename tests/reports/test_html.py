@@ -140,7 +140,7 @@ def test_an_empty_report_is_a_page_too(report: dict[str, Any]) -> None:
         "wall_seconds": 0.0,
     }
     text = _read(render_html({**report, **empty, "reward_first": None, "reward_last": None})).text
-    assert "nothing was injected and nothing was found" in text
+    assert "no fault was injected and none was found" in text
 
 
 # --- drawings -----------------------------------------------------------------------------------------------------

@@ -233,7 +233,10 @@ def test_a_window_too_large_is_narrowed_to_the_suspects(written: RunDir) -> None
     found = _texts(bundle)
     kept = json.loads(found["windows/observations.json"])["observations"][0]["batches"]
     assert [b["node"] for b in kept] == [SUSPECT]
-    assert "the suspects' nodes only" in found["README.txt"] and "the suspects' nodes only" in found["MANIFEST.json"]
+    assert (
+        "reduced to the suspects' nodes" in found["README.txt"]
+        and "reduced to the suspects' nodes" in found["MANIFEST.json"]
+    )
     none = _texts(build(holding, Redactor(), bytes_max=1000))
     assert "windows/observations.json" not in none and "bytes, too large" in none["README.txt"]
 
@@ -257,7 +260,7 @@ def test_pulled_evidence_is_in_it_and_redacted_once_more(written: RunDir) -> Non
     assert names == ["flight_rank_0.json", f"kernel-{SUSPECT}.log", "stacks-rollout-1-rank_0.json"]
     assert '"score"' in found["evidence/stacks-rollout-1-rank_0.json"] and "marianne" not in str(found)
     assert json.loads(found["evidence/flight_rank_0.json"])["pg_config"] == {group: {"name": group}}
-    assert "stacks-rollout-1-rank_0.json what was asked of the agents" in " ".join(found["README.txt"].split())
+    assert "stacks-rollout-1-rank_0.json collected from the agents" in " ".join(found["README.txt"].split())
     hidden = _texts(export(written, INCIDENT, anonymous=True))
     assert "evidence/kernel-node-1.log" in hidden and "10.20.30.40" not in str(hidden) and SUSPECT not in str(hidden)
     narrow = _texts(build(gather(written, INCIDENT), Redactor(), bytes_max=1000))

@@ -244,7 +244,10 @@ def test_what_cannot_be_told_is_not_called_healthy(tmp_path: Path) -> None:
         path, lines = tmp_path / f"{num}.parquet", list[str]()
         recording.write(path, [noise(machines=num, metrics=2, ticks=50)])
         assert watch_recording(path, 1e6, [Sequential()], out=lines.append, clock=FakeClock()) == 0
-        assert lines[0].startswith("nothing found, but not all could be told, in 50 tick(s)") and said in lines[1]
+        assert (
+            lines[0].startswith("nothing found, but not everything could be checked, in 50 tick(s)")
+            and said in lines[1]
+        )
 
 
 def test_a_watch_begins_with_enough_of_the_past() -> None:

@@ -57,7 +57,7 @@ class Journal:
     ) -> Event:
         """Adds one event and returns it once it is on disk.
 
-        With `key`, an event of that key that stands already is returned and nothing is written: a writer that died
+        With `key`, an existing event with that key is returned and nothing is written: a writer that died
         between writing and remembering repeats itself without harm. With `lease`, the write is refused when another
         holder's fencing number is newer. With `unless`, when this incident has an event of these kinds after line
         `since`, up to which the writer had read: a person and a watch may speak at the same moment.
@@ -87,7 +87,7 @@ class Journal:
         since: int,
     ) -> None:
         if key is not None and conn.execute(sa.select(EVENTS.c.seq).where(EVENTS.c.key == key)).first() is not None:
-            return  # it stands already
+            return  # already recorded
         newer = (EVENTS.c.incident_id == incident_id) & (EVENTS.c.seq > since)
         meant = newer & EVENTS.c.kind.in_([str(k) for k in unless])
         found = conn.execute(sa.select(EVENTS.c.seq, EVENTS.c.kind).where(meant)).first()
@@ -237,7 +237,7 @@ class Journal:
     ) -> bool:
         """Writes what should be, if the record still is at `expect_incarnation`; False when it is not.
 
-        Idempotent: writing the record that stands already is True.
+        Idempotent: writing the current record again returns True.
 
         Raises:
             Fenced: `lease` is over.
@@ -269,7 +269,7 @@ class Journal:
         return {ReplicaId(r["replica"]): Desired(**r) for r in rows}
 
     def set_actual(self, record: Actual, *, unless: Iterable[ReplicaState] = ()) -> bool:
-        """Writes what is. False, with nothing written, when the record stands in one of the states `unless`.
+        """Writes the actual state. False, without a write, when the record is in one of the states `unless`.
 
         A LOST replica must not be called SERVING again by a message that was under way: pass
         `unless=(LOST, STOPPED)` whenever the new state is one of work.
@@ -297,7 +297,8 @@ class Journal:
         return {(record.replica, record.incarnation): record for record in records}
 
     def current(self) -> dict[ReplicaId, Actual]:
-        """The newest incarnation of each replica. The others stay where they are: they are many, and it is read often."""
+        """The newest incarnation of each replica. The others stay where they are: they are many, and it is read
+        often."""
         newest = sa.select(ACTUAL.c.replica, sa.func.max(ACTUAL.c.incarnation).label("incarnation"))
         last = newest.group_by(ACTUAL.c.replica).subquery()
         these = (ACTUAL.c.replica == last.c.replica) & (ACTUAL.c.incarnation == last.c.incarnation)

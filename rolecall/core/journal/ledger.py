@@ -7,7 +7,7 @@ Groups move along
        +--------------------+ v  |
                           returned -> accepted            all but trained -> dropped
 
-Accepted is said of groups that dynamic sampling judged and found worth training on; a run that has it trains no others.
+Accepted groups passed dynamic sampling; a run with dynamic sampling trains on no others.
 Each move is one line of a hash chain, in one transaction with the check that the move is legal. The chain's head
 travels in the trainer's commit record, its checkpoints and the report, so that a tail cut off shows too. No prompt or
 sample text is kept: a group id names the prompt, because the task makes prompts from (seed, group number).

@@ -90,8 +90,8 @@ def event_of(row: Row, file: str) -> Event:
 
 
 def _body(text: str) -> dict[str, Any]:
-    """As `append` writes it: no NaN. Half a surrogate pair, as bytes that are no UTF-8 leave it in a name or a log line,
-    can be written but not sent to anybody: it becomes U+FFFD."""
+    """As `append` writes it: no NaN. Half a surrogate pair, as bytes that are no UTF-8 leave it in a name or a log
+    line, can be written but not encoded: it becomes U+FFFD."""
     body = _JSON.decode(text)
     if _SURROGATES.search(text):
         whole = json.dumps(body, ensure_ascii=False).encode("utf-16", "surrogatepass").decode("utf-16", "replace")

@@ -2,8 +2,8 @@
 
 SQLite in WAL mode by default, or PostgreSQL. Writers take turns: a write transaction starts with BEGIN IMMEDIATE
 (SQLite) or an advisory lock (PostgreSQL), because the next link of a chain depends on the last one. With
-`synchronous=FULL` (SQLite) or `synchronous_commit` (PostgreSQL) an acknowledged write survives SIGKILL and loss of power.
-"""
+`synchronous=FULL` (SQLite) or `synchronous_commit` (PostgreSQL) an acknowledged write survives SIGKILL and loss of
+power."""
 
 import hashlib
 import json
@@ -29,7 +29,7 @@ RECONNECT_SECONDS = 0.2
 GENESIS = "0" * 64
 _ADVISORY_LOCK = 0x726F6C65
 DAMAGE_SIGNS = ("Could not decode", "no such table", "no such column", "malformed", "not a database")
-"""What SQLite says, under the same name as 'busy', when the file itself is at fault."""
+"""SQLite errors that share the class of 'busy' but mean a problem of the file itself."""
 
 
 def canonical(value: Any) -> str:
@@ -235,11 +235,12 @@ _SESSION = (
     # Whatever the server's default is: an acknowledged event is on disk.
     "SET synchronous_commit = on",
     f"SET lock_timeout = '{BUSY_SECONDS:.0f}s'",
-    # A writer stopped in the middle of a transaction (a fault we inject ourselves) loses its turn before others give up.
+    # A writer stopped in the middle of a transaction (a fault we inject ourselves) loses its turn before others give
+    # up.
     f"SET idle_in_transaction_session_timeout = '{BUSY_SECONDS / 2:.0f}s'",
 )
 _KEEPALIVE = {"keepalives_idle": 5, "keepalives_interval": 2, "keepalives_count": 3, "tcp_user_timeout": 10_000}
-"""A server whose machine is gone says nothing: without these a write would wait for many minutes."""
+"""A dead server never answers: without these a write would wait for many minutes."""
 
 
 def _postgresql_engine(url: str) -> sa.Engine:

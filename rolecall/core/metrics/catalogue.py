@@ -67,7 +67,7 @@ _G, _C = MetricType.GAUGE, MetricType.COUNTER
 _FROM_PAGE = (
     _process("process_up", _G, "", "alive", "1 while the registered process exists, 0 once it has gone"),
     _process("process_page_ok", _G, "", "page_ok", "0: the state page is torn, page values are the last good ones"),
-    _process("process_incarnation", _G, "", "incarnation", "How often this replica has been started"),
+    _process("process_incarnation", _G, "", "incarnation", "Number of times that this replica has been started"),
     _process("process_epoch", _G, "", "epoch", "Membership epoch that the process works in"),
     _process("process_phase", _G, "", "phase", "1 for the phase that the process is in", labels=(*RANK, "phase")),
     _process(
@@ -78,7 +78,7 @@ _FROM_PAGE = (
         "When the process entered its phase, seconds since 1970",
         node_clock=True,
     ),
-    _process("process_phase_entries_total", _C, "", "phase_entries", "How often any phase was entered"),
+    _process("process_phase_entries_total", _C, "", "phase_entries", "Phase entries"),
     _process("process_step", _G, "", "step", "Optimizer step that the process works on, -1 before the first"),
     _process("process_policy_version", _G, "", "policy_version", "Policy version that the process holds, -1: none"),
     _process(
@@ -159,7 +159,7 @@ _FROM_HOST = (
     _host("cpu_busy_seconds_total", _C, "seconds", "cpu_busy_seconds", "CPU time not idle, summed over all CPUs"),
     _host("load1", _G, "", "load_1m", "Load average over one minute"),
     _host("memory_total_bytes", _G, "bytes", "memory_total_bytes", "Memory of the node"),
-    _host("memory_available_bytes", _G, "bytes", "memory_available_bytes", "Memory that can be had without swapping"),
+    _host("memory_available_bytes", _G, "bytes", "memory_available_bytes", "Memory available without swapping"),
     _host(
         "cpu_stall_seconds_total",
         _C,
@@ -197,7 +197,7 @@ _OF_AGENT = (
     _agent("agent_events_total", _C, "", "Events recorded, by kind", (*NODE, "kind")),
     _agent("agent_events_lost_total", _C, "", "Events that could not be kept on disk"),
     _agent("agent_registrations_refused_total", _C, "", "Registrations without a valid secret or peer credentials"),
-    _agent("agent_messages_malformed_total", _C, "", "Messages of processes that were none, and were dropped"),
+    _agent("agent_messages_malformed_total", _C, "", "Malformed messages of processes, dropped"),
     _agent("agent_pages_torn_total", _C, "", "Reads of a state page that found it torn or damaged"),
     _agent("probe_up", _G, "", "1 if the probe could be read in the newest round, 0 if not", (*NODE, "probe")),
     _agent(
@@ -205,8 +205,8 @@ _OF_AGENT = (
     ),
     _agent("probe_cpu_seconds_total", _C, "seconds", "CPU time of the thread of a collector", (*NODE, "probe")),
     _agent("probe_facts_dropped_total", _C, "", "Facts beyond the limit of one poll of a collector", (*NODE, "probe")),
-    _agent("probe_lines_malformed_total", _C, "", "Lines of another exporter that were no metric", (*NODE, "probe")),
-    _agent("probe_series_dropped_total", _C, "", "Series of another exporter beyond what is read", (*NODE, "probe")),
+    _agent("probe_lines_malformed_total", _C, "", "Malformed lines of another exporter", (*NODE, "probe")),
+    _agent("probe_series_dropped_total", _C, "", "Series of another exporter beyond the limit", (*NODE, "probe")),
 )
 
 CATALOGUE: tuple[Metric, ...] = (

@@ -1,7 +1,7 @@
 """Rows of the metric catalogue: GPUs, read through NVML.
 
-One series of a kind for each GPU; what is per NVLink is there only for links that have something to say (a link that is
-down, an error counted), so that 8 GPUs of 18 links do not make a page of zeros. A GPU that does not know a metric has
+One series of a kind for each GPU; what is per NVLink is exported only for links with a fault (a link that is
+down, an error counted), so that 8 GPUs of 18 links do not make a page of zeros. A GPU that does not support a metric has
 no series of it.
 """
 
@@ -31,8 +31,8 @@ def _compared(field: str, type_: MetricType, unit: str, help_: str) -> Metric:
 
 _STATE = (
     _gpu("info", _G, "", "1; joins UUID, product name and the driver's version", "uuid", "name", "version"),
-    _gpu("up", _G, "", "1 while NVML answers for the GPU, 0 once no call on it succeeds any more"),
-    _gpu("calls_unsupported", _G, "", "NVML calls and fields that this GPU or driver does not know, skipped"),
+    _gpu("up", _G, "", "1 while NVML calls on the GPU succeed, 0 once none does"),
+    _gpu("calls_unsupported", _G, "", "NVML calls and fields that this GPU or driver does not support; skipped"),
     _gpu("call_errors_total", _C, "", "NVML calls that failed otherwise, by error", "error"),
     _gpu("mig_enabled", _G, "", "1: the GPU is divided into MIG instances; activity of the whole GPU is unknown"),
     _gpu("processes", _G, "", "Processes with a context on the GPU"),
@@ -99,9 +99,9 @@ _POWER = (
 
 _LINKS = (
     _gpu("pcie_link_generation", _G, "", "PCIe generation in use; an idle GPU lowers it"),
-    _gpu("pcie_link_generation_max", _G, "", "PCIe generation that GPU and slot can do"),
+    _gpu("pcie_link_generation_max", _G, "", "PCIe generation supported by GPU and slot"),
     _gpu("pcie_link_width", _G, "", "PCIe lanes in use"),
-    _gpu("pcie_link_width_max", _G, "", "PCIe lanes that GPU and slot can do"),
+    _gpu("pcie_link_width_max", _G, "", "PCIe lanes supported by GPU and slot"),
     _gpu("pcie_replays_total", _C, "", "PCIe packets sent again"),
     _gpu("pcie_errors_total", _C, "", "PCIe errors, by kind", "error"),
     _gpu("pcie_transmit_bytes_total", _C, "bytes", "Sent over PCIe"),
@@ -134,7 +134,7 @@ MIG_METRICS = (
     _instance("tensor_active_ratio", "ratio", "GPM: time in which tensor cores worked"),
     _instance("dram_active_ratio", "ratio", "GPM: memory bandwidth used over the most there is"),
 )
-"""Of a GPU that is cut. Activity is that of the GPU instance, the same for all compute instances in it."""
+"""With MIG enabled. Activity is that of the GPU instance, the same for all compute instances in it."""
 
 GPU_METRICS: tuple[Metric, ...] = (*_STATE, *_ACTIVITY, *_MEMORY, *_POWER, *_LINKS, *MIG_METRICS)
-"""XIDs are among the kernel log's (`kernel.py`), where both sources of them are counted as one."""
+"""XIDs are in `kernel.py`, where both of their sources are counted once."""

@@ -1,4 +1,4 @@
-"""Rows of the metric catalogue: what the kernel log tells, and the XIDs of kernel log and NVML together."""
+"""Rows of the metric catalogue: kernel log events, and XIDs of kernel log and NVML combined."""
 
 from rolecall.core.metrics.metric import GPU, NODE, Metric, MetricScope, MetricType
 
@@ -15,7 +15,7 @@ XID_EVENTS = _kernel(
     _C,
     "",
     (*GPU, "xid"),
-    "XIDs of a GPU (its index, or its PCI address where that is not known); goes on over a restart of the agent",
+    "XIDs of a GPU (its index, or its PCI address where that is not known); continues across restarts of the agent",
 )
 XID_LAST = _kernel(
     "xid_last_timestamp_seconds", _G, "seconds", (*GPU, "xid"), "When this XID was last seen, seconds since 1970"
@@ -24,10 +24,8 @@ XIDS_NOT_COUNTED = _kernel(
     "xid_events_not_counted_total", _C, "", NODE, "XIDs beyond the number of pairs of GPU and code that are kept"
 )
 SXID_EVENTS = _kernel("nvswitch_errors_total", _C, "", (*NODE, "device", "error"), "SXids of an NVSwitch, by code")
-OOM_KILLS = _kernel(
-    "kernel_oom_kills_total", _C, "", NODE, "Processes that the kernel log names as killed for want of memory"
-)
-LINK_DOWNS = _kernel("kernel_link_downs_total", _C, "", (*NODE, "interface"), "How often the link went down")
+OOM_KILLS = _kernel("kernel_oom_kills_total", _C, "", NODE, "OOM kills in the kernel log")
+LINK_DOWNS = _kernel("kernel_link_downs_total", _C, "", (*NODE, "interface"), "Times that the link went down")
 HARDWARE_ERRORS = _kernel(
     "kernel_hardware_errors_total",
     _C,

@@ -20,12 +20,10 @@ RAS_UP = _nccl(
     "ras_up", _G, "", "1 if a process of this node answered as NCCL RAS, 0 if none listens (no job) or it fails"
 )
 RAS_ANSWERS = _nccl("ras_answers_total", _C, "", "Answers of RAS that could be read")
-RAS_BAD = _nccl(
-    "ras_answers_bad_total", _C, "", "Questions to RAS without an answer, or with one that could not be read"
-)
+RAS_BAD = _nccl("ras_answers_bad_total", _C, "", "Queries to RAS without a readable answer")
 RAS_REPAIRED = _nccl("ras_answers_repaired_total", _C, "", "Answers of RAS whose JSON had to be repaired")
 RAS_EMPTY = _nccl("ras_answers_without_counts_total", _C, "", "Answers of RAS in which all counts are 0: not used")
-COMMUNICATORS = _nccl("communicators", _G, "", "Communicators that RAS knows of, of the whole job")
+COMMUNICATORS = _nccl("communicators", _G, "", "Communicators of the whole job, as known to RAS")
 RANKS = _nccl("communicator_ranks", _G, "", "Ranks that the communicator has", _COMMUNICATOR)
 MISSING = _nccl("communicator_missing_ranks", _G, "", "Ranks that RAS could not reach", _COMMUNICATOR)
 DEAD = _nccl("communicator_dead_ranks", _G, "", "Ranks that RAS considers dead", _COMMUNICATOR)
@@ -43,7 +41,7 @@ SUSPICIOUS = _nccl(
     "communicator_suspicious",
     _G,
     "",
-    "1 if ranks are apart and nothing advanced for the time to confirm",
+    "1 if the ranks have diverged without progress for the confirmation time",
     _COMMUNICATOR,
 )
 
@@ -58,11 +56,11 @@ BUS_BYTES = _nccl(
     _COLLECTIVE,
 )
 LINES = _nccl("inspector_lines_total", _C, "", "Lines of the Inspector's files that were read")
-LINES_BAD = _nccl("inspector_lines_bad_total", _C, "", "Lines that were cut or are of no known form")
+LINES_BAD = _nccl("inspector_lines_bad_total", _C, "", "Lines that were truncated or malformed")
 SKIPPED = _nccl(
-    "inspector_skipped_bytes_total", _C, "bytes", "Bytes passed over because files grew faster than they are read"
+    "inspector_skipped_bytes_total", _C, "bytes", "Bytes skipped because files grew faster than they are read"
 )
-DROPPED = _nccl("inspector_dropped_total", _C, "", "Operations that the Inspector itself says it dropped")
+DROPPED = _nccl("inspector_dropped_total", _C, "", "Operations that the Inspector reports as dropped")
 BUSY_GPU = _nccl(
     "inspector_bus_bandwidth_bytes",
     _G,

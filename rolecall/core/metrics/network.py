@@ -19,11 +19,11 @@ _OF_INTERFACES = (
         "nic_speed_bytes_per_second",
         _G,
         "bytes_per_second",
-        "Speed that the link has settled on; absent while it has none",
+        "Negotiated link speed; absent while the link is down",
         _INTERFACE,
     ),
-    _metric("nic_downs_total", _C, "", "How often the link went down since the agent started", _INTERFACE),
-    _metric("nic_carrier_changes_total", _C, "", "How often the carrier came or went", _INTERFACE),
+    _metric("nic_downs_total", _C, "", "Times that the link went down since the agent started", _INTERFACE),
+    _metric("nic_carrier_changes_total", _C, "", "Changes of the carrier state", _INTERFACE),
     _metric("nic_received_bytes_total", _C, "bytes", "Bytes received", _INTERFACE),
     _metric("nic_sent_bytes_total", _C, "bytes", "Bytes sent", _INTERFACE),
     _metric("nic_received_packets_total", _C, "", "Packets received", _INTERFACE),
@@ -69,15 +69,15 @@ _OF_TCP = (
 _OF_PORTS = (
     _metric("infiniband_up", _G, "", "1 while the port is active; 0: not, or its NIC is gone", _PORT),
     _metric("infiniband_physical_state", _G, "", "1 for the physical state that the port is in", (*_PORT, "state")),
-    _metric("infiniband_rate_bytes_per_second", _G, "bytes_per_second", "Rate that the port has settled on", _PORT),
-    _metric("infiniband_downs_total", _C, "", "How often the port went down since the agent started", _PORT),
+    _metric("infiniband_rate_bytes_per_second", _G, "bytes_per_second", "Negotiated rate of the port", _PORT),
+    _metric("infiniband_downs_total", _C, "", "Times that the port went down since the agent started", _PORT),
     _metric("infiniband_received_bytes_total", _C, "bytes", "Bytes received, RDMA included", _PORT),
     _metric("infiniband_sent_bytes_total", _C, "bytes", "Bytes sent, RDMA included", _PORT),
     _metric(
         "infiniband_events_total",
         _C,
         "",
-        "Every other counter of the port (counters and hw_counters), by the driver's name for it: those that tell of a "
+        "Every other counter of the port (counters and hw_counters), by the driver's name for it: those that indicate a "
         "fault always, others once they have counted",
         (*_PORT, "name"),
     ),
@@ -85,7 +85,7 @@ _OF_PORTS = (
         "infiniband_saturated",
         _G,
         "",
-        "Counters of the port that stand at their largest value and count no further until they are cleared",
+        "Counters of the port that are saturated and stop counting until they are cleared",
         _PORT,
     ),
 )

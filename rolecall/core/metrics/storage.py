@@ -1,4 +1,4 @@
-"""Rows of the metric catalogue: disks and file systems, and what stands still for want of them."""
+"""Rows of the metric catalogue: disks, file systems and I/O stalls."""
 
 from rolecall.core.metrics.metric import NODE, Metric, MetricScope, MetricType
 
@@ -20,11 +20,11 @@ STORAGE_METRICS: tuple[Metric, ...] = (
     _metric("disk_written_bytes_total", _C, "bytes", "Bytes written", _DISK),
     _metric("disk_read_seconds_total", _C, "seconds", "Time that reads took, summed over reads", _DISK),
     _metric("disk_write_seconds_total", _C, "seconds", "Time that writes took, summed over writes", _DISK),
-    _metric("disk_busy_seconds_total", _C, "seconds", "Time in which the disk had something to do", _DISK),
-    _metric("disk_requests_active", _G, "", "Reads and writes under way", _DISK),
+    _metric("disk_busy_seconds_total", _C, "seconds", "Time in which the disk was busy", _DISK),
+    _metric("disk_requests_active", _G, "", "Reads and writes in progress", _DISK),
     _metric("filesystem_up", _G, "", "1 if the file system answers, 0 if it fails or hangs", _MOUNT),
     _metric("filesystem_size_bytes", _G, "bytes", "Size of the file system", _MOUNT),
-    _metric("filesystem_available_bytes", _G, "bytes", "Space that anybody may still use", _MOUNT),
+    _metric("filesystem_available_bytes", _G, "bytes", "Space available to unprivileged users", _MOUNT),
     _metric("filesystem_files", _G, "", "Files that the file system can hold; absent where there is no limit", _MOUNT),
     _metric("filesystem_files_free", _G, "", "Files that can still be made; absent where there is no limit", _MOUNT),
     _metric("filesystem_readonly", _G, "", "1 if nothing can be written to it", _MOUNT),

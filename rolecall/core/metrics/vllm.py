@@ -1,4 +1,4 @@
-"""Rows of the metric catalogue: what vLLM's engines say of themselves, by the replica that each one serves.
+"""Rows of the metric catalogue: vLLM engines, by replica.
 
 Of an engine with several cores (data parallel) or models the sum; of the KV cache the fullest. Times are sums, with the
 number of what was timed beside them: their ratio of growth is the mean over any window.
@@ -17,8 +17,8 @@ def _vllm(name: str, type_: MetricType, unit: str, help_: str, *labels: str) -> 
 VLLM_METRICS: tuple[Metric, ...] = (
     _vllm("up", _G, "", "1 if the engine's metrics could be read in the newest poll, 0 if not"),
     _vllm("awake", _G, "", "0 while the engine sleeps (its weights or KV cache are given up), 1 while it does not"),
-    _vllm("requests_running", _G, "", "Requests that the engine works on"),
-    _vllm("requests_waiting", _G, "", "Requests that wait for a place in the engine"),
+    _vllm("requests_running", _G, "", "Requests that the engine is processing"),
+    _vllm("requests_waiting", _G, "", "Requests waiting in the engine's queue"),
     _vllm(
         "requests_finished_total",
         _C,
@@ -27,10 +27,10 @@ VLLM_METRICS: tuple[Metric, ...] = (
         "reason",
     ),
     _vllm("kv_cache_used_ratio", _G, "ratio", "Blocks of the KV cache that are in use"),
-    _vllm("preemptions_total", _C, "", "Requests put back to make room in the KV cache, to be computed again"),
-    _vllm("prompt_tokens_total", _C, "", "Tokens of prompts that were read"),
+    _vllm("preemptions_total", _C, "", "Requests preempted to free KV cache, which are recomputed"),
+    _vllm("prompt_tokens_total", _C, "", "Prompt tokens processed"),
     _vllm("generated_tokens_total", _C, "", "Tokens generated"),
-    _vllm("prefix_cache_queries_total", _C, "", "Tokens of prompts that were looked for in the prefix cache"),
+    _vllm("prefix_cache_queries_total", _C, "", "Prompt tokens looked up in the prefix cache"),
     _vllm("prefix_cache_hits_total", _C, "", "Of these, tokens found"),
     _vllm("first_token_seconds_total", _C, "seconds", "Time from a request's arrival to its first token, summed"),
     _vllm("first_tokens_total", _C, "", "Requests in that sum"),

@@ -1,10 +1,10 @@
-"""What one message of the kernel says: XIDs, lost GPUs, NVSwitch errors, OOM kills, links, hardware errors, lockups.
+"""Parses kernel messages: XIDs, lost GPUs, NVSwitch errors, OOM kills, links, hardware errors, lockups.
 
-Pure: a message in (without its time stamp, see `timestamps.py`), a fact or None out. Each pattern begins at the first
-character, so that a message that merely quotes another one says nothing. Formats: NVIDIA's drivers (`nvidia.py`),
+Pure: a message (without its timestamp, see `timestamps.py`) to a fact or None. Patterns are anchored at the first
+character, so that a message that quotes another one does not match. Formats: NVIDIA's drivers (`nvidia.py`),
 Linux mm/oom_kill.c, kernel/watchdog.c, kernel/hung_task.c, drivers/edac, drivers/pci/pcie/aer.c,
 arch/x86/kernel/cpu/mce, drivers/firmware/efi/cper.c and the network drivers named below. Real lines and near-misses of
-each stand in tests/formats/test_kernel_log.py.
+each are in tests/formats/test_kernel_log.py.
 """
 
 import re
@@ -21,7 +21,7 @@ from rolecall.formats.kernel_log.nvidia import (
 )
 
 MESSAGE_CHARS_MAX = 4096
-"""Of one message so much is looked at; the kernel itself cuts a record at 1 KiB (2 KiB from 6.x on)."""
+"""Parsed length of a message; the kernel truncates a record at 1 KiB (2 KiB from 6.x on)."""
 
 _PCI_BARE = r"[0-9a-fA-F]{4,8}:[0-9a-fA-F]{2}:[0-9a-fA-F]{2}\.[0-7]"
 
@@ -31,7 +31,7 @@ _PCI_BARE = r"[0-9a-fA-F]{4,8}:[0-9a-fA-F]{2}:[0-9a-fA-F]{2}\.[0-7]"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OomKill:
-    """`of_cgroup`: its cgroup was out of memory; else the whole machine (or not said, by old kernels)."""
+    """`of_cgroup`: its cgroup was out of memory; else the whole machine (or unknown, on old kernels)."""
 
     pid: int
     name: str
@@ -57,7 +57,7 @@ class HardwareError:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelFault:
-    """Another fault: `what` is one of FAULTS. `pid` and `name` of the process that it struck, where it says so."""
+    """Another fault: `what` is one of FAULTS. `pid` and `name` of the affected process, where given."""
 
     what: str
     pid: int | None = None
@@ -93,7 +93,7 @@ _LINK = re.compile(
 )
 # e1000e: eth0 NIC Link is Up 1000 Mbps    mlx4_en: eth2: Link Down
 _LINK_OLD = re.compile(rf"(?:e1000e?|ixgbe|igb|mlx4_en): {_INTERFACE}:? (?:NIC )?Link (?:is )?(Up|Down)\b")
-# IPv6: ADDRCONF(NETDEV_CHANGE): ib0: link becomes ready    (of Ethernet the driver says it itself)
+# IPv6: ADDRCONF(NETDEV_CHANGE): ib0: link becomes ready    (for Ethernet the driver logs it)
 _LINK_IB = re.compile(r"(?:IPv6: )?ADDRCONF\(NETDEV_CHANGE\): (ib[\w.]{1,31}): link becomes ready")
 
 
@@ -126,7 +126,7 @@ _MEMORY_FAILURE = re.compile(r"Memory failure: (0x[0-9a-f]{1,16}): recovery acti
 
 def _hardware(message: str) -> HardwareError | None:
     if m := _MCE_BANK.match(message):
-        # Corrected ones are told of by the line "events logged" already.
+        # Corrected ones are already reported by the line "events logged".
         uncorrected = int(m[2], 16) & MCE_UNCORRECTED
         return HardwareError(what="machine_check", corrected=False, device=f"bank {m[1]}") if uncorrected else None
     if _MCE_LOGGED.match(message):
@@ -227,20 +227,21 @@ def _segfault(message: str) -> KernelFault | None:
 def _fault(message: str) -> KernelFault | None:
     for what, pattern in _FAULTS:
         if m := pattern.match(message):
-            said = m.groupdict()
-            device = said.get("pci") or said.get("device") or ""
-            pid = int(said["pid"]) if said.get("pid") else None
-            return KernelFault(what=what, pid=pid, name=said.get("name") or "", device=device)
+            fields = m.groupdict()
+            device = fields.get("pci") or fields.get("device") or ""
+            pid = int(fields["pid"]) if fields.get("pid") else None
+            return KernelFault(what=what, pid=pid, name=fields.get("name") or "", device=device)
     return None
 
 
 # python3[4711]: segfault at ..      python3 invoked oom-killer: ..
 _OF_A_PROCESS = re.compile(r".{0,64}?(?:(\[\d{1,10}\]: segfault at )| invoked oom-killer: )", re.DOTALL)
-"""Lines that begin with the name that a process gave itself, which may read like any other line (15 characters of it)."""
+"""Lines that begin with the name that a process gave itself, which may read like any other line (15 characters of
+it)."""
 
 
 def parse_message(message: str) -> KernelFact | None:
-    """What it says; None: nothing that is looked for. Never raises, whatever the text."""
+    """The fact in this message; None: not of interest. Never raises."""
     message = message[:MESSAGE_CHARS_MAX].rstrip()
     if m := _OF_A_PROCESS.match(message):
         return _segfault(message) if m[1] else None
@@ -260,14 +261,14 @@ NUM_GPUS_MAX = 64
 
 
 class KernelReader:
-    """Messages in their order: joins what stands in several lines, and keeps which GPU has which UUID."""
+    """Takes messages in order: joins multi-line messages, and keeps each GPU's UUID."""
 
     def __init__(self) -> None:
         self.uuids: dict[str, str] = {}  # by PCI address
         self._named, self._lines_left = "", 0
 
     def take(self, message: str) -> KernelFact | None:
-        """The fact that this message completes. `GpuNamed` is kept here, and never given."""
+        """The fact that this message completes. `GpuNamed` is kept and never returned."""
         fact = parse_message(message)
         self._lines_left -= 1
         if isinstance(fact, GpuNamed):

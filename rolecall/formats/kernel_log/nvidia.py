@@ -1,8 +1,7 @@
-"""What one message of NVIDIA's drivers says in the kernel log: XIDs, GPUs that are lost or named, errors of NVSwitches.
+"""Parses kernel messages of NVIDIA's drivers: XIDs, lost or identified GPUs, NVSwitch errors.
 
-Formats: the open driver's `NVRM: Xid` and `SXid`, of drivers before R575 and from R575 on. Real lines and near-misses of
-each stand in tests/formats/test_kernel_log.py.
-"""
+Formats: the open driver's `NVRM: Xid` and `SXid`, before R575 and from R575 on. Real lines and near-misses of each are
+in tests/formats/test_kernel_log.py."""
 
 import re
 from dataclasses import dataclass
@@ -21,10 +20,10 @@ def normal_pci(address: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NvLink5:
-    """What an XID 144 to 150 says of its link. `subcode`: bits 20 to 25 of the first word."""
+    """Link information of an XID 144 to 150. `subcode`: bits 20 to 25 of the first word."""
 
     unit: str  # `NETIR_LINK_EVT`, with `/` and a sub-unit where there is one
-    fatal: bool  # the line's own word
+    fatal: bool  # according to the line
     link: int | None
     subcode: int
     interrupt: int  # first word
@@ -50,7 +49,7 @@ class XidLine:
 
     @property
     def instance(self) -> dict[str, str]:
-        """`gpu_instance` and `compute_instance` of the MIG instance that it struck, as far as it says."""
+        """`gpu_instance` and `compute_instance` of the affected MIG instance, as far as given."""
         words = dict(word.split(":") for word in self.partition.split())
         named = {"gpu_instance": words.get("GPU-I", ""), "compute_instance": words.get("GPU-CI", "")}
         return {name: str(int(number)) for name, number in named.items() if number}
@@ -104,7 +103,7 @@ class XidLine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SxidLine:
-    """`nvidia-nvswitchN: SXid`. `fatal` as the line says."""
+    """`nvidia-nvswitchN: SXid`. `fatal`: according to the line."""
 
     switch: int
     pci: str
@@ -116,14 +115,14 @@ class SxidLine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuLost:
-    """It fell off the bus, said without an XID: counts as XID 79."""
+    """It fell off the bus, reported without an XID: counts as XID 79."""
 
     pci: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuNamed:
-    """`uuid`: of the GPU at this address. Empty: the first of three lines of which the last says that it is lost."""
+    """`uuid`: of the GPU at this address. Empty: the first of three lines, the last of which reports the loss."""
 
     pci: str
     uuid: str = ""
@@ -223,7 +222,7 @@ def _sxid(m: re.Match[str]) -> SxidLine:
 
 
 def parse_nvidia(message: str) -> NvidiaFact | None:
-    """A message that begins with `NVRM: `. None: nothing that is looked for."""
+    """The fact in a message that begins with `NVRM: `; None: not of interest."""
     if m := _XID.match(message):
         return _xid(m)
     if m := _GPU_OFF_BUS.match(message):

@@ -1,15 +1,15 @@
-"""Who wrote a line of a kernel log, and when: the part before the message, in all forms that people keep logs in.
+"""Origin and time of a kernel log line: the part before the message, in all common log formats.
 
-    6,1234,5678901,-;message                                /dev/kmsg: priority, sequence number, microseconds since boot
-    <4>[ 5678.901234] message    kern  :err   : [ 5678.901234] message    [ 5678.901234] message             dmesg
-    [Sun Nov 22 08:00:00 2026] message    2026-11-22T08:00:00,123456+00:00 message                dmesg -T, --time-format
-    Nov 22 08:00:00 host kernel: [ 5678.901234] message     2026-11-22T08:00:00.123456+00:00 host kernel: message
-    [ 5678.901234] host kernel: message    1795334400.123456 host kernel: message        journalctl -k -o short-...
+    6,1234,5678901,-;message                                /dev/kmsg: priority, sequence number, microseconds since
+    boot <4>[ 5678.901234] message    kern  :err   : [ 5678.901234] message    [ 5678.901234] message             dmesg
+    [Sun Nov 22 08:00:00 2026] message    2026-11-22T08:00:00,123456+00:00 message                dmesg -T,
+    --time-format Nov 22 08:00:00 host kernel: [ 5678.901234] message     2026-11-22T08:00:00.123456+00:00 host kernel:
+    message [ 5678.901234] host kernel: message    1795334400.123456 host kernel: message        journalctl -k -o
+    short-...
 
-A line of syslog whose tag is not `kernel` is another program's, and one of /dev/kmsg whose facility is not the kernel's
-was written there by a process: neither is the kernel's word. Formats: Documentation/ABI/testing/dev-kmsg, dmesg(1),
-journalctl(1), RFC 3164.
-"""
+A syslog line whose tag is not `kernel` is from another program, and a /dev/kmsg record whose facility is not the
+kernel's was written by a process: neither comes from the kernel. Formats: Documentation/ABI/testing/dev-kmsg, dmesg(1),
+journalctl(1), RFC 3164."""
 
 import re
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ class TimestampedLine:
     """One line of the kernel. At most one of the times is given, and none by `dmesg -t`.
 
     `wall_at`: seconds since 1970. `uptime_seconds`: since boot, as the kernel's own clock counts. `local`: month, day,
-    hour, minute, second of a clock whose year and zone nobody wrote down.
+    hour, minute, second of a clock without year and zone.
     """
 
     message: str
@@ -107,7 +107,7 @@ def parse_line(line: str) -> TimestampedLine | None:
             return None if wall_at is None else _tagged(m[2], wall_at=wall_at, tag_wanted=not _OF_DMESG.fullmatch(m[1]))
     if m := _SHORT.match(line):
         local = _local(m[1], m[2], m[3], m[4], m[5])
-        # 2024 is a leap year: whether the day exists cannot be told without the year.
+        # 2024 is a leap year: without the year, February 29 may exist.
         return None if _wall(2024, local) is None else _tagged(m[6], local=local, tag_wanted=True)
     if m := _UNIX.match(line):
         return _tagged(m[2], wall_at=float(m[1]), tag_wanted=True)

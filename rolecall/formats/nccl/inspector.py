@@ -1,11 +1,12 @@
-"""What the NCCL Inspector (a profiler plugin, NCCL 2.28.3 and later) writes: JSON lines, or a Prometheus text file.
+"""Output of the NCCL Inspector (a profiler plugin, NCCL 2.28.3 and later): JSON lines, or a Prometheus text file.
 
-Only finished operations appear: one that hangs is absent, and absence means not known. Across ranks an operation is joined by
-communicator and sequence number: who comes late has the shortest time, the others' includes the wait for it. Until format
-4.2 each line is whole; from 4.3 on a `dump_stats` line carries header and metadata for the lines that follow it. Lines may be
-cut by a crash: they are counted and passed over. Source: NCCL `plugins/profiler/inspector`, its README.
+Only finished operations appear: a hung one is absent, and absence means unknown. Across ranks an operation is joined by
+communicator and sequence number: the late rank has the shortest time, because the others' times include the wait for
+it. Until format 4.2 each line is complete; from 4.3 on a `dump_stats` line carries header and metadata for the
+following lines. Lines truncated by a crash are counted and skipped. Source: NCCL `plugins/profiler/inspector`, its
+README.
 
-Foreign bytes: no line raises, texts and numbers are bounded.
+Untrusted input: no line raises, texts and numbers are bounded.
 """
 
 import json
@@ -38,7 +39,8 @@ class Context:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InspectorOperation:
-    """A finished collective, or a send or receive (`is_p2p`). `timing`: where its time was taken (`kernel_gpu`, ...)."""
+    """A finished collective, or a send or receive (`is_p2p`). `timing`: where its time was taken (`kernel_gpu`,
+    ...)."""
 
     context: Context
     kind: str
@@ -51,7 +53,8 @@ class InspectorOperation:
 
 
 class Lines:
-    """Lines of one file, in order. `num_bad`: cut or of no known form; `num_dropped`: what the Inspector says it lost."""
+    """Lines of one file, in order. `num_bad`: truncated or unknown; `num_dropped`: reported as lost by the
+    Inspector."""
 
     def __init__(self) -> None:
         self.num_lines = self.num_bad = self.num_dropped = 0
@@ -81,13 +84,13 @@ class Lines:
             self._num_left -= 1
             context = self._context
         if "proxy_trace" in value or (context is None and "header" not in value and _has_operation(value)):
-            return None  # the latter: of a dump whose head was not seen
+            return None  # the latter: from a dump whose header was not seen
         found = _operation(value, context) if context is not None else None
         self.num_bad += found is None
         return found
 
     def lose_context(self) -> None:
-        """Bytes were passed over: what stands next may belong to a dump whose head was not seen."""
+        """Bytes were skipped: the next lines may belong to a dump whose header was not seen."""
         self._context, self._num_left = None, 0
 
 
@@ -128,11 +131,11 @@ def _has_operation(value: dict[str, Any]) -> bool:
 
 def _operation(value: dict[str, Any], context: Context) -> InspectorOperation | None:
     for prefix in ("coll", "p2p"):
-        told = value.get(f"{prefix}_perf")
-        if not isinstance(told, dict):
+        record = value.get(f"{prefix}_perf")
+        if not isinstance(record, dict):
             continue
-        kind = _word(told.get(prefix)) or _word(told.get(f"{prefix}_operation"))
-        numbers = [_number(told.get(f"{prefix}_{key}")) for key in ("sn", "msg_size_bytes", "exec_time_us")]
+        kind = _word(record.get(prefix)) or _word(record.get(f"{prefix}_operation"))
+        numbers = [_number(record.get(f"{prefix}_{key}")) for key in ("sn", "msg_size_bytes", "exec_time_us")]
         sequence, size, micros = numbers
         if not kind or sequence is None or micros is None:
             return None
@@ -142,8 +145,8 @@ def _operation(value: dict[str, Any], context: Context) -> InspectorOperation | 
             sequence=int(sequence),
             size_bytes=int(size or 0),
             seconds=micros * 1e-6,
-            bus_bytes_per_second=(_number(told.get(f"{prefix}_busbw_gbs")) or 0.0) * _GIGA,
-            timing=_word(told.get(f"{prefix}_timing_source")),
+            bus_bytes_per_second=(_number(record.get(f"{prefix}_busbw_gbs")) or 0.0) * _GIGA,
+            timing=_word(record.get(f"{prefix}_timing_source")),
             is_p2p=prefix == "p2p",
         )
     return None

@@ -1,14 +1,13 @@
-"""What NCCL's RAS subsystem says of a job: its communicators, who launched how many collectives, who is missing.
+"""Status of a job from NCCL's RAS subsystem: communicators, launched collectives by rank, missing ranks.
 
-Both forms of its answer: JSON (NCCL 2.28.7 and later) and the text of `STATUS` (2.24 and later). Sources: NCCL user guide,
-"RAS"; NCCL `src/ras/client_support.cc`. Foreign bytes: any input gives statuses or `MalformedRasStatus`, sizes are bounded.
+Supports both formats: JSON (NCCL 2.28.7 and later) and the text of `STATUS` (2.24 and later). Sources: NCCL user guide,
+"RAS"; NCCL `src/ras/client_support.cc`. Untrusted input: gives statuses or `MalformedRasStatus`, sizes are bounded.
 
-Traps, by their origin: 2.28.9 leaves out the comma before `status` inside `missing_ranks`: JSON is read strictly first, then
-repaired, and the status says so. Acknowledgements (`OK`) stand before the body. Time stamps are local, without a zone:
-they are not read, who received the answer knows when. A third to a half of the polls of a healthy busy job have only zeros
-as counts (`has_counts` is false then): they say nothing. Counts are of LAUNCHED operations: all ranks inside one collective
-that never ends agree in them, and RAS calls that OK. The text names only ranks that are outliers.
-"""
+Pitfalls: 2.28.9 omits the comma before `status` inside `missing_ranks`: JSON is parsed strictly first, then repaired,
+which the status records. Acknowledgements (`OK`) precede the body. Timestamps are local without a zone and ignored; the
+receiver knows the time. A third to a half of the polls of a healthy busy job have only zero counts (`has_counts` is
+false) and carry no information. Counts are of LAUNCHED operations: all ranks inside one collective that never ends
+agree, and RAS reports OK. The text lists only outlier ranks."""
 
 import re
 from collections.abc import Iterable
@@ -17,7 +16,7 @@ from enum import StrEnum
 from typing import Any
 
 COLLECTIVES = ("Broadcast", "Reduce", "AllGather", "ReduceScatter", "AllReduce")
-"""Order of the counts where they come as a list."""
+"""Order of the counts when given as a list."""
 NUM_COMMUNICATORS_MAX = 4096
 NUM_RANKS_MAX = 500_000
 """Of all communicators of one status together."""
@@ -26,7 +25,7 @@ TEXT_CHARS_MAX = 96
 
 
 class MalformedRasStatus(ValueError):
-    """Not an answer of RAS: why."""
+    """Not a RAS answer; the text says why."""
 
 
 class Condition(StrEnum):
@@ -44,20 +43,20 @@ class RankState(StrEnum):
 
 
 class NcclResult(StrEnum):
-    """`ncclResult_t`, as RAS words it."""
+    """`ncclResult_t`, in RAS's wording."""
 
     CUDA = "Unhandled CUDA error"
     SYSTEM = "System error"
     INTERNAL = "Internal error"
     ARGUMENT = "Invalid argument"
     USAGE = "Invalid usage"
-    REMOTE = "Remote process error"  # of a victim: another rank failed
+    REMOTE = "Remote process error"  # a victim: another rank failed
     OTHER = "Unexpected error"
 
 
 @dataclass(frozen=True, slots=True)
 class CommunicatorMember:
-    """A rank of a communicator: `rank` counts within it. What was not said is empty or None. `gpu`: NVML's index."""
+    """A rank of a communicator: `rank` is its rank there. Unknown fields are empty or None. `gpu`: NVML's index."""
 
     rank: int
     host: str = ""
@@ -79,7 +78,7 @@ class Rank:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Missing:
-    """`unresponsive`: RAS could not reach it; else it answered, and is no member (it left, or did not join yet)."""
+    """`unresponsive`: RAS could not reach it; else it answered but is not a member (it left, or has not joined yet)."""
 
     member: CommunicatorMember
     unresponsive: bool
@@ -94,7 +93,7 @@ class RankFailure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchLevel:
-    """So many ranks launched so many. `members`: those that are named, in text often none."""
+    """`num_ranks` ranks launched `launched`. `members`: those listed; in text often none."""
 
     launched: int
     num_ranks: int
@@ -103,7 +102,7 @@ class LaunchLevel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spread:
-    """A collective of which ranks launched different numbers. `levels`: most first; in text they may not be told."""
+    """A collective that ranks launched different numbers of times. `levels`: highest first; text may omit them."""
 
     collective: str
     levels: tuple[LaunchLevel, ...]
@@ -116,7 +115,7 @@ class Spread:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Communicator:
     """`hash`: 16 hexadecimal digits. `collectives`: names of the counts. `ranks`: empty in text. `num_missing`: did not
-    answer; `missing`: those and whoever is no member, where named."""
+    answer; `missing`: those and non-members, where listed."""
 
     hash: str
     size: int = 0
@@ -130,21 +129,21 @@ class Communicator:
 
     @property
     def has_counts(self) -> bool:
-        """Whether it tells of launched operations at all (see the module)."""
+        """Whether it has counts of launched operations (see the module)."""
         return any(any(r.counts) for r in self.ranks) or bool(self.spreads)
 
     @property
     def width(self) -> int:
-        """By how many operations the last rank is behind the first, all collectives together."""
+        """How many operations the last rank is behind the first, summed over collectives."""
         return sum(s.width for s in self.spreads)
 
     def launched(self) -> dict[str, int]:
-        """Most that any rank launched, by collective; empty where it is not told."""
+        """Highest count of any rank, by collective; empty if unknown."""
         columns = zip(*(r.counts for r in self.ranks), strict=True) if self.ranks else ()
         return {name: max(column) for name, column in zip(self.collectives, columns, strict=False)}
 
     def standing(self) -> tuple[object, ...]:
-        """Equal for two polls between which nobody launched anything, as far as they tell."""
+        """Equal for two polls between which, as far as known, no rank launched anything."""
         if self.ranks:
             return tuple(sorted((r.member.rank, r.counts) for r in self.ranks))
         return tuple((s.collective, tuple((v.launched, v.num_ranks) for v in s.levels)) for s in self.spreads)
@@ -152,7 +151,7 @@ class Communicator:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LostProcess:
-    """Of the text: a process that did not answer (or is dead), with the GPUs that it manages, as written."""
+    """From the text form: an unresponsive or dead process, with its GPUs as written."""
 
     pid: int
     host: str
@@ -181,7 +180,7 @@ class RasStatus:
 
 
 def word(value: Any) -> str:
-    """Foreign text, to be shown: printable ASCII, not too long."""
+    """Untrusted text for display: printable ASCII, truncated."""
     if not isinstance(value, str):
         return ""
     return "".join(c if " " <= c <= "~" else "?" for c in value[:TEXT_CHARS_MAX])
@@ -195,7 +194,7 @@ def communicator_hash(value: Any) -> str:
 
 
 def behind(communicator: Communicator) -> dict[str, tuple[CommunicatorMember, ...]]:
-    """By collective, who launched the fewest, where they are named and at most half of the ranks."""
+    """Late ranks by collective: those with the fewest launches, where listed and at most half of the ranks."""
     found: dict[str, tuple[CommunicatorMember, ...]] = {}
     for spread in communicator.spreads:
         if len(spread.levels) < 2:

@@ -1,6 +1,6 @@
-"""Answers of NCCL's RAS as it gives them: acknowledgements, JSON (strict first, then repaired), or text.
+"""Parses RAS answers: acknowledgements, JSON (strict first, then repaired), or text.
 
-Traps and sources: ras.py.
+Pitfalls and sources: ras.py.
 """
 
 import json
@@ -208,18 +208,18 @@ def _result(value: Any) -> NcclResult | None:
 def _collectives(listed: Sequence[dict[str, Any]]) -> tuple[str, ...]:
     """Names of the counts, as the first rank has them."""
     for one in listed:
-        told = one.get("collective_counts")
-        if isinstance(told, dict):
-            return tuple(word(name) for name in list(told)[:64])
+        counts = one.get("collective_counts")
+        if isinstance(counts, dict):
+            return tuple(word(name) for name in list(counts)[:64])
     return COLLECTIVES
 
 
 def _counts(one: dict[str, Any], collectives: tuple[str, ...]) -> tuple[int, ...]:
-    told = one.get("collective_counts")
-    if isinstance(told, dict):
-        return tuple(_number(told.get(name)) or 0 for name in collectives)
-    if isinstance(told, list):
-        return tuple(_number(n) or 0 for n in told[: len(collectives)]) + (0,) * (len(collectives) - len(told))
+    counts = one.get("collective_counts")
+    if isinstance(counts, dict):
+        return tuple(_number(counts.get(name)) or 0 for name in collectives)
+    if isinstance(counts, list):
+        return tuple(_number(n) or 0 for n in counts[: len(collectives)]) + (0,) * (len(collectives) - len(counts))
     return (0,) * len(collectives)
 
 

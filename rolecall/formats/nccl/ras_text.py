@@ -1,6 +1,6 @@
-"""The text that NCCL's RAS answers to STATUS: a table, then errors and warnings by communicator.
+"""Parses the text answer of NCCL's RAS to STATUS: a table, then errors and warnings by communicator.
 
-It names only ranks that are outliers, and lists only communicators with a condition. Source: NCCL `src/ras/client_support.cc`.
+It lists only outlier ranks and communicators with a condition. Source: NCCL `src/ras/client_support.cc`.
 """
 
 import re
@@ -54,7 +54,7 @@ _MORE_SPACE = re.compile(r"\s+")
 
 @dataclass(slots=True)
 class _Building:
-    """A communicator, as its sections tell of it line by line."""
+    """A communicator under construction from its sections, line by line."""
 
     hash: str
     conditions: set[Condition] = field(default_factory=set)
@@ -65,8 +65,8 @@ class _Building:
 
     def built(self, dead: set[tuple[int | None, str]]) -> Communicator:
         spreads = []
-        for name, told in self.levels.items():
-            levels = [LaunchLevel(launched=at, num_ranks=n, members=tuple(m)) for at, n, m in told]
+        for name, rows in self.levels.items():
+            levels = [LaunchLevel(launched=at, num_ranks=n, members=tuple(m)) for at, n, m in rows]
             spreads.append(Spread(collective=name, levels=tuple(sorted(levels, key=lambda v: -v.launched))))
         missing = tuple(
             Missing(member=m, unresponsive=True, dead=(m.pid, m.host) in dead) for m in self.missing.values()
@@ -166,7 +166,7 @@ class _TextReader:
                 now.missing.setdefault(int(number), CommunicatorMember(int(number)))
         elif kind == "differ":
             name, counts = got["what"].removesuffix(" operation counts"), got["what"].endswith(" operation counts")
-            # `collective` (2.24, 2.25): all of them together. Of different states the lines are passed over.
+            # `collective` (2.24, 2.25): the sum of all. Lines of different states are skipped.
             self._collective = ("all" if name == "collective" else name) if counts else None
             if self._collective is not None and len(now.levels) < 64:
                 now.levels.setdefault(self._collective, [])
@@ -175,8 +175,8 @@ class _TextReader:
         elif kind == "other_level":
             self._collective = None
         elif kind == "level":
-            if (told := now.levels.get(self._collective or "")) is not None:
-                told.append((int(got["at"] or 0), int(got["n"]), []))
+            if (levels := now.levels.get(self._collective or "")) is not None:
+                levels.append((int(got["at"] or 0), int(got["n"]), []))
         else:
             self._rank(now, kind, got)
 
@@ -187,18 +187,18 @@ class _TextReader:
         gpu = got["nvml"] or got["gpu"]
         pid = int(got["pid"]) if got["pid"] else None
         member = CommunicatorMember(int(got["rank"]), word(got["host"]), pid, int(gpu) if gpu else None)
-        told = now.levels.get(self._collective or "")
+        levels = now.levels.get(self._collective or "")
         if kind == "rank_error":
             now.failures.append(RankFailure(member=member, result=_worded(got["result"])))
         elif kind == "rank_level":
-            if told is not None:
-                told.append((int(got["at"] or 0), 1, [member]))
+            if levels is not None:
+                levels.append((int(got["at"] or 0), 1, [member]))
         elif self._condition is Condition.INCOMPLETE:
             now.missing[member.rank] = member
         elif self._condition is Condition.ERROR:
             now.failures.append(RankFailure(member=member, result=self._result))
-        elif told:
-            told[-1][2].append(member)
+        elif levels:
+            levels[-1][2].append(member)
 
 
 def _worded(text: str) -> NcclResult:

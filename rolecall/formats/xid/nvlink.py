@@ -1,9 +1,8 @@
-"""What the line of an NVLink XID decides beyond its code: the unit and status of 144 to 150, the registers of 74.
+"""Meaning of an NVLink XID line beyond its code: unit and status of 144 to 150, registers of 74.
 
-Of 144 to 150 NVIDIA's table goes by unit, first word and status. Drivers before R575 and from R575 on write the unit
-differently into the first word; no unit has the same bits in both, so the line itself tells which driver wrote it. Where
-line and table disagree on fatal or not, the worse counts. What no row has is left to the line's own word.
-"""
+NVIDIA's table for 144 to 150 is keyed by unit, first word and status. Drivers before R575 and from R575 on encode the
+unit differently in the first word; no unit has the same bits in both, so the encoding identifies the driver. Where line
+and table disagree about fatal, the worse counts. Without a matching row the line decides."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -25,16 +24,17 @@ from rolecall.formats.xid.xid import XidAction
 
 CODES = range(144, 151)
 LINE_DECIDES = frozenset({74, 154, *CODES})
-"""Codes of which the number alone tells neither how bad it is nor what to do (154: the driver's own verdict)."""
+"""Codes whose severity and action depend on the line (154: the driver's recommendation)."""
 DRIVERS = ("before R575", "R575 or later")
 _UNIT_MASKS = (0x3FF, 0x7F)
 _FLAGS = range(144, 149)
-"""Codes whose status is a set of bits, of which several may be set; of the others it is a number."""
+"""Codes whose status is a bit mask; for the others it is a number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ruling:
-    """NVIDIA's word on one line. `severity`: `non-fatal`, `fatal` (the GPU), `link fatal`; `driver`: who wrote it."""
+    """NVIDIA's assessment of one line. `severity`: `non-fatal`, `fatal` (the GPU), `link fatal`; `driver`: generation
+    that wrote it."""
 
     action: XidAction
     investigatory: XidAction
@@ -52,7 +52,7 @@ def reason(interrupt: int) -> int:
 
 
 def assess_line(code: int, unit: str, interrupt: int, status: int) -> Ruling | None:
-    """`unit`: as the line names it. `interrupt`, `status`: its first two words. None: NVIDIA's table has no such row."""
+    """`unit`: name in the line. `interrupt`, `status`: its first two words. None: NVIDIA's table has no such row."""
     said = {unit, *unit.split("/")}
     down_code, down_names, *down_bits = LINK_DOWN_UNIT
     if code == down_code and said & set(down_names):
@@ -76,7 +76,7 @@ def assess_line(code: int, unit: str, interrupt: int, status: int) -> Ruling | N
 
 
 def _driver(interrupt: int, before: int, later: int) -> int | None:
-    """Which of DRIVERS wrote this unit."""
+    """The driver generation of DRIVERS that writes this unit."""
     for driver, bits in enumerate((before, later)):
         if interrupt & _UNIT_MASKS[driver] == bits:
             return driver
@@ -94,7 +94,7 @@ def _ruling(row: tuple[str, str, str], driver: int) -> Ruling:
 
 
 class NvlinkRegisterError(StrEnum):
-    """What a bit in the registers of an XID 74 is a sign of; the worse, the later."""
+    """Meaning of a bit in the registers of an XID 74, in order of severity."""
 
     HARMLESS = "harmless"
     THRESHOLD = "threshold"
@@ -146,14 +146,14 @@ SIGNS: Mapping[NvlinkRegisterError, tuple[str, str]] = MappingProxyType(
         NvlinkRegisterError.UNEXPECTED: ("bits that NVIDIA does not expect", "call NVIDIA's support"),
     }
 )
-"""In words, and what to do (NVIDIA's WORKFLOW_NVLINK_ERR)."""
+"""Description and advice (NVIDIA's WORKFLOW_NVLINK_ERR)."""
 
 NUM_ECC_TOLERATED = 2
-"""On one link; one more is for NVIDIA's support."""
+"""Per link; more are a case for NVIDIA's support."""
 
 
 def register_errors(registers: tuple[int, ...]) -> tuple[NvlinkRegisterError, ...]:
-    """What the registers of an XID 74 say, the least first; empty where they say nothing."""
+    """Errors in the registers of an XID 74, least severe first; empty if none."""
     found = set[NvlinkRegisterError]()
     for index, groups in REGISTER_SIGNS.items():
         word = registers[index] if index < len(registers) else 0

@@ -1,9 +1,8 @@
-"""What NVIDIA's XID and SXid codes mean, and what is done about each.
+"""Meaning of NVIDIA's XID and SXid codes, and the action for each.
 
-NVIDIA's catalogue (`Xid-Catalog.xlsx`, codes 1 to 172; carried by leptonai/gpud and NVIDIA/NVSentinel) decides. Where
-gpud thinks otherwise, its opinion stands beside it and decides nothing. Fatal is what NVSentinel calls so: whatever is
-neither the application's, nor to be ignored, nor only a pointer to another code. The rows are in `table.py`.
-"""
+NVIDIA's catalogue (`Xid-Catalog.xlsx`, codes 1 to 172; included in leptonai/gpud and NVIDIA/NVSentinel) is
+authoritative. Where gpud differs, its opinion is listed as a second opinion without effect. Fatal follows NVSentinel:
+everything except application faults, codes to ignore and pointers to another code. The rows are in `table.py`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from rolecall.formats.xid.table import NOTES, SXID_ROWS, UNUSED_ROWS, XID_ROWS
 
 
 class XidAction(StrEnum):
-    """Words of NVIDIA's catalogue, immediate and investigatory."""
+    """Actions of NVIDIA's catalogue, immediate and investigatory."""
 
     NONE = ""  # the catalogue gives none (yet)
     IGNORE = "IGNORE"
@@ -87,17 +86,17 @@ ADVICE: Mapping[XidAction, str] = MappingProxyType(
         XidAction.INVESTIGATE_LINK_SI_AND_CABLES: "check cables, transceivers, seats and temperature of the link",
     }
 )
-"""What an operator does, for every word of the catalogue."""
+"""The operator's step for every action of the catalogue."""
 
 NOT_FATAL = frozenset(
     {XidAction.IGNORE, XidAction.RESTART_APP, XidAction.WORKFLOW_XID_45, XidAction.CHECK_UVM, XidAction.XID_154}
 )
-"""As NVSentinel maps the catalogue's words to severities. Of NVLink's codes the line decides (`XidLine.fatal`)."""
+"""NVSentinel's severities of the catalogue's actions. For NVLink codes the line decides (`XidLine.fatal`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Xid:
-    """One code. `unused`: NVIDIA gives it no meaning. `known`: it is in the catalogue at all."""
+    """One code. `unused`: NVIDIA gives it no meaning. `known`: it is in the catalogue."""
 
     code: int
     mnemonic: str
@@ -112,8 +111,8 @@ class Xid:
 
     @property
     def fatal(self) -> bool:
-        """The GPU cannot be worked with until something was done. Of codes without an action the catalogue's remark
-        decides, else gpud's reboot."""
+        """The GPU is unusable until it is repaired. For codes without an action the catalogue's remark decides, else
+        gpud's reboot."""
         if self.immediate is XidAction.NONE:
             return NOTES[self.code][0] if self.code in NOTES else "REBOOT" in self.second_opinion
         return self.immediate not in NOT_FATAL
@@ -126,12 +125,12 @@ class Xid:
 
     @property
     def tells_no_fault(self) -> bool:
-        """Alone it is to be counted, and no more."""
+        """On its own it is only counted."""
         return self.immediate is XidAction.IGNORE
 
 
 class RecoveryAction(StrEnum):
-    """The driver's own verdict on a GPU: in XID 154 and in NVML's field GET_GPU_RECOVERY_ACTION, by its number."""
+    """The driver's recommended recovery action, by number: in XID 154 and NVML's field GET_GPU_RECOVERY_ACTION."""
 
     NONE = "none"
     GPU_RESET = "gpu_reset"
@@ -163,12 +162,12 @@ RECOVERY_ADVICE: Mapping[RecoveryAction, tuple[XidAction, str]] = MappingProxyTy
         RecoveryAction.UNKNOWN: (XidAction.CONTACT_SUPPORT, "look it up in the driver's documentation"),
     }
 )
-"""What the driver's verdict comes to, in the catalogue's words and for people."""
+"""The recovery action as a catalogue action and as advice."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sxid:
-    """One code of an NVSwitch. A fatal one concerns every GPU on the link that its line names."""
+    """One NVSwitch code. A fatal one affects every GPU on the link that its line names."""
 
     code: int
     meaning: str
@@ -183,7 +182,7 @@ class Sxid:
 
 
 def xid(code: int) -> Xid:
-    """What `code` means; one that no catalogue has is fatal, and for NVIDIA's support."""
+    """Meaning of `code`; an unknown code is fatal and a case for NVIDIA's support."""
     found = XIDS.get(code)
     if found is not None:
         return found
@@ -199,7 +198,7 @@ def xid(code: int) -> Xid:
 
 
 def sxid(code: int) -> Sxid:
-    """What `code` means; of one that is not known the line's own Fatal or Non-fatal decides."""
+    """Meaning of `code`; for an unknown code the line's Fatal or Non-fatal decides."""
     found = SXIDS.get(code)
     if found is not None:
         return found

@@ -28,7 +28,7 @@ NUM_FRAMES_TOLD = 6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvidenceFile:
-    """One file of evidence. `who`: owners stack or dump it is."""
+    """One file of evidence. `who`: the process that it describes."""
 
     kind: EvidenceKind
     path: Path

@@ -188,7 +188,7 @@ class EvidencePull:
         nodes: queue.SimpleQueue[str] = queue.SimpleQueue()
         for node in by_node:
             nodes.put(node)
-        told: queue.SimpleQueue[_EvidenceResponse] = queue.SimpleQueue()
+        responses: queue.SimpleQueue[_EvidenceResponse] = queue.SimpleQueue()
 
         def converse() -> None:
             while True:
@@ -196,7 +196,7 @@ class EvidencePull:
                     node = nodes.get_nowait()
                 except queue.Empty:
                     return
-                self._of_node(urls.get(node, ""), by_node[node], until, told)
+                self._of_node(urls.get(node, ""), by_node[node], until, responses)
 
         for n in range(min(NUM_AGENTS_AT_ONCE, len(by_node))):
             threading.Thread(target=converse, name=f"evidence-ask-{n}", daemon=True).start()
@@ -204,7 +204,7 @@ class EvidencePull:
         while len(found) < len(asks):
             left = until - self._clock.monotonic()
             try:
-                answer = told.get(timeout=max(left, 0.001))
+                answer = responses.get(timeout=max(left, 0.001))
             except queue.Empty:
                 break
             found[answer.ask] = answer
@@ -212,20 +212,20 @@ class EvidencePull:
         return [found.get(a) or _EvidenceResponse(ask=a, missing=late) for a in asks]
 
     def _of_node(
-        self, url: str, asks: Sequence[EvidenceRequest], until: float, told: "queue.SimpleQueue[_EvidenceResponse]"
+        self, url: str, asks: Sequence[EvidenceRequest], until: float, responses: "queue.SimpleQueue[_EvidenceResponse]"
     ) -> None:
         """Sends one agent's requests in sequence; stops after the first without a response."""
         gone = "" if url else "its agent is unknown"
         for ask in asks:
             if gone or self._closed.is_set():
-                told.put(_EvidenceResponse(ask=ask, missing=gone or "the watch ended"))
+                responses.put(_EvidenceResponse(ask=ask, missing=gone or "the watch ended"))
                 continue
             try:
                 body = self._one(url, ask, until)
-                told.put(_EvidenceResponse(ask=ask, body=body, wall_at=self._clock.wall()))
+                responses.put(_EvidenceResponse(ask=ask, body=body, wall_at=self._clock.wall()))
             except EvidenceRequestFailed as e:
                 gone = "" if e.status else str(e)
-                told.put(_EvidenceResponse(ask=ask, missing=_reason_text(ask, e)))
+                responses.put(_EvidenceResponse(ask=ask, missing=_reason_text(ask, e)))
 
     def _one(self, url: str, ask: EvidenceRequest, until: float) -> bytes:
         """Raises EvidenceRequestFailed."""
@@ -313,8 +313,8 @@ def _because(kept: Sequence[EvidenceFile], analysis: EvidenceAnalysis, missing: 
     numbers = [(kind, sum(f.kind is kind for f in kept)) for kind in EvidenceKind]
     had = [f"{n} {_WORDS[kind][n > 1]}" for kind, n in numbers if n]
     texts = [f.because for f in analysis.findings]
-    told = ", ".join(had) or "no evidence"
-    return plain("; ".join([told, *texts[:NUM_NAMED_MAX], *(missing[:1] if not had else ())]))
+    summary = ", ".join(had) or "no evidence"
+    return plain("; ".join([summary, *texts[:NUM_NAMED_MAX], *(missing[:1] if not had else ())]))
 
 
 def _described(file: EvidenceFile, root: Path) -> EvidenceFileRecord:

@@ -336,7 +336,7 @@ def test_random_trees_do_no_harm(tmp_path: Path, rng: random.Random) -> None:
 def test_what_only_looks_like_a_tree(tmp_path: Path, state: str) -> None:
     folder = port(tmp_path, state=state)
     assert not is_device(folder.parents[1])
-    with pytest.raises(UnreadableInput, match="holds nothing that can be diagnosed"):
+    with pytest.raises(UnreadableInput, match="holds nothing to diagnose"):
         diagnosing.search([tmp_path])
 
 

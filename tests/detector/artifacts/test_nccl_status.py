@@ -203,7 +203,7 @@ def test_ranks_without_a_file_and_files_that_end_early_are_said(tmp_path: Path) 
     logs[1].operations["0x7f8c", 1].pop()
     found, remarks = nccl_times.diagnose(logs)
     assert found == []
-    assert "3 line(s) cut" in remarks[0] and "1 of 4 ranks left no file" in remarks[1]
+    assert "3 truncated or unknown line(s)" in remarks[0] and "1 of 4 ranks left no file" in remarks[1]
     assert "rank(s) 1 of communicator 0x7f8c finished AllReduce up to 38, others up to 39" in remarks[2]
 
 
@@ -277,6 +277,6 @@ def test_a_healthy_answer_says_what_it_cannot_tell(tmp_path: Path, capsys: pytes
     file.write_bytes(raw(communicator(*ranks(5, 5))))
     assert main(["diagnose", str(file)]) == 0
     out = capsys.readouterr().out
-    assert out.startswith("nothing found, but not all could be told") and "looks the same" in out
+    assert out.startswith("nothing found, but not everything could be checked") and "looks the same" in out
     file.write_bytes(raw(communicator(*ranks(5, 5)))[:-9])
     assert main(["diagnose", str(file)]) == 2

@@ -99,7 +99,7 @@ def test_what_was_not_filled_is_told_with_counts_and_what_to_change(
     )
     error = not_filled(algorithm, 5, accepted=1, verdicts={V.ALL_RIGHT: right, V.ALL_WRONG: wrong})
     text = str(error)
-    assert text.startswith("step 5: 10 groups were generated, and 1 of the 4 that it needs teach something")
+    assert text.startswith("step 5: 10 groups were generated, and only 1 of the 4 required are informative")
     assert f"{right} all right, {wrong} all wrong, 0 all equal" in text
     assert f"too {word} " in text and f"make the task {change}" in text and "at_refill_limit: take" in text
     assert (error.step, error.wanted, error.accepted) == (5, 4, 1)

@@ -1,9 +1,9 @@
-"""Asks one agent over one kept connection: the little of HTTP/1.1 that agents speak, on asyncio, every wait with an end.
+"""An asyncio HTTP/1.1 client for one agent over one persistent connection, with a deadline for every request.
 
-Not http.client, which needs a thread for each agent: a thousand threads spend their time handing each other the
-interpreter (*measured*: 0.4 ms a sample, against 0.04 here; docs/decisions/0021). What an agent sends is not trusted: its
-answer is bounded in size, before and after decompression, redirects are not followed, and each question has one deadline
-in all, so that an agent that sends a byte now and then blocks no other.
+http.client would need a thread per agent, and a thousand threads contend for the GIL (*measured*: 0.4 ms a sample,
+against 0.04 here; docs/decisions/0021). Agents are not trusted: the size of an answer is bounded before and after
+decompression, redirects are not followed, and the deadline covers the whole answer, so that an agent that trickles bytes
+blocks no other.
 """
 
 import asyncio
@@ -21,16 +21,16 @@ HEAD_BYTES_MAX = 16 << 10
 
 
 class AgentUnreachable(Exception):
-    """An agent did not answer; the message is the reason told to people."""
+    """An agent did not answer; the message is the reason shown to users."""
 
 
 class EndpointNotFound(InvalidAgentResponse):
-    """An agent of an earlier version, which does not know this path. Nothing more can be asked over the connection."""
+    """An agent of an earlier version without this path. The connection cannot be used further."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentClientLimits:
-    """What an agent may cost its listener."""
+    """Limits on the time and memory that one agent may use."""
 
     answer_bytes_max: int = 16 << 20
     """A minute of samples of a node with 13 processes is 3 MiB: an agent that sends more than this is not one of ours."""
@@ -54,7 +54,7 @@ class AgentConnection:
         """`authorization`: value of that header. `tls`: for https; by default the system's authorities are trusted.
 
         Raises:
-            Unreachable: no connection in time, or `url` is no agent's address.
+            AgentUnreachable: no connection in time, or `url` is not an agent's address.
         """
         try:
             parts = urlsplit(url)
@@ -79,15 +79,15 @@ class AgentConnection:
         return cls(reader, writer, head + "\r\n", limits.answer_bytes_max)
 
     def close(self) -> None:
-        """At once, without the farewell of TLS: nothing is on its way that anybody waits for."""
+        """Aborts without the TLS shutdown: nothing is in flight."""
         self._writer.transport.abort()
 
     async def get(self, path: str, seconds: float) -> object:
         """The JSON value at `path`, within `seconds`.
 
         Raises:
-            Unreachable: no complete answer in time, or the connection broke.
-            BadAnswer: anything but a JSON answer of bearable size.
+            AgentUnreachable: no complete answer in time, or the connection broke.
+            InvalidAgentResponse: not a JSON answer within the size limit.
         """
         shown = path.partition("?")[0]
         try:

@@ -1,6 +1,6 @@
-"""Checks what an agent sent before it becomes a value: types, finite numbers, ids, and that it speaks for its own node.
+"""Validates an agent's answers: types, finite numbers, ids, and that it reports only its own node.
 
-A detector subtracts, compares and formats these fields; a text where a number is meant must stop here, with a reason.
+Detectors subtract, compare and format these fields, so a wrong type must be rejected here, with a reason.
 """
 
 import itertools
@@ -28,7 +28,7 @@ from rolecall.core.telemetry import (
 logger = logging.getLogger(__name__)
 
 MAY_BE_UNFINITE = frozenset({"loss", "grad_norm", "reward", *HEALTH_SIGNS})
-"""What a diverged training reports as it is."""
+"""Values of a diverged training, which may be NaN or infinite."""
 TEXT_MAX = 4096
 """Characters in one text field."""
 DETAIL_MAX = 32
@@ -50,7 +50,7 @@ class InvalidAgentResponse(ValueError):
 
 
 def checked_batch(value: object, node: str) -> SampleBatch:
-    """Raises BadAnswer."""
+    """Raises InvalidAgentResponse."""
     d = _mapping(value, "batch")
     _check_version(d)
     processes = _good(_list(d, "processes"), lambda p: _check_sample(_mapping(p, "sample"), node))
@@ -62,7 +62,7 @@ def checked_batch(value: object, node: str) -> SampleBatch:
 
 
 def checked_events(value: object, node: str) -> EventBatch:
-    """Raises BadAnswer."""
+    """Raises InvalidAgentResponse."""
     d = _mapping(value, "events")
     _check_version(d)
     events = _good(_list(d, "events"), lambda e: _check_event(_mapping(e, "event"), node))
@@ -72,7 +72,7 @@ def checked_events(value: object, node: str) -> EventBatch:
 
 
 def checked_news(value: object, node: str) -> tuple[SampleBatch, EventBatch]:
-    """The answer of `/v1/news`: samples as columns (rolecall.core.columns), and events. Raises BadAnswer."""
+    """The answer of `/v1/news`: samples as columns (rolecall.core.columns), and events. Raises InvalidAgentResponse."""
     d = _mapping(value, "news")
     events = checked_events(d, node)
     _check_fields(d, _NEWS, "news")
@@ -93,7 +93,7 @@ def checked_news(value: object, node: str) -> tuple[SampleBatch, EventBatch]:
 def checked_columns(layout: Layout[S], value: object, node: NodeId, what: str) -> tuple[S, ...]:
     """One block of `Layout.encode`; None has no rows. A row that is wrong is left out, as `_good` has it.
 
-    Raises BadAnswer.
+    Raises InvalidAgentResponse.
     """
     if value is None:
         return ()
@@ -115,7 +115,7 @@ def checked_columns(layout: Layout[S], value: object, node: NodeId, what: str) -
 
 
 def _column_is(column: Column, value: object) -> bool:
-    """Whether every value of a column is what its field may hold: a few calls into C, however many rows there are."""
+    """Whether every value of a column is valid for its field: a few calls into C for any number of rows."""
     if column.kind is tuple:
         return isinstance(value, list) and all(isinstance(v, list) and _are_pids(v) for v in value)
     values = value if isinstance(value, list) else [value]
@@ -165,7 +165,7 @@ def _is_replica_of(replica: str, role: str) -> bool:
 
 
 def checked_event(value: object) -> AgentEvent:
-    """One event as it lies in a file, of whichever node it says. Raises BadAnswer."""
+    """One event as it lies in a file, of whichever node it says. Raises InvalidAgentResponse."""
     d = _mapping(value, "event")
     _check_event(d, str(d.get("node", "")))
     return _built(AgentEvent.from_dict, d)
@@ -178,8 +178,8 @@ def _check_version(d: Mapping[str, Any]) -> None:
 
 
 def _good(rows: list[Any], check: Callable[[Any], None]) -> list[Any]:
-    """The rows that pass: one process that writes nonsense must not hide its neighbours. When none passes, the agent
-    itself is at fault, and the first reason is raised."""
+    """The rows that pass: one process with invalid values must not hide the others. If none passes, the first reason is
+    raised."""
     passed, first = [], None
     for row in rows:
         try:
@@ -214,7 +214,7 @@ def _check_event(d: Mapping[str, Any], node: str) -> None:
         _check_process(d["process"], node)
     _check_fields(d, _EVENT, "event")
     _own(d["node"], node)
-    kind = d.get("kind")  # one that is not known here is of a later agent, and becomes `other`
+    kind = d.get("kind")  # an unknown kind comes from a newer agent, and becomes `other`
     if not isinstance(kind, str) or not 0 < len(kind) <= KIND_MAX:
         raise InvalidAgentResponse(f"event.kind: expected a name, got {repr(kind)[:60]}")
     if d.get("replica"):
@@ -269,7 +269,7 @@ _Fields = dict[str, tuple[type, bool]]
 
 
 def _plain_fields(cls: type) -> _Fields:
-    """The fields of a dataclass that are numbers, texts and truths, with their types."""
+    """The int, float, str and bool fields of a dataclass, with their types."""
     types: dict[str, type] = {"int": int, "float": float, "str": str, "bool": bool, "NodeId": str}
     found: _Fields = {}
     for f in fields(cls):

@@ -1,12 +1,12 @@
-"""Source `agents`: samples and events straight from the node agents, nothing to install.
+"""Source `agents`: samples and events directly from the node agents.
 
-One task an agent, all on one event loop in a thread of its own, over one kept connection each: it waits at `/v1/news`
-for at most a poll interval, so that an exit reaches the detector in milliseconds and wakes `poll`; samples come with the
-answer, as columns. What an agent sends is not trusted: sizes are limited, values are checked (agent_wire.py), redirects are not
-followed, every wait has a deadline (agent_client.py).
+Each agent has one asyncio task with one persistent connection; all tasks share an event loop in a separate thread. A task
+long-polls `/v1/news` for at most a poll interval, so that an exit reaches the detector in milliseconds and wakes `poll`;
+samples come with the answer, as columns. Agents are not trusted: sizes are limited, values are checked (agent_wire.py),
+redirects are not followed, every wait has a deadline (agent_client.py).
 
-An agent may restart at any time: its address is asked for again, its event numbers go on (at least once), its sample
-cursor starts again. An agent that does not answer is reported as unreachable, with the reason; the others go on.
+An agent may restart at any time: its address is read again, its event numbers continue (at least once), its sample cursor
+restarts. An agent that does not answer is reported as unreachable, with the reason; the others continue.
 """
 
 import asyncio
@@ -48,31 +48,31 @@ CLOSE_SECONDS = 5.0
 DIALS_MAX = 64
 """Connections being made at a time: a thousand at once would time each other out."""
 DESCRIPTORS_OWN = 128
-"""What a watcher has open beside its agents."""
+"""File descriptors that a watcher needs in addition to those of its agents."""
 REQUESTS_PER_SECOND_MAX = 1000
 SAMPLES_PER_SECOND_MAX = 8000
-"""What one watch takes in. Of more agents, or more ranks, each is asked more rarely and gives its newest look alone:
-counters are cumulative, so that only resolution is lost. A watch that falls behind loses more (docs/decisions/0021)."""
+"""Capacity of one watch. With more agents or ranks each agent is polled less often and sends only its newest samples:
+counters are cumulative, so only resolution is lost. A watch that falls behind loses more (docs/decisions/0021)."""
 PROCESSES_COUNTED_MAX = 256
-"""Of one agent, as many as it may have (`agent.registry.NUM_PROCESSES_MAX`): one that claims thousands must not make all
-others be asked more rarely."""
+"""Per agent, as many as it may have (`agent.registry.NUM_PROCESSES_MAX`): one that claims thousands must not slow down
+the polling of all others."""
 WAIT_SECONDS_MAX = 10.0
-"""However many there are: agents hold no question for longer than 30 s, and a watch that looks more rarely is of no use."""
+"""For any number of agents: they hold a request for at most 30 s, and slower polling would be of no use."""
 AGENTS_READ_WHOLE_MAX = 64
-"""A watch that begins reads the minute that each agent holds; of more agents only the newest look: it would take as long
-to digest."""
+"""A starting watch reads the minute of samples that each agent holds; with more agents only the newest samples, since
+processing all would take too long."""
 LATE_SECONDS = 0.5
-"""When our own loop comes so much too late, answers may have waited for us: for a while no agent is called unreachable."""
+"""If the event loop is late by this much, answers may be waiting unread: for a while no agent is reported unreachable."""
 LATE_EXCUSES_SECONDS = 10.0
-"""Who has not answered for so long is silent however late we are: a watch that is always late must not be blind."""
+"""An agent that has not answered for this long is unreachable even if the loop is late."""
 BEAT_SECONDS = 0.1
 FULL_SECONDS = 0.05
-"""How often an agent's task looks whether events have been fetched."""
+"""How often an agent's task checks whether events have been fetched."""
 
 
 @dataclass(slots=True)
 class _Agent:
-    """What one task knows of its agent. `url` and `stop` are written by the owner, the rest by the task."""
+    """State of one agent's task. `url` and `stop` are written by the owner, the rest by the task."""
 
     node: str
     url: str
@@ -80,17 +80,17 @@ class _Agent:
     after: int = 0  # last event read
     since: int = 0  # sample cursor
     agent_pid: int = 0
-    num_processes: int = 0  # in its newest look
+    num_processes: int = 0  # in its newest samples
     batches: list[SampleBatch] = field(default_factory=list)
     failing_since: float = 0.0  # wall seconds, 0: it answers
     reason: str = ""
-    excused_since: float | None = None  # time of the loop: it did not answer, and that may be our own fault
+    excused_since: float | None = None  # loop time: it did not answer, possibly because this loop is late
 
 
 class AgentsSource:
     """`agents()` gives node -> URL, is called from `start` and `poll` only, and may raise OSError or ValueError.
     `poll_seconds`: how often samples are fetched. `authorization`, `tls`: for agents that want a user, or speak HTTPS.
-    `forgets`: who is no longer listed is to be watched no more, and is not just on its way down or up again."""
+    `forgets`: an agent that is no longer listed is dropped, instead of being treated as restarting."""
 
     def __init__(
         self,
@@ -187,7 +187,7 @@ class AgentsSource:
         try:
             listed = dict(self._list_agents())
         except (OSError, ValueError) as e:
-            # Where the agents say their address is being written or away: those known are still listened to.
+            # The list is being written or missing: known agents are still polled.
             logger.warning("the list of agents cannot be read: %s", e)
             return
         num_before = len(self._agents)
@@ -198,8 +198,8 @@ class AgentsSource:
                     self._begin(node, url)
                     continue
                 agent.url = url
-            # One that is no longer listed is on its way down or up again: its thread goes on asking the old address,
-            # so that it is told as unreachable rather than forgotten.
+            # An agent that is no longer listed is restarting: its task keeps polling the old address, so that it is
+            # reported as unreachable rather than forgotten.
             for node in self._agents.keys() - listed.keys() if self._forgets else ():
                 self._agents.pop(node).stop = True
                 self._left.append(node)
@@ -216,7 +216,7 @@ class AgentsSource:
 
         self._loop.call_soon_threadsafe(spawn)
 
-    # --- one task an agent, all in the loop's thread
+    # --- one task per agent, all in the loop's thread
 
     async def _listen(self, agent: _Agent) -> None:
         old = False
@@ -229,11 +229,11 @@ class AgentsSource:
                     continue
                 self._failed(agent, f"its answer makes no sense: {e}")
             except AgentUnreachable as e:
-                if not self._may_be_us(agent):
+                if not self._excused(agent):
                     self._failed(agent, str(e))
             except InvalidAgentResponse as e:
                 self._failed(agent, f"its answer makes no sense: {e}")
-            except Exception as e:  # deliberate: one agent's nonsense must not end the watch over it
+            except Exception as e:  # deliberate: no answer of an agent may end its task
                 logger.exception("listening to the agent of %s", agent.node)
                 self._failed(agent, f"{type(e).__name__}: {e}")
             old = False
@@ -241,8 +241,8 @@ class AgentsSource:
         self._num_processes -= agent.num_processes
 
     async def _converse(self, agent: _Agent, url: str, old: bool) -> None:
-        """Talks over one connection until it breaks or the agent's address changes. `old`: with an agent of an earlier
-        version, which is asked for events and for samples."""
+        """Polls over one connection until it breaks or the agent's address changes. `old`: an agent of an earlier version,
+        polled for events and samples separately."""
         async with self._dials:
             tls = self._context(url)
             connection = await AgentConnection.open(url, self._limits, authorization=self._authorization, tls=tls)
@@ -270,8 +270,8 @@ class AgentsSource:
             if self._loop.time() - begun > BEAT_SECONDS + LATE_SECONDS:
                 self._late_at = self._loop.time()
 
-    def _may_be_us(self, agent: _Agent) -> bool:
-        """Whether its answer may lie here unread: our loop was late a moment ago."""
+    def _excused(self, agent: _Agent) -> bool:
+        """Whether its answer may be unread because this loop was late a moment ago."""
         now = self._loop.time()
         if now - self._late_at >= self._limits.answer_seconds:
             return False
@@ -281,7 +281,7 @@ class AgentsSource:
 
     @property
     def _wait_seconds(self) -> float:
-        """How long an agent holds a question when it has no event to tell."""
+        """How long an agent holds a request when it has no event."""
         requests, samples = len(self._agents) / REQUESTS_PER_SECOND_MAX, self._num_processes / SAMPLES_PER_SECOND_MAX
         return min(WAIT_SECONDS_MAX, max(self._poll_seconds, requests, samples))
 
@@ -309,7 +309,7 @@ class AgentsSource:
             self._take_batch(agent, batch)
 
     def _is_of_another(self, agent: _Agent, batch: SampleBatch) -> bool:
-        """Whether another agent process answers: what the cursor means to it is unknown, so that all it holds is read."""
+        """Whether another agent process answers: the cursor does not apply to it, so all that it holds is read."""
         if not agent.agent_pid or batch.agent_pid == agent.agent_pid or not agent.since:
             return False
         agent.agent_pid, agent.since = batch.agent_pid, 0
@@ -318,7 +318,7 @@ class AgentsSource:
     def _take_events(self, agent: _Agent, batch: EventBatch) -> None:
         fresh = tuple(e for e in batch.events if e.seq > agent.after)
         if batch.newest < agent.after:
-            # Its directory was made anew: numbers start again, what it has is all unread.
+            # Its data directory is new: numbers restart, and all its events are unread.
             agent.after = 0
         elif fresh:
             agent.after = fresh[-1].seq

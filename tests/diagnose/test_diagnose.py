@@ -105,7 +105,7 @@ def test_a_page_is_not_written_under_the_name_of_a_picture(tmp_path: Path, capsy
     ("name", "content", "said"),
     [
         ("r.parquet", b"PAR1 and no more", "not a readable Parquet file"),
-        ("r.txt", b"hello", "none of"),
+        ("r.txt", b"hello", "unknown kind of file"),
         ("r.json", b'{"entries": [', "r.json"),
     ],
 )

@@ -1,20 +1,19 @@
-"""Stacks: which processes block the rest, from one snapshot of the stacks of all processes of a role.
+"""Localizes the processes that block the rest, from a snapshot of the stacks of all processes of a role.
 
-Each process is at one place: its most telling thread, which is the main thread unless that only waits for another. Equal
-places make a group; two waits for others are equal when the waiting call and its callers are, whatever lies below. Then,
-cause before symptom:
+Each process is at one place, that of its most informative thread: the main thread, unless it only waits for another.
+Processes at equal places form a group; two waits are equal when the waiting call and its callers are. Then:
 
-  most wait for others, some do not        those that do not are the suspects: the rest waits for them; most at the same
-                                           place in two snapshots count as waiting, too
-  all wait, and a rank has no dump         that rank: a stopped or dead process gives no dump
-  all wait, most in one collective         the others, as the smallest parallel group that holds them, and how many of
-                                           it are likely innocent (ByteRobust, arXiv 2509.16293, stack aggregation)
-  all wait in one place; most do not wait  none: a healthy moment looks like this
+  most wait for others, some do not        suspects are those that do not: the rest waits for them; a majority at the
+                                           same place in two snapshots also counts as waiting
+  all wait, and a rank has no dump         suspect is that rank: a stopped or dead process gives no dump
+  all wait, most in one collective         suspects are the others, as the smallest parallel group that holds them, with
+                                           the number of likely innocent members (ByteRobust, arXiv 2509.16293)
+  all wait in one place; most do not wait  no suspect: a healthy job shows this, too
   two halves                               cannot tell, and what would settle it
 
-One snapshot cannot tell a slow process from a hung one. Several rounds can: an outlier of the last round that has not moved
-since, while no process made progress, is hung; one that is an outlier in most rounds while the job goes on is slow (counted
-in rounds.py); any other is undecided.
+One snapshot cannot distinguish slow from hung. Several rounds can: an outlier of the last round that has not moved while
+no process made progress is hung; an outlier in most rounds while the job proceeds is slow (rounds.py); any other is
+undecided.
 """
 
 from collections import Counter
@@ -49,7 +48,7 @@ from rolecall.detector.artifacts.stacks.rounds import NUM_FLAGS_MIN, NUM_ROUNDS,
 
 CONFIDENCE_OUTSIDE = 0.8
 CONFIDENCE_AT_WORK = 0.6
-"""Some rank is always the last to arrive: one that computes may only be slow."""
+"""Some rank always arrives last: one that computes may only be slow."""
 CONFIDENCE_ABSENT = 0.6
 CONFIDENCE_ELSEWHERE = 0.5
 CONFIDENCE_AGAIN = 0.7
@@ -73,7 +72,7 @@ RECORDER = (
 
 
 def diagnose(dumps: Sequence[StackDump], *, topology: Topology | None = None) -> list[Finding]:
-    """At most one finding per role. Times are those of the files: by the first of them the fault stood."""
+    """At most one finding per role. Times are those of the files: the fault was present by the first of them."""
     found = [_judge(role) for role in roster(dumps, topology)]
     return [f for f in found if f is not None]
 
@@ -94,7 +93,7 @@ def looked_at(dumps: Sequence[StackDump], *, topology: Topology | None = None) -
 
 
 def _judge(role: DumpedRole) -> Finding | None:
-    """By the last round, unless who is an outlier in it does not hang: then by all of them."""
+    """Decides by the last round; if its outliers are not hung, by all rounds."""
     if len(role.rounds) == 1:
         return _judge_once(role.name, role.processes)
     rounds = [_stood(r) for r in role.rounds]
@@ -109,17 +108,17 @@ def _judge(role: DumpedRole) -> Finding | None:
     again = None if hung else _again(role, counted)
     if again is not None or now is None:
         return again
-    # An undecided round of a job that goes on was a moment of it.
+    # An undecided round of a job that makes progress was a transient state.
     goes_on = not hung and any(p.moves for p in role.processes) and all(p.stack for p in role.processes)
     return None if goes_on else now
 
 
 def _hanging(rounds: Sequence[Sequence[DumpedProcess]], outliers: Sequence[Sequence[DumpedProcess]]) -> set[Who]:
-    """Outliers of the last round that have stood at one place for some rounds in which none left a wait: for
-    `NUM_STANDING_ROUNDS`, or for two and ever since they are outliers. Else the job goes on."""
+    """Outliers of the last round that stayed at one place for some rounds in which no process left a wait: for
+    `NUM_STANDING_ROUNDS`, or for two if that is as long as they are outliers. Otherwise the job makes progress."""
     seen = [{p.key: p for p in r} for r in rounds]
     flagged = [{p.key for p in some} for some in outliers]
-    begin = 0  # of the rounds in which none left a wait
+    begin = 0  # first of the rounds in which no process left a wait
     waits: dict[Who, tuple[int, Stack]] = {}
     for n, r in enumerate(seen):
         for key, p in r.items():
@@ -143,8 +142,8 @@ def _hanging(rounds: Sequence[Sequence[DumpedProcess]], outliers: Sequence[Seque
 
 
 def _stood(processes: Sequence[DumpedProcess]) -> Sequence[DumpedProcess]:
-    """Most at one place that is not known as a wait, twice: a wait that Python does not show, such as reading a value
-    from a GPU whose peers have not come. Once, it would be work that all do."""
+    """Marks a majority that is twice at one place as waiting: a wait that Python does not show, such as reading a value
+    from a GPU whose peers have not arrived. In a single snapshot it could be common work."""
     found = places(processes)
     if not found:
         return processes
@@ -160,7 +159,8 @@ def _stood(processes: Sequence[DumpedProcess]) -> Sequence[DumpedProcess]:
 
 
 def _outliers(processes: Sequence[DumpedProcess]) -> tuple[DumpedProcess, ...]:
-    """Of one round: who does not wait while as many wait, or more; where all do, who waits elsewhere than most."""
+    """Of one round: those that do not wait while at least as many wait; where all wait, those not in the majority's
+    place."""
     waiting = [p for p in processes if p.stack is not None and p.stack.waits]
     outside = [p for p in processes if p.stack is not None and not p.stack.waits]
     if len(outside) > len(waiting):
@@ -173,14 +173,14 @@ def _outliers(processes: Sequence[DumpedProcess]) -> tuple[DumpedProcess, ...]:
 
 
 def _in_pipeline(processes: Sequence[DumpedProcess], outside: Sequence[DumpedProcess]) -> bool:
-    """Most that wait, wait for a neighbour, and the others compute: a healthy pipeline does."""
+    """Whether most waits are for a pipeline neighbour and the others compute, as in a healthy pipeline."""
     waits = [p.stack.doing == StackActivity.PIPELINE for p in processes if p.stack is not None and p.stack.waits]
     at_work = all(p.stack is not None and p.stack.doing == StackActivity.WORK for p in outside)
     return bool(outside) and at_work and 2 * sum(waits) > len(waits)
 
 
 def _most(top: StackCluster, others: Sequence[DumpedProcess]) -> bool:
-    """Whether most wait at one place, where all ranks meet."""
+    """Whether a majority waits at one place that involves all ranks."""
     return len(top.processes) > len(others) and top.stack.doing != StackActivity.PIPELINE
 
 
@@ -190,7 +190,7 @@ def _judge_once(role: str, processes: Sequence[DumpedProcess]) -> Finding | None
     outside = [p for p in processes if p.stack is not None and not p.stack.waits]
     absent = [p for p in processes if p.stack is None]
     if not waiting or len(outside) > len(waiting):
-        return None  # most are at work: the early ones wait, which names no suspect
+        return None  # most compute: the early ones wait, which names no suspect
     case = StackAnalysis(role, tuple(processes), tuple(places(processes)))
     if len(processes) == 1:
         because = f"{at_last(processes[0])}; there is no dump of another process"
@@ -211,7 +211,7 @@ def _judge_once(role: str, processes: Sequence[DumpedProcess]) -> Finding | None
 def _late(
     case: StackAnalysis, waiting: list[DumpedProcess], outside: list[DumpedProcess], absent: list[DumpedProcess]
 ) -> Finding:
-    """Some do not wait for others: they are the cause, except those that move."""
+    """Some do not wait for others: these are the cause, except those that move."""
     told = f"{len(waiting)} of {case.who} wait for others"
     if len(outside) == len(waiting):
         return case.cannot_tell(outside, f"{told}, as many do not: {names_text(outside)}", DUMP_AGAIN)
@@ -270,7 +270,7 @@ def _elsewhere(case: StackAnalysis) -> Finding:
     group = shared(case.processes, others) if len(others) > 1 else None
     if group is None:
         return case.finding(others, CONFIDENCE_ELSEWHERE, f"{because}. Elsewhere: {names_text(others)}")
-    # Ranks that wait for a cause wait one level further out, with more others: the fewest are the nearest to it.
+    # Ranks that wait indirectly are in larger groups: the smallest group is the nearest to the cause.
     alone = len(rest) == 1 or len(rest[-1].processes) < len(rest[-2].processes)
     first = rest[-1].processes if alone else ()
     words, members, evidence = as_a_whole(group, first)
@@ -287,11 +287,11 @@ def _again(role: DumpedRole, outliers: Sequence[Sequence[DumpedProcess]]) -> Fin
     by_chance = num_flags < 2 or found.best[0].chance > LIKELY
     num_flagging = sum(map(bool, outliers))
     if not found.named and by_chance and (not outliers[-1] or num_flagging > 2):
-        return None  # once is chance and over by now, or another one each time
+        return None  # once is chance and already over, or a different one each time
     last = role.rounds[flagged[-1]]
     case = StackAnalysis(role.name, tuple(last), tuple(places(_stood(last))))
-    whom = {p.key for p in suspected}
-    seen = [p for n in flagged for p in outliers[n] if p.key in whom]
+    suspect_keys = {p.key for p in suspected}
+    seen = [p for n in flagged for p in outliers[n] if p.key in suspect_keys]
     often = Counter(p.key for p in seen)
     num = f"{num_flags} of {len(role.rounds)} rounds of stacks"
     names = flagged_name(found.best[0])

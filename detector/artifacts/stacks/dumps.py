@@ -1,13 +1,13 @@
-"""Stack dumps of many processes, read and made comparable. Foreign text: sizes and counts are bounded.
+"""Reads and normalizes stack dumps of many processes. The text is untrusted: sizes and counts are bounded.
 
-Kinds, told by content: what `py-spy dump --json` writes, what `py-spy dump` prints, and the answer of an agent's
-`/v1/evidence/stacks`. Whose stack it is, an agent's answer says itself; else the names of the file and its folders do
+Formats, recognized by content: `py-spy dump --json`, the text of `py-spy dump`, and an agent's answer of
+`/v1/evidence/stacks`. An agent's answer identifies its process; otherwise the names of the file and its folders do
 (file_names.py), and a topology file fills in the rest: `{"role", "world_size", "ranks": {"3": {"node", "replica",
-"pid"}}, "parallel": {"tp": 2, "pp": 4, "dp": 4}, "groups": {"pp": [[0, 2], [1, 3]]}}`, each part optional. Of `parallel`
-the first varies fastest with the rank, as Megatron counts. Ranks are global: of the whole role, not of one replica.
+"pid"}}, "parallel": {"tp": 2, "pp": 4, "dp": 4}, "groups": {"pp": [[0, 2], [1, 3]]}}`, each part optional. The first axis
+of `parallel` varies fastest with the rank, as in Megatron. Ranks are global: of the whole role, not of one replica.
 
-A frame becomes `file:function`, so that two processes at the same place look the same: no line numbers, addresses,
-installation prefixes or template arguments; names that are generated anew in each process are folded.
+A frame becomes `file:function`, so that processes at the same place compare equal: no line numbers, addresses,
+installation prefixes or template arguments; generated names are folded.
 """
 
 import json
@@ -25,14 +25,14 @@ from rolecall.detector.artifacts.stacks.file_names import WORLD_SIZE_MAX, place_
 DUMP_BYTES_MAX = 16 << 20
 """Of one file. A trainer with 30 threads of 40 frames takes 0.3 MB as JSON."""
 HEAD_BYTES = 8192
-"""So much of a file decides what it is."""
+"""Bytes that decide the format of a file."""
 NUM_THREADS_MAX = 4096
 NUM_FRAMES_MAX = 4096
 """py-spy itself gives up beyond both."""
 TEXT_CHARS_MAX = 512
 """Longer names of files and functions are cut."""
 RANK_DIGITS_MAX = 18
-"""Of a rank as a key: longer ones are no ranks, and slow to read."""
+"""Of a rank as a key: longer numbers are not ranks, and slow to parse."""
 NUM_AXES_MAX = 8
 
 
@@ -49,7 +49,7 @@ class Frame:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Thread:
-    """`frames`: innermost first. `active`: on a CPU or ready for one when it was looked at."""
+    """`frames`: innermost first. `active`: on a CPU or runnable when it was sampled."""
 
     name: str
     frames: tuple[Frame, ...]
@@ -59,11 +59,11 @@ class Thread:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StackDump:
-    """The threads of one process, its main thread first. `at`: wall seconds of the file, for py-spy writes no time.
+    """The threads of one process, main thread first. `at`: wall seconds of the file, since py-spy writes no time.
 
-    What is unknown is empty or None. `axes`: its coordinates (`pp`, 1) where the file name has them. `round_index`: the
-    number of the round of dumps in the names; `series`: the path without it, where names call it a round. `one_of_some`:
-    not all processes of its role were dumped, so that none counts as missing.
+    Unknown values are empty or None. `axes`: coordinates (`pp`, 1) from the file name. `round_index`: number of the round
+    of dumps in the names; `series`: the path without it, where the names call it a round. `one_of_some`: only some
+    processes of the role were dumped, so none counts as missing.
     """
 
     path: str
@@ -93,7 +93,7 @@ class ParallelGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Topology:
-    """What a topology file says of one role (of all, when `role` is empty), by global rank. `sizes`: its `parallel`."""
+    """A topology file's description of one role (of all, if `role` is empty), by global rank. `sizes`: its `parallel`."""
 
     role: str = ""
     world_size: int | None = None
@@ -112,7 +112,7 @@ class Topology:
         return tuple(at)
 
 
-# --- kinds --------------------------------------------------------------------------------------------------------
+# --- formats ------------------------------------------------------------------------------------------------------
 
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _JSON_HEAD = re.compile(r'\s*\[\s*\{.*"(?:thread_id|owns_gil|frames)"\s*:', re.DOTALL)
@@ -124,7 +124,7 @@ _TEXT_HEAD = re.compile(r"^Process \d{1,10}: .*\n(?:.*\n)?Python v", re.MULTILIN
 
 
 def is_dump(path: Path) -> bool:
-    """Whether the file begins as one of the three kinds does. Raises OSError."""
+    """Whether the file begins like one of the three formats. Raises OSError."""
     head = _head(path)
     return bool(_JSON_HEAD.match(head) or _AGENT_HEAD.match(head) or _is_text(head))
 
@@ -138,7 +138,7 @@ def is_topology(path: Path) -> bool:
 
 
 def _head(path: Path) -> str:
-    if not path.is_file():  # a pipe would wait for its writer
+    if not path.is_file():  # a pipe would block
         return ""
     with path.open("rb") as file:
         return _COLOUR.sub("", file.read(HEAD_BYTES).decode("utf-8", "replace"))
@@ -158,7 +158,7 @@ def read(path: Path) -> StackDump:
     if text.lstrip()[:1] in ("[", "{"):
         value = _json(path, text)
         if isinstance(value, dict):
-            place |= _told(path, value)
+            place |= _agent_fields(path, value)
             value = value.get("threads")
         pid, threads = _from_json(path, value, place.get("pid"))
     elif _is_text(text[:HEAD_BYTES]):
@@ -204,7 +204,7 @@ def _from_json(path: Path, value: Any, pid: int | None) -> tuple[int | None, lis
         raise _wrong(path, "not a list of threads")
     if len(value) > NUM_THREADS_MAX:
         raise _wrong(path, f"{len(value):,} threads, and {NUM_THREADS_MAX:,} are read")
-    # With --subprocesses the children are in it, too: the process itself is what is compared.
+    # With --subprocesses the dump also holds child processes; only the process itself is compared.
     pids = [p for t in value if (p := _integer(t.get("pid"))) is not None]
     pid = pid if pid in pids else pids[0] if pids else pid
     threads: list[Thread] = []
@@ -217,17 +217,14 @@ def _from_json(path: Path, value: Any, pid: int | None) -> tuple[int | None, lis
             raise _wrong(path, f"thread {len(threads)} has no list of frames")
         if len(frames) > NUM_FRAMES_MAX:
             raise _wrong(path, f"a thread of {len(frames):,} frames, and {NUM_FRAMES_MAX:,} are read")
-        name = _word(t.get("thread_name"))
+        name = _text_of(t.get("thread_name"))
         if name == "MainThread" or (main is None and pid is not None and t.get("os_thread_id") == pid):
             main = len(threads)
-        pairs = ((_word(f.get("short_filename")) or _word(f.get("filename")), _word(f.get("name"))) for f in frames)
+        pairs = (
+            (_text_of(f.get("short_filename")) or _text_of(f.get("filename")), _text_of(f.get("name"))) for f in frames
+        )
         threads.append(
-            Thread(
-                name=name,
-                frames=_frames(pairs),
-                active=t.get("active") is True,
-                owns_gil=t.get("owns_gil") is True,
-            )
+            Thread(name=name, frames=_frames(pairs), active=t.get("active") is True, owns_gil=t.get("owns_gil") is True)
         )
     # The interpreter lists its newest thread first.
     return pid, _main_first(threads, len(threads) - 1 if main is None else main)
@@ -247,17 +244,12 @@ def _from_text(path: Path, text: str) -> tuple[int | None, list[Thread]]:
         pairs = [pair for line in body.splitlines() if (pair := _frame_of(line)) is not None]
         if len(pairs) > NUM_FRAMES_MAX:
             raise _wrong(path, f"a thread of {len(pairs):,} frames, and {NUM_FRAMES_MAX:,} are read")
-        name = _word(head.group(3))
+        name = _text_of(head.group(3))
         if name == "MainThread" or (main is None and head.group(1) == str(pid)):
             main = n
         status = head.group(2)
         threads.append(
-            Thread(
-                name=name,
-                frames=_frames(pairs),
-                active=status != "idle",
-                owns_gil=status == "active+gil",
-            )
+            Thread(name=name, frames=_frames(pairs), active=status != "idle", owns_gil=status == "active+gil")
         )
     return pid, _main_first(threads, main or 0)
 
@@ -269,14 +261,14 @@ def _frame_of(line: str) -> tuple[str, str] | None:
         return None
     name, bracket, place = line[4:-1].partition(" (")
     file, colon, number = place.rpartition(":")
-    return (_word(file if colon and number.isdecimal() else place), _word(name)) if bracket else None
+    return (_text_of(file if colon and number.isdecimal() else place), _text_of(name)) if bracket else None
 
 
 def _main_first(threads: list[Thread], main: int) -> list[Thread]:
     return threads[main : main + 1] + threads[:main] + threads[main + 1 :]
 
 
-def _word(value: Any) -> str:
+def _text_of(value: Any) -> str:
     return value[:TEXT_CHARS_MAX] if isinstance(value, str) else ""
 
 
@@ -285,8 +277,8 @@ def _integer(value: Any) -> int | None:
 
 
 def kept_bytes(dump: StackDump, counted: set[int]) -> int:
-    """Memory that it takes. Dumps share most of their frames: `counted` holds the ids of those that were met, and is of
-    use as long as their dumps are kept."""
+    """Memory of a dump. Dumps share most of their frames: `counted` holds the ids of frames already counted, and is valid
+    as long as their dumps are kept."""
     num_bytes = sum(256 + 4 * len(t.name) + 8 * len(t.frames) for t in dump.threads)
     met = {id(frame): frame for t in dump.threads for frame in t.frames}
     for number in met.keys() - counted:
@@ -295,17 +287,17 @@ def kept_bytes(dump: StackDump, counted: set[int]) -> int:
     return num_bytes
 
 
-def _told(path: Path, answer: dict[str, Any]) -> dict[str, Any]:
-    """Fields of a Dump that an agent's answer gives."""
+def _agent_fields(path: Path, answer: dict[str, Any]) -> dict[str, Any]:
+    """Fields of a StackDump that an agent's answer gives."""
     if not isinstance(answer.get("threads"), list):
         raise _wrong(path, "a JSON object without a list `threads`")
     place: dict[str, Any] = {"one_of_some": answer.get("one_of_some") is True}
     for key in ("rank", "pid", "incarnation"):
         if (number := _integer(answer.get(key))) is not None:
             place[key] = number
-    if node := _word(answer.get("node")):
+    if node := _text_of(answer.get("node")):
         place["node"] = node
-    if replica := _word(answer.get("replica")):
+    if replica := _text_of(answer.get("replica")):
         place |= {"replica": replica, "role": replica.partition("/")[0]}
     return place
 
@@ -324,7 +316,7 @@ def _frames(pairs: Iterable[tuple[str, str]]) -> tuple[Frame, ...]:
 
 @lru_cache(maxsize=65_536)
 def normal_frame(file: str, name: str) -> Frame | None:
-    """The frame as it is compared; None for one that says nothing (a bare address)."""
+    """The frame as it is compared; None for one without information (a bare address)."""
     name = _ADDRESS.sub("", name).strip()
     if not name or name == "<shim>":
         return None
@@ -378,10 +370,10 @@ def read_topology(path: Path) -> Topology:
     if known and max(known) >= (world_size or WORLD_SIZE_MAX):
         raise _wrong(path, f"rank {max(known)} is outside of world_size {world_size or WORLD_SIZE_MAX}")
     return Topology(
-        role=_word(value.get("role")),
+        role=_text_of(value.get("role")),
         world_size=world_size,
-        nodes={r: node for r, v in by_rank.items() if (node := _word(v.get("node")))},
-        replicas={r: replica for r, v in by_rank.items() if (replica := _word(v.get("replica")))},
+        nodes={r: node for r, v in by_rank.items() if (node := _text_of(v.get("node")))},
+        replicas={r: replica for r, v in by_rank.items() if (replica := _text_of(v.get("replica")))},
         pids={r: pid for r, v in by_rank.items() if (pid := _integer(v.get("pid"))) is not None},
         sizes=tuple(sizes.items()),
         groups=tuple(groups),

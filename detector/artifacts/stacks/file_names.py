@@ -1,9 +1,9 @@
-"""Whose stack it is, and of which round, as the names of the file and its folders say.
+"""Identifies process and round of a stack dump by the names of its file and folders.
 
     trainer-1_rank3.json    rank_3.json    trainer_rank3_of_8.txt    node-2/trainer-0-pid123.txt    dp0_pp1_tp0.json
     round_2/rank_3.json     rank_3_round2.json    2/rank_3.json    rank_3.2.json
 
-What they do not say is left open.
+Missing parts stay unknown.
 """
 
 import re
@@ -14,7 +14,7 @@ WORLD_SIZE_MAX = 200_000
 AXES = ("tp", "pp", "dp", "ep", "cp")
 """Kinds of parallel group that file names may give: tensor, pipeline, data, expert, context."""
 
-# Of a `local_rank` every node has one, and a `node_rank` is the node's: neither says which process of the role it is.
+# A `local_rank` exists on every node, and a `node_rank` is the node's: neither identifies a process of the role.
 _RANK = re.compile(
     r"(?<![a-z])(?<!local[-_.])(?<!node[-_.])(?:global_?)?rank[-_=.]?(\d{1,7})(?:[-_]?of[-_]?(\d{1,7}))?(?!\d)"
 )
@@ -40,7 +40,7 @@ NUM_FOLDERS_READ = 3
 
 
 def place_of(path: Path) -> dict[str, Any]:
-    """Fields of a stack_dumps.Dump that the names give."""
+    """Fields of a dumps.StackDump that the names give."""
     stem = path.stem.lower()
     place: dict[str, Any] = _round(path)
     if found := _RANK.search(stem):
@@ -67,8 +67,8 @@ def place_of(path: Path) -> dict[str, Any]:
 
 
 def _round(path: Path) -> dict[str, Any]:
-    """The number of the round: where a name calls it so, else a number that stands last in the file's name, or a
-    folder whose name is a number."""
+    """The number of the round: the one that a name calls a round, else the last number of the file's name, else a folder
+    whose name is a number."""
     folders = path.absolute().parents[:NUM_FOLDERS_READ]
     for named in (path, *folders):
         if found := _ROUND.search(named.stem if named is path else named.name):

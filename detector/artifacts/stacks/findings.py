@@ -1,4 +1,4 @@
-"""Findings on stacks: where each process is, which group holds all suspects, and what is shown as evidence."""
+"""Findings on stacks: the place of each process, the group that holds all suspects, and the evidence."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -46,7 +46,7 @@ def places(processes: Iterable[DumpedProcess]) -> list[StackCluster]:
 
 @dataclass(frozen=True, slots=True)
 class StackAnalysis:
-    """One role in one snapshot, and the wording of findings about it."""
+    """One role in one snapshot; makes the findings about it."""
 
     role: str
     processes: tuple[DumpedProcess, ...]
@@ -117,7 +117,7 @@ def shared(processes: Sequence[DumpedProcess], outliers: Sequence[DumpedProcess]
 
 
 def as_a_whole(group: CommonParallelGroup, first: Sequence[DumpedProcess]) -> tuple[str, list[DumpedProcess], Evidence]:
-    """(words, members, evidence) of a group that is suspected as a whole; `first`: the processes nearest to the cause."""
+    """(text, members, evidence) of a group that is suspected as a whole; `first`: the processes nearest to the cause."""
     nearest = {p.key for p in first}
     members = [*(p for p in group.members if p.key in nearest), *(p for p in group.members if p.key not in nearest)]
     innocent = len(members) - max(1, len(first))
@@ -131,15 +131,9 @@ def as_a_whole(group: CommonParallelGroup, first: Sequence[DumpedProcess]) -> tu
     return words, members, evidence
 
 
-# --- words --------------------------------------------------------------------------------------------------------
+# --- text ---------------------------------------------------------------------------------------------------------
 
-_PLURAL = {
-    "waits": "wait",
-    "is": "are",
-    "reads": "read",
-    "compiles": "compile",
-    "collects": "collect",
-}
+_PLURAL = {"waits": "wait", "is": "are", "reads": "read", "compiles": "compile", "collects": "collect"}
 
 
 def finding_text(stack: Stack, number: int = 1) -> str:
@@ -157,7 +151,7 @@ def names_text(processes: Sequence[DumpedProcess]) -> str:
 
 
 def at_last(process: DumpedProcess) -> str:
-    """What a process that does not wait is doing, and whether it moves."""
+    """What a process does now, and whether it moves."""
     if process.stack is None:
         return process.name
     before = {None: "", True: "; an older dump shows it elsewhere: it moves", False: "; an older dump shows the same"}
@@ -185,7 +179,7 @@ def rounds_evidence(f: FlagCount, num_rounds: int) -> Evidence:
 
 
 def standing_evidence(process: DumpedProcess, rounds: Sequence[Sequence[DumpedProcess]]) -> Evidence:
-    """In how many of the last rounds it was at the place where it is now."""
+    """The number of last rounds that it spent at its present place."""
     keys = [next((p.stack.key for p in r if p.key == process.key and p.stack), None) for r in reversed(rounds)]
     num = next((n for n, key in enumerate(keys) if key != keys[0]), len(keys))
     text = f"{process.name}: at the same place in the last {num} of {len(rounds)} rounds"

@@ -1,9 +1,9 @@
-"""What a process is doing, read from its stacks: what it waits for, or what it does instead. Pure.
+"""Classifies the activity of a process by its stacks: the wait it is in, or what it does instead. Pure.
 
-The thread that tells most speaks for its process: the main one, unless that only waits for another. From the innermost
-frame outward, frames that wait or pass on for their caller (locks, sockets, wrappers of torch) are passed over; the
-first that is left is the place. Called like a wait for others (`all_reduce`, `recv_forward`, a GPU synchronisation), it
-is one; anything else is the process's own business.
+The most informative thread represents the process: the main thread, unless it only waits for another. From the innermost
+frame outward, frames that wait on behalf of their caller (locks, sockets, torch wrappers) are skipped; the first other
+frame is the place. If its name is that of a wait for other processes (`all_reduce`, `recv_forward`, a GPU
+synchronization), the process waits for others; else it does not.
 """
 
 import re
@@ -13,12 +13,12 @@ from enum import StrEnum
 from rolecall.detector.artifacts.stacks.dumps import Frame, StackDump, Thread
 
 NUM_CALLERS = 2
-"""Two waits are the same when the call and so many callers are: further out, rank 0 has wrappers of its own."""
+"""Two waits are equal when the call and this many callers are: further out, rank 0 often has additional wrappers."""
 FRAME_CHARS_SHOWN = 120
 
 
 class StackActivity(StrEnum):
-    """What a process is at, as a sentence says it. Which wait for others: `WAITS`."""
+    """Activity of a process, as a sentence says it. Waits for other processes: `WAITS`."""
 
     COLLECTIVE = "waits in a collective"
     PIPELINE = "waits for its neighbour in the pipeline"
@@ -65,7 +65,7 @@ _THROUGH = (
     *("multiprocessing/", "concurrent/futures/", "subprocess.py", "torch/distributed/", "torch/multiprocessing/"),
     *("torch/utils/_contextlib.py", "torch/autograd/", "torch/_ops.py", "torch/nn/modules/module.py"),
 )
-"""Frames of these files wait on behalf of their caller, which says what for."""
+"""Frames of these files wait on behalf of their caller."""
 _LOCK = ("threading.py", "queue.py", "multiprocessing/", "concurrent/futures/", "filelock")
 _IO = ("socket.py", "ssl.py", "selectors.py", "subprocess.py", "shutil.py", "http/", "urllib", "requests/", "fsspec/")
 _LAUNCH = (
@@ -88,7 +88,7 @@ _HELPER_FUNCTIONS = re.compile(r"_feed\Z|_?(?:heart)?beat(?:_loop|_forever|s)?\Z
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """The place of a process. `key` is equal for processes at the same place. `gil_holder`: another thread that has it."""
+    """The place of a process. `key` is equal for processes at the same place. `gil_holder`: another thread with the GIL."""
 
     doing: StackActivity
     frames: tuple[Frame, ...]
@@ -111,11 +111,11 @@ def shown(frame: Frame) -> str:
 
 
 def stack_of(dump: StackDump) -> Stack:
-    """What the process is at, by the thread that tells most."""
+    """The place of the process, by its most informative thread."""
     main, *others = dump.threads
     kept = [t for t in others if not is_background_thread(t)]
-    thread = max(kept, key=_telling) if kept and (not main.frames or _awaits_a_thread(main)) else main
-    if not thread.frames:  # as one begins or ends: a helper says more than nothing
+    thread = max(kept, key=_informativeness) if kept and (not main.frames or _awaits_a_thread(main)) else main
+    if not thread.frames:  # at process start or end: a helper thread is better than nothing
         thread = max(dump.threads, key=lambda t: len(t.frames))
     holder = next((t for t in dump.threads if t.owns_gil and t is not thread), None)
     gil_holder = f"{holder.name or 'unnamed'} in {shown(holder.frames[0])}" if holder and holder.frames else ""
@@ -134,7 +134,7 @@ def stack_of(dump: StackDump) -> Stack:
 
 
 def is_background_thread(thread: Thread) -> bool:
-    """A thread that is idle or busy for its own reasons: queue feeders, pin-memory, beats, writers, empty pool slots."""
+    """A helper thread: queue feeders, pin-memory, heartbeats, writers, idle pool threads."""
     frames = thread.frames
     if not frames or _HELPER_NAME.search(thread.name):
         return True
@@ -143,7 +143,7 @@ def is_background_thread(thread: Thread) -> bool:
     return any(f.file.startswith(_HELPER_FILES) or _HELPER_FUNCTIONS.match(_bare(f)) for f in frames)
 
 
-def _telling(thread: Thread) -> tuple[bool, bool, bool, int]:
+def _informativeness(thread: Thread) -> tuple[bool, bool, bool, int]:
     return any(_wait_of(f, thread.active) for f in thread.frames), thread.owns_gil, thread.active, len(thread.frames)
 
 

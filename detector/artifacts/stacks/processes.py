@@ -1,12 +1,12 @@
-"""Whose stacks they are: dumps become the processes of each role, and repeated dumps become rounds.
+"""Groups dumps into the processes of each role, and repeated dumps into rounds.
 
-Dumps are of one process when they have the same replica and rank, else the same node and pid (and a like file name: in
-containers many have pid 1). Dumps of an earlier process in its place, by pid or incarnation, tell nothing of this one.
+Dumps belong to one process when they have the same replica and rank, else the same node and pid (and a similar file name:
+in containers many have pid 1). Dumps of an earlier process in its place, by pid or incarnation, are ignored.
 
-Where processes were dumped several times there are rounds: those of the names (`round_2/rank_3.json`) if all have one
-and no process is twice in one; else the n-th dump of each, where all have as many; else they are parted at the widest
-gaps in time. Where that puts a process into a round twice, or rounds overlap, there are only older dumps. A round counts
-if it shows more than half of the processes, and if the next comes soon enough.
+Repeated dumps form rounds: those of the names (`round_2/rank_3.json`) if all have one and no process is twice in one;
+else the n-th dump of each process, if all have equally many; else they are split at the widest gaps in time. Where that
+puts a process into a round twice, or rounds overlap, there are no rounds, only older dumps. A round counts if it shows
+more than half of the processes and the next follows soon enough.
 """
 
 import math
@@ -24,9 +24,9 @@ from rolecall.detector.artifacts.stacks.file_names import WORLD_SIZE_MAX
 from rolecall.detector.artifacts.stacks.positions import Stack, stack_of
 
 STORY_SECONDS_MAX = 600.0
-"""Rounds further apart do not belong together: a position so long ago says nothing about a hang."""
-LOOKS_APART_SECONDS_MIN = 1.0
-"""Dumps of one process that lie closer have lost their times, copied without them: their names order them."""
+"""Rounds further apart do not belong together: an older position is no evidence of a hang."""
+ROUNDS_APART_SECONDS_MIN = 1.0
+"""Dumps of one process that are closer were copied without their times: their names order them."""
 
 Who = tuple[object, ...]
 Group = tuple[object, ...]
@@ -34,7 +34,7 @@ Group = tuple[object, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DumpedProcess:
-    """One process of a role in one round. `key` is its own in all of them. Without a stack: known of, not dumped.
+    """One process of a role in one round. `key` identifies it in all rounds. `stack`: None if it was not dumped.
     `moves`: whether the dump before shows another place."""
 
     key: Who
@@ -52,14 +52,14 @@ class DumpedProcess:
 
     @property
     def name(self) -> str:
-        """For sentences: `trainer/1 rank 3 (node m07)`; the file, where the dump says nothing of itself."""
+        """For sentences: `trainer/1 rank 3 (node m07)`; the file, if the dump does not identify its process."""
         rank = f"rank {self.rank}" if self.rank is not None else ""
         who = " ".join(w for w in (self.replica or (self.role if rank else ""), rank) if w) or self.label
         return f"{who} (node {self.node})" if self.node else who
 
     @property
     def suspect(self) -> Suspect:
-        """Where nothing tells the node the process stands for it: two are never taken for one machine."""
+        """If the node is unknown, the process stands for it: two processes are never taken for one machine."""
         return Suspect(
             node=NodeId(self.node or self.name.replace(" ", "-")),
             role=self.role,
@@ -71,8 +71,8 @@ class DumpedProcess:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DumpedRole:
-    """`processes`: as they were seen last, then those that must exist and have no dump (of now). `rounds`: the
-    processes of each round that counts, oldest first; one at least."""
+    """`processes`: their newest state, then those that must exist but have no current dump. `rounds`: the processes of
+    each round that counts, oldest first; at least one."""
 
     name: str
     processes: tuple[DumpedProcess, ...]
@@ -92,7 +92,7 @@ def roster(dumps: Sequence[StackDump], topology: Topology | None = None) -> list
 
 
 def _completed(dump: StackDump, topology: Topology | None, ranks_of_pids: Mapping[int, Sequence[int]]) -> StackDump:
-    """With what the topology knows of its rank; a dump's own words come first."""
+    """Adds what the topology knows of its rank; values of the dump take precedence."""
     if topology is None or (dump.role and topology.role and dump.role != topology.role):
         return dump
     rank = dump.rank
@@ -129,7 +129,7 @@ def _role(name: str, dumps: Sequence[StackDump], topology: Topology | None) -> D
     now = [_process(name, who, its) for who, its in looks.items()]
     if len(rounds) > 1:
         since = min(looks[who][n][0].at for who, n in rounds[-1].items())
-        # Who was seen before and not again has no dump of now: what it did then is over.
+        # A process that was dumped only in earlier rounds has no current dump.
         now = [p if p.key in rounds[-1] or p.at >= since else replace(p, stack=None, moves=None) for p in now]
     size = max(known.world_size or 0, *(d.world_size or 0 for d in dumps))
     made = [grouped(_process(name, who, looks[who][: n + 1]) for who, n in r.items()) for r in rounds]
@@ -142,7 +142,7 @@ def _never_dumped(role: str, dumped: Sequence[DumpedProcess], size: int, known: 
     """The ranks that must exist, `size` at least, and have no dump at all."""
     ranks = {p.rank for p in dumped if p.rank is not None}
     if len(ranks) < len(dumped) or max(ranks) >= WORLD_SIZE_MAX:
-        return []  # some unknown, or counted in each replica anew: who is missing cannot be said
+        return []  # some ranks are unknown, or numbered per replica: the missing ones cannot be identified
     return [
         DumpedProcess(
             key=("", rank),
@@ -213,7 +213,7 @@ def _ordered(dumps: Sequence[StackDump]) -> list[StackDump]:
     numbers = {d.round_index for d in once}
     if None not in numbers and len(numbers) == len(once):
         return sorted(once, key=lambda d: d.round_index or 0)
-    if once[-1].at - once[0].at < LOOKS_APART_SECONDS_MIN:
+    if once[-1].at - once[0].at < ROUNDS_APART_SECONDS_MIN:
         return sorted(once, key=lambda d: _natural(d.path))
     return once
 
@@ -226,27 +226,27 @@ def _natural(path: str) -> list[tuple[int, str]]:
 def _of_one_process(its: list[StackDump]) -> list[StackDump]:
     """Without those of an earlier process in the same place."""
     last = its[-1]
-
-    def same(dump: StackDump) -> bool:
-        pairs = (dump.pid, last.pid), (dump.incarnation, last.incarnation)
-        return all(a is None or b is None or a == b for a, b in pairs)
-
-    return [d for d in its if same(d)]
+    pids, incarnations = (None, last.pid), (None, last.incarnation)
+    return [
+        d
+        for d in its
+        if (last.pid is None or d.pid in pids) and (last.incarnation is None or d.incarnation in incarnations)
+    ]
 
 
 # --- rounds -------------------------------------------------------------------------------------------------------
 
 Round = dict[Who, int]
-"""Who was looked at in it, and which of its dumps that is."""
+"""The processes dumped in it, and the index of each one's dump."""
 
 
 def _rounds(looks: Mapping[Who, Sequence[tuple[StackDump, Stack]]]) -> list[Round]:
-    """Oldest first; none where a process would be twice in one, or where they overlap in time."""
+    """Oldest first; none if a process would be twice in one, or if rounds overlap in time."""
     dumps = {who: [dump for dump, _ in its] for who, its in looks.items()}
     most = max(len(its) for its in dumps.values())
     numbers = {who: {d.round_index for d in its} for who, its in dumps.items()}
     numbered = all(None not in numbers[who] and len(numbers[who]) == len(its) for who, its in dumps.items())
-    # More numbers than there can be rounds are times, or count something else.
+    # More distinct numbers than possible rounds are times, or count something else.
     numbered = numbered and 1 < most and len(set().union(*numbers.values())) < 2 * most
     times = sorted(d.at for its in dumps.values() for d in its)
     widest = sorted(range(1, len(times)), key=lambda n: times[n] - times[n - 1])[len(times) - most :]
@@ -264,13 +264,13 @@ def _rounds(looks: Mapping[Who, Sequence[tuple[StackDump, Stack]]]) -> list[Roun
     rounds = [found[label] for label in sorted(found)]
     spans = [[dumps[who][n].at for who, n in r.items()] for r in rounds]
     overlap = any(max(before) >= min(after) for before, after in pairwise(spans))
-    if not numbered and overlap and times[-1] - times[0] >= LOOKS_APART_SECONDS_MIN:
-        return []  # one process after the other, each several times: what they show was not at one time
+    if not numbered and overlap and times[-1] - times[0] >= ROUNDS_APART_SECONDS_MIN:
+        return []  # one process after the other, each several times: not simultaneous
     return rounds
 
 
 def _counted(rounds: Sequence[Round], looks: Mapping[Who, Sequence[tuple[StackDump, Stack]]]) -> list[Round]:
-    """Those that show more than half of the processes, up to now, without a long pause."""
+    """The newest rounds without a long pause that show more than half of the processes."""
     found: list[Round] = []
     next_at = math.inf
     for look in reversed([r for r in rounds if 2 * len(r) > len(looks)]):
@@ -286,8 +286,7 @@ def _counted(rounds: Sequence[Round], looks: Mapping[Who, Sequence[tuple[StackDu
 
 
 def groups_of(process: DumpedProcess) -> Iterator[Group]:
-    """All that it belongs to: node, replica, listed groups, and those of a regular grid that have some of its
-    coordinates in common."""
+    """Its node, replica and listed groups, and the groups of a regular grid that share some of its coordinates."""
     if process.node:
         yield "node", process.node
     if process.replica:

@@ -1,15 +1,15 @@
-"""Who holds up the others again and again: flags counted over several rounds of stacks. Pure.
+"""Localizes slow processes by flags counted over several rounds of stacks. Pure.
 
 After ByteRobust (arXiv 2509.16293, stack aggregation, fail-slow): every ten seconds the group with most of the outliers
-is flagged, and after five rounds the group flagged most is named. Here:
+is flagged, and after five rounds the group with most flags is named. Here:
 
-  a flag      goes to each outlier of a round, and to each group (node, replica, parallel group, never the whole role)
-              that holds at least half of them: one who is among them once, by chance, spoils no round
-  a suspect   is a group, or all processes that are flagged in the same rounds
-  named is    of the suspects with `NUM_FLAGS_MIN` flags, in `FLAGGED_RATIO_MIN` of the rounds, the one whose flags are the
-              least likely if outliers were drawn by lot, at most `CHANCE_MAX`: many flags, few processes. Several
-              processes are named as the smallest group that holds them, if that was flagged in the same rounds
-  a tie       are processes with as many flags in other rounds: none is named
+  flag     each outlier of a round gets one, and each group (node, replica, parallel group, never the whole role) that
+           holds at least half of them: a single chance outlier does not spoil a round
+  suspect  a group, or all processes that are flagged in the same rounds
+  named    of the suspects with `NUM_FLAGS_MIN` flags, in `FLAGGED_RATIO_MIN` of the rounds, the one whose flags are least
+           likely if outliers were drawn at random, at most `CHANCE_MAX`: many flags, few processes. Several processes
+           are named as the smallest group that holds them, if it was flagged in the same rounds
+  tie      processes with equally many flags in other rounds: none is named
 """
 
 import math
@@ -21,22 +21,22 @@ from rolecall.detector.artifacts.stacks.processes import DumpedProcess, Group, W
 
 NUM_ROUNDS = 5
 ROUND_SECONDS = 10.0
-"""ByteRobust's: what is asked for where rounds are too few."""
+"""As in ByteRobust: requested where there are too few rounds."""
 NUM_FLAGS_MIN = 3
 """One or two noisy rounds name no suspect."""
 FLAGGED_RATIO_MIN = 0.6
-"""Three of five. Somebody is always the last: one for whom the others wait in most of the looks costs them that time."""
+"""Three of five. Some rank is always last; one that blocks the others in most rounds costs them that time."""
 CHANCE_MAX = 0.05
 NUM_GROUPS_MAX = 512
-"""So many groups, flagged most, are compared: a grid of many axes has very many."""
+"""Only the groups with most flags are compared: a grid of many axes has very many."""
 NUM_DRAWN_MAX = 32
-"""Of more outliers in a round, half are as good as never in one group by lot."""
+"""Of more outliers in a round, half are practically never in one group by chance."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlagCount:
-    """`rounds`: indices of those that flagged it. `chance`: how likely it is that anybody like it has so many flags when
-    each round draws its outliers by lot. `name`: empty for processes that share no more than their rounds."""
+    """`rounds`: indices of those that flagged it. `chance`: probability that any suspect of its kind gets this many flags
+    when each round draws its outliers at random. `name`: empty for processes that share only their rounds."""
 
     name: str
     members: tuple[DumpedProcess, ...]
@@ -54,7 +54,7 @@ class FlagCount:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlagSummary:
-    """`best`: who is the most to blame; several are a tie. `named`: whether it is named, and not only suspected. `flagged`:
+    """`best`: the strongest suspect; several are a tie. `named`: whether it is named, and not only suspected. `flagged`:
     all, the least likely first."""
 
     best: tuple[FlagCount, ...]
@@ -129,7 +129,7 @@ def _groups(outliers: Sequence[Sequence[DumpedProcess]], processes: Sequence[Dum
             rounds=tuple(rounds[group]),
             chance=at_least(1, often(len(rounds[group]), len(num_drawn), flag) / share),
         )
-        found.setdefault(made.who, made)  # of several names for the same processes the plainest, which comes first
+        found.setdefault(made.who, made)  # of several names for the same processes the simplest, which comes first
     return list(found.values())
 
 

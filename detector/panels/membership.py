@@ -1,8 +1,8 @@
-"""How a detector follows a fleet whose machines come and go.
+"""Adapts a detector to a fleet whose machines change.
 
-A tracker knows one fixed set of machines. So a machine that leaves is missing (NaN) from then on, which is a gap and no
-fault; for machines or metrics that come, `PanelFollower` makes a new tracker once they have been there for some ticks, and
-shows it the ticks that it has kept before it goes on.
+A tracker has one fixed set of machines. A machine that leaves is missing (NaN) from then on, which is a gap and not a
+fault. For new machines or metrics `PanelFollower` makes a new tracker once they have been present for some ticks, and
+replays the retained ticks to it first.
 """
 
 from collections import deque
@@ -17,21 +17,21 @@ from rolecall.detector.panels.series import PANELS_MAX
 from rolecall.detector.panels.source import PanelKey, Tick, panel_key
 from rolecall.detector.panels.standing import cannot_tell
 
-TOLD_MAX = 10_000
-"""Findings of a panel that are remembered, so that none is told twice."""
+REPORTED_MAX = 10_000
+"""Findings of a panel that are remembered, so that none is reported twice."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WatchLimits:
     grow_ticks: int = 20
-    """A panel grows when something new has been there for so many ticks: raising it makes new machines wait, lowering
-    it makes a fleet that grows machine by machine cost more."""
+    """A panel grows when new machines or metrics have been present for this many ticks: raising it delays new machines,
+    lowering it makes a fleet that grows machine by machine cost more."""
     history_ticks: int = 720
-    """So many ticks are shown to the tracker of a panel that grew, and kept for that: with fewer than 383, in a role of
-    three 703, the default detector begins with a time in which it says nothing."""
+    """Ticks that are retained and replayed to the tracker of a panel that grew: with fewer than 383 (703 in a role of
+    three) the default detector starts with a period without alarms."""
     repeat_ticks: int = 300
-    """For so long after a panel grew nothing is told that was told before: its new tracker may find it again. Raising it
-    hides faults that come back."""
+    """For this long after a panel grew, faults already reported are not reported again by its new tracker. Raising it
+    hides faults that recur."""
     history_bytes: int = 256 << 20
     """Of one panel; fewer ticks are kept where they need more."""
 
@@ -44,8 +44,8 @@ class _FollowedPanel:
     history_bytes: int = 0
     growing_since: float | None = None  # first tick with something that the tracker does not know
     growing_ticks: int = 0
-    told: dict[tuple[tuple[Suspect, ...], FaultClass], float] = field(default_factory=dict)
-    repeats_until: float = float("-inf")  # a tracker that is new may tell again what its predecessor told
+    reported: dict[tuple[tuple[Suspect, ...], FaultClass], float] = field(default_factory=dict)
+    repeats_until: float = float("-inf")  # until then a new tracker may repeat findings of its predecessor
     columns_of: "tuple[PanelShape, _SharedColumns] | None" = None  # for the newest shape that is not the tracker's own
 
     def laid_out(self, tick: Tick) -> Floats:
@@ -95,9 +95,8 @@ class _SharedColumns:
 class PanelFollower:
     """One detector on all panels of a source.
 
-    While the shapes stay as they are, its findings are those of `panel.findings`. Of what a grown panel's new tracker
-    says about the ticks that it is shown again, only what begins after the growth counts: its predecessor has judged
-    the rest.
+    While the shapes stay the same, its findings are those of `panel.findings`. Of the findings of a grown panel's new
+    tracker on replayed ticks, only those that begin after the growth count: its predecessor has judged the rest.
     """
 
     def __init__(self, detector: PanelDetector, limits: WatchLimits | None = None) -> None:
@@ -106,12 +105,12 @@ class PanelFollower:
 
     @property
     def shapes(self) -> list[PanelShape]:
-        """What is being watched."""
+        """Shapes of the watched panels."""
         return [p.shape for p in self._panels.values()]
 
     @property
     def open_ends(self) -> list[str]:
-        """What cannot be told, one sentence each."""
+        """What cannot be decided, one sentence each."""
         hindrances = (cannot_tell(p.shape, self._detector.name, p.tracker) for p in self._panels.values())
         return [h for h in hindrances if h]
 
@@ -130,7 +129,7 @@ class PanelFollower:
             panel.growing_ticks += 1
             if panel.growing_ticks >= self._limits.grow_ticks:
                 return self._grow(panel, tick.shape)
-        return _told_once(panel, panel.tracker.tick(tick.at, panel.laid_out(tick)), tick.at)
+        return _unreported(panel, panel.tracker.tick(tick.at, panel.laid_out(tick)), tick.at)
 
     def _grow(self, panel: _FollowedPanel, shape: PanelShape) -> list[Finding]:
         since = panel.growing_since
@@ -142,18 +141,18 @@ class PanelFollower:
             found += [f for f in panel.tracker.tick(tick.at, panel.laid_out(tick)) if f.detected_at >= since]
         now = panel.history[-1].at
         panel.repeats_until = now + self._limits.repeat_ticks * shape.interval_seconds
-        return _told_once(panel, found, now)
+        return _unreported(panel, found, now)
 
 
-def _told_once(panel: _FollowedPanel, found: list[Finding], now: float) -> list[Finding]:
-    """Without what a predecessor of the tracker told already."""
+def _unreported(panel: _FollowedPanel, found: list[Finding], now: float) -> list[Finding]:
+    """Without findings that a predecessor of the tracker already reported."""
     fresh = []
     for f in found:
         who = f.suspects, f.fault_class
-        if who in panel.told and now <= panel.repeats_until:
+        if who in panel.reported and now <= panel.repeats_until:
             continue
-        panel.told[who] = now
-        if len(panel.told) > TOLD_MAX:
-            del panel.told[next(iter(panel.told))]
+        panel.reported[who] = now
+        if len(panel.reported) > REPORTED_MAX:
+            del panel.reported[next(iter(panel.reported))]
         fresh.append(f)
     return fresh

@@ -1,15 +1,15 @@
-"""What of the catalogue (core/metrics/catalogue.py) machines are compared in, and what it is called in panels."""
+"""Which metrics of the catalogue (core/metrics/catalogue.py) machines are compared by, and their names in panels."""
 
 from rolecall.core.metrics.metric import GPU, NODE, RANK, Metric, MetricType
 from rolecall.core.telemetry import HEALTH_SIGNS
 
 NODE_ROLE = "node"
-"""Role of what is measured of a node and not of a process."""
+"""Role of metrics of a node rather than a process."""
 
 
 NOT_COMPARED = frozenset(
     {
-        # Ordinals and truths: peers that differ in them are at another point of the same work, or were restarted.
+        # Ordinals and booleans: peers that differ in them are at another point of the same work, or were restarted.
         "rolecall_process_up",
         "rolecall_process_page_ok",
         "rolecall_process_incarnation",
@@ -30,8 +30,8 @@ BUSY, UNITS = "rolecall_process_busy_seconds_total", "rolecall_process_work_unit
 
 
 def panel_metric(metric: Metric) -> str:
-    """What a metric of the catalogue is called in panels: a gauge is itself, a counter its rate (`..._per_second`, of
-    seconds `..._ratio`). "" for what peers are not compared in: states, which a label holds, and NOT_COMPARED."""
+    """Name of a catalogue metric in panels: of a gauge its own, of a counter its rate (`..._per_second`, of seconds
+    `..._ratio`). "" if peers are not compared by it: states, which a label holds, and NOT_COMPARED."""
     if not metric.detect or metric.node_clock or metric.labels not in (NODE, RANK, GPU) or metric.name in NOT_COMPARED:
         return ""
     if metric.source in HEALTH_SIGNS:  # of the training, too

@@ -83,7 +83,7 @@ class Tracker(Protocol):
     def tick(self, at: float, values: Floats) -> list[Finding]:
         """Takes the next tick (seconds; values of shape (M, N), NaN is missing); findings that begin with it.
 
-        `values` is only read, and only during the call. A fault that stands is told once.
+        `values` is only read, and only during the call. A standing fault is reported once.
         """
         ...
 

@@ -10,7 +10,7 @@ Scores = NDArray[np.float64]
 WINDOW_TICKS = 8
 """As Minder has it, for all methods."""
 NUM_SAMPLES_MIN = WINDOW_TICKS // 2
-"""A machine with fewer samples of a metric in the window takes no part: silence is not a likeness or a difference."""
+"""A machine with fewer samples of a metric in the window is not scored: missing data is neither similar nor different."""
 NUM_MACHINES_MIN = 4
 """With fewer than three machines no single one can be named; Minder's smallest task has four machines, too."""
 
@@ -27,7 +27,7 @@ def peer_median(values: Floats) -> Floats:
 
 def nearest_filled(window: Floats) -> Floats:
     """(W, M, N) of tick, metric, machine: a missing value is the nearest in time in the window, the earlier of two;
-    all are NaN where fewer than `NUM_SAMPLES_MIN` are there. Nothing outside the window is looked at."""
+    all are NaN where fewer than `NUM_SAMPLES_MIN` are present. Nothing outside the window is used."""
     missing = np.isnan(window)
     holes = missing.any(axis=0)
     if not holes.any():

@@ -1,4 +1,4 @@
-"""Panels out of series: which panel and machine each series belongs to, whatever the order in which they come."""
+"""Builds panels from series: which panel and machine each series belongs to, in any order of arrival."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -11,7 +11,7 @@ from rolecall.detector.panels.panel import Floats, Machine, Panel, PanelShape, T
 from rolecall.detector.panels.source import PanelKey
 
 PANELS_MAX, METRICS_MAX, MACHINES_MAX = 1000, 500, 50_000
-"""More panels, or more in one panel, come of labels that do not name machines."""
+"""Higher numbers result from labels that do not name machines."""
 FORGET_SECONDS = 3600.0
 """A machine that was not seen for so long is left out when the panel next grows, and so is a whole panel when another
 one comes."""
@@ -73,8 +73,8 @@ class Panels:
         for one, rows in part:
             n = np.array([columns.machines[one.places[row].machine] for row in rows])
             _fill(values[columns.metrics[one.metric]], n, one.values[rows])
-        told = np.isfinite(values).any(axis=(0, 2))
-        return Panel(shape=columns.shape, at=at[told], values=values[:, told, :])
+        present = np.isfinite(values).any(axis=(0, 2))
+        return Panel(shape=columns.shape, at=at[present], values=values[:, present, :])
 
     def _grown(self, key: PanelKey, now: float, part: list[tuple[MetricSeries, list[int]]]) -> _Columns:
         """The columns of a panel, with all that `part` has."""

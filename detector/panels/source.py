@@ -1,7 +1,7 @@
-"""Live panels: what a source of ticks is.
+"""Live panels: the interface of a source of ticks.
 
-A source yields the ticks of all its panels, oldest first: a Prometheus server (detector/sources/prometheus.py), the agents of a run
-(detector/sources/agent_panels.py), or a recording (detector/sources/recording.py).
+A source yields the ticks of all its panels, oldest first: a Prometheus server (detector/sources/prometheus.py), the
+agents of a run (detector/sources/agent_panels.py), or a recording (detector/sources/recording.py).
 """
 
 import heapq
@@ -13,11 +13,9 @@ from rolecall.core.clock import Clock
 from rolecall.detector.panels.panel import Floats, Panel, PanelShape
 
 Stopped = Callable[[], bool]
-"""Whether to end now. Asked often: sources never wait for longer than PAUSE_SECONDS without asking."""
+"""Whether to stop now. Sources poll it at least every PAUSE_SECONDS."""
 PanelKey = tuple[str, str, str, bool, bool]
 """Job, role, phase, and whether its machines have a rank and a gpu; as in recordings."""
-
-
 PAUSE_SECONDS = 0.2
 
 

@@ -1,7 +1,7 @@
-"""Where a detector stands on a panel: each machine's score against its threshold, or that it cannot tell yet.
+"""State of a detector on a panel: each machine's score against its threshold, or that it cannot tell yet.
 
-Nothing of what is decided: detectors judge for themselves. This is what people are shown beside a diagnosis, and why
-"nothing found" is not "healthy" where nothing could have been found.
+For display beside a diagnosis only; no decision depends on it. It also says where "nothing found" is not "healthy"
+because nothing could have been found.
 """
 
 import math
@@ -18,7 +18,7 @@ Standing = tuple[NDArray[np.floating[Any]], float]
 
 @runtime_checkable
 class ScoredTracker(Protocol):
-    """A tracker that can be asked how far each machine is from an alarm."""
+    """A tracker that exposes how far each machine is from an alarm."""
 
     @property
     def scores(self) -> NDArray[np.floating[Any]]: ...
@@ -28,12 +28,12 @@ class ScoredTracker(Protocol):
 
 
 def standing(tracker: Tracker) -> Standing | None:
-    """None of a tracker that cannot be asked."""
+    """None for a tracker without scores."""
     return (tracker.scores, tracker.threshold) if isinstance(tracker, ScoredTracker) else None
 
 
 def cannot_tell(shape: PanelShape, detector: str, tracker: Tracker) -> str:
-    """What hinders a verdict on this panel, and what would settle it; "" where nothing does."""
+    """What prevents a verdict on this panel, and what would settle it; "" if nothing does."""
     num, stands = len(shape.machines), standing(tracker)
     if num == 1:
         return f"cannot tell for {shape.name}: one machine has no peers; two more would settle it"

@@ -1,8 +1,8 @@
-"""Who is slow in synchronous work: seconds of own work per step, compared among peers from the first step on.
+"""Stragglers in synchronous work: seconds of own work per step, compared among peers from the first step on.
 
-Peers of one role and phase (one pipeline stage, one expert group) are given equal work, so that here a level that
-differs is a fault and not a habit: nothing is learned as normal. What a worker spends waiting for others (receive,
-reduce, gather) is not its own work, and those who wait for the slow one are not named.
+Peers of one role and phase (one pipeline stage, one expert group) have equal work, so a different level is a fault and
+not a baseline: nothing is learned as normal. Time spent waiting for others (receive, reduce, gather) is not own work, so
+machines that wait for a straggler are not named.
 
 With x = log(own seconds / median of the peers), each machine and metric has a sum S = max(0, S + 2k (x - k) / s^2), the
 log-likelihood ratio of "slower by 2k" against "equal" for Gaussian x, where k = -log 0.75 (the score below which NVIDIA's
@@ -27,8 +27,8 @@ WAITING = frozenset(
     {"recv", "send", "wait", "reduce", "gather", "scatter", "broadcast", "comm", "idle", "sync", "alltoall"}
 )
 NOT_SECONDS = frozenset({"ratio", "percent", "util", "utilization", "flops", "bytes", "count", "rate", "active"})
-"""Words of a metric's name. A metric is own work if it has one of the first kind, or is of busy seconds, and none of the
-others. That a disk is busy is no work."""
+"""Parts of a metric's name. A metric is own work if it has one of the first set, or is of busy seconds, and none of the
+others. A busy disk is not work."""
 
 SLOW_LOG_RATIO = -math.log(0.75)
 SPREAD_MIN = 0.1

@@ -1,16 +1,16 @@
-"""A simulated fleet: training tasks of which it is known who is faulty, since when and by how much. Numpy only.
+"""A simulated fleet: training tasks with known faulty machine, onset and effect size. Numpy only.
 
 Value of metric m at tick t on machine n:
 
     level_m + sigma_m * (offset_mn + noise_mtn + gain_mn * common_m(t + skew_n) + effect_mtn)
 
-`common` is what all machines do alike: the training step's phases, checkpoints, level shifts, drifts. `noise` is
+`common` is the signal that all machines share: the training step's phases, checkpoints, level shifts, drifts. `noise` is
 scale_mn * (sqrt(1 - s) AR(1) with Student-t innovations + sqrt(s) slow wander), of variance 1 over peers and time.
 
-One *peer standard deviation* is sigma_m: the standard deviation, over peers and time, of what is a machine's own in a
-healthy metric, its constant offset taken out (with it in, an effect of "1 sigma" would be several times the noise for
-whoever compares a machine with its own past, and every figure of recall would flatter). The skew of clocks at the edges
-of a step and gains come on top of sigma, so effects are if anything smaller than stated.
+One *peer standard deviation* is sigma_m: the standard deviation, over peers and time, of a machine's own noise in a
+healthy metric without its constant offset (with the offset, an effect of "1 sigma" would be several times the noise for
+a detector that compares a machine with its own past, and recall would be overstated). Clock skew at the edges of a step
+and gains come on top of sigma, so effects are if anything smaller than stated.
 
 Where numbers come from: [Minder] Y. Deng et al., "Minder: Faulty Machine Detection for Large-scale Distributed Model
 Training", NSDI 2025; [issue] the specification of this benchmark; [fit] `benchmarks/fit_noise.py` on healthy real
@@ -50,7 +50,7 @@ FAULT_SECONDS_MEDIAN, FAULT_SECONDS_SPREAD = 600.0, 0.54
 """Log-normal: nine in ten last longer than 5 minutes ([Minder]: mostly more than 5 minutes; the spread is [assumed])."""
 FAULT_SECONDS_MIN, FAULT_SECONDS_MAX = 120.0, 1800.0
 AFTERMATH_SECONDS = 120
-"""A task goes on so long after its fault's end: false alarms of those who come too late."""
+"""A task continues this long after its fault's end, to count late detections as false alarms."""
 HEALTHY_SECONDS = 3600
 """Length of a task without a fault."""
 
@@ -59,7 +59,7 @@ INTERMITTENT_SECONDS, INTERMITTENT_DUTY = 30.0, 0.5
 """[assumed] An intermittent fault is there for the first 15 of every 30 seconds, beginning at its onset."""
 
 GAIN_SPREAD = 0.02
-"""[assumed] Machines answer to what hits all alike within 2 % (one standard deviation)."""
+"""[assumed] Gains of machines on the shared signal differ by 2 % (one standard deviation)."""
 
 GROUP_SIZE = 8  # [assumed] neighbours of a fault: machines of its block of 8, as of one pipeline
 VICTIM_SHARE = 1 / 3
@@ -193,7 +193,7 @@ class SimulatedFault:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedTask:
-    """One training task, `num_ticks` seconds of it. `mix`: whose shares of faults it was drawn from."""
+    """One training task of `num_ticks` seconds. `mix`: the distribution of faults it was drawn from."""
 
     seed: int
     index: int

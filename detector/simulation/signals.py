@@ -1,7 +1,7 @@
-"""What a simulated fleet's metrics are made of: what all machines do alike, what is each one's own, and what is missing.
+"""Components of a simulated fleet's metrics: the signal that machines share, noise of each machine, and missing samples.
 
-`simulation` puts it together, and says what the sources [Minder], [issue], [fit] and [assumed] are. Peer standard
-deviations everywhere.
+`fleet` combines them and explains the sources [Minder], [issue], [fit] and [assumed]. The unit is the peer standard
+deviation.
 """
 
 import numpy as np
@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from rolecall.detector.panels.panel import Floats
 
 CHUNK_TICKS = 64
-"""Made at a time: 8 MB of 1,500 machines. Part of what a seed means: it must not depend on who reads."""
+"""Ticks made at a time: 8 MB for 1,500 machines. Part of the meaning of a seed: it must not depend on the reader."""
 
 MISSING_RATIO_SINGLE, MISSING_RATIO_RUNS = 0.01, 0.01
 """[issue] 2 % of all samples are missing; half of them single ones, half in runs of a whole machine ([assumed] split)."""
@@ -55,7 +55,7 @@ Array = NDArray[np.float64]
 
 
 class Noise:
-    """What machines have of their own, variance 1 over peers and time; owned by one pass over a task."""
+    """Noise of single machines, variance 1 over peers and time; owned by one pass over a task."""
 
     def __init__(self, rng: np.random.Generator, size: tuple[int, int]) -> None:
         def drawn(quantiles: tuple[float, ...]) -> Array:
@@ -111,7 +111,7 @@ def skews(rng: np.random.Generator, num_machines: int) -> NDArray[np.int64]:
 
 
 def gone(rng: np.random.Generator, num_ticks: int, num_machines: int) -> NDArray[np.bool_]:
-    """(T, N): runs in which nothing of a machine arrives."""
+    """(T, N): runs in which all samples of a machine are missing."""
     missing = np.zeros((num_ticks, num_machines), dtype=np.bool_)
     mean_seconds = (1 + MISSING_RUN_SECONDS_MAX) / 2
     for _ in range(int(rng.poisson(MISSING_RATIO_RUNS / mean_seconds * missing.size))):
@@ -121,8 +121,8 @@ def gone(rng: np.random.Generator, num_ticks: int, num_machines: int) -> NDArray
 
 
 def common(rng: np.random.Generator, num_ticks: int, waves: Array, checkpoints: Array) -> Floats:
-    """(M, fine points): what all machines do alike, as means over the second before. `waves`, `checkpoints` (M,): how
-    far computing and a checkpoint move each metric."""
+    """(M, fine points): the shared signal, as means over the second before. `waves`, `checkpoints` (M,): how far
+    computing and a checkpoint move each metric."""
     num_points = (-(-num_ticks // CHUNK_TICKS) * CHUNK_TICKS + 2 * MARGIN_SECONDS) * FINE
     seconds = np.arange(num_points) / FINE
     length = num_points / FINE

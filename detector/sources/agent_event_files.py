@@ -1,8 +1,8 @@
-"""An agent's own events as a file (`events.jsonl` of its data directory, copied from one node or from many): the same
-detectors as on a live run are shown them in the order of their times, and say what they would have said.
+"""Diagnosis of an agent's event files (`events.jsonl` of its data directory, copied from one or more nodes): replays the
+events in the order of their times to the detectors of a live run.
 
-Events hold exits, exceptions and hardware and kernel faults; samples are not in them, so that what is hung or
-slow is not told from here. Lines that are damaged are counted; a line torn by the agent's end is the last.
+Events hold exits, exceptions and hardware and kernel faults, but no samples, so hung or slow processes cannot be found
+from them. Damaged lines are counted; an agent that dies may leave a torn last line.
 """
 
 import json
@@ -25,9 +25,9 @@ LINE_BYTES_MAX = 256 << 10
 """An event holds at most 16 texts of 2,000 characters (agent/events.py)."""
 EVENTS_MAX = 1_000_000
 KEPT_BYTES = 2000
-"""Of an event in memory, about."""
+"""Approximate size of an event in memory."""
 GRACES_SECONDS = (1.0, 3.0, 6.0, 12.0)
-"""After an event the detectors are asked again so much later, if nothing else came: some wait for its twins."""
+"""After an event the detectors run again this much later, if no other came: some wait for related events."""
 
 
 @dataclass(slots=True)
@@ -81,21 +81,21 @@ def _event(line: bytes) -> AgentEvent | None:
 
 
 def diagnose(files: Sequence[Events]) -> list[Finding]:
-    """What the live detectors say, each fault once, at the moment at which they say it first."""
-    detector, told = LiveDetector(DetectorConfig()), dict[str, Diagnosis]()
+    """The findings of the live detectors, each fault once, as first reported."""
+    detector, found = LiveDetector(DetectorConfig()), dict[str, Diagnosis]()
     for observation in _observations(sorted((e for f in files for e in f.events), key=lambda e: (e.wall_at, e.seq))):
         for d in detector.observe(observation):
-            told.setdefault(d.key, d)
-    # A hardware fault names its node alone until a process dies of it: then that diagnosis says more of the same fault.
-    exact = {(d.fault_class, s.node) for d in told.values() for s in d.suspects if s.replica}
-    vague = [d for d in told.values() if d.suspects and not any(s.replica for s in d.suspects)]
-    outdone = [d for d in vague if all((d.fault_class, s.node) in exact for s in d.suspects)]
-    # Of a replica that lost ranks one after another the diagnosis that names the most says it all.
-    outdone += [d for d in told.values() if any(_tells_more(other, d) for other in told.values())]
-    return [_finding(d) for d in told.values() if d not in outdone]
+            found.setdefault(d.key, d)
+    # A hardware fault names only its node until a process dies of it: that diagnosis supersedes it.
+    exact = {(d.fault_class, s.node) for d in found.values() for s in d.suspects if s.replica}
+    vague = [d for d in found.values() if d.suspects and not any(s.replica for s in d.suspects)]
+    superseded = [d for d in vague if all((d.fault_class, s.node) in exact for s in d.suspects)]
+    # Of a replica that lost ranks one after another the diagnosis that names most of them supersedes the others.
+    superseded += [d for d in found.values() if any(_supersedes(other, d) for other in found.values())]
+    return [_finding(d) for d in found.values() if d not in superseded]
 
 
-def _tells_more(other: Diagnosis, d: Diagnosis) -> bool:
+def _supersedes(other: Diagnosis, d: Diagnosis) -> bool:
     named, others = ({s.process for s in x.suspects if s.process is not None} for x in (d, other))
     return bool(named) and named < others and other.fault_class == d.fault_class
 

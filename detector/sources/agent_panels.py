@@ -18,8 +18,6 @@ from rolecall.detector.sources.agents import AgentsSource
 
 
 class AgentsPanels:
-    """Panels straight from the agents of a run, of the metrics that Prometheus would have had of them."""
-
     def __init__(self, source: AgentsSource, clock: Clock, interval_seconds: float) -> None:
         self._source, self._clock, self._interval_seconds = source, clock, interval_seconds
         self._panels = Panels(interval_seconds)
@@ -55,19 +53,19 @@ class AgentsPanels:
             self._source.close()
 
     def _tick(self, at: float) -> Iterator[Tick]:
-        told: dict[str, list[tuple[PanelPosition, float]]] = {}
+        by_metric: dict[str, list[tuple[PanelPosition, float]]] = {}
         for place, reading in self._newest.items():
             before = self._before.get(place)
             for metric, value in measured(before, reading, self._interval_seconds).items():
-                told.setdefault(metric, []).append((place, value))
+                by_metric.setdefault(metric, []).append((place, value))
         for who, of_gpus in self._gpus.tick(at).items():
             if who in self._ranks:
                 for metric, value in of_gpus.items():
-                    told.setdefault(metric, []).append((self._ranks[who], value))
+                    by_metric.setdefault(metric, []).append((self._ranks[who], value))
         self._before.update(self._newest)
         self._newest.clear()
         series = []
-        for metric, found in told.items():
+        for metric, found in by_metric.items():
             values = np.array([[value] for _, value in found], dtype=np.float32)
             values[~np.isfinite(values)] = np.nan
             series.append(MetricSeries(metric=metric, places=[place for place, _ in found], values=values))

@@ -1,9 +1,9 @@
 """Source `prometheus`: panels from any server that speaks Prometheus's HTTP API (v1), by range queries.
 
-Ticks lie on multiples of the interval, on the server's clock. The newest one asked for is `lag_seconds` old: by then
-every target has been scraped since the tick before it. Queries go out in blocks of ticks. What a server refuses as too
-much is asked again in halves, of time first, then of machines; the sizes that worked are remembered. Ends of series are
-taken from the server, which marks them stale; the values that it sends are checked.
+Ticks are multiples of the interval on the server's clock. The newest requested tick is `lag_seconds` old: by then every
+target has been scraped since the tick before it. Queries cover blocks of ticks. A query that a server refuses as too large
+is split in halves, first by time, then by machines; the sizes that worked are remembered. Ends of series are taken from
+the server, which marks them stale; the values that it sends are checked.
 """
 
 import json
@@ -42,12 +42,12 @@ INTERVAL_SECONDS_MIN, INTERVAL_SECONDS_MAX = 0.1, 86_400.0
 CATCH_UP_TICKS = 300
 """What is older is left out when a server is back after an outage."""
 EMPTY_ROUNDS = 10
-"""A query that gave nothing is left out for so many rounds."""
+"""A query without results is skipped for this many rounds."""
 PLACES_MAX = 500_000
 """Label sets that a query remembers the machine of."""
 
 _Part = tuple[str, ...] | None
-"""Machines that one query asks for, by name; none named: those in no other part; None: all."""
+"""Machines of one query, by name; empty: those in no other part; None: all."""
 
 
 @dataclass(slots=True)
@@ -133,7 +133,7 @@ class PrometheusSource:
         self._lag_seconds = self._interval_seconds if lag_seconds is None else lag_seconds
         self._asked = [_QueryState(q) for q in queries]
         self._panels = Panels(self._interval_seconds)
-        self._begun, self._told = False, 0  # number of the newest tick that held anything
+        self._begun, self._newest_with_data = False, 0  # number of that tick
         self.failing = ""
         """Why the server gives no ticks now; "" while it does."""
 
@@ -172,10 +172,10 @@ class PrometheusSource:
         if following is None:
             return newest + 1 - max(1, math.ceil(self._history_seconds / self._interval_seconds))
         if following > newest + 1 + CATCH_UP_TICKS:
-            # Its clock was wrong, and there was nothing to tell of that time: it goes on where it was.
+            # The server's clock was wrong, and there was no data for that time: continue where it was.
             for asked in self._asked:
                 asked.empty_rounds = 0
-            return max(newest - CATCH_UP_TICKS, self._told) + 1
+            return max(newest - CATCH_UP_TICKS, self._newest_with_data) + 1
         skipped = newest + 1 - CATCH_UP_TICKS - following
         if skipped > 0:
             logger.warning("%s: %d ticks are too long ago and left out", self._client.where, skipped)
@@ -218,7 +218,7 @@ class PrometheusSource:
         at = np.arange(first, last + 1, dtype=np.float64) * self._interval_seconds
         panels = self._panels.build(at, series)
         if panels:
-            self._told = last
+            self._newest_with_data = last
         return ticks_of(panels)
 
     def _fetch(self, asked: _QueryState, first: int, last: int, stopped: Stopped) -> MetricSeries:
@@ -325,7 +325,7 @@ class PrometheusSource:
 
 
 def _series(asked: _QueryState, places: dict[PanelPosition, int], found: list[_Points], num_ticks: int) -> MetricSeries:
-    """Values on their places; of several for one place and tick the first counts."""
+    """Values at their positions; of several for one position and tick the first counts."""
     rows = np.concatenate([p.rows for p in found])
     ticks = np.concatenate([p.ticks for p in found])
     values = np.concatenate([p.values for p in found])

@@ -28,7 +28,7 @@ _TOO_MUCH = re.compile(r"too many|too large|too long|exceed|limit|maximum|timed 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrometheusClientLimits:
-    """What a server may cost its reader."""
+    """Limits on the time and memory that one server may use."""
 
     answer_bytes_max: int = 32 << 20
     """Of JSON, about ten times as much in memory while it is read. A larger answer is asked for in halves."""
@@ -89,7 +89,7 @@ class Client:
         self._clock, self._limits = clock, limits or PrometheusClientLimits()
         self._connection: http.client.HTTPConnection | None = None
         self._resolve = resolve
-        self._look_up: futures.Future[Addresses] | None = None
+        self._lookup: futures.Future[Addresses] | None = None
 
     def close(self) -> None:
         if self._connection is not None:
@@ -97,7 +97,7 @@ class Client:
             self._connection = None
 
     def now(self, stopped: Stopped) -> float:
-        """The server's clock, seconds since 1970. Raises UnreadableInput, NoAnswer."""
+        """The server's clock, seconds since 1970. Raises UnreadableInput, PrometheusUnavailable."""
         try:
             result = self.ask("query", {"query": "time()"}, stopped)
         except PrometheusResponseTooLarge as e:  # it has too much to do
@@ -113,7 +113,7 @@ class Client:
         raise PrometheusUnavailable("its answer makes no sense: it does not know what time it is")
 
     def matrix(self, expression: str, start: float, end: float, step: float, stopped: Stopped) -> list[Any]:
-        """Series of a range query, as the server sent them. Raises UnreadableInput, NoAnswer, TooMuch."""
+        """Series of a range query, as the server sent them. Raises UnreadableInput, PrometheusUnavailable, PrometheusResponseTooLarge."""
         asked = {"query": expression, "start": f"{start:.3f}", "end": f"{end:.3f}", "step": f"{step:.3f}"}
         found = self.ask("query_range", asked, stopped)
         if isinstance(found, dict) and found.get("resultType") == "matrix" and isinstance(found.get("result"), list):
@@ -121,7 +121,7 @@ class Client:
         raise PrometheusUnavailable("its answer makes no sense: no matrix for a range query")
 
     def label_values(self, label: str, match: str, start: float, end: float, stopped: Stopped) -> list[str]:
-        """Values of a label on series that match `{match}`, without those that name nothing. Raises UnreadableInput, NoAnswer, TooMuch."""
+        """Values of a label on series that match `{match}`, without those that name nothing. Raises UnreadableInput, PrometheusUnavailable, PrometheusResponseTooLarge."""
         asked = urlencode({"match[]": f"{{{match}}}", "start": f"{start:.3f}", "end": f"{end:.3f}"})
         found = self.ask(f"label/{quote(label, safe='')}/values?{asked}", None, stopped)
         if isinstance(found, list) and all(isinstance(v, str) for v in found):
@@ -130,7 +130,7 @@ class Client:
 
     def ask(self, path: str, form: Mapping[str, str] | None, stopped: Stopped) -> Any:
         """`data` of the answer; tries for `patience_seconds`. Raises UnreadableInput: trying again cannot help;
-        NoAnswer; TooMuch."""
+        PrometheusUnavailable; PrometheusResponseTooLarge."""
         until = self._clock.monotonic() + self._limits.patience_seconds
         wait = RETRY_SECONDS
         while True:
@@ -212,19 +212,19 @@ class Client:
         return connection
 
     def _found(self, port: int, seconds: float) -> Addresses:
-        """A look-up of a name cannot be given a deadline: it goes on in a thread, and the next try takes what it finds."""
-        if self._look_up is None:
-            self._look_up = futures.Future()
-            threading.Thread(target=self._look, args=(self._look_up, port), daemon=True).start()
-        done, _ = futures.wait([self._look_up], seconds)
+        """A name lookup has no deadline: it continues in a thread, and the next try takes its result."""
+        if self._lookup is None:
+            self._lookup = futures.Future()
+            threading.Thread(target=self._resolve_into, args=(self._lookup, port), daemon=True).start()
+        done, _ = futures.wait([self._lookup], seconds)
         if not done:
             raise PrometheusUnavailable(
                 f"no address of {_printable(self._host)} within {seconds:.3g} s: looking up its name hangs"
             )
-        found, self._look_up = self._look_up, None
+        found, self._lookup = self._lookup, None
         return found.result()
 
-    def _look(self, answer: futures.Future[Addresses], port: int) -> None:
+    def _resolve_into(self, answer: futures.Future[Addresses], port: int) -> None:
         try:
             answer.set_result(self._resolve(self._host, port, type=socket.SOCK_STREAM))
         except (OSError, UnicodeError) as e:
@@ -238,7 +238,7 @@ class Client:
                 connection.sock.shutdown(socket.SHUT_RDWR)
 
     def _data(self, status: int, body: bytes) -> Any:
-        """Raises UnreadableInput, NoAnswer, TooMuch."""
+        """Raises UnreadableInput, PrometheusUnavailable, PrometheusResponseTooLarge."""
         if 300 <= status < 400:
             self._refuse(f"it redirects elsewhere (status {status}), which is not followed: give the final address")
         if status == http.client.UNAUTHORIZED:

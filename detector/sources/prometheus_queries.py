@@ -1,7 +1,6 @@
-"""What a Prometheus server is asked for, and which labels of its series name a machine.
+"""The queries to a Prometheus server, and the labels of its series that name a machine.
 
-A counter's rate is asked for only where it can be trusted (`trusted_rate`): a target that restarts, or comes or goes, is
-a gap.
+A counter's rate is used only where it is reliable (`trusted_rate`): a target that restarts, appears or disappears is a gap.
 """
 
 import re
@@ -73,7 +72,7 @@ def trusted_rate(name: str) -> str:
 
 
 ALIVE = " and rolecall_process_up{$match} == 1"
-"""An agent goes on to show a process that has died, as it last was: a gap, too."""
+"""An agent continues to export the last values of a dead process: also a gap."""
 
 
 def catalogue_queries() -> tuple[MetricQuery, ...]:

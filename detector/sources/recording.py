@@ -70,7 +70,7 @@ def _schema_of(path: Path) -> pl.Schema:
 def read(path: Path) -> Recording:
     """Raises UnreadableInput: no regular file, damaged, too large, columns missing or of a wrong type, nothing in it."""
     if path.exists() and not path.is_file():
-        raise UnreadableInput(where=str(path), reason="not a regular file")  # a pipe would be waited for
+        raise UnreadableInput(where=str(path), reason="not a regular file")  # a pipe would block
     table, remarks = _table(path)
     num_rows = len(table)
     table, dropped = _clean(table)
@@ -153,7 +153,7 @@ def _typed(table: pl.DataFrame, where: str) -> pl.DataFrame:
 
 
 def _clean(table: pl.DataFrame) -> tuple[pl.DataFrame, list[str]]:
-    """Without rows that say nothing; the remarks about them."""
+    """Without rows that lack a usable value; the remarks about them."""
     good = {
         "have no sensible time": pl.col("timestamp").is_between(-TIME_MAX, TIME_MAX).fill_null(False),
         "name no node": pl.col("node").cast(pl.String) != "",

@@ -146,8 +146,8 @@ def finding_text(stack: Stack, number: int = 1) -> str:
 
 
 def names_text(processes: Sequence[DumpedProcess]) -> str:
-    told = ", ".join(p.name for p in processes[:NUM_NAMES_SHOWN])
-    return told + (f" and {len(processes) - NUM_NAMES_SHOWN} more" if len(processes) > NUM_NAMES_SHOWN else "")
+    names = ", ".join(p.name for p in processes[:NUM_NAMES_SHOWN])
+    return names + (f" and {len(processes) - NUM_NAMES_SHOWN} more" if len(processes) > NUM_NAMES_SHOWN else "")
 
 
 def at_last(process: DumpedProcess) -> str:
@@ -159,8 +159,8 @@ def at_last(process: DumpedProcess) -> str:
 
 
 def all_at_last(processes: Sequence[DumpedProcess]) -> str:
-    told = "; ".join(at_last(p) for p in processes[:NUM_TOLD])
-    return told + (f"; and {len(processes) - NUM_TOLD} more" if len(processes) > NUM_TOLD else "")
+    texts = "; ".join(at_last(p) for p in processes[:NUM_TOLD])
+    return texts + (f"; and {len(processes) - NUM_TOLD} more" if len(processes) > NUM_TOLD else "")
 
 
 def flagged_name(f: FlagCount) -> str:

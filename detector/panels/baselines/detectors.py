@@ -1,6 +1,6 @@
-"""Detectors that others use, on one frame, to compare ours with.
+"""Baseline detectors from the literature in one framework, for comparison with ours.
 
-The frame, the same for all: the residual of a sample is its distance to the median of the machines at that tick, in
+The framework: the residual of a sample is its distance to the median of the machines at that tick, in
 units of the metric's usual residual. A method gives each machine a score from the last `WINDOW_TICKS` residuals of all
 metrics; a machine whose score stays above the threshold for `persistence_ticks` is named. Missing samples are the
 nearest in time within the window.

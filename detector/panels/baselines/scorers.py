@@ -133,8 +133,8 @@ class Pairwise:
 
     def score(self, residuals: Floats) -> Scores:
         apart = mean_distances(residuals)
-        everybody = np.ones(apart.shape[1], dtype=np.bool_)
-        sigmas: Scores = against_others(apart, everybody, PAIRWISE_SPREAD_MIN).max(axis=0)
+        peers = np.ones(apart.shape[1], dtype=np.bool_)
+        sigmas: Scores = against_others(apart, peers, PAIRWISE_SPREAD_MIN).max(axis=0)
         return surprise(sigmas, len(sigmas) - 1)
 
 

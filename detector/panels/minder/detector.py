@@ -9,13 +9,13 @@
 
 Samples are scaled to 0..1 by the smallest and largest value of the metric, over all machines and the last 15 minutes
 (900 ticks), as a call would pull them; a missing sample is the nearest in time within the window. Here the call is made
-at every tick and not every 8 minutes, which is what makes it a detector of a stream; nothing later is looked at.
+at every tick and not every 8 minutes, which makes it an online detector; no later sample is used.
 
 Where the paper is silent: the normal score leaves the machine itself out and is written as a log-likelihood ratio
-(`against_others`, `surprise`: they decide as the z-score does, but have a tail); the threshold of each metric is learned in a warm-up (`TailThreshold`), the asked rate shared
-equally among the metrics; 4 minutes are 240 ticks at one sample a second, and 8 ticks at least at longer intervals,
-because one bad sample stands in 8 windows. A machine that was named is no peer and no candidate until it is like the
-others again: in the paper it is replaced at once.
+(`against_others`, `surprise`: they decide as the z-score does, but have a tail); the threshold of each metric is learned
+in a warm-up (`TailThreshold`), the requested rate shared equally among the metrics; 4 minutes are 240 ticks at one sample
+a second, and at least 8 ticks at longer intervals, because one bad sample is in 8 windows. A machine that was named is
+neither peer nor candidate until it resembles the others again: in the paper it is replaced at once.
 """
 
 import json
@@ -318,7 +318,7 @@ class MinderTracker(PeerTracker):
 
 
 def read(path: Path) -> Model:
-    """The model that `minder_fit.write` wrote. Raises UnreadableInput: damaged, of another kind, not finite."""
+    """The model that `minder.fit.write` wrote. Raises UnreadableInput: damaged, of another kind, not finite."""
     from safetensors import SafetensorError, safe_open
 
     where = str(path)

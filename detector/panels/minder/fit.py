@@ -40,7 +40,7 @@ NUM_STEPS = 1500
 BATCH_WINDOWS = 256
 LEARNING_RATE = 3e-2
 KL_WEIGHT = 1e-6
-"""Small beside the error aimed at (1e-4): a denoiser that gives back what it was not told is of no use."""
+"""Small beside the target error (1e-4): a denoiser that does not reproduce its input is of no use."""
 SHAPE_WEIGHT = 3.0
 """Most of what windows differ by is their level: weighed alike, the shape is learned late or never."""
 NUM_STARTS = 2
@@ -69,8 +69,8 @@ class LabelledFault:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MinderFitResult:
-    """`mse`: of each metric's denoiser on windows that it was not trained on; `spread`: the variance of those windows,
-    that is, the error of whoever answers with the mean. `num_faulty_ticks`: what the priority was learned from."""
+    """`mse`: of each metric's denoiser on held-out windows; `spread`: the variance of those windows, the error of a model
+    that predicts the mean. `num_faulty_ticks`: what the priority was learned from."""
 
     model: Model
     mse: dict[str, float]

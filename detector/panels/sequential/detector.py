@@ -1,11 +1,11 @@
-"""`sequential`, the default detector of machines: who differs from its peers and from its own past, told at once.
+"""`sequential`, the default panel detector: online detection of machines that differ from their peers and their own past.
 
-Three scores look at each tick of a panel: of `shifts` that of the strongest metric and that of the strongest few
-together (a metric leaves its place among its peers and stays away), and `novelty` (many metrics leap where they were not
-before). Each becomes a surprise by its own healthy tail on this very panel (`tails`); the largest has a tail again, and the
-threshold follows from that and the asked rate of false alarms, with nothing tuned to the panel. Nothing is said before
-there is such a tail, so a fault present from the first sample is learned as habit: "cannot tell", unless its metrics are
-seconds of own work (`steptime`).
+Each tick of a panel gets three scores: from `shifts` that of the strongest metric and that of the strongest few together
+(a metric leaves its level among its peers and stays away), and `novelty` (many metrics jump to values without precedent).
+Each becomes a surprise by its own healthy tail on this panel (`tails`); the largest surprise has a tail again, and the
+threshold follows from that and the requested rate of false alarms, with nothing tuned to the panel. There are no findings
+before such a tail exists, so a fault present from the first sample is learned as normal: "cannot tell", unless its
+metrics are seconds of own work (`step_time`).
 
 While a machine is suspected nothing is learned from it; after `TOLERATED_SECONDS` a shift that stays becomes its habit.
 """
@@ -27,8 +27,8 @@ from rolecall.detector.panels.sequential.tails import BLOCK_TICKS, BLOCKS_MIN, P
 SECONDS_PER_DAY = 86_400.0
 SUSPECT_SHARE = 0.6
 """Nothing is learned from a machine whose score is above this share of the threshold."""
-SHARE_TOLD = 0.5
-"""Metrics are told whose score is at least this share of the strongest."""
+SHARE_SHOWN = 0.5
+"""Metrics are shown whose score is at least this share of the strongest."""
 SHARE_ALIKE = 0.2
 """A culprit's alarm is about metrics whose score is at least this share of its strongest."""
 CALM_SHARE = 0.5
@@ -218,7 +218,7 @@ class SequentialTracker:
             self.explained[n] = explained and not outgrown
             if self.explained[n]:
                 self.calm[n] = 0
-                continue  # what the first one does to its neighbours; told when it outgrows that, or is something else
+                continue  # propagation from the culprit; reported when it outgrows that, or is something else
             if 2 * int(above.sum()) > len(above):
                 continue  # the majority: peer evidence is void
             self.alarmed[n] = True
@@ -248,7 +248,7 @@ class SequentialTracker:
     def _end_block(self) -> None:
         if self.ticks % BLOCK_TICKS:
             return
-        # Whoever is beyond the threshold counts for nothing, told or not: a fault must not be learned as a tail.
+        # Machines above the threshold never count, reported or not: a fault must not be learned as a tail.
         counted = ~self.alarmed & (self.age > 0) & (self.both.block_max <= self.threshold)
         suspect_for = self.at - self.suspected_at
         trusted = ~self.alarmed & ~(suspect_for > QUARANTINE_TICKS * self.shape.interval_seconds)
@@ -281,7 +281,7 @@ class SequentialTracker:
         words = []
         if shift > 1 or novel <= 1:
             first, *others = self.shifts.strongest(n)[:3]
-            strongest = [first, *(o for o in others if o[3] > SHARE_TOLD * first[3])]
+            strongest = [first, *(o for o in others if o[3] > SHARE_SHOWN * first[3])]
             for m, age, mean, metric_score in strongest:
                 way = "above" if mean > 0 else "below"
                 text = (

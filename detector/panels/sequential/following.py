@@ -1,5 +1,4 @@
-"""How a machine follows its peers, metric by metric: where it usually lies among them, how far it goes along with what
-they all do, and how early or late. What remains is its own.
+"""Models how a machine follows its peers, by metric: its usual offset, gain, lead and lag. The rest is its own deviation.
 
 Residual r = value - median over machines. With x the median's distance from its mean over time and y its last step,
 
@@ -63,7 +62,7 @@ GONE_SCALES, STILL_SCALES, STILL_TICKS = 100.0, 3.0, 32
 STAYED_SHARE = 0.5
 """Of a machine's distance from its peers: nearer to where it usually is, it stayed there."""
 DEVIATION_MAX = 1e4
-"""Scales: what is farther away is as far as can be told."""
+"""Scales: larger deviations are clipped."""
 
 
 class Deviations(NamedTuple):
@@ -174,7 +173,7 @@ class PeerCorrelation:
         limited = np.clip(own, -most, most)
         self.lag = np.clip(self.lag + rate * limited * step / (self.step_square + least), -LAG_MAX, LAG_MAX)
         if self.ticks > 1:
-            # The last deviation, now that the next step is known: only here leaders can be told from the strong.
+            # The last deviation, now that the next step is known: only here a lead can be distinguished from a gain.
             left = np.clip(self.last - self.lead * step, -most, most)
             even = self.known & ~edge & ~edge_before
             gain = self.gain + rate * even * left * self.away / (self.away_square + np.float32(GAIN_RIDGE) * least)

@@ -1,7 +1,7 @@
 """Has a metric of a machine gone to another level? Cumulative log likelihood ratios, and their healthy tails.
 
 Against "nothing happened" (the forecast of `whitening`) stands "since some moment everything lies higher by h": then the
-noise around the new level is foretold by its own past,
+noise around the new level is predicted by its own past,
 
     forecast = h + rho (z(t-1) - h) - theta e'(t-1),
 
@@ -39,7 +39,7 @@ from rolecall.detector.panels.sequential.whitening import Innovations, Whitening
 LENGTHS = (1, 6, 36)
 """Ticks."""
 LEVEL_LENGTH = 1
-"""Index of the length whose mean is told as the deviation."""
+"""Index of the length whose mean is reported as the deviation."""
 LEVEL_MIN, LEVEL_MAX = 3.0, 6.0
 """Robust scales: the smallest shift looked for lies between. Evidence begins at half of it."""
 LEVEL_QUANTILE, LEVEL_MARGIN = 0.98, 1.25
@@ -97,7 +97,7 @@ class LevelShifts:
         self.size_min = 0
 
     def correct(self, amount: Floats) -> None:
-        """So much of the last deviations, (M, N), is explained by now, and foretells nothing."""
+        """So much of the last deviations, (M, N), is explained by now, and predicts nothing."""
         amount = amount * self.known
         self.states -= amount
         self.innovations -= amount
@@ -208,6 +208,6 @@ class LevelShifts:
         return np.asarray(least, dtype=np.float32)
 
     def forget(self, machines: NDArray[np.bool_]) -> None:
-        """Tests of these begin anew, (N,): what they remember is over and told."""
+        """Restarts the tests of these machines, (N,): their evidence is over and reported."""
         self.sums[:, :, machines] = 0.0
         self.trough[:, machines] = self.peak[:, machines] = self.earlier[:, machines] = 0.0

@@ -1,4 +1,4 @@
-"""Channel `novelty`: many metrics of one machine at once go where they were not before, and its peers do not.
+"""Channel `novelty`: many metrics of one machine jump at once to values without precedent, and its peers do not.
 
 Three distances of a value, each in units of the metric's usual range on that machine (`RANGE_QUANTILE` of the distances
 from its mean level): from its own level of the last `RECENT_TICKS`; of its residual to the peers' median from that

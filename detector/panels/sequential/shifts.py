@@ -1,9 +1,9 @@
 """Channel `shift`: a machine that differs from its peers more than it used to, for long enough, in any metric.
 
-`following` says how far each value lies from where the machine usually is among its peers, `whitening` what of that its
-past did not foretell, `level_shifts` how likely the metric has gone to another level. Of a machine two scores are told:
-that of its strongest metric, and the same with `OTHERS_SHARE` of the next ones added, for faults show in few metrics and
-often in more than one; but metrics of one machine go together even where nothing is wrong, so the others count for less.
+`following` gives the distance of each value from the machine's usual level among its peers, `whitening` the part of it
+that its past did not predict, `level_shifts` the likelihood of a level shift. A machine has two scores: that of its
+strongest metric, and the same plus `OTHERS_SHARE` of the next ones, since faults show in few metrics and often in more
+than one; but metrics of one machine are correlated even when it is healthy, so the others count for less.
 """
 
 import numpy as np

@@ -1,4 +1,4 @@
-"""How often a healthy score gets how high: thresholds that follow from an asked rate of false alarms.
+"""Tail distribution of healthy scores: thresholds that follow from a requested rate of false alarms.
 
 Scores of neighbouring ticks depend on each other, so the unit is the block: the highest score of one machine in
 `BLOCK_TICKS` ticks. The blocks of all machines of a panel form one sample. Above its `TAIL_SHARE` highest values the
@@ -7,7 +7,7 @@ averaged deviations), so that
 
     P(block > h) = TAIL_SHARE * exp(-(h - u) / beta),   u = the quantile.
 
-Faults are in the sample, too, and nobody says which they are. In an exponential tail the spacings of the ordered values,
+The sample also contains unlabelled faults. In an exponential tail the spacings of the ordered values,
 i (X_(i) - X_(i+1)) from the top, are independent with mean beta (Renyi 1953): beta is the mean of all but the topmost
 `FAULT_SHARE` of the sample, which faults may have made, with i counted as if half of those were faults: a sixth too low
 where none was, half too high where all were. Of a fleet of more than 100 machines fewer are left out, for no more than

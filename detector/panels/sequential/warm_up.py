@@ -1,4 +1,4 @@
-"""What a tracker learns before its first alarm: the score that a healthy machine stays below.
+"""Warm-up of a tracker: learns the threshold that a healthy machine's score stays below.
 
 The first part of a panel is a warm-up without alarms. A fault that stands from the first tick is learned as normal, and
 nothing is learned later.

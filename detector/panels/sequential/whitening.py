@@ -1,8 +1,8 @@
-"""What of a metric could not be foreseen from its own past: innovations, and how rare they are.
+"""Whitening: innovations, the part of a metric that its own past does not predict, and how rare they are.
 
-Metrics of machines are autocorrelated and have heavy tails: a lone outlier of twenty deviations that fades over half a
-minute is everyday life, and a plain average of it looks like a fault. Here each deviation z is compared with what its
-past foretells, under the model of a slow part and a part that comes and goes,
+Metrics of machines are autocorrelated and heavy-tailed: a single outlier of twenty deviations that fades over half a
+minute is common, and a plain average of it looks like a fault. Here each deviation z is compared with the forecast from
+its past, under a model with a slow part and a white part,
 
     z = s + w,   s(t) = rho s(t-1) + u,   w white,
 
@@ -13,7 +13,7 @@ complement in the steady state. After an outlier it is unknown in which part it 
 and "fades as outliers of this metric do" (`rho_far`) was to be expected. Where the white part rules, outliers are of it,
 and move the forecast by a few units only.
 
-Innovations e are told in units of their robust size on that machine. How they are distributed is learned of all machines
+Innovations e are given in units of their robust size on that machine. How they are distributed is learned of all machines
 of the metric: as a Student t whose degrees of freedom and width follow from three quantiles (for likelihoods), and as
 counts (for how rare the largest are).
 """
@@ -125,7 +125,7 @@ class Whitening:
         self.table = np.zeros((m, BINS), np.float32)  # -log of the share of |e| that is as large
 
     def correct(self, amount: Floats) -> None:
-        """So much of the last deviations, (M, N), is explained by now, and foretells nothing."""
+        """So much of the last deviations, (M, N), is explained by now, and predicts nothing."""
         self.z1 = np.where(self.known1, self.z1 - amount, self.z1)
         self.state = np.where(self.known1, self.state - amount, self.state)
         self.innovation = np.where(self.known1, self.innovation - amount, self.innovation)
@@ -159,7 +159,7 @@ class Whitening:
         used = known & self.known1 & counted & ~edge
         x = np.asarray(e / unit, dtype=np.float32)
         self._count(x, used)
-        # After a gap little is foretold: what differs is no news, and yet the forecast goes on from it.
+        # After a gap little is predicted: a difference is no news, yet the forecast continues from it.
         self.rarity *= paired
         self._learn(clean, e, unit, used, counted)
         self.known2, self.known1 = self.known1, known

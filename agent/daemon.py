@@ -1,11 +1,11 @@
 """The command `rolecall agent`: watch every signal of one node.
 
-Without arguments the node is named after the host, data goes to /var/lib/rolecall (root) or the XDG state directory, and
-the agent listens on 127.0.0.1:9477. `--ranks-only` is how the bundled runtime starts the agents of its nodes: it
+Without arguments the node is named after the host, data goes to /var/lib/rolecall (root) or the XDG state directory,
+and the agent listens on 127.0.0.1:9477. `--ranks-only` is how the bundled runtime starts the agents of its nodes: it
 watches registered processes only and loads neither pydantic nor any other collector.
 
-Exit code 0 after SIGTERM, SIGINT or the end of the parent process; 2 for a wrong argument, a data directory that another
-agent uses, or a port that is taken.
+Exit code 0 after SIGTERM, SIGINT or the end of the parent process; 2 for a wrong argument, a data directory that
+another agent uses, or a port that is taken.
 """
 
 import argparse
@@ -56,7 +56,8 @@ def _interval(text: str) -> float:
 def _parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
         prog="rolecall agent",
-        description="Run the agent of this node: serve its metrics, events and evidence over HTTP until SIGTERM or Ctrl-C.",
+        description="Run the agent of this node: serve its metrics, events and evidence over HTTP until SIGTERM or "
+        "Ctrl-C.",
         epilog="""examples:
   rolecall agent                                     # every default
   rolecall agent --explain > agent.yaml              # a configuration file to edit

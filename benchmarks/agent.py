@@ -1,10 +1,11 @@
 """What the agent of a large node costs, and how fast it is: `python benchmarks/agent.py`.
 
-A node of 8 GPUs, 8 InfiniBand NICs and 16 ranks: the GPUs are our stand-in for NVML (tests/agent/nvml, built with gcc, so
-that the real nvidia-ml-py runs through ctypes), the NICs a tree of files, the ranks processes that report ten times a
-second. `rolecall agent` runs from an agent.yaml as an operator would have it, and looks once a second. Measured: a scrape,
-over one kept connection; CPU by collector and memory; what a poller reads a second; how long an event takes from its cause
-to who waits at `/v1/events`; a call of the reporter inside the training process. Memory over many looks: agent_ticks.py.
+A node of 8 GPUs, 8 InfiniBand NICs and 16 ranks: the GPUs are our stand-in for NVML (tests/agent/nvml, built with gcc,
+so that the real nvidia-ml-py runs through ctypes), the NICs a tree of files, the ranks processes that report ten times
+a second. `rolecall agent` runs from an agent.yaml as an operator would have it, and looks once a second. Measured: a
+scrape, over one kept connection; CPU by collector and memory; what a poller reads a second; how long an event takes
+from its cause to who waits at `/v1/events`; a call of the reporter inside the training process. Memory over many looks:
+agent_ticks.py.
 """
 
 import argparse
@@ -64,7 +65,8 @@ def scrapes(n: Node, number: int) -> tuple[dict[str, list[float]], dict[str, int
 
 def cost(n: Node, seconds: float) -> tuple[float, dict[str, float], float]:
     """(share of a core of the agent, by collector, resident bytes) while one reader asks for samples each second, and
-    another scrapes every SCRAPE_SECONDS. Of the stand-in for NVML: its C code, which is within the collectors' share."""
+    another scrapes every SCRAPE_SECONDS. Of the stand-in for NVML: its C code, which is within the collectors'
+    share."""
 
     def now() -> tuple[float, dict[str, float], float]:
         text = get(n.connect(), "/metrics").decode()
@@ -165,8 +167,8 @@ def failed(depth: int) -> Exception:
 
 
 def reporter_calls(number: int, data: Path) -> dict[str, list[float]]:
-    """Seconds of a call, the mean of BATCH, because a single one is shorter than the clock is sure of; an exception also by
-    itself, after the others. `data`: of the agent, which takes this process for one more rank."""
+    """Seconds of a call, the mean of BATCH, because a single one is shorter than the clock is sure of; an exception
+    also by itself, after the others. `data`: of the agent, which takes this process for one more rank."""
     error = failed(5)
     secret = registration_secret(TOKEN, REPLICA, NUM_RANKS, 1)
     calls: dict[str, Callable[[], None]] = {
@@ -213,7 +215,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for path, limit in (("/metrics", 200), ("/metrics/dcgm", 300)):
         times = took[path]
         lines.append(
-            f"| scrape of `{path}` | P50 {1e3 * statistics.median(times):.1f} ms, P99 {1e3 * quantile(times, 0.99):.1f} ms"
+            f"| scrape of `{path}` | P50 {1e3 * statistics.median(times):.1f} ms, P99 "
+            f"{1e3 * quantile(times, 0.99):.1f} ms"
             f" (n={len(times)}) | P99 60 ms |"
         )
         lines.append(f"| size of `{path}` | {sizes[path] / 1024:.0f} KiB | {limit} KiB |")

@@ -1,8 +1,8 @@
 """The large node of the agent's benchmarks: 8 GPUs, 8 InfiniBand NICs and 16 ranks.
 
-The GPUs are our stand-in for NVML (tests/agent/nvml, built with gcc, so that the real nvidia-ml-py runs through ctypes; it
-times its own C code), the NICs a tree of files, the ranks processes that report ten times a second. Numbers of GPUs and NICs
-move each second.
+The GPUs are our stand-in for NVML (tests/agent/nvml, built with gcc, so that the real nvidia-ml-py runs through ctypes;
+it times its own C code), the NICs a tree of files, the ranks processes that report ten times a second. Numbers of GPUs
+and NICs move each second.
 """
 
 import http.client

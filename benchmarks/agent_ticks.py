@@ -1,10 +1,11 @@
 """Whether the agent stays as it is over many looks: `python benchmarks/agent_ticks.py`.
 
-The node of `agent.py` (8 GPUs of our stand-in, 8 NICs, 16 ranks), looked at by the agent's own parts in this process: every
-collector at its pace, the processes, the host, housekeeping, a reader of samples each second and a scrape every fifteen. The
-clock is a fake that moves by a second a tick, so that a day and more passes in minutes: what is slow by design (every 5, 10
-or 15 s) comes as often per tick as in life. Numbers of GPUs and NICs move, lines come into the kernel log, ranks end and
-others take their places; the log of events is full from the beginning, as on an old node. Printed at 10^3, 10^4 and 10^5
+The node of `agent.py` (8 GPUs of our stand-in, 8 NICs, 16 ranks), looked at by the agent's own parts in this process:
+every collector at its pace, the processes, the host, housekeeping, a reader of samples each second and a scrape every
+fifteen. The clock is a fake that moves by a second a tick, so that a day and more passes in minutes: what is slow by
+design (every 5, 10 or 15 s) comes as often per tick as in life. Numbers of GPUs and NICs move, lines come into the
+kernel log, ranks end and others take their places; the log of events is full from the beginning, as on an old node.
+Printed at 10^3, 10^4 and 10^5
 ticks: resident memory, open files, CPU a tick by part.
 """
 
@@ -76,8 +77,8 @@ print(statistics.median(loop() for _ in range(5)))
 
 
 def machine_speed() -> float:
-    """Seconds of CPU for work that is always the same: what else runs on the machine makes a core slower, too. In a process
-    of its own, whose memory is not ours."""
+    """Seconds of CPU for work that is always the same: what else runs on the machine makes a core slower, too. In a
+    process of its own, whose memory is not ours."""
     return float(subprocess.run([sys.executable, "-c", LOOP], capture_output=True, text=True, check=True).stdout)
 
 
@@ -255,7 +256,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     began = time.monotonic()
     marks = measured(args.ticks, 60 * args.minutes)
     config = (
-        f"{full.NUM_GPUS} GPUs (stand-in), {full.NUM_NICS} NICs, {full.NUM_RANKS} ranks; {marks[-1].num_ticks} ticks of a "
+        f"{full.NUM_GPUS} GPUs (stand-in), {full.NUM_NICS} NICs, {full.NUM_RANKS} ranks; {marks[-1].num_ticks} ticks "
+        f"of a "
         f"second each, of {args.ticks} asked for, in {time.monotonic() - began:.0f} s"
     )
     lines = common.header("The node agent over many looks", config, "none: nothing is drawn") + report(marks)

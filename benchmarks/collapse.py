@@ -103,7 +103,8 @@ def report(found: Sequence[Judged], commit: str) -> list[str]:
     seeds = ", ".join(str(j.spec.seed) for j in found)
     config = (
         f"built-in task of 6 digits, model of width 64, settings of each algorithm as they are; level "
-        f"{collapse_signs.LEVEL_STEPS} steps, recent {collapse_signs.RECENT_STEPS}, clear fall {collapse_signs.CLEAR_SHARE}"
+        f"{collapse_signs.LEVEL_STEPS} steps, recent {collapse_signs.RECENT_STEPS}, clear fall "
+        f"{collapse_signs.CLEAR_SHARE}"
     )
     lines = common.header("Collapse of a policy, on courses of real training", config, seeds, commit)
     return [*lines, *_spoiled(found), "", *_healthy(found)]
@@ -144,8 +145,10 @@ def _healthy(found: Sequence[Judged]) -> list[str]:
     if not false:
         courses = min(1.0, UPPER_95 / len(lawful))
         lines.append(
-            f"With 95 % confidence below {1000 * UPPER_95 / rows:.2f} if each step were a trial of its own; but the steps of a "
-            f"course are alike, and the {len(lawful)} courses as trials only say that at most {courses:.0%} of courses have one."
+            f"With 95 % confidence below {1000 * UPPER_95 / rows:.2f} if each step were a trial of its own; but the "
+            f"steps of a "
+            f"course are alike, and the {len(lawful)} courses as trials only say that at most {courses:.0%} of "
+            f"courses have one."
         )
     lines.append("The thresholds were chosen with such courses at hand: another job may show more.")
     told = [j for j in found if j.false_alarms]

@@ -1,4 +1,5 @@
-"""Courses of real training, healthy and spoiled by real means: what benchmarks/collapse.py judges, and tests keep some of.
+"""Courses of real training, healthy and spoiled by real means: what benchmarks/collapse.py judges, and tests keep some
+of.
 
 A trainer replica learns the built-in task from random weights, step by step, in one process (`testing_learning`). From
 step `at` on something is wrong:
@@ -7,11 +8,11 @@ step `at` on something is wrong:
     reward_constant  the reward function gives 0.5 for everything
     reward_sign      the reward function gives 1 - reward
     data             answers are judged by the digits of other prompts
-    weights          an engine that writes a third of each step holds one wrong matrix: noise of `factor` standard deviations
-    reckless         from the first step: no entropy bonus, and ten times the learning rate
+    weights          an engine that writes a third of each step holds one wrong matrix: noise of `factor` standard
+    deviations reckless         from the first step: no entropy bonus, and ten times the learning rate
 
-or something lawful happens: `rollback` to the checkpoint of half as many steps, `warmup` of the learning rate. Half of the
-steps, at random, are trained on what the newest version wrote, the others on one older.
+or something lawful happens: `rollback` to the checkpoint of half as many steps, `warmup` of the learning rate. Half of
+the steps, at random, are trained on what the newest version wrote, the others on one older.
 """
 
 import random
@@ -103,7 +104,8 @@ class Trained:
 
 
 def course(spec: Spec) -> list[dict[str, float]]:
-    """Rows of SIGNS, those that are known, one a step in the order in which they were made; a rollback repeats steps."""
+    """Rows of SIGNS, those that are known, one a step in the order in which they were made; a rollback repeats
+    steps."""
     coin, noise = random.Random(spec.seed), torch.Generator().manual_seed(spec.seed)
     reckless = spec.kind == "reckless"
     job = spec.job(10.0 if reckless else 1.0 / 8 if spec.kind == "warmup" else 1.0)

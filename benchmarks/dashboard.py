@@ -1,10 +1,10 @@
 """How quick the dashboard is on a large cluster's journal: `python benchmarks/dashboard.py`.
 
-1,000 replicas and 10,000 incidents of about ten events each (tests/dashboards/big_journal.py). `rolecall dashboard` serves
-it as an operator would have it, a headless Chromium opens each page. First paint: from the beginning of the navigation
-until the page's own content stands (not its heading), with nothing in the browser's cache. Cold: the very first page
-of a server that has just told its address, while it still reads the history. Warm: a server that has read all of it.
-At rest: CPU of the server with one page open and nothing happening; memory when the history is read.
+1,000 replicas and 10,000 incidents of about ten events each (tests/dashboards/big_journal.py). `rolecall dashboard`
+serves it as an operator would have it, a headless Chromium opens each page. First paint: from the beginning of the
+navigation until the page's own content stands (not its heading), with nothing in the browser's cache. Cold: the very
+first page of a server that has just told its address, while it still reads the history. Warm: a server that has read
+all of it. At rest: CPU of the server with one page open and nothing happening; memory when the history is read.
 """
 
 import argparse

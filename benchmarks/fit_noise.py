@@ -5,18 +5,19 @@
 Residual: a machine's value less the median of the other machines at the same tick, less its own mean over the recording
 (the offset). Of each metric of each healthy recording:
 
-- offset: standard deviation of the offsets over machines, in standard deviations of the residual over machines and time;
+- offset: standard deviation of the offsets over machines, in standard deviations of the residual over machines and
+time;
 - scale: standard deviation over machines of the log of each one's own scale (interquartile range);
 - autocorrelation: the variance of means over k seconds, times k, over the variance (1 for white noise), pooled over
   machines; to its growth with k is fitted (1 - share) AR(1) + share wander, a second AR(1) of half a minute to ten
   minutes. Means, since work that comes in batches of 5 s, as in exathlon, makes single lags say little;
 - tails: maximum-likelihood Student-t degrees of freedom of the innovations r_t - phi r_{t-1}, and the largest residual.
 
-Left out are metrics that stand still in more than half of all ticks on most machines: they say nothing of noise. Printed
-are quantiles over metrics (those of each recording count once each), of each set and of both with equal weight. From
-both the simulation takes autocorrelation, wander and tails, by tick: exathlon is sampled each second and holds rates,
-nearly white once the work is taken out; asd every 5 minutes, and moves slowly: gauges like it are found in any fleet
-sampled each second, so its coefficients are taken over per tick. Offsets are exathlon's (asd came normalised by
+Left out are metrics that stand still in more than half of all ticks on most machines: they say nothing of noise.
+Printed are quantiles over metrics (those of each recording count once each), of each set and of both with equal weight.
+From both the simulation takes autocorrelation, wander and tails, by tick: exathlon is sampled each second and holds
+rates, nearly white once the work is taken out; asd every 5 minutes, and moves slowly: gauges like it are found in any
+fleet sampled each second, so its coefficients are taken over per tick. Offsets are exathlon's (asd came normalised by
 machine), scales asd's (twelve servers of one service; exathlon's four nodes do unequal work).
 """
 

@@ -9,8 +9,9 @@ The fleet is that of `detector/simulation/fleet.py`. Every detector sees each ta
 
 An alarm is a machine named. It is right when it names the faulty machine between the fault's onset and 60 s after its
 end; further ones of it in that time are free. Every other alarm is false, one that names a neighbour hit by propagation
-included: whoever acts on it replaces a healthy machine. False alarms of one machine within 5 minutes of the last are one.
-Delays count from the onset of the fault, of a ramp from its beginning; a fault that is missed is later than all others.
+included: whoever acts on it replaces a healthy machine. False alarms of one machine within 5 minutes of the last are
+one. Delays count from the onset of the fault, of a ramp from its beginning; a fault that is missed is later than all
+others.
 """
 
 import argparse
@@ -146,7 +147,8 @@ def run(
                 outcomes.append(future.result())
                 done += waiting[future].num_machines * waiting[future].num_ticks
                 say(
-                    f"{len(outcomes)}/{len(tasks)} tasks, {100 * done / total:.0f} % of the work, {time.monotonic() - began:.0f} s"
+                    f"{len(outcomes)}/{len(tasks)} tasks, {100 * done / total:.0f} % of the work, "
+                    f"{time.monotonic() - began:.0f} s"
                 )
         except BaseException:  # Ctrl-C, too: what has not begun is not begun, and the error goes on
             pool.shutdown(wait=False, cancel_futures=True)
@@ -177,7 +179,10 @@ def main() -> int:
     tasks = fleet(seed=args.seed, num_tasks=args.tasks, num_healthy=args.healthy, num_machines_max=largest)
     runs = run(tasks, wanted, args.model, args.workers, lambda line: print(line, file=sys.stderr, flush=True))
     budget = f"{args.machine_seconds:.3g} machine-seconds at most" if args.machine_seconds else "Minder's sizes in full"
-    config = f"{args.detectors}; asked {args.false_alarms_per_1000_machine_days}; {args.tasks} faulty and {args.healthy} healthy tasks of at most {largest} machines ({budget})"
+    config = (
+        f"{args.detectors}; asked {args.false_alarms_per_1000_machine_days}; {args.tasks} faulty and "
+        f"{args.healthy} healthy tasks of at most {largest} machines ({budget})"
+    )
     lines = [*common.header("Simulated fleet", config, str(args.seed)), *report(runs)]
     path = common.write(args.name, lines)
     picture = path.with_suffix(".svg")

@@ -164,9 +164,12 @@ def precision(right: float, false: float, false_healthy: float) -> float:
 MACHINES_MEAN = (NUM_MACHINES_MAX - NUM_MACHINES_MIN) / math.log(NUM_MACHINES_MAX / NUM_MACHINES_MIN)
 """Of Minder's tasks, taken as log-uniform."""
 PRECISION_SAID = (
-    f"Minder's: {MINDER_FAULTS_PER_DAY:g} faults a day in a task of {MACHINES_MEAN:.0f} machines, the mean of {NUM_MACHINES_MIN} "
-    f"to {NUM_MACHINES_MAX:,} log-uniform; base rate: {BASE_RATE_PER_1000_MACHINE_DAYS:g} faults per 1,000 machine-days. "
-    "Wrong per fault: all false alarms from a fault's onset to 2 minutes after its end, on tasks of the sizes simulated here."
+    f"Minder's: {MINDER_FAULTS_PER_DAY:g} faults a day in a task of {MACHINES_MEAN:.0f} machines, the mean of "
+    f"{NUM_MACHINES_MIN} "
+    f"to {NUM_MACHINES_MAX:,} log-uniform; base rate: {BASE_RATE_PER_1000_MACHINE_DAYS:g} faults per 1,000 "
+    f"machine-days. "
+    "Wrong per fault: all false alarms from a fault's onset to 2 minutes after its end, on tasks of the sizes "
+    "simulated here."
 )
 
 
@@ -195,7 +198,10 @@ def precision_table(runs: Sequence[Sequence[Outcome]]) -> list[str]:
                     name,
                     f"{recall:.3f}",
                     f"{wrong:.3f}",
-                    f"{precision(right, false, k / days / 1000 * machine_days):.3f} (at least {precision(right, false, high * machine_days):.3f})",
+                    (
+                        f"{precision(right, false, k / days / 1000 * machine_days):.3f} (at least "
+                        f"{precision(right, false, high * machine_days):.3f})"
+                    ),
                     f"{precision(right, false, mine[0].asked / 1000 * machine_days):.3f}",
                     f"{gives:.2f}" if gives > 0 else "none",
                 ]
@@ -233,8 +239,14 @@ def curve(runs: Sequence[Sequence[Outcome]]) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif" font-size="11" fill="#333333">',
         f'<rect {size} fill="#ffffff"/>',
         f'<rect x="{MARGIN}" y="{MARGIN}" width="{WIDTH}" height="{HEIGHT}" fill="none" stroke="#cccccc"/>',
-        f'<text x="{MARGIN}" y="{MARGIN - 14}" font-weight="bold">Recall against effect (bars: exact 95 % intervals)</text>',
-        f'<text x="{MARGIN + WIDTH / 2}" y="{MARGIN + HEIGHT + 34}" text-anchor="middle">effect, peer standard deviations</text>',
+        (
+            f'<text x="{MARGIN}" y="{MARGIN - 14}" font-weight="bold">Recall against effect (bars: exact 95 % '
+            f"intervals)</text>"
+        ),
+        (
+            f'<text x="{MARGIN + WIDTH / 2}" y="{MARGIN + HEIGHT + 34}" text-anchor="middle">effect, peer standard '
+            f"deviations</text>"
+        ),
     ]
     for tick in EFFECT_TICKS:
         parts.append(f'<line x1="{x(tick):.1f}" x2="{x(tick):.1f}" y1="{y(0)}" y2="{y(1)}" stroke="#eeeeee"/>')
@@ -269,8 +281,10 @@ def report(runs: Sequence[Sequence[Outcome]]) -> list[str]:
     days = sum(t.num_machines * t.num_ticks for t in tasks) / SECONDS_PER_DAY
     num_faults = sum(t.fault is not None for t in tasks)
     what = (
-        f"{num_faults} faults in as many tasks, {len(tasks) - num_faults} healthy tasks; {sizes[0]} to {sizes[-1]} machines "
-        f"(median {sizes[len(sizes) // 2]}), {days:,.0f} machine-days. A missed fault is later than every found one. What is "
+        f"{num_faults} faults in as many tasks, {len(tasks) - num_faults} healthy tasks; {sizes[0]} to {sizes[-1]} "
+        f"machines "
+        f"(median {sizes[len(sizes) // 2]}), {days:,.0f} machine-days. A missed fault is later than every found one. "
+        f"What is "
         "simulated, and from which source: `detector/simulation/fleet.py`; what counts as right: `benchmarks/fleet.py`."
     )
     lines = [what, ""]

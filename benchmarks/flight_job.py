@@ -153,7 +153,8 @@ def play(layout: Layout, scenario: str, culprit: int) -> Story:
     return Story(begun, finished, programs, dumped)
 
 
-# --- its dumps, as PyTorch's pickler writes them -----------------------------------------------------------------------
+# --- its dumps, as PyTorch's pickler writes them
+# -----------------------------------------------------------------------
 
 
 class TorchPickler:
@@ -224,7 +225,8 @@ class TorchPickler:
 
 
 def stacks() -> list[list[dict[str, Any]]]:
-    """One for each place in the program, innermost frame first: the two innermost are its own, the others are shared."""
+    """One for each place in the program, innermost frame first: the two innermost are its own, the others are
+    shared."""
     outer = [
         _frame(n, 40 + i)
         for i, n in enumerate(("reduce", "step", "train_step", "run", "train", "fit", "main", "<module>"))

@@ -4,10 +4,10 @@
     python benchmarks/flight_recorder.py --ranks 256 --no-stock   smaller, without PyTorch's own analyser
 
 A job of tensor (8), pipeline (4) and data parallel groups beside the group of all runs its program, each operation
-blocking, until one rank misbehaves. The dumps that its ranks would leave then are written to a temporary folder, byte for
-byte as PyTorch's pickler writes them (compared with dumps of a gloo job), with stack frames. They are read again, in full
-and by the fast way: the status of all first, then the entries of those who matter. PyTorch's `fr_trace` analyses the dumps
-of a smaller job beside it.
+blocking, until one rank misbehaves. The dumps that its ranks would leave then are written to a temporary folder, byte
+for byte as PyTorch's pickler writes them (compared with dumps of a gloo job), with stack frames. They are read again,
+in full and by the fast way: the status of all first, then the entries of those who matter. PyTorch's `fr_trace`
+analyses the dumps of a smaller job beside it.
 """
 
 import argparse
@@ -29,7 +29,8 @@ from flight_job import NUM_PLACES, PP, PREFIX, SCENARIOS, TP, Layout, play, writ
 from rolecall.detector.artifacts.flight_recorder import diagnosis as flight_recorder
 from rolecall.detector.artifacts.flight_recorder import dumps as flight_dumps
 
-# --- reading -----------------------------------------------------------------------------------------------------------
+# --- reading
+# -----------------------------------------------------------------------------------------------------------
 
 
 def measure(folder: Path, world_size: int, fast: bool, num_processes: int) -> dict[str, Any]:
@@ -101,7 +102,8 @@ def stock(folder: Path) -> tuple[float, str, set[int]]:
     return seconds, "ended" if done.returncode == 0 else f"failed: {last}", named
 
 
-# --- the report --------------------------------------------------------------------------------------------------------
+# --- the report
+# --------------------------------------------------------------------------------------------------------
 
 
 def named(result: dict[str, Any]) -> str:
@@ -117,8 +119,8 @@ def right(result: dict[str, Any], scenario: str, culprit: int) -> bool:
 def run(num_ranks: int, num_entries: int, culprit: int, num_processes: int, scratch: Path) -> list[str]:
     layout = Layout(num_ranks)
     lines = [
-        "| scenario | dumps | full: s | CPU s | others' CPU s | peak GiB | right | fast: s | CPU s | others' CPU s | peak GiB"
-        + " | parsed whole | right |",
+        "| scenario | dumps | full: s | CPU s | others' CPU s | peak GiB | right | fast: s | CPU s | others' CPU s | "
+        "peak GiB" + " | parsed whole | right |",
         "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     sentences = []
@@ -185,12 +187,24 @@ def main() -> None:
         print(json.dumps(measure(args.measure, args.ranks, args.fast, args.processes)))
         return
     lines = run(args.ranks, args.entries, args.culprit, args.processes, args.scratch)
-    config = f"{args.ranks} ranks x {args.entries} entries, each of {NUM_PLACES} places with a stack of ten frames, {args.processes} processes"
+    config = (
+        f"{args.ranks} ranks x {args.entries} entries, each of {NUM_PLACES} places with a stack of ten frames, "
+        f"{args.processes} processes"
+    )
     report = common.header("Flight Recorder: who holds up the job", config, f"none; culprit is rank {args.culprit}")
     report += [
-        f"Tensor parallel {TP}, pipeline {PP}, data parallel {args.ranks // TP // PP}; NCCL-like dumps. Wall seconds from the",
-        "first file to the findings in a process started for it, readers included; dumps lie in the page cache. Peak: resident",
-        f"memory of the parent plus {args.processes} times the largest reader. Others' CPU seconds: what the rest of the machine",
+        (
+            f"Tensor parallel {TP}, pipeline {PP}, data parallel {args.ranks // TP // PP}; NCCL-like dumps. Wall seconds "  # noqa: E501
+            f"from the"
+        ),
+        (
+            "first file to the findings in a process started for it, readers included; dumps lie in the page cache. "
+            "Peak: resident"
+        ),
+        (
+            f"memory of the parent plus {args.processes} times the largest reader. Others' CPU seconds: what the rest of "  # noqa: E501
+            f"the machine"
+        ),
         "used meanwhile; wall seconds grow with it, and on a machine of its own are about half of the CPU seconds.",
         "",
         *lines,
@@ -198,8 +212,14 @@ def main() -> None:
     if not args.no_stock:
         report += [
             "",
-            "PyTorch's analyser (`fr_trace --allow-incomplete-ranks`, one process, its import of torch included) on the dumps",
-            "of smaller jobs of the same kind, with and without the pipeline's point-to-point traffic; named is whoever it",
+            (
+                "PyTorch's analyser (`fr_trace --allow-incomplete-ranks`, one process, its import of torch included) on "  # noqa: E501
+                "the dumps"
+            ),
+            (
+                "of smaller jobs of the same kind, with and without the pipeline's point-to-point traffic; named is "
+                "whoever it"
+            ),
             f"calls missing or culprit. It was given {STOCK_SECONDS_MAX} s:",
             "",
         ]

@@ -1,7 +1,8 @@
 """One record of `learning.py`: its rewards, and what was spent until some reward.
 
-A reward is a mean over `SMOOTH_STEPS` steps, of all answers that ended in them. A run that ended because dynamic sampling
-found nothing more to teach keeps its last reward. Whatever a run did not reach counts as later than all that was reached.
+A reward is a mean over `SMOOTH_STEPS` steps, of all answers that ended in them. A run that ended because dynamic
+sampling found nothing more to teach keeps its last reward. Whatever a run did not reach counts as later than all that
+was reached.
 """
 
 import math

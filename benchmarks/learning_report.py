@@ -64,8 +64,8 @@ def spread_of(values: Sequence[float | None], digits: int = 2) -> str:
 
 
 def until(values: Sequence[float | None], digits: int = 0) -> str:
-    """`median (extremes; how many)` of what was spent until a goal; None: it was not reached. Of an even number the later
-    one of the middle, for there is no mean with what was not reached."""
+    """`median (extremes; how many)` of what was spent until a goal; None: it was not reached. Of an even number the
+    later one of the middle, for there is no mean with what was not reached."""
     if not values:
         return "-"
     ordered = sorted(math.inf if v is None else v for v in values)
@@ -208,7 +208,8 @@ def parts(named: dict[str, list[Record]]) -> list[str]:
     budget = min((total(r, "tokens")[-1] for rs in named.values() for r in rs if r["ended"] == "steps"), default=0.0)
     lines += [
         (
-            "What it took, over the whole run; `at equal tokens`: reward when as many tokens were generated as by that one "
+            "What it took, over the whole run; `at equal tokens`: reward when as many tokens were generated as by "
+            "that one "
             f"of the runs with all their steps which generated the fewest ({budget:,.0f}):"
         ),
         "",
@@ -244,7 +245,8 @@ def steps_between(named: dict[str, list[Record]]) -> list[str]:
         rows.append((after, spread(changes, 3), better, spread(exams, 3)))
     return [
         (
-            "Change of the reward by each part, seed by seed. n is small: where the quartiles hold 0, nothing is shown, and "
+            "Change of the reward by each part, seed by seed. n is small: where the quartiles hold 0, nothing is "
+            "shown, and "
             "all five in one direction come by chance once in 16, of each part:"
         ),
         "",
@@ -257,9 +259,12 @@ def race(named: dict[str, list[Record]]) -> list[str]:
     seconds = max(r["run"]["seconds_max"] for rs in named.values() for r in rs)
     lines += [
         (
-            f"`long_addition` of {RACE_DIGITS} places, {seconds:.0f} s of generating and training each, engine in the same process, one thread. The two "
-            "have the same settings but for the window: groups are of one sample with PPO too, and a step has as many of "
-            "its whole answers as of T-PPO's windows. The settings are T-PPO's defaults, not PPO's (lambda 1 among them). The "
+            f"`long_addition` of {RACE_DIGITS} places, {seconds:.0f} s of generating and training each, engine in "
+            f"the same process, one thread. The two "
+            "have the same settings but for the window: groups are of one sample with PPO too, and a step has as "
+            "many of "
+            "its whole answers as of T-PPO's windows. The settings are T-PPO's defaults, not PPO's (lambda 1 among "
+            "them). The "
             "two of a seed ran at the same time, on a core each."
         ),
         "",
@@ -295,9 +300,12 @@ def race(named: dict[str, list[Record]]) -> list[str]:
     lines += [cost_of_a_step([r for rs in named.values() for r in rs]), ""]
     lines += [
         (
-            f"Seconds until the first examination that shows a reward: {EXAM_PROMPTS} whole answers to prompts of other "
-            f"numbers, every {named[next(iter(named))][0]['run']['exam_every']} steps, its time not counted (median, extremes, "
-            "how many reached it). Both are asked every so many steps and not seconds: the seconds between examinations are "
+            f"Seconds until the first examination that shows a reward: {EXAM_PROMPTS} whole answers to prompts of "
+            f"other "
+            f"numbers, every {named[next(iter(named))][0]['run']['exam_every']} steps, its time not counted (median, "
+            f"extremes, "
+            "how many reached it). Both are asked every so many steps and not seconds: the seconds between "
+            "examinations are "
             "how late a time may be, and whoever is asked more often is lucky more often (the standard error of one "
             "examination is at most 0.03):"
         ),
@@ -312,7 +320,8 @@ def race(named: dict[str, list[Record]]) -> list[str]:
 
 
 def cost_of_a_step(records: Sequence[Record]) -> str:
-    """Least squares over all steps of both: what an engine step costs however few rows it has, and what a token costs."""
+    """Least squares over all steps of both: what an engine step costs however few rows it has, and what a token
+    costs."""
     columns = [r["columns"] for r in records]
     took = np.array([s for c in columns for s in c["write_seconds"]])
     steps = np.array([f for c in columns for f in c["forwards"]], dtype=float)
@@ -325,12 +334,14 @@ def cost_of_a_step(records: Sequence[Record]) -> str:
     explained = 1 - float(np.var(took - causes @ np.array([step, token, read, rest])) / np.var(took))
     if explained < EXPLAINED_MIN or min(step, token, read, rest) < 0:
         return (
-            f"What an engine step costs however few rows it has, and what a token more, cannot be told apart here: a fit over "
+            f"What an engine step costs however few rows it has, and what a token more, cannot be told apart here: a "
+            f"fit over "
             f"all {len(took):,} steps explains {explained:.2f} of the variance."
         )
     return (
         f"Fitted over all {len(took):,} steps (explains {explained:.2f} of the variance): an engine step costs "
-        f"{1e3 * step:.1f} ms however few rows it has, a generated token {1e6 * token:.0f} us more, a token of a prompt or "
+        f"{1e3 * step:.1f} ms however few rows it has, a generated token {1e6 * token:.0f} us more, a token of a "
+        f"prompt or "
         f"an earlier window {1e6 * read:.0f} us, and a step's generation {1e3 * rest:.0f} ms besides (new weights)."
     )
 
@@ -350,22 +361,46 @@ def paired(by_seed: dict[str, dict[int, float | None]]) -> tuple[str, str]:
 READING = (
     "## How to read this",
     "",
-    "- The model has under a million parameters and starts from random weights, the tasks are made up, the answers short.",
-    "  What helps a pretrained model of billions may do nothing here, and the other way round. Nothing here confirms or",
+    (
+        "- The model has under a million parameters and starts from random weights, the tasks are made up, the answers "
+        "short."
+    ),
+    (
+        "  What helps a pretrained model of billions may do nothing here, and the other way round. Nothing here confirms "  # noqa: E501
+        "or"
+    ),
     "  refutes a paper's number.",
-    "- Settings are the defaults but where a part says otherwise: found by a few trials on seeds from 100 on, not the best",
-    "  that there are. Which algorithm comes first is true of these settings and not of the methods. DAPO keeps its paper's",
+    (
+        "- Settings are the defaults but where a part says otherwise: found by a few trials on seeds from 100 on, not "
+        "the best"
+    ),
+    (
+        "  that there are. Which algorithm comes first is true of these settings and not of the methods. DAPO keeps its "  # noqa: E501
+        "paper's"
+    ),
     "  narrow clip range, GRPO, PPO and T-PPO have a wider one: what is clipped stands in the tables.",
     "- Five seeds show large differences only, fewer show none to rely on.",
-    "- Examinations ask prompts of numbers that no step had. Of `long_addition`'s short prompts there are so few that most",
+    (
+        "- Examinations ask prompts of numbers that no step had. Of `long_addition`'s short prompts there are so few "
+        "that most"
+    ),
     "  were trained on all the same: there an examination shows what was learned, and hardly how it generalises.",
     "",
 )
 RACE_READING = (
-    "- In the race the occupancy of the slots is what T-PPO gains, and what an engine step costs however few rows it has",
+    (
+        "- In the race the occupancy of the slots is what T-PPO gains, and what an engine step costs however few rows it "  # noqa: E501
+        "has"
+    ),
     "  is what an empty slot wastes: on a CPU a step with fewer rows is cheaper, so an empty slot costs less than on a",
-    "  GPU, where it costs nearly as much as a full one. T-PPO pays for it by reading prompt and earlier tokens again in",
-    "  each window, because new weights void the cache. Answers of a few dozen tokens have no tail as those of 20,000 have.",
+    (
+        "  GPU, where it costs nearly as much as a full one. T-PPO pays for it by reading prompt and earlier tokens "
+        "again in"
+    ),
+    (
+        "  each window, because new weights void the cache. Answers of a few dozen tokens have no tail as those of "
+        "20,000 have."
+    ),
     "",
 )
 
@@ -374,7 +409,8 @@ def report(records: Sequence[Record]) -> list[str]:
     seeds = sorted({r["run"]["seed"] for r in records})
     lines = common.header(
         "Learning curves",
-        f"defaults of each algorithm but where a part says otherwise; samples {STALENESS} versions old; settings at the end",
+        f"defaults of each algorithm but where a part says otherwise; samples {STALENESS} versions old; settings at "
+        f"the end",
         ", ".join(map(str, seeds)),
         ", ".join(sorted({f"{r['commit']} ({r['run']['part']})" for r in records})),
     )
@@ -386,7 +422,8 @@ def report(records: Sequence[Record]) -> list[str]:
             f"{statistics.median(loads):.1f} (largest {max(loads):.1f})"
         ),
         (
-            "- numbers are medians over seeds (quartiles; extremes), of fewer runs where the cell says so; rewards are means "
+            "- numbers are medians over seeds (quartiles; extremes), of fewer runs where the cell says so; rewards "
+            "are means "
             f"over {SMOOTH_STEPS} steps, of all answers that ended in them"
         ),
     ]

@@ -39,11 +39,13 @@ DIGITS = 4
 """Significant digits of what is kept."""
 CURVES, SMALLER, PARTS, RACE = "curves", "smaller", "parts", "race"
 SMALL = {"hidden_size": 64, "intermediate_size": 128}
-"""Model of all parts but `curves`: a step costs a third, so that an hour of two CPUs is enough for five seeds of everything."""
+"""Model of all parts but `curves`: a step costs a third, so that an hour of two CPUs is enough for five seeds of
+everything."""
 SMALLER_DIGITS, SMALLER_WINDOW = 8, 10
 """Of digit_parity: a right answer has 9 tokens, the longest 12. By T-PPO's default no window would be cut there."""
 PARTS_DIGITS, RACE_DIGITS = 6, 12
-"""Most places of a number: answers have 3 to 13 and 3 to 25 tokens. In the race a sixth are longer than a window of 16."""
+"""Most places of a number: answers have 3 to 13 and 3 to 25 tokens. In the race a sixth are longer than a window of
+16."""
 NOT_FILLED = "not filled: "
 """How `ended` begins where dynamic sampling found no full batch, in most cases because everything is solved."""
 

@@ -1,9 +1,9 @@
 """A thousand agents read by one watcher: `python benchmarks/many_agents.py`.
 
-Stand-ins in processes of their own speak the agents' protocol over loopback: each has a port, a round of samples a second
-(so many ranks, and the host) that it keeps until it is asked for, and holds a request for events until it times out. The
-reader is `AgentsSource` alone, then all of `rolecall watch agents`. Measured: CPU of the reading process, how old each
-agent's newest sample is whenever the reader polls, and that no agent is ever told as unreachable.
+Stand-ins in processes of their own speak the agents' protocol over loopback: each has a port, a round of samples a
+second (so many ranks, and the host) that it keeps until it is asked for, and holds a request for events until it times
+out. The reader is `AgentsSource` alone, then all of `rolecall watch agents`. Measured: CPU of the reading process, how
+old each agent's newest sample is whenever the reader polls, and that no agent is ever told as unreachable.
 """
 
 import argparse
@@ -152,7 +152,8 @@ class Protocol(asyncio.Protocol):
 
 
 def serve(first: int, num_agents: int, num_ranks: int, tell: Connection) -> None:
-    gc.disable()  # looking for cycles in half a million samples would hold up 500 agents at once, which real ones never are
+    # looking for cycles in half a million samples would hold up 500 agents at once, which real ones never are
+    gc.disable()
 
     async def main() -> None:
         loop, urls = asyncio.get_running_loop(), {}
@@ -167,8 +168,8 @@ def serve(first: int, num_agents: int, num_ranks: int, tell: Connection) -> None
 
 
 class Measured(AgentsSource):
-    """As `watch` uses it. Measures from `WARM_SECONDS` after its start on: CPU of this process, and how old each agent's
-    newest sample is whenever somebody polls."""
+    """As `watch` uses it. Measures from `WARM_SECONDS` after its start on: CPU of this process, and how old each
+    agent's newest sample is whenever somebody polls."""
 
     last: "Measured"
 

@@ -5,9 +5,10 @@
     python benchmarks/minder.py --fit-built-in       trains the denoisers and the priority that minder ships with
 
 The built-in model is fitted on simulated tasks of seed `FIT_SEED`; all else runs on tasks of other seeds. Minder's own
-kind of case is what its paper describes; then one thing at a time is as in the fleet. What the ablations vary: no continuity (the same thresholds, named at once), RAW, CON, INT (Minder, section 6.4), fewer and more metrics.
-Right and wrong alarms are counted as in `benchmarks/fleet.py`. Real recordings: `asd` and `exathlon` of `../shared/data`,
-by the event protocol of its `score.py`, with default settings; the part is left out where the folder is absent.
+kind of case is what its paper describes; then one thing at a time is as in the fleet. What the ablations vary: no
+continuity (the same thresholds, named at once), RAW, CON, INT (Minder, section 6.4), fewer and more metrics. Right and
+wrong alarms are counted as in `benchmarks/fleet.py`. Real recordings: `asd` and `exathlon` of `../shared/data`, by the
+event protocol of its `score.py`, with default settings; the part is left out where the folder is absent.
 """
 
 import argparse
@@ -84,7 +85,8 @@ def fit_built_in(num_tasks: int, num_steps: int) -> list[str]:
 
 
 def smooth(seed: int, num: int) -> Floats:
-    """(8, 1, 1, num): levels and waves slower than the window with 0.3 % noise, the kind of data behind the paper's bar."""
+    """(8, 1, 1, num): levels and waves slower than the window with 0.3 % noise, the kind of data behind the paper's
+    bar."""
     rng = np.random.default_rng(seed)
     wave = np.sin(rng.uniform(0.02, 0.2, num) * np.arange(8)[:, None] + rng.uniform(0, 2 * np.pi, num))
     values = 0.5 + rng.uniform(0, 0.4, num) * wave + rng.uniform(-0.1, 0.1, num)
@@ -166,7 +168,8 @@ class Count:
 
 
 def of_its_kind(fault: SimulatedFault | None, tried: Sequence[str]) -> bool:
-    """Lasting (Minder: mostly more than 5 minutes), not intermittent, far out, and to be seen in a metric that it tries."""
+    """Lasting (Minder: mostly more than 5 minutes), not intermittent, far out, and to be seen in a metric that it
+    tries."""
     return (
         fault is not None
         and fault.how != Onset.INTERMITTENT
@@ -210,10 +213,14 @@ def ablations(args: argparse.Namespace) -> list[str]:
         "",
         (
             f"{args.tasks} faults, {args.healthy} healthy tasks, {sizes[0]} to {sizes[-1]} machines, seed {args.seed}; "
-            f"{sum(c[next(iter(c))].machine_days for c in counts):.1f} machine-days; asked {args.asked:g} false alarms per 1,000 "
-            "machine-days. The first row of each variant counts the false alarms of all tasks, the others those in theirs. Of "
-            f"its kind: steps and ramps of {OWN_KIND_SIGMAS_MIN:g} sigma and more that last {OWN_KIND_SECONDS_MIN:g} s and show in one of "
-            f"the first {minder.NUM_METRICS} metrics. Simulated faults show in 1 to 3 of 21 metrics; the paper's show in more. "
+            f"{sum(c[next(iter(c))].machine_days for c in counts):.1f} machine-days; asked {args.asked:g} false "
+            f"alarms per 1,000 "
+            "machine-days. The first row of each variant counts the false alarms of all tasks, the others those in "
+            "theirs. Of "
+            f"its kind: steps and ramps of {OWN_KIND_SIGMAS_MIN:g} sigma and more that last {OWN_KIND_SECONDS_MIN:g} "
+            f"s and show in one of "
+            f"the first {minder.NUM_METRICS} metrics. Simulated faults show in 1 to 3 of 21 metrics; the paper's "
+            f"show in more. "
             "The paper: precision 0.904, recall 0.883; 0.757 precision without continuity; RAW has the worst recall."
         ),
         "",
@@ -281,7 +288,8 @@ def real(args: argparse.Namespace) -> list[str]:
         "## Real recordings",
         "",
         (
-            "Default settings; asked: false alarms per 1,000 machine-days. Event F1 of these methods tuned on these very days: "
+            "Default settings; asked: false alarms per 1,000 machine-days. Event F1 of these methods tuned on these "
+            "very days: "
             "Mahalanobis 0.34, robust z 0.25, isolation forest 0.23, neighbours 0.21, PCA and pairwise distances 0.19."
         ),
         "",
@@ -332,8 +340,10 @@ def call(args: argparse.Namespace) -> list[str]:
         "## One call",
         "",
         (
-            f"15 minutes (900 ticks) of {CALL_MACHINES:,} machines, {CALL_METRICS} metrics, 2 % missing, one thread, n = 1. The "
-            f"paper: {PAPER_CALL_SECONDS} s on 128 cores, fetching included. Minder's pairwise distances cost the square of the "
+            f"15 minutes (900 ticks) of {CALL_MACHINES:,} machines, {CALL_METRICS} metrics, 2 % missing, one thread, "
+            f"n = 1. The "
+            f"paper: {PAPER_CALL_SECONDS} s on 128 cores, fetching included. Minder's pairwise distances cost the "
+            f"square of the "
             "machines."
         ),
         "",

@@ -51,8 +51,8 @@ class Change(StrEnum):
 
 
 def of_own_kind(task: SimulatedTask, change: Change) -> SimulatedTask:
-    """The task with its fault made as the paper has them: far out, in every metric of the groups that show its kind, there
-    at once or within a minute, and twice as long as the continuity asks at least."""
+    """The task with its fault made as the paper has them: far out, in every metric of the groups that show its kind,
+    there at once or within a minute, and twice as long as the continuity asks at least."""
     fault = task.fault
     assert fault
     groups = next(k.groups for k in FAULT_KINDS if k.name == fault.kind)
@@ -112,11 +112,16 @@ def own_kind(args: argparse.Namespace) -> list[str]:
         "",
         (
             f"Faults in the mix of Minder's evaluation, one a task of {min(t.num_machines for t in tasks)} to "
-            f"{max(t.num_machines for t in tasks)} machines, seed {args.seed}: {low:g} to {high:g} sigma, in every metric of the groups that "
-            "show the kind, there at once or within a minute, for 8 minutes or longer, after 15 to 20 healthy minutes. Asked: "
-            f"{args.asked:g} false alarms per 1,000 machine-days. Every tick is judged; a call every 8 minutes, as in the paper, tells "
-            f"{PAPER_CALL_EVERY_SECONDS / 2:.0f} s later on average. Then one thing at a time is as in the fleet (every second task). False: "
-            "all wrong alarms of those tasks, healthy time included; in brackets those of a neighbour that the fault reached."
+            f"{max(t.num_machines for t in tasks)} machines, seed {args.seed}: {low:g} to {high:g} sigma, in every "
+            f"metric of the groups that "
+            "show the kind, there at once or within a minute, for 8 minutes or longer, after 15 to 20 healthy "
+            "minutes. Asked: "
+            f"{args.asked:g} false alarms per 1,000 machine-days. Every tick is judged; a call every 8 minutes, as "
+            f"in the paper, tells "
+            f"{PAPER_CALL_EVERY_SECONDS / 2:.0f} s later on average. Then one thing at a time is as in the fleet "
+            f"(every second task). False: "
+            "all wrong alarms of those tasks, healthy time included; in brackets those of a neighbour that the fault "
+            "reached."
         ),
         "",
         *table((*head, "delay P50", "delay P95"), rows),
@@ -180,15 +185,20 @@ def reasons(mine: Sequence[Outcome]) -> list[str]:
     ]
     return [
         (
-            f"Of minder: {'; '.join(told_of)}. Missed: {', '.join(f'{num} {kind}' for kind, num in kinds) or 'none'}. Of {false} false alarms "
-            f"{victims} name a neighbour that the fault reached, {healthy} come in healthy time; {sum(map(false_alarms, spread))} are of the "
+            f"Of minder: {'; '.join(told_of)}. Missed: "
+            f"{', '.join(f'{num} {kind}' for kind, num in kinds) or 'none'}. Of {false} false alarms "
+            f"{victims} name a neighbour that the fault reached, {healthy} come in healthy time; "
+            f"{sum(map(false_alarms, spread))} are of the "
             f"{len(spread)} faults that spread fast."
         ),
         "",
         (
-            "Why it may differ from the paper: the labels here are exact, where the paper's are imperfect; a neighbour that a fault "
-            "reaches shows 0.1 to 0.6 of it, seconds later, so that the culprit stays the farthest, where the paper loses recall to "
-            "faults that spread fast through the group and to some that no counter shows well; and the threshold, which the paper "
+            "Why it may differ from the paper: the labels here are exact, where the paper's are imperfect; a "
+            "neighbour that a fault "
+            "reaches shows 0.1 to 0.6 of it, seconds later, so that the culprit stays the farthest, where the paper "
+            "loses recall to "
+            "faults that spread fast through the group and to some that no counter shows well; and the threshold, "
+            "which the paper "
             "does not give, follows here from the asked rate of false alarms."
         ),
     ]

@@ -196,15 +196,24 @@ def report(args: argparse.Namespace, blocks: Blocks, num_agents: int, calls: flo
     return [
         *common.header("What watching costs a step", ", ".join(SETTINGS), str(args.seed)),
         (
-            f"- {args.pairs} pairs of {args.block_seconds:.0f} s blocks, first {SETTLE_SECONDS:.0f} s of each left out; "
+            f"- {args.pairs} pairs of {args.block_seconds:.0f} s blocks, first {SETTLE_SECONDS:.0f} s of each left "
+            f"out; "
             f"{blocks.steps} steps"
         ),
-        f"- step time: {statistics.median(blocks.on):.4f} s with watching, {statistics.median(blocks.off):.4f} s without (medians)",
         (
-            f"- a step is longer with watching by {100 * middle:+.2f} % (median of pairs; 95 % bootstrap interval {100 * low:+.2f} to "
-            f"{100 * high:+.2f} %; quartiles {100 * lower:+.2f} to {100 * upper:+.2f} %; worst pair {100 * max(costs):+.2f} %)"
+            f"- step time: {statistics.median(blocks.on):.4f} s with watching, {statistics.median(blocks.off):.4f} s "
+            f"without (medians)"
         ),
-        f"- one reporter call: {call:.2f} microseconds; the busiest process makes {calls:.0f} a second: {100 * own:.3f} % more",
+        (
+            f"- a step is longer with watching by {100 * middle:+.2f} % (median of pairs; 95 % bootstrap interval "
+            f"{100 * low:+.2f} to "
+            f"{100 * high:+.2f} %; quartiles {100 * lower:+.2f} to {100 * upper:+.2f} %; worst pair "
+            f"{100 * max(costs):+.2f} %)"
+        ),
+        (
+            f"- one reporter call: {call:.2f} microseconds; the busiest process makes {calls:.0f} a second: "
+            f"{100 * own:.3f} % more"
+        ),
         f"- together {100 * total:+.2f} %; bar {100 * COST_MAX:.0f} %: {met}",
         (
             f"- agent: {per_node:.4f} CPU seconds per second and node, {num_agents} nodes; "

@@ -48,7 +48,8 @@ def _panel(title: str, by_label: Mapping[str, Sequence[float]]) -> list[str]:
     for i, (label, values) in enumerate(sorted(by_label.items())):
         colour = COLOURS.get(label, OTHER_COLOUR)
         parts.append(
-            f'<polyline points="{_curve(values)}" fill="none" stroke="{colour}" stroke-width="1.6" stroke-linejoin="round"/>'
+            f'<polyline points="{_curve(values)}" fill="none" stroke="{colour}" stroke-width="1.6" '
+            f'stroke-linejoin="round"/>'
         )
         y = PANEL_HEIGHT - 10 - 14 * i
         parts.append(f'<text x="{PANEL_WIDTH - 6}" y="{y}" text-anchor="end" fill="{colour}">{escape(label)}</text>')

@@ -1,9 +1,10 @@
 """The default detector on real recordings, settings as they are: `python benchmarks/recordings.py [--data DIR]`.
 
-Reads `../shared/data` (its README tells the sets and the protocol of `score.py`) and prints, for each set, found events,
-false alarms, precision, recall and F1 at the published operating point, and beside it the whole curve over asked rates of
-false alarms: asked against observed with its exact Poisson interval, over all healthy machine-time. False alarms on
-random pairs of metrics show whether the detector needs many metrics. Exit code 2 where the data are not there.
+Reads `../shared/data` (its README tells the sets and the protocol of `score.py`) and prints, for each set, found
+events, false alarms, precision, recall and F1 at the published operating point, and beside it the whole curve over
+asked rates of false alarms: asked against observed with its exact Poisson interval, over all healthy machine-time.
+False alarms on random pairs of metrics show whether the detector needs many metrics. Exit code 2 where the data are not
+there.
 """
 
 import argparse

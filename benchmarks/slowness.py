@@ -2,8 +2,8 @@
 
     python benchmarks/soak.py                              ten seeds, each with one slowdown of a rollout
     python benchmarks/soak.py --healthy 3 --minutes 20     three failure-free runs
-    python benchmarks/slowness.py                          this report, of all recorded runs of this commit (or --commit)
-    python benchmarks/slowness.py runs/A runs/B            of these runs
+    python benchmarks/slowness.py                          this report, of all recorded runs of this commit (or
+    --commit) python benchmarks/slowness.py runs/A runs/B            of these runs
 
 Printed: how far healthy peers lie apart, by measure and window; how well each measure separates slowed from healthy
 windows, by kind of slowness; how the slow test's residual is distributed in healthy time; and what other thresholds
@@ -106,7 +106,8 @@ def peers_apart(found: Gathered) -> Iterator[str]:
     if ratios:
         share = sum(r > PEERS_APART_MAX for r in ratios) / len(ratios)
         yield (
-            f"Healthy rollouts differ by more than {PEERS_APART_MAX:.0f}x in busy seconds per token in {100 * share:.1f} % "
+            f"Healthy rollouts differ by more than {PEERS_APART_MAX:.0f}x in busy seconds per token in "
+            f"{100 * share:.1f} % "
             f"of windows of 10 s."
         )
         yield ""
@@ -130,7 +131,8 @@ def separation(found: Gathered) -> Iterator[str]:
                     middle = statistics.median(slowed)
                     shown = f"{math.exp(middle):.2f}" if measure in measures.LOGARITHMIC else f"{middle:+.2f} (share)"
                     yield (
-                        f"| {role}, {how} | {NAMES[measure]} | {seconds:.0f} | {len(slowed)} | {len(healthy)} | {shown} | "
+                        f"| {role}, {how} | {NAMES[measure]} | {seconds:.0f} | {len(slowed)} | {len(healthy)} | "
+                        f"{shown} | "
                         f"{measures.auc(healthy, slowed):.3f} | {measures.d_prime(healthy, slowed):.2f} |"
                     )
         by_label = _by_label(s for s in found.strides if s.role == role)
@@ -186,7 +188,10 @@ def _hours(row: Sequence[Stride], label: str) -> float:
 def thresholds(found: Gathered) -> Iterator[str]:
     yield "## What other thresholds would have found"
     yield ""
-    yield "| role | sigma assumed | h | alarms in healthy time (hours) | of slowdowns found | seconds to the alarm | strides to it |"
+    yield (
+        "| role | sigma assumed | h | alarms in healthy time (hours) | of slowdowns found | seconds to the alarm | "
+        "strides to it |"
+    )
     yield "|---|---|---|---|---|---|---|"
     drift, per_alarm = _drift(found.config), _strides_between_alarms(found.config)
     for role in ROLES:
@@ -201,7 +206,8 @@ def thresholds(found: Gathered) -> Iterator[str]:
             after = [_first_alarm(rows, run, f, drift, h) for run, f in faults]
             hit = [a for a in after if a is not None]
             yield (
-                f"| {role} | {sigma:.1f} | {h:.2f} | {false} ({_hours(flat, HEALTHY):.2f}) | {len(hit)} of {len(faults)} | "
+                f"| {role} | {sigma:.1f} | {h:.2f} | {false} ({_hours(flat, HEALTHY):.2f}) | {len(hit)} of "
+                f"{len(faults)} | "
                 f"{common.summary([s for s, _ in hit], 1)} | {common.summary([float(n) for _, n in hit], 0)} |"
             )
     yield ""

@@ -7,8 +7,8 @@
 
 Every run is a whole `rolecall demo` in its own process, with the kernel's process state hidden from the detectors. The
 kinds of hang and of slowness take turns over the seeds. Beside each run a recorder keeps what its agents say
-(`runs/<id>/samples.jsonl.gz`, under 1 % of a CPU): `benchmarks/slowness.py` reads it. If there is no failure-free run of
-the same configuration to compare with, one is made first.
+(`runs/<id>/samples.jsonl.gz`, under 1 % of a CPU): `benchmarks/slowness.py` reads it. If there is no failure-free run
+of the same configuration to compare with, one is made first.
 
 One JSON line a run is added to `results/soak.jsonl`, under the commit checked out when the soak began; the report is
 made from the lines of one commit, so that counts add up over calls, and lines of earlier commits stay.

@@ -148,14 +148,17 @@ def pace(lines: Sequence[Line]) -> Iterator[str]:
         standbys = ", no standby" if COLD_SETTING in line.get("settings", ()) else ""
         rewards = f"{_text(line.get('reward_first'))} to {_text(line.get('reward_last'))}"
         yield (
-            f"| {line['seed']} | {line['faults']}{standbys} | {_text(line.get('ettr'), 3)} | {_text(line.get('ettr_baseline'), 3)} | "
+            f"| {line['seed']} | {line['faults']}{standbys} | {_text(line.get('ettr'), 3)} | "
+            f"{_text(line.get('ettr_baseline'), 3)} | "
             f"{_text(to_n.get('n'), 0)} | {_text(to_n.get('this'), 1)} | {_text(to_n.get('baseline'), 1)} | {rewards} |"
         )
     ettrs = [x["ettr"] for x in lines if x["faults"] != "none" and x.get("ettr") is not None]
     if ettrs:
         median, low, high = common.middle_and_spread(ettrs)
         yield ""
-        yield f"ETTR: median {median:.3f}, {low:.3f} to {high:.3f} (P25 to P75), worst {min(ettrs):.3f}, n={len(ettrs)}."
+        yield (
+            f"ETTR: median {median:.3f}, {low:.3f} to {high:.3f} (P25 to P75), worst {min(ettrs):.3f}, n={len(ettrs)}."
+        )
 
 
 def _text(value: float | None, digits: int = 2) -> str:
@@ -164,7 +167,10 @@ def _text(value: float | None, digits: int = 2) -> str:
 
 def failure_free(by_commit: Mapping[str, Sequence[Line]]) -> Iterator[str]:
     """Findings per hour without a fault, by commit and in all."""
-    yield "| commit | runs | with exit code 0 | failure-free runs | hours | findings in them | 95 % upper bound, per hour |"
+    yield (
+        "| commit | runs | with exit code 0 | failure-free runs | hours | findings in them | 95 % upper bound, per "
+        "hour |"
+    )
     yield "|---|---|---|---|---|---|---|"
     total = [line for lines in by_commit.values() for line in lines]
     for name, lines in [*by_commit.items(), ("all", total)]:

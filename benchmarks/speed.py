@@ -1,9 +1,9 @@
 """What the default detector costs: `python benchmarks/speed.py`. A float32 array (metric, time, machine) in memory.
 
-One tick of 21 metrics at 1 Hz for fleets of 1,000 to 10,000 machines, on one core: median and worst over a quarter of an
-hour, which holds everything that happens seldom (ends of blocks, tails). Then a cold window of 15 minutes from its
-first tick to its last, and the resident memory of the process without the array (0: within what a larger fleet had before).
-How the median tick grows with the fleet: the exponent of a power law through all sizes, and a picture.
+One tick of 21 metrics at 1 Hz for fleets of 1,000 to 10,000 machines, on one core: median and worst over a quarter of
+an hour, which holds everything that happens seldom (ends of blocks, tails). Then a cold window of 15 minutes from its
+first tick to its last, and the resident memory of the process without the array (0: within what a larger fleet had
+before). How the median tick grows with the fleet: the exponent of a power law through all sizes, and a picture.
 """
 
 import argparse

@@ -16,7 +16,8 @@ PAGES = (
 # Inline, because Streamlit fetches named icons from the internet.
 ICON = (
     "data:image/svg+xml,%3Csvg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 16 16'%3E%3Crect width='16' height='16' "
-    "rx='4' fill='%232f5fb3'/%3E%3Cpath d='M2 8h3l2-4 3 8 2-4h2' fill='none' stroke='white' stroke-width='1.6'/%3E%3C/svg%3E"
+    "rx='4' fill='%232f5fb3'/%3E%3Cpath d='M2 8h3l2-4 3 8 2-4h2' fill='none' stroke='white' "
+    "stroke-width='1.6'/%3E%3C/svg%3E"
 )
 
 st.set_page_config(page_title="rolecall", page_icon=ICON, layout="wide")

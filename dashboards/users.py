@@ -40,7 +40,10 @@ guessed, so valid tokens are still accepted: an attacker must not be able to loc
 FAILURE_SECONDS = 60.0
 IDLE_SECONDS = 1800.0
 """A user without a click for this long is signed out, because pages are often left open."""
-HEAD = "# Users of rolecall's dashboard. `rolecall users add NAME --file THIS` adds a line and shows the access token once.\n"
+HEAD = (
+    "# Users of rolecall's dashboard. `rolecall users add NAME --file THIS` adds a line and shows the access "
+    "token once.\n"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,7 @@
 """Source and detector behind one interface that never raises.
 
-A failing detector must not stop a recovery in progress. While it fails there is no data about the fleet: no fault counts
-as over, no progress is accepted, and `error` holds the reason, for which on-call is paged.
+A failing detector must not stop a recovery in progress. While it fails there is no data about the fleet: no fault
+counts as over, no progress is accepted, and `error` holds the reason, for which on-call is paged.
 """
 
 import logging
@@ -53,7 +53,8 @@ class FaultTolerantDetector:
         return progress
 
     def forget_replaced(self, fleet: FleetView) -> None:
-        """Tells the detector about every replacement, whichever watch ordered it: the old incarnation ends on purpose."""
+        """Tells the detector about every replacement, whichever watch ordered it: the old incarnation ends on
+        purpose."""
         for view in fleet.replicas:
             if view.desired_incarnation > self._forgotten.get(view.replica, 1):
                 self.forget(view.replica, view.desired_incarnation)

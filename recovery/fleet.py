@@ -46,7 +46,8 @@ class FleetView:
         return tuple(r for r in self.of_role(STANDBY_ROLE) if r.living)
 
     def spare_node(self, avoid: frozenset[str]) -> NodeId | None:
-        """A node for a replica that must move: a standby's if there is one, else the one with the fewest living replicas."""
+        """A node for a replica that must move: a standby's if there is one, else the one with the fewest living
+        replicas."""
         standby_nodes = sorted(r.node for r in self.standbys() if r.node not in avoid)
         if standby_nodes:
             return standby_nodes[0]

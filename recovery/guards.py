@@ -1,8 +1,8 @@
 """Guards decide whether a plan may be performed now; one that blocks gives its reason. Pure.
 
 Order: operator decisions (mode, pause, hold), facts (incarnations, evidence), counted limits. Some blocks end by
-themselves (a pause, a hold, another repair); at a limit rolecall stops acting and pages on-call once. All counts come from
-the journal, so a restarted watch continues with the budget that its predecessor left.
+themselves (a pause, a hold, another repair); at a limit rolecall stops acting and pages on-call once. All counts come
+from the journal, so a restarted watch continues with the budget that its predecessor left.
 """
 
 from collections.abc import Sequence
@@ -19,8 +19,8 @@ HOUR_SECONDS = 3600.0
 AT_ONCE = "at_once"
 HOLD = "hold"
 NOT_PEERS = ("self", "progress", "exit", "signal", "operator")
-"""Prefixes of evidence kinds that do not compare with peers. One such item, or a comparison with `peers` 0, means that a
-diagnosis does not rest on peers alone."""
+"""Prefixes of evidence kinds that do not compare with peers. One such item, or a comparison with `peers` 0, means that
+a diagnosis does not rest on peers alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +50,8 @@ def check(
     stopping: str | None,
     now: float,
 ) -> GuardResult:
-    """The first guard that blocks, or PASSED. `now`: wall seconds. Mode `approve` passes: the caller requests approval."""
+    """The first guard that blocks, or PASSED. `now`: wall seconds. Mode `approve` passes: the caller requests
+    approval."""
     held = _operator_guards(config, paused, stopping) or _operator_hold(incident, now) or _incarnations(plan, fleet)
     if held is None and plan.action is not ActionKind.STOP_JOB:
         held = _peer_evidence(plan, incident, fleet, incidents) or _limits(
@@ -191,7 +192,8 @@ def _at_once(
     if len(together) > config.replicas_at_once_max:
         return GuardResult(
             guard=AT_ONCE,
-            because=f"{', '.join(sorted(elsewhere)) or 'nothing'} under repair and {', '.join(sorted(targets))} requested, "
+            because=f"{', '.join(sorted(elsewhere)) or 'nothing'} under repair and {', '.join(sorted(targets))} "
+            f"requested, "
             f"the limit is {config.replicas_at_once_max} at once",
             # Too many on its own: waiting would not help.
             page_oncall=len(targets) > config.replicas_at_once_max,

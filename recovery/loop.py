@@ -2,7 +2,8 @@
 
 A tick polls the source, feeds the detector and, if this process holds the lease, performs every step that the incidents
 in the journal need: from finding to desired record in one tick. Pure functions (`triage`, `policy`, `guards`,
-`verification`, combined in `next_step`) decide; this loop reads their inputs and performs their steps. All state is in the
+`verification`, combined in `next_step`) decide; this loop reads their inputs and performs their steps. All state is in
+the
 journal: if the process is killed at any point, the next one continues. An incident that cannot be handled is isolated
 (`handling_failures`) and the others continue.
 
@@ -127,8 +128,8 @@ class Watch:
                 self.tick()
                 failures = 0
             except Exception as e:
-                # Deliberate: a busy or unavailable database, or a bug in one decision, must not end the watch. All state
-                # is in the journal, so the next tick starts from it; repeated failure ends the process.
+                # Deliberate: a busy or unavailable database, or a bug in one decision, must not end the watch. All
+                # state is in the journal, so the next tick starts from it; repeated failure ends the process.
                 failures += 1
                 logger.exception("tick failed (%d in a row)", failures)
                 if failures >= (DAMAGED_TICKS_MAX if isinstance(e, JournalCorrupt) else FAILED_TICKS_MAX):
@@ -260,8 +261,8 @@ class Watch:
             self._update(incident, diagnosis)
 
     def _keep_windows(self) -> None:
-        """Stores what the detectors had read: after acting, because it takes longer than a whole decision (0.2 s for 30 s
-        of 10 processes), and before the next poll changes it. The policy's input is in the plan's own event."""
+        """Stores what the detectors had read: after acting, because it takes longer than a whole decision (0.2 s for 30
+        s of 10 processes), and before the next poll changes it. The policy's input is in the plan's own event."""
         while self._windows_to_keep:
             name = self._windows_to_keep[-1]
             incident = self._projection.incidents.get(name)

@@ -257,7 +257,10 @@ def _hold_ended(incident: Incident, attempt: Attempt, situation: Situation) -> A
     hold = attempt.hold
     if hold is None or hold.lifted or hold.active(situation.now):
         return None
-    because = f"the hold by {hold.by} is over ({hold.because}): {attempt.plan.action}, because {attempt.plan.because}, goes on"
+    because = (
+        f"the hold by {hold.by} is over ({hold.because}): {attempt.plan.action}, because "
+        f"{attempt.plan.because}, goes on"
+    )
     return _page_oncall(incident, f"hold_over:{hold.number}", because, situation)
 
 

@@ -11,9 +11,10 @@ The row of the fault's class in `core.faults.FAULTS` names the remedy:
 Two rules come first: a replica on a quarantined node always moves, because nothing is placed there; and a policy
 collapse only pages on-call, whatever its class.
 
-Retries escalate by cause and by count. Two replacements in a row that end before their first progress are not a hardware
-fault: another node would not help, so on-call is paged. A replacement that runs without progress may be on a bad node, so
-the next one goes to another. A diagnosis of an incarnation that was already replaced needs no action.
+Retries escalate by cause and by count. Two replacements in a row that end before their first progress are not a
+hardware
+fault: another node would not help, so on-call is paged. A replacement that runs without progress may be on a bad node,
+so the next one goes to another. A diagnosis of an incarnation that was already replaced needs no action.
 """
 
 import math
@@ -29,8 +30,8 @@ from rolecall.recovery.fleet import DEAD, FleetView
 from rolecall.recovery.incidents.incident import OPERATOR, ActionFailure, Incident, IncidentOutcome
 
 COLLAPSE = "collapse"
-"""`Diagnosis.detectors` of a policy collapse. Its job still runs: stopping it on a statistical finding that is wrong would
-cost more than a page costs when it is right."""
+"""`Diagnosis.detectors` of a policy collapse. Its job still runs: stopping it on a statistical finding that is wrong
+would cost more than a page costs when it is right."""
 DEATHS_ON_START_MAX = 2
 """One dead replacement may be a second fault; two in a row point to the software that is started."""
 

@@ -1,7 +1,7 @@
 """Automatic quarantine of a node that a replica leaves because the node is faulty. Pure.
 
-Only nodes that the diagnosis names: a retry may leave a node that is no suspect. And only a limited share of all nodes: a
-false positive about a whole rack must not leave a run without nodes.
+Only nodes that the diagnosis names: a retry may leave a node that is no suspect. And only a limited share of all nodes:
+a false positive about a whole rack must not leave a run without nodes.
 """
 
 from collections.abc import Collection
@@ -47,7 +47,8 @@ def events_before_plan(
     ]
     if left:
         because = (
-            f"{', '.join(left)} should be quarantined, but {len(quarantined) + len(take)} of {len(known)} nodes already are: "
+            f"{', '.join(left)} should be quarantined, but {len(quarantined) + len(take)} of {len(known)} nodes "
+            f"already are: "
             f"the limit is {share_max:.0%}"
         )
         paged = OncallPaged(topic=TOPIC, because=because, channel=channel)

@@ -1,9 +1,10 @@
-"""Triage: does a current diagnosis open an incident, belong to a known suspect, or show that a replacement failed? Pure.
+"""Triage: does a current diagnosis open an incident, belong to a known suspect, or show that a replacement failed?
+Pure.
 
-At most suspect incident is open per replica. Diagnoses repeat while they hold, and several detectors may report suspect fault in
-turn (slow, then hung, then dead): all of that is suspect incident. A closed incident absorbs its diagnosis while that is still
-reported; the same diagnosis with a later onset is a new fault. A rejected remediation is not proposed again for the same
-fault under another class.
+At most suspect incident is open per replica. Diagnoses repeat while they hold, and several detectors may report suspect
+fault in turn (slow, then hung, then dead): all of that is suspect incident. A closed incident absorbs its diagnosis
+while that is still reported; the same diagnosis with a later onset is a new fault. A rejected remediation is not
+proposed again for the same fault under another class.
 """
 
 import math
@@ -28,8 +29,8 @@ from rolecall.recovery.incidents.incident import (
 
 LOST_GRACE_SECONDS = 6.0
 """Time after which recovery opens an incident for a lost replica without a diagnosis: longer than the detectors need
-(crash: 1 s; 5 s while its peers may still raise the same exception, which makes it user code), because their diagnosis is
-more specific."""
+(crash: 1 s; 5 s while its peers may still raise the same exception, which makes it user code), because their diagnosis
+is more specific."""
 RUNTIME = "runtime"
 
 
@@ -155,8 +156,8 @@ def _against_closed(
 
 
 def rejected_by_operator(diagnosis: Diagnosis, incident: Incident) -> bool:
-    """Whether an operator rejected a remediation of its suspects after its onset. This covers diagnoses of another class
-    too; a replacement request overrides the rejection."""
+    """Whether an operator rejected a remediation of its suspects after its onset. This covers diagnoses of another
+    class too; a replacement request overrides the rejection."""
     attempt = incident.attempt
     if attempt is None or attempt.decision is not Decision.REJECTED or _requested_by_operator(diagnosis):
         return False
@@ -206,7 +207,8 @@ def _lost(replica: str, incarnation: int, node: Any, because: str, at: float, no
         onset=at,
         detected_at=now,
         confidence=1.0,
-        because=f"{replica}#{incarnation} is lost: the runtime reported it {now - at:.1f} s ago and it has no replacement: {because}",
+        because=f"{replica}#{incarnation} is lost: the runtime reported it {now - at:.1f} s ago and it has no "
+        f"replacement: {because}",
         detectors=(RUNTIME,),
     )
 

@@ -1,7 +1,7 @@
 """Verification of an action: the replacement serves and makes progress, otherwise the action failed. Pure.
 
-The runtime reports serving (for a rollout: after the proof of its weights), the detector reports progress. A replacement
-that died fails the action at once.
+The runtime reports serving (for a rollout: after the proof of its weights), the detector reports progress. A
+replacement that died fails the action at once.
 """
 
 from collections.abc import Mapping
@@ -19,7 +19,8 @@ Progress = Mapping[str, tuple[bool, str]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verification:
-    """`resolved`, or `failure`, or neither yet. `serving_at`: when the last replacement began to serve, wall seconds."""
+    """`resolved`, or `failure`, or neither yet. `serving_at`: when the last replacement began to serve, wall
+    seconds."""
 
     because: str
     resolved: bool = False
@@ -42,7 +43,8 @@ def verify(
             missing.append(f"{name} is no longer desired")
         elif view.incarnation >= wanted and view.state in DEAD:
             return Verification(
-                because=f"{target.replica}#{view.incarnation} died before its first progress: {view.because or view.state}",
+                because=f"{target.replica}#{view.incarnation} died before its first progress: "
+                f"{view.because or view.state}",
                 failure=ActionFailure.DIED,
             )
         elif view.incarnation < wanted or view.state not in _service(target.replica):

@@ -1,9 +1,9 @@
 """Every process of a run: finding them all, ending them safely, and touching no other process.
 
-A process belongs to a run when its environment carries `ROLECALL_RUN=<run directory>` (children inherit it, double forks
-too), or when the run wrote down its PID with its start time in `processes.jsonl` (the supervisor, whose own environment
-the kernel shows as it was at its start). A PID alone is never signalled: a pidfd is opened first, then the start time is
-compared, then the signal goes through the pidfd, so that a reused PID cannot be hit.
+A process belongs to a run when its environment carries `ROLECALL_RUN=<run directory>` (children inherit it, double
+forks too), or when the run wrote down its PID with its start time in `processes.jsonl` (the supervisor, whose own
+environment the kernel shows as it was at its start). A PID alone is never signalled: a pidfd is opened first, then the
+start time is compared, then the signal goes through the pidfd, so that a reused PID cannot be hit.
 """
 
 import json
@@ -86,7 +86,8 @@ def kill_process(pid: int, start_ticks: int, sig: int = signal.SIGKILL) -> bool:
     except ProcessLookupError:
         return False
     try:
-        # The descriptor is bound to the process that had the PID when it was opened; only now may the start time be compared.
+        # The descriptor is bound to the process that had the PID when it was opened; only now may the start time be
+        # compared.
         if not is_alive(pid, start_ticks):
             return False
         signal.pidfd_send_signal(descriptor, sig)
@@ -125,7 +126,8 @@ def recorded_processes(run_dir: Path) -> list[dict[str, Any]]:
 
 
 class ProcessWatch:
-    """Tells whether known processes live, by one pidfd each: a death is seen at once and no PID is taken for another."""
+    """Tells whether known processes live, by one pidfd each: a death is seen at once and no PID is taken for
+    another."""
 
     def __init__(self) -> None:
         self._descriptors: dict[tuple[int, int], int] = {}

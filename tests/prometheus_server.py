@@ -29,8 +29,8 @@ class PrometheusServer:
         itself: Sequence[Mapping[str, str]],
         config: Path | None,
     ) -> None:
-        """`targets`: `host:port` of each. `itself`: it scrapes itself as so many more, each with these labels. `config`:
-        the file instead of both."""
+        """`targets`: `host:port` of each. `itself`: it scrapes itself as so many more, each with these labels.
+        `config`: the file instead of both."""
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]

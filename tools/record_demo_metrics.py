@@ -2,9 +2,9 @@
 
     .venv/bin/python -m tools.record_demo_metrics            # about five minutes; writes tests/dashboards/metrics/
 
-Scrapes every agent and the watch of `rolecall demo` (three faults), and beside them an agent on a stand-in of a GPU node
-(tests/agent/full_node.py), on which counters move, a GPU gets hot and XIDs happen: its numbers are no measurements, they
-are there so that every panel and alert has something to show. The Grafana tests run on the result.
+Scrapes every agent and the watch of `rolecall demo` (three faults), and beside them an agent on a stand-in of a GPU
+node (tests/agent/full_node.py), on which counters move, a GPU gets hot and XIDs happen: its numbers are no
+measurements, they are there so that every panel and alert has something to show. The Grafana tests run on the result.
 """
 
 import argparse

@@ -127,7 +127,7 @@ recovery: {{mode: act, horizon_seconds: 3600, webhook_url: "http://127.0.0.1:999
 
 ## Top level
 
-"""
+"""  # noqa: E501
     return head + "\n".join(_section(JobConfig, ()))
 
 

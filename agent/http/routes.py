@@ -169,7 +169,8 @@ class Routes:
         return json_response({"node": self.node, "pid": pid, **said, "at": self.clock.monotonic(), "threads": threads})
 
     def evidence_flight_recorder(self, request: Request) -> Response:
-        """PyTorch's own dump, as a file for `rolecall diagnose`; the process writes it even if its main thread hangs."""
+        """PyTorch's own dump, as a file for `rolecall diagnose`; the process writes it even if its main thread
+        hangs."""
         parameters.authorize(request, self.bearer)
         process = self._registered(request).process
         with _unavailable():

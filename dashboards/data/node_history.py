@@ -1,4 +1,5 @@
-"""History of each node in journal order: quarantines, drains, burn-ins. `recovery.nodes` has the current state. Pure."""
+"""History of each node in journal order: quarantines, drains, burn-ins. `recovery.nodes` has the current state.
+Pure."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass

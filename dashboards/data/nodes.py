@@ -137,8 +137,8 @@ def fleet_rows(
     now: float,
     idle: Iterable[str] = (),
 ) -> FleetHealth:
-    """`by_node`: from `incidents_by_node`. `now`: wall seconds. `idle`: all nodes of the run. Nodes of other runs, which
-    Prometheus may know, are left out."""
+    """`by_node`: from `incidents_by_node`. `now`: wall seconds. `idle`: all nodes of the run. Nodes of other runs,
+    which Prometheus may know, are left out."""
     replicas: dict[str, list[ReplicaView]] = {}
     for r in fleet.replicas:
         replicas.setdefault(str(r.node), []).append(r)

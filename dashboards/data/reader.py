@@ -1,8 +1,8 @@
 """Snapshots of a journal for the pages. Each poll reads only new events; errors become a message in the snapshot.
 
 One `Reader` per process, shared by all sessions. A background thread reads on demand: a page waits briefly for a newer
-snapshot, but never for a database that is unreachable, locked or slow. It then gets the last snapshot with its age and the
-error. A long journal is read from its end first (`fold.py`).
+snapshot, but never for a database that is unreachable, locked or slow. It then gets the last snapshot with its age and
+the error. A long journal is read from its end first (`fold.py`).
 """
 
 import gc
@@ -70,7 +70,8 @@ class ReadProgress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JournalSnapshot:
-    """The state of the journal at one time. Times are wall seconds. `run`, `projection` and `trends` are never modified."""
+    """The state of the journal at one time. Times are wall seconds. `run`, `projection` and `trends` are never
+    modified."""
 
     at: float
     error: JournalReadError
@@ -150,7 +151,8 @@ class Reader:
             return self._await(before, FIRST_SECONDS if before is None else FRESH_SECONDS)
 
     def fresh(self) -> JournalSnapshot:
-        """A snapshot read after this call, so it contains what the caller has just written, if the journal is reachable."""
+        """A snapshot read after this call, so it contains what the caller has just written, if the journal is
+        reachable."""
         with self._changed:
             if self._began is not None:
                 self._await(self._last, FIRST_SECONDS)
@@ -375,8 +377,8 @@ class _Following:
 
 
 class _Injections:
-    """The injection log, if there is one, reread when it has grown. An unreadable log counts as empty; the Accounting page
-    reports it."""
+    """The injection log, if there is one, reread when it has grown. An unreadable log counts as empty; the Accounting
+    page reports it."""
 
     def __init__(self, path: Path | None) -> None:
         self._path = path

@@ -145,8 +145,8 @@ def states(title: str, description: str, style: PanelFormat, *queries: PanelQuer
 
 
 def rows(title: str, description: str, style: PanelFormat, query: PanelQuery, columns: Mapping[str, str]) -> Panel:
-    """A table of the latest values. `columns`: label -> heading, in order; the value comes last, under the query's legend.
-    Value mappings and unit apply to the value only, not to labels."""
+    """A table of the latest values. `columns`: label -> heading, in order; the value comes last, under the query's
+    legend. Value mappings and unit apply to the value only, not to labels."""
     plain = replace(style, unit="none", mappings=None, limits=())
     panel = _with(table.Panel(), title, description, plain, (query,), instant=True, as_table=True)
     order = {name: n for n, name in enumerate((*columns, "Value"))}

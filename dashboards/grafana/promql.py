@@ -1,9 +1,9 @@
 """PromQL of dashboards: every metric is checked, and restricted to the servers that the dashboard's variables select.
 
-`scoped` raises UnknownMetric for a metric that neither the catalogue nor dcgm-exporter has, so a misspelt name fails when
-dashboards are built, not when someone opens one. It adds the matchers of the dashboard's variables: `$watch` for metrics
-of `rolecall watch`, `$instance` for metrics of agents. A label that the metric does not have is an error too: it would
-match nothing and show an empty panel.
+`scoped` raises UnknownMetric for a metric that neither the catalogue nor dcgm-exporter has, so a misspelt name fails
+when dashboards are built, not when someone opens one. It adds the matchers of the dashboard's variables: `$watch` for
+metrics of `rolecall watch`, `$instance` for metrics of agents. A label that the metric does not have is an error too:
+it would match nothing and show an empty panel.
 """
 
 import re

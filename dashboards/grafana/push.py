@@ -228,8 +228,8 @@ def _change(server: Server, body: Json, folder_uid: str | None, overwrite: bool)
 
 
 def holds(there: object, wanted: object) -> bool:
-    """Whether `there` contains all of `wanted`, and lists are equally long. What a server adds to objects (ids, defaults
-    of another release) is not a difference; otherwise every push would create a version."""
+    """Whether `there` contains all of `wanted`, and lists are equally long. What a server adds to objects (ids,
+    defaults of another release) is not a difference; otherwise every push would create a version."""
     if isinstance(wanted, Mapping):
         return isinstance(there, Mapping) and all(
             holds(there.get(k), v) if k in there else v is None for k, v in wanted.items()

@@ -1,5 +1,5 @@
-"""A Grafana server, through grafana-client. grafana-client has no limits, so this module adds a deadline for each request
-(from name lookup to the last byte) and a maximum response size.
+"""A Grafana server, through grafana-client. grafana-client has no limits, so this module adds a deadline for each
+request (from name lookup to the last byte) and a maximum response size.
 
 Only the configured server is contacted: redirects are not followed, because they would send the token elsewhere, and
 certificate revocation is not checked with third parties. The token is sent in one header and appears nowhere else.
@@ -35,7 +35,8 @@ Json = dict[str, Any]
 
 
 class GrafanaRefused(CommandRefused):
-    """The server rejected a request or sent no usable response. `status` 0: no response, so a write may have happened."""
+    """The server rejected a request or sent no usable response. `status` 0: no response, so a write may have
+    happened."""
 
     def __init__(self, reason: str, *, status: int = 0, said: Mapping[str, Any] | None = None) -> None:
         self.status, self.said = status, dict(said or {})

@@ -34,8 +34,8 @@ def columns(points: Sequence[dict[str, float]]) -> dict[str, list[float]]:
 
 
 def curve(points: Sequence[dict[str, float]], title: str, *, colour: str = LINE, figures: str = "~s") -> dict[str, Any]:
-    """Vega-Lite spec of one line over steps, without data. `figures`: d3 format of the axis. The spec rarely changes while
-    points are added, so the browser redraws the line, not the whole chart."""
+    """Vega-Lite spec of one line over steps, without data. `figures`: d3 format of the axis. The spec rarely changes
+    while points are added, so the browser redraws the line, not the whole chart."""
     axis = {"tickCount": 4, "labelFlush": True}
     across, up = _domain([p["step"] for p in points]), _domain([p["value"] for p in points])
     base = alt.Chart(alt.NamedData("points")).encode(
@@ -55,8 +55,8 @@ def curves(
     figures: str = "~s",
     zero: bool = True,
 ) -> dict[str, Any]:
-    """Spec of up to three named lines, with colours and dashes. `across`: first and last step of the axis, to align several
-    charts. `zero`: the value axis starts at 0."""
+    """Spec of up to three named lines, with colours and dashes. `across`: first and last step of the axis, to align
+    several charts. `zero`: the value axis starts at 0."""
     values = [p["value"] for points in lines.values() for p in points]
     up = _rounded([0.0, *values] if zero else values)
     # A copy, because Streamlit may modify it.

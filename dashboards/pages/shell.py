@@ -1,7 +1,7 @@
 """Shared by all pages: the journal reader, sign-in gate, heading, refresh, and error banners.
 
-Untrusted text (names, reasons, log lines) is shown with `st.text`, `st.code`, in tables, or escaped with `text.escape` in
-`st.html`; never as Markdown.
+Untrusted text (names, reasons, log lines) is shown with `st.text`, `st.code`, in tables, or escaped with `text.escape`
+in `st.html`; never as Markdown.
 """
 
 import logging
@@ -35,10 +35,13 @@ MESSAGES = {
     JournalReadError.DAMAGED: "The journal is damaged.",
 }
 ADVICE = {
-    JournalReadError.EMPTY: "Start a run with `rolecall run JOB.yaml` or `rolecall demo`. This page updates automatically.",
-    JournalReadError.MISSING: "Pass a run (`rolecall dashboard RUN`) or a journal (`--journal URL`). This page updates automatically when "
+    JournalReadError.EMPTY: "Start a run with `rolecall run JOB.yaml` or `rolecall demo`. This page updates "
+    "automatically.",
+    JournalReadError.MISSING: "Pass a run (`rolecall dashboard RUN`) or a journal (`--journal URL`). This page "
+    "updates automatically when "
     "it appears.",
-    JournalReadError.UNREACHABLE: "Check that its server is running and that no other process holds a lock on the file. "
+    JournalReadError.UNREACHABLE: "Check that its server is running and that no other process holds a lock on the "
+    "file. "
     "This page updates automatically when it responds again.",
     JournalReadError.OLD: "Use the version of rolecall that wrote it.",
     JournalReadError.DAMAGED: "`rolecall audit RUN` lists the damaged lines and what is still usable.",

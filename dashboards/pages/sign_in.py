@@ -1,7 +1,7 @@
 """Sign-in form in the sidebar. A session keeps a `SignedInUser`; the token is discarded after verification.
 
-The token is typed into a password field, sent over the page's own connection, and never appears in a URL, cookie, log or
-message. A reload is a new session, so a link cannot sign anyone in.
+The token is typed into a password field, sent over the page's own connection, and never appears in a URL, cookie, log
+or message. A reload is a new session, so a link cannot sign anyone in.
 """
 
 from dataclasses import dataclass, replace

@@ -1,8 +1,8 @@
-"""Serves the dashboard in this process until Ctrl-C. Listens on loopback unless configured otherwise, and connects only to
-the configured journal and Prometheus.
+"""Serves the dashboard in this process until Ctrl-C. Listens on loopback unless configured otherwise, and connects only
+to the configured journal and Prometheus.
 
-Settings stay in memory: a journal's URL may contain a password, which must not appear in an argument, the environment, a
-page or a log.
+Settings stay in memory: a journal's URL may contain a password, which must not appear in an argument, the environment,
+a page or a log.
 """
 
 import contextlib
@@ -33,8 +33,8 @@ GRACE_SECONDS = 1
 CONNECTIONS_MAX = 500
 """Concurrent connections; each page has one. More are rejected, so that file descriptors remain for the journal."""
 FILES = 4_096
-"""File descriptors: four per page (Streamlit gives each an event loop), also for the 128 pages closed last. The soft limit
-is often 1,024 and can be raised."""
+"""File descriptors: four per page (Streamlit gives each an event loop), also for the 128 pages closed last. The soft
+limit is often 1,024 and can be raised."""
 _logged: deque[str] = deque(maxlen=20)
 """Page errors that are already in the log."""
 WARM = ("altair", "pandas", "pyarrow", "streamlit.dataframe_util")

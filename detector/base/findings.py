@@ -10,14 +10,15 @@ GAIN = "slow_ratio"
 """Evidence of this kind holds `ratio`: how many times slower than its peers the suspect works."""
 
 EXIT = "exit"
-"""Evidence of this kind says how a process ended; `signal` among its values where one ended it, `oom` where that was the
-kernel for want of memory."""
+"""Evidence of this kind says how a process ended; `signal` among its values where one ended it, `oom` where that was
+the kernel for want of memory."""
 
 OF_GPU = "gpu"
 """Evidence of this kind says which GPU a suspect uses, and how its values compare with those of peers."""
 
 PANEL = "panel:"
-"""Names of detectors that begin with this look at panels of metrics: they tell that a machine changed, not what ails it."""
+"""Names of detectors that begin with this look at panels of metrics: they tell that a machine changed, not what ails
+it."""
 
 
 COLLAPSE = "collapse"

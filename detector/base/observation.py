@@ -19,10 +19,11 @@ class Observation:
     left: tuple[str, ...] = ()
     """Nodes that were removed from the list of agents: their findings end."""
     panel_findings: tuple[Finding, ...] = ()
-    """Findings of panel detectors that begin with this observation (detector/live/run_panels.py). They are part of it so that
-    a stored window replays: panel trackers have hours of memory, a window has half a minute."""
+    """Findings of panel detectors that begin with this observation (detector/live/run_panels.py). They are part of it
+    so that a stored window replays: panel trackers have hours of memory, a window has half a minute."""
     pulled_findings: tuple[Finding, ...] = ()
-    """Findings on evidence collected for an incident: stacks, Flight Recorder dumps (detector/live/stages/pulled_evidence.py)."""
+    """Findings on evidence collected for an incident: stacks, Flight Recorder dumps
+    (detector/live/stages/pulled_evidence.py)."""
 
     def to_dict(self) -> dict[str, Any]:
         return {

@@ -1,8 +1,9 @@
 """A pickle of plain data, read without the pickle module: nothing in it can be imported or called.
 
-It may come from a compromised machine. Only the opcodes that plain data need are known here: numbers, text, lists, dicts
-whose keys are text, tuples of nothing that holds anything. Any other is refused by its name, and so is whatever would
-take more memory than a small multiple of the file. What comes out may hold one list in many places: who reads it counts.
+It may come from a compromised machine. Only the opcodes that plain data need are known here: numbers, text, lists,
+dicts whose keys are text, tuples of nothing that holds anything. Any other is refused by its name, and so is whatever
+would take more memory than a small multiple of the file. What comes out may hold one list in many places: who reads it
+counts.
 """
 
 import pickletools
@@ -11,7 +12,8 @@ import struct
 from typing import Any, NoReturn
 
 NUM_CONTAINERS_MAX = 4_000_000
-"""Lists, dicts and tuples: one byte of a pickle makes one of up to 232 bytes, so that this bounds memory to about 1 GB."""
+"""Lists, dicts and tuples: one byte of a pickle makes one of up to 232 bytes, so that this bounds memory to about 1
+GB."""
 NUM_MEMO_MAX = 4_000_000
 NUM_OPCODES_MAX = 20_000_000
 """A few seconds. An entry of a dump has seventy, if nothing of it was cut out."""

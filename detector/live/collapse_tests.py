@@ -26,13 +26,13 @@ from rolecall.core.policy_health import LOG_RATIO_ALARM
 from rolecall.detector.live.training_history import TrainingStepPoint
 
 RECENT_STEPS: Final = 8
-"""A fall that is over sooner is not told. Eight in a row below what half of all steps reach happen by chance once in 256
-times; that they lie far below it is what makes the difference."""
+"""A fall that is over sooner is not told. Eight in a row below what half of all steps reach happen by chance once in
+256 times; that they lie far below it is what makes the difference."""
 LEVEL_STEPS: Final = 8
 """A level is the median of so many steps."""
 CLEAR_SHARE: Final = 0.25
-"""A fall is clear if a quarter of the level is lost, or of all that the run ever gained where that is more. Healthy runs
-lost up to a twelfth for so long (benchmarks/collapse.py)."""
+"""A fall is clear if a quarter of the level is lost, or of all that the run ever gained where that is more. Healthy
+runs lost up to a twelfth for so long (benchmarks/collapse.py)."""
 NOISE_FACTOR: Final = 4.0
 """It must also be so many times the noise from one step to the next: for rewards that are small beside their noise."""
 DIVE_STEPS: Final = 3
@@ -180,7 +180,8 @@ def dived(points: Sequence[TrainingStepPoint]) -> CollapseSymptom | None:
         return None
     since = lately[at][0]
     text = (
-        f"mean reward fell from {best.level.value:.3g} ({best.level.steps}) to {lately[at][1]:.3g} in step {since.step}, "
+        f"mean reward fell from {best.level.value:.3g} ({best.level.steps}) to {lately[at][1]:.3g} in step "
+        f"{since.step}, "
         f"and since it came back {change}"
     )
     return CollapseSymptom(
@@ -209,7 +210,10 @@ def other(points: Sequence[TrainingStepPoint]) -> CollapseSymptom | None:
     had_learned = best.level.value - first > best.clear
     if not had_learned or not best.line <= earned <= best.level.value + RISE_NOISE * error:
         return None  # a fall of the reward is a sign of its own
-    text = f"{change} as in {best.level.steps}, since step {now[0].step}, and the reward did not rise for it ({earned:.3g})"
+    text = (
+        f"{change} as in {best.level.steps}, since step {now[0].step}, and the reward did not rise for it "
+        f"({earned:.3g})"
+    )
     values = {"reward": earned, "reward_before": best.level.value}
     return CollapseSymptom(kind="length_collapsed", since=now[0], text=text, values=values)
 

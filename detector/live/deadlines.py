@@ -1,7 +1,7 @@
 """Deadlines learned per (role, phase): max(floor, k x own P99), never above the ceiling.
 
-The sample is the effective time (run delay subtracted) between two advances of progress. Only gaps that ended are learned,
-and none of a process that is under a finding: a fault must not become normal.
+The sample is the effective time (run delay subtracted) between two advances of progress. Only gaps that ended are
+learned, and none of a process that is under a finding: a fault must not become normal.
 """
 
 from collections import deque
@@ -17,7 +17,8 @@ GAPS_KEPT = 512
 GAPS_MIN = 8
 """Fewer than this say nothing about a P99: the role's other phases, or the first-unit deadline, stand in."""
 REFRESH_EVERY = 16
-"""The P99 is computed again after so many new gaps: sorting 512 numbers at each sample would cost more than it tells."""
+"""The P99 is computed again after so many new gaps: sorting 512 numbers at each sample would cost more than it
+tells."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

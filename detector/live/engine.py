@@ -168,8 +168,8 @@ class LiveDetector:
 
     def window(self, suspects: Iterable[Suspect] = ()) -> dict[str, Any]:
         """The latest observations with the state before them, as JSON, to be stored with a diagnosis: `replay_window`
-        decides again from it. It covers between half of `window_seconds` and all of it; of a large fleet only `suspects`
-        and some of their peers."""
+        decides again from it. It covers between half of `window_seconds` and all of it; of a large fleet only
+        `suspects` and some of their peers."""
         start, observations = self._history.window(self._fleet, suspects)
         return {
             "version": WINDOW_VERSION,
@@ -218,8 +218,8 @@ class LiveDetector:
         return {**self._learned(), "subjects": [encode(s) for s in self._fleet.subjects.values()]}
 
     def state_in_parts(self, subjects_at_once: int) -> Iterator[str | None]:
-        """`state` as text, made of a few subjects at a time; None until it is complete. Observations may come in between:
-        each subject is stored as it was at its turn."""
+        """`state` as text, made of a few subjects at a time; None until it is complete. Observations may come in
+        between: each subject is stored as it was at its turn."""
         texts: list[str] = []
         keys = list(self._fleet.subjects)
         for begin in range(0, len(keys), subjects_at_once):

@@ -1,7 +1,7 @@
 """All monitored processes: one `MonitoredProcess` per (replica, rank, incarnation), fed by samples and events.
 
-It resolves identities: a newer incarnation ends the older one, a promoted standby is the same process under another name,
-what recovery told us to forget stays forgotten. It decides nothing. All time comes from the observation.
+It resolves identities: a newer incarnation ends the older one, a promoted standby is the same process under another
+name, what recovery told us to forget stays forgotten. It decides nothing. All time comes from the observation.
 """
 
 from collections import deque
@@ -24,13 +24,14 @@ CLOSED_SECONDS = 120.0
 UNPAGED_GONE_SECONDS = 900.0
 """How long the exit of a process of an uninstrumented job is reported, unless another one takes its place."""
 DEAD_SAMPLE_SECONDS = 1.0
-"""A sample says that a process is dead, and no event has: how long to wait for the event, which has the announced exit or
-the signal, before the sample counts alone."""
+"""A sample says that a process is dead, and no event has: how long to wait for the event, which has the announced exit
+or the signal, before the sample counts alone."""
 OLD_EVENT_SECONDS = 900.0
-"""A watch that starts gets all events that its agents keep, days of them: an older one, of a process without samples, is
-history. As long as an exit is reported at all (`UNPAGED_GONE_SECONDS`)."""
+"""A watch that starts gets all events that its agents keep, days of them: an older one, of a process without samples,
+is history. As long as an exit is reported at all (`UNPAGED_GONE_SECONDS`)."""
 OFFSET_STEP_SECONDS = 5.0
-"""An answer this much later than any before means that a clock was set. If only the answer was late, the next one shows it."""
+"""An answer this much later than any before means that a clock was set. If only the answer was late, the next one shows
+it."""
 OFFSET_UNCERTAINTY_SECONDS = 1.0
 """A clock offset of a node below this cannot be separated from the delay of its answer, and counts as none."""
 

@@ -2,8 +2,8 @@
 
 Two halves of the wanted length follow each other; when a third begins the first is dropped, so that between half of the
 length and all of it is there. A half begins with what was known then. Subjects are not copied at that moment - sixteen
-thousand at once would hold up the detector for seconds - but each when it first changes (`MonitoredProcesses.before`): one that has
-not changed since is still what it was.
+thousand at once would hold up the detector for seconds - but each when it first changes (`MonitoredProcesses.before`):
+one that has not changed since is still what it was.
 
 A large fleet's window is narrowed to the suspects and some of their peers: all of it would be hundreds of megabytes of
 JSON.

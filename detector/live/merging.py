@@ -28,7 +28,8 @@ class Merger:
     last_at: list[float] = field(default_factory=list)  # of each told fault: when it was last found again
 
     def add(self, f: Finding) -> Diagnosis | None:
-        """The diagnosis that begins with this finding; None if its fault was reported before, or explained by one that was."""
+        """The diagnosis that begins with this finding; None if its fault was reported before, or explained by one that
+        was."""
         for i, first in enumerate(self.told):
             if _same(first, f) and f.detected_at - self.last_at[i] <= SAME_FAULT_SECONDS:
                 self.last_at[i] = f.detected_at
@@ -64,7 +65,8 @@ def _same(first: Finding, f: Finding) -> bool:
 
 
 def _same_ranks(first: tuple[Suspect, ...], others: tuple[Suspect, ...]) -> bool:
-    """Whether they are the same ranks of the one job, where of each one of both knows nothing else, or both its node."""
+    """Whether they are the same ranks of the one job, where of each one of both knows nothing else, or both its
+    node."""
     mine, theirs = {s.rank: s for s in first}, {s.rank: s for s in others}
     if not mine or None in mine or mine.keys() != theirs.keys() or len(mine) < max(len(first), len(others)):
         return False  # no rank, unknown ranks, other ranks, or ranks numbered per node

@@ -1,8 +1,10 @@
-"""Metric panels of a live run: its processes become panels, one per role, from the samples that `watch` receives anyhow.
+"""Metric panels of a live run: its processes become panels, one per role, from the samples that `watch` receives
+anyhow.
 
     samples -> readings -> a tick a second and role -> tracker -> findings that name replica, rank and incarnation
 
-A panel holds the processes of one role as they are now. When one of them goes, comes or is replaced, the role is learned
+A panel holds the processes of one role as they are now. When one of them goes, comes or is replaced, the role is
+learned
 anew: others take over its work or give some away, and a fresh process is not like those that have worked for hours.
 That costs some minutes of silence after each replacement, in which the engine's own detectors see all that they ever
 see. Roles of fewer than `PEERS_MIN` say nothing. Standbys do not work, and processes that start are not like any other.
@@ -116,7 +118,8 @@ class RunPanels:
             if known is None and len(self._processes) >= PROCESSES_MAX:
                 return
             place = (sample.role, sample.replica, sample.rank, sample.incarnation)
-            # The process that had this name is gone, without an event: two of one name would be two columns of one panel.
+            # The process that had this name is gone, without an event: two of one name would be two columns of one
+            # panel.
             before = self._by_key.get(place[1:])
             if before is not None and self._processes.get(before.process) is before:
                 del self._processes[before.process]

@@ -1,5 +1,5 @@
-"""What the slow test compares a process with: the newest residuals of its peers, kept in order so that the median of all
-but one costs no pass over the others.
+"""What the slow test compares a process with: the newest residuals of its peers, kept in order so that the median of
+all but one costs no pass over the others.
 
 A role of eight thousand closes hundreds of strides a second; with a list of peers made for each, a second's strides
 took minutes (docs/decisions/0021).

@@ -16,8 +16,8 @@ EFFECTIVE_SHARE = 0.4
 """Part of the deadline that must have passed on the effective clock. With k = 5 that is twice the P99 of a unit: more
 CPU time than a healthy unit needs, at any starvation; a process with half a CPU is still found at 1.25 deadlines."""
 EPOCH_JOIN_SECONDS = 15.0
-"""Deadline of the first collective of an epoch: it includes a rendezvous (2.7 s measured on CPU to grow by one member) and
-a newcomer that copies state."""
+"""Deadline of the first collective of an epoch: it includes a rendezvous (2.7 s measured on CPU to grow by one member)
+and a newcomer that copies state."""
 EMERGING_SHARE = 0.3
 """A process that stalls on its own account for this share of its deadline is reason enough not to accuse processes that
 depend on others."""
@@ -25,14 +25,14 @@ EMERGING_BEAT_SECONDS = 1.0
 """The same for heartbeats, which come every 0.1 s: ten missed."""
 WORKING_CPUS = 0.08
 """CPU use per effective second above which a process with heartbeats is at work, at full speed or slowed down (by a
-quota, or stopped for part of the time): a long unit, not a hang. Waiting processes use a few percent (heartbeats, pollers),
-stopped ones none, and a busy loop that holds the interpreter sends no heartbeat."""
+quota, or stopped for part of the time): a long unit, not a hang. Waiting processes use a few percent (heartbeats,
+pollers), stopped ones none, and a busy loop that holds the interpreter sends no heartbeat."""
 WORKING_P99_FACTOR = 12.0
 """Deadline of a process at work, in P99 of its units: four times slower with three times the usual tail."""
 
 RARE_PHASES = frozenset({Phase.CHECKPOINT})
-"""Entered once in many steps, and as long as a disk takes: the P99 of other phases says nothing about them. Until enough
-of them were seen the deadline of a first unit holds."""
+"""Entered once in many steps, and as long as a disk takes: the P99 of other phases says nothing about them. Until
+enough of them were seen the deadline of a first unit holds."""
 
 DEPENDENT_PHASES = frozenset({Phase.UPDATE, Phase.COPY, Phase.CONTROL})
 
@@ -86,7 +86,8 @@ def heartbeat_deadline(fleet: MonitoredProcesses, subject: MonitoredProcess, con
 def stalls(fleet: MonitoredProcesses, config: DetectorConfig) -> list[Stall]:
     """Every live process without progress for a while, with the clock and deadline that applies to it."""
     found = []
-    # No deadline is below this. To compute one for each of thousands of processes at each poll costs more than all else.
+    # No deadline is below this. To compute one for each of thousands of processes at each poll costs more than all
+    # else.
     soonest = EMERGING_SHARE * min(config.hang_floor_seconds, config.first_unit_seconds, config.hang_ceiling_seconds)
     for s in fleet.current():
         if s.stall.wall < soonest and s.beat.wall <= EMERGING_BEAT_SECONDS:
@@ -95,7 +96,8 @@ def stalls(fleet: MonitoredProcesses, config: DetectorConfig) -> list[Stall]:
             continue
         if s.beats_seen:
             deadline = heartbeat_deadline(fleet, s, config)
-            # Heartbeats may stop alone (the side thread died): then the process goes on making progress and is not hung.
+            # Heartbeats may stop alone (the side thread died): then the process goes on making progress and is not
+            # hung.
             if s.beat.wall > EMERGING_BEAT_SECONDS and (not s.progress_due or s.stall.wall > EMERGING_BEAT_SECONDS):
                 found.append(Stall(s, deadline, s.beat, True))
                 continue
@@ -105,7 +107,8 @@ def stalls(fleet: MonitoredProcesses, config: DetectorConfig) -> list[Stall]:
 
 
 def own(all_stalls: list[Stall]) -> list[Stall]:
-    """Those that stall on their own account: without heartbeat, or in a phase in which they depend on no other process."""
+    """Those that stall on their own account: without heartbeat, or in a phase in which they depend on no other
+    process."""
     return [s for s in all_stalls if s.beats_stopped or s.subject.phase not in DEPENDENT_PHASES | {Phase.REDUCE}]
 
 

@@ -1,7 +1,7 @@
 """One monitored process: its clocks since the last progress or heartbeat, and what advances them.
 
-It keeps clocks, not histories: seconds without progress on the wall clock, and on the effective clock, which does not run
-while the process was runnable and got no CPU. A clock advances only by what was sampled, and by at most
+It keeps clocks, not histories: seconds without progress on the wall clock, and on the effective clock, which does not
+run while the process was runnable and got no CPU. A clock advances only by what was sampled, and by at most
 `SAMPLE_GAP_SECONDS_MAX` per sample: a pause of the agent, or of the whole machine, counts against no process.
 """
 
@@ -18,13 +18,14 @@ Key = tuple[str, int, int]
 """(replica, rank, incarnation)"""
 
 SAMPLE_GAP_SECONDS_MAX = 0.6
-"""Three sample intervals (0.2 s each): time between two samples beyond this was not observed and does not count. Without
-the limit a machine paused for 3 s makes each of its processes look hung."""
+"""Three sample intervals (0.2 s each): time between two samples beyond this was not observed and does not count.
+Without the limit a machine paused for 3 s makes each of its processes look hung."""
 
 LOOKS_MAX = 3
 """The same where an agent samples, or is polled, more rarely: this many of its usual intervals."""
 SLOW_LOOK_SECONDS = 0.5
-"""Usual intervals from here on are long by design; shorter ones are pauses of agents that sample five times a second."""
+"""Usual intervals from here on are long by design; shorter ones are pauses of agents that sample five times a
+second."""
 LOOK_SMOOTHING = 0.1
 
 UNPAGED_GAP_SECONDS_MAX = 3.0
@@ -164,7 +165,8 @@ class MonitoredProcess:
 
     @property
     def progress_due(self) -> bool:
-        """Whether progress is due now: it is for an idle engine that holds requests, never for an uninstrumented process."""
+        """Whether progress is due now: it is for an idle engine that holds requests, never for an uninstrumented
+        process."""
         if self.sample is None or not self.reports:
             return False
         if self.phase == Phase.IDLE:
@@ -222,7 +224,8 @@ def advance(
         # The working thread's run delay stands for the beat thread's: agents read the others' every 10 s only.
         subject.beat.advance(counted, starved, cpu)
     units = sample.progress - previous.progress
-    # A unit may take far less time than lies between two samples: a process that changed phase may have worked meanwhile.
+    # A unit may take far less time than lies between two samples: a process that changed phase may have worked
+    # meanwhile.
     changed = sample.phase_entries != previous.phase_entries
     if units > 0 and (changed or sample.phase in WORK_PHASES or previous.phase in WORK_PHASES):
         subject.worked += units

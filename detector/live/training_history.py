@@ -25,8 +25,8 @@ STEPS_KEPT = 256
 """Longer than a collapse takes, and small enough to be part of every stored window (30 kB)."""
 
 TELLERS_MAX = 8
-"""Of one step, in one observation. A thousand trainers say the same; a few more than one, for an agent may have read one
-of them in the middle of its update."""
+"""Of one step, in one observation. A thousand trainers say the same; a few more than one, for an agent may have read
+one of them in the middle of its update."""
 
 
 @dataclass(slots=True)

@@ -1,4 +1,5 @@
-"""Peers compared: windows of a panel's last ticks, distances between machines, and how far a value lies from the others."""
+"""Peers compared: windows of a panel's last ticks, distances between machines, and how far a value lies from the
+others."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,7 +11,8 @@ Scores = NDArray[np.float64]
 WINDOW_TICKS = 8
 """As Minder has it, for all methods."""
 NUM_SAMPLES_MIN = WINDOW_TICKS // 2
-"""A machine with fewer samples of a metric in the window is not scored: missing data is neither similar nor different."""
+"""A machine with fewer samples of a metric in the window is not scored: missing data is neither similar nor
+different."""
 NUM_MACHINES_MIN = 4
 """With fewer than three machines no single one can be named; Minder's smallest task has four machines, too."""
 
@@ -125,6 +127,7 @@ def against_others(values: Scores, peers: NDArray[np.bool_], spread_min: float) 
 
 def surprise(sigmas: Scores, num_peers: int) -> Scores:
     """The log-likelihood ratio of "this one lies higher" against "all are alike", normal values of unknown spread:
-    f/2 log(1 + t^2/f), f = peers - 1; negative where it lies lower. Its tail is about exponential, however few peers."""
+    f/2 log(1 + t^2/f), f = peers - 1; negative where it lies lower. Its tail is about exponential, however few
+    peers."""
     freedom = num_peers - 1
     return np.copysign(freedom / 2 * np.log1p(sigmas**2 / freedom), sigmas)

@@ -19,7 +19,8 @@ def detector(
     false_alarms_per_1000_machine_days: float = FALSE_ALARMS_PER_1000_MACHINE_DAYS,
     model: Path | None = None,
 ) -> PanelDetector:
-    """`model`: what `rolecall fit` wrote; `minder` alone has one. Raises ConfigError, or UnreadableInput for a model."""
+    """`model`: what `rolecall fit` wrote; `minder` alone has one. Raises ConfigError, or UnreadableInput for a
+    model."""
     problems = []
     if name not in NAMES:
         problems.append(f"detector: {name!r} is none of {', '.join(NAMES)}")

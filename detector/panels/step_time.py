@@ -1,14 +1,14 @@
 """Stragglers in synchronous work: seconds of own work per step, compared among peers from the first step on.
 
 Peers of one role and phase (one pipeline stage, one expert group) have equal work, so a different level is a fault and
-not a baseline: nothing is learned as normal. Time spent waiting for others (receive, reduce, gather) is not own work, so
-machines that wait for a straggler are not named.
+not a baseline: nothing is learned as normal. Time spent waiting for others (receive, reduce, gather) is not own work,
+so machines that wait for a straggler are not named.
 
 With x = log(own seconds / median of the peers), each machine and metric has a sum S = max(0, S + 2k (x - k) / s^2), the
-log-likelihood ratio of "slower by 2k" against "equal" for Gaussian x, where k = -log 0.75 (the score below which NVIDIA's
-resiliency extension calls a straggler) and s is the spread of x over peers and steps so far, never below `SPREAD_MIN`.
-An alarm at S > log(1 / rate) has a mean time between false alarms of at least 1 / rate ticks (Lorden 1971, theorem 2);
-one tick adds at most a third of that, so that one stalled step is no straggler.
+log-likelihood ratio of "slower by 2k" against "equal" for Gaussian x, where k = -log 0.75 (the score below which
+NVIDIA's resiliency extension calls a straggler) and s is the spread of x over peers and steps so far, never below
+`SPREAD_MIN`. An alarm at S > log(1 / rate) has a mean time between false alarms of at least 1 / rate ticks (Lorden
+1971, theorem 2); one tick adds at most a third of that, so that one stalled step is no straggler.
 """
 
 import math
@@ -32,7 +32,8 @@ others. A busy disk is not work."""
 
 SLOW_LOG_RATIO = -math.log(0.75)
 SPREAD_MIN = 0.1
-"""Of x: kernels of equal work differ by a few per cent; below this the sum would react to differences of no interest."""
+"""Of x: kernels of equal work differ by a few per cent; below this the sum would react to differences of no
+interest."""
 TICKS_MIN = 3
 PEERS_MIN = 2
 SECONDS_PER_DAY = 86_400.0

@@ -4,8 +4,8 @@ Value of metric m at tick t on machine n:
 
     level_m + sigma_m * (offset_mn + noise_mtn + gain_mn * common_m(t + skew_n) + effect_mtn)
 
-`common` is the signal that all machines share: the training step's phases, checkpoints, level shifts, drifts. `noise` is
-scale_mn * (sqrt(1 - s) AR(1) with Student-t innovations + sqrt(s) slow wander), of variance 1 over peers and time.
+`common` is the signal that all machines share: the training step's phases, checkpoints, level shifts, drifts. `noise`
+is scale_mn * (sqrt(1 - s) AR(1) with Student-t innovations + sqrt(s) slow wander), of variance 1 over peers and time.
 
 One *peer standard deviation* is sigma_m: the standard deviation, over peers and time, of a machine's own noise in a
 healthy metric without its constant offset (with the offset, an effect of "1 sigma" would be several times the noise for
@@ -47,7 +47,8 @@ LEAD_IN_SECONDS = 900
 """Healthy at least so long before a fault: [Minder]'s window of 15 minutes. Up to LEAD_IN_SPREAD_SECONDS more."""
 LEAD_IN_SPREAD_SECONDS = 300
 FAULT_SECONDS_MEDIAN, FAULT_SECONDS_SPREAD = 600.0, 0.54
-"""Log-normal: nine in ten last longer than 5 minutes ([Minder]: mostly more than 5 minutes; the spread is [assumed])."""
+"""Log-normal: nine in ten last longer than 5 minutes ([Minder]: mostly more than 5 minutes; the spread is
+[assumed])."""
 FAULT_SECONDS_MIN, FAULT_SECONDS_MAX = 120.0, 1800.0
 AFTERMATH_SECONDS = 120
 """A task continues this long after its fault's end, to count late detections as false alarms."""
@@ -70,7 +71,8 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedMetric:
-    """`wave`, `checkpoint`: how far computing and a checkpoint move it, peer standard deviations; `sign`: where a fault does.
+    """`wave`, `checkpoint`: how far computing and a checkpoint move it, peer standard deviations; `sign`: where a fault
+    does.
 
     A peer standard deviation is 2 % of the level, so that an effect of 20 keeps every value positive.
     """
@@ -86,8 +88,8 @@ class SimulatedMetric:
 SIGMA_OF_LEVEL = 0.02
 
 # 21 as [Minder] has, its seven most telling ones among them; the rest are of the kinds that it names. Levels, waves (at
-# most 4 sigma) and signs are [assumed]: computing raises the GPU's activity, communication the network's, a fault lowers
-# work done and raises pause and congestion packets.
+# most 4 sigma) and signs are [assumed]: computing raises the GPU's activity, communication the network's, a fault
+# lowers work done and raises pause and congestion packets.
 METRICS = tuple(
     SimulatedMetric(name=name, group=group, level=level, wave=wave, checkpoint=checkpoint, sign=sign)
     for name, group, level, wave, checkpoint, sign in (
@@ -125,7 +127,8 @@ class Onset(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FaultKind:
-    """`production_share`, `evaluation_share`: of 1, in [Minder]'s seven months of production and 150 faults of evaluation.
+    """`production_share`, `evaluation_share`: of 1, in [Minder]'s seven months of production and 150 faults of
+    evaluation.
 
     `groups`: metrics that show it. [Minder] says that no metric shows every fault, that CPU and GPU show most and that
     a PCIe downgrade shows in PFC; which groups go with which kind is [assumed] from that. `spreads_fast`: [Minder]
@@ -277,8 +280,8 @@ def _fault(rng: np.random.Generator, num_machines: int, kind: FaultKind, effect:
 
 
 def _victims(rng: np.random.Generator, num_machines: int, machine: int, fast: bool) -> tuple[SecondaryFault, ...]:
-    """[assumed] Of a fast kind: up to the whole group within 10 s, at 0.3 to 0.6 of the effect; of others in every second
-    case one or two within a minute, at 0.1 to 0.3."""
+    """[assumed] Of a fast kind: up to the whole group within 10 s, at 0.3 to 0.6 of the effect; of others in every
+    second case one or two within a minute, at 0.1 to 0.3."""
     block = machine // GROUP_SIZE * GROUP_SIZE
     group = [n for n in range(block, min(block + GROUP_SIZE, num_machines)) if n != machine]
     wanted = int(rng.integers(1, GROUP_SIZE)) if fast else int(rng.integers(1, 3)) * int(rng.random() < 0.5)

@@ -1,4 +1,5 @@
-"""Components of a simulated fleet's metrics: the signal that machines share, noise of each machine, and missing samples.
+"""Components of a simulated fleet's metrics: the signal that machines share, noise of each machine, and missing
+samples.
 
 `fleet` combines them and explains the sources [Minder], [issue], [fit] and [assumed]. The unit is the peer standard
 deviation.
@@ -13,7 +14,8 @@ CHUNK_TICKS = 64
 """Ticks made at a time: 8 MB for 1,500 machines. Part of the meaning of a seed: it must not depend on the reader."""
 
 MISSING_RATIO_SINGLE, MISSING_RATIO_RUNS = 0.01, 0.01
-"""[issue] 2 % of all samples are missing; half of them single ones, half in runs of a whole machine ([assumed] split)."""
+"""[issue] 2 % of all samples are missing; half of them single ones, half in runs of a whole machine ([assumed]
+split)."""
 MISSING_RUN_SECONDS_MAX = 39  # [assumed] runs of 1 to 39 s, uniform: an agent restarted, a scrape that timed out
 
 SKEW_SECONDS = 0.5
@@ -45,7 +47,8 @@ AR_COEFFICIENT = (0.0, 0.0, 0.49, 0.94, 0.95)  # [fit] both sets: `phi`, per tic
 WANDER_SHARE = (0.0, 0.0, 0.0, 0.01, 0.37)  # [fit] both sets: of the variance
 WANDER_SECONDS = (30.0, 30.0, 60.0, 120.0, 600.0)  # [fit] both sets
 INNOVATION_DOF = (2.1, 2.13, 2.55, 3.26, 5.71)
-"""[fit] both sets: `dof`. The first is 1.53 there, which has no variance: a standard deviation would then be a few extremes."""
+"""[fit] both sets: `dof`. The first is 1.53 there, which has no variance: a standard deviation would then be a few
+extremes."""
 OFFSET_SIGMAS = (0.14, 0.32, 0.51, 1.07, 2.31)  # [fit] exathlon
 SCALE_SPREAD = (0.26, 0.27, 0.31, 0.38, 0.61)  # [fit] asd: standard deviation of the log of a machine's own scale
 KNOT_TICKS = 16

@@ -2,8 +2,8 @@
 
 http.client would need a thread per agent, and a thousand threads contend for the GIL (*measured*: 0.4 ms a sample,
 against 0.04 here; docs/decisions/0021). Agents are not trusted: the size of an answer is bounded before and after
-decompression, redirects are not followed, and the deadline covers the whole answer, so that an agent that trickles bytes
-blocks no other.
+decompression, redirects are not followed, and the deadline covers the whole answer, so that an agent that trickles
+bytes blocks no other.
 """
 
 import asyncio
@@ -33,7 +33,8 @@ class AgentClientLimits:
     """Limits on the time and memory that one agent may use."""
 
     answer_bytes_max: int = 16 << 20
-    """A minute of samples of a node with 13 processes is 3 MiB: an agent that sends more than this is not one of ours."""
+    """A minute of samples of a node with 13 processes is 3 MiB: an agent that sends more than this is not one of
+    ours."""
     connect_seconds: float = 1.0
     answer_seconds: float = 2.0
     """For the whole answer, on top of what the request itself may wait."""

@@ -1,5 +1,5 @@
-"""Diagnosis of an agent's event files (`events.jsonl` of its data directory, copied from one or more nodes): replays the
-events in the order of their times to the detectors of a live run.
+"""Diagnosis of an agent's event files (`events.jsonl` of its data directory, copied from one or more nodes): replays
+the events in the order of their times to the detectors of a live run.
 
 Events hold exits, exceptions and hardware and kernel faults, but no samples, so hung or slow processes cannot be found
 from them. Damaged lines are counted; an agent that dies may leave a torn last line.

@@ -1,12 +1,12 @@
 """Source `agents`: samples and events directly from the node agents.
 
-Each agent has one asyncio task with one persistent connection; all tasks share an event loop in a separate thread. A task
-long-polls `/v1/news` for at most a poll interval, so that an exit reaches the detector in milliseconds and wakes `poll`;
-samples come with the answer, as columns. Agents are not trusted: sizes are limited, values are checked (agent_wire.py),
-redirects are not followed, every wait has a deadline (agent_client.py).
+Each agent has one asyncio task with one persistent connection; all tasks share an event loop in a separate thread. A
+task long-polls `/v1/news` for at most a poll interval, so that an exit reaches the detector in milliseconds and wakes
+`poll`; samples come with the answer, as columns. Agents are not trusted: sizes are limited, values are checked
+(agent_wire.py), redirects are not followed, every wait has a deadline (agent_client.py).
 
-An agent may restart at any time: its address is read again, its event numbers continue (at least once), its sample cursor
-restarts. An agent that does not answer is reported as unreachable, with the reason; the others continue.
+An agent may restart at any time: its address is read again, its event numbers continue (at least once), its sample
+cursor restarts. An agent that does not answer is reported as unreachable, with the reason; the others continue.
 """
 
 import asyncio
@@ -39,7 +39,8 @@ RETRY_SECONDS = 0.2
 BATCHES_MAX = 64
 """Batches of one agent held until polled; the oldest go first, samples are replaceable."""
 SAMPLES_HELD_MAX = 250_000
-"""Samples of processes held until polled, of all agents; beyond that of each agent only its newest batch stays. They take
+"""Samples of processes held until polled, of all agents; beyond that of each agent only its newest batch stays. They
+take
 0.8 KiB each: a watch that waits for its journal must not grow by gigabytes."""
 EVENTS_MAX = 10_000
 """Events held until polled. Beyond that no more are read: the agent keeps them."""
@@ -62,7 +63,8 @@ AGENTS_READ_WHOLE_MAX = 64
 """A starting watch reads the minute of samples that each agent holds; with more agents only the newest samples, since
 processing all would take too long."""
 LATE_SECONDS = 0.5
-"""If the event loop is late by this much, answers may be waiting unread: for a while no agent is reported unreachable."""
+"""If the event loop is late by this much, answers may be waiting unread: for a while no agent is reported
+unreachable."""
 LATE_EXCUSES_SECONDS = 10.0
 """An agent that has not answered for this long is unreachable even if the loop is late."""
 BEAT_SECONDS = 0.1
@@ -241,8 +243,8 @@ class AgentsSource:
         self._num_processes -= agent.num_processes
 
     async def _converse(self, agent: _Agent, url: str, old: bool) -> None:
-        """Polls over one connection until it breaks or the agent's address changes. `old`: an agent of an earlier version,
-        polled for events and samples separately."""
+        """Polls over one connection until it breaks or the agent's address changes. `old`: an agent of an earlier
+        version, polled for events and samples separately."""
         async with self._dials:
             tls = self._context(url)
             connection = await AgentConnection.open(url, self._limits, authorization=self._authorization, tls=tls)

@@ -1,9 +1,9 @@
 """Source `prometheus`: panels from any server that speaks Prometheus's HTTP API (v1), by range queries.
 
 Ticks are multiples of the interval on the server's clock. The newest requested tick is `lag_seconds` old: by then every
-target has been scraped since the tick before it. Queries cover blocks of ticks. A query that a server refuses as too large
-is split in halves, first by time, then by machines; the sizes that worked are remembered. Ends of series are taken from
-the server, which marks them stale; the values that it sends are checked.
+target has been scraped since the tick before it. Queries cover blocks of ticks. A query that a server refuses as too
+large is split in halves, first by time, then by machines; the sizes that worked are remembered. Ends of series are
+taken from the server, which marks them stale; the values that it sends are checked.
 """
 
 import json

@@ -1,7 +1,7 @@
 """A client of Prometheus's HTTP API (v1).
 
-What a server sends is not trusted: sizes are limited, redirects are not followed, every wait has a deadline. Credentials
-are sent, and never shown.
+What a server sends is not trusted: sizes are limited, redirects are not followed, every wait has a deadline.
+Credentials are sent, and never shown.
 """
 
 import http.client
@@ -113,7 +113,8 @@ class Client:
         raise PrometheusUnavailable("its answer makes no sense: it does not know what time it is")
 
     def matrix(self, expression: str, start: float, end: float, step: float, stopped: Stopped) -> list[Any]:
-        """Series of a range query, as the server sent them. Raises UnreadableInput, PrometheusUnavailable, PrometheusResponseTooLarge."""
+        """Series of a range query, as the server sent them. Raises UnreadableInput, PrometheusUnavailable,
+        PrometheusResponseTooLarge."""
         asked = {"query": expression, "start": f"{start:.3f}", "end": f"{end:.3f}", "step": f"{step:.3f}"}
         found = self.ask("query_range", asked, stopped)
         if isinstance(found, dict) and found.get("resultType") == "matrix" and isinstance(found.get("result"), list):
@@ -121,7 +122,8 @@ class Client:
         raise PrometheusUnavailable("its answer makes no sense: no matrix for a range query")
 
     def label_values(self, label: str, match: str, start: float, end: float, stopped: Stopped) -> list[str]:
-        """Values of a label on series that match `{match}`, without those that name nothing. Raises UnreadableInput, PrometheusUnavailable, PrometheusResponseTooLarge."""
+        """Values of a label on series that match `{match}`, without those that name nothing. Raises UnreadableInput,
+        PrometheusUnavailable, PrometheusResponseTooLarge."""
         asked = urlencode({"match[]": f"{{{match}}}", "start": f"{start:.3f}", "end": f"{end:.3f}"})
         found = self.ask(f"label/{quote(label, safe='')}/values?{asked}", None, stopped)
         if isinstance(found, list) and all(isinstance(v, str) for v in found):

@@ -1,6 +1,7 @@
 """The queries to a Prometheus server, and the labels of its series that name a machine.
 
-A counter's rate is used only where it is reliable (`trusted_rate`): a target that restarts, appears or disappears is a gap.
+A counter's rate is used only where it is reliable (`trusted_rate`): a target that restarts, appears or disappears is a
+gap.
 """
 
 import re
@@ -76,8 +77,8 @@ ALIVE = " and rolecall_process_up{$match} == 1"
 
 
 def catalogue_queries() -> tuple[MetricQuery, ...]:
-    """What rolecall's agents expose (core/metrics/catalogue.py). Phases change faster than servers scrape: role alone makes
-    peers."""
+    """What rolecall's agents expose (core/metrics/catalogue.py). Phases change faster than servers scrape: role alone
+    makes peers."""
     found = []
     for metric in CATALOGUE:
         if (
@@ -116,7 +117,8 @@ DCGM_GAUGES = (
 
 
 def dcgm_queries() -> tuple[MetricQuery, ...]:
-    """What dcgm-exporter exposes: one column a GPU. Its host label was `Hostname` until May 2026 (dcgm-exporter#655)."""
+    """What dcgm-exporter exposes: one column a GPU. Its host label was `Hostname` until May 2026
+    (dcgm-exporter#655)."""
     labels = Labels(role=("role",), role_otherwise="gpu", node=("hostname", "Hostname", "node", "instance"))
     gauges = [
         MetricQuery(metric=f"DCGM_FI_{g}", expression=f"DCGM_FI_{g}{{$match}}", labels=labels) for g in DCGM_GAUGES

@@ -68,7 +68,8 @@ def _schema_of(path: Path) -> pl.Schema:
 
 
 def read(path: Path) -> Recording:
-    """Raises UnreadableInput: no regular file, damaged, too large, columns missing or of a wrong type, nothing in it."""
+    """Raises UnreadableInput: no regular file, damaged, too large, columns missing or of a wrong type, nothing in
+    it."""
     if path.exists() and not path.is_file():
         raise UnreadableInput(where=str(path), reason="not a regular file")  # a pipe would block
     table, remarks = _table(path)
@@ -220,7 +221,8 @@ def _panel(path: Path, part: pl.DataFrame, room: int) -> Panel:
     if size > room:
         raise UnreadableInput(
             where=str(path),
-            reason=f"{shape.name}: {len(machines)} machines, {len(metrics)} metrics and {len(at)} ticks of {interval:g} s "
+            reason=f"{shape.name}: {len(machines)} machines, {len(metrics)} metrics and {len(at)} ticks of "
+            f"{interval:g} s "
             f"are {size:,} values, and {room:,} of {NUM_VALUES_MAX:,} are left: cut it by time or by role",
         )
     values = np.full((len(metrics), len(at), len(machines)), np.nan, dtype=np.float32)

@@ -1,8 +1,8 @@
 """The actuator interface: the adapter that performs plans on one kind of system.
 
 An actuator declares the actions it supports and the smallest set of processes it can replace. Performing is idempotent:
-repeating a plan after a crash at any point has no further effect. It acts under the lease of the calling watch and refuses
-when a newer lease exists.
+repeating a plan after a crash at any point has no further effect. It acts under the lease of the calling watch and
+refuses when a newer lease exists.
 """
 
 from collections.abc import Mapping

@@ -1,4 +1,5 @@
-"""For jobs that rolecall did not start: performs no action. The incident names the remediation; an operator performs it."""
+"""For jobs that rolecall did not start: performs no action. The incident names the remediation; an operator performs
+it."""
 
 from rolecall.core.diagnosis import ActionKind, Plan
 from rolecall.core.errors import ActuatorError

@@ -1,8 +1,8 @@
 """Actuator of the bundled runtime: writes the desired state, one record per target. The runtime does the rest.
 
 Recovery never calls Ray: the supervisor reconciles desired and actual state, kills the old incarnation, and promotes a
-standby or starts a replica. The failure unit is the replica with all its ranks. Every write expects the incarnation that
-the plan names and carries the fencing number; the record names its incident, so that a repetition recognizes it.
+standby or starts a replica. The failure unit is the replica with all its ranks. Every write expects the incarnation
+that the plan names and carries the fencing number; the record names its incident, so that a repetition recognizes it.
 """
 
 from rolecall.core.diagnosis import ActionKind, Plan, PlanTarget

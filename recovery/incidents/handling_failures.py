@@ -1,8 +1,8 @@
 """Isolation of incidents whose handling raises: the others continue.
 
 Handling is retried after a pause that doubles up to `PAUSE_SECONDS_MAX` while the incident is open; after `TRIES_MAX`
-failures in a row on-call is paged once. Kept in memory only: a successor counts from zero, and the page has a key in the
-journal, so it is not sent twice.
+failures in a row on-call is paged once. Kept in memory only: a successor counts from zero, and the page has a key in
+the journal, so it is not sent twice.
 
 Errors that concern every incident are raised: a lost lease, a database that is busy or unavailable.
 """

@@ -1,4 +1,5 @@
-"""Incidents as frozen values: states, outcomes, plans, and operator decisions. Made from journal events (`projection`)."""
+"""Incidents as frozen values: states, outcomes, plans, and operator decisions. Made from journal events
+(`projection`)."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field

@@ -182,8 +182,8 @@ class WebhookNotifier:
 
 def _alert(message: Message) -> dict[str, Any]:
     """One alert of the Alertmanager v2 API (POST /api/v2/alerts, `postableAlerts`)."""
-    # Labels identify an alert: firing and resolved must carry the same ones. Without an end Alertmanager would resolve it
-    # after minutes, because it expects clients to repeat their alerts.
+    # Labels identify an alert: firing and resolved must carry the same ones. Without an end Alertmanager would resolve
+    # it after minutes, because it expects clients to repeat their alerts.
     ends_at = message.wall_at if message.resolved else message.wall_at + FIRING_SECONDS
     return {
         "labels": {

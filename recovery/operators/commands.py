@@ -139,7 +139,8 @@ def reject_plan(location: RunLocation, digest: str, by: str, because: str = "", 
 def hold_plan(
     location: RunLocation, digest: str, by: str, because: str, seconds: float, clock: Clock | None = None
 ) -> str:
-    """Keeps this plan from starting, and its proposal from expiring, for `seconds`. Repeat the command to extend the hold.
+    """Keeps this plan from starting, and its proposal from expiring, for `seconds`. Repeat the command to extend the
+    hold.
 
     When the hold ends, on-call is notified, the guards are checked again and a proposal gets its full approval time.
 
@@ -156,7 +157,8 @@ def hold_plan(
         hold = attempt.hold
         if hold is not None and hold.active(now) and now + seconds < hold.until:
             raise CommandRefused(
-                f"plan {digest} is already on hold by {hold.by} until {hold.until_text}; lift that hold to end it sooner"
+                f"plan {digest} is already on hold by {hold.by} until {hold.until_text}; lift that hold to end it "
+                f"sooner"
             )
         return _CommandEvent(HoldPlaced(digest=digest, by=by, because=because, until=now + seconds))
 
@@ -193,7 +195,8 @@ class _CommandEvent:
 def _append_command(
     location: RunLocation, digest: str, event: Callable[[Incident, Attempt, float], _CommandEvent], clock: Clock | None
 ) -> tuple[Incident, Attempt]:
-    """Writes the command's event if it is valid in the incident's current state; returns incident and attempt after it."""
+    """Writes the command's event if it is valid in the incident's current state; returns incident and attempt after
+    it."""
     with opened(location, clock) as (journal, projection):
         for _ in range(TRIES_MAX):
             incident, attempt = _not_started(projection, digest)
@@ -230,7 +233,8 @@ def _not_started(projection: IncidentProjection, digest: str) -> tuple[Incident,
         if incident.state in NOT_STARTED and attempt.plan.action is not ActionKind.TOLERATE:
             return incident, attempt
         raise CommandRefused(
-            f"plan {digest} is neither proposed nor held: {incident.incident_id} is {incident.state}. In mode act a plan "
+            f"plan {digest} is neither proposed nor held: {incident.incident_id} is {incident.state}. In mode act a "
+            f"plan "
             "starts as soon as it is made unless a guard blocks it; `rolecall pause` stops later actions"
         )
     waiting = [a.plan.digest for i in projection.open_incidents() if (a := i.attempt) and i.state in NOT_STARTED]

@@ -1,4 +1,5 @@
-"""Read-only queries: status of the run, its incidents, and the replay of their decisions; as plain values and as text."""
+"""Read-only queries: status of the run, its incidents, and the replay of their decisions; as plain values and as
+text."""
 
 from dataclasses import asdict
 from typing import Any
@@ -155,8 +156,8 @@ def replay(location: RunLocation, incident_id: str) -> dict[str, Any]:
 
 
 def decided_then(created: PlanCreated) -> dict[str, Any]:
-    """The stored decision in the form of `PolicyDecision.to_dict`. Side effects (`also_hit`) come from the actuator and are
-    not part of the decision."""
+    """The stored decision in the form of `PolicyDecision.to_dict`. Side effects (`also_hit`) come from the actuator and
+    are not part of the decision."""
     plan = {**created.plan.to_dict(), "also_hit": []}
     return {"plan": plan, "page_oncall": created.page_oncall, "outcome": created.outcome}
 

@@ -1,4 +1,5 @@
-"""Replacement requests of operators: each opens an incident with the same guards, limits and verification as a fault."""
+"""Replacement requests of operators: each opens an incident with the same guards, limits and verification as a
+fault."""
 
 from rolecall.core.diagnosis import Diagnosis, Suspect
 from rolecall.core.faults import FaultClass

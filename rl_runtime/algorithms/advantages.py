@@ -4,9 +4,9 @@
     EGAE (T-PPO)         the same sum up to the cut of an unfinished answer, 2506.15050 sec. 3
     overlong (DAPO)      0 up to Lmax - Lcache, then linearly down to -1 at Lmax and beyond, 2503.14476 eq. 13
 
-The state s_t is the prompt and the tokens before o_t; V(s_t) is the critic's output before o_t is chosen. After the last
-token of a finished answer there is nothing (0); behind a cut there is a value, the *bootstrap*, and it alone makes the
-difference between GAE and EGAE. Pure; tensors keep their dtype.
+The state s_t is the prompt and the tokens before o_t; V(s_t) is the critic's output before o_t is chosen. After the
+last token of a finished answer there is nothing (0); behind a cut there is a value, the *bootstrap*, and it alone makes
+the difference between GAE and EGAE. Pure; tensors keep their dtype.
 """
 
 import torch

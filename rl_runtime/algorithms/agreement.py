@@ -1,10 +1,10 @@
 """Do engines and trainers agree? A token's log-probability, asked again of the very weights that made it.
 
-Tokens of the weights that are trained are compared for nothing: the step's own forward pass says it (`objective`). In an
-asynchronous run nearly all tokens are a version or two older. So a trainer keeps the weights of the newest former
-versions, and asks them about a small share of each step's rows, drawn again in each step; all in one microbatch, because
-what a forward pass costs whatever its rows is then paid once. Where both compute in one precision the two differ by
-rounding; more means wrong weights or wrong numerics in an engine or a trainer.
+Tokens of the weights that are trained are compared for nothing: the step's own forward pass says it (`objective`). In
+an asynchronous run nearly all tokens are a version or two older. So a trainer keeps the weights of the newest former
+versions, and asks them about a small share of each step's rows, drawn again in each step; all in one microbatch,
+because what a forward pass costs whatever its rows is then paid once. Where both compute in one precision the two
+differ by rounding; more means wrong weights or wrong numerics in an engine or a trainer.
 
 What a replica does not hold (it has just joined, the token is older) it does not judge.
 """
@@ -28,7 +28,8 @@ Weights = Mapping[str, Tensor]
 
 
 def is_asked(microbatch_id: str, all_ids: Sequence[str], step: int) -> bool:
-    """Whether this is the one microbatch of `step` whose rows are asked: another one in each step, on whichever replica."""
+    """Whether this is the one microbatch of `step` whose rows are asked: another one in each step, on whichever
+    replica."""
     return sorted(all_ids)[step % len(all_ids)] == microbatch_id
 
 

@@ -1,4 +1,5 @@
-"""Invariant Constant work (docs/invariants.md): each optimizer step is exactly B microbatches, however they are shared out.
+"""Invariant Constant work (docs/invariants.md): each optimizer step is exactly B microbatches, however they are shared
+out.
 
 A step's composition is a function of its set of groups alone: sorted by id and cut into equal pieces, so that a
 controller that restarts from the ledger forms the same microbatches under the same ids. `assign` shares

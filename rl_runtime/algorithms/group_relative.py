@@ -7,8 +7,9 @@ import math
 from collections.abc import Sequence
 
 EQUAL_WITHIN = 1e-6
-"""Rewards of a group that differ by no more are equal. Their mean and deviation would be of rounding alone, and division
-by the deviation would blow it up to advantages of full size. So the division itself needs no floor, and is exact."""
+"""Rewards of a group that differ by no more are equal. Their mean and deviation would be of rounding alone, and
+division by the deviation would blow it up to advantages of full size. So the division itself needs no floor, and is
+exact."""
 
 
 def all_equal(rewards: Sequence[float]) -> bool:

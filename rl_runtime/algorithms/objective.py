@@ -6,9 +6,9 @@
            + c H_t  -  b (pi_ref/pi - 1 - log pi_ref/pi)                           PPO eq. 9, GRPO 2402.03300 eq. 4
     policy = -1/N sum_t gain_t            critic = 1/M sum_t (V(s_t) - return_t)^2 / 2
 
-**A microbatch knows nothing of N and M.** Its gradient is that of the sums; they are divided once, after all of a step's
-microbatches were added up over all replicas (`divisors`). So neither the split nor lost replicas matter. Averages of
-averages, the usual error, cannot be written down here.
+**A microbatch knows nothing of N and M.** Its gradient is that of the sums; they are divided once, after all of a
+step's microbatches were added up over all replicas (`divisors`). So neither the split nor lost replicas matter.
+Averages of averages, the usual error, cannot be written down here.
 
 **At the bounds of the clip range** a ratio is inside: the gradient there is that of r_t A_t, whatever the advantage's
 sign; beyond them it is 0 where clipping took it away. (Autograd gives just that: `minimum` shares a tie between two
@@ -39,7 +39,8 @@ from rolecall.rl_runtime.protocol.policy_health import HealthSums
 LOG_RATIO_MAX = 20.0
 """A token that became e^20 times as probable as when it was sampled means that engine and trainer disagree, not
 of learning; without this it alone would be the step's direction. `Health.ratio_max` shows it. The divergence
-from a reference (`kl_coefficient`) has no gradient there either, where the reference is e^20 times as sure of a token."""
+from a reference (`kl_coefficient`) has no gradient there either, where the reference is e^20 times as sure of a
+token."""
 LOG_RATIO_MIN = -100.0
 """Below, a ratio is 0 in float32 anyway; it keeps the divergence finite where a probability is 0."""
 
@@ -104,7 +105,8 @@ def make_batch(
     """Pads the samples of whole groups into tensors.
 
     Raises:
-        ValueError: a sample's tokens, log-probabilities and versions do not fit together or are not numbers, or an answer
+        ValueError: a sample's tokens, log-probabilities and versions do not fit together or are not numbers, or an
+        answer
             without a reward is to be compared with others.
     """
     rows = [(g.prompt_tokens, s) for g in groups for s in g.samples]

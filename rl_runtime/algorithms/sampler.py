@@ -1,14 +1,15 @@
 """Where the sampling of prompts stands, as a fold over the ledger; and dynamic sampling's decisions. Pure.
 
-Nothing about the sampler is kept beside the ledger: a controller that begins folds the ledger's lines, and then continues
-with each line that it writes. So after any death the cursor, accepted groups and what was filtered for a step are what was
-written, and no prompt is skipped or used twice. Randomness has no state to lose either: a group's seed is a function of
-the job's seed and the prompt's number. Each ISSUED line records it all the same, so that a sampler that would draw another
-one (another job file, another version of rolecall) is refused, instead of mixing two runs in one.
+Nothing about the sampler is kept beside the ledger: a controller that begins folds the ledger's lines, and then
+continues with each line that it writes. So after any death the cursor, accepted groups and what was filtered for a step
+are what was written, and no prompt is skipped or used twice. Randomness has no state to lose either: a group's seed is
+a function of the job's seed and the prompt's number. Each ISSUED line records it all the same, so that a sampler that
+would draw another one (another job file, another version of rolecall) is refused, instead of mixing two runs in one.
 
 Dynamic sampling (DAPO, 2503.14476 eq. 11) judges a scored group by the rewards as the task gave them, before length is
-punished. A group without a learning signal is dropped, with which of three kinds it was; the number of groups judged for one step is
-bounded, so that prompts which are too easy or too hard end the run with an error instead of running for ever.
+punished. A group without a learning signal is dropped, with which of three kinds it was; the number of groups judged
+for one step is bounded, so that prompts which are too easy or too hard end the run with an error instead of running for
+ever.
 """
 
 from collections import Counter
@@ -150,7 +151,8 @@ def not_filled(
     easy = kinds[GroupSignal.ALL_RIGHT] > kinds[GroupSignal.ALL_WRONG] + kinds[GroupSignal.ALL_EQUAL]
     others = "" if algorithm.filter_by == "reward" else ", filter_by: reward"
     advice = (
-        f"The prompts are too {'easy' if easy else 'hard'} for this policy: make the task {'harder' if easy else 'easier'}"
+        f"The prompts are too {'easy' if easy else 'hard'} for this policy: make the task "
+        f"{'harder' if easy else 'easier'}"
         f", or change the algorithm: a larger group_size or refills_max{others}, or at_refill_limit: take"
     )
     return BatchNotFilled(

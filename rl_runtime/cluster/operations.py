@@ -152,7 +152,8 @@ class Operations:
         try:
             self._actors.promote(standby.actor, record.replica, record.incarnation, secret, PROMOTE_SECONDS)
         except Exception:
-            # Deliberate, and raised on: a standby that cannot be promoted has no known identity any more: it must not live on under either.
+            # Deliberate, and raised on: a standby that cannot be promoted has no known identity any more: it must not
+            # live on under either.
             self.lose(standby, f"it could not become {record.replica}")
             self._kill(standby)
             raise

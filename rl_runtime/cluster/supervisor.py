@@ -1,9 +1,9 @@
 """The supervisor: starts a run, keeps actual at desired, and leaves nothing behind.
 
-`tick()` is the control loop's one turn: it reads journal and pidfds, asks the pure `reconcile`, and performs. What takes
-longer than a moment - starting an actor, a promotion, ending a process - goes to a thread (`operations.py`), and its
-incarnation counts as busy meanwhile, so that a turn never waits. The supervisor decides nothing about health: it only
-records deaths that it sees, and brings about the desired state.
+`tick()` is the control loop's one turn: it reads journal and pidfds, asks the pure `reconcile`, and performs. What
+takes longer than a moment - starting an actor, a promotion, ending a process - goes to a thread (`operations.py`), and
+its incarnation counts as busy meanwhile, so that a turn never waits. The supervisor decides nothing about health: it
+only records deaths that it sees, and brings about the desired state.
 """
 
 import logging
@@ -81,7 +81,8 @@ class Supervisor:
         classes: Callable[[], Mapping[str, Any]] = runtime_classes,
         actors: ActorOperations | None = None,
     ) -> None:
-        """`classes`: role -> actor class, for tests with trivial actors; `actors`: instead of Ray, for tests without."""
+        """`classes`: role -> actor class, for tests with trivial actors; `actors`: instead of Ray, for tests
+        without."""
         self.run, self.job, self.clock = run, job, clock or SystemClock()
         self.nodes = [NodeId(f"node-{i}") for i in range(job.runtime.nodes)]
         self.journal = Journal(run.database_url, clock=self.clock)

@@ -1,12 +1,12 @@
 """From prompt numbers to optimizer steps: which groups are issued when, and which of them make the next step.
 
 A group is issued only while it can still be trained within `staleness_max` versions if everything ahead of it is
-trained first; that bounds what is in flight. A step takes the oldest scored groups (`next_step.form_step` decides which, and when);
-groups that became too old are dropped, with their length.
+trained first; that bounds what is in flight. A step takes the oldest scored groups (`next_step.form_step` decides
+which, and when); groups that became too old are dropped, with their length.
 
-With dynamic sampling, scored groups are filtered first (`algorithms/sampler.py`), and a step takes accepted ones only. A
-filtered group does not count as pending, so another one is issued for it at once. A run may therefore form no step for a
-while although it is healthy; this ends with a full batch or at the refill limit, with an error that explains it.
+With dynamic sampling, scored groups are filtered first (`algorithms/sampler.py`), and a step takes accepted ones only.
+A filtered group does not count as pending, so another one is issued for it at once. A run may therefore form no step
+for a while although it is healthy; this ends with a full batch or at the refill limit, with an error that explains it.
 """
 
 import asyncio
@@ -116,10 +116,12 @@ class BatchAssembler:
         self._pool.assign_unassigned()
         if not self._loop.issuing:
             return
-        # Windows that continue come before new groups: a slot that is free is filled at once, and no answer is left unfinished.
+        # Windows that continue come before new groups: a slot that is free is filled at once, and no answer is left
+        # unfinished.
         waiting, void = windows.settle(self._table, self._source.max_response_tokens)
         self._drop(void, windows.NOTHING_FRESH)
-        # Groups of late engines will hardly be trained, and filtered ones teach nothing: they do not hold up the others.
+        # Groups of late engines will hardly be trained, and filtered ones teach nothing: they do not hold up the
+        # others.
         ahead = [g for g in self._table.groups.values() if g.phase is not GroupPhase.FILTERED]
         placed = place_groups(
             self._loop,

@@ -113,7 +113,8 @@ class RunRecorder:
     def change_members(
         self, *, joined: Iterable[Member] = (), left: Iterable[Member] = (), because: str, always: bool = False
     ) -> int:
-        """The epoch after members came or went; the same one if nothing changes, unless a new one is wanted `always`."""
+        """The epoch after members came or went; the same one if nothing changes, unless a new one is wanted
+        `always`."""
         members = members_after(self.members, joined=joined, left=left)
         if members != self.members or always:
             self.check()
@@ -162,8 +163,9 @@ class RunRecorder:
     ) -> ChainHead:
         """(group, number of tokens) of a step. Returns the head that goes into the commit record.
 
-        `taken`: of these, those that fill the batch although they have no learning signal. `filtered`: others, not needed for it.
-        A group that is accepted already has its line: its signal was lost with its tokens, and the new ones have none.
+        `taken`: of these, those that fill the batch although they have no learning signal. `filtered`: others, not
+        needed for it. A group that is accepted already has its line: its signal was lost with its tokens, and the new
+        ones have none.
         """
         lines = [_filtered(step, j) for j in filtered]
         lines += [_accepted(step, j, reason=f"{TAKEN}{j[2]}") for j in taken if j[0] not in self.sampler.accepted]

@@ -3,8 +3,8 @@ their reason out; `controller.py` and its components perform them and ask again.
 
 Step formation. `next_step` picks the loop's next action; `form_step` picks the groups of a step or says why it waits;
 `place_groups` and `reassign` say which engine generates which group.
-Containment. `membership_changes` compares with the journal's records; `late_or_lost` ends the wait for trainers that will
-not answer; `contain_attempt` and `choose_state` decide how a failed step continues, and from whose state.
+Containment. `membership_changes` compares with the journal's records; `late_or_lost` ends the wait for trainers that
+will not answer; `contain_attempt` and `choose_state` decide how a failed step continues, and from whose state.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -281,7 +281,8 @@ class Interruption:
 
 
 def contain_attempt(answers: Mapping[Member, Any], *, code_errors: int) -> Interruption:
-    """`answers`: a result or an exception of each member. `code_errors`: attempts at this step that failed by code before."""
+    """`answers`: a result or an exception of each member. `code_errors`: attempts at this step that failed by code
+    before."""
     failures = {m: a for m, a in answers.items() if isinstance(a, BaseException)}
     root = {m: a for m, a in failures.items() if not isinstance(a, PeerLost)} or failures
     raised = {m: a for m, a in failures.items() if is_code_error(a)}
@@ -295,7 +296,8 @@ def contain_attempt(answers: Mapping[Member, Any], *, code_errors: int) -> Inter
 
 
 def is_code_error(answer: Any) -> bool:
-    """Whether an answer is an exception of what was computed, not of machines or messages. A refused vote counts, too."""
+    """Whether an answer is an exception of what was computed, not of machines or messages. A refused vote counts,
+    too."""
     if isinstance(answer, NonFiniteValue | CommitVoteRejected):
         return True
     return isinstance(answer, Exception) and not isinstance(answer, RolecallError)

@@ -1,7 +1,7 @@
 """One open group: its requests, every token that was streamed of them, and why those end where they do. Pure.
 
-A request may be a window of an answer: tokens before `first_fresh` are other windows', and where the window's limit cuts
-the answer (`EndReason.TRUNCATED`) the next one continues. Placement and lifecycle
+A request may be a window of an answer: tokens before `first_fresh` are other windows', and where the window's limit
+cuts the answer (`EndReason.TRUNCATED`) the next one continues. Placement and lifecycle
 are decided in `trajectories.py`.
 """
 
@@ -31,8 +31,8 @@ UNTRAINED = frozenset({GroupPhase.FINISHED, GroupPhase.SCORED, GroupPhase.ACCEPT
 """Everything is generated, no step has it."""
 
 NO_REWARD: Final = 0.0
-"""Placeholder in a sample whose answer is not complete; never read. Not NaN, which is unequal to itself: a trainer compares
-a plan that is repeated with what it has computed, and would throw its gradient away."""
+"""Placeholder in a sample whose answer is not complete; never read. Not NaN, which is unequal to itself: a trainer
+compares a plan that is repeated with what it has computed, and would throw its gradient away."""
 
 
 AGAIN_MAX: Final = 16
@@ -162,7 +162,8 @@ class OpenGroup:
         return max((v for t in self.trajectories for v in t.fresh_versions), default=None)
 
     def oldest_since(self, version: int) -> int:
-        """The oldest version that is not older than this one: whose tokens are next to be too old. -1 if there is none."""
+        """The oldest version that is not older than this one: whose tokens are next to be too old. -1 if there is
+        none."""
         return min((v for t in self.trajectories for v in t.fresh_versions if v >= version), default=-1)
 
     def as_group(self) -> PromptGroup:

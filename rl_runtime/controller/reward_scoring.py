@@ -184,7 +184,8 @@ class RewardScoring:
         else:
             for sent, rewards in zip(groups, answer, strict=True):
                 group = self._table.groups.get(sent.group_id)
-                # Closed, or cut back to an older policy and generated again meanwhile: the rewards are for discarded tokens.
+                # Closed, or cut back to an older policy and generated again meanwhile: the rewards are for discarded
+                # tokens.
                 if group is not None and group.phase is GroupPhase.FINISHED and _has_tokens_of(group, sent):
                     self._table.score(sent.group_id, rewards)
                 self._failed_at.pop(sent.group_id, None)

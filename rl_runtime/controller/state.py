@@ -1,7 +1,7 @@
 """The state of the controller's loop, and what one optimizer step consists of.
 
-The controller owns `LoopState` and is the only one to assign its fields; its components read them. `next_step.py` decides
-from it. What must survive the controller is in the journal and the ledger, not here.
+The controller owns `LoopState` and is the only one to assign its fields; its components read them. `next_step.py`
+decides from it. What must survive the controller is in the journal and the ledger, not here.
 """
 
 from dataclasses import dataclass
@@ -26,7 +26,8 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommittedStep:
-    """A step that is part of the trainers' state. `result` is None when every trainer that had it died after the commit."""
+    """A step that is part of the trainers' state. `result` is None when every trainer that had it died after the
+    commit."""
 
     commit: CommitRecord
     result: StepResult | None

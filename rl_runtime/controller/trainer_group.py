@@ -1,9 +1,9 @@
 """The trainers of a run: the epochs that they form, and the optimizer steps that they make.
 
-A loss is noted and fenced at once; the process group follows at the next regroup. A trainer that joins copies the state of
-a member, between two steps; where no trainer has the newest state, the newest checkpoint is loaded. All members run a
-step at once. When one is lost, hangs or fails, the survivors report what they have committed (the commit record is the
-truth), form a new epoch, and share what is missing; what they have computed is kept. `next_step.py` decides.
+A loss is noted and fenced at once; the process group follows at the next regroup. A trainer that joins copies the state
+of a member, between two steps; where no trainer has the newest state, the newest checkpoint is loaded. All members run
+a step at once. When one is lost, hangs or fails, the survivors report what they have committed (the commit record is
+the truth), form a new epoch, and share what is missing; what they have computed is kept. `next_step.py` decides.
 """
 
 import asyncio

@@ -6,9 +6,10 @@ A group (all samples of one prompt) is generating -> finished -> scored -> assig
 or dropped. Its requests live on one engine at a time; when that engine is lost they continue elsewhere from the tokens
 that the table holds. Tokens are taken only up to the policy version that the engine has proven.
 A request may be a *window* of an answer: earlier windows' tokens stand before its own (`first_fresh`), and
-where its limit cuts the answer (`EndReason.TRUNCATED`) the next window continues. What is cut is worth no reward yet, and is ready to
-be trained on at once. An engine keeps tokens until they are acknowledged, which happens when the group is closed and
-an engine has the next window if there is one, so a controller that restarts finds them all. Pure: no clock, no calls; the caller does what `unsent` and `to_forget` say.
+where its limit cuts the answer (`EndReason.TRUNCATED`) the next window continues. What is cut is worth no reward yet,
+and is ready to be trained on at once. An engine keeps tokens until they are acknowledged, which happens when the group
+is closed and an engine has the next window if there is one, so a controller that restarts finds them all. Pure: no
+clock, no calls; the caller does what `unsent` and `to_forget` say.
 """
 
 from collections import defaultdict
@@ -218,8 +219,8 @@ class TrajectoryTable:
             self.groups[t.request.group_id].waits = False
             finished += self.take(engine, [chunk], proven_version)
             if not t.finished and any(v > proven_version for v in chunk.versions):
-                # These may be of a discarded policy: the run went back, and the controller died before it told the engine.
-                # Later that version number belongs to another policy. It continues from what is proven now.
+                # These may be of a discarded policy: the run went back, and the controller died before it told the
+                # engine. Later that version number belongs to another policy. It continues from what is proven now.
                 t.sent = False
                 self._forget[engine].append(request.request_id)
         return finished

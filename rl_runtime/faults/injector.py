@@ -106,11 +106,12 @@ def inject(
 ) -> dict[str, Any]:
     """Injects one fault and returns its record once it is over (a kill: at once).
 
-    `target`: a replica, or for agent-kill a node; None: one that serves, chosen by `seed`. `seconds`: bound of a hang or
-    slowness; None: until the target is gone, at most `SECONDS_MAX`.
+    `target`: a replica, or for agent-kill a node; None: one that serves, chosen by `seed`. `seconds`: bound of a hang
+    or slowness; None: until the target is gone, at most `SECONDS_MAX`.
 
     Raises:
-        InjectionRefused: the run does not allow it, the target is not a living process of it, or it cannot be done here.
+        InjectionRefused: the run does not allow it, the target is not a living process of it, or it cannot be done
+        here.
         RunNotFound: no such run.
     """
     spec = KINDS.get(kind)

@@ -1,10 +1,11 @@
 """The half of fault injection that lives inside a process: it injects faults into itself, at named places, on request.
 
-A process calls `checkpoint(name)` at each microbatch, bucket, engine step and tensor that it sends. Without the job's permission that is one
-comparison. With it, at most every `CHECK_SECONDS`, one `stat` of `runs/<id>/inject/<pid>-<start_ticks>.json`: a request,
-written by the injector (`injector.py`), which is a process of its own. What can be done from outside (SIGKILL, SIGSTOP,
-a CPU quota) is done there; here are the faults that only the inside can have: a hang that holds the GIL, a lock never
-released, a read that never returns, a delay in each step, an exception of user code. All are bounded in time.
+A process calls `checkpoint(name)` at each microbatch, bucket, engine step and tensor that it sends. Without the job's
+permission that is one comparison. With it, at most every `CHECK_SECONDS`, one `stat` of
+`runs/<id>/inject/<pid>-<start_ticks>.json`: a request, written by the injector (`injector.py`), which is a process of
+its own. What can be done from outside (SIGKILL, SIGSTOP, a CPU quota) is done there; here are the faults that only the
+inside can have: a hang that holds the GIL, a lock never released, a read that never returns, a delay in each step, an
+exception of user code. All are bounded in time.
 """
 
 import collections

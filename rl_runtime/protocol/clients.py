@@ -1,8 +1,9 @@
 """How the controller reaches replicas: one small Protocol at the edge, and typed ports with a deadline on every call.
 
-A client carries a call to one incarnation of one replica. It raises what the method raised there, or `ReplicaExited` when
-the process is no more (Ray: the actor died; tests: a scripted death). A call that outlives its deadline raises
-`DeadlineExceeded` naming the replica and the method: whether it took effect is then unknown, so all calls are idempotent.
+A client carries a call to one incarnation of one replica. It raises what the method raised there, or `ReplicaExited`
+when the process is no more (Ray: the actor died; tests: a scripted death). A call that outlives its deadline raises
+`DeadlineExceeded` naming the replica and the method: whether it took effect is then unknown, so all calls are
+idempotent.
 """
 
 import asyncio

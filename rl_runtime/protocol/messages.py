@@ -1,7 +1,8 @@
 """What the runtime's processes say to each other. Plain frozen values, no tensors: Ray carries them, tests build them.
 
-Tensors (weights, optimizer state) never travel here: they go point to point over the weight port (`rl_runtime/weights/port.py`).
-Every call that changes something carries the incarnation it is meant for; an old one is refused (StaleIncarnation).
+Tensors (weights, optimizer state) never travel here: they go point to point over the weight port
+(`rl_runtime/weights/port.py`). Every call that changes something carries the incarnation it is meant for; an old one is
+refused (StaleIncarnation).
 """
 
 from dataclasses import dataclass
@@ -149,13 +150,15 @@ class StepResult:
     seconds: float
     my_microbatches: tuple[str, ...]
     log_ratio_max: float | None
-    """Largest |trainer log-prob - rollout log-prob| under the weights that made the token: an alarm if large. Of all tokens
-    of the weights that were trained, and of a share of those of former versions (`agreement`). None: there was neither."""
+    """Largest |trainer log-prob - rollout log-prob| under the weights that made the token: an alarm if large. Of all
+    tokens of the weights that were trained, and of a share of those of former versions (`agreement`). None: there was
+    neither."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holder:
-    """A server of tensors, and its address. `stream` is `policy` (weights by version) or `state` (a trainer's whole state)."""
+    """A server of tensors, and its address. `stream` is `policy` (weights by version) or `state` (a trainer's whole
+    state)."""
 
     replica: ReplicaId
     incarnation: int

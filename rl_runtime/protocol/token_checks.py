@@ -14,8 +14,8 @@ from rolecall.rl_runtime.protocol.messages import TokenChunk
 LOGPROB_MAX: Final = 1e-3
 """A probability is at most 1, up to the rounding of an engine's arithmetic."""
 ENDS: Final = ("", "stop", "length")
-"""Of an answer. An engine's library has others (abort, error): taken for the model's own end, they would make a failure of
-infrastructure a wrong answer (invariant Infrastructure is not reward, docs/invariants.md)."""
+"""Of an answer. An engine's library has others (abort, error): taken for the model's own end, they would make a failure
+of infrastructure a wrong answer (invariant Infrastructure is not reward, docs/invariants.md)."""
 
 
 class InvalidTokens(RolecallError):

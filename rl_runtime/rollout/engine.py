@@ -7,7 +7,8 @@ the whole prefix, and a resumed prefix gets the same on any other engine.
 
 Start costs, measured on one core: import 6.3 s -> 4.6 s by holding the garbage collector off meanwhile, engine 2.3 s ->
 0.8 s by freezing what was imported (vLLM collects five times in its start), and 8 s less on a machine that has never
-started this architecture, because the model class is registered here instead of being inspected in a process of its own.
+started this architecture, because the model class is registered here instead of being inspected in a process of its
+own.
 """
 
 import gc
@@ -238,8 +239,8 @@ class VllmEngine:
             core.scheduler.max_num_active_reqs = admitted
 
     def close(self) -> None:
-        """Closes the groups with their ports and threads. Memory goes with the process, which ends after this: vLLM's own
-        shutdown collects garbage twice first (1.7 s)."""
+        """Closes the groups with their ports and threads. Memory goes with the process, which ends after this: vLLM's
+        own shutdown collects garbage twice first (1.7 s)."""
         from vllm.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
 
         destroy_model_parallel()

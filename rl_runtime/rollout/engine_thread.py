@@ -1,8 +1,8 @@
 """The one thread that touches an engine: it steps while there are requests, and runs orders between two steps.
 
 It also reports its phase: `generate` from the moment that requests are taken (progress with every step),
-`idle` without, `wait` while weights are awaited and nothing else is to do: so one that hangs before it gets to its first
-request is seen to owe work. A step that fails ends the thread: the engine is broken then,
+`idle` without, `wait` while weights are awaited and nothing else is to do: so one that hangs before it gets to its
+first request is seen to owe work. A step that fails ends the thread: the engine is broken then,
 every later call says so, and `on_failure` is called once.
 """
 

@@ -2,7 +2,8 @@
 
 Invariant Proof before service (docs/invariants.md); `rl_runtime/weights/proof.py` judges it.
 
-Called in the engine's own thread, between two steps. Every digest is computed from the bytes each time; nothing is cached.
+Called in the engine's own thread, between two steps. Every digest is computed from the bytes each time; nothing is
+cached.
 """
 
 import hashlib

@@ -6,8 +6,8 @@ weights: it pulls without disturbing generation, then gives the verified tensors
 
 Nothing is generated with unproven weights (invariant Proof before service, docs/invariants.md). A version that arrived
 in part is never applied.
-When an update fails, the version before continues serving, after its storage and canary were proven to be what they were;
-when that cannot be shown, nothing is generated, and `policy_version` is -1.
+When an update fails, the version before continues serving, after its storage and canary were proven to be what they
+were; when that cannot be shown, nothing is generated, and `policy_version` is -1.
 """
 
 import hashlib
@@ -245,8 +245,8 @@ class RolloutReplica:
     def update_weights(
         self, incarnation: int, epoch: int, manifest: Manifest, holders: Sequence[Holder]
     ) -> WeightProof:
-        """Pulls, verifies, applies and proves one version; requests in flight continue with it. From then on it is served
-        onward to other pullers. Of the version it serves already, only the proof is repeated.
+        """Pulls, verifies, applies and proves one version; requests in flight continue with it. From then on it is
+        served onward to other pullers. Of the version it serves already, only the proof is repeated.
 
         Raises:
             TransferFailed: no holder could give all; what arrived is kept for the next call.

@@ -19,7 +19,8 @@ from rolecall.rl_runtime.tasks.tokenizer import Vocabulary, vocabulary, write_to
 from rolecall.rl_runtime.trainer.qwen3 import Qwen3, Qwen3Shape
 
 INITIALIZER_RANGE = 0.05
-"""Standard deviation of fresh weights. Measured over 0.035, 0.05 and 0.08: learns soonest, and from every seed tried."""
+"""Standard deviation of fresh weights. Measured over 0.035, 0.05 and 0.08: learns soonest, and from every seed
+tried."""
 
 VALUE_HEAD_STD = 1e-3
 """Of the critic's fresh head. Its first values are about 0.01 then: nothing is known, and nothing is claimed."""

@@ -39,8 +39,8 @@ ProcessGroupGloo: Any = _ProcessGroupGloo  # torch's stubs lack its options and 
 BUCKET_BYTES: Final = 2 << 20
 """Small enough that a stall shows at which bucket, large enough that gloo's latency (0.3 ms) does not show."""
 BALLOT_BYTES_MAX: Final = 8 << 20
-"""A peer's announced ballot beyond this is refused before anything is allocated. The largest step that a job file may ask
-for, computed by one member, comes to 6 MB."""
+"""A peer's announced ballot beyond this is refused before anything is allocated. The largest step that a job file may
+ask for, computed by one member, comes to 6 MB."""
 LOOPBACK: Final = "127.0.0.1"
 
 

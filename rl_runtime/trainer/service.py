@@ -30,7 +30,8 @@ MANIFESTS_MAX: Final = 4
 
 
 class TrainerService:
-    """What a trainer's process serves, on `address` only. The first incarnations hold the run's first weights; later ones must copy."""
+    """What a trainer's process serves, on `address` only. The first incarnations hold the run's first weights; later
+    ones must copy."""
 
     def __init__(
         self,

@@ -1,5 +1,5 @@
-"""What a step's ballots add up to. Counted once, after the vote, and the same to the bit at every member and for every way
-of sharing the step out: microbatches are added in the order of their ids, on whichever replica.
+"""What a step's ballots add up to. Counted once, after the vote, and the same to the bit at every member and for every
+way of sharing the step out: microbatches are added in the order of their ids, on whichever replica.
 """
 
 from collections.abc import Sequence

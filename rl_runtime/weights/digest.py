@@ -1,7 +1,8 @@
 """Digests of tensors, and the manifest that names what a policy version consists of.
 
 A tensor's digest is the SHA-256 of its raw bytes in little-endian row-major order, nothing else: name, dtype and shape
-stand beside it in the entry, and a manifest's digest covers version and entries. Digests are equal exactly when the bits
+stand beside it in the entry, and a manifest's digest covers version and entries. Digests are equal exactly when the
+bits
 are: -0.0 and 0.0 differ, and so do two NaNs of different payload. No floating-point tolerance enters here.
 """
 
@@ -80,8 +81,8 @@ def entries_digest(entries: Iterable[TensorEntry]) -> str:
 def manifest_digest(policy_version: int, entries: Iterable[TensorEntry]) -> str:
     """Digest of a manifest: version and entries.
 
-    The canary's log-probabilities are left out: they are computed, and two trainers that hold the same bits on different
-    machines may differ in the last place, yet each must be able to serve the other's version.
+    The canary's log-probabilities are left out: they are computed, and two trainers that hold the same bits on
+    different machines may differ in the last place, yet each must be able to serve the other's version.
     """
     return hashlib.sha256(f"{policy_version}|{entries_digest(entries)}".encode()).hexdigest()
 

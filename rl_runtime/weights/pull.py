@@ -154,7 +154,8 @@ def pull_any(
     clock: Clock | None = None,
     cancelled: Callable[[], bool] = lambda: False,
 ) -> PartialTransfer:
-    """Everything of `manifest` from whichever of `holders` can give it, in their order, within `timeout_seconds` in all.
+    """Everything of `manifest` from whichever of `holders` can give it, in their order, within `timeout_seconds` in
+    all.
 
     Raises:
         TransferFailed: no holder is left, or time ran out; `holder` is None, and the reason names each one's.

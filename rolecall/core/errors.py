@@ -113,7 +113,8 @@ class BatchNotFilled(RolecallError):
         self.by_verdict, self.advice = dict(by_verdict), advice
         others = ", ".join(f"{n} {verdict}" for verdict, n in by_verdict.items())
         super().__init__(
-            f"step {step}: {accepted + sum(by_verdict.values())} groups were generated, and only {accepted} of the {wanted} "
+            f"step {step}: {accepted + sum(by_verdict.values())} groups were generated, and only {accepted} of the "
+            f"{wanted} "
             f"required are informative; the others were {others}. {advice}"
         )
 

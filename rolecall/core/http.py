@@ -38,8 +38,8 @@ def request(
     headers: Mapping[str, str] | None = None,
     content: bytes | None = None,
 ) -> HttpAnswer:
-    """One exchange on a connection of its own. For threads without an event loop. `bytes_max` 0: only the status counts,
-    the body is not read.
+    """One exchange on a connection of its own. For threads without an event loop. `bytes_max` 0: only the status
+    counts, the body is not read.
 
     Raises:
         HttpFailed: no answer in time, none of HTTP, or one of more than `bytes_max` bytes.

@@ -37,7 +37,8 @@ SIGNS = (
         metric="entropy_nats",
         unit="nats",
         help="Mean entropy of the policy over the trained tokens",
-        normal="Falls slowly while the policy learns, to nearly 0 where it has learned the task. Nearly 0 while the reward is "
+        normal="Falls slowly while the policy learns, to nearly 0 where it has learned the task. Nearly 0 while the "
+        "reward is "
         "low means that it says one thing only, and can learn no more; a rise without end means that it babbles.",
     ),
     PolicyHealthMetric(
@@ -130,7 +131,8 @@ SIGNS = (
         metric="filtered_ratio",
         unit="ratio",
         help="Share of the step's generated groups dropped by dynamic sampling",
-        normal="High at the start (all wrong) and at the end (all right). If nearly all are filtered, steps take for ever.",
+        normal="High at the start (all wrong) and at the end (all right). If nearly all are filtered, steps take for "
+        "ever.",
     ),
     PolicyHealthMetric(
         name="value_loss",

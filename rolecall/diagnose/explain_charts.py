@@ -1,7 +1,7 @@
 """The charts of `--explain`: a suspect against its peers, and a detector's score against its threshold.
 
-The series are computed by pure functions and rendered by Altair on one time axis, seconds from the onset, with onset and
-decision as vertical rules. A series of any length becomes at most two points for each of `NUM_BUCKETS` stretches of
+The series are computed by pure functions and rendered by Altair on one time axis, seconds from the onset, with onset
+and decision as vertical rules. A series of any length becomes at most two points for each of `NUM_BUCKETS` stretches of
 time, its smallest and its largest value, so that no excursion is lost.
 """
 
@@ -89,7 +89,8 @@ def quantiles(values: NDArray[np.float32], shares: Sequence[float]) -> Series:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetricSeries:
     """One metric in a window. `band`: quantiles (3, T') of the peers at the times `band_at` (T'); `usual`: the peers'
-    median plus the first suspect's usual distance from it (T'); `suspects`: a series (T) each, at the times `at` (T)."""
+    median plus the first suspect's usual distance from it (T'); `suspects`: a series (T) each, at the times `at`
+    (T)."""
 
     at: Times
     suspects: list[Series]
@@ -150,8 +151,8 @@ def extremes(at: Times, values: Series, by: Window) -> list[list[tuple[float, fl
 
 
 def metric_chart(panel: Panel, metric: int, suspects: Sequence[int], by: Window) -> tuple[str, bool]:
-    """The suspects' lines over the band (10 to 90 %) and the median of their peers, and whether the first suspect's usual
-    place among them is known and drawn: a machine may be far from its own place and still within the band."""
+    """The suspects' lines over the band (10 to 90 %) and the median of their peers, and whether the first suspect's
+    usual place among them is known and drawn: a machine may be far from its own place and still within the band."""
     series = metric_series(panel, metric, suspects, by)
     axes = _Axes(by, [series.band[0], series.band[2], series.usual, *series.suspects])
     layers = [axes.band(series.band_at, series.band[0], series.band[2])]

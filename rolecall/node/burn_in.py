@@ -1,10 +1,10 @@
 """Burn-in: work with a known result on this machine, compared bit by bit.
 
-Arithmetic on the GPU and on each core must give the same bits every time; memory, disk and loopback must return what was
-written. Each check runs in a separate process with a deadline, because a faulty machine may hang during the test.
+Arithmetic on the GPU and on each core must give the same bits every time; memory, disk and loopback must return what
+was written. Each check runs in a separate process with a deadline, because a faulty machine may hang during the test.
 
-A check that could not be done gives its reason and neither passes nor fails. A pass means that no fault was found in the
-given time, not that there is none.
+A check that could not be done gives its reason and neither passes nor fails. A pass means that no fault was found in
+the given time, not that there is none.
 """
 
 import multiprocessing

@@ -1,8 +1,8 @@
 """Checks of a node (`rolecall doctor`): can it be monitored, and how is each problem fixed?
 
 Facts of the node (`facts.py`) are one frozen value; each check is a pure function of them and reports its result with a
-fix. Exit code 0: nothing is broken; 1: something is. With `--nhc` the codes of node health checks and monitoring plug-ins:
-0 ok, 1 warnings, 2 broken, 3 unknown.
+fix. Exit code 0: nothing is broken; 1: something is. With `--nhc` the codes of node health checks and monitoring
+plug-ins: 0 ok, 1 warnings, 2 broken, 3 unknown.
 """
 
 from collections.abc import Iterator, Mapping
@@ -175,7 +175,8 @@ def _stacks(f: NodeFacts) -> Iterator[NodeCheck]:
         yield NodeCheck(
             name="stacks",
             level=CheckLevel.WARNING,
-            says=f"kernel.yama.ptrace_scope is {f.ptrace_scope}: py-spy reads only its own children without CAP_SYS_PTRACE",
+            says=f"kernel.yama.ptrace_scope is {f.ptrace_scope}: py-spy reads only its own children without "
+            f"CAP_SYS_PTRACE",
             fix="run the agent as root or with CAP_SYS_PTRACE, or set kernel.yama.ptrace_scope=0",
         )
     else:
@@ -260,7 +261,8 @@ def _storage(f: NodeFacts) -> Iterator[NodeCheck]:
         yield NodeCheck(
             name="data_dir",
             level=level,
-            says=f"{f.data_dir}: {f.free_bytes >> 20} MiB and {f.free_inodes} inodes free: events will soon not be stored",
+            says=f"{f.data_dir}: {f.free_bytes >> 20} MiB and {f.free_inodes} inodes free: events will soon not be "
+            f"stored",
             fix="free disk space",
         )
     else:

@@ -45,8 +45,8 @@ def read_facts(
     agents: str = "",
     credentials: Path | None = None,
 ) -> NodeFacts:
-    """`config`: the agent's file; `pid`: whose environment is looked at; `root`: of `/proc`, `/sys` and `/dev`. `agents`:
-    others, as `watch agents` takes them; `credentials`: for those that want a user.
+    """`config`: the agent's file; `pid`: whose environment is looked at; `root`: of `/proc`, `/sys` and `/dev`.
+    `agents`: others, as `watch agents` takes them; `credentials`: for those that want a user.
 
     Raises:
         ConfigError: `config` or `credentials` cannot be read, `agents` names none, or there is no process `pid` whose

@@ -259,7 +259,8 @@ def _missed(fault: Report, key: str) -> str:
     title = f"{fault['kind']} on {fault['target']}"
     return (
         f'<article class="card incident"><header>{_key(key)}<h3>{escape(title)}</h3>'
-        '<span class="tag bad">missed</span></header><p class="because">No incident belongs to this fault.</p></article>'
+        '<span class="tag bad">missed</span></header><p class="because">No incident belongs to this '
+        "fault.</p></article>"
     )
 
 
@@ -324,11 +325,13 @@ def _proofs(report: Report) -> str:
         f'<th scope="col"{" class=n" if n in (1, 2, 4, 5, 6) else ""}>{h}</th>' for n, h in enumerate(head)
     )
     lead = (
-        "A returning rollout serves only after it proves its weights: digests of the received bytes equal the manifest, "
+        "A returning rollout serves only after it proves its weights: digests of the received bytes equal the "
+        "manifest, "
         "its storage equals its peers', and its log-probabilities of the canary equal a certified replica's."
     )
     return (
-        f'<h2>Weights proven</h2><p class="lead">{lead}</p><div class="card scroll"><table><thead><tr>{header}</tr></thead>'
+        f'<h2>Weights proven</h2><p class="lead">{lead}</p><div class="card '
+        f'scroll"><table><thead><tr>{header}</tr></thead>'
         f"<tbody>{body}</tbody></table></div>"
     )
 

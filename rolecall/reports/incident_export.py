@@ -230,8 +230,14 @@ def _page(material: IncidentRecord, known: Redactor, members: Sequence[BundleFil
 
 
 _REMOVED = (
-    "Redacted: prompts, samples and exception messages; passwords, tokens and keys; environments and command lines; user",
-    "names and home directories; all of a URL but scheme, host and port. The job's own output is never included. The `hash`",
+    (
+        "Redacted: prompts, samples and exception messages; passwords, tokens and keys; environments and command lines; "  # noqa: E501
+        "user"
+    ),
+    (
+        "names and home directories; all of a URL but scheme, host and port. The job's own output is never included. The "  # noqa: E501
+        "`hash`"
+    ),
     "of a journal line is that of the original line, before redaction.",
 )
 

@@ -1,5 +1,5 @@
-"""What is left of a run whose journal does not hold: its newest whole checkpoint and its last report, offered beside the
-complaint.
+"""What is left of a run whose journal does not hold: its newest whole checkpoint and its last report, offered beside
+the complaint.
 
 Every byte of a checkpoint is compared with the sums that were written with it, without torch. Nothing here writes.
 """

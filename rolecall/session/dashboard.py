@@ -1,7 +1,7 @@
 """The dashboard of a run: a separate process that may fail without affecting the run, and ends with it.
 
-It runs at low priority so that viewing does not slow the run. One user, `demo`, may issue commands; the access token is in
-the run's directory, readable by its owner only.
+It runs at low priority so that viewing does not slow the run. One user, `demo`, may issue commands; the access token is
+in the run's directory, readable by its owner only.
 """
 
 import logging

@@ -1,8 +1,8 @@
 """The demo's job and its schedule of faults. Pure; `session.py` performs it.
 
-A fault is injected at a seeded random moment, and the next one only after the replica serves again, so that the demo shows
-one recovery at a time. Faults in quick succession are tested in `tests/e2e`, and on simulated fleets in `tests/recovery`
-and `tests/rl_runtime`.
+A fault is injected at a seeded random moment, and the next one only after the replica serves again, so that the demo
+shows one recovery at a time. Faults in quick succession are tested in `tests/e2e`, and on simulated fleets in
+`tests/recovery` and `tests/rl_runtime`.
 """
 
 import random
@@ -26,8 +26,8 @@ RECOVERY_DEADLINE_SECONDS = 150.0
 WARM_STEPS = 8
 """Optimizer steps before the first fault: deadlines and peers' rates are learned from healthy work."""
 DEMO_OF: Mapping[str, Mapping[str, Any]] = MappingProxyType({"dapo": {"at_refill_limit": "take"}})
-"""The demo's settings of an algorithm. Steps continue while a fault is open and the task may be solved by then: DAPO would
-find nothing more to learn and end the run."""
+"""The demo's settings of an algorithm. Steps continue while a fault is open and the task may be solved by then: DAPO
+would find nothing more to learn and end the run."""
 
 
 def demo_job(

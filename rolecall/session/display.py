@@ -208,7 +208,7 @@ def summary(report: Mapping[str, Any]) -> RenderableType:
         _line((f"{pace['n']} steps in {seconds(pace['this'])}", "bold"), (f"  ({how}: {seconds(beside)})", "dim"))
     )
     ratio = "-" if report["ettr"] is None else f"{100 * report['ettr']:.1f} %"
-    parts.append(_line(("ETTR ", "dim"), (ratio, "bold"), ("  weights proven ", "dim"), (str(report["weights_proven"]), "bold"),
+    parts.append(_line(("ETTR ", "dim"), (ratio, "bold"), ("  weights proven ", "dim"), (str(report["weights_proven"]), "bold"),  # noqa: E501
                        ("  processes kept ", "dim"), (str(report["pids"]["num_kept"]), "bold")))  # fmt: skip
     for row in report["verdict"]:
         sign = ("✓ ", "green") if row["ok"] else ("✕ ", "bold red")

@@ -46,7 +46,8 @@ WATCH_STUCK_SECONDS = 30.0
 """A watch whose lease has been over for this long is stopped or stuck: it is killed and restarted."""
 LEASE_CHECK_SECONDS = 2.0
 LATE_CHECKS_MAX = int(WATCH_STUCK_SECONDS / LEASE_CHECK_SECONDS)
-"""Counted in checks, not by the clock: after an unavailable database or a suspended machine the watch is not at fault."""
+"""Counted in checks, not by the clock: after an unavailable database or a suspended machine the watch is not at
+fault."""
 WATCH_RESTARTS_MAX = 20
 """Restarts of `watch`, as by a service manager; more indicate a defect."""
 JOURNAL_FAILURES_MAX = 2
@@ -188,7 +189,10 @@ class Session:
             self._kill_stuck(watch, journal)
             return
         if watch.starts > WATCH_RESTARTS_MAX:
-            because = f"watch exited {watch.starts} times, last with code {code}, and is not restarted: this run has no recovery leader"
+            because = (
+                f"watch exited {watch.starts} times, last with code {code}, and is not restarted: this run has "
+                f"no recovery leader"
+            )
             journal.append(OncallPaged(topic="watch", because=because, channel="log"), key="watch-gave-up")
             return
         journal.append(ComponentRestarted(what="watch", node="", because=f"exited with code {code}"))

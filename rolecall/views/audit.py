@@ -1,9 +1,9 @@
 """`rolecall audit RUN`: does the memory of a run hold, and did every prompt group enter the optimizer exactly once?
 
 Checked are the journal's chain; the ledger's chain and moves; every place outside of the ledger that knows its head
-(anchors): commit records in the journal and in checkpoints, the controller's last word, and the report; that the groups of each committed step are
-those which the ledger calls trained in it; and that each rollout that came back served on a proof of its own.
-A problem is a sentence. Nothing here writes.
+(anchors): commit records in the journal and in checkpoints, the controller's last word, and the report; that the groups
+of each committed step are those which the ledger calls trained in it; and that each rollout that came back served on a
+proof of its own. A problem is a sentence. Nothing here writes.
 """
 
 import hashlib

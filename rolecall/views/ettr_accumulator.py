@@ -1,9 +1,10 @@
 """ETTR and lost time of a run in progress: the definition of `ettr.py`, updated event by event. Pure.
 
-A running run counts up to now, so that an outage shows while it lasts; an ended one up to its last committed step, as in
-the report. Time that lies `SETTLE_SECONDS` back, before the onset of every open incident and of every injected fault that
-has no incident yet, is settled: it is summed once, and its events and losses are dropped. The result differs from the
-report's only if a fault is detected later than `SETTLE_SECONDS` after its onset: the settled part of its loss is missing.
+A running run counts up to now, so that an outage shows while it lasts; an ended one up to its last committed step, as
+in the report. Time that lies `SETTLE_SECONDS` back, before the onset of every open incident and of every injected fault
+that has no incident yet, is settled: it is summed once, and its events and losses are dropped. The result differs from
+the report's only if a fault is detected later than `SETTLE_SECONDS` after its onset: the settled part of its loss is
+missing.
 """
 
 import math
@@ -36,7 +37,8 @@ RETAINED = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EttrAccount:
-    """From `start`, when training began, to `end`, wall seconds. `lost` and `effective_seconds` add up to `training_seconds`."""
+    """From `start`, when training began, to `end`, wall seconds. `lost` and `effective_seconds` add up to
+    `training_seconds`."""
 
     start: float
     end: float
@@ -59,8 +61,8 @@ class EttrAccount:
 class EttrAccumulator:
     """Owned by one reader, which passes every event once, in order.
 
-    `num_rollouts`, `num_trainers`: 0 until the event `run_started` says them. `faults`: the injection log as far as it is
-    known, oldest first; a loss then starts at the injection, and an undetected fault is a loss.
+    `num_rollouts`, `num_trainers`: 0 until the event `run_started` says them. `faults`: the injection log as far as it
+    is known, oldest first; a loss then starts at the injection, and an undetected fault is a loss.
     """
 
     num_rollouts: int = 0

@@ -9,8 +9,8 @@ Seconds of an incident count from the finding (`detected_at`, the moment at whic
     detected_seconds           fault injected -> finding
     requests_resumed_seconds   finding -> its open requests were given to other engines; 0 if that was done before
     step_committed_seconds     finding -> the step that the fault interrupted was committed; 0 if before
-    serving_seconds            finding -> the replacement serves (rollout: on proof of its weights; trainer: in an epoch)
-    cured_seconds              finding -> the replacement serves AND was seen to make progress
+    serving_seconds            finding -> the replacement serves (rollout: on proof of its weights; trainer: in an
+    epoch) cured_seconds              finding -> the replacement serves AND was seen to make progress
 """
 
 from bisect import bisect_left, bisect_right

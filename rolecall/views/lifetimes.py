@@ -80,7 +80,8 @@ class IncarnationRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PidsKept:
-    """Who kept its process. `named`: replicas that a started plan named; `violations`: sentences, empty when all is well."""
+    """Who kept its process. `named`: replicas that a started plan named; `violations`: sentences, empty when all is
+    well."""
 
     ok: bool
     num_kept: int
@@ -173,8 +174,8 @@ def pids_kept(
     """Whether each process that no plan named kept its PID.
 
     `ready`: in these one incarnation must not show two processes. `named`: targets of plans that
-    were started. `struck`: incarnations that the injector hurt; what it kills, nobody else has taken. What is lost after
-    `work_ended_at` (the last committed step) belongs to the end of the run.
+    were started. `struck`: incarnations that the injector hurt; what it kills, nobody else has taken. What is lost
+    after `work_ended_at` (the last committed step) belongs to the end of the run.
     """
     wrong: list[str] = []
     seen: dict[Key, tuple[int, int]] = {}

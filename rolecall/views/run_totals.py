@@ -1,7 +1,8 @@
 """What a watch's `/metrics` says of incidents and of the run: a fold of the journal's events, each taken once.
 
-Never the whole journal at a scrape: `JournalReader` reads what is new, some pages a look, so that a look is short even on
-a journal of millions of lines. A line that cannot be read, or lacks what its kind has, is passed over: the others count.
+Never the whole journal at a scrape: `JournalReader` reads what is new, some pages a look, so that a look is short even
+on a journal of millions of lines. A line that cannot be read, or lacks what its kind has, is passed over: the others
+count.
 """
 
 from collections import Counter

@@ -1,5 +1,5 @@
-"""What the terminal shows of a running job, as one frozen value made from the journal. Pure but for `RunSnapshotProjection`, which
-one loop owns: it keeps what it has read, so that each look reads only what is new.
+"""What the terminal shows of a running job, as one frozen value made from the journal. Pure but for
+`RunSnapshotProjection`, which one loop owns: it keeps what it has read, so that each look reads only what is new.
 """
 
 from collections import deque
@@ -23,7 +23,8 @@ from rolecall.core.membership import Actual, Desired, ReplicaState
 from rolecall.core.policy_health import policy_health_of
 
 RATE_SECONDS, RATE_STEPS = 15.0, 3.0
-"""Tokens per second are a mean over this long, and over so many steps where those take longer: a stall shows within it."""
+"""Tokens per second are a mean over this long, and over so many steps where those take longer: a stall shows within
+it."""
 REWARDS_KEPT = 2000
 CLOSED_SHOWN = 3
 

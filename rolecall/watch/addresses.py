@@ -4,8 +4,9 @@
     RUN/prometheus/targets.json  the agents and that watch, for Prometheus' `file_sd_configs`
 
 A watch writes both, and updates `targets.json` when an agent restarts on another port. Of several watches the first one
-announces its address; when it dies, the next one does. `watch.json` is removed with the watch; `targets.json` stays until
-the end of the run, so that Prometheus sees a watch or agent that is down, and the session removes it (`withdraw`).
+announces its address; when it dies, the next one does. `watch.json` is removed with the watch; `targets.json` stays
+until the end of the run, so that Prometheus sees a watch or agent that is down, and the session removes it
+(`withdraw`).
 """
 
 import json

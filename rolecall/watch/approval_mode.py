@@ -1,7 +1,7 @@
 """`rolecall watch run --require-approval`: while this watch is the recovery leader, each plan requires approval.
 
-It only restricts: mode `act` becomes `approve`, `observe` stays. It is refused while another watch acts without approval,
-because it would have no effect.
+It only restricts: mode `act` becomes `approve`, `observe` stays. It is refused while another watch acts without
+approval, because it would have no effect.
 """
 
 from rolecall.core.config.job import JobConfig
@@ -23,7 +23,10 @@ def with_required_approval(job: JobConfig, journal: Journal) -> JobConfig:
     if job.recovery.mode == "observe":
         raise ConfigError(
             [
-                "--require-approval: recovery.mode is observe in the job file, so no action is allowed; set it to approve there"
+                (
+                    "--require-approval: recovery.mode is observe in the job file, so no action is allowed; set it to "
+                    "approve there"
+                )
             ]
         )
     lease, taken = journal.lease(LEASE_NAME), journal.last(EventKind.LEASE_ACQUIRED)

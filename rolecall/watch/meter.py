@@ -1,7 +1,7 @@
 """Measurements of the recovery loop, as one frozen `TickView` that is replaced after each tick.
 
-The loop writes it and `/metrics` reads it without waiting for each other; while a tick is stuck, the previous view with its
-time remains.
+The loop writes it and `/metrics` reads it without waiting for each other; while a tick is stuck, the previous view with
+its time remains.
 """
 
 import math

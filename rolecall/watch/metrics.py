@@ -1,8 +1,8 @@
 """`/metrics` of `rolecall watch`, from values alone: what the newest tick knew, and what was folded from the journal.
 
 Counters of closed sets begin at 0 and not with their first event: a rate would miss that one. Names that come from
-elsewhere (suspects, run, job) are cut to `NAME_CHARS_MAX`, and of open incidents at most `NUM_SUSPECTS_MAX` are shown: an
-agent that invents names must not fill a Prometheus.
+elsewhere (suspects, run, job) are cut to `NAME_CHARS_MAX`, and of open incidents at most `NUM_SUSPECTS_MAX` are shown:
+an agent that invents names must not fill a Prometheus.
 """
 
 import math

@@ -1,7 +1,9 @@
-"""`rolecall watch prometheus|recording` and `rolecall record run`: any fleet's metrics, live, to detectors or into a recording.
+"""`rolecall watch prometheus|recording` and `rolecall record run`: any fleet's metrics, live, to detectors or into a
+recording.
 
 A queries file (YAML) says what to ask a Prometheus server for, and which labels name a machine; without one it is what
-rolecall's agents and dcgm-exporter expose. Credentials come from a file or the environment, never from the command line.
+rolecall's agents and dcgm-exporter expose. Credentials come from a file or the environment, never from the command
+line.
 """
 
 import base64

@@ -1,12 +1,13 @@
 """Unique process names for `watch agents`, where agents of two nodes may assign the same name.
 
-Agents number processes of an uninstrumented job independently: by the number in their node's name (`a-1` and `b-1` share
-it), or as the first trainer of a node that also has another job's first trainer. The detectors would treat both as one
-rank and compare a process with the history of another.
+Agents number processes of an uninstrumented job independently: by the number in their node's name (`a-1` and `b-1`
+share it), or as the first trainer of a node that also has another job's first trainer. The detectors would treat both
+as one rank and compare a process with the history of another.
 
-A (replica, rank) belongs to the first node on which it is seen alive, while it is seen there. If another node claims it,
-its replica on that node is permanently renamed, with a number derived from both names; samples and events use the new name.
-This is logged once with the remedy. Processes that use the reporter identify themselves and are never renamed.
+A (replica, rank) belongs to the first node on which it is seen alive, while it is seen there. If another node claims
+it, its replica on that node is permanently renamed, with a number derived from both names; samples and events use the
+new name. This is logged once with the remedy. Processes that use the reporter identify themselves and are never
+renamed.
 """
 
 import logging
@@ -73,7 +74,8 @@ class UniqueReplicaSource:
         number = zlib.crc32(f"{node} {replica}".encode()) % REPLICA_MAX + 1
         self._renamed[node, replica] = other = f"{split_replica(replica)[0]}/{number}"
         logger.warning(
-            "%s rank %d is alive on %s and on %s: the one on %s is renamed to %s. If jobs share nodes, set jobs.rules.by_job "
+            "%s rank %d is alive on %s and on %s: the one on %s is renamed to %s. If jobs share nodes, set "
+            "jobs.rules.by_job "
             "for their agents; otherwise give these nodes different jobs.rules.node_index",
             *(replica, sample.rank, held.node, node, node, other),
         )

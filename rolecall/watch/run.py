@@ -2,8 +2,8 @@
 
 The default panel detector also reads the metrics of the run's processes and passes its findings to the engine.
 
-The detectors' state is stored beside the journal every few seconds, so that a restarted watch knows the deadlines and rates
-of this run and does not start learning during a fault.
+The detectors' state is stored beside the journal every few seconds, so that a restarted watch knows the deadlines and
+rates of this run and does not start learning during a fault.
 """
 
 import gc
@@ -55,11 +55,13 @@ KEEP_SECONDS = 10.0
 SUBJECTS_KEPT_A_LOOK = 32
 """Subjects serialized per poll: 3 ms."""
 COLLECT_AFTER = (50_000, 20, 100)
-"""Thresholds of Python's garbage collector. A window of a large fleet is half a million samples without cycles: with the
-default thresholds collection took about a fifth of the detection time of 16,000 ranks (measured once, busy machine)."""
+"""Thresholds of Python's garbage collector. A window of a large fleet is half a million samples without cycles: with
+the default thresholds collection took about a fifth of the detection time of 16,000 ranks (measured once, busy
+machine)."""
 SWITCH_SECONDS = 0.0005
-"""How long the thread that reads agents waits for the detector thread after each of its short system calls. With Python's
-5 ms, samples of a thousand agents were 3.1 s old (P99) at detection, with this 2.4 s (measured once each, busy machine)."""
+"""How long the thread that reads agents waits for the detector thread after each of its short system calls. With
+Python's 5 ms, samples of a thousand agents were 3.1 s old (P99) at detection, with this 2.4 s (measured once each, busy
+machine)."""
 CLOSE_SECONDS = 5.0
 LEARNED_FILE = "detector.json"
 
@@ -109,8 +111,8 @@ class _PersistentDetector:
         roles: Mapping[str, int] | None = None,
         pulled: Callable[[], tuple[Finding, ...]] = tuple,
     ) -> None:
-        """`roles`: desired number of replicas; None: as in the job file. `pulled`: findings from evidence since its last
-        call."""
+        """`roles`: desired number of replicas; None: as in the job file. `pulled`: findings from evidence since its
+        last call."""
         roles = job.roles.counts() if roles is None else roles
         self._path, self._clock, self._kept_at = run.path / LEARNED_FILE, clock, clock.monotonic()
         self._parts: Iterator[str | None] | None = None
@@ -132,8 +134,8 @@ class _PersistentDetector:
         return standing
 
     def _keep(self, standing: Sequence[Diagnosis]) -> None:
-        """Writes the state when it is due, some subjects per poll: a whole large fleet would block a poll for seconds. A
-        write in progress is abandoned when a diagnosis appears."""
+        """Writes the state when it is due, some subjects per poll: a whole large fleet would block a poll for seconds.
+        A write in progress is abandoned when a diagnosis appears."""
         if not all(map(on_panels_alone, standing)):
             self._parts = None
             return
@@ -183,13 +185,13 @@ def watch_run(
     metrics: MetricsEndpoint | None = None,
     approve: bool = False,
 ) -> int:
-    """Watches until the run ends, `seconds` have passed, or SIGTERM. Returns the exit code. `authorization`: value of the
-    header, for agents that require a user. `agents`: the current ones (agents_file.py), instead of run.json's.
+    """Watches until the run ends, `seconds` have passed, or SIGTERM. Returns the exit code. `authorization`: value of
+    the header, for agents that require a user. `agents`: the current ones (agents_file.py), instead of run.json's.
     `metrics`: where `/metrics` is served; None: for our own run on a free loopback port, else nowhere. `approve`: each
     plan requires approval, even if the job file says `act` (approval_mode.py).
 
-    A run with `agents` in run.json is an external job (agents.py): it is only observed, its end is unknown, and exit code
-    1 means that incidents were opened.
+    A run with `agents` in run.json is an external job (agents.py): it is only observed, its end is unknown, and exit
+    code 1 means that incidents were opened.
     """
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     gc.set_threshold(*COLLECT_AFTER)

@@ -321,7 +321,10 @@ def test_what_the_agent_and_the_reporter_import() -> None:
             [sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE_SECONDS, check=False
         )
         assert done.stdout.strip() == "[]", (module, done.stdout, done.stderr)
-    code = "import rolecall.agent.reporter.reporter, sys; print(sorted(m for m in sys.modules if m.startswith('rolecall')))"
+    code = (
+        "import rolecall.agent.reporter.reporter, sys; print(sorted(m for m in sys.modules if "
+        "m.startswith('rolecall')))"
+    )
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE_SECONDS, check=False
     )

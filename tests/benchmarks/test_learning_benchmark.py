@@ -1,4 +1,5 @@
-"""The learning benchmark: what is compared differs in what it says, records are kept, numbers are those of records made up."""
+"""The learning benchmark: what is compared differs in what it says, records are kept, numbers are those of records made
+up."""
 
 import json
 import math

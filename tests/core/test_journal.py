@@ -1,4 +1,5 @@
-"""The journal keeps every acknowledged event, in one chain, whoever writes and whoever dies; and it names what was touched."""
+"""The journal keeps every acknowledged event, in one chain, whoever writes and whoever dies; and it names what was
+touched."""
 
 import math
 import random

@@ -1,4 +1,5 @@
-"""A journal on PostgreSQL: what its server's death, a stopped writer and a wrong URL mean, and who sees the password."""
+"""A journal on PostgreSQL: what its server's death, a stopped writer and a wrong URL mean, and who sees the
+password."""
 
 import os
 import signal

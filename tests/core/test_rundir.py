@@ -1,4 +1,5 @@
-"""A run directory: made once, found by id, path or `latest`; its secret is the owner's; files are whole or not there."""
+"""A run directory: made once, found by id, path or `latest`; its secret is the owner's; files are whole or not
+there."""
 
 import json
 import os

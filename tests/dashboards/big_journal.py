@@ -1,7 +1,8 @@
 """A journal of a large cluster after weeks: 1,000 replicas, 10,000 incidents, made in seconds.
 
 The lines are what the real Journal writes (its table, its canonical text, its hash chain: `Journal.verify` holds), put
-in by one transaction instead of a hundred thousand. `python -m tests.dashboards.big_journal DIR [INCIDENTS] [REPLICAS]`.
+in by one transaction instead of a hundred thousand. `python -m tests.dashboards.big_journal DIR [INCIDENTS]
+[REPLICAS]`.
 """
 
 import random
@@ -38,8 +39,8 @@ CLASSES = (
     (FaultClass.NETWORK, "mlx5_2 lost its link 4 times within 10 minutes; its peers on the same switch did not"),
 )
 QUESTION_REPLICAS = 16
-"""Replicas in the question that is stored with each plan. A real watch stores the whole fleet: of 1,000 replicas that is
-150 kB a plan, and a journal of 1.5 GB; what is newest is read first either way."""
+"""Replicas in the question that is stored with each plan. A real watch stores the whole fleet: of 1,000 replicas that
+is 150 kB a plan, and a journal of 1.5 GB; what is newest is read first either way."""
 SECONDS_BETWEEN = 120.0
 STEPS_PER_INCIDENT = 1
 
@@ -125,7 +126,7 @@ class BigJournal:
         evidence = [
             Evidence(kind="progress", text=f"progress of {replica} stands at {number * 7}; its peers went on by 12",
                      values={"progress": number * 7.0, "peers_median": number * 7.0 + 12}),
-            Evidence(kind="process", text=f"pid {4000 + number} of {node} is in state S, has used 0.02 s of CPU in 30 s, "
+            Evidence(kind="process", text=f"pid {4000 + number} of {node} is in state S, has used 0.02 s of CPU in " f"30 s, "
                      "and waits in futex_wait_queue", values={"cpu_seconds": 0.02}),
             Evidence(kind="stack", text="torch/distributed/distributed_c10d.py:2806 all_reduce <- train.py:311 step "
                      "<- train.py:280 main (3 of 3 samples)"),
@@ -138,7 +139,7 @@ class BigJournal:
         )  # fmt: skip
         target = PlanTarget(replica=ReplicaId(replica), incarnation=before, node=node)
         plan = Plan(incident_id=name, action=ActionKind.REPLACE_REPLICA, targets=(target,),
-                    because=f"replace {replica}#{before}: the smallest unit that holds the suspect; nobody else is touched")  # fmt: skip
+                    because=f"replace {replica}#{before}: the smallest unit that holds the suspect; nobody else is " f"touched")  # fmt: skip
         question = self._question(name, diagnosis)
         self._say(K.INCIDENT_OPENED, {"diagnosis": diagnosis.to_dict(), "window": "observations"}, name)
         self.clock.advance(0.5)

@@ -24,8 +24,8 @@ WAIT_MILLISECONDS = 45_000
 ADDRESS = re.compile(r"https?://\S+")
 WIDTHS = {"desktop": (1440, 900), "phone": (390, 844)}
 PROBES = ("/_stcore/health", "/_stcore/host-config")
-"""Streamlit does not know below which path it is served: on a page that is opened by its own address it asks for these two
-below the page first, gets 404, and finds them at the root. No other 404 is allowed, and none of the root."""
+"""Streamlit does not know below which path it is served: on a page that is opened by its own address it asks for these
+two below the page first, gets 404, and finds them at the root. No other 404 is allowed, and none of the root."""
 
 
 @dataclass
@@ -116,7 +116,8 @@ def visit(of: Browser, origin: str, *, size: str = "desktop", dark: bool = False
 
 @contextmanager
 def served(folder: Path, args: Sequence[str], env: Mapping[str, str] | None = None) -> Iterator[str]:
-    """`rolecall dashboard` with `args` on a port of its own; gives its address. Its output is `folder`/dashboard.log."""
+    """`rolecall dashboard` with `args` on a port of its own; gives its address. Its output is
+    `folder`/dashboard.log."""
     log = folder / "dashboard.log"
     argv = [sys.executable, "-m", "rolecall", "dashboard", *args, "--port", "0"]
     with log.open("wb") as out:

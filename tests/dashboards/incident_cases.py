@@ -1,4 +1,5 @@
-"""Journals with an incident of every kind, made by the real watch on a fake clock; and windows made by the real detector."""
+"""Journals with an incident of every kind, made by the real watch on a fake clock; and windows made by the real
+detector."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace

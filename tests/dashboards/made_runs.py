@@ -1,4 +1,5 @@
-"""Small runs for the dashboard's tests, as they are now: on the real clock, so that a lease holds and ages make sense."""
+"""Small runs for the dashboard's tests, as they are now: on the real clock, so that a lease holds and ages make
+sense."""
 
 import sqlite3
 from dataclasses import dataclass, field

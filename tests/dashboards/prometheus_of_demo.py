@@ -1,11 +1,12 @@
-"""A real Prometheus that holds the metrics of a real demo run (`metrics/demo.om.gz`, made by tools/record_demo_metrics.py).
+"""A real Prometheus that holds the metrics of a real demo run (`metrics/demo.om.gz`, made by
+tools/record_demo_metrics.py).
 
     def test_a_panel_has_data(demo_prometheus: DemoPrometheus) -> None:
         series = demo_prometheus.query_range('rate(rolecall_run_tokens_total[1m])')
         assert series and any(value > 0 for one in series for _, value in one.points)
 
-`demo_prometheus` is started once a session (a second or two) and comes from tests/dashboards/conftest.py; tests that use it
-are skipped, saying so, where `prometheus` or `promtool` is not installed.
+`demo_prometheus` is started once a session (a second or two) and comes from tests/dashboards/conftest.py; tests that
+use it are skipped, saying so, where `prometheus` or `promtool` is not installed.
 
 - `query(expr, at=None)`: an instant query, by default at `.end`; `query_range(expr, start=None, end=None, step=5)`: by
   default over all of the data. Both raise `QueryFailed` with the server's words.
@@ -13,9 +14,9 @@ are skipped, saying so, where `prometheus` or `promtool` is not installed.
 - `prometheus_of(folder, without={"name"})` is another server on the same data without some metrics: for tests that must
   fail when a metric is missing.
 
-Backfilled data has no staleness: a series that ended goes on for `LOOKBACK`, which here is longer than the data, so that an
-instant query at the end finds whatever there ever was. A range query therefore shows an incident for longer than it was
-open. Scrapes are 5 s apart: `rate` wants [15s] and more, `$__rate_interval` is 20s or longer.
+Backfilled data has no staleness: a series that ended goes on for `LOOKBACK`, which here is longer than the data, so
+that an instant query at the end finds whatever there ever was. A range query therefore shows an incident for longer
+than it was open. Scrapes are 5 s apart: `rate` wants [15s] and more, `$__rate_interval` is 20s or longer.
 """
 
 import contextlib

@@ -1,7 +1,7 @@
 """Pictures of the dashboard on a real demo run: `python -m tests.dashboards.screenshots docs/images` (about 5 minutes).
 
-A demo is started with its dashboard beside it; once a trainer hangs, Now is taken as a person on call sees it. When the run
-is over, the other pages are taken from what it left. With `--run DIR` only the latter, of a run that there is.
+A demo is started with its dashboard beside it; once a trainer hangs, Now is taken as a person on call sees it. When the
+run is over, the other pages are taken from what it left. With `--run DIR` only the latter, of a run that there is.
 """
 
 import argparse

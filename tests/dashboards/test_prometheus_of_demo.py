@@ -1,4 +1,5 @@
-"""The recorded metrics that Grafana's tests run on: a real Prometheus takes them, and nothing of the catalogue is missing."""
+"""The recorded metrics that Grafana's tests run on: a real Prometheus takes them, and nothing of the catalogue is
+missing."""
 
 import gzip
 from pathlib import Path

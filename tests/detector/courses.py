@@ -15,7 +15,8 @@ STEP_SECONDS = 2.0
 
 
 def points(rows: Iterable[Row]) -> list[TrainingStepPoint]:
-    """One a row, in order. `step` is where the row says, else one more than before; a lower one forgets what came after."""
+    """One a row, in order. `step` is where the row says, else one more than before; a lower one forgets what came
+    after."""
     made: list[TrainingStepPoint] = []
     for row in rows:
         step = int(row.get("step", made[-1].step + 1 if made else 0))

@@ -136,7 +136,8 @@ def test_empty_folders_and_missing_paths_are_exit_code_2(tmp_path: Path, capsys:
 
 
 def test_a_folder_that_cannot_be_looked_into_is_refused(tmp_path: Path) -> None:
-    """What lies there may be the fault. (Root may look everywhere, but nobody's path is longer than the system's limit.)"""
+    """What lies there may be the fault. (Root may look everywhere, but nobody's path is longer than the system's
+    limit.)"""
     saved(tmp_path, noise(ticks=50))
     above = os.open(tmp_path, os.O_RDONLY)
     for _ in range(17):

@@ -1,4 +1,5 @@
-"""README stays short, and its numbers stand in the reports that it links; CONTRIBUTING maps at least fifteen changes."""
+"""README stays short, and its numbers stand in the reports that it links; CONTRIBUTING maps at least fifteen
+changes."""
 
 import re
 import tomllib

@@ -1,4 +1,5 @@
-"""A black box beside a run: it looks at processes and at the database file, and at nothing that rolecall says of itself.
+"""A black box beside a run: it looks at processes and at the database file, and at nothing that rolecall says of
+itself.
 
 Every 50 ms it lists all processes that carry the run's marker in their environment, as (pid, start time), and reads
 the journal's tables through sqlite3; every half second it lists their listening sockets. From that alone it says when a

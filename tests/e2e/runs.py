@@ -1,4 +1,5 @@
-"""Starting whole runs from tests: `rolecall demo` as a user would, in a process of its own, with an observer beside it."""
+"""Starting whole runs from tests: `rolecall demo` as a user would, in a process of its own, with an observer beside
+it."""
 
 import io
 import json

@@ -1,4 +1,5 @@
-"""A person in a browser beside a real run: reads the incident's sentence, signs in, approves the plan, sees it resolved."""
+"""A person in a browser beside a real run: reads the incident's sentence, signs in, approves the plan, sees it
+resolved."""
 
 from pathlib import Path
 

@@ -76,7 +76,8 @@ def test_demo_cures_three_faults_and_its_report_is_true(tmp_path: Path) -> None:
 
 
 def _who_left_early(observer: object, victims: set[tuple[int, int]], since: float, until: float) -> list[str]:
-    """Actors, raylets and agents that lived at the first injection and were gone before the last step, victims aside."""
+    """Actors, raylets and agents that lived at the first injection and were gone before the last step, victims
+    aside."""
     left = []
     for key, seen in observer.processes.items():  # type: ignore[attr-defined]
         # A child that an actor forks for a moment has its title until it becomes another program: it was no actor.

@@ -1,5 +1,5 @@
-"""A fault that nobody announced is resolved; a mistake in user code then evicts nobody and ends the run, of which nothing
-is left (Ctrl-C: test_operating.py; kill -9 and `down`: test_quick_succession.py)."""
+"""A fault that nobody announced is resolved; a mistake in user code then evicts nobody and ends the run, of which
+nothing is left (Ctrl-C: test_operating.py; kill -9 and `down`: test_quick_succession.py)."""
 
 from pathlib import Path
 

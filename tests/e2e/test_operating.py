@@ -75,7 +75,8 @@ def _watch_dies_and_is_missed(run: DemoRun, webhook: Inbox) -> None:
     eventually(lambda: [b for b in webhook.of("watch_alive") if b["holder"] != holder], "a sign of life of the next")
     before = [b["at"] for b in webhook.of("watch_alive", holder=holder)]
     (first, *_) = [b for b in webhook.of("watch_alive") if b["holder"] != holder]
-    # The next one acts only once the lease of the dead one is over: the silence lasts longer than the signal's interval.
+    # The next one acts only once the lease of the dead one is over: the silence lasts longer than the signal's
+    # interval.
     assert first["at"] - max(before) > 2 * DEADMAN_SECONDS
     assert first["open_incidents"] == 1, "the next watch knows of the incident"
     (restarted,) = run.observer.events("component_restarted")

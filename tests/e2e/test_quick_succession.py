@@ -1,4 +1,5 @@
-"""Faults that come while the one before is in recovery, each struck by this test at a moment that it proves to be the one meant.
+"""Faults that come while the one before is in recovery, each struck by this test at a moment that it proves to be the
+one meant.
 
 In the end the supervisor itself is killed: every group stays accounted for, and `down` removes the rest.
 """

@@ -205,7 +205,8 @@ def test_of_74_the_registers_decide(registers: str, action: str, fatal: bool, wo
 
 def test_13_names_its_place_and_74_its_registers() -> None:
     thirteen = xid_line(
-        "NVRM: Xid (PCI:0000:3b:00): 13, pid=9, name=a, Graphics SM Warp Exception on (GPC 1, TPC 4, SM 0): Out Of Range"
+        "NVRM: Xid (PCI:0000:3b:00): 13, pid=9, name=a, Graphics SM Warp Exception on (GPC 1, TPC 4, SM 0): Out Of "
+        "Range"
     )
     assert thirteen.place == "GPC 1, TPC 4"
     link = xid_line(
@@ -319,7 +320,7 @@ RSS = "total-vm:9096kB, anon-rss:8192kB, file-rss:4kB, shmem-rss:0kB, UID:1000 p
         ("IPv6: ADDRCONF(NETDEV_CHANGE): ib0: link becomes ready", KernelLinkChange(up=True, interface="ib0")),
         ("mce: [Hardware Error]: CPU 12: Machine Check Exception: 5 Bank 7: be00000000800400", HardwareError(what="machine_check", corrected=False, device="bank 7")),
         ("mce: [Hardware Error]: Machine check events logged", HardwareError(what="machine_check", corrected=True)),
-        ("EDAC MC0: 1 CE memory read error on CPU_SrcID#0_Ha#0_Chan#1_DIMM#0 (channel:1 slot:0 page:0x3f)", HardwareError(what="memory", corrected=True, device="MC0")),
+        (("EDAC MC0: 1 CE memory read error on CPU_SrcID#0_Ha#0_Chan#1_DIMM#0 (channel:1 slot:0 " "page:0x3f)"), HardwareError(what="memory", corrected=True, device="MC0")),
         ("EDAC MC1: 1 UE memory scrubbing error on CPU_SrcID#1_MC#1_Chan#0_DIMM#0", HardwareError(what="memory", corrected=False, device="MC1")),
         ("{1}[Hardware Error]: event severity: fatal", HardwareError(what="firmware", corrected=False)),
         ("{7}[Hardware Error]: event severity: corrected", HardwareError(what="firmware", corrected=True)),
@@ -333,7 +334,7 @@ RSS = "total-vm:9096kB, anon-rss:8192kB, file-rss:4kB, shmem-rss:0kB, UID:1000 p
         ("rcu: INFO: rcu_sched self-detected stall on CPU", KernelFault(what="rcu_stall")),
         ("Kernel panic - not syncing: Fatal machine check", KernelFault(what="panic")),
         ("BUG: unable to handle page fault for address: ffffb2", KernelFault(what="oops")),
-        ("pt_main_thread[2536443]: segfault at 7f797fe00000 ip 00007f7c7ac69996 sp 00007f7c12fd7c30 error 4 in libnccl.so.2[7f7c7ac00000+d3d3000]", KernelFault(what="segfault", pid=2536443, name="pt_main_thread", device="libnccl.so.2")),
+        (("pt_main_thread[2536443]: segfault at 7f797fe00000 ip 00007f7c7ac69996 sp 00007f7c12fd7c30 error 4 in " "libnccl.so.2[7f7c7ac00000+d3d3000]"), KernelFault(what="segfault", pid=2536443, name="pt_main_thread", device="libnccl.so.2")),
         ("blk_update_request: I/O error, dev nvme0n1, sector 123456 op 0x0:(READ)", KernelFault(what="disk_error", device="nvme0n1")),
         ("nvme nvme1: I/O 258 (I/O Cmd) QID 4 timeout, aborting", KernelFault(what="disk_error", device="nvme1")),
         ("EXT4-fs error (device sda1): ext4_find_entry:1455: inode #2: comm python3", KernelFault(what="filesystem_error", device="sda1")),

@@ -207,7 +207,8 @@ def test_an_agent_is_told_from_somebody_else(served: tuple[str, list[tuple[int, 
 
 def test_facts_are_read_from_a_tree(tmp_path: Path) -> None:
     for path, text in {
-        "proc/driver/nvidia/version": "NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.86.15  Thu Jan 16\nGCC 12.2\n",
+        "proc/driver/nvidia/version": "NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.86.15  Thu Jan 16\nGCC "
+        "12.2\n",
         "proc/sys/kernel/yama/ptrace_scope": "2\n",
         "sys/bus/pci/devices/0000:01:00.0/vendor": "0x10de\n",
         "sys/bus/pci/devices/0000:01:00.0/class": "0x030200\n",

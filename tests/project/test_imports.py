@@ -43,7 +43,8 @@ MODULES = _modules()
 
 
 def _imports(module: str) -> Iterator[str]:
-    """Full names that `module` imports: `from a.b import c` gives `a.b.c` where that is a module of ours, else `a.b`."""
+    """Full names that `module` imports: `from a.b import c` gives `a.b.c` where that is a module of ours, else
+    `a.b`."""
     for node in ast.walk(ast.parse(MODULES[module].read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)

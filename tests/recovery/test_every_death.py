@@ -1,6 +1,6 @@
-"""A watch is killed at every point of a cure where a kill can tell: before and after each journal write and each call of
-the actuator. The points are counted in a run without a kill, then enumerated. Another watch finishes the work, and the
-journal and the fleet cannot be told from those of the run where nobody died.
+"""A watch is killed at every point of a cure where a kill can tell: before and after each journal write and each call
+of the actuator. The points are counted in a run without a kill, then enumerated. Another watch finishes the work, and
+the journal and the fleet cannot be told from those of the run where nobody died.
 """
 
 import threading

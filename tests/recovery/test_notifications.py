@@ -1,4 +1,5 @@
-"""The webhook against a server of the standard library: delivered, retried, bounded, never redirected, never blocking."""
+"""The webhook against a server of the standard library: delivered, retried, bounded, never redirected, never
+blocking."""
 
 import json
 import socket

@@ -1,4 +1,5 @@
-"""report.json holds what the issue promises, comes out the same again, and is compared with the right failure-free run."""
+"""report.json holds what the issue promises, comes out the same again, and is compared with the right failure-free
+run."""
 
 import json
 from contextlib import closing

@@ -132,7 +132,8 @@ def returns(answer: Answer, method: Method) -> list[float]:
 
 
 def clipped(ratio: float, advantage: float, method: Method) -> tuple[float, float]:
-    """min(r A, clip(r) A), by its four cases. A ratio that stands at a bound is inside: the bounds belong to the range."""
+    """min(r A, clip(r) A), by its four cases. A ratio that stands at a bound is inside: the bounds belong to the
+    range."""
     low, high = 1 - method.clip_low, 1 + method.clip_high
     if advantage > 0 and ratio > high:
         return high * advantage, 0.0

@@ -30,7 +30,8 @@ def request(request_id: str = "g.0", num: int = 5, **changes: object) -> Generat
 
 
 class ScriptedEngine:
-    """Counts: each token is 3 + its place; the log-probability is minus the first weight. Ends at END after `num_max`."""
+    """Counts: each token is 3 + its place; the log-probability is minus the first weight. Ends at END after
+    `num_max`."""
 
     def __init__(self, settings: EngineSettings) -> None:
         self.end_tokens = (END,)

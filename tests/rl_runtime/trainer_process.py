@@ -1,7 +1,7 @@
 """A trainer replica in a process of its own, driven over a pipe, that can be told to stop dead at a named place.
 
-The test is the controller. `stops={"bucket": 2}` makes the process report `("at", "bucket")` when it comes to its second
-bucket, and wait there until `go_on`: a kill then comes at exactly that place, and the report proves that it did.
+The test is the controller. `stops={"bucket": 2}` makes the process report `("at", "bucket")` when it comes to its
+second bucket, and wait there until `go_on`: a kill then comes at exactly that place, and the report proves that it did.
 """
 
 import multiprocessing
@@ -36,7 +36,8 @@ BUCKET_BYTES = 32 << 10
 DEADLINE_SECONDS = 60.0
 GO_ON = "go on"
 PRELOADED = ["tests.rl_runtime.trainer_process", "torch._dynamo"]
-"""Imported once, not by each process: an optimizer imports the second when it is made, for more than a second of CPU."""
+"""Imported once, not by each process: an optimizer imports the second when it is made, for more than a second of
+CPU."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -69,7 +69,8 @@ def test_a_ledger_line_repeated_is_named(fake_run: RunDir) -> None:
     columns = "group_id, state, step, num_tokens, reason, wall_at, hash"
     _sql(
         fake_run,
-        f"INSERT INTO ledger (seq, {columns}) SELECT (SELECT max(seq) + 1 FROM ledger), {columns} FROM ledger WHERE seq = 17",
+        f"INSERT INTO ledger (seq, {columns}) SELECT (SELECT max(seq) + 1 FROM ledger), {columns} FROM ledger WHERE "
+        f"seq = 17",
     )
     found = audit_run(fake_run)
     assert not found.ok and "was changed: its hash does not match" in found.problems[0]

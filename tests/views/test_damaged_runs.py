@@ -1,4 +1,5 @@
-"""A damaged run is named and refused by every command, with exit code 2 and no traceback; what is still good is offered."""
+"""A damaged run is named and refused by every command, with exit code 2 and no traceback; what is still good is
+offered."""
 
 import json
 import shutil

@@ -1,4 +1,5 @@
-"""`rolecall watch run --require-approval`: it asks where the job file would act, and gives nothing that the file does not."""
+"""`rolecall watch run --require-approval`: it asks where the job file would act, and gives nothing that the file does
+not."""
 
 from pathlib import Path
 

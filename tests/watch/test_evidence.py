@@ -1,4 +1,5 @@
-"""Evidence that is pulled for an incident: real agents, real processes, real py-spy; and all the ways it is not to be had."""
+"""Evidence that is pulled for an incident: real agents, real processes, real py-spy; and all the ways it is not to be
+had."""
 
 import json
 import os
@@ -164,7 +165,8 @@ def hanging_job(folder: Path, num_ranks: int, late: int) -> list[dict[str, Any]]
 def test_a_tie_that_flight_recorders_settle_names_the_rank(
     run: RunDir, agent: AgentProcess, children: list[Child], tmp_path: Path
 ) -> None:
-    """The live detectors see two trainers that wait in the same collective; the recorders of these processes know more."""
+    """The live detectors see two trainers that wait in the same collective; the recorders of these processes know
+    more."""
     for child, content in zip(children, hanging_job(tmp_path, 2, late=1), strict=False):
         recording(child, content)
     tie = Scenario(TIE)
@@ -218,7 +220,8 @@ def pulled(run: RunDir, kind: EventKind = EventKind.EVIDENCE_COLLECTED) -> list[
 def test_a_job_that_knows_nothing_of_us_has_its_evidence_in_its_incident(
     tmp_path: Path, job: Ranks, ras: RasServer, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """From a stopped rank, through a real agent with its collectors, to `rolecall incidents` and the bundle for a ticket."""
+    """From a stopped rank, through a real agent with its collectors, to `rolecall incidents` and the bundle for a
+    ticket."""
     ranks = [job.python("train.py", code=WAITING, **{**TORCH, "RANK": str(n)}) for n in range(4)]
     log = tmp_path / "kern.log"
     log.write_text(f"[   76.000000] token=hunter2 of a driver\n{XID}")

@@ -1,4 +1,5 @@
-"""What `/metrics` of a watch says: every name of the catalogue, the right values, whatever the names and the journal hold."""
+"""What `/metrics` of a watch says: every name of the catalogue, the right values, whatever the names and the journal
+hold."""
 
 import http.client
 import json

@@ -1,7 +1,7 @@
 """The GPUs of a node, and the node around them.
 
-It works with rolecall's agent and with dcgm-exporter alone: each panel queries the agent's metric and, for GPUs without an
-agent, DCGM's, converted to the same unit and labels (`either`).
+It works with rolecall's agent and with dcgm-exporter alone: each panel queries the agent's metric and, for GPUs without
+an agent, DCGM's, converted to the same unit and labels (`either`).
 """
 
 from grafana_foundation_sdk.builders.dashboard import QueryVariable
@@ -78,7 +78,8 @@ def gpus() -> Dashboard:
     return board(
         GPUS,
         "GPUs of a node",
-        "GPUs and host of the selected nodes: utilization, temperature, clocks, memory errors, XIDs; from rolecall's agent "
+        "GPUs and host of the selected nodes: utilization, temperature, clocks, memory errors, XIDs; from rolecall's "
+        "agent "
         "or dcgm-exporter.",
         [*of_servers(), node_variable(), gpu_variable()],
         [_health(), _work(), _heat(), _memory(), _host()],
@@ -111,7 +112,8 @@ def _health() -> PanelRow:
             ),
             numbers(
                 "Latest XID (DCGM)",
-                "Latest XID of each GPU since the driver was loaded. It never returns to 0, and a repeated code does not "
+                "Latest XID of each GPU since the driver was loaded. It never returns to 0, and a repeated code does "
+                "not "
                 "show; `XIDs in the time range` counts them.",
                 PanelFormat(unit="none", mappings={0: MappedValue("none", GREEN)}, limits=((None, GREEN), (1, RED))),
                 PanelQuery(of_exporter("DCGM_FI_DEV_XID_ERRORS"), OF_GPU),
@@ -181,7 +183,8 @@ def _work() -> PanelRow:
             lines("Memory allocated", "Device memory in use.", PanelFormat(unit="bytes"), PanelQuery(used, OF_GPU)),
             lines(
                 "Processes on the GPU",
-                "Processes with a CUDA context. More than the ranks: another program uses the GPU. Needs rolecall's agent.",
+                "Processes with a CUDA context. More than the ranks: another program uses the GPU. Needs rolecall's "
+                "agent.",
                 PanelFormat(unit="none", decimals=0),
                 PanelQuery(f"max by (node, gpu) (rolecall_gpu_processes{{{GPU}}})", OF_GPU),
             ),
@@ -213,7 +216,8 @@ def _heat() -> PanelRow:
             ),
             lines(
                 "Power",
-                "Power draw and the active limit (the limit needs rolecall's agent). Flat and low while busy: the GPU waits.",
+                "Power draw and the active limit (the limit needs rolecall's agent). Flat and low while busy: the "
+                "GPU waits.",
                 PanelFormat(unit="watt"),
                 PanelQuery(either("rolecall_gpu_power_watts", "DCGM_FI_DEV_POWER_USAGE"), OF_GPU),
                 PanelQuery(f"max by (node, gpu) (rolecall_gpu_power_limit_watts{{{GPU}}})", f"{OF_GPU} limit"),

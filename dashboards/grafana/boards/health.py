@@ -56,7 +56,7 @@ def _health() -> PanelRow:
             numbers(
                 "rolecall",
                 """active: may act. passive: another watch holds the lease, or mode observe. PAUSED: by an operator. NO DATA:
-                it cannot diagnose.""",
+                it cannot diagnose.""",  # noqa: E501
                 PanelFormat(unit="none", mappings=WATCH_STATES, no_value="no watch"),
                 PanelQuery(WATCH_STATE),
             ),
@@ -69,7 +69,8 @@ def _health() -> PanelRow:
             ),
             rows(
                 "Mode",
-                "observe: takes no action. approve: an operator approves each plan. act: acts on its own within its guards.",
+                "observe: takes no action. approve: an operator approves each plan. act: acts on its own within its "
+                "guards.",
                 PanelFormat(unit="none", mappings={1: MappedValue("active", GREEN)}),
                 PanelQuery("max by (instance, mode) (rolecall_watch_mode == 1)", "is"),
                 {"instance": "watch", "mode": "mode"},
@@ -82,13 +83,15 @@ def _health() -> PanelRow:
             ),
             numbers(
                 "Agents",
-                "Agents that the watch reaches and does not reach. The state of an unreachable agent's node is unknown.",
+                "Agents that the watch reaches and does not reach. The state of an unreachable agent's node is "
+                "unknown.",
                 PanelFormat(unit="none", decimals=0),
                 PanelQuery("max by (state) (rolecall_watch_agents)", "{{state}}"),
             ),
             numbers(
                 "Problems",
-                "Incidents that cannot be read or whose handling fails repeatedly, and notifications that were not delivered.",
+                "Incidents that cannot be read or whose handling fails repeatedly, and notifications that were not "
+                "delivered.",
                 PanelFormat(unit="none", limits=many),
                 PanelQuery("max(rolecall_incidents_broken)", "unreadable incidents"),
                 PanelQuery("max(rolecall_watch_unhandled)", "handling fails"),
@@ -129,14 +132,15 @@ def _detection() -> PanelRow:
             ),
             bars(
                 "Time to recover",
-                "From detection until the replacement serves and makes progress: mean over resolved incidents, by role.",
+                "From detection until the replacement serves and makes progress: mean over resolved incidents, by "
+                "role.",
                 PanelFormat(unit="s", decimals=1),
                 PanelQuery(mean("rolecall_incident_cure_seconds_total", "rolecall_incident_cures_total"), "{{role}}"),
             ),
             bars(
                 "Incident outcomes",
                 """resolved: recovered by an action. tolerated: no action was worth its cost. observed: rolecall may not act.
-                self_recovered: the fault ended before an action. escalated: on-call was paged.""",
+                self_recovered: the fault ended before an action. escalated: on-call was paged.""",  # noqa: E501
                 PanelFormat(unit="none", decimals=0),
                 PanelQuery("max by (outcome) (rolecall_incidents_closed_total)", "{{outcome}}"),
             ),
@@ -314,7 +318,8 @@ def _agents() -> PanelRow:
             ),
             lines(
                 "Lost samples and events",
-                "Samples overwritten in the ring buffer before they were read, and events that could not be stored, per second.",
+                "Samples overwritten in the ring buffer before they were read, and events that could not be stored, "
+                "per second.",
                 PanelFormat(unit="cps"),
                 PanelQuery("max(rate(rolecall_agent_samples_lost_total[$__rate_interval]))", "samples, worst agent"),
                 PanelQuery("max(rate(rolecall_agent_events_lost_total[$__rate_interval]))", "events, worst agent"),

@@ -77,7 +77,8 @@ def _faults() -> PanelRow:
             ),
             rows(
                 "Port error counters in the time range",
-                "Increase by driver counter. symbol_error, link_downed and port_rcv_errors: cable or port; port_xmit_wait: "
+                "Increase by driver counter. symbol_error, link_downed and port_rcv_errors: cable or port; "
+                "port_xmit_wait: "
                 "congestion.",
                 FAULTS,
                 PanelQuery(

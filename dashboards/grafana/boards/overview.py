@@ -55,7 +55,8 @@ def open_now(incidents: Sequence[Link]) -> Panel:
     """Which suspects have an open incident, and for how long."""
     return rows(
         "Open incidents by suspect",
-        "Suspects with an open incident, and how long it has been open. Links lead to the suspect, its peers and its node.",
+        "Suspects with an open incident, and how long it has been open. Links lead to the suspect, its peers and its "
+        "node.",
         PanelFormat(unit="s", limits=((None, RED),), no_value="none", links=(ROW_TO_REPLICA, ROW_TO_GPUS, *incidents)),
         PanelQuery(f"time() - max by ({SUSPECT}) (rolecall_incident_opened_timestamp_seconds)", "open for"),
         {"fault": "fault", "role": "role", "replica": "replica", "node": "node"},
@@ -107,14 +108,15 @@ def _numbers() -> PanelRow:
         [
             numbers(
                 "Plans awaiting approval",
-                "Use `rolecall approve DIGEST` or the Operations page of `rolecall dashboard`. They expire at their deadline.",
+                "Use `rolecall approve DIGEST` or the Operations page of `rolecall dashboard`. They expire at their "
+                "deadline.",
                 PanelFormat(unit="none", mappings={0: MappedValue("none", GREEN)}, limits=((None, GREEN), (1, ORANGE))),
                 PanelQuery("max(rolecall_plans_waiting)"),
             ),
             numbers(
                 "rolecall",
                 """active: may act. passive: another watch holds the lease, or mode observe. PAUSED: by an operator. NO DATA:
-                it cannot diagnose.""",
+                it cannot diagnose.""",  # noqa: E501
                 PanelFormat(unit="none", mappings=WATCH_STATES, no_value="no watch"),
                 PanelQuery(WATCH_STATE),
             ),

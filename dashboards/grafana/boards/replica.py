@@ -115,13 +115,15 @@ def _now(incidents: Sequence[Link]) -> PanelRow:
             ),
             states(
                 "Phase",
-                "Current phase of each rank. A rank in a collective waits for its peers; suspect the rank that is not in it.",
+                "Current phase of each rank. A rank in a collective waits for its peers; suspect the rank that is "
+                "not in it.",
                 PanelFormat(unit="none", mappings=_mappings(PHASES)),
                 PanelQuery(_coded("rolecall_process_phase", PHASES, "phase"), "rank {{rank}}"),
             ),
             states(
                 "Process state",
-                "STOPPED: by a signal or a debugger. UNINTERRUPTIBLE for long: blocked on a disk, network file system or driver.",
+                "STOPPED: by a signal or a debugger. UNINTERRUPTIBLE for long: blocked on a disk, network file "
+                "system or driver.",
                 PanelFormat(unit="none", mappings=_mappings(KERNEL_STATES)),
                 PanelQuery(_coded("rolecall_process_state", KERNEL_STATES, "state"), "rank {{rank}}"),
             ),
@@ -176,7 +178,8 @@ def _pace() -> PanelRow:
             ),
             band(
                 "Heartbeats",
-                "Per second, from a background thread. 0 while the process exists: it is stopped, or a thread holds the GIL.",
+                "Per second, from a background thread. 0 while the process exists: it is stopped, or a thread holds "
+                "the GIL.",
                 PanelFormat(unit="cps"),
                 *_rates("rolecall_process_beats_total"),
             ),
@@ -278,7 +281,8 @@ def _engine() -> PanelRow:
             ),
             numbers(
                 "Engine",
-                "Whether its metrics endpoint responds, and whether it is awake (asleep: weights or KV cache released).",
+                "Whether its metrics endpoint responds, and whether it is awake (asleep: weights or KV cache "
+                "released).",
                 PanelFormat(unit="none", mappings={0: MappedValue("NO", ORANGE), 1: MappedValue("yes", GREEN)}),
                 PanelQuery(f"max by (rank) (rolecall_vllm_up{{{OWN}}})", "responds, rank {{rank}}"),
                 PanelQuery(f"max by (rank) (rolecall_vllm_awake{{{OWN}}})", "awake, rank {{rank}}"),

@@ -270,7 +270,8 @@ def _training() -> PanelRow:
             ),
             numbers(
                 "NaN, infinite, jumps",
-                "Losses, gradient norms and rewards that were NaN or infinite, or left their recent range, in the time range.",
+                "Losses, gradient norms and rewards that were NaN or infinite, or left their recent range, in the "
+                "time range.",
                 PanelFormat(unit="none", decimals=0, limits=((None, GREEN), (1, ORANGE))),
                 PanelQuery(f"max({unfinite})", "NaN or infinite"),
                 PanelQuery(f"max({jumps})", "jumps"),

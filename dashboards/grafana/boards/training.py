@@ -163,7 +163,8 @@ def _trainers() -> PanelRow:
         metrics = [BY_NAME[name] for name in shown]
         return lines(
             title,
-            f"{'; '.join(metric.help for metric in metrics)}. All trainers of a job report the same value, of the whole step.",
+            f"{'; '.join(metric.help for metric in metrics)}. All trainers of a job report the same value, of the "
+            f"whole step.",
             style,
             *_queries([metric.metric for metric in metrics]),
         )

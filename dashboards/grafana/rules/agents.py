@@ -19,7 +19,8 @@ GROUP = RuleGroup(
             hold="1m",
             severity=Severity.WARNING,
             summary="The agent of {{ $labels.node }} has stopped collecting",
-            description="It answers scrapes but has finished no collection round for two minutes: its metrics are stale.",
+            description="It answers scrapes but has finished no collection round for two minutes: its metrics are "
+            "stale.",
         ),
         Alert(
             name="RolecallAgentSlow",
@@ -27,7 +28,8 @@ GROUP = RuleGroup(
             hold="5m",
             severity=Severity.WARNING,
             summary="The agent of {{ $labels.node }} collects slowly",
-            description="A collection round takes {{ $value | humanizeDuration }}; milliseconds are normal. The node is "
+            description="A collection round takes {{ $value | humanizeDuration }}; milliseconds are normal. The node "
+            "is "
             "short of CPU, or a probe is slow.",
         ),
         Alert(
@@ -53,7 +55,8 @@ GROUP = RuleGroup(
             expr="increase(rolecall_host_oom_kills_total[10m]) > 0",
             severity=Severity.WARNING,
             summary="The OOM killer ran on {{ $labels.node }}",
-            description='{{ $value | printf "%.0f" }} process(es) were killed in 10 minutes. A replica that is restarted '
+            description='{{ $value | printf "%.0f" }} process(es) were killed in 10 minutes. A replica that is '
+            "restarted "
             "on the same node will likely be killed again.",
         ),
     ),

@@ -54,7 +54,8 @@ GROUP = RuleGroup(
             hold="1m",
             severity=Severity.CRITICAL,
             summary=f"{GPU_OF_NODE} must be replaced",
-            description="Its memory cannot be repaired: row remapping failed, or SRAM errors exceeded NVIDIA's threshold.",
+            description="Its memory cannot be repaired: row remapping failed, or SRAM errors exceeded NVIDIA's "
+            "threshold.",
         ),
         Alert(
             name="RolecallGpuThrottled",
@@ -62,7 +63,8 @@ GROUP = RuleGroup(
             hold="10m",
             severity=Severity.WARNING,
             summary=f"{GPU_OF_NODE} is thermally throttled",
-            description="Its clocks are throttled {{ $value | humanizePercentage }} of the time. In synchronous training "
+            description="Its clocks are throttled {{ $value | humanizePercentage }} of the time. In synchronous "
+            "training "
             "every rank waits for it.",
         ),
         Alert(

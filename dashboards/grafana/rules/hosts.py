@@ -21,7 +21,8 @@ GROUP = RuleGroup(
             hold="2m",
             severity=Severity.CRITICAL,
             summary="{{ $labels.mount }} on {{ $labels.node }} has {{ $value | humanizePercentage }} left",
-            description="The file system is running out of space or inodes. Checkpoints, logs and the journal will fail "
+            description="The file system is running out of space or inodes. Checkpoints, logs and the journal will "
+            "fail "
             "to write.",
         ),
         Alert(

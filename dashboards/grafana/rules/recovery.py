@@ -62,7 +62,8 @@ GROUP = RuleGroup(
             expr=f"time() - rolecall_incident_opened_timestamp_seconds > 900 unless {OBSERVE_MODE}",
             severity=Severity.CRITICAL,
             summary="{{ $labels.fault }} of {{ $labels.replica }} is still not resolved",
-            description="The incident on {{ $labels.node }} has been open for {{ $value | humanizeDuration }}. Recovery "
+            description="The incident on {{ $labels.node }} has been open for {{ $value | humanizeDuration }}. "
+            "Recovery "
             "normally takes seconds to minutes.",
         ),
         Alert(
@@ -92,7 +93,8 @@ GROUP = RuleGroup(
         ),
         Alert(
             name="RolecallActionErrors",
-            expr='sum by (job, instance) (increase(rolecall_actions_total{outcome=~"refused|died|no_progress"}[30m])) >= 3',
+            expr="sum by (job, instance) "
+            '(increase(rolecall_actions_total{outcome=~"refused|died|no_progress"}[30m])) >= 3',
             severity=Severity.CRITICAL,
             summary=f"Recovery actions fail {REPORTED_BY}",
             description='{{ $value | printf "%.0f" }} actions of the last 30 minutes did not fix the fault: refused, '

@@ -1,7 +1,8 @@
 """Alert and recording rules for Prometheus as typed values.
 
 A rule whose expression names an unknown metric, or a label that the metric does not have, raises ValueError when it is
-built: Prometheus would accept it and never fire. The groups are one module each; `all.py` lists them and writes the files.
+built: Prometheus would accept it and never fire. The groups are one module each; `all.py` lists them and writes the
+files.
 """
 
 import re

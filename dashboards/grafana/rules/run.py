@@ -29,7 +29,8 @@ GROUP = RuleGroup(
             expr="increase(rolecall_train_unfinite_total[10m]) > 0",
             severity=Severity.CRITICAL,
             summary="Loss, gradient norm or reward of {{ $labels.replica }} is NaN or infinite",
-            description='{{ $value | printf "%.0f" }} time(s) in 10 minutes, on {{ $labels.node }}. Possible causes: an '
+            description='{{ $value | printf "%.0f" }} time(s) in 10 minutes, on {{ $labels.node }}. Possible causes: '
+            "an "
             "unstable recipe, bad data, or a GPU that computes wrong results.",
         ),
         Alert(

@@ -15,7 +15,8 @@ GROUP = RuleGroup(
             hold="1m",
             severity=Severity.CRITICAL,
             summary="Watch {{ $labels.instance }} is down",
-            description="Prometheus has not scraped {{ $labels.instance }} for a minute. While it is down, faults of its "
+            description="Prometheus has not scraped {{ $labels.instance }} for a minute. While it is down, faults of "
+            "its "
             "run are neither detected nor recovered, unless a second watch takes over.",
         ),
         Alert(
@@ -33,7 +34,8 @@ GROUP = RuleGroup(
             hold="30s",
             severity=Severity.CRITICAL,
             summary="The main loop of {{ $labels.instance }} is stuck",
-            description="The watch answers scrapes, but its last tick ended {{ $value | humanizeDuration }} ago. A tick "
+            description="The watch answers scrapes, but its last tick ended {{ $value | humanizeDuration }} ago. A "
+            "tick "
             "normally takes well under a second.",
         ),
         Alert(
@@ -60,7 +62,8 @@ GROUP = RuleGroup(
             hold="2m",
             severity=Severity.WARNING,
             summary="{{ $labels.instance }} works on stale telemetry",
-            description="The oldest agent response in its latest poll is {{ $value | humanizeDuration }} old. Faults are "
+            description="The oldest agent response in its latest poll is {{ $value | humanizeDuration }} old. Faults "
+            "are "
             "detected that much later.",
         ),
         Alert(

@@ -20,7 +20,8 @@ GOAL_SECONDS: dict[DetectionChannel, float] = {
     DetectionChannel.COLLECTIVE: 10.0,
     DetectionChannel.SLOW: 30.0,
 }
-"""From fault to detection, with metrics read directly from agents. Wrong values have a goal of one step; others none."""
+"""From fault to detection, with metrics read directly from agents. Wrong values have a goal of one step; others
+none."""
 OF_COLLECTIVES = frozenset({"nccl", "nccl_ras", "nccl_inspector", "flight_recorder", "lost", "infiniband_trees"})
 OF_MACHINES = frozenset({"node", "kernel-log"})
 

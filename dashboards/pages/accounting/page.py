@@ -1,4 +1,5 @@
-"""The Accounting page: audit of prompt groups, ETTR and lost time, detection and recovery times, diagnosis precision."""
+"""The Accounting page: audit of prompt groups, ETTR and lost time, detection and recovery times, diagnosis
+precision."""
 
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -113,7 +114,8 @@ def _effective(statistics: IncidentStatistics) -> None:
     t = statistics.times
     if t is None or not t.num_replicas:
         st.text(
-            "Not available: the journal has no epoch with a trainer and a rollout. rolecall does not account for the time of "
+            "Not available: the journal has no epoch with a trainer and a rollout. rolecall does not account for the "
+            "time of "
             "jobs that it only observes."
         )
         return
@@ -174,7 +176,8 @@ def _speed(statistics: IncidentStatistics) -> None:
         st.text(plain(statistics.note))
     if statistics.num_injected:
         st.text(
-            f"{statistics.num_injected} faults were injected, {statistics.num_missed} were missed; {statistics.num_false_alarms} "
+            f"{statistics.num_injected} faults were injected, {statistics.num_missed} were missed; "
+            f"{statistics.num_false_alarms} "
             "incident(s) match none of them."
         )
     if not statistics.detection:
@@ -216,7 +219,8 @@ def _speed(statistics: IncidentStatistics) -> None:
         width="stretch",
     )
     st.caption(
-        "Measured from detection. Resolved: the replacement serves and was later verified to make progress; the time is when "
+        "Measured from detection. Resolved: the replacement serves and was later verified to make progress; the time "
+        "is when "
         "it started to serve."
     )
 

@@ -1,7 +1,7 @@
 """Diagnosis precision on this cluster, from operator reviews. Pure.
 
-Precision is the share of reviewed diagnoses that were right, with the 95 % interval of Wilson (1927), which remains valid
-for few reviews and when all of them were right.
+Precision is the share of reviewed diagnoses that were right, with the 95 % interval of Wilson (1927), which remains
+valid for few reviews and when all of them were right.
 """
 
 import math

@@ -1,8 +1,8 @@
 """Accounting of a run in a background thread: the audit, and statistics over its incidents.
 
-A page gets the latest result and never waits for a newer one, except briefly for the very first. Both are recomputed when
-the journal has grown, but use at most 5 % of one core; the audit, which verifies the whole hash chain, also on request.
-Events are read once and kept without fields that no statistic uses.
+A page gets the latest result and never waits for a newer one, except briefly for the very first. Both are recomputed
+when the journal has grown, but use at most 5 % of one core; the audit, which verifies the whole hash chain, also on
+request. Events are read once and kept without fields that no statistic uses.
 """
 
 import threading

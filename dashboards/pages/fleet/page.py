@@ -103,7 +103,8 @@ def _counts(fleet: FleetHealth) -> None:
 def _hardware_source(url: str, seen: FleetMetricsSnapshot, now: float) -> None:
     if not url:
         st.caption(
-            "Hardware status from incidents. With `--prometheus URL` it also shows live XIDs and GPU status of all nodes."
+            "Hardware status from incidents. With `--prometheus URL` it also shows live XIDs and GPU status of all "
+            "nodes."
         )
     elif seen.error:
         st.warning("Prometheus is not responding: hardware status comes from incidents.", icon=":material/cloud_off:")

@@ -31,7 +31,8 @@ DCGM = "max by (hostname, Hostname, instance, gpu) (DCGM_FI_DEV_XID_ERRORS) > 0"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetMetricsSnapshot:
-    """The latest response. `error`: why there is no newer one, empty if there is; `at`: wall seconds of the response."""
+    """The latest response. `error`: why there is no newer one, empty if there is; `at`: wall seconds of the
+    response."""
 
     live: FleetMetrics = field(default_factory=FleetMetrics)
     at: float | None = None

@@ -144,7 +144,8 @@ class IncidentPageCache:
         key = m.incident_id
         found = self._prometheus.get(key)
         if found is None:
-            # Once per incident: the page of an open one refreshes every few seconds and must not wait for the server again.
+            # Once per incident: the page of an open one refreshes every few seconds and must not wait for the server
+            # again.
             axis = made.timeline.around or made.timeline.whole
             found = from_prometheus(
                 settings.prometheus_url, settings.prometheus_authorization, m.incident.diagnosis, axis, self.clock

@@ -1,5 +1,5 @@
-"""Charts of an incident on one time axis: numbered timeline entries, and below them the suspects' series over the band of
-their peers. Untrusted text appears only in chart data, never in specs.
+"""Charts of an incident on one time axis: numbered timeline entries, and below them the suspects' series over the band
+of their peers. Untrusted text appears only in chart data, never in specs.
 
 A suspect is a thick line with its own point shape; peers are a band with a dashed median; a threshold is a dotted line
 with a label. Each kind of entry has a row, a shape and a number, explained in the list below the chart.
@@ -69,8 +69,8 @@ ROW_OF = {mark: row for row, marks in ROWS.items() for mark in marks}
 
 
 def incident_charts(timeline: IncidentTimeline, axis: TimelineRange, signals: Sequence[Signal]) -> list[Any]:
-    """Charts to be stacked, each as wide as its container. Their time axes align, because all have the same range and the
-    same width of the value axis."""
+    """Charts to be stacked, each as wide as its container. Their time axes align, because all have the same range and
+    the same width of the value axis."""
     shown = [m for m in timeline.moments if axis.begin <= m.at <= axis.end]
     moments = _moments(shown, axis, last=not signals)
     drawn = [moments, *(_signal(s, shown, axis, last=s is signals[-1]) for s in signals)]

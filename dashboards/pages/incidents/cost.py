@@ -1,6 +1,7 @@
 """The cost of an incident, computed from the journal. Pure.
 
-replica-seconds   each affected replica from the onset (or the injection, if known) until its replacement serves; while a
+replica-seconds   each affected replica from the onset (or the injection, if known) until its replacement serves; while
+a
                   trainer is lost also every other trainer, which waits until the interrupted step is committed
 GPU-seconds       replica-seconds times the GPUs per process, if the stored window shows how many
 tokens            of requests that left the affected replica; kept: continued elsewhere from where they were

@@ -36,14 +36,15 @@ MARK_HELP = (
     "Was the diagnosis right? Signed-in users can record a review on the Accounting page, which computes the precision."
 )
 COST_HELP = (
-    "Each affected replica from the onset until its replacement serves. While a trainer is lost, also every other trainer "
+    "Each affected replica from the onset until its replacement serves. While a trainer is lost, also every other "
+    "trainer "
     "until the interrupted step is committed. GPU-seconds: replica-seconds times the GPUs per process."
 )
 STYLE = """<style>
 .st-key-incident-sentence [data-testid="stText"] {font-size: 1.25rem; font-weight: 600; white-space: pre-wrap;}
 .st-key-incident-state [data-testid="stText"] {font-size: 1.05rem; white-space: pre-wrap;}
 [class*="st-key-incident-"] [data-testid="stText"] {font-family: inherit; overflow-wrap: anywhere; white-space: pre-wrap;}
-</style>"""
+</style>"""  # noqa: E501
 """Constant CSS."""
 
 
@@ -232,7 +233,8 @@ def _files(r: Reader, incident_id: str, named: Sequence[str]) -> None:
             st.code(file.text, language=None, height=400)
 
 
-# --- decisions, recovery, cost ---------------------------------------------------------------------------------------------
+# --- decisions, recovery, cost
+# ---------------------------------------------------------------------------------------------
 
 
 def _decisions(decided: Sequence[PlanSection]) -> None:

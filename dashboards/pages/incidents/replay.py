@@ -1,4 +1,5 @@
-"""Replays an incident from its stored inputs: each plan from its policy input, the diagnosis from its telemetry window."""
+"""Replays an incident from its stored inputs: each plan from its policy input, the diagnosis from its telemetry
+window."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,9 +1,10 @@
 """Series of the suspects compared with their peers, from the telemetry window of the diagnosis. Pure.
 
-    samples of processes -> one value a bucket of time and process -> suspects' lines, and min, median, max of their peers
+    samples of processes -> one value a bucket of time and process -> suspects' lines, and min, median, max of their
+    peers
 
-The fault class and the metrics in the evidence select the signals. Rates use the counters of two samples of one process;
-a restarted process starts anew. Peers are processes of the same role that are not suspects.
+The fault class and the metrics in the evidence select the signals. Rates use the counters of two samples of one
+process; a restarted process starts anew. Peers are processes of the same role that are not suspects.
 """
 
 import math

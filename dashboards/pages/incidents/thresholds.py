@@ -41,7 +41,10 @@ def threshold_boundary(window: Mapping[str, Any], d: Diagnosis) -> ThresholdBoun
             return "Replaying the stored window does not reproduce this diagnosis."
         low, high = now, now * FACTOR_MAX
         if _is_diagnosed(window, d, setting, high):
-            text = f"With {phrase.format(high)} (configured: {now:.3g}) the fault would still have been detected in this window."
+            text = (
+                f"With {phrase.format(high)} (configured: {now:.3g}) the fault would still have been detected in "
+                f"this window."
+            )
             return ThresholdBoundary(setting=setting, now=now, detected_at=high, undetected_at=None, text=text)
         for _ in range(BISECTIONS):
             middle = (low + high) / 2

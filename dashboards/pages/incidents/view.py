@@ -58,7 +58,8 @@ def head(m: IncidentPageInputs, story: IncidentSummary | None) -> IncidentHeader
             sentence=plain(why),
             glyph=GLYPHS[SET_ASIDE],
             status=SET_ASIDE,
-            state="Set aside: its events contradict each other. No action is taken for it; other incidents are not affected.",
+            state="Set aside: its events contradict each other. No action is taken for it; other incidents are not "
+            "affected.",
             who=(),
             facts=(),
         )

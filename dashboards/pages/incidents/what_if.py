@@ -280,7 +280,8 @@ def _with_fleet(a: DecisionInputs, replicas: Sequence[object]) -> DecisionInputs
 
 
 def _by_number(a: DecisionInputs, actual: PredictedDecision) -> Iterable[tuple[str, DecisionInputs | None]]:
-    """For a slow replica three numbers decide: its slowdown, the remaining time of the job, the cost of a replacement."""
+    """For a slow replica three numbers decide: its slowdown, the remaining time of the job, the cost of a
+    replacement."""
     d, config = a.policy_input.diagnosis, a.policy_input.config
     if d.fault_class.spec.remedy is not Remedy.WEIGH:
         return
@@ -498,7 +499,8 @@ class Margin:
         over = self.seen / self.limit - 1 if self.limit else math.inf
         word = "above" if over >= 0 else "below"
         return plain(
-            f"{self.what}: {self.seen:.3g}{self.unit}, {abs(over):.0%} {word} the threshold of {self.limit:.3g}{self.unit}. "
+            f"{self.what}: {self.seen:.3g}{self.unit}, {abs(over):.0%} {word} the threshold of "
+            f"{self.limit:.3g}{self.unit}. "
             f"With a threshold above {self.seen:.3g}{self.unit} the fault would not have been reported yet.",
             400,
         )

@@ -1,8 +1,8 @@
 """Buttons and forms that issue an `OperatorCommand`, once, in the name of the user who is signed in at that moment.
 
 A click is bound to what was displayed: to the plan's digest, and to how often this session has issued the same command
-before. So a double click issues one command, and a plan that changed meanwhile is rejected by its digest. A reload issues
-nothing.
+before. So a double click issues one command, and a plan that changed meanwhile is rejected by its digest. A reload
+issues nothing.
 """
 
 from collections.abc import Callable

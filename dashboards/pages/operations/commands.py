@@ -66,7 +66,10 @@ def perform(place: RunLocation, ask: OperatorCommand, by: str) -> OperatorComman
     try:
         return OperatorCommandResult(ok=True, text=_execute(place, ask, by))
     except JournalUnavailable as e:
-        text = f"{redacted(str(e))}. The command may or may not have been recorded: check the history below before you retry."
+        text = (
+            f"{redacted(str(e))}. The command may or may not have been recorded: check the history below before "
+            f"you retry."
+        )
         return OperatorCommandResult(ok=False, text=text)
     except RolecallError as e:
         return OperatorCommandResult(ok=False, text=redacted(str(e)))

@@ -45,7 +45,8 @@ class DrainedReplica:
 
 
 def limits_of(policy_input: Mapping[str, Any], mode: str) -> WatchPolicy:
-    """`policy_input`: as stored with the latest plan. `mode`: current mode of the watch, which may have changed since."""
+    """`policy_input`: as stored with the latest plan. `mode`: current mode of the watch, which may have changed
+    since."""
     try:
         config = RecoveryConfig.model_validate({**policy_input["config"], **({"mode": mode} if mode else {})})
         return WatchPolicy(

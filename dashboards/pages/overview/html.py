@@ -55,7 +55,8 @@ def _chip(c: Cell) -> str:
     version = f", policy {c.policy_version}" if c.policy_version >= 0 else ""
     return (
         f'<div class="rc-chip" role="listitem"><span class="rc-{class_of(c.state)}">{STATES[c.state][0]} '
-        f"{c.state}</span> <b>{escape(c.replica, 80)}</b><small>#{c.incarnation} on {escape(c.node, 80)}{version}</small></div>"
+        f"{c.state}</span> <b>{escape(c.replica, 80)}</b><small>#{c.incarnation} on "
+        f"{escape(c.node, 80)}{version}</small></div>"
     )
 
 

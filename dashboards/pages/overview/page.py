@@ -97,7 +97,8 @@ def _draw_slow(r: Reader, snapshot: JournalSnapshot) -> None:
         st.subheader("Lost time")
         st.html(table(["role", "fault", "lost", "share of run time"], rows))
         st.caption(
-            "ETTR (effective training time ratio): share of time in which rollouts and trainers did useful work. A loss counts "
+            "ETTR (effective training time ratio): share of time in which rollouts and trainers did useful work. A "
+            "loss counts "
             "from the injected fault if known, otherwise from the diagnosed onset, in seconds of the whole run."
         )
     show_prometheus(r)

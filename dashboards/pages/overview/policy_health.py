@@ -32,7 +32,8 @@ PANELS = (
     PolicyHealthChart(
         title="entropy, nats per token",
         lines=(("entropy", "entropy"),),
-        normal="Falls slowly while the policy learns, to nearly 0 when it has converged. Nearly 0 at a low reward: the policy "
+        normal="Falls slowly while the policy learns, to nearly 0 when it has converged. Nearly 0 at a low reward: "
+        "the policy "
         "has collapsed and learns nothing more.",
     ),
     PolicyHealthChart(
@@ -48,7 +49,8 @@ PANELS = (
             ("filtered_fraction", "filtered"),
             ("stale_fraction", "stale"),
         ),
-        normal="Truncated responses: few, more at the start. Filtered groups: many at the start (all wrong) and at the end "
+        normal="Truncated responses: few, more at the start. Filtered groups: many at the start (all wrong) and at "
+        "the end "
         "(all right). Stale tokens: nearly none.",
         figures=".1~%",
     ),
@@ -66,12 +68,14 @@ PANELS = (
     PolicyHealthChart(
         title="KL to sampler, nats per token",
         lines=(("kl_sampler", "KL"),),
-        normal="Below 0.1 after the first steps, including stale tokens. A lasting rise: the policy diverges from its engines.",
+        normal="Below 0.1 after the first steps, including stale tokens. A lasting rise: the policy diverges from "
+        "its engines.",
     ),
     PolicyHealthChart(
         title="trainer and engine mismatch, nats",
         lines=(("log_ratio_max", "largest log-ratio"),),
-        normal="For the same weights only rounding, below 0.01 at equal precision. More: one of the two computes wrong values. "
+        normal="For the same weights only rounding, below 0.01 at equal precision. More: one of the two computes "
+        "wrong values. "
         "No value for steps whose tokens all come from weights that no trainer holds any more.",
         figures=".1~e",
     ),

@@ -1,5 +1,5 @@
-"""Hosts and GPUs on the Overview page, from a Prometheus server. A background thread queries it, so a slow or unreachable
-server does not delay the page, which shows the last response and its age.
+"""Hosts and GPUs on the Overview page, from a Prometheus server. A background thread queries it, so a slow or
+unreachable server does not delay the page, which shows the last response and its age.
 """
 
 import math
@@ -36,7 +36,10 @@ QUERIES: Mapping[str, str] = {
     "GPU power, total": "sum(rolecall_gpu_power_watts) or sum(DCGM_FI_DEV_POWER_USAGE)",
 }
 UNITS = {"GPU utilization, mean": " %", "hottest GPU": " °C", "GPU power, total": " W"}
-ADVICE = "The rest of this page comes from the journal and is complete. Check that the server runs and `--prometheus` is right."
+ADVICE = (
+    "The rest of this page comes from the journal and is complete. Check that the server runs and "
+    "`--prometheus` is right."
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

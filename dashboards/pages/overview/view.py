@@ -220,8 +220,8 @@ def notices(snapshot: JournalSnapshot) -> list[tuple[str, str, str, str]]:
 
 
 def versions(snapshot: JournalSnapshot) -> tuple[int, list[tuple[int, int]]] | None:
-    """(latest policy version, [(versions behind, number of rollouts)]); None if no rollout has weights. A rollout is one
-    version behind while the latest weights are being transferred."""
+    """(latest policy version, [(versions behind, number of rollouts)]); None if no rollout has weights. A rollout is
+    one version behind while the latest weights are being transferred."""
     known = [
         r.policy_version for r in snapshot.run.replicas if r.replica.startswith("rollout/") and r.policy_version >= 0
     ]

@@ -9,9 +9,9 @@ In each process group, k is the first collective that a waiting rank has not fin
     all wait inside k                            a tie
 
 Causes come before symptoms: a rank that is late for one group because it waits in another is a victim of that one, so
-waits are followed to their root causes (group -> its late ranks -> the groups they wait in), and each root cause is scored
-by the ranks whose wait leads to it. One that would accuse more than half of a group accuses none. Cycles of waits are ranks
-in different collectives. Pairs of `send` and `recv` are groups of two.
+waits are followed to their root causes (group -> its late ranks -> the groups they wait in), and each root cause is
+scored by the ranks whose wait leads to it. One that would accuse more than half of a group accuses none. Cycles of
+waits are ranks in different collectives. Pairs of `send` and `recv` are groups of two.
 
 Pure: dumps in, findings out (dumps.py reads them). Sequence numbers, not times, decide; the one use of time is
 that an operation enqueued less than a second before the dump does not count as waiting yet.

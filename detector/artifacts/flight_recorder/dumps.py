@@ -3,8 +3,9 @@
 A dump is a pickle or JSON that PyTorch writes per rank (torch/csrc/distributed/c10d/FlightRecorder, versions 2.x):
 `pg_config` (groups and their ranks), `pg_status` (last enqueued, started and completed collective of each group) and
 `entries`, a ring of the newest operations. It may come from a compromised machine, so nothing in it is trusted: pickles
-are read by detector/base/plain_pickle.py, which can neither import nor call; sizes, counts and types are bounded before they are used.
-Whatever does not fit is UnreadableInput, with the file and, where it wanted to run something, what that was.
+are read by detector/base/plain_pickle.py, which can neither import nor call; sizes, counts and types are bounded before
+they are used. Whatever does not fit is UnreadableInput, with the file and, where it wanted to run something, what that
+was.
 """
 
 import io
@@ -356,8 +357,8 @@ def _ranks(text: str) -> tuple[int, ...]:
 
 
 def _status(table: Any, groups: Sequence[ProcessGroup], pairs: dict[int, int]) -> dict[int, Status]:
-    """By group. The table goes by a number that `pairs`, from the entries, translates. Both the numbers and the names of
-    groups count up as groups are made, and a group without operations is in no status: a number that no entry has is
+    """By group. The table goes by a number that `pairs`, from the entries, translates. Both the numbers and the names
+    of groups count up as groups are made, and a group without operations is in no status: a number that no entry has is
     paired with the group at its place, if no entry says otherwise."""
     if not isinstance(table, dict) or len(table) > NUM_GROUPS_MAX:
         raise MalformedDump("pg_status is not a table")

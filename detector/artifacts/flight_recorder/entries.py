@@ -1,7 +1,7 @@
 """The entries of a dump, as columns: what was asked for, by which group, when, and how far it got.
 
-They come as PyTorch writes them, a list of dicts, or with the regular ones cut out (regular_entries.py). One dict, or one
-list in it, may stand in many places of a hostile dump, so that whatever is walked through is counted.
+They come as PyTorch writes them, a list of dicts, or with the regular ones cut out (regular_entries.py). One dict, or
+one list in it, may stand in many places of a hostile dump, so that whatever is walked through is counted.
 """
 
 import re

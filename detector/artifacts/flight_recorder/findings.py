@@ -84,7 +84,8 @@ def _not_there(cause: Cause, scene: FindingWording) -> Verdict:
     if cause is Cause.OUTSIDE:
         because = (
             f"{scene.who} {scene.of_who('has', 'have')} not entered {scene.operation}; {scene.others_wait} in "
-            f"it{scene.since}; {scene.it} {scene.of_who('is', 'are')} in no collective (host side: Python, data loader, "
+            f"it{scene.since}; {scene.it} {scene.of_who('is', 'are')} in no collective (host side: Python, data "
+            f"loader, "
             "GIL or CPU)"
         )
         return FaultClass.HANG, 0.9, because, ""
@@ -97,16 +98,20 @@ def _not_there(cause: Cause, scene: FindingWording) -> Verdict:
 
 def _another_operation(scene: FindingWording) -> Verdict:
     because = (
-        f"{scene.who} entered a different operation as {scene.operation} ({scene.place.detail}): a bug in the code, not a "
-        f"machine fault; {count_text(scene.num_waiters, 'other rank')} {'waits' if scene.num_waiters == 1 else 'wait'}{scene.since}"
+        f"{scene.who} entered a different operation as {scene.operation} ({scene.place.detail}): a bug in the code, "
+        f"not a "
+        f"machine fault; {count_text(scene.num_waiters, 'other rank')} "
+        f"{'waits' if scene.num_waiters == 1 else 'wait'}{scene.since}"
     )
     return FaultClass.USER_CODE, 0.9, because, ""
 
 
 def _another_collective(scene: FindingWording, elsewhere: str) -> Verdict:
     because = (
-        f"{scene.who} {scene.of_who('waits', 'wait')} in another collective ({elsewhere}), while {scene.others_wait} for "
-        f"{scene.of_who('it', 'them')} in {scene.operation}{scene.since}: the order of collectives differs between ranks"
+        f"{scene.who} {scene.of_who('waits', 'wait')} in another collective ({elsewhere}), while {scene.others_wait} "
+        f"for "
+        f"{scene.of_who('it', 'them')} in {scene.operation}{scene.since}: the order of collectives differs between "
+        f"ranks"
     )
     return FaultClass.USER_CODE, 0.7, because, ""
 
@@ -127,7 +132,8 @@ def _undecided(cause: Cause, scene: FindingWording) -> Verdict:
         )
         return FaultClass.CANNOT_TELL, 0.3, because, "stacks of the ranks that have not entered it"
     because = (
-        f"{scene.who} all wait in {scene.operation}{scene.since}; the operations match and none of the ranks has finished "
+        f"{scene.who} all wait in {scene.operation}{scene.since}; the operations match and none of the ranks has "
+        f"finished "
         "it, so the rank that blocks it cannot be identified"
     )
     settle = "NCCL RAS or Inspector, or GPU and link counters of these ranks; or the missing dumps"
@@ -188,7 +194,8 @@ def missing_dumps(job: Job) -> list[Finding]:
     if not job.absent or len(job.absent) > len(job.dumps):
         return []
     because = (
-        f"{ranks_text(job.absent)} left no dump; none of the {count_text(len(job.dumps), 'other rank')} waits for anything: "
+        f"{ranks_text(job.absent)} left no dump; none of the {count_text(len(job.dumps), 'other rank')} waits for "
+        f"anything: "
         f"dead, or the file was not collected"
     )
     place = SynchronizationPoint(("-", -1, -1, -1), "", tuple(sorted({*job.dumps, *job.absent})), True)

@@ -35,7 +35,10 @@ def mismatch(job: Job, place: SynchronizationPoint) -> tuple[tuple[int, ...], st
     odd = tuple(r for r, s in entered.items() if tied or s != counts[0][0])
     usual, other = counts[0][0], counts[1][0]
     kind = _kind_of_mismatch(usual, other)
-    text = f"{_described(other)} where {ranks_text([r for r, s in entered.items() if s == usual])} entered {_described(usual)}"
+    text = (
+        f"{_described(other)} where {ranks_text([r for r, s in entered.items() if s == usual])} entered "
+        f"{_described(usual)}"
+    )
     first = next(r for r, s in entered.items() if s == other)
     witness = next(r for r, s in entered.items() if s == usual)
     return odd, f"{kind}: {text}{_as_if(job, place, first, witness, other, usual)}"

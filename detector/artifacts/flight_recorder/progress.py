@@ -85,13 +85,13 @@ class SynchronizationPoint:
     def name(self) -> str:
         name, _, source, destination = self.key
         pair = f", rank {source} to {destination}" if source >= 0 else ""
-        return f"{f'group {name}' if name else 'a group without a name'}{f' ({self.desc})' if self.desc and self.desc != 'undefined' else ''}{pair}"
+        return f"{f'group {name}' if name else 'a group without a name'}{f' ({self.desc})' if self.desc and self.desc != 'undefined' else ''}{pair}"  # noqa: E501
 
 
 @dataclass(slots=True)
 class RankLists:
-    """Numbers the lists of ranks of all groups. Thousands of dumps hold the same few objects, of thousands of ranks each:
-    to compare them each time would take longer than all the rest."""
+    """Numbers the lists of ranks of all groups. Thousands of dumps hold the same few objects, of thousands of ranks
+    each: to compare them each time would take longer than all the rest."""
 
     by_object: dict[int, int] = field(default_factory=dict)
     by_value: dict[tuple[int, ...], int] = field(default_factory=dict)
@@ -128,7 +128,8 @@ class Job:
         return Suspect(node=NodeId(self.nodes.get(rank, f"rank-{rank}")), role=role, replica=replica, rank=rank)
 
     def who(self, ranks: Sequence[int]) -> str:
-        """For sentences: `rank 3 of trainer/1 (node m07)`, `ranks 0-3 (node m01)`: as far as known, and common to all."""
+        """For sentences: `rank 3 of trainer/1 (node m07)`, `ranks 0-3 (node m01)`: as far as known, and common to
+        all."""
         suspects = self.suspects(ranks)
         replicas = {s.replica or s.role for s in suspects}
         nodes = {self.nodes.get(s.rank, "") for s in suspects if s.rank is not None}

@@ -1,10 +1,10 @@
 """The regular entries of a dump, cut out of its pickle by their bytes.
 
-A ring of thousands of entries holds a few kinds of them, and PyTorch writes all in the same order of keys. What has been
-written once is a reference to the memo, so that all but the first of a kind consist of references, numbers and lists of
-these. One regular expression, made from the first such entry, finds them. In the pickle that is left each is the number
-of its kind, followed by one entry of that kind where it is met first; the three numbers that differ within a kind are
-columns. Reading a dump takes a third of the time so.
+A ring of thousands of entries holds a few kinds of them, and PyTorch writes all in the same order of keys. What has
+been written once is a reference to the memo, so that all but the first of a kind consist of references, numbers and
+lists of these. One regular expression, made from the first such entry, finds them. In the pickle that is left each is
+the number of its kind, followed by one entry of that kind where it is met first; the three numbers that differ within a
+kind are columns. Reading a dump takes a third of the time so.
 
 The bytes are not trusted: what is left is read like any other pickle, and whoever reads it checks that the kinds are
 where they should be. Of what does not look like this, nothing is cut.

@@ -1,7 +1,7 @@
 """Reads copies of `/sys/class/infiniband`, of one node or of many side by side.
 
-A folder `<node>/[infiniband/]<device>/ports/<n>` is a port if its file `state` parses as a port state; the files that the
-diagnosis (findings.py) needs become an `InfinibandPort`. The files are untrusted: sizes and numbers are bounded.
+A folder `<node>/[infiniband/]<device>/ports/<n>` is a port if its file `state` parses as a port state; the files that
+the diagnosis (findings.py) needs become an `InfinibandPort`. The files are untrusted: sizes and numbers are bounded.
 """
 
 import os
@@ -32,8 +32,8 @@ COUNTERS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InfinibandPort:
-    """One port in one copy. `at`: when the copy was made, wall seconds of its file `state`; `gid`: globally unique, where
-    the copy has it; `node_folder`: the folder that is named after the node."""
+    """One port in one copy. `at`: when the copy was made, wall seconds of its file `state`; `gid`: globally unique,
+    where the copy has it; `node_folder`: the folder that is named after the node."""
 
     node: NodeId
     device: str

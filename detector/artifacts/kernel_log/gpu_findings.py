@@ -6,10 +6,11 @@ As NVIDIA's catalogue says (then the earliest):
   of NVLink's codes the line decides: the registers of a 74, unit and status of a 144 to 150 (`core.xid_nvlink`);
   154 is the driver's own verdict on what came before: its action is the advice;
   codes that are to be ignored make no finding of their own, they are remarks.
-On repeats (thresholds as NVIDIA/NVSentinel publishes them): the same fatal XID in five bursts within a day is for support; a 31
-twice a day on one GPU alone, or a 13 twice at one place of the chip, is for diagnostics of that GPU; on several GPUs or
-at several places it is the application; ECC errors of a 74 more than twice on one link are for support. A fatal error of
-an NVSwitch explains the NVLink errors that its node's GPUs report beside it. Pure: facts in, findings out.
+On repeats (thresholds as NVIDIA/NVSentinel publishes them): the same fatal XID in five bursts within a day is for
+support; a 31 twice a day on one GPU alone, or a 13 twice at one place of the chip, is for diagnostics of that GPU; on
+several GPUs or at several places it is the application; ECC errors of a 74 more than twice on one link are for support.
+A fatal error of an NVSwitch explains the NVLink errors that its node's GPUs report beside it. Pure: facts in, findings
+out.
 """
 
 from collections import Counter

@@ -1,8 +1,8 @@
 """Lines of the kernel in what `journalctl -o json` and `-o export` write (systemd's Journal Export Formats).
 
 json: an object a line. export: `KEY=value` lines, an empty line behind each entry; a value that is no plain text comes
-as `KEY`, line break, its length (8 bytes, little-endian), its bytes. An entry is the kernel's own word if it came to the
-journal from the kernel and its facility is the kernel's: processes can write to /dev/kmsg, too.
+as `KEY`, line break, its length (8 bytes, little-endian), its bytes. An entry is the kernel's own word if it came to
+the journal from the kernel and its facility is the kernel's: processes can write to /dev/kmsg, too.
 """
 
 import json

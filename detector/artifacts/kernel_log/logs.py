@@ -1,10 +1,10 @@
 """Kernel logs, read for `rolecall diagnose`: what their lines say, of which node, and when. Foreign text: bounded.
 
 Told by content: what dmesg, `journalctl -k`, /var/log/kern.log or /var/log/messages and /dev/kmsg write, in all the
-forms of `core.kernel_stamps`, what journalctl exports (`journal_exports.py`), and `nvidia-bug-report.log.gz`, which holds
-several of them; packed or not, rotated or not. The node
-is the host of the line, else what the names of file and folder say. A time without a year is the latest that was over when
-the file was last written, in UTC; where there are only seconds since boot, these are the times.
+forms of `core.kernel_stamps`, what journalctl exports (`journal_exports.py`), and `nvidia-bug-report.log.gz`, which
+holds several of them; packed or not, rotated or not. The node
+is the host of the line, else what the names of file and folder say. A time without a year is the latest that was over
+when the file was last written, in UTC; where there are only seconds since boot, these are the times.
 """
 
 import re
@@ -74,8 +74,8 @@ class KernelLog:
 
 
 def is_log(path: Path) -> bool:
-    """Whether its beginning is that of a kernel log: stamped lines, the kernel's among them, or an export of the journal.
-    Raises OSError."""
+    """Whether its beginning is that of a kernel log: stamped lines, the kernel's among them, or an export of the
+    journal. Raises OSError."""
     if not path.is_file():  # a pipe would wait for its writer
         return False
     try:

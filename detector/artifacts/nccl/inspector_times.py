@@ -1,9 +1,10 @@
 """Whose collectives differ from its peers', from what the NCCL Inspector wrote on each rank (JSON lines).
 
-Joined over ranks by communicator, kind and sequence number. Who comes LATE to a collective has the SHORTEST time in it: the
-others' includes their wait. A rank whose time is at most half of the median in many of the joint operations, and for which
-the others wait a good part of their time in collectives, is slow before it gets there. A communicator whose bandwidth is
-far below that of its likes (same kind, message size, ranks and nodes) in spite of that has a slow link or GPU among its ranks.
+Joined over ranks by communicator, kind and sequence number. Who comes LATE to a collective has the SHORTEST time in it:
+the others' includes their wait. A rank whose time is at most half of the median in many of the joint operations, and
+for which the others wait a good part of their time in collectives, is slow before it gets there. A communicator whose
+bandwidth is far below that of its likes (same kind, message size, ranks and nodes) in spite of that has a slow link or
+GPU among its ranks.
 
 Only finished operations are recorded: one that hangs is absent, and what is absent is not known.
 """
@@ -123,7 +124,10 @@ def looked_at(logs: Sequence[InspectorLog]) -> str:
     ranks = {place for log in logs for place in log.operations}
     communicators = {communicator for communicator, _ in ranks}
     total = sum(log.num_operations() for log in logs)
-    return f"NCCL Inspector: {total:,} finished collective(s) of {len(communicators)} communicator(s), {len(ranks)} rank(s) of them"
+    return (
+        f"NCCL Inspector: {total:,} finished collective(s) of {len(communicators)} communicator(s), {len(ranks)} "
+        f"rank(s) of them"
+    )
 
 
 @dataclass(slots=True)
@@ -193,7 +197,10 @@ def _about_files(logs: Sequence[InspectorLog]) -> Iterable[str]:
 def _open_ends(joint: JoinedCommunicator) -> Iterable[str]:
     num_ranks = next(iter(joint.contexts.values())).num_ranks
     if len(joint.ranks) < num_ranks:
-        yield f"cannot tell: of communicator {joint.name} {num_ranks - len(joint.ranks)} of {num_ranks} ranks left no file"
+        yield (
+            f"cannot tell: of communicator {joint.name} {num_ranks - len(joint.ranks)} of {num_ranks} ranks left "
+            f"no file"
+        )
     newest: dict[str, dict[int, int]] = {}
     for rank, operations in joint.ranks.items():
         for kind, sequence in operations:
@@ -205,7 +212,8 @@ def _open_ends(joint: JoinedCommunicator) -> Iterable[str]:
         if short and 2 * len(short) <= len(joint.ranks):
             who = ", ".join(str(r) for r in short[:8])
             yield (
-                f"cannot tell: rank(s) {who} of communicator {joint.name} finished {kind} up to {last.get(short[0], 0)}, others up to "
+                f"cannot tell: rank(s) {who} of communicator {joint.name} finished {kind} up to "
+                f"{last.get(short[0], 0)}, others up to "
                 f"{most}: behind, dead, or written later; a hung operation is not in these files"
             )
 
@@ -241,9 +249,12 @@ def _late(
     first = late[0]
     kinds = sorted({kind for kind, _ in operations})
     because = (
-        f"{_who(joint, late)} come(s) late to the collectives of communicator {joint.name} ({', '.join(kinds[:4])}): in "
-        f"{num_late[first]} of {len(operations)} its own time was at most half of the others', {median(own[first]) * 1e3:.2f} ms where "
-        f"they took {median(medians) * 1e3:.2f} ms, {waited[first] / total:.0%} of it waiting: slow before it gets there"
+        f"{_who(joint, late)} come(s) late to the collectives of communicator {joint.name} ({', '.join(kinds[:4])}): "
+        f"in "
+        f"{num_late[first]} of {len(operations)} its own time was at most half of the others', "
+        f"{median(own[first]) * 1e3:.2f} ms where "
+        f"they took {median(medians) * 1e3:.2f} ms, {waited[first] / total:.0%} of it waiting: slow before it gets "
+        f"there"
     )
     evidence = tuple(
         Evidence(
@@ -281,7 +292,8 @@ def _suspect(c: Context, whole: bool, topology: Topology) -> Suspect:
 
 
 def _narrow(joints: Sequence[JoinedCommunicator], now: float) -> list[Finding]:
-    """Communicators with far less bandwidth than their likes; that of an operation is its fastest rank's: without waits."""
+    """Communicators with far less bandwidth than their likes; that of an operation is its fastest rank's: without
+    waits."""
     likes: dict[tuple[str, int, int, int], list[tuple[float, JoinedCommunicator]]] = {}
     for joint in joints:
         about = next(iter(joint.contexts.values()))
@@ -302,8 +314,10 @@ def _narrow(joints: Sequence[JoinedCommunicator], now: float) -> list[Finding]:
             others = median(b for m, (b, _) in enumerate(listed) if m != n)
             if own < BANDWIDTH_RATIO_MAX * others and joint.name not in found:
                 because = (
-                    f"communicator {joint.name} moves {kind} of {size:,} bytes at {own / 1e9:.3g} GB/s, the {len(listed) - 1} others of "
-                    f"{num_ranks} ranks at {others / 1e9:.3g} GB/s: a link or GPU of {_who(joint, sorted(joint.ranks))} is slow; "
+                    f"communicator {joint.name} moves {kind} of {size:,} bytes at {own / 1e9:.3g} GB/s, the "
+                    f"{len(listed) - 1} others of "
+                    f"{num_ranks} ranks at {others / 1e9:.3g} GB/s: a link or GPU of "
+                    f"{_who(joint, sorted(joint.ranks))} is slow; "
                     "whose, its own times do not tell"
                 )
                 suspects = [_suspect(c, False, Topology()) for _, c in sorted(joint.contexts.items())]

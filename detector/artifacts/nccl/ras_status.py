@@ -1,8 +1,9 @@
-"""Which ranks block a job's collectives, from answers of NCCL's RAS (`ncclras`, or `VERBOSE STATUS` by hand), text or JSON.
+"""Which ranks block a job's collectives, from answers of NCCL's RAS (`ncclras`, or `VERBOSE STATUS` by hand), text or
+JSON.
 
-In this order: ranks that RAS considers dead or cannot reach; ranks with an error of their own (a remote error is that of a
-victim); ranks that launched another collective than their peers (code); ranks that are behind in a communicator without
-further launches. A rank that is behind in one communicator and waits in another is a victim of that one.
+In this order: ranks that RAS considers dead or cannot reach; ranks with an error of their own (a remote error is that
+of a victim); ranks that launched another collective than their peers (code); ranks that are behind in a communicator
+without further launches. A rank that is behind in one communicator and waits in another is a victim of that one.
 
 RAS counts what was LAUNCHED, so a rank that is behind did not get there: its host side. One answer alone names no rank:
 ranks of a healthy job are apart at any moment. Two answers at least MOVED_SECONDS apart, or three, show whether they
@@ -51,7 +52,8 @@ _CLASSES = {
 }
 
 SYMMETRIC = (
-    "cannot tell: RAS counts launched collectives, and all ranks of it launched as many: a hang inside one that all have "
+    "cannot tell: RAS counts launched collectives, and all ranks of it launched as many: a hang inside one that all "
+    "have "
     "launched looks the same as a healthy or an idle job. Flight Recorder dumps or stacks of all ranks tell"
 )
 
@@ -142,7 +144,8 @@ def _members(c: Communicator) -> Iterable[CommunicatorMember]:
 
 
 def _whole(polls: Sequence[Poll]) -> Communicator | None:
-    """The communicator that holds all processes of the job, whose ranks are the job's; None where there is none such."""
+    """The communicator that holds all processes of the job, whose ranks are the job's; None where there is none
+    such."""
     communicators = [c for p in polls for c in p.status.communicators]
     largest = max(communicators, key=lambda c: len(c.ranks) + len(c.missing), default=None)
     if largest is None or any(p.status.form == "text" and p.status.num_communicators > 1 for p in polls):
@@ -225,7 +228,8 @@ class _RasAnalysis:
                 unnamed = c.num_missing - sum(m.unresponsive or m.dead for m in c.missing)
                 if unnamed > 0:
                     self.remarks.append(
-                        f"cannot tell: {unnamed} missing rank(s) of communicator {c.hash} are not named: ask with VERBOSE"
+                        f"cannot tell: {unnamed} missing rank(s) of communicator {c.hash} are not named: ask with "
+                        f"VERBOSE"
                     )
             for p in processes.values():
                 suspects.append(Suspect(node=NodeId(p.host)))
@@ -270,7 +274,8 @@ class _RasAnalysis:
             if not c.width:
                 if any(len(s.levels) < 2 for s in c.spreads):
                     self.remarks.append(
-                        f"cannot tell: ranks of communicator {c.hash} launched different numbers, and the text names none: "
+                        f"cannot tell: ranks of communicator {c.hash} launched different numbers, and the text names "
+                        f"none: "
                         "ask with VERBOSE, or for JSON"
                     )
                 elif still or num_usable == 1:
@@ -308,7 +313,8 @@ class _RasAnalysis:
     def _apart_once(self, c: Communicator) -> str:
         who = "; ".join(f"{ranks_text(m)} in {name}" for name, m in behind(c).items()) or "more than half of its ranks"
         return (
-            f"cannot tell: in communicator {c.hash} are behind by {c.width} collective(s): {who}; in one answer ranks of a "
+            f"cannot tell: in communicator {c.hash} are behind by {c.width} collective(s): {who}; in one answer "
+            f"ranks of a "
             "healthy job are apart, too"
         )
 
@@ -341,7 +347,8 @@ class _RasAnalysis:
                 )
             else:
                 self.remarks.append(
-                    f"cannot tell: {s.since()} (communicator {c.hash}), and more than half of its ranks are behind the others, "
+                    f"cannot tell: {s.since()} (communicator {c.hash}), and more than half of its ranks are behind "
+                    f"the others, "
                     "or they are not named: stacks of all ranks would tell"
                 )
         if stuck and not found and all(s.behind and not s.communicator.num_missing for s in stuck):
@@ -364,7 +371,8 @@ class _RasAnalysis:
             for name, late in low.items():
                 if name != spread.collective and ahead and ahead == late:
                     because = (
-                        f"{ranks_text(first.members)} launched {spread.collective} where the other ranks of communicator "
+                        f"{ranks_text(first.members)} launched {spread.collective} where the other ranks of "
+                        f"communicator "
                         f"{c.hash} launched {name}; {s.since()}: the ranks run different code"
                     )
                     suspects = [self._suspect(m, self._whole(c)) for m in first.members]

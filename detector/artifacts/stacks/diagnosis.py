@@ -11,9 +11,9 @@ Processes at equal places form a group; two waits are equal when the waiting cal
   all wait in one place; most do not wait  no suspect: a healthy job shows this, too
   two halves                               cannot tell, and what would settle it
 
-One snapshot cannot distinguish slow from hung. Several rounds can: an outlier of the last round that has not moved while
-no process made progress is hung; an outlier in most rounds while the job proceeds is slow (rounds.py); any other is
-undecided.
+One snapshot cannot distinguish slow from hung. Several rounds can: an outlier of the last round that has not moved
+while no process made progress is hung; an outlier in most rounds while the job proceeds is slow (rounds.py); any other
+is undecided.
 """
 
 from collections import Counter
@@ -61,7 +61,10 @@ NUM_STANDING_ROUNDS = 3
 LIKELY = 0.5
 """Flags that are this likely by chance give no finding, not even `cannot_tell`."""
 
-DUMP_AGAIN = "dumps of the same processes some seconds later: a process that is still at the same place, outside of a wait, is stuck"
+DUMP_AGAIN = (
+    "dumps of the same processes some seconds later: a process that is still at the same place, outside of "
+    "a wait, is stuck"
+)
 MORE_ROUNDS = (
     f"{NUM_ROUNDS} rounds of dumps of all processes, {ROUND_SECONDS:g} s apart: a process that blocks the others in "
     f"{NUM_FLAGS_MIN} of them is slow, one that stays at one place is hung"
@@ -78,7 +81,8 @@ def diagnose(dumps: Sequence[StackDump], *, topology: Topology | None = None) ->
 
 
 def looked_at(dumps: Sequence[StackDump], *, topology: Topology | None = None) -> str:
-    """What the dumps show, for an answer without a finding: `trainer: 8 stacks: 8 wait in a collective: all_reduce ...`."""
+    """What the dumps show, for an answer without a finding: `trainer: 8 stacks: 8 wait in a collective: all_reduce
+    ...`."""
     parts = []
     for role in roster(dumps, topology):
         found = places(role.processes)
@@ -312,7 +316,10 @@ def _again(role: DumpedRole, outliers: Sequence[Sequence[DumpedProcess]]) -> Fin
     else:
         suspected = sorted((p for p in suspected if often[p.key]), key=lambda p: -often[p.key])
         at = [p for p in outliers[flagged[-1]] if p.key in often]
-        because = f"the others wait for {names} in {num}, and make progress in between: slow, not hung. Last seen: {all_at_last(at)}"
+        because = (
+            f"the others wait for {names} in {num}, and make progress in between: slow, not hung. Last seen: "
+            f"{all_at_last(at)}"
+        )
         finding = case.slow(suspected, CONFIDENCE_AGAIN, because, ())
     times = [p.at for n in flagged for p in role.rounds[n]], [p.at for p in role.rounds[-1]]
     return replace(finding, onset=min(times[0]), detected_at=max(times[1]), evidence=(*finding.evidence, *evidence))

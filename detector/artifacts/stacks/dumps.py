@@ -3,8 +3,9 @@
 Formats, recognized by content: `py-spy dump --json`, the text of `py-spy dump`, and an agent's answer of
 `/v1/evidence/stacks`. An agent's answer identifies its process; otherwise the names of the file and its folders do
 (file_names.py), and a topology file fills in the rest: `{"role", "world_size", "ranks": {"3": {"node", "replica",
-"pid"}}, "parallel": {"tp": 2, "pp": 4, "dp": 4}, "groups": {"pp": [[0, 2], [1, 3]]}}`, each part optional. The first axis
-of `parallel` varies fastest with the rank, as in Megatron. Ranks are global: of the whole role, not of one replica.
+"pid"}}, "parallel": {"tp": 2, "pp": 4, "dp": 4}, "groups": {"pp": [[0, 2], [1, 3]]}}`, each part optional. The first
+axis of `parallel` varies fastest with the rank, as in Megatron. Ranks are global: of the whole role, not of one
+replica.
 
 A frame becomes `file:function`, so that processes at the same place compare equal: no line numbers, addresses,
 installation prefixes or template arguments; generated names are folded.
@@ -38,7 +39,8 @@ NUM_AXES_MAX = 8
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """`file`: from the package on (`torch/distributed/distributed_c10d.py`), else the bare name; `name`: the function."""
+    """`file`: from the package on (`torch/distributed/distributed_c10d.py`), else the bare name; `name`: the
+    function."""
 
     file: str
     name: str
@@ -61,9 +63,9 @@ class Thread:
 class StackDump:
     """The threads of one process, main thread first. `at`: wall seconds of the file, since py-spy writes no time.
 
-    Unknown values are empty or None. `axes`: coordinates (`pp`, 1) from the file name. `round_index`: number of the round
-    of dumps in the names; `series`: the path without it, where the names call it a round. `one_of_some`: only some
-    processes of the role were dumped, so none counts as missing.
+    Unknown values are empty or None. `axes`: coordinates (`pp`, 1) from the file name. `round_index`: number of the
+    round of dumps in the names; `series`: the path without it, where the names call it a round. `one_of_some`: only
+    some processes of the role were dumped, so none counts as missing.
     """
 
     path: str
@@ -93,7 +95,8 @@ class ParallelGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Topology:
-    """A topology file's description of one role (of all, if `role` is empty), by global rank. `sizes`: its `parallel`."""
+    """A topology file's description of one role (of all, if `role` is empty), by global rank. `sizes`: its
+    `parallel`."""
 
     role: str = ""
     world_size: int | None = None
@@ -277,8 +280,8 @@ def _integer(value: Any) -> int | None:
 
 
 def kept_bytes(dump: StackDump, counted: set[int]) -> int:
-    """Memory of a dump. Dumps share most of their frames: `counted` holds the ids of frames already counted, and is valid
-    as long as their dumps are kept."""
+    """Memory of a dump. Dumps share most of their frames: `counted` holds the ids of frames already counted, and is
+    valid as long as their dumps are kept."""
     num_bytes = sum(256 + 4 * len(t.name) + 8 * len(t.frames) for t in dump.threads)
     met = {id(frame): frame for t in dump.threads for frame in t.frames}
     for number in met.keys() - counted:

@@ -67,8 +67,8 @@ def place_of(path: Path) -> dict[str, Any]:
 
 
 def _round(path: Path) -> dict[str, Any]:
-    """The number of the round: the one that a name calls a round, else the last number of the file's name, else a folder
-    whose name is a number."""
+    """The number of the round: the one that a name calls a round, else the last number of the file's name, else a
+    folder whose name is a number."""
     folders = path.absolute().parents[:NUM_FOLDERS_READ]
     for named in (path, *folders):
         if found := _ROUND.search(named.stem if named is path else named.name):

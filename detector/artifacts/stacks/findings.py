@@ -117,7 +117,8 @@ def shared(processes: Sequence[DumpedProcess], outliers: Sequence[DumpedProcess]
 
 
 def as_a_whole(group: CommonParallelGroup, first: Sequence[DumpedProcess]) -> tuple[str, list[DumpedProcess], Evidence]:
-    """(text, members, evidence) of a group that is suspected as a whole; `first`: the processes nearest to the cause."""
+    """(text, members, evidence) of a group that is suspected as a whole; `first`: the processes nearest to the
+    cause."""
     nearest = {p.key for p in first}
     members = [*(p for p in group.members if p.key in nearest), *(p for p in group.members if p.key not in nearest)]
     innocent = len(members) - max(1, len(first))

@@ -1,8 +1,8 @@
 """Classifies the activity of a process by its stacks: the wait it is in, or what it does instead. Pure.
 
-The most informative thread represents the process: the main thread, unless it only waits for another. From the innermost
-frame outward, frames that wait on behalf of their caller (locks, sockets, torch wrappers) are skipped; the first other
-frame is the place. If its name is that of a wait for other processes (`all_reduce`, `recv_forward`, a GPU
+The most informative thread represents the process: the main thread, unless it only waits for another. From the
+innermost frame outward, frames that wait on behalf of their caller (locks, sockets, torch wrappers) are skipped; the
+first other frame is the place. If its name is that of a wait for other processes (`all_reduce`, `recv_forward`, a GPU
 synchronization), the process waits for others; else it does not.
 """
 
@@ -88,7 +88,8 @@ _HELPER_FUNCTIONS = re.compile(r"_feed\Z|_?(?:heart)?beat(?:_loop|_forever|s)?\Z
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """The place of a process. `key` is equal for processes at the same place. `gil_holder`: another thread with the GIL."""
+    """The place of a process. `key` is equal for processes at the same place. `gil_holder`: another thread with the
+    GIL."""
 
     doing: StackActivity
     frames: tuple[Frame, ...]

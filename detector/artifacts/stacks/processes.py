@@ -1,7 +1,7 @@
 """Groups dumps into the processes of each role, and repeated dumps into rounds.
 
-Dumps belong to one process when they have the same replica and rank, else the same node and pid (and a similar file name:
-in containers many have pid 1). Dumps of an earlier process in its place, by pid or incarnation, are ignored.
+Dumps belong to one process when they have the same replica and rank, else the same node and pid (and a similar file
+name: in containers many have pid 1). Dumps of an earlier process in its place, by pid or incarnation, are ignored.
 
 Repeated dumps form rounds: those of the names (`round_2/rank_3.json`) if all have one and no process is twice in one;
 else the n-th dump of each process, if all have equally many; else they are split at the widest gaps in time. Where that

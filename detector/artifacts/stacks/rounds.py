@@ -6,7 +6,8 @@ is flagged, and after five rounds the group with most flags is named. Here:
   flag     each outlier of a round gets one, and each group (node, replica, parallel group, never the whole role) that
            holds at least half of them: a single chance outlier does not spoil a round
   suspect  a group, or all processes that are flagged in the same rounds
-  named    of the suspects with `NUM_FLAGS_MIN` flags, in `FLAGGED_RATIO_MIN` of the rounds, the one whose flags are least
+  named    of the suspects with `NUM_FLAGS_MIN` flags, in `FLAGGED_RATIO_MIN` of the rounds, the one whose flags are
+  least
            likely if outliers were drawn at random, at most `CHANCE_MAX`: many flags, few processes. Several processes
            are named as the smallest group that holds them, if it was flagged in the same rounds
   tie      processes with equally many flags in other rounds: none is named
@@ -35,8 +36,8 @@ NUM_DRAWN_MAX = 32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlagCount:
-    """`rounds`: indices of those that flagged it. `chance`: probability that any suspect of its kind gets this many flags
-    when each round draws its outliers at random. `name`: empty for processes that share only their rounds."""
+    """`rounds`: indices of those that flagged it. `chance`: probability that any suspect of its kind gets this many
+    flags when each round draws its outliers at random. `name`: empty for processes that share only their rounds."""
 
     name: str
     members: tuple[DumpedProcess, ...]
@@ -54,8 +55,8 @@ class FlagCount:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlagSummary:
-    """`best`: the strongest suspect; several are a tie. `named`: whether it is named, and not only suspected. `flagged`:
-    all, the least likely first."""
+    """`best`: the strongest suspect; several are a tie. `named`: whether it is named, and not only suspected.
+    `flagged`: all, the least likely first."""
 
     best: tuple[FlagCount, ...]
     named: bool

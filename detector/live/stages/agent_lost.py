@@ -1,8 +1,8 @@
 """An agent that does not answer: its node is not observed, which is not yet a fault of what runs there.
 
-A refused connection comes from a live host, so the agent itself is down: `control_plane`. A timeout may be a dead node, a
-partition or a stuck agent: `cannot_tell`, with what would settle it. Neither names a replica: missing telemetry alone is
-never a reason to evict. (A peer that waits in a collective for a rank of that node is a second, independent piece of
+A refused connection comes from a live host, so the agent itself is down: `control_plane`. A timeout may be a dead node,
+a partition or a stuck agent: `cannot_tell`, with what would settle it. Neither names a replica: missing telemetry alone
+is never a reason to evict. (A peer that waits in a collective for a rank of that node is a second, independent piece of
 evidence: collective.py joins the two.)
 """
 
@@ -21,8 +21,8 @@ UNREACHABLE_GRACE_SECONDS = 3.0
 MANY_MIN = 3
 """This many unreachable agents, and more than half of all, are one fault: what they share, or the watch itself."""
 MANY_GRACE_SECONDS = 12.0
-"""Grace when several are unreachable, to learn whether most are: agents of a large fleet are polled every eight seconds,
-and an answer has two more (`source.REQUESTS_PER_SECOND_MAX`, `agent_client.Limits`)."""
+"""Grace when several are unreachable, to learn whether most are: agents of a large fleet are polled every eight
+seconds, and an answer has two more (`source.REQUESTS_PER_SECOND_MAX`, `agent_client.Limits`)."""
 RAYLET_SECONDS = 120.0
 """How long the loss of a raylet is reported: by then its node is replaced or was never needed."""
 REFUSED = "refused"
@@ -94,7 +94,8 @@ def _many(silent: Sequence[tuple[str, float, str]], num_known: int, now: float) 
     told = "; ".join(f"{count} x {reason}" for reason, count in reasons)
     some = ", ".join(sorted(node for node, _, _ in silent)[:3])
     because = (
-        f"{len(silent)} of {num_known} agents are unreachable ({some}{', ...' if len(silent) > 3 else ''}): {told}; so many "
+        f"{len(silent)} of {num_known} agents are unreachable ({some}{', ...' if len(silent) > 3 else ''}): {told}; "
+        f"so many "
         "at once share a cause: this watch's own host or network, a switch, or an operator who stopped them; processes "
         "there are not observed and not accused"
     )
@@ -122,6 +123,7 @@ def _raylet(fleet: MonitoredProcesses, node: str, at: float, now: float) -> Find
         onset=at,
         detected_at=now,
         confidence=0.9,
-        because=f"{node} left the Ray cluster: its raylet exited{_on(fleet, node)}; replicas that died are reported separately",
+        because=f"{node} left the Ray cluster: its raylet exited{_on(fleet, node)}; replicas that died are reported "
+        f"separately",
         evidence=(Evidence(kind="raylet", text=f"raylet of {node} exited"),),
     )

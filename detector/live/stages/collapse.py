@@ -4,9 +4,10 @@
 
 Where trainer and engine disagree about tokens of the very same weights, weights or numerics are wrong:
 `silent_corruption`, between two roles. These numbers are the maximum over all engines and do not identify one, so no
-replica is named. Else learning rate, reward or data are at fault: `user_code`. On-call is paged; replacing a machine would
-not help, and a false alarm must not stop a run that took days (`recovery.policy`). A fault of a machine meanwhile is a diagnosis of its own: this one explains none, and none explains it,
-because a course that went back to an older checkpoint is judged by what it had reached there.
+replica is named. Else learning rate, reward or data are at fault: `user_code`. On-call is paged; replacing a machine
+would not help, and a false alarm must not stop a run that took days (`recovery.policy`). A fault of a machine meanwhile
+is a diagnosis of its own: this one explains none, and none explains it, because a course that went back to an older
+checkpoint is judged by what it had reached there.
 
 A finding stands until `QUIET_STEPS` steps in a row show no sign any more, or the run went back to before it began.
 """
@@ -160,7 +161,8 @@ def _engines_agree(points: Sequence[TrainingStepPoint], since: int) -> str:
         )
     if largest > LOG_RATIO_ALARM:
         return (
-            f"engines and trainers differ about tokens of the same version by up to {largest:.1g}, too rarely or too usual "
+            f"engines and trainers differ about tokens of the same version by up to {largest:.1g}, too rarely or too "
+            f"usual "
             "here to conclude that weights are wrong"
         )
     return f"engines and trainers agree about tokens of the same version (within {largest:.1g})"

@@ -3,7 +3,8 @@
 Evidence in order: an unreachable node while peers wait for its rank; a rank that has not entered (its counter of
 collectives, aligned with its peers' where both last computed the same step, is lower; or it is outside while all others
 are inside); then, among ranks that all wait inside, the one that uses CPU while the others are idle. Heartbeats come
-before this (detector/live/stages/stall.py). What is left is a tie and names no single rank: the group's own timeout decides.
+before this (detector/live/stages/stall.py). What is left is a tie and names no single rank: the group's own timeout
+decides.
 """
 
 from rolecall.core.diagnosis import Evidence, Finding
@@ -19,7 +20,8 @@ from rolecall.detector.live.stalls import WORKING_CPUS, Stall
 from rolecall.detector.live.subject import MonitoredProcess
 
 ASLEEP_CPUS = 0.15
-"""A rank that waits in a collective uses less than this: heartbeats, the agent's probe and gloo's thread take a few percent."""
+"""A rank that waits in a collective uses less than this: heartbeats, the agent's probe and gloo's thread take a few
+percent."""
 BEHIND_MARGIN_SECONDS = 1.0
 """A peer outside the collective is named only if it has been outside for this much longer than others are inside: five
 samples, so that one late sample does not reverse the order."""

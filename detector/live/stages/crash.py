@@ -1,10 +1,10 @@
 """Crash: a process exited without announcing it.
 
-The fastest evidence there is: the agent's pidfd reports an exit within milliseconds. A death by signal is reported at once.
-After an exception the decision waits, because the same exception on its peers makes it user code (user_code.py): for
-`EXCEPTION_GRACE_SECONDS`, and up to `EXCEPTION_HOLD_SECONDS_MAX` while a peer is still in the step in which it was raised.
-Survivors that take over the work of the dead reach the same line late. An exception whose process lives on counts as a
-crash once the process finishes nothing more while a peer works.
+The fastest evidence there is: the agent's pidfd reports an exit within milliseconds. A death by signal is reported at
+once. After an exception the decision waits, because the same exception on its peers makes it user code (user_code.py):
+for `EXCEPTION_GRACE_SECONDS`, and up to `EXCEPTION_HOLD_SECONDS_MAX` while a peer is still in the step in which it was
+raised. Survivors that take over the work of the dead reach the same line late. An exception whose process lives on
+counts as a crash once the process finishes nothing more while a peer works.
 """
 
 from rolecall.core.diagnosis import Evidence, Finding

@@ -1,9 +1,9 @@
 """Communicators of a running job that are stalled with their ranks apart, as NCCL's RAS reports them to the agents.
 
-Every agent of a job gets the same report of a communicator: it is one finding, until all agents that reported it say that
-it advances. The rank that is behind is named where the process number fits exactly one monitored rank (RAS gives hosts by
-address, and ranks in containers often have the same number); else only the report is evidence. A symmetric hang has no
-rank behind: RAS is silent then, and stacks or Flight Recorder dumps must tell.
+Every agent of a job gets the same report of a communicator: it is one finding, until all agents that reported it say
+that it advances. The rank that is behind is named where the process number fits exactly one monitored rank (RAS gives
+hosts by address, and ranks in containers often have the same number); else only the report is evidence. A symmetric
+hang has no rank behind: RAS is silent then, and stacks or Flight Recorder dumps must tell.
 """
 
 from collections.abc import Mapping
@@ -43,7 +43,8 @@ class StalledCommunicators:
     standing: dict[str, StalledCommunicator] = field(default_factory=dict)
 
     def take(self, event: AgentEvent, now: float, age: float = 0.0) -> None:
-        """One event of an agent, as it comes, with its time on our clock. `now`: wall seconds; `age`: since it was written."""
+        """One event of an agent, as it comes, with its time on our clock. `now`: wall seconds; `age`: since it was
+        written."""
         if event.kind is AgentEventKind.AGENT_STARTED:
             self.leave(str(event.node))
             return

@@ -1,9 +1,11 @@
-"""Faults that a node's own hardware and kernel report: XIDs, lost GPUs, links that are down, drivers that do not answer.
+"""Faults that a node's own hardware and kernel report: XIDs, lost GPUs, links that are down, drivers that do not
+answer.
 
 The agent sends them as events. Those of the application (an XID 13 or 31 asks for a restart of the process) make no
 finding: a process that dies of one is a crash. A fault of the hardware names the node and its GPU; recovery evicts no
 replica for it alone, for no replica is known to suffer yet. A replica on that node that crashes or hangs within
-`TIED_SECONDS` of it has the same fault: it is reported once, as a hardware fault, so that it is replaced on another node.
+`TIED_SECONDS` of it has the same fault: it is reported once, as a hardware fault, so that it is replaced on another
+node.
 """
 
 from collections.abc import Iterable
@@ -24,19 +26,19 @@ stands until then, or until its agent restarted and did not report it again."""
 TIED_SECONDS = 60.0
 """Between the node's event and the death of a process there: a lost GPU is noticed at the next call of the driver."""
 FLAP_SECONDS = 2.0
-"""A link that is back within this is counted (`rolecall_link_changes_total`), is no fault and explains none: RDMA retries
-for longer."""
+"""A link that is back within this is counted (`rolecall_link_changes_total`), is no fault and explains none: RDMA
+retries for longer."""
 STALE_SECONDS = 60.0
-"""An agent that starts reports what the kernel log holds, and a watch that starts gets what its agents keep: events older
-than this are history."""
+"""An agent that starts reports what the kernel log holds, and a watch that starts gets what its agents keep: events
+older than this are history."""
 FAULTS_MAX = 256
 EVIDENCE_MAX = 8
 
 RECOVERY = 154
 """The XID in which the driver names the action that a GPU needs."""
 HELD_SECONDS = 2.0
-"""NVML tells the number of an XID within milliseconds, the kernel's line follows within 0.2 s: of NVLink's codes it decides.
-As long as `xid_merger.SAME_SECONDS` of the agent."""
+"""NVML tells the number of an XID within milliseconds, the kernel's line follows within 0.2 s: of NVLink's codes it
+decides. As long as `xid_merger.SAME_SECONDS` of the agent."""
 
 ONCE_TOLD = frozenset({"ecc"})
 """What a GPU tells of when it happens; the others are conditions, and their end is told, too."""
@@ -71,7 +73,8 @@ class NodeFaults:
     faults: dict[str, NodeFault] = field(default_factory=dict)
 
     def take(self, event: AgentEvent, now: float, age: float = 0.0) -> None:
-        """One event of an agent, as it comes, with its time on our clock. `now`: wall seconds; `age`: since it was written."""
+        """One event of an agent, as it comes, with its time on our clock. `now`: wall seconds; `age`: since it was
+        written."""
         if _age(event) > STALE_SECONDS or (age > STALE_SECONDS and _is_of_a_moment(event)):
             return
         match event.kind:
@@ -197,8 +200,8 @@ class NodeFaults:
             known.ended = known.ended or min(now, event.wall_at)
 
     def _begin_anew(self, event: AgentEvent, now: float, age: float) -> None:
-        """An agent that starts does not know what the one before it said, and after a reboot all of it may be over: a read
-        that hung ended with its agent, and what stands is told again soon."""
+        """An agent that starts does not know what the one before it said, and after a reboot all of it may be over: a
+        read that hung ended with its agent, and what stands is told again soon."""
         for known in self.faults.values():
             if known.node == event.node and known.thing.startswith("probe "):
                 known.ended = known.ended or min(now, event.wall_at)

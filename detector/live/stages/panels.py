@@ -17,8 +17,8 @@ from rolecall.detector.live.stages.stage import Stage, Tick
 from rolecall.detector.live.stalls import emerging, own
 
 AFTERMATH_SECONDS = 300.0
-"""A change in metrics that begins while another finding stands, or this long after, counts as its effect: other processes
-wait, or take over work. The same after processes came or went."""
+"""A change in metrics that begins while another finding stands, or this long after, counts as its effect: other
+processes wait, or take over work. The same after processes came or went."""
 ONSET_SECONDS = 5.0
 """A change in metrics is dated no better than this."""
 

@@ -342,7 +342,8 @@ def find(state: SlowState, fleet: MonitoredProcesses, config: DetectorConfig, no
 
 
 def _may_be_of_a_majority(fleet: MonitoredProcesses, subject: MonitoredProcess, now: float) -> bool:
-    """Whether the first of several is about to be named alone. Peers of one that is slow by itself look fast, not slow."""
+    """Whether the first of several is about to be named alone. Peers of one that is slow by itself look fast, not
+    slow."""
     if now - subject.slow.alarmed_wall >= MAJORITY_WAIT_SECONDS:
         return False
     peers = list(fleet.peers(subject))
@@ -362,7 +363,8 @@ def _finding(state: SlowState, subject: MonitoredProcess, config: DetectorConfig
     )
     because = (
         f"{subject.name()} is slow: {ratio:.1f} times the seconds per unit of {against}, for "
-        f"{now - meter.rising_since:.0f} s ({meter.rising_strides} strides), CPU starvation by neighbours excluded (last "
+        f"{now - meter.rising_since:.0f} s ({meter.rising_strides} strides), CPU starvation by neighbours excluded "
+        f"(last "
         f"{meter.seconds_per_unit:.3g} s per unit at load {meter.load:.3g}, expected "
         f"{meter.expected_seconds_per_unit:.3g} s; CUSUM {meter.cusum:.1f}, threshold {h:.1f} for "
         f"{config.slow_false_alarms_per_day:g} false alarms per day)"

@@ -1,9 +1,9 @@
 """What a stage of the live detector is, and what it is given.
 
-The engine runs its stages in a fixed order over one observation. Each adds findings, and may rewrite those of the stages
-before it. A stage that finds why others wait names the later stages that would accuse those who wait: the engine keeps
-them silent meanwhile. What findings of one class explain of another is declared by the class (`FaultSpec.suppresses`)
-and applied at the end, by fusion.
+The engine runs its stages in a fixed order over one observation. Each adds findings, and may rewrite those of the
+stages before it. A stage that finds why others wait names the later stages that would accuse those who wait: the engine
+keeps them silent meanwhile. What findings of one class explain of another is declared by the class
+(`FaultSpec.suppresses`) and applied at the end, by fusion.
 """
 
 from collections.abc import Mapping, Sequence
@@ -53,12 +53,14 @@ class Stage(Protocol):
 
     name: str
     suppresses: frozenset[str] = frozenset()
-    """Later stages whose findings are dropped while one of this stage's findings stalls others (`FaultSpec.stalls_others`)."""
+    """Later stages whose findings are dropped while one of this stage's findings stalls others
+    (`FaultSpec.stalls_others`)."""
     quiet_seconds: float = 0.0
     """How long after such a finding this stage stays silent where another suppresses it."""
 
     def evaluate(self, tick: Tick) -> Sequence[Finding]:
-        """Findings that stand now, in addition to `tick.findings`, which it may replace. Called for each observation."""
+        """Findings that stand now, in addition to `tick.findings`, which it may replace. Called for each
+        observation."""
         ...
 
     def state(self) -> Any:

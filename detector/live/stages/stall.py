@@ -1,12 +1,12 @@
 """Progress stall: a process makes no progress where progress is due, and is not merely waiting for another one.
 
-A process is called hung when its clock since the last progress passes its deadline (detector/live/stalls.py). Four kinds
-of hang are told apart by heartbeats (ticks of a side thread, which stop when the interpreter cannot run) and CPU use; the
-kernel's process state is read for the sentence only.
+A process is called hung when its clock since the last progress passes its deadline (detector/live/stalls.py). Four
+kinds of hang are told apart by heartbeats (ticks of a side thread, which stop when the interpreter cannot run) and CPU
+use; the kernel's process state is read for the sentence only.
 
 Cause before symptom: phases in which a process depends on others (`reduce`, `update`, `copy`, the controller's loop)
-accuse nobody while another process stalls on its own account, is gone, or came a moment ago. Which rank blocks a collective
-is decided in detector/live/stages/collective.py.
+accuse nobody while another process stalls on its own account, is gone, or came a moment ago. Which rank blocks a
+collective is decided in detector/live/stages/collective.py.
 """
 
 from rolecall.core.diagnosis import Evidence, Finding
@@ -20,11 +20,11 @@ from rolecall.detector.live.stalls import DEPENDENT_PHASES, Stall, emerging, own
 from rolecall.detector.live.subject import MonitoredProcess, ProgressClocks
 
 QUIET_SECONDS = 15.0
-"""Grace for processes that depend on others after a fault, an exit or a newcomer: timeouts of transfers (10 s) and group
-rebuilds have to run out first."""
+"""Grace for processes that depend on others after a fault, an exit or a newcomer: timeouts of transfers (10 s) and
+group rebuilds have to run out first."""
 BUSY_CPUS = 0.3
-"""CPU use per second above which a process without progress is computing rather than waiting: one that spins on a machine
-with three runnable threads per CPU gets a third."""
+"""CPU use per second above which a process without progress is computing rather than waiting: one that spins on a
+machine with three runnable threads per CPU gets a third."""
 
 
 class StallStage(Stage):

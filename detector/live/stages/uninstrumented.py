@@ -2,11 +2,12 @@
 
 There is no progress to miss and no announced exit, so no process is called hung for silence. What remains:
 
-  exited    by a signal or with an error, while the job goes on. Exit 0 and SIGTERM are intended. When one rank dies, its
-            peers fail after it (the collective raises, NCCL's watchdog aborts): the first is named; errors and aborts that
-            follow are its consequences: in its replica for as long as a collective can wait, in others while the job is
-            being taken down, or once the default timeout of a collective that they share has passed. A process that was
-            restarted has no part in it. A whole job that ends at once in one way was stopped on purpose.
+  exited    by a signal or with an error, while the job goes on. Exit 0 and SIGTERM are intended. When one rank dies,
+  its
+            peers fail after it (the collective raises, NCCL's watchdog aborts): the first is named; errors and aborts
+            that follow are its consequences: in its replica for as long as a collective can wait, in others while the
+            job is being taken down, or once the default timeout of a collective that they share has passed. A process
+            that was restarted has no part in it. A whole job that ends at once in one way was stopped on purpose.
   stopped   in state T (or t: traced) without interruption
   stuck     in an uninterruptible wait (state D) without any CPU: disk, network file system, driver
   starved   runnable, and kept from the CPU by other processes for most of the time
@@ -28,14 +29,15 @@ from rolecall.detector.live.subject import MonitoredProcess
 GATHER_SECONDS = 2.0
 """How long an exit waits for the others of its job: a launcher that ends a job takes them all down."""
 UNKNOWN_GATHER_SECONDS = 10.0
-"""The same where the kernel cannot say how it ended (Linux before 6.13, and its parent has reaped it): a job that ends by
-itself, rank after rank, looks the same at first."""
+"""The same where the kernel cannot say how it ended (Linux before 6.13, and its parent has reaped it): a job that ends
+by itself, rank after rank, looks the same at first."""
 TIMEOUT_SECONDS = 600.0
 """PyTorch's default for collectives over NCCL (`default_pg_nccl_timeout`): ranks that wait for a dead one fail then."""
 CONSEQUENCE_SECONDS = 900.0
 """Errors so long after an exit are its consequences: timeout, then the watchdog's dump and its heartbeat monitor."""
 TAKEN_DOWN_SECONDS = 60.0
-"""Between exits of a job that is being taken down: torchrun, Slurm and Kubernetes wait 30 s between SIGTERM and SIGKILL."""
+"""Between exits of a job that is being taken down: torchrun, Slurm and Kubernetes wait 30 s between SIGTERM and
+SIGKILL."""
 NUM_NAMED_MAX = 8
 STOPPED_SECONDS = 5.0
 """py-spy and debuggers stop a process for less than a second."""

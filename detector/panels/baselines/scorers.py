@@ -28,7 +28,8 @@ class Scorer(Protocol):
         """(S, M): window means of healthy machines."""
 
     def score(self, residuals: Floats) -> Scores:
-        """(W, M, N) -> (N,): larger is less usual; where it is a distance, its square, whose tail is about exponential."""
+        """(W, M, N) -> (N,): larger is less usual; where it is a distance, its square, whose tail is about
+        exponential."""
 
 
 class RobustZ:
@@ -103,9 +104,9 @@ class Neighbours:
 
 
 class Forest:
-    """scikit-learn's isolation forest, grown on the warm-up. Its score is bounded: nothing gets much more than the outermost
-    samples it was grown on. So a low rate cannot be asked of it, and a machine that is off in one metric of several
-    hardly stands out."""
+    """scikit-learn's isolation forest, grown on the warm-up. Its score is bounded: nothing gets much more than the
+    outermost samples it was grown on. So a low rate cannot be asked of it, and a machine that is off in one metric of
+    several hardly stands out."""
 
     bound = math.inf
 

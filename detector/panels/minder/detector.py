@@ -12,10 +12,10 @@ Samples are scaled to 0..1 by the smallest and largest value of the metric, over
 at every tick and not every 8 minutes, which makes it an online detector; no later sample is used.
 
 Where the paper is silent: the normal score leaves the machine itself out and is written as a log-likelihood ratio
-(`against_others`, `surprise`: they decide as the z-score does, but have a tail); the threshold of each metric is learned
-in a warm-up (`TailThreshold`), the requested rate shared equally among the metrics; 4 minutes are 240 ticks at one sample
-a second, and at least 8 ticks at longer intervals, because one bad sample is in 8 windows. A machine that was named is
-neither peer nor candidate until it resembles the others again: in the paper it is replaced at once.
+(`against_others`, `surprise`: they decide as the z-score does, but have a tail); the threshold of each metric is
+learned in a warm-up (`TailThreshold`), the requested rate shared equally among the metrics; 4 minutes are 240 ticks at
+one sample a second, and at least 8 ticks at longer intervals, because one bad sample is in 8 windows. A machine that
+was named is neither peer nor candidate until it resembles the others again: in the paper it is replaced at once.
 """
 
 import json
@@ -301,7 +301,8 @@ class MinderTracker(PeerTracker):
         text = f"its distance to the others is {sigmas:.1f} standard deviations above theirs"
         because = (
             f"{shape.machines[machine].name} of {shape.name}: {metric} differs from its "
-            f"{len(shape.machines) - 1} peers for {at - onset:.0f} s: {text} (log-likelihood ratio {score:.1f} over {threshold:.1f}, for "
+            f"{len(shape.machines) - 1} peers for {at - onset:.0f} s: {text} (log-likelihood ratio {score:.1f} over "
+            f"{threshold:.1f}, for "
             f"{settings.false_alarms_per_1000_machine_days:g} false alarms per 1,000 machine-days)"
         )
         values = {"sigmas": sigmas, "score": score, "threshold": threshold, "seconds": at - onset}

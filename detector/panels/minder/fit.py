@@ -69,8 +69,8 @@ class LabelledFault:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MinderFitResult:
-    """`mse`: of each metric's denoiser on held-out windows; `spread`: the variance of those windows, the error of a model
-    that predicts the mean. `num_faulty_ticks`: what the priority was learned from."""
+    """`mse`: of each metric's denoiser on held-out windows; `spread`: the variance of those windows, the error of a
+    model that predicts the mean. `num_faulty_ticks`: what the priority was learned from."""
 
     model: Model
     mse: dict[str, float]

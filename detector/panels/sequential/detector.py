@@ -1,11 +1,12 @@
-"""`sequential`, the default panel detector: online detection of machines that differ from their peers and their own past.
+"""`sequential`, the default panel detector: online detection of machines that differ from their peers and their own
+past.
 
-Each tick of a panel gets three scores: from `shifts` that of the strongest metric and that of the strongest few together
-(a metric leaves its level among its peers and stays away), and `novelty` (many metrics jump to values without precedent).
-Each becomes a surprise by its own healthy tail on this panel (`tails`); the largest surprise has a tail again, and the
-threshold follows from that and the requested rate of false alarms, with nothing tuned to the panel. There are no findings
-before such a tail exists, so a fault present from the first sample is learned as normal: "cannot tell", unless its
-metrics are seconds of own work (`step_time`).
+Each tick of a panel gets three scores: from `shifts` that of the strongest metric and that of the strongest few
+together (a metric leaves its level among its peers and stays away), and `novelty` (many metrics jump to values without
+precedent). Each becomes a surprise by its own healthy tail on this panel (`tails`); the largest surprise has a tail
+again, and the threshold follows from that and the requested rate of false alarms, with nothing tuned to the panel.
+There are no findings before such a tail exists, so a fault present from the first sample is learned as normal: "cannot
+tell", unless its metrics are seconds of own work (`step_time`).
 
 While a machine is suspected nothing is learned from it; after `TOLERATED_SECONDS` a shift that stays becomes its habit.
 """
@@ -33,14 +34,15 @@ SHARE_ALIKE = 0.2
 """A culprit's alarm is about metrics whose score is at least this share of its strongest."""
 CALM_SHARE = 0.5
 CALM_TICKS = 32
-"""An alarm is over when the scores were below `CALM_SHARE` of the threshold, or the short averages as usual, for so long."""
+"""An alarm is over when the scores were below `CALM_SHARE` of the threshold, or the short averages as usual, for so
+long."""
 TOLERATED_SECONDS = 3600.0
 PROPAGATION_SECONDS = 300.0
-"""After one machine's alarm, weaker ones of its peers that begin within this time are what it does to them; those in the
-same metrics for as long as they last."""
+"""After one machine's alarm, weaker ones of its peers that begin within this time are what it does to them; those in
+the same metrics for as long as they last."""
 SKEW_SECONDS = 4.0
-"""Machines may be so much apart in what they do alike: clocks set wrong by 3 s, samples that average over a second. What a
-machine does before its peers is no leap of its own until they have had the time to follow."""
+"""Machines may be so much apart in what they do alike: clocks set wrong by 3 s, samples that average over a second.
+What a machine does before its peers is no leap of its own until they have had the time to follow."""
 VALUE_MAX = 1e15
 """What is larger counts as this: squares of float32 end at 1e38."""
 MACHINES_MIN = 3
@@ -50,19 +52,21 @@ BLOCKS_YOUNG = 12
 `MATURE_SIZE` others."""
 MATURE_SIZE = 150
 NOVELTY_PRIOR = Prior(location=0.12, beta=0.08, weight=64.0)
-"""Location and mean excess, in usual ranges, as 25 unlabelled days of twelve servers have them (docs/decisions/0019)."""
+"""Location and mean excess, in usual ranges, as 25 unlabelled days of twelve servers have them
+(docs/decisions/0019)."""
 SINGLE_PRIOR = Prior(location=5.0, beta=1.6, weight=256.0)
 SEVERAL_PRIOR = Prior(location=10.0, beta=2.6, weight=256.0)
-"""Of the largest score, and of that with the next two. Theory has a mean excess of 1 for the former, and healthy simulated
-fleets 1.0 to 1.3: of a panel of which little is known the worse is expected."""
+"""Of the largest score, and of that with the next two. Theory has a mean excess of 1 for the former, and healthy
+simulated fleets 1.0 to 1.3: of a panel of which little is known the worse is expected."""
 QUARANTINE_BLOCKS = 3
-"""Nothing is learned of how high shifts get from blocks younger than this: what begins in them may turn out a fault, and in
-a role of four one machine makes a quarter of the sample. A leap is over at once."""
+"""Nothing is learned of how high shifts get from blocks younger than this: what begins in them may turn out a fault,
+and in a role of four one machine makes a quarter of the sample. A leap is over at once."""
 QUARANTINE_TICKS = 2 * BLOCK_TICKS
 """Nor from a machine that has been suspect for longer."""
 BOTH_PRIOR = Prior(location=math.log(2), beta=1.0, weight=256.0, beta_min=1.35)
 """What theory says of the larger of two surprises: it rules until a panel has shown much of itself. Far tails are a
-little heavier than the sample shows: with less, simulated fleets have several times the asked rate (docs/decisions/0019)."""
+little heavier than the sample shows: with less, simulated fleets have several times the asked rate
+(docs/decisions/0019)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +104,8 @@ class Channel:
         return self.tail.surprise(scores)
 
     def end_block(self, counted: NDArray[np.bool_], trusted: NDArray[np.bool_]) -> None:
-        """`counted` (N,): whose maxima of this block are healthy; `trusted` (N,): whose of earlier blocks still seem so."""
+        """`counted` (N,): whose maxima of this block are healthy; `trusted` (N,): whose of earlier blocks still seem
+        so."""
         self.waiting.append((self.block_max.copy(), counted & np.isfinite(self.block_max)))
         self.block_max[:] = -np.inf
         if len(self.waiting) > self.quarantine:
@@ -262,7 +267,8 @@ class SequentialTracker:
         if len(self.shift_blocks) > QUARANTINE_BLOCKS:
             maxima, healthy = self.shift_blocks.popleft()
             self.shifts.levels.learn(maxima[:, :, healthy & trusted])
-        # The first block holds the beginnings of all averages; shifts of the second are measured by the tails of the first.
+        # The first block holds the beginnings of all averages; shifts of the second are measured by the tails of the
+        # first.
         self.single.end_block(counted & (num > 2), trusted)
         self.several.end_block(counted & (num > 2), trusted)
         self.novel.end_block(counted & (num > 1), counted)
@@ -298,7 +304,8 @@ class SequentialTracker:
             moved = [int(m) for m in np.argsort(-self.deviation[:, n], kind="stable") if self.deviation[m, n] >= score]
             for m in moved[:3]:
                 text = (
-                    f"{self.shape.metrics[m]}: moved by {self.deviation[m, n]:.2f} of its usual range, outside of all earlier "
+                    f"{self.shape.metrics[m]}: moved by {self.deviation[m, n]:.2f} of its usual range, outside of "
+                    f"all earlier "
                     "values of it and its peers"
                 )
                 values = {"ranges": float(self.deviation[m, n])}

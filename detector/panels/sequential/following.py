@@ -1,14 +1,16 @@
-"""Models how a machine follows its peers, by metric: its usual offset, gain, lead and lag. The rest is its own deviation.
+"""Models how a machine follows its peers, by metric: its usual offset, gain, lead and lag. The rest is its own
+deviation.
 
 Residual r = value - median over machines. With x the median's distance from its mean over time and y its last step,
 
     r(t) = habit + gain x(t) + lag y(t) + lead y(t + 1) + what is its own,
 
 for a machine that answers more strongly than its peers (`gain`), and one that is sampled, or has its clock, a little
-before (`lead`) or after them (`lag`): at every edge of a training step it shows a spike that says nothing of its health.
-All are learned by normalised steps (LMS; Haykin, Adaptive Filter Theory, 4th ed., ch. 6), limited so that the onset of a fault
-hardly moves them, and not while a machine is suspected. `lead` is known one tick late: what it explains is taken out of
-the past, so that no forecast is made from it. Some of a fleet-wide move remains unexplained: deviations are intervals.
+before (`lead`) or after them (`lag`): at every edge of a training step it shows a spike that says nothing of its
+health. All are learned by normalised steps (LMS; Haykin, Adaptive Filter Theory, 4th ed., ch. 6), limited so that the
+onset of a fault hardly moves them, and not while a machine is suspected. `lead` is known one tick late: what it
+explains is taken out of the past, so that no forecast is made from it. Some of a fleet-wide move remains unexplained:
+deviations are intervals.
 """
 
 from typing import NamedTuple
@@ -37,9 +39,9 @@ MEAN_TO_SIGMA = 1.2533
 GAIN_MAX = 0.5
 """A machine that goes along by half more or less than its peers is none of them."""
 GAIN_SPREADS, GAIN_SURE = 4.5, 0.05
-"""No gain is taken as more than so many robust standard deviations of those of its peers, or the second: slow wander beside
-a slow move of the fleet, and a clock that is wrong by more than a tick, look like a gain, and at the fleet's next move the
-machine would be accused of what it was wrongly held for."""
+"""No gain is taken as more than so many robust standard deviations of those of its peers, or the second: slow wander
+beside a slow move of the fleet, and a clock that is wrong by more than a tick, look like a gain, and at the fleet's
+next move the machine would be accused of what it was wrongly held for."""
 GAIN_RENEW_TICKS = 8
 MACHINES_KEPT = 256
 """Of large fleets so many machines, evenly spread, stand for all."""
@@ -66,9 +68,9 @@ DEVIATION_MAX = 1e4
 
 
 class Deviations(NamedTuple):
-    """In robust scales. `low`, `high` (M, N): the deviation lies between; `lead` (M, N): so much of the last one was the
-    step that the peers made now; `edge` (M, 1): whether now is an edge; `stayed` (M, N): who is about where it usually is,
-    and away from its peers because they are not."""
+    """In robust scales. `low`, `high` (M, N): the deviation lies between; `lead` (M, N): so much of the last one was
+    the step that the peers made now; `edge` (M, 1): whether now is an edge; `stayed` (M, N): who is about where it
+    usually is, and away from its peers because they are not."""
 
     low: Floats
     high: Floats
@@ -100,7 +102,8 @@ class PeerCorrelation:
     def tick(
         self, residual: Floats, known: NDArray[np.bool_], middle: Floats, learning: NDArray[np.bool_]
     ) -> Deviations:
-        """`residual` (M, N), 0 where not `known` (M, N); `middle` (M,): the medians; `learning` (N,): of whom is learned."""
+        """`residual` (M, N), 0 where not `known` (M, N); `middle` (M,): the medians; `learning` (N,): of whom is
+        learned."""
         self.ticks += 1
         middle = middle[:, None]
         learned = known & learning

@@ -1,7 +1,7 @@
 """Has a metric of a machine gone to another level? Cumulative log likelihood ratios, and their healthy tails.
 
-Against "nothing happened" (the forecast of `whitening`) stands "since some moment everything lies higher by h": then the
-noise around the new level is predicted by its own past,
+Against "nothing happened" (the forecast of `whitening`) stands "since some moment everything lies higher by h": then
+the noise around the new level is predicted by its own past,
 
     forecast = h + rho (z(t-1) - h) - theta e'(t-1),
 
@@ -10,17 +10,17 @@ with innovations e' of its own. Each tick adds the log likelihood ratio of the t
     W(t) = max(0, W(t-1) + log f(e') - log f(e), rarity of e),
 
 which is Page's CUSUM (1954) with h estimated from earlier ticks only (Robbins and Siegmund 1974: a plug-in that keeps
-exp(W) a supermartingale between restarts, so that P(W > w) falls like exp(-w) whatever the metric's noise). h is the mean
-deviation of the last `LENGTHS` ticks, one test each: short ones see steps at once, long ones faint ones; but not less
-than what healthy machines of this metric have as their mean of 36 ticks now and then (`_least`), for smaller
+exp(W) a supermartingale between restarts, so that P(W > w) falls like exp(-w) whatever the metric's noise). h is the
+mean deviation of the last `LENGTHS` ticks, one test each: short ones see steps at once, long ones faint ones; but not
+less than what healthy machines of this metric have as their mean of 36 ticks now and then (`_least`), for smaller
 shifts are nobody's concern, and the ratio would never fall. The jump itself, of which no earlier tick tells, counts by
 how rare an innovation as large is in this metric: heavy tails make it worth little, and only what stays adds to it.
-A machine that stayed where it was while its peers went elsewhere may be the faulty one, but often they are soon back: it
-is accused more slowly. What comes and goes is over before W is high: what it reached beyond what healthy metrics do
+A machine that stayed where it was while its peers went elsewhere may be the faulty one, but often they are soon back:
+it is accused more slowly. What comes and goes is over before W is high: what it reached beyond what healthy metrics do
 counts when it comes again (`earlier`), at most as much as what has come since.
 
-Models are never quite right. Of each metric and length the healthy block maxima of all machines are kept, and their tail
-is taken as exponential above its `TAIL_SHARE` highest, with slope at least 1:
+Models are never quite right. Of each metric and length the healthy block maxima of all machines are kept, and their
+tail is taken as exponential above its `TAIL_SHARE` highest, with slope at least 1:
 
     score = -log P(block > W) = (W - location) / beta - log TAIL_SHARE.
 """
@@ -45,8 +45,8 @@ LEVEL_MIN, LEVEL_MAX = 3.0, 6.0
 LEVEL_QUANTILE, LEVEL_MARGIN = 0.98, 1.25
 """Of healthy block maxima of the longest mean; times this much."""
 LEVEL_PRIOR, LEVEL_WEIGHT = 5.5, 128.0
-"""What is expected of a metric that has not yet shown how far its healthy machines stand off for some ticks, as their work
-is unequal: counts as so many block maxima (docs/decisions/0019)."""
+"""What is expected of a metric that has not yet shown how far its healthy machines stand off for some ticks, as their
+work is unequal: counts as so many block maxima (docs/decisions/0019)."""
 RATIO_MAX, RATIO_STAYED = 6.0, 1.0
 """What one tick may add: 1 in 400; and of a machine that stayed while its peers went."""
 RARITY_MAX, RARITY_COST = 8.0, 1.0
@@ -54,8 +54,8 @@ RARITY_MAX, RARITY_COST = 8.0, 1.0
 MEMORY = 1 - 1 / 256
 """W falls by as much a tick ..."""
 STANDING_SHARE, STALE_MEMORY = 1 / 4, 1 - 1 / 36
-"""... and by more where neither of the longer means is this share of the smallest shift: where models are wrong, as with
-clocks badly set, both forecasts fail alike, and W would stay up where nothing stands."""
+"""... and by more where neither of the longer means is this share of the smallest shift: where models are wrong, as
+with clocks badly set, both forecasts fail alike, and W would stay up where nothing stands."""
 SUM_MAX = 300.0
 SUM_BEGUN = 2.0
 """A shift is dated from where W was last below, or a single tick outweighed all before."""
@@ -68,11 +68,13 @@ BLOCKS_KEPT = 64
 SKIPPED_SHARE = 0.01
 """The topmost block maxima may be faults."""
 FAR_SHARE = 1 / 3
-"""Of the tail's spacings the topmost so many count by themselves, too, where they are larger: tails that grow heavier."""
+"""Of the tail's spacings the topmost so many count by themselves, too, where they are larger: tails that grow
+heavier."""
 LOCATION_PRIOR, LOCATION_MIN = 5.0, 5.0
 BETA_PRIOR, BETA_MIN = 1.2, 1.0
 PRIOR_WEIGHT = 64.0
-"""Counts as so many block maxima. Theory has a slope of 1 and a location near log of the ticks of a block over `TAIL_SHARE`."""
+"""Counts as so many block maxima. Theory has a slope of 1 and a location near log of the ticks of a block over
+`TAIL_SHARE`."""
 
 
 class LevelShifts:
@@ -81,7 +83,8 @@ class LevelShifts:
     def __init__(self, num_metrics: int, num_machines: int) -> None:
         k, m, n = len(LENGTHS), num_metrics, num_machines
         zeros = np.zeros((k, m, n), dtype=np.float32)
-        # (K, M, N): W; mean deviations; level and noise together, were there this shift; e'; ticks since W began to rise
+        # (K, M, N): W; mean deviations; level and noise together, were there this shift; e'; ticks since W began to
+        # rise
         self.sums, self.levels, self.states, self.innovations = zeros, zeros.copy(), zeros.copy(), zeros.copy()
         self.ages = zeros.copy()
         self.maxima = np.zeros((k + 1, m, n), dtype=np.float32)  # of this block: of W, and of the longest mean's size
@@ -154,8 +157,8 @@ class LevelShifts:
         np.copyto(self.trough, now, where=over)
 
     def age(self, metric: int, machine: int) -> int:
-        """Ticks since the shift began, by the test that is surest of it (Page's estimate of the moment of change), or since it
-        first came, if much of the evidence is from before."""
+        """Ticks since the shift began, by the test that is surest of it (Page's estimate of the moment of change), or
+        since it first came, if much of the evidence is from before."""
         if self.earlier[metric, machine] >= self.sums[0, metric, machine] / 2:
             return int(self.since[metric, machine])
         scores = (self.sums[:, metric, machine] - self.location[:, metric, 0]) / self.beta[:, metric, 0]
@@ -168,12 +171,13 @@ class LevelShifts:
         return maxima
 
     def renew(self, size_min: int) -> None:
-        """From now on the sums are of models that know their metrics, and are lower: block maxima from before count only
-        until there are `size_min` new ones."""
+        """From now on the sums are of models that know their metrics, and are lower: block maxima from before count
+        only until there are `size_min` new ones."""
         self.old_blocks, self.size_min = len(self.blocks), size_min
 
     def learn(self, maxima: Floats) -> None:
-        """The tails and the smallest shifts, from an earlier block's maxima of healthy machines, (K + 1, M, machines)."""
+        """The tails and the smallest shifts, from an earlier block's maxima of healthy machines, (K + 1, M,
+        machines)."""
         if maxima.shape[2] == 0:
             return
         self.blocks.append(maxima[:, :, :: -(-maxima.shape[2] // MACHINES_KEPT)].copy())  # not a view of all
@@ -201,7 +205,8 @@ class LevelShifts:
 
     @staticmethod
     def _least(standing: Floats) -> Floats:
-        """The smallest shift looked for, (M, 1), where healthy machines had such block maxima (M, S) of the longest mean."""
+        """The smallest shift looked for, (M, 1), where healthy machines had such block maxima (M, S) of the longest
+        mean."""
         usual = np.quantile(standing, LEVEL_QUANTILE, axis=1, keepdims=True)
         own = standing.shape[1] / (standing.shape[1] + LEVEL_WEIGHT)
         least = own * np.clip(LEVEL_MARGIN * usual, LEVEL_MIN, LEVEL_MAX) + (1 - own) * LEVEL_PRIOR

@@ -3,8 +3,8 @@
 Three distances of a value, each in units of the metric's usual range on that machine (`RANGE_QUANTILE` of the distances
 from its mean level): from its own level of the last `RECENT_TICKS`; of its residual to the peers' median from that
 residual's level over the same time; and from all that the machine showed around this time of day on the day before
-(within one slot of `SLOT_SECONDS` on either side), where a day before was seen. The smallest of the three counts: what is
-usual for the machine, or for all machines, or for this time of day is no fault. The score of a machine is the
+(within one slot of `SLOT_SECONDS` on either side), where a day before was seen. The smallest of the three counts: what
+is usual for the machine, or for all machines, or for this time of day is no fault. The score of a machine is the
 `share`-th largest over its metrics: one metric that leaps is everyday life, a third of them at once is not.
 """
 

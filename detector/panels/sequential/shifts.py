@@ -41,8 +41,9 @@ class ShiftChannel:
     ) -> tuple[Floats, Floats]:
         """Scores of the strongest metric and of the strongest few together, (N,) each.
 
-        `residual` (M, N), 0 where not `known` (M, N); `middle` (M,): the medians; `learning` (N,): whose habit is learned;
-        `counted` (N,): of whose noise is learned. The latter are more: what looks suspicious for a moment is noise, too.
+        `residual` (M, N), 0 where not `known` (M, N); `middle` (M,): the medians; `learning` (N,): whose habit is
+        learned; `counted` (N,): of whose noise is learned. The latter are more: what looks suspicious for a moment is
+        noise, too.
         """
         low, high, lead, edge, stayed = self.following.tick(residual, known, middle, learning)
         known = known & (self.following.count > YOUNG_TICKS)

@@ -11,9 +11,9 @@ The sample also contains unlabelled faults. In an exponential tail the spacings 
 i (X_(i) - X_(i+1)) from the top, are independent with mean beta (Renyi 1953): beta is the mean of all but the topmost
 `FAULT_SHARE` of the sample, which faults may have made, with i counted as if half of those were faults: a sixth too low
 where none was, half too high where all were. Of a fleet of more than 100 machines fewer are left out, for no more than
-`FAULTY_MACHINES_MAX` are faulty for long, and what its topmost values say of the slope counts where it is more: how heavy
-the far tail is only large fleets show. beta is raised by one standard error, so that short histories give high thresholds
-rather than false alarms.
+`FAULTY_MACHINES_MAX` are faulty for long, and what its topmost values say of the slope counts where it is more: how
+heavy the far tail is only large fleets show. beta is raised by one standard error, so that short histories give high
+thresholds rather than false alarms.
 """
 
 import math
@@ -113,8 +113,8 @@ class ScoreTail:
             self.beta = max(own * self.beta + (1 - own) * self.prior.beta, self.prior.beta_min)
 
     def surprise(self, scores: Floats) -> Floats:
-        """How far beyond the quantile, in mean excesses: -log of the share of blocks that get so high, up to a constant;
-        0 before there is a history."""
+        """How far beyond the quantile, in mean excesses: -log of the share of blocks that get so high, up to a
+        constant; 0 before there is a history."""
         if not math.isfinite(self.location):
             return np.zeros_like(scores)
         surprise: Floats = ((scores - self.location) / max(self.beta, 1e-6)).astype(np.float32)

@@ -43,9 +43,9 @@ class TailThreshold:
 
         threshold = u + b log(tail ratio / probability),
 
-    where b has one standard error added, b / sqrt(number in the tail), since too low a threshold costs more than one too
-    high; and no less than the largest value seen, unless so many were seen that some would exceed it. What it cannot
-    know is how the tail goes on beyond the warm-up, and whether what follows is like the warm-up at all.
+    where b has one standard error added, b / sqrt(number in the tail), since too low a threshold costs more than one
+    too high; and no less than the largest value seen, unless so many were seen that some would exceed it. What it
+    cannot know is how the tail goes on beyond the warm-up, and whether what follows is like the warm-up at all.
     """
 
     block_ticks: int
@@ -84,8 +84,8 @@ class TailThreshold:
 
 
 def block_length(persistence: int) -> int:
-    """The longest for which each run of `persistence` scores holds a whole block, wherever the blocks begin: so there are
-    at most as many alarms as blocks above the threshold."""
+    """The longest for which each run of `persistence` scores holds a whole block, wherever the blocks begin: so there
+    are at most as many alarms as blocks above the threshold."""
     return (persistence + 1) // 2
 
 

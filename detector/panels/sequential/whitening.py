@@ -9,13 +9,13 @@ its past, under a model with a slow part and a white part,
 of which the linear forecast is that of an ARMA(1,1) process, rho z(t-1) - theta e(t-1) (Box and Jenkins 1976, ch. 5).
 rho and theta follow from autocovariances c0, c1, c2 of the metric over all machines: rho = c2 / c1 (an instrumental
 variable: w has no part in it), the slow part's share of the variance is c1 / (rho c0), and theta is the Kalman gain's
-complement in the steady state. After an outlier it is unknown in which part it was: whatever lies between "gone at once"
-and "fades as outliers of this metric do" (`rho_far`) was to be expected. Where the white part rules, outliers are of it,
-and move the forecast by a few units only.
+complement in the steady state. After an outlier it is unknown in which part it was: whatever lies between "gone at
+once" and "fades as outliers of this metric do" (`rho_far`) was to be expected. Where the white part rules, outliers are
+of it, and move the forecast by a few units only.
 
-Innovations e are given in units of their robust size on that machine. How they are distributed is learned of all machines
-of the metric: as a Student t whose degrees of freedom and width follow from three quantiles (for likelihoods), and as
-counts (for how rare the largest are).
+Innovations e are given in units of their robust size on that machine. How they are distributed is learned of all
+machines of the metric: as a Student t whose degrees of freedom and width follow from three quantiles (for likelihoods),
+and as counts (for how rare the largest are).
 """
 
 import math
@@ -32,8 +32,8 @@ MEMORY_TICKS = 1000.0
 SIZE_SHARE_MIN = 0.5
 """No machine's innovations are taken as smaller than this share of its peers' ..."""
 UNIT_SHARE_MIN = 0.8
-"""... nor than this share of what the model implies for deviations of size 1: where bursts make a metric's scale it is quiet
-in between, but bursts there will be ..."""
+"""... nor than this share of what the model implies for deviations of size 1: where bursts make a metric's scale it is
+quiet in between, but bursts there will be ..."""
 UNIT_MIN = 0.1
 """... nor than this: a constant or gliding metric is not infinitely precise."""
 SIZE_LIMIT = 3.0
@@ -240,7 +240,8 @@ class Whitening:
             self._fit_model()
 
     def _follow_outliers(self, z: Floats, z1: Floats, outside: NDArray[np.bool_], inside: NDArray[np.bool_]) -> None:
-        """How outliers fade, learned when they have: one that stands may be a fault, and must not become what is expected."""
+        """How outliers fade, learned when they have: one that stands may be a fault, and must not become what is
+        expected."""
         self.fading[0] += z * z1 * outside
         self.fading[1] += z1 * z1 * outside
         over = inside & (self.fading[1] > 0)

@@ -48,14 +48,16 @@ DEFAULTS: Mapping[AlgorithmName, Mapping[str, Any]] = MappingProxyType(
         },
     }
 )
-"""What a name changes in the defaults of the class, found by trial on the built-in tasks and by no search. DAPO learns them
-with its paper's clip range. With a critic the advantages are not divided by a deviation and are smaller by far, so the
-bonus for entropy must be, too. A step of T-PPO has as many answers as one of PPO, each to a prompt of its own. Its policy
-is not told what a critic thinks that began with the run and has learned little: lambda 1 but for the value behind a cut."""
+"""What a name changes in the defaults of the class, found by trial on the built-in tasks and by no search. DAPO learns
+them with its paper's clip range. With a critic the advantages are not divided by a deviation and are smaller by far, so
+the bonus for entropy must be, too. A step of T-PPO has as many answers as one of PPO, each to a prompt of its own. Its
+policy is not told what a critic thinks that began with the run and has learned little: lambda 1 but for the value
+behind a cut."""
 
 WINDOW_TOKENS = 16
-"""Of T-PPO where the job says nothing, or the task's longest response if that is shorter: most answers to the built-in tasks
-are over by then. Where most are cut, the reward reaches the policy through the critic alone, which does not know it yet."""
+"""Of T-PPO where the job says nothing, or the task's longest response if that is shorter: most answers to the built-in
+tasks are over by then. Where most are cut, the reward reaches the policy through the critic alone, which does not know
+it yet."""
 
 ONLY_OF: Mapping[str, tuple[frozenset[AlgorithmName], str]] = MappingProxyType(
     {
@@ -212,7 +214,10 @@ class AlgorithmConfig(Section):
             ),
             (
                 self.overlong_limit_tokens is None or self.overlong_buffer_tokens <= self.overlong_limit_tokens,
-                f"overlong_buffer_tokens ({self.overlong_buffer_tokens}) is longer than overlong_limit_tokens ({self.overlong_limit_tokens})",
+                (
+                    f"overlong_buffer_tokens ({self.overlong_buffer_tokens}) is longer than overlong_limit_tokens "
+                    f"({self.overlong_limit_tokens})"
+                ),
             ),
         ]
 

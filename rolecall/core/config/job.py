@@ -236,7 +236,8 @@ class JobConfig(Section):
         """What the algorithm says of lengths, against the longest response of the task."""
         longest, a = self.task.max_response_tokens, self.algorithm
         found = [
-            f"algorithm.{name} ({value}) is longer than the longest response ({longest} tokens, of task.num_digits): {so}"
+            f"algorithm.{name} ({value}) is longer than the longest response ({longest} tokens, of task.num_digits): "
+            f"{so}"
             for name, value, so in (
                 ("overlong_limit_tokens", a.overlong_limit_tokens, "nothing would be punished with the whole of it"),
                 ("overlong_buffer_tokens", a.overlong_buffer_tokens, "every response would be punished"),

@@ -1,4 +1,5 @@
-"""One entry of the journal. `incident_id` and `caused_by` (an event id) let any action walk back to the sample that caused it."""
+"""One entry of the journal. `incident_id` and `caused_by` (an event id) let any action walk back to the sample that
+caused it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace

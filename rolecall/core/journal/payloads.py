@@ -1,7 +1,7 @@
 """The journal's event contract: one frozen payload a kind of event, in one table.
 
-Writers append payloads, readers get them back as `Event.payload`; nobody else sees the JSON of a stored body. A body that
-does not fit its payload (a field is missing, unknown or of another type) is damage of that one event.
+Writers append payloads, readers get them back as `Event.payload`; nobody else sees the JSON of a stored body. A body
+that does not fit its payload (a field is missing, unknown or of another type) is damage of that one event.
 
 To change a payload: a new field with a default keeps the version, because stored bodies without it can still be read;
 anything else raises `version`. `docs/reference/events.md` is generated from this module.
@@ -636,7 +636,7 @@ no infinity: such a number is stored as the string `nan`, `inf` or `-inf`.
 
 A field that is added later has a default and keeps the version. Any other change raises the version, which the body then
 holds as `schema`; a body of version 1 has no `schema`.
-"""
+"""  # noqa: E501
 
 
 def markdown() -> str:

@@ -1,4 +1,5 @@
-"""Tables of a run's database (SQLAlchemy). `events` and `ledger` are hash chains: rows are appended and never changed."""
+"""Tables of a run's database (SQLAlchemy). `events` and `ledger` are hash chains: rows are appended and never
+changed."""
 
 import sqlalchemy as sa
 

@@ -5,8 +5,8 @@ only there; a metric with unit "" counts things or is 0/1. Labels are bounded: n
 sets (phase, state, probe, kind); never message text, never a PID. A process counter starts again at 0 with each
 incarnation, as Prometheus expects of counters.
 
-`source` names the field of `ProcessSample`, `HostSample` or `GpuSample`; what collectors find beyond those, and the agent's
-own metrics, have none. `process_values` and `host_values` are the only translation from sample to metric.
+`source` names the field of `ProcessSample`, `HostSample` or `GpuSample`; what collectors find beyond those, and the
+agent's own metrics, have none. `process_values` and `host_values` are the only translation from sample to metric.
 """
 
 import math
@@ -232,8 +232,8 @@ _HOST = tuple(m for m in CATALOGUE if m.subject is MetricScope.HOST)
 
 
 def process_values(sample: ProcessSample) -> Iterator[MetricValue]:
-    """Every process metric of one sample. NaN (not yet reported), times never set and what a process without a state page
-    cannot say give no value."""
+    """Every process metric of one sample. NaN (not yet reported), times never set and what a process without a state
+    page cannot say give no value."""
     rank = (sample.process.node, sample.role, sample.replica, str(sample.rank))
     for metric in PROCESS_METRICS if is_instrumented(sample) else UNPAGED_METRICS:
         raw = getattr(sample, metric.source)

@@ -1,8 +1,8 @@
 """Rows of the metric catalogue: GPUs, read through NVML.
 
 One series of a kind for each GPU; what is per NVLink is exported only for links with a fault (a link that is
-down, an error counted), so that 8 GPUs of 18 links do not make a page of zeros. A GPU that does not support a metric has
-no series of it.
+down, an error counted), so that 8 GPUs of 18 links do not make a page of zeros. A GPU that does not support a metric
+has no series of it.
 """
 
 from rolecall.core.metrics.metric import GPU, Metric, MetricScope, MetricType

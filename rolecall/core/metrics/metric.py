@@ -1,4 +1,5 @@
-"""What a metric is: the type of the catalogue's rows (`core/metrics/catalogue.py`), and the names that its labels may have."""
+"""What a metric is: the type of the catalogue's rows (`core/metrics/catalogue.py`), and the names that its labels may
+have."""
 
 from dataclasses import dataclass
 from enum import StrEnum

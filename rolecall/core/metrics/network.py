@@ -77,7 +77,8 @@ _OF_PORTS = (
         "infiniband_events_total",
         _C,
         "",
-        "Every other counter of the port (counters and hw_counters), by the driver's name for it: those that indicate a "
+        "Every other counter of the port (counters and hw_counters), by the driver's name for it: those that "
+        "indicate a "
         "fault always, others once they have counted",
         (*_PORT, "name"),
     ),

@@ -33,7 +33,8 @@ _ITSELF = (
         "watch_lease_expires_timestamp_seconds",
         _G,
         "seconds",
-        "When the lease expires unless it is renewed, seconds since 1970; in the past: no watch acts; 0: it was released",
+        "When the lease expires unless it is renewed, seconds since 1970; in the past: no watch acts; 0: it was "
+        "released",
     ),
     _watch("watch_paused", _G, "", "1 while recovery is paused"),
     _watch("watch_mode", _G, "", "1 for the mode of this watch: observe, approve, act", ("mode",)),

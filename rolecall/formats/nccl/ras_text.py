@@ -25,7 +25,7 @@ from rolecall.formats.nccl.ras import (
     word,
 )
 
-_MANAGED = r"(?: -- (?:GPU (?P<gpu>\d{1,4})(?: \(NVML (?P<nvml>\d{1,4})\))? managed by process (?P<pid>\d{1,10}) on node (?P<host>\S{1,64})|.*))?$"
+_MANAGED = r"(?: -- (?:GPU (?P<gpu>\d{1,4})(?: \(NVML (?P<nvml>\d{1,4})\))? managed by process (?P<pid>\d{1,10}) on node (?P<host>\S{1,64})|.*))?$"  # noqa: E501
 _LINES: dict[str, re.Pattern[str]] = {
     "row": re.compile(
         r"\d{1,6}\s+(?P<comms>\d{1,9})\s+\d{1,9}\s+\S{1,20}\s+\d{1,9}\s+\d{1,9}\s+[A-Z]{2,20}\s+[A-Z,+|/]"

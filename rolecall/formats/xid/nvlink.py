@@ -129,7 +129,10 @@ SIGNS: Mapping[NvlinkRegisterError, tuple[str, str]] = MappingProxyType(
         ),
         NvlinkRegisterError.SIGNAL: (
             "signal integrity",
-            "follow the errors that came with it; else check the link's mechanical connections and run field diagnostics",
+            (
+                "follow the errors that came with it; else check the link's mechanical connections and run field "
+                "diagnostics"
+            ),
         ),
         NvlinkRegisterError.CONNECTION: (
             "hardware of the link",

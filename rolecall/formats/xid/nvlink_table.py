@@ -1,7 +1,8 @@
 """Rows that tell an NVLink XID's meaning from the words in its line, as plain values; `nvlink.py` reads them.
 
-From NVIDIA's XID catalogue (https://docs.nvidia.com/deploy/xid-errors/analyzing-xid-catalog.html): the sheet "XID 144-150
-Decode", and the text of WORKFLOW_NVLINK_ERR for XID 74. Numbers and NVIDIA's words for actions are theirs, the rest ours.
+From NVIDIA's XID catalogue (https://docs.nvidia.com/deploy/xid-errors/analyzing-xid-catalog.html): the sheet "XID
+144-150 Decode", and the text of WORKFLOW_NVLINK_ERR for XID 74. Numbers and NVIDIA's words for actions are theirs, the
+rest ours.
 """
 
 NONFATAL, FATAL, LINK_FATAL = "non-fatal", "fatal", "link fatal"
@@ -158,5 +159,5 @@ REGISTER_SIGNS: dict[int, tuple[tuple[str, tuple[int, ...]], ...]] = {
     3: (("consequence", (16, 17)), ("fabric", (18,))),
     4: (("ecc", (18, 19, 21, 22, 24, 25, 27, 28)), ("threshold", (20, 23, 26, 29))),
 }
-"""Of an XID 74: by register (the first, third, fourth and fifth of its seven say something) what its bits are a sign of.
-NVIDIA gives them for Hopper; other bits are `unexpected`."""
+"""Of an XID 74: by register (the first, third, fourth and fifth of its seven say something) what its bits are a sign
+of. NVIDIA gives them for Hopper; other bits are `unexpected`."""

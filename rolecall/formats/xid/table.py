@@ -13,7 +13,7 @@ XID_ROWS: tuple[tuple[int, str, str, str, str, str, str], ...] = (
     (13, "ROBUST_CHANNEL_GR_EXCEPTION", "graphics engine exception", "RESTART_APP", "WORKFLOW_XID_13", "user_code", "CHECK_APP / Warning"),
     (14, "ROBUST_CHANNEL_FAKE_ERROR", "unused", "IGNORE", "CONTACT_SUPPORT", "gpu", "- / Warning"),
     (25, "ROBUST_CHANNEL_GR_ILLEGAL_NOTIFY", "invalid or illegal push buffer stream", "RESTART_APP", "CHECK_APP/CUDA", "user_code", "- / Warning"),
-    (31, "ROBUST_CHANNEL_FIFO_ERROR_MMU_ERR_FLT", "GPU memory page fault", "RESTART_APP", "WORKFLOW_XID_31", "user_code", "CHECK_APP+HW_INSPECT / Warning"),
+    (31, "ROBUST_CHANNEL_FIFO_ERROR_MMU_ERR_FLT", "GPU memory page fault", "RESTART_APP", "WORKFLOW_XID_31", "user_code", ("CHECK_APP+HW_INSPECT / " "Warning")),
     (32, "ROBUST_CHANNEL_PBDMA_ERROR", "invalid or corrupted push buffer stream", "RESTART_APP", "CHECK_APP/CUDA", "user_code", "REBOOT+HW_INSPECT / Fatal"),
     (37, "ROBUST_CHANNEL_FECS_ERR_UNIMP_FIRMWARE_METHOD", "driver firmware error", "IGNORE", "CHECK_APP/CUDA", "user_code", "- / Warning"),
     (38, "ROBUST_CHANNEL_FECS_ERR_WATCHDOG_TIMEOUT", "driver firmware error", "IGNORE", "CONTACT_SUPPORT", "gpu", "REBOOT+HW_INSPECT / Fatal"),
@@ -185,7 +185,8 @@ UNUSED_ROWS: dict[int, str] = {
     125: "INFOROM_FS_ERROR",
     138: "ROBUST_CHANNEL_DLA_ERROR",
 }
-"""Mnemonics of codes that NVIDIA lists as unused on Ampere and later, with action CONTACT_SUPPORT. Older GPUs raise some."""
+"""Mnemonics of codes that NVIDIA lists as unused on Ampere and later, with action CONTACT_SUPPORT. Older GPUs raise
+some."""
 
 NOTES: dict[int, tuple[bool, str]] = {
     162: (False, "nothing: power smoothing works again"),

@@ -74,13 +74,16 @@ ADVICE: Mapping[XidAction, str] = MappingProxyType(
         XidAction.WORKFLOW_XID_45: "follow the XID that came before it; if there is none, restart the fabric manager",
         XidAction.WORKFLOW_XID_48: "reset the GPU; if XID 63 or 64 follows, drain it first",
         XidAction.WORKFLOW_NVLINK_ERR: "reset the GPU; if it comes back, have the link inspected",
-        XidAction.WORKFLOW_NVLINK5_ERR: "reset the GPU if the line says Fatal; if it comes back, have the link inspected",
+        XidAction.WORKFLOW_NVLINK5_ERR: "reset the GPU if the line says Fatal; if it comes back, have the link "
+        "inspected",
         XidAction.XID_137_FLOW: "look at the application first, then at the NVLink errors of its peers",
         XidAction.XID_154: "do what the driver says in the line",
         XidAction.XID_154_EVAL: "do what an XID 154 beside it says; if there is none, restart the process",
-        XidAction.CHECK_NVLINK_FAILURE_FLOW: "look for a link that went down in the 30 s before it; if none did, report it",
+        XidAction.CHECK_NVLINK_FAILURE_FLOW: "look for a link that went down in the 30 s before it; if none did, "
+        "report it",
         XidAction.REPORT_ISSUE: "if it comes more than once a day, report it to NVIDIA",
-        XidAction.INVESTIGATE_SW_USER_LINK_SI: "look for who took the link down, then have its signal integrity checked",
+        XidAction.INVESTIGATE_SW_USER_LINK_SI: "look for who took the link down, then have its signal integrity "
+        "checked",
         XidAction.INVESTIGATE_PEER_DEVICE: "look at the device at the other end of the link: it took the link down",
         XidAction.INVESTIGATE_HOST: "look at the other logs of the host: something else failed first",
         XidAction.INVESTIGATE_LINK_SI_AND_CABLES: "check cables, transceivers, seats and temperature of the link",

@@ -72,7 +72,8 @@ class _EvidenceResponse:
 
 
 class EvidencePull:
-    """A `recovery.interfaces.EvidenceCollector`. `request` and `collected` are for the loop's thread and never block."""
+    """A `recovery.interfaces.EvidenceCollector`. `request` and `collected` are for the loop's thread and never
+    block."""
 
     def __init__(
         self,
@@ -157,7 +158,8 @@ class EvidencePull:
     def _kept(
         self, job: _Job, answers: Sequence[_EvidenceResponse], until: float
     ) -> tuple[list[EvidenceFile], list[str]]:
-        """The files, and why there are no more. `until`: redacting takes a second for a few megabytes. Raises OSError."""
+        """The files, and why there are no more. `until`: redacting takes a second for a few megabytes. Raises
+        OSError."""
         # A kernel log may be empty; anything else that is empty is malformed.
         had = [(a, a.body) for a in answers if a.body is not None and (a.body or a.ask.kind is not EvidenceKind.KERNEL)]
         if not had:

@@ -1,4 +1,5 @@
-"""Clocks that are set, by an hour: of a node, of all, of the watch. What orders and what times out is the monotonic clock."""
+"""Clocks that are set, by an hour: of a node, of all, of the watch. What orders and what times out is the monotonic
+clock."""
 
 import json
 import re

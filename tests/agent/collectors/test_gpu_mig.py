@@ -24,7 +24,8 @@ LABELS = (
 
 @pytest.fixture
 def machine(tmp_path: Path) -> Iterator[Machine]:
-    """GPU 0 is cut: `3g.40gb` with two compute instances, `1g.10gb`, and a hole between their numbers. GPU 1 is whole."""
+    """GPU 0 is cut: `3g.40gb` with two compute instances, `1g.10gb`, and a hole between their numbers. GPU 1 is
+    whole."""
     with shown_by(Machine(tmp_path / "state", num_gpus=2)) as shown:
         shown.set(
             {

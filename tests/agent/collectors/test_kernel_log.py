@@ -1,4 +1,5 @@
-"""The collector over a ring like the kernel's and over files: restarts, overruns, rotation, truncation, no permission."""
+"""The collector over a ring like the kernel's and over files: restarts, overruns, rotation, truncation, no
+permission."""
 
 import errno
 import json
@@ -29,7 +30,8 @@ NOISE = "usb 1-1: new high-speed USB device number 2 using xhci_hcd"
 
 
 class Ring:
-    """What /dev/kmsg does: numbered records, of which it keeps the newest `size`; every opening begins at the oldest."""
+    """What /dev/kmsg does: numbered records, of which it keeps the newest `size`; every opening begins at the
+    oldest."""
 
     def __init__(self, size: int = 100_000) -> None:
         self.records: deque[tuple[int, bytes]] = deque(maxlen=size)

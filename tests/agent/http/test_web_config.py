@@ -172,7 +172,10 @@ def test_a_right_password_is_checked_once_and_a_wrong_one_each_time(monkeypatch:
         ("tls_server_config: {cert_file: node.crt, key_file: node.key, min_version: TLS10}", "one of TLS12, TLS13"),
         ("tls_server_config: {cert_file: node.crt, key_file: node.key, client_auth_type: Maybe}", "client_auth_type"),
         (
-            "tls_server_config: {cert_file: node.crt, key_file: node.key, client_auth_type: RequireAndVerifyClientCert}",
+            (
+                "tls_server_config: {cert_file: node.crt, key_file: node.key, client_auth_type: "
+                "RequireAndVerifyClientCert}"
+            ),
             "client_ca_file",
         ),
         ("tls_server_config: {cert_file: node.crt, key_file: node.key, client_ca_file: node.crt}", "needs client_auth"),

@@ -1,4 +1,5 @@
-"""Flight Recorder dumps on request: a hung main thread, no torch, a recorder that fails, answers that nobody can trust."""
+"""Flight Recorder dumps on request: a hung main thread, no torch, a recorder that fails, answers that nobody can
+trust."""
 
 import http.client
 import os

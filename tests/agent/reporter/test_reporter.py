@@ -346,7 +346,8 @@ def test_no_call_costs_more_than_a_few_stores() -> None:
 
 
 def test_telling_of_an_exception_is_handing_it_over(tmp_path: Path) -> None:
-    """Counted, not timed: the calling thread opens no socket and waits for no lock but the page's, which it holds briefly."""
+    """Counted, not timed: the calling thread opens no socket and waits for no lock but the page's, which it holds
+    briefly."""
     from rolecall.agent.reporter import reporter
 
     mute = _caught_error()

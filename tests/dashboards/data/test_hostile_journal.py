@@ -1,5 +1,5 @@
-"""Whatever stands in a journal - of another version, of a bad disk, of somebody who means harm - every page still draws,
-and what can be read of the rest is on it."""
+"""Whatever stands in a journal - of another version, of a bad disk, of somebody who means harm - every page still
+draws, and what can be read of the rest is on it."""
 
 import json
 import sqlite3

@@ -1,8 +1,8 @@
 """A strict stand-in of Grafana's HTTP API (11.x), as far as rolecall asks it: over real HTTP, on loopback.
 
-It checks what a real one checks (token and role, content type, versions, titles) and refuses more: a field or a parameter
-that the API does not have is an answer 400, so that a misspelt one does not pass. It is no Grafana: no migration of
-dashboards, no permissions by folder, no organisations.
+It checks what a real one checks (token and role, content type, versions, titles) and refuses more: a field or a
+parameter that the API does not have is an answer 400, so that a misspelt one does not pass. It is no Grafana: no
+migration of dashboards, no permissions by folder, no organisations.
 """
 
 import contextlib

@@ -1,5 +1,6 @@
-"""Made-up metrics of a cluster to which everything has happened: each metric of the catalogue has a series, each counter
-has moved, and nodes with our agent, with a dcgm-exporter of today and with one of before May 2026 stand side by side.
+"""Made-up metrics of a cluster to which everything has happened: each metric of the catalogue has a series, each
+counter has moved, and nodes with our agent, with a dcgm-exporter of today and with one of before May 2026 stand side by
+side.
 
 What is rightly empty in a healthy run has data here, so that an expression can be proven to see it.
 """

@@ -1,7 +1,7 @@
 """What each alert must do, as little histories: fires, and the near miss that must not.
 
-Times are seconds since 0, a sample each 15 s, values in promtool's notation (`1x4` is five times 1). `@W` are the labels of
-a watch, `@N` those of an agent. `fires`: the labels of each alert that must be firing at `at`; () for none.
+Times are seconds since 0, a sample each 15 s, values in promtool's notation (`1x4` is five times 1). `@W` are the
+labels of a watch, `@N` those of an agent. `fires`: the labels of each alert that must be firing at `at`; () for none.
 """
 
 from typing import NamedTuple

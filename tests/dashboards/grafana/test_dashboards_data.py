@@ -1,8 +1,8 @@
 """Every expression of every dashboard is run on a real Prometheus and must find data.
 
-Twice: on the metrics of a real demo run, and on made-up ones of a cluster to which everything has happened, where nothing
-may be empty at all. What a healthy run rightly does not have is listed here with its reason; a metric that is missing for
-any other reason fails these tests, which is tested, too.
+Twice: on the metrics of a real demo run, and on made-up ones of a cluster to which everything has happened, where
+nothing may be empty at all. What a healthy run rightly does not have is listed here with its reason; a metric that is
+missing for any other reason fails these tests, which is tested, too.
 """
 
 import functools
@@ -48,12 +48,14 @@ RIGHTLY_EMPTY = {
     "rolecall_run_value_loss": NO_CRITIC,
     "rolecall_run_kl_reference_nats": NO_REFERENCE,
     "rolecall_run_filtered_ratio": NO_SAMPLING,
-    "rolecall_run_log_ratio_max": "absent in steps without a token of weights that a trainer holds; this run had none else",
+    "rolecall_run_log_ratio_max": "absent in steps without a token of weights that a trainer holds; this run had "
+    "none else",
     "rolecall_train_filtered_ratio": NO_SAMPLING,
     **{m: "made by recording rules, which test_rules.py tries" for m in METRICS if ":" in m},
     **{m: NO_VLLM for m in METRICS if m.startswith("rolecall_vllm_")},
 }
-"""Metrics of which the demo run has no series, or none that moves, and why that is right. Each has data in the made-up cluster."""
+"""Metrics of which the demo run has no series, or none that moves, and why that is right. Each has data in the made-up
+cluster."""
 RIGHTLY_QUIET = {
     "Active diagnoses": "each was acted upon, and stood no more, before the next scrape",
     "Plans blocked by guards in the time range": "no guard had to hold a plan",

@@ -1,4 +1,5 @@
-"""Alerts and recording rules on a real Prometheus that holds the metrics of a real demo run with its injected faults."""
+"""Alerts and recording rules on a real Prometheus that holds the metrics of a real demo run with its injected
+faults."""
 
 import json
 import re

@@ -1,7 +1,8 @@
-"""Looks at a dashboard as Grafana does: asks for the values of its variables, puts them into its expressions, runs these.
+"""Looks at a dashboard as Grafana does: asks for the values of its variables, puts them into its expressions, runs
+these.
 
-`look` says what was asked and what came back: for each expression of each panel the number of points, and for each metric
-in it the same alone, so that nothing hides behind an `or`.
+`look` says what was asked and what came back: for each expression of each panel the number of points, and for each
+metric in it the same alone, so that nothing hides behind an `or`.
 """
 
 import re

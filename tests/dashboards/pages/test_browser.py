@@ -1,6 +1,7 @@
 """The dashboard in a real Chromium: every page in light, dark and on a phone; hostile text; a person who acts.
 
-Two dashboards are served, of a run that is over and of one whose plan waits for a person, and one browser looks at both.
+Two dashboards are served, of a run that is over and of one whose plan waits for a person, and one browser looks at
+both.
 """
 
 from collections.abc import Iterator

@@ -171,7 +171,10 @@ def test_a_page_that_fails_tells_its_owner_why_and_no_password(caplog: pytest.Lo
 
 
 def test_without_streamlit_it_says_what_to_install() -> None:
-    code = "import sys; sys.modules['streamlit'] = None; from rolecall.cli.main import main; sys.exit(main(['dashboard', 'x']))"
+    code = (
+        "import sys; sys.modules['streamlit'] = None; from rolecall.cli.main import main; "
+        "sys.exit(main(['dashboard', 'x']))"
+    )
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE_SECONDS, check=False
     )

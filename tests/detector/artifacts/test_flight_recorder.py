@@ -645,7 +645,8 @@ def gloo(tmp_path: Path) -> Iterator[Gloo]:
 
 @pytest.mark.slow
 def test_a_real_job_is_judged_by_its_own_dumps(gloo: Gloo) -> None:
-    """One job goes through it all: each hang is dumped while it lasts, from beside the blocked thread, then released."""
+    """One job goes through it all: each hang is dumped while it lasts, from beside the blocked thread, then
+    released."""
     world = [f"{r} reduce world" for r in range(4)]
 
     def both(name: str, fault: str, rank: int, *ranks: int) -> str:

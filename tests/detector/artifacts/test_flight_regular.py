@@ -1,4 +1,5 @@
-"""Entries cut out by their bytes are the same as those read one by one; bytes that only look like entries do no harm."""
+"""Entries cut out by their bytes are the same as those read one by one; bytes that only look like entries do no
+harm."""
 
 import pickle
 import random
@@ -24,7 +25,8 @@ KINDS: list[dict[str, Any]] = [
 
 
 def torch_pickle(value: Any) -> bytes:
-    """As PyTorch's pickler writes plain values: every text is remembered, and so is a dict that stands in many places."""
+    """As PyTorch's pickler writes plain values: every text is remembered, and so is a dict that stands in many
+    places."""
     out, memo = bytearray(b"\x80\x02"), dict[Any, int]()
 
     def remembered(key: Any) -> bool:

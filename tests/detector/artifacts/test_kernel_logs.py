@@ -1,4 +1,5 @@
-"""`rolecall diagnose` over kernel logs: recognised by content, one diagnosis for each thing that is ill, near-misses none."""
+"""`rolecall diagnose` over kernel logs: recognised by content, one diagnosis for each thing that is ill, near-misses
+none."""
 
 import json
 from pathlib import Path

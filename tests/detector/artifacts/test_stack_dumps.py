@@ -77,7 +77,8 @@ def test_text_of_py_spy_is_read(tmp_path: Path) -> None:
     file.write_text(
         "Process \x1b[1m7\x1b[0m: python train.py --name 'a (b)'\nPython v3.11.7 (/usr/bin/python3.11)\n\n"
         'Thread 9 (active+gil): "Thread-1 (x)"\n    x (a.py:3)\n'
-        'Thread 7 (idle): "MainThread"\n    wait (threading.py:320)\n        Arguments:\n            self: "f (b.py:1)"\n'
+        'Thread 7 (idle): "MainThread"\n    wait (threading.py:320)\n        Arguments:\n            self: "f '
+        '(b.py:1)"\n'
         "    <module> (my (odd) dir/train.py:12)\n"
     )
     assert is_dump(file)

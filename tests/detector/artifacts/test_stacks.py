@@ -391,7 +391,8 @@ def test_who_was_seen_before_and_has_no_dump_of_now_is_missing() -> None:
 
 
 def test_outliers_at_random_are_seldom_named() -> None:
-    """Somebody is the last in every round, by lot: in at most a tenth of such jobs is anybody slow, of all the groups."""
+    """Somebody is the last in every round, by lot: in at most a tenth of such jobs is anybody slow, of all the
+    groups."""
     rng = random.Random(5)
     named = 0
     for _ in range(60):

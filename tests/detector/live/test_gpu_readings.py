@@ -1,4 +1,5 @@
-"""GPUs of a run: whose they are, how several count for one rank, and a replica whose GPU throttles while all keep step."""
+"""GPUs of a run: whose they are, how several count for one rank, and a replica whose GPU throttles while all keep
+step."""
 
 import json
 import math

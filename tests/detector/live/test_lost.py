@@ -1,4 +1,5 @@
-"""Agents that do not answer: one is a node that cannot be seen, most of them at once are one fault of what they share."""
+"""Agents that do not answer: one is a node that cannot be seen, most of them at once are one fault of what they
+share."""
 
 from rolecall.core.config.job import DetectorConfig
 from rolecall.core.faults import FaultClass

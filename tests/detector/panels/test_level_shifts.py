@@ -29,8 +29,8 @@ def process(seed: int, phi: float, dof: float) -> Floats:
 
 
 def run(z: Floats, until: int = TICKS, *, stayed: int = MACHINES) -> tuple[Floats, LevelShifts]:
-    """Scores (T, N) of a fleet of which all blocks before the onset are healthy. Machine `stayed` is from then on away from
-    its peers because they went."""
+    """Scores (T, N) of a fleet of which all blocks before the onset are healthy. Machine `stayed` is from then on away
+    from its peers because they went."""
     past, shifts = Whitening(1, MACHINES), LevelShifts(1, MACHINES)
     known, everyone = np.ones((1, MACHINES), np.bool_), np.ones(MACHINES, np.bool_)
     edge = np.zeros((1, 1), np.bool_)
@@ -167,8 +167,8 @@ def test_outliers_of_a_wild_metric_do_not_add_up() -> None:
 
 
 def test_sums_do_not_stay_up_where_nothing_stands() -> None:
-    """With a clock badly set much is left unexplained at each edge, no forecast is better than the other, and W must not
-    keep what was long ago."""
+    """With a clock badly set much is left unexplained at each edge, no forecast is better than the other, and W must
+    not keep what was long ago."""
     past, shifts = Whitening(1, MACHINES), LevelShifts(1, MACHINES)
     shifts.sums[:, 0, 3:5] = 30.0
     known, no = np.ones((1, MACHINES), np.bool_), np.zeros((1, MACHINES), np.bool_)

@@ -123,7 +123,8 @@ def test_which_metrics_are_tried() -> None:
 
 
 def _smooth(seed: int, num: int) -> Floats:
-    """(8, 1, 1, num): what normal metrics look like within eight seconds, scaled: levels, slopes, waves, a bit of noise."""
+    """(8, 1, 1, num): what normal metrics look like within eight seconds, scaled: levels, slopes, waves, a bit of
+    noise."""
     rng = np.random.default_rng(seed)
     wave = np.sin(rng.uniform(0.02, 0.2, num) * np.arange(8)[:, None] + rng.uniform(0, 2 * math.pi, num))
     values = 0.5 + rng.uniform(0, 0.4, num) * wave + rng.uniform(-0.1, 0.1, num)

@@ -1,4 +1,5 @@
-"""How far each machine is from an alarm: of several channels the one that is nearest to it, whatever the others lack."""
+"""How far each machine is from an alarm: of several channels the one that is nearest to it, whatever the others
+lack."""
 
 import math
 

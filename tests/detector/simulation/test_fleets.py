@@ -1,7 +1,7 @@
 """Whole runs of a synthetic fleet: nothing is said while it is healthy, and each fault is named rightly and in time.
 
-Faults are told with the process state masked. `python -m pytest tests/detector/simulation/test_fleets.py -k healthy` prints the
-seed of a run that fails.
+Faults are told with the process state masked. `python -m pytest tests/detector/simulation/test_fleets.py -k healthy`
+prints the seed of a run that fails.
 """
 
 from collections.abc import Callable

@@ -1,6 +1,6 @@
-"""The same trouble, and people who talk all the time: they hold, lift, approve, reject, mark, replace, quarantine, drain and
-return at random moments, also between a watch's decision and its write. No word breaks an incident, what is held or
-rejected does not begin, and nothing is placed on a quarantined node.
+"""The same trouble, and people who talk all the time: they hold, lift, approve, reject, mark, replace, quarantine,
+drain and return at random moments, also between a watch's decision and its write. No word breaks an incident, what is
+held or rejected does not begin, and nothing is placed on a quarantined node.
 """
 
 from collections import Counter

@@ -26,7 +26,8 @@ from rolecall.testing.learning import BatchGenerator, GeneratedSequence, ModelSe
 
 KNOWS_PARITY = 0.65
 """Letters guessed at random and the end in its place earn (12 / 2 + 1) / 13 = 0.54: more takes looking at the digits.
-Eleven runs over six seeds and staleness 0 to 2 ended between 0.75 and 1.0 after 80 steps; the 0.75 was 1.0 after 100."""
+Eleven runs over six seeds and staleness 0 to 2 ended between 0.75 and 1.0 after 80 steps; the 0.75 was 1.0 after
+100."""
 TINY = {"hidden_size": 32, "intermediate_size": 64}
 
 

@@ -5,14 +5,15 @@ span ten versions and more, so a law that loses them for their age, or for being
 Two such laws are tested along, and must be rejected.
 
 What is lost is counted by length: groups that were dropped for another reason than a filter's choice or the run's end,
-and requests of which half or more was made again. (What an engine made since the last pull is lost with it, a tenth of a
-second's work, whatever the length.) One kill hits many requests, so these are not independent; but
+and requests of which half or more was made again. (What an engine made since the last pull is lost with it, a tenth of
+a second's work, whatever the length.) One kill hits many requests, so these are not independent; but
 lengths are drawn for each prompt independently of everything else. So the lengths are shuffled within each run, and the
 covariance of loss and the logarithm of length is compared with those of the shuffled ones: the share of these that
 reach it is an exact level, however losses cluster. One-sided.
 
 Found over 1,000 kills each, with seeds not seen before: GRPO dropped none of 3,984 groups, DAPO none of 4,501; level of
-the share of tokens that was made again 1.00 for both (of long answers it is smaller). Dropping by the oldest token: 19 of 123 groups in 40 kills, level 0.001.
+the share of tokens that was made again 1.00 for both (of long answers it is smaller). Dropping by the oldest token: 19
+of 123 groups in 40 kills, level 0.001.
 """
 
 import asyncio

@@ -269,7 +269,8 @@ def test_just_inside_the_bounds_of_log_ratios_the_equations_hold() -> None:
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_tokens_that_are_not_trained_do_not_matter_whatever_they_are(name: str) -> None:
-    """Too old, used before, of a prompt or padding: not even a ratio that overflows, or infinite values, get through."""
+    """Too old, used before, of a prompt or padding: not even a ratio that overflows, or infinite values, get
+    through."""
     case = random_case(name, 5)
     plain = measure(case)
 

@@ -1,8 +1,9 @@
 """Windows and prefixes of the dead, where the exact gradient is known: answers of at most three tokens out of three.
 
-Every answer, every moment of a death (independent of what is generated) and every way on are enumerated and weighed with
-their exact probabilities, through the real table, windows and objective. So nothing here is statistical: an estimate
-without bias equals the gradient of the expected reward to the last digit, and a deviation is exactly what it should be.
+Every answer, every moment of a death (independent of what is generated) and every way on are enumerated and weighed
+with their exact probabilities, through the real table, windows and objective. So nothing here is statistical: an
+estimate without bias equals the gradient of the expected reward to the last digit, and a deviation is exactly what it
+should be.
 """
 
 import itertools
@@ -230,7 +231,8 @@ def test_the_papers_value_behind_a_cut_deviates_by_exactly_the_last_difference(
 
 
 def lost_behind(tree: Tree, start: int, answer: Answer) -> PromptGroup | None:
-    """A window whose context was lost with engine and controller, made from the prompt; None if it is to be made anew."""
+    """A window whose context was lost with engine and controller, made from the prompt; None if it is to be made
+    anew."""
     table, name, engine = TrajectoryTable(), group_id(0, start), (ReplicaId("rollout/0"), 1)
     request = GenerationRequest(
         request_id=f"{name}.0", group_id=name, prompt_tokens=PROMPT, max_response_tokens=LONGEST, seed=0

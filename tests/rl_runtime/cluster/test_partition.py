@@ -23,8 +23,8 @@ from tests.rl_runtime.trainer.test_trainer_faults import (
 from tests.rl_runtime.trainer_process import LEDGER, Place, Team, TrainerProcess, make_microbatches, tiny_job
 
 GROUP_TIMEOUT_SECONDS = 6.0
-"""Joins and steps of a healthy group must fit in on a loaded machine, where they take half a second; each test waits for
-it once."""
+"""Joins and steps of a healthy group must fit in on a loaded machine, where they take half a second; each test waits
+for it once."""
 ALL_OF_STEP_0 = ("0.0", "0.1", "0.2", "0.3")
 
 

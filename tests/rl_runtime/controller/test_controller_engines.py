@@ -1,4 +1,5 @@
-"""Engines and trainers that answer late, or with something else than an answer: the others go on, nothing counts twice."""
+"""Engines and trainers that answer late, or with something else than an answer: the others go on, nothing counts
+twice."""
 
 import asyncio
 import dataclasses

@@ -40,7 +40,8 @@ class Counts:
     """One entry a run; in it, one for each answer."""
 
     windows: list[Losses] = field(default_factory=list)
-    """The share of its windows that was dropped, of answers that fill a window: a shorter one is at risk for less time."""
+    """The share of its windows that was dropped, of answers that fill a window: a shorter one is at risk for less
+    time."""
     tokens: list[Losses] = field(default_factory=list)
     """Tokens of its own windows made again, for each one trained on."""
     reasons: Counter[str] = field(default_factory=Counter)

@@ -243,7 +243,8 @@ def test_log_probabilities_are_the_trainers_and_the_end_token_is_kept(stage: Sta
 def test_more_prompts_than_fit_into_one_step_are_all_served(stage: Stage, a: Remote) -> None:
     manifest = stage.publish()
     stage.update(a, manifest)
-    # 48 x 80 tokens, and a step takes 2048: a prompt that were begun in one and ended in the next would break the engine.
+    # 48 x 80 tokens, and a step takes 2048: a prompt that were begun in one and ended in the next would break the
+    # engine.
     ids = [f"long.{n}" for n in range(48)]
     prompts = [(1, *(3 + (n * 7 + i * i) % 10 for i in range(79))) for n in range(len(ids))]
     a.submit(1, [replace(request(i, n, num=4), prompt_tokens=prompts[n]) for n, i in enumerate(ids)])

@@ -1,4 +1,5 @@
-"""The weight port among peers that lie, break off, hang or know no token: refused by name, and the others are served."""
+"""The weight port among peers that lie, break off, hang or know no token: refused by name, and the others are
+served."""
 
 import os
 import socket

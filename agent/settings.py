@@ -1,7 +1,7 @@
 """`agent.yaml`: what an operator sets for the agent of a node. Everything has a default; unknown keys are refused.
 
-`rolecall agent --config agent.yaml`; `--explain` prints each key with its meaning. Imported only when there is such a
-file: the agents of a bundled run take arguments, and do not carry pydantic.
+`rolecall agent --config agent.yaml`; `--explain` prints each key with its meaning. The agents of a bundled
+run (`--ranks-only`) do not import this module, and so not pydantic.
 """
 
 import os

@@ -276,6 +276,14 @@ def _rehashed(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return forged
 
 
+def test_a_group_is_trained_only_once(ledger: Ledger) -> None:
+    ledger.write([_line("g1", S.ISSUED), _line("g1", S.ASSIGNED, 0), _line("g1", S.TRAINED, 0)])
+    for again in (S.TRAINED, S.ASSIGNED):
+        with pytest.raises(LedgerViolation, match="g1"):
+            ledger.write([_line("g1", again, 1)])
+    assert [line["state"] for line in ledger.lines()].count("trained") == 1
+
+
 def test_a_forged_chain_is_found_by_moves_and_by_anchors(ledger: Ledger) -> None:
     heads = _ordinary(ledger)
     lines = ledger.lines()

@@ -69,7 +69,7 @@ def test_names_are_unique_and_no_field_is_forgotten() -> None:
 
 
 def test_docs_are_made_from_the_table() -> None:
-    assert DOCS.read_text() == markdown(), "run: python -m rolecall.core.metrics.catalogue > docs/reference/metrics.md"
+    assert DOCS.read_text() == markdown(), "run: make docs"
 
 
 def test_process_values_carry_states_as_labels_and_leave_out_what_is_not_known() -> None:

@@ -1,6 +1,6 @@
 """ETTR per hour, and lost time by role, fault class and incident. Pure.
 
-ETTR is defined by `views.ettr.ettr`, applied to each hour. A live run counts up to now, an ended one up to its last
+ETTR is 1 - lost time / time of each hour, with the lost time of `views/ettr.py`. A live run counts up to now, an ended one up to its last
 committed step. `views.ettr.lost_seconds` attributes the lost time to incidents.
 """
 
@@ -40,7 +40,7 @@ class LostTimeShare:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EttrBreakdown:
-    """`slice_seconds`: 3600, or less for a short run. `ettr`: of the whole run."""
+    """`slice_seconds`: 3600, or less for a short run. `ettr`: of all slices."""
 
     slice_seconds: float
     slices: tuple[Slice, ...]

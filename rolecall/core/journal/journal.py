@@ -63,8 +63,8 @@ class Journal:
         `since`, up to which the writer had read: a person and a watch may speak at the same moment.
 
         Raises:
-            Fenced: `lease` is over.
-            Overtaken: `unless` says so.
+            LeaseFenced: `lease` is over.
+            ConcurrentWrite: such an event came in between.
         """
         with self.store.write() as conn:
             if unless:
@@ -240,7 +240,7 @@ class Journal:
         Idempotent: writing the current record again returns True.
 
         Raises:
-            Fenced: `lease` is over.
+            LeaseFenced: `lease` is over.
         """
         with self.store.write() as conn:
             if lease is not None:

@@ -23,8 +23,8 @@ class MetricScope(StrEnum):
     NCCL = "nccl"
     VLLM = "vllm"
     AGENT = "agent"  # the agent's own counters
-    WATCH = "watch"  # `rolecall watch`: itself and its incidents (watch_metrics.py)
-    RUN = "run"  # the run, as its journal has it (run_account.py)
+    WATCH = "watch"  # `rolecall watch`: itself and its incidents (metrics/watch.py)
+    RUN = "run"  # the run, computed from its journal (views/run_totals.py)
 
 
 NODE = ("node",)

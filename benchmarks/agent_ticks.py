@@ -257,8 +257,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     marks = measured(args.ticks, 60 * args.minutes)
     config = (
         f"{full.NUM_GPUS} GPUs (stand-in), {full.NUM_NICS} NICs, {full.NUM_RANKS} ranks; {marks[-1].num_ticks} ticks "
-        f"of a "
-        f"second each, of {args.ticks} asked for, in {time.monotonic() - began:.0f} s"
+        f"of a second each, of {args.ticks} asked for, in {time.monotonic() - began:.0f} s"
     )
     lines = common.header("The node agent over many looks", config, "none: nothing is drawn") + report(marks)
     print("\n".join(lines))

@@ -146,8 +146,8 @@ def _healthy(found: Sequence[Judged]) -> list[str]:
         courses = min(1.0, UPPER_95 / len(lawful))
         lines.append(
             f"With 95 % confidence below {1000 * UPPER_95 / rows:.2f} if each step were a trial of its own; but the "
-            f"steps of a "
-            f"course are alike, and the {len(lawful)} courses as trials only say that at most {courses:.0%} of "
+            f"steps of a course are alike, and the {len(lawful)} courses as trials only say that at most "
+            f"{courses:.0%} of "
             f"courses have one."
         )
     lines.append("The thresholds were chosen with such courses at hand: another job may show more.")

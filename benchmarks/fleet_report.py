@@ -167,8 +167,8 @@ PRECISION_SAID = (
     f"Minder's: {MINDER_FAULTS_PER_DAY:g} faults a day in a task of {MACHINES_MEAN:.0f} machines, the mean of "
     f"{NUM_MACHINES_MIN} "
     f"to {NUM_MACHINES_MAX:,} log-uniform; base rate: {BASE_RATE_PER_1000_MACHINE_DAYS:g} faults per 1,000 "
-    f"machine-days. "
-    "Wrong per fault: all false alarms from a fault's onset to 2 minutes after its end, on tasks of the sizes "
+    "machine-days. Wrong per fault: all false alarms from a fault's onset to 2 minutes after its end, on tasks of "
+    "the sizes "
     "simulated here."
 )
 
@@ -282,10 +282,10 @@ def report(runs: Sequence[Sequence[Outcome]]) -> list[str]:
     num_faults = sum(t.fault is not None for t in tasks)
     what = (
         f"{num_faults} faults in as many tasks, {len(tasks) - num_faults} healthy tasks; {sizes[0]} to {sizes[-1]} "
-        f"machines "
-        f"(median {sizes[len(sizes) // 2]}), {days:,.0f} machine-days. A missed fault is later than every found one. "
-        f"What is "
-        "simulated, and from which source: `detector/simulation/fleet.py`; what counts as right: `benchmarks/fleet.py`."
+        f"machines (median {sizes[len(sizes) // 2]}), {days:,.0f} machine-days. A missed fault is later than every "
+        f"found one. "
+        "What is simulated, and from which source: `detector/simulation/fleet.py`; what counts as right: "
+        "`benchmarks/fleet.py`."
     )
     lines = [what, ""]
     for name in dict.fromkeys(mine[0].detector for mine in runs):

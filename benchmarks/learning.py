@@ -92,8 +92,7 @@ def _told(run: Run, record: dict[str, Any], left: int) -> str:
     reward, exact = record["final"]
     return (
         f"{run.part}, {run.name}, seed {run.seed}: {len(steps)} steps, {sum(record['columns']['cpu_seconds']):.0f} "
-        f"CPU s, "
-        f"examined: reward {reward:.3f}, exact {exact:.3f}; load {record['load'][1]}; {left} left"
+        f"CPU s, examined: reward {reward:.3f}, exact {exact:.3f}; load {record['load'][1]}; {left} left"
     )
 
 

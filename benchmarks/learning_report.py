@@ -209,8 +209,7 @@ def parts(named: dict[str, list[Record]]) -> list[str]:
     lines += [
         (
             "What it took, over the whole run; `at equal tokens`: reward when as many tokens were generated as by "
-            "that one "
-            f"of the runs with all their steps which generated the fewest ({budget:,.0f}):"
+            f"that one of the runs with all their steps which generated the fewest ({budget:,.0f}):"
         ),
         "",
     ]
@@ -246,8 +245,7 @@ def steps_between(named: dict[str, list[Record]]) -> list[str]:
     return [
         (
             "Change of the reward by each part, seed by seed. n is small: where the quartiles hold 0, nothing is "
-            "shown, and "
-            "all five in one direction come by chance once in 16, of each part:"
+            "shown, and all five in one direction come by chance once in 16, of each part:"
         ),
         "",
         *table(("", "reward of the last steps", "better in", "reward of the examination"), rows),
@@ -262,10 +260,9 @@ def race(named: dict[str, list[Record]]) -> list[str]:
             f"`long_addition` of {RACE_DIGITS} places, {seconds:.0f} s of generating and training each, engine in "
             f"the same process, one thread. The two "
             "have the same settings but for the window: groups are of one sample with PPO too, and a step has as "
-            "many of "
-            "its whole answers as of T-PPO's windows. The settings are T-PPO's defaults, not PPO's (lambda 1 among "
-            "them). The "
-            "two of a seed ran at the same time, on a core each."
+            "many of its whole answers as of T-PPO's windows. The settings are T-PPO's defaults, not PPO's (lambda 1 "
+            "among "
+            "them). The two of a seed ran at the same time, on a core each."
         ),
         "",
     ]
@@ -301,12 +298,11 @@ def race(named: dict[str, list[Record]]) -> list[str]:
     lines += [
         (
             f"Seconds until the first examination that shows a reward: {EXAM_PROMPTS} whole answers to prompts of "
-            f"other "
-            f"numbers, every {named[next(iter(named))][0]['run']['exam_every']} steps, its time not counted (median, "
-            f"extremes, "
-            "how many reached it). Both are asked every so many steps and not seconds: the seconds between "
-            "examinations are "
-            "how late a time may be, and whoever is asked more often is lucky more often (the standard error of one "
+            f"other numbers, every {named[next(iter(named))][0]['run']['exam_every']} steps, its time not counted "
+            f"(median, "
+            "extremes, how many reached it). Both are asked every so many steps and not seconds: the seconds between "
+            "examinations are how late a time may be, and whoever is asked more often is lucky more often (the "
+            "standard error of one "
             "examination is at most 0.03):"
         ),
         "",
@@ -335,14 +331,13 @@ def cost_of_a_step(records: Sequence[Record]) -> str:
     if explained < EXPLAINED_MIN or min(step, token, read, rest) < 0:
         return (
             f"What an engine step costs however few rows it has, and what a token more, cannot be told apart here: a "
-            f"fit over "
-            f"all {len(took):,} steps explains {explained:.2f} of the variance."
+            f"fit over all {len(took):,} steps explains {explained:.2f} of the variance."
         )
     return (
         f"Fitted over all {len(took):,} steps (explains {explained:.2f} of the variance): an engine step costs "
         f"{1e3 * step:.1f} ms however few rows it has, a generated token {1e6 * token:.0f} us more, a token of a "
-        f"prompt or "
-        f"an earlier window {1e6 * read:.0f} us, and a step's generation {1e3 * rest:.0f} ms besides (new weights)."
+        f"prompt or an earlier window {1e6 * read:.0f} us, and a step's generation {1e3 * rest:.0f} ms besides (new "
+        f"weights)."
     )
 
 
@@ -423,8 +418,7 @@ def report(records: Sequence[Record]) -> list[str]:
         ),
         (
             "- numbers are medians over seeds (quartiles; extremes), of fewer runs where the cell says so; rewards "
-            "are means "
-            f"over {SMOOTH_STEPS} steps, of all answers that ended in them"
+            f"are means over {SMOOTH_STEPS} steps, of all answers that ended in them"
         ),
     ]
     for part, tell in made:

@@ -214,14 +214,14 @@ def ablations(args: argparse.Namespace) -> list[str]:
         (
             f"{args.tasks} faults, {args.healthy} healthy tasks, {sizes[0]} to {sizes[-1]} machines, seed {args.seed}; "
             f"{sum(c[next(iter(c))].machine_days for c in counts):.1f} machine-days; asked {args.asked:g} false "
-            f"alarms per 1,000 "
-            "machine-days. The first row of each variant counts the false alarms of all tasks, the others those in "
-            "theirs. Of "
-            f"its kind: steps and ramps of {OWN_KIND_SIGMAS_MIN:g} sigma and more that last {OWN_KIND_SECONDS_MIN:g} "
-            f"s and show in one of "
-            f"the first {minder.NUM_METRICS} metrics. Simulated faults show in 1 to 3 of 21 metrics; the paper's "
-            f"show in more. "
-            "The paper: precision 0.904, recall 0.883; 0.757 precision without continuity; RAW has the worst recall."
+            "alarms per 1,000 machine-days. The first row of each variant counts the false alarms of all tasks, the "
+            "others those in "
+            f"theirs. Of its kind: steps and ramps of {OWN_KIND_SIGMAS_MIN:g} sigma and more that last "
+            f"{OWN_KIND_SECONDS_MIN:g} "
+            f"s and show in one of the first {minder.NUM_METRICS} metrics. Simulated faults show in 1 to 3 of 21 "
+            f"metrics; the paper's "
+            "show in more. The paper: precision 0.904, recall 0.883; 0.757 precision without continuity; RAW has the "
+            "worst recall."
         ),
         "",
         *table(head, compared(counts)),
@@ -289,8 +289,8 @@ def real(args: argparse.Namespace) -> list[str]:
         "",
         (
             "Default settings; asked: false alarms per 1,000 machine-days. Event F1 of these methods tuned on these "
-            "very days: "
-            "Mahalanobis 0.34, robust z 0.25, isolation forest 0.23, neighbours 0.21, PCA and pairwise distances 0.19."
+            "very days: Mahalanobis 0.34, robust z 0.25, isolation forest 0.23, neighbours 0.21, PCA and pairwise "
+            "distances 0.19."
         ),
         "",
         *table((*head, "healthy flagged", "CPU s"), rows),
@@ -341,10 +341,9 @@ def call(args: argparse.Namespace) -> list[str]:
         "",
         (
             f"15 minutes (900 ticks) of {CALL_MACHINES:,} machines, {CALL_METRICS} metrics, 2 % missing, one thread, "
-            f"n = 1. The "
-            f"paper: {PAPER_CALL_SECONDS} s on 128 cores, fetching included. Minder's pairwise distances cost the "
-            f"square of the "
-            "machines."
+            f"n = 1. The paper: {PAPER_CALL_SECONDS} s on 128 cores, fetching included. Minder's pairwise distances "
+            f"cost the "
+            "square of the machines."
         ),
         "",
         *table(head, rows),

@@ -115,10 +115,10 @@ def own_kind(args: argparse.Namespace) -> list[str]:
             f"{max(t.num_machines for t in tasks)} machines, seed {args.seed}: {low:g} to {high:g} sigma, in every "
             f"metric of the groups that "
             "show the kind, there at once or within a minute, for 8 minutes or longer, after 15 to 20 healthy "
-            "minutes. Asked: "
-            f"{args.asked:g} false alarms per 1,000 machine-days. Every tick is judged; a call every 8 minutes, as "
-            f"in the paper, tells "
-            f"{PAPER_CALL_EVERY_SECONDS / 2:.0f} s later on average. Then one thing at a time is as in the fleet "
+            f"minutes. Asked: {args.asked:g} false alarms per 1,000 machine-days. Every tick is judged; a call every "
+            f"8 minutes, as "
+            f"in the paper, tells {PAPER_CALL_EVERY_SECONDS / 2:.0f} s later on average. Then one thing at a time is "
+            f"as in the fleet "
             f"(every second task). False: "
             "all wrong alarms of those tasks, healthy time included; in brackets those of a neighbour that the fault "
             "reached."
@@ -194,11 +194,10 @@ def reasons(mine: Sequence[Outcome]) -> list[str]:
         "",
         (
             "Why it may differ from the paper: the labels here are exact, where the paper's are imperfect; a "
-            "neighbour that a fault "
-            "reaches shows 0.1 to 0.6 of it, seconds later, so that the culprit stays the farthest, where the paper "
-            "loses recall to "
-            "faults that spread fast through the group and to some that no counter shows well; and the threshold, "
-            "which the paper "
-            "does not give, follows here from the asked rate of false alarms."
+            "neighbour that a fault reaches shows 0.1 to 0.6 of it, seconds later, so that the culprit stays the "
+            "farthest, where the paper "
+            "loses recall to faults that spread fast through the group and to some that no counter shows well; and "
+            "the threshold, "
+            "which the paper does not give, follows here from the asked rate of false alarms."
         ),
     ]

@@ -197,8 +197,7 @@ def report(args: argparse.Namespace, blocks: Blocks, num_agents: int, calls: flo
         *common.header("What watching costs a step", ", ".join(SETTINGS), str(args.seed)),
         (
             f"- {args.pairs} pairs of {args.block_seconds:.0f} s blocks, first {SETTLE_SECONDS:.0f} s of each left "
-            f"out; "
-            f"{blocks.steps} steps"
+            f"out; {blocks.steps} steps"
         ),
         (
             f"- step time: {statistics.median(blocks.on):.4f} s with watching, {statistics.median(blocks.off):.4f} s "

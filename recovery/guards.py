@@ -193,8 +193,7 @@ def _at_once(
         return GuardResult(
             guard=AT_ONCE,
             because=f"{', '.join(sorted(elsewhere)) or 'nothing'} under repair and {', '.join(sorted(targets))} "
-            f"requested, "
-            f"the limit is {config.replicas_at_once_max} at once",
+            f"requested, the limit is {config.replicas_at_once_max} at once",
             # Too many on its own: waiting would not help.
             page_oncall=len(targets) > config.replicas_at_once_max,
         )

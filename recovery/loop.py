@@ -3,9 +3,8 @@
 A tick polls the source, feeds the detector and, if this process holds the lease, performs every step that the incidents
 in the journal need: from finding to desired record in one tick. Pure functions (`triage`, `policy`, `guards`,
 `verification`, combined in `next_step`) decide; this loop reads their inputs and performs their steps. All state is in
-the
-journal: if the process is killed at any point, the next one continues. An incident that cannot be handled is isolated
-(`handling_failures`) and the others continue.
+the journal: if the process is killed at any point, the next one continues. An incident that cannot be handled is
+isolated (`handling_failures`) and the others continue.
 
 Without the lease the loop observes and diagnoses but writes nothing, so that its windows are full if the leader dies.
 """

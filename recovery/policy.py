@@ -12,9 +12,8 @@ Two rules come first: a replica on a quarantined node always moves, because noth
 collapse only pages on-call, whatever its class.
 
 Retries escalate by cause and by count. Two replacements in a row that end before their first progress are not a
-hardware
-fault: another node would not help, so on-call is paged. A replacement that runs without progress may be on a bad node,
-so the next one goes to another. A diagnosis of an incarnation that was already replaced needs no action.
+hardware fault: another node would not help, so on-call is paged. A replacement that runs without progress may be on a
+bad node, so the next one goes to another. A diagnosis of an incarnation that was already replaced needs no action.
 """
 
 import math

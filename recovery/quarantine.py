@@ -48,8 +48,7 @@ def events_before_plan(
     if left:
         because = (
             f"{', '.join(left)} should be quarantined, but {len(quarantined) + len(take)} of {len(known)} nodes "
-            f"already are: "
-            f"the limit is {share_max:.0%}"
+            f"already are: the limit is {share_max:.0%}"
         )
         paged = OncallPaged(topic=TOPIC, because=because, channel=channel)
         events.append(Append(payload=paged, key=f"{name}:person:{TOPIC}"))

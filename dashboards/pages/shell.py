@@ -41,8 +41,7 @@ ADVICE = {
     "updates automatically when "
     "it appears.",
     JournalReadError.UNREACHABLE: "Check that its server is running and that no other process holds a lock on the "
-    "file. "
-    "This page updates automatically when it responds again.",
+    "file. This page updates automatically when it responds again.",
     JournalReadError.OLD: "Use the version of rolecall that wrote it.",
     JournalReadError.DAMAGED: "`rolecall audit RUN` lists the damaged lines and what is still usable.",
 }

@@ -4,12 +4,11 @@ anyhow.
     samples -> readings -> a tick a second and role -> tracker -> findings that name replica, rank and incarnation
 
 A panel holds the processes of one role as they are now. When one of them goes, comes or is replaced, the role is
-learned
-anew: others take over its work or give some away, and a fresh process is not like those that have worked for hours.
-That costs some minutes of silence after each replacement, in which the engine's own detectors see all that they ever
-see. Roles of fewer than `PEERS_MIN` say nothing. Standbys do not work, and processes that start are not like any other.
-Metrics of nodes are left out: nodes of a run do different work, and are no peers. Those of the GPUs that a process uses
-are the process's own (detector/live/gpu_readings.py), and a finding in them says which GPU it is.
+learned anew: others take over its work or give some away, and a fresh process is not like those that have worked for
+hours. That costs some minutes of silence after each replacement, in which the engine's own detectors see all that they
+ever see. Roles of fewer than `PEERS_MIN` say nothing. Standbys do not work, and processes that start are not like any
+other. Metrics of nodes are left out: nodes of a run do different work, and are no peers. Those of the GPUs that a
+process uses are the process's own (detector/live/gpu_readings.py), and a finding in them says which GPU it is.
 """
 
 from dataclasses import dataclass, field, replace

@@ -40,8 +40,7 @@ BATCHES_MAX = 64
 """Batches of one agent held until polled; the oldest go first, samples are replaceable."""
 SAMPLES_HELD_MAX = 250_000
 """Samples of processes held until polled, of all agents; beyond that of each agent only its newest batch stays. They
-take
-0.8 KiB each: a watch that waits for its journal must not grow by gigabytes."""
+take 0.8 KiB each: a watch that waits for its journal must not grow by gigabytes."""
 EVENTS_MAX = 10_000
 """Events held until polled. Beyond that no more are read: the agent keeps them."""
 AGENTS_MAX = 4096

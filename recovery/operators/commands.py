@@ -234,8 +234,7 @@ def _not_started(projection: IncidentProjection, digest: str) -> tuple[Incident,
             return incident, attempt
         raise CommandRefused(
             f"plan {digest} is neither proposed nor held: {incident.incident_id} is {incident.state}. In mode act a "
-            f"plan "
-            "starts as soon as it is made unless a guard blocks it; `rolecall pause` stops later actions"
+            "plan starts as soon as it is made unless a guard blocks it; `rolecall pause` stops later actions"
         )
     waiting = [a.plan.digest for i in projection.open_incidents() if (a := i.attempt) and i.state in NOT_STARTED]
     raise CommandRefused(f"no open plan {digest}; plans awaiting a decision: {', '.join(waiting) or 'none'}")

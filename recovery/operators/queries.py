@@ -220,7 +220,7 @@ def _incident_lines(found: list[dict[str, Any]]) -> list[str]:
         if i["oncall_paged"] and i["outcome"] is None:
             lines.append(f"  ON-CALL PAGED: {i['page_reason']}")
         if i["state"] == IncidentState.PROPOSED:
-            lines.append(f"  awaiting approval: rolecall approve {i['plan']['digest']}")
+            lines.append(f"  awaiting approval: rolecall approve|reject|hold {i['plan']['digest']}")
     return lines
 
 

@@ -207,7 +207,7 @@ def place(job: JobConfig) -> dict[ReplicaId, NodeId]:
     """First placement: controller and rewards on the head, then one trainer, rollout or standby a node.
 
     Raises:
-        TooFewNodes: which role lacks what.
+        NotEnoughNodes: which role lacks what.
     """
     nodes = [NodeId(f"node-{i}") for i in range(job.runtime.nodes)]
     placed = {replica_id("controller", 0): nodes[0]}

@@ -104,7 +104,7 @@ class Supervisor:
         """Brings the run up; returns when every replica but the standbys is ready.
 
         Raises:
-            TooFewNodes: before anything is started.
+            NotEnoughNodes: before anything is started.
             ConfigError: the model cannot be used.
             ActuatorError: a process did not start: which, and why.
             DeadlineExceeded: names the replicas that were not ready in time.

@@ -2,8 +2,7 @@
 
 A tensor's digest is the SHA-256 of its raw bytes in little-endian row-major order, nothing else: name, dtype and shape
 stand beside it in the entry, and a manifest's digest covers version and entries. Digests are equal exactly when the
-bits
-are: -0.0 and 0.0 differ, and so do two NaNs of different payload. No floating-point tolerance enters here.
+bits are: -0.0 and 0.0 differ, and so do two NaNs of different payload. No floating-point tolerance enters here.
 """
 
 import hashlib

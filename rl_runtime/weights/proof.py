@@ -15,8 +15,8 @@ Three parts, each against faults that the others cannot see:
 | tensor received but skipped in loading        | -    | sees | sees |
 | two layers swapped in loading                 | -    | sees | sees |
 | a tensor of the version before, in storage    | -    | sees | sees, if the step moved the canary beyond the tolerance
-(first replica) |
-| a bit flipped after loading                   | -    | sees | only if it changes a log-probability of the canary |
+(first replica) | | a bit flipped after loading                   | -    | sees | only if it changes a log-probability
+of the canary |
 | a vocabulary row that the canary does not use | -    | sees | -    |
 | right storage, wrong computation (kernel, KV) | -    | -    | sees |
 | a parameter that cannot be read back          | -    | - (listed as uncovered, never as covered) | sees |

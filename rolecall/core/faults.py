@@ -1,8 +1,8 @@
 """The fault classes, one row each: everything that depends on the class of a fault alone.
 
 To add a class: a name in `FaultClass`, a row in `FAULTS`, a stage of the detector that finds it
-(`detector/live/stages/`) and its place in `STAGES` (`detector/live/engine.py`). Detection, recovery, evidence collection, the dashboard and the report read the row; none of
-them lists classes of its own.
+(`detector/live/stages/`) and its place in `STAGES` (`detector/live/engine.py`). Detection, recovery, evidence
+collection, the dashboard and the report read the row; none of them lists classes of its own.
 """
 
 from collections.abc import Mapping

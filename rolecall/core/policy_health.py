@@ -38,8 +38,8 @@ SIGNS = (
         unit="nats",
         help="Mean entropy of the policy over the trained tokens",
         normal="Falls slowly while the policy learns, to nearly 0 where it has learned the task. Nearly 0 while the "
-        "reward is "
-        "low means that it says one thing only, and can learn no more; a rise without end means that it babbles.",
+        "reward is low means that it says one thing only, and can learn no more; a rise without end means that it "
+        "babbles.",
     ),
     PolicyHealthMetric(
         name="clip_fraction_low",

@@ -326,8 +326,7 @@ def _proofs(report: Report) -> str:
     )
     lead = (
         "A returning rollout serves only after it proves its weights: digests of the received bytes equal the "
-        "manifest, "
-        "its storage equals its peers', and its log-probabilities of the canary equal a certified replica's."
+        "manifest, its storage equals its peers', and its log-probabilities of the canary equal a certified replica's."
     )
     return (
         f'<h2>Weights proven</h2><p class="lead">{lead}</p><div class="card '

@@ -79,7 +79,7 @@ class Session:
         """Runs the job and returns its report.
 
         Raises:
-            ConfigError, TooFewNodes: before anything is started.
+            ConfigError, NotEnoughNodes: before anything is started.
             Interrupted: Ctrl-C; everything has been stopped.
         """
         check_ray()  # these two raise before a directory exists

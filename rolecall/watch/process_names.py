@@ -75,8 +75,7 @@ class UniqueReplicaSource:
         self._renamed[node, replica] = other = f"{split_replica(replica)[0]}/{number}"
         logger.warning(
             "%s rank %d is alive on %s and on %s: the one on %s is renamed to %s. If jobs share nodes, set "
-            "jobs.rules.by_job "
-            "for their agents; otherwise give these nodes different jobs.rules.node_index",
+            "jobs.rules.by_job for their agents; otherwise give these nodes different jobs.rules.node_index",
             *(replica, sample.rank, held.node, node, node, other),
         )
 

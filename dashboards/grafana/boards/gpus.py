@@ -79,8 +79,7 @@ def gpus() -> Dashboard:
         GPUS,
         "GPUs of a node",
         "GPUs and host of the selected nodes: utilization, temperature, clocks, memory errors, XIDs; from rolecall's "
-        "agent "
-        "or dcgm-exporter.",
+        "agent or dcgm-exporter.",
         [*of_servers(), node_variable(), gpu_variable()],
         [_health(), _work(), _heat(), _memory(), _host()],
     )
@@ -113,8 +112,7 @@ def _health() -> PanelRow:
             numbers(
                 "Latest XID (DCGM)",
                 "Latest XID of each GPU since the driver was loaded. It never returns to 0, and a repeated code does "
-                "not "
-                "show; `XIDs in the time range` counts them.",
+                "not show; `XIDs in the time range` counts them.",
                 PanelFormat(unit="none", mappings={0: MappedValue("none", GREEN)}, limits=((None, GREEN), (1, RED))),
                 PanelQuery(of_exporter("DCGM_FI_DEV_XID_ERRORS"), OF_GPU),
             ),

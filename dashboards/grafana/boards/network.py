@@ -78,8 +78,7 @@ def _faults() -> PanelRow:
             rows(
                 "Port error counters in the time range",
                 "Increase by driver counter. symbol_error, link_downed and port_rcv_errors: cable or port; "
-                "port_xmit_wait: "
-                "congestion.",
+                "port_xmit_wait: congestion.",
                 FAULTS,
                 PanelQuery(
                     grown(f"rolecall_infiniband_events_total{{{NODE}}}", "node, nic, port, name") + " > 0", "times"

@@ -29,8 +29,7 @@ GROUP = RuleGroup(
             severity=Severity.WARNING,
             summary="The agent of {{ $labels.node }} collects slowly",
             description="A collection round takes {{ $value | humanizeDuration }}; milliseconds are normal. The node "
-            "is "
-            "short of CPU, or a probe is slow.",
+            "is short of CPU, or a probe is slow.",
         ),
         Alert(
             name="RolecallProbeDown",
@@ -56,8 +55,7 @@ GROUP = RuleGroup(
             severity=Severity.WARNING,
             summary="The OOM killer ran on {{ $labels.node }}",
             description='{{ $value | printf "%.0f" }} process(es) were killed in 10 minutes. A replica that is '
-            "restarted "
-            "on the same node will likely be killed again.",
+            "restarted on the same node will likely be killed again.",
         ),
     ),
 )

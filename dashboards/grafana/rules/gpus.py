@@ -64,8 +64,7 @@ GROUP = RuleGroup(
             severity=Severity.WARNING,
             summary=f"{GPU_OF_NODE} is thermally throttled",
             description="Its clocks are throttled {{ $value | humanizePercentage }} of the time. In synchronous "
-            "training "
-            "every rank waits for it.",
+            "training every rank waits for it.",
         ),
         Alert(
             name="RolecallNvlinkDown",

@@ -22,8 +22,7 @@ GROUP = RuleGroup(
             severity=Severity.CRITICAL,
             summary="{{ $labels.mount }} on {{ $labels.node }} has {{ $value | humanizePercentage }} left",
             description="The file system is running out of space or inodes. Checkpoints, logs and the journal will "
-            "fail "
-            "to write.",
+            "fail to write.",
         ),
         Alert(
             name="RolecallFilesystemUnavailable",

@@ -63,8 +63,7 @@ GROUP = RuleGroup(
             severity=Severity.CRITICAL,
             summary="{{ $labels.fault }} of {{ $labels.replica }} is still not resolved",
             description="The incident on {{ $labels.node }} has been open for {{ $value | humanizeDuration }}. "
-            "Recovery "
-            "normally takes seconds to minutes.",
+            "Recovery normally takes seconds to minutes.",
         ),
         Alert(
             name="RolecallIncidentUnhandled",

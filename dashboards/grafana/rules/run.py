@@ -30,8 +30,7 @@ GROUP = RuleGroup(
             severity=Severity.CRITICAL,
             summary="Loss, gradient norm or reward of {{ $labels.replica }} is NaN or infinite",
             description='{{ $value | printf "%.0f" }} time(s) in 10 minutes, on {{ $labels.node }}. Possible causes: '
-            "an "
-            "unstable recipe, bad data, or a GPU that computes wrong results.",
+            "an unstable recipe, bad data, or a GPU that computes wrong results.",
         ),
         Alert(
             name="RolecallRoleDown",

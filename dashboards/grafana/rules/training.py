@@ -31,8 +31,7 @@ GROUP = RuleGroup(
             severity=Severity.CRITICAL,
             summary=f"Policy entropy has collapsed {REPORTED_BY}",
             description='Entropy is {{ $value | printf "%.4f" }} nats per token, less than a tenth of its mean over '
-            "six "
-            "hours, and the reward has not risen. The policy gives the same response to every prompt and stops "
+            "six hours, and the reward has not risen. The policy gives the same response to every prompt and stops "
             "learning.",
         ),
         Alert(
@@ -43,8 +42,7 @@ GROUP = RuleGroup(
             summary=f"The policy has diverged from the sampler {REPORTED_BY}",
             description='KL divergence to the sampler averages {{ $value | printf "%.2f" }} nats per token over ten '
             "minutes; healthy runs stay below 0.1. Possible causes: steps too large, tokens too stale, or inference "
-            "and "
-            "training compute different log probabilities.",
+            "and training compute different log probabilities.",
         ),
         Alert(
             name="RolecallResponsesTruncated",
@@ -53,8 +51,7 @@ GROUP = RuleGroup(
             severity=Severity.WARNING,
             summary=f"{{{{ $value | humanizePercentage }}}} of the responses are truncated {REPORTED_BY}",
             description="In every step of the last ten minutes nearly all responses hit the length limit, so the "
-            "reward "
-            "scores incomplete responses.",
+            "reward scores incomplete responses.",
         ),
         Alert(
             name="RolecallGroupsFiltered",

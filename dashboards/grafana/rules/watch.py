@@ -16,8 +16,7 @@ GROUP = RuleGroup(
             severity=Severity.CRITICAL,
             summary="Watch {{ $labels.instance }} is down",
             description="Prometheus has not scraped {{ $labels.instance }} for a minute. While it is down, faults of "
-            "its "
-            "run are neither detected nor recovered, unless a second watch takes over.",
+            "its run are neither detected nor recovered, unless a second watch takes over.",
         ),
         Alert(
             name="RolecallDetectionDown",
@@ -35,8 +34,7 @@ GROUP = RuleGroup(
             severity=Severity.CRITICAL,
             summary="The main loop of {{ $labels.instance }} is stuck",
             description="The watch answers scrapes, but its last tick ended {{ $value | humanizeDuration }} ago. A "
-            "tick "
-            "normally takes well under a second.",
+            "tick normally takes well under a second.",
         ),
         Alert(
             name="RolecallWatchTickErrors",
@@ -63,8 +61,7 @@ GROUP = RuleGroup(
             severity=Severity.WARNING,
             summary="{{ $labels.instance }} works on stale telemetry",
             description="The oldest agent response in its latest poll is {{ $value | humanizeDuration }} old. Faults "
-            "are "
-            "detected that much later.",
+            "are detected that much later.",
         ),
         Alert(
             name="RolecallAgentUnreachable",

@@ -1,7 +1,7 @@
 """ETTR per hour, and lost time by role, fault class and incident. Pure.
 
-ETTR is 1 - lost time / time of each hour, with the lost time of `views/ettr.py`. A live run counts up to now, an ended one up to its last
-committed step. `views.ettr.lost_seconds` attributes the lost time to incidents.
+ETTR is 1 - lost time / time of each hour, with the lost time of `views/ettr.py`. A live run counts up to now, an ended
+one up to its last committed step. `views.ettr.lost_seconds` attributes the lost time to incidents.
 """
 
 from bisect import bisect_left, bisect_right

@@ -115,8 +115,7 @@ def _effective(statistics: IncidentStatistics) -> None:
     if t is None or not t.num_replicas:
         st.text(
             "Not available: the journal has no epoch with a trainer and a rollout. rolecall does not account for the "
-            "time of "
-            "jobs that it only observes."
+            "time of jobs that it only observes."
         )
         return
     width = {3600.0: "hour", 60.0: "minute"}.get(t.slice_seconds, f"{t.slice_seconds / 60:.0f} minutes")
@@ -220,8 +219,7 @@ def _speed(statistics: IncidentStatistics) -> None:
     )
     st.caption(
         "Measured from detection. Resolved: the replacement serves and was later verified to make progress; the time "
-        "is when "
-        "it started to serve."
+        "is when it started to serve."
     )
 
 

@@ -37,8 +37,7 @@ MARK_HELP = (
 )
 COST_HELP = (
     "Each affected replica from the onset until its replacement serves. While a trainer is lost, also every other "
-    "trainer "
-    "until the interrupted step is committed. GPU-seconds: replica-seconds times the GPUs per process."
+    "trainer until the interrupted step is committed. GPU-seconds: replica-seconds times the GPUs per process."
 )
 STYLE = """<style>
 .st-key-incident-sentence [data-testid="stText"] {font-size: 1.25rem; font-weight: 600; white-space: pre-wrap;}

@@ -9,8 +9,7 @@ from rolecall.recovery.incidents.incident import NOT_STARTED, Attempt, Decision,
 
 MODES: Mapping[str, str] = {
     "observe": "rolecall reports what it would do and takes no action. Approvals have no effect until the watch runs "
-    "in "
-    "another mode.",
+    "in another mode.",
     "approve": "rolecall waits for approval. A plan without a decision expires at its deadline.",
     "act": "rolecall acts on its own once all guards pass. Hold or reject a plan to stop it; pause to stop all.",
 }

@@ -98,7 +98,7 @@ def _draw_slow(r: Reader, snapshot: JournalSnapshot) -> None:
         st.html(table(["role", "fault", "lost", "share of run time"], rows))
         st.caption(
             "ETTR (effective training time ratio): share of time in which rollouts and trainers did useful work. A "
-            "loss counts "
-            "from the injected fault if known, otherwise from the diagnosed onset, in seconds of the whole run."
+            "loss counts from the injected fault if known, otherwise from the diagnosed onset, in seconds of the "
+            "whole run."
         )
     show_prometheus(r)

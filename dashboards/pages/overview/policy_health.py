@@ -33,8 +33,7 @@ PANELS = (
         title="entropy, nats per token",
         lines=(("entropy", "entropy"),),
         normal="Falls slowly while the policy learns, to nearly 0 when it has converged. Nearly 0 at a low reward: "
-        "the policy "
-        "has collapsed and learns nothing more.",
+        "the policy has collapsed and learns nothing more.",
     ),
     PolicyHealthChart(
         title="response length, tokens",
@@ -50,8 +49,7 @@ PANELS = (
             ("stale_fraction", "stale"),
         ),
         normal="Truncated responses: few, more at the start. Filtered groups: many at the start (all wrong) and at "
-        "the end "
-        "(all right). Stale tokens: nearly none.",
+        "the end (all right). Stale tokens: nearly none.",
         figures=".1~%",
     ),
     PolicyHealthChart(
@@ -75,8 +73,7 @@ PANELS = (
         title="trainer and engine mismatch, nats",
         lines=(("log_ratio_max", "largest log-ratio"),),
         normal="For the same weights only rounding, below 0.01 at equal precision. More: one of the two computes "
-        "wrong values. "
-        "No value for steps whose tokens all come from weights that no trainer holds any more.",
+        "wrong values. No value for steps whose tokens all come from weights that no trainer holds any more.",
         figures=".1~e",
     ),
     PolicyHealthChart(

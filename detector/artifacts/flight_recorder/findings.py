@@ -85,8 +85,7 @@ def _not_there(cause: Cause, scene: FindingWording) -> Verdict:
         because = (
             f"{scene.who} {scene.of_who('has', 'have')} not entered {scene.operation}; {scene.others_wait} in "
             f"it{scene.since}; {scene.it} {scene.of_who('is', 'are')} in no collective (host side: Python, data "
-            f"loader, "
-            "GIL or CPU)"
+            "loader, GIL or CPU)"
         )
         return FaultClass.HANG, 0.9, because, ""
     because = (
@@ -99,8 +98,7 @@ def _not_there(cause: Cause, scene: FindingWording) -> Verdict:
 def _another_operation(scene: FindingWording) -> Verdict:
     because = (
         f"{scene.who} entered a different operation as {scene.operation} ({scene.place.detail}): a bug in the code, "
-        f"not a "
-        f"machine fault; {count_text(scene.num_waiters, 'other rank')} "
+        f"not a machine fault; {count_text(scene.num_waiters, 'other rank')} "
         f"{'waits' if scene.num_waiters == 1 else 'wait'}{scene.since}"
     )
     return FaultClass.USER_CODE, 0.9, because, ""
@@ -109,8 +107,7 @@ def _another_operation(scene: FindingWording) -> Verdict:
 def _another_collective(scene: FindingWording, elsewhere: str) -> Verdict:
     because = (
         f"{scene.who} {scene.of_who('waits', 'wait')} in another collective ({elsewhere}), while {scene.others_wait} "
-        f"for "
-        f"{scene.of_who('it', 'them')} in {scene.operation}{scene.since}: the order of collectives differs between "
+        f"for {scene.of_who('it', 'them')} in {scene.operation}{scene.since}: the order of collectives differs between "
         f"ranks"
     )
     return FaultClass.USER_CODE, 0.7, because, ""
@@ -133,8 +130,7 @@ def _undecided(cause: Cause, scene: FindingWording) -> Verdict:
         return FaultClass.CANNOT_TELL, 0.3, because, "stacks of the ranks that have not entered it"
     because = (
         f"{scene.who} all wait in {scene.operation}{scene.since}; the operations match and none of the ranks has "
-        f"finished "
-        "it, so the rank that blocks it cannot be identified"
+        "finished it, so the rank that blocks it cannot be identified"
     )
     settle = "NCCL RAS or Inspector, or GPU and link counters of these ranks; or the missing dumps"
     return FaultClass.CANNOT_TELL, 0.3, because, settle
@@ -195,8 +191,7 @@ def missing_dumps(job: Job) -> list[Finding]:
         return []
     because = (
         f"{ranks_text(job.absent)} left no dump; none of the {count_text(len(job.dumps), 'other rank')} waits for "
-        f"anything: "
-        f"dead, or the file was not collected"
+        f"anything: dead, or the file was not collected"
     )
     place = SynchronizationPoint(("-", -1, -1, -1), "", tuple(sorted({*job.dumps, *job.absent})), True)
     settle = f"whether {ranks_text(job.absent)} is alive, or its dump"

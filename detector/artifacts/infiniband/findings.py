@@ -258,8 +258,7 @@ def _congested(fleet: InfinibandFabric, port: InfinibandPort, name: str) -> Iter
     if num_ports > NUM_PEERS_MIN and rate >= max(least, TIMES_PEERS * usual):
         text = (
             f"port {port.rail}: {name} grew by {rate:,.0f} a second in {seconds:.0f} s: it sent {words} to its "
-            f"senders; "
-            f"the median of {num_ports} ports is {usual:,.0f} a second"
+            f"senders; the median of {num_ports} ports is {usual:,.0f} a second"
         )
         values = {"per_second": rate, "median_per_second": usual, "seconds": seconds}
         yield PortFault(port=port, kind=name, confidence=0.4, text=text, values=values, settle=SETTLE_CONGESTED)

@@ -250,8 +250,7 @@ def _late(
     kinds = sorted({kind for kind, _ in operations})
     because = (
         f"{_who(joint, late)} come(s) late to the collectives of communicator {joint.name} ({', '.join(kinds[:4])}): "
-        f"in "
-        f"{num_late[first]} of {len(operations)} its own time was at most half of the others', "
+        f"in {num_late[first]} of {len(operations)} its own time was at most half of the others', "
         f"{median(own[first]) * 1e3:.2f} ms where "
         f"they took {median(medians) * 1e3:.2f} ms, {waited[first] / total:.0%} of it waiting: slow before it gets "
         f"there"

@@ -53,8 +53,7 @@ _CLASSES = {
 
 SYMMETRIC = (
     "cannot tell: RAS counts launched collectives, and all ranks of it launched as many: a hang inside one that all "
-    "have "
-    "launched looks the same as a healthy or an idle job. Flight Recorder dumps or stacks of all ranks tell"
+    "have launched looks the same as a healthy or an idle job. Flight Recorder dumps or stacks of all ranks tell"
 )
 
 
@@ -275,8 +274,7 @@ class _RasAnalysis:
                 if any(len(s.levels) < 2 for s in c.spreads):
                     self.remarks.append(
                         f"cannot tell: ranks of communicator {c.hash} launched different numbers, and the text names "
-                        f"none: "
-                        "ask with VERBOSE, or for JSON"
+                        "none: ask with VERBOSE, or for JSON"
                     )
                 elif still or num_usable == 1:
                     together = True
@@ -314,8 +312,7 @@ class _RasAnalysis:
         who = "; ".join(f"{ranks_text(m)} in {name}" for name, m in behind(c).items()) or "more than half of its ranks"
         return (
             f"cannot tell: in communicator {c.hash} are behind by {c.width} collective(s): {who}; in one answer "
-            f"ranks of a "
-            "healthy job are apart, too"
+            "ranks of a healthy job are apart, too"
         )
 
     def _judged(self, stuck: list[StalledCommunicatorPolls]) -> list[Finding]:
@@ -348,8 +345,7 @@ class _RasAnalysis:
             else:
                 self.remarks.append(
                     f"cannot tell: {s.since()} (communicator {c.hash}), and more than half of its ranks are behind "
-                    f"the others, "
-                    "or they are not named: stacks of all ranks would tell"
+                    "the others, or they are not named: stacks of all ranks would tell"
                 )
         if stuck and not found and all(s.behind and not s.communicator.num_missing for s in stuck):
             suspects = [
@@ -372,8 +368,7 @@ class _RasAnalysis:
                 if name != spread.collective and ahead and ahead == late:
                     because = (
                         f"{ranks_text(first.members)} launched {spread.collective} where the other ranks of "
-                        f"communicator "
-                        f"{c.hash} launched {name}; {s.since()}: the ranks run different code"
+                        f"communicator {c.hash} launched {name}; {s.since()}: the ranks run different code"
                     )
                     suspects = [self._suspect(m, self._whole(c)) for m in first.members]
                     return self._finding(suspects, FaultClass.USER_CODE, CONFIDENCE_CODE, because, _levels(c))

@@ -95,8 +95,8 @@ def _many(silent: Sequence[tuple[str, float, str]], num_known: int, now: float) 
     some = ", ".join(sorted(node for node, _, _ in silent)[:3])
     because = (
         f"{len(silent)} of {num_known} agents are unreachable ({some}{', ...' if len(silent) > 3 else ''}): {told}; "
-        f"so many "
-        "at once share a cause: this watch's own host or network, a switch, or an operator who stopped them; processes "
+        "so many at once share a cause: this watch's own host or network, a switch, or an operator who stopped them; "
+        "processes "
         "there are not observed and not accused"
     )
     return Finding(

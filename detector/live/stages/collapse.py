@@ -162,8 +162,7 @@ def _engines_agree(points: Sequence[TrainingStepPoint], since: int) -> str:
     if largest > LOG_RATIO_ALARM:
         return (
             f"engines and trainers differ about tokens of the same version by up to {largest:.1g}, too rarely or too "
-            f"usual "
-            "here to conclude that weights are wrong"
+            "usual here to conclude that weights are wrong"
         )
     return f"engines and trainers agree about tokens of the same version (within {largest:.1g})"
 

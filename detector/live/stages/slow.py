@@ -364,8 +364,7 @@ def _finding(state: SlowState, subject: MonitoredProcess, config: DetectorConfig
     because = (
         f"{subject.name()} is slow: {ratio:.1f} times the seconds per unit of {against}, for "
         f"{now - meter.rising_since:.0f} s ({meter.rising_strides} strides), CPU starvation by neighbours excluded "
-        f"(last "
-        f"{meter.seconds_per_unit:.3g} s per unit at load {meter.load:.3g}, expected "
+        f"(last {meter.seconds_per_unit:.3g} s per unit at load {meter.load:.3g}, expected "
         f"{meter.expected_seconds_per_unit:.3g} s; CUSUM {meter.cusum:.1f}, threshold {h:.1f} for "
         f"{config.slow_false_alarms_per_day:g} false alarms per day)"
     )

@@ -305,8 +305,7 @@ class SequentialTracker:
             for m in moved[:3]:
                 text = (
                     f"{self.shape.metrics[m]}: moved by {self.deviation[m, n]:.2f} of its usual range, outside of "
-                    f"all earlier "
-                    "values of it and its peers"
+                    "all earlier values of it and its peers"
                 )
                 values = {"ranges": float(self.deviation[m, n])}
                 evidence.append(Evidence(kind=f"metric:{self.shape.metrics[m]}", text=text, values=values))

@@ -78,8 +78,7 @@ _OF_PORTS = (
         _C,
         "",
         "Every other counter of the port (counters and hw_counters), by the driver's name for it: those that "
-        "indicate a "
-        "fault always, others once they have counted",
+        "indicate a fault always, others once they have counted",
         (*_PORT, "name"),
     ),
     _metric(

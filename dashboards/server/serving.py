@@ -26,7 +26,7 @@ from rolecall.dashboards.server.callers import AllowedOrigins, OriginMiddleware,
 
 logger = logging.getLogger(__name__)
 
-APP = Path(__file__).parents[1] / "app.py"
+APP = Path(__file__).parents[1] / "scripts" / "app.py"
 BACKLOG = 64
 GRACE_SECONDS = 1
 """Time for open connections to finish at shutdown."""

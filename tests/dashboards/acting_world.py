@@ -21,7 +21,7 @@ from rolecall.recovery.incidents.projection import fold
 from rolecall.testing.events import filled
 
 K = EventKind
-APP = Path(settings.__file__).with_name("app.py")
+APP = Path(settings.__file__).parent / "scripts" / "app.py"
 HOMES = {
     "rollout/0": "node-1",
     "rollout/1": "node-2",
@@ -150,7 +150,7 @@ def page(name: str, made: World, *, acting: bool = True, prometheus_url: str = "
             prometheus_url=prometheus_url,
         )
     )
-    return AppTest.from_file(str(APP), default_timeout=60).switch_page(f"scripts/{name}.py").run()
+    return AppTest.from_file(str(APP), default_timeout=60).switch_page(f"{name}.py").run()
 
 
 def session(at: AppTest) -> str:

@@ -496,7 +496,7 @@ def test_an_incident_whose_events_do_not_fit_is_set_aside_with_its_story(world: 
     world.until(lambda: world.runtime.healthy("trainer/0"), watch)
     world.run(2, watch)
     told = [m.because for m in world.notifier.messages if m.kind == "oncall_paged"]
-    assert len(told) == 1 and "does not fit" in told[0] and "plan_created" in told[0]
+    assert len(told) == 1 and "is illegal in state" in told[0] and "plan_created" in told[0]
     assert world.desired("rollout/1") == 1
 
 

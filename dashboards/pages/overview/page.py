@@ -46,11 +46,11 @@ def _draw_incidents(snapshot: JournalSnapshot) -> None:
         st.html(html.incident(t, snapshot.at))
         with st.container(horizontal=True):
             link = {"incident": t.incident_id}
-            st.page_link("scripts/incidents.py", label="Details", icon=":material/timeline:", query_params=link)
+            st.page_link("incidents.py", label="Details", icon=":material/timeline:", query_params=link)
             if t.asks:
-                st.page_link("scripts/operations.py", label="Review plan", icon=":material/terminal:")
+                st.page_link("operations.py", label="Review plan", icon=":material/terminal:")
     if len(open_) > OPEN_MAX:
-        st.page_link("scripts/incidents.py", label=f"{len(open_) - OPEN_MAX} more incidents are open")
+        st.page_link("incidents.py", label=f"{len(open_) - OPEN_MAX} more incidents are open")
     if not open_ and not snapshot.run.ended and snapshot.run.replicas:
         st.html(banner("good", "No open incidents."))
 

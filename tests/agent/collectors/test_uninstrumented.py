@@ -32,6 +32,7 @@ from rolecall.agent.registry import Registry
 from rolecall.agent.sampler import sample_of
 from rolecall.core.clock import FakeClock
 from rolecall.core.errors import ConfigError
+from rolecall.core.http import HttpFailed
 from rolecall.core.metrics.catalogue import process_values
 from rolecall.core.telemetry import AgentEvent
 from rolecall.recovery.operators import commands
@@ -476,18 +477,18 @@ def test_agents_are_named_by_address_or_by_file(tmp_path: Path) -> None:
     path = tmp_path / "agents"
     path.write_text("http://a:1  # the first\n\nnode-9=http://b:2\n")
     assert entries_of(path) == ["http://a:1", "node-9=http://b:2"] == listed("http://a:1,node-9=http://b:2")
-    assert named_agents(entries_of(path), ask=lambda url: "node-a") == {
+    assert named_agents(entries_of(path), query=lambda url: "node-a") == {
         "node-a": "http://a:1",
         "node-9": "http://b:2",
     }
 
     def silent(url: str) -> str:
-        raise ConnectionRefusedError("connection refused")
+        raise HttpFailed("connection refused", refused=True)
 
     with pytest.raises(ConfigError, match=r"http://a:1: no agent answers there .*NODE=http://a:1"):
-        named_agents(["http://a:1"], ask=silent)
+        named_agents(["http://a:1"], query=silent)
     with pytest.raises(ConfigError, match="both report node n"):
-        named_agents(["http://a:1", "http://b:2"], ask=lambda url: "n")
+        named_agents(["http://a:1", "http://b:2"], query=lambda url: "n")
     for wrong in ("ftp://a:1", "http://a:1,node"):
         with pytest.raises(ConfigError):
             listed(wrong)

@@ -83,13 +83,13 @@ def test_every_page_draws_and_shows_the_rest(harm: Callable[[RunDir], None], tmp
     harm(made.run)
     assert first_snapshot(made.settings()).usable
     for name in PAGES:
-        at = AppTest.from_file(str(APP), default_timeout=60).switch_page(f"scripts/{name}.py").run()
+        at = AppTest.from_file(str(APP), default_timeout=60).switch_page(f"{name}.py").run()
         assert not at.exception, (name, [e.value for e in at.exception])
         assert name != "operations" or "replace rollout/1#1" in texts(at)
     for incident in ("i-1", "i-2", "../../etc", "i-1'--"):
         at = AppTest.from_file(str(APP), default_timeout=60)
         at.query_params["incident"] = incident
-        at.switch_page("scripts/incidents.py").run()
+        at.switch_page("incidents.py").run()
         assert not at.exception, (incident, [e.value for e in at.exception])
 
 

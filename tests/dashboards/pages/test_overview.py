@@ -22,7 +22,7 @@ from tests.dashboards.big_journal import BigJournal
 from tests.dashboards.made_runs import MadeRun, damage, first_snapshot
 from tests.support import eventually
 
-APP = Path(shell.__file__).parents[1] / "app.py"
+APP = Path(shell.__file__).parents[1] / "scripts" / "app.py"
 HOSTILE = "<script>alert(1)</script> **bold** [x](javascript:alert(1)) $\\latex$ :red[red] `code` \x1b[31m\u202e"
 
 

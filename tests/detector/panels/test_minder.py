@@ -243,7 +243,7 @@ def test_what_fit_writes_the_detector_reads(tmp_path: Path, _recorded: tuple[lis
     for f in fields(minder.Weights):
         mine = getattr(model.weights, f.name)[model.rows(["nobody has this"])]
         assert np.array_equal(mine, getattr(built_in.weights, f.name)[built_in.rows([minder.ANY_METRIC])])
-    with pytest.raises(CommandRefused, match="exists already"):
+    with pytest.raises(CommandRefused, match="already exists"):
         fit_recordings(recordings, out)
     with pytest.raises(CommandRefused, match="1 labels for 2 recordings"):
         fit_recordings(recordings, tmp_path / "other", labels=labels[:1])

@@ -291,7 +291,7 @@ def test_a_watch_that_is_always_late_names_a_silent_agent_all_the_same(stack: Ex
     for now in range(int(LATE_EXCUSES_SECONDS) + 2):
         source._loop.time = lambda at=float(now): at  # type: ignore[method-assign]
         source._late_at = now - 0.1
-        told.append(source._may_be_us(silent))
+        told.append(source._excused(silent))
     assert told == [True] * int(LATE_EXCUSES_SECONDS) + [False] * 2
 
 

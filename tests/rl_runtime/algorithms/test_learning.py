@@ -138,7 +138,7 @@ def test_groups_that_teach_nothing_are_made_anew_until_the_batch_is_full() -> No
 
 def test_no_full_batch_within_the_limit_is_an_error_or_takes_the_newest() -> None:
     job = dapo()
-    with pytest.raises(BatchNotFilled, match=r"12 groups were generated, and 1 of the 4 .* 11 all right"):
+    with pytest.raises(BatchNotFilled, match=r"12 groups were generated, and only 1 of the 4 .* 11 all right"):
         BatchGenerator(job, task_of(job), Dictated(job, wrong=(0,))).generate()
     job = dapo(at_refill_limit="take")
     made = BatchGenerator(job, task_of(job), Dictated(job, wrong=(0,))).generate()
@@ -214,16 +214,16 @@ from pathlib import Path
 from rolecall.core.config.job import parse_job
 from rolecall.rl_runtime.trainer.model import make_model, write_model_folder
 from rolecall.rl_runtime.tasks.reward_worker import task_of
-from rolecall.testing.learning import EngineWriter, Line
+from rolecall.testing.learning import EngineSequenceGenerator, GeneratedSequence
 import torch
 
 job = parse_job({"task": {"name": "long_addition", "num_digits": 4}})
 folder = Path(sys.argv[1])
 write_model_folder(folder, job.model, 0, job.task.name)
-task, writer = task_of(job), EngineWriter(folder, seed=5)
+task, writer = task_of(job), EngineSequenceGenerator(folder, seed=5)
 model = make_model(job.model, task.vocab, 3)
 writer.load(1, dict(model.state_dict()))
-lines = [Line(prompt=task.prompt(n).tokens).continued([4, 3][: n % 3], [0.0, 0.0][: n % 3], 0) for n in range(6)]
+lines = [GeneratedSequence(prompt=task.prompt(n).tokens).continued([4, 3][: n % 3], [0.0, 0.0][: n % 3], 0) for n in range(6)]
 written = writer.write(lines, [4 + n % 5 for n in range(6)])
 worst = 0.0
 for n, line in enumerate(written):

@@ -28,4 +28,4 @@ def test_the_lock_and_the_extra_install_that_version() -> None:
     (locked,) = [line for line in lines if line.startswith("ray==")]
     check_ray(locked.removeprefix("ray=="))
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    assert f"ray>={RAY_VERSION},<2.61" in extras["runtime"]
+    assert f"ray>={RAY_VERSION},<2.61" in extras["runtime-base"]

@@ -1,4 +1,8 @@
-"""Entry point for Streamlit: navigation only. `rolecall dashboard` starts it (dashboards/server/serving.py)."""
+"""Entry point for Streamlit: navigation only. `rolecall dashboard` starts it (dashboards/server/serving.py).
+
+It must not be next to `dashboards/pages/`: Streamlit takes a folder `pages` beside the entry point for its older kind of
+app, and answers the first visit to a page with "page not found".
+"""
 
 import streamlit as st
 
@@ -21,6 +25,6 @@ ICON = (
 )
 
 st.set_page_config(page_title="rolecall", page_icon=ICON, layout="wide")
-chosen = st.navigation([st.Page(f"scripts/{name}.py", title=title, icon=icon) for name, title, icon in PAGES])
+chosen = st.navigation([st.Page(f"{name}.py", title=title, icon=icon) for name, title, icon in PAGES])
 if gate():
     chosen.run()

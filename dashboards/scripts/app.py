@@ -1,7 +1,7 @@
 """Entry point for Streamlit: navigation only. `rolecall dashboard` starts it (dashboards/server/serving.py).
 
-It must not be next to `dashboards/pages/`: Streamlit takes a folder `pages` beside the entry point for its older kind of
-app, and answers the first visit to a page with "page not found".
+It must not be next to `dashboards/pages/`: Streamlit takes a folder `pages` beside the entry point for an older
+kind of app, and answers the first visit to a page with "page not found".
 """
 
 import streamlit as st

@@ -14,7 +14,7 @@ from rolecall.core.diagnosis import Finding, Suspect
 from rolecall.core.faults import FaultClass
 from rolecall.detector.panels.panel import Floats, PanelDetector, PanelShape, Tracker
 from rolecall.detector.panels.series import PANELS_MAX
-from rolecall.detector.panels.source import PanelKey, Tick, panel_key
+from rolecall.detector.panels.source import PanelKey, PanelTick, panel_key
 from rolecall.detector.panels.standing import cannot_tell
 
 REPORTED_MAX = 10_000
@@ -40,7 +40,7 @@ class WatchLimits:
 class _FollowedPanel:
     shape: PanelShape
     tracker: Tracker
-    history: deque[Tick] = field(default_factory=deque)
+    history: deque[PanelTick] = field(default_factory=deque)
     history_bytes: int = 0
     growing_since: float | None = None  # first tick with something that the tracker does not know
     growing_ticks: int = 0
@@ -48,7 +48,7 @@ class _FollowedPanel:
     repeats_until: float = float("-inf")  # until then a new tracker may repeat findings of its predecessor
     columns_of: "tuple[PanelShape, _SharedColumns] | None" = None  # for the newest shape that is not the tracker's own
 
-    def laid_out(self, tick: Tick) -> Floats:
+    def laid_out(self, tick: PanelTick) -> Floats:
         """The tick's values in the tracker's rows and columns."""
         if tick.shape is self.shape:
             return tick.values
@@ -62,7 +62,7 @@ class _FollowedPanel:
             self.columns_of = shape, _SharedColumns.of(shape, self.shape)
         return self.columns_of[1]
 
-    def keep(self, tick: Tick, limits: WatchLimits) -> None:
+    def keep(self, tick: PanelTick, limits: WatchLimits) -> None:
         self.history.append(tick)
         self.history_bytes += tick.values.nbytes
         while len(self.history) > limits.history_ticks or self.history_bytes > limits.history_bytes:
@@ -114,7 +114,7 @@ class PanelFollower:
         hindrances = (cannot_tell(p.shape, self._detector.name, p.tracker) for p in self._panels.values())
         return [h for h in hindrances if h]
 
-    def tick(self, tick: Tick) -> list[Finding]:
+    def tick(self, tick: PanelTick) -> list[Finding]:
         """Takes the next tick of its panel; findings that begin with it."""
         key = panel_key(tick.shape)
         panel = self._panels.pop(key, None)

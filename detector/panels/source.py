@@ -20,7 +20,7 @@ PAUSE_SECONDS = 0.2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tick:
+class PanelTick:
     """`values`: (M, N) float32 of metric and machine of `shape`; NaN is missing, and no value is infinite."""
 
     shape: PanelShape
@@ -29,7 +29,7 @@ class Tick:
 
 
 class PanelSource(Protocol):
-    def ticks(self, stopped: Stopped) -> Iterator[Tick]:
+    def ticks(self, stopped: Stopped) -> Iterator[PanelTick]:
         """Ticks of all panels, each panel's in order. Ends when there are no more, or soon after `stopped()`.
 
         The shape of a panel may change from tick to tick. Raises UnreadableInput.
@@ -42,11 +42,11 @@ def panel_key(shape: PanelShape) -> PanelKey:
     return shape.job, shape.role, shape.phase, first.rank is not None, first.gpu is not None
 
 
-def ticks_of(panels: Sequence[Panel]) -> Iterator[Tick]:
+def ticks_of(panels: Sequence[Panel]) -> Iterator[PanelTick]:
     """The ticks of several panels in the order of time."""
 
-    def of(panel: Panel) -> Iterator[Tick]:
-        return (Tick(shape=panel.shape, at=at, values=values) for at, values in panel.ticks())
+    def of(panel: Panel) -> Iterator[PanelTick]:
+        return (PanelTick(shape=panel.shape, at=at, values=values) for at, values in panel.ticks())
 
     return heapq.merge(*map(of, panels), key=lambda tick: tick.at)
 

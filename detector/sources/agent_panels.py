@@ -13,7 +13,7 @@ from rolecall.detector.panels.metrics import NODE_ROLE
 from rolecall.detector.panels.panel import Machine
 from rolecall.detector.panels.readings import CounterReading, measured, process_reading
 from rolecall.detector.panels.series import MetricSeries, PanelPosition, Panels
-from rolecall.detector.panels.source import PAUSE_SECONDS, Stopped, Tick, ticks_of
+from rolecall.detector.panels.source import PAUSE_SECONDS, PanelTick, Stopped, ticks_of
 from rolecall.detector.sources.agents import AgentsSource
 
 
@@ -26,7 +26,7 @@ class AgentsPanels:
         self._gpus = GpuReadings()
         self._ranks: dict[Who, PanelPosition] = {}  # of the newest samples
 
-    def ticks(self, stopped: Stopped) -> Iterator[Tick]:
+    def ticks(self, stopped: Stopped) -> Iterator[PanelTick]:
         self._source.start()
         try:
             following = math.floor(self._clock.wall() / self._interval_seconds) + 1
@@ -52,7 +52,7 @@ class AgentsPanels:
         finally:
             self._source.close()
 
-    def _tick(self, at: float) -> Iterator[Tick]:
+    def _tick(self, at: float) -> Iterator[PanelTick]:
         by_metric: dict[str, list[tuple[PanelPosition, float]]] = {}
         for place, reading in self._newest.items():
             before = self._before.get(place)

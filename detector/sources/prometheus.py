@@ -21,7 +21,7 @@ from rolecall.core.clock import Clock
 from rolecall.core.errors import ConfigError, UnreadableInput
 from rolecall.detector.panels.panel import Times
 from rolecall.detector.panels.series import MetricSeries, PanelPosition, Panels
-from rolecall.detector.panels.source import Stopped, Tick, pause, ticks_of
+from rolecall.detector.panels.source import PanelTick, Stopped, pause, ticks_of
 from rolecall.detector.sources.prometheus_api import (
     RETRY_SECONDS_MAX,
     Client,
@@ -137,14 +137,14 @@ class PrometheusSource:
         self.failing = ""
         """Why the server gives no ticks now; "" while it does."""
 
-    def ticks(self, stopped: Stopped) -> Iterator[Tick]:
+    def ticks(self, stopped: Stopped) -> Iterator[PanelTick]:
         """Raises UnreadableInput: before the first answer if there is none, later only if the server refuses."""
         try:
             yield from self._ticks(stopped)
         finally:
             self._client.close()
 
-    def _ticks(self, stopped: Stopped) -> Iterator[Tick]:
+    def _ticks(self, stopped: Stopped) -> Iterator[PanelTick]:
         following: int | None = None
         while not stopped():
             try:
@@ -193,7 +193,7 @@ class PrometheusSource:
             logger.warning("%s does not answer, trying on: %s", self._client.where, reason)
         self.failing = reason
 
-    def _block(self, first: int, last: int, is_newest: bool, stopped: Stopped) -> Iterator[Tick]:
+    def _block(self, first: int, last: int, is_newest: bool, stopped: Stopped) -> Iterator[PanelTick]:
         """All panels from tick `first` to `last`. Raises UnreadableInput, NoAnswer."""
         series, refusal = [], ""
         for asked in self._asked:

@@ -17,7 +17,7 @@ import polars as pl
 from rolecall.core.clock import Clock
 from rolecall.core.errors import ConfigError, UnreadableInput
 from rolecall.detector.panels.panel import Machine, Panel, PanelShape, Times
-from rolecall.detector.panels.source import Stopped, Tick, pause, ticks_of
+from rolecall.detector.panels.source import PanelTick, Stopped, pause, ticks_of
 
 MAGIC = b"PAR1"
 STRINGS = ("role", "replica", "node", "metric")
@@ -282,7 +282,7 @@ class RecordingSource:
         self._speed, self._clock = speed, clock
         self.recording = read(path)
 
-    def ticks(self, stopped: Stopped) -> Iterator[Tick]:
+    def ticks(self, stopped: Stopped) -> Iterator[PanelTick]:
         first, begun = None, self._clock.monotonic()
         for tick in ticks_of(self.recording.panels):
             first = tick.at if first is None else first

@@ -87,7 +87,7 @@ def quantiles(values: NDArray[np.float32], shares: Sequence[float]) -> Series:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MetricSeries:
+class PlottedMetric:
     """One metric in a window. `band`: quantiles (3, T') of the peers at the times `band_at` (T'); `usual`: the peers'
     median plus the first suspect's usual distance from it (T'); `suspects`: a series (T) each, at the times `at`
     (T)."""
@@ -99,13 +99,13 @@ class MetricSeries:
     usual: Series
 
 
-def metric_series(panel: Panel, metric: int, suspects: Sequence[int], by: Window) -> MetricSeries:
+def metric_series(panel: Panel, metric: int, suspects: Sequence[int], by: Window) -> PlottedMetric:
     held = by.holds(panel.at)
     at, values = panel.at[held], panel.values[metric][held]
     peers = np.setdiff1d(np.arange(values.shape[1]), np.asarray(suspects, dtype=np.intp))
     stride = max(1, math.ceil(len(at) * len(peers) / BAND_VALUES_MAX))
     band = quantiles(values[::stride][:, peers], BAND)
-    return MetricSeries(
+    return PlottedMetric(
         at=at,
         suspects=[values[:, s].astype(np.float64) for s in suspects[:NUM_LINES_MAX]],
         band_at=at[::stride],

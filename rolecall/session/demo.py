@@ -123,7 +123,7 @@ def scheduled_faults(seed: int, faults: Sequence[str]) -> Iterator[ScheduledFaul
         )
 
 
-class Stage(StrEnum):
+class DemoStage(StrEnum):
     WARMING = "warming"  # not all replicas serve yet, or too few steps
     WAITING = "waiting"  # the fleet is healthy; the fault is injected after its gap
     STRUCK = "struck"  # the injector runs; waiting for the recovery
@@ -153,34 +153,34 @@ class FaultSchedule:
 
     def __init__(self, seed: int, faults: Sequence[str]) -> None:
         self._pending = list(scheduled_faults(seed, faults))
-        self.stage = Stage.WARMING if self._pending else Stage.DONE
+        self.stage = DemoStage.WARMING if self._pending else DemoStage.DONE
         self._strike_at = 0.0
         self._deadline = 0.0
         self._injected_before = 0
         self._kind = ""
 
     def tick(self, view: View) -> ScheduledFault | None:
-        if self.stage is Stage.WARMING and view.whole and view.standbys_ready and view.step >= WARM_STEPS:
+        if self.stage is DemoStage.WARMING and view.whole and view.standbys_ready and view.step >= WARM_STEPS:
             self._arm(view.now)
-        elif self.stage is Stage.WAITING and not view.whole:
+        elif self.stage is DemoStage.WAITING and not view.whole:
             # Another fault occurred: restart the gap once the fleet is healthy.
             self._strike_at = view.now + self._pending[0].gap_seconds
-        elif self.stage is Stage.WAITING and view.now >= self._strike_at:
-            self.stage = Stage.STRUCK
+        elif self.stage is DemoStage.WAITING and view.now >= self._strike_at:
+            self.stage = DemoStage.STRUCK
             self._deadline = view.now + RECOVERY_DEADLINE_SECONDS
             self._injected_before = view.injected
             strike = self._pending.pop(0)
             self._kind = strike.kind
             return strike
-        elif self.stage is Stage.STRUCK and (self._resolved(view) or view.now > self._deadline):
+        elif self.stage is DemoStage.STRUCK and (self._resolved(view) or view.now > self._deadline):
             if self._pending:
                 self._arm(view.now)
             else:
-                self.stage = Stage.DONE
+                self.stage = DemoStage.DONE
         return None
 
     def _arm(self, now: float) -> None:
-        self.stage = Stage.WAITING
+        self.stage = DemoStage.WAITING
         self._strike_at = now + self._pending[0].gap_seconds
 
     def _resolved(self, view: View) -> bool:

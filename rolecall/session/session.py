@@ -31,7 +31,7 @@ from rolecall.rl_runtime.cluster.supervisor import Supervisor
 from rolecall.session import live
 from rolecall.session.children import Child, rolecall_command
 from rolecall.session.dashboard import DashboardBeside
-from rolecall.session.demo import FaultSchedule, ScheduledFault, Stage, View
+from rolecall.session.demo import DemoStage, FaultSchedule, ScheduledFault, View
 from rolecall.watch.addresses import withdraw
 
 logger = logging.getLogger(__name__)
@@ -154,12 +154,12 @@ class Session:
             try:
                 supervisor.tick()
                 self._keep_watch(watch, journal)
-                if self.schedule.stage is not Stage.DONE and now - viewed_at >= VIEW_SECONDS:
+                if self.schedule.stage is not DemoStage.DONE and now - viewed_at >= VIEW_SECONDS:
                     viewed_at = now
                     fault = self.schedule.tick(self._view(run, journal, now))
                     if fault is not None:
                         self._inject(run, fault)
-                if holds and self.schedule.stage is Stage.DONE and now - started_at >= self.hold_seconds:
+                if holds and self.schedule.stage is DemoStage.DONE and now - started_at >= self.hold_seconds:
                     journal.set_flag(HOLD_FLAG, None)
                     holds = False
                 done = journal.flag(DONE_FLAG)

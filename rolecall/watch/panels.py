@@ -34,7 +34,7 @@ from rolecall.core.text import iso_utc, plain
 from rolecall.detector.live.merging import Merger
 from rolecall.detector.panels.membership import PanelFollower
 from rolecall.detector.panels.panel import Panel, PanelDetector, PanelShape
-from rolecall.detector.panels.source import PanelSource, Stopped, Tick, panel_key
+from rolecall.detector.panels.source import PanelSource, PanelTick, Stopped, panel_key
 from rolecall.detector.sources import recording
 from rolecall.detector.sources.agent_panels import AgentsPanels
 from rolecall.detector.sources.prometheus import PrometheusSource
@@ -375,11 +375,11 @@ class _Parts:
             raise ConfigError([f"-o: {left}: `rolecall diagnose` reads it as it is; move it away"]) from None
         except OSError as e:
             raise ConfigError([f"-o: {self._folder}: {e.strerror}"]) from None
-        self._ticks: dict[tuple[Any, ...], list[Tick]] = {}
+        self._ticks: dict[tuple[Any, ...], list[PanelTick]] = {}
         self._bytes, self._begun, self._number = 0, clock.monotonic(), 0
         self.num_rows = 0
 
-    def add(self, tick: Tick) -> bool:
+    def add(self, tick: PanelTick) -> bool:
         """False: the recording is full."""
         self._ticks.setdefault((panel_key(tick.shape), id(tick.shape)), []).append(tick)
         self._bytes += tick.values.nbytes
@@ -422,6 +422,6 @@ class _Parts:
             raise UnreadableInput(where=str(self._path), reason=f"cannot be written: {e}; {kept}") from e
 
 
-def _panel_of(shape: PanelShape, ticks: Sequence[Tick]) -> Panel:
+def _panel_of(shape: PanelShape, ticks: Sequence[PanelTick]) -> Panel:
     at = np.array([t.at for t in ticks])
     return Panel(shape=shape, at=at, values=np.stack([t.values for t in ticks], axis=1))

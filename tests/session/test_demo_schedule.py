@@ -7,8 +7,8 @@ from rolecall.core.errors import ConfigError
 from rolecall.session.demo import (
     GAP_SECONDS,
     WARM_STEPS,
+    DemoStage,
     FaultSchedule,
-    Stage,
     View,
     demo_job,
     parse_faults,
@@ -42,23 +42,23 @@ def test_same_seed_same_moments() -> None:
 
 def test_strikes_only_a_whole_and_warm_fleet_and_waits_for_the_cure() -> None:
     schedule = FaultSchedule(1, ("rollout-kill", "agent-kill"))
-    assert schedule.tick(view(0, step=WARM_STEPS - 1)) is None and schedule.stage is Stage.WARMING
-    assert schedule.tick(view(1, standbys_ready=False)) is None and schedule.stage is Stage.WARMING
-    assert schedule.tick(view(2)) is None and schedule.stage is Stage.WAITING
+    assert schedule.tick(view(0, step=WARM_STEPS - 1)) is None and schedule.stage is DemoStage.WARMING
+    assert schedule.tick(view(1, standbys_ready=False)) is None and schedule.stage is DemoStage.WARMING
+    assert schedule.tick(view(2)) is None and schedule.stage is DemoStage.WAITING
     assert schedule.tick(view(5, whole=False)) is None
     strike = schedule.tick(view(5 + GAP_SECONDS[1]))
     assert strike is not None and strike.kind == "rollout-kill"
     for not_resolved in ({"injected": 0}, {"injected": 1, "whole": False}, {"injected": 1, "incident_closed_at": 99.0}):
-        assert schedule.tick(view(20, injected_at=100.0, **not_resolved)) is None and schedule.stage is Stage.STRUCK
+        assert schedule.tick(view(20, injected_at=100.0, **not_resolved)) is None and schedule.stage is DemoStage.STRUCK
     resolved = {"injected": 1, "injected_at": 100.0, "incident_closed_at": 101.0}
-    assert schedule.tick(view(21, **resolved)) is None and schedule.stage is Stage.WAITING
+    assert schedule.tick(view(21, **resolved)) is None and schedule.stage is DemoStage.WAITING
     strike = schedule.tick(view(21 + GAP_SECONDS[1], **resolved))
     assert strike is not None and strike.kind == "agent-kill"
     # An agent has no incident of its own: its restart is the cure.
     after = {"injected": 2, "injected_at": 200.0, "incident_closed_at": 250.0}
-    assert schedule.tick(view(50, **after)) is None and schedule.stage is Stage.STRUCK
+    assert schedule.tick(view(50, **after)) is None and schedule.stage is DemoStage.STRUCK
     schedule.tick(view(51, **after, restarted_at=201.0))
-    assert schedule.stage is Stage.DONE
+    assert schedule.stage is DemoStage.DONE
 
 
 def test_gives_up_on_a_fault_that_nothing_cures() -> None:
@@ -66,7 +66,7 @@ def test_gives_up_on_a_fault_that_nothing_cures() -> None:
     schedule.tick(view(0))
     assert schedule.tick(view(GAP_SECONDS[1])) is not None
     schedule.tick(view(10_000, injected=1, whole=False))
-    assert schedule.stage is Stage.DONE
+    assert schedule.stage is DemoStage.DONE
 
 
 @pytest.mark.parametrize("text", ["none", "", " , "])

@@ -26,7 +26,7 @@ from rolecall.detector.panels.membership import WatchLimits
 from rolecall.detector.panels.minder.detector import BUILT_IN
 from rolecall.detector.panels.panel import Machine, Panel, findings
 from rolecall.detector.panels.sequential.detector import MACHINES_MIN, Sequential
-from rolecall.detector.panels.source import Stopped, Tick, ticks_of
+from rolecall.detector.panels.source import PanelTick, Stopped, ticks_of
 from rolecall.detector.panels.standing import cannot_tell
 from rolecall.detector.sources import recording
 from rolecall.detector.sources.prometheus import WINDOW_INTERVALS
@@ -278,7 +278,7 @@ class Given:
     def __init__(self, panels: list[Panel], then: Exception | None = None) -> None:
         self.panels, self.then = panels, then
 
-    def ticks(self, stopped: Stopped) -> Iterator[Tick]:
+    def ticks(self, stopped: Stopped) -> Iterator[PanelTick]:
         for tick in ticks_of(self.panels):
             if stopped():
                 return

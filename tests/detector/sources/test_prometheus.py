@@ -24,7 +24,7 @@ from rolecall.core.errors import ConfigError, UnreadableInput
 from rolecall.core.metrics.catalogue import BY_NAME
 from rolecall.detector.panels.panel import Machine
 from rolecall.detector.panels.series import PanelPosition
-from rolecall.detector.panels.source import Tick
+from rolecall.detector.panels.source import PanelTick
 from rolecall.detector.sources.prometheus import PrometheusSource
 from rolecall.detector.sources.prometheus_api import Addresses, Client, PrometheusClientLimits, PrometheusUnavailable
 from rolecall.detector.sources.prometheus_queries import (
@@ -199,7 +199,7 @@ def patience() -> Callable[[], bool]:
     return lambda: next(asked) > 20_000
 
 
-def first(it: PrometheusSource, number: int) -> list[Tick]:
+def first(it: PrometheusSource, number: int) -> list[PanelTick]:
     """The first ticks; each is there after at most a few intervals."""
     ticks = it.ticks(patience())
     try:

@@ -66,7 +66,7 @@ class MonitoredProcesses:
     by_process: dict[ProcessId, Key] = field(init=False, default_factory=dict)
     before: dict[Key, MonitoredProcess | None] = field(init=False, default_factory=dict)
     """Copies of the processes that changed since the last reset, from before the change; None: new. See history.py."""
-    _dead: dict[Key, MonitoredProcess] = field(init=False, default_factory=dict)  # dead by a sample, no event yet
+    _dead: dict[Key, MonitoredProcess] = field(init=False, default_factory=dict)  # dead in a sample, no exit event
     _closed: dict[Key, MonitoredProcess] = field(init=False, default_factory=dict)
     _unpaged: list[MonitoredProcess] = field(init=False, default_factory=list)
     _unpaged_of: int = field(init=False, default=-1)  # value of roster.changes at computation

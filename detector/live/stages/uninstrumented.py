@@ -82,7 +82,7 @@ class UninstrumentedStage(Stage):
 
 def find(fleet: MonitoredProcesses, now: float) -> list[Finding]:
     found = _exits(fleet, now)
-    # Diagnoses concern replicas: the exit of a rank, takes precedence over a stall of another.
+    # Diagnoses concern replicas: the exit of a rank, reported or not, takes precedence over a stall of another rank.
     losing = {s.replica for s in fleet.unpaged() if s.gone and not s.finished}
     for s in fleet.unpaged():
         if s.gone or s.finished or s.sample is None or s.replica in losing:

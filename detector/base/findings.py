@@ -1,28 +1,26 @@
-"""Kinds of evidence and names of detectors that others look for in a finding."""
+"""Evidence kinds and detector names that consumers of a finding match on."""
 
 from rolecall.core.diagnosis import Evidence
 
 SETTLE = "settle"
-"""Evidence of this kind says what would settle a `cannot_tell`."""
+"""Evidence that describes which further observation would settle a `cannot_tell`."""
 ADVISES = "advice"
-"""Evidence of this kind says what helps, where more is known than the class of the fault."""
+"""Evidence with advice more specific than the default for the fault class."""
 GAIN = "slow_ratio"
-"""Evidence of this kind holds `ratio`: how many times slower than its peers the suspect works."""
+"""Evidence whose `ratio` is the slowdown of the suspect relative to its peers."""
 
 EXIT = "exit"
-"""Evidence of this kind says how a process ended; `signal` among its values where one ended it, `oom` where that was
-the kernel for want of memory."""
+"""Evidence of a process exit. Its values include `signal` if a signal ended it, and `oom` if the OOM killer did."""
 
 OF_GPU = "gpu"
-"""Evidence of this kind says which GPU a suspect uses, and how its values compare with those of peers."""
+"""Evidence that identifies a GPU of the suspect and compares its metrics with those of peers."""
 
 PANEL = "panel:"
-"""Names of detectors that begin with this look at panels of metrics: they tell that a machine changed, not what ails
-it."""
+"""Name prefix of metric-panel detectors: they detect that a machine changed, not the cause."""
 
 
 COLLAPSE = "collapse"
-"""The detector of a policy that collapsed: its findings are about the run, and about no machine."""
+"""Detector of policy collapse: its findings concern the run, not a machine."""
 
 
 def settles(text: str) -> Evidence:

@@ -1,4 +1,4 @@
-"""What a source gives the detector: everything received since the last poll. All sources yield this same value."""
+"""Input of the detector, common to all sources: everything received since the last poll."""
 
 from dataclasses import dataclass
 from typing import Any, Self
@@ -9,20 +9,20 @@ from rolecall.core.telemetry import AgentEvent, SampleBatch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
-    """`wall_at` is the only time a detector knows, seconds since 1970 on the detector's own clock."""
+    """`wall_at` is the detector's only time source: seconds since 1970 on its own clock."""
 
     wall_at: float
     batches: tuple[SampleBatch, ...] = ()
     events: tuple[AgentEvent, ...] = ()
     unreachable: tuple[tuple[str, float, str], ...] = ()
-    """(node, since when in wall seconds, why) of each agent that does not answer."""
+    """(node, onset in wall seconds, reason) of each agent that does not answer."""
     left: tuple[str, ...] = ()
     """Nodes that were removed from the list of agents: their findings end."""
     panel_findings: tuple[Finding, ...] = ()
-    """Findings of panel detectors that begin with this observation (detector/live/run_panels.py). They are part of it
-    so that a stored window replays: panel trackers have hours of memory, a window has half a minute."""
+    """Panel findings that start with this observation (detector/live/run_panels.py). They are stored here so that a
+    window can be replayed: panel trackers have hours of memory, a window covers half a minute."""
     pulled_findings: tuple[Finding, ...] = ()
-    """Findings on evidence collected for an incident: stacks, Flight Recorder dumps
+    """Findings derived from evidence collected for an incident: stacks, Flight Recorder dumps
     (detector/live/stages/pulled_evidence.py)."""
 
     def to_dict(self) -> dict[str, Any]:

@@ -1,8 +1,8 @@
-"""Files that may be packed: their bytes, unpacked as they are read, and never more of them than was allowed.
+"""Streaming reads of files that may be compressed, with a limit on the decompressed size.
 
-Told by their first bytes: gzip, xz and bzip2 (standard library), and zstd where Python has a module for it
-(`compression.zstd` from 3.14 on, or `zstandard`). A few bytes can unpack to terabytes, and name a window of gigabytes:
-what comes out is counted, and the window is bounded.
+The format is detected by its magic bytes: gzip, xz and bzip2 (standard library), and zstd if Python has a module for it
+(`compression.zstd` from 3.14 on, or `zstandard`). A few bytes can decompress to terabytes or request a window of
+gigabytes, so both the output size and the window are bounded.
 """
 
 import bz2
@@ -17,7 +17,7 @@ from typing import IO, Any, Protocol
 from rolecall.core.errors import UnreadableInput
 
 WINDOW_BYTES_MAX = 128 << 20
-"""Of an xz or zstd stream: `xz -9` takes 65 MiB to unpack, `zstd --ultra -22` 128 MiB."""
+"""Memory limit of an xz or zstd decoder: `xz -9` needs 65 MiB, `zstd --ultra -22` 128 MiB."""
 CHUNK_BYTES = 64 << 10
 MAGIC = {b"\x1f\x8b": "gzip", b"\xfd7zXZ\0": "xz", b"BZh": "bzip2", b"\x28\xb5\x2f\xfd": "zstd"}
 SUFFIXES = (".gz", ".xz", ".bz2", ".zst")
@@ -29,7 +29,7 @@ class _DecompressingReader(Protocol):
 
 
 class _Xz:
-    """Streams behind one another, as `xz` and `logrotate` write them; `lzma.LZMAFile` cannot bound its memory."""
+    """Decodes concatenated xz streams, as `xz` and `logrotate` write them; `lzma.LZMAFile` has no memory limit."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file, self._unpack = file, lzma.LZMADecompressor(memlimit=WINDOW_BYTES_MAX)
@@ -55,13 +55,13 @@ class _Xz:
 
 
 class DecompressedFile(io.RawIOBase):
-    """What is in a file, to be wrapped by `io.BufferedReader`. `cut_short`: the packed data ends in the middle.
+    """Decompressed content of a file, to be wrapped in `io.BufferedReader`. `cut_short`: the data is truncated.
 
-    Reads raise UnreadableInput: the data is damaged, or there is more of it than `bytes_max`.
+    Reads raise UnreadableInput if the data is damaged or exceeds `bytes_max`.
     """
 
     def __init__(self, path: Path, bytes_max: int) -> None:
-        """Raises OSError, and UnreadableInput: this Python cannot unpack it."""
+        """Raises OSError, or UnreadableInput if this Python has no module for the format."""
         self._path, self._left, self._bytes_max = path, bytes_max, bytes_max
         self.cut_short = False
         self._file, self._damages = _opened(path)
@@ -96,7 +96,7 @@ class DecompressedFile(io.RawIOBase):
 
 
 def _opened(path: Path) -> tuple[_DecompressingReader, tuple[type[Exception], ...]]:
-    """The reader, and what it raises where the data is damaged."""
+    """The reader, and the exceptions that it raises on damaged data."""
     with path.open("rb") as file:
         head = file.read(6)
     match next((name for magic, name in MAGIC.items() if head.startswith(magic)), ""):
@@ -128,7 +128,7 @@ def _zstd(path: Path) -> tuple[_DecompressingReader, tuple[type[Exception], ...]
 
 
 def head(path: Path, num_bytes: int) -> bytes:
-    """So many bytes of what is in it, or as many as there are. Raises OSError, UnreadableInput."""
+    """The first `num_bytes` decompressed bytes, fewer if the file is shorter. Raises OSError, UnreadableInput."""
     with DecompressedFile(path, num_bytes + CHUNK_BYTES) as file:
         found = b""
         while len(found) < num_bytes and (more := file.read(num_bytes - len(found))):

@@ -1,9 +1,9 @@
-"""A pickle of plain data, read without the pickle module: nothing in it can be imported or called.
+"""Reads a pickle of plain data without the pickle module: nothing in it can be imported or called.
 
-It may come from a compromised machine. Only the opcodes that plain data need are known here: numbers, text, lists,
-dicts whose keys are text, tuples of nothing that holds anything. Any other is refused by its name, and so is whatever
-would take more memory than a small multiple of the file. What comes out may hold one list in many places: who reads it
-counts.
+The file may come from a compromised machine. Only the opcodes of plain data are supported: numbers, text, lists, dicts
+with text keys, and tuples of scalars. Any other opcode is refused by name, and so is any input that needs more memory
+than a small multiple of the file size. The result may reference one list many times, so callers must bound what they
+traverse.
 """
 
 import pickletools
@@ -12,15 +12,14 @@ import struct
 from typing import Any, NoReturn
 
 NUM_CONTAINERS_MAX = 4_000_000
-"""Lists, dicts and tuples: one byte of a pickle makes one of up to 232 bytes, so that this bounds memory to about 1
-GB."""
+"""Limit on lists, dicts and tuples: one pickle byte can create a container of 232 bytes; this bounds memory to 1 GB."""
 NUM_MEMO_MAX = 4_000_000
 NUM_OPCODES_MAX = 20_000_000
-"""A few seconds. An entry of a dump has seventy, if nothing of it was cut out."""
+"""Takes a few seconds. A complete Flight Recorder entry has about seventy."""
 DEPTH_MAX = 1000
-"""Of marks: lists in lists in lists. A dump has five."""
+"""Maximum nesting of marks. A dump has five levels."""
 NUM_CHARACTERS_MAX = 200
-"""Of a text that is quoted; the rest is cut off."""
+"""Length at which quoted text is truncated."""
 MAGIC = re.compile(rb"\x80[\x02-\x05]")
 
 _INT, _INT64, _FLOAT = struct.Struct("<i"), struct.Struct("<q"), struct.Struct(">d")
@@ -30,18 +29,18 @@ _CONSTANTS = {ord("N"): None, 0x88: True, 0x89: False}
 
 
 def safe(text: str) -> str:
-    """For terminals and logs: printable ASCII, everything else escaped; not too long."""
+    """Text for terminals and logs: printable ASCII, everything else escaped, truncated."""
     if text.isascii() and text.isprintable():
         return text[:NUM_CHARACTERS_MAX]
     return text[:NUM_CHARACTERS_MAX].encode("unicode_escape").decode("ascii")
 
 
 class UnsafePickle(Exception):
-    """Why it was not read, in words. Those that begin with `refused` wanted what no plain data need."""
+    """Reason why a pickle was rejected. Messages that begin with `refused` concern opcodes outside plain data."""
 
 
 def loads(data: bytes) -> Any:
-    """The value that a pickle of protocol 2 to 5 holds. Raises NotPlain."""
+    """The value of a pickle of protocol 2 to 5. Raises UnsafePickle."""
     if not MAGIC.match(data):
         raise UnsafePickle("a pickle of an unknown protocol")
     try:
@@ -58,7 +57,7 @@ def loads(data: bytes) -> Any:
 
 
 def _run(data: bytes) -> tuple[Any, int]:
-    """The value, and where the pickle ends. Most frequent opcodes first."""
+    """The value and the end offset of the pickle. The most frequent opcodes come first."""
     stack: list[Any] = []
     marks: list[int] = []
     memo: dict[int, Any] = {}
@@ -121,7 +120,7 @@ def _run(data: bytes) -> tuple[Any, int]:
             if size > len(stack) - (marks[-1] if marks else 0):
                 raise IndexError
             items = tuple(stack[len(stack) - size :])
-            if not {*map(type, items)} <= _ATOMS:  # hashing and comparing such a tuple could take for ever
+            if not {*map(type, items)} <= _ATOMS:  # hashing or comparing nested tuples can take exponential time
                 raise UnsafePickle("refused: it holds a tuple of tuples, lists or dicts, which no dump needs")
             del stack[len(stack) - size :]
             push(items)
@@ -134,7 +133,7 @@ def _run(data: bytes) -> tuple[Any, int]:
         elif code == 0x47:  # BINFLOAT
             push(_FLOAT.unpack_from(data, at)[0])
             at += 8
-        elif code == 0x95:  # FRAME, which says how much is worth reading at once
+        elif code == 0x95:  # FRAME: a read-ahead hint
             if _UINT64.unpack_from(data, at)[0] > len(data) - at - 8:
                 raise IndexError
             at += 8
@@ -148,7 +147,7 @@ def _run(data: bytes) -> tuple[Any, int]:
 
 
 def _first(marks: list[int]) -> int:
-    """Place of what follows the newest mark; what it is put into stands before it."""
+    """Stack index of the first item after the newest mark; the container is the item before it."""
     first = marks.pop()
     if first < 1:
         raise IndexError
@@ -182,7 +181,7 @@ def _set(table: Any, names: list[Any], values: list[Any]) -> None:
 
 
 def _refuse(data: bytes, at: int, stack: list[Any]) -> NoReturn:
-    """Names the opcode before `at`, and what it wanted to run."""
+    """Raises UnsafePickle naming the opcode before `at`, and the global that it references."""
     name = next((known.name for known in pickletools.opcodes if known.code == chr(data[at - 1])), "")
     if not name:
         raise UnsafePickle(f"damaged at byte {at - 1:,}, or cut short")

@@ -1,6 +1,6 @@
-"""What reading many files may cost altogether: readers bound each file, and this bounds their sum.
+"""Total memory and time budget for reading many files: readers bound each file, this bounds their sum.
 
-Of a folder with thousands of hostile files each could stay just within what one may cost.
+In a folder of thousands of hostile files, each could stay just below the limit of a single file.
 """
 
 from dataclasses import dataclass
@@ -11,18 +11,18 @@ from rolecall.core.errors import UnreadableInput
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadLimits:
-    """Of all files of one kind together."""
+    """Limits for all files of one kind together."""
 
     kept_bytes_max: int = 8 << 30
-    """Of memory, as estimated, for what is kept of them. Stacks of 4,096 processes with 30 threads in ten
+    """Estimated memory of the retained data. Stacks of 4,096 processes with 30 threads in ten
     rounds are 0.8 GB, Flight Recorder dumps of 4,096 ranks with 2,000 entries each 0.4 GB."""
     seconds_max: float = 1800.0
-    """Looked at between files, of which the worst takes some seconds. Of dumps only: how long a recording takes depends
-    on the detector, and is bounded by its size."""
+    """Checked between files, each of which takes a few seconds at worst. Only for dumps: the time for a recording
+    depends on the detector and is bounded by its size."""
 
 
 class Budget:
-    """Limits that are used up, file by file. The time is that since it was made."""
+    """Tracks consumption of the limits across files. Time counts from construction."""
 
     def __init__(self, limits: ReadLimits | None = None, clock: Clock | None = None) -> None:
         self._limits, self._clock = limits or ReadLimits(), clock or SystemClock()
@@ -30,7 +30,7 @@ class Budget:
         self._kept_bytes = self._num_files = 0
 
     def keep(self, num_bytes: int, path: str) -> None:
-        """Of the file at `path` so much stays in memory. Raises UnreadableInput: it is too much."""
+        """Accounts `num_bytes` retained from the file at `path`. Raises UnreadableInput if over budget."""
         self._num_files += 1
         self._kept_bytes += num_bytes
         most = self._limits.kept_bytes_max
@@ -39,7 +39,7 @@ class Budget:
             raise UnreadableInput(where=path, reason=f"{reason}, and no more are read: name fewer of them")
 
     def check_time(self, path: str) -> None:
-        """At the file at `path`. Raises UnreadableInput: time is up."""
+        """Called before reading `path`. Raises UnreadableInput if the time budget is used up."""
         most = self._limits.seconds_max
         if self._clock.monotonic() - self._began > most:
             reason = f"reading had not come further than this file after {most:g} s, and does not go on"

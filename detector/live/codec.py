@@ -1,7 +1,7 @@
-"""The detector's state as plain JSON and back, so that a stored window replays from the very state it began with.
+"""Detector state to plain JSON and back, so that a stored window replays from its initial state.
 
-Only the classes listed here are written or made: nothing is unpickled. A dataclass becomes {"@": name, ...}, a mapping
-[["k", "v"], ...] under "@map", a tuple, set or deque a tagged list.
+Only the classes listed here are encoded or constructed; nothing is unpickled. A dataclass becomes {"@": name, ...},
+a mapping [["k", "v"], ...] under "@map", a tuple, set or deque a tagged list.
 """
 
 import math
@@ -42,7 +42,7 @@ PLAIN: dict[str, type] = {
         MonitoredProcess,
     )
 }
-"""Written field by field; derived fields (`init=False`) are made again."""
+"""Encoded field by field; derived fields (`init=False`) are recomputed."""
 OWN: dict[str, tuple[type, Callable[[dict[str, Any]], Any]]] = {
     "AgentEvent": (AgentEvent, AgentEvent.from_dict),
     "CollapseWatch": (CollapseWatch, CollapseWatch.from_dict),
@@ -50,7 +50,7 @@ OWN: dict[str, tuple[type, Callable[[dict[str, Any]], Any]]] = {
     "Finding": (Finding, Finding.from_dict),
     "ProcessSample": (ProcessSample, ProcessSample.from_dict),
 }
-"""Classes with a JSON form of their own."""
+"""Classes with their own `to_dict` and `from_dict`."""
 
 
 def encode(value: Any) -> Any:
@@ -79,7 +79,7 @@ def encode(value: Any) -> Any:
 
 
 def decode(value: Any) -> Any:
-    """Raises ValueError on a tag that was never written."""
+    """Raises ValueError on an unknown tag."""
     if isinstance(value, list):
         return [decode(v) for v in value]
     if not isinstance(value, dict):

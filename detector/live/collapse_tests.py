@@ -1,17 +1,17 @@
-"""Whether a policy collapsed, from the course of its run alone. Pure.
+"""Tests for policy collapse on the training history of a single run. Pure functions.
 
-A run is its own measure. Its *best stretch* is the run of `LEVEL_STEPS` steps with the highest median reward; what the
-last `RECENT_STEPS` show is compared with that:
+Each run is its own baseline. Its *best stretch* is the sequence of `LEVEL_STEPS` steps with the highest median reward;
+the last `RECENT_STEPS` are compared with it:
 
-    fallen       reward lies clearly below the best stretch and stays there
-    dived        it did lately, and came back while answers became of another kind: a reward that can be had for nothing
-    other        answers became three times as long or short, or lost their end, and the reward did not rise for it
-    shut         entropy fell to almost 0 and the reward did not rise for it: one answer for everything
-    diverged     the policy is far from the one that made its tokens
-    disagreeing  trainer and engine differ about tokens of the very same weights: then weights or numerics are wrong
+    fallen       the reward is clearly below the best stretch and stays there
+    dived        the reward dropped recently and recovered, while the responses changed in kind: likely reward hacking
+    other        responses became three times longer or shorter, or are cut off, without a gain in reward
+    shut         entropy fell to almost 0 without a gain in reward: one answer for every prompt
+    diverged     the policy is far from the policy that sampled its tokens
+    disagreeing  trainer and engine differ on tokens of the same policy version: weights or numerics are wrong
 
-Entropy may fall and reward may rise as far as they like, in step with each other: that is learning. A medians' window
-forgives single steps. Nothing is said before a level is known, and as many newer steps as a sign needs.
+Falling entropy with rising reward is learning, whatever the amounts. Medians over windows tolerate outliers of single
+steps. No test fires before a baseline level and enough newer steps are available.
 """
 
 import math
@@ -26,40 +26,40 @@ from rolecall.core.policy_health import LOG_RATIO_ALARM
 from rolecall.detector.live.training_history import TrainingStepPoint
 
 RECENT_STEPS: Final = 8
-"""A fall that is over sooner is not told. Eight in a row below what half of all steps reach happen by chance once in
-256 times; that they lie far below it is what makes the difference."""
+"""Shorter drops are not reported. Eight steps in a row below the median occur by chance once in 256 times; the required
+depth of the drop excludes these."""
 LEVEL_STEPS: Final = 8
-"""A level is the median of so many steps."""
+"""Number of steps whose median is a level."""
 CLEAR_SHARE: Final = 0.25
-"""A fall is clear if a quarter of the level is lost, or of all that the run ever gained where that is more. Healthy
-runs lost up to a twelfth for so long (benchmarks/collapse.py)."""
+"""A drop is clear if it exceeds a quarter of the level, or of the run's total gain if that is larger. Healthy runs
+dropped by at most a twelfth for this long (benchmarks/collapse.py)."""
 NOISE_FACTOR: Final = 4.0
-"""It must also be so many times the noise from one step to the next: for rewards that are small beside their noise."""
+"""A clear drop must also exceed this multiple of the step-to-step noise, for rewards that are small relative to it."""
 DIVE_STEPS: Final = 3
 DIVE_REMEMBERED: Final = 32
 OTHER_FACTOR: Final = 3.0
-"""Answers three times shorter or longer, or entropy three times higher, are of another kind."""
+"""Factor of response length (either way) or of entropy (upwards) from which responses count as changed in kind."""
 ENTROPY_OPEN, ENTROPY_SHUT = 0.3, 0.03
-"""Nats a token. From 0.3 on several answers are likely (a token is right nine times in ten); at 0.03 each is all but
-certain. Between them a policy that learns earns clearly more."""
+"""Nats per token. Above 0.3 several responses are likely (a token is predicted with about 90 % probability); at 0.03
+each token is almost certain. A policy that learns while its entropy falls between them gains clear reward."""
 OPEN_STEPS: Final = 4
-"""The last ones with open entropy say what was earned then: a policy may shut within ten steps."""
+"""Number of last steps with open entropy that give the reward before the fall: entropy may collapse in ten steps."""
 RISE_NOISE: Final = 3.0
-"""A rise of so many standard errors is one."""
+"""Standard errors from which a rise in reward is significant."""
 ENTROPY_HIGH: Final = 0.5
-"""Nats above the best stretch, at least, for entropy to have exploded."""
+"""Minimum increase over the best stretch, in nats per token, that counts as an entropy explosion."""
 CUT_OFF: Final = 0.9
-"""Of the answers: at the limit of length, all but every tenth."""
+"""Fraction of responses cut off at the length limit from which responses count as having lost their end."""
 FILTERED_MORE: Final = 0.2
-"""If so much more of what is generated is filtered, the reward is that of other prompts, and not to be compared."""
+"""Increase of the filtered fraction from which the reward covers a different set of prompts and is not comparable."""
 DIVERGED_NATS: Final = 0.2
-"""kl_sampler from here on: weights of tokens spread by a factor of two. Healthy runs were above 0.06 in
-no four steps in a row, once their level was known."""
+"""Minimum kl_sampler for divergence: importance weights of tokens spread by a factor of two. Healthy runs never
+exceeded 0.06 for four steps in a row after their baseline was known."""
 DIVERGED_FACTOR: Final = 10.0
 DIVERGED_STEPS: Final = 4
 LOG_RATIO_FACTOR: Final = 10.0
 LOG_RATIO_SEEN, LOG_RATIO_ABOVE = 4, 3
-"""Of the last four steps that told one, three."""
+"""Three of the last four steps with a log ratio must be above the limit."""
 
 Known = Sequence[tuple[TrainingStepPoint, float]]
 
@@ -76,7 +76,7 @@ class RewardLevel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollapseSymptom:
-    """One way in which the policy collapsed. `text` continues a sentence."""
+    """One symptom of collapse. `text` is a clause for `because`."""
 
     kind: str
     since: TrainingStepPoint
@@ -88,7 +88,7 @@ class CollapseSymptom:
 
 
 def collapse_symptoms(points: Sequence[TrainingStepPoint]) -> list[CollapseSymptom]:
-    """All that can be said of the newest of these points, the gravest first."""
+    """All symptoms at the newest point, most severe first."""
     reward = fallen(points) or dived(points)
     found = (disagreeing(points), reward or other(points), shut(points), diverged(points))
     return [sign for sign in found if sign is not None]
@@ -107,7 +107,7 @@ def levels(series: Known) -> list[RewardLevel]:
 
 
 def noise(series: Known) -> float:
-    """Standard deviation of a step, from how neighbours differ: a trend hardly adds to it."""
+    """Standard deviation of a step, estimated from differences of neighbours, so that a trend hardly affects it."""
     apart = [abs(b - a) for (_, a), (_, b) in pairwise(series)]
     return 1.4826 * median(apart) / math.sqrt(2) if apart else 0.0
 
@@ -119,7 +119,7 @@ def middle(points: Sequence[TrainingStepPoint], name: str) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BestRewardLevel:
-    """The best stretch, and how far below it is clearly below."""
+    """The best stretch and the reward below which a drop is clear (`line`)."""
 
     level: RewardLevel
     clear: float
@@ -162,7 +162,7 @@ def fallen(points: Sequence[TrainingStepPoint]) -> CollapseSymptom | None:
 
 
 def dived(points: Sequence[TrainingStepPoint]) -> CollapseSymptom | None:
-    """The reward fell clearly for a few steps and came back, and answers are of another kind since."""
+    """The reward dropped clearly for a few steps and recovered, and the responses have changed in kind since."""
     reward = known(points, "reward")
     begin = max(0, len(reward) - DIVE_REMEMBERED)
     best = best_stretch(reward[:begin])
@@ -193,15 +193,15 @@ def dived(points: Sequence[TrainingStepPoint]) -> CollapseSymptom | None:
 
 
 def other(points: Sequence[TrainingStepPoint]) -> CollapseSymptom | None:
-    """Answers have another length than in the best stretch of a run that had learned, and nothing is earned by it.
+    """Response length differs from the best stretch of a run that had learned, without a gain in reward.
 
-    Before anything was learned, lengths may go anywhere: an answer's end is often learned first.
+    Before the run has learned anything, length may change freely: policies often learn to end a response first.
     """
     reward = known(points, "reward")
     best = best_stretch(reward[:-RECENT_STEPS])
     if best is None:
         return None
-    error = 1.2533 * best.noise * math.sqrt(1 / LEVEL_STEPS + 1 / RECENT_STEPS)  # of the difference of two medians
+    error = 1.2533 * best.noise * math.sqrt(1 / LEVEL_STEPS + 1 / RECENT_STEPS)  # of a difference of two medians
     first, now = median(v for _, v in reward[:LEVEL_STEPS]), points[-RECENT_STEPS:]
     earned = middle(now, "reward")
     change = _of_other_length(best.level.points, now)
@@ -209,7 +209,7 @@ def other(points: Sequence[TrainingStepPoint]) -> CollapseSymptom | None:
         return None
     had_learned = best.level.value - first > best.clear
     if not had_learned or not best.line <= earned <= best.level.value + RISE_NOISE * error:
-        return None  # a fall of the reward is a sign of its own
+        return None  # a drop in reward is reported by `fallen`
     text = (
         f"{change} as in {best.level.steps}, since step {now[0].step}, and the reward did not rise for it "
         f"({earned:.3g})"
@@ -219,7 +219,7 @@ def other(points: Sequence[TrainingStepPoint]) -> CollapseSymptom | None:
 
 
 def shut(points: Sequence[TrainingStepPoint]) -> CollapseSymptom | None:
-    """Entropy went from open to shut, and the reward earned nothing by it."""
+    """Entropy fell from open to shut without a gain in reward."""
     entropy, reward = known(points, "entropy"), known(points, "reward")
     if len(entropy) < LEVEL_STEPS + RECENT_STEPS or len(reward) < LEVEL_STEPS + RECENT_STEPS:
         return None
@@ -230,9 +230,9 @@ def shut(points: Sequence[TrainingStepPoint]) -> CollapseSymptom | None:
         return None
     then = points[max(0, opened[-1] + 1 - OPEN_STEPS) : opened[-1] + 1]
     before = middle(then, "reward")
-    # At its best since: what was earned and then lost is a fall of the reward, and not what entropy did.
+    # The best level since: a gain that was lost again is a drop in reward, not an effect of entropy.
     after = max((x.value for x in levels(known(points[opened[-1] + 1 :], "reward"))), default=math.nan)
-    error = 1.2533 * noise(reward) * math.sqrt(1 / OPEN_STEPS + 1 / RECENT_STEPS)  # of the difference of two medians
+    error = 1.2533 * noise(reward) * math.sqrt(1 / OPEN_STEPS + 1 / RECENT_STEPS)  # of a difference of two medians
     cut = middle(now, "truncated_fraction")
     endless = cut >= CUT_OFF > min((v for _, v in known(points, "truncated_fraction")), default=1.0)
     if not after - before <= RISE_NOISE * error and not endless:
@@ -274,7 +274,7 @@ def disagreeing(points: Sequence[TrainingStepPoint]) -> CollapseSymptom | None:
     ratios = known(points, "log_ratio_max")
     recent, before = ratios[-LOG_RATIO_SEEN:], ratios[:-LOG_RATIO_SEEN]
     if len(before) < LEVEL_STEPS:
-        return None  # what is usual here is not known
+        return None  # the usual log ratio of this run is unknown
     usual = median(v for _, v in before)
     limit = max(LOG_RATIO_ALARM, LOG_RATIO_FACTOR * usual)
     above = [(p, v) for p, v in recent if v > limit]
@@ -293,7 +293,7 @@ def _below(part: Known, line: float) -> bool:
 
 
 def _since(series: Known, line: float) -> TrainingStepPoint:
-    """First of the newest points below the line; one above it may be among them."""
+    """First point of the newest stretch below the line, in which single points may be above it."""
     first, above = series[-1][0], 0
     for point, value in reversed(series):
         above = 0 if value < line else above + 1
@@ -322,7 +322,7 @@ def _of_other_length(then: Sequence[TrainingStepPoint], now: Sequence[TrainingSt
 
 
 def _others(then: Sequence[TrainingStepPoint], now: Sequence[TrainingStepPoint]) -> str:
-    """What else changed meanwhile, as far as it is known."""
+    """Other known changes since the best stretch, for `because`."""
     told = []
     entropy, length = ((middle(then, name), middle(now, name)) for name in ("entropy", "response_length"))
     if not math.isnan(sum(entropy)):

@@ -1,7 +1,7 @@
-"""Deadlines learned per (role, phase): max(floor, k x own P99), never above the ceiling.
+"""Deadlines learned per (role, phase): max(floor, k x own P99), capped at the ceiling.
 
-The sample is the effective time (run delay subtracted) between two advances of progress. Only gaps that ended are
-learned, and none of a process that is under a finding: a fault must not become normal.
+A sample is the effective time (run delay subtracted) between two advances of progress. Only completed gaps are learned,
+and none from a process with a standing finding: faulty behaviour must not enter the baseline.
 """
 
 from collections import deque
@@ -11,20 +11,19 @@ from rolecall.core.config.job import DetectorConfig
 from rolecall.core.telemetry import PHASES_WITHOUT_DUE_PROGRESS
 
 BEATS = "(beats)"
-"""Key of the gaps between heartbeats, beside those of the phases."""
+"""Pseudo-phase under which gaps between heartbeats are stored."""
 GAPS_KEPT = 512
-"""Gaps kept per (role, phase): the P99 of 512 values rests on the five largest."""
+"""Gaps kept per (role, phase): the P99 of 512 values depends on the five largest."""
 GAPS_MIN = 8
-"""Fewer than this say nothing about a P99: the role's other phases, or the first-unit deadline, stand in."""
+"""With fewer gaps the P99 is unknown: the role's other phases, or the first-unit deadline, are used instead."""
 REFRESH_EVERY = 16
-"""The P99 is computed again after so many new gaps: sorting 512 numbers at each sample would cost more than it
-tells."""
+"""New gaps between two recomputations of the P99: sorting 512 numbers for each sample is too expensive."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deadline:
     seconds: float
-    text: str  # how it was derived, for the sentence
+    text: str  # its derivation, for `because`
     learned: bool
 
 
@@ -46,12 +45,12 @@ class ProgressGaps:
             self.cached[key] = _p99(kept)
 
     def p99(self, role: str, phase: str) -> float | None:
-        """Seconds, or None when too little is known."""
+        """Seconds, or None with fewer than `GAPS_MIN` gaps."""
         key = (role, phase)
         return self.cached[key] if self.counts.get(key, 0) >= GAPS_MIN else None
 
     def p99_of_role(self, role: str) -> float | None:
-        """The largest P99 of the role's phases: stands in for a phase so short that no sample fell into it."""
+        """The largest P99 of the role's phases: used for a phase too short to have been sampled."""
         lawful_waits = PHASES_WITHOUT_DUE_PROGRESS | {BEATS}
         keys = [k for k in self.values if k[0] == role and k[1] not in lawful_waits]
         known = [self.cached[k] for k in keys if self.counts[k] >= GAPS_MIN]
@@ -64,7 +63,7 @@ def _p99(values: deque[float]) -> float:
 
 
 def learned_deadline(p99: float | None, config: DetectorConfig) -> Deadline:
-    """max(floor, k x P99), capped; without a P99 the deadline of a first unit."""
+    """max(floor, k x P99), capped at the ceiling; without a P99, the first-unit deadline."""
     if p99 is None:
         seconds = config.first_unit_seconds
         return Deadline(seconds=seconds, text=f"{seconds:g} s, no history yet", learned=False)

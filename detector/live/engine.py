@@ -1,10 +1,10 @@
-"""The live detector: observations in, standing diagnoses out. It keeps state, reads no clock and acts on nothing.
+"""The live detector: observations in, standing diagnoses out. It keeps state, reads no clock and has no side effects.
 
     fleet.ingest -> STAGES, in order, each adding findings -> fusion -> diagnoses that stand now
 
-A diagnosis is returned by every `observe` while its evidence holds, as the same object under the same key; when it is
-no longer returned, its evidence is gone. What an incarnation is accused of ends when its successor registers, or when
-recovery calls `forget`: exits of forgotten incarnations are expected.
+Every `observe` returns a diagnosis while its evidence holds, as the same object under the same key. Findings about an
+incarnation end when its successor registers or when recovery calls `forget`: exits of forgotten incarnations are
+expected.
 """
 
 import json
@@ -55,14 +55,14 @@ STAGES: Stages = (
     PanelsStage,
     CollapseStage,
 )
-"""In the order in which they run. A stage that finds causes comes before those that would name their symptoms."""
+"""Stages in execution order: causes before symptoms."""
 WINDOW_VERSION = 2
 FRESH_SECONDS = 3.0
-"""'Healthy again' needs a sample no older than this: an agent that restarts is silent for a second."""
+"""Maximum age of the newest sample of a recovered process: a restarting agent is silent for a second."""
 
 
 class LiveDetector:
-    """One per watcher; `observe` is meant to be called from one thread."""
+    """One per watcher; call `observe` from a single thread."""
 
     def __init__(
         self, config: DetectorConfig, expected_roles: Mapping[str, int] | None = None, *, stages: Stages = STAGES
@@ -70,13 +70,13 @@ class LiveDetector:
         self._config, self._roles = config, dict(expected_roles or {})
         self._fleet = MonitoredProcesses(mask_proc_state=config.mask_proc_state)
         self._stages = [make() for make in stages]
-        self._suppressed_wall: dict[str, float] = {}  # stage -> when a stage before it last kept it silent
+        self._suppressed_wall: dict[str, float] = {}  # stage -> time of its last suppression by an earlier stage
         self._standing: dict[str, Diagnosis] = {}
         self._now = 0.0
         self._history = ObservationHistory(config.window_seconds)
 
     def observe(self, observation: Observation) -> list[Diagnosis]:
-        """All diagnoses that stand after this observation, one per fault."""
+        """All standing diagnoses after this observation, one per fault."""
         self._history.add(observation, self._fleet, self._learned)
         now = self._now = max(self._now, observation.wall_at)
         self._fleet.ingest(observation)
@@ -96,7 +96,7 @@ class LiveDetector:
         for stage in self._stages:
             found = stage.evaluate(tick)
             if stage.name in suppressed or now - self._suppressed_wall.get(stage.name, 0.0) < stage.quiet_seconds:
-                continue  # it was evaluated for its state alone
+                continue  # suppressed: evaluated only to update its state
             tick.findings = [*tick.findings, *found]
             if stage.suppresses and any(map(stalls_others, found)):
                 suppressed |= stage.suppresses
@@ -104,7 +104,7 @@ class LiveDetector:
         return tick.findings
 
     def forget(self, replica: str, below_incarnation: int) -> None:
-        """Incarnations of `replica` below this are being replaced: what happens to them from now on is intended.
+        """Marks older incarnations of `replica` as being replaced: their exits from now on are intended.
 
         Call it when the replacement is ordered, before the old process is killed.
         """
@@ -116,9 +116,10 @@ class LiveDetector:
         }
 
     def progressing(self, replica: str, incarnation_min: int) -> tuple[bool, str]:
-        """Healthy again: this replica, at this incarnation or later, is up and has finished work.
+        """Whether this replica has recovered: it runs at this incarnation or later and has finished work.
 
-        An idle one counts once it has worked under this name. The sentence says what was observed, or what is missing.
+        An idle process counts if it has worked under this name. The text describes the progress, or the missing
+        condition.
         """
         here = self._fleet.roster.of_replica(replica).values()
         ranks = [s for s in here if s.incarnation >= incarnation_min]
@@ -132,7 +133,7 @@ class LiveDetector:
         return True, f"{lead.name()} has finished {lead.worked} units of work and is in phase {lead.phase}"
 
     def _missing(self, s: MonitoredProcess) -> str:
-        """Why this process does not count as healthy; empty when it does."""
+        """Reason why this process is not healthy; empty if it is."""
         if s.gone:
             return "its process exited"
         if s.sample is None:
@@ -141,7 +142,7 @@ class LiveDetector:
             return f"no sample for {self._now - s.seen_wall:.1f} s"
         for d in self._standing.values():
             if fusion.on_panels_alone(d):
-                continue  # its metrics changed; whether it works is observed
+                continue  # only its metrics changed; the checks below cover its progress
             if any(who.replica == s.replica and who.incarnation == s.incarnation for who in d.suspects):
                 return f"diagnosed with {d.fault_class}"
         if not s.worked:
@@ -153,11 +154,11 @@ class LiveDetector:
         return ""
 
     def processes(self) -> list[MonitoredProcess]:
-        """All monitored processes, the newest of each name."""
+        """All monitored processes, newest incarnations only."""
         return list(self._fleet.current())
 
     def deadlines(self) -> dict[str, str]:
-        """Deadline in force for each `role/phase` that has learned one, in words."""
+        """Description of the learned deadline of each `role/phase`."""
         gaps = self._fleet.gaps
         known = {key: gaps.p99(*key) for key in gaps.values}
         return {
@@ -167,9 +168,9 @@ class LiveDetector:
         }
 
     def window(self, suspects: Iterable[Suspect] = ()) -> dict[str, Any]:
-        """The latest observations with the state before them, as JSON, to be stored with a diagnosis: `replay_window`
-        decides again from it. It covers between half of `window_seconds` and all of it; of a large fleet only
-        `suspects` and some of their peers."""
+        """The most recent observations and the state before them, as JSON, for storage with a diagnosis and
+        `replay_window`. It covers between half and all of `window_seconds`; for a large fleet, only `suspects` and some
+        of their peers."""
         start, observations = self._history.window(self._fleet, suspects)
         return {
             "version": WINDOW_VERSION,
@@ -187,7 +188,7 @@ class LiveDetector:
         observations: Iterable[Observation],
         start: dict[str, Any] | None = None,
     ) -> list[list[Diagnosis]]:
-        """What was diagnosed after each observation, from `start` (of a window) or from nothing."""
+        """The diagnoses after each observation, starting from `start` (of a window) or from an empty state."""
         detector = cls(config, roles)
         if start is not None:
             detector._restore(start)
@@ -195,10 +196,10 @@ class LiveDetector:
 
     @classmethod
     def replay_window(cls, window: Mapping[str, Any]) -> list[list[Diagnosis]]:
-        """Decides again from a stored window.
+        """Replays a stored window.
 
         Raises:
-            ValueError: the window is of another version, or damaged.
+            ValueError: the window has another version or is damaged.
         """
         if window.get("version") != WINDOW_VERSION:
             raise ValueError(f"window: version {window.get('version')!r} is not {WINDOW_VERSION}")
@@ -208,18 +209,18 @@ class LiveDetector:
 
     @classmethod
     def resumed(cls, config: DetectorConfig, roles: Mapping[str, int] | None, state: dict[str, Any]) -> Self:
-        """A detector with what another one had learned (`state`), so that a restarted watch need not learn again."""
+        """A detector restored from `state`, so that a restarted watcher keeps its baselines."""
         detector = cls(config, roles)
         detector._restore(state)
         return detector
 
     def state(self) -> dict[str, Any]:
-        """Everything learned and standing, as JSON."""
+        """Learned state and standing diagnoses, as JSON."""
         return {**self._learned(), "subjects": [encode(s) for s in self._fleet.subjects.values()]}
 
     def state_in_parts(self, subjects_at_once: int) -> Iterator[str | None]:
-        """`state` as text, made of a few subjects at a time; None until it is complete. Observations may come in
-        between: each subject is stored as it was at its turn."""
+        """`state` as text, encoded a few subjects at a time; yields None until complete. Observations may arrive in
+        between, so each subject has its state at the time of encoding."""
         texts: list[str] = []
         keys = list(self._fleet.subjects)
         for begin in range(0, len(keys), subjects_at_once):
@@ -230,7 +231,7 @@ class LiveDetector:
         yield f'{json.dumps(self._learned())[:-1]}, "subjects": [{", ".join(texts)}]}}'
 
     def _learned(self) -> dict[str, Any]:
-        """All of the state except the subjects."""
+        """The state without the subjects."""
         fleet = {
             f.name: encode(getattr(self._fleet, f.name))
             for f in fields(MonitoredProcesses)
@@ -256,7 +257,7 @@ class LiveDetector:
         self._now = state["now"]
 
     def _mark_quiet(self, findings: list[Finding]) -> None:
-        """Nothing is learned from processes under a finding, nor from waiting ones while a fault stalls others."""
+        """Suspends learning from processes with a finding, and from waiting ones while a fault stalls others."""
         quiet = {
             (s.replica, s.rank, s.incarnation)
             for f in findings

@@ -1,6 +1,6 @@
-"""Exceptions that processes reported: which one was the last, in which step, and whether it points at the code.
+"""Exceptions reported by processes: the last one, its step, and whether it indicates a fault in user code.
 
-Exceptions that only say that another process is gone, late or fenced are consequences and prove nothing about the code.
+Exceptions caused by the loss, delay or fencing of another process are consequences, not evidence against the code.
 """
 
 from rolecall.core.telemetry import AgentEvent
@@ -9,19 +9,19 @@ from rolecall.detector.live.subject import MonitoredProcess
 
 CONSEQUENCES = frozenset(
     {
-        # ours: what a survivor raises when a peer or holder is lost, fenced or late
+        # rolecall: raised by a survivor when a peer or lease holder is lost, fenced or late
         "PeerLost",
         "DeadlineExceeded",
         "StaleIncarnation",
         "ProofMismatch",
         "WireError",
-        # Ray's
+        # Ray
         "ActorDiedError",
         "ActorUnavailableError",
         "RayActorError",
         "GetTimeoutError",
         "ObjectLostError",
-        # Python's and torch's, of a broken connection or a wait that ran out
+        # Python and PyTorch: broken connections and timeouts
         "BrokenPipeError",
         "ConnectionAbortedError",
         "ConnectionError",
@@ -31,7 +31,7 @@ CONSEQUENCES = frozenset(
         "DistBackendError",
         "DistNetworkError",
         "DistStoreError",
-        # on purpose, by an operator or the supervisor
+        # intended: stopped by an operator or the supervisor
         "KeyboardInterrupt",
         "SystemExit",
     }
@@ -53,12 +53,12 @@ def exception_text(event: AgentEvent) -> str:
 
 
 def blames_code(seen: ReceivedException) -> bool:
-    """It is no mere consequence of the end of another process."""
+    """Whether it is not just a consequence of another process's exit."""
     return seen.event.detail.get("type", "").rpartition(".")[2] not in CONSEQUENCES
 
 
 def step_of(seen: ReceivedException) -> int:
-    """The optimizer step in which it was raised; -1 where the process knows none."""
+    """The optimizer step in which it was raised; -1 if unknown."""
     try:
         return int(seen.event.detail.get("step", "-1"))
     except ValueError:

@@ -1,4 +1,4 @@
-"""Suspects and findings of the live detector, made from the processes that it monitors."""
+"""Constructs suspects and findings of the live detector from monitored processes."""
 
 from rolecall.core.diagnosis import Evidence, Finding, Suspect
 from rolecall.core.faults import FaultClass

@@ -1,7 +1,7 @@
-"""All monitored processes: one `MonitoredProcess` per (replica, rank, incarnation), fed by samples and events.
+"""All monitored processes: one `MonitoredProcess` per (replica, rank, incarnation), updated from samples and events.
 
-It resolves identities: a newer incarnation ends the older one, a promoted standby is the same process under another
-name, what recovery told us to forget stays forgotten. It decides nothing. All time comes from the observation.
+It resolves identities: a newer incarnation closes the older one, a promoted standby is the same process under another
+name, incarnations forgotten by recovery stay forgotten. It makes no findings. All times come from the observation.
 """
 
 from collections import deque
@@ -16,31 +16,31 @@ from rolecall.detector.live.roster import ProcessIndex
 from rolecall.detector.live.subject import Key, MonitoredProcess, advance, first
 
 SUBJECTS_MAX = 65_536
-"""Processes remembered at once, past incarnations included: `source.AGENTS_MAX` nodes of sixteen ranks."""
+"""Maximum number of tracked processes, past incarnations included: `source.AGENTS_MAX` nodes of sixteen ranks."""
 EXCEPTIONS_MAX = 256
-"""Exception reports remembered for the user-code rule."""
+"""Exception reports kept for the user-code rule."""
 CLOSED_SECONDS = 120.0
-"""How long a past incarnation is remembered after its successor came or it was forgotten."""
+"""Retention of a past incarnation after its successor registered or it was forgotten."""
 UNPAGED_GONE_SECONDS = 900.0
-"""How long the exit of a process of an uninstrumented job is reported, unless another one takes its place."""
+"""How long the exit of an uninstrumented process is reported unless it is replaced."""
 DEAD_SAMPLE_SECONDS = 1.0
-"""A sample says that a process is dead, and no event has: how long to wait for the event, which has the announced exit
-or the signal, before the sample counts alone."""
+"""How long to wait for the exit event after a sample reports a process as dead: the event has the announced exit or the
+signal. After that the sample alone counts."""
 OLD_EVENT_SECONDS = 900.0
-"""A watch that starts gets all events that its agents keep, days of them: an older one, of a process without samples,
-is history. As long as an exit is reported at all (`UNPAGED_GONE_SECONDS`)."""
+"""Older events of processes without samples are ignored: a starting watcher receives all events retained by its agents,
+up to days of them. Equal to the time for which an exit is reported (`UNPAGED_GONE_SECONDS`)."""
 OFFSET_STEP_SECONDS = 5.0
-"""An answer this much later than any before means that a clock was set. If only the answer was late, the next one shows
-it."""
+"""An increase of the measured offset by this much means that a clock was set. If only one response was late, the next
+one corrects it."""
 OFFSET_UNCERTAINTY_SECONDS = 1.0
-"""A clock offset of a node below this cannot be separated from the delay of its answer, and counts as none."""
+"""Clock offsets below this are treated as zero: they cannot be separated from the response delay."""
 
 
 @dataclass(slots=True)
 class ReceivedException:
     event: AgentEvent
     received_wall: float
-    worked: int  # units its process had finished then
+    worked: int  # units finished by its process at that time
 
 
 @dataclass(slots=True)
@@ -49,29 +49,27 @@ class MonitoredProcesses:
 
     mask_proc_state: bool = False
     subjects: dict[Key, MonitoredProcess] = field(default_factory=dict)
-    newest: dict[str, int] = field(default_factory=dict)  # replica -> newest incarnation heard of
-    forgotten: dict[str, int] = field(default_factory=dict)  # replica -> incarnations below this are over
+    newest: dict[str, int] = field(default_factory=dict)  # replica -> newest known incarnation
+    forgotten: dict[str, int] = field(default_factory=dict)  # replica -> lowest incarnation that is not forgotten
     exceptions: deque[ReceivedException] = field(default_factory=lambda: deque(maxlen=EXCEPTIONS_MAX))
     unreachable: tuple[tuple[str, float, str], ...] = ()
     raylets_gone: dict[str, float] = field(default_factory=dict)  # node -> wall
-    offsets: dict[str, float] = field(default_factory=dict)  # of each node that is listened to
-    walls: dict[str, float] = field(default_factory=dict)  # node -> its own wall clock in its newest answer
+    offsets: dict[str, float] = field(default_factory=dict)  # node -> clock offset
+    walls: dict[str, float] = field(default_factory=dict)  # node -> its wall clock in the newest response
     oom_kills: dict[str, int] = field(default_factory=dict)
     oom_wall: dict[str, float] = field(default_factory=dict)
-    changed_wall: float = 0.0  # when the set of processes last changed
+    changed_wall: float = 0.0  # last change of the set of processes
     gaps: ProgressGaps = field(default_factory=ProgressGaps)
-    quiet: set[Key] = field(default_factory=set)  # under a finding: nothing is learned from these
+    quiet: set[Key] = field(default_factory=set)  # learning is suspended for these
     roster: ProcessIndex = field(init=False, default_factory=ProcessIndex)
-    sampled: list[MonitoredProcess] = field(
-        init=False, default_factory=list
-    )  # of whom the newest observation had a sample
+    sampled: list[MonitoredProcess] = field(init=False, default_factory=list)  # sampled in the newest observation
     by_process: dict[ProcessId, Key] = field(init=False, default_factory=dict)
     before: dict[Key, MonitoredProcess | None] = field(init=False, default_factory=dict)
-    """Processes that changed since this was last emptied, as they were before; None: not there. See history.py."""
-    _dead: dict[Key, MonitoredProcess] = field(init=False, default_factory=dict)  # a sample said so, and no event yet
+    """Copies of the processes that changed since the last reset, from before the change; None: new. See history.py."""
+    _dead: dict[Key, MonitoredProcess] = field(init=False, default_factory=dict)  # dead in a sample, no exit event
     _closed: dict[Key, MonitoredProcess] = field(init=False, default_factory=dict)
     _unpaged: list[MonitoredProcess] = field(init=False, default_factory=list)
-    _unpaged_of: int = field(init=False, default=-1)  # changes of the roster of which it was made
+    _unpaged_of: int = field(init=False, default=-1)  # value of roster.changes at computation
 
     def __post_init__(self) -> None:
         for s in self.subjects.values():
@@ -90,18 +88,18 @@ class MonitoredProcesses:
         return iter(self.roster)
 
     def closed(self) -> Iterable[MonitoredProcess]:
-        """Past incarnations that are still remembered."""
+        """Past incarnations still within retention."""
         return self._closed.values()
 
     def unpaged(self) -> Sequence[MonitoredProcess]:
-        """The current ones that write no state page."""
+        """Current processes without a state page."""
         if self._unpaged_of != self.roster.changes:
             self._unpaged_of = self.roster.changes
             self._unpaged = [s for s in self.roster if not s.reports]
         return self._unpaged
 
     def changes(self, subject: MonitoredProcess) -> None:
-        """Called before anything of it changes."""
+        """Call before modifying `subject`."""
         if subject.key not in self.before:
             self.before[subject.key] = subject.copied()
 
@@ -128,12 +126,12 @@ class MonitoredProcesses:
         self._sweep(now)
 
     def forget(self, replica: str, below_incarnation: int, now: float) -> None:
-        """Older incarnations are over: their exits are expected, their findings end."""
+        """Closes older incarnations: their exits are expected, their findings end."""
         self.forgotten[replica] = max(below_incarnation, self.forgotten.get(replica, 0))
         self._close_older(replica, below_incarnation, now)
 
     def age(self, event: AgentEvent) -> float:
-        """Seconds since it was written, by the clock of its node; 0 where that is not known."""
+        """Seconds since it was written, by its node's clock; 0 if unknown."""
         return max(0.0, self.walls.get(event.node, event.wall_at) - event.wall_at)
 
     def _leave(self, node: str, now: float) -> None:
@@ -184,19 +182,19 @@ class MonitoredProcesses:
         self.sampled.append(subject)
         if previous is None:
             first(subject, sample)
-            self._unpaged_of = -1  # whether it writes a page is known now
+            self._unpaged_of = -1  # it is now known whether it writes a page
         elif sample.at > previous.at:
             advance(subject, previous, sample, None if subject.key in self.quiet else self.gaps, now)
 
     def _is_succeeded(self, place: Key, process: ProcessId) -> bool:
-        """Another process stands in its place already: those that rolecall did not start share an incarnation."""
+        """Whether another process already has this key: processes not started by rolecall share an incarnation."""
         there = self.subjects.get(place)
         return there is not None and there.process not in (None, process)
 
     def _find(
         self, process: ProcessId | None, replica: str, role: str, rank: int, incarnation: int, now: float
     ) -> MonitoredProcess | None:
-        """The subject of this name, made if need be; None when its incarnation is over."""
+        """The subject with this key, created if missing; None if its incarnation is closed or the limit is reached."""
         if incarnation < self.forgotten.get(replica, 0) or incarnation < self.newest.get(replica, 0):
             return None
         key = (replica, rank, incarnation)
@@ -222,7 +220,7 @@ class MonitoredProcesses:
         if process is not None:
             before = self.subjects.get(self.by_process.get(process, key))
             if before is not None and before.key != key:
-                # A promoted standby: the same process under another name. Its old name is over, its history is not.
+                # A promoted standby: the same process under another name. Close the old name, keep the history.
                 self._close(before, now)
                 subject.beats_seen = before.beats_seen
                 subject.sample = before.sample
@@ -264,14 +262,14 @@ class MonitoredProcesses:
 
     def _by_event(self, event: AgentEvent, now: float) -> MonitoredProcess | None:
         if event.process is not None and event.kind != AgentEventKind.REGISTERED:
-            # A process may have been promoted since the agent last read its name: the process decides.
+            # A process may have been promoted since the agent last read its name, so the process id takes precedence.
             known = self.subjects.get(self.by_process.get(event.process, ("", 0, 0)))
             if known is not None and known.process == event.process:
                 return None if known.closed_wall else known
         place = event.replica, event.rank, event.incarnation
         taken = event.process is not None and self._is_succeeded(place, event.process)
         if event.kind == AgentEventKind.EXITED and taken and not self.subjects[place].gone:
-            return None  # told late, or again to a watch that begins
+            return None  # late, or replayed to a starting watcher
         subject = self._find(event.process, event.replica, event.role, event.rank, event.incarnation, now)
         if subject is not None and not subject.node:
             self.changes(subject)
@@ -281,7 +279,7 @@ class MonitoredProcesses:
     # --- housekeeping
 
     def _measure_offset(self, node: str, seen: float) -> None:
-        """The smallest delay seen is closest to the offset; it may creep up slowly, for clocks drift."""
+        """The smallest observed delay is the best estimate; it may rise slowly to follow clock drift."""
         known = self.offsets.get(node)
         smallest = seen if known is None or seen - known > OFFSET_STEP_SECONDS else min(seen, known + 1e-3)
         self.offsets[node] = smallest if abs(smallest) > OFFSET_UNCERTAINTY_SECONDS else 0.0
@@ -292,7 +290,7 @@ class MonitoredProcesses:
                 self._lost(s, now)
         for s in list(self.roster.gone.values()):
             if not s.reports and now - s.exit_wall >= UNPAGED_GONE_SECONDS:
-                self._close(s, now)  # no event will say whether its place is filled again
+                self._close(s, now)  # no event reports its replacement
         old = [s for s in self._closed.values() if now - s.closed_wall > CLOSED_SECONDS]
         for s in old:
             self.changes(s)
@@ -306,7 +304,7 @@ def _masked(sample: ProcessSample) -> ProcessSample:
 
 
 def waiting(subjects: Iterable[MonitoredProcess]) -> str:
-    """For sentences: `trainer/0, trainer/2 are waiting`."""
+    """Clause for `because`: `trainer/0, trainer/2 are waiting`."""
     who = list(subjects)
     return f"{names(who)} {'is' if len(who) == 1 else 'are'} waiting"
 

@@ -1,12 +1,12 @@
-"""Findings become diagnoses: one per fault, with the smallest set of suspects; the same object while the fault stands.
+"""Fuses findings into diagnoses: one per fault, with the smallest set of suspects; the same object while it stands.
 
 Rules, in order:
-  a finding that only continues a fault that stands goes on under its diagnosis (`FaultSpec.absorbs`): a hung
-  process that exits was killed by an operator or a timeout, and that is no second fault;
-  a finding that another one explains is dropped (`FaultSpec.suppresses`): a crashed process is not slow as well;
-  when more than half of a role is slow at once, peer evidence is void and no process is named for it.
+  a finding that continues a standing fault is reported under its diagnosis (`FaultSpec.absorbs`): a hung process that
+  exits was killed by an operator or a timeout, which is not a second fault;
+  a finding explained by another one is dropped (`FaultSpec.suppresses`): a crashed process is not also slow;
+  when more than half of a role is slow at once, comparison with peers is invalid and becomes `cannot_tell`.
 
-Findings of metric panels are the weakest evidence: they are reported where nothing else explains them
+Findings of metric panels are the weakest evidence: they are reported only if nothing else explains them
 (detector/live/stages/panels.py).
 """
 
@@ -29,8 +29,8 @@ def fuse(
     now: float,
     of_panels: Sequence[Finding] = (),
 ) -> list[Diagnosis]:
-    """`standing`: what was told before, by key. `role_sizes`: live replicas per role. `of_panels`: those that nothing
-    else explains."""
+    """`standing`: previous diagnoses by key. `role_sizes`: live replicas per role. `of_panels`: panel findings without
+    another explanation."""
     kept = _drop_consequences(_keep_reported(findings, standing))
     kept = _drop_majority_suspects(kept, role_sizes, now)
     told: dict[str, Diagnosis] = {}
@@ -38,7 +38,7 @@ def fuse(
         diagnosis = to_diagnosis(finding)
         before = standing.get(diagnosis.key, diagnosis)
         if on_panels_alone(before) and not on_panels_alone(diagnosis):
-            # A slowdown of what a panel had named is now measured and can be weighed. Its GPU may be the reason.
+            # The slowdown of a process named by a panel is now measured. Keep the GPU evidence: it may be the cause.
             of_gpus = tuple(e for e in before.evidence if e.kind == OF_GPU)
             before = replace(diagnosis, evidence=(*diagnosis.evidence, *of_gpus))
         told.setdefault(diagnosis.key, before)
@@ -73,11 +73,11 @@ def _advice(finding: Finding) -> str:
         return ADVICE_ON_PANELS
     own = [e.text for e in finding.evidence if e.kind == ADVISES]
     if finding.detector == COLLAPSE:
-        return "; ".join(own)  # whether to stop is for on-call to decide
+        return "; ".join(own)  # on-call decides whether to stop the run
     usual = finding.fault_class.spec.advice
     if not any(
         text.endswith(usual) for text in own
-    ):  # it does where a diagnosis is repeated (detector/sources/agent_event_files.py)
+    ):  # already present if a diagnosis is replayed (detector/sources/agent_event_files.py)
         own.append(usual)
     return "; ".join(own)
 
@@ -87,7 +87,7 @@ def incarnations(suspects: tuple[Suspect, ...]) -> set[Incarnation]:
 
 
 def _keep_reported(findings: list[Finding], standing: Mapping[str, Diagnosis]) -> list[Finding]:
-    """A finding that only continues a fault that stands (`FaultSpec.absorbs`) goes on under that diagnosis."""
+    """Maps findings that continue a standing fault (`FaultSpec.absorbs`) to its diagnosis."""
     reported = {
         (who, absorbed): d
         for d in standing.values()
@@ -106,11 +106,11 @@ def _keep_reported(findings: list[Finding], standing: Mapping[str, Diagnosis]) -
 
 @dataclass(slots=True)
 class _Named:
-    """What the findings of one class name."""
+    """Incarnations, nodes and roles named by the findings of one class."""
 
     incarnations: set[Incarnation] = field(default_factory=set)
     nodes: set[str] = field(default_factory=set)
-    roles: set[str] = field(default_factory=set)  # whose code fails; none for the collapse of a policy
+    roles: set[str] = field(default_factory=set)  # roles with failing code; empty for policy collapse
 
     def explains(self, f: Finding, scope: SuppressionScope) -> bool:
         who = incarnations(f.suspects)
@@ -125,7 +125,7 @@ class _Named:
 
 
 def _drop_consequences(findings: list[Finding]) -> list[Finding]:
-    """Without those that `FaultSpec.suppresses` of another finding's class explains away."""
+    """Drops findings suppressed by another finding's class (`FaultSpec.suppresses`)."""
     named: dict[FaultClass, _Named] = {}
     for f in findings:
         of_class = named.setdefault(f.fault_class, _Named())

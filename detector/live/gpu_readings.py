@@ -1,8 +1,8 @@
-"""What ranks are compared in of their GPUs, and what a finding says of them.
+"""GPU metrics per rank for comparison with peers, and GPU evidence for findings.
 
-Each GPU is read once a tick, its counters as rates, and goes to every process that its agent joined it with. Of several
-GPUs a rank has the lowest clock, the highest temperatures and shares of throttled time (the slowest holds up the rest),
-and the mean of all else.
+Each GPU is read once per tick, counters as rates, and its values are assigned to every process that the agent mapped to
+it. A rank with several GPUs gets the lowest clock, the highest temperatures and throttle ratios (the slowest GPU delays
+the rest), and the mean of all other metrics.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,12 +19,12 @@ from rolecall.detector.base.findings import OF_GPU
 from rolecall.detector.panels.metrics import panel_metric
 
 RATE_SECONDS = 15.0
-"""A rate reaches back this far at most: three scrapes of dcgm-exporter, fifteen of our own collector."""
+"""Maximum interval of a rate: three scrapes of dcgm-exporter, fifteen of rolecall's own collector."""
 SILENT_SECONDS = 30.0
 GPUS_MAX = 32_768
-"""`source.AGENTS_MAX` nodes of eight."""
+"""`source.AGENTS_MAX` nodes with eight GPUs each."""
 NUM_TOLD = 6
-"""Values of one GPU in a sentence."""
+"""Maximum number of values per GPU in evidence text."""
 
 Who = tuple[NodeId, int]
 """Node and PID."""
@@ -48,13 +48,13 @@ _WORDS: Mapping[str, tuple[str, float, str]] = {
     "nvlink_transmit_bytes_per_second": ("sent over NVLink", 1e-6, "MB/s"),
     "nvlink_receive_bytes_per_second": ("received over NVLink", 1e-6, "MB/s"),
 }
-"""Name in panels, without `rolecall_gpu_`: what an engineer calls it, and its unit there. In the order of telling."""
+"""Panel metric name without `rolecall_gpu_` -> display name, scale and unit, in display order."""
 PREFIX = "rolecall_gpu_"
 _COMPARED = [m for m in GPU_TABLE if panel_metric(m)]
 _GAUGES = [panel_metric(m) for m in _COMPARED if m.type is not MetricType.COUNTER]
 _RATES = [panel_metric(m) for m in _COMPARED if m.type is MetricType.COUNTER]
 GPU_METRICS = frozenset({*_GAUGES, *_RATES})
-"""As they are called in panels."""
+"""Panel metric names."""
 _gauges = attrgetter(*(m.source for m in _COMPARED if m.type is not MetricType.COUNTER))
 _counters = attrgetter(*(m.source for m in _COMPARED if m.type is MetricType.COUNTER))
 
@@ -63,12 +63,12 @@ _counters = attrgetter(*(m.source for m in _COMPARED if m.type is MetricType.COU
 class _GpuReading:
     sample: GpuSample
     heard_wall: float
-    fresh: bool = True  # since the last tick
-    before: GpuSample | None = None  # at the last tick that had one
-    values: dict[str, float] = field(default_factory=dict)  # of the newest tick that had a sample
+    fresh: bool = True  # new since the last tick
+    before: GpuSample | None = None  # at the last tick with a sample
+    values: dict[str, float] = field(default_factory=dict)  # of the newest tick with a sample
 
     def read(self) -> bool:
-        """Whether there was something to read since the last tick."""
+        """Updates `values`; False without a new sample since the last tick."""
         if not self.fresh:
             return False
         self.fresh = False
@@ -83,7 +83,7 @@ class _GpuReading:
 
 
 class GpuReadings:
-    """Mutable: what agents say of GPUs between two ticks."""
+    """Mutable: GPU samples received between two ticks."""
 
     def __init__(self) -> None:
         self._gpus: dict[tuple[NodeId, int], _GpuReading] = {}
@@ -99,7 +99,7 @@ class GpuReadings:
             known.sample, known.heard_wall, known.fresh = sample, now, True
 
     def tick(self, now: float) -> dict[Who, dict[str, float]]:
-        """Values by their names in panels, of processes whose GPUs were looked at since the last tick."""
+        """Values by panel metric name, for processes whose GPUs were sampled since the last tick."""
         self._gpus = {k: g for k, g in self._gpus.items() if now - g.heard_wall <= SILENT_SECONDS}
         self._users = {}
         told: dict[Who, list[dict[str, float]]] = {}
@@ -112,8 +112,8 @@ class GpuReadings:
         return {who: _together(values) for who, values in told.items()}
 
     def evidence(self, who: Who, peers: Iterable[Who], metrics: Sequence[str] = ()) -> tuple[Evidence, ...]:
-        """One for each GPU of a process: what it is, who shares it, and how its values compare with those of `peers`.
-        `metrics`: those to be told first."""
+        """Evidence for each GPU of a process: its identity, the ranks sharing it, and its values compared with `peers`.
+        `metrics` are listed first."""
         others: dict[str, list[float]] = {}
         for peer in peers:
             if peer != who:
@@ -124,7 +124,7 @@ class GpuReadings:
 
 
 def _together(values: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Of a rank's GPUs. It is only read."""
+    """Combined values of a rank's GPUs. Callers must not modify the result."""
     if len(values) == 1:
         return values[0]
     found: dict[str, list[float]] = {}
@@ -152,7 +152,7 @@ def _evidence(gpu: _GpuReading, usual: Mapping[str, float], metrics: Sequence[st
             continue
         value, peers = gpu.values[metric], usual.get(metric)
         if value == peers and short not in named:
-            continue  # nothing to report: no GPU is throttled, say
+            continue  # not informative, e.g. no GPU is throttled
         numbers[metric] = value
         text = f"{_WORDS[short][0]} {_said(short, value)}"
         if peers is not None:
@@ -166,6 +166,6 @@ def _evidence(gpu: _GpuReading, usual: Mapping[str, float], metrics: Sequence[st
 
 
 def _said(short: str, value: float) -> str:
-    """With its unit."""
+    """The scaled value with its unit."""
     _, scale, unit = _WORDS[short]
     return f"{value * scale:.0f}{'' if unit.startswith('%') else ' '}{unit}"

@@ -1,12 +1,12 @@
-"""The latest observations of a detector, with the state before them: a window that replays to the same diagnosis.
+"""The most recent observations of a detector and the state before them: a window that replays to the same diagnosis.
 
-Two halves of the wanted length follow each other; when a third begins the first is dropped, so that between half of the
-length and all of it is there. A half begins with what was known then. Subjects are not copied at that moment - sixteen
-thousand at once would hold up the detector for seconds - but each when it first changes (`MonitoredProcesses.before`):
-one that has not changed since is still what it was.
+The history consists of two segments of half the configured length each. When a third begins the oldest is dropped, so
+between half and all of the length is available. A segment stores the learned state at its start. Copying all subjects
+at that moment would block the detector for seconds with sixteen thousand of them, so each is copied before its first
+change (`MonitoredProcesses.before`); an unchanged subject still has its initial state.
 
-A large fleet's window is narrowed to the suspects and some of their peers: all of it would be hundreds of megabytes of
-JSON.
+The window of a large fleet is restricted to the suspects and some of their peers; the whole would be hundreds of
+megabytes of JSON.
 """
 
 from collections import deque
@@ -23,13 +23,13 @@ from rolecall.detector.live.fleet import MonitoredProcesses
 from rolecall.detector.live.subject import Key, MonitoredProcess
 
 OBSERVATIONS_KEPT_MAX = 4096
-"""Observations kept for a window at most, whatever its length."""
+"""Maximum number of observations in a window, regardless of its length."""
 SAMPLES_KEPT_MAX = 500_000
-"""The same for samples of processes, which take 0.8 KiB each: half a minute of sixteen thousand ranks."""
+"""Maximum number of process samples, 0.8 KiB each: half a minute of sixteen thousand ranks."""
 SUBJECTS_WHOLE_MAX = 1024
-"""A window of more subjects than this is narrowed."""
+"""Windows with more subjects than this are narrowed."""
 PEERS_KEPT = 256
-"""Peers of each role concerned that are in a narrowed window."""
+"""Peers per affected role in a narrowed window."""
 
 
 @dataclass(slots=True)
@@ -49,14 +49,14 @@ class _HistorySegment:
 
 
 class ObservationHistory:
-    """Of one detector. `add` comes before the fleet ingests the observation."""
+    """History of one detector. Call `add` before the fleet ingests the observation."""
 
     def __init__(self, window_seconds: float) -> None:
         self._seconds = window_seconds / 2
         self._halves: deque[_HistorySegment] = deque(maxlen=2)
 
     def add(self, observation: Observation, fleet: MonitoredProcesses, learned: Callable[[], dict[str, Any]]) -> None:
-        """`learned`: everything that is known beside the subjects, as JSON."""
+        """`learned` returns all state except the subjects, as JSON."""
         newest = self._halves[-1] if self._halves else None
         if newest is None or newest.full(observation.wall_at, self._seconds):
             newest = _HistorySegment(observation.wall_at, learned())
@@ -68,7 +68,7 @@ class ObservationHistory:
     def window(
         self, fleet: MonitoredProcesses, suspects: Iterable[Suspect] = ()
     ) -> tuple[dict[str, Any] | None, list[Any]]:
-        """State at the beginning, None when nothing was read yet; and the observations since, both as JSON."""
+        """The initial state (None before the first observation) and the observations since, both as JSON."""
         if not self._halves:
             return None, []
         subjects = self._subjects_then(fleet)
@@ -83,7 +83,7 @@ class ObservationHistory:
         return start, [(o if keep is None else _narrowed(o, keep)).to_dict() for o in observations]
 
     def _subjects_then(self, fleet: MonitoredProcesses) -> Mapping[Key, MonitoredProcess]:
-        """Every process as it was when the older half began."""
+        """Every process in its state at the start of the older segment."""
         then: dict[Key, MonitoredProcess | None] = dict(fleet.subjects)
         for half in reversed(self._halves):
             then |= half.before
@@ -91,7 +91,7 @@ class ObservationHistory:
 
 
 def _concerned(fleet: MonitoredProcesses, suspects: tuple[Suspect, ...]) -> set[Key]:
-    """The processes that the suspects name, and some more of each of their roles."""
+    """Keys of the suspects' processes and of some peers of each affected role."""
     replicas, nodes = {s.replica for s in suspects if s.replica}, {str(s.node) for s in suspects if s.node}
     accused = [s for s in fleet.subjects.values() if s.replica in replicas or s.node in nodes]
     roles = {s.role for s in accused} or {s.role for s in fleet.current()}

@@ -1,12 +1,12 @@
-"""Findings of panels and dumps become diagnoses: one per fault, cause before symptom, each made when it is first known.
+"""Merges findings of panels and dumps into diagnoses: one per fault, cause before symptom, as early as possible.
 
 Rules, in order:
-  findings of one node and one fault class within `SAME_FAULT_SECONDS` of each other are one fault, whatever rank or GPU
-  they name: the earliest counts. Flight Recorder dumps may know no role and no node, so that there the same ranks count
-  as the same nodes;
-  a slowdown of nodes that an earlier fault named is its consequence (`FaultSpec.causes_slowness`);
+  findings of one node and one fault class within `SAME_FAULT_SECONDS` of each other are one fault, whichever rank or
+  GPU they name; the earliest counts. Flight Recorder dumps may lack role and node; for them, equal ranks count as equal
+  nodes;
+  a slowdown of nodes named by an earlier fault is its consequence (`FaultSpec.causes_slowness`);
   a `cannot_tell` is dropped once another finding has named one of its nodes.
-A diagnosis is never withdrawn or changed by later findings: live and offline give the same.
+Later findings never withdraw or change a diagnosis, so live and offline runs give the same result.
 """
 
 from collections.abc import Sequence
@@ -17,19 +17,18 @@ from rolecall.core.faults import FaultClass
 from rolecall.detector.live.fusion import to_diagnosis
 
 SAME_FAULT_SECONDS = 600.0
-"""Detectors find one fault this close together: the slowest needs a few minutes more than the fastest."""
+"""Time within which detectors report the same fault: the slowest takes a few minutes longer than the fastest."""
 
 
 @dataclass(slots=True)
 class Merger:
-    """Findings go in as they come, in order of `detected_at`."""
+    """Findings must be added in order of `detected_at`."""
 
     told: list[Finding] = field(default_factory=list)
-    last_at: list[float] = field(default_factory=list)  # of each told fault: when it was last found again
+    last_at: list[float] = field(default_factory=list)  # per entry of `told`: time of its newest finding
 
     def add(self, f: Finding) -> Diagnosis | None:
-        """The diagnosis that begins with this finding; None if its fault was reported before, or explained by one that
-        was."""
+        """The new diagnosis; None if this fault, or one that explains it, was reported before."""
         for i, first in enumerate(self.told):
             if _same(first, f) and f.detected_at - self.last_at[i] <= SAME_FAULT_SECONDS:
                 self.last_at[i] = f.detected_at
@@ -48,7 +47,7 @@ class Merger:
 def merged(findings: Sequence[Finding]) -> list[Diagnosis]:
     """All diagnoses of these findings, by `detected_at`."""
     merger = Merger()
-    # At one moment causes come first.
+    # At equal times causes come first.
     ordered = sorted(
         findings, key=lambda f: (f.detected_at, not f.fault_class.spec.causes_slowness, f.detector, _nodes(f))
     )
@@ -65,8 +64,8 @@ def _same(first: Finding, f: Finding) -> bool:
 
 
 def _same_ranks(first: tuple[Suspect, ...], others: tuple[Suspect, ...]) -> bool:
-    """Whether they are the same ranks of the one job, where of each one of both knows nothing else, or both its
-    node."""
+    """Whether both name the same ranks of one job. A pair matches if the nodes are equal, or if one of the two has
+    neither role nor replica."""
     mine, theirs = {s.rank: s for s in first}, {s.rank: s for s in others}
     if not mine or None in mine or mine.keys() != theirs.keys() or len(mine) < max(len(first), len(others)):
         return False  # no rank, unknown ranks, other ranks, or ranks numbered per node
@@ -75,7 +74,7 @@ def _same_ranks(first: tuple[Suspect, ...], others: tuple[Suspect, ...]) -> bool
 
 
 def _explains(cause: Finding, f: Finding) -> bool:
-    """Whether `cause`, reported before, explains `f`."""
+    """Whether the earlier finding `cause` explains `f`."""
     if f.fault_class == FaultClass.SLOW:
         return cause.fault_class.spec.causes_slowness and set(_nodes(f)) <= set(_nodes(cause))
     if f.fault_class == FaultClass.CANNOT_TELL:

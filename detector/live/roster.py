@@ -1,7 +1,7 @@
-"""The processes monitored now, found by name, role and replica without a scan.
+"""Index of the currently monitored processes by key, role and replica.
 
-A watch of a thousand nodes has sixteen thousand processes and several polls a second: a lookup per sample, or per poll,
-must not cost a pass over all of them (docs/decisions/0021).
+A watcher of a thousand nodes has sixteen thousand processes and several polls per second: a lookup per sample or per
+poll must not scan all of them (docs/decisions/0021).
 """
 
 from collections.abc import Iterator, Mapping
@@ -13,8 +13,8 @@ NOBODY: Mapping[Key, MonitoredProcess] = MappingProxyType({})
 
 
 class ProcessIndex:
-    """The subjects that are not closed, in the order in which they came. `changes` grows whenever one comes, goes or is
-    closed: what was made of the roster before is then out of date."""
+    """The subjects that are not closed, in insertion order. `changes` increases whenever one is added, removed or
+    exits; values derived from an older count are stale."""
 
     def __init__(self) -> None:
         self.changes = 0
@@ -32,7 +32,7 @@ class ProcessIndex:
         return len(self._all)
 
     def add(self, subject: MonitoredProcess) -> None:
-        """Replaces the process that had this key before."""
+        """Replaces an existing process with the same key."""
         before = self._all.get(subject.key)
         if before is not None:
             self.remove(before)
@@ -44,7 +44,7 @@ class ProcessIndex:
         self.changes += 1
 
     def remove(self, subject: MonitoredProcess) -> None:
-        """Nothing happens when it is not there."""
+        """No effect if it is not in the index."""
         if self._all.get(subject.key) is not subject:
             return
         del self._all[subject.key]
@@ -56,7 +56,7 @@ class ProcessIndex:
         self.changes += 1
 
     def note_gone(self, subject: MonitoredProcess) -> None:
-        """Its process is known to have exited."""
+        """Records that its process has exited."""
         if self._all.get(subject.key) is subject:
             self._gone[subject.key] = subject
             self.changes += 1
@@ -69,11 +69,11 @@ class ProcessIndex:
 
     @property
     def gone(self) -> Mapping[Key, MonitoredProcess]:
-        """Those whose process is gone, in the order in which that was noticed."""
+        """Subjects whose process has exited, in order of detection."""
         return self._gone
 
     def sizes(self) -> Mapping[str, int]:
-        """Replicas of each role of which a process is there."""
+        """Number of replicas with a live process, per role."""
         if self._sizes_of != self.changes:
             replicas: dict[str, set[str]] = {}
             for s in self:

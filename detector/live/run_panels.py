@@ -1,14 +1,13 @@
-"""Metric panels of a live run: its processes become panels, one per role, from the samples that `watch` receives
-anyhow.
+"""Metric panels of a live run: one panel per role, built from the samples that `watch` already receives.
 
     samples -> readings -> a tick a second and role -> tracker -> findings that name replica, rank and incarnation
 
-A panel holds the processes of one role as they are now. When one of them goes, comes or is replaced, the role is
-learned anew: others take over its work or give some away, and a fresh process is not like those that have worked for
-hours. That costs some minutes of silence after each replacement, in which the engine's own detectors see all that they
-ever see. Roles of fewer than `PEERS_MIN` say nothing. Standbys do not work, and processes that start are not like any
-other. Metrics of nodes are left out: nodes of a run do different work, and are no peers. Those of the GPUs that a
-process uses are the process's own (detector/live/gpu_readings.py), and a finding in them says which GPU it is.
+A panel contains the current processes of one role. When a process joins, leaves or is replaced, the tracker of the role
+starts over: the work is redistributed, and a new process differs from those that have run for hours. This costs a few
+minutes of panel detection after each replacement; the other stages are not affected. Roles with fewer than `PEERS_MIN`
+processes have no panel. Standbys and starting processes are excluded, and so are node metrics: the nodes of a run do
+different work and are not peers. Metrics of the GPUs that a process uses count as the process's own
+(detector/live/gpu_readings.py), and a finding in them identifies the GPU.
 """
 
 from dataclasses import dataclass, field, replace
@@ -27,20 +26,20 @@ from rolecall.detector.panels.readings import CounterReading, measured, process_
 
 INTERVAL_SECONDS = 1.0
 PEERS_MIN = 3
-"""Two that differ accuse each other."""
+"""With two processes, a difference does not show which one is faulty."""
 SETTLE_TICKS = 20
-"""A panel begins when its members, and with them what they report, have been the same for so many ticks."""
+"""A panel starts when its members, and so their metrics, have been unchanged for this many ticks."""
 SILENT_SECONDS = 30.0
-"""A process that was not heard of for so long is no member any more. An agent that restarts is back by then."""
+"""A process without samples for this long leaves its panel. A restarting agent is back by then."""
 METRIC = "metric:"
-"""How the kind of evidence begins that is about one metric."""
+"""Prefix of evidence kinds that concern a single metric."""
 PROCESSES_MAX = 65_536
-"""As many as the engine knows."""
+"""Equal to the limit of the engine (`fleet.SUBJECTS_MAX`)."""
 
 
 @dataclass(slots=True)
 class _PanelMember:
-    """A member of its role's panel, or about to be."""
+    """A current or prospective member of its role's panel."""
 
     role: str
     replica: str
@@ -49,7 +48,7 @@ class _PanelMember:
     process: ProcessId
     heard_wall: float
     newest: ProcessSample | None = None  # since the last tick
-    before: CounterReading | None = None  # at the last tick that had a sample
+    before: CounterReading | None = None  # at the last tick with a sample
 
     @property
     def who(self) -> Who:
@@ -60,7 +59,7 @@ class _PanelMember:
         return self.replica, self.rank, self.incarnation
 
     def read(self) -> dict[str, float]:
-        """What it is compared in, by name, of the time since it was last read; empty where it was not sampled since."""
+        """Metric values by name since the last read; empty without a new sample."""
         if self.newest is None:
             return {}
         reading = process_reading(self.newest)
@@ -71,7 +70,7 @@ class _PanelMember:
 
 @dataclass(slots=True)
 class _RolePanel:
-    """`members`: the columns of its panel, in order; `tracker`: None until they have settled."""
+    """`members`: the panel's columns, in order; `tracker`: None until the members have settled."""
 
     members: tuple[ProcessId, ...]
     metrics: set[str] = field(default_factory=set)
@@ -81,18 +80,18 @@ class _RolePanel:
 
 
 class RunPanels:
-    """Mutable; one per watcher. What it says of an observation depends on that and earlier ones only."""
+    """Mutable; one per watcher. Findings depend only on the current and earlier observations."""
 
     def __init__(self, detector: PanelDetector) -> None:
         self._detector = detector
         self._processes: dict[ProcessId, _PanelMember] = {}
-        self._by_key: dict[tuple[str, int, int], _PanelMember] = {}  # may name some who are gone since the last tick
+        self._by_key: dict[tuple[str, int, int], _PanelMember] = {}  # may include members removed since the last tick
         self._gpus = GpuReadings()
         self._roles: dict[str, _RolePanel] = {}
         self._ticked = -1  # number of the last tick, in intervals since 1970
 
     def findings(self, observation: Observation) -> tuple[Finding, ...]:
-        """Those that begin with this observation, each told once."""
+        """Findings that start with this observation, each returned once."""
         now = observation.wall_at
         for batch in observation.batches:
             for sample in batch.processes:
@@ -113,12 +112,11 @@ class RunPanels:
             return
         known = self._processes.get(sample.process)
         if known is None or known.key != (sample.replica, sample.rank, sample.incarnation):
-            # A promoted standby is the same process under another name, and a stranger among its peers.
+            # A promoted standby is the same process under another name, and a new member of its panel.
             if known is None and len(self._processes) >= PROCESSES_MAX:
                 return
             place = (sample.role, sample.replica, sample.rank, sample.incarnation)
-            # The process that had this name is gone, without an event: two of one name would be two columns of one
-            # panel.
+            # The previous process with this key exited without an event; keeping it would duplicate a column.
             before = self._by_key.get(place[1:])
             if before is not None and self._processes.get(before.process) is before:
                 del self._processes[before.process]
@@ -146,7 +144,7 @@ class RunPanels:
         return found
 
     def _members(self, now: float) -> dict[str, list[_PanelMember]]:
-        """By role, the newest incarnation of each rank, in a fixed order."""
+        """Newest incarnation of each rank by role, in a fixed order; only roles with at least `PEERS_MIN`."""
         self._processes = {k: p for k, p in self._processes.items() if now - p.heard_wall <= SILENT_SECONDS}
         self._by_key = {p.key: p for p in self._processes.values()}
         newest: dict[str, int] = {}
@@ -187,7 +185,7 @@ class RunPanels:
         return [self._with_gpus(_named(f, by_place), processes) for f in panel.tracker.tick(at, values)]
 
     def _with_gpus(self, f: Finding, processes: list[_PanelMember]) -> Finding:
-        """With what their suspects' GPUs say, where it is about metrics of GPUs."""
+        """Adds evidence of the suspects' GPUs to a finding about GPU metrics."""
         named = [e.kind.removeprefix(METRIC) for e in f.evidence if e.kind.startswith(METRIC)]
         of_gpus = [metric for metric in named if metric in GPU_METRICS]
         peers = [p.who for p in processes]
@@ -199,7 +197,7 @@ class RunPanels:
 
 
 def _named(f: Finding, by_place: dict[tuple[str, int], _PanelMember]) -> Finding:
-    """With incarnation and process of its suspects, and told as a panel's."""
+    """Adds incarnation and process to the suspects and the panel prefix to the detector name."""
     suspects = []
     for s in f.suspects:
         p = by_place[(s.replica, s.rank or 0)]

@@ -1,8 +1,8 @@
-"""What the slow test compares a process with: the newest residuals of its peers, kept in order so that the median of
-all but one costs no pass over the others.
+"""Peer reference of the slow test: the newest residuals per role, kept sorted so that a leave-one-out median needs no
+scan.
 
-A role of eight thousand closes hundreds of strides a second; with a list of peers made for each, a second's strides
-took minutes (docs/decisions/0021).
+A role of eight thousand processes closes hundreds of strides per second; building a list of peers for each took minutes
+per second of observations (docs/decisions/0021).
 """
 
 from bisect import bisect_left, insort
@@ -13,16 +13,16 @@ from rolecall.detector.live.roster import ProcessIndex
 from rolecall.detector.live.subject import Key, MonitoredProcess
 
 PEER_AGE_SECONDS = 10.0
-"""How long a peer's last observation is compared with."""
+"""Maximum age of a peer's residual in the comparison."""
 RISING_SUM = 1.0
-"""A peer's sum above this (one stride of a factor of four) means that it may be slow: nothing is learned then."""
+"""A peer whose CUSUM exceeds this (about one stride of a factor of four) may be slow; learning is then suspended."""
 
 
 @dataclass(slots=True)
 class _RoleResiduals:
-    residuals: dict[Key, tuple[float, float]] = field(default_factory=dict)  # residual, wall time when it was made
+    residuals: dict[Key, tuple[float, float]] = field(default_factory=dict)  # residual, wall time of measurement
     ordered: list[float] = field(default_factory=list)  # the same residuals
-    by_age: deque[tuple[float, Key]] = field(default_factory=deque)  # wall time, whose; later ones may have followed
+    by_age: deque[tuple[float, Key]] = field(default_factory=deque)  # wall time, key; may be superseded
     rising: set[Key] = field(default_factory=set)
 
     def put(self, key: Key, residual: float, wall: float) -> None:
@@ -44,14 +44,14 @@ class _RoleResiduals:
 
 
 class Peers:
-    """By role: the residuals of those at work that are no older than `PEER_AGE_SECONDS`, and who may be slow."""
+    """Per role: the residuals no older than `PEER_AGE_SECONDS`, and the processes that may be slow."""
 
     def __init__(self) -> None:
         self._roles: dict[str, _RoleResiduals] = {}
         self._made_of = -1
 
     def refresh(self, roster: ProcessIndex, now: float) -> None:
-        """Before each poll: drops what is too old; rebuilds everything when a process came or went."""
+        """Call before each poll: drops expired residuals; rebuilds everything if the roster changed."""
         if self._made_of != roster.changes:
             self._made_of = roster.changes
             self._roles = {}
@@ -66,11 +66,11 @@ class Peers:
         self.note_sum(s)
 
     def note(self, s: MonitoredProcess) -> None:
-        """Its residual is new."""
+        """Records a new residual of `s`."""
         self._roles.setdefault(s.role, _RoleResiduals()).put(s.key, s.slow.smooth, s.slow.residual_wall)
 
     def note_sum(self, s: MonitoredProcess) -> None:
-        """Its sum is."""
+        """Records a new CUSUM value of `s`."""
         rising = self._roles.setdefault(s.role, _RoleResiduals()).rising
         if s.slow.cusum >= RISING_SUM:
             rising.add(s.key)
@@ -78,7 +78,7 @@ class Peers:
             rising.discard(s.key)
 
     def median_without(self, s: MonitoredProcess) -> tuple[int, float]:
-        """How many peers of it there are, and the median of their residuals; 0 when there are none."""
+        """The number of peers of `s` and the median of their residuals; (0, 0.0) without peers."""
         role = self._roles.get(s.role)
         if role is None:
             return 0, 0.0
@@ -94,6 +94,6 @@ class Peers:
         return num, nth(num // 2) if num % 2 else (nth(num // 2 - 1) + nth(num // 2)) / 2
 
     def rising_without(self, s: MonitoredProcess) -> bool:
-        """Whether a peer of it may be slow."""
+        """Whether a peer of `s` may be slow."""
         role = self._roles.get(s.role)
         return role is not None and len(role.rising) > (s.key in role.rising)

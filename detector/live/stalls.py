@@ -1,7 +1,7 @@
-"""Processes without progress where progress is due, and the deadlines that apply. It measures and makes no finding.
+"""Processes without progress where progress is due, and their deadlines. Measurement only, no findings.
 
-A deadline must pass on the wall clock, and `EFFECTIVE_SHARE` of it on the effective clock: a process starved by its
-neighbours has a running wall clock and a standing effective one, and is left alone.
+A process is overdue when the deadline has passed on the wall clock and `EFFECTIVE_SHARE` of it on the effective clock.
+The effective clock of a process starved by its neighbours does not advance, so it is not accused.
 """
 
 from dataclasses import dataclass
@@ -13,33 +13,34 @@ from rolecall.detector.live.fleet import MonitoredProcesses
 from rolecall.detector.live.subject import MonitoredProcess, ProgressClocks
 
 EFFECTIVE_SHARE = 0.4
-"""Part of the deadline that must have passed on the effective clock. With k = 5 that is twice the P99 of a unit: more
-CPU time than a healthy unit needs, at any starvation; a process with half a CPU is still found at 1.25 deadlines."""
+"""Fraction of the deadline that must have passed on the effective clock. With k = 5 this is twice the P99 of a unit:
+more CPU time than a healthy unit needs under any starvation. A process with half a CPU is found at 1.25 deadlines."""
 EPOCH_JOIN_SECONDS = 15.0
 """Deadline of the first collective of an epoch: it includes a rendezvous (2.7 s measured on CPU to grow by one member)
-and a newcomer that copies state."""
+and the state copy of the new member."""
 EMERGING_SHARE = 0.3
-"""A process that stalls on its own account for this share of its deadline is reason enough not to accuse processes that
-depend on others."""
+"""A process that stalls independently for this fraction of its deadline is enough to spare processes that depend on
+others."""
 EMERGING_BEAT_SECONDS = 1.0
-"""The same for heartbeats, which come every 0.1 s: ten missed."""
+"""The same for heartbeats: ten missed at an interval of 0.1 s."""
 WORKING_CPUS = 0.08
-"""CPU use per effective second above which a process with heartbeats is at work, at full speed or slowed down (by a
-quota, or stopped for part of the time): a long unit, not a hang. Waiting processes use a few percent (heartbeats,
-pollers), stopped ones none, and a busy loop that holds the interpreter sends no heartbeat."""
+"""CPU seconds per effective second above which a process with heartbeats is working, possibly slowed by a quota or
+intermittent stops: a long unit, not a hang. Waiting processes use a few percent (heartbeats, pollers), stopped ones
+none, and a busy loop that holds the interpreter sends no heartbeats."""
 WORKING_P99_FACTOR = 12.0
-"""Deadline of a process at work, in P99 of its units: four times slower with three times the usual tail."""
+"""Deadline of a working process as a multiple of the P99 of its units: four times slower, with three times the usual
+tail."""
 
 RARE_PHASES = frozenset({Phase.CHECKPOINT})
-"""Entered once in many steps, and as long as a disk takes: the P99 of other phases says nothing about them. Until
-enough of them were seen the deadline of a first unit holds."""
+"""Phases entered once in many steps, with a duration set by the disk: the P99 of other phases does not apply. Until
+enough of them have been observed the first-unit deadline applies."""
 
 DEPENDENT_PHASES = frozenset({Phase.UPDATE, Phase.COPY, Phase.CONTROL})
 
 
 @dataclass(frozen=True, slots=True)
 class Stall:
-    """One process against its deadline."""
+    """A process, its deadline and its progress clocks."""
 
     subject: MonitoredProcess
     deadline: Deadline
@@ -56,10 +57,10 @@ def is_overdue(clocks: ProgressClocks, deadline: Deadline) -> bool:
 
 
 def phase_deadline(fleet: MonitoredProcesses, subject: MonitoredProcess, config: DetectorConfig) -> Deadline:
-    """Deadline of the phase that the subject is in."""
+    """Deadline of the subject's current phase."""
     role, phase = subject.role, subject.phase
     if phase == Phase.IDLE:
-        phase = Phase.GENERATE  # holds requests: due as if it generated
+        phase = Phase.GENERATE  # with open requests: the deadline of generation applies
     known = phase in subject.phases_done or (subject.experienced and phase not in RARE_PHASES)
     if phase == Phase.START or not known:
         return learned_deadline(None, config)
@@ -77,17 +78,17 @@ def phase_deadline(fleet: MonitoredProcesses, subject: MonitoredProcess, config:
 
 
 def heartbeat_deadline(fleet: MonitoredProcesses, subject: MonitoredProcess, config: DetectorConfig) -> Deadline:
-    """Imports and compilation hold the interpreter for seconds: an incarnation without work has its own deadline."""
+    """Before the first unit of work the first-unit deadline applies: imports and compilation hold the interpreter."""
     if not subject.worked:
         return learned_deadline(None, config)
     return learned_deadline(fleet.gaps.p99(subject.role, BEATS) or 0.0, config)
 
 
 def stalls(fleet: MonitoredProcesses, config: DetectorConfig) -> list[Stall]:
-    """Every live process without progress for a while, with the clock and deadline that applies to it."""
+    """Every live process without recent progress, with the applicable clocks and deadline."""
     found = []
-    # No deadline is below this. To compute one for each of thousands of processes at each poll costs more than all
-    # else.
+    # Lower bound of all deadlines: computing the deadline of thousands of processes at each poll would dominate the
+    # cost.
     soonest = EMERGING_SHARE * min(config.hang_floor_seconds, config.first_unit_seconds, config.hang_ceiling_seconds)
     for s in fleet.current():
         if s.stall.wall < soonest and s.beat.wall <= EMERGING_BEAT_SECONDS:
@@ -96,8 +97,7 @@ def stalls(fleet: MonitoredProcesses, config: DetectorConfig) -> list[Stall]:
             continue
         if s.beats_seen:
             deadline = heartbeat_deadline(fleet, s, config)
-            # Heartbeats may stop alone (the side thread died): then the process goes on making progress and is not
-            # hung.
+            # A process without heartbeats that still makes progress is not hung: only its side thread died.
             if s.beat.wall > EMERGING_BEAT_SECONDS and (not s.progress_due or s.stall.wall > EMERGING_BEAT_SECONDS):
                 found.append(Stall(s, deadline, s.beat, True))
                 continue
@@ -107,13 +107,12 @@ def stalls(fleet: MonitoredProcesses, config: DetectorConfig) -> list[Stall]:
 
 
 def own(all_stalls: list[Stall]) -> list[Stall]:
-    """Those that stall on their own account: without heartbeat, or in a phase in which they depend on no other
-    process."""
+    """Independent stalls: without heartbeat, or in a phase that does not depend on other processes."""
     return [s for s in all_stalls if s.beats_stopped or s.subject.phase not in DEPENDENT_PHASES | {Phase.REDUCE}]
 
 
 def emerging(standing_still: list[Stall]) -> bool:
-    """A process stalls on its own account, if not yet for long enough to be named."""
+    """Whether a process stalls independently, even if its deadline has not passed yet."""
     return any(
         s.beats_stopped or (s.clocks.wall >= EMERGING_SHARE * s.deadline.seconds and s.subject.phase != Phase.START)
         for s in standing_still

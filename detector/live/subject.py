@@ -1,8 +1,8 @@
-"""One monitored process: its clocks since the last progress or heartbeat, and what advances them.
+"""One monitored process: its clocks since the last progress or heartbeat, and the rules that advance them.
 
-It keeps clocks, not histories: seconds without progress on the wall clock, and on the effective clock, which does not
-run while the process was runnable and got no CPU. A clock advances only by what was sampled, and by at most
-`SAMPLE_GAP_SECONDS_MAX` per sample: a pause of the agent, or of the whole machine, counts against no process.
+It keeps clocks, not histories: seconds without progress on the wall clock, and on the effective clock, which excludes
+time in which the process was runnable but got no CPU. A clock advances only with samples, by at most
+`SAMPLE_GAP_SECONDS_MAX` each, so that a pause of the agent or of the whole machine does not count against a process.
 """
 
 from collections import deque
@@ -18,46 +18,46 @@ Key = tuple[str, int, int]
 """(replica, rank, incarnation)"""
 
 SAMPLE_GAP_SECONDS_MAX = 0.6
-"""Three sample intervals (0.2 s each): time between two samples beyond this was not observed and does not count.
-Without the limit a machine paused for 3 s makes each of its processes look hung."""
+"""Three sample intervals (0.2 s each): longer time between two samples is unobserved and does not count. Without the
+limit, a pause of the machine for 3 s would make all its processes appear hung."""
 
 LOOKS_MAX = 3
-"""The same where an agent samples, or is polled, more rarely: this many of its usual intervals."""
+"""The same limit for agents that sample, or are polled, less often: a multiple of their usual interval."""
 SLOW_LOOK_SECONDS = 0.5
-"""Usual intervals from here on are long by design; shorter ones are pauses of agents that sample five times a
-second."""
+"""Usual intervals of at least this are long by design; shorter ones are due to pauses of agents that sample five times
+per second."""
 LOOK_SMOOTHING = 0.1
 
 UNPAGED_GAP_SECONDS_MAX = 3.0
-"""The same for processes of uninstrumented jobs, which agents sample once a second."""
+"""The same limit for uninstrumented processes, which agents sample once per second."""
 
 HELD_STATES = frozenset({"T", "t", "D"})
 """Stopped, traced, in an uninterruptible wait: proc(5)."""
 
 STARVED_SAMPLE_SHARE = 0.5
-"""Kept from the CPU for this share of the time between two samples counts as starved; a sample below it ends that."""
+"""Fraction of the sample interval without CPU from which a process counts as starved; a lower sample ends this."""
 
 EXPERIENCED_UNITS = 8
-"""Units of work after which an incarnation has been through every phase of its work at least once (two steps of four
-microbatches): from then on a phase never seen is one too short to be sampled, not one that may take long."""
+"""Units of work (two steps of four microbatches) after which an incarnation has been in every phase of its work: from
+then on an unobserved phase is too short to be sampled, not possibly long."""
 
 RESTS_MAX = 8
-"""Points at which collective counters of peers can be aligned, kept per subject."""
+"""Alignment points of collective counters kept per subject."""
 
 PENDING_MAX = 64
-"""Observations of an excursion of the slow test kept until it has ended one way or the other."""
+"""Observations kept during an excursion of the slow test, until its outcome is known."""
 
 WORK_PHASES = frozenset({Phase.COMPUTE, Phase.GENERATE, Phase.SCORE, Phase.CONTROL})
-"""Phases whose finished units prove that a replica works again."""
+"""Phases in which finished units prove that a replica has recovered."""
 
 
 @dataclass(slots=True)
 class ProgressClocks:
-    """How long a counter has not advanced."""
+    """Seconds since a counter last advanced."""
 
     wall: float = 0.0
     effective: float = 0.0
-    cpu: float = 0.0  # CPU seconds used meanwhile
+    cpu: float = 0.0  # CPU seconds used in that time
 
     def advance(self, wall: float, starved: float, cpu: float) -> None:
         self.wall += wall
@@ -75,26 +75,26 @@ class ProgressClocks:
 class SlowMeter:
     """State of the slow test of one subject (see detector/live/stages/slow.py)."""
 
-    start: ProcessSample | None = None  # the running stride began here
-    censored_at: float = 0.0  # node time of the last observation made of an unfinished unit
-    offset: float = 0.0  # its own habitual log ratio to the role's baseline
+    start: ProcessSample | None = None  # start of the current stride
+    censored_at: float = 0.0  # node time of the last observation of an unfinished unit
+    offset: float = 0.0  # its usual log ratio to the role's baseline
     offset_count: int = 0
     residual: float = 0.0  # newest log ratio to the role's baseline
-    residual_wall: float = 0.0  # when it was made; 0: never
+    residual_wall: float = 0.0  # wall time of `residual`; 0: none yet
     smooth: float = 0.0  # mean of the last few residuals
     pending: deque[tuple[float, float, float, float]] = field(default_factory=lambda: deque(maxlen=PENDING_MAX))
-    """(load, log seconds, x, x before) of an excursion, learned from when it ends by itself."""
+    """(load, log seconds, x, previous x) of an excursion; learned if it ends without an alarm."""
     last_x: float = 0.0
     cusum: float = 0.0
     rising_since: float = 0.0  # wall time when the sum last left zero
     rising_strides: int = 0
-    ratio_log: float = 0.0  # mean log ratio since then
+    ratio_log: float = 0.0  # mean log ratio since `rising_since`
     seconds_per_unit: float = 0.0
     expected_seconds_per_unit: float = 0.0
     load: float = 0.0
     peers: int = 0
     alarmed: bool = False
-    alarmed_wall: float = 0.0  # since when
+    alarmed_wall: float = 0.0  # start of the alarm
 
 
 @dataclass(slots=True)
@@ -105,30 +105,28 @@ class MonitoredProcess:
     incarnation: int
     node: str
     process: ProcessId | None
-    seen_wall: float  # when we last received anything of it
+    seen_wall: float  # time of the last sample or event
     sample: ProcessSample | None = None
     stall: ProgressClocks = field(default_factory=ProgressClocks)
     beat: ProgressClocks = field(default_factory=ProgressClocks)
     beats_seen: bool = False
-    tainted: bool = False  # its current work began or went on under a finding: not to be learned as normal
-    worked: int = 0  # units finished in a work phase under this name
+    tainted: bool = False  # its current work overlaps with a finding: excluded from learning
+    worked: int = 0  # units finished in work phases under this name
     worked_wall: float = 0.0
     phases_done: set[str] = field(default_factory=set)
-    epoch_fresh: bool = True  # no collective finished yet in the epoch it is in
+    epoch_fresh: bool = True  # no collective finished yet in its current epoch
     rests: dict[tuple[int, int], int] = field(default_factory=dict)  # (epoch, step) -> collectives done before it
     exit_event: AgentEvent | None = None
     exit_wall: float = 0.0
-    followed: bool = False  # without a page: it ended because of another's exit
-    dead_wall: float = 0.0  # when a sample first said that it is dead
+    followed: bool = False  # uninstrumented: its exit is a consequence of another exit
+    dead_wall: float = 0.0  # time of the first sample that reports it as dead
     finished: bool = False
-    halted: ProgressClocks = field(
-        default_factory=ProgressClocks
-    )  # without a page: how long the kernel has held it in one state
+    halted: ProgressClocks = field(default_factory=ProgressClocks)  # uninstrumented: time in one blocked kernel state
     starved: ProgressClocks = field(
         default_factory=ProgressClocks
-    )  # without a page: how long it has been kept from the CPU (effective)
-    closed_wall: float = 0.0  # 0: current; else when it was superseded, promoted or forgotten
-    offset_seconds: float = 0.0  # our wall clock minus its node's
+    )  # uninstrumented: time starved; `effective` is time without CPU
+    closed_wall: float = 0.0  # 0: current; else time when it was superseded, promoted or forgotten
+    offset_seconds: float = 0.0  # watcher's wall clock minus its node's
     slow: SlowMeter = field(default_factory=SlowMeter)
     look_seconds: float = 0.0  # usual time between two samples
     key: Key = field(init=False)
@@ -137,7 +135,7 @@ class MonitoredProcess:
         self.key = (self.replica, self.rank, self.incarnation)
 
     def copied(self) -> "MonitoredProcess":
-        """A copy of its present state."""
+        """An independent copy of the current state."""
         other = copy(self)
         other.stall, other.beat = self.stall.copied(), self.beat.copied()
         other.halted, other.starved = self.halted.copied(), self.starved.copied()
@@ -152,7 +150,7 @@ class MonitoredProcess:
 
     @property
     def reports(self) -> bool:
-        """Whether it writes a state page; False once it is known to belong to an uninstrumented job."""
+        """Whether it writes a state page; False for processes of uninstrumented jobs."""
         return self.incarnation != UNCOUNTED if self.sample is None else is_instrumented(self.sample)
 
     @property
@@ -165,8 +163,7 @@ class MonitoredProcess:
 
     @property
     def progress_due(self) -> bool:
-        """Whether progress is due now: it is for an idle engine that holds requests, never for an uninstrumented
-        process."""
+        """Whether progress is due: true for an idle engine with open requests, false for uninstrumented processes."""
         if self.sample is None or not self.reports:
             return False
         if self.phase == Phase.IDLE:
@@ -174,7 +171,7 @@ class MonitoredProcess:
         return self.phase not in PHASES_WITHOUT_DUE_PROGRESS
 
     def onset_wall(self, standing_seconds: float) -> float:
-        """Our wall time when it last made progress."""
+        """Watcher's wall time of its last progress."""
         wall_at = self.sample.wall_at if self.sample else self.seen_wall
         return wall_at + self.offset_seconds - standing_seconds
 
@@ -186,16 +183,16 @@ class MonitoredProcess:
 
 
 def first(subject: MonitoredProcess, sample: ProcessSample) -> None:
-    """The first sample of a process: its counters are its own, so finished work counts."""
+    """Initializes from the first sample: counters are per process, so work finished so far counts."""
     subject.slow.start = sample
     if sample.phase in WORK_PHASES:
         subject.worked = sample.progress
 
 
 def starved_seconds(previous: ProcessSample, sample: ProcessSample) -> float:
-    """How long the working thread was runnable and got no CPU, because of others.
+    """Seconds for which the working thread was runnable but did not get a CPU because of other processes.
 
-    The kernel counts time throttled by the process's own quota as run delay too: that part is its own slowness.
+    The kernel also counts throttling by the process's own quota as run delay; that part is subtracted.
     """
     delay = sample.main_run_delay_seconds - previous.main_run_delay_seconds
     return max(0.0, delay - max(0.0, sample.throttled_seconds - previous.throttled_seconds))
@@ -204,7 +201,7 @@ def starved_seconds(previous: ProcessSample, sample: ProcessSample) -> float:
 def advance(
     subject: MonitoredProcess, previous: ProcessSample, sample: ProcessSample, gaps: ProgressGaps | None, now: float
 ) -> None:
-    """Moves the subject's clocks from one sample to the next; `gaps` learns from it unless None."""
+    """Advances the subject's clocks from one sample to the next; `gaps` learns from it unless None."""
     if not is_instrumented(sample):
         _advance_unpaged(subject, previous, sample)
         return
@@ -221,11 +218,10 @@ def advance(
         subject.beats_seen = True
         subject.beat.reset()
     else:
-        # The working thread's run delay stands for the beat thread's: agents read the others' every 10 s only.
+        # Uses the working thread's run delay for the heartbeat thread: agents read other threads only every 10 s.
         subject.beat.advance(counted, starved, cpu)
     units = sample.progress - previous.progress
-    # A unit may take far less time than lies between two samples: a process that changed phase may have worked
-    # meanwhile.
+    # A unit may be much shorter than a sample interval: a process that changed phase may have worked in between.
     changed = sample.phase_entries != previous.phase_entries
     if units > 0 and (changed or sample.phase in WORK_PHASES or previous.phase in WORK_PHASES):
         subject.worked += units
@@ -246,7 +242,7 @@ def _gap_seconds_max(subject: MonitoredProcess) -> float:
 
 
 def _advance_unpaged(subject: MonitoredProcess, previous: ProcessSample, sample: ProcessSample) -> None:
-    """What can be told of a process that reports nothing: whether the kernel lets it run, and others do."""
+    """Clocks of an uninstrumented process: time blocked in the kernel, and time starved by other processes."""
     counted = min(sample.at - previous.at, UNPAGED_GAP_SECONDS_MAX)
     cpu = max(0.0, sample.cpu_seconds - previous.cpu_seconds)
     held = sample.proc_state in HELD_STATES and sample.proc_state == previous.proc_state and not cpu
@@ -275,7 +271,7 @@ def _moved(previous: ProcessSample, sample: ProcessSample) -> bool:
 def _learn(
     subject: MonitoredProcess, previous: ProcessSample, sample: ProcessSample, starved: float, gaps: ProgressGaps | None
 ) -> None:
-    """How long the unit, or the phase, that just ended took on the effective clock."""
+    """Adds the effective duration of the unit or phase that just ended to `gaps`."""
     left = sample.phase != previous.phase or sample.phase_entries != previous.phase_entries
     ended_at = sample.phase_since if left else max(sample.progress_at, previous.at)
     tail = min(_gap_seconds_max(subject), max(0.0, min(ended_at, sample.at) - previous.at))
@@ -295,8 +291,8 @@ def _track_collectives(subject: MonitoredProcess, previous: ProcessSample, sampl
     elif sample.collectives_done != previous.collectives_done:
         subject.epoch_fresh = False
     if sample.phase == Phase.COMPUTE and sample.collectives_entered == sample.collectives_done:
-        # Computing step n, it has been through all collectives of earlier steps and none of this one: here the
-        # counters of peers, which began at different times, can be compared.
+        # While it computes step n it has finished all collectives of earlier steps and none of this one: at this
+        # point the counters of peers, which started at different times, can be aligned.
         subject.rests[(sample.epoch, sample.step)] = sample.collectives_done
         while len(subject.rests) > RESTS_MAX:
             del subject.rests[next(iter(subject.rests))]

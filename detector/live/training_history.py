@@ -1,8 +1,8 @@
-"""The course of a run's training, step by step: what its trainers said of each optimizer step, one point a step.
+"""Training history of a run: one point per optimizer step, from the values that trainers report.
 
-Steps and not seconds: a run that waits for a repair has no worse policy for it. Trainers, and their controller, say the
-same of a step; a point is made of whatever any of them said, and is done when a later step is heard of. When the
-newest step of all who live goes back, the run went on from an older checkpoint: what came after that never was.
+The axis is steps, not seconds: waiting for a repair does not affect the policy. Trainers and their controller report
+the same values for a step; a point merges all reports and is complete when a later step is reported. When the newest
+step of all live processes decreases, the run resumed from an older checkpoint, and later points are discarded.
 """
 
 import math
@@ -18,22 +18,23 @@ from rolecall.detector.live.fleet import MonitoredProcesses
 SIGNS = (
     *("reward", "entropy", "kl_sampler", "response_length", "truncated_fraction", "filtered_fraction", "log_ratio_max"),
 )
-"""Fields of ProcessSample that a course keeps. NaN: unknown at that step."""
+"""Fields of ProcessSample kept in the history. NaN: unknown at that step."""
 OF_OTHERS = frozenset({"reward", "filtered_fraction"})
-"""Not the trainers' alone: the sampler's, or of a step of which no answer was over."""
+"""Fields that are not reported by trainers alone: reported by the sampler, or missing in a step without a finished
+response."""
 STEPS_KEPT = 256
-"""Longer than a collapse takes, and small enough to be part of every stored window (30 kB)."""
+"""Longer than a collapse takes, and small enough for every stored window (30 kB)."""
 
 TELLERS_MAX = 8
-"""Of one step, in one observation. A thousand trainers say the same; a few more than one, for an agent may have read
-one of them in the middle of its update."""
+"""Reports merged per step and observation. All trainers report the same values; several are read because an agent may
+have sampled one in the middle of its update."""
 
 
 @dataclass(slots=True)
 class TrainingStepPoint:
     step: int
-    wall_at: float  # when it was first heard of
-    values: dict[str, float] = field(default_factory=dict)  # of SIGNS, those that are known
+    wall_at: float  # time of the first report
+    values: dict[str, float] = field(default_factory=dict)  # known SIGNS
 
     def get(self, sign: str) -> float:
         return self.values.get(sign, math.nan)
@@ -41,26 +42,26 @@ class TrainingStepPoint:
 
 @dataclass(slots=True)
 class TrainingHistory:
-    """Of one run. The newest point may not be done yet."""
+    """History of one run. The newest point may be incomplete."""
 
     points: deque[TrainingStepPoint] = field(default_factory=lambda: deque(maxlen=STEPS_KEPT + 1))
 
     @property
     def done(self) -> Sequence[TrainingStepPoint]:
-        """Points of steps after which another was heard of."""
+        """Complete points: all but the newest."""
         return list(islice(self.points, max(0, len(self.points) - 1)))
 
     def take(self, fleet: MonitoredProcesses) -> bool:
-        """Reads those of whom the newest observation had a sample. Whether the done points are others than before."""
+        """Adds the samples of the newest observation. Returns whether the complete points changed."""
         changed, newest, tellers = False, None, 0
         for subject in fleet.sampled:
             sample = subject.sample
-            # Nearly all of a large fleet say neither, or the same as those before them.
+            # Fast path: most processes of a large fleet report neither value.
             if sample is None or (sample.reward != sample.reward and sample.entropy != sample.entropy):
                 continue
             step, last = step_of(sample), self.points[-1].step if self.points else -1
             if step < 0:
-                continue  # before the first one
+                continue  # before the first step
             if step < last:
                 newest = _newest(fleet) if newest is None else newest
                 if newest >= last:
@@ -90,19 +91,19 @@ class TrainingHistory:
 
 
 def step_of(sample: ProcessSample) -> int:
-    """Number of the step that its values are of: trainers tell them with the version that the step made. Who has no
-    versions is taken by the step it works on, which is at most one further."""
+    """The step that the sample's values describe: trainers report them with the policy version that the step produced.
+    Without versions, the current step is used, which is at most one later."""
     return sample.policy_version - 1 if sample.policy_version >= 0 else sample.step
 
 
 def _newest(fleet: MonitoredProcesses) -> int:
-    """Of all who live and tell of their training."""
+    """Newest step of all live processes that report training values."""
     samples = (s.sample for s in fleet.current() if not s.gone and s.sample is not None)
     return max((step_of(p) for p in samples if p.reward == p.reward or p.entropy == p.entropy), default=-1)
 
 
 def _fill(point: TrainingStepPoint, sample: ProcessSample) -> None:
-    """What is known stays known, unless a trainer says otherwise: the sample before was taken amid its update."""
+    """Known values are kept unless a trainer now reports them as unknown: the earlier sample was taken mid-update."""
     is_trainer = not math.isnan(sample.entropy)
     for sign in SIGNS:
         value = getattr(sample, sign)

@@ -1,9 +1,9 @@
-"""An agent that does not answer: its node is not observed, which is not yet a fault of what runs there.
+"""Unreachable agents: their nodes are not observed, which alone is no fault of the processes there.
 
-A refused connection comes from a live host, so the agent itself is down: `control_plane`. A timeout may be a dead node,
-a partition or a stuck agent: `cannot_tell`, with what would settle it. Neither names a replica: missing telemetry alone
-is never a reason to evict. (A peer that waits in a collective for a rank of that node is a second, independent piece of
-evidence: collective.py joins the two.)
+A refused connection comes from a live host, so only the agent is down: `control_plane`. A timeout may mean a dead node,
+a partition or a stuck agent: `cannot_tell`, with the observation that would settle it. Neither names a replica: missing
+telemetry alone is no reason to evict. (A peer that waits in a collective for a rank of that node is independent
+evidence, which collective.py combines with this.)
 """
 
 from collections import Counter
@@ -17,16 +17,16 @@ from rolecall.detector.live.fleet import MonitoredProcesses, names
 from rolecall.detector.live.stages.stage import Stage, Tick
 
 UNREACHABLE_GRACE_SECONDS = 3.0
-"""An agent restarts in about a second."""
+"""Grace for one agent: a restart takes about a second."""
 MANY_MIN = 3
-"""This many unreachable agents, and more than half of all, are one fault: what they share, or the watch itself."""
+"""If at least this many agents, and more than half, are unreachable, they share one cause, possibly the watcher."""
 MANY_GRACE_SECONDS = 12.0
-"""Grace when several are unreachable, to learn whether most are: agents of a large fleet are polled every eight
-seconds, and an answer has two more (`source.REQUESTS_PER_SECOND_MAX`, `agent_client.Limits`)."""
+"""Grace when several agents are unreachable, to determine whether most are: in a large fleet agents are polled every
+eight seconds with a timeout of two (`source.REQUESTS_PER_SECOND_MAX`, `agent_client.Limits`)."""
 RAYLET_SECONDS = 120.0
-"""How long the loss of a raylet is reported: by then its node is replaced or was never needed."""
+"""How long the loss of a raylet is reported: after that its node has been replaced or is not needed."""
 REFUSED = "refused"
-"""Part of the reason that a source gives when the agent's port refuses connections."""
+"""Substring of a source's reason when the agent's port refuses connections."""
 
 
 class AgentLostStage(Stage):
@@ -49,7 +49,7 @@ def find(fleet: MonitoredProcesses, now: float) -> list[Finding]:
 
 
 def unreachable_reason(fleet: MonitoredProcesses, node: str, now: float) -> str:
-    """Why the node has been unreachable for longer than a restart of its agent takes; empty when it is reachable."""
+    """Reason why the node has been unreachable for longer than an agent restart; empty if it is reachable."""
     for name, since, reason in fleet.unreachable:
         if name == node and now - since >= UNREACHABLE_GRACE_SECONDS:
             return reason

@@ -1,15 +1,14 @@
-"""Collapse of a policy: a finding about the run, and about no machine.
+"""Policy collapse: a finding about the run, not about a machine.
 
-    fleet -> course (one point a step) -> collapse_signs -> one finding while they stand
+    fleet -> training history (one point per step) -> collapse_symptoms -> one finding while they last
 
-Where trainer and engine disagree about tokens of the very same weights, weights or numerics are wrong:
-`silent_corruption`, between two roles. These numbers are the maximum over all engines and do not identify one, so no
-replica is named. Else learning rate, reward or data are at fault: `user_code`. On-call is paged; replacing a machine
-would not help, and a false alarm must not stop a run that took days (`recovery.policy`). A fault of a machine meanwhile
-is a diagnosis of its own: this one explains none, and none explains it, because a course that went back to an older
-checkpoint is judged by what it had reached there.
+If trainer and engine disagree on tokens of the same policy version, weights or numerics are wrong: `silent_corruption`
+between two roles. The log ratio is the maximum over all engines and does not identify one, so no replica is named.
+Otherwise learning rate, reward or data are at fault: `user_code`. On-call is paged; replacing a machine would not help,
+and a false alarm must not stop a run of several days (`recovery.policy`). Machine faults are independent diagnoses:
+neither explains the other, because a run resumed from an older checkpoint is compared with its history up to there.
 
-A finding stands until `QUIET_STEPS` steps in a row show no sign any more, or the run went back to before it began.
+A finding stands until `QUIET_STEPS` consecutive steps show no symptom, or the run goes back to before its onset.
 """
 
 from collections.abc import Sequence
@@ -28,19 +27,19 @@ from rolecall.detector.live.stages.stage import Stage, Tick
 from rolecall.detector.live.training_history import TrainingHistory, TrainingStepPoint
 
 QUIET_STEPS: Final = 16
-"""Twice what a symptom needs to show: one that flickers is one incident."""
+"""Twice the steps needed to detect a symptom, so that an intermittent symptom is one incident."""
 CONFIDENCE: Final = {FaultClass.SILENT_CORRUPTION: 0.9, FaultClass.USER_CODE: 0.7}
-"""Log-probabilities that differ are a fact; why a reward fell is judged."""
+"""A difference of log-probabilities is measured; the cause of a drop in reward is inferred."""
 
 
 @dataclass(slots=True)
 class CollapseWatch:
-    """Of one run."""
+    """Collapse state of one run."""
 
     course: TrainingHistory = field(default_factory=TrainingHistory)
     told: Finding | None = None
-    since_step: int = 0  # what is told began here
-    quiet: int = 0  # steps since the last sign
+    since_step: int = 0  # onset of `told`
+    quiet: int = 0  # steps since the last symptom
 
     def find(self, fleet: MonitoredProcesses, now: float) -> list[Finding]:
         if self.course.take(fleet):
@@ -120,7 +119,7 @@ def _finding(
         confidence=CONFIDENCE[fault],
         because=because,
         evidence=(*(sign.evidence() for sign in seen), *more),
-        about=f":{COLLAPSE}",  # no role's code: its crashes and hangs are not explained by it
+        about=f":{COLLAPSE}",  # no role: it must not explain crashes and hangs
     )
 
 
@@ -149,7 +148,7 @@ def _of_the_job(
 
 
 def _engines_agree(points: Sequence[TrainingStepPoint], since: int) -> str:
-    """A step whose tokens were all made by weights that no trainer holds any more tells nothing of it."""
+    """Clause on engine-trainer agreement. Steps sampled only from versions that no trainer holds have no log ratio."""
     ratios = [(p.step, v) for p in points if (v := p.get("log_ratio_max")) == v][-8:]
     if not ratios:
         return "agreement between engines and trainers is unknown (no log ratio reported)"
@@ -168,7 +167,7 @@ def _engines_agree(points: Sequence[TrainingStepPoint], since: int) -> str:
 
 
 def _roles(fleet: MonitoredProcesses) -> tuple[str, str]:
-    """Those who told the entropy of steps, and those who generate, in words."""
+    """Names of the roles that report entropy and of the roles that generate, for `because`."""
     trainers = {s.role for s in fleet.current() if s.sample is not None and s.sample.entropy == s.sample.entropy}
     engines = {s.role for s in fleet.current() if s.phase == Phase.GENERATE or Phase.GENERATE in s.phases_done}
     return _named(trainers, "the trainers"), _named(engines - trainers, "the engines")

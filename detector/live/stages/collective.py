@@ -1,10 +1,10 @@
-"""Which rank blocks a collective: the one that has not entered it, never those that wait inside.
+"""Identifies the rank that blocks a collective: the one that has not entered it, not those waiting inside.
 
-Evidence in order: an unreachable node while peers wait for its rank; a rank that has not entered (its counter of
-collectives, aligned with its peers' where both last computed the same step, is lower; or it is outside while all others
-are inside); then, among ranks that all wait inside, the one that uses CPU while the others are idle. Heartbeats come
-before this (detector/live/stages/stall.py). What is left is a tie and names no single rank: the group's own timeout
-decides.
+Evidence in order of precedence: an unreachable node while peers wait for its rank; a rank that has not entered (its
+collective counter, aligned with its peers' at the last step that all computed, is lower, or it is outside while all
+others are inside); among ranks that all wait inside, the one that uses CPU while the others are idle. Missing
+heartbeats take precedence over all of these (detector/live/stages/stall.py). Otherwise it is a tie that names no single
+rank: the timeout of the process group decides.
 """
 
 from rolecall.core.diagnosis import Evidence, Finding
@@ -20,11 +20,11 @@ from rolecall.detector.live.stalls import WORKING_CPUS, Stall
 from rolecall.detector.live.subject import MonitoredProcess
 
 ASLEEP_CPUS = 0.15
-"""A rank that waits in a collective uses less than this: heartbeats, the agent's probe and gloo's thread take a few
-percent."""
+"""CPU use per second below which a rank in a collective is waiting: heartbeats, the agent's probe and gloo's thread
+use a few percent."""
 BEHIND_MARGIN_SECONDS = 1.0
-"""A peer outside the collective is named only if it has been outside for this much longer than others are inside: five
-samples, so that one late sample does not reverse the order."""
+"""A peer is named only if it has been outside the collective for this much longer than others inside: five samples, so
+that one late sample does not reverse the order."""
 
 
 class CollectiveStage(Stage):
@@ -50,20 +50,20 @@ def _judge(
     role_members = fleet.roster.of_role(role).values()
     members = [s for s in role_members if s.sample is not None and s.sample.epoch == epoch]
     if any(m.gone for m in members):
-        return None  # the crash stage names it; its peers wait for the runtime to contain that
+        return None  # the crash stage names it; its peers wait until the runtime has handled the exit
     if any(s.role == role and s.sample and s.sample.epoch == epoch for s in fleet.closed()):
-        return None  # a member is being replaced: the rest waits for its end, then for a new epoch
+        return None  # a member is being replaced: the others wait for a new epoch
     inside = [w.subject for w in waiters]
     unseen = {m.key: unreachable_reason(fleet, m.node, now) for m in members if m not in inside}
     if any(REFUSED in why for why in unseen.values()):
-        return None  # only an agent is gone: whether its trainer computes or hangs cannot be seen
+        return None  # only an agent is down: the state of its trainer is unknown
     silent = [m for m in members if unseen.get(m.key)]
     if silent:
         return _verdict(silent, waiters, FaultClass.NETWORK, 0.8, "its node is unreachable", now)
     stopped = {s.subject.key for s in all_stalls if s.beats_stopped}
     outside = [m for m in members if m.phase != Phase.REDUCE]
     if outside or any(m.key in stopped for m in members):
-        # A rank outside that owes progress, or sends no heartbeat, has a deadline of its own.
+        # A rank outside with progress due, or without heartbeats, is judged by its own deadline.
         late = [m for m in outside if m.phase in PHASES_WITHOUT_DUE_PROGRESS and m.key not in stopped]
         if len(late) != len(outside) or any(m.key in stopped for m in members):
             return None
@@ -71,7 +71,7 @@ def _judge(
         if any(_phase_seconds(m) < since + BEHIND_MARGIN_SECONDS for m in late):
             return None
         if any(m.stall.cpu >= WORKING_CPUS * m.stall.effective for m in late):
-            return None  # it is at work on something that has no phase of its own, such as a checkpoint
+            return None  # it is working on something without a phase, such as a checkpoint
         return _verdict(late, waiters, FaultClass.HANG, 0.8, "it has not entered the collective", now)
     if len(waiters) < len(members) or len(members) < 2:
         return _alone(waiters, now) if len(members) < 2 else None
@@ -83,7 +83,7 @@ def _phase_seconds(subject: MonitoredProcess) -> float:
 
 
 def _alone(waiters: list[Stall], now: float) -> Finding | None:
-    """A collective of one waits for no other rank."""
+    """A collective with a single member waits for no other rank."""
     return _verdict([waiters[0].subject], waiters, FaultClass.HANG, 0.8, "it is stuck in a collective of one", now)
 
 
@@ -109,7 +109,7 @@ def _all_inside(members: list[MonitoredProcess], waiters: list[Stall], now: floa
 
 
 def _aligned(members: list[MonitoredProcess]) -> dict[tuple[str, int, int], int]:
-    """Collectives entered since a step that all members were last seen computing; empty when there is none."""
+    """Collectives entered since the last step that all members were observed computing; empty without such a step."""
     common = set.intersection(*(set(m.rests) for m in members))
     if not common:
         return {}

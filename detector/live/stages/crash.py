@@ -1,10 +1,10 @@
 """Crash: a process exited without announcing it.
 
-The fastest evidence there is: the agent's pidfd reports an exit within milliseconds. A death by signal is reported at
-once. After an exception the decision waits, because the same exception on its peers makes it user code (user_code.py):
-for `EXCEPTION_GRACE_SECONDS`, and up to `EXCEPTION_HOLD_SECONDS_MAX` while a peer is still in the step in which it was
-raised. Survivors that take over the work of the dead reach the same line late. An exception whose process lives on
-counts as a crash once the process finishes nothing more while a peer works.
+This is the fastest evidence: the agent's pidfd reports an exit within milliseconds. An exit by signal is reported
+immediately. After an exception the stage waits, because the same exception on peers means user code (user_code.py):
+`EXCEPTION_GRACE_SECONDS`, and up to `EXCEPTION_HOLD_SECONDS_MAX` while a peer is still in the step that raised it.
+Survivors that take over the work reach the same line later. If the process stays alive after an exception, it counts as
+crashed once it finishes no more work while a peer does.
 """
 
 from rolecall.core.diagnosis import Evidence, Finding
@@ -18,20 +18,20 @@ from rolecall.detector.live.stages.stage import Stage, Tick
 from rolecall.detector.live.subject import MonitoredProcess
 
 EXCEPTION_GRACE_SECONDS = 2.0
-"""How long one exception waits for the same one elsewhere: ranks of a role reach a line within a step of each other."""
+"""How long to wait for the same exception on peers: ranks of a role reach a line within one step of each other."""
 EXCEPTION_HOLD_SECONDS_MAX = 5.0
-"""How long peers may take to get through the step in which one of them failed: the loss is noticed, the group rebuilt
-(2.7 s measured on CPU) and the step restarted. Recovery waits a little longer (`recovery.triage.LOST_GRACE_SECONDS`)
-before it repairs a loss without a diagnosis."""
+"""Time for peers to finish the step in which one of them failed: detect the loss, rebuild the group (2.7 s measured on
+CPU) and restart the step. Recovery waits slightly longer (`recovery.triage.LOST_GRACE_SECONDS`) before it repairs a
+loss without a diagnosis."""
 EXCEPTION_ALIVE_SECONDS = 5.0
-"""A process that raised an exception and finished nothing for this long, while a peer did, has lost its work."""
+"""A process that has finished no work for this long after an exception, while a peer has, counts as crashed."""
 OOM_SECONDS = 5.0
 """A SIGKILL this close to an increase of the host's OOM kill count is attributed to the OOM killer."""
 SIGKILL_NAMES = ("9", "SIGKILL", "")
 
 
 class CrashStage(Stage):
-    """After `user_code`, whose exceptions are no crashes of their own."""
+    """Runs after `user_code`: exceptions that it explains are not reported as crashes."""
 
     name = "crash"
     suppresses = frozenset({"dependent_stall", "nccl_ras"})
@@ -41,7 +41,7 @@ class CrashStage(Stage):
 
 
 def find(fleet: MonitoredProcesses, now: float, explained: set[str]) -> list[Finding]:
-    """`explained`: fingerprints that are user code, so that their exits are no crashes of their own."""
+    """`explained`: fingerprints diagnosed as user code, whose exits are not reported as crashes."""
     found = []
     raisers = {(e.replica, e.rank, e.incarnation) for e in (seen.event for seen in fleet.exceptions)}
     if not raisers and not fleet.roster.gone:
@@ -49,7 +49,7 @@ def find(fleet: MonitoredProcesses, now: float, explained: set[str]) -> list[Fin
     for subject in fleet.current():
         if not subject.gone and subject.key not in raisers:
             continue
-        if subject.finished or not subject.reports:  # uninstrumented.py covers processes without a reporter
+        if subject.finished or not subject.reports:  # uninstrumented.py covers processes without a state page
             continue
         raised = last_exception(fleet, subject)
         if raised is not None and raised.event.detail.get("fingerprint", "") in explained:
@@ -74,7 +74,7 @@ def _held_for_peers(
 
 
 def _undecided(fleet: MonitoredProcesses, peer: MonitoredProcess, raised: ReceivedException) -> bool:
-    """Whether this peer may yet come to the line that raised."""
+    """Whether this peer may still reach the line that raised."""
     if peer.gone or peer.finished or peer.sample is None or peer.phase == Phase.START:
         return False
     last = last_exception(fleet, peer)
@@ -124,7 +124,7 @@ def _gone(
 
 
 def exit_values(signal: str, *, oom: bool) -> dict[str, float]:
-    """Of the evidence of an exit."""
+    """Values of exit evidence."""
     values = {"signal": float(signal)} if signal.isascii() and signal.isdecimal() and len(signal) < 4 else {}
     return values | ({"oom": 1.0} if oom else {})
 

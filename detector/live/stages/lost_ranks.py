@@ -1,9 +1,9 @@
-"""Ranks of one replica that exit together are one fault: one finding that names all of them, the cause first.
+"""Merges exits of several ranks of one replica into one finding, cause first.
 
 A replica is replaced as a whole, so it has one incident. The first suspect is the rank whose node reported a hardware
-fault, else the first that exited: the errors of its peers follow from it. A rank on another node with an independent
-fault (hardware, a segmentation fault or the like, the OOM killer) is a second suspect: the replacement must avoid two
-nodes. Each of these changes the diagnosis (its key has one name more), so that it is reported again.
+fault, otherwise the first that exited: the errors of its peers are consequences. A rank on another node with an
+independent fault (hardware, a signal such as SIGSEGV, the OOM killer) is a second suspect, because the replacement must
+avoid both nodes. Each additional suspect changes the diagnosis key, so the diagnosis is reported again.
 """
 
 from collections.abc import Sequence
@@ -15,8 +15,8 @@ from rolecall.detector.base.findings import EXIT
 from rolecall.detector.live.stages.stage import Stage, Tick
 
 OWN_SIGNALS = frozenset({4, 7, 8, 11})
-"""SIGILL, SIGBUS, SIGFPE, SIGSEGV: no launcher sends them. SIGABRT comes from NCCL's watchdog, SIGKILL and SIGTERM from
-the launcher that ends the rest of a job."""
+"""SIGILL, SIGBUS, SIGFPE, SIGSEGV: not sent by launchers. Excluded: SIGABRT, which comes from NCCL's watchdog, and
+SIGKILL and SIGTERM, with which a launcher ends the rest of a job."""
 NUM_NAMED_MAX = 8
 
 
@@ -29,7 +29,7 @@ class LostRanksStage(Stage):
 
 
 def folded(findings: Sequence[Finding]) -> list[Finding]:
-    """The findings, those of one incarnation's exits as one, in the place of the first of them."""
+    """The findings with all exits of an incarnation merged at the position of the first."""
     groups: dict[tuple[str, int | None], list[Finding]] = {}
     for f in findings:
         if _is_exit(f):

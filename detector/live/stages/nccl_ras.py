@@ -1,9 +1,9 @@
-"""Communicators of a running job that are stalled with their ranks apart, as NCCL's RAS reports them to the agents.
+"""Communicators of a running job that are stalled with ranks at different operation counts, as reported by NCCL RAS.
 
-Every agent of a job gets the same report of a communicator: it is one finding, until all agents that reported it say
-that it advances. The rank that is behind is named where the process number fits exactly one monitored rank (RAS gives
-hosts by address, and ranks in containers often have the same number); else only the report is evidence. A symmetric
-hang has no rank behind: RAS is silent then, and stacks or Flight Recorder dumps must tell.
+Every agent of a job receives the same report of a communicator: one finding, until all agents that reported it report
+that it advances. The rank that is behind is named if its PID matches exactly one monitored rank (RAS identifies hosts
+by address, and ranks in containers often share PIDs); otherwise the report is only evidence. In a symmetric hang no
+rank is behind and RAS reports nothing: stacks or Flight Recorder dumps are needed.
 """
 
 from collections.abc import Mapping
@@ -21,12 +21,12 @@ from rolecall.detector.live.subject import MonitoredProcess
 
 COMMUNICATORS_MAX = 64
 FORGOTTEN_SECONDS = 3600.0
-"""An agent that was killed cannot report that the communicator advances."""
+"""Expiry of a report: an agent that was killed cannot report that the communicator advances."""
 
 
 @dataclass(slots=True)
 class StalledCommunicator:
-    """A communicator of which ranks are apart. Wall seconds. `told_by`: nodes whose agents say so."""
+    """A communicator whose ranks are at different operation counts. Wall seconds. `told_by`: nodes that report it."""
 
     communicator: str
     since: float
@@ -43,8 +43,8 @@ class StalledCommunicators:
     standing: dict[str, StalledCommunicator] = field(default_factory=dict)
 
     def take(self, event: AgentEvent, now: float, age: float = 0.0) -> None:
-        """One event of an agent, as it comes, with its time on our clock. `now`: wall seconds; `age`: since it was
-        written."""
+        """Processes one agent event, with its time on the watcher's clock. `now`: wall seconds; `age`: seconds since it
+        was written."""
         if event.kind is AgentEventKind.AGENT_STARTED:
             self.leave(str(event.node))
             return
@@ -65,7 +65,7 @@ class StalledCommunicators:
                 known.told_by.append(str(event.node))
 
     def leave(self, node: str) -> None:
-        """What its agent said is over."""
+        """Discards the reports of this node's agent."""
         for s in list(self.standing.values()):
             self._leave(s, node)
 
@@ -86,13 +86,13 @@ class StalledCommunicators:
         found: dict[tuple[object, ...], Finding] = {}
         for s in self.standing.values():
             f = _finding(s, by_pid, now)
-            # Ranks stand in several communicators: who is behind in all of them is told once.
+            # A rank is a member of several communicators: report it once.
             found.setdefault((f.fault_class, *f.suspects), f)
         return list(found.values())
 
 
 class NcclRasStage(Stage):
-    """Silent while a fault stands that stalls others: else that is why ranks are apart."""
+    """Suppressed while another fault stalls other processes, since it explains why ranks diverge."""
 
     name = "nccl_ras"
 

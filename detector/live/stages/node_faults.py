@@ -1,11 +1,9 @@
-"""Faults that a node's own hardware and kernel report: XIDs, lost GPUs, links that are down, drivers that do not
-answer.
+"""Faults reported by a node's hardware and kernel: XIDs, lost GPUs, links that are down, unresponsive drivers.
 
-The agent sends them as events. Those of the application (an XID 13 or 31 asks for a restart of the process) make no
-finding: a process that dies of one is a crash. A fault of the hardware names the node and its GPU; recovery evicts no
-replica for it alone, for no replica is known to suffer yet. A replica on that node that crashes or hangs within
-`TIED_SECONDS` of it has the same fault: it is reported once, as a hardware fault, so that it is replaced on another
-node.
+The agent sends them as events. XIDs caused by the application (such as 13 or 31, resolved by a process restart) make no
+finding: if the process exits, that is a crash. A hardware fault names the node and its GPU; recovery evicts no replica
+for it alone, as no replica is known to be affected. If a replica on that node crashes or hangs within `TIED_SECONDS`,
+both are one fault: it is reported once, as a hardware fault, so that the replica is replaced on another node.
 """
 
 from collections.abc import Iterable
@@ -21,35 +19,35 @@ from rolecall.formats.xid.nvlink import LINE_DECIDES
 from rolecall.formats.xid.xid import RecoveryAction, xid
 
 STANDS_SECONDS = 600.0
-"""An XID is over when it was not reported again for this long; a condition with an end of its own (a link, a driver)
-stands until then, or until its agent restarted and did not report it again."""
+"""An XID ends when it is not reported again for this long. A condition with an explicit end (a link, a driver) stands
+until that end, or expires like an XID if its agent restarts without reporting it again."""
 TIED_SECONDS = 60.0
-"""Between the node's event and the death of a process there: a lost GPU is noticed at the next call of the driver."""
+"""Maximum time between a node's event and a crash or hang there: a process notices a lost GPU at its next driver
+call."""
 FLAP_SECONDS = 2.0
-"""A link that is back within this is counted (`rolecall_link_changes_total`), is no fault and explains none: RDMA
-retries for longer."""
+"""A link that recovers within this time is only counted (`rolecall_link_changes_total`): RDMA retries for longer."""
 STALE_SECONDS = 60.0
-"""An agent that starts reports what the kernel log holds, and a watch that starts gets what its agents keep: events
-older than this are history."""
+"""Older events are ignored: a starting agent reports the existing kernel log, and a starting watcher receives the
+events that its agents keep."""
 FAULTS_MAX = 256
 EVIDENCE_MAX = 8
 
 RECOVERY = 154
-"""The XID in which the driver names the action that a GPU needs."""
+"""The XID with which the driver requests a recovery action for a GPU."""
 HELD_SECONDS = 2.0
-"""NVML tells the number of an XID within milliseconds, the kernel's line follows within 0.2 s: of NVLink's codes it
-decides. As long as `xid_merger.SAME_SECONDS` of the agent."""
+"""NVML reports the number of an XID within milliseconds; the kernel log line follows within 0.2 s and decides whether
+an NVLink code is fatal. Equal to `xid_merger.SAME_SECONDS` of the agent."""
 
 ONCE_TOLD = frozenset({"ecc"})
-"""What a GPU tells of when it happens; the others are conditions, and their end is told, too."""
+"""GPU faults that are momentary events; all others are conditions whose end is reported, too."""
 GPU_PROBES = ("gpu", "gpu_events")
 HANGS = "hangs"
-"""Part of the reason that the agent gives for a probe whose read does not come back (agent/collectors/runner.py)."""
+"""Substring of the agent's reason for a probe whose read does not return (agent/collectors/runner.py)."""
 
 
 @dataclass(slots=True)
 class NodeFault:
-    """One thing of a node that is broken. Wall seconds; `ended` is 0 while it stands."""
+    """A fault of one component of a node. Times in wall seconds; `ended` is 0 while it stands."""
 
     node: str
     thing: str  # `gpu 3`, `link mlx5_0/1`, `driver`
@@ -59,11 +57,11 @@ class NodeFault:
     last: float
     because: str
     advice: str
-    lasts: bool  # it stands until something says that it is over
+    lasts: bool  # a condition: stands until its end is reported
     told: list[str] = field(default_factory=list)
     ended: float = 0.0
-    held_until: float = 0.0  # not told before: the kernel's line may yet say that it is nothing
-    explains: bool = False  # a crash or hang was told as its doing: it is not told by itself any more
+    held_until: float = 0.0  # not reported before: the kernel log line may still withdraw it
+    explains: bool = False  # reported as the cause of a crash or hang: no separate finding
 
 
 @dataclass(slots=True)
@@ -73,8 +71,8 @@ class NodeFaults:
     faults: dict[str, NodeFault] = field(default_factory=dict)
 
     def take(self, event: AgentEvent, now: float, age: float = 0.0) -> None:
-        """One event of an agent, as it comes, with its time on our clock. `now`: wall seconds; `age`: since it was
-        written."""
+        """Processes one agent event, with its time on the watcher's clock. `now`: wall seconds; `age`: seconds since it
+        was written."""
         if _age(event) > STALE_SECONDS or (age > STALE_SECONDS and _is_of_a_moment(event)):
             return
         match event.kind:
@@ -119,7 +117,7 @@ class NodeFaults:
         if code.code == RECOVERY and event.detail.get("recovery"):
             self._take_verdict(event, now)
             return
-        # Of NVLink's codes the line itself says whether it is fatal: the agent tells.
+        # For NVLink codes the log line determines whether it is fatal; the agent reports that.
         fatal = code.fatal and event.detail.get("fatal", "yes") == "yes"
         if event.detail.get("adds_to") and not fatal:
             self._withdraw(event, code.code)
@@ -140,14 +138,14 @@ class NodeFaults:
             known.held_until = 0.0
 
     def _withdraw(self, event: AgentEvent, code: int) -> None:
-        """NVML told a number, and the kernel's line says that it is nothing: what rests on it alone was none."""
+        """Removes a fault based only on the XID number from NVML: the kernel log line shows that it is not fatal."""
         key = f"{event.node} gpu {event.detail.get('gpu', '')}"
         known = self.faults.get(key)
         if known is not None and known.held_until and known.because.startswith(f"XID {code} "):
             del self.faults[key]
 
     def _take_verdict(self, event: AgentEvent, now: float) -> None:
-        """The driver's own word on a GPU. It stands until the driver takes it back."""
+        """Recovery action requested by the driver. It stands until the driver withdraws it."""
         recovery = event.detail["recovery"]
         where = event.detail.get("gpu") or event.detail.get("pci", "")
         if recovery == RecoveryAction.NONE:
@@ -179,7 +177,7 @@ class NodeFaults:
     def _note(
         self, event: AgentEvent, now: float, thing: str, what: FaultClass, because: str, advice: str, *, lasts: bool
     ) -> NodeFault | None:
-        """The fault that it is, or goes on; None: there are too many."""
+        """The new or continued fault; None if the limit is reached."""
         known = self.faults.get(f"{event.node} {thing}")
         if known is None or known.ended:
             if known is None and len(self.faults) >= FAULTS_MAX:
@@ -200,8 +198,8 @@ class NodeFaults:
             known.ended = known.ended or min(now, event.wall_at)
 
     def _begin_anew(self, event: AgentEvent, now: float, age: float) -> None:
-        """An agent that starts does not know what the one before it said, and after a reboot all of it may be over: a
-        read that hung ended with its agent, and what stands is told again soon."""
+        """Handles an agent restart. The new agent does not know earlier reports, and a reboot may have resolved them:
+        hung reads ended with the old agent, and conditions that persist are reported again soon."""
         for known in self.faults.values():
             if known.node == event.node and known.thing.startswith("probe "):
                 known.ended = known.ended or min(now, event.wall_at)
@@ -209,7 +207,7 @@ class NodeFaults:
                 known.lasts, known.last = False, now - age
 
     def leave(self, node: str) -> None:
-        """It is watched no more."""
+        """Drops the faults of a node that is no longer monitored."""
         self.faults = {k: f for k, f in self.faults.items() if f.node != node}
 
     def sweep(self, now: float) -> None:
@@ -219,7 +217,7 @@ class NodeFaults:
         self.faults = {k: f for k, f in self.faults.items() if not f.ended or now - f.ended <= TIED_SECONDS}
 
     def join(self, findings: list[Finding], now: float) -> list[Finding]:
-        """`findings` of the other detectors, those that hardware explains told as its; then what stands by itself."""
+        """`findings` with crashes and hangs attributed to hardware faults, then the remaining hardware faults."""
         self.sweep(now)
         joined = []
         for f in findings:
@@ -253,7 +251,7 @@ class NodeFaults:
 
 
 class NodeFaultsStage(Stage):
-    """Tells crashes and hangs that hardware explains as the hardware's."""
+    """Attributes crashes and hangs to hardware faults of their node."""
 
     name = "node_faults"
 
@@ -276,20 +274,20 @@ class NodeFaultsStage(Stage):
 
 
 def _is_of_a_moment(event: AgentEvent) -> bool:
-    """Told when it happens, and not a condition that may still stand. The driver's verdict (XID 154) is one."""
+    """Whether it is a momentary event, not a condition that may persist, as a requested recovery (XID 154) is."""
     if event.kind is AgentEventKind.XID:
         return not event.detail.get("recovery")
     return event.kind is AgentEventKind.GPU_FAULT and event.detail.get("what") in ONCE_TOLD
 
 
 def _age(event: AgentEvent) -> float:
-    """Seconds between what happened and its event, as the agent tells."""
+    """Seconds between the fault and its event, as reported by the agent."""
     text = event.detail.get("seconds_ago", "")
     return float(text) if len(text) < 12 and text.isascii() and text.isdecimal() else 0.0
 
 
 def _link(event: AgentEvent) -> str:
-    """A port of an InfiniBand device (sysfs), or a network interface (the kernel log, or sysfs)."""
+    """Name of a port of an InfiniBand device (sysfs) or of a network interface (kernel log or sysfs)."""
     nic, port, interface = (event.detail.get(key, "") for key in ("nic", "port", "interface"))
     return f"link {nic}/{port}" if nic and port else f"link {interface or nic or '?'}"
 

@@ -1,7 +1,7 @@
-"""Findings of metric panels: the weakest evidence there is, reported where nothing else explains it.
+"""Findings of metric panels: the weakest evidence, reported only if nothing else explains it.
 
-Such a finding says that the metrics of a machine changed, and not why. It begins and has no end: it counts as the same
-fault for `SAME_FAULT_SECONDS`. It gives way for good to any other finding that names the same machine.
+A panel finding states that the metrics of a machine changed, not why. It has an onset but no end, and counts as the
+same fault for `SAME_FAULT_SECONDS`. Any other finding that names the same machine replaces it permanently.
 """
 
 import math
@@ -17,15 +17,15 @@ from rolecall.detector.live.stages.stage import Stage, Tick
 from rolecall.detector.live.stalls import emerging, own
 
 AFTERMATH_SECONDS = 300.0
-"""A change in metrics that begins while another finding stands, or this long after, counts as its effect: other
-processes wait, or take over work. The same after processes came or went."""
+"""A metric change with an onset during another finding, or this long after it, counts as its effect: other processes
+wait or take over work. The same applies after processes joined or exited."""
 ONSET_SECONDS = 5.0
-"""A change in metrics is dated no better than this."""
+"""Uncertainty of the onset of a metric change."""
 
 
 @dataclass(slots=True)
 class PanelFault:
-    """What panels report of one machine."""
+    """A panel finding about one machine."""
 
     finding: Finding
     last_wall: float  # when it was last reported
@@ -37,10 +37,10 @@ class PanelsStage(Stage):
 
     def __init__(self) -> None:
         self._faults: list[PanelFault] = []
-        self._trouble = (0.0, 0.0)  # since when, and when last, another stage found something
+        self._trouble = (0.0, 0.0)  # start and end of the latest findings of other stages
 
     def evaluate(self, tick: Tick) -> list[Finding]:
-        """New ones wait while a process stalls that is not named yet: that may explain them."""
+        """New panel findings are held while a process stalls that is not diagnosed yet, as that may explain them."""
         self._note_trouble(tick)
         for f in tick.observation.panel_findings:
             same = next((p for p in self._faults if p.finding.suspects == f.suspects), None)
@@ -72,14 +72,14 @@ class PanelsStage(Stage):
             self._trouble = (since if recent else began, tick.now if tick.findings else changed)
 
     def _stands_alone(self, p: PanelFault, fleet: MonitoredProcesses) -> bool:
-        """It is about processes that are there, and did not begin in the wake of something else."""
+        """Whether its processes still exist and its onset is not in the aftermath of another finding."""
         since, until = self._trouble
         in_wake = since - ONSET_SECONDS <= p.finding.onset <= until + AFTERMATH_SECONDS
         return not in_wake and all(_lives(s, fleet) for s in p.finding.suspects)
 
 
 def _lives(suspect: Suspect, fleet: MonitoredProcesses) -> bool:
-    """Whether it is about processes that are still there; a whole node always is."""
+    """Whether the suspect's processes still exist; always true for a suspect that is a whole node."""
     if not suspect.replica:
         return True
     ranks = fleet.roster.of_replica(suspect.replica).values()
@@ -87,9 +87,11 @@ def _lives(suspect: Suspect, fleet: MonitoredProcesses) -> bool:
 
 
 def unexplained(of_panels: Sequence[Finding], findings: list[Finding], role_sizes: Mapping[str, int]) -> list[Finding]:
-    """Findings of panels, oldest first, that nothing explains: neither another finding of the same process or node,
-    whatever it accuses it of, nor an earlier one of panels; and none of a role of which they name more than half: then
-    peers are no measure. What is dropped is dropped for good."""
+    """Panel findings, oldest first, without another explanation.
+
+    Dropped permanently are findings whose process or node is named by any other finding or by an earlier panel finding,
+    and all findings of a role if they name more than half of it: the comparison with peers is then invalid.
+    """
     accused = {who for f in findings for who in incarnations(f.suspects)}
     nodes = {str(s.node) for f in findings for s in f.suspects if s.node}
     kept: list[Finding] = []

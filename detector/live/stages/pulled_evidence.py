@@ -1,7 +1,7 @@
-"""Collected evidence that settles a tie: stacks or Flight Recorder dumps name one rank of those that a tie names. Pure.
+"""Collected evidence that settles a tie: stacks or Flight Recorder dumps identify one of the tied ranks. Pure.
 
-Evidence was collected once and says nothing of the present. So it never stands alone: it counts for as long as the
-`cannot_tell` stands that it settles, and only where it names some, not all, of its suspects. Fusion then drops the tie.
+Collected evidence is a snapshot of the past, so it is valid only while the `cannot_tell` that it settles stands, and
+only if it names some, but not all, of its suspects. Fusion then drops the tie.
 """
 
 from collections.abc import Iterable, Sequence
@@ -11,7 +11,7 @@ from rolecall.core.faults import FaultClass
 from rolecall.detector.live.stages.stage import Stage, Tick
 
 CONFIDENCE_MIN = 0.7
-"""A single snapshot of stacks that finds a process at work (0.6) or elsewhere (0.5) may have met a slow one."""
+"""A single stack snapshot that shows a process working (0.6) or elsewhere (0.5) may have caught a slow process."""
 
 Who = tuple[str, int | None, int | None]
 
@@ -36,7 +36,7 @@ class PulledEvidenceStage(Stage):
 def apply_collected_evidence(
     before: Sequence[Finding], fresh: Iterable[Finding], standing: Sequence[Finding]
 ) -> list[Finding]:
-    """Of those kept before and the fresh ones, the findings that settle a tie that stands now."""
+    """The retained and new findings that settle a currently standing tie."""
     ties = [whom for f in standing if f.fault_class is FaultClass.CANNOT_TELL and (whom := _who(f))]
     found = [f for f in (*before, *fresh) if f.fault_class.spec.settles_ties and f.confidence >= CONFIDENCE_MIN]
     kept: list[Finding] = []

@@ -1,18 +1,18 @@
 """Slow: a sequential test of seconds per unit of work against peers and against its own past.
 
-Per stride of each process: e = (busy seconds - seconds starved by others) / units. Starved is run delay less what the
-process's own CPU quota took; a stop by signal, a quota and a delay inside the unit stay in e, a busy neighbour does
-not. Work per unit differs with the load (tokens per unit, else open requests), so log e is compared with what the role
-takes at that load:
+Per stride of each process: e = (busy seconds - seconds starved by others) / units. Starvation is run delay minus
+throttling by the process's own CPU quota: stops by signal, quotas and delays inside the unit count in e, a busy
+neighbour does not. Work per unit depends on the load (tokens per unit, else open requests), so log e is compared with
+the role's baseline at that load:
 
-    r_i = log e_i - baseline(role, load)          how far from the role's habit
-    x_i = min(r_i - median of peers' r,           slower than peers now   (cancels what slows all)
-              r_i - own habitual offset)          slower than itself      (cancels lasting differences)
+    r_i = log e_i - baseline(role, load)          deviation from the role's baseline
+    x_i = min(r_i - median of peers' r,           slower than peers now         (cancels common slowdowns)
+              r_i - own usual offset)             slower than its own history   (cancels lasting differences)
     S_i = max(0, S_i + x_i - log(slow_ratio) / 2) Page's CUSUM; alarm at S_i >= h
 
-h follows from the wanted false alarm rate by Siegmund's formula for the run length of a CUSUM (D. Siegmund, Sequential
-Analysis, 1985), with the residuals' standard deviation widened for their lag-1 autocorrelation. Without a peer at work
-the reference is how far the rest of the fleet is from its habit, and the sentence says so.
+h follows from the target false alarm rate by Siegmund's formula for the run length of a CUSUM (D. Siegmund, Sequential
+Analysis, 1985), with the residuals' standard deviation widened for their lag-1 autocorrelation. Without working peers
+the reference is the deviation of the other roles from their baselines, and `because` states this.
 """
 
 import math
@@ -31,45 +31,45 @@ from rolecall.detector.live.stages.stage import Stage, Tick
 from rolecall.detector.live.subject import WORK_PHASES, MonitoredProcess, SlowMeter, starved_seconds
 
 BUSY_SECONDS_MIN = 0.05
-"""A stride goes on until its units should have taken this long: timer noise and single pauses loom large in less. What
-they did take must not decide, or only strides with a pause in them would count."""
+"""A stride ends once the expected time of its units reaches this: shorter strides are dominated by timer noise and
+single pauses. The measured time must not decide, as that would select strides that contain a pause."""
 STRIDE_SECONDS_MAX = 30.0
-"""A stride without that much work by then is dropped: the slowness of an idle process does no harm."""
+"""A stride with less work by then is dropped: slowness of an idle process does not matter."""
 STARVED_SHARE_MAX = 0.85
-"""A stride starved for more than this of its busy time leaves too little of its own to be judged."""
+"""A stride starved for a larger fraction of its busy time is dropped: too little of its own time remains."""
 RATIO_CLIP = math.log(4.0)
-"""One observation counts at most as a factor of four: a pause of a second is an event, not a slowness."""
+"""Clip of one observation at a factor of four, so that a single pause of a second does not count as slowness."""
 SIGMA_MIN = 0.6
-"""Standard deviation assumed at least, autocorrelation included: on shared CPUs the tails are heavier than normal. With
-it four times slower is found after about 6 strides, twice slower after 18."""
+"""Lower bound of the standard deviation, autocorrelation included: on shared CPUs the tails are heavier than normal.
+With it, a factor of four is detected after about 6 strides, a factor of two after 18."""
 SIGMA_PRIOR_WEIGHT = 30
-"""The assumed deviation counts as so many observations."""
+"""Weight of the assumed deviation, in observations."""
 STRIDES_MIN = 5
-"""No alarm on fewer consecutive strides than this."""
+"""Minimum number of consecutive strides for an alarm."""
 HISTORY_MIN = 5
-"""A load must have been seen so often before an observation at it is compared."""
+"""Minimum number of observations at a load before its baseline is used."""
 MAJORITY_WAIT_SECONDS = 10.0
-"""An alarm waits for at most so long for peers that are on their way to one: together they may be a majority."""
+"""Maximum time that an alarm waits for peers with a rising CUSUM: together they may be a majority."""
 PEER_SMOOTHING = 0.5
-"""Weight of a peer's newest observation in what others are compared with: about its last three strides."""
+"""Weight of the newest observation in a peer's smoothed residual: averages about three strides."""
 OFFSET_PRIOR_WEIGHT = 10
-"""A process is taken to be like its role until so many observations say otherwise."""
+"""Weight of the prior that a process equals its role, in observations."""
 RHO_MAX = 0.9
-"""Autocorrelation is estimated from few values at first and is held below this."""
+"""Cap on the autocorrelation, which is first estimated from few values."""
 LEARN_RATE_MIN = 1 / 300
-"""Baselines follow slower changes than this many strides (five minutes of work)."""
+"""Lower bound of the learning rate: baselines follow changes over 300 strides (five minutes of work)."""
 OFFSET_MAX = math.log(1.5)
-"""A process's own habit explains no more than this: who was four times slower from its first unit on is slow."""
+"""Cap on a process's own offset: a process that is four times slower from its first unit on is slow."""
 LOADS_PER_OCTAVE = 2
-"""Loads are told apart by half octaves: within one, seconds per unit differ by less than 1.41."""
+"""Load bins of half an octave: within a bin, seconds per unit differ by less than a factor of 1.41."""
 LOAD_REACH = 2
-"""A load not seen before borrows from one this many bins away, one octave."""
+"""A load without a baseline uses one at most this many bins away (one octave)."""
 SECONDS_PER_DAY = 86_400.0
 
 
 @dataclass(slots=True)
 class LoadBaseline:
-    """What one load takes a role: mean of log seconds per unit."""
+    """Baseline of a role at one load: mean of log seconds per unit."""
 
     mean: float = 0.0
     count: int = 0
@@ -77,7 +77,7 @@ class LoadBaseline:
 
 @dataclass(slots=True)
 class SlowState:
-    """What is learned of each role; owned by one Detector."""
+    """Learned state per role; owned by one detector."""
 
     baselines: dict[tuple[str, int], LoadBaseline] = field(default_factory=dict)
     moments: dict[str, tuple[float, float, float, int]] = field(default_factory=dict)  # means of x, x^2, x x'; count
@@ -86,7 +86,7 @@ class SlowState:
 
 @dataclass(frozen=True, slots=True)
 class WorkObservation:
-    """One observation: a closed stride, or a lower bound from a unit that does not end."""
+    """One observation: a closed stride, or a lower bound from an unfinished unit (censored)."""
 
     seconds_per_unit: float
     load: float
@@ -94,7 +94,7 @@ class WorkObservation:
 
 
 def measure(subject: MonitoredProcess, stride_seconds: float, gap_p99: float | None) -> WorkObservation | None:
-    """The observation that became due with the subject's newest sample, if any. Advances its stride."""
+    """The observation completed by the subject's newest sample, if any. Advances its stride."""
     sample, meter = subject.sample, subject.slow
     if sample is None or subject.gone:
         return None
@@ -115,23 +115,23 @@ def measure(subject: MonitoredProcess, stride_seconds: float, gap_p99: float | N
 
 
 def _expected_busy(meter: SlowMeter, start: ProcessSample, sample: ProcessSample) -> float:
-    """What the units of a stride should have taken; before anything is known, what they took."""
+    """Expected time of the units of a stride; their measured time before a baseline is known."""
     if not meter.expected_seconds_per_unit:
         return sample.busy_seconds - start.busy_seconds
     return (sample.work_units - start.work_units) * meter.expected_seconds_per_unit
 
 
 SAMPLE_FRESH_SECONDS = 0.25
-"""A stride ends at a sample that saw a unit end: there the busy seconds and the run delay cover the same time."""
+"""A stride ends at a sample taken just after a unit ended, so that busy seconds and run delay cover the same time."""
 
 
 THROTTLED_READ_SECONDS = 2.5
-"""Agents read a cgroup's throttling every 2 s, and run delay, of which it is a part, with every sample."""
+"""Agents read a cgroup's throttled time every 2 s, but run delay, which includes it, with every sample."""
 
 
 def _awaits_throttling(start: ProcessSample, sample: ProcessSample) -> bool:
-    """A quota has stopped this process before, and what it did since is not read yet: in a stride that ended here, its
-    throttling would look like time that neighbours took."""
+    """Whether a quota has throttled this process before and the newest throttled time is not read yet: if the stride
+    ended here, the throttling would be attributed to neighbours."""
     unread = 0.0 < start.throttled_seconds == sample.throttled_seconds
     return unread and sample.at - start.at < THROTTLED_READ_SECONDS
 
@@ -150,13 +150,13 @@ def _closed(start: ProcessSample, sample: ProcessSample) -> WorkObservation | No
 def _censored(
     subject: MonitoredProcess, sample: ProcessSample, meter: SlowMeter, stride_seconds: float, gap_p99: float | None
 ) -> WorkObservation | None:
-    """A unit under way for longer than any unit should take counts by the time it has taken."""
+    """An unfinished unit that exceeds its expected time counts with its elapsed time."""
     if gap_p99 is None or subject.phase not in WORK_PHASES or not meter.load:
         return None
     if sample.at - max(meter.censored_at, sample.progress_at) < stride_seconds:
         return None
     meter.censored_at = sample.at
-    # What lies between two units beside the work itself (scheduling) is part of gap_p99 and is not held against it.
+    # gap_p99 includes overhead between two units (scheduling), which must not count as slowness.
     seconds = subject.stall.effective * min(1.0, meter.expected_seconds_per_unit / gap_p99)
     return WorkObservation(seconds, meter.load, True) if seconds > meter.expected_seconds_per_unit else None
 
@@ -166,7 +166,7 @@ def load_bin(load: float) -> int:
 
 
 def expected(state: SlowState, role: str, load: float) -> float | None:
-    """Log seconds per unit of the role at this load, or None when no load within reach was seen often enough."""
+    """Log seconds per unit of the role at this load, or None without enough observations within reach."""
     here = load_bin(load)
     exact = state.baselines.get((role, here))
     if exact is not None and exact.count >= HISTORY_MIN:
@@ -180,8 +180,8 @@ def expected(state: SlowState, role: str, load: float) -> float | None:
 
 
 def learn(state: SlowState, role: str, load: float, log_seconds: float, num_peers: int = 0) -> None:
-    """One observation more. A role of many learns no faster than a role of one: else a host that becomes slower would
-    become normal for the one before it does for the other."""
+    """Adds one observation to the baseline. The rate per process decreases with the number of peers, so that large and
+    small roles adapt equally fast to a host that becomes slower."""
     baseline = state.baselines.setdefault((role, load_bin(load)), LoadBaseline())
     baseline.count += 1
     difference = log_seconds - baseline.mean
@@ -191,7 +191,7 @@ def learn(state: SlowState, role: str, load: float, log_seconds: float, num_peer
 
 
 def sigma(state: SlowState, role: str) -> float:
-    """Standard deviation of x with its autocorrelation: what a sum of n of them has, over sqrt(n)."""
+    """Standard deviation of a sum of n values of x over sqrt(n): includes their autocorrelation."""
     mean, square, product, count = state.moments.get(role, (0.0, 0.0, 0.0, 0))
     variance = square - mean * mean
     if variance <= 0:
@@ -205,7 +205,7 @@ def sigma(state: SlowState, role: str) -> float:
 def threshold(sigma_: float, drift: float, strides_between_alarms: float) -> float:
     """h with a run length of `strides_between_alarms`: Siegmund's (exp(2kb) - 2kb - 1) / 2k^2, b = h/sigma + 1.166.
 
-    k is the drift in sigmas. The term -2kb - 1 is small beside the exponential at any rate of interest and is dropped.
+    k is the drift in sigmas. The term -2kb - 1 is negligible at all realistic alarm rates and is dropped.
     """
     k = drift / sigma_
     b = math.log(2 * k * k * strides_between_alarms) / (2 * k)
@@ -213,7 +213,7 @@ def threshold(sigma_: float, drift: float, strides_between_alarms: float) -> flo
 
 
 def update(state: SlowState, fleet: MonitoredProcesses, config: DetectorConfig, now: float) -> None:
-    """Feeds every observation that became due."""
+    """Processes every observation that became due."""
     state.peers.refresh(fleet.roster, now)
     for subject in fleet.sampled:  # without a new sample nothing becomes due
         if subject.closed_wall:
@@ -255,8 +255,8 @@ def _observe(
     if not work.censored:
         meter.pending.append((work.load, log_seconds, x, meter.last_x))
     meter.last_x = x
-    # An excursion that ended by itself was noise, and is learned from then; one that became a finding never is. While
-    # one of a role rises its peers look fast, so that they wait, too.
+    # An excursion that ended without an alarm was noise and is learned; one that became a finding never is. While one
+    # process of a role rises its peers appear fast, so they are not learned from either.
     if meter.cusum <= 0 and not state.peers.rising_without(subject):
         if subject.key not in fleet.quiet:
             for item in meter.pending:
@@ -267,7 +267,7 @@ def _observe(
 def _accumulate(meter: SlowMeter, x: float, drift: float, h: float, now: float) -> None:
     if meter.cusum <= 0:
         meter.rising_since, meter.rising_strides, meter.ratio_log = now, 0, 0.0
-    # Capped, so that recovery shows as soon after a long fault as after a short one.
+    # Capped, so that recovery is detected equally fast after long and short faults.
     meter.cusum = min(2 * h, max(0.0, meter.cusum + x - drift))
     meter.rising_strides += 1
     meter.ratio_log += (x - meter.ratio_log) / meter.rising_strides
@@ -299,7 +299,7 @@ def _learn_from(
 
 
 def _fleet_shift(fleet: MonitoredProcesses, subject: MonitoredProcess, now: float) -> float:
-    """How far all other roles are from their habits: the host may have become slower as a whole."""
+    """Median deviation of all other processes from their baselines: the whole host may have become slower."""
     others = [
         s.slow.smooth - s.slow.offset
         for s in fleet.current()
@@ -309,8 +309,8 @@ def _fleet_shift(fleet: MonitoredProcesses, subject: MonitoredProcess, now: floa
 
 
 def _drift(config: DetectorConfig, has_peers: bool) -> float:
-    """Half of what is looked for, as Page has it; all of it without peers, where a change of the host or of the work
-    looks like a slowness and is cancelled only roughly."""
+    """Half of the target shift, as in Page's test. Without peers the full shift: changes of the host or of the work
+    then resemble slowness and are cancelled only roughly."""
     return math.log(config.slow_ratio) / (2 if has_peers else 1)
 
 
@@ -342,8 +342,8 @@ def find(state: SlowState, fleet: MonitoredProcesses, config: DetectorConfig, no
 
 
 def _may_be_of_a_majority(fleet: MonitoredProcesses, subject: MonitoredProcess, now: float) -> bool:
-    """Whether the first of several is about to be named alone. Peers of one that is slow by itself look fast, not
-    slow."""
+    """Whether more peers may follow, so that this process must not be named alone yet. If only one process is slow, its
+    peers appear fast."""
     if now - subject.slow.alarmed_wall >= MAJORITY_WAIT_SECONDS:
         return False
     peers = list(fleet.peers(subject))

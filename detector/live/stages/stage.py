@@ -1,8 +1,8 @@
-"""What a stage of the live detector is, and what it is given.
+"""Interface and input of a stage of the live detector.
 
-The engine runs its stages in a fixed order over one observation. Each adds findings, and may rewrite those of the
-stages before it. A stage that finds why others wait names the later stages that would accuse those who wait: the engine
-keeps them silent meanwhile. What findings of one class explain of another is declared by the class
+The engine runs the stages in a fixed order over each observation. Each adds findings and may rewrite those of earlier
+stages. A stage that finds why processes wait lists later stages that would accuse the waiting ones (`suppresses`): the
+engine drops their findings while the cause stands. Explanations between fault classes are declared by the class
 (`FaultSpec.suppresses`) and applied at the end, by fusion.
 """
 
@@ -21,7 +21,7 @@ from rolecall.detector.live.stalls import Stall, stalls
 
 @dataclass(kw_only=True)
 class Tick:
-    """One observation on its way through the stages. `now`: wall seconds."""
+    """Context of one observation, passed through all stages. `now`: wall seconds."""
 
     observation: Observation
     fleet: MonitoredProcesses
@@ -29,13 +29,13 @@ class Tick:
     expected_roles: Mapping[str, int]
     now: float
     findings: list[Finding] = field(default_factory=list)
-    """Of the stages so far."""
+    """Findings of the stages so far."""
     explained: set[str] = field(default_factory=set)
-    """Fingerprints of exceptions that are user code."""
+    """Fingerprints of exceptions diagnosed as user code."""
 
     @cached_property
     def events(self) -> list[tuple[AgentEvent, float]]:
-        """Events of agents with their time on our clock, and the seconds since each was written."""
+        """Agent events with their time on the watcher's clock, and the seconds since each was written."""
         offsets = self.fleet.offsets
         return [
             (replace(e, wall_at=e.wall_at + offsets.get(e.node, 0.0)), self.fleet.age(e))
@@ -44,33 +44,32 @@ class Tick:
 
     @cached_property
     def stalls(self) -> list[Stall]:
-        """Everyone who makes no progress where progress is due."""
+        """All processes without progress where progress is due."""
         return stalls(self.fleet, self.config)
 
 
 class Stage(Protocol):
-    """One per detector; it may keep state between observations."""
+    """One instance per detector; it may keep state between observations."""
 
     name: str
     suppresses: frozenset[str] = frozenset()
     """Later stages whose findings are dropped while one of this stage's findings stalls others
     (`FaultSpec.stalls_others`)."""
     quiet_seconds: float = 0.0
-    """How long after such a finding this stage stays silent where another suppresses it."""
+    """How long this stage stays suppressed after another stage last suppressed it."""
 
     def evaluate(self, tick: Tick) -> Sequence[Finding]:
-        """Findings that stand now, in addition to `tick.findings`, which it may replace. Called for each
-        observation."""
+        """Findings to add to `tick.findings`, which the stage may also replace. Called for each observation."""
         ...
 
     def state(self) -> Any:
-        """What it must remember, for a stored window: values that `detector.live.codec` knows."""
+        """Its state for a stored window, in types that `detector.live.codec` supports."""
         return None
 
     def restore(self, state: Any) -> None:
-        """Takes back what `state` gave."""
+        """Restores the result of `state`."""
 
 
 def stalls_others(finding: Finding) -> bool:
-    """Whether it explains why others wait: it names a process or a role, and its class says so."""
+    """Whether it explains why other processes wait: its class does, and it names a process or a role."""
     return finding.fault_class.spec.stalls_others and bool(finding.suspects or finding.about.partition(":")[0])

@@ -1,12 +1,12 @@
-"""Progress stall: a process makes no progress where progress is due, and is not merely waiting for another one.
+"""Progress stall: a process makes no progress where progress is due, and is not just waiting for another one.
 
-A process is called hung when its clock since the last progress passes its deadline (detector/live/stalls.py). Four
-kinds of hang are told apart by heartbeats (ticks of a side thread, which stop when the interpreter cannot run) and CPU
-use; the kernel's process state is read for the sentence only.
+A process is hung when its clock since the last progress passes its deadline (detector/live/stalls.py). Four kinds of
+hang are distinguished by heartbeats (ticks of a side thread, which stop when the interpreter cannot run) and CPU use;
+the kernel's process state appears in `because` only.
 
-Cause before symptom: phases in which a process depends on others (`reduce`, `update`, `copy`, the controller's loop)
-accuse nobody while another process stalls on its own account, is gone, or came a moment ago. Which rank blocks a
-collective is decided in detector/live/stages/collective.py.
+Cause before symptom: in phases that depend on other processes (`reduce`, `update`, `copy`, the controller's loop) no
+process is accused while another one stalls independently, has exited, or has just joined. The rank that blocks a
+collective is identified in detector/live/stages/collective.py.
 """
 
 from rolecall.core.diagnosis import Evidence, Finding
@@ -20,15 +20,15 @@ from rolecall.detector.live.stalls import DEPENDENT_PHASES, Stall, emerging, own
 from rolecall.detector.live.subject import MonitoredProcess, ProgressClocks
 
 QUIET_SECONDS = 15.0
-"""Grace for processes that depend on others after a fault, an exit or a newcomer: timeouts of transfers (10 s) and
-group rebuilds have to run out first."""
+"""Grace for dependent processes after a fault, an exit or a new process: transfer timeouts (10 s) and group rebuilds
+must finish first."""
 BUSY_CPUS = 0.3
-"""CPU use per second above which a process without progress is computing rather than waiting: one that spins on a
-machine with three runnable threads per CPU gets a third."""
+"""CPU seconds per second above which a process without progress is computing, not waiting: with three runnable threads
+per CPU, a spinning process gets a third."""
 
 
 class StallStage(Stage):
-    """Processes that stall on their own account."""
+    """Processes that stall independently of others."""
 
     name = "stall"
     suppresses = frozenset({"dependent_stall", "nccl_ras"})
@@ -38,7 +38,7 @@ class StallStage(Stage):
 
 
 class DependentStallStage(Stage):
-    """Processes that depend on others, if no other fault explains them."""
+    """Stalled processes that depend on others, if no other fault explains the stall."""
 
     name = "dependent_stall"
     suppresses = frozenset({"nccl_ras"})
@@ -52,7 +52,7 @@ class DependentStallStage(Stage):
 
 
 def _dependents(fleet: MonitoredProcesses, ripe: list[Stall], now: float) -> list[Finding]:
-    """No other fault explains them. A single process of a role and phase is hung; several wait for something unseen."""
+    """A single stalled process of a role and phase is hung; several wait for an unknown cause."""
     groups: dict[tuple[str, str], list[Stall]] = {}
     for s in ripe:
         groups.setdefault((s.subject.role, s.subject.phase), []).append(s)
@@ -80,7 +80,7 @@ def _dependents(fleet: MonitoredProcesses, ripe: list[Stall], now: float) -> lis
 
 
 def kind_of(subject: MonitoredProcess, clocks: ProgressClocks, beats_stopped: bool) -> str:
-    """Which of the four kinds of hang the evidence fits."""
+    """Description of the kind of hang, by heartbeat and CPU use."""
     used = f"{100 * clocks.cpu / clocks.wall if clocks.wall else 0.0:.0f} % CPU"
     busy = clocks.cpu >= BUSY_CPUS * clocks.effective
     if beats_stopped and busy:

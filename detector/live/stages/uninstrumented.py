@@ -1,16 +1,15 @@
 """Uninstrumented jobs: their processes report nothing, so the kernel is the only source.
 
-There is no progress to miss and no announced exit, so no process is called hung for silence. What remains:
+Progress and announced exits are unknown, so a silent process is not diagnosed as hung. Detected conditions:
 
-  exited    by a signal or with an error, while the job goes on. Exit 0 and SIGTERM are intended. When one rank dies,
-  its
-            peers fail after it (the collective raises, NCCL's watchdog aborts): the first is named; errors and aborts
-            that follow are its consequences: in its replica for as long as a collective can wait, in others while the
-            job is being taken down, or once the default timeout of a collective that they share has passed. A process
-            that was restarted has no part in it. A whole job that ends at once in one way was stopped on purpose.
+  exited    by a signal or with an error while the job continues. Exit code 0 and SIGTERM are intended. When a rank
+            dies, its peers fail after it (the collective raises, NCCL's watchdog aborts). The first exit is named;
+            later errors and aborts are consequences: in the same replica for as long as a collective can wait, in
+            other replicas while the job is being taken down or once the default collective timeout has passed.
+            Restarted processes are excluded. A whole job that ends at once in the same way was stopped on purpose.
   stopped   in state T (or t: traced) without interruption
-  stuck     in an uninterruptible wait (state D) without any CPU: disk, network file system, driver
-  starved   runnable, and kept from the CPU by other processes for most of the time
+  stuck     in an uninterruptible wait (state D) without any CPU use: disk, network file system, driver
+  starved   runnable, but kept from the CPU by other processes for most of the time
 
 Slowness is left to panels, which compare CPU, memory and faults among the ranks of a role.
 """
@@ -27,31 +26,32 @@ from rolecall.detector.live.stages.stage import Stage, Tick
 from rolecall.detector.live.subject import MonitoredProcess
 
 GATHER_SECONDS = 2.0
-"""How long an exit waits for the others of its job: a launcher that ends a job takes them all down."""
+"""How long an exit is held for further exits of its job: a launcher that ends a job stops all its processes."""
 UNKNOWN_GATHER_SECONDS = 10.0
-"""The same where the kernel cannot say how it ended (Linux before 6.13, and its parent has reaped it): a job that ends
-by itself, rank after rank, looks the same at first."""
+"""The same if the exit status is unknown (Linux before 6.13, already reaped by its parent): a job that finishes rank
+after rank looks the same at first."""
 TIMEOUT_SECONDS = 600.0
-"""PyTorch's default for collectives over NCCL (`default_pg_nccl_timeout`): ranks that wait for a dead one fail then."""
+"""PyTorch's default for NCCL collectives (`default_pg_nccl_timeout`), after which ranks waiting for a dead one fail."""
 CONSEQUENCE_SECONDS = 900.0
-"""Errors so long after an exit are its consequences: timeout, then the watchdog's dump and its heartbeat monitor."""
+"""Errors up to this long after an exit are its consequences: timeout, watchdog dump, heartbeat monitor."""
 TAKEN_DOWN_SECONDS = 60.0
-"""Between exits of a job that is being taken down: torchrun, Slurm and Kubernetes wait 30 s between SIGTERM and
-SIGKILL."""
+"""Maximum time between two exits of a job that is being taken down: torchrun, Slurm and Kubernetes wait 30 s between
+SIGTERM and SIGKILL."""
 NUM_NAMED_MAX = 8
 STOPPED_SECONDS = 5.0
-"""py-spy and debuggers stop a process for less than a second."""
+"""Longer than py-spy and debuggers stop a process (less than a second)."""
 STUCK_SECONDS = 60.0
-"""A slow disk holds a process for seconds."""
+"""Longer than a slow disk blocks a process (seconds)."""
 STARVED_SECONDS = 30.0
-"""Half of each sample's time (`subject.STARVED_SAMPLE_SHARE`) for so long: a burst of others is shorter."""
+"""Time with at least `subject.STARVED_SAMPLE_SHARE` starvation in each sample; bursts of other processes are
+shorter."""
 SIGABRT = "6"
 
 
 @dataclass(frozen=True, slots=True)
 class _Exit:
     subject: MonitoredProcess
-    at: float  # our wall clock
+    at: float  # watcher's wall clock
     signal: str
     code: str
     cause: str
@@ -68,7 +68,7 @@ class _Exit:
 
     @property
     def may_follow(self) -> bool:
-        """Ranks whose peer died end like this."""
+        """Whether it may be a consequence of the exit of a peer."""
         return not self.known or (self.code not in ("", "0")) or self.signal == SIGABRT
 
 
@@ -82,7 +82,7 @@ class UninstrumentedStage(Stage):
 
 def find(fleet: MonitoredProcesses, now: float) -> list[Finding]:
     found = _exits(fleet, now)
-    # Diagnoses are of replicas: the exit of a rank, even if not reported yet, says more than a stall of another rank.
+    # Diagnoses concern replicas: the exit of a rank, reported or not, takes precedence over a stall of another rank.
     losing = {s.replica for s in fleet.unpaged() if s.gone and not s.finished}
     for s in fleet.unpaged():
         if s.gone or s.finished or s.sample is None or s.replica in losing:
@@ -101,13 +101,13 @@ def _exits(fleet: MonitoredProcesses, now: float) -> list[Finding]:
         return []
     living = len(everybody) > len(gone)
     if not living and len(gone) > 1 and len({(e.signal, e.code) for e in gone}) == 1:
-        for e in gone:  # the job ended as a whole: that stays true while its next start comes rank by rank
+        for e in gone:  # the whole job ended; keep this while its restart brings up ranks one by one
             if not e.subject.finished:
                 fleet.changes(e.subject)
                 e.subject.finished = True
         return []
     found: list[Finding] = []
-    chains: list[list[_Exit]] = []  # each a first exit, and what followed of it
+    chains: list[list[_Exit]] = []  # each a first exit and its consequences
     for e in gone:
         if e.subject.finished or not (e.known or living):
             continue
@@ -118,7 +118,7 @@ def _exits(fleet: MonitoredProcesses, now: float) -> list[Finding]:
             e.subject.followed = True
             continue
         chains.append([e])
-        if e.subject.followed:  # of a process that was restarted and is not among the dead any more
+        if e.subject.followed:  # consequence of a process that has been restarted since
             continue
         if now - e.subject.exit_wall >= (GATHER_SECONDS if e.known else UNKNOWN_GATHER_SECONDS):
             found.append(_crash(e, gone, living, now))

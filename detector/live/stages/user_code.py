@@ -1,9 +1,9 @@
-"""User code told from hardware: the same exception on all ranks of a role, or twice in one step.
+"""Distinguishes user code from hardware faults: the same exception on all ranks of a role, or twice in one step.
 
-Hardware fails in one place; a wrong line fails wherever it runs. So one fingerprint (exception type and frames, without
-values) on every rank of a role, or raised again in the same step by another rank or by the replacement of the first, is
-the fault of the code or its input: no process is named, for replacing any machine would change nothing. `about` (role,
-exception, frames) tells one such fault from another.
+Hardware fails in one place; a bug fails wherever the code runs. One fingerprint (exception type and frames, without
+values) on every rank of a role, or raised again in the same step by another rank or by the replacement of the first,
+indicates a fault of the code or its input. No process is named, because replacing a machine would not help. `about`
+(role, exception, frames) identifies the fault.
 """
 
 from collections import defaultdict
@@ -18,11 +18,11 @@ from rolecall.detector.live.fleet import MonitoredProcesses, ReceivedException
 from rolecall.detector.live.stages.stage import Stage, Tick
 
 RANKS_MIN = 2
-"""'On all ranks' means nothing for a role of one process: there only a repetition in the same step counts."""
+"""Minimum role size for the rule 'on all ranks'; for a single process only a repetition in the same step counts."""
 REMEMBER_SECONDS = 3600.0
-"""Exceptions further apart than this are not the same failure, even in the same step of a stuck job."""
+"""Exceptions further apart are separate failures, even in the same step of a stuck job."""
 ALL_RANKS_SECONDS = 60.0
-"""Ranks of one role that raise within this raised together: steps may take this long, and a step apart is not."""
+"""Exceptions of the ranks of a role within this time count as simultaneous: a step may take this long."""
 
 
 class UserCodeStage(Stage):
@@ -37,7 +37,7 @@ class UserCodeStage(Stage):
 def find(
     fleet: MonitoredProcesses, expected_roles: Mapping[str, int] | None, now: float
 ) -> tuple[list[Finding], set[str]]:
-    """Findings, and the fingerprints that they explain."""
+    """The findings and the fingerprints that they explain."""
     by_print: dict[tuple[str, str], list[ReceivedException]] = defaultdict(list)
     for seen in fleet.exceptions:
         fingerprint = seen.event.detail.get("fingerprint", "")
@@ -56,7 +56,7 @@ def find(
 def _why(
     fleet: MonitoredProcesses, role: str, seen_list: list[ReceivedException], expected_roles: Mapping[str, int] | None
 ) -> str | None:
-    """Why these reports of one fingerprint blame the code, or None."""
+    """Reason why these reports of one fingerprint indicate user code, or None."""
     newest = seen_list[-1].received_wall
     recent = [s for s in seen_list if newest - s.received_wall <= ALL_RANKS_SECONDS]
     together = {(s.event.replica, s.event.rank) for s in recent}
@@ -67,7 +67,7 @@ def _why(
     by_step: dict[int, set[tuple[str, int, int]]] = defaultdict(set)
     for seen in seen_list:
         step = step_of(seen)
-        if step >= 0 or seen in recent:  # without a step only those who raised together did the same work
+        if step >= 0 or seen in recent:  # without a step, only simultaneous exceptions concern the same work
             by_step[step].add((seen.event.replica, seen.event.rank, seen.event.incarnation))
     for step, raisers in by_step.items():
         if len(raisers) > 1:
@@ -78,7 +78,7 @@ def _why(
 
 
 def _recovered_from(fleet: MonitoredProcesses, role: str, seen_list: list[ReceivedException]) -> bool:
-    """The role has since gone beyond the step in which it failed."""
+    """Whether the role has since progressed beyond the step in which it failed."""
     last = max((step_of(seen) for seen in seen_list), default=-1)
     newest = seen_list[-1].received_wall
     return any(

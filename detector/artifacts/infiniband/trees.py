@@ -67,12 +67,12 @@ class InfinibandPort:
 
 
 def is_device(folder: Path) -> bool:
-    """Whether it is the folder of an RDMA device: `ports/<n>/state` parses as a port state."""
+    """Whether the folder is an RDMA device: `ports/<n>/state` parses as a port state."""
     return next(_port_folders(folder), None) is not None
 
 
 def devices_in(folder: Path, names: Iterable[str]) -> list[Path]:
-    """Those of its folders `names` that are devices; links too, for `/sys/class/infiniband` itself holds only links."""
+    """Subfolders in `names` that are devices, including links: `/sys/class/infiniband` contains only links."""
     return [device for name in sorted(names) if is_device(device := folder / name)]
 
 

@@ -81,7 +81,7 @@ def diagnose(dumps: Sequence[StackDump], *, topology: Topology | None = None) ->
 
 
 def looked_at(dumps: Sequence[StackDump], *, topology: Topology | None = None) -> str:
-    """What the dumps show, for an answer without a finding: `trainer: 8 stacks: 8 wait in a collective: all_reduce
+    """Describes the input, for an answer without a finding: `trainer: 8 stacks: 8 wait in a collective: all_reduce
     ...`."""
     parts = []
     for role in roster(dumps, topology):
@@ -291,7 +291,7 @@ def _again(role: DumpedRole, outliers: Sequence[Sequence[DumpedProcess]]) -> Fin
     by_chance = num_flags < 2 or found.best[0].chance > LIKELY
     num_flagging = sum(map(bool, outliers))
     if not found.named and by_chance and (not outliers[-1] or num_flagging > 2):
-        return None  # once is chance and already over, or a different one each time
+        return None  # a single round that is already over, or different outliers each time: chance
     last = role.rounds[flagged[-1]]
     case = StackAnalysis(role.name, tuple(last), tuple(places(_stood(last))))
     suspect_keys = {p.key for p in suspected}

@@ -5,7 +5,7 @@
         d_i  = sum over the other machines k of |e_i - e_k|
         s_i  = normal score of d_i over the machines
         the machine with the largest s is the candidate while s is above the threshold
-        a candidate that stays the same for more than 4 minutes is named; the first such metric in the order decides
+    a candidate that stays the same for more than 4 minutes is named; the first such metric in the order decides
 
 Samples are scaled to 0..1 by the smallest and largest value of the metric, over all machines and the last 15 minutes
 (900 ticks, the data of one call in the paper); a missing sample is filled with the nearest in the window. The paper

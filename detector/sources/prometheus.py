@@ -84,7 +84,7 @@ class _QueryState:
         return self.places[key]
 
     def warn(self, text: str) -> None:
-        """Logs each text once."""
+        """Logs each text once, at most ten texts."""
         if text not in self.warned and len(self.warned) < 10:
             self.warned.add(text)
             logger.warning("%s: %s", self.query.metric, text)

@@ -356,6 +356,6 @@ def _low(bucket: tuple[str, int]) -> int:
 
 
 def _filtered(a: Audit, bucket: str) -> str:
-    """Number of dropped groups in a bucket that dynamic sampling dropped."""
+    """Suffix with the number of groups in a bucket that dynamic sampling dropped; empty if none."""
     chosen = a.filtered_by_length.get(bucket, 0)
     return f", {chosen} of them filtered" if chosen else ""

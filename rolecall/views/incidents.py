@@ -106,7 +106,7 @@ class IncidentSummary:
 
     @property
     def cured_at(self) -> float | None:
-        """When the replacement served with proof, provided that it has completed work; without a proof, the latter."""
+        """When the replacement served, once its progress is verified; without one, when progress was verified."""
         if self.verified_at is None:
             return None
         return self.verified_at if self.serving_at is None else self.serving_at
@@ -117,7 +117,7 @@ class IncidentSummary:
 
     @property
     def ends_at(self) -> float | None:
-        """When all its work was done."""
+        """Close time; while it is open, `cured_at`."""
         return self.closed_at if self.closed_at is not None else self.cured_at
 
     def since_finding(self, at: float | None) -> float | None:

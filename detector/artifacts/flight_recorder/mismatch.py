@@ -77,7 +77,7 @@ def _as_if(
     other: tuple[Signature, ...],
     wanted: tuple[Signature, ...],
 ) -> str:
-    """Whether an operation was skipped or added, judged by what follows on the ranks that entered the expected one."""
+    """Says whether an operation was skipped or added, from the operations that follow or precede the expected one."""
 
     def at(rank: int, seq: int) -> tuple[Signature, ...]:
         return tuple(_signature(o) for o in operations_at(job, rank, place.key, seq))

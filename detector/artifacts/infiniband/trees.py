@@ -18,7 +18,7 @@ TEXT_BYTES_MAX = 4096
 NUM_PORTS_MAX = 16
 """Per device; real devices have one or two."""
 CLASS_FOLDERS = frozenset({"infiniband", "class", "sys", "ports", ""})
-"""Names in the path that are not a node's."""
+"""Path components that are not node names."""
 THIS_NODE = NodeId("this-node")
 TRAFFIC = ("port_rcv_data", "port_xmit_data")
 COUNTERS = (
@@ -32,8 +32,8 @@ COUNTERS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InfinibandPort:
-    """One port in one copy. `at`: when the copy was made, wall seconds of its file `state`; `gid`: globally unique,
-    where the copy has it; `node_folder`: the folder that is named after the node."""
+    """One port in one copy. `at`: time of the copy, wall seconds of its file `state`; `gid`: globally unique, if the
+    copy has it; `node_folder`: the folder named after the node."""
 
     node: NodeId
     device: str

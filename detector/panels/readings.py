@@ -12,7 +12,7 @@ from rolecall.core.uninstrumented import is_instrumented
 from rolecall.detector.panels.metrics import BUSY, SECONDS_PER_UNIT, UNITS, panel_metric
 
 READING_AGE_INTERVALS = 3
-"""Maximum interval of a rate; after a longer gap, a process starts anew."""
+"""Maximum interval of a rate; after a longer gap, there is no rate."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -194,7 +194,7 @@ class PrometheusSource:
         self.failing = reason
 
     def _block(self, first: int, last: int, is_newest: bool, stopped: Stopped) -> Iterator[Tick]:
-        """All panels from tick `first` to `last`. Raises UnreadableInput, NoAnswer."""
+        """All panels from tick `first` to `last`. Raises UnreadableInput, PrometheusUnavailable."""
         series, refusal = [], ""
         for asked in self._asked:
             if asked.empty_rounds:
@@ -295,7 +295,7 @@ class PrometheusSource:
     def _read(
         self, asked: _QueryState, answer: list[Any], places: dict[PanelPosition, int], first: int, last: int
     ) -> _Points:
-        """Values of a response; adds new positions. Raises NoAnswer: malformed."""
+        """Values of a response; adds new positions. Raises PrometheusUnavailable: malformed."""
         rows: list[int] = []
         ticks: list[int] = []
         values: list[float] = []

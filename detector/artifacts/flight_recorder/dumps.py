@@ -277,7 +277,7 @@ _SETITEMS_STOP = b"u."
 
 
 def _from_json(data: bytes) -> Any:
-    """Raises NotPlain."""
+    """Raises UnsafePickle."""
     if data.lstrip()[:1] != b"{":
         raise UnsafePickle("neither a pickle nor JSON" if data else "it is empty")
     if data.count(b"{") + data.count(b"[") > NUM_CONTAINERS_MAX:
@@ -302,7 +302,7 @@ def _dump(
     entries: bool = True,
     cut: ExtractedEntries | None = None,
 ) -> FlightRecorderDump:
-    """Raises Malformed."""
+    """Raises MalformedDump."""
     if not isinstance(content, dict) or not any(k in content for k in KEYS):
         raise MalformedDump(f"it has none of {', '.join(KEYS)}")
     rank, host = _rank_and_host(path.name)

@@ -3,7 +3,7 @@
 The worst XID follows NVIDIA's catalog (ties: the earliest):
   a GPU that fell off the bus is lost, and its other messages are consequences;
   45 follows the XID before it, and alone points to the fabric manager; 171 and 172 are details of a 48;
-  for NVLink codes the line decides: the registers of a 74, unit and status of a 144 to 150 (`core.xid_nvlink`);
+  for NVLink codes the line decides: the registers of a 74, unit and status of a 144 to 150 (`formats.xid.nvlink`);
   154 is the driver's verdict on the events before it: its action is the advice;
   codes that NVIDIA marks as ignorable only make remarks.
 Repeats (thresholds from NVIDIA/NVSentinel): the same fatal XID in five bursts within a day is for support; a 31 twice a

@@ -11,7 +11,7 @@ from rolecall.detector.artifacts.kernel_log.logs import SAME_SECONDS, KernelLog,
 DETECTOR = "kernel-log"
 ADVICE = "kernel_advice"
 """Evidence of this kind is an advice that replaces the general advice of the fault class
-(`kernel_findings.with_advice`): NVIDIA's action is specific, and restarting only the process would keep the GPU in
+(`diagnosis.with_advice`): NVIDIA's action is specific, and restarting only the process would keep the GPU in
 use."""
 NUM_LINES_SHOWN = 8
 CONFIDENCE_FATAL, CONFIDENCE = 0.95, 0.8

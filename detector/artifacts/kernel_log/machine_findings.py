@@ -93,7 +93,7 @@ _FAULTS: dict[str, tuple[FaultClass, str, str]] = {
     "cpu_throttled": (FaultClass.SLOW, "CPUs are thermally throttled", "check fans and air flow"),
     "gpu_init_failed": (FaultClass.GPU, "the driver cannot initialise a GPU", "reset the GPU, else reboot the node"),
 }
-"""Fault class, text and advice of each of `kernel_lines.FAULTS`."""
+"""Fault class, text and advice of each of `messages.FAULTS`."""
 
 
 def fault_finding(node: str, what: str, pairs: list[tuple[KernelLogFact, KernelFault]]) -> Finding:

@@ -2,9 +2,9 @@
 
 Formats are recognized by content: output of dmesg and `journalctl -k`, /var/log/kern.log, /var/log/messages and
 /dev/kmsg in all forms of `formats.kernel_log.timestamps`, journal exports (`journal_exports.py`), and
-`nvidia-bug-report.log.gz`,
-the names of file and folder. A time without a year is the latest one before the file's last modification, in UTC; if
-there are only seconds since boot, these are the times.
+`nvidia-bug-report.log.gz`, which contains several of these. Files may be compressed or rotated. The node is the host in
+the line, else derived from the names of file and folder. A time without a year is the latest one before the file's last
+modification, in UTC; if there are only seconds since boot, these are the times.
 """
 
 import re

@@ -81,8 +81,7 @@ class Tracker(Protocol):
     """State of a detector on one panel."""
 
     def tick(self, at: float, values: Floats) -> list[Finding]:
-        """Processes the next tick (seconds; values of shape (M, N), NaN is missing); returns findings that begin with
-        it.
+        """Processes the next tick (seconds; values (M, N), NaN is missing); returns findings that begin with it.
 
         `values` is only read, and only during the call. A persistent fault is reported once.
         """

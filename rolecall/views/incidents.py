@@ -1,7 +1,7 @@
 """Incidents from the journal with their times, matched with the injected faults that caused them. Pure.
 
-The injection log is used only here; rolecall's detectors never see it. A fault is matched with the earliest later
-incident that names its target, else with one that opened soon after it and names another suspect (detected, but
+The injection log is used only for evaluation; rolecall's detectors never see it. A fault is matched with the earliest
+later incident that names its target, else with one that opened soon after it and names another suspect (detected, but
 misattributed). An unmatched fault is missed; an unmatched incident is a false alarm.
 
 Seconds of an incident count from the finding (`detected_at`, when the detectors were certain):

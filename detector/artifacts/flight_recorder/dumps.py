@@ -160,7 +160,7 @@ def read_as_needed(
     num_processes: int | None = None,
     budget: Budget | None = None,
 ) -> tuple[list[FlightRecorderDump], list[UnreadableInput]]:
-    """The fast path: reads the status of all dumps, then the entries of the ranks in `wanted`, until it is empty.
+    """The fast path: reads the status of all dumps, then the entries of the ranks from `wanted`, until it has none.
 
     Raises UnreadableInput: a worker process was killed, or the memory budget is exhausted.
     """

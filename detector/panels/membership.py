@@ -1,8 +1,8 @@
 """Adapts a detector to a fleet whose machines change.
 
-A tracker has one fixed set of machines. A machine that leaves is missing (NaN) from then on, which is a gap and not a
-fault. For new machines or metrics `PanelFollower` makes a new tracker once they have been present for some ticks, and
-replays the retained ticks to it first.
+A tracker has a fixed set of machines. A machine that leaves is missing (NaN) from then on, which is a gap and not a
+fault. When new machines or metrics have been present for some ticks, `PanelFollower` creates a new tracker and replays
+the retained ticks to it.
 """
 
 from collections import deque
@@ -18,22 +18,22 @@ from rolecall.detector.panels.source import PanelKey, PanelTick, panel_key
 from rolecall.detector.panels.standing import cannot_tell
 
 REPORTED_MAX = 10_000
-"""Findings of a panel that are remembered, so that none is reported twice."""
+"""Findings per panel that are remembered to avoid duplicate reports."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WatchLimits:
     grow_ticks: int = 20
-    """A panel grows when new machines or metrics have been present for this many ticks: raising it delays new machines,
-    lowering it makes a fleet that grows machine by machine cost more."""
+    """A panel grows when new machines or metrics have been present for this many ticks: higher values delay new
+    machines, lower values cost more when a fleet grows machine by machine."""
     history_ticks: int = 720
-    """Ticks that are retained and replayed to the tracker of a panel that grew: with fewer than 383 (703 in a role of
-    three) the default detector starts with a period without alarms."""
+    """Ticks that are retained and replayed after a panel grows: with fewer than 383 (703 in a role of three), the
+    default detector starts with a period without alarms."""
     repeat_ticks: int = 300
-    """For this long after a panel grew, faults already reported are not reported again by its new tracker. Raising it
-    hides faults that recur."""
+    """For this many ticks after a panel grows, its new tracker does not repeat reported faults. Higher values hide
+    faults that recur."""
     history_bytes: int = 256 << 20
-    """Of one panel; fewer ticks are kept where they need more."""
+    """Per panel; fewer ticks are kept if they need more."""
 
 
 @dataclass(slots=True)
@@ -42,11 +42,13 @@ class _FollowedPanel:
     tracker: Tracker
     history: deque[PanelTick] = field(default_factory=deque)
     history_bytes: int = 0
-    growing_since: float | None = None  # first tick with something that the tracker does not know
+    growing_since: float | None = None  # first tick with machines or metrics that the tracker lacks
     growing_ticks: int = 0
     reported: dict[tuple[tuple[Suspect, ...], FaultClass], float] = field(default_factory=dict)
     repeats_until: float = float("-inf")  # until then a new tracker may repeat findings of its predecessor
-    columns_of: "tuple[PanelShape, _SharedColumns] | None" = None  # for the newest shape that is not the tracker's own
+    columns_of: "tuple[PanelShape, _SharedColumns] | None" = (
+        None  # for the newest shape that differs from the tracker's
+    )
 
     def laid_out(self, tick: PanelTick) -> Floats:
         """The tick's values in the tracker's rows and columns."""
@@ -74,13 +76,13 @@ class _FollowedPanel:
 
 @dataclass(frozen=True, slots=True)
 class _SharedColumns:
-    """Rows and columns that two shapes share: where they are in the one, where in the other."""
+    """Rows and columns that two shapes share, as indices into each."""
 
     m_from: list[int]
     m_to: list[int]
     n_from: list[int]
     n_to: list[int]
-    complete: bool  # the other one has all of the one
+    complete: bool  # the other shape contains all of this one
 
     @classmethod
     def of(cls, source: PanelShape, target: PanelShape) -> "_SharedColumns":
@@ -95,8 +97,8 @@ class _SharedColumns:
 class PanelFollower:
     """One detector on all panels of a source.
 
-    While the shapes stay the same, its findings are those of `panel.findings`. Of the findings of a grown panel's new
-    tracker on replayed ticks, only those that begin after the growth count: its predecessor has judged the rest.
+    While the shapes stay the same, its findings are those of `panel.findings`. After a panel grows, findings of the new
+    tracker on replayed ticks count only if they begin after the growth: the previous tracker judged the earlier ticks.
     """
 
     def __init__(self, detector: PanelDetector, limits: WatchLimits | None = None) -> None:
@@ -105,22 +107,22 @@ class PanelFollower:
 
     @property
     def shapes(self) -> list[PanelShape]:
-        """Shapes of the watched panels."""
+        """Shapes of the monitored panels."""
         return [p.shape for p in self._panels.values()]
 
     @property
     def open_ends(self) -> list[str]:
-        """What cannot be decided, one sentence each."""
+        """Undecided cases, one sentence each."""
         hindrances = (cannot_tell(p.shape, self._detector.name, p.tracker) for p in self._panels.values())
         return [h for h in hindrances if h]
 
     def tick(self, tick: PanelTick) -> list[Finding]:
-        """Takes the next tick of its panel; findings that begin with it."""
+        """Processes the next tick of its panel; returns the findings that begin with it."""
         key = panel_key(tick.shape)
         panel = self._panels.pop(key, None)
         if panel is None:
             panel = _FollowedPanel(tick.shape, self._detector.track(tick.shape))
-            if len(self._panels) >= PANELS_MAX:  # the one that had no tick for the longest
+            if len(self._panels) >= PANELS_MAX:  # evict the least recently updated panel
                 del self._panels[next(iter(self._panels))]
         self._panels[key] = panel
         panel.keep(tick, self._limits)
@@ -145,7 +147,7 @@ class PanelFollower:
 
 
 def _unreported(panel: _FollowedPanel, found: list[Finding], now: float) -> list[Finding]:
-    """Without findings that a predecessor of the tracker already reported."""
+    """Removes findings that a previous tracker already reported."""
     fresh = []
     for f in found:
         who = f.suspects, f.fault_class

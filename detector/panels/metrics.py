@@ -1,4 +1,4 @@
-"""Which metrics of the catalogue (core/metrics/catalogue.py) machines are compared by, and their names in panels."""
+"""Selects the catalog metrics (core/metrics/catalogue.py) used for peer comparison, and their names in panels."""
 
 from rolecall.core.metrics.metric import GPU, NODE, RANK, Metric, MetricType
 from rolecall.core.telemetry import HEALTH_SIGNS
@@ -9,14 +9,14 @@ NODE_ROLE = "node"
 
 NOT_COMPARED = frozenset(
     {
-        # Ordinals and booleans: peers that differ in them are at another point of the same work, or were restarted.
+        # Ordinals and booleans: peers differ when they are at another point of the same work, or were restarted.
         "rolecall_process_up",
         "rolecall_process_page_ok",
         "rolecall_process_incarnation",
         "rolecall_process_epoch",
         "rolecall_process_step",
         "rolecall_process_policy_version",
-        # Of the training, not of the machine: the replicas of a step share them.
+        # Properties of the training, not of the machine: all replicas of a step share them.
         "rolecall_train_unfinite_total",
         "rolecall_train_jumps_total",
         "rolecall_train_healths_total",
@@ -30,11 +30,11 @@ BUSY, UNITS = "rolecall_process_busy_seconds_total", "rolecall_process_work_unit
 
 
 def panel_metric(metric: Metric) -> str:
-    """Name of a catalogue metric in panels: of a gauge its own, of a counter its rate (`..._per_second`, of seconds
-    `..._ratio`). "" if peers are not compared by it: states, which a label holds, and NOT_COMPARED."""
+    """Name of a catalog metric in panels: a gauge keeps its name, a counter becomes a rate (`..._per_second`, a counter
+    of seconds `..._ratio`). "" if peers are not compared by it: states (values in a label) and NOT_COMPARED."""
     if not metric.detect or metric.node_clock or metric.labels not in (NODE, RANK, GPU) or metric.name in NOT_COMPARED:
         return ""
-    if metric.source in HEALTH_SIGNS:  # of the training, too
+    if metric.source in HEALTH_SIGNS:  # a property of the training
         return ""
     if metric.type is not MetricType.COUNTER:
         return metric.name

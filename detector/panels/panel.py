@@ -1,8 +1,8 @@
-"""A panel: the series of machines that may be compared, on one grid of ticks. What every panel detector reads.
+"""A panel: the series of comparable machines on one grid of ticks, the input of every panel detector.
 
-Machines of a panel are peers: same job, same role, same phase. A recording, a Prometheus server and the fleet simulator
-all yield panels, so that what is tested on recordings is what runs live. A detector sees a panel one tick at a time and
-never what comes later: what it says at a tick depends on that tick and earlier ones only.
+Machines of a panel are peers: same job, same role, same phase. Recordings, Prometheus servers and the fleet simulator
+all yield panels, so tests on recordings run the same code as production. A detector gets one tick at a time; its output
+at a tick depends only on that tick and earlier ones.
 """
 
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ FALSE_ALARMS_PER_1000_MACHINE_DAYS = 100.0
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class Machine:
-    """One column of a panel: a replica, or one rank or GPU of it where the recording tells them apart."""
+    """One column of a panel: a replica, or one of its ranks or GPUs if the recording distinguishes them."""
 
     node: str
     replica: str = ""
@@ -33,7 +33,7 @@ class Machine:
 
     @property
     def name(self) -> str:
-        """For sentences: `trainer/1 rank 3 gpu 0 (node m07)`."""
+        """For text: `trainer/1 rank 3 gpu 0 (node m07)`."""
         rank = f" rank {self.rank}" if self.rank is not None else ""
         gpu = f" gpu {self.gpu}" if self.gpu is not None else ""
         return f"{self.replica}{rank}{gpu} (node {self.node})" if self.replica else f"node {self.node}{rank}{gpu}"
@@ -41,7 +41,7 @@ class Machine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PanelShape:
-    """What is known before the first tick. `interval_seconds`: nominal time between ticks."""
+    """Known before the first tick. `interval_seconds`: nominal time between ticks."""
 
     role: str
     metrics: tuple[str, ...]
@@ -52,7 +52,7 @@ class PanelShape:
 
     @property
     def name(self) -> str:
-        """For sentences: `role trainer, phase compute`."""
+        """For text: `role trainer, phase compute`."""
         job = f"job {self.job}, " if self.job else ""
         return f"{job}role {self.role}" + (f", phase {self.phase}" if self.phase else "")
 
@@ -78,18 +78,18 @@ class Panel:
 
 
 class Tracker(Protocol):
-    """A detector at work on one panel."""
+    """State of a detector on one panel."""
 
     def tick(self, at: float, values: Floats) -> list[Finding]:
-        """Takes the next tick (seconds; values of shape (M, N), NaN is missing); findings that begin with it.
+        """Processes the next tick (seconds; values (M, N), NaN is missing); returns findings that begin with it.
 
-        `values` is only read, and only during the call. A standing fault is reported once.
+        `values` is only read, and only during the call. A persistent fault is reported once.
         """
         ...
 
 
 class PanelDetector(Protocol):
-    """Settings, and models where there are any: makes one tracker for each panel."""
+    """Settings, and optionally models: creates one tracker per panel."""
 
     @property
     def name(self) -> str: ...
@@ -98,6 +98,6 @@ class PanelDetector(Protocol):
 
 
 def findings(detector: PanelDetector, panel: Panel) -> list[Finding]:
-    """All that an online detector would have said over a whole panel, in order."""
+    """All findings of an online detector over a whole panel, in order."""
     tracker = detector.track(panel.shape)
     return [f for at, values in panel.ticks() for f in tracker.tick(at, values)]

@@ -1,5 +1,4 @@
-"""Peers compared: windows of a panel's last ticks, distances between machines, and how far a value lies from the
-others."""
+"""Peer comparison: windows of a panel's last ticks, distances between machines, and deviation from the peers."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -9,12 +8,12 @@ from rolecall.detector.panels.panel import Floats
 Scores = NDArray[np.float64]
 
 WINDOW_TICKS = 8
-"""As Minder has it, for all methods."""
+"""As in Minder, for all methods."""
 NUM_SAMPLES_MIN = WINDOW_TICKS // 2
 """A machine with fewer samples of a metric in the window is not scored: missing data is neither similar nor
 different."""
 NUM_MACHINES_MIN = 4
-"""With fewer than three machines no single one can be named; Minder's smallest task has four machines, too."""
+"""With fewer than four machines, an outlier is not identified reliably; Minder's smallest task also has four."""
 
 
 def peer_median(values: Floats) -> Floats:
@@ -28,8 +27,8 @@ def peer_median(values: Floats) -> Floats:
 
 
 def nearest_filled(window: Floats) -> Floats:
-    """(W, M, N) of tick, metric, machine: a missing value is the nearest in time in the window, the earlier of two;
-    all are NaN where fewer than `NUM_SAMPLES_MIN` are present. Nothing outside the window is used."""
+    """(W, M, N) of tick, metric, machine: a missing value is replaced by the nearest in the window, the earlier of two;
+    all are NaN if fewer than `NUM_SAMPLES_MIN` are present. Nothing outside the window is used."""
     missing = np.isnan(window)
     holes = missing.any(axis=0)
     if not holes.any():
@@ -66,7 +65,7 @@ class Windows:
 
 def distance_sums(points: Floats) -> Scores:
     """(D, N) float32 -> (N,): the sum of each point's Euclidean distances to all others. N^2 work, bounded memory."""
-    centred = points - points.mean(axis=1, keepdims=True)  # small numbers lose less in the squares below
+    centred = points - points.mean(axis=1, keepdims=True)  # centering reduces rounding errors of the squares below
     squares, ones = (centred * centred).sum(axis=0)[None], np.ones((1, points.shape[1]), dtype=np.float32)
     left = np.concatenate([-2 * centred, squares, ones]).T.copy()
     right = np.concatenate([centred, ones, squares])
@@ -83,12 +82,12 @@ def distance_sums(points: Floats) -> Scores:
 
 
 DISTANCE_ROWS = 64
-"""Rows of the distance matrix at a time: the block stays in the processor's cache."""
+"""Rows of the distance matrix computed at a time: the block fits into the CPU cache."""
 
 
 def mean_distances(points: Floats) -> Scores:
-    """(D, C, N) -> (C, N): each machine's mean distance to the others, by channel. NaN where a coordinate is missing or
-    fewer than `NUM_MACHINES_MIN` machines are there."""
+    """(D, C, N) -> (C, N): each machine's mean distance to the others, by channel. NaN if a coordinate is missing or
+    fewer than `NUM_MACHINES_MIN` machines are present."""
     known: NDArray[np.bool_] = np.logical_and.reduce(np.isfinite(points), axis=0)
     num = known.sum(axis=1)
     found = np.full(known.shape, np.nan)
@@ -106,9 +105,9 @@ def mean_distances(points: Floats) -> Scores:
 def against_others(values: Scores, peers: NDArray[np.bool_], spread_min: float) -> Scores:
     """(C, N) -> (C, N): how many standard deviations of the *other* peers a machine's value lies above their mean.
 
-    For a fixed number of machines this grows with the z-score over all of them, z = (v - mean) / sd, and decides alike;
-    but z cannot exceed sqrt(N - 1), whatever the fault, so that no tail could be fitted to it. A machine that is no
-    peer is compared with the peers. NaN where fewer than `NUM_MACHINES_MIN` peers are there.
+    For a fixed number of machines, this is a monotone function of the z-score over all, z = (v - mean) / sd, so
+    decisions are equal; but z cannot exceed sqrt(N - 1) for any fault, so no tail could be fitted to it. A machine that
+    is not a peer is compared with the peers. NaN with fewer than `NUM_MACHINES_MIN` peers.
     """
     counted = np.isfinite(values) & peers
     num = counted.sum(axis=1, keepdims=True)
@@ -126,8 +125,8 @@ def against_others(values: Scores, peers: NDArray[np.bool_], spread_min: float) 
 
 
 def surprise(sigmas: Scores, num_peers: int) -> Scores:
-    """The log-likelihood ratio of "this one lies higher" against "all are alike", normal values of unknown spread:
-    f/2 log(1 + t^2/f), f = peers - 1; negative where it lies lower. Its tail is about exponential, however few
+    """Log-likelihood ratio of "this one is higher" against "all are equal", for normal values of unknown spread:
+    f/2 log(1 + t^2/f), f = peers - 1; negative if it is lower. Its tail is roughly exponential for any number of
     peers."""
     freedom = num_peers - 1
     return np.copysign(freedom / 2 * np.log1p(sigmas**2 / freedom), sigmas)

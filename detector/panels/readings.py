@@ -1,4 +1,4 @@
-"""Counters and gauges of processes and nodes become what panels compare, from one tick to the next."""
+"""Converts counters and gauges of processes and nodes into panel values, from one tick to the next."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -12,20 +12,21 @@ from rolecall.core.uninstrumented import is_instrumented
 from rolecall.detector.panels.metrics import BUSY, SECONDS_PER_UNIT, UNITS, panel_metric
 
 READING_AGE_INTERVALS = 3
-"""A rate reaches back so far at most; a process that was not sampled for longer starts anew."""
+"""Maximum interval of a rate; after a longer gap, there is no rate."""
 
 
 @dataclass(frozen=True, slots=True)
 class CounterReading:
-    """What an agent said of one process or node at one moment. `of`: whose counters these are."""
+    """Counters and gauges of one process or node at one time, as reported by an agent. `of`: identity of the
+    counters."""
 
     at: float  # node monotonic
     of: tuple[object, ...]
-    values: dict[str, float]  # by the catalogue's names
+    values: dict[str, float]  # by catalog name
 
 
 def _compared(metrics: Iterable[Metric]) -> tuple[tuple[str, ...], Callable[[ProcessSample], tuple[float, ...]]]:
-    """Names of those that processes are compared in, and what gets their values of a sample."""
+    """Names of the compared metrics, and a function that extracts their values from a sample."""
     found = [m for m in metrics if panel_metric(m)]
     return tuple(m.name for m in found), attrgetter(*(m.source for m in found))
 
@@ -35,15 +36,15 @@ _CALLED = {m.name: (panel_metric(m), m.type is MetricType.COUNTER) for m in CATA
 
 
 def process_reading(sample: ProcessSample) -> CounterReading:
-    """As `process_values` has them, and only those that are compared: thousands of processes are read each second."""
+    """Like `process_values`, but only the compared metrics: thousands of processes are read each second."""
     names, get = _PAGED if is_instrumented(sample) else _UNPAGED
     values = {name: v for name, v in zip(names, get(sample), strict=True) if v == v}  # noqa: PLR0124 NaN
     return CounterReading(sample.at, (sample.process, sample.incarnation), values)
 
 
 def measured(before: CounterReading | None, now: CounterReading, interval_seconds: float) -> dict[str, float]:
-    """Values of `now` by their names in panels; rates only where the counters went on since `before`, the reading of an
-    earlier tick."""
+    """Values of `now` by panel name; rates only if the counters continued since `before`, the reading of an earlier
+    tick."""
     seconds = now.at - before.at if before is not None and before.of == now.of else 0.0
     then = before.values if before is not None and 0 < seconds <= READING_AGE_INTERVALS * interval_seconds else {}
     found: dict[str, float] = {}

@@ -1,4 +1,4 @@
-"""The panel detectors by name. Each is imported when it is asked for: most need more than numpy."""
+"""Panel detectors by name, imported on demand: most need more than numpy."""
 
 from collections.abc import Callable
 from importlib import import_module
@@ -19,7 +19,7 @@ def detector(
     false_alarms_per_1000_machine_days: float = FALSE_ALARMS_PER_1000_MACHINE_DAYS,
     model: Path | None = None,
 ) -> PanelDetector:
-    """`model`: what `rolecall fit` wrote; `minder` alone has one. Raises ConfigError, or UnreadableInput for a
+    """`model`: a file written by `rolecall fit`; only `minder` has one. Raises ConfigError, or UnreadableInput for a
     model."""
     problems = []
     if name not in NAMES:

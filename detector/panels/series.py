@@ -1,4 +1,4 @@
-"""Builds panels from series: which panel and machine each series belongs to, in any order of arrival."""
+"""Builds panels from series that arrive in any order: assigns each to a panel and machine."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -11,15 +11,14 @@ from rolecall.detector.panels.panel import Floats, Machine, Panel, PanelShape, T
 from rolecall.detector.panels.source import PanelKey
 
 PANELS_MAX, METRICS_MAX, MACHINES_MAX = 1000, 500, 50_000
-"""Higher numbers result from labels that do not name machines."""
+"""Higher numbers indicate labels that do not identify machines."""
 FORGET_SECONDS = 3600.0
-"""A machine that was not seen for so long is left out when the panel next grows, and so is a whole panel when another
-one comes."""
+"""A machine not seen for this long is dropped when the panel next grows, and a panel when another one is added."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PanelPosition:
-    """Which panel a series belongs to, and which machine of it."""
+    """The panel of a series, and its machine."""
 
     role: str
     machine: Machine
@@ -33,7 +32,7 @@ class PanelPosition:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetricSeries:
-    """One metric of many machines. `values`: (S, T) float32 of place and tick; NaN is missing, none is infinite."""
+    """One metric of many machines. `values`: (S, T) float32 of position and tick; NaN is missing, none is infinite."""
 
     metric: str
     places: Sequence[PanelPosition]
@@ -49,15 +48,15 @@ class _Columns:
 
 
 class Panels:
-    """Puts series into panels, and remembers machines and metrics, so that shapes change only when something comes."""
+    """Assigns series to panels, and remembers machines and metrics, so that shapes change only when some are added."""
 
     def __init__(self, interval_seconds: float) -> None:
         self._interval_seconds = interval_seconds
         self._columns: dict[PanelKey, _Columns] = {}
 
     def build(self, at: Times, series: Sequence[MetricSeries]) -> list[Panel]:
-        """`at`: (T,) seconds. Where two series give the same value, the first counts. Raises UnreadableInput: more
-        panels, machines or metrics than there can be."""
+        """`at`: (T,) seconds. If two series give the same value, the first counts. Raises UnreadableInput: more panels,
+        machines or metrics than allowed."""
         parts: dict[PanelKey, list[tuple[MetricSeries, list[int]]]] = {}
         for one in series:
             rows: dict[PanelKey, list[int]] = {}
@@ -77,7 +76,7 @@ class Panels:
         return Panel(shape=columns.shape, at=at[present], values=values[:, present, :])
 
     def _grown(self, key: PanelKey, now: float, part: list[tuple[MetricSeries, list[int]]]) -> _Columns:
-        """The columns of a panel, with all that `part` has."""
+        """The columns of a panel, extended by those in `part`."""
         machines = {one.places[row].machine for one, rows in part for row in rows}
         metrics = {one.metric for one, _ in part}
         columns = self._columns.pop(key, None)
@@ -89,11 +88,11 @@ class Panels:
             columns = self._fresh(key, metrics, machines | kept.keys())
             columns.seen_at = kept
         columns.seen_at.update(dict.fromkeys(machines, now))
-        self._columns[key] = columns  # the last one seen stands last
+        self._columns[key] = columns  # most recently seen last
         return columns
 
     def _forget(self, now: float) -> None:
-        """Panels of which nothing was seen for long: the jobs of yesterday."""
+        """Drops panels without recent data, such as those of finished jobs."""
         for key, columns in list(self._columns.items()):
             if now - max(columns.seen_at.values()) <= FORGET_SECONDS:
                 return
@@ -124,7 +123,7 @@ class Panels:
 
 
 def _fill(target: Floats, n: NDArray[np.int64], values: Floats) -> None:
-    """Writes `values` (S, T) into columns `n` (S,) of `target` (T, N), where nothing stands yet."""
+    """Writes `values` (S, T) into columns `n` (S,) of `target` (T, N) where these are empty."""
     columns, first = np.unique(n, return_index=True)
     standing = target[:, columns]
     target[:, columns] = np.where(np.isnan(standing), values[first].T, standing)

@@ -43,7 +43,7 @@ def panel_key(shape: PanelShape) -> PanelKey:
 
 
 def ticks_of(panels: Sequence[Panel]) -> Iterator[PanelTick]:
-    """The ticks of several panels in the order of time."""
+    """The ticks of several panels in time order."""
 
     def of(panel: Panel) -> Iterator[PanelTick]:
         return (PanelTick(shape=panel.shape, at=at, values=values) for at, values in panel.ticks())
@@ -52,7 +52,7 @@ def ticks_of(panels: Sequence[Panel]) -> Iterator[PanelTick]:
 
 
 def pause(clock: Clock, seconds: float, stopped: Stopped) -> None:
-    """Sleeps, and less than that when stopped."""
+    """Sleeps, and returns early if stopped."""
     until = clock.monotonic() + seconds
     while not stopped() and (left := until - clock.monotonic()) > 0:
         clock.sleep(min(left, PAUSE_SECONDS))

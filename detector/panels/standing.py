@@ -1,7 +1,7 @@
 """State of a detector on a panel: each machine's score against its threshold, or that it cannot tell yet.
 
-For display beside a diagnosis only; no decision depends on it. It also says where "nothing found" is not "healthy"
-because nothing could have been found.
+Only for display with a diagnosis; no decision depends on it. It also shows where "nothing found" does not mean
+"healthy" because no fault could have been found.
 """
 
 import math
@@ -13,12 +13,12 @@ from numpy.typing import NDArray
 from rolecall.detector.panels.panel import PanelShape, Tracker
 
 Standing = tuple[NDArray[np.floating[Any]], float]
-"""Scores (N,) at the last tick, NaN is unknown, and the threshold, infinite while there is none."""
+"""Scores (N,) at the last tick (NaN: unknown), and the threshold (infinite while there is none)."""
 
 
 @runtime_checkable
 class ScoredTracker(Protocol):
-    """A tracker that exposes how far each machine is from an alarm."""
+    """A tracker that exposes each machine's score and the threshold."""
 
     @property
     def scores(self) -> NDArray[np.floating[Any]]: ...
@@ -33,7 +33,7 @@ def standing(tracker: Tracker) -> Standing | None:
 
 
 def cannot_tell(shape: PanelShape, detector: str, tracker: Tracker) -> str:
-    """What prevents a verdict on this panel, and what would settle it; "" if nothing does."""
+    """Why there is no verdict on this panel, and what would settle it; "" if there is one."""
     num, stands = len(shape.machines), standing(tracker)
     if num == 1:
         return f"cannot tell for {shape.name}: one machine has no peers; two more would settle it"

@@ -1,14 +1,14 @@
-"""Stragglers in synchronous work: seconds of own work per step, compared among peers from the first step on.
+"""Detects stragglers in synchronous work: compares seconds of own work per step among peers, from the first step.
 
 Peers of one role and phase (one pipeline stage, one expert group) have equal work, so a different level is a fault and
 not a baseline: nothing is learned as normal. Time spent waiting for others (receive, reduce, gather) is not own work,
 so machines that wait for a straggler are not named.
 
 With x = log(own seconds / median of the peers), each machine and metric has a sum S = max(0, S + 2k (x - k) / s^2), the
-log-likelihood ratio of "slower by 2k" against "equal" for Gaussian x, where k = -log 0.75 (the score below which
-NVIDIA's resiliency extension calls a straggler) and s is the spread of x over peers and steps so far, never below
-`SPREAD_MIN`. An alarm at S > log(1 / rate) has a mean time between false alarms of at least 1 / rate ticks (Lorden
-1971, theorem 2); one tick adds at most a third of that, so that one stalled step is no straggler.
+log-likelihood ratio of "slower by 2k" against "equal" for Gaussian x. k = -log 0.75 (NVIDIA's resiliency extension uses
+this score as straggler threshold), and s is the spread of x over peers and steps so far, at least `SPREAD_MIN`. An
+alarm at S > log(1 / rate) has a mean time between false alarms of at least 1 / rate ticks (Lorden 1971, theorem 2). One
+tick adds at most a third of that threshold, so a single stalled step causes no alarm.
 """
 
 import math
@@ -27,13 +27,13 @@ WAITING = frozenset(
     {"recv", "send", "wait", "reduce", "gather", "scatter", "broadcast", "comm", "idle", "sync", "alltoall"}
 )
 NOT_SECONDS = frozenset({"ratio", "percent", "util", "utilization", "flops", "bytes", "count", "rate", "active"})
-"""Parts of a metric's name. A metric is own work if it has one of the first set, or is of busy seconds, and none of the
-others. A busy disk is not work."""
+"""Parts of a metric's name. A metric is own work if it has one of the first set, or counts busy seconds, and has none
+of the others. A busy disk is not work."""
 
 SLOW_LOG_RATIO = -math.log(0.75)
 SPREAD_MIN = 0.1
-"""Of x: kernels of equal work differ by a few per cent; below this the sum would react to differences of no
-interest."""
+"""Of x: kernels of equal work differ by a few percent; a smaller value would make the sum react to irrelevant
+differences."""
 TICKS_MIN = 3
 PEERS_MIN = 2
 SECONDS_PER_DAY = 86_400.0
@@ -58,7 +58,7 @@ class StepTime:
 
 class StepTimeTracker:
     def __init__(self, shape: PanelShape, asked: float) -> None:
-        """`asked`: false alarms per 1,000 machine-days."""
+        """`asked`: requested false alarms per 1,000 machine-days."""
         self.shape = shape
         self.rows = [i for i, m in enumerate(shape.metrics) if is_own_work(m)]
         size = (len(self.rows), len(shape.machines))
@@ -90,13 +90,13 @@ class StepTimeTracker:
         self.ticks += known
         self.sums = np.clip(self.sums + step, 0.0, 2 * self.threshold)
         slow = (self.sums > self.threshold).any(axis=0)
-        self.reported &= (self.sums > 0).any(axis=0)  # healthy again: a later slowness is another fault
+        self.reported &= (self.sums > 0).any(axis=0)  # recovered: a later slowdown is a new fault
         fresh = np.flatnonzero(slow & ~self.reported)
         self.reported |= slow
         return [self._finding(int(n), at) for n in fresh] if 2 * slow.sum() < len(self.shape.machines) else []
 
     def _spread(self, x: NDArray[np.float64]) -> float:
-        """Standard deviation of x so far, from mean absolute deviations, which one slow peer hardly moves."""
+        """Standard deviation of x so far, from mean absolute deviations, which one slow peer barely affects."""
         size = np.abs(x[np.isfinite(x).any(axis=1)])
         middle = np.nanmedian(size, axis=1) if len(size) else np.empty(0)
         self.spread_sum += float(middle.sum())
@@ -150,7 +150,7 @@ def _median_of_others(x: NDArray[np.float64]) -> NDArray[np.float64]:
     ranked, n = x[order], len(x)
     rank = np.empty(n, dtype=np.int64)
     rank[order] = np.arange(n)
-    low, high = (n - 2) // 2, (n - 1) // 2  # places of the middle among the n - 1 others
+    low, high = (n - 2) // 2, (n - 1) // 2  # indices of the middle among the n - 1 others
     pick_low = np.where(rank <= low, low + 1, low)
     pick_high = np.where(rank <= high, high + 1, high)
     middle: NDArray[np.float64] = (ranked[pick_low] + ranked[pick_high]) / 2

@@ -12,9 +12,9 @@ healthy metric without its constant offset (with the offset, an effect of "1 sig
 a detector that compares a machine with its own past, and recall would be overstated). Clock skew at the edges of a step
 and gains come on top of sigma, so effects are if anything smaller than stated.
 
-Where numbers come from: [Minder] Y. Deng et al., "Minder: Faulty Machine Detection for Large-scale Distributed Model
+Sources of the numbers: [Minder] Y. Deng et al., "Minder: Faulty Machine Detection for Large-scale Distributed Model
 Training", NSDI 2025; [issue] the specification of this benchmark; [fit] `benchmarks/fit_noise.py` on healthy real
-recordings; [assumed] ours, plausible, with the reason beside it. A seed gives the same fleet on every machine.
+recordings; [assumed] our plausible choice, with its reason. A seed gives the same fleet on every machine.
 """
 
 from collections.abc import Iterator
@@ -38,13 +38,13 @@ from rolecall.detector.simulation.signals import (
 
 EPOCH_SECONDS = 1_700_000_000.0
 """Wall time of a task's first tick."""
-INTERVAL_SECONDS = 1.0  # [issue]; [Minder] reads counters of every second too
+INTERVAL_SECONDS = 1.0  # [issue]; [Minder] also reads counters every second
 NUM_MACHINES_MIN, NUM_MACHINES_MAX = 4, 1500  # [Minder]: 4 to more than 1,500 machines
 EFFECT_SIGMAS_MIN, EFFECT_SIGMAS_MAX = 1.0, 20.0  # [issue]
 NUM_METRICS_HIT_MAX = 3  # [issue]: 1 to 3
 
 LEAD_IN_SECONDS = 900
-"""Healthy at least so long before a fault: [Minder]'s window of 15 minutes. Up to LEAD_IN_SPREAD_SECONDS more."""
+"""Minimum healthy time before a fault: [Minder]'s window of 15 minutes. Up to LEAD_IN_SPREAD_SECONDS more."""
 LEAD_IN_SPREAD_SECONDS = 300
 FAULT_SECONDS_MEDIAN, FAULT_SECONDS_SPREAD = 600.0, 0.54
 """Log-normal: nine in ten last longer than 5 minutes ([Minder]: mostly more than 5 minutes; the spread is
@@ -57,22 +57,22 @@ HEALTHY_SECONDS = 3600
 
 RAMP_SECONDS = 60.0  # [issue]
 INTERMITTENT_SECONDS, INTERMITTENT_DUTY = 30.0, 0.5
-"""[assumed] An intermittent fault is there for the first 15 of every 30 seconds, beginning at its onset."""
+"""[assumed] An intermittent fault is active for the first 15 of every 30 seconds, beginning at its onset."""
 
 GAIN_SPREAD = 0.02
 """[assumed] Gains of machines on the shared signal differ by 2 % (one standard deviation)."""
 
-GROUP_SIZE = 8  # [assumed] neighbours of a fault: machines of its block of 8, as of one pipeline
+GROUP_SIZE = 8  # [assumed] neighbors of a fault: machines of its block of 8, as in one pipeline
 VICTIM_SHARE = 1 / 3
-"""Fewer than this share of all machines is hit by propagation: beyond it peers say nothing."""
+"""Maximum share of machines hit by propagation: beyond it, peer comparison is invalid."""
 
 Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedMetric:
-    """`wave`, `checkpoint`: how far computing and a checkpoint move it, peer standard deviations; `sign`: where a fault
-    does.
+    """`wave`, `checkpoint`: effect of computing and of a checkpoint, peer standard deviations; `sign`: direction of a
+    fault's effect.
 
     A peer standard deviation is 2 % of the level, so that an effect of 20 keeps every value positive.
     """
@@ -87,9 +87,9 @@ class SimulatedMetric:
 
 SIGMA_OF_LEVEL = 0.02
 
-# 21 as [Minder] has, its seven most telling ones among them; the rest are of the kinds that it names. Levels, waves (at
-# most 4 sigma) and signs are [assumed]: computing raises the GPU's activity, communication the network's, a fault
-# lowers work done and raises pause and congestion packets.
+# 21 as in [Minder], including its seven most informative ones; the rest are of the kinds that it names. Levels, waves
+# (at most 4 sigma) and signs are [assumed]: computing raises GPU activity, communication raises network activity, a
+# fault lowers the work done and raises pause and congestion packets.
 METRICS = tuple(
     SimulatedMetric(name=name, group=group, level=level, wave=wave, checkpoint=checkpoint, sign=sign)
     for name, group, level, wave, checkpoint, sign in (
@@ -127,12 +127,12 @@ class Onset(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FaultKind:
-    """`production_share`, `evaluation_share`: of 1, in [Minder]'s seven months of production and 150 faults of
-    evaluation.
+    """`production_share`, `evaluation_share`: fractions in [Minder]'s seven months of production and 150 evaluation
+    faults.
 
-    `groups`: metrics that show it. [Minder] says that no metric shows every fault, that CPU and GPU show most and that
-    a PCIe downgrade shows in PFC; which groups go with which kind is [assumed] from that. `spreads_fast`: [Minder]
-    names GPU execution errors and PCIe downgrades as spreading fast through the parallel group.
+    `groups`: affected metrics. [Minder] states that no metric shows every fault, that CPU and GPU show most, and that a
+    PCIe downgrade shows in PFC; the groups of each kind are [assumed] from that. `spreads_fast`: [Minder] lists GPU
+    execution errors and PCIe downgrades as spreading fast through the parallel group.
     """
 
     name: str
@@ -142,8 +142,8 @@ class FaultKind:
     spreads_fast: bool = False
 
 
-# Published for the evaluation set are only the first four kinds with a share > 8 %; the remaining 40.7 % are split as
-# in production ([assumed]). "other" is what the published production shares leave of 100 %.
+# For the evaluation set, only the first four kinds with a share > 8 % are published; the remaining 40.7 % are split as
+# in production ([assumed]). "other" is the remainder of the published production shares.
 _PRODUCTION = (
     ("ecc_error", 0.389, 0.257, ("cpu", "gpu", "memory", "gpu_memory"), False),
     ("cuda_execution_error", 0.146, 0.15, ("cpu", "gpu", "nvlink"), False),
@@ -173,7 +173,7 @@ FAULT_KINDS = tuple(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SecondaryFault:
-    """A neighbour that a fault reaches: weaker (`share` of the effect) and later."""
+    """Effect of a fault on a neighbor: weaker (`share` of the effect) and later."""
 
     machine: int
     share: float
@@ -196,7 +196,7 @@ class SimulatedFault:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedTask:
-    """One training task of `num_ticks` seconds. `mix`: the distribution of faults it was drawn from."""
+    """One training task of `num_ticks` seconds. `mix`: the fault distribution that it was drawn from."""
 
     seed: int
     index: int
@@ -220,10 +220,11 @@ class SimulatedTask:
 def fleet(
     *, seed: int, num_tasks: int = 300, num_healthy: int = 60, num_machines_max: int = NUM_MACHINES_MAX
 ) -> tuple[SimulatedTask, ...]:
-    """`num_tasks` tasks with one fault each, by turns of the production and the evaluation mix; then healthy ones.
+    """`num_tasks` tasks with one fault each, alternating between the production and the evaluation mix; then healthy
+    ones.
 
-    Sizes are log-uniform from 4 to `num_machines_max`, effects log-uniform, onsets in equal parts, kinds in the shares
-    published: all spread evenly over their distributions, so that a small fleet has them all too.
+    Sizes and effects are log-uniform (sizes from 4 to `num_machines_max`), onset types in equal shares, fault kinds in
+    the published shares. All are stratified, so that a small fleet covers the distributions, too.
 
     Raises:
         ValueError: `num_machines_max` is not between 4 and 1500.
@@ -256,7 +257,7 @@ def fleet(
 
 
 def _spread(rng: np.random.Generator, size: int) -> Array:
-    """(size,) uniform in [0, 1), one in each part of it, in random order."""
+    """(size,) uniform in [0, 1), one in each of `size` equal intervals, in random order."""
     return (rng.permutation(size) + rng.random(size)) / max(size, 1)
 
 
@@ -280,8 +281,8 @@ def _fault(rng: np.random.Generator, num_machines: int, kind: FaultKind, effect:
 
 
 def _victims(rng: np.random.Generator, num_machines: int, machine: int, fast: bool) -> tuple[SecondaryFault, ...]:
-    """[assumed] Of a fast kind: up to the whole group within 10 s, at 0.3 to 0.6 of the effect; of others in every
-    second case one or two within a minute, at 0.1 to 0.3."""
+    """[assumed] Fast kinds: up to the whole group within 10 s, at 0.3 to 0.6 of the effect; others: in every second
+    case one or two machines within a minute, at 0.1 to 0.3."""
     block = machine // GROUP_SIZE * GROUP_SIZE
     group = [n for n in range(block, min(block + GROUP_SIZE, num_machines)) if n != machine]
     wanted = int(rng.integers(1, GROUP_SIZE)) if fast else int(rng.integers(1, 3)) * int(rng.random() < 0.5)
@@ -297,7 +298,7 @@ def _victims(rng: np.random.Generator, num_machines: int, machine: int, fast: bo
 
 
 def envelope(how: Onset, since: Array, lasts: float) -> Array:
-    """Share of the effect that is there, 0..1, `since` seconds after the onset of a fault of `lasts` seconds."""
+    """Active share of the effect, 0..1, `since` seconds after the onset of a fault of `lasts` seconds."""
     there = (since >= 0) & (since < lasts)
     if how is Onset.RAMP:
         return np.where(there, np.minimum(since / RAMP_SECONDS, 1.0), 0.0)
@@ -307,14 +308,14 @@ def envelope(how: Onset, since: Array, lasts: float) -> Array:
 
 
 def panel(task: SimulatedTask) -> Panel:
-    """The whole task at once: 84 bytes a machine and second."""
+    """The whole task at once: 84 bytes per machine and second."""
     parts = list(chunks(task))
     at = np.concatenate([p.at for p in parts])
     return Panel(shape=parts[0].shape, at=at, values=np.concatenate([p.values for p in parts], axis=1))
 
 
 def chunks(task: SimulatedTask) -> Iterator[Panel]:
-    """The task in order, CHUNK_TICKS at a time (fewer at its end): the same values however they are read."""
+    """The task in order, CHUNK_TICKS at a time (fewer at the end); values do not depend on the reader."""
     rng = np.random.default_rng([task.seed, task.index, 1])
     shape, size = task.shape, (len(METRICS), task.num_machines)
     noise = Noise(rng, size)
@@ -343,7 +344,7 @@ def chunks(task: SimulatedTask) -> Iterator[Panel]:
 
 
 def _hit(values: Floats, fault: SimulatedFault, at: Array, sigma: Floats) -> None:
-    """Adds what a fault does to `values` (T, M, N)."""
+    """Adds the effect of a fault to `values` (T, M, N)."""
     lasts = fault.end - fault.onset
     culprit = SecondaryFault(machine=fault.machine, share=1.0, delay_seconds=0.0)
     for v in (culprit, *fault.victims):

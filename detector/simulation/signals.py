@@ -1,5 +1,4 @@
-"""Components of a simulated fleet's metrics: the signal that machines share, noise of each machine, and missing
-samples.
+"""Components of a simulated fleet's metrics: the shared signal, noise of each machine, and missing samples.
 
 `fleet` combines them and explains the sources [Minder], [issue], [fit] and [assumed]. The unit is the peer standard
 deviation.
@@ -11,48 +10,49 @@ from numpy.typing import NDArray
 from rolecall.detector.panels.panel import Floats
 
 CHUNK_TICKS = 64
-"""Ticks made at a time: 8 MB for 1,500 machines. Part of the meaning of a seed: it must not depend on the reader."""
+"""Ticks generated at a time: 8 MB for 1,500 machines. Part of the definition of a seed, independent of the reader."""
 
 MISSING_RATIO_SINGLE, MISSING_RATIO_RUNS = 0.01, 0.01
-"""[issue] 2 % of all samples are missing; half of them single ones, half in runs of a whole machine ([assumed]
-split)."""
-MISSING_RUN_SECONDS_MAX = 39  # [assumed] runs of 1 to 39 s, uniform: an agent restarted, a scrape that timed out
+"""[issue] 2 % of all samples are missing; half of them single samples, half in runs of a whole machine (split
+[assumed])."""
+MISSING_RUN_SECONDS_MAX = 39  # [assumed] runs of 1 to 39 s, uniform: an agent restart, a scrape timeout
 
 SKEW_SECONDS = 0.5
-"""[assumed] Uniform in +-0.5 s: clocks set by NTP agree to milliseconds, but each machine samples at its own moment
-within the second."""
-SKEW_BAD_RATIO, SKEW_BAD_SECONDS = 0.02, 3.0  # [assumed] machines whose clock is set badly: uniform in +-3 s
+"""[assumed] Uniform in +-0.5 s: NTP synchronizes clocks to milliseconds, but machines sample at different times within
+the second."""
+SKEW_BAD_RATIO, SKEW_BAD_SECONDS = 0.02, 3.0  # [assumed] machines with a wrong clock: uniform in +-3 s
 
-STEP_SECONDS_MIN, STEP_SECONDS_MAX = 4.0, 40.0  # [assumed] seconds to tens of seconds, as large pre-training steps take
-STEP_JITTER = 0.03  # [assumed] one standard deviation of a step's length, the same for all machines
+STEP_SECONDS_MIN, STEP_SECONDS_MAX = 4.0, 40.0  # [assumed] seconds to tens of seconds, as in large pre-training
+STEP_JITTER = 0.03  # [assumed] standard deviation of a step's length, shared by all machines
 COMPUTE_SHARE_MIN, COMPUTE_SHARE_MAX = 0.55, 0.8  # [assumed] of a step; the rest is communication
 CHECKPOINT_EVERY_SECONDS_MIN, CHECKPOINT_EVERY_SECONDS_MAX = 300.0, 900.0  # [assumed] often, so that every task has one
 CHECKPOINT_SECONDS_MIN, CHECKPOINT_SECONDS_MAX = 10.0, 40.0  # [assumed]
 EVENTS_PER_SECOND = 1 / 1200
-"""[assumed] Of each kind (level shift, drift, phase change): one in 20 minutes, far more than real fleets have, so that
-a detector that is fooled by them shows it."""
+"""[assumed] Of each kind (level shift, drift, phase change): one in 20 minutes, far more than in real fleets, to expose
+detectors that raise false alarms on them."""
 EVENT_SIGMAS_MIN, EVENT_SIGMAS_MAX = 2.0, 10.0  # [assumed] of shifts and drifts
 DRIFT_SECONDS_MIN, DRIFT_SECONDS_MAX = 120.0, 600.0  # [assumed]
 
 MARGIN_SECONDS = 5
-"""Of `common` before the first tick and after the last: skews, and the second that a sample averages over."""
+"""Margin of `common` before the first tick and after the last: for skews, and the second that a sample averages
+over."""
 FINE = 10
-"""Points a second at which `common` is made: skews are multiples of a tenth of a second."""
+"""Resolution of `common`, points per second: skews are multiples of a tenth of a second."""
 MIXTURE_SIZE = 1 << 16
-"""Scales of the normal mixture that makes Student-t noise are drawn from so many."""
+"""Number of scales in the normal mixture that makes Student-t noise."""
 
 NOISE_AT = (0.1, 0.25, 0.5, 0.75, 0.9)
-"""Quantiles over real metrics at which the following stand. Each metric of each task draws its own between them."""
+"""Quantiles over real metrics for the following values. Each metric of each task draws its own between them."""
 AR_COEFFICIENT = (0.0, 0.0, 0.49, 0.94, 0.95)  # [fit] both sets: `phi`, per tick
 WANDER_SHARE = (0.0, 0.0, 0.0, 0.01, 0.37)  # [fit] both sets: of the variance
 WANDER_SECONDS = (30.0, 30.0, 60.0, 120.0, 600.0)  # [fit] both sets
 INNOVATION_DOF = (2.1, 2.13, 2.55, 3.26, 5.71)
-"""[fit] both sets: `dof`. The first is 1.53 there, which has no variance: a standard deviation would then be a few
+"""[fit] both sets: `dof`. The first is 1.53 there, which has no variance: the standard deviation would depend on a few
 extremes."""
 OFFSET_SIGMAS = (0.14, 0.32, 0.51, 1.07, 2.31)  # [fit] exathlon
 SCALE_SPREAD = (0.26, 0.27, 0.31, 0.38, 0.61)  # [fit] asd: standard deviation of the log of a machine's own scale
 KNOT_TICKS = 16
-"""Wander is drawn so often and runs straight in between."""
+"""Interval between knots of the wander, which is linear in between."""
 
 Array = NDArray[np.float64]
 
@@ -73,7 +73,9 @@ class Noise:
         self.fast = (scale * np.sqrt(1 - wander_share)).astype(np.float32)
         self.slow = (scale * np.sqrt(wander_share)).astype(np.float32)
         self.rho = np.exp(-KNOT_TICKS / wander_seconds)
-        self.slow /= np.sqrt((2 + self.rho) / 3).astype(np.float32)  # a line between two knots varies less than they do
+        self.slow /= np.sqrt((2 + self.rho) / 3).astype(
+            np.float32
+        )  # linear interpolation between knots reduces the variance
         dof = drawn(INNOVATION_DOF)[:, 0]
         self.mixture = [_mixture(rng, float(d)) * np.sqrt(1 - p**2) for d, p in zip(dof, self.phi[:, 0], strict=True)]
         self.state = rng.standard_normal(size, dtype=np.float32)
@@ -100,7 +102,7 @@ class Noise:
 
 
 def _mixture(rng: np.random.Generator, dof: float) -> Floats:
-    """(MIXTURE_SIZE,) scales: a normal number times one of them is Student-t with `dof`, of variance 1."""
+    """(MIXTURE_SIZE,) scales: a standard normal times a random one of them is Student-t with `dof`, of variance 1."""
     scales = 1 / np.sqrt(rng.standard_gamma(dof / 2, MIXTURE_SIZE))
     scales /= np.sqrt(np.mean(scales**2))
     return scales.astype(np.float32)
@@ -124,15 +126,15 @@ def gone(rng: np.random.Generator, num_ticks: int, num_machines: int) -> NDArray
 
 
 def common(rng: np.random.Generator, num_ticks: int, waves: Array, checkpoints: Array) -> Floats:
-    """(M, fine points): the shared signal, as means over the second before. `waves`, `checkpoints` (M,): how far
-    computing and a checkpoint move each metric."""
+    """(M, fine points): the shared signal, averaged over the preceding second. `waves`, `checkpoints` (M,): effect of
+    computing and of a checkpoint on each metric."""
     num_points = (-(-num_ticks // CHUNK_TICKS) * CHUNK_TICKS + 2 * MARGIN_SECONDS) * FINE
     seconds = np.arange(num_points) / FINE
     length = num_points / FINE
     changes = np.sort(_moments(rng, length))
     wave, saving = _steps(rng, seconds, changes), _checkpoints(rng, seconds)
     alike = waves[:, None] * np.ones(num_points)
-    for moment in changes:  # a phase change alters how far the step moves each metric
+    for moment in changes:  # a phase change alters the effect of the step on each metric
         alike[:, seconds >= moment] *= rng.uniform(0.5, 1.5, (len(waves), 1))
     alike = alike * wave * (1 - saving) + checkpoints[:, None] * saving
     for drifts in (False, True):

@@ -1,9 +1,9 @@
 """An asyncio HTTP/1.1 client for one agent over one persistent connection, with a deadline for every request.
 
-http.client would need a thread per agent, and a thousand threads contend for the GIL (*measured*: 0.4 ms a sample,
-against 0.04 here; docs/decisions/0021). Agents are not trusted: the size of an answer is bounded before and after
-decompression, redirects are not followed, and the deadline covers the whole answer, so that an agent that trickles
-bytes blocks no other.
+http.client would need a thread per agent, and a thousand threads contend for the GIL (*measured*: 0.4 ms per sample,
+against 0.04 here; docs/decisions/0021). Agents are untrusted: the size of a response is bounded before and after
+decompression, redirects are not followed, and the deadline covers the whole response, so that a slow agent blocks no
+other.
 """
 
 import asyncio
@@ -21,11 +21,11 @@ HEAD_BYTES_MAX = 16 << 10
 
 
 class AgentUnreachable(Exception):
-    """An agent did not answer; the message is the reason shown to users."""
+    """No response from the agent; the message is the reason shown to users."""
 
 
 class EndpointNotFound(InvalidAgentResponse):
-    """An agent of an earlier version without this path. The connection cannot be used further."""
+    """An older agent without this path. The connection cannot be used further."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,15 +33,14 @@ class AgentClientLimits:
     """Limits on the time and memory that one agent may use."""
 
     answer_bytes_max: int = 16 << 20
-    """A minute of samples of a node with 13 processes is 3 MiB: an agent that sends more than this is not one of
-    ours."""
+    """A minute of samples of a node with 13 processes is 3 MiB; a larger response is not from a valid agent."""
     connect_seconds: float = 1.0
     answer_seconds: float = 2.0
-    """For the whole answer, on top of what the request itself may wait."""
+    """For the whole response, in addition to the long-poll time of the request."""
 
 
 class AgentConnection:
-    """Made by `open`, ended by `close`. For one task."""
+    """Created by `open`, ended by `close`. For one task."""
 
     def __init__(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, head: str, answer_bytes_max: int
@@ -52,7 +51,7 @@ class AgentConnection:
     async def open(
         cls, url: str, limits: AgentClientLimits, *, authorization: str = "", tls: ssl.SSLContext | None = None
     ) -> Self:
-        """`authorization`: value of that header. `tls`: for https; by default the system's authorities are trusted.
+        """`authorization`: value of that header. `tls`: for https; by default, the system's authorities are trusted.
 
         Raises:
             AgentUnreachable: no connection in time, or `url` is not an agent's address.
@@ -87,8 +86,8 @@ class AgentConnection:
         """The JSON value at `path`, within `seconds`.
 
         Raises:
-            AgentUnreachable: no complete answer in time, or the connection broke.
-            InvalidAgentResponse: not a JSON answer within the size limit.
+            AgentUnreachable: no complete response in time, or the connection broke.
+            InvalidAgentResponse: not a JSON response within the size limit.
         """
         shown = path.partition("?")[0]
         try:

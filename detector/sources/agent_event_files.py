@@ -1,8 +1,8 @@
-"""Diagnosis of an agent's event files (`events.jsonl` of its data directory, copied from one or more nodes): replays
-the events in the order of their times to the detectors of a live run.
+"""Diagnoses an agent's event files (`events.jsonl` of its data directory, copied from one or more nodes): replays the
+events in time order to the detectors of a live run.
 
-Events hold exits, exceptions and hardware and kernel faults, but no samples, so hung or slow processes cannot be found
-from them. Damaged lines are counted; an agent that dies may leave a torn last line.
+Events are exits, exceptions and hardware and kernel faults. There are no samples, so hung or slow processes cannot be
+detected. Damaged lines are counted; an agent that dies may leave an incomplete last line.
 """
 
 import json
@@ -27,7 +27,7 @@ EVENTS_MAX = 1_000_000
 KEPT_BYTES = 2000
 """Approximate size of an event in memory."""
 GRACES_SECONDS = (1.0, 3.0, 6.0, 12.0)
-"""After an event the detectors run again this much later, if no other came: some wait for related events."""
+"""Delays after an event at which the detectors run again if no other event came: some wait for related events."""
 
 
 @dataclass(slots=True)
@@ -51,7 +51,7 @@ def is_events(path: Path) -> bool:
 
 
 def read(path: Path, budget: Budget) -> Events:
-    """Raises UnreadableInput: it cannot be read, holds no event, or too many."""
+    """Raises UnreadableInput: not readable, no event, or too many."""
     found = Events(path)
     try:
         with path.open("rb") as f:
@@ -86,11 +86,11 @@ def diagnose(files: Sequence[Events]) -> list[Finding]:
     for observation in _observations(sorted((e for f in files for e in f.events), key=lambda e: (e.wall_at, e.seq))):
         for d in detector.observe(observation):
             found.setdefault(d.key, d)
-    # A hardware fault names only its node until a process dies of it: that diagnosis supersedes it.
+    # A hardware fault names only its node until a process dies because of it: that diagnosis supersedes it.
     exact = {(d.fault_class, s.node) for d in found.values() for s in d.suspects if s.replica}
     vague = [d for d in found.values() if d.suspects and not any(s.replica for s in d.suspects)]
     superseded = [d for d in vague if all((d.fault_class, s.node) in exact for s in d.suspects)]
-    # Of a replica that lost ranks one after another the diagnosis that names most of them supersedes the others.
+    # For a replica that lost ranks one after another, the diagnosis with the most ranks supersedes the others.
     superseded += [d for d in found.values() if any(_supersedes(other, d) for other in found.values())]
     return [_finding(d) for d in found.values() if d not in superseded]
 

@@ -1,4 +1,4 @@
-"""Source `agents`: panels straight from the agents of a run, of the metrics that Prometheus would have had of them."""
+"""Source `agents`: panels directly from the agents of a run, with the metrics that they export to Prometheus."""
 
 import math
 from collections.abc import Iterator
@@ -34,7 +34,7 @@ class AgentsPanels:
                 observation = self._source.poll(PAUSE_SECONDS)
                 for batch in observation.batches:
                     for process in batch.processes:
-                        if process.alive:  # a dead one is shown for a while beside the next in its place
+                        if process.alive:  # a dead process is listed for a while beside its replacement
                             place = _place_of(process)
                             self._newest[place] = process_reading(process)
                             self._ranks[process.process.node, process.process.pid] = place

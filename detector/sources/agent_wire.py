@@ -1,4 +1,4 @@
-"""Validates an agent's answers: types, finite numbers, ids, and that it reports only its own node.
+"""Validates an agent's responses: types, finite numbers, ids, and that it reports only its own node.
 
 Detectors subtract, compare and format these fields, so a wrong type must be rejected here, with a reason.
 """
@@ -28,7 +28,7 @@ from rolecall.core.telemetry import (
 logger = logging.getLogger(__name__)
 
 MAY_BE_UNFINITE = frozenset({"loss", "grad_norm", "reward", *HEALTH_SIGNS})
-"""Values of a diverged training, which may be NaN or infinite."""
+"""Values that may be NaN or infinite when training diverges."""
 TEXT_MAX = 4096
 """Characters in one text field."""
 DETAIL_MAX = 32
@@ -38,7 +38,7 @@ PIDS_MAX = 256
 KIND_MAX = 64
 """Characters in the kind of an event."""
 ROWS_MAX = 1 << 16
-"""In one block of columns: an agent holds no more samples (`agent.samples.NUM_SAMPLES_KEPT`)."""
+"""Per block of columns: an agent holds no more samples (`agent.samples.NUM_SAMPLES_KEPT`)."""
 NUMBER_MAX = float(1 << 62)
 
 
@@ -46,7 +46,7 @@ T = TypeVar("T")
 
 
 class InvalidAgentResponse(ValueError):
-    """Which field of an agent's answer is wrong, and how."""
+    """An invalid response of an agent; the message gives the field and the reason."""
 
 
 def checked_batch(value: object, node: str) -> SampleBatch:
@@ -72,7 +72,7 @@ def checked_events(value: object, node: str) -> EventBatch:
 
 
 def checked_news(value: object, node: str) -> tuple[SampleBatch, EventBatch]:
-    """The answer of `/v1/news`: samples as columns (rolecall.core.columns), and events. Raises InvalidAgentResponse."""
+    """Response of `/v1/news`: samples as columns (rolecall.core.columns), and events. Raises InvalidAgentResponse."""
     d = _mapping(value, "news")
     events = checked_events(d, node)
     _check_fields(d, _NEWS, "news")
@@ -91,7 +91,7 @@ def checked_news(value: object, node: str) -> tuple[SampleBatch, EventBatch]:
 
 
 def checked_columns(layout: Layout[S], value: object, node: NodeId, what: str) -> tuple[S, ...]:
-    """One block of `Layout.encode`; None has no rows. A row that is wrong is left out, as `_good` has it.
+    """Decodes one block of `Layout.encode`; None has no rows. Invalid rows are dropped as in `_good`.
 
     Raises InvalidAgentResponse.
     """
@@ -145,7 +145,7 @@ def _are_pids(pids: list[Any]) -> bool:
 
 
 def _ids_are(columns: Mapping[str, Any], num_rows: int) -> bool:
-    """Whether every row names a replica of its role. For columns without roles: yes."""
+    """Whether every row names a replica of its role; True for columns without roles."""
     if "role" not in columns:
         return True
     role, replica = columns["role"], columns["replica"]
@@ -165,7 +165,7 @@ def _is_replica_of(replica: str, role: str) -> bool:
 
 
 def checked_event(value: object) -> AgentEvent:
-    """One event as it lies in a file, of whichever node it says. Raises InvalidAgentResponse."""
+    """One event from a file, of any node. Raises InvalidAgentResponse."""
     d = _mapping(value, "event")
     _check_event(d, str(d.get("node", "")))
     return _built(AgentEvent.from_dict, d)
@@ -178,8 +178,8 @@ def _check_version(d: Mapping[str, Any]) -> None:
 
 
 def _good(rows: list[Any], check: Callable[[Any], None]) -> list[Any]:
-    """The rows that pass: one process with invalid values must not hide the others. If none passes, the first reason is
-    raised."""
+    """The valid rows: one process with invalid values must not hide the others. If no row is valid, raises the first
+    error."""
     passed, first = [], None
     for row in rows:
         try:
@@ -265,7 +265,7 @@ def _list(d: Mapping[str, Any], name: str) -> list[Any]:
 
 
 _Fields = dict[str, tuple[type, bool]]
-"""name -> (type, whether it must be there)"""
+"""name -> (type, whether it is required)"""
 
 
 def _plain_fields(cls: type) -> _Fields:
@@ -291,7 +291,7 @@ _CHECKS: dict[type, Callable[[dict[str, Any], str], None]] = {
     HostSample: lambda d, node: _check_fields(d, _HOST, "host"),
     GpuSample: _check_gpu,
 }
-"""Of one row."""
+"""Per row."""
 _ABSENT: Any = object()
 
 
@@ -303,11 +303,11 @@ def _check_fields(d: Mapping[str, Any], wanted: _Fields, what: str) -> None:
                 raise InvalidAgentResponse(f"{what}.{name}: missing")
             continue
         of: type = type(value)
-        if of is kind:  # nearly always: a thousand agents are read by one thread
+        if of is kind:  # fast path: one thread reads a thousand agents
             if kind is str:
                 if len(value) <= TEXT_MAX:
                     continue
-            elif kind is bool or -NUMBER_MAX <= value <= NUMBER_MAX:  # NaN is not
+            elif kind is bool or -NUMBER_MAX <= value <= NUMBER_MAX:  # false for NaN
                 continue
         if not _is(value, kind, name):
             raise InvalidAgentResponse(f"{what}.{name}: expected {kind.__name__}, got {repr(value)[:60]}")
@@ -318,7 +318,7 @@ def _is(value: object, kind: type, name: str) -> bool:
         return isinstance(value, str) and len(value) <= TEXT_MAX
     if kind is bool or isinstance(value, bool):
         return isinstance(value, bool) and kind is bool
-    if isinstance(value, int):  # of any length, if it comes as JSON: math cannot take every one
+    if isinstance(value, int):  # JSON integers have any length: math cannot convert every one
         return abs(value) <= NUMBER_MAX
     if kind is int or not isinstance(value, float):
         return False

@@ -2,11 +2,11 @@
 
 Each agent has one asyncio task with one persistent connection; all tasks share an event loop in a separate thread. A
 task long-polls `/v1/news` for at most a poll interval, so that an exit reaches the detector in milliseconds and wakes
-`poll`; samples come with the answer, as columns. Agents are not trusted: sizes are limited, values are checked
+`poll`; samples come in the same response, as columns. Agents are untrusted: sizes are limited, values are checked
 (agent_wire.py), redirects are not followed, every wait has a deadline (agent_client.py).
 
 An agent may restart at any time: its address is read again, its event numbers continue (at least once), its sample
-cursor restarts. An agent that does not answer is reported as unreachable, with the reason; the others continue.
+cursor restarts. An agent that does not respond is reported as unreachable, with the reason; the others continue.
 """
 
 import asyncio
@@ -34,38 +34,38 @@ __all__ = ["AgentClientLimits", "AgentsSource", "Observation"]
 logger = logging.getLogger(__name__)
 
 AGENTS_SECONDS = 0.5
-"""How often the list of agents is asked for: a restarted agent has another port."""
+"""Interval for reading the list of agents: a restarted agent has another port."""
 RETRY_SECONDS = 0.2
 BATCHES_MAX = 64
-"""Batches of one agent held until polled; the oldest go first, samples are replaceable."""
+"""Batches per agent held until polled; the oldest are dropped first, since newer samples replace them."""
 SAMPLES_HELD_MAX = 250_000
-"""Samples of processes held until polled, of all agents; beyond that of each agent only its newest batch stays. They
-take 0.8 KiB each: a watch that waits for its journal must not grow by gigabytes."""
+"""Process samples of all agents held until polled; beyond that, only the newest batch per agent is kept. Each takes
+0.8 KiB: while a watch waits for its journal, its memory must stay bounded."""
 EVENTS_MAX = 10_000
-"""Events held until polled. Beyond that no more are read: the agent keeps them."""
+"""Events held until polled. Beyond that, reading stops: the agent keeps the rest."""
 AGENTS_MAX = 4096
 CLOSE_SECONDS = 5.0
 DIALS_MAX = 64
-"""Connections being made at a time: a thousand at once would time each other out."""
+"""Concurrent connection attempts: a thousand at once would time each other out."""
 DESCRIPTORS_OWN = 128
 """File descriptors that a watcher needs in addition to those of its agents."""
 REQUESTS_PER_SECOND_MAX = 1000
 SAMPLES_PER_SECOND_MAX = 8000
-"""Capacity of one watch. With more agents or ranks each agent is polled less often and sends only its newest samples:
+"""Capacity of one watch. With more agents or ranks, each agent is polled less often and sends only its newest samples:
 counters are cumulative, so only resolution is lost. A watch that falls behind loses more (docs/decisions/0021)."""
 PROCESSES_COUNTED_MAX = 256
-"""Per agent, as many as it may have (`agent.registry.NUM_PROCESSES_MAX`): one that claims thousands must not slow down
-the polling of all others."""
+"""Maximum per agent (`agent.registry.NUM_PROCESSES_MAX`): an agent that reports thousands must not slow down the
+polling of the others."""
 WAIT_SECONDS_MAX = 10.0
-"""For any number of agents: they hold a request for at most 30 s, and slower polling would be of no use."""
+"""For any number of agents: they hold a request for at most 30 s, and slower polling would not be useful."""
 AGENTS_READ_WHOLE_MAX = 64
-"""A starting watch reads the minute of samples that each agent holds; with more agents only the newest samples, since
-processing all would take too long."""
+"""At start, a watch reads the minute of samples that each agent holds; with more agents than this, only the newest
+samples, since processing all would take too long."""
 LATE_SECONDS = 0.5
-"""If the event loop is late by this much, answers may be waiting unread: for a while no agent is reported
+"""If the event loop is late by this much, responses may be waiting unread: for a while, no agent is reported as
 unreachable."""
 LATE_EXCUSES_SECONDS = 10.0
-"""An agent that has not answered for this long is unreachable even if the loop is late."""
+"""An agent that has not responded for this long is unreachable even if the loop is late."""
 BEAT_SECONDS = 0.1
 FULL_SECONDS = 0.05
 """How often an agent's task checks whether events have been fetched."""
@@ -83,14 +83,14 @@ class _Agent:
     agent_pid: int = 0
     num_processes: int = 0  # in its newest samples
     batches: list[SampleBatch] = field(default_factory=list)
-    failing_since: float = 0.0  # wall seconds, 0: it answers
+    failing_since: float = 0.0  # wall seconds; 0: it responds
     reason: str = ""
-    excused_since: float | None = None  # loop time: it did not answer, possibly because this loop is late
+    excused_since: float | None = None  # loop time; no response so far, possibly because this loop is late
 
 
 class AgentsSource:
     """`agents()` gives node -> URL, is called from `start` and `poll` only, and may raise OSError or ValueError.
-    `poll_seconds`: how often samples are fetched. `authorization`, `tls`: for agents that want a user, or speak HTTPS.
+    `poll_seconds`: interval for fetching samples. `authorization`, `tls`: for agents with authentication or HTTPS.
     `forgets`: an agent that is no longer listed is dropped, instead of being treated as restarting."""
 
     def __init__(
@@ -117,18 +117,18 @@ class AgentsSource:
         self._changed = threading.Condition()
         self._listed_at = float("-inf")
         self._closed = False
-        self._num_held = 0  # samples of processes, not polled yet
-        self._left: list[str] = []  # nodes that are listed no more, since the last poll
+        self._num_held = 0  # process samples, not polled yet
+        self._left: list[str] = []  # nodes removed from the list since the last poll
         self._num_processes = 0  # of all agents
         self._late_at = float("-inf")  # time of the loop
 
     def start(self) -> None:
-        """Begins to listen to the agents there are; more are found by `poll`. Call it once."""
+        """Starts polling the listed agents; `poll` adds new ones. Call it once."""
         self._thread.start()
         self._refresh()
 
     def poll(self, timeout_seconds: float) -> Observation:
-        """Everything heard since the last poll; returns early when an event comes, else after `timeout_seconds`."""
+        """Everything received since the last poll; returns early on an event, else after `timeout_seconds`."""
         self._refresh()
         with self._changed:
             self._changed.wait_for(lambda: self._events or self._closed, timeout_seconds)
@@ -161,7 +161,7 @@ class AgentsSource:
         if self._thread.ident is None:
             self._loop.close()
             return
-        with suppress(RuntimeError):  # closed already
+        with suppress(RuntimeError):  # already closed
             self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(CLOSE_SECONDS)
 
@@ -175,12 +175,12 @@ class AgentsSource:
             for task in self._tasks:
                 task.cancel()
             self._loop.run_until_complete(asyncio.gather(*self._tasks, return_exceptions=True))
-            self._loop.run_until_complete(asyncio.sleep(0))  # transports close in the turn after
+            self._loop.run_until_complete(asyncio.sleep(0))  # transports close in the next loop iteration
         finally:
             self._loop.close()
 
     def _refresh(self) -> None:
-        """Reads the list of agents again when it is due; starts and stops threads accordingly."""
+        """Reads the list of agents again when it is due; starts and stops tasks accordingly."""
         now = self._clock.monotonic()
         if self._closed or now - self._listed_at < AGENTS_SECONDS:
             return
@@ -234,7 +234,7 @@ class AgentsSource:
                     self._failed(agent, str(e))
             except InvalidAgentResponse as e:
                 self._failed(agent, f"its answer makes no sense: {e}")
-            except Exception as e:  # deliberate: no answer of an agent may end its task
+            except Exception as e:  # deliberate: no response may end the agent's task
                 logger.exception("listening to the agent of %s", agent.node)
                 self._failed(agent, f"{type(e).__name__}: {e}")
             old = False
@@ -257,11 +257,11 @@ class AgentsSource:
                 with self._changed:
                     agent.failing_since, agent.reason, agent.excused_since = 0.0, "", None
                 while len(self._events) >= EVENTS_MAX and not agent.stop:
-                    await asyncio.sleep(FULL_SECONDS)  # events that are not fetched stay with the agent
+                    await asyncio.sleep(FULL_SECONDS)  # unread events stay with the agent
 
     def _context(self, url: str) -> ssl.SSLContext | None:
         if self._tls is None and url.startswith("https:"):
-            self._tls = ssl.create_default_context()  # once: it reads all authorities that the system trusts
+            self._tls = ssl.create_default_context()  # once: it loads all authorities that the system trusts
         return self._tls
 
     async def _beat(self) -> None:
@@ -272,7 +272,7 @@ class AgentsSource:
                 self._late_at = self._loop.time()
 
     def _excused(self, agent: _Agent) -> bool:
-        """Whether its answer may be unread because this loop was late a moment ago."""
+        """Whether a response may be unread because this loop was recently late."""
         now = self._loop.time()
         if now - self._late_at >= self._limits.answer_seconds:
             return False
@@ -282,7 +282,7 @@ class AgentsSource:
 
     @property
     def _wait_seconds(self) -> float:
-        """How long an agent holds a request when it has no event."""
+        """How long an agent holds a request without an event."""
         requests, samples = len(self._agents) / REQUESTS_PER_SECOND_MAX, self._num_processes / SAMPLES_PER_SECOND_MAX
         return min(WAIT_SECONDS_MAX, max(self._poll_seconds, requests, samples))
 
@@ -293,7 +293,7 @@ class AgentsSource:
         answer = await connection.get(path, wait + self._limits.answer_seconds)
         batch, events = checked_news(answer, agent.node)
         if self._is_of_another(agent, batch):
-            return  # everything that it holds is asked for next
+            return  # the next request reads everything that it holds
         self._take_events(agent, events)
         self._take_batch(agent, batch)
 
@@ -310,7 +310,8 @@ class AgentsSource:
             self._take_batch(agent, batch)
 
     def _is_of_another(self, agent: _Agent, batch: SampleBatch) -> bool:
-        """Whether another agent process answers: the cursor does not apply to it, so all that it holds is read."""
+        """Whether another agent process responds: the cursor does not apply to it, so everything that it holds is
+        read."""
         if not agent.agent_pid or batch.agent_pid == agent.agent_pid or not agent.since:
             return False
         agent.agent_pid, agent.since = batch.agent_pid, 0
@@ -347,7 +348,7 @@ class AgentsSource:
 
 
 def _allow_descriptors(wanted: int) -> None:
-    """Raises the soft limit of open files, as far as the hard one allows, where `wanted` are not allowed yet."""
+    """Raises the soft limit of open files to `wanted`, as far as the hard limit allows."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)

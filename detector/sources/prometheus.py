@@ -1,9 +1,9 @@
 """Source `prometheus`: panels from any server that speaks Prometheus's HTTP API (v1), by range queries.
 
-Ticks are multiples of the interval on the server's clock. The newest requested tick is `lag_seconds` old: by then every
-target has been scraped since the tick before it. Queries cover blocks of ticks. A query that a server refuses as too
-large is split in halves, first by time, then by machines; the sizes that worked are remembered. Ends of series are
-taken from the server, which marks them stale; the values that it sends are checked.
+Ticks are multiples of the interval on the server's clock. The newest requested tick is `lag_seconds` old: by then,
+every target has been scraped since the previous tick. Queries cover blocks of ticks. A query that a server rejects as
+too large is split in halves, first by time, then by machines; the sizes that worked are remembered. The server marks
+ended series as stale; the values that it sends are checked.
 """
 
 import json
@@ -34,17 +34,17 @@ from rolecall.detector.sources.prometheus_queries import MetricQuery
 logger = logging.getLogger(__name__)
 
 BLOCK_TICKS = 60
-"""Ticks of one query: far below the 11,000 points of a series that Prometheus allows, and 50 MB of panel at 10,000
-machines and 21 metrics."""
+"""Ticks per query: far below Prometheus's limit of 11,000 points per series, and 50 MB of panel at 10,000 machines and
+21 metrics."""
 WINDOW_INTERVALS = 4
-"""A rate is taken over so many intervals: two samples are in it even if a scrape fails."""
+"""Window of a rate in intervals: it contains two samples even if a scrape fails."""
 INTERVAL_SECONDS_MIN, INTERVAL_SECONDS_MAX = 0.1, 86_400.0
 CATCH_UP_TICKS = 300
-"""What is older is left out when a server is back after an outage."""
+"""Older ticks are skipped when a server is back after an outage."""
 EMPTY_ROUNDS = 10
 """A query without results is skipped for this many rounds."""
 PLACES_MAX = 500_000
-"""Label sets that a query remembers the machine of."""
+"""Maximum number of label sets per query whose machine is cached."""
 
 _Part = tuple[str, ...] | None
 """Machines of one query, by name; empty: those in no other part; None: all."""
@@ -52,22 +52,22 @@ _Part = tuple[str, ...] | None
 
 @dataclass(slots=True)
 class _QueryState:
-    """A query and what was learned about asking it."""
+    """A query, and what was learned about the server's limits for it."""
 
     query: MetricQuery
     ticks_max: int = BLOCK_TICKS
     parts: list[_Part] = field(default_factory=lambda: [None])
-    node_label: str = ""  # the one that parts pick
-    empty_rounds: int = 0  # to go until it is asked again
+    node_label: str = ""  # label by which parts select machines
+    empty_rounds: int = 0  # rounds until the next request
     warned: set[str] = field(default_factory=set)
-    names: tuple[str, ...] = ()  # of all labels that matter
+    names: tuple[str, ...] = ()  # of all relevant labels
     places: dict[tuple[str | None, ...], PanelPosition | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.names = self.query.labels.names
 
     def matching(self, part: _Part, match: str) -> str:
-        """The expression for these machines, `$interval` and `$window` aside."""
+        """The expression for these machines, without substituting `$interval` and `$window`."""
         picked = match
         if part is not None:
             named = part or tuple(n for p in self.parts if p for n in p)
@@ -84,7 +84,7 @@ class _QueryState:
         return self.places[key]
 
     def warn(self, text: str) -> None:
-        """Once for each text."""
+        """Logs each text once, at most ten texts."""
         if text not in self.warned and len(self.warned) < 10:
             self.warned.add(text)
             logger.warning("%s: %s", self.query.metric, text)
@@ -92,7 +92,7 @@ class _QueryState:
 
 @dataclass(frozen=True, slots=True)
 class _Points:
-    """Values of one answer: each its row (place), tick and number, all (P,)."""
+    """Values of one response, with row (position) and tick of each, all (P,)."""
 
     rows: NDArray[np.int64]
     ticks: NDArray[np.int64]
@@ -100,7 +100,7 @@ class _Points:
 
 
 class PrometheusSource:
-    """Ticks of all queries, from `history_seconds` ago on and then as they come."""
+    """Ticks of all queries, first from `history_seconds` ago, then live."""
 
     def __init__(
         self,
@@ -113,7 +113,7 @@ class PrometheusSource:
         match: str = "",
         lag_seconds: float | None = None,
     ) -> None:
-        """`interval_seconds`: at least the servers' scrape interval. `match`: label matchers for `$match`, as
+        """`interval_seconds`: at least the servers' scrape interval. `match`: label matchers for `$match`, such as
         `cluster="a"`. `lag_seconds`: one interval if None. Raises ConfigError."""
         problems = []
         if not INTERVAL_SECONDS_MIN <= interval_seconds <= INTERVAL_SECONDS_MAX:
@@ -135,10 +135,10 @@ class PrometheusSource:
         self._panels = Panels(self._interval_seconds)
         self._begun, self._newest_with_data = False, 0  # number of that tick
         self.failing = ""
-        """Why the server gives no ticks now; "" while it does."""
+        """Why the server currently gives no ticks; "" if it does."""
 
     def ticks(self, stopped: Stopped) -> Iterator[PanelTick]:
-        """Raises UnreadableInput: before the first answer if there is none, later only if the server refuses."""
+        """Raises UnreadableInput: if there is no first response; later only if the server rejects the query."""
         try:
             yield from self._ticks(stopped)
         finally:
@@ -168,11 +168,11 @@ class PrometheusSource:
                 pause(self._clock, min(self._interval_seconds, RETRY_SECONDS_MAX), stopped)
 
     def _first_due(self, following: int | None, newest: int) -> int:
-        """Number of the first tick to ask for."""
+        """Number of the first tick to request."""
         if following is None:
             return newest + 1 - max(1, math.ceil(self._history_seconds / self._interval_seconds))
         if following > newest + 1 + CATCH_UP_TICKS:
-            # The server's clock was wrong, and there was no data for that time: continue where it was.
+            # The server's clock was wrong, and there was no data for that time: continue at the previous position.
             for asked in self._asked:
                 asked.empty_rounds = 0
             return max(newest - CATCH_UP_TICKS, self._newest_with_data) + 1
@@ -194,7 +194,7 @@ class PrometheusSource:
         self.failing = reason
 
     def _block(self, first: int, last: int, is_newest: bool, stopped: Stopped) -> Iterator[PanelTick]:
-        """All panels from tick `first` to `last`. Raises UnreadableInput, NoAnswer."""
+        """All panels from tick `first` to `last`. Raises UnreadableInput, PrometheusUnavailable."""
         series, refusal = [], ""
         for asked in self._asked:
             if asked.empty_rounds:
@@ -204,7 +204,7 @@ class PrometheusSource:
             except UnreadableInput as e:
                 if not self._begun:
                     raise UnreadableInput(where=f"{e.where}: {asked.query.metric}", reason=e.reason) from None
-                asked.warn(f"left out: {e.reason}")  # the others go on
+                asked.warn(f"left out: {e.reason}")  # the other queries continue
                 refusal = e.reason
                 continue
             if one.places:
@@ -212,7 +212,7 @@ class PrometheusSource:
             elif is_newest:
                 asked.empty_rounds = EMPTY_ROUNDS
         if refusal and not series:
-            raise PrometheusUnavailable(refusal)  # it is not one query: no tick is given up
+            raise PrometheusUnavailable(refusal)  # all queries failed: retry, so that no tick is lost
         if is_newest and not series and not self._begun:
             logger.warning("%s has no series for any query yet", self._client.where)
         at = np.arange(first, last + 1, dtype=np.float64) * self._interval_seconds
@@ -222,7 +222,7 @@ class PrometheusSource:
         return ticks_of(panels)
 
     def _fetch(self, asked: _QueryState, first: int, last: int, stopped: Stopped) -> MetricSeries:
-        """One query from tick `first` to `last`, in as many pieces as it takes."""
+        """One query from tick `first` to `last`, in as many requests as needed."""
         places: dict[PanelPosition, int] = {}
         found: list[_Points] = []
         pieces = [
@@ -262,7 +262,7 @@ class PrometheusSource:
     def _split(
         self, asked: _QueryState, part: _Part, tick: int, refusal: PrometheusResponseTooLarge, stopped: Stopped
     ) -> list[_Part]:
-        """Halves of the machines of `part`, which a server refused to answer for at a single tick."""
+        """Splits the machines of `part` in halves, after the server rejected a query of a single tick."""
         if "$match" not in asked.query.expression:
             reason = f"{refusal}; with {{$match}} in its expression it could be asked machine by machine"
             raise UnreadableInput(where=self._client.where, reason=reason)
@@ -278,7 +278,7 @@ class PrometheusSource:
         return halves + rest
 
     def _machines(self, asked: _QueryState, tick: int, stopped: Stopped) -> list[str]:
-        """Names of the machines at a tick, of the first label that has any."""
+        """Names of the machines at a tick, from the first label with values."""
         at = tick * self._interval_seconds
         labels = [asked.node_label] if asked.node_label else asked.query.labels.node
         for label in labels:
@@ -295,7 +295,7 @@ class PrometheusSource:
     def _read(
         self, asked: _QueryState, answer: list[Any], places: dict[PanelPosition, int], first: int, last: int
     ) -> _Points:
-        """What an answer holds; new places are added. Raises NoAnswer: it makes no sense."""
+        """Values of a response; adds new positions. Raises PrometheusUnavailable: malformed."""
         rows: list[int] = []
         ticks: list[int] = []
         values: list[float] = []
@@ -325,7 +325,7 @@ class PrometheusSource:
 
 
 def _series(asked: _QueryState, places: dict[PanelPosition, int], found: list[_Points], num_ticks: int) -> MetricSeries:
-    """Values at their positions; of several for one position and tick the first counts."""
+    """Values at their positions; of several for one position and tick, the first counts."""
     rows = np.concatenate([p.rows for p in found])
     ticks = np.concatenate([p.ticks for p in found])
     values = np.concatenate([p.values for p in found])

@@ -1,7 +1,7 @@
 """A client of Prometheus's HTTP API (v1).
 
-What a server sends is not trusted: sizes are limited, redirects are not followed, every wait has a deadline.
-Credentials are sent, and never shown.
+Servers are untrusted: sizes are limited, redirects are not followed, every wait has a deadline. Credentials are sent,
+but never shown.
 """
 
 import http.client
@@ -31,29 +31,29 @@ class PrometheusClientLimits:
     """Limits on the time and memory that one server may use."""
 
     answer_bytes_max: int = 32 << 20
-    """Of JSON, about ten times as much in memory while it is read. A larger answer is asked for in halves."""
+    """JSON size; parsing takes about ten times as much memory. Larger responses are requested in halves."""
     connect_seconds: float = 5.0
-    """To find its addresses, and to reach each."""
+    """For the name lookup, and for each address."""
     answer_seconds: float = 30.0
-    """One whole answer."""
+    """For one whole response."""
     patience_seconds: float = 10.0
-    """A question is asked again for so long."""
+    """Time limit for retries of a request."""
 
 
 class PrometheusUnavailable(Exception):
-    """No usable answer now; there may be one later. The message is the reason."""
+    """No usable response now, but possibly later. The message is the reason."""
 
 
 class PrometheusResponseTooLarge(Exception):
-    """Refused, or larger than allowed, because it is too much at once. The message is the server's."""
+    """The request was rejected or its response too large. The message is the server's."""
 
 
 Addresses = Iterable[tuple[int, int, int, str, Any]]
-"""As `socket.getaddrinfo` gives them."""
+"""As returned by `socket.getaddrinfo`."""
 
 
 class Client:
-    """One kept-alive connection. `authorization`: the header's value, or "" for none; it is never shown."""
+    """One persistent connection. `authorization`: the header's value, or "" for none; it is never shown."""
 
     def __init__(
         self,
@@ -100,7 +100,7 @@ class Client:
         """The server's clock, seconds since 1970. Raises UnreadableInput, PrometheusUnavailable."""
         try:
             result = self.ask("query", {"query": "time()"}, stopped)
-        except PrometheusResponseTooLarge as e:  # it has too much to do
+        except PrometheusResponseTooLarge as e:  # the server is overloaded
             raise PrometheusUnavailable(str(e)) from None
         try:
             found = result["result"]
@@ -122,7 +122,7 @@ class Client:
         raise PrometheusUnavailable("its answer makes no sense: no matrix for a range query")
 
     def label_values(self, label: str, match: str, start: float, end: float, stopped: Stopped) -> list[str]:
-        """Values of a label on series that match `{match}`, without those that name nothing. Raises UnreadableInput,
+        """Values of a label on series that match `{match}`, without unusable names. Raises UnreadableInput,
         PrometheusUnavailable, PrometheusResponseTooLarge."""
         asked = urlencode({"match[]": f"{{{match}}}", "start": f"{start:.3f}", "end": f"{end:.3f}"})
         found = self.ask(f"label/{quote(label, safe='')}/values?{asked}", None, stopped)
@@ -131,7 +131,7 @@ class Client:
         raise PrometheusUnavailable("its answer makes no sense: no list of label values")
 
     def ask(self, path: str, form: Mapping[str, str] | None, stopped: Stopped) -> Any:
-        """`data` of the answer; tries for `patience_seconds`. Raises UnreadableInput: trying again cannot help;
+        """`data` of the response; retries for `patience_seconds`. Raises UnreadableInput: a retry cannot help;
         PrometheusUnavailable; PrometheusResponseTooLarge."""
         until = self._clock.monotonic() + self._limits.patience_seconds
         wait = RETRY_SECONDS
@@ -145,8 +145,8 @@ class Client:
             wait = min(2 * wait, RETRY_SECONDS_MAX)
 
     def _exchange(self, path: str, form: Mapping[str, str] | None) -> tuple[int, bytes]:
-        """Status and body. A watchdog cuts the connection off when time is up: a server that sends a byte now and then
-        never lets a single read time out."""
+        """Status and body. A watchdog closes the connection at the deadline: a server that sends single bytes never
+        lets a read time out."""
         seconds = self._limits.answer_seconds
         body = None if form is None else urlencode(form)
         headers = self._headers | ({"Content-Type": "application/x-www-form-urlencoded"} if body is not None else {})
@@ -158,13 +158,13 @@ class Client:
         whole = keep = False
         try:
             connection = self._connected(seconds, late)
-            if late.is_set():  # while it was connecting, so that there was nothing to cut off
+            if late.is_set():  # timed out while connecting, so the watchdog had nothing to close
                 raise TimeoutError
             connection.request("GET" if body is None else "POST", f"{self._prefix}/api/v1/{path}", body, headers)
             response = connection.getresponse()
             read = response.read(most + 1)
-            whole = not response.length and not late.is_set()  # `length`: what is left of the announced one
-            keep = whole and response.isclosed()  # of an answer in chunks more may be left
+            whole = not response.length and not late.is_set()  # `length`: remaining bytes of the announced length
+            keep = whole and response.isclosed()  # a chunked response may have more data
         except ssl.SSLCertVerificationError as e:
             self._refuse(f"its certificate is not trusted: {e.verify_message}")
         except (OSError, http.client.HTTPException) as e:
@@ -208,13 +208,14 @@ class Client:
         connection.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if self._tls is not None:
             shaken = self._tls.wrap_socket(connection.sock, server_hostname=self._host, do_handshake_on_connect=False)
-            connection.sock = shaken  # first, so that the watchdog can cut off the handshake, too
+            connection.sock = shaken  # before the handshake, so that the watchdog can abort it
             shaken.do_handshake()
         connection.sock.settimeout(seconds)
         return connection
 
     def _found(self, port: int, seconds: float) -> Addresses:
-        """A name lookup has no deadline: it continues in a thread, and the next try takes its result."""
+        """Resolves the host. A lookup has no deadline: it continues in a thread, and the next attempt uses its
+        result."""
         if self._lookup is None:
             self._lookup = futures.Future()
             threading.Thread(target=self._resolve_into, args=(self._lookup, port), daemon=True).start()
@@ -236,7 +237,7 @@ class Client:
         late.set()
         connection = self._connection
         if connection is not None and connection.sock is not None:
-            with suppress(OSError):  # closed already
+            with suppress(OSError):  # already closed
                 connection.sock.shutdown(socket.SHUT_RDWR)
 
     def _data(self, status: int, body: bytes) -> Any:
@@ -273,11 +274,11 @@ class Client:
 
 
 NAME_MAX = 256
-"""Characters of a label's value."""
+"""Characters in a label's value."""
 
 
 def is_name(text: str) -> bool:
-    """Whether a label's value can name something: not too long, and text that can be written."""
+    """Whether a label's value is usable as a name: not too long, and encodable text."""
     return len(text) <= NAME_MAX and (text.isascii() or not any("\ud800" <= c <= "\udfff" for c in text))
 
 

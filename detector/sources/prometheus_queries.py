@@ -1,4 +1,4 @@
-"""The queries to a Prometheus server, and the labels of its series that name a machine.
+"""Queries to a Prometheus server, and the labels of its series that identify a machine.
 
 A counter's rate is used only where it is reliable (`trusted_rate`): a target that restarts, appears or disappears is a
 gap.
@@ -20,14 +20,14 @@ _NUMBER = re.compile(r"[0-9]{1,9}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Labels:
-    """Which labels name the machine of a series: of each list the first that is not empty."""
+    """Labels that identify the machine of a series: of each list, the first that is not empty."""
 
     role: tuple[str, ...] = ("role",)
     role_otherwise: str = "machine"
     """Role of a series without such a label."""
     replica: tuple[str, ...] = ("replica",)
     node: tuple[str, ...] = ("node", "hostname", "Hostname", "instance")
-    """A series without is left out."""
+    """Series without any of these are ignored."""
     rank: tuple[str, ...] = ("rank",)
     gpu: tuple[str, ...] = ("gpu",)
     job: tuple[str, ...] = ()
@@ -38,7 +38,7 @@ class Labels:
         return (*self.role, *self.replica, *self.node, *self.rank, *self.gpu, *self.job, *self.phase)
 
     def place(self, labels: Mapping[str, str]) -> PanelPosition | None:
-        """None: no node, a rank or gpu that is no number, or something that is no name."""
+        """None: no node, a rank or gpu that is not a number, or an unusable name."""
 
         def first(names: tuple[str, ...]) -> str:
             return next((labels[n] for n in names if labels.get(n)), "")
@@ -54,8 +54,8 @@ class Labels:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetricQuery:
-    """`expression`: PromQL. In it `$match` stands for the selector that the user gave (and for one that picks machines,
-    when a server refuses to answer for all at once), `$window` for the duration of rates, `$interval` for a tick's."""
+    """`expression`: PromQL, in which `$match` stands for the user's selector (and one for a subset of machines, when a
+    server rejects a query for all), `$window` for the duration of rates, `$interval` for that of a tick."""
 
     metric: str
     expression: str
@@ -63,10 +63,11 @@ class MetricQuery:
 
 
 def trusted_rate(name: str) -> str:
-    """Rate of a counter where its series was there at both ends of the window and did not start again in it.
+    """Rate of a counter, if its series exists at both ends of the window and was not reset in it.
 
-    `rate` alone divides by the whole window even where the series covers less: a target that comes or goes would look
-    slow for a window. `and` drops what is stale now or was absent then, `unless resets` what was restarted.
+    `rate` alone divides by the whole window even if the series covers only a part: a target that appears or disappears
+    would look slow for a window. `and` drops series that are stale now or were absent then, `unless resets` those that
+    were reset.
     """
     series = f"{name}{{$match}}"
     return f"rate({series}[$window]) and {series} and {series} offset $window unless resets({series}[$window]) > 0"
@@ -77,13 +78,13 @@ ALIVE = " and rolecall_process_up{$match} == 1"
 
 
 def catalogue_queries() -> tuple[MetricQuery, ...]:
-    """What rolecall's agents expose (core/metrics/catalogue.py). Phases change faster than servers scrape: role alone
-    makes peers."""
+    """Metrics of rolecall's agents (core/metrics/catalogue.py). Phases change faster than servers scrape, so only the
+    role defines peers."""
     found = []
     for metric in CATALOGUE:
         if (
             name := panel_metric(metric)
-        ) and metric.subject is not MetricScope.GPU:  # whose GPU it is, no label of it says
+        ) and metric.subject is not MetricScope.GPU:  # no label identifies the GPU's owner
             counter = metric.type is MetricType.COUNTER
             expression = trusted_rate(metric.name) if counter else f"{metric.name}{{$match}}"
             if metric.subject is MetricScope.PROCESS:
@@ -113,11 +114,11 @@ DCGM_GAUGES = (
     "PROF_PCIE_TX_BYTES",
     "PROF_PCIE_RX_BYTES",
 )
-"""Of dcgm-exporter's `default-counters.csv`; without the last XID, which is a code and no measure."""
+"""From dcgm-exporter's `default-counters.csv`; without the last XID, which is a code and not a measurement."""
 
 
 def dcgm_queries() -> tuple[MetricQuery, ...]:
-    """What dcgm-exporter exposes: one column a GPU. Its host label was `Hostname` until May 2026
+    """Metrics of dcgm-exporter: one column per GPU. Its host label was `Hostname` until May 2026
     (dcgm-exporter#655)."""
     labels = Labels(role=("role",), role_otherwise="gpu", node=("hostname", "Hostname", "node", "instance"))
     gauges = [

@@ -2,8 +2,8 @@
 
 Columns: `timestamp` (seconds), `role`, `replica`, `node`, `metric` (strings), `value` (a number); optional: `job`,
 `phase` (strings), `gpu`, `rank`, `step` (integers). Rows in any order; samples may be missing. Each panel (job, role,
-phase) gets a grid of its own: by `step` where every row has one, else by time, at the usual distance of its first
-samples, so that a recording cut short has the same grid. Ticks at which nothing was sampled are left out.
+phase) gets its own grid: by `step` if every row has one, else by time, at the typical distance of its first samples, so
+that a truncated recording has the same grid. Ticks without samples are omitted.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -28,18 +28,18 @@ PANEL_KEY = ("job", "role", "phase", "by_rank", "by_gpu")
 MACHINE_KEY = ("node", "replica", "rank", "gpu")
 
 NUM_ROWS_MAX = 100_000_000
-"""About 5 GB in memory while it is read; ten thousand machines with 21 metrics for eight minutes."""
+"""About 5 GB in memory during reading; ten thousand machines with 21 metrics for eight minutes."""
 NUM_VALUES_MAX = 500_000_000
-"""Of all panels of a file, 2 GB: more comes only of a grid that does not fit its samples."""
+"""All panels of a file, 2 GB: only a grid that does not fit its samples gives more."""
 TIME_MAX = 1e11
 """Seconds: three thousand years."""
 NUM_FIRST_SAMPLES = 64
-"""The interval is their usual distance: few enough to be at hand early, enough to outvote gaps."""
+"""The interval is their typical distance: few enough to be available early, enough to outvote gaps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recording:
-    """`remarks`: what was left out of the panels and why, one sentence each."""
+    """`remarks`: omitted data with the reason, one sentence each."""
 
     path: str
     panels: tuple[Panel, ...]
@@ -48,13 +48,13 @@ class Recording:
 
 
 def is_parquet(path: Path) -> bool:
-    """Whether the file begins as Parquet does. Raises OSError."""
+    """Whether the file begins like Parquet. Raises OSError."""
     with path.open("rb") as file:
         return file.read(len(MAGIC)) == MAGIC
 
 
 def is_recording(path: Path) -> bool:
-    """Whether it is Parquet with a recording's columns; also if it is too damaged to tell. Raises OSError."""
+    """Whether it is Parquet with a recording's columns; also true if it is too damaged to decide. Raises OSError."""
     if not is_parquet(path):
         return False
     try:
@@ -64,12 +64,12 @@ def is_recording(path: Path) -> bool:
 
 
 def _schema_of(path: Path) -> pl.Schema:
-    return pl.scan_parquet(path, glob=False).collect_schema()  # a name may hold what elsewhere is a pattern
+    return pl.scan_parquet(path, glob=False).collect_schema()  # a file name may contain pattern characters
 
 
 def read(path: Path) -> Recording:
-    """Raises UnreadableInput: no regular file, damaged, too large, columns missing or of a wrong type, nothing in
-    it."""
+    """Raises UnreadableInput: not a regular file, damaged, too large, columns missing or of a wrong type, or no
+    data."""
     if path.exists() and not path.is_file():
         raise UnreadableInput(where=str(path), reason="not a regular file")  # a pipe would block
     table, remarks = _table(path)
@@ -87,7 +87,7 @@ def read(path: Path) -> Recording:
 
 
 def write(path: Path, panels: Iterable[Panel]) -> int:
-    """Writes panels as one recording; how many samples. Missing values are left out."""
+    """Writes panels as one recording, without missing values; returns the number of samples."""
     tables = [_rows(panel) for panel in panels]
     table = pl.concat(tables) if tables else pl.DataFrame(schema=_schema())
     partial = path.with_name(path.name + ".partial")
@@ -119,7 +119,7 @@ def _table(path: Path) -> tuple[pl.DataFrame, list[str]]:
             raise UnreadableInput(where=where, reason=reason)
         wanted = [c for c in (*REQUIRED, *OPTIONAL_STRINGS, *OPTIONAL_INTEGERS) if c in schema]
         table = pl.read_parquet(path, columns=wanted, glob=False)
-    except pl.exceptions.PanicException as e:  # a defect of the reader that damaged files bring out
+    except pl.exceptions.PanicException as e:  # a bug in the reader, triggered by damaged files
         raise UnreadableInput(where=where, reason="the Parquet file is damaged") from e
     except (pl.exceptions.PolarsError, OSError) as e:
         first = (str(e).splitlines() or [type(e).__name__])[0][:200]
@@ -128,7 +128,7 @@ def _table(path: Path) -> tuple[pl.DataFrame, list[str]]:
 
 
 def _typed(table: pl.DataFrame, where: str) -> pl.DataFrame:
-    """All columns present and of one type; missing ones hold null."""
+    """All columns with their types; missing ones are filled with null."""
     schema = table.schema
     for name in ("value", *(c for c in OPTIONAL_INTEGERS if c in schema)):
         if not schema[name].is_numeric() and schema[name] != pl.Null:
@@ -154,7 +154,7 @@ def _typed(table: pl.DataFrame, where: str) -> pl.DataFrame:
 
 
 def _clean(table: pl.DataFrame) -> tuple[pl.DataFrame, list[str]]:
-    """Without rows that lack a usable value; the remarks about them."""
+    """The table without rows that lack a usable value, and remarks about these."""
     good = {
         "have no sensible time": pl.col("timestamp").is_between(-TIME_MAX, TIME_MAX).fill_null(False),
         "name no node": pl.col("node").cast(pl.String) != "",
@@ -191,7 +191,7 @@ def _panel(path: Path, part: pl.DataFrame, room: int) -> Panel:
         part.with_columns(pl.col("node", "replica", "metric").cast(pl.String))
         .join(index, on=MACHINE_KEY, how="left", nulls_equal=True)
         .join(names, on="metric", how="left")
-        # Of samples that fall on one tick the latest counts; the value decides between equal times, not the row order.
+        # Of samples on one tick, the latest counts; equal times are ordered by value, independent of the row order.
         .sort("timestamp", "value")
     )
     head = part.row(0, named=True)
@@ -231,20 +231,20 @@ def _panel(path: Path, part: pl.DataFrame, room: int) -> Panel:
 
 
 def _interval(part: pl.DataFrame) -> float:
-    """Usual distance between the first samples of a machine, over machines; 1 s where there is only one sample."""
+    """Typical distance between a machine's first samples, over machines; 1 s if there is only one sample."""
     seen = part.select("machine", "timestamp").unique().sort("timestamp")
     first = seen.group_by("machine", maintain_order=True).head(NUM_FIRST_SAMPLES)
     return _usual_distance([g["timestamp"].to_numpy() for g in first.partition_by("machine")])
 
 
 def _usual_distance(times: Sequence[Times]) -> float:
-    """Median over machines of the median positive distance, the lower one of two; seconds, 1 where there is none."""
+    """Median over machines of the (lower) median positive distance; seconds, 1 if there is none."""
     distances = [_lower_median(d) for t in times if len(d := np.diff(t)[np.diff(t) > 0])]
     return _lower_median(np.array(distances)) if distances else 1.0
 
 
 def _lower_median(values: Times) -> float:
-    return float(np.quantile(values, 0.5, method="lower"))  # between two a gap would decide
+    return float(np.quantile(values, 0.5, method="lower"))  # an average of two values could be dominated by a gap
 
 
 def _rows(panel: Panel) -> pl.DataFrame:
@@ -273,10 +273,10 @@ def _rows(panel: Panel) -> pl.DataFrame:
 
 
 class RecordingSource:
-    """A recording, as if it happened now. `speed`: recorded seconds a second; infinite: without any wait."""
+    """Replays a recording as if live. `speed`: recorded seconds per second; infinite: without waiting."""
 
     def __init__(self, path: Path, speed: float, clock: Clock) -> None:
-        """Raises UnreadableInput; ConfigError: no such speed."""
+        """Raises UnreadableInput; ConfigError: invalid speed."""
         if not speed > 0:
             raise ConfigError([f"--speed: must be above 0, got {speed:g}"])
         self._speed, self._clock = speed, clock

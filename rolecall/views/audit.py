@@ -1,9 +1,9 @@
-"""`rolecall audit RUN`: does the memory of a run hold, and did every prompt group enter the optimizer exactly once?
+"""`rolecall audit RUN`: is the run's journal intact, and did every prompt group enter the optimizer exactly once?
 
-Checked are the journal's chain; the ledger's chain and moves; every place outside of the ledger that knows its head
-(anchors): commit records in the journal and in checkpoints, the controller's last word, and the report; that the groups
-of each committed step are those which the ledger calls trained in it; and that each rollout that came back served on a
-proof of its own. A problem is a sentence. Nothing here writes.
+Checks: the hash chain of the journal; chain and state transitions of the ledger; every copy of the ledger's head
+outside the ledger (anchors): commit records in the journal and in checkpoints, the controller's final record, and the
+report; that the ledger and the committed steps agree on the trained groups; and that each readmitted rollout served
+with its own proof. A problem is a sentence. Read-only.
 """
 
 import hashlib
@@ -23,31 +23,31 @@ from rolecall.core.text import plain
 
 COMPLETED = "completed"
 CLOSED_BOOKS = frozenset({COMPLETED, "stopped"})
-"""Outcomes of a run whose controller closed its books: after these no group may be open."""
+"""Outcomes of a run whose controller shut down in order: after these, no group may be open."""
 
 DONE_FLAG = "done"
-"""Where the controller leaves its last word, the ledger's head with it, when it has closed its books."""
+"""Flag in which the controller stores its final record, including the ledger's head, at an orderly shutdown."""
 
 Anchor = tuple[str, ChainHead]
-"""(where it was kept, head)."""
+"""(location, head)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Admission:
-    """One rollout incarnation that began to serve, and the first proof that it gave."""
+    """A rollout incarnation that began to serve, and its first proof."""
 
     replica: str
     incarnation: int
     policy_version: int
     wall_at: float
-    readmitted: bool  # not the first of its name: a replacement, or a promoted standby
+    readmitted: bool  # not the first with its name: a replacement, or a promoted standby
     proof: dict[str, Any]
-    problem: str = ""  # why the proof does not prove; empty when it does
+    problem: str = ""  # why the proof is invalid; empty if it is valid
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunAudit:
-    """What was found. `ok` only without problems."""
+    """Results of the audit. `ok` only without problems."""
 
     ok: bool
     run_id: str
@@ -57,13 +57,13 @@ class RunAudit:
     num_anchors: int
     admissions: tuple[Admission, ...] = ()
     weights_proven: int = 0
-    """Re-admissions with a proof that holds."""
+    """Readmissions with a valid proof."""
     damage: JournalCorrupt | None = None
-    """Why nothing that the journal's events say was used."""
+    """Why the journal's events were not used."""
     notes: tuple[str, ...] = field(default=())
 
     def summary(self) -> dict[str, Any]:
-        """The report's `audit`."""
+        """The `audit` section of the report."""
         a = self.ledger
         return {
             "ok": self.ok,
@@ -89,11 +89,11 @@ def head_to_dict(head: ChainHead) -> dict[str, Any]:
 
 
 def audit_run(run: RunDir) -> RunAudit:
-    """Audits the run as it lies there, finished or not.
+    """Audits a run's directory, finished or not.
 
     Raises:
         JournalError: there is no journal.
-        JournalCorrupt: the file is no database that can be read at all; which file, and why.
+        JournalCorrupt: the file is not a readable database; which file, and why.
     """
     journal = Journal(run.database_url, create=False)
     try:
@@ -103,7 +103,7 @@ def audit_run(run: RunDir) -> RunAudit:
 
 
 def audit_journal(journal: Journal, run_id: str, run: RunDir | None) -> RunAudit:
-    """The same of an open journal. `run`: where checkpoints and report are, if they can be reached.
+    """Like `audit_run`, for an open journal. `run`: location of checkpoints and report, if available.
 
     Raises:
         JournalError: it cannot be read now.
@@ -137,7 +137,7 @@ def audit_journal(journal: Journal, run_id: str, run: RunDir | None) -> RunAudit
         problems.append(f"{found.duplicates} group(s) were trained twice")
     if outcome not in CLOSED_BOOKS:
         notes.append(f"the run {'ended as ' + outcome if outcome else 'has not ended'}: open groups are not counted")
-    if not found.problems:  # a ledger that does not hold cannot be compared step by step
+    if not found.problems:  # a damaged ledger cannot be compared step by step
         problems += compare_steps(events, lines, complete=outcome in CLOSED_BOOKS)
     admissions = admitted(events)
     problems += [f"{a.replica}#{a.incarnation}: {a.problem}" for a in admissions if a.problem]
@@ -177,7 +177,7 @@ def _from_events(events: Iterable[Event]) -> list[Anchor]:
 def _from_last_word(journal: Journal, problems: list[str]) -> list[Anchor]:
     word = journal.flag(DONE_FLAG)
     if word is None:
-        return []  # the books are still open
+        return []  # the run has not shut down yet
     try:
         head = _head(json.loads(word)["ledger"])
     except (ValueError, KeyError, TypeError):
@@ -189,7 +189,7 @@ def _from_last_word(journal: Journal, problems: list[str]) -> list[Anchor]:
 
 
 def _from_checkpoints(folder: Path, problems: list[str]) -> list[Anchor]:
-    """Ledger heads in the commit records of checkpoints; a record that is not what was written is a problem."""
+    """Ledger heads in the commit records of checkpoints; a malformed record is a problem."""
     found = []
     for path in sorted(p for p in folder.glob("step-*") if p.is_dir()):
         where = f"checkpoint {path.name}"
@@ -244,9 +244,9 @@ def _journal_anchor(where: str, anchor: ChainHead, head: ChainHead, events: Sequ
 
 
 def compare_steps(events: Iterable[Event], lines: Iterable[Mapping[str, Any]], *, complete: bool) -> list[str]:
-    """Where journal and ledger disagree on which groups a step trained. Pure.
+    """Disagreements of journal and ledger on the groups trained in a step. Pure.
 
-    `complete`: the run is over, so a trained step without its event is a problem, not just not written yet.
+    `complete`: the run is over, so a trained step without its event is a problem, not just pending.
     """
     step_of: dict[str, int] = {}
     undone: set[str] = set()
@@ -269,7 +269,7 @@ def compare_steps(events: Iterable[Event], lines: Iterable[Mapping[str, Any]], *
         by_ledger = trained.get(step, set())
         missing, more = told[step] - by_ledger, by_ledger - told[step]
         if not by_ledger and (missing <= undone or (step == max(told) and not complete)):
-            continue  # undone and not reached again; or the controller died between the event and the ledger
+            continue  # undone and not repeated; or the controller died between the event and the ledger
         if more or missing:
             names = ", ".join(sorted(missing | more)[:5])
             problems.append(f"step {step}: journal and ledger disagree on {len(missing | more)} group(s): {names}")
@@ -280,10 +280,10 @@ def compare_steps(events: Iterable[Event], lines: Iterable[Mapping[str, Any]], *
 
 
 def admitted(events: Iterable[Event]) -> list[Admission]:
-    """The first admission of every rollout incarnation, and whether its proof proves. Pure.
+    """The first admission of every rollout incarnation, and whether its proof is valid. Pure.
 
-    The manifest of a version is what the first proof of that version names: all others must agree, and so must the
-    storage digests of one version, since the rollouts of one run have one layout.
+    The first proof of a version defines its manifest: all others must agree, and so must the storage digests of one
+    version, since the rollouts of one run have one layout.
     """
     manifests: dict[int, str] = {}
     storages: dict[int, str] = {}
@@ -327,7 +327,7 @@ def _proof_problem(proof: Mapping[str, Any], version: int, manifests: dict[int, 
 
 
 def audit_text(found: RunAudit) -> str:
-    """For people: what was checked, what was found, and every problem in a line of its own."""
+    """Text output: checks, results, and one line per problem."""
     a = found.ledger
     groups = (
         f"{a.groups_issued} issued, {a.groups_trained} trained, {a.groups_dropped} dropped, "
@@ -351,11 +351,11 @@ def audit_text(found: RunAudit) -> str:
 
 
 def _low(bucket: tuple[str, int]) -> int:
-    """Where a bucket of lengths begins."""
+    """Lower bound of a length bucket."""
     return int(bucket[0].partition("-")[0])
 
 
 def _filtered(a: Audit, bucket: str) -> str:
-    """Of the dropped groups of a length, those that dynamic sampling chose."""
+    """Suffix with the number of groups in a bucket that dynamic sampling dropped; empty if none."""
     chosen = a.filtered_by_length.get(bucket, 0)
     return f", {chosen} of them filtered" if chosen else ""

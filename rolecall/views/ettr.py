@@ -1,16 +1,17 @@
-"""How much of the run was training: ETTR, the pace of steps, and seconds to N steps beside a failure-free run. Pure.
+"""Effective training time ratio (ETTR), pace of steps, and seconds to N steps compared with a failure-free run. Pure.
 
-ETTR follows RobustRL (arXiv 2512.22492): time in which rollouts or trainers compute counts, over all time. While
-trainers recover and the rollouts live, a window counts
+ETTR follows RobustRL (arXiv 2512.22492): the share of time in which rollouts or trainers compute. While trainers
+recover and the rollouts run, a window counts
 
     num_rollouts / (num_rollouts + num_trainers)
 
-because the rollouts go on generating. The paper does not say what a lost rollout costs. Ours: while k of the rollouts
-are lost, the window counts (num_rollouts - k + trainers at work) / (num_rollouts + num_trainers), so ours is never
-higher than the paper's. From the fault until the interrupted step is committed no trainer counts; from then until the
-replacement serves, the survivors do. A replica slowed by a fault counts as lost, although it still does something.
+because the rollouts continue to generate. The paper does not define the cost of a lost rollout. Here, while k of the
+rollouts are lost, the window counts (num_rollouts - k + active trainers) / (num_rollouts + num_trainers), so the result
+is never higher than the paper's. From the fault until the interrupted step is committed, no trainer counts; from then
+until the replacement serves, the survivors do. A replica slowed by a fault counts as lost, although it still does some
+work.
 
-The clock runs from the first membership epoch with a trainer and a rollout in it to the last committed step.
+The time runs from the first membership epoch with a trainer and a rollout to the last committed step.
 """
 
 import math
@@ -33,7 +34,7 @@ Cause = tuple[str, str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """One optimizer step as it was committed for good. Times are wall seconds."""
+    """One optimizer step as finally committed. Times are wall seconds."""
 
     step: int
     at: float
@@ -43,10 +44,10 @@ class Step:
     epoch: int
     num_tokens: int
     signs: Mapping[str, float] = field(default_factory=dict)
-    """Of the policy's health (core/policy_health.py), those that the step had."""
+    """Policy health metrics (core/policy_health.py) that the step reported."""
 
     def to_dict(self, zero: float) -> dict[str, float | int | None]:
-        """As the report holds it: `at` in seconds after `zero`; what is not a number is null."""
+        """Layout in the report: `at` in seconds after `zero`; non-finite values are null."""
         return {
             "step": self.step,
             "at": round(self.at - zero, 3),
@@ -60,8 +61,8 @@ class Step:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loss:
-    """One replica's work lost from `since` to `until`, wall seconds. `stalled_until`: trainers only, no trainer works
-    before it. `incident_id` is empty for an undetected fault."""
+    """Work of one replica lost from `since` to `until`, wall seconds. `stalled_until`: trainers only; no trainer
+    computes before it. `incident_id` is empty for an undetected fault."""
 
     replica: str
     since: float
@@ -76,7 +77,7 @@ class Loss:
 
 
 def _number(value: float | None) -> float:
-    """NaN for what is null: a restarted controller may know that a step was committed, and not its loss."""
+    """NaN for null: a restarted controller may know that a step was committed, but not its loss."""
     return math.nan if value is None else value
 
 
@@ -85,7 +86,7 @@ def _finite(value: float) -> float | None:
 
 
 def training_began(events: Iterable[Event]) -> float | None:
-    """When a trainer and a rollout were members of an epoch together for the first time, wall seconds."""
+    """When an epoch first had both a trainer and a rollout, wall seconds."""
     for event in events:
         if isinstance(event.payload, EpochAdvanced):
             roles = {replica.partition("/")[0] for replica, _ in event.payload.members}
@@ -95,7 +96,7 @@ def training_began(events: Iterable[Event]) -> float | None:
 
 
 def steps(events: Iterable[Event]) -> list[Step]:
-    """The committed steps in order; of a step that was undone and done again, the last time counts."""
+    """The committed steps in order; for a step that was undone and repeated, the last time counts."""
     found: dict[int, Step] = {}
     for event in events:
         if isinstance(event.payload, StepCommitted):
@@ -117,17 +118,17 @@ def step_of(committed: StepCommitted, at: float) -> Step:
 
 
 def health(committed: Sequence[Step]) -> dict[str, list[float | None]]:
-    """Signs of the policy's health as the report holds them: name -> a value for each step, null where it had none."""
+    """Policy health metrics for the report: name -> one value per step, null if missing."""
     told = [name for name in BY_NAME if any(name in step.signs for step in committed)]
     return {name: [_finite(step.signs.get(name, math.nan)) for step in committed] for name in told}
 
 
 def losses(joined: MatchedIncidents, end: float) -> list[Loss]:
-    """The work that each incident, and each undetected fault, cost each replica; open losses last until `end`."""
+    """Lost work per replica of each incident and each undetected fault; open losses last until `end`."""
     found = []
     for story in joined.stories:
         if story.fault is None and story.action_started_at is None:
-            continue  # no harm is known, and no replica was replaced
+            continue  # no known impact, and no replica was replaced
         hurt = set(story.fault.hit) if story.fault else {s.replica for s in story.diagnosis.suspects if s.replica}
         until = story.serving_at if story.serving_at is not None else story.ends_at
         stalled = story.step_committed_at if story.step_committed_at is not None else until
@@ -200,9 +201,9 @@ def by_cause(lost: Mapping[tuple[str, Loss], float]) -> dict[Cause, float]:
 def ettr(
     start: float, end: float, lost: Iterable[Loss], *, num_rollouts: int, num_trainers: int, count_rollouts: bool = True
 ) -> float | None:
-    """Effective training time ratio from `start` to `end`, 0..1; None when no time passed.
+    """Effective training time ratio from `start` to `end`, 0..1; None if no time passed.
 
-    `count_rollouts` false: the paper's formula alone, in which a lost rollout costs nothing.
+    `count_rollouts` false: the paper's formula, in which a lost rollout costs nothing.
     """
     if end <= start or num_rollouts + num_trainers == 0:
         return None
@@ -212,7 +213,7 @@ def ettr(
 
 
 def faultless_step_seconds(committed: Sequence[Step], lost: Sequence[Loss]) -> float | None:
-    """Mean time from commit to commit where no fault was open in between; None if there is no such pair."""
+    """Mean time between commits without an open fault in between; None if there is no such pair."""
     gaps = [
         b.at - a.at
         for a, b in pairwise(committed)
@@ -222,7 +223,7 @@ def faultless_step_seconds(committed: Sequence[Step], lost: Sequence[Loss]) -> f
 
 
 def seconds_to(committed: Sequence[Step], start: float, num_steps: int) -> float | None:
-    """Seconds from `start` until that many steps stood committed; None when they never did."""
+    """Seconds from `start` until that many steps were committed; None if they never were."""
     if num_steps < 1 or len(committed) < num_steps:
         return None
     return committed[num_steps - 1].at - start
@@ -233,8 +234,8 @@ def compare_pace(
 ) -> dict[str, object]:
     """`seconds_to_n_steps` of the report.
 
-    `baseline`: the report of a failure-free run, with `steps` and `training_started_seconds` as a report has them.
-    Without one, `baseline` is null and `estimate` says what this run's own faultless pace would have needed.
+    `baseline`: the report of a failure-free run, with its `steps` and `training_started_seconds`. Without one,
+    `baseline` is null and `estimate` is derived from this run's pace without faults.
     """
     n, theirs = len(committed), None
     name = None
@@ -258,7 +259,7 @@ def compare_pace(
 
 
 def mean_of_ends(values: Sequence[float]) -> tuple[float | None, float | None]:
-    """Mean of the first and of the last 10 %, of at least 3 values each; numbers that are none are left out."""
+    """Mean of the first and of the last 10 %, of at least 3 values each; missing values are ignored."""
     known = [v for v in values if math.isfinite(v)]
     if not known:
         return None, None

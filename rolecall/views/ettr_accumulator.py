@@ -1,10 +1,10 @@
 """ETTR and lost time of a run in progress: the definition of `ettr.py`, updated event by event. Pure.
 
-A running run counts up to now, so that an outage shows while it lasts; an ended one up to its last committed step, as
-in the report. Time that lies `SETTLE_SECONDS` back, before the onset of every open incident and of every injected fault
-that has no incident yet, is settled: it is summed once, and its events and losses are dropped. The result differs from
-the report's only if a fault is detected later than `SETTLE_SECONDS` after its onset: the settled part of its loss is
-missing.
+For a run in progress, time counts up to now, so that an outage shows while it lasts; for an ended one, up to its last
+committed step, as in the report. Time more than `SETTLE_SECONDS` ago, before the onset of every open incident and of
+every injected fault without an incident, is settled: it is summed once, and its events and losses are dropped. The
+result differs from the report's only if a fault is detected later than `SETTLE_SECONDS` after its onset: the settled
+part of its loss is missing.
 """
 
 import math
@@ -21,7 +21,7 @@ from rolecall.views.injections import InjectedFault
 from rolecall.views.lifetimes import incarnation_records
 
 SETTLE_SECONDS = 600.0
-"""Slow replicas are detected within minutes; panels, the slowest detectors, lead to no action and so to no loss."""
+"""Slow replicas are detected within minutes; panels, the slowest detectors, trigger no action and thus no loss."""
 NUM_RETAINED_MAX = 50_000
 """Events kept for open incidents: hours of a run. Beyond it the oldest are dropped."""
 
@@ -61,8 +61,8 @@ class EttrAccount:
 class EttrAccumulator:
     """Owned by one reader, which passes every event once, in order.
 
-    `num_rollouts`, `num_trainers`: 0 until the event `run_started` says them. `faults`: the injection log as far as it
-    is known, oldest first; a loss then starts at the injection, and an undetected fault is a loss.
+    `num_rollouts`, `num_trainers`: 0 until the event `run_started`. `faults`: the known part of the injection log,
+    oldest first; a loss then starts at the injection, and an undetected fault is a loss.
     """
 
     num_rollouts: int = 0
@@ -75,7 +75,7 @@ class EttrAccumulator:
     _ended: bool = False
     _events: deque[Event] = field(default_factory=lambda: deque(maxlen=NUM_RETAINED_MAX))
     _open: dict[str, float] = field(default_factory=dict)  # incident -> onset
-    _started: set[str] = field(default_factory=set)  # open incidents with an action: only these cost anything
+    _started: set[str] = field(default_factory=set)  # open incidents with an action: only these cause losses
     _losses: list[Loss] = field(default_factory=list)  # of closed incidents, not settled yet
     _settled_until: float = 0.0
     _settled: dict[Cause, float] = field(default_factory=dict)
@@ -86,7 +86,7 @@ class EttrAccumulator:
 
     @property
     def is_losing(self) -> bool:
-        """Whether work is being lost, so that the account changes with time alone."""
+        """Whether work is being lost now, so that the account changes with time alone."""
         return bool(self._open) or len(self._matched) < len(self.faults)
 
     def take(self, event: Event) -> IncidentSummary | None:
@@ -121,7 +121,7 @@ class EttrAccumulator:
         return None
 
     def account(self, now: float | None) -> EttrAccount | None:
-        """`now`: wall seconds; None: of an ended run. Returns None before training began."""
+        """`now`: wall seconds; None for an ended run. Returns None before training began."""
         if self._began_at is None:
             return None
         end = self._committed_at if (now is None or self._ended) and self._committed_at is not None else now
@@ -134,7 +134,7 @@ class EttrAccumulator:
         return EttrAccount(start=self._began_at, end=end, lost=lost)
 
     def _open_losses(self, end: float) -> list[Loss]:
-        """Of open incidents and undetected faults, until `end`."""
+        """Losses of open incidents and undetected faults, until `end`."""
         found: list[Loss] = []
         detected = set(self._matched)
         for incident in sorted(self._open if self.faults else self._started):

@@ -1,16 +1,17 @@
-"""What happened, told from the journal: each incident with its times, joined with the fault that caused it. Pure.
+"""Incidents from the journal with their times, matched with the injected faults that caused them. Pure.
 
-The injector's log is read here for the first time: rolecall's detectors never see it. A fault belongs to the earliest
-incident after it that names its target; else to one that was opened within its time and names somebody else (the fault
-was noticed and the wrong one named). What is left over is a missed fault, or a false alarm.
+The injection log is used only for evaluation; rolecall's detectors never see it. A fault is matched with the earliest
+later incident that names its target, else with one that opened soon after it and names another suspect (detected, but
+misattributed). An unmatched fault is missed; an unmatched incident is a false alarm.
 
-Seconds of an incident count from the finding (`detected_at`, the moment at which the detectors were sure):
+Seconds of an incident count from the finding (`detected_at`, when the detectors were certain):
 
     detected_seconds           fault injected -> finding
-    requests_resumed_seconds   finding -> its open requests were given to other engines; 0 if that was done before
+    requests_resumed_seconds   finding -> its open requests were reassigned to other engines; 0 if done before
     step_committed_seconds     finding -> the step that the fault interrupted was committed; 0 if before
-    serving_seconds            finding -> the replacement serves (rollout: on proof of its weights; trainer: in an
-    epoch) cured_seconds              finding -> the replacement serves AND was seen to make progress
+    serving_seconds            finding -> the replacement serves (rollout: with proof of its weights; trainer: in an
+                               epoch)
+    cured_seconds              finding -> the replacement serves AND has made progress
 """
 
 from bisect import bisect_left, bisect_right
@@ -37,16 +38,16 @@ from rolecall.views.injections import InjectedFault
 from rolecall.views.lifetimes import IncarnationRecord, Key
 
 CLOCK_SLACK_SECONDS = 0.05
-"""The injector writes down its moment after it acted: a finding may stand this much before it."""
+"""The injector records its time after it acted: a finding may precede that time by this much."""
 WRONG_NAME_SECONDS = 60.0
-"""An incident that names somebody else may still belong to a fault if it opened this soon after it."""
+"""An incident that names another suspect is matched with a fault if it opened this soon after it."""
 
 _K = EventKind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replacement:
-    """The new incarnation that a plan asked for."""
+    """The new incarnation that a plan requested."""
 
     replica: str
     incarnation: int
@@ -61,14 +62,14 @@ class Replacement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IncidentSummary:
-    """One incident, from fault to close. Times are wall seconds, None when it never came to that."""
+    """One incident, from fault to close. Times are wall seconds, None if it did not happen."""
 
     incident_id: str
     opened_at: float
     diagnosis: Diagnosis
     plan: Plan | None = None
     num_plans: int = 0
-    held: tuple[str, ...] = ()  # what guards said
+    held: tuple[str, ...] = ()  # reasons of guards
     action_started_at: float | None = None
     action_failed: tuple[str, ...] = ()
     verified_at: float | None = None
@@ -76,11 +77,11 @@ class IncidentSummary:
     closed_at: float | None = None
     outcome: str = ""  # empty while it is open
     closed_because: str = ""
-    suspects: tuple[Suspect, ...] = ()  # all that were ever named: knowledge grows, and a replacement may fail too
-    targets: frozenset[Key] = frozenset()  # all that were ever to be replaced
+    suspects: tuple[Suspect, ...] = ()  # all suspects over time: diagnoses are updated, and a replacement may fail too
+    targets: frozenset[Key] = frozenset()  # all planned replacements
     fault: InjectedFault | None = None
     named_right: bool | None = None  # None without a fault
-    further_faults: tuple[InjectedFault, ...] = ()  # of what this incident had made itself: resolved with it, or not
+    further_faults: tuple[InjectedFault, ...] = ()  # hit this incident's own replacements: resolved with it, or not
     replacements: tuple[Replacement, ...] = ()
     requests_resumed_at: float | None = None
     step_committed_at: float | None = None
@@ -94,7 +95,7 @@ class IncidentSummary:
 
     @property
     def began_at(self) -> float:
-        """When the harm began: the fault's own moment if it is known, else the onset that the diagnosis gives."""
+        """When the impact began: the time of the fault if known, else the onset in the diagnosis."""
         return self.fault.injected_at if self.fault else min(self.diagnosis.onset, self.detected_at)
 
     @property
@@ -105,7 +106,7 @@ class IncidentSummary:
 
     @property
     def cured_at(self) -> float | None:
-        """When the replacement served with proof, once it was also seen to finish work; without one, the latter."""
+        """When the replacement served, once its progress is verified; without one, when progress was verified."""
         if self.verified_at is None:
             return None
         return self.verified_at if self.serving_at is None else self.serving_at
@@ -116,14 +117,14 @@ class IncidentSummary:
 
     @property
     def ends_at(self) -> float | None:
-        """When nothing of it is left to do."""
+        """Close time; while it is open, `cured_at`."""
         return self.closed_at if self.closed_at is not None else self.cured_at
 
     def since_finding(self, at: float | None) -> float | None:
         return None if at is None else round(max(0.0, at - self.detected_at), 3)
 
     def to_dict(self) -> dict[str, Any]:
-        """As the report holds it."""
+        """Layout in the report."""
         d, plan = self.diagnosis, self.plan
         return {
             "incident_id": self.incident_id,
@@ -174,7 +175,7 @@ class MatchedIncidents:
 
 
 def suspect_name(suspect: Suspect) -> str:
-    """`rollout/1#2`, or the node where no replica is named."""
+    """`rollout/1#2`, or the node if no replica is named."""
     if not suspect.replica:
         return suspect.node
     return suspect.replica if suspect.incarnation is None else f"{suspect.replica}#{suspect.incarnation}"
@@ -200,7 +201,7 @@ def summarize_incidents(
 
 
 def named_by_plans(events: Iterable[Event]) -> frozenset[Key]:
-    """Every incarnation that a started plan named."""
+    """All incarnations that a started plan named."""
     named: set[Key] = set()
     for event in events:
         if isinstance(event.payload, ActionStarted):
@@ -228,7 +229,7 @@ def _fold(events: Iterable[Event]) -> dict[str, IncidentSummary]:
 def _after(story: IncidentSummary, event: Event) -> IncidentSummary:
     match event.payload:
         case IncidentUpdated(diagnosis=newest):
-            # The words and suspects of the newest knowledge, the moment of the first.
+            # Text and suspects of the newest diagnosis, time of the first.
             first = story.diagnosis
             newest = replace(newest, detected_at=first.detected_at, onset=first.onset)
             return replace(story, diagnosis=newest, suspects=(*story.suspects, *newest.suspects))
@@ -289,13 +290,13 @@ def _join(
                 left.remove(fault)
                 break
     join(right=False)
-    # A request that a person made is no alarm.
+    # An operator request is not an alarm.
     alarms = [w for w in free if "operator" not in told[w].diagnosis.detectors]
     return list(told.values()), left, alarms
 
 
 def _affects_replacement(story: IncidentSummary, fault: InjectedFault) -> bool:
-    """Whether a fault struck, while the incident was open, what it had put in the place of its first suspect."""
+    """Whether a fault hit the replacement of the incident's first suspect while the incident was open."""
     during = story.opened_at <= fault.injected_at <= (story.closed_at or float("inf"))
     return during and len(fault.hit) == 1 and (fault.target, fault.incarnation) in story.targets
 
@@ -321,7 +322,7 @@ def _replacements(story: IncidentSummary, known: Mapping[Key, IncarnationRecord]
 
 
 class _Work:
-    """Events that tell of work, by time: each incident looks at its own span, and not through the whole journal."""
+    """Work events by time, so that each incident reads only its own time span."""
 
     def __init__(self, events: Iterable[Event]) -> None:
         kinds = (_K.REQUESTS_REASSIGNED, _K.STEP_INTERRUPTED, _K.STEP_COMMITTED)
@@ -329,13 +330,13 @@ class _Work:
         self._times = [e.wall_at for e in self._events]
 
     def between(self, since: float, until: float) -> list[Event]:
-        """Both ends included, in the order of the journal."""
+        """Both ends included, in journal order."""
         found = self._events[bisect_left(self._times, since) : bisect_right(self._times, until)]
         return sorted(found, key=lambda e: e.seq)
 
 
 def _work_lost(story: IncidentSummary, work: _Work, steps_undone: Mapping[int, float]) -> IncidentSummary:
-    """What the fault cost: tokens, steps, and when the work that it interrupted went on."""
+    """Cost of the fault: tokens, steps, and when the interrupted work continued."""
     hurt = {s.replica for s in story.diagnosis.suspects if s.replica} | set(story.fault.hit if story.fault else ())
     since = story.began_at - CLOCK_SLACK_SECONDS
     until = story.ends_at if story.ends_at is not None else float("inf")
@@ -358,14 +359,14 @@ def _work_lost(story: IncidentSummary, work: _Work, steps_undone: Mapping[int, f
 
 
 def _moved_from(moved: RequestsReassigned, hurt: set[str], named: set[tuple[str, int | None]]) -> bool:
-    """Whether requests left one of the replicas in question, and the incarnation that was named if both are known."""
+    """Whether requests were moved away from one of these replicas, matching the named incarnation if both are known."""
     who, incarnation = moved.from_replica, moved.from_incarnation
     others = {i for r, i in named if r == who} - {None}
     return who in hurt and (incarnation is None or not others or incarnation in others)
 
 
 def _step_committed_at(during: Sequence[Event], hurt: set[str], detected_at: float) -> float | None:
-    """When the interrupted step was committed; without a note of it, the first commit after the finding."""
+    """When the interrupted step was committed; if that is not recorded, the first commit after the finding."""
     if not any(r.startswith("trainer/") for r in hurt):
         return None
     interrupted = next(((e.seq, e.payload.step) for e in during if isinstance(e.payload, StepInterrupted)), None)

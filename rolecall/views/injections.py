@@ -1,4 +1,4 @@
-"""The injector's own log, `injections.jsonl`: read only after the fact, never by a detector. Pure."""
+"""The fault injector's log, `injections.jsonl`: used only for evaluation, never by a detector. Pure."""
 
 import json
 from dataclasses import dataclass
@@ -19,8 +19,8 @@ class InjectedFault:
     node: str = ""
     pid: int = 0
     start_ticks: int = 0
-    met: bool = True  # it came at the moment that it was aimed at
-    targets: tuple[str, ...] = ()  # all that were hit together; `target` is the first of them
+    met: bool = True  # injected at the intended moment
+    targets: tuple[str, ...] = ()  # all replicas hit together; `target` is the first of them
 
     @property
     def hit(self) -> tuple[str, ...]:
@@ -28,7 +28,7 @@ class InjectedFault:
 
     @property
     def of_helper(self) -> bool:
-        """It hit a process of rolecall's own, which is started again and is no incident of the job."""
+        """It hit one of rolecall's own processes, which is restarted and is no incident of the job."""
         return self.kind.startswith(HELPER_KINDS)
 
     def to_dict(self) -> dict[str, Any]:
@@ -36,10 +36,10 @@ class InjectedFault:
 
 
 def parse_injections(text: str) -> list[InjectedFault]:
-    """The injector's log, oldest first. A last line that is still being written is left out.
+    """The injector's log, oldest first, without an incomplete last line.
 
     Raises:
-        ValueError: a whole line is not what the injector writes.
+        ValueError: a complete line is malformed.
     """
     faults = []
     for number, line in enumerate(text.splitlines(keepends=True), start=1):

@@ -1,7 +1,7 @@
-"""Which process stood for which replica, when: one life an incarnation, read from the journal. Pure.
+"""Lifetime of each replica incarnation and its process, from the journal. Pure.
 
-From the lives follow the lanes of the report's timeline, and `pids_kept`: every process that no plan named kept its PID
-(invariant Smallest blast radius, docs/invariants.md).
+These give the lanes of the report's timeline, and `pids_kept`: every process that no plan named kept its PID (invariant
+Smallest blast radius, docs/invariants.md).
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -27,7 +27,7 @@ Key = tuple[str, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IncarnationRecord:
-    """One incarnation of one replica. Times are wall seconds, None when it never came to that."""
+    """One incarnation of one replica. Times are wall seconds, None if it did not happen."""
 
     replica: str
     incarnation: int
@@ -38,7 +38,7 @@ class IncarnationRecord:
     starting_at: float | None = None
     ready_at: float | None = None
     serving_at: float | None = None
-    """Rollout: the first proof of its weights. Others: member of an epoch for the first time."""
+    """Rollout: the first proof of its weights. Others: first membership in an epoch."""
     lost_at: float | None = None
     stopped_at: float | None = None
     because: str = ""
@@ -57,7 +57,7 @@ class IncarnationRecord:
         return min(ends) if ends else None
 
     def to_dict(self, zero: float) -> dict[str, Any]:
-        """As the report shows it: times in seconds after `zero`."""
+        """Layout in the report: times in seconds after `zero`."""
 
         def after(at: float | None) -> float | None:
             return None if at is None else round(at - zero, 3)
@@ -80,8 +80,8 @@ class IncarnationRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PidsKept:
-    """Who kept its process. `named`: replicas that a started plan named; `violations`: sentences, empty when all is
-    well."""
+    """Whether processes were kept. `named`: replicas that a started plan named; `violations`: sentences, empty if there
+    are none."""
 
     ok: bool
     num_kept: int
@@ -99,7 +99,7 @@ class PidsKept:
 def incarnation_records(
     events: Iterable[Event], actual: Mapping[tuple[ReplicaId, int], Actual]
 ) -> dict[Key, IncarnationRecord]:
-    """Every incarnation that the journal knows of."""
+    """All incarnations in the journal."""
     found: dict[Key, IncarnationRecord] = {}
     for event in events:
         said = event.payload
@@ -152,7 +152,7 @@ def _note(
     at: float,
     only_if_not: tuple[str, ...] = (),
 ) -> None:
-    """The first time of each kind stands."""
+    """The first time of each kind is kept."""
     life = found.setdefault((replica, incarnation), IncarnationRecord(replica=replica, incarnation=incarnation))
     if getattr(life, stamp) is None and life.role not in only_if_not:
         changes: dict[str, Any] = {stamp: at}
@@ -173,9 +173,9 @@ def pids_kept(
 ) -> PidsKept:
     """Whether each process that no plan named kept its PID.
 
-    `ready`: in these one incarnation must not show two processes. `named`: targets of plans that
-    were started. `struck`: incarnations that the injector hurt; what it kills, nobody else has taken. What is lost
-    after `work_ended_at` (the last committed step) belongs to the end of the run.
+    `ready`: an incarnation must not show two processes in these. `named`: targets of started plans. `struck`:
+    incarnations hit by the injector, whose loss is no violation. Losses after `work_ended_at` (the last committed step)
+    belong to the end of the run.
     """
     wrong: list[str] = []
     seen: dict[Key, tuple[int, int]] = {}
@@ -186,7 +186,7 @@ def pids_kept(
     elsewhere = {life.process for life in known.values() if life.role != STANDBY_ROLE}
 
     def went_on(life: IncarnationRecord) -> bool:
-        """A standby's process that lives on under the name of the replica it replaced."""
+        """A standby's process that continues under the name of the replica it replaced."""
         return life.role == STANDBY_ROLE and life.process in elsewhere
 
     by_replica: dict[str, list[IncarnationRecord]] = {}

@@ -1,8 +1,7 @@
-"""What a watch's `/metrics` says of incidents and of the run: a fold of the journal's events, each taken once.
+"""Totals of incidents and of the run for a watch's `/metrics`: a fold of the journal's events, each read once.
 
-Never the whole journal at a scrape: `JournalReader` reads what is new, some pages a look, so that a look is short even
-on a journal of millions of lines. A line that cannot be read, or lacks what its kind has, is passed over: the others
-count.
+A scrape never reads the whole journal: `JournalReader` reads only new events, a few pages per poll, so that a poll is
+short even with millions of lines. Lines that are unreadable or lack required fields are skipped; the others count.
 """
 
 from collections import Counter
@@ -43,18 +42,18 @@ from rolecall.views.incidents import IncidentSummary
 
 PAGE_EVENTS = 5_000
 PAGES_A_LOOK = 20
-"""A first look at a long journal goes on with the next one."""
+"""Maximum pages per poll; the next poll continues."""
 NUM_PLANS_REMEMBERED = 1_000
-"""Of these the events name the digest alone."""
+"""Some events refer to a plan only by its digest."""
 NUM_ROLES_MAX = 64
-"""Roles that have counters of their own; a further one counts as none, for agents say which roles there are."""
+"""Roles with their own counters; a further one counts as none, since agents, which are untrusted, report the roles."""
 
 _K = EventKind
 
 
 @dataclass
 class RunAccount:
-    """Everything counted since the journal's first line. Owned by one thread."""
+    """All totals since the journal's first line. Owned by one thread."""
 
     lost_time: EttrAccumulator
     events: Counter[str] = field(default_factory=Counter)  # by kind
@@ -62,9 +61,7 @@ class RunAccount:
     ended: bool = False
     step: Step | None = None
     staleness: float | None = None
-    signs: dict[str, float] = field(
-        default_factory=dict
-    )  # of the newest step, those that it had (core/policy_health.py)
+    signs: dict[str, float] = field(default_factory=dict)  # of the newest step (core/policy_health.py)
     num_tokens: int = 0
     epoch: int = 0
     requests_reassigned: int = 0
@@ -72,7 +69,7 @@ class RunAccount:
     tokens_lost: int = 0
     checkpoint_at: float | None = None
     policy_versions: dict[str, int] = field(default_factory=dict)  # replica -> newest proven version
-    opened: Counter[tuple[str, str]] = field(default_factory=Counter)  # by role of the first suspect, class of fault
+    opened: Counter[tuple[str, str]] = field(default_factory=Counter)  # by role of the first suspect, fault class
     found: Counter[str] = field(default_factory=Counter)  # by detector
     closed: Counter[str] = field(default_factory=Counter)  # by outcome
     finding_seconds: dict[str, "DurationTotal"] = field(default_factory=dict)  # by role
@@ -82,12 +79,12 @@ class RunAccount:
     decided: Counter[str] = field(default_factory=Counter)
     actions: Counter[tuple[str, str]] = field(default_factory=Counter)  # by action, outcome
     quarantined: set[str] = field(default_factory=set)
-    marks: dict[str, str] = field(default_factory=dict)  # incident -> newest verdict of a person
+    marks: dict[str, str] = field(default_factory=dict)  # incident -> newest operator verdict
     _roles: set[str] = field(default_factory=set)
     _plans: dict[tuple[str, str], ActionKind] = field(default_factory=dict)  # (incident, digest) -> action
 
     def take(self, event: Event) -> None:
-        """Raises what a body raises that is not as its kind has it; the event is counted all the same."""
+        """Raises the errors of a malformed event body; the event is counted nevertheless."""
         self.events[str(event.kind)] += 1
         story = self.lost_time.take(event)
         if story is not None:
@@ -148,7 +145,7 @@ class RunAccount:
         role = self._role(d)
         self.opened[role, str(d.fault_class)] += 1
         self.found.update(d.detectors)
-        if OPERATOR not in d.detectors:  # a request has no onset
+        if OPERATOR not in d.detectors:  # an operator request has no onset
             self.finding_seconds.setdefault(role, DurationTotal()).add(max(0.0, d.detected_at - d.onset))
 
     def _closed(self, story: IncidentSummary) -> None:
@@ -173,7 +170,7 @@ class RunAccount:
 
 @dataclass(slots=True)
 class DurationTotal:
-    """How long something took: all together, how often, and the newest."""
+    """Durations: total, number, and the newest."""
 
     seconds: float = 0.0
     number: int = 0
@@ -184,7 +181,7 @@ class DurationTotal:
 
 
 def role_of(d: Diagnosis) -> str:
-    """Of the first suspect; of the code at fault where nobody is suspected; else empty."""
+    """Role of the first suspect; without suspects, that of the faulty code; else empty."""
     return next((s.role for s in d.suspects if s.role), d.role_at_fault)
 
 
@@ -193,14 +190,14 @@ def run_account(job: JobConfig) -> RunAccount:
 
 
 class JournalReader:
-    """Goes on from where its last look ended."""
+    """Reads the journal incrementally: each poll continues after the previous one."""
 
     def __init__(self, journal: Journal, account: RunAccount) -> None:
         self._journal, self.account = journal, account
         self._seen_seq = 0
 
     def look(self) -> bool:
-        """Takes in what is new; False when there is more than one look reads.
+        """Processes new events; False if more remain than one poll reads.
 
         Raises:
             JournalError: the journal cannot be read.
@@ -209,7 +206,7 @@ class JournalReader:
             damaged: list[DamagedLine] = []
             events = self._journal.events(after=self._seen_seq, limit=PAGE_EVENTS, damaged=damaged)
             for event in events:
-                # Deliberate: a foreign writer's line must not blind the person who looks at the others.
+                # Deliberate: an invalid event from a foreign writer must not hide the others.
                 with suppress(Exception):
                     self.account.take(event)
             self._seen_seq = max([self._seen_seq, *(e.seq for e in events[-1:]), *(d.seq for d in damaged)])

@@ -1,5 +1,5 @@
-"""What the terminal shows of a running job, as one frozen value made from the journal. Pure but for
-`RunSnapshotProjection`, which one loop owns: it keeps what it has read, so that each look reads only what is new.
+"""State of a running job for the terminal: one frozen value derived from the journal. Pure except for
+`RunSnapshotProjection`, which one loop owns: it keeps its state, so that each poll processes only new events.
 """
 
 from collections import deque
@@ -23,7 +23,7 @@ from rolecall.core.membership import Actual, Desired, ReplicaState
 from rolecall.core.policy_health import policy_health_of
 
 RATE_SECONDS, RATE_STEPS = 15.0, 3.0
-"""Tokens per second are a mean over this long, and over so many steps where those take longer: a stall shows within
+"""Tokens per second are averaged over this time, or over this many steps if those take longer: a stall shows within
 it."""
 REWARDS_KEPT = 2000
 CLOSED_SHOWN = 3
@@ -36,7 +36,7 @@ class ReplicaRow:
     replica: str
     node: str
     incarnation: int
-    state: str  # of `ReplicaState`, or "wanted": desired, and nothing is there yet
+    state: str  # of `ReplicaState`, or "wanted": desired, but not running yet
     policy_version: int = -1
 
     @property
@@ -51,8 +51,8 @@ class IncidentRow:
     suspects: tuple[str, ...]
     fault_class: str
     because: str
-    stage: str  # opened, planned, held, proposed, acting, verifying; or the outcome once it is closed
-    detail: str  # the newest sentence: of the plan, the guard, the verification
+    stage: str  # opened, planned, held, proposed, acting, verifying; or the outcome once closed
+    detail: str  # the newest text: of the plan, the guard, the verification
     opened_at: float
     closed_at: float | None = None
 
@@ -67,21 +67,21 @@ class RunSnapshot:
     num_steps: int | None = None
     epoch: int = 0
     policy_version: int = -1
-    """What the trainers made with the last committed step."""
+    """The version produced by the last committed step."""
     rewards: tuple[float, ...] = ()
     signs: Mapping[str, float] = field(default_factory=dict)
-    """Of the policy's health (core/policy_health.py), those that the last committed step had."""
+    """Policy health metrics (core/policy_health.py) that the last committed step reported."""
     loss: float | None = None
     tokens_per_second: float | None = None
     rate_seconds: float = RATE_SECONDS
-    """Over which `tokens_per_second` is a mean."""
+    """Averaging time of `tokens_per_second`."""
     step_seconds: float | None = None
     replicas: tuple[ReplicaRow, ...] = ()
     open_incidents: tuple[IncidentRow, ...] = ()
     closed_incidents: tuple[IncidentRow, ...] = ()  # newest last
     paused: str = ""
     ended: str = ""
-    note: str = ""  # what is going on while nothing trains yet
+    note: str = ""  # current activity before training starts
 
     @property
     def elapsed_seconds(self) -> float:
@@ -103,7 +103,7 @@ _STAGES: Mapping[EventKind, str] = {
 
 @dataclass
 class RunSnapshotProjection:
-    """What was read so far."""
+    """State derived from the events so far."""
 
     num_steps: int | None = None
     seq: int = 0
@@ -114,12 +114,12 @@ class RunSnapshotProjection:
     loss: float | None = None
     policy_version: int = -1
     versions: Mapping[str, object] = field(default_factory=dict)
-    """Of the rollouts, as the last committed step tells them."""
+    """Policy versions of the rollouts, as reported by the last committed step."""
     rewards: deque[float] = field(default_factory=lambda: deque(maxlen=REWARDS_KEPT))
     signs: Mapping[str, float] = field(default_factory=dict)
     commits: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=400))
     incidents: dict[str, IncidentRow] = field(default_factory=dict)
-    """Those that are open."""
+    """Open incidents."""
     closed: deque[IncidentRow] = field(default_factory=lambda: deque(maxlen=CLOSED_SHOWN))
 
     def read(self, events: Iterable[Event]) -> None:
@@ -207,7 +207,7 @@ class RunSnapshotProjection:
         )
 
     def tokens_per_second(self, now: float) -> float | None:
-        """Over the last seconds or steps; None before there is anything to divide by."""
+        """Over the last seconds or steps; None without enough data."""
         if not self.commits:
             return None
         since = max(now - self._rate_seconds(), self.commits[0][0])
@@ -223,7 +223,7 @@ class RunSnapshotProjection:
 
 
 def suspect_text(suspect: Suspect) -> str:
-    """`rollout/1#2`, or the node where no replica is named."""
+    """`rollout/1#2`, or the node if no replica is named."""
     if not suspect.replica:
         return str(suspect.node)
     return suspect.replica if suspect.incarnation is None else f"{suspect.replica}#{suspect.incarnation}"
@@ -235,9 +235,9 @@ def replica_rows(
     versions: Mapping[str, object] | None = None,
     versions_at: float = 0.0,
 ) -> tuple[ReplicaRow, ...]:
-    """Every replica that should be or is, by role and number.
+    """Every desired or actual replica, by role and number.
 
-    `versions`: policy versions as they were at `versions_at`; a record knows only the one with which its replica began.
+    `versions`: policy versions as of `versions_at`; a record has only the version with which its replica started.
     """
     rows = []
     for replica in {*desired, *current}:

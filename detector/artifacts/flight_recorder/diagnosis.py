@@ -1,20 +1,20 @@
-"""Which ranks block a job's collectives, from the Flight Recorder dumps of its ranks.
+"""Localizes the ranks that block a job's collectives, from their Flight Recorder dumps.
 
-In each process group, k is the first collective that a waiting rank has not finished. In this order:
+In each process group, k is the first collective that a waiting rank has not finished. Checked in this order:
 
     some ranks entered another operation as k    mismatch of type, size or dtype: a bug in the code, not a machine fault
     some ranks have not enqueued k               host side: Python, data loader, CPU; or they wait in another group
-    all that left a dump have, some left none    those: dead, stopped or disconnected before the dump
-    some finished k, or alone did not start it   GPU side: enqueued, and not finished (their GPU, or their link)
+    all ranks with a dump have, some have none   those without: dead, stopped or disconnected before the dump
+    some finished k, or alone did not start it   GPU side: enqueued and not finished (GPU or link)
     all wait inside k                            a tie
 
-Causes come before symptoms: a rank that is late for one group because it waits in another is a victim of that one, so
-waits are followed to their root causes (group -> its late ranks -> the groups they wait in), and each root cause is
-scored by the ranks whose wait leads to it. One that would accuse more than half of a group accuses none. Cycles of
-waits are ranks in different collectives. Pairs of `send` and `recv` are groups of two.
+A rank that is late for one group because it waits in another is a victim of the latter. Waits are therefore followed to
+their root causes (group -> its late ranks -> the groups in which they wait), and each root cause is scored by the ranks
+whose wait leads to it. A root cause with more than half of a group as suspects names none. A cycle of waits means that
+ranks are in different collectives. Pairs of `send` and `recv` are groups of two.
 
-Pure: dumps in, findings out (dumps.py reads them). Sequence numbers, not times, decide; the one use of time is
-that an operation enqueued less than a second before the dump does not count as waiting yet.
+Pure: dumps in, findings out (dumps.py reads them). Sequence numbers decide, with one exception: an operation enqueued
+less than a second before the dump does not count as waiting yet.
 """
 
 from collections.abc import Sequence
@@ -28,16 +28,16 @@ from rolecall.detector.artifacts.flight_recorder.waits import ends_of
 from rolecall.detector.artifacts.stacks.dumps import Topology
 
 NUM_WITNESSES = 8
-"""Number of waiting ranks whose dumps the fast path reads in full, beside those of the suspects."""
+"""Waiting ranks whose dumps the fast path reads in full, in addition to those of the suspects."""
 
 
 def diagnose(
     dumps: Sequence[FlightRecorderDump], *, world_size: int | None = None, topology: Topology | None = None
 ) -> list[Finding]:
-    """What blocks the job, the cause that explains most first; nothing where no rank waits.
+    """Root causes, the one that explains most waits first; empty if no rank waits.
 
-    `world_size`: number of ranks; without it as the groups say, or else the highest rank seen. `topology`: node, role
-    and replica of ranks; it takes precedence over the names of files.
+    `world_size`: number of ranks; by default derived from the groups, else from the highest rank seen. `topology`:
+    node, role and replica of ranks; takes precedence over file names.
     """
     if not dumps:
         return []
@@ -51,7 +51,7 @@ def diagnose(
 
 
 def entries_wanted(dumps: Sequence[FlightRecorderDump], *, world_size: int | None = None) -> set[int]:
-    """Ranks whose entries could change or explain what their status says; empty when enough is known."""
+    """Ranks whose entries could change or explain the result of the status; empty if no more is needed."""
     if not dumps:
         return set()
     job = gathered(dumps, world_size)
@@ -65,7 +65,7 @@ def entries_wanted(dumps: Sequence[FlightRecorderDump], *, world_size: int | Non
 
 
 def looked_at(dumps: Sequence[FlightRecorderDump], *, world_size: int | None = None) -> str:
-    """What the answer rests on, one sentence."""
+    """One sentence that describes the input."""
     if not dumps:
         return "no dump"
     job = gathered(dumps, world_size)

@@ -1,11 +1,10 @@
-"""Flight Recorder dumps, read safely: what each rank of a PyTorch job last did in its process groups.
+"""Reads Flight Recorder dumps: the last operations of each rank of a PyTorch job in its process groups.
 
 A dump is a pickle or JSON that PyTorch writes per rank (torch/csrc/distributed/c10d/FlightRecorder, versions 2.x):
 `pg_config` (groups and their ranks), `pg_status` (last enqueued, started and completed collective of each group) and
-`entries`, a ring of the newest operations. It may come from a compromised machine, so nothing in it is trusted: pickles
-are read by detector/base/plain_pickle.py, which can neither import nor call; sizes, counts and types are bounded before
-they are used. Whatever does not fit is UnreadableInput, with the file and, where it wanted to run something, what that
-was.
+`entries`, a ring of the newest operations. Dumps are untrusted, since they may come from a compromised machine: the
+pickle reader (detector/base/plain_pickle.py) can neither import nor call, and sizes, counts and types are checked
+before use. Anything else raises UnreadableInput, with the file and any call that the pickle attempted.
 """
 
 import io
@@ -42,18 +41,18 @@ from rolecall.detector.base.plain_pickle import MAGIC, NUM_CONTAINERS_MAX, Unsaf
 from rolecall.detector.base.read_budget import Budget
 
 SIZE_BYTES_MAX = 64 << 20
-"""A dump of 2,000 entries, PyTorch's default, takes 0.3 to 1 MB; this is room for 100,000."""
+"""A dump of 2,000 entries, PyTorch's default, takes 0.3 to 1 MB; this allows for 100,000."""
 RANK_MAX = 1_000_000
 NUM_RANKS_MAX = 2_000_000
-"""Of all groups of one dump together."""
+"""All groups of one dump together."""
 HEAD_BYTES = 128 << 10
-"""Read first where only the status is wanted: it stands before the entries, behind the ranks of each group."""
+"""Read first if only the status is needed: it comes after the ranks of each group and before the entries."""
 POOL_MIN = 64
-"""Fewer files than this are read here: starting processes takes longer."""
+"""Fewer files than this are read in this process: starting others takes longer."""
 CHUNK = 16
-"""Files that a process is given at once."""
+"""Files per task of a worker process."""
 NUM_CHUNKS_EACH = 2
-"""So many of a process are asked for and not yet taken: what it has read meanwhile waits in memory."""
+"""Maximum tasks in flight per worker process: finished results that are not yet consumed take memory."""
 
 JSON_KEYS = (b'"entries"', b'"pg_config"', b'"pg_status"')
 KEYS = ("entries", "pg_config", "pg_status")
@@ -70,8 +69,8 @@ class Status:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlightRecorderDump:
-    """`written_at`: wall seconds, the file's. `status`: by index into `groups`. `entries`: None when not read. `host`:
-    what its name says beside the rank; `folder`: the name of the folder it is in."""
+    """`written_at`: wall seconds, from the file. `status`: by index into `groups`. `entries`: None if not read. `host`:
+    the rest of the file name without the rank; `folder`: the name of the parent folder."""
 
     path: str
     rank: int
@@ -85,7 +84,7 @@ class FlightRecorderDump:
 
 
 def is_dump(path: Path) -> bool:
-    """Whether it begins like one: a pickle, or JSON with a dump's keys. False for pipes. Raises OSError."""
+    """Whether the file begins like a dump: a pickle, or JSON with a dump's keys. False for pipes. Raises OSError."""
     if not path.is_file():
         return False
     with path.open("rb") as file:
@@ -94,9 +93,9 @@ def is_dump(path: Path) -> bool:
 
 
 def read(path: Path, *, entries: bool = True) -> FlightRecorderDump:
-    """One dump; without `entries` only its head is read where it has the order in which PyTorch writes.
+    """Reads one dump; without `entries`, only its head if the keys are in PyTorch's order.
 
-    Raises UnreadableInput: too large, cut short, not a dump, or something that plain data do not need.
+    Raises UnreadableInput: too large, cut short, not a dump, or not plain data.
     """
     where = str(path)
     try:
@@ -120,9 +119,9 @@ def read_many(
     told: Callable[[int], None] = lambda num: None,
     budget: Budget | None = None,
 ) -> tuple[list[FlightRecorderDump], list[UnreadableInput]]:
-    """All that can be read, in order, and why the others cannot. `told` hears how many are done so far.
+    """The readable dumps, in order, and the errors of the others. `told` is called with the number of files done.
 
-    Raises UnreadableInput: a process that reads them was killed, or the budget is used up.
+    Raises UnreadableInput: a worker process was killed, or the memory budget is exhausted.
     """
     dumps: list[FlightRecorderDump] = []
     unreadable: list[UnreadableInput] = []
@@ -140,8 +139,8 @@ def read_many(
 
 
 def _kept_bytes(dump: FlightRecorderDump, counted: set[tuple[str, int]]) -> int:
-    """Memory that it takes, with what is made of it later, rather too much than too little. Dumps of one job share the
-    same few lists of ranks: `counted` holds those that were met, by group and object."""
+    """Upper estimate of the memory of a dump and of the structures derived from it. Dumps of one job share a few lists
+    of ranks: `counted` holds those already counted, by group and object."""
     num_bytes = 32 * len(dump.entries or ()) + 512 * (len(dump.groups) + len(dump.status))
     for group in dump.groups:
         if (met := (group.name, id(group.ranks))) not in counted:
@@ -161,13 +160,13 @@ def read_as_needed(
     num_processes: int | None = None,
     budget: Budget | None = None,
 ) -> tuple[list[FlightRecorderDump], list[UnreadableInput]]:
-    """The fast way: the status of all, then the entries of those ranks that `wanted` asks for, until it asks no more.
+    """The fast path: reads the status of all dumps, then the entries of the ranks from `wanted`, until it has none.
 
-    Raises UnreadableInput: a process that reads them was killed, or the budget is used up.
+    Raises UnreadableInput: a worker process was killed, or the memory budget is exhausted.
     """
     budget = budget or Budget()
     dumps, unreadable = read_many(paths, entries=False, num_processes=num_processes, budget=budget)
-    asked: set[str] = set()  # some dumps have none, however often they are read
+    asked: set[str] = set()  # some dumps have no entries: request each once
     while True:
         chosen = wanted(dumps)
         missing = [i for i, d in enumerate(dumps) if d.entries is None and d.rank in chosen and d.path not in asked]
@@ -198,7 +197,7 @@ def _each(paths: Sequence[Path], entries: bool, num_processes: int) -> Generator
                 while waiting:
                     yield from waiting.popleft().result()
             finally:
-                pool.shutdown(wait=False, cancel_futures=True)  # the rest may not be wanted
+                pool.shutdown(wait=False, cancel_futures=True)  # the rest may not be needed
     except BrokenProcessPool:
         reason = f"a process that read {len(paths):,} dumps was ended from outside, perhaps for want of memory"
         raise UnreadableInput(where=str(paths[0].parent), reason=reason) from None
@@ -217,7 +216,7 @@ def _read_or_error(path: Path, entries: bool) -> FlightRecorderDump | Unreadable
 
 @contextmanager
 def _collector_paused() -> Iterator[None]:
-    """Tens of thousands of dicts come at once, none of them garbage: looking through them doubles the time."""
+    """Tens of thousands of live dicts are created at once; scanning them for garbage would double the time."""
     was = isenabled()
     disable()
     try:
@@ -228,7 +227,7 @@ def _collector_paused() -> Iterator[None]:
 
 
 def _read(path: Path, where: str, entries: bool) -> FlightRecorderDump:
-    # Not to wait for a pipe without a writer: Flight Recorder leaves its own beside its dumps.
+    # A pipe without a writer would block: Flight Recorder leaves its own next to its dumps.
     with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb", buffering=0) as file:
         about = os.fstat(file.fileno())
         if not stat.S_ISREG(about.st_mode):
@@ -249,7 +248,7 @@ def _read(path: Path, where: str, entries: bool) -> FlightRecorderDump:
         try:
             return _dump(loads(found.rest), path, where, about.st_mtime, cut=found)
         except (UnsafePickle, MalformedDump):
-            pass  # not all that looked like an entry was one, or the dump is bad: reading the whole of it will tell
+            pass  # a false match, or a malformed dump: reading the whole pickle decides
     return _dump(loads(data), path, where, about.st_mtime, entries=entries)
 
 
@@ -262,14 +261,14 @@ def _up_to(file: io.FileIO, num_bytes: int) -> bytes:
 
 
 def _head(data: bytes) -> Any:
-    """What stands before the entries, or None where they cannot be told apart: the beginning of a dict, closed."""
+    """The part before the entries, closed as a dict; None if their beginning is not found."""
     end = data.find(_ENTRIES_KEY)
     if end < 0 or data[:2] != b"\x80\x02":
         return None
     try:
         content = loads(data[:end] + _SETITEMS_STOP)
     except UnsafePickle:
-        return None  # whatever is wrong with it, reading the whole file will tell
+        return None  # reading the whole file reports the error
     return content if isinstance(content, dict) and "pg_status" in content else None
 
 
@@ -278,7 +277,7 @@ _SETITEMS_STOP = b"u."
 
 
 def _from_json(data: bytes) -> Any:
-    """Raises NotPlain."""
+    """Raises UnsafePickle."""
     if data.lstrip()[:1] != b"{":
         raise UnsafePickle("neither a pickle nor JSON" if data else "it is empty")
     if data.count(b"{") + data.count(b"[") > NUM_CONTAINERS_MAX:
@@ -287,11 +286,11 @@ def _from_json(data: bytes) -> Any:
         return json.loads(data)
     except RecursionError:
         raise UnsafePickle("not readable JSON: nested too deeply") from None
-    except ValueError as e:  # UnicodeDecodeError, and integers of too many digits, too
+    except ValueError as e:  # includes UnicodeDecodeError, and integers with too many digits
         raise UnsafePickle(f"not readable JSON: {safe(str(e))}") from None
 
 
-# --- what they hold --------------------------------------------------------------------------------------------------
+# --- content ---------------------------------------------------------------------------------------------------------
 
 
 def _dump(
@@ -303,7 +302,7 @@ def _dump(
     entries: bool = True,
     cut: ExtractedEntries | None = None,
 ) -> FlightRecorderDump:
-    """Raises Malformed."""
+    """Raises MalformedDump."""
     if not isinstance(content, dict) or not any(k in content for k in KEYS):
         raise MalformedDump(f"it has none of {', '.join(KEYS)}")
     rank, host = _rank_and_host(path.name)
@@ -343,23 +342,23 @@ def _groups(config: Any) -> list[ProcessGroup]:
         if num_ranks > NUM_RANKS_MAX or (ranks and not 0 <= min(ranks) <= max(ranks) <= RANK_MAX):
             raise MalformedDump(f"the ranks of its groups are not at most {NUM_RANKS_MAX:,} numbers up to {RANK_MAX:,}")
         if not name and not ranks:
-            continue  # gloo's only line, which stands for all of its groups and tells nothing of them
+            continue  # gloo's only status line, shared by all of its groups
         groups.append(ProcessGroup(name=safe(name), desc=text_of(about.get("desc", ""), "desc"), ranks=ranks))
     return groups
 
 
 @lru_cache(maxsize=64)
 def _ranks(text: str) -> tuple[int, ...]:
-    """`[0, 1, 2]`: a string where a list is meant, since PyTorch writes it so."""
+    """Parses `[0, 1, 2]`: PyTorch writes the list as a string."""
     if not re.fullmatch(r"\[(?:[0-9]{1,7}(?:, ?[0-9]{1,7})*+)?\]", text):
         raise MalformedDump("the ranks of a group are not a list of numbers")
     return tuple(sorted(map(int, text[1:-1].split(",")))) if len(text) > 2 else ()
 
 
 def _status(table: Any, groups: Sequence[ProcessGroup], pairs: dict[int, int]) -> dict[int, Status]:
-    """By group. The table goes by a number that `pairs`, from the entries, translates. Both the numbers and the names
-    of groups count up as groups are made, and a group without operations is in no status: a number that no entry has is
-    paired with the group at its place, if no entry says otherwise."""
+    """Status by group. The table is indexed by a number that `pairs`, from the entries, maps to a group. Both the
+    numbers and the names of groups increase in order of creation, and a group without operations has no status: a
+    number without entries is paired with the group at the same position, unless an entry contradicts that."""
     if not isinstance(table, dict) or len(table) > NUM_GROUPS_MAX:
         raise MalformedDump("pg_status is not a table")
     read = {}
@@ -392,8 +391,8 @@ _HOST = re.compile(r"[a-z0-9][a-z0-9_.-]{0,62}")
 
 
 def _rank_and_host(name: str) -> tuple[int, str]:
-    """`node7_nccl_trace_rank_12` -> 12, `node7`. -1 without a number; the host is empty where nothing is left of the
-    name. The rank follows the word, or is the last number."""
+    """`node7_nccl_trace_rank_12` -> 12, `node7`. The rank is the number after `rank`, else the last number, else -1;
+    the host is empty if nothing else remains of the name."""
     stem = _SUFFIX.sub("", name)
     found = [*_NUMBER.finditer(stem), *_RANK.finditer(stem)]
     if not found:

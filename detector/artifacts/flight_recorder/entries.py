@@ -1,7 +1,7 @@
-"""The entries of a dump, as columns: what was asked for, by which group, when, and how far it got.
+"""The entries of a dump, as columns: each operation, its group, creation time and progress.
 
-They come as PyTorch writes them, a list of dicts, or with the regular ones cut out (regular_entries.py). One dict, or
-one list in it, may stand in many places of a hostile dump, so that whatever is walked through is counted.
+Input is PyTorch's list of dicts, or that list without its regular entries (regular_entries.py). In a hostile dump, one
+dict or list may be referenced many times, so each traversal is counted and bounded.
 """
 
 import re
@@ -16,14 +16,14 @@ from rolecall.detector.artifacts.flight_recorder.regular_entries import NUMBERS,
 from rolecall.detector.base.plain_pickle import NUM_CHARACTERS_MAX, safe
 
 NUM_ENTRIES_MAX = 400_000
-"""As many as fit into the largest file that is read."""
+"""The number that fits into the largest file that is read."""
 NUM_TENSORS_MAX = 10_000
-"""Of one operation: a fused one of a large model has hundreds."""
+"""Of one operation: a fused operation of a large model has hundreds."""
 NUM_DIMENSIONS_MAX = 64
 NUM_SIZES_MAX = 8_000_000
-"""Sizes and types of all distinct entries of a dump together: four thousand in each of two thousand."""
+"""Sizes and types of all distinct entries of a dump together: four thousand in each of two thousand entries."""
 NUM_GROUPS_MAX = 10_000
-"""Of one rank, which is in a few dozen."""
+"""Of one rank; a few dozen are usual."""
 GLOO = "gloo"
 _INT64 = 1 << 63
 
@@ -34,12 +34,12 @@ Seconds = NDArray[np.float64]
 
 
 class MalformedDump(Exception):
-    """What of a dump is not as PyTorch writes it."""
+    """The dump deviates from PyTorch's format; the message gives the field."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessGroup:
-    """A process group as this rank knows it. `ranks`: global, in order; empty where the dump does not say (gloo)."""
+    """A process group as this rank knows it. `ranks`: global, in order; empty if the dump does not list them (gloo)."""
 
     name: str
     desc: str
@@ -48,7 +48,7 @@ class ProcessGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlightRecorderOperation:
-    """What was asked for, without when. `source` and `destination`: places in the group, of `send` and `recv` only."""
+    """An operation without its time. `source` and `destination`: ranks in the group, only for `send` and `recv`."""
 
     backend: str
     name: str
@@ -63,8 +63,9 @@ class FlightRecorderOperation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entries:
-    """The ring, oldest first, as columns of length E. `group` and `operation` index into the dump's; `seq` counts a
-    group's collectives, or its point-to-point operations. `first_record`: what the ring no longer holds ends there."""
+    """The ring, oldest first, as columns of length E. `group` and `operation` index into those of the dump; `seq`
+    counts a group's collectives, or its point-to-point operations. `first_record`: number of the first entry that the
+    ring still holds."""
 
     group: Indices
     seq: Ints
@@ -82,8 +83,8 @@ class Entries:
 def columns(
     rows: Any, groups: list[ProcessGroup], cut: ExtractedEntries | None = None
 ) -> tuple[Entries, dict[int, int]]:
-    """Of a dump's `entries`, with what was cut out of them; and the group of each `pg_id` (-1: two groups have it).
-    Adds the groups that `groups` lacks. Raises Malformed."""
+    """Columns of a dump's `entries` and of the extracted ones, and the group of each `pg_id` (-1: ambiguous). Adds
+    missing groups to `groups`. Raises MalformedDump."""
     if not isinstance(rows, list) or len(rows) > NUM_ENTRIES_MAX:
         raise MalformedDump(f"entries is not a list of at most {NUM_ENTRIES_MAX:,}")
     told, kind, numbers = _put_back(rows, cut) if cut is not None else _apart(rows)
@@ -112,11 +113,11 @@ def columns(
     return entries, pairs
 
 
-# --- where they are --------------------------------------------------------------------------------------------------
+# --- layout -------------------------------------------------------------------------------------------------------
 
 
 def _apart(rows: list[Any]) -> tuple[list[dict[str, Any]], Indices, Ints]:
-    """Distinct entries, which of them each row is, and the three numbers of each (E, 3)."""
+    """Distinct entries, the index of each row's entry, and the three numbers of each row (E, 3)."""
     place: dict[int, int] = {}
     told: list[dict[str, Any]] = []
     kind = np.zeros(len(rows), dtype=np.int32)
@@ -129,12 +130,12 @@ def _apart(rows: list[Any]) -> tuple[list[dict[str, Any]], Indices, Ints]:
 
 
 def _put_back(rows: list[Any], cut: ExtractedEntries) -> tuple[list[dict[str, Any]], Indices, Ints]:
-    """The same of a list in which each entry that was cut out is the number of its kind, with one entry of that kind
-    behind the first. Raises Malformed where something else is there."""
+    """Like `_apart`, for a list in which each extracted entry is replaced by the number of its kind, the first of a
+    kind followed by one full entry. Raises MalformedDump if the list differs from that."""
     told: list[dict[str, Any]] = []
-    kind: list[int] = []  # of each row, as the place in `told`
-    own: dict[int, tuple[int, ...]] = {}  # the numbers of rows that were not cut out
-    place: list[int] = []  # in `told`, of each kind that was met
+    kind: list[int] = []  # index into `told`, by row
+    own: dict[int, tuple[int, ...]] = {}  # numbers of the rows that were not extracted
+    place: list[int] = []  # index into `told`, by kind
     met: list[int] = []
     following = iter(rows)
     for row in following:
@@ -178,7 +179,7 @@ def _numbers(entry: dict[str, Any]) -> tuple[int, ...]:
     return tuple(found)
 
 
-# --- what they say ---------------------------------------------------------------------------------------------------
+# --- fields ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +192,7 @@ class _Kind:
 
 
 class _EntryReader:
-    """Turns entries into kinds, and numbers their groups and operations."""
+    """Converts entries into kinds, and numbers their groups and operations."""
 
     def __init__(self, groups: list[ProcessGroup]) -> None:
         self._groups = groups
@@ -206,7 +207,7 @@ class _EntryReader:
         operation = self._operation(entry)
         done = state == "completed"
         if operation.backend == GLOO:
-            # gloo's entries stay `scheduled`; that they are retired tells that they finished.
+            # gloo's entries stay `scheduled`; only `retired` shows that they finished.
             done = done or entry.get("retired") is True
         return _Kind(
             group=self._group(entry.get("process_group")),
@@ -289,7 +290,7 @@ def ints_of(value: Any, num_max: int, what: str) -> tuple[int, ...]:
 
 
 def number_of(value: Any, what: str) -> int:
-    """An integer of 64 bits, or in JSON its digits."""
+    """A 64-bit integer; JSON may have it as a string of digits."""
     if type(value) is str and re.fullmatch(r"-?[0-9]{1,19}", value):
         value = int(value)
     if type(value) is not int or not -_INT64 <= value < _INT64:

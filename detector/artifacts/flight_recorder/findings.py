@@ -1,4 +1,4 @@
-"""Findings on the root causes of waits: fault class, suspects, the sentence, and what would settle it."""
+"""Findings on the root causes of waits: fault class, suspects, text, and the evidence that would settle the case."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,11 +16,11 @@ DETECTOR = "flight_recorder"
 NUM_SUSPECTS_OF_A_TIE = 16
 """A tie of more ranks than this names none of them."""
 VOTES_SHARE_MIN = 0.5
-"""Ranks with less than this share of the votes of the first are not named beside it."""
+"""Ranks with less than this share of the top rank's votes are not named with it."""
 
 
 def findings(job: Job, ends: list[WaitRootCause]) -> list[Finding]:
-    """One for each kind of cause; a kind's ranks are named together unless their votes lie far apart."""
+    """One finding per kind of cause; ranks of one kind are named together unless their votes differ widely."""
     findings = []
     for cause in dict.fromkeys(e.cause for e in ends):
         of_kind = [e for e in ends if e.cause is cause]
@@ -31,7 +31,7 @@ def findings(job: Job, ends: list[WaitRootCause]) -> list[Finding]:
 
 @dataclass(frozen=True, slots=True)
 class FindingWording:
-    """The words of one finding: `rank 3`, `it`, `all_reduce #12 of group 0`, `ranks 0-2 wait`, ` since ...`."""
+    """Text fragments of a finding: `rank 3`, `it`, `all_reduce #12 of group 0`, `ranks 0-2 wait`, ` since ...`."""
 
     who: str
     it: str
@@ -46,7 +46,7 @@ class FindingWording:
 
 
 Verdict = tuple[FaultClass, float, str, str]
-"""Fault class, confidence, the sentence, and what would settle it."""
+"""Fault class, confidence, text, and the evidence that would settle the case."""
 
 
 def _finding(job: Job, cause: Cause, ends: list[WaitRootCause]) -> Finding:
@@ -170,7 +170,7 @@ def _made(
 
 
 def alone(job: Job) -> list[Finding]:
-    """One dump of several: it tells what that rank waits for, and no more."""
+    """A single dump of several: it shows only what that rank waits for."""
     (rank,) = job.dumps
     waiting = [p for p in job.places.values() if p.frontier > 0]
     if not waiting:
@@ -186,7 +186,7 @@ def alone(job: Job) -> list[Finding]:
 
 
 def missing_dumps(job: Job) -> list[Finding]:
-    """A rank is missing all the same: it may have died, or its file was not collected."""
+    """No rank waits, but a rank has no dump: it may have died, or its file was not collected."""
     if not job.absent or len(job.absent) > len(job.dumps):
         return []
     because = (

@@ -1,4 +1,4 @@
-"""Ranks that entered something else than the others: another operation, other sizes or another type."""
+"""Finds ranks that entered a different operation than the others, or the same with other sizes or dtypes."""
 
 from collections import Counter
 
@@ -9,17 +9,18 @@ from rolecall.detector.artifacts.flight_recorder.progress import Job, Synchroniz
 from rolecall.detector.artifacts.flight_recorder.text import ranks_text
 
 NUM_LOOK_BACK = 200
-"""Operations of a group in which one that was skipped is looked for as it came before."""
+"""Number of previous operations of a group that are searched for a skipped operation."""
 _NO_INPUTS = ("scatter", "all_to_all", "alltoall", "coalesced")
 _NO_OUTPUTS = ("gather", "reduce", "_reduce_oop", "all_to_all", "alltoall", "coalesced")
 _UNEVEN = ("_v", "_v_single", "_coalesced")
-"""Operations in which ranks may differ: the root has other tensors, or sizes are each rank's own."""
+"""Operations in which ranks may differ: the root has other tensors, or sizes vary by rank."""
 
 Signature = tuple[str, tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...], tuple[str, ...]]
 
 
 def mismatch(job: Job, place: SynchronizationPoint) -> tuple[tuple[int, ...], str]:
-    """Who entered something else as the frontier than most, all where there is no most; and what each entered."""
+    """Ranks that differ from the majority at the frontier (all ranks without a majority), and a text with both
+    sides."""
     if place.key[2] >= 0:
         return _pair_mismatch(job, place)
     entered: dict[int, tuple[Signature, ...]] = {}
@@ -54,7 +55,7 @@ def _signature(operation: FlightRecorderOperation) -> Signature:
 
 
 def _kind_of_mismatch(one: tuple[Signature, ...], other: tuple[Signature, ...]) -> str:
-    """In the words of PyTorch's analyser."""
+    """Named as in PyTorch's analyzer."""
     if [s[0] for s in one] != [s[0] for s in other]:
         return "COLLECTIVE_TYPE_MISMATCH"
     same_sizes = [s[1:3] for s in one] == [s[1:3] for s in other]
@@ -76,7 +77,7 @@ def _as_if(
     other: tuple[Signature, ...],
     wanted: tuple[Signature, ...],
 ) -> str:
-    """One skipped, or one too many: what followed, or follows now, the wanted one with those who entered it."""
+    """Says whether an operation was skipped or added, from the operations that follow or precede the expected one."""
 
     def at(rank: int, seq: int) -> tuple[Signature, ...]:
         return tuple(_signature(o) for o in operations_at(job, rank, place.key, seq))
@@ -89,7 +90,7 @@ def _as_if(
 
 
 def _pair_mismatch(job: Job, place: SynchronizationPoint) -> tuple[tuple[int, ...], str]:
-    """Sizes and dtypes of the first pending `send` against those of the `recv` that it meets."""
+    """Compares sizes and dtypes of the first pending `send` with those of the matching `recv`."""
     pending: dict[int, FlightRecorderOperation] = {}
     for rank in place.inside:
         dump, group = job.dumps[rank], job.index[rank, place.key]

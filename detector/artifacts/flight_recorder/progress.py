@@ -1,7 +1,7 @@
-"""Where ranks meet: how far each is in each process group, and in each pair of `send` and `recv`, as its dump tells.
+"""Progress of each rank in each process group, and in each pair of `send` and `recv`, from its dump.
 
-The newest dump of each rank counts. Who is in a group and left no dump is known where dumps list the group's ranks; of
-gloo's, which do not, only the group of all is known.
+The newest dump of each rank counts. Members without a dump are known if dumps list the ranks of the group. gloo groups
+list none, so only the gloo group of all ranks has known members.
 """
 
 from collections import defaultdict
@@ -21,18 +21,18 @@ from rolecall.detector.artifacts.flight_recorder.text import ranks_text
 from rolecall.detector.artifacts.stacks.dumps import Topology
 
 WAIT_SECONDS_MIN = 1.0
-"""Dumps of a job that works are not taken at one moment: what was enqueued just before is not waiting."""
+"""Dumps of a healthy job are not simultaneous: an operation enqueued just before the dump does not count as waiting."""
 DEFAULT_DESC = "default_pg"
 
 Key = tuple[str, int, int, int]
-"""Of a place where ranks meet: the group's name, the number of its list of ranks (groups of one name may have several),
-and of a pair its source and destination, -1 where it is none."""
+"""Of a synchronization point: group name, index of its list of ranks (groups may share a name), and source and
+destination of a pair (-1 for a group)."""
 Rows = NDArray[np.intp]
-"""Of entries, in order."""
+"""Indices of entries, in order."""
 
 
 class Cause(StrEnum):
-    """What a chain of waits ends in."""
+    """Root cause of a chain of waits."""
 
     OUTSIDE = "host_side"
     NO_DUMP = "no_dump"
@@ -45,7 +45,7 @@ class Cause(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class RankProgress:
-    """How far one rank is in one place: sequence numbers. `since`: creation of what it waits for; None: unknown."""
+    """Progress of one rank: sequence numbers. `since`: creation of the operation that it waits for; None: unknown."""
 
     enqueued: int
     started: int
@@ -56,7 +56,7 @@ class RankProgress:
 
 @dataclass(slots=True, eq=False)
 class SynchronizationPoint:
-    """A group, or a pair of `send` and `recv`: who takes part, how far each is, and what is wrong there."""
+    """A group, or a pair of `send` and `recv`: its members, the progress of each, and the cause of a wait."""
 
     key: Key
     desc: str
@@ -90,8 +90,8 @@ class SynchronizationPoint:
 
 @dataclass(slots=True)
 class RankLists:
-    """Numbers the lists of ranks of all groups. Thousands of dumps hold the same few objects, of thousands of ranks
-    each: to compare them each time would take longer than all the rest."""
+    """Numbers the lists of ranks of all groups. Thousands of dumps share a few objects with thousands of ranks each;
+    comparing them every time would dominate the run time."""
 
     by_object: dict[int, int] = field(default_factory=dict)
     by_value: dict[tuple[int, ...], int] = field(default_factory=dict)
@@ -105,7 +105,7 @@ class RankLists:
 
 @dataclass(slots=True)
 class Job:
-    """The newest dump of each rank, and who left none."""
+    """The newest dump of each rank, and the ranks without one."""
 
     dumps: dict[int, FlightRecorderDump]
     world: tuple[int, ...]
@@ -115,21 +115,20 @@ class Job:
     ranks: RankLists
     topology: Topology
     places: dict[Key, SynchronizationPoint] = field(default_factory=dict)
-    index: dict[tuple[int, Key], int] = field(default_factory=dict)  # of a group in a rank's dump
-    unread: set[int] = field(default_factory=set)  # ranks whose entries are needed before more can be said
+    index: dict[tuple[int, Key], int] = field(default_factory=dict)  # index of the group in the rank's dump
+    unread: set[int] = field(default_factory=set)  # ranks whose entries are needed for a decision
 
     def suspects(self, ranks: Iterable[int]) -> tuple[Suspect, ...]:
         return tuple(self._suspect(r) for r in sorted(ranks))
 
     def _suspect(self, rank: int) -> Suspect:
-        """Where nothing tells the machine the rank stands for it: two ranks are never taken for one machine."""
+        """If the node is unknown, the rank stands for it: two ranks are never taken for one machine."""
         replica = self.topology.replicas.get(rank, "")
         role = self.topology.role or replica.partition("/")[0]
         return Suspect(node=NodeId(self.nodes.get(rank, f"rank-{rank}")), role=role, replica=replica, rank=rank)
 
     def who(self, ranks: Sequence[int]) -> str:
-        """For sentences: `rank 3 of trainer/1 (node m07)`, `ranks 0-3 (node m01)`: as far as known, and common to
-        all."""
+        """For text: `rank 3 of trainer/1 (node m07)`, `ranks 0-3 (node m01)`; only known parts that all ranks share."""
         suspects = self.suspects(ranks)
         replicas = {s.replica or s.role for s in suspects}
         nodes = {self.nodes.get(s.rank, "") for s in suspects if s.rank is not None}
@@ -173,8 +172,8 @@ def gathered(dumps: Sequence[FlightRecorderDump], world_size: int | None, topolo
 
 
 def _nodes(dumps: dict[int, FlightRecorderDump]) -> dict[int, str]:
-    """From the files' names, else from their folders, where these differ: one name for all names no machine. A rank
-    between two of one machine is on it, too."""
+    """Node by rank, from the file names, else from the folder names, if they differ: one name for all ranks identifies
+    no machine. A rank between two ranks of one machine is on that machine, too."""
     for names in ({r: d.host for r, d in dumps.items()}, {r: d.folder for r, d in dumps.items()}):
         if len(set(names.values())) > 1 and all(names.values()):
             between = dict(names)
@@ -205,8 +204,8 @@ def _take_seats(job: Job, rank: int, dump: FlightRecorderDump, paired: set[tuple
                 _take_pairs(job, rank, dump, entries, pairs[i], i)
         status = dump.status.get(i)
         if seat is None and status is not None and group.ranks and place.key[:2] not in paired:
-            # Where there is point-to-point traffic its own numbers are in the status, too, and it says nothing. So it
-            # is with gloo, which leaves no entry of that traffic, but whose groups have no ranks.
+            # The status also counts point-to-point operations, so it is ambiguous for groups that have any. gloo
+            # records no entries for these, but its groups list no ranks and are excluded anyway.
             done = max(0, status.completed)
             seat = RankProgress(max(0, status.enqueued), max(0, status.started), done, None, status.enqueued > done)
         if seat is not None:
@@ -216,7 +215,7 @@ def _take_seats(job: Job, rank: int, dump: FlightRecorderDump, paired: set[tuple
 
 
 def _rows_by_group(entries: Entries) -> tuple[dict[int, Rows], dict[int, Rows]]:
-    """Of each group that has any: rows of its collectives, and of its point-to-point operations."""
+    """Rows of the collectives, and rows of the point-to-point operations, by group."""
     p2p = np.array([o.is_p2p for o in entries.operations], dtype=bool)[entries.operation]
     split: tuple[dict[int, Rows], dict[int, Rows]] = ({}, {})
     for of_kind, kind in zip(split, (~p2p, p2p), strict=True):
@@ -249,13 +248,13 @@ def _collective_seat(entries: Entries, rows: Rows, written_at: float) -> RankPro
 
 
 def _has_waited(since: float, written_at: float) -> bool:
-    """A file that is older than what is in it has a clock of its own, which then says nothing."""
+    """If the file is older than its entries, the clocks differ and time is ignored."""
     return not 0 <= written_at - since < WAIT_SECONDS_MIN
 
 
 def _take_pairs(job: Job, rank: int, dump: FlightRecorderDump, entries: Entries, mine: Rows, group: int) -> None:
-    """`send` and `recv` of two ranks follow each other in order: the n-th of one meets the n-th of the other. They are
-    counted from the job's first on, or, where the ring has lost that, among those that are pending."""
+    """`send` and `recv` of two ranks match in order: the n-th of one with the n-th of the other. They are counted from
+    the start of the job or, if the ring lost that, among the pending operations."""
     about = dump.groups[group]
     pair_of: dict[int, tuple[int, int]] = {}
     rows_of: dict[tuple[int, int], list[int]] = defaultdict(list)
@@ -275,7 +274,7 @@ def _take_pairs(job: Job, rank: int, dump: FlightRecorderDump, entries: Entries,
 
 
 def peers_of(operation: FlightRecorderOperation, ranks: tuple[int, ...]) -> tuple[int, int]:
-    """Global ranks of source and destination; where the group's are not known its own numbers. -1: none."""
+    """Global ranks of source and destination; ranks in the group if its list is unknown. -1: none."""
     places = (operation.source, operation.destination)
     if not ranks:
         return places
@@ -284,12 +283,12 @@ def peers_of(operation: FlightRecorderOperation, ranks: tuple[int, ...]) -> tupl
 
 
 def _complete(job: Job, place: SynchronizationPoint, paired: set[tuple[str, int]]) -> None:
-    """Seats of members that say nothing about the place, who left no dump, and the frontier."""
+    """Adds the members without a recorded operation or without a dump, and sets the frontier."""
     if not place.members_known:
         whole_job = place.desc == DEFAULT_DESC
         place.members = job.world if whole_job else tuple(sorted(place.seats))
         place.members_known = whole_job
-    # Of all ranks, only those with a dump are walked through: a hostile one may hold thousands of groups of all.
+    # Only ranks with a dump are visited: a hostile dump may list thousands of groups of all ranks.
     of_all = place.members is job.world
     place.absent = job.absent if of_all else tuple(r for r in place.members if r not in job.dumps)
     is_pair = place.key[2] >= 0
@@ -298,12 +297,12 @@ def _complete(job: Job, place: SynchronizationPoint, paired: set[tuple[str, int]
         if dump is None or rank in place.seats:
             continue
         if dump.entries is None:
-            # Nothing in the status means nothing begun, if the status could be read; with pairs it never can.
+            # An empty status means no operation, if it was readable; with pairs it never is.
             if is_pair or place.key[:2] in paired or not dump.status:
                 job.unread.add(rank)
                 continue
         elif dump.entries.first_record > 0 and not dump.status and not is_pair:
-            continue  # what it did here may be lost
+            continue  # the ring may have lost its operations here
         place.seats[rank] = RankProgress(0, 0, 0)
     if is_pair and any(_overflowed(job.dumps[r]) for r in place.seats):
         place.seats = {

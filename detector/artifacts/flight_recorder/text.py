@@ -1,9 +1,9 @@
-"""Ranks and counts in sentences."""
+"""Formats ranks and counts."""
 
 from collections.abc import Iterable
 
 NUM_PARTS = 6
-"""Ranks and runs of ranks that a sentence lists."""
+"""Maximum number of ranks and ranges in a sentence."""
 
 
 def ranks_text(ranks: Iterable[int]) -> str:

@@ -1,7 +1,7 @@
-"""Waits followed to their ends: what is wrong where ranks meet, and who waits because of it.
+"""Follows waits to their root causes.
 
-In each group, k is the first collective that a waiting rank has not finished (diagnosis.py has the order in which
-causes are looked for). Whoever is late for one group because it waits in another is a victim of that one.
+In each group, k is the first collective that a waiting rank has not finished (diagnosis.py gives the order of causes).
+A rank that is late for one group because it waits in another is a victim of the latter.
 """
 
 from collections import defaultdict, deque
@@ -12,14 +12,14 @@ from rolecall.detector.artifacts.flight_recorder.mismatch import mismatch
 from rolecall.detector.artifacts.flight_recorder.progress import Cause, Job, Key, SynchronizationPoint
 
 STRONG = (Cause.MISMATCH, Cause.OUTSIDE, Cause.ELSEWHERE)
-"""They stand on what a rank itself recorded; the others give way to them where they explain the same waits."""
+"""Causes that a rank itself recorded; they take precedence over others that explain the same waits."""
 WEAK = (Cause.AHEAD, Cause.INSIDE)
-"""They name no suspect."""
+"""Causes without a suspect."""
 
 
 @dataclass(frozen=True, slots=True)
 class WaitRootCause:
-    """Where waits end: `place` is what is wrong there, or the place that waits for `ranks`. `waiters` lead to it."""
+    """Root cause of waits at `place`, or the place that waits for `ranks`. `waiters`: ranks whose waits lead to it."""
 
     cause: Cause
     ranks: tuple[int, ...]
@@ -28,7 +28,7 @@ class WaitRootCause:
 
 
 def ends_of(job: Job) -> list[WaitRootCause]:
-    """Where the waits end, most votes first."""
+    """Root causes, most votes first."""
     stuck = [p for p in job.places.values() if p.frontier > 0]
     waits_in: dict[int, list[SynchronizationPoint]] = defaultdict(list)
     for place in stuck:
@@ -36,7 +36,7 @@ def ends_of(job: Job) -> list[WaitRootCause]:
             waits_in[rank].append(place)
     ends: list[WaitRootCause] = []
     explained_by: list[tuple[Cause, tuple[int, ...], SynchronizationPoint]] = []
-    blocked_by: dict[int, list[SynchronizationPoint]] = defaultdict(list)  # places that are held up by a rank
+    blocked_by: dict[int, list[SynchronizationPoint]] = defaultdict(list)  # by rank: places that it blocks
     for place in stuck:
         _judge(job, place, waits_in)
         if place.cause is None:
@@ -60,13 +60,13 @@ def ends_of(job: Job) -> list[WaitRootCause]:
 
 
 def _age(place: SynchronizationPoint) -> tuple[bool, float, int]:
-    """Sorts groups before pairs, who has waited longest first, then by how many do."""
+    """Sort key: groups before pairs, then the longest wait, then the number of waiting ranks."""
     since = min((s.since for s in place.seats.values() if s.waits and s.since is not None), default=float("inf"))
     return place.key[2] >= 0, since, -len(place.waiting)
 
 
 def _judge(job: Job, place: SynchronizationPoint, waits_in: dict[int, list[SynchronizationPoint]]) -> None:
-    """Sets what is wrong here, or, with no cause, the ranks that are late (`culprits`)."""
+    """Sets the cause of the wait, or, if there is none, the late ranks (`culprits`)."""
     k, half = place.frontier, len(place.members) / 2
     odd, place.detail = mismatch(job, place)
     late = place.late
@@ -94,7 +94,7 @@ def _judge(job: Job, place: SynchronizationPoint, waits_in: dict[int, list[Synch
 
 
 def _led_by(first: Iterable[SynchronizationPoint], blocked_by: dict[int, list[SynchronizationPoint]]) -> set[int]:
-    """Ranks whose wait leads to these places: those in them, those who wait for these elsewhere, and so on."""
+    """Ranks whose waits lead to these places, directly or through other places."""
     waiters: set[int] = set()
     seen: set[Key] = set()
     places = deque(first)
@@ -115,8 +115,8 @@ def _circles(
     waits_in: dict[int, list[SynchronizationPoint]],
     blocked_by: dict[int, list[SynchronizationPoint]],
 ) -> list[WaitRootCause]:
-    """Waits that lead back to themselves: ranks are in different collectives. Whoever is late where the smallest share
-    is late has left the others."""
+    """Cycles of waits: ranks are in different collectives. Suspects are the late ranks of the place with the smallest
+    share of late ranks."""
     known = {p.key for p in places}
     beyond = {p.key: [q for r in p.culprits for q in waits_in.get(r, ()) if q.key in known] for p in places}
     reach: dict[Key, set[Key]] = {}
@@ -154,7 +154,7 @@ def _most_telling(ends: list[WaitRootCause], waits_in: dict[int, list[Synchroniz
 
 
 def _is_oldest(place: SynchronizationPoint, waits_in: dict[int, list[SynchronizationPoint]]) -> bool:
-    """Whether one of its ranks waits for nothing older: what was enqueued later stands behind it."""
+    """Whether one of its ranks waits for no older operation, behind which this one would queue."""
     for rank in place.waiting:
         since = [p.seats[rank].since for p in waits_in[rank]]
         mine = place.seats[rank].since

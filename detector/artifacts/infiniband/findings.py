@@ -9,7 +9,7 @@ with the other ports of its node.
     congested: with two copies, it sends congestion notifications far more often than the others (`CONGESTION`)
 
 A fault that many nodes of one rail share, or most of the fleet, is not attributed to single nodes (one switch affects
-many): it becomes one `cannot tell` that names them. What a single copy cannot decide is a remark.
+many): it becomes one `cannot tell` with these nodes. Cases that need a second copy become remarks.
 """
 
 from collections import Counter
@@ -28,7 +28,7 @@ from rolecall.formats.infiniband import SATURATES_AT
 DETECTOR = "infiniband_trees"
 NUM_EVIDENCE_MAX = 8
 NUM_UNDECIDED_MAX = 64
-"""A "cannot tell" names no more nodes than this."""
+"""Maximum number of nodes in a "cannot tell"."""
 MANY = {
     **dict.fromkeys(("excessive_buffer_overrun_errors", "local_link_integrity_errors"), 1),
     "link_downed": 2,
@@ -40,8 +40,8 @@ MANY = {
     "port_xmit_discards": 6000,
     "local_ack_timeout_err": 60,
 }
-"""Counts below this are normal, however few the others have: single flaps are tolerated, a job that dies leaves some
-retries behind, and the rest is what `GROWTH` allows within an hour or a minute."""
+"""Lower counts are normal, regardless of the peers: single flaps are tolerated, a job that dies leaves some retries,
+and the other values are those that `GROWTH` allows within an hour or a minute."""
 TIMES_PEERS = 10.0
 """A count is high at ten times the median of the others: counters of healthy links differ by less."""
 NUM_PEERS_MIN = 3
@@ -59,15 +59,15 @@ GROWTH: Mapping[str, tuple[float, float, str]] = {
 """By counter: (maximum growth, per seconds, explanation), from NVIDIA/NVSentinel, nic-health-monitor, link counter
 detection; 120 symbol errors an hour are the IBTA's bit error rate of 1e-12."""
 OF_OTHERS = frozenset({"local_ack_timeout_err", "rnr_nak_retry_err", "roce_slow_restart", "port_xmit_discards"})
-"""Counters that the other end or the path between may cause: a dead peer does not answer."""
+"""Counters that the remote end or the path may cause: a dead peer does not respond."""
 CONGESTION: Mapping[str, tuple[float, str]] = {
     "np_cnp_sent": (1000.0, "congestion notifications (CNP)"),
 }
 """By counter: (minimum per second, description). No normal rate is published, so ports are compared only with each
-other. A flow whose packets are all marked causes one each 50 us, 20,000 a second (DCQCN, Zhu et al., SIGCOMM 2015,
-section 5). PFC pauses are not in InfiniBand trees; `ethtool -S` has them."""
+other. A flow with all packets marked causes one notification per 50 us, 20,000 per second (DCQCN, Zhu et al., SIGCOMM
+2015, section 5). PFC pauses are not in InfiniBand trees; `ethtool -S` has them."""
 NUM_GROWN_MIN = 5
-"""Smaller growth gives no rate: two in a second are not 7,200 an hour."""
+"""A smaller growth is too small for a rate: two in a second are not 7,200 per hour."""
 NUM_NODES_SHARED_MIN = 3
 SHARED_RATIO = 0.5
 NUM_RAILS_MIN = 4
@@ -131,19 +131,19 @@ class InfinibandFabric:
         if before is None or counter not in before.counters or counter not in port.counters:
             return None
         old, new = before.counters[counter], port.counters[counter]
-        return (new - old if new >= old else new), port.at - before.at  # less than before: it was reset
+        return (new - old if new >= old else new), port.at - before.at  # lower than before: the counter was reset
 
     def rail(self, port: InfinibandPort) -> list[InfinibandPort]:
         """The same port of other nodes."""
         return [p for p in self.rails[port.rail] if p is not port]
 
     def alike(self, port: InfinibandPort) -> list[InfinibandPort]:
-        """Its node's other ports of the same kind."""
+        """Other ports of the same kind on its node."""
         return [p for p in self.nodes[port.node] if p.link_layer == port.link_layer and p is not port]
 
 
 def diagnose(ports: Sequence[InfinibandPort]) -> tuple[list[Finding], list[str]]:
-    """Findings, one per node or shared fault; and remarks on what these copies cannot decide."""
+    """Findings, one per node or shared fault; and remarks on cases that these copies cannot decide."""
     if not ports:
         return [], ["cannot tell anything: the ports disappeared while they were read"]
     fleet = InfinibandFabric(ports)
@@ -161,7 +161,7 @@ def diagnose(ports: Sequence[InfinibandPort]) -> tuple[list[Finding], list[str]]
     ]
     named = {c.port.node for c in own}
     findings += [_of_several(s, named, fleet, min(times), max(times)) for s in shared]
-    # Each remark once, with the number of nodes it is about.
+    # Each remark once, with its number of nodes.
     return findings, [
         f"cannot tell {text}" + (f" (on {number} nodes)" if number > 1 else "")
         for text, number in Counter(remarks).items()
@@ -277,7 +277,7 @@ class SharedPortFault:
 
 
 def _shared(fleet: InfinibandFabric, faults: Sequence[PortFault]) -> tuple[list[SharedPortFault], list[PortFault]]:
-    """Faults that machines share, by kind; and the rest, which belong to single machines."""
+    """Faults shared by several nodes, by kind; and the others, which belong to single nodes."""
     shared, own = list[SharedPortFault](), list[PortFault]()
     for kind in dict.fromkeys(c.kind for c in faults):
         of_kind = [c for c in faults if c.kind == kind]
@@ -324,7 +324,7 @@ def _of_several(
     shared: SharedPortFault, named: set[NodeId], fleet: InfinibandFabric, first_at: float, last_at: float
 ) -> Finding:
     nodes = list(dict.fromkeys(c.port.node for c in shared.faults))
-    # A node with a finding about itself is not undecided.
+    # A node with its own finding is not undecided.
     suspects = [n for n in nodes if n not in named] or nodes
     what = {"down": "is down", "slow": "runs slow"}.get(shared.kind, f"counts {shared.kind}")
     more = f" (and {len(shared.rails) - 1} more)" if len(shared.rails) > 1 else ""

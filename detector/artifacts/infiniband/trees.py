@@ -18,7 +18,7 @@ TEXT_BYTES_MAX = 4096
 NUM_PORTS_MAX = 16
 """Per device; real devices have one or two."""
 CLASS_FOLDERS = frozenset({"infiniband", "class", "sys", "ports", ""})
-"""Names in the path that are not a node's."""
+"""Path components that are not node names."""
 THIS_NODE = NodeId("this-node")
 TRAFFIC = ("port_rcv_data", "port_xmit_data")
 COUNTERS = (
@@ -32,8 +32,8 @@ COUNTERS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InfinibandPort:
-    """One port in one copy. `at`: when the copy was made, wall seconds of its file `state`; `gid`: globally unique,
-    where the copy has it; `node_folder`: the folder that is named after the node."""
+    """One port in one copy. `at`: time of the copy, wall seconds of its file `state`; `gid`: globally unique, if the
+    copy has it; `node_folder`: the folder named after the node."""
 
     node: NodeId
     device: str
@@ -67,12 +67,12 @@ class InfinibandPort:
 
 
 def is_device(folder: Path) -> bool:
-    """Whether it is the folder of an RDMA device: `ports/<n>/state` parses as a port state."""
+    """Whether the folder is an RDMA device: `ports/<n>/state` parses as a port state."""
     return next(_port_folders(folder), None) is not None
 
 
 def devices_in(folder: Path, names: Iterable[str]) -> list[Path]:
-    """Those of its folders `names` that are devices; links too, for `/sys/class/infiniband` itself holds only links."""
+    """Subfolders in `names` that are devices, including links: `/sys/class/infiniband` contains only links."""
     return [device for name in sorted(names) if is_device(device := folder / name)]
 
 

@@ -1,7 +1,7 @@
-"""What kernel logs tell of GPUs, switches, links, memory and the machine: one finding for each fault.
+"""Diagnoses GPUs, switches, links, memory and the machine from kernel logs: one finding per fault.
 
-GPUs and switches are in `gpu_findings.py`, the rest in `machine_findings.py`; what is no fault by itself is a remark.
-PCIe errors of a GPU that has a finding of its own belong to that finding. Pure: facts in, findings out.
+`gpu_findings.py` covers GPUs and switches, `machine_findings.py` the rest; an event that is no fault by itself becomes
+a remark. PCIe errors of a GPU that has a finding belong to that finding. Pure: facts in, findings out.
 """
 
 from collections.abc import Sequence
@@ -33,7 +33,7 @@ NUM_REMARKS_MAX = 50
 
 
 def diagnose(logs: Sequence[KernelLog]) -> list[Finding]:
-    """One finding for each fault."""
+    """One finding per fault."""
     seen = in_order(logs)
     gpus = gpus_of(seen, logs)
     found, explained = list[Finding](), set[tuple[str, str]]()
@@ -59,7 +59,7 @@ def diagnose(logs: Sequence[KernelLog]) -> list[Finding]:
 
 
 def remarks(logs: Sequence[KernelLog]) -> tuple[str, ...]:
-    """What is no fault by itself, and how reliable the times are."""
+    """Events that are no fault by themselves, and the reliability of the times."""
     seen, said = in_order(logs), list[str]()
     for gpu in gpus_of(seen, logs):
         if leading_code(gpu) is None:
@@ -81,7 +81,7 @@ def remarks(logs: Sequence[KernelLog]) -> tuple[str, ...]:
 
 
 def looked_at(logs: Sequence[KernelLog]) -> str:
-    """What was read, one sentence."""
+    """One sentence that describes the input."""
     seen = in_order(logs)
     num_nodes, num_xids = len({s.node for s in seen}), len(of(seen, XidLine))
     told = (
@@ -91,7 +91,7 @@ def looked_at(logs: Sequence[KernelLog]) -> str:
 
 
 def with_advice(d: Diagnosis) -> Diagnosis:
-    """The diagnosis of one of these findings, with its advice in its place."""
+    """The diagnosis of one of these findings, with that finding's advice."""
     advice = [e.text for e in d.evidence if e.kind == ADVICE]
     if DETECTOR not in d.detectors or not advice:
         return d
@@ -99,5 +99,5 @@ def with_advice(d: Diagnosis) -> Diagnosis:
 
 
 def _is_of(s: KernelLogFact, device: str, gpus: set[tuple[str, str]]) -> bool:
-    """Whether the device is a GPU that has a finding of its own."""
+    """Whether the device is a GPU that has its own finding."""
     return ":" in device and (s.node, normal_pci(device)) in gpus

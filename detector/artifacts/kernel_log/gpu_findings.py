@@ -1,16 +1,15 @@
-"""What kernel logs tell of GPUs and NVSwitches: one finding for each that is faulty, named by the worst of its XIDs.
+"""Diagnoses GPUs and NVSwitches from kernel logs: one finding per faulty device, named by its worst XID.
 
-As NVIDIA's catalogue says (then the earliest):
-  a GPU that fell off the bus is lost, and what else it logs is the consequence;
-  45 follows the XID before it, and alone means the fabric manager; 171 and 172 are details of a 48;
-  of NVLink's codes the line decides: the registers of a 74, unit and status of a 144 to 150 (`core.xid_nvlink`);
-  154 is the driver's own verdict on what came before: its action is the advice;
-  codes that are to be ignored make no finding of their own, they are remarks.
-On repeats (thresholds as NVIDIA/NVSentinel publishes them): the same fatal XID in five bursts within a day is for
-support; a 31 twice a day on one GPU alone, or a 13 twice at one place of the chip, is for diagnostics of that GPU; on
-several GPUs or at several places it is the application; ECC errors of a 74 more than twice on one link are for support.
-A fatal error of an NVSwitch explains the NVLink errors that its node's GPUs report beside it. Pure: facts in, findings
-out.
+The worst XID follows NVIDIA's catalog (ties: the earliest):
+  a GPU that fell off the bus is lost, and its other messages are consequences;
+  45 follows the XID before it, and alone points to the fabric manager; 171 and 172 are details of a 48;
+  for NVLink codes the line decides: the registers of a 74, unit and status of a 144 to 150 (`formats.xid.nvlink`);
+  154 is the driver's verdict on the events before it: its action is the advice;
+  codes that NVIDIA marks as ignorable only make remarks.
+Repeats (thresholds from NVIDIA/NVSentinel): the same fatal XID in five bursts within a day is for support; a 31 twice a
+day on one GPU alone, or a 13 twice at one location on the chip, is for diagnostics of that GPU; on several GPUs or at
+several locations it is the application; ECC errors of a 74 more than twice on one link are for support. A fatal error
+of an NVSwitch explains simultaneous NVLink errors of its node's GPUs. Pure: facts in, findings out.
 """
 
 from collections import Counter
@@ -37,7 +36,7 @@ from rolecall.formats.xid.xid import ADVICE as XID_ADVICE
 from rolecall.formats.xid.xid import RECOVERY_ADVICE, RecoveryAction, Xid, XidAction, sxid, xid
 
 BURST_SECONDS = 180.0
-"""Lines of one code within this are one occurrence (NVSentinel)."""
+"""Lines with one code within this time are one occurrence (NVSentinel)."""
 REPEAT_SECONDS = 86_400.0
 NUM_FATAL_BURSTS = 5
 NUM_REPEATS = 2
@@ -61,12 +60,12 @@ _RANK = {
     XidAction.RESTART_VM: 7,
     XidAction.RESTART_BM: 8,
 }
-"""How bad: a reboot supersedes a reset, and this what stays with the application."""
+"""Severity: a reboot supersedes a reset, which supersedes an application error."""
 
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """One GPU's XIDs, oldest first. Lost without an XID, it has a 79."""
+    """XIDs of one GPU, oldest first. A GPU lost without an XID gets a 79."""
 
     node: str
     pci: str
@@ -99,7 +98,7 @@ def gpus_of(seen: Sequence[KernelLogFact], logs: Sequence[KernelLog]) -> list[Gp
 
 
 def _bursts(at: Sequence[float]) -> list[float]:
-    """When each occurrence began."""
+    """Start time of each occurrence."""
     begun: list[float] = []
     last = float("-inf")
     for t in at:
@@ -110,18 +109,18 @@ def _bursts(at: Sequence[float]) -> list[float]:
 
 
 def _most_in_a_day(at: Sequence[float]) -> int:
-    """Occurrences within the busiest 24 hours."""
+    """Maximum number of occurrences within 24 hours."""
     begun = _bursts(at)
     return max((sum(a <= b < a + REPEAT_SECONDS for b in begun) for a in begun), default=0)
 
 
 def _worst(lines: Sequence[XidLine]) -> XidLine:
-    """Of one code's lines the first that asks for the most."""
+    """Of one code's lines, the first with the most severe action."""
     return max(lines, key=lambda x: (x.fatal, _RANK[x.action]))
 
 
 def leading_code(gpu: Gpu) -> int | None:
-    """The code that names the finding: the worst, then the earliest. None: all are to be ignored."""
+    """The code that names the finding: the worst, then the earliest. None: all are ignorable."""
     first = {code: seen[0].at for code, seen in gpu.codes.items()}
     ranks = {code: _RANK[_worst(gpu.lines(code)).action] for code in first}
     if 154 in ranks:
@@ -131,7 +130,7 @@ def leading_code(gpu: Gpu) -> int | None:
 
 
 def _verdict(gpu: Gpu) -> tuple[XidAction, str]:
-    """What the newest 154 asks for."""
+    """The action that the newest 154 requests."""
     said = [x.recovery for _, x in gpu.seen if x.recovery is not None]
     return RECOVERY_ADVICE[said[-1] if said else RecoveryAction.NONE]
 
@@ -172,14 +171,14 @@ def gpu_finding(gpu: Gpu, num_with_31: int) -> Finding:
 
 
 def _chosen(gpu: Gpu, lead: int) -> list[tuple[KernelLogFact, XidLine]]:
-    """Lines to show: the newest of the leading code, then the first of each other."""
+    """Lines to show: the newest of the leading code, then the first of each other code."""
     of_lead = [(s, x) for s, x in gpu.seen if x.code == lead][-NUM_LINES_SHOWN // 2 :]
     others = [pairs[0] for code, pairs in grouped(gpu.seen, lambda _, x: x.code).items() if code != lead]
     return sorted([*of_lead, *others[: NUM_LINES_SHOWN // 2]], key=lambda pair: pair[0].at)
 
 
 def _judged(gpu: Gpu, known: Xid, num_with_31: int) -> tuple[str, str, FaultClass]:
-    """Sentence, advice and class of what leads."""
+    """Text, advice and fault class for the leading code."""
     codes = gpu.codes
     seen, lines = codes[known.code], gpu.lines(known.code)
     worst = _worst(lines)
@@ -223,7 +222,7 @@ def _judged(gpu: Gpu, known: Xid, num_with_31: int) -> tuple[str, str, FaultClas
 
 
 def _registers(lines: Sequence[XidLine], *, alone: bool) -> tuple[str, str]:
-    """What is added to the sentence of a 74, and the advice: of the worst sign, as often as its link has it."""
+    """Additional text for a 74, and the advice, by the worst sign and its number on that link."""
     on_links = Counter(x.link for x in lines if NvlinkRegisterError.ECC in x.nvlink_register_errors)
     found = sorted({sign for x in lines for sign in x.nvlink_register_errors}, key=list(NvlinkRegisterError).index)
     if not found:
@@ -242,7 +241,7 @@ def _registers(lines: Sequence[XidLine], *, alone: bool) -> tuple[str, str]:
 
 
 def _table(line: XidLine) -> str:
-    """What NVIDIA's table of 144 to 150 says beside the line."""
+    """The entry in NVIDIA's table of 144 to 150 for the line."""
     assert line.nvlink is not None
     said, row = "fatal" if line.nvlink.fatal else "not fatal", line.nvlink.assessment
     if row is None:
@@ -252,7 +251,7 @@ def _table(line: XidLine) -> str:
 
 
 def of_xid(gpu: Gpu, code: int) -> str:
-    """What the catalogue says of a code, and what the lines add."""
+    """The catalog's description of a code, with details from the lines."""
     known, lines = xid(code), gpu.lines(code)
     words = [f"XID {code} {known.mnemonic}: {known.meaning}"]
     words.append(f"class {known.fault_class}")
@@ -277,7 +276,7 @@ def of_xid(gpu: Gpu, code: int) -> str:
 
 
 def explained_by(gpu: Gpu, at: Sequence[float]) -> bool:
-    """Whether it reports nothing but NVLink errors, and those beside an error of the switch."""
+    """Whether the GPU reports only NVLink errors, all close in time to an error of the switch."""
     codes = gpu.codes.keys() - {45, 154}
     if not codes or any(xid(c).immediate not in _OF_NVLINK for c in codes):
         return False

@@ -1,4 +1,4 @@
-"""What findings from kernel logs share: facts sorted and grouped, times in words, and the shape of a finding."""
+"""Shared by findings from kernel logs: sorting and grouping of facts, formatting of times, and finding layout."""
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import TypeVar
@@ -10,8 +10,8 @@ from rolecall.detector.artifacts.kernel_log.logs import SAME_SECONDS, KernelLog,
 
 DETECTOR = "kernel-log"
 ADVICE = "kernel_advice"
-"""Evidence of this kind says what to do. It becomes the diagnosis's advice in place of what is said of the whole class
-(`kernel_findings.with_advice`): NVIDIA's action is exact, and a process that is to be restarted leaves its GPU in
+"""Evidence of this kind is an advice that replaces the general advice of the fault class
+(`diagnosis.with_advice`): NVIDIA's action is specific, and restarting only the process would keep the GPU in
 use."""
 NUM_LINES_SHOWN = 8
 CONFIDENCE_FATAL, CONFIDENCE = 0.95, 0.8
@@ -21,8 +21,8 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 def in_order(logs: Sequence[KernelLog]) -> list[KernelLogFact]:
-    """Those that say only seconds since boot first. What several files hold (kern.log and the journal) is there
-    once."""
+    """Facts by time; those with only seconds since boot come last. Facts that several files hold (kern.log and the
+    journal) appear once."""
     seen = sorted(
         ((s, i) for i, log in enumerate(logs) for s in log.seen), key=lambda pair: (pair[0].dated, pair[0].at)
     )

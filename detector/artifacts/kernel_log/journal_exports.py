@@ -1,8 +1,8 @@
-"""Lines of the kernel in what `journalctl -o json` and `-o export` write (systemd's Journal Export Formats).
+"""Reads kernel messages from the output of `journalctl -o json` and `-o export` (systemd's Journal Export Formats).
 
-json: an object a line. export: `KEY=value` lines, an empty line behind each entry; a value that is no plain text comes
-as `KEY`, line break, its length (8 bytes, little-endian), its bytes. An entry is the kernel's own word if it came to
-the journal from the kernel and its facility is the kernel's: processes can write to /dev/kmsg, too.
+json: one object per line. export: `KEY=value` lines, an empty line after each entry; a value that is not plain text is
+`KEY`, line break, its length (8 bytes, little-endian), its bytes. An entry is from the kernel if both its transport and
+its facility are the kernel's: processes can write to /dev/kmsg, too.
 """
 
 import json
@@ -14,14 +14,14 @@ from rolecall.core.errors import UnreadableInput
 from rolecall.formats.kernel_log.timestamps import HOST_CHARS_MAX, LINE_CHARS_MAX, TimestampedLine
 
 ENTRY_BYTES_MAX = 1 << 20
-"""Of an entry: a line longer than this is no entry, and is passed over. The kernel's are some 2 KiB."""
+"""Longer lines are skipped. Kernel entries have about 2 KiB."""
 KEYS = ("MESSAGE", "_HOSTNAME", "_TRANSPORT", "SYSLOG_FACILITY", "_SOURCE_REALTIME_TIMESTAMP", "__REALTIME_TIMESTAMP")
 WANTED = frozenset(k.encode() for k in KEYS)
 FIRST_KEYS = (b"__CURSOR=", b"__REALTIME_TIMESTAMP=")
 
 
 def kind_of(head: bytes) -> str:
-    """`json`, `export`, or empty, by the beginning of a file."""
+    """`json`, `export`, or empty, by the first bytes of a file."""
     line = head.partition(b"\n")[0]
     if line.startswith(FIRST_KEYS):
         return "export"
@@ -30,14 +30,14 @@ def kind_of(head: bytes) -> str:
 
 
 def stamps_of_json(file: BufferedIOBase) -> Iterator[TimestampedLine]:
-    """Those of the kernel."""
+    """Entries of the kernel."""
     while line := file.readline(ENTRY_BYTES_MAX):
         if (entry := _object(line)) is not None and (stamped := _stamped(entry)) is not None:
             yield stamped
 
 
 def stamps_of_export(file: BufferedIOBase, path: str) -> Iterator[TimestampedLine]:
-    """Those of the kernel. Raises UnreadableInput: it is damaged, so that the beginning of an entry cannot be found."""
+    """Entries of the kernel. Raises UnreadableInput: damaged, so that the start of an entry cannot be found."""
     entry: dict[str, Any] = {}
     while line := file.readline(ENTRY_BYTES_MAX):
         if line == b"\n":
@@ -60,7 +60,7 @@ def _binary(file: BufferedIOBase, path: str) -> bytes:
     if len(raw) == 8 and length <= ENTRY_BYTES_MAX:
         value = file.read(length + 1)
         if len(value) <= length or value.endswith(b"\n"):
-            return value[:length]  # shorter: the file ends here
+            return value[:length]  # shorter: end of file
     elif len(raw) < 8:
         return b""
     raise UnreadableInput(where=path, reason="it is damaged: a field of this journal export has no proper length")
@@ -75,11 +75,11 @@ def _object(line: bytes) -> dict[str, Any] | None:
 
 
 def _stamped(entry: Mapping[str, Any]) -> TimestampedLine | None:
-    """The message of an entry, if the kernel wrote it."""
+    """The message of an entry if the kernel wrote it, else None."""
     if entry.get("_TRANSPORT") != "kernel" or entry.get("SYSLOG_FACILITY", "0") != "0":
         return None
     message = entry.get("MESSAGE")
-    if isinstance(message, list):  # bytes that are no UTF-8, as numbers
+    if isinstance(message, list):  # bytes that are not UTF-8, as a list of numbers
         numbers = message[:LINE_CHARS_MAX]
         message = bytes(b for b in numbers if isinstance(b, int) and 0 <= b < 256).decode("utf-8", "replace")
     host, at = entry.get("_HOSTNAME", ""), _seconds(entry)
@@ -93,7 +93,7 @@ def _stamped(entry: Mapping[str, Any]) -> TimestampedLine | None:
 
 
 def _seconds(entry: Mapping[str, Any]) -> float | None:
-    """When it happened, else when the journal got it."""
+    """Time of the event, else the time at which the journal received it."""
     for key in ("_SOURCE_REALTIME_TIMESTAMP", "__REALTIME_TIMESTAMP"):
         text = entry.get(key)
         if isinstance(text, str) and text.isascii() and text.isdecimal() and len(text) <= 17:

@@ -1,10 +1,10 @@
-"""Kernel logs, read for `rolecall diagnose`: what their lines say, of which node, and when. Foreign text: bounded.
+"""Reads kernel logs for `rolecall diagnose`: facts with node and time. The text is untrusted: sizes are bounded.
 
-Told by content: what dmesg, `journalctl -k`, /var/log/kern.log or /var/log/messages and /dev/kmsg write, in all the
-forms of `core.kernel_stamps`, what journalctl exports (`journal_exports.py`), and `nvidia-bug-report.log.gz`, which
-holds several of them; packed or not, rotated or not. The node
-is the host of the line, else what the names of file and folder say. A time without a year is the latest that was over
-when the file was last written, in UTC; where there are only seconds since boot, these are the times.
+Formats are recognized by content: output of dmesg and `journalctl -k`, /var/log/kern.log, /var/log/messages and
+/dev/kmsg in all forms of `formats.kernel_log.timestamps`, journal exports (`journal_exports.py`), and
+`nvidia-bug-report.log.gz`, which contains several of these. Files may be compressed or rotated. The node is the host in
+the line, else derived from the names of file and folder. A time without a year is the latest one before the file's last
+modification, in UTC; if there are only seconds since boot, these are the times.
 """
 
 import re
@@ -22,26 +22,26 @@ from rolecall.formats.kernel_log.messages import KernelFact, KernelReader
 from rolecall.formats.kernel_log.timestamps import LINE_CHARS_MAX, TimestampedLine, is_syslog, parse_line, wall_of_local
 
 HEAD_BYTES = 64 << 10
-"""So much of a file decides what it is: of /var/log/messages most lines are not the kernel's."""
+"""Bytes that decide the format of a file: most lines of /var/log/messages are not the kernel's."""
 PROLOGUE_BYTES = 4096
 HEAD_SHARE_MIN = 0.8
-"""Of the lines in the head so many must have a stamp that is known."""
+"""Minimum share of lines in the head with a recognized timestamp."""
 LOG_BYTES_MAX = 1 << 30
-"""Of what is in a file, unpacked."""
+"""Maximum decompressed size of a file."""
 NUM_FACTS_MAX = 100_000
-"""Of one file; the lines of a storm beyond are counted."""
+"""Per file; in a log storm, further lines are only counted."""
 FACT_BYTES = 1500
-"""What one kept fact takes in memory, about."""
+"""Approximate memory of one fact."""
 TEXT_CHARS_MAX = 400
 
 BUG_REPORT = b"Start of NVIDIA bug report log file"
-"""In the first lines of what nvidia-bug-report.sh writes; `uname: Linux HOST ..` follows."""
+"""In the first lines of nvidia-bug-report.sh output; `uname: Linux HOST ..` follows."""
 SAME_SECONDS = 1.0
-"""The same words of a node within this, in two files or sections, are one line: syslog writes whole seconds."""
+"""Equal text of one node within this time, in two files or sections, is one line: syslog has whole seconds."""
 
 _UNAME = re.compile(rb"^uname: Linux ([A-Za-z0-9][\w.-]{0,252}) ", re.MULTILINE)
 _ROTATED = re.compile(r"(?:\.\d{1,3}|[-.]\d{8}(?:\d{2})?|\.old)$")
-"""What logrotate puts behind a name: a number, or a date."""
+"""Suffix that logrotate adds to a name: a number or a date."""
 _SUFFIX = re.compile(r"\.[A-Za-z]{1,6}$")
 _GENERIC_NAME = re.compile(
     r"(?:^|[-_.])(?:dmesg|kern(?:el)?|kmsg|journal(?:ctl)?|messages|syslog|log)(?=[-_.]|$)", re.IGNORECASE
@@ -50,7 +50,7 @@ _GENERIC_NAME = re.compile(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelLogFact:
-    """One fact. `at`: seconds since 1970, or since boot where `dated` is false. `text`: the message, cut."""
+    """One fact. `at`: seconds since 1970, or since boot if not `dated`. `text`: the message, truncated."""
 
     node: str
     at: float
@@ -61,7 +61,7 @@ class KernelLogFact:
 
 @dataclass(slots=True, kw_only=True)
 class KernelLog:
-    """`num_lines`: of the kernel. `num_dropped`: facts beyond what is kept. `zone_assumed`: some times say no zone."""
+    """`num_lines`: kernel lines. `num_dropped`: facts beyond the limit. `zone_assumed`: some times have no zone."""
 
     path: str
     seen: list[KernelLogFact] = field(default_factory=list)
@@ -69,26 +69,26 @@ class KernelLog:
     num_dropped: int = 0
     zone_assumed: bool = False
     undated: bool = False
-    cut_short: bool = False  # packed, and its end is missing
+    cut_short: bool = False  # compressed, and its end is missing
     uuids: dict[tuple[str, str], str] = field(default_factory=dict)  # by node and PCI address
 
 
 def is_log(path: Path) -> bool:
-    """Whether its beginning is that of a kernel log: stamped lines, the kernel's among them, or an export of the
-    journal. Raises OSError."""
-    if not path.is_file():  # a pipe would wait for its writer
+    """Whether the file begins like a kernel log (timestamped lines, some of them the kernel's) or like a journal
+    export. Raises OSError."""
+    if not path.is_file():  # a pipe would block
         return False
     try:
         raw = packed.head(path, HEAD_BYTES)
     except UnreadableInput:
-        return _GENERIC_NAME.search(path.name) is not None  # reading it will say what is wrong with it
+        return _GENERIC_NAME.search(path.name) is not None  # reading it reports the error
     if journal_exports.kind_of(raw) or BUG_REPORT in raw[:PROLOGUE_BYTES]:
         return True
     if not raw or b"\0" in raw:
         return False
     lines = raw.decode("utf-8", "replace").splitlines()
     if len(raw) == HEAD_BYTES:
-        lines.pop()  # cut
+        lines.pop()  # the last line is incomplete
     lines = [line for line in lines if line.strip() and not line.startswith(("-- ", " "))]
     kernel = sum(parse_line(line) is not None for line in lines)
     return kernel > 0 and sum(
@@ -97,7 +97,7 @@ def is_log(path: Path) -> bool:
 
 
 def read(path: Path) -> KernelLog:
-    """Raises UnreadableInput: it is too large, or cannot be read."""
+    """Raises UnreadableInput: the file is too large, or cannot be read."""
     log = KernelLog(path=str(path))
     readers: dict[str, KernelReader] = {}
     elsewhere = _node_of(path)
@@ -124,8 +124,8 @@ def read(path: Path) -> KernelLog:
 
 
 def read_all(files: Sequence[Path], named: Sequence[Path], budget: Budget) -> tuple[list[KernelLog], tuple[str, ...]]:
-    """The logs, and what is wrong with those of a folder that cannot be read. Raises UnreadableInput: one of `named`
-    cannot be, or none, or the budget is used up."""
+    """The logs, and the errors of unreadable files in folders. Raises UnreadableInput: one of `named` or all files are
+    unreadable, or the memory budget is exhausted."""
     logs, unreadable = list[KernelLog](), list[UnreadableInput]()
     for file in files:
         budget.check_time(str(file))
@@ -144,7 +144,7 @@ def read_all(files: Sequence[Path], named: Sequence[Path], budget: Budget) -> tu
 
 
 def _drop_repeated(log: KernelLog) -> None:
-    """A bug report holds the same lines several times: of dmesg, of the journal, of syslog. Those with a date stay."""
+    """A bug report repeats lines from dmesg, journal and syslog. Dated copies are kept."""
     dated = [s for s in log.seen if s.dated]
     log.undated = log.undated and not dated
     last: dict[tuple[str, str], float] = {}
@@ -157,7 +157,7 @@ def _drop_repeated(log: KernelLog) -> None:
 
 
 def _stamps(file: BufferedIOBase, head: bytes, path: str) -> Iterator[TimestampedLine]:
-    """What the kernel wrote."""
+    """Lines of the kernel."""
     match journal_exports.kind_of(head):
         case "json":
             yield from journal_exports.stamps_of_json(file)
@@ -194,7 +194,7 @@ def _take(
 
 
 def _node_of(path: Path) -> str:
-    """As the names say: `node-7/dmesg.1.gz`, `dmesg-gpu7.txt`, `gpu7.log`, else the folder's."""
+    """From the file name (`node-7/dmesg.1.gz`, `dmesg-gpu7.txt`, `gpu7.log`), else from the folder name."""
     if node := place_of(path).get("node"):
         return str(node).lower()
     name = path.name
@@ -205,7 +205,7 @@ def _node_of(path: Path) -> str:
 
 
 def time_remarks(logs: Sequence[KernelLog]) -> list[str]:
-    """What the times are worth."""
+    """Reliability of the times."""
     said = []
     if any(log.zone_assumed for log in logs):
         said.append(

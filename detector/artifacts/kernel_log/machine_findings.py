@@ -1,4 +1,4 @@
-"""What kernel logs tell of a node's memory, links, hardware and kernel: one finding for each fault.
+"""Diagnoses a node's memory, links, hardware and kernel from kernel logs: one finding per fault.
 
 Pure: facts in, findings out.
 """
@@ -11,7 +11,7 @@ from rolecall.formats.kernel_log.messages import HardwareError, KernelFault, Ker
 
 NUM_FLAPS = 2
 FLAP_SECONDS = 300.0
-"""One flap of a link is tolerated, two within this are not (ByteRobust)."""
+"""One link flap is tolerated, two within this time are not (ByteRobust)."""
 
 
 def oom_finding(node: str, pairs: list[tuple[KernelLogFact, OomKill]]) -> Finding:
@@ -27,7 +27,7 @@ def oom_finding(node: str, pairs: list[tuple[KernelLogFact, OomKill]]) -> Findin
 
 
 def link_finding(node: str, name: str, pairs: list[tuple[KernelLogFact, KernelLinkChange]]) -> Finding | None:
-    """Down for good, or flapping."""
+    """A link that is down permanently, or flaps."""
     downs = [s for s, f in pairs if not f.up]
     if not downs:
         return None
@@ -93,7 +93,7 @@ _FAULTS: dict[str, tuple[FaultClass, str, str]] = {
     "cpu_throttled": (FaultClass.SLOW, "CPUs are thermally throttled", "check fans and air flow"),
     "gpu_init_failed": (FaultClass.GPU, "the driver cannot initialise a GPU", "reset the GPU, else reboot the node"),
 }
-"""Class, sentence and advice of each of `kernel_lines.FAULTS`."""
+"""Fault class, text and advice of each of `messages.FAULTS`."""
 
 
 def fault_finding(node: str, what: str, pairs: list[tuple[KernelLogFact, KernelFault]]) -> Finding:

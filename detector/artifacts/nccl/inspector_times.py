@@ -1,12 +1,12 @@
-"""Whose collectives differ from its peers', from what the NCCL Inspector wrote on each rank (JSON lines).
+"""Localizes late ranks and slow links from NCCL Inspector logs, one file of JSON lines per rank.
 
-Joined over ranks by communicator, kind and sequence number. Who comes LATE to a collective has the SHORTEST time in it:
-the others' includes their wait. A rank whose time is at most half of the median in many of the joint operations, and
-for which the others wait a good part of their time in collectives, is slow before it gets there. A communicator whose
-bandwidth is far below that of its likes (same kind, message size, ranks and nodes) in spite of that has a slow link or
-GPU among its ranks.
+Operations are joined across ranks by communicator, kind and sequence number. The rank that arrives LAST has the
+SHORTEST time in a collective: the times of the others include their wait. A rank is slow before the collective if its
+time is at most half of the median in many joint operations, and the others wait for a good part of their time in
+collectives. A communicator that without such waits has far less bandwidth than comparable ones (same kind, message
+size, ranks and nodes) has a slow link or GPU among its ranks.
 
-Only finished operations are recorded: one that hangs is absent, and what is absent is not known.
+Only finished operations are recorded: a hung operation is absent, so absence proves nothing.
 """
 
 import os
@@ -25,24 +25,24 @@ from rolecall.formats.nccl.inspector import LINE_BYTES_MAX, Context, Lines
 
 DETECTOR = "nccl_inspector"
 FILE_BYTES_MAX = 64 << 20
-"""The end of a larger file is read."""
+"""Of a larger file, only the last this many bytes are read."""
 HEAD_BYTES = 8192
 NUM_OPERATIONS_MAX = 20_000
-"""Of one communicator in one file: the newest."""
+"""Per communicator and file: the newest operations."""
 OPERATION_BYTES = 250
 NUM_JOINT_MIN = 10
 LATE_RATIO_MAX = 0.5
-"""Of its time to the median of all ranks, in an operation to which it came late."""
+"""Maximum ratio of a rank's time to the median of all ranks for it to count as late in an operation."""
 LATE_SHARE_MIN = 0.3
-"""Of the joint operations."""
+"""Minimum share of the joint operations to which a rank came late."""
 WAIT_SHARE_MIN = 0.2
-"""Of the time of a median rank in these operations, that it waits for the late one."""
+"""Minimum share of a median rank's time in these operations that is spent waiting for the late rank."""
 NUM_LIKES_MIN = 3
 BANDWIDTH_RATIO_MAX = 0.6
 NUM_SUSPECTS_MAX = 16
 
 Key = tuple[str, int]
-"""Kind and sequence number: NCCL counts each kind for itself."""
+"""Kind and sequence number: NCCL counts each kind separately."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +54,10 @@ class OperationTiming:
 
 @dataclass(slots=True)
 class InspectorLog:
-    """One file. `operations`: by communicator and rank, in the order in which they stand."""
+    """One file. `operations`: by communicator and rank, in file order."""
 
     path: str
-    at: float  # wall seconds, the file's
+    at: float  # wall seconds, from the file
     num_lines: int = 0
     num_bad: int = 0
     num_dropped: int = 0
@@ -70,18 +70,18 @@ class InspectorLog:
 
 
 def is_log(path: Path) -> bool:
-    """Whether its first whole line is one of the Inspector. Raises OSError."""
+    """Whether its first complete line is an Inspector record. Raises OSError."""
     if not path.is_file():
         return False
     with path.open("rb") as file:
         head = file.read(HEAD_BYTES)
     line = head.lstrip().partition(b"\n")[0]
-    # The whole line may be longer than the head, with the trace of many channels.
+    # With a trace of many channels, the line can be longer than the head.
     return line[:1] == b"{" and any(k in line for k in (b'"coll_perf"', b'"p2p_perf"', b'"dump_stats"'))
 
 
 def read(path: Path) -> InspectorLog:
-    """Raises UnreadableInput: no line of it is whole, or it cannot be read."""
+    """Raises UnreadableInput: no complete line, or the file cannot be read."""
     lines = Lines()
     try:
         about = path.stat()
@@ -120,7 +120,7 @@ def kept_bytes(log: InspectorLog) -> int:
 
 
 def looked_at(logs: Sequence[InspectorLog]) -> str:
-    """What an answer stands on, one sentence."""
+    """One sentence that describes the input."""
     ranks = {place for log in logs for place in log.operations}
     communicators = {communicator for communicator, _ in ranks}
     total = sum(log.num_operations() for log in logs)
@@ -132,7 +132,8 @@ def looked_at(logs: Sequence[InspectorLog]) -> str:
 
 @dataclass(slots=True)
 class JoinedCommunicator:
-    """A communicator: by rank its operations, and who is who. `operations`: those that all reporting ranks finished."""
+    """A communicator with its operations and processes by rank. `operations`: those that all reporting ranks
+    finished."""
 
     name: str
     ranks: dict[int, dict[Key, OperationTiming]] = field(default_factory=dict)
@@ -157,7 +158,7 @@ def _joined(logs: Sequence[InspectorLog]) -> list[JoinedCommunicator]:
 def diagnose(
     logs: Sequence[InspectorLog], *, topology: Topology | None = None
 ) -> tuple[list[Finding], tuple[str, ...]]:
-    """(findings, remarks: lines cut, ranks without a file, what cannot be told)."""
+    """(findings, remarks: lines cut, ranks without a file, undecided questions)."""
     if not logs:
         return [], ()
     topology = topology or Topology()
@@ -281,7 +282,7 @@ def _who(joint: JoinedCommunicator, ranks: Sequence[int]) -> str:
 
 
 def _suspect(c: Context, whole: bool, topology: Topology) -> Suspect:
-    """`whole`: of the one largest communicator: its ranks are taken for the job's."""
+    """`whole`: the communicator is the single largest one, so its ranks are taken for global ranks."""
     rank = c.rank if whole else None
     node = c.host or f"rank-{c.rank}"
     replica = ""
@@ -291,8 +292,8 @@ def _suspect(c: Context, whole: bool, topology: Topology) -> Suspect:
 
 
 def _narrow(joints: Sequence[JoinedCommunicator], now: float) -> list[Finding]:
-    """Communicators with far less bandwidth than their likes; that of an operation is its fastest rank's: without
-    waits."""
+    """Communicators with far less bandwidth than comparable ones. The fastest rank gives an operation's bandwidth: its
+    time contains no wait."""
     likes: dict[tuple[str, int, int, int], list[tuple[float, JoinedCommunicator]]] = {}
     for joint in joints:
         about = next(iter(joint.contexts.values()))

@@ -1,15 +1,16 @@
-"""Which ranks block a job's collectives, from answers of NCCL's RAS (`ncclras`, or `VERBOSE STATUS` by hand), text or
-JSON.
+"""Localizes the ranks that block a job's collectives, from NCCL RAS status reports (`ncclras`, or `VERBOSE STATUS`).
 
-In this order: ranks that RAS considers dead or cannot reach; ranks with an error of their own (a remote error is that
-of a victim); ranks that launched another collective than their peers (code); ranks that are behind in a communicator
-without further launches. A rank that is behind in one communicator and waits in another is a victim of that one.
+Text and JSON are read. Checked in this order: ranks that RAS considers dead or cannot reach; ranks with a local error
+(a remote error is reported by a victim); ranks that launched a different collective than their peers (a bug in the
+code); ranks that are behind in a communicator without further launches. A rank that is behind in one communicator and
+waits in another is a victim of the latter.
 
-RAS counts what was LAUNCHED, so a rank that is behind did not get there: its host side. One answer alone names no rank:
-ranks of a healthy job are apart at any moment. Two answers at least MOVED_SECONDS apart, or three, show whether they
-advance. What stays undecided is a remark: a hang inside a collective that all have launched has no ranks apart.
+RAS counts LAUNCHED operations, so the cause of a rank that is behind is on its host side. A single report names no
+rank, because healthy ranks are never exactly in step. Two reports at least MOVED_SECONDS apart, or three reports, show
+whether ranks advance. Undecided cases become remarks: in a hang inside a collective that all ranks launched, no rank
+is behind.
 
-Times of answers are those of their files: what RAS writes is local, without a zone.
+The time of a report is that of its file: RAS writes local time without a zone.
 """
 
 from collections.abc import Iterable, Sequence
@@ -37,9 +38,9 @@ DETECTOR = "nccl_ras"
 FILE_BYTES_MAX = 32 << 20
 HEAD_BYTES = 8192
 MOVED_SECONDS = 10.0
-"""Between two answers without a launch; less is within one step of a large model."""
+"""Minimum time between two reports without a launch; a shorter time is within one step of a large model."""
 NUM_POLLS_MIN = 3
-"""This many answers of one file, whose times are unknown, count as that."""
+"""This many reports in one file, whose times are unknown, count as `MOVED_SECONDS`."""
 NUM_SUSPECTS_MAX = 64
 CONFIDENCE_DEAD, CONFIDENCE_MISSING, CONFIDENCE_FAILED, CONFIDENCE_CODE = 0.8, 0.6, 0.7, 0.6
 CONFIDENCE_BEHIND, CONFIDENCE_BEHIND_UNTIMED = 0.75, 0.6
@@ -59,7 +60,7 @@ SYMMETRIC = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Poll:
-    """One answer. `at`: wall seconds, of its file."""
+    """One status report. `at`: wall seconds, from its file."""
 
     path: str
     at: float
@@ -67,7 +68,7 @@ class Poll:
 
 
 def is_status(path: Path) -> bool:
-    """Whether it begins as an answer of RAS does. Raises OSError."""
+    """Whether the file begins like a RAS status report. Raises OSError."""
     if not path.is_file():
         return False
     with path.open("rb") as file:
@@ -78,7 +79,7 @@ def is_status(path: Path) -> bool:
 
 
 def read(path: Path) -> list[Poll]:
-    """Raises UnreadableInput: too large, cut short, not an answer of RAS."""
+    """Raises UnreadableInput: too large, cut short, not a RAS status report."""
     try:
         with path.open("rb") as file:
             raw = file.read(FILE_BYTES_MAX + 1)
@@ -96,13 +97,13 @@ def read(path: Path) -> list[Poll]:
 
 
 def kept_bytes(polls: Sequence[Poll]) -> int:
-    """Memory that they take."""
+    """Memory of these reports."""
     ranks = sum(len(c.ranks) + len(c.missing) for p in polls for c in p.status.communicators)
     return 1024 * len(polls) + 700 * ranks
 
 
 def looked_at(polls: Sequence[Poll]) -> str:
-    """What an answer stands on, one sentence."""
+    """One sentence that describes the input."""
     with_counts = sum(p.status.has_counts for p in polls)
     newest = max(polls, key=lambda p: p.at).status if polls else None
     if newest is None:
@@ -115,10 +116,10 @@ def looked_at(polls: Sequence[Poll]) -> str:
 
 
 def diagnose(polls: Sequence[Poll], *, topology: Topology | None = None) -> tuple[list[Finding], tuple[str, ...]]:
-    """(findings, remarks: what was repaired, passed over, or cannot be told)."""
+    """(findings, remarks: what was repaired, skipped, or is undecided)."""
     if not polls:
         return [], ()
-    ordered = sorted(polls, key=lambda p: p.at)  # stable: within a file as they stand
+    ordered = sorted(polls, key=lambda p: p.at)  # stable: keeps the order within a file
     case = _RasAnalysis(ordered, topology)
     told = [*case.lost(), *case.failed(), *case.apart()]
     return told, tuple(dict.fromkeys(case.remarks))
@@ -126,7 +127,7 @@ def diagnose(polls: Sequence[Poll], *, topology: Topology | None = None) -> tupl
 
 @dataclass(frozen=True, slots=True)
 class StalledCommunicatorPolls:
-    """A communicator without a launch in the last `num_polls` answers, over `seconds`. `behind`: by collective."""
+    """A communicator without a launch in the last `num_polls` reports, over `seconds`. `behind`: by collective."""
 
     communicator: Communicator
     num_polls: int
@@ -143,8 +144,7 @@ def _members(c: Communicator) -> Iterable[CommunicatorMember]:
 
 
 def _whole(polls: Sequence[Poll]) -> Communicator | None:
-    """The communicator that holds all processes of the job, whose ranks are the job's; None where there is none
-    such."""
+    """The communicator that holds all processes of the job, whose ranks are the global ranks; None if there is none."""
     communicators = [c for p in polls for c in p.status.communicators]
     largest = max(communicators, key=lambda c: len(c.ranks) + len(c.missing), default=None)
     if largest is None or any(p.status.form == "text" and p.status.num_communicators > 1 for p in polls):
@@ -172,7 +172,7 @@ class _RasAnalysis:
                 )
 
     def _suspect(self, m: CommunicatorMember, whole: bool) -> Suspect:
-        """`whole`: its rank is one of the communicator of all."""
+        """`whole`: the rank is one of the communicator that holds all processes."""
         rank = self.world.get(m.process, m.rank if whole else None) if m.host else (m.rank if whole else None)
         node, replica = m.host or f"rank-{m.rank}", ""
         if rank is not None:
@@ -217,7 +217,7 @@ class _RasAnalysis:
             for c in status.communicators:
                 named = [m.member for m in c.missing if m.dead is dead and (m.unresponsive or m.dead)]
                 if len(named) == 1 and not named[0].host and len(processes) == 1:
-                    p = next(iter(processes.values()))  # text of older versions tells rank and process apart
+                    p = next(iter(processes.values()))  # text of older versions lists ranks and processes separately
                     named = [CommunicatorMember(named[0].rank, p.host, p.pid)]
                 for m in named:
                     processes.pop((m.host, m.pid or -1), None)
@@ -264,7 +264,7 @@ class _RasAnalysis:
             for result, told in words.items()
         ]
 
-    # --- apart
+    # --- behind
 
     def apart(self) -> list[Finding]:
         stuck, together, single = list[StalledCommunicatorPolls](), False, False
@@ -290,7 +290,7 @@ class _RasAnalysis:
         return self._judged(stuck)
 
     def _histories(self) -> Iterable[tuple[Communicator, int, float, int]]:
-        """(newest with counts, answers in which it stood so, over how many seconds, answers with counts)."""
+        """(newest with counts, number of unchanged reports, seconds that they span, number of reports with counts)."""
         told: dict[str, list[tuple[float, Communicator]]] = {}
         for p in self.polls:
             for c in p.status.communicators:
@@ -299,7 +299,7 @@ class _RasAnalysis:
         present = {c.hash for c in self.newest.status.communicators} if self.newest.status.form == "json" else set(told)
         for key, history in told.items():
             if key not in present:
-                continue  # torn down since
+                continue  # already torn down
             last_at, last = history[-1]
             same = 0
             for _, c in reversed(history):

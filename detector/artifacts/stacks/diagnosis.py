@@ -1,7 +1,7 @@
 """Localizes the processes that block the rest, from a snapshot of the stacks of all processes of a role.
 
-Each process is at one place, that of its most informative thread: the main thread, unless it only waits for another.
-Processes at equal places form a group; two waits are equal when the waiting call and its callers are. Then:
+Each process is represented by the place of its most informative thread: the main thread, unless it only waits for
+another. Processes at equal places form a group; two waits are equal if the waiting call and its callers are. Then:
 
   most wait for others, some do not        suspects are those that do not: the rest waits for them; a majority at the
                                            same place in two snapshots also counts as waiting
@@ -48,18 +48,18 @@ from rolecall.detector.artifacts.stacks.rounds import NUM_FLAGS_MIN, NUM_ROUNDS,
 
 CONFIDENCE_OUTSIDE = 0.8
 CONFIDENCE_AT_WORK = 0.6
-"""Some rank always arrives last: one that computes may only be slow."""
+"""Some rank always arrives last: a process that computes may only be slow."""
 CONFIDENCE_ABSENT = 0.6
 CONFIDENCE_ELSEWHERE = 0.5
 CONFIDENCE_AGAIN = 0.7
-"""Of a slow process, the same in most of the rounds."""
+"""For a slow process: the same one in most of the rounds."""
 STANDS_CHANGE = 0.1
-"""An older dump that shows the same place makes a hang likelier."""
+"""An older dump at the same place makes a hang more likely."""
 
 NUM_STANDING_ROUNDS = 3
 """Twenty seconds at one place, without progress of any process."""
 LIKELY = 0.5
-"""Flags that are this likely by chance give no finding, not even `cannot_tell`."""
+"""Flags with at least this probability by chance give no finding, not even `cannot_tell`."""
 
 DUMP_AGAIN = (
     "dumps of the same processes some seconds later: a process that is still at the same place, outside of "
@@ -75,13 +75,13 @@ RECORDER = (
 
 
 def diagnose(dumps: Sequence[StackDump], *, topology: Topology | None = None) -> list[Finding]:
-    """At most one finding per role. Times are those of the files: the fault was present by the first of them."""
+    """At most one finding per role. Times are file times: the fault was present by the first of them."""
     found = [_judge(role) for role in roster(dumps, topology)]
     return [f for f in found if f is not None]
 
 
 def looked_at(dumps: Sequence[StackDump], *, topology: Topology | None = None) -> str:
-    """What the dumps show, for an answer without a finding: `trainer: 8 stacks: 8 wait in a collective: all_reduce
+    """Describes the input, for an answer without a finding: `trainer: 8 stacks: 8 wait in a collective: all_reduce
     ...`."""
     parts = []
     for role in roster(dumps, topology):
@@ -97,7 +97,7 @@ def looked_at(dumps: Sequence[StackDump], *, topology: Topology | None = None) -
 
 
 def _judge(role: DumpedRole) -> Finding | None:
-    """Decides by the last round; if its outliers are not hung, by all rounds."""
+    """Decides from the last round; if its outliers are not hung, from all rounds."""
     if len(role.rounds) == 1:
         return _judge_once(role.name, role.processes)
     rounds = [_stood(r) for r in role.rounds]
@@ -118,8 +118,8 @@ def _judge(role: DumpedRole) -> Finding | None:
 
 
 def _hanging(rounds: Sequence[Sequence[DumpedProcess]], outliers: Sequence[Sequence[DumpedProcess]]) -> set[Who]:
-    """Outliers of the last round that stayed at one place for some rounds in which no process left a wait: for
-    `NUM_STANDING_ROUNDS`, or for two if that is as long as they are outliers. Otherwise the job makes progress."""
+    """Outliers of the last round that stayed at one place over rounds in which no process left a wait: over
+    `NUM_STANDING_ROUNDS`, or over two if they were not outliers for longer. Otherwise the job makes progress."""
     seen = [{p.key: p for p in r} for r in rounds]
     flagged = [{p.key for p in some} for some in outliers]
     begin = 0  # first of the rounds in which no process left a wait
@@ -146,8 +146,8 @@ def _hanging(rounds: Sequence[Sequence[DumpedProcess]], outliers: Sequence[Seque
 
 
 def _stood(processes: Sequence[DumpedProcess]) -> Sequence[DumpedProcess]:
-    """Marks a majority that is twice at one place as waiting: a wait that Python does not show, such as reading a value
-    from a GPU whose peers have not arrived. In a single snapshot it could be common work."""
+    """Marks a majority at one place in two snapshots as waiting: Python does not show some waits, such as reading a
+    value from a GPU whose peers have not arrived. In a single snapshot it could be common work."""
     found = places(processes)
     if not found:
         return processes
@@ -163,8 +163,8 @@ def _stood(processes: Sequence[DumpedProcess]) -> Sequence[DumpedProcess]:
 
 
 def _outliers(processes: Sequence[DumpedProcess]) -> tuple[DumpedProcess, ...]:
-    """Of one round: those that do not wait while at least as many wait; where all wait, those not in the majority's
-    place."""
+    """Outliers of one round: processes that do not wait, if at least as many wait; if all wait, those outside the
+    majority's place."""
     waiting = [p for p in processes if p.stack is not None and p.stack.waits]
     outside = [p for p in processes if p.stack is not None and not p.stack.waits]
     if len(outside) > len(waiting):
@@ -194,7 +194,7 @@ def _judge_once(role: str, processes: Sequence[DumpedProcess]) -> Finding | None
     outside = [p for p in processes if p.stack is not None and not p.stack.waits]
     absent = [p for p in processes if p.stack is None]
     if not waiting or len(outside) > len(waiting):
-        return None  # most compute: the early ones wait, which names no suspect
+        return None  # most compute: the early ranks wait, which gives no suspect
     case = StackAnalysis(role, tuple(processes), tuple(places(processes)))
     if len(processes) == 1:
         because = f"{at_last(processes[0])}; there is no dump of another process"
@@ -215,7 +215,7 @@ def _judge_once(role: str, processes: Sequence[DumpedProcess]) -> Finding | None
 def _late(
     case: StackAnalysis, waiting: list[DumpedProcess], outside: list[DumpedProcess], absent: list[DumpedProcess]
 ) -> Finding:
-    """Some do not wait for others: these are the cause, except those that move."""
+    """Some processes do not wait for others: these are the cause, except those that make progress."""
     told = f"{len(waiting)} of {case.who} wait for others"
     if len(outside) == len(waiting):
         return case.cannot_tell(outside, f"{told}, as many do not: {names_text(outside)}", DUMP_AGAIN)
@@ -244,7 +244,7 @@ def _late(
 
 
 def _absent(case: StackAnalysis, waiting: list[DumpedProcess], absent: list[DumpedProcess]) -> Finding:
-    """All that have a dump wait, and some have none: a stopped or dead process gives no dump."""
+    """All processes with a dump wait, and some have none: a stopped or dead process gives no dump."""
     told = f"all {case.who} that have a dump wait for others ({case.places[0].stack.at})"
     if len(absent) >= len(waiting):
         because = f"{told}, and {len(absent)} have none: {names_text(absent)}"
@@ -259,7 +259,7 @@ def _absent(case: StackAnalysis, waiting: list[DumpedProcess], absent: list[Dump
 
 
 def _elsewhere(case: StackAnalysis) -> Finding:
-    """All wait, not in the same place."""
+    """All wait, but not at the same place."""
     top, *rest = case.places
     others = [p for place in rest for p in place.processes]
     told = "; ".join(
@@ -282,7 +282,7 @@ def _elsewhere(case: StackAnalysis) -> Finding:
 
 
 def _again(role: DumpedRole, outliers: Sequence[Sequence[DumpedProcess]]) -> Finding | None:
-    """The same processes, or the same group, block the others in round after round, and move: slow."""
+    """The same processes, or the same group, block the others in many rounds, and make progress: slow."""
     found = tally(outliers, role.processes)
     if found is None:
         return None
@@ -291,7 +291,7 @@ def _again(role: DumpedRole, outliers: Sequence[Sequence[DumpedProcess]]) -> Fin
     by_chance = num_flags < 2 or found.best[0].chance > LIKELY
     num_flagging = sum(map(bool, outliers))
     if not found.named and by_chance and (not outliers[-1] or num_flagging > 2):
-        return None  # once is chance and already over, or a different one each time
+        return None  # a single round that is already over, or different outliers each time: chance
     last = role.rounds[flagged[-1]]
     case = StackAnalysis(role.name, tuple(last), tuple(places(_stood(last))))
     suspect_keys = {p.key for p in suspected}

@@ -1,8 +1,8 @@
 """Reads and normalizes stack dumps of many processes. The text is untrusted: sizes and counts are bounded.
 
-Formats, recognized by content: `py-spy dump --json`, the text of `py-spy dump`, and an agent's answer of
-`/v1/evidence/stacks`. An agent's answer identifies its process; otherwise the names of the file and its folders do
-(file_names.py), and a topology file fills in the rest: `{"role", "world_size", "ranks": {"3": {"node", "replica",
+Formats, recognized by content: `py-spy dump --json`, the text of `py-spy dump`, and an agent's response of
+`/v1/evidence/stacks`. An agent's response identifies its process; otherwise the names of the file and its folders do
+(file_names.py), and a topology file adds the rest: `{"role", "world_size", "ranks": {"3": {"node", "replica",
 "pid"}}, "parallel": {"tp": 2, "pp": 4, "dp": 4}, "groups": {"pp": [[0, 2], [1, 3]]}}`, each part optional. The first
 axis of `parallel` varies fastest with the rank, as in Megatron. Ranks are global: of the whole role, not of one
 replica.
@@ -24,14 +24,14 @@ from rolecall.core.errors import UnreadableInput
 from rolecall.detector.artifacts.stacks.file_names import WORLD_SIZE_MAX, place_of
 
 DUMP_BYTES_MAX = 16 << 20
-"""Of one file. A trainer with 30 threads of 40 frames takes 0.3 MB as JSON."""
+"""Per file. A trainer with 30 threads of 40 frames takes 0.3 MB as JSON."""
 HEAD_BYTES = 8192
 """Bytes that decide the format of a file."""
 NUM_THREADS_MAX = 4096
 NUM_FRAMES_MAX = 4096
-"""py-spy itself gives up beyond both."""
+"""py-spy itself stops beyond both."""
 TEXT_CHARS_MAX = 512
-"""Longer names of files and functions are cut."""
+"""Longer names of files and functions are truncated."""
 RANK_DIGITS_MAX = 18
 """Of a rank as a key: longer numbers are not ranks, and slow to parse."""
 NUM_AXES_MAX = 8
@@ -39,7 +39,7 @@ NUM_AXES_MAX = 8
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """`file`: from the package on (`torch/distributed/distributed_c10d.py`), else the bare name; `name`: the
+    """`file`: path from the package on (`torch/distributed/distributed_c10d.py`), else the file name; `name`: the
     function."""
 
     file: str
@@ -61,11 +61,11 @@ class Thread:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StackDump:
-    """The threads of one process, main thread first. `at`: wall seconds of the file, since py-spy writes no time.
+    """The threads of one process, main thread first. `at`: wall seconds, from the file, since py-spy writes no time.
 
     Unknown values are empty or None. `axes`: coordinates (`pp`, 1) from the file name. `round_index`: number of the
-    round of dumps in the names; `series`: the path without it, where the names call it a round. `one_of_some`: only
-    some processes of the role were dumped, so none counts as missing.
+    round of dumps in the names; `series`: the path without it, if the names call it a round. `one_of_some`: only some
+    processes of the role were dumped, so none counts as missing.
     """
 
     path: str
@@ -155,7 +155,7 @@ def _is_text(head: str) -> bool:
 
 
 def read(path: Path) -> StackDump:
-    """Raises UnreadableInput: too large, cut short, no threads in it, not a dump."""
+    """Raises UnreadableInput: too large, truncated, without threads, or not a dump."""
     text, at = _text(path)
     place = place_of(path)
     if text.lstrip()[:1] in ("[", "{"):
@@ -291,7 +291,7 @@ def kept_bytes(dump: StackDump, counted: set[int]) -> int:
 
 
 def _agent_fields(path: Path, answer: dict[str, Any]) -> dict[str, Any]:
-    """Fields of a StackDump that an agent's answer gives."""
+    """Fields of a StackDump in an agent's response."""
     if not isinstance(answer.get("threads"), list):
         raise _wrong(path, "a JSON object without a list `threads`")
     place: dict[str, Any] = {"one_of_some": answer.get("one_of_some") is True}
@@ -319,7 +319,7 @@ def _frames(pairs: Iterable[tuple[str, str]]) -> tuple[Frame, ...]:
 
 @lru_cache(maxsize=65_536)
 def normal_frame(file: str, name: str) -> Frame | None:
-    """The frame as it is compared; None for one without information (a bare address)."""
+    """The normalized frame; None for one without information (a bare address)."""
     name = _ADDRESS.sub("", name).strip()
     if not name or name == "<shim>":
         return None
@@ -346,14 +346,14 @@ def normal_file(file: str) -> str:
     base = file.rpartition("/")[2]
     if _GENERATED_STEM.match(base.partition(".")[0]):
         return "<generated>"
-    return base if file.startswith("/") else file  # the same script may lie elsewhere on another node
+    return base if file.startswith("/") else file  # the same script may have another path on another node
 
 
 # --- topology -----------------------------------------------------------------------------------------------------
 
 
 def read_topology(path: Path) -> Topology:
-    """Raises UnreadableInput: not JSON, a part of the wrong kind, sizes that contradict each other."""
+    """Raises UnreadableInput: not JSON, a part of the wrong type, or contradictory sizes."""
     value = _json(path, _text(path)[0])
     if not isinstance(value, dict):
         raise _wrong(path, "a topology is a JSON object")

@@ -1,4 +1,4 @@
-"""Identifies process and round of a stack dump by the names of its file and folders.
+"""Identifies process and round of a stack dump from the names of its file and folders.
 
     trainer-1_rank3.json    rank_3.json    trainer_rank3_of_8.txt    node-2/trainer-0-pid123.txt    dp0_pp1_tp0.json
     round_2/rank_3.json     rank_3_round2.json    2/rank_3.json    rank_3.2.json
@@ -12,9 +12,9 @@ from typing import Any
 
 WORLD_SIZE_MAX = 200_000
 AXES = ("tp", "pp", "dp", "ep", "cp")
-"""Kinds of parallel group that file names may give: tensor, pipeline, data, expert, context."""
+"""Kinds of parallel group that file names may contain: tensor, pipeline, data, expert, context."""
 
-# A `local_rank` exists on every node, and a `node_rank` is the node's: neither identifies a process of the role.
+# A `local_rank` exists on every node, and a `node_rank` identifies the node: neither identifies a process of the role.
 _RANK = re.compile(
     r"(?<![a-z])(?<!local[-_.])(?<!node[-_.])(?:global_?)?rank[-_=.]?(\d{1,7})(?:[-_]?of[-_]?(\d{1,7}))?(?!\d)"
 )
@@ -40,7 +40,7 @@ NUM_FOLDERS_READ = 3
 
 
 def place_of(path: Path) -> dict[str, Any]:
-    """Fields of a dumps.StackDump that the names give."""
+    """Fields of a dumps.StackDump from the names."""
     stem = path.stem.lower()
     place: dict[str, Any] = _round(path)
     if found := _RANK.search(stem):
@@ -67,8 +67,8 @@ def place_of(path: Path) -> dict[str, Any]:
 
 
 def _round(path: Path) -> dict[str, Any]:
-    """The number of the round: the one that a name calls a round, else the last number of the file's name, else a
-    folder whose name is a number."""
+    """The number of the round: the one that a name calls a round, else the last number of the file name, else a numeric
+    folder name."""
     folders = path.absolute().parents[:NUM_FOLDERS_READ]
     for named in (path, *folders):
         if found := _ROUND.search(named.stem if named is path else named.name):

@@ -22,7 +22,7 @@ NUM_FRAMES_SHOWN = 8
 NUM_NAMES_SHOWN = 8
 NUM_TOLD = 3
 NUM_UNDECIDED_MAX = 64
-"""A "cannot tell" names no more processes than this."""
+"""Maximum number of processes in a "cannot tell"."""
 CONFIDENCE_CANNOT_TELL = 0.3
 
 
@@ -35,7 +35,7 @@ class StackCluster:
 
 
 def places(processes: Iterable[DumpedProcess]) -> list[StackCluster]:
-    """Largest first; equal ones in the order of their first process."""
+    """Largest first; ties in the order of their first process."""
     found: dict[tuple[object, ...], list[DumpedProcess]] = {}
     for p in processes:
         if p.stack is not None:
@@ -46,7 +46,7 @@ def places(processes: Iterable[DumpedProcess]) -> list[StackCluster]:
 
 @dataclass(frozen=True, slots=True)
 class StackAnalysis:
-    """One role in one snapshot; makes the findings about it."""
+    """One role in one snapshot; creates its findings."""
 
     role: str
     processes: tuple[DumpedProcess, ...]
@@ -102,7 +102,7 @@ class CommonParallelGroup:
 
 
 def shared(processes: Sequence[DumpedProcess], outliers: Sequence[DumpedProcess]) -> CommonParallelGroup | None:
-    """The smallest group, not all processes, that holds all outliers: node, replica, or parallel group."""
+    """The smallest group, not all processes, that contains all outliers: node, replica, or parallel group."""
     common = list(groups_of(outliers[0]))
     for p in outliers[1:]:
         its = set(groups_of(p))
@@ -152,7 +152,7 @@ def names_text(processes: Sequence[DumpedProcess]) -> str:
 
 
 def at_last(process: DumpedProcess) -> str:
-    """What a process does now, and whether it moves."""
+    """Text on the current activity of a process, and whether it moves."""
     if process.stack is None:
         return process.name
     before = {None: "", True: "; an older dump shows it elsewhere: it moves", False: "; an older dump shows the same"}
@@ -180,7 +180,7 @@ def rounds_evidence(f: FlagCount, num_rounds: int) -> Evidence:
 
 
 def standing_evidence(process: DumpedProcess, rounds: Sequence[Sequence[DumpedProcess]]) -> Evidence:
-    """The number of last rounds that it spent at its present place."""
+    """Evidence with the number of last rounds that the process spent at its current place."""
     keys = [next((p.stack.key for p in r if p.key == process.key and p.stack), None) for r in reversed(rounds)]
     num = next((n for n, key in enumerate(keys) if key != keys[0]), len(keys))
     text = f"{process.name}: at the same place in the last {num} of {len(rounds)} rounds"

@@ -1,9 +1,9 @@
-"""Classifies the activity of a process by its stacks: the wait it is in, or what it does instead. Pure.
+"""Classifies the activity of a process from its stacks: the wait it is in, or its activity otherwise. Pure.
 
 The most informative thread represents the process: the main thread, unless it only waits for another. From the
 innermost frame outward, frames that wait on behalf of their caller (locks, sockets, torch wrappers) are skipped; the
-first other frame is the place. If its name is that of a wait for other processes (`all_reduce`, `recv_forward`, a GPU
-synchronization), the process waits for others; else it does not.
+first other frame is the place. If its name is a wait for other processes (`all_reduce`, `recv_forward`, a GPU
+synchronization), the process waits for others; otherwise it does not.
 """
 
 import re
@@ -18,7 +18,7 @@ FRAME_CHARS_SHOWN = 120
 
 
 class StackActivity(StrEnum):
-    """Activity of a process, as a sentence says it. Waits for other processes: `WAITS`."""
+    """Activity of a process, as used in text. Waits for other processes: `WAITS`."""
 
     COLLECTIVE = "waits in a collective"
     PIPELINE = "waits for its neighbour in the pipeline"
@@ -175,7 +175,7 @@ def _passes_on(frame: Frame) -> bool:
 
 
 def _wait_of(frame: Frame, active: bool = False) -> StackActivity | None:
-    """The wait for others that this frame is, if it is one."""
+    """The wait for other processes that this frame represents, or None."""
     name, file = _bare(frame).lower(), frame.file
     of_torch = file.startswith("torch/distributed/")
     if _RENDEZVOUS.match(name) or file == "torch/distributed/rendezvous.py":

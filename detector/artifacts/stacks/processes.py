@@ -3,10 +3,10 @@
 Dumps belong to one process when they have the same replica and rank, else the same node and pid (and a similar file
 name: in containers many have pid 1). Dumps of an earlier process in its place, by pid or incarnation, are ignored.
 
-Repeated dumps form rounds: those of the names (`round_2/rank_3.json`) if all have one and no process is twice in one;
-else the n-th dump of each process, if all have equally many; else they are split at the widest gaps in time. Where that
-puts a process into a round twice, or rounds overlap, there are no rounds, only older dumps. A round counts if it shows
-more than half of the processes and the next follows soon enough.
+Repeated dumps form rounds: those in the names (`round_2/rank_3.json`) if all have one and no process is twice in one;
+else the n-th dump of each process, if all have equally many; else they are split at the widest gaps in time. If that
+puts a process into a round twice, or rounds overlap, there are no rounds, only older dumps. A round counts if it has
+more than half of the processes and the next one follows soon enough.
 """
 
 import math
@@ -26,7 +26,7 @@ from rolecall.detector.artifacts.stacks.positions import Stack, stack_of
 STORY_SECONDS_MAX = 600.0
 """Rounds further apart do not belong together: an older position is no evidence of a hang."""
 ROUNDS_APART_SECONDS_MIN = 1.0
-"""Dumps of one process that are closer were copied without their times: their names order them."""
+"""Closer dumps of one process were copied without their times: they are ordered by name."""
 
 Who = tuple[object, ...]
 Group = tuple[object, ...]
@@ -35,7 +35,7 @@ Group = tuple[object, ...]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DumpedProcess:
     """One process of a role in one round. `key` identifies it in all rounds. `stack`: None if it was not dumped.
-    `moves`: whether the dump before shows another place."""
+    `moves`: whether the previous dump is at another place."""
 
     key: Who
     role: str
@@ -52,7 +52,7 @@ class DumpedProcess:
 
     @property
     def name(self) -> str:
-        """For sentences: `trainer/1 rank 3 (node m07)`; the file, if the dump does not identify its process."""
+        """For text: `trainer/1 rank 3 (node m07)`; the file, if the dump does not identify its process."""
         rank = f"rank {self.rank}" if self.rank is not None else ""
         who = " ".join(w for w in (self.replica or (self.role if rank else ""), rank) if w) or self.label
         return f"{who} (node {self.node})" if self.node else who
@@ -71,8 +71,8 @@ class DumpedProcess:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DumpedRole:
-    """`processes`: their newest state, then those that must exist but have no current dump. `rounds`: the processes of
-    each round that counts, oldest first; at least one."""
+    """`processes`: the newest state of each, then expected ones without a current dump. `rounds`: the processes of each
+    round that counts, oldest first; at least one."""
 
     name: str
     processes: tuple[DumpedProcess, ...]
@@ -80,7 +80,7 @@ class DumpedRole:
 
 
 def roster(dumps: Sequence[StackDump], topology: Topology | None = None) -> list[DumpedRole]:
-    """By name."""
+    """Sorted by name."""
     ranks_of_pids: dict[int, list[int]] = {}
     for rank, pid in (topology.pids if topology else {}).items():
         ranks_of_pids.setdefault(pid, []).append(rank)
@@ -92,7 +92,7 @@ def roster(dumps: Sequence[StackDump], topology: Topology | None = None) -> list
 
 
 def _completed(dump: StackDump, topology: Topology | None, ranks_of_pids: Mapping[int, Sequence[int]]) -> StackDump:
-    """Adds what the topology knows of its rank; values of the dump take precedence."""
+    """Adds data of its rank from the topology; values of the dump take precedence."""
     if topology is None or (dump.role and topology.role and dump.role != topology.role):
         return dump
     rank = dump.rank
@@ -139,7 +139,7 @@ def _role(name: str, dumps: Sequence[StackDump], topology: Topology | None) -> D
 
 
 def _never_dumped(role: str, dumped: Sequence[DumpedProcess], size: int, known: Topology) -> list[DumpedProcess]:
-    """The ranks that must exist, `size` at least, and have no dump at all."""
+    """Expected ranks, at least `size`, without any dump."""
     ranks = {p.rank for p in dumped if p.rank is not None}
     if len(ranks) < len(dumped) or max(ranks) >= WORLD_SIZE_MAX:
         return []  # some ranks are unknown, or numbered per replica: the missing ones cannot be identified
@@ -157,7 +157,7 @@ def _never_dumped(role: str, dumped: Sequence[DumpedProcess], size: int, known: 
 
 
 def _process(role: str, who: Who, its: Sequence[tuple[StackDump, Stack]]) -> DumpedProcess:
-    """Of the dumps of one process so far, oldest first."""
+    """One process from its dumps so far, oldest first."""
     dump, stack = its[-1]
     moves = None
     if len(its) > 1:
@@ -202,7 +202,7 @@ def _who(dump: StackDump) -> Who:
 
 
 def _ordered(dumps: Sequence[StackDump]) -> list[StackDump]:
-    """Oldest first; one that was given twice is taken once."""
+    """Oldest first, without duplicates."""
     if len(dumps) == 1:
         return list(dumps)
     once: list[StackDump] = []
@@ -224,7 +224,7 @@ def _natural(path: str) -> list[tuple[int, str]]:
 
 
 def _of_one_process(its: list[StackDump]) -> list[StackDump]:
-    """Without those of an earlier process in the same place."""
+    """Without dumps of an earlier process in the same place."""
     last = its[-1]
     pids, incarnations = (None, last.pid), (None, last.incarnation)
     return [
@@ -237,7 +237,7 @@ def _of_one_process(its: list[StackDump]) -> list[StackDump]:
 # --- rounds -------------------------------------------------------------------------------------------------------
 
 Round = dict[Who, int]
-"""The processes dumped in it, and the index of each one's dump."""
+"""Processes dumped in the round, with the index of each one's dump."""
 
 
 def _rounds(looks: Mapping[Who, Sequence[tuple[StackDump, Stack]]]) -> list[Round]:

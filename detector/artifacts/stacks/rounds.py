@@ -4,12 +4,11 @@ After ByteRobust (arXiv 2509.16293, stack aggregation, fail-slow): every ten sec
 is flagged, and after five rounds the group with most flags is named. Here:
 
   flag     each outlier of a round gets one, and each group (node, replica, parallel group, never the whole role) that
-           holds at least half of them: a single chance outlier does not spoil a round
+           contains at least half of them: a single random outlier does not invalidate a round
   suspect  a group, or all processes that are flagged in the same rounds
-  named    of the suspects with `NUM_FLAGS_MIN` flags, in `FLAGGED_RATIO_MIN` of the rounds, the one whose flags are
-  least
-           likely if outliers were drawn at random, at most `CHANCE_MAX`: many flags, few processes. Several processes
-           are named as the smallest group that holds them, if it was flagged in the same rounds
+  named    of the suspects with `NUM_FLAGS_MIN` flags, in `FLAGGED_RATIO_MIN` of the rounds: the one with the least
+           likely flags under random outliers, at most `CHANCE_MAX` (many flags, few processes). Several processes are
+           named as the smallest group that contains them, if it was flagged in the same rounds
   tie      processes with equally many flags in other rounds: none is named
 """
 
@@ -26,18 +25,18 @@ ROUND_SECONDS = 10.0
 NUM_FLAGS_MIN = 3
 """One or two noisy rounds name no suspect."""
 FLAGGED_RATIO_MIN = 0.6
-"""Three of five. Some rank is always last; one that blocks the others in most rounds costs them that time."""
+"""Three of five. Some rank is always last; one that blocks the others in most rounds slows them down."""
 CHANCE_MAX = 0.05
 NUM_GROUPS_MAX = 512
 """Only the groups with most flags are compared: a grid of many axes has very many."""
 NUM_DRAWN_MAX = 32
-"""Of more outliers in a round, half are practically never in one group by chance."""
+"""With more outliers in a round, it is very unlikely that half are in one group by chance."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlagCount:
     """`rounds`: indices of those that flagged it. `chance`: probability that any suspect of its kind gets this many
-    flags when each round draws its outliers at random. `name`: empty for processes that share only their rounds."""
+    flags if each round draws its outliers at random. `name`: empty for processes that share only their rounds."""
 
     name: str
     members: tuple[DumpedProcess, ...]
@@ -81,7 +80,7 @@ def tally(outliers: Sequence[Sequence[DumpedProcess]], processes: Sequence[Dumpe
 
 
 def _processes(outliers: Sequence[Sequence[DumpedProcess]], processes: Sequence[DumpedProcess]) -> list[FlagCount]:
-    """By the rounds in which they were outliers."""
+    """Grouped by the rounds in which they were outliers."""
     rounds: dict[Who, list[int]] = {}
     for n, some in enumerate(outliers):
         for p in some:
@@ -130,19 +129,19 @@ def _groups(outliers: Sequence[Sequence[DumpedProcess]], processes: Sequence[Dum
             rounds=tuple(rounds[group]),
             chance=at_least(1, often(len(rounds[group]), len(num_drawn), flag) / share),
         )
-        found.setdefault(made.who, made)  # of several names for the same processes the simplest, which comes first
+        found.setdefault(made.who, made)  # of several names for the same processes, the simplest (first) one
     return list(found.values())
 
 
 def often(num: int, num_draws: int, share: float) -> float:
-    """The probability of `num` hits or more in so many draws."""
+    """Probability of at least `num` hits in `num_draws` draws."""
     return math.fsum(
         math.comb(num_draws, k) * share**k * (1 - share) ** (num_draws - k) for k in range(num, num_draws + 1)
     )
 
 
 def at_least(num: int, expected: float) -> float:
-    """The probability of `num` or more where `expected` come on average (Poisson); `num` is at least 1."""
+    """Probability of `num` or more if `expected` is the mean (Poisson); `num` is at least 1."""
     if expected <= 0:
         return 0.0
     if num <= expected:

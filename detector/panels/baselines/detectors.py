@@ -1,13 +1,12 @@
 """Baseline detectors from the literature in one framework, for comparison with ours.
 
-The framework: the residual of a sample is its distance to the median of the machines at that tick, in
-units of the metric's usual residual. A method gives each machine a score from the last `WINDOW_TICKS` residuals of all
-metrics; a machine whose score stays above the threshold for `persistence_ticks` is named. Missing samples are the
-nearest in time within the window.
+The residual of a sample is its distance to the median of the machines at that tick, in units of the metric's usual
+residual. A method scores each machine from the last `WINDOW_TICKS` residuals of all metrics; a machine whose score
+stays above the threshold for `persistence_ticks` is named. Missing samples are filled with the nearest in the window.
 
-The first part of a panel is a warm-up without alarms: its first half teaches the usual residuals and the method's
-model, its second half the threshold (`TailThreshold`). A fault that stands from the first tick is learned as normal,
-a metric that does not vary in the warm-up is left out, and nothing is learned later: that is what these methods are.
+A panel starts with a warm-up without alarms: the usual residuals and the method's model are fitted on its first half,
+the threshold (`TailThreshold`) on its second half. As limits of these methods, a fault present from the first tick is
+learned as normal, a metric that is constant in the warm-up is ignored, and nothing is learned later.
 """
 
 import math
@@ -31,12 +30,12 @@ from rolecall.detector.panels.sequential.warm_up import (
 
 PERSISTENCE_SECONDS = 60.0
 SLOW_METHOD_STRIDE_SECONDS = 8.0
-"""Forests and pairwise distances score once in so many seconds, on windows that then do not overlap."""
+"""Forests and pairwise distances are scored at this interval, on windows that then do not overlap."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BaselineDetector:
-    """A method on the frame. `stride_seconds`: time between scores; at intervals of more than that, every tick."""
+    """Runs one method in the framework. `stride_seconds`: time between scores; at longer intervals, every tick."""
 
     name: str
     scorer: Callable[[], Scorer]
@@ -91,7 +90,7 @@ class BaselineTracker(PeerTracker):
             self._samples.append(self._windows.filled().mean(axis=0))
 
     def _fitted(self) -> Scorer:
-        """Learns the usual residuals, then the method's model."""
+        """Fits the usual residuals, then the method's model."""
         seen = (
             np.stack(self._samples) if self._samples else np.zeros((1, *self._windows.filled().shape[1:]), np.float32)
         )
@@ -141,7 +140,7 @@ class BaselineTracker(PeerTracker):
 
 
 CONFIDENCE = 0.7
-"""Stated, not measured: these methods know of no probability."""
+"""Set, not measured: these methods give no probability."""
 
 
 def _maker(name: str, scorer: Callable[[], Scorer], stride_seconds: float = 0.0) -> Callable[..., BaselineDetector]:

@@ -1,4 +1,4 @@
-"""The methods of the baselines: each scores the machines of a panel by their window of residuals (detectors.py)."""
+"""Baseline methods: each scores the machines of a panel by their window of residuals (detectors.py)."""
 
 import math
 from typing import Any, Protocol
@@ -11,16 +11,16 @@ from rolecall.detector.panels.peer_scores import Scores, against_others, mean_di
 SHRINKAGE = 0.1
 """Weight of the diagonal in a covariance learned from few samples."""
 EXPLAINED_RATIO = 0.9
-"""Principal components are kept up to this part of the variance."""
+"""Principal components are kept up to this share of the variance."""
 NUM_NEIGHBOURS = 5
 NUM_TREES = 100
 NUM_FOREST_SAMPLES_MAX = 8192
 FAR = 1e6
-"""In usual residuals: beyond all samples."""
+"""In usual residuals: larger than any sample."""
 
 
 class Scorer(Protocol):
-    """One method. `residuals` are standardised; unknown ones are 0. `bound`: what its score can reach."""
+    """One method. `residuals` are standardized; unknown ones are 0. `bound`: the maximum score."""
 
     bound: float
 
@@ -28,13 +28,13 @@ class Scorer(Protocol):
         """(S, M): window means of healthy machines."""
 
     def score(self, residuals: Floats) -> Scores:
-        """(W, M, N) -> (N,): larger is less usual; where it is a distance, its square, whose tail is about
+        """(W, M, N) -> (N,): larger is more anomalous. Distances are squared, so that their tail is roughly
         exponential."""
 
 
 class RobustZ:
     """The largest deviation of any metric from the peers' median, in units of 1.4826 times the peers' median absolute
-    deviation, now or usually, whichever is larger."""
+    deviation (the current or the usual one, whichever is larger)."""
 
     bound = math.inf
 
@@ -50,7 +50,7 @@ class RobustZ:
 
 
 MAD_TO_SD = 1.4826
-"""Standard deviation over median absolute deviation, of a normal distribution."""
+"""Ratio of standard deviation to median absolute deviation for a normal distribution."""
 
 
 class Mahalanobis:
@@ -69,7 +69,7 @@ class Mahalanobis:
 
 
 class Pca:
-    """What the principal components of the warm-up leave unexplained of a machine's window means."""
+    """The part of a machine's window means that the principal components of the warm-up leave unexplained."""
 
     bound = math.inf
 
@@ -85,12 +85,12 @@ class Pca:
 
 
 class Neighbours:
-    """Mean distance to the nearest peers, so that a few alike outliers count as each other's neighbours."""
+    """Mean distance to the nearest peers, so that a few similar outliers count as each other's neighbors."""
 
     bound = math.inf
 
     def fit(self, samples: Floats) -> None:
-        pass  # it knows only the present
+        pass  # uses only the current window
 
     def score(self, residuals: Floats) -> Scores:
         x = residuals.mean(axis=0)
@@ -104,9 +104,9 @@ class Neighbours:
 
 
 class Forest:
-    """scikit-learn's isolation forest, grown on the warm-up. Its score is bounded: nothing gets much more than the
-    outermost samples it was grown on. So a low rate cannot be asked of it, and a machine that is off in one metric of
-    several hardly stands out."""
+    """scikit-learn's isolation forest, fitted on the warm-up. Its score is bounded: no sample scores much above the
+    most extreme training samples. It therefore cannot reach low false alarm rates, and an anomaly in one metric of
+    several has little effect."""
 
     bound = math.inf
 
@@ -124,13 +124,13 @@ class Forest:
 
 
 class Pairwise:
-    """Minder without its denoiser, metrics on a par: the largest, over metrics, of how far a machine's distances to all
-    others lie above the others' own."""
+    """Minder without its denoiser, all metrics equal: a machine's distances to all others, compared with those of its
+    peers; the largest excess over metrics counts."""
 
     bound = math.inf
 
     def fit(self, samples: Floats) -> None:
-        pass  # it knows only the present
+        pass  # uses only the current window
 
     def score(self, residuals: Floats) -> Scores:
         apart = mean_distances(residuals)
@@ -140,4 +140,4 @@ class Pairwise:
 
 
 PAIRWISE_SPREAD_MIN = 0.1
-"""Of the distances, in usual residuals: peers are never taken to be more alike than this."""
+"""Minimum spread of the distances, in usual residuals."""

@@ -1,21 +1,23 @@
-"""Minder (NSDI 2025), after its paper: a machine whose denoised metrics stay unlike its peers' for long is faulty.
+"""Minder (NSDI 2025): a machine is faulty if its denoised metrics differ from those of its peers for long enough.
 
     for each metric, in the order of a learned priority:
         e_i  = the metric's LSTM-VAE (hidden 4, latent 8, one layer) applied to machine i's last 8 samples
         d_i  = sum over the other machines k of |e_i - e_k|
         s_i  = normal score of d_i over the machines
         the machine with the largest s is the candidate while s is above the threshold
-    a candidate that was the same for more than 4 minutes is named; of several metrics the first in the order tells
+    a candidate that stays the same for more than 4 minutes is named; the first such metric in the order decides
 
 Samples are scaled to 0..1 by the smallest and largest value of the metric, over all machines and the last 15 minutes
-(900 ticks), as a call would pull them; a missing sample is the nearest in time within the window. Here the call is made
-at every tick and not every 8 minutes, which makes it an online detector; no later sample is used.
+(900 ticks, the data of one call in the paper); a missing sample is filled with the nearest in the window. The paper
+runs the detector every 8 minutes; here it runs at every tick, which makes it an online detector. No later sample is
+used.
 
-Where the paper is silent: the normal score leaves the machine itself out and is written as a log-likelihood ratio
-(`against_others`, `surprise`: they decide as the z-score does, but have a tail); the threshold of each metric is
-learned in a warm-up (`TailThreshold`), the requested rate shared equally among the metrics; 4 minutes are 240 ticks at
-one sample a second, and at least 8 ticks at longer intervals, because one bad sample is in 8 windows. A machine that
-was named is neither peer nor candidate until it resembles the others again: in the paper it is replaced at once.
+Choices that the paper leaves open: the normal score excludes the machine itself and is written as a log-likelihood
+ratio (`against_others`, `surprise`: same decisions as the z-score, but with a tail); the threshold of each metric is
+learned in a warm-up (`TailThreshold`), with the requested rate shared equally among the metrics; 4 minutes are 240
+ticks at one sample per second, and at least 8 ticks at longer intervals, because one bad sample is in 8 windows. A
+named machine is neither peer nor candidate until it resembles the others again: in the paper it is replaced
+immediately.
 """
 
 import json
@@ -44,29 +46,30 @@ from rolecall.detector.panels.sequential.warm_up import (
 HIDDEN, LATENT = 4, 8
 CONTINUITY_SECONDS = 240.0
 RANGE_TICKS = 900
-"""15 minutes at one sample a second: what one call pulls, and scales by."""
+"""15 minutes at one sample per second: the range that samples are scaled by."""
 NUM_METRICS = 7
-"""The paper's detector uses the first seven of the priority; with fewer recall falls, with more precision."""
+"""The paper uses the first seven metrics of the priority; fewer lower the recall, more lower the precision."""
 SPREAD_MIN = 1e-3
-"""Of the distances, in units of the metric's range: below it peers differ by less than the denoiser's own error."""
+"""Minimum spread of the distances, in units of the metric's range: smaller differences are within the denoiser's
+error."""
 BLOCK_TICKS_MAX = 60
-"""The threshold is learned from what a score stays above for so long, less than the 4 minutes: a warm-up of 10 minutes
-has ten such blocks of each machine. So alarms are rarer than asked."""
+"""The threshold is learned from scores that persist for this long, less than the 4 minutes: a warm-up of 10 minutes
+has ten such blocks per machine. Alarms are therefore rarer than requested."""
 COLUMNS_AT_ONCE = 4096
-"""Windows that are denoised together: more would leave the processor's cache."""
+"""Windows that are denoised together: more would exceed the CPU cache."""
 MODEL_BYTES_MAX = 16 << 20
 MODEL_FORMAT = 1
 BUILT_IN = Path(__file__).with_name("builtin.safetensors")
 ANY_METRIC = "*"
-"""Name of the denoiser for metrics that no other was trained on."""
+"""Name of the denoiser for metrics without one of their own."""
 CONFIDENCE = 0.9
 """The precision that the paper reports."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weights:
-    """K LSTM-VAEs side by side, for windows of I values a tick. H = 4 hidden, L = 8 latent; the gates are input,
-    forget, output, candidate. What the training alone needs (the latent's spread) is not kept."""
+    """K LSTM-VAEs side by side, for windows of I values per tick. H = 4 hidden, L = 8 latent; gate order: input,
+    forget, output, candidate. Weights used only in training (the latent's spread) are not kept."""
 
     encoder_input: Floats  # (K, 4H, I)
     encoder_hidden: Floats  # (K, 4H, H)
@@ -82,19 +85,19 @@ class Weights:
     output_bias: Floats  # (K, I, 1)
 
     def taken(self, rows: Sequence[int]) -> Self:
-        """The models of these rows, in this order; a row may be taken twice."""
+        """The models of these rows, in this order; a row may occur twice."""
         return type(self)(**{f.name: getattr(self, f.name)[list(rows)] for f in fields(self)})
 
     def stacked(self, other: Self) -> Self:
-        """These models and after them the other's."""
+        """These models, followed by those of `other`."""
         both = {f.name: np.concatenate([getattr(self, f.name), getattr(other, f.name)]) for f in fields(self)}
         return type(self)(**both)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
-    """`metrics`: what each of the K denoisers is for. `priority`: metrics in the order in which they are tried, empty
-    where no labels were at hand to learn it from."""
+    """`metrics`: the metric of each of the K denoisers. `priority`: metrics in the order in which they are tried; empty
+    if there were no labels to learn it from."""
 
     metrics: tuple[str, ...]
     weights: Weights
@@ -102,13 +105,13 @@ class Model:
     about: str = ""
 
     def rows(self, metrics: Sequence[str]) -> list[int]:
-        """The denoiser of each metric; the one for any metric where there is none of its own."""
+        """The denoiser of each metric; the general one if it has none of its own."""
         known = {name: k for k, name in enumerate(self.metrics)}
         return [known.get(m, known.get(ANY_METRIC, 0)) for m in metrics]
 
     def order(self, metrics: Sequence[str], num: int | None) -> list[int]:
-        """Which of a panel's metrics are tried, in order: the first `num` of the priority where the panel has them all,
-        else all of the panel's, those of the priority first."""
+        """Indices of a panel's metrics in the order in which they are tried: the first `num` of the priority if the
+        panel has them all, else all metrics of the panel, those of the priority first."""
         first = self.priority[:num]
         here = {m: i for i, m in enumerate(metrics)}
         if first and all(m in here for m in first):
@@ -118,7 +121,7 @@ class Model:
 
 
 class Variant(StrEnum):
-    """What the paper compares. RAW: no denoiser. CON: the denoised windows of all metrics as one vector. INT: one
+    """Ablations in the paper. RAW: no denoiser. CON: the denoised windows of all metrics as one vector. INT: one
     denoiser for all metrics together."""
 
     PER_METRIC = "per-metric"
@@ -128,7 +131,7 @@ class Variant(StrEnum):
 
 
 def denoise(weights: Weights, windows: Floats) -> Floats:
-    """(W, K, I, N) -> (W, K, I, N): each window as the K-th model gives it back, from the mean of its latent."""
+    """(W, K, I, N) -> (W, K, I, N): each window as reconstructed by the K-th model from the mean of its latent."""
     num_models, num_columns = windows.shape[1], windows.shape[3]
     at_once = max(1, COLUMNS_AT_ONCE // max(1, num_columns))
     found = np.empty_like(windows)
@@ -139,7 +142,7 @@ def denoise(weights: Weights, windows: Floats) -> Floats:
 
 
 def _denoise(w: Weights, windows: Floats) -> Floats:
-    # sigmoid(x) = tanh(x / 2) / 2 + 1 / 2, so that one tanh serves all four gates.
+    # sigmoid(x) = tanh(x / 2) / 2 + 1 / 2: one tanh call computes all four gates.
     half = np.full((4 * HIDDEN, 1), 0.5, dtype=np.float32)
     half[3 * HIDDEN :] = 1
     shape = (windows.shape[1], HIDDEN, windows.shape[3])
@@ -160,7 +163,7 @@ def _denoise(w: Weights, windows: Floats) -> Floats:
 
 
 def _step(gates: Floats, from_hidden: Floats, hidden: Floats, cell: Floats) -> tuple[Floats, Floats]:
-    """One step of an LSTM; `gates` is used up."""
+    """One step of an LSTM; overwrites `gates`."""
     gates += from_hidden @ hidden
     np.tanh(gates, out=gates)
     opened = gates[:, : 3 * HIDDEN]
@@ -198,8 +201,8 @@ class Ranges:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Minder:
-    """`num_metrics`: how many of the priority are used, None for all. The other settings are the paper's ablations;
-    `continuity_ticks` replaces the 4 minutes and leaves the thresholds as they were."""
+    """`num_metrics`: number of priority metrics used, None for all. The other settings are the paper's ablations;
+    `continuity_ticks` replaces the 4 minutes and does not change the thresholds."""
 
     false_alarms_per_1000_machine_days: float
     model: Model
@@ -216,7 +219,7 @@ class Minder:
 
 
 def make(false_alarms_per_1000_machine_days: float, *, model: Path | None = None) -> Minder:
-    """`model`: a file that `rolecall fit` wrote; without one the built-in denoisers. Raises UnreadableInput."""
+    """`model`: a file written by `rolecall fit`; default: the built-in denoisers. Raises UnreadableInput."""
     asked = false_alarms_per_1000_machine_days
     return Minder(false_alarms_per_1000_machine_days=asked, model=read(model or BUILT_IN))
 
@@ -284,7 +287,7 @@ class MinderTracker(PeerTracker):
         held = np.flatnonzero(self._num_held >= self._num_ticks)
         if not len(held):
             return []
-        channel = int(held[0])  # the channels are in the order of the priority
+        channel = int(held[0])  # channels are in priority order
         machine = int(best[channel])
         self._standing[machine] = True
         self._num_like[machine] = 0
@@ -319,7 +322,7 @@ class MinderTracker(PeerTracker):
 
 
 def read(path: Path) -> Model:
-    """The model that `minder.fit.write` wrote. Raises UnreadableInput: damaged, of another kind, not finite."""
+    """The model written by `minder.fit.write`. Raises UnreadableInput: damaged, of another kind, not finite."""
     from safetensors import SafetensorError, safe_open
 
     where = str(path)

@@ -1,14 +1,13 @@
-"""Training of `minder`: a denoiser for each metric, and the order in which the metrics are tried. Needs torch.
+"""Training of `minder`: a denoiser per metric, and the order in which the metrics are tried. Needs torch.
 
-Denoisers: LSTM-VAEs (Minder, section 4.2: window 8, hidden 4, latent 8, one layer) for windows scaled as the detector
-scales them. Encoder: an LSTM over the window; its last hidden state gives mean and spread of the latent. Decoder: an
-LSTM that begins in a state made of the latent and is fed it at each tick (without the first, the error stays tenfold
-what the paper reaches). Loss: mean squared error + `KL_WEIGHT` times the Kullback-Leibler divergence +
-`SHAPE_WEIGHT` times the error of the shape, a window less its mean.
-Stretches that labels call faulty are left out, of the whole panel.
+Denoisers: LSTM-VAEs (Minder, section 4.2: window 8, hidden 4, latent 8, one layer) for windows scaled as in the
+detector. Encoder: an LSTM over the window; its last hidden state gives mean and spread of the latent. Decoder: an LSTM
+whose initial state and input at each tick come from the latent (without that initial state, the error is ten times that
+in the paper). Loss: mean squared error + `KL_WEIGHT` times the Kullback-Leibler divergence + `SHAPE_WEIGHT` times the
+error of the shape (the window minus its mean). Periods labelled faulty are excluded for the whole panel.
 
-Priority: per tick and metric the largest |z-score| over machines of the window means; a decision tree (scikit-learn)
-learns from them which ticks are faulty, and the metrics nearest its root come first.
+Priority: the features are, per tick and metric, the largest |z-score| over machines of the window means; a decision
+tree (scikit-learn) learns to classify faulty ticks, and the metrics nearest its root come first.
 """
 
 import json
@@ -40,27 +39,27 @@ NUM_STEPS = 1500
 BATCH_WINDOWS = 256
 LEARNING_RATE = 3e-2
 KL_WEIGHT = 1e-6
-"""Small beside the target error (1e-4): a denoiser that does not reproduce its input is of no use."""
+"""Small compared with the target error (1e-4): a denoiser must reproduce its input."""
 SHAPE_WEIGHT = 3.0
-"""Most of what windows differ by is their level: weighed alike, the shape is learned late or never."""
+"""Windows differ mostly in level: with equal weights, the shape is learned late or never."""
 NUM_STARTS = 2
 NUM_WINDOWS_COMPARED = 1024
 NUM_WINDOWS_MAX = 8192
-"""Of each metric: the models have a few hundred numbers to learn."""
+"""Per metric: the models have a few hundred parameters."""
 NUM_TICKS_OF_PANEL = 256
-"""Moments that windows are taken from, of each panel; at each, of up to `NUM_MACHINES_AT_TICK` machines."""
+"""Ticks per panel from which windows are taken, each of up to `NUM_MACHINES_AT_TICK` machines."""
 NUM_MACHINES_AT_TICK = 32
 HELD_OUT_RATIO = 0.1
 NUM_TREE_TICKS_OF_PANEL = 400
 TREE_DEPTH_MAX = 8
 TREE_LEAF_RATIO = 0.005
-"""A leaf holds at least this part of all ticks: fewer are chance."""
+"""Minimum share of all ticks in a leaf: smaller leaves fit chance."""
 SPREAD_MIN = 1e-9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LabelledFault:
-    """A labelled stretch: this node was faulty. Seconds, of the panel's clock."""
+    """A labelled period in which this node was faulty. Seconds on the panel's clock."""
 
     node: str
     onset: float
@@ -69,8 +68,8 @@ class LabelledFault:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MinderFitResult:
-    """`mse`: of each metric's denoiser on held-out windows; `spread`: the variance of those windows, the error of a
-    model that predicts the mean. `num_faulty_ticks`: what the priority was learned from."""
+    """`mse`: of each metric's denoiser on held-out windows; `spread`: the variance of those windows, which is the error
+    of a model that predicts the mean. `num_faulty_ticks`: ticks from which the priority was learned."""
 
     model: Model
     mse: dict[str, float]
@@ -88,8 +87,8 @@ def fit(
     seed: int = 0,
     num_steps: int = NUM_STEPS,
 ) -> MinderFitResult:
-    """`faults`: those of each panel. `any_metric`: a denoiser for metrics that are in no panel; by default one is
-    trained on the windows of all metrics. Raises ValueError: no panel has a whole window."""
+    """`faults`: per panel. `any_metric`: a denoiser for metrics that are in no panel; by default one is trained on the
+    windows of all metrics. Raises ValueError: no panel has a complete window."""
     rng = np.random.default_rng(seed)
     metrics = sorted({m for p in panels for m in p.shape.metrics})
     cut = [windows_of(p, f, rng) for p, f in zip(panels, faults, strict=True)]
@@ -98,7 +97,7 @@ def fit(
     if not metrics:
         raise ValueError("there is no window of eight ticks in what was given")
     size = max(windows[m].shape[1] for m in metrics)
-    # Each metric's windows are repeated up to the same number: all models train side by side.
+    # Windows are repeated up to the same number per metric, so that all models train side by side.
     rows = [windows[m][:, rng.permutation(size) % windows[m].shape[1]] for m in metrics]
     names = list(metrics)
     if any_metric is None:
@@ -126,7 +125,7 @@ def fit(
 
 
 def write(path: Path, model: Model) -> None:
-    """One safetensors file; what is not a number stands as JSON in its header. Raises OSError."""
+    """Writes one safetensors file, with other data as JSON in its header. Raises OSError."""
     from safetensors.numpy import save
 
     about = {"format": MODEL_FORMAT, "metrics": model.metrics, "priority": model.priority, "about": model.about}
@@ -144,8 +143,8 @@ def mean_squared_error(weights: Weights, windows: Floats) -> Scores:
 
 
 def windows_of(panel: Panel, faults: Sequence[LabelledFault], rng: np.random.Generator) -> Floats:
-    """(W, M, B): whole windows of normal time, scaled by the range that a call at that tick would see. A metric that a
-    machine lacks is NaN."""
+    """(W, M, B): complete windows of normal time, scaled by the range over the preceding `RANGE_TICKS`. NaN for a
+    metric that a machine lacks."""
     normal = np.flatnonzero(~faulty(panel.at, faults, WINDOW_TICKS)[WINDOW_TICKS - 1 :]) + WINDOW_TICKS - 1
     if not len(normal):
         return np.empty((WINDOW_TICKS, len(panel.shape.metrics), 0), dtype=np.float32)
@@ -162,7 +161,7 @@ def windows_of(panel: Panel, faults: Sequence[LabelledFault], rng: np.random.Gen
 
 
 def faulty(at: Times, faults: Sequence[LabelledFault], num_ticks_after: int = 0) -> NDArray[np.bool_]:
-    """(T,): whether the tick lies inside a fault, or within so many ticks after one."""
+    """(T,): whether the tick is inside a fault, or within `num_ticks_after` ticks after one."""
     inside = np.zeros(len(at), dtype=np.bool_)
     for f in faults:
         first, end = np.searchsorted(at, f.onset, "left"), np.searchsorted(at, f.end, "right")
@@ -171,7 +170,8 @@ def faulty(at: Times, faults: Sequence[LabelledFault], num_ticks_after: int = 0)
 
 
 def _joined(metric: str, panels: Sequence[Panel], cut: Sequence[Floats], rng: np.random.Generator) -> Floats:
-    """(W, B): the whole windows of one metric, of all panels that have it; `cut`: what `windows_of` gave of each."""
+    """(W, B): the complete windows of one metric over all panels that have it; `cut`: result of `windows_of` by
+    panel."""
     parts = [w[:, p.shape.metrics.index(metric)] for p, w in zip(panels, cut, strict=True) if metric in p.shape.metrics]
     windows = np.concatenate(parts, axis=1)
     windows = windows[:, np.isfinite(windows).all(axis=0)]
@@ -181,7 +181,8 @@ def _joined(metric: str, panels: Sequence[Panel], cut: Sequence[Floats], rng: np
 def train(windows: Floats, *, seed: int = 0, num_steps: int = NUM_STEPS, num_starts: int = NUM_STARTS) -> Weights:
     """(W, K, I, B) of scaled windows -> K models, trained side by side. The same seed gives the same weights.
 
-    Each is trained from `num_starts` random starts, since some never get beyond a window's level; the best is kept.
+    Each is trained from `num_starts` random starts, since some never learn more than a window's level; the best is
+    kept.
     """
     num_models = windows.shape[1]
     trained = _train(np.repeat(windows, num_starts, axis=1), seed, num_steps)
@@ -240,7 +241,7 @@ def _train(windows: Floats, seed: int, num_steps: int) -> Weights:
 
 
 SPREAD_BIAS = -6.0
-"""The latent's log variance at the start: a wide one would drown the signal in the first hundreds of steps."""
+"""The latent's initial log variance: with a wide one, noise dominates the signal in the first hundreds of steps."""
 
 
 def _lstm(gates: Any, cell: Any) -> tuple[Any, Any]:
@@ -251,8 +252,8 @@ def _lstm(gates: Any, cell: Any) -> tuple[Any, Any]:
 
 
 def priority(panels: Sequence[Panel], faults: Sequence[Sequence[LabelledFault]]) -> tuple[tuple[str, ...], int, int]:
-    """(metrics nearest the tree's root first, faulty ticks, ticks); metrics that the tree does not ask about follow, by
-    how well they alone tell the ticks apart. Empty without faulty ticks or without others."""
+    """(metrics nearest the tree's root first, faulty ticks, ticks); metrics that the tree does not use follow, ordered
+    by how well each separates the ticks alone. Empty without faulty ticks or without healthy ones."""
     from sklearn.tree import DecisionTreeClassifier  # type: ignore[import-untyped]
 
     metrics = sorted({m for p in panels for m in p.shape.metrics})
@@ -278,8 +279,8 @@ def priority(panels: Sequence[Panel], faults: Sequence[Sequence[LabelledFault]])
 
 
 def nearest_root(tree: Any) -> list[int]:
-    """The features of a scikit-learn tree in the order of their first question, level by level; of one level the one
-    that more samples reach comes first."""
+    """The features of a scikit-learn tree in breadth-first order of their first split; within a level, the node with
+    more samples comes first."""
     order: list[int] = []
     level = deque([0])
     while level:
@@ -296,7 +297,7 @@ def nearest_root(tree: Any) -> list[int]:
 
 
 def _separation(features: Scores, label: NDArray[np.bool_]) -> Scores:
-    """(M,): how far the mean score of faulty ticks lies from that of others, in standard deviations."""
+    """(M,): distance between the mean scores of faulty and other ticks, in standard deviations."""
     spread = features.std(axis=0)
     gap = features[label].mean(axis=0) - features[~label].mean(axis=0)
     return np.where(spread > 0, gap / np.where(spread > 0, spread, 1), 0.0)

@@ -1,14 +1,15 @@
 """`sequential`, the default panel detector: online detection of machines that differ from their peers and their own
 past.
 
-Each tick of a panel gets three scores: from `shifts` that of the strongest metric and that of the strongest few
-together (a metric leaves its level among its peers and stays away), and `novelty` (many metrics jump to values without
-precedent). Each becomes a surprise by its own healthy tail on this panel (`tails`); the largest surprise has a tail
-again, and the threshold follows from that and the requested rate of false alarms, with nothing tuned to the panel.
-There are no findings before such a tail exists, so a fault present from the first sample is learned as normal: "cannot
-tell", unless its metrics are seconds of own work (`step_time`).
+Each tick of a panel gets three scores: two from `shifts`, of the strongest metric and of the strongest few together (a
+metric leaves its level among its peers and stays away), and `novelty` (many metrics jump to unprecedented values). Each
+score is converted to a surprise by its own healthy tail on this panel (`tails`). The largest surprise has a tail again,
+which gives the threshold for the requested rate of false alarms, without tuning per panel. There are no findings before
+such a tail exists, so a fault present from the first sample is learned as normal ("cannot tell"), unless its metrics
+are seconds of own work (`step_time`).
 
-While a machine is suspected nothing is learned from it; after `TOLERATED_SECONDS` a shift that stays becomes its habit.
+Nothing is learned from a machine while it is suspected; after `TOLERATED_SECONDS`, a shift that persists becomes its
+new normal level.
 """
 
 import math
@@ -27,45 +28,45 @@ from rolecall.detector.panels.sequential.tails import BLOCK_TICKS, BLOCKS_MIN, P
 
 SECONDS_PER_DAY = 86_400.0
 SUSPECT_SHARE = 0.6
-"""Nothing is learned from a machine whose score is above this share of the threshold."""
+"""Nothing is learned from a machine with a score above this share of the threshold."""
 SHARE_SHOWN = 0.5
-"""Metrics are shown whose score is at least this share of the strongest."""
+"""Metrics are shown if their score is at least this share of the strongest."""
 SHARE_ALIKE = 0.2
-"""A culprit's alarm is about metrics whose score is at least this share of its strongest."""
+"""A culprit's alarm includes metrics with a score of at least this share of its strongest."""
 CALM_SHARE = 0.5
 CALM_TICKS = 32
-"""An alarm is over when the scores were below `CALM_SHARE` of the threshold, or the short averages as usual, for so
-long."""
+"""An alarm ends when the scores were below `CALM_SHARE` of the threshold, or the short averages normal, for this many
+ticks."""
 TOLERATED_SECONDS = 3600.0
 PROPAGATION_SECONDS = 300.0
-"""After one machine's alarm, weaker ones of its peers that begin within this time are what it does to them; those in
-the same metrics for as long as they last."""
+"""After one machine's alarm, weaker alarms of its peers that begin within this time are attributed to it; those in the
+same metrics for as long as they last."""
 SKEW_SECONDS = 4.0
-"""Machines may be so much apart in what they do alike: clocks set wrong by 3 s, samples that average over a second.
-What a machine does before its peers is no leap of its own until they have had the time to follow."""
+"""Maximum time between equal changes of two machines: clock errors of 3 s, samples that average over a second. A change
+counts as a machine's own only when its peers have not followed within this time."""
 VALUE_MAX = 1e15
-"""What is larger counts as this: squares of float32 end at 1e38."""
+"""Larger values are clipped to this: squares of float32 overflow at 1e38."""
 MACHINES_MIN = 3
-"""Fewer are no peers: two that differ accuse each other."""
+"""Two machines that differ cannot be told apart: each is an outlier to the other."""
 BLOCKS_YOUNG = 12
-"""Scores of earlier blocks, made of habits and scales just begun, are too high: they count only until there are
+"""Scores of the first blocks, based on immature averages and scales, are too high: they count only until there are
 `MATURE_SIZE` others."""
 MATURE_SIZE = 150
 NOVELTY_PRIOR = Prior(location=0.12, beta=0.08, weight=64.0)
-"""Location and mean excess, in usual ranges, as 25 unlabelled days of twelve servers have them
-(docs/decisions/0019)."""
+"""Location and mean excess, in usual ranges, from 25 unlabelled days of twelve servers (docs/decisions/0019)."""
 SINGLE_PRIOR = Prior(location=5.0, beta=1.6, weight=256.0)
 SEVERAL_PRIOR = Prior(location=10.0, beta=2.6, weight=256.0)
-"""Of the largest score, and of that with the next two. Theory has a mean excess of 1 for the former, and healthy
-simulated fleets 1.0 to 1.3: of a panel of which little is known the worse is expected."""
+"""Of the largest score, and of its sum with the next two. Theory gives a mean excess of 1 for the former, healthy
+simulated fleets 1.0 to 1.3: the higher value is assumed until enough is known of a panel."""
 QUARANTINE_BLOCKS = 3
-"""Nothing is learned of how high shifts get from blocks younger than this: what begins in them may turn out a fault,
-and in a role of four one machine makes a quarter of the sample. A leap is over at once."""
+"""Shift tails are not learned from blocks younger than this: a shift that begins in them may turn out to be a fault,
+and in a role of four, one machine is a quarter of the sample. A jump ends immediately, so novelty needs no
+quarantine."""
 QUARANTINE_TICKS = 2 * BLOCK_TICKS
-"""Nor from a machine that has been suspect for longer."""
+"""Nor are they learned from a machine suspected for longer than this."""
 BOTH_PRIOR = Prior(location=math.log(2), beta=1.0, weight=256.0, beta_min=1.35)
-"""What theory says of the larger of two surprises: it rules until a panel has shown much of itself. Far tails are a
-little heavier than the sample shows: with less, simulated fleets have several times the asked rate
+"""The theoretical tail of the larger of two surprises: it dominates until a panel has enough data. Far tails are
+slightly heavier than the sample shows: with a smaller minimum, simulated fleets have several times the requested rate
 (docs/decisions/0019)."""
 
 
@@ -98,14 +99,14 @@ class Channel:
         return cls(ScoreTail(prior), low, zeros, quarantine)
 
     def score(self, scores: Floats) -> Floats:
-        """Takes the scores of a tick; returns their surprise, (N,)."""
+        """Processes the scores of a tick; returns their surprise, (N,)."""
         self.scores = scores
         np.maximum(self.block_max, scores, out=self.block_max)
         return self.tail.surprise(scores)
 
     def end_block(self, counted: NDArray[np.bool_], trusted: NDArray[np.bool_]) -> None:
-        """`counted` (N,): whose maxima of this block are healthy; `trusted` (N,): whose of earlier blocks still seem
-        so."""
+        """`counted` (N,): machines with healthy maxima in this block; `trusted` (N,): machines whose earlier blocks
+        still seem healthy."""
         self.waiting.append((self.block_max.copy(), counted & np.isfinite(self.block_max)))
         self.block_max[:] = -np.inf
         if len(self.waiting) > self.quarantine:
@@ -116,12 +117,12 @@ class Channel:
 
 class SequentialTracker:
     def __init__(self, shape: PanelShape, asked: float) -> None:
-        """`asked`: false alarms per 1,000 machine-days."""
+        """`asked`: requested false alarms per 1,000 machine-days."""
         self.shape, self.asked = shape, asked
         m, n = len(shape.metrics), len(shape.machines)
         self.shifts, self.novelty = ShiftChannel(m, n), Novelty(m, n)
         skew_ticks = 1 + int(SKEW_SECONDS / shape.interval_seconds)
-        # Of the last ticks, as many as machines may be apart: medians (M,), novelty scores (N,).
+        # Of the last `skew_ticks` ticks: medians (M,), novelty scores (N,).
         self.middles, self.leaps = deque[Floats](maxlen=skew_ticks), deque[Floats](maxlen=skew_ticks)
         self.single, self.several = Channel.of(n, SINGLE_PRIOR), Channel.of(n, SEVERAL_PRIOR)
         self.novel, self.both = Channel.of(n, NOVELTY_PRIOR, quarantine=0), Channel.of(n, BOTH_PRIOR)
@@ -129,13 +130,13 @@ class SequentialTracker:
         self.last = np.zeros((m, n), dtype=np.float32)  # the newest known value
         self.deviation = np.zeros((m, n), dtype=np.float32)
         self.seen = np.zeros((m, n), dtype=np.bool_)
-        # `explained`: by the culprit, since they came after it
+        # `explained`: attributed to the culprit, since their alarms came after it
         self.alarmed, self.explained = np.zeros(n, dtype=np.bool_), np.zeros(n, dtype=np.bool_)
         self.age = np.zeros(n, dtype=np.int64)  # ticks with a sample
         self.calm = np.zeros(n, dtype=np.int64)  # ticks since it was last above CALM_SHARE
         self.suspected_at = np.full(n, np.nan)  # NaN: not suspected
         self.ticks, self.at, self.reference = 0, math.nan, 0.0
-        self.culprit = -1  # the machine that was reported first, or as the strongest
+        self.culprit = -1  # the machine that was reported first, or is the strongest
         self.culprit_at = -math.inf
         self.culprit_score = 0.0  # its highest so far, as a multiple of the threshold
         self.culprit_size = 0.0  # the largest deviation of its strongest metric so far, robust scales
@@ -144,7 +145,7 @@ class SequentialTracker:
 
     @property
     def rate_per_block(self) -> float:
-        """False alarms asked for, per machine and block."""
+        """Requested false alarms per machine and block."""
         return self.asked / 1000 * BLOCK_TICKS * self.shape.interval_seconds / SECONDS_PER_DAY
 
     def tick(self, at: float, values: Floats) -> list[Finding]:
@@ -168,7 +169,7 @@ class SequentialTracker:
         novel = self.novel.score(np.min(self.leaps, axis=0))
         self._renew_tail()
         self.age += known.any(axis=0)
-        young = self.age <= BLOCKS_MIN * BLOCK_TICKS  # of its habits nothing is known yet
+        young = self.age <= BLOCKS_MIN * BLOCK_TICKS  # too few samples for its usual levels
         self.both.score(np.where(young, 0, np.maximum(shift, novel)).astype(np.float32))
         fresh = self._judge(at)
         self._end_block()
@@ -184,7 +185,7 @@ class SequentialTracker:
         return middle
 
     def _renew_tail(self) -> None:
-        """Scores with something to compare with are lower: thresholds from scores without it do not fit them."""
+        """Scores decrease once reference data exist: thresholds from scores without it do not apply."""
         if self.novelty.reference > self.reference:
             self.reference = self.novelty.reference
             self.novel.tail.renew(BLOCKS_MIN * len(self.alarmed))
@@ -194,7 +195,9 @@ class SequentialTracker:
         relative = self.both.scores / self.threshold
         calm = (relative < CALM_SHARE) | (self.shifts.calm & (self.novel.scores < self.novel.tail.location))
         leaping = self.novel.tail.surprise(self.novel.scores)
-        above = (relative > 1) & ~(self.shifts.calm & (leaping <= self.threshold))  # what is over makes no finding
+        above = (relative > 1) & ~(
+            self.shifts.calm & (leaping <= self.threshold)
+        )  # an alarm that is already over makes no finding
         self.calm = np.where(calm, self.calm + 1, 0)
         over = (self.alarmed | self.explained) & (self.calm >= CALM_TICKS)
         if over.any():
@@ -202,7 +205,7 @@ class SequentialTracker:
             self.alarmed &= ~over
             if self.culprit < 0 or not self.alarmed[self.culprit]:
                 self.explained &= ~over  # else it may come and go with its culprit
-            above &= ~over  # what the sums remembered
+            above &= ~over  # residual evidence in the sums
         suspect = relative > SUSPECT_SHARE
         begins = suspect & np.isnan(self.suspected_at)
         self.suspected_at[begins] = at
@@ -217,15 +220,15 @@ class SequentialTracker:
         for n in np.flatnonzero(fresh)[np.argsort(-relative[fresh], kind="stable")]:
             soon = 0 < at - self.culprit_at <= PROPAGATION_SECONDS
             explained = soon or (bool(self.explained[n]) and self._alike(int(n)))
-            # Scores of shifts grow with time as with size: who was hit longer is not who was hit more.
+            # Shift scores grow with time as well as size: a machine hit for longer is not necessarily hit harder.
             more = leaping[n] >= self.both.scores[n] or self._size(int(n)) > self.culprit_size
             outgrown = bool(relative[n] > self.culprit_score and more)
             self.explained[n] = explained and not outgrown
             if self.explained[n]:
                 self.calm[n] = 0
-                continue  # propagation from the culprit; reported when it outgrows that, or is something else
+                continue  # propagation from the culprit; reported if it becomes stronger, or differs in its metrics
             if 2 * int(above.sum()) > len(above):
-                continue  # the majority: peer evidence is void
+                continue  # a majority is anomalous: peer comparison is invalid
             self.alarmed[n] = True
             self.calm[n] = 0
             found.append(self._finding(int(n), at))
@@ -239,21 +242,21 @@ class SequentialTracker:
 
     @property
     def scores(self) -> Floats:
-        """(N,): what `threshold` is for."""
+        """(N,): compared with `threshold`."""
         return self.both.scores
 
     def _size(self, n: int) -> float:
-        """Deviation of a machine's strongest metric, robust scales."""
+        """Deviation of a machine's strongest metric, in robust scales."""
         return abs(self.shifts.first(n)[1])
 
     def _alike(self, n: int) -> bool:
-        """Whether a machine's strongest metric is one that the culprit's alarm was about."""
+        """Whether a machine's strongest metric is one of those in the culprit's alarm."""
         return self.shifts.first(n)[0] in self.culprit_metrics
 
     def _end_block(self) -> None:
         if self.ticks % BLOCK_TICKS:
             return
-        # Machines above the threshold never count, reported or not: a fault must not be learned as a tail.
+        # Machines above the threshold never count, reported or not: a fault must not be learned as part of the tail.
         counted = ~self.alarmed & (self.age > 0) & (self.both.block_max <= self.threshold)
         suspect_for = self.at - self.suspected_at
         trusted = ~self.alarmed & ~(suspect_for > QUARANTINE_TICKS * self.shape.interval_seconds)
@@ -267,12 +270,12 @@ class SequentialTracker:
         if len(self.shift_blocks) > QUARANTINE_BLOCKS:
             maxima, healthy = self.shift_blocks.popleft()
             self.shifts.levels.learn(maxima[:, :, healthy & trusted])
-        # The first block holds the beginnings of all averages; shifts of the second are measured by the tails of the
+        # The first block contains the start of all averages; shifts in the second are measured by the tails of the
         # first.
         self.single.end_block(counted & (num > 2), trusted)
         self.several.end_block(counted & (num > 2), trusted)
         self.novel.end_block(counted & (num > 1), counted)
-        # Of the last tail only blocks whose surprises are those of known tails.
+        # The combined tail uses only blocks whose surprises come from known tails.
         self.both.end_block(counted & (num > BLOCKS_MIN + 1), trusted)
         self.threshold = self.both.tail.threshold(self.rate_per_block)
 
@@ -309,7 +312,7 @@ class SequentialTracker:
                 )
                 values = {"ranges": float(self.deviation[m, n])}
                 evidence.append(Evidence(kind=f"metric:{self.shape.metrics[m]}", text=text, values=values))
-            # The score is the least of these ticks: the change began with the first of them.
+            # The score is the minimum over these ticks: the change began with the first of them.
             onset = min(onset, at - (len(self.leaps) - 1) * self.shape.interval_seconds)
             words.append(
                 f"{len(moved)} of {len(self.shape.metrics)} metrics jumped together, those of its {peers} peers did not"
@@ -329,7 +332,7 @@ class SequentialTracker:
 
 
 def _beyond(values: Floats, middles: Floats) -> Floats:
-    """How far values (M, N) lie outside of all middles (T, M): negative below, positive above, 0 within."""
+    """Distance of values (M, N) to the range of the middles (T, M): negative below, positive above, 0 within."""
     low, high = middles.min(axis=0)[:, None], middles.max(axis=0)[:, None]
     away: Floats = np.maximum(values - high, 0) + np.minimum(values - low, 0)
     return away

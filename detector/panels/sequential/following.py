@@ -1,16 +1,16 @@
-"""Models how a machine follows its peers, by metric: its usual offset, gain, lead and lag. The rest is its own
+"""Models how a machine follows its peers, by metric: its usual offset, gain, lead and lag. The remainder is its own
 deviation.
 
 Residual r = value - median over machines. With x the median's distance from its mean over time and y its last step,
 
-    r(t) = habit + gain x(t) + lag y(t) + lead y(t + 1) + what is its own,
+    r(t) = habit + gain x(t) + lag y(t) + lead y(t + 1) + own deviation,
 
-for a machine that answers more strongly than its peers (`gain`), and one that is sampled, or has its clock, a little
-before (`lead`) or after them (`lag`): at every edge of a training step it shows a spike that says nothing of its
-health. All are learned by normalised steps (LMS; Haykin, Adaptive Filter Theory, 4th ed., ch. 6), limited so that the
-onset of a fault hardly moves them, and not while a machine is suspected. `lead` is known one tick late: what it
-explains is taken out of the past, so that no forecast is made from it. Some of a fleet-wide move remains unexplained:
-deviations are intervals.
+for a machine that responds more strongly than its peers (`gain`), or whose samples or clock are slightly before
+(`lead`) or after theirs (`lag`). Such a machine shows a spike at every edge of a training step that is unrelated to its
+health. All coefficients are learned by normalized steps (LMS; Haykin, Adaptive Filter Theory, 4th ed., ch. 6), limited
+so that the onset of a fault barely moves them, and not while a machine is suspected. `lead` is known one tick late: its
+effect is removed from the past, so that no forecast uses it. Part of a fleet-wide move remains unexplained: deviations
+are intervals.
 """
 
 from typing import NamedTuple
@@ -21,56 +21,57 @@ from numpy.typing import NDArray
 from rolecall.detector.panels.panel import Floats
 
 HABIT_TICKS = 1000.0
-"""Memory of all that is learned here."""
+"""Averaging time of all parameters learned here."""
 STEP_LIMIT = 3.0
-"""Scales: what a single sample may count in the habit ..."""
+"""Scales: limits the effect of a single sample on the habit."""
 SIZE_LIMIT = 8.0
-"""Scales: ... and in the scale: less would make it blind to how wild a metric is, more would let faults hide in it."""
+"""Scales: limits its effect on the scale. A lower limit would underestimate volatile metrics, a higher one would let
+faults inflate the scale."""
 START_TICKS = 8
-"""Before a machine has a scale, its peers' deviations of the moment are one."""
+"""Before a machine has a scale, it uses its peers' current deviations."""
 POOLED_TICKS = 100.0
-"""A machine's own scale counts as much as that of its peers after so many ticks."""
+"""After this many ticks, a machine's own scale has the same weight as that of its peers."""
 SCALE_SHARE_MIN = 0.5
-"""No machine's scale is taken below this share of its peers': a metric that stood still is not infinitely precise."""
+"""Minimum scale as a share of the peers' scale: a constant metric is not infinitely precise."""
 VALUE_SHARE_MIN = 1e-4
-"""... nor below this share of the metric's level: the resolution of float32 and of many counters."""
+"""Minimum scale as a share of the metric's level: the resolution of float32 and of many counters."""
 MEAN_TO_SIGMA = 1.2533
-"""Standard deviation of a Gaussian over its mean absolute deviation."""
+"""Ratio of standard deviation to mean absolute deviation for a Gaussian."""
 GAIN_MAX = 0.5
-"""A machine that goes along by half more or less than its peers is none of them."""
+"""A machine that responds by half more or less than its peers is not comparable."""
 GAIN_SPREADS, GAIN_SURE = 4.5, 0.05
-"""No gain is taken as more than so many robust standard deviations of those of its peers, or the second: slow wander
-beside a slow move of the fleet, and a clock that is wrong by more than a tick, look like a gain, and at the fleet's
-next move the machine would be accused of what it was wrongly held for."""
+"""A gain is limited to this many robust standard deviations of its peers' gains, at least the second value. A slow
+drift during a slow move of the fleet, or a clock error of more than a tick, resembles a gain, and would cause a false
+alarm at the next move of the fleet."""
 GAIN_RENEW_TICKS = 8
 MACHINES_KEPT = 256
-"""Of large fleets so many machines, evenly spread, stand for all."""
+"""In large fleets, statistics use this many machines, evenly spread."""
 MAD_TO_SIGMA = 1.4826
-"""Standard deviation of a Gaussian over its median absolute deviation."""
+"""Ratio of standard deviation to median absolute deviation for a Gaussian."""
 GAIN_RIDGE = 10.0
-"""A fleet must move by about three scales before anything is learned of gains: the median's own noise is no move."""
+"""Gains are learned only from moves of about three scales or more: smaller ones are noise of the median."""
 LAG_MAX = 1.0
 """Ticks."""
 LEARNING_TICKS_MIN = 20
-"""Gain, lag and lead never follow faster than if they had so many ticks behind them."""
+"""Gain, lag and lead adapt no faster than after this many ticks."""
 AWAY_SHARE, STEP_SHARE = 0.01, 0.1
-"""Of the median's distance from its mean, and of its step: so much may be left unexplained ..."""
+"""Shares of the median's distance from its mean, and of its step, that may remain unexplained."""
 AWAY_NEW_SHARE, AWAY_USUAL = 0.05, 2.0
-"""... and so much of the distance beyond twice its usual (root mean square) one."""
+"""Additional share of the distance beyond twice its usual (root mean square) value."""
 EDGE_SCALES, EDGE_MEANS = 2.0, 1.0
-"""A step of the median beyond so many scales and mean steps is an edge: machines differ there for a moment."""
+"""A step of the median beyond this many scales and mean steps is an edge: machines differ briefly there."""
 GONE_SCALES, STILL_SCALES, STILL_TICKS = 100.0, 3.0, 32
-"""A median that is so far from its mean, and made no step of the second for so long, has gone for good."""
+"""A median this far from its mean, without a step of the second size for this many ticks, has changed permanently."""
 STAYED_SHARE = 0.5
-"""Of a machine's distance from its peers: nearer to where it usually is, it stayed there."""
+"""Of a machine's distance from its peers: closer to its usual level than this, it stayed there."""
 DEVIATION_MAX = 1e4
 """Scales: larger deviations are clipped."""
 
 
 class Deviations(NamedTuple):
-    """In robust scales. `low`, `high` (M, N): the deviation lies between; `lead` (M, N): so much of the last one was
-    the step that the peers made now; `edge` (M, 1): whether now is an edge; `stayed` (M, N): who is about where it
-    usually is, and away from its peers because they are not."""
+    """In robust scales. `low`, `high` (M, N): bounds of the deviation; `lead` (M, N): the part of the last deviation
+    that the peers' current step explains; `edge` (M, 1): whether this tick is an edge; `stayed` (M, N): machines near
+    their usual level that differ from their peers because the peers moved."""
 
     low: Floats
     high: Floats
@@ -95,15 +96,15 @@ class PeerCorrelation:
         self.usual, self.still = column.copy(), np.zeros((m, 1), dtype=np.int64)
         # (M, 1); `step_size`: mean |y|
         self.away_square, self.step_square, self.step_size = column.copy(), column.copy(), column.copy()
-        self.edge = np.zeros((m, 1), dtype=np.bool_)  # one tick ago, as `known` (M, N)
+        self.edge = np.zeros((m, 1), dtype=np.bool_)  # of the previous tick, like `known` (M, N)
         self.known = np.zeros((m, n), dtype=np.bool_)
         self.gain_max = np.full((m, 1), GAIN_MAX, dtype=np.float32)
 
     def tick(
         self, residual: Floats, known: NDArray[np.bool_], middle: Floats, learning: NDArray[np.bool_]
     ) -> Deviations:
-        """`residual` (M, N), 0 where not `known` (M, N); `middle` (M,): the medians; `learning` (N,): of whom is
-        learned."""
+        """`residual` (M, N), 0 where not `known` (M, N); `middle` (M,): the medians; `learning` (N,): machines to learn
+        from."""
         self.ticks += 1
         middle = middle[:, None]
         learned = known & learning
@@ -117,7 +118,7 @@ class PeerCorrelation:
         self.usual = usual = np.median(scale, axis=1, keepdims=True)
         most = np.float32(DEVIATION_MAX)
         lead = np.clip(self.lead * step / scale, -most, most)
-        # How machines follow a move that the fleet never made before is unknown.
+        # The response of machines to a move of unprecedented size is unknown.
         new = np.maximum(np.abs(away) - np.float32(AWAY_USUAL) * np.sqrt(self.away_square), 0)
         slack = np.float32(AWAY_SHARE) * np.abs(away) + np.float32(AWAY_NEW_SHARE) * new
         slack += np.float32(STEP_SHARE) * np.abs(step)
@@ -134,7 +135,7 @@ class PeerCorrelation:
         return Deviations(low.astype(np.float32), high.astype(np.float32), lead.astype(np.float32), edge, stayed)
 
     def _begin_anew(self, middle: Floats) -> None:
-        """Metrics of which the whole fleet has gone, and stays, where it never was: what was learned there is void."""
+        """Resets metrics in which the whole fleet moved permanently to a new level: what was learned there is void."""
         usual = self.usual
         moved = np.abs(middle - self.middle) > np.float32(STILL_SCALES) * usual
         self.still = np.where(moved, 0, self.still + 1)
@@ -164,7 +165,7 @@ class PeerCorrelation:
         learned: NDArray[np.bool_],
     ) -> None:
         begun = self.count >= START_TICKS
-        # What is wild in a young machine its peers say.
+        # For a young machine, its peers define the volatility of a metric.
         rough = scale
         if not begun.all():
             among = np.float32(MEAN_TO_SIGMA) * np.median(np.abs(own), axis=1, keepdims=True)
@@ -176,7 +177,7 @@ class PeerCorrelation:
         limited = np.clip(own, -most, most)
         self.lag = np.clip(self.lag + rate * limited * step / (self.step_square + least), -LAG_MAX, LAG_MAX)
         if self.ticks > 1:
-            # The last deviation, now that the next step is known: only here a lead can be distinguished from a gain.
+            # The last deviation, now that the next step is known: only now can a lead be distinguished from a gain.
             left = np.clip(self.last - self.lead * step, -most, most)
             even = self.known & ~edge & ~edge_before
             gain = self.gain + rate * even * left * self.away / (self.away_square + np.float32(GAIN_RIDGE) * least)
@@ -187,13 +188,13 @@ class PeerCorrelation:
             self.lead = np.clip(lead, -LAG_MAX, LAG_MAX)
         self.count += learned
         rate = np.maximum(1 / np.maximum(self.count, 1), 1 / HABIT_TICKS).astype(np.float32) * (learned & ~edge)
-        # By limited steps: one wild sample, or the onset of a fault, hardly moves the habit.
+        # Limited steps: one outlier, or the onset of a fault, barely moves the habit.
         self.habit += rate * limited
         self.size += rate * (np.minimum(np.abs(own), most_size) - self.size)
 
 
 def _gain_max(gain: Floats) -> Floats:
-    """The largest credible gain (M, 1) of a metric whose machines have those, (M, N)."""
+    """The largest credible gain (M, 1) of a metric, from the gains (M, N) of its machines."""
     kept = gain[:, :: -(-gain.shape[1] // MACHINES_KEPT)]
     spread = np.float32(MAD_TO_SIGMA) * np.median(np.abs(kept), axis=1, keepdims=True)
     return np.asarray(np.clip(GAIN_SPREADS * spread, GAIN_SURE, GAIN_MAX), dtype=np.float32)

@@ -1,26 +1,26 @@
-"""Has a metric of a machine gone to another level? Cumulative log likelihood ratios, and their healthy tails.
+"""Detects level shifts of a machine's metrics: cumulative log likelihood ratios, and their healthy tails.
 
-Against "nothing happened" (the forecast of `whitening`) stands "since some moment everything lies higher by h": then
-the noise around the new level is predicted by its own past,
+The null hypothesis is the forecast of `whitening`. The alternative is that since some time everything is higher by h;
+then the noise around the new level is predicted from its own past,
 
     forecast = h + rho (z(t-1) - h) - theta e'(t-1),
 
-with innovations e' of its own. Each tick adds the log likelihood ratio of the two under the metric's Student t,
+with its own innovations e'. Each tick adds the log likelihood ratio of the two under the metric's Student t,
 
     W(t) = max(0, W(t-1) + log f(e') - log f(e), rarity of e),
 
 which is Page's CUSUM (1954) with h estimated from earlier ticks only (Robbins and Siegmund 1974: a plug-in that keeps
 exp(W) a supermartingale between restarts, so that P(W > w) falls like exp(-w) whatever the metric's noise). h is the
-mean deviation of the last `LENGTHS` ticks, one test each: short ones see steps at once, long ones faint ones; but not
-less than what healthy machines of this metric have as their mean of 36 ticks now and then (`_least`), for smaller
-shifts are nobody's concern, and the ratio would never fall. The jump itself, of which no earlier tick tells, counts by
-how rare an innovation as large is in this metric: heavy tails make it worth little, and only what stays adds to it.
-A machine that stayed where it was while its peers went elsewhere may be the faulty one, but often they are soon back:
-it is accused more slowly. What comes and goes is over before W is high: what it reached beyond what healthy metrics do
-counts when it comes again (`earlier`), at most as much as what has come since.
+mean deviation of the last `LENGTHS` ticks, one test each: short ones detect steps at once, long ones detect small
+shifts. It is at least the size that means over 36 ticks of healthy machines occasionally reach (`_least`): smaller
+shifts are irrelevant, and with them the ratio would never fall. The jump itself cannot be predicted from earlier ticks;
+it counts by how rare an innovation of its size is in this metric: with heavy tails it counts little, and only a
+persistent shift adds to it. A machine that stayed at its level while its peers moved may be faulty, but often the peers
+soon return: its evidence grows more slowly. Intermittent shifts end before W is high: the part of their W beyond that
+of healthy metrics counts when they recur (`earlier`), at most as much as the evidence since.
 
-Models are never quite right. Of each metric and length the healthy block maxima of all machines are kept, and their
-tail is taken as exponential above its `TAIL_SHARE` highest, with slope at least 1:
+Models are never exact. For each metric and length, the healthy block maxima of all machines are kept, and their tail is
+taken as exponential above its `TAIL_SHARE` highest, with slope at least 1:
 
     score = -log P(block > W) = (W - location) / beta - log TAIL_SHARE.
 """
@@ -41,40 +41,39 @@ LENGTHS = (1, 6, 36)
 LEVEL_LENGTH = 1
 """Index of the length whose mean is reported as the deviation."""
 LEVEL_MIN, LEVEL_MAX = 3.0, 6.0
-"""Robust scales: the smallest shift looked for lies between. Evidence begins at half of it."""
+"""Robust scales: bounds of the smallest shift tested. Evidence begins at half of that shift."""
 LEVEL_QUANTILE, LEVEL_MARGIN = 0.98, 1.25
-"""Of healthy block maxima of the longest mean; times this much."""
+"""Quantile of the healthy block maxima of the longest mean, and the factor applied to it."""
 LEVEL_PRIOR, LEVEL_WEIGHT = 5.5, 128.0
-"""What is expected of a metric that has not yet shown how far its healthy machines stand off for some ticks, as their
-work is unequal: counts as so many block maxima (docs/decisions/0019)."""
+"""Assumed for a metric until enough is known of how far its healthy machines deviate for some ticks due to unequal
+work; weighted as this many block maxima (docs/decisions/0019)."""
 RATIO_MAX, RATIO_STAYED = 6.0, 1.0
-"""What one tick may add: 1 in 400; and of a machine that stayed while its peers went."""
+"""Maximum increase per tick: 1 in 400; and for a machine that stayed while its peers moved."""
 RARITY_MAX, RARITY_COST = 8.0, 1.0
-"""What an innovation may add by itself, and what is taken off for the many moments at which a shift may begin."""
+"""Maximum contribution of an innovation by itself, and the deduction for the many possible onsets of a shift."""
 MEMORY = 1 - 1 / 256
-"""W falls by as much a tick ..."""
+"""Decay factor of W per tick."""
 STANDING_SHARE, STALE_MEMORY = 1 / 4, 1 - 1 / 36
-"""... and by more where neither of the longer means is this share of the smallest shift: where models are wrong, as
-with clocks badly set, both forecasts fail alike, and W would stay up where nothing stands."""
+"""Faster decay if neither of the longer means is this share of the smallest shift: where models are wrong (clock
+errors, for example), both forecasts fail equally, and W would stay high without a shift."""
 SUM_MAX = 300.0
 SUM_BEGUN = 2.0
-"""A shift is dated from where W was last below, or a single tick outweighed all before."""
+"""A shift is dated from when W was last below this, or a single tick outweighed all previous evidence."""
 
 EPISODE_COST = 4.0
-"""Taken off what an episode leaves as evidence, beside what a healthy one reaches: some episodes are chance."""
+"""Deducted from the evidence that an episode leaves, in addition to the healthy level: some episodes are chance."""
 EARLIER_MIN = 1e-3
-"""Less is nothing: numbers near the smallest of float32 are slow."""
+"""Smaller values are set to 0: denormal float32 numbers are slow."""
 BLOCKS_KEPT = 64
 SKIPPED_SHARE = 0.01
-"""The topmost block maxima may be faults."""
+"""The highest block maxima are ignored because they may be faults."""
 FAR_SHARE = 1 / 3
-"""Of the tail's spacings the topmost so many count by themselves, too, where they are larger: tails that grow
-heavier."""
+"""The highest spacings of the tail also count separately if they are larger: some tails become heavier."""
 LOCATION_PRIOR, LOCATION_MIN = 5.0, 5.0
 BETA_PRIOR, BETA_MIN = 1.2, 1.0
 PRIOR_WEIGHT = 64.0
-"""Counts as so many block maxima. Theory has a slope of 1 and a location near log of the ticks of a block over
-`TAIL_SHARE`."""
+"""Weighted as this many block maxima. Theory gives a slope of 1 and a location near the log of the ticks of a block
+over `TAIL_SHARE`."""
 
 
 class LevelShifts:
@@ -83,24 +82,23 @@ class LevelShifts:
     def __init__(self, num_metrics: int, num_machines: int) -> None:
         k, m, n = len(LENGTHS), num_metrics, num_machines
         zeros = np.zeros((k, m, n), dtype=np.float32)
-        # (K, M, N): W; mean deviations; level and noise together, were there this shift; e'; ticks since W began to
-        # rise
+        # (K, M, N): W; mean deviations; level and noise together under this shift; e'; ticks since W began to rise
         self.sums, self.levels, self.states, self.innovations = zeros, zeros.copy(), zeros.copy(), zeros.copy()
         self.ages = zeros.copy()
-        self.maxima = np.zeros((k + 1, m, n), dtype=np.float32)  # of this block: of W, and of the longest mean's size
+        self.maxima = np.zeros((k + 1, m, n), dtype=np.float32)  # of this block: of W, and of the absolute longest mean
         self.least = np.full((m, 1), LEVEL_PRIOR, dtype=np.float32)  # the smallest shift that is tested
         self.location = np.full((k, m, 1), LOCATION_PRIOR, dtype=np.float32)
         self.beta = np.full((k, m, 1), BETA_PRIOR, dtype=np.float32)
-        self.known = np.zeros((m, n), dtype=np.bool_)  # one tick ago
-        # (M, N): the first W where this episode began, its maximum since; evidence that earlier episodes left, and
-        # ticks since the first of those began
+        self.known = np.zeros((m, n), dtype=np.bool_)  # of the previous tick
+        # (M, N): the first W when this episode began, its maximum since; evidence left by earlier episodes, and ticks
+        # since the first of those began
         self.trough, self.peak, self.earlier, self.since = (np.zeros((m, n), dtype=np.float32) for _ in range(4))
         self.blocks = deque[Floats]()  # each (K + 1, M, machines)
-        self.old_blocks = 0  # of sums with another meaning
+        self.old_blocks = 0  # of sums before `renew`
         self.size_min = 0
 
     def correct(self, amount: Floats) -> None:
-        """So much of the last deviations, (M, N), is explained by now, and predicts nothing."""
+        """Subtracts the part `amount` (M, N) of the last deviations that is now explained, so it predicts nothing."""
         amount = amount * self.known
         self.states -= amount
         self.innovations -= amount
@@ -114,8 +112,8 @@ class LevelShifts:
         new: Innovations,
         past: Whitening,
     ) -> Floats:
-        """Scores (M, N). `low`, `high`, `known`: (M, N), as `past` had them for what is `new`; `stayed` (M, N): who is
-        away from its peers because they went."""
+        """Scores (M, N). `low`, `high`, `known`: (M, N), as passed to `past` for `new`; `stayed` (M, N): machines away
+        from their peers because the peers moved."""
         usual = past.surprise(new.size)
         alone = (np.minimum(past.rarity, np.float32(RARITY_MAX)) - np.float32(RARITY_COST)) * (new.paired & ~stayed)
         most = np.where(stayed, np.float32(RATIO_STAYED), np.float32(RATIO_MAX))
@@ -144,7 +142,7 @@ class LevelShifts:
         return np.asarray(np.maximum(score, 0), dtype=np.float32)
 
     def _end_episodes(self) -> None:
-        """What comes and goes leaves evidence each time."""
+        """Adds the evidence of an intermittent shift each time it ends."""
         now = self.sums[0]
         self.since = np.where(self.earlier < SUM_BEGUN, self.ages[0], self.since + 1)
         self.earlier *= np.float32(MEMORY) * (self.earlier > EARLIER_MIN)
@@ -157,30 +155,32 @@ class LevelShifts:
         np.copyto(self.trough, now, where=over)
 
     def age(self, metric: int, machine: int) -> int:
-        """Ticks since the shift began, by the test that is surest of it (Page's estimate of the moment of change), or
-        since it first came, if much of the evidence is from before."""
+        """Ticks since the shift began, by the test with the most evidence (Page's estimate of the change point), or
+        since its first episode, if much of the evidence is older."""
         if self.earlier[metric, machine] >= self.sums[0, metric, machine] / 2:
             return int(self.since[metric, machine])
         scores = (self.sums[:, metric, machine] - self.location[:, metric, 0]) / self.beta[:, metric, 0]
         return int(self.ages[scores.argmax(), metric, machine])
 
     def end_block(self) -> Floats:
-        """The block's maxima, (K + 1, M, N); the next begins."""
+        """Returns the block's maxima, (K + 1, M, N), and starts the next block."""
         maxima = self.maxima.copy()
         self.maxima[:] = 0.0
         return maxima
 
     def renew(self, size_min: int) -> None:
-        """From now on the sums are of models that know their metrics, and are lower: block maxima from before count
-        only until there are `size_min` new ones."""
+        """Called when models are established and sums become lower: earlier block maxima count only until there are
+        `size_min` new ones."""
         self.old_blocks, self.size_min = len(self.blocks), size_min
 
     def learn(self, maxima: Floats) -> None:
-        """The tails and the smallest shifts, from an earlier block's maxima of healthy machines, (K + 1, M,
+        """Fits the tails and the smallest shifts to an earlier block's maxima of healthy machines, (K + 1, M,
         machines)."""
         if maxima.shape[2] == 0:
             return
-        self.blocks.append(maxima[:, :, :: -(-maxima.shape[2] // MACHINES_KEPT)].copy())  # not a view of all
+        self.blocks.append(
+            maxima[:, :, :: -(-maxima.shape[2] // MACHINES_KEPT)].copy()
+        )  # copy, to release the full array
         if self.old_blocks and sum(b.shape[2] for b in list(self.blocks)[self.old_blocks :]) >= self.size_min:
             for _ in range(self.old_blocks):
                 self.blocks.popleft()
@@ -205,14 +205,13 @@ class LevelShifts:
 
     @staticmethod
     def _least(standing: Floats) -> Floats:
-        """The smallest shift looked for, (M, 1), where healthy machines had such block maxima (M, S) of the longest
-        mean."""
+        """The smallest shift tested, (M, 1), from healthy block maxima (M, S) of the longest mean."""
         usual = np.quantile(standing, LEVEL_QUANTILE, axis=1, keepdims=True)
         own = standing.shape[1] / (standing.shape[1] + LEVEL_WEIGHT)
         least = own * np.clip(LEVEL_MARGIN * usual, LEVEL_MIN, LEVEL_MAX) + (1 - own) * LEVEL_PRIOR
         return np.asarray(least, dtype=np.float32)
 
     def forget(self, machines: NDArray[np.bool_]) -> None:
-        """Restarts the tests of these machines, (N,): their evidence is over and reported."""
+        """Restarts the tests of these machines, (N,): their fault is over and reported."""
         self.sums[:, :, machines] = 0.0
         self.trough[:, machines] = self.peak[:, machines] = self.earlier[:, machines] = 0.0

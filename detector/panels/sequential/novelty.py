@@ -1,11 +1,11 @@
-"""Channel `novelty`: many metrics of one machine jump at once to values without precedent, and its peers do not.
+"""Channel `novelty`: many metrics of one machine jump at once to unprecedented values, and its peers' do not.
 
-Three distances of a value, each in units of the metric's usual range on that machine (`RANGE_QUANTILE` of the distances
-from its mean level): from its own level of the last `RECENT_TICKS`; of its residual to the peers' median from that
-residual's level over the same time; and from all that the machine showed around this time of day on the day before
-(within one slot of `SLOT_SECONDS` on either side), where a day before was seen. The smallest of the three counts: what
-is usual for the machine, or for all machines, or for this time of day is no fault. The score of a machine is the
-`share`-th largest over its metrics: one metric that leaps is everyday life, a third of them at once is not.
+A value has three distances, each in units of the metric's usual range on that machine (`RANGE_QUANTILE` of the
+distances from its mean level): from its level over the last `RECENT_TICKS`; of its residual (to the peers' median) from
+that residual's level over the same time; and from all values of the machine around this time of day on the previous day
+(within one slot of `SLOT_SECONDS` on either side), if there are any. The smallest of the three counts: a value that is
+usual for the machine, for all machines, or for this time of day is no fault. The score of a machine is the `share`-th
+largest over its metrics: jumps of one metric are common, simultaneous jumps of a third of them are not.
 """
 
 import numpy as np
@@ -16,19 +16,19 @@ from rolecall.detector.panels.panel import Floats
 RECENT_TICKS = 12.0
 RANGE_QUANTILE = 0.99
 RANGE_GAIN = 0.3
-"""How fast the range follows a value beyond it; what it forgets balances at the quantile."""
+"""How fast the range follows a value beyond it; its decay is chosen so that it balances at the quantile."""
 LEVEL_TICKS = 288.0
 SLOT_SECONDS = 1800.0
 DAY_SECONDS = 86_400.0
 SLOTS_COMPARED = 3
 SUBSTITUTE_SECONDS = 14_400.0
-"""Before there is a day before: it differs more from now than that, so that scores are too high rather than too low."""
+"""Used before there is a previous day: it differs more from now, so scores are too high rather than too low."""
 METRICS_SHARE = 3
 """A third of the metrics must agree; all of two, and two of three."""
 DEVIATION_MAX = 2.0
-"""In usual ranges: what is further is no more news, and a metric that stood still has hardly any range."""
+"""In usual ranges: larger deviations add no information, and a constant metric has almost no range."""
 RANGE_SHARE_MIN = 1e-3
-"""The range is at least this share of the metric's level: below it a change is rounding."""
+"""Minimum range as a share of the metric's level: smaller changes are rounding."""
 
 
 class Novelty:
@@ -41,7 +41,7 @@ class Novelty:
         self.recent, self.recent_residual = zeros.copy(), zeros.copy()
         self.slots = dict[int, tuple[Floats, Floats]]()  # number -> lowest and highest (M, N)
         self.reference = 0.0
-        """How far back the values lie that are compared with, seconds; it only grows. 0: nothing yet."""
+        """Maximum age of the reference values, seconds; it only grows. 0: none yet."""
 
     def tick(self, at: float, values: Floats, residual: Floats, known: NDArray[np.bool_]) -> Floats:
         """Deviations in usual ranges, (M, N). `values`, `residual`, `known`: (M, N)."""
@@ -58,7 +58,7 @@ class Novelty:
         return deviation
 
     def _from_before(self, at: float, values: Floats) -> Floats:
-        """Distance to what was seen a day before; until then, to what was seen `SUBSTITUTE_SECONDS` before."""
+        """Distance to the values of the previous day; until then, to those `SUBSTITUTE_SECONDS` before."""
         for before in (DAY_SECONDS, SUBSTITUTE_SECONDS):
             slot = int((at - before) // SLOT_SECONDS)
             seen = [self.slots[s] for s in (slot - 1, slot, slot + 1) if s in self.slots]
@@ -67,7 +67,7 @@ class Novelty:
                 low = np.minimum(np.minimum(seen[0][0], seen[1][0]), seen[2][0])
                 high = np.maximum(np.maximum(seen[0][1], seen[1][1]), seen[2][1])
                 away: Floats = np.maximum(np.maximum(low - values, values - high), 0)
-                away[~np.isfinite(away)] = np.inf  # not sampled at that time: low is +inf and high -inf
+                away[~np.isfinite(away)] = np.inf  # no sample at that time: low is +inf and high -inf
                 return away
         return np.full_like(values, np.inf)
 
@@ -94,7 +94,8 @@ class Novelty:
         np.maximum(high, np.where(known, values, -np.inf), out=high)
 
     def scores(self, deviation: Floats) -> Floats:
-        """(N,): the `ceil(M / 3)`-th largest deviation of each machine, but at least of two metrics where there are."""
+        """(N,): the `ceil(M / 3)`-th largest deviation of each machine, but at least the second if there are two
+        metrics."""
         rank = max(-(-self.num_metrics // METRICS_SHARE), min(2, self.num_metrics))
         ranked = np.partition(deviation, self.num_metrics - rank, axis=0)[self.num_metrics - rank]
         scores: Floats = np.minimum(ranked, DEVIATION_MAX)

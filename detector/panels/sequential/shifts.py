@@ -1,9 +1,9 @@
-"""Channel `shift`: a machine that differs from its peers more than it used to, for long enough, in any metric.
+"""Channel `shift`: a machine differs from its peers more than usual, for long enough, in any metric.
 
 `following` gives the distance of each value from the machine's usual level among its peers, `whitening` the part of it
 that its past did not predict, `level_shifts` the likelihood of a level shift. A machine has two scores: that of its
-strongest metric, and the same plus `OTHERS_SHARE` of the next ones, since faults show in few metrics and often in more
-than one; but metrics of one machine are correlated even when it is healthy, so the others count for less.
+strongest metric, and the same plus `OTHERS_SHARE` of the next ones, since a fault often affects several metrics.
+Metrics of one machine are correlated even when it is healthy, so the others count for less.
 """
 
 import numpy as np
@@ -17,7 +17,7 @@ from rolecall.detector.panels.sequential.whitening import Whitening
 NUM_METRICS_ADDED = 3
 OTHERS_SHARE = 0.6
 YOUNG_TICKS = 16
-"""Before a machine has shown so many values of a metric, its scale there is too rough for all that follows."""
+"""With fewer values of a metric, a machine's scale is too imprecise for the next stages."""
 CALM_SCORE = 5.3
 """Of one metric: exceeded in one of 200 healthy blocks."""
 
@@ -28,7 +28,7 @@ class ShiftChannel:
     def __init__(self, num_metrics: int, num_machines: int) -> None:
         self.num_metrics, m, n = num_metrics, num_metrics, num_machines
         self.following, self.whitening, self.levels = PeerCorrelation(m, n), Whitening(m, n), LevelShifts(m, n)
-        self.edge = np.zeros((m, 1), dtype=np.bool_)  # one tick ago
+        self.edge = np.zeros((m, 1), dtype=np.bool_)  # of the previous tick
         self.scores = np.zeros((m, n), dtype=np.float32)
 
     def tick(
@@ -41,9 +41,9 @@ class ShiftChannel:
     ) -> tuple[Floats, Floats]:
         """Scores of the strongest metric and of the strongest few together, (N,) each.
 
-        `residual` (M, N), 0 where not `known` (M, N); `middle` (M,): the medians; `learning` (N,): whose habit is
-        learned; `counted` (N,): of whose noise is learned. The latter are more: what looks suspicious for a moment is
-        noise, too.
+        `residual` (M, N), 0 where not `known` (M, N); `middle` (M,): the medians; `learning` (N,): machines whose habit
+        is learned; `counted` (N,): machines whose noise is learned. The latter are more: brief suspicious deviations
+        are noise, too.
         """
         low, high, lead, edge, stayed = self.following.tick(residual, known, middle, learning)
         known = known & (self.following.count > YOUNG_TICKS)
@@ -59,18 +59,19 @@ class ShiftChannel:
 
     @property
     def calm(self) -> NDArray[np.bool_]:
-        """(N,): machines no metric of which is both suspect and away from its peers now, whatever the sums remember."""
+        """(N,): machines without a metric that is both suspect and currently away from its peers, whatever the sums
+        are."""
         back = np.abs(self.levels.levels[LEVEL_LENGTH]) < self.levels.least / 2  # more is evidence of a shift
         return np.asarray(((self.scores < CALM_SCORE) | back).all(axis=0), dtype=np.bool_)
 
     def first(self, machine: int) -> tuple[int, float]:
-        """Of one machine: its strongest metric, and that one's mean deviation of the last ticks with its sign."""
+        """The strongest metric of a machine, and that metric's signed mean deviation over the last ticks."""
         m = int(self.scores[:, machine].argmax())
         return m, float(self.levels.levels[LEVEL_LENGTH, m, machine])
 
     def strongest(self, machine: int) -> list[tuple[int, int, float, float]]:
-        """Of one machine: (metric, ticks since it shifted, mean deviation of the last ticks with its sign, score),
-        strongest metric first."""
+        """(metric, ticks since it shifted, signed mean deviation of the last ticks, score) of a machine's metrics,
+        strongest first."""
         scores = self.scores[:, machine]
         deviations = self.levels.levels[LEVEL_LENGTH, :, machine]
         order = [int(m) for m in np.argsort(-scores, kind="stable")]

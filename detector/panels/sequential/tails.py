@@ -7,13 +7,13 @@ averaged deviations), so that
 
     P(block > h) = TAIL_SHARE * exp(-(h - u) / beta),   u = the quantile.
 
-The sample also contains unlabelled faults. In an exponential tail the spacings of the ordered values,
-i (X_(i) - X_(i+1)) from the top, are independent with mean beta (Renyi 1953): beta is the mean of all but the topmost
-`FAULT_SHARE` of the sample, which faults may have made, with i counted as if half of those were faults: a sixth too low
-where none was, half too high where all were. Of a fleet of more than 100 machines fewer are left out, for no more than
-`FAULTY_MACHINES_MAX` are faulty for long, and what its topmost values say of the slope counts where it is more: how
-heavy the far tail is only large fleets show. beta is raised by one standard error, so that short histories give high
-thresholds rather than false alarms.
+The sample also contains unlabelled faults. In an exponential tail, the spacings of the ordered values,
+i (X_(i) - X_(i+1)) from the top, are independent with mean beta (Renyi 1953). beta is their mean without the topmost
+`FAULT_SHARE` of the sample, which may be faults, with i counted as if half of those were faults: a sixth too low if
+none was, half too high if all were. In fleets of more than 100 machines, fewer are excluded, since at most
+`FAULTY_MACHINES_MAX` are faulty for long, and the slope of the topmost values counts if it is larger: only large fleets
+show how heavy the far tail is. beta is raised by one standard error, so that short histories give high thresholds
+rather than false alarms.
 """
 
 import math
@@ -29,20 +29,20 @@ BLOCK_TICKS = 32
 """Longer than most excursions of a score: then blocks are nearly independent, and an alarm spans one or two."""
 TAIL_SHARE = 0.15
 FAULT_SHARE = 0.02
-"""Of a machine's time: a fault in seven machine-hours of every two weeks, ten times what is common."""
+"""Of a machine's time: a fault of seven machine-hours every two weeks, ten times the usual."""
 FAULTY_MACHINES_MAX = 2
 FAR_SHARE = 1 / 8
-"""Of the spacings of large fleets the topmost so many count by themselves, too, where they are larger."""
+"""In large fleets, this share of the highest spacings also counts separately if they are larger."""
 BLOCKS_MIN = 4
-"""Of a panel, before it has a threshold: nothing is said earlier."""
+"""Per panel, before it has a threshold: there are no findings before."""
 SPACINGS_MIN = 5
 SAMPLE_MAX = 200_000
-"""Block maxima kept; the oldest go first."""
+"""Block maxima kept; the oldest are dropped first."""
 
 
 def spacings(sample: Floats, num: int, skipped: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Of the last axis of `sample` (..., S): the quantile that `num` values exceed, (...), and the spacings of those,
-    from the `skipped`-th largest down, (..., num - skipped), each with the tail's mean excess as its mean."""
+    """For the last axis of `sample` (..., S): the quantile that `num` values exceed, (...), and the spacings of these
+    from the `skipped`-th largest down, (..., num - skipped); the mean of each spacing is the tail's mean excess."""
     first = sample.shape[-1] - num - 1
     top = np.sort(np.partition(sample, first, axis=-1)[..., first:], axis=-1)[..., ::-1].astype(np.float64)
     weights = np.arange(1, num + 1) - skipped / 2
@@ -51,8 +51,7 @@ def spacings(sample: Floats, num: int, skipped: int) -> tuple[NDArray[np.float64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prior:
-    """What is expected of a tail before its panel is known: counts as `weight` block maxima. `beta_min`: no less is
-    ever believed."""
+    """The assumed tail of a panel without data, weighted as `weight` block maxima. `beta_min`: lower bound of beta."""
 
     location: float
     beta: float
@@ -70,17 +69,17 @@ class ScoreTail:
     location: float = math.inf
     beta: float = 0.0
     num_blocks: int = 0
-    old_blocks: int = 0  # of a score that meant something else
+    old_blocks: int = 0  # of the score before `renew`
     old_size: int = 0
     size_min: int = 0
 
     def renew(self, size_min: int) -> None:
-        """From now on the score means something else, and is lower: what came before counts only until there are
-        `size_min` new block maxima."""
+        """Called when the score changes its meaning and becomes lower: earlier block maxima count only until there are
+        `size_min` new ones."""
         self.old_blocks, self.old_size, self.size_min = len(self.blocks), self.size, size_min
 
     def add(self, maxima: Floats) -> None:
-        """The maxima of one block, of those machines that count, any order."""
+        """Adds the maxima of one block, of the machines that count, in any order."""
         self.num_blocks += 1
         self.blocks.append(maxima)
         self.size += len(maxima)
@@ -91,7 +90,7 @@ class ScoreTail:
         while len(self.blocks) > 1 and self.size > SAMPLE_MAX:
             self.size -= len(self.blocks.popleft())
             self.old_blocks = max(0, self.old_blocks - 1)
-        # A long history moves slowly: fitting it at every block would cost more than all the rest.
+        # A long history changes slowly: fitting it at every block would dominate the run time.
         if len(self.blocks) <= 64 or self.num_blocks % 16 == 0:
             self._fit()
 
@@ -113,7 +112,7 @@ class ScoreTail:
             self.beta = max(own * self.beta + (1 - own) * self.prior.beta, self.prior.beta_min)
 
     def surprise(self, scores: Floats) -> Floats:
-        """How far beyond the quantile, in mean excesses: -log of the share of blocks that get so high, up to a
+        """Distance beyond the quantile, in mean excesses: -log of the share of blocks that get this high, up to a
         constant; 0 before there is a history."""
         if not math.isfinite(self.location):
             return np.zeros_like(scores)

@@ -1,21 +1,21 @@
 """Whitening: innovations, the part of a metric that its own past does not predict, and how rare they are.
 
 Metrics of machines are autocorrelated and heavy-tailed: a single outlier of twenty deviations that fades over half a
-minute is common, and a plain average of it looks like a fault. Here each deviation z is compared with the forecast from
-its past, under a model with a slow part and a white part,
+minute is common, and its plain average resembles a fault. Here each deviation z is compared with the forecast from its
+past, under a model with a slow part and a white part,
 
     z = s + w,   s(t) = rho s(t-1) + u,   w white,
 
-of which the linear forecast is that of an ARMA(1,1) process, rho z(t-1) - theta e(t-1) (Box and Jenkins 1976, ch. 5).
-rho and theta follow from autocovariances c0, c1, c2 of the metric over all machines: rho = c2 / c1 (an instrumental
-variable: w has no part in it), the slow part's share of the variance is c1 / (rho c0), and theta is the Kalman gain's
-complement in the steady state. After an outlier it is unknown in which part it was: whatever lies between "gone at
-once" and "fades as outliers of this metric do" (`rho_far`) was to be expected. Where the white part rules, outliers are
-of it, and move the forecast by a few units only.
+whose linear forecast is that of an ARMA(1,1) process, rho z(t-1) - theta e(t-1) (Box and Jenkins 1976, ch. 5). rho and
+theta follow from autocovariances c0, c1, c2 of the metric over all machines: rho = c2 / c1 (an instrumental variable,
+independent of w), the slow part's share of the variance is c1 / (rho c0), and theta is one minus the Kalman gain in the
+steady state. After an outlier, its part is unknown: everything between "gone at once" and "fades as outliers of this
+metric do" (`rho_far`) counts as expected. Where the white part dominates, outliers belong to it, and move the forecast
+by a few units only.
 
-Innovations e are given in units of their robust size on that machine. How they are distributed is learned of all
-machines of the metric: as a Student t whose degrees of freedom and width follow from three quantiles (for likelihoods),
-and as counts (for how rare the largest are).
+Innovations e are in units of their robust size on that machine. Their distribution is learned over all machines of the
+metric: as a Student t whose degrees of freedom and width follow from three quantiles (for likelihoods), and as counts
+(for the rarity of the largest).
 """
 
 import math
@@ -28,50 +28,50 @@ from rolecall.detector.panels.panel import Floats
 from rolecall.detector.panels.sequential.following import MACHINES_KEPT, MEAN_TO_SIGMA, POOLED_TICKS
 
 MEMORY_TICKS = 1000.0
-"""Of sizes and autocovariances."""
+"""Averaging time of sizes and autocovariances."""
 SIZE_SHARE_MIN = 0.5
-"""No machine's innovations are taken as smaller than this share of its peers' ..."""
+"""Minimum size of a machine's innovations as a share of its peers'."""
 UNIT_SHARE_MIN = 0.8
-"""... nor than this share of what the model implies for deviations of size 1: where bursts make a metric's scale it is
-quiet in between, but bursts there will be ..."""
+"""Minimum size as a share of the size that the model implies for deviations of size 1: if bursts determine a metric's
+scale, it is quiet between them, but bursts will recur."""
 UNIT_MIN = 0.1
-"""... nor than this: a constant or gliding metric is not infinitely precise."""
+"""Absolute minimum: a constant or slowly drifting metric is not infinitely precise."""
 SIZE_LIMIT = 3.0
-"""In units: what an outlier counts in the size."""
+"""In units: limits the effect of an outlier on the size."""
 INSTRUMENT_MAX, RESPONSE_MAX = 3.0, 20.0
-"""Of z in autocovariances: with an earlier value beyond the first it does not count, for that may be a fault; the later
-ones are limited to the second."""
+"""Limits of z in autocovariances: pairs with an earlier value beyond the first are ignored, since it may be a fault;
+the later value is clipped to the second."""
 RHO_MAX = 0.99
 PHI_MIN = 0.05
-"""With less autocorrelation there is no slow part."""
+"""With less autocorrelation, there is no slow part."""
 RHO_TICKS = 64
-"""Before so many ticks lag 2 says nothing."""
+"""With fewer ticks, lag 2 is not informative."""
 RENEW_TICKS = 8
 OUTLIER = 3.0
-"""Units: from here on an innovation may be of either part."""
+"""Units: a larger innovation may belong to either part."""
 FAR = 5.0
-"""Deviation from which a value is an outlier that fades."""
+"""Minimum deviation of a fading outlier."""
 FAR_WEIGHT = 20.0
-"""rho counts as so many outliers of that size, until the metric has shown how its own fade."""
+"""Weight of rho as a number of outliers of that size, until enough outliers of the metric have faded."""
 FAR_MAX = 0.95
-"""Whatever rho: what is far away and stays there is not foreseen, unless the metric is a plain random walk."""
+"""Upper bound of `rho_far`: a persistent large deviation must not be forecast, except for a plain random walk."""
 WALK_THETA = 0.3
-"""... which has a theta of less than this share of rho."""
+"""A random walk has a theta of less than this share of rho."""
 WHITE_THETA, WHITE_RHO = 0.75, 0.85
-"""The white part rules, with theta at least this share of rho, and rho at least the second."""
+"""The white part dominates if theta is at least this share of rho, and rho is at least the second value."""
 SLACK = 0.02
-"""How far off rho may be: of the part of a deviation beyond `INSTRUMENT_MAX`."""
+"""Uncertainty of rho: applied to the part of a deviation beyond `INSTRUMENT_MAX`."""
 
 BINS = 128
 LOG_LOW, LOG_HIGH = math.log(0.01), math.log(1000)
 HISTORY_TICKS = 4000.0
 TABLE_TICKS = 32
 SKIPPED_TICKS = 8
-"""The first ones have no scale yet."""
+"""The first ticks have no scale yet."""
 FREEDOM_YOUNG = 3.0
 QUANTILES = (0.7, 0.96, 0.995)
-"""Of |e|: the first gives the width, the heavier of its ratios to the others the degrees of freedom. Not lower ones: an
-innovation within what was to be expected is 0."""
+"""Of |e|: the first gives the width, the heavier of its ratios to the others the degrees of freedom. Lower quantiles
+are not usable, because an innovation within the expected interval is 0."""
 WIDTH_MIN = 0.3
 FREEDOMS = np.array([2, 2.5, 3, 4, 6, 10, 30.0])
 STUDENT = np.array(
@@ -85,13 +85,13 @@ STUDENT = np.array(
         (1.0547, 2.1470, 3.0298),
     ]
 )
-"""(degrees of freedom, quantile): of |t|. A table, for `scipy` takes a second to import."""
+"""(degrees of freedom, quantile of |t|). A table, because importing `scipy` takes a second."""
 _MIDDLES = np.exp(LOG_LOW + (np.arange(BINS) + 1) * (LOG_HIGH - LOG_LOW) / BINS)
 
 
 class Innovations(NamedTuple):
-    """All (M, N). `size` in units, with sign; `clean`: the deviation in its interval that was foreseen best; `paired`:
-    there is a sample, and was one within the two ticks before."""
+    """All (M, N). `size`: signed, in units; `clean`: the value in the deviation's interval closest to the forecast;
+    `paired`: there is a sample now, and was one within the previous two ticks."""
 
     size: Floats
     unit: Floats
@@ -112,7 +112,7 @@ class Whitening:
         self.white = np.zeros((m, 1), np.bool_)
         # (M, 1): the innovations' Student t; `width` in units
         self.freedom, self.width = np.full((m, 1), FREEDOM_YOUNG, np.float32), np.ones((m, 1), np.float32)
-        self.state = zeros  # (M, N): z, or its forecast where there was none
+        self.state = zeros  # (M, N): z, or its forecast if there was no sample
         # (M, N); z1, known1: one tick ago, z2, known2: two ticks ago; `rarity`: of the last innovations, from `table`
         self.innovation, self.count, self.rarity = zeros.copy(), zeros.copy(), zeros.copy()
         self.z1, self.z2, self.known1, self.known2 = zeros.copy(), zeros.copy(), no, no.copy()
@@ -125,7 +125,7 @@ class Whitening:
         self.table = np.zeros((m, BINS), np.float32)  # -log of the share of |e| that is as large
 
     def correct(self, amount: Floats) -> None:
-        """So much of the last deviations, (M, N), is explained by now, and predicts nothing."""
+        """Subtracts the part `amount` (M, N) of the last deviations that is now explained, so it predicts nothing."""
         self.z1 = np.where(self.known1, self.z1 - amount, self.z1)
         self.state = np.where(self.known1, self.state - amount, self.state)
         self.innovation = np.where(self.known1, self.innovation - amount, self.innovation)
@@ -138,8 +138,8 @@ class Whitening:
         counted: NDArray[np.bool_],
         edge: NDArray[np.bool_],
     ) -> Innovations:
-        """`low`, `high` (M, N): between them lie the deviations; `known` (M, N); learned is of machines that are
-        `counted` (N,), and not of metrics at an `edge` (M, 1)."""
+        """`low`, `high` (M, N): bounds of the deviations; `known` (M, N); learns from machines that are `counted` (N,),
+        and not from metrics at an `edge` (M, 1)."""
         self.ticks += 1
         unit = self._unit()
         near = self.rho * self.state - self.theta * self.innovation
@@ -159,7 +159,7 @@ class Whitening:
         used = known & self.known1 & counted & ~edge
         x = np.asarray(e / unit, dtype=np.float32)
         self._count(x, used)
-        # After a gap little is predicted: a difference is no news, yet the forecast continues from it.
+        # After a gap the forecast is weak: a difference is not evidence, but the forecast continues from it.
         self.rarity *= paired
         self._learn(clean, e, unit, used, counted)
         self.known2, self.known1 = self.known1, known
@@ -171,7 +171,7 @@ class Whitening:
         return Innovations(x, unit, clean, paired)
 
     def limit(self, unit: Floats) -> Floats:
-        """How far an innovation may move the forecast, (M, N)."""
+        """Maximum effect of an innovation on the forecast, (M, N)."""
         return np.asarray(np.where(self.white, np.float32(OUTLIER) * unit, np.float32(np.inf)), dtype=np.float32)
 
     def surprise(self, x: Floats) -> Floats:
@@ -187,7 +187,7 @@ class Whitening:
         return np.asarray(np.maximum(mixed, np.maximum(np.float32(SIZE_SHARE_MIN) * self.pooled, self.unit_min)))
 
     def _count(self, x: Floats, used: NDArray[np.bool_]) -> None:
-        """Innovations in units, (M, N), into the history; and how rare they are."""
+        """Adds innovations in units, (M, N), to the histogram, and updates the rarities."""
         places = (np.log(np.abs(x) + np.float32(1e-6)) - np.float32(LOG_LOW)) * np.float32(BINS / (LOG_HIGH - LOG_LOW))
         bins = np.clip(places, 0, BINS - 1).astype(np.int32)
         bins += (BINS * np.arange(self.num_metrics, dtype=np.int32))[:, None]
@@ -209,7 +209,7 @@ class Whitening:
         first, *others = (_MIDDLES[p] for p in places)
         freedom = np.full(self.num_metrics, FREEDOMS[-1])
         for i, point in enumerate(others, start=1):
-            ratios = STUDENT[:, i] / STUDENT[:, 0]  # falling with the degrees of freedom
+            ratios = STUDENT[:, i] / STUDENT[:, 0]  # decreases with the degrees of freedom
             freedom = np.minimum(freedom, np.interp(-point / first, -ratios, FREEDOMS))
         width = np.maximum(first / np.interp(freedom, FREEDOMS, STUDENT[:, 0]), WIDTH_MIN)
         self.freedom, self.width = freedom[:, None].astype(np.float32), width[:, None].astype(np.float32)
@@ -225,7 +225,7 @@ class Whitening:
         used, z = used[:, kept], z[:, kept]
         z1, z2, used2 = self.z1[:, kept], self.z2[:, kept], used & self.known2[:, kept]
         num = np.maximum(1, used.sum(axis=1))
-        # What is not sampled is not forgotten.
+        # Only sampled metrics decay.
         gain = np.float32(max(1 / self.ticks, 1 / MEMORY_TICKS)) * used.any(axis=1)
         before = z1 * (used & (np.abs(z1) <= INSTRUMENT_MAX))
         before2 = z2 * (used2 & (np.abs(z2) <= INSTRUMENT_MAX))
@@ -233,14 +233,14 @@ class Whitening:
         pairs = ((before, late1), (before, late), (before2, late1), (before2, late))
         now = np.stack([(a * b).sum(axis=1) for a, b in pairs]) / num
         self.covariances += gain * (now.astype(np.float32) - self.covariances)
-        self.fading *= counted[kept]  # what became an alarm teaches nothing
+        self.fading *= counted[kept]  # nothing is learned from alarms
         far1, far2 = np.abs(z1) > FAR, np.abs(z2) > FAR
         self._follow_outliers(late, late1, used2 & far1 & far2, self.known1[:, kept] & ~far1)
         if self.ticks % RENEW_TICKS == 0 or self.ticks < TABLE_TICKS:
             self._fit_model()
 
     def _follow_outliers(self, z: Floats, z1: Floats, outside: NDArray[np.bool_], inside: NDArray[np.bool_]) -> None:
-        """How outliers fade, learned when they have: one that stands may be a fault, and must not become what is
+        """Learns how outliers fade, once they have ended: a persistent one may be a fault, and must not become
         expected."""
         self.fading[0] += z * z1 * outside
         self.fading[1] += z1 * z1 * outside

@@ -254,8 +254,8 @@ def objective(
 
 
 def disagreement(logprobs_st: Tensor, sampler_logprobs_st: Tensor, versions_st: Tensor, version: int) -> float:
-    """Largest |log-ratio| of the tokens sampled by `version`, given that version's `logprobs_st`; infinite for a
-    non-finite ratio. -1 without such tokens.
+    """Largest |log-ratio| of the tokens sampled by `version`, given that version's `logprobs_st`; a NaN counts as the
+    maximum (-LOG_RATIO_MIN). -1 without such tokens.
     """
     away = (logprobs_st - sampler_logprobs_st)[versions_st == version]
     return _largest(away.abs().nan_to_num(nan=-LOG_RATIO_MIN).clamp(max=-LOG_RATIO_MIN), none=-1.0)

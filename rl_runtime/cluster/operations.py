@@ -224,7 +224,7 @@ class Operations:
         try:
             self._kill(record)
         except ActuatorError as e:
-            logger.error("%s", e)  # its record stays alive or LOST: reconcile retries
+            logger.error("%s", e)  # the process may outlive its LOST record: reconcile retries
 
     def _kill(self, record: Actual) -> None:
         if record.pid:

@@ -105,8 +105,8 @@ def make_batch(
     """Pads the samples of whole groups into tensors.
 
     Raises:
-        ValueError: a sample's tokens, log-probabilities and versions are inconsistent or not finite, or an answer
-        without a reward belongs to a group comparison.
+        ValueError: a sample's tokens, log-probabilities and versions are inconsistent or not
+                finite, or an answer without a reward belongs to a group comparison.
     """
     rows = [(g.prompt_tokens, s) for g in groups for s in g.samples]
     shape = len(rows), max(len(p) + len(s.tokens) for p, s in rows)

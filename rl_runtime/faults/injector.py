@@ -111,7 +111,7 @@ def inject(
 
     Raises:
         InjectionRefused: the run does not allow it, the target is not a live process of it, or the fault is not
-        supported here.
+            supported here.
         RunNotFound: no such run.
     """
     spec = KINDS.get(kind)

@@ -28,8 +28,8 @@ class InvalidTokens(RolecallError):
 def check_chunks(chunks: Iterable[TokenChunk], vocab_size: int | None = None) -> None:
     """
     Raises:
-        BadTokens: names the first token outside the vocabulary or with an invalid log-probability, or an invalid
-        end reason.
+        BadTokens: names the first token outside the vocabulary or with an invalid log-probability, or an invalid end
+            reason.
     """
     for chunk in chunks:
         reason = _invalid_reason(chunk, vocab_size)

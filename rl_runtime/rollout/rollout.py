@@ -250,7 +250,7 @@ class RolloutReplica:
         Raises:
             TransferFailed: no holder could provide everything; verified tensors are kept for the next call.
             ProofMismatch: part (a), (b) or (c) fails; names the tensor. The previous version is served if its proof
-            succeeds.
+                succeeds.
             StaleIncarnation: wrong incarnation, or an epoch older than the last one seen.
             DeadlineExceeded: the engine thread does not respond, or another update is in progress.
         """

@@ -4,10 +4,10 @@ Three parts, each detecting faults that the others cannot:
 
 (a) digest of the bytes received, against the trainer's manifest;
 (b) digest of the engine's own parameter storage after loading, per parameter: against the received bytes where a
-parameter is just its concatenated sources (the engine checks that first), and bitwise equal among replicas of one
-layout;
+    parameter is just its concatenated sources (the engine checks that first), and bitwise equal among replicas of one
+    layout;
 (c) log-probabilities of a fixed canary: within a tolerance of the trainer's for the first replica of a version and
-    layout, bitwise equal to those of a certified one from then on.
+    layout, equal to the bit to those of a certified one from then on.
 
 | fault                                         | (a)  | (b)  | (c)  |
 |-----------------------------------------------|------|------|------|

@@ -120,7 +120,7 @@ class GpuSamples:
 
 
 def _sorted_out(reading: CollectorReading) -> dict[int, _GpuSampleState]:
-    """By index, in order."""
+    """GPUs by index, in order."""
     found: dict[str, _GpuSampleState] = {}
     for metric, labels, value in reading.values:
         name = metric.name

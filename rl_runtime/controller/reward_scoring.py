@@ -175,7 +175,7 @@ class RewardScoring:
         except ReplicaExited as e:
             self._count_loss(ids, e.because)
             raise
-        except Exception as e:  # noqa: BLE001 deliberate: an exception of the checker is retried elsewhere, and never a reward
+        except Exception as e:  # noqa: BLE001 deliberate: retried elsewhere, never a reward
             self._count_failure(ids, key, e)
             if isinstance(e, DeadlineExceeded):
                 self._under_way.difference_update(ids)

@@ -108,7 +108,7 @@ class EngineThread:
         """
         done = self.post(order)
         try:
-            return done.result(seconds)  # type: ignore[return-value]  # a Future[object] per order: T is the order's result
+            return done.result(seconds)  # type: ignore[return-value]  # a Future[object] per order: its result is a T
         except TimeoutError:
             done.cancel()  # cancels it if it has not begun
             raise DeadlineExceeded(waited_for=f"the engine thread to {what}", seconds=seconds) from None
@@ -127,7 +127,7 @@ class EngineThread:
     def _run(self) -> None:
         try:
             engine = self._make()
-        except Exception as e:  # noqa: BLE001 deliberate: a start failure is raised in the caller
+        except Exception as e:  # noqa: BLE001 deliberate: raised in the caller
             self._failure = e
             self._started.set_exception(e)
             self._refuse_orders()

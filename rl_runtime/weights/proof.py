@@ -7,16 +7,15 @@ Three parts, each detecting faults that the others cannot:
     parameter is just its concatenated sources (the engine checks that first), and bitwise equal among replicas of one
     layout;
 (c) log-probabilities of a fixed canary: within a tolerance of the trainer's for the first replica of a version and
-    layout, equal to the bit to those of a certified one from then on.
+    layout, bitwise equal to those of a certified one from then on.
 
 | fault                                         | (a)  | (b)  | (c)  |
 |-----------------------------------------------|------|------|------|
 | tensor not received, or its bytes altered     | sees | sees | sees |
 | tensor received but skipped in loading        | -    | sees | sees |
 | two layers swapped in loading                 | -    | sees | sees |
-| a tensor of the version before, in storage    | -    | sees | sees, if the step moved the canary beyond the tolerance
-(first replica) | | a bit flipped after loading                   | -    | sees | only if it changes a log-probability
-of the canary |
+| a tensor of the previous version in storage   | -    | sees | if the step moved the canary beyond the tolerance |
+| a bit flipped after loading                   | -    | sees | if it changes a log-probability of the canary |
 | a vocabulary row that the canary does not use | -    | sees | -    |
 | right storage, wrong computation (kernel, KV) | -    | -    | sees |
 | a parameter that cannot be read back          | -    | - (listed as uncovered, never as covered) | sees |

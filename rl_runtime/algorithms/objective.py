@@ -38,8 +38,8 @@ from rolecall.rl_runtime.protocol.policy_health import HealthSums
 
 LOG_RATIO_MAX = 20.0
 """A token e^20 times as probable as when it was sampled indicates disagreement between engine and trainer, not
-learning; unbounded, it alone would determine the step's direction. `Health.ratio_max` reports it. The divergence from a
-reference (`kl_coefficient`) likewise has no gradient where the reference is e^20 times as confident in a token.
+learning; unbounded, it alone would determine the step's direction. `PolicyHealth.ratio_max` reports it. The divergence
+from a reference (`kl_coefficient`) likewise has no gradient where the reference is e^20 times as confident in a token.
 """
 LOG_RATIO_MIN = -100.0
 """Below, a ratio is 0 in float32 anyway; it keeps the divergence finite where a probability is 0."""

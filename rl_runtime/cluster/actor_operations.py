@@ -28,7 +28,7 @@ class ActorOperations(Protocol):
     """Thread-safe. Actors are named; a name is never used twice."""
 
     def start(self, spawn: ActorSpec, seconds: float) -> ActorProcess:
-        """Makes an actor and waits until it is ready. Raises ActuatorError or DeadlineExceeded."""
+        """Creates an actor and waits until it is ready. Raises ActuatorError or DeadlineExceeded."""
 
     def promote(self, actor: str, replica: ReplicaId, incarnation: int, secret: str, seconds: float) -> None:
         """Lets a standby become `replica`. Raises ActuatorError or DeadlineExceeded."""
@@ -47,7 +47,7 @@ class RayActorOperations:
     """Named, detached actors; Ray's own restarts and retries are 0 because recovery does the replacement."""
 
     def __init__(self, job: JobConfig, classes: Callable[[], Mapping[str, Any]]) -> None:
-        """`classes`: makes role -> actor class; called once, after Ray is connected."""
+        """`classes`: creates role -> actor class; called once, after Ray is connected."""
         self._job, self._make_classes = job.model_dump(mode="json"), classes
         self._classes: Mapping[str, Any] | None = None
         self._handles: dict[str, Any] = {}

@@ -41,7 +41,7 @@ DRAIN_SECONDS = 0.8
 SILENT_SECONDS = 1.5
 """An engine that has not answered for this long gets no work until it answers, and its requests continue elsewhere. Ten
 times a pause of an engine slowed four times; a false alarm costs recomputing its requests' prefixes. Shorter than a
-step's patience (supply.py) by the duration of a sample, so that reassigned requests finish in time.
+step's patience (`next_step.py`) by the duration of a sample, so that reassigned requests finish in time.
 """
 UPDATE_MARGIN_SECONDS = 20.0
 """Added to the transfer's own deadline: loading and the canary of an engine that has just started."""
@@ -69,7 +69,7 @@ class AdmissionDecision(Protocol):
 
 
 class WeightVerifier(Protocol):
-    """Judges an engine's proof (invariant Proof before service, docs/invariants.md): `proof.WeightVerifier`."""
+    """Judges an engine's proof (invariant Proof before service, docs/invariants.md): `proof.ProofVerifier`."""
 
     def judge(
         self, manifest: Manifest, proof: WeightProof, *, incarnation: int | None = None, epoch: int | None = None
@@ -139,7 +139,7 @@ class RolloutPool:
         self._offered = asyncio.Event()  # a holder is free, or there is a new one
         self._greeting: dict[EngineKey, asyncio.Task[None]] = {}
         self._unmet: Counter[EngineKey] = Counter()  # failed handshakes with replicas that are not admitted yet
-        self._took_over = False  # serving engines were asked for requests of an earlier controller
+        self._took_over = False  # serving engines were queried for requests of an earlier controller
         self.engines: dict[EngineKey, EngineState] = {}
         self.target: DesiredWeights | None = None
 

@@ -28,7 +28,7 @@ from rolecall.rl_runtime.weights.proof import CANARY
 
 ENVIRONMENT: Final[Mapping[str, str]] = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine runs in this process; we drive it
-    "OMP_NUM_THREADS": "1",  # without it throughput varies from 20 to 1600 tokens a second (design section 8)
+    "OMP_NUM_THREADS": "1",  # without it throughput varies from 20 to 1600 tokens a second
     "TORCH_COMPILE_DISABLE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
@@ -293,7 +293,7 @@ def _start(settings: EngineSettings) -> Any:
         enable_chunked_prefill=False,
         kv_cache_memory_bytes=settings.kv_cache_bytes,
         enable_prefix_caching=True,  # samples of a group share their prompt; dropped at every update
-        async_scheduling=False,  # a token must belong to the step that made it
+        async_scheduling=False,  # a token must belong to the step that generated it
         scheduling_policy="priority",  # equal for all requests; the canary goes first
         logprobs_mode="processed_logprobs",
         distributed_executor_backend="uni",

@@ -174,8 +174,8 @@ class RolloutReplica:
         """Accepts requests; skips those it already holds.
 
         Raises:
-            NotProven: it has no proven weights.
-            RequestRefused, BookFull: none of them is taken.
+            WeightsNotProven: it has no proven weights.
+            RequestRefused, TokenBufferFull: none of them is accepted.
             EngineBroken: the engine has failed.
         """
         replica = self._checked(incarnation)

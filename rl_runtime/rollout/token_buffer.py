@@ -70,7 +70,7 @@ class TokenBuffer:
             Requests to generate: new, and not already completed by their prefix.
 
         Raises:
-            RequestRefused, BookFull: none of them is accepted.
+            RequestRefused, TokenBufferFull: none of them is accepted.
         """
         for request in requests:
             self._check(request)

@@ -133,7 +133,7 @@ class SnapshotStore:
         """Called with each piece that is sent.
 
         Raises:
-            LeaseOver: it expired, and another puller has the source.
+            SnapshotLeaseExpired: it expired, and another puller has the source.
         """
         with self._lock:
             if self._lease is not lease:

@@ -1,9 +1,9 @@
-"""Every process of a run: finding them all, ending them safely, and touching no other process.
+"""All processes of a run: finding them, and ending them safely without touching any other process.
 
-A process belongs to a run when its environment carries `ROLECALL_RUN=<run directory>` (children inherit it, double
-forks too), or when the run wrote down its PID with its start time in `processes.jsonl` (the supervisor, whose own
-environment the kernel shows as it was at its start). A PID alone is never signalled: a pidfd is opened first, then the
-start time is compared, then the signal goes through the pidfd, so that a reused PID cannot be hit.
+A process belongs to a run if its environment carries `ROLECALL_RUN=<run directory>` (inherited by children, also after
+a double fork), or if the run recorded its PID and start time in `processes.jsonl` (needed for the supervisor: the
+kernel shows its environment as of its start). A PID alone is never signalled: open a pidfd, compare the start time,
+then signal through the pidfd, so that a reused PID cannot be hit.
 """
 
 import json
@@ -24,7 +24,7 @@ PROC = Path("/proc")
 TERM_SECONDS = 3.0
 """Between SIGTERM and SIGKILL."""
 KILL_SECONDS = 5.0
-"""A killed process is gone within this, or it hangs in the kernel and is named."""
+"""A killed process must be gone within this; otherwise it hangs in the kernel and is reported."""
 POLL_SECONDS = 0.02
 PROCESSES_FILE = "processes.jsonl"
 RAY_DIR_PREFIX = "rolecall-ray-"
@@ -37,7 +37,7 @@ class RunProcess:
 
     pid: int
     start_ticks: int
-    name: str  # as the kernel shows it, at most 15 characters
+    name: str  # truncated by the kernel to 15 characters
     node: str = ""
 
     def __str__(self) -> str:
@@ -45,7 +45,7 @@ class RunProcess:
 
 
 def run_environment(run_dir: Path, node: str | None = None, base: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Environment for a process of this run: the marker, and the node it stands for."""
+    """Environment of a process of this run: the marker, and the node that it represents."""
     env = {**(os.environ if base is None else base), RUN_ENV: str(run_dir)}
     if node is not None:
         env[NODE_ENV] = node
@@ -64,13 +64,13 @@ def read_stat(pid: int, proc: Path = PROC) -> tuple[str, int, str] | None:
 
 
 def is_alive(pid: int, start_ticks: int, proc: Path = PROC) -> bool:
-    """Whether this very process still runs. A zombie does not."""
+    """Whether this process, identified by PID and start time, still runs. A zombie does not."""
     seen = read_stat(pid, proc)
     return seen is not None and seen[1] == start_ticks and seen[0] not in "ZX"
 
 
 def environment_of(pid: int, proc: Path = PROC) -> dict[str, str]:
-    """What the process was started with; empty when it is gone, a zombie, or not ours to read."""
+    """The process's initial environment; empty if it is gone, a zombie, or not readable."""
     try:
         raw = (proc / str(pid) / "environ").read_bytes()
     except (FileNotFoundError, ProcessLookupError, PermissionError):
@@ -80,14 +80,14 @@ def environment_of(pid: int, proc: Path = PROC) -> dict[str, str]:
 
 
 def kill_process(pid: int, start_ticks: int, sig: int = signal.SIGKILL) -> bool:
-    """Signals this very process; False when it is gone (its PID may be another's by now)."""
+    """Signals exactly this process; False if it is gone (its PID may have been reused)."""
     try:
         descriptor = os.pidfd_open(pid)
     except ProcessLookupError:
         return False
     try:
-        # The descriptor is bound to the process that had the PID when it was opened; only now may the start time be
-        # compared.
+        # The descriptor is bound to the process that had the PID when it was opened, so the start time is compared
+        # after that.
         if not is_alive(pid, start_ticks):
             return False
         signal.pidfd_send_signal(descriptor, sig)
@@ -99,17 +99,17 @@ def kill_process(pid: int, start_ticks: int, sig: int = signal.SIGKILL) -> bool:
 
 
 def boot_id(proc: Path = PROC) -> str:
-    """Start times count from boot: a record of another boot names no process."""
+    """Id of this boot. Start times count from boot, so a record of another boot identifies no process."""
     return (proc / "sys/kernel/random/boot_id").read_text().strip()
 
 
 def record_process(run_dir: Path, name: str, pid: int, *, node: str = "") -> int | None:
-    """Writes down a process that was just started; returns its start time, None when it has ended already."""
+    """Records a process that was just started; returns its start time, or None if it has already exited."""
     seen = read_stat(pid)
     if seen is None:
         return None
     line = {"name": name, "node": node, "pid": pid, "start_ticks": seen[1], "boot_id": boot_id()}
-    # One write of one short line in append mode is whole, whichever process else writes.
+    # A single short write in append mode is atomic among concurrent writers.
     with (run_dir / PROCESSES_FILE).open("a", encoding="utf-8") as f:
         f.write(json.dumps(line) + "\n")
     return seen[1]
@@ -126,8 +126,7 @@ def recorded_processes(run_dir: Path) -> list[dict[str, Any]]:
 
 
 class ProcessWatch:
-    """Tells whether known processes live, by one pidfd each: a death is seen at once and no PID is taken for
-    another."""
+    """Checks known processes through one pidfd each: detects an exit at once and is immune to PID reuse."""
 
     def __init__(self) -> None:
         self._descriptors: dict[tuple[int, int], int] = {}
@@ -135,7 +134,7 @@ class ProcessWatch:
 
     def alive(self, pid: int, start_ticks: int) -> bool:
         key = (pid, start_ticks)
-        if pid <= 0 or key in self._dead:  # 0: a process that was asked for and is not there yet
+        if pid <= 0 or key in self._dead:  # 0: a requested process that does not exist yet
             return False
         descriptor = self._descriptors.get(key)
         if descriptor is None:
@@ -169,7 +168,7 @@ class ProcessWatch:
 
 
 def find_processes(run_dir: Path, *, exclude: Iterable[int] = (), proc: Path = PROC) -> list[RunProcess]:
-    """All living processes of a run, by PID. `exclude`: PIDs to leave out, such as the caller's own."""
+    """All live processes of a run, by PID. `exclude`: PIDs to leave out, such as the caller's own."""
     left_out, mine, found = set(exclude), os.getuid(), dict[int, RunProcess]()
     for line in recorded_processes(run_dir):
         pid, ticks = int(line["pid"]), int(line["start_ticks"])
@@ -192,7 +191,7 @@ def find_processes(run_dir: Path, *, exclude: Iterable[int] = (), proc: Path = P
 
 
 def wait_gone(processes: Iterable[RunProcess], seconds: float, clock: Clock) -> list[RunProcess]:
-    """Waits until they are gone, at most `seconds`; returns those that are not."""
+    """Waits until they are gone, at most `seconds`; returns those still alive."""
     deadline, left = clock.monotonic() + seconds, list(processes)
     while left := [p for p in left if is_alive(p.pid, p.start_ticks)]:
         if clock.monotonic() >= deadline:
@@ -202,12 +201,12 @@ def wait_gone(processes: Iterable[RunProcess], seconds: float, clock: Clock) -> 
 
 
 def stop_run(run_dir: Path, *, clock: Clock | None = None, term_seconds: float = TERM_SECONDS) -> list[RunProcess]:
-    """Ends every process of a run but the caller: SIGTERM, then SIGKILL; stopped ones too. Idempotent.
+    """Ends every process of a run except the caller, including stopped ones: SIGTERM, then SIGKILL. Idempotent.
 
-    The supervisor is asked first and alone, so that it may end its run in order. Returns what it ended.
+    The supervisor gets SIGTERM first, alone, so that it can shut down its run cleanly. Returns the ended processes.
 
     Raises:
-        OSError: processes that not even SIGKILL ended, by name.
+        OSError: names the processes that survived SIGKILL.
     """
     clock, run_dir = clock or SystemClock(), run_dir.resolve()
     me = os.getpid()
@@ -224,7 +223,7 @@ def stop_run(run_dir: Path, *, clock: Clock | None = None, term_seconds: float =
         wait_gone(supervisors, seconds, clock)
     _signal_all(living(), signal.SIGTERM)
     wait_gone(living(), term_seconds, clock)
-    # Killing a raylet may let a worker be born that was not listed: list again until none is left.
+    # Killing a raylet may spawn a worker that was not listed: list again until none is left.
     deadline = clock.monotonic() + KILL_SECONDS
     while (left := living()) and clock.monotonic() < deadline:
         _signal_all(left, signal.SIGKILL)
@@ -239,12 +238,12 @@ def _signal_all(processes: Iterable[RunProcess], sig: signal.Signals) -> None:
     for p in processes:
         kill_process(p.pid, p.start_ticks, sig)
         if sig is signal.SIGTERM:
-            # A stopped process handles SIGTERM only once it continues. SIGKILL needs no such help.
+            # A stopped process handles SIGTERM only once it continues; SIGKILL works regardless.
             kill_process(p.pid, p.start_ticks, signal.SIGCONT)
 
 
 def ray_dir(run_dir: Path) -> Path | None:
-    """Ray's temporary directory of this run, if it made one."""
+    """Ray's temporary directory of this run, if it exists."""
     try:
         path = Path((run_dir / "ray_dir").read_text().strip())
     except FileNotFoundError:
@@ -254,7 +253,7 @@ def ray_dir(run_dir: Path) -> Path | None:
 
 def _remove_ray_dir(run_dir: Path) -> None:
     path = ray_dir(run_dir)
-    # Only what we made: a damaged file must not turn this into a removal of something else.
+    # Only our own directory: a damaged file must not cause the removal of anything else.
     if path is None or not path.name.startswith(RAY_DIR_PREFIX) or path.parent != Path(tempfile.gettempdir()):
         return
     shutil.rmtree(path, ignore_errors=True)

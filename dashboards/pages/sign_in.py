@@ -18,7 +18,7 @@ HOW_TO = "rolecall users add NAME --file users.yaml\nrolecall dashboard ... --us
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Viewer:
-    """Who is viewing the page. `name` is empty for a guest, and `because` then says why controls are disabled."""
+    """The viewer of the page. `name` is empty for a guest, and `because` then says why controls are disabled."""
 
     name: str = ""
     because: str = ""
@@ -34,7 +34,7 @@ def _authenticator(path: str) -> Authenticator:
 
 
 def current_viewer(reader: Reader) -> Viewer:
-    """Who is signed in now; checked again before every command."""
+    """The signed-in user; checked again before every command."""
     path = reader.settings.users_path
     if path is None:
         return Viewer(because="the dashboard is read-only: it was started without a users file")
@@ -56,7 +56,9 @@ def clicked(reader: Reader) -> None:
 
 
 def follow(reader: Reader) -> Viewer:
-    """Who is signed in, for content that refreshes on its own; redraws the page if the sidebar shows someone else."""
+    """The signed-in user, for content that refreshes independently; redraws the page if the sidebar shows another
+    user.
+    """
     found = current_viewer(reader)
     if st.session_state.get(_SHOWN, found.name) != found.name:
         st.session_state[_SHOWN] = found.name
@@ -65,7 +67,7 @@ def follow(reader: Reader) -> Viewer:
 
 
 def sidebar(reader: Reader) -> None:
-    """The sign-in form, or who is signed in. Called once per page, outside of its refreshing part."""
+    """The sign-in form, or the signed-in user. Called once per page, outside of its refreshing part."""
     path = reader.settings.users_path
     with st.sidebar:
         if path is None:

@@ -1,12 +1,12 @@
-"""Do engines and trainers agree? A token's log-probability, asked again of the very weights that made it.
+"""Engine-trainer agreement: recompute the log-probabilities of sampled tokens under the weights that generated them.
 
-Tokens of the weights that are trained are compared for nothing: the step's own forward pass says it (`objective`). In
-an asynchronous run nearly all tokens are a version or two older. So a trainer keeps the weights of the newest former
-versions, and asks them about a small share of each step's rows, drawn again in each step; all in one microbatch,
-because what a forward pass costs whatever its rows is then paid once. Where both compute in one precision the two
-differ by rounding; more means wrong weights or wrong numerics in an engine or a trainer.
+Tokens of the current weights cost nothing to compare: the step's forward pass already computes them (`objective`). In
+an asynchronous run nearly all tokens are one or two versions older. A trainer therefore keeps the newest former
+versions and recomputes a small share of each step's rows with them. A different share is drawn in each step, from one
+microbatch, so that the fixed cost of a forward pass is paid once. At equal precision the results differ only by
+rounding; a larger difference means wrong weights or wrong numerics in an engine or a trainer.
 
-What a replica does not hold (it has just joined, the token is older) it does not judge.
+A replica skips tokens of versions that it does not hold, for example after it has just joined.
 """
 
 import random
@@ -20,25 +20,26 @@ from torch.func import functional_call
 from rolecall.rl_runtime.algorithms.objective import Batch, disagreement, token_logprobs
 
 VERSIONS_KEPT: Final = 2
-"""Former versions, one copy of the policy each: what a default job lets a token be older by."""
+"""Number of former policy versions to keep, one copy each: the default staleness bound of a job."""
 SHARE: Final = 16
-"""One row of a step in so many is asked again: a sixteenth of a forward pass, about 2 % of a step's arithmetic."""
+"""One row in `SHARE` of a step is recomputed: a sixteenth of a forward pass, about 2 % of a step's arithmetic."""
 
 Weights = Mapping[str, Tensor]
 
 
 def is_asked(microbatch_id: str, all_ids: Sequence[str], step: int) -> bool:
-    """Whether this is the one microbatch of `step` whose rows are asked: another one in each step, on whichever
-    replica."""
+    """Whether this microbatch is the one of `step` whose rows are recomputed; it changes with each step and does not
+    depend on the replica.
+    """
     return sorted(all_ids)[step % len(all_ids)] == microbatch_id
 
 
 def rows_to_ask(
     versions_st: Tensor, former: Mapping[int, Weights], step: int, *, microbatches: int
 ) -> tuple[int, list[int]] | None:
-    """(former version with the most tokens here, rows that have some); None where there is no token of any.
+    """(former version with the most tokens here, rows with such tokens); None without any token of a kept version.
 
-    `microbatches` of the step: this one answers for all of them.
+    `microbatches`: number in the step; this one stands for all of them.
     """
     counts = {version: int((versions_st == version).sum()) for version in former}
     version = max(counts, key=lambda v: (counts[v], v), default=-1)
@@ -51,8 +52,9 @@ def rows_to_ask(
 
 @torch.no_grad()
 def asked_again(module: Any, batch: Batch, former: Mapping[int, Weights], step: int, *, microbatches: int) -> float:
-    """Largest |log-probability under its own former version - as it was sampled|, of some rows; -1 where nothing can be
-    asked. `module`: the policy; its own weights are not used."""
+    """Largest |log-probability under the token's own version - sampled log-probability| of some rows; -1 without any
+    comparable token. `module`: the policy; its own weights are not used.
+    """
     found = rows_to_ask(batch.versions_st, former, step, microbatches=microbatches)
     if found is None:
         return -1.0

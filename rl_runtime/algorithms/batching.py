@@ -1,9 +1,9 @@
-"""Invariant Constant work (docs/invariants.md): each optimizer step is exactly B microbatches, however they are shared
-out.
+"""Invariant Constant work (docs/invariants.md): each optimizer step has exactly B microbatches, whatever their
+assignment.
 
-A step's composition is a function of its set of groups alone: sorted by id and cut into equal pieces, so that a
-controller that restarts from the ledger forms the same microbatches under the same ids. `assign` shares
-them out, again whenever a replica is lost. Pure.
+A step's composition depends only on its set of groups: sorted by id and cut into equal pieces. A controller that
+restarts from the ledger therefore forms the same microbatches with the same ids. `assign` distributes them, and
+redistributes them when a replica is lost. Pure.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -38,13 +38,12 @@ def form_microbatches(step: int, groups: Sequence[PromptGroup], microbatches_per
 def assign(
     all_ids: Sequence[str], computed: Mapping[ReplicaId, Collection[str]], members: Collection[ReplicaId]
 ) -> dict[ReplicaId, list[str]]:
-    """Replica -> microbatches: every id exactly once, work already done stays where it was done.
+    """Replica -> microbatches: assigns every id exactly once and keeps finished work at its replica.
 
-    `computed`: gradients that members hold from an interrupted attempt; those of replicas that are no longer members
-    are gone, and where two hold the same id the first in order keeps it. How many each gets in all is levelled as far
-    as what they hold allows; then the free ids fill the members up in order. Deterministic, and stable: asked again
-    when part of its own result has been computed it gives the same result, so that an attempt which is repeated after
-    its answer was lost meets the one still running.
+    `computed`: gradients that members hold from an interrupted attempt. Those of former members are ignored; if two
+    members hold the same id, the first in order keeps it. Totals are balanced as far as the held gradients allow, then
+    the free ids fill up the members in order. Deterministic and stable: when part of the result has been computed, the
+    result stays the same, so an attempt that is retried after a lost answer matches the one still running.
 
     Raises:
         ValueError: there is no member, or an id occurs twice.
@@ -69,7 +68,7 @@ def assign(
 
 
 def _levelled(counts: Mapping[ReplicaId, int], num_free: int) -> dict[ReplicaId, int]:
-    """`counts` after `num_free` more, each given to the replica with the fewest; ties in order."""
+    """`counts` after `num_free` more, each given to the replica with the fewest; ties by order."""
     levels = dict(counts)
     for _ in range(num_free):
         levels[min(levels, key=lambda r: (levels[r], r))] += 1

@@ -1,15 +1,16 @@
-"""Advantages relative to the other samples of a prompt (GRPO, DAPO): A_i = R_i - mean(R), divided by std(R) if asked.
+"""Advantages relative to the other samples of a prompt (GRPO, DAPO): A_i = R_i - mean(R), optionally divided by std(R).
 
-DeepSeekMath (2402.03300) 4.1.2. Plain floats, without torch: the controller asks here whether a group has a signal.
+DeepSeekMath (2402.03300) 4.1.2. Plain floats without torch, because the controller also checks here whether a group has
+a learning signal.
 """
 
 import math
 from collections.abc import Sequence
 
 EQUAL_WITHIN = 1e-6
-"""Rewards of a group that differ by no more are equal. Their mean and deviation would be of rounding alone, and
-division by the deviation would blow it up to advantages of full size. So the division itself needs no floor, and is
-exact."""
+"""Rewards of a group that differ by no more than this are equal. Their deviation would be rounding error, and dividing
+by it would produce full-size advantages. The division itself therefore needs no floor and is exact.
+"""
 
 
 def all_equal(rewards: Sequence[float]) -> bool:
@@ -18,7 +19,9 @@ def all_equal(rewards: Sequence[float]) -> bool:
 
 
 def group_relative(rewards: Sequence[float], *, divide_by_std: bool) -> tuple[float, ...]:
-    """Of the samples of one prompt; all exactly 0 when all rewards are equal. The deviation is the population's."""
+    """Advantages of the samples of one prompt; all exactly 0 when all rewards are equal. Uses the population
+    deviation.
+    """
     if all_equal(rewards):
         return (0.0,) * len(rewards)
     mean = math.fsum(rewards) / len(rewards)

@@ -1,26 +1,26 @@
-"""What a step makes larger, summed over tokens: the policy's objective, the critic's, and the tensors they are made of.
+"""The objectives of policy and critic as sums over tokens, and the batch tensors that they are computed from.
 
-    r_t    = pi(o_t) / pi_sampler(o_t)            against the policy that made the token, whatever its version
+    r_t    = pi(o_t) / pi_sampler(o_t)            against the policy version that sampled the token
     gain_t = min(r_t A_t, clip(r_t, 1 - clip_low, 1 + clip_high) A_t)              PPO 1707.06347 eq. 7, DAPO eq. 8
     gain_t = sg(min(r_t, cap)) A_t pi / sg(pi)                                     with truncated importance weights
            + c H_t  -  b (pi_ref/pi - 1 - log pi_ref/pi)                           PPO eq. 9, GRPO 2402.03300 eq. 4
     policy = -1/N sum_t gain_t            critic = 1/M sum_t (V(s_t) - return_t)^2 / 2
 
-**A microbatch knows nothing of N and M.** Its gradient is that of the sums; they are divided once, after all of a
-step's microbatches were added up over all replicas (`divisors`). So neither the split nor lost replicas matter.
-Averages of averages, the usual error, cannot be written down here.
+**A microbatch does not depend on N and M.** Its gradient is that of the sums, which are divided once, after all
+microbatches of a step are added up over all replicas (`divisors`). The result is therefore independent of the split and
+of lost replicas, and an average of averages cannot occur.
 
-**At the bounds of the clip range** a ratio is inside: the gradient there is that of r_t A_t, whatever the advantage's
-sign; beyond them it is 0 where clipping took it away. (Autograd gives just that: `minimum` shares a tie between two
-equal terms, and `clamp` passes at its bounds.)
+**The bounds of the clip range are inclusive:** the gradient there is that of r_t A_t for either sign of the advantage;
+beyond them it is 0 where clipping is active. (Autograd does this: `minimum` shares a tie between two equal terms, and
+`clamp` passes at its bounds.)
 
-**No single token can poison a step.** A log-ratio counts within LOG_RATIO_MIN .. LOG_RATIO_MAX and has no gradient
-beyond, so neither exp nor its square overflows and no 0 times infinity arises, not even behind the clip; what is not
-trained is left out before exp sees it, and never multiplied by 0. A number that is no number (a log-probability or a
-reward of NaN or infinity) is refused by name in `make_batch`; one that the model makes ends as NotFinite of the step.
+**No single token can corrupt a step.** A log-ratio counts within LOG_RATIO_MIN .. LOG_RATIO_MAX and has no gradient
+beyond, so neither exp nor its square overflows and 0 times infinity cannot occur. Untrained tokens are masked before
+exp instead of multiplied by 0. `make_batch` rejects a log-probability or reward that is NaN or infinite; a non-finite
+model output fails the step with NotFinite.
 
-Which tokens: the policy is trained on *fresh* tokens (no earlier step had them) that are not older than the bound on
-staleness, of answers, complete or not; the critic on all tokens of complete answers. Never on prompts.
+The policy is trained on *fresh* response tokens (not trained in an earlier step) within the staleness bound, whether or
+not the answer is complete; the critic on all tokens of complete answers. Prompts are never trained on.
 """
 
 import math
@@ -37,20 +37,20 @@ from rolecall.rl_runtime.protocol.messages import EndReason, PromptGroup, Traini
 from rolecall.rl_runtime.protocol.policy_health import HealthSums
 
 LOG_RATIO_MAX = 20.0
-"""A token that became e^20 times as probable as when it was sampled means that engine and trainer disagree, not
-of learning; without this it alone would be the step's direction. `Health.ratio_max` shows it. The divergence
-from a reference (`kl_coefficient`) has no gradient there either, where the reference is e^20 times as sure of a
-token."""
+"""A token e^20 times as probable as when it was sampled indicates disagreement between engine and trainer, not
+learning; unbounded, it alone would determine the step's direction. `PolicyHealth.ratio_max` reports it. The divergence
+from a reference (`kl_coefficient`) likewise has no gradient where the reference is e^20 times as confident in a token.
+"""
 LOG_RATIO_MIN = -100.0
 """Below, a ratio is 0 in float32 anyway; it keeps the divergence finite where a probability is 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenSelection:
-    """What, beside the algorithm, decides which tokens count and what they earn."""
+    """Token selection and reward settings besides the algorithm."""
 
     policy_version: int  # of the weights that are trained
-    staleness_max: int  # a token that is older by more versions is not trained on
+    staleness_max: int  # tokens older by more versions are not trained on
     longest: int  # tokens, of a response
 
 
@@ -62,13 +62,13 @@ class Batch:
     response_st: Tensor  # 1 where token t was generated (never at t = 0)
     policy_st: Tensor  # 1 where the policy is trained
     value_st: Tensor  # 1 where the critic is trained
-    weights_st: Tensor  # of a token in the policy's sum
+    weights_st: Tensor  # weight of a token in the policy's sum
     sampler_logprobs_st: Tensor  # 0 outside the response
     versions_st: Tensor  # int64, -1 outside the response
-    rewards_s: Tensor  # with the punishment of length; 0 while the answer is not complete
+    rewards_s: Tensor  # including the overlong penalty; 0 while the answer is not complete
     over_s: Tensor  # bool: the answer is complete
     relative_s: Tensor  # group-relative advantages; 0 with a critic
-    sums: HealthSums  # what is known before any model was asked
+    sums: HealthSums  # statistics known before any model runs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,10 +87,10 @@ class Divisors:
 
 
 def divisors(algorithm: AlgorithmConfig, step: HealthSums, *, longest: int) -> Divisors:
-    """N and M of a whole step. `constant` and `sample` depend on the job alone, `token` on the tokens trained."""
+    """N and M of a whole step. `constant` and `sample` depend only on the job, `token` on the trained tokens."""
     samples = algorithm.groups_per_step * algorithm.group_size
     policy = {"constant": samples * longest, "sample": samples, "token": step.tokens}[algorithm.aggregation]
-    # A step without a token to train on has a gradient of 0, whatever it is divided by.
+    # A step without trained tokens has a gradient of 0; any divisor will do.
     return Divisors(policy=float(max(1, policy)), value=float(max(1, step.value_tokens)))
 
 
@@ -105,9 +105,8 @@ def make_batch(
     """Pads the samples of whole groups into tensors.
 
     Raises:
-        ValueError: a sample's tokens, log-probabilities and versions do not fit together or are not numbers, or an
-        answer
-            without a reward is to be compared with others.
+        ValueError: a sample's tokens, log-probabilities and versions are inconsistent or not
+                finite, or an answer without a reward belongs to a group comparison.
     """
     rows = [(g.prompt_tokens, s) for g in groups for s in g.samples]
     shape = len(rows), max(len(p) + len(s.tokens) for p, s in rows)
@@ -193,9 +192,9 @@ def _known_sums(groups: Sequence[PromptGroup], *, tokens: int, fresh: int, value
 
 
 def token_logprobs(logits_stv: Tensor, tokens_st: Tensor) -> tuple[Tensor, Tensor]:
-    """Log-probability of each token given those before it, and the entropy there; 0 at t = 0, which nothing predicts.
+    """Log-probability of each token given those before it, and the entropy there; 0 at t = 0, which has no prediction.
 
-    At least float32, whatever the model computes in. A logit may be -inf: that token has no part in the entropy.
+    Computed in at least float32. A logit may be -inf: that token does not contribute to the entropy.
     """
     logits = logits_stv[:, :-1]
     logprobs_stv = torch.log_softmax(logits if logits.dtype is torch.float64 else logits.float(), dim=-1)
@@ -220,12 +219,12 @@ def objective(
     values_after_st: Tensor | None = None,
     reference_logprobs_st: Tensor | None = None,
 ) -> Objective:
-    """Both sums, from what the models say of a batch.
+    """Both sums, from the model outputs for a batch.
 
     Args:
         logprobs_st, entropy_st: the policy's, with gradient (`token_logprobs`).
         values_after_st: the critic's value after each token, with gradient; needed by algorithms with a critic.
-        reference_logprobs_st: of the policy that the run began with; needed where `kl_coefficient` is above 0.
+        reference_logprobs_st: of the initial policy; needed where `kl_coefficient` is above 0.
     """
     sums, value = batch.sums, None
     if algorithm.has_critic:
@@ -255,19 +254,20 @@ def objective(
 
 
 def disagreement(logprobs_st: Tensor, sampler_logprobs_st: Tensor, versions_st: Tensor, version: int) -> float:
-    """Largest |log-ratio| of tokens that `version` made, where `logprobs_st` is what its weights say; no number is far
-    off, too. -1: it made none."""
+    """Largest |log-ratio| of the tokens sampled by `version`, given that version's `logprobs_st`; a NaN counts as the
+    maximum (-LOG_RATIO_MIN). -1 without such tokens.
+    """
     away = (logprobs_st - sampler_logprobs_st)[versions_st == version]
     return _largest(away.abs().nan_to_num(nan=-LOG_RATIO_MIN).clamp(max=-LOG_RATIO_MIN), none=-1.0)
 
 
 def _trained(batch: Batch, x_st: Tensor) -> Tensor:
-    """0 where the policy is not trained, whatever stands there."""
+    """`x_st`, with untrained positions set to 0 even if they are not finite."""
     return torch.where(batch.policy_st > 0, x_st, 0.0)
 
 
 def _divergence(away: Tensor) -> Tensor:
-    """pi_ref/pi - 1 - log pi_ref/pi, never below 0: exact where both are nearly the same."""
+    """pi_ref/pi - 1 - log pi_ref/pi, never below 0: accurate for nearly equal policies."""
     away = away.clamp(LOG_RATIO_MIN, LOG_RATIO_MAX)
     return torch.expm1(away) - away
 
@@ -283,9 +283,9 @@ def _clipped_or_capped(log_ratio: Tensor, advantages_st: Tensor, algorithm: Algo
 
 
 def _critic(batch: Batch, algorithm: AlgorithmConfig, values_after_st: Tensor) -> tuple[Tensor, Tensor, HealthSums]:
-    """Advantages for the policy, the critic's own sum, and what they add to the health."""
+    """Advantages for the policy, the critic's sum, and the critic's health sums."""
     values_st = state_values(values_after_st)
-    fixed = values_st.detach()  # outside the response anything: nothing below reads it
+    fixed = values_st.detach()  # values outside the response are arbitrary and unused
     behind = values_after_st.detach() if algorithm.truncation_value == "critic" else fixed
     bootstrap = torch.where(batch.over_s, torch.zeros_like(batch.rewards_s), last_of(behind, batch.response_st))
     rewards_st = _at_the_end(batch)
@@ -325,7 +325,7 @@ def _policy_sums(
 ) -> HealthSums:
     trained = batch.policy_st > 0
     log_r, advantage = log_ratio[trained], advantages_st[trained]
-    # Clipping is reported on the ratio as the objective has it; sums are in float64.
+    # Clipping is reported on the ratio used by the objective; sums are in float64.
     r = log_r.exp()
     cap = algorithm.importance_cap
     return HealthSums(

@@ -1,15 +1,14 @@
-"""Where the sampling of prompts stands, as a fold over the ledger; and dynamic sampling's decisions. Pure.
+"""Prompt sampler state as a fold over the ledger, and the decisions of dynamic sampling. Pure.
 
-Nothing about the sampler is kept beside the ledger: a controller that begins folds the ledger's lines, and then
-continues with each line that it writes. So after any death the cursor, accepted groups and what was filtered for a step
-are what was written, and no prompt is skipped or used twice. Randomness has no state to lose either: a group's seed is
-a function of the job's seed and the prompt's number. Each ISSUED line records it all the same, so that a sampler that
-would draw another one (another job file, another version of rolecall) is refused, instead of mixing two runs in one.
+The ledger is the only persistent state: a controller folds its lines at the start and then advances with each line it
+writes. After any failure, the cursor, the accepted groups and the groups filtered for a step match the ledger, and no
+prompt is skipped or repeated. Randomness has no state either: a group's seed is a function of the job's seed and the
+prompt's number. Each ISSUED line records the seed, so that a sampler that would draw a different one (another job file
+or rolecall version) is rejected instead of mixing two runs.
 
-Dynamic sampling (DAPO, 2503.14476 eq. 11) judges a scored group by the rewards as the task gave them, before length is
-punished. A group without a learning signal is dropped, with which of three kinds it was; the number of groups judged
-for one step is bounded, so that prompts which are too easy or too hard end the run with an error instead of running for
-ever.
+Dynamic sampling (DAPO, 2503.14476 eq. 11) judges a scored group by the task's rewards, before the overlong penalty. A
+group without a learning signal is dropped, with one of three verdicts. The number of groups judged for one step is
+bounded, so that prompts that are too easy or too hard end the run with an error instead of stalling it.
 """
 
 from collections import Counter
@@ -26,11 +25,11 @@ from rolecall.rl_runtime.algorithms.group_relative import all_equal
 from rolecall.rl_runtime.tasks.task import group_id, group_number, group_start
 
 EXACT_REWARD: Final = 1.0
-"""A task's reward for the exact answer, and for no other."""
+"""A task's reward for the exact answer only."""
 SEED = "seed "
-"""How the reason of an ISSUED line begins; ledgers of before have none, and are believed."""
+"""Prefix of an ISSUED line's reason; older ledgers lack it and are accepted unchecked."""
 TAKEN = "taken although "
-"""How the reason of an ACCEPTED line begins, where a filtered group fills a batch that nothing else could fill."""
+"""Prefix of an ACCEPTED line's reason for a filtered group that fills an otherwise incomplete batch."""
 
 
 class GroupSignal(StrEnum):
@@ -41,7 +40,7 @@ class GroupSignal(StrEnum):
 
 
 def classify_rewards(rewards: Sequence[float], filter_by: Literal["reward", "exact"]) -> GroupSignal:
-    """What dynamic sampling thinks of a group whose samples earned `rewards`."""
+    """Verdict of dynamic sampling on a group with these rewards."""
     exact = sum(r == EXACT_REWARD for r in rewards)
     if exact == len(rewards):
         return GroupSignal.ALL_RIGHT
@@ -53,33 +52,33 @@ def classify_rewards(rewards: Sequence[float], filter_by: Literal["reward", "exa
 
 
 def group_seed(job_seed: int, number: int) -> int:
-    """The random state of a prompt's group: a counter, and nothing that continues from draw to draw."""
+    """Random seed of a prompt's group: a counter, without state carried from draw to draw."""
     return (job_seed * 1_000_003 + number * 8_191) % (2**31)
 
 
 def request_seed(job_seed: int, number: int, sample: int) -> int:
-    """Seed of one sample: the same whichever engine, or controller, asks for it."""
+    """Seed of one sample, independent of the engine or controller that requests it."""
     return (group_seed(job_seed, number) + sample) % (2**31)
 
 
 @dataclass(slots=True)
 class SamplerState:
-    """What the ledger's lines up to one of them say."""
+    """Sampler state after a prefix of the ledger's lines."""
 
     job_seed: int
     cursor: int = 0
     """Number of the next prompt; every smaller one has a group in the ledger."""
     accepted: set[GroupId] = field(default_factory=set)
-    """Judged and found worth training on, and in no step yet."""
+    """Accepted by dynamic sampling, not assigned to a step yet."""
     filtered: dict[GroupId, tuple[int, GroupSignal]] = field(default_factory=dict)
-    """Group -> (step that was being formed, verdict), since the newest step that was assigned. With those taken."""
+    """Group -> (step being formed, verdict), since the newest assigned step. Includes groups taken to fill a batch."""
 
     @classmethod
     def of(cls, lines: Iterable[Mapping[str, Any]], job_seed: int) -> "SamplerState":
         """The state after the ledger's last line.
 
         Raises:
-            SamplerMismatch: a group has another seed than this job would draw, or a prompt was skipped.
+            SamplerMismatch: a group's seed differs from the one this job would draw, or a prompt was skipped.
         """
         state = cls(job_seed)
         for line in lines:
@@ -91,8 +90,8 @@ class SamplerState:
             self.advance(line.group_id, line.state, line.step, line.reason)
 
     def advance(self, group: GroupId, state: GroupState, step: int, reason: str) -> None:
-        """One line more."""
-        # What the line says of dynamic sampling comes first: all but ACCEPTED takes a group from those accepted.
+        """Folds one more line."""
+        # Dynamic sampling first: every state except ACCEPTED removes a group from the accepted ones.
         if state is GroupState.ACCEPTED:
             self.accepted.add(group)
         else:
@@ -105,7 +104,7 @@ class SamplerState:
             case GroupState.DROPPED if reason.startswith(FILTERED):
                 self.filtered[group] = step, GroupSignal(reason.removeprefix(FILTERED))
             case GroupState.ASSIGNED:
-                # A step that is returned is formed again: what was filtered for it still counts.
+                # A returned step is formed again: groups filtered for it still count.
                 self.filtered = {g: found for g, found in self.filtered.items() if found[0] >= step}
             case GroupState.UNDONE:
                 self.filtered = {}
@@ -122,7 +121,7 @@ class SamplerState:
             raise SamplerMismatch(group=group, what="its", ledger=reason, here=wanted)
 
     def seed_line(self, number: int) -> str:
-        """What an ISSUED line says of the random state."""
+        """Reason of an ISSUED line: the group's seed."""
         return f"{SEED}{group_seed(self.job_seed, number)}"
 
     def verdicts(self, step: int) -> Counter[GroupSignal]:
@@ -130,13 +129,13 @@ class SamplerState:
         return Counter(verdict for at, verdict in self.filtered.values() if at == step)
 
     def filtered_fraction(self, step: int, groups: Iterable[GroupId]) -> float:
-        """Share of the groups judged for `step` that were filtered, once it has its `groups`."""
+        """Share of the groups judged for `step` that were filtered, once its `groups` are chosen."""
         filtered = {g for g, (at, _) in self.filtered.items() if at == step}
         return len(filtered) / len(filtered | set(groups))
 
 
 def is_at_limit(algorithm: AlgorithmConfig, *, accepted: int, filtered: int) -> bool:
-    """Whether no more groups may be judged for a step: so many were, and they do not fill it."""
+    """Whether a step has reached the limit of judged groups without being full."""
     limit = algorithm.refills_max * algorithm.groups_per_step
     return accepted < algorithm.groups_per_step and accepted + filtered >= limit
 
@@ -144,7 +143,7 @@ def is_at_limit(algorithm: AlgorithmConfig, *, accepted: int, filtered: int) -> 
 def not_filled(
     algorithm: AlgorithmConfig, step: int, *, accepted: int, verdicts: Mapping[GroupSignal, int]
 ) -> BatchNotFilled:
-    """The error that ends the run: what was found, and what can be changed."""
+    """The error that ends the run: the counts by verdict, and the settings to change."""
     kinds = {
         kind: verdicts.get(kind, 0) for kind in (GroupSignal.ALL_RIGHT, GroupSignal.ALL_WRONG, GroupSignal.ALL_EQUAL)
     }

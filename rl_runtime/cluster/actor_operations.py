@@ -1,4 +1,4 @@
-"""What the supervisor does to actors, as a Protocol, and its one implementation by Ray. Every call has a deadline."""
+"""The supervisor's operations on actors: a Protocol and its Ray implementation. Every call has a deadline."""
 
 import threading
 from collections.abc import Callable, Mapping
@@ -13,7 +13,7 @@ from rolecall.rl_runtime.protocol.spawn import NAMESPACE, ActorSpec, actor_name
 
 REASON_LENGTH_MAX = 600
 CONCURRENCY_GROUPS = {"work": 1, "control": 4}
-"""One thread works, so that work is in order; others answer while it does."""
+"""One `work` thread keeps work in order; `control` threads answer in the meantime."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +28,7 @@ class ActorOperations(Protocol):
     """Thread-safe. Actors are named; a name is never used twice."""
 
     def start(self, spawn: ActorSpec, seconds: float) -> ActorProcess:
-        """Makes an actor and waits until it is ready. Raises ActuatorError or DeadlineExceeded."""
+        """Creates an actor and waits until it is ready. Raises ActuatorError or DeadlineExceeded."""
 
     def promote(self, actor: str, replica: ReplicaId, incarnation: int, secret: str, seconds: float) -> None:
         """Lets a standby become `replica`. Raises ActuatorError or DeadlineExceeded."""
@@ -40,14 +40,14 @@ class ActorOperations(Protocol):
         """Asks an actor to finish. Raises ActuatorError or DeadlineExceeded."""
 
     def forget(self, actor: str) -> None:
-        """Its process is dead, or must be: no lease is renewed any more, and Ray removes it."""
+        """The process is dead or being killed: stops renewing its lease and removes it from Ray."""
 
 
 class RayActorOperations:
-    """Named, detached actors; Ray's own restarts and retries are 0: replacing is recovery's."""
+    """Named, detached actors; Ray's own restarts and retries are 0 because recovery does the replacement."""
 
     def __init__(self, job: JobConfig, classes: Callable[[], Mapping[str, Any]]) -> None:
-        """`classes`: makes role -> actor class; called once, after Ray is connected."""
+        """`classes`: creates role -> actor class; called once, after Ray is connected."""
         self._job, self._make_classes = job.model_dump(mode="json"), classes
         self._classes: Mapping[str, Any] | None = None
         self._handles: dict[str, Any] = {}
@@ -122,7 +122,7 @@ class RayActorOperations:
 
 
 def _reason(text: str) -> str:
-    """The telling part of what Ray says: a traceback's end, or else the first line, before its general advice."""
+    """The relevant part of Ray's message: the end of a traceback, or the first line without the general advice."""
     if "Traceback" in text or 'File "' in text:
         return text[-REASON_LENGTH_MAX:].strip()
     return text.strip().partition("\n")[0][:REASON_LENGTH_MAX]

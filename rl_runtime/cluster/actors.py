@@ -1,8 +1,8 @@
-"""The Ray actors: thin shells around plain classes, each with a lease. Without renewal the process ends itself.
+"""Ray actors: thin wrappers around plain classes, each with a lease. A process whose lease expires exits.
 
-Methods of the concurrency group `work` run one after the other in one thread, those of `control` beside them. What a
-role needs is imported in its constructor: a reward worker or controller carries no torch and no vLLM. Exceptions of
-work are reported to the agent before they reach the caller. `actor_operations.py` makes these classes into actors.
+Methods of the concurrency group `work` run sequentially in one thread, those of `control` in parallel to them. Each
+constructor imports its role's dependencies, so a reward worker or controller loads neither torch nor vLLM. Exceptions
+of work are reported to the agent before they reach the caller. `actor_operations.py` creates the actors.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 LEASE_EXIT = 70
-"""Exit code of a process whose lease ran out."""
+"""Exit code of a process whose lease expired."""
 START_LEASE_SECONDS = 300.0
 """Lease of a constructor: nothing can be renewed before it returns, and an engine may take minutes."""
 LEASE_CHECKS_PER_LEASE = 10
@@ -41,19 +41,19 @@ STOP_DELAY_SECONDS = 0.1
 
 
 def _work(method: Callable[P, T]) -> Callable[P, T]:
-    """One after the other, in the one working thread."""
+    """Runs sequentially in the single work thread."""
     decorated: Callable[P, T] = ray.method(concurrency_group="work")(method)
     return decorated
 
 
 def _control(method: Callable[P, T]) -> Callable[P, T]:
-    """Beside the work, so that it is answered while the work takes long or hangs."""
+    """Runs in parallel to the work, so that it answers while work takes long or hangs."""
     decorated: Callable[P, T] = ray.method(concurrency_group="control")(method)
     return decorated
 
 
 class ActorLease:
-    """Ends this process when its lease was not renewed in time: an abandoned actor must not live on."""
+    """Exits this process when its lease is not renewed in time, so that an abandoned actor does not live on."""
 
     def __init__(self, seconds: float, clock: Clock, end: Callable[[], None]) -> None:
         self._clock, self._end = clock, end
@@ -75,15 +75,15 @@ def _exit_on_lease_expiry() -> None:
 
 
 def is_code_error(error: Exception) -> bool:
-    """An exception of what was computed. Lost peers, stale messages and deadlines are the runtime's own business."""
+    """Whether the job's code raised it. Lost peers, stale messages and deadlines belong to the runtime."""
     return isinstance(error, NonFiniteValue) or not isinstance(error, RolecallError)
 
 
 class _Actor:
-    """What all roles share."""
+    """Common base of all roles."""
 
     def __init__(self, spawn: ActorSpec, job: dict[str, Any]) -> None:
-        os.environ["OMP_NUM_THREADS"] = "1"  # before anything imports torch
+        os.environ["OMP_NUM_THREADS"] = "1"  # must precede the import of torch
         self._spawn, self._job = spawn, parse_job(job)
         self._lease = ActorLease(START_LEASE_SECONDS, SystemClock(), _exit_on_lease_expiry)
         reporter.start(
@@ -104,7 +104,7 @@ class _Actor:
         raise NotImplementedError
 
     def _injection(self, *names: str) -> tuple[Callable[[], None], ...]:
-        """One hook for each named place where a fault may be injected, all of one agreement."""
+        """One hook per named injection point, sharing one injection agreement."""
         injection = faults.Injection(self._spawn.run_dir, self._job.injection_allowed)
         return tuple(_hook(injection, name) for name in names)
 
@@ -128,7 +128,7 @@ class _Actor:
 
     @_control
     def stop(self) -> None:
-        """The process ends, on purpose, just after the answer."""
+        """Exits the process deliberately, right after the answer."""
         reporter.finish("stopped by its supervisor")
         timer = threading.Timer(STOP_DELAY_SECONDS, os._exit, (0,))
         timer.daemon = True
@@ -136,7 +136,7 @@ class _Actor:
 
 
 def _node_address() -> str:
-    """Of this actor's node, as given to its raylet: loopback in a local cluster, never an interface beyond it."""
+    """Of this actor's node, as given to its raylet: loopback in a local cluster, never an external interface."""
     return str(ray.util.get_node_ip_address())
 
 
@@ -149,7 +149,7 @@ class TrainerActor(_Actor):
         from rolecall.rl_runtime.trainer.service import TrainerService
 
         on_microbatch, on_bucket = self._injection(faults.MICROBATCH, faults.BUCKET)
-        (on_tensor,) = self._injection(faults.WEIGHTS)  # one of its own: the port's threads check while others work
+        (on_tensor,) = self._injection(faults.WEIGHTS)  # separate: the port's threads run checkpoints too
         self._service = TrainerService(
             spawn,
             job,
@@ -273,7 +273,7 @@ class RolloutActor(_Actor):
 
 
 def _engine_failed(error: BaseException) -> None:
-    """An engine that broke can do nothing more: its process says why and ends, so that it is replaced."""
+    """Reports a failed engine and exits the process, so that it is replaced."""
     reporter.exception(error)
     logger.error("the engine failed: %s: %s", type(error).__name__, error)
     os._exit(1)
@@ -292,7 +292,7 @@ class RewardActor(_Actor):
 
 
 class ControllerActor(_Actor):
-    """Runs the loop in a thread of its own from construction on."""
+    """Runs the loop in its own thread from construction on."""
 
     def _make(self, spawn: ActorSpec, job: JobConfig) -> None:
         self._controller: Any = None
@@ -302,7 +302,7 @@ class ControllerActor(_Actor):
         try:
             outcome = asyncio.run(self._loop())
         except Exception as e:
-            # It cannot continue and must not pretend to: it says why and ends, and another one takes over.
+            # The controller cannot continue: report the error and exit, so that a replacement takes over.
             reporter.exception(e)
             logger.exception("the controller failed")
             os._exit(1)
@@ -344,7 +344,7 @@ class ControllerActor(_Actor):
 
 def report_tokens(run: RunDir) -> Callable[[Actual], int | None]:
     """Reads from a process's state page how many tokens it has generated; the page outlives the process."""
-    layout: Any = vars(reporter)["at"]  # the layout that the reporter of the dead process wrote by
+    layout: Any = vars(reporter)["at"]  # the dead process's reporter used this layout
 
     def read(record: Actual) -> int | None:
         pages: Path = run.node_dir(record.node) / "pages"

@@ -1,4 +1,4 @@
-"""Keeps one node agent a node running: starts them, restarts those that end (at a bounded rate), stops them."""
+"""Keeps one node agent per node running: starts it, restarts it at a bounded rate, and stops it."""
 
 import logging
 import os

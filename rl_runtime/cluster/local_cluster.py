@@ -1,11 +1,12 @@
-"""A local Ray cluster: one GCS and one raylet a node, started directly, on loopback, with this run's own token.
+"""A local Ray cluster: one GCS and one raylet per node, started directly, on loopback, with the run's own token.
 
 `ray start` imports Python for seconds per node, and each raylet then starts two Python agents (dashboard and runtime
-environments). Neither is used here, so the binaries are started themselves, with port files that say that the agents
-listen nowhere: seven nodes are up in about a second. In the agents' place stand two `cat`: one waits on the pipe that
-the raylet gives its agents, one on a pipe that only the supervisor holds. A raylet ends when an agent of its ends, so
-no raylet outlives a killed supervisor. Ray binds everything to loopback when its node address is one.
-Actors take `resources={"<node>": 1}` and no CPUs: placement is ours, and no idle worker is started in advance.
+environments) that are not needed here. The binaries are therefore started directly, with port files that declare the
+agents as not listening: seven nodes are up in about a second. Two `cat` processes replace the agents: one reads the
+pipe that the raylet gives its agents, the other a pipe held open only by the supervisor. A raylet exits when one of its
+agents exits, so no raylet outlives a killed supervisor. Ray binds everything to loopback when the node address is a
+loopback address. Actors request `resources={"<node>": 1}` and no CPUs: rolecall does the placement, and Ray starts no
+idle workers in advance.
 """
 
 import logging
@@ -44,7 +45,7 @@ logger = logging.getLogger(__name__)
 GCS_SECONDS = 30.0
 NODES_SECONDS = 60.0
 STAGGER_SECONDS = 0.05
-"""Between two raylets: started at the very same moment on one file system, some crash."""
+"""Delay between two raylets: raylets started simultaneously on one file system sometimes crash."""
 POLL_SECONDS = 0.02
 STOP_SECONDS = 5.0
 
@@ -64,7 +65,7 @@ class RayProcess:
 
 @dataclass
 class Cluster:
-    """The Ray processes of one run. Only the process that started it may connect through it."""
+    """The Ray processes of one run. Only the process that started the cluster may connect through it."""
 
     run: RunDir
     nodes: Sequence[NodeId]
@@ -100,7 +101,8 @@ class Cluster:
         import ray
 
         _keep_ray_quiet()
-        # Ray puts the driver's working directory on its workers' path, where a file h2.py would be taken for a library.
+        # Ray puts the driver's working directory on its workers' import path, where a file h2.py would shadow a
+        # library.
         with _own_signal_handlers(), chdir(self._temp):
             ray.init(
                 address=self.address,
@@ -126,15 +128,15 @@ class Cluster:
             import ray
 
             self._connected = False
-            # A cluster that has half died may refuse the goodbye; its processes are ended below all the same.
+            # A partially dead cluster may reject the disconnect; its processes are killed below regardless.
             try:
                 with _own_signal_handlers():
                     ray.shutdown()
             except Exception:
-                # Deliberate: whatever Ray says at the end, its processes must still be ended below.
+                # Deliberate: the processes must be killed below, whatever Ray raises here.
                 logger.exception("disconnecting from Ray failed")
         started = [*self.raylets.values(), *([self.gcs] if self.gcs else [])]
-        # SIGTERM makes a raylet drain for seconds; nothing of it is kept, so nothing is lost by SIGKILL.
+        # SIGTERM makes a raylet drain for seconds. Its state is not kept, so SIGKILL loses nothing.
         for s in started:
             kill_process(s.process.pid, s.start_ticks, signal.SIGKILL)
         deadline = self.clock.monotonic() + STOP_SECONDS
@@ -146,7 +148,7 @@ class Cluster:
         if self._temp != Path():
             shutil.rmtree(self._temp.parent, ignore_errors=True)
 
-    # --- steps of the start -------------------------------------------------------------------------------------
+    # --- start -----------------------------------------------------------------------------------------------------
 
     @property
     def _session(self) -> Path:
@@ -157,7 +159,7 @@ class Cluster:
         return self.run.logs / "ray"
 
     def _make_folders(self) -> None:
-        # Ray opens its own folder to every user; the one around it stays ours alone.
+        # Ray makes its own folder world-accessible; the parent folder stays private.
         private = Path(tempfile.mkdtemp(prefix=processes.RAY_DIR_PREFIX))
         (self.run.path / "ray_dir").write_text(str(private))
         self._temp = private / "t"
@@ -165,7 +167,7 @@ class Cluster:
         for sub in ("sockets", "runtime_resources"):
             (self._session / sub).mkdir(parents=True)
         os.mkfifo(self._temp / LIFELINE, 0o600)
-        # Held for writing by this process alone (Linux lets one open both ends): readers see its end with ours.
+        # Only this process holds the write end (Linux allows opening both ends): readers get EOF when it exits.
         self._lifeline = os.open(self._temp / LIFELINE, os.O_RDWR | os.O_CLOEXEC)
         self._logs.mkdir(parents=True, exist_ok=True)
         (self._session / "logs").symlink_to(self._logs)
@@ -179,7 +181,7 @@ class Cluster:
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=out,
-                start_new_session=True,  # Ctrl-C in the terminal is the supervisor's to handle
+                start_new_session=True,  # the supervisor handles Ctrl-C of the terminal
             )
         ticks = record_process(self.run.path, name, process.pid, node=node)
         if ticks is None:
@@ -196,7 +198,7 @@ class Cluster:
         )
 
     def _gcs_port(self, node_id: str) -> int:
-        """GCS chooses a free port and writes it down."""
+        """The free port that GCS chose and wrote to a file."""
         path, deadline = self._session / f"gcs_server_port_{node_id}", self.clock.monotonic() + GCS_SECONDS
         while True:
             text = path.read_text().strip() if path.exists() else ""
@@ -209,17 +211,17 @@ class Cluster:
             self.clock.sleep(POLL_SECONDS)
 
     def _introduce(self) -> str:
-        """Registers the head node with GCS before others may join; returns the cluster's id."""
+        """Registers the head node with GCS, which must precede other nodes; returns the cluster's id."""
         from ray._common.usage import usage_lib
 
         client = _ray_internals().GcsClient(address=self.address)
         client.internal_kv_put(b"session_name", self._session.name.encode(), False, b"session")
-        # Versions of Ray and Python, which drivers compare with theirs. Nothing is reported to anyone.
+        # Ray and Python versions, which drivers compare with their own. Nothing is reported externally.
         usage_lib.put_cluster_metadata(client, ray_init_cluster=False)
         return str(client.cluster_id.hex())
 
     def _start_raylet(self, node: NodeId, node_id: str, cluster_id: str, *, head: bool) -> RayProcess:
-        # Without these files a raylet waits for its Python agents to write their ports, and ends when they do not.
+        # Without these files a raylet waits for its Python agents to write their ports, and exits on timeout.
         for what in ("dashboard_agent_listen", "metrics_agent", "metrics_export", "runtime_env_agent"):
             (self._session / f"{what}_port_{node_id}").write_text("0")
         argv = raylet_command(
@@ -263,7 +265,7 @@ class Cluster:
 
 
 def _apply_settings() -> None:
-    """Ray reads its settings when imported; a process that imported it before must read them again."""
+    """Makes Ray reload its settings, which it reads at import; this process may have imported it earlier."""
     if "ray" not in sys.modules:
         return
     from ray._private import ray_constants
@@ -281,7 +283,7 @@ def _ray_internals() -> Any:
 
 @contextmanager
 def _own_signal_handlers() -> Iterator[None]:
-    """Ray sets handlers for SIGTERM and SIGINT of its own; ours stand again afterwards."""
+    """Restores our handlers for SIGTERM and SIGINT, which Ray replaces with its own."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -294,7 +296,7 @@ def _own_signal_handlers() -> Iterator[None]:
 
 
 def ray_processes(cluster: Cluster) -> list[RunProcess]:
-    """Living Ray processes that the cluster started itself (workers are their children)."""
+    """Live Ray processes started by the cluster itself (workers are their children)."""
     started = [*cluster.raylets.values(), *([cluster.gcs] if cluster.gcs else [])]
     return [
         RunProcess(pid=s.process.pid, start_ticks=s.start_ticks, name=s.name)
@@ -304,8 +306,9 @@ def ray_processes(cluster: Cluster) -> list[RunProcess]:
 
 
 def _keep_ray_quiet() -> None:
-    """Ray prints every death of a worker into the driver's terminal, whatever `log_to_driver` says. Deaths are our
-    trade: they stand in the journal with their reason, and Ray's text goes to our log."""
+    """Redirects Ray's messages to our log: Ray prints every worker death to the driver's terminal, whatever
+    `log_to_driver` says. The journal records deaths with their reason.
+    """
     from ray._private import worker
 
     def log(data: Any, *_: Any, **__: Any) -> None:

@@ -1,6 +1,6 @@
-"""What the supervisor does that takes time: each operation in a thread, its incarnations busy until it has ended.
+"""The supervisor's long operations, each in a thread; its incarnations count as busy until it ends.
 
-An operation writes `actual` itself, as the facts become true, and never raises out of its thread: what fails makes the
+An operation updates `actual` as soon as a state changes and never raises out of its thread: a failure marks the
 incarnation LOST with the reason, and recovery decides again.
 """
 
@@ -29,19 +29,20 @@ logger = logging.getLogger(__name__)
 
 THREADS = 32
 ENGINES_AT_ONCE = 3
-"""Engines that start at the same time, each a core for about 8 s. Measured on two cores, beside two trainers: all
-replicas ready after 30 s with three at once, 30 and 37 s with two, where the third has a core idle beside it."""
+"""Engines that start at the same time; each uses a core for about 8 s. Measured on two cores, beside two trainers: all
+replicas ready after 30 s with three at once, 30 and 37 s with two, where the third start leaves a core idle.
+"""
 ENGINE_ROLES = frozenset({"rollout", STANDBY_ROLE})
 KILL_SECONDS = 5.0
 POLL_SECONDS = 0.02
 DRAIN_SECONDS = 1.2
-"""How long a living rollout that is replaced is left for the controller to take its last tokens and fence it."""
+"""Time for the controller to take the last tokens of a live rollout that is replaced, and to fence it."""
 PROMOTE_SECONDS = 10.0
 GONE = (ReplicaState.LOST, ReplicaState.STOPPED)
 
 
 class Operations:
-    """Performs instructions. `note` takes progress messages; it is called from threads."""
+    """Performs instructions. `note` receives progress messages from worker threads."""
 
     def __init__(
         self,
@@ -55,7 +56,7 @@ class Operations:
         self._run, self._job, self._journal, self._actors = run, job, journal, actors
         self._clock, self._note = clock, note
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="operation")
-        self._busy: Counter[Incarnation] = Counter()  # one incarnation may be started and ended at the same time
+        self._busy: Counter[Incarnation] = Counter()  # the same incarnation may be started and ended concurrently
         self._lock = threading.Lock()
         self._engines = threading.Semaphore(ENGINES_AT_ONCE)
         self._closed = threading.Event()
@@ -65,12 +66,12 @@ class Operations:
             return frozenset(+self._busy)
 
     def close(self) -> None:
-        """No operation begins any more; those in progress end with the processes that they wait for."""
+        """Accepts no new operations; running ones end with the processes they wait for."""
         self._closed.set()
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def drain(self, seconds: float) -> bool:
-        """Waits until no operation is in progress; False when some still are after `seconds`."""
+        """Waits until no operation is running; False if some still are after `seconds`."""
         deadline = self._clock.monotonic() + seconds
         while self.busy():
             if self._clock.monotonic() > deadline:
@@ -78,10 +79,10 @@ class Operations:
             self._clock.sleep(POLL_SECONDS)
         return True
 
-    # --- quick ones, in the caller's thread ---------------------------------------------------------------------
+    # --- short operations, in the caller's thread -------------------------------------------------------------------
 
     def lose(self, record: Actual, because: str) -> None:
-        """Writes a death down, once, and lets Ray forget the actor."""
+        """Records a death once and lets Ray forget the actor."""
         if self._journal.set_actual(replace(record, state=ReplicaState.LOST, because=because), unless=GONE):
             self._event(
                 ReplicaLost(replica=record.replica, incarnation=record.incarnation, node=record.node, because=because),
@@ -102,7 +103,7 @@ class Operations:
                 key="stopped",
             )
 
-    # --- long ones, in a thread ---------------------------------------------------------------------------------
+    # --- long operations, in a thread -------------------------------------------------------------------------------
 
     def start(self, what: Start, *, node_is_dead: bool) -> None:
         record = Actual(
@@ -152,8 +153,8 @@ class Operations:
         try:
             self._actors.promote(standby.actor, record.replica, record.incarnation, secret, PROMOTE_SECONDS)
         except Exception:
-            # Deliberate, and raised on: a standby that cannot be promoted has no known identity any more: it must not
-            # live on under either.
+            # Deliberate, and raised again: a standby whose promotion failed has no known identity and must not live on
+            # under either one.
             self.lose(standby, f"it could not become {record.replica}")
             self._kill(standby)
             raise
@@ -161,7 +162,9 @@ class Operations:
         self._admit(record, from_standby=standby.replica)
 
     def end(self, record: Actual, because: str, *, wanted: bool) -> None:
-        """Fences an incarnation, ends its process and confirms that it is gone. `wanted`: it is not being replaced."""
+        """Fences an incarnation, ends its process and confirms the exit. `wanted`: an intended exit without
+        replacement.
+        """
         key = (record.replica, record.incarnation)
         self._submit([key], lambda: self._end(record, because, wanted))
 
@@ -169,13 +172,13 @@ class Operations:
         if not wanted and split_replica(record.replica)[0] == "rollout":
             self._let_drain(record)
         if not wanted:
-            self.lose(record, because)  # first: from now on nothing is accepted from it
+            self.lose(record, because)  # fence first: no message of it is accepted any more
         self._kill(record)
         if wanted:
             self.stopped(record, because)
 
     def _let_drain(self, record: Actual) -> None:
-        """A rollout that lives may still hold tokens: the controller takes them and then fences it, or time is up."""
+        """Waits until the controller has taken the tokens of a live rollout and fenced it, or until the time is up."""
         deadline = self._clock.monotonic() + DRAIN_SECONDS
         while self._clock.monotonic() < deadline:
             standing = self._journal.actual().get((record.replica, record.incarnation))
@@ -183,7 +186,7 @@ class Operations:
                 return
             self._clock.sleep(POLL_SECONDS)
 
-    # --- parts --------------------------------------------------------------------------------------------------
+    # --- helpers -------------------------------------------------------------------------------------------------
 
     def _submit(self, keys: list[Incarnation], operation: Callable[[], None]) -> None:
         with self._lock:
@@ -193,8 +196,8 @@ class Operations:
             try:
                 operation()
             except Exception as e:  # noqa: BLE001
-                # Whatever failed, failed for this incarnation: it is lost with the reason, and recovery decides again.
-                if not self._closed.is_set():  # at the end of a run, what was starting is ended
+                # Any failure marks only this incarnation LOST, with the reason; recovery decides again.
+                if not self._closed.is_set():  # processes still starting at the end of a run are ended
                     logger.warning("%s#%d: %s", *keys[0], e)
                 self._fail(keys[0], f"{type(e).__name__}: {e}")
             finally:
@@ -202,7 +205,7 @@ class Operations:
 
         try:
             future = self._pool.submit(run)
-        except RuntimeError:  # the pool is closed: the run ends
+        except RuntimeError:  # the pool is closed: the run is ending
             self._done(keys)
             return
         future.add_done_callback(lambda f: self._done(keys) if f.cancelled() else None)
@@ -221,7 +224,7 @@ class Operations:
         try:
             self._kill(record)
         except ActuatorError as e:
-            logger.error("%s", e)  # its record stays alive beside LOST: reconcile asks again
+            logger.error("%s", e)  # the process may outlive its LOST record: reconcile retries
 
     def _kill(self, record: Actual) -> None:
         if record.pid:
@@ -245,12 +248,12 @@ class Operations:
         )
 
     def _admit(self, record: Actual, from_standby: str) -> None:
-        """READY, unless it was fenced while it started: recovery wants another incarnation by then."""
+        """Marks the replica READY unless it was fenced during the start; recovery then wants another incarnation."""
         standing = self._journal.actual().get((record.replica, record.incarnation))
         if standing is None or standing.state in GONE:
             self._kill(record)
             return
-        # The event comes first, so that whatever others do with a READY replica follows it in the journal.
+        # Event first, so that events about a READY replica follow it in the journal.
         ready = ReplicaReady(
             replica=record.replica,
             incarnation=record.incarnation,

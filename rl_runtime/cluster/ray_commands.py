@@ -1,6 +1,6 @@
-"""Command lines and settings of Ray's own processes, for a cluster on loopback without Ray's Python agents.
+"""Command lines and settings of Ray's own processes, for a loopback cluster without Ray's Python agents.
 
-They are those of `ray._private.services.start_gcs_server` and `start_raylet` of Ray 2.60.
+Derived from `ray._private.services.start_gcs_server` and `start_raylet` of Ray 2.60.
 """
 
 import base64
@@ -16,28 +16,29 @@ from rolecall.core.ids import NodeId
 from rolecall.core.rundir import RunDir
 
 RAY_VERSION = "2.60"
-"""The only one whose command lines these are: another would fail somewhere in the middle of starting."""
+"""The only version with these command lines; another one would fail during the start."""
 LOOPBACK = "127.0.0.1"
 LIFELINE = "lifeline"
-"""Name of the pipe in the session's parent folder that only the supervisor holds open."""
+"""Name of the pipe in the session's parent folder, held open only by the supervisor."""
 OBJECT_STORE_BYTES = 80_000_000
-"""A node's object store: Ray's least is 75 MB. A sparse file, since messages here stay under 100 KB and go inline."""
+"""A node's object store; Ray's minimum is 75 MB. The file is sparse: messages stay under 100 KB and travel inline."""
 NODE_CAPACITY = 1000
-"""Units of the resource named after the node; an actor takes one."""
+"""Capacity of the resource named after the node; an actor takes one unit."""
 
 RAY_SETTINGS = {
     "RAY_USAGE_STATS_ENABLED": "0",
-    # Else 127.0.0.1 is replaced by the address of an interface.
+    # Otherwise Ray replaces 127.0.0.1 by the address of an interface.
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
-    # A killed raylet fails every check at once: dead after 10 x 200 ms. A healthy one on a machine whose two cores run
-    # engines and trainers may answer late: with a threshold of 2 such nodes were declared dead, 10 x 1 s they survive.
+    # A killed raylet is declared dead after 10 x 200 ms, because each check fails at once. A healthy one may answer
+    # late on a machine whose two cores run engines and trainers: a threshold of 2 declared such nodes dead, 10 x 1 s
+    # does not.
     "RAY_health_check_initial_delay_ms": "0",
     "RAY_health_check_period_ms": "200",
     "RAY_health_check_timeout_ms": "1000",
     "RAY_health_check_failure_threshold": "10",
-    # Recovery decides which process is ended and why, not Ray's memory monitor.
+    # Recovery decides which process to end, not Ray's memory monitor.
     "RAY_memory_monitor_refresh_ms": "0",
-    # Ray's default of 15 starves a run beside anything else.
+    # Ray's default of 15 starves the run when the machine has other load.
     "RAY_worker_niceness": "0",
     "RAY_enable_metrics_collection": "0",
     "RAY_task_events_report_interval_ms": "0",
@@ -46,10 +47,10 @@ RAY_SETTINGS = {
 
 
 def check_ray(installed: str | None = None) -> None:
-    """`installed`: instead of the version that is installed, for tests.
+    """`installed` overrides the installed version in tests.
 
     Raises:
-        ConfigError: Ray is missing, or of a version that this rolecall cannot start.
+        ConfigError: Ray is missing, or its version is not supported.
     """
     try:
         found = installed or version("ray")
@@ -61,7 +62,7 @@ def check_ray(installed: str | None = None) -> None:
 
 
 def ray_environment(run: RunDir) -> dict[str, str]:
-    """What every Ray process of the run is started with. The token itself is only ever in its file."""
+    """Environment of every Ray process of the run. The token itself is stored only in its file."""
     return {**RAY_SETTINGS, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(run.token_path)}
 
 
@@ -92,7 +93,7 @@ def raylet_command(
     store: Path,
     head: bool,
 ) -> list[str]:
-    """Command line of one raylet, and in it that of its workers."""
+    """Command line of one raylet, including that of its workers."""
     workers = _ray_folder() / "_private" / "workers"
     raylet_socket, store_socket = session / "sockets" / f"raylet.{node}", session / "sockets" / f"store.{node}"
     worker = [
@@ -168,7 +169,9 @@ def _binary(path: str) -> Path:
 
 
 def store_folder(num_nodes: int, fallback: Path) -> Path:
-    """Shared memory if it is large enough (a container's default of 64 MB is not): writing beyond it is a SIGBUS."""
+    """Shared memory if it is large enough (a container's default of 64 MB is not): writing beyond its size raises
+    SIGBUS.
+    """
     shm = Path("/dev/shm")
     enough = shm.is_dir() and shutil.disk_usage(shm).free > 2 * num_nodes * OBJECT_STORE_BYTES
     return shm if enough else fallback

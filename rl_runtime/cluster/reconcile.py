@@ -1,12 +1,12 @@
-"""What the supervisor should do now: desired compared with actual, nothing remembered, nothing performed.
+"""Reconciles desired with actual state: pure and stateless; returns instructions and performs nothing.
 
-Desired is written by recovery (and by the supervisor itself at the start), actual by the runtime. For each replica: a
-process of an incarnation below the desired one is ended first; only when it is gone is the desired incarnation made, by
-promotion of a standby or by a start. A dead process is marked lost, and stays so until recovery desires another
-incarnation: replacing is recovery's decision alone. The one exception is a standby that was used up by a promotion.
+Recovery writes desired (the supervisor does at the start), the runtime writes actual. For each replica, a process of an
+older incarnation is ended first. Once it is gone, the desired incarnation is created by promoting a standby or by a
+start. A dead process is marked LOST and stays so until recovery desires another incarnation: only recovery decides
+replacement. The exception is a standby used up by a promotion.
 
-Asked again without a change, the answer is the same; once performed, the answer is empty. No instruction ever names an
-incarnation that is desired and alive.
+Idempotent: an unchanged state gives the same instructions, and a reconciled one gives none. No instruction ever targets
+an incarnation that is desired and alive.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -18,8 +18,9 @@ from rolecall.core.ids import NodeId, ReplicaId, replica_id, split_replica
 from rolecall.core.membership import STANDBY_ROLE, Actual, Desired, ReplicaState
 
 REFILL_SECONDS = 5.0
-"""A used-up standby is replaced so long after its promotion: starting an engine takes a core for seconds, which the
-replica that it just became needs to pull and prove its weights."""
+"""Delay before a used-up standby is replaced: starting an engine takes a core for seconds, which the promoted replica
+needs to pull and prove its weights.
+"""
 LIVING = frozenset({ReplicaState.STARTING, ReplicaState.READY, ReplicaState.SERVING})
 
 Incarnation = tuple[ReplicaId, int]
@@ -27,14 +28,14 @@ Incarnation = tuple[ReplicaId, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterState:
-    """Everything that the decision depends on."""
+    """Input of the decision."""
 
     desired: Mapping[ReplicaId, Desired]
     actual: Mapping[Incarnation, Actual]
-    alive: Collection[Incarnation]  # whose process is seen to run
-    busy: Collection[Incarnation]  # an operation is starting, promoting or ending it
-    nodes: Sequence[NodeId]  # nodes that can take a replica
-    quarantined: Collection[NodeId] = ()  # of these: where nothing is placed that recovery did not put there by name
+    alive: Collection[Incarnation]  # incarnations with a running process
+    busy: Collection[Incarnation]  # being started, promoted or ended by an operation
+    nodes: Sequence[NodeId]  # nodes that can host a replica
+    quarantined: Collection[NodeId] = ()  # of these, nodes that only get replicas placed there explicitly by recovery
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,29 +47,29 @@ class ReconcileStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MarkLost(ReconcileStep):
-    """Its process is gone: record that, so that nothing waits for it."""
+    """Record that its process is gone, so that nothing waits for it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KillSuperseded(ReconcileStep):
-    """End the process of an incarnation that has been replaced, and confirm that it is gone."""
+    """End the process of a replaced incarnation and confirm its exit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StopReplica(ReconcileStep):
-    """End a replica that is not desired any more."""
+    """End a replica that is no longer desired."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start(ReconcileStep):
-    """Make a new process for it."""
+    """Start a new process for it."""
 
     node: NodeId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Promote(ReconcileStep):
-    """Let a standby's process take its place, on the standby's node."""
+    """Promote a standby's process to this replica, on the standby's node."""
 
     standby: ReplicaId
     standby_incarnation: int
@@ -77,7 +78,7 @@ class Promote(ReconcileStep):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RefillStandby(ReconcileStep):
-    """Desire a new standby for one that was used up. `incarnation` is the new one."""
+    """Desire a new standby for a used-up one. `incarnation` is the new one."""
 
     node: NodeId
 
@@ -105,13 +106,13 @@ def reconcile(fleet: ClusterState, now: float) -> list[ReconcileStep]:
 
 
 def _ending(fleet: ClusterState, desired: Desired | None, record: Actual) -> ReconcileStep | None:
-    """What must happen to a process that is dead, replaced or not wanted."""
+    """Instruction for a process that is dead, replaced or no longer wanted."""
     key = (record.replica, record.incarnation)
     if key in fleet.busy and record.pid:
-        return None  # it is being ended, or promoted
+        return None  # it is being ended or promoted
     replica, incarnation = key
     if record.state is ReplicaState.STOPPED:
-        return None  # confirmed dead, or its process works on under the name that it was promoted to
+        return None  # confirmed dead, or its process continues under the name it was promoted to
     living, alive = record.state in LIVING, key in fleet.alive
     if living and record.pid and not alive:
         return MarkLost(
@@ -133,7 +134,7 @@ def _ending(fleet: ClusterState, desired: Desired | None, record: Actual) -> Rec
 
 
 def _old_remains(fleet: ClusterState, desired: Desired, records: Iterable[Actual]) -> bool:
-    """Whether a process of an older incarnation may still run. Two of one replica must never work at once."""
+    """Whether a process of an older incarnation may still run. Two of one replica must never run at once."""
     older = [a for a in records if a.incarnation < desired.incarnation]
     keys = [(a.replica, a.incarnation) for a in older if a.state is not ReplicaState.STOPPED]
     return any(k in fleet.alive or k in fleet.busy for k in keys)
@@ -170,7 +171,7 @@ def _ready_standby(fleet: ClusterState, promoted: set[Incarnation]) -> Actual | 
 
 def _refill(fleet: ClusterState, current: Actual, now: float, taken: set[NodeId]) -> RefillStandby | None:
     role, _ = split_replica(current.replica)
-    # A LOST standby is recovery's to replace, a STOPPED one was used up by us.
+    # Recovery replaces a LOST standby; STOPPED means that a promotion used it up.
     if role != STANDBY_ROLE or current.state is not ReplicaState.STOPPED:
         return None
     if now - current.changed_at < REFILL_SECONDS:
@@ -189,14 +190,14 @@ def _refill(fleet: ClusterState, current: Actual, now: float, taken: set[NodeId]
 
 
 def _whole(fleet: ClusterState) -> bool:
-    """Whether every other replica has its process: starting one more engine would slow a cure that is in progress."""
+    """Whether every other replica has its process: starting another engine would slow a recovery in progress."""
     working = {(r, i) for (r, i), a in fleet.actual.items() if a.state in (ReplicaState.READY, ReplicaState.SERVING)}
     others = [d for r, d in fleet.desired.items() if split_replica(r)[0] != STANDBY_ROLE]
     return all((d.replica, d.incarnation) in working for d in others)
 
 
 def free_nodes(fleet: ClusterState) -> list[NodeId]:
-    """Nodes with no living replica on them, and none to come; those in quarantine are not free."""
+    """Nodes without a live or pending replica, excluding quarantined ones."""
     used = {a.node for a in fleet.actual.values() if a.state in LIVING}
     current = {r for (r, i), a in fleet.actual.items() if r in fleet.desired and fleet.desired[r].incarnation == i}
     used |= {d.node for r, d in fleet.desired.items() if r not in current}
@@ -204,7 +205,7 @@ def free_nodes(fleet: ClusterState) -> list[NodeId]:
 
 
 def place(job: JobConfig) -> dict[ReplicaId, NodeId]:
-    """First placement: controller and rewards on the head, then one trainer, rollout or standby a node.
+    """Initial placement: controller and rewards on the head, then one trainer, rollout or standby a node.
 
     Raises:
         NotEnoughNodes: which role lacks what.

@@ -1,9 +1,9 @@
-"""The supervisor: starts a run, keeps actual at desired, and leaves nothing behind.
+"""The supervisor: starts a run, keeps the actual state at the desired one, and cleans up everything at the end.
 
-`tick()` is the control loop's one turn: it reads journal and pidfds, asks the pure `reconcile`, and performs. What
-takes longer than a moment - starting an actor, a promotion, ending a process - goes to a thread (`operations.py`), and
-its incarnation counts as busy meanwhile, so that a turn never waits. The supervisor decides nothing about health: it
-only records deaths that it sees, and brings about the desired state.
+`tick()` is one iteration of the control loop: it reads the journal and pidfds, calls the pure `reconcile`, and performs
+the result. Slow work (starting an actor, promoting, ending a process) runs in a thread (`operations.py`); its
+incarnation counts as busy until then, so an iteration never blocks. The supervisor decides nothing about health: it
+records the deaths that it detects and brings about the desired state.
 """
 
 import logging
@@ -58,10 +58,10 @@ TICK_SECONDS = 0.1
 RENEW_SECONDS_MAX = 5.0
 PREPARE_SECONDS = 120.0
 GOODBYE_SECONDS = 5.0
-"""How long the controller may take to finish in order when the run is stopped."""
+"""Time for the controller to shut down cleanly when the run is stopped."""
 
 NEED_MODEL = frozenset({"trainer", "rollout", STANDBY_ROLE})
-"""Roles that wait for the model folder; standbys wait until all others are ready, too."""
+"""Roles that wait for the model folder; standbys also wait until all others are ready."""
 
 DRAIN_SECONDS = 10.0
 
@@ -81,8 +81,7 @@ class Supervisor:
         classes: Callable[[], Mapping[str, Any]] = runtime_classes,
         actors: ActorOperations | None = None,
     ) -> None:
-        """`classes`: role -> actor class, for tests with trivial actors; `actors`: instead of Ray, for tests
-        without."""
+        """`classes`: role -> actor class, for tests with trivial actors; `actors` replaces Ray in tests without it."""
         self.run, self.job, self.clock = run, job, clock or SystemClock()
         self.nodes = [NodeId(f"node-{i}") for i in range(job.runtime.nodes)]
         self.journal = Journal(run.database_url, clock=self.clock)
@@ -101,12 +100,12 @@ class Supervisor:
     # --- start --------------------------------------------------------------------------------------------------
 
     def start(self, progress: Progress | None = None) -> None:
-        """Brings the run up; returns when every replica but the standbys is ready.
+        """Starts the run; returns when every replica except the standbys is ready.
 
         Raises:
             NotEnoughNodes: before anything is started.
             ConfigError: the model cannot be used.
-            ActuatorError: a process did not start: which, and why.
+            ActuatorError: a process did not start; names it and the reason.
             DeadlineExceeded: names the replicas that were not ready in time.
         """
         self._progress = progress or self._progress
@@ -203,10 +202,10 @@ class Supervisor:
     # --- the control loop ---------------------------------------------------------------------------------------
 
     def tick(self) -> None:
-        """One turn; never waits for another process.
+        """One iteration; never waits for another process.
 
         Raises:
-            ActuatorError: Ray's GCS is gone. That is not survivable: no actor can be reached any more.
+            ActuatorError: Ray's GCS is gone. This is fatal: no actor can be reached any more.
         """
         self._tell_notes()
         if self.cluster.gcs is not None and not self.cluster.gcs_alive:
@@ -218,7 +217,8 @@ class Supervisor:
         self._renew()
 
     def _look(self) -> ClusterState:
-        # Before the records: an operation that ends in between still counts as busy, and its result is seen next turn.
+        # Before the records: an operation that ends in between still counts as busy; the next iteration sees its
+        # result.
         busy = self._operations.busy()
         actual = self.journal.actual()
         dead_nodes = set(self.cluster.dead_nodes())
@@ -238,7 +238,7 @@ class Supervisor:
         )
 
     def _fence(self, nodes: set[NodeId], actual: Mapping[Incarnation, Actual]) -> None:
-        """A worker outlives its raylet for a moment: it is ended, so that no two of one incarnation ever work."""
+        """Ends workers of dead raylets, which outlive them briefly, so that no two processes of one incarnation run."""
         for record in actual.values():
             if record.node in nodes and record.state in LIVING and record.pid:
                 kill_process(record.pid, record.start_ticks, signal.SIGKILL)
@@ -292,10 +292,10 @@ class Supervisor:
             except Empty:
                 return
 
-    # --- the end ------------------------------------------------------------------------------------------------
+    # --- shutdown --------------------------------------------------------------------------------------------------
 
     def stop(self, because: str = "the run is stopped") -> None:
-        """Ends everything that was started, and returns when it is gone. Idempotent; safe after a failed start."""
+        """Ends everything that was started and returns when it is gone. Idempotent; safe after a failed start."""
         if self._stopped:
             return
         self._stopped = True
@@ -303,11 +303,11 @@ class Supervisor:
         records = self._living()
         for record in sorted(records, key=lambda a: not a.replica.startswith("controller/")):
             self._say_goodbye(record)
-        # Actors that are still starting have no record of their process yet: they are known by their name and marker.
+        # Actors that are still starting have no process record yet; they are found by name and marker.
         for process in find_processes(self.run.path, exclude=(os.getpid(),)):
             if process.name.startswith("ray::") or process.pid in {r.pid for r in records}:
                 kill_process(process.pid, process.start_ticks, signal.SIGKILL)
-        # Their calls must have ended before this process leaves Ray: a call after that would end this process.
+        # Their calls must end before this process disconnects from Ray: a later call would end this process.
         if not self._operations.drain(DRAIN_SECONDS):
             logger.error("operations are still under way after %.0f s", DRAIN_SECONDS)
         self.cluster.stop()
@@ -326,12 +326,12 @@ class Supervisor:
         try:
             return [a for a in self.journal.actual().values() if a.state in LIVING]
         except JournalError as e:
-            # There is no warning, but all end: every process of the run carries its marker.
+            # No grace period, but complete: every process of the run carries its marker.
             logger.error("ending everything without its records: %s", e)
             return []
 
     def _say_goodbye(self, record: Actual) -> None:
-        # The controller closes its ledger; the others only report to their agents that the exit is wanted.
+        # The controller closes its ledger; the others only report an intended exit to their agents.
         seconds = GOODBYE_SECONDS if record.replica.startswith("controller/") else 1.0
         if not record.actor or not self._watch.alive(record.pid, record.start_ticks):
             return

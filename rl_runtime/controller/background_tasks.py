@@ -1,4 +1,4 @@
-"""The controller's background tasks: one owner; an error in any of them ends the controller."""
+"""The controller's background tasks with one owner; an error in any of them ends the controller."""
 
 import asyncio
 from collections.abc import Coroutine
@@ -6,7 +6,7 @@ from typing import Any
 
 
 class Tasks:
-    """Starts tasks and keeps hold of them. `failed` gets the first unhandled exception."""
+    """Starts tasks and keeps references to them. `failed` gets the first unhandled exception."""
 
     def __init__(self) -> None:
         self._running: set[asyncio.Task[Any]] = set()
@@ -27,7 +27,7 @@ class Tasks:
             self.failed.set_result(error)
 
     async def stop(self) -> None:
-        """Cancels all and waits until they are gone; their own clean-up is all that they may still do."""
+        """Cancels all tasks and waits until their clean-up has finished."""
         running = [t for t in self._running if t is not asyncio.current_task()]
         for task in running:
             task.cancel()
@@ -35,7 +35,7 @@ class Tasks:
 
 
 async def set_or_timeout(event: asyncio.Event, seconds: float) -> bool:
-    """Waits until `event` is set, at most so long, and clears it. Whether it was set."""
+    """Waits for `event`, at most `seconds`, and clears it. Returns whether it was set."""
     try:
         async with asyncio.timeout(seconds):
             await event.wait()

@@ -1,12 +1,12 @@
-"""From prompt numbers to optimizer steps: which groups are issued when, and which of them make the next step.
+"""From prompt numbers to optimizer steps: when to issue groups, and which of them form the next step.
 
 A group is issued only while it can still be trained within `staleness_max` versions if everything ahead of it is
-trained first; that bounds what is in flight. A step takes the oldest scored groups (`next_step.form_step` decides
+trained first; this bounds the work in flight. A step takes the oldest scored groups (`next_step.form_step` decides
 which, and when); groups that became too old are dropped, with their length.
 
 With dynamic sampling, scored groups are filtered first (`algorithms/sampler.py`), and a step takes accepted ones only.
-A filtered group does not count as pending, so another one is issued for it at once. A run may therefore form no step
-for a while although it is healthy; this ends with a full batch or at the refill limit, with an error that explains it.
+A filtered group does not count as pending, so another one is issued for it at once. A healthy run may therefore form no
+step for a while; this ends with a full batch, or at the refill limit with an error that explains it.
 """
 
 import asyncio
@@ -40,7 +40,7 @@ TOO_STALE, NOT_WHOLE = "stale", "tokens of its step were lost with an engine and
 
 
 class PromptSource(Protocol):
-    """Where prompts come from: the same for a number in every process."""
+    """Source of prompts: a number gives the same prompt in every process."""
 
     @property
     def max_response_tokens(self) -> int: ...
@@ -71,8 +71,9 @@ class BatchAssembler:
     # --- groups -------------------------------------------------------------------------------------------------
 
     def open(self, group: GroupId, end: int | None = None) -> OpenGroup:
-        """A group with nothing generated yet; everything about it follows from its id, and from where the next window
-        of its answer begins, if there is one."""
+        """A group without generated tokens; its content follows from its id, and from the start of the answer's next
+        window if there is one.
+        """
         number, start = group_number(group), group_start(group)
         prompt, longest = self._source.prompt(number), self._source.max_response_tokens
         window = self._job.algorithm.window_tokens
@@ -93,34 +94,33 @@ class BatchAssembler:
         return opened
 
     def reopen(self, groups: Iterable[GroupId], known: Iterable[GroupId]) -> None:
-        """Groups of the ledger that are to be made again. `known`: all that it ever issued."""
+        """Groups of the ledger that must be generated again. `known`: all groups ever issued."""
         void = self._recorder.ledger.dropped_for(windows.NOTHING_FRESH)
         ends = windows.ends(known, void, longest=self._source.max_response_tokens)
         for group in groups:
             self.open(group, ends.get(group))
 
     def follow(self) -> None:
-        """Windows that were cut are followed by the next ones of their answers: in the ledger before anything else."""
+        """Issues the next window of each answer that was cut, before any other ledger line."""
         cut = windows.windows_to_continue(self._table)
         if not cut:
             return
         self._recorder.issued(windows.successor(g) for g in cut)
         for group in cut:
             self._table.mark_followed(group.group_id)
-            # With its context: the window before it may be closed before its turn comes.
+            # Includes its context: the previous window may be closed before this one is placed.
             self.open(windows.successor(group)).trajectories[0].take_context(group.trajectories[0])
 
     def issue(self) -> None:
-        """Issues as many groups as can be trained in time. The ledger has them before an engine does."""
+        """Issues as many groups as can be trained in time; writes them to the ledger before an engine gets them."""
         self.follow()
         self._pool.assign_unassigned()
         if not self._loop.issuing:
             return
-        # Windows that continue come before new groups: a slot that is free is filled at once, and no answer is left
-        # unfinished.
+        # Continued windows come before new groups: a free slot is filled at once, and no answer stays unfinished.
         waiting, void = windows.settle(self._table, self._source.max_response_tokens)
         self._drop(void, windows.NOTHING_FRESH)
-        # Groups of late engines will hardly be trained, and filtered ones teach nothing: they do not hold up the
+        # Groups of late engines will hardly be trained, and filtered ones have no learning signal: neither delays the
         # others.
         ahead = [g for g in self._table.groups.values() if g.phase is not GroupPhase.FILTERED]
         placed = place_groups(
@@ -160,7 +160,9 @@ class BatchAssembler:
     # --- dynamic sampling ---------------------------------------------------------------------------------------
 
     def classify_rewards(self) -> None:
-        """Accepts scored groups that teach something; the others are dropped, or set aside where they may be needed."""
+        """Accepts scored groups with a learning signal; drops the others or reserves them for a batch that stays
+        incomplete.
+        """
         algorithm = self._job.algorithm
         scored = self._table.in_phase(GroupPhase.SCORED)
         if not (algorithm.dynamic_sampling and self._loop.issuing and scored):
@@ -180,11 +182,11 @@ class BatchAssembler:
             self._close(g for g, _, _ in filtered)
 
     def _forming(self) -> int:
-        """The step whose batch is being filled: the next one, while one is trained."""
+        """The step whose batch is being filled: the next one while a step is trained."""
         return self._loop.step + bool(self._table.in_phase(GroupPhase.ASSIGNED))
 
     def _aside(self) -> list[OpenGroup]:
-        """Groups that teach nothing and may fill a batch all the same, newest first."""
+        """Groups without a learning signal that are reserved to fill a batch, newest first."""
         found = self._table.in_phase(GroupPhase.FILTERED)
         return sorted(found, key=lambda g: (g.version_max or 0, g.group_id), reverse=True)
 
@@ -194,7 +196,7 @@ class BatchAssembler:
     # --- steps --------------------------------------------------------------------------------------------------
 
     def refresh(self) -> None:
-        """Filters what was scored, drops what is too old, and issues what can be trained."""
+        """Filters scored groups, drops those that are too old, and issues those that can be trained."""
         self.classify_rewards()
         stale = self._table.too_stale(self._loop.step, self._staleness_max)
         self._filter(self._judged(g for g in stale if g.phase is GroupPhase.FILTERED))
@@ -202,14 +204,14 @@ class BatchAssembler:
         self.issue()
 
     def snapshot(self) -> BatchSnapshot:
-        """What `form_step` decides from.
+        """Input of `form_step`.
 
         Raises:
             BatchNotFilled: no more groups may be filtered for this step, and `at_refill_limit` is `fail`.
         """
         step, algorithm = self._loop.step, self._job.algorithm
         ready = self._table.in_phase(GroupPhase.ACCEPTED if algorithm.dynamic_sampling else GroupPhase.SCORED)
-        # Groups whose tokens are next to be too old come first, then by number: engines finish in another order.
+        # Groups whose tokens expire first come first, then by number: engines finish out of order.
         ready.sort(key=lambda g: (g.oldest_since(step - self._staleness_max), g.group_id))
         aside, at_limit = self._aside(), False
         if algorithm.dynamic_sampling:
@@ -231,10 +233,10 @@ class BatchAssembler:
         )
 
     def assign(self, group_ids: Iterable[GroupId]) -> StepPlan:
-        """The step of these groups: in the ledger before a trainer has it."""
+        """The step of these groups; written to the ledger before a trainer gets it."""
         self.follow()
         groups = [self._table.groups[g] for g in group_ids]
-        # The batch is full: groups that were set aside for it are not needed any more.
+        # The batch is full: the reserved groups are no longer needed.
         taken = self._judged(g for g in groups if g.phase is GroupPhase.FILTERED)
         spared = self._judged(g for g in self._aside() if g not in groups)
         sizes = [(g.group_id, g.num_tokens) for g in groups]
@@ -249,9 +251,9 @@ class BatchAssembler:
         return StepPlan(step=self._loop.step, microbatches=microbatches, ledger=head, resumed=resumed)
 
     async def resume_step(self) -> StepPlan | None:
-        """The step that the controller before left unfinished, with the same microbatches, if its groups are whole.
+        """The unfinished step of the previous controller, with the same microbatches, if its groups are complete.
 
-        Otherwise its groups are returned, and partial gradients of it are of no use to anybody.
+        Otherwise its groups are returned and its partial gradients become useless.
         """
         assigned = self._recorder.ledger.groups([GroupState.ASSIGNED])
         groups = await self._scored_again(assigned) if self._is_whole(assigned) else None

@@ -1,4 +1,5 @@
-"""The controller's writes: ledger lines, journal events, replica states and epochs, each only while it is in charge.
+"""The controller's writes: ledger lines, journal events, replica states and epochs, each only while it is the current
+incarnation.
 
 The sampler's state is a fold of the ledger's lines, and advances with each line written here. Before every write the
 membership records are checked for a newer incarnation of the controller; the older one stops with
@@ -39,7 +40,7 @@ OPEN_STATES = (
 
 
 class ControllerSuperseded(StaleIncarnation):
-    """A newer incarnation of the controller is wanted or there: this one writes nothing more."""
+    """A newer incarnation of the controller is desired or running: this one stops writing."""
 
 
 class RunRecorder:
@@ -55,14 +56,14 @@ class RunRecorder:
         self.epoch = last.number if last else 0
         self.members = last.members if last else ()
 
-    # --- the right to write -------------------------------------------------------------------------------------
+    # --- write permission ------------------------------------------------------------------------------------------
 
     def fleet(self) -> MembershipView:
-        """The desired and actual records, as they are now."""
+        """The current desired and actual records."""
         return MembershipView(self.journal.desired(), self.journal.actual())
 
     def check(self, fleet: MembershipView | None = None) -> MembershipView:
-        """The membership records, if this is still the controller.
+        """The membership records, if this is still the current controller.
 
         Raises:
             ControllerSuperseded: a newer incarnation has taken over.
@@ -84,7 +85,7 @@ class RunRecorder:
     def set_state(
         self, replica: ReplicaId, incarnation: int, state: ReplicaState, because: str, policy_version: int = -1
     ) -> bool:
-        """Writes what a replica is now; False where that is not so any more (it was fenced meanwhile)."""
+        """Writes a replica's state; False if the replica was fenced in the meantime."""
         record = self.check().actual.get((replica, incarnation))
         if record is None or record.state in GONE:
             return False
@@ -102,7 +103,7 @@ class RunRecorder:
         return self.journal.set_actual(changed, unless=GONE)
 
     def fence(self, replica: ReplicaId, incarnation: int, because: str) -> bool:
-        """Marks an incarnation LOST, once; False where it was gone already."""
+        """Marks an incarnation LOST, once; False if it was gone already."""
         record = self.fleet().actual.get((replica, incarnation))
         if record is None or not self.set_state(replica, incarnation, ReplicaState.LOST, because):
             return False
@@ -113,8 +114,7 @@ class RunRecorder:
     def change_members(
         self, *, joined: Iterable[Member] = (), left: Iterable[Member] = (), because: str, always: bool = False
     ) -> int:
-        """The epoch after members came or went; the same one if nothing changes, unless a new one is wanted
-        `always`."""
+        """The epoch after a membership change; unchanged without one, unless `always` forces a new epoch."""
         members = members_after(self.members, joined=joined, left=left)
         if members != self.members or always:
             self.check()
@@ -131,10 +131,10 @@ class RunRecorder:
         return head
 
     def resume_sampler(self) -> None:
-        """Folds what controllers before this one wrote.
+        """Folds the lines of earlier controllers.
 
         Raises:
-            SamplerMismatch: this one would continue otherwise.
+            SamplerMismatch: this controller would continue differently.
         """
         self.sampler = SamplerState.of(self.ledger.lines(), self.sampler.job_seed)
 
@@ -147,7 +147,9 @@ class RunRecorder:
         )
 
     def judged(self, step: int, accepted: Iterable[Judged], filtered: Iterable[Judged]) -> None:
-        """Verdicts of dynamic sampling while `step` was being formed. A group that is accepted already has its line."""
+        """Writes verdicts of dynamic sampling made while `step` was formed. A group accepted earlier already has its
+        line.
+        """
         lines = [_accepted(step, j) for j in accepted if j[0] not in self.sampler.accepted]
         lines += [_filtered(step, j) for j in filtered]
         if lines:
@@ -161,11 +163,10 @@ class RunRecorder:
         taken: Iterable[Judged] = (),
         filtered: Iterable[Judged] = (),
     ) -> ChainHead:
-        """(group, number of tokens) of a step. Returns the head that goes into the commit record.
+        """Writes the (group, number of tokens) pairs of a step. Returns the ledger head for the commit record.
 
-        `taken`: of these, those that fill the batch although they have no learning signal. `filtered`: others, not
-        needed for it. A group that is accepted already has its line: its signal was lost with its tokens, and the new
-        ones have none.
+        `taken`: those that fill the batch without a learning signal. `filtered`: other groups, no longer needed. A
+        group that is already accepted has its line; its tokens were lost and the regenerated ones have no signal.
         """
         lines = [_filtered(step, j) for j in filtered]
         lines += [_accepted(step, j, reason=f"{TAKEN}{j[2]}") for j in taken if j[0] not in self.sampler.accepted]
@@ -177,14 +178,14 @@ class RunRecorder:
         self._write(lines)
 
     def dropped(self, groups: Iterable[tuple[GroupId, int]], reason: str) -> None:
-        """(group, number of tokens) of groups that will not be trained."""
+        """Writes the (group, number of tokens) pairs of groups that will not be trained."""
         lines = [LedgerLine(group_id=g, state=GroupState.DROPPED, num_tokens=n, reason=reason) for g, n in groups]
         if lines:
             self._write(lines)
 
     def trained(self, commit: CommitRecord, num_tokens: Mapping[GroupId, int]) -> list[GroupId]:
-        """Writes what a commit record proves, and nothing else. Returns the groups that were not written before."""
-        # Only this step's groups are asked for: all that were ever trained would cost more with every step.
+        """Writes exactly the groups of a commit record. Returns those not written before."""
+        # Queries only this step's groups: querying all trained groups would get slower with every step.
         known = self.ledger.groups([GroupState.TRAINED], among=commit.group_ids)
         fresh = [g for g in commit.group_ids if g not in known]
         lines = [
@@ -196,7 +197,7 @@ class RunRecorder:
         return fresh
 
     def undone_after(self, step: int, reason: str) -> list[GroupId]:
-        """Back to an older checkpoint: groups trained later are open again."""
+        """Returns to an older checkpoint: reopens groups trained later."""
         self.check()
         undone = self.ledger.undo_after(step, reason)
         self.sampler.advance_by(LedgerLine(group_id=g, state=GroupState.UNDONE, step=step) for g in undone)

@@ -1,8 +1,8 @@
-"""What the controller's loop does next: step formation and containment. Pure: snapshots and the time in, decisions with
-their reason out; `controller.py` and its components perform them and ask again.
+"""The controller's next action: step formation and containment. Pure: takes snapshots and the time, returns decisions
+with their reason; `controller.py` and its components perform them and ask again.
 
-Step formation. `next_step` picks the loop's next action; `form_step` picks the groups of a step or says why it waits;
-`place_groups` and `reassign` say which engine generates which group.
+Step formation. `next_step` picks the loop's next action; `form_step` picks a step's groups or the reason to wait;
+`place_groups` and `reassign` map groups to engines.
 Containment. `membership_changes` compares with the journal's records; `late_or_lost` ends the wait for trainers that
 will not answer; `contain_attempt` and `choose_state` decide how a failed step continues, and from whose state.
 """
@@ -25,7 +25,9 @@ from rolecall.rl_runtime.protocol.messages import Holder, TrainerInfo
 PATIENCE_SECONDS = 2.0
 """How long a full step waits for groups that would otherwise become too old."""
 CODE_ERRORS_MAX = 2
-"""Exceptions of code in one step; a second one is user code (invariant Bounded remediation, docs/invariants.md)."""
+"""Exceptions of code in one step; the second one counts as user code (invariant Bounded remediation,
+docs/invariants.md).
+"""
 
 
 # --- the loop -----------------------------------------------------------------------------------------------------
@@ -47,7 +49,7 @@ class LoopDecision:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerChanges:
-    """Members of the epoch that were lost, each with the reason, and trainers that are ready to join."""
+    """Lost members of the epoch, each with the reason, and trainers that are ready to join."""
 
     lost: Mapping[Member, str] = field(default_factory=dict)
     joining: Sequence[Member] = ()
@@ -66,7 +68,7 @@ def next_step(loop: LoopState, trainers: TrainerChanges) -> LoopDecision:
         return LoopDecision(action=LoopAction.FINISH, because=f"{loop.step} steps")
     if trainers.lost or trainers.joining:
         return LoopDecision(action=LoopAction.REGROUP, because=trainers.because)
-    # A planned step needs no rollouts: where no trainer answers, training it finds out which ones are lost.
+    # A planned step needs no rollouts. If no trainer answers, the attempt to train identifies the lost ones.
     if not loop.published and not (loop.publish_failed and loop.plan is not None):
         return LoopDecision(action=LoopAction.PUBLISH, because=f"policy version {loop.step} has not been offered")
     if loop.plan is not None:
@@ -75,7 +77,7 @@ def next_step(loop: LoopState, trainers: TrainerChanges) -> LoopDecision:
 
 
 def missing_replicas(desired: Desireds, current: Mapping[ReplicaId, Actual]) -> list[ReplicaId]:
-    """Desired replicas, standbys aside, that are not ready."""
+    """Desired replicas, except standbys, that are not ready."""
     ready = {r for r, record in current.items() if record.state in (ReplicaState.READY, ReplicaState.SERVING)}
     return [r for r in desired if split_replica(r)[0] != STANDBY_ROLE and r not in ready]
 
@@ -91,10 +93,10 @@ class BatchSnapshot:
     groups_per_step: int
     staleness_max: int
     ready: Sequence[GroupId]  # in the order in which a step takes them
-    set_aside: Sequence[GroupId] = ()  # filtered by dynamic sampling, may fill a batch all the same
+    set_aside: Sequence[GroupId] = ()  # filtered by dynamic sampling, reserved to fill a batch
     at_refill_limit: bool = False  # no more groups may be filtered for this step
     newest_versions: Mapping[GroupId, int] = field(default_factory=dict)
-    """Version of the newest token of each group that a step may still take, groups of late engines left out."""
+    """Version of the newest token of each group that a step may still take, without groups of late engines."""
     full_since: float | None = None
 
 
@@ -130,11 +132,13 @@ def form_step(batch: BatchSnapshot, now: float) -> FormStep | Wait:
 
 
 def _overdue_group(batch: BatchSnapshot, chosen: Sequence[GroupId]) -> GroupId | None:
-    """A group that is not ready although, after a step of `chosen`, more would be left than can be trained in time."""
+    """A group that is not ready although, after a step of `chosen`, more groups would remain than can be trained in
+    time.
+    """
     taken, ready = set(chosen), set(batch.ready)
     left = {g: v for g, v in batch.newest_versions.items() if g not in taken}
     for later in range(batch.staleness_max + 1):
-        # These must be trained by step `step + later`; the next of them is not before the step after this one.
+        # These must be trained by step `step + later`; the next one comes in the following step at the earliest.
         due = [g for g, version in left.items() if version + batch.staleness_max <= batch.step + later]
         unready = [g for g in due if g not in ready]
         if len(due) > later * batch.groups_per_step and unready:
@@ -147,19 +151,19 @@ def _overdue_group(batch: BatchSnapshot, chosen: Sequence[GroupId]) -> GroupId |
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLoad:
-    """An engine as a place for work."""
+    """An engine's capacity for new work."""
 
     key: EngineKey
     version: int  # policy version that it has proven
     may_serve: bool  # proven, alive, and answering
     num_requests: int
-    is_due: bool = False  # it will have the newest version in a moment
+    is_due: bool = False  # about to have the newest version
 
 
 def least_loaded(engines: Iterable[EngineLoad]) -> EngineLoad | None:
-    """Where the next group goes: fewest unfinished requests, then newest weights, then by name.
+    """Engine for the next group: fewest unfinished requests, then newest weights, then by name.
 
-    Only engines that may serve count: a dead one has no load and would attract everything.
+    Only serving engines count: a dead one has no load and would get everything.
     """
     able = [e for e in engines if e.may_serve]
     return min(able, key=lambda e: (e.num_requests, -e.version, e.key), default=None)
@@ -168,7 +172,7 @@ def least_loaded(engines: Iterable[EngineLoad]) -> EngineLoad | None:
 def staleness_if_issued(step: int, groups_ahead: int, groups_per_step: int, engine_version: int) -> int:
     """Versions between a group's first token and its step, if everything ahead of it is trained first.
 
-    `step`: the one being formed or trained, whose policy version has the same number.
+    `step`: the one being formed or trained; its policy version has the same number.
     """
     return step + groups_ahead // groups_per_step - engine_version
 
@@ -197,7 +201,7 @@ def place_groups(
         ]
         engine = least_loaded(in_time)
         due = least_loaded(e for e in by_key.values() if e.is_due)
-        # Engines are updated one after the other: the first with a version must not take the share of all.
+        # Engines are updated one after the other: the first with a version must not get all the work.
         if engine is None or (due is not None and due.num_requests < engine.num_requests):
             break
         placed.append((next(groups), engine.key))
@@ -207,7 +211,7 @@ def place_groups(
 
 
 def reassign(unassigned: Mapping[GroupId, int], loads: Iterable[EngineLoad]) -> list[tuple[GroupId, EngineKey]]:
-    """An engine for each group, given as its number of requests without one; nothing while no engine may serve."""
+    """An engine for each group, given its number of unassigned requests; empty while no engine may serve."""
     by_key = {e.key: e for e in loads}
     placed: list[tuple[GroupId, EngineKey]] = []
     for group, num_requests in unassigned.items():
@@ -224,7 +228,9 @@ def reassign(unassigned: Mapping[GroupId, int], loads: Iterable[EngineLoad]) -> 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MembershipChanges:
-    """How one role's replicas differ from the journal's records. `replaced`: lost to recovery, but still alive."""
+    """Differences between one role's replicas and the journal's records. `replaced`: superseded by recovery, but still
+    alive.
+    """
 
     lost: Mapping[Member, str]
     replaced: Mapping[Member, str]
@@ -234,7 +240,7 @@ class MembershipChanges:
 def membership_changes(
     fleet: MembershipView, role: str, *, active: Iterable[Member], known: Collection[Member] = ()
 ) -> MembershipChanges:
-    """`active`: incarnations that have work. `known`: others that need no greeting."""
+    """`active`: incarnations that have work. `known`: others that already completed the handshake."""
     lost: dict[Member, str] = {}
     replaced: dict[Member, str] = {}
     active = list(active)
@@ -250,10 +256,10 @@ def membership_changes(
 def late_or_lost(
     pending: Iterable[Member], lost: Mapping[Member, str], *, failed_at: float | None, now: float, grace_seconds: float
 ) -> dict[Member, RolecallError]:
-    """Members that owe an answer and are not waited for any longer, each with the reason.
+    """Members whose answer is no longer awaited, each with the reason.
 
-    A member is missing once it was fenced, and late `grace_seconds` after the first failure among the others: in a
-    collective all members fail together, so a silent one is what the others were waiting for.
+    A member is missing once it was fenced, and late `grace_seconds` after the first failure among the others: a
+    collective fails at all members together, so the others were waiting for the silent one.
     """
     found: dict[Member, RolecallError] = {}
     for replica, incarnation in pending:
@@ -273,7 +279,7 @@ class Interruption:
     lost: tuple[ReplicaId, ...]
     """Trainers that exited or did not answer in time."""
     resets_gradients: bool
-    """The trainers refused the vote: what they computed of the step is thrown away."""
+    """The trainers rejected the vote: their gradients of the step are discarded."""
     raised: Mapping[Member, BaseException]
     """Exceptions of the step's own code."""
     awaits_recovery: bool
@@ -281,8 +287,9 @@ class Interruption:
 
 
 def contain_attempt(answers: Mapping[Member, Any], *, code_errors: int) -> Interruption:
-    """`answers`: a result or an exception of each member. `code_errors`: attempts at this step that failed by code
-    before."""
+    """`answers`: each member's result or exception. `code_errors`: earlier attempts at this step that failed by
+    code.
+    """
     failures = {m: a for m, a in answers.items() if isinstance(a, BaseException)}
     root = {m: a for m, a in failures.items() if not isinstance(a, PeerLost)} or failures
     raised = {m: a for m, a in failures.items() if is_code_error(a)}
@@ -296,8 +303,7 @@ def contain_attempt(answers: Mapping[Member, Any], *, code_errors: int) -> Inter
 
 
 def is_code_error(answer: Any) -> bool:
-    """Whether an answer is an exception of what was computed, not of machines or messages. A refused vote counts,
-    too."""
+    """Whether an answer is an exception of the job's code, not of machines or messages. Includes a rejected vote."""
     if isinstance(answer, NonFiniteValue | CommitVoteRejected):
         return True
     return isinstance(answer, Exception) and not isinstance(answer, RolecallError)
@@ -305,7 +311,7 @@ def is_code_error(answer: Any) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateChoice:
-    """The newest committed state, the members that have it, and the holder that each other member copies it from."""
+    """The newest committed state, the members that have it, and the holder from which each other member copies it."""
 
     step: int
     holders: Mapping[Member, Holder]
@@ -315,7 +321,7 @@ class StateChoice:
 def choose_state(infos: Mapping[Member, TrainerInfo], committed_step: int) -> StateChoice | None:
     """The state that a new epoch starts from; None when no trainer has the state of `committed_step` or a later one."""
     # A trainer that was cut off may have committed this step in an epoch that the others left: the same microbatches,
-    # but added up in another order.
+    # but summed in another order.
     states = {m: (i.commit.step, i.commit.epoch) for m, i in infos.items() if i.has_state}
     newest = max(states.values(), default=(-2, -1))
     if newest[0] < max(committed_step, -1):

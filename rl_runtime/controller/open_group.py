@@ -1,8 +1,7 @@
-"""One open group: its requests, every token that was streamed of them, and why those end where they do. Pure.
+"""One open group: its requests, their streamed tokens, and their end reasons. Pure.
 
-A request may be a window of an answer: tokens before `first_fresh` are other windows', and where the window's limit
-cuts the answer (`EndReason.TRUNCATED`) the next one continues. Placement and lifecycle
-are decided in `trajectories.py`.
+A request may be a window of an answer: tokens before `first_fresh` belong to other windows. If the window's limit cuts
+the answer (`EndReason.TRUNCATED`), the next window continues it. `trajectories.py` decides placement and lifecycle.
 """
 
 from collections.abc import Sequence
@@ -15,47 +14,48 @@ from rolecall.core.ids import GroupId, ReplicaId
 from rolecall.rl_runtime.protocol.messages import EndReason, GenerationRequest, PromptGroup, TokenChunk, TrainingSample
 
 EngineKey = tuple[ReplicaId, int]
-"""(replica, incarnation): an engine that was replaced is another engine."""
+"""(replica, incarnation): a replacement is a different engine."""
 
 
 class GroupPhase(StrEnum):
     GENERATING = "generating"
-    FINISHED = "finished"  # all samples ended; to be scored
-    SCORED = "scored"  # may be trained: its rewards are known, or it is a window that ended in the middle of an answer
+    FINISHED = "finished"  # all samples ended; awaits scoring
+    SCORED = "scored"  # trainable: its rewards are known, or it is a window that ended in the middle of an answer
     ACCEPTED = "accepted"  # dynamic sampling: it has a learning signal
-    FILTERED = "filtered"  # dynamic sampling: no learning signal; kept in case the batch cannot be filled otherwise
+    FILTERED = "filtered"  # dynamic sampling: no learning signal; reserved for a batch that cannot be filled otherwise
     ASSIGNED = "assigned"  # part of the running step
 
 
 UNTRAINED = frozenset({GroupPhase.FINISHED, GroupPhase.SCORED, GroupPhase.ACCEPTED, GroupPhase.FILTERED})
-"""Everything is generated, no step has it."""
+"""Fully generated, not in a step."""
 
 NO_REWARD: Final = 0.0
 """Placeholder in a sample whose answer is not complete; never read. Not NaN, which is unequal to itself: a trainer
-compares a plan that is repeated with what it has computed, and would throw its gradient away."""
+compares a retried plan with its computed part and would discard its gradient.
+"""
 
 
 AGAIN_MAX: Final = 16
-"""How often a lost prefix of a window is generated again because the new answer ended before the window."""
+"""Limit on regenerating a window's lost prefix because the new answer ended before the window."""
 SEED_MAX: Final = 2**31
 
 
 @dataclass(slots=True)
 class Trajectory:
-    """One request and what has been streamed of it."""
+    """One request and its streamed tokens."""
 
     request: GenerationRequest  # without prefix
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
-    end: EndReason | None = None  # None: it is being generated
+    end: EndReason | None = None  # None: still generating
     engine: EngineKey | None = None
     sent: bool = False  # the engine has confirmed that it holds the request
     first_fresh: int = 0  # tokens before this one belong to earlier windows
     context: tuple[EngineKey, str] | None = None
-    """(engine, request) that keeps what precedes this window, until an engine has the window itself."""
+    """(engine, request) that stores this window's context until an engine has the window itself."""
     num_regenerated: int = 0
-    is_window: bool = False  # its limit is not the task's: an answer that reaches it is cut, and continues elsewhere
+    is_window: bool = False  # an answer that reaches its limit is cut and continues in the next window
 
     @property
     def finished(self) -> bool:
@@ -63,43 +63,44 @@ class Trajectory:
 
     @property
     def fresh_versions(self) -> Sequence[int]:
-        """Of the tokens that no earlier window had; of all where it has none of its own."""
+        """Versions of the tokens that are in no earlier window; of all tokens if it has none of its own."""
         return self.versions[self.first_fresh :] or (self.versions if self.finished else [])
 
     def cut(self) -> None:
-        """Ends its window here, for good: what is generated again later ends here as well, for the next window has
-        begun after it."""
+        """Ends its window here permanently, because the next window begins here; regenerated tokens end here as
+        well.
+        """
         self.end, self.is_window = EndReason.TRUNCATED, True
         self.request = replace(self.request, max_response_tokens=len(self.tokens))
 
     def note_end(self, chunk: TokenChunk, *, whole: bool) -> None:
-        """Why its tokens end here, if they do. `whole`: all of the chunk was taken."""
+        """Sets the end reason if its tokens end here. `whole`: all of the chunk was taken."""
         at_limit = len(self.tokens) >= self.request.max_response_tokens
         if chunk.finished and whole and chunk.finish_reason != "length":
             self.end = EndReason.STOP
         elif self.is_window and at_limit:
-            # Its engine may hold more, from before the next window began here.
+            # Its engine may hold more tokens, from before the next window began here.
             self.cut()
         elif chunk.finished and whole and at_limit:
             self.end = EndReason.LENGTH
 
     @property
     def ended_before(self) -> bool:
-        """What stood before this window was lost, and made again it was an answer that ends before the window."""
+        """Whether the regenerated context was an answer that ends before this window."""
         return self.end is EndReason.STOP and len(self.tokens) <= self.first_fresh and self.num_regenerated < AGAIN_MAX
 
     def again(self) -> None:
-        """From the prompt, with other random numbers.
+        """Restarts from the prompt with other random numbers.
 
-        The answer that the window belongs to did reach it. If one that does not were taken in its place, answers would
-        be the fewer the longer they are.
+        The window's original answer did reach the window. Accepting a shorter answer instead would bias against long
+        answers.
         """
         self.request = replace(self.request, seed=(self.request.seed + 1) % SEED_MAX)
         self.tokens, self.logprobs, self.versions, self.end = [], [], [], None
         self.num_regenerated += 1
 
     def reach(self, longest: int) -> None:
-        """Where it ended, no window is to begin any more: should it be made again, it continues to the answer's end."""
+        """No window will begin at its end: if it is regenerated, it continues to the answer's end."""
         self.is_window = False
         self.request = replace(self.request, max_response_tokens=longest)
 
@@ -108,7 +109,7 @@ class Trajectory:
         self.tokens, self.logprobs, self.versions = other.tokens[:stop], other.logprobs[:stop], other.versions[:stop]
 
     def take_context(self, before: "Trajectory") -> None:
-        """Takes over all that precedes this window."""
+        """Takes over the whole context of this window."""
         self.become(before)
         if before.engine is not None and before.sent:
             self.context = before.engine, before.request.request_id
@@ -130,9 +131,9 @@ class OpenGroup:
     phase: GroupPhase = GroupPhase.GENERATING
     rewards: tuple[float, ...] = ()
     waits: bool = True
-    """Nothing of it is there, or nothing of its own, and no engine has it: it is given to one when its turn comes."""
+    """Has no tokens, or none of its own, and no engine; placed on an engine in order."""
     followed: bool = False
-    """A window whose end is final: the next one stands in the ledger."""
+    """A window whose end is final: the next one is in the ledger."""
 
     @property
     def first_fresh(self) -> int:
@@ -144,7 +145,7 @@ class OpenGroup:
 
     @property
     def is_untouched(self) -> bool:
-        """Whether no engine has made anything of it, or not even all that precedes it."""
+        """Whether no engine has generated any of its own tokens, or its context is incomplete."""
         return all(len(t.tokens) < max(t.first_fresh, 1) for t in self.trajectories)
 
     @property
@@ -153,21 +154,20 @@ class OpenGroup:
 
     @property
     def version_min(self) -> int | None:
-        """Oldest policy version among the tokens that it would train; None while it has none."""
+        """Oldest policy version among its trainable tokens; None without tokens."""
         return min((v for t in self.trajectories for v in t.fresh_versions), default=None)
 
     @property
     def version_max(self) -> int | None:
-        """The newest."""
+        """Newest policy version among them; None without tokens."""
         return max((v for t in self.trajectories for v in t.fresh_versions), default=None)
 
     def oldest_since(self, version: int) -> int:
-        """The oldest version that is not older than this one: whose tokens are next to be too old. -1 if there is
-        none."""
+        """Oldest version not older than `version`, whose tokens expire next. -1 if there is none."""
         return min((v for t in self.trajectories for v in t.fresh_versions if v >= version), default=-1)
 
     def as_group(self) -> PromptGroup:
-        """What is scored and trained. A reward that is not known yet is NaN: it can never pass for one."""
+        """The group for scoring and training. An unknown reward is NaN, so it cannot pass for a real one."""
         rewards = self.rewards or (nan,) * len(self.trajectories)
         samples = tuple(
             TrainingSample(

@@ -1,7 +1,7 @@
-"""Rewards: finished groups go to any worker that answers, and elsewhere when it fails. A failure is never a reward.
+"""Rewards: any responsive worker scores a finished group; on failure, another one does. A failure is never a reward.
 
-What a worker returns counts only if it is one finite number for each sample. A group whose scoring fails `ATTEMPTS_MAX`
-times is dropped with the reason, in the ledger; loss of a worker is not the group's fault and does not count.
+A worker's result counts only if it is one finite number per sample. A group whose scoring fails `ATTEMPTS_MAX` times is
+dropped with the reason, in the ledger; the loss of a worker does not count as the group's failure.
 """
 
 import asyncio
@@ -26,22 +26,22 @@ logger = logging.getLogger(__name__)
 
 GROUPS_PER_CALL = 8
 ATTEMPTS_MAX = 4
-"""Answers that were wrong or an exception, for one group."""
+"""Wrong answers or exceptions for one group."""
 LOSSES_MAX = 3
-"""Workers that died while they scored one group: three deaths are not chance, the group is what kills them."""
+"""Workers that died while scoring one group: after three, the group is considered the cause."""
 IDLE_SECONDS = 0.5
 RETRY_SECONDS = 0.25
 
 
 class InvalidScores(ValueError):
-    """A worker's answer does not fit the question."""
+    """A worker's answer does not match the request."""
 
 
 def checked_scores(groups: Sequence[PromptGroup], answer: Sequence[Sequence[float]]) -> list[tuple[float, ...]]:
-    """The answer, if it has one finite number for each sample.
+    """The answer, if it has one finite number per sample.
 
     Raises:
-        InvalidScores: saying for which group it does not.
+        InvalidScores: names the group for which it does not.
     """
     if len(answer) != len(groups):
         raise InvalidScores(f"{len(answer)} answers for {len(groups)} groups")
@@ -71,7 +71,7 @@ class RewardScoring:
         self._workers: dict[EngineKey, asyncio.Task[None]] = {}
         self._wakes: dict[EngineKey, asyncio.Event] = {}
         self._resting: set[EngineKey] = set()
-        self._used: dict[EngineKey, int] = {}  # number of the last call to each, by the count of all calls
+        self._used: dict[EngineKey, int] = {}  # sequence number of the last call to each
         self._num_calls = 0
         self._under_way: set[GroupId] = set()
         self._failed_at: dict[GroupId, list[EngineKey]] = defaultdict(list)
@@ -121,10 +121,10 @@ class RewardScoring:
             self._recorder.fence(*key, e.because)
 
     async def _until_ready(self, port: RewardPort) -> None:
-        """A worker that let a deadline pass gets nothing more until it answers.
+        """Waits for a worker that missed a deadline; it gets no work until it answers.
 
         Raises:
-            ReplicaExited: it has, or it answers with errors again and again.
+            ReplicaExited: it exited, or it answers with errors repeatedly.
         """
         failures = 0
         while True:
@@ -135,7 +135,7 @@ class RewardScoring:
                 logger.warning("%s", e)
             except ReplicaExited:
                 raise
-            except Exception as e:  # deliberate: whatever one worker raises must not end the controller
+            except Exception as e:  # deliberate: an exception of one worker must not end the controller
                 failures += 1
                 because = f"its greeting failed {failures} times, last: {type(e).__name__}: {e}"
                 logger.warning("%s: %s", port, because)
@@ -144,9 +144,9 @@ class RewardScoring:
                 await asyncio.sleep(RETRY_SECONDS * failures)
 
     def _take(self, key: EngineKey) -> list[OpenGroup]:
-        """Finished groups for one worker; none while a worker rests that was used less recently.
+        """Finished groups for one worker; none while an idle worker was used less recently.
 
-        Without turns the first worker would do everything, and a fault of another one would go unnoticed.
+        Without this rotation the first worker would do everything, and a fault of another one would go unnoticed.
         """
         for other in self._resting:
             if self._used.get(other, 0) < self._used.get(key, 0) and self._free_for(other):
@@ -159,7 +159,9 @@ class RewardScoring:
         return free[:GROUPS_PER_CALL]
 
     def _free_for(self, key: EngineKey) -> list[OpenGroup]:
-        """Finished groups that are not being scored; one that failed here is left to others, if there are any."""
+        """Finished groups that are not being scored; one that failed here is left to other workers, if there are
+        any.
+        """
         others = len(self._workers) > 1
         free = [g for g in self._table.in_phase(GroupPhase.FINISHED) if g.group_id not in self._under_way]
         return [g for g in free if not (others and self._failed_at[g.group_id][-1:] == [key])]
@@ -173,7 +175,7 @@ class RewardScoring:
         except ReplicaExited as e:
             self._count_loss(ids, e.because)
             raise
-        except Exception as e:  # noqa: BLE001 deliberate: an exception of the checker is retried elsewhere, and never a reward
+        except Exception as e:  # noqa: BLE001 deliberate: retried elsewhere, never a reward
             self._count_failure(ids, key, e)
             if isinstance(e, DeadlineExceeded):
                 self._under_way.difference_update(ids)
@@ -184,7 +186,7 @@ class RewardScoring:
         else:
             for sent, rewards in zip(groups, answer, strict=True):
                 group = self._table.groups.get(sent.group_id)
-                # Closed, or cut back to an older policy and generated again meanwhile: the rewards are for discarded
+                # Closed, or truncated to an older policy and regenerated in the meantime: the rewards are for discarded
                 # tokens.
                 if group is not None and group.phase is GroupPhase.FINISHED and _has_tokens_of(group, sent):
                     self._table.score(sent.group_id, rewards)

@@ -1,9 +1,9 @@
-"""The rollout engines: admitted on proof, given requests, polled for tokens, and contained at once when they are lost.
+"""The rollout engines: admitted on proof, given requests, polled for tokens, and contained at once when lost.
 
 Each engine has two tasks: a pump (submit requests, pull tokens, acknowledge) and an updater (load the newest policy
 version and prove it). An engine that does not answer delays only itself: after `SILENT_SECONDS` its requests continue
-elsewhere from the tokens that were streamed, and it gets no new ones. Its one call stays in flight. Recovery decides
-whether it is replaced; if it answers again, the tokens that it generated meanwhile are discarded, and it works on.
+elsewhere from the streamed tokens, and it gets no new ones. Its pending call stays in flight. Recovery decides on its
+replacement; if it answers again, tokens generated since then are discarded, and it continues to work.
 """
 
 import asyncio
@@ -31,28 +31,32 @@ from rolecall.rl_runtime.protocol.token_checks import InvalidTokens, check_chunk
 logger = logging.getLogger(__name__)
 
 PULL_SECONDS = 0.1
-"""Cadence of pulls from an engine with work. Raising it delays tokens and the move of a dead engine's requests."""
+"""Period of pulls from an engine with work. A longer one delays tokens and the reassignment of a dead engine's
+requests.
+"""
 IDLE_SECONDS = 0.5
-"""Cadence of the same call to an engine without work: so it is noticed that it is dead or silent."""
+"""Period of the same call to an idle engine, to detect that it is dead or silent."""
 DRAIN_SECONDS = 0.8
-"""How long an engine that is replaced alive may take to give its last tokens. Four times a pause of the slowest."""
+"""Time for an engine that is replaced alive to deliver its last tokens. Four times a pause of the slowest engine."""
 SILENT_SECONDS = 1.5
-"""An engine that has not answered for this long gets no work until it answers, and its requests continue elsewhere.
-Ten times a pause of one slowed four times; a false alarm costs the prefixes of its requests, computed again. Less than
-a step's patience (supply.py) by what a sample takes: so those that were moved are not too old when they are done."""
+"""An engine that has not answered for this long gets no work until it answers, and its requests continue elsewhere. Ten
+times a pause of an engine slowed four times; a false alarm costs recomputing its requests' prefixes. Shorter than a
+step's patience (`next_step.py`) by the duration of a sample, so that reassigned requests finish in time.
+"""
 UPDATE_MARGIN_SECONDS = 20.0
-"""On top of the transfer's own deadline: loading and the canary of an engine that has just started."""
+"""Added to the transfer's own deadline: loading and the canary of an engine that has just started."""
 SLOT_SECONDS = 2.0
-"""How long an update may keep its holder from giving to the next, and how long new work is kept for an engine that is
-behind. A holder serves one puller at a time, and every engine with the version is a holder: a round takes the logarithm
-of their number. An update that takes longer, or hangs, continues and delays no other engine."""
+"""How long an update may block its holder for the next puller, and how long new work is reserved for an outdated
+engine. A holder serves one puller at a time, and every engine with the version is a holder, so a round is logarithmic
+in their number. A longer or hung update continues and delays no other engine.
+"""
 RETRY_SECONDS = 0.25
 FAILURES_MAX = 4
-"""Failed greetings, turns or updates in a row, each by an error of the engine itself, after which it is contained."""
+"""Handshakes, turns or updates that may fail in a row, by the engine's own error, before it is contained."""
 
 
 class AdmissionDecision(Protocol):
-    """Whether a proof is enough, and why. Raises nothing."""
+    """Whether a proof is sufficient, and why. Never raises."""
 
     @property
     def admitted(self) -> bool: ...
@@ -65,7 +69,7 @@ class AdmissionDecision(Protocol):
 
 
 class WeightVerifier(Protocol):
-    """Judges an engine's proof (invariant Proof before service, docs/invariants.md): `proof.WeightVerifier`."""
+    """Judges an engine's proof (invariant Proof before service, docs/invariants.md): `proof.ProofVerifier`."""
 
     def judge(
         self, manifest: Manifest, proof: WeightProof, *, incarnation: int | None = None, epoch: int | None = None
@@ -74,7 +78,7 @@ class WeightVerifier(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class DesiredWeights:
-    """What every engine should hold."""
+    """The version that every engine should load."""
 
     manifest: Manifest
     holders: tuple[Holder, ...]
@@ -90,12 +94,12 @@ class EngineState:
     version: int = -1  # newest policy version that it has proven
     proven: str = ""  # digest of that version's manifest
     serving: bool = False
-    behind_since: float | None = None  # seconds of the loop's clock; None: it has proven what it should hold
+    behind_since: float | None = None  # seconds of the loop's clock; None: it has proven the desired version
     silent: bool = False
     draining: bool = False
     holds_unknown: bool = False  # requests of an earlier controller, not listed yet
     failures: int = 0
-    tokens_seen: int = 0  # its own counter of tokens made, just after the last pull
+    tokens_seen: int = 0  # its own counter of generated tokens, right after the last pull
     wake: asyncio.Event = field(default_factory=asyncio.Event)
     wanted: asyncio.Event = field(default_factory=asyncio.Event)
     tasks: list[asyncio.Task[None]] = field(default_factory=list)
@@ -106,7 +110,7 @@ class EngineState:
 
 
 class RolloutPool:
-    """All engines of a run, and the table of what they generate."""
+    """All engines of a run, and the table of their trajectories."""
 
     def __init__(
         self,
@@ -122,26 +126,27 @@ class RolloutPool:
         trains_prefixes: bool = False,
         vocab_size: int | None = None,
     ) -> None:
-        """`trains_prefixes`: what a lost engine leaves unfinished is trained on as it stands, and continues elsewhere
-        behind that; otherwise it continues elsewhere first. `vocab_size`: tokens beyond it are refused."""
+        """`trains_prefixes`: unfinished output of a lost engine is trained on, and generation continues elsewhere after
+        it; otherwise the request continues elsewhere first. `vocab_size`: larger token ids are rejected.
+        """
         self._recorder, self._table, self._verifier = recorder, table, verifier
         self._connect, self._tasks = connect, tasks
         self._update_seconds = transfer_seconds + UPDATE_MARGIN_SECONDS
         self._tokens_generated, self._on_finished = tokens_generated, on_finished
         self._trains_prefixes, self._vocab_size = trains_prefixes, vocab_size
         self._giving: set[Holder] = set()
-        self._given: Counter[Holder] = Counter()  # how often each gave the target version
-        self._offered = asyncio.Event()  # a holder is free again, or a new one is there
+        self._given: Counter[Holder] = Counter()  # how often each served the target version
+        self._offered = asyncio.Event()  # a holder is free, or there is a new one
         self._greeting: dict[EngineKey, asyncio.Task[None]] = {}
-        self._unmet: Counter[EngineKey] = Counter()  # failed greetings of those that are not engines yet
-        self._took_over = False  # serving engines were asked for requests of an earlier controller
+        self._unmet: Counter[EngineKey] = Counter()  # failed handshakes with replicas that are not admitted yet
+        self._took_over = False  # serving engines were queried for requests of an earlier controller
         self.engines: dict[EngineKey, EngineState] = {}
         self.target: DesiredWeights | None = None
 
-    # --- reconciling with the records ---------------------------------------------------------------------------
+    # --- reconciling with the records ------------------------------------------------------------------------------
 
     def sync(self, fleet: MembershipView) -> None:
-        """Contains lost engines and greets new ones; called again and again."""
+        """Contains lost engines and starts handshakes with new ones; called repeatedly."""
         changes = membership_changes(fleet, "rollout", active=self.engines, known=self._greeting)
         for key, because in changes.lost.items():
             self.contain(key, because)
@@ -157,7 +162,7 @@ class RolloutPool:
             greeting.add_done_callback(lambda _, key=key: self._greeting.pop(key, None))  # type: ignore[misc]
 
     async def greeted(self) -> None:
-        """Waits for the greetings in progress; each has its deadline."""
+        """Waits for the handshakes in progress; each has a deadline."""
         await asyncio.gather(*self._greeting.values(), return_exceptions=True)
 
     async def _greet(self, record: Actual) -> None:
@@ -169,9 +174,9 @@ class RolloutPool:
             self._recorder.fence(*key, e.because)
             return
         except DeadlineExceeded as e:
-            logger.warning("%s", e)  # the next sync greets it again
+            logger.warning("%s", e)  # the next sync retries the handshake
             return
-        except Exception as e:  # noqa: BLE001 deliberate: whatever one engine raises must not stop the others
+        except Exception as e:  # noqa: BLE001 deliberate: an exception of one engine must not stop the others
             await self._failed_to_greet(key, e)
             return
         self._unmet.pop(key, None)
@@ -179,7 +184,7 @@ class RolloutPool:
             return
         engine = EngineState(port=port, record=record, holder=info.holder, holds_unknown=info.num_requests > 0)
         if record.state is ReplicaState.SERVING and info.policy_version >= 0:
-            # A controller before this one admitted it; the next update proves it again.
+            # An earlier controller admitted it; the next update proves it again.
             engine.version, engine.serving = info.policy_version, True
         engine.tokens_seen = self._tokens_generated(record) or 0
         self.engines[key] = engine
@@ -191,7 +196,7 @@ class RolloutPool:
         engine.wanted.set()
 
     async def _failed_to_greet(self, key: EngineKey, error: Exception) -> None:
-        """Counts it; the next sync greets it again, until it is fenced."""
+        """Counts the failure; the next sync retries the handshake, until it is fenced."""
         self._unmet[key] += 1
         because = f"its greeting failed {self._unmet[key]} times, last: {type(error).__name__}: {error}"
         logger.warning("%s#%d: %s", *key, because)
@@ -201,7 +206,9 @@ class RolloutPool:
             await asyncio.sleep(RETRY_SECONDS * self._unmet[key])
 
     async def held_requests(self) -> dict[EngineKey, list[tuple[GenerationRequest, TokenChunk]]]:
-        """What each serving engine holds, for a controller that restarts. One that does not answer is left out."""
+        """Requests held by each serving engine, for a controller that restarts. Engines that do not answer are left
+        out.
+        """
 
         async def ask(engine: EngineState) -> list[tuple[GenerationRequest, TokenChunk]]:
             try:
@@ -241,28 +248,30 @@ class RolloutPool:
         self.engines[key].wake.set()
 
     def assign_unassigned(self) -> set[ReplicaId]:
-        """Gives requests without an engine to the least loaded. Returns the replicas that got some."""
+        """Assigns unassigned requests to the least loaded engines. Returns the replicas that got some."""
         placed = reassign(self._table.unassigned(), self.loads())
         for group_id, key in placed:
             self.place(group_id, key)
         return {replica for _, (replica, _) in placed}
 
     def is_stuck(self, group_id: GroupId) -> bool:
-        """Whether some of the group's requests lie with an engine that does not answer, or with none."""
+        """Whether any of the group's requests is on an unresponsive engine or unassigned."""
         silent = {e.key for e in self.engines.values() if e.silent}
         trajectories = self._table.groups[group_id].trajectories
         return any(not t.finished and (t.engine is None or t.engine in silent) for t in trajectories)
 
     def wake_all(self) -> None:
-        """There is something to forget."""
+        """Wakes all pumps, because there are requests to drop."""
         for engine in self.engines.values():
             engine.wake.set()
 
     # --- containment --------------------------------------------------------------------------------------------
 
     async def _drain(self, engine: EngineState, because: str) -> None:
-        """One that is replaced alive gives its last tokens before it is fenced; the supervisor waits that long."""
-        engine.serving = False  # no new requests; an answer of a turn in progress is taken as well
+        """Collects the last tokens of an engine that is replaced alive before it is fenced; the supervisor waits for
+        it.
+        """
+        engine.serving = False  # no new requests; an answer in progress is still taken
         try:
             pulled = await engine.port.drain(self._table.offsets(engine.key), DRAIN_SECONDS / 2)
             if engine.key in self.engines and (pulled.replica, pulled.incarnation) == engine.key:
@@ -271,7 +280,7 @@ class RolloutPool:
                 if self._table.take(engine.key, pulled.chunks, engine.version):
                     self._on_finished()
         except Exception as e:  # noqa: BLE001
-            # Whatever the cause, the engine gives no more tokens: its requests continue from what was streamed.
+            # Whatever the cause, the engine delivers no more tokens: its requests continue from the streamed ones.
             logger.warning("%s did not drain: %s", engine.port, e)
         self.contain(engine.key, because)
 
@@ -288,9 +297,9 @@ class RolloutPool:
         self._recorder.change_members(left=[key], because=f"{key[0]}#{key[1]}: {because}")
 
     def _move(self, engine: EngineState, because: str, *, forgets: bool) -> None:
-        """Reassigns its unfinished requests, which continue from the streamed tokens; the event counts the tokens lost.
+        """Reassigns its unfinished requests, which continue from the streamed tokens; the event counts the lost tokens.
 
-        `forgets`: it is alive, and forgets them now or when it answers again.
+        `forgets`: it is alive, and drops them now or when it answers again.
         """
         made = None if forgets and not engine.silent else self._tokens_generated(engine.record)
         lost = not forgets or engine.silent
@@ -330,14 +339,14 @@ class RolloutPool:
                 # An engine that streams invalid numbers would do so again: it is replaced at once.
                 self.contain(engine.key, e.because if isinstance(e, ReplicaExited) else str(e))
                 return
-            except Exception as e:  # noqa: BLE001 deliberate: whatever one engine raises must not stop the others
+            except Exception as e:  # noqa: BLE001 deliberate: an exception of one engine must not stop the others
                 if not await self._failed(engine, "exchanging its requests", e):
                     return
             busy = bool(self._table.num_unfinished(engine.key))
             await set_or_timeout(engine.wake, PULL_SECONDS if busy else IDLE_SECONDS)
 
     async def _watched(self, engine: EngineState, turn: Awaitable[None]) -> None:
-        """Waits for one turn as long as it takes, but after `SILENT_SECONDS` nothing depends on it any more."""
+        """Waits for one turn without a limit, but after `SILENT_SECONDS` nothing depends on it any more."""
         waiting = {asyncio.ensure_future(turn)}
         while waiting:
             done, waiting = await asyncio.wait(waiting, timeout=SILENT_SECONDS)
@@ -351,10 +360,11 @@ class RolloutPool:
         task.result()
 
     async def _forget_unknown(self, engine: EngineState) -> None:
-        """Drops requests of an earlier controller that were not adopted, because it did not answer or serve then.
+        """Drops requests of an earlier controller that were not adopted because the engine did not answer or serve
+        then.
 
-        Given such a request again it would continue its own tokens: after another prefix than the submitted one, or of
-        a discarded policy.
+        If it got such a request again, it would continue its own tokens: after a prefix other than the submitted one,
+        or of a discarded policy.
         """
         held = await engine.port.list_requests()
         self._table.forget_stray(engine.key, [request.request_id for request, _ in held])
@@ -388,7 +398,7 @@ class RolloutPool:
             self._table.mark_sent(key, [r.request_id for r in fresh])
 
     async def _failed(self, engine: EngineState, what: str, error: Exception) -> bool:
-        """Counts a failure; False when the engine was contained for it."""
+        """Counts a failure; False if the engine was contained for it."""
         engine.failures += 1
         logger.warning("%s: %s failed: %s: %s", engine.port, what, type(error).__name__, error)
         if engine.failures >= FAILURES_MAX:
@@ -400,7 +410,7 @@ class RolloutPool:
     # --- weights ------------------------------------------------------------------------------------------------
 
     def publish(self, manifest: Manifest, holders: Sequence[Holder]) -> None:
-        """Sets the version that every engine should load; requests in progress continue meanwhile."""
+        """Sets the version that every engine should load; requests in progress continue."""
         if self.target is None or self.target.manifest.digest != manifest.digest:
             self._given.clear()
         self.target = DesiredWeights(manifest, tuple(holders))
@@ -412,13 +422,15 @@ class RolloutPool:
             engine.wanted.set()
 
     def demote(self, because: str) -> None:
-        """The version that engines have proven was discarded: none serves until it has proven the current one."""
+        """Invalidates the proven version because it was discarded: no engine serves until it has proven the current
+        one.
+        """
         for engine in self.engines.values():
             engine.version, engine.proven = -1, ""
             self._unserve(engine, because)
 
     def _unserve(self, engine: EngineState, because: str) -> None:
-        """A live engine may not serve until it proves a version again; its requests continue elsewhere meanwhile."""
+        """Stops a live engine from serving until it proves a version again; its requests continue elsewhere."""
         engine.proven = ""
         engine.wanted.set()
         if not engine.serving:
@@ -442,7 +454,7 @@ class RolloutPool:
                     self._recorder.refused(*engine.key, version, e.part, e.tensor, e.reason)
                     if not await self._failed(engine, "its proof", e):
                         return
-                except Exception as e:  # noqa: BLE001 deliberate: whatever one engine raises must not stop the others
+                except Exception as e:  # noqa: BLE001 deliberate: an exception of one engine must not stop the others
                     if not await self._failed(engine, "its update", e):
                         return
                 else:
@@ -452,13 +464,13 @@ class RolloutPool:
                         return
 
     async def _update(self, engine: EngineState) -> WeightProof | None:
-        """One attempt. None when it should be tried again for no fault of the engine's own."""
+        """One attempt. None: retry, without counting a failure of the engine."""
         if engine.silent:
             return None
         call: asyncio.Future[WeightProof] | None = None
         try:
             holders = await self._free_holders(engine)
-            # Only now: the target may have been replaced while this one waited.
+            # Read now: the target may have been replaced during the wait.
             manifest, epoch = self._wanted().manifest, self._recorder.epoch
             call = asyncio.ensure_future(engine.port.update_weights(epoch, manifest, holders, self._update_seconds))
             with self._gives(holders[:1]):
@@ -474,7 +486,7 @@ class RolloutPool:
         verdict = self._verifier.judge(manifest, proof, incarnation=engine.key[1], epoch=epoch)
         if not verdict.admitted or proof.replica != engine.key[0]:
             reason = verdict.because if not verdict.admitted else f"the proof is {proof.replica}'s"
-            # It computes with what it could not prove. What it streams beyond its last proof is not taken.
+            # It computes with weights that it could not prove. Tokens streamed after its last proof are rejected.
             self._unserve(engine, f"refused: {reason}")
             raise ProofMismatch(replica=str(engine.port), part=verdict.part, tensor=verdict.tensor, reason=reason)
         return proof
@@ -484,7 +496,7 @@ class RolloutPool:
         return self.target
 
     async def _free_holders(self, engine: EngineState) -> list[Holder]:
-        """Holders of the target version (trainers, and rollouts that loaded it), a free one first."""
+        """Holders of the target version (trainers, and rollouts that loaded it), free ones first."""
         while True:
             target = self._wanted()
             digest = target.manifest.digest
@@ -499,7 +511,9 @@ class RolloutPool:
 
     @contextmanager
     def _gives(self, holders: Sequence[Holder]) -> Iterator[None]:
-        """Within: no other puller is sent to them. Empty when no holder is left; the update then fails."""
+        """Reserves the holders for one puller within the context. Empty when no holder is left; the update then
+        fails.
+        """
         self._giving.update(holders)
         self._given.update(holders)
         try:
@@ -509,7 +523,7 @@ class RolloutPool:
             self._offered.set()
 
     def _admit(self, engine: EngineState, proof: WeightProof) -> bool:
-        """It proved a version; the first time, it serves from now on. False when it was fenced meanwhile."""
+        """Records a proven version; the first one lets the engine serve. False if it was fenced in the meantime."""
         engine.version, engine.proven, engine.failures = proof.policy_version, proof.manifest_digest, 0
         if self.target is not None and engine.proven == self.target.manifest.digest:
             engine.behind_since = None

@@ -1,7 +1,7 @@
-"""The state of the controller's loop, and what one optimizer step consists of.
+"""The state of the controller's loop, and the plan of one optimizer step.
 
 The controller owns `LoopState` and is the only one to assign its fields; its components read them. `next_step.py`
-decides from it. What must survive the controller is in the journal and the ledger, not here.
+decides from it. State that must survive the controller is in the journal and the ledger.
 """
 
 from dataclasses import dataclass
@@ -12,12 +12,12 @@ from rolecall.rl_runtime.protocol.messages import CommitRecord, Microbatch, Step
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
-    """What an optimizer step consists of, decided once and written to the ledger."""
+    """Content of an optimizer step, decided once and written to the ledger."""
 
     step: int
     microbatches: tuple[Microbatch, ...]
     ledger: ChainHead
-    resumed: bool = False  # trainers may hold gradients of it already
+    resumed: bool = False  # trainers may already hold its gradients
 
     @property
     def ids(self) -> list[str]:
@@ -27,7 +27,8 @@ class StepPlan:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommittedStep:
     """A step that is part of the trainers' state. `result` is None when every trainer that had it died after the
-    commit."""
+    commit.
+    """
 
     commit: CommitRecord
     result: StepResult | None
@@ -44,7 +45,7 @@ class LoopState:
     hold: bool = False
     """The flag `hold` is set: steps beyond `num_steps` are wanted."""
     stop_because: str = ""
-    """Why the run is to stop; empty while it is not."""
+    """Why the run is to stop; empty while it continues."""
     issuing: bool = False
     """Groups may be issued, and filtered by dynamic sampling."""
     plan: StepPlan | None = None
@@ -54,7 +55,7 @@ class LoopState:
     publish_failed: bool = False
     """The last attempt found no trainer that could name the holders of the newest version."""
     full_since: float | None = None
-    """Since when there are groups enough for the step being formed."""
+    """Time since which there are enough groups for the step being formed."""
     doing: str = ""
     """The last decision and its reason, for `Controller.status`."""
     tokens_trained: int = 0

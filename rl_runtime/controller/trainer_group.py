@@ -1,9 +1,10 @@
-"""The trainers of a run: the epochs that they form, and the optimizer steps that they make.
+"""The trainers of a run: their epochs and optimizer steps.
 
-A loss is noted and fenced at once; the process group follows at the next regroup. A trainer that joins copies the state
-of a member, between two steps; where no trainer has the newest state, the newest checkpoint is loaded. All members run
-a step at once. When one is lost, hangs or fails, the survivors report what they have committed (the commit record is
-the truth), form a new epoch, and share what is missing; what they have computed is kept. `next_step.py` decides.
+A loss is recorded and fenced at once; the process group follows at the next regroup. A trainer that joins copies a
+member's state between two steps; if no trainer has the newest state, the newest checkpoint is loaded. All members run a
+step together. When one is lost, hangs or fails, the survivors report their commits (the commit record is
+authoritative), form a new epoch, and share the missing microbatches; computed gradients are kept. `next_step.py`
+decides.
 """
 
 import asyncio
@@ -36,24 +37,24 @@ from rolecall.rl_runtime.protocol.messages import CommitRecord, Holder, Manifest
 logger = logging.getLogger(__name__)
 
 TICK_SECONDS = 0.05
-"""How often a wait for several trainers checks whether one of them was fenced meanwhile."""
+"""Period at which a wait for several trainers checks for fenced members."""
 GRACE_SECONDS = 3.0
-"""On top of the process group's own timeout: after a peer failed, the others must have answered within this."""
+"""Added to the process group's own timeout: after a peer failed, the others must answer within this."""
 IDLE_SECONDS = 600.0
-"""How long the working thread of a trainer that joins may be busy with an old call before it is asked again."""
+"""How long an old call may occupy the working thread of a joining trainer before the next attempt."""
 GREETINGS_MAX = 4
-"""Greetings that fail with an error of the trainer's own, after which it is fenced."""
+"""Handshakes that may fail with the trainer's own error before it is fenced."""
 RETRY_SECONDS = 0.25
 COPY_MARGIN_SECONDS = 5.0
 START_SECONDS = 60.0
-"""How long the first epoch waits for the other desired trainers, once one of them is there."""
+"""How long the first epoch waits for the other desired trainers once one has arrived."""
 NO_TRAINER_SECONDS = 600.0
 """How long a run without any trainer waits for one: recovery may be waiting for an operator's approval."""
 REGROUPS_MAX = 12
 DECISION_SECONDS = 60.0
 """How long a step that fails by its own code waits for recovery's decision."""
 ATTEMPTS_MAX = 24
-"""Attempts at one step, over all causes: more is not a fault of machines."""
+"""Attempts at one step, over all causes; more are not explained by machine faults."""
 
 
 class NoTrainerLeft(RolecallError):
@@ -61,16 +62,16 @@ class NoTrainerLeft(RolecallError):
 
 
 class StepFailed(RolecallError):
-    """A step fails by its own code, or again and again: repeating it will not help."""
+    """A step fails by its own code, or repeatedly: another attempt will not help."""
 
 
 class TrainerGroup:
-    """All trainers of a run, and the epoch that they are in."""
+    """All trainers of a run, and their current epoch."""
 
     def __init__(
         self, *, recorder: RunRecorder, connect: Connect, tasks: Tasks, job: JobConfig, clock: Clock, folder: str
     ) -> None:
-        """`folder`: where checkpoints are."""
+        """`folder`: the checkpoint folder."""
         self._recorder, self._connect, self._tasks, self._clock = recorder, connect, tasks, clock
         self._folder, self._keep = folder, job.checkpoint.keep
         self._num_wanted = job.roles.trainer
@@ -78,7 +79,7 @@ class TrainerGroup:
         self._group_seconds = job.runtime.group_timeout_seconds + GRACE_SECONDS
         self._step_seconds = job.detector.first_unit_seconds + self._group_seconds
         self._holders: dict[Member, Holder] = {}
-        self._candidates: dict[Member, TrainerPort] = {}  # they answer, with a free working thread, and may join
+        self._candidates: dict[Member, TrainerPort] = {}  # responsive, with a free working thread: may join
         self._greeting: set[Member] = set()
         self._failed_greetings: Counter[Member] = Counter()
         self._lost: dict[Member, str] = {}
@@ -87,10 +88,10 @@ class TrainerGroup:
         self.committed_step = -1
         """The newest step known to be committed; an older state is never accepted, except by `recover`."""
 
-    # --- reconciling with the journal's records -----------------------------------------------------------------
+    # --- reconciling with the journal's records --------------------------------------------------------------------
 
     def sync(self, fleet: MembershipView) -> None:
-        """Notes losses and greets new trainers; called again and again."""
+        """Records losses and starts handshakes with new trainers; called repeatedly."""
         active = [m for m in (*self.members, *self._candidates) if m not in self._lost]
         changes = membership_changes(fleet, "trainer", active=active, known={*self._greeting, *self._lost})
         for member, because in {**changes.lost, **changes.replaced}.items():
@@ -110,8 +111,8 @@ class TrainerGroup:
         except ReplicaExited as e:
             self._lose(member, e.because)
         except DeadlineExceeded as e:
-            logger.warning("%s", e)  # the next sync greets it again
-        except Exception as e:  # noqa: BLE001 deliberate: whatever one trainer raises must not end the controller
+            logger.warning("%s", e)  # the next sync retries the handshake
+        except Exception as e:  # noqa: BLE001 deliberate: an exception of one trainer must not end the controller
             self._failed_greetings[member] += 1
             failures = self._failed_greetings[member]
             because = f"its greeting failed {failures} times, last: {type(e).__name__}: {e}"
@@ -126,19 +127,19 @@ class TrainerGroup:
             self._greeting.discard(member)
 
     def _lose(self, member: Member, because: str) -> None:
-        """Contains a loss: fenced at once. A member stays in the running epoch until the next regroup."""
+        """Contains a loss: fences it at once. A member stays in the running epoch until the next regroup."""
         self._lost[member] = because
         self._candidates.pop(member, None)
         self._recorder.fence(*member, because)
 
     def _exclude(self, member: Member, because: str) -> None:
-        """It did not answer, but is not known to be dead: it leaves the epoch, and may join again once it answers."""
+        """It did not answer, but is not known to be dead: it leaves the epoch, and may rejoin once it answers."""
         self.members.pop(member, None)
         self._candidates.pop(member, None)
         self._recorder.set_state(*member, ReplicaState.READY, because)
 
     async def _call_all(self, calls: Mapping[Member, Awaitable[Any]], grace: float) -> dict[Member, Any]:
-        """Each member's answer or exception; `late_or_lost` says which ones are not waited for."""
+        """Each member's answer or exception; `late_or_lost` decides when to stop waiting for a member."""
         pending = {member: asyncio.ensure_future(call) for member, call in calls.items()}
         answers: dict[Member, Any] = {}
         failed_at: float | None = None
@@ -149,7 +150,7 @@ class TrainerGroup:
                 new = {m: task.exception() or task.result() for m, task in pending.items() if task.done()}
                 waited = [m for m in pending if m not in new]
                 new |= late_or_lost(waited, self._lost, failed_at=failed_at, now=now, grace_seconds=grace)
-                # In the order of the calls: results are read in this order.
+                # In the order of the calls, which callers rely on.
                 for member in [m for m in pending if m in new]:
                     answers[member] = new[member]
                     pending.pop(member).cancel()
@@ -161,7 +162,7 @@ class TrainerGroup:
         return answers
 
     async def _infos(self, ports: Mapping[Member, TrainerPort]) -> dict[Member, TrainerInfo]:
-        """Each answering trainer's state; losses are noted."""
+        """Each responsive trainer's state; records losses."""
         answers = await self._call_all({m: p.info() for m, p in ports.items()}, grace=GRACE_SECONDS)
         self._note_losses(answers)
         return {m: a for m, a in answers.items() if isinstance(a, TrainerInfo)}
@@ -176,24 +177,24 @@ class TrainerGroup:
     # --- membership ---------------------------------------------------------------------------------------------
 
     def changes(self) -> TrainerChanges:
-        """How the epoch's members differ from the trainers that there are."""
+        """Differences between the epoch's members and the available trainers."""
         lost = {m: self._lost[m] for m in self.members if m in self._lost}
         return TrainerChanges(lost=lost, joining=sorted(self._candidates))
 
     async def form_first_epoch(self, committed_step: int) -> None:
-        """The first epoch of this controller: among the trainers that have the newest state.
+        """The first epoch of this controller, among the trainers that have the newest state.
 
         `committed_step`: the last one in the ledger.
 
         Raises:
             NoTrainerLeft: none has the state of that step.
-            DeadlineExceeded: no trainer came at all.
+            DeadlineExceeded: no trainer arrived.
         """
         self.committed_step = committed_step
         await self._wait_for_candidates(self._num_wanted)
         for _ in range(REGROUPS_MAX):
             await self.regroup("the controller starts", with_candidates=True)
-            # A step of an earlier controller may have ended meanwhile, at some trainers or at all.
+            # A step of an earlier controller may have ended in the meantime, at some or all trainers.
             asked = set(self.members)
             infos = await self._infos(self.members)
             steps = {i.commit.step for i in infos.values()}
@@ -215,7 +216,7 @@ class TrainerGroup:
             await asyncio.sleep(TICK_SECONDS)
 
     async def regroup(self, because: str, *, with_candidates: bool) -> None:
-        """A new epoch among the members left (and the candidates), all at the newest committed state.
+        """A new epoch among the remaining members (and the candidates), all at the newest committed state.
 
         Raises:
             NoTrainerLeft: no trainer has that state.
@@ -229,7 +230,7 @@ class TrainerGroup:
         raise StepFailed(f"no epoch could be formed in {REGROUPS_MAX} attempts: {because}")
 
     async def _copy_state(self, ports: Mapping[Member, TrainerPort]) -> dict[Member, TrainerPort]:
-        """The trainers that have the newest committed state, after the others copied it."""
+        """The trainers that have the newest committed state after the others copied it."""
         infos = await self._infos(ports)
         choice = choose_state(infos, self.committed_step)
         if choice is None:
@@ -249,7 +250,7 @@ class TrainerGroup:
         return {m: ports[m] for m in sorted(self._holders) if m not in self._lost}
 
     async def _join(self, ports: Mapping[Member, TrainerPort], because: str) -> bool:
-        """Whether all of them are in a new epoch's process group."""
+        """Whether all of them joined a new epoch's process group."""
         if not ports:
             return False
         left = [m for m in self._recorder.members if split_replica(m[0])[0] == "trainer" and m not in ports]
@@ -277,12 +278,12 @@ class TrainerGroup:
         return True
 
     async def recover(self) -> LoadedCheckpoint:
-        """No trainer has the newest state: the first one that is ready loads the newest good checkpoint.
+        """No trainer has the newest state: the first ready one loads the newest good checkpoint.
 
-        `committed_step` is then that checkpoint's; what was trained after it must be undone.
+        `committed_step` is then that checkpoint's; later training must be undone.
 
         Raises:
-            DeadlineExceeded: no trainer came.
+            DeadlineExceeded: no trainer arrived.
         """
         for member in list(self.members):
             if member not in self._lost:
@@ -308,7 +309,7 @@ class TrainerGroup:
 
         Raises:
             NoTrainerLeft: no trainer is left.
-            StepFailed: its own code fails, and recovery decided nothing about it.
+            StepFailed: its own code fails, and recovery did not act.
         """
         code_errors = 0
         for attempt in range(1, ATTEMPTS_MAX + 1):
@@ -329,7 +330,7 @@ class TrainerGroup:
             if contained.resets_gradients:
                 await self.reset_step(plan.step)
             await self.regroup(contained.because, with_candidates=False)
-            if self.committed_step >= plan.step:  # though not all could say so
+            if self.committed_step >= plan.step:  # though not every member could report it
                 commit, result = (results[0].commit, results[0]) if results else await self.newest_commit()
                 return CommittedStep(commit=commit, result=result, attempts=attempt)
             code_errors += bool(contained.raised)
@@ -338,7 +339,7 @@ class TrainerGroup:
         raise StepFailed(f"step {plan.step} is not committed after {ATTEMPTS_MAX} attempts")
 
     async def _attempt(self, plan: StepPlan, *, repeated: bool) -> dict[Member, Any]:
-        """Asks all members at once. `repeated`: they may have computed parts of the step already."""
+        """Runs one attempt at all members. `repeated`: they may already have computed parts of the step."""
         computed: dict[ReplicaId, tuple[str, ...]] = {}
         if repeated:
             infos = await self._call_all({m: p.info() for m, p in self.members.items()}, grace=GRACE_SECONDS)
@@ -361,7 +362,7 @@ class TrainerGroup:
         return await self._call_all(calls, grace=self._group_seconds)
 
     async def newest_commit(self) -> tuple[CommitRecord, StepResult | None]:
-        """The commit record of the members, and what one of them still knows of that step.
+        """The members' commit record, and the result of that step if a member still has it.
 
         Raises:
             NoTrainerLeft: no member answered.
@@ -376,10 +377,10 @@ class TrainerGroup:
         raise NoTrainerLeft(f"no trainer can say what it committed, step {self.committed_step} or later")
 
     async def _await_recovery(self, plan: StepPlan, raised: Mapping[Member, BaseException]) -> None:
-        """Code fails: waits until recovery replaced a trainer that raised. (A stop of the job ends the wait.)
+        """After a code failure, waits until recovery replaced a trainer that raised. (A stop of the job ends the wait.)
 
         Raises:
-            StepFailed: recovery did nothing in time.
+            StepFailed: recovery did not act in time.
         """
         deadline = self._clock.monotonic() + DECISION_SECONDS
         while self._clock.monotonic() < deadline:
@@ -391,14 +392,14 @@ class TrainerGroup:
         raise StepFailed(f"step {plan.step}: {member[0]}#{member[1]} raised {type(error).__name__}: {error}")
 
     async def reset_step(self, step: int) -> None:
-        """Every member throws away partial gradients of `step`: its microbatches will be others."""
+        """Every member discards partial gradients of `step`, because its microbatches will change."""
         calls = {m: p.reset_step(step) for m, p in self.members.items()}
         self._note_losses(await self._call_all(calls, grace=GRACE_SECONDS))
 
     # --- after a step -------------------------------------------------------------------------------------------
 
     async def manifest(self, policy_version: int) -> tuple[Manifest, list[Holder]] | None:
-        """What a version consists of and which members hold it; None when no member could say just now."""
+        """The manifest of a version and the members that hold it; None if no member answered."""
         for member, port in list(self.members.items()):
             try:
                 found = await port.manifest(policy_version)
@@ -409,7 +410,7 @@ class TrainerGroup:
         return None
 
     async def checkpoint(self) -> str | None:
-        """Path of the checkpoint that one member wrote; None when none could."""
+        """Path of the checkpoint that one member wrote; None if none could."""
         for member, port in reversed(list(self.members.items())):
             try:
                 return await port.save_checkpoint(self._folder, self._keep)

@@ -1,15 +1,15 @@
-"""Open trajectories: which engine generates what, and every streamed token.
+"""Open trajectories: their assignment to engines, and every streamed token.
 
 Holds invariants Tokens are kept and Proof before service (docs/invariants.md).
 
 A group (all samples of one prompt) is generating -> finished -> scored -> assigned, and is closed when it was trained
 or dropped. Its requests live on one engine at a time; when that engine is lost they continue elsewhere from the tokens
-that the table holds. Tokens are taken only up to the policy version that the engine has proven.
-A request may be a *window* of an answer: earlier windows' tokens stand before its own (`first_fresh`), and
-where its limit cuts the answer (`EndReason.TRUNCATED`) the next window continues. What is cut is worth no reward yet,
-and is ready to be trained on at once. An engine keeps tokens until they are acknowledged, which happens when the group
-is closed and an engine has the next window if there is one, so a controller that restarts finds them all. Pure: no
-clock, no calls; the caller does what `unsent` and `to_forget` say.
+in the table. Tokens are taken only up to the policy version that the engine has proven. A request may be a *window* of
+an answer: earlier windows' tokens precede its own (`first_fresh`), and if its limit cuts the answer
+(`EndReason.TRUNCATED`), the next window continues it. A cut window has no reward yet and can be trained on at once. An
+engine keeps tokens until they are acknowledged, which happens when the group is closed and an engine has the next
+window if there is one, so a controller that restarts finds them all. Pure: no clock, no calls; the caller sends
+`unsent` and `to_forget` to the engines.
 """
 
 from collections import defaultdict
@@ -25,7 +25,7 @@ from rolecall.rl_runtime.tasks.task import group_number
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReassignedRequests:
-    """What left an engine that was lost."""
+    """Requests and tokens affected by the loss of an engine."""
 
     group_ids: tuple[GroupId, ...]
     num_requests: int
@@ -54,7 +54,7 @@ class TrajectoryTable:
         first_fresh: int = 0,
         is_window: bool = False,
     ) -> OpenGroup:
-        """A group without an engine: it waits for its turn."""
+        """Adds a group without an engine, to be placed in order."""
         assert group_id not in self.groups, f"{group_id} is open already"
         made = [Trajectory(r, first_fresh=first_fresh, is_window=is_window) for r in requests]
         group = OpenGroup(group_id, prompt_tokens, made)
@@ -63,7 +63,7 @@ class TrajectoryTable:
         return group
 
     def close(self, group_id: GroupId) -> OpenGroup:
-        """The group was trained or dropped: its engines may forget it."""
+        """The group was trained or dropped: its engines may drop it."""
         group = self.groups.pop(group_id)
         for t in group.trajectories:
             del self._by_request[t.request.request_id]
@@ -73,27 +73,27 @@ class TrajectoryTable:
         return group
 
     def _is_needed(self, engine: EngineKey, request_id: str) -> bool:
-        """Whether the next window stands on this one, and no engine has it yet."""
+        """Whether the next window depends on this one and no engine has it yet."""
         return any(t.context == (engine, request_id) for t in self._by_request.values())
 
     def _let_go(self, t: Trajectory) -> None:
-        """An engine has the window, or it is over: what precedes it may be forgotten where that is closed."""
+        """An engine has the window, or it is over: closed requests of its context may be dropped."""
         if t.context is not None and t.context[1] not in self._by_request:
             self._forget[t.context[0]].append(t.context[1])
         t.context = None
 
     def forget_stray(self, engine: EngineKey, request_ids: Iterable[str]) -> None:
-        """An engine holds requests of groups that are closed, or that went on elsewhere."""
+        """An engine holds requests of groups that are closed or continued elsewhere."""
         self._forget[engine].extend(request_ids)
 
     def to_forget(self, engine: EngineKey) -> list[str]:
-        """Requests that the engine may forget; each is named once."""
+        """Requests that the engine may drop; each is returned once."""
         return self._forget.pop(engine, [])
 
     # --- placing ------------------------------------------------------------------------------------------------
 
     def place(self, group_id: GroupId, engine: EngineKey) -> int:
-        """Gives the group's unfinished, unassigned requests to an engine. Returns their number."""
+        """Assigns the group's unfinished, unassigned requests to an engine. Returns their number."""
         group = self.groups[group_id]
         group.waits = False
         unassigned = [t for t in group.trajectories if not t.finished and t.engine is None]
@@ -102,7 +102,7 @@ class TrajectoryTable:
         return len(unassigned)
 
     def unassigned(self) -> dict[GroupId, int]:
-        """Number of unfinished requests without an engine, of each group that had one, oldest first."""
+        """Number of unfinished requests without an engine, per group that had one, oldest first."""
         counts = {
             g.group_id: sum(t.engine is None and not t.finished for t in g.trajectories)
             for g in sorted(self.groups.values(), key=lambda g: g.group_id)
@@ -111,7 +111,7 @@ class TrajectoryTable:
         return {g: n for g, n in counts.items() if n}
 
     def unsent(self, engine: EngineKey) -> list[GenerationRequest]:
-        """What the engine must be given, each with the tokens that others made of it."""
+        """Requests to submit to the engine, each with the tokens generated by others."""
         return [t.with_prefix() for t in self._unfinished_on(engine) if not t.sent]
 
     def mark_sent(self, engine: EngineKey, request_ids: Iterable[str]) -> None:
@@ -121,11 +121,11 @@ class TrajectoryTable:
                 t.sent = True
                 self._let_go(t)
             else:
-                # Closed or moved while the call was in progress: the engine holds it for nothing.
+                # Closed or moved during the call: the engine holds it needlessly.
                 self._forget[engine].append(request_id)
 
     def resend(self, engine: EngineKey, request_ids: Iterable[str]) -> None:
-        """The engine does not know requests that it confirmed: they are given to it again, with their tokens."""
+        """The engine no longer knows requests that it confirmed: they are submitted again, with their tokens."""
         for request_id in request_ids:
             t = self._by_request.get(request_id)
             if t is not None and t.engine == engine and not t.finished:
@@ -140,14 +140,14 @@ class TrajectoryTable:
     # --- tokens -------------------------------------------------------------------------------------------------
 
     def offsets(self, engine: EngineKey) -> dict[str, int]:
-        """Request -> number of tokens streamed so far, of those that the engine works on."""
+        """Request -> number of tokens streamed so far, for the engine's active requests."""
         return {t.request.request_id: len(t.tokens) for t in self._unfinished_on(engine) if t.sent}
 
     def take(self, engine: EngineKey, chunks: Iterable[TokenChunk], proven_version: int) -> list[GroupId]:
-        """Adds what an engine streamed. Returns the groups that are finished by it.
+        """Adds streamed tokens. Returns the groups that they finish.
 
-        Ignored: requests that are not this engine's (any more), chunks with a gap before them, tokens that stand
-        already, and everything from the first token of a version that the engine has not proven.
+        Ignored: requests not, or no longer, assigned to this engine, chunks after a gap, known tokens, and everything
+        from the first token of a version that the engine has not proven.
         """
         finished: list[GroupId] = []
         for chunk in chunks:
@@ -166,7 +166,7 @@ class TrajectoryTable:
             if t.ended_before:
                 t.again()
             if chunk.finished and whole and not t.finished:
-                # It is wanted with another seed, or longer than this engine was asked for: it is submitted again.
+                # It is needed with another seed, or longer than requested from this engine: it is submitted again.
                 t.sent = False
                 self._forget[engine].append(t.request.request_id)
             if t.finished and self._is_finished(t.request.group_id):
@@ -174,7 +174,9 @@ class TrajectoryTable:
         return finished
 
     def _is_finished(self, group_id: GroupId) -> bool:
-        """Whether all samples ended; then it is to be scored, unless it is a window without an end of the answer."""
+        """Whether all samples ended; the group is then scored, unless it is a window that ends in the middle of an
+        answer.
+        """
         group = self.groups[group_id]
         if not all(t.finished for t in group.trajectories):
             return False
@@ -182,9 +184,9 @@ class TrajectoryTable:
         return True
 
     def end_with(self, group_id: GroupId, other: OpenGroup) -> None:
-        """A window whose tokens a later one of the same answer still has: it takes them from there.
+        """Copies a window's lost tokens from a later one of the same answer, which still has them.
 
-        As far as they go: all of them, and it ends where the later one begins; or some, and it continues behind them.
+        If it has all of them, the window ends where the later one begins; otherwise the window continues after them.
         """
         (t,), (later,) = self.groups[group_id].trajectories, other.trajectories
         if t.engine is not None and t.sent:
@@ -199,9 +201,9 @@ class TrajectoryTable:
     def adopt(
         self, engine: EngineKey, held: Iterable[tuple[GenerationRequest, TokenChunk]], proven_version: int
     ) -> list[GroupId]:
-        """Re-adopts what an engine holds, after a restart of the controller. Returns the groups finished by it.
+        """Adopts an engine's requests after a restart of the controller. Returns the groups that they finish.
 
-        Where two engines hold a request (it had moved), the one with more tokens keeps it.
+        If two engines hold a request (it was reassigned), the one with more tokens keeps it.
         """
         finished: list[GroupId] = []
         for request, chunk in held:
@@ -219,14 +221,15 @@ class TrajectoryTable:
             self.groups[t.request.group_id].waits = False
             finished += self.take(engine, [chunk], proven_version)
             if not t.finished and any(v > proven_version for v in chunk.versions):
-                # These may be of a discarded policy: the run went back, and the controller died before it told the
-                # engine. Later that version number belongs to another policy. It continues from what is proven now.
+                # These may be of a discarded policy: the run returned to a checkpoint, and the controller died before
+                # it notified the engine. That version number later belongs to another policy. The request continues
+                # from the proven tokens.
                 t.sent = False
                 self._forget[engine].append(request.request_id)
         return finished
 
     def _inherit(self, engine: EngineKey, request: GenerationRequest, chunk: TokenChunk, proven_version: int) -> bool:
-        """Whether an engine holds a window that is closed, and what precedes a later one that has none."""
+        """Whether an engine holds a closed window that provides the context of a later one without one."""
         number = group_number(request.group_id)
         proven = next((i for i, v in enumerate(chunk.versions) if v > proven_version), len(chunk.tokens))
         later = (
@@ -245,9 +248,9 @@ class TrajectoryTable:
     # --- losing an engine ---------------------------------------------------------------------------------------
 
     def cut(self, engine: EngineKey) -> ReassignedRequests:
-        """Ends what an engine leaves unfinished where it stands, to be trained on as it is.
+        """Ends an engine's unfinished requests at their last token, so that they can be trained on.
 
-        What has no token of its own yet is left; so is what must reach the next window, which has begun.
+        Skips requests without tokens of their own, and those that must reach a next window that has begun.
         """
         open_ended = (t for t in self._unfinished_on(engine) if not self.groups[t.request.group_id].followed)
         leaving = [t for t in open_ended if len(t.tokens) > t.first_fresh]
@@ -259,7 +262,7 @@ class TrajectoryTable:
     def leave(self, engine: EngineKey, *, alive: bool = False) -> ReassignedRequests:
         """Takes all unfinished requests away from an engine: they become unassigned and keep their tokens.
 
-        `alive`: the engine can still forget them. Otherwise it is lost, with all that it holds.
+        `alive`: the engine can still drop them. Otherwise it is lost, with everything that it holds.
         """
         leaving = list(self._unfinished_on(engine))
         if alive:
@@ -291,7 +294,7 @@ class TrajectoryTable:
         group.rewards, group.phase = tuple(rewards), GroupPhase.SCORED
 
     def judge(self, group_ids: Iterable[GroupId], phase: GroupPhase) -> None:
-        """What dynamic sampling makes of scored groups: they are accepted, or set aside."""
+        """Records the verdict of dynamic sampling on scored groups: accepted or reserved."""
         for group_id in group_ids:
             group = self.groups[group_id]
             assert group.phase is GroupPhase.SCORED, f"{group_id} is {group.phase}"
@@ -304,17 +307,17 @@ class TrajectoryTable:
             group.phase = GroupPhase.ASSIGNED
 
     def unassign(self, group_ids: Iterable[GroupId]) -> None:
-        """They are scored again, and no more: dynamic sampling judges them again, because their tokens may change."""
+        """Returns them to the scored phase: dynamic sampling judges them again, because their tokens may change."""
         for group_id in group_ids:
             group = self.groups.get(group_id)
             if group is not None and group.phase is GroupPhase.ASSIGNED:
                 group.phase = GroupPhase.SCORED
 
     def too_stale(self, step: int, staleness_max: int) -> list[OpenGroup]:
-        """Groups that can be trained neither in `step` nor later: even their newest token is too old by then.
+        """Groups that can be trained neither in `step` nor later, because even their newest token is too old.
 
-        Older tokens of a group are left out by the loss, one by one; so a long answer, whose first tokens are old when
-        its last one comes, is not lost for that. One that is being generated gets newer tokens yet.
+        The loss skips old tokens individually, so a long answer is not dropped because its first tokens are too old. A
+        group that is being generated will still get newer tokens.
         """
         return [
             g
@@ -325,14 +328,14 @@ class TrajectoryTable:
     def waiting(self, proven: Mapping[EngineKey, int]) -> dict[GroupId, int]:
         """Version of the newest token of each group that a step may still take.
 
-        `proven`: the version of each engine, of which the next tokens of an unfinished group are.
+        `proven`: the proven version of each engine, which an unfinished group's next tokens will have.
         """
         over = (GroupPhase.ASSIGNED, GroupPhase.FILTERED)
         found = {g.group_id: _newest(g, proven) for g in self.groups.values() if g.phase not in over}
         return {group_id: version for group_id, version in found.items() if version is not None}
 
     def truncate_after(self, version: int) -> None:
-        """Back to an older policy: tokens of versions beyond `version` are of a discarded policy.
+        """Returns to an older policy: removes tokens of versions beyond `version`, which belong to a discarded policy.
 
         Every unfinished trajectory leaves its engine, which continues with that policy until it is updated.
         """
@@ -346,8 +349,8 @@ class TrajectoryTable:
                 if not t.finished and t.engine is not None:
                     self._forget[t.engine].append(t.request.request_id)
                     t.engine, t.sent = None, False
-            # More is open now than the next steps can take: what has nothing yet is not begun before its time, when it
-            # would only wait until it is too old. And a window waits for what precedes it to be made again.
+            # More is open now than the next steps can take: groups without tokens are not started early, because they
+            # would only become too old. A window waits until its context is generated again.
             group.waits = group.waits or group.is_untouched
 
 
@@ -365,12 +368,12 @@ def _moved(leaving: Sequence[Trajectory]) -> ReassignedRequests:
 
 
 def mean_reward(groups: Iterable[PromptGroup]) -> float | None:
-    """Mean over all complete samples; None where none is."""
+    """Mean over all complete samples; None without any."""
     rewards = [s.reward for g in groups for s in g.samples if s.is_over]
     return sum(rewards) / len(rewards) if rewards else None
 
 
 def reached_staleness(step: int, groups: Iterable[PromptGroup], staleness_max: int) -> int:
-    """Largest distance between a step and the version of a token trained in it; older ones are left out by the loss."""
+    """Largest distance between a step and the version of a token trained in it; the loss skips older ones."""
     fresh = (step - v for g in groups for s in g.samples for v in s.versions[s.first_fresh :])
     return max((d for d in fresh if d <= staleness_max), default=0)

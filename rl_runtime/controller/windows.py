@@ -1,11 +1,10 @@
-"""Windows of an answer (T-PPO): it is trained on piece by piece, while it continues.
+"""Windows of an answer (T-PPO): the answer is trained on piece by piece, while it continues.
 
-An answer grows by `window_tokens`, is cut there, and what it grew by makes a group of the ledger of its own: the first
-window is `g00000007`, one that begins after 12 tokens `g00000007-00012`. Everything about a window follows from its
-id, and from where the next one begins if there is one. A window that is cut is followed by the next before the ledger
-has any other line of it, so no death forgets the rest of an answer. What precedes a window is its context: no step
-trains on it again, whether it still is what an earlier window was trained on, or had to be made again because engine
-and controller both died. Pure.
+An answer is cut every `window_tokens`, and each piece is a separate group of the ledger: the first window is
+`g00000007`, one that begins after 12 tokens `g00000007-00012`. A window follows entirely from its id, and from the
+start of the next window if there is one. The successor of a cut window is in the ledger before any other line of that
+window, so no failure loses the rest of an answer. The tokens before a window are its context: no step trains on them
+again, even if they were regenerated because engine and controller both died. Pure.
 """
 
 from collections import defaultdict
@@ -24,7 +23,7 @@ NOTHING_FRESH = "nothing_fresh: its answer ended before this window"
 def limit_of(start: int, *, window_tokens: int | None, longest: int, end: int | None = None) -> int:
     """Tokens of the whole answer at which a window that begins after `start` ends.
 
-    `end`: where the next window is known to begin. `window_tokens` None: there are no windows.
+    `end`: start of the next window, if known. `window_tokens` None: no windows.
     """
     if end is not None:
         return end
@@ -32,10 +31,10 @@ def limit_of(start: int, *, window_tokens: int | None, longest: int, end: int | 
 
 
 def ends(groups: Iterable[GroupId], void: Collection[GroupId] = (), *, longest: int) -> dict[GroupId, int]:
-    """Group -> where its next window begins, of all groups that the ledger knows.
+    """Group -> start of its next window, for all groups in the ledger.
 
-    `void`: those dropped because their answer ended before them. An id is issued once; so, should the window before be
-    made again and go further this time, what would have been theirs is its own.
+    `void`: those dropped because their answer ended before them. An id is issued only once: if the previous window is
+    regenerated and gets longer, it also contains their tokens.
     """
     starts: defaultdict[int, list[int]] = defaultdict(list)
     for group in groups:
@@ -55,22 +54,22 @@ def ends(groups: Iterable[GroupId], void: Collection[GroupId] = (), *, longest: 
 
 
 def successor(group: OpenGroup) -> GroupId:
-    """The window that continues where this one was cut."""
+    """The window that continues this one after its cut."""
     return group_id(group_number(group.group_id), len(group.trajectories[0].tokens))
 
 
 def windows_to_continue(table: TrajectoryTable) -> list[OpenGroup]:
-    """Windows that were cut and whose successor has not been issued, oldest first."""
+    """Cut windows whose successor has not been issued, oldest first."""
     found = (g for g in table.groups.values() if g.is_cut and not g.followed)
     return sorted(found, key=lambda g: g.group_id)
 
 
 def restore(table: TrajectoryTable) -> list[GroupId]:
-    """Windows whose tokens were lost take them from later ones of the same answer, which contain them; windows
-    without an engine take over their context.
+    """Restores lost tokens of windows from later ones of the same answer, which contain them; windows without an engine
+    take over their context.
 
     Returns:
-        Those that are finished by it.
+        The groups that this finishes.
     """
     finished: list[GroupId] = []
     for windows in _answers(table):
@@ -80,7 +79,7 @@ def restore(table: TrajectoryTable) -> list[GroupId]:
             if held is None or t.finished:
                 continue
             (longer,) = held.trajectories
-            # Only if its tokens begin with this window's: they may have been generated again, differently, meanwhile.
+            # Only if its tokens begin with this window's: they may have been regenerated differently in the meantime.
             if len(longer.tokens) > len(t.tokens) and longer.tokens[: len(t.tokens)] == t.tokens:
                 table.end_with(window.group_id, held)
                 if t.finished:
@@ -90,10 +89,10 @@ def restore(table: TrajectoryTable) -> list[GroupId]:
 
 
 def settle(table: TrajectoryTable, longest: int) -> tuple[list[GroupId], list[OpenGroup]]:
-    """(groups that wait and may be given to an engine now, windows whose answer ended before them); oldest first.
+    """(waiting groups that can now be assigned, windows whose answer ended before them); oldest first.
 
-    A window waits while the one before it is being made (again), and takes over its context when that is complete.
-    One whose predecessor is trained or dropped waits for nothing, whatever happens to windows before that.
+    A window waits while the previous one is being generated (again), and takes over its context when that is complete.
+    If the previous one is trained or dropped, it waits for nothing, regardless of earlier windows.
     """
     ready: list[GroupId] = []
     void: list[OpenGroup] = []
@@ -114,7 +113,7 @@ def settle(table: TrajectoryTable, longest: int) -> tuple[list[GroupId], list[Op
 
 
 def _pass_context(windows: Iterable[OpenGroup]) -> None:
-    """A window that waits takes over its context as soon as that is complete."""
+    """A waiting window takes over its context as soon as that is complete."""
     for before, window in pairwise(windows):
         (earlier,), (t,) = before.trajectories, window.trajectories
         if window.waits and earlier.end is EndReason.TRUNCATED and len(earlier.tokens) == t.first_fresh > len(t.tokens):
@@ -122,7 +121,7 @@ def _pass_context(windows: Iterable[OpenGroup]) -> None:
 
 
 def _adjoins(before: OpenGroup, window: OpenGroup) -> bool:
-    """Whether one ends where the other begins, with no window in between that is closed."""
+    """Whether `window` begins where `before` ends, with no closed window in between."""
     return before.trajectories[0].request.max_response_tokens >= window.first_fresh
 
 

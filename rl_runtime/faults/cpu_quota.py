@@ -1,4 +1,4 @@
-"""A CPU quota on one process, by a control group of its own (version 1 or 2), taken off again afterwards."""
+"""A CPU quota on one process, through its own control group (version 1 or 2), and its removal."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,14 +11,14 @@ CGROUP_ROOT = Path("/sys/fs/cgroup")
 
 
 class QuotaUnavailable(RolecallError):
-    """This machine does not let us set one: why."""
+    """This machine does not allow setting a quota; the message gives the reason."""
 
 
 def cpu_group(pid: int, root: Path = CGROUP_ROOT, proc: Path = Path("/proc")) -> tuple[Path, int]:
     """(folder of the control group that holds the process's CPU share, version of control groups).
 
     Raises:
-        QuotaUnavailable: none is mounted.
+        QuotaUnavailable: no such hierarchy is mounted.
     """
     try:
         lines = (proc / str(pid) / "cgroup").read_text().splitlines()
@@ -37,7 +37,8 @@ def cpu_group(pid: int, root: Path = CGROUP_ROOT, proc: Path = Path("/proc")) ->
 
 @contextmanager
 def cpu_quota(pid: int, ratio: float, root: Path = CGROUP_ROOT) -> Iterator[None]:
-    """Within: the process gets at most `ratio` of one CPU. Afterwards, if it lives on, all of it again.
+    """Limits the process to `ratio` of one CPU within the context. Restores it afterwards if the process is still
+    alive.
 
     Raises:
         QuotaUnavailable: control groups cannot be written here.
@@ -63,14 +64,14 @@ def cpu_quota(pid: int, ratio: float, root: Path = CGROUP_ROOT) -> Iterator[None
 
 
 def lift_quota(pid: int, home: Path) -> None:
-    """All of the CPU again for a process that came from `home`; nothing where it has no quota of ours."""
+    """Removes our quota from a process that came from `home`; does nothing without one."""
     group = _group(pid, home)
     if not group.exists():
         return
     try:
         (home / "cgroup.procs").write_text(str(pid))
     except ProcessLookupError:
-        pass  # it is gone, as a slow replica that was replaced should be
+        pass  # it exited, as a slow replica that was replaced should
     _remove(group)
 
 
@@ -79,7 +80,7 @@ def _group(pid: int, home: Path) -> Path:
 
 
 def _remove(group: Path) -> None:
-    # A group is a folder whose files the kernel makes; only an empty one can be removed.
+    # A group is a folder with kernel-generated files; only an empty group can be removed.
     try:
         group.rmdir()
     except OSError:

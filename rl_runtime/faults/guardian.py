@@ -1,8 +1,8 @@
-"""Lifts what an injector left on a process when the injector itself dies, by SIGKILL too, before it could.
+"""Undoes an injector's faults on a process when the injector dies first, even by SIGKILL.
 
-A child process that reads from a pipe whose other end only the injector has: the end of the file is the injector's end,
-however it came. Then the target continues (SIGCONT), has its CPU share back, and is asked for nothing any more. Each of
-these does no harm when there is nothing to lift, so the guardian does them after an injection in good order as well.
+A child process reads from a pipe whose write end only the injector holds: end of file means that the injector is gone.
+The guardian then resumes the target (SIGCONT), restores its CPU share and withdraws the request. Each action is
+harmless when there is nothing to undo, so the guardian also runs them after a normal injection.
 """
 
 import select
@@ -20,20 +20,20 @@ from rolecall.rl_runtime.faults.process_side import request_path
 from rolecall.rl_runtime.processes import kill_process
 
 READY_SECONDS = 20.0
-"""An interpreter starts in 0.1 s; on a machine where everything starts at once in several."""
+"""An interpreter starts in 0.1 s; in several seconds on a machine where everything starts at once."""
 LIFT_SECONDS = 5.0
 READY = b"ready\n"
 
 
 @contextmanager
 def guarded(run: RunDir, pid: int, start_ticks: int) -> Iterator[None]:
-    """Within: the target may be stopped: it is resumed even if this process dies.
+    """Within the context the target may be stopped: it is resumed even if this process dies.
 
     Raises:
         InjectionRefused: no guardian could be started; nothing was done.
     """
     argv = [sys.executable, "-m", "rolecall.rl_runtime.faults.guardian", str(run.path), str(pid), str(start_ticks)]
-    # A session of its own: Ctrl-C in the injector's terminal, or the end of its group, is not for the guardian.
+    # Its own session, so that Ctrl-C in the injector's terminal or a kill of its group does not reach the guardian.
     with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True) as child:
         assert child.stdin is not None and child.stdout is not None
         try:
@@ -50,7 +50,7 @@ def guarded(run: RunDir, pid: int, start_ticks: int) -> Iterator[None]:
 
 
 def lift(run: RunDir, pid: int, start_ticks: int, cpu_home: Path | None) -> None:
-    """Undoes every fault that a living process could be left with. `cpu_home`: the control group that it came from."""
+    """Undoes every fault that may remain on a live process. `cpu_home`: its original control group."""
     request_path(run, pid, start_ticks).unlink(missing_ok=True)
     kill_process(pid, start_ticks, signal.SIGCONT)
     if cpu_home is not None:
@@ -62,7 +62,7 @@ def main(argv: list[str]) -> int:
     try:
         cpu_home: Path | None = cpu_group(pid)[0]
     except QuotaUnavailable:
-        cpu_home = None  # then it cannot be under a quota either
+        cpu_home = None  # then no quota can be set either
     sys.stdout.buffer.write(READY)
     sys.stdout.buffer.flush()
     sys.stdin.buffer.read()

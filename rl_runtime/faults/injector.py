@@ -1,10 +1,10 @@
-"""Injects real faults into a run that allows it, from a process of its own that does not use Ray.
+"""Injects real faults into a run that allows it, from a separate process without Ray.
 
-A target is one incarnation's process, by PID and start time, and must carry the run's marker in its environment: no
-other process can be hit. Faults that should come in the middle of work first meet the target at a checkpoint inside
-that work (`process_side.py`). Each injection is one line of `injections.jsonl`, written at the moment of its effect; no
-detector reads that file. Every fault is bounded in time, and undone when its target lives on: by the injector, or by
-its guardian (`guardian.py`) when the injector is killed.
+A target is one incarnation's process, by PID and start time, and must carry the run's marker in its environment, so no
+other process can be hit. Faults in the middle of work first wait for the target to reach a checkpoint inside that work
+(`process_side.py`). Each injection is one line of `injections.jsonl`, written when it takes effect; no detector reads
+that file. Every fault is bounded in time, and undone if its target survives: by the injector, or by its guardian
+(`guardian.py`) if the injector is killed.
 """
 
 import json
@@ -38,12 +38,12 @@ from rolecall.rl_runtime.faults.process_side import (
 from rolecall.rl_runtime.processes import environment_of, find_processes, is_alive, kill_process
 
 SECONDS_MAX = 600.0
-"""A fault whose target lives on is undone after this at the latest."""
+"""Upper bound after which a fault on a surviving target is undone."""
 MEET_SECONDS = 15.0
-"""How long a target may take to come to the work in whose middle it should be hit; then it is hit where it is."""
+"""Time for a target to reach the work in which it should be hit; after that it is hit wherever it is."""
 MEET_HOLD_SECONDS = 1.0
 EFFECT_SECONDS = 20.0
-"""A fault from inside must have begun within this."""
+"""Deadline for the start of an in-process fault."""
 DUTY_STOPPED_SECONDS, DUTY_PERIOD_SECONDS = 0.15, 0.2
 """Stopped 150 of each 200 ms: four times slower."""
 QUOTA_RATIO = 0.25
@@ -55,11 +55,11 @@ USER_CODE_MESSAGE = "shape mismatch in the loss: expected 8 advantages, got 7"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InjectionSpec:
-    """One fault that can be asked for."""
+    """One supported fault."""
 
-    role: str  # whose; empty: no replica
+    role: str  # roles; empty: no replica
     hows: tuple[str, ...]  # the first is the default
-    at: str = ""  # checkpoint in whose middle it should come
+    at: str = ""  # checkpoint at which it should take effect
     every_rank: bool = False
 
 
@@ -81,7 +81,7 @@ KINDS: dict[str, InjectionSpec] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InjectionTarget:
-    """Whom a fault hits, checked to be a living process of the run."""
+    """Target of a fault, verified to be a live process of the run."""
 
     target: str
     pid: int
@@ -104,14 +104,14 @@ def inject(
     *,
     clock: Clock | None = None,
 ) -> dict[str, Any]:
-    """Injects one fault and returns its record once it is over (a kill: at once).
+    """Injects one fault and returns its record once it is over (at once for a kill).
 
-    `target`: a replica, or for agent-kill a node; None: one that serves, chosen by `seed`. `seconds`: bound of a hang
-    or slowness; None: until the target is gone, at most `SECONDS_MAX`.
+    `target`: a replica, or for agent-kill a node; None: a serving one, chosen by `seed`. `seconds`: bound of a hang
+    or slowness; None: until the target exits, at most `SECONDS_MAX`.
 
     Raises:
-        InjectionRefused: the run does not allow it, the target is not a living process of it, or it cannot be done
-        here.
+        InjectionRefused: the run does not allow it, the target is not a live process of it, or the fault is not
+            supported here.
         RunNotFound: no such run.
     """
     spec = KINDS.get(kind)
@@ -152,7 +152,7 @@ def _victims(
 
 
 def check_victim(run: RunDir, victim: InjectionTarget) -> None:
-    """Refuses whatever is not a living process of this very run.
+    """Rejects a target that is not a live process of this run.
 
     Raises:
         InjectionRefused: with the reason.
@@ -207,13 +207,13 @@ def _watches(run: RunDir) -> list[InjectionTarget]:
         try:
             words = Path(f"/proc/{p.pid}/cmdline").read_bytes().split(b"\0")
         except OSError:
-            continue  # it ended meanwhile
+            continue  # it exited in the meantime
         if b"rolecall" in words and b"watch" in words:
             found.append(InjectionTarget(target="watch", pid=p.pid, start_ticks=p.start_ticks))
     return found
 
 
-# --- how ----------------------------------------------------------------------------------------------------------
+# --- injection -------------------------------------------------------------------------------------------------------
 
 
 class _Injection:
@@ -234,7 +234,7 @@ class _Injection:
             return self._hurt(victims)
 
     def _hurt(self, victims: list[InjectionTarget]) -> dict[str, Any]:
-        """A fault whose target lives on."""
+        """Injects a fault that its target survives."""
         if self._how == "raise":
             return self._inside(victims, InProcessFault.RAISE, message=USER_CODE_MESSAGE)
         if self._how == "delay":
@@ -289,7 +289,7 @@ class _Injection:
     def _inside(
         self, victims: list[InjectionTarget], how: InProcessFault, *, delay_seconds: float = 0.0, message: str = ""
     ) -> dict[str, Any]:
-        """Asks the processes themselves; the record is written when the first of them has begun."""
+        """Sends the request to the processes; the record is written when the first fault has begun."""
         asked = [(v, self._ask(v, how, self._bound, delay_seconds=delay_seconds, message=message)) for v in victims]
         try:
             began = self._wait_for_effect(asked, EFFECT_SECONDS)
@@ -302,12 +302,14 @@ class _Injection:
                 self._take_back(v)
         return {**record, "ended_at": self._clock.wall()}
 
-    # --- parts ------------------------------------------------------------------------------------------------------
+    # --- helpers
+    # ---------------------------------------------------------------------------------------------------------
 
     @contextmanager
     def _met(self, victim: InjectionTarget) -> Iterator[bool]:
-        """Within: the victim stands in the middle of the work that is to be interrupted. False: it did not come there
-        in time, and is hit wherever it is."""
+        """Holds the target at the checkpoint of the work to interrupt. False: it did not reach it in time, and is hit
+        wherever it is.
+        """
         if not self._at:
             yield True
             return
@@ -328,7 +330,7 @@ class _Injection:
         request_path(self._run, victim.pid, victim.start_ticks).unlink(missing_ok=True)
 
     def _wait_for_effect(self, asked: list[tuple[InjectionTarget, str]], seconds: float) -> float | None:
-        """When (wall) the first of them began; None if none did in time."""
+        """Wall time at which the first fault began; None if none began in time."""
         deadline = self._clock.monotonic() + seconds
         while self._clock.monotonic() < deadline:
             for victim, request_id in asked:
@@ -354,7 +356,7 @@ class _Injection:
     def _record(
         self, victims: list[InjectionTarget], *, injected_at: float | None = None, met: bool = True
     ) -> dict[str, Any]:
-        """`met`: it came at the moment that it was aimed at, or was aimed at none."""
+        """`met`: the target was at the intended checkpoint, or none was intended."""
         first = victims[0]
         record: dict[str, Any] = {
             "kind": self._kind,
@@ -377,7 +379,7 @@ class _Injection:
 
 @contextmanager
 def _terminable() -> Iterator[None]:
-    """Within: SIGTERM unwinds the stack, so that what was done is undone."""
+    """Within the context SIGTERM unwinds the stack, so that faults are undone."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

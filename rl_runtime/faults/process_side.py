@@ -1,11 +1,11 @@
-"""The half of fault injection that lives inside a process: it injects faults into itself, at named places, on request.
+"""The in-process half of fault injection: a process injects faults into itself at named checkpoints, on request.
 
 A process calls `checkpoint(name)` at each microbatch, bucket, engine step and tensor that it sends. Without the job's
-permission that is one comparison. With it, at most every `CHECK_SECONDS`, one `stat` of
-`runs/<id>/inject/<pid>-<start_ticks>.json`: a request, written by the injector (`injector.py`), which is a process of
-its own. What can be done from outside (SIGKILL, SIGSTOP, a CPU quota) is done there; here are the faults that only the
-inside can have: a hang that holds the GIL, a lock never released, a read that never returns, a delay in each step, an
-exception of user code. All are bounded in time.
+permission this costs one comparison. With it, at most one `stat` per `CHECK_SECONDS` of
+`runs/<id>/inject/<pid>-<start_ticks>.json`, a request written by the injector (`injector.py`), a separate process.
+External faults (SIGKILL, SIGSTOP, a CPU quota) are injected there. This module has those that need the process itself:
+a hang that holds the GIL, a lock that is never released, a read that never returns, a delay in each step, an exception
+of user code. All are bounded in time.
 """
 
 import collections
@@ -23,7 +23,7 @@ from rolecall.core.ids import process_start_ticks
 from rolecall.core.rundir import RunDir, write_atomically
 
 CHECK_SECONDS = 0.05
-"""How often a permitted process checks for a request; a stat is about 2 microseconds."""
+"""Period at which a permitted process checks for a request; a stat takes about 2 microseconds."""
 MEET_POLL_SECONDS = 0.002
 MICROBATCH = "microbatch"
 BUCKET = "bucket"
@@ -33,28 +33,28 @@ SCORE = "score"
 
 
 class InProcessFault(StrEnum):
-    """Faults that a process has from inside."""
+    """In-process faults."""
 
-    GIL = "gil"  # a busy loop in C that never gives the interpreter lock back
+    GIL = "gil"  # a busy loop in C that never releases the GIL
     LOCK = "lock"  # waits for a lock that is never released
     READ = "read"  # reads from a pipe that never delivers
-    DELAY = "delay"  # sleeps in each unit of work from then on
+    DELAY = "delay"  # sleeps in each later unit of work
     RAISE = "raise"  # an exception of user code
-    MEET = "meet"  # waits here for a moment, so that a signal from outside hits it in the middle of this work
+    MEET = "meet"  # pauses here briefly, so that an external signal hits it in the middle of this work
 
 
 class InjectedError(ValueError):
-    """What `raise` raises: stands for an error in user code."""
+    """Raised by `raise`; stands for an error in user code."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InjectionRequest:
-    """One fault, asked of one process."""
+    """One fault, requested of one process."""
 
     request_id: str
     how: InProcessFault
-    seconds: float  # bound: the fault is over after this, whatever happens
-    at: str = ""  # name of the checkpoint to have it at; empty: any
+    seconds: float  # bound: the fault ends after this in any case
+    at: str = ""  # checkpoint at which it takes effect; empty: any
     delay_seconds: float = 0.0  # DELAY: per unit of work
     message: str = ""  # RAISE: text of the exception
 
@@ -77,7 +77,7 @@ def effect_path(run: RunDir, pid: int, start_ticks: int) -> Path:
 
 
 class Injection:
-    """One agreement of a process: for its working thread, or for the threads of its weight port."""
+    """One injection agreement of a process: for its working thread, or for the threads of its weight port."""
 
     def __init__(self, run_dir: str | Path, allowed: bool, *, clock: Clock | None = None) -> None:
         self._allowed = allowed
@@ -94,7 +94,7 @@ class Injection:
         self._delay_until = 0.0
 
     def checkpoint(self, name: str) -> None:
-        """A place where a fault may begin. Returns late, or never, or raises, when one was asked for here.
+        """A point where a fault may begin. If one was requested here, it returns late, never, or raises.
 
         Raises:
             InjectedError: the request says `raise`.
@@ -115,12 +115,12 @@ class Injection:
         try:
             os.stat(self._request_path)
         except FileNotFoundError:
-            self._delay = None  # the injector took its request back
+            self._delay = None  # the injector withdrew its request
             return
         request = self._read()
         if request is None or (request.at and request.at != name):
             return
-        with self._taking:  # a place may have several threads, and the fault is one
+        with self._taking:  # several threads may be at this point, but there is only one fault
             if request.request_id in self._done:
                 return
             self._done.add(request.request_id)
@@ -141,7 +141,7 @@ class Injection:
         try:
             return InjectionRequest.from_json(self._request_path.read_text())
         except (FileNotFoundError, ValueError, KeyError, TypeError):
-            return None  # taken back between stat and read, or not a request: no fault is the safe reading
+            return None  # withdrawn between stat and read, or not a request: the safe choice is no fault
 
 
 def _perform(request: InjectionRequest) -> None:
@@ -161,7 +161,7 @@ def _perform(request: InjectionRequest) -> None:
 
 
 def _hold_gil(seconds: float) -> None:
-    """A loop of about `seconds` in one C call: no bytecode runs in between, so the GIL is never offered."""
+    """A loop of about `seconds` in one C call: no bytecode runs in between, so the GIL is never released."""
     trial, clock = 2_000_000, SystemClock()
     begun = clock.monotonic()
     collections.deque(itertools.repeat(None, trial), maxlen=0)
@@ -171,7 +171,7 @@ def _hold_gil(seconds: float) -> None:
 
 def _read_in_vain(seconds: float) -> None:
     reader, writer = os.pipe()
-    # End of file is what bounds the read.
+    # End of file bounds the read.
     closer = threading.Timer(seconds, os.close, args=(writer,))
     closer.daemon = True
     closer.start()

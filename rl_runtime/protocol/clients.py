@@ -1,9 +1,8 @@
-"""How the controller reaches replicas: one small Protocol at the edge, and typed ports with a deadline on every call.
+"""Controller-to-replica calls: one small Protocol at the edge, and typed ports with a deadline on every call.
 
-A client carries a call to one incarnation of one replica. It raises what the method raised there, or `ReplicaExited`
-when the process is no more (Ray: the actor died; tests: a scripted death). A call that outlives its deadline raises
-`DeadlineExceeded` naming the replica and the method: whether it took effect is then unknown, so all calls are
-idempotent.
+A client carries a call to one incarnation of one replica. It raises the remote method's exception, or `ReplicaExited`
+when the process is gone (Ray: the actor died; tests: a scripted death). A call that exceeds its deadline raises
+`DeadlineExceeded` with the replica and the method. Whether it took effect is then unknown, so all calls are idempotent.
 """
 
 import asyncio
@@ -33,14 +32,14 @@ from rolecall.rl_runtime.protocol.messages import (
 T = TypeVar("T")
 
 CONTROL_SECONDS = 3.0
-"""Deadline of calls that only read or record. They have threads of their own in each actor."""
+"""Deadline of calls that only read or record; each actor has separate threads for them."""
 CHECKPOINT_SECONDS = 120.0
 SCORE_SECONDS = 2.0
-"""A worker that has not scored a few groups within this is passed over: the groups go to another one."""
+"""A worker that has not scored a few groups within this is skipped: the groups go to another one."""
 
 
 class ReplicaExited(RolecallError):
-    """The process behind a replica has exited: its calls can never be answered."""
+    """The process of a replica has exited: its calls will never be answered."""
 
     def __init__(self, *, replica: ReplicaId, incarnation: int, because: str) -> None:
         self.replica, self.incarnation, self.because = replica, incarnation, because
@@ -48,32 +47,32 @@ class ReplicaExited(RolecallError):
 
 
 class ReplicaClient(Protocol):
-    """One incarnation of one replica, however it is reached."""
+    """One incarnation of one replica, independent of the transport."""
 
     replica: ReplicaId
     incarnation: int
 
     async def call(self, method: str, *args: Any) -> Any:
-        """Calls the replica's method of that name. Raises what it raised, or `ReplicaExited`."""
+        """Calls the replica's method. Raises its exception, or `ReplicaExited`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedCheckpoint:
-    """What `load_checkpoint` took over. `refused`: newer ones that were damaged, each with what is wrong with it."""
+    """Result of `load_checkpoint`. `refused`: newer damaged checkpoints, each with the reason."""
 
-    path: str  # empty: the weights that the run began with
+    path: str  # empty: the run's initial weights
     refused: tuple[str, ...]
 
 
 Connect = Callable[[Actual], ReplicaClient]
-"""Makes a client of what `actual` says. Raises `ReplicaExited` when there is no such process."""
+"""Creates a client for an `actual` record. Raises `ReplicaExited` when there is no such process."""
 
 
 async def within(call: Awaitable[T], seconds: float, waited_for: str) -> T:
     """The call's answer.
 
     Raises:
-        DeadlineExceeded: no answer in time. A `TimeoutError` that the call itself raised is not taken for one.
+        DeadlineExceeded: no answer in time. A `TimeoutError` raised by the call itself is passed on.
     """
     task = asyncio.ensure_future(call)
     try:
@@ -89,7 +88,7 @@ async def within(call: Awaitable[T], seconds: float, waited_for: str) -> T:
 
 @dataclass(frozen=True, slots=True)
 class RoleClient:
-    """What all roles answer."""
+    """Calls common to all roles."""
 
     client: ReplicaClient
 
@@ -140,15 +139,15 @@ class TrainerPort(RoleClient):
         await self._ask(seconds, "copy_from", holder)
 
     async def idle(self, seconds: float) -> None:
-        """Returns when the working thread is free: one that hangs there still answers `info`."""
+        """Returns when the working thread is free; a trainer whose working thread hangs still answers `info`."""
         await self._ask(seconds, "idle")
 
     async def load_checkpoint(self, folder: str) -> LoadedCheckpoint:
-        """Takes over the newest good checkpoint, or the weights that the run began with where there is none."""
+        """Loads the newest good checkpoint, or the run's initial weights if there is none."""
         return cast(LoadedCheckpoint, await self._ask(CHECKPOINT_SECONDS, "load_checkpoint", folder))
 
     async def save_checkpoint(self, folder: str, keep: int) -> str:
-        """Path of the checkpoint written; all but the newest `keep` are removed."""
+        """Path of the checkpoint written; removes all but the newest `keep`."""
         return cast(str, await self._ask(CHECKPOINT_SECONDS, "save_checkpoint", folder, keep))
 
     async def last_result(self) -> StepResult | None:
@@ -165,8 +164,9 @@ class TrainerPort(RoleClient):
 
 
 class RolloutPort(RoleClient):
-    """Calls of the pump (`submit`, `tokens_since`, `ack`) have no deadline here: one that is not answered
-    stays the only one in progress to that engine until it answers or is fenced, and the pump watches it."""
+    """Calls of the pump (`submit`, `tokens_since`, `ack`) have no deadline here: an unanswered one stays the only call
+    in flight to that engine until it answers or is fenced, and the pump monitors it.
+    """
 
     __slots__ = ()
 
@@ -190,11 +190,13 @@ class RolloutPort(RoleClient):
         return cast(PulledTokens, await self.client.call("tokens_since", self.incarnation, offsets))
 
     async def drain(self, offsets: dict[str, int], seconds: float) -> PulledTokens:
-        """The last tokens of an engine that is replaced alive; it stops generating within `seconds` or not."""
+        """The last tokens of an engine that is replaced alive; returns even if it does not stop generating within
+        `seconds`.
+        """
         return cast(PulledTokens, await self._ask(seconds * 2, "drain", self.incarnation, offsets, seconds))
 
     async def ack(self, request_ids: Sequence[str]) -> None:
-        """The engine forgets them; what still runs of them is aborted."""
+        """The engine drops these requests and aborts those still running."""
         await self.client.call("ack", self.incarnation, list(request_ids))
 
 

@@ -1,8 +1,8 @@
-"""Which replicas may get work, from the membership records alone: `desired` (recovery) and `actual` (runtime).
+"""Replicas that may get work, from the membership records alone: `desired` (recovery) and `actual` (runtime).
 
-A replica may work when its newest incarnation is READY or SERVING in `actual` and recovery does not want a newer
-one. As soon as `desired` names a newer incarnation the old one is fenced, dead or not: its late messages are refused,
-and what it held goes elsewhere. Pure: records in, verdicts with their reason out.
+A replica may work when its newest incarnation is READY or SERVING in `actual` and recovery does not want a newer one.
+As soon as `desired` names a newer incarnation the old one is fenced, dead or not: its late messages are rejected, and
+its work is reassigned. Pure: takes records, returns verdicts with their reason.
 """
 
 from collections.abc import Iterable, Mapping
@@ -13,7 +13,7 @@ from rolecall.core.membership import Actual, Desired, ReplicaState
 
 AT_WORK = (ReplicaState.READY, ReplicaState.SERVING)
 GONE = (ReplicaState.LOST, ReplicaState.STOPPED)
-"""No state of work may follow these for the same incarnation."""
+"""Final states: no working state may follow for the same incarnation."""
 
 Desireds = Mapping[ReplicaId, Desired]
 Actuals = Mapping[tuple[ReplicaId, int], Actual]
@@ -27,7 +27,7 @@ class MembershipView:
     actual: Actuals
 
     def usable(self, role: str) -> dict[ReplicaId, Actual]:
-        """Replicas of a role that may be given work, by name."""
+        """Replicas of a role that may get work, by name."""
         found = {}
         for (replica, incarnation), record in sorted(self.actual.items()):
             fits = split_replica(replica)[0] == role and record.state in AT_WORK
@@ -36,7 +36,7 @@ class MembershipView:
         return found
 
     def lost_because(self, replica: ReplicaId, incarnation: int) -> str | None:
-        """Why an incarnation must get no work any more; None while it may, or may soon."""
+        """Why an incarnation must get no more work; None while it may, or soon may."""
         wanted = self.desired.get(replica)
         if wanted is None:
             return "it is not wanted any more"
@@ -53,7 +53,7 @@ class MembershipView:
         return None
 
     def is_replaced_alive(self, replica: ReplicaId, incarnation: int) -> bool:
-        """Whether recovery replaces an incarnation that is not fenced and still at work, for example a slow one."""
+        """Whether recovery replaces an incarnation that is not fenced and still works, for example a slow one."""
         wanted, record = self.desired.get(replica), self.actual.get((replica, incarnation))
         replaced = wanted is not None and wanted.incarnation > incarnation
         return replaced and record is not None and record.state in AT_WORK

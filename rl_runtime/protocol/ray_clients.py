@@ -1,4 +1,4 @@
-"""The controller's clients over Ray, with Ray's errors translated. The only module of the loop that knows Ray."""
+"""The controller's Ray clients, with Ray's errors translated. The only module of the loop that depends on Ray."""
 
 import asyncio
 from typing import Any
@@ -15,11 +15,11 @@ REASON_LENGTH_MAX = 300
 
 
 class RemoteError(Exception):
-    """What a replica raised, where its own exception did not survive the way."""
+    """An exception of a replica that could not be deserialized."""
 
 
 class RayClient:
-    """One incarnation behind a named actor."""
+    """One incarnation, reached through a named actor."""
 
     def __init__(self, record: Actual, handle: Any) -> None:
         self.replica, self.incarnation, self._handle = record.replica, record.incarnation, handle
@@ -28,7 +28,7 @@ class RayClient:
         """
         Raises:
             ReplicaExited: the actor died.
-            DeadlineExceeded: Ray cannot reach it just now; it may live.
+            DeadlineExceeded: Ray cannot reach it at the moment; it may be alive.
         """
         try:
             return await asyncio.wrap_future(getattr(self._handle, method).remote(*args).future())
@@ -49,7 +49,7 @@ class RayClient:
 def connect(record: Actual) -> RayClient:
     """
     Raises:
-        ReplicaExited: there is no actor of that name.
+        ReplicaExited: no actor has that name.
     """
     try:
         return RayClient(record, ray.get_actor(record.actor, namespace=NAMESPACE))
@@ -59,6 +59,6 @@ def connect(record: Actual) -> RayClient:
 
 
 def _short(error: BaseException) -> str:
-    """First line that says something: Ray's messages continue with stacks and advice."""
+    """First informative line: Ray's messages continue with stack traces and advice."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return (lines[0] if lines else type(error).__name__)[:REASON_LENGTH_MAX]

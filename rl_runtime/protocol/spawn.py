@@ -1,4 +1,4 @@
-"""What an actor gets when it is created: identity, place, and the secret that proves it. Frozen and picklable."""
+"""An actor's constructor argument: identity, place, and the secret that proves it. Frozen and picklable."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +24,7 @@ class ActorSpec:
     rank: int = 0
 
     def __repr__(self) -> str:
-        # The secret must reach no log: Ray prints arguments of failed calls.
+        # The secret must not reach any log: Ray prints arguments of failed calls.
         return f"Spawn({self.replica}#{self.incarnation} on {self.node})"
 
     @property
@@ -41,7 +41,7 @@ def actor_name(run_id: str, replica: str, incarnation: int) -> str:
 def make_spawn(
     run: RunDir, replica: ReplicaId, incarnation: int, node: NodeId, *, database_url: str | None = None, rank: int = 0
 ) -> ActorSpec:
-    """The spawn of one incarnation, its secret made from the run's token."""
+    """The spec of one incarnation; its secret is derived from the run's token."""
     return ActorSpec(
         run_dir=str(run.path),
         run_id=run.run_id,

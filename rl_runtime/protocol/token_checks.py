@@ -1,7 +1,7 @@
-"""Validation of what an engine streams, before any of it is taken: an invalid number stops only its engine.
+"""Validation of streamed tokens before any is accepted: an invalid number stops only its engine.
 
-Unchecked, one such token ends the run: every trainer refuses the step it is part of, in the same way, as if the
-job's own code were wrong (invariant Bounded remediation, docs/invariants.md).
+Unchecked, one such token ends the run: every trainer rejects its step in the same way, as if the job's own code were
+wrong (invariant Bounded remediation, docs/invariants.md).
 """
 
 import math
@@ -14,8 +14,9 @@ from rolecall.rl_runtime.protocol.messages import TokenChunk
 LOGPROB_MAX: Final = 1e-3
 """A probability is at most 1, up to the rounding of an engine's arithmetic."""
 ENDS: Final = ("", "stop", "length")
-"""Of an answer. An engine's library has others (abort, error): taken for the model's own end, they would make a failure
-of infrastructure a wrong answer (invariant Infrastructure is not reward, docs/invariants.md)."""
+"""Valid end reasons. Engine libraries have others (abort, error): treating them as the model's own end would turn an
+infrastructure failure into a wrong answer (invariant Infrastructure is not reward, docs/invariants.md).
+"""
 
 
 class InvalidTokens(RolecallError):
@@ -27,8 +28,8 @@ class InvalidTokens(RolecallError):
 def check_chunks(chunks: Iterable[TokenChunk], vocab_size: int | None = None) -> None:
     """
     Raises:
-        BadTokens: naming the first token that is not one of the model's, or is not as probable as a token can be; or an
-            end that is none of an answer.
+        BadTokens: names the first token outside the vocabulary or with an invalid log-probability, or an invalid end
+            reason.
     """
     for chunk in chunks:
         reason = _invalid_reason(chunk, vocab_size)

@@ -1,14 +1,14 @@
 """vLLM in this process, one `step()` at a time: tokens out with log-probabilities, weights in between two steps.
 
-Nothing runs unless `step` is called, from one thread only (`rollout.py` has the loop). A policy version is therefore
-exact per token: weights change between steps, never inside one. Requests stay in flight over an update; their key-value
-cache is made again under the new weights, so that every token's log-probability is the one that its version gives to
-the whole prefix, and a resumed prefix gets the same on any other engine.
+The engine runs only inside `step`, called from one thread (`rollout.py` has the loop). The policy version is therefore
+exact per token: weights change between steps, never inside one. Requests stay in flight over an update. Their key-value
+cache is recomputed under the new weights, so each token's log-probability is conditioned on the whole prefix under its
+version, and a resumed prefix gives the same on any other engine.
 
-Start costs, measured on one core: import 6.3 s -> 4.6 s by holding the garbage collector off meanwhile, engine 2.3 s ->
-0.8 s by freezing what was imported (vLLM collects five times in its start), and 8 s less on a machine that has never
-started this architecture, because the model class is registered here instead of being inspected in a process of its
-own.
+Start costs, measured on one core: import 6.3 s -> 4.6 s by disabling the garbage collector during the import, engine
+2.3 s -> 0.8 s by freezing imported objects (vLLM collects five times during its start), and 8 s less on a machine that
+has never started this architecture, because the model class is registered here instead of being inspected in a separate
+process.
 """
 
 import gc
@@ -27,19 +27,19 @@ from rolecall.rl_runtime.rollout.worker_extension import RolecallWorker, Storage
 from rolecall.rl_runtime.weights.proof import CANARY
 
 ENVIRONMENT: Final[Mapping[str, str]] = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine in this process, driven by us
-    "OMP_NUM_THREADS": "1",  # without it throughput varies from 20 to 1600 tokens a second (design section 8)
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine runs in this process; we drive it
+    "OMP_NUM_THREADS": "1",  # without it throughput varies from 20 to 1600 tokens a second
     "TORCH_COMPILE_DISABLE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
     "HF_HUB_OFFLINE": "1",
     "TRANSFORMERS_OFFLINE": "1",
     "HF_HUB_DISABLE_TELEMETRY": "1",
-    "VLLM_PLUGINS": "",  # load no plugin that happens to be installed
+    "VLLM_PLUGINS": "",  # load no installed plugins
     "VLLM_HOST_IP": "127.0.0.1",
-    "GLOO_SOCKET_IFNAME": "lo",  # even a group of one opens a port
+    "GLOO_SOCKET_IFNAME": "lo",  # even a group of one process opens a port
 }
-"""Must be set before `import vllm`; a value that is already set differently is replaced."""
+"""Must be set before `import vllm`; a different existing value is replaced."""
 
 ENVIRONMENT_DEFAULTS: Final[Mapping[str, str]] = {"VLLM_LOGGING_LEVEL": "ERROR"}
 
@@ -48,36 +48,36 @@ KNOWN_ARCHITECTURES: Final[Mapping[str, str]] = {
     "Qwen2ForCausalLM": "vllm.model_executor.models.qwen2",
     "LlamaForCausalLM": "vllm.model_executor.models.llama",
 }
-"""Architectures whose class is registered directly. Others work as well, and are inspected by vLLM (8 s, once)."""
+"""Architectures whose class is registered directly. Others work too, but vLLM inspects them (8 s, once)."""
 
 CANARY_ID: Final = "rolecall-canary"
 CANARY_STEPS_MAX: Final = 64
-"""Engine steps that the canary may take. It takes one; more mean that it does not get cache blocks."""
+"""Engine steps that the canary may take. It takes one; more mean that it gets no cache blocks."""
 BATCHED_TOKENS_MIN: Final = 2048
 
 
 class EngineBroken(RolecallError):
-    """The engine cannot be used: it did not start, or loading left it in a state that cannot be proven."""
+    """The engine is unusable: it did not start, or loading left it in a state that cannot be proven."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSettings:
-    """What an engine is started with."""
+    """Start parameters of an engine."""
 
     model_dir: str  # config.json, and weights unless load_format is `dummy`
-    load_format: str = "dummy"  # weights come by transfer, with proof; those of the folder would be thrown away
+    load_format: str = "dummy"  # weights come by transfer, with proof; weights from the folder would be discarded
     dtype: str = "float32"
     max_model_len: int = 256  # prompt and response together, tokens
     num_seqs_max: int = 64  # requests computed in one step
     kv_cache_bytes: int = 64 << 20
     seed: int = 0
     readable_storage: bool = True
-    fixed_length: bool = False  # generate to the limit, whatever the end tokens: for measurements
+    fixed_length: bool = False  # ignore end tokens and generate to the limit, for measurements
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NewTokens:
-    """What one step made for one request."""
+    """Output of one step for one request."""
 
     request_id: str
     tokens: tuple[int, ...]
@@ -86,10 +86,10 @@ class NewTokens:
 
 
 def import_vllm() -> Any:
-    """`vllm`, with the environment it needs. Safe to call again.
+    """Imports `vllm` with the environment it needs. Safe to call again.
 
     Raises:
-        EngineBroken: vllm was imported before, with an environment that does not fit.
+        EngineBroken: vllm was imported earlier with an incompatible environment.
     """
     import sys
 
@@ -115,7 +115,7 @@ def import_vllm() -> Any:
 
 
 def end_tokens(model_dir: Path) -> tuple[int, ...]:
-    """End-of-text ids that the model folder names (config.json, generation_config.json); may be none."""
+    """End-of-text ids from the model folder (config.json, generation_config.json); may be empty."""
     found: set[int] = set()
     for name in ("config.json", "generation_config.json"):
         try:
@@ -141,7 +141,7 @@ class VllmEngine:
     def __init__(self, settings: EngineSettings) -> None:
         self.settings = settings
         self.end_tokens = () if settings.fixed_length else end_tokens(Path(settings.model_dir))
-        # OMP_NUM_THREADS comes too late where torch is imported already, and OpenMP keeps the number per thread.
+        # OMP_NUM_THREADS has no effect once torch is imported, and OpenMP keeps the number per thread.
         torch.set_num_threads(1)
         vllm = import_vllm()
         if settings.readable_storage:
@@ -158,7 +158,7 @@ class VllmEngine:
     # --- requests
 
     def add(self, request_id: str, tokens: Sequence[int], *, num_new_max: int, seed: int) -> None:
-        """Queues a request. Sampling is at temperature 1 from the whole distribution, by a generator of its own."""
+        """Queues a request. Samples at temperature 1 from the full distribution, with a per-request generator."""
         parameters = _sampling(
             temperature=1.0,
             top_p=1.0,
@@ -173,7 +173,7 @@ class VllmEngine:
         self._in_flight.add(request_id)
 
     def abort(self, request_ids: Sequence[str]) -> None:
-        """Forgets requests; unknown ones are ignored."""
+        """Drops requests; unknown ones are ignored."""
         known = [r for r in request_ids if r in self._in_flight]
         if known:
             self._llm.abort_request(known)
@@ -184,7 +184,7 @@ class VllmEngine:
         return len(self._in_flight)
 
     def step(self) -> list[NewTokens]:
-        """One forward pass over what is in flight."""
+        """One forward pass over the requests in flight."""
         made = []
         for output in self._llm.step():
             one = output.outputs[0]
@@ -199,7 +199,7 @@ class VllmEngine:
     # --- weights
 
     def load(self, tensors: Mapping[str, torch.Tensor]) -> list[str]:
-        """Puts weights into the model, and drops every key-value block that older weights made.
+        """Loads weights into the model and drops every key-value block computed with older weights.
 
         Returns:
             Parameters that were not loaded, over all ranks.
@@ -214,13 +214,13 @@ class VllmEngine:
     def canary(self) -> tuple[float, ...]:
         """Log-probabilities of the canary, computed alone, through the same path that serves requests.
 
-        No other request advances meanwhile: nothing may be generated with weights that are not proven.
+        No other request advances during it: nothing may be generated with unproven weights.
 
         Raises:
             DeadlineExceeded: it did not finish within its steps.
         """
         core = self._llm.engine_core.engine_core
-        # Everything running goes back to the queue, and only one may be admitted: the canary, by its priority.
+        # Every running request returns to the queue, and only one may be admitted: the canary, by its priority.
         self._llm.reset_prefix_cache(reset_running_requests=True)
         admitted = core.scheduler.max_num_active_reqs
         core.scheduler.max_num_active_reqs = 1
@@ -239,8 +239,9 @@ class VllmEngine:
             core.scheduler.max_num_active_reqs = admitted
 
     def close(self) -> None:
-        """Closes the groups with their ports and threads. Memory goes with the process, which ends after this: vLLM's
-        own shutdown collects garbage twice first (1.7 s)."""
+        """Closes the process groups with their ports and threads. The process exits afterwards and frees the memory:
+        vLLM's own shutdown would collect garbage twice first (1.7 s).
+        """
         from vllm.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
 
         destroy_model_parallel()
@@ -287,12 +288,13 @@ def _start(settings: EngineSettings) -> Any:
         max_model_len=settings.max_model_len,
         max_num_seqs=settings.num_seqs_max,
         max_num_batched_tokens=max(BATCHED_TOKENS_MIN, settings.max_model_len),
-        # Of a prompt computed in parts, vLLM takes a draw back from the request's generator, which on a CPU cannot be.
+        # For a prompt computed in chunks, vLLM rewinds the request's generator by one draw, which is not possible on a
+        # CPU.
         enable_chunked_prefill=False,
         kv_cache_memory_bytes=settings.kv_cache_bytes,
         enable_prefix_caching=True,  # samples of a group share their prompt; dropped at every update
-        async_scheduling=False,  # a token must belong to the step that made it
-        scheduling_policy="priority",  # all requests have the same; the canary goes first
+        async_scheduling=False,  # a token must belong to the step that generated it
+        scheduling_policy="priority",  # equal for all requests; the canary goes first
         logprobs_mode="processed_logprobs",
         distributed_executor_backend="uni",
         worker_extension_cls=f"{RolecallWorker.__module__}.{RolecallWorker.__qualname__}",

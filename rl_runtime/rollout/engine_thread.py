@@ -1,9 +1,9 @@
-"""The one thread that touches an engine: it steps while there are requests, and runs orders between two steps.
+"""The only thread that uses an engine: it steps while there are requests, and runs orders between two steps.
 
-It also reports its phase: `generate` from the moment that requests are taken (progress with every step),
-`idle` without, `wait` while weights are awaited and nothing else is to do: so one that hangs before it gets to its
-first request is seen to owe work. A step that fails ends the thread: the engine is broken then,
-every later call says so, and `on_failure` is called once.
+It also reports its phase: `generate` from the arrival of requests (progress with every step), `idle` without requests,
+`wait` while it only waits for weights. A hang before the first request is processed is therefore visible as missing
+progress. A step that fails ends the thread: the engine is then broken, every later call raises, and `on_failure` is
+called once.
 """
 
 import logging
@@ -23,16 +23,16 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 IDLE_WAIT_SECONDS: Final = 1.0
-"""An idle engine wakes this often by itself; new work wakes it at once."""
+"""An idle engine wakes up this often; new work wakes it at once."""
 
 
 class EngineThread:
-    """Makes an engine in a thread of its own and runs it there.
+    """Creates an engine in a dedicated thread and runs it there.
 
     Args:
-        make: makes the engine; called in the thread.
-        on_tokens: what a step made, called in the thread; returns the number of tokens.
-        on_step: called before every step, in the thread: where fault injection hooks in.
+        make: creates the engine; called in the thread.
+        on_tokens: receives a step's output, in the thread; returns the number of tokens.
+        on_step: called before every step, in the thread; hook for fault injection.
         on_failure: called in the thread, once, when the engine broke.
     """
 
@@ -59,7 +59,7 @@ class EngineThread:
         self._thread.start()
 
     def wait_started(self, seconds: float) -> VllmEngine:
-        """The engine once it runs. It may be read from other threads, and called only through `call`.
+        """The engine once it runs. Other threads may read it, but must use `call` for calls.
 
         Raises:
             EngineBroken: it did not start.
@@ -71,7 +71,7 @@ class EngineThread:
             raise DeadlineExceeded(waited_for="the engine to start", seconds=seconds) from None
 
     def post(self, order: Callable[[VllmEngine], object]) -> Future[object]:
-        """Has `order` done between two steps, in the order of posting.
+        """Runs `order` between two steps, in the order of posting.
 
         Raises:
             EngineBroken: the engine has failed.
@@ -81,18 +81,18 @@ class EngineThread:
         done: Future[object] = Future()
         self._orders.append((order, done))
         self._wake.set()
-        if self._failure is not None:  # it failed between the check and the append: no thread will run it
+        if self._failure is not None:  # it failed between the check and the append: no thread will run the order
             self._refuse_orders()
         return done
 
     def post_requests(self, num_requests: int, order: Callable[[VllmEngine], object]) -> None:
-        """Posts an order that brings requests: from now on this process owes progress.
+        """Posts an order that adds requests: from now on this process must make progress.
 
         Raises:
             EngineBroken: the engine has failed.
         """
         with self._phase_lock:
-            # While it obeys or steps, the thread itself says what it does, and comes to this order next.
+            # While it runs an order or a step, the thread reports its phase itself and runs this order next.
             if self._resting:
                 self._resting = False
                 self._enter(Phase.GENERATE)
@@ -100,17 +100,17 @@ class EngineThread:
         self.post(order)
 
     def call(self, order: Callable[[VllmEngine], T], seconds: float, what: str) -> T:
-        """The same, and waits for the answer.
+        """Like `post`, but waits for the result.
 
         Raises:
-            DeadlineExceeded: no answer within `seconds`: the engine hangs in a step, or the order does.
+            DeadlineExceeded: no result within `seconds`: a step or the order hangs.
             EngineBroken: the engine has failed.
         """
         done = self.post(order)
         try:
-            return done.result(seconds)  # type: ignore[return-value]  # a Future[object] per order: T is what order gives
+            return done.result(seconds)  # type: ignore[return-value]  # a Future[object] per order: its result is a T
         except TimeoutError:
-            done.cancel()  # if it has not begun, it never will
+            done.cancel()  # cancels it if it has not begun
             raise DeadlineExceeded(waited_for=f"the engine thread to {what}", seconds=seconds) from None
 
     def close(self, seconds: float = 5.0) -> None:
@@ -127,7 +127,7 @@ class EngineThread:
     def _run(self) -> None:
         try:
             engine = self._make()
-        except Exception as e:  # noqa: BLE001 deliberate: whatever kept it from starting is raised in the caller
+        except Exception as e:  # noqa: BLE001 deliberate: raised in the caller
             self._failure = e
             self._started.set_exception(e)
             self._refuse_orders()
@@ -164,7 +164,7 @@ class EngineThread:
             if not done.set_running_or_notify_cancel():
                 continue
             with self._phase_lock:
-                self._resting = False  # from here on the order says what this thread does
+                self._resting = False  # from here on the order reports the phase
             try:
                 done.set_result(order(engine))
             except Exception as e:  # noqa: BLE001 deliberate: raised in the caller

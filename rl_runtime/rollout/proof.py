@@ -1,9 +1,8 @@
-"""Makes a proof: what one engine reports about the weights it received, loaded, and computes with.
+"""Creates the proof of an engine's weights: received, loaded, and used in computation.
 
 Invariant Proof before service (docs/invariants.md); `rl_runtime/weights/proof.py` judges it.
 
-Called in the engine's own thread, between two steps. Every digest is computed from the bytes each time; nothing is
-cached.
+Called in the engine's thread, between two steps. Every digest is computed from the bytes each time; nothing is cached.
 """
 
 import hashlib
@@ -23,7 +22,7 @@ from rolecall.rl_runtime.weights.proof import canary_outside
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProofSubject:
-    """Whom a proof is for, before there is anything to prove."""
+    """Identity in a proof, known before there is anything to prove."""
 
     replica: ReplicaId
     incarnation: int
@@ -33,7 +32,7 @@ class ProofSubject:
         """Part (a): digests of the bytes in memory, computed each time.
 
         Raises:
-            ProofMismatch: naming the tensor.
+            ProofMismatch: names the tensor.
         """
         wanted = {e.name: e for e in manifest.tensors}
         found = {e.name: e for e in entries_of(pieces.tensors)}
@@ -68,10 +67,10 @@ def load(engine: VllmEngine, tensors: Mapping[str, torch.Tensor], replica: Repli
 
 
 def prove(engine: VllmEngine, manifest: Manifest, proof: WeightProof) -> WeightProof:
-    """Parts (b) and (c), from the engine as it is now.
+    """Parts (b) and (c), from the engine's current state.
 
     Raises:
-        ProofMismatch: storage is not what was received, or the canary is not the trainer's.
+        ProofMismatch: storage differs from the received bytes, or the canary from the trainer's.
     """
     ranks = engine.storage()
     for rank in ranks:

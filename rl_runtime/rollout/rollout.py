@@ -1,13 +1,12 @@
-"""A rollout replica without Ray: requests in, tokens out until acknowledged, weights pulled, proven, applied, relayed.
+"""A rollout replica without Ray: serves requests until acknowledged; pulls, proves, applies and relays weights.
 
-Three kinds of threads. The engine thread alone touches the engine (`engine_thread.py`). Control calls (`submit`,
+Three kinds of threads. Only the engine thread uses the engine (`engine_thread.py`). Control calls (`submit`,
 `tokens_since`, ...) take a lock for microseconds and answer even while the engine hangs. One caller at a time updates
 weights: it pulls without disturbing generation, then gives the verified tensors to the engine thread.
 
-Nothing is generated with unproven weights (invariant Proof before service, docs/invariants.md). A version that arrived
-in part is never applied.
-When an update fails, the version before continues serving, after its storage and canary were proven to be what they
-were; when that cannot be shown, nothing is generated, and `policy_version` is -1.
+Nothing is generated with unproven weights (invariant Proof before service, docs/invariants.md). A partially received
+version is never applied. When an update fails, the previous version continues serving once its storage and canary are
+proven unchanged; otherwise nothing is generated, and `policy_version` is -1.
 """
 
 import hashlib
@@ -55,7 +54,7 @@ class WeightsNotProven(RolecallError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Serving:
-    """The version that is served, with the verified bytes it was loaded from."""
+    """The served version, with the verified bytes that it was loaded from."""
 
     manifest: Manifest
     tensors: Mapping[str, torch.Tensor]
@@ -63,14 +62,14 @@ class _Serving:
 
 
 class RolloutReplica:
-    """One engine with what it holds. Returns from construction once the engine runs, without weights.
+    """One engine with its requests and weights. The constructor returns once the engine runs, without weights.
 
     Args:
         token: the run's token, for the weight port.
-        address: where the weight port listens: the node's own, so that others can pull from here.
+        address: where the weight port listens: the node's address, so that others can pull from it.
         transfer_seconds: deadline of one pull over all holders.
         on_step: called before each engine step, in its thread.
-        on_failure: called once when the engine broke; an actor ends its process then.
+        on_failure: called once when the engine fails; an actor then exits its process.
 
     Raises:
         EngineBroken, DeadlineExceeded: the engine does not start.
@@ -131,7 +130,7 @@ class RolloutReplica:
 
     @property
     def policy_version(self) -> int:
-        """The proven version it generates with, -1 when there is none."""
+        """The proven version it generates with; -1 without one."""
         serving = self._serving
         return serving.manifest.policy_version if serving is not None else -1
 
@@ -140,10 +139,10 @@ class RolloutReplica:
         return self._server
 
     def promote(self, replica: ReplicaId, incarnation: int, secret: str) -> None:
-        """A standby becomes `replica`. Its weights stay, and count only once proven under the new name.
+        """A standby becomes `replica`. Its weights stay, but count only once proven under the new name.
 
         Raises:
-            StaleIncarnation: it is this replica in a later incarnation already.
+            StaleIncarnation: it is already a later incarnation of this replica.
         """
         with self._identity_lock:
             if (replica, incarnation) == (self._replica, self._incarnation):
@@ -172,11 +171,11 @@ class RolloutReplica:
     # --- requests
 
     def submit(self, incarnation: int, requests: Sequence[GenerationRequest]) -> None:
-        """Takes requests; those it holds already are passed over.
+        """Accepts requests; skips those it already holds.
 
         Raises:
-            NotProven: it has no proven weights.
-            RequestRefused, BookFull: none of them is taken.
+            WeightsNotProven: it has no proven weights.
+            RequestRefused, TokenBufferFull: none of them is accepted.
             EngineBroken: the engine has failed.
         """
         replica = self._checked(incarnation)
@@ -189,14 +188,14 @@ class RolloutReplica:
     def _add(self, engine: VllmEngine, requests: Sequence[GenerationRequest]) -> None:
         for r in requests:
             if not self._buffer.begin(r):
-                continue  # forgotten before its turn came
+                continue  # dropped before it was started
             seed = _seed_behind(r.seed, len(r.prefix_tokens))
             tokens = (*r.prompt_tokens, *r.prefix_tokens)
             try:
                 engine.add(r.request_id, tokens, num_new_max=r.max_response_tokens - len(r.prefix_tokens), seed=seed)
             except ValueError:
-                # Was checked when it was taken, so this is an error of ours. It must not take others with it: once
-                # forgotten here, its owner finds it unknown and sends it elsewhere.
+                # It was checked when accepted, so this is an internal error and must not affect other requests. Once
+                # dropped here, its owner finds it unknown and reassigns it.
                 logger.exception("the engine refuses request %s", r.request_id)
                 self._buffer.forget([r.request_id])
 
@@ -204,7 +203,7 @@ class RolloutReplica:
         return self._buffer.record(made, self.policy_version)
 
     def tokens_since(self, incarnation: int, offsets: dict[str, int]) -> PulledTokens:
-        """Whatever is new behind `offsets`. Asking again gives it again: only `ack` forgets."""
+        """New tokens after `offsets`. Repeating the call repeats the answer: only `ack` drops tokens."""
         replica = self._checked(incarnation)
         chunks, unknown = self._buffer.since(offsets)
         return PulledTokens(
@@ -216,27 +215,27 @@ class RolloutReplica:
         )
 
     def drain(self, incarnation: int, offsets: dict[str, int], seconds: float) -> PulledTokens:
-        """The last pull before it is replaced alive: the engine stops generating first, if it can within `seconds`."""
+        """The last pull before it is replaced alive: first stops generation, if possible within `seconds`."""
         self._checked(incarnation)
         try:
             self._thread.call(lambda engine: engine.abort(list(offsets)), seconds, "stop generating")
-        except RolecallError as e:  # it hangs, or has failed
+        except RolecallError as e:  # it hangs or has failed
             logger.warning("draining what there is: %s", e)
         return self.tokens_since(incarnation, offsets)
 
     def ack(self, incarnation: int, request_ids: Sequence[str]) -> None:
-        """Forgets requests whose tokens are safe elsewhere; what still runs of them is aborted."""
+        """Drops requests whose tokens are safe elsewhere and aborts those still running."""
         self.abort(incarnation, request_ids)
 
     def abort(self, incarnation: int, request_ids: Sequence[str]) -> None:
-        """Forgets requests and their tokens."""
+        """Drops requests and their tokens."""
         self._checked(incarnation)
         running = self._buffer.forget(request_ids)
         if running and self._thread.failure is None:
             self._thread.post(lambda engine: engine.abort(running))
 
     def list_requests(self, incarnation: int) -> list[tuple[GenerationRequest, TokenChunk]]:
-        """All it holds, finished or not, each with all its tokens: for a controller that lost its memory."""
+        """All requests, finished or not, each with all its tokens: for a restarted controller."""
         self._checked(incarnation)
         return self._buffer.everything()
 
@@ -245,14 +244,15 @@ class RolloutReplica:
     def update_weights(
         self, incarnation: int, epoch: int, manifest: Manifest, holders: Sequence[Holder]
     ) -> WeightProof:
-        """Pulls, verifies, applies and proves one version; requests in flight continue with it. From then on it is
-        served onward to other pullers. Of the version it serves already, only the proof is repeated.
+        """Pulls, verifies, applies and proves one version; requests in flight continue with it. From then on, this
+        replica also serves it to other pullers. For the version already served, only the proof is repeated.
 
         Raises:
-            TransferFailed: no holder could give all; what arrived is kept for the next call.
-            ProofMismatch: part (a), (b) or (c) fails, and at which tensor. The version before is served, if it proves.
-            StaleIncarnation: of incarnation, or an epoch before the last one seen.
-            DeadlineExceeded: the engine thread does not come, or another update is in progress.
+            TransferFailed: no holder could provide everything; verified tensors are kept for the next call.
+            ProofMismatch: part (a), (b) or (c) fails; names the tensor. The previous version is served if its proof
+                succeeds.
+            StaleIncarnation: wrong incarnation, or an epoch older than the last one seen.
+            DeadlineExceeded: the engine thread does not respond, or another update is in progress.
         """
         with self._one_update():
             replica = self._checked(incarnation)
@@ -313,14 +313,14 @@ class RolloutReplica:
     def _apply(
         self, engine: VllmEngine, manifest: Manifest, tensors: Mapping[str, torch.Tensor], proof: WeightProof
     ) -> WeightProof:
-        self._checked(proof.incarnation)  # it may have been promoted while it pulled
+        self._checked(proof.incarnation)  # it may have been promoted during the pull
         before = self._serving
         with reporter.phase(Phase.UPDATE):
             try:
                 if before is None or before.manifest.digest != manifest.digest:
                     load(engine, tensors, proof.replica)
                 proof = prove(engine, manifest, proof)
-            except Exception as e:  # deliberate: whatever went wrong, the storage now holds no version
+            except Exception as e:  # deliberate: whatever failed, the storage now holds no valid version
                 logger.error("version %s is not applied: %s", manifest.policy_version, e)
                 self._restore(engine, before)
                 raise
@@ -330,7 +330,7 @@ class RolloutReplica:
         return proof
 
     def _restore(self, engine: VllmEngine, before: _Serving | None) -> None:
-        """Back to the version before, if it proves to be what it was; else nothing may be generated any more."""
+        """Restores the previous version if its proof still succeeds; otherwise stops generation."""
         if before is not None:
             try:
                 load(engine, before.tensors, before.proof.replica)
@@ -342,7 +342,7 @@ class RolloutReplica:
                 if same:
                     return
                 logger.error("version %s does not come back as it was", before.manifest.policy_version)
-            except Exception as e:  # noqa: BLE001 deliberate: no proof, no service, whatever the reason
+            except Exception as e:  # noqa: BLE001 deliberate: without a proof there is no service, whatever the reason
                 logger.error("version %s does not come back: %s", before.manifest.policy_version, e)
         self._serving = None
         engine.abort([request.request_id for request, _ in self._buffer.everything()])
@@ -350,7 +350,7 @@ class RolloutReplica:
 
 
 def _seed_behind(seed: int, num_prefix: int) -> int:
-    """Seed for continuing behind a prefix: a fresh draw, so that the same random numbers are not used a second time."""
+    """Seed for continuing after a prefix: a fresh draw, so that random numbers are not reused."""
     if num_prefix == 0:
         return seed
     return int.from_bytes(hashlib.sha256(f"{seed}:{num_prefix}".encode()).digest()[:4], "big")

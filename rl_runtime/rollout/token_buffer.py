@@ -1,7 +1,7 @@
-"""Every request that a rollout holds, with its tokens, until they are acknowledged. No engine, no clock.
+"""The requests held by a rollout, with their tokens, until they are acknowledged. No engine, no clock.
 
-A token is written once and never changes; offsets count from the first new token of all, those of other engines (the
-prefix) included. So an answer may be lost, asked again or come twice, and no token is.
+A token is written once and never changes; offsets count from the first new token, including those of other engines (the
+prefix). An answer may therefore be lost, retried or delivered twice without losing or duplicating tokens.
 """
 
 import threading
@@ -14,16 +14,16 @@ from rolecall.rl_runtime.rollout.engine import NewTokens
 
 
 class RequestRefused(RolecallError, ValueError):
-    """A request that this engine can never serve: which, and why. Nothing of its batch was taken."""
+    """A request that this engine can never serve; names it and the reason. Nothing of its batch was accepted."""
 
 
 class TokenBufferFull(RolecallError):
-    """Too many requests or unacknowledged tokens are held. Nothing of the batch was taken; acknowledge, or wait."""
+    """Too many requests or unacknowledged tokens. Nothing of the batch was accepted; acknowledge, or wait."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenBufferLimits:
-    """What one rollout holds at most."""
+    """Capacity of one rollout."""
 
     requests_max: int = 4096
     unacked_tokens_max: int = 4_000_000  # about 100 bytes each
@@ -36,7 +36,7 @@ class _BufferedRequest:
     logprobs: list[float]
     versions: list[int]
     finish_reason: str = ""
-    begun: bool = False  # the engine works on it: what a step makes is of this one, and of none of its name before
+    begun: bool = False  # started in the engine: tokens of a step before this are not its own
 
     def chunk(self, offset: int) -> TokenChunk:
         return TokenChunk(
@@ -52,7 +52,7 @@ class _BufferedRequest:
 
 @dataclass(slots=True)
 class TokenBuffer:
-    """Requests and their tokens. Safe for use by several threads; each call takes microseconds."""
+    """Requests and their tokens. Thread-safe; each call takes microseconds."""
 
     limits: TokenBufferLimits
     end_tokens: frozenset[int]
@@ -64,13 +64,13 @@ class TokenBuffer:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def take(self, requests: Sequence[GenerationRequest]) -> list[GenerationRequest]:
-        """Notes new requests; those held already are passed over, so that a repeated call does no harm.
+        """Adds new requests and skips those already held, so that a repeated call is harmless.
 
         Returns:
-            The ones to generate for: new, and not complete by their prefix alone.
+            Requests to generate: new, and not already completed by their prefix.
 
         Raises:
-            RequestRefused, BookFull: then none of them is taken.
+            RequestRefused, TokenBufferFull: none of them is accepted.
         """
         for request in requests:
             self._check(request)
@@ -114,7 +114,7 @@ class TokenBuffer:
         return held
 
     def begin(self, request: GenerationRequest) -> bool:
-        """The engine's next step works on it. False where this very request is held no more."""
+        """Marks it started: the engine's next step includes it. False if this request is no longer held."""
         with self._lock:
             held = self._held.get(request.request_id)
             if held is None or held.request is not request:
@@ -123,11 +123,11 @@ class TokenBuffer:
             return True
 
     def record(self, made: Iterable[NewTokens], version: int) -> int:
-        """Writes what one engine step made under `version`; of requests forgotten meanwhile nothing, also where they
-        were given again, possibly after other tokens, before the step was over.
+        """Writes the tokens of one engine step under `version`. Skips requests dropped during the step, even if they
+        were submitted again, possibly with another prefix, before it ended.
 
         Returns:
-            How many tokens were made, forgotten requests included.
+            Number of generated tokens, including those of dropped requests.
         """
         num_made = 0
         with self._lock:
@@ -145,7 +145,7 @@ class TokenBuffer:
         return num_made
 
     def since(self, offsets: Mapping[str, int]) -> tuple[tuple[TokenChunk, ...], tuple[str, ...]]:
-        """(chunks with something new, ids not held here)."""
+        """(chunks with new tokens, ids not held here)."""
         chunks, unknown = [], []
         with self._lock:
             for request_id, offset in offsets.items():
@@ -164,7 +164,7 @@ class TokenBuffer:
         """Drops requests; unknown ones are ignored.
 
         Returns:
-            Those that the engine was still working on.
+            Those that the engine was still generating.
         """
         unfinished = []
         with self._lock:
@@ -182,5 +182,5 @@ class TokenBuffer:
 
     @property
     def tokens_generated(self) -> int:
-        """Since this process started."""
+        """Tokens generated since this process started."""
         return self._generated

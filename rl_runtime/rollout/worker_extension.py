@@ -1,13 +1,14 @@
-"""What runs inside each of the engine's workers (one per tensor-parallel rank): loading weights, and reading them back.
+"""Extension of the engine's workers (one per tensor-parallel rank): loads weights and reads them back.
 
-vLLM mixes this class into its worker and calls it by name through `collective_rpc`, so that more ranks need no second
-way. This module must be importable without vLLM; the worker brings `model_runner`, `model_config`, `vllm_config`.
+vLLM mixes this class into its worker and calls it by name through `collective_rpc`, so the same path serves any number
+of ranks. This module must be importable without vLLM; the worker provides `model_runner`, `model_config`,
+`vllm_config`.
 
 Readable storage. vLLM's CPU backend packs linear weights into a private format and empties the parameter (16 of the 35
-of a small Qwen3): nothing is left that could be read back. With `keep_storage_readable()` called before the model is
-built, linear layers keep their weights and use torch's own linear instead: measured at the same speed for a small model
-(8.7 ms a step for 64 requests either way), all 35 parameters covered, and loading is a copy in place (1.6 ms instead of
-16 to 29 ms for vLLM's reload). Without it, packed layers are listed as uncovered.
+of a small Qwen3), which leaves nothing to read back. With `keep_storage_readable()` called before the model is built,
+linear layers keep their weights and use torch's own linear instead: measured at the same speed for a small model (8.7
+ms a step for 64 requests either way), all 35 parameters covered, and loading is an in-place copy (1.6 ms instead of 16
+to 29 ms for vLLM's reload). Without it, packed layers are listed as uncovered.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,27 +24,29 @@ class Storage(TypedDict):
     """One rank's parameters and buffers, read back."""
 
     digest: str  # over all entries
-    layout: str  # over names, dtypes and shapes, of uncovered ones as well
-    digests: list[tuple[str, str]]  # (name, digest) of each one covered
+    layout: str  # over names, dtypes and shapes, including uncovered ones
+    digests: list[tuple[str, str]]  # (name, digest) per covered parameter
     uncovered: list[str]
-    wrong: list[str]  # covered, and not what the tensors given last should have made of it
+    wrong: list[str]  # covered, but different from the expected result of the last loaded tensors
 
 
 def keep_storage_readable() -> None:
-    """Makes linear layers built from now on keep their weights where they can be read (vLLM on a CPU only)."""
+    """Makes linear layers built from now on keep their weights readable (vLLM on a CPU only)."""
     from vllm.model_executor.layers.linear import LinearBase
 
     LinearBase._cpu_skip_gemm_dispatch = True
 
 
 class RolecallWorker:
-    """Mixed into vLLM's worker. Names carry a prefix because the worker must not have them already."""
+    """Mixed into vLLM's worker. The name prefix avoids clashes with its own methods."""
 
     model_runner: Any
     vllm_config: Any
 
     def rolecall_prepare(self) -> None:
-        """Once after start: embeddings compute from the storage that is read back, not from a packed copy beside it."""
+        """Called once after the start: makes embeddings compute from the storage that is read back, not from a packed
+        copy.
+        """
         self._rolecall_expected: dict[str, str] = {}
         if getattr(_linear_base(), "_cpu_skip_gemm_dispatch", False):
             for module in self.model_runner.get_model().modules():
@@ -54,7 +57,7 @@ class RolecallWorker:
         """Loads weights under their Hugging Face names into the running model.
 
         Returns:
-            Parameters that nothing was loaded into: empty when all is well.
+            Parameters that were not loaded; empty on success.
         """
         from vllm.config import set_current_vllm_config
 
@@ -62,7 +65,7 @@ class RolecallWorker:
         names = [name for name, _ in model.named_parameters()]
         self._rolecall_expected = _expected(model, tensors)
         if any(p.numel() == 0 for p in model.parameters()):
-            # Packed layers must be unpacked, loaded and packed again: vLLM does that layer by layer.
+            # Packed layers must be unpacked, loaded and repacked: vLLM does that layer by layer.
             with set_current_vllm_config(self.vllm_config):
                 self.model_runner.reload_weights(weights_iterator=iter(tensors.items()))
             return []
@@ -70,7 +73,7 @@ class RolecallWorker:
         return [] if loaded is None else sorted(set(names) - set(loaded))
 
     def rolecall_storage(self) -> Storage:
-        """Digests of everything that this rank computes with, read from where it lies now."""
+        """Digests of everything that this rank computes with, read from its current location."""
         model = self.model_runner.get_model()
         entries, layout, uncovered = list[TensorEntry](), list[TensorEntry](), list[str]()
         for name, tensor, readable in _named_storage(model):
@@ -97,7 +100,7 @@ def _linear_base() -> Any:
 
 
 def _named_storage(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
-    """Each parameter and buffer by name, and whether what is read there is what the model computes with."""
+    """Each parameter and buffer by name, and whether the model computes with the storage that is read."""
     packed = {
         f"{prefix}.weight"
         for prefix, module in model.named_modules()
@@ -108,11 +111,11 @@ def _named_storage(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor, 
 
 
 def _expected(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """Digest that each parameter must have once `tensors` are loaded, where that can be said without the loader.
+    """Digest that each parameter must have once `tensors` are loaded, where it can be determined without the loader.
 
-    Said of parameters that are one tensor, or several in a row (query, key, value; gate, up), in the same dtype, and
-    filled up with rows of zeros where vLLM pads the vocabulary: all of a dense model on one rank. Of others (sharded,
-    quantised) nothing is claimed.
+    Covers parameters that are one tensor, or a concatenation of several (query, key, value; gate, up), in the same
+    dtype, and padded with zero rows where vLLM pads the vocabulary: all of a dense model on one rank. Omits others
+    (sharded, quantised).
     """
     packed: Mapping[str, Sequence[str]] = getattr(model, "packed_modules_mapping", {})
     found = {}

@@ -1,7 +1,7 @@
-"""Reward worker without Ray: asks the task what finished groups are worth. Standard library only, starts at once.
+"""Reward worker without Ray: scores finished groups with the task. Standard library only, starts at once.
 
-A reward comes from tokens and nothing else. An error here is raised, and another worker scores the answer
-(invariant Infrastructure is not reward, docs/invariants.md).
+A reward depends on tokens only. An error here is raised, and another worker scores the answer (invariant Infrastructure
+is not reward, docs/invariants.md).
 """
 
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ from rolecall.rl_runtime.tasks.tokenizer import vocabulary
 
 
 def task_of(job: JobConfig) -> Task:
-    """The job's task: makes prompts from group numbers and judges answers.
+    """The job's task: generates prompts from group numbers and scores answers.
 
     Raises:
         ConfigError: the model folder cannot be used, or lacks a character of the task.
@@ -27,7 +27,7 @@ def task_of(job: JobConfig) -> Task:
 
 
 class RewardWorker:
-    """One worker. Stateless: any other gives the same answer."""
+    """One worker. Stateless: every worker gives the same answer."""
 
     def __init__(
         self,
@@ -38,13 +38,13 @@ class RewardWorker:
         clock: Clock | None = None,
         on_group: Callable[[], None] = lambda: None,
     ) -> None:
-        """`on_group` is called before each group: where faults may be injected."""
+        """`on_group` is called before each group; hook for fault injection."""
         self._replica, self._incarnation = replica, incarnation
         self._task, self._clock, self._on_group = task_of(job), clock or SystemClock(), on_group
         reporter.enter_phase(Phase.WAIT)
 
     def score(self, incarnation: int, groups: Sequence[PromptGroup]) -> list[list[float]]:
-        """One reward for each sample of each group.
+        """One reward per sample of each group.
 
         Raises:
             StaleIncarnation: meant for another incarnation.

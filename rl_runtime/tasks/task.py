@@ -1,24 +1,24 @@
-"""Verifiable tasks: prompts made from (seed, group number), rewards computed from tokens alone.
+"""Verifiable tasks: prompts generated from (seed, group number), rewards computed from tokens alone.
 
-digit_parity: the prompt is `<bos>` + n digits + `=`, the answer one letter a digit, `o` (odd) or `e` (even), then the
-end token. Every answer is equally long.
+digit_parity: the prompt is `<bos>` + n digits + `=`, the answer one letter per digit, `o` (odd) or `e` (even), then the
+end token. All answers have the same length.
 
-long_addition: two numbers in a small base, the answer worked out place by place: of each place the carry that it gives
-and the digit that it keeps, which together are the place's sum, then the end token. Most numbers are short and some
-are long, so answers are of 3 to 2n + 1 tokens. Base 10, three of at most four places, 957 + 68:
+long_addition: two numbers in a small base, the answer gives, for each place, the carry and the digit of the place's
+sum, then the end token. Most numbers are short and some are long, so answers have 3 to 2n + 1 tokens. Base 10, three of
+at most four places, 957 + 68:
 
     prompt  <bos> 78 56 90 __ =         both numbers' digits of a place side by side, ones first, filled up to n places
     answer  15 12 10 <eos>              7 + 8 = 15, 5 + 6 + 1 = 12, 9 + 1 = 10: the sum is 1025
 
-All prompts are equally long, and what a token of the answer needs stands at the same distance before it in every place
-of every prompt. The carry is written before the digit: then each token is a sum, or a sum above a bound, of tokens that
-stand there already, and can be found one at a time from random weights. Digit first, base 2 would ask for the exclusive
-or of three tokens, of which no two carry information.
+All prompts have the same length, and the inputs of an answer token are at the same distance before it in every place of
+every prompt. The carry precedes the digit: each token is then a sum, or a thresholded sum, of earlier tokens and can be
+learned one at a time from random weights. With the digit first, base 2 would require the exclusive or of three tokens,
+of which no two carry information.
 
-Reward = places that are right / places, where every token of the answer is a place, the end token too, and surplus
-tokens count as wrong places; it is 1.0 only for the exact answer. Nothing about infrastructure (timeouts, crashes,
-which engine) enters a reward: an answer that could not be finished has no reward at all, it continues elsewhere
-(invariant Infrastructure is not reward, docs/invariants.md).
+Reward = correct positions / positions. Every token of the answer is a position, including the end token, and surplus
+tokens count as wrong; it is 1.0 only for the exact answer. Infrastructure (timeouts, crashes, the engine) never affects
+a reward: an unfinished answer has no reward and continues elsewhere (invariant Infrastructure is not reward,
+docs/invariants.md).
 """
 
 import random
@@ -42,8 +42,9 @@ _GROUP = re.compile(r"g(\d{8,})(?:-(\d{5,}))?", re.ASCII)
 
 
 def group_id(number: int, start: int = 0) -> GroupId:
-    """7 -> `g00000007`; the part of its answer that begins after 12 tokens: `g00000007-00012`. Ids sort as numbers
-    do."""
+    """7 -> `g00000007`; the window of its answer that begins after 12 tokens: `g00000007-00012`. Ids sort as numbers
+    do.
+    """
     if number < 0 or start < 0:
         raise InvalidId(what="group", text=f"{number}, {start}")
     return GroupId(f"g{number:08d}-{start:05d}" if start else f"g{number:08d}")
@@ -53,7 +54,7 @@ def group_number(group: str) -> int:
     """`g00000007` and `g00000007-00012` -> 7.
 
     Raises:
-        BadId: when `group` is not written so.
+        BadId: `group` does not have this format.
     """
     return _parsed(group)[0]
 
@@ -62,7 +63,7 @@ def group_start(group: str) -> int:
     """`g00000007` -> 0, `g00000007-00012` -> 12.
 
     Raises:
-        BadId: when `group` is not written so.
+        BadId: `group` does not have this format.
     """
     return _parsed(group)[1]
 
@@ -70,13 +71,13 @@ def group_start(group: str) -> int:
 def _parsed(group: str) -> tuple[int, int]:
     found = _GROUP.fullmatch(group)
     number, start = (int(found[1]), int(found[2] or 0)) if found else (-1, 0)
-    if found is None or group != group_id(number, start):  # each has one id, and no other text means it
+    if found is None or group != group_id(number, start):  # only the canonical text of an id is valid
         raise InvalidId(what="group", text=group)
     return number, start
 
 
 class Task(Protocol):
-    """Stateless: any process makes the same prompt for the same number, and gives the same answer the same reward."""
+    """Stateless: every process generates the same prompt for a number, and the same reward for an answer."""
 
     @property
     def vocab(self) -> Vocabulary: ...
@@ -87,14 +88,14 @@ class Task(Protocol):
     def prompt(self, number: int) -> Prompt: ...
 
     def answer(self, prompt_tokens: tuple[int, ...]) -> tuple[int, ...]:
-        """The exact answer, end token included."""
+        """The exact answer, including the end token."""
 
     def reward(self, prompt_tokens: tuple[int, ...], response_tokens: tuple[int, ...]) -> float:
-        """In [0, 1]; 1.0 exactly when the response is the answer."""
+        """In [0, 1]; 1.0 only if the response is the exact answer."""
 
 
 def share_right(answer: tuple[int, ...], response: tuple[int, ...]) -> float:
-    """Places of `response` that are as in `answer`, over the places of the longer one."""
+    """Number of positions at which `response` equals `answer`, divided by the longer length."""
     right = sum(a == b for a, b in zip(answer, response, strict=False))
     return right / max(len(answer), len(response))
 
@@ -130,8 +131,8 @@ class LongAddition:
     def places(self, number: int) -> list[tuple[int, int]]:
         """Both numbers' digits by place, ones first, of prompt `number`.
 
-        One to `num_digits` places; k of them with a probability that goes as 1/k: lengths are drawn alike often from
-        1 to 2, 2 to 4, 4 to 8 and so on.
+        One to `num_digits` places; the probability of k places is proportional to 1/k, so lengths 1 to 2, 2 to 4, 4 to
+        8 and so on are about equally frequent.
         """
         rng = random.Random(f"long_addition/{self.seed}/{number}")
         lengths = range(1, self.num_digits + 1)
@@ -156,7 +157,7 @@ class LongAddition:
 
 
 def make_task(config: TaskConfig, vocab: Vocabulary, seed: int) -> Task:
-    """The task that a job file names."""
+    """The task named in the job file."""
     made: dict[str, type[DigitParity | LongAddition]] = {
         "digit_parity": DigitParity,
         "long_addition": LongAddition,

@@ -1,7 +1,7 @@
-"""Characters and token ids. A local vocabulary has one token a character; a model folder brings its own.
+"""Characters and token ids. A local vocabulary has one token per character; a model folder has its own.
 
-Engines run without a tokenizer (token ids in, token ids out), so this is needed only where prompts are made and
-answers are judged. `tokenizer.json` is written into local model folders as well, so that other tools can read them.
+Engines run without a tokenizer (token ids in, token ids out), so this is needed only to generate prompts and to score
+answers. `tokenizer.json` is also written into local model folders, so that other tools can read them.
 """
 
 import json
@@ -19,9 +19,9 @@ FILLER = "_"
 CHARACTERS: Mapping[TaskName, str] = MappingProxyType(
     {TaskName.DIGIT_PARITY: "0123456789=eo", TaskName.LONG_ADDITION: f"0123456789={FILLER}"}
 )
-"""What prompts and answers of a task are written in."""
+"""Characters of the prompts and answers of each task."""
 ROWS_MIN = 16
-"""A local vocabulary has no fewer rows, so that the canary's tokens (`proof.CANARY`) are in each."""
+"""Minimum number of rows of a local vocabulary, so that it includes the canary's tokens (`proof.CANARY`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,15 +35,15 @@ class Vocabulary:
     size: int
 
     def encode(self, text: str) -> tuple[int, ...]:
-        """One id a character.
+        """One id per character.
 
         Raises:
-            KeyError: a character that the vocabulary does not have.
+            KeyError: a character is not in the vocabulary.
         """
         return tuple(self.ids[c] for c in text)
 
     def decode(self, tokens: tuple[int, ...] | list[int]) -> str:
-        """Text up to the end token; an id that stands for no character becomes `?`."""
+        """Text up to the end token; an id without a character becomes `?`."""
         names = {i: c for c, i in self.ids.items()}
         text = []
         for token in tokens:
@@ -61,7 +61,7 @@ def local_vocabulary(task: TaskName = TaskName.DIGIT_PARITY) -> Vocabulary:
 
 
 def vocabulary(model: ModelConfig, task: TaskName = TaskName.DIGIT_PARITY) -> Vocabulary:
-    """What the model that `model` names writes a task in, without loading it.
+    """The vocabulary of `model` for a task, without loading the model.
 
     Raises:
         ConfigError: the model folder cannot be used.
@@ -91,7 +91,8 @@ def write_tokenizer(folder: Path, vocab: Vocabulary) -> None:
 
 
 def folder_vocabulary(folder: Path, task: TaskName = TaskName.DIGIT_PARITY) -> Vocabulary:
-    """The vocabulary of any Hugging Face model folder (config.json, tokenizer.json), as far as a task needs it.
+    """The vocabulary of any Hugging Face model folder (config.json, tokenizer.json), limited to the characters of a
+    task.
 
     A model without a start token (Qwen) starts prompts with its end token.
 
@@ -128,7 +129,7 @@ def folder_vocabulary(folder: Path, task: TaskName = TaskName.DIGIT_PARITY) -> V
 
 
 def _first_id(value: Any) -> int | None:
-    """Hugging Face writes one id, a list of them, or null."""
+    """Hugging Face allows one id, a list of ids, or null."""
     if isinstance(value, list):
         value = value[0] if value else None
     return None if value is None else int(value)

@@ -1,8 +1,8 @@
-"""Checkpoints: safetensors and JSON, complete or invisible, nothing unpickled.
+"""Checkpoints: safetensors and JSON, complete or invisible, no unpickling.
 
 A checkpoint is the folder `step-<number>` with `state.safetensors` (weights and optimizer state), `commit.json` (the
-state's meta) and `meta.json` (size and SHA-256 of the other two). It is written beside its place, every file synced,
-then renamed into it: a kill at any byte leaves the older ones as they were. `load` checks every byte before use.
+state's meta) and `meta.json` (size and SHA-256 of the other two). It is written to a temporary folder, synced, then
+renamed into place: a kill at any byte leaves older checkpoints intact. `load` verifies every byte before use.
 """
 
 import contextlib
@@ -30,27 +30,28 @@ STATE, COMMIT, META = "state.safetensors", "commit.json", "meta.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """A checkpoint that was read and found whole."""
+    """A checkpoint that was read and verified."""
 
     path: Path
-    step: int  # optimizer steps it includes end with this one
+    step: int  # last optimizer step included
     tensors: dict[str, torch.Tensor]
     meta: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Search:
-    """Result of `newest_good`. `bad`: newer ones that were refused, each with what is wrong with it."""
+    """Result of `newest_good`. `bad`: newer checkpoints that were rejected, each with the reason."""
 
     found: Checkpoint | None
     bad: tuple[CheckpointCorrupt, ...]
 
 
 def save(folder: Path, step: int, tensors: dict[str, torch.Tensor], meta: str, *, keep: int) -> Path:
-    """Writes checkpoint `step` into `folder` and removes all but the newest `keep`. A step that exists is replaced.
+    """Writes checkpoint `step` into `folder` and removes all but the newest `keep`. An existing checkpoint of that step
+    is replaced.
 
     Raises:
-        OSError: disk full or not writable; nothing was changed then.
+        OSError: disk full or not writable; nothing was changed.
     """
     folder.mkdir(parents=True, exist_ok=True)
     final, work = path_of(folder, step), folder / f"{UNFINISHED}{step:08d}-{os.getpid()}"
@@ -65,7 +66,7 @@ def save(folder: Path, step: int, tensors: dict[str, torch.Tensor], meta: str, *
         _sync_folder(work)
         _replace_folder(work, final)
     except BaseException:
-        # Deliberate, and raised on: whatever ends the writing, nothing half written stays.
+        # Deliberate, and raised again: whatever interrupts the write, no partial checkpoint remains.
         shutil.rmtree(work, ignore_errors=True)
         raise
     _sync_folder(folder)
@@ -74,10 +75,10 @@ def save(folder: Path, step: int, tensors: dict[str, torch.Tensor], meta: str, *
 
 
 def load(path: Path) -> Checkpoint:
-    """Reads one checkpoint and checks all of it.
+    """Reads one checkpoint and verifies all of it.
 
     Raises:
-        CheckpointCorrupt: naming the file and what is wrong with it.
+        CheckpointCorrupt: names the file and the defect.
     """
     raw_meta = _read(path / META)
     try:
@@ -100,7 +101,7 @@ def load(path: Path) -> Checkpoint:
 
 
 def newest_good(folder: Path) -> Search:
-    """The newest checkpoint that is whole; newer ones that are not are reported, not ignored."""
+    """The newest intact checkpoint; newer damaged ones are reported, not ignored."""
     bad: list[CheckpointCorrupt] = []
     for step in reversed(steps(folder)):
         try:
@@ -111,7 +112,7 @@ def newest_good(folder: Path) -> Search:
 
 
 def steps(folder: Path) -> list[int]:
-    """Steps that have a checkpoint, whole or not, ascending. Unfinished ones are invisible."""
+    """Steps that have a checkpoint, intact or not, ascending. Unfinished ones are invisible."""
     try:
         names = [NAME.match(p.name) for p in folder.iterdir() if p.is_dir()]
     except FileNotFoundError:
@@ -155,7 +156,7 @@ def _sync_folder(folder: Path) -> None:
 
 
 def _replace_folder(work: Path, final: Path) -> None:
-    """A folder that has files cannot be renamed over: the old one steps aside first, under an invisible name."""
+    """Renames the existing folder to an invisible name first, because a non-empty folder cannot be renamed over."""
     if final.exists():
         aside = final.with_name(f"{UNFINISHED}old-{final.name}-{os.getpid()}")
         shutil.rmtree(aside, ignore_errors=True)
@@ -168,6 +169,6 @@ def _replace_folder(work: Path, final: Path) -> None:
 
 def _retain(folder: Path, keep: int) -> None:
     for step in steps(folder)[:-keep]:
-        # A checkpoint that cannot be removed now is tried again at the next save.
+        # A checkpoint that cannot be removed now is retried at the next save.
         with contextlib.suppress(OSError):
             shutil.rmtree(path_of(folder, step))

@@ -1,7 +1,7 @@
-"""Models: a small Qwen3-shaped decoder made locally, or any Hugging Face folder; and the critic, which is its body.
+"""Models: a small local Qwen3-shaped decoder or any Hugging Face folder, and the critic, which uses the same body.
 
-Parameter names are Hugging Face's everywhere (manifests, transfers, checkpoints), so that an engine can load them by
-name. The local model is float32 with untied embeddings: 0.9 M parameters by default.
+All parameter names (manifests, transfers, checkpoints) are Hugging Face's, so that an engine can load them by name. The
+local model is float32 with untied embeddings: 0.9 M parameters by default.
 """
 
 import json
@@ -19,17 +19,17 @@ from rolecall.rl_runtime.tasks.tokenizer import Vocabulary, vocabulary, write_to
 from rolecall.rl_runtime.trainer.qwen3 import Qwen3, Qwen3Shape
 
 INITIALIZER_RANGE = 0.05
-"""Standard deviation of fresh weights. Measured over 0.035, 0.05 and 0.08: learns soonest, and from every seed
-tried."""
+"""Standard deviation of fresh weights. Of 0.035, 0.05 and 0.08, it learned fastest, and from every seed tried."""
 
 VALUE_HEAD_STD = 1e-3
-"""Of the critic's fresh head. Its first values are about 0.01 then: nothing is known, and nothing is claimed."""
+"""Standard deviation of the critic's fresh head. Its first values are then about 0.01, close to an uninformed 0."""
 
 POSITIONS_MAX = 512
 
 ROPE_THETA = 100.0
-"""Base of the rotary embedding. Prompts are tens of tokens long: at the usual 10,000 most dimensions hardly turn over
-them, and looking a fixed distance back takes twice as many steps to learn (30 against 60, supervised)."""
+"""Base of the rotary embedding. Prompts are tens of tokens long: at the usual 10,000 most dimensions hardly rotate over
+them, and learning to attend at a fixed distance takes twice as many steps (30 against 60, supervised).
+"""
 
 
 class Critic(nn.Module):
@@ -47,7 +47,7 @@ class Critic(nn.Module):
 
 
 def make_model(config: ModelConfig, vocab: Vocabulary, seed: int) -> Any:
-    """The model in float32, in eval mode (no dropout anywhere): same (config, seed), same bits.
+    """The model in float32, in eval mode (no dropout anywhere): the same (config, seed) gives the same bits.
 
     Raises:
         ConfigError: the model folder cannot be loaded.
@@ -60,7 +60,7 @@ def make_model(config: ModelConfig, vocab: Vocabulary, seed: int) -> Any:
 
 
 def make_critic(config: ModelConfig, vocab: Vocabulary, seed: int) -> Critic:
-    """A value model: the body that the policy begins with, and a fresh scalar head. Same (config, seed), same bits.
+    """A value model: the policy's initial body and a fresh scalar head. The same (config, seed) gives the same bits.
 
     Raises:
         ConfigError: the model folder cannot be loaded.
@@ -75,7 +75,8 @@ def make_critic(config: ModelConfig, vocab: Vocabulary, seed: int) -> Critic:
 
 
 def write_model_folder(folder: Path, config: ModelConfig, seed: int, task: TaskName = TaskName.DIGIT_PARITY) -> None:
-    """Writes what an engine starts from: config.json, model.safetensors, tokenizer. Of a given folder: a copy.
+    """Writes the folder that an engine starts from: config.json, model.safetensors, tokenizer. A given folder is
+    copied.
 
     Raises:
         ConfigError: the given model folder cannot be used.
@@ -96,7 +97,7 @@ def load_model_folder(folder: Path) -> Any:
     """A causal language model in float32 from a local folder; nothing is downloaded, nothing unpickled.
 
     Raises:
-        ConfigError: naming the folder and the reason.
+        ConfigError: names the folder and the reason.
     """
     from transformers import AutoModelForCausalLM
 

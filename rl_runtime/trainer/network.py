@@ -1,8 +1,8 @@
-"""One network that is trained: its parameters in a fixed order, and the AdamW that moves them.
+"""One trained network: its parameters in a fixed order, and their AdamW optimizer.
 
-A trainer has one for the policy and, where the algorithm has a critic, a second one for that. Each has its own learning
-rate, its own moments and its own clip of the gradient's norm: a critic that is far off must not make the policy's step
-smaller. Tensors are exported as `weight/<name>`, `exp_avg/<name>` and `exp_avg_sq/<name>`, behind the network's prefix.
+A trainer has one for the policy and, if the algorithm has a critic, another one for that. Each has its own learning
+rate, moments and gradient-norm clipping, so that a large critic gradient does not shrink the policy's step. Tensors are
+exported as `weight/<name>`, `exp_avg/<name>` and `exp_avg_sq/<name>`, after the network's prefix.
 """
 
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ class Network:
         self._optimizer = torch.optim.AdamW(
             self.parameters, lr=learning_rate, betas=ADAM_BETAS, weight_decay=0.0, fused=True
         )
-        for p in self.parameters:  # made now and not in the first step: a state of step 0 can be copied, too
+        for p in self.parameters:  # created before the first step, so that the state of step 0 can be copied too
             self._optimizer.state[p] = {
                 "step": torch.tensor(0.0),
                 "exp_avg": torch.zeros_like(p),
@@ -37,10 +37,10 @@ class Network:
         return int(self._optimizer.state[self.parameters[0]]["step"])
 
     def take_gradient(self, sums: torch.Tensor, divisor: float) -> float:
-        """Sets each parameter's gradient to its part of `sums` (flat, float64) divided, and clips their norm.
+        """Divides `sums` (flat, float64), sets each parameter's gradient to its part, and clips the norm.
 
-        Divided in float64, and rounded once: what was added in another order rounds to the same step. Returns the norm
-        before clipping; one that is not finite says that the gradient must not be applied.
+        Divided in float64 and rounded once, so that another order of addition rounds to the same step. Returns the norm
+        before clipping; if it is not finite, the gradient must not be applied.
         """
         start = 0
         for p in self.parameters:
@@ -53,16 +53,16 @@ class Network:
         self._optimizer.zero_grad(set_to_none=True)
 
     def step(self) -> None:
-        """Moves by the gradient that was taken."""
+        """Applies the gradient set by `take_gradient`."""
         self._optimizer.step()
         self.drop_gradient()
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """Copies, under the module's own names."""
+        """Copies, under the module's parameter names."""
         return {n: p.detach().clone() for n, p in zip(self.names, self.parameters, strict=True)}
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Weights and moments themselves, under the names of an export."""
+        """Weights and moments without copying, under their export names."""
         for n, p in zip(self.names, self.parameters, strict=True):
             yield f"{self.prefix}{WEIGHT}/{n}", p.detach()
             for moment in MOMENTS:

@@ -1,8 +1,8 @@
-"""What a trainer has of a step that is not committed: gradients of single microbatches, and their sum.
+"""A trainer's part of an uncommitted step: gradients of single microbatches, and their sum.
 
-Gradients are of sums over tokens, never of means: what they are divided by is known only when all microbatches of the
-step are together (`objective.divisors`). The sum is float64: the order in which microbatches are added, which a loss
-changes, then shows only beyond float32. It is flat: the policy's parameters, then the critic's.
+Gradients are of sums over tokens, never of means: the divisor is known only when all microbatches of the step are
+together (`objective.divisors`). The sum is float64, so that the order of addition, which a loss changes, shows only
+beyond float32. It is flat: the policy's parameters, then the critic's.
 """
 
 import threading
@@ -30,10 +30,10 @@ from rolecall.rl_runtime.trainer.state import TrainerState
 
 
 class Gradients:
-    """Computes the gradient of one microbatch: a function of weights and samples, the same on every replica.
+    """Computes the gradient of one microbatch: depends on weights and samples only, not on the replica.
 
-    `reference`: the policy that the run began with, where the objective asks for it. Frozen, and a function of the job:
-    it is recomputed by each replica, never copied.
+    `reference`: the initial policy, if the objective needs it. Frozen, and a function of the job: each replica
+    recomputes it instead of copying it.
     """
 
     def __init__(
@@ -45,9 +45,10 @@ class Gradients:
     def of(
         self, state: TrainerState, microbatch: Microbatch, *, ask_again: bool = False
     ) -> tuple[torch.Tensor, MicrobatchStats]:
-        """Flat gradient of the sums, in the order of the state's parameters, and what the microbatch adds to the step.
+        """Flat gradient of the sums, in the order of the state's parameters, and the microbatch's contribution to the
+        step.
 
-        `ask_again`: former versions are asked about tokens of theirs (`agreement`).
+        `ask_again`: recompute log-probabilities under former versions (`agreement`).
         """
         terms = TokenSelection(
             policy_version=state.commit.policy_version, staleness_max=self._staleness_max, longest=self._longest
@@ -102,14 +103,14 @@ class Gradients:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contribution:
-    """One member's part of a step. `gradient`: flat float64, and not to be changed."""
+    """One member's part of a step. `gradient`: flat float64, must not be changed."""
 
     gradient: torch.Tensor
     stats: tuple[MicrobatchStats, ...]
 
 
 class PartialStep:
-    """The sum so far, and of what. Its working thread adds; others may ask and clear."""
+    """The sum so far, and its microbatches. The working thread adds; other threads may read and clear."""
 
     def __init__(self, num_parameters: int) -> None:
         self._step = 0
@@ -118,15 +119,15 @@ class PartialStep:
         self._lock = threading.Lock()
 
     def clear(self, step: int) -> None:
-        """Throws everything away; `step` comes next."""
+        """Discards everything; `step` comes next."""
         with self._lock:
             self._clear(step)
 
     def prepare(self, step: int, mine: Sequence[Microbatch]) -> None:
-        """Keeps what is there when all of it is still wanted.
+        """Keeps the sum if all of its microbatches are still wanted.
 
-        A sum cannot give back one of its parts: a microbatch that is no longer mine, or has other content under its
-        id, means a new start.
+        A part cannot be subtracted from the sum: a microbatch that was reassigned, or whose content changed, requires a
+        restart.
         """
         plan = {m.microbatch_id: m for m in mine}
         with self._lock:
@@ -148,9 +149,9 @@ class PartialStep:
             return tuple(sorted(self._done)) if self._step == step else ()
 
     def taken(self, wanted: AbstractSet[str]) -> Contribution | None:
-        """The sum and what is in it; None when that is not exactly `wanted`.
+        """The sum and its microbatches; None unless they are exactly `wanted`.
 
-        Not a copy: only the caller adds to it, and clearing leaves it as it is.
+        Not a copy: only the caller adds to it, and clearing does not change it.
         """
         with self._lock:
             if self._done.keys() != wanted:

@@ -1,7 +1,7 @@
 """`python -m rolecall.rl_runtime.trainer.prepare_model RUN`: writes the run's model folder, `runs/<id>/model`, once.
 
-A process of its own, so that the supervisor need not carry torch, and so that it continues while Ray starts. Exit code
-2 and one line on standard error for a model that cannot be used.
+A separate process, so that the supervisor does not load torch and continues while Ray starts. For an unusable model,
+exits with code 2 and one line on standard error.
 """
 
 import sys

@@ -1,8 +1,8 @@
 """The Qwen3 decoder (arXiv 2505.09388) in plain PyTorch, with Hugging Face's parameter names.
 
-Why not the library's: importing its Qwen3 costs 2.9 CPU seconds on top of torch, and a trainer that takes another's
-place pays that while its peers work; on the two cores of the demo that is most of its way back. A test holds this model
-equal to the library's. Folders of other architectures still go through the library (`model.load_model_folder`).
+Importing the library's Qwen3 would cost 2.9 CPU seconds on top of torch. A replacement trainer pays that while its
+peers work; on the two cores of the demo this is most of its recovery time. A test checks that this model equals the
+library's. Folders of other architectures still use the library (`model.load_model_folder`).
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from torch.nn import functional
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Qwen3Shape:
-    """What Hugging Face's config.json says of a Qwen3 model, as far as it matters here."""
+    """The fields of a Qwen3 config.json that matter here."""
 
     vocab_size: int
     hidden_size: int
@@ -124,7 +124,7 @@ class Layer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """The body: `decoder(input_ids).last_hidden_state`, as the library's answers it."""
+    """The body: `decoder(input_ids).last_hidden_state`, like the library's model."""
 
     def __init__(self, s: Qwen3Shape) -> None:
         super().__init__()
@@ -134,7 +134,7 @@ class Decoder(nn.Module):
         self.norm = RMSNorm(s.hidden_size, s.rms_norm_eps)
 
     def forward(self, input_ids: Tensor, use_cache: bool = False) -> SimpleNamespace:
-        del use_cache  # there is none: a trainer sees each sequence whole
+        del use_cache  # no cache: a trainer sees each sequence as a whole
         cos_sd, sin_sd = self._angles(input_ids.shape[1])
         x_bsh = self.embed_tokens(input_ids)
         for layer in self.layers:
@@ -150,7 +150,7 @@ class Decoder(nn.Module):
 
 
 class Qwen3(nn.Module):
-    """`model(input_ids).logits`, of shape (batch, sequence, vocabulary), as the library's model answers it."""
+    """`model(input_ids).logits`, of shape (batch, sequence, vocabulary), like the library's model."""
 
     def __init__(self, shape: Qwen3Shape) -> None:
         super().__init__()

@@ -1,16 +1,16 @@
-"""One explicit reduce a step, and the vote before the optimizer moves.
+"""One explicit all-reduce per step, and the vote before the optimizer step.
 
-Each trainer adds up the gradients of its own microbatches first. Then one bucketed all-reduce runs on a *copy* of that
-sum: the local gradients stay as they are, so that after a loss the survivors add the lost microbatches to what they
-have and reduce again in the next epoch (ReCoVer's snapshot, without its per-bucket rewind: the copy is thrown away
-whole). Sums are kept and reduced in float64: the order of additions, which a loss changes, then shows only beyond
-float32, and the step taken is the failure-free one. What is reduced is never divided: the ballots carry how many tokens
-there were, and each member divides by the count of all of them after the vote.
+Each trainer first adds up the gradients of its own microbatches. Then one bucketed all-reduce runs on a *copy* of that
+sum. The local gradients stay intact, so that after a loss the survivors add the lost microbatches and reduce again in
+the next epoch (ReCoVer's snapshot, without its per-bucket rewind: the whole copy is discarded). Sums are kept and
+reduced in float64, so that the order of additions, which a loss changes, shows only beyond float32, and the resulting
+step equals the failure-free one. Sums are not divided before the vote: the ballots carry token counts, and each member
+divides by their total afterwards.
 
 A process group lives for one epoch: a `TCPStore` on its lowest rank, a `ProcessGroupGloo` over it, no global
-`init_process_group`. The store listens on its trainer's address, and each member's gloo device on the member's own:
-no other interface. Every failure of a collective is `PeerLost`. A wait for a
-stopped peer ends when that peer is killed, or at the group's timeout; abort() and shutdown() do not end it.
+`init_process_group`. The store listens on its trainer's address, and each member's gloo device on the member's address;
+no other interface is used. Every failure of a collective is `PeerLost`. A wait for a stopped peer ends when that peer
+is killed, or at the group's timeout; abort() and shutdown() do not end it.
 """
 
 import json
@@ -37,20 +37,21 @@ logger = logging.getLogger(__name__)
 ProcessGroupGloo: Any = _ProcessGroupGloo  # torch's stubs lack its options and its collectives
 
 BUCKET_BYTES: Final = 2 << 20
-"""Small enough that a stall shows at which bucket, large enough that gloo's latency (0.3 ms) does not show."""
+"""Small enough to locate a stall by bucket, large enough to hide gloo's latency (0.3 ms)."""
 BALLOT_BYTES_MAX: Final = 8 << 20
-"""A peer's announced ballot beyond this is refused before anything is allocated. The largest step that a job file may
-ask for, computed by one member, comes to 6 MB."""
+"""A larger announced ballot of a peer is rejected before any allocation. The largest step that a job file may request,
+computed by one member, takes 6 MB.
+"""
 LOOPBACK: Final = "127.0.0.1"
 
 
 def nothing() -> None:
-    """The default hook: does nothing."""
+    """The default hook; does nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicrobatchStats:
-    """What one microbatch put into the step, beside its gradient. All are sums (and extremes), nothing is divided."""
+    """One microbatch's contribution to the step besides its gradient. Sums and extremes, nothing is divided."""
 
     microbatch_id: str
     group_ids: tuple[GroupId, ...]
@@ -61,15 +62,15 @@ class MicrobatchStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommitVote:
-    """What one member is about to commit."""
+    """One member's ballot for a commit."""
 
     replica: ReplicaId
     incarnation: int
     epoch: int
     step: int
     microbatches: tuple[MicrobatchStats, ...]
-    gradient_digest: str  # of the reduced gradient
-    weights_digest: str  # of the weights before the step: members that have drifted apart must not continue
+    gradient_digest: str  # digest of the reduced gradient
+    weights_digest: str  # digest of the weights before the step: members that have diverged must not continue
     ledger: ChainHead
 
     def to_bytes(self) -> bytes:
@@ -88,10 +89,10 @@ def _stats_of(d: dict[str, Any]) -> MicrobatchStats:
 
 
 def disagreement(ballots: Sequence[CommitVote], *, members: Sequence[str], all_ids: Sequence[str]) -> str:
-    """Why these ballots must not be committed, empty when they agree. Pure, and the same at every member.
+    """Why these ballots must not be committed; empty if they agree. Pure, and the same at every member.
 
-    Agreement: one ballot from each member, one epoch, step, ledger head, gradient and weights, and the microbatches
-    of all together are exactly `all_ids`, each once.
+    Agreement: one ballot from each member, one epoch, step, ledger head, gradient and weights, and the microbatches of
+    all together are exactly `all_ids`, each once.
     """
     voters = sorted(b.replica for b in ballots)
     if voters != sorted(members):
@@ -115,10 +116,10 @@ def disagreement(ballots: Sequence[CommitVote], *, members: Sequence[str], all_i
 
 
 class EpochStore:
-    """The rendezvous of one epoch, on its lowest rank. Thrown away with the epoch."""
+    """The rendezvous of one epoch, on its lowest rank. Discarded with the epoch."""
 
     def __init__(self, host: str, timeout_seconds: float) -> None:
-        # A socket of our own: by itself TCPStore listens on all addresses.
+        # Our own socket, because TCPStore by default listens on all addresses.
         listener = socket.create_server((host, 0), backlog=128)
         self.host, self.port = host, int(listener.getsockname()[1])
         self._store: TCPStore | None = TCPStore(
@@ -137,7 +138,7 @@ class EpochStore:
 
 
 class ReduceGroup:
-    """The trainers of one epoch. Used by one thread. After its first failure it fails at once."""
+    """The trainers of one epoch. Used by one thread. After its first failure, every call fails at once."""
 
     def __init__(
         self,
@@ -150,10 +151,10 @@ class ReduceGroup:
         timeout_seconds: float,
         address: str = LOOPBACK,
     ) -> None:
-        """Connects to all members. `host`, `port`: the epoch's store; `address`: where the others reach this member.
+        """Connects to all members. `host`, `port`: the epoch's store; `address`: where other members reach this one.
 
         Raises:
-            PeerLost: not all members came within `timeout_seconds`, or one went away.
+            PeerLost: not all members arrived within `timeout_seconds`, or one disconnected.
         """
         self.epoch, self.rank, self.size = epoch, rank, size
         self._failure = ""
@@ -173,10 +174,10 @@ class ReduceGroup:
     def all_reduce(
         self, local: torch.Tensor, *, bucket_bytes: int = BUCKET_BYTES, on_bucket: Callable[[], None] = nothing
     ) -> torch.Tensor:
-        """The sum over all members, in a tensor of its own; `local` (flat) is not touched.
+        """The sum over all members, in a new tensor; `local` (flat) is unchanged.
 
         Raises:
-            PeerLost: a peer went away, or the timeout passed. What was reduced so far is thrown away.
+            PeerLost: a peer disconnected, or the timeout expired. The partial result is discarded.
         """
         snapshot = local.clone()
         stride = max(1, bucket_bytes // local.element_size())
@@ -190,7 +191,7 @@ class ReduceGroup:
         """Every member's message, by rank.
 
         Raises:
-            PeerLost: as `all_reduce`.
+            PeerLost: as in `all_reduce`.
         """
         on_bucket()
         if self.size == 1:
@@ -202,7 +203,7 @@ class ReduceGroup:
             self._all_reduce_in_place(lengths, "vote lengths")
         if int(lengths.max()) > BALLOT_BYTES_MAX:
             raise self._lost("vote", RuntimeError(f"a ballot of {int(lengths.max())} bytes"))
-        # One row a member; the rows of the others are zero here, so that a sum is a gather.
+        # One row per member; the other members' rows are zero here, so that a sum acts as a gather.
         rows = torch.zeros(self.size, int(lengths.max()), dtype=torch.uint8)
         rows[self.rank, : len(message)] = torch.frombuffer(bytearray(message), dtype=torch.uint8)
         with reporter.collective():
@@ -210,9 +211,9 @@ class ReduceGroup:
         return [bytes(rows[r, : int(lengths[r])].numpy().tobytes()) for r in range(self.size)]
 
     def close(self, because: str = "the group is closed") -> None:
-        """Lets go of the group without waiting: tearing down a broken gloo group can block, so a daemon thread does.
+        """Closes the group without waiting: tearing down a broken gloo group can block, so a daemon thread does it.
 
-        Peers that wait for this member fail at once, since its connections close.
+        Peers that wait for this member fail at once, because its connections close.
         """
         group, self._group = self._group, None
         self._failure = self._failure or because
@@ -235,22 +236,22 @@ class ReduceGroup:
             raise PeerLost(epoch=self.epoch, because=self._failure)
 
     def _lost(self, what: str, error: RuntimeError) -> PeerLost:
-        # Closed here and now: a third member may wait for this one, and knows nothing of the peer that went away.
+        # Close synchronously: a third member may wait for this one without knowing about the lost peer.
         self.close(f"{what}: {_first_line(error)}")
         logger.warning("epoch %d: %s", self.epoch, self._failure)
         return PeerLost(epoch=self.epoch, because=self._failure)
 
 
 def refuse_stale(replica: str, what: str, wanted: int, got: int) -> None:
-    """Fences one number of a message.
+    """Checks one number of a message against this replica's.
 
     Raises:
-        StaleIncarnation: it is not the one that this replica is at.
+        StaleIncarnation: they differ.
     """
     if wanted != got:
         raise StaleIncarnation(replica=replica, wanted=f"{what} {wanted}", got=f"{what} {got}")
 
 
 def _first_line(error: RuntimeError) -> str:
-    """Torch appends a C++ stack to its messages."""
+    """First line of the message: torch appends a C++ stack."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]

@@ -1,6 +1,6 @@
-"""A trainer replica with what surrounds it: its weight port, the manifests of its versions, copies and checkpoints.
+"""A trainer replica with its services: weight port, version manifests, state copies and checkpoints.
 
-After each commit the version is offered under its manifest; the state stream gives a replacement everything, as of
+After each commit the version is published with its manifest; the state stream gives a replacement the whole state
 between two steps. Without Ray; one working thread calls `join`, `train_step`, `copy_from` and the checkpoint methods.
 """
 
@@ -26,12 +26,13 @@ from rolecall.rl_runtime.weights.proof import CANARY
 from rolecall.rl_runtime.weights.pull import pull_state
 
 MANIFESTS_MAX: Final = 4
-"""Newest versions whose manifest can be asked for."""
+"""Number of newest versions whose manifest is available."""
 
 
 class TrainerService:
-    """What a trainer's process serves, on `address` only. The first incarnations hold the run's first weights; later
-    ones must copy."""
+    """The service of a trainer's process, on `address` only. First incarnations have the run's initial weights; later
+    ones must copy.
+    """
 
     def __init__(
         self,
@@ -84,7 +85,7 @@ class TrainerService:
     def manifest(self, policy_version: int) -> Manifest:
         """
         Raises:
-            StaleIncarnation: that version is not offered here (any more).
+            StaleIncarnation: that version is not, or no longer, available here.
         """
         found = self._manifests.get(policy_version)
         if found is None:
@@ -109,14 +110,14 @@ class TrainerService:
     # --- the working thread
 
     def idle(self) -> None:
-        """Answers when the working thread is free."""
+        """Returns when the working thread is free."""
 
     def copy_from(self, holder: Holder) -> None:
         """Becomes a copy of another trainer: weights, optimizer state, commit record.
 
         Raises:
-            TransferFailed: the holder could not give all; nothing was changed.
-            ProofMismatch: what it gave is not a state of this model; nothing was changed.
+            TransferFailed: the holder could not provide everything; nothing was changed.
+            ProofMismatch: the received data is not a state of this model; nothing was changed.
         """
         copy = pull_state(
             holder,
@@ -132,7 +133,7 @@ class TrainerService:
         """Path of the checkpoint written.
 
         Raises:
-            OSError: it could not be written; older ones stand.
+            OSError: it could not be written; older ones remain.
         """
         with reporter.phase(Phase.CHECKPOINT):
             tensors, meta = self.replica.export_state()
@@ -140,7 +141,7 @@ class TrainerService:
             return str(checkpoint.save(Path(folder), step, tensors, meta, keep=keep))
 
     def load_checkpoint(self, folder: str) -> LoadedCheckpoint:
-        """Takes over the newest good checkpoint; without one, the weights that the run began with."""
+        """Loads the newest good checkpoint; without one, the run's initial weights."""
         search = checkpoint.newest_good(Path(folder))
         refused = tuple(str(e) for e in search.bad)
         if search.found is not None:

@@ -1,10 +1,9 @@
-"""A trainer's state: the policy, the critic where there is one, and the commit record. One lock, so that a reader sees
-one step's.
+"""A trainer's state: policy, critic (if any) and commit record, under one lock that keeps reads consistent.
 
 The optimizers are the only writers and run with the lock held; exports, policy snapshots and digests are copies made
-under the same lock. In exports tensors are named `weight/<name>`, `exp_avg/<name>` and `exp_avg_sq/<name>`, the
-critic's with `critic/` before that. Only the policy ever leaves for the engines. Copies of its newest former versions
-stay here, for `agreement`; no export has them.
+under the same lock. Exported tensors are named `weight/<name>`, `exp_avg/<name>` and `exp_avg_sq/<name>`, the critic's
+with the prefix `critic/`. Only the policy is sent to the engines. Copies of its newest former versions stay here for
+`agreement` and are not exported.
 """
 
 import hashlib
@@ -29,7 +28,7 @@ from rolecall.rl_runtime.trainer.network import Network
 
 META_FORMAT: Final = 2
 META_FORMATS: Final = (1, META_FORMAT)
-"""Format 1 knew no critic; a state without one reads the same in both."""
+"""Format 1 had no critic; a state without one reads the same in both."""
 CRITIC: Final = "critic/"
 
 
@@ -43,7 +42,7 @@ class TrainerState:
         replica: ReplicaId,
         versions_kept: int = 0,
     ) -> None:
-        """`versions_kept`: how many former versions of the policy are remembered."""
+        """`versions_kept`: number of former policy versions to keep."""
         self.policy, self.critic = policy, critic
         self.former: Mapping[int, dict[str, torch.Tensor]] = {}  # version -> weights; only the working thread reads it
         self._versions_kept = versions_kept
@@ -60,15 +59,15 @@ class TrainerState:
 
     @property
     def weights_digest(self) -> str:
-        """SHA-256 over all weights in the order of their names, the critic's behind the policy's."""
+        """SHA-256 over all weights in the order of their names, the policy's before the critic's."""
         return self._weights_digest
 
     def apply(self, sums: torch.Tensor, divisors: Divisors, commit: CommitRecord) -> float:
-        """Divides the step's sums (flat: policy, then critic), clips, steps the optimizers, takes over the record: all
-        or nothing for readers. Returns the norm of the policy's gradient before clipping.
+        """Divides the step's sums (flat: policy, then critic), clips, steps the optimizers and stores the record,
+        atomically for readers. Returns the norm of the policy's gradient before clipping.
 
         Raises:
-            NotFinite: a gradient is too large for its parameters' numbers; nothing was changed.
+            NotFinite: a gradient overflows its parameters' dtype; nothing was changed.
         """
         end = self.policy.num_parameters
         with self._lock:
@@ -88,7 +87,7 @@ class TrainerState:
         return norm
 
     def _remember(self) -> None:
-        """Keeps the policy as it is, about to become a former one."""
+        """Keeps a copy of the policy before the optimizer step makes it a former version."""
         version, kept = self._commit.policy_version, self._versions_kept
         if kept:
             old = {v: w for v, w in self.former.items() if v > version - kept}
@@ -109,7 +108,7 @@ class TrainerState:
         return tuple(float(x) for x in logprobs[0, 1:])
 
     def export(self) -> tuple[dict[str, torch.Tensor], str]:
-        """Copies of all tensors, and the meta that belongs to them."""
+        """Copies of all tensors, and the matching meta."""
         with self._lock:
             tensors = {name: t.clone() for network in self._networks for name, t in network.tensors()}
             meta = {
@@ -120,10 +119,10 @@ class TrainerState:
         return tensors, json.dumps(meta, sort_keys=True)
 
     def load(self, tensors: dict[str, torch.Tensor], meta: str) -> None:
-        """Checks everything first, then becomes a copy.
+        """Checks everything first, then replaces the state.
 
         Raises:
-            ProofMismatch: naming the tensor, or the meta.
+            ProofMismatch: names the tensor, or the meta.
         """
         steps, commit = self._parsed_meta(meta)
         self._check_tensors(tensors)
@@ -132,7 +131,7 @@ class TrainerState:
                 for name, mine in network.tensors():
                     mine.copy_(tensors[name])
                 network.set_optimizer_step(steps)
-            self.former = {}  # they may be of a discarded course
+            self.former = {}  # they may belong to a discarded policy
             self._commit = commit
             self._weights_digest = self._digest_weights()
 
@@ -171,7 +170,7 @@ class TrainerState:
 def first_state(
     job: JobConfig, vocab: Vocabulary, *, replica: ReplicaId, dtype: torch.dtype = torch.float32
 ) -> TrainerState:
-    """What a run begins with: a function of the job alone, so that every replica makes the same bits.
+    """A run's initial state: a function of the job alone, so that every replica creates the same bits.
 
     Raises:
         ConfigError: the model folder cannot be loaded.
@@ -198,7 +197,7 @@ def parse_meta(meta: str) -> tuple[int, CommitRecord]:
     """(number of optimizer steps, commit record) of an export.
 
     Raises:
-        ValueError: it is not such a meta; the reason is the message.
+        ValueError: it is not a valid meta; the message gives the reason.
     """
     try:
         d: dict[str, Any] = json.loads(meta)

@@ -1,18 +1,18 @@
-"""One trainer replica: model, AdamW, and the gradient of the running step as far as it is computed.
+"""One trainer replica: model, AdamW, and the partial gradient of the running step.
 
-A step: compute those of my microbatches that I have not computed yet and add their gradients up; reduce a copy; vote;
-and only when all members agree, move the optimizer. Until then nothing that lasts has changed, so that a step may be
-interrupted at any point and finished in the next epoch, with the microbatches of the lost added to the same sum. A
-replica that missed a commit copies the whole state from a member that made it.
+A step: compute the missing ones of this replica's microbatches and add their gradients up; reduce a copy; vote; and
+step the optimizer only when all members agree. Until then no persistent state changes, so a step may be interrupted at
+any point and finished in the next epoch, with the lost replicas' microbatches added to the same sum. A replica that
+missed a commit copies the whole state from a member that has it.
 
 Exactly B microbatches enter each step (ReCoVer's invariant): the vote checks their ids. Gradients are sums over tokens
-and are divided once, after the vote, by what all microbatches together say (`objective.divisors`): never by how many
-survive, never a mean of means.
+and are divided once, after the vote, by the totals of all microbatches (`objective.divisors`): never by the number of
+survivors, never a mean of means.
 
-An algorithm with a critic has it here, in the same process and the same commit: two networks, one reduce, one vote.
+A critic, if any, runs in the same process and commit: two networks, one reduce, one vote.
 
-No Ray here. `train_step`, `join` and `load_state` belong to one working thread; `info`, `commit_record`,
-`reset_step` and everything that reads state may be called from others at the same time.
+No Ray here. `train_step`, `join` and `load_state` belong to one working thread; `info`, `commit_record`, `reset_step`
+and all readers of the state may be called from other threads at the same time.
 """
 
 import hashlib
@@ -51,7 +51,7 @@ from rolecall.rl_runtime.trainer.vote_totals import StepTotals
 
 
 class TrainerReplica:
-    """A data-parallel copy. Hooks are where faults may be injected, and where a version is handed on."""
+    """A data-parallel copy. Hooks serve fault injection and the publishing of versions."""
 
     def __init__(
         self,
@@ -68,11 +68,11 @@ class TrainerReplica:
         on_bucket: Callable[[], None] = nothing,
         on_publish: Callable[[int], None] | None = None,
     ) -> None:
-        """`has_state` False: the fresh weights made here must be replaced (load_state) before this replica may join.
+        """`has_state` False: the fresh weights created here must be replaced (load_state) before this replica may join.
 
         `address`: of this replica's node, where the other trainers reach its process group.
-        `dtype`: of the weights. In float64 rounding vanishes beside what is to be shown of a step.
-        `on_publish(policy_version)` runs in phase publish after each commit; `policy_tensors` gives the weights.
+        `dtype`: of the weights. float64 makes rounding negligible in tests of a step.
+        `on_publish(policy_version)` runs in phase publish after each commit; `policy_tensors` returns the weights.
         """
         torch.set_num_threads(1)
         self.replica, self.incarnation, self.job = replica, incarnation, job
@@ -99,10 +99,10 @@ class TrainerReplica:
         self._joined_epoch = -1
         self._last_result: StepResult | None = None
 
-    # --- what others may ask at any time
+    # --- callable from any thread
 
     def info(self, holder: Holder) -> TrainerInfo:
-        """`holder`: where this replica serves tensors."""
+        """`holder`: this replica's tensor server."""
         pid = os.getpid()
         commit = self._state.commit
         computed = self._partial.computed(commit.step + 1)
@@ -123,35 +123,35 @@ class TrainerReplica:
 
     @property
     def last_result(self) -> StepResult | None:
-        """The answer of the newest committed step: for a controller that restarted before it heard it."""
+        """The answer of the newest committed step, for a controller that restarted before receiving it."""
         return self._last_result
 
     def state_tensors(self) -> dict[str, torch.Tensor]:
-        """Weights and optimizer state as copies; `export_state` gives them together with their meta."""
+        """Weights and optimizer state as copies; `export_state` returns them together with their meta."""
         return self.export_state()[0]
 
     def export_state(self) -> tuple[dict[str, torch.Tensor], str]:
-        """Everything that a replacement needs, and the JSON meta that belongs to it; taken between two steps."""
+        """The whole state for a replacement, and its JSON meta; taken between two steps."""
         return self._state.export()
 
     def first_state(self) -> TrainerState:
-        """The state that the run began with, created again."""
+        """The run's initial state, created again."""
         return first_state(self.job, self._vocab, replica=self.replica)
 
     def policy_tensors(self, version: int) -> dict[str, torch.Tensor]:
         """An immutable copy of the weights of policy version `version`, Hugging Face names.
 
         Raises:
-            StaleIncarnation: this replica is at another version.
+            StaleIncarnation: this replica has another version.
         """
         return self._state.policy_tensors(version)
 
     def canary_logprobs(self, tokens: Sequence[int]) -> tuple[float, ...]:
-        """Log-probability of each of `tokens` but the first, under the present weights."""
+        """Log-probability of each of `tokens` but the first, under the current weights."""
         return self._state.canary_logprobs(tokens)
 
     def open_store(self, epoch: int) -> tuple[str, int]:
-        """Opens the rendezvous of `epoch` on this replica and returns where; asked again, the same."""
+        """Opens the rendezvous of `epoch` on this replica and returns its address; idempotent."""
         if epoch <= self._joined_epoch:
             raise StaleIncarnation(
                 replica=self.replica, wanted=f"an epoch after {self._joined_epoch}", got=f"epoch {epoch}"
@@ -163,7 +163,7 @@ class TrainerReplica:
             return store.host, store.port
 
     def reset_step(self, step: int) -> None:
-        """Throws away partial gradients of `step`.
+        """Discards partial gradients of `step`.
 
         Raises:
             StaleIncarnation: that step is committed.
@@ -178,7 +178,7 @@ class TrainerReplica:
 
         Raises:
             StaleIncarnation: meant for another incarnation, an epoch that is over, or this replica has no state yet.
-            PeerLost: not all members came in time.
+            PeerLost: not all members arrived in time.
         """
         refuse_stale(self.replica, "incarnation", self.incarnation, incarnation)
         if epoch <= self._joined_epoch:
@@ -214,15 +214,15 @@ class TrainerReplica:
         ledger: ChainHead,
         members: Sequence[ReplicaId],
     ) -> StepResult:
-        """Computes what is missing of `mine`, reduces, votes, divides, steps the optimizers, publishes `step` + 1.
+        """Computes the missing part of `mine`, reduces, votes, divides, steps the optimizers, publishes `step` + 1.
 
         After any error the call may be repeated, in a newer epoch and with more microbatches: nothing was committed.
 
         Raises:
             StaleIncarnation: meant for another incarnation, epoch or step.
-            PeerLost: a peer went away; local gradients are kept.
-            VoteRefused: the members do not agree; `reset_step` and try again.
-            NotFinite: names the replica and microbatch; partial gradients are thrown away.
+            PeerLost: a peer disconnected; local gradients are kept.
+            VoteRefused: the members disagree; call `reset_step` and retry.
+            NotFinite: names the replica and microbatch; partial gradients are discarded.
         """
         started = self._clock.monotonic()
         refuse_stale(self.replica, "incarnation", self.incarnation, incarnation)
@@ -235,7 +235,7 @@ class TrainerReplica:
                 self._compute(step, mine, all_ids)
                 local = self._contribution(epoch, step, mine)
             except BaseException as e:
-                # Peers may be in the reduce already. They must not wait there for a member that will not come.
+                # Peers may be in the reduce already and must not wait for a member that will not join it.
                 self._group.close(f"{self.replica} left the step: {type(e).__name__}")
                 raise
             ballots, sums = self._reduce_and_vote(self._group, epoch, step, local, ledger)
@@ -258,10 +258,10 @@ class TrainerReplica:
         return result
 
     def load_state(self, tensors: dict[str, torch.Tensor], meta: str) -> None:
-        """Becomes a copy: weights, optimizer state, commit record, bit by bit.
+        """Becomes a bitwise copy: weights, optimizer state, commit record.
 
         Raises:
-            ProofMismatch: names, shapes or dtypes are not those of this model; nothing was changed then.
+            ProofMismatch: names, shapes or dtypes differ from this model's; nothing was changed.
         """
         with reporter.phase(Phase.COPY):
             self._state.load(tensors, meta)
@@ -302,7 +302,7 @@ class TrainerReplica:
                 self._partial.add(microbatch, gradient, stats)
                 busy = self._clock.monotonic() - started
                 reporter.progress(1, busy_seconds=busy, tokens=stats.health.tokens)
-                # For monitoring this replica, in the size of a step's loss; nothing is computed from it.
+                # Only for monitoring this replica, on the scale of a step's loss; nothing is computed from it.
                 own = divisors(self.job.algorithm, stats.health, longest=self._longest)
                 reporter.update(loss=stats.policy_loss / own.policy)
 
@@ -343,7 +343,7 @@ class TrainerReplica:
         all_ids: Sequence[str],
         members: Sequence[ReplicaId],
     ) -> None:
-        """The same verdict at every member, because all have the same ballots and the same sum."""
+        """The same verdict at every member, because all have the same ballots and sum."""
         for other in ballots:
             for bad in (s for s in other.microbatches if not s.finite):
                 self.reset_step(step)

@@ -1,5 +1,6 @@
-"""What a step's ballots add up to. Counted once, after the vote, and the same to the bit at every member and for every
-way of sharing the step out: microbatches are added in the order of their ids, on whichever replica.
+"""Totals of a step's ballots. Computed once, after the vote, and bitwise equal at every member and for every
+assignment:
+microbatches are added in the order of their ids, on any replica.
 """
 
 from collections.abc import Sequence
@@ -17,9 +18,9 @@ from rolecall.rl_runtime.trainer.reduce import CommitVote
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTotals:
     group_ids: tuple[GroupId, ...]  # sorted
-    num_tokens: int  # that the policy is trained on
+    num_tokens: int  # tokens that the policy is trained on
     divisors: Divisors
-    loss: float  # the policy's, divided
+    loss: float  # policy loss, divided
     reward: float | None  # mean over the complete answers
     health: PolicyHealth
     log_ratio_max: float | None  # see StepResult
@@ -40,7 +41,7 @@ class StepTotals:
         )
 
     def report(self) -> None:
-        """Puts it on this process's page."""
+        """Writes the totals to this process's state page."""
         signs = self.health
         reporter.update(loss=self.loss, reward=self.reward)
         reporter.health(
@@ -57,7 +58,9 @@ class StepTotals:
 
 
 def _of_what_there_is(found: PolicyHealth, algorithm: AlgorithmConfig) -> PolicyHealth:
-    """Nothing is clipped where weights are truncated, nor the other way round: that is no share of 0."""
+    """Drops metrics that do not apply: nothing is clipped with truncated weights, or vice versa, and that is not a
+    share of 0.
+    """
     if algorithm.importance_cap is None:
         return replace(found, capped_fraction=None)
     return replace(found, clip_fraction_low=None, clip_fraction_high=None)

@@ -1,8 +1,8 @@
-"""Digests of tensors, and the manifest that names what a policy version consists of.
+"""Digests of tensors, and the manifest that lists the tensors of a policy version.
 
-A tensor's digest is the SHA-256 of its raw bytes in little-endian row-major order, nothing else: name, dtype and shape
-stand beside it in the entry, and a manifest's digest covers version and entries. Digests are equal exactly when the
-bits are: -0.0 and 0.0 differ, and so do two NaNs of different payload. No floating-point tolerance enters here.
+A tensor's digest is the SHA-256 of its raw bytes in little-endian row-major order only; its entry has name, dtype and
+shape, and a manifest's digest covers version and entries. Digests are equal exactly when the bits are: -0.0 and 0.0
+differ, and so do two NaNs with different payloads. There is no floating-point tolerance.
 """
 
 import hashlib
@@ -29,13 +29,13 @@ DTYPES: Final[Mapping[str, torch.dtype]] = {
     "uint8": torch.uint8,
     "bool": torch.bool,
 }
-"""The dtypes that may travel: a closed list, because a name from a wire must never reach getattr."""
+"""Dtypes that may be transferred: a closed list, because a name from the network must never reach getattr."""
 
 DTYPE_NAMES: Final[Mapping[torch.dtype, str]] = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def raw_bytes(tensor: torch.Tensor) -> memoryview:
-    """The tensor's bytes in row-major order, without a copy where it is contiguous and on the CPU.
+    """The tensor's bytes in row-major order, without a copy if it is contiguous and on the CPU.
 
     Raises:
         RuntimeError: on a big-endian machine, whose bytes would need swapping (no such machine runs vLLM).
@@ -47,7 +47,7 @@ def raw_bytes(tensor: torch.Tensor) -> memoryview:
 
 
 def tensor_digest(tensor: torch.Tensor) -> str:
-    """SHA-256 of the tensor's raw bytes, hex. hashlib lets other threads run meanwhile."""
+    """SHA-256 of the tensor's raw bytes, hex. hashlib releases the GIL."""
     return hashlib.sha256(raw_bytes(tensor)).hexdigest()
 
 
@@ -55,7 +55,7 @@ def tensor_entry(name: str, tensor: torch.Tensor) -> TensorEntry:
     """Name, dtype, shape and digest of one tensor.
 
     Raises:
-        WireError: the dtype is not one that may travel.
+        WireError: the dtype is not transferable.
     """
     dtype = DTYPE_NAMES.get(tensor.dtype)
     if dtype is None:
@@ -69,7 +69,7 @@ def entries_of(tensors: Mapping[str, torch.Tensor]) -> tuple[TensorEntry, ...]:
 
 
 def entries_digest(entries: Iterable[TensorEntry]) -> str:
-    """SHA-256 over the entries in the order of their names. Fields are separated so that no two lists read alike."""
+    """SHA-256 over the entries in the order of their names. Separators make the encoding unambiguous."""
     total = hashlib.sha256()
     for e in sorted(entries, key=lambda e: e.name):
         shape = ",".join(str(n) for n in e.shape)
@@ -80,8 +80,8 @@ def entries_digest(entries: Iterable[TensorEntry]) -> str:
 def manifest_digest(policy_version: int, entries: Iterable[TensorEntry]) -> str:
     """Digest of a manifest: version and entries.
 
-    The canary's log-probabilities are left out: they are computed, and two trainers that hold the same bits on
-    different machines may differ in the last place, yet each must be able to serve the other's version.
+    Excludes the canary's log-probabilities: they are computed, so two trainers with the same bits on different machines
+    may differ in the last place, yet each must be able to serve the other's version.
     """
     return hashlib.sha256(f"{policy_version}|{entries_digest(entries)}".encode()).hexdigest()
 
@@ -89,7 +89,7 @@ def manifest_digest(policy_version: int, entries: Iterable[TensorEntry]) -> str:
 def build_manifest(
     policy_version: int, tensors: Mapping[str, torch.Tensor], canary_logprobs: Sequence[float]
 ) -> Manifest:
-    """What a trainer publishes after a commit.
+    """The manifest that a trainer publishes after a commit.
 
     Args:
         policy_version: 0 for the initial weights.
@@ -106,10 +106,10 @@ def build_manifest(
 
 
 def check_manifest(manifest: Manifest) -> None:
-    """A manifest must carry its own digest, and name each tensor once.
+    """Checks that a manifest has a correct digest and lists each tensor once.
 
     Raises:
-        WireError: saying which of the two does not hold.
+        WireError: names the failed check.
     """
     names = [e.name for e in manifest.tensors]
     if not names:
@@ -126,6 +126,6 @@ def check_manifest(manifest: Manifest) -> None:
 def received_digest(manifest: Manifest, tensors: Mapping[str, torch.Tensor]) -> str:
     """Proof part (a): the manifest's digest, recomputed from the bytes in memory.
 
-    Equal to `manifest.digest` only when every tensor is there, none is added, and each has its dtype, shape and bits.
+    Equal to `manifest.digest` only if no tensor is missing or extra, and each has its dtype, shape and bits.
     """
     return manifest_digest(manifest.policy_version, entries_of(tensors))

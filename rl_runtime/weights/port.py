@@ -1,10 +1,10 @@
-"""Weights and states, point to point: every trainer and rollout serves what it holds, and others pull.
+"""Point-to-point transfer of weights and states: every trainer and rollout serves its tensors, and others pull.
 
-There is no communicator and no group: a puller needs a `Holder` (host, port) and the run's token. Two streams:
-`policy` serves immutable snapshots by version, and `state` a trainer's whole state (weights, optimizer, commit record),
-taken when asked. A pull goes tensor by tensor, and a tensor counts only when its SHA-256, taken after the last byte was
-read, is the one that the manifest names: a puller whose holder dies continues at the first missing tensor with another.
-Frames and authentication: `wire.py`. Snapshots and their leases: `snapshots.py`. The pulling side: `pull.py`.
+There is no communicator and no group: a puller needs a `Holder` (host, port) and the run's token. Two streams: `policy`
+serves immutable snapshots by version, and `state` a trainer's whole state (weights, optimizer, commit record), taken on
+demand. A pull transfers tensor by tensor, and a tensor counts only when the SHA-256 of its received bytes matches the
+manifest: a puller whose holder dies continues at the first missing tensor with another holder. Frames and
+authentication: `wire.py`. Snapshots and their leases: `snapshots.py`. The pulling side: `pull.py`.
 """
 
 import functools
@@ -55,25 +55,25 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 HANDSHAKE_SECONDS: Final = 2.0
-"""A peer that has not shown the token within this is cut off; it holds one of the few connections meanwhile."""
+"""A peer that has not proven the token within this is disconnected; until then it uses one of the few connections."""
 NUM_CONNECTIONS_MAX: Final = 32
 NUM_REFUSALS_KEPT: Final = 64
 NUM_COUNTERS_MAX: Final = 4096
 REQUEST_BYTES_MAX: Final = 4096
-"""A request is an operation, a version and a name: longer ones are refused before they are read."""
+"""A request is an operation, a version and a name; longer ones are rejected before they are read."""
 
 StateProvider = Callable[[], tuple[Mapping[str, torch.Tensor], str] | None]
-"""Gives (tensors, meta JSON), or None when there is no state yet. The tensors must not change afterwards: copies."""
+"""Returns (tensors, meta JSON), or None without a state. The tensors must be copies that do not change afterwards."""
 
 
 class TensorServer:
-    """Serves one replica's snapshots on a port of its own, from threads of its own.
+    """Serves one replica's snapshots on its own port and threads.
 
     Args:
-        token: the run's token; a peer without it learns nothing.
+        token: the run's token; a peer without it gets no information.
         host: interface to listen on; loopback by default.
-        lease_seconds: how long a puller may be silent before another one is let in.
-        on_tensor: called with (puller, name) before each tensor is sent: where tests and fault injection hook in.
+        lease_seconds: how long a puller may be silent before another one is admitted.
+        on_tensor: called with (puller, name) before each tensor is sent: hook for tests and fault injection.
 
     Raises:
         OSError: the address cannot be bound.
@@ -102,13 +102,13 @@ class TensorServer:
         self._acceptor = threading.Thread(target=self._accept, name="weight-port", daemon=True)
         self._acceptor.start()
 
-    # --- what the owner does
+    # --- called by the owner
 
     def publish(self, manifest: Manifest, tensors: Mapping[str, torch.Tensor], *, copy: bool = True) -> None:
-        """Offers a policy version. With `copy=False` the caller promises never to change these tensors again.
+        """Publishes a policy version. With `copy=False` the caller must never change these tensors again.
 
         Raises:
-            WireError: the names are not the manifest's.
+            WireError: the names differ from the manifest's.
         """
         if set(tensors) != {e.name for e in manifest.tensors}:
             raise WireError(f"version {manifest.policy_version}: the tensors given are not those of the manifest")
@@ -120,11 +120,11 @@ class TensorServer:
         )
 
     def versions(self) -> tuple[int, ...]:
-        """Policy versions offered now."""
+        """Policy versions available now."""
         return self._policy.versions()
 
     def holder(self, replica: ReplicaId, incarnation: int) -> Holder:
-        """How others find this server."""
+        """The address at which other replicas reach this server."""
         return Holder(replica=replica, incarnation=incarnation, host=self.host, port=self.port)
 
     def bytes_sent(self) -> dict[tuple[str, int, str], int]:
@@ -133,21 +133,21 @@ class TensorServer:
             return dict(self._sent)
 
     def refusals(self) -> tuple[str, ...]:
-        """The last refused or failed peers, each a sentence with address and reason."""
+        """The last rejected or failed peers, each a sentence with address and reason."""
         with self._lock:
             return tuple(self._refusals)
 
     def close(self, wait_seconds: float = 2.0) -> None:
-        """Cuts every connection and waits for the threads; safe to call twice."""
+        """Closes every connection and waits for the threads; safe to call twice."""
         with self._lock:
             self._closed = True
             open_now = dict(self._connections)
         for sock in (self._listener, *open_now):
-            # A blocked accept or recv in another thread ends by shutdown, not by close.
+            # A blocked accept or recv in another thread is ended by shutdown, not by close.
             try:
                 sock.shutdown(socket.SHUT_RDWR)
             except OSError:
-                pass  # not connected any more: nothing to cut
+                pass  # no longer connected
             sock.close()
         until = self._clock.monotonic() + wait_seconds
         for thread in (self._acceptor, *open_now.values()):
@@ -163,7 +163,7 @@ class TensorServer:
             except OSError:
                 if self._closed:
                     return
-                # Out of descriptors, or a peer gone before it was accepted: the port stays open.
+                # Out of descriptors, or a peer disconnected before accept: the port stays open.
                 self._clock.sleep(0.05)
                 continue
             peer = f"{address[0]}:{address[1]}"
@@ -207,7 +207,7 @@ class TensorServer:
         return self._clock.monotonic() + self._lease_seconds
 
     def _open(self, wire: AuthenticatedConnection) -> tuple[SnapshotStore, SnapshotLease] | None:
-        """Grants a lease and says what there is, or says in one header why not."""
+        """Grants a lease and sends the index, or one header with the reason for a rejection."""
         request = wire.receive(self._deadline(), REQUEST_BYTES_MAX)
         stream, version, puller = _checked_open(wire.peer, request)
         shelf = self._state if stream == "state" else self._policy
@@ -238,7 +238,7 @@ class TensorServer:
         return TensorSnapshot(version=-1, digest=entries_digest(entries), entries=entries, tensors=tensors, meta=meta)
 
     def _send_tensors(self, wire: AuthenticatedConnection, shelf: SnapshotStore, lease: SnapshotLease) -> None:
-        """Answers requests for tensors until the puller says that it has all, or leaves."""
+        """Answers requests for tensors until the puller reports completion or disconnects."""
         entries = {e.name: e for e in lease.snapshot.entries}
         stream = "state" if shelf is self._state else "policy"
         while True:

@@ -1,27 +1,27 @@
-"""Invariant Proof before service (docs/invariants.md): what a rollout must show of its weights, and what judges it.
+"""Invariant Proof before service (docs/invariants.md): the weight proof that a rollout must provide, and its verifier.
 
-Three parts, each against faults that the others cannot see:
+Three parts, each detecting faults that the others cannot:
 
 (a) digest of the bytes received, against the trainer's manifest;
-(b) digest of the engine's own parameter storage after loading, per parameter: against the received bytes themselves
-    where a parameter is nothing but its sources in a row (the engine checks that before it proves), and equal to the
-    bit among replicas of one layout;
+(b) digest of the engine's own parameter storage after loading, per parameter: against the received bytes where a
+    parameter is just its concatenated sources (the engine checks that first), and bitwise equal among replicas of one
+    layout;
 (c) log-probabilities of a fixed canary: within a tolerance of the trainer's for the first replica of a version and
-    layout, equal to the bit to those of a certified one from then on.
+    layout, bitwise equal to those of a certified one from then on.
 
 | fault                                         | (a)  | (b)  | (c)  |
 |-----------------------------------------------|------|------|------|
 | tensor not received, or its bytes altered     | sees | sees | sees |
 | tensor received but skipped in loading        | -    | sees | sees |
 | two layers swapped in loading                 | -    | sees | sees |
-| a tensor of the version before, in storage    | -    | sees | sees, if the step moved the canary beyond the tolerance
-(first replica) | | a bit flipped after loading                   | -    | sees | only if it changes a log-probability
-of the canary |
+| a tensor of the previous version in storage   | -    | sees | if the step moved the canary beyond the tolerance |
+| a bit flipped after loading                   | -    | sees | if it changes a log-probability of the canary |
 | a vocabulary row that the canary does not use | -    | sees | -    |
 | right storage, wrong computation (kernel, KV) | -    | -    | sees |
 | a parameter that cannot be read back          | -    | - (listed as uncovered, never as covered) | sees |
 
-`ProofVerifier` only compares values: no I/O, no clock, no engine. Same proofs in the same order, same verdicts.
+`ProofVerifier` only compares values: no I/O, no clock, no engine. The same proofs in the same order give the same
+verdicts.
 """
 
 from collections.abc import Callable, Sequence
@@ -36,18 +36,19 @@ if TYPE_CHECKING:
     import torch
 
 CANARY: Final[tuple[int, ...]] = (1, 3, 7, 4, 12, 5, 9, 15, 6, 10, 13, 8, 11, 14, 3, 3, 5, 8, 13, 2, 1, 4, 9, 6)
-"""The fixed sequence: ids below 16, so that every vocabulary has them, each of them at least once but 0 (padding)."""
+"""The fixed sequence of ids below 16, which every vocabulary has; each id except 0 (padding) occurs at least once."""
 
 CANARY_TOLERANCE: Final[dict[str, float]] = {"float32": 2e-5, "float16": 2e-2, "bfloat16": 1e-1}
 """How far the first replica may be from the trainer, by dtype of the weights, times max(1, |log-probability|).
 
-Trainer and engine compute the same in another order: measured 5e-7 to 1.2e-6 in float32. One step at learning rate
-2e-4 moves the canary by 7e-3, at 1e-6 by 7e-5: 2e-5 lies between, 16 times the noise. In half precision the order of
-sums alone moves log-probabilities by 1e-3 to 1e-2, and only parts (a) and (b) can distinguish neighbouring versions.
+Trainer and engine compute the same values in a different order: measured 5e-7 to 1.2e-6 in float32. One step at
+learning rate 2e-4 moves the canary by 7e-3, at 1e-6 by 7e-5: 2e-5 lies between, 16 times the noise. In half precision
+the order of sums alone moves log-probabilities by 1e-3 to 1e-2, and only parts (a) and (b) can distinguish neighbouring
+versions.
 """
 
 NUM_ANCHORS_MAX: Final = 64
-"""Certified (version, layout) pairs remembered; older ones are forgotten, a late replica of them gets a new anchor."""
+"""Certified (version, layout) pairs to keep; a late replica of a dropped pair gets a new anchor."""
 
 
 def canary_logprobs(logits: "Callable[[torch.Tensor], torch.Tensor]") -> tuple[float, ...]:
@@ -56,7 +57,7 @@ def canary_logprobs(logits: "Callable[[torch.Tensor], torch.Tensor]") -> tuple[f
     Args:
         logits: the model: token ids (1, length) -> logits (1, length, vocabulary).
     """
-    import torch  # here: the controller judges proofs and must not carry torch
+    import torch  # lazy import: the controller judges proofs and must not load torch
 
     tokens = torch.tensor([CANARY])
     with torch.no_grad():
@@ -66,7 +67,7 @@ def canary_logprobs(logits: "Callable[[torch.Tensor], torch.Tensor]") -> tuple[f
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProofDecision:
-    """Whether a replica may serve, and why. `part` and `tensor` say what failed; both empty when admitted."""
+    """Whether a replica may serve, and why. `part` and `tensor` name the failure; both empty when admitted."""
 
     admitted: bool
     because: str
@@ -84,13 +85,13 @@ class ProofDecision:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ReferenceProof:
-    """The first certified replica of a version and layout, which all later ones must equal."""
+    """The first certified replica of a version and layout, which all later ones must match."""
 
     proof: WeightProof
 
 
 class ProofVerifier:
-    """Decides on proofs, and remembers the first certified of each (manifest, layout)."""
+    """Decides on proofs, and stores the first certified one of each (manifest, layout)."""
 
     def __init__(self) -> None:
         self._anchors: dict[tuple[str, str], _ReferenceProof] = {}
@@ -98,9 +99,9 @@ class ProofVerifier:
     def judge(
         self, manifest: Manifest, proof: WeightProof, *, incarnation: int | None = None, epoch: int | None = None
     ) -> ProofDecision:
-        """Whether the replica that made `proof` may serve `manifest`.
+        """Whether the replica with this `proof` may serve `manifest`.
 
-        `incarnation`, `epoch`: the ones that the proof must be for, where the caller knows.
+        `incarnation`, `epoch`: expected values of the proof, if known.
         """
         for verdict in (_meant_for(manifest, proof, incarnation, epoch), _part_a(manifest, proof)):
             if verdict is not None:
@@ -156,7 +157,7 @@ def _part_a(manifest: Manifest, proof: WeightProof) -> ProofDecision | None:
 
 
 def canary_outside(dtype: str, anchor: Sequence[float], got: Sequence[float]) -> str:
-    """Why `got` is not the trainer's canary, or "" when it is within the tolerance. NaN is never within."""
+    """Why `got` differs from the trainer's canary, or "" within the tolerance. NaN is never within."""
     if len(anchor) != len(got):
         return f"canary has {len(got)} log-probabilities, the trainer's {len(anchor)}"
     tolerance = CANARY_TOLERANCE.get(dtype, max(CANARY_TOLERANCE.values()))

@@ -1,9 +1,9 @@
-"""The pulling side of the weight port: what was read and verified is kept, what is missing is asked of another holder.
+"""The pulling side of the weight port: keeps verified tensors and requests missing ones from another holder.
 
 A tensor is allocated only after the holder's header agrees with the manifest (or, for a state, passed the limits), and
-counts only after the digest of the bytes read is the wanted one. A holder that serves another puller says so at once;
-`pull_any` then asks the next, and waits for one to become free only when none else can help. A holder that does not yet
-have the version is asked again while others are busy: so weights spread from puller to puller, not from one source.
+counts only after the digest of its received bytes matches. A holder that serves another puller reports so at once;
+`pull_any` then tries the next, and waits for a busy one only when no other holder can help. A holder that does not have
+the version yet is retried while others are busy, so weights spread from puller to puller instead of from one source.
 """
 
 import json
@@ -24,28 +24,28 @@ from rolecall.rl_runtime.weights.digest import DTYPES, check_manifest, entries_d
 from rolecall.rl_runtime.weights.wire import AuthenticatedConnection
 
 CONNECT_SHARE: Final = 0.2
-"""Share of the transfer timeout that connecting and the handshake may take: a stopped holder must not use up all."""
+"""Share of the transfer timeout for connecting and the handshake: a stopped holder must not use up all of it."""
 PIECE_SHARE: Final = 0.3
 """Share of the transfer timeout that one header, or one MiB of payload, may take."""
 BUSY_WAIT_SECONDS: Final = 0.02
-"""Pause before busy holders are asked again: about the time that 50 MB take on loopback."""
+"""Pause before busy holders are retried: about the time to transfer 50 MB on loopback."""
 NUM_TENSORS_MAX: Final = 100_000
 NUM_DIMS_MAX: Final = 8
 NAME_CHARS_MAX: Final = 512
 STATE_BYTES_MAX: Final = 1 << 40
-"""Largest state accepted, 1 TiB: a limit against nonsense in a header, not a budget."""
+"""Largest state accepted, 1 TiB: a limit against corrupt headers, not a budget."""
 
 
 class TransferProblem(StrEnum):
-    BUSY = "busy"  # serves another puller: try elsewhere, or again
-    ABSENT = "absent"  # does not hold this version
-    LOST = "lost"  # refused, or broke off
+    BUSY = "busy"  # serves another puller: try another holder, or retry
+    ABSENT = "absent"  # does not have this version
+    LOST = "lost"  # rejected the pull, or disconnected
     TIMEOUT = "timeout"  # too slow, or stopped
-    CORRUPT = "corrupt"  # sent bytes that are not what the manifest says
+    CORRUPT = "corrupt"  # sent bytes that do not match the manifest
 
 
 class TransferFailed(WireError):
-    """A pull did not finish. `pieces` holds what was verified: give it to the next `pull` to continue from there."""
+    """A pull did not finish. `pieces` has the verified tensors: pass it to the next `pull` to continue."""
 
     def __init__(
         self, *, holder: Holder | None, problem: TransferProblem, reason: str, pieces: "PartialTransfer"
@@ -56,14 +56,14 @@ class TransferFailed(WireError):
         super().__init__(f"transfer from {source}: {problem}: {reason} ({have} are kept)")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # In another process the pieces are of no use, and Ray would carry every byte of them.
+        # Not pickled: the pieces are useless in another process, and Ray would transfer every byte of them.
         rebuild, (cls, args, facts) = super().__reduce__()
         return rebuild, (cls, args, {**facts, "pieces": replace(self.pieces, tensors={})})
 
 
 @dataclass(slots=True, kw_only=True)
 class PartialTransfer:
-    """What one puller has of one snapshot. Every tensor in it has the digest that its entry names."""
+    """One puller's verified part of one snapshot. Every tensor in it matches its entry's digest."""
 
     digest: str  # of the manifest, or of a state's index
     version: int
@@ -73,10 +73,10 @@ class PartialTransfer:
 
     @classmethod
     def of(cls, manifest: Manifest) -> "PartialTransfer":
-        """Nothing yet of this manifest.
+        """An empty transfer for this manifest.
 
         Raises:
-            WireError: the manifest contradicts itself or passes the limits.
+            WireError: the manifest is inconsistent or exceeds the limits.
         """
         check_manifest(manifest)
         _check_limits(manifest.tensors)
@@ -91,13 +91,13 @@ class PartialTransfer:
 
     @property
     def main_holder(self) -> ReplicaId:
-        """The holder that most bytes came from."""
+        """The holder that provided the most bytes."""
         return max(self.bytes_by_holder, key=lambda r: self.bytes_by_holder[r])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateCopy:
-    """A trainer's whole state as its holder had it at one moment."""
+    """A consistent copy of a trainer's whole state."""
 
     tensors: dict[str, torch.Tensor]
     meta: str  # JSON
@@ -129,11 +129,11 @@ def pull(
     pieces: PartialTransfer | None = None,
     clock: Clock | None = None,
 ) -> PartialTransfer:
-    """Everything of `manifest` that `pieces` lacks, from one holder.
+    """Pulls the tensors of `manifest` missing in `pieces` from one holder.
 
     Raises:
         TransferFailed: with the pieces so far.
-        WireError: the manifest itself is wrong.
+        WireError: the manifest is invalid.
     """
     pieces = _fitting(pieces, manifest)
     clock = clock or SystemClock()
@@ -154,12 +154,11 @@ def pull_any(
     clock: Clock | None = None,
     cancelled: Callable[[], bool] = lambda: False,
 ) -> PartialTransfer:
-    """Everything of `manifest` from whichever of `holders` can give it, in their order, within `timeout_seconds` in
-    all.
+    """Pulls all of `manifest` from any of `holders`, in their order, within a total of `timeout_seconds`.
 
     Raises:
-        TransferFailed: no holder is left, or time ran out; `holder` is None, and the reason names each one's.
-        WireError: the manifest itself is wrong.
+        TransferFailed: no holder is left, or the time is up; `holder` is None, and the reason lists each holder's.
+        WireError: the manifest is invalid.
     """
     pieces = _fitting(pieces, manifest)
     clock = clock or SystemClock()
@@ -196,10 +195,10 @@ def pull_state(
     bytes_max: int = STATE_BYTES_MAX,
     clock: Clock | None = None,
 ) -> StateCopy:
-    """A trainer's whole state.
+    """Pulls a trainer's whole state.
 
     Raises:
-        TransferFailed: nothing of a state is kept, because the next one asked has another moment's.
+        TransferFailed: no part is kept, because the next holder's state is of another moment.
     """
     clock = clock or SystemClock()
     deadline = clock.monotonic() + timeout_seconds
@@ -278,7 +277,7 @@ def _open(
     if opened is not None:
         opened(answer)
     elif answer.get("digest") != pieces.digest:
-        # Same number, other weights: the holder has not yet followed a way back to a checkpoint, or we have not.
+        # Same version, other weights: the holder or this puller has not yet followed a return to a checkpoint.
         raise failed(TransferProblem.ABSENT, f"holds another version {pieces.version}: its digest differs")
 
 
@@ -316,10 +315,10 @@ def _checked_index(answer: dict[str, Any], bytes_max: int) -> tuple[str, tuple[T
 
 
 def _check_limits(entries: Sequence[TensorEntry], bytes_max: int = STATE_BYTES_MAX) -> None:
-    """Before anything is allocated.
+    """Checks the limits before any allocation.
 
     Raises:
-        WireError: naming the tensor and the limit.
+        WireError: names the tensor and the limit.
     """
     if len(entries) > NUM_TENSORS_MAX:
         raise WireError(f"{len(entries)} tensors are more than {NUM_TENSORS_MAX}")

@@ -1,9 +1,9 @@
-"""What a holder serves: immutable snapshots of policy versions, and the leases to read them.
+"""Snapshots of policy versions served by a holder, and the leases to read them.
 
-The newest two published are kept (double buffer), so that a puller which asked for one version still finds it when the
+The newest two published are kept (double buffer), so that a puller that requested one version still finds it when the
 next is published. A lease names the one puller that a source serves at a time (RobustRL: each source is pulled by
-exactly one rollout) and keeps its snapshot alive past two further publications; it ends when released, or when it was
-not renewed in time and another puller wants the source. No I/O here; the clock is given.
+exactly one rollout) and keeps its snapshot alive past two further publications; it ends when released, or when it
+expired and another puller wants the source. No I/O here; the clock is passed in.
 """
 
 import math
@@ -23,7 +23,7 @@ NUM_KEPT: Final = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorSnapshot:
-    """Tensors that are not changed any more. `digest` names all of it; a whole state has version -1 and `meta`."""
+    """Immutable tensors. `digest` covers all of it; a whole state has version -1 and `meta`."""
 
     version: int
     digest: str
@@ -36,7 +36,7 @@ NOTHING: Final = TensorSnapshot(version=-1, digest="", entries=(), tensors={})
 
 
 class SourceBusy(WireError):
-    """Another puller is being served. `holds` names it."""
+    """Another puller is being served; `holds` names it."""
 
     def __init__(self, *, holds: str) -> None:
         self.holds = holds
@@ -44,11 +44,11 @@ class SourceBusy(WireError):
 
 
 class SnapshotAbsent(WireError):
-    """This version is not here (not yet, no longer, or never)."""
+    """This version is not available (not yet, no longer, or never)."""
 
 
 class SnapshotLeaseExpired(WireError):
-    """The lease was not renewed in time, and another puller has it now."""
+    """The lease expired, and another puller has it now."""
 
 
 @dataclass(slots=True, eq=False)
@@ -60,7 +60,7 @@ class SnapshotLease:
 
 @dataclass(slots=True)
 class SnapshotStore:
-    """Snapshots of one stream and the one lease on it. Safe for use by several threads."""
+    """Snapshots of one stream and its single lease. Thread-safe."""
 
     clock: Clock
     lease_seconds: float
@@ -69,28 +69,28 @@ class SnapshotStore:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def publish(self, snapshot: TensorSnapshot) -> None:
-        """Adds a snapshot; of those published before, the newest stays.
+        """Adds a snapshot and keeps the previously newest one.
 
-        Newest is the last published, not the highest number: going back to a checkpoint makes lower numbers again,
-        and then a number that is on the shelf is replaced.
+        Newest means last published, not highest number: a return to a checkpoint produces lower numbers again, which
+        replace stored snapshots of the same number.
         """
         with self._lock:
             others = [s for s in self._snapshots if s.version != snapshot.version]
             self._snapshots = [*others, snapshot][-NUM_KEPT:]
 
     def versions(self) -> tuple[int, ...]:
-        """Versions that can be asked for, oldest publication first; one kept only by a lease counts."""
+        """Available versions, oldest publication first, including one kept only by a lease."""
         with self._lock:
             kept = [s.version for s in self._snapshots]
             lease = self._live_lease()
             return tuple(([lease.snapshot.version] if lease and lease.snapshot.version not in kept else []) + kept)
 
     def lease(self, version: int, puller: str) -> SnapshotLease:
-        """Makes `puller` the one that is served.
+        """Grants the lease to `puller`.
 
         Raises:
             SourceBusy: another lease is alive.
-            SnapshotAbsent: there is no such version.
+            SnapshotAbsent: the version is not available.
         """
 
         with self._lock:
@@ -102,7 +102,8 @@ class SnapshotStore:
             return self._lease
 
     def lease_fresh(self, puller: str, make: Callable[[], TensorSnapshot]) -> SnapshotLease:
-        """The same for a snapshot made on demand (a trainer's whole state): others get `busy` while it is made.
+        """Like `lease`, for a snapshot created on demand (a trainer's whole state): others get `busy` while it is
+        created.
 
         Raises:
             SourceBusy: another lease is alive.
@@ -132,7 +133,7 @@ class SnapshotStore:
         """Called with each piece that is sent.
 
         Raises:
-            LeaseOver: it expired, and another puller has the source.
+            SnapshotLeaseExpired: it expired, and another puller has the source.
         """
         with self._lock:
             if self._lease is not lease:
@@ -140,7 +141,7 @@ class SnapshotStore:
             lease.expires_at = self._expiry()
 
     def release(self, lease: SnapshotLease) -> None:
-        """Lets the next one in. Harmless when the lease is over already."""
+        """Frees the source for the next puller. Harmless if the lease is already over."""
         with self._lock:
             if self._lease is lease:
                 self._lease = None

@@ -1,13 +1,13 @@
 """Frames of the weight port: mutual challenge-response, then signed JSON headers, each followed by raw bytes.
 
     server -> client   MAGIC, 32 random bytes
-    client -> server   32 random bytes, HMAC(token, "client" | both)      fixed sizes only: an unknown peer makes
-    server -> client   HMAC(token, "server" | both)                       nobody allocate anything
+    client -> server   32 random bytes, HMAC(token, "client" | both)      fixed sizes only: an unauthenticated
+    server -> client   HMAC(token, "server" | both)                       peer causes no allocation
     either  -> other   length (4 bytes), HMAC(session key, direction | number | JSON), JSON
 
-The session key comes from the token and both random values, and frames are numbered in each direction, so nothing
-recorded can be replayed: not on another connection, not on the same one. Every read and write has a deadline on the
-whole piece, not on each packet: a peer that sends one byte a second delays nobody else. No pickle, anywhere.
+The session key comes from the token and both random values, and frames are numbered in each direction, so recorded
+frames cannot be replayed on this or another connection. Every read and write has a deadline on the whole piece, not on
+each packet: a peer that sends one byte per second does not delay others. Pickle is never used.
 """
 
 import functools
@@ -27,11 +27,13 @@ MAC_BYTES: Final = 32
 HEADER_BYTES_MAX: Final = 8 << 20
 """Longest JSON header. The index of a state with 30,000 tensors takes about 6 MiB."""
 PIECE_BYTES: Final = 1 << 20
-"""Payload goes in pieces of this size, each under its own deadline: the slowest peer endured is one MiB a deadline."""
+"""Payload is sent in pieces of this size, each with its own deadline: the slowest tolerated peer sends one MiB per
+deadline.
+"""
 
 
 class AuthenticatedConnection:
-    """One authenticated connection. Not for use by two threads at once."""
+    """One authenticated connection. Not thread-safe."""
 
     def __init__(self, sock: socket.socket, *, peer: str, clock: Clock, is_server: bool) -> None:
         self.sock, self.peer, self.clock = sock, peer, clock
@@ -63,8 +65,8 @@ class AuthenticatedConnection:
         """Fills `view`.
 
         Raises:
-            WireError: the stream ends before, or breaks.
-            DeadlineExceeded: it is not full at `deadline` (monotonic seconds).
+            WireError: the stream ends early or fails.
+            DeadlineExceeded: it is not full by `deadline` (monotonic seconds).
         """
         done = 0
         while done < len(view):
@@ -83,7 +85,7 @@ class AuthenticatedConnection:
         self._timed(deadline, what, functools.partial(self.sock.sendall, payload))
 
     def write_payload(self, payload: memoryview, piece_seconds: float, what: str, before: Callable[[], None]) -> None:
-        """Sends a tensor's bytes, each piece within `piece_seconds`; `before` runs ahead of each piece."""
+        """Sends a tensor's bytes, each piece within `piece_seconds`; calls `before` ahead of each piece."""
         for start in range(0, len(payload), PIECE_BYTES):
             before()
             self.write(payload[start : start + PIECE_BYTES], self.clock.monotonic() + piece_seconds, what)
@@ -98,7 +100,7 @@ class AuthenticatedConnection:
         """Server side of the handshake.
 
         Raises:
-            WireError: the client does not hold the token.
+            WireError: the client does not have the token.
         """
         mine = secrets.token_bytes(NONCE_BYTES)
         self.write(MAGIC + mine, deadline, "handshake")
@@ -113,7 +115,7 @@ class AuthenticatedConnection:
         """Client side of the handshake.
 
         Raises:
-            WireError: the server does not hold the token, or speaks another protocol.
+            WireError: the server does not have the token, or uses another protocol.
         """
         hello = self._read(len(MAGIC) + NONCE_BYTES, deadline, "handshake")
         if hello[: len(MAGIC)] != MAGIC:
@@ -125,7 +127,7 @@ class AuthenticatedConnection:
         self._key = _mac(token, b"session", theirs, mine)
 
     def send(self, header: dict[str, Any], deadline: float) -> None:
-        """One signed header."""
+        """Sends one signed header."""
         body = json.dumps(header, separators=(",", ":")).encode()
         if len(body) > HEADER_BYTES_MAX:
             raise WireError(f"{self.peer}: header of {len(body)} bytes is longer than {HEADER_BYTES_MAX}")
@@ -138,7 +140,7 @@ class AuthenticatedConnection:
 
         Raises:
             WireError: longer than `size_max`, wrongly signed, replayed, or not a JSON object.
-            DeadlineExceeded: not whole at `deadline`.
+            DeadlineExceeded: incomplete at `deadline`.
         """
         head = self._read(4 + MAC_BYTES, deadline, "header")
         size, mac = int.from_bytes(head[:4], "big"), head[4:]

@@ -34,7 +34,7 @@ def is_file(text: str) -> bool:
 
 
 def listed(text: str) -> list[str]:
-    """The agents that AGENTS names, with commas between.
+    """The comma-separated agents in AGENTS.
 
     Raises:
         ConfigError: none or too many are named, or an entry is not an address.

@@ -1,8 +1,9 @@
-"""`/metrics` of `rolecall watch`, from values alone: what the newest tick knew, and what was folded from the journal.
+"""`/metrics` of `rolecall watch`, from values alone: the state of the newest tick, and the totals folded from the
+journal.
 
-Counters of closed sets begin at 0 and not with their first event: a rate would miss that one. Names that come from
-elsewhere (suspects, run, job) are cut to `NAME_CHARS_MAX`, and of open incidents at most `NUM_SUSPECTS_MAX` are shown:
-an agent that invents names must not fill a Prometheus.
+Counters of closed sets begin at 0 instead of with their first event, which a rate would miss. External names (suspects,
+run, job) are cut to `NAME_CHARS_MAX`, and at most `NUM_SUSPECTS_MAX` open incidents are shown, so that an agent that
+invents names cannot fill a Prometheus.
 """
 
 import math
@@ -37,7 +38,7 @@ from rolecall.views.run_totals import RunAccount
 
 MODES = ("observe", "approve", "act")
 WANTED = "wanted"
-"""State of a replica of whose wanted incarnation there is nothing yet."""
+"""State of a replica whose desired incarnation has no record yet."""
 STATES = (WANTED, *map(str, ReplicaState))
 NAME_CHARS_MAX = 120
 NUM_SUSPECTS_MAX = 1_000
@@ -45,31 +46,31 @@ NUM_UNREACHABLE_MAX = 1_000
 VERDICTS = ("right", "wrong")
 OUTCOMES = ("started", "done", *map(str, ActionFailure))
 RECENT_SECONDS = 120.0
-"""A scrape a minute sees each incident twice."""
+"""With one scrape per minute, each incident is seen twice."""
 K = TypeVar("K")
 Who = tuple[str, str, str, str]
-"""(node, role, replica, class of the fault)."""
+"""(node, role, replica, fault class)."""
 ACTIONS = tuple(a for a in ActionKind if a is not ActionKind.TOLERATE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TickView:
-    """What the newest tick knew. Replaced whole by the loop, read by whoever renders."""
+    """State of the newest tick. Replaced as a whole by the loop, read by the renderer."""
 
-    started_at: float  # wall seconds, as the others
+    started_at: float  # wall seconds, like the others
     mode: str
     num_ticks: int = 0
     num_failures: int = 0
     ended_at: float = 0.0
-    seconds: float = 0.0  # of the newest tick, without its wait
+    seconds: float = 0.0  # of the newest tick, excluding its wait
     busy_seconds: float = 0.0
     judging_seconds: float = 0.0
     acting: bool = False
     observed_age_seconds: float = math.nan
     num_agents: int = 0
-    unreachable: tuple[tuple[str, float], ...] = ()  # (node, since when)
+    unreachable: tuple[tuple[str, float], ...] = ()  # (node, onset)
     num_processes: int = 0
-    standing: Mapping[str, int] = field(default_factory=dict)  # class of fault -> diagnoses
+    standing: Mapping[str, int] = field(default_factory=dict)  # fault class -> diagnoses
     blind: bool = False
     num_unhandled: int = 0
     num_calls_failed: int = 0
@@ -79,7 +80,7 @@ class TickView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JournalView:
-    """What the newest look at the journal found, beside the account that it folds."""
+    """Result of the newest journal poll, besides the account that it folds."""
 
     read_at: float
     lease: Lease | None
@@ -125,7 +126,7 @@ def tick_values(tick: TickView) -> Iterator[MetricValue]:
 
 
 def journal_values(view: JournalView, account: RunAccount, job: JobConfig, now: float) -> Iterator[MetricValue]:
-    """What every watch of a run says alike. `now`: wall seconds."""
+    """Values that are the same for every watch of a run. `now`: wall seconds."""
     yield _value("watch_journal_read_timestamp_seconds", view.read_at)
     yield _value("watch_fence", view.lease.fence if view.lease else 0)
     yield _value("watch_lease_expires_timestamp_seconds", view.lease.expires_at if view.lease else 0.0)
@@ -152,7 +153,7 @@ def _incident_values(view: JournalView, now: float) -> Iterator[MetricValue]:
             oldest[suspect] = min(incident.opened_at, oldest.get(suspect, math.inf))
     newest: dict[Who, float] = {}
     for incident in view.incidents.values():
-        # One that was set aside counts as closed and has no time of it.
+        # A dismissed incident counts as closed and has no closing time.
         if incident.state is not IncidentState.CLOSED or now - (incident.closed_at or 0.0) < RECENT_SECONDS:
             for suspect in _suspects(incident):
                 newest[suspect] = max(incident.opened_at, newest.get(suspect, 0.0))
@@ -207,18 +208,18 @@ GUARDS = (
     *("mode", "paused", "stopping", "incarnation", "majority", "last_living", "retries", "evictions", "role_share"),
     *(AT_ONCE, HOLD),
 )
-"""Of recovery/guards.py, so that each has a series before it first holds something; a further one gets its own then."""
+"""Guards of recovery/guards.py have a series before their first hold; other guards get one at that point."""
 
 
 def _with(counted: Mapping[K, int], known: Iterable[K]) -> list[K]:
-    """The known ones and those that were counted, each once."""
+    """The union of the known and the counted keys."""
     return list(dict.fromkeys([*known, *sorted(counted, key=str)]))
 
 
 def run_values(
     view: JournalView, account: RunAccount, job: JobConfig, run_id: str, now: float, *, ours: bool
 ) -> Iterator[MetricValue]:
-    """`ours`: rolecall started the run, so that its journal tells of steps and replicas."""
+    """`ours`: rolecall started the run, so its journal has steps and replicas."""
     yield _value("run_info", 1.0, run_id, job.name)
     if not ours:
         return
@@ -281,6 +282,6 @@ def _state(replica: ReplicaView) -> str:
 
 
 def _known(name: str, value: float | None, *labels: str) -> Iterator[MetricValue]:
-    """Nothing for what is not known: a gap is true, and 0 or NaN is not."""
+    """Nothing for an unknown value: a gap is correct, 0 or NaN is not."""
     if value is not None and not math.isnan(value):
         yield _value(name, value, *labels)

@@ -1,8 +1,8 @@
-"""`rolecall watch prometheus|recording` and `rolecall record run`: any fleet's metrics, live, to detectors or into a
-recording.
+"""`rolecall watch prometheus|recording` and `rolecall record run`: metrics of any fleet, sent live to detectors or into
+a recording.
 
-A queries file (YAML) says what to ask a Prometheus server for, and which labels name a machine; without one it is what
-rolecall's agents and dcgm-exporter expose. Credentials come from a file or the environment, never from the command
+A queries file (YAML) defines the Prometheus queries and the labels that identify a machine; the default covers the
+metrics of rolecall's agents and dcgm-exporter. Credentials come from a file or the environment, never from the command
 line.
 """
 
@@ -50,35 +50,38 @@ BEARER_ENV, USER_ENV, PASSWORD_ENV = (
     "ROLECALL_PROMETHEUS_PASSWORD",
 )
 INTERVAL_SECONDS = 15.0
-"""The scrape interval that most servers have."""
+"""The usual scrape interval."""
 HISTORY_TICKS = 720
-"""How much of the past a watch begins with: the default detector knows the habits of three machines after 703 ticks, of
-many after 383. Three hours, at the usual interval."""
+"""History loaded at the start of a watch: the default detector needs 703 ticks to learn three machines, 383 for many.
+Three hours, at the usual interval.
+"""
 SECONDS_MAX = 31 * 86_400.0
 FILE_BYTES_MAX = 1 << 20
 Out = Callable[[str], None]
 
 
-# --- what to ask --------------------------------------------------------------------------------------------------
+# --- queries -----------------------------------------------------------------------------------------------------
 
 Name = Annotated[str, Field(min_length=1, max_length=256)]
 Names = tuple[Name, ...]
 
 
 class LabelsConfig(Section):
-    """Which labels name the machine of a series; of each list the first that is not empty counts."""
+    """Labels that identify the machine of a series; the first nonempty one of each list counts."""
 
     role: Names = Labels().role
     role_otherwise: Name = Labels().role_otherwise
-    """Role of a series without such a label. Peers are the machines of one role."""
+    """Role of a series without a role label. Peers are the machines of one role."""
     replica: Names = Labels().replica
     node: Annotated[Names, Field(min_length=1)] = Labels().node
-    """A series without is left out."""
+    """Series without a node label are left out."""
     rank: Names = Labels().rank
     gpu: Names = Labels().gpu
     job: Names = Labels().job
     phase: Names = Labels().phase
-    """Peers are compared within one phase only: for series that carry it, as a join with `group_left(phase)` gives."""
+    """Peers are compared within one phase only, for series that have the label, for example from a join with
+    `group_left(phase)`.
+    """
 
 
 class QueryConfig(Section):
@@ -86,7 +89,7 @@ class QueryConfig(Section):
     """PromQL. `$match` stands for --match, `$window` for the duration of rates (four intervals), `$interval` for the
     interval."""
     labels: LabelsConfig | None = None
-    """None: those of the file."""
+    """None: the file's labels."""
 
 
 class QueriesConfig(Section):
@@ -94,9 +97,9 @@ class QueriesConfig(Section):
 
     labels: LabelsConfig = LabelsConfig()
     queries: Annotated[dict[Name, QueryConfig], Field(max_length=500)] = Field(default_factory=dict)
-    """Name of the metric -> how it is asked for."""
+    """Metric name -> query."""
     defaults: bool = False
-    """Ask for what rolecall's agents and dcgm-exporter expose, too."""
+    """Also query the metrics of rolecall's agents and dcgm-exporter."""
 
 
 def load_queries(path: Path) -> tuple[MetricQuery, ...]:
@@ -139,7 +142,7 @@ def authorization(path: Path | None, environ: Mapping[str, str]) -> str:
     """Value of the Authorization header; "" for none. The file holds one line: `bearer TOKEN` or `basic USER:PASSWORD`.
 
     Raises:
-        ConfigError: the file cannot be read, or holds something else (which is not repeated).
+        ConfigError: the file cannot be read, or has other content (which is not printed).
     """
     if path is None:
         token, user, password = (environ.get(name, "") for name in (BEARER_ENV, USER_ENV, PASSWORD_ENV))
@@ -166,16 +169,16 @@ def authorization(path: Path | None, environ: Mapping[str, str]) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrometheusOptions:
-    """Of the command line."""
+    """Command-line options."""
 
     url: str
     queries: tuple[str, ...] = ()
-    """`name=EXPR` each. With these or a file, the default queries are not asked, unless the file says so."""
+    """`name=EXPR` each. With these or a file, the default queries are not used unless the file enables them."""
     queries_file: Path | None = None
     match: str = ""
     interval_seconds: float = INTERVAL_SECONDS
     history_seconds: float | None = None
-    """None: what the command takes."""
+    """None: the command's default."""
     credentials: Path | None = None
 
 
@@ -213,7 +216,8 @@ def watch_prometheus(
     clock: Clock | None = None,
 ) -> int:
     """Until `seconds` are over or a signal. Exit code: 0 healthy, 1 a fault was found. Raises ConfigError,
-    UnreadableInput: the server cannot be asked, or did not answer when the watch ended and nothing was found."""
+    UnreadableInput: the server cannot be queried, or did not answer by the end of the watch and nothing was found.
+    """
     clock = clock or SystemClock()
     source = prometheus_source(options, HISTORY_TICKS * options.interval_seconds, clock)
     with _until(seconds, clock) as stopped:
@@ -233,7 +237,7 @@ def watch_recording(
     seconds: float | None = None,
     clock: Clock | None = None,
 ) -> int:
-    """A recording, `speed` times as fast as it happened. Exit code: 0 healthy, 1 a fault was found."""
+    """Replays a recording at `speed` times its original rate. Exit code: 0 healthy, 1 a fault was found."""
     clock = clock or SystemClock()
     source = RecordingSource(path, speed, clock)
     for remark in source.recording.remarks:
@@ -245,7 +249,9 @@ def watch_recording(
 def watch(
     source: PanelSource, detectors: Sequence[PanelDetector], *, out: Out, as_json: bool, stopped: Stopped, where: str
 ) -> int:
-    """Tells every diagnosis as it comes. 1 if there was one, else 0. Raises UnreadableInput: `where` gave no tick."""
+    """Prints every diagnosis as it occurs. Returns 1 if there was one, else 0. Raises UnreadableInput: `where` has no
+    ticks.
+    """
     watches = [PanelFollower(d) for d in detectors]
     merger = Merger()
     found, ticks = 0, 0
@@ -271,7 +277,7 @@ def watch(
 
 
 def sentence(d: Diagnosis) -> str:
-    """One line: when it was found, what, why, since when, and what to do."""
+    """One line: detection time, diagnosis, reason, onset, and remedy."""
     advice = f"; {d.advice}" if d.advice else ""
     since = f"since {iso_utc(d.onset)}, confidence {d.confidence:.2f}"
     return plain(f"{iso_utc(d.detected_at)} {d.fault_class}: {d.because} ({since}{advice})")
@@ -279,7 +285,7 @@ def sentence(d: Diagnosis) -> str:
 
 @contextmanager
 def _until(seconds: float | None, clock: Clock) -> Iterator[Stopped]:
-    """True after `seconds`, SIGINT or SIGTERM. A second signal acts as it did before."""
+    """True after `seconds`, SIGINT or SIGTERM. A second signal has its original effect."""
     if seconds is not None and not 0 < seconds <= SECONDS_MAX:
         raise ConfigError([f"--for: must be above 0 and at most {SECONDS_MAX:g} s, got {seconds:g}"])
     end = math.inf if seconds is None else clock.monotonic() + seconds
@@ -303,9 +309,9 @@ def _until(seconds: float | None, clock: Clock) -> Iterator[Stopped]:
 # --- recording ----------------------------------------------------------------------------------------------------
 
 PART_BYTES = 64 << 20
-"""Values kept in memory before they become a file."""
+"""Values kept in memory before they are written to a file."""
 PART_SECONDS = 60.0
-"""A killed recorder loses so much at most."""
+"""Maximum loss when the recorder is killed."""
 
 
 def record_prometheus(
@@ -326,7 +332,7 @@ def record_run(
     seconds: float | None = None,
     clock: Clock | None = None,
 ) -> int:
-    """Samples straight from the agents of a run."""
+    """Samples directly from the agents of a run."""
     from rolecall.detector.sources.agents import AgentsSource
     from rolecall.watch.run import agent_urls
 
@@ -339,12 +345,12 @@ def record_run(
 
 
 def record(source: PanelSource, path: Path, *, out: Out, stopped: Stopped, clock: Clock) -> int:
-    """Writes all ticks until `stopped()` as one recording; 0. What was recorded is kept however it ends: parts lie in
-    `<path>.parts`, each a recording of its own, until they are joined.
+    """Writes all ticks until `stopped()` as one recording and returns 0. Recorded data survives any exit: parts are in
+    `<path>.parts`, each a separate recording, until they are joined.
 
     Raises:
         ConfigError: `path` or its parts exist, or cannot be written.
-        UnreadableInput: the source failed, or gave nothing. What it gave before has been written.
+        UnreadableInput: the source failed, or returned no data. Earlier data has been written.
     """
     parts = _Parts(path, clock)
     try:
@@ -362,7 +368,7 @@ def record(source: PanelSource, path: Path, *, out: Out, stopped: Stopped, clock
 
 
 class _Parts:
-    """Ticks on their way into one recording, in bounded memory."""
+    """Writes ticks into one recording with bounded memory."""
 
     def __init__(self, path: Path, clock: Clock) -> None:
         self._path, self._folder, self._clock = path, path.with_name(path.name + ".parts"), clock
@@ -396,7 +402,7 @@ class _Parts:
         self._ticks, self._bytes, self._begun = {}, 0, self._clock.monotonic()
 
     def join(self) -> int:
-        """Makes one recording of all parts; how many samples."""
+        """Joins all parts into one recording; returns the number of samples."""
         import polars as pl
 
         self._write()
@@ -412,7 +418,7 @@ class _Parts:
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
-        """Raises UnreadableInput where a file cannot be written."""
+        """Raises UnreadableInput if a file cannot be written."""
         import polars as pl
 
         try:

@@ -53,7 +53,7 @@ logger = logging.getLogger(__name__)
 KEEP_SECONDS = 10.0
 """Interval of writing the detectors' state."""
 SUBJECTS_KEPT_A_LOOK = 32
-"""Subjects serialized per poll: 3 ms."""
+"""Subjects serialized per poll: takes 3 ms."""
 COLLECT_AFTER = (50_000, 20, 100)
 """Thresholds of Python's garbage collector. A window of a large fleet is half a million samples without cycles: with
 the default thresholds collection took about a fifth of the detection time of 16,000 ranks (measured once, busy
@@ -112,7 +112,8 @@ class _PersistentDetector:
         pulled: Callable[[], tuple[Finding, ...]] = tuple,
     ) -> None:
         """`roles`: desired number of replicas; None: as in the job file. `pulled`: findings from evidence since its
-        last call."""
+        last call.
+        """
         roles = job.roles.counts() if roles is None else roles
         self._path, self._clock, self._kept_at = run.path / LEARNED_FILE, clock, clock.monotonic()
         self._parts: Iterator[str | None] | None = None
@@ -171,7 +172,7 @@ class _PersistentDetector:
 
 @dataclass(frozen=True, slots=True)
 class MetricsEndpoint:
-    """Where `/metrics` is served, with which TLS and users."""
+    """Address of `/metrics`, with its TLS settings and users."""
 
     address: ListenAddress
     web: WebConfig | None = None

@@ -52,10 +52,10 @@ class JournalMetricsPoller:
         self.values: tuple[MetricValue, ...] = ()
 
     def look(self) -> bool:
-        """False while a long journal is not read to its end: half of it is no answer, the values of before stand.
+        """Reads the journal; False until a long journal is read to its end: until then the previous values remain.
 
         Raises:
-            JournalError: it cannot be read, the same.
+            JournalError: it cannot be read; the previous values remain as well.
         """
         if not self._reader.look():
             return False
@@ -79,7 +79,7 @@ class JournalMetricsPoller:
 
 
 class WatchServer:
-    """Serves from the moment it is made until `close`."""
+    """Serves from construction until `close`."""
 
     def __init__(
         self,
@@ -94,7 +94,7 @@ class WatchServer:
         web: WebConfig | None = None,
         look_seconds: float = LOOK_SECONDS,
     ) -> None:
-        """`agents`: of a run of ours, node -> URL: they and this watch are announced in its directory.
+        """`agents`: node -> URL for our own run; they and this watch are announced in its directory.
 
         Raises:
             ConfigError: `address` is not available.
@@ -171,7 +171,7 @@ class WatchServer:
         return json_response(said, HTTPStatus.OK if said["ok"] else HTTPStatus.SERVICE_UNAVAILABLE)
 
     def _alive(self, request: Request) -> Response:
-        """Without a user name and password: whether the watch is healthy, and nothing else."""
+        """Without credentials: only whether the watch is healthy."""
         only(request)
         fresh = self._tick_age() < TICK_AGE_SECONDS_MAX
         return json_response({"ok": fresh}, HTTPStatus.OK if fresh else HTTPStatus.SERVICE_UNAVAILABLE)

@@ -24,7 +24,7 @@ _BY_NAME = {m.name.removeprefix("rolecall_"): m for m in (*NETWORK_METRICS, *STO
 _VIRTUAL = re.compile(
     r"(?:lo|veth|docker|br-|virbr|cali|cilium|lxc|cni|flannel|vxlan|tun|tap|dummy|ifb|kube|nodelocal)"
 )
-"""Our own collector finds hardware interfaces in sysfs; a page does not tell."""
+"""Our own collector finds hardware interfaces in sysfs; a page does not identify them."""
 _SPEED_BYTES_MAX = 1e13
 """A driver that does not know the speed reports -1, read as an unsigned number of megabits."""
 
@@ -34,7 +34,7 @@ Rule = Callable[[Mapping[str, str], float], Found]
 
 
 def _plain(name: str, *more: str) -> Rule:
-    """For metrics of the whole node."""
+    """For node-wide metrics."""
     metric = _BY_NAME[name]
     return lambda labels, value: ((metric, more, value),)
 
@@ -81,7 +81,7 @@ def _port_physical(labels: Mapping[str, str], value: float) -> Found:
 
 
 def _port_event(counter: str) -> Rule:
-    """`counter`: the driver's name. Those that tell of a fault always, others once they have counted."""
+    """`counter`: the driver's name. Fault counters are always exported, others once they are nonzero."""
     rule, always = _port("infiniband_events_total"), counter in FAULT_COUNTERS
     return lambda labels, value: ((m, (*of, counter), v) for m, of, v in rule(labels, value) if v or always)
 
@@ -104,7 +104,7 @@ def _mount(name: str, *, inverted: bool = False) -> Rule:
 
 
 _RULES: Mapping[str, Rule] = {
-    # The carrier can be read of an interface that is not shut down; of one that is, only `up` is there.
+    # The carrier of an interface that is shut down cannot be read; only `up` is available.
     "node_network_carrier": _interface("nic_up"),
     "node_network_up": _interface("nic_up"),
     "node_network_speed_bytes": _speed,
@@ -160,7 +160,7 @@ _ORDER = {name: number for number, name in enumerate(_RULES)}
 
 
 class NodeExporterPage:
-    """Where two series mean the same, the one whose rule comes first counts."""
+    """If two series mean the same, the one whose rule comes first counts."""
 
     wanted = frozenset(_RULES)
 

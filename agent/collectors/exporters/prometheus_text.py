@@ -1,7 +1,7 @@
 """Samples from another program's metrics page, line by line with the parser of prometheus_client.
 
-Line by line because the parser gives up a whole page at its first malformed line. Of a page with thousands of series a
-collector wants a few: lines of other names are skipped unparsed.
+Line by line because the parser rejects a whole page at its first malformed line. A collector needs few of a page's
+thousands of series: lines with other names are skipped unparsed.
 """
 
 import re
@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
 NUM_SAMPLES_MAX = 20_000
-"""Of one page; further samples are counted and dropped."""
+"""Limit per page; further samples are counted and dropped."""
 LINE_BYTES_MAX = 16_384
 _NAME = re.compile(rb"[ \t]*([a-zA-Z_:][a-zA-Z0-9_:]*)[ \t]*[{ \t]")
 

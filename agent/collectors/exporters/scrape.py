@@ -1,8 +1,8 @@
 """Scrapes another program's metrics page on this node: bounded in time and size, no redirects, no credentials.
 
-Each scrape opens and closes a connection: the exporters are on this node, and one that hangs costs no more than its
-deadline. By hand on http.client: httpx limits only single waits, and a client and event loop for each page would not
-fit into the agent's CPU budget.
+Each scrape opens and closes a connection: the exporters are on this node, and a hanging one costs at most its deadline.
+Uses http.client directly: httpx limits only single waits, and a client and event loop for each page would not fit into
+the agent's CPU budget.
 """
 
 import http.client
@@ -34,7 +34,7 @@ _HEADERS = "Accept: text/plain;version=0.0.4\r\nUser-Agent: rolecall-agent\r\nCo
 
 @dataclass(frozen=True, slots=True)
 class ScrapeAddress:
-    """`host` as the socket takes it, `host_header` as it stands in the URL."""
+    """`host` as passed to the socket, `host_header` as in the URL."""
 
     url: str
     host: str
@@ -49,7 +49,7 @@ def parse_address(url: str, *, remote: bool = False) -> ScrapeAddress:
     remote: allow hosts beyond loopback. Their values appear under this node's name.
 
     Raises:
-        ValueError: not such a URL, or one with credentials or of another node: which.
+        ValueError: not such a URL, or one with credentials or of another node; the message says which.
     """
     if not url.isascii() or not url.isprintable() or " " in url:
         raise ValueError(f"{url!r}: not a URL")
@@ -90,7 +90,7 @@ def fetch(
         raise CollectorUnavailable(f"{address.url}: {e.strerror or e or type(e).__name__}") from None
     except http.client.HTTPException as e:
         raise CollectorUnavailable(f"{address.url}: no HTTP answer ({type(e).__name__})") from None
-    except ValueError as e:  # of http.client, from a chunk's length that is no number
+    except ValueError as e:  # http.client: a chunk length that is not a number
         raise CollectorUnavailable(f"{address.url}: no HTTP answer ({e})") from None
 
 
@@ -120,7 +120,7 @@ class _Stream(io.RawIOBase):
         return self._sock.recv_into(buffer)
 
     def makefile(self, mode: str) -> io.BufferedReader:
-        """What http.client asks of a socket."""
+        """Required by http.client."""
         return io.BufferedReader(self)
 
 

@@ -64,7 +64,7 @@ class _GpuState:
     conditions: Conditions = field(default_factory=Conditions)
     mig: MigInstances = field(default_factory=MigInstances)
     labels: Callable[[str, int | None], str] = dcgm.no_labels  # of dcgm-exporter; arguments: MIG profile and instance
-    shown: dict[str, "_CachedCallValues"] = field(default_factory=dict)  # by call, as `asked.parts`
+    shown: dict[str, "_CachedCallValues"] = field(default_factory=dict)  # by call, as `query.parts`
     series: dict[Key, tuple[Metric, tuple[str, ...]]] = field(default_factory=dict)
 
 

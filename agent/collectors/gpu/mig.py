@@ -52,7 +52,7 @@ class MigInstances:
     unsupported: set[str] = field(default_factory=set)
 
     def poll(self, nvml: Any, gpu: Handle, at: float, *, enabled: bool) -> None:
-        """An instance that fails is left out and does not affect the GPU; the GPU's own calls detect its loss."""
+        """Leaves out an instance that fails; the GPU is unaffected, because its own calls detect its loss."""
         if not enabled:
             self.forget()
             return

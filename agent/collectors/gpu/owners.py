@@ -129,7 +129,7 @@ class GpuOwners:
         return found
 
     def _log_once(self, text: str) -> None:
-        """Logs one text of each kind, for whichever process comes first."""
+        """Logs the first text of each kind, whichever process it concerns."""
         if self._logged.is_new(text[:20]):
             logger.warning("GPUs and ranks: %s", text)
 

@@ -211,7 +211,7 @@ class GpuPoller:
                 raise self._nvml.NVMLError(code)
             elif code in FIELD_UNSUPPORTED:
                 refused[number] = code
-        for number in refused.keys() - known:  # a link that is down may refuse what the others answer
+        for number in refused.keys() - known:  # a link that is down may reject fields that others support
             self._skip(gpu, f"field {number}", error_name(self._nvml, refused[number]))
             gpu.queries.pop(part, None)  # rebuilt without it
         return found
@@ -238,7 +238,7 @@ class GpuPoller:
                 gpu.by_link[link, (ERRORS_SUM, error)] = count
         for number, link, value in self._field_values(gpu, f"fields of {num_links} links", LINK_FIELDS, num_links):
             key, scale = LINK_FIELDS[number]
-            gpu.by_link[link, key] = value * scale  # of two fields for one key the later one wins
+            gpu.by_link[link, key] = value * scale  # if two fields have one key, the later one wins
         for (link, key), value in gpu.by_link.items():
             numbers[key] = numbers.get(key, 0.0) + value
             if value and key[0] == ERRORS_SUM:

@@ -96,7 +96,7 @@ class GpuSamples:
         )
 
     def _rates(self, number: int, gpu: _GpuSampleState, at: float) -> dict[str, float]:
-        """Rates of changed counters that have no rate of their own. NVML does not read all of them at each poll."""
+        """Rates of changed counters without a driver-provided rate. NVML does not read all of them at each poll."""
         rates = {}
         for name, total in gpu.traffic.items():
             then, before = self._traffic.get((number, name), (at, total))
@@ -120,7 +120,7 @@ class GpuSamples:
 
 
 def _sorted_out(reading: CollectorReading) -> dict[int, _GpuSampleState]:
-    """By index, in order."""
+    """GPUs by index, in order."""
     found: dict[str, _GpuSampleState] = {}
     for metric, labels, value in reading.values:
         name = metric.name

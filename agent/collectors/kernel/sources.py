@@ -349,7 +349,7 @@ class LogFile:
 
 
 class _NoFileChanges:
-    """Of a node whose inotify watches are used up: the collector's own pace is all there is."""
+    """For a node without free inotify watches: only the collector's own polling interval remains."""
 
     def wait(self, seconds: float) -> None:
         pass

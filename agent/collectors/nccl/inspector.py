@@ -81,7 +81,7 @@ class NcclInspectorCollector:
             del self._tails[gone]
         left = BYTES_PER_POLL
         for n, (name, about) in enumerate(logs):
-            # Later files may use what earlier ones leave of their share.
+            # Later files may use the unused share of earlier ones.
             left -= self._follow(name, about, left // (len(logs) - n))
         self._first = False
         return CollectorReading(tuple(self._values(textfiles)))

@@ -186,7 +186,7 @@ class Rule:
             if pattern is not None and (found := pattern.search(text)):
                 values |= {k: v for k, v in found.groupdict().items() if v is not None}
         rank = _number(self.rank, values, RANK_MAX) if self.rank else 0
-        if rank is None:  # indistinguishable from other ranks of its replica: a replica of its own
+        if rank is None:  # indistinguishable from other ranks of its replica: becomes a separate replica
             return Match(rule=self.name, role=self.role, replica=None, rank=0)
         replica = _number(self.replica, values, REPLICA_MAX)
         return Match(rule=self.name, role=self.role, replica=replica, rank=rank, job=_text(self.job, values))
@@ -377,7 +377,7 @@ def _number(alternatives: tuple[int | str, ...], values: Mapping[str, str], larg
 
 
 def _text(alternatives: tuple[str, ...], values: Mapping[str, str]) -> str:
-    """The first alternative whose names are all known, with their values substituted; empty: none."""
+    """The first alternative whose names are all known, with their values substituted; empty if there is none."""
     for text in alternatives:
         if all(values.get(name) for name in _NAME.findall(text)):
             return _NAME.sub(lambda m: values[m.group(1)], text)[:JOB_CHARACTERS_MAX]

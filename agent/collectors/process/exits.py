@@ -65,9 +65,9 @@ _EXIT_REQUEST_SIGNALS: Mapping[int, str] = {signal.SIGTERM: "SIGTERM", signal.SI
 
 
 def requested_exit(status: ExitStatus) -> str:
-    """Why the exit of an uninstrumented process was intended; empty: it was not.
+    """Why the exit of an uninstrumented process was intended; empty if it was not.
 
-    A launcher terminates the other ranks with SIGTERM when one dies: those exits are not faults of their own.
+    A launcher terminates the other ranks with SIGTERM when one dies: those exits are not separate faults.
     """
     if status.code == 0:
         return "exited with code 0"

@@ -41,7 +41,7 @@ FIRST_SECONDS = 0.5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IncidentStatistics:
-    """Statistics over incidents. `has_steps` is False for an observed job, whose steps are not in the journal."""
+    """Statistics over incidents. `has_steps` is False for an observed job, because its journal has no steps."""
 
     times: EttrBreakdown | None
     detection: tuple[DetectionTimes, ...]

@@ -17,7 +17,7 @@ NUM_FILES_MAX = 200
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileText:
-    """`note`: what is not shown, or why nothing is."""
+    """`note`: the omitted part, or the reason why nothing is shown."""
 
     text: str = ""
     note: str = ""

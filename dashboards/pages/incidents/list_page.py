@@ -22,7 +22,7 @@ from rolecall.dashboards.pages.sign_in import sidebar
 
 ANY = ""
 OPEN_SHOWN = 5
-"""Open incidents whose diagnoses are shown above the table."""
+"""Number of open incidents whose diagnoses are shown above the table."""
 MARKS = {"right": "right", "wrong": "wrong", "none": "not reviewed"}
 WITHIN = {"hour": "the last hour", "day": "the last 24 hours", "week": "the last 7 days"}
 

@@ -45,7 +45,7 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SignalSpec:
-    """A signal. `value` takes the latest sample of the previous bucket (None: there is none) and of this bucket."""
+    """A signal. `value` takes the latest sample of the previous bucket (None without one) and of this bucket."""
 
     key: str
     title: str
@@ -54,7 +54,7 @@ class SignalSpec:
     needs_before: bool = True
     """A rate: it needs two samples."""
     promql: str = ""
-    """The same in PromQL; `$match` stands for the selector."""
+    """The PromQL equivalent; `$match` stands for the selector."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

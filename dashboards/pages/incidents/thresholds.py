@@ -30,7 +30,7 @@ class ThresholdBoundary:
 
 
 def threshold_boundary(window: Mapping[str, Any], d: Diagnosis) -> ThresholdBoundary | str:
-    """The boundary, or why there is none."""
+    """The boundary, or the reason why there is none."""
     threshold = d.fault_class.spec.threshold
     if threshold is None:
         return f"No detector threshold decides about {str(d.fault_class).replace('_', ' ')}."

@@ -1,8 +1,8 @@
-"""Buttons and forms that issue an `OperatorCommand`, once, in the name of the user who is signed in at that moment.
+"""Buttons and forms that issue an `OperatorCommand` once, on behalf of the signed-in user.
 
-A click is bound to what was displayed: to the plan's digest, and to how often this session has issued the same command
-before. So a double click issues one command, and a plan that changed meanwhile is rejected by its digest. A reload
-issues nothing.
+A click is bound to the displayed state: the plan's digest, and how often this session has issued the same command
+before. A double click therefore issues one command, and a plan that changed in the meantime is rejected by its digest.
+A reload issues nothing.
 """
 
 from collections.abc import Callable
@@ -102,7 +102,7 @@ def form(
     seconds: dict[str, float] | None = None,
     confirm: str = "",
 ) -> None:
-    """A form with a reason and a button for each of `asks` (label -> what).
+    """A form with a reason field and a button for each of `asks` (label -> command).
 
     `seconds`: label -> duration, to choose from. `confirm`: text that must be typed to confirm.
     """

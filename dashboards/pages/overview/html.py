@@ -14,7 +14,7 @@ ROW_REPLICAS = 50
 
 
 def incident(t: OpenIncident, now: float) -> str:
-    """One open incident: diagnosis, stage, current action and since when, and what the operator must do."""
+    """One open incident: diagnosis, stage, current action with its start time, and the required operator action."""
     rows = [("action", t.doing), ("since", f"{seconds(max(0.0, now - t.since))} ago"), ("suspect", t.suspects)]
     if t.asks:
         rows.insert(0, ("needed from you", t.asks))

@@ -1,6 +1,6 @@
 """Policy health on the Overview page: health metrics over the steps of the run, each with its normal range.
 
-The charts stand side by side, because a rising reward means learning only while entropy, lengths and dropped samples
+The charts are side by side, because a rising reward means learning only while entropy, lengths and dropped samples
 stay healthy. A run whose steps have no health metrics shows a note instead.
 """
 

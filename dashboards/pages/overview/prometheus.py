@@ -139,5 +139,5 @@ def show(reader: Reader) -> None:
 
 
 def metric_figures(values: Mapping[str, float]) -> list[tuple[str, str, str]]:
-    """What, how much, a word on it."""
+    """(name, value, comment) of each metric."""
     return [(name, f"{value:,.0f}{UNITS.get(name, '')}", "") for name, value in values.items()]

@@ -66,7 +66,7 @@ class OpenIncident:
     stage: str
     doing: str
     since: float  # wall seconds at which it entered this stage
-    asks: str  # what the operator must do; empty: nothing
+    asks: str  # required operator action; empty: none
     opened_at: float
 
 
@@ -133,7 +133,7 @@ def state_of(
 
 
 def open_incident(incident: Incident, snapshot: JournalSnapshot) -> OpenIncident:
-    """An open incident: diagnosis, what rolecall is doing, since when, and what the operator must do."""
+    """An open incident: diagnosis, rolecall's current action with its start time, and the required operator action."""
     stage, doing, since, asks = _doing(incident, snapshot)
     d = incident.diagnosis
     paged = f"On-call was paged: {incident.page_reason}" if incident.page_reason else ""
@@ -151,7 +151,7 @@ def open_incident(incident: Incident, snapshot: JournalSnapshot) -> OpenIncident
 
 
 def _doing(i: Incident, snapshot: JournalSnapshot) -> tuple[str, str, float, str]:
-    """(stage, what rolecall does, since when, what the operator must do)."""
+    """(stage, current action, its start time, required operator action)."""
     attempt = i.attempt
     if attempt is None:
         return "diagnosed", "Planning the recovery.", i.opened_at, ""

@@ -1,7 +1,7 @@
 """Analysis of collected evidence: the detectors of `rolecall diagnose` over the files of one incident.
 
-Findings name processes as the live detectors do, so that they can refine a current diagnosis. A missing dump is no
-evidence against its rank: its agent may have been too slow, or was not asked.
+Findings name processes as the live detectors do, so that they can refine a current diagnosis. A missing dump is not
+evidence against its rank: its agent may have been too slow, or was not queried.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -38,7 +38,7 @@ class EvidenceFile:
 
 @dataclass(slots=True)
 class EvidenceAnalysis:
-    """`told`: what each part shows, as text. `unread`: files that the detectors cannot read, and why."""
+    """`told`: findings of each part, as text. `unread`: files that the detectors cannot read, and why."""
 
     told: list[str] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)

@@ -136,7 +136,7 @@ class EvidencePull:
                 continue
             try:
                 self._pull(job)
-            except Exception as e:  # deliberate: a defect here costs this incident's evidence, and nothing else
+            except Exception as e:  # deliberate: a defect here affects only this incident's evidence
                 logger.exception("evidence of %s", job.incident_id)
                 self._record(job.incident_id, missing=[f"the evidence could not be processed: {type(e).__name__}: {e}"])
 

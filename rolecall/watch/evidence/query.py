@@ -10,7 +10,9 @@ REASON_CHARS_MAX = 300
 
 
 class EvidenceRequestFailed(Exception):
-    """There is no such evidence: why. `status`: of the agent's answer, 0 without one."""
+    """The evidence is unavailable; the message says why. `status`: HTTP status of the agent's response, 0 without
+    one.
+    """
 
     def __init__(self, reason: str, status: int = 0) -> None:
         self.status = status
@@ -18,10 +20,10 @@ class EvidenceRequestFailed(Exception):
 
 
 def request_evidence(url: str, path: str, authorization: str, *, seconds: float, bytes_max: int) -> bytes:
-    """What the agent at `url` answers to `path`, within `seconds`.
+    """The response of the agent at `url` to `path`, within `seconds`.
 
     Raises:
-        EvidenceRequestFailed: it does not answer in time, refuses, or sends more than `bytes_max`.
+        EvidenceRequestFailed: it does not respond in time, rejects the request, or sends more than `bytes_max`.
     """
     headers = {"Authorization": authorization}
     try:
@@ -38,7 +40,7 @@ def request_evidence(url: str, path: str, authorization: str, *, seconds: float,
 
 
 def _reason(status: int, body: bytes) -> str:
-    """The agent's own words, else the status."""
+    """The agent's error message, or else the status."""
     try:
         return f"its agent says: {plain(str(json.loads(body)['error']), REASON_CHARS_MAX)}"
     except (ValueError, KeyError, TypeError):

@@ -1,4 +1,4 @@
-"""Which evidence to request for an incident, and from which agents. Pure.
+"""Selects the evidence to request for an incident, and the agents to query. Pure.
 
 The row of the fault's class in `core.faults.FAULTS` names the evidence:
 
@@ -21,17 +21,17 @@ from rolecall.detector.live.findings import suspect
 from rolecall.detector.live.subject import MonitoredProcess
 
 NUM_STACKS_MAX = 16
-"""Of suspects. A tie names all members of its group."""
+"""Stacks of suspects. A tie names all members of its group."""
 NUM_PEERS = 2
 NUM_FLIGHT_MAX = 64
 """A dump takes 0.3 MB and some milliseconds of its process; an agent dumps one process at a time."""
 NUM_NODES_MAX = 4
-"""Nodes that are asked for kernel lines; one answer of RAS covers the whole job."""
+"""Nodes queried for kernel lines; one RAS response covers the whole job."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvidenceRequest:
-    """One question to one agent. `who`: of stacks and dumps, with its process."""
+    """One request to one agent. `who`: for stacks and dumps, including the process."""
 
     kind: EvidenceKind
     node: str
@@ -40,7 +40,7 @@ class EvidenceRequest:
 
     @property
     def what(self) -> str:
-        """For sentences: `stack of trainer/3 rank 3`."""
+        """For messages: `stack of trainer/3 rank 3`."""
         name = "" if self.who is None else " of " + called(self.who)
         words = {
             EvidenceKind.STACKS: "stack",
@@ -56,12 +56,12 @@ def called(who: Suspect) -> str:
 
 
 def select_evidence(diagnosis: Diagnosis, fleet: Iterable[MonitoredProcess]) -> list[EvidenceRequest]:
-    """Suspects first: what is asked last may come too late."""
+    """Suspects first: later requests may miss the deadline."""
     alive = [s for s in fleet if s.process is not None and not s.gone]
     suspected = _accused(alive, diagnosis)
     keys = {s.key for s in suspected}
     known = {s.process for s in suspected}
-    # One that the detector has no sample of yet (a watch that just began) is asked for by the diagnosis alone.
+    # If the detector has no sample of the suspect yet (a watch that just started), only the diagnosis is used.
     named = [s for s in diagnosis.suspects if s.process is not None and not alive and s.process not in known]
     suspects = [*map(suspect, suspected), *named]
     wanted = diagnosis.fault_class.spec.evidence
@@ -85,7 +85,7 @@ def _of(kind: EvidenceKind, who: Suspect, suspected: bool) -> EvidenceRequest:
 
 
 def _accused(alive: Sequence[MonitoredProcess], diagnosis: Diagnosis) -> list[MonitoredProcess]:
-    """Processes of the suspects: of the ranks that are named, of whole replicas, of whole nodes."""
+    """Processes of the suspects: of named ranks, whole replicas, or whole nodes."""
     whole = {str(who.node) for who in diagnosis.suspects if who.node and not who.replica}
     named = {(who.replica, who.rank, who.incarnation) for who in diagnosis.suspects if who.replica}
 
@@ -97,14 +97,14 @@ def _accused(alive: Sequence[MonitoredProcess], diagnosis: Diagnosis) -> list[Mo
 
 
 def _peers(suspected: Sequence[MonitoredProcess], alive: Sequence[MonitoredProcess]) -> list[MonitoredProcess]:
-    """Processes of the suspects' roles that are no suspects, preferably on other nodes."""
+    """Processes of the suspects' roles that are not suspects, preferably on other nodes."""
     roles, nodes, keys = {s.role for s in suspected}, {s.node for s in suspected}, {s.key for s in suspected}
     others = (s for s in alive if s.role in roles and s.key not in keys)
     return nsmallest(NUM_PEERS, others, key=lambda s: (s.node in nodes, s.key))
 
 
 def _members(suspected: Sequence[MonitoredProcess], alive: Sequence[MonitoredProcess]) -> list[MonitoredProcess]:
-    """Members of the suspects' collectives: all of a role whose processes count collectives."""
+    """Members of the suspects' collectives: all processes of a role that counts collectives."""
     roles = {s.role for s in suspected}
     members = [s for s in alive if s.role in roles and s.reports]
     if len(members) < 2 or not any(map(_in_collectives, members)):

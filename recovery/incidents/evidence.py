@@ -35,7 +35,7 @@ class EvidenceRecorder:
             logger.exception("evidence of %s cannot be requested", incident_id)
 
     def adopt(self, journal: Journal, incidents: Iterable[Incident]) -> None:
-        """Requests the evidence that the previous watch written_ids not written when it died."""
+        """Requests the evidence that the previous watch had not written when it died."""
         written_ids = {e.incident_id for e in journal.events(kinds=[EventKind.EVIDENCE_COLLECTED])}
         for incident in incidents:
             if incident.incident_id not in written_ids and not incident.requested_by_operator:

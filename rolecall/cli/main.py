@@ -54,8 +54,10 @@ app = typer.Typer(
 )
 
 USAGE_ERRORS = (InvalidId, ConfigError, JournalError, RunNotFound, NotEnoughNodes, UnreadableInput)
-DETECTOR_PACKAGES = ("numpy", "polars", "safetensors", "sklearn")
-"""Packages of rolecall[detector]: diagnosing needs neither torch nor Ray."""
+EXTRAS = {"altair": "reports", "vl_convert": "reports"} | dict.fromkeys(
+    ("numpy", "polars", "safetensors", "sklearn"), "detector"
+)
+"""Package -> the smallest extra that brings it: diagnosing needs neither torch nor Ray."""
 TRACEBACK_ENV = "ROLECALL_TRACEBACK"
 """If set, a defect prints its traceback. A process with a log (`watch`) always logs it."""
 
@@ -132,7 +134,7 @@ def _show_failure(error: Exception) -> int:
         show()
         return int(getattr(error, "exit_code", 2))
     if isinstance(error, ModuleNotFoundError) and not str(error.name).startswith("rolecall"):
-        extra = "detector" if str(error.name).partition(".")[0] in DETECTOR_PACKAGES else "all"
+        extra = EXTRAS.get(str(error.name).partition(".")[0], "all")
         _complain(f"{error.name} is not installed; try: pip install 'rolecall[{extra}]'")
         return 2
     if isinstance(error, OSError) and error.filename is not None:

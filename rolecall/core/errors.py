@@ -12,7 +12,7 @@ RolecallError
 │   └── SamplerMismatch      the sampler's next draw contradicts the ledger: which group, both values
 ├── BatchNotFilled           dynamic sampling finds too few informative groups: how many, and why
 ├── StaleIncarnation         a message is addressed to an incarnation or epoch that has ended
-├── DeadlineExceeded         a wait across processes timed out: for whom, how long
+├── DeadlineExceeded         a wait across processes timed out: what was awaited, how long
 ├── PeerLost                 a collective failed because a peer is gone
 ├── CommitVoteRejected       trainers disagree on what to commit: no rank steps the optimizer
 ├── NonFiniteValue           a loss or gradient is NaN or infinite: no rank steps the optimizer

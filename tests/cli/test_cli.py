@@ -156,7 +156,7 @@ def test_a_defect_is_one_sentence_and_shows_where_only_when_asked(
     assert "Traceback" in _run(capsys, "run", "job.yaml")[2]
 
 
-@pytest.mark.parametrize(("package", "extra"), [("torch", "all"), ("numpy", "detector")])
+@pytest.mark.parametrize(("package", "extra"), [("torch", "all"), ("numpy", "detector"), ("altair", "reports")])
 def test_a_package_that_is_missing_is_named(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, package: str, extra: str
 ) -> None:

@@ -68,11 +68,11 @@ def _nothing_happens_without_approval(run: DemoRun, webhook: Inbox) -> str:
 def _watch_dies_and_is_missed(run: DemoRun, webhook: Inbox) -> None:
     """Whoever listens to the dead-man signal hears that watch is gone, and that another one took over."""
     ((holder, fence),) = run.observer.query("select holder, fence from leases where name = 'watch'")
-    eventually(lambda: webhook.of("watch_alive", holder=holder), "a sign of life of the first watch")
+    eventually(lambda: webhook.of("watch_alive", holder=holder), "a heartbeat of the first watch")
     pid = int(holder.split(":")[1])
     assert any(p == pid and "watch" in seen.title for (p, _), seen in list(run.observer.processes.items()))
     os.kill(pid, signal.SIGKILL)
-    eventually(lambda: [b for b in webhook.of("watch_alive") if b["holder"] != holder], "a sign of life of the next")
+    eventually(lambda: [b for b in webhook.of("watch_alive") if b["holder"] != holder], "a heartbeat of the next")
     before = [b["at"] for b in webhook.of("watch_alive", holder=holder)]
     (first, *_) = [b for b in webhook.of("watch_alive") if b["holder"] != holder]
     # The next one acts only once the lease of the dead one is over: the silence lasts longer than the signal's

@@ -161,7 +161,7 @@ def test_a_server_that_drips_is_cut_off() -> None:
 def test_the_dead_man_signal(hook: Hook) -> None:
     notifier = WebhookNotifier(hook.url, run_id="run-1")
     notifier.heartbeat({"mode": "act", "open_incidents": 2})
-    eventually(lambda: hook.got, "a sign of life")
+    eventually(lambda: hook.got, "a heartbeat")
     body = hook.got[0][1]
     assert (body["kind"], body["run"], body["mode"], body["open_incidents"]) == ("watch_alive", "run-1", "act", 2)
     notifier.close(PATIENCE_SECONDS)

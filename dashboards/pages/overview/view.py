@@ -156,14 +156,14 @@ def _doing(i: Incident, snapshot: JournalSnapshot) -> tuple[str, str, float, str
     if attempt is None:
         return "diagnosed", "Planning the recovery.", i.opened_at, ""
     action = str(attempt.plan.action).replace("_", " ")
-    whom = ", ".join(f"{t.replica}#{t.incarnation}" for t in attempt.plan.targets)
+    targets = ", ".join(f"{t.replica}#{t.incarnation}" for t in attempt.plan.targets)
     if i.state is IncidentState.ACTING:
-        return "acting", _sentence(action, whom, attempt.plan.because), attempt.started_at or attempt.made_at, ""
+        return "acting", _sentence(action, targets, attempt.plan.because), attempt.started_at or attempt.made_at, ""
     if i.state is IncidentState.VERIFYING:
-        said = f"{action} {whom} is done; waiting for the replacement to make progress."
+        said = f"{action} {targets} is done; waiting for the replacement to make progress."
         return "verifying", said, attempt.done_at or attempt.made_at, ""
     if attempt.failure is not None:
-        return "failed", f"{action} {whom} failed: {attempt.failed_because}. Planning again.", attempt.made_at, ""
+        return "failed", f"{action} {targets} failed: {attempt.failed_because}. Planning again.", attempt.made_at, ""
     rows = plan_rows([i], snapshot.mode, snapshot.at)
     if not rows:
         return "tolerated", attempt.plan.because, attempt.made_at, ""
@@ -172,13 +172,13 @@ def _doing(i: Incident, snapshot: JournalSnapshot) -> tuple[str, str, float, str
     if row.status is PlanStatus.AWAITS_APPROVAL:
         left = row.seconds_left(snapshot.at)
         within = "" if left is None else f" within {seconds(left)}"
-        asks = f"Approve or reject this plan{within}: {action} {whom}."
-    return str(row.status), _sentence(action, whom, row.because), row.made_at, asks
+        asks = f"Approve or reject this plan{within}: {action} {targets}."
+    return str(row.status), _sentence(action, targets, row.because), row.made_at, asks
 
 
-def _sentence(action: str, whom: str, because: str) -> str:
+def _sentence(action: str, targets: str, because: str) -> str:
     """A plan as text. Most reasons already name the action and its target."""
-    return because if whom and whom in because else f"{action} {whom}: {because}"
+    return because if targets and targets in because else f"{action} {targets}: {because}"
 
 
 def open_incidents(snapshot: JournalSnapshot) -> list[OpenIncident]:

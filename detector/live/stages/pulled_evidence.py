@@ -37,13 +37,13 @@ def apply_collected_evidence(
     before: Sequence[Finding], fresh: Iterable[Finding], standing: Sequence[Finding]
 ) -> list[Finding]:
     """The retained and new findings that settle a currently standing tie."""
-    ties = [whom for f in standing if f.fault_class is FaultClass.CANNOT_TELL and (whom := _who(f))]
+    ties = [suspects for f in standing if f.fault_class is FaultClass.CANNOT_TELL and (suspects := _who(f))]
     found = [f for f in (*before, *fresh) if f.fault_class.spec.settles_ties and f.confidence >= CONFIDENCE_MIN]
     kept: list[Finding] = []
     for f in sorted(found, key=lambda f: -f.confidence):
         named = _who(f)
         of_another = any(named & _who(k) for k in kept)
-        if named and not of_another and any(named < whom for whom in ties):
+        if named and not of_another and any(named < suspects for suspects in ties):
             kept.append(f)
     return kept
 

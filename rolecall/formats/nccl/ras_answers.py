@@ -69,11 +69,11 @@ def _all_json(text: str) -> list[RasStatus]:
     except ValueError as e:
         if isinstance(e, MalformedRasStatus):
             raise
-        mended = _COMMA_MISSING.sub(r"\1,\2", text)
-        if mended == text:
+        repaired_text = _COMMA_MISSING.sub(r"\1,\2", text)
+        if repaired_text == text:
             raise MalformedRasStatus(f"not JSON, or cut short: {word(str(e))}") from None
     try:
-        return [_status(v, repaired=True) for v in _values(mended)]
+        return [_status(v, repaired=True) for v in _values(repaired_text)]
     except MalformedRasStatus:
         raise
     except ValueError as e:

@@ -54,7 +54,7 @@ def _interval(text: str) -> float:
 
 
 def _parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(
+    parser = argparse.ArgumentParser(
         prog="rolecall agent",
         description="Run the agent of this node: serve its metrics, events and evidence over HTTP until SIGTERM or "
         "Ctrl-C.",
@@ -65,106 +65,107 @@ def _parser() -> argparse.ArgumentParser:
   rolecall agent --node gpu-017 --host 10.0.0.17 --port 9477""",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    p.add_argument("--config", type=Path, help="agent.yaml; the options below override it", metavar="FILE")
-    p.add_argument(
+    parser.add_argument("--config", type=Path, help="agent.yaml; the options below override it", metavar="FILE")
+    parser.add_argument(
         "--explain", action="store_true", help="print an agent.yaml with every key and its meaning, and exit"
     )
-    p.add_argument("--node", type=_node, help="name of this node (default: host name)")
-    p.add_argument(
+    parser.add_argument("--node", type=_node, help="name of this node (default: host name)")
+    parser.add_argument(
         "--data-dir",
         type=Path,
         help="events, cursors, socket and token (default: /var/lib/rolecall as root, else ~/.local/state/rolecall)",
         metavar="DIR",
     )
-    p.add_argument("--token-file", type=Path, help="file with the access token (default: DIR/token)", metavar="FILE")
-    p.add_argument("--host", help="address to listen on (default: 127.0.0.1)")
-    p.add_argument("--port", type=_port, help="port to listen on (default: 9477; 0: any free one)")
-    p.add_argument(
+    parser.add_argument(
+        "--token-file", type=Path, help="file with the access token (default: DIR/token)", metavar="FILE"
+    )
+    parser.add_argument("--host", help="address to listen on (default: 127.0.0.1)")
+    parser.add_argument("--port", type=_port, help="port to listen on (default: 9477; 0: any free one)")
+    parser.add_argument(
         "--interval", type=_interval, help="seconds between samples of the ranks (default: 1)", metavar="SECONDS"
     )
     # Of the bundled runtime and of tests.
-    p.add_argument("--ranks-only", action="store_true", help=argparse.SUPPRESS)
-    p.add_argument("--raylet-pid", type=int, help=argparse.SUPPRESS)
-    p.add_argument("--raylet-start", type=int, help=argparse.SUPPRESS)
-    p.add_argument("--parent-pid", type=int, help=argparse.SUPPRESS)
-    p.add_argument("--parent-start", type=int, help=argparse.SUPPRESS)
-    p.add_argument("--proc", type=Path, help=argparse.SUPPRESS)
-    return p
+    parser.add_argument("--ranks-only", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--raylet-pid", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--raylet-start", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--parent-pid", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--parent-start", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--proc", type=Path, help=argparse.SUPPRESS)
+    return parser
 
 
-def _pair(p: argparse.ArgumentParser, what: str, pid: int | None, start: int | None) -> tuple[int, int] | None:
+def _pair(parser: argparse.ArgumentParser, what: str, pid: int | None, start: int | None) -> tuple[int, int] | None:
     if pid is None and start is None:
         return None
     if pid is None or start is None:
-        p.error(f"--{what}-pid and --{what}-start belong together")
+        parser.error(f"--{what}-pid and --{what}-start belong together")
     return pid, start
 
 
-def _token(p: argparse.ArgumentParser, path: Path) -> str:
+def _token(parser: argparse.ArgumentParser, path: Path) -> str:
     try:
         token = path.read_text().strip()
     except OSError as e:
-        p.error(f"--token-file: {e}")
+        parser.error(f"--token-file: {e}")
     if not token:
-        p.error(f"--token-file: {path} is empty")
+        parser.error(f"--token-file: {path} is empty")
     return token
 
 
 def _settings(argv: Sequence[str] | None) -> AgentSettings | None:
     """None: there is nothing to run, the answer has been printed."""
-    p = _parser()
-    a = p.parse_args(argv)
-    if a.explain:
+    parser = _parser()
+    arguments = parser.parse_args(argv)
+    if arguments.explain:
         from rolecall.agent.settings import explain
 
         print(explain(), end="")
         return None
-    if not a.ranks_only:
-        return _of_the_node(p, a)
-    missing = [f"--{n.replace('_', '-')}" for n in ("node", "data_dir", "token_file") if getattr(a, n) is None]
+    if not arguments.ranks_only:
+        return _of_the_node(parser, arguments)
+    missing = [f"--{n.replace('_', '-')}" for n in ("node", "data_dir", "token_file") if getattr(arguments, n) is None]
     if missing:
-        p.error(f"--ranks-only needs {', '.join(missing)}")
+        parser.error(f"--ranks-only needs {', '.join(missing)}")
     return AgentSettings(
-        node=a.node,
-        data_dir=a.data_dir,
-        token=_token(p, a.token_file),
-        host=a.host or LOOPBACK,
-        port=a.port or 0,
-        interval_seconds=a.interval or 0.2,
-        raylet=_pair(p, "raylet", a.raylet_pid, a.raylet_start),
-        parent=_pair(p, "parent", a.parent_pid, a.parent_start),
-        proc=a.proc or Path("/proc"),
+        node=arguments.node,
+        data_dir=arguments.data_dir,
+        token=_token(parser, arguments.token_file),
+        host=arguments.host or LOOPBACK,
+        port=arguments.port or 0,
+        interval_seconds=arguments.interval or 0.2,
+        raylet=_pair(parser, "raylet", arguments.raylet_pid, arguments.raylet_start),
+        parent=_pair(parser, "parent", arguments.parent_pid, arguments.parent_start),
+        proc=arguments.proc or Path("/proc"),
     )
 
 
-def _of_the_node(p: argparse.ArgumentParser, a: argparse.Namespace) -> AgentSettings:
+def _of_the_node(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> AgentSettings:
     """Settings of an agent with every collector, from agent.yaml or its defaults.
 
     Raises:
         ConfigError: of the file, or of the file with TLS and users.
         OSError: no token can be created in the data directory.
     """
-    from rolecall.agent.assembly import collectors_of
-    from rolecall.agent.settings import default_agent_file, load_agent_file
+    from rolecall.agent.settings import collectors_of, default_agent_file, load_agent_file
 
-    file = default_agent_file(a.node) if a.config is None else load_agent_file(a.config)
-    node, data_dir = a.node or NodeId(file.node), a.data_dir or file.data_dir
-    token_file = a.token_file or file.token_file
+    file = default_agent_file(arguments.node) if arguments.config is None else load_agent_file(arguments.config)
+    node, data_dir = arguments.node or NodeId(file.node), arguments.data_dir or file.data_dir
+    token_file = arguments.token_file or file.token_file
     web = None
-    if a.config is not None and file.web_config_file is not None:
+    if arguments.config is not None and file.web_config_file is not None:
         from rolecall.agent.http.web_config import load_web_config
 
-        web = load_web_config(a.config.parent / file.web_config_file)
+        web = load_web_config(arguments.config.parent / file.web_config_file)
     return AgentSettings(
         node=node,
         data_dir=data_dir,
-        token=_token(p, token_file) if token_file else _own_token(data_dir),
-        host=a.host or file.host,
-        port=file.port if a.port is None else a.port,
-        interval_seconds=a.interval or file.interval_seconds,
-        raylet=_pair(p, "raylet", a.raylet_pid, a.raylet_start),
-        parent=_pair(p, "parent", a.parent_pid, a.parent_start),
-        proc=a.proc or file.proc,
+        token=_token(parser, token_file) if token_file else _own_token(data_dir),
+        host=arguments.host or file.host,
+        port=file.port if arguments.port is None else arguments.port,
+        interval_seconds=arguments.interval or file.interval_seconds,
+        raylet=_pair(parser, "raylet", arguments.raylet_pid, arguments.raylet_start),
+        parent=_pair(parser, "parent", arguments.parent_pid, arguments.parent_start),
+        proc=arguments.proc or file.proc,
         cgroup_root=file.sys / "fs" / "cgroup",
         collectors=lambda registry: collectors_of(file, node, data_dir, registry),
         tls=web.tls.context if web and web.tls else None,

@@ -11,6 +11,7 @@ import logging
 import os
 import threading
 from collections import Counter, deque
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -86,7 +87,7 @@ class EventLog:
         replica: str = "",
         rank: int = 0,
         incarnation: int = 0,
-        detail: dict[str, str] | None = None,
+        detail: Mapping[str, str] | None = None,
     ) -> AgentEvent:
         """Numbers the event, writes it, then publishes it. A full disk costs durability, not the event."""
         cut = {k: v[:DETAIL_CHARACTERS_MAX] for k, v in (detail or {}).items()}
@@ -151,22 +152,18 @@ class EventLog:
 
     def after(self, seq: int, limit: int = 1000) -> EventPage:
         """Events numbered above `seq`. A `seq` that is too large (from an earlier directory) starts from the first."""
-        with self._changed:
-            return self._after(seq, limit)
-
-    def _after(self, seq: int, limit: int) -> EventPage:
-        if seq > self._newest:
-            seq = 0
-        events = tuple(e for e in self._events if e.seq > seq)[:limit]
-        first = self._events[0].seq if self._events else self._newest + 1
-        lost = max(0, first - seq - 1) if seq > 0 else 0
-        return EventPage(events=events, newest=self._newest, lost=lost)
+        return self.wait(seq, 0.0, limit)
 
     def wait(self, seq: int, seconds: float, limit: int = 1000) -> EventPage:
         """`after`, but waits up to `seconds` for the first one."""
         with self._changed:
             self._changed.wait_for(lambda: self._newest != seq, timeout=seconds)
-            return self._after(seq, limit)
+            if seq > self._newest:
+                seq = 0
+            events = tuple(e for e in self._events if e.seq > seq)[:limit]
+            first = self._events[0].seq if self._events else self._newest + 1
+            lost = max(0, first - seq - 1) if seq > 0 else 0
+            return EventPage(events=events, newest=self._newest, lost=lost)
 
     def has(self, kind: AgentEventKind, process: ProcessId) -> bool:
         """Whether such an event of this process is still kept."""

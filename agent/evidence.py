@@ -15,7 +15,7 @@ import stat
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ DUMP_SECONDS_MAX = 10.0
 ANSWER_BYTES_MAX = 4 << 20
 FLIGHT_SECONDS_MAX = 10.0
 """The process polls for requests every 0.2 s and writes a dump within milliseconds; a busy one takes longer."""
-FLIGHT_LOOK_SECONDS = 0.05
+FLIGHT_POLL_SECONDS = 0.05
 
 
 class EvidenceUnavailable(Exception):
@@ -42,6 +42,16 @@ class EvidenceUnavailable(Exception):
     def __init__(self, reason: str, *, busy: bool = False) -> None:
         self.busy = busy
         super().__init__(reason)
+
+
+@contextlib.contextmanager
+def _only_one(lock: threading.Lock) -> Iterator[None]:
+    if not lock.acquire(blocking=False):
+        raise EvidenceUnavailable("another dump is going on", busy=True)
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def find_py_spy() -> str | None:
@@ -65,17 +75,13 @@ class Stacks:
         """
         if self._py_spy is None:
             raise EvidenceUnavailable("py-spy is not installed")
-        if not self._busy.acquire(blocking=False):
-            raise EvidenceUnavailable("another dump is going on", busy=True)
-        try:
-            return self._dump([self._py_spy, "dump", "--pid", str(pid), "--nonblocking", "--json"])
-        finally:
-            self._busy.release()
-
-    def _dump(self, command: list[str]) -> list[dict[str, Any]]:
+        command = [self._py_spy, "dump", "--pid", str(pid), "--nonblocking", "--json"]
         environment = {k: os.environ[k] for k in ("PATH", "HOME", "LANG") if k in os.environ}
         try:
-            done = subprocess.run(command, capture_output=True, timeout=DUMP_SECONDS_MAX, env=environment, check=False)
+            with _only_one(self._busy):
+                done = subprocess.run(
+                    command, capture_output=True, timeout=DUMP_SECONDS_MAX, env=environment, check=False
+                )
         except subprocess.TimeoutExpired:
             raise EvidenceUnavailable(f"py-spy took longer than {DUMP_SECONDS_MAX:.0f} s") from None
         except OSError as e:
@@ -108,17 +114,16 @@ class FlightRecorders:
         Raises:
             EvidenceUnavailable: the process does not respond, has no recorder, or ended; or busy.
         """
-        if not self._busy.acquire(blocking=False):
-            raise EvidenceUnavailable("another dump is going on", busy=True)
         page = self._pages / page_name(pid, start_ticks)
-        try:
-            self._clean(page)
-            return self._ask(page, lives)
-        except OSError as e:
-            raise EvidenceUnavailable(f"the request cannot be written or its answer read: {e.strerror or e}") from None
-        finally:
-            self._clean(page)
-            self._busy.release()
+        with _only_one(self._busy):
+            try:
+                self._clean(page)
+                return self._ask(page, lives)
+            except OSError as e:
+                reason = f"the request cannot be written or its answer read: {e.strerror or e}"
+                raise EvidenceUnavailable(reason) from None
+            finally:
+                self._clean(page)
 
     def _ask(self, page: Path, lives: Callable[[], bool]) -> bytes:
         if not page.exists():
@@ -142,7 +147,7 @@ class FlightRecorders:
             if self._clock.monotonic() > deadline:
                 because = "the process is stopped, its GIL is held, or its reporter is too old"
                 raise EvidenceUnavailable(f"no response in {FLIGHT_SECONDS_MAX:.0f} s: {because}")
-            self._clock.sleep(FLIGHT_LOOK_SECONDS)
+            self._clock.sleep(FLIGHT_POLL_SECONDS)
 
     def _clean(self, page: Path) -> None:
         """Removes request and responses, including late responses to earlier requests."""

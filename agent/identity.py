@@ -40,8 +40,8 @@ class Registration:
         return {k: getattr(self, k) for k in ("process", "role", "replica", "rank", "incarnation")}
 
     @classmethod
-    def from_dict(cls, d: dict[str, Any]) -> "Registration":
-        return cls(**{**d, "process": ProcessId(**d["process"])})
+    def from_dict(cls, record: dict[str, Any]) -> "Registration":
+        return cls(**{**record, "process": ProcessId(**record["process"])})
 
 
 def sender(peer_pid: int, message: dict[str, Any], node: NodeId) -> ProcessId:
@@ -54,7 +54,7 @@ def sender(peer_pid: int, message: dict[str, Any], node: NodeId) -> ProcessId:
     if type(pid) is not int or type(start_ticks) is not int:
         raise ClaimRejected("pid and start_ticks must be integers")
     if pid != peer_pid:
-        raise ClaimRejected(f"process {peer_pid} may not speak for process {pid}")
+        raise ClaimRejected(f"process {peer_pid} may not report for process {pid}")
     return ProcessId(node=node, pid=pid, start_ticks=start_ticks)
 
 

@@ -26,8 +26,7 @@ from rolecall.agent.http.routes import Routes
 from rolecall.agent.http.server import HttpServer
 from rolecall.agent.registration_socket import RegistrationServer
 from rolecall.agent.registry import Registry
-from rolecall.agent.sampler import Sampler
-from rolecall.agent.samples import SampleRing
+from rolecall.agent.samples import Sampler, SampleRing
 from rolecall.core.clock import Clock, SystemClock
 from rolecall.core.errors import RolecallError
 from rolecall.core.ids import NodeId, ProcessId, process_start_ticks
@@ -104,18 +103,33 @@ class Agent:
         self.ring = SampleRing(settings.node, os.getpid(), clock)
         collectors = settings.collectors(self.registry) if settings.collectors else ()
         self._probes = Probes(collectors, self.events, clock)
-        self._gpus = GpuSamples(
-            settings.node, lambda: self._probes.newest(GPU_PROBES), self.registry.registrations, settings.proc
+        probes, ranks = self._probes, self.registry.registrations
+        gpus = GpuSamples(settings.node, lambda: probes.newest(GPU_PROBES), ranks, settings.proc)
+        self._sampler = Sampler(self.registry, host, self.ring, clock, gpus.take)
+        bearer = bearer_token(settings.token)
+        self._routes = Routes(
+            node=settings.node,
+            clock=clock,
+            started_wall=clock.wall(),
+            interval_seconds=settings.interval_seconds,
+            ring=self.ring,
+            events=self.events,
+            registry=self.registry,
+            sampler=self._sampler,
+            stacks=Stacks(),
+            flight=FlightRecorders(self._dir / "pages", clock),
+            bearer=bearer,
+            probes=probes,
+            gpus=gpus,
+            num_malformed=lambda: self._intake.num_malformed,
         )
-        self._sampler = Sampler(self.registry, host, self.ring, clock, self._gpus.take)
-        routes = self._routes()
         self._http = HttpServer(
             settings.host,
             settings.port,
-            routes.table(),
+            self._routes.table(),
             tls=settings.tls,
-            allows=self._allows(),
-            public=routes.public(),
+            allows=_bearer_or(settings.allows, bearer) if settings.allows else None,
+            public=self._routes.public(),
         )
         answerers = {
             "register": self.registry.register,
@@ -132,31 +146,6 @@ class Agent:
             os.close(descriptor)
             raise DirectoryInUse(self._dir) from None
         return descriptor
-
-    def _allows(self) -> Callable[[str], bool] | None:
-        users = self._settings.allows
-        if users is None:
-            return None
-        bearer = f"Bearer {bearer_token(self._settings.token)}".encode()
-        return lambda header: hmac.compare_digest(header.encode("utf-8", "replace"), bearer) or users(header)
-
-    def _routes(self) -> Routes:
-        return Routes(
-            node=self._settings.node,
-            clock=self._clock,
-            started_wall=self._clock.wall(),
-            interval_seconds=self._settings.interval_seconds,
-            ring=self.ring,
-            events=self.events,
-            registry=self.registry,
-            sampler=self._sampler,
-            stacks=Stacks(),
-            flight=FlightRecorders(self._dir / "pages", self._clock),
-            bearer=bearer_token(self._settings.token),
-            probes=self._probes,
-            gpus=self._gpus,
-            num_malformed=lambda: self._intake.num_malformed,
-        )
 
     @property
     def url(self) -> str:
@@ -270,5 +259,10 @@ class Agent:
                 self._raylet_ended(process, ExitStatus())
 
     def _raylet_ended(self, process: ProcessId, status: ExitStatus) -> None:
-        detail = {k: str(v) for k, v in (("signal", status.signal), ("code", status.code)) if v is not None}
-        self.events.append(AgentEventKind.RAYLET_EXITED, process=process, detail=detail)
+        self.events.append(AgentEventKind.RAYLET_EXITED, process=process, detail=status.detail())
+
+
+def _bearer_or(users: Callable[[str], bool], bearer: str) -> Callable[[str], bool]:
+    """Whether `Authorization` names a user with the right password, or the bearer token."""
+    right = f"Bearer {bearer}".encode()
+    return lambda header: hmac.compare_digest(header.encode("utf-8", "replace"), right) or users(header)

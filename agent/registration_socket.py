@@ -169,12 +169,12 @@ class RegistrationServer:
             return self._malformed(f"kind must be one of {', '.join(sorted(self._answerers))}")
         try:
             answerer(peer_pid, message)
-        except ClaimRejected as e:
+        except ClaimRejected as error:
             now = self._clock.monotonic()
             if now - self._complained_at >= COMPLAINT_SECONDS:
                 self._complained_at = now
-                logger.warning("process %d: %s", peer_pid, e)
-            return {"ok": False, "reason": str(e)}
+                logger.warning("process %d: %s", peer_pid, error)
+            return {"ok": False, "reason": str(error)}
         except Exception:  # one bad message must not stop the server
             logger.exception("handling a message of process %d failed", peer_pid)
             return {"ok": False, "retry": True, "reason": "the agent failed at this message"}

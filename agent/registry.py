@@ -95,7 +95,16 @@ class Registry:
             ClaimRejected: with the reason; counted.
         """
         try:
-            self._register(peer_pid, message)
+            claim = verified(peer_pid, message, self._node, self._token)
+            with self._lock:
+                known = self._tracked.get(claim.process)
+                if known is None:
+                    self._admit(claim, {})
+                elif known.registration.found:
+                    self._replace_discovered(known, claim)
+                elif known.registration != claim:
+                    self._others_in(claim)
+                    self._change(known, claim)
         except ClaimRejected as e:
             self._refused(peer_pid, str(e))
             raise
@@ -109,20 +118,6 @@ class Registry:
                 return
             self._refused_at = now
         self._events.append(AgentEventKind.REFUSED, detail={"reason": reason, "pid": str(peer_pid)})
-
-    def _register(self, peer_pid: int, message: dict[str, Any]) -> None:
-        claim = verified(peer_pid, message, self._node, self._token)
-        with self._lock:
-            known = self._tracked.get(claim.process)
-            if known is not None and known.registration.found:
-                self._replace_discovered(known, claim)
-                return
-            if known is not None:
-                if known.registration != claim:
-                    self._others_in(claim)
-                    self._change(known, claim)
-                return
-            self._admit(claim, {})
 
     def _admit(self, claim: Registration, detail: dict[str, str]) -> None:
         """Adds a process. Raises ClaimRejected: too many, its rank is taken, or it has ended."""
@@ -271,7 +266,7 @@ class Registry:
             WatchRefused: a process that may be alive cannot be watched; continuing would report it dead or lose it.
         """
         try:
-            kept = [self._renamed(Registration.from_dict(d)) for d in json.loads(self._file.read_text())]
+            kept = [Registration.from_dict(d) for d in json.loads(self._file.read_text())]
         except FileNotFoundError:
             kept = []
         except (OSError, ValueError, TypeError, KeyError) as e:
@@ -279,7 +274,9 @@ class Registry:
             kept = []
         with self._lock:
             for registration in kept[:NUM_PROCESSES_MAX]:
-                tracked = self._track(registration)
+                # agent.yaml may have changed the node's name.
+                process = replace(registration.process, node=self._node)
+                tracked = self._track(replace(registration, process=process))
                 self._recall(tracked)
                 try:
                     self._watch(tracked)
@@ -289,10 +286,6 @@ class Registry:
                     self._ended(tracked, ExitStatus(), away=True)
             self._save()
             self._remove_foreign_pages()
-
-    def _renamed(self, kept: Registration) -> Registration:
-        """With the current node name, which agent.yaml may have changed."""
-        return replace(kept, process=replace(kept.process, node=self._node))
 
     def _recall(self, tracked: Tracked) -> None:
         """Restores which events of this process were reported before the restart."""
@@ -389,23 +382,17 @@ class Registry:
         if tracked.registration.found and (wanted := requested_exit(status)):
             self._report_finished(tracked, wanted)  # an uninstrumented process cannot announce it
         tracked.exited_at, tracked.status = self._clock.monotonic(), status
-        detail = {"cause": self._cause(tracked, status)}
-        who = tracked.registration
-        place = who.role, who.replica, str(who.rank), detail["cause"]
+        before, self._oom_kills_seen = self._oom_kills_seen, self._oom_kills()
+        oom, raised = self._oom_kills_seen > before, tracked.exceptions_reported > 0
+        cause = guess_cause(status, finished=tracked.finish_reported, raised=raised, oom=oom)
+        detail, who = {"cause": cause}, tracked.registration
+        place = who.role, who.replica, str(who.rank), cause
         if place in self.num_exits or len(self.num_exits) < NUM_EXITS_MAX:
             self.num_exits[place] = self.num_exits.get(place, 0) + 1
         if tracked.page is not None:
             detail |= {"last_phase": tracked.page.phase, "step": str(tracked.page.step)}
-        if status.signal is not None:
-            detail["signal"] = str(status.signal)
-        if status.code is not None:
-            detail["code"] = str(status.code)
+        detail |= status.detail()
         if away:
             detail["noticed"] = "after a restart of the agent"
         if not (away and self._events.has(AgentEventKind.EXITED, tracked.registration.process)):
             self._events.append(AgentEventKind.EXITED, **tracked.registration.facts(), detail=detail)
-
-    def _cause(self, tracked: Tracked, status: ExitStatus) -> str:
-        before, self._oom_kills_seen = self._oom_kills_seen, self._oom_kills()
-        oom = self._oom_kills_seen > before
-        return guess_cause(status, finished=tracked.finish_reported, raised=tracked.exceptions_reported > 0, oom=oom)

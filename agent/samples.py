@@ -1,6 +1,7 @@
-"""Ring of the last sampling rounds. Readers pass a cursor and get newer rounds and the number of samples they missed.
+"""Sampling rounds: registered processes each time, the node every HOST_SECONDS, and the newest poll of the GPUs.
 
-A cursor is a round number. Numbers start at the node's monotonic clock in milliseconds and grow by one per round (far
+A ring keeps the last rounds. Its readers pass a cursor and get newer rounds and the number of samples they missed. A
+cursor is a round number. Numbers start at the node's monotonic clock in milliseconds and grow by one per round (far
 slower than the clock), so that they also grow across agent restarts until the next boot; a cursor larger than any
 issued (another boot) reads from the start."""
 
@@ -8,14 +9,17 @@ import json
 import threading
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import islice
 from typing import Any
 
+from rolecall.agent.collectors.process.host import HostProbe
+from rolecall.agent.processes.state_pages import PageState
+from rolecall.agent.registry import Registry, Tracked
 from rolecall.core.clock import Clock
 from rolecall.core.columns import GPUS, HOSTS, PROCESSES
 from rolecall.core.ids import NodeId
-from rolecall.core.telemetry import WIRE_VERSION, GpuSample, HostSample, ProcessSample, SampleBatch
+from rolecall.core.telemetry import NO_PAGE, WIRE_VERSION, GpuSample, HostSample, ProcessSample
 
 NUM_ROUNDS_KEPT = 300
 """One minute at five rounds a second."""
@@ -32,15 +36,14 @@ class _Round:
     processes: tuple[ProcessSample, ...]
     hosts: tuple[HostSample, ...]
     gpus: tuple[GpuSample, ...] = ()
-    processes_json: str | None = None
-    hosts_json: str = ""
-    gpus_json: str = ""
+    _json: tuple[str, ...] = ()
 
-    def make_json(self) -> None:
-        if self.processes_json is None:
-            self.hosts_json = ",".join(_dumps(h.to_dict()) for h in self.hosts)
-            self.gpus_json = ",".join(_dumps(g.to_dict()) for g in self.gpus)
-            self.processes_json = ",".join(_dumps(p.to_dict()) for p in self.processes)
+    def json(self) -> tuple[str, ...]:
+        """Of processes, hosts and GPUs, without brackets."""
+        if not self._json:
+            kinds = (self.processes, self.hosts, self.gpus)
+            self._json = tuple(",".join(_dumps(sample.to_dict()) for sample in kind) for kind in kinds)
+        return self._json
 
     @property
     def size(self) -> int:
@@ -97,35 +100,17 @@ class SampleRing:
             hosts = next((r.hosts for r in reversed(self._rounds) if r.hosts), ())
             return self._rounds[-1].processes, hosts[-1:]
 
-    def since(self, cursor: int) -> SampleBatch:
-        """Everything newer than `cursor` (0: everything held)."""
-        rounds, last, lost = self._since(cursor)
-        return SampleBatch(
-            node=self._node,
-            agent_pid=self._agent_pid,
-            cursor=last,
-            lost=lost,
-            at=self._clock.monotonic(),
-            wall_at=self._clock.wall(),
-            processes=tuple(p for r in rounds for p in r.processes),
-            hosts=tuple(h for r in rounds for h in r.hosts),
-            gpus=tuple(g for r in rounds for g in r.gpus),
-        )
-
     def since_json(self, cursor: int) -> bytes:
-        """`since` as JSON, in the form of `SampleBatch.to_dict`."""
+        """Everything newer than `cursor` (0: everything held) as JSON, in the form of `SampleBatch.to_dict`."""
         rounds, last, lost = self._since(cursor)
-        for r in rounds:
-            r.make_json()
         head = {"version": WIRE_VERSION, "node": self._node, "agent_pid": self._agent_pid, "cursor": last, "lost": lost}
         head |= {"at": self._clock.monotonic(), "wall_at": self._clock.wall()}
-        processes = ",".join(r.processes_json for r in rounds if r.processes_json)
-        hosts = ",".join(r.hosts_json for r in rounds if r.hosts_json)
-        gpus = ",".join(r.gpus_json for r in rounds if r.gpus_json)
+        texts = [r.json() for r in rounds]
+        processes, hosts, gpus = (",".join(t[kind] for t in texts if t[kind]) for kind in range(3))
         return f'{_dumps(head)[:-1]},"processes":[{processes}],"hosts":[{hosts}],"gpus":[{gpus}]}}'.encode()
 
     def news(self, cursor: int, rounds_max: int = 0) -> dict[str, Any]:
-        """`since` as columns (rolecall.core.columns) of JSON types; empty kinds are absent. A nonzero `rounds_max`
+        """The same as columns (rolecall.core.columns) of JSON types; empty kinds are absent. A nonzero `rounds_max`
         limits it to the newest rounds of processes and the newest host and GPU samples; the rest does not count as
         lost."""
         rounds, last, lost = self._since(cursor)
@@ -148,16 +133,100 @@ class SampleRing:
                     break
                 newer.append(r)
             self._last_asked = self._last
-            return newer[::-1], self._last, self._num_lost_since(cursor)
-
-    def _num_lost_since(self, cursor: int) -> int:
-        if cursor == 0 or not self._rounds:
-            return 0
-        num_rounds = self._rounds[0].number - cursor - 1
-        # For a cursor of an earlier agent process only this process's drops are known.
-        return sum(islice(reversed(self._dropped), max(0, num_rounds)))
+            # For a cursor of an earlier agent process only this process's drops are known.
+            num_lost_rounds = self._rounds[0].number - cursor - 1 if cursor and self._rounds else 0
+            lost = sum(islice(reversed(self._dropped), max(0, num_lost_rounds)))
+            return newer[::-1], self._last, lost
 
 
 def _newest(rounds: list[_Round], rounds_max: int, of: Callable[[_Round], object]) -> list[_Round]:
     """All rounds, or with a limit the last one that has such samples."""
     return rounds if not rounds_max else [r for r in rounds if of(r)][-1:]
+
+
+# --- one round
+
+HOST_SECONDS = 1.0
+
+
+def sample_of(tracked: Tracked, at: float, wall_at: float) -> ProcessSample:
+    """Joins page and kernel state into one sample. `registry.poll` has just read the page."""
+    who, page = tracked.registration, tracked.page
+    kernel = tracked.probe.read(page.work_tid if page else 0)
+    if not (alive := tracked.exited_at is None):
+        kernel = kernel._replace(proc_state="X", rss_bytes=0, num_threads=0)
+    reported: dict[str, Any] = {} if page is None else {name: getattr(page, name) for name in _PAGE_FIELDS}
+    if who.found:
+        reported["phase"] = NO_PAGE
+    return ProcessSample(
+        process=who.process,
+        role=who.role,
+        replica=who.replica,
+        rank=who.rank,
+        incarnation=who.incarnation,
+        at=at,
+        wall_at=wall_at,
+        alive=alive,
+        page_ok=tracked.page_ok,
+        **kernel._asdict(),
+        **reported,
+    )
+
+
+_PAGE_FIELDS = tuple(
+    {f.name for f in fields(PageState)} & {f.name for f in fields(ProcessSample)} - {"replica", "rank", "incarnation"}
+)
+"""What a sample takes from the page. The identity is the registry's, which has verified it."""
+
+
+@dataclass(slots=True)
+class RoundStats:
+    num_rounds: int = 0
+    last_at: float = float("-inf")  # node monotonic, when the newest round ended
+    round_seconds: float = 0.0
+    process_seconds: float = 0.0
+    host_seconds: float = 0.0
+    host_ok: bool = True
+    processes_ok: bool = True
+
+
+class Sampler:
+    """Called from one thread; writes samples into the ring."""
+
+    def __init__(
+        self,
+        registry: Registry,
+        host: HostProbe,
+        ring: SampleRing,
+        clock: Clock,
+        gpus: Callable[[float, float], tuple[GpuSample, ...]] | None = None,
+    ) -> None:
+        """`gpus(monotonic, wall)`: samples of the newest poll of the GPUs, if not yet taken."""
+        self._registry, self._host, self._ring, self._clock, self._gpus = registry, host, ring, clock, gpus
+        self._host_due = 0.0
+        self.stats = RoundStats()
+
+    def round(self) -> None:
+        """Samples everything once."""
+        begun, wall = self._clock.monotonic(), self._clock.wall()
+        samples = []
+        for tracked in self._registry.processes():
+            with self._registry.locked():
+                if tracked.exited_at is None:
+                    self._registry.poll(tracked)
+                at = self._clock.monotonic()
+                samples.append(sample_of(tracked, at, wall + (at - begun)))
+        host_done = self._clock.monotonic()
+        hosts: tuple[HostSample, ...] = ()
+        if begun >= self._host_due:
+            self._host_due = begun + HOST_SECONDS
+            hosts = (self._host.read(begun, wall),)
+            self.stats.host_ok = not self._host.failures
+            self.stats.host_seconds = self._clock.monotonic() - host_done
+        gpus = self._gpus(begun, wall) if self._gpus is not None else ()
+        self._ring.add(tuple(samples), hosts, gpus)
+        self.stats.num_rounds += 1
+        self.stats.process_seconds = host_done - begun
+        self.stats.processes_ok = all(s.proc_state != "?" or not s.alive for s in samples)
+        self.stats.last_at = self._clock.monotonic()
+        self.stats.round_seconds = self.stats.last_at - begun

@@ -1,4 +1,5 @@
-"""`agent.yaml`: what an operator sets for the agent of a node. Everything has a default; unknown keys are refused.
+"""`agent.yaml`: what an operator sets for the agent of a node, and the collectors that it enables. Everything has a
+default; unknown keys are refused.
 
 `rolecall agent --config agent.yaml`; `--explain` prints each key with its meaning. The agents of a bundled
 run (`--ranks-only`) do not import this module, and so not pydantic.
@@ -6,16 +7,19 @@ run (`--ranks-only`) do not import this module, and so not pydantic.
 
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
+from rolecall.agent.collectors.base import Collector
+from rolecall.agent.registry import Registry
 from rolecall.core.config.job import problems_of, read_yaml
 from rolecall.core.config.section import Section
 from rolecall.core.errors import ConfigError
-from rolecall.core.ids import checked_id, split_replica
+from rolecall.core.ids import NodeId, checked_id, split_replica
 
 Interval = Annotated[float, Field(ge=0.2, le=300.0)]
 
@@ -163,9 +167,7 @@ class AgentFile(Section):
             raise ValueError("gpu and dcgm_exporter would both report the GPUs: set enabled of one to false")
         if (self.network.enabled or self.infiniband.enabled or self.storage.enabled) and self.node_exporter.enabled:
             names = "network, infiniband, storage"
-            raise ValueError(
-                f"{names} and node_exporter would both report the node: set enabled of the former to false"
-            )
+            raise ValueError(f"{names} and node_exporter would both report the node: set enabled of the first to false")
         return self
 
     @field_validator("node")
@@ -224,3 +226,155 @@ def _yaml(value: Any) -> str:
     if isinstance(value, tuple):
         return f"[{', '.join(map(_yaml, value))}]"
     return f'"{value}"' if isinstance(value, str) else str(value)
+
+
+# --- the collectors that it enables; each is imported only if it runs
+
+
+def collectors_of(file: AgentFile, node: NodeId, data_dir: Path, registry: Registry) -> list[Collector]:
+    """In the order of the file's keys.
+
+    Raises:
+        ConfigError: invalid rules, address or URL.
+    """
+    found: list[Collector] = []
+    _add_gpus(file, node, data_dir, registry, found)
+    _add_network(file, node, found)
+    with _blamed_on("nccl_ras"):
+        _add_nccl(file, node, found)
+    if file.jobs.enabled:
+        from rolecall.agent.collectors.process.discovery import parse_discovery
+        from rolecall.agent.collectors.process.uninstrumented import UninstrumentedJobCollector
+
+        rules = parse_discovery(file.jobs.rules or {})
+        interval = file.jobs.interval_seconds
+        found.append(UninstrumentedJobCollector(registry, node, rules, interval_seconds=interval, proc=file.proc))
+    _add_exporters(file, node, found)
+    return found
+
+
+@contextmanager
+def _blamed_on(key: str) -> Iterator[None]:
+    """Turns a collector's ValueError into a ConfigError under `key`."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except ValueError as e:
+        raise ConfigError([f"{key}: {e}"]) from None
+
+
+def _add_gpus(file: AgentFile, node: NodeId, data_dir: Path, registry: Registry, found: list[Collector]) -> None:
+    """GPUs and the kernel log, which report the same XIDs."""
+    from rolecall.agent.collectors.gpu.collector import GpuCollector
+    from rolecall.agent.collectors.gpu.events import GpuEventsCollector
+    from rolecall.agent.collectors.gpu.xid_merger import XidCollector, XidMerger
+
+    merger = XidMerger()
+    library = Path(file.gpu.library) if file.gpu.library else None
+    events = GpuEventsCollector(library=library, merger=merger)
+    gpus = GpuCollector(
+        node,
+        library=library,
+        interval_seconds=file.gpu.interval_seconds,
+        last_xid=events.last_xid,
+        reported_action=events.reported_action,
+        dcgm_lines=file.gpu.dcgm,
+    )
+
+    def gpu_of(pci: str) -> int | None:
+        return next((g.index for g in gpus.gpus if g.pci == pci), None)
+
+    if file.gpu.enabled:
+        found.append(gpus)
+        if file.gpu.events:
+            found.append(events)
+    if file.kernel_log.enabled:
+        from rolecall.agent.collectors.kernel.collector import WAIT_SECONDS, KernelLogCollector
+
+        found.append(
+            KernelLogCollector(
+                node=node,
+                merger=merger,
+                path=file.kernel_log.path,
+                state_file=data_dir / "kernel_log.json",
+                gpu_of=gpu_of,
+                process_of=registry.live_process,
+                interval_seconds=file.kernel_log.interval_seconds,
+                wait_seconds=WAIT_SECONDS,
+                proc=file.proc,
+            )
+        )
+    if file.kernel_log.enabled or (file.gpu.enabled and file.gpu.events):
+        found.append(XidCollector(merger, node=node, state_file=data_dir / "xids.json"))
+
+
+def _add_network(file: AgentFile, node: NodeId, found: list[Collector]) -> None:
+    if file.network.enabled:
+        from rolecall.agent.collectors.network.collector import NetworkCollector
+
+        found.append(
+            NetworkCollector(
+                node,
+                interfaces=file.network.interfaces,
+                root=file.sys / "class" / "net",
+                # /proc/net shows the reader's network namespace; in a container the host's is that of its init process.
+                proc_net=file.proc / ("net" if file.proc == Path("/proc") else "1/net"),
+                interval_seconds=file.network.interval_seconds,
+            )
+        )
+    if file.infiniband.enabled:
+        from rolecall.agent.collectors.network.infiniband import InfinibandCollector
+
+        root = file.sys / "class" / "infiniband"
+        found.append(InfinibandCollector(node, root=root, interval_seconds=file.infiniband.interval_seconds))
+    if file.storage.enabled:
+        from rolecall.agent.collectors.storage.collector import StorageCollector
+
+        found.append(
+            StorageCollector(
+                node,
+                mounts=map(str, file.storage.mounts),
+                proc=file.proc,
+                rootfs=file.rootfs,
+                block=file.sys / "block",
+                interval_seconds=file.storage.interval_seconds,
+            )
+        )
+
+
+def _add_nccl(file: AgentFile, node: NodeId, found: list[Collector]) -> None:
+    if file.nccl_ras.enabled:
+        from rolecall.agent.collectors.nccl.ras import NcclRasCollector
+
+        ras = file.nccl_ras
+        interval, confirm = ras.interval_seconds, ras.confirm_seconds
+        found.append(NcclRasCollector(node, ras.address, interval_seconds=interval, confirm_seconds=confirm))
+    if file.nccl_inspector.enabled:
+        from rolecall.agent.collectors.nccl.inspector import NcclInspectorCollector
+
+        interval = file.nccl_inspector.interval_seconds
+        found.append(NcclInspectorCollector(node, file.nccl_inspector.folder, interval_seconds=interval))
+
+
+def _add_exporters(file: AgentFile, node: NodeId, found: list[Collector]) -> None:
+    if file.dcgm_exporter.enabled:
+        from rolecall.agent.collectors.exporters.collector import DCGM_URL, DcgmPage, ExporterCollector
+
+        section = file.dcgm_exporter
+        url, page, interval = section.url or DCGM_URL, DcgmPage(node, section.hostname), section.interval_seconds
+        with _blamed_on("dcgm_exporter"):
+            found.append(ExporterCollector(node, "dcgm_exporter", url, page, dcgm=True, interval_seconds=interval))
+    if file.node_exporter.enabled:
+        from rolecall.agent.collectors.exporters.collector import NODE_URL, ExporterCollector
+        from rolecall.agent.collectors.exporters.node_exporter import NodeExporterPage
+
+        url, interval = file.node_exporter.url or NODE_URL, file.node_exporter.interval_seconds
+        theirs = NodeExporterPage(node)
+        with _blamed_on("node_exporter"):
+            found.append(ExporterCollector(node, "node_exporter", url, theirs, interval_seconds=interval))
+    if file.vllm.enabled and file.vllm.engines:
+        from rolecall.agent.collectors.engine.vllm import EngineEndpoint, VllmCollector
+
+        engines = [EngineEndpoint(e.url, e.replica.partition("/")[0], e.replica, e.rank) for e in file.vllm.engines]
+        found.append(VllmCollector(node, engines, interval_seconds=file.vllm.interval_seconds))

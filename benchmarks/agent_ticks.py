@@ -28,7 +28,6 @@ import common
 
 sys.path.insert(0, str(common.ROOT))
 
-from rolecall.agent.assembly import collectors_of
 from rolecall.agent.collectors.gpu.events import GpuEventsCollector
 from rolecall.agent.collectors.gpu.samples import GpuSamples
 from rolecall.agent.collectors.kernel.collector import KernelLogCollector
@@ -38,9 +37,8 @@ from rolecall.agent.collectors.runner import DOWN_INTERVAL_SECONDS, Probe
 from rolecall.agent.events import NUM_KEPT, EventLog
 from rolecall.agent.http.exposition import all_values, render
 from rolecall.agent.registry import Registry
-from rolecall.agent.sampler import Sampler
-from rolecall.agent.samples import SampleRing
-from rolecall.agent.settings import load_agent_file
+from rolecall.agent.samples import Sampler, SampleRing
+from rolecall.agent.settings import collectors_of, load_agent_file
 from rolecall.core.clock import FakeClock
 from rolecall.core.ids import NodeId, process_start_ticks
 from rolecall.core.rundir import registration_secret
@@ -168,7 +166,7 @@ class Looking:
         self.events.sync()
 
     def scrape(self) -> bytes:
-        readings = [p.reading() for p in self.probes]
+        readings = [p.newest()[1] for p in self.probes]
         processes, hosts = self.ring.newest()
         values = all_values(processes, hosts, (*(v for r in readings for v in r.values), *self.gpus.values))
         return render(values)[0] + "".join(r.dcgm() for r in readings).encode()

@@ -20,10 +20,8 @@ import common
 import torch
 from collapse_courses import Spec, course, specs
 
-from rolecall.detector.live import collapse_tests as collapse_signs
-from rolecall.detector.live.collapse_tests import collapse_symptoms
-from rolecall.detector.live.stages.collapse import QUIET_STEPS
-from rolecall.detector.live.training_history import SIGNS, STEPS_KEPT, TrainingStepPoint
+from rolecall.detector.live.stages import collapse as collapse_signs
+from rolecall.detector.live.stages.collapse import QUIET_STEPS, SIGNS, STEPS_KEPT, TrainingStepPoint, collapse_symptoms
 
 KEPT = common.ROOT / "tests" / "detector" / "courses.json"
 SIGN_KINDS = (

@@ -1,8 +1,8 @@
 """Courses of real training, healthy and spoiled by real means: what benchmarks/collapse.py judges, and tests keep some
 of.
 
-A trainer replica learns the built-in task from random weights, step by step, in one process (`testing_learning`). From
-step `at` on something is wrong:
+A trainer replica learns the built-in task from random weights, step by step, in one process
+(`tests/rl_runtime/learning.py`). From step `at` on something is wrong:
 
     lr               it goes on from its state with a learning rate `factor` times as high
     reward_constant  the reward function gives 0.5 for everything
@@ -16,6 +16,7 @@ the steps, at random, are trained on what the newest version wrote, the others o
 """
 
 import random
+import sys
 import tempfile
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -23,20 +24,23 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import common
 import torch
+
+sys.path.insert(0, str(common.ROOT))
 
 from rolecall.core.config.job import JobConfig, parse_job
 from rolecall.core.ids import replica_id
 from rolecall.core.journal.payloads import ChainHead
 from rolecall.core.journal.store import GENESIS
-from rolecall.detector.live.training_history import SIGNS
+from rolecall.detector.live.stages.collapse import SIGNS
 from rolecall.rl_runtime.algorithms.batching import form_microbatches
 from rolecall.rl_runtime.protocol.messages import PromptGroup
 from rolecall.rl_runtime.tasks.task import make_task
 from rolecall.rl_runtime.tasks.tokenizer import vocabulary
 from rolecall.rl_runtime.trainer.model import write_model_folder
 from rolecall.rl_runtime.trainer.trainer import TrainerReplica
-from rolecall.testing.learning import BatchGenerator, ModelSequenceGenerator
+from tests.rl_runtime.learning import BatchGenerator, ModelSequenceGenerator
 
 TRAINER = replica_id("trainer", 0)
 LEDGER = ChainHead(position=0, hash=GENESIS)
@@ -90,12 +94,12 @@ class Trained:
         self.replica.join(1, self._epoch, 0, 1, "127.0.0.1", 0)
 
     def go_on(self, job: JobConfig, state: tuple[dict[str, torch.Tensor], str] | None = None) -> None:
-        state = state or self.replica.export_state()
+        state = state or self.replica.state.export()
         self.replica.close()
         self._start(job, state)
 
     def step(self, groups: Sequence[PromptGroup]) -> dict[str, float | None]:
-        number = self.replica.commit_record().step + 1
+        number = self.replica.state.commit.step + 1
         work = form_microbatches(number, groups, self.job.algorithm.microbatches_per_step)
         ids = [m.microbatch_id for m in work]
         result = self.replica.train_step(1, self._epoch, number, work, ids, LEDGER, [TRAINER])
@@ -114,12 +118,12 @@ def course(spec: Spec) -> list[dict[str, float]]:
         write_model_folder(Path(folder), job.model, seed=0, task=job.task.name)
         writer = ModelSequenceGenerator(Path(folder), eos=task.vocab.eos, seed=spec.seed)
     source, trained = BatchGenerator(job, task, writer), Trained(job)
-    kept, rows = trained.replica.export_state(), list[dict[str, float]]()
-    versions = deque([(0, trained.replica.policy_tensors(0))], maxlen=spec.staleness + 1)
+    kept, rows = trained.replica.state.export(), list[dict[str, float]]()
+    versions = deque([(0, trained.replica.state.policy_tensors(0))], maxlen=spec.staleness + 1)
     for number in range(spec.steps):
         on = number >= spec.at > 0
         if spec.kind == "rollback" and number == spec.at // 2:
-            kept = trained.replica.export_state()
+            kept = trained.replica.state.export()
         if on and number == spec.at:
             if spec.kind == "lr":
                 trained.go_on(spec.job(spec.factor))
@@ -149,8 +153,8 @@ def course(spec: Spec) -> list[dict[str, float]]:
 
 
 def _add(versions: deque[tuple[int, dict[str, torch.Tensor]]], trained: Trained) -> None:
-    version = trained.replica.commit_record().policy_version
-    versions.append((version, trained.replica.policy_tensors(version)))
+    version = trained.replica.state.commit.policy_version
+    versions.append((version, trained.replica.state.policy_tensors(version)))
 
 
 def _noisy(weights: Mapping[str, torch.Tensor], factor: float, noise: torch.Generator) -> dict[str, torch.Tensor]:

@@ -7,6 +7,7 @@ samples are as stale as a default job allows (`STALENESS`): the hardest that a r
 import contextlib
 import json
 import os
+import sys
 import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,7 +15,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import common
 import torch
+
+sys.path.insert(0, str(common.ROOT))
 
 from rolecall.core.config.algorithm import FILTERS, AlgorithmName
 from rolecall.core.config.job import JobConfig, parse_job
@@ -22,7 +26,7 @@ from rolecall.core.errors import BatchNotFilled
 from rolecall.rl_runtime.protocol.messages import EndReason
 from rolecall.rl_runtime.tasks.reward_worker import task_of
 from rolecall.rl_runtime.trainer.model import write_model_folder
-from rolecall.testing.learning import (
+from tests.rl_runtime.learning import (
     EngineSequenceGenerator,
     LearningCurvePoint,
     ModelSequenceGenerator,

@@ -33,7 +33,7 @@ from fleet import score, watch
 from fleet_report import table
 from minder_own_kind import own_kind, share_told
 
-from rolecall.detector.panels.baselines.detectors import BASELINES as METHODS
+from rolecall.detector.panels.baselines import BASELINES as METHODS
 from rolecall.detector.panels.minder import detector as minder
 from rolecall.detector.panels.minder import fit as minder_fit
 from rolecall.detector.panels.minder.detector import Minder, Variant, Weights

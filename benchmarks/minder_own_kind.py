@@ -17,7 +17,7 @@ import numpy as np
 from fleet import score, watch
 from fleet_report import Outcome, binomial_interval, delay_quantile, table, told
 
-from rolecall.detector.panels.baselines.detectors import BASELINES as METHODS
+from rolecall.detector.panels.baselines import BASELINES as METHODS
 from rolecall.detector.panels.minder import detector as minder
 from rolecall.detector.panels.panel import PanelDetector
 from rolecall.detector.simulation.fleet import (

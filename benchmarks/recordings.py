@@ -21,7 +21,7 @@ import common
 import numpy as np
 from scipy.stats import chi2
 
-from rolecall.detector.live.merging import merged
+from rolecall.detector.live.fusion import merged
 from rolecall.detector.panels.panel import FALSE_ALARMS_PER_1000_MACHINE_DAYS, Panel, PanelShape, findings
 from rolecall.detector.panels.registry import DEFAULT, NAMES, detector, with_step_time
 from rolecall.detector.sources import recording

@@ -23,7 +23,7 @@ from pathlib import Path
 import yaml
 
 from rolecall.core.errors import CommandRefused, UnreadableInput
-from rolecall.core.private_file import write_private
+from rolecall.core.rundir import write_atomically
 from rolecall.recovery.operators.run_location import checked_name
 
 logger = logging.getLogger(__name__)
@@ -158,7 +158,7 @@ class Authenticator:
 def _write(path: Path, users: Mapping[str, str]) -> None:
     text = HEAD + yaml.safe_dump(dict(sorted(users.items())), allow_unicode=True) if users else HEAD
     try:
-        write_private(path, text.encode())
+        write_atomically(path, text, private=True)
     except OSError as e:
         raise UnreadableInput(where=str(path), reason=e.strerror or repr(e)) from None
 
@@ -166,8 +166,8 @@ def _write(path: Path, users: Mapping[str, str]) -> None:
 def _private_bytes(path: Path) -> bytes:
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        with os.fdopen(descriptor, "rb") as f:
-            found = os.fstat(f.fileno())
+        with os.fdopen(descriptor, "rb") as file:
+            found = os.fstat(file.fileno())
             if not stat.S_ISREG(found.st_mode):
                 raise UnreadableInput(where=str(path), reason="is not a regular file")
             if found.st_mode & 0o077:
@@ -179,7 +179,7 @@ def _private_bytes(path: Path) -> bytes:
                 raise UnreadableInput(
                     where=str(path), reason=f"is owned by user {found.st_uid}, not by the dashboard's user"
                 )
-            raw = f.read(FILE_BYTES_MAX + 1)
+            raw = file.read(FILE_BYTES_MAX + 1)
     except OSError as e:
         raise UnreadableInput(where=str(path), reason=e.strerror or repr(e)) from None
     if len(raw) > FILE_BYTES_MAX:

@@ -1,5 +1,6 @@
 """The fleet as policy and guards see it: desired and actual state, one frozen row per replica, JSON both ways."""
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Self
@@ -51,10 +52,7 @@ class FleetView:
         standby_nodes = sorted(r.node for r in self.standbys() if r.node not in avoid)
         if standby_nodes:
             return standby_nodes[0]
-        num_replicas: dict[NodeId, int] = {}
-        for r in self.replicas:
-            if r.living and r.node not in avoid:
-                num_replicas[r.node] = num_replicas.get(r.node, 0) + 1
+        num_replicas = Counter(r.node for r in self.replicas if r.living and r.node not in avoid)
         return min(num_replicas, key=lambda node: (num_replicas[node], node), default=None)
 
     def to_dict(self) -> dict[str, Any]:

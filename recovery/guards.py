@@ -5,15 +5,15 @@ themselves (a pause, a hold, another repair); at a limit rolecall stops acting a
 from the journal, so a restarted watch continues with the budget that its predecessor left.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from rolecall.core.config.job import RecoveryConfig
 from rolecall.core.diagnosis import ActionKind, Diagnosis, Plan
 from rolecall.core.ids import split_replica
 from rolecall.core.membership import STANDBY_ROLE
 from rolecall.recovery.fleet import FleetView
-from rolecall.recovery.incidents.incident import OPERATOR, Decision, Incident, IncidentState, evictions
+from rolecall.recovery.incidents import OPERATOR, Decision, Incident, IncidentState, evictions
 
 HOUR_SECONDS = 3600.0
 AT_ONCE = "at_once"
@@ -23,7 +23,27 @@ NOT_PEERS = ("self", "progress", "exit", "signal", "operator")
 a diagnosis does not rest on peers alone."""
 
 
+Progress = Mapping[str, tuple[bool, str]]
+"""replica -> (whether it is seen to make progress at the wanted incarnation, what was seen)."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Situation:
+    """Inputs of guards and of the next step besides the incident itself. Times are wall seconds."""
+
+    now: float
+    fleet: FleetView
+    config: RecoveryConfig
+    incidents: Sequence[Incident]
+    paused: str | None = None
+    stopping: str | None = None
+    ended: str | None = None  # why the run is over
+    absent_seconds: float = 0.0  # since a diagnosis of this incident was last reported
+    progress: Progress = field(default_factory=dict)
+    channel: str = "log"
+
+
+@dataclass(frozen=True, slots=True)
 class GuardResult:
     """`guard` names the guard that blocks; empty when all pass."""
 
@@ -36,126 +56,100 @@ class GuardResult:
         return not self.guard
 
 
-PASSED = GuardResult(guard="", because="all guards pass")
+PASSED = GuardResult("", "all guards pass")
 
 
-def check(
-    plan: Plan,
-    incident: Incident,
-    *,
-    fleet: FleetView,
-    config: RecoveryConfig,
-    incidents: Sequence[Incident],
-    paused: str | None,
-    stopping: str | None,
-    now: float,
-) -> GuardResult:
-    """The first guard that blocks, or PASSED. `now`: wall seconds. Mode `approve` passes: the caller requests
-    approval."""
-    held = _operator_guards(config, paused, stopping) or _operator_hold(incident, now) or _incarnations(plan, fleet)
+def check(plan: Plan, incident: Incident, situation: Situation) -> GuardResult:
+    """The first guard that blocks, or PASSED. Mode `approve` passes: the caller requests approval."""
+    held = _operator_guards(situation) or _operator_hold(incident, situation) or _incarnations(plan, situation)
     if held is None and plan.action is not ActionKind.STOP_JOB:
-        held = _peer_evidence(plan, incident, fleet, incidents) or _limits(
-            plan, incident, fleet, config, incidents, now
-        )
+        held = _peer_evidence(plan, incident, situation) or _limits(plan, incident, situation)
     return held or PASSED
 
 
-def _operator_guards(config: RecoveryConfig, paused: str | None, stopping: str | None) -> GuardResult | None:
-    if config.mode == "observe":
-        return GuardResult(
-            guard="mode", because="mode is observe: rolecall reports what it would do and takes no action"
-        )
-    if paused is not None:
-        return GuardResult(guard="paused", because=f"paused by {paused}")
-    if stopping is not None:
-        return GuardResult(guard="stopping", because=f"the job is stopping: {stopping}")
+def _operator_guards(situation: Situation) -> GuardResult | None:
+    if situation.config.mode == "observe":
+        return GuardResult("mode", "mode is observe: rolecall reports what it would do and takes no action")
+    if situation.paused is not None:
+        return GuardResult("paused", f"paused by {situation.paused}")
+    if situation.stopping is not None:
+        return GuardResult("stopping", f"the job is stopping: {situation.stopping}")
     return None
 
 
-def _operator_hold(incident: Incident, now: float) -> GuardResult | None:
+def _operator_hold(incident: Incident, situation: Situation) -> GuardResult | None:
     hold = incident.attempt.hold if incident.attempt else None
-    if hold is None or not hold.active(now):
+    if hold is None or not hold.active(situation.now):
         return None
-    return GuardResult(guard=HOLD, because=f"on hold by {hold.by} until {hold.until_text}: {hold.because}")
+    return GuardResult(HOLD, f"on hold by {hold.by} until {hold.until_text}: {hold.because}")
 
 
-def _incarnations(plan: Plan, fleet: FleetView) -> GuardResult | None:
+def _incarnations(plan: Plan, situation: Situation) -> GuardResult | None:
     for target in plan.targets:
-        seen = fleet.find(target.replica)
+        seen = situation.fleet.find(target.replica)
         newest = seen.desired_incarnation if seen else None
         if newest != target.incarnation:
             now_desired = f"#{newest} is desired now" if newest else "it is no longer desired"
             return GuardResult(
-                guard="incarnation",
-                because=f"the plan targets {target.replica}#{target.incarnation}, but {now_desired}",
+                "incarnation", f"the plan targets {target.replica}#{target.incarnation}, but {now_desired}"
             )
     return None
 
 
-def on_peer_evidence_alone(d: Diagnosis) -> bool:
+def on_peer_evidence_alone(diagnosis: Diagnosis) -> bool:
     """Whether the diagnosis rests on comparison with peers alone, without evidence from the suspects' own history."""
-    if not d.fault_class.spec.compares_peers:
+    if not diagnosis.fault_class.spec.compares_peers:
         return False
-    own_history = any(e.kind.startswith(NOT_PEERS) or e.values.get("peers") == 0 for e in d.evidence)
-    return not own_history and OPERATOR not in d.detectors
+    own_history = any(e.kind.startswith(NOT_PEERS) or e.values.get("peers") == 0 for e in diagnosis.evidence)
+    return not own_history and OPERATOR not in diagnosis.detectors
 
 
-def _peer_evidence(
-    plan: Plan, incident: Incident, fleet: FleetView, incidents: Sequence[Incident]
-) -> GuardResult | None:
+def _peer_evidence(plan: Plan, incident: Incident, situation: Situation) -> GuardResult | None:
     if not on_peer_evidence_alone(incident.diagnosis):
         return None
     suspects = {t.replica for t in plan.targets}
-    for other in incidents:
+    for other in situation.incidents:
         if other.state is not IncidentState.CLOSED and on_peer_evidence_alone(other.diagnosis):
             suspects |= {t.replica for a in other.attempts for t in a.plan.targets}
     for role in sorted({split_replica(t.replica)[0] for t in plan.targets}):
-        peers = fleet.of_role(role)
+        peers = situation.fleet.of_role(role)
         ours = [r for r in peers if r.replica in suspects]
         if 2 * len(ours) > len(peers):
             return GuardResult(
-                guard="majority",
-                because=f"{len(ours)} of {len(peers)} {role} replicas are suspects on peer comparison alone; "
+                "majority",
+                f"{len(ours)} of {len(peers)} {role} replicas are suspects on peer comparison alone; "
                 "a majority cannot be outliers",
                 page_oncall=True,
             )
         if not any(r.living and r.replica not in suspects for r in peers):
             return GuardResult(
-                guard="last_living",
-                because=f"no {role} replica would remain, on peer comparison alone",
-                page_oncall=True,
+                "last_living", f"no {role} replica would remain, on peer comparison alone", page_oncall=True
             )
     return None
 
 
-def _limits(
-    plan: Plan,
-    incident: Incident,
-    fleet: FleetView,
-    config: RecoveryConfig,
-    incidents: Sequence[Incident],
-    now: float,
-) -> GuardResult | None:
-    counted = evictions(incidents, since=now - HOUR_SECONDS)
-    recent = [e for e in counted if e.at > now - HOUR_SECONDS]
+def _limits(plan: Plan, incident: Incident, situation: Situation) -> GuardResult | None:
+    config, since = situation.config, situation.now - HOUR_SECONDS
+    counted = evictions(situation.incidents, since=since)
+    recent = [e for e in counted if e.at > since]
     for target in plan.targets:
         times = sum(e.replica == target.replica for e in recent)
         if times >= config.retries_per_replica_max:
             return GuardResult(
-                guard="retries",
-                because=f"{target.replica} was replaced {times} times in the last hour, "
+                "retries",
+                f"{target.replica} was replaced {times} times in the last hour, "
                 f"the limit is {config.retries_per_replica_max}",
                 page_oncall=True,
             )
     if len(recent) + len(plan.targets) > config.evictions_per_hour_max:
         return GuardResult(
-            guard="evictions",
-            because=f"{len(recent)} evictions in the last hour and {len(plan.targets)} more requested, "
+            "evictions",
+            f"{len(recent)} evictions in the last hour and {len(plan.targets)} more requested, "
             f"the limit is {config.evictions_per_hour_max}",
             page_oncall=True,
         )
     elsewhere = {e.replica for e in counted if e.under_repair and e.incident_id != incident.incident_id}
-    return _at_once(plan, fleet, config, elsewhere, _awaiting_turn(incident, incidents))
+    return _at_once(plan, situation.fleet, config, elsewhere, _awaiting_turn(incident, situation.incidents))
 
 
 def _is_standby(replica: str) -> bool:
@@ -166,13 +160,13 @@ def _awaiting_turn(incident: Incident, incidents: Sequence[Incident]) -> set[str
     """Replicas of other incidents that wait only for another repair to end."""
     found: set[str] = set()
     for other in incidents:
-        a = other.attempt
-        if a is None or other.incident_id == incident.incident_id or a.held_by != {AT_ONCE}:
+        attempt = other.attempt
+        if attempt is None or other.incident_id == incident.incident_id or attempt.held_by != {AT_ONCE}:
             continue
         if other.state is IncidentState.PLANNED or (
-            other.state is IncidentState.PROPOSED and a.decision is Decision.APPROVED
+            other.state is IncidentState.PROPOSED and attempt.decision is Decision.APPROVED
         ):
-            found |= {str(t.replica) for t in a.plan.targets}
+            found |= {str(t.replica) for t in attempt.plan.targets}
     return found
 
 
@@ -185,14 +179,14 @@ def _at_once(
         first = sorted(r for r in elsewhere | waiting if not _is_standby(r))
         if first:
             because = f"{', '.join(first)} is repaired first: standby {', '.join(sorted(targets))} does no work"
-            return GuardResult(guard=AT_ONCE, because=because)
+            return GuardResult(AT_ONCE, because)
     else:
         elsewhere = {r for r in elsewhere if not _is_standby(r)}
     together = targets | elsewhere
     if len(together) > config.replicas_at_once_max:
         return GuardResult(
-            guard=AT_ONCE,
-            because=f"{', '.join(sorted(elsewhere)) or 'nothing'} under repair and {', '.join(sorted(targets))} "
+            AT_ONCE,
+            f"{', '.join(sorted(elsewhere)) or 'nothing'} under repair and {', '.join(sorted(targets))} "
             f"requested, the limit is {config.replicas_at_once_max} at once",
             # Too many on its own: waiting would not help.
             page_oncall=len(targets) > config.replicas_at_once_max,
@@ -204,8 +198,8 @@ def _at_once(
         if len(under) > allowed:
             alone = len([t for t in targets if split_replica(t)[0] == role]) > allowed
             return GuardResult(
-                guard="role_share",
-                because=f"{len(under)} of {size} {role} replicas would be under repair, the limit is {allowed}",
+                "role_share",
+                f"{len(under)} of {size} {role} replicas would be under repair, the limit is {allowed}",
                 page_oncall=alone,
             )
     return None

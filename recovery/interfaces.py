@@ -12,17 +12,9 @@ from rolecall.core.diagnosis import Diagnosis, Suspect
 from rolecall.core.journal.payloads import EvidenceCollected
 
 
-class TimedObservation(Protocol):
-    """One poll of the run; recovery reads only its time."""
-
-    @property
-    def wall_at(self) -> float:
-        """Seconds since 1970."""
-
-
 class ObservationSource(Protocol):
     def poll(self, timeout_seconds: float) -> Any:
-        """New data as a `TimedObservation`; returns within about `timeout_seconds` even if there is none."""
+        """New data, for the detector; returns within about `timeout_seconds` even if there is none."""
 
 
 class Detector(Protocol):

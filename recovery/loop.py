@@ -1,10 +1,10 @@
 """The recovery loop of `rolecall watch`: observe, diagnose, decide, act, verify; one tick after the other.
 
 A tick polls the source, feeds the detector and, if this process holds the lease, performs every step that the incidents
-in the journal need: from finding to desired record in one tick. Pure functions (`triage`, `policy`, `guards`,
-`verification`, combined in `next_step`) decide; this loop reads their inputs and performs their steps. All state is in
-the journal: if the process is killed at any point, the next one continues. An incident that cannot be handled is
-isolated (`handling_failures`) and the others continue.
+in the journal need: from finding to desired record in one tick. Pure functions (`triage`, `policy` and `guards`,
+combined in `next_step`) decide; this loop reads their inputs and performs their steps. All state is in the journal: if
+the process is killed at any point, the next one continues. An incident that cannot be handled is isolated (`isolation`)
+and the others continue.
 
 Without the lease the loop observes and diagnoses but writes nothing, so that its windows are full if the leader dies.
 """
@@ -26,22 +26,27 @@ from rolecall.core.faults import Remedy
 from rolecall.core.ids import IncidentId, process_start_ticks
 from rolecall.core.journal.events import Event, EventKind
 from rolecall.core.journal.journal import Journal, Lease
-from rolecall.core.journal.payloads import IncidentUpdated, LeaseAcquired, OncallPaged, Payload
+from rolecall.core.journal.payloads import IncidentUpdated, LeaseAcquired, OncallPaged, Payload, PlanCreated
 from rolecall.core.nodes import quarantined_nodes
-from rolecall.recovery.actuators.base import ActionResult, Actuator
-from rolecall.recovery.actuators.ray_runtime import STOP_FLAG
-from rolecall.recovery.detection import FaultTolerantDetector
+from rolecall.recovery.actuators import STOP_FLAG, ActionResult, Actuator
 from rolecall.recovery.fleet import FleetView, fleet_view
-from rolecall.recovery.incident_store import WINDOW_NAME, IncidentProjection, open_incident
-from rolecall.recovery.incidents.evidence import EvidenceRecorder
-from rolecall.recovery.incidents.handling_failures import HandlingFailures
-from rolecall.recovery.incidents.incident import ActionFailure, Incident
+from rolecall.recovery.guards import Situation
+from rolecall.recovery.incidents import WINDOW_NAME, ActionFailure, Incident, IncidentProjection, open_incident
 from rolecall.recovery.interfaces import Detector, EvidenceCollector, Notifier, ObservationSource
-from rolecall.recovery.next_step import Append, Decide, Move, Perform, Situation, done, failed, next_step, plan_created
+from rolecall.recovery.isolation import EvidenceRecorder, FaultTolerantDetector, HandlingFailures
+from rolecall.recovery.next_step import (
+    Append,
+    Decide,
+    Move,
+    Perform,
+    done,
+    events_before_plan,
+    failed,
+    next_step,
+)
 from rolecall.recovery.nodes import known_nodes
-from rolecall.recovery.notifications.outbox import NotificationSender
+from rolecall.recovery.notifications import NotificationSender
 from rolecall.recovery.policy import PolicyInput, decide, question
-from rolecall.recovery.quarantine import events_before_plan
 from rolecall.recovery.triage import TriageAction, triage, unrepaired
 
 logger = logging.getLogger(__name__)
@@ -159,7 +164,6 @@ class Watch:
                 if self._failures.due(incident_id):
                     with self._failures.isolate(incident_id):
                         self._advance(incident_id)
-            self._report_broken()
             self._report_troubles(found)
             self._keep_windows()
             self._write_evidence()
@@ -290,7 +294,7 @@ class Watch:
         """Whether policy would now act on what it tolerated before (a slow replica that got slower)."""
         if diagnosis.fault_class.spec.remedy is not Remedy.WEIGH:
             return False
-        q = PolicyInput(
+        facts = PolicyInput(
             incident_id=IncidentId("inc-0"),
             diagnosis=diagnosis,
             fleet=self._fleet(),
@@ -298,7 +302,7 @@ class Watch:
             past=(),
             supports=self._actuator.supports,
         )
-        return decide(q).plan.action is not ActionKind.TOLERATE
+        return decide(facts).plan.action is not ActionKind.TOLERATE
 
     # --- steps of incidents -------------------------------------------------------------------------------------------
 
@@ -329,7 +333,12 @@ class Watch:
         elif isinstance(move, Decide):
             verdict = decide(move.question)
             plan = replace(verdict.plan, also_hit=tuple(self._actuator.also_hit(verdict.plan)))
-            created = plan_created(replace(verdict, plan=plan), move.question)
+            created = PlanCreated(
+                plan=plan,
+                page_oncall=verdict.page_oncall,
+                outcome=str(verdict.outcome),
+                question=move.question.to_dict(),
+            )
             self._write(created, key=move.key, incident=incident)
         else:
             self._perform(incident, move)
@@ -397,28 +406,23 @@ class Watch:
 
     # --- notifications ------------------------------------------------------------------------------------------------
 
-    def _report_broken(self) -> None:
+    def _report_troubles(self, found: Sequence[Diagnosis]) -> None:
         for name, error in self._projection.broken.items():
-            if not any(e.key == f"broken:{name}" for e in self._projection.to_notify):
-                self._write(self._page(str(error)), key=f"broken:{name}")
+            self._page_once(f"broken:{name}", str(error))
         if self._detector.error and self._lease is not None:
             because = f"no diagnosis is possible: the source or a detector fails with {self._detector.error}"
-            key = f"no_data:{self._lease.fence}"
-            if not any(e.key == key for e in self._projection.to_notify):
-                self._write(self._page(because), key=key)
-
-    def _report_troubles(self, found: Sequence[Diagnosis]) -> None:
+            self._page_once(f"no_data:{self._lease.fence}", because)
         for failure in self._failures.exhausted():
             incident = self._projection.incidents.get(failure.name)
-            key = f"{failure.name}:person:{UNHANDLED}"
-            if not any(e.key == key for e in self._projection.to_notify):
-                self._write(self._page(failure.because(), UNHANDLED), key=key, incident=incident)
+            self._page_once(f"{failure.name}:page:{UNHANDLED}", failure.because(), UNHANDLED, incident)
         self._failures.keep_only(
             {diagnosis.key for diagnosis in found} | {i.incident_id for i in self._projection.open_incidents()}
         )
 
-    def _page(self, because: str, topic: str = "watch") -> OncallPaged:
-        return OncallPaged(topic=topic, because=because, channel=self._notifier.channel)
+    def _page_once(self, key: str, because: str, topic: str = "watch", incident: Incident | None = None) -> None:
+        if not any(e.key == key for e in self._projection.to_notify):
+            paged = OncallPaged(topic=topic, because=because, channel=self._notifier.channel)
+            self._write(paged, key=key, incident=incident)
 
     def _heartbeat(self) -> dict[str, object]:
         return {

@@ -3,11 +3,10 @@
 Each event is keyed by (incident, attempt, what), so it is written once even if a watch dies before or after it.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-from rolecall.core.config.job import RecoveryConfig
 from rolecall.core.diagnosis import ActionKind, Plan
 from rolecall.core.faults import Remedy
 from rolecall.core.ids import split_replica
@@ -18,24 +17,27 @@ from rolecall.core.journal.payloads import (
     ActionStarted,
     IncidentClosed,
     IncidentVerified,
+    NodeQuarantined,
     OncallPaged,
     Payload,
     PlanBlocked,
-    PlanCreated,
     PlanExpired,
     PlanProposed,
 )
-from rolecall.core.membership import ReplicaState
-from rolecall.recovery.fleet import FleetView
-from rolecall.recovery.guards import check
-from rolecall.recovery.incidents.incident import Attempt, Decision, Incident, IncidentOutcome, IncidentState
-from rolecall.recovery.policy import PolicyDecision, PolicyInput
-from rolecall.recovery.verification import Progress, verify
+from rolecall.core.membership import STANDBY_ROLE, ReplicaState
+from rolecall.recovery.fleet import DEAD, LIVING, FleetView
+from rolecall.recovery.guards import GuardResult, Progress, Situation, check
+from rolecall.recovery.incidents import ActionFailure, Attempt, Decision, Incident, IncidentOutcome, IncidentState
+from rolecall.recovery.policy import PolicyInput, leaves_node
 
 CLEAR_SECONDS = 5.0
 """Seconds without the diagnosis, with its suspects making progress, after which the fault counts as self-recovered."""
 
 K, S = EventKind, IncidentState
+BY_WATCH = "watch"
+"""`by` of an automatic quarantine."""
+QUARANTINE_TOPIC = "quarantine"
+"""Topic of the page when too many nodes would be quarantined."""
 OPERATOR_VETO = frozenset({K.HOLD_PLACED, K.PLAN_REJECTED})
 """Commands that, when written concurrently, stop a plan from starting or expiring: the step is computed again."""
 
@@ -69,19 +71,14 @@ Move = Append | Decide | Perform
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Situation:
-    """Inputs of the next step besides the incident itself. Times are wall seconds."""
+class Verification:
+    """`resolved`, or `failure`, or neither yet. `serving_at`: when the last replacement began to serve, wall
+    seconds."""
 
-    now: float
-    fleet: FleetView
-    config: RecoveryConfig
-    incidents: Sequence[Incident]
-    paused: str | None = None
-    stopping: str | None = None
-    ended: str | None = None  # why the run is over
-    absent_seconds: float = 0.0  # since a diagnosis of this incident was last reported
-    progress: Progress = field(default_factory=dict)
-    channel: str = "log"
+    because: str
+    resolved: bool = False
+    failure: ActionFailure | None = None
+    serving_at: float = 0.0
 
 
 def next_step(incident: Incident, situation: Situation, question: PolicyInput) -> Move | None:
@@ -99,16 +96,6 @@ def next_step(incident: Incident, situation: Situation, question: PolicyInput) -
     if incident.state is S.ACTING:
         return _from_acting(incident, incident.attempt, situation)
     return _from_verifying(incident, incident.attempt, situation)
-
-
-def plan_created(verdict: PolicyDecision, question: PolicyInput) -> PlanCreated:
-    """The plan and its complete input."""
-    return PlanCreated(
-        plan=verdict.plan,
-        page_oncall=verdict.page_oncall,
-        outcome=str(verdict.outcome),
-        question=question.to_dict(),
-    )
 
 
 # --- states -------------------------------------------------------------------------------------------------------
@@ -133,27 +120,23 @@ def _from_planned(incident: Incident, attempt: Attempt, situation: Situation) ->
     paged = _hold_ended(incident, attempt, situation)
     if paged is not None:
         return paged
-    verdict = check(attempt.plan, incident, **_guard_inputs(situation))
+    verdict = check(attempt.plan, incident, situation)
     if verdict.passed:
         if situation.config.mode == "approve" and not incident.requested_by_operator:
             expires_at = situation.now + situation.config.approval_timeout_seconds
             proposed = PlanProposed(digest=attempt.plan.digest, plan=attempt.plan, expires_at=expires_at)
             return _about(incident, attempt, "proposed", proposed)
         return _start(incident, attempt)
-    if verdict.guard not in attempt.held_by:
-        blocked = PlanBlocked(digest=attempt.plan.digest, guard=verdict.guard, because=verdict.because)
-        return _about(incident, attempt, f"held:{verdict.guard}", blocked)
     if (
         incident.requested_by_operator
+        and verdict.guard in attempt.held_by
         and situation.now
         > max(incident.opened_at, attempt.hold.until if attempt.hold else 0.0)
         + situation.config.approval_timeout_seconds
     ):
         because = f"the request was held for {situation.config.approval_timeout_seconds:.0f} s: {verdict.because}"
         return _escalate(incident, "request_held", because, situation)
-    if verdict.page_oncall:
-        return _page_oncall(incident, verdict.guard, verdict.because, situation)
-    return None
+    return _blocked(incident, attempt, verdict, situation)
 
 
 def _from_proposed(incident: Incident, attempt: Attempt, situation: Situation) -> Move | None:
@@ -176,13 +159,10 @@ def _from_proposed(incident: Incident, attempt: Attempt, situation: Situation) -
         return _expire(incident, attempt, f"{what} for {seconds:.0f} s")
     if attempt.decision is not Decision.APPROVED:
         return None
-    verdict = check(attempt.plan, incident, **_guard_inputs(situation))
+    verdict = check(attempt.plan, incident, situation)
     if verdict.passed:
         return _start(incident, attempt, approved_by=attempt.decided_by)
-    if verdict.guard not in attempt.held_by:
-        blocked = PlanBlocked(digest=attempt.plan.digest, guard=verdict.guard, because=verdict.because)
-        return _about(incident, attempt, f"held:{verdict.guard}", blocked)
-    return _page_oncall(incident, verdict.guard, verdict.because, situation) if verdict.page_oncall else None
+    return _blocked(incident, attempt, verdict, situation)
 
 
 def _from_acting(incident: Incident, attempt: Attempt, situation: Situation) -> Move | None:
@@ -245,6 +225,13 @@ def _start(incident: Incident, attempt: Attempt, approved_by: str = "") -> Appen
     return replace(_about(incident, attempt, "started", started), unless=OPERATOR_VETO)
 
 
+def _blocked(incident: Incident, attempt: Attempt, verdict: GuardResult, situation: Situation) -> Append | None:
+    if verdict.guard not in attempt.held_by:
+        blocked = PlanBlocked(digest=attempt.plan.digest, guard=verdict.guard, because=verdict.because)
+        return _about(incident, attempt, f"held:{verdict.guard}", blocked)
+    return _page_oncall(incident, verdict.guard, verdict.because, situation) if verdict.page_oncall else None
+
+
 def _rejected(incident: Incident, attempt: Attempt, situation: Situation) -> Append:
     because = f"rejected by {attempt.decided_by}" + (
         f": {attempt.decision_because}" if attempt.decision_because else ""
@@ -291,18 +278,7 @@ def _page_oncall(incident: Incident, topic: str, because: str, situation: Situat
     if topic in incident.page_topics:
         return None
     paged = OncallPaged(topic=topic, because=because, channel=situation.channel)
-    return Append(payload=paged, key=f"{incident.incident_id}:person:{topic}")
-
-
-def _guard_inputs(situation: Situation) -> dict[str, Any]:
-    return {
-        "fleet": situation.fleet,
-        "config": situation.config,
-        "incidents": situation.incidents,
-        "paused": situation.paused,
-        "stopping": situation.stopping,
-        "now": situation.now,
-    }
+    return Append(payload=paged, key=f"{incident.incident_id}:page:{topic}")
 
 
 def superseded(incident: Incident, incidents: Sequence[Incident]) -> str:
@@ -342,3 +318,101 @@ def _over(incident: Incident, situation: Situation) -> str:
             return ""
         reasons.append(f"{suspect.replica or suspect.node}: {seen}")
     return "; ".join(reasons)
+
+
+# --- verification -------------------------------------------------------------------------------------------------
+
+
+def verify(
+    plan: Plan, *, fleet: FleetView, progress: Progress, done_at: float, now: float, verification_timeout_seconds: float
+) -> Verification:
+    """State of the performed plan at `now` (wall seconds): the replacement serves and makes progress, or it failed.
+
+    The runtime reports serving (for a rollout: after the proof of its weights), the detector reports progress. A
+    replacement that died fails the action at once.
+    """
+    seen: list[str] = []
+    missing: list[str] = []
+    serving_at = 0.0
+    for target in plan.targets:
+        wanted = target.incarnation + 1
+        view = fleet.find(target.replica)
+        name = f"{target.replica}#{wanted}"
+        # A standby does no work until it is promoted: being ready is all that can be verified.
+        standby = split_replica(target.replica)[0] == STANDBY_ROLE
+        if view is None:
+            missing.append(f"{name} is no longer desired")
+        elif view.incarnation >= wanted and view.state in DEAD:
+            return Verification(
+                because=f"{target.replica}#{view.incarnation} died before its first progress: "
+                f"{view.because or view.state}",
+                failure=ActionFailure.DIED,
+            )
+        elif view.incarnation < wanted or view.state not in (LIVING if standby else (ReplicaState.SERVING,)):
+            missing.append(f"{name} is {view.state if view.incarnation >= wanted else 'not started'}")
+        elif standby:
+            seen.append(f"{name} is ready")
+        else:
+            progressing, text = progress.get(target.replica, (False, "no data on its progress"))
+            (seen if progressing else missing).append(f"{name}: {text}")
+        serving_at = max(serving_at, view.changed_at if view else 0.0)
+    if not missing:
+        return Verification(because="; ".join(seen), resolved=True, serving_at=serving_at)
+    waited = now - done_at
+    because = f"after {waited:.1f} s " + "; ".join(missing)
+    if waited > verification_timeout_seconds:
+        return Verification(because=because, failure=ActionFailure.NO_PROGRESS)
+    return Verification(because=because)
+
+
+# --- quarantine ---------------------------------------------------------------------------------------------------
+
+
+def events_before_plan(
+    incident: Incident,
+    plan: Plan,
+    *,
+    quarantined: Collection[str],
+    known: Collection[str],
+    share_max: float,
+    channel: str,
+) -> list[Append]:
+    """Events to write before `plan` is performed: the quarantine of a faulty node that a replica leaves.
+
+    Only nodes that the diagnosis names: a retry may leave a node that is no suspect. And only a limited share of all
+    nodes: a false positive about a whole rack must not leave a run without nodes. `quarantined`: nodes in quarantine;
+    `known`: all nodes of the run.
+    """
+    if plan.action is not ActionKind.REPLACE_NODE or not leaves_node(incident.diagnosis) or not share_max:
+        return []
+    faulty = {str(t.node) for t in plan.targets} & {str(s.node) for s in incident.diagnosis.suspects}
+    take, left = to_quarantine(faulty, quarantined, known, share_max)
+    name = incident.incident_id
+    because = f"{name}: {incident.diagnosis.because}"
+    events = [
+        Append(
+            payload=NodeQuarantined(node=node, by=BY_WATCH, because=because),
+            key=f"{name}:quarantine:{node}",
+        )
+        for node in take
+    ]
+    if left:
+        because = (
+            f"{', '.join(left)} should be quarantined, but {len(quarantined) + len(take)} of {len(known)} nodes "
+            f"already are: the limit is {share_max:.0%}"
+        )
+        paged = OncallPaged(topic=QUARANTINE_TOPIC, because=because, channel=channel)
+        events.append(Append(payload=paged, key=f"{name}:page:{QUARANTINE_TOPIC}"))
+    return events
+
+
+def to_quarantine(
+    faulty: Collection[str], quarantined: Collection[str], known: Collection[str], share_max: float
+) -> tuple[list[str], list[str]]:
+    """Splits faulty nodes into those to quarantine and those beyond the limit."""
+    take: list[str] = []
+    left: list[str] = []
+    for node in sorted(set(faulty) - set(quarantined)):
+        within = len({*quarantined, *take, node}) <= share_max * len({*known, node})
+        (take if within else left).append(node)
+    return take, left

@@ -21,6 +21,7 @@ from rolecall.core.journal.payloads import (
 )
 
 K = EventKind
+NodePayload = NodeQuarantined | NodeDrained | NodeReturnedToService | BurnInFinished
 NODE_KINDS = (K.NODE_QUARANTINED, K.NODE_DRAINED, K.NODE_RETURNED_TO_SERVICE, K.BURN_IN_FINISHED)
 BURN_INS_KEPT = 20
 """Per node, newest last."""
@@ -42,27 +43,29 @@ class BurnIn:
         return asdict(self)
 
     @classmethod
-    def from_dict(cls, d: Mapping[str, Any]) -> Self:
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
         """
         Raises:
-            CommandRefused: `d` is not a burn-in result.
+            CommandRefused: `values` is not a burn-in result.
         """
         try:
-            checks = tuple(_check_from_dict(c) for c in d["checks"])[:CHECKS_MAX]
+            checks = tuple(_check_from_dict(c) for c in values["checks"])[:CHECKS_MAX]
             passed = any(c.passed for c in checks) and all(c.passed is not False for c in checks)
-            if bool(d["passed"]) != passed:
-                raise ValueError(f"passed is {d['passed']!r}, but its checks give {passed}")
-            return cls(passed=passed, seconds=float(d["seconds"]), checks=checks)
+            if bool(values["passed"]) != passed:
+                raise ValueError(f"passed is {values['passed']!r}, but its checks give {passed}")
+            return cls(passed=passed, seconds=float(values["seconds"]), checks=checks)
         except (KeyError, TypeError, ValueError) as e:
             raise CommandRefused(f"not a burn-in result: {e!r}") from None
 
 
-def _check_from_dict(d: Mapping[str, Any]) -> BurnInCheck:
-    passed = d["passed"]
+def _check_from_dict(values: Mapping[str, Any]) -> BurnInCheck:
+    passed = values["passed"]
     if not isinstance(passed, bool | None):
         raise TypeError(f"passed is {passed!r}")
-    because = str(d.get("because", ""))[:TEXT_CHARS_MAX]
-    return BurnInCheck(name=str(d["name"])[:64], passed=passed, because=because, values=dict(d.get("values") or {}))
+    because = str(values.get("because", ""))[:TEXT_CHARS_MAX]
+    return BurnInCheck(
+        name=str(values["name"])[:64], passed=passed, because=because, values=dict(values.get("values") or {})
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,16 +102,13 @@ def fold_nodes(events: Iterable[Event]) -> dict[str, NodeRecord]:
     nodes: dict[str, NodeRecord] = {}
     for event in events:
         payload = event.payload
-        if isinstance(payload, NodeQuarantined | NodeDrained | NodeReturnedToService | BurnInFinished) and payload.node:
-            nodes[payload.node] = _after(
-                nodes.get(payload.node) or NodeRecord(node=payload.node), payload, event.wall_at
-            )
+        if isinstance(payload, NodePayload) and payload.node:
+            before = nodes.get(payload.node) or NodeRecord(node=payload.node)
+            nodes[payload.node] = _after(before, payload, event.wall_at)
     return nodes
 
 
-def _after(
-    before: NodeRecord, payload: NodeQuarantined | NodeDrained | NodeReturnedToService | BurnInFinished, at: float
-) -> NodeRecord:
+def _after(before: NodeRecord, payload: NodePayload, at: float) -> NodeRecord:
     match payload:
         case NodeQuarantined():
             if before.quarantined:

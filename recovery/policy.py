@@ -19,18 +19,23 @@ bad node, so the next one goes to another. A diagnosis of an incarnation that wa
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
+from itertools import takewhile
 from typing import Any, Self
 
 from rolecall.core.config.job import RecoveryConfig
-from rolecall.core.diagnosis import ActionKind, Diagnosis, Plan, PlanTarget, Suspect
+from rolecall.core.diagnosis import ActionKind, Diagnosis, Plan, PlanTarget
 from rolecall.core.faults import Remedy
-from rolecall.core.ids import IncidentId, NodeId, ReplicaId
+from rolecall.core.ids import IncidentId
 from rolecall.recovery.fleet import DEAD, FleetView
-from rolecall.recovery.incidents.incident import OPERATOR, ActionFailure, Incident, IncidentOutcome
+from rolecall.recovery.incidents import OPERATOR, ActionFailure, Incident, IncidentOutcome
 
 COLLAPSE = "collapse"
 """`Diagnosis.detectors` of a policy collapse. Its job still runs: stopping it on a statistical finding that is wrong
 would cost more than a page costs when it is right."""
+ONCE = "non_finite_once"
+"""`Diagnosis.detectors` of a single microbatch that was not finite at one replica and finite at another."""
+AGAIN = "non_finite"
+"""Of several: the machine computes wrong numbers, so the replica leaves its node."""
 DEATHS_ON_START_MAX = 2
 """One dead replacement may be a second fault; two in a row point to the software that is started."""
 
@@ -142,32 +147,27 @@ def question(
     )
 
 
-def decide(q: PolicyInput) -> PolicyDecision:
+def decide(facts: PolicyInput) -> PolicyDecision:
     """The plan for a diagnosis, with its reason."""
-    diagnosis = q.diagnosis
+    diagnosis = facts.diagnosis
     if COLLAPSE in diagnosis.detectors:
-        return _nothing(
-            q,
-            f"{diagnosis.because}: no replica is evicted; an operator must decide whether to stop the job",
-            page=True,
-        )
+        because = f"{diagnosis.because}: no replica is evicted; an operator must decide whether to stop the job"
+        return _nothing(facts, because, page=True)
+    if ONCE in diagnosis.detectors:
+        return _nothing(facts, f"tolerated: {diagnosis.because}")
     remedy = diagnosis.fault_class.spec.remedy
     if remedy is Remedy.STOP:
-        return _stop(q)
+        return _stop(facts)
     if OPERATOR not in diagnosis.detectors:
-        if remedy is Remedy.WEIGH and not q.past:
-            worth, arithmetic = slow_gain(diagnosis, q.config)
-            if not worth:
-                return _nothing(q, arithmetic)
-            return _replace(q, arithmetic)
+        if remedy is Remedy.WEIGH and not facts.past:
+            worth, arithmetic = slow_gain(diagnosis, facts.config)
+            return _replace(facts, arithmetic) if worth else _nothing(facts, arithmetic)
         if remedy is Remedy.PAGE:
             settle = f" To settle it: {diagnosis.settle}" if diagnosis.settle else ""
             return _nothing(
-                q,
-                f"no known action resolves {diagnosis.fault_class}: {diagnosis.because}.{settle}",
-                page=True,
+                facts, f"no known action resolves {diagnosis.fault_class}: {diagnosis.because}.{settle}", page=True
             )
-    return _replace(q, diagnosis.because)
+    return _replace(facts, diagnosis.because)
 
 
 def slow_gain(diagnosis: Diagnosis, config: RecoveryConfig) -> tuple[bool, str]:
@@ -192,61 +192,70 @@ def slow_gain(diagnosis: Diagnosis, config: RecoveryConfig) -> tuple[bool, str]:
 
 
 def _nothing(
-    q: PolicyInput, because: str, *, page: bool = False, outcome: IncidentOutcome = IncidentOutcome.TOLERATED
+    facts: PolicyInput, because: str, *, page: bool = False, outcome: IncidentOutcome = IncidentOutcome.TOLERATED
 ) -> PolicyDecision:
-    plan = Plan(incident_id=q.incident_id, action=ActionKind.TOLERATE, targets=(), because=because)
+    plan = Plan(incident_id=facts.incident_id, action=ActionKind.TOLERATE, targets=(), because=because)
     return PolicyDecision(plan=plan, page_oncall=page, outcome=outcome)
 
 
-def _stop(q: PolicyInput) -> PolicyDecision:
-    if ActionKind.STOP_JOB not in q.supports:
-        return _nothing(q, f"{q.diagnosis.because}: the job must stop and this actuator cannot stop it", page=True)
-    because = f"{q.diagnosis.because}: failure of the job's own code; no replica is evicted and the job stops"
-    plan = Plan(incident_id=q.incident_id, action=ActionKind.STOP_JOB, targets=(), because=because)
+def _stop(facts: PolicyInput) -> PolicyDecision:
+    if ActionKind.STOP_JOB not in facts.supports:
+        return _nothing(
+            facts, f"{facts.diagnosis.because}: the job must stop and this actuator cannot stop it", page=True
+        )
+    because = f"{facts.diagnosis.because}: failure of the job's own code; no replica is evicted and the job stops"
+    plan = Plan(incident_id=facts.incident_id, action=ActionKind.STOP_JOB, targets=(), because=because)
     return PolicyDecision(plan=plan, page_oncall=True, outcome=IncidentOutcome.ESCALATED)
 
 
-def _replace(q: PolicyInput, because: str) -> PolicyDecision:
-    if not q.supports:
-        return _nothing(q, f"{because}; rolecall only observes this job: an operator must act", page=True)
-    targets, why_not = _targets(q)
+def _replace(facts: PolicyInput, because: str) -> PolicyDecision:
+    if not facts.supports:
+        return _nothing(facts, f"{because}; rolecall only observes this job: an operator must act", page=True)
+    targets, why_not = _targets(facts)
     if not targets:
         moot = why_not == _REPLACED_ALREADY
         return _nothing(
-            q, why_not, page=not moot, outcome=IncidentOutcome.SELF_RECOVERED if moot else IncidentOutcome.TOLERATED
+            facts,
+            why_not,
+            page=not moot,
+            outcome=IncidentOutcome.SELF_RECOVERED if moot else IncidentOutcome.TOLERATED,
         )
-    gave_up = _exhausted(q)
+    gave_up = _exhausted(facts)
     if gave_up:
-        return _nothing(q, gave_up, page=True, outcome=IncidentOutcome.ESCALATED)
-    action = _rung(q, targets)
-    tried = f"{because} (attempt {len(q.past) + 1}: {q.past[-1].because})" if q.past else because
-    if action is ActionKind.REPLACE_NODE and _elsewhere(q, targets) is None:
-        if q.diagnosis.fault_class.spec.remedy is Remedy.MOVE or _on_avoided_node(q, targets):
-            return _nothing(q, f"{because}: there is no other node to move to", page=True)
+        return _nothing(facts, gave_up, page=True, outcome=IncidentOutcome.ESCALATED)
+    action = _rung(facts, targets)
+    tried = f"{because} (attempt {len(facts.past) + 1}: {facts.past[-1].because})" if facts.past else because
+    if action is ActionKind.REPLACE_NODE and facts.fleet.spare_node(facts.avoided | {t.node for t in targets}) is None:
+        if facts.diagnosis.fault_class.spec.remedy is Remedy.MOVE or _on_avoided_node(facts, targets):
+            return _nothing(facts, f"{because}: there is no other node to move to", page=True)
         action = ActionKind.REPLACE_REPLICA
-    if action not in q.supports:
-        return _nothing(q, f"{because}: {action} is needed, but this actuator cannot perform it", page=True)
-    return PolicyDecision(plan=Plan(incident_id=q.incident_id, action=action, targets=targets, because=tried))
+    if action not in facts.supports:
+        return _nothing(facts, f"{because}: {action} is needed, but this actuator cannot perform it", page=True)
+    return PolicyDecision(plan=Plan(incident_id=facts.incident_id, action=action, targets=targets, because=tried))
 
 
 _REPLACED_ALREADY = "the named incarnation was already replaced"
 
 
-def _targets(q: PolicyInput) -> tuple[tuple[PlanTarget, ...], str]:
+def _targets(facts: PolicyInput) -> tuple[tuple[PlanTarget, ...], str]:
     """The incarnations to replace: those named, or their replacements if this incident already replaced them."""
     made = {
-        str(t.replica): t.incarnation + 1 for p in q.past if p.failure is not ActionFailure.REFUSED for t in p.targets
+        str(t.replica): t.incarnation + 1
+        for p in facts.past
+        if p.failure is not ActionFailure.REFUSED
+        for t in p.targets
     }
     found: dict[str, PlanTarget] = {}
     why_not = "the evidence names no replica"
-    for suspect in q.diagnosis.suspects:
-        named, reason = _named(suspect, q.fleet)
-        if named is None:
-            why_not = reason
+    for suspect in facts.diagnosis.suspects:
+        if not suspect.replica:
+            why_not = f"the evidence names {suspect.node} but no replica"
             continue
-        replica, incarnation = named
-        seen = q.fleet.find(replica)
-        incarnation_now = max(incarnation, made.get(replica, 0))
+        if suspect.incarnation is None:
+            why_not = f"the evidence does not name the incarnation of {suspect.replica}"
+            continue
+        replica, seen = suspect.replica, facts.fleet.find(suspect.replica)
+        incarnation_now = max(suspect.incarnation, made.get(replica, 0))
         if seen is None:
             why_not = f"{replica} is not part of this run"
         elif seen.desired_incarnation > incarnation_now:
@@ -254,60 +263,44 @@ def _targets(q: PolicyInput) -> tuple[tuple[PlanTarget, ...], str]:
         elif seen.desired_incarnation < incarnation_now:
             why_not = f"{replica}#{incarnation_now} is named, but the newest incarnation is #{seen.desired_incarnation}"
         else:
-            found[replica] = PlanTarget(
-                replica=seen.replica, incarnation=incarnation_now, node=_node(suspect, seen.node, q)
-            )
-    if q.past and q.past[-1].failure is ActionFailure.DIED:
+            # On a retry the fleet shows the replacement's node, which is the relevant one.
+            node = seen.node if facts.past or not suspect.node else suspect.node
+            found[replica] = PlanTarget(replica=seen.replica, incarnation=incarnation_now, node=node)
+    if facts.past and facts.past[-1].failure is ActionFailure.DIED:
         # Of several replacements only the dead ones are replaced again.
-        dead = {r: t for r, t in found.items() if (v := q.fleet.find(r)) is not None and v.state in DEAD}
+        dead = {r: t for r, t in found.items() if (v := facts.fleet.find(r)) is not None and v.state in DEAD}
         found = dead or found
     return tuple(found[r] for r in sorted(found)), why_not
 
 
-def _named(suspect: Suspect, fleet: FleetView) -> tuple[tuple[str, int] | None, str]:
-    if not suspect.replica:
-        return None, f"the evidence names {suspect.node} but no replica"
-    if suspect.incarnation is None:
-        return None, f"the evidence does not name the incarnation of {suspect.replica}"
-    return (ReplicaId(suspect.replica), suspect.incarnation), ""
-
-
-def _node(suspect: Suspect, runs_on: NodeId, q: PolicyInput) -> NodeId:
-    # On a retry the fleet shows the replacement's node, which is the relevant one.
-    return runs_on if q.past or not suspect.node else suspect.node
-
-
-def _exhausted(q: PolicyInput) -> str:
+def _exhausted(facts: PolicyInput) -> str:
     """Why no further attempt is made; empty if one is."""
-    past = q.past
+    past = facts.past
     if past and past[-1].failure is ActionFailure.REFUSED:
         return f"the action could not be performed: {past[-1].because}"
-    deaths = 0
-    for p in reversed(past):
-        if p.failure is not ActionFailure.DIED:
-            break
-        deaths += 1
+    deaths = len(list(takewhile(lambda p: p.failure is ActionFailure.DIED, reversed(past))))
     if deaths >= DEATHS_ON_START_MAX:
         return (
             f"{deaths} replacements in a row died before their first progress ({past[-1].because}): "
             "the software that is started is at fault, not the machine; another node would not help"
         )
-    if len(past) >= q.config.retries_per_replica_max:
+    if len(past) >= facts.config.retries_per_replica_max:
         return f"{len(past)} attempts failed, the last: {past[-1].because}"
     return ""
 
 
-def _rung(q: PolicyInput, targets: Sequence[PlanTarget]) -> ActionKind:
-    if q.diagnosis.fault_class.spec.remedy is Remedy.MOVE or _on_avoided_node(q, targets):
+def leaves_node(diagnosis: Diagnosis) -> bool:
+    """Whether the fault stays with the node, which is then quarantined."""
+    return diagnosis.fault_class.spec.remedy is Remedy.MOVE or bool(diagnosis.suspects and AGAIN in diagnosis.detectors)
+
+
+def _rung(facts: PolicyInput, targets: Sequence[PlanTarget]) -> ActionKind:
+    if leaves_node(facts.diagnosis) or _on_avoided_node(facts, targets):
         return ActionKind.REPLACE_NODE
-    if q.past and q.past[-1].failure is ActionFailure.NO_PROGRESS and ActionKind.REPLACE_NODE in q.supports:
+    if facts.past and facts.past[-1].failure is ActionFailure.NO_PROGRESS and ActionKind.REPLACE_NODE in facts.supports:
         return ActionKind.REPLACE_NODE
     return ActionKind.REPLACE_REPLICA
 
 
-def _on_avoided_node(q: PolicyInput, targets: Sequence[PlanTarget]) -> bool:
-    return any(t.node in q.avoided for t in targets)
-
-
-def _elsewhere(q: PolicyInput, targets: Sequence[PlanTarget]) -> NodeId | None:
-    return q.fleet.spare_node(q.avoided | {t.node for t in targets})
+def _on_avoided_node(facts: PolicyInput, targets: Sequence[PlanTarget]) -> bool:
+    return any(t.node in facts.avoided for t in targets)

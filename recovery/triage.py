@@ -1,14 +1,13 @@
-"""Triage: does a current diagnosis open an incident, belong to a known suspect, or show that a replacement failed?
-Pure.
+"""Triage: does a current diagnosis open an incident, belong to a known one, or show that a replacement failed? Pure.
 
-At most suspect incident is open per replica. Diagnoses repeat while they hold, and several detectors may report suspect
-fault in turn (slow, then hung, then dead): all of that is suspect incident. A closed incident absorbs its diagnosis
-while that is still reported; the same diagnosis with a later onset is a new fault. A rejected remediation is not
-proposed again for the same fault under another class.
+At most one incident is open per replica. Diagnoses repeat while they hold, and several detectors may report one fault
+in turn (slow, then hung, then dead): all of that is one incident. A closed incident absorbs its diagnosis while that is
+still reported; the same diagnosis with a later onset is a new fault. A rejected remediation is not proposed again for
+the same fault under another class.
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -18,7 +17,7 @@ from rolecall.core.faults import FaultClass, Remedy
 from rolecall.core.ids import split_replica
 from rolecall.core.membership import ReplicaState
 from rolecall.recovery.fleet import FleetView
-from rolecall.recovery.incidents.incident import (
+from rolecall.recovery.incidents import (
     OPERATOR,
     ActionFailure,
     Decision,
@@ -76,44 +75,35 @@ def triage(
     return TriageDecision(kind=TriageAction.OPEN, because="no incident explains it")
 
 
+def _ignored(incident: Incident, because: str) -> TriageDecision:
+    return TriageDecision(kind=TriageAction.IGNORE, because=because, incident_id=incident.incident_id)
+
+
 def _against_open(diagnosis: Diagnosis, incident: Incident) -> TriageDecision | None:
-    incident_id = incident.incident_id
+    incident_id, spec = incident.incident_id, diagnosis.fault_class.spec
     if diagnosis.key in incident.seen_keys:
-        return TriageDecision(
-            kind=TriageAction.IGNORE, because=f"{incident_id} already covers it", incident_id=incident_id
-        )
+        return _ignored(incident, f"{incident_id} already covers it")
     named = {s.replica: s.incarnation for s in diagnosis.suspects if s.replica}
     shared = named.keys() & (incident.named.keys() | incident.touched.keys())
-    if not shared or diagnosis.fault_class.spec.remedy is Remedy.STOP:
+    if not shared or spec.remedy is Remedy.STOP:
         # A failure of the job's own code is a separate incident that supersedes its victims' (`next_step.superseded`).
         return None
-    if incident.state is IncidentState.VERIFYING and diagnosis.fault_class.spec.is_repairable:
+    if incident.state is IncidentState.VERIFYING and spec.is_repairable:
         for replica in sorted(shared):
             if named[replica] is not None and named[replica] == incident.touched.get(replica):
                 because = f"the replacement {replica}#{named[replica]} failed: {diagnosis.because}"
                 return TriageDecision(kind=TriageAction.FAIL, because=because, incident_id=incident_id)
-    if diagnosis.fault_class.spec.remedy is Remedy.WEIGH and diagnosis.gain_ratio is None:
-        because = (
-            f"{incident_id} already handles {', '.join(sorted(shared))}, and incident_id diagnosis adds no measurement"
-        )
-        return TriageDecision(kind=TriageAction.IGNORE, because=because, incident_id=incident_id)
+    handles = f"{incident_id} already handles {', '.join(sorted(shared))}"
+    if spec.remedy is Remedy.WEIGH and diagnosis.gain_ratio is None:
+        return _ignored(incident, f"{handles}, and this diagnosis adds no measurement")
     undecided = incident.state in (IncidentState.OPEN, IncidentState.PLANNED)
     if undecided and incident.failures and all(named[r] == incident.touched.get(r) for r in shared):
-        return TriageDecision(
-            kind=TriageAction.IGNORE,
-            because=f"{incident_id} already knows that its replacement failed",
-            incident_id=incident_id,
-        )
+        return _ignored(incident, f"{incident_id} already knows that its replacement failed")
     code = incident.diagnosis.fault_class.spec.remedy is Remedy.STOP
     if undecided and not incident.requested_by_operator and not code:
-        return TriageDecision(
-            kind=TriageAction.UPDATE, because=f"new information on {incident_id}", incident_id=incident_id
-        )
-    return TriageDecision(
-        kind=TriageAction.IGNORE,
-        because=f"{incident_id} already handles {', '.join(sorted(shared))}",
-        incident_id=incident_id,
-    )
+        because = f"new information on {incident_id}"
+        return TriageDecision(kind=TriageAction.UPDATE, because=because, incident_id=incident_id)
+    return _ignored(incident, handles)
 
 
 def _all_replaced(diagnosis: Diagnosis, fleet: FleetView) -> bool:
@@ -127,31 +117,19 @@ def _all_replaced(diagnosis: Diagnosis, fleet: FleetView) -> bool:
 def _against_closed(
     diagnosis: Diagnosis, incident: Incident, fleet: FleetView, reported_before: bool, reconsider: bool
 ) -> TriageDecision | None:
-    incident_id = incident.incident_id
+    incident_id, spec = incident.incident_id, diagnosis.fault_class.spec
     if diagnosis.key in incident.seen_keys and (reported_before or diagnosis.onset <= (incident.closed_at or math.inf)):
         if reconsider and incident.outcome is IncidentOutcome.TOLERATED:
             return None
-        return TriageDecision(
-            kind=TriageAction.IGNORE,
-            because=f"{incident_id} handled it, and the diagnosis never cleared",
-            incident_id=incident_id,
-        )
-    if (
-        incident.outcome is IncidentOutcome.ESCALATED
-        and diagnosis.fault_class.spec.is_repairable
-        and not _requested_by_operator(diagnosis)
+        return _ignored(incident, f"{incident_id} handled it, and the diagnosis never cleared")
+    unrecovered = unrecovered_replicas(incident, fleet)
+    repairs = spec.is_repairable and OPERATOR not in diagnosis.detectors
+    if repairs and any(
+        s.replica in unrecovered and s.incarnation == incident.touched[s.replica] for s in diagnosis.suspects
     ):
-        for s in diagnosis.suspects:
-            if s.replica in unrecovered_replicas(incident, fleet) and s.incarnation == incident.touched[s.replica]:
-                return TriageDecision(
-                    kind=TriageAction.IGNORE, because=f"{incident_id} escalated it to on-call", incident_id=incident_id
-                )
+        return _ignored(incident, f"{incident_id} escalated it to on-call")
     if rejected_by_operator(diagnosis, incident):
-        return TriageDecision(
-            kind=TriageAction.IGNORE,
-            because=f"an operator rejected its remediation in {incident_id}",
-            incident_id=incident_id,
-        )
+        return _ignored(incident, f"an operator rejected its remediation in {incident_id}")
     return None
 
 
@@ -159,17 +137,13 @@ def rejected_by_operator(diagnosis: Diagnosis, incident: Incident) -> bool:
     """Whether an operator rejected a remediation of its suspects after its onset. This covers diagnoses of another
     class too; a replacement request overrides the rejection."""
     attempt = incident.attempt
-    if attempt is None or attempt.decision is not Decision.REJECTED or _requested_by_operator(diagnosis):
+    if attempt is None or attempt.decision is not Decision.REJECTED or OPERATOR in diagnosis.detectors:
         return False
     before = diagnosis.onset <= (incident.closed_at or math.inf)
     spared = {(str(t.replica), t.incarnation) for t in attempt.plan.targets}
     named = {(s.replica, s.incarnation) for s in diagnosis.suspects}
     replaces = diagnosis.fault_class.spec.is_repairable or diagnosis.fault_class.spec.remedy is Remedy.WEIGH
     return before and replaces and bool(spared & named)
-
-
-def _requested_by_operator(diagnosis: Diagnosis) -> bool:
-    return OPERATOR in diagnosis.detectors
 
 
 def unrecovered_replicas(incident: Incident, fleet: FleetView) -> frozenset[str]:
@@ -211,30 +185,3 @@ def _lost(replica: str, incarnation: int, node: Any, because: str, at: float, no
         f"replacement: {because}",
         detectors=(RUNTIME,),
     )
-
-
-def finite(value: Any) -> Any:
-    """`value` with None for every number that JSON cannot represent (NaN, infinity)."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {k: finite(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite(v) for v in value]
-    return value
-
-
-def storable(diagnosis: Diagnosis) -> Diagnosis:
-    """The diagnosis as the journal stores it, so that decisions use exactly the stored input."""
-    cleaned = finite(diagnosis.to_dict())
-    for evidence in cleaned["evidence"]:
-        evidence["values"] = {k: v for k, v in evidence["values"].items() if v is not None}
-    times = {k: cleaned[k] if cleaned[k] is not None else 0.0 for k in ("onset", "detected_at", "confidence")}
-    return Diagnosis.from_dict({**cleaned, **times})
-
-
-def incident_name(number: int, diagnosis: Diagnosis) -> str:
-    """`inc-3-rollout-1`; `inc-3-node-2` if only a node is known; `inc-3-job` if several suspects or none."""
-    suspects = {s.replica or str(s.node) for s in diagnosis.suspects}
-    suspect = suspects.pop() if len(suspects) == 1 else "job"
-    return f"inc-{number}-{suspect.replace('/', '-')}"[:63]

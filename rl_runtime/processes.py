@@ -11,14 +11,15 @@ import os
 import select
 import shutil
 import signal
+import subprocess
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rolecall.core.clock import Clock, SystemClock
-from rolecall.core.rundir import NODE_ENV, RUN_ENV
+from rolecall.core.rundir import NODE_ENV, RUN_ENV, RunDir
 
 PROC = Path("/proc")
 TERM_SECONDS = 3.0
@@ -44,9 +45,9 @@ class RunProcess:
         return f"{self.name} (pid {self.pid}, started at tick {self.start_ticks})"
 
 
-def run_environment(run_dir: Path, node: str | None = None, base: Mapping[str, str] | None = None) -> dict[str, str]:
+def run_environment(run_dir: Path, node: str | None = None) -> dict[str, str]:
     """Environment of a process of this run: the marker, and the node that it represents."""
-    env = {**(os.environ if base is None else base), RUN_ENV: str(run_dir)}
+    env = {**os.environ, RUN_ENV: str(run_dir)}
     if node is not None:
         env[NODE_ENV] = node
     return env
@@ -113,6 +114,25 @@ def record_process(run_dir: Path, name: str, pid: int, *, node: str = "") -> int
     with (run_dir / PROCESSES_FILE).open("a", encoding="utf-8") as f:
         f.write(json.dumps(line) + "\n")
     return seen[1]
+
+
+def start_process(
+    run: RunDir, name: str, argv: list[str], log: Path, *, node: str = "", cwd: Path | None = None, **environment: str
+) -> tuple[subprocess.Popen[bytes], int | None]:
+    """Starts and records a process of the run, in a session of its own: only the supervisor handles Ctrl-C of the
+    terminal. Output goes to `log`. Returns the process and its start time, None if it has already exited.
+    """
+    with log.open("ab") as out:
+        process = subprocess.Popen(
+            argv,
+            env={**run_environment(run.path, node or None), **environment},
+            cwd=cwd,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=out,
+            start_new_session=True,
+        )
+    return process, record_process(run.path, name, process.pid, node=node)
 
 
 def recorded_processes(run_dir: Path) -> list[dict[str, Any]]:
@@ -218,9 +238,8 @@ def stop_run(run_dir: Path, *, clock: Clock | None = None, term_seconds: float =
         return found
 
     supervisors = [p for p in living() if p.name == "supervisor"]
-    for sig, seconds in ((signal.SIGTERM, 4 * term_seconds),) if supervisors else ():
-        _signal_all(supervisors, sig)
-        wait_gone(supervisors, seconds, clock)
+    _signal_all(supervisors, signal.SIGTERM)
+    wait_gone(supervisors, 4 * term_seconds, clock)
     _signal_all(living(), signal.SIGTERM)
     wait_gone(living(), term_seconds, clock)
     # Killing a raylet may spawn a worker that was not listed: list again until none is left.
@@ -235,11 +254,11 @@ def stop_run(run_dir: Path, *, clock: Clock | None = None, term_seconds: float =
 
 
 def _signal_all(processes: Iterable[RunProcess], sig: signal.Signals) -> None:
-    for p in processes:
-        kill_process(p.pid, p.start_ticks, sig)
+    for process in processes:
+        kill_process(process.pid, process.start_ticks, sig)
         if sig is signal.SIGTERM:
             # A stopped process handles SIGTERM only once it continues; SIGKILL works regardless.
-            kill_process(p.pid, p.start_ticks, signal.SIGCONT)
+            kill_process(process.pid, process.start_ticks, signal.SIGCONT)
 
 
 def ray_dir(run_dir: Path) -> Path | None:

@@ -28,7 +28,7 @@ from rolecall.core.journal.ledger import GroupState, Ledger, LedgerLine
 from rolecall.core.journal.payloads import ChainHead
 from rolecall.core.membership import Actual, Desired, ReplicaState
 from rolecall.core.rundir import RunDir, create_run_dir
-from rolecall.testing.events import filled
+from tests.events import filled
 
 HOMES = {
     "controller/0": "node-0",
@@ -445,7 +445,7 @@ def made_health(step: int, num_steps: int) -> dict[str, float]:
     """Signs of a policy that learns well; of every tenth step no answer was over. No critic, no reference."""
     done = step / num_steps
     wave = 0.5 + 0.5 * math.sin(step / 3)
-    told = {
+    reported = {
         "entropy": 0.4 + 2.2 * (1 - done) ** 2,
         "clip_fraction_low": 0.004 + 0.01 * wave,
         "clip_fraction_high": 0.003 + 0.004 * wave,
@@ -459,12 +459,12 @@ def made_health(step: int, num_steps: int) -> dict[str, float]:
         "filtered_fraction": 0.1 + 0.7 * abs(0.5 - done),
     }
     if step % 10 != 9:
-        told |= {
+        reported |= {
             "response_length": 12.0 + 6 * done + wave,
             "response_length_max": float(20 + int(4 * wave)),
             "truncated_fraction": 0.3 * (1 - done) ** 3,
         }
-    return told
+    return reported
 
 
 if __name__ == "__main__":

@@ -4,20 +4,24 @@ A page is added by one entry of `PAGES`. The command line is walked, so a new co
 """
 
 import contextlib
+import dataclasses
 import inspect
 import io
+import json
 import os
 import re
 import textwrap
 import types
 import typing
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
+
+from rolecall.agent.http.server import Endpoint
 
 FOLDER = Path(__file__).parents[1] / "docs" / "reference"
 COMMAND = "python -m tools.reference_pages"
@@ -203,22 +207,164 @@ def _default(field: FieldInfo) -> str:
     return f"`{str(value).lower() if isinstance(value, bool) else value}`"
 
 
-def metrics_page() -> str:
-    from rolecall.core.metrics.catalogue import markdown
+_METRICS_HEAD = """# Metrics
 
-    return markdown()
+Generated from `rolecall/core/metrics/` by `python -m tools.reference_pages`.
+
+Each node's agent serves these metrics at `/metrics` in the Prometheus text format. `rolecall watch` serves the last two
+tables with `--metrics`; for a run that rolecall started, `RUN/watch.json` holds the address. Units are base units.
+Names of counters end in `_total`, and a counter of a process restarts at 0 with each incarnation of its replica. Labels
+are bounded: `node`, `role`, `replica` and `rank` by the topology, `phase`, `state`, `probe` and `kind` by closed sets.
+Metrics marked *detect* are also in `/v1/samples`, which the detector reads.
+
+A watch derives its metrics on incidents and on the run from the journal, so every watch of a run reports the same
+values and a restarted watch continues where its predecessor stopped. With several watches take the maximum, never the
+sum. ETTR seconds are gauges, because a fault is found after its onset:
+`delta(rolecall_run_effective_seconds[1h]) / delta(rolecall_run_training_seconds[1h])` is the ETTR of one hour. A job
+that rolecall did not start has no run metrics except `rolecall_run_info`.
+
+Policy-health metrics (entropy, clipped fractions, importance ratios, KL, lengths) describe the newest step: trainers
+export them as `rolecall_train_*`, the journal's values appear as `rolecall_run_*`. They are means (`_max`: maxima) over
+all tokens or answers of the step, on all replicas that trained it. A quantity that a step did not have is absent,
+never 0.
+"""
+
+
+def metrics_page() -> str:
+    """`metrics.md`: every metric, by what it describes."""
+    from rolecall.core.metrics.catalogue import CATALOGUE
+    from rolecall.core.metrics.metric import MetricScope
+
+    titles = {
+        MetricScope.PROCESS: "Processes",
+        MetricScope.HOST: "Nodes",
+        MetricScope.GPU: "GPUs",
+        MetricScope.NETWORK: "Network",
+        MetricScope.KERNEL: "Kernel log",
+        MetricScope.STORAGE: "Disks and file systems",
+        MetricScope.NCCL: "NCCL",
+        MetricScope.VLLM: "vLLM",
+        MetricScope.AGENT: "The agent itself",
+        MetricScope.WATCH: "`rolecall watch`: itself and its incidents",
+        MetricScope.RUN: "The run",
+    }
+    parts = [_METRICS_HEAD]
+    for subject, title in titles.items():
+        rows = [m for m in CATALOGUE if m.subject is subject]
+        if not rows:
+            continue
+        parts.append(
+            f"\n## {title}\n\n| metric | meaning | type | unit | labels | detect |\n|---|---|---|---|---|---|\n"
+        )
+        for m in rows:
+            cells = (f"`{m.name}`", m.help, m.type, m.unit or "-", ", ".join(m.labels), "yes" if m.detect else "")
+            parts.append("| " + " | ".join(cells) + " |\n")
+    return "".join(parts)
+
+
+_EVENTS_HEAD = """# Journal events
+
+Generated from `rolecall/core/journal/payloads.py` by `python -m tools.reference_pages`.
+
+Every event has a position (`seq`, from 1), a `kind`, a time (`wall_at`, seconds since 1970), a `body` and a `hash` that covers
+the event and all events before it. `incident_id` names its incident, `caused_by` the event that led to it; an event whose
+`key` is already in the journal is not written again. The tables below give the fields of `body`. A body holds every field;
+one without a default that is missing, an unknown field or a value of another type make the event unreadable. JSON has no NaN and
+no infinity: such a number is stored as the string `nan`, `inf` or `-inf`.
+
+A field that is added later has a default and keeps the version. Any other change raises the version, which the body then
+holds as `schema`; a body of version 1 has no `schema`.
+"""  # noqa: E501
 
 
 def events_page() -> str:
-    from rolecall.core.journal.payloads import markdown
+    """`events.md`: every kind of event, and the fields of its body."""
+    from rolecall.core.journal.payloads import PAYLOADS, plain_value
 
-    return markdown()
+    parts = [_EVENTS_HEAD]
+    for spec in PAYLOADS.values():
+        parts.append(f"\n## {spec.kind}\n\n{spec.summary}\n\nWritten by: {spec.owner}. Version {spec.version}.\n\n")
+        parts.append("| field | type | default | meaning |\n|---|---|---|---|\n")
+        hints = typing.get_type_hints(spec.payload, include_extras=True)
+        for field in dataclasses.fields(spec.payload):
+            *_, meaning = typing.get_args(hints[field.name])
+            default = "" if field.default is dataclasses.MISSING else f"`{json.dumps(plain_value(field.default))}`"
+            parts.append(f"| `{field.name}` | {_json_type(hints[field.name])} | {default} | {meaning} |\n")
+    return "".join(parts)
+
+
+_JSON_TYPES = {int: "integer", float: "number", str: "string", bool: "boolean", type(None): "null", Any: "any"}
+
+
+def _json_type(hint: Any) -> str:
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin is typing.Annotated:
+        return _json_type(args[0])
+    if origin is types.UnionType:
+        return " or ".join(_json_type(a) for a in args)
+    if origin is tuple and args[-1] is not Ellipsis:
+        return f"({', '.join(_json_type(a) for a in args)})"
+    if origin is tuple:
+        return f"list of {_json_type(args[0])}"
+    if origin is Mapping:
+        return f"object of {_json_type(args[1])}"
+    return _JSON_TYPES.get(hint) or f"`{hint.__name__}`"
+
+
+def http_api_page() -> str:
+    """`http-api.md`: every path of agent and watch, from the tables that serve them."""
+    from rolecall.agent.http.routes import ENDPOINTS as AGENT
+    from rolecall.watch.server import ENDPOINTS as WATCH
+
+    def table(endpoints: Sequence[Endpoint]) -> str:
+        rows = [
+            f"| `{e.path}{'?' if e.query else ''}{e.query}` | {_cell(e.answer)}{'. Bearer token' if e.bearer else ''} |"
+            for e in endpoints
+        ]
+        return "| path | answer |\n|---|---|\n" + "\n".join(rows)
+
+    return f"""# HTTP API
+
+Generated from `agent/http/routes.py` and `rolecall/watch/server.py` by `{COMMAND}`.
+
+All paths are read-only (`GET`). Parameters that a path does not know are refused. Errors are `{{"error": reason}}` with
+status 400, 401, 404, 405, 429, 500 or 503.
+
+## Agent
+
+Port 9477 on 127.0.0.1 by default; on another address `web_config_file` adds TLS and users in the format of Prometheus'
+exporters. Answers carry the version of the wire format; agents and watches one version apart
+understand each other.
+
+{table(AGENT)}
+
+Evidence needs `Authorization: Bearer VALUE`, even on loopback. VALUE is derived from the agent's token
+([how](agent.md#security)).
+
+```sh
+curl -s http://127.0.0.1:9477/healthz
+curl -s 'http://127.0.0.1:9477/v1/events?after=0' | python3 -m json.tool
+```
+
+## Watch
+
+`rolecall watch run` serves on a free port of 127.0.0.1, written to `RUN/watch.json`; `--metrics HOST:PORT` chooses it,
+and `--web-config` adds TLS and users. `rolecall watch agents` serves only with `--metrics`.
+
+{table(WATCH)}
+
+## Dashboard
+
+`rolecall dashboard` serves web pages and no API: `/` (Overview), `/incidents`, `/incidents?incident=ID`, `/fleet`,
+`/accounting` and `/operations`. Streamlit's own paths for uploads, metrics and OAuth are closed.
+"""
 
 
 PAGES: Mapping[str, Callable[[], str]] = {
     "agent-file.md": agent_file_page,
     "cli.md": cli_page,
     "events.md": events_page,
+    "http-api.md": http_api_page,
     "job-file.md": job_file_page,
     "metrics.md": metrics_page,
 }

@@ -13,8 +13,7 @@ from rolecall.core.metrics.metric import MetricValue
 from rolecall.core.telemetry import AgentEventKind
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fact:
+class Fact(NamedTuple):
     """An occurrence that becomes an agent event. `detail`: short texts by name, as in the event."""
 
     kind: AgentEventKind
@@ -26,17 +25,13 @@ class Fact:
     incarnation: int = 0
 
 
-def no_lines() -> str:
-    return ""
-
-
 class CollectorReading(NamedTuple):
     """Result of one poll. `values` replace those of the previous poll. `dcgm` renders lines in dcgm-exporter's format
     on demand, in any thread. `gpu_pids`: PIDs by GPU index, for the GPUs where they are known."""
 
     values: tuple[MetricValue, ...] = ()
     facts: tuple[Fact, ...] = ()
-    dcgm: Callable[[], str] = no_lines
+    dcgm: Callable[[], str] = str  # no lines
     gpu_pids: Mapping[int, tuple[int, ...]] | None = None
 
 
@@ -47,11 +42,8 @@ class CollectorUnavailable(Exception):
 class Collector(Protocol):
     """`name`: the probe's name in metrics and events. `interval_seconds`: between two polls."""
 
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def interval_seconds(self) -> float: ...
+    name: str
+    interval_seconds: float
 
     def read(self, at: float) -> CollectorReading:
         """One poll, at `at` (node monotonic seconds).

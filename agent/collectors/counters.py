@@ -7,6 +7,7 @@ exported total continues across both.
 import os
 import re
 import stat
+from collections.abc import Container
 
 TEXT_BYTES_MAX = 4096
 """A sysfs file has at most one page."""
@@ -86,6 +87,30 @@ def read_whole(path: str) -> str:
         os.close(number)
 
 
+def read_at_most(path: str, bytes_max: int) -> bytes:
+    """At most `bytes_max` of a file; empty if it is missing or unreadable."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError:
+        return b""
+    try:
+        parts, left = [], bytes_max
+        while left > 0 and (part := os.read(descriptor, left)):
+            parts.append(part)
+            left -= len(part)
+        return b"".join(parts)
+    except OSError:
+        return b""
+    finally:
+        os.close(descriptor)
+
+
+def variables(environ: bytes, names: Container[str]) -> dict[str, str]:
+    """Those of `names` in the text of `/proc/PID/environ`."""
+    pairs = (entry.decode("utf-8", "replace").partition("=") for entry in environ.split(b"\0"))
+    return {name: value for name, equals, value in pairs if equals and name in names}
+
+
 def _opened(path: str) -> int:
     """A descriptor of a regular file; -1: not available."""
     try:
@@ -105,14 +130,6 @@ def number_of(text: str | None) -> int | None:
         return None
     number = int(text)
     return None if number in DEAD or number >= ROUND**2 else number
-
-
-def entries(folder: str) -> list[str]:
-    """Names in it in natural order (`mlx5_2` before `mlx5_10`); empty if it does not exist."""
-    try:
-        return sorted(os.listdir(folder), key=natural)
-    except OSError:
-        return []
 
 
 def natural(name: str) -> list[tuple[int, int, str]]:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass
 
-from rolecall.agent.collectors.base import Collector, CollectorReading, CollectorUnavailable, EvidenceProvider, Fact
+from rolecall.agent.collectors.base import Collector, CollectorReading, CollectorUnavailable, EvidenceProvider
 from rolecall.agent.events import EventLog
 from rolecall.core.clock import Clock
 from rolecall.core.telemetry import AgentEventKind
@@ -82,7 +82,7 @@ class Probe:
             self._facts_dropped += dropped
         self._report_state(reason)
         for fact in reading.facts[:FACTS_MAX]:
-            _append(self._events, fact)
+            self._events.append(**fact._asdict())
         if dropped:
             logger.warning("%s: %d of %d facts of one poll dropped", self.collector.name, dropped, len(reading.facts))
         return not reason
@@ -113,11 +113,6 @@ class Probe:
             self._events.append(AgentEventKind.PROBE_UP, detail={"probe": name})
             logger.info("%s can be read again", name)
 
-    def reading(self) -> CollectorReading:
-        """The newest reading; empty while the collector is down or hangs."""
-        with self._lock:
-            return NOTHING if self._reason else self._reading
-
     def newest(self) -> tuple[float, CollectorReading]:
         """The newest reading with its start (node monotonic seconds); empty while the collector is down or hangs."""
         with self._lock:
@@ -133,18 +128,6 @@ class Probe:
                 cpu_seconds=self._cpu_seconds,
                 facts_dropped=self._facts_dropped,
             )
-
-
-def _append(events: EventLog, fact: Fact) -> None:
-    events.append(
-        fact.kind,
-        process=fact.process,
-        role=fact.role,
-        replica=fact.replica,
-        rank=fact.rank,
-        incarnation=fact.incarnation,
-        detail=dict(fact.detail),
-    )
 
 
 class Probes:
@@ -170,7 +153,7 @@ class Probes:
             probe.check_hang(now)
 
     def readings(self) -> Iterator[CollectorReading]:
-        return (p.reading() for p in self.probes)
+        return (p.newest()[1] for p in self.probes)
 
     def evidence(self, name: str) -> bytes:
         """Evidence of the named collector (`base.EvidenceProvider`), collected in the caller's thread.

@@ -13,8 +13,7 @@ from prometheus_client.registry import Collector
 from rolecall import __version__
 from rolecall.core.metrics.catalogue import BY_NAME, CATALOGUE, host_values, process_values
 from rolecall.core.metrics.metric import MetricType, MetricValue
-from rolecall.core.telemetry import HostSample, Phase, ProcessSample
-from rolecall.core.uninstrumented import NO_PAGE
+from rolecall.core.telemetry import NO_PAGE, HostSample, Phase, ProcessSample
 
 OTHER_PHASE = "other"
 _PHASES = frozenset({"", NO_PAGE, *Phase})

@@ -1,14 +1,4 @@
-"""The agent's HTTP API: read-only, JSON and Prometheus text, on loopback unless told otherwise.
-
-    /healthz                        alive, and how fresh
-    /metrics                        Prometheus text format or OpenMetrics, as `Accept` asks
-    /metrics/dcgm                   of the GPUs, in dcgm-exporter's names
-    /v1/samples?since=N             SampleBatch newer than cursor N
-    /v1/events?after=N&wait=S       EventBatch after number N; waits up to S <= 30 s for the first
-    /v1/news?after=N&since=N&wait=S&rounds=N  both at once
-    /v1/evidence/stacks?pid=P       stacks of a registered process; `Authorization: Bearer <bearer_token(run token)>`
-    /v1/evidence/flight_recorder?pid=P  its PyTorch Flight Recorder as a file, made by the process itself; same token
-    /v1/evidence/kernel_log, /v1/evidence/nccl_ras  what the collector has; same token
+"""The agent's HTTP API (`ENDPOINTS`): read-only, JSON and Prometheus text, on loopback by default.
 
 With users (agent/http/web_config.py) each request needs a user name and password or the bearer token, except for
 `/healthz`, which then says only whether the agent is healthy: a kubelet's probe has no password. Refusals are
@@ -36,11 +26,10 @@ from rolecall.agent.events import EventLog
 from rolecall.agent.evidence import EvidenceUnavailable, FlightRecorders, Stacks
 from rolecall.agent.http import parameters
 from rolecall.agent.http.exposition import agent_value, all_values, build_info, render
-from rolecall.agent.http.server import Handler, attachment, json_response
+from rolecall.agent.http.server import Endpoint, Handler, attachment, handlers, json_response
 from rolecall.agent.identity import Registration
 from rolecall.agent.registry import Registry
-from rolecall.agent.sampler import Sampler
-from rolecall.agent.samples import SampleRing
+from rolecall.agent.samples import Sampler, SampleRing
 from rolecall.core.clock import Clock
 from rolecall.core.ids import NodeId
 from rolecall.core.metrics.metric import MetricValue
@@ -56,6 +45,75 @@ EXTRA_WAIT_SECONDS_MAX = 1.0
 """A reader waits at most this much longer than it asked for, however rarely this agent samples."""
 STALE_ROUNDS = 25
 """Healthy while the newest sample is younger than this many intervals (5 s at five samples a second)."""
+
+
+ENDPOINTS = (
+    Endpoint(
+        "/metrics",
+        "metrics",
+        "Prometheus text or OpenMetrics, as `Accept` asks, with the names of [metrics](metrics.md). A scrape copies "
+        "what is there: no GPU is queried, nothing can block it",
+    ),
+    Endpoint(
+        "/metrics/dcgm",
+        "metrics_dcgm",
+        "the GPUs with dcgm-exporter's names and labels; empty without a GPU or with `gpu.dcgm: false`",
+    ),
+    Endpoint(
+        "/v1/samples",
+        "samples",
+        "JSON: samples of processes, node and GPUs newer than cursor N, and how many were dropped before they could be "
+        "read",
+        "since=N",
+    ),
+    Endpoint(
+        "/v1/events",
+        "event_batch",
+        "JSON: [events](agent.md#events) numbered above N, oldest first, at most 1,000; waits up to S ≤ 30 s for the "
+        "first",
+        "after=N&wait=S",
+    ),
+    Endpoint(
+        "/v1/news",
+        "news",
+        "JSON: samples (as columns) and events in one answer, for `rolecall watch`. Returned as soon as there is an "
+        "event, else after S seconds; R limits it to the newest polls",
+        "after=N&since=M&wait=S&rounds=R",
+    ),
+    Endpoint(
+        "/v1/evidence/stacks",
+        "evidence_stacks",
+        "JSON: Python stacks of a registered process, by py-spy, without local variables",
+        "pid=P",
+        bearer=True,
+    ),
+    Endpoint(
+        "/v1/evidence/flight_recorder",
+        "evidence_flight_recorder",
+        "PyTorch's Flight Recorder dump, written by the process itself, even while its main thread hangs",
+        "pid=P",
+        bearer=True,
+    ),
+    Endpoint(
+        "/v1/evidence/kernel_log",
+        "evidence_kernel_log",
+        "the newest 200 lines of the kernel log in dmesg's format; where `kernel_log` runs",
+        bearer=True,
+    ),
+    Endpoint(
+        "/v1/evidence/nccl_ras",
+        "evidence_nccl_ras",
+        "the current answer of NCCL RAS (JSON or text); where `nccl_ras` runs",
+        bearer=True,
+    ),
+    Endpoint(
+        "/healthz",
+        "healthz",
+        "200 while the agent's own rounds continue, else 503. A collector that is down is no reason: see "
+        '`rolecall_probe_up`. Where users are configured, a request without one gets `{"ok": true}` or '
+        '`{"ok": false}` and nothing else',
+    ),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,18 +135,7 @@ class Routes:
     """Malformed messages from processes."""
 
     def table(self) -> dict[str, Handler]:
-        return {
-            "/healthz": self.healthz,
-            "/metrics": self.metrics,
-            "/metrics/dcgm": self.metrics_dcgm,
-            "/v1/samples": self.samples,
-            "/v1/events": self.event_batch,
-            "/v1/news": self.news,
-            "/v1/evidence/stacks": self.evidence_stacks,
-            "/v1/evidence/flight_recorder": self.evidence_flight_recorder,
-            "/v1/evidence/kernel_log": self.evidence_of("kernel_log"),
-            "/v1/evidence/nccl_ras": self.evidence_of("nccl_ras"),
-        }
+        return handlers(ENDPOINTS, self, self.bearer)
 
     def public(self) -> dict[str, Handler]:
         """Served without a user name and password, too: a probe of Kubernetes or a load balancer has none."""
@@ -105,8 +152,7 @@ class Routes:
         age = self.clock.monotonic() - self.sampler.stats.last_at
         return age < STALE_ROUNDS * self.interval_seconds, age
 
-    def healthz(self, request: Request) -> Response:
-        parameters.only(request)
+    def healthz(self, _request: Request) -> Response:
         fresh, age = self._freshness()
         said = {
             "ok": fresh,
@@ -120,18 +166,15 @@ class Routes:
         return json_response(said, HTTPStatus.OK if fresh else HTTPStatus.SERVICE_UNAVAILABLE)
 
     def samples(self, request: Request) -> Response:
-        parameters.only(request, "since")
         body = self.ring.since_json(parameters.number(request, "since", 0))
         return Response(body, media_type="application/json")
 
     def event_batch(self, request: Request) -> Response:
-        parameters.only(request, "after", "wait")
         return json_response(self._events(request, parameters.seconds(request, "wait", WAIT_SECONDS_MAX)).to_dict())
 
     def news(self, request: Request) -> Response:
         """Events and samples in one response: at the first event, else just after the sample nearest to `wait` from
         now, so that the samples are fresh. `rounds`: how many of the newest samples."""
-        parameters.only(request, "after", "since", "wait", "rounds")
         rounds = parameters.number(request, "rounds", 0)
         seconds = parameters.seconds(request, "wait", WAIT_SECONDS_MAX)
         events = self._events(request, self._until_a_sample(seconds)).to_dict()
@@ -148,7 +191,7 @@ class Routes:
 
     def _events(self, request: Request, seconds: float) -> EventBatch:
         after = parameters.number(request, "after", 0)
-        found = self.events.wait(after, seconds) if seconds else self.events.after(after)
+        found = self.events.wait(after, seconds)
         return EventBatch(
             node=self.node,
             agent_pid=os.getpid(),
@@ -160,7 +203,6 @@ class Routes:
         )
 
     def evidence_stacks(self, request: Request) -> Response:
-        parameters.authorize(request, self.bearer)
         registration = self._registered(request)
         pid = registration.process.pid
         with _unavailable():
@@ -171,7 +213,6 @@ class Routes:
     def evidence_flight_recorder(self, request: Request) -> Response:
         """PyTorch's own dump, as a file for `rolecall diagnose`; the process writes it even if its main thread
         hangs."""
-        parameters.authorize(request, self.bearer)
         process = self._registered(request).process
         with _unavailable():
             dump = self.flight.dump(
@@ -181,38 +222,31 @@ class Routes:
 
     def _registered(self, request: Request) -> Registration:
         """The live process that the parameter `pid` names; 404 if there is none."""
-        parameters.only(request, "pid")
         pid = parameters.number(request, "pid", 0)
         registration = self.registry.live_process(pid)
         if registration is None:
             raise HTTPException(HTTPStatus.NOT_FOUND, f"pid: no live registered process {pid}")
         return registration
 
-    def evidence_of(self, collector: str) -> Handler:
+    def evidence_kernel_log(self, _request: Request) -> Response:
+        return self._evidence_of("kernel_log")
+
+    def evidence_nccl_ras(self, _request: Request) -> Response:
+        return self._evidence_of("nccl_ras")
+
+    def _evidence_of(self, collector: str) -> Response:
         """Evidence that a collector holds, such as the newest kernel log lines, or collects on request."""
-
-        def answer(request: Request) -> Response:
-            parameters.authorize(request, self.bearer)
-            parameters.only(request)
-            try:
-                return attachment(self.probes.evidence(collector))
-            except NoSuchCollector as e:
-                raise HTTPException(HTTPStatus.NOT_FOUND, str(e)) from None
-            except CollectorUnavailable as e:
-                raise HTTPException(HTTPStatus.SERVICE_UNAVAILABLE, str(e)) from None
-
-        return answer
+        with _unavailable():
+            return attachment(self.probes.evidence(collector))
 
     def metrics(self, request: Request) -> Response:
-        parameters.only(request)
         processes, hosts = self.ring.newest()
         values = all_values(processes, hosts, self._read_values())
         body, content_type = render(values, request.headers.get("accept", ""))
         return Response(body, media_type=content_type)
 
-    def metrics_dcgm(self, request: Request) -> Response:
+    def metrics_dcgm(self, _request: Request) -> Response:
         """The GPU collector's values under dcgm-exporter's names and labels; empty without a GPU."""
-        parameters.only(request)
         page = "".join(r.dcgm() for r in self.probes.readings())
         return Response(page, media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
@@ -258,9 +292,13 @@ class Routes:
 
 @contextmanager
 def _unavailable() -> Iterator[None]:
-    """429 while another dump is running, 503 for any other reason."""
+    """404 where no such collector runs, 429 while another dump is running, 503 for any other reason."""
     try:
         yield
+    except NoSuchCollector as e:
+        raise HTTPException(HTTPStatus.NOT_FOUND, str(e)) from None
+    except CollectorUnavailable as e:
+        raise HTTPException(HTTPStatus.SERVICE_UNAVAILABLE, str(e)) from None
     except EvidenceUnavailable as e:
         status = HTTPStatus.TOO_MANY_REQUESTS if e.busy else HTTPStatus.SERVICE_UNAVAILABLE
         raise HTTPException(status, str(e)) from None

@@ -7,11 +7,13 @@ network also needs (connections, TLS handshakes, clients that send or read too s
 
 import asyncio
 import errno
+import functools
 import json
 import logging
 import socket
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import uvicorn
@@ -27,6 +29,8 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from rolecall.agent.http import parameters
 
 if TYPE_CHECKING:
     import ssl
@@ -74,6 +78,39 @@ def attachment(body: bytes) -> Response:
     return StreamingResponse(chunks(), media_type="application/octet-stream", headers=headers)
 
 
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """A path of an HTTP API, as served and as documented in docs/reference/http-api.md."""
+
+    path: str
+    method: str
+    """Name of the method that answers."""
+    answer: str
+    """What it answers, in Markdown."""
+    query: str = ""
+    """Parameters that it takes, as `after=N&wait=S`; any other one is refused."""
+    bearer: bool = False
+    """Whether it needs the bearer token, even on loopback."""
+
+
+def handlers(endpoints: Sequence[Endpoint], owner: object, bearer: str = "") -> dict[str, Handler]:
+    """path -> the method of `owner`, behind the checks that `endpoints` demand. `bearer`: the token."""
+
+    def checked(endpoint: Endpoint) -> Handler:
+        answer: Handler = getattr(owner, endpoint.method)
+        names = [parameter.partition("=")[0] for parameter in endpoint.query.split("&")]
+
+        def handle(request: Request) -> Response:
+            if endpoint.bearer:
+                parameters.authorize(request, bearer)
+            parameters.only(request, *names)
+            return answer(request)
+
+        return handle
+
+    return {endpoint.path: checked(endpoint) for endpoint in endpoints}
+
+
 def application(
     routes: Mapping[str, Handler],
     allows: Callable[[str], bool] | None = None,
@@ -92,14 +129,14 @@ def application(
     return app
 
 
-async def _refuse(_request: Request, e: Exception) -> Response:
-    assert isinstance(e, HTTPException)
-    headers = CHALLENGE if e.status_code == 401 else e.headers
-    return JSONResponse({"error": e.detail}, e.status_code, headers)
+async def _refuse(_request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    headers = CHALLENGE if error.status_code == 401 else error.headers
+    return JSONResponse({"error": error.detail}, error.status_code, headers)
 
 
-async def _fail(request: Request, e: Exception) -> Response:
-    logger.error("%s failed", request.url.path, exc_info=e)
+async def _fail(request: Request, error: Exception) -> Response:
+    logger.error("%s failed", request.url.path, exc_info=error)
     return JSONResponse({"error": "internal error"}, 500)
 
 
@@ -126,9 +163,11 @@ class _BoundedProtocol(H11Protocol):
     """uvicorn's protocol with a limit on every wait for the client, not only on that between two requests."""
 
     _deadline: asyncio.TimerHandle | None = None
+    on_connected: Callable[[], None]
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self.on_connected()
         self._limit()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -172,6 +211,7 @@ class _Server(uvicorn.Server):
         super().__init__(config)
         self._tls = tls
         self._connecting: set[asyncio.Task[None]] = set()
+        """Of connections that are not in `server_state.connections` yet, so that none counts twice."""
         self._stopping = asyncio.Event()
         self._handshake_failed = False
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -197,13 +237,17 @@ class _Server(uvicorn.Server):
             self._loop.call_soon_threadsafe(self._stopping.set)
 
     async def _accept(self, listener: socket.socket) -> None:
-        loop = asyncio.get_running_loop()
         listener.setblocking(False)
         failing = False
         while True:
             try:
-                connection, _ = await loop.sock_accept(listener)
+                # Not `loop.sock_accept`: cancelled at the wrong moment, it loses a connection without closing it.
+                connection, _ = listener.accept()
+                connection.setblocking(False)
                 failing = False
+            except BlockingIOError:
+                await _readable(listener)
+                continue
             except OSError as e:  # out of descriptors: it would fail again at once
                 logger.log(logging.DEBUG if failing else logging.WARNING, "cannot accept connections: %s", e)
                 failing = True
@@ -232,15 +276,32 @@ class _Server(uvicorn.Server):
             logger.log(logging.DEBUG if self._handshake_failed else logging.WARNING, "TLS handshake failed: %s", e)
             self._handshake_failed = True
             connection.close()
+        except asyncio.CancelledError:  # the server stops
+            connection.close()
+            raise
 
     def _protocol(self) -> asyncio.Protocol:
-        return _BoundedProtocol(self.config, self.server_state, app_state={})
+        protocol = _BoundedProtocol(self.config, self.server_state, app_state={})
+        task = asyncio.current_task()
+        assert task is not None
+        protocol.on_connected = functools.partial(self._connecting.discard, task)
+        return protocol
+
+
+async def _readable(listener: socket.socket) -> None:
+    """Returns when a connection waits at `listener`."""
+    loop = asyncio.get_running_loop()
+    readable = asyncio.Event()
+    loop.add_reader(listener, readable.set)
+    try:
+        await readable.wait()
+    finally:
+        loop.remove_reader(listener)
 
 
 def _turn_away(connection: socket.socket) -> None:
     """503 over plain HTTP; a TLS client sees a closed connection."""
     try:
-        connection.setblocking(False)
         connection.send(BUSY)
         connection.shutdown(socket.SHUT_WR)
     except OSError:

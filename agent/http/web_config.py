@@ -6,7 +6,7 @@
     basic_auth_users: {prometheus: $2y$10$...}        # bcrypt, as `htpasswd -nBC 10 "" | tr -d ':\\n'` writes it
 
 Certificates and keys are reloaded when their files change, as in those exporters; the file itself is read once, at the
-start. Paths are relative to the file. Unknown keys are errors: nobody should rely on a limit that is not applied.
+start. Paths are relative to the file. Unknown keys are errors: no one should rely on a limit that is not applied.
 """
 
 import base64
@@ -17,7 +17,7 @@ import secrets
 import ssl
 import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -129,11 +129,11 @@ class BasicAuth:
         return fits and name in self._users
 
 
-class WebConfig:
+class WebConfig(NamedTuple):
     """`tls`: None for plain HTTP; `auth`: None without users."""
 
-    def __init__(self, tls: Tls | None = None, auth: BasicAuth | None = None) -> None:
-        self.tls, self.auth = tls, auth
+    tls: Tls | None = None
+    auth: BasicAuth | None = None
 
 
 def load_web_config(path: Path) -> WebConfig:

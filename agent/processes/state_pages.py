@@ -7,8 +7,10 @@ because truncating a mapped page would kill the agent (SIGBUS)."""
 import math
 import os
 import sys
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 from rolecall.agent.reporter import page_layout as at
 
@@ -40,7 +42,8 @@ class ReportedException:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PageState:
-    """State that a process reported, at one moment. Fields as in `telemetry.ProcessSample`."""
+    """State that a process reported, at one moment. Fields as in `telemetry.ProcessSample`; those of policy health are
+    NaN until reported, and for reporters without them."""
 
     replica: str
     rank: int
@@ -99,6 +102,13 @@ class PageState:
         return hmac.compare_digest(wanted, self.proof)
 
 
+_INTEGERS, _FLOATS = (
+    tuple((f.name, getattr(at, f"W_{f.name.upper()}")) for f in fields(PageState) if f.type is kind)
+    for kind in (int, float)
+)
+"""Fields, with the word of the same name."""
+
+
 def _text(raw: bytes, area: tuple[int, int]) -> str:
     return at.text_of(raw[area[0] : area[0] + area[1]])
 
@@ -118,59 +128,32 @@ def parse_page(raw: bytes) -> PageState:
         raise PageUnreadable(f"{len(raw)} bytes instead of {at.PAGE_BYTES}")
     if raw[:8] != at.MAGIC:
         raise PageUnreadable("not a state page")
-    view = memoryview(raw)
-    q, d = view.cast("q"), view.cast("d")
-    if q[at.W_LAYOUT] != at.LAYOUT_VERSION:
-        raise PageUnreadable(f"layout {q[at.W_LAYOUT]}, this agent reads {at.LAYOUT_VERSION}")
-    if q[at.W_SEQUENCE] & 1:
+    view = memoryview(raw)[: at.NUM_WORDS * _WORD_BYTES]
+    integers, floats = view.cast("q").tolist(), view.cast("d").tolist()
+    if integers[at.W_LAYOUT] != at.LAYOUT_VERSION:
+        raise PageUnreadable(f"layout {integers[at.W_LAYOUT]}, this agent reads {at.LAYOUT_VERSION}")
+    if integers[at.W_SEQUENCE] & 1:
         raise PageUnreadable("copied in the middle of a write")
+    numbers: dict[str, Any] = {name: integers[word] for name, word in _INTEGERS}
+    numbers |= {name: _finite(floats[word]) for name, word in _FLOATS}
+    if not numbers["healths"] > 0:
+        numbers |= dict.fromkeys(at.HEALTH_WORDS, math.nan)
     return PageState(
+        **numbers,
         replica=_text(raw, at.A_REPLICA),
-        rank=q[at.W_RANK],
-        incarnation=q[at.W_INCARNATION],
-        pid=q[at.W_PID],
-        start_ticks=q[at.W_START_TICKS],
         proof=_text(raw, at.A_PROOF),
-        work_tid=q[at.W_WORK_TID],
-        epoch=q[at.W_EPOCH],
         phase=_text(raw, at.A_PHASE),
-        phase_since=_finite(d[at.W_PHASE_SINCE]),
-        phase_entries=q[at.W_PHASE_ENTRIES],
-        step=q[at.W_STEP],
-        policy_version=q[at.W_POLICY_VERSION],
-        progress=q[at.W_PROGRESS],
-        progress_at=_finite(d[at.W_PROGRESS_AT]),
-        beats=q[at.W_BEATS],
-        collectives_entered=q[at.W_COLLECTIVES_ENTERED],
-        collectives_done=q[at.W_COLLECTIVES_DONE],
-        busy_seconds=_finite(d[at.W_BUSY_SECONDS]),
-        work_units=q[at.W_WORK_UNITS],
-        tokens=q[at.W_TOKENS],
-        requests_active=q[at.W_REQUESTS_ACTIVE],
-        loss=_finite(d[at.W_LOSS]),
-        grad_norm=_finite(d[at.W_GRAD_NORM]),
-        reward=_finite(d[at.W_REWARD]),
-        unfinite=q[at.W_UNFINITE],
-        jumps=q[at.W_JUMPS],
-        healths=q[at.W_HEALTHS],
-        **_parse_health(q, d),
-        finished=bool(q[at.W_FINISHED]),
-        finish_reason=_text(raw, at.A_FINISH_REASON) if q[at.W_FINISHED] else "",
-        exception=_parse_exception(raw, q, d) if q[at.W_EXCEPTIONS] > 0 else None,
+        finished=bool(integers[at.W_FINISHED]),
+        finish_reason=_text(raw, at.A_FINISH_REASON) if integers[at.W_FINISHED] else "",
+        exception=_parse_exception(raw, integers, floats) if integers[at.W_EXCEPTIONS] > 0 else None,
     )
 
 
-def _parse_health(q: "memoryview[int]", d: "memoryview[float]") -> dict[str, float]:
-    """NaN until reported, and for reporters without these fields."""
-    reported = q[at.W_HEALTHS] > 0
-    return {name: _finite(d[word]) if reported else math.nan for name, word in at.HEALTH_WORDS.items()}
-
-
-def _parse_exception(raw: bytes, q: "memoryview[int]", d: "memoryview[float]") -> ReportedException:
+def _parse_exception(raw: bytes, integers: Sequence[int], floats: Sequence[float]) -> ReportedException:
     return ReportedException(
-        number=q[at.W_EXCEPTIONS],
-        step=q[at.W_EXCEPTION_STEP],
-        at=_finite(d[at.W_EXCEPTION_AT]),
+        number=integers[at.W_EXCEPTIONS],
+        step=integers[at.W_EXCEPTION_STEP],
+        at=_finite(floats[at.W_EXCEPTION_AT]),
         fingerprint=_text(raw, at.A_EXCEPTION_FINGERPRINT),
         type=_text(raw, at.A_EXCEPTION_TYPE),
         where=_text(raw, at.A_EXCEPTION_WHERE),

@@ -14,7 +14,7 @@ MAGIC = b"ROLECALL"
 LAYOUT_VERSION = 1
 """Grows when a word or area moves; a reader refuses a version it does not know."""
 
-# Words: integers (signed) unless listed in FLOAT_WORDS.
+# Words: signed integers, or floats where it says so.
 W_MAGIC = 0
 W_LAYOUT = 1
 W_SEQUENCE = 2
@@ -25,24 +25,24 @@ W_RANK = 6
 W_INCARNATION = 7
 W_WORK_TID = 8  # native id of the thread that reports progress
 W_EPOCH = 9
-W_PHASE_SINCE = 10
+W_PHASE_SINCE = 10  # float
 W_PHASE_ENTRIES = 11
 W_STEP = 12
 W_POLICY_VERSION = 13
 W_PROGRESS = 14
-W_PROGRESS_AT = 15
+W_PROGRESS_AT = 15  # float
 W_COLLECTIVES_ENTERED = 16
 W_COLLECTIVES_DONE = 17
-W_BUSY_SECONDS = 18
+W_BUSY_SECONDS = 18  # float
 W_WORK_UNITS = 19
 W_TOKENS = 20
 W_REQUESTS_ACTIVE = 21
-W_LOSS = 22
-W_GRAD_NORM = 23
-W_REWARD = 24
+W_LOSS = 22  # float
+W_GRAD_NORM = 23  # float
+W_REWARD = 24  # float
 W_EXCEPTIONS = 25  # how many exceptions were reported; the text areas hold the last
 W_EXCEPTION_STEP = 26
-W_EXCEPTION_AT = 27
+W_EXCEPTION_AT = 27  # float
 W_FINISHED = 28  # 1 once the process has announced an intended exit
 W_IDENTITIES = 29  # writes of the identity: 1 after start, 2 after a promotion
 W_UNFINITE = 30  # how often loss, gradient norm or reward were NaN or infinite
@@ -72,20 +72,7 @@ HEALTH_WORDS = {
     "filtered_fraction": W_FILTERED_FRACTION,
     "log_ratio_max": W_LOG_RATIO_MAX,
 }
-"""Words of the policy-health metrics; valid if `W_HEALTHS` is not 0."""
-
-FLOAT_WORDS = frozenset(
-    {
-        W_PHASE_SINCE,
-        W_PROGRESS_AT,
-        W_BUSY_SECONDS,
-        W_LOSS,
-        W_GRAD_NORM,
-        W_REWARD,
-        W_EXCEPTION_AT,
-        *HEALTH_WORDS.values(),
-    }
-)
+"""Words of the policy-health metrics, all floats; valid if `W_HEALTHS` is not 0."""
 
 # Text areas: UTF-8, up to the first zero byte. (offset, length in bytes)
 A_PHASE = (512, 32)

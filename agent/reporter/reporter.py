@@ -113,18 +113,20 @@ class _Page:
         self.q[at.W_SEQUENCE] |= 1
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, e: BaseException | None, where: TracebackType | None) -> bool:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> bool:
         self.q[at.W_SEQUENCE] = (self.q[at.W_SEQUENCE] | 1) + 1
         try:
             self.lock.release()
         except RuntimeError:
             pass  # not acquired: the wait timed out
-        if e is None:
+        if error is None:
             return False
-        if isinstance(e, Exception):  # a wrong argument to the reporter must not stop training
+        if isinstance(error, Exception):  # a wrong argument to the reporter must not stop training
             self.failures += 1
             if self.failures == 1:
-                logger.warning("a report could not be written (logged once): %s: %s", type(e).__name__, e)
+                logger.warning("a report could not be written (logged once): %s: %s", type(error).__name__, error)
             return True
         return False
 
@@ -186,25 +188,22 @@ def _tick(page: _Page) -> None:
                 pause.wait(BEAT_SECONDS * BEATS_PER_LOOK)
 
 
-def _default_node_dir() -> Path | None:
-    run, node = os.environ.get("ROLECALL_RUN"), os.environ.get("ROLECALL_NODE")
-    return Path(run) / "nodes" / node if run and node else None
-
-
 def start(*, replica: str, rank: int, incarnation: int, secret: str, node_dir: str | None = None) -> None:
     """Registers this process as `rank` of `replica`; `secret` was issued at its spawn (registration_secret).
 
     `node_dir`: default `$ROLECALL_RUN/nodes/$ROLECALL_NODE`. Outside of a run, or if the directory is not writable, the
     page stays in anonymous memory and a warning is logged. A second call changes the identity.
     """
-    global _client, _ticker
+    global _client, _ticker, _previous_excepthook
     with _starting:
         try:
             pid = os.getpid()
             start_ticks = process_start_ticks(pid) or 0
-            directory = Path(node_dir) if node_dir else _default_node_dir()
+            run, node = os.environ.get("ROLECALL_RUN"), os.environ.get("ROLECALL_NODE")
+            node_dir = node_dir or (f"{run}/nodes/{node}" if run and node else None)
             _page.set_identity(replica, rank, incarnation, secret, pid, start_ticks)
-            if directory is not None and _client is None:
+            if node_dir and _client is None:
+                directory = Path(node_dir)
                 _client = ReporterClient(directory / "agent.sock", pid, start_ticks)
                 path = directory / "pages" / at.page_name(pid, start_ticks)
                 _page.move_to(path)
@@ -217,7 +216,7 @@ def start(*, replica: str, rank: int, incarnation: int, secret: str, node_dir: s
             _ticker = threading.Thread(target=_tick, args=(_page,), name="rolecall-beats", daemon=True)
             _ticker.start()
         if sys.excepthook is not _excepthook:
-            _install_excepthook()
+            _previous_excepthook, sys.excepthook = sys.excepthook, _excepthook
 
 
 def become(*, replica: str, incarnation: int, secret: str) -> None:
@@ -293,18 +292,18 @@ def progress(units: int = 1, *, busy_seconds: float = 0.0, tokens: int = 0) -> N
     The calling thread becomes the working thread, whose run delay the agent reports.
     """
     with _page as page:
-        q, d = page.q, page.d
+        integers, floats = page.q, page.d
         ident = threading.get_ident()
         if ident != page.work_ident:
             page.work_ident = ident
-            q[at.W_WORK_TID] = threading.get_native_id()
-        q[at.W_PROGRESS] += units
-        d[at.W_PROGRESS_AT] = monotonic()
+            integers[at.W_WORK_TID] = threading.get_native_id()
+        integers[at.W_PROGRESS] += units
+        floats[at.W_PROGRESS_AT] = monotonic()
         if busy_seconds > 0.0:
-            d[at.W_BUSY_SECONDS] += busy_seconds
-            q[at.W_WORK_UNITS] += units
+            floats[at.W_BUSY_SECONDS] += busy_seconds
+            integers[at.W_WORK_UNITS] += units
         if tokens:
-            q[at.W_TOKENS] += tokens
+            integers[at.W_TOKENS] += tokens
 
 
 def update(
@@ -319,13 +318,13 @@ def update(
     """Sets the given values. Counts a loss, gradient norm or reward that is NaN, infinite or an outlier of its recent
     range (jumps.py)."""
     with _page as page:
-        q = page.q
+        integers = page.q
         if epoch is not None:
-            q[at.W_EPOCH] = epoch
+            integers[at.W_EPOCH] = epoch
         if policy_version is not None:
-            q[at.W_POLICY_VERSION] = policy_version
+            integers[at.W_POLICY_VERSION] = policy_version
         if requests_active is not None:
-            q[at.W_REQUESTS_ACTIVE] = requests_active
+            integers[at.W_REQUESTS_ACTIVE] = requests_active
         if loss is not None:
             page.set_training(at.W_LOSS, loss)
         if grad_norm is not None:
@@ -411,12 +410,6 @@ def _flush() -> None:
 
 
 atexit.register(_flush)
-
-
-def _install_excepthook() -> None:
-    global _previous_excepthook
-    _previous_excepthook = sys.excepthook
-    sys.excepthook = _excepthook
 
 
 def _after_fork_in_child() -> None:

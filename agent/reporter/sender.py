@@ -92,14 +92,14 @@ def send_message(path: Path, message: Mapping[str, Any], seconds: float) -> None
     deadline = monotonic() + seconds
     address, directory = socket_address(path)
     try:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as s:
-            s.settimeout(seconds)
-            s.connect(address)
-            s.sendall(json.dumps(message).encode() + b"\n")
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+            connection.settimeout(seconds)
+            connection.connect(address)
+            connection.sendall(json.dumps(message).encode() + b"\n")
             reply = b""
             while not reply.endswith(b"\n") and len(reply) < REPLY_BYTES_MAX:
-                s.settimeout(max(0.001, deadline - monotonic()))
-                got = s.recv(REPLY_BYTES_MAX)
+                connection.settimeout(max(0.001, deadline - monotonic()))
+                got = connection.recv(REPLY_BYTES_MAX)
                 if not got:
                     raise ConnectionError("closed without an answer")
                 reply += got
@@ -126,7 +126,7 @@ class ReporterClient:
         self._queue: queue.SimpleQueue[dict[str, Any] | threading.Event] = queue.SimpleQueue()
         self._newest_identity = 0
         self._heard = True  # whether the last attempt reached an agent
-        threading.Thread(target=self._run, name="rolecall-tell", daemon=True).start()
+        threading.Thread(target=self._run, name="rolecall-sender", daemon=True).start()
 
     def register(self, *, replica: str, rank: int, incarnation: int, secret: str) -> None:
         self._newest_identity += 1

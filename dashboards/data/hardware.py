@@ -2,12 +2,12 @@
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from rolecall.formats.xid.xid import sxid, xid
-from rolecall.recovery.incidents.incident import Incident
+from rolecall.recovery.incidents import Incident
 
 XID = re.compile(r"\bXID (\d{1,5})\b")
 SXID = re.compile(r"\bSXid (\d{1,6})\b")
@@ -15,6 +15,16 @@ GPU = re.compile(r"\bGPU (\w{1,16}(?:[:.]\w{1,16}){0,4})")
 PROMETHEUS = "Prometheus"
 TEXTS_MAX = 64
 """Pieces of evidence searched per incident."""
+
+COUNTS = "sum by (node, instance, gpu, xid) (rolecall_xid_events_total)"
+LAST_SEEN = "max by (node, instance, gpu, xid) (rolecall_xid_last_timestamp_seconds)"
+LOST_GPUS = "min by (node, instance, gpu) (rolecall_gpu_up) == 0"
+AGENTS = (
+    "up * on (job, instance) group_left (node) "
+    "group by (job, instance, node) (last_over_time(rolecall_agent_build_info[1d]))"
+)
+"""An agent that is down no longer reports its node, so the last reported one is used."""
+DCGM = "max by (hostname, Hostname, instance, gpu) (DCGM_FI_DEV_XID_ERRORS) > 0"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,12 +63,12 @@ class XidOccurrence:
 def codes_of(incidents: Iterable[Incident]) -> tuple[XidOccurrence, ...]:
     """Every code in an incident's diagnosis or evidence, once per incident, for its first suspected node."""
     found = []
-    for i in incidents:
-        d = i.diagnosis
-        nodes = [s.node for s in d.suspects if s.node]
+    for incident in incidents:
+        diagnosis = incident.diagnosis
+        nodes = [s.node for s in diagnosis.suspects if s.node]
         if not nodes:
             continue
-        texts = [d.because, *(e.text for e in d.evidence[:TEXTS_MAX])]
+        texts = [diagnosis.because, *(e.text for e in diagnosis.evidence[:TEXTS_MAX])]
         for (switch, code), (gpu, count) in _named(texts).items():
             found.append(
                 XidOccurrence(
@@ -67,8 +77,8 @@ def codes_of(incidents: Iterable[Incident]) -> tuple[XidOccurrence, ...]:
                     code=code,
                     switch=switch,
                     count=count,
-                    at=d.detected_at,
-                    source=i.incident_id,
+                    at=diagnosis.detected_at,
+                    source=incident.incident_id,
                 )
             )
     return tuple(found)
@@ -110,6 +120,8 @@ def merged(codes: Iterable[XidOccurrence]) -> tuple[XidOccurrence, ...]:
 
 Sample = tuple[Mapping[str, str], float]
 """Labels and value of one series of an instant query."""
+Query = Callable[[str], list[Sample]]
+"""Runs an instant query."""
 
 
 def samples(data: Any) -> list[Sample]:
@@ -134,6 +146,11 @@ def of_run(found: Iterable[Sample], run_id: str) -> list[Sample]:
         for labels, value in found
         if "/" not in labels.get("instance", "") or labels["instance"].startswith(f"{run_id}/")
     ]
+
+
+def fleet_metrics(ask: Query, run_id: str) -> FleetMetrics:
+    """Asks Prometheus for the current status of the nodes of a run."""
+    return live_of(*(of_run(ask(expression), run_id) for expression in (COUNTS, LAST_SEEN, LOST_GPUS, AGENTS, DCGM)))
 
 
 def live_of(

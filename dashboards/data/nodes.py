@@ -10,11 +10,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+from rolecall.core.journal.events import Event, EventKind
+from rolecall.core.journal.payloads import BurnInFinished, NodeDrained, NodeQuarantined, NodeReturnedToService
 from rolecall.dashboards.data.hardware import FleetMetrics, XidOccurrence
-from rolecall.dashboards.data.node_history import NodeHistory, past_of
 from rolecall.recovery.fleet import FleetView, ReplicaView
-from rolecall.recovery.incidents.incident import Incident, IncidentState
-from rolecall.recovery.nodes import NodeRecord
+from rolecall.recovery.incidents import Incident, IncidentState
+from rolecall.recovery.nodes import NODE_KINDS, NodeRecord, fold_nodes
 
 HOUR, DAY, MONTH = 3600.0, 86400.0, 30 * 86400.0
 OFTEN_TIMES = 3.0
@@ -44,6 +45,31 @@ GLYPHS: Mapping[NodeHealth, str] = {
     NodeHealth.HEALTHY: "●",
 }
 _ORDER = tuple(NodeHealth)
+_K = EventKind
+_WHAT: Mapping[EventKind, str] = {
+    _K.NODE_QUARANTINED: "quarantined",
+    _K.NODE_DRAINED: "drained",
+    _K.NODE_RETURNED_TO_SERVICE: "returned to service",
+    _K.BURN_IN_FINISHED: "burn-in",
+}
+ENTRIES_MAX = 200
+"""Entries kept per node, the newest."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeHistoryEntry:
+    """One operator command or burn-in result."""
+
+    at: float  # wall seconds
+    what: str
+    by: str
+    because: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeHistory:
+    record: NodeRecord
+    entries: tuple[NodeHistoryEntry, ...] = ()  # newest last
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +85,6 @@ class NodeRow:
     in_day: int
     in_month: int
     changed_at: float | None
-    last_incident_at: float | None
     codes: tuple[XidOccurrence, ...]
     past: NodeHistory
 
@@ -103,10 +128,10 @@ def natural(name: str) -> tuple[tuple[int, int | str], ...]:
 
 
 def incidents_by_node(incidents: Iterable[Incident]) -> dict[str, list[Incident]]:
-    """Incidents by suspected node. Operator requests and diagnoses marked wrong do not count."""
+    """Incidents by suspected node. Operator requests and diagnoses reviewed as wrong do not count."""
     found: dict[str, list[Incident]] = {}
     for i in incidents:
-        if not i.requested_by_operator and (i.mark is None or i.mark.right):
+        if not i.requested_by_operator and (i.review is None or i.review.right):
             for node in {str(s.node) for s in i.diagnosis.suspects if s.node}:
                 found.setdefault(node, []).append(i)
     return found
@@ -148,53 +173,33 @@ def fleet_rows(
     names = {*replicas, *by_node, *pasts, *idle} - {""}
     counts = {n: tuple(_since(by_node.get(n, ()), now - s) for s in (HOUR, DAY, MONTH)) for n in names}
     medians = [statistics.median(c[k] for c in counts.values()) if counts else 0.0 for k in range(3)]
-    rows = [
-        _row(
-            node,
-            tuple(replicas.get(node, ())),
-            by_node.get(node, ()),
-            pasts.get(node) or past_of(node),
-            tuple(sorted(seen.get(node, ()), key=lambda c: -(c.at or 0.0))),
-            live,
-            counts[node],
-            medians[2],
+    rows = []
+    for node in names:
+        here, found, past = tuple(replicas.get(node, ())), by_node.get(node, ()), pasts.get(node) or past_of(node)
+        in_hour, in_day, in_month = counts[node]
+        still_open = [i for i in found if i.state is not IncidentState.CLOSED]
+        health, because = _health(node, here, still_open, past.record, live, in_month, medians[2])
+        rows.append(
+            NodeRow(
+                node=node,
+                health=health,
+                because=because,
+                replicas=here,
+                open_incidents=tuple(i.incident_id for i in still_open),
+                in_hour=in_hour,
+                in_day=in_day,
+                in_month=in_month,
+                changed_at=max((r.changed_at for r in here if r.changed_at), default=None),
+                codes=tuple(sorted(seen.get(node, ()), key=lambda c: -(c.at or 0.0))),
+                past=past,
+            )
         )
-        for node in names
-    ]
     rows.sort(key=lambda r: (_ORDER.index(r.health), -r.in_month, natural(r.node)))
     return FleetHealth(rows=tuple(rows), median_hour=medians[0], median_day=medians[1], median_month=medians[2])
 
 
 def _since(found: Sequence[Incident], since: float) -> int:
     return sum(i.opened_at >= since for i in found)
-
-
-def _row(
-    node: str,
-    replicas: tuple[ReplicaView, ...],
-    found: Sequence[Incident],
-    past: NodeHistory,
-    codes: tuple[XidOccurrence, ...],
-    live: FleetMetrics,
-    counts: tuple[int, ...],
-    median_month: float,
-) -> NodeRow:
-    still_open = [i for i in found if i.state is not IncidentState.CLOSED]
-    health, because = _health(node, replicas, still_open, past.record, live, counts[2], median_month)
-    return NodeRow(
-        node=node,
-        health=health,
-        because=because,
-        replicas=replicas,
-        open_incidents=tuple(i.incident_id for i in still_open),
-        in_hour=counts[0],
-        in_day=counts[1],
-        in_month=counts[2],
-        changed_at=max((r.changed_at for r in replicas if r.changed_at), default=None),
-        last_incident_at=max((i.opened_at for i in found), default=None),
-        codes=codes,
-        past=past,
-    )
 
 
 def _health(
@@ -226,3 +231,31 @@ def _health(
     if not replicas:
         return NodeHealth.IDLE, "no replica runs on it"
     return NodeHealth.HEALTHY, ""
+
+
+def past_of(node: str) -> NodeHistory:
+    """History of a node without entries."""
+    return NodeHistory(record=NodeRecord(node=node))
+
+
+def pasts(events: Iterable[Event]) -> dict[str, NodeHistory]:
+    """Node -> history."""
+    entries: dict[str, list[NodeHistoryEntry]] = {}
+    kept = [e for e in events if e.kind in NODE_KINDS]
+    for event in kept:
+        payload = event.payload
+        assert isinstance(payload, NodeQuarantined | NodeDrained | NodeReturnedToService | BurnInFinished)
+        because = payload.reason
+        if isinstance(payload, BurnInFinished):
+            because = "passed" if payload.passed else "failed"
+        entry = NodeHistoryEntry(at=event.wall_at, what=_WHAT[event.kind], by=payload.by, because=because)
+        entries.setdefault(payload.node, []).append(entry)
+    return {
+        node: NodeHistory(record=record, entries=tuple(entries.get(node, ())[-ENTRIES_MAX:]))
+        for node, record in fold_nodes(kept).items()
+    }
+
+
+def quarantined(events: Iterable[Event]) -> dict[str, NodeRecord]:
+    """Node -> its record, for nodes in quarantine."""
+    return {node: record for node, record in fold_nodes(events).items() if record.quarantined}

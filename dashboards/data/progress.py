@@ -1,10 +1,10 @@
-"""Progress of the run: curves over its steps, and its ETTR with the lost time by fault (`views/ettr_accumulator.py`).
+"""Progress of the run: curves over its steps, and its ETTR with the lost time by fault (`views/ettr.py`).
 
 Both are updated event by event, so a poll of a week-old run costs no more than of a new one.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from rolecall.core.ids import ReplicaId
@@ -12,8 +12,7 @@ from rolecall.core.journal.events import Event
 from rolecall.core.journal.payloads import StepCommitted
 from rolecall.core.membership import Actual
 from rolecall.core.policy_health import BY_NAME, policy_health_of
-from rolecall.views.ettr_accumulator import EttrAccount, EttrAccumulator
-from rolecall.views.injections import InjectedFault
+from rolecall.views.ettr import EttrAccount, EttrAccumulator
 
 BUCKETS_MAX = 200
 """Points of a curve, at most as many as a chart draws (`charts.POINTS_MAX`), so that none is left out. With more steps,
@@ -49,32 +48,30 @@ class RunTrends:
 
     curve: tuple[Bucket, ...] = ()
     account: EttrAccount | None = None
-    num_rollouts: int = 0
-    num_trainers: int = 0
 
 
-def merged(a: Bucket, b: Bucket) -> Bucket:
+def merged(earlier: Bucket, later: Bucket) -> Bucket:
     """Merges two neighbours: means over steps, maximum of step times and extremes."""
-    num = a.num + b.num
+    num = earlier.num + later.num
 
     def mean(x: float, y: float) -> float:
-        known = [(v, n) for v, n in ((x, a.num), (y, b.num)) if math.isfinite(v)]
+        known = [(v, n) for v, n in ((x, earlier.num), (y, later.num)) if math.isfinite(v)]
         return sum(v * n for v, n in known) / sum(n for _, n in known) if known else math.nan
 
     return Bucket(
-        first_step=min(a.first_step, b.first_step),
-        last_step=max(a.last_step, b.last_step),
-        at=b.at,
+        first_step=min(earlier.first_step, later.first_step),
+        last_step=max(earlier.last_step, later.last_step),
+        at=later.at,
         num=num,
-        reward=mean(a.reward, b.reward),
-        seconds=mean(a.seconds, b.seconds),
-        seconds_max=max(a.seconds_max, b.seconds_max),
-        tokens=a.tokens + b.tokens,
+        reward=mean(earlier.reward, later.reward),
+        seconds=mean(earlier.seconds, later.seconds),
+        seconds_max=max(earlier.seconds_max, later.seconds_max),
+        tokens=earlier.tokens + later.tokens,
         signs={
             name: (_larger if BY_NAME[name].is_extreme else mean)(
-                a.signs.get(name, math.nan), b.signs.get(name, math.nan)
+                earlier.signs.get(name, math.nan), later.signs.get(name, math.nan)
             )
-            for name in {**a.signs, **b.signs}
+            for name in {**earlier.signs, **later.signs}
         },
     )
 
@@ -112,15 +109,6 @@ class RunTrendsProjection:
     curve: Curve = field(default_factory=Curve)
     ettr: EttrAccumulator = field(default_factory=EttrAccumulator)
 
-    @property
-    def faults(self) -> Sequence[InjectedFault]:
-        """Known injected faults, oldest first; set by the reader of the injection log."""
-        return self.ettr.faults
-
-    @faults.setter
-    def faults(self, faults: Sequence[InjectedFault]) -> None:
-        self.ettr.faults = faults
-
     def take(self, event: Event) -> None:
         """Raises ValueError: a step that no run reaches."""
         if isinstance(event.payload, StepCommitted):
@@ -132,12 +120,7 @@ class RunTrendsProjection:
         ettr = self.ettr
         ettr.num_rollouts = ettr.num_rollouts or sum(r.startswith("rollout/") for r in current)
         ettr.num_trainers = ettr.num_trainers or sum(r.startswith("trainer/") for r in current)
-        return RunTrends(
-            curve=self.curve.points(),
-            account=ettr.account(now) if whole else None,
-            num_rollouts=ettr.num_rollouts,
-            num_trainers=ettr.num_trainers,
-        )
+        return RunTrends(curve=self.curve.points(), account=ettr.account(now) if whole else None)
 
 
 def _bucket(committed: StepCommitted, at: float) -> Bucket:

@@ -2,14 +2,18 @@
 
 One `Reader` per process, shared by all sessions. A background thread reads on demand: a page waits briefly for a newer
 snapshot, but never for a database that is unreachable, locked or slow. It then gets the last snapshot with its age and
-the error. A long journal is read from its end first (`fold.py`).
+the error. A long journal is read from its end first.
+
+A `Fold` projects the journal. One that starts at the first event is complete. One that starts near the end (`newest`)
+has the open incidents, the newest incidents and the newest steps; a complete one replaces it once that has caught up.
 """
 
 import gc
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
@@ -18,15 +22,194 @@ import sqlalchemy as sa
 
 from rolecall.core.clock import Clock
 from rolecall.core.errors import JournalCorrupt, JournalError, JournalUnavailable
+from rolecall.core.ids import ReplicaId
 from rolecall.core.journal.database import redacted
+from rolecall.core.journal.events import Event, EventKind
 from rolecall.core.journal.journal import Journal, Lease
-from rolecall.dashboards.data.fold import CHUNK_EVENTS, Fold, ReplicaRecords, events_after, holds, newest
-from rolecall.dashboards.data.progress import RunTrends
+from rolecall.core.journal.payloads import LeaseAcquired, NodeQuarantined, NodeReturnedToService
+from rolecall.core.journal.rows import DamagedLine, actual_of, event_of
+from rolecall.core.journal.tables import METADATA
+from rolecall.core.membership import Actual, Desired
+from rolecall.core.rundir import RunDir
+from rolecall.dashboards.data.progress import RunTrends, RunTrendsProjection
 from rolecall.dashboards.settings import Settings
-from rolecall.recovery.incident_store import IncidentProjection
+from rolecall.recovery.incidents import IncidentProjection
 from rolecall.recovery.loop import LEASE_NAME, PAUSED_FLAG
-from rolecall.views.injections import InjectedFault, parse_injections
-from rolecall.views.snapshot import RunSnapshot
+from rolecall.views.incidents import InjectedFault, parse_injections
+from rolecall.views.journal_reader import JournalReader
+from rolecall.views.snapshot import RunSnapshot, RunSnapshotProjection
+
+CHUNK_EVENTS = 500
+"""Events per chunk: about 30 ms, the longest that pages wait for the interpreter."""
+NEWEST_INCIDENTS = 100
+"""Incidents of a long journal that are read first, in addition to the open ones."""
+OPEN_MAX = 500
+"""Open incidents that are read first."""
+NEWEST_STEPS = 400
+
+_K = EventKind
+_FIRST_AND_LAST = (_K.RUN_STARTED, _K.RUN_ENDED, _K.LEASE_ACQUIRED)
+
+
+def _table(name: str) -> sa.Table:
+    return METADATA.tables[name]
+
+
+class Fold:
+    """Owned by one thread."""
+
+    def __init__(self, *, partial: bool = False) -> None:
+        self.run, self.projection, self.trends = RunSnapshotProjection(), IncidentProjection(), RunTrendsProjection()
+        self.damaged: list[DamagedLine] = []
+        self.quarantined: set[str] = set()
+        self.mode = ""
+        self.seq, self.hash = 0, ""  # of the newest event that was applied
+        self.reader = JournalReader(page_events=CHUNK_EVENTS, wanted=self._wanted)
+        self._planned = False  # since the last `take`
+        self._partial = partial
+
+    def _wanted(self, kind: str) -> bool:
+        """Admissions of weights come at every step from every rollout: those that nothing waits for are left out."""
+        self._planned |= kind == _K.PLAN_CREATED
+        return kind != _K.WEIGHTS_ADMITTED or self._planned or bool(self.trends.ettr.open_incidents)
+
+    def take(self, events: Sequence[Event], damaged: Sequence[DamagedLine] = ()) -> None:
+        """Applies the next events of the journal."""
+        self._planned = False
+        if self._partial:
+            known = self.projection.incidents
+            ours = {e.incident_id for e in events if e.kind is _K.INCIDENT_OPENED}
+            kept = [e for e in events if not e.incident_id or e.incident_id in known or e.incident_id in ours]
+        else:
+            kept = list(events)
+        misread = [line for event in kept if (line := self._misread(event)) is not None]
+        self.projection.take(kept, damaged)
+        self.projection.to_notify.clear()  # the dashboard sends no notifications
+        self.damaged += sorted([*damaged, *misread], key=lambda line: line.seq)
+        for event in kept:
+            match event.payload:
+                case NodeQuarantined(node=node):
+                    self.quarantined.add(node)
+                case NodeReturnedToService(node=node):
+                    self.quarantined.discard(node)
+                case LeaseAcquired(mode=mode):
+                    self.mode = mode
+        if events and events[-1].seq > self.seq:
+            self.seq, self.hash = events[-1].seq, events[-1].hash
+
+    def _misread(self, event: Event) -> DamagedLine | None:
+        """Applies an event to all but the incident projection; a malformed event becomes a damaged line."""
+        try:
+            self.run.read([event])
+            self.trends.take(event)
+        except Exception as e:  # noqa: BLE001 - one malformed event must not hide the others
+            error = JournalCorrupt(where=f"events line {event.seq}", reason=f"{event.kind} cannot be read: {e!r}"[:200])
+            return DamagedLine(seq=event.seq, incident_id=event.incident_id, error=error)
+        return None
+
+    def copied_projection(self) -> IncidentProjection:
+        """A copy of the incident projection for other threads."""
+        copied = copy(self.projection)
+        copied.incidents, copied.broken, copied.to_notify = dict(copied.incidents), dict(copied.broken), []
+        return copied
+
+
+def _parsed(rows: Sequence[sa.RowMapping], where: str) -> tuple[list[Event], list[DamagedLine]]:
+    found: list[Event] = []
+    damaged: list[DamagedLine] = []
+    for row in rows:
+        try:
+            found.append(event_of(row, where))
+        except JournalCorrupt as e:
+            damaged.append(DamagedLine(seq=row["seq"], incident_id=row["incident_id"], error=e))
+    return found, damaged
+
+
+def holds(journal: Journal, seq: int, link: str) -> bool:
+    """Whether the journal still has the last event that was read; another run's journal has a different one."""
+    if not seq or not link:
+        return True
+    events = _table("events")
+    with journal.store.read() as conn:
+        found = conn.execute(sa.select(events.c.hash).where(events.c.seq == seq)).scalar()
+    return found == link
+
+
+def newest(journal: Journal, head: int) -> Fold:
+    """A partial fold at event `head`: start and state of the run, newest steps, open and newest incidents."""
+    events = _table("events")
+    opened, closed = str(_K.INCIDENT_OPENED), str(_K.INCIDENT_CLOSED)
+    done = sa.select(events.c.incident_id).where(events.c.kind == closed)
+    is_open = (events.c.kind == opened) & events.c.incident_id.not_in(done)
+    last_opened = sa.select(events.c.incident_id, events.c.seq).where(events.c.kind == opened)
+    with journal.store.read() as conn:
+
+        def latest(where: sa.ColumnElement[bool], limit: int) -> list[int]:
+            query = sa.select(events.c.seq).where(where, events.c.seq <= head)
+            return [r.seq for r in conn.execute(query.order_by(events.c.seq.desc()).limit(limit))]
+
+        query = last_opened.where(events.c.seq <= head).order_by(events.c.seq.desc())
+        names = {r.incident_id for r in conn.execute(query.limit(NEWEST_INCIDENTS))}
+        still = last_opened.where(is_open, events.c.seq <= head).order_by(events.c.seq.desc()).limit(OPEN_MAX)
+        names |= {r.incident_id for r in conn.execute(still)}
+        lines: set[int] = set()
+        for kind in _FIRST_AND_LAST:
+            of_kind = events.c.kind == str(kind)
+            lines.update(conn.execute(sa.select(sa.func.min(events.c.seq)).where(of_kind)).scalars())
+            lines.update(latest(of_kind, 1))
+        lines.update(latest(events.c.kind == str(_K.STEP_COMMITTED), NEWEST_STEPS))
+        lines.update(latest(events.c.kind == str(_K.EPOCH_ADVANCED), 1))
+        lines.update(latest(events.c.kind.in_([str(_K.NODE_QUARANTINED), str(_K.NODE_RETURNED_TO_SERVICE)]), OPEN_MAX))
+        wanted = events.c.incident_id.in_(sorted(names)) | events.c.seq.in_(sorted(x for x in lines if x))
+        rows = conn.execute(sa.select(events).where(wanted, events.c.seq <= head).order_by(events.c.seq)).mappings()
+        found, damaged = _parsed(rows.all(), journal.store.where)
+        last = conn.execute(sa.select(events.c.hash).where(events.c.seq == head)).scalar()
+        number = conn.execute(sa.select(sa.func.count()).where(events.c.kind == opened)).scalar()
+    fold = Fold(partial=True)
+    fold.take(found, damaged)
+    fold.projection.num_opened = int(number or 0)
+    fold.seq, fold.hash, fold.reader.seq = head, str(last or ""), head
+    return fold
+
+
+class ReplicaRecords:
+    """Desired and actual state of every replica, reread only after a change."""
+
+    def __init__(self) -> None:
+        self.desired: Mapping[ReplicaId, Desired] = {}
+        self.current: Mapping[ReplicaId, Actual] = {}
+        self.damaged: tuple[str, ...] = ()
+        self._mark: tuple[object, ...] | None = None
+
+    def refresh(self, journal: Journal) -> bool:
+        """Whether anything changed."""
+        actual, desired = _table("actual"), _table("desired")
+        count, total = sa.func.count(), sa.func.sum
+        marks = (
+            sa.select(count, total(actual.c.changed_at), total(actual.c.policy_version)).select_from(actual),
+            sa.select(count, total(desired.c.incarnation), total(desired.c.fence)).select_from(desired),
+        )
+        with journal.store.read() as conn:
+            mark = tuple(value for query in marks for value in conn.execute(query).one())
+            if mark == self._mark:
+                return False
+            last = sa.select(actual.c.replica, sa.func.max(actual.c.incarnation).label("last"))
+            newest_of = last.group_by(actual.c.replica).subquery()
+            join = (actual.c.replica == newest_of.c.replica) & (actual.c.incarnation == newest_of.c.last)
+            rows = conn.execute(sa.select(actual).join(newest_of, join)).mappings().all()
+        current: dict[ReplicaId, Actual] = {}
+        damaged = []
+        for row in rows:
+            try:
+                current[ReplicaId(row["replica"])] = actual_of(row, journal.store.where)
+            except JournalCorrupt as e:
+                damaged.append(str(e))
+        self.desired, self.current, self.damaged = journal.desired(), current, tuple(damaged)
+        self._mark = mark
+        return True
+
+
+# --- snapshots --------------------------------------------------------------------------------------------------------
 
 SNAPSHOT_SECONDS = 1.0
 """A snapshot younger than this is reused."""
@@ -170,13 +353,7 @@ class Reader:
         since = seconds if self._began is None else self._clock.monotonic() - self._began
         because = f"The database has not responded for {since:.0f} s: it is locked, slow or unreachable."
         if last is None:
-            return JournalSnapshot(
-                at=now,
-                error=JournalReadError.UNREACHABLE,
-                because=because,
-                run=RunSnapshot(now=now),
-                projection=IncidentProjection(),
-            )
+            return _nothing(now, JournalReadError.UNREACHABLE, because)
         return replace(last, at=now, error=JournalReadError.UNREACHABLE, because=because)
 
     def _silent(self) -> bool:
@@ -247,7 +424,8 @@ class _Following:
         now = self._clock.wall()
         error, because = JournalReadError.NONE, ""
         try:
-            return self._kept(self._news(now))
+            self._shown = self._news(now)
+            return self._shown
         except JournalCorrupt as e:
             error, because = _of_corrupt(e), redacted(str(e))
         except JournalUnavailable as e:
@@ -259,26 +437,20 @@ class _Following:
         self.close()
         before = self._shown
         if before is None:
-            return JournalSnapshot(
-                at=now, error=error, because=because, run=RunSnapshot(now=now), projection=IncidentProjection()
-            )
+            return _nothing(now, error, because)
         return replace(before, at=now, error=error, because=because)
-
-    def _kept(self, snapshot: JournalSnapshot) -> JournalSnapshot:
-        self._shown = snapshot
-        return snapshot
 
     def _news(self, now: float) -> JournalSnapshot:
         journal = self._same_journal()
         fold = self._fold
-        if fold.seq == 0 and self._behind is None:
+        if fold.reader.seq == 0 and self._behind is None:
             self._of = journal.head().position
             if self._of > WHOLE_EVENTS:
                 self._behind = Fold()
                 self._fold = fold = newest(journal, self._of)
-        before_faults = fold.trends.faults
-        fold.trends.faults = self._injections.read()
-        changed = self._take_new(journal, fold) or before_faults != fold.trends.faults
+        before_faults = fold.trends.ettr.faults
+        fold.trends.ettr.faults = self._injections.read()
+        changed = self._take_new(journal, fold) or before_faults != fold.trends.ettr.faults
         paused, lease = journal.flag(PAUSED_FLAG) or "", journal.lease(LEASE_NAME)
         changed |= self._records.refresh(journal)
         before = self._shown
@@ -300,7 +472,7 @@ class _Following:
             )
         self._versions += 1
         run = fold.run.snapshot(now, self._records.desired, self._records.current, paused)
-        empty = fold.seq == 0
+        empty = fold.reader.seq == 0
         return JournalSnapshot(
             at=now,
             read_at=now,
@@ -325,20 +497,17 @@ class _Following:
 
     def _history(self) -> ReadProgress:
         if self._behind is None:
-            return ReadProgress(read=self._fold.seq, of=self._fold.seq)
-        return ReadProgress(read=self._behind.seq, of=max(self._of, self._fold.seq), whole=False)
+            return ReadProgress(read=self._fold.reader.seq, of=self._fold.reader.seq)
+        return ReadProgress(read=self._behind.reader.seq, of=max(self._of, self._fold.reader.seq), whole=False)
 
     def _take_new(self, journal: Journal, fold: Fold) -> bool:
         """Reads all new events; whether there were any."""
         changed = False
-        while True:
-            events, damaged = events_after(
-                journal, fold.seq, CHUNK_EVENTS, wants_admissions=fold.trends.ettr.has_open_incidents
-            )
-            if not events and not damaged:
-                return changed
-            fold.take(events, damaged)
-            changed = True
+        for page in fold.reader.pages(journal):
+            if page.events or page.damaged:
+                fold.take(page.events, page.damaged)
+                changed = True
+        return changed
 
     def _same_journal(self) -> Journal:
         """The journal, reopened if it was closed; starts over if it was replaced by another run's."""
@@ -358,22 +527,31 @@ class _Following:
         journal, behind = self._journal, self._behind
         if journal is None or behind is None:
             return False
-        behind.trends.faults = self._injections.read()
+        behind.trends.ettr.faults = self._injections.read()
         try:
-            events, damaged = events_after(
-                journal, behind.seq, CHUNK_EVENTS, wants_admissions=behind.trends.ettr.has_open_incidents
-            )
+            page = next(behind.reader.pages(journal))
         except Exception:  # noqa: BLE001 - the next read reports the same error
             return False
-        if events or damaged:
-            behind.take(events, damaged)
+        behind.take(page.events, page.damaged)
         # Exclude the history from garbage collection, which would need 0.3 s to traverse it.
         gc.freeze()
-        if behind.seq >= self._fold.seq or not (events or damaged):
+        if behind.reader.at_end or behind.reader.seq >= self._fold.reader.seq:
             self._fold, self._behind = behind, None
             self._versions += 1
             return False
         return True
+
+
+def injected_faults(run: RunDir | None) -> tuple[list[InjectedFault], str]:
+    """The injection log, if the run is on this machine and has one; and why it cannot be used."""
+    if run is None:
+        return [], ""
+    try:
+        return parse_injections(run.injections_path.read_text(encoding="utf-8")), ""
+    except FileNotFoundError:
+        return [], ""
+    except (OSError, ValueError) as e:
+        return [], str(e)
 
 
 class _Injections:
@@ -396,6 +574,13 @@ class _Injections:
         except (OSError, ValueError):
             return self._faults
         return self._faults
+
+
+def _nothing(now: float, error: JournalReadError, because: str) -> JournalSnapshot:
+    """The snapshot before anything could be read."""
+    return JournalSnapshot(
+        at=now, error=error, because=because, run=RunSnapshot(now=now), projection=IncidentProjection()
+    )
 
 
 def _file_of(url: str) -> tuple[int, int] | None:

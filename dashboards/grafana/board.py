@@ -5,8 +5,7 @@ hidden `watch` follows from it (the watches of that run), `instance` selects age
 """
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from enum import Enum
 from typing import Any
 
@@ -28,7 +27,7 @@ from grafana_foundation_sdk.models.dashboard import (
     VariableSort,
 )
 
-from rolecall.dashboards.grafana.panels import DATASOURCE
+from rolecall.dashboards.grafana.panels import DATASOURCE, Link
 from rolecall.dashboards.grafana.promql import labels_of, scoped
 
 TAG = "rolecall"
@@ -54,16 +53,15 @@ OF_AGENT, OF_EXPORTER, OF_WATCH = "rolecall_agent_build_info", "DCGM_FI_DEV_GPU_
 """A metric that identifies each kind of server."""
 
 
-@dataclass(frozen=True, slots=True)
 class PanelRow:
     """Panels side by side, all of one height, each with its width (of 24); they wrap."""
 
-    title: str
-    height: int
-    widths: Sequence[int]
-    panels: Sequence[Panel]
-    collapsed: bool = False
-    """Grafana runs the queries of a collapsed row when it is opened."""
+    def __init__(
+        self, title: str, *panels: Panel, widths: int | Sequence[int] = 8, height: int = 8, collapsed: bool = False
+    ) -> None:
+        """`widths`: of all panels, or of each. Grafana runs the queries of a `collapsed` row when it is opened."""
+        self.title, self.height, self.panels, self.collapsed = title, height, panels, collapsed
+        self.widths = (widths,) * len(panels) if isinstance(widths, int) else tuple(widths)
 
 
 class _IncidentQuery(AnnotationQuery):
@@ -91,10 +89,11 @@ def board(
     made = builders.Dashboard(f"rolecall: {title}").uid(uid).description(" ".join(description.split()))
     made = made.tags([TAG]).readonly().refresh(REFRESH).time("now-1h", "now").timezone("browser")
     made = made.tooltip(DashboardCursorSync.CROSSHAIR)
-    made = made.with_variable(_datasource())
+    made = made.with_variable(builders.DatasourceVariable("datasource").label("Prometheus").type("prometheus"))
     for variable in variables:
         made = made.with_variable(variable)
-    made = made.links([_link(*to) for to in _PAGES if to[0] != uid])
+    others = [(f"/d/{other}", name) for other, name in _PAGES if other != uid]
+    made = made.links([builders.DashboardLink(n).url(url).include_vars(True).keep_time(True) for url, n in others])
     dashboard = made.build()
     dashboard.panels = list(_placed(rows))
     dashboard.annotations = _annotations()
@@ -114,6 +113,25 @@ def to(uid: str, *variables: str) -> str:
     """URL of another dashboard with the current time range, data source and job; `variables` as `var-role=...`."""
     kept = ("${__url_time_range}", "${datasource:queryparam}", "${job:queryparam}", "${run:queryparam}", *variables)
     return f"/d/{uid}?" + "&".join(kept)
+
+
+# Series links use `__field.labels`, table links `__data.fields`.
+SERIES_TO_ROLE = Link(title="This role", url=to(ROLES, "var-role=${__field.labels.role}"))
+SERIES_TO_REPLICA = Link(
+    title="Compare this replica with its peers",
+    url=to(REPLICA, "var-role=${__field.labels.role}", "var-replica=${__field.labels.replica}"),
+)
+ROW_TO_REPLICA = Link(
+    title="Compare this replica with its peers",
+    url=to(REPLICA, "var-role=${__data.fields.role}", "var-replica=${__data.fields.replica}"),
+)
+ROW_TO_GPUS = Link(title="GPUs of its node", url=to(GPUS, "var-node=${__data.fields.node}"))
+ROW_TO_NETWORK = Link(title="Network of its node", url=to(NETWORK, "var-node=${__data.fields.node}"))
+
+
+def incidents(address: str) -> tuple[Link, ...]:
+    """Link to the Incidents page of `rolecall dashboard`, if its address is known."""
+    return (Link(title="Incidents of this run", url=address.rstrip("/") + "/incidents"),) if address else ()
 
 
 # --- variables --------------------------------------------------------------------------------------------------------
@@ -166,10 +184,6 @@ def _any_of(*metrics: str) -> str:
     return f'__name__=~"{"|".join(metrics)}"'
 
 
-def _datasource() -> builders.DatasourceVariable:
-    return builders.DatasourceVariable("datasource").label("Prometheus").type("prometheus")
-
-
 # --- links and annotations ----------------------------------------------------------------------------------------
 
 _PAGES = (
@@ -181,10 +195,6 @@ _PAGES = (
     (NETWORK, "Network of a node"),
     (HEALTH, "rolecall health"),
 )
-
-
-def _link(uid: str, title: str) -> builders.DashboardLink:
-    return builders.DashboardLink(title).url(f"/d/{uid}").include_vars(True).keep_time(True)
 
 
 def _annotations() -> AnnotationContainer:
@@ -204,15 +214,6 @@ def _annotations() -> AnnotationContainer:
         target=target,
     )
     return AnnotationContainer(list_val=[seen, written])
-
-
-def all_panels(document: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """All panels of a document, including those in collapsed rows."""
-    for panel in document["panels"]:
-        if panel["type"] == "row":
-            yield from panel["panels"]
-        else:
-            yield panel
 
 
 def _placed(rows: Iterable[PanelRow]) -> Iterable[Panel | RowPanel]:

@@ -4,7 +4,7 @@ Colour is never the only cue: a state has a text (value mappings), a threshold a
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import TypeVar
 
 from grafana_foundation_sdk.builders import bargauge, common, stat, statetimeline, table, timeseries
@@ -61,11 +61,12 @@ class Link:
     url: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class PanelFormat:
     """How values are shown. `limits`: (value from which a colour applies, colour), the first without a value."""
 
-    unit: str
+    unit: str = "none"
+    _: KW_ONLY
     mappings: ValueMappings | None = None
     limits: Sequence[tuple[float | None, str]] = ()
     decimals: int | None = None
@@ -85,7 +86,7 @@ def lines(title: str, description: str, style: PanelFormat, *queries: PanelQuery
         panel = panel.thresholds_style(
             common.GraphThresholdsStyleConfig().mode(common_models.GraphThresholdsStyleMode.DASHED)
         )
-    return _of_time(panel).color_scheme(_colour(FieldColorModeId.PALETTE_CLASSIC_BY_NAME)).build()
+    return _of_time(panel).color_scheme(builders.FieldColor().mode(FieldColorModeId.PALETTE_CLASSIC_BY_NAME)).build()
 
 
 BAND_POINTS_MAX = 120
@@ -111,7 +112,7 @@ def band(title: str, description: str, style: PanelFormat, own: str, peers: str)
         HIGHEST, [*edge, _value("custom.fillBelowTo", LOWEST), _value("custom.fillOpacity", 15)]
     )
     panel = panel.override_by_name(MEDIAN, [*edge, dashed])
-    return panel.color_scheme(_colour(FieldColorModeId.PALETTE_CLASSIC_BY_NAME)).build()
+    return panel.color_scheme(builders.FieldColor().mode(FieldColorModeId.PALETTE_CLASSIC_BY_NAME)).build()
 
 
 def numbers(title: str, description: str, style: PanelFormat, *queries: PanelQuery, trend: bool = False) -> Panel:
@@ -141,7 +142,7 @@ def states(title: str, description: str, style: PanelFormat, *queries: PanelQuer
     assert style.mappings, f"{title}: a state panel needs value mappings"
     panel = _with(statetimeline.Panel(), title, description, style, queries)
     panel = panel.show_value(common_models.VisibilityMode.AUTO).merge_values(True).row_height(0.8).fill_opacity(70)
-    return panel.legend(_legend([])).color_scheme(_colour(FieldColorModeId.THRESHOLDS)).build()
+    return panel.legend(_legend([])).color_scheme(builders.FieldColor().mode(FieldColorModeId.THRESHOLDS)).build()
 
 
 def rows(title: str, description: str, style: PanelFormat, query: PanelQuery, columns: Mapping[str, str]) -> Panel:
@@ -216,10 +217,6 @@ def _legend(calcs: list[str]) -> common.VizLegendOptions:
     mode = common_models.LegendDisplayMode.TABLE if calcs else common_models.LegendDisplayMode.LIST
     legend = common.VizLegendOptions().show_legend(bool(calcs)).display_mode(mode).calcs(calcs)
     return legend.placement(common_models.LegendPlacement.BOTTOM)
-
-
-def _colour(mode: FieldColorModeId) -> builders.FieldColor:
-    return builders.FieldColor().mode(mode)
 
 
 def _mapping(mappings: ValueMappings) -> ValueMapping:

@@ -28,23 +28,13 @@ def rows(curve: Sequence[Bucket], value: Callable[[Bucket], float]) -> list[dict
     return [{"step": b.last_step, "value": value(b)} for b in kept]
 
 
-def columns(points: Sequence[dict[str, float]]) -> dict[str, list[float]]:
-    """The points as columns, the data for `curve`."""
-    return {name: [p[name] for p in points] for name in ("step", "value")}
-
-
 def curve(points: Sequence[dict[str, float]], title: str, *, colour: str = LINE, figures: str = "~s") -> dict[str, Any]:
     """Vega-Lite spec of one line over steps, without data. `figures`: d3 format of the axis. The spec rarely changes
     while points are added, so the browser redraws the line, not the whole chart."""
-    axis = {"tickCount": 4, "labelFlush": True}
-    across, up = _domain([p["step"] for p in points]), _domain([p["value"] for p in points])
-    base = alt.Chart(alt.NamedData("points")).encode(
-        x=alt.X("step:Q", title=None, scale=across, axis=alt.Axis(grid=False, format="~s", **axis)),
-        y=alt.Y("value:Q", title=None, scale=up, axis=alt.Axis(format=figures, **axis)),
-        tooltip=[alt.Tooltip("step:Q", format=","), alt.Tooltip("value:Q", title=title, format=",.4~g")],
-    )
+    across, up = _rounded([p["step"] for p in points]), _rounded([p["value"] for p in points])
+    base = _base(title, across, up, figures)
     mark = base.mark_line(color=colour, strokeWidth=2) if len(points) > 1 else base.mark_point(color=colour)
-    return _without_data(mark.properties(height=HEIGHT_PIXELS, title=_title(title)).to_dict())
+    return _without_data(mark)
 
 
 def curves(
@@ -68,24 +58,30 @@ def _spec(
     names: tuple[str, ...], title: str, across: Extent, up: Extent, figures: str, are_lines: bool
 ) -> dict[str, Any]:
     """Cached: building one takes 20 ms, and a page draws eight per viewer every few seconds."""
-    axis = {"tickCount": 4, "labelFlush": True}
     legend = alt.Legend(title=None, orient="top", symbolType="stroke", symbolSize=200, **_CLOSE) if names[1:] else None
     colours, dashes = [LINE, SECOND, THIRD][: len(names)], list(DASHES[: len(names)])
-    base = alt.Chart(alt.NamedData("points")).encode(
-        x=alt.X("step:Q", title=None, scale=_scale(across), axis=alt.Axis(grid=False, format="~s", **axis)),
-        y=alt.Y("value:Q", title=None, scale=_scale(up), axis=alt.Axis(format=figures, **axis)),
-        color=alt.Color("line:N", scale=alt.Scale(domain=list(names), range=colours), legend=legend),
-        tooltip=[
-            alt.Tooltip("step:Q", format=","),
-            alt.Tooltip("line:N", title="series"),
-            alt.Tooltip("value:Q", title=title, format=",.4~g"),
-        ],
+    series = alt.Tooltip("line:N", title="series")
+    base = _base(title, across, up, figures, series).encode(
+        color=alt.Color("line:N", scale=alt.Scale(domain=list(names), range=colours), legend=legend)
     )
-    drawn = base.mark_point()
-    if are_lines:
-        dash = alt.StrokeDash("line:N", scale=alt.Scale(domain=list(names), range=dashes), legend=legend)
-        drawn = base.mark_line(strokeWidth=2).encode(strokeDash=dash)
-    return _without_data(drawn.properties(height=HEIGHT_PIXELS, title=_title(title)).to_dict())
+    if not are_lines:
+        return _without_data(base.mark_point())
+    dash = alt.StrokeDash("line:N", scale=alt.Scale(domain=list(names), range=dashes), legend=legend)
+    return _without_data(base.mark_line(strokeWidth=2).encode(strokeDash=dash))
+
+
+def _base(title: str, across: Extent, up: Extent, figures: str, *tooltips: alt.Tooltip) -> alt.Chart:
+    axis = {"tickCount": 4, "labelFlush": True}
+    shown = [alt.Tooltip("step:Q", format=","), *tooltips, alt.Tooltip("value:Q", title=title, format=",.4~g")]
+    return (
+        alt.Chart(alt.NamedData("points"))
+        .encode(
+            x=alt.X("step:Q", title=None, scale=_scale(across), axis=alt.Axis(grid=False, format="~s", **axis)),
+            y=alt.Y("value:Q", title=None, scale=_scale(up), axis=alt.Axis(format=figures, **axis)),
+            tooltip=shown,
+        )
+        .properties(height=HEIGHT_PIXELS, title=alt.TitleParams(title, anchor="start", fontSize=13))
+    )
 
 
 _CLOSE = {"offset": 0, "padding": 0, "columnPadding": 8, "labelFontSize": 11, "labelOffset": 3}
@@ -102,16 +98,8 @@ def line_columns(lines: Mapping[str, Sequence[dict[str, float]]]) -> dict[str, l
     }
 
 
-def _title(text: str) -> Any:
-    return alt.TitleParams(text, anchor="start", fontSize=13)
-
-
-def _without_data(spec: dict[str, Any]) -> dict[str, Any]:
-    return {k: v for k, v in spec.items() if k not in ("data", "$schema", "config")}
-
-
-def _domain(values: Sequence[float]) -> Any:
-    return _scale(_rounded(values))
+def _without_data(chart: alt.Chart) -> dict[str, Any]:
+    return {k: v for k, v in chart.to_dict().items() if k not in ("data", "$schema", "config")}
 
 
 def _scale(extent: Extent) -> Any:

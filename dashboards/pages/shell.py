@@ -6,7 +6,8 @@ in `st.html`; never as Markdown.
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import streamlit as st
 
@@ -63,18 +64,18 @@ def reader() -> Reader:
         return found
 
 
-def may_read(r: Reader) -> bool:
+def may_read(journal_reader: Reader) -> bool:
     """Whether the viewer may see the dashboard."""
-    return not r.settings.sign_in or current_viewer(r).may_act
+    return not journal_reader.settings.sign_in or current_viewer(journal_reader).may_act
 
 
 def gate() -> bool:
     """Whether the viewer may read; otherwise shows the sign-in form only."""
-    r = reader()
-    if may_read(r):
+    journal_reader = reader()
+    if may_read(journal_reader):
         return True
     st.title("rolecall")
-    sidebar(r)
+    sidebar(journal_reader)
     st.info("Sign in to continue: use the form in the sidebar.", icon=":material/lock:")
     return False
 
@@ -84,45 +85,52 @@ def page(
     draw: Callable[[Reader, JournalSnapshot], None],
     slow: Callable[[Reader, JournalSnapshot], None] | None = None,
 ) -> None:
-    """Draws a page: heading, error banner if any, and the content, refreshed every few seconds.
+    """Draws a page: sidebar, heading, error banner if any, and the content, refreshed every few seconds.
 
     `slow`: content that is expensive to draw, below the rest and refreshed less often.
     """
-    r = reader()
+    journal_reader = reader()
+    sidebar(journal_reader)
     st.html(css())
     st.title(title)
-    if r.settings.name:
-        st.text(plain(r.settings.name, 100))
-    ended = r.latest().run.ended != ""
+    if journal_reader.settings.name:
+        st.text(plain(journal_reader.settings.name, 100))
+    ended = journal_reader.latest().run.ended != ""
     every = ENDED_REFRESH_SECONDS if ended else REFRESH_SECONDS
 
     @st.fragment(run_every=every)
     def live() -> None:
-        if not may_read(r):
+        if not may_read(journal_reader):
             st.rerun(scope="app")
-        snapshot = r.latest()
+        snapshot = journal_reader.latest()
         show_error(snapshot)
         if snapshot.usable:
-            _drawn(r, snapshot, draw)
+            _drawn(journal_reader, snapshot, draw)
 
     live()
     if slow is not None:
 
         @st.fragment(run_every=max(every, 4 * REFRESH_SECONDS))
         def draw_slow() -> None:
-            snapshot = r.latest()
-            if snapshot.usable and may_read(r):
-                _drawn(r, snapshot, slow)
+            snapshot = journal_reader.latest()
+            if snapshot.usable and may_read(journal_reader):
+                _drawn(journal_reader, snapshot, slow)
 
         draw_slow()
 
 
-def _drawn(r: Reader, snapshot: JournalSnapshot, draw: Callable[[Reader, JournalSnapshot], None]) -> None:
+def _drawn(journal_reader: Reader, snapshot: JournalSnapshot, draw: Callable[[Reader, JournalSnapshot], None]) -> None:
     try:
-        draw(r, snapshot)
+        draw(journal_reader, snapshot)
     except JournalError as e:
         # The snapshot was read; the database failed when the page read more from it.
-        st.html(banner("warn", "The journal is not responding.", str(e), advice=ADVICE[JournalReadError.UNREACHABLE]))
+        kind = JournalReadError.UNREACHABLE
+        st.html(banner("warn", MESSAGES[kind], str(e), advice=ADVICE[kind]))
+
+
+def data_table(columns: Mapping[str, Sequence[object]], **options: Any) -> None:
+    """A table as wide as the page. `columns`: heading -> values; `options`: of `st.dataframe`."""
+    st.dataframe(columns, hide_index=True, width="stretch", **options)
 
 
 def show_error(snapshot: JournalSnapshot) -> None:
@@ -131,16 +139,8 @@ def show_error(snapshot: JournalSnapshot) -> None:
         old = ""
         if snapshot.read_at is not None and snapshot.at - snapshot.read_at > STALE_SECONDS:
             old = f"The data shown is {seconds(snapshot.at - snapshot.read_at)} old."
-        st.html(
-            banner(
-                "warn",
-                MESSAGES[snapshot.error],
-                snapshot.because,
-                *snapshot.damaged[:5],
-                old,
-                advice=ADVICE[snapshot.error],
-            )
-        )
+        message, advice = MESSAGES[snapshot.error], ADVICE[snapshot.error]
+        st.html(banner("warn", message, snapshot.because, *snapshot.damaged[:5], old, advice=advice))
     if not snapshot.history.whole:
         done = f"{snapshot.history.percent} % of {snapshot.history.of:,} events read; the newest are already shown."
         st.html(banner("note", "Loading history.", done))

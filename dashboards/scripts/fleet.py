@@ -1,5 +1,5 @@
 """The Fleet page; Streamlit runs this file."""
 
-from rolecall.dashboards.pages.fleet.page import show
+from rolecall.dashboards.pages.fleet import show
 
 show()

@@ -11,6 +11,7 @@ import importlib
 import io
 import lzma
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any, Protocol
 
@@ -60,8 +61,12 @@ class DecompressedFile(io.RawIOBase):
     Reads raise UnreadableInput if the data is damaged or exceeds `bytes_max`.
     """
 
-    def __init__(self, path: Path, bytes_max: int) -> None:
-        """Raises OSError, or UnreadableInput if this Python has no module for the format."""
+    def __init__(self, path: Path, bytes_max: int, check: Callable[[], None] = lambda: None) -> None:
+        """`check` is called before each read of at most `CHUNK_BYTES` and may raise, as on a deadline.
+
+        Raises OSError, or UnreadableInput if this Python has no module for the format.
+        """
+        self._check = check
         self._path, self._left, self._bytes_max = path, bytes_max, bytes_max
         self.cut_short = False
         self._file, self._damages = _opened(path)
@@ -70,6 +75,7 @@ class DecompressedFile(io.RawIOBase):
         return True
 
     def read(self, size: int = -1, /) -> bytes:
+        self._check()
         try:
             data = self._file.read(CHUNK_BYTES if size < 0 else min(size, CHUNK_BYTES))
         except EOFError:

@@ -9,20 +9,28 @@ traverse.
 import pickletools
 import re
 import struct
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 NUM_CONTAINERS_MAX = 4_000_000
-"""Limit on lists, dicts and tuples: one pickle byte can create a container of 232 bytes; this bounds memory to 1 GB."""
+"""Limit on lists, dicts and tuples: one pickle byte can create a container of 232 bytes."""
 NUM_MEMO_MAX = 4_000_000
 NUM_OPCODES_MAX = 20_000_000
 """Takes a few seconds. A complete Flight Recorder entry has about seventy."""
+READ_BYTES_MAX = 768 << 20
+"""Limit on the estimated memory of one read, unless its caller has less left."""
+CONTAINER_BYTES, MEMO_BYTES, OPCODE_BYTES, TEXT_FACTOR = 232, 96, 32, 4
+"""Upper estimates: a dict of up to five items; a place in the memo; what any other opcode leaves; bytes of a decoded
+character per byte of the file."""
+CHECK_OPCODES = 1 << 16
+"""Memory and time are looked at after this many opcodes: about 30 ms, and at most 15 MB."""
 DEPTH_MAX = 1000
 """Maximum nesting of marks. A dump has five levels."""
 NUM_CHARACTERS_MAX = 200
 """Length at which quoted text is truncated."""
 MAGIC = re.compile(rb"\x80[\x02-\x05]")
 
-_INT, _INT64, _FLOAT = struct.Struct("<i"), struct.Struct("<q"), struct.Struct(">d")
+_INT, _FLOAT = struct.Struct("<i"), struct.Struct(">d")
 _UINT16, _UINT32, _UINT64 = struct.Struct("<H"), struct.Struct("<I"), struct.Struct("<Q")
 _ATOMS = {str, int, float, bool, type(None)}
 _CONSTANTS = {ord("N"): None, 0x88: True, 0x89: False}
@@ -39,12 +47,15 @@ class UnsafePickle(Exception):
     """Reason why a pickle was rejected. Messages that begin with `refused` concern opcodes outside plain data."""
 
 
-def loads(data: bytes) -> Any:
-    """The value of a pickle of protocol 2 to 5. Raises UnsafePickle."""
+def loads(data: bytes, *, bytes_max: int = READ_BYTES_MAX, check: Callable[[], None] = lambda: None) -> Any:
+    """The value of a pickle of protocol 2 to 5. `check` is called during the work and may raise, as on a deadline.
+
+    Raises UnsafePickle: also if reading it would take more memory than `bytes_max`.
+    """
     if not MAGIC.match(data):
         raise UnsafePickle("a pickle of an unknown protocol")
     try:
-        value, end = _run(data)
+        value, end = _run(data, bytes_max, check)
     except (IndexError, struct.error):
         raise UnsafePickle("it is cut short, or damaged") from None
     except KeyError:
@@ -56,13 +67,17 @@ def loads(data: bytes) -> Any:
     return value
 
 
-def _run(data: bytes) -> tuple[Any, int]:
+def _run(data: bytes, bytes_max: int, check: Callable[[], None]) -> tuple[Any, int]:
     """The value and the end offset of the pickle. The most frequent opcodes come first."""
     stack: list[Any] = []
     marks: list[int] = []
     memo: dict[int, Any] = {}
     push, at, num_containers = stack.append, 2, 0
-    for _ in range(NUM_OPCODES_MAX):
+    for number in range(NUM_OPCODES_MAX):
+        if number % CHECK_OPCODES == 0:
+            check()
+            needed = CONTAINER_BYTES * num_containers + MEMO_BYTES * len(memo) + OPCODE_BYTES * number
+            refuse_beyond(needed + TEXT_FACTOR * at, bytes_max)
         code = data[at]
         at += 1
         if code == 0x68:  # BINGET
@@ -139,11 +154,17 @@ def _run(data: bytes) -> tuple[Any, int]:
             at += 8
         elif code == 0x2E:  # STOP
             if marks or len(stack) != 1:
-                raise UnsafePickle("not a readable pickle: it ends in the midst of a value")
+                raise UnsafePickle("not a readable pickle: it ends inside a value")
             return stack[0], at
         else:
             _refuse(data, at, stack)
     raise UnsafePickle(f"it has more than {NUM_OPCODES_MAX:,} opcodes")
+
+
+def refuse_beyond(needed_bytes: int, bytes_max: int) -> None:
+    """Raises UnsafePickle."""
+    if needed_bytes > bytes_max:
+        raise UnsafePickle(f"reading it takes more memory than the {bytes_max >> 20:,} MiB that one file may take")
 
 
 def _first(marks: list[int]) -> int:

@@ -18,22 +18,19 @@ from rolecall.core.telemetry import Phase
 from rolecall.detector.base.findings import PANEL
 from rolecall.detector.base.observation import Observation
 from rolecall.detector.live import fusion
-from rolecall.detector.live.codec import decode, encode
-from rolecall.detector.live.deadlines import learned_deadline
 from rolecall.detector.live.fleet import MonitoredProcesses
-from rolecall.detector.live.history import ObservationHistory
+from rolecall.detector.live.history import ObservationHistory, decode, encode
 from rolecall.detector.live.stages.agent_lost import AgentLostStage
 from rolecall.detector.live.stages.collapse import CollapseStage
-from rolecall.detector.live.stages.collective import CollectiveStage
-from rolecall.detector.live.stages.crash import CrashStage
-from rolecall.detector.live.stages.lost_ranks import LostRanksStage
+from rolecall.detector.live.stages.crash import CrashStage, LostRanksStage
 from rolecall.detector.live.stages.nccl_ras import NcclRasStage
 from rolecall.detector.live.stages.node_faults import NodeFaultsStage
+from rolecall.detector.live.stages.non_finite import NonFiniteStage
 from rolecall.detector.live.stages.panels import PanelsStage
 from rolecall.detector.live.stages.pulled_evidence import PulledEvidenceStage
 from rolecall.detector.live.stages.slow import SlowStage
 from rolecall.detector.live.stages.stage import Stage, Tick, stalls_others
-from rolecall.detector.live.stages.stall import DependentStallStage, StallStage
+from rolecall.detector.live.stages.stall import CollectiveStage, DependentStallStage, StallStage
 from rolecall.detector.live.stages.uninstrumented import UninstrumentedStage
 from rolecall.detector.live.stages.user_code import UserCodeStage
 from rolecall.detector.live.subject import WORK_PHASES, MonitoredProcess
@@ -41,6 +38,7 @@ from rolecall.detector.live.subject import WORK_PHASES, MonitoredProcess
 Stages = Sequence[Callable[[], Stage]]
 STAGES: Stages = (
     UserCodeStage,
+    NonFiniteStage,
     CrashStage,
     UninstrumentedStage,
     StallStage,
@@ -132,40 +130,36 @@ class LiveDetector:
         lead = min(ranks, key=lambda s: s.worked)
         return True, f"{lead.name()} has finished {lead.worked} units of work and is in phase {lead.phase}"
 
-    def _missing(self, s: MonitoredProcess) -> str:
+    def _missing(self, subject: MonitoredProcess) -> str:
         """Reason why this process is not healthy; empty if it is."""
-        if s.gone:
+        if subject.gone:
             return "its process exited"
-        if s.sample is None:
+        if subject.sample is None:
             return "registered, not sampled yet"
-        if self._now - s.seen_wall > FRESH_SECONDS:
-            return f"no sample for {self._now - s.seen_wall:.1f} s"
-        for d in self._standing.values():
-            if fusion.on_panels_alone(d):
+        if self._now - subject.seen_wall > FRESH_SECONDS:
+            return f"no sample for {self._now - subject.seen_wall:.1f} s"
+        for diagnosis in self._standing.values():
+            if fusion.on_panels_alone(diagnosis):
                 continue  # only its metrics changed; the checks below cover its progress
-            if any(who.replica == s.replica and who.incarnation == s.incarnation for who in d.suspects):
-                return f"diagnosed with {d.fault_class}"
-        if not s.worked:
-            return f"in phase {s.phase}, no unit of work finished yet"
-        if s.phase == Phase.START:
+            if any(
+                who.replica == subject.replica and who.incarnation == subject.incarnation for who in diagnosis.suspects
+            ):
+                return f"diagnosed with {diagnosis.fault_class}"
+        if not subject.worked:
+            return f"in phase {subject.phase}, no unit of work finished yet"
+        if subject.phase == Phase.START:
             return "in phase start"
-        if s.progress_due and s.phase in WORK_PHASES and s.stall.wall >= self._config.hang_floor_seconds:
-            return f"no progress in {s.phase} for {s.stall.wall:.1f} s"
+        if (
+            subject.progress_due
+            and subject.phase in WORK_PHASES
+            and subject.stall.wall >= self._config.hang_floor_seconds
+        ):
+            return f"no progress in {subject.phase} for {subject.stall.wall:.1f} s"
         return ""
 
     def processes(self) -> list[MonitoredProcess]:
         """All monitored processes, newest incarnations only."""
         return list(self._fleet.current())
-
-    def deadlines(self) -> dict[str, str]:
-        """Description of the learned deadline of each `role/phase`."""
-        gaps = self._fleet.gaps
-        known = {key: gaps.p99(*key) for key in gaps.values}
-        return {
-            f"{role}/{phase}": learned_deadline(p99, self._config).text
-            for (role, phase), p99 in sorted(known.items())
-            if p99 is not None
-        }
 
     def window(self, suspects: Iterable[Suspect] = ()) -> dict[str, Any]:
         """The most recent observations and the state before them, as JSON, for storage with a diagnosis and
@@ -239,7 +233,7 @@ class LiveDetector:
         }
         return {
             "fleet": {"@": "MonitoredProcesses", **fleet},
-            "stages": {stage.name: encode(stage.state()) for stage in self._stages},
+            "stages": {stage.name: encode(stage.state) for stage in self._stages},
             "suppressed_wall": encode(self._suppressed_wall),
             "standing": encode(list(self._standing.values())),
             "now": self._now,
@@ -251,7 +245,7 @@ class LiveDetector:
         for stage in self._stages:
             known = decode(state["stages"].get(stage.name))
             if known is not None:
-                stage.restore(known)
+                stage.state = known
         self._suppressed_wall = decode(state["suppressed_wall"])
         self._standing = {d.key: d for d in decode(state["standing"])}
         self._now = state["now"]

@@ -2,21 +2,101 @@
 
 It resolves identities: a newer incarnation closes the older one, a promoted standby is the same process under another
 name, incarnations forgotten by recovery stay forgotten. It makes no findings. All times come from the observation.
+
+A watcher of a thousand nodes has sixteen thousand processes and several polls per second: a lookup per sample or per
+poll must not scan all of them (`ProcessIndex`, docs/decisions/0021).
 """
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 
-from rolecall.core.ids import ProcessId
+from rolecall.core.diagnosis import Evidence, Finding, Suspect
+from rolecall.core.errors import NonFiniteMicrobatch
+from rolecall.core.faults import FaultClass
+from rolecall.core.ids import NodeId, ProcessId
 from rolecall.core.telemetry import AgentEvent, AgentEventKind, ProcessSample
 from rolecall.detector.base.observation import Observation
-from rolecall.detector.live.deadlines import ProgressGaps
-from rolecall.detector.live.roster import ProcessIndex
-from rolecall.detector.live.subject import Key, MonitoredProcess, advance, first
+from rolecall.detector.live.subject import Key, MonitoredProcess, ProgressGaps, advance, first
+
+NO_PROCESSES: Mapping[Key, MonitoredProcess] = MappingProxyType({})
+
+
+class ProcessIndex:
+    """The subjects that are not closed, in insertion order. `changes` increases whenever one is added, removed or
+    exits; values derived from an older count are stale."""
+
+    def __init__(self) -> None:
+        self.changes = 0
+        self._all: dict[Key, MonitoredProcess] = {}
+        self._by_role: dict[str, dict[Key, MonitoredProcess]] = {}
+        self._by_replica: dict[str, dict[Key, MonitoredProcess]] = {}
+        self._gone: dict[Key, MonitoredProcess] = {}
+        self._sizes: dict[str, int] = {}
+        self._sizes_of = -1
+
+    def __iter__(self) -> Iterator[MonitoredProcess]:
+        return iter(self._all.values())
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    def add(self, subject: MonitoredProcess) -> None:
+        """Replaces an existing process with the same key."""
+        before = self._all.get(subject.key)
+        if before is not None:
+            self.remove(before)
+        self._all[subject.key] = subject
+        self._by_role.setdefault(subject.role, {})[subject.key] = subject
+        self._by_replica.setdefault(subject.replica, {})[subject.key] = subject
+        if subject.gone:
+            self._gone[subject.key] = subject
+        self.changes += 1
+
+    def remove(self, subject: MonitoredProcess) -> None:
+        """No effect if it is not in the index."""
+        if self._all.get(subject.key) is not subject:
+            return
+        del self._all[subject.key]
+        self._gone.pop(subject.key, None)
+        for index, name in ((self._by_role, subject.role), (self._by_replica, subject.replica)):
+            del index[name][subject.key]
+            if not index[name]:
+                del index[name]
+        self.changes += 1
+
+    def note_gone(self, subject: MonitoredProcess) -> None:
+        """Records that its process has exited."""
+        if self._all.get(subject.key) is subject:
+            self._gone[subject.key] = subject
+            self.changes += 1
+
+    def of_role(self, role: str) -> Mapping[Key, MonitoredProcess]:
+        return self._by_role.get(role, NO_PROCESSES)
+
+    def of_replica(self, replica: str) -> Mapping[Key, MonitoredProcess]:
+        return self._by_replica.get(replica, NO_PROCESSES)
+
+    @property
+    def gone(self) -> Mapping[Key, MonitoredProcess]:
+        """Subjects whose process has exited, in order of detection."""
+        return self._gone
+
+    def sizes(self) -> Mapping[str, int]:
+        """Number of replicas with a live process, per role."""
+        if self._sizes_of != self.changes:
+            replicas: dict[str, set[str]] = {}
+            for s in self:
+                if not s.gone:
+                    replicas.setdefault(s.role, set()).add(s.replica)
+            self._sizes = {role: len(names) for role, names in replicas.items()}
+            self._sizes_of = self.changes
+        return self._sizes
+
 
 SUBJECTS_MAX = 65_536
-"""Maximum number of tracked processes, past incarnations included: `source.AGENTS_MAX` nodes of sixteen ranks."""
+"""Maximum number of tracked processes, past incarnations included: `agents.AGENTS_MAX` nodes of sixteen ranks."""
 EXCEPTIONS_MAX = 256
 """Exception reports kept for the user-code rule."""
 CLOSED_SECONDS = 120.0
@@ -52,6 +132,8 @@ class MonitoredProcesses:
     newest: dict[str, int] = field(default_factory=dict)  # replica -> newest known incarnation
     forgotten: dict[str, int] = field(default_factory=dict)  # replica -> lowest incarnation that is not forgotten
     exceptions: deque[ReceivedException] = field(default_factory=lambda: deque(maxlen=EXCEPTIONS_MAX))
+    non_finite: deque[ReceivedException] = field(default_factory=lambda: deque(maxlen=EXCEPTIONS_MAX))
+    """Microbatches that were not finite: no crash, and no error of the code until another replica repeats it."""
     unreachable: tuple[tuple[str, float, str], ...] = ()
     raylets_gone: dict[str, float] = field(default_factory=dict)  # node -> wall
     offsets: dict[str, float] = field(default_factory=dict)  # node -> clock offset
@@ -72,17 +154,17 @@ class MonitoredProcesses:
     _unpaged_of: int = field(init=False, default=-1)  # value of roster.changes at computation
 
     def __post_init__(self) -> None:
-        for s in self.subjects.values():
-            if s.closed_wall:
-                self._closed[s.key] = s
-                if s.process is not None:
-                    self.by_process.setdefault(s.process, s.key)
+        for subject in self.subjects.values():
+            if subject.closed_wall:
+                self._closed[subject.key] = subject
+                if subject.process is not None:
+                    self.by_process.setdefault(subject.process, subject.key)
                 continue
-            if s.process is not None:
-                self.by_process[s.process] = s.key
-            self.roster.add(s)
-            if s.dead_wall and not s.gone:
-                self._dead[s.key] = s
+            if subject.process is not None:
+                self.by_process[subject.process] = subject.key
+            self.roster.add(subject)
+            if subject.dead_wall and not subject.gone:
+                self._dead[subject.key] = subject
 
     def current(self) -> Iterator[MonitoredProcess]:
         return iter(self.roster)
@@ -163,11 +245,10 @@ class MonitoredProcesses:
 
     def _take_sample(self, sample: ProcessSample, now: float) -> None:
         if self.mask_proc_state and sample.proc_state != "?":
-            sample = _masked(sample)
-        place = sample.replica, sample.rank, sample.incarnation
-        if not sample.alive and self._is_succeeded(place, sample.process):
+            sample = replace(sample, proc_state="?")
+        if not sample.alive and self._is_succeeded((sample.replica, sample.rank, sample.incarnation), sample.process):
             return
-        subject = self._find(sample.process, sample.replica, sample.role, sample.rank, sample.incarnation, now)
+        subject = self._find(sample, now)
         if subject is None or subject.gone:
             return
         self.changes(subject)
@@ -191,13 +272,11 @@ class MonitoredProcesses:
         there = self.subjects.get(place)
         return there is not None and there.process not in (None, process)
 
-    def _find(
-        self, process: ProcessId | None, replica: str, role: str, rank: int, incarnation: int, now: float
-    ) -> MonitoredProcess | None:
-        """The subject with this key, created if missing; None if its incarnation is closed or the limit is reached."""
-        if incarnation < self.forgotten.get(replica, 0) or incarnation < self.newest.get(replica, 0):
+    def _find(self, of: ProcessSample | AgentEvent, now: float) -> MonitoredProcess | None:
+        """Its subject, created if missing; None if its incarnation is closed or the limit is reached."""
+        if of.incarnation < self.forgotten.get(of.replica, 0) or of.incarnation < self.newest.get(of.replica, 0):
             return None
-        key = (replica, rank, incarnation)
+        process, key = of.process, (of.replica, of.rank, of.incarnation)
         subject = self.subjects.get(key)
         if subject is not None and (process is None or subject.process in (None, process)):
             if subject.process is None and process is not None:
@@ -207,16 +286,10 @@ class MonitoredProcesses:
             return subject
         if len(self.subjects) >= SUBJECTS_MAX:
             return None
-        return self._make(process, replica, role, rank, incarnation, now)
-
-    def _make(
-        self, process: ProcessId | None, replica: str, role: str, rank: int, incarnation: int, now: float
-    ) -> MonitoredProcess:
-        key = (replica, rank, incarnation)
         node = str(process.node) if process else ""
-        subject = MonitoredProcess(replica, role, rank, incarnation, node, process, seen_wall=now)
-        self.newest[replica] = incarnation
-        self._close_older(replica, incarnation, now)
+        subject = MonitoredProcess(of.replica, of.role, of.rank, of.incarnation, node, process, seen_wall=now)
+        self.newest[of.replica] = of.incarnation
+        self._close_older(of.replica, of.incarnation, now)
         if process is not None:
             before = self.subjects.get(self.by_process.get(process, key))
             if before is not None and before.key != key:
@@ -245,7 +318,9 @@ class MonitoredProcesses:
             return
         if event.kind == AgentEventKind.EXCEPTION and event.replica:
             subject = self.subjects.get((event.replica, event.rank, event.incarnation))
-            self.exceptions.append(ReceivedException(event, now, subject.worked if subject else 0))
+            is_number = event.detail.get("type", "").rpartition(".")[2] == NonFiniteMicrobatch.__name__
+            received = ReceivedException(event, now, subject.worked if subject else 0)
+            (self.non_finite if is_number else self.exceptions).append(received)
         if not event.replica:
             return
         subject = self._by_event(event, now)
@@ -270,7 +345,7 @@ class MonitoredProcesses:
         taken = event.process is not None and self._is_succeeded(place, event.process)
         if event.kind == AgentEventKind.EXITED and taken and not self.subjects[place].gone:
             return None  # late, or replayed to a starting watcher
-        subject = self._find(event.process, event.replica, event.role, event.rank, event.incarnation, now)
+        subject = self._find(event, now)
         if subject is not None and not subject.node:
             self.changes(subject)
             subject.node = event.node
@@ -285,22 +360,18 @@ class MonitoredProcesses:
         self.offsets[node] = smallest if abs(smallest) > OFFSET_UNCERTAINTY_SECONDS else 0.0
 
     def _sweep(self, now: float) -> None:
-        for s in list(self._dead.values()):
-            if now - s.dead_wall >= DEAD_SAMPLE_SECONDS:
-                self._lost(s, now)
-        for s in list(self.roster.gone.values()):
-            if not s.reports and now - s.exit_wall >= UNPAGED_GONE_SECONDS:
-                self._close(s, now)  # no event reports its replacement
-        old = [s for s in self._closed.values() if now - s.closed_wall > CLOSED_SECONDS]
-        for s in old:
-            self.changes(s)
-            del self.subjects[s.key], self._closed[s.key]
-            if s.process is not None and self.by_process.get(s.process) == s.key:
-                del self.by_process[s.process]
-
-
-def _masked(sample: ProcessSample) -> ProcessSample:
-    return replace(sample, proc_state="?")
+        for subject in list(self._dead.values()):
+            if now - subject.dead_wall >= DEAD_SAMPLE_SECONDS:
+                self._lost(subject, now)
+        for subject in list(self.roster.gone.values()):
+            if not subject.reports and now - subject.exit_wall >= UNPAGED_GONE_SECONDS:
+                self._close(subject, now)  # no event reports its replacement
+        old = [subject for subject in self._closed.values() if now - subject.closed_wall > CLOSED_SECONDS]
+        for subject in old:
+            self.changes(subject)
+            del self.subjects[subject.key], self._closed[subject.key]
+            if subject.process is not None and self.by_process.get(subject.process) == subject.key:
+                del self.by_process[subject.process]
 
 
 def waiting(subjects: Iterable[MonitoredProcess]) -> str:
@@ -311,3 +382,40 @@ def waiting(subjects: Iterable[MonitoredProcess]) -> str:
 
 def names(subjects: Iterable[MonitoredProcess]) -> str:
     return ", ".join(sorted(s.replica for s in subjects))
+
+
+def suspect(subject: MonitoredProcess) -> Suspect:
+    return Suspect(
+        node=NodeId(subject.node),
+        role=subject.role,
+        replica=subject.replica,
+        rank=subject.rank,
+        incarnation=subject.incarnation,
+        process=subject.process,
+    )
+
+
+def finding(
+    detector: str,
+    suspects: list[MonitoredProcess],
+    fault_class: FaultClass,
+    *,
+    onset: float,
+    now: float,
+    confidence: float,
+    because: str,
+    evidence: tuple[Evidence, ...] = (),
+    about: str = "",
+) -> Finding:
+    ordered = sorted(suspects, key=lambda s: s.key)
+    return Finding(
+        detector=detector,
+        suspects=tuple(suspect(s) for s in ordered),
+        fault_class=fault_class,
+        onset=min(onset, now),
+        detected_at=now,
+        confidence=confidence,
+        because=because,
+        evidence=evidence,
+        about=about,
+    )

@@ -1,6 +1,6 @@
 """Fuses findings into diagnoses: one per fault, with the smallest set of suspects; the same object while it stands.
 
-Rules, in order:
+Rules for live findings (`fuse`), in order:
   a finding that continues a standing fault is reported under its diagnosis (`FaultSpec.absorbs`): a hung process that
   exits was killed by an operator or a timeout, which is not a second fault;
   a finding explained by another one is dropped (`FaultSpec.suppresses`): a crashed process is not also slow;
@@ -8,6 +8,14 @@ Rules, in order:
 
 Findings of metric panels are the weakest evidence: they are reported only if nothing else explains them
 (detector/live/stages/panels.py).
+
+Rules for findings of panels and dumps alone (`Merger`), in order, cause before symptom, as early as possible:
+  findings of one node and one fault class within `SAME_FAULT_SECONDS` of each other are one fault, whichever rank or
+  GPU they name; the earliest counts. Flight Recorder dumps may lack role and node; for them, equal ranks count as equal
+  nodes;
+  a slowdown of nodes named by an earlier fault is its consequence (`FaultSpec.causes_slowness`);
+  a `cannot_tell` is dropped once another finding has named one of its nodes.
+Later findings never withdraw or change a diagnosis, so live and offline runs give the same result.
 """
 
 from collections.abc import Mapping, Sequence
@@ -33,7 +41,7 @@ def fuse(
     another explanation."""
     kept = _drop_consequences(_keep_reported(findings, standing))
     kept = _drop_majority_suspects(kept, role_sizes, now)
-    told: dict[str, Diagnosis] = {}
+    current: dict[str, Diagnosis] = {}
     for finding in (*kept, *of_panels):
         diagnosis = to_diagnosis(finding)
         before = standing.get(diagnosis.key, diagnosis)
@@ -41,8 +49,8 @@ def fuse(
             # The slowdown of a process named by a panel is now measured. Keep the GPU evidence: it may be the cause.
             of_gpus = tuple(e for e in before.evidence if e.kind == OF_GPU)
             before = replace(diagnosis, evidence=(*diagnosis.evidence, *of_gpus))
-        told.setdefault(diagnosis.key, before)
-    return list(told.values())
+        current.setdefault(diagnosis.key, before)
+    return list(current.values())
 
 
 def on_panels_alone(d: Diagnosis) -> bool:
@@ -75,9 +83,8 @@ def _advice(finding: Finding) -> str:
     if finding.detector == COLLAPSE:
         return "; ".join(own)  # on-call decides whether to stop the run
     usual = finding.fault_class.spec.advice
-    if not any(
-        text.endswith(usual) for text in own
-    ):  # already present if a diagnosis is replayed (detector/sources/agent_event_files.py)
+    # It is already there if a diagnosis is replayed (detector/sources/agent_event_files.py).
+    if not any(text.endswith(usual) for text in own):
         own.append(usual)
     return "; ".join(own)
 
@@ -95,12 +102,14 @@ def _keep_reported(findings: list[Finding], standing: Mapping[str, Diagnosis]) -
         for who in incarnations(d.suspects)
     }
     kept = []
-    for f in findings:
-        keys = [(who, f.fault_class) for who in incarnations(f.suspects)]
-        told = [reported[key] for key in keys if key in reported]
-        if told:
-            f = replace(f, fault_class=told[0].fault_class, suspects=told[0].suspects, because=told[0].because)
-        kept.append(f)
+    for finding in findings:
+        keys = [(who, finding.fault_class) for who in incarnations(finding.suspects)]
+        current = [reported[key] for key in keys if key in reported]
+        if current:
+            finding = replace(
+                finding, fault_class=current[0].fault_class, suspects=current[0].suspects, because=current[0].because
+            )
+        kept.append(finding)
     return kept
 
 
@@ -112,30 +121,31 @@ class _Named:
     nodes: set[str] = field(default_factory=set)
     roles: set[str] = field(default_factory=set)  # roles with failing code; empty for policy collapse
 
-    def explains(self, f: Finding, scope: SuppressionScope) -> bool:
-        who = incarnations(f.suspects)
+    def explains(self, finding: Finding, scope: SuppressionScope) -> bool:
+        who = incarnations(finding.suspects)
         if scope is SuppressionScope.ROLE:
-            return all(s.role in self.roles for s in f.suspects)
+            return all(s.role in self.roles for s in finding.suspects)
         if scope is SuppressionScope.ALL:
             return bool(who) and who <= self.incarnations
         if who & self.incarnations:
             return True
-        nodes_only = bool(f.suspects) and not who and scope is SuppressionScope.ANY_OR_NODES
-        return nodes_only and all(s.node in self.nodes for s in f.suspects)
+        nodes_only = bool(finding.suspects) and not who and scope is SuppressionScope.ANY_OR_NODES
+        return nodes_only and all(s.node in self.nodes for s in finding.suspects)
 
 
 def _drop_consequences(findings: list[Finding]) -> list[Finding]:
     """Drops findings suppressed by another finding's class (`FaultSpec.suppresses`)."""
     named: dict[FaultClass, _Named] = {}
-    for f in findings:
-        of_class = named.setdefault(f.fault_class, _Named())
-        of_class.incarnations |= incarnations(f.suspects)
-        of_class.nodes |= {s.node for s in f.suspects}
-        of_class.roles |= {f.about.partition(":")[0]} - {""}
+    for finding in findings:
+        of_class = named.setdefault(finding.fault_class, _Named())
+        of_class.incarnations |= incarnations(finding.suspects)
+        of_class.nodes |= {s.node for s in finding.suspects}
+        of_class.roles |= {finding.about.partition(":")[0]} - {""}
 
-    def is_consequence(f: Finding) -> bool:
+    def is_consequence(finding: Finding) -> bool:
         return any(
-            f.fault_class in cause.spec.suppresses and what.explains(f, cause.spec.suppresses[f.fault_class])
+            finding.fault_class in cause.spec.suppresses
+            and what.explains(finding, cause.spec.suppresses[finding.fault_class])
             for cause, what in named.items()
         )
 
@@ -169,3 +179,69 @@ def _drop_majority_suspects(findings: list[Finding], role_sizes: Mapping[str, in
         )
         kept = [f for f in kept if f not in group] + [void]
     return kept
+
+
+SAME_FAULT_SECONDS = 600.0
+"""Time within which detectors report the same fault: the slowest takes a few minutes longer than the fastest."""
+
+
+@dataclass(slots=True)
+class Merger:
+    """Findings must be added in order of `detected_at`."""
+
+    kept: list[Finding] = field(default_factory=list)
+    last_at: list[float] = field(default_factory=list)  # per entry of `kept`: time of its newest finding
+
+    def add(self, finding: Finding) -> Diagnosis | None:
+        """The new diagnosis; None if this fault, or one that explains it, was reported before."""
+        for i, first in enumerate(self.kept):
+            if _is_same_fault(first, finding) and finding.detected_at - self.last_at[i] <= SAME_FAULT_SECONDS:
+                self.last_at[i] = finding.detected_at
+                return None
+        explained = any(
+            at <= finding.detected_at <= at + SAME_FAULT_SECONDS and _explains(first, finding)
+            for first, at in zip(self.kept, self.last_at, strict=True)
+        )
+        if explained:
+            return None
+        self.kept.append(finding)
+        self.last_at.append(finding.detected_at)
+        return to_diagnosis(finding)
+
+
+def merged(findings: Sequence[Finding]) -> list[Diagnosis]:
+    """All diagnoses of these findings, by `detected_at`."""
+    merger = Merger()
+    # At equal times causes come first.
+    ordered = sorted(
+        findings, key=lambda f: (f.detected_at, not f.fault_class.spec.causes_slowness, f.detector, _nodes(f))
+    )
+    return [d for f in ordered if (d := merger.add(f)) is not None]
+
+
+def _nodes(f: Finding) -> tuple[str, ...]:
+    return tuple(sorted({s.node for s in f.suspects}))
+
+
+def _is_same_fault(first: Finding, f: Finding) -> bool:
+    alike = first.fault_class == f.fault_class and first.about == f.about
+    return alike and (_nodes(first) == _nodes(f) or _same_ranks(first.suspects, f.suspects))
+
+
+def _same_ranks(first: tuple[Suspect, ...], others: tuple[Suspect, ...]) -> bool:
+    """Whether both name the same ranks of one job. A pair matches if the nodes are equal, or if one of the two has
+    neither role nor replica."""
+    mine, theirs = {s.rank: s for s in first}, {s.rank: s for s in others}
+    if not mine or None in mine or mine.keys() != theirs.keys() or len(mine) < max(len(first), len(others)):
+        return False  # no rank, unknown ranks, other ranks, or ranks numbered per node
+    pairs = [(s, theirs[rank]) for rank, s in mine.items()]
+    return all(a.node == b.node or any(not s.role and not s.replica for s in (a, b)) for a, b in pairs)
+
+
+def _explains(cause: Finding, finding: Finding) -> bool:
+    """Whether the earlier finding `cause` explains `finding`."""
+    if finding.fault_class == FaultClass.SLOW:
+        return cause.fault_class.spec.causes_slowness and set(_nodes(finding)) <= set(_nodes(cause))
+    if finding.fault_class == FaultClass.CANNOT_TELL:
+        return cause.fault_class != FaultClass.CANNOT_TELL and bool(set(_nodes(finding)) & set(_nodes(cause)))
+    return False

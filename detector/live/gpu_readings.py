@@ -22,8 +22,8 @@ RATE_SECONDS = 15.0
 """Maximum interval of a rate: three scrapes of dcgm-exporter, fifteen of rolecall's own collector."""
 SILENT_SECONDS = 30.0
 GPUS_MAX = 32_768
-"""`source.AGENTS_MAX` nodes with eight GPUs each."""
-NUM_TOLD = 6
+"""`agents.AGENTS_MAX` nodes with eight GPUs each."""
+NUM_SHOWN = 6
 """Maximum number of values per GPU in evidence text."""
 
 Who = tuple[NodeId, int]
@@ -102,14 +102,14 @@ class GpuReadings:
         """Values by panel metric name, for processes whose GPUs were sampled since the last tick."""
         self._gpus = {k: g for k, g in self._gpus.items() if now - g.heard_wall <= SILENT_SECONDS}
         self._users = {}
-        told: dict[Who, list[dict[str, float]]] = {}
+        by_process: dict[Who, list[dict[str, float]]] = {}
         for (node, _), gpu in sorted(self._gpus.items(), key=lambda item: item[0]):
-            is_told = gpu.read()
+            is_read = gpu.read()
             for pid in gpu.sample.pids:
                 self._users.setdefault((node, pid), []).append(gpu)
-                if is_told:
-                    told.setdefault((node, pid), []).append(gpu.values)
-        return {who: _together(values) for who, values in told.items()}
+                if is_read:
+                    by_process.setdefault((node, pid), []).append(gpu.values)
+        return {who: _together(values) for who, values in by_process.items()}
 
     def evidence(self, who: Who, peers: Iterable[Who], metrics: Sequence[str] = ()) -> tuple[Evidence, ...]:
         """Evidence for each GPU of a process: its identity, the ranks sharing it, and its values compared with `peers`.
@@ -131,13 +131,10 @@ def _together(values: Sequence[dict[str, float]]) -> dict[str, float]:
     for one in values:
         for metric, value in one.items():
             found.setdefault(metric, []).append(value)
-    return {metric: _one(metric, many) for metric, many in found.items()}
-
-
-def _one(metric: str, values: Sequence[float]) -> float:
-    if metric in _LEAST:
-        return min(values)
-    return max(values) if metric.endswith(_MOST) else fmean(values)
+    return {
+        metric: min(many) if metric in _LEAST else max(many) if metric.endswith(_MOST) else fmean(many)
+        for metric, many in found.items()
+    }
 
 
 def _evidence(gpu: _GpuReading, usual: Mapping[str, float], metrics: Sequence[str]) -> Evidence:
@@ -148,7 +145,7 @@ def _evidence(gpu: _GpuReading, usual: Mapping[str, float], metrics: Sequence[st
     numbers: dict[str, float] = {"gpu": float(sample.gpu)}
     for short in order:
         metric = PREFIX + short
-        if metric not in gpu.values or len(words) >= max(NUM_TOLD, len(named)):
+        if metric not in gpu.values or len(words) >= max(NUM_SHOWN, len(named)):
             continue
         value, peers = gpu.values[metric], usual.get(metric)
         if value == peers and short not in named:

@@ -7,20 +7,111 @@ change (`MonitoredProcesses.before`); an unchanged subject still has its initial
 
 The window of a large fleet is restricted to the suspects and some of their peers; the whole would be hundreds of
 megabytes of JSON.
+
+Windows are plain JSON. Only the classes listed here are encoded or constructed; nothing is unpickled. A dataclass
+becomes {"@": name, ...}, a mapping [["k", "v"], ...] under "@map", a tuple, set or deque a tagged list.
 """
 
+import math
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from enum import Enum
 from itertools import islice
 from typing import Any
 
-from rolecall.core.diagnosis import Suspect
-from rolecall.core.telemetry import SampleBatch
+from rolecall.core.diagnosis import Diagnosis, Finding, Suspect
+from rolecall.core.ids import ProcessId
+from rolecall.core.telemetry import AgentEvent, ProcessSample
 from rolecall.detector.base.observation import Observation
-from rolecall.detector.live.codec import encode
-from rolecall.detector.live.fleet import MonitoredProcesses
-from rolecall.detector.live.subject import Key, MonitoredProcess
+from rolecall.detector.live.fleet import MonitoredProcesses, ReceivedException
+from rolecall.detector.live.stages.collapse import CollapseWatch, TrainingHistory
+from rolecall.detector.live.stages.nccl_ras import StalledCommunicator, StalledCommunicators
+from rolecall.detector.live.stages.node_faults import NodeFault, NodeFaults
+from rolecall.detector.live.stages.panels import PanelFault
+from rolecall.detector.live.stages.slow import LoadBaseline, SlowState
+from rolecall.detector.live.subject import Key, MonitoredProcess, ProgressClocks, ProgressGaps, SlowMeter
+
+PLAIN: dict[str, type] = {
+    c.__name__: c
+    for c in (
+        CollapseWatch,
+        LoadBaseline,
+        ProgressClocks,
+        MonitoredProcesses,
+        ProgressGaps,
+        StalledCommunicators,
+        NodeFault,
+        NodeFaults,
+        PanelFault,
+        ProcessId,
+        ReceivedException,
+        SlowMeter,
+        SlowState,
+        StalledCommunicator,
+        MonitoredProcess,
+    )
+}
+"""Encoded field by field; derived fields (`init=False`) are recomputed."""
+OWN: dict[str, tuple[type, Callable[[dict[str, Any]], Any]]] = {
+    "AgentEvent": (AgentEvent, AgentEvent.from_dict),
+    "Diagnosis": (Diagnosis, Diagnosis.from_dict),
+    "Finding": (Finding, Finding.from_dict),
+    "ProcessSample": (ProcessSample, ProcessSample.from_dict),
+    "TrainingHistory": (TrainingHistory, TrainingHistory.from_dict),
+}
+"""Classes with their own `to_dict` and `from_dict`."""
+
+
+def encode(value: Any) -> Any:
+    if value is None or (isinstance(value, (str, bool, int)) and not isinstance(value, Enum)):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else {"@": "float", "v": repr(value)}
+    if isinstance(value, Enum):
+        return str(value)
+    name = type(value).__name__
+    if name in OWN:
+        return {"@": name, "v": value.to_dict()}
+    if name in PLAIN and is_dataclass(value):
+        return {"@": name, **{f.name: encode(getattr(value, f.name)) for f in fields(value) if f.init}}
+    if isinstance(value, dict):
+        return {"@": "map", "v": [[encode(k), encode(v)] for k, v in value.items()]}
+    if isinstance(value, deque):
+        return {"@": "deque", "n": value.maxlen, "v": [encode(v) for v in value]}
+    if isinstance(value, (set, frozenset)):
+        return {"@": "set", "v": [encode(v) for v in sorted(value)]}
+    if isinstance(value, tuple):
+        return {"@": "tuple", "v": [encode(v) for v in value]}
+    if isinstance(value, list):
+        return [encode(v) for v in value]
+    raise TypeError(f"detector state holds a {name}, which has no stored form")
+
+
+def decode(value: Any) -> Any:
+    """Raises ValueError on an unknown tag."""
+    if isinstance(value, list):
+        return [decode(v) for v in value]
+    if not isinstance(value, dict):
+        return value
+    tag = value.get("@")
+    if tag == "map":
+        return {decode(k): decode(v) for k, v in value["v"]}
+    if tag == "deque":
+        return deque((decode(v) for v in value["v"]), maxlen=value["n"])
+    if tag == "set":
+        return {decode(v) for v in value["v"]}
+    if tag == "tuple":
+        return tuple(decode(v) for v in value["v"])
+    if tag == "float":
+        return float(value["v"])
+    if tag in OWN:
+        return OWN[tag][1](value["v"])
+    if tag in PLAIN:
+        wanted = {f.name for f in fields(PLAIN[tag]) if f.init}
+        return PLAIN[tag](**{k: decode(v) for k, v in value.items() if k in wanted})
+    raise ValueError(f"unknown tag {tag!r} in stored detector state")
+
 
 OBSERVATIONS_KEPT_MAX = 4096
 """Maximum number of observations in a window, regardless of its length."""
@@ -71,7 +162,11 @@ class ObservationHistory:
         """The initial state (None before the first observation) and the observations since, both as JSON."""
         if not self._halves:
             return None, []
-        subjects = self._subjects_then(fleet)
+        # Every process in its state at the start of the older segment; None: it was created since.
+        then: dict[Key, MonitoredProcess | None] = dict(fleet.subjects)
+        for half in reversed(self._halves):
+            then |= half.before
+        subjects = {key: s for key, s in then.items() if s is not None}
         if len(fleet.subjects) <= SUBJECTS_WHOLE_MAX:
             keep = None
             kept: Iterable[MonitoredProcess] = subjects.values()
@@ -81,13 +176,6 @@ class ObservationHistory:
         start = {**self._halves[0].learned, "subjects": [encode(s) for s in kept]}
         observations = (o for half in self._halves for o in half.observations)
         return start, [(o if keep is None else _narrowed(o, keep)).to_dict() for o in observations]
-
-    def _subjects_then(self, fleet: MonitoredProcesses) -> Mapping[Key, MonitoredProcess]:
-        """Every process in its state at the start of the older segment."""
-        then: dict[Key, MonitoredProcess | None] = dict(fleet.subjects)
-        for half in reversed(self._halves):
-            then |= half.before
-        return {key: s for key, s in then.items() if s is not None}
 
 
 def _concerned(fleet: MonitoredProcesses, suspects: tuple[Suspect, ...]) -> set[Key]:
@@ -100,9 +188,5 @@ def _concerned(fleet: MonitoredProcesses, suspects: tuple[Suspect, ...]) -> set[
 
 
 def _narrowed(o: Observation, keep: set[Key]) -> Observation:
-    batches = (_narrowed_batch(b, keep) for b in o.batches)
-    return replace(o, batches=tuple(b for b in batches if b.processes))
-
-
-def _narrowed_batch(batch: SampleBatch, keep: set[Key]) -> SampleBatch:
-    return replace(batch, processes=tuple(p for p in batch.processes if (p.replica, p.rank, p.incarnation) in keep))
+    kept = ((b, tuple(p for p in b.processes if (p.replica, p.rank, p.incarnation) in keep)) for b in o.batches)
+    return replace(o, batches=tuple(replace(b, processes=processes) for b, processes in kept if processes))

@@ -17,12 +17,12 @@ import numpy as np
 from rolecall.core.diagnosis import Finding
 from rolecall.core.ids import ProcessId
 from rolecall.core.membership import STANDBY_ROLE
-from rolecall.core.telemetry import AgentEvent, AgentEventKind, Phase, ProcessSample
+from rolecall.core.telemetry import AgentEventKind, Phase, ProcessSample
 from rolecall.detector.base.findings import PANEL
 from rolecall.detector.base.observation import Observation
 from rolecall.detector.live.gpu_readings import GPU_METRICS, GpuReadings, Who
+from rolecall.detector.panels.metrics import CounterReading, measured, process_reading
 from rolecall.detector.panels.panel import Machine, PanelDetector, PanelShape, Tracker
-from rolecall.detector.panels.readings import CounterReading, measured, process_reading
 
 INTERVAL_SECONDS = 1.0
 PEERS_MIN = 3
@@ -99,7 +99,8 @@ class RunPanels:
             for gpu in batch.gpus:
                 self._gpus.take(gpu, now)
         for event in observation.events:
-            self._take_event(event)
+            if event.process is not None and event.kind in (AgentEventKind.EXITED, AgentEventKind.FINISHED):
+                self._processes.pop(event.process, None)
         number = int(now / INTERVAL_SECONDS)
         if number <= self._ticked:
             return ()
@@ -126,10 +127,6 @@ class RunPanels:
         if known.newest is None or sample.at > known.newest.at:
             known.newest = sample
 
-    def _take_event(self, event: AgentEvent) -> None:
-        if event.process is not None and event.kind in (AgentEventKind.EXITED, AgentEventKind.FINISHED):
-            self._processes.pop(event.process, None)
-
     def _tick(self, now: float) -> list[Finding]:
         found: list[Finding] = []
         members = self._members(now)
@@ -148,12 +145,12 @@ class RunPanels:
         self._processes = {k: p for k, p in self._processes.items() if now - p.heard_wall <= SILENT_SECONDS}
         self._by_key = {p.key: p for p in self._processes.values()}
         newest: dict[str, int] = {}
-        for p in self._processes.values():
-            newest[p.replica] = max(p.incarnation, newest.get(p.replica, 0))
+        for process in self._processes.values():
+            newest[process.replica] = max(process.incarnation, newest.get(process.replica, 0))
         members: dict[str, list[_PanelMember]] = {}
-        for p in sorted(self._processes.values(), key=lambda p: p.key):
-            if p.incarnation == newest[p.replica]:
-                members.setdefault(p.role, []).append(p)
+        for process in sorted(self._processes.values(), key=lambda process: process.key):
+            if process.incarnation == newest[process.replica]:
+                members.setdefault(process.role, []).append(process)
         return {role: processes for role, processes in members.items() if len(processes) >= PEERS_MIN}
 
     def _tick_role(
@@ -164,10 +161,10 @@ class RunPanels:
         of_gpus: dict[Who, dict[str, float]],
         at: float,
     ) -> list[Finding]:
-        told = [p.read() | of_gpus.get(p.who, {}) for p in processes]
+        readings = [p.read() | of_gpus.get(p.who, {}) for p in processes]
         panel.ticks += 1
         if panel.shape is None or panel.tracker is None:
-            panel.metrics.update(*told)
+            panel.metrics.update(*readings)
             if panel.ticks < SETTLE_TICKS or not panel.metrics:
                 return []
             panel.shape = PanelShape(
@@ -178,28 +175,32 @@ class RunPanels:
             )
             panel.tracker = self._detector.track(panel.shape)
             return []
-        rows = [[values.get(metric, np.nan) for values in told] for metric in panel.shape.metrics]
+        rows = [[values.get(metric, np.nan) for values in readings] for metric in panel.shape.metrics]
         values = np.array(rows, dtype=np.float32)
         values[~np.isfinite(values)] = np.nan
         by_place = {(p.replica, p.rank): p for p in processes}
         return [self._with_gpus(_named(f, by_place), processes) for f in panel.tracker.tick(at, values)]
 
-    def _with_gpus(self, f: Finding, processes: list[_PanelMember]) -> Finding:
+    def _with_gpus(self, finding: Finding, processes: list[_PanelMember]) -> Finding:
         """Adds evidence of the suspects' GPUs to a finding about GPU metrics."""
-        named = [e.kind.removeprefix(METRIC) for e in f.evidence if e.kind.startswith(METRIC)]
+        named = [e.kind.removeprefix(METRIC) for e in finding.evidence if e.kind.startswith(METRIC)]
         of_gpus = [metric for metric in named if metric in GPU_METRICS]
         peers = [p.who for p in processes]
-        suspects = [(s.process.node, s.process.pid) for s in f.suspects if s.process is not None]
+        suspects = [(s.process.node, s.process.pid) for s in finding.suspects if s.process is not None]
         found = [e for who in suspects if of_gpus for e in self._gpus.evidence(who, peers, of_gpus)]
         if not found:
-            return f
-        return replace(f, because=f"{f.because}; {'; '.join(e.text for e in found)}", evidence=(*f.evidence, *found))
+            return finding
+        return replace(
+            finding,
+            because=f"{finding.because}; {'; '.join(e.text for e in found)}",
+            evidence=(*finding.evidence, *found),
+        )
 
 
-def _named(f: Finding, by_place: dict[tuple[str, int], _PanelMember]) -> Finding:
+def _named(finding: Finding, by_place: dict[tuple[str, int], _PanelMember]) -> Finding:
     """Adds incarnation and process to the suspects and the panel prefix to the detector name."""
     suspects = []
-    for s in f.suspects:
+    for s in finding.suspects:
         p = by_place[(s.replica, s.rank or 0)]
         suspects.append(replace(s, incarnation=p.incarnation, process=p.process))
-    return replace(f, detector=f"{PANEL}{f.detector}", suspects=tuple(suspects))
+    return replace(finding, detector=f"{PANEL}{finding.detector}", suspects=tuple(suspects))

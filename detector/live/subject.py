@@ -1,18 +1,88 @@
-"""One monitored process: its clocks since the last progress or heartbeat, and the rules that advance them.
+"""One monitored process: its clocks since the last progress or heartbeat, the rules that advance them, and the learned
+deadlines.
 
 It keeps clocks, not histories: seconds without progress on the wall clock, and on the effective clock, which excludes
 time in which the process was runnable but got no CPU. A clock advances only with samples, by at most
 `SAMPLE_GAP_SECONDS_MAX` each, so that a pause of the agent or of the whole machine does not count against a process.
+
+Deadlines are learned per (role, phase): max(floor, k x own P99), capped at the ceiling. A learned value is the
+effective time between two advances of progress. Only completed gaps are learned, and none from a process with a
+standing finding: faulty behaviour must not enter the baseline.
 """
 
 from collections import deque
 from copy import copy
 from dataclasses import dataclass, field
+from operator import attrgetter
 
+from rolecall.core.config.job import DetectorConfig
 from rolecall.core.ids import ProcessId
-from rolecall.core.telemetry import PHASES_WITHOUT_DUE_PROGRESS, AgentEvent, Phase, ProcessSample
-from rolecall.core.uninstrumented import UNCOUNTED, is_instrumented
-from rolecall.detector.live.deadlines import BEATS, ProgressGaps
+from rolecall.core.telemetry import (
+    PHASES_WITHOUT_DUE_PROGRESS,
+    UNCOUNTED,
+    AgentEvent,
+    Phase,
+    ProcessSample,
+    is_instrumented,
+)
+
+BEATS = "(beats)"
+"""Pseudo-phase under which gaps between heartbeats are stored."""
+GAPS_KEPT = 512
+"""Gaps kept per (role, phase): the P99 of 512 values depends on the five largest."""
+GAPS_MIN = 8
+"""With fewer gaps the P99 is unknown: the role's other phases, or the first-unit deadline, are used instead."""
+REFRESH_EVERY = 16
+"""New gaps between two recomputations of the P99: sorting 512 numbers for each sample is too expensive."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Deadline:
+    seconds: float
+    text: str  # its derivation, for `because`
+    learned: bool
+
+
+@dataclass(slots=True)
+class ProgressGaps:
+    values: dict[tuple[str, str], deque[float]] = field(default_factory=dict)
+    counts: dict[tuple[str, str], int] = field(default_factory=dict)
+    cached: dict[tuple[str, str], float] = field(default_factory=dict)
+
+    def add(self, role: str, phase: str, seconds: float) -> None:
+        key = (role, phase)
+        kept = self.values.get(key)
+        if kept is None:
+            kept = self.values[key] = deque(maxlen=GAPS_KEPT)
+            self.counts[key] = 0
+        kept.append(seconds)
+        self.counts[key] += 1
+        if self.counts[key] % REFRESH_EVERY == 0 or self.counts[key] <= REFRESH_EVERY:
+            ordered = sorted(kept)
+            self.cached[key] = ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))]
+
+    def p99(self, role: str, phase: str) -> float | None:
+        """Seconds, or None with fewer than `GAPS_MIN` gaps."""
+        key = (role, phase)
+        return self.cached[key] if self.counts.get(key, 0) >= GAPS_MIN else None
+
+    def p99_of_role(self, role: str) -> float | None:
+        """The largest P99 of the role's phases: used for a phase too short to have been sampled."""
+        waiting_phases = PHASES_WITHOUT_DUE_PROGRESS | {BEATS}
+        keys = [k for k in self.values if k[0] == role and k[1] not in waiting_phases]
+        known = [self.cached[k] for k in keys if self.counts[k] >= GAPS_MIN]
+        return max(known) if known else None
+
+
+def learned_deadline(p99: float | None, config: DetectorConfig) -> Deadline:
+    """max(floor, k x P99), capped at the ceiling; without a P99, the first-unit deadline."""
+    if p99 is None:
+        seconds = config.first_unit_seconds
+        return Deadline(seconds=seconds, text=f"{seconds:g} s, no history yet", learned=False)
+    floor, factor = config.hang_floor_seconds, config.hang_p99_factor
+    seconds = min(config.hang_ceiling_seconds, max(floor, factor * p99))
+    return Deadline(seconds=seconds, text=f"{seconds:.1f} s = max({floor:g}, {factor:g} x P99 {p99:.2f})", learned=True)
+
 
 Key = tuple[str, int, int]
 """(replica, rank, incarnation)"""
@@ -21,12 +91,12 @@ SAMPLE_GAP_SECONDS_MAX = 0.6
 """Three sample intervals (0.2 s each): longer time between two samples is unobserved and does not count. Without the
 limit, a pause of the machine for 3 s would make all its processes appear hung."""
 
-LOOKS_MAX = 3
+MISSED_SAMPLES_MAX = 3
 """The same limit for agents that sample, or are polled, less often: a multiple of their usual interval."""
-SLOW_LOOK_SECONDS = 0.5
+SLOW_SAMPLING_SECONDS = 0.5
 """Usual intervals of at least this are long by design; shorter ones are due to pauses of agents that sample five times
 per second."""
-LOOK_SMOOTHING = 0.1
+INTERVAL_SMOOTHING = 0.1
 
 UNPAGED_GAP_SECONDS_MAX = 3.0
 """The same limit for uninstrumented processes, which agents sample once per second."""
@@ -50,6 +120,9 @@ PENDING_MAX = 64
 WORK_PHASES = frozenset({Phase.COMPUTE, Phase.GENERATE, Phase.SCORE, Phase.CONTROL})
 """Phases in which finished units prove that a replica has recovered."""
 
+_POSITION = attrgetter("progress", "phase_entries", "phase", "collectives_done", "collectives_entered")
+"""Of a sample: a process whose position changed has made progress."""
+
 
 @dataclass(slots=True)
 class ProgressClocks:
@@ -66,9 +139,6 @@ class ProgressClocks:
 
     def reset(self, wall: float = 0.0) -> None:
         self.wall, self.effective, self.cpu = wall, wall, 0.0
-
-    def copied(self) -> "ProgressClocks":
-        return ProgressClocks(self.wall, self.effective, self.cpu)
 
 
 @dataclass(slots=True)
@@ -122,13 +192,11 @@ class MonitoredProcess:
     dead_wall: float = 0.0  # time of the first sample that reports it as dead
     finished: bool = False
     halted: ProgressClocks = field(default_factory=ProgressClocks)  # uninstrumented: time in one blocked kernel state
-    starved: ProgressClocks = field(
-        default_factory=ProgressClocks
-    )  # uninstrumented: time starved; `effective` is time without CPU
+    starved: ProgressClocks = field(default_factory=ProgressClocks)  # uninstrumented; `effective`: time without CPU
     closed_wall: float = 0.0  # 0: current; else time when it was superseded, promoted or forgotten
     offset_seconds: float = 0.0  # watcher's wall clock minus its node's
     slow: SlowMeter = field(default_factory=SlowMeter)
-    look_seconds: float = 0.0  # usual time between two samples
+    sample_seconds: float = 0.0  # usual time between two samples
     key: Key = field(init=False)
 
     def __post_init__(self) -> None:
@@ -137,8 +205,8 @@ class MonitoredProcess:
     def copied(self) -> "MonitoredProcess":
         """An independent copy of the current state."""
         other = copy(self)
-        other.stall, other.beat = self.stall.copied(), self.beat.copied()
-        other.halted, other.starved = self.halted.copied(), self.starved.copied()
+        other.stall, other.beat = copy(self.stall), copy(self.beat)
+        other.halted, other.starved = copy(self.halted), copy(self.starved)
         other.phases_done, other.rests = set(self.phases_done), dict(self.rests)
         other.slow = copy(self.slow)
         other.slow.pending = self.slow.pending.copy()
@@ -206,9 +274,9 @@ def advance(
         _advance_unpaged(subject, previous, sample)
         return
     counted = min(sample.at - previous.at, _gap_seconds_max(subject))
-    subject.look_seconds += (
-        min(sample.at - previous.at, UNPAGED_GAP_SECONDS_MAX) - subject.look_seconds
-    ) * LOOK_SMOOTHING
+    subject.sample_seconds += (
+        min(sample.at - previous.at, UNPAGED_GAP_SECONDS_MAX) - subject.sample_seconds
+    ) * INTERVAL_SMOOTHING
     starved = min(counted, starved_seconds(previous, sample))
     subject.tainted |= gaps is None
     cpu = max(0.0, sample.cpu_seconds - previous.cpu_seconds)
@@ -226,7 +294,7 @@ def advance(
     if units > 0 and (changed or sample.phase in WORK_PHASES or previous.phase in WORK_PHASES):
         subject.worked += units
         subject.worked_wall = now
-    if _moved(previous, sample):
+    if _POSITION(previous) != _POSITION(sample):
         _learn(subject, previous, sample, starved, None if subject.tainted else gaps)
         subject.tainted = gaps is None
         since = max(sample.progress_at, sample.phase_since)
@@ -237,16 +305,15 @@ def advance(
 
 
 def _gap_seconds_max(subject: MonitoredProcess) -> float:
-    usual = subject.look_seconds
-    return max(SAMPLE_GAP_SECONDS_MAX, LOOKS_MAX * usual if usual >= SLOW_LOOK_SECONDS else 0.0)
+    usual = subject.sample_seconds
+    return max(SAMPLE_GAP_SECONDS_MAX, MISSED_SAMPLES_MAX * usual if usual >= SLOW_SAMPLING_SECONDS else 0.0)
 
 
 def _advance_unpaged(subject: MonitoredProcess, previous: ProcessSample, sample: ProcessSample) -> None:
     """Clocks of an uninstrumented process: time blocked in the kernel, and time starved by other processes."""
     counted = min(sample.at - previous.at, UNPAGED_GAP_SECONDS_MAX)
     cpu = max(0.0, sample.cpu_seconds - previous.cpu_seconds)
-    held = sample.proc_state in HELD_STATES and sample.proc_state == previous.proc_state and not cpu
-    if held:
+    if sample.proc_state in HELD_STATES and sample.proc_state == previous.proc_state and not cpu:
         subject.halted.advance(counted, 0.0, cpu)
     else:
         subject.halted.reset()
@@ -256,16 +323,6 @@ def _advance_unpaged(subject: MonitoredProcess, previous: ProcessSample, sample:
         subject.starved.effective += min(counted, kept_from)
     else:
         subject.starved.reset()
-
-
-def _moved(previous: ProcessSample, sample: ProcessSample) -> bool:
-    return (
-        sample.progress != previous.progress
-        or sample.phase_entries != previous.phase_entries
-        or sample.phase != previous.phase
-        or sample.collectives_done != previous.collectives_done
-        or sample.collectives_entered != previous.collectives_entered
-    )
 
 
 def _learn(

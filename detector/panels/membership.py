@@ -12,10 +12,18 @@ import numpy as np
 
 from rolecall.core.diagnosis import Finding, Suspect
 from rolecall.core.faults import FaultClass
-from rolecall.detector.panels.panel import Floats, PanelDetector, PanelShape, Tracker
+from rolecall.detector.panels.panel import (
+    Floats,
+    PanelDetector,
+    PanelKey,
+    PanelShape,
+    PanelTick,
+    SeenValues,
+    Tracker,
+    cannot_tell,
+    panel_key,
+)
 from rolecall.detector.panels.series import PANELS_MAX
-from rolecall.detector.panels.source import PanelKey, PanelTick, panel_key
-from rolecall.detector.panels.standing import cannot_tell
 
 REPORTED_MAX = 10_000
 """Findings per panel that are remembered to avoid duplicate reports."""
@@ -40,15 +48,15 @@ class WatchLimits:
 class _FollowedPanel:
     shape: PanelShape
     tracker: Tracker
+    seen: SeenValues = field(default_factory=SeenValues)
     history: deque[PanelTick] = field(default_factory=deque)
     history_bytes: int = 0
     growing_since: float | None = None  # first tick with machines or metrics that the tracker lacks
     growing_ticks: int = 0
     reported: dict[tuple[tuple[Suspect, ...], FaultClass], float] = field(default_factory=dict)
     repeats_until: float = float("-inf")  # until then a new tracker may repeat findings of its predecessor
-    columns_of: "tuple[PanelShape, _SharedColumns] | None" = (
-        None  # for the newest shape that differs from the tracker's
-    )
+    # For the newest shape that differs from the tracker's.
+    columns_of: "tuple[PanelShape, _SharedColumns] | None" = None
 
     def laid_out(self, tick: PanelTick) -> Floats:
         """The tick's values in the tracker's rows and columns."""
@@ -113,7 +121,7 @@ class PanelFollower:
     @property
     def open_ends(self) -> list[str]:
         """Undecided cases, one sentence each."""
-        hindrances = (cannot_tell(p.shape, self._detector.name, p.tracker) for p in self._panels.values())
+        hindrances = (cannot_tell(p.shape, self._detector.name, p.tracker, p.seen) for p in self._panels.values())
         return [h for h in hindrances if h]
 
     def tick(self, tick: PanelTick) -> list[Finding]:
@@ -131,7 +139,9 @@ class PanelFollower:
             panel.growing_ticks += 1
             if panel.growing_ticks >= self._limits.grow_ticks:
                 return self._grow(panel, tick.shape)
-        return _unreported(panel, panel.tracker.tick(tick.at, panel.laid_out(tick)), tick.at)
+        values = panel.laid_out(tick)
+        panel.seen.tick(values)
+        return _unreported(panel, panel.tracker.tick(tick.at, values), tick.at)
 
     def _grow(self, panel: _FollowedPanel, shape: PanelShape) -> list[Finding]:
         since = panel.growing_since

@@ -3,15 +3,21 @@
 Machines of a panel are peers: same job, same role, same phase. Recordings, Prometheus servers and the fleet simulator
 all yield panels, so tests on recordings run the same code as production. A detector gets one tick at a time; its output
 at a tick depends only on that tick and earlier ones.
+
+A live source yields the ticks of all its panels, oldest first: a Prometheus server (detector/sources/prometheus.py),
+the agents of a run (detector/sources/agent_panels.py), or a recording (detector/sources/recording.py).
 """
 
-from collections.abc import Iterator
+import heapq
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol, Self, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
+from rolecall.core.clock import Clock
 from rolecall.core.diagnosis import Finding, Suspect
 from rolecall.core.ids import NodeId
 
@@ -101,3 +107,122 @@ def findings(detector: PanelDetector, panel: Panel) -> list[Finding]:
     """All findings of an online detector over a whole panel, in order."""
     tracker = detector.track(panel.shape)
     return [f for at, values in panel.ticks() for f in tracker.tick(at, values)]
+
+
+Stopped = Callable[[], bool]
+"""Whether to stop now. Sources poll it at least every PAUSE_SECONDS."""
+PanelKey = tuple[str, str, str, bool, bool]
+"""Job, role, phase, and whether its machines have a rank and a gpu; as in recordings."""
+PAUSE_SECONDS = 0.2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PanelTick:
+    """`values`: (M, N) float32 of metric and machine of `shape`; NaN is missing, and no value is infinite."""
+
+    shape: PanelShape
+    at: float
+    values: Floats
+
+
+class PanelSource(Protocol):
+    def ticks(self, stopped: Stopped) -> Iterator[PanelTick]:
+        """Ticks of all panels, each panel's in order. Ends when there are no more, or soon after `stopped()`.
+
+        The shape of a panel may change from tick to tick. Raises UnreadableInput.
+        """
+        ...
+
+
+def panel_key(shape: PanelShape) -> PanelKey:
+    first = shape.machines[0]
+    return shape.job, shape.role, shape.phase, first.rank is not None, first.gpu is not None
+
+
+def ticks_of(panels: Sequence[Panel]) -> Iterator[PanelTick]:
+    """The ticks of several panels in time order."""
+
+    def of(panel: Panel) -> Iterator[PanelTick]:
+        return (PanelTick(shape=panel.shape, at=at, values=values) for at, values in panel.ticks())
+
+    return heapq.merge(*map(of, panels), key=lambda tick: tick.at)
+
+
+def pause(clock: Clock, seconds: float, stopped: Stopped) -> None:
+    """Sleeps, and returns early if stopped."""
+    until = clock.monotonic() + seconds
+    while not stopped() and (left := until - clock.monotonic()) > 0:
+        clock.sleep(min(left, PAUSE_SECONDS))
+
+
+Standing = tuple[NDArray[np.floating[Any]], float]
+"""Scores (N,) at the last tick (NaN: unknown), and the threshold (infinite while there is none)."""
+
+
+@runtime_checkable
+class ScoredTracker(Protocol):
+    """A tracker that exposes each machine's score and the threshold."""
+
+    @property
+    def scores(self) -> NDArray[np.floating[Any]]: ...
+
+    @property
+    def threshold(self) -> float: ...
+
+
+def standing(tracker: Tracker) -> Standing | None:
+    """None for a tracker without scores."""
+    return (tracker.scores, tracker.threshold) if isinstance(tracker, ScoredTracker) else None
+
+
+@dataclass(slots=True)
+class SeenValues:
+    """Whether a panel's series have values, and whether any of them ever changed: a series that never does says
+    nothing about its machine. The first value of each is compared with the later ones."""
+
+    present: bool = False
+    varies: bool = False
+    _first: Floats | None = None
+
+    def tick(self, values: Floats) -> None:
+        """Values (M, N) of one tick."""
+        if self.varies:
+            return
+        first = values if self._first is None or self._first.shape != values.shape else self._first
+        self.present |= not bool(np.isnan(values).all())
+        self.varies = bool((np.isfinite(first) & np.isfinite(values) & (first != values)).any())
+        self._first = np.where(np.isnan(first), values, first)
+
+    @classmethod
+    def of(cls, panel: Panel) -> Self:
+        seen = cls()
+        for _, values in panel.ticks():
+            seen.tick(values)
+        return seen
+
+
+def cannot_tell(shape: PanelShape, detector: str, tracker: Tracker, seen: SeenValues | None = None) -> str:
+    """Why there is no verdict on this panel, and what would settle it; "" if there is one. `seen`: all of its values
+    so far, where they are known."""
+    num, stands = len(shape.machines), standing(tracker)
+    if num == 1:
+        return f"cannot tell for {shape.name}: one machine has no peers; two more would settle it"
+    if num == 2:
+        return f"cannot tell which for {shape.name}: two peers that differ accuse each other; a third would settle it"
+    if seen is not None and not seen.present:
+        return f"cannot tell for {shape.name}: none of its {num} machines has a value; samples of them would settle it"
+    if seen is not None and not seen.varies:
+        still = f"no metric ({_listed(shape.metrics)}) of its {num} machines ever changes, so nothing can differ"
+        return f"cannot tell for {shape.name}: {still}; a longer time, or metrics that follow the work, would settle it"
+    if stands is not None and math.isinf(stands[1]):
+        so_far = f"detector {detector} has not seen enough of its {num} machines to know what is usual"
+        return f"cannot tell for {shape.name}: {so_far}; a longer time would settle it"
+    return ""
+
+
+NUM_METRICS_SHOWN = 4
+
+
+def _listed(metrics: Sequence[str]) -> str:
+    more = len(metrics) - NUM_METRICS_SHOWN
+    return ", ".join(metrics[:NUM_METRICS_SHOWN]) + (f" and {more} more" if more > 0 else "")

@@ -40,7 +40,7 @@ def detector(
         from rolecall.detector.panels.minder import detector as minder
 
         return minder.make(asked, model=model)
-    made: Callable[..., PanelDetector] = import_module("rolecall.detector.panels.baselines.detectors").BASELINES[name]
+    made: Callable[..., PanelDetector] = import_module("rolecall.detector.panels.baselines").BASELINES[name]
     return made(asked)
 
 

@@ -7,8 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rolecall.core.errors import UnreadableInput
-from rolecall.detector.panels.panel import Floats, Machine, Panel, PanelShape, Times
-from rolecall.detector.panels.source import PanelKey
+from rolecall.detector.panels.panel import Floats, Machine, Panel, PanelKey, PanelShape, Times
 
 PANELS_MAX, METRICS_MAX, MACHINES_MAX = 1000, 500, 50_000
 """Higher numbers indicate labels that do not identify machines."""

@@ -14,6 +14,7 @@ tick adds at most a third of that threshold, so a single stalled step causes no 
 import math
 import re
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,11 +47,8 @@ def is_own_work(metric: str) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTime:
+    name: ClassVar[str] = "step-time"
     false_alarms_per_1000_machine_days: float = FALSE_ALARMS_PER_1000_MACHINE_DAYS
-
-    @property
-    def name(self) -> str:
-        return "step-time"
 
     def track(self, shape: PanelShape) -> "StepTimeTracker":
         return StepTimeTracker(shape, self.false_alarms_per_1000_machine_days)

@@ -18,7 +18,7 @@ from rolecall.detector.base.findings import ADVISES, settles
 from rolecall.detector.base.observation import Observation
 from rolecall.detector.base.read_budget import Budget
 from rolecall.detector.live.engine import LiveDetector
-from rolecall.detector.sources.agent_wire import InvalidAgentResponse, checked_event
+from rolecall.detector.sources.agent_wire import checked_event
 
 KEYS = frozenset({"seq", "kind", "node", "wall_at", "at"})
 LINE_BYTES_MAX = 256 << 10
@@ -56,11 +56,11 @@ def read(path: Path, budget: Budget) -> Events:
     try:
         with path.open("rb") as f:
             while line := f.readline(LINE_BYTES_MAX + 1):
-                event = _event(line)
-                if event is None:
+                try:
+                    found.events.append(checked_event(json.loads(line)))
+                except (ValueError, RecursionError):
                     found.num_damaged += 1
                     continue
-                found.events.append(event)
                 if len(found.events) > EVENTS_MAX:
                     raise UnreadableInput(where=str(path), reason=f"more than {EVENTS_MAX:,} events")
                 if len(found.events) % 1000 == 0:
@@ -71,13 +71,6 @@ def read(path: Path, budget: Budget) -> Events:
     if not found.events:
         raise UnreadableInput(where=str(path), reason="none of its lines is an event")
     return found
-
-
-def _event(line: bytes) -> AgentEvent | None:
-    try:
-        return checked_event(json.loads(line))
-    except (ValueError, RecursionError, InvalidAgentResponse):
-        return None
 
 
 def diagnose(files: Sequence[Events]) -> list[Finding]:
@@ -109,23 +102,23 @@ def _observations(events: Sequence[AgentEvent]) -> Iterator[Observation]:
                 yield Observation(wall_at=event.wall_at + seconds, batches=(), events=(), unreachable=())
 
 
-def _finding(d: Diagnosis) -> Finding:
-    more = [Evidence(kind=ADVISES, text=d.advice)] if d.advice else []
-    more += [settles(d.settle)] if d.settle else []
+def _finding(diagnosis: Diagnosis) -> Finding:
+    more = [Evidence(kind=ADVISES, text=diagnosis.advice)] if diagnosis.advice else []
+    more += [settles(diagnosis.settle)] if diagnosis.settle else []
     return Finding(
-        detector=d.detectors[0],
-        suspects=d.suspects,
-        fault_class=d.fault_class,
-        onset=d.onset,
-        detected_at=d.detected_at,
-        confidence=d.confidence,
-        because=d.because,
-        evidence=(*d.evidence, *more),
-        about=d.about,
+        detector=diagnosis.detectors[0],
+        suspects=diagnosis.suspects,
+        fault_class=diagnosis.fault_class,
+        onset=diagnosis.onset,
+        detected_at=diagnosis.detected_at,
+        confidence=diagnosis.confidence,
+        because=diagnosis.because,
+        evidence=(*diagnosis.evidence, *more),
+        about=diagnosis.about,
     )
 
 
-def looked_at(files: Sequence[Events]) -> str:
+def summary(files: Sequence[Events]) -> str:
     nodes = {str(e.node) for f in files for e in f.events}
     return f"{sum(len(f.events) for f in files):,} event(s) of {len(nodes)} node(s)"
 

@@ -7,13 +7,10 @@ import numpy as np
 
 from rolecall.core.clock import Clock
 from rolecall.core.metrics.catalogue import host_values
-from rolecall.core.telemetry import ProcessSample
 from rolecall.detector.live.gpu_readings import GpuReadings, Who
-from rolecall.detector.panels.metrics import NODE_ROLE
-from rolecall.detector.panels.panel import Machine
-from rolecall.detector.panels.readings import CounterReading, measured, process_reading
+from rolecall.detector.panels.metrics import NODE_ROLE, CounterReading, measured, process_reading
+from rolecall.detector.panels.panel import PAUSE_SECONDS, Machine, PanelTick, Stopped, ticks_of
 from rolecall.detector.panels.series import MetricSeries, PanelPosition, Panels
-from rolecall.detector.panels.source import PAUSE_SECONDS, PanelTick, Stopped, ticks_of
 from rolecall.detector.sources.agents import AgentsSource
 
 
@@ -35,9 +32,11 @@ class AgentsPanels:
                 for batch in observation.batches:
                     for process in batch.processes:
                         if process.alive:  # a dead process is listed for a while beside its replacement
-                            place = _place_of(process)
+                            who = process.process
+                            machine = Machine(node=who.node, replica=process.replica, rank=process.rank)
+                            place = PanelPosition(role=process.role, machine=machine)
                             self._newest[place] = process_reading(process)
-                            self._ranks[process.process.node, process.process.pid] = place
+                            self._ranks[who.node, who.pid] = place
                         else:
                             self._ranks.pop((process.process.node, process.process.pid), None)
                     for gpu in batch.gpus:
@@ -70,9 +69,3 @@ class AgentsPanels:
             values[~np.isfinite(values)] = np.nan
             series.append(MetricSeries(metric=metric, places=[place for place, _ in found], values=values))
         return ticks_of(self._panels.build(np.array([at]), series))
-
-
-def _place_of(sample: ProcessSample) -> PanelPosition:
-    return PanelPosition(
-        role=sample.role, machine=Machine(node=sample.process.node, replica=sample.replica, rank=sample.rank)
-    )

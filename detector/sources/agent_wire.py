@@ -49,43 +49,36 @@ class InvalidAgentResponse(ValueError):
     """An invalid response of an agent; the message gives the field and the reason."""
 
 
-def checked_batch(value: object, node: str) -> SampleBatch:
-    """Raises InvalidAgentResponse."""
-    d = _mapping(value, "batch")
-    _check_version(d)
-    processes = _good(_list(d, "processes"), lambda p: _check_sample(_mapping(p, "sample"), node))
-    hosts = _good(_list(d, "hosts"), lambda h: _check_fields(_mapping(h, "host"), _HOST, "host"))
-    gpus = _good(_list(d, "gpus"), lambda g: _check_gpu(_mapping(g, "gpu"), node)) if "gpus" in d else []
-    _check_fields(d, _BATCH, "batch")
-    _own(d["node"], node)
-    return _built(SampleBatch.from_dict, {**d, "processes": processes, "hosts": hosts, "gpus": gpus})
-
-
 def checked_events(value: object, node: str) -> EventBatch:
     """Raises InvalidAgentResponse."""
-    d = _mapping(value, "events")
-    _check_version(d)
-    events = _good(_list(d, "events"), lambda e: _check_event(_mapping(e, "event"), node))
-    _check_fields(d, _EVENTS, "events")
-    _own(d["node"], node)
-    return _built(EventBatch.from_dict, {**d, "events": events})
+    response = _mapping(value, "events")
+    version = response.get("version", 1)
+    if not isinstance(version, int) or abs(version - WIRE_VERSION) > 1:
+        raise InvalidAgentResponse(f"version: the agent has {repr(version)[:20]}, this watcher {WIRE_VERSION}")
+    events = response.get("events")
+    if not isinstance(events, list):
+        raise InvalidAgentResponse(f"events: expected a list, got {type(events).__name__}")
+    events = _good(events, lambda e: _check_event(_mapping(e, "event"), node))
+    _check_fields(response, _EVENTS, "events")
+    _own(response["node"], node)
+    return _built(EventBatch.from_dict, {**response, "events": events})
 
 
 def checked_news(value: object, node: str) -> tuple[SampleBatch, EventBatch]:
     """Response of `/v1/news`: samples as columns (rolecall.core.columns), and events. Raises InvalidAgentResponse."""
-    d = _mapping(value, "news")
-    events = checked_events(d, node)
-    _check_fields(d, _NEWS, "news")
+    response = _mapping(value, "news")
+    events = checked_events(response, node)
+    _check_fields(response, _NEWS, "news")
     batch = SampleBatch(
         node=events.node,
         agent_pid=events.agent_pid,
-        cursor=d["cursor"],
-        lost=d["samples_lost"],
+        cursor=response["cursor"],
+        lost=response["samples_lost"],
         at=events.at,
         wall_at=events.wall_at,
-        processes=checked_columns(PROCESSES, d.get("processes"), events.node, "processes"),
-        hosts=checked_columns(HOSTS, d.get("hosts"), events.node, "hosts"),
-        gpus=checked_columns(GPUS, d.get("gpus"), events.node, "gpus"),
+        processes=checked_columns(PROCESSES, response.get("processes"), events.node, "processes"),
+        hosts=checked_columns(HOSTS, response.get("hosts"), events.node, "hosts"),
+        gpus=checked_columns(GPUS, response.get("gpus"), events.node, "gpus"),
     )
     return batch, events
 
@@ -166,15 +159,9 @@ def _is_replica_of(replica: str, role: str) -> bool:
 
 def checked_event(value: object) -> AgentEvent:
     """One event from a file, of any node. Raises InvalidAgentResponse."""
-    d = _mapping(value, "event")
-    _check_event(d, str(d.get("node", "")))
-    return _built(AgentEvent.from_dict, d)
-
-
-def _check_version(d: Mapping[str, Any]) -> None:
-    version = d.get("version", 1)
-    if not isinstance(version, int) or abs(version - WIRE_VERSION) > 1:
-        raise InvalidAgentResponse(f"version: it speaks {repr(version)[:20]}, this watcher {WIRE_VERSION}")
+    event = _mapping(value, "event")
+    _check_event(event, str(event.get("node", "")))
+    return _built(AgentEvent.from_dict, event)
 
 
 def _good(rows: list[Any], check: Callable[[Any], None]) -> list[Any]:
@@ -195,31 +182,30 @@ def _good(rows: list[Any], check: Callable[[Any], None]) -> list[Any]:
     return passed
 
 
-def _check_sample(d: Mapping[str, Any], node: str) -> None:
-    _check_process(d.get("process"), node)
-    _check_fields(d, _SAMPLE, "sample")
-    _check_ids(d["role"], d["replica"])
+def _check_sample(sample: Mapping[str, Any], node: str) -> None:
+    _check_process(sample.get("process"), node)
+    _check_fields(sample, _SAMPLE, "sample")
+    _check_ids(sample["role"], sample["replica"])
 
 
-def _check_gpu(d: Mapping[str, Any], node: str) -> None:
-    _check_fields(d, _GPU, "gpu")
-    _own(d["node"], node)
-    pids = d.get("pids", [])
+def _check_gpu(gpu: Mapping[str, Any], node: str) -> None:
+    _check_fields(gpu, _GPU, "gpu")
+    pids = gpu.get("pids", [])
     if not isinstance(pids, list) or not _are_pids(pids):
         raise InvalidAgentResponse(f"gpu.pids: expected at most {PIDS_MAX} numbers of processes, got {repr(pids)[:60]}")
 
 
-def _check_event(d: Mapping[str, Any], node: str) -> None:
-    if d.get("process") is not None:
-        _check_process(d["process"], node)
-    _check_fields(d, _EVENT, "event")
-    _own(d["node"], node)
-    kind = d.get("kind")  # an unknown kind comes from a newer agent, and becomes `other`
+def _check_event(event: Mapping[str, Any], node: str) -> None:
+    if event.get("process") is not None:
+        _check_process(event["process"], node)
+    _check_fields(event, _EVENT, "event")
+    _own(event["node"], node)
+    kind = event.get("kind")  # an unknown kind comes from a newer agent, and becomes `other`
     if not isinstance(kind, str) or not 0 < len(kind) <= KIND_MAX:
         raise InvalidAgentResponse(f"event.kind: expected a name, got {repr(kind)[:60]}")
-    if d.get("replica"):
-        _check_ids(d.get("role", ""), d["replica"])
-    detail = d.get("detail", {})
+    if event.get("replica"):
+        _check_ids(event.get("role", ""), event["replica"])
+    detail = event.get("detail", {})
     if not isinstance(detail, dict) or len(detail) > DETAIL_MAX:
         raise InvalidAgentResponse(f"event.detail: expected at most {DETAIL_MAX} texts")
     for k, v in detail.items():
@@ -228,11 +214,11 @@ def _check_event(d: Mapping[str, Any], node: str) -> None:
 
 
 def _check_process(value: object, node: str) -> None:
-    d = _mapping(value, "process")
-    if set(d) != {"node", "pid", "start_ticks"}:
+    process = _mapping(value, "process")
+    if set(process) != {"node", "pid", "start_ticks"}:
         raise InvalidAgentResponse("process: expected node, pid and start_ticks")
-    _check_fields(d, _PROCESS, "process")
-    _own(d["node"], node)
+    _check_fields(process, _PROCESS, "process")
+    _own(process["node"], node)
 
 
 def _check_ids(role: str, replica: str) -> None:
@@ -246,7 +232,7 @@ def _check_ids(role: str, replica: str) -> None:
 
 def _own(said: str, node: str) -> None:
     if said != node:
-        raise InvalidAgentResponse(f"node: the agent of {node} speaks for {said[:64]!r}")
+        raise InvalidAgentResponse(f"node: the agent of {node} answers for {said[:64]!r}")
     if not ID_PATTERN.match(said):
         raise InvalidAgentResponse(f"node: {said[:64]!r} is no id")
 
@@ -254,13 +240,6 @@ def _own(said: str, node: str) -> None:
 def _mapping(value: object, what: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise InvalidAgentResponse(f"{what}: expected a mapping, got {type(value).__name__}")
-    return value
-
-
-def _list(d: Mapping[str, Any], name: str) -> list[Any]:
-    value = d.get(name)
-    if not isinstance(value, list):
-        raise InvalidAgentResponse(f"{name}: expected a list, got {type(value).__name__}")
     return value
 
 
@@ -272,18 +251,18 @@ def _plain_fields(cls: type) -> _Fields:
     """The int, float, str and bool fields of a dataclass, with their types."""
     types: dict[str, type] = {"int": int, "float": float, "str": str, "bool": bool, "NodeId": str}
     found: _Fields = {}
-    for f in fields(cls):
-        kind = f.type if isinstance(f.type, type) else types.get(str(f.type))
-        named = kind.__name__ if kind else getattr(f.type, "__name__", "")
+    for field in fields(cls):
+        kind = field.type if isinstance(field.type, type) else types.get(str(field.type))
+        named = kind.__name__ if kind else getattr(field.type, "__name__", "")
         if named in types:
-            found[f.name] = (types[named], f.default is MISSING and f.default_factory is MISSING)
+            found[field.name] = (types[named], field.default is MISSING and field.default_factory is MISSING)
     return found
 
 
 _SAMPLE, _HOST, _EVENT = _plain_fields(ProcessSample), _plain_fields(HostSample), _plain_fields(AgentEvent)
 _GPU = _plain_fields(GpuSample)
 _NEWS: _Fields = {"cursor": (int, True), "samples_lost": (int, True)}
-_PROCESS, _BATCH, _EVENTS = _plain_fields(ProcessId), _plain_fields(SampleBatch), _plain_fields(EventBatch)
+_PROCESS, _EVENTS = _plain_fields(ProcessId), _plain_fields(EventBatch)
 
 
 _CHECKS: dict[type, Callable[[dict[str, Any], str], None]] = {
@@ -295,9 +274,9 @@ _CHECKS: dict[type, Callable[[dict[str, Any], str], None]] = {
 _ABSENT: Any = object()
 
 
-def _check_fields(d: Mapping[str, Any], wanted: _Fields, what: str) -> None:
+def _check_fields(values: Mapping[str, Any], wanted: _Fields, what: str) -> None:
     for name, (kind, required) in wanted.items():
-        value = d.get(name, _ABSENT)
+        value = values.get(name, _ABSENT)
         if value is _ABSENT:
             if required:
                 raise InvalidAgentResponse(f"{what}.{name}: missing")
@@ -325,8 +304,8 @@ def _is(value: object, kind: type, name: str) -> bool:
     return name in MAY_BE_UNFINITE or (math.isfinite(value) and abs(value) <= NUMBER_MAX)
 
 
-def _built(build: Callable[[dict[str, Any]], T], d: dict[str, Any]) -> T:
+def _built(build: Callable[[dict[str, Any]], T], values: dict[str, Any]) -> T:
     try:
-        return build(d)
+        return build(values)
     except (KeyError, TypeError, ValueError, AttributeError) as e:
         raise InvalidAgentResponse(f"{type(e).__name__}: {e}") from None

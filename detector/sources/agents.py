@@ -2,32 +2,154 @@
 
 Each agent has one asyncio task with one persistent connection; all tasks share an event loop in a separate thread. A
 task long-polls `/v1/news` for at most a poll interval, so that an exit reaches the detector in milliseconds and wakes
-`poll`; samples come in the same response, as columns. Agents are untrusted: sizes are limited, values are checked
-(agent_wire.py), redirects are not followed, every wait has a deadline (agent_client.py).
+`poll`; samples come in the same response, as columns.
+
+The HTTP/1.1 client is asynchronous: http.client would need a thread per agent, and a thousand threads contend for the
+GIL (*measured*: 0.4 ms per sample, against 0.04 here; docs/decisions/0021). Agents are untrusted: the size of a
+response is bounded before and after decompression, redirects are not followed, values are checked (agent_wire.py), and
+the deadline covers the whole response, so that a slow agent blocks no other.
 
 An agent may restart at any time: its address is read again, its event numbers continue (at least once), its sample
 cursor restarts. An agent that does not respond is reported as unreachable, with the reason; the others continue.
 """
 
 import asyncio
+import json
 import logging
 import resource
 import ssl
 import threading
-from collections.abc import Callable, Mapping
+import zlib
+from collections.abc import Callable, Coroutine, Mapping
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
+from typing import Self
+from urllib.parse import urlsplit
 
 from rolecall.core.clock import Clock
 from rolecall.core.telemetry import AgentEvent, EventBatch, SampleBatch
 from rolecall.detector.base.observation import Observation
-from rolecall.detector.sources.agent_client import (
-    AgentClientLimits,
-    AgentConnection,
-    AgentUnreachable,
-    EndpointNotFound,
-)
-from rolecall.detector.sources.agent_wire import InvalidAgentResponse, checked_batch, checked_events, checked_news
+from rolecall.detector.live.stages.agent_lost import REFUSED
+from rolecall.detector.sources.agent_wire import InvalidAgentResponse, checked_news
+
+HEAD_BYTES_MAX = 16 << 10
+
+
+class AgentUnreachable(Exception):
+    """No response from the agent; the message is the reason shown to users."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentClientLimits:
+    """Limits on the time and memory that one agent may use."""
+
+    answer_bytes_max: int = 16 << 20
+    """A minute of samples of a node with 13 processes is 3 MiB; a larger response is not from a valid agent."""
+    connect_seconds: float = 1.0
+    answer_seconds: float = 2.0
+    """For the whole response, in addition to the long-poll time of the request."""
+
+
+class AgentConnection:
+    """Created by `open`, ended by `close`. For one task."""
+
+    def __init__(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, head: str, answer_bytes_max: int
+    ) -> None:
+        self._reader, self._writer, self._head, self._bytes_max = reader, writer, head, answer_bytes_max
+
+    @classmethod
+    async def open(
+        cls, url: str, limits: AgentClientLimits, *, authorization: str = "", tls: ssl.SSLContext | None = None
+    ) -> Self:
+        """`authorization`: value of that header. `tls`: for https; by default, the system's authorities are trusted.
+
+        Raises:
+            AgentUnreachable: no connection in time, or `url` is not an agent's address.
+        """
+        try:
+            parts = urlsplit(url)
+            port = parts.port
+        except ValueError:
+            raise AgentUnreachable(f"{url!r} is no agent's address") from None
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise AgentUnreachable(f"{url!r} is no agent's address")
+        context = (tls or ssl.create_default_context()) if parts.scheme == "https" else None
+        try:
+            async with asyncio.timeout(limits.connect_seconds):
+                reader, writer = await asyncio.open_connection(
+                    parts.hostname, port or (443 if context else 80), ssl=context, limit=HEAD_BYTES_MAX
+                )
+        except ConnectionRefusedError:
+            raise AgentUnreachable(f"connection {REFUSED}") from None
+        except (OSError, ValueError) as e:
+            raise AgentUnreachable(f"no connection ({_short(e)})") from None
+        head = f" HTTP/1.1\r\nHost: {parts.netloc.rpartition('@')[2]}\r\nAccept-Encoding: gzip\r\n"
+        if authorization:
+            head += f"Authorization: {authorization}\r\n"
+        return cls(reader, writer, head + "\r\n", limits.answer_bytes_max)
+
+    def close(self) -> None:
+        """Aborts without the TLS shutdown: nothing is in flight."""
+        self._writer.transport.abort()
+
+    async def get(self, path: str, seconds: float) -> object:
+        """The JSON value at `path`, within `seconds`.
+
+        Raises:
+            AgentUnreachable: no complete response in time, or the connection broke.
+            InvalidAgentResponse: not a JSON response within the size limit.
+        """
+        shown = path.partition("?")[0]
+        try:
+            async with asyncio.timeout(seconds):
+                self._writer.write(f"GET {path}{self._head}".encode())
+                body = await self._answer(shown)
+        except TimeoutError:
+            raise AgentUnreachable(f"no complete answer to {shown} in time") from None
+        except (OSError, EOFError, asyncio.LimitOverrunError) as e:
+            raise AgentUnreachable(f"connection broke ({_short(e)})") from None
+        try:
+            return json.loads(body)
+        except (ValueError, RecursionError) as e:
+            raise InvalidAgentResponse(f"no JSON for {shown}: {_short(e)}") from None
+
+    async def _answer(self, shown: str) -> bytes:
+        first, *lines = (await self._reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
+        words = first.split(None, 2)
+        if len(words) < 2 or not words[0].startswith("HTTP/1."):
+            raise InvalidAgentResponse(f"no HTTP answer for {shown}")
+        if words[1] in ("401", "403"):
+            raise AgentUnreachable(f"authentication required (status {words[1]}): --credentials")
+        if words[1] != "200":
+            raise InvalidAgentResponse(f"status {words[1][:8]} for {shown}")
+        headers = {name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+        length = headers.get("content-length", "")
+        if not (length.isascii() and length.isdecimal()):
+            raise InvalidAgentResponse(f"no length of the answer for {shown}")
+        if len(length) > 12 or int(length) > self._bytes_max:
+            raise InvalidAgentResponse(f"more than {self._bytes_max >> 20} MiB for {shown}")
+        body = await self._reader.readexactly(int(length))
+        return self._inflated(body, shown) if headers.get("content-encoding", "").lower() == "gzip" else body
+
+    def _inflated(self, body: bytes, shown: str) -> bytes:
+        inflater = zlib.decompressobj(wbits=16 + zlib.MAX_WBITS)
+        try:
+            whole = inflater.decompress(body, self._bytes_max + 1)
+        except zlib.error as e:
+            raise InvalidAgentResponse(f"damaged compression of {shown}: {_short(e)}") from None
+        if len(whole) > self._bytes_max:
+            raise InvalidAgentResponse(f"more than {self._bytes_max >> 20} MiB for {shown}")
+        if not inflater.eof:
+            raise InvalidAgentResponse(f"damaged compression of {shown}: it ends too early")
+        return whole
+
+
+def _short(e: BaseException) -> str:
+    return (str(e) or type(e).__name__)[:120]
+
+
+# --- source -----------------------------------------------------------------------------------------------------------
 
 __all__ = ["AgentClientLimits", "AgentsSource", "Observation"]
 
@@ -167,9 +289,7 @@ class AgentsSource:
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
-        beat = self._loop.create_task(self._beat())
-        self._tasks.add(beat)
-        beat.add_done_callback(self._tasks.discard)
+        self._spawn(self._beat())
         try:
             self._loop.run_forever()
             for task in self._tasks:
@@ -209,26 +329,20 @@ class AgentsSource:
 
     def _begin(self, node: str, url: str) -> None:
         agent = self._agents[node] = _Agent(node, url)
+        self._loop.call_soon_threadsafe(lambda: self._spawn(self._listen(agent)))
 
-        def spawn() -> None:
-            task = self._loop.create_task(self._listen(agent))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
-
-        self._loop.call_soon_threadsafe(spawn)
+    def _spawn(self, work: Coroutine[None, None, None]) -> None:
+        """In the loop's thread."""
+        task = self._loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     # --- one task per agent, all in the loop's thread
 
     async def _listen(self, agent: _Agent) -> None:
-        old = False
         while not agent.stop:
             try:
-                await self._converse(agent, agent.url, old)
-            except EndpointNotFound as e:
-                if not old:
-                    old = True
-                    continue
-                self._failed(agent, f"its answer makes no sense: {e}")
+                await self._converse(agent, agent.url)
             except AgentUnreachable as e:
                 if not self._excused(agent):
                     self._failed(agent, str(e))
@@ -237,23 +351,17 @@ class AgentsSource:
             except Exception as e:  # deliberate: no response may end the agent's task
                 logger.exception("listening to the agent of %s", agent.node)
                 self._failed(agent, f"{type(e).__name__}: {e}")
-            old = False
             await asyncio.sleep(RETRY_SECONDS)
         self._num_processes -= agent.num_processes
 
-    async def _converse(self, agent: _Agent, url: str, old: bool) -> None:
-        """Polls over one connection until it breaks or the agent's address changes. `old`: an agent of an earlier
-        version, polled for events and samples separately."""
+    async def _converse(self, agent: _Agent, url: str) -> None:
+        """Polls over one connection until it breaks or the agent's address changes."""
         async with self._dials:
             tls = self._context(url)
             connection = await AgentConnection.open(url, self._limits, authorization=self._authorization, tls=tls)
         with closing(connection):
             while not agent.stop and agent.url == url:
-                if old:
-                    await self._read_events(agent, connection)
-                    await self._read_samples(agent, connection)
-                else:
-                    await self._read_news(agent, connection)
+                await self._read_news(agent, connection)
                 with self._changed:
                     agent.failing_since, agent.reason, agent.excused_since = 0.0, "", None
                 while len(self._events) >= EVENTS_MAX and not agent.stop:
@@ -292,30 +400,12 @@ class AgentsSource:
         path = f"/v1/news?after={agent.after}&since={agent.since}&wait={wait:g}{'&rounds=1' if thinned else ''}"
         answer = await connection.get(path, wait + self._limits.answer_seconds)
         batch, events = checked_news(answer, agent.node)
-        if self._is_of_another(agent, batch):
-            return  # the next request reads everything that it holds
+        if agent.agent_pid and batch.agent_pid != agent.agent_pid and agent.since:
+            # Another agent process, to which the cursor does not apply: the next request reads everything it holds.
+            agent.agent_pid, agent.since = batch.agent_pid, 0
+            return
         self._take_events(agent, events)
         self._take_batch(agent, batch)
-
-    async def _read_events(self, agent: _Agent, connection: AgentConnection) -> None:
-        wait = self._wait_seconds
-        path = f"/v1/events?after={agent.after}&wait={wait:g}"
-        answer = await connection.get(path, wait + self._limits.answer_seconds)
-        self._take_events(agent, checked_events(answer, agent.node))
-
-    async def _read_samples(self, agent: _Agent, connection: AgentConnection) -> None:
-        answer = await connection.get(f"/v1/samples?since={agent.since}", self._limits.answer_seconds)
-        batch = checked_batch(answer, agent.node)
-        if not self._is_of_another(agent, batch):
-            self._take_batch(agent, batch)
-
-    def _is_of_another(self, agent: _Agent, batch: SampleBatch) -> bool:
-        """Whether another agent process responds: the cursor does not apply to it, so everything that it holds is
-        read."""
-        if not agent.agent_pid or batch.agent_pid == agent.agent_pid or not agent.since:
-            return False
-        agent.agent_pid, agent.since = batch.agent_pid, 0
-        return True
 
     def _take_events(self, agent: _Agent, batch: EventBatch) -> None:
         fresh = tuple(e for e in batch.events if e.seq > agent.after)

@@ -1,6 +1,9 @@
-"""Source `prometheus`: panels from any server that speaks Prometheus's HTTP API (v1), by range queries.
+"""Source `prometheus`: panels from any server with Prometheus's HTTP API (v1), by range queries.
 
-Ticks are multiples of the interval on the server's clock. The newest requested tick is `lag_seconds` old: by then,
+A query names the labels of its series that identify a machine. A counter's rate is used only where it is reliable
+(`trusted_rate`): a target that restarts, appears or disappears is a gap.
+
+Ticks are multiples of the interval on the server's clock. The newest requested tick is one interval old: by then,
 every target has been scraped since the previous tick. Queries cover blocks of ticks. A query that a server rejects as
 too large is split in halves, first by time, then by machines; the sizes that worked are remembered. The server marks
 ended series as stale; the values that it sends are checked.
@@ -19,17 +22,135 @@ from numpy.typing import NDArray
 
 from rolecall.core.clock import Clock
 from rolecall.core.errors import ConfigError, UnreadableInput
-from rolecall.detector.panels.panel import Times
+from rolecall.core.metrics.catalogue import CATALOGUE
+from rolecall.core.metrics.metric import MetricScope, MetricType
+from rolecall.detector.panels.metrics import BUSY, NODE_ROLE, SECONDS_PER_UNIT, UNITS, panel_metric
+from rolecall.detector.panels.panel import Machine, PanelTick, Stopped, Times, pause, ticks_of
 from rolecall.detector.panels.series import MetricSeries, PanelPosition, Panels
-from rolecall.detector.panels.source import PanelTick, Stopped, pause, ticks_of
 from rolecall.detector.sources.prometheus_api import (
     RETRY_SECONDS_MAX,
     Client,
     PrometheusResponseTooLarge,
     PrometheusUnavailable,
+    is_name,
     short,
 )
-from rolecall.detector.sources.prometheus_queries import MetricQuery
+
+# --- queries ----------------------------------------------------------------------------------------------------------
+
+_NUMBER = re.compile(r"[0-9]{1,9}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Labels:
+    """Labels that identify the machine of a series: of each list, the first that is not empty."""
+
+    role: tuple[str, ...] = ("role",)
+    role_otherwise: str = "machine"
+    """Role of a series without such a label."""
+    replica: tuple[str, ...] = ("replica",)
+    node: tuple[str, ...] = ("node", "hostname", "Hostname", "instance")
+    """Series without any of these are ignored."""
+    rank: tuple[str, ...] = ("rank",)
+    gpu: tuple[str, ...] = ("gpu",)
+    job: tuple[str, ...] = ()
+    phase: tuple[str, ...] = ("phase",)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (*self.role, *self.replica, *self.node, *self.rank, *self.gpu, *self.job, *self.phase)
+
+    def place(self, labels: Mapping[str, str]) -> PanelPosition | None:
+        """None: no node, a rank or gpu that is not a number, or an unusable name."""
+
+        def first(names: tuple[str, ...]) -> str:
+            return next((labels[n] for n in names if labels.get(n)), "")
+
+        node, rank, gpu = first(self.node), first(self.rank), first(self.gpu)
+        role, replica, job, phase = first(self.role), first(self.replica), first(self.job), first(self.phase)
+        numbers = all(not n or _NUMBER.fullmatch(n) for n in (rank, gpu))
+        if not node or not numbers or not all(map(is_name, (node, role, replica, job, phase))):
+            return None
+        machine = Machine(node=node, replica=replica, rank=int(rank) if rank else None, gpu=int(gpu) if gpu else None)
+        return PanelPosition(role=role or self.role_otherwise, machine=machine, job=job, phase=phase)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetricQuery:
+    """`expression`: PromQL, in which `$match` stands for the user's selector (and one for a subset of machines, when a
+    server rejects a query for all), `$window` for the duration of rates, `$interval` for that of a tick."""
+
+    metric: str
+    expression: str
+    labels: Labels = Labels()
+
+
+def trusted_rate(name: str) -> str:
+    """Rate of a counter, if its series exists at both ends of the window and was not reset in it.
+
+    `rate` alone divides by the whole window even if the series covers only a part: a target that appears or disappears
+    would look slow for a window. `and` drops series that are stale now or were absent then, `unless resets` those that
+    were reset.
+    """
+    series = f"{name}{{$match}}"
+    return f"rate({series}[$window]) and {series} and {series} offset $window unless resets({series}[$window]) > 0"
+
+
+ALIVE = " and rolecall_process_up{$match} == 1"
+"""An agent continues to export the last values of a dead process: also a gap."""
+
+
+def catalogue_queries() -> tuple[MetricQuery, ...]:
+    """Metrics of rolecall's agents (core/metrics/catalogue.py). Phases change faster than servers scrape, so only the
+    role defines peers."""
+    found = []
+    for metric in CATALOGUE:
+        name = panel_metric(metric)
+        if not name or metric.subject is MetricScope.GPU:  # no label identifies the GPU's owner
+            continue
+        counter = metric.type is MetricType.COUNTER
+        expression = trusted_rate(metric.name) if counter else f"{metric.name}{{$match}}"
+        labels = Labels(role=(), role_otherwise=NODE_ROLE, phase=())
+        if metric.subject is MetricScope.PROCESS:
+            expression, labels = expression + ALIVE, Labels(phase=())
+        found.append(MetricQuery(metric=name, expression=expression, labels=labels))
+    each = f"({trusted_rate(BUSY)}) / (({trusted_rate(UNITS)}) > 0){ALIVE}"
+    return (*found, MetricQuery(metric=SECONDS_PER_UNIT, expression=each, labels=Labels(phase=())))
+
+
+DCGM_GAUGES = (
+    "DEV_SM_CLOCK",
+    "DEV_MEM_CLOCK",
+    "DEV_GPU_TEMP",
+    "DEV_MEMORY_TEMP",
+    "DEV_POWER_USAGE",
+    "DEV_GPU_UTIL",
+    "DEV_MEM_COPY_UTIL",
+    "DEV_FB_USED",
+    "DEV_NVLINK_BANDWIDTH_TOTAL",
+    "PROF_GR_ENGINE_ACTIVE",
+    "PROF_SM_ACTIVE",
+    "PROF_SM_OCCUPANCY",
+    "PROF_PIPE_TENSOR_ACTIVE",
+    "PROF_DRAM_ACTIVE",
+    "PROF_PCIE_TX_BYTES",
+    "PROF_PCIE_RX_BYTES",
+)
+"""From dcgm-exporter's `default-counters.csv`; without the last XID, which is a code and not a measurement."""
+
+
+def dcgm_queries() -> tuple[MetricQuery, ...]:
+    """Metrics of dcgm-exporter: one column per GPU. Its host label was `Hostname` until May 2026
+    (dcgm-exporter#655)."""
+    labels = Labels(role=("role",), role_otherwise="gpu", node=("hostname", "Hostname", "node", "instance"))
+    gauges = [
+        MetricQuery(metric=f"DCGM_FI_{g}", expression=f"DCGM_FI_{g}{{$match}}", labels=labels) for g in DCGM_GAUGES
+    ]
+    replays = "DCGM_FI_DEV_PCIE_REPLAY_COUNTER"
+    return (*gauges, MetricQuery(metric=f"{replays}_per_second", expression=trusted_rate(replays), labels=labels))
+
+
+# --- source -----------------------------------------------------------------------------------------------------------
 
 logger = logging.getLogger(__name__)
 
@@ -111,10 +232,9 @@ class PrometheusSource:
         interval_seconds: float,
         history_seconds: float = 0.0,
         match: str = "",
-        lag_seconds: float | None = None,
     ) -> None:
         """`interval_seconds`: at least the servers' scrape interval. `match`: label matchers for `$match`, such as
-        `cluster="a"`. `lag_seconds`: one interval if None. Raises ConfigError."""
+        `cluster="a"`. Raises ConfigError."""
         problems = []
         if not INTERVAL_SECONDS_MIN <= interval_seconds <= INTERVAL_SECONDS_MAX:
             within = f"{INTERVAL_SECONDS_MIN} and {INTERVAL_SECONDS_MAX:g} s"
@@ -130,7 +250,6 @@ class PrometheusSource:
         self._client, self._clock, self._match = client, clock, match
         self._interval_seconds = round(interval_seconds, 3)  # the API's resolution
         self._history_seconds = history_seconds
-        self._lag_seconds = self._interval_seconds if lag_seconds is None else lag_seconds
         self._asked = [_QueryState(q) for q in queries]
         self._panels = Panels(self._interval_seconds)
         self._begun, self._newest_with_data = False, 0  # number of that tick
@@ -149,7 +268,9 @@ class PrometheusSource:
         while not stopped():
             try:
                 offset = self._client.now(stopped) - self._clock.wall()
-                newest = math.floor((self._clock.wall() + offset - self._lag_seconds) / self._interval_seconds + 1e-6)
+                newest = math.floor(
+                    (self._clock.wall() + offset - self._interval_seconds) / self._interval_seconds + 1e-6
+                )
                 following = self._first_due(following, newest)
                 for asked in self._asked:
                     asked.empty_rounds = max(0, asked.empty_rounds - 1)
@@ -157,9 +278,11 @@ class PrometheusSource:
                     last = min(newest, following + BLOCK_TICKS - 1)
                     block = self._block(following, last, last == newest, stopped)
                     following = last + 1
-                    self._answered()
+                    if self.failing:
+                        logger.warning("%s answers again", self._client.where)
+                    self._begun, self.failing = True, ""
                     yield from block
-                due = following * self._interval_seconds + self._lag_seconds - offset
+                due = following * self._interval_seconds + self._interval_seconds - offset
                 pause(self._clock, due - self._clock.wall(), stopped)
             except PrometheusUnavailable as e:
                 if stopped():
@@ -180,11 +303,6 @@ class PrometheusSource:
         if skipped > 0:
             logger.warning("%s: %d ticks are too long ago and left out", self._client.where, skipped)
         return following + max(0, skipped)
-
-    def _answered(self) -> None:
-        if self.failing:
-            logger.warning("%s answers again", self._client.where)
-        self._begun, self.failing = True, ""
 
     def _not_answered(self, reason: str) -> None:
         if not self._begun:

@@ -20,7 +20,7 @@ from urllib.parse import quote, urlencode, urlsplit
 
 from rolecall.core.clock import Clock
 from rolecall.core.errors import ConfigError, UnreadableInput
-from rolecall.detector.panels.source import Stopped, pause
+from rolecall.detector.panels.panel import Stopped, pause
 
 RETRY_SECONDS, RETRY_SECONDS_MAX = 0.2, 5.0
 _TOO_MUCH = re.compile(r"too many|too large|too long|exceed|limit|maximum|timed out", re.IGNORECASE)
@@ -154,7 +154,7 @@ class Client:
         watchdog = threading.Timer(seconds, self._cut_off, (late,))
         watchdog.daemon = True
         watchdog.start()
-        most = self._limits.answer_bytes_max
+        most, too_late = self._limits.answer_bytes_max, f"no whole answer within {seconds:.3g} s"
         whole = keep = False
         try:
             connection = self._connected(seconds, late)
@@ -168,9 +168,7 @@ class Client:
         except ssl.SSLCertVerificationError as e:
             self._refuse(f"its certificate is not trusted: {e.verify_message}")
         except (OSError, http.client.HTTPException) as e:
-            why = (
-                f"no whole answer within {seconds:.3g} s" if late.is_set() or isinstance(e, TimeoutError) else short(e)
-            )
+            why = too_late if late.is_set() or isinstance(e, TimeoutError) else short(e)
             raise PrometheusUnavailable(why) from None
         finally:
             watchdog.cancel()
@@ -179,9 +177,7 @@ class Client:
         if len(read) > most:
             raise PrometheusResponseTooLarge(f"its answer is larger than {most >> 20} MiB")
         if not whole:
-            raise PrometheusUnavailable(
-                f"no whole answer within {seconds:.3g} s" if late.is_set() else "its answer was cut short"
-            )
+            raise PrometheusUnavailable(too_late if late.is_set() else "its answer was cut short")
         return response.status, read
 
     def _connected(self, seconds: float, late: threading.Event) -> http.client.HTTPConnection:

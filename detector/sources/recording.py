@@ -16,8 +16,7 @@ import polars as pl
 
 from rolecall.core.clock import Clock
 from rolecall.core.errors import ConfigError, UnreadableInput
-from rolecall.detector.panels.panel import Machine, Panel, PanelShape, Times
-from rolecall.detector.panels.source import PanelTick, Stopped, pause, ticks_of
+from rolecall.detector.panels.panel import Machine, Panel, PanelShape, PanelTick, Stopped, Times, pause, ticks_of
 
 MAGIC = b"PAR1"
 STRINGS = ("role", "replica", "node", "metric")
@@ -33,13 +32,14 @@ NUM_VALUES_MAX = 500_000_000
 """All panels of a file, 2 GB: only a grid that does not fit its samples gives more."""
 TIME_MAX = 1e11
 """Seconds: three thousand years."""
+NO_VALUE = "hold no finite value"
 NUM_FIRST_SAMPLES = 64
 """The interval is their typical distance: few enough to be available early, enough to outvote gaps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recording:
-    """`remarks`: omitted data with the reason, one sentence each."""
+    """`remarks`: omitted data with the reason, one sentence each. `panels`: none if no sample has a value."""
 
     path: str
     panels: tuple[Panel, ...]
@@ -69,14 +69,13 @@ def _schema_of(path: Path) -> pl.Schema:
 
 def read(path: Path) -> Recording:
     """Raises UnreadableInput: not a regular file, damaged, too large, columns missing or of a wrong type, or no
-    data."""
+    row with a time, a node and a metric."""
     if path.exists() and not path.is_file():
         raise UnreadableInput(where=str(path), reason="not a regular file")  # a pipe would block
-    table, remarks = _table(path)
+    table = _table(path)
     num_rows = len(table)
-    table, dropped = _clean(table)
-    remarks += dropped
-    if not len(table):
+    table, remarks = _clean(table)
+    if not len(table) and not any(NO_VALUE in remark for remark in remarks):
         raise UnreadableInput(where=str(path), reason="it holds no sample with a time, a node, a metric and a value")
     panels, room = [], NUM_VALUES_MAX
     for part in table.partition_by(PANEL_KEY, maintain_order=False):
@@ -106,7 +105,7 @@ def _schema() -> dict[str, Any]:
     }
 
 
-def _table(path: Path) -> tuple[pl.DataFrame, list[str]]:
+def _table(path: Path) -> pl.DataFrame:
     where = str(path)
     try:
         schema = _schema_of(path)
@@ -124,7 +123,7 @@ def _table(path: Path) -> tuple[pl.DataFrame, list[str]]:
     except (pl.exceptions.PolarsError, OSError) as e:
         first = (str(e).splitlines() or [type(e).__name__])[0][:200]
         raise UnreadableInput(where=where, reason=f"not a readable Parquet file: {first}") from e
-    return _typed(table, where), []
+    return _typed(table, where)
 
 
 def _typed(table: pl.DataFrame, where: str) -> pl.DataFrame:
@@ -159,7 +158,7 @@ def _clean(table: pl.DataFrame) -> tuple[pl.DataFrame, list[str]]:
         "have no sensible time": pl.col("timestamp").is_between(-TIME_MAX, TIME_MAX).fill_null(False),
         "name no node": pl.col("node").cast(pl.String) != "",
         "name no metric": pl.col("metric").cast(pl.String) != "",
-        "hold no finite value": pl.col("value").is_finite().fill_null(False),
+        NO_VALUE: pl.col("value").is_finite().fill_null(False),
     }
     remarks = []
     for what, keep in good.items():

@@ -4,80 +4,73 @@ A command appends a journal event and takes no action itself. A replacement requ
 that holds the lease takes through the same guards as a diagnosis. Commands work from any machine that reaches the
 journal's database.
 
-This module exports every command and query; node commands are in `node_commands`, queries in `queries`.
+Draining a node quarantines it and opens one replacement request per replica there. Repeating a drain that was
+interrupted adds only what is missing.
 """
 
-from collections.abc import Callable, Container
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from rolecall.core.clock import Clock, SystemClock
-from rolecall.core.diagnosis import ActionKind
-from rolecall.core.errors import CommandRefused, ConcurrentWrite
-from rolecall.core.ids import split_replica
-from rolecall.core.journal.events import EventKind
+from rolecall.core.diagnosis import ActionKind, Diagnosis, Suspect
+from rolecall.core.errors import CommandRefused, ConcurrentWrite, InvalidId
+from rolecall.core.faults import FaultClass
+from rolecall.core.ids import checked_id, split_replica
+from rolecall.core.journal.journal import Journal
 from rolecall.core.journal.payloads import (
+    BurnInFinished,
     DiagnosisReviewed,
     HoldLifted,
     HoldPlaced,
+    NodeDrained,
+    NodeQuarantined,
+    NodeReturnedToService,
     PlanApproved,
     PlanRejected,
     RecoveryPaused,
     RecoveryResumed,
 )
-from rolecall.recovery.fleet import fleet_view
-from rolecall.recovery.incident_store import IncidentProjection
-from rolecall.recovery.incidents.incident import NOT_STARTED, RIGHT, WRONG, Attempt, Decision, Incident, IncidentState
-from rolecall.recovery.incidents.projection import INCIDENT_KINDS
-from rolecall.recovery.loop import PAUSED_FLAG
+from rolecall.core.nodes import quarantined_nodes
+from rolecall.recovery.fleet import FleetView, ReplicaView, fleet_view
+from rolecall.recovery.incidents import (
+    INCIDENT_KINDS,
+    NOT_STARTED,
+    OPERATOR,
+    RIGHT,
+    WRONG,
+    Attempt,
+    Decision,
+    Incident,
+    IncidentProjection,
+    IncidentState,
+    open_incident,
+)
+from rolecall.recovery.loop import LEASE_NAME, PAUSED_FLAG
 from rolecall.recovery.next_step import decision_key
-from rolecall.recovery.operators.node_commands import drain, nodes, quarantine, record_burn_in, return_node
-from rolecall.recovery.operators.queries import incidents, incidents_text, known, replay, status, status_text
-from rolecall.recovery.operators.requests import handling_incident, request_replacement, watch_hint
+from rolecall.recovery.nodes import NODE_KINDS, BurnIn, NodeRecord, fold_nodes, known_nodes
+from rolecall.recovery.operators.queries import known
 from rolecall.recovery.operators.run_location import (
-    JournalLocation,
     RunLocation,
+    check_request,
     checked_name,
-    checked_reason,
     journal_of,
     opened,
 )
 
-__all__ = [
-    "JournalLocation",
-    "RunLocation",
-    "approve_plan",
-    "drain",
-    "hold_plan",
-    "incidents",
-    "incidents_text",
-    "lift_hold",
-    "nodes",
-    "pause_recovery",
-    "quarantine",
-    "record_burn_in",
-    "reject_plan",
-    "replace",
-    "replay",
-    "resume_recovery",
-    "return_node",
-    "review_diagnosis",
-    "status",
-    "status_text",
-]  # fmt: skip
-
-K, S = EventKind, IncidentState
-
+S = IncidentState
 
 HOLD_SECONDS_MAX = 24 * 3600.0
 """A forgotten hold must end. To hold for longer, repeat the command or pause."""
+REPLICAS_PER_DRAIN_MAX = 64
+"""Incidents that one command may open."""
 TRIES_MAX = 5
 """Retries of a command whose incident changed concurrently; each retry checks again whether the command is valid."""
 
 
 def pause_recovery(location: RunLocation, by: str, because: str) -> str:
     """No further action starts until `resume_recovery`. Returns the confirmation to print."""
-    checked_name(by)
-    checked_reason(because)
+    check_request(by, because)
     with journal_of(location) as journal:
         # The flag first: it stops the next action. The event is the record.
         journal.set_flag(PAUSED_FLAG, f"{by}: {because}")
@@ -124,8 +117,7 @@ def reject_plan(location: RunLocation, digest: str, by: str, because: str = "", 
     Raises:
         CommandRefused: no such plan, or it was already decided or started.
     """
-    checked_name(by)
-    checked_reason(because, needed=False)
+    check_request(by, because, needed=False)
 
     def event(incident: Incident, attempt: Attempt, now: float) -> _CommandEvent:
         _refuse_if_decided(attempt)
@@ -147,8 +139,7 @@ def hold_plan(
     Raises:
         CommandRefused: no such plan, or it was already rejected or started.
     """
-    checked_name(by)
-    checked_reason(because)
+    check_request(by, because)
     if not 0 < seconds <= HOLD_SECONDS_MAX:
         raise CommandRefused(f"a hold of {seconds:g} s: must be above 0 and at most {HOLD_SECONDS_MAX:.0f} s")
 
@@ -173,8 +164,7 @@ def lift_hold(location: RunLocation, digest: str, by: str, because: str = "", cl
     Raises:
         CommandRefused: no such plan, or it is not on hold.
     """
-    checked_name(by)
-    checked_reason(because, needed=False)
+    check_request(by, because, needed=False)
 
     def event(incident: Incident, attempt: Attempt, now: float) -> _CommandEvent:
         _refuse_if_decided(attempt, (Decision.REJECTED, Decision.EXPIRED))
@@ -258,14 +248,13 @@ def review_diagnosis(
     Raises:
         CommandRefused: there is no such incident.
     """
-    checked_name(by)
-    checked_reason(because, needed=False)
+    check_request(by, because, needed=False)
     with opened(location, clock) as (journal, projection):
         found = known(projection, incident_id)
         verdict = RIGHT if right else WRONG
         review = DiagnosisReviewed(verdict=verdict, by=by, because=because)
         journal.append(review, incident_id=incident_id, caused_by=found.last_event_id)
-    return f"diagnosis of {incident_id} marked {verdict}"
+    return f"diagnosis of {incident_id} reviewed as {verdict}"
 
 
 def replace(location: RunLocation, replica: str, reason: str, by: str, clock: Clock | None = None) -> str:
@@ -275,8 +264,7 @@ def replace(location: RunLocation, replica: str, reason: str, by: str, clock: Cl
         InvalidId: `replica` is not written role/index.
         CommandRefused: there is no such replica, or an open incident already handles it.
     """
-    checked_name(by)
-    checked_reason(reason)
+    check_request(by, reason)
     split_replica(replica)
     with opened(location, clock) as (journal, projection):
         view = fleet_view(journal.desired(), journal.current()).find(replica)
@@ -288,3 +276,196 @@ def replace(location: RunLocation, replica: str, reason: str, by: str, clock: Cl
         name = request_replacement(journal, projection, view, by, reason)
         hint = watch_hint(journal)
     return f"{name} opened: {replica} is replaced when the guards pass{hint}"
+
+
+# --- nodes --------------------------------------------------------------------------------------------------------
+
+
+def quarantine(location: RunLocation, node: str, by: str, because: str, clock: Clock | None = None) -> str:
+    """No new replica is placed on `node`; those that run there continue.
+
+    Raises:
+        CommandRefused: there is no such node, or it is already quarantined.
+    """
+    check_request(by, because)
+    with opened(location, clock) as (journal, projection):
+        record = _record(journal, projection, node)
+        if record.quarantined:
+            raise CommandRefused(
+                f"{node} is already quarantined by {record.quarantined_by}: {record.quarantined_because}"
+            )
+        journal.append(NodeQuarantined(node=node, by=by, because=because))
+    return f"{node} is quarantined: no replica is placed there until `rolecall node return {node}`"
+
+
+def return_node(location: RunLocation, node: str, by: str, because: str, clock: Clock | None = None) -> str:
+    """Ends a quarantine, whoever set it.
+
+    Raises:
+        CommandRefused: the node is not quarantined.
+    """
+    check_request(by, because)
+    with opened(location, clock) as (journal, projection):
+        if not _record(journal, projection, node).quarantined:
+            raise CommandRefused(f"{node} is not quarantined")
+        journal.append(NodeReturnedToService(node=node, by=by, because=because))
+    return f"{node} is back in service: replicas may be placed there"
+
+
+def drain(location: RunLocation, node: str, by: str, because: str, clock: Clock | None = None) -> str:
+    """Quarantines `node` and requests that each replica there is replaced on another node.
+
+    Raises:
+        CommandRefused: there is no such node.
+    """
+    check_request(by, because)
+    with opened(location, clock) as (journal, projection):
+        return drain_node(journal, projection, node, by, because)
+
+
+def drain_node(journal: Journal, projection: IncidentProjection, node: str, by: str, because: str) -> str:
+    """`drain` on an open journal."""
+    if not _record(journal, projection, node).quarantined:
+        journal.append(NodeQuarantined(node=node, by=by, because=f"drained: {because}"))
+    desired = journal.desired()
+    fleet = fleet_view(desired, journal.current())
+    affected = [  # running there, or about to start there
+        view
+        for view in fleet.replicas
+        if view.node == node or (view.desired_incarnation > view.incarnation and desired[view.replica].node == node)
+    ]
+    requested: list[str] = []
+    handled: list[str] = []
+    incident_ids: list[str] = []
+    for view in affected[:REPLICAS_PER_DRAIN_MAX]:
+        handling = handling_incident(projection, view.replica)
+        if handling is None:
+            name = request_replacement(journal, projection, view, by, f"{node} is drained: {because}")
+            incident_ids.append(name)
+            requested.append(f"{view.replica} ({name})")
+        else:
+            handled.append(f"{view.replica} ({handling.incident_id}, {handling.state})")
+    journal.append(NodeDrained(node=node, by=by, because=because, incidents=tuple(incident_ids)))
+    parts = [f"{node} is drained: no replica is placed there until `rolecall node return {node}`"]
+    if requested:
+        parts.append(f"moved when the guards pass: {', '.join(requested)}")
+    if handled:
+        parts.append(f"already handled: {', '.join(handled)}")
+    left = [str(view.replica) for view in affected[REPLICAS_PER_DRAIN_MAX:]]
+    if left:
+        parts.append(f"repeat the command for {len(left)} more: {', '.join(left[:5])}")
+    if requested and fleet.spare_node(frozenset({node}) | quarantined_nodes(journal)) is None:
+        parts.append("no other node can take them: they stay, and on-call is paged")
+    if not affected:
+        parts.append("no replica runs there")
+    return "; ".join(parts) + (watch_hint(journal) if requested else "")
+
+
+def record_burn_in(
+    location: RunLocation, node: str, result: Mapping[str, Any], by: str, clock: Clock | None = None
+) -> str:
+    """Records the result of a burn-in of `node`. The node need not be part of the run yet.
+
+    Raises:
+        CommandRefused: `node` is not a valid node name, or `result` not a burn-in result.
+    """
+    checked_name(by)
+    burn_in = BurnIn.from_dict(result)
+    _check_node_name(node)
+    with journal_of(location, clock) as journal:
+        journal.append(
+            BurnInFinished(node=node, by=by, passed=burn_in.passed, seconds=burn_in.seconds, checks=burn_in.checks)
+        )
+    return f"recorded: burn-in of {node} {'passed' if burn_in.passed else 'FAILED'}"
+
+
+def nodes(location: RunLocation, clock: Clock | None = None) -> list[dict[str, Any]]:
+    """Every node with its replicas, state and the incidents that name it, as plain values; most incidents first.
+
+    Replacement requests and diagnoses reviewed as wrong do not count.
+    """
+    with opened(location, clock) as (journal, projection):
+        records = fold_nodes(journal.events(kinds=NODE_KINDS))
+        fleet = fleet_view(journal.desired(), journal.current())
+        known = known_nodes(journal)
+    incident_ids: dict[str, list[str]] = {}
+    for incident in projection.incidents.values():
+        wrong = incident.review is not None and not incident.review.right
+        if not incident.requested_by_operator and not wrong:
+            for node in sorted({s.node for s in incident.diagnosis.suspects if s.node}):
+                incident_ids.setdefault(node, []).append(incident.incident_id)
+    every = {*known, *records, *incident_ids}
+    rows = [_row(records.get(n) or NodeRecord(node=n), fleet, incident_ids.get(n, [])) for n in every]
+    return sorted(rows, key=lambda row: (-row["num_incidents"], row["node"]))
+
+
+def _row(record: NodeRecord, fleet: FleetView, incident_ids: list[str]) -> dict[str, Any]:
+    return {
+        **asdict(record),
+        "quarantined": record.quarantined,
+        "replicas": [
+            {"replica": r.replica, "incarnation": r.incarnation, "state": str(r.state) if r.state else None}
+            for r in fleet.replicas
+            if r.node == record.node
+        ],
+        "num_incidents": len(incident_ids),
+        "incidents": incident_ids,
+    }
+
+
+def _record(journal: Journal, projection: IncidentProjection, node: str) -> NodeRecord:
+    """
+    Raises:
+        CommandRefused: there is no such node.
+    """
+    _check_node_name(node)
+    records = fold_nodes(journal.events(kinds=NODE_KINDS))
+    known = known_nodes(journal) | records.keys()
+    known |= {str(s.node) for i in projection.incidents.values() for s in i.diagnosis.suspects if s.node}
+    if node not in known:
+        raise CommandRefused(f"{node} is not a node of this run: {', '.join(sorted(known)[:50]) or 'none known'}")
+    return records.get(node) or NodeRecord(node=node)
+
+
+def _check_node_name(node: str) -> None:
+    try:
+        checked_id(node, "node")
+    except InvalidId as e:
+        raise CommandRefused(str(e)) from None
+
+
+# --- replacement requests -----------------------------------------------------------------------------------------
+
+
+def replacement_request(view: ReplicaView, because: str, now: float) -> Diagnosis:
+    """A request to replace this incarnation, as a diagnosis. `now`: wall seconds."""
+    suspect = Suspect(node=view.node, role=view.role, replica=view.replica, incarnation=view.desired_incarnation)
+    return Diagnosis(
+        suspects=(suspect,),
+        fault_class=FaultClass.CANNOT_TELL,
+        onset=now,
+        detected_at=now,
+        confidence=1.0,
+        because=because,
+        detectors=(OPERATOR,),
+    )
+
+
+def request_replacement(
+    journal: Journal, projection: IncidentProjection, view: ReplicaView, by: str, reason: str
+) -> str:
+    """Opens an incident that requests replacement of this incarnation; returns its id."""
+    because = f"{by} requested replacement of {view.replica}#{view.desired_incarnation}: {reason}"
+    return open_incident(journal, projection, replacement_request(view, because, journal.clock.wall()))
+
+
+def handling_incident(projection: IncidentProjection, replica: str) -> Incident | None:
+    """The open incident that handles this replica."""
+    return next((i for i in projection.open_incidents() if replica in (*i.named, *i.touched)), None)
+
+
+def watch_hint(journal: Journal) -> str:
+    """Appended to a confirmation when no recovery leader would act on the request."""
+    lease = journal.lease(LEASE_NAME)
+    watched = lease is not None and lease.holder != "" and lease.expires_at > journal.clock.wall()
+    return "" if watched else " (no watch holds the lease: start one with `rolecall watch`)"

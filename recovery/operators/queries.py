@@ -10,14 +10,13 @@ from rolecall.core.journal.events import EventKind
 from rolecall.core.journal.payloads import IncidentOpened, LeaseAcquired, PlanCreated
 from rolecall.core.journal.rows import reading
 from rolecall.core.journal.store import canonical
-from rolecall.recovery.actuators.ray_runtime import STOP_FLAG
+from rolecall.recovery.actuators import STOP_FLAG
 from rolecall.recovery.fleet import fleet_view
 from rolecall.recovery.guards import HOUR_SECONDS
-from rolecall.recovery.incident_store import IncidentProjection
-from rolecall.recovery.incidents.incident import RIGHT, WRONG, Incident, IncidentState, evictions
+from rolecall.recovery.incidents import RIGHT, WRONG, Incident, IncidentProjection, IncidentState, evictions
 from rolecall.recovery.loop import LEASE_NAME, PAUSED_FLAG
 from rolecall.recovery.nodes import NODE_KINDS, fold_nodes
-from rolecall.recovery.notifications.outbox import notification_text
+from rolecall.recovery.notifications import notification_text
 from rolecall.recovery.operators.run_location import RunLocation, opened
 from rolecall.recovery.policy import PolicyInput, decide
 
@@ -52,15 +51,15 @@ def status(location: RunLocation, clock: Clock | None = None) -> dict[str, Any]:
         },
         "replicas": [
             {
-                "replica": r.replica,
-                "incarnation": r.incarnation,
-                "desired_incarnation": r.desired_incarnation,
-                "state": str(r.state) if r.state else None,
-                "node": r.node,
-                "since": r.changed_at,
-                "because": r.because,
+                "replica": replica.replica,
+                "incarnation": replica.incarnation,
+                "desired_incarnation": replica.desired_incarnation,
+                "state": str(replica.state) if replica.state else None,
+                "node": replica.node,
+                "since": replica.changed_at,
+                "because": replica.because,
             }
-            for r in fleet.replicas
+            for replica in fleet.replicas
         ],
         "open_incidents": [_summary(i, projection) for i in projection.open_incidents()],
         "broken_incidents": {name: str(e).splitlines()[0] for name, e in sorted(projection.broken.items())},
@@ -98,30 +97,32 @@ def known(projection: IncidentProjection, incident_id: str) -> Incident:
     return found
 
 
-def _summary(i: Incident, projection: IncidentProjection) -> dict[str, Any]:
-    attempt, broken = i.attempt, projection.broken.get(i.incident_id)
+def _summary(incident: Incident, projection: IncidentProjection) -> dict[str, Any]:
+    attempt, broken = incident.attempt, projection.broken.get(incident.incident_id)
     return {
-        "incident_id": i.incident_id,
-        "state": str(i.state),
-        "fault_class": str(i.diagnosis.fault_class),
-        "suspects": [f"{s.replica}#{s.incarnation}" if s.replica else str(s.node) for s in i.diagnosis.suspects],
-        "because": i.diagnosis.because,
-        "opened_at": i.opened_at,
+        "incident_id": incident.incident_id,
+        "state": str(incident.state),
+        "fault_class": str(incident.diagnosis.fault_class),
+        "suspects": [f"{s.replica}#{s.incarnation}" if s.replica else str(s.node) for s in incident.diagnosis.suspects],
+        "because": incident.diagnosis.because,
+        "opened_at": incident.opened_at,
         "action": str(attempt.plan.action) if attempt else None,
         "plan": attempt.plan.to_dict() if attempt else None,
-        "num_attempts": len(i.attempts),
+        "num_attempts": len(incident.attempts),
         "held_by": sorted(attempt.held_by) if attempt else [],
         "expires_at": attempt.expires_at if attempt else None,
         "decision": str(attempt.decision) if attempt and attempt.decision else None,
         "decided_by": attempt.decided_by if attempt else "",
         "hold": {**asdict(attempt.hold), "until_text": attempt.hold.until_text} if attempt and attempt.hold else None,
-        "mark": {**asdict(i.mark), "verdict": RIGHT if i.mark.right else WRONG} if i.mark else None,
-        "verified_at": i.verified_at,
-        "closed_at": i.closed_at,
-        "outcome": str(i.outcome) if i.outcome else None,
-        "closed_because": i.because,
-        "oncall_paged": bool(i.page_topics),
-        "page_reason": i.page_reason,
+        "review": {**asdict(incident.review), "verdict": RIGHT if incident.review.right else WRONG}
+        if incident.review
+        else None,
+        "verified_at": incident.verified_at,
+        "closed_at": incident.closed_at,
+        "outcome": str(incident.outcome) if incident.outcome else None,
+        "closed_because": incident.because,
+        "oncall_paged": bool(incident.page_topics),
+        "page_reason": incident.page_reason,
         "set_aside": str(broken).splitlines()[0] if broken is not None else None,
     }
 
@@ -196,31 +197,40 @@ def incidents_text(value: list[dict[str, Any]]) -> str:
             text = body.get("because") or body.get("outcome") or ""
             lines.append(f"  e{event['seq']} {event['kind']} {text}".rstrip())
             if event["kind"] == K.EVIDENCE_COLLECTED:
-                evidence = [*body.get("told", ()), *(f"not collected: {text}" for text in body.get("missing", ()))]
+                evidence = [
+                    *body.get("statements", ()),
+                    *(f"not collected: {text}" for text in body.get("missing", ())),
+                ]
                 lines += [f"    {text}" for text in (*evidence, *(f["name"] for f in body.get("files", ())))]
     return _text(lines)
 
 
 def _incident_lines(found: list[dict[str, Any]]) -> list[str]:
     lines = []
-    for i in found:
-        state = "SET ASIDE" if i["set_aside"] else i["outcome"] or i["state"]
-        lines.append(f"{i['incident_id']} {state}: {i['set_aside'] or i['because']}")
-        if i["plan"]:
-            held = f", blocked by {', '.join(i['held_by'])}" if i["held_by"] and i["outcome"] is None else ""
-            lines.append(f"  {i['action']} (plan {i['plan']['digest']}, attempt {i['num_attempts']}{held})")
-            lines += [f"  also: {hit}" for hit in i["plan"]["also_hit"]]
-        if (hold := i["hold"]) and not hold["lifted"] and i["outcome"] is None:
-            lines.append(f"  on hold by {hold['by']} until {hold['until_text']}: {hold['because']}")
-        if mark := i["mark"]:
-            lines.append(
-                f"  diagnosis marked {mark['verdict']} by {mark['by']}"
-                + (f": {mark['because']}" if mark["because"] else "")
+    for incident in found:
+        state = "SET ASIDE" if incident["set_aside"] else incident["outcome"] or incident["state"]
+        lines.append(f"{incident['incident_id']} {state}: {incident['set_aside'] or incident['because']}")
+        if incident["plan"]:
+            held = (
+                f", blocked by {', '.join(incident['held_by'])}"
+                if incident["held_by"] and incident["outcome"] is None
+                else ""
             )
-        if i["oncall_paged"] and i["outcome"] is None:
-            lines.append(f"  ON-CALL PAGED: {i['page_reason']}")
-        if i["state"] == IncidentState.PROPOSED:
-            lines.append(f"  awaiting approval: rolecall approve|reject|hold {i['plan']['digest']}")
+            lines.append(
+                f"  {incident['action']} (plan {incident['plan']['digest']}, attempt {incident['num_attempts']}{held})"
+            )
+            lines += [f"  also: {hit}" for hit in incident["plan"]["also_hit"]]
+        if (hold := incident["hold"]) and not hold["lifted"] and incident["outcome"] is None:
+            lines.append(f"  on hold by {hold['by']} until {hold['until_text']}: {hold['because']}")
+        if review := incident["review"]:
+            lines.append(
+                f"  diagnosis reviewed as {review['verdict']} by {review['by']}"
+                + (f": {review['because']}" if review["because"] else "")
+            )
+        if incident["oncall_paged"] and incident["outcome"] is None:
+            lines.append(f"  ON-CALL PAGED: {incident['page_reason']}")
+        if incident["state"] == IncidentState.PROPOSED:
+            lines.append(f"  awaiting approval: rolecall approve|reject|hold {incident['plan']['digest']}")
     return lines
 
 

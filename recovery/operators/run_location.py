@@ -4,7 +4,7 @@ Commands need nothing but the journal, so a dashboard on another machine can iss
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from pathlib import Path
 from typing import Protocol
 
@@ -14,7 +14,7 @@ from rolecall.core.clock import Clock
 from rolecall.core.errors import CommandRefused, ConfigError
 from rolecall.core.journal.database import checked_url, redacted
 from rolecall.core.journal.journal import Journal
-from rolecall.recovery.incident_store import IncidentProjection
+from rolecall.recovery.incidents import IncidentProjection
 
 NAME_CHARS_MAX = 64
 """Of a user's name: it is shown in tables and sentences."""
@@ -64,14 +64,9 @@ def run_id_of(url: str) -> str:
     return rest.partition('"')[0] if found else str(parsed.database)
 
 
-@contextmanager
-def journal_of(location: RunLocation, clock: Clock | None = None) -> Iterator[Journal]:
+def journal_of(location: RunLocation, clock: Clock | None = None) -> AbstractContextManager[Journal]:
     """The journal at `location`, closed after the block."""
-    journal = Journal(location.database_url, clock=clock, create=False)
-    try:
-        yield journal
-    finally:
-        journal.close()
+    return closing(Journal(location.database_url, clock=clock, create=False))
 
 
 @contextmanager
@@ -96,14 +91,14 @@ def checked_name(by: str) -> str:
     return by
 
 
-def checked_reason(because: str, *, needed: bool = True) -> str:
-    """The reason, if it is not too long to be shown.
+def check_request(by: str, because: str, *, needed: bool = True) -> None:
+    """Checks the user's name and the reason of a command.
 
     Raises:
-        CommandRefused: it is missing where `needed`, or too long.
+        CommandRefused: the name is not valid; the reason is missing where `needed`, or too long to be shown.
     """
+    checked_name(by)
     if needed and not because.strip():
         raise CommandRefused("a reason is required")
     if len(because) > REASON_CHARS_MAX:
         raise CommandRefused(f"the reason has {len(because)} characters, the limit is {REASON_CHARS_MAX}")
-    return because

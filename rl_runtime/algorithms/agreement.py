@@ -1,7 +1,7 @@
 """Engine-trainer agreement: recompute the log-probabilities of sampled tokens under the weights that generated them.
 
 Tokens of the current weights cost nothing to compare: the step's forward pass already computes them (`objective`). In
-an asynchronous run nearly all tokens are one or two versions older. A trainer therefore keeps the newest former
+an asynchronous run nearly all tokens are one or two versions older. A trainer therefore keeps the newest previous
 versions and recomputes a small share of each step's rows with them. A different share is drawn in each step, from one
 microbatch, so that the fixed cost of a forward pass is paid once. At equal precision the results differ only by
 rounding; a larger difference means wrong weights or wrong numerics in an engine or a trainer.
@@ -20,7 +20,7 @@ from torch.func import functional_call
 from rolecall.rl_runtime.algorithms.objective import Batch, disagreement, token_logprobs
 
 VERSIONS_KEPT: Final = 2
-"""Number of former policy versions to keep, one copy each: the default staleness bound of a job."""
+"""Number of previous policy versions to keep, one copy each: the default staleness bound of a job."""
 SHARE: Final = 16
 """One row in `SHARE` of a step is recomputed: a sixteenth of a forward pass, about 2 % of a step's arithmetic."""
 
@@ -35,13 +35,13 @@ def is_asked(microbatch_id: str, all_ids: Sequence[str], step: int) -> bool:
 
 
 def rows_to_ask(
-    versions_st: Tensor, former: Mapping[int, Weights], step: int, *, microbatches: int
+    versions_st: Tensor, previous: Mapping[int, Weights], step: int, *, microbatches: int
 ) -> tuple[int, list[int]] | None:
-    """(former version with the most tokens here, rows with such tokens); None without any token of a kept version.
+    """(previous version with the most tokens here, rows with such tokens); None without any token of a kept version.
 
     `microbatches`: number in the step; this one stands for all of them.
     """
-    counts = {version: int((versions_st == version).sum()) for version in former}
+    counts = {version: int((versions_st == version).sum()) for version in previous}
     version = max(counts, key=lambda v: (counts[v], v), default=-1)
     if not counts.get(version):
         return None
@@ -51,16 +51,18 @@ def rows_to_ask(
 
 
 @torch.no_grad()
-def asked_again(module: Any, batch: Batch, former: Mapping[int, Weights], step: int, *, microbatches: int) -> float:
+def recomputed_log_probs(
+    module: Any, batch: Batch, previous: Mapping[int, Weights], step: int, *, microbatches: int
+) -> float:
     """Largest |log-probability under the token's own version - sampled log-probability| of some rows; -1 without any
     comparable token. `module`: the policy; its own weights are not used.
     """
-    found = rows_to_ask(batch.versions_st, former, step, microbatches=microbatches)
+    found = rows_to_ask(batch.versions_st, previous, step, microbatches=microbatches)
     if found is None:
         return -1.0
     version, rows = found
     end = int(batch.response_st[rows].any(dim=0).nonzero().max()) + 1
     tokens = batch.tokens_st[rows, :end]
-    out = functional_call(module, dict(former[version]), kwargs={"input_ids": tokens, "use_cache": False})
+    out = functional_call(module, dict(previous[version]), kwargs={"input_ids": tokens, "use_cache": False})
     logprobs, _ = token_logprobs(out.logits, tokens)
     return disagreement(logprobs, batch.sampler_logprobs_st[rows, :end], batch.versions_st[rows, :end], version)

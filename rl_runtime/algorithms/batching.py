@@ -40,7 +40,7 @@ def assign(
 ) -> dict[ReplicaId, list[str]]:
     """Replica -> microbatches: assigns every id exactly once and keeps finished work at its replica.
 
-    `computed`: gradients that members hold from an interrupted attempt. Those of former members are ignored; if two
+    `computed`: gradients that members hold from an interrupted attempt. Those of previous members are ignored; if two
     members hold the same id, the first in order keeps it. Totals are balanced as far as the held gradients allow, then
     the free ids fill up the members in order. Deterministic and stable: when part of the result has been computed, the
     result stays the same, so an attempt that is retried after a lost answer matches the one still running.

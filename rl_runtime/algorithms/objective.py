@@ -6,6 +6,15 @@
            + c H_t  -  b (pi_ref/pi - 1 - log pi_ref/pi)                           PPO eq. 9, GRPO 2402.03300 eq. 4
     policy = -1/N sum_t gain_t            critic = 1/M sum_t (V(s_t) - return_t)^2 / 2
 
+    group-relative (GRPO, DAPO)     A = (R - mean R) / std R                                      `group_relative.py`
+    GAE (PPO)      A_t = sum_k (gamma lambda)^k d_t+k,   d_t = r_t + gamma V(s_t+1) - V(s_t)      1506.02438 eq. 16
+    EGAE (T-PPO)   the same sum up to the cut of an unfinished answer                             2506.15050 sec. 3
+    overlong       0 up to Lmax - Lcache, then linearly down to -1 at Lmax and beyond             DAPO eq. 13
+
+The state s_t is the prompt and the tokens before o_t; V(s_t) is the critic's output before o_t is chosen. The value
+after the last token of a finished answer is 0. After a cut it is the *bootstrap* value, the only difference between GAE
+and EGAE.
+
 **A microbatch does not depend on N and M.** Its gradient is that of the sums, which are divided once, after all
 microbatches of a step are added up over all replicas (`divisors`). The result is therefore independent of the split and
 of lost replicas, and an average of averages cannot occur.
@@ -17,7 +26,7 @@ beyond them it is 0 where clipping is active. (Autograd does this: `minimum` sha
 **No single token can corrupt a step.** A log-ratio counts within LOG_RATIO_MIN .. LOG_RATIO_MAX and has no gradient
 beyond, so neither exp nor its square overflows and 0 times infinity cannot occur. Untrained tokens are masked before
 exp instead of multiplied by 0. `make_batch` rejects a log-probability or reward that is NaN or infinite; a non-finite
-model output fails the step with NotFinite.
+model output fails the step with NonFiniteValue.
 
 The policy is trained on *fresh* response tokens (not trained in an earlier step) within the staleness bound, whether or
 not the answer is complete; the critic on all tokens of complete answers. Prompts are never trained on.
@@ -31,7 +40,6 @@ import torch
 from torch import Tensor
 
 from rolecall.core.config.algorithm import AlgorithmConfig
-from rolecall.rl_runtime.algorithms.advantages import gae, last_of, overlong_penalty
 from rolecall.rl_runtime.algorithms.group_relative import group_relative
 from rolecall.rl_runtime.protocol.messages import EndReason, PromptGroup, TrainingSample
 from rolecall.rl_runtime.protocol.policy_health import HealthSums
@@ -288,7 +296,7 @@ def _critic(batch: Batch, algorithm: AlgorithmConfig, values_after_st: Tensor) -
     fixed = values_st.detach()  # values outside the response are arbitrary and unused
     behind = values_after_st.detach() if algorithm.truncation_value == "critic" else fixed
     bootstrap = torch.where(batch.over_s, torch.zeros_like(batch.rewards_s), last_of(behind, batch.response_st))
-    rewards_st = _at_the_end(batch)
+    rewards_st = last_token(batch.response_st) * batch.rewards_s.unsqueeze(1)
     gamma = algorithm.gamma
 
     def advantages(decay: float) -> Tensor:
@@ -307,12 +315,6 @@ def _critic(batch: Batch, algorithm: AlgorithmConfig, values_after_st: Tensor) -
         value_error_squared=float(wrong.square().sum()),
     )
     return advantages(algorithm.lambda_policy), value, sums
-
-
-def _at_the_end(batch: Batch) -> Tensor:
-    """The reward of each complete answer, at its last token."""
-    later = torch.nn.functional.pad(batch.response_st[:, 1:], (0, 1))
-    return batch.response_st * (1.0 - later) * batch.rewards_s.unsqueeze(1)
 
 
 def _policy_sums(
@@ -348,3 +350,50 @@ def _total(x: Tensor) -> float:
 
 def _largest(x: Tensor, *, none: float) -> float:
     return float(x.max()) if x.numel() else none
+
+
+def overlong_penalty(length: int, *, longest: int, cache: int) -> float:
+    """In [-1, 0] for a response of `length` tokens; `cache` 0 disables it.
+
+    At exactly `longest` the linear piece has reached -1; DAPO's third piece begins after it with the same value.
+    """
+    if cache == 0 or length <= longest - cache:
+        return 0.0
+    return -min(1.0, (length - (longest - cache)) / cache)
+
+
+def gae(
+    rewards_st: Tensor, values_st: Tensor, response_st: Tensor, bootstrap_s: Tensor, *, gamma: float, decay: float
+) -> Tensor:
+    """Advantages (S, T), 0 outside the response.
+
+    Args:
+        rewards_st: reward given for token t.
+        values_st: V(s_t), of the state in which token t was chosen.
+        response_st: 1 where token t was generated; one run of ones a row.
+        bootstrap_s: value of the state after the last token: 0 where the answer is finished.
+        gamma: discount. decay: lambda.
+    """
+    advantage = torch.zeros_like(bootstrap_s)
+    after = bootstrap_s
+    columns: list[Tensor] = []
+    for t in range(values_st.shape[1] - 1, -1, -1):
+        here = response_st[:, t] > 0
+        difference = rewards_st[:, t] + gamma * after - values_st[:, t]
+        summed = difference + gamma * decay * advantage
+        # After the response, the state is constant: its last token sees the bootstrap value and a zero advantage.
+        advantage = torch.where(here, summed, torch.zeros_like(summed))
+        after = torch.where(here, values_st[:, t], bootstrap_s)
+        columns.append(advantage)
+    return torch.stack(columns[::-1], dim=1)
+
+
+def last_token(response_st: Tensor) -> Tensor:
+    """1 at each row's last response token."""
+    later = torch.nn.functional.pad(response_st[:, 1:], (0, 1))
+    return response_st * (1.0 - later)
+
+
+def last_of(values_st: Tensor, response_st: Tensor) -> Tensor:
+    """Value at each row's last response token, shape (S,); 0 for a row without response tokens."""
+    return torch.where(last_token(response_st) > 0, values_st, 0.0).sum(dim=1)

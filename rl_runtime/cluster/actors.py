@@ -2,7 +2,8 @@
 
 Methods of the concurrency group `work` run sequentially in one thread, those of `control` in parallel to them. Each
 constructor imports its role's dependencies, so a reward worker or controller loads neither torch nor vLLM. Exceptions
-of work are reported to the agent before they reach the caller. `actor_operations.py` creates the actors.
+of work are reported to the agent before they reach the caller. `actor_operations.py` creates the actors. `RayClient` is
+the controller's way to the other actors, with Ray's errors translated.
 """
 
 import asyncio
@@ -10,26 +11,30 @@ import logging
 import os
 import struct
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 import ray
+from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTaskError
 
 from rolecall.agent.reporter import reporter
 from rolecall.core.clock import Clock, SystemClock
 from rolecall.core.config.job import JobConfig, parse_job
-from rolecall.core.errors import NonFiniteValue, RolecallError
+from rolecall.core.errors import DeadlineExceeded, RolecallError
 from rolecall.core.ids import process_start_ticks
 from rolecall.core.membership import Actual
 from rolecall.core.rundir import RunDir
 from rolecall.core.telemetry import Phase
 from rolecall.rl_runtime.faults import process_side as faults
-from rolecall.rl_runtime.protocol.spawn import ActorSpec
+from rolecall.rl_runtime.protocol.clients import ReplicaExited, is_code_error
+from rolecall.rl_runtime.protocol.spawn import NAMESPACE, ActorSpec
 
 logger = logging.getLogger(__name__)
 P = ParamSpec("P")
 T = TypeVar("T")
+A = TypeVar("A")
 
 LEASE_EXIT = 70
 """Exit code of a process whose lease expired."""
@@ -38,6 +43,7 @@ START_LEASE_SECONDS = 300.0
 LEASE_CHECKS_PER_LEASE = 10
 STOP_DELAY_SECONDS = 0.1
 """Between the answer to `stop` and the exit, so that the answer arrives."""
+REASON_LENGTH_MAX = 300
 
 
 def _work(method: Callable[P, T]) -> Callable[P, T]:
@@ -74,9 +80,54 @@ def _exit_on_lease_expiry() -> None:
     os._exit(LEASE_EXIT)
 
 
-def is_code_error(error: Exception) -> bool:
-    """Whether the job's code raised it. Lost peers, stale messages and deadlines belong to the runtime."""
-    return isinstance(error, NonFiniteValue) or not isinstance(error, RolecallError)
+class RemoteError(Exception):
+    """An exception of a replica that could not be deserialized."""
+
+
+class RayClient:
+    """One incarnation, reached through a named actor."""
+
+    def __init__(self, record: Actual, handle: Any) -> None:
+        self.replica, self.incarnation, self._handle = record.replica, record.incarnation, handle
+
+    async def call(self, method: str, *args: Any) -> Any:
+        """
+        Raises:
+            ReplicaExited: the actor died.
+            DeadlineExceeded: Ray cannot reach it at the moment; it may be alive.
+        """
+        try:
+            return await asyncio.wrap_future(getattr(self._handle, method).remote(*args).future())
+        except RayTaskError as e:
+            cause = getattr(e, "cause", None)
+            if isinstance(cause, Exception) and not isinstance(cause, RayError):
+                raise cause from None
+            raise RemoteError(str(e.traceback_str).strip().splitlines()[-1][:REASON_LENGTH_MAX]) from None
+        except ActorUnavailableError as e:
+            call = f"{self.replica}#{self.incarnation} {method} ({_short(e)})"
+            raise DeadlineExceeded(waited_for=call, seconds=0.0) from None
+        except RayActorError as e:
+            raise ReplicaExited(replica=self.replica, incarnation=self.incarnation, because=_short(e)) from None
+        except RayError as e:
+            raise RolecallError(f"{self.replica}#{self.incarnation} {method}: {_short(e)}") from None
+
+
+def connect(record: Actual) -> RayClient:
+    """
+    Raises:
+        ReplicaExited: no actor has that name.
+    """
+    try:
+        return RayClient(record, ray.get_actor(record.actor, namespace=NAMESPACE))
+    except ValueError as e:
+        because = f"no actor {record.actor}: {_short(e)}"
+        raise ReplicaExited(replica=record.replica, incarnation=record.incarnation, because=because) from None
+
+
+def _short(error: BaseException) -> str:
+    """First informative line: Ray's messages continue with stack traces and advice."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return (lines[0] if lines else type(error).__name__)[:REASON_LENGTH_MAX]
 
 
 class _Actor:
@@ -100,13 +151,16 @@ class _Actor:
             raise
         self._lease.renew(self._job.runtime.lease_seconds)
 
+    _served: Any
+    """Set by `_make`: does the role's work, and has a method for each remote call that `_forwards` adds."""
+
     def _make(self, spawn: ActorSpec, job: JobConfig) -> None:
         raise NotImplementedError
 
     def _injection(self, *names: str) -> tuple[Callable[[], None], ...]:
         """One hook per named injection point, sharing one injection agreement."""
         injection = faults.Injection(self._spawn.run_dir, self._job.injection_allowed)
-        return tuple(_hook(injection, name) for name in names)
+        return tuple(partial(injection.checkpoint, name) for name in names)
 
     def _reported(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         try:
@@ -140,17 +194,41 @@ def _node_address() -> str:
     return str(ray.util.get_node_ip_address())
 
 
-def _hook(injection: faults.Injection, name: str) -> Callable[[], None]:
-    return lambda: injection.checkpoint(name)
+def _forwards(*, control: Sequence[str] = (), work: Sequence[str] = ()) -> Callable[[type[A]], type[A]]:
+    """Class decorator: adds remote methods that call the method of `_served` with the same name. Exceptions of work are
+    reported.
+    """
+
+    def forwarding(name: str) -> Callable[..., Any]:
+        def method(self: _Actor, *args: Any) -> Any:
+            call = getattr(self._served, name)
+            return self._reported(call, *args) if name in work else call(*args)
+
+        method.__name__ = name
+        return method
+
+    def add(actor: type[A]) -> type[A]:
+        for decorate, names in ((_control, control), (_work, work)):
+            for name in names:
+                setattr(actor, name, decorate(forwarding(name)))
+        return actor
+
+    return add
 
 
+@_forwards(
+    control=("info", "open_store", "reset_step", "commit_record", "last_result", "manifest"),
+    work=("idle", "join", "train_step", "copy_from", "load_checkpoint", "save_checkpoint"),
+)
 class TrainerActor(_Actor):
     def _make(self, spawn: ActorSpec, job: JobConfig) -> None:
         from rolecall.rl_runtime.trainer.service import TrainerService
 
-        on_microbatch, on_bucket = self._injection(faults.MICROBATCH, faults.BUCKET)
+        injection = faults.Injection(self._spawn.run_dir, self._job.injection_allowed)
+        on_microbatch = partial(injection.spoils, faults.MICROBATCH)
+        on_bucket = partial(injection.checkpoint, faults.BUCKET)
         (on_tensor,) = self._injection(faults.WEIGHTS)  # separate: the port's threads run checkpoints too
-        self._service = TrainerService(
+        self._served = TrainerService(
             spawn,
             job,
             address=_node_address(),
@@ -160,55 +238,10 @@ class TrainerActor(_Actor):
         )
         reporter.enter_phase(Phase.WAIT)
 
-    @_control
-    def info(self) -> Any:
-        return self._service.info()
 
-    @_control
-    def open_store(self, epoch: int) -> Any:
-        return self._service.open_store(epoch)
-
-    @_control
-    def reset_step(self, step: int) -> None:
-        self._service.reset_step(step)
-
-    @_control
-    def commit_record(self) -> Any:
-        return self._service.commit_record()
-
-    @_control
-    def last_result(self) -> Any:
-        return self._service.last_result()
-
-    @_control
-    def manifest(self, policy_version: int) -> Any:
-        return self._service.manifest(policy_version)
-
-    @_work
-    def idle(self) -> None:
-        self._service.idle()
-
-    @_work
-    def join(self, *args: Any) -> None:
-        self._reported(self._service.join, *args)
-
-    @_work
-    def train_step(self, *args: Any) -> Any:
-        return self._reported(self._service.train_step, *args)
-
-    @_work
-    def copy_from(self, holder: Any) -> None:
-        self._reported(self._service.copy_from, holder)
-
-    @_work
-    def load_checkpoint(self, folder: str) -> Any:
-        return self._reported(self._service.load_checkpoint, folder)
-
-    @_work
-    def save_checkpoint(self, folder: str, keep: int) -> str:
-        return self._reported(self._service.save_checkpoint, folder, keep)
-
-
+@_forwards(
+    control=("info", "submit", "tokens_since", "drain", "ack", "list_requests", "promote"), work=("update_weights",)
+)
 class RolloutActor(_Actor):
     """Also a standby, until it is promoted."""
 
@@ -224,7 +257,7 @@ class RolloutActor(_Actor):
             seed=job.seed,
             fixed_length=job.task.fixed_length,
         )
-        self._rollout = RolloutReplica(
+        self._served = RolloutReplica(
             replica=spawn.replica,
             incarnation=spawn.incarnation,
             token=spawn.run.token(),
@@ -235,42 +268,6 @@ class RolloutActor(_Actor):
             on_failure=_engine_failed,
         )
 
-    @_control
-    def info(self) -> Any:
-        return self._rollout.info()
-
-    @_control
-    def submit(self, incarnation: int, requests: Any) -> None:
-        self._rollout.submit(incarnation, requests)
-
-    @_control
-    def tokens_since(self, incarnation: int, offsets: dict[str, int]) -> Any:
-        return self._rollout.tokens_since(incarnation, offsets)
-
-    @_control
-    def drain(self, incarnation: int, offsets: dict[str, int], seconds: float) -> Any:
-        return self._rollout.drain(incarnation, offsets, seconds)
-
-    @_control
-    def ack(self, incarnation: int, request_ids: list[str]) -> None:
-        self._rollout.ack(incarnation, request_ids)
-
-    @_control
-    def abort(self, incarnation: int, request_ids: list[str]) -> None:
-        self._rollout.abort(incarnation, request_ids)
-
-    @_control
-    def list_requests(self, incarnation: int) -> Any:
-        return self._rollout.list_requests(incarnation)
-
-    @_work
-    def update_weights(self, *args: Any) -> Any:
-        return self._reported(self._rollout.update_weights, *args)
-
-    @_control
-    def promote(self, replica: Any, incarnation: int, secret: str) -> None:
-        self._rollout.promote(replica, incarnation, secret)
-
 
 def _engine_failed(error: BaseException) -> None:
     """Reports a failed engine and exits the process, so that it is replaced."""
@@ -279,23 +276,19 @@ def _engine_failed(error: BaseException) -> None:
     os._exit(1)
 
 
+@_forwards(work=("score",))
 class RewardActor(_Actor):
     def _make(self, spawn: ActorSpec, job: JobConfig) -> None:
         from rolecall.rl_runtime.tasks.reward_worker import RewardWorker
 
         (on_group,) = self._injection(faults.SCORE)
-        self._worker = RewardWorker(replica=spawn.replica, incarnation=spawn.incarnation, job=job, on_group=on_group)
-
-    @_work
-    def score(self, incarnation: int, groups: Any) -> Any:
-        return self._reported(self._worker.score, incarnation, groups)
+        self._served = RewardWorker(replica=spawn.replica, incarnation=spawn.incarnation, job=job, on_group=on_group)
 
 
 class ControllerActor(_Actor):
     """Runs the loop in its own thread from construction on."""
 
     def _make(self, spawn: ActorSpec, job: JobConfig) -> None:
-        self._controller: Any = None
         threading.Thread(target=self._run, name="controller", daemon=True).start()
 
     def _run(self) -> None:
@@ -312,15 +305,15 @@ class ControllerActor(_Actor):
     async def _loop(self) -> Any:
         from rolecall.core.journal.journal import Journal
         from rolecall.core.journal.ledger import Ledger
+        from rolecall.rl_runtime.cluster.actors import connect
         from rolecall.rl_runtime.controller.controller import Controller
-        from rolecall.rl_runtime.protocol.ray_clients import connect
         from rolecall.rl_runtime.tasks.reward_worker import task_of
         from rolecall.rl_runtime.weights.proof import ProofVerifier
 
         clock = SystemClock()
         journal = Journal(self._spawn.database_url, clock=clock, create=False)
         task = task_of(self._job)
-        self._controller = Controller(
+        controller = Controller(
             self._spawn,
             self._job,
             connect=connect,
@@ -333,13 +326,9 @@ class ControllerActor(_Actor):
             vocab_size=task.vocab.size,
         )
         try:
-            return await self._controller.run()
+            return await controller.run()
         finally:
             journal.close()
-
-    @_control
-    def status(self) -> dict[str, object]:
-        return dict(self._controller.status()) if self._controller is not None else {}
 
 
 def report_tokens(run: RunDir) -> Callable[[Actual], int | None]:

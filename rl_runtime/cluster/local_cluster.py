@@ -37,7 +37,7 @@ from rolecall.rl_runtime.cluster.ray_commands import (
     raylet_command,
     store_folder,
 )
-from rolecall.rl_runtime.processes import RunProcess, is_alive, kill_process, record_process, run_environment
+from rolecall.rl_runtime.processes import kill_process, start_process
 from rolecall.rl_runtime.protocol.spawn import NAMESPACE
 
 logger = logging.getLogger(__name__)
@@ -54,7 +54,6 @@ STOP_SECONDS = 5.0
 class RayProcess:
     """A Ray process that this cluster started."""
 
-    name: str
     process: subprocess.Popen[bytes]
     start_ticks: int
 
@@ -86,10 +85,14 @@ class Cluster:
         """
         os.environ.update(ray_environment(self.run))
         _apply_settings()
+        import ray  # only now: it reads its settings at import
+
         self._make_folders()
         node_ids = {node: os.urandom(28).hex() for node in self.nodes}
-        self.gcs = self._start_gcs(node_ids[self.nodes[0]])
-        self.address = f"{LOOPBACK}:{self._gcs_port(node_ids[self.nodes[0]])}"
+        head_id = node_ids[self.nodes[0]]
+        argv = gcs_command(node_id=head_id, session=self._session, logs=self._logs, commit=ray.__commit__)
+        self.gcs = self._start("gcs", argv, self.nodes[0])
+        self.address = f"{LOOPBACK}:{self._gcs_port(head_id)}"
         cluster_id = self._introduce()
         for number, node in enumerate(self.nodes):
             self.raylets[node] = self._start_raylet(node, node_ids[node], cluster_id, head=number == 0)
@@ -173,29 +176,13 @@ class Cluster:
         (self._session / "logs").symlink_to(self._logs)
 
     def _start(self, name: str, argv: list[str], node: NodeId) -> RayProcess:
-        with (self._logs / f"{name}.console").open("ab") as out:
-            process = subprocess.Popen(
-                argv,
-                env={**run_environment(self.run.path, node), "RAY_BACKEND_LOG_LEVEL": "warning"},
-                cwd=self._temp,
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=out,
-                start_new_session=True,  # the supervisor handles Ctrl-C of the terminal
-            )
-        ticks = record_process(self.run.path, name, process.pid, node=node)
+        log = self._logs / f"{name}.console"
+        process, ticks = start_process(
+            self.run, name, argv, log, node=node, cwd=self._temp, RAY_BACKEND_LOG_LEVEL="warning"
+        )
         if ticks is None:
             raise ActuatorError(f"{name} ended at once with code {process.wait()}{self._log_end(name)}")
-        return RayProcess(name=name, process=process, start_ticks=ticks)
-
-    def _start_gcs(self, node_id: str) -> RayProcess:
-        import ray
-
-        return self._start(
-            "gcs",
-            gcs_command(node_id=node_id, session=self._session, logs=self._logs, commit=ray.__commit__),
-            self.nodes[0],
-        )
+        return RayProcess(process=process, start_ticks=ticks)
 
     def _gcs_port(self, node_id: str) -> int:
         """The free port that GCS chose and wrote to a file."""
@@ -293,16 +280,6 @@ def _own_signal_handlers() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def ray_processes(cluster: Cluster) -> list[RunProcess]:
-    """Live Ray processes started by the cluster itself (workers are their children)."""
-    started = [*cluster.raylets.values(), *([cluster.gcs] if cluster.gcs else [])]
-    return [
-        RunProcess(pid=s.process.pid, start_ticks=s.start_ticks, name=s.name)
-        for s in started
-        if is_alive(s.process.pid, s.start_ticks)
-    ]
 
 
 def _keep_ray_quiet() -> None:

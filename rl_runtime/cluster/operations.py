@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from typing import Any
 
 from rolecall.core.clock import Clock
 from rolecall.core.config.job import JobConfig
@@ -23,6 +24,7 @@ from rolecall.core.rundir import RunDir, registration_secret
 from rolecall.rl_runtime.cluster.actor_operations import ActorOperations
 from rolecall.rl_runtime.cluster.reconcile import Incarnation, Promote, Start
 from rolecall.rl_runtime.processes import RunProcess, is_alive, kill_process, wait_gone
+from rolecall.rl_runtime.protocol.membership import GONE
 from rolecall.rl_runtime.protocol.spawn import actor_name, make_spawn
 
 logger = logging.getLogger(__name__)
@@ -35,10 +37,9 @@ replicas ready after 30 s with three at once, 30 and 37 s with two, where the th
 ENGINE_ROLES = frozenset({"rollout", STANDBY_ROLE})
 KILL_SECONDS = 5.0
 POLL_SECONDS = 0.02
-DRAIN_SECONDS = 1.2
+DRAIN_SECONDS = 3.0
 """Time for the controller to take the last tokens of a live rollout that is replaced, and to fence it."""
 PROMOTE_SECONDS = 10.0
-GONE = (ReplicaState.LOST, ReplicaState.STOPPED)
 
 
 class Operations:
@@ -84,24 +85,14 @@ class Operations:
     def lose(self, record: Actual, because: str) -> None:
         """Records a death once and lets Ray forget the actor."""
         if self._journal.set_actual(replace(record, state=ReplicaState.LOST, because=because), unless=GONE):
-            self._event(
-                ReplicaLost(replica=record.replica, incarnation=record.incarnation, node=record.node, because=because),
-                record,
-                key="lost",
-            )
+            self._event(ReplicaLost, replace(record, because=because), "lost")
             self._note(f"{record.replica}#{record.incarnation} is lost: {because}")
         if record.actor:
             self._actors.forget(record.actor)
 
     def stopped(self, record: Actual, because: str) -> None:
         if self._journal.set_actual(replace(record, state=ReplicaState.STOPPED, because=because), unless=GONE):
-            self._event(
-                ReplicaStopped(
-                    replica=record.replica, incarnation=record.incarnation, node=record.node, because=because
-                ),
-                record,
-                key="stopped",
-            )
+            self._event(ReplicaStopped, replace(record, because=because), "stopped")
 
     # --- long operations, in a thread -------------------------------------------------------------------------------
 
@@ -239,13 +230,7 @@ class Operations:
 
     def _begin(self, record: Actual) -> None:
         self._journal.set_actual(record)
-        self._event(
-            ReplicaStarting(
-                replica=record.replica, incarnation=record.incarnation, node=record.node, because=record.because
-            ),
-            record,
-            key="starting",
-        )
+        self._event(ReplicaStarting, record, "starting")
 
     def _admit(self, record: Actual, from_standby: str) -> None:
         """Marks the replica READY unless it was fenced during the start; recovery then wants another incarnation."""
@@ -254,27 +239,30 @@ class Operations:
             self._kill(record)
             return
         # Event first, so that events about a READY replica follow it in the journal.
-        ready = ReplicaReady(
-            replica=record.replica,
-            incarnation=record.incarnation,
-            node=record.node,
-            because=record.because,
-            pid=record.pid,
-            start_ticks=record.start_ticks,
-            from_standby=from_standby,
-        )
-        self._event(ready, record, key="ready")
-        if not self._journal.set_actual(replace(record, state=ReplicaState.READY), unless=GONE):
+        process = {"pid": record.pid, "start_ticks": record.start_ticks}
+        self._event(ReplicaReady, record, "ready", **process, from_standby=from_standby)
+        ready = replace(record, state=ReplicaState.READY)
+        # A controller works from its construction on, so it may be SERVING by now.
+        if not self._journal.set_actual(
+            ready, unless=(*GONE, ReplicaState.SERVING)
+        ) and not self._journal.change_actual(record.replica, record.incarnation, unless=GONE, **process):
             self._kill(record)
             return
         how = f" (was {from_standby})" if from_standby else ""
         self._note(f"{record.replica}#{record.incarnation} is ready on {record.node}, pid {record.pid}{how}")
 
-    def _event(self, payload: Payload, record: Actual, *, key: str) -> None:
+    def _event(self, payload: Callable[..., Payload], record: Actual, key: str, **more: Any) -> None:
+        """Writes an event about `record`, once."""
         desired = self._journal.desired().get(record.replica)
         same = desired is not None and desired.incarnation == record.incarnation
         self._journal.append(
-            payload,
+            payload(
+                replica=record.replica,
+                incarnation=record.incarnation,
+                node=record.node,
+                because=record.because,
+                **more,
+            ),
             incident_id=desired.incident_id if desired is not None and same else None,
             key=f"{key}:{record.replica}#{record.incarnation}",
         )

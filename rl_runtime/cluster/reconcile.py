@@ -110,26 +110,21 @@ def _ending(fleet: ClusterState, desired: Desired | None, record: Actual) -> Rec
     key = (record.replica, record.incarnation)
     if key in fleet.busy and record.pid:
         return None  # it is being ended or promoted
-    replica, incarnation = key
     if record.state is ReplicaState.STOPPED:
         return None  # confirmed dead, or its process continues under the name it was promoted to
+
+    def step(kind: type[ReconcileStep], because: str) -> ReconcileStep:
+        return kind(replica=record.replica, incarnation=record.incarnation, because=because)
+
     living, alive = record.state in LIVING, key in fleet.alive
     if living and record.pid and not alive:
-        return MarkLost(
-            replica=replica, incarnation=incarnation, because=f"its process (pid {record.pid}) on {record.node} is gone"
-        )
+        return step(MarkLost, f"its process (pid {record.pid}) on {record.node} is gone")
     if living and not record.pid and key not in fleet.busy:
-        return MarkLost(
-            replica=replica, incarnation=incarnation, because="its start was abandoned before its process was known"
-        )
+        return step(MarkLost, "its start was abandoned before its process was known")
     if desired is None and (living or alive):
-        return StopReplica(replica=replica, incarnation=incarnation, because="it is no longer desired")
+        return step(StopReplica, "it is no longer desired")
     if desired is not None and record.incarnation < desired.incarnation and (living or alive):
-        return KillSuperseded(
-            replica=replica,
-            incarnation=incarnation,
-            because=f"incarnation {desired.incarnation} takes its place: {desired.because}",
-        )
+        return step(KillSuperseded, f"incarnation {desired.incarnation} takes its place: {desired.because}")
     return None
 
 

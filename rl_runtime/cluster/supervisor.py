@@ -11,7 +11,8 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -26,7 +27,6 @@ from rolecall.core.membership import STANDBY_ROLE, Actual, Desired, ReplicaState
 from rolecall.core.nodes import quarantined_nodes
 from rolecall.core.rundir import RunDir
 from rolecall.rl_runtime.cluster.actor_operations import ActorOperations, RayActorOperations, runtime_classes
-from rolecall.rl_runtime.cluster.agent_keeper import AgentSupervisor
 from rolecall.rl_runtime.cluster.local_cluster import Cluster
 from rolecall.rl_runtime.cluster.operations import Operations
 from rolecall.rl_runtime.cluster.reconcile import (
@@ -48,9 +48,10 @@ from rolecall.rl_runtime.processes import (
     find_processes,
     kill_process,
     record_process,
-    run_environment,
+    start_process,
     stop_run,
 )
+from rolecall.rl_runtime.protocol.membership import GONE
 
 logger = logging.getLogger(__name__)
 
@@ -65,8 +66,79 @@ NEED_MODEL = frozenset({"trainer", "rollout", STANDBY_ROLE})
 
 DRAIN_SECONDS = 10.0
 
+RESTARTS_MAX = 5
+"""Restarts of one node's agent within `RESTART_WINDOW_SECONDS`; a further one waits until the window has moved on."""
+RESTART_WINDOW_SECONDS = 60.0
+AGENT_STOP_SECONDS = 3.0
+
 Progress = Callable[[str], None]
-GONE = (ReplicaState.LOST, ReplicaState.STOPPED)
+
+
+@dataclass
+class _SupervisedAgent:
+    process: subprocess.Popen[bytes] | None = None
+    restarted_at: list[float] = field(default_factory=list)
+    complained: bool = False
+
+
+class AgentSupervisor:
+    """Keeps one node agent per node running: starts it, restarts it at a bounded rate, and stops it.
+
+    Owned by the supervisor's loop; `restarted(node, because)` is called for every restart.
+    """
+
+    def __init__(
+        self, run: RunDir, nodes: Sequence[NodeId], clock: Clock, restarted: Callable[[NodeId, str], None]
+    ) -> None:
+        self._run, self._clock, self._restarted = run, clock, restarted
+        self._kept = {node: _SupervisedAgent() for node in nodes}
+
+    def start(self) -> None:
+        for node, kept in self._kept.items():
+            kept.process = self._launch(node)
+
+    def tick(self) -> None:
+        """Restarts agents that have ended."""
+        for node, kept in self._kept.items():
+            code = kept.process.poll() if kept.process is not None else None
+            if code is None:
+                continue
+            now = self._clock.monotonic()
+            kept.restarted_at = [t for t in kept.restarted_at if now - t < RESTART_WINDOW_SECONDS]
+            if len(kept.restarted_at) >= RESTARTS_MAX:
+                if not kept.complained:
+                    logger.error("the agent of %s ended %d times in a minute: restarts pause", node, RESTARTS_MAX + 1)
+                kept.complained = True
+                continue
+            kept.restarted_at.append(now)
+            kept.complained = False
+            kept.process = self._launch(node)
+            how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+            self._restarted(node, f"the agent of {node} had ended ({how})")
+
+    def stop(self) -> None:
+        """Ends them all. Idempotent."""
+        running = [k.process for k in self._kept.values() if k.process is not None]
+        for process in running:
+            process.terminate()
+        for process in running:
+            try:
+                process.wait(AGENT_STOP_SECONDS)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait(AGENT_STOP_SECONDS)
+        for kept in self._kept.values():
+            kept.process = None
+
+    def _launch(self, node: NodeId) -> subprocess.Popen[bytes]:
+        folder = self._run.node_dir(node)
+        folder.mkdir(parents=True, exist_ok=True)
+        me = os.getpid()
+        argv = [sys.executable, "-m", "rolecall.agent", "--ranks-only", "--node", node, "--data-dir", str(folder)]
+        argv += ["--token-file", str(self._run.token_path)]
+        argv += ["--parent-pid", str(me), "--parent-start", str(process_start_ticks(me))]
+        name = f"agent-{node}"
+        return start_process(self._run, name, argv, self._run.logs / f"{name}.log", node=node)[0]
 
 
 class Supervisor:
@@ -111,7 +183,8 @@ class Supervisor:
         self._progress = progress or self._progress
         placed = place(self.job)
         self._write_run(placed)
-        preparing = self._prepare_model()
+        argv = [sys.executable, "-m", "rolecall.rl_runtime.trainer.model", str(self.run.path)]
+        preparing, _ = start_process(self.run, "prepare", argv, self.run.logs / "prepare.log", OMP_NUM_THREADS="1")
         self._progress(f"starting {len(self.nodes)} nodes: one agent and one raylet each")
         self.agents.start()
         self.cluster.start()
@@ -151,19 +224,6 @@ class Supervisor:
         for replica, node in placed.items():
             first = Desired(replica=replica, incarnation=1, node=node, prefer_standby=False, because="the run starts")
             self.journal.set_desired(first)
-
-    def _prepare_model(self) -> subprocess.Popen[bytes]:
-        with (self.run.logs / "prepare.log").open("wb") as out:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "rolecall.rl_runtime.trainer.prepare_model", str(self.run.path)],
-                env={**run_environment(self.run.path), "OMP_NUM_THREADS": "1"},
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=out,
-                start_new_session=True,
-            )
-        record_process(self.run.path, "prepare", process.pid)
-        return process
 
     def _finish_preparing(self, process: subprocess.Popen[bytes]) -> None:
         deadline = self.clock.monotonic() + PREPARE_SECONDS
@@ -207,7 +267,7 @@ class Supervisor:
         Raises:
             ActuatorError: Ray's GCS is gone. This is fatal: no actor can be reached any more.
         """
-        self._tell_notes()
+        self._print_notes()
         if self.cluster.gcs is not None and not self.cluster.gcs_alive:
             raise ActuatorError("Ray's head (GCS) has ended: the run cannot go on without it")
         self.agents.tick()
@@ -285,7 +345,7 @@ class Supervisor:
         self.journal.append(ComponentRestarted(what="agent", node=node, because=because))
         self._progress(f"{node}: agent restarted, {because}")
 
-    def _tell_notes(self) -> None:
+    def _print_notes(self) -> None:
         while True:
             try:
                 self._progress(self._notes.get_nowait())
@@ -319,7 +379,7 @@ class Supervisor:
         except JournalError as e:
             logger.error("could not record that everything was stopped: %s", e)
         self._watch.close()
-        self._tell_notes()
+        self._print_notes()
         self.journal.close()
 
     def _living(self) -> list[Actual]:

@@ -1,8 +1,18 @@
 """The controller's background tasks with one owner; an error in any of them ends the controller."""
 
 import asyncio
+import logging
+from collections import Counter
 from collections.abc import Coroutine
 from typing import Any
+
+from rolecall.rl_runtime.protocol.membership import Member
+
+logger = logging.getLogger(__name__)
+
+FIRST_CALLS_MAX = 4
+"""Handshakes that may fail with a replica's own error before it is given up."""
+RETRY_SECONDS = 0.25
 
 
 class Tasks:
@@ -32,6 +42,22 @@ class Tasks:
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
+
+
+async def retry_first_call(failures: Counter[Member], member: Member, error: Exception) -> str:
+    """Counts a handshake that failed with the replica's own error, and waits before the next one.
+
+    Returns:
+        Why to give the replica up, after the last attempt; otherwise empty.
+    """
+    failures[member] += 1
+    count = failures[member]
+    because = f"its first call failed {count} times, last: {type(error).__name__}: {error}"
+    logger.warning("%s#%d: %s", *member, because)
+    if count >= FIRST_CALLS_MAX:
+        return because
+    await asyncio.sleep(RETRY_SECONDS * count)
+    return ""
 
 
 async def set_or_timeout(event: asyncio.Event, seconds: float) -> bool:

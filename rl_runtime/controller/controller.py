@@ -34,15 +34,23 @@ from rolecall.rl_runtime.controller import windows
 from rolecall.rl_runtime.controller.background_tasks import Tasks, set_or_timeout
 from rolecall.rl_runtime.controller.batch_assembler import TURN_SECONDS, BatchAssembler, PromptSource
 from rolecall.rl_runtime.controller.journal_writer import OPEN_STATES, ControllerSuperseded, RunRecorder
-from rolecall.rl_runtime.controller.next_step import FormStep, LoopAction, form_step, missing_replicas, next_step
+from rolecall.rl_runtime.controller.next_step import (
+    CommittedStep,
+    FormStep,
+    LoopAction,
+    LoopState,
+    form_step,
+    missing_replicas,
+    next_step,
+)
 from rolecall.rl_runtime.controller.reward_scoring import RewardScoring
-from rolecall.rl_runtime.controller.rollout_pool import RolloutPool, WeightVerifier
-from rolecall.rl_runtime.controller.state import CommittedStep, LoopState
+from rolecall.rl_runtime.controller.rollout_pool import RolloutPool
 from rolecall.rl_runtime.controller.trainer_group import NoTrainerLeft, StepFailed, TrainerGroup
 from rolecall.rl_runtime.controller.trajectories import TrajectoryTable, mean_reward, reached_staleness
 from rolecall.rl_runtime.protocol.clients import Connect, within
 from rolecall.rl_runtime.protocol.messages import CommitRecord, PromptGroup, StepResult
 from rolecall.rl_runtime.protocol.spawn import ActorSpec
+from rolecall.rl_runtime.weights.proof import ProofVerifier
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +87,7 @@ class Controller:
         *,
         connect: Connect,
         source: PromptSource,
-        verifier: WeightVerifier,
+        verifier: ProofVerifier,
         journal: Journal,
         ledger: Ledger,
         clock: Clock,
@@ -133,17 +141,6 @@ class Controller:
         self.trainers = TrainerGroup(
             recorder=recorder, connect=connect, tasks=tasks, job=job, clock=clock, folder=str(spawn.run.checkpoints)
         )
-
-    def status(self) -> dict[str, object]:
-        """A summary for logs and tests; thread-safe."""
-        return {
-            "step": self.state.step,
-            "doing": self.state.doing,
-            "epoch": self.recorder.epoch,
-            "groups_open": len(self.table.groups),
-            "tokens_trained": self.state.tokens_trained,
-            "reward": self.state.reward,
-        }
 
     def _on_finished(self) -> None:
         """Groups are finished, or another engine may serve."""
@@ -277,7 +274,7 @@ class Controller:
         if states:
             self.batches.reopen(unfinished, states)
             self.rollouts.sync(self.recorder.check())
-            await self.rollouts.greeted()
+            await self.rollouts.connected()
             await self._adopt()
         else:
             await self._gather()
@@ -370,8 +367,6 @@ class Controller:
         for group in commit.group_ids:
             if group in self.table.groups:
                 self.table.close(group)
-        self.state.tokens_trained += sum(g.num_fresh for g in groups)
-        self.state.reward = self.state.reward if reward is None else reward
         self.state.step = commit.step + 1
         reporter.set_step(self.state.step)
         reporter.update(policy_version=commit.policy_version, reward=reward, loss=result.loss if result else None)

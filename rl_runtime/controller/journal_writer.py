@@ -21,13 +21,12 @@ from rolecall.core.journal.payloads import (
     WeightsAdmitted,
     WeightsRejected,
 )
-from rolecall.core.membership import Actual, ReplicaState
+from rolecall.core.membership import ReplicaState
 from rolecall.rl_runtime.algorithms.sampler import TAKEN, GroupSignal, SamplerState
-from rolecall.rl_runtime.protocol.membership import GONE, MembershipView, members_after
+from rolecall.rl_runtime.protocol.membership import GONE, Member, MembershipView, members_after
 from rolecall.rl_runtime.protocol.messages import CommitRecord, WeightProof
 from rolecall.rl_runtime.tasks.task import group_number
 
-Member = tuple[ReplicaId, int]
 Judged = tuple[GroupId, int, GroupSignal]
 """(group, number of tokens, verdict of dynamic sampling)."""
 OPEN_STATES = (
@@ -85,22 +84,14 @@ class RunRecorder:
     def set_state(
         self, replica: ReplicaId, incarnation: int, state: ReplicaState, because: str, policy_version: int = -1
     ) -> bool:
-        """Writes a replica's state; False if the replica was fenced in the meantime."""
-        record = self.check().actual.get((replica, incarnation))
-        if record is None or record.state in GONE:
-            return False
-        changed = Actual(
-            replica=replica,
-            incarnation=incarnation,
-            node=record.node,
-            state=state,
-            pid=record.pid,
-            start_ticks=record.start_ticks,
-            actor=record.actor,
-            because=because,
-            policy_version=policy_version if policy_version >= 0 else record.policy_version,
-        )
-        return self.journal.set_actual(changed, unless=GONE)
+        """Writes a replica's state; False if the replica was fenced in the meantime.
+
+        Only these columns: the supervisor may write the process of a replica that is starting at the same moment.
+        """
+        self.check()
+        version = {"policy_version": policy_version} if policy_version >= 0 else {}
+        values = {"state": str(state), "because": because, **version}
+        return self.journal.change_actual(replica, incarnation, unless=GONE, **values)
 
     def fence(self, replica: ReplicaId, incarnation: int, because: str) -> bool:
         """Marks an incarnation LOST, once; False if it was gone already."""

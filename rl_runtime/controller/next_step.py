@@ -12,15 +12,14 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
-from rolecall.core.errors import CommitVoteRejected, DeadlineExceeded, NonFiniteValue, PeerLost, RolecallError
+from rolecall.core.errors import CommitVoteRejected, DeadlineExceeded, NonFiniteMicrobatch, PeerLost, RolecallError
 from rolecall.core.ids import GroupId, ReplicaId, split_replica
+from rolecall.core.journal.payloads import ChainHead
 from rolecall.core.membership import STANDBY_ROLE, Actual, ReplicaState
-from rolecall.rl_runtime.controller.journal_writer import Member
 from rolecall.rl_runtime.controller.open_group import EngineKey
-from rolecall.rl_runtime.controller.state import LoopState
-from rolecall.rl_runtime.protocol.clients import ReplicaExited
-from rolecall.rl_runtime.protocol.membership import Desireds, MembershipView
-from rolecall.rl_runtime.protocol.messages import Holder, TrainerInfo
+from rolecall.rl_runtime.protocol.clients import ReplicaExited, is_code_error
+from rolecall.rl_runtime.protocol.membership import Desireds, Member, MembershipView
+from rolecall.rl_runtime.protocol.messages import CommitRecord, Holder, Microbatch, StepResult, TrainerInfo
 
 PATIENCE_SECONDS = 2.0
 """How long a full step waits for groups that would otherwise become too old."""
@@ -28,6 +27,64 @@ CODE_ERRORS_MAX = 2
 """Exceptions of code in one step; the second one counts as user code (invariant Bounded remediation,
 docs/invariants.md).
 """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPlan:
+    """Content of an optimizer step, decided once and written to the ledger."""
+
+    step: int
+    microbatches: tuple[Microbatch, ...]
+    ledger: ChainHead
+    resumed: bool = False  # trainers may already hold its gradients
+
+    @property
+    def ids(self) -> list[str]:
+        return [m.microbatch_id for m in self.microbatches]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommittedStep:
+    """A step that is part of the trainers' state. `result` is None when every trainer that had it died after the
+    commit.
+    """
+
+    commit: CommitRecord
+    result: StepResult | None
+    attempts: int
+
+
+@dataclass(slots=True)
+class LoopState:
+    """Progress of the loop. Times are seconds of the controller's monotonic clock.
+
+    The controller owns it and is the only one to assign its fields; its components read them. State that must survive
+    the controller is in the journal and the ledger.
+    """
+
+    num_steps: int
+    step: int = 0
+    """The step being formed or trained; its policy version has the same number."""
+    hold: bool = False
+    """The flag `hold` is set: steps beyond `num_steps` are wanted."""
+    stop_because: str = ""
+    """Why the run is to stop; empty while it continues."""
+    issuing: bool = False
+    """Groups may be issued, and filtered by dynamic sampling."""
+    plan: StepPlan | None = None
+    """The step that is in the ledger and not committed yet."""
+    published: bool = False
+    """The rollouts were offered the newest policy version."""
+    publish_failed: bool = False
+    """The last attempt found no trainer that could name the holders of the newest version."""
+    full_since: float | None = None
+    """Time since which there are enough groups for the step being formed."""
+    doing: str = ""
+    """The last decision and its reason."""
+
+    @property
+    def wants_more(self) -> bool:
+        return self.step < self.num_steps or self.hold
 
 
 # --- the loop -----------------------------------------------------------------------------------------------------
@@ -284,29 +341,35 @@ class Interruption:
     """Exceptions of the step's own code."""
     awaits_recovery: bool
     """The code fails again, or in all members: repeating the step does not help until recovery has acted."""
+    not_finite: NonFiniteMicrobatch | None = None
+    """A microbatch that is NaN or infinite at one member: another one computes it again. If that was done already
+    (`awaits_recovery`), it is the data or the code.
+    """
 
 
-def contain_attempt(answers: Mapping[Member, Any], *, code_errors: int) -> Interruption:
+def contain_attempt(
+    answers: Mapping[Member, Any], *, code_errors: int, not_finite: Collection[str] = ()
+) -> Interruption:
     """`answers`: each member's result or exception. `code_errors`: earlier attempts at this step that failed by
-    code.
+    code. `not_finite`: microbatches that were not finite in earlier attempts at this step.
     """
     failures = {m: a for m, a in answers.items() if isinstance(a, BaseException)}
     root = {m: a for m, a in failures.items() if not isinstance(a, PeerLost)} or failures
-    raised = {m: a for m, a in failures.items() if is_code_error(a)}
+    # The members compute the same: a rejected vote is an exception of the code, too.
+    raised = {m: a for m, a in failures.items() if isinstance(a, CommitVoteRejected) or is_code_error(a)}
+    bad = next((a for _, a in sorted(failures.items()) if isinstance(a, NonFiniteMicrobatch)), None)
+    again = bad is not None and bad.microbatch_id in not_finite
+    if bad is not None and again:
+        raised |= {m: bad for m in answers if m[0] == bad.replica}
     return Interruption(
         because="; ".join(f"{m[0]}#{m[1]}: {type(a).__name__}: {a}" for m, a in sorted(root.items())),
         lost=tuple(m[0] for m, a in sorted(answers.items()) if isinstance(a, ReplicaExited | DeadlineExceeded)),
         resets_gradients=any(isinstance(a, CommitVoteRejected) for a in failures.values()),
         raised=raised,
-        awaits_recovery=bool(raised) and (code_errors + 1 >= CODE_ERRORS_MAX or len(raised) == len(answers) > 1),
+        awaits_recovery=again
+        or (bool(raised) and (code_errors + 1 >= CODE_ERRORS_MAX or len(raised) == len(answers) > 1)),
+        not_finite=bad,
     )
-
-
-def is_code_error(answer: Any) -> bool:
-    """Whether an answer is an exception of the job's code, not of machines or messages. Includes a rejected vote."""
-    if isinstance(answer, NonFiniteValue | CommitVoteRejected):
-        return True
-    return isinstance(answer, Exception) and not isinstance(answer, RolecallError)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -153,13 +153,8 @@ class OpenGroup:
         return sum(len(t.tokens) for t in self.trajectories)
 
     @property
-    def version_min(self) -> int | None:
-        """Oldest policy version among its trainable tokens; None without tokens."""
-        return min((v for t in self.trajectories for v in t.fresh_versions), default=None)
-
-    @property
     def version_max(self) -> int | None:
-        """Newest policy version among them; None without tokens."""
+        """Newest policy version among its trainable tokens; None without tokens."""
         return max((v for t in self.trajectories for v in t.fresh_versions), default=None)
 
     def oldest_since(self, version: int) -> int:

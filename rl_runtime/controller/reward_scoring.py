@@ -7,13 +7,13 @@ dropped with the reason, in the ledger; the loss of a worker does not count as t
 import asyncio
 import logging
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 
 from rolecall.core.errors import DeadlineExceeded
 from rolecall.core.ids import GroupId
 from rolecall.core.membership import Actual, ReplicaState
-from rolecall.rl_runtime.controller.background_tasks import Tasks, set_or_timeout
+from rolecall.rl_runtime.controller.background_tasks import RETRY_SECONDS, Tasks, retry_first_call, set_or_timeout
 from rolecall.rl_runtime.controller.journal_writer import RunRecorder
 from rolecall.rl_runtime.controller.next_step import membership_changes
 from rolecall.rl_runtime.controller.open_group import EngineKey, GroupPhase, OpenGroup
@@ -30,7 +30,6 @@ ATTEMPTS_MAX = 4
 LOSSES_MAX = 3
 """Workers that died while scoring one group: after three, the group is considered the cause."""
 IDLE_SECONDS = 0.5
-RETRY_SECONDS = 0.25
 
 
 class InvalidScores(ValueError):
@@ -126,7 +125,7 @@ class RewardScoring:
         Raises:
             ReplicaExited: it exited, or it answers with errors repeatedly.
         """
-        failures = 0
+        failures: Counter[EngineKey] = Counter()
         while True:
             try:
                 await port.ready()
@@ -136,12 +135,9 @@ class RewardScoring:
             except ReplicaExited:
                 raise
             except Exception as e:  # deliberate: an exception of one worker must not end the controller
-                failures += 1
-                because = f"its greeting failed {failures} times, last: {type(e).__name__}: {e}"
-                logger.warning("%s: %s", port, because)
-                if failures >= ATTEMPTS_MAX:
+                because = await retry_first_call(failures, (port.replica, port.incarnation), e)
+                if because:
                     raise ReplicaExited(replica=port.replica, incarnation=port.incarnation, because=because) from e
-                await asyncio.sleep(RETRY_SECONDS * failures)
 
     def _take(self, key: EngineKey) -> list[OpenGroup]:
         """Finished groups for one worker; none while an idle worker was used less recently.

@@ -8,17 +8,18 @@ replacement; if it answers again, tokens generated since then are discarded, and
 
 import asyncio
 import logging
+import math
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Final
 
 from rolecall.core.errors import DeadlineExceeded, ProofMismatch, RolecallError, StaleIncarnation, WireError
 from rolecall.core.ids import GroupId, ReplicaId
 from rolecall.core.journal.payloads import RequestsReassigned
 from rolecall.core.membership import Actual, ReplicaState
-from rolecall.rl_runtime.controller.background_tasks import Tasks, set_or_timeout
+from rolecall.rl_runtime.controller.background_tasks import RETRY_SECONDS, Tasks, retry_first_call, set_or_timeout
 from rolecall.rl_runtime.controller.journal_writer import RunRecorder
 from rolecall.rl_runtime.controller.next_step import EngineLoad, membership_changes, reassign
 from rolecall.rl_runtime.controller.open_group import EngineKey
@@ -26,7 +27,7 @@ from rolecall.rl_runtime.controller.trajectories import NOTHING, TrajectoryTable
 from rolecall.rl_runtime.protocol.clients import Connect, ReplicaExited, RolloutPort
 from rolecall.rl_runtime.protocol.membership import MembershipView
 from rolecall.rl_runtime.protocol.messages import GenerationRequest, Holder, Manifest, TokenChunk, WeightProof
-from rolecall.rl_runtime.protocol.token_checks import InvalidTokens, check_chunks
+from rolecall.rl_runtime.weights.proof import ProofVerifier
 
 logger = logging.getLogger(__name__)
 
@@ -36,8 +37,10 @@ requests.
 """
 IDLE_SECONDS = 0.5
 """Period of the same call to an idle engine, to detect that it is dead or silent."""
-DRAIN_SECONDS = 0.8
-"""Time for an engine that is replaced alive to deliver its last tokens. Four times a pause of the slowest engine."""
+DRAIN_SECONDS = 2.0
+"""Time for an engine that is replaced alive to deliver its last tokens; half of it to stop generating. Ten times a
+pause of the slowest engine: with 0.8 s, one end-to-end run on a busy machine with two cores lost 16 tokens.
+"""
 SILENT_SECONDS = 1.5
 """An engine that has not answered for this long gets no work until it answers, and its requests continue elsewhere. Ten
 times a pause of an engine slowed four times; a false alarm costs recomputing its requests' prefixes. Shorter than a
@@ -50,30 +53,50 @@ SLOT_SECONDS = 2.0
 engine. A holder serves one puller at a time, and every engine with the version is a holder, so a round is logarithmic
 in their number. A longer or hung update continues and delays no other engine.
 """
-RETRY_SECONDS = 0.25
 FAILURES_MAX = 4
-"""Handshakes, turns or updates that may fail in a row, by the engine's own error, before it is contained."""
+"""Turns or updates that may fail in a row, by the engine's own error, before it is contained."""
+LOGPROB_MAX: Final = 1e-3
+"""A probability is at most 1, up to the rounding of an engine's arithmetic."""
+ENDS: Final = ("", "stop", "length")
+"""Valid end reasons. Engine libraries have others (abort, error): treating them as the model's own end would turn an
+infrastructure failure into a wrong answer (invariant Infrastructure is not reward, docs/invariants.md).
+"""
 
 
-class AdmissionDecision(Protocol):
-    """Whether a proof is sufficient, and why. Never raises."""
-
-    @property
-    def admitted(self) -> bool: ...
-    @property
-    def because(self) -> str: ...
-    @property
-    def part(self) -> str: ...
-    @property
-    def tensor(self) -> str: ...
+class InvalidTokens(RolecallError):
+    def __init__(self, *, request_id: str, reason: str) -> None:
+        self.request_id, self.reason = request_id, reason
+        super().__init__(f"it streamed invalid tokens: request {request_id}: {reason}")
 
 
-class WeightVerifier(Protocol):
-    """Judges an engine's proof (invariant Proof before service, docs/invariants.md): `proof.ProofVerifier`."""
+def check_chunks(chunks: Iterable[TokenChunk], vocab_size: int | None = None) -> None:
+    """Validates streamed tokens before any is accepted: an invalid number stops only its engine.
 
-    def judge(
-        self, manifest: Manifest, proof: WeightProof, *, incarnation: int | None = None, epoch: int | None = None
-    ) -> AdmissionDecision: ...
+    Unchecked, one such token ends the run: every trainer rejects its step in the same way, as if the job's own code
+    were wrong (invariant Bounded remediation, docs/invariants.md).
+
+    Raises:
+        InvalidTokens: names the first token outside the vocabulary or with an invalid log-probability, or an invalid
+            end reason.
+    """
+    for chunk in chunks:
+        reason = _invalid_reason(chunk, vocab_size)
+        if reason:
+            raise InvalidTokens(request_id=chunk.request_id, reason=reason)
+
+
+def _invalid_reason(chunk: TokenChunk, vocab_size: int | None) -> str:
+    num = len(chunk.tokens)
+    if not num == len(chunk.logprobs) == len(chunk.versions):
+        return f"{num} tokens with {len(chunk.logprobs)} log-probabilities and {len(chunk.versions)} versions"
+    for place, (token, logprob) in enumerate(zip(chunk.tokens, chunk.logprobs, strict=True), start=chunk.offset):
+        if not (math.isfinite(logprob) and logprob <= LOGPROB_MAX):
+            return f"token {place} has a log-probability of {logprob}"
+        if token < 0 or (vocab_size is not None and token >= vocab_size):
+            return f"token {place} is {token}, and the vocabulary has {vocab_size}"
+    if chunk.finish_reason not in ENDS:
+        return f"its end is {chunk.finish_reason[:40]!r}, which is no end of an answer"
+    return ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +140,7 @@ class RolloutPool:
         *,
         recorder: RunRecorder,
         table: TrajectoryTable,
-        verifier: WeightVerifier,
+        verifier: ProofVerifier,
         connect: Connect,
         tasks: Tasks,
         transfer_seconds: float,
@@ -137,7 +160,7 @@ class RolloutPool:
         self._giving: set[Holder] = set()
         self._given: Counter[Holder] = Counter()  # how often each served the target version
         self._offered = asyncio.Event()  # a holder is free, or there is a new one
-        self._greeting: dict[EngineKey, asyncio.Task[None]] = {}
+        self._joining: dict[EngineKey, asyncio.Task[None]] = {}
         self._unmet: Counter[EngineKey] = Counter()  # failed handshakes with replicas that are not admitted yet
         self._took_over = False  # serving engines were queried for requests of an earlier controller
         self.engines: dict[EngineKey, EngineState] = {}
@@ -147,25 +170,27 @@ class RolloutPool:
 
     def sync(self, fleet: MembershipView) -> None:
         """Contains lost engines and starts handshakes with new ones; called repeatedly."""
-        changes = membership_changes(fleet, "rollout", active=self.engines, known=self._greeting)
+        changes = membership_changes(fleet, "rollout", active=self.engines, known=self._joining)
         for key, because in changes.lost.items():
             self.contain(key, because)
         for key, because in changes.replaced.items():
             engine = self.engines[key]
-            if not engine.draining:
+            if engine.silent:  # its requests are elsewhere already: there is nothing to wait for
+                self.contain(key, because)
+            elif not engine.draining:
                 engine.draining = True
                 self._tasks.start(self._drain(engine, because), f"drain {key}")
         for record in changes.joining:
             key = (record.replica, record.incarnation)
-            greeting = self._tasks.start(self._greet(record), f"greet {key}")
-            self._greeting[key] = greeting
-            greeting.add_done_callback(lambda _, key=key: self._greeting.pop(key, None))  # type: ignore[misc]
+            task = self._tasks.start(self._connect_engine(record), f"connect {key}")
+            self._joining[key] = task
+            task.add_done_callback(lambda _, key=key: self._joining.pop(key, None))  # type: ignore[misc]
 
-    async def greeted(self) -> None:
+    async def connected(self) -> None:
         """Waits for the handshakes in progress; each has a deadline."""
-        await asyncio.gather(*self._greeting.values(), return_exceptions=True)
+        await asyncio.gather(*self._joining.values(), return_exceptions=True)
 
-    async def _greet(self, record: Actual) -> None:
+    async def _connect_engine(self, record: Actual) -> None:
         key = (record.replica, record.incarnation)
         try:
             port = RolloutPort(self._connect(record))
@@ -177,8 +202,10 @@ class RolloutPool:
             logger.warning("%s", e)  # the next sync retries the handshake
             return
         except Exception as e:  # noqa: BLE001 deliberate: an exception of one engine must not stop the others
-            await self._failed_to_greet(key, e)
-            return
+            because = await retry_first_call(self._unmet, key, e)
+            if because:
+                self._recorder.fence(*key, because)
+            return  # otherwise the next sync retries the handshake
         self._unmet.pop(key, None)
         if key in self.engines:
             return
@@ -194,16 +221,6 @@ class RolloutPool:
             self._tasks.start(self._keep_updated(engine), f"update {port}"),
         ]
         engine.wanted.set()
-
-    async def _failed_to_greet(self, key: EngineKey, error: Exception) -> None:
-        """Counts the failure; the next sync retries the handshake, until it is fenced."""
-        self._unmet[key] += 1
-        because = f"its greeting failed {self._unmet[key]} times, last: {type(error).__name__}: {error}"
-        logger.warning("%s#%d: %s", *key, because)
-        if self._unmet[key] >= FAILURES_MAX:
-            self._recorder.fence(*key, because)
-        else:
-            await asyncio.sleep(RETRY_SECONDS * self._unmet[key])
 
     async def held_requests(self) -> dict[EngineKey, list[tuple[GenerationRequest, TokenChunk]]]:
         """Requests held by each serving engine, for a controller that restarts. Engines that do not answer are left
@@ -367,7 +384,7 @@ class RolloutPool:
         or of a discarded policy.
         """
         held = await engine.port.list_requests()
-        self._table.forget_stray(engine.key, [request.request_id for request, _ in held])
+        self._table.forget_unassigned(engine.key, [request.request_id for request, _ in held])
         engine.holds_unknown = False
 
     async def _turn(self, engine: EngineState) -> None:
@@ -390,7 +407,7 @@ class RolloutPool:
             try:
                 await port.ack(forget)
             except RolecallError:
-                self._table.forget_stray(key, forget)
+                self._table.forget_unassigned(key, forget)
                 raise
         fresh = self._table.unsent(key) if engine.serving and not engine.holds_unknown else []
         if fresh:

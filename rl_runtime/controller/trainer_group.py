@@ -15,23 +15,31 @@ from typing import Any
 
 from rolecall.core.clock import Clock
 from rolecall.core.config.job import JobConfig
-from rolecall.core.errors import DeadlineExceeded, PeerLost, RolecallError, StaleIncarnation
+from rolecall.core.errors import (
+    CheckpointUnwritable,
+    DeadlineExceeded,
+    NonFiniteMicrobatch,
+    PeerLost,
+    RolecallError,
+    StaleIncarnation,
+)
 from rolecall.core.ids import ReplicaId, split_replica
-from rolecall.core.journal.payloads import StepInterrupted
+from rolecall.core.journal.payloads import MicrobatchRecomputed, StepInterrupted
 from rolecall.core.membership import Actual, ReplicaState
 from rolecall.rl_runtime.algorithms.batching import assign
-from rolecall.rl_runtime.controller.background_tasks import Tasks
-from rolecall.rl_runtime.controller.journal_writer import Member, RunRecorder
+from rolecall.rl_runtime.controller.background_tasks import Tasks, retry_first_call
+from rolecall.rl_runtime.controller.journal_writer import RunRecorder
 from rolecall.rl_runtime.controller.next_step import (
+    CommittedStep,
+    StepPlan,
     TrainerChanges,
     choose_state,
     contain_attempt,
     late_or_lost,
     membership_changes,
 )
-from rolecall.rl_runtime.controller.state import CommittedStep, StepPlan
 from rolecall.rl_runtime.protocol.clients import Connect, LoadedCheckpoint, ReplicaExited, TrainerPort
-from rolecall.rl_runtime.protocol.membership import MembershipView
+from rolecall.rl_runtime.protocol.membership import Member, MembershipView
 from rolecall.rl_runtime.protocol.messages import CommitRecord, Holder, Manifest, StepResult, TrainerInfo
 
 logger = logging.getLogger(__name__)
@@ -42,9 +50,6 @@ GRACE_SECONDS = 3.0
 """Added to the process group's own timeout: after a peer failed, the others must answer within this."""
 IDLE_SECONDS = 600.0
 """How long an old call may occupy the working thread of a joining trainer before the next attempt."""
-GREETINGS_MAX = 4
-"""Handshakes that may fail with the trainer's own error before it is fenced."""
-RETRY_SECONDS = 0.25
 COPY_MARGIN_SECONDS = 5.0
 START_SECONDS = 60.0
 """How long the first epoch waits for the other desired trainers once one has arrived."""
@@ -65,6 +70,17 @@ class StepFailed(RolecallError):
     """A step fails by its own code, or repeatedly: another attempt will not help."""
 
 
+def _recomputed(bad: NonFiniteMicrobatch, by: str, *, finite: bool) -> MicrobatchRecomputed:
+    return MicrobatchRecomputed(
+        step=bad.step,
+        microbatch=bad.microbatch_id,
+        groups=bad.group_ids,
+        from_replica=bad.replica,
+        by=by,
+        finite=finite,
+    )
+
+
 class TrainerGroup:
     """All trainers of a run, and their current epoch."""
 
@@ -80,8 +96,8 @@ class TrainerGroup:
         self._step_seconds = job.detector.first_unit_seconds + self._group_seconds
         self._holders: dict[Member, Holder] = {}
         self._candidates: dict[Member, TrainerPort] = {}  # responsive, with a free working thread: may join
-        self._greeting: set[Member] = set()
-        self._failed_greetings: Counter[Member] = Counter()
+        self._joining: set[Member] = set()
+        self._failed_first_calls: Counter[Member] = Counter()
         self._lost: dict[Member, str] = {}
         self.members: dict[Member, TrainerPort] = {}
         self.epoch = 0
@@ -93,14 +109,14 @@ class TrainerGroup:
     def sync(self, fleet: MembershipView) -> None:
         """Records losses and starts handshakes with new trainers; called repeatedly."""
         active = [m for m in (*self.members, *self._candidates) if m not in self._lost]
-        changes = membership_changes(fleet, "trainer", active=active, known={*self._greeting, *self._lost})
+        changes = membership_changes(fleet, "trainer", active=active, known={*self._joining, *self._lost})
         for member, because in {**changes.lost, **changes.replaced}.items():
             self._lose(member, because)
         for record in changes.joining:
-            self._greeting.add((record.replica, record.incarnation))
-            self._tasks.start(self._greet(record), f"greet {(record.replica, record.incarnation)}")
+            self._joining.add((record.replica, record.incarnation))
+            self._tasks.start(self._admit(record), f"admit {(record.replica, record.incarnation)}")
 
-    async def _greet(self, record: Actual) -> None:
+    async def _admit(self, record: Actual) -> None:
         member = (record.replica, record.incarnation)
         try:
             port = TrainerPort(self._connect(record))
@@ -113,18 +129,13 @@ class TrainerGroup:
         except DeadlineExceeded as e:
             logger.warning("%s", e)  # the next sync retries the handshake
         except Exception as e:  # noqa: BLE001 deliberate: an exception of one trainer must not end the controller
-            self._failed_greetings[member] += 1
-            failures = self._failed_greetings[member]
-            because = f"its greeting failed {failures} times, last: {type(e).__name__}: {e}"
-            logger.warning("%s#%d: %s", *member, because)
-            if failures >= GREETINGS_MAX:
+            because = await retry_first_call(self._failed_first_calls, member, e)
+            if because:
                 self._lose(member, because)
-            else:
-                await asyncio.sleep(RETRY_SECONDS * failures)
         else:
-            self._failed_greetings.pop(member, None)
+            self._failed_first_calls.pop(member, None)
         finally:
-            self._greeting.discard(member)
+            self._joining.discard(member)
 
     def _lose(self, member: Member, because: str) -> None:
         """Contains a loss: fences it at once. A member stays in the running epoch until the next regroup."""
@@ -312,6 +323,7 @@ class TrainerGroup:
             StepFailed: its own code fails, and recovery did not act.
         """
         code_errors = 0
+        not_finite: dict[str, NonFiniteMicrobatch] = {}
         for attempt in range(1, ATTEMPTS_MAX + 1):
             answers = await self._attempt(plan, repeated=plan.resumed or attempt > 1)
             results = [a for a in answers.values() if isinstance(a, StepResult)]
@@ -320,13 +332,18 @@ class TrainerGroup:
                 if len(digests) != 1 or any(r.commit.step != plan.step for r in results):
                     raise StepFailed(f"step {plan.step}: trainers committed different gradients after an agreed vote")
                 self.committed_step = plan.step
+                for bad in not_finite.values():
+                    by = next(r.replica for r in results if bad.microbatch_id in r.my_microbatches)
+                    self._recorder.event(_recomputed(bad, by, finite=True))
                 return CommittedStep(commit=results[0].commit, result=results[0], attempts=attempt)
-            contained = contain_attempt(answers, code_errors=code_errors)
+            contained = contain_attempt(answers, code_errors=code_errors, not_finite=not_finite)
             interrupted = StepInterrupted(
                 step=plan.step, epoch=self.epoch, because=contained.because, lost=contained.lost, attempt=attempt
             )
             self._recorder.event(interrupted)
             self._note_losses(answers)
+            if contained.not_finite is not None:
+                self._contain_not_finite(contained.not_finite, not_finite)
             if contained.resets_gradients:
                 await self.reset_step(plan.step)
             await self.regroup(contained.because, with_candidates=False)
@@ -337,6 +354,18 @@ class TrainerGroup:
             if contained.awaits_recovery:
                 await self._await_recovery(plan, contained.raised)
         raise StepFailed(f"step {plan.step} is not committed after {ATTEMPTS_MAX} attempts")
+
+    def _contain_not_finite(self, bad: NonFiniteMicrobatch, before: dict[str, NonFiniteMicrobatch]) -> None:
+        """The member that computed it leaves the epoch, so that another one computes it again; it rejoins with a copy
+        of the state. The only member tries once more. `before`: by microbatch, of earlier attempts at this step.
+        """
+        first = before.setdefault(bad.microbatch_id, bad)
+        if first is not bad:
+            self._recorder.event(_recomputed(first, bad.replica, finite=False))
+        elif len(self.members) > 1:
+            # It may have left already: the others name it, and it did not answer in time itself.
+            for member in [m for m in self.members if m[0] == bad.replica]:
+                self._exclude(member, str(bad))
 
     async def _attempt(self, plan: StepPlan, *, repeated: bool) -> dict[Member, Any]:
         """Runs one attempt at all members. `repeated`: they may already have computed parts of the step."""
@@ -414,6 +443,6 @@ class TrainerGroup:
         for member, port in reversed(list(self.members.items())):
             try:
                 return await port.save_checkpoint(self._folder, self._keep)
-            except (ReplicaExited, DeadlineExceeded, OSError) as e:
+            except (ReplicaExited, DeadlineExceeded, CheckpointUnwritable) as e:
                 logger.warning("%s#%d wrote no checkpoint: %s", *member, e)
         return None

@@ -82,7 +82,7 @@ class TrajectoryTable:
             self._forget[t.context[0]].append(t.context[1])
         t.context = None
 
-    def forget_stray(self, engine: EngineKey, request_ids: Iterable[str]) -> None:
+    def forget_unassigned(self, engine: EngineKey, request_ids: Iterable[str]) -> None:
         """An engine holds requests of groups that are closed or continued elsewhere."""
         self._forget[engine].extend(request_ids)
 
@@ -151,26 +151,31 @@ class TrajectoryTable:
         """
         finished: list[GroupId] = []
         for chunk in chunks:
-            t = self._by_request.get(chunk.request_id)
-            if t is None or t.engine != engine or t.finished or chunk.offset > len(t.tokens):
+            trajectory = self._by_request.get(chunk.request_id)
+            if (
+                trajectory is None
+                or trajectory.engine != engine
+                or trajectory.finished
+                or chunk.offset > len(trajectory.tokens)
+            ):
                 continue
-            start = len(t.tokens) - chunk.offset
+            start = len(trajectory.tokens) - chunk.offset
             stop = next((i for i, v in enumerate(chunk.versions) if v > proven_version), len(chunk.tokens))
-            stop = min(stop, t.request.max_response_tokens - chunk.offset)
+            stop = min(stop, trajectory.request.max_response_tokens - chunk.offset)
             if start < stop:
-                t.tokens.extend(chunk.tokens[start:stop])
-                t.logprobs.extend(chunk.logprobs[start:stop])
-                t.versions.extend(chunk.versions[start:stop])
+                trajectory.tokens.extend(chunk.tokens[start:stop])
+                trajectory.logprobs.extend(chunk.logprobs[start:stop])
+                trajectory.versions.extend(chunk.versions[start:stop])
             whole = stop == len(chunk.tokens)
-            t.note_end(chunk, whole=whole)
-            if t.ended_before:
-                t.again()
-            if chunk.finished and whole and not t.finished:
+            trajectory.note_end(chunk, whole=whole)
+            if trajectory.ended_before:
+                trajectory.again()
+            if chunk.finished and whole and not trajectory.finished:
                 # It is needed with another seed, or longer than requested from this engine: it is submitted again.
-                t.sent = False
-                self._forget[engine].append(t.request.request_id)
-            if t.finished and self._is_finished(t.request.group_id):
-                finished.append(t.request.group_id)
+                trajectory.sent = False
+                self._forget[engine].append(trajectory.request.request_id)
+            if trajectory.finished and self._is_finished(trajectory.request.group_id):
+                finished.append(trajectory.request.group_id)
         return finished
 
     def _is_finished(self, group_id: GroupId) -> bool:
@@ -207,24 +212,28 @@ class TrajectoryTable:
         """
         finished: list[GroupId] = []
         for request, chunk in held:
-            t = self._by_request.get(request.request_id)
-            if t is None and self._inherit(engine, request, chunk, proven_version):
+            trajectory = self._by_request.get(request.request_id)
+            if trajectory is None and self._inherit(engine, request, chunk, proven_version):
                 continue
-            if t is None or t.finished or (t.engine is not None and len(chunk.tokens) <= len(t.tokens)):
+            if (
+                trajectory is None
+                or trajectory.finished
+                or (trajectory.engine is not None and len(chunk.tokens) <= len(trajectory.tokens))
+            ):
                 self._forget[engine].append(request.request_id)
                 continue
-            if t.engine is not None:
-                self._forget[t.engine].append(request.request_id)
-            t.tokens, t.logprobs, t.versions = [], [], []
-            t.engine, t.sent = engine, True
-            self._let_go(t)
-            self.groups[t.request.group_id].waits = False
+            if trajectory.engine is not None:
+                self._forget[trajectory.engine].append(request.request_id)
+            trajectory.tokens, trajectory.logprobs, trajectory.versions = [], [], []
+            trajectory.engine, trajectory.sent = engine, True
+            self._let_go(trajectory)
+            self.groups[trajectory.request.group_id].waits = False
             finished += self.take(engine, [chunk], proven_version)
-            if not t.finished and any(v > proven_version for v in chunk.versions):
+            if not trajectory.finished and any(v > proven_version for v in chunk.versions):
                 # These may be of a discarded policy: the run returned to a checkpoint, and the controller died before
                 # it notified the engine. That version number later belongs to another policy. The request continues
                 # from the proven tokens.
-                t.sent = False
+                trajectory.sent = False
                 self._forget[engine].append(request.request_id)
         return finished
 
@@ -266,16 +275,16 @@ class TrajectoryTable:
         """
         leaving = list(self._unfinished_on(engine))
         if alive:
-            self._forget[engine].extend(t.request.request_id for t in leaving if t.sent)
+            self._forget[engine].extend(trajectory.request.request_id for trajectory in leaving if trajectory.sent)
         else:
-            for t in self._by_request.values():
-                if t.engine == engine:
-                    t.engine, t.sent = None, False
-                if t.context is not None and t.context[0] == engine:
-                    t.context = None
+            for trajectory in self._by_request.values():
+                if trajectory.engine == engine:
+                    trajectory.engine, trajectory.sent = None, False
+                if trajectory.context is not None and trajectory.context[0] == engine:
+                    trajectory.context = None
             self._forget.pop(engine, None)
-        for t in leaving:
-            t.engine, t.sent = None, False
+        for trajectory in leaving:
+            trajectory.engine, trajectory.sent = None, False
         return _moved(leaving)
 
     def mark_followed(self, group_id: GroupId) -> None:

@@ -22,7 +22,7 @@ from typing import Any
 from rolecall.core.clock import Clock, SystemClock
 from rolecall.core.errors import InjectionRefused
 from rolecall.core.journal.journal import Journal
-from rolecall.core.membership import STANDBY_ROLE, Actual, ReplicaState
+from rolecall.core.membership import STANDBY_ROLE, ReplicaState
 from rolecall.core.rundir import RUN_ENV, RunDir, write_atomically
 from rolecall.rl_runtime.faults.cpu_quota import QuotaUnavailable, cpu_quota
 from rolecall.rl_runtime.faults.guardian import guarded
@@ -74,6 +74,7 @@ KINDS: dict[str, InjectionSpec] = {
     "controller-kill": InjectionSpec(role="controller", hows=("kill",)),
     "standby-kill": InjectionSpec(role=STANDBY_ROLE, hows=("kill",)),
     "trainer-exception": InjectionSpec(role="trainer", hows=("raise",), at=MICROBATCH, every_rank=True),
+    "trainer-nan": InjectionSpec(role="trainer", hows=("nan",), at=MICROBATCH),  # of one microbatch
     "agent-kill": InjectionSpec(role="", hows=("kill",)),
     "watch-kill": InjectionSpec(role="", hows=("kill",)),
 }
@@ -174,20 +175,16 @@ def _replicas(run: RunDir, role: str, url: str) -> list[InjectionTarget]:
         journal.close()
     working = {ReplicaState.SERVING, *([ReplicaState.READY] if role == STANDBY_ROLE else [])}
     return [
-        _victim(record)
+        InjectionTarget(
+            target=record.replica,
+            pid=record.pid,
+            start_ticks=record.start_ticks,
+            node=record.node,
+            incarnation=record.incarnation,
+        )
         for replica, record in sorted(current.items())
         if replica.startswith(f"{role}/") and record.state in working and replica in desired and record.pid
     ]
-
-
-def _victim(record: Actual) -> InjectionTarget:
-    return InjectionTarget(
-        target=record.replica,
-        pid=record.pid,
-        start_ticks=record.start_ticks,
-        node=record.node,
-        incarnation=record.incarnation,
-    )
 
 
 def _agents(run: RunDir) -> list[InjectionTarget]:
@@ -203,13 +200,13 @@ def _agents(run: RunDir) -> list[InjectionTarget]:
 
 def _watches(run: RunDir) -> list[InjectionTarget]:
     found = []
-    for p in find_processes(run.path, exclude=(os.getpid(),)):
+    for process in find_processes(run.path, exclude=(os.getpid(),)):
         try:
-            words = Path(f"/proc/{p.pid}/cmdline").read_bytes().split(b"\0")
+            words = Path(f"/proc/{process.pid}/cmdline").read_bytes().split(b"\0")
         except OSError:
             continue  # it exited in the meantime
         if b"rolecall" in words and b"watch" in words:
-            found.append(InjectionTarget(target="watch", pid=p.pid, start_ticks=p.start_ticks))
+            found.append(InjectionTarget(target="watch", pid=process.pid, start_ticks=process.start_ticks))
     return found
 
 
@@ -231,15 +228,15 @@ class _Injection:
         with ExitStack() as guards:
             for v in victims:
                 guards.enter_context(guarded(self._run, v.pid, v.start_ticks))
-            return self._hurt(victims)
+            return self._injected(victims)
 
-    def _hurt(self, victims: list[InjectionTarget]) -> dict[str, Any]:
+    def _injected(self, victims: list[InjectionTarget]) -> dict[str, Any]:
         """Injects a fault that its target survives."""
         if self._how == "raise":
             return self._inside(victims, InProcessFault.RAISE, message=USER_CODE_MESSAGE)
         if self._how == "delay":
             return self._inside(victims, InProcessFault.DELAY, delay_seconds=DELAY_SECONDS)
-        if self._how in ("gil", "lock", "read"):
+        if self._how in ("gil", "lock", "read", "nan"):
             return self._inside(victims, InProcessFault(self._how))
         slow: dict[str, Callable[[InjectionTarget], dict[str, Any]]] = {
             "stop": self._stop,
@@ -296,7 +293,8 @@ class _Injection:
             if began is None:
                 raise InjectionRefused(f"{victims[0].target}: did not come to {self._at} within {EFFECT_SECONDS:.0f} s")
             record = self._record(victims, injected_at=began)
-            self._until_gone(victims)
+            if how is not InProcessFault.NAN:  # over at once
+                self._until_gone(victims)
         finally:
             for v in victims:
                 self._take_back(v)

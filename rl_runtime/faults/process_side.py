@@ -5,7 +5,7 @@ permission this costs one comparison. With it, at most one `stat` per `CHECK_SEC
 `runs/<id>/inject/<pid>-<start_ticks>.json`, a request written by the injector (`injector.py`), a separate process.
 External faults (SIGKILL, SIGSTOP, a CPU quota) are injected there. This module has those that need the process itself:
 a hang that holds the GIL, a lock that is never released, a read that never returns, a delay in each step, an exception
-of user code. All are bounded in time.
+of user code, numbers that are not finite. All are bounded in time.
 """
 
 import collections
@@ -40,6 +40,7 @@ class InProcessFault(StrEnum):
     READ = "read"  # reads from a pipe that never delivers
     DELAY = "delay"  # sleeps in each later unit of work
     RAISE = "raise"  # an exception of user code
+    NAN = "nan"  # this unit of work yields numbers that are not finite
     MEET = "meet"  # pauses here briefly, so that an external signal hits it in the middle of this work
 
 
@@ -99,30 +100,39 @@ class Injection:
         Raises:
             InjectedError: the request says `raise`.
         """
+        self.spoils(name)
+
+    def spoils(self, name: str) -> bool:
+        """A checkpoint before a unit of work whose numbers the caller can spoil; True: it does.
+
+        Raises:
+            InjectedError: the request says `raise`.
+        """
         if not self._allowed:
-            return
-        now = self._clock.monotonic()
+            return False
+        now, spoils = self._clock.monotonic(), False
         if now >= self._next_check:
             self._next_check = now + CHECK_SECONDS
-            self._look(name, now)
+            spoils = self._look(name, now)
         if self._delay is not None and (not self._delay.at or self._delay.at == name):
             if now >= self._delay_until:
                 self._delay = None
             else:
                 self._clock.sleep(self._delay.delay_seconds)
+        return spoils
 
-    def _look(self, name: str, now: float) -> None:
+    def _look(self, name: str, now: float) -> bool:
         try:
             os.stat(self._request_path)
         except FileNotFoundError:
             self._delay = None  # the injector withdrew its request
-            return
+            return False
         request = self._read()
         if request is None or (request.at and request.at != name):
-            return
+            return False
         with self._taking:  # several threads may be at this point, but there is only one fault
             if request.request_id in self._done:
-                return
+                return False
             self._done.add(request.request_id)
             effect: dict[str, Any] = {"request_id": request.request_id, "at": name, "wall_at": self._clock.wall()}
             write_atomically(self._effect_path, json.dumps(effect))
@@ -130,8 +140,9 @@ class Injection:
             self._delay, self._delay_until = request, now + request.seconds
         elif request.how is InProcessFault.MEET:
             self._meet(now + request.seconds)
-        else:
+        elif request.how is not InProcessFault.NAN:
             _perform(request)
+        return request.how is InProcessFault.NAN
 
     def _meet(self, until: float) -> None:
         while self._clock.monotonic() < until and self._request_path.exists():
@@ -156,8 +167,8 @@ def _perform(request: InjectionRequest) -> None:
             _read_in_vain(request.seconds)
         case InProcessFault.RAISE:
             raise InjectedError(request.message or "injected: a mistake in user code")
-        case InProcessFault.DELAY | InProcessFault.MEET:
-            raise AssertionError(f"{request.how} needs the clock of Injection")
+        case InProcessFault.DELAY | InProcessFault.MEET | InProcessFault.NAN:
+            raise AssertionError(f"{request.how} is performed by Injection")
 
 
 def _hold_gil(seconds: float) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar, cast
 
-from rolecall.core.errors import DeadlineExceeded, RolecallError
+from rolecall.core.errors import DeadlineExceeded, NonFiniteValue, RolecallError
 from rolecall.core.ids import ReplicaId
 from rolecall.core.journal.payloads import ChainHead
 from rolecall.core.membership import Actual
@@ -44,6 +44,11 @@ class ReplicaExited(RolecallError):
     def __init__(self, *, replica: ReplicaId, incarnation: int, because: str) -> None:
         self.replica, self.incarnation, self.because = replica, incarnation, because
         super().__init__(f"{replica}#{incarnation} is gone: {because}")
+
+
+def is_code_error(error: BaseException) -> bool:
+    """Whether the job's code raised it. Lost peers, stale messages and deadlines belong to the runtime."""
+    return isinstance(error, NonFiniteValue) or (isinstance(error, Exception) and not isinstance(error, RolecallError))
 
 
 class ReplicaClient(Protocol):

@@ -15,8 +15,10 @@ AT_WORK = (ReplicaState.READY, ReplicaState.SERVING)
 GONE = (ReplicaState.LOST, ReplicaState.STOPPED)
 """Final states: no working state may follow for the same incarnation."""
 
+Member = tuple[ReplicaId, int]
+"""(replica, incarnation)."""
 Desireds = Mapping[ReplicaId, Desired]
-Actuals = Mapping[tuple[ReplicaId, int], Actual]
+Actuals = Mapping[Member, Actual]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,11 +62,8 @@ class MembershipView:
 
 
 def members_after(
-    members: Iterable[tuple[ReplicaId, int]],
-    *,
-    joined: Iterable[tuple[ReplicaId, int]] = (),
-    left: Iterable[tuple[ReplicaId, int]] = (),
-) -> tuple[tuple[ReplicaId, int], ...]:
+    members: Iterable[Member], *, joined: Iterable[Member] = (), left: Iterable[Member] = ()
+) -> tuple[Member, ...]:
     """The next epoch's members, sorted. A newer incarnation replaces the older one of its replica."""
     gone = set(left)
     newest: dict[ReplicaId, int] = {}

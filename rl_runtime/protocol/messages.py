@@ -152,15 +152,14 @@ class StepResult:
     my_microbatches: tuple[str, ...]
     log_ratio_max: float | None
     """Largest |trainer log-prob - rollout log-prob| under the weights that generated the token; a large value raises an
-    alarm. Covers all tokens of the trained weights and a share of those of former versions (`agreement`). None without
-    such tokens.
+    alarm. Covers all tokens of the trained weights and a share of those of previous versions (`agreement`). None
+    without such tokens.
     """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holder:
-    """A server of tensors, and its address. `stream` is `policy` (weights by version) or `state` (a trainer's whole
-    state)."""
+    """A server of tensors: policy weights by version, and, at a trainer, its whole state."""
 
     replica: ReplicaId
     incarnation: int
@@ -206,19 +205,14 @@ class WeightProof:
     holder: ReplicaId  # source of the bytes
     bytes_received: int
     seconds: float
-    layout: str = (
-        ""  # digest of names, shapes and dtypes of the storage: (b) and (c) compare only replicas of one layout
-    )
+    layout: str = ""  # digest of the storage's names, shapes and dtypes: (b) and (c) compare only equal layouts
     storage: tuple[tuple[str, str], ...] = ()  # (parameter, digest) per covered parameter: lets (b) name it
-    received_wrong: tuple[str, ...] = ()  # tensors that differ from the manifest; empty in a valid proof
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutInfo:
     replica: ReplicaId
     incarnation: int
-    pid: int
-    start_ticks: int
     policy_version: int  # -1: no proven weights
     holder: Holder
     num_requests: int
@@ -229,8 +223,6 @@ class RolloutInfo:
 class TrainerInfo:
     replica: ReplicaId
     incarnation: int
-    pid: int
-    start_ticks: int
     has_state: bool  # False: must copy from a survivor or a checkpoint before it may join
     commit: CommitRecord
     holder: Holder

@@ -76,42 +76,37 @@ class PolicyHealth:
         """The metrics that have a value, by name."""
         return {f.name: v for f in fields(self) if (v := getattr(self, f.name)) is not None}
 
-    @classmethod
-    def from_dict(cls, d: dict[str, Any]) -> Self:
-        return cls(**{f.name: d.get(f.name) for f in fields(cls)})
-
 
 def health(sums: HealthSums, *, filtered_fraction: float | None = None) -> PolicyHealth:
     """Means of the sums."""
-    s = sums
-    tokens, ended, values = s.tokens or None, s.ended or None, s.value_tokens or None
+    tokens, ended, values = sums.tokens or None, sums.ended or None, sums.value_tokens or None
     return PolicyHealth(
-        entropy=s.entropy / tokens if tokens else None,
-        clip_fraction_low=s.clipped_low / tokens if tokens else None,
-        clip_fraction_high=s.clipped_high / tokens if tokens else None,
-        ratio_mean=s.ratio / tokens if tokens else None,
-        ratio_std=math.sqrt(_variance(s.ratio, s.ratio_squared, tokens)) if tokens else None,
-        ratio_max=s.ratio_max if tokens else None,
-        kl_sampler=s.kl_sampler / tokens if tokens else None,
-        kl_reference=s.kl_reference / s.reference_tokens if s.reference_tokens else None,
-        capped_fraction=s.capped / tokens if tokens else None,
-        stale_fraction=s.stale / (s.tokens + s.stale) if s.tokens + s.stale else None,
-        response_length=s.length / ended if ended else None,
-        response_length_max=s.length_max if ended else None,
-        truncated_fraction=s.truncated / ended if ended else None,
-        value_loss=s.value_loss / values if values else None,
-        explained_variance=_explained(s, values) if values else None,
+        entropy=sums.entropy / tokens if tokens else None,
+        clip_fraction_low=sums.clipped_low / tokens if tokens else None,
+        clip_fraction_high=sums.clipped_high / tokens if tokens else None,
+        ratio_mean=sums.ratio / tokens if tokens else None,
+        ratio_std=math.sqrt(_variance(sums.ratio, sums.ratio_squared, tokens)) if tokens else None,
+        ratio_max=sums.ratio_max if tokens else None,
+        kl_sampler=sums.kl_sampler / tokens if tokens else None,
+        kl_reference=sums.kl_reference / sums.reference_tokens if sums.reference_tokens else None,
+        capped_fraction=sums.capped / tokens if tokens else None,
+        stale_fraction=sums.stale / (sums.tokens + sums.stale) if sums.tokens + sums.stale else None,
+        response_length=sums.length / ended if ended else None,
+        response_length_max=sums.length_max if ended else None,
+        truncated_fraction=sums.truncated / ended if ended else None,
+        value_loss=sums.value_loss / values if values else None,
+        explained_variance=_explained(sums, values) if values else None,
         filtered_fraction=filtered_fraction,
     )
 
 
-def _explained(s: HealthSums, values: int) -> float | None:
+def _explained(sums: HealthSums, values: int) -> float | None:
     """1 - Var(V - return) / Var(return); None where all returns are equal."""
-    spread = _variance(s.returns, s.returns_squared, values)
+    spread = _variance(sums.returns, sums.returns_squared, values)
     # Returns are built from values: equal returns differ by the rounding error of the values, however small they are.
-    if spread <= ROUNDING * s.value_error_squared / values:
+    if spread <= ROUNDING * sums.value_error_squared / values:
         return None
-    return 1.0 - _variance(s.value_error, s.value_error_squared, values) / spread
+    return 1.0 - _variance(sums.value_error, sums.value_error_squared, values) / spread
 
 
 def _variance(total: float, squares: float, count: int) -> float:

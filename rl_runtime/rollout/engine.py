@@ -15,6 +15,7 @@ import gc
 import importlib
 import json
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,14 +65,11 @@ class EngineBroken(RolecallError):
 class EngineSettings:
     """Start parameters of an engine."""
 
-    model_dir: str  # config.json, and weights unless load_format is `dummy`
-    load_format: str = "dummy"  # weights come by transfer, with proof; weights from the folder would be discarded
-    dtype: str = "float32"
+    model_dir: str  # config.json
     max_model_len: int = 256  # prompt and response together, tokens
     num_seqs_max: int = 64  # requests computed in one step
     kv_cache_bytes: int = 64 << 20
     seed: int = 0
-    readable_storage: bool = True
     fixed_length: bool = False  # ignore end tokens and generate to the limit, for measurements
 
 
@@ -91,8 +89,6 @@ def import_vllm() -> Any:
     Raises:
         EngineBroken: vllm was imported earlier with an incompatible environment.
     """
-    import sys
-
     if "vllm" in sys.modules:
         odd = [k for k, v in ENVIRONMENT.items() if os.environ.get(k) != v]
         if odd:
@@ -144,8 +140,7 @@ class VllmEngine:
         # OMP_NUM_THREADS has no effect once torch is imported, and OpenMP keeps the number per thread.
         torch.set_num_threads(1)
         vllm = import_vllm()
-        if settings.readable_storage:
-            keep_storage_readable()
+        keep_storage_readable()
         _register_architecture(vllm, Path(settings.model_dir))
         try:
             self._llm = _start(settings)
@@ -281,8 +276,8 @@ def _start(settings: EngineSettings) -> Any:
     arguments = EngineArgs(
         model=settings.model_dir,
         skip_tokenizer_init=True,
-        load_format=settings.load_format,
-        dtype=settings.dtype,
+        load_format="dummy",  # weights come by transfer, with proof; weights from the folder would be discarded
+        dtype="float32",
         seed=settings.seed,
         enforce_eager=True,
         max_model_len=settings.max_model_len,

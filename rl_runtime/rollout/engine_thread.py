@@ -50,7 +50,7 @@ class EngineThread:
         self._orders: deque[tuple[Callable[[VllmEngine], object], Future[object]]] = deque()
         self._wake, self._closing = threading.Event(), False
         self._started: Future[VllmEngine] = Future()
-        self._failure: BaseException | None = None
+        self.failure: BaseException | None = None
         self._phase = Phase.START
         self._phase_lock = threading.Lock()
         self._resting = False
@@ -76,12 +76,12 @@ class EngineThread:
         Raises:
             EngineBroken: the engine has failed.
         """
-        if self._failure is not None:
-            raise EngineBroken(f"the engine failed: {type(self._failure).__name__}: {self._failure}")
+        if self.failure is not None:
+            raise EngineBroken(f"the engine failed: {type(self.failure).__name__}: {self.failure}")
         done: Future[object] = Future()
         self._orders.append((order, done))
         self._wake.set()
-        if self._failure is not None:  # it failed between the check and the append: no thread will run the order
+        if self.failure is not None:  # it failed between the check and the append: no thread will run the order
             self._refuse_orders()
         return done
 
@@ -118,17 +118,13 @@ class EngineThread:
         self._wake.set()
         self._thread.join(seconds)
 
-    @property
-    def failure(self) -> BaseException | None:
-        return self._failure
-
     # --- in the thread
 
     def _run(self) -> None:
         try:
             engine = self._make()
         except Exception as e:  # noqa: BLE001 deliberate: raised in the caller
-            self._failure = e
+            self.failure = e
             self._started.set_exception(e)
             self._refuse_orders()
             return
@@ -144,7 +140,7 @@ class EngineThread:
                 self._wake.clear()
             engine.close()
         except Exception as e:  # deliberate: a broken engine must be reported, not vanish with its thread
-            self._failure = e
+            self.failure = e
             logger.exception("the engine failed")
             reporter.exception(e)
             if self._on_failure is not None:
@@ -156,7 +152,7 @@ class EngineThread:
         while self._orders:
             _, done = self._orders.popleft()
             if done.set_running_or_notify_cancel():
-                done.set_exception(EngineBroken(f"the engine is gone: {self._failure or 'closed'}"))
+                done.set_exception(EngineBroken(f"the engine is gone: {self.failure or 'closed'}"))
 
     def _obey(self, engine: VllmEngine) -> None:
         while self._orders:

@@ -11,7 +11,6 @@ proven unchanged; otherwise nothing is generated, and `policy_version` is -1.
 
 import hashlib
 import logging
-import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,8 +21,8 @@ import torch
 
 from rolecall.agent.reporter import reporter
 from rolecall.core.clock import Clock, SystemClock
-from rolecall.core.errors import DeadlineExceeded, RolecallError, StaleIncarnation
-from rolecall.core.ids import ReplicaId, process_start_ticks
+from rolecall.core.errors import DeadlineExceeded, ProofMismatch, RolecallError, StaleIncarnation
+from rolecall.core.ids import ReplicaId
 from rolecall.core.telemetry import Phase
 from rolecall.rl_runtime.protocol.messages import (
     GenerationRequest,
@@ -36,9 +35,11 @@ from rolecall.rl_runtime.protocol.messages import (
 )
 from rolecall.rl_runtime.rollout.engine import EngineSettings, NewTokens, VllmEngine, vocab_size
 from rolecall.rl_runtime.rollout.engine_thread import EngineThread
-from rolecall.rl_runtime.rollout.proof import ProofSubject, load, prove
 from rolecall.rl_runtime.rollout.token_buffer import TokenBuffer, TokenBufferLimits
-from rolecall.rl_runtime.weights.port import PartialTransfer, TensorServer, TransferFailed, pull_any
+from rolecall.rl_runtime.weights.digest import entries_of, manifest_digest
+from rolecall.rl_runtime.weights.port import TensorServer
+from rolecall.rl_runtime.weights.proof import canary_outside
+from rolecall.rl_runtime.weights.pull import PartialTransfer, TransferFailed, fitting, pull_any
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +85,6 @@ class RolloutReplica:
         settings: EngineSettings,
         address: str = "127.0.0.1",
         transfer_seconds: float = 10.0,
-        limits: TokenBufferLimits | None = None,
         clock: Clock | None = None,
         on_step: Callable[[], None] | None = None,
         on_failure: Callable[[BaseException], None] | None = None,
@@ -96,17 +96,17 @@ class RolloutReplica:
         self._identity_lock, self._updating = threading.Lock(), threading.Lock()
         self._serving: _Serving | None = None
         self._partial: PartialTransfer | None = None
-        self._server = TensorServer(token, address, clock=self._clock)
+        self.server = TensorServer(token, address, clock=self._clock)
         self._thread = EngineThread(
             lambda: make_engine(settings), self._record, clock=self._clock, on_step=on_step, on_failure=on_failure
         )
         try:
             self._engine = self._thread.wait_started(START_SECONDS)
         except RolecallError:
-            self._server.close()
+            self.server.close()
             raise
         self._buffer = TokenBuffer(
-            limits=limits or TokenBufferLimits(),
+            limits=TokenBufferLimits(),
             end_tokens=frozenset(self._engine.end_tokens),
             model_len_max=settings.max_model_len,
             vocab_size=vocab_size(settings),
@@ -120,10 +120,8 @@ class RolloutReplica:
         return RolloutInfo(
             replica=replica,
             incarnation=incarnation,
-            pid=os.getpid(),
-            start_ticks=process_start_ticks(os.getpid()) or 0,
             policy_version=self.policy_version,
-            holder=self._server.holder(replica, incarnation),
+            holder=self.server.holder(replica, incarnation),
             num_requests=self._buffer.num_requests,
             tokens_generated=self._buffer.tokens_generated,
         )
@@ -133,10 +131,6 @@ class RolloutReplica:
         """The proven version it generates with; -1 without one."""
         serving = self._serving
         return serving.manifest.policy_version if serving is not None else -1
-
-    @property
-    def server(self) -> TensorServer:
-        return self._server
 
     def promote(self, replica: ReplicaId, incarnation: int, secret: str) -> None:
         """A standby becomes `replica`. Its weights stay, but count only once proven under the new name.
@@ -166,7 +160,7 @@ class RolloutReplica:
     def close(self) -> None:
         """Stops the engine and the port; safe to call twice."""
         self._thread.close()
-        self._server.close()
+        self.server.close()
 
     # --- requests
 
@@ -186,18 +180,23 @@ class RolloutReplica:
             self._thread.post_requests(len(taken), lambda engine: self._add(engine, taken))
 
     def _add(self, engine: VllmEngine, requests: Sequence[GenerationRequest]) -> None:
-        for r in requests:
-            if not self._buffer.begin(r):
+        for request in requests:
+            if not self._buffer.begin(request):
                 continue  # dropped before it was started
-            seed = _seed_behind(r.seed, len(r.prefix_tokens))
-            tokens = (*r.prompt_tokens, *r.prefix_tokens)
+            seed = _seed_behind(request.seed, len(request.prefix_tokens))
+            tokens = (*request.prompt_tokens, *request.prefix_tokens)
             try:
-                engine.add(r.request_id, tokens, num_new_max=r.max_response_tokens - len(r.prefix_tokens), seed=seed)
+                engine.add(
+                    request.request_id,
+                    tokens,
+                    num_new_max=request.max_response_tokens - len(request.prefix_tokens),
+                    seed=seed,
+                )
             except ValueError:
                 # It was checked when accepted, so this is an internal error and must not affect other requests. Once
                 # dropped here, its owner finds it unknown and reassigns it.
-                logger.exception("the engine refuses request %s", r.request_id)
-                self._buffer.forget([r.request_id])
+                logger.exception("the engine refuses request %s", request.request_id)
+                self._buffer.forget([request.request_id])
 
     def _record(self, made: list[NewTokens]) -> int:
         return self._buffer.record(made, self.policy_version)
@@ -224,11 +223,7 @@ class RolloutReplica:
         return self.tokens_since(incarnation, offsets)
 
     def ack(self, incarnation: int, request_ids: Sequence[str]) -> None:
-        """Drops requests whose tokens are safe elsewhere and aborts those still running."""
-        self.abort(incarnation, request_ids)
-
-    def abort(self, incarnation: int, request_ids: Sequence[str]) -> None:
-        """Drops requests and their tokens."""
+        """Drops requests, whose tokens are safe elsewhere or not needed, and aborts those still running."""
         self._checked(incarnation)
         running = self._buffer.forget(request_ids)
         if running and self._thread.failure is None:
@@ -261,13 +256,13 @@ class RolloutReplica:
             self._epoch = epoch
             begun = self._clock.monotonic()
             pieces = self._pull(replica, manifest, holders)
-            proof = ProofSubject(replica=replica, incarnation=incarnation, epoch=epoch).received(manifest, pieces)
+            proof = received(manifest, pieces, replica=replica, incarnation=incarnation, epoch=epoch)
             proof = self._thread.call(
                 lambda engine: self._apply(engine, manifest, pieces.tensors, proof),
                 APPLY_SECONDS,
                 f"apply version {manifest.policy_version}",
             )
-            self._server.publish(manifest, pieces.tensors, copy=False)
+            self.server.publish(manifest, pieces.tensors, copy=False)
             self._partial = None
             return replace(proof, seconds=self._clock.monotonic() - begun)
 
@@ -283,15 +278,13 @@ class RolloutReplica:
             self._updating.release()
 
     def _pull(self, replica: ReplicaId, manifest: Manifest, holders: Sequence[Holder]) -> PartialTransfer:
-        pieces = PartialTransfer.of(manifest)
-        if self._partial is not None and self._partial.digest == pieces.digest:
-            pieces = self._partial
-        elif self._serving is not None and self._serving.manifest.digest == pieces.digest:
+        pieces = fitting(self._partial, manifest)
+        if pieces is not self._partial and self._serving and self._serving.manifest.digest == pieces.digest:
             pieces.tensors.update(self._serving.tensors)
         if not pieces.missing():
             return pieces
         self._thread.awaits_weights = True
-        others = [h for h in holders if (h.host, h.port) != (self._server.host, self._server.port)]
+        others = [h for h in holders if (h.host, h.port) != (self.server.host, self.server.port)]
         try:
             return pull_any(
                 others,
@@ -354,3 +347,74 @@ def _seed_behind(seed: int, num_prefix: int) -> int:
     if num_prefix == 0:
         return seed
     return int.from_bytes(hashlib.sha256(f"{seed}:{num_prefix}".encode()).digest()[:4], "big")
+
+
+# --- the proof: received, loaded, and used in computation. Every digest is computed from the bytes each time ----------
+
+
+def received(
+    manifest: Manifest, pieces: PartialTransfer, replica: ReplicaId, incarnation: int, epoch: int
+) -> WeightProof:
+    """Part (a): digests of the bytes in memory.
+
+    Raises:
+        ProofMismatch: names the tensor.
+    """
+    entries = entries_of(pieces.tensors)
+    wanted, found = ({e.name: e for e in them} for them in (manifest.tensors, entries))
+    for name in sorted(wanted.keys() | found.keys()):
+        if wanted.get(name) != found.get(name):
+            raise ProofMismatch(replica=replica, part="a", tensor=name, reason="bytes received are not the manifest's")
+    return WeightProof(
+        replica=replica,
+        incarnation=incarnation,
+        epoch=epoch,
+        policy_version=manifest.policy_version,
+        manifest_digest=manifest.digest,
+        received_digest=manifest_digest(manifest.policy_version, entries),
+        storage_digest="",
+        covered=0,
+        uncovered=(),
+        canary_logprobs=(),
+        holder=pieces.main_holder if pieces.bytes_by_holder else replica,
+        bytes_received=pieces.bytes_received,
+        seconds=0.0,
+    )
+
+
+def load(engine: VllmEngine, tensors: Mapping[str, torch.Tensor], replica: ReplicaId) -> None:
+    not_loaded = engine.load(tensors)
+    if not_loaded:
+        reason = f"nothing was loaded into {len(not_loaded)} parameters"
+        raise ProofMismatch(replica=replica, part="b", tensor=not_loaded[0], reason=reason)
+
+
+def prove(engine: VllmEngine, manifest: Manifest, proof: WeightProof) -> WeightProof:
+    """Parts (b) and (c), from the engine's current state. Called in its thread, between two steps.
+
+    Raises:
+        ProofMismatch: storage differs from the received bytes, or the canary from the trainer's.
+    """
+    ranks = engine.storage()
+    for rank in ranks:
+        if rank["wrong"]:
+            reason = f"storage of {len(rank['wrong'])} parameters is not what was received"
+            raise ProofMismatch(replica=proof.replica, part="b", tensor=rank["wrong"][0], reason=reason)
+    canary = engine.canary()
+    if reason := canary_outside(manifest.tensors[0].dtype, manifest.canary_logprobs, canary):
+        raise ProofMismatch(replica=proof.replica, part="c", tensor="(canary)", reason=reason)
+    prefix = [f"rank{i}." if len(ranks) > 1 else "" for i in range(len(ranks))]
+    storage = tuple((prefix[i] + name, digest) for i, rank in enumerate(ranks) for name, digest in rank["digests"])
+    return replace(
+        proof,
+        storage_digest=_joined([rank["digest"] for rank in ranks]),
+        layout=_joined([rank["layout"] for rank in ranks]),
+        covered=len(storage),
+        uncovered=tuple(prefix[i] + name for i, rank in enumerate(ranks) for name in rank["uncovered"]),
+        storage=storage,
+        canary_logprobs=canary,
+    )
+
+
+def _joined(digests: Sequence[str]) -> str:
+    return hashlib.sha256("|".join(digests).encode()).hexdigest()

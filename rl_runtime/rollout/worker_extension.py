@@ -32,9 +32,7 @@ class Storage(TypedDict):
 
 def keep_storage_readable() -> None:
     """Makes linear layers built from now on keep their weights readable (vLLM on a CPU only)."""
-    from vllm.model_executor.layers.linear import LinearBase
-
-    LinearBase._cpu_skip_gemm_dispatch = True
+    _linear_base()._cpu_skip_gemm_dispatch = True
 
 
 class RolecallWorker:

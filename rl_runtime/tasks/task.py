@@ -23,8 +23,8 @@ docs/invariants.md).
 
 import random
 import re
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Protocol
 
 from rolecall.core.config.job import TaskConfig
 from rolecall.core.errors import InvalidId
@@ -54,7 +54,7 @@ def group_number(group: str) -> int:
     """`g00000007` and `g00000007-00012` -> 7.
 
     Raises:
-        BadId: `group` does not have this format.
+        InvalidId: `group` does not have this format.
     """
     return _parsed(group)[0]
 
@@ -63,7 +63,7 @@ def group_start(group: str) -> int:
     """`g00000007` -> 0, `g00000007-00012` -> 12.
 
     Raises:
-        BadId: `group` does not have this format.
+        InvalidId: `group` does not have this format.
     """
     return _parsed(group)[1]
 
@@ -76,22 +76,23 @@ def _parsed(group: str) -> tuple[int, int]:
     return number, start
 
 
-class Task(Protocol):
+class Task(ABC):
     """Stateless: every process generates the same prompt for a number, and the same reward for an answer."""
 
-    @property
-    def vocab(self) -> Vocabulary: ...
+    def __init__(self, config: TaskConfig, vocab: Vocabulary, seed: int) -> None:
+        self.num_digits, self.base, self.vocab, self.seed = config.num_digits, config.base, vocab, seed
+        self.max_response_tokens = config.max_response_tokens
 
-    @property
-    def max_response_tokens(self) -> int: ...
-
+    @abstractmethod
     def prompt(self, number: int) -> Prompt: ...
 
+    @abstractmethod
     def answer(self, prompt_tokens: tuple[int, ...]) -> tuple[int, ...]:
         """The exact answer, including the end token."""
 
     def reward(self, prompt_tokens: tuple[int, ...], response_tokens: tuple[int, ...]) -> float:
         """In [0, 1]; 1.0 only if the response is the exact answer."""
+        return share_right(self.answer(prompt_tokens), response_tokens)
 
 
 def share_right(answer: tuple[int, ...], response: tuple[int, ...]) -> float:
@@ -100,11 +101,7 @@ def share_right(answer: tuple[int, ...], response: tuple[int, ...]) -> float:
     return right / max(len(answer), len(response))
 
 
-class DigitParity:
-    def __init__(self, config: TaskConfig, vocab: Vocabulary, seed: int) -> None:
-        self.num_digits, self.vocab, self.seed = config.num_digits, vocab, seed
-        self.max_response_tokens = config.max_response_tokens
-
+class DigitParity(Task):
     def digits(self, number: int) -> str:
         """The digits of prompt `number`."""
         rng = random.Random(f"digit_parity/{self.seed}/{number}")
@@ -119,15 +116,8 @@ class DigitParity:
         letters = (self.vocab.ids["o" if t in odd else "e"] for t in prompt_tokens[1:-1])
         return (*letters, self.vocab.eos)
 
-    def reward(self, prompt_tokens: tuple[int, ...], response_tokens: tuple[int, ...]) -> float:
-        return share_right(self.answer(prompt_tokens), response_tokens)
 
-
-class LongAddition:
-    def __init__(self, config: TaskConfig, vocab: Vocabulary, seed: int) -> None:
-        self.num_digits, self.base, self.vocab, self.seed = config.num_digits, config.base, vocab, seed
-        self.max_response_tokens = config.max_response_tokens
-
+class LongAddition(Task):
     def places(self, number: int) -> list[tuple[int, int]]:
         """Both numbers' digits by place, ones first, of prompt `number`.
 
@@ -152,14 +142,8 @@ class LongAddition:
             worked += [carry, digit]
         return (*self.vocab.encode("".join(map(str, worked))), self.vocab.eos)
 
-    def reward(self, prompt_tokens: tuple[int, ...], response_tokens: tuple[int, ...]) -> float:
-        return share_right(self.answer(prompt_tokens), response_tokens)
-
 
 def make_task(config: TaskConfig, vocab: Vocabulary, seed: int) -> Task:
     """The task named in the job file."""
-    made: dict[str, type[DigitParity | LongAddition]] = {
-        "digit_parity": DigitParity,
-        "long_addition": LongAddition,
-    }
+    made: dict[str, type[Task]] = {"digit_parity": DigitParity, "long_addition": LongAddition}
     return made[config.name](config, vocab, seed)

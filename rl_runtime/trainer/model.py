@@ -2,10 +2,15 @@
 
 All parameter names (manifests, transfers, checkpoints) are Hugging Face's, so that an engine can load them by name. The
 local model is float32 with untied embeddings: 0.9 M parameters by default.
+
+`python -m rolecall.rl_runtime.trainer.model RUN` writes the run's model folder, `runs/<id>/model`, once: a process of
+its own, so that the supervisor does not load torch and continues while Ray starts. For an unusable model, it exits with
+code 2 and one line on standard error.
 """
 
 import json
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +18,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from rolecall.core.config.job import ModelConfig, TaskName
-from rolecall.core.errors import ConfigError
+from rolecall.core.config.job import ModelConfig, TaskName, parse_job
+from rolecall.core.errors import ConfigError, RolecallError
+from rolecall.core.rundir import RunDir
 from rolecall.rl_runtime.tasks.tokenizer import Vocabulary, vocabulary, write_tokenizer
 from rolecall.rl_runtime.trainer.qwen3 import Qwen3, Qwen3Shape
 
@@ -100,8 +106,9 @@ def load_model_folder(folder: Path) -> Any:
         ConfigError: names the folder and the reason.
     """
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
 
-    _silence_progress_bars()
+    logging.disable_progress_bar()  # stderr belongs to the run's own display
     try:
         model = AutoModelForCausalLM.from_pretrained(
             str(folder), dtype=torch.float32, local_files_only=True, use_safetensors=True, trust_remote_code=False
@@ -126,15 +133,24 @@ def _shape(config: ModelConfig, vocab: Vocabulary) -> Qwen3Shape:
     )
 
 
-def _silence_progress_bars() -> None:
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()  # stderr belongs to the run's own display
-
-
 def _copy_model_folder(source: Path, target: Path) -> None:
     names = [p for p in source.iterdir() if p.suffix in (".json", ".safetensors", ".txt", ".model", ".jinja")]
     if not any(p.suffix == ".safetensors" for p in names):
         raise ConfigError(["model.path: no .safetensors file"], str(source))
     for path in names:
         shutil.copyfile(path, target / path.name)
+
+
+def main(argv: list[str]) -> int:
+    run = RunDir(Path(argv[0]))
+    try:
+        job = parse_job(run.read()["config"])
+        write_model_folder(run.path / "model", job.model, job.seed, job.task.name)
+    except RolecallError as e:
+        print(e, file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from rolecall.core.config.algorithm import AlgorithmConfig
-from rolecall.rl_runtime.algorithms.agreement import asked_again
+from rolecall.rl_runtime.algorithms.agreement import recomputed_log_probs
 from rolecall.rl_runtime.algorithms.objective import (
     Batch,
     Objective,
@@ -48,7 +48,7 @@ class Gradients:
         """Flat gradient of the sums, in the order of the state's parameters, and the microbatch's contribution to the
         step.
 
-        `ask_again`: recompute log-probabilities under former versions (`agreement`).
+        `ask_again`: recompute log-probabilities under previous versions (`agreement`).
         """
         terms = TokenSelection(
             policy_version=state.commit.policy_version, staleness_max=self._staleness_max, longest=self._longest
@@ -64,10 +64,10 @@ class Gradients:
         sums = [found.policy] if found.value is None else [found.policy, found.value]
         health = found.sums
         if ask_again:
-            apart = asked_again(
+            apart = recomputed_log_probs(
                 state.policy.module,
                 batch,
-                state.former,
+                state.previous,
                 state.commit.step + 1,
                 microbatches=self._algorithm.microbatches_per_step,
             )

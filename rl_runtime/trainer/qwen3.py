@@ -77,15 +77,15 @@ def _rotate(x_bhsd: Tensor, cos_sd: Tensor, sin_sd: Tensor) -> Tensor:
 class Attention(nn.Module):
     """Grouped-query attention with a norm on each head's query and key."""
 
-    def __init__(self, s: Qwen3Shape) -> None:
+    def __init__(self, shape: Qwen3Shape) -> None:
         super().__init__()
-        self.head_dim = s.head_dim
-        self.q_proj = nn.Linear(s.hidden_size, s.num_attention_heads * s.head_dim, bias=False)
-        self.k_proj = nn.Linear(s.hidden_size, s.num_key_value_heads * s.head_dim, bias=False)
-        self.v_proj = nn.Linear(s.hidden_size, s.num_key_value_heads * s.head_dim, bias=False)
-        self.o_proj = nn.Linear(s.num_attention_heads * s.head_dim, s.hidden_size, bias=False)
-        self.q_norm = RMSNorm(s.head_dim, s.rms_norm_eps)
-        self.k_norm = RMSNorm(s.head_dim, s.rms_norm_eps)
+        self.head_dim = shape.head_dim
+        self.q_proj = nn.Linear(shape.hidden_size, shape.num_attention_heads * shape.head_dim, bias=False)
+        self.k_proj = nn.Linear(shape.hidden_size, shape.num_key_value_heads * shape.head_dim, bias=False)
+        self.v_proj = nn.Linear(shape.hidden_size, shape.num_key_value_heads * shape.head_dim, bias=False)
+        self.o_proj = nn.Linear(shape.num_attention_heads * shape.head_dim, shape.hidden_size, bias=False)
+        self.q_norm = RMSNorm(shape.head_dim, shape.rms_norm_eps)
+        self.k_norm = RMSNorm(shape.head_dim, shape.rms_norm_eps)
 
     def forward(self, x_bsh: Tensor, cos_sd: Tensor, sin_sd: Tensor) -> Tensor:
         heads = (*x_bsh.shape[:2], -1, self.head_dim)
@@ -98,11 +98,11 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    def __init__(self, s: Qwen3Shape) -> None:
+    def __init__(self, shape: Qwen3Shape) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(s.hidden_size, s.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(s.hidden_size, s.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(s.intermediate_size, s.hidden_size, bias=False)
+        self.gate_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(shape.intermediate_size, shape.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
@@ -110,12 +110,12 @@ class MLP(nn.Module):
 
 
 class Layer(nn.Module):
-    def __init__(self, s: Qwen3Shape) -> None:
+    def __init__(self, shape: Qwen3Shape) -> None:
         super().__init__()
-        self.self_attn = Attention(s)
-        self.mlp = MLP(s)
-        self.input_layernorm = RMSNorm(s.hidden_size, s.rms_norm_eps)
-        self.post_attention_layernorm = RMSNorm(s.hidden_size, s.rms_norm_eps)
+        self.self_attn = Attention(shape)
+        self.mlp = MLP(shape)
+        self.input_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
 
     def forward(self, x: Tensor, cos_sd: Tensor, sin_sd: Tensor) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x), cos_sd, sin_sd)
@@ -126,12 +126,12 @@ class Layer(nn.Module):
 class Decoder(nn.Module):
     """The body: `decoder(input_ids).last_hidden_state`, like the library's model."""
 
-    def __init__(self, s: Qwen3Shape) -> None:
+    def __init__(self, shape: Qwen3Shape) -> None:
         super().__init__()
-        self.shape = s
-        self.embed_tokens = nn.Embedding(s.vocab_size, s.hidden_size)
-        self.layers = nn.ModuleList(Layer(s) for _ in range(s.num_hidden_layers))
-        self.norm = RMSNorm(s.hidden_size, s.rms_norm_eps)
+        self.shape = shape
+        self.embed_tokens = nn.Embedding(shape.vocab_size, shape.hidden_size)
+        self.layers = nn.ModuleList(Layer(shape) for _ in range(shape.num_hidden_layers))
+        self.norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
 
     def forward(self, input_ids: Tensor, use_cache: bool = False) -> SimpleNamespace:
         del use_cache  # no cache: a trainer sees each sequence as a whole

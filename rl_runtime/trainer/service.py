@@ -12,13 +12,14 @@ from typing import Final
 from rolecall.agent.reporter import reporter
 from rolecall.core.clock import Clock, SystemClock
 from rolecall.core.config.job import JobConfig
-from rolecall.core.errors import StaleIncarnation
+from rolecall.core.errors import CheckpointUnwritable, StaleIncarnation
 from rolecall.core.telemetry import Phase
 from rolecall.rl_runtime.protocol.clients import LoadedCheckpoint
 from rolecall.rl_runtime.protocol.messages import CommitRecord, Holder, Manifest, StepResult, TrainerInfo
 from rolecall.rl_runtime.protocol.spawn import ActorSpec
 from rolecall.rl_runtime.trainer import checkpoint
 from rolecall.rl_runtime.trainer.reduce import LOOPBACK
+from rolecall.rl_runtime.trainer.state import first_state
 from rolecall.rl_runtime.trainer.trainer import TrainerReplica
 from rolecall.rl_runtime.weights.digest import build_manifest
 from rolecall.rl_runtime.weights.port import TensorServer
@@ -41,7 +42,7 @@ class TrainerService:
         *,
         address: str = LOOPBACK,
         clock: Clock | None = None,
-        on_microbatch: Callable[[], None] = lambda: None,
+        on_microbatch: Callable[[], bool | None] = lambda: None,
         on_bucket: Callable[[], None] = lambda: None,
         on_tensor: Callable[[], None] = lambda: None,
     ) -> None:
@@ -49,7 +50,7 @@ class TrainerService:
         self._spawn, self._job, self._clock = spawn, job, clock or SystemClock()
         self._token = spawn.run.token()
         self._manifests: OrderedDict[int, Manifest] = OrderedDict()
-        self.replica = TrainerReplica(
+        self.replica = replica = TrainerReplica(
             replica=spawn.replica,
             incarnation=spawn.incarnation,
             job=job,
@@ -60,17 +61,18 @@ class TrainerService:
             on_bucket=on_bucket,
             on_publish=self._publish,
         )
-        self.join, self.train_step = self.replica.join, self.replica.train_step
+        self.join, self.train_step, self.open_store = replica.join, replica.train_step, replica.open_store
+        self.reset_step = replica.reset_step
         self._server = TensorServer(
             self._token, address, clock=self._clock, on_tensor=lambda _puller, _name: on_tensor()
         )
-        self._server.state_provider = self.replica.export_state
+        self._server.state_provider = self.replica.state.export
         if spawn.incarnation == 1:
-            self._publish(self.replica.commit_record().policy_version)
+            self._publish(self.replica.state.commit.policy_version)
 
     def _publish(self, version: int) -> None:
-        tensors = self.replica.policy_tensors(version)
-        manifest = build_manifest(version, tensors, self.replica.canary_logprobs(CANARY))
+        tensors = self.replica.state.policy_tensors(version)
+        manifest = build_manifest(version, tensors, self.replica.state.canary_logprobs(CANARY))
         self._server.publish(manifest, tensors, copy=False)
         self._manifests[version] = manifest
         self._manifests.move_to_end(version)
@@ -89,23 +91,17 @@ class TrainerService:
         """
         found = self._manifests.get(policy_version)
         if found is None:
-            newest = self.replica.commit_record().policy_version
+            newest = self.replica.state.commit.policy_version
             raise StaleIncarnation(
                 replica=self._spawn.replica, wanted=f"version {newest}", got=f"version {policy_version}"
             )
         return found
 
     def commit_record(self) -> CommitRecord:
-        return self.replica.commit_record()
+        return self.replica.state.commit
 
     def last_result(self) -> StepResult | None:
         return self.replica.last_result
-
-    def open_store(self, epoch: int) -> tuple[str, int]:
-        return self.replica.open_store(epoch)
-
-    def reset_step(self, step: int) -> None:
-        self.replica.reset_step(step)
 
     # --- the working thread
 
@@ -119,26 +115,29 @@ class TrainerService:
             TransferFailed: the holder could not provide everything; nothing was changed.
             ProofMismatch: the received data is not a state of this model; nothing was changed.
         """
-        copy = pull_state(
+        tensors, meta = pull_state(
             holder,
             token=self._token,
             puller=self._spawn.replica,
             timeout_seconds=self._job.runtime.transfer_timeout_seconds,
             clock=self._clock,
         )
-        self.replica.load_state(copy.tensors, copy.meta)
-        self._publish(self.replica.commit_record().policy_version)
+        self.replica.load_state(tensors, meta)
+        self._publish(self.replica.state.commit.policy_version)
 
     def save_checkpoint(self, folder: str, keep: int) -> str:
         """Path of the checkpoint written.
 
         Raises:
-            OSError: it could not be written; older ones remain.
+            CheckpointUnwritable: older ones remain. A full disk is not an exception of the job's code.
         """
         with reporter.phase(Phase.CHECKPOINT):
-            tensors, meta = self.replica.export_state()
-            step = self.replica.commit_record().step
-            return str(checkpoint.save(Path(folder), step, tensors, meta, keep=keep))
+            tensors, meta = self.replica.state.export()
+            step = self.replica.state.commit.step
+            try:
+                return str(checkpoint.save(Path(folder), step, tensors, meta, keep=keep))
+            except OSError as e:
+                raise CheckpointUnwritable(path=folder, reason=e.strerror or str(e)) from e
 
     def load_checkpoint(self, folder: str) -> LoadedCheckpoint:
         """Loads the newest good checkpoint; without one, the run's initial weights."""
@@ -148,9 +147,9 @@ class TrainerService:
             self.replica.load_state(search.found.tensors, search.found.meta)
             path = str(search.found.path)
         else:
-            self.replica.load_state(*self.replica.first_state().export())
+            self.replica.load_state(*first_state(self._job, self.replica.vocab, replica=self._spawn.replica).export())
             path = ""
-        self._publish(self.replica.commit_record().policy_version)
+        self._publish(self.replica.state.commit.policy_version)
         return LoadedCheckpoint(path=path, refused=refused)
 
     def close(self) -> None:

@@ -2,14 +2,14 @@
 
 The optimizers are the only writers and run with the lock held; exports, policy snapshots and digests are copies made
 under the same lock. Exported tensors are named `weight/<name>`, `exp_avg/<name>` and `exp_avg_sq/<name>`, the critic's
-with the prefix `critic/`. Only the policy is sent to the engines. Copies of its newest former versions stay here for
+with the prefix `critic/`. Only the policy is sent to the engines. Copies of its newest previous versions stay here for
 `agreement` and are not exported.
 """
 
 import hashlib
 import json
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Final
 
@@ -24,12 +24,81 @@ from rolecall.rl_runtime.algorithms.objective import Divisors, token_logprobs
 from rolecall.rl_runtime.protocol.messages import CommitRecord, first_commit
 from rolecall.rl_runtime.tasks.tokenizer import Vocabulary
 from rolecall.rl_runtime.trainer.model import make_critic, make_model
-from rolecall.rl_runtime.trainer.network import Network
 
 META_FORMAT: Final = 2
 META_FORMATS: Final = (1, META_FORMAT)
 """Format 1 had no critic; a state without one reads the same in both."""
 CRITIC: Final = "critic/"
+WEIGHT, MOMENTS = "weight", ("exp_avg", "exp_avg_sq")
+ADAM_BETAS: Final = (0.9, 0.999)
+
+
+class Network:
+    """One trained network: its parameters in a fixed order, and their AdamW optimizer.
+
+    A trainer has one for the policy and, if the algorithm has a critic, another one for that. Each has its own learning
+    rate, moments and gradient-norm clipping, so that a large critic gradient does not shrink the policy's step. Tensors
+    are exported as `weight/<name>`, `exp_avg/<name>` and `exp_avg_sq/<name>`, after the network's prefix.
+    """
+
+    def __init__(self, module: Any, *, learning_rate: float, grad_norm_max: float, prefix: str = "") -> None:
+        self.module, self.prefix = module, prefix
+        named = sorted(module.named_parameters())  # a tied parameter appears once
+        self.names: tuple[str, ...] = tuple(n for n, _ in named)
+        self.parameters: tuple[torch.nn.Parameter, ...] = tuple(p for _, p in named)
+        self.num_parameters = sum(p.numel() for p in self.parameters)
+        self._grad_norm_max = grad_norm_max
+        self._optimizer = torch.optim.AdamW(
+            self.parameters, lr=learning_rate, betas=ADAM_BETAS, weight_decay=0.0, fused=True
+        )
+        for (
+            parameter
+        ) in self.parameters:  # created before the first step, so that the state of step 0 can be copied too
+            self._optimizer.state[parameter] = {
+                "step": torch.tensor(0.0),
+                "exp_avg": torch.zeros_like(parameter),
+                "exp_avg_sq": torch.zeros_like(parameter),
+            }
+
+    @property
+    def optimizer_step(self) -> int:
+        return int(self._optimizer.state[self.parameters[0]]["step"])
+
+    def take_gradient(self, sums: torch.Tensor, divisor: float) -> float:
+        """Divides `sums` (flat, float64), sets each parameter's gradient to its part, and clips the norm.
+
+        Divided in float64 and rounded once, so that another order of addition rounds to the same step. Returns the norm
+        before clipping; if it is not finite, the gradient must not be applied.
+        """
+        start = 0
+        for p in self.parameters:
+            part = sums[start : start + p.numel()].view_as(p)
+            p.grad = (part / divisor).to(p.dtype)
+            start += p.numel()
+        return float(torch.nn.utils.clip_grad_norm_(self.parameters, self._grad_norm_max))
+
+    def drop_gradient(self) -> None:
+        self._optimizer.zero_grad(set_to_none=True)
+
+    def step(self) -> None:
+        """Applies the gradient set by `take_gradient`."""
+        self._optimizer.step()
+        self.drop_gradient()
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Copies, under the module's parameter names."""
+        return {n: p.detach().clone() for n, p in zip(self.names, self.parameters, strict=True)}
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Weights and moments without copying, under their export names."""
+        for n, p in zip(self.names, self.parameters, strict=True):
+            yield f"{self.prefix}{WEIGHT}/{n}", p.detach()
+            for moment in MOMENTS:
+                yield f"{self.prefix}{moment}/{n}", self._optimizer.state[p][moment]
+
+    def set_optimizer_step(self, steps: int) -> None:
+        for p in self.parameters:
+            self._optimizer.state[p]["step"].fill_(float(steps))
 
 
 class TrainerState:
@@ -42,32 +111,26 @@ class TrainerState:
         replica: ReplicaId,
         versions_kept: int = 0,
     ) -> None:
-        """`versions_kept`: number of former policy versions to keep."""
+        """`versions_kept`: number of previous policy versions to keep."""
         self.policy, self.critic = policy, critic
-        self.former: Mapping[int, dict[str, torch.Tensor]] = {}  # version -> weights; only the working thread reads it
+        self.previous: Mapping[
+            int, dict[str, torch.Tensor]
+        ] = {}  # version -> weights; only the working thread reads it
         self._versions_kept = versions_kept
         self._replica = replica
         self._networks = (policy,) if critic is None else (policy, critic)
         self.num_parameters = sum(n.num_parameters for n in self._networks)
-        self._commit = commit
+        self.commit = commit
         self._lock = threading.RLock()
-        self._weights_digest = self._digest_weights()
-
-    @property
-    def commit(self) -> CommitRecord:
-        return self._commit
-
-    @property
-    def weights_digest(self) -> str:
+        self.weights_digest = self._digest_weights()
         """SHA-256 over all weights in the order of their names, the policy's before the critic's."""
-        return self._weights_digest
 
     def apply(self, sums: torch.Tensor, divisors: Divisors, commit: CommitRecord) -> float:
         """Divides the step's sums (flat: policy, then critic), clips, steps the optimizers and stores the record,
         atomically for readers. Returns the norm of the policy's gradient before clipping.
 
         Raises:
-            NotFinite: a gradient overflows its parameters' dtype; nothing was changed.
+            NonFiniteValue: a gradient overflows its parameters' dtype; nothing was changed.
         """
         end = self.policy.num_parameters
         with self._lock:
@@ -82,39 +145,45 @@ class TrainerState:
             self._remember()
             for network in self._networks:
                 network.step()
-            self._commit = commit
-            self._weights_digest = self._digest_weights()
+            self.commit = commit
+            self.weights_digest = self._digest_weights()
         return norm
 
     def _remember(self) -> None:
-        """Keeps a copy of the policy before the optimizer step makes it a former version."""
-        version, kept = self._commit.policy_version, self._versions_kept
+        """Keeps a copy of the policy before the optimizer step makes it a previous version."""
+        version, kept = self.commit.policy_version, self._versions_kept
         if kept:
-            old = {v: w for v, w in self.former.items() if v > version - kept}
-            self.former = {**old, version: self.policy.weights()}
+            old = {v: w for v, w in self.previous.items() if v > version - kept}
+            self.previous = {**old, version: self.policy.weights()}
 
     def policy_tensors(self, version: int) -> dict[str, torch.Tensor]:
+        """An immutable copy of the weights of policy version `version`, Hugging Face names.
+
+        Raises:
+            StaleIncarnation: this replica has another version.
+        """
         with self._lock:
-            if version != self._commit.policy_version:
+            if version != self.commit.policy_version:
                 raise StaleIncarnation(
-                    replica=self._replica, wanted=f"version {self._commit.policy_version}", got=f"version {version}"
+                    replica=self._replica, wanted=f"version {self.commit.policy_version}", got=f"version {version}"
                 )
             return self.policy.weights()
 
     def canary_logprobs(self, tokens: Sequence[int]) -> tuple[float, ...]:
+        """Log-probability of each of `tokens` but the first, under the current weights."""
         row = torch.tensor([list(tokens)], dtype=torch.int64)
         with self._lock, torch.no_grad():
             logprobs, _ = token_logprobs(self.policy.module(input_ids=row, use_cache=False).logits, row)
         return tuple(float(x) for x in logprobs[0, 1:])
 
     def export(self) -> tuple[dict[str, torch.Tensor], str]:
-        """Copies of all tensors, and the matching meta."""
+        """The whole state for a replacement: copies of all tensors, and the matching JSON meta."""
         with self._lock:
             tensors = {name: t.clone() for network in self._networks for name, t in network.tensors()}
             meta = {
                 "format": META_FORMAT,
                 "optimizer_step": self.policy.optimizer_step,
-                "commit": asdict(self._commit),
+                "commit": asdict(self.commit),
             }
         return tensors, json.dumps(meta, sort_keys=True)
 
@@ -124,23 +193,19 @@ class TrainerState:
         Raises:
             ProofMismatch: names the tensor, or the meta.
         """
-        steps, commit = self._parsed_meta(meta)
+        try:
+            steps, commit = parse_meta(meta)
+        except ValueError as e:
+            raise self._mismatch("(meta)", str(e)) from e
         self._check_tensors(tensors)
         with self._lock, torch.no_grad():
             for network in self._networks:
                 for name, mine in network.tensors():
                     mine.copy_(tensors[name])
                 network.set_optimizer_step(steps)
-            self.former = {}  # they may belong to a discarded policy
-            self._commit = commit
-            self._weights_digest = self._digest_weights()
-
-    def _parsed_meta(self, meta: str) -> tuple[int, CommitRecord]:
-        try:
-            steps, commit = parse_meta(meta)
-        except ValueError as e:
-            raise self._mismatch("(meta)", str(e)) from e
-        return steps, commit
+            self.previous = {}  # they may belong to a discarded policy
+            self.commit = commit
+            self.weights_digest = self._digest_weights()
 
     def _check_tensors(self, tensors: dict[str, torch.Tensor]) -> None:
         has_critic = any(name.startswith(CRITIC) for name in tensors)
@@ -175,18 +240,18 @@ def first_state(
     Raises:
         ConfigError: the model folder cannot be loaded.
     """
-    a = job.algorithm
+    algorithm = job.algorithm
     policy = Network(
         make_model(job.model, vocab, job.seed).to(dtype),
-        learning_rate=a.learning_rate,
-        grad_norm_max=a.grad_norm_max,
+        learning_rate=algorithm.learning_rate,
+        grad_norm_max=algorithm.grad_norm_max,
     )
     critic = None
-    if a.has_critic:
+    if algorithm.has_critic:
         critic = Network(
             make_critic(job.model, vocab, job.seed).to(dtype),
-            learning_rate=a.value_learning_rate,
-            grad_norm_max=a.grad_norm_max,
+            learning_rate=algorithm.value_learning_rate,
+            grad_norm_max=algorithm.grad_norm_max,
             prefix=CRITIC,
         )
     kept = min(VERSIONS_KEPT, job.runtime.staleness_max)
@@ -200,18 +265,18 @@ def parse_meta(meta: str) -> tuple[int, CommitRecord]:
         ValueError: it is not a valid meta; the message gives the reason.
     """
     try:
-        d: dict[str, Any] = json.loads(meta)
-        if d["format"] not in META_FORMATS:
-            raise ValueError(f"format {d['format']}, this version reads {META_FORMATS}")
-        c: dict[str, Any] = d["commit"]
+        parsed: dict[str, Any] = json.loads(meta)
+        if parsed["format"] not in META_FORMATS:
+            raise ValueError(f"format {parsed['format']}, this version reads {META_FORMATS}")
+        record: dict[str, Any] = parsed["commit"]
         commit = CommitRecord(
-            step=int(c["step"]),
-            epoch=int(c["epoch"]),
-            microbatch_ids=tuple(c["microbatch_ids"]),
-            group_ids=tuple(c["group_ids"]),
-            gradient_digest=str(c["gradient_digest"]),
-            ledger=ChainHead(position=int(c["ledger"]["position"]), hash=str(c["ledger"]["hash"])),
+            step=int(record["step"]),
+            epoch=int(record["epoch"]),
+            microbatch_ids=tuple(record["microbatch_ids"]),
+            group_ids=tuple(record["group_ids"]),
+            gradient_digest=str(record["gradient_digest"]),
+            ledger=ChainHead(position=int(record["ledger"]["position"]), hash=str(record["ledger"]["hash"])),
         )
-        return int(d["optimizer_step"]), commit
+        return int(parsed["optimizer_step"]), commit
     except (KeyError, TypeError) as e:
         raise ValueError(f"{type(e).__name__}: {e}") from e

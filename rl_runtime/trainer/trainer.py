@@ -16,23 +16,26 @@ and all readers of the state may be called from other threads at the same time.
 """
 
 import hashlib
-import os
+import math
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Self
 
 import torch
 
 from rolecall.agent.reporter import reporter
 from rolecall.core.clock import Clock, SystemClock
+from rolecall.core.config.algorithm import AlgorithmConfig
 from rolecall.core.config.job import JobConfig
-from rolecall.core.errors import CommitVoteRejected, NonFiniteValue, StaleIncarnation
-from rolecall.core.ids import ReplicaId, process_start_ticks
+from rolecall.core.errors import CommitVoteRejected, NonFiniteMicrobatch, NonFiniteValue, StaleIncarnation
+from rolecall.core.ids import GroupId, ReplicaId
 from rolecall.core.journal.payloads import ChainHead
 from rolecall.core.telemetry import Phase
 from rolecall.rl_runtime.algorithms.agreement import is_asked
 from rolecall.rl_runtime.algorithms.objective import Divisors, divisors
 from rolecall.rl_runtime.protocol.messages import CommitRecord, Holder, Microbatch, StepResult, TrainerInfo
-from rolecall.rl_runtime.tasks.task import make_task
+from rolecall.rl_runtime.protocol.policy_health import HealthSums, PolicyHealth, health
 from rolecall.rl_runtime.tasks.tokenizer import vocabulary
 from rolecall.rl_runtime.trainer.model import make_model
 from rolecall.rl_runtime.trainer.partial_step import Contribution, Gradients, PartialStep
@@ -46,8 +49,62 @@ from rolecall.rl_runtime.trainer.reduce import (
     nothing,
     refuse_stale,
 )
-from rolecall.rl_runtime.trainer.state import TrainerState, first_state
-from rolecall.rl_runtime.trainer.vote_totals import StepTotals
+from rolecall.rl_runtime.trainer.state import first_state
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTotals:
+    """Totals of a step's ballots. Computed once, after the vote, and bitwise equal at every member and for every
+    assignment: microbatches are added in the order of their ids, on any replica.
+    """
+
+    group_ids: tuple[GroupId, ...]  # sorted
+    num_tokens: int  # tokens that the policy is trained on
+    divisors: Divisors
+    loss: float  # policy loss, divided
+    reward: float | None  # mean over the complete answers
+    health: PolicyHealth
+    log_ratio_max: float | None  # see StepResult
+
+    @classmethod
+    def of(cls, ballots: Sequence[CommitVote], algorithm: AlgorithmConfig, *, longest: int) -> Self:
+        stats = sorted((s for b in ballots for s in b.microbatches), key=lambda s: s.microbatch_id)
+        sums = sum((s.health for s in stats), HealthSums())
+        by = divisors(algorithm, sums, longest=longest)
+        return cls(
+            group_ids=tuple(sorted(g for s in stats for g in s.group_ids)),
+            num_tokens=sums.tokens,
+            divisors=by,
+            loss=sum(s.policy_loss for s in stats) / by.policy,
+            reward=sums.reward / sums.ended if sums.ended else None,
+            health=_of_what_there_is(health(sums), algorithm),
+            log_ratio_max=sums.log_ratio_max if sums.log_ratio_max >= 0 else None,
+        )
+
+    def report(self) -> None:
+        """Writes the totals to this process's state page."""
+        signs = self.health
+        reporter.update(loss=self.loss, reward=self.reward)
+        reporter.health(
+            entropy=signs.entropy,
+            clip_fraction_low=signs.clip_fraction_low,
+            clip_fraction_high=signs.clip_fraction_high,
+            ratio_mean=signs.ratio_mean,
+            ratio_max=signs.ratio_max,
+            kl_sampler=signs.kl_sampler,
+            response_length=signs.response_length,
+            truncated_fraction=signs.truncated_fraction,
+            log_ratio_max=self.log_ratio_max,
+        )
+
+
+def _of_what_there_is(found: PolicyHealth, algorithm: AlgorithmConfig) -> PolicyHealth:
+    """Drops metrics that do not apply: nothing is clipped with truncated weights, or vice versa, and that is not a
+    share of 0.
+    """
+    if algorithm.importance_cap is None:
+        return replace(found, capped_fraction=None)
+    return replace(found, clip_fraction_low=None, clip_fraction_high=None)
 
 
 class TrainerReplica:
@@ -64,7 +121,7 @@ class TrainerReplica:
         address: str = LOOPBACK,
         dtype: torch.dtype = torch.float32,
         clock: Clock | None = None,
-        on_microbatch: Callable[[], None] = nothing,
+        on_microbatch: Callable[[], bool | None] = nothing,
         on_bucket: Callable[[], None] = nothing,
         on_publish: Callable[[int], None] | None = None,
     ) -> None:
@@ -78,77 +135,43 @@ class TrainerReplica:
         self.replica, self.incarnation, self.job = replica, incarnation, job
         self._clock, self._bucket_bytes, self._address = clock or SystemClock(), bucket_bytes, address
         self._on_microbatch, self._on_bucket, self._on_publish = on_microbatch, on_bucket, on_publish
-        self._vocab = vocabulary(job.model, job.task.name)
-        self._longest = make_task(job.task, self._vocab, job.seed).max_response_tokens
-        self._state = first_state(job, self._vocab, replica=replica, dtype=dtype)
+        self.vocab = vocabulary(job.model, job.task.name)
+        self._longest = job.task.max_response_tokens
+        self.state = first_state(job, self.vocab, replica=replica, dtype=dtype)
         self._has_state = has_state
         reference = None
         if job.algorithm.kl_coefficient > 0:
-            reference = make_model(job.model, self._vocab, job.seed).to(dtype).requires_grad_(False)
+            reference = make_model(job.model, self.vocab, job.seed).to(dtype).requires_grad_(False)
         self._gradients = Gradients(
             job.algorithm,
-            pad=self._vocab.pad,
+            pad=self.vocab.pad,
             staleness_max=job.runtime.staleness_max,
             longest=self._longest,
             reference=reference,
         )
-        self._partial = PartialStep(self._state.num_parameters)
+        self._partial = PartialStep(self.state.num_parameters)
         self._stores_lock = threading.Lock()
         self._stores: dict[int, EpochStore] = {}
         self._group: ReduceGroup | None = None
         self._joined_epoch = -1
-        self._last_result: StepResult | None = None
+        self.last_result: StepResult | None = None
+        """The answer of the newest committed step, for a controller that restarted before receiving it."""
 
     # --- callable from any thread
 
     def info(self, holder: Holder) -> TrainerInfo:
         """`holder`: this replica's tensor server."""
-        pid = os.getpid()
-        commit = self._state.commit
+        commit = self.state.commit
         computed = self._partial.computed(commit.step + 1)
         return TrainerInfo(
             replica=self.replica,
             incarnation=self.incarnation,
-            pid=pid,
-            start_ticks=process_start_ticks(pid) or 0,
             has_state=self._has_state,
             commit=commit,
             holder=holder,
             computed=computed,
             joined_epoch=self._joined_epoch,
         )
-
-    def commit_record(self) -> CommitRecord:
-        return self._state.commit
-
-    @property
-    def last_result(self) -> StepResult | None:
-        """The answer of the newest committed step, for a controller that restarted before receiving it."""
-        return self._last_result
-
-    def state_tensors(self) -> dict[str, torch.Tensor]:
-        """Weights and optimizer state as copies; `export_state` returns them together with their meta."""
-        return self.export_state()[0]
-
-    def export_state(self) -> tuple[dict[str, torch.Tensor], str]:
-        """The whole state for a replacement, and its JSON meta; taken between two steps."""
-        return self._state.export()
-
-    def first_state(self) -> TrainerState:
-        """The run's initial state, created again."""
-        return first_state(self.job, self._vocab, replica=self.replica)
-
-    def policy_tensors(self, version: int) -> dict[str, torch.Tensor]:
-        """An immutable copy of the weights of policy version `version`, Hugging Face names.
-
-        Raises:
-            StaleIncarnation: this replica has another version.
-        """
-        return self._state.policy_tensors(version)
-
-    def canary_logprobs(self, tokens: Sequence[int]) -> tuple[float, ...]:
-        """Log-probability of each of `tokens` but the first, under the current weights."""
-        return self._state.canary_logprobs(tokens)
 
     def open_store(self, epoch: int) -> tuple[str, int]:
         """Opens the rendezvous of `epoch` on this replica and returns its address; idempotent."""
@@ -168,7 +191,7 @@ class TrainerReplica:
         Raises:
             StaleIncarnation: that step is committed.
         """
-        refuse_stale(self.replica, "step", self._state.commit.step + 1, step)
+        refuse_stale(self.replica, "step", self.state.commit.step + 1, step)
         self._partial.clear(step)
 
     # --- the working thread
@@ -201,7 +224,7 @@ class TrainerReplica:
         with self._stores_lock:
             for old in [e for e in self._stores if e < epoch]:
                 self._stores.pop(old).close()
-        reporter.update(epoch=epoch, policy_version=self._state.commit.policy_version)
+        reporter.update(epoch=epoch, policy_version=self.state.commit.policy_version)
         reporter.enter_phase(Phase.WAIT)
 
     def train_step(
@@ -221,19 +244,23 @@ class TrainerReplica:
         Raises:
             StaleIncarnation: meant for another incarnation, epoch or step.
             PeerLost: a peer disconnected; local gradients are kept.
-            VoteRefused: the members disagree; call `reset_step` and retry.
-            NotFinite: names the replica and microbatch; partial gradients are discarded.
+            CommitVoteRejected: the members disagree; call `reset_step` and retry.
+            NonFiniteMicrobatch: names the replica and microbatch; that replica's partial gradients are discarded.
+            NonFiniteValue: finite gradients whose sum overflows; partial gradients are discarded.
         """
         started = self._clock.monotonic()
         refuse_stale(self.replica, "incarnation", self.incarnation, incarnation)
         refuse_stale(self.replica, "epoch", self._joined_epoch, epoch)
-        refuse_stale(self.replica, "step", self._state.commit.step + 1, step)
+        refuse_stale(self.replica, "step", self.state.commit.step + 1, step)
         assert self._group is not None, "the epoch was checked, so a group was joined"
         with reporter.step(step):
             try:
                 self._refuse_bad_plan(epoch, step, mine, all_ids)
                 self._compute(step, mine, all_ids)
-                local = self._contribution(epoch, step, mine)
+                local = self._partial.taken({m.microbatch_id for m in mine})
+                if local is None:
+                    because = "the step was reset while it was computed"
+                    raise CommitVoteRejected(epoch=epoch, step=step, because=because)
             except BaseException as e:
                 # Peers may be in the reduce already and must not wait for a member that will not join it.
                 self._group.close(f"{self.replica} left the step: {type(e).__name__}")
@@ -264,10 +291,10 @@ class TrainerReplica:
             ProofMismatch: names, shapes or dtypes differ from this model's; nothing was changed.
         """
         with reporter.phase(Phase.COPY):
-            self._state.load(tensors, meta)
-        self._partial.clear(self._state.commit.step + 1)
+            self.state.load(tensors, meta)
+        self._partial.clear(self.state.commit.step + 1)
         self._has_state = True
-        reporter.update(policy_version=self._state.commit.policy_version)
+        reporter.update(policy_version=self.state.commit.policy_version)
 
     def close(self) -> None:
         """Leaves the group and closes all stores, without waiting."""
@@ -295,22 +322,18 @@ class TrainerReplica:
             for microbatch in mine:
                 if self._partial.has(microbatch.microbatch_id):
                     continue
-                self._on_microbatch()
+                spoilt = self._on_microbatch()
                 started = self._clock.monotonic()
                 ask_again = is_asked(microbatch.microbatch_id, all_ids, step)
-                gradient, stats = self._gradients.of(self._state, microbatch, ask_again=ask_again)
+                gradient, stats = self._gradients.of(self.state, microbatch, ask_again=ask_again)
+                if spoilt:  # fault injection
+                    gradient, stats = gradient.fill_(math.nan), replace(stats, finite=False)
                 self._partial.add(microbatch, gradient, stats)
                 busy = self._clock.monotonic() - started
                 reporter.progress(1, busy_seconds=busy, tokens=stats.health.tokens)
                 # Only for monitoring this replica, on the scale of a step's loss; nothing is computed from it.
                 own = divisors(self.job.algorithm, stats.health, longest=self._longest)
                 reporter.update(loss=stats.policy_loss / own.policy)
-
-    def _contribution(self, epoch: int, step: int, mine: Sequence[Microbatch]) -> Contribution:
-        held = self._partial.taken({m.microbatch_id for m in mine})
-        if held is None:
-            raise CommitVoteRejected(epoch=epoch, step=step, because="the step was reset while it was computed")
-        return held
 
     def _reduce_and_vote(
         self, group: ReduceGroup, epoch: int, step: int, local: Contribution, ledger: ChainHead
@@ -326,7 +349,7 @@ class TrainerReplica:
                     step=step,
                     microbatches=local.stats,
                     gradient_digest=_digest(sums),
-                    weights_digest=self._state.weights_digest,
+                    weights_digest=self.state.weights_digest,
                     ledger=ledger,
                 )
                 raw = group.gather(ballot.to_bytes(), on_bucket=self._on_bucket)
@@ -346,8 +369,14 @@ class TrainerReplica:
         """The same verdict at every member, because all have the same ballots and sum."""
         for other in ballots:
             for bad in (s for s in other.microbatches if not s.finite):
-                self.reset_step(step)
-                raise NonFiniteValue(replica=other.replica, step=step, what=f"loss or gradient of {bad.microbatch_id}")
+                error = NonFiniteMicrobatch(
+                    replica=other.replica, step=step, microbatch_id=bad.microbatch_id, group_ids=bad.group_ids
+                )
+                if other.replica == self.replica:
+                    # Its sum is spoilt; those of the others stay, and only it reports to its agent.
+                    self.reset_step(step)
+                    reporter.exception(error)
+                raise error
         because = disagreement(ballots, members=members, all_ids=all_ids)
         if because:
             raise CommitVoteRejected(epoch=epoch, step=step, because=because)
@@ -355,7 +384,7 @@ class TrainerReplica:
     def _apply(self, sums: torch.Tensor, by: Divisors, commit: CommitRecord) -> float:
         """The same at every member: all have the same sums, which they voted on."""
         try:
-            grad_norm = self._state.apply(sums, by, commit)
+            grad_norm = self.state.apply(sums, by, commit)
         except NonFiniteValue:
             self.reset_step(commit.step)
             raise
@@ -365,7 +394,7 @@ class TrainerReplica:
     def _result(
         self, commit: CommitRecord, tally: StepTotals, mine: Sequence[Microbatch], grad_norm: float, started: float
     ) -> StepResult:
-        self._last_result = StepResult(
+        self.last_result = StepResult(
             replica=self.replica,
             incarnation=self.incarnation,
             commit=commit,
@@ -380,7 +409,7 @@ class TrainerReplica:
         )
         reporter.update(policy_version=commit.policy_version, grad_norm=grad_norm)
         tally.report()
-        return self._last_result
+        return self.last_result
 
     def _leave(self) -> None:
         if self._group is not None:

@@ -121,11 +121,3 @@ def check_manifest(manifest: Manifest) -> None:
         raise WireError(
             f"manifest of version {manifest.policy_version}: digest is {manifest.digest[:12]}, content {wanted[:12]}"
         )
-
-
-def received_digest(manifest: Manifest, tensors: Mapping[str, torch.Tensor]) -> str:
-    """Proof part (a): the manifest's digest, recomputed from the bytes in memory.
-
-    Equal to `manifest.digest` only if no tensor is missing or extra, and each has its dtype, shape and bits.
-    """
-    return manifest_digest(manifest.policy_version, entries_of(tensors))

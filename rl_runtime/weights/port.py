@@ -4,15 +4,22 @@ There is no communicator and no group: a puller needs a `Holder` (host, port) an
 serves immutable snapshots by version, and `state` a trainer's whole state (weights, optimizer, commit record), taken on
 demand. A pull transfers tensor by tensor, and a tensor counts only when the SHA-256 of its received bytes matches the
 manifest: a puller whose holder dies continues at the first missing tensor with another holder. Frames and
-authentication: `wire.py`. Snapshots and their leases: `snapshots.py`. The pulling side: `pull.py`.
+authentication: `wire.py`. The pulling side: `pull.py`.
+
+The newest two snapshots published are kept (double buffer), so that a puller that requested one version still finds it
+when the next is published. A lease names the one puller that a source serves at a time (RobustRL: each source is pulled
+by exactly one rollout) and keeps its snapshot alive past two further publications; it ends when released, or when it
+expired and another puller wants the source.
 """
 
 import functools
 import logging
+import math
 import socket
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
@@ -20,42 +27,15 @@ import torch
 from rolecall.core.clock import Clock, SystemClock
 from rolecall.core.errors import DeadlineExceeded, InvalidId, RolecallError, WireError
 from rolecall.core.ids import ReplicaId, split_replica
-from rolecall.rl_runtime.protocol.messages import Holder, Manifest
+from rolecall.rl_runtime.protocol.messages import Holder, Manifest, TensorEntry
 from rolecall.rl_runtime.weights.digest import entries_digest, entries_of, raw_bytes
-from rolecall.rl_runtime.weights.pull import (
-    PartialTransfer,
-    StateCopy,
-    TransferFailed,
-    TransferProblem,
-    pull,
-    pull_any,
-    pull_state,
-)
-from rolecall.rl_runtime.weights.snapshots import (
-    SnapshotAbsent,
-    SnapshotLease,
-    SnapshotStore,
-    SourceBusy,
-    TensorSnapshot,
-)
 from rolecall.rl_runtime.weights.wire import AuthenticatedConnection
-
-__all__ = [
-    "PartialTransfer",
-    "StateCopy",
-    "StateProvider",
-    "TensorServer",
-    "TransferFailed",
-    "TransferProblem",
-    "pull",
-    "pull_any",
-    "pull_state",
-]
 
 logger = logging.getLogger(__name__)
 
 HANDSHAKE_SECONDS: Final = 2.0
 """A peer that has not proven the token within this is disconnected; until then it uses one of the few connections."""
+NUM_SNAPSHOTS_KEPT: Final = 2
 NUM_CONNECTIONS_MAX: Final = 32
 NUM_REFUSALS_KEPT: Final = 64
 NUM_COUNTERS_MAX: Final = 4096
@@ -64,6 +44,137 @@ REQUEST_BYTES_MAX: Final = 4096
 
 StateProvider = Callable[[], tuple[Mapping[str, torch.Tensor], str] | None]
 """Returns (tensors, meta JSON), or None without a state. The tensors must be copies that do not change afterwards."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorSnapshot:
+    """Immutable tensors. `digest` covers all of it; a whole state has version -1 and `meta`."""
+
+    version: int
+    digest: str
+    entries: tuple[TensorEntry, ...]
+    tensors: Mapping[str, torch.Tensor]
+    meta: str = ""
+
+
+NOTHING: Final = TensorSnapshot(version=-1, digest="", entries=(), tensors={})
+
+
+class SourceBusy(WireError):
+    """Another puller is being served; `holds` names it."""
+
+    def __init__(self, *, holds: str) -> None:
+        self.holds = holds
+        super().__init__(f"busy: {holds} is being served")
+
+
+class SnapshotAbsent(WireError):
+    """This version is not available (not yet, no longer, or never)."""
+
+
+class SnapshotLeaseExpired(WireError):
+    """The lease expired, and another puller has it now."""
+
+
+@dataclass(slots=True, eq=False)
+class SnapshotLease:
+    puller: str
+    snapshot: TensorSnapshot
+    expires_at: float  # monotonic seconds
+
+
+@dataclass(slots=True)
+class SnapshotStore:
+    """Snapshots of one stream and its single lease. Thread-safe."""
+
+    clock: Clock
+    lease_seconds: float
+    _snapshots: list[TensorSnapshot] = field(default_factory=list)  # oldest first, in order of publication
+    _lease: SnapshotLease | None = None
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def publish(self, snapshot: TensorSnapshot) -> None:
+        """Adds a snapshot and keeps the previously newest one.
+
+        Newest means last published, not highest number: a return to a checkpoint produces lower numbers again, which
+        replace stored snapshots of the same number.
+        """
+        with self._lock:
+            others = [s for s in self._snapshots if s.version != snapshot.version]
+            self._snapshots = [*others, snapshot][-NUM_SNAPSHOTS_KEPT:]
+
+    def versions(self) -> tuple[int, ...]:
+        """Available versions, oldest publication first, including one kept only by a lease."""
+        with self._lock:
+            kept = [s.version for s in self._snapshots]
+            lease = self._live_lease()
+            return tuple(([lease.snapshot.version] if lease and lease.snapshot.version not in kept else []) + kept)
+
+    def lease(self, version: int, puller: str) -> SnapshotLease:
+        """Grants the lease to `puller`.
+
+        Raises:
+            SourceBusy: another lease is alive.
+            SnapshotAbsent: the version is not available.
+        """
+
+        with self._lock:
+            self._refuse_if_leased()
+            held = [s for s in self._snapshots if s.version == version]
+            if not held:
+                raise SnapshotAbsent(f"version {version} is not here, {sorted(s.version for s in self._snapshots)} are")
+            self._lease = SnapshotLease(puller=puller, snapshot=held[0], expires_at=self._expiry())
+            return self._lease
+
+    def lease_fresh(self, puller: str, make: Callable[[], TensorSnapshot]) -> SnapshotLease:
+        """Like `lease`, for a snapshot created on demand (a trainer's whole state): others get `busy` while it is
+        created.
+
+        Raises:
+            SourceBusy: another lease is alive.
+        """
+        lease = SnapshotLease(puller=puller, snapshot=NOTHING, expires_at=math.inf)
+        with self._lock:
+            self._refuse_if_leased()
+            self._lease = lease
+        try:
+            lease.snapshot = make()
+        except BaseException:
+            self.release(lease)
+            raise
+        with self._lock:
+            lease.expires_at = self._expiry()
+        return lease
+
+    def _refuse_if_leased(self) -> None:
+        current = self._live_lease()
+        if current is not None:
+            raise SourceBusy(holds=current.puller)
+
+    def _expiry(self) -> float:
+        return self.clock.monotonic() + self.lease_seconds
+
+    def renew(self, lease: SnapshotLease) -> None:
+        """Called with each piece that is sent.
+
+        Raises:
+            SnapshotLeaseExpired: it expired, and another puller has the source.
+        """
+        with self._lock:
+            if self._lease is not lease:
+                raise SnapshotLeaseExpired(f"lease of {lease.puller} on version {lease.snapshot.version} is over")
+            lease.expires_at = self._expiry()
+
+    def release(self, lease: SnapshotLease) -> None:
+        """Frees the source for the next puller. Harmless if the lease is already over."""
+        with self._lock:
+            if self._lease is lease:
+                self._lease = None
+
+    def _live_lease(self) -> SnapshotLease | None:
+        if self._lease is not None and self._lease.expires_at <= self.clock.monotonic():
+            self._lease = None
+        return self._lease
 
 
 class TensorServer:
@@ -84,7 +195,6 @@ class TensorServer:
         token: str,
         host: str = "127.0.0.1",
         *,
-        port: int = 0,
         lease_seconds: float = 5.0,
         clock: Clock | None = None,
         on_tensor: Callable[[str, str], None] | None = None,
@@ -97,7 +207,7 @@ class TensorServer:
         self._refusals: deque[str] = deque(maxlen=NUM_REFUSALS_KEPT)
         self._lock, self._closed = threading.Lock(), False
         self._connections: dict[socket.socket, threading.Thread] = {}
-        self._listener = socket.create_server((host, port), backlog=NUM_CONNECTIONS_MAX)
+        self._listener = socket.create_server((host, 0), backlog=NUM_CONNECTIONS_MAX)
         self.host, self.port = self._listener.getsockname()[:2]
         self._acceptor = threading.Thread(target=self._accept, name="weight-port", daemon=True)
         self._acceptor.start()
@@ -190,7 +300,7 @@ class TensorServer:
         lease: tuple[SnapshotStore, SnapshotLease] | None = None
         try:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            wire.greet_client(self._token, self._clock.monotonic() + HANDSHAKE_SECONDS)
+            wire.answer_handshake(self._token, self._clock.monotonic() + HANDSHAKE_SECONDS)
             lease = self._open(wire)
             if lease is not None:
                 self._send_tensors(wire, *lease)

@@ -24,16 +24,11 @@ Three parts, each detecting faults that the others cannot:
 verdicts.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
-from rolecall.core.errors import ProofMismatch
-from rolecall.core.ids import ReplicaId
 from rolecall.rl_runtime.protocol.messages import Manifest, WeightProof
-
-if TYPE_CHECKING:
-    import torch
 
 CANARY: Final[tuple[int, ...]] = (1, 3, 7, 4, 12, 5, 9, 15, 6, 10, 13, 8, 11, 14, 3, 3, 5, 8, 13, 2, 1, 4, 9, 6)
 """The fixed sequence of ids below 16, which every vocabulary has; each id except 0 (padding) occurs at least once."""
@@ -51,20 +46,6 @@ NUM_ANCHORS_MAX: Final = 64
 """Certified (version, layout) pairs to keep; a late replica of a dropped pair gets a new anchor."""
 
 
-def canary_logprobs(logits: "Callable[[torch.Tensor], torch.Tensor]") -> tuple[float, ...]:
-    """Log-probability of each canary token but the first, given those before it: the trainer's side of part (c).
-
-    Args:
-        logits: the model: token ids (1, length) -> logits (1, length, vocabulary).
-    """
-    import torch  # lazy import: the controller judges proofs and must not load torch
-
-    tokens = torch.tensor([CANARY])
-    with torch.no_grad():
-        log_probs = torch.log_softmax(logits(tokens)[0, :-1].float(), dim=-1)
-    return tuple(log_probs.gather(1, tokens[0, 1:, None])[:, 0].tolist())
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProofDecision:
     """Whether a replica may serve, and why. `part` and `tensor` name the failure; both empty when admitted."""
@@ -74,27 +55,12 @@ class ProofDecision:
     part: str = ""
     tensor: str = ""
 
-    def check(self, replica: ReplicaId) -> None:
-        """
-        Raises:
-            ProofMismatch: not admitted.
-        """
-        if not self.admitted:
-            raise ProofMismatch(replica=replica, part=self.part, tensor=self.tensor, reason=self.because)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _ReferenceProof:
-    """The first certified replica of a version and layout, which all later ones must match."""
-
-    proof: WeightProof
-
 
 class ProofVerifier:
     """Decides on proofs, and stores the first certified one of each (manifest, layout)."""
 
     def __init__(self) -> None:
-        self._anchors: dict[tuple[str, str], _ReferenceProof] = {}
+        self._anchors: dict[tuple[str, str], WeightProof] = {}  # (manifest, layout) -> the first certified proof
 
     def judge(
         self, manifest: Manifest, proof: WeightProof, *, incarnation: int | None = None, epoch: int | None = None
@@ -108,11 +74,11 @@ class ProofVerifier:
                 return verdict
         key = (manifest.digest, proof.layout)
         anchor = self._anchors.get(key)
-        refused = _part_c_of_first(manifest, proof) if anchor is None else _equal(anchor.proof, proof)
+        refused = _part_c_of_first(manifest, proof) if anchor is None else _equal(anchor, proof)
         if refused is not None:
             return refused
         if anchor is None:
-            self._remember(key, _ReferenceProof(proof=proof))
+            self._remember(key, proof)
             return ProofDecision(
                 admitted=True,
                 because=f"{proof.replica}#{proof.incarnation} is the first of version {proof.policy_version} and this "
@@ -120,11 +86,11 @@ class ProofVerifier:
             )
         return ProofDecision(
             admitted=True,
-            because=f"{proof.replica}#{proof.incarnation} equals {anchor.proof.replica} in storage and canary, "
+            because=f"{proof.replica}#{proof.incarnation} equals {anchor.replica} in storage and canary, "
             f"version {proof.policy_version}",
         )
 
-    def _remember(self, key: tuple[str, str], anchor: _ReferenceProof) -> None:
+    def _remember(self, key: tuple[str, str], anchor: WeightProof) -> None:
         self._anchors[key] = anchor
         while len(self._anchors) > NUM_ANCHORS_MAX:
             del self._anchors[next(iter(self._anchors))]
@@ -149,8 +115,6 @@ def _meant_for(
 
 
 def _part_a(manifest: Manifest, proof: WeightProof) -> ProofDecision | None:
-    if proof.received_wrong:
-        return _refused("a", proof.received_wrong[0], f"{len(proof.received_wrong)} tensors are not the manifest's")
     if proof.received_digest != manifest.digest:
         return _refused("a", "(all)", "digest of the bytes received is not the manifest's")
     return None

@@ -95,52 +95,20 @@ class PartialTransfer:
         return max(self.bytes_by_holder, key=lambda r: self.bytes_by_holder[r])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StateCopy:
-    """A consistent copy of a trainer's whole state."""
+class PullSettings:
+    """Settings of one pull, which starts now: puller, token, deadline."""
 
-    tensors: dict[str, torch.Tensor]
-    meta: str  # JSON
-    holder: ReplicaId
-    bytes_received: int
+    def __init__(self, *, token: str, puller: str, timeout_seconds: float, clock: Clock | None = None) -> None:
+        self.token, self.puller, self.timeout_seconds = token, puller, timeout_seconds
+        self.clock = clock or SystemClock()
+        self.deadline = self.clock.monotonic() + timeout_seconds
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _PullSettings:
-    """Settings of one pull: puller, token, deadline."""
-
-    token: str
-    puller: str
-    timeout_seconds: float
-    deadline: float
-    clock: Clock
+    @property
+    def time_is_up(self) -> bool:
+        return self.clock.monotonic() >= self.deadline
 
     def until(self, share: float) -> float:
         return min(self.deadline, self.clock.monotonic() + share * self.timeout_seconds)
-
-
-def pull(
-    holder: Holder,
-    manifest: Manifest,
-    *,
-    token: str,
-    puller: str,
-    timeout_seconds: float,
-    pieces: PartialTransfer | None = None,
-    clock: Clock | None = None,
-) -> PartialTransfer:
-    """Pulls the tensors of `manifest` missing in `pieces` from one holder.
-
-    Raises:
-        TransferFailed: with the pieces so far.
-        WireError: the manifest is invalid.
-    """
-    pieces = _fitting(pieces, manifest)
-    clock = clock or SystemClock()
-    deadline = clock.monotonic() + timeout_seconds
-    terms = _PullSettings(token=token, puller=puller, timeout_seconds=timeout_seconds, deadline=deadline, clock=clock)
-    _attempt(holder, pieces, terms)
-    return pieces
 
 
 def pull_any(
@@ -152,7 +120,6 @@ def pull_any(
     timeout_seconds: float,
     pieces: PartialTransfer | None = None,
     clock: Clock | None = None,
-    cancelled: Callable[[], bool] = lambda: False,
 ) -> PartialTransfer:
     """Pulls all of `manifest` from any of `holders`, in their order, within a total of `timeout_seconds`.
 
@@ -160,17 +127,15 @@ def pull_any(
         TransferFailed: no holder is left, or the time is up; `holder` is None, and the reason lists each holder's.
         WireError: the manifest is invalid.
     """
-    pieces = _fitting(pieces, manifest)
-    clock = clock or SystemClock()
-    deadline = clock.monotonic() + timeout_seconds
-    terms = _PullSettings(token=token, puller=puller, timeout_seconds=timeout_seconds, deadline=deadline, clock=clock)
+    pieces = fitting(pieces, manifest)
+    terms = PullSettings(token=token, puller=puller, timeout_seconds=timeout_seconds, clock=clock)
     left, said = list(holders), dict[str, str]()
     problem, may_help = TransferProblem.ABSENT, bool(left)
-    while may_help and not cancelled() and clock.monotonic() < deadline:
+    while may_help and not terms.time_is_up:
         may_help = False
         for holder in tuple(left):
             try:
-                _attempt(holder, pieces, terms)
+                attempt(holder, pieces, terms)
                 return pieces
             except TransferFailed as e:
                 problem = e.problem
@@ -179,7 +144,7 @@ def pull_any(
                 if e.problem not in (TransferProblem.BUSY, TransferProblem.ABSENT):
                     left.remove(holder)
         if may_help:
-            clock.sleep(BUSY_WAIT_SECONDS)
+            terms.clock.sleep(BUSY_WAIT_SECONDS)
     if may_help:
         problem = TransferProblem.TIMEOUT
     reason = "; ".join(said.values()) or "no holder was named"
@@ -194,15 +159,13 @@ def pull_state(
     timeout_seconds: float,
     bytes_max: int = STATE_BYTES_MAX,
     clock: Clock | None = None,
-) -> StateCopy:
-    """Pulls a trainer's whole state.
+) -> tuple[dict[str, torch.Tensor], str]:
+    """Pulls a consistent copy of a trainer's whole state: tensors, meta (JSON).
 
     Raises:
         TransferFailed: no part is kept, because the next holder's state is of another moment.
     """
-    clock = clock or SystemClock()
-    deadline = clock.monotonic() + timeout_seconds
-    terms = _PullSettings(token=token, puller=puller, timeout_seconds=timeout_seconds, deadline=deadline, clock=clock)
+    terms = PullSettings(token=token, puller=puller, timeout_seconds=timeout_seconds, clock=clock)
     pieces = PartialTransfer(digest="", version=-1, entries=())
     meta = ""
 
@@ -211,21 +174,28 @@ def pull_state(
         meta, pieces.entries = _checked_index(answer, bytes_max)
         pieces.digest = str(answer["digest"])
 
-    _attempt(holder, pieces, terms, opened)
-    return StateCopy(tensors=pieces.tensors, meta=meta, holder=holder.replica, bytes_received=pieces.bytes_received)
+    attempt(holder, pieces, terms, opened)
+    return pieces.tensors, meta
 
 
-def _fitting(pieces: PartialTransfer | None, manifest: Manifest) -> PartialTransfer:
+def fitting(pieces: PartialTransfer | None, manifest: Manifest) -> PartialTransfer:
+    """`pieces` if they are of this manifest, otherwise an empty transfer."""
     fresh = PartialTransfer.of(manifest)
     return pieces if pieces is not None and pieces.digest == fresh.digest else fresh
 
 
-def _attempt(
+def attempt(
     holder: Holder,
     pieces: PartialTransfer,
-    terms: _PullSettings,
+    terms: PullSettings,
     opened: Callable[[dict[str, Any]], None] | None = None,
 ) -> None:
+    """Pulls what is missing in `pieces` from one holder. `opened`: receives the answer of a state's holder.
+
+    Raises:
+        TransferFailed: with the pieces so far.
+    """
+
     def failed(problem: TransferProblem, reason: str) -> TransferFailed:
         return TransferFailed(holder=holder, problem=problem, reason=reason, pieces=pieces)
 
@@ -241,7 +211,7 @@ def _attempt(
             sock, peer=f"{holder.replica}#{holder.incarnation}", clock=terms.clock, is_server=False
         )
         try:
-            wire.greet_server(terms.token.encode(), terms.until(CONNECT_SHARE))
+            wire.start_handshake(terms.token.encode(), terms.until(CONNECT_SHARE))
             _open(wire, pieces, terms, failed, opened)
             for entry in pieces.missing():
                 tensor = _read_tensor(wire, entry, terms, failed)
@@ -263,7 +233,7 @@ _Failed = Callable[[TransferProblem, str], TransferFailed]
 def _open(
     wire: AuthenticatedConnection,
     pieces: PartialTransfer,
-    terms: _PullSettings,
+    terms: PullSettings,
     failed: _Failed,
     opened: Callable[[dict[str, Any]], None] | None,
 ) -> None:
@@ -282,7 +252,7 @@ def _open(
 
 
 def _read_tensor(
-    wire: AuthenticatedConnection, entry: TensorEntry, terms: _PullSettings, failed: _Failed
+    wire: AuthenticatedConnection, entry: TensorEntry, terms: PullSettings, failed: _Failed
 ) -> torch.Tensor:
     wire.send({"op": "tensor", "name": entry.name}, terms.until(PIECE_SHARE))
     header = wire.receive(terms.until(PIECE_SHARE))
@@ -323,14 +293,14 @@ def _check_limits(entries: Sequence[TensorEntry], bytes_max: int = STATE_BYTES_M
     if len(entries) > NUM_TENSORS_MAX:
         raise WireError(f"{len(entries)} tensors are more than {NUM_TENSORS_MAX}")
     total, seen = 0, set[str]()
-    for e in entries:
-        if not e.name or len(e.name) > NAME_CHARS_MAX or e.name in seen:
-            raise WireError(f"tensor name {e.name[:80]!r} is empty, too long or there twice")
-        if e.dtype not in DTYPES:
-            raise WireError(f"{e.name}: dtype {e.dtype[:40]!r} may not travel")
-        if len(e.shape) > NUM_DIMS_MAX or any(n < 0 for n in e.shape):
-            raise WireError(f"{e.name}: shape {e.shape[:10]} is not possible")
-        seen.add(e.name)
-        total += math.prod(e.shape) * DTYPES[e.dtype].itemsize
+    for entry in entries:
+        if not entry.name or len(entry.name) > NAME_CHARS_MAX or entry.name in seen:
+            raise WireError(f"tensor name {entry.name[:80]!r} is empty, too long or there twice")
+        if entry.dtype not in DTYPES:
+            raise WireError(f"{entry.name}: dtype {entry.dtype[:40]!r} may not travel")
+        if len(entry.shape) > NUM_DIMS_MAX or any(n < 0 for n in entry.shape):
+            raise WireError(f"{entry.name}: shape {entry.shape[:10]} is not possible")
+        seen.add(entry.name)
+        total += math.prod(entry.shape) * DTYPES[entry.dtype].itemsize
         if total > bytes_max:
-            raise WireError(f"{e.name}: tensors so far take {total} bytes, more than {bytes_max}")
+            raise WireError(f"{entry.name}: tensors so far take {total} bytes, more than {bytes_max}")

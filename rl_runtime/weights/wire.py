@@ -96,7 +96,7 @@ class AuthenticatedConnection:
             until = min(deadline, self.clock.monotonic() + piece_seconds)
             self.read_into(view[start : start + PIECE_BYTES], until, what)
 
-    def greet_client(self, token: bytes, deadline: float) -> None:
+    def answer_handshake(self, token: bytes, deadline: float) -> None:
         """Server side of the handshake.
 
         Raises:
@@ -111,7 +111,7 @@ class AuthenticatedConnection:
         self.write(_mac(token, b"server", mine, theirs), deadline, "handshake")
         self._key = _mac(token, b"session", mine, theirs)
 
-    def greet_server(self, token: bytes, deadline: float) -> None:
+    def start_handshake(self, token: bytes, deadline: float) -> None:
         """Client side of the handshake.
 
         Raises:

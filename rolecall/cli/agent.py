@@ -1,4 +1,4 @@
-"""Command on this machine: agent. The agent parses its own arguments, so that it starts without typer and pydantic."""
+"""The command `rolecall agent`."""
 
 import typer
 
@@ -11,6 +11,7 @@ app = typer.Typer()
 )
 def agent(ctx: typer.Context) -> int:
     """Run the agent of this node."""
+    # The agent parses its own arguments, so that it starts without typer and pydantic.
     from rolecall.agent.daemon import main
 
     return main(ctx.args)

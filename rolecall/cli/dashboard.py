@@ -10,6 +10,7 @@ import typer
 
 from rolecall.cli.options import ROOT, JournalOption, LatestRunArgument, RootOption, checked_journal, examples, out
 from rolecall.core.errors import ConfigError
+from rolecall.core.rundir import open_run_dir
 from rolecall.core.text import plain
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ def dashboard(
     tls_cert: Annotated[Path | None, typer.Option("--tls-cert", help="Certificate chain (PEM).")] = None,
     tls_key: Annotated[Path | None, typer.Option("--tls-key", help="Private key (PEM).")] = None,
     runs: RootOption = ROOT,
-) -> int:
+) -> None:
     """Serve the dashboard.
 
     Until Ctrl-C; on loopback by default."""
@@ -84,7 +85,6 @@ def dashboard(
         key=tls_key,
         ready=ready,
     )
-    return 0
 
 
 def _serving() -> "ModuleType":
@@ -104,7 +104,6 @@ def _serving() -> "ModuleType":
 def _settings(
     run: str, journal: str, prometheus: str, credentials: Path | None, users: Path | None, runs: Path
 ) -> "Settings":
-    from rolecall.core.rundir import open_run_dir
     from rolecall.dashboards.settings import Settings
 
     if run and journal:

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rolecall.cli.options import JsonOption, examples, out, print_json, progress
+from rolecall.cli.options import JsonOption, examples, out, progress, show
 from rolecall.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -79,11 +79,7 @@ def diagnose(
         from rolecall.diagnose.explain import explain as draw
 
         draw(explain, diagnosing.explained(answer, detectors))
-    if as_json:
-        print_json(answer.to_dict())
-    else:
-        for line in diagnosing.sentences(answer):
-            out(line)
+    show(as_json, answer.to_dict(), diagnosing.sentences(answer))
     return diagnosing.exit_code(answer)
 
 
@@ -104,11 +100,6 @@ def fit(
 
 
 simulate = typer.Typer(no_args_is_help=True, help="Generate recordings with known faults.")
-
-
-@simulate.callback()
-def _simulate() -> None:
-    """Generate recordings with known faults."""
 
 
 @simulate.command(name="fleet", epilog=examples("rolecall simulate fleet cases/ --tasks 20 --healthy 5"))

@@ -1,12 +1,12 @@
-"""Command on this machine: doctor."""
+"""The command `rolecall doctor`."""
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from rolecall.cli.options import CredentialsOption, JsonOption, examples, out, print_json
+from rolecall.cli.options import CredentialsOption, JsonOption, examples, show
 from rolecall.core.text import plain
 
 app = typer.Typer()
@@ -41,10 +41,6 @@ def doctor(
 
     checks = examine(read_facts(config, pid, agents=agents, credentials=credentials))
     level = worst(checks)
-    if as_json:
-        value: dict[str, Any] = {"level": str(level), "checks": [{**asdict(c), "level": str(c.level)} for c in checks]}
-        print_json(value)
-    else:
-        for line in lines(checks):
-            out(plain(line))
+    value = {"level": str(level), "checks": [{**asdict(c), "level": str(c.level)} for c in checks]}
+    show(as_json, value, map(plain, lines(checks)))
     return NHC_CODES[level] if nhc else int(level is CheckLevel.BROKEN)

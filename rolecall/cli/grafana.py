@@ -1,24 +1,108 @@
-"""Commands on Grafana and Prometheus: export, push, annotate."""
+"""Commands on Grafana and Prometheus: push (dashboards), annotate (incidents), export (files)."""
 
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, TextIO
 
 import typer
 
-from rolecall.cli.grafana_push import annotate, push
-from rolecall.cli.options import examples, out
+from rolecall.cli.options import (
+    ROOT,
+    JournalOption,
+    JsonOption,
+    LatestRunArgument,
+    RootOption,
+    checked_journal,
+    examples,
+    out,
+    show,
+)
+from rolecall.core.errors import ConfigError
+from rolecall.core.rundir import open_run_dir
 from rolecall.core.text import plain
 
-app = typer.Typer(no_args_is_help=True, help="Dashboards and alert rules for Grafana.")
-app.command(epilog=examples("rolecall grafana push --url https://grafana.example --token-file token --dry-run"))(push)
-app.command(epilog=examples("rolecall grafana annotate my-run --url https://grafana.example --token-file token"))(
-    annotate
-)
+if TYPE_CHECKING:
+    from rolecall.dashboards.grafana.push import IncidentAnnotation, PushResult
+    from rolecall.dashboards.grafana.server import Server, Token
+    from rolecall.recovery.incidents import Incident
 
-IncidentsAtOption = Annotated[
+TOKEN_ENV = "ROLECALL_GRAFANA_TOKEN"
+TOKEN_CHARS_MAX = 4096
+FROM_STDIN = "-"
+
+app = typer.Typer(no_args_is_help=True, help="Dashboards and alert rules for Grafana.")
+
+UrlOption = Annotated[str, typer.Option("--url", help="Grafana server, as https://HOST[:PORT][/PATH].")]
+TokenOption = Annotated[
     str,
-    typer.Option("--incidents-at", help="Address of `rolecall dashboard`, for links.", metavar="URL"),
+    typer.Option("--token", help=f"Service account token (Editor); prefer - (stdin), --token-file or {TOKEN_ENV}."),
 ]
+TokenFileOption = Annotated[Path | None, typer.Option("--token-file", help="File that holds only the token.")]
+CaOption = Annotated[Path | None, typer.Option("--ca-file", help="CA certificates for the server.")]
+IncidentsAtOption = Annotated[
+    str, typer.Option("--incidents-at", help="Address of `rolecall dashboard`, for links.", metavar="URL")
+]
+
+
+@app.command(epilog=examples("rolecall grafana push --url https://grafana.example --token-file token --dry-run"))
+def push(
+    url: UrlOption,
+    token: TokenOption = "",
+    token_file: TokenFileOption = None,
+    folder: Annotated[str, typer.Option(help="Grafana folder, created if missing; empty: top level.")] = "rolecall",
+    datasource: Annotated[str, typer.Option(help="Prometheus data source; empty: the viewer's default.")] = "",
+    ca_file: CaOption = None,
+    incidents_at: IncidentsAtOption = "",
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Also replace dashboards that were edited in Grafana.")
+    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be written; write nothing.")] = False,
+    as_json: JsonOption = False,
+) -> int:
+    """Put the dashboards on a Grafana server. Idempotent; dashboards edited in Grafana are reported and kept.
+
+    Alert rules are not pushed: Prometheus reads them from files (`rolecall grafana export`)."""
+    from rolecall.dashboards.grafana.boards.all import documents
+    from rolecall.dashboards.grafana.push import PushResult, plan
+    from rolecall.dashboards.grafana.push import push as write
+
+    made = documents(incidents_at)
+    with _server(url, read_token(token, token_file, os.environ, sys.stdin), ca_file) as server:
+        wanted = plan(server, made, folder=folder, datasource=datasource, overwrite=overwrite)
+        if dry_run:
+            lines = [f"{c.verdict:<9}  {c.uid}  {plain(c.title, 100)}" for c in wanted.changes]
+            return _report(PushResult(done=[f"would be {line}" for line in lines]), as_json)
+        done = write(server, wanted)
+    if not as_json:
+        out("alert rules are not pushed: `rolecall grafana export` writes them for Prometheus")
+    return _report(done, as_json)
+
+
+@app.command(epilog=examples("rolecall grafana annotate my-run --url https://grafana.example --token-file token"))
+def annotate(
+    url: UrlOption,
+    run: LatestRunArgument = "",
+    journal: JournalOption = "",
+    token: TokenOption = "",
+    token_file: TokenFileOption = None,
+    ca_file: CaOption = None,
+    runs: RootOption = ROOT,
+    as_json: JsonOption = False,
+) -> int:
+    """Write the incidents of a run to Grafana, one annotation each. Idempotent: only changes are written."""
+    from rolecall.dashboards.grafana.push import annotate as write_annotations
+    from rolecall.recovery.operators.run_location import JournalLocation, RunLocation, opened
+
+    if run and journal:
+        raise ConfigError(["--journal: a run is given too; give one of the two"])
+    place: RunLocation = JournalLocation(checked_journal(journal)) if journal else open_run_dir(runs, run or "latest")
+    with opened(place) as (_, recorded):
+        episodes = [episode(incident) for incident in recorded.incidents.values()]
+    with _server(url, read_token(token, token_file, os.environ, sys.stdin), ca_file) as server:
+        return _report(write_annotations(server, place.run_id, episodes), as_json)
 
 
 @app.command(epilog=examples("rolecall grafana export --out grafana/"))
@@ -31,14 +115,84 @@ def export(
     runbooks: Annotated[
         str, typer.Option(help="Address of a copy of docs/runbooks that on-call engineers can open.", metavar="URL")
     ] = "",
-) -> int:
+) -> None:
     """Write dashboards (JSON), Grafana provisioning files and alert rules. The output is deterministic."""
     from rolecall.dashboards.grafana import export as exporting
     from rolecall.dashboards.grafana.boards.all import documents
-    from rolecall.dashboards.grafana.rules.all import RUNBOOKS, rules_yaml
+    from rolecall.dashboards.grafana.rules import RUNBOOKS, rules_yaml
 
     path = dashboards_path or exporting.DASHBOARDS_PATH
     made = exporting.files(documents(incidents_at), rules_yaml(runbooks or RUNBOOKS), path)
     for written in exporting.write(folder, made):
         out(plain(str(written)))
-    return 0
+
+
+def episode(incident: "Incident") -> "IncidentAnnotation":
+    """An incident as a Grafana annotation shows it."""
+    from rolecall.dashboards.grafana.push import IncidentAnnotation
+
+    diagnosis = incident.diagnosis
+    first = diagnosis.suspects[0] if diagnosis.suspects else None
+    return IncidentAnnotation(
+        incident_id=incident.incident_id,
+        role=str(first.role or "") if first is not None else "",
+        fault=str(diagnosis.fault_class),
+        sentence=diagnosis.because,
+        opened_at=incident.opened_at,
+        closed_at=incident.closed_at,
+        outcome=str(incident.outcome or ""),
+    )
+
+
+def read_token(literal: str, path: Path | None, environ: Mapping[str, str], stdin: TextIO) -> "Token":
+    """The token, from the option, the file, standard input or the environment.
+
+    Raises:
+        ConfigError: no token, or two. The message shows no part of it.
+    """
+    from rolecall.dashboards.grafana.server import Token
+
+    if literal and path is not None:
+        raise ConfigError(["--token, --token-file: give one of the two"])
+    if path is not None:
+        return Token(_of_file(path))
+    if literal == FROM_STDIN:
+        return Token(stdin.readline(TOKEN_CHARS_MAX).strip())
+    if literal:
+        typer.echo(
+            "rolecall: a token on the command line is visible to all users of this machine and stays in the shell "
+            f"history: use --token-file, {TOKEN_ENV} or --token - instead",
+            err=True,
+        )
+        return Token(literal)
+    if environ.get(TOKEN_ENV):
+        return Token(environ[TOKEN_ENV].strip())
+    raise ConfigError([f"no token: give --token-file FILE, {TOKEN_ENV}, or --token - with the token on stdin"])
+
+
+def _of_file(path: Path) -> str:
+    try:
+        with path.open(encoding="utf-8") as f:
+            return f.read(TOKEN_CHARS_MAX).strip()
+    except (OSError, UnicodeDecodeError) as e:
+        reason = e.strerror if isinstance(e, OSError) else "not a text"
+        raise ConfigError([f"--token-file: {plain(path)}: {reason}"]) from None
+
+
+@contextmanager
+def _server(url: str, token: "Token", ca_file: Path | None) -> Iterator["Server"]:
+    from rolecall.dashboards.grafana.server import Server, address
+
+    where = address(url)
+    if where.token_in_the_clear:
+        typer.echo(f"rolecall: {where} is not https: the token is sent unencrypted", err=True)
+    server = Server(where, token, ca_file=ca_file)
+    try:
+        yield server
+    finally:
+        server.close()
+
+
+def _report(done: "PushResult", as_json: bool) -> int:
+    show(as_json, {"ok": not done.failed, "done": done.done, "failed": done.failed}, (*done.done, *done.failed))
+    return 1 if done.failed else 0

@@ -6,8 +6,9 @@ from typing import Annotated, Any
 
 import typer
 
-from rolecall.cli.options import ROOT, JsonOption, RootOption, RunOption, examples, out, print_json, whoami
+from rolecall.cli.options import ROOT, JsonOption, RootOption, RunOption, examples, out, show, whoami
 from rolecall.core.errors import ConfigError
+from rolecall.core.rundir import open_run_dir, write_atomically
 from rolecall.core.text import plain
 
 app = typer.Typer()
@@ -19,19 +20,14 @@ def incidents(
     run: RunOption = "latest",
     runs: RootOption = ROOT,
     as_json: JsonOption = False,
-) -> int:
+) -> None:
     """List incidents.
 
     Each with its diagnosis, evidence, actions and outcome."""
-    from rolecall.core.rundir import open_run_dir
-    from rolecall.recovery.operators import commands
+    from rolecall.recovery.operators import queries
 
-    value = commands.incidents(open_run_dir(runs, run), incident or None)
-    if as_json:
-        print_json(value)
-    else:
-        out(commands.incidents_text(value))
-    return 0
+    value = queries.incidents(open_run_dir(runs, run), incident or None)
+    show(as_json, value, [queries.incidents_text(value)])
 
 
 @app.command(epilog=examples('rolecall mark inc-1-rollout-1 --wrong --reason "the switch was at fault"'))
@@ -42,10 +38,9 @@ def mark(
     run: RunOption = "latest",
     runs: RootOption = ROOT,
 ) -> int:
-    """Mark a diagnosis as right or wrong.
+    """Review a diagnosis: was it right or wrong.
 
     Possible after the incident has closed. The latest review counts."""
-    from rolecall.core.rundir import open_run_dir
     from rolecall.recovery.operators import commands
 
     if right is None:
@@ -55,11 +50,6 @@ def mark(
 
 
 incident = typer.Typer(no_args_is_help=True, help="Export one incident for a ticket.")
-
-
-@incident.callback()
-def _incident() -> None:
-    """Export one incident for a ticket."""
 
 
 @incident.command(epilog=examples("rolecall incident export inc-1-rollout-1 --anonymous -o ticket.tar.gz"))
@@ -76,15 +66,13 @@ def export(
     as_json: JsonOption = False,
 ) -> int:
     """Bundle journal, windows, events and logs of an incident, without secrets, prompts or user names."""
-    from rolecall.core.private_file import write_private
-    from rolecall.core.rundir import open_run_dir
     from rolecall.reports.incident_export import export as bundle_of
 
     bundle = bundle_of(open_run_dir(runs, run), incident_id, anonymous=anonymous)
     content = bundle.archive()
     path = output or Path(f"{bundle.name}.tar.gz")
-    write_private(path, content)
-    told: dict[str, Any] = {
+    write_atomically(path, content, private=True)
+    shown: dict[str, Any] = {
         "incident_id": incident_id,
         "file": str(path),
         "bytes": len(content),
@@ -93,13 +81,9 @@ def export(
         "members": [m.listing() for m in bundle.members],
         "left_out": list(bundle.left_out),
     }
-    if as_json:
-        print_json(told)
-        return 0
     state = " (still open)" if bundle.is_open else ""
-    out(f"{plain(path)}: {plain(incident_id)}{state}, {len(bundle.members)} files, {len(content)} bytes")
-    for text in bundle.left_out:
-        out(f"  left out: {plain(text)}")
+    head = f"{plain(path)}: {plain(incident_id)}{state}, {len(bundle.members)} files, {len(content)} bytes"
+    show(as_json, shown, [head, *(f"  left out: {plain(text)}" for text in bundle.left_out)])
     return 0
 
 

@@ -16,21 +16,7 @@ from typing import Annotated
 
 import typer
 
-from rolecall.cli import (
-    agent,
-    dashboard,
-    diagnose,
-    doctor,
-    grafana,
-    incident,
-    node,
-    plan,
-    recovery,
-    results,
-    run,
-    users,
-    watch,
-)
+from rolecall.cli import agent, dashboard, diagnose, doctor, grafana, incident, node, plan, recovery, run, users, watch
 from rolecall.cli.options import out
 from rolecall.core.errors import (
     ConfigError,
@@ -68,8 +54,11 @@ def _complain(error: object) -> None:
         typer.echo(("rolecall: " if n == 0 else "") + plain(line), err=True)
 
 
-for noun in (run, recovery, plan, incident, diagnose, results, agent, doctor, dashboard):
-    app.add_typer(noun.app)
+for part in (
+    *(run.app, recovery.app, plan.app, incident.app, diagnose.app, run.results),
+    *(agent.app, doctor.app, dashboard.app),
+):
+    app.add_typer(part)
 for name, group in (
     ("watch", watch.watch),
     ("record", watch.record),
@@ -102,24 +91,24 @@ def main(argv: Sequence[str] | None = None) -> int:
             stream.reconfigure(errors="replace")  # a terminal without a character shows a replacement
     try:
         result = app(args=list(sys.argv[1:] if argv is None else argv), standalone_mode=False, prog_name="rolecall")
-    except typer.Exit as e:
-        return int(e.exit_code)
+    except typer.Exit as error:
+        return int(error.exit_code)
     except (typer.Abort, KeyboardInterrupt):
         return 130
-    except RolecallError as e:
-        _complain(e)
-        if isinstance(e, JournalCorrupt):
-            from rolecall.reports.salvage import offer
+    except RolecallError as error:
+        _complain(error)
+        if isinstance(error, JournalCorrupt):
+            from rolecall.views.audit import offer
 
-            if left := offer(e):
+            if left := offer(error):
                 _complain(left)
-        return 2 if isinstance(e, USAGE_ERRORS) else 1
+        return 2 if isinstance(error, USAGE_ERRORS) else 1
     except BrokenPipeError:
         # The reader (`| head`) closed the pipe. The interpreter's final flush must not fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except Exception as e:  # noqa: BLE001 - last resort: the user gets one message
-        return _show_failure(e)
+    except Exception as error:  # noqa: BLE001 - last resort: the user gets one message
+        return _show_failure(error)
     return int(result or 0)
 
 

@@ -3,7 +3,6 @@
 import os
 import tempfile
 from collections.abc import Iterable, Mapping
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,12 +16,13 @@ from rolecall.cli.options import (
     RunOption,
     examples,
     out,
-    print_json,
     progress,
+    show,
     whoami,
 )
 from rolecall.core.errors import ConfigError
-from rolecall.core.text import plain
+from rolecall.core.rundir import open_run_dir
+from rolecall.core.text import plain, utc
 
 app = typer.Typer(no_args_is_help=True, help="List, quarantine, drain and test nodes.")
 
@@ -31,21 +31,12 @@ BURN_IN_SECONDS = 60.0
 
 
 @app.command(name="list", epilog=examples("rolecall node list", "rolecall node list --run my-run --json"))
-def list_nodes(run: RunOption = "latest", runs: RootOption = ROOT, as_json: JsonOption = False) -> int:
+def list_nodes(run: RunOption = "latest", runs: RootOption = ROOT, as_json: JsonOption = False) -> None:
     """List nodes with their replicas, quarantine, burn-in results and incidents; most incidents first."""
-    from rolecall.core.rundir import open_run_dir
     from rolecall.recovery.operators import commands
 
     rows = commands.nodes(open_run_dir(runs, run))
-    if as_json:
-        print_json(rows)
-        return 0
-    for row in rows:
-        for line in _lines(row):
-            out(plain(line))
-    if not rows:
-        out("no node is known")
-    return 0
+    show(as_json, rows, [plain(line) for row in rows for line in _lines(row)] or ["no node is known"])
 
 
 def _lines(row: Mapping[str, Any]) -> Iterable[str]:
@@ -54,52 +45,42 @@ def _lines(row: Mapping[str, Any]) -> Iterable[str]:
     num = row["num_incidents"]
     yield f"{row['node']:<16} {num} incident{'' if num == 1 else 's'}  {replicas or 'idle'}"
     if row["quarantined"]:
-        since = _utc(row["quarantined_since"])
+        since = utc(row["quarantined_since"])
         yield f"  QUARANTINED since {since} by {row['quarantined_by']}: {row['quarantined_because']}"
     if row["drained_at"] is not None:
         moved = ", ".join(row["moved"]) or "nothing to move"
-        yield f"  drained {_utc(row['drained_at'])} by {row['drained_by']}: {moved}"
+        yield f"  drained {utc(row['drained_at'])} by {row['drained_by']}: {moved}"
     if row["incidents"]:
         yield f"  {', '.join(row['incidents'][-5:])}"
     if row["burn_ins"]:
         newest = row["burn_ins"][-1]
         failed = ", ".join(c["name"] for c in newest["result"]["checks"] if c["passed"] is False)
         word = f"FAILED ({failed})" if failed else "passed"
-        yield f"  burn-in {_utc(newest['at'])} by {newest['by']}: {word}, {len(row['burn_ins'])} recorded"
-
-
-def _utc(at: float) -> str:
-    return datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+        yield f"  burn-in {utc(newest['at'])} by {newest['by']}: {word}, {len(row['burn_ins'])} recorded"
 
 
 @app.command(epilog=examples('rolecall node quarantine node-4 --reason "ECC errors"'))
-def quarantine(name: NodeArgument, because: ReasonOption, run: RunOption = "latest", runs: RootOption = ROOT) -> int:
+def quarantine(name: NodeArgument, because: ReasonOption, run: RunOption = "latest", runs: RootOption = ROOT) -> None:
     """Stop placing replicas on a node. What runs there continues."""
-    from rolecall.core.rundir import open_run_dir
     from rolecall.recovery.operators import commands
 
     out(commands.quarantine(open_run_dir(runs, run), name, whoami(), because))
-    return 0
 
 
 @app.command(epilog=examples('rolecall node drain node-4 --reason "maintenance"'))
-def drain(name: NodeArgument, because: ReasonOption, run: RunOption = "latest", runs: RootOption = ROOT) -> int:
+def drain(name: NodeArgument, because: ReasonOption, run: RunOption = "latest", runs: RootOption = ROOT) -> None:
     """Quarantine a node and move its replicas away. The same guards apply as to a diagnosis."""
-    from rolecall.core.rundir import open_run_dir
     from rolecall.recovery.operators import commands
 
     out(commands.drain(open_run_dir(runs, run), name, whoami(), because))
-    return 0
 
 
 @app.command(name="return", epilog=examples('rolecall node return node-4 --reason "DIMM replaced"'))
-def return_node(name: NodeArgument, because: ReasonOption, run: RunOption = "latest", runs: RootOption = ROOT) -> int:
+def return_node(name: NodeArgument, because: ReasonOption, run: RunOption = "latest", runs: RootOption = ROOT) -> None:
     """End a quarantine: replicas may be placed on the node again."""
-    from rolecall.core.rundir import open_run_dir
     from rolecall.recovery.operators import commands
 
     out(commands.return_node(open_run_dir(runs, run), name, whoami(), because))
-    return 0
 
 
 @app.command(
@@ -119,9 +100,8 @@ def burn_in(
 
     Lists what could not be checked. Exit code 1 if a check failed or none could run. Uses all cores in turn: do not run
     it on a node in use."""
-    from rolecall.core.rundir import open_run_dir
+    from rolecall.node.burn_in import CHECKS
     from rolecall.node.burn_in import burn_in as work
-    from rolecall.node.burn_in_checks import CHECKS
     from rolecall.recovery.operators import commands
 
     if run and not name:
@@ -131,15 +111,10 @@ def burn_in(
     if not where.is_dir():
         raise ConfigError([f"--folder: {where} is not a folder"])
     found = work(CHECKS, seconds, where, progress=None if as_json else progress)
-    told = {"node": name or os.uname().nodename, **found.to_dict()}
+    result = {"node": name or os.uname().nodename, **found.to_dict()}
     recorded = commands.record_burn_in(place, name, found.to_dict(), whoami()) if place is not None else ""
-    if as_json:
-        print_json(told)
-        return 0 if found.passed else 1
-    for check in found.checks:
-        word = {True: "passed", False: "FAILED", None: "not checked"}[check.passed]
-        out(plain(f"{check.name:<10} {word}: {check.because}"))
-    out(plain(f"{told['node']}: {'passed' if found.passed else 'FAILED'} in {found.seconds:.0f} s"))
-    if recorded:
-        out(recorded)
+    words = {True: "passed", False: "FAILED", None: "not checked"}
+    lines = [plain(f"{check.name:<10} {words[check.passed]}: {check.because}") for check in found.checks]
+    lines.append(plain(f"{result['node']}: {words[found.passed]} in {found.seconds:.0f} s"))
+    show(as_json, result, [*lines, recorded] if recorded else lines)
     return 0 if found.passed else 1

@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -75,3 +76,12 @@ def progress(text: str) -> None:
 
 def print_json(value: Any) -> None:
     typer.echo(json.dumps(value, indent=2, default=str))
+
+
+def show(as_json: bool, value: Any, lines: Iterable[str]) -> None:
+    """The result of a command: `lines`, or with --json `value`."""
+    if as_json:
+        print_json(value)
+    else:
+        for line in lines:
+            out(line)

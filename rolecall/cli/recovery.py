@@ -1,4 +1,4 @@
-"""Commands on recovery: status, pause, resume, replace."""
+"""Commands on recovery: what it does, whether it may, and what it should replace."""
 
 from typing import Annotated
 
@@ -13,9 +13,10 @@ from rolecall.cli.options import (
     RunOption,
     examples,
     out,
-    print_json,
+    show,
     whoami,
 )
+from rolecall.core.rundir import open_run_dir
 
 app = typer.Typer()
 
@@ -25,41 +26,29 @@ def status(run: LatestRunArgument = "latest", runs: RootOption = ROOT, as_json: 
     """Show roles, replicas and open incidents.
 
     Exit code 1 while an incident is open or unreadable."""
-    from rolecall.core.rundir import open_run_dir
-    from rolecall.recovery.operators import commands
+    from rolecall.recovery.operators import queries
 
-    value = commands.status(open_run_dir(runs, run))
-    if as_json:
-        print_json(value)
-    else:
-        out(commands.status_text(value))
+    value = queries.status(open_run_dir(runs, run))
+    show(as_json, value, [queries.status_text(value)])
     return 1 if value["open_incidents"] or value["broken_incidents"] else 0
 
 
 @app.command(epilog=examples('rolecall pause --reason "network maintenance until 18:00"'))
-def pause(
-    because: ReasonOption,
-    run: RunOption = "latest",
-    runs: RootOption = ROOT,
-) -> int:
+def pause(because: ReasonOption, run: RunOption = "latest", runs: RootOption = ROOT) -> None:
     """Pause recovery.
 
     No further action starts. Detection and diagnosis continue."""
-    from rolecall.core.rundir import open_run_dir
     from rolecall.recovery.operators import commands
 
     out(commands.pause_recovery(open_run_dir(runs, run), whoami(), because))
-    return 0
 
 
 @app.command(epilog=examples("rolecall resume"))
-def resume(run: RunOption = "latest", runs: RootOption = ROOT) -> int:
+def resume(run: RunOption = "latest", runs: RootOption = ROOT) -> None:
     """Resume recovery after a pause."""
-    from rolecall.core.rundir import open_run_dir
     from rolecall.recovery.operators import commands
 
     out(commands.resume_recovery(open_run_dir(runs, run), whoami()))
-    return 0
 
 
 @app.command(epilog=examples('rolecall replace rollout/3 --reason "fan failure on node-4"'))
@@ -68,12 +57,10 @@ def replace(
     because: ReasonOption,
     run: RunOption = "latest",
     runs: RootOption = ROOT,
-) -> int:
+) -> None:
     """Request the replacement of a replica.
 
     The same guards apply as to a diagnosis."""
-    from rolecall.core.rundir import open_run_dir
     from rolecall.recovery.operators import commands
 
     out(commands.replace(open_run_dir(runs, run), replica, because, whoami()))
-    return 0

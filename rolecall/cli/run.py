@@ -1,4 +1,4 @@
-"""Commands on runs: demo, run, down, inject."""
+"""Commands on runs: demo, run, down, inject; on what a run left behind: replay, audit, report."""
 
 import datetime
 from collections.abc import Sequence
@@ -9,13 +9,24 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from rolecall.cli.options import ROOT, JsonOption, RootOption, RunArgument, examples, out, print_json
+from rolecall.cli.options import (
+    ROOT,
+    JsonOption,
+    LatestRunArgument,
+    RootOption,
+    RunArgument,
+    RunOption,
+    examples,
+    print_json,
+    show,
+)
 from rolecall.core.errors import ConfigError
+from rolecall.core.rundir import open_run_dir
 
 if TYPE_CHECKING:
     from rolecall.core.config.job import JobConfig
 
-app = typer.Typer()
+app, results = typer.Typer(), typer.Typer()
 
 
 @app.command(
@@ -136,22 +147,18 @@ def _new_run_id(name: str, seed: int) -> str:
 
 
 @app.command(epilog=examples("rolecall down latest"))
-def down(run: RunArgument, runs: RootOption = ROOT, as_json: JsonOption = False) -> int:
+def down(run: RunArgument, runs: RootOption = ROOT, as_json: JsonOption = False) -> None:
     """Stop every process of a run.
 
     Includes processes that a killed supervisor left behind."""
-    from rolecall.core.rundir import open_run_dir
     from rolecall.rl_runtime.processes import stop_run
     from rolecall.watch.addresses import withdraw
 
     where = open_run_dir(runs, run)
     ended = stop_run(where.path)
     withdraw(where)
-    if as_json:
-        print_json({"run": where.run_id, "ended": [str(p) for p in ended]})
-    else:
-        out(f"{where.run_id}: ended {len(ended)} process(es)")
-    return 0
+    value = {"run": where.run_id, "ended": [str(p) for p in ended]}
+    show(as_json, value, [f"{where.run_id}: ended {len(ended)} process(es)"])
 
 
 @app.command(
@@ -170,15 +177,58 @@ def inject(
     seconds: Annotated[float, typer.Option(min=0, help="Duration of a slowdown; 0: until the target ends.")] = 0.0,
     seed: Annotated[int, typer.Option(min=0, help="Random seed.")] = 0,
     runs: RootOption = ROOT,
-) -> int:
+) -> None:
     """Inject a real fault into a run.
 
     The run must have been started with --allow-injection. Touches only that run's processes."""
-    from rolecall.core.rundir import open_run_dir
     from rolecall.rl_runtime.faults.injector import KINDS
     from rolecall.rl_runtime.faults.injector import inject as do
 
     if kind not in KINDS:
         raise ConfigError([f"--kind: {kind!r} is unknown, known are {', '.join(KINDS)}"])
     print_json(do(open_run_dir(runs, run), kind, target or None, how or None, seconds or None, seed))
-    return 0
+
+
+@results.command(epilog=examples("rolecall replay inc-1-rollout-1"))
+def replay(
+    incident: Annotated[str, typer.Argument(help="Incident id.", metavar="INCIDENT")],
+    run: RunOption = "latest",
+    runs: RootOption = ROOT,
+    as_json: JsonOption = False,
+) -> int:
+    """Repeat a diagnosis from its recorded inputs.
+
+    Exit code 1 if the result differs."""
+    from rolecall.watch.run import replay_incident
+
+    value = replay_incident(open_run_dir(runs, run), incident)
+    show(as_json, value, [value["text"]])
+    return 0 if value["same"] else 1
+
+
+@results.command(epilog=examples("rolecall audit my-run"))
+def audit(run: LatestRunArgument = "latest", runs: RootOption = ROOT, as_json: JsonOption = False) -> int:
+    """Verify journal and ledger.
+
+    Each prompt group was trained once or dropped with a reason, and no line was altered."""
+    from rolecall.views.audit import audit_run, audit_text
+
+    found = audit_run(open_run_dir(runs, run))
+    show(as_json, found.summary(), [audit_text(found)])
+    return 0 if found.ok else 1
+
+
+@results.command(epilog=examples("rolecall report my-run --json"))
+def report(run: LatestRunArgument = "latest", runs: RootOption = ROOT, as_json: JsonOption = False) -> int:
+    """Write the report of a run.
+
+    Writes report.json and report.html again, and prints the summary."""
+    from rolecall.reports.report import write_report
+    from rolecall.session.display import summary
+
+    value = write_report(open_run_dir(runs, run), None)
+    if as_json:
+        print_json(value)
+    else:
+        Console().print(summary(value))
+    return 0 if value["ok"] else 1

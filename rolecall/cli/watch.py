@@ -27,9 +27,9 @@ from rolecall.cli.options import (
     progress,
 )
 from rolecall.core.errors import ConfigError
+from rolecall.core.rundir import open_run_dir
 
 if TYPE_CHECKING:
-    from rolecall.watch.panels import PrometheusOptions
     from rolecall.watch.run import MetricsEndpoint
 
 watch = typer.Typer(no_args_is_help=True, help="Detect, diagnose and recover from faults live.")
@@ -68,28 +68,6 @@ OutputOption = Annotated[
     Path,
     typer.Option("-o", "--output", help="The recording (Parquet); an existing file is not overwritten."),
 ]
-
-
-def _prometheus_options(
-    url: str,
-    query: list[str],
-    queries: Path | None,
-    match: str,
-    interval: float | None,
-    history: float | None,
-    credentials: Path | None,
-) -> "PrometheusOptions":
-    from rolecall.watch.panels import INTERVAL_SECONDS, PrometheusOptions
-
-    return PrometheusOptions(
-        url=url,
-        queries=tuple(query),
-        queries_file=queries,
-        match=match,
-        interval_seconds=INTERVAL_SECONDS if interval is None else interval,
-        history_seconds=history,
-        credentials=credentials,
-    )
 
 
 def _metrics_endpoint(metrics: str, web_config: Path | None) -> "MetricsEndpoint | None":
@@ -133,7 +111,6 @@ def watch_run(
 
     Without --metrics a free port of 127.0.0.1 serves /metrics; RUN/watch.json holds its address.
     Exit code 1 if a fault was found."""
-    from rolecall.core.rundir import open_run_dir
     from rolecall.watch.run import watch_run as start
 
     endpoint = _metrics_endpoint(metrics, web_config)
@@ -168,8 +145,7 @@ def watch_agents(
 
     Exit code 1 if a fault was found."""
     from rolecall.core.clock import SystemClock
-    from rolecall.watch.agents import is_file, listed, named_agents, node_of, observing_run
-    from rolecall.watch.agents_file import AgentsFile
+    from rolecall.watch.agents import AgentsFile, is_file, listed, named_agents, node_of, observing_run
     from rolecall.watch.panels import authorization
     from rolecall.watch.run import watch_run as start
 
@@ -213,10 +189,12 @@ def watch_prometheus(
     as_json: JsonOption = False,
 ) -> int:
     """Watch any fleet through its Prometheus server. Exit code 1 if a fault was found."""
+    from rolecall.watch.panels import INTERVAL_SECONDS, PrometheusOptions
     from rolecall.watch.panels import watch_prometheus as start
 
     detectors = panel_detectors(detector, false_alarms, model)
-    options = _prometheus_options(url, query, queries, match, interval, history, credentials)
+    seconds_between = INTERVAL_SECONDS if interval is None else interval
+    options = PrometheusOptions(url, tuple(query), queries, match, seconds_between, history, credentials)
     return start(options, detectors, out=out, as_json=as_json, seconds=seconds)
 
 
@@ -248,7 +226,6 @@ def record_run(
     runs: RootOption = ROOT,
 ) -> int:
     """Record the metrics of a run until --for has passed or Ctrl-C."""
-    from rolecall.core.rundir import open_run_dir
     from rolecall.watch.panels import record_run as start
 
     return start(open_run_dir(runs, run), output, out=out, interval_seconds=interval, seconds=seconds)
@@ -269,7 +246,9 @@ def record_prometheus(
     seconds: SecondsOption = None,
 ) -> int:
     """Record the metrics that a Prometheus server holds until --for has passed or Ctrl-C."""
+    from rolecall.watch.panels import INTERVAL_SECONDS, PrometheusOptions
     from rolecall.watch.panels import record_prometheus as start
 
-    options = _prometheus_options(url, query, queries, match, interval, history, credentials)
+    seconds_between = INTERVAL_SECONDS if interval is None else interval
+    options = PrometheusOptions(url, tuple(query), queries, match, seconds_between, history, credentials)
     return start(options, output, out=out, seconds=seconds)

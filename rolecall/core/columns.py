@@ -41,17 +41,20 @@ class Layout(Generic[S]):
         self.cls: type[S] = cls
         self.columns: dict[str, Column] = {}
         paths = []
-        for f in fields(cls):
-            if f.name == "process":
+        for field in fields(cls):
+            if field.name == "process":
                 self.columns |= {n: Column(n, int, MISSING, False) for n in ("pid", "start_ticks")}
                 paths += ["process.pid", "process.start_ticks"]
-            elif f.name != "node":
-                kind = f.type if f.type in (int, float, str, bool) else tuple
+            elif field.name != "node":
+                kind = field.type if field.type in (int, float, str, bool) else tuple
                 assert isinstance(kind, type)
-                self.columns[f.name] = Column(
-                    f.name, kind, f.default, kind is float and f.default is not MISSING and isnan(f.default)
+                self.columns[field.name] = Column(
+                    field.name,
+                    kind,
+                    field.default,
+                    kind is float and field.default is not MISSING and isnan(field.default),
                 )
-                paths.append(f.name)
+                paths.append(field.name)
         self._values = attrgetter(*paths)
         self._setters = {f.name: getattr(cls, f.name).__set__ for f in fields(cls)}
 

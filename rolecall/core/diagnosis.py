@@ -40,9 +40,13 @@ class Suspect:
     process: ProcessId | None = None
 
     @classmethod
-    def from_dict(cls, d: dict[str, Any]) -> Self:
-        process = ProcessId(**d["process"]) if d.get("process") else None
-        return cls(**{**d, "process": process})
+    def from_dict(cls, record: dict[str, Any]) -> Self:
+        process = ProcessId(**record["process"]) if record.get("process") else None
+        return cls(**{**record, "process": process})
+
+
+NO_TIME = "no_time"
+"""Evidence of this kind says that the input has no times: those of its diagnosis mean nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,12 +58,12 @@ class Evidence:
     values: dict[str, float] = field(default_factory=dict)
 
 
-def _suspects(d: dict[str, Any]) -> tuple[Suspect, ...]:
-    return tuple(Suspect.from_dict(s) for s in d["suspects"])
+def _suspects(record: dict[str, Any]) -> tuple[Suspect, ...]:
+    return tuple(Suspect.from_dict(s) for s in record["suspects"])
 
 
-def _evidence(d: dict[str, Any]) -> tuple[Evidence, ...]:
-    return tuple(Evidence(**e) for e in d["evidence"])
+def _evidence(record: dict[str, Any]) -> tuple[Evidence, ...]:
+    return tuple(Evidence(**e) for e in record["evidence"])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,9 +84,13 @@ class Finding:
         return {**asdict(self), "fault_class": str(self.fault_class)}
 
     @classmethod
-    def from_dict(cls, d: dict[str, Any]) -> Self:
-        fixed = {"suspects": _suspects(d), "evidence": _evidence(d), "fault_class": FaultClass(d["fault_class"])}
-        return cls(**{**d, **fixed})
+    def from_dict(cls, record: dict[str, Any]) -> Self:
+        fixed = {
+            "suspects": _suspects(record),
+            "evidence": _evidence(record),
+            "fault_class": FaultClass(record["fault_class"]),
+        }
+        return cls(**{**record, **fixed})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,14 +128,14 @@ class Diagnosis:
         return {**asdict(self), "fault_class": str(self.fault_class)}
 
     @classmethod
-    def from_dict(cls, d: dict[str, Any]) -> Self:
+    def from_dict(cls, record: dict[str, Any]) -> Self:
         fixed: dict[str, Any] = {
-            "suspects": _suspects(d),
-            "evidence": _evidence(d),
-            "fault_class": FaultClass(d["fault_class"]),
-            "detectors": tuple(d["detectors"]),
+            "suspects": _suspects(record),
+            "evidence": _evidence(record),
+            "fault_class": FaultClass(record["fault_class"]),
+            "detectors": tuple(record["detectors"]),
         }
-        return cls(**{**d, **fixed})
+        return cls(**{**record, **fixed})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,10 +166,10 @@ class Plan:
         return {**asdict(self), "action": str(self.action), "digest": self.digest}
 
     @classmethod
-    def from_dict(cls, d: dict[str, Any]) -> Self:
+    def from_dict(cls, record: dict[str, Any]) -> Self:
         fixed: dict[str, Any] = {
-            "action": ActionKind(d["action"]),
-            "targets": tuple(PlanTarget(**t) for t in d["targets"]),
-            "also_hit": tuple(d["also_hit"]),
+            "action": ActionKind(record["action"]),
+            "targets": tuple(PlanTarget(**t) for t in record["targets"]),
+            "also_hit": tuple(record["also_hit"]),
         }
-        return cls(**{**{k: v for k, v in d.items() if k != "digest"}, **fixed})
+        return cls(**{**{k: v for k, v in record.items() if k != "digest"}, **fixed})

@@ -15,9 +15,11 @@ RolecallError
 ├── DeadlineExceeded         a wait across processes timed out: what was awaited, how long
 ├── PeerLost                 a collective failed because a peer is gone
 ├── CommitVoteRejected       trainers disagree on what to commit: no rank steps the optimizer
-├── NonFiniteValue           a loss or gradient is NaN or infinite: no rank steps the optimizer
+├── NonFiniteMicrobatch      one microbatch's loss or gradient is NaN or infinite: another replica computes it again
+├── NonFiniteValue           a sum of finite gradients is not finite: no rank steps the optimizer
 ├── ProofMismatch            weights differ from their manifest: which tensor, which part of the proof
 ├── CheckpointCorrupt        a checkpoint is incomplete or altered: which file
+├── CheckpointUnwritable     a checkpoint could not be written: where, and why (disk full, not writable)
 ├── WireError                a message on the weight port is malformed, too long or not signed
 ├── NotEnoughNodes           the requested roles do not fit on the nodes: which role lacks what
 ├── InjectionRefused         fault injection is disabled, or the target is not a process of this job
@@ -28,6 +30,7 @@ RolecallError
 └── RunNotFound              no such run, or it has ended
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -143,6 +146,27 @@ class CommitVoteRejected(RolecallError):
         super().__init__(f"epoch {epoch}, step {step}: commit refused: {because}")
 
 
+class NonFiniteMicrobatch(RolecallError):
+    """Raised by all members of the vote about the one that computed it."""
+
+    def __init__(self, *, replica: str, step: int, microbatch_id: str, group_ids: Sequence[str]) -> None:
+        self.replica, self.step, self.microbatch_id, self.group_ids = replica, step, microbatch_id, tuple(group_ids)
+        groups = ", ".join(group_ids[:GROUPS_SHOWN_MAX]) + (", ..." if len(group_ids) > GROUPS_SHOWN_MAX else "")
+        what = f"loss or gradient of microbatch {microbatch_id} (prompt groups {groups})"
+        super().__init__(f"{replica}, step {step}: {what} is not finite")
+
+    @staticmethod
+    def parse(message: str) -> tuple[str, str] | None:
+        """(microbatch id, its prompt groups) from the message, which an agent's event may cut off after the groups
+        begin."""
+        found = _MICROBATCH.search(message)
+        return (found[1], found[2]) if found else None
+
+
+GROUPS_SHOWN_MAX = 8
+_MICROBATCH = re.compile(r"microbatch (\S+) \(prompt groups ([^)]*)")
+
+
 class NonFiniteValue(RolecallError):
     def __init__(self, *, replica: str, step: int, what: str) -> None:
         self.replica, self.step, self.what = replica, step, what
@@ -159,6 +183,12 @@ class CheckpointCorrupt(RolecallError):
     def __init__(self, *, path: str, reason: str) -> None:
         self.path, self.reason = path, reason
         super().__init__(f"{path}: {reason}")
+
+
+class CheckpointUnwritable(RolecallError):
+    def __init__(self, *, path: str, reason: str) -> None:
+        self.path, self.reason = path, reason
+        super().__init__(f"{path}: cannot be written: {reason}")
 
 
 class WireError(RolecallError):

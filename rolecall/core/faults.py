@@ -135,7 +135,7 @@ _EVERYTHING = frozenset(EvidenceKind)
 
 FAULTS: dict[FaultClass, FaultSpec] = {
     FaultClass.CRASH: FaultSpec(
-        description="a process exited without saying that it would, or lost its work to an exception",
+        description="a process exited without announcing it, or lost its work to an exception",
         advice="replace the replica",
         remedy=Remedy.REPLACE,
         suppresses={

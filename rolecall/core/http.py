@@ -17,7 +17,7 @@ CONNECT_SECONDS = 2.0
 
 
 class HttpFailed(Exception):
-    """No whole answer: why. `late`: not within the deadline; `refused`: nobody listens; `too_large`: cut off."""
+    """No whole answer: why. `late`: not within the deadline; `refused`: nothing listens; `too_large`: cut off."""
 
     def __init__(self, reason: str, *, late: bool = False, refused: bool = False, too_large: bool = False) -> None:
         self.late, self.refused, self.too_large = late, refused, too_large
@@ -47,8 +47,10 @@ def request(
     import httpx
 
     asked = {"Accept-Encoding": "identity", **(headers or {})}
+    # Not `asyncio.run`: it would wait at its end for a name lookup that hangs in another thread.
+    loop = asyncio.new_event_loop()
     try:
-        return asyncio.run(_exchange(method, url, asked, content, deadline_seconds, bytes_max))
+        return loop.run_until_complete(_exchange(method, url, asked, content, deadline_seconds, bytes_max))
     except (TimeoutError, httpx.TimeoutException):
         raise HttpFailed(f"no whole answer within {deadline_seconds:g} s", late=True) from None
     except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError) as e:
@@ -56,6 +58,9 @@ def request(
         refused = any(isinstance(c, ConnectionRefusedError) for c in causes)
         reason = "connection refused" if refused else str(causes[-1]) or type(causes[-1]).__name__
         raise HttpFailed(reason, refused=refused) from None
+    finally:
+        loop.run_until_complete(loop.shutdown_asyncgens())
+        loop.close()
 
 
 async def _exchange(
@@ -83,9 +88,9 @@ async def _body(response: "httpx.Response", bytes_max: int) -> bytes:
     return bytes(body)
 
 
-def _causes(e: BaseException) -> list[BaseException]:
-    """`e` and what led to it: httpx wraps the system's error several times."""
-    causes = [e]
+def _causes(error: BaseException) -> list[BaseException]:
+    """`error` and what led to it: httpx wraps the system's error several times."""
+    causes = [error]
     while inner := causes[-1].__cause__ or causes[-1].__context__:
         causes.append(inner)
     if isinstance(causes[-1], BaseExceptionGroup):  # of a name with several addresses

@@ -25,7 +25,7 @@ def checked_id(text: str, what: str = "id") -> str:
     """`text` itself if it is a legal id.
 
     Raises:
-        BadId: naming `what` and the offending text.
+        InvalidId: naming `what` and the offending text.
     """
     # fullmatch: `$` alone would let a trailing newline through.
     if not ID_PATTERN.fullmatch(text):
@@ -42,7 +42,7 @@ def split_replica(replica: str) -> tuple[str, int]:
     """`rollout/3` -> (`rollout`, 3).
 
     Raises:
-        BadId: when `replica` is not written `role/index`.
+        InvalidId: when `replica` is not written `role/index`.
     """
     found = REPLICA_PATTERN.fullmatch(replica)
     if found is None:

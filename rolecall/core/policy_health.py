@@ -1,7 +1,7 @@
-"""Policy-health metrics of a step, as in the journal: meaning, unit and normal range of each.
+"""Policy-health metrics of a step, as in the journal: meaning and normal range of each.
 
 One table, of which the metrics of trainers and of the run, both dashboards and the report are made. The values come
-from rl_runtime/protocol/policy_health.py. A step says what it had and no more: a line of before there were signs has
+from rl_runtime/protocol/policy_health.py. A step has only what was measured: a line without these metrics has
 none, and a step in which no answer was over has no length. What is missing stays missing; 0 would be a finding."""
 
 import math
@@ -14,9 +14,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyHealthMetric:
-    name: str  # of rl_runtime.health.Health and, where a trainer tells it, of ProcessSample
-    metric: str  # behind `rolecall_run_`, and `rolecall_train_` where a trainer tells it
-    unit: str  # "nats", "ratio" (0..1), or "" for counts and quotients
+    name: str  # of rl_runtime.health.Health and, where a trainer reports it, of ProcessSample
+    metric: str  # behind `rolecall_run_`, and `rolecall_train_` where a trainer reports it
     help: str
     normal: str  # one sentence for newcomers
 
@@ -35,7 +34,6 @@ SIGNS = (
     PolicyHealthMetric(
         name="entropy",
         metric="entropy_nats",
-        unit="nats",
         help="Mean entropy of the policy over the trained tokens",
         normal="Falls slowly while the policy learns, to nearly 0 where it has learned the task. Nearly 0 while the "
         "reward is low means that it says one thing only, and can learn no more; a rise without end means that it "
@@ -44,70 +42,60 @@ SIGNS = (
     PolicyHealthMetric(
         name="clip_fraction_low",
         metric="clip_low_ratio",
-        unit="ratio",
         help="Trained tokens whose ratio was clipped from below",
         normal="A few per cent at most. Much more means that the policy has moved far from who made the tokens.",
     ),
     PolicyHealthMetric(
         name="clip_fraction_high",
         metric="clip_high_ratio",
-        unit="ratio",
         help="Trained tokens whose ratio was clipped from above",
         normal="As the lower side; with a wider upper bound it is the smaller of the two.",
     ),
     PolicyHealthMetric(
         name="ratio_mean",
         metric="ratio_mean",
-        unit="",
         help="Mean importance ratio of the policy to the sampler",
         normal="Close to 1, whatever the staleness.",
     ),
     PolicyHealthMetric(
         name="ratio_std",
         metric="ratio_std",
-        unit="",
         help="Standard deviation of the importance ratios",
         normal="Well below 1; it grows with staleness.",
     ),
     PolicyHealthMetric(
         name="ratio_max",
         metric="ratio_max",
-        unit="",
         help="Largest importance ratio of a trained token",
         normal="Below 10 or so; single tokens may be far above.",
     ),
     PolicyHealthMetric(
         name="kl_sampler",
         metric="kl_sampler_nats",
-        unit="nats",
         help="KL from the sampler to the policy, per token",
         normal="Below 0.1, stale tokens counted. A rise that stays means that the policy runs away from its engines.",
     ),
     PolicyHealthMetric(
         name="kl_reference",
         metric="kl_reference_nats",
-        unit="nats",
         help="KL to the reference policy, a token; absent without one",
         normal="Grows slowly, where there is a reference.",
     ),
     PolicyHealthMetric(
         name="capped_fraction",
         metric="capped_ratio",
-        unit="ratio",
         help="Trained tokens whose importance weight was truncated",
         normal="A few per cent at most; 0 where weights are not truncated.",
     ),
     PolicyHealthMetric(
         name="stale_fraction",
         metric="stale_ratio",
-        unit="ratio",
         help="Fresh tokens that were too old to be trained on",
         normal="0, or nearly: what is thrown away was generated for nothing.",
     ),
     PolicyHealthMetric(
         name="response_length",
         metric="response_tokens",
-        unit="",
         help="Mean tokens of the step's finished answers",
         normal="What the task needs. A fall to a few tokens, or a rise up to the longest response, is a sign that the "
         "reward is being played with.",
@@ -115,21 +103,18 @@ SIGNS = (
     PolicyHealthMetric(
         name="response_length_max",
         metric="response_tokens_max",
-        unit="",
         help="Most tokens of one of these answers",
         normal="Below the longest response that the job allows.",
     ),
     PolicyHealthMetric(
         name="truncated_fraction",
         metric="truncated_ratio",
-        unit="ratio",
         help="Share of these answers truncated at max_response_tokens",
         normal="A few per cent; more at the start. If nearly all are cut off, the reward says nothing.",
     ),
     PolicyHealthMetric(
         name="filtered_fraction",
         metric="filtered_ratio",
-        unit="ratio",
         help="Share of the step's generated groups dropped by dynamic sampling",
         normal="High at the start (all wrong) and at the end (all right). If nearly all are filtered, steps take for "
         "ever.",
@@ -137,21 +122,18 @@ SIGNS = (
     PolicyHealthMetric(
         name="value_loss",
         metric="value_loss",
-        unit="",
         help="Loss of the critic; absent without one",
         normal="Falls at first, then follows the rewards.",
     ),
     PolicyHealthMetric(
         name="explained_variance",
         metric="explained_variance",
-        unit="",
         help="Share of the returns' variance that the critic explains, 1 at best; absent without one",
         normal="Rises towards 1. At 0 the critic is worth no more than the mean, below 0 less.",
     ),
     PolicyHealthMetric(
         name="log_ratio_max",
         metric="log_ratio_max",
-        unit="",
         help="Largest difference of log-probabilities between trainer and engine on the same version",
         normal="Rounding only: below 0.01 where both compute in one precision. More means that the same weights say "
         "different things on two machines.",
@@ -162,6 +144,6 @@ BY_NAME = {sign.name: sign for sign in SIGNS}
 
 def policy_health_of(step: "StepCommitted") -> dict[str, float]:
     """Policy-health metrics of a committed step, by name; only those measured."""
-    told = {"log_ratio_max": step.log_ratio_max, **step.health}
-    found = {name: told.get(name) for name in BY_NAME}
+    reported = {"log_ratio_max": step.log_ratio_max, **step.health}
+    found = {name: reported.get(name) for name in BY_NAME}
     return {name: value for name, value in found.items() if value is not None and not math.isnan(value)}

@@ -12,6 +12,7 @@ logs/              output of agents, watch and Ray
 report.json, report.html
 """
 
+import hmac
 import json
 import os
 import secrets
@@ -21,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from rolecall.core.errors import RunNotFound
-from rolecall.core.ids import ProcessId, RunId
+from rolecall.core.ids import RunId
 from rolecall.core.journal.database import run_url
 
 RUN_ENV = "ROLECALL_RUN"
@@ -96,14 +97,24 @@ class RunDir:
         write_atomically(self.path / "run.json", json.dumps(value, indent=2) + "\n")
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """The file is the old one or the new one, never half of it."""
+def write_atomically(path: Path, content: str | bytes, *, private: bool = False) -> None:
+    """The file is the old one or the new one, never half of it. `private`: only its owner can read it (mode 0600).
+
+    Raises:
+        OSError: it cannot be written; nothing is left behind.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with temporary.open("w", encoding="utf-8") as f:
-        f.write(text)
-        f.flush()
-        os.fsync(f.fileno())
-    temporary.replace(path)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+    descriptor = os.open(temporary, flags, 0o600 if private else 0o666)
+    try:
+        with os.fdopen(descriptor, "wb") as f:
+            f.write(content.encode() if isinstance(content, str) else content)
+            f.flush()
+            os.fsync(f.fileno())
+        temporary.replace(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def create_run_dir(root: Path, run_id: str, journal: str | None = None) -> RunDir:
@@ -120,19 +131,13 @@ def create_run_dir(root: Path, run_id: str, journal: str | None = None) -> RunDi
     try:
         for sub in (run.logs, run.inject_dir, run.checkpoints, run.path / "nodes"):
             sub.mkdir()
-        _write_private(run.token_path, secrets.token_hex(32))
+        write_atomically(run.token_path, secrets.token_hex(32), private=True)
         if journal is not None:
-            _write_private(run.database_path, run_url(journal, run.run_id))
+            write_atomically(run.database_path, run_url(journal, run.run_id), private=True)
     except OSError:  # a full disk: half a directory would stand in the way of the next try
         shutil.rmtree(run.path, ignore_errors=True)
         raise
     return run
-
-
-def _write_private(path: Path, text: str) -> None:
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "w", encoding="utf-8") as f:
-        f.write(text)
 
 
 def open_run_dir(root: Path, which: str) -> RunDir:
@@ -154,17 +159,9 @@ def open_run_dir(root: Path, which: str) -> RunDir:
 
 def registration_secret(token: str, replica: str, rank: int, incarnation: int) -> str:
     """Given to a process at its spawn: it proves that the supervisor meant it to be this rank of this incarnation."""
-    import hmac
-
     return hmac.new(token.encode(), f"{replica}:{rank}#{incarnation}".encode(), "sha256").hexdigest()
 
 
 def bearer_token(token: str) -> str:
     """`Authorization: Bearer ...` for an agent's `/v1/evidence`: derived, so that the run's token never travels."""
-    import hmac
-
     return hmac.new(token.encode(), b"agent:evidence", "sha256").hexdigest()
-
-
-def process_to_dict(process: ProcessId) -> dict[str, Any]:
-    return {"node": process.node, "pid": process.pid, "start_ticks": process.start_ticks}

@@ -8,7 +8,7 @@ cumulative since the process started; a consumer takes differences. Frozen, and 
 import math
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
-from typing import Any, Self
+from typing import Any, Final, Self
 
 from rolecall.core.ids import NodeId, ProcessId
 
@@ -102,9 +102,21 @@ class ProcessSample:
         return {**found, "process": {"node": who.node, "pid": who.pid, "start_ticks": who.start_ticks}}
 
     @classmethod
-    def from_dict(cls, d: dict[str, Any]) -> Self:
-        known = {k: v for k, v in d.items() if k in cls.__dataclass_fields__}
-        return cls(**{**known, "process": ProcessId(**d["process"])})
+    def from_dict(cls, record: dict[str, Any]) -> Self:
+        known = {k: v for k, v in record.items() if k in cls.__dataclass_fields__}
+        return cls(**{**known, "process": ProcessId(**record["process"])})
+
+
+NO_PAGE: Final = ""
+"""Phase in a sample of a process of an uninstrumented job: without a state page it holds kernel data only. Every field
+from the page is absent: 0 progress would be an accusation."""
+UNCOUNTED: Final = 0
+"""Incarnation of such a process: rolecall did not start it and cannot know how often it was started."""
+
+
+def is_instrumented(sample: ProcessSample) -> bool:
+    """Whether the page fields of this sample are valid."""
+    return sample.phase != NO_PAGE
 
 
 HEALTH_SIGNS = (
@@ -134,8 +146,8 @@ class HostSample:
         return asdict(self)
 
     @classmethod
-    def from_dict(cls, d: dict[str, Any]) -> Self:
-        return cls(**{k: v for k, v in d.items() if k in cls.__dataclass_fields__})
+    def from_dict(cls, record: dict[str, Any]) -> Self:
+        return cls(**{k: v for k, v in record.items() if k in cls.__dataclass_fields__})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,9 +184,9 @@ class GpuSample:
         return {**found, "pids": list(self.pids)}
 
     @classmethod
-    def from_dict(cls, d: dict[str, Any]) -> Self:
-        known = {k: v for k, v in d.items() if k in cls.__dataclass_fields__}
-        return cls(**{**known, "pids": tuple(d.get("pids", ()))})
+    def from_dict(cls, record: dict[str, Any]) -> Self:
+        known = {k: v for k, v in record.items() if k in cls.__dataclass_fields__}
+        return cls(**{**known, "pids": tuple(record.get("pids", ()))})
 
 
 class AgentEventKind(StrEnum):
@@ -226,10 +238,10 @@ class AgentEvent:
         return {**asdict(self), "kind": str(self.kind)}
 
     @classmethod
-    def from_dict(cls, d: dict[str, Any]) -> Self:
-        known = {k: v for k, v in d.items() if k in cls.__dataclass_fields__}
-        process = ProcessId(**d["process"]) if d.get("process") else None
-        return cls(**{**known, "kind": AgentEventKind(d["kind"]), "process": process})
+    def from_dict(cls, record: dict[str, Any]) -> Self:
+        known = {k: v for k, v in record.items() if k in cls.__dataclass_fields__}
+        process = ProcessId(**record["process"]) if record.get("process") else None
+        return cls(**{**known, "kind": AgentEventKind(record["kind"]), "process": process})
 
 
 WIRE_VERSION = 2
@@ -262,17 +274,17 @@ class SampleBatch:
         }
 
     @classmethod
-    def from_dict(cls, d: dict[str, Any]) -> Self:
+    def from_dict(cls, record: dict[str, Any]) -> Self:
         return cls(
-            node=d["node"],
-            agent_pid=d["agent_pid"],
-            cursor=d["cursor"],
-            lost=d["lost"],
-            at=d["at"],
-            wall_at=d["wall_at"],
-            processes=tuple(ProcessSample.from_dict(p) for p in d["processes"]),
-            hosts=tuple(HostSample.from_dict(h) for h in d["hosts"]),
-            gpus=tuple(GpuSample.from_dict(g) for g in d.get("gpus", ())),
+            node=record["node"],
+            agent_pid=record["agent_pid"],
+            cursor=record["cursor"],
+            lost=record["lost"],
+            at=record["at"],
+            wall_at=record["wall_at"],
+            processes=tuple(ProcessSample.from_dict(p) for p in record["processes"]),
+            hosts=tuple(HostSample.from_dict(h) for h in record["hosts"]),
+            gpus=tuple(GpuSample.from_dict(g) for g in record.get("gpus", ())),
         )
 
 
@@ -293,6 +305,6 @@ class EventBatch:
         return {"version": WIRE_VERSION, **head, "events": [e.to_dict() for e in self.events]}
 
     @classmethod
-    def from_dict(cls, d: dict[str, Any]) -> Self:
-        known = {k: v for k, v in d.items() if k in cls.__dataclass_fields__}
-        return cls(**{**known, "events": tuple(AgentEvent.from_dict(e) for e in d["events"])})
+    def from_dict(cls, record: dict[str, Any]) -> Self:
+        known = {k: v for k, v in record.items() if k in cls.__dataclass_fields__}
+        return cls(**{**known, "events": tuple(AgentEvent.from_dict(e) for e in record["events"])})

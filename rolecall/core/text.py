@@ -33,10 +33,7 @@ def iso_utc(at: float) -> str:
     """`2026-11-21T18:20:03Z`; seconds for times of a recording that are not dates."""
     if abs(at) < DATES_FROM_SECONDS:
         return f"{at:.1f} s"
-    try:
-        return datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-    except (OverflowError, OSError, ValueError):
-        return f"{at:g} s"
+    return utc(at, "%Y-%m-%dT%H:%M:%SZ", f"{at:g} s")
 
 
 def seconds(value: float | None, none: str = "–") -> str:

@@ -13,27 +13,25 @@ from typing import Any, NoReturn
 import numpy as np
 
 from rolecall.core.clock import Clock
-from rolecall.core.diagnosis import Diagnosis, Finding
+from rolecall.core.diagnosis import NO_TIME, Diagnosis, Finding
 from rolecall.core.errors import UnreadableInput
 from rolecall.core.faults import FaultClass
 from rolecall.core.text import iso_utc, plain
+from rolecall.detector.artifacts import infiniband
 from rolecall.detector.artifacts.flight_recorder import diagnosis as flight_recorder
 from rolecall.detector.artifacts.flight_recorder import dumps as flight_dumps
-from rolecall.detector.artifacts.infiniband import findings as infiniband_findings
-from rolecall.detector.artifacts.infiniband import trees as infiniband_trees
 from rolecall.detector.artifacts.kernel_log import diagnosis as kernel_findings
 from rolecall.detector.artifacts.kernel_log import logs as kernel_logs
+from rolecall.detector.artifacts.nccl import inspector_times, ras_status
 from rolecall.detector.artifacts.stacks import diagnosis as stacks
 from rolecall.detector.artifacts.stacks import dumps as stack_dumps
-from rolecall.detector.artifacts.stacks.dumps import StackDump
+from rolecall.detector.artifacts.stacks.dumps import Topology
 from rolecall.detector.base import packed_files as packed
-from rolecall.detector.base.read_budget import Budget, ReadLimits
-from rolecall.detector.live.merging import merged
-from rolecall.detector.panels.panel import Floats, Panel, PanelDetector
-from rolecall.detector.panels.standing import cannot_tell, standing
+from rolecall.detector.base.read_budget import Budget, ReadLimits, for_dumps, read_each
+from rolecall.detector.live.fusion import merged
+from rolecall.detector.panels.panel import Floats, Panel, PanelDetector, SeenValues, cannot_tell, standing
 from rolecall.detector.sources import agent_event_files as agent_events
 from rolecall.detector.sources import recording
-from rolecall.diagnose import nccl as diagnosing_nccl
 from rolecall.diagnose.explain import ExplainedDiagnosis, ScoreTrace
 
 NUM_FILES_MAX = 100_000
@@ -41,6 +39,11 @@ NUM_FILES_MAX = 100_000
 NUM_REMARKS_MAX = 100
 """Remarks about unreadable files of one kind; further ones are counted."""
 VALUE_BYTES = 4
+KINDS = (
+    "a recording (Parquet), a Flight Recorder dump (pickle or JSON), a stack dump of py-spy, an answer of NCCL RAS, "
+    "a file of the NCCL Inspector, a kernel log, an agent's events, a copy of an InfiniBand device"
+)
+CANNOT_TELL = "cannot tell"
 SUSPECT_FIELDS = ("node", "role", "replica", "rank", "gpu")
 
 
@@ -60,9 +63,26 @@ class DiagnosisReport:
     inputs: list[Input] = field(default_factory=list)
     panels: list[Panel] = field(default_factory=list)
 
+    @property
+    def open_ends(self) -> list[tuple[Input, str]]:
+        """What could not be judged, why, and what would settle it: such remarks begin with `cannot tell`."""
+        return [(i, r) for i in self.inputs for r in i.remarks if r.startswith(CANNOT_TELL)]
+
+    @property
+    def verdict(self) -> str:
+        """`fault`, `cannot_tell` or `healthy`: the latter only if everything could be judged."""
+        if exit_code(self):
+            return "fault"
+        return "cannot_tell" if self.diagnoses or self.open_ends else "healthy"
+
     def to_dict(self) -> dict[str, Any]:
         """The object that `--json` prints."""
-        return {"diagnoses": [_diagnosis(d) for d in self.diagnoses], "inputs": [asdict(i) for i in self.inputs]}
+        return {
+            "diagnoses": [_diagnosis(d) for d in self.diagnoses],
+            "inputs": [asdict(i) for i in self.inputs],
+            "verdict": self.verdict,
+            "cannot_tell": [{"path": i.path, "kind": i.kind, "because": r} for i, r in self.open_ends],
+        }
 
 
 @dataclass(slots=True)
@@ -75,30 +95,27 @@ class InputFiles:
     kernel: list[Path] = field(default_factory=list)
     events: list[Path] = field(default_factory=list)  # of agents
     devices: list[Path] = field(default_factory=list)  # folders of InfiniBand trees
-    nccl: diagnosing_nccl.NcclFiles = field(default_factory=diagnosing_nccl.NcclFiles)
-    topology: Path | None = None
+    ras: list[Path] = field(default_factory=list)  # NCCL RAS status answers
+    inspector: list[Path] = field(default_factory=list)  # files of the NCCL Inspector
+    topologies: list[Path] = field(default_factory=list)  # at most one
     passed_over: dict[Path, int] = field(default_factory=dict)
+    unknown_only: set[Path] = field(default_factory=set)  # folders that hold nothing else
 
 
 def search(paths: Sequence[Path], num_files_max: int = NUM_FILES_MAX) -> InputFiles:
-    """Raises UnreadableInput: no such path, a named file of unknown kind, a folder without usable files or with an
+    """Raises UnreadableInput: no such path, a named file of unknown kind, a folder without files or with an
     unreadable subfolder."""
     found = InputFiles()
     for path in paths:
         if not path.exists():
             raise UnreadableInput(where=str(path), reason="no such file or folder")
-        if not path.is_dir() or infiniband_trees.is_device(path):
+        if not path.is_dir() or infiniband.is_device(path):
             if not _sort(path, found):
                 if path.is_file() and recording.is_parquet(path):
                     recording.read(path)  # raises with the missing columns
                 if path.is_file():
                     packed.head(path, 1)  # raises if it cannot be unpacked
-                kinds = (
-                    "a recording (Parquet), a Flight Recorder dump (pickle or JSON), a stack dump of py-spy, "
-                    "an answer of NCCL RAS, a file of the NCCL Inspector, a kernel log, an agent's events, "
-                    "a copy of an InfiniBand device"
-                )
-                raise UnreadableInput(where=str(path), reason=f"unknown kind of file; expected {kinds}")
+                raise UnreadableInput(where=str(path), reason=f"unknown kind of file; expected {KINDS}")
             continue
         known = 0
         for file in _files(path, num_files_max):
@@ -106,10 +123,10 @@ def search(paths: Sequence[Path], num_files_max: int = NUM_FILES_MAX) -> InputFi
                 known += 1
             else:
                 found.passed_over[path] = found.passed_over.get(path, 0) + 1
+        if not known and not found.passed_over.get(path):
+            raise UnreadableInput(where=str(path), reason="the folder holds nothing to diagnose")
         if not known:
-            passed = found.passed_over.get(path, 0)
-            reason = f"the folder holds nothing to diagnose ({passed} file(s) of unknown kind)"
-            raise UnreadableInput(where=str(path), reason=reason)
+            found.unknown_only.add(path)
     return found
 
 
@@ -121,7 +138,7 @@ def _files(folder: Path, num_max: int) -> Iterator[Path]:
     # Symlinks to folders are not followed: they may form a loop.
     for root, folders, files in os.walk(folder, onerror=refuse):
         folders.sort()
-        devices = infiniband_trees.devices_in(Path(root), folders)
+        devices = infiniband.devices_in(Path(root), folders)
         seen += len(files) + len(devices) + 1
         if seen > num_max:
             reason = f"more than {num_max:,} files and folders: name a more specific folder"
@@ -136,33 +153,28 @@ def _files(folder: Path, num_max: int) -> Iterator[Path]:
 def _sort(file: Path, found: InputFiles) -> bool:
     """Sorts the file by kind; False if unknown. Raises UnreadableInput if it cannot be opened."""
     if file.is_dir():
-        if is_device := infiniband_trees.is_device(file):
+        if is_device := infiniband.is_device(file):
             found.devices.append(file)
         return is_device
     if not file.is_file():
         return False  # reading a socket, pipe or device could block forever
     try:
-        for kind, files in (
+        for is_kind, files in (
             (recording.is_recording, found.recordings),
             (flight_dumps.is_dump, found.dumps),
             (stack_dumps.is_dump, found.stacks),
+            (ras_status.is_status, found.ras),
+            (inspector_times.is_log, found.inspector),
+            (stack_dumps.is_topology, found.topologies),
+            (agent_events.is_events, found.events),
+            (kernel_logs.is_log, found.kernel),
         ):
-            if kind(file):
+            if is_kind(file):
                 files.append(file)
+                if len(found.topologies) > 1:
+                    reason = f"a second topology beside {found.topologies[0]}"
+                    raise UnreadableInput(where=str(file), reason=reason)
                 return True
-        if found.nccl.take(file):
-            return True
-        if stack_dumps.is_topology(file):
-            if found.topology:
-                raise UnreadableInput(where=str(file), reason=f"a second topology beside {found.topology}")
-            found.topology = file
-            return True
-        if agent_events.is_events(file):
-            found.events.append(file)
-            return True
-        if kernel_logs.is_log(file):
-            found.kernel.append(file)
-            return True
     except OSError as e:
         raise UnreadableInput(where=str(file), reason=f"it cannot be read: {e.strerror or e}") from e
     return False
@@ -194,63 +206,120 @@ def diagnose(
         looked, open_ends = [], list[str]()
         for panel in read.panels:
             say(f"{file}: {panel.shape.name}, {len(panel.shape.machines)} machines, {len(panel.at)} ticks")
+            seen = SeenValues.of(panel)
             for detector in detectors:
                 tracker = detector.track(panel.shape)
                 all_findings += [f for at, values in panel.ticks() for f in tracker.tick(at, values)]
-                open_ends.append(cannot_tell(panel.shape, detector.name, tracker))
+                open_ends.append(cannot_tell(panel.shape, detector.name, tracker, seen))
             looked.append(_looked_at(panel))
+        if not read.panels:
+            looked.append("no value")
+            open_ends.append(
+                f"cannot tell: none of its {read.num_rows:,} samples has a value; a recording of metrics that the "
+                "machines report would settle it"
+            )
         answer.panels += read.panels
         remarks = (*read.remarks, *dict.fromkeys(filter(None, open_ends)))
         answer.inputs.append(Input(path=str(file), kind="recording", looked_at="; ".join(looked), remarks=remarks))
-    topology = stack_dumps.read_topology(found.topology) if found.topology else None
-    if found.dumps:
-        say(f"reading {len(found.dumps)} Flight Recorder dump(s)")
-        dumps, unreadable = flight_dumps.read_as_needed(
-            found.dumps, flight_recorder.entries_wanted, budget=Budget(limits, clock)
-        )
-        for error in unreadable:
-            if not dumps or error.reason.startswith("refused"):
-                raise error  # a malicious dump invalidates the whole diagnosis
-        all_findings += flight_recorder.diagnose(dumps, topology=topology)
-        # A truncated dump is from a rank that died or was stopped while writing: its rank counts as missing.
-        remarks = tuple(str(e) for e in unreadable)
-        looked_at = flight_recorder.looked_at(dumps)
-        answer.inputs.append(_dump_input(found.dumps, "flight recorder dumps", looked_at, remarks))
-    if found.stacks:
-        say(f"reading {len(found.stacks)} stack dump(s)")
-        taken, remarks = _stacks(found.stacks, paths, Budget(limits, clock))
-        all_findings += stacks.diagnose(taken, topology=topology)
-        looked_at = stacks.looked_at(taken, topology=topology)
-        answer.inputs.append(_dump_input(found.stacks, "stack dumps", looked_at, remarks))
-    if found.devices:
-        say(f"reading {len(found.devices)} InfiniBand device(s)")
-        ports = infiniband_trees.read(found.devices)
-        findings, open_questions = infiniband_findings.diagnose(ports)
+    topology = stack_dumps.read_topology(found.topologies[0]) if found.topologies else None
+    for files, what, diagnose_kind in (
+        (found.dumps, f"{len(found.dumps)} Flight Recorder dump(s)", _diagnose_flight_recorder),
+        (found.stacks, f"{len(found.stacks)} stack dump(s)", _diagnose_stacks),
+        (found.devices, f"{len(found.devices)} InfiniBand device(s)", _diagnose_infiniband),
+        (found.ras, "", _diagnose_ras),
+        (found.inspector, "", _diagnose_inspector),
+        (found.kernel, f"{len(found.kernel)} kernel log(s)", _diagnose_kernel_logs),
+        (found.events, f"the events of {len(found.events)} agent(s)", _diagnose_events),
+    ):
+        if not files:
+            continue
+        if what:
+            say(f"reading {what}")
+        findings, described = diagnose_kind(files, paths, Budget(for_dumps(limits), clock), topology)
         all_findings += findings
-        where = os.path.commonpath([str(device.parent.absolute()) for device in found.devices])
-        looked_at = infiniband_findings.looked_at(ports)
-        remarks = tuple(open_questions[:NUM_REMARKS_MAX])
-        answer.inputs.append(Input(path=where, kind="infiniband trees", looked_at=looked_at, remarks=remarks))
-    findings, nccl_inputs = diagnosing_nccl.diagnose(found.nccl, paths, lambda: Budget(limits, clock), topology)
-    all_findings += findings
-    answer.inputs += [_dump_input(i.files, i.kind, i.looked_at, i.remarks) for i in nccl_inputs]
-    if found.kernel:
-        say(f"reading {len(found.kernel)} kernel log(s)")
-        logs, remarks = kernel_logs.read_all(found.kernel, paths, Budget(limits, clock))
-        all_findings += kernel_findings.diagnose(logs)
-        looked_at, remarks = kernel_findings.looked_at(logs), (*remarks, *kernel_findings.remarks(logs))
-        answer.inputs.append(_dump_input(found.kernel, "kernel logs", looked_at, remarks))
-    if found.events:
-        say(f"reading the events of {len(found.events)} agent(s)")
-        budget = Budget(limits, clock)
-        events = [agent_events.read(file, budget) for file in found.events]
-        all_findings += agent_events.diagnose(events)
-        about = agent_events.looked_at(events)
-        answer.inputs.append(_dump_input(found.events, "agent events", about, agent_events.remarks(events)))
+        answer.inputs.append(described)
     for folder, num in found.passed_over.items():
-        answer.inputs.append(Input(path=str(folder), kind="folder", looked_at=f"{num} file(s) of unknown kind skipped"))
+        only = f"cannot tell: it holds no file of a known kind; it would be settled by {KINDS}"
+        answer.inputs.append(
+            Input(
+                path=str(folder),
+                kind="folder",
+                looked_at=f"{num} file(s) of unknown kind skipped",
+                remarks=(only,) if folder in found.unknown_only else (),
+            )
+        )
     answer.diagnoses = [kernel_findings.with_advice(d) for d in merged(all_findings)]
     return answer
+
+
+def _diagnose_flight_recorder(
+    files: Sequence[Path], named: Sequence[Path], budget: Budget, topology: Topology | None
+) -> tuple[list[Finding], Input]:
+    dumps, unreadable = flight_dumps.read_as_needed(files, flight_recorder.entries_wanted, budget=budget)
+    for error in unreadable:
+        if not dumps or error.reason.startswith("refused"):
+            raise error  # a malicious dump invalidates the whole diagnosis
+    # A truncated dump is from a rank that died or was stopped while writing: its rank counts as missing.
+    remarks = tuple(str(e) for e in unreadable)
+    found = flight_recorder.diagnose(dumps, topology=topology)
+    remarks = (*remarks, *(() if found else flight_recorder.open_ends(dumps)))
+    return found, _dump_input(files, "flight recorder dumps", flight_recorder.summary(dumps), remarks)
+
+
+def _diagnose_stacks(
+    files: Sequence[Path], named: Sequence[Path], budget: Budget, topology: Topology | None
+) -> tuple[list[Finding], Input]:
+    counted = set[int]()
+    # The processes of unreadable dumps count as missing.
+    dumps, remarks = read_each(files, named, budget, stack_dumps.read, lambda d: stack_dumps.kept_bytes(d, counted))
+    described = _dump_input(files, "stack dumps", stacks.summary(dumps, topology=topology), remarks)
+    return stacks.diagnose(dumps, topology=topology), described
+
+
+def _diagnose_infiniband(
+    devices: Sequence[Path], named: Sequence[Path], budget: Budget, topology: Topology | None
+) -> tuple[list[Finding], Input]:
+    ports = infiniband.read(devices)
+    findings, remarks = infiniband.diagnose(ports)
+    where = os.path.commonpath([str(device.parent.absolute()) for device in devices])
+    shown = tuple(remarks[:NUM_REMARKS_MAX])
+    return findings, Input(path=where, kind="infiniband trees", looked_at=infiniband.summary(ports), remarks=shown)
+
+
+def _diagnose_ras(
+    files: Sequence[Path], named: Sequence[Path], budget: Budget, topology: Topology | None
+) -> tuple[list[Finding], Input]:
+    read, remarks = read_each(files, named, budget, ras_status.read, ras_status.kept_bytes)
+    polls = [p for several in read for p in several]
+    findings, more = ras_status.diagnose(polls, topology=topology)
+    return findings, _dump_input(files, "nccl ras", ras_status.summary(polls), (*remarks, *more))
+
+
+def _diagnose_inspector(
+    files: Sequence[Path], named: Sequence[Path], budget: Budget, topology: Topology | None
+) -> tuple[list[Finding], Input]:
+    logs, remarks = read_each(files, named, budget, inspector_times.read, inspector_times.kept_bytes)
+    findings, more = inspector_times.diagnose(logs, topology=topology)
+    return findings, _dump_input(files, "nccl inspector", inspector_times.summary(logs), (*remarks, *more))
+
+
+def _diagnose_kernel_logs(
+    files: Sequence[Path], named: Sequence[Path], budget: Budget, topology: Topology | None
+) -> tuple[list[Finding], Input]:
+    def read(file: Path) -> kernel_logs.KernelLog:
+        return kernel_logs.read(file, lambda: budget.check_time(str(file)))
+
+    logs, remarks = read_each(files, named, budget, read, kernel_logs.kept_bytes)
+    remarks = (*remarks, *kernel_findings.remarks(logs))
+    return kernel_findings.diagnose(logs), _dump_input(files, "kernel logs", kernel_findings.summary(logs), remarks)
+
+
+def _diagnose_events(
+    files: Sequence[Path], named: Sequence[Path], budget: Budget, topology: Topology | None
+) -> tuple[list[Finding], Input]:
+    events = [agent_events.read(file, budget) for file in files]
+    described = _dump_input(files, "agent events", agent_events.summary(events), agent_events.remarks(events))
+    return agent_events.diagnose(events), described
 
 
 def explained(answer: DiagnosisReport, detectors: Sequence[PanelDetector]) -> list[ExplainedDiagnosis]:
@@ -294,30 +363,10 @@ def _place(d: Diagnosis, panels: Sequence[Panel]) -> tuple[Panel | None, int]:
     return None, 0
 
 
-def _stacks(files: Sequence[Path], named: Sequence[Path], budget: Budget) -> tuple[list[StackDump], tuple[str, ...]]:
-    """The dumps, and the errors of unreadable ones in folders, whose processes count as missing. Raises
-    UnreadableInput: a named file cannot be read, or none can, or the budget is exhausted."""
-    dumps, unreadable = [], []
-    counted = set[int]()
-    for file in files:
-        budget.check_time(str(file))
-        try:
-            dump = stack_dumps.read(file)
-        except UnreadableInput as e:
-            if file in named:
-                raise
-            unreadable.append(e)
-            continue
-        dumps.append(dump)
-        budget.keep(stack_dumps.kept_bytes(dump, counted), str(file))
-    if not dumps:
-        raise unreadable[0]
-    return dumps, tuple(str(e) for e in unreadable)
-
-
 def _dump_input(files: Sequence[Path], kind: str, looked_at: str, remarks: tuple[str, ...] = ()) -> Input:
     where = os.path.commonpath([str(f.parent) for f in files]) if len(files) > 1 else str(files[0])
     if len(remarks) > NUM_REMARKS_MAX:
+        remarks = tuple(sorted(remarks, key=lambda r: not r.startswith(CANNOT_TELL)))  # these decide the verdict
         remarks = (*remarks[:NUM_REMARKS_MAX], f"{len(remarks) - NUM_REMARKS_MAX:,} more files cannot be read")
     return Input(path=where, kind=kind, looked_at=f"{len(files)} file(s): {looked_at}", remarks=remarks)
 
@@ -342,16 +391,17 @@ def sentences(answer: DiagnosisReport) -> list[str]:
     """The report as text: each diagnosis with its evidence, or `healthy`, followed by the inputs."""
     lines: list[str] = []
     for d in answer.diagnoses:
-        lines.append(f"{_when(d.detected_at)} {d.fault_class}: {d.because}")
+        lines.append(f"{_when(d)} {d.fault_class}: {d.because}")
         lines += [f"    {e.text}" for e in d.evidence]
         if d.settle:
             lines.append(f"    to settle it: {d.settle}")
         if d.advice:
             lines.append(f"    advice: {d.advice}")
     if not answer.diagnoses:
-        open_ends = any(r.startswith("cannot tell") for i in answer.inputs for r in i.remarks)
         lines.append(
-            "nothing found, but not everything could be checked, in" if open_ends else "healthy: nothing found in"
+            "nothing found, but not everything could be checked, in"
+            if answer.open_ends
+            else "healthy: nothing found in"
         )
     else:
         lines.append(f"{len(answer.diagnoses)} diagnosis(es) in")
@@ -364,8 +414,10 @@ def sentences(answer: DiagnosisReport) -> list[str]:
     ]
 
 
-def _when(at: float) -> str:
-    text = iso_utc(at)
+def _when(d: Diagnosis) -> str:
+    if any(e.kind == NO_TIME for e in d.evidence):
+        return "at an unknown time"
+    text = iso_utc(d.detected_at)
     return f"at {text}" if text.endswith(" s") else text
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from rolecall.core.errors import CommandRefused, UnreadableInput
 from rolecall.core.text import plain
-from rolecall.detector.panels.minder.detector import ANY_METRIC, BUILT_IN, NUM_METRICS, Weights
+from rolecall.detector.panels.minder.detector import ANY_METRIC, BUILT_IN, NUM_METRICS
 from rolecall.detector.panels.minder.detector import read as read_model
 from rolecall.detector.panels.minder.fit import NUM_STEPS, LabelledFault, fit, write
 from rolecall.detector.panels.panel import Panel
@@ -45,8 +45,10 @@ def fit_recordings(
             nodes = {m.node for m in panel.shape.machines}
             panels.append(panel)
             faults.append(tuple(e for e in events if e.node in nodes))
+    built_in = read_model(BUILT_IN)
+    any_metric = built_in.weights.taken(built_in.rows([ANY_METRIC]))  # for metrics that no recording has
     try:
-        fitted = fit(panels, faults, any_metric=_any_metric(), seed=seed, num_steps=num_steps)
+        fitted = fit(panels, faults, any_metric=any_metric, seed=seed, num_steps=num_steps)
     except ValueError as e:
         raise UnreadableInput(where=", ".join(map(str, recordings)), reason=str(e)) from e
     except ModuleNotFoundError as e:
@@ -67,12 +69,6 @@ def fit_recordings(
     else:
         lines.append("priority: not learned without faulty labels; all metrics are tried")
     return "\n".join(lines)
-
-
-def _any_metric() -> Weights:
-    """The built-in denoiser stands in for metrics that no recording has."""
-    model = read_model(BUILT_IN)
-    return model.weights.taken(model.rows([ANY_METRIC]))
 
 
 def read_faults(path: Path) -> tuple[LabelledFault, ...]:

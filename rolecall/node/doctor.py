@@ -8,6 +8,9 @@ plug-ins: 0 ok, 1 warnings, 2 broken, 3 unknown.
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import partial
+from itertools import takewhile
+from typing import NamedTuple
 
 CLOCK_ERROR_SECONDS_MAX = 0.5
 """Error of an incident's times between nodes; the detectors tolerate one second."""
@@ -91,182 +94,156 @@ class NodeCheck:
 
 
 def examine(facts: NodeFacts) -> tuple[NodeCheck, ...]:
-    """Every check, in a fixed order."""
-    parts = (
-        *(_gpu, _kernel_log, _stacks, _processes, _agent, _probes, _socket, _storage, _nccl, _clock, _offsets),
+    """Every check, in a fixed order. A check's name is that of its function."""
+    checks = (
+        *(_driver, _nvml, _kernel_log, _stacks, _processes, _agent, _probe, _socket, _data_dir, _nccl, _clock, _clocks),
         *(_pressure, _exits, _files),
     )
-    return tuple(check for part in parts for check in part(facts))
+    return tuple(
+        NodeCheck(name=check.__name__.removeprefix("_"), **said._asdict()) for check in checks for said in check(facts)
+    )
 
 
 def worst(checks: tuple[NodeCheck, ...]) -> CheckLevel:
     return max((c.level for c in checks), key=SEVERITY.index, default=CheckLevel.UNKNOWN)
 
 
-def _well(name: str, says: str) -> NodeCheck:
-    return NodeCheck(name=name, level=CheckLevel.OK, says=says)
+class _Said(NamedTuple):
+    """What a check says."""
+
+    level: CheckLevel
+    says: str
+    fix: str = ""
 
 
-def _gpu(f: NodeFacts) -> Iterator[NodeCheck]:
-    there = max(f.gpu_devices, f.pci_gpus)
-    if not there and not f.driver:
-        yield _well("driver", "no NVIDIA GPU on this node")
-        return
-    if not f.driver:
-        yield NodeCheck(
-            name="driver",
-            level=CheckLevel.BROKEN,
-            says=f"{there} NVIDIA GPU(s) and no driver loaded",
-            fix="load it (modprobe nvidia); the kernel log says why it is not loaded",
+_ok = partial(_Said, CheckLevel.OK)
+_warning = partial(_Said, CheckLevel.WARNING)
+_broken = partial(_Said, CheckLevel.BROKEN)
+_unknown = partial(_Said, CheckLevel.UNKNOWN)
+
+
+def _driver(facts: NodeFacts) -> Iterator[_Said]:
+    there = max(facts.gpu_devices, facts.pci_gpus)
+    if not facts.driver and not there:
+        yield _ok("no NVIDIA GPU on this node")
+    elif not facts.driver:
+        yield _broken(
+            f"{there} NVIDIA GPU(s) and no driver loaded",
+            "load it (modprobe nvidia); the kernel log says why it is not loaded",
         )
-    elif f.gpu_devices < f.pci_gpus:
-        yield NodeCheck(
-            name="driver",
-            level=CheckLevel.WARNING,
-            says=f"{f.pci_gpus} NVIDIA GPUs on the PCI bus, {f.gpu_devices} device files",
-            fix="run nvidia-modprobe -u -c 0, or look at the kernel log for a GPU that did not come up",
+    elif facts.gpu_devices < facts.pci_gpus:
+        yield _warning(
+            f"{facts.pci_gpus} NVIDIA GPUs on the PCI bus, {facts.gpu_devices} device files",
+            "run nvidia-modprobe -u -c 0, or look at the kernel log for a GPU that did not come up",
         )
     else:
-        yield _well("driver", f"driver {f.driver}, {f.gpu_devices} GPU(s)")
-    if not f.nvml_wanted:
-        yield _well("nvml", "not checked: gpu is disabled in agent.yaml")
-    elif f.nvml:
-        yield NodeCheck(
-            name="nvml",
-            level=CheckLevel.BROKEN,
-            says=f"NVML cannot be used: {f.nvml}",
-            fix="pip install 'rolecall[agent]'; in a container mount the driver's libnvidia-ml.so.1 "
+        yield _ok(f"driver {facts.driver}, {facts.gpu_devices} GPU(s)")
+
+
+def _nvml(facts: NodeFacts) -> Iterator[_Said]:
+    if not (facts.driver or facts.gpu_devices or facts.pci_gpus):
+        return
+    if not facts.nvml_wanted:
+        yield _ok("not checked: gpu is disabled in agent.yaml")
+    elif facts.nvml:
+        yield _broken(
+            f"NVML cannot be used: {facts.nvml}",
+            "pip install 'rolecall[agent]'; in a container mount the driver's libnvidia-ml.so.1 "
             "(nvidia-container-toolkit); a version mismatch needs a reboot after a driver update",
         )
     else:
-        yield _well("nvml", "NVML answers")
+        yield _ok("NVML answers")
 
 
-def _kernel_log(f: NodeFacts) -> Iterator[NodeCheck]:
-    if not f.kernel_log or not f.kmsg:
-        can = f"{f.kernel_log} can be read" if f.kernel_log else "not read: disabled in agent.yaml"
-        yield _well("kernel_log", can)
-        return
-    yield NodeCheck(
-        name="kernel_log",
-        level=CheckLevel.WARNING,
-        says=f"XIDs, OOM kills and link events are not seen: {f.kernel_log}: {f.kmsg}",
-        fix="run the agent with CAP_SYSLOG (AmbientCapabilities=CAP_SYSLOG), or set kernel.dmesg_restrict=0, or name a "
-        "file that a syslog daemon writes (kernel_log: {path: ...})",
-    )
-
-
-def _stacks(f: NodeFacts) -> Iterator[NodeCheck]:
-    if not f.py_spy:
-        yield NodeCheck(
-            name="stacks",
-            level=CheckLevel.WARNING,
-            says="py-spy is not installed: no stacks of hung processes",
-            fix="pip install 'rolecall[agent]'",
+def _kernel_log(facts: NodeFacts) -> Iterator[_Said]:
+    if not facts.kernel_log:
+        yield _ok("not read: disabled in agent.yaml")
+    elif not facts.kmsg:
+        yield _ok(f"{facts.kernel_log} can be read")
+    else:
+        yield _warning(
+            f"XIDs, OOM kills and link events are not seen: {facts.kernel_log}: {facts.kmsg}",
+            "run the agent with CAP_SYSLOG (AmbientCapabilities=CAP_SYSLOG), or set kernel.dmesg_restrict=0, or name a "
+            "file that a syslog daemon writes (kernel_log: {path: ...})",
         )
-    elif f.ptrace_scope == PTRACE_OFF:
-        yield NodeCheck(
-            name="stacks",
-            level=CheckLevel.WARNING,
-            says="kernel.yama.ptrace_scope is 3: no process can read stacks until the next boot",
-            fix="set kernel.yama.ptrace_scope=1 in /etc/sysctl.d and reboot",
+
+
+def _stacks(facts: NodeFacts) -> Iterator[_Said]:
+    if not facts.py_spy:
+        yield _warning("py-spy is not installed: no stacks of hung processes", "pip install 'rolecall[agent]'")
+    elif facts.ptrace_scope == PTRACE_OFF:
+        yield _warning(
+            "kernel.yama.ptrace_scope is 3: no process can read stacks until the next boot",
+            "set kernel.yama.ptrace_scope=1 in /etc/sysctl.d and reboot",
         )
-    elif f.ptrace_scope and not f.is_root:
-        yield NodeCheck(
-            name="stacks",
-            level=CheckLevel.WARNING,
-            says=f"kernel.yama.ptrace_scope is {f.ptrace_scope}: py-spy reads only its own children without "
-            f"CAP_SYS_PTRACE",
-            fix="run the agent as root or with CAP_SYS_PTRACE, or set kernel.yama.ptrace_scope=0",
+    elif facts.ptrace_scope and not facts.is_root:
+        yield _warning(
+            f"kernel.yama.ptrace_scope is {facts.ptrace_scope}: py-spy reads only its own children without "
+            "CAP_SYS_PTRACE",
+            "run the agent as root or with CAP_SYS_PTRACE, or set kernel.yama.ptrace_scope=0",
         )
     else:
-        yield _well("stacks", "py-spy can read stacks" if f.is_root else "py-spy can read stacks of the same user")
+        yield _ok("py-spy can read stacks" if facts.is_root else "py-spy can read stacks of the same user")
 
 
-def _processes(f: NodeFacts) -> Iterator[NodeCheck]:
-    if f.hidepid and not f.is_root:
-        yield NodeCheck(
-            name="processes",
-            level=CheckLevel.WARNING,
-            says=f"/proc is mounted with hidepid={f.hidepid}: processes of other users are not seen",
-            fix="run the agent as root or as the job's user, or mount /proc with gid= of a group that the agent is in",
+def _processes(facts: NodeFacts) -> Iterator[_Said]:
+    if facts.hidepid and not facts.is_root:
+        yield _warning(
+            f"/proc is mounted with hidepid={facts.hidepid}: processes of other users are not seen",
+            "run the agent as root or as the job's user, or mount /proc with gid= of a group that the agent is in",
         )
 
 
-def _probes(f: NodeFacts) -> Iterator[NodeCheck]:
-    for probe, reason in f.probes_down.items():
-        yield NodeCheck(
-            name="probe",
-            level=CheckLevel.WARNING,
-            says=f"the agent cannot read {probe}: {reason or 'no reason given'}",
-            fix="grant its user the permission (docs/reference/agent.md, Permissions), or disable that section",
+def _probe(facts: NodeFacts) -> Iterator[_Said]:
+    for probe, reason in facts.probes_down.items():
+        yield _warning(
+            f"the agent cannot read {probe}: {reason or 'no reason given'}",
+            "grant its user the permission (docs/reference/agent.md, Permissions), or disable that section",
         )
 
 
-def _socket(f: NodeFacts) -> Iterator[NodeCheck]:
-    if f.rank_uid is None or f.socket_uid is None or f.rank_uid in (0, f.socket_uid):
-        return
-    yield NodeCheck(
-        name="socket",
-        level=CheckLevel.WARNING,
-        says=f"the process runs as user {f.rank_uid}, but {f.data_dir}/agent.sock is only for user {f.socket_uid}: it "
-        "cannot register",
-        fix="run the agent as the job's user (systemd: DynamicUser=no, User=)",
-    )
+def _socket(facts: NodeFacts) -> Iterator[_Said]:
+    if facts.rank_uid is not None and facts.socket_uid is not None and facts.rank_uid not in (0, facts.socket_uid):
+        yield _warning(
+            f"the process runs as user {facts.rank_uid}, but {facts.data_dir}/agent.sock is only for user "
+            f"{facts.socket_uid}: it cannot register",
+            "run the agent as the job's user (systemd: DynamicUser=no, User=)",
+        )
 
 
-def _agent(f: NodeFacts) -> Iterator[NodeCheck]:
-    if not f.agent:
-        yield NodeCheck(
-            name="agent",
-            level=CheckLevel.WARNING,
-            says=f"no agent listens at {f.agent_url}",
-            fix="start it with `rolecall agent`; its log says why it ended",
+def _agent(facts: NodeFacts) -> Iterator[_Said]:
+    if not facts.agent:
+        yield _warning(
+            f"no agent listens at {facts.agent_url}", "start it with `rolecall agent`; its log says why it ended"
         )
-    elif f.agent != "ok":
-        yield NodeCheck(
-            name="agent",
-            level=CheckLevel.BROKEN,
-            says=f"{f.agent_url}: {f.agent}",
-            fix="something else holds the port, or the agent is stuck: restart it, or give it another port",
+    elif facts.agent != "ok":
+        yield _broken(
+            f"{facts.agent_url}: {facts.agent}",
+            "something else holds the port, or the agent is stuck: restart it, or give it another port",
         )
-    elif not f.socket:
-        yield NodeCheck(
-            name="agent",
-            level=CheckLevel.WARNING,
-            says=f"the agent answers, but its socket {f.data_dir}/agent.sock does not exist",
-            fix="give doctor the agent's own --config; if the directory was cleared, restart the agent",
+    elif not facts.socket:
+        yield _warning(
+            f"the agent answers, but its socket {facts.data_dir}/agent.sock does not exist",
+            "give doctor the agent's own --config; if the directory was cleared, restart the agent",
         )
     else:
-        yield _well("agent", f"the agent answers at {f.agent_url}")
+        yield _ok(f"the agent answers at {facts.agent_url}")
 
 
-def _storage(f: NodeFacts) -> Iterator[NodeCheck]:
-    if f.data_dir_error:
-        yield NodeCheck(
-            name="data_dir",
-            level=CheckLevel.BROKEN,
-            says=f"{f.data_dir}: {f.data_dir_error}",
-            fix="create it, owned by the agent's user, or set another one (data_dir)",
+def _data_dir(facts: NodeFacts) -> Iterator[_Said]:
+    if facts.data_dir_error:
+        yield _broken(
+            f"{facts.data_dir}: {facts.data_dir_error}",
+            "create it, owned by the agent's user, or set another one (data_dir)",
         )
-    elif f.free_bytes is None:
-        yield NodeCheck(
-            name="data_dir",
-            level=CheckLevel.UNKNOWN,
-            says=f"{f.data_dir}: free space cannot be read",
-            fix="run doctor as the agent's user",
-        )
-    elif f.free_bytes < FREE_BYTES_LOW or f.free_inodes == 0:
-        level = CheckLevel.BROKEN if f.free_bytes < FREE_BYTES_MIN or f.free_inodes == 0 else CheckLevel.WARNING
-        yield NodeCheck(
-            name="data_dir",
-            level=level,
-            says=f"{f.data_dir}: {f.free_bytes >> 20} MiB and {f.free_inodes} inodes free: events will soon not be "
-            f"stored",
-            fix="free disk space",
-        )
+    elif facts.free_bytes is None:
+        yield _unknown(f"{facts.data_dir}: free space cannot be read", "run doctor as the agent's user")
+    elif facts.free_bytes < FREE_BYTES_LOW or facts.free_inodes == 0:
+        found = _broken if facts.free_bytes < FREE_BYTES_MIN or facts.free_inodes == 0 else _warning
+        left = f"{facts.free_bytes >> 20} MiB and {facts.free_inodes} inodes free"
+        yield found(f"{facts.data_dir}: {left}: events will soon not be stored", "free disk space")
     else:
-        yield _well("data_dir", f"{f.data_dir}: {f.free_bytes >> 30} GiB free")
+        yield _ok(f"{facts.data_dir}: {facts.free_bytes >> 30} GiB free")
 
 
 # Names of PyTorch's and NCCL's documentation; newer torch reads TORCH_FR_BUFFER_SIZE for the older name, too.
@@ -284,119 +261,95 @@ _HINDRANCES: tuple[tuple[tuple[str, ...], str, str], ...] = (
 )
 
 
-def _nccl(f: NodeFacts) -> Iterator[NodeCheck]:
-    found = False
-    for names, says, fix in _HINDRANCES:
-        for name in names:
-            if f.environ.get(name, "").strip().lower() in _OFF:
-                found = True
-                yield NodeCheck(
-                    name="nccl", level=CheckLevel.WARNING, says=f"{name}={f.environ[name]}: {says}", fix=fix
-                )
-    if not found:
-        yield _well("nccl", "torch and NCCL settings allow diagnosis")
+def _nccl(facts: NodeFacts) -> Iterator[_Said]:
+    off = [
+        _warning(f"{name}={facts.environ[name]}: {says}", fix)
+        for names, says, fix in _HINDRANCES
+        for name in names
+        if facts.environ.get(name, "").strip().lower() in _OFF
+    ]
+    yield from off or [_ok("torch and NCCL settings allow diagnosis")]
 
 
-def _clock(f: NodeFacts) -> Iterator[NodeCheck]:
-    if f.clock_state is None or f.clock_error_seconds is None:
-        yield NodeCheck(
-            name="clock",
-            level=CheckLevel.UNKNOWN,
-            says="the kernel does not report the clock's error",
-            fix="in a container allow adjtimex, or run doctor on the node itself",
+def _clock(facts: NodeFacts) -> Iterator[_Said]:
+    if facts.clock_state is None or facts.clock_error_seconds is None:
+        yield _unknown(
+            "the kernel does not report the clock's error",
+            "in a container allow adjtimex, or run doctor on the node itself",
         )
-    elif f.clock_state == TIME_ERROR:
-        yield NodeCheck(
-            name="clock",
-            level=CheckLevel.WARNING,
-            says="the kernel's clock is not synchronized",
-            fix="start chronyd or systemd-timesyncd",
-        )
-    elif f.clock_error_seconds > CLOCK_ERROR_SECONDS_MAX:
-        yield NodeCheck(
-            name="clock",
-            level=CheckLevel.WARNING,
-            says=f"the clock may be wrong by {f.clock_error_seconds:.2f} s",
-            fix="give chronyd a closer server; events on different nodes are ordered no better than this",
+    elif facts.clock_state == TIME_ERROR:
+        yield _warning("the kernel's clock is not synchronized", "start chronyd or systemd-timesyncd")
+    elif facts.clock_error_seconds > CLOCK_ERROR_SECONDS_MAX:
+        yield _warning(
+            f"the clock may be wrong by {facts.clock_error_seconds:.2f} s",
+            "give chronyd a closer server; events on different nodes are ordered no better than this",
         )
     else:
-        yield _well("clock", f"synchronized within {f.clock_error_seconds * 1000:.0f} ms")
+        yield _ok(f"synchronized within {facts.clock_error_seconds * 1000:.0f} ms")
 
 
-def _offsets(f: NodeFacts) -> Iterator[NodeCheck]:
+def _clocks(facts: NodeFacts) -> Iterator[_Said]:
     apart = 0.0
-    for o in f.clock_offsets:
-        if o.seconds is None:
-            yield NodeCheck(
-                name="clocks",
-                level=CheckLevel.UNKNOWN,
-                says=f"{o.agent}: clock unknown: {o.reason}",
-                fix="check that its agent runs and is reachable",
+    for offset in facts.clock_offsets:
+        if offset.seconds is None:
+            yield _unknown(
+                f"{offset.agent}: clock unknown: {offset.reason}", "check that its agent runs and is reachable"
             )
             continue
-        apart = max(apart, abs(o.seconds))
-        if abs(o.seconds) - o.error_seconds > CLOCK_ERROR_SECONDS_MAX:
-            way = "ahead of" if o.seconds > 0 else "behind"
-            yield NodeCheck(
-                name="clocks",
-                level=CheckLevel.WARNING,
-                says=f"{o.agent}: its clock is {abs(o.seconds):.2f} s {way} this node's",
-                fix="start chronyd or systemd-timesyncd on both, with the same servers",
+        apart = max(apart, abs(offset.seconds))
+        if abs(offset.seconds) - offset.error_seconds > CLOCK_ERROR_SECONDS_MAX:
+            way = "ahead of" if offset.seconds > 0 else "behind"
+            yield _warning(
+                f"{offset.agent}: its clock is {abs(offset.seconds):.2f} s {way} this node's",
+                "start chronyd or systemd-timesyncd on both, with the same servers",
             )
-    if f.clock_offsets and apart <= CLOCK_ERROR_SECONDS_MAX and all(o.seconds is not None for o in f.clock_offsets):
-        yield _well("clocks", f"{len(f.clock_offsets)} other clock(s), within {apart * 1000:.0f} ms of this node's")
+    if (
+        facts.clock_offsets
+        and apart <= CLOCK_ERROR_SECONDS_MAX
+        and all(o.seconds is not None for o in facts.clock_offsets)
+    ):
+        yield _ok(f"{len(facts.clock_offsets)} other clock(s), within {apart * 1000:.0f} ms of this node's")
 
 
-def _pressure(f: NodeFacts) -> Iterator[NodeCheck]:
-    if f.pressure:
-        yield _well("pressure", "/proc/pressure exists")
+def _pressure(facts: NodeFacts) -> Iterator[_Said]:
+    if facts.pressure:
+        yield _ok("/proc/pressure exists")
     else:
-        yield NodeCheck(
-            name="pressure",
-            level=CheckLevel.WARNING,
-            says="/proc/pressure does not exist: CPU, memory and disk pressure are not measured",
-            fix="boot with psi=1 (kernel built with CONFIG_PSI)",
+        yield _warning(
+            "/proc/pressure does not exist: CPU, memory and disk pressure are not measured",
+            "boot with psi=1 (kernel built with CONFIG_PSI)",
         )
 
 
-def _exits(f: NodeFacts) -> Iterator[NodeCheck]:
-    if not f.pidfd:
-        yield NodeCheck(
-            name="exits",
-            level=CheckLevel.BROKEN,
-            says="pidfd_open does not work: the agent cannot detect exits",
-            fix="Linux 5.3 or newer; in a container a seccomp profile that allows pidfd_open",
+def _exits(facts: NodeFacts) -> Iterator[_Said]:
+    if not facts.pidfd:
+        yield _broken(
+            "pidfd_open does not work: the agent cannot detect exits",
+            "Linux 5.3 or newer; in a container a seccomp profile that allows pidfd_open",
         )
-    elif _version(f.kernel) < EXIT_STATUS_KERNEL:
-        yield NodeCheck(
-            name="exits",
-            level=CheckLevel.WARNING,
-            says=f"Linux {f.kernel}: exit status unknown if the parent reaps a process before the agent",
-            fix="use Linux 6.15 or newer; exits themselves are detected",
+    elif _version(facts.kernel) < EXIT_STATUS_KERNEL:
+        yield _warning(
+            f"Linux {facts.kernel}: exit status unknown if the parent reaps a process before the agent",
+            "use Linux 6.15 or newer; exits themselves are detected",
         )
     else:
-        yield _well("exits", "exits and exit status are detected")
+        yield _ok("exits and exit status are detected")
 
 
-def _files(f: NodeFacts) -> Iterator[NodeCheck]:
-    if f.files_soft < FILES_LOW:
-        yield NodeCheck(
-            name="files",
-            level=CheckLevel.BROKEN if f.files_soft < FILES_MIN else CheckLevel.WARNING,
-            says=f"{f.files_soft} open files allowed ({f.files_hard} at most): Ray and many ranks need more",
-            fix="ulimit -n 65536, LimitNOFILE=65536 in the unit",
+def _files(facts: NodeFacts) -> Iterator[_Said]:
+    if facts.files_soft < FILES_LOW:
+        found = _broken if facts.files_soft < FILES_MIN else _warning
+        yield found(
+            f"{facts.files_soft} open files allowed ({facts.files_hard} at most): Ray and many ranks need more",
+            "ulimit -n 65536, LimitNOFILE=65536 in the unit",
         )
     else:
-        yield _well("files", f"{f.files_soft} open files allowed")
+        yield _ok(f"{facts.files_soft} open files allowed")
 
 
 def _version(text: str) -> tuple[int, ...]:
     """`6.18.33-cloud` -> (6, 18)."""
-    numbers = []
-    for part in text.split(".")[:2]:
-        digits = part[: len(part) - len(part.lstrip("0123456789"))]
-        numbers.append(int(digits) if digits else 0)
-    return tuple(numbers)
+    return tuple(int("".join(takewhile(str.isdecimal, part)) or 0) for part in text.split(".")[:2])
 
 
 def lines(checks: tuple[NodeCheck, ...]) -> Iterator[str]:

@@ -1,26 +1,34 @@
 """Facts of this node for `rolecall doctor`. Whatever cannot be read is a fact, too; nothing here judges.
 
 adjtimex(2), modes 0, reads the kernel's clock discipline without changing it: state, and the error that it may have.
+The offset of another agent's clock is its wall time minus the midpoint of request and response; its error is at most
+half the round trip.
 """
 
 import ctypes
+import http.client
 import json
 import os
 import platform
+import re
 import resource
 import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from http import HTTPStatus
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
+from urllib.parse import urlsplit
 
 import yaml
 
 from rolecall.agent.evidence import find_py_spy
+from rolecall.core.clock import Clock, SystemClock
 from rolecall.core.errors import ConfigError
 from rolecall.core.http import HttpFailed, request
-from rolecall.node.agents import clock_offsets, down_probes, own_authorization
+from rolecall.core.rundir import bearer_token
 from rolecall.node.doctor import ClockOffset, NodeFacts
 
 ASK_SECONDS: Final = 3.0
@@ -35,6 +43,12 @@ DEFAULT_KERNEL_LOG: Final = "/dev/kmsg"
 NVML_SECONDS: Final = 30.0
 """Without the persistence daemon a node with eight GPUs takes some ten seconds."""
 DEFAULT_DATA_DIR: Final = Path("/var/lib/rolecall")
+PAGE_BYTES_MAX: Final = 4 << 20
+PAGES_MAX: Final = 8
+ASKED_AT_ONCE: Final = 32
+FAILURES: Final = (OSError, http.client.HTTPException, ValueError, KeyError, TypeError, AttributeError)
+"""Raised when the agent does not answer, or another server does."""
+_DOWN = re.compile(r'^rolecall_probe_up\{[^}]*probe="(\w+)"[^}]*\} 0(?:\.0)?$', re.MULTILINE)
 
 
 def read_facts(
@@ -45,7 +59,7 @@ def read_facts(
     agents: str = "",
     credentials: Path | None = None,
 ) -> NodeFacts:
-    """`config`: the agent's file; `pid`: whose environment is looked at; `root`: of `/proc`, `/sys` and `/dev`.
+    """`config`: the agent's file; `pid`: whose environment is read; `root`: of `/proc`, `/sys` and `/dev`.
     `agents`: others, as `watch agents` takes them; `credentials`: for those that want a user.
 
     Raises:
@@ -123,8 +137,7 @@ def _others(agents: str, credentials: Path | None) -> tuple[ClockOffset, ...]:
     """Raises ConfigError."""
     if not agents:
         return ()
-    from rolecall.watch.agents import is_file, listed, url_of
-    from rolecall.watch.agents_file import entries_of
+    from rolecall.watch.agents import entries_of, is_file, listed, url_of
     from rolecall.watch.panels import authorization
 
     entries = entries_of(Path(agents)) if is_file(agents) else listed(agents)
@@ -154,11 +167,11 @@ def ask_agent(url: str) -> str:
         status, body = request(
             "GET", url.rstrip("/") + "/healthz", deadline_seconds=ASK_SECONDS, bytes_max=ANSWER_BYTES_MAX
         )
-    except HttpFailed as e:
-        if e.refused:
+    except HttpFailed as error:
+        if error.refused:
             return ""
         # Behind TLS of its own authority, or with client certificates: a listener exists, which is enough.
-        return "ok" if url.startswith("https:") and "CERTIFICATE" in str(e).upper() else str(e)
+        return "ok" if url.startswith("https:") and "CERTIFICATE" in str(error).upper() else str(error)
     if status == HTTPStatus.UNAUTHORIZED:
         return "ok"  # an agent of another version
     try:
@@ -198,11 +211,11 @@ def read_clock() -> tuple[int | None, float | None]:
 
 def within(seconds: float, ask: Callable[[], str]) -> str:
     """What `ask` answers, or that it does not: NVML hangs when a GPU fell off the bus, and just then doctor is run."""
-    told: list[str] = []
-    thread = threading.Thread(target=lambda: told.append(ask()), name="doctor-nvml", daemon=True)
+    answers: list[str] = []
+    thread = threading.Thread(target=lambda: answers.append(ask()), name="doctor-nvml", daemon=True)
     thread.start()
     thread.join(seconds)
-    return told[0] if told else f"no answer within {seconds:g} s"
+    return answers[0] if answers else f"no answer within {seconds:g} s"
 
 
 def _nvml() -> str:
@@ -287,3 +300,72 @@ def _text(path: Path) -> str:
         return path.read_text(encoding="utf-8", errors="replace").strip()
     except OSError:
         return ""
+
+
+# --- what agents say: failed probes of this node's, clock offsets of others
+
+
+def own_authorization(data_dir: Path, token_file: Path | None) -> str:
+    """Authorization header from this node's agent token; empty if this user cannot read it."""
+    try:
+        return f"Bearer {bearer_token((token_file or data_dir / 'token').read_text(encoding='utf-8').strip())}"
+    except (OSError, UnicodeDecodeError):
+        return ""
+
+
+def _connect(url: str) -> http.client.HTTPConnection:
+    parts = urlsplit(url)
+    kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+    return kind(parts.hostname or "", parts.port, timeout=ASK_SECONDS)
+
+
+def _get(connection: http.client.HTTPConnection, path: str, authorization: str) -> str:
+    """Raises one of FAILURES: no answer, or not 200."""
+    connection.request("GET", path, headers={"Authorization": authorization} if authorization else {})
+    answer = connection.getresponse()
+    body = answer.read(PAGE_BYTES_MAX).decode("utf-8", "replace")
+    if answer.status != http.client.OK:
+        raise ValueError(f"status {answer.status}")
+    return body
+
+
+def down_probes(url: str, authorization: str) -> dict[str, str]:
+    """probe -> reason for each failed probe of the agent at `url`; empty if it does not answer."""
+    try:
+        with closing(_connect(url)) as connection:
+            down = dict.fromkeys(_DOWN.findall(_get(connection, "/metrics", authorization)), "")
+            after = 0
+            for _ in range(PAGES_MAX if down else 0):
+                events = json.loads(_get(connection, f"/v1/events?after={after}", authorization))["events"]
+                if not events:
+                    break
+                after = int(events[-1]["seq"])
+                details = [e["detail"] for e in events if e["kind"] == "probe_down"]
+                down |= {d["probe"]: str(d["reason"]) for d in details if d["probe"] in down}
+            return down
+    except FAILURES:
+        return {}  # reported by another check
+
+
+def clock_offsets(
+    agents: Mapping[str, str], authorization: str = "", clock: Clock | None = None
+) -> tuple[ClockOffset, ...]:
+    """`agents`: name -> URL; requested concurrently."""
+    wall: Callable[[], float] = (clock or SystemClock()).wall
+    with ThreadPoolExecutor(max_workers=ASKED_AT_ONCE) as pool:
+        return tuple(pool.map(lambda item: _offset(item[0], item[1], authorization, wall), agents.items()))
+
+
+def _offset(name: str, url: str, authorization: str, wall: Callable[[], float]) -> ClockOffset:
+    try:
+        with closing(_connect(url)) as connection:
+            _get(connection, "/healthz", authorization)  # connect first: its duration must not count
+            asked_at = wall()
+            response: Any = json.loads(_get(connection, "/healthz", authorization))
+            answered_at = wall()
+        if response.keys() == {"ok"}:
+            raise ValueError("it requires a user or a token: --credentials")
+        offset_seconds = float(response["wall_at"]) - (asked_at + answered_at) / 2
+    except FAILURES as e:
+        return ClockOffset(agent=name, reason=str(e) or type(e).__name__)
+    return ClockOffset(agent=name, seconds=offset_seconds, error_seconds=abs(answered_at - asked_at) / 2)

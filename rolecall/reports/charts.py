@@ -15,6 +15,7 @@ import altair as alt
 import vl_convert
 
 from rolecall.core.text import escape, plain, seconds
+from rolecall.views.lifetimes import replica_order
 
 WIDTH = 1120
 """Of a chart, in SVG units; the page scales it."""
@@ -115,12 +116,8 @@ def lane_order(lanes: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     for lane in lanes:
         groups.setdefault(str(lane["replica"]).partition("/")[0], set()).add(str(lane["replica"]))
 
-    def index(replica: str) -> tuple[int, str]:
-        tail = replica.rpartition("/")[2]
-        return (int(tail) if tail.isdigit() else 0, replica)
-
     roles = sorted(groups, key=lambda r: (ROLE_ORDER.index(r) if r in ROLE_ORDER else len(ROLE_ORDER), r))
-    return [sorted(groups[r], key=index) for r in roles]
+    return [sorted(groups[r], key=lambda replica: (replica_order(replica), replica)) for r in roles]
 
 
 # --- rendering ----------------------------------------------------------------------------------------------------
@@ -220,7 +217,7 @@ def reward_chart(report: Mapping[str, Any]) -> str:
     steps = [(float(s["at"]), float(s["reward"])) for s in report["steps"] if s["reward"] is not None]
     values = [reward for _, reward in steps]
     high = max([1.0, *values]) if values and max(values) <= 1 else max([0.1, *values])
-    y = _value("reward", (min([0.0, *values]), high), 4)
+    reward_axis = _value("reward", (min([0.0, *values]), high), 4)
     smooth = [
         {"at": at, "reward": sum(window) / len(window)}
         for n, (at, _) in enumerate(steps)
@@ -228,8 +225,8 @@ def reward_chart(report: Mapping[str, Any]) -> str:
     ]
     raw = layer([{"at": at, "reward": reward} for at, reward in steps])
     curves = alt.layer(
-        raw.mark_line(color="var(--accent)", strokeWidth=1, opacity=0.35).encode(x=_time(report), y=y),
-        layer(smooth).mark_line(color="var(--accent)", strokeWidth=2.25).encode(x=_time(report), y=y),
+        raw.mark_line(color="var(--accent)", strokeWidth=1, opacity=0.35).encode(x=_time(report), y=reward_axis),
+        layer(smooth).mark_line(color="var(--accent)", strokeWidth=2.25).encode(x=_time(report), y=reward_axis),
     )
     badges = [_badge(m, m.began, -10.0 - BADGE_ROW * row) for m, row in zip(markers, rows, strict=True)]
     layers = [*_bands(report, markers), curves, *_badges(report, badges)]
@@ -259,11 +256,11 @@ def step_chart(report: Mapping[str, Any]) -> str:
         {"at": a, "until": b, "took": b - a, "zero": 0.0, "title": f"step {step['step']}: {seconds(b - a)}"}
         for (a, b), step in zip(pairwise(times), report["steps"], strict=True)
     ]
-    y = _value("took", (0.0, max((r["took"] for r in rows), default=1.0) or 1.0), 2, " s")
+    seconds_axis = _value("took", (0.0, max((r["took"] for r in rows), default=1.0) or 1.0), 2, " s")
     bars = (
         layer(rows)
         .mark_rect(color="var(--lane)", xOffset=0.3, x2Offset=-0.3)
-        .encode(x=_time(report), x2="until:Q", y=y, y2="zero:Q", description="title:N")
+        .encode(x=_time(report), x2="until:Q", y=seconds_axis, y2="zero:Q", description="title:N")
     )
     return render([*_bands(report, incident_markers(report)), bars], "seconds from commit to commit", 80)
 

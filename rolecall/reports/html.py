@@ -7,6 +7,7 @@ done; whether every group is accounted for; the environment of the measurements.
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
+from statistics import median
 from typing import Any
 
 from rolecall.core.text import escape, seconds
@@ -108,12 +109,12 @@ def _figures(report: Report) -> str:
         (f"Time to {pace['n']} steps", seconds(pace["this"]), beside),
         (
             "Fault to finding",
-            seconds(_median(found)),
+            seconds(median(found) if found else None),
             f"median of {len(found)}, worst {seconds(max(found, default=None))}",
         ),
         (
             "Finding to resolved",
-            seconds(_median(resolved)),
+            seconds(median(resolved) if resolved else None),
             f"median of {len(resolved)}, worst {seconds(max(resolved, default=None))}",
         ),
         ("Tokens lost", f"{tokens_lost:,}", f"{tokens_kept:,} moved to another engine"),
@@ -121,14 +122,6 @@ def _figures(report: Report) -> str:
     ]
     cells = [f"<div><dt>{escape(a)}</dt><dd>{escape(b)}</dd><dd>{escape(c)}</dd></div>" for a, b, c in rows]
     return f'<dl class="figures">{"".join(cells)}</dl>'
-
-
-def _median(values: Sequence[float]) -> float | None:
-    ordered = sorted(values)
-    if not ordered:
-        return None
-    middle = len(ordered) // 2
-    return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
 
 
 def _percent(value: float | None) -> str:
@@ -186,13 +179,13 @@ def _incident_table(report: Report) -> str:
         return '<h2>Incidents</h2><p class="lead">None: no fault was injected and none was found.</p>'
     head = ("Fault", "Suspects", "Found after", "Requests resumed", "Step committed", "Serving", "Resolved", "Lost")
     rows = []
-    for n, i in enumerate(report["incidents"]):
-        fault = i["fault"]
-        what = f"{fault['kind']} on {fault['target']}" if fault else f"{i['fault_class']}, no injected fault"
-        lost = f"{i['tokens_lost']:,} tokens, {i['steps_lost']} steps"
-        times = [i[k] for k in ("detected_seconds", "requests_resumed_seconds", "step_committed_seconds")]
-        times += [i["serving_seconds"], i["cured_seconds"]]
-        cells = [_key(key_of(n), fault is None) + escape(what), escape(", ".join(i["suspects"]) or "none")]
+    for n, incident in enumerate(report["incidents"]):
+        fault = incident["fault"]
+        what = f"{fault['kind']} on {fault['target']}" if fault else f"{incident['fault_class']}, no injected fault"
+        lost = f"{incident['tokens_lost']:,} tokens, {incident['steps_lost']} steps"
+        times = [incident[k] for k in ("detected_seconds", "requests_resumed_seconds", "step_committed_seconds")]
+        times += [incident["serving_seconds"], incident["cured_seconds"]]
+        cells = [_key(key_of(n), fault is None) + escape(what), escape(", ".join(incident["suspects"]) or "none")]
         rows.append((cells, [seconds(t) for t in times] + [lost]))
     for n, fault in enumerate(report["missed"], start=len(report["incidents"])):
         cells = [_key(key_of(n)) + escape(f"{fault['kind']} on {fault['target']}"), '<span class="bad">missed</span>']
@@ -212,47 +205,60 @@ def _incident_table(report: Report) -> str:
     )
 
 
-def _incident(i: Report, key: str) -> str:
-    fault = i["fault"]
-    title = f"{fault['kind']} on {fault['target']}" if fault else f"{i['fault_class']}: {', '.join(i['suspects'])}"
-    css = "good" if i["outcome"] == "resolved" else "bad"
-    rows = [("Found", _found(i)), ("Plan", _plan(i))]
-    if i["also_hit"]:
-        rows.append(("Also hit", "; ".join(i["also_hit"])))
-    rows += [("Held", text) for text in i["held"]]
-    rows += [("Action failed", text) for text in i["action_failed"]]
-    rows += [("Replaced by", _replacement(r)) for r in i["replacements"]]
-    if i["verified"]:
-        rows.append(("Verified", i["verified"]))
-    if i["closed_because"] and i["closed_because"] not in (i["verified"], i["because"], i["plan"]):
-        rows.append(("Closed", i["closed_because"]))
+def _incident(incident: Report, key: str) -> str:
+    fault = incident["fault"]
+    title = (
+        f"{fault['kind']} on {fault['target']}"
+        if fault
+        else f"{incident['fault_class']}: {', '.join(incident['suspects'])}"
+    )
+    css = "good" if incident["outcome"] == "resolved" else "bad"
+    rows = [("Found", _found(incident)), ("Plan", _plan(incident))]
+    if incident["also_hit"]:
+        rows.append(("Also hit", "; ".join(incident["also_hit"])))
+    rows += [("Held", text) for text in incident["held"]]
+    rows += [("Action failed", text) for text in incident["action_failed"]]
+    rows += [("Replaced by", _replacement(r)) for r in incident["replacements"]]
+    if incident["verified"]:
+        rows.append(("Verified", incident["verified"]))
+    if incident["closed_because"] and incident["closed_because"] not in (
+        incident["verified"],
+        incident["because"],
+        incident["plan"],
+    ):
+        rows.append(("Closed", incident["closed_because"]))
     listed = "".join(f"<dt>{escape(name)}</dt><dd>{escape(text)}</dd>" for name, text in rows)
-    evidence = "".join(f"<li>{escape(e['text'])}</li>" for e in i["evidence"])
+    evidence = "".join(f"<li>{escape(e['text'])}</li>" for e in incident["evidence"])
     more = f"<details><summary>Evidence</summary><ul>{evidence}</ul></details>" if evidence else ""
     return (
         f'<article class="card incident"><header>{_key(key, fault is None)}<h3>{escape(title)}</h3>'
-        f'<span class="tag {css}">{escape(i["outcome"])}</span></header>'
-        f'<p class="because">{escape(i["because"])}</p><dl class="steps">{listed}</dl>{more}</article>'
+        f'<span class="tag {css}">{escape(incident["outcome"])}</span></header>'
+        f'<p class="because">{escape(incident["because"])}</p><dl class="steps">{listed}</dl>{more}</article>'
     )
 
 
-def _found(i: Report) -> str:
-    named = {True: "correct suspect", False: "wrong suspect", None: "no fault was injected"}[i["named_right"]]
-    after = f"{seconds(i['detected_seconds'])} after the injection, " if i["detected_seconds"] is not None else ""
-    return f"{after}{named}; class {i['fault_class']}, confidence {i['confidence']:.2f}"
+def _found(incident: Report) -> str:
+    named = {True: "correct suspect", False: "wrong suspect", None: "no fault was injected"}[incident["named_right"]]
+    after = (
+        f"{seconds(incident['detected_seconds'])} after the injection, "
+        if incident["detected_seconds"] is not None
+        else ""
+    )
+    return f"{after}{named}; class {incident['fault_class']}, confidence {incident['confidence']:.2f}"
 
 
-def _plan(i: Report) -> str:
+def _plan(incident: Report) -> str:
     """Action and targets, with the reason if it adds to the diagnosis."""
-    if not i["action"]:
+    if not incident["action"]:
         return "none"
-    what = f"{i['action'].replace('_', ' ')} {', '.join(i['plan_targets'])}".strip()
-    return what if i["plan"] in ("", i["because"]) else f"{what}: {i['plan']}"
+    what = f"{incident['action'].replace('_', ' ')} {', '.join(incident['plan_targets'])}".strip()
+    return what if incident["plan"] in ("", incident["because"]) else f"{what}: {incident['plan']}"
 
 
-def _replacement(r: Report) -> str:
-    origin = "the warm standby" if r["from_standby"] else "a new process"
-    return f"{r['replica']}#{r['incarnation']}: {origin}, pid {r['pid']} on {r['node']}"
+def _replacement(replacement: Report) -> str:
+    origin = "the warm standby" if replacement["from_standby"] else "a new process"
+    name = f"{replacement['replica']}#{replacement['incarnation']}"
+    return f"{name}: {origin}, pid {replacement['pid']} on {replacement['node']}"
 
 
 def _missed(fault: Report, key: str) -> str:
@@ -307,20 +313,20 @@ def _proofs(report: Report) -> str:
         return ""
     head = ("Replica", "At", "Version", "From", "Bytes", "Tensors read back", "Not readable", "Manifest")
     body = ""
-    for p in back:
-        uncovered = p.get("uncovered") or []
+    for proof in back:
+        uncovered = proof.get("uncovered") or []
         cells = (
-            (f"{p['replica']}#{p['incarnation']}", ""),
-            (seconds(p["at"]), "n"),
-            (p["policy_version"], "n"),
-            (p.get("holder") or "", ""),
-            (f"{int(p.get('bytes') or 0):,}", "n"),
-            (p.get("covered", 0), "n"),
+            (f"{proof['replica']}#{proof['incarnation']}", ""),
+            (seconds(proof["at"]), "n"),
+            (proof["policy_version"], "n"),
+            (proof.get("holder") or "", ""),
+            (f"{int(proof.get('bytes') or 0):,}", "n"),
+            (proof.get("covered", 0), "n"),
             (len(uncovered), "n"),
         )
-        digest = p["problem"] or str(p.get("manifest_digest", ""))[-12:]
+        digest = proof["problem"] or str(proof.get("manifest_digest", ""))[-12:]
         row = "".join(f'<td class="{css}">{escape(text)}</td>' for text, css in cells)
-        body += f'<tr>{row}<td class="hash {"bad" if p["problem"] else "mono"}">{escape(digest)}</td></tr>'
+        body += f'<tr>{row}<td class="hash {"bad" if proof["problem"] else "mono"}">{escape(digest)}</td></tr>'
     header = "".join(
         f'<th scope="col"{" class=n" if n in (1, 2, 4, 5, 6) else ""}>{h}</th>' for n, h in enumerate(head)
     )
@@ -359,7 +365,8 @@ def _measured(report: Report) -> str:
         ("ETTR", f"{ettr}; start-up counted as lost {_percent(report['ettr_with_start'])}"),
     ]
     listed = "".join(f"<dt>{escape(name)}</dt><dd>{escape(text)}</dd>" for name, text in rows)
-    config = escape_block(json.dumps(report["config"], indent=2, ensure_ascii=False))
+    config = json.dumps(report["config"], indent=2, ensure_ascii=False)
+    config = "\n".join(escape(line) for line in config.split("\n"))  # line by line, so that newlines survive
     return (
         f'<h2>Measured on</h2><div class="card"><dl class="steps">{listed}</dl>'
         f"<details><summary>Configuration</summary><pre>{config}</pre></details></div>"
@@ -367,8 +374,3 @@ def _measured(report: Report) -> str:
         "rollouts / (rollouts + trainers). rolecall also subtracts each lost rollout. "
         "Generated by rolecall from the run's journal and ledger.</footer>"
     )
-
-
-def escape_block(text: str) -> str:
-    """Escapes line by line, so that newlines survive."""
-    return "\n".join(escape(line) for line in text.split("\n"))

@@ -9,9 +9,15 @@ stay, because they identify GPUs.
 """
 
 import ipaddress
+import json
 import re
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from typing import Any
+
+from rolecall.core.faults import EvidenceKind
+from rolecall.core.text import plain
+from rolecall.detector.base.plain_pickle import MAGIC, loads
 
 GONE = "***"
 TEXT_CHARS_MAX = 16_384
@@ -21,6 +27,9 @@ PHRASE_CHARS_MIN = 12
 QUOTED_CHARS = (500, 200)
 """Quoted length of an exception message: by the reporter, and in a diagnosis."""
 USER_CHARS_MIN = 3
+LINE_CHARS_MAX = 16_384
+STACKS = "stacks-"
+"""Prefix of the files that hold stacks."""
 
 _WORDS = re.compile(r"[A-Z]?[a-z0-9]+|[A-Z]+(?![a-z])")
 _SECRET_WORDS = frozenset(
@@ -245,7 +254,7 @@ class Redactor:
         return self._without_addresses(text) if self._anonymous else text
 
     def _known_patterns(self) -> list[tuple[re.Pattern[str], Callable[[re.Match[str]], str]]]:
-        """What was learned, each kind as one pattern: a replacement is not looked at again."""
+        """What was learned, each kind as one pattern: a replacement is not scanned again."""
         if self._known is None:
             users = {u for u in self._users if len(u) >= USER_CHARS_MIN and u.lower() not in _SERVICE_USERS}
             kinds = [({k: v for k, v in self._folders}, False), (self._messages, False)]
@@ -299,3 +308,62 @@ def _replacing(words: Mapping[str, str], whole: bool) -> tuple[re.Pattern[str], 
         return re.compile(any_of), lambda m: words[m[0]]
     lowered = {w.lower(): v for w, v in words.items()}
     return re.compile(rf"(?<![A-Za-z0-9])(?:{any_of})(?![A-Za-z0-9])", re.IGNORECASE), lambda m: lowered[m[0].lower()]
+
+
+# --- collected evidence: stacks, Flight Recorder dumps, NCCL status, kernel logs -----------------------------------
+
+
+def redacted(kind: EvidenceKind, body: bytes, known: Redactor) -> bytes:
+    """The part of an agent's response that is kept: JSON or lines, without secrets.
+
+    Raises:
+        UnsafePickle, ValueError, RecursionError: `body` is not of this kind.
+    """
+    if kind is EvidenceKind.STACKS:
+        value = json.loads(body)
+        if not isinstance(value, Mapping) or not isinstance(value.get("threads"), list):
+            raise ValueError("no list of threads")
+        return _json({**known.value(value), "one_of_some": True})
+    if kind is EvidenceKind.FLIGHT:
+        value = loads(body) if MAGIC.match(body) else json.loads(body)
+        if not isinstance(value, Mapping):
+            raise ValueError("no dump")
+        return _json(_names_kept(value, known))
+    if kind is EvidenceKind.NCCL:
+        with suppress(ValueError):  # NCCL before 2.29 writes invalid JSON, which the reader repairs: kept as lines
+            return _json(_names_kept(json.loads(body), known))
+    return _lines(body, known)
+
+
+def redacted_again(name: str, content: bytes, known: Redactor) -> bytes:
+    """Redact a stored file for an export. `known` may know more secrets by now, or replace node names."""
+    with suppress(ValueError, RecursionError):
+        if name.endswith(".json"):
+            value = json.loads(content)
+            return _json(known.value(value) if name.startswith(STACKS) else _names_kept(value, known))
+    return _lines(content, known)
+
+
+def _json(value: Any) -> bytes:
+    return (json.dumps(value) + "\n").encode()
+
+
+def _lines(body: bytes, known: Redactor) -> bytes:
+    lines = body.decode("utf-8", "replace").split("\n")
+    return "".join(f"{plain(known.text(line), LINE_CHARS_MAX)}\n" for line in lines if line).encode()
+
+
+def _names_kept(value: Any, known: Redactor) -> Any:
+    """Redact texts; keep keys and hexadecimal names, which identify process groups and communicators."""
+    seen: dict[str, str] = {}  # a dump repeats a few texts thousands of times
+
+    def kept(value: Any) -> Any:
+        if isinstance(value, str):
+            if value not in seen:
+                seen[value] = known.text(value, "digest")
+            return seen[value]
+        if isinstance(value, Mapping):
+            return {k: kept(v) for k, v in value.items()}
+        return [kept(v) for v in value] if isinstance(value, list | tuple) else value
+
+    return kept(value)

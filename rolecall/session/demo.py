@@ -16,7 +16,6 @@ from rolecall.core.config.job import JobConfig, parse_job, read_yaml
 from rolecall.core.errors import ConfigError
 from rolecall.core.journal.database import redacted
 
-DEMO_FAULTS = ("rollout-kill", "trainer-hang", "rollout-slow")
 DEMO_HORIZON_SECONDS = 3600.0
 """The demo's job counts as running for an hour: without a horizon, tolerating a slow replica is often right."""
 GAP_SECONDS = (3.0, 10.0)

@@ -1,22 +1,29 @@
-"""Renders a run for the terminal: live, as lines without a terminal, and as the final summary. Pure.
+"""Shows a run on the terminal: live, as lines without a terminal, and as the final summary. Pure, but for `Screen`.
 
 External text goes through `plain` into `Text`, never into markup: a replica named `[red]` is shown as `[red]`, and no
 escape sequence reaches the terminal. The live view fits into 80 x 24.
 """
 
+import logging
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 from rich import box
-from rich.console import Group, RenderableType
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from rolecall.core.journal.journal import Journal
 from rolecall.core.text import plain, seconds
+from rolecall.recovery.incidents import IncidentProjection
 from rolecall.reports.charts import ROLE_ORDER, key_of
 from rolecall.reports.html import headline
-from rolecall.views.snapshot import IncidentRow, ReplicaRow, RunSnapshot
+from rolecall.views.journal_reader import JournalReader
+from rolecall.views.snapshot import IncidentRow, ReplicaRow, RunSnapshot, RunSnapshotProjection
+
+logger = logging.getLogger(__name__)
 
 CHART_ROWS = 4
 CHART_LABEL = 6  # columns left of the reward curve
@@ -45,11 +52,13 @@ def _line(*pieces: tuple[str, str]) -> Text:
     return Text.assemble(*((plain(text), style) for text, style in pieces), no_wrap=True, overflow="ellipsis")
 
 
-def _head(s: RunSnapshot, title: str) -> Text:
+def _head(snapshot: RunSnapshot, title: str) -> Text:
     state = (
-        ("paused: " + s.paused, "bold yellow") if s.paused else (s.ended or "running", "bold" if s.ended else "green")
+        ("paused: " + snapshot.paused, "bold yellow")
+        if snapshot.paused
+        else (snapshot.ended or "running", "bold" if snapshot.ended else "green")
     )
-    age = "" if s.started_at is None else f"  {seconds(s.elapsed_seconds)}"
+    age = "" if snapshot.started_at is None else f"  {seconds(snapshot.elapsed_seconds)}"
     return _line((title or "rolecall", "bold"), ("  ", ""), state, (age, "dim"))
 
 
@@ -77,17 +86,17 @@ def _chip(row: ReplicaRow) -> list[tuple[str, str]]:
     return [(f"{_SIGN.get(row.state, '?')} ", style), (f"{index}{again}{said}   ", "" if row.serves else style)]
 
 
-def _progress(s: RunSnapshot) -> Text:
-    if s.step < 0:
-        return _line((s.note or "starting", "dim"))
-    of = f"/{s.num_steps}" if s.num_steps else ""
-    reward = f"{s.rewards[-1]:.2f}" if s.rewards else "-"
-    rate = f"{s.tokens_per_second:,.0f}" if s.tokens_per_second is not None else "-"
-    pace = f"{s.step_seconds:.2f}" if s.step_seconds is not None else "-"
+def _progress(snapshot: RunSnapshot) -> Text:
+    if snapshot.step < 0:
+        return _line((snapshot.note or "starting", "dim"))
+    of = f"/{snapshot.num_steps}" if snapshot.num_steps else ""
+    reward = f"{snapshot.rewards[-1]:.2f}" if snapshot.rewards else "-"
+    rate = f"{snapshot.tokens_per_second:,.0f}" if snapshot.tokens_per_second is not None else "-"
+    pace = f"{snapshot.step_seconds:.2f}" if snapshot.step_seconds is not None else "-"
     return _line(
-        ("step ", "dim"), (f"{s.step + 1}{of}", "bold"), ("   reward ", "dim"), (reward, "bold"),
+        ("step ", "dim"), (f"{snapshot.step + 1}{of}", "bold"), ("   reward ", "dim"), (reward, "bold"),
         ("   tokens/s ", "dim"), (rate, "bold"), ("   s/step ", "dim"), (pace, "bold"),
-        ("   epoch ", "dim"), (str(s.epoch), "bold"),
+        ("   epoch ", "dim"), (str(snapshot.epoch), "bold"),
     )  # fmt: skip
 
 
@@ -138,10 +147,10 @@ def braille(values: Sequence[float], columns: int, rows: int, low: float, high: 
     return ["".join(chr(0x2800 + bits) for bits in row) for row in cells]
 
 
-def _incidents(s: RunSnapshot, width: int) -> list[RenderableType]:
+def _incidents(snapshot: RunSnapshot, width: int) -> list[RenderableType]:
     parts: list[RenderableType] = []
-    for n, incident in enumerate(reversed(s.open_incidents[-OPEN_SHOWN:])):
-        age = seconds(max(0.0, s.now - incident.opened_at))
+    for n, incident in enumerate(reversed(snapshot.open_incidents[-OPEN_SHOWN:])):
+        age = seconds(max(0.0, snapshot.now - incident.opened_at))
         what, who = (f"▲ {incident.fault_class}", "bold red"), (f"  {_who(incident)}  ", "bold")
         parts.append(_line(what, who, (f"{incident.stage}, {age}", "yellow")))
         if n == 0:  # the newest in full, the others by name
@@ -149,11 +158,11 @@ def _incidents(s: RunSnapshot, width: int) -> list[RenderableType]:
             parts.append(Padding(Text(sentence), (0, 0, 0, 2)))
             if incident.detail != incident.because:  # a plan often gives the diagnosis as its reason
                 parts.append(_line(("  " + incident.detail, "dim")))
-    if not s.open_incidents:
+    if not snapshot.open_incidents:
         parts.append(_line(("no open incidents", "dim")))
-    closed = s.closed_incidents[-1:] if s.open_incidents else s.closed_incidents
+    closed = snapshot.closed_incidents[-1:] if snapshot.open_incidents else snapshot.closed_incidents
     for incident in reversed(closed):
-        took = seconds((incident.closed_at or s.now) - incident.opened_at)
+        took = seconds((incident.closed_at or snapshot.now) - incident.opened_at)
         sign, style = ("✓", "green") if incident.stage == "resolved" else ("✕", "yellow")
         parts.append(_line((f"{sign} {incident.stage} ", style), (f"{_who(incident)} ", ""),
                            (f"{incident.fault_class}, {took}: {incident.because}", "dim")))  # fmt: skip
@@ -224,19 +233,99 @@ def _table(report: Mapping[str, Any]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
     for name in ("", "fault", "target", "named", "found", "resolved", "lost"):
         table.add_column(name, justify="right" if name in ("found", "resolved") else "left", overflow="ellipsis")
-    for n, i in enumerate(report["incidents"]):
-        fault = i["fault"]
-        kind, target = (fault["kind"], fault["target"]) if fault else (i["fault_class"], "not injected")
-        resolved = seconds(i["cured_seconds"]) if i["cured_seconds"] is not None else i["outcome"]
+    for n, incident in enumerate(report["incidents"]):
+        fault = incident["fault"]
+        kind, target = (fault["kind"], fault["target"]) if fault else (incident["fault_class"], "not injected")
+        resolved = seconds(incident["cured_seconds"]) if incident["cured_seconds"] is not None else incident["outcome"]
         cells = (
             kind,
             target,
-            ", ".join(i["suspects"]),
-            seconds(i["detected_seconds"]),
+            ", ".join(incident["suspects"]),
+            seconds(incident["detected_seconds"]),
             resolved,
-            f"{i['tokens_lost']} tokens",
+            f"{incident['tokens_lost']} tokens",
         )
         table.add_row(key_of(n), *(Text(plain(c)) for c in cells))
     for n, fault in enumerate(report["missed"], start=len(report["incidents"])):
         table.add_row(key_of(n), Text(plain(fault["kind"])), Text(plain(fault["target"])), Text("missed", style="red"))
     return table
+
+
+# --- reading the journal, drawing ----------------------------------------------------------------------------------
+
+
+class Screen:
+    """Shows one run, redrawn in place (`live`) or as lines. A context manager."""
+
+    def __init__(self, *, live: bool, title: str, num_steps: int | None = None, console: Console | None = None) -> None:
+        self._console = console or Console(highlight=False, markup=False)
+        self._title = title
+        self._projection, self._incidents = RunSnapshotProjection(num_steps=num_steps), IncidentProjection()
+        self._reader = JournalReader()
+        self._before: RunSnapshot | None = None
+        self._note = ""
+        self._printed: list[str] = []
+        self._size = self._console.size
+        self._live = Live(console=self._console, auto_refresh=False, vertical_overflow="ellipsis") if live else None
+
+    def __enter__(self) -> Self:
+        if self._live is not None:
+            self._live.start()
+        else:
+            self._print(self._title)
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def note(self, text: str) -> None:
+        """Status text while there is nothing to draw yet."""
+        self._note = text
+        if self._live is None:
+            self._print(text)
+        elif self._before is None:
+            self._draw(RunSnapshot(now=0.0, note=text))
+
+    def say(self, text: str) -> None:
+        """Prints a line that stays above the display."""
+        self._printed.append(text)
+        self._print(text)
+
+    def draw(self, journal: Journal, now: float) -> None:
+        """Reads and shows new events. `now`: monotonic seconds, for the log; the display uses wall time."""
+        try:
+            projection = self._projection
+            for page in self._reader.pages(journal):
+                projection.read(page.events)
+                self._incidents.take(page.events, page.damaged)
+            snapshot = projection.snapshot(
+                journal.clock.wall(),
+                journal.desired(),
+                journal.current(),
+                journal.flag("paused"),
+                self._note,
+                self._incidents.incidents.values(),
+            )
+            if self._live is not None:
+                self._draw(snapshot)
+            else:
+                for line in plain_lines(self._before, snapshot):
+                    self._print(line)
+            self._before = snapshot
+        except Exception:
+            # Deliberate: a failing display must not stop the run; it is drawn again next time.
+            logger.exception("cannot draw at %.1f", now)
+
+    def _draw(self, snapshot: RunSnapshot) -> None:
+        assert self._live is not None
+        if self._console.size != self._size:
+            # The terminal moved or wrapped the lines drawn last, so their position is unknown.
+            self._size = self._console.size
+            self._console.clear()
+            for text in self._printed:
+                self._print(text)
+        self._live.update(render(snapshot, self._title, self._console.width), refresh=True)
+
+    def _print(self, text: str) -> None:
+        self._console.print(plain(text, 500), markup=False, highlight=False, soft_wrap=True)

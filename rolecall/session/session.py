@@ -8,7 +8,7 @@ import json
 import logging
 import shutil
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,10 +28,9 @@ from rolecall.reports.report import write_report
 from rolecall.rl_runtime.cluster.ray_commands import check_ray
 from rolecall.rl_runtime.cluster.reconcile import place
 from rolecall.rl_runtime.cluster.supervisor import Supervisor
-from rolecall.session import live
-from rolecall.session.children import Child, rolecall_command
-from rolecall.session.dashboard import DashboardBeside
+from rolecall.session.children import Child, DashboardBeside, rolecall_command
 from rolecall.session.demo import DemoStage, FaultSchedule, ScheduledFault, View
+from rolecall.session.display import Screen
 from rolecall.watch.addresses import withdraw
 
 logger = logging.getLogger(__name__)
@@ -50,9 +49,11 @@ LATE_CHECKS_MAX = int(WATCH_STUCK_SECONDS / LEASE_CHECK_SECONDS)
 fault."""
 WATCH_RESTARTS_MAX = 20
 """Restarts of `watch`, as by a service manager; more indicate a defect."""
-JOURNAL_FAILURES_MAX = 2
-"""Consecutive ticks that may fail because the journal's server is unavailable (each waits `store.BUSY_SECONDS`)."""
+JOURNAL_WAIT_SECONDS = 120.0
+"""How long the journal may be unavailable (its server restarts, its disk is full) before the run is stopped."""
+JOURNAL_RETRY_SECONDS = 1.0
 HOLD_FLAG, DONE_FLAG = "hold", "done"
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Interrupted(BaseException):
@@ -85,7 +86,7 @@ class Session:
         check_ray()  # these two raise before a directory exists
         place(self.job)
         run, journal = self._create()
-        screen = live.Screen(
+        screen = Screen(
             live=self.show,
             title=f"{self.job.name} · {self.job.learns} · run {run.run_id} · seed {self.job.seed}",
             num_steps=self.job.num_steps,
@@ -94,7 +95,7 @@ class Session:
         watch = Child(rolecall_command("watch", "run", str(run.path)), run.logs / "watch.log", run)
         beside = DashboardBeside(run) if self.dashboard else None
         outcome, because = "failed", "ended before it was done"
-        with _interrupts():
+        with _signals_to(_interrupt):
             try:
                 with screen:
                     journal.set_flag(HOLD_FLAG, "faults or minutes remain")
@@ -110,7 +111,8 @@ class Session:
                 because = f"{type(e).__name__}: {e}"
                 raise
             finally:
-                with _uninterrupted(), ExitStack() as last:  # each callback runs, whatever the previous one raised
+                # The shutdown completes, and each callback runs, whatever the previous one raised.
+                with _signals_to(signal.SIG_IGN), ExitStack() as last:
                     last.callback(journal.close)
                     last.callback(withdraw, run)
                     ended = RunEnded(outcome=outcome, because=because, faults_wanted=self.injected)
@@ -141,14 +143,14 @@ class Session:
         journal: Journal,
         supervisor: Supervisor,
         watch: Child,
-        screen: live.Screen,
+        screen: Screen,
         beside: DashboardBeside | None = None,
     ) -> tuple[str, str]:
         """Runs until the controller reports done: (outcome, because)."""
         started_at = self.clock.monotonic()
         drawn_at = viewed_at = 0.0
         holds = True
-        failures = 0
+        unavailable_since: float | None = None
         while True:
             now = self.clock.monotonic()
             try:
@@ -163,13 +165,14 @@ class Session:
                     journal.set_flag(HOLD_FLAG, None)
                     holds = False
                 done = journal.flag(DONE_FLAG)
-                failures = 0
-            except JournalUnavailable as e:
-                # Its server became unavailable within a transaction. The next tick waits for it and rereads the state.
-                failures += 1
-                if failures > JOURNAL_FAILURES_MAX:
+                unavailable_since = None
+            except JournalUnavailable as error:
+                # The next tick rereads the state, so nothing that this one left undone is lost.
+                unavailable_since = now if unavailable_since is None else unavailable_since
+                if now - unavailable_since > JOURNAL_WAIT_SECONDS:
                     raise
-                screen.note(str(e))
+                screen.note(str(error))
+                self.clock.sleep(JOURNAL_RETRY_SECONDS)
                 continue
             if beside is not None and (news := beside.news()):
                 screen.say(news)
@@ -257,29 +260,18 @@ def read_injections(run: RunDir) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
 
-@contextmanager
-def _interrupts() -> Iterator[None]:
-    """Within: SIGINT and SIGTERM raise Interrupted, once."""
-
-    def handle(_signal: int, _frame: FrameType | None) -> None:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, signal.SIG_IGN)  # a second Ctrl-C must not interrupt the shutdown
-        raise Interrupted
-
-    before = {s: signal.signal(s, handle) for s in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+def _interrupt(_signal: int, _frame: FrameType | None) -> None:
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)  # a second Ctrl-C must not interrupt the shutdown
+    raise Interrupted
 
 
 @contextmanager
-def _uninterrupted() -> Iterator[None]:
-    """Within: SIGINT and SIGTERM are ignored, so that the shutdown completes."""
-    before = {s: signal.signal(s, signal.SIG_IGN) for s in (signal.SIGINT, signal.SIGTERM)}
+def _signals_to(handler: Callable[[int, FrameType | None], None] | signal.Handlers) -> Iterator[None]:
+    """Within: SIGINT and SIGTERM go to `handler`."""
+    before = {number: signal.signal(number, handler) for number in SIGNALS}
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for number, was in before.items():
+            signal.signal(number, was)

@@ -2,24 +2,18 @@
 
 `FakeRuntime` plays supervisor and controller: it reads desired records and starts incarnations, each after a delay,
 unless scripted to die during start. `FakeDetector` knows the scripted faults and reports them after its delay, while
-they last. `KillSwitch` ends the loop at the n-th journal write or actuator call."""
+they last."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import sqlalchemy as sa
-
-from rolecall.core.clock import Clock, FakeClock
-from rolecall.core.diagnosis import ActionKind, Diagnosis, Plan, Suspect
+from rolecall.core.clock import Clock
+from rolecall.core.diagnosis import Diagnosis, Suspect
 from rolecall.core.faults import FaultClass
 from rolecall.core.ids import NodeId, ReplicaId, split_replica
-from rolecall.core.journal.events import Event
-from rolecall.core.journal.journal import Journal, Lease
-from rolecall.core.journal.payloads import Payload
+from rolecall.core.journal.journal import Journal
 from rolecall.core.membership import Actual, Desired, ReplicaState
-from rolecall.recovery.actuators.base import ActionResult, Actuator
 from rolecall.recovery.interfaces import Message
 
 FLEET = ("controller/0", "reward/0", "reward/1", "rollout/0", "rollout/1", "rollout/2", "trainer/0", "trainer/1")
@@ -33,7 +27,7 @@ class FakeObservation:
 
 
 class FakeSource:
-    """Looks without waiting."""
+    """Polls without waiting."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -197,7 +191,7 @@ def diagnosis(
 
 @dataclass(slots=True)
 class RecordingNotifier:
-    """A person who hears everything at once."""
+    """Receives every notification at once."""
 
     channel: str = "test"
     settled_seq: int = 0
@@ -214,101 +208,3 @@ class RecordingNotifier:
 
     def close(self, seconds: float) -> None:
         del seconds
-
-
-class SimulatedKill(BaseException):
-    """SIGKILL, as far as one thread can play it: no handler of the product may catch it."""
-
-
-class KillSwitch:
-    """Counts the points where a watch may die: before and after each write, before and after each action."""
-
-    def __init__(self) -> None:
-        self.points: list[str] = []
-        self.num_transactions = 0  # begun for writing, whichever method did it
-        self.dies_at: int | None = None  # index into `points`; None: never
-        self.dies_before = ""  # or: before the next call of this name
-
-    def point(self, what: str) -> None:
-        self.points.append(what)
-        counted = self.dies_at is not None and len(self.points) - 1 == self.dies_at
-        if counted or (self.dies_before and what == f"before {self.dies_before}"):
-            raise SimulatedKill(what)
-
-    def around(self, what: str, call: Callable[[], Any]) -> Any:
-        self.point(f"before {what}")
-        result = call()
-        self.point(f"after {what}")
-        return result
-
-
-class KillableJournal(Journal):
-    """A journal whose every write passes a `KillSwitch`."""
-
-    def __init__(self, url: str, *, clock: FakeClock, switch: KillSwitch) -> None:
-        super().__init__(url, clock=clock)
-        self._switch = switch
-        begin = self.store.write
-
-        @contextmanager
-        def counted() -> Iterator[sa.Connection]:
-            switch.num_transactions += 1
-            with begin() as conn:
-                yield conn
-
-        # What passes no switch shows in this count.
-        self.store.write = counted  # type: ignore[method-assign]
-
-    def append(self, payload: Payload, **more: Any) -> Event:
-        event: Event = self._switch.around(
-            f"append {payload.kind}", lambda: super(KillableJournal, self).append(payload, **more)
-        )
-        return event
-
-    def acquire(self, name: str, holder: str, ttl_seconds: float) -> Lease | None:
-        lease: Lease | None = self._switch.around(
-            "acquire", lambda: super(KillableJournal, self).acquire(name, holder, ttl_seconds)
-        )
-        return lease
-
-    def release(self, lease: Lease) -> None:
-        self._switch.around("release", lambda: super(KillableJournal, self).release(lease))
-
-    def set_desired(self, record: Desired, **more: Any) -> bool:
-        done: bool = self._switch.around(
-            "set_desired", lambda: super(KillableJournal, self).set_desired(record, **more)
-        )
-        return done
-
-    def set_flag(self, name: str, value: str | None) -> None:
-        self._switch.around(f"set_flag {name}", lambda: super(KillableJournal, self).set_flag(name, value))
-
-    def save_window(self, incident_id: str, name: str, value: Any) -> None:
-        self._switch.around("save_window", lambda: super(KillableJournal, self).save_window(incident_id, name, value))
-
-
-class KillableActuator:
-    """An actuator whose every action passes a `KillSwitch`, and is counted."""
-
-    def __init__(self, inner: Actuator, switch: KillSwitch) -> None:
-        self._inner, self._switch = inner, switch
-        self.performed: list[Plan] = []
-
-    @property
-    def name(self) -> str:
-        return self._inner.name
-
-    @property
-    def supports(self) -> frozenset[ActionKind]:
-        return self._inner.supports
-
-    def failure_unit(self, replica: str) -> str:
-        return self._inner.failure_unit(replica)
-
-    def also_hit(self, plan: Plan) -> tuple[str, ...]:
-        return self._inner.also_hit(plan)
-
-    def perform(self, plan: Plan, lease: Lease) -> ActionResult:
-        self.performed.append(plan)
-        result: ActionResult = self._switch.around("perform", lambda: self._inner.perform(plan, lease))
-        return result

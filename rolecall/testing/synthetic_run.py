@@ -12,15 +12,12 @@ Faults are set on a process from outside and leave the traces that the real ones
 
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from rolecall.core.ids import NodeId
+from rolecall.core.ids import NodeId, ProcessId
 from rolecall.core.telemetry import AgentEvent, AgentEventKind, HostSample, Phase, ProcessSample, SampleBatch
 from rolecall.detector.base.observation import Observation
-from rolecall.testing.synthetic_process import HANGS, SLOWNESSES, WALL_OFFSET, FakeFault, FakeProcess
-
-__all__ = ["HANGS", "SLOWNESSES", "FakeFault", "FakeFleet", "FakeProcess", "Load"]
 
 TICK_SECONDS = 0.02
 SAMPLE_TICKS = 10  # the agents sample every 0.2 s
@@ -31,12 +28,120 @@ TAIL_PROBABILITY = 0.005
 TAIL_SECONDS_MAX = 0.4
 
 
+WALL_OFFSET = 1_700_000_000.0
+
+HANGS = ("stopped", "gil_loop", "lock", "read")
+SLOWNESSES = ("duty_cycle", "cpu_quota", "unit_delay")
+THROTTLED_READ_SECONDS = 2.0 - 1e-6
+"""Agents read a cgroup's throttling this often, and run delay, of which it is a part, with every sample."""
+
+
+@dataclass(slots=True)
+class FakeFault:
+    """What is wrong with a process. `share`: of CPU time left (duty_cycle, cpu_quota); `factor`: of unit_delay."""
+
+    kind: str
+    share: float = 0.25
+    factor: float = 4.0
+
+
+@dataclass(slots=True)
+class FakeProcess:
+    """One process of the run: the counters that a reporter and /proc would show."""
+
+    role: str
+    index: int
+    node: str
+    pid: int
+    incarnation: int
+    unit_seconds: Callable[[], float]  # CPU seconds of the next unit
+    replica: str = ""
+    fault: FakeFault | None = None
+    alive: bool = True
+    phase: str = Phase.START
+    phase_since: float = 0.0
+    phase_entries: int = 1
+    step: int = -1
+    epoch: int = 1
+    version: int = 0
+    progress: int = 0
+    progress_at: float = 0.0
+    beats: float = 0.0
+    entered: int = 0
+    done: int = 0
+    busy: float = 0.0
+    units: int = 0
+    tokens: int = 0
+    tokens_of_unit: int = 0
+    joined: bool = False  # trainer: member of the epoch
+    requests: int = 0
+    cpu: float = 0.0
+    run_delay: float = 0.0
+    throttled: float = 0.0
+    throttled_read: float = 0.0  # what the agent last read of it, and when
+    throttled_read_at: float = 0.0
+    left: float = 0.0  # CPU seconds left of the unit
+    wall_of_unit: float = 0.0
+    delay_left: float = 0.0
+    units_due: int = 0  # of this phase; 0 in a phase without work
+    until: float = math.inf  # a timed phase ends here
+    after: str = ""
+
+    def __post_init__(self) -> None:
+        self.replica = self.replica or f"{self.role}/{self.index}"
+
+    @property
+    def process(self) -> ProcessId:
+        return ProcessId(node=NodeId(self.node), pid=self.pid, start_ticks=self.pid * 7)
+
+    def enter(self, phase: str, now: float, *, units: int = 0, seconds: float = math.inf) -> None:
+        self.phase, self.phase_since = phase, now
+        self.phase_entries += 1
+        self.units_due, self.until, self.left = units, now + seconds, 0.0
+
+    def sample(self, now: float) -> ProcessSample:
+        stopped = self.fault is not None and self.fault.kind == "stopped"
+        if now - self.throttled_read_at >= THROTTLED_READ_SECONDS:
+            self.throttled_read, self.throttled_read_at = self.throttled, now
+        return ProcessSample(
+            process=self.process,
+            role=self.role,
+            replica=self.replica,
+            rank=0,
+            incarnation=self.incarnation,
+            at=now,
+            wall_at=now + WALL_OFFSET,
+            alive=self.alive,
+            page_ok=True,
+            epoch=self.epoch,
+            phase=self.phase,
+            phase_since=self.phase_since,
+            phase_entries=self.phase_entries,
+            step=self.step,
+            policy_version=self.version,
+            progress=self.progress,
+            progress_at=self.progress_at,
+            beats=int(self.beats),
+            collectives_entered=self.entered,
+            collectives_done=self.done,
+            busy_seconds=self.busy,
+            work_units=self.units,
+            tokens=self.tokens,
+            requests_active=self.requests,
+            proc_state="T" if stopped else "S",
+            cpu_seconds=self.cpu,
+            run_delay_seconds=self.run_delay * 1.1,
+            main_run_delay_seconds=self.run_delay,
+            throttled_seconds=self.throttled_read,
+        )
+
+
 @dataclass(slots=True)
 class Load:
     """How busy the machine is: `contention` CPUs wanted beyond those there are, and bursts on top."""
 
     num_cpus: float = 2.0
-    background: float = 0.3  # CPUs that agents, raylets and the like use
+    background: float = 0.3  # CPUs that agents, raylets and other processes use
     burst_until: float = 0.0
     burst: float = 0.0
     slowdown: float = 1.0  # all CPUs slower by this: frequency, cache, a neighbour on the same core
@@ -77,7 +182,7 @@ class FakeFleet:
     # --- what tests do to it
 
     def start(self, role: str, index: int, incarnation: int, node: str | None = None) -> FakeProcess:
-        """A fresh process of this replica; a former one is forgotten (kill it first)."""
+        """A fresh process of this replica; the previous one is forgotten (kill it first)."""
         self._pid += 1
         cost = {
             "trainer": lambda: self.microbatch_seconds * self.rng.uniform(0.4, 1.6),
@@ -85,38 +190,38 @@ class FakeFleet:
             "controller": lambda: 0.004,
         }
         where = node or f"node-{role}-{index}"
-        p = FakeProcess(role, index, where, self._pid, incarnation, cost.get(role, lambda: 0.001))
+        process = FakeProcess(role, index, where, self._pid, incarnation, cost.get(role, lambda: 0.001))
         if role == "rollout":
-            p.unit_seconds = lambda: self.engine_step_seconds * (0.6 + 0.4 * p.requests / 16)
-        p.phase_since = p.progress_at = self.now
-        p.until = self.now + self.rng.uniform(2.0, 6.0)
-        self.processes[p.replica] = p
-        self.event(AgentEventKind.REGISTERED, p)
-        return p
+            process.unit_seconds = lambda: self.engine_step_seconds * (0.6 + 0.4 * process.requests / 16)
+        process.phase_since = process.progress_at = self.now
+        process.until = self.now + self.rng.uniform(2.0, 6.0)
+        self.processes[process.replica] = process
+        self.event(AgentEventKind.REGISTERED, process)
+        return process
 
-    def event(self, kind: AgentEventKind, p: FakeProcess, **detail: str) -> None:
+    def event(self, kind: AgentEventKind, process: FakeProcess, **detail: str) -> None:
         self._seq += 1
         self.events.append(
             AgentEvent(
                 seq=self._seq,
                 kind=kind,
-                node=NodeId(p.node),
+                node=NodeId(process.node),
                 at=self.now,
                 wall_at=self.now + WALL_OFFSET,
-                process=p.process,
-                role=p.role,
-                replica=p.replica,
-                incarnation=p.incarnation,
+                process=process.process,
+                role=process.role,
+                replica=process.replica,
+                incarnation=process.incarnation,
                 detail=detail,
             )
         )
 
     def kill(self, replica: str, *, signal: str = "9") -> FakeProcess:
         """SIGKILL: the process is gone, and its agent reports it at once."""
-        p = self.processes.pop(replica)
-        p.alive = False
-        self.event(AgentEventKind.EXITED, p, last_phase=p.phase, signal=signal)
-        if p.role == "trainer":
+        process = self.processes.pop(replica)
+        process.alive = False
+        self.event(AgentEventKind.EXITED, process, last_phase=process.phase, signal=signal)
+        if process.role == "trainer":
             # The collective fails at the survivors; the step begins again once all have joined a new epoch.
             for peer in self.processes.values():
                 if peer.role == "trainer":
@@ -124,18 +229,18 @@ class FakeFleet:
                     peer.done = peer.entered = peer.entered + (-peer.entered) % BUCKETS
                     if peer.phase in (Phase.REDUCE, Phase.COMPUTE):
                         peer.enter(Phase.WAIT, self.now)
-        return p
+        return process
 
     def promote(self, standby: str, replica: str, incarnation: int) -> FakeProcess:
         """The same process takes the name of the replica that it replaces."""
-        p = self.processes.pop(standby)
+        process = self.processes.pop(standby)
         role, _, index = replica.partition("/")
-        p.role, p.index, p.replica, p.incarnation = role, int(index), replica, incarnation
-        p.unit_seconds = lambda: self.engine_step_seconds * (0.6 + 0.4 * p.requests / 16)
-        p.enter(Phase.UPDATE, self.now, seconds=0.3)
-        self.processes[replica] = p
-        self.event(AgentEventKind.REGISTERED, p)
-        return p
+        process.role, process.index, process.replica, process.incarnation = role, int(index), replica, incarnation
+        process.unit_seconds = lambda: self.engine_step_seconds * (0.6 + 0.4 * process.requests / 16)
+        process.enter(Phase.UPDATE, self.now, seconds=0.3)
+        self.processes[replica] = process
+        self.event(AgentEventKind.REGISTERED, process)
+        return process
 
     def burst(self, seconds: float, cpus: float) -> None:
         """A neighbour eats `cpus` cores for a while, as a starting vLLM process does."""
@@ -196,151 +301,153 @@ class FakeFleet:
         if self.now < self.load.burst_until:
             demand += self.load.burst
         share = min(1.0, self.load.num_cpus / demand) if demand else 1.0
-        for p in list(self.processes.values()):
-            self._advance(p, share)
+        for process in list(self.processes.values()):
+            self._advance(process, share)
         self._coordinate()
         if self.ticks % SAMPLE_TICKS == 0:
-            for p in self.processes.values():
-                self._samples.setdefault(p.node, []).append(p.sample(self.now))
+            for process in self.processes.values():
+                self._samples.setdefault(process.node, []).append(process.sample(self.now))
 
-    def _wants_cpu(self, p: FakeProcess) -> bool:
-        if p.fault is not None:
-            if p.fault.kind in ("stopped", "lock", "read"):
+    def _wants_cpu(self, process: FakeProcess) -> bool:
+        if process.fault is not None:
+            if process.fault.kind in ("stopped", "lock", "read"):
                 return False
-            if p.fault.kind == "gil_loop":
+            if process.fault.kind == "gil_loop":
                 return True
-        return p.units_due > 0 or p.phase == Phase.START
+        return process.units_due > 0 or process.phase == Phase.START
 
-    def _advance(self, p: FakeProcess, share: float) -> None:
-        kind = p.fault.kind if p.fault else ""
+    def _advance(self, process: FakeProcess, share: float) -> None:
+        kind = process.fault.kind if process.fault else ""
         if kind == "stopped":
             return
         mine = share * self.rng.uniform(0.7, 1.3)
         mine = min(1.0, mine)
         if kind == "gil_loop":
-            p.cpu += TICK_SECONDS * mine
-            p.run_delay += 0.0  # the working thread waits for the interpreter, not for a CPU
+            process.cpu += TICK_SECONDS * mine
+            process.run_delay += 0.0  # the working thread waits for the interpreter, not for a CPU
             return
-        p.beats += TICK_SECONDS / 0.1
+        process.beats += TICK_SECONDS / 0.1
         if kind in ("lock", "read"):
             return
-        if not self._wants_cpu(p):
-            p.cpu += TICK_SECONDS * 0.01
-            if self.now >= p.until:
-                self._timed_out(p)
+        if not self._wants_cpu(process):
+            process.cpu += TICK_SECONDS * 0.01
+            if self.now >= process.until:
+                self._timed_out(process)
             return
-        self._work(p, mine, kind)
+        self._work(process, mine, kind)
 
-    def _work(self, p: FakeProcess, mine: float, kind: str) -> None:
+    def _work(self, process: FakeProcess, mine: float, kind: str) -> None:
         run_share, got = mine, TICK_SECONDS * mine
-        fault_share = p.fault.share if p.fault else 1.0
+        fault_share = process.fault.share if process.fault else 1.0
         if kind == "duty_cycle":
             got *= fault_share
         elif kind == "cpu_quota":
-            p.throttled += TICK_SECONDS * max(0.0, 1 - fault_share / max(run_share, fault_share))
+            process.throttled += TICK_SECONDS * max(0.0, 1 - fault_share / max(run_share, fault_share))
             got = TICK_SECONDS * min(run_share, fault_share)
-        if p.phase == Phase.START:
-            p.cpu += got
-            p.run_delay += TICK_SECONDS * (1 - run_share)
-            if self.now >= p.until:
-                self._timed_out(p)
+        if process.phase == Phase.START:
+            process.cpu += got
+            process.run_delay += TICK_SECONDS * (1 - run_share)
+            if self.now >= process.until:
+                self._timed_out(process)
             return
-        ran = self._units(p, got / self.load.slowdown, kind)  # wall seconds not spent asleep
-        p.cpu += got * ran / TICK_SECONDS
+        ran = self._units(process, got / self.load.slowdown, kind)  # wall seconds not spent asleep
+        process.cpu += got * ran / TICK_SECONDS
         if kind == "duty_cycle":
-            p.run_delay += ran * fault_share * (1 - run_share)
+            process.run_delay += ran * fault_share * (1 - run_share)
         else:
-            p.run_delay += max(0.0, ran - got * ran / TICK_SECONDS)
+            process.run_delay += max(0.0, ran - got * ran / TICK_SECONDS)
 
-    def _units(self, p: FakeProcess, cpu: float, kind: str) -> float:
+    def _units(self, process: FakeProcess, cpu: float, kind: str) -> float:
         """Works off units; the tick's wall time is shared among them as the CPU time is. Wall seconds at work."""
         wall_per_cpu = TICK_SECONDS / cpu if cpu > 0 else 0.0
         budget, wall, ran = cpu, TICK_SECONDS, 0.0
-        while p.units_due > 0 and wall > 1e-12:
-            if p.left <= 0 and p.delay_left <= 0:
-                p.left = self._cost(p)
-                p.wall_of_unit = 0.0
-                if kind == "unit_delay" and p.fault:
-                    p.delay_left = p.left * (p.fault.factor - 1)
-            used = min(p.left, budget)
-            p.left -= used
+        while process.units_due > 0 and wall > 1e-12:
+            if process.left <= 0 and process.delay_left <= 0:
+                process.left = self._cost(process)
+                process.wall_of_unit = 0.0
+                if kind == "unit_delay" and process.fault:
+                    process.delay_left = process.left * (process.fault.factor - 1)
+            used = min(process.left, budget)
+            process.left -= used
             budget -= used
             wall -= used * wall_per_cpu
             ran += used * wall_per_cpu
-            p.wall_of_unit += used * wall_per_cpu
-            if p.left > 1e-12:
+            process.wall_of_unit += used * wall_per_cpu
+            if process.left > 1e-12:
                 break
-            p.left = 0.0
-            slept = min(p.delay_left, max(0.0, wall))
-            p.delay_left -= slept
-            p.wall_of_unit += slept
+            process.left = 0.0
+            slept = min(process.delay_left, max(0.0, wall))
+            process.delay_left -= slept
+            process.wall_of_unit += slept
             wall -= slept
             budget = min(budget, wall / wall_per_cpu) if wall_per_cpu else 0.0
-            if p.delay_left > 1e-12:
+            if process.delay_left > 1e-12:
                 break
-            p.delay_left = 0.0
-            self._finish_unit(p, self.now - max(0.0, wall))
+            process.delay_left = 0.0
+            self._finish_unit(process, self.now - max(0.0, wall))
         return ran
 
-    def _cost(self, p: FakeProcess) -> float:
-        size = p.unit_seconds()
-        p.tokens_of_unit = max(1, p.requests) if p.role == "rollout" else int(size * 2000)
+    def _cost(self, process: FakeProcess) -> float:
+        size = process.unit_seconds()
+        process.tokens_of_unit = max(1, process.requests) if process.role == "rollout" else int(size * 2000)
         cost = size * self.rng.lognormvariate(0.0, 0.15)
         if self.rng.random() < TAIL_PROBABILITY:
             cost = max(cost * self.rng.uniform(1.5, 3.0), self.rng.uniform(0.05, TAIL_SECONDS_MAX))
         return max(cost, 1e-4)
 
-    def _finish_unit(self, p: FakeProcess, at: float) -> None:
-        p.progress += 1
-        p.progress_at = at
-        p.units += 1
-        p.busy += p.wall_of_unit
-        p.units_due -= 1
+    def _finish_unit(self, process: FakeProcess, at: float) -> None:
+        process.progress += 1
+        process.progress_at = at
+        process.units += 1
+        process.busy += process.wall_of_unit
+        process.units_due -= 1
         if self.tokens_reported:
-            p.tokens += p.tokens_of_unit
-        if p.units_due == 0:
-            self._work_done(p)
+            process.tokens += process.tokens_of_unit
+        if process.units_due == 0:
+            self._work_done(process)
 
     # --- what roles do
 
-    def _timed_out(self, p: FakeProcess) -> None:
+    def _timed_out(self, process: FakeProcess) -> None:
         """A timed phase is over."""
-        if p.phase == Phase.START:
-            p.enter(Phase.WAIT if p.role in ("trainer", "reward", "standby") else Phase.IDLE, self.now)
-            if p.role == "controller":
-                p.enter(Phase.CONTROL, self.now, units=1)
-        elif p.phase == Phase.UPDATE:
-            p.version = self.version
-            p.enter(Phase.GENERATE if p.requests else Phase.IDLE, self.now, units=1 if p.requests else 0)
-        elif p.phase == Phase.OPTIMIZER:
-            p.enter(Phase.PUBLISH, self.now, seconds=0.02)
-        elif p.phase == Phase.PUBLISH:
-            p.version = p.step + 1
-            self.version = max(self.version, p.version)
-            p.enter(Phase.WAIT, self.now)
-        elif p.phase == Phase.CONTROL:
-            p.enter(Phase.CONTROL, self.now, units=1)
-            p.phase_entries -= 1  # one phase, many turns
+        if process.phase == Phase.START:
+            process.enter(Phase.WAIT if process.role in ("trainer", "reward", "standby") else Phase.IDLE, self.now)
+            if process.role == "controller":
+                process.enter(Phase.CONTROL, self.now, units=1)
+        elif process.phase == Phase.UPDATE:
+            process.version = self.version
+            process.enter(
+                Phase.GENERATE if process.requests else Phase.IDLE, self.now, units=1 if process.requests else 0
+            )
+        elif process.phase == Phase.OPTIMIZER:
+            process.enter(Phase.PUBLISH, self.now, seconds=0.02)
+        elif process.phase == Phase.PUBLISH:
+            process.version = process.step + 1
+            self.version = max(self.version, process.version)
+            process.enter(Phase.WAIT, self.now)
+        elif process.phase == Phase.CONTROL:
+            process.enter(Phase.CONTROL, self.now, units=1)
+            process.phase_entries -= 1  # one phase, many turns
 
-    def _work_done(self, p: FakeProcess) -> None:
-        if p.role == "trainer":
-            p.enter(Phase.REDUCE, self.now)
-            p.entered += 1
-        elif p.role == "controller":
-            p.until = self.now + self.rng.uniform(0.01, 0.05)
-        elif p.role == "reward":
-            p.enter(Phase.WAIT, self.now)
-        elif p.role == "rollout":
-            p.units_due = 1 if p.requests else 0
+    def _work_done(self, process: FakeProcess) -> None:
+        if process.role == "trainer":
+            process.enter(Phase.REDUCE, self.now)
+            process.entered += 1
+        elif process.role == "controller":
+            process.until = self.now + self.rng.uniform(0.01, 0.05)
+        elif process.role == "reward":
+            process.enter(Phase.WAIT, self.now)
+        elif process.role == "rollout":
+            process.units_due = 1 if process.requests else 0
 
     def _coordinate(self) -> None:
         self._trainers()
-        for p in self.processes.values():
-            usable = p.fault is None or p.fault.kind in SLOWNESSES
-            if p.role == "rollout" and usable:
-                self._rollout(p)
-            elif p.role == "reward" and p.phase == Phase.WAIT and usable and self.rng.random() < 0.004:
-                p.enter(Phase.SCORE, self.now, units=self.rng.randint(4, 16))
+        for process in self.processes.values():
+            usable = process.fault is None or process.fault.kind in SLOWNESSES
+            if process.role == "rollout" and usable:
+                self._rollout(process)
+            elif process.role == "reward" and process.phase == Phase.WAIT and usable and self.rng.random() < 0.004:
+                process.enter(Phase.SCORE, self.now, units=self.rng.randint(4, 16))
 
     def _trainers(self) -> None:
         ready = [p for p in self.processes.values() if p.role == "trainer" and p.phase != Phase.START]
@@ -349,44 +456,44 @@ class FakeFleet:
             # A step boundary: newcomers join, which grows the epoch; all but the hung begin to compute.
             if len(members) < len(ready):
                 epoch = max(p.epoch for p in ready) + 1
-                for p in ready:
-                    p.joined, p.epoch = True, epoch
+                for process in ready:
+                    process.joined, process.epoch = True, epoch
             self.step += 1
             share, more = divmod(self.microbatches, len(ready))
-            for i, p in enumerate(ready):
-                if not self._hangs(p):
-                    p.step = self.step
-                    p.enter(Phase.COMPUTE, self.now, units=max(1, share + (i < more)))
+            for i, process in enumerate(ready):
+                if not self._hangs(process):
+                    process.step = self.step
+                    process.enter(Phase.COMPUTE, self.now, units=max(1, share + (i < more)))
         elif members and all(p.phase == Phase.REDUCE and not self._hangs(p) for p in members):
-            for p in members:
-                p.done += 1
-                if p.entered % BUCKETS:
-                    p.entered += 1
+            for process in members:
+                process.done += 1
+                if process.entered % BUCKETS:
+                    process.entered += 1
                 else:
-                    p.enter(Phase.OPTIMIZER, self.now, seconds=0.03)
+                    process.enter(Phase.OPTIMIZER, self.now, seconds=0.03)
             self.groups_ready_at = self.now + self.rng.expovariate(1 / self.groups_ready_seconds)
 
     @staticmethod
-    def _hangs(p: FakeProcess) -> bool:
-        return p.fault is not None and p.fault.kind in HANGS
+    def _hangs(process: FakeProcess) -> bool:
+        return process.fault is not None and process.fault.kind in HANGS
 
-    def _rollout(self, p: FakeProcess) -> None:
-        if p.phase == Phase.IDLE:
+    def _rollout(self, process: FakeProcess) -> None:
+        if process.phase == Phase.IDLE:
             # Refilled after a while; now and then an engine has lawfully nothing to do for long (staleness bound).
             if self.rng.random() < 0.05:
-                p.requests = self.rng.randint(8, 32)
-                p.enter(Phase.GENERATE, self.now, units=1)
-        elif p.phase == Phase.GENERATE:
-            if p.requests and self.rng.random() < 0.02 * p.requests / 4:
-                p.requests -= 1  # long tail: the last ones take longest
-            if p.requests and self.rng.random() < 0.03:
-                p.requests += self.rng.randint(0, 8)
-                p.requests = min(p.requests, 64)
-            if not p.requests:
-                p.enter(Phase.IDLE, self.now, seconds=math.inf)
+                process.requests = self.rng.randint(8, 32)
+                process.enter(Phase.GENERATE, self.now, units=1)
+        elif process.phase == Phase.GENERATE:
+            if process.requests and self.rng.random() < 0.02 * process.requests / 4:
+                process.requests -= 1  # long tail: the last ones take longest
+            if process.requests and self.rng.random() < 0.03:
+                process.requests += self.rng.randint(0, 8)
+                process.requests = min(process.requests, 64)
+            if not process.requests:
+                process.enter(Phase.IDLE, self.now, seconds=math.inf)
                 if self.rng.random() < 0.01:
-                    p.enter(Phase.PAUSED, self.now, seconds=self.rng.uniform(5.0, 90.0))
-            elif p.version < self.version and self.rng.random() < 0.1:
-                p.enter(Phase.UPDATE, self.now, seconds=self.rng.uniform(0.05, 0.6))
-        elif p.phase == Phase.PAUSED and self.now >= p.until:
-            p.enter(Phase.IDLE, self.now)
+                    process.enter(Phase.PAUSED, self.now, seconds=self.rng.uniform(5.0, 90.0))
+            elif process.version < self.version and self.rng.random() < 0.1:
+                process.enter(Phase.UPDATE, self.now, seconds=self.rng.uniform(0.05, 0.6))
+        elif process.phase == Phase.PAUSED and self.now >= process.until:
+            process.enter(Phase.IDLE, self.now)

@@ -9,6 +9,7 @@ with its own proof. A problem is a sentence. Read-only.
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,9 +23,10 @@ from rolecall.core.rundir import RunDir
 from rolecall.core.text import plain
 
 COMPLETED = "completed"
-CLOSED_BOOKS = frozenset({COMPLETED, "stopped"})
+COMPLETE_OUTCOMES = frozenset({COMPLETED, "stopped"})
 """Outcomes of a run whose controller shut down in order: after these, no group may be open."""
 
+REPORT_JSON = "report.json"
 DONE_FLAG = "done"
 """Flag in which the controller stores its final record, including the ledger's head, at an orderly shutdown."""
 
@@ -64,23 +66,23 @@ class RunAudit:
 
     def summary(self) -> dict[str, Any]:
         """The `audit` section of the report."""
-        a = self.ledger
+        ledger = self.ledger
         return {
             "ok": self.ok,
-            "groups_issued": a.groups_issued,
-            "groups_trained": a.groups_trained,
-            "groups_dropped": a.groups_dropped,
-            "groups_undone": a.groups_undone,
-            "duplicates": a.duplicates,
-            "unaccounted": a.unaccounted,
-            "dropped_by_reason": a.dropped_by_reason,
-            "dropped_by_length": a.dropped_by_length,
-            "filtered_by_length": a.filtered_by_length,
+            "groups_issued": ledger.groups_issued,
+            "groups_trained": ledger.groups_trained,
+            "groups_dropped": ledger.groups_dropped,
+            "groups_undone": ledger.groups_undone,
+            "duplicates": ledger.duplicates,
+            "unaccounted": ledger.unaccounted,
+            "dropped_by_reason": ledger.dropped_by_reason,
+            "dropped_by_length": ledger.dropped_by_length,
+            "filtered_by_length": ledger.filtered_by_length,
             "problems": list(self.problems),
             "notes": list(self.notes),
             "anchors": self.num_anchors,
             "journal_head": head_to_dict(self.journal),
-            "ledger_head": head_to_dict(a.head),
+            "ledger_head": head_to_dict(ledger.head),
         }
 
 
@@ -95,11 +97,8 @@ def audit_run(run: RunDir) -> RunAudit:
         JournalError: there is no journal.
         JournalCorrupt: the file is not a readable database; which file, and why.
     """
-    journal = Journal(run.database_url, create=False)
-    try:
+    with closing(Journal(run.database_url, create=False)) as journal:
         return audit_journal(journal, run.run_id, run)
-    finally:
-        journal.close()
 
 
 def audit_journal(journal: Journal, run_id: str, run: RunDir | None) -> RunAudit:
@@ -119,9 +118,13 @@ def audit_journal(journal: Journal, run_id: str, run: RunDir | None) -> RunAudit
     except JournalCorrupt as e:
         damage = e
         problems.append(f"journal: {e}; what its events say is not used")
-    report = _report(run.path / "report.json", problems) if run is not None else {}
+    report = _report(run.path / REPORT_JSON, problems) if run is not None else {}
     anchors = [
-        *_from_events(events),
+        *(
+            (f"commit record of step {said.step}", said.ledger)
+            for e in events
+            if isinstance(said := e.payload, StepCommitted) and said.ledger.position > 0
+        ),
         *(_from_checkpoints(run.checkpoints, problems) if run is not None else ()),
         *_from_last_word(journal, problems),
     ]
@@ -131,14 +134,14 @@ def audit_journal(journal: Journal, run_id: str, run: RunDir | None) -> RunAudit
             problems += _journal_anchor(where, head, journal_head, events)
     lines = Ledger(journal.store).lines()
     outcome = next((e.payload.outcome for e in reversed(events) if isinstance(e.payload, RunEnded)), "")
-    found = audit(lines, anchors, ended=outcome in CLOSED_BOOKS)
+    found = audit(lines, anchors, ended=outcome in COMPLETE_OUTCOMES)
     problems += found.problems
     if found.duplicates:
         problems.append(f"{found.duplicates} group(s) were trained twice")
-    if outcome not in CLOSED_BOOKS:
+    if outcome not in COMPLETE_OUTCOMES:
         notes.append(f"the run {'ended as ' + outcome if outcome else 'has not ended'}: open groups are not counted")
     if not found.problems:  # a damaged ledger cannot be compared step by step
-        problems += compare_steps(events, lines, complete=outcome in CLOSED_BOOKS)
+        problems += compare_steps(events, lines, complete=outcome in COMPLETE_OUTCOMES)
     admissions = admitted(events)
     problems += [f"{a.replica}#{a.incarnation}: {a.problem}" for a in admissions if a.problem]
     return RunAudit(
@@ -163,15 +166,6 @@ def _head(value: Any) -> ChainHead | None:
         return ChainHead(position=int(value["position"]), hash=str(value["hash"]))
     except (TypeError, KeyError, ValueError):
         return None
-
-
-def _from_events(events: Iterable[Event]) -> list[Anchor]:
-    found = []
-    for event in events:
-        said = event.payload
-        if isinstance(said, StepCommitted) and said.ledger.position > 0:
-            found.append((f"commit record of step {said.step}", said.ledger))
-    return found
 
 
 def _from_last_word(journal: Journal, problems: list[str]) -> list[Anchor]:
@@ -260,21 +254,21 @@ def compare_steps(events: Iterable[Event], lines: Iterable[Mapping[str, Any]], *
     trained: dict[int, set[str]] = {}
     for group, step in step_of.items():
         trained.setdefault(step, set()).add(group)
-    told: dict[int, set[str]] = {}
+    by_event: dict[int, set[str]] = {}
     for event in events:
         if isinstance(event.payload, StepCommitted):
-            told[event.payload.step] = set(event.payload.groups)
+            by_event[event.payload.step] = set(event.payload.groups)
     problems = []
-    for step in sorted(told):
+    for step in sorted(by_event):
         by_ledger = trained.get(step, set())
-        missing, more = told[step] - by_ledger, by_ledger - told[step]
-        if not by_ledger and (missing <= undone or (step == max(told) and not complete)):
+        missing, more = by_event[step] - by_ledger, by_ledger - by_event[step]
+        if not by_ledger and (missing <= undone or (step == max(by_event) and not complete)):
             continue  # undone and not repeated; or the controller died between the event and the ledger
         if more or missing:
             names = ", ".join(sorted(missing | more)[:5])
             problems.append(f"step {step}: journal and ledger disagree on {len(missing | more)} group(s): {names}")
-    if complete and told:
-        lone = sorted(trained.keys() - told.keys())
+    if complete and by_event:
+        lone = sorted(trained.keys() - by_event.keys())
         problems += [f"step {s}: trained by the ledger, never committed by the journal" for s in lone]
     return problems
 
@@ -328,22 +322,23 @@ def _proof_problem(proof: Mapping[str, Any], version: int, manifests: dict[int, 
 
 def audit_text(found: RunAudit) -> str:
     """Text output: checks, results, and one line per problem."""
-    a = found.ledger
+    ledger = found.ledger
     groups = (
-        f"{a.groups_issued} issued, {a.groups_trained} trained, {a.groups_dropped} dropped, "
-        f"{a.groups_undone} undone, {a.duplicates} trained twice, {a.unaccounted} unaccounted"
+        f"{ledger.groups_issued} issued, {ledger.groups_trained} trained, {ledger.groups_dropped} dropped, "
+        f"{ledger.groups_undone} undone, {ledger.duplicates} trained twice, {ledger.unaccounted} unaccounted"
     )
     proven = f"{len(found.admissions)} rollout incarnations served, {found.weights_proven} re-admission(s) proven"
     lines = [
         f"run {found.run_id}: {'the audit holds' if found.ok else f'{len(found.problems)} problem(s)'}",
         f"  journal   {found.journal.position} events",
-        f"  ledger    {a.head.position} lines, {found.num_anchors} anchors",
+        f"  ledger    {ledger.head.position} lines, {found.num_anchors} anchors",
         f"  groups    {groups}",
         f"  weights   {proven}",
     ]
-    lines += [f"  dropped   {n} because {plain(reason)}" for reason, n in sorted(a.dropped_by_reason.items())]
+    lines += [f"  dropped   {n} because {plain(reason)}" for reason, n in sorted(ledger.dropped_by_reason.items())]
     lines += [
-        f"  tokens    {b}: {n} dropped{_filtered(a, b)}" for b, n in sorted(a.dropped_by_length.items(), key=_low)
+        f"  tokens    {b}: {n} dropped{_filtered(ledger, b)}"
+        for b, n in sorted(ledger.dropped_by_length.items(), key=_low)
     ]
     lines += [f"  note      {plain(note)}" for note in found.notes]
     lines += [f"  PROBLEM   {plain(problem)}" for problem in found.problems]
@@ -355,7 +350,39 @@ def _low(bucket: tuple[str, int]) -> int:
     return int(bucket[0].partition("-")[0])
 
 
-def _filtered(a: Audit, bucket: str) -> str:
+def _filtered(ledger: Audit, bucket: str) -> str:
     """Suffix with the number of groups in a bucket that dynamic sampling dropped; empty if none."""
-    chosen = a.filtered_by_length.get(bucket, 0)
+    chosen = ledger.filtered_by_length.get(bucket, 0)
     return f", {chosen} of them filtered" if chosen else ""
+
+
+# --- what is left of a run whose journal does not hold ---------------------------------------------------------------
+
+
+def offer(error: JournalCorrupt) -> str:
+    """A sentence for people; empty where the journal is none of a run directory's."""
+    run = Path(error.where.partition(": ")[0]).parent
+    checkpoints, report = run / "checkpoints", run / REPORT_JSON
+    if not checkpoints.is_dir():
+        return ""
+    found = newest_whole(checkpoints)
+    offered = [f"its newest whole checkpoint {found}"] if found is not None else []
+    if report.is_file():
+        offered.append(f"the report that was written before, {report}")
+    if not offered:
+        return f"nothing else of this run can be used: {checkpoints} holds no whole checkpoint"
+    return f"what can still be used of this run: {'; '.join(offered)}"
+
+
+def newest_whole(folder: Path) -> Path | None:
+    """The newest `step-*` of which every file is what was written."""
+    return next((p for p in sorted(folder.glob("step-*"), reverse=True) if _whole(p)), None)
+
+
+def _whole(path: Path) -> bool:
+    try:
+        files = json.loads((path / "meta.json").read_text(encoding="utf-8"))["files"]
+        sums = {name: hashlib.sha256((path / name).read_bytes()).hexdigest() for name in files}
+        return bool(sums) and all(sums[name] == files[name]["sha256"] for name in files)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return False

@@ -16,15 +16,37 @@ The time runs from the first membership epoch with a trainer and a rollout to th
 
 import math
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from typing import Any
 
-from rolecall.core.journal.events import Event
-from rolecall.core.journal.payloads import EpochAdvanced, StepCommitted
+from rolecall.core.journal.events import Event, EventKind
+from rolecall.core.journal.payloads import EpochAdvanced, RunStarted, StepCommitted
 from rolecall.core.policy_health import BY_NAME, policy_health_of
-from rolecall.views.incidents import MatchedIncidents
+from rolecall.recovery.incidents import INCIDENT_KINDS, Incident, IncidentState, apply_leniently
+from rolecall.views.incidents import (
+    CLOCK_SLACK_SECONDS,
+    IncidentSummary,
+    InjectedFault,
+    MatchedIncidents,
+    summarize_incidents,
+)
+from rolecall.views.lifetimes import incarnation_records
 
+SETTLE_SECONDS = 600.0
+"""Slow replicas are detected within minutes; panels, the slowest detectors, trigger no action and thus no loss."""
+NUM_RETAINED_MAX = 50_000
+"""Events kept for open incidents: hours of a run. Beyond it the oldest are dropped."""
+
+_K = EventKind
+RETAINED = frozenset(
+    {_K.EPOCH_ADVANCED, _K.STEP_COMMITTED, _K.STEP_INTERRUPTED, _K.REQUESTS_REASSIGNED, _K.WEIGHTS_ADMITTED}
+    | {_K.REPLICA_STARTING, _K.REPLICA_READY, _K.REPLICA_LOST, _K.REPLICA_STOPPED}
+)
+"""Events from which the cost of an incident is computed."""
 UNDETECTED = "undetected"
 """Fault class of an injected fault without an incident."""
 
@@ -119,29 +141,30 @@ def step_of(committed: StepCommitted, at: float) -> Step:
 
 def health(committed: Sequence[Step]) -> dict[str, list[float | None]]:
     """Policy health metrics for the report: name -> one value per step, null if missing."""
-    told = [name for name in BY_NAME if any(name in step.signs for step in committed)]
-    return {name: [_finite(step.signs.get(name, math.nan)) for step in committed] for name in told}
+    measured = [name for name in BY_NAME if any(name in step.signs for step in committed)]
+    return {name: [_finite(step.signs.get(name, math.nan)) for step in committed] for name in measured}
 
 
 def losses(joined: MatchedIncidents, end: float) -> list[Loss]:
     """Lost work per replica of each incident and each undetected fault; open losses last until `end`."""
     found = []
-    for story in joined.stories:
-        if story.fault is None and story.action_started_at is None:
+    for summary in joined.summaries:
+        if summary.fault is None and summary.incident.action_started_at is None:
             continue  # no known impact, and no replica was replaced
-        hurt = set(story.fault.hit) if story.fault else {s.replica for s in story.diagnosis.suspects if s.replica}
-        until = story.serving_at if story.serving_at is not None else story.ends_at
-        stalled = story.step_committed_at if story.step_committed_at is not None else until
+        diagnosis = summary.incident.diagnosis
+        affected = set(summary.fault.hit) if summary.fault else {s.replica for s in diagnosis.suspects if s.replica}
+        until = summary.serving_at if summary.serving_at is not None else summary.ends_at
+        stalled = summary.step_committed_at if summary.step_committed_at is not None else until
         found += [
             Loss(
                 replica=replica,
-                since=story.began_at,
+                since=summary.began_at,
                 until=end if until is None else min(until, end),
                 stalled_until=end if stalled is None else min(stalled, end),
-                fault=str(story.diagnosis.fault_class),
-                incident_id=story.incident_id,
+                fault=str(diagnosis.fault_class),
+                incident_id=summary.incident.incident_id,
             )
-            for replica in sorted(hurt)
+            for replica in sorted(affected)
         ]
     found += [Loss(replica=r, since=f.injected_at, until=end, stalled_until=end) for f in joined.missed for r in f.hit]
     return [loss for loss in found if loss.until > loss.since]
@@ -222,35 +245,24 @@ def faultless_step_seconds(committed: Sequence[Step], lost: Sequence[Loss]) -> f
     return sum(gaps) / len(gaps) if gaps else None
 
 
-def seconds_to(committed: Sequence[Step], start: float, num_steps: int) -> float | None:
-    """Seconds from `start` until that many steps were committed; None if they never were."""
-    if num_steps < 1 or len(committed) < num_steps:
-        return None
-    return committed[num_steps - 1].at - start
-
-
 def compare_pace(
-    committed: Sequence[Step], start: float, lost: Sequence[Loss], baseline: Mapping[str, object] | None
+    committed: Sequence[Step], start: float, lost: Sequence[Loss], baseline: Mapping[str, Any] | None
 ) -> dict[str, object]:
     """`seconds_to_n_steps` of the report.
 
     `baseline`: the report of a failure-free run, with its `steps` and `training_started_seconds`. Without one,
     `baseline` is null and `estimate` is derived from this run's pace without faults.
     """
-    n, theirs = len(committed), None
-    name = None
+    n, theirs, name = len(committed), None, None
     if baseline is not None:
-        rows = baseline["steps"]
-        assert isinstance(rows, list)
-        n = min(n, len(rows))
+        n = min(n, len(baseline["steps"]))
         if n:
-            theirs = round(float(rows[n - 1]["at"]) - float(str(baseline["training_started_seconds"])), 3)
+            theirs = round(baseline["steps"][n - 1]["at"] - baseline["training_started_seconds"], 3)
             name = str(baseline["run_id"])
-    this = seconds_to(committed, start, n)
     pace = faultless_step_seconds(committed, lost)
     return {
         "n": n,
-        "this": None if this is None else round(this, 3),
+        "this": round(committed[n - 1].at - start, 3) if n else None,
         "baseline": theirs,
         "baseline_run": name,
         "estimate": round(pace * n, 3) if pace is not None and n else None,
@@ -265,3 +277,152 @@ def mean_of_ends(values: Sequence[float]) -> tuple[float | None, float | None]:
         return None, None
     width = min(len(known), max(3, round(len(known) / 10)))
     return round(sum(known[:width]) / width, 4), round(sum(known[-width:]) / width, 4)
+
+
+# --- a run in progress --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EttrAccount:
+    """From `start`, when training began, to `end`, wall seconds. `lost` and `effective_seconds` add up to
+    `training_seconds`."""
+
+    start: float
+    end: float
+    lost: Mapping[Cause, float]
+
+    @property
+    def training_seconds(self) -> float:
+        return max(0.0, self.end - self.start)
+
+    @property
+    def effective_seconds(self) -> float:
+        return max(0.0, self.training_seconds - sum(self.lost.values()))
+
+    @property
+    def ettr(self) -> float | None:
+        return self.effective_seconds / self.training_seconds if self.training_seconds > 0 else None
+
+
+@dataclass
+class EttrAccumulator:
+    """ETTR and lost time of a run in progress, updated event by event.
+
+    Time counts up to now, so that an outage shows while it lasts; for an ended run up to its last committed step, as in
+    the report. Time more than `SETTLE_SECONDS` ago, before the onset of every open incident and of every injected fault
+    without an incident, is settled: it is summed once, and its events and losses are dropped. The result differs from
+    the report's only if a fault is detected later than `SETTLE_SECONDS` after its onset: the settled part of its loss
+    is missing. Owned by one reader, which passes every event once, in order.
+
+    `num_rollouts`, `num_trainers`: 0 until the event `run_started`. `faults`: the known part of the injection log,
+    oldest first; a loss then starts at the injection, and an undetected fault is a loss.
+    """
+
+    num_rollouts: int = 0
+    num_trainers: int = 0
+    faults: Sequence[InjectedFault] = ()
+    settle_seconds: float = SETTLE_SECONDS
+    open_incidents: dict[str, Incident] = field(default_factory=dict)
+    _matched: set[InjectedFault] = field(default_factory=set)  # faults of closed incidents
+    _began_at: float | None = None
+    _committed_at: float | None = None
+    _ended: bool = False
+    _events: deque[Event] = field(default_factory=lambda: deque(maxlen=NUM_RETAINED_MAX))
+    _losses: list[Loss] = field(default_factory=list)  # of closed incidents, not settled yet
+    _settled_until: float = 0.0
+    _settled: dict[Cause, float] = field(default_factory=dict)
+
+    @property
+    def is_losing(self) -> bool:
+        """Whether work is being lost now, so that the account changes with time alone."""
+        return bool(self.open_incidents) or len(self._matched) < len(self.faults)
+
+    def take(self, event: Event) -> IncidentSummary | None:
+        """Returns the summary of an incident that this event closes."""
+        if self._began_at is None:
+            self._began_at = training_began([event])
+            self._settled_until = self._began_at or 0.0
+        if isinstance(event.payload, RunStarted):
+            self.num_rollouts = self.num_rollouts or event.payload.roles.get("rollout", 0)
+            self.num_trainers = self.num_trainers or event.payload.roles.get("trainer", 0)
+        elif event.kind is _K.STEP_COMMITTED:
+            self._committed_at = event.wall_at
+        elif event.kind is _K.RUN_ENDED:
+            self._ended = True
+        if event.kind in INCIDENT_KINDS:
+            return self._take_incident(event)
+        if event.kind in RETAINED:
+            self._events.append(event.slim())
+        return None
+
+    def _take_incident(self, event: Event) -> IncidentSummary | None:
+        which = event.incident_id or ""
+        incident = apply_leniently(self.open_incidents.get(which), event)
+        if incident is None:
+            return None
+        if which not in self.open_incidents:
+            self._settle(self._settled_by(event.wall_at))
+        if incident.state is not IncidentState.CLOSED:
+            self.open_incidents[which] = incident
+            return None
+        self.open_incidents.pop(which, None)
+        matched, faults = self._summarized(incident)
+        self._matched |= faults
+        self._losses += losses(matched, event.wall_at)
+        return next(iter(matched.summaries), None)
+
+    def account(self, now: float | None) -> EttrAccount | None:
+        """`now`: wall seconds; None for an ended run. Returns None before training began."""
+        if self._began_at is None:
+            return None
+        end = self._committed_at if (now is None or self._ended) and self._committed_at is not None else now
+        if end is None:
+            return None
+        self._settle(min(end, self._settled_by(end if now is None else now)))
+        lost = dict(self._settled)
+        for cause, seconds in self._between(self._settled_until, end, [*self._losses, *self._open_losses(end)]).items():
+            lost[cause] = lost.get(cause, 0.0) + seconds
+        return EttrAccount(start=self._began_at, end=end, lost=lost)
+
+    def _open_losses(self, end: float) -> list[Loss]:
+        """Losses of open incidents and undetected faults, until `end`."""
+        found: list[Loss] = []
+        detected = set(self._matched)
+        for incident in self.open_incidents.values():
+            if self.faults or incident.action_started_at is not None:  # only these cause losses
+                matched, faults = self._summarized(incident)
+                found += losses(matched, end)
+                detected |= faults
+        return found + losses(MatchedIncidents(missed=tuple(f for f in self.faults if f not in detected)), end)
+
+    def _summarized(self, incident: Incident) -> tuple[MatchedIncidents, set[InjectedFault]]:
+        """The summary of one incident, and the injected faults matched to it; none if its events are incomplete."""
+        since = _began_at(incident) - CLOCK_SLACK_SECONDS
+        events = [e for e in self._events if e.wall_at >= since]
+        faults = [f for f in self.faults if f not in self._matched]
+        with suppress(LookupError, TypeError, ValueError):
+            joined = summarize_incidents(events, incarnation_records(events, {}), faults, incidents=[incident])
+            return replace(joined, missed=()), {f for f in faults if f not in joined.missed}
+        return MatchedIncidents(), set()
+
+    def _between(self, start: float, end: float, lost: Iterable[Loss]) -> dict[Cause, float]:
+        return by_cause(lost_seconds(lost, start, end, num_rollouts=self.num_rollouts, num_trainers=self.num_trainers))
+
+    def _settled_by(self, now: float) -> float:
+        pending = (f.injected_at for f in self.faults if f not in self._matched)
+        return min(now - self.settle_seconds, *map(_began_at, self.open_incidents.values()), *pending, math.inf)
+
+    def _settle(self, until: float) -> None:
+        while self._events and self._events[0].wall_at < until:
+            self._events.popleft()
+        if until <= self._settled_until:
+            return
+        for cause, seconds in self._between(self._settled_until, until, self._losses).items():
+            self._settled[cause] = self._settled.get(cause, 0.0) + seconds
+        self._settled_until = until
+        self._losses = [c for c in self._losses if c.until > until]
+
+
+def _began_at(incident: Incident) -> float:
+    first = incident.first_diagnosis
+    return min(first.onset, first.detected_at, incident.opened_at)

@@ -5,12 +5,12 @@ Smallest blast radius, docs/invariants.md).
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
 from rolecall.core.ids import ReplicaId
-from rolecall.core.journal.events import Event, EventKind
+from rolecall.core.journal.events import Event
 from rolecall.core.journal.payloads import (
     EpochAdvanced,
     ReplicaLost,
@@ -62,20 +62,7 @@ class IncarnationRecord:
         def after(at: float | None) -> float | None:
             return None if at is None else round(at - zero, 3)
 
-        return {
-            "replica": self.replica,
-            "incarnation": self.incarnation,
-            "node": self.node,
-            "pid": self.pid,
-            "start_ticks": self.start_ticks,
-            "from_standby": self.from_standby,
-            "starting": after(self.starting_at),
-            "ready": after(self.ready_at),
-            "serving": after(self.serving_at),
-            "lost": after(self.lost_at),
-            "stopped": after(self.stopped_at),
-            "because": self.because,
-        }
+        return {k.removesuffix("_at"): after(v) if k.endswith("_at") else v for k, v in asdict(self).items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,11 +76,7 @@ class PidsKept:
     violations: tuple[str, ...] = field(default=())
 
     def to_dict(self) -> dict[str, Any]:
-        return {
-            "num_kept": self.num_kept,
-            "named": list(self.named),
-            "violations": list(self.violations),
-        }
+        return {"num_kept": self.num_kept, "named": list(self.named), "violations": list(self.violations)}
 
 
 def incarnation_records(
@@ -102,28 +85,25 @@ def incarnation_records(
     """All incarnations in the journal."""
     found: dict[Key, IncarnationRecord] = {}
     for event in events:
-        said = event.payload
-        match said:
-            case EpochAdvanced():
-                for replica, incarnation in said.members:
-                    _note(found, replica, incarnation, "serving_at", event.wall_at, only_if_not=("rollout",))
-            case ReplicaStarting() | ReplicaReady() | WeightsAdmitted() | ReplicaLost() | ReplicaStopped():
+        match event.payload:
+            case EpochAdvanced(members=members):
+                for replica, incarnation in members:
+                    if not replica.startswith("rollout/"):
+                        _note(found, (replica, incarnation), "serving_at", event.wall_at)
+            case ReplicaStarting() as said:
+                _note(found, (said.replica, said.incarnation), "starting_at", event.wall_at, node=said.node)
+            case ReplicaReady() as said:
+                process = {"node": said.node, "pid": said.pid, "start_ticks": said.start_ticks}
+                standby = bool(said.from_standby)
                 which = said.replica, said.incarnation
-                _note(found, *which, _STAMPS[event.kind], event.wall_at)
-                if isinstance(said, ReplicaReady):
-                    found[which] = replace(
-                        found[which],
-                        node=said.node,
-                        pid=said.pid,
-                        start_ticks=said.start_ticks,
-                        from_standby=bool(said.from_standby),
-                    )
-                elif isinstance(said, ReplicaStarting):
-                    found[which] = replace(found[which], node=said.node)
-                elif isinstance(said, ReplicaLost | ReplicaStopped):
-                    found[which] = replace(found[which], because=found[which].because or said.because)
-            case _:
-                pass
+                _note(found, which, "ready_at", event.wall_at, **process, from_standby=standby)
+            case WeightsAdmitted() as said:
+                _note(found, (said.replica, said.incarnation), "serving_at", event.wall_at)
+            case ReplicaLost() | ReplicaStopped() as said:
+                which = said.replica, said.incarnation
+                because = (which in found and found[which].because) or said.because
+                stamp = "lost_at" if isinstance(said, ReplicaLost) else "stopped_at"
+                _note(found, which, stamp, event.wall_at, because=because)
     for record in actual.values():
         key = (str(record.replica), record.incarnation)
         life = found.get(key, IncarnationRecord(replica=key[0], incarnation=key[1]))
@@ -132,36 +112,21 @@ def incarnation_records(
         if life.serving_at is None and record.state is ReplicaState.SERVING:
             life = replace(life, serving_at=record.changed_at)
         found[key] = life
-    return dict(sorted(found.items(), key=lambda kv: (kv[0][0].partition("/")[0], _index(kv[0][0]), kv[0][1])))
+    return dict(sorted(found.items(), key=lambda kv: (replica_order(kv[0][0]), kv[0][1])))
 
 
-_STAMPS = {
-    EventKind.REPLICA_STARTING: "starting_at",
-    EventKind.REPLICA_READY: "ready_at",
-    EventKind.WEIGHTS_ADMITTED: "serving_at",
-    EventKind.REPLICA_LOST: "lost_at",
-    EventKind.REPLICA_STOPPED: "stopped_at",
-}
+def _note(found: dict[Key, IncarnationRecord], which: Key, stamp: str, at: float, **facts: Any) -> None:
+    """The first time of each kind is kept, of other facts the newest."""
+    life = found.get(which) or IncarnationRecord(replica=which[0], incarnation=which[1])
+    if getattr(life, stamp) is None:
+        facts[stamp] = at
+    found[which] = replace(life, **facts)
 
 
-def _note(
-    found: dict[Key, IncarnationRecord],
-    replica: str,
-    incarnation: int,
-    stamp: str,
-    at: float,
-    only_if_not: tuple[str, ...] = (),
-) -> None:
-    """The first time of each kind is kept."""
-    life = found.setdefault((replica, incarnation), IncarnationRecord(replica=replica, incarnation=incarnation))
-    if getattr(life, stamp) is None and life.role not in only_if_not:
-        changes: dict[str, Any] = {stamp: at}
-        found[replica, incarnation] = replace(life, **changes)
-
-
-def _index(replica: str) -> int:
-    tail = replica.rpartition("/")[2]
-    return int(tail) if tail.isdigit() else 0
+def replica_order(replica: str) -> tuple[str, int]:
+    """Sort key: role, then number."""
+    role, _, index = replica.partition("/")
+    return role, int(index) if index.isdigit() else 0
 
 
 def pids_kept(

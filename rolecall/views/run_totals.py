@@ -1,17 +1,15 @@
 """Totals of incidents and of the run for a watch's `/metrics`: a fold of the journal's events, each read once.
 
-A scrape never reads the whole journal: `JournalReader` reads only new events, a few pages per poll, so that a poll is
-short even with millions of lines. Lines that are unreadable or lack required fields are skipped; the others count.
+A scrape never reads the journal: the watch's poller feeds new events in. Lines that are unreadable or lack required
+fields are skipped; the others count.
 """
 
 from collections import Counter
-from contextlib import suppress
 from dataclasses import dataclass, field
 
 from rolecall.core.config.job import JobConfig
-from rolecall.core.diagnosis import ActionKind, Diagnosis, Plan
+from rolecall.core.diagnosis import Diagnosis
 from rolecall.core.journal.events import Event, EventKind
-from rolecall.core.journal.journal import Journal
 from rolecall.core.journal.payloads import (
     ActionDone,
     ActionFailed,
@@ -34,17 +32,9 @@ from rolecall.core.journal.payloads import (
     StepCommitted,
     WeightsAdmitted,
 )
-from rolecall.core.journal.rows import DamagedLine
-from rolecall.recovery.incidents.incident import OPERATOR
-from rolecall.views.ettr import Step, step_of
-from rolecall.views.ettr_accumulator import EttrAccumulator
-from rolecall.views.incidents import IncidentSummary
+from rolecall.recovery.incidents import OPERATOR
+from rolecall.views.ettr import EttrAccumulator, Step, step_of
 
-PAGE_EVENTS = 5_000
-PAGES_A_LOOK = 20
-"""Maximum pages per poll; the next poll continues."""
-NUM_PLANS_REMEMBERED = 1_000
-"""Some events refer to a plan only by its digest."""
 NUM_ROLES_MAX = 64
 """Roles with their own counters; a further one counts as none, since agents, which are untrusted, report the roles."""
 
@@ -79,16 +69,16 @@ class RunAccount:
     decided: Counter[str] = field(default_factory=Counter)
     actions: Counter[tuple[str, str]] = field(default_factory=Counter)  # by action, outcome
     quarantined: set[str] = field(default_factory=set)
-    marks: dict[str, str] = field(default_factory=dict)  # incident -> newest operator verdict
+    reviews: dict[str, str] = field(default_factory=dict)  # incident -> newest operator verdict
     _roles: set[str] = field(default_factory=set)
-    _plans: dict[tuple[str, str], ActionKind] = field(default_factory=dict)  # (incident, digest) -> action
 
     def take(self, event: Event) -> None:
         """Raises the errors of a malformed event body; the event is counted nevertheless."""
         self.events[str(event.kind)] += 1
-        story = self.lost_time.take(event)
-        if story is not None:
-            self._closed(story)
+        summary = self.lost_time.take(event)
+        seconds = summary.since_finding(summary.cured_at) if summary is not None and summary.resolved else None
+        if summary is not None and seconds is not None:
+            self.cure_seconds.setdefault(self._role(summary.incident.diagnosis), DurationTotal()).add(seconds)
         self._take_run(event)
         self._take_incident(event)
 
@@ -127,45 +117,38 @@ class RunAccount:
                 self.closed[outcome] += 1
             case PlanCreated(plan=plan):
                 self.plans[str(plan.action)] += 1
-                self._remember(event, plan)
             case PlanBlocked(guard=guard):
                 self.held[guard] += 1
             case PlanApproved() | PlanRejected() | PlanExpired():
                 self.decided[str(event.kind).removeprefix("plan_")] += 1
-            case ActionStarted(digest=digest):
-                self.actions[self._action(which, digest), "started"] += 1
-            case ActionDone(digest=digest):
-                self.actions[self._action(which, digest), "done"] += 1
-            case ActionFailed(digest=digest, failure=failure):
-                self.actions[self._action(which, digest), failure] += 1
+            case ActionStarted():
+                self.actions[self._action(which), "started"] += 1
+            case ActionDone():
+                self.actions[self._action(which), "done"] += 1
+            case ActionFailed(failure=failure):
+                self.actions[self._action(which), failure] += 1
             case DiagnosisReviewed(verdict=verdict):
-                self.marks[which] = verdict
+                self.reviews[which] = verdict
 
-    def _opened(self, d: Diagnosis) -> None:
-        role = self._role(d)
-        self.opened[role, str(d.fault_class)] += 1
-        self.found.update(d.detectors)
-        if OPERATOR not in d.detectors:  # an operator request has no onset
-            self.finding_seconds.setdefault(role, DurationTotal()).add(max(0.0, d.detected_at - d.onset))
+    def _opened(self, diagnosis: Diagnosis) -> None:
+        role = self._role(diagnosis)
+        self.opened[role, str(diagnosis.fault_class)] += 1
+        self.found.update(diagnosis.detectors)
+        if OPERATOR not in diagnosis.detectors:  # an operator request has no onset
+            self.finding_seconds.setdefault(role, DurationTotal()).add(
+                max(0.0, diagnosis.detected_at - diagnosis.onset)
+            )
 
-    def _closed(self, story: IncidentSummary) -> None:
-        seconds = story.since_finding(story.cured_at)
-        if story.resolved and seconds is not None:
-            self.cure_seconds.setdefault(self._role(story.diagnosis), DurationTotal()).add(seconds)
-
-    def _role(self, d: Diagnosis) -> str:
-        role = role_of(d)
+    def _role(self, diagnosis: Diagnosis) -> str:
+        role = role_of(diagnosis)
         if len(self._roles) < NUM_ROLES_MAX:
             self._roles.add(role)
         return role if role in self._roles else ""
 
-    def _remember(self, event: Event, plan: Plan) -> None:
-        if len(self._plans) >= NUM_PLANS_REMEMBERED:
-            del self._plans[next(iter(self._plans))]
-        self._plans[str(event.incident_id), plan.digest] = plan.action
-
-    def _action(self, incident_id: str, digest: str) -> str:
-        return str(self._plans.get((incident_id, digest), ""))
+    def _action(self, incident_id: str) -> str:
+        """Of the newest plan; empty if it could not be read."""
+        incident = self.lost_time.open_incidents.get(incident_id)
+        return str(incident.attempt.plan.action) if incident and incident.attempt else ""
 
 
 @dataclass(slots=True)
@@ -180,36 +163,10 @@ class DurationTotal:
         self.seconds, self.number, self.newest = self.seconds + seconds, self.number + 1, seconds
 
 
-def role_of(d: Diagnosis) -> str:
+def role_of(diagnosis: Diagnosis) -> str:
     """Role of the first suspect; without suspects, that of the faulty code; else empty."""
-    return next((s.role for s in d.suspects if s.role), d.role_at_fault)
+    return next((s.role for s in diagnosis.suspects if s.role), diagnosis.role_at_fault)
 
 
 def run_account(job: JobConfig) -> RunAccount:
     return RunAccount(lost_time=EttrAccumulator(num_rollouts=job.roles.rollout, num_trainers=job.roles.trainer))
-
-
-class JournalReader:
-    """Reads the journal incrementally: each poll continues after the previous one."""
-
-    def __init__(self, journal: Journal, account: RunAccount) -> None:
-        self._journal, self.account = journal, account
-        self._seen_seq = 0
-
-    def look(self) -> bool:
-        """Processes new events; False if more remain than one poll reads.
-
-        Raises:
-            JournalError: the journal cannot be read.
-        """
-        for _ in range(PAGES_A_LOOK):
-            damaged: list[DamagedLine] = []
-            events = self._journal.events(after=self._seen_seq, limit=PAGE_EVENTS, damaged=damaged)
-            for event in events:
-                # Deliberate: an invalid event from a foreign writer must not hide the others.
-                with suppress(Exception):
-                    self.account.take(event)
-            self._seen_seq = max([self._seen_seq, *(e.seq for e in events[-1:]), *(d.seq for d in damaged)])
-            if len(events) + len(damaged) < PAGE_EVENTS:
-                return True
-        return False

@@ -6,14 +6,11 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
-from rolecall.core.diagnosis import Plan, Suspect
+from rolecall.core.diagnosis import Plan
 from rolecall.core.ids import ReplicaId
 from rolecall.core.journal.events import Event, EventKind
 from rolecall.core.journal.payloads import (
     EpochAdvanced,
-    IncidentClosed,
-    IncidentOpened,
-    IncidentUpdated,
     PlanProposed,
     RunEnded,
     RunStarted,
@@ -21,6 +18,9 @@ from rolecall.core.journal.payloads import (
 )
 from rolecall.core.membership import Actual, Desired, ReplicaState
 from rolecall.core.policy_health import policy_health_of
+from rolecall.recovery.incidents import Incident
+from rolecall.views.incidents import suspect_name
+from rolecall.views.lifetimes import replica_order
 
 RATE_SECONDS, RATE_STEPS = 15.0, 3.0
 """Tokens per second are averaged over this time, or over this many steps if those take longer: a stall shows within
@@ -92,7 +92,7 @@ _STAGES: Mapping[EventKind, str] = {
     _K.PLAN_CREATED: "planned",
     _K.PLAN_BLOCKED: "held",
     _K.PLAN_PROPOSED: "waits for approval",
-    _K.HOLD_PLACED: "held by a person",
+    _K.HOLD_PLACED: "held by an operator",
     _K.HOLD_LIFTED: "hold lifted",
     _K.ACTION_STARTED: "acting",
     _K.ACTION_DONE: "verifying",
@@ -107,20 +107,14 @@ class RunSnapshotProjection:
 
     num_steps: int | None = None
     seq: int = 0
-    started_at: float | None = None
-    ended: str = ""
-    step: int = -1
-    epoch: int = 0
-    loss: float | None = None
-    policy_version: int = -1
+    newest: RunSnapshot = RunSnapshot(now=0.0)
+    """What the events say; what depends on the time of display is added by `snapshot`."""
     versions: Mapping[str, object] = field(default_factory=dict)
     """Policy versions of the rollouts, as reported by the last committed step."""
     rewards: deque[float] = field(default_factory=lambda: deque(maxlen=REWARDS_KEPT))
-    signs: Mapping[str, float] = field(default_factory=dict)
     commits: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=400))
-    incidents: dict[str, IncidentRow] = field(default_factory=dict)
-    """Open incidents."""
-    closed: deque[IncidentRow] = field(default_factory=lambda: deque(maxlen=CLOSED_SHOWN))
+    incident_news: dict[str, tuple[str, str]] = field(default_factory=dict)
+    """Incident -> its stage and newest text."""
 
     def read(self, events: Iterable[Event]) -> None:
         for event in events:
@@ -130,51 +124,50 @@ class RunSnapshotProjection:
     def _read(self, event: Event) -> None:
         match event.payload:
             case RunStarted(num_steps=num_steps):
-                self.started_at = event.wall_at
+                self.newest = replace(self.newest, started_at=event.wall_at)
                 self.num_steps = self.num_steps or num_steps
             case RunEnded(outcome=outcome):
-                self.ended = outcome
+                self.newest = replace(self.newest, ended=outcome)
             case EpochAdvanced(epoch=epoch):
-                self.epoch = epoch
+                self.newest = replace(self.newest, epoch=epoch)
             case StepCommitted() as committed:
-                self.step = committed.step
-                self.policy_version, self.versions = committed.policy_version, committed.versions
+                self.newest = replace(
+                    self.newest,
+                    step=committed.step,
+                    policy_version=committed.policy_version,
+                    signs=policy_health_of(committed),
+                    loss=committed.loss,
+                )
+                self.versions = committed.versions
                 self.commits.append((event.wall_at, committed.tokens))
                 if committed.reward is not None:
                     self.rewards.append(committed.reward)
-                self.signs = policy_health_of(committed)
-                self.loss = committed.loss
-            case _ if event.incident_id:
-                self._incident(event.incident_id, event)
+            case _ if event.incident_id and event.kind in _STAGES:
+                self._note(event.incident_id, event)
             case _:
                 pass
 
-    def _incident(self, which: str, event: Event) -> None:
+    def _note(self, incident_id: str, event: Event) -> None:
         said = event.payload
-        if isinstance(said, IncidentOpened | IncidentUpdated):
-            found = said.diagnosis
-            before = self.incidents.get(which)
-            self.incidents[which] = IncidentRow(
-                incident_id=which,
-                suspects=tuple(suspect_text(s) for s in found.suspects),
-                fault_class=str(found.fault_class),
-                because=found.because,
-                stage=before.stage if before else "found",
-                detail=before.detail if before else "",
-                opened_at=before.opened_at if before else event.wall_at,
-            )
-        elif which in self.incidents:
-            row = self.incidents[which]
-            plan: Plan | None = getattr(said, "plan", None)
-            detail = plan.because if plan is not None else said.reason or row.detail
-            if isinstance(said, IncidentClosed):
-                self.closed.append(
-                    replace(self.incidents.pop(which), stage=said.outcome, detail=detail, closed_at=event.wall_at)
-                )
-            elif event.kind in _STAGES:
-                if isinstance(said, PlanProposed):
-                    detail = f"rolecall approve {said.digest}, or reject: {detail}"
-                self.incidents[which] = replace(row, stage=_STAGES[event.kind], detail=detail)
+        plan: Plan | None = getattr(said, "plan", None)
+        text = plan.because if plan is not None else said.reason
+        if isinstance(said, PlanProposed):
+            text = f"rolecall approve {said.digest}, or reject: {text}"
+        _, before = self.incident_news.get(incident_id, ("", ""))
+        self.incident_news[incident_id] = (_STAGES[event.kind], text or before)
+
+    def _row(self, incident: Incident) -> IncidentRow:
+        stage, detail = self.incident_news.get(incident.incident_id, ("found", ""))
+        return IncidentRow(
+            incident_id=incident.incident_id,
+            suspects=tuple(suspect_name(s) for s in incident.diagnosis.suspects),
+            fault_class=str(incident.diagnosis.fault_class),
+            because=incident.diagnosis.because,
+            stage=str(incident.outcome or stage),
+            detail=incident.because or detail,
+            opened_at=incident.opened_at,
+            closed_at=incident.closed_at,
+        )
 
     def snapshot(
         self,
@@ -183,26 +176,23 @@ class RunSnapshotProjection:
         current: Mapping[ReplicaId, Actual],
         paused: str | None,
         note: str = "",
+        incidents: Iterable[Incident] = (),
     ) -> RunSnapshot:
         """The value to show at `now` (wall seconds)."""
-        return RunSnapshot(
+        rows = [self._row(i) for i in incidents]
+        closed = sorted((row for row in rows if row.closed_at is not None), key=lambda row: row.closed_at or 0.0)
+        return replace(
+            self.newest,
             now=now,
-            started_at=self.started_at,
-            step=self.step,
             num_steps=self.num_steps,
-            epoch=self.epoch,
-            policy_version=self.policy_version,
             rewards=tuple(self.rewards),
-            signs=self.signs,
-            loss=self.loss,
             tokens_per_second=self.tokens_per_second(now),
             rate_seconds=self._rate_seconds(),
             step_seconds=self._step_seconds(),
             replicas=replica_rows(desired, current, self.versions, self.commits[-1][0] if self.commits else 0.0),
-            open_incidents=tuple(self.incidents.values()),
-            closed_incidents=tuple(self.closed),
+            open_incidents=tuple(row for row in rows if row.closed_at is None),
+            closed_incidents=tuple(closed[-CLOSED_SHOWN:]),
             paused=paused or "",
-            ended=self.ended,
             note=note,
         )
 
@@ -222,13 +212,6 @@ class RunSnapshotProjection:
         return (last[-1][0] - last[0][0]) / (len(last) - 1) if len(last) > 1 else None
 
 
-def suspect_text(suspect: Suspect) -> str:
-    """`rollout/1#2`, or the node if no replica is named."""
-    if not suspect.replica:
-        return str(suspect.node)
-    return suspect.replica if suspect.incarnation is None else f"{suspect.replica}#{suspect.incarnation}"
-
-
 def replica_rows(
     desired: Mapping[ReplicaId, Desired],
     current: Mapping[ReplicaId, Actual],
@@ -245,8 +228,8 @@ def replica_rows(
         if there is not None and (wanted is None or there.incarnation >= wanted.incarnation):
             version = there.policy_version
             if versions and (versions_at > there.changed_at or there.state != ReplicaState.SERVING):
-                told = versions.get(replica)
-                version = told if isinstance(told, int) else version
+                served = versions.get(replica)
+                version = served if isinstance(served, int) else version
             rows.append(
                 ReplicaRow(
                     replica=replica,
@@ -258,9 +241,4 @@ def replica_rows(
             )
         elif wanted is not None:
             rows.append(ReplicaRow(replica=replica, node=wanted.node, incarnation=wanted.incarnation, state="wanted"))
-
-    def order(row: ReplicaRow) -> tuple[str, int]:
-        role, _, index = row.replica.partition("/")
-        return role, int(index) if index.isdigit() else 0
-
-    return tuple(sorted(rows, key=order))
+    return tuple(sorted(rows, key=lambda row: replica_order(row.replica)))

@@ -1,23 +1,42 @@
 """`rolecall watch agents`: one observing watch over the agents of any job, instrumented or not.
 
+AGENTS is a list, or a file that is reread whenever it changes. The file has two forms. A name ending in `.json`,
+`.yaml` or `.yml`: groups as Prometheus reads them (`file_sd_configs`), so that one file serves both; only the label
+`__scheme__` (`https`) is used:
+
+    - targets: [gpu-001:9477, gpu-002:9477]
+      labels: {__scheme__: https}
+
+Any other name: one `http[s]://HOST:PORT` or `NODE=http[s]://HOST:PORT` per line, `#` starts a comment.
+
 The run directory holds only what the watch writes (run.json, the journal, the detectors' state), so
 that `rolecall status`, `incidents` and `replay` work on it as on any other run.
 """
 
 import json
+import logging
 import re
-from collections.abc import Callable, Mapping
+import threading
+import zlib
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from http import HTTPStatus
 from pathlib import Path
+from typing import Any, Protocol, TypeVar
 from urllib.parse import urlsplit
 
-from rolecall.core.config.job import parse_job
+from rolecall.core.clock import Clock
+from rolecall.core.config.job import parse_job, read_yaml
 from rolecall.core.errors import ConfigError
 from rolecall.core.http import HttpFailed, request
-from rolecall.core.ids import ID_PATTERN, checked_id
+from rolecall.core.ids import ID_PATTERN, checked_id, split_replica
 from rolecall.core.journal.journal import Journal
 from rolecall.core.rundir import RunDir, create_run_dir
+from rolecall.core.telemetry import UNCOUNTED, AgentEvent, ProcessSample
+from rolecall.detector.base.observation import Observation
+
+logger = logging.getLogger(__name__)
 
 ASK_SECONDS = 3.0
 """Deadline for one agent to return its node name."""
@@ -26,10 +45,21 @@ ANSWER_BYTES_MAX = 64 * 1024
 AGENTS_MAX = 4096
 _NAMED = re.compile(r"([a-z0-9][a-z0-9_.-]{0,62})=(https?://.+)")
 _SCHEMES = ("http", "https")
+RETRY_SECONDS = 10.0
+"""Interval of queries to agents that did not answer; each costs a connection."""
+FILE_BYTES_MAX = 4 << 20
+GROUPS = (".json", ".yaml", ".yml")
+SCHEME_LABEL = "__scheme__"
+HELD_SECONDS = 15.0
+"""A name stays assigned for this long after its process was last seen alive: an agent may be a few polls behind. A job
+takes longer to move to another node."""
+NUM_PLACES_MAX = 65_536
+REPLICA_MAX = 999_999
+Named = TypeVar("Named", ProcessSample, AgentEvent)
 
 
 def is_file(text: str) -> bool:
-    """Whether AGENTS names a file (agents_file.py)."""
+    """Whether AGENTS names a file."""
     return "://" not in text
 
 
@@ -73,14 +103,22 @@ def named_agents(entries: list[str], query: Callable[[str], str] | None = None) 
         ConfigError: agents that do not answer, or two of one node.
     """
     names, problems = resolve_names(entries, query or node_of)
+    found, twice = _by_node(names.items())
+    if problems or twice:
+        raise ConfigError(problems + twice)
+    return found
+
+
+def _by_node(named: Iterable[tuple[str, str]]) -> tuple[dict[str, str], list[str]]:
+    """`named`: (entry, node). node -> URL of the first of each node, and the problem that another one is."""
     found: dict[str, str] = {}
-    for entry, node in names.items():
+    problems = []
+    for entry, node in named:
         if node in found:
             problems.append(f"agents: {found[node]} and {url_of(entry)} both report node {node}")
-        found[node] = url_of(entry)
-    if problems:
-        raise ConfigError(problems)
-    return found
+        else:
+            found[node] = url_of(entry)
+    return found, problems
 
 
 def resolve_names(entries: list[str], query: Callable[[str], str]) -> tuple[dict[str, str], list[str]]:
@@ -128,6 +166,119 @@ def node_of(url: str, authorization: str = "") -> str:
     return node
 
 
+def entries_of(path: Path) -> list[str]:
+    """The entries of the file.
+
+    Raises:
+        ConfigError: it cannot be read or has invalid entries; lists every problem.
+    """
+    try:
+        with path.open(encoding="utf-8") as f:
+            text = f.read(FILE_BYTES_MAX + 1)
+        if len(text) > FILE_BYTES_MAX:
+            raise ValueError(f"more than {FILE_BYTES_MAX} characters")
+        if path.suffix in GROUPS:
+            return checked_entries(_of_groups(read_yaml(text)))
+    except (OSError, ValueError) as e:
+        raise ConfigError([f"agents: {path}: {e}"]) from None
+    return checked_entries(text.splitlines())
+
+
+def _of_groups(value: Any) -> list[str]:
+    """Raises ValueError: `value` is not a list of groups."""
+    if not isinstance(value, list):
+        raise ValueError("expected a list of groups with targets, as in Prometheus' file_sd_configs")  # noqa: TRY004
+    found = []
+    for n, group in enumerate(value):
+        targets = group.get("targets") if isinstance(group, dict) else None
+        labels = (group.get("labels") or {}) if isinstance(group, dict) else {}
+        if not isinstance(targets, list) or not isinstance(labels, dict):
+            raise ValueError(f"group {n}: expected targets (a list) and optionally labels (a mapping)")  # noqa: TRY004
+        found += [f"{labels.get(SCHEME_LABEL, 'http')}://{target}" for target in targets]
+    return found
+
+
+class AgentsFile:
+    """The current agents of a file.
+
+    If it is damaged or missing, the last valid list is kept and the reason logged once. An agent that does not report
+    its node name is left out, logged once and queried again. Agents removed from the file are no longer watched.
+
+    `ask`: node of an agent by its address; may raise like `node_of`. `keep`: called with the agents whenever
+    they change. Both are called in a separate thread, so that `urls` never blocks."""
+
+    def __init__(
+        self, path: Path, ask: Callable[[str], str], keep: Callable[[Mapping[str, str]], None], clock: Clock
+    ) -> None:
+        self._path, self._ask, self._keep, self._clock = path, ask, keep, clock
+        self._names: dict[str, str] = {}  # entry -> node
+        self._found: dict[str, str] = {}  # node -> URL; replaced, never changed
+        self._read_state: tuple[int, int, int] | None = None
+        self._retry_at = float("inf")
+        self._logged: set[str] = set()
+        self._thread: threading.Thread | None = None
+
+    def first(self) -> dict[str, str]:
+        """The current agents: node -> URL. Waits for their answers.
+
+        Raises:
+            ConfigError: the file is invalid, or none of its agents reports its node.
+        """
+        self._read_state = self._state()
+        problems = self._resolve(entries_of(self._path))
+        if not self._found:
+            raise ConfigError(problems)
+        self._log_new(problems)
+        return self._found
+
+    def urls(self) -> Mapping[str, str]:
+        """node -> URL as last read; starts another read if the file changed or an agent did not answer."""
+        if self._thread is None or not self._thread.is_alive():
+            state = self._state()
+            if state != self._read_state or self._clock.monotonic() >= self._retry_at:
+                self._read_state = state
+                self._thread = threading.Thread(target=self._reread, name="agents-file", daemon=True)
+                self._thread.start()
+        return self._found
+
+    def _state(self) -> tuple[int, int, int] | None:
+        """Changes when the file is written or replaced; None: no such file."""
+        try:
+            stat = self._path.stat()
+        except OSError:
+            return None
+        return stat.st_mtime_ns, stat.st_size, stat.st_ino
+
+    def _reread(self) -> None:
+        before = self._found
+        try:
+            self._log_new(self._resolve(entries_of(self._path)))
+            if self._found != before:
+                logger.info("%s: %d agents, were %d", self._path, len(self._found), len(before))
+                self._keep(self._found)
+        except ConfigError as e:
+            self._retry_at = float("inf")  # until the file changes
+            self._log_new(list(e.problems))
+        except OSError as e:  # from `keep`; the list itself is valid
+            self._log_new([f"agents: {self._path}: {e}"])
+
+    def _resolve(self, entries: list[str]) -> list[str]:
+        """Makes these the agents; returns why some are missing."""
+        names, problems = resolve_names([e for e in entries if e not in self._names], self._ask)
+        self._names = {e: n for e, n in {**self._names, **names}.items() if e in entries}
+        self._found, twice = _by_node((e, self._names[e]) for e in entries if e in self._names)
+        missing = len(self._names) < len(set(entries))
+        self._retry_at = self._clock.monotonic() + RETRY_SECONDS if missing else float("inf")
+        return problems + twice
+
+    def _log_new(self, problems: list[str]) -> None:
+        """Logs each problem once while it lasts."""
+        for problem in problems:
+            if problem not in self._logged:
+                logger.warning("%s", problem)
+        self._logged = set(problems)
+
+
 def observing_run(root: Path, run_id: str, agents: Mapping[str, str], webhook_url: str | None = None) -> RunDir:
     """A run directory for a watch over these agents; continues one that a watch created under this name.
 
@@ -147,3 +298,71 @@ def observing_run(root: Path, run_id: str, agents: Mapping[str, str], webhook_ur
     run.write({"run_id": run_id, "config": config, "agents": dict(agents)})
     Journal(run.database_url).close()  # creates it, so that other commands can read it
     return run
+
+
+# --- names of their processes ---------------------------------------------------------------------------------------
+
+
+class UpstreamSource(Protocol):
+    def poll(self, timeout_seconds: float) -> Observation: ...
+
+
+@dataclass(slots=True)
+class _ReplicaHolder:
+    node: str
+    at: float  # wall seconds of the watch
+
+
+class UniqueReplicaSource:
+    """Passes on the observations of a source with unique names. Called from one thread.
+
+    Agents of two nodes may assign the same name. They number processes of an uninstrumented job independently: by the
+    number in their node's name (`a-1` and `b-1` share it), or as the first trainer of a node that also has another
+    job's first trainer. The detectors would treat both as one rank and compare a process with the history of another.
+
+    A (replica, rank) belongs to the first node on which it is seen alive, while it is seen there. If another node
+    claims it, its replica on that node is permanently renamed, with a number derived from both names; samples and
+    events use the new name. This is logged once with the remedy. Processes that use the reporter identify themselves
+    and are never renamed.
+    """
+
+    def __init__(self, source: UpstreamSource) -> None:
+        self._source = source
+        self._holders: dict[tuple[str, int], _ReplicaHolder] = {}
+        self._renamed: dict[tuple[str, str], str] = {}  # (node, replica as its agent names it) -> new name
+
+    def poll(self, timeout_seconds: float) -> Observation:
+        seen = self._source.poll(timeout_seconds)
+        for batch in seen.batches:
+            for sample in batch.processes:
+                self._claim(sample, seen.wall_at)
+        if not self._renamed:
+            return seen
+        batches = tuple(replace(b, processes=tuple(self._with_new_names(b.processes))) for b in seen.batches)
+        return replace(seen, batches=batches, events=tuple(self._with_new_names(seen.events)))
+
+    def _claim(self, sample: ProcessSample, now: float) -> None:
+        node, replica = sample.process.node, sample.replica
+        if sample.incarnation != UNCOUNTED or not sample.alive or (node, replica) in self._renamed:
+            return
+        name = replica, sample.rank
+        held = self._holders.get(name)
+        if held is None and len(self._holders) >= NUM_PLACES_MAX:
+            self._holders = {p: h for p, h in self._holders.items() if now - h.at <= HELD_SECONDS}
+        # A clock that was set back must not keep a name assigned for an hour.
+        if held is None or held.node == node or not 0.0 <= now - held.at <= HELD_SECONDS:
+            self._holders[name] = _ReplicaHolder(node, now)
+            return
+        number = zlib.crc32(f"{node} {replica}".encode()) % REPLICA_MAX + 1
+        self._renamed[node, replica] = other = f"{split_replica(replica)[0]}/{number}"
+        logger.warning(
+            "%s rank %d is alive on %s and on %s: the one on %s is renamed to %s. If jobs share nodes, set "
+            "jobs.rules.by_job for their agents; otherwise give these nodes different jobs.rules.node_index",
+            *(replica, sample.rank, held.node, node, node, other),
+        )
+
+    def _with_new_names(self, named: Iterable[Named]) -> Iterable[Named]:
+        for one in named:
+            process = one.process
+            other = self._renamed.get((process.node, one.replica)) if process and one.incarnation == UNCOUNTED else None
+            yield one if other is None else replace(one, replica=other)

@@ -6,12 +6,12 @@ its time remains.
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from rolecall.core.clock import Clock
-from rolecall.core.diagnosis import Diagnosis, Suspect
+from rolecall.core.diagnosis import Diagnosis
 from rolecall.detector.base.observation import Observation
 from rolecall.recovery import interfaces
 from rolecall.recovery.loop import Watch
@@ -51,12 +51,12 @@ class MeteredSource:
             self._record(observation)
         return observation
 
-    def _record(self, o: Observation) -> None:
-        ages = [max(0.0, o.wall_at - batch.wall_at) for batch in o.batches]
+    def _record(self, observation: Observation) -> None:
+        ages = [max(0.0, observation.wall_at - batch.wall_at) for batch in observation.batches]
         self._meter.change(
             observed_age_seconds=max(ages, default=self._meter.view.observed_age_seconds),
             num_agents=self._num_agents(),
-            unreachable=tuple((node, since) for node, since, _ in o.unreachable),
+            unreachable=tuple((node, since) for node, since, _ in observation.unreachable),
         )
 
 
@@ -65,6 +65,7 @@ class MeteredDetector:
 
     def __init__(self, detector: interfaces.Detector, meter: Meter, num_processes: Callable[[], int]) -> None:
         self._detector, self._meter, self._num_processes = detector, meter, num_processes
+        self.progressing, self.forget, self.window = detector.progressing, detector.forget, detector.window
 
     def observe(self, observation: Any) -> Sequence[Diagnosis]:
         meter = self._meter
@@ -79,15 +80,6 @@ class MeteredDetector:
             meter.counted_at = now
             meter.change(num_processes=self._num_processes())
         return standing
-
-    def progressing(self, replica: str, incarnation_min: int) -> tuple[bool, str]:
-        return self._detector.progressing(replica, incarnation_min)
-
-    def forget(self, replica: str, below_incarnation: int) -> None:
-        self._detector.forget(replica, below_incarnation)
-
-    def window(self, suspects: Iterable[Suspect] = ()) -> Mapping[str, Any]:
-        return self._detector.window(suspects)
 
 
 class MeteredWatch(Watch):

@@ -24,7 +24,7 @@ from rolecall.core.metrics.metric import MetricValue
 from rolecall.core.policy_health import BY_NAME as SIGNS_BY_NAME
 from rolecall.recovery.fleet import FleetView, ReplicaView
 from rolecall.recovery.guards import AT_ONCE, HOLD, HOUR_SECONDS
-from rolecall.recovery.incidents.incident import (
+from rolecall.recovery.incidents import (
     UNDECIDED,
     UNDER_REPAIR,
     ActionFailure,
@@ -138,7 +138,7 @@ def journal_values(view: JournalView, account: RunAccount, job: JobConfig, now: 
     yield _value("evictions_limit", job.recovery.evictions_per_hour_max)
     yield _value("nodes_quarantined", len(account.quarantined))
     for verdict in VERDICTS:
-        yield _value("diagnoses_marked", sum(v == verdict for v in account.marks.values()), verdict)
+        yield _value("diagnoses_marked", sum(v == verdict for v in account.reviews.values()), verdict)
 
 
 def _incident_values(view: JournalView, now: float) -> Iterator[MetricValue]:

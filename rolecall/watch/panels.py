@@ -31,15 +31,13 @@ from rolecall.core.diagnosis import Diagnosis
 from rolecall.core.errors import ConfigError, UnreadableInput
 from rolecall.core.rundir import RunDir
 from rolecall.core.text import iso_utc, plain
-from rolecall.detector.live.merging import Merger
+from rolecall.detector.live.fusion import Merger
 from rolecall.detector.panels.membership import PanelFollower
-from rolecall.detector.panels.panel import Panel, PanelDetector, PanelShape
-from rolecall.detector.panels.source import PanelSource, PanelTick, Stopped, panel_key
+from rolecall.detector.panels.panel import Panel, PanelDetector, PanelShape, PanelSource, PanelTick, Stopped, panel_key
 from rolecall.detector.sources import recording
 from rolecall.detector.sources.agent_panels import AgentsPanels
-from rolecall.detector.sources.prometheus import PrometheusSource
+from rolecall.detector.sources.prometheus import Labels, MetricQuery, PrometheusSource, catalogue_queries, dcgm_queries
 from rolecall.detector.sources.prometheus_api import Client
-from rolecall.detector.sources.prometheus_queries import Labels, MetricQuery, catalogue_queries, dcgm_queries
 from rolecall.detector.sources.recording import RecordingSource
 
 logger = logging.getLogger(__name__)
@@ -167,7 +165,7 @@ def authorization(path: Path | None, environ: Mapping[str, str]) -> str:
     raise ConfigError(["expected one line, `bearer TOKEN` or `basic USER:PASSWORD`"], where)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class PrometheusOptions:
     """Command-line options."""
 
@@ -213,12 +211,11 @@ def watch_prometheus(
     out: Out,
     as_json: bool = False,
     seconds: float | None = None,
-    clock: Clock | None = None,
+    clock: Clock = SystemClock(),
 ) -> int:
     """Until `seconds` are over or a signal. Exit code: 0 healthy, 1 a fault was found. Raises ConfigError,
     UnreadableInput: the server cannot be queried, or did not answer by the end of the watch and nothing was found.
     """
-    clock = clock or SystemClock()
     source = prometheus_source(options, HISTORY_TICKS * options.interval_seconds, clock)
     with _until(seconds, clock) as stopped:
         code = watch(source, detectors, out=out, as_json=as_json, stopped=stopped, where=options.url)
@@ -235,10 +232,9 @@ def watch_recording(
     out: Out,
     as_json: bool = False,
     seconds: float | None = None,
-    clock: Clock | None = None,
+    clock: Clock = SystemClock(),
 ) -> int:
     """Replays a recording at `speed` times its original rate. Exit code: 0 healthy, 1 a fault was found."""
-    clock = clock or SystemClock()
     source = RecordingSource(path, speed, clock)
     for remark in source.recording.remarks:
         logger.warning("%s: %s", path, remark)
@@ -264,23 +260,23 @@ def watch(
                     found += 1
                     out(json.dumps(diagnosis.to_dict()) if as_json else sentence(diagnosis))
     if not ticks:
-        raise UnreadableInput(where=where, reason="no tick came: nothing was looked at")
+        raise UnreadableInput(where=where, reason="no tick came: nothing was read")
     if not as_json:
         shapes = watches[0].shapes if watches else []
-        looked_at = "; ".join(f"{s.name}: {len(s.machines)} machine(s), {len(s.metrics)} metric(s)" for s in shapes)
+        summary = "; ".join(f"{s.name}: {len(s.machines)} machine(s), {len(s.metrics)} metric(s)" for s in shapes)
         open_ends = list(dict.fromkeys(e for w in watches for e in w.open_ends))
         nothing = "nothing found, but not everything could be checked, in" if open_ends else "healthy: nothing found in"
-        out(plain(f"{f'{found} diagnosis(es) in' if found else nothing} {ticks} tick(s) of {looked_at}"))
+        out(plain(f"{f'{found} diagnosis(es) in' if found else nothing} {ticks} tick(s) of {summary}"))
         for line in open_ends:
             out("    " + plain(line))
     return 1 if found else 0
 
 
-def sentence(d: Diagnosis) -> str:
+def sentence(diagnosis: Diagnosis) -> str:
     """One line: detection time, diagnosis, reason, onset, and remedy."""
-    advice = f"; {d.advice}" if d.advice else ""
-    since = f"since {iso_utc(d.onset)}, confidence {d.confidence:.2f}"
-    return plain(f"{iso_utc(d.detected_at)} {d.fault_class}: {d.because} ({since}{advice})")
+    advice = f"; {diagnosis.advice}" if diagnosis.advice else ""
+    since = f"since {iso_utc(diagnosis.onset)}, confidence {diagnosis.confidence:.2f}"
+    return plain(f"{iso_utc(diagnosis.detected_at)} {diagnosis.fault_class}: {diagnosis.because} ({since}{advice})")
 
 
 @contextmanager
@@ -315,9 +311,8 @@ PART_SECONDS = 60.0
 
 
 def record_prometheus(
-    options: PrometheusOptions, path: Path, *, out: Out, seconds: float | None = None, clock: Clock | None = None
+    options: PrometheusOptions, path: Path, *, out: Out, seconds: float | None = None, clock: Clock = SystemClock()
 ) -> int:
-    clock = clock or SystemClock()
     source = prometheus_source(options, 0.0, clock)
     with _until(seconds, clock) as stopped:
         return record(source, path, out=out, stopped=stopped, clock=clock)
@@ -330,7 +325,7 @@ def record_run(
     out: Out,
     interval_seconds: float = 1.0,
     seconds: float | None = None,
-    clock: Clock | None = None,
+    clock: Clock = SystemClock(),
 ) -> int:
     """Samples directly from the agents of a run."""
     from rolecall.detector.sources.agents import AgentsSource
@@ -338,7 +333,6 @@ def record_run(
 
     if not 0.2 <= interval_seconds <= 3600:
         raise ConfigError([f"--interval: must be within 0.2 and 3600 s, got {interval_seconds:g}"])
-    clock = clock or SystemClock()
     source = AgentsPanels(AgentsSource(lambda: agent_urls(run), clock), clock, interval_seconds)
     with _until(seconds, clock) as stopped:
         return record(source, path, out=out, stopped=stopped, clock=clock)

@@ -12,7 +12,7 @@ import logging
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from types import FrameType
@@ -21,9 +21,11 @@ from typing import Any
 from rolecall.agent.http.web_config import WebConfig
 from rolecall.core.clock import Clock, SystemClock
 from rolecall.core.config.job import JobConfig, parse_job
-from rolecall.core.diagnosis import Diagnosis, Finding, Suspect
+from rolecall.core.diagnosis import Diagnosis, Finding
 from rolecall.core.errors import ConfigError, RunNotFound
+from rolecall.core.journal.events import EventKind
 from rolecall.core.journal.journal import Journal
+from rolecall.core.journal.payloads import LeaseAcquired
 from rolecall.core.journal.rows import reading
 from rolecall.core.rundir import RunDir, bearer_token, write_atomically
 from rolecall.core.text import plain
@@ -31,28 +33,25 @@ from rolecall.detector.base.observation import Observation
 from rolecall.detector.live.engine import LiveDetector
 from rolecall.detector.live.fusion import on_panels_alone
 from rolecall.detector.live.run_panels import RunPanels
-from rolecall.detector.live.subject import MonitoredProcess
 from rolecall.detector.panels.registry import detector as panel_detector
 from rolecall.detector.sources.agents import AgentsSource
-from rolecall.recovery.actuators.observe_only import NoopActuator
-from rolecall.recovery.actuators.ray_runtime import RayRuntime
-from rolecall.recovery.incident_store import IncidentProjection
+from rolecall.recovery.actuators import NoopActuator, RayRuntime
+from rolecall.recovery.incidents import IncidentProjection
 from rolecall.recovery.interfaces import Notifier
-from rolecall.recovery.loop import holder_name
-from rolecall.recovery.notifications.webhook import LogNotifier, WebhookNotifier
-from rolecall.recovery.operators import commands
+from rolecall.recovery.loop import LEASE_NAME, holder_name
+from rolecall.recovery.notifications import LogNotifier, WebhookNotifier
+from rolecall.recovery.operators import queries
 from rolecall.watch.addresses import LOOPBACK, ListenAddress
-from rolecall.watch.approval_mode import with_required_approval
+from rolecall.watch.agents import UniqueReplicaSource
 from rolecall.watch.evidence.pull import EvidencePull
 from rolecall.watch.meter import Meter, MeteredDetector, MeteredSource, MeteredWatch
-from rolecall.watch.process_names import UniqueReplicaSource
 from rolecall.watch.server import WatchServer
 
 logger = logging.getLogger(__name__)
 
 KEEP_SECONDS = 10.0
 """Interval of writing the detectors' state."""
-SUBJECTS_KEPT_A_LOOK = 32
+SUBJECTS_KEPT_PER_POLL = 32
 """Subjects serialized per poll: takes 3 ms."""
 COLLECT_AFTER = (50_000, 20, 100)
 """Thresholds of Python's garbage collector. A window of a large fleet is half a million samples without cycles: with
@@ -127,6 +126,9 @@ class _PersistentDetector:
             pass  # the first watch of this run
         except (ValueError, KeyError, TypeError) as e:
             logger.warning("%s is damaged (%s): learning from nothing", self._path, e)
+        passed_on = self._detector
+        self.processes, self.progressing = passed_on.processes, passed_on.progressing
+        self.forget, self.window = passed_on.forget, passed_on.window
 
     def observe(self, observation: Observation) -> Sequence[Diagnosis]:
         heard = replace(observation, panel_findings=self._of_panels(observation), pulled_findings=self._pulled())
@@ -142,7 +144,7 @@ class _PersistentDetector:
             return
         now = self._clock.monotonic()
         if self._parts is None and now - self._kept_at >= KEEP_SECONDS:
-            self._kept_at, self._parts = now, self._detector.state_in_parts(SUBJECTS_KEPT_A_LOOK)
+            self._kept_at, self._parts = now, self._detector.state_in_parts(SUBJECTS_KEPT_PER_POLL)
         text = next(self._parts, None) if self._parts is not None else None
         if text is not None:
             self._parts = None
@@ -157,18 +159,6 @@ class _PersistentDetector:
             self._panels = RunPanels(panel_detector())
             return ()
 
-    def processes(self) -> list[MonitoredProcess]:
-        return self._detector.processes()
-
-    def progressing(self, replica: str, incarnation_min: int) -> tuple[bool, str]:
-        return self._detector.progressing(replica, incarnation_min)
-
-    def forget(self, replica: str, below_incarnation: int) -> None:
-        self._detector.forget(replica, below_incarnation)
-
-    def window(self, suspects: Iterable[Suspect] = ()) -> dict[str, Any]:
-        return self._detector.window(suspects)
-
 
 @dataclass(frozen=True, slots=True)
 class MetricsEndpoint:
@@ -182,44 +172,22 @@ def watch_run(
     run: RunDir,
     seconds: float | None = None,
     authorization: str = "",
-    agents: Callable[[], Mapping[str, str]] | None = None,
+    living: Callable[[], Mapping[str, str]] | None = None,
     metrics: MetricsEndpoint | None = None,
     approve: bool = False,
+    *,
+    stop: threading.Event | None = None,
 ) -> int:
-    """Watches until the run ends, `seconds` have passed, or SIGTERM. Returns the exit code. `authorization`: value of
-    the header, for agents that require a user. `agents`: the current ones (agents_file.py), instead of run.json's.
-    `metrics`: where `/metrics` is served; None: for our own run on a free loopback port, else nowhere. `approve`: each
-    plan requires approval, even if the job file says `act` (approval_mode.py).
+    """Watches until the run ends, `seconds` have passed, or SIGTERM; with `stop`, until that is set. Returns the
+    exit code. `authorization`: value of the header, for agents that require a user. `living`: the current agents
+    (agents.py), instead of run.json's. `metrics`: where `/metrics` is served; None: for our own run on a free loopback
+    port, else nowhere. `approve`: each plan requires approval, even if the job file says `act`.
 
     A run with `agents` in run.json is an external job (agents.py): it is only observed, its end is unknown, and exit
     code 1 means that incidents were opened.
     """
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
-    gc.set_threshold(*COLLECT_AFTER)
-    sys.setswitchinterval(SWITCH_SECONDS)
-    stop = threading.Event()
-
-    def handle(_signal: int, _frame: FrameType | None) -> None:
-        stop.set()
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, handle)
-    if seconds is not None:
-        timer = threading.Timer(seconds, stop.set)
-        timer.daemon = True
-        timer.start()
-    return watch_until(run, stop, authorization, agents, metrics, approve)
-
-
-def watch_until(
-    run: RunDir,
-    stop: threading.Event,
-    authorization: str = "",
-    living: Callable[[], Mapping[str, str]] | None = None,
-    metrics: MetricsEndpoint | None = None,
-    approve: bool = False,
-) -> int:
-    """`watch_run` without signals and logging: until `stop` is set."""
+    if stop is None:
+        stop = _stop_event(seconds)
     clock = SystemClock()
     value = run.read()
     if not isinstance(value.get("config"), dict):
@@ -250,10 +218,10 @@ def watch_until(
     source.start()
     try:
         server = _serve(run, job, metrics, meter, notifier, ours=ours)
-        looked_at = source if ours else UniqueReplicaSource(source)
+        polled = source if ours else UniqueReplicaSource(source)
         MeteredWatch(
             journal,
-            MeteredSource(looked_at, meter, lambda: len(listed.newest)),
+            MeteredSource(polled, meter, lambda: len(listed.newest)),
             MeteredDetector(detector, meter, lambda: len(detector.processes())),
             RayRuntime(journal) if ours else NoopActuator(),
             job.recovery,
@@ -273,6 +241,48 @@ def watch_until(
         source.close()
         notifier.close(CLOSE_SECONDS)
         journal.close()
+
+
+def _stop_event(seconds: float | None) -> threading.Event:
+    """Is set by SIGTERM and SIGINT, and after `seconds`. Prepares this process for being a watch."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    gc.set_threshold(*COLLECT_AFTER)
+    sys.setswitchinterval(SWITCH_SECONDS)
+    stop = threading.Event()
+
+    def handle(_signal: int, _frame: FrameType | None) -> None:
+        stop.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, handle)
+    if seconds is not None:
+        timer = threading.Timer(seconds, stop.set)
+        timer.daemon = True
+        timer.start()
+    return stop
+
+
+def with_required_approval(job: JobConfig, journal: Journal) -> JobConfig:
+    """The job, with mode approve: while this watch is the recovery leader, each plan requires approval.
+
+    It only restricts: mode `act` becomes `approve`, `observe` stays. It is refused while another watch acts without
+    approval, because it would have no effect.
+
+    Raises:
+        ConfigError: the job is only observed, or another watch acts without approval.
+    """
+    if job.recovery.mode == "observe":
+        because = "recovery.mode is observe in the job file, so no action is allowed; set it to approve there"
+        raise ConfigError([f"--require-approval: {because}"])
+    lease, taken = journal.lease(LEASE_NAME), journal.last(EventKind.LEASE_ACQUIRED)
+    held = lease is not None and lease.holder != "" and lease.expires_at > journal.clock.wall()
+    mode = taken.as_(LeaseAcquired).mode if taken is not None else "unknown"
+    if lease is not None and held and mode != "approve":
+        because = f"watch {lease.holder} holds the lease in mode {mode} and acts without approval"
+        raise ConfigError(
+            [f"--require-approval: {because}; stop it first, or start the job with recovery.mode: approve"]
+        )
+    return job.model_copy(update={"recovery": job.recovery.model_copy(update={"mode": "approve"})})
 
 
 def _serve(
@@ -322,7 +332,7 @@ def replay_incident(run: RunDir, incident: str) -> dict[str, Any]:
 
     Returns `same`, the parts, and `text`.
     """
-    value: dict[str, Any] = commands.replay(run, incident)
+    value: dict[str, Any] = queries.replay(run, incident)
     journal = Journal(run.database_url, create=False)
     try:
         where, window = journal.store.where, journal.windows(incident).get("observations")
@@ -332,7 +342,7 @@ def replay_incident(run: RunDir, incident: str) -> dict[str, Any]:
         return value
     with reading(where, f"window of {incident}"):
         opened = Diagnosis.from_dict(value["diagnosis"])
-        standing = {d.key: d for looked in LiveDetector.replay_window(window) for d in looked}
+        standing = {d.key: d for poll in LiveDetector.replay_window(window) for d in poll}
     again = standing.get(opened.key)
     value["diagnosed_again"] = again is not None
     value["same"] = bool(value["same"]) and again is not None

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from http import HTTPStatus
+from itertools import islice
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -18,7 +19,7 @@ from starlette.responses import Response
 from rolecall.agent.http.exposition import render
 from rolecall.agent.http.parameters import only
 from rolecall.agent.http.routes import resident_bytes
-from rolecall.agent.http.server import HttpServer, json_response
+from rolecall.agent.http.server import Endpoint, HttpServer, handlers, json_response
 from rolecall.agent.http.web_config import WebConfig
 from rolecall.core.clock import Clock
 from rolecall.core.config.job import JobConfig
@@ -27,39 +28,57 @@ from rolecall.core.journal.journal import Journal
 from rolecall.core.metrics.metric import MetricValue
 from rolecall.core.rundir import RunDir
 from rolecall.recovery.fleet import fleet_view
-from rolecall.recovery.incident_store import IncidentProjection
+from rolecall.recovery.incidents import IncidentProjection
 from rolecall.recovery.loop import LEASE_NAME, PAUSED_FLAG
-from rolecall.views.run_totals import JournalReader, run_account
+from rolecall.views.journal_reader import JournalReader
+from rolecall.views.run_totals import run_account
 from rolecall.watch.addresses import EndpointAnnouncement, ListenAddress, own
 from rolecall.watch.meter import Meter
 from rolecall.watch.metrics import JournalView, TickView, journal_values, run_values, tick_values
 
 logger = logging.getLogger(__name__)
 
-LOOK_SECONDS = 2.0
+POLL_SECONDS = 2.0
 """Interval of journal polls: less than any scrape interval in use."""
+PAGES_PER_POLL = 20
+"""The next poll continues, so that a poll is short even with millions of lines."""
 CLOSE_SECONDS = 5.0
 TICK_AGE_SECONDS_MAX = 30.0
 """`/healthz` fails if no tick ended for this long; a tick takes about a second, three with a thousand agents."""
 
 
+ENDPOINTS = (
+    Endpoint(
+        "/metrics",
+        "metrics",
+        "the watch itself, incidents and the run ([metrics](metrics.md)); the newest values, never waiting for a tick",
+    ),
+    Endpoint("/healthz", "healthz", "200 while the watch's ticks continue, else 503"),
+)
+
+
 class JournalMetricsPoller:
-    """Values of the last journal poll. `look` is for one thread, `values` for all."""
+    """Values of the last journal poll. `poll` is for one thread, `values` for all."""
 
     def __init__(self, journal: Journal, job: JobConfig, run_id: str, clock: Clock, *, ours: bool) -> None:
         self._journal, self._job, self._run_id, self._clock, self._ours = journal, job, run_id, clock, ours
-        self._reader, self._projection = JournalReader(journal, run_account(job)), IncidentProjection()
+        self._reader, self._account, self._projection = JournalReader(), run_account(job), IncidentProjection()
         self.values: tuple[MetricValue, ...] = ()
 
-    def look(self) -> bool:
+    def poll(self) -> bool:
         """Reads the journal; False until a long journal is read to its end: until then the previous values remain.
 
         Raises:
             JournalError: it cannot be read; the previous values remain as well.
         """
-        if not self._reader.look():
+        for page in islice(self._reader.pages(self._journal), PAGES_PER_POLL):
+            for event in page.events:
+                # Deliberate: an invalid event from a foreign writer must not hide the others.
+                with suppress(Exception):
+                    self._account.take(event)
+            self._projection.take(page.events, page.damaged)
+        if not self._reader.at_end:
             return False
-        self._projection.refresh(self._journal)
         self._projection.to_notify.clear()  # no notifications are sent from here
         now = self._clock.wall()
         view = JournalView(
@@ -70,7 +89,7 @@ class JournalMetricsPoller:
             num_broken=len(self._projection.broken),
             fleet=fleet_view(self._journal.desired(), self._journal.current()),
         )
-        account = self._reader.account
+        account = self._account
         self.values = (
             *journal_values(view, account, self._job, now),
             *run_values(view, account, self._job, self._run_id, now, ours=self._ours),
@@ -92,7 +111,7 @@ class WatchServer:
         agents: Callable[[], Mapping[str, str]] | None,
         calls_failed: Callable[[], int] = int,
         web: WebConfig | None = None,
-        look_seconds: float = LOOK_SECONDS,
+        poll_seconds: float = POLL_SECONDS,
     ) -> None:
         """`agents`: node -> URL for our own run; they and this watch are announced in its directory.
 
@@ -101,15 +120,19 @@ class WatchServer:
             JournalError: there is no journal.
         """
         self._meter, self._clock, self._calls_failed = meter, clock, calls_failed
-        self._agents, self._look_seconds = agents, look_seconds
+        self._agents, self._poll_seconds = agents, poll_seconds
         self._journal = Journal(run.database_url, create=False)
-        self._looks = JournalMetricsPoller(self._journal, job, run.run_id, clock, ours=agents is not None)
-        routes = {"/metrics": self._metrics, "/healthz": self._healthz}
+        self._poller = JournalMetricsPoller(self._journal, job, run.run_id, clock, ours=agents is not None)
         tls = web.tls.context if web and web.tls else None
         allows = web.auth.allows if web and web.auth else None
         try:
             self._server = HttpServer(
-                address.host, address.port, routes, tls=tls, allows=allows, public={"/healthz": self._alive}
+                address.host,
+                address.port,
+                handlers(ENDPOINTS, self),
+                tls=tls,
+                allows=allows,
+                public={"/healthz": self.alive},
             )
         except (OSError, OverflowError) as e:
             self._journal.close()
@@ -117,7 +140,7 @@ class WatchServer:
         self.url = self._server.url
         self._announced = EndpointAnnouncement(run, own(self.url)) if agents is not None else None
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._look_on, name="watch metrics", daemon=True)
+        self._thread = threading.Thread(target=self._poll_journal, name="watch metrics", daemon=True)
         self._server.start()
         self._thread.start()
 
@@ -130,7 +153,7 @@ class WatchServer:
         self._server.stop()
         self._journal.close()
 
-    def _look_on(self) -> None:
+    def _poll_journal(self) -> None:
         while not self._stop.is_set():
             # Deliberate, twice: the next poll retries, and the time of the last one shows the age of the values.
             try:
@@ -139,15 +162,14 @@ class WatchServer:
             except Exception as e:  # noqa: BLE001
                 logger.warning("scrape targets cannot be written: %s", e)
             try:
-                if not self._looks.look():
+                if not self._poller.poll():
                     continue
             except Exception as e:  # noqa: BLE001
                 logger.warning("the journal cannot be read for /metrics: %s: %s", type(e).__name__, e)
-            self._stop.wait(self._look_seconds)
+            self._stop.wait(self._poll_seconds)
 
-    def _metrics(self, request: Request) -> Response:
-        only(request)
-        values = (*tick_values(self._tick()), *self._looks.values)
+    def metrics(self, request: Request) -> Response:
+        values = (*tick_values(self._tick()), *self._poller.values)
         body, content_type = render(values, request.headers.get("accept", ""))
         return Response(body, media_type=content_type)
 
@@ -164,13 +186,12 @@ class WatchServer:
         view = self._meter.view
         return max(0.0, self._clock.wall() - (view.ended_at or view.started_at))
 
-    def _healthz(self, request: Request) -> Response:
-        only(request)
+    def healthz(self, _request: Request) -> Response:
         age = self._tick_age()
         said = {"ok": age < TICK_AGE_SECONDS_MAX, "tick_age_seconds": round(age, 3), "acting": self._meter.view.acting}
         return json_response(said, HTTPStatus.OK if said["ok"] else HTTPStatus.SERVICE_UNAVAILABLE)
 
-    def _alive(self, request: Request) -> Response:
+    def alive(self, request: Request) -> Response:
         """Without credentials: only whether the watch is healthy."""
         only(request)
         fresh = self._tick_age() < TICK_AGE_SECONDS_MAX

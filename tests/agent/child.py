@@ -1,4 +1,4 @@
-"""A process that reports: does what it is told line by line (`reporter` in scope), and answers each with `ok`."""
+"""A process that reports: does what it is reported line by line (`reporter` in scope), and answers each with `ok`."""
 
 import os
 import sys

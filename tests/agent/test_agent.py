@@ -134,8 +134,8 @@ def test_a_promotion_reaches_samples_and_events(agent: AgentProcess, child: Chil
     _registered(agent, "standby/0")
     child.do(f"reporter.become(replica='rollout/2', incarnation=4, secret={secret('rollout/2', 0, 4)!r})")
     _registered(agent, "rollout/2")
-    told = [(e["replica"], e["incarnation"]) for e in agent.events() if e["kind"] == "registered"]
-    assert told == [("standby/0", 1), ("rollout/2", 4)]
+    reported = [(e["replica"], e["incarnation"]) for e in agent.events() if e["kind"] == "registered"]
+    assert reported == [("standby/0", 1), ("rollout/2", 4)]
 
 
 def test_an_impostor_is_not_seen(agent: AgentProcess, child: Child) -> None:
@@ -152,11 +152,11 @@ def test_an_impostor_is_not_seen(agent: AgentProcess, child: Child) -> None:
     assert 'rolecall_agent_registrations_refused_total{node="node-1"} 1.0' in metrics
 
 
-def test_a_fast_death_by_exception_is_told_with_its_cause(agent: AgentProcess, child: Child) -> None:
+def test_a_fast_death_by_exception_is_reported_with_its_cause(agent: AgentProcess, child: Child) -> None:
     child.start("trainer/0")
     _registered(agent, "trainer/0")
     child.tell("reporter.set_step(3); raise FloatingPointError('loss is NaN')")
-    eventually(lambda: "exited" in _kinds(agent), "its exit is told")
+    eventually(lambda: "exited" in _kinds(agent), "its exit is reported")
     events = agent.events()[1:]
     assert [e["kind"] for e in events] == ["registered", "exception", "exited"]
     detail = events[1]["detail"]
@@ -182,9 +182,9 @@ def test_answers_are_what_the_detector_reads(agent: AgentProcess, child: Child) 
     assert batch.agent_pid == agent.pid and batch.processes and batch.hosts
     events = EventBatch.from_dict(agent.get("/v1/events?after=0")[1])
     assert events.newest == len(events.events) == 2
-    news, told = checked_news(agent.get("/v1/news?after=1&since=0&wait=0")[1], "node-1")
+    news, reported = checked_news(agent.get("/v1/news?after=1&since=0&wait=0")[1], "node-1")
     assert news.agent_pid == agent.pid and news.cursor >= batch.cursor and news.hosts
-    assert {p.replica for p in news.processes} == {"rollout/1"} and told.events == events.events[1:]
+    assert {p.replica for p in news.processes} == {"rollout/1"} and reported.events == events.events[1:]
     newest, _ = checked_news(agent.get("/v1/news?after=9&since=0&wait=0.01&rounds=1")[1], "node-1")
     assert len(newest.processes) == 1 and len(newest.hosts) == 1
     assert agent.get("/v1/news?form=rows")[0] == 400
@@ -212,7 +212,7 @@ def test_stacks_need_the_token_and_a_registered_process(agent: AgentProcess, chi
         answers.append(said)
         return status == 200
 
-    eventually(dumped, "its stacks are told")
+    eventually(dumped, "its stacks are reported")
     frames = [f for thread in answers[-1]["threads"] for f in thread["frames"]]
     assert any(f["filename"].endswith("child.py") for f in frames)
     assert all(not f["locals"] for f in frames)
@@ -243,7 +243,7 @@ def test_without_a_user_healthz_says_whether_it_is_healthy_and_nothing_else(node
     agent = Agent(AgentSettings(node=NODE, data_dir=node_dir, token=TOKEN, interval_seconds=1.0), clock)
     try:
         agent._sampler.round()
-        route = agent._routes().public()["/healthz"]
+        route = agent._routes.public()["/healthz"]
         fresh = route(http_request("/healthz"))
         assert (fresh.status_code, fresh.body) == (200, b'{"ok":true}')
         clock.advance(60.0)

@@ -15,12 +15,12 @@ DOC = (Path(__file__).parent.parent.parent / "docs" / "reference" / "agent.md").
 
 
 @pytest.mark.parametrize("kind", AgentEventKind)
-def test_every_kind_of_event_is_told(kind: AgentEventKind) -> None:
+def test_every_kind_of_event_is_reported(kind: AgentEventKind) -> None:
     rows = [line.split("|")[1] for line in DOC.splitlines() if line.startswith("| `")]
     assert any(f"`{kind}`" in row for row in rows)
 
 
-def test_every_collector_is_told() -> None:
+def test_every_collector_is_reported() -> None:
     sections = [n for n, f in AgentFile.model_fields.items() if isinstance(f.get_default(), Section)]
     assert len(sections) > 5
     rows = [line.split("|")[1] for line in DOC.splitlines() if line.startswith("| `")]

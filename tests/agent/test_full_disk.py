@@ -1,4 +1,4 @@
-"""A disk that fills while the agent runs, and has room again: what happens is told all the while, and later kept."""
+"""A disk that fills while the agent runs, and has room again: what happens is reported all the while, and later kept."""
 
 import json
 import os
@@ -80,21 +80,21 @@ def test_a_full_disk_costs_events_on_disk_and_nothing_else(tmp_path: Path, kind:
             disk.fill(agent.pid)
             for n in range(2, NUM_EVENTS):
                 child.do(f"reporter.become(replica='rollout/1', incarnation={n}, secret={secret('rollout/1', 0, n)!r})")
-                eventually(lambda n=n: agent.events()[-1]["incarnation"] == n, f"promotion {n} is told")
+                eventually(lambda n=n: agent.events()[-1]["incarnation"] == n, f"promotion {n} is reported")
             assert lost(agent) > 0
             assert [e["seq"] for e in agent.events()] == list(range(1, len(agent.events()) + 1))
             assert agent.get("/healthz")[0] == 200
             disk.empty(agent.pid)
             before = lost(agent)
             child.close()
-            eventually(lambda: agent.events()[-1]["kind"] == "exited", "the end is told")
-            told = agent.events()[-1]
+            eventually(lambda: agent.events()[-1]["kind"] == "exited", "the end is reported")
+            reported = agent.events()[-1]
             assert lost(agent) == before
             agent.close()
             kept = [json.loads(line) for line in (node_dir / "events.jsonl").read_text().splitlines()]
-            assert told in kept, "no half of a line stands before it"
+            assert reported in kept, "no half of a line stands before it"
             agent = AgentProcess(node_dir)
-            assert agent.events()[-1]["seq"] > told["seq"], "its numbers go on"
+            assert agent.events()[-1]["seq"] > reported["seq"], "its numbers go on"
         finally:
             agent.close()
             child.close()

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 from rolecall.agent.samples import SampleRing
 from rolecall.core.clock import FakeClock
@@ -39,6 +40,10 @@ def ring(clock: FakeClock | None = None, **limits: int) -> SampleRing:
     return SampleRing(NODE, 77, clock or FakeClock(), **limits)
 
 
+def since(it: SampleRing, cursor: int) -> SampleBatch:
+    return SampleBatch.from_dict(json.loads(it.since_json(cursor)))
+
+
 def _progress(batch: SampleBatch) -> list[int]:
     return [p.progress for p in batch.processes]
 
@@ -47,20 +52,20 @@ def test_a_reader_gets_each_round_once() -> None:
     it = ring()
     it.add((process(1),), (host(),))
     it.add((process(2),), ())
-    first = it.since(0)
+    first = since(it, 0)
     assert (_progress(first), len(first.hosts), first.lost, first.agent_pid) == ([1, 2], 1, 0, 77)
     it.add((process(3),), ())
-    assert _progress(it.since(first.cursor)) == [3]
-    assert _progress(it.since(it.since(0).cursor)) == []
+    assert _progress(since(it, first.cursor)) == [3]
+    assert _progress(since(it, since(it, 0).cursor)) == []
 
 
 def test_what_left_the_ring_unread_is_counted() -> None:
     it = ring(num_rounds=3)
     it.add((process(1),), ())
-    cursor = it.since(0).cursor
+    cursor = since(it, 0).cursor
     for n in range(2, 8):
         it.add((process(n), process(n)), ())  # rounds 2, 3 and 4 are dropped, with two samples each
-    batch = it.since(cursor)
+    batch = since(it, cursor)
     assert sorted(set(_progress(batch))) == [5, 6, 7]
     assert batch.lost == 6
     assert it.num_lost == 6
@@ -70,9 +75,9 @@ def test_many_processes_keep_fewer_rounds() -> None:
     it = ring(num_rounds=100, num_samples=10)
     for n in range(20):
         it.add((process(n),) * 4, ())
-    assert sorted(set(_progress(it.since(0)))) == [18, 19]
+    assert sorted(set(_progress(since(it, 0)))) == [18, 19]
     it.add((process(99),) * 50, ())  # one round is always kept
-    assert set(_progress(it.since(0))) == {99}
+    assert set(_progress(since(it, 0))) == {99}
 
 
 def test_cursors_grow_over_a_restart_and_a_larger_one_starts_from_the_first() -> None:
@@ -81,12 +86,12 @@ def test_cursors_grow_over_a_restart_and_a_larger_one_starts_from_the_first() ->
     for _ in range(50):
         clock.advance(0.05)
         before.add((process(),), ())
-    old = before.since(0).cursor
+    old = since(before, 0).cursor
     after = ring(clock)  # the agent was restarted
     after.add((process(1),), ())
-    batch = after.since(old)
+    batch = since(after, old)
     assert _progress(batch) == [1] and batch.cursor > old
-    assert _progress(after.since(10**15)) == [1]
+    assert _progress(since(after, 10**15)) == [1]
 
 
 def test_json_is_what_the_dataclasses_say() -> None:
@@ -99,17 +104,28 @@ def test_json_is_what_the_dataclasses_say() -> None:
     it.add((), ())
     it.add((), (), (gpu(0),))
     it.add((process(6),), ())
-    assert json.loads(it.since_json(0)) == it.since(0).to_dict()
-    assert json.loads(it.since_json(it.since(0).cursor)) == it.since(it.since(0).cursor).to_dict()
-    assert SampleBatch.from_dict(json.loads(it.since_json(0))).to_dict() == it.since(0).to_dict()
+    whole = SampleBatch(
+        node=NODE,
+        agent_pid=77,
+        cursor=since(it, 0).cursor,
+        lost=0,
+        at=clock.monotonic(),
+        wall_at=clock.wall(),
+        processes=(odd, process(5), process(6)),
+        hosts=(host(),),
+        gpus=(gpu(0), gpu(1), gpu(0)),
+    )
+    assert json.loads(it.since_json(0)) == whole.to_dict() == since(it, 0).to_dict()
+    none = replace(whole, processes=(), hosts=(), gpus=())
+    assert json.loads(it.since_json(whole.cursor)) == none.to_dict() == since(it, whole.cursor).to_dict()
 
 
 def test_news_are_the_same_samples_as_columns() -> None:
     it = ring()
     it.add((process(4, loss=1.5), process(5)), (host(),), (gpu(0), gpu(1)))
     it.add((process(6),), ())
-    for cursor in (0, it.since(0).cursor - 1, it.since(0).cursor):
-        said, rows = json.loads(json.dumps(it.news(cursor))), it.since(cursor)
+    for cursor in (0, since(it, 0).cursor - 1, since(it, 0).cursor):
+        said, rows = json.loads(json.dumps(it.news(cursor))), since(it, cursor)
         assert (said["cursor"], said["samples_lost"]) == (rows.cursor, rows.lost)
         for name, layout, samples in (
             ("processes", PROCESSES, rows.processes),
@@ -135,12 +151,12 @@ def test_of_the_newest_look_alone_there_is_also_the_newest_of_host_and_gpus() ->
 def test_gpus_are_given_out_once_and_count_among_the_samples() -> None:
     it = ring(num_samples=6)
     it.add((process(1),), (host(),), (gpu(0), gpu(1)))
-    first = it.since(0)
+    first = since(it, 0)
     assert [g.gpu for g in first.gpus] == [0, 1]
     it.add((process(2),), ())
-    assert it.since(first.cursor).gpus == ()
+    assert since(it, first.cursor).gpus == ()
     it.add((), (), (gpu(0), gpu(1)))  # seven samples by now: the first round goes
-    assert [len(it.since(0).processes), len(it.since(0).gpus)] == [1, 2]
+    assert [len(since(it, 0).processes), len(since(it, 0).gpus)] == [1, 2]
 
 
 def test_the_newest_look() -> None:

@@ -16,12 +16,18 @@ from pathlib import Path
 import pytest
 import yaml
 
-from rolecall.agent.assembly import collectors_of
 from rolecall.agent.collectors.process.exits import ExitWatch
 from rolecall.agent.daemon import _own_token, main
 from rolecall.agent.events import EventLog
 from rolecall.agent.registry import Registry
-from rolecall.agent.settings import AgentFile, default_agent_file, default_data_dir, explain, load_agent_file
+from rolecall.agent.settings import (
+    AgentFile,
+    collectors_of,
+    default_agent_file,
+    default_data_dir,
+    explain,
+    load_agent_file,
+)
 from rolecall.core.clock import FakeClock
 from rolecall.core.errors import ConfigError
 from rolecall.core.ids import NodeId
@@ -39,7 +45,7 @@ def test_the_explained_file_is_the_default_and_each_key_of_its_own_has_a_meaning
         assert field.description or name in (*sections, "port")
 
 
-def test_problems_are_told_all_at_once(tmp_path: Path) -> None:
+def test_problems_are_reported_all_at_once(tmp_path: Path) -> None:
     path = tmp_path / "agent.yaml"
     path.write_text(
         "node: 'Not A Node'\nport: 70000\ngpus: {}\nkernel_log: {interval_seconds: 0}\nnode_exporter: {hostname: a}\n"
@@ -48,12 +54,12 @@ def test_problems_are_told_all_at_once(tmp_path: Path) -> None:
         load_agent_file(path)
     said = str(e.value)
     assert "5 problem(s)" in said
-    unknown = ("gpus: unknown key", "node_exporter.hostname: unknown key")  # nobody would look at them
+    unknown = ("gpus: unknown key", "node_exporter.hostname: unknown key")  # no one would look at them
     for key in ("node: ", "port: ", "kernel_log.interval_seconds: ", *unknown):
         assert key in said
 
 
-def test_a_host_whose_name_cannot_be_a_nodes_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_host_whose_name_cannot_be_a_nodes_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(socket, "gethostname", lambda: "gpu." + "x" * 60)
     (tmp_path / "agent.yaml").write_text("port: 0\n")
     with pytest.raises(ConfigError, match="node: "):
@@ -61,7 +67,7 @@ def test_a_host_whose_name_cannot_be_a_nodes_is_told(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("text", ["dcgm_exporter: {enabled: true}", "node_exporter: {enabled: true}"])
-def test_nothing_is_told_twice(tmp_path: Path, text: str) -> None:
+def test_nothing_is_reported_twice(tmp_path: Path, text: str) -> None:
     path = tmp_path / "agent.yaml"
     path.write_text(text)
     with pytest.raises(ConfigError, match="would both report"):
@@ -161,19 +167,19 @@ def test_an_agent_runs_from_a_file_and_makes_its_own_token(tmp_path: Path) -> No
 
 def test_of_two_agents_that_start_at_once_both_have_the_same_token(tmp_path: Path) -> None:
     """The second one finds the directory taken only afterwards: what the first one reads must stay."""
-    told: list[str] = []
+    reported: list[str] = []
     together = threading.Barrier(8)
 
     def start() -> None:
         together.wait()
-        told.append(_own_token(tmp_path / "data"))
+        reported.append(_own_token(tmp_path / "data"))
 
     threads = [threading.Thread(target=start) for _ in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(PATIENCE_SECONDS)
-    assert len(told) == 8 and set(told) == {(tmp_path / "data" / "token").read_text().strip()}
+    assert len(reported) == 8 and set(reported) == {(tmp_path / "data" / "token").read_text().strip()}
     assert [p.name for p in (tmp_path / "data").iterdir()] == ["token"]
 
 

@@ -25,7 +25,7 @@ def kernel(path: Path) -> KernelLogCollector:
     return KernelLogCollector(node=NODE, merger=XidMerger(), path=path)
 
 
-def test_the_newest_lines_are_told_and_the_cursor_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_newest_lines_are_reported_and_the_cursor_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel_log, "NUM_EVIDENCE_LINES", 3)
     log = tmp_path / "kern.log"
     log.write_text("".join(f"[ {n:4}.500000] usb 1-1: device {n}\n" for n in range(9)))
@@ -45,7 +45,7 @@ def test_the_newest_lines_are_told_and_the_cursor_stays(tmp_path: Path, monkeypa
     it.close()
 
 
-def test_a_line_with_a_time_of_day_is_told_as_one_of_this_node(tmp_path: Path) -> None:
+def test_a_line_with_a_time_of_day_is_reported_as_one_of_this_node(tmp_path: Path) -> None:
     log = tmp_path / "kern.log"
     log.write_text("2026-01-31T12:00:00.250000+00:00 other kernel: usb 1-1: gone\n")
     stamped = parse_line(kernel(log).evidence().decode().strip())
@@ -58,7 +58,7 @@ def test_a_kernel_log_that_cannot_be_read_says_how_to_mend_it(tmp_path: Path) ->
         kernel(tmp_path / "none").evidence()
 
 
-def test_ras_is_asked_anew_in_json_then_in_text(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ras_is_asked_again_in_json_then_in_text(monkeypatch: pytest.MonkeyPatch) -> None:
     server = RasServer(answers(b'{"nccl_version": 1}', text=b"Job summary"))
     try:
         it = NcclRasCollector(NODE, server.address)

@@ -119,9 +119,9 @@ def test_two_runs_go_at_a_time_and_when_time_is_up_those_that_have_begun_are_kep
             going[-1].set_result({})  # it goes on after time was up
         return len(begun) < 3
 
-    told = learning.over([run(seed=s) for s in range(5)], begin, may_begin)
-    assert next(told)[0].seed == 0 and begun == [0, 1]
-    assert [r.seed for r, _ in told] == [1, 2] and begun == [0, 1, 2]
+    reported = learning.over([run(seed=s) for s in range(5)], begin, may_begin)
+    assert next(reported)[0].seed == 0 and begun == [0, 1]
+    assert [r.seed for r, _ in reported] == [1, 2] and begun == [0, 1, 2]
 
 
 def test_a_goal_is_reached_by_a_mean_of_steps_and_never_before_there_are_so_many() -> None:
@@ -186,18 +186,18 @@ def test_a_curve_of_examinations_begins_with_the_first_one() -> None:
     assert list(alone.xs) == [3.0] and list(alone.middle) == [0.4]
 
 
-def test_costs_are_told_by_a_fit_that_explains_them_and_by_no_other() -> None:
+def test_costs_are_reported_by_a_fit_that_explains_them_and_by_no_other() -> None:
     n = 300
     forwards, tokens = [float(i % 7 + 1) for i in range(n)], [float(i % 11 + 5) for i in range(n)]
     context = [float(i % 13) for i in range(n)]
     exact = [0.002 * f + 5e-5 * t + 1e-5 * c + 0.05 for f, t, c in zip(forwards, tokens, context, strict=True)]
     causes: dict[str, Any] = {"forwards": forwards, "tokens": tokens, "context": context}
-    told = learning_report.cost_of_a_step([record(run(), [0.5] * n, write_seconds=exact, **causes)])
-    assert "an engine step costs 2.0 ms" in told and "a generated token 50 us more" in told
+    reported = learning_report.cost_of_a_step([record(run(), [0.5] * n, write_seconds=exact, **causes)])
+    assert "an engine step costs 2.0 ms" in reported and "a generated token 50 us more" in reported
     odd = [0.3 if i % 17 == 0 else 0.1 for i in range(n)]
     for seconds in (odd, [s - 0.004 * f for s, f in zip(exact, forwards, strict=True)]):
-        told = learning_report.cost_of_a_step([record(run(), [0.5] * n, write_seconds=seconds, **causes)])
-        assert "cannot be told apart" in told and "ms" not in told
+        reported = learning_report.cost_of_a_step([record(run(), [0.5] * n, write_seconds=seconds, **causes)])
+        assert "cannot be told apart" in reported and "ms" not in reported
 
 
 def test_each_parts_change_is_counted_seed_by_seed() -> None:

@@ -19,7 +19,7 @@ HEALTHY_SECONDS, SLOW_SECONDS = 60.0, 20.0
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> tuple[Recording, Slowdown]:
+def reported(tmp_path_factory: pytest.TempPathFactory) -> tuple[Recording, Slowdown]:
     """A minute of a healthy fleet, then one rollout that takes four times as long; written and read as a file."""
     fleet = FakeFleet(seed=3)
     observations = list(fleet.run(HEALTHY_SECONDS))
@@ -40,8 +40,8 @@ def write(path: Path, observations: list[Observation]) -> None:
             out.write(json.dumps(o.to_dict()).encode() + b"\n")
 
 
-def test_a_recording_gives_back_every_sample_and_event(told: tuple[Recording, Slowdown]) -> None:
-    heard = told[0]
+def test_a_recording_gives_back_every_sample_and_event(reported: tuple[Recording, Slowdown]) -> None:
+    heard = reported[0]
     again = list(recording.replayed(heard, look_seconds=0.5))
     samples = [s for o in again for b in o.batches for s in b.processes]
     assert len(samples) == len(heard.samples) > 1000
@@ -58,8 +58,10 @@ def test_of_a_recording_cut_short_the_whole_lines_are_read(tmp_path: Path) -> No
     assert 0 < len(recording.read(path).observations) < whole
 
 
-def test_windows_tile_the_time_of_each_process_and_separate_the_slowed_one(told: tuple[Recording, Slowdown]) -> None:
-    heard, fault = told
+def test_windows_tile_the_time_of_each_process_and_separate_the_slowed_one(
+    reported: tuple[Recording, Slowdown],
+) -> None:
+    heard, fault = reported
     found = measures.windows(heard, [fault], 2.0)
     assert {w.label for w in found} == {HEALTHY, DISTURBED, "delay"}
     assert {w.process for w in found if w.label == "delay"} == {("rollout/1", 1)}
@@ -70,8 +72,8 @@ def test_windows_tile_the_time_of_each_process_and_separate_the_slowed_one(told:
     assert all(ratio >= 1.0 for ratio in measures.peer_ratios(found, "rollout", "busy"))
 
 
-def test_the_slow_test_replayed_finds_the_slowed_one_and_nobody_before(told: tuple[Recording, Slowdown]) -> None:
-    heard, fault = told
+def test_the_slow_test_replayed_finds_the_slowed_one_and_no_one_before(reported: tuple[Recording, Slowdown]) -> None:
+    heard, fault = reported
     rows = measures.rows_of(measures.strides(heard, [fault], DetectorConfig()))
     drift = math.log(2.0) / 2
     for row in rows:

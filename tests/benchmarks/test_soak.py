@@ -8,7 +8,7 @@ import soak
 
 from rolecall.core.journal.events import EventKind
 from rolecall.core.journal.journal import Journal
-from rolecall.testing.events import filled
+from tests.events import filled
 
 CONFIG = {"algorithm": {"microbatches_per_step": 2}}
 

@@ -1,4 +1,4 @@
-"""The soak's report: a bar that is missed is told, counts add up over runs and commits."""
+"""The soak's report: a bar that is missed is reported, counts add up over runs and commits."""
 
 from typing import Any
 
@@ -48,7 +48,7 @@ def test_each_time_stands_beside_its_bar() -> None:
     )
 
 
-def test_a_fault_that_nobody_found_misses_every_bar_of_its_kind() -> None:
+def test_a_fault_that_no_one_found_misses_every_bar_of_its_kind() -> None:
     found = incident("trainer-hang", "gil", detected_seconds=3.0, cured_seconds=9.0)
     missed = {"kind": "trainer-hang", "how": "lock"}
     rows = [r for r in soak_report.bars([line(found), line(missed=[missed])]) if r.startswith("| trainer-hang |")]

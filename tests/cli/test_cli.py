@@ -114,7 +114,7 @@ def test_a_journal_that_cannot_be_reached_starts_nothing_and_leaves_no_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("psycopg", reason="the driver psycopg is not installed")
-    job = _job(tmp_path, f"journal: 'postgresql://me:s3cr3t@/db?host={tmp_path}/nobody-here'\n")
+    job = _job(tmp_path, f"journal: 'postgresql://me:s3cr3t@/db?host={tmp_path}/no one-here'\n")
     code, out, err = _run(capsys, "run", job, "--id", "x", "--runs", str(tmp_path / "runs"))
     assert code == 2 and out == ""
     assert "the journal cannot be used now" in err and "me:***@" in err and "s3cr3t" not in err
@@ -170,7 +170,7 @@ def test_a_package_that_is_missing_is_named(
     assert err == f"rolecall: {package} is not installed; try: pip install 'rolecall[{extra}]'\n"
 
 
-def test_output_that_nobody_reads_any_more_is_no_defect(fake_run: RunDir) -> None:
+def test_output_that_no_one_reads_any_more_is_no_defect(fake_run: RunDir) -> None:
     with subprocess.Popen(
         [sys.executable, "-m", "rolecall", "report", "--json", str(fake_run.path)],
         stdout=subprocess.PIPE,

@@ -18,7 +18,7 @@ from rolecall.core.telemetry import (
     ProcessSample,
     SampleBatch,
 )
-from rolecall.testing.events import made_event
+from tests.events import made_event
 
 TEXT = st.text(max_size=20)
 TIMES = st.floats(0, 4e9, allow_nan=False)

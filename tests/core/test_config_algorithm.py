@@ -88,7 +88,7 @@ def test_an_algorithm_says_nothing_of_what_it_lacks(name: AlgorithmName) -> None
     assert not {key for n, key in FOREIGN if n is name} & made(name=name).model_dump().keys()
 
 
-def test_all_that_is_foreign_is_told_at_once() -> None:
+def test_all_that_is_foreign_is_reported_at_once() -> None:
     said = refusal(name="grpo", gamma=0.9, window_tokens=3)
     assert "gamma has" in said and "window_tokens has" in said
 

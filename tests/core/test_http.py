@@ -1,6 +1,7 @@
 """Outgoing requests: every server that misbehaves ends as HttpFailed within the deadline."""
 
 import socket
+import threading
 import time
 from collections.abc import Iterator
 
@@ -59,7 +60,7 @@ def test_bad_answers(server: PageServer, answer: bytes, reason: str) -> None:
         get(server)
 
 
-def test_nobody_listens(server: PageServer) -> None:
+def test_no_one_listens(server: PageServer) -> None:
     server.close()
     with pytest.raises(HttpFailed, match="connection refused") as e:
         get(server)
@@ -78,3 +79,20 @@ def test_who_wants_only_the_status_does_not_wait_for_the_body(server: PageServer
 
     server.answer = hang
     assert request("GET", server.url, deadline_seconds=5.0, bytes_max=0) == (200, b"")
+
+
+def test_a_name_lookup_that_hangs_ends_with_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    released, ended = threading.Event(), threading.Event()
+
+    def lookup(*args: object, **more: object) -> list[object]:
+        released.wait(10)
+        ended.set()
+        return []
+
+    monkeypatch.setattr(socket, "getaddrinfo", lookup)
+    try:
+        with pytest.raises(HttpFailed) as failed:
+            request("GET", "http://no-such-host.invalid:1/", deadline_seconds=0.2, bytes_max=10)
+        assert failed.value.late and not ended.is_set(), "the request waited for the lookup"
+    finally:
+        released.set()

@@ -22,10 +22,10 @@ from rolecall.core.journal.events import EventKind
 from rolecall.core.journal.journal import Journal
 from rolecall.core.journal.store import GENESIS
 from rolecall.core.membership import Actual, Desired, ReplicaState
-from rolecall.testing.events import filled
 from tests.core.strategies import JSON_BODIES
+from tests.events import filled
 
-WRITER = Path(__file__).with_name("writer.py")
+WRITER = [sys.executable, "-m", "tests.core.writer"]
 ROLLOUT = ReplicaId("rollout/1")
 
 
@@ -134,7 +134,7 @@ def _acknowledged(output: str) -> dict[int, str]:
 def test_sigkill_loses_no_acknowledged_event(url: str, rng: random.Random) -> None:
     acknowledged = dict[int, str]()
     for round_ in range(5):
-        argv = [sys.executable, str(WRITER), url, f"round-{round_}", "0"]
+        argv = [*WRITER, url, f"round-{round_}", "0"]
         with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as child:
             assert child.stdout is not None
             read = [child.stdout.readline() for _ in range(rng.randrange(1, 30))]
@@ -154,7 +154,7 @@ def test_sigkill_loses_no_acknowledged_event(url: str, rng: random.Random) -> No
 
 def test_several_processes_keep_one_chain(url: str) -> None:
     Journal(url).close()
-    argv = [[sys.executable, str(WRITER), url, f"w{n}", "20"] for n in range(3)]
+    argv = [[*WRITER, url, f"w{n}", "20"] for n in range(3)]
     children = [subprocess.Popen(a, stdout=subprocess.PIPE, text=True) for a in argv]
     outputs = [child.communicate(timeout=60)[0] for child in children]
     assert [child.returncode for child in children] == [0, 0, 0]
@@ -169,7 +169,7 @@ def test_several_processes_keep_one_chain(url: str) -> None:
 
 
 def test_two_processes_may_create_the_same_journal_at_once(url: str) -> None:
-    argv = [[sys.executable, str(WRITER), url, f"w{n}", "2"] for n in range(3)]
+    argv = [[*WRITER, url, f"w{n}", "2"] for n in range(3)]
     children = [subprocess.Popen(a, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for a in argv]
     said = [child.communicate(timeout=60)[1] for child in children]
     assert [child.returncode for child in children] == [0, 0, 0], said
@@ -292,7 +292,7 @@ def test_whoever_lost_the_lease_writes_nothing_any_more(journal: Journal, clock:
     assert old is not None
     desired = Desired(replica=ROLLOUT, incarnation=2, node=NodeId("node-4"))
     clock.advance(6)
-    journal.append(filled(EventKind.PLAN_CREATED), lease=old)  # expired, but nobody has taken it: nobody else acts
+    journal.append(filled(EventKind.PLAN_CREATED), lease=old)  # expired, but no one has taken it: no one else acts
     new = journal.acquire("watch", "b", 5.0)
     assert new is not None
     with pytest.raises(LeaseFenced) as caught:

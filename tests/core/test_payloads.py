@@ -10,7 +10,7 @@ from rolecall.core.errors import JournalCorrupt
 from rolecall.core.journal.events import EventKind
 from rolecall.core.journal.payloads import PAYLOADS, IncidentOpened, OncallPaged, StepCommitted
 from rolecall.core.journal.rows import event_of
-from rolecall.testing.events import DIAGNOSIS, filled
+from tests.events import DIAGNOSIS, filled
 
 K = EventKind
 

@@ -6,13 +6,12 @@ from typing import Any
 
 import pytest
 
-from rolecall.core.journal.kinds import EventKind
-from rolecall.core.journal.payloads import StepCommitted
+from rolecall.core.journal.payloads import EventKind, StepCommitted
 from rolecall.core.metrics.catalogue import BY_NAME as METRICS
 from rolecall.core.policy_health import BY_NAME, SIGNS, policy_health_of
 from rolecall.core.telemetry import HEALTH_SIGNS
 from rolecall.rl_runtime.protocol.policy_health import PolicyHealth
-from rolecall.testing.events import filled
+from tests.events import filled
 
 
 def test_what_trainers_measure_is_what_is_shown_each_with_a_metric_and_words() -> None:
@@ -25,7 +24,7 @@ def test_what_trainers_measure_is_what_is_shown_each_with_a_metric_and_words() -
 
 
 @pytest.mark.parametrize(
-    ("body", "told"),
+    ("body", "reported"),
     [
         ({"step": 3, "loss": 0.1}, {}),
         ({"health": {}, "log_ratio_max": 0.25}, {"log_ratio_max": 0.25}),
@@ -39,6 +38,6 @@ def test_what_trainers_measure_is_what_is_shown_each_with_a_metric_and_words() -
     ],
     ids=str,
 )
-def test_a_step_tells_what_was_measured(body: dict[str, Any], told: dict[str, float]) -> None:
+def test_a_step_tells_what_was_measured(body: dict[str, Any], reported: dict[str, float]) -> None:
     step = filled(EventKind.STEP_COMMITTED, body)
-    assert isinstance(step, StepCommitted) and policy_health_of(step) == told
+    assert isinstance(step, StepCommitted) and policy_health_of(step) == reported

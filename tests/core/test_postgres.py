@@ -20,9 +20,9 @@ from rolecall.core.journal.database import checked_url, redacted, run_url
 from rolecall.core.journal.events import EventKind
 from rolecall.core.journal.journal import Journal
 from rolecall.core.rundir import create_run_dir
-from rolecall.testing.events import filled
 from tests import postgres
 from tests.core.test_journal import WRITER
+from tests.events import filled
 from tests.support import PATIENCE_SECONDS
 
 SECRET = "s3cr3t"
@@ -149,7 +149,7 @@ def test_a_reader_does_not_make_a_journal(postgres_server: postgres.Server) -> N
 
 def test_another_process_reads_what_a_run_directory_names(postgres_server: postgres.Server, tmp_path: Path) -> None:
     run = create_run_dir(tmp_path, "pg-7", postgres_server.url)
-    subprocess.run([sys.executable, str(WRITER), run.database_url, "w", "3"], check=True, stdout=subprocess.DEVNULL)
+    subprocess.run([*WRITER, run.database_url, "w", "3"], check=True, stdout=subprocess.DEVNULL)
     journal = Journal(run.database_url, create=False)
     assert journal.verify().position == 3
     journal.close()

@@ -27,7 +27,7 @@ def read(body: str, wall_at: Any = 5.0) -> Event:
      '{"a":' + "9" * 5_000 + "}"],
     ids=["list", "null", "number", "half", "empty", "nan", "infinity", "deep", "long number"],
 )  # fmt: skip
-def test_a_body_that_nobody_wrote_is_a_damaged_line_that_is_named(body: str) -> None:
+def test_a_body_that_no_one_wrote_is_a_damaged_line_that_is_named(body: str) -> None:
     with pytest.raises(JournalCorrupt, match="the file: events line 7: cannot be read"):
         read(body)
 

@@ -9,12 +9,10 @@ from pathlib import Path
 import pytest
 
 from rolecall.core.errors import RunNotFound
-from rolecall.core.ids import NodeId, ProcessId
 from rolecall.core.rundir import (
     RunDir,
     create_run_dir,
     open_run_dir,
-    process_to_dict,
     registration_secret,
     write_atomically,
 )
@@ -86,8 +84,3 @@ def test_a_registration_secret_speaks_for_one_rank_of_one_incarnation() -> None:
         registration_secret("token", "rollout/1", 0, 2),
     }
     assert base not in others and len(others) == 4
-
-
-def test_a_process_is_written_with_all_three_parts() -> None:
-    process = ProcessId(node=NodeId("node-1"), pid=7, start_ticks=9)
-    assert process_to_dict(process) == {"node": "node-1", "pid": 7, "start_ticks": 9}

@@ -1,4 +1,4 @@
-"""A process that writes to a journal and says what was acknowledged: `python writer.py URL NAME NUM`.
+"""A process that writes to a journal and says what was acknowledged: `python -m tests.core.writer URL NAME NUM`.
 
 Each line on stdout is `<seq> <hash>` of an event whose append has returned. NUM 0 writes until it is killed.
 """
@@ -8,7 +8,7 @@ import sys
 
 from rolecall.core.journal.events import EventKind
 from rolecall.core.journal.journal import Journal
-from rolecall.testing.events import filled
+from tests.events import filled
 
 
 def main(url: str, name: str, num: int) -> None:

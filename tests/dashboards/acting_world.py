@@ -16,9 +16,8 @@ from rolecall.core.membership import Actual, Desired, ReplicaState
 from rolecall.core.rundir import RunDir, create_run_dir
 from rolecall.dashboards import settings
 from rolecall.dashboards import users as people
-from rolecall.recovery.incidents.incident import Incident
-from rolecall.recovery.incidents.projection import fold
-from rolecall.testing.events import filled
+from rolecall.recovery.incidents import Incident, fold
+from tests.events import filled
 
 K = EventKind
 APP = Path(settings.__file__).parent / "scripts" / "app.py"
@@ -72,7 +71,7 @@ class World:
     def propose(
         self, name: str, replica: str = "rollout/1", *, seconds: float = 600.0, because: str = "it died"
     ) -> Plan:
-        """An incident whose plan waits for a person."""
+        """An incident whose plan waits for an operator."""
         self.open(name, replica, because)
         made = self.plan(name, replica)
         now = self.journal.clock.wall()

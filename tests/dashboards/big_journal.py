@@ -19,17 +19,16 @@ from rolecall.core.faults import FaultClass
 from rolecall.core.ids import IncidentId, NodeId, ReplicaId
 from rolecall.core.journal.events import EventKind as K
 from rolecall.core.journal.journal import Journal
-from rolecall.core.journal.rows import storable
 from rolecall.core.journal.store import GENESIS, canonical, chain_hash
 from rolecall.core.journal.tables import METADATA
 from rolecall.core.membership import Actual, Desired, ReplicaState
 from rolecall.core.rundir import RunDir, create_run_dir
 from rolecall.recovery.fleet import FleetView, ReplicaView
 from rolecall.recovery.policy import PolicyInput
-from rolecall.testing.events import filled
+from tests.events import filled
 
 CLASSES = (
-    (FaultClass.CRASH, "ended by signal 9 in phase generate, and nobody had asked it to"),
+    (FaultClass.CRASH, "ended by signal 9 in phase generate, and no one had asked it to"),
     (
         FaultClass.HANG,
         "has finished nothing for 31 s in phase compute of this step (deadline 24 s = max(10, 5 x P99 4.8))",
@@ -47,7 +46,7 @@ STEPS_PER_INCIDENT = 1
 
 @dataclass
 class BigJournal:
-    """`open_incidents`: the newest so many stay open, the last of them waits for a person's word."""
+    """`open_incidents`: the newest so many stay open, the last of them waits for an operator's word."""
 
     root: Path
     num_replicas: int = 1000
@@ -139,11 +138,11 @@ class BigJournal:
         )  # fmt: skip
         target = PlanTarget(replica=ReplicaId(replica), incarnation=before, node=node)
         plan = Plan(incident_id=name, action=ActionKind.REPLACE_REPLICA, targets=(target,),
-                    because=f"replace {replica}#{before}: the smallest unit that holds the suspect; nobody else is " f"touched")  # fmt: skip
+                    because=f"replace {replica}#{before}: the smallest unit that holds the suspect; no one else is " f"touched")  # fmt: skip
         question = self._question(name, diagnosis)
         self._say(K.INCIDENT_OPENED, {"diagnosis": diagnosis.to_dict(), "window": "observations"}, name)
         self.clock.advance(0.5)
-        self._say(K.EVIDENCE_COLLECTED, {"because": f"stacks of {node}", "files": [], "told": [evidence[2].text],
+        self._say(K.EVIDENCE_COLLECTED, {"because": f"stacks of {node}", "files": [], "statements": [evidence[2].text],
                                       "findings": [], "missing": [], "seconds": 0.4}, name)  # fmt: skip
         self._say(K.INCIDENT_UPDATED, {"diagnosis": diagnosis.to_dict()}, name)
         verdict = {"plan": plan.to_dict(), "page_oncall": False, "outcome": "tolerated"}
@@ -208,7 +207,7 @@ class BigJournal:
             "incident_id": incident,
             "caused_by": None,
             "key": None,
-            "body": canonical(storable(filled(kind, body).to_body())),
+            "body": canonical(filled(kind, body).to_body()),
         }
         self.last = chain_hash(self.last, entry)
         self.lines.append({**entry, "hash": self.last})

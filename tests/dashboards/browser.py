@@ -76,7 +76,7 @@ class Visit:
         return self.page.locator("body").inner_text()
 
     def faultless(self) -> None:
-        """Nothing on the page is an exception, nothing in its console an error, and nobody else was asked."""
+        """Nothing on the page is an exception, nothing in its console an error, and no one else was asked."""
         assert self.page.locator('[data-testid="stException"]').count() == 0, self.text()[-3000:]
         assert self.complaints == []
         assert self.foreign == []

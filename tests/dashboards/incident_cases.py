@@ -14,13 +14,13 @@ from rolecall.core.ids import NodeId
 from rolecall.core.journal.events import EventKind
 from rolecall.dashboards.pages.incidents.material import IncidentPageInputs, read
 from rolecall.detector.live.engine import LiveDetector
-from rolecall.recovery.incident_store import IncidentProjection
+from rolecall.recovery.incidents import IncidentProjection
 from rolecall.recovery.operators import commands
 from rolecall.recovery.operators.run_location import JournalLocation
-from rolecall.testing.events import filled
 from rolecall.testing.recovery_world import diagnosis
 from rolecall.testing.synthetic_run import FakeFault, FakeFleet
-from tests.detector.courses import STEP_SECONDS, told
+from tests.detector.courses import STEP_SECONDS, reported
+from tests.events import filled
 from tests.recovery.world import World
 
 F, K = FaultClass, EventKind
@@ -124,14 +124,14 @@ def collapsed(world: World) -> None:
         health = {k: v for k, v in row.items() if k != "reward"}
         world.journal.append(filled(K.STEP_COMMITTED, {"step": step, "reward": row["reward"], "health": health}))
     detector = LiveDetector(DetectorConfig(mask_proc_state=True))
-    (d,) = [standing for o in told(rows) for standing in detector.observe(o)][-1:]
+    (d,) = [standing for o in reported(rows) for standing in detector.observe(o)][-1:]
     watch, now = world.watch(), world.clock.wall()
     world.detector.extra.append(replace(d, onset=now - 12 * STEP_SECONDS, detected_at=now))
     world.until(lambda: world.events(K.INCIDENT_CLOSED), watch)
 
 
 def cannot_tell(world: World) -> None:
-    because = "rollouts stand still together, and nobody is seen whom they wait for"
+    because = "rollouts stand still together, and nothing is seen that they wait for"
     said(world, diagnosis(F.CANNOT_TELL, because=because, settle="the stacks of role rollout"))
 
 
@@ -155,7 +155,7 @@ def hostile(world: World) -> None:
     )
     body = {
         "because": HOSTILE,
-        "told": [HOSTILE],
+        "statements": [HOSTILE],
         "missing": [HOSTILE],
         "files": [{"name": HOSTILE, "bytes": 1, "sha256": HOSTILE, "kind": HOSTILE}],
         "findings": [hostile.to_dict()],
@@ -181,7 +181,7 @@ KINDS: Mapping[str, Callable[[World], None]] = {
     "approved": approved,
     "held": held,
     "observed": observed,
-    "asked by a person": asked_by_person,
+    "asked by an operator": asked_by_person,
     "node lost": node_lost,
     "user code": user_code,
     "collapsed": collapsed,

@@ -17,7 +17,7 @@ from rolecall.dashboards import settings
 from rolecall.dashboards.data.reader import JournalSnapshot
 from rolecall.dashboards.pages import shell
 from rolecall.dashboards.settings import Settings
-from rolecall.testing.events import filled
+from tests.events import filled
 from tests.support import eventually
 
 HOMES = {

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from prometheus_client.samples import Sample
 
-from rolecall.agent.collectors.exporters.prometheus_text import parse_page
+from rolecall.agent.collectors.exporters.scrape import parse_page
 
 _ESCAPES = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
 
@@ -22,7 +22,7 @@ class Recording:
         self._points: dict[str, dict[str, list[tuple[float, float]]]] = {}
 
     def scraped(self, at: float, job: str, instance: str, page: bytes | None, seconds: float = 0.0) -> None:
-        """One scrape at `at` (seconds since 1970); `page` None: nobody answered."""
+        """One scrape at `at` (seconds since 1970); `page` None: no one answered."""
         labels = {"job": job, "instance": instance}
         samples = parse_page(page).samples if page is not None else []
         own = {

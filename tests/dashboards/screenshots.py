@@ -1,6 +1,6 @@
 """Pictures of the dashboard on a real demo run: `python -m tests.dashboards.screenshots docs/images` (about 5 minutes).
 
-A demo is started with its dashboard beside it; once a trainer hangs, Now is taken as a person on call sees it. When the
+A demo is started with its dashboard beside it; once a trainer hangs, Now is taken as an operator on call sees it. When the
 run is over, the other pages are taken from what it left. With `--run DIR` only the latter, of a run that there is.
 """
 
@@ -107,8 +107,8 @@ def _hang(path: Path) -> Event | None:
 
 def of_a_run(of: Browser, run: RunDir, out: Path) -> None:
     """What a finished run shows."""
-    told = _hang(run.path)
-    incident = told.incident_id if told is not None else "inc-1"
+    reported = _hang(run.path)
+    incident = reported.incident_id if reported is not None else "inc-1"
     with tempfile.TemporaryDirectory() as folder, served(Path(folder), [str(run.path)]) as address:
         pages = {"incidents": "/incidents", "incident": f"/incidents?incident={incident}"}
         pages |= {"fleet": "/fleet", "accounting": "/accounting", "operations": "/operations"}

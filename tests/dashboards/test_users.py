@@ -28,7 +28,7 @@ def file(tmp_path: Path) -> Path:
     return tmp_path / "users.yaml"
 
 
-def test_a_person_is_the_name_beside_the_hash_of_the_token(file: Path) -> None:
+def test_an_operator_is_the_name_beside_the_hash_of_the_token(file: Path) -> None:
     anna, bert = add(file, "anna"), add(file, "Bert Ö")
     door = Authenticator(file)
     first, second = door.sign_in(anna, NOW), door.sign_in(bert, NOW)
@@ -81,7 +81,7 @@ def test_a_new_token_under_the_same_name_ends_the_old_one(file: Path) -> None:
     assert "is no longer a user" in door.rejection(held, NOW)
 
 
-def test_a_file_that_is_gone_lets_nobody_act(file: Path) -> None:
+def test_a_file_that_is_gone_lets_no_one_act(file: Path) -> None:
     held = Authenticator(file)
     token = add(file, "anna")
     who = held.sign_in(token, NOW)
@@ -98,7 +98,7 @@ def test_idleness_ends_it(file: Path) -> None:
     assert "without activity" in door.rejection(held, NOW + IDLE_SECONDS + 1)
 
 
-def test_who_guesses_is_told_of_and_keeps_nobody_out(file: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_who_guesses_is_reported_of_and_keeps_no_one_out(file: Path, caplog: pytest.LogCaptureFixture) -> None:
     token = add(file, "anna")
     door = Authenticator(file)
     for i in range(3 * FAILURES_MAX):
@@ -110,7 +110,7 @@ def test_who_guesses_is_told_of_and_keeps_nobody_out(file: Path, caplog: pytest.
     assert isinstance(door.sign_in(token, NOW), SignedInUser)
 
 
-def test_few_wrong_tokens_over_time_are_nobody_guessing(file: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_few_wrong_tokens_over_time_are_no_one_guessing(file: Path, caplog: pytest.LogCaptureFixture) -> None:
     add(file, "anna")
     door = Authenticator(file)
     for i in range(3 * FAILURES_MAX):
@@ -151,7 +151,7 @@ def test_a_file_that_is_something_else_says_what_and_quotes_no_secret(file: Path
     assert "secret-token" not in str(caught.value)
 
 
-def test_an_empty_file_is_nobody(file: Path) -> None:
+def test_an_empty_file_is_no_one(file: Path) -> None:
     file.touch(mode=0o600)
     assert read_users(file) == {}
 

@@ -8,7 +8,7 @@ from rolecall.cli.main import main
 from rolecall.dashboards.users import Authenticator, SignedInUser
 
 
-def test_a_person_is_added_listed_and_removed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_operator_is_added_listed_and_removed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = str(tmp_path / "users.yaml")
     assert main(["users", "add", "anna", "--file", file]) == 0
     token = capsys.readouterr().out.splitlines()[-1]
@@ -30,8 +30,8 @@ def test_what_is_wrong_is_one_line_and_changes_nothing(tmp_path: Path, capsys: p
     assert main(["users", "add", "anna", "--file", str(file)]) == 1
     assert main(["users", "remove", "bert", "--file", str(file)]) == 1
     assert main(["users", "list", "--file", str(tmp_path / "none.yaml")]) == 2
-    told = capsys.readouterr()
-    assert told.out == ""
-    assert len(told.err.splitlines()) == 3
-    assert "Traceback" not in told.err
+    reported = capsys.readouterr()
+    assert reported.out == ""
+    assert len(reported.err.splitlines()) == 3
+    assert "Traceback" not in reported.err
     assert file.read_bytes() == before

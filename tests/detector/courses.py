@@ -7,7 +7,7 @@ from typing import Any
 from rolecall.core.ids import NodeId, ProcessId
 from rolecall.core.telemetry import ProcessSample, SampleBatch
 from rolecall.detector.base.observation import Observation
-from rolecall.detector.live.training_history import TrainingStepPoint
+from rolecall.detector.live.stages.collapse import TrainingStepPoint
 
 Row = Mapping[str, float]
 WALL = 1_700_000_000.0
@@ -59,7 +59,7 @@ def observation(at: float, samples: Sequence[ProcessSample], **more: Any) -> Obs
     return Observation(wall_at=WALL + at, batches=batches, **more)
 
 
-def told(
+def reported(
     rows: Iterable[Row], *, replicas: Sequence[str] = ("trainer/0", "trainer/1"), start: float = 0.0, first: int = 0
 ) -> Iterator[Observation]:
     """Two looks a step: in the first one only the first replica has finished it. A rollout generates beside them."""
@@ -70,7 +70,7 @@ def told(
         for behind in (before, here):
             now += STEP_SECONDS / 2
             pages = [here, *[behind or here] * (len(replicas) - 1)]
-            told_by = [sample(r, now, v, said) for r, (v, said) in zip(replicas, pages, strict=True)]
+            reported_by = [sample(r, now, v, said) for r, (v, said) in zip(replicas, pages, strict=True)]
             engine = sample("rollout/0", now, version, {}, phase="generate", progress=int(now * 50), progress_at=now)
-            yield observation(now, [*told_by, engine])
+            yield observation(now, [*reported_by, engine])
         before = here

@@ -33,13 +33,12 @@ def sample(**changes: Any) -> dict[str, Any]:
 @dataclass
 class FakeAgent:
     """Answers like rolecall.agent. `bad` by path: bytes sent instead of the JSON, a status, or "drip", "silent".
-    `old`: like one that does not know `/v1/news`."""
-
-    old: bool = False
+    `block`: sent as its process samples instead of `samples`, right or wrong."""
 
     agent_pid: int = 1
     port: int = 0
     samples: list[dict[str, Any]] = field(default_factory=lambda: [sample()])
+    block: dict[str, Any] | None = None
     bad: dict[str, Any] = field(default_factory=dict)
     events: list[dict[str, Any]] = field(default_factory=list)
     asked: list[str] = field(default_factory=list)
@@ -101,7 +100,7 @@ class FakeAgent:
         self.asked.append(handler.path)
         parts = urlsplit(handler.path)
         query = {k: v[0] for k, v in parse_qs(parts.query).items()}
-        bad = self.bad.get(parts.path, 404 if self.old and parts.path == "/v1/news" else None)
+        bad = self.bad.get(parts.path)
         if bad == "silent":
             self.released.wait(30)
         if bad == "drip":
@@ -130,14 +129,13 @@ class FakeAgent:
 
     def value(self, path: str, query: dict[str, str]) -> dict[str, Any]:
         head = {"node": NODE, "agent_pid": self.agent_pid, "lost": 0, "at": 12.0, "wall_at": time.time(), **self.extra}
-        if path == "/v1/samples":
-            return {**head, "cursor": 100, "processes": self.samples if query["since"] == "0" else [], "hosts": []}
         after = int(query["after"])
         with self.changed:
             self.changed.wait_for(lambda: len(self.events) > after, float(query["wait"]))
             head |= {"newest": len(self.events), "events": self.events[after:]}
         if path == "/v1/news":
             head |= {"cursor": 100, "samples_lost": 0}
-            if query["since"] == "0" and self.samples:
-                head["processes"] = PROCESSES.encode([ProcessSample.from_dict(s) for s in self.samples])
+            if query["since"] == "0" and (self.block or self.samples):
+                whole = self.block or PROCESSES.encode([ProcessSample.from_dict(s) for s in self.samples])
+                head["processes"] = whole
         return head

@@ -1,4 +1,4 @@
-"""A gloo job of four ranks that do what they are told, line by line, and dump their Flight Recorders while blocked.
+"""A gloo job of four ranks that do what they are reported, line by line, and dump their Flight Recorders while blocked.
 
     flight_worker.py FOLDER
 

@@ -18,7 +18,7 @@ add = {collectives_entered = 1}              # counters, once
 t = 21.0
 event = {kind = "exited", replica = "trainer/0", detail = {signal = "9"}}   # or forget, start, pause, unreachable
 
-[[expect]]                           # all diagnoses, in the order in which they are first told; none but these
+[[expect]]                           # all diagnoses, in the order in which they are first reported; none but these
 between = [22.5, 25.0]
 fault_class = "hang"
 suspects = ["trainer/0"]
@@ -136,7 +136,7 @@ class Process:
 
 
 class Scenario:
-    """`told`: (first told, diagnosis, stood until or None) in order; `observations`: what the detector saw."""
+    """`reported`: (first reported, diagnosis, stood until or None) in order; `observations`: what the detector saw."""
 
     def __init__(self, path: Path) -> None:
         self.spec = tomllib.loads(path.read_text())
@@ -146,7 +146,7 @@ class Scenario:
         self.events: list[AgentEvent] = []
         self.unreachable: dict[str, tuple[float, str]] = {}
         self.observations: list[Observation] = []
-        self.told: dict[str, tuple[float, Diagnosis, float | None]] = {}
+        self.reported: dict[str, tuple[float, Diagnosis, float | None]] = {}
         self.paused_until = 0.0
         self.seq = 0
         for replica, given in self.spec["process"].items():
@@ -252,7 +252,7 @@ class Scenario:
         self.observations.append(observation)
         standing = {d.key: d for d in self.detector.observe(observation)}
         for key, d in standing.items():
-            self.told.setdefault(key, (now, d, None))
-        for key, (first, d, until) in self.told.items():
+            self.reported.setdefault(key, (now, d, None))
+        for key, (first, d, until) in self.reported.items():
             if key not in standing and until is None:
-                self.told[key] = (first, d, now)
+                self.reported[key] = (first, d, now)

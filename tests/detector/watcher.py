@@ -43,7 +43,9 @@ while not over.is_set():
         if diagnosis.key not in said:
             say("diagnosis", diagnosis.to_dict())
         said.add(diagnosis.key)
-    news = [("learned", name) for name in detector.deadlines() if name not in said]
+    gaps = detector._fleet.gaps
+    learned = ("/".join(key) for key in gaps.values if gaps.p99(*key) is not None)
+    news = [("learned", name) for name in learned if name not in said]
     news += [("experienced", r) for r in replicas if r not in said and is_experienced(r)]
     for kind, name in news:
         say(kind, name)

@@ -52,7 +52,7 @@ def test_a_fault_is_a_sentence_with_evidence_and_exit_code_1(
     assert "reading" in err and "reading" not in out
 
 
-def test_a_healthy_recording_says_what_was_looked_at(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_healthy_recording_says_what_was_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, saved(tmp_path, noise()))
     assert code == 0 and out.startswith("healthy: nothing found in") and "8 machine(s)" in out
 
@@ -136,7 +136,7 @@ def test_empty_folders_and_missing_paths_are_exit_code_2(tmp_path: Path, capsys:
 
 
 def test_a_folder_that_cannot_be_looked_into_is_refused(tmp_path: Path) -> None:
-    """What lies there may be the fault. (Root may look everywhere, but nobody's path is longer than the system's
+    """What lies there may be the fault. (Root may look everywhere, but no one's path is longer than the system's
     limit.)"""
     saved(tmp_path, noise(ticks=50))
     above = os.open(tmp_path, os.O_RDONLY)
@@ -166,7 +166,7 @@ def test_senseless_options_are_exit_code_2(
 
 
 @pytest.mark.parametrize("machines", [1, 2])
-def test_too_few_machines_cannot_be_told(tmp_path: Path, capsys: pytest.CaptureFixture[str], machines: int) -> None:
+def test_too_few_machines_cannot_be_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str], machines: int) -> None:
     code, out, _ = run(capsys, saved(tmp_path, noise(machines=machines, ticks=100)))
     assert code == 0 and "cannot tell" in out and "healthy" not in out
 
@@ -211,12 +211,12 @@ def test_what_was_said_of_a_recording_cut_short_is_the_beginning_of_what_is_said
     values[4, 920:, 6] -= 9.0  # later than what the first one does to its neighbours
     whole = replace(panel, values=values)
     _, out, _ = run(capsys, saved(tmp_path, whole), "--json")
-    told = json.loads(out)["diagnoses"]
-    assert [d["suspects"][0]["node"] for d in told] == ["n003", "n006"]
+    reported = json.loads(out)["diagnoses"]
+    assert [d["suspects"][0]["node"] for d in reported] == ["n003", "n006"]
     for end in (580, 900, 950):
         part = Panel(shape=whole.shape, at=whole.at[:end], values=np.ascontiguousarray(whole.values[:, :end]))
         _, out, _ = run(capsys, saved(tmp_path / str(end), part), "--json")
-        assert json.loads(out)["diagnoses"] == [d for d in told if d["detected_at"] <= whole.at[end - 1]]
+        assert json.loads(out)["diagnoses"] == [d for d in reported if d["detected_at"] <= whole.at[end - 1]]
 
 
 def dump(folder: Path, rank: int, *, enqueued: int, completed: int, num_groups: int = 1) -> Path:
@@ -266,10 +266,10 @@ def test_a_topology_names_the_place_of_a_rank_that_dumps_accuse(
         dump(tmp_path, rank, enqueued=6 if rank == 2 else 7, completed=6)
     (tmp_path / "topology.json").write_text(json.dumps({"ranks": topology}))
     _, out, _ = run(capsys, tmp_path, "--json")
-    [told] = json.loads(out)["diagnoses"]
-    [accused] = told["suspects"]
+    [reported] = json.loads(out)["diagnoses"]
+    [accused] = reported["suspects"]
     assert (accused["node"], accused["role"], accused["replica"]) == suspect and accused["rank"] == 2
-    assert told["because"].startswith(named)
+    assert reported["because"].startswith(named)
 
 
 def test_a_dump_cut_short_is_a_remark_and_one_that_attacks_is_refused_by_name(
@@ -348,7 +348,7 @@ def test_a_folder_of_very_many_files_or_folders_is_not_walked_to_its_end(tmp_pat
         diagnosing.search([tmp_path], num_files_max=7)
 
 
-def test_of_very_many_damaged_dumps_the_first_are_told_and_the_others_counted(
+def test_of_very_many_damaged_dumps_the_first_are_reported_and_the_others_counted(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     stack_dump(tmp_path / "rank_0.json", 1)
@@ -356,3 +356,79 @@ def test_of_very_many_damaged_dumps_the_first_are_told_and_the_others_counted(
         (tmp_path / f"rank_{n}.json").write_text('[{"thread_id": 1, "frames": [')
     _, out, _ = run(capsys, tmp_path)
     assert out.count("not JSON, or cut short") == 100 and "3 more files cannot be read" in out
+
+
+def recorded_as(value: float | None) -> pl.DataFrame:
+    """Four machines, two metrics, 800 ticks, all of one value."""
+    at = [float(t) for t in range(800)]
+    rows = [(t, "trainer", f"trainer/{n}", f"n{n}", m, value) for t in at for n in range(4) for m in ("cpu", "gpu")]
+    columns = ["timestamp", "role", "replica", "node", "metric", "value"]
+    return pl.DataFrame(rows, schema=columns, orient="row", schema_overrides={"value": pl.Float32})
+
+
+def without_evidence(folder: Path, case: str) -> None:
+    match case:
+        case "one machine" | "two machines":
+            saved(folder, noise(machines=1 if case == "one machine" else 2))
+        case "warming up":
+            saved(folder, noise(ticks=50))
+        case "constant":
+            recorded_as(7.0).write_parquet(folder / "r.parquet")
+        case "missing":
+            recorded_as(None).write_parquet(folder / "r.parquet")
+        case "unknown files":
+            (folder / "notes.txt").write_text("nothing\n")
+        case "log without the kernel":
+            entry = {"__REALTIME_TIMESTAMP": "1700000000000000", "_TRANSPORT": "stdout", "MESSAGE": "started"}
+            (folder / "journal.json").write_text(json.dumps(entry) + "\n")
+        case "dumps without entries":
+            for rank in range(3):
+                dump(folder, rank, enqueued=0, completed=0)
+        case "one dump of three":
+            dump(folder, 0, enqueued=6, completed=6)
+
+
+@pytest.mark.parametrize(
+    ("case", "settled_by"),
+    [
+        ("one machine", "two more would settle it"),
+        ("two machines", "a third would settle it"),
+        ("warming up", "a longer time would settle it"),
+        ("constant", "metrics that follow the work"),
+        ("missing", "none of its 6,400 samples has a value"),
+        ("unknown files", "it would be settled by a recording (Parquet)"),
+        ("log without the kernel", "the output of `dmesg`"),
+        ("dumps without entries", "TORCH_FR_BUFFER_SIZE"),
+        ("one dump of three", "no dump of ranks 1 and 2"),
+    ],
+)
+def test_what_could_not_be_judged_is_not_healthy_and_says_what_would_settle_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], case: str, settled_by: str
+) -> None:
+    without_evidence(tmp_path, case)
+    code, out, _ = run(capsys, tmp_path)
+    assert code == 0 and "healthy" not in out and "cannot tell" in out and settled_by in out
+    code, out, _ = run(capsys, tmp_path, "--json")
+    said = json.loads(out)
+    assert code == 0 and said["diagnoses"] == [] and said["verdict"] == "cannot_tell"
+    [entry, *_] = said["cannot_tell"]
+    assert settled_by in entry["because"] and (entry["path"], entry["kind"]) in {
+        (i["path"], i["kind"]) for i in said["inputs"]
+    }
+
+
+@pytest.mark.parametrize(("panel", "verdict"), [(noise(), "healthy"), (faulty(), "fault")])
+def test_json_says_healthy_only_of_what_was_judged(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], panel: Panel, verdict: str
+) -> None:
+    _, out, _ = run(capsys, saved(tmp_path, panel), "--json")
+    said = json.loads(out)
+    assert said["verdict"] == verdict and said["cannot_tell"] == []
+
+
+def test_one_metric_that_changes_is_enough_to_be_judged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    panel = noise()
+    values = panel.values.copy()
+    values[1:] = 3.0
+    _, out, _ = run(capsys, saved(tmp_path, replace(panel, values=values)))
+    assert "ever changes" not in out

@@ -18,23 +18,21 @@ from rolecall.detector.artifacts.stacks.dumps import Frame, StackDump, Thread
 from rolecall.detector.live.fusion import to_diagnosis
 from rolecall.detector.panels.panel import Machine, Panel, PanelShape
 from rolecall.diagnose.explain import (
-    PAGE_BYTES_MAX,
-    ExplainedDiagnosis,
-    ScoreTrace,
-    chosen_metrics,
-    explain,
-    moment,
-    render,
-)
-from rolecall.diagnose.explain_charts import (
     LINE_STYLES,
     NUM_BUCKETS,
+    PAGE_BYTES_MAX,
     SCORE_OVER_THRESHOLD_MAX,
+    ExplainedDiagnosis,
+    ScoreTrace,
     Window,
+    chosen_metrics,
+    explain,
     extremes,
     metric_chart,
     metric_series,
+    moment,
     quantiles,
+    render,
     window,
 )
 from tests.reports.test_html import HOSTILE, _read
@@ -54,7 +52,7 @@ def panel(num_ticks: int = 600, num_machines: int = 30, *, faulty: int = 3) -> P
 
 
 def diagnosis(*machines: int, text: str = "30 sigmas below its peers", **changes: object) -> Diagnosis:
-    told = Diagnosis(
+    reported = Diagnosis(
         suspects=tuple(Suspect(node=NodeId(f"m{n:02d}"), role="trainer", replica=f"trainer/{n}") for n in machines),
         fault_class=FaultClass.GPU,
         onset=ONSET,
@@ -65,7 +63,7 @@ def diagnosis(*machines: int, text: str = "30 sigmas below its peers", **changes
         detectors=("sequential",),
         advice="replace the replica",
     )
-    return replace(told, **changes)  # type: ignore[arg-type]
+    return replace(reported, **changes)  # type: ignore[arg-type]
 
 
 def score(seen: Panel) -> ScoreTrace:
@@ -156,15 +154,19 @@ def _odd_panels() -> dict[str, Panel]:
 def test_odd_panels_are_drawn(name: str) -> None:
     seen = _odd_panels()[name]
     odd = ScoreTrace(at=seen.at, score=np.full(len(seen.at), np.inf, dtype=np.float32), threshold=np.float32(3.0))
-    for told in (diagnosis(3), diagnosis(3, evidence=()), diagnosis(3, onset=float("nan"), detected_at=float("inf"))):
-        html = render([ExplainedDiagnosis(diagnosis=told, panel=seen, score=odd)])
+    for reported in (
+        diagnosis(3),
+        diagnosis(3, evidence=()),
+        diagnosis(3, onset=float("nan"), detected_at=float("inf")),
+    ):
+        html = render([ExplainedDiagnosis(diagnosis=reported, panel=seen, score=odd)])
         _read(html.replace("<br>", "<br/>"))
         drawn = drawings(html)
         assert "NaN" not in drawn and "Infinity" not in drawn
         assert bool(drawn) == (name != "no tick")
 
 
-def test_a_suspect_that_is_not_in_the_panel_is_told_without_a_drawing() -> None:
+def test_a_suspect_that_is_not_in_the_panel_is_reported_without_a_drawing() -> None:
     html = render([ExplainedDiagnosis(diagnosis=diagnosis(99), panel=panel(50))])
     assert "trainer/99" in html and not drawings(html)
 
@@ -216,7 +218,7 @@ def test_every_foreign_text_is_shown_as_text() -> None:
     seen = panel(50)
     machines = tuple(replace(m, node=HOSTILE, replica=HOSTILE) for m in seen.shape.machines)
     shape = replace(seen.shape, role=HOSTILE, job=HOSTILE, phase=HOSTILE, metrics=(HOSTILE, "b"), machines=machines)
-    told = diagnosis(
+    reported = diagnosis(
         3,
         suspects=(Suspect(node=NodeId(HOSTILE), replica=HOSTILE, role=HOSTILE),),
         evidence=(
@@ -226,7 +228,7 @@ def test_every_foreign_text_is_shown_as_text() -> None:
         **dict.fromkeys(("because", "advice", "settle"), HOSTILE),
         detectors=(HOSTILE,),
     )
-    html = render([ExplainedDiagnosis(diagnosis=told, panel=replace(seen, shape=shape))])
+    html = render([ExplainedDiagnosis(diagnosis=reported, panel=replace(seen, shape=shape))])
     page = _read(html.replace("<br>", "<br/>"))
     assert "<script" not in html and "<img" not in html and "\x1b" not in html and "\u202e" not in html
     assert not [n for _, attrs in page.tags for n in attrs if n.startswith("on")]
@@ -244,8 +246,8 @@ def test_no_diagnosis_and_no_decision_are_pages_too() -> None:
 @pytest.mark.slow
 def test_the_page_stays_small() -> None:
     seen = panel(100_000, 4)
-    told = diagnosis(3, onset=seen.at[0], detected_at=seen.at[-1])
-    one = ExplainedDiagnosis(diagnosis=told, panel=seen, score=score(seen))
+    reported = diagnosis(3, onset=seen.at[0], detected_at=seen.at[-1])
+    one = ExplainedDiagnosis(diagnosis=reported, panel=seen, score=score(seen))
     html = render([one])
     assert drawings(html) and len(html.encode()) < 100_000
     few = panel(1200, 4)

@@ -8,7 +8,7 @@ import pytest
 from rolecall.core.journal.ledger import GroupState
 from rolecall.core.membership import ReplicaState
 from rolecall.core.telemetry import Phase
-from rolecall.recovery.incidents.incident import ActionFailure, Decision, IncidentOutcome, IncidentState
+from rolecall.recovery.incidents import ActionFailure, Decision, IncidentOutcome, IncidentState
 from rolecall.rl_runtime.controller.open_group import GroupPhase
 from tests.docs.pages import ROOT
 

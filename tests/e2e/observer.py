@@ -163,8 +163,8 @@ class Observer:
     def events(self, kind: str, incident: str | None = None) -> list[dict[str, Any]]:
         """Bodies of the events of a kind, oldest first, each with its `seq`, `at` and `incident`."""
         rows = self.query("select seq, wall_at, incident_id, body from events where kind = ? order by seq", kind)
-        told = [{**json.loads(body), "seq": seq, "at": at, "incident": which} for seq, at, which, body in rows]
-        return [e for e in told if incident is None or e["incident"] == incident]
+        reported = [{**json.loads(body), "seq": seq, "at": at, "incident": which} for seq, at, which, body in rows]
+        return [e for e in reported if incident is None or e["incident"] == incident]
 
     def desired(self) -> dict[str, int]:
         """Replica -> incarnation that is wanted now."""

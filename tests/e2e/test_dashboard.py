@@ -1,4 +1,4 @@
-"""A person in a browser beside a real run: reads the incident's sentence, signs in, approves the plan, sees it
+"""An operator in a browser beside a real run: reads the incident's sentence, signs in, approves the plan, sees it
 resolved."""
 
 from pathlib import Path
@@ -8,7 +8,7 @@ import pytest
 from rolecall.core.journal.events import Event, EventKind
 from rolecall.core.journal.journal import Journal
 from rolecall.core.rundir import RunDir
-from rolecall.session.dashboard import TOKEN_FILE, USER
+from rolecall.session.children import TOKEN_FILE, USER
 from tests.dashboards.browser import ADDRESS, Visit, browser, visit
 from tests.e2e.runs import DemoRun, alive, demo_run
 from tests.support import eventually

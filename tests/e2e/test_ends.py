@@ -1,4 +1,4 @@
-"""A fault that nobody announced is resolved; a mistake in user code then evicts nobody and ends the run, of which
+"""A fault that no one announced is resolved, one NaN stops nothing; a mistake in user code then evicts no one and ends the run, of which
 nothing is left (Ctrl-C: test_operating.py; kill -9 and `down`: test_quick_succession.py)."""
 
 from pathlib import Path
@@ -17,7 +17,9 @@ CURE_SECONDS = 240.0
 """A cold start alone takes a minute when the machine has other work."""
 
 
-def test_outside_fault_is_cured_as_the_report_says_and_an_exception_on_all_ranks_stops_the_job(tmp_path: Path) -> None:
+def test_outside_fault_is_cured_as_the_report_says_a_nan_is_tolerated_and_an_exception_on_all_ranks_stops_the_job(
+    tmp_path: Path,
+) -> None:
     """The observer kills by itself, and by the plain kill(2): nothing of rolecall knows that a fault is coming, and no
     standby waits for it."""
     args = ["--seed", "5", "--faults", "none", "--steps", "100000", "--allow-injection", "--set", "runtime.standbys=0"]
@@ -28,18 +30,27 @@ def test_outside_fault_is_cured_as_the_report_says_and_an_exception_on_all_ranks
         eventually(lambda: observer.events("incident_closed"), "the end of the incident", seconds=CURE_SECONDS)
         assert len(observer.events("incident_opened")) == 1
         eventually(lambda: ("rollout/0", 2) in observer.serving, "the observer to have looked again")
+        spoilt = command("inject", str(run.path), "--kind", "trainer-nan", "--target", "trainer/1")
+        assert spoilt.returncode == 0, spoilt.stderr
+        eventually(lambda: len(observer.events("incident_closed")) == 2, "the end of the second incident")
+        run.until_step(len(observer.steps) + 2, CURE_SECONDS)
         raised = command("inject", str(run.path), "--kind", "trainer-exception")
         assert raised.returncode == 0, raised.stderr
         assert run.wait(120) == 1, run.output()[-3000:]
         assert alive(observer) == []
         report = run.report()
-    crash, exception = report["incidents"]
+    crash, spoilt, exception = report["incidents"]
 
     assert (crash["fault_class"], crash["action"], crash["suspects"]) == ("crash", "replace_replica", ["rollout/0#1"])
     detected_at = killed_at + crash["detected_seconds"]
     assert observer.opened[crash["incident_id"]].agrees(detected_at, AGREEMENT_SECONDS), crash
     served = observer.serving["rollout/0", 2]
     assert served.agrees(detected_at + crash["cured_seconds"], AGREEMENT_SECONDS), crash
+
+    assert (spoilt["fault_class"], spoilt["suspects"]) == ("silent_corruption", ["trainer/1#1"]), spoilt
+    assert spoilt["outcome"] == "tolerated" and "finite when computed again" in spoilt["because"]
+    (recomputed,) = observer.events("microbatch_recomputed")
+    assert (recomputed["from_replica"], recomputed["by"], recomputed["finite"]) == ("trainer/1", "trainer/0", True)
 
     assert exception["fault_class"] == "user_code" and exception["action"] == "stop_job"
     assert "InjectedError" in exception["because"]

@@ -1,4 +1,4 @@
-"""A person operates a run that asks before it acts: approve, reject, pause, replace, each as a command of its own."""
+"""An operator operates a run that asks before it acts: approve, reject, pause, replace, each as a command of its own."""
 
 import json
 import os
@@ -19,7 +19,7 @@ CURE_SECONDS = 240.0
 """A cold start alone takes a minute when the machine has other work."""
 
 
-def test_a_person_operates_a_run(tmp_path: Path) -> None:
+def test_an_operator_operates_a_run(tmp_path: Path) -> None:
     with inbox() as webhook:
         settings = [
             "recovery.mode=approve",
@@ -54,8 +54,8 @@ def _nothing_happens_without_approval(run: DemoRun, webhook: Inbox) -> str:
     assert "rollout/1" in sentence
     assert [(t["replica"], t["incarnation"]) for t in proposed["plan"]["targets"]] == [("rollout/1", 1)]
     eventually(lambda: webhook.of("plan_proposed", digest=digest), "the proposal at the webhook")
-    (told,) = webhook.of("plan_proposed")
-    assert (told["because"], told["incident"], told["run"]) == (sentence, proposed["incident"], "operated")
+    (reported,) = webhook.of("plan_proposed")
+    assert (reported["because"], reported["incident"], reported["run"]) == (sentence, proposed["incident"], "operated")
     status = rolecall("status", str(run.path))
     assert status.returncode == 1, "an incident is open"
     assert "mode approve" in status.stdout and sentence in status.stdout
@@ -160,9 +160,9 @@ def _a_rejected_plan_is_not_performed(run: DemoRun, webhook: Inbox) -> None:
 def _the_memory_of_it_is_whole(run: DemoRun) -> None:
     audit = command("audit", str(run.path))
     assert audit.returncode == 0, audit.stdout
-    told = command("incidents", "--run", str(run.path))
-    assert told.returncode == 0
-    assert [line.split(":")[0] for line in told.stdout.splitlines() if line.startswith("inc-")] == [
+    reported = command("incidents", "--run", str(run.path))
+    assert reported.returncode == 0
+    assert [line.split(":")[0] for line in reported.stdout.splitlines() if line.startswith("inc-")] == [
         "inc-1-rollout-1 resolved",
         "inc-2-rollout-0 resolved",
         "inc-3-rollout-2 escalated",

@@ -117,7 +117,7 @@ def _replacement_dies_while_it_starts_and_a_trainer_hangs_meanwhile(run: DemoRun
     hung = _until_resolved(run, "trainer/1", 1)
     (closed,) = observer.events("incident_closed", opened["incident"])
     if hung["seq"] < closed["seq"]:
-        # Both waited for the rollout, the standby for longer. It works for nobody, so the trainer came first.
+        # Both waited for the rollout, the standby for longer. It works for no one, so the trainer came first.
         (trainer_acted,) = observer.events("action_started", hung["incident"])
         assert all(e["seq"] > trainer_acted["seq"] for e in observer.events("action_started") if _about(e, "standby-0"))
     eventually(lambda: ("rollout/0", 3) in observer.serving, "the observer to have looked again")
@@ -285,7 +285,7 @@ def _injected(run: DemoRun, kind: str) -> list[dict[str, Any]]:
 
 
 def _page(observer: Observer, replica: str, incarnation: int) -> PageState:
-    """The state page of a process, read from its file as nobody but the kernel keeps it."""
+    """The state page of a process, read from its file as no one but the kernel keeps it."""
     pid = observer.pids[(replica, incarnation)]
     name = f"{pid}-{observer.start_ticks(pid)}.page"
     (path,) = observer.run_dir.glob(f"nodes/*/pages/{name}")

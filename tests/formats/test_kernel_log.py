@@ -173,7 +173,8 @@ NVLINK5_SHORT = "NVRM: Xid (PCI:0018:01:00): {}, {} {} XC0 i0 Link 09 ({:#010x} 
     ("line", "action", "fatal", "words"),
     [
         ((149, "NETIR_LINK_EVT", "Fatal", 0x004505C6, 0), "RESET_GPU", True, "signal integrity"),
-        ((149, "NETIR_LINK_DOWN", "Fatal", 0x02600011, 0), "IGNORE", False, "software that uses NVLink"),
+        ((149, "NETIR_LINK_DOWN", "Fatal", 0x02600011, 0), "WORKFLOW_NVLINK5_ERR", True, "software that uses NVLink"),
+        ((149, "NETIR_LINK_DOWN", "Nonfatal", 0x02600011, 0), "WORKFLOW_NVLINK5_ERR", True, "reset the GPU"),
         ((145, "RLW_REMAP", "Nonfatal", 0x4, 0x40), "RESET_GPU", True, "reset it"),  # the table is the worse
         ((145, "RLW_REMAP", "Fatal", 0x4, 0x100), "WORKFLOW_NVLINK5_ERR", True, "says Fatal"),  # the line is
         ((145, "RLW_REMAP", "Nonfatal", 0x4, 0x4), "XID_154_EVAL", False, "XID 154 beside it"),
@@ -250,7 +251,7 @@ def test_addresses_get_their_uuids() -> None:
 
 
 def test_normal_addresses() -> None:
-    for written in ("0000:3b:00", "PCI:0000:3b:00", "00000000:3B:00.0", "0000:3B:00.0"):
+    for written in ("0000:3b:00", "PCI:0000:3b:00", "PCI:3b:00", "3B:00.0", "00000000:3B:00.0", "0000:3B:00.0"):
         assert normal_pci(written) == "0000:3b:00"
     assert normal_pci("00010000:01:00") == "10000:01:00"
 
@@ -341,6 +342,31 @@ RSS = "total-vm:9096kB, anon-rss:8192kB, file-rss:4kB, shmem-rss:0kB, UID:1000 p
         ("EXT4-fs (sda1): Remounting filesystem read-only", KernelFault(what="filesystem_error", device="sda1")),
         ("mlx5_core 0000:9a:00.0: poll_health:1021:(pid 0): Fatal error 1 detected", KernelFault(what="nic_fault", device="0000:9a:00.0")),
         ("mlx5_core 0000:9a:00.0: Port module event: module 0, Cable unplugged", KernelFault(what="nic_cable", device="0000:9a:00.0")),
+        ("mlx5_core 0000:5c:00.0: mlx5_port_module_event:1131:(pid 0): Port module event[error]: module 0, Cable error, High Temperature", KernelFault(what="nic_cable", device="0000:5c:00.0")),
+        # The next three as drivers/net/ethernet/mellanox/mlx5/core/events.c and cmd.c write them; the first also in gpud.
+        ("mlx5_core 0000:5c:00.0: wait_func:1234:(pid 5): ACCESS_REG(0x805) timeout. Will cause a leak of a command resource", KernelFault(what="nic_fault", device="0000:5c:00.0")),
+        ("mlx5_core 0000:5c:00.0: mlx5_pcie_event:299:(pid 268269): Detected insufficient power on the PCIe slot (27W).", KernelFault(what="nic_power", device="0000:5c:00.0")),
+        ("mlx5_core 0000:41:00.1: temp_warn:170:(pid 0): High temperature on sensors with bit set 0 1", KernelFault(what="nic_hot", device="0000:41:00.1")),
+        ("mlx5_core 0000:41:00.0: mlx5_cmd_out_err:808:(pid 1234): ACCESS_REG(0x805) op_mod(0x1) failed, status bad parameter(0x3), syndrome (0x1c0da7), err(-22)", KernelFault(what="nic_register_error", device="0000:41:00.0")),
+        # nvidia-peermem.c (peer_err), and gpud
+        ("nvidia-peermem nv_get_p2p_free_callback:127 ERROR detected invalid context, skipping further processing", KernelFault(what="gpu_peer_memory")),
+        # kernel_nvlink.c and kernel_nvlinkcorelib_gh100.c of the open driver; from R555 on it names the GPU
+        ("NVRM: knvlinkUpdatePostRxDetectLinkMask_IMPL: Failed to update Rx Detect Link mask!", KernelFault(what="nvlink_detect_failed")),
+        ("NVRM: GPU3 knvlinkDiscoverPostRxDetLinks_GH100: Getting peer0's postRxDetLinkMask failed!", KernelFault(what="nvlink_detect_failed", device="GPU3")),
+        # drivers/md/raid1.c, raid5.c, raid10.c
+        ("md/raid1:md0: Disk failure on nvme1n1, disabling device.\nmd/raid1:md0: Operation continuing on 1 devices.", KernelFault(what="raid_degraded", device="md0")),
+        ("md/raid:md127: Cannot continue operation (2/5 failed).", KernelFault(what="raid_degraded", device="md127")),
+        ("md/raid:md127: raid level 5 active with 2 out of 3 devices, algorithm 2", KernelFault(what="raid_degraded", device="md127")),
+        ("md/raid1:md0: active with 1 out of 2 mirrors", KernelFault(what="raid_degraded", device="md0")),
+        # drivers/nvme/host/multipath.c
+        ("block nvme0n1: no usable path - requeuing I/O", KernelFault(what="nvme_no_path", device="nvme0n1")),
+        ("block nvme0n1: no available path - failing I/O", KernelFault(what="nvme_no_path", device="nvme0n1")),
+        # fs/buffer.c, fs/file_table.c, net/sunrpc/clnt.c
+        ("Buffer I/O error on dev sdb1, logical block 0, async page read", KernelFault(what="buffer_io_error", device="sdb1")),
+        ("VFS: file-max limit 1048576 reached", KernelFault(what="file_max")),
+        ("nfs: server storage-1 not responding, still trying", KernelFault(what="nfs_server", device="storage-1")),
+        ("nfs: server 10.0.0.7 not responding, timed out", KernelFault(what="nfs_server", device="10.0.0.7")),
+        ("nfs: server storage-1 OK", KernelFault(what="nfs_server", device="storage-1", over=True)),
         ("NETDEV WATCHDOG: eth0 (ixgbe): transmit queue 3 timed out 5120 ms", KernelFault(what="nic_fault", device="eth0")),
         ("pcieport 0000:00:1c.0: pciehp: Slot(4): Link Down", KernelFault(what="pcie_link_down", device="0000:00:1c.0")),
         ("mce: CPU3: Package temperature above threshold, cpu clock throttled (total events = 1)", KernelFault(what="cpu_throttled", device="CPU3")),
@@ -368,8 +394,14 @@ def test_other_messages(message: str, wanted: object) -> None:
         "IPv6: ADDRCONF(NETDEV_CHANGE): eth0: link becomes ready",
         "mlx5_core 0000:41:00.0: PCIe slot advertised sufficient power (75W).",
         "mlx5_core 0000:41:00.0: Port module event: module 0, Cable plugged",
+        "mlx5_core 0000:41:00.0: mlx5_cmd_out_err:808:(pid 1): CREATE_QP(0x500) op_mod(0x0) failed, status limits exceeded",
+        "md/raid1:md0: active with 2 out of 2 mirrors",
+        "md/raid:md0: raid level 5 active with 3 out of 3 devices, algorithm 2",
+        "nvidia-peermem: loaded",
+        "nfs: server storage-1 OKAY",
+        "block nvme0n1: the capability attribute has been deprecated.",
         "mce: CPU0: Package temperature/speed normal",
-        "mce: [Hardware Error]: CPU 2: Machine Check: 0 Bank 5: 9020000000000000",  # corrected: told of as "logged"
+        "mce: [Hardware Error]: CPU 2: Machine Check: 0 Bank 5: 9020000000000000",  # corrected: reported as "logged"
         "EDAC MC0: Giving out device to module skx_edac controller Skylake Socket#0 IMC#0",
         "EDAC MC: Ver: 3.0.0",
         "{1}[Hardware Error]: Hardware error from APEI Generic Hardware Error Source: 4",

@@ -69,8 +69,8 @@ def test_lines_of_4_3_take_their_head_from_the_dump_they_belong_to() -> None:
 
 
 def test_point_to_point_operations() -> None:
-    told = {"p2p": "Send", "p2p_sn": 3, "p2p_msg_size_bytes": 8, "p2p_exec_time_us": 5.5, "p2p_busbw_gbs": 1.5}
-    found = Lines().take(json.dumps({**head(), "p2p_perf": told}).encode())
+    reported = {"p2p": "Send", "p2p_sn": 3, "p2p_msg_size_bytes": 8, "p2p_exec_time_us": 5.5, "p2p_busbw_gbs": 1.5}
+    found = Lines().take(json.dumps({**head(), "p2p_perf": reported}).encode())
     assert found is not None and (found.kind, found.sequence, found.is_p2p) == ("Send", 3, True)
 
 
@@ -108,15 +108,14 @@ nccl_bus_bandwidth_gbs{node="n1",gpu="GPU0",collective="AllReduce"} NaN
 
 
 def test_the_text_file() -> None:
-    found, num_bad = gauges(TEXTFILE)
+    found = gauges(TEXTFILE)
     assert [(g.is_time, g.kind, g.gpu) for g in found] == [
         (False, "AllReduce", "3"),
         (True, "AllReduce", "3"),
         (False, "Send", "0"),
     ]
-    assert found[0].value == pytest.approx(678.263e9) and found[0].message_size == "4-5GB"
+    assert found[0].value == pytest.approx(678.263e9)
     assert found[1].value == pytest.approx(9.49847e-3)
-    assert num_bad == 3
 
 
 _JSON = st.recursive(
@@ -143,5 +142,5 @@ def test_any_lines_are_taken(some: list[bytes]) -> None:
 @settings(max_examples=100)
 @given(st.text(max_size=200), st.integers(0, len(TEXTFILE)))
 def test_any_text_is_taken(some: str, at: int) -> None:
-    found, num_bad = gauges(TEXTFILE[:at] + some + TEXTFILE[at:])
-    assert len(found) + num_bad >= 1 and all(g.value >= 0 for g in found)
+    found = gauges(TEXTFILE[:at] + some + TEXTFILE[at:])
+    assert all(g.value >= 0 for g in found)

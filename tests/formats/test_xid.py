@@ -5,8 +5,11 @@ import pytest
 from rolecall.core.faults import FaultClass
 from rolecall.formats.kernel_log.messages import parse_message
 from rolecall.formats.kernel_log.nvidia import XidLine
-from rolecall.formats.xid.table import CODE_MAX, NOTES, UNUSED_ROWS, XID_ROWS
+from rolecall.formats.xid.table import NOTES, UNUSED_ROWS, XID_ROWS
 from rolecall.formats.xid.xid import ADVICE, RECOVERY_ADVICE, SXIDS, XIDS, RecoveryAction, XidAction, sxid, xid
+
+CODE_MAX = 173
+"""Of the catalogue (172) and what came later: each code up to it has a row, in use or not."""
 
 
 @pytest.mark.parametrize("code", range(1, CODE_MAX + 1))
@@ -22,18 +25,18 @@ def test_every_code_is_decoded_from_its_line_with_class_and_action(code: int) ->
 
 def test_the_table_has_each_code_once_and_the_rest_is_unused() -> None:
     codes = [row[0] for row in XID_ROWS]
-    assert codes == sorted(set(codes)) and len(codes) == 111
+    assert codes == sorted(set(codes)) and len(codes) == 112
     assert sorted(XIDS) == list(range(1, CODE_MAX + 1)) and len(UNUSED_ROWS) == CODE_MAX - len(codes)
-    assert {c for c, known in XIDS.items() if known.unused} == set(UNUSED_ROWS) == set(XIDS) - set(codes)
-    assert all(known.immediate is XidAction.CONTACT_SUPPORT for known in XIDS.values() if known.unused)
+    assert set(UNUSED_ROWS) == set(XIDS) - set(codes)
+    assert all(XIDS[code].immediate is XidAction.CONTACT_SUPPORT for code in UNUSED_ROWS)
     mnemonics = [known.mnemonic for known in XIDS.values()]
     assert len(set(mnemonics)) == len(mnemonics) and not any(m.startswith("XID_") for m in mnemonics)
 
 
 def test_of_codes_without_an_action_the_catalogues_remark_decides() -> None:
     without = {c: known for c, known in XIDS.items() if known.immediate is XidAction.NONE}
-    assert set(NOTES) < set(without) == set(range(162, 173))
-    assert {c for c, known in without.items() if known.fatal} == {166, 167, 169, 172}
+    assert set(NOTES) < set(without) == set(range(162, 174))
+    assert {c for c, known in without.items() if known.fatal} == {166, 167, 169, 172, 173}
     assert "no reset is needed" in xid(163).advice and "REBOOT" in xid(163).second_opinion, "NVIDIA decides"
     assert xid(167).advice == ADVICE[XidAction.NONE]
 
@@ -74,7 +77,9 @@ def test_engines_are_numbered_in_their_order() -> None:
 
 def test_a_second_opinion_stands_beside_and_decides_nothing() -> None:
     known = xid(63)
-    assert known.tells_no_fault and not known.fatal and known.second_opinion == "REBOOT+HW_INSPECT / Fatal"
+    assert (
+        known.immediate is XidAction.IGNORE and not known.fatal and known.second_opinion == "REBOOT+HW_INSPECT / Fatal"
+    )
 
 
 def test_a_code_beyond_the_catalogue_is_fatal_and_for_support() -> None:
@@ -92,7 +97,12 @@ def test_sxids_by_group() -> None:
     assert len(SXIDS) == 93
     assert sxid(20034).fatal and sxid(20034).action is XidAction.RESET_FABRIC
     assert sxid(12020).fatal and sxid(12020).action is XidAction.RESTART_BM
-    assert not sxid(11012).fatal and not sxid(12028).fatal and not sxid(10004).fatal
+    assert not sxid(11012).fatal and not sxid(20001).fatal and not sxid(10005).fatal
+    for code in (10004, 11004, 12028, 19084, 20009, 20012):
+        assert sxid(code).fatal and sxid(code).action is XidAction.RESET_FABRIC
+        assert (
+            "restart the virtual machine" in sxid(code).advice and "reset its GPUs and NVSwitches" in sxid(code).advice
+        )
     assert not sxid(99999).known and not sxid(99999).fatal
 
 

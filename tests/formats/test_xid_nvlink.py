@@ -4,15 +4,20 @@ from itertools import combinations
 
 import pytest
 
-from rolecall.formats.xid.nvlink import CODES, DRIVERS, SIGNS, NvlinkRegisterError, assess_line, register_errors
-from rolecall.formats.xid.nvlink_table import (
+from rolecall.formats.xid.nvlink import (
     ANY,
+    CODES,
+    DRIVERS,
     LINK_DOWN,
     LINK_DOWN_UNIT,
     PROMOTED_BITS,
     PROMOTED_STATUS,
     REGISTER_SIGNS,
+    SIGNS,
     UNITS,
+    NvlinkRegisterError,
+    assess_line,
+    register_errors,
 )
 from rolecall.formats.xid.xid import ADVICE, XidAction
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from rolecall.core.clock import Clock, SystemClock
-from rolecall.node import burn_in_checks as parts
+from rolecall.node import burn_in as parts
 from rolecall.node.burn_in import BurnInBudget, Check, CheckResult, burn_in
 from rolecall.recovery.nodes import BurnIn
 

@@ -1,4 +1,4 @@
-"""The commands of people, as a person types them: what they print, what they write, and what they refuse."""
+"""The commands of people, as an operator types them: what they print, what they write, and what they refuse."""
 
 import json
 from pathlib import Path
@@ -10,7 +10,7 @@ from rolecall.cli.main import main
 from rolecall.core.faults import FaultClass
 from rolecall.core.journal.events import EventKind
 from rolecall.core.rundir import RunDir
-from rolecall.recovery.incidents.incident import IncidentOutcome, IncidentState
+from rolecall.recovery.incidents import IncidentOutcome, IncidentState
 from rolecall.recovery.loop import Watch
 from rolecall.recovery.operators import commands
 from tests.recovery.world import World
@@ -58,8 +58,8 @@ def test_mark(world: World, capsys: pytest.CaptureFixture[str]) -> None:
     assert say(world, "mark", "inc-1-rollout-1") == 2
     assert "--right or --wrong" in capsys.readouterr().err
     assert say(world, "mark", "inc-1-rollout-1", "--wrong", "--reason", "a drill") == 0
-    mark = world.only().mark
-    assert mark is not None and mark.right is False and mark.because == "a drill"
+    review = world.only().review
+    assert review is not None and review.right is False and review.because == "a drill"
 
 
 def test_a_node_from_drain_to_return(world: World, capsys: pytest.CaptureFixture[str]) -> None:
@@ -68,10 +68,10 @@ def test_a_node_from_drain_to_return(world: World, capsys: pytest.CaptureFixture
     assert say(world, "node", "drain", "node-4", "--reason", "a fan \x1b[2J") == 0
     assert "moved when the guards pass: rollout/1 (inc-1-rollout-1)" in capsys.readouterr().out
     world.until(world.all_closed, watch)
-    assert world.only().outcome is IncidentOutcome.RESOLVED, "a person's request is no proposal, in mode approve too"
+    assert world.only().outcome is IncidentOutcome.RESOLVED, "an operator's request is no proposal, in mode approve too"
     assert say(world, "node", "list") == 0
-    told = capsys.readouterr().out
-    assert "QUARANTINED since" in told and "\x1b" not in told and "inc-1-rollout-1" in told
+    reported = capsys.readouterr().out
+    assert "QUARANTINED since" in reported and "\x1b" not in reported and "inc-1-rollout-1" in reported
     assert say(world, "node", "list", "--json") == 0
     rows = {row["node"]: row for row in json.loads(capsys.readouterr().out)}
     assert rows["node-4"]["replicas"] == [] and rows["node-4"]["quarantined_since"] is not None
@@ -84,9 +84,9 @@ def test_a_node_from_drain_to_return(world: World, capsys: pytest.CaptureFixture
 
 def test_a_burn_in_is_recorded(world: World, capsys: pytest.CaptureFixture[str]) -> None:
     assert say(world, "node", "burn-in", "node-4", "--seconds", "1", "--json") == 0
-    told: dict[str, Any] = json.loads(capsys.readouterr().out)
-    assert told["passed"] is True and told["node"] == "node-4"
-    checks = {c["name"]: c for c in told["checks"]}
+    reported: dict[str, Any] = json.loads(capsys.readouterr().out)
+    assert reported["passed"] is True and reported["node"] == "node-4"
+    checks = {c["name"]: c for c in reported["checks"]}
     assert set(checks) == {"gpu_math", "cpu_math", "memory", "disk", "loopback"}
     run = RunDir(Path(world.url.removeprefix("sqlite:///")).parent)
     row = {r["node"]: r for r in commands.nodes(run)}["node-4"]

@@ -18,9 +18,16 @@ import yaml
 from rolecall.cli.main import main
 from rolecall.core.clock import FakeClock, SystemClock
 from rolecall.core.errors import ConfigError
-from rolecall.node.agents import clock_offsets, down_probes, own_authorization
 from rolecall.node.doctor import NHC_CODES, CheckLevel, ClockOffset, NodeFacts, examine, lines, worst
-from rolecall.node.facts import ask_agent, read_clock, read_facts, within
+from rolecall.node.facts import (
+    ask_agent,
+    clock_offsets,
+    down_probes,
+    own_authorization,
+    read_clock,
+    read_facts,
+    within,
+)
 from tests.agent.http.test_web_config import HASH
 from tests.agent.test_settings import QUIET, running
 from tests.support import PATIENCE_SECONDS, eventually
@@ -139,7 +146,7 @@ def test_a_fit_node_is_well_in_everything() -> None:
 
 
 @pytest.mark.parametrize(("changed", "name", "level", "says", "fix"), UNFIT.values(), ids=UNFIT)
-def test_what_is_wrong_is_told_with_how_to_mend_it(
+def test_what_is_wrong_is_reported_with_how_to_mend_it(
     changed: dict[str, Any], name: str, level: CheckLevel, says: str, fix: str
 ) -> None:
     checks = examine(replace(FIT, **changed))
@@ -155,7 +162,7 @@ def test_a_node_without_gpus_needs_no_driver() -> None:
     assert worst(checks) is CheckLevel.OK and "nvml" not in {c.name for c in checks}
 
 
-def test_what_is_broken_outweighs_what_cannot_be_told() -> None:
+def test_what_is_broken_outweighs_what_cannot_be_reported() -> None:
     assert worst(examine(replace(FIT, clock_state=None))) is CheckLevel.UNKNOWN
     assert worst(examine(replace(FIT, clock_state=None, pressure=False))) is CheckLevel.WARNING
     assert worst(examine(replace(FIT, clock_state=None, pressure=False, pidfd=False))) is CheckLevel.BROKEN
@@ -191,7 +198,7 @@ def served() -> Iterator[tuple[str, list[tuple[int, bytes]]]]:
     server.server_close()
 
 
-def test_an_agent_is_told_from_somebody_else(served: tuple[str, list[tuple[int, bytes]]]) -> None:
+def test_an_agent_is_reported_from_somebody_else(served: tuple[str, list[tuple[int, bytes]]]) -> None:
     url, answers = served
     for status, body, expected in (
         (200, b'{"ok": true}', "ok"),
@@ -236,7 +243,7 @@ def test_facts_are_read_from_a_tree(tmp_path: Path) -> None:
         read_facts(tmp_path / "agent.yaml", None, root=tmp_path)
 
 
-def test_what_agent_yaml_says_otherwise_is_looked_at_and_not_the_usual(tmp_path: Path) -> None:
+def test_what_agent_yaml_says_otherwise_is_read_and_not_the_usual(tmp_path: Path) -> None:
     config = tmp_path / "agent.yaml"
     here = f"data_dir: {tmp_path}\nport: 1\nhost: '::'\n"
     config.write_text(here + "kernel_log: {path: /var/log/kern.log}\ngpu: {enabled: false}\n")
@@ -279,10 +286,10 @@ def test_the_command_tells_this_node(tmp_path: Path, capsys: pytest.CaptureFixtu
     text = capsys.readouterr().out
     assert f"broken   data_dir: {tmp_path / 'none'}: no such directory" in text and "-> create it" in text
     assert main(["doctor", "--config", str(config), "--nhc", "--json"]) == 2
-    told = json.loads(capsys.readouterr().out)
-    assert told["level"] == "broken"
+    reported = json.loads(capsys.readouterr().out)
+    assert reported["level"] == "broken"
     assert {"name": "data_dir", "level": "broken"}.items() <= next(
-        c for c in told["checks"] if c["name"] == "data_dir"
+        c for c in reported["checks"] if c["name"] == "data_dir"
     ).items()
     assert main(["doctor", "--pid", "999999999"]) == 2
 

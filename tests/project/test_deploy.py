@@ -13,7 +13,7 @@ import yaml
 
 from rolecall.agent.daemon import _parser
 from rolecall.agent.settings import AgentFile, explain, load_agent_file
-from rolecall.dashboards.grafana.rules.all import rules_yaml
+from rolecall.dashboards.grafana.rules import rules_yaml
 from rolecall.watch.addresses import AGENT_JOB, WATCH_JOB
 from tests.agent.processes import AgentProcess
 
@@ -212,9 +212,9 @@ def _promtool_takes(path: Path) -> None:
 
 
 def test_prometheus_takes_its_file() -> None:
-    told = yaml.safe_load(PROMETHEUS.read_text())
-    scrapes = told["scrape_configs"]
-    (rules,) = told["rule_files"]
+    reported = yaml.safe_load(PROMETHEUS.read_text())
+    scrapes = reported["scrape_configs"]
+    (rules,) = reported["rule_files"]
     assert all(PurePath(rules).with_name(name).match(rules) for name in rules_yaml())
     paths = {s["job_name"]: s["metrics_path"] for s in scrapes}
     assert paths == {

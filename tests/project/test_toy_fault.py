@@ -27,14 +27,13 @@ from rolecall.core.journal.journal import Journal
 from rolecall.core.journal.payloads import IncidentOpened
 from rolecall.core.rundir import RunDir
 from rolecall.core.text import plain
-from rolecall.dashboards.pages.accounting.latency import evidence_of
-from rolecall.dashboards.pages.accounting.precision import precision_summary
+from rolecall.dashboards.pages.accounting.statistics import evidence_of, precision_summary
 from rolecall.dashboards.pages.incidents import signals, view
 from rolecall.detector.base.observation import Observation
 from rolecall.detector.live.engine import STAGES, LiveDetector
-from rolecall.detector.live.findings import finding
+from rolecall.detector.live.fleet import finding
 from rolecall.detector.live.stages.stage import Stage, Tick
-from rolecall.recovery.incidents.incident import IncidentOutcome
+from rolecall.recovery.incidents import IncidentOutcome
 from rolecall.reports.html import render_html
 from rolecall.reports.report import write_report
 from rolecall.testing.faults import fault_class
@@ -178,8 +177,8 @@ def test_the_incident_page_draws_its_signals_and_its_advice(tmp_path: Path, leak
     page = material_of(world)
     assert page.incident is not None
     assert ("Fault class", "memory leak") in view.head(page, None).facts
-    (told,) = view.findings(page)
-    assert told.advice == LEAK.advice and told.because == plain(d.because)
+    (reported,) = view.findings(page)
+    assert reported.advice == LEAK.advice and reported.because == plain(d.because)
     drawn = signals.from_window(detector.window(d.suspects), d)
     assert [s.key for s in drawn.signals] == ["memory", "work"] and not drawn.missing
     assert drawn.signals[0].lines[0].name.startswith("rollout/1")
@@ -193,8 +192,8 @@ def test_the_report_tells_it(fake_run: RunDir, leak: FaultClass) -> None:
     journal.append(IncidentOpened(diagnosis=d, window="observations"), incident_id="inc-9-rollout-1")
     journal.close()
     report = write_report(fake_run)
-    (told,) = [i for i in report["incidents"] if i["incident_id"] == "inc-9-rollout-1"]
-    assert (told["fault_class"], told["advice"]) == ("memory_leak", LEAK.advice)
+    (reported,) = [i for i in report["incidents"] if i["incident_id"] == "inc-9-rollout-1"]
+    assert (reported["fault_class"], reported["advice"]) == ("memory_leak", LEAK.advice)
     assert "memory_leak" in render_html(report)
 
 

@@ -1,6 +1,6 @@
 """A watch is killed at every point of a cure where a kill can tell: before and after each journal write and each call
 of the actuator. The points are counted in a run without a kill, then enumerated. Another watch finishes the work, and
-the journal and the fleet cannot be told from those of the run where nobody died.
+the journal and the fleet cannot be told from those of the run where no one died.
 """
 
 import threading
@@ -16,14 +16,14 @@ from rolecall.core.faults import FaultClass
 from rolecall.core.ids import ReplicaId
 from rolecall.core.journal.events import EventKind
 from rolecall.core.rundir import RunDir
-from rolecall.recovery.incidents.incident import NOT_STARTED, Attempt, IncidentState
-from rolecall.recovery.incidents.projection import INCIDENT_KINDS
+from rolecall.recovery.incidents import INCIDENT_KINDS, NOT_STARTED, Attempt, IncidentState
 from rolecall.recovery.interfaces import Message
 from rolecall.recovery.loop import Watch
 from rolecall.recovery.next_step import decision_key
 from rolecall.recovery.operators import commands
-from rolecall.testing.events import filled
-from rolecall.testing.recovery_world import RecordingNotifier, SimulatedKill, diagnosis
+from rolecall.testing.recovery_world import RecordingNotifier, diagnosis
+from tests.events import filled
+from tests.recovery.simulated_kill import SimulatedKill
 from tests.recovery.world import World
 
 K = EventKind
@@ -94,7 +94,7 @@ def nobody_diagnoses(world: World) -> None:
 
 
 def _word(world: World, kind: EventKind) -> Callable[[], None]:
-    """A person who decides about each proposal as soon as it stands, once."""
+    """An operator who decides about each proposal as soon as it stands, once."""
 
     def decide() -> None:
         for i in world.incidents():
@@ -159,7 +159,7 @@ Word = Callable[[RunDir, str], object]
 
 
 def _says(world: World, *words: tuple[Callable[[Attempt], object], Word]) -> None:
-    """A person who says these words of the plan, in order, each in a look of its own when the plan stands so."""
+    """An operator who says these words of the plan, in order, each in a look of its own when the plan stands so."""
     run, left = _run(world), list(words)
 
     def say() -> None:
@@ -253,7 +253,7 @@ def _outcome(world: World) -> dict[str, object]:
         "replaced": world.runtime.replaced,
         "stop": world.journal.flag("stop"),
         "windows": {i.incident_id: sorted(world.journal.windows(i.incident_id)) for i in incidents},
-        "told": {(m.incident_id, m.kind) for m in world.notifier.messages},
+        "reported": {(m.incident_id, m.kind) for m in world.notifier.messages},
     }
 
 
@@ -367,7 +367,7 @@ class NeverSends(RecordingNotifier):
         return True
 
 
-def test_what_was_not_delivered_is_told_by_the_next_watch(tmp_path: Path) -> None:
+def test_what_was_not_delivered_is_reported_by_the_next_watch(tmp_path: Path) -> None:
     world = World(tmp_path)
     nothing_helps(world)
     # The messages were queued, and the process died before they were sent.

@@ -1,4 +1,4 @@
-"""Guards as a table: who holds what, and whether a person is called."""
+"""Guards as a table: who holds what, and whether an operator is called."""
 
 from dataclasses import replace
 from typing import Any
@@ -11,8 +11,8 @@ from rolecall.core.faults import FaultClass
 from rolecall.core.ids import IncidentId, NodeId, ReplicaId
 from rolecall.core.membership import ReplicaState
 from rolecall.recovery.fleet import FleetView
-from rolecall.recovery.guards import check, on_peer_evidence_alone
-from rolecall.recovery.incidents.incident import (
+from rolecall.recovery.guards import Situation, check, on_peer_evidence_alone
+from rolecall.recovery.incidents import (
     OPERATOR,
     ActionFailure,
     Attempt,
@@ -75,9 +75,7 @@ def guarded(
     p = plan(*who, action=action)
     this = incident("inc-9-x", d or diagnosis(F.CRASH, *((r, 1) for r in who)), p)
     settings = {"mode": "act", "replicas_at_once_max": 9, "evictions_per_hour_max": 99, "role_share_max": 1.0, **config}
-    found = check(
-        p,
-        this,
+    situation = Situation(
         fleet=view or fleet(),
         config=RecoveryConfig(**settings),
         incidents=(this, *others),
@@ -85,6 +83,7 @@ def guarded(
         stopping=stopping,
         now=NOW,
     )
+    found = check(p, this, situation)
     assert found.because
     assert found.passed is (found.guard == "")
     return found.guard, found.page_oncall
@@ -166,7 +165,7 @@ TABLE: dict[str, tuple[tuple[str, bool], tuple[str, bool]]] = {
         guarded("standby/0", others=(waiting("trainer/0", "at_once"),), replicas_at_once_max=9),
         ("at_once", WAITS),
     ),
-    "a standby does not wait for who needs a person": (
+    "a standby does not wait for who needs an operator": (
         guarded("standby/0", others=(waiting("trainer/0", "at_once", "retries"),), replicas_at_once_max=9),
         PASS,
     ),

@@ -10,9 +10,10 @@ from rolecall.core.faults import FaultClass
 from rolecall.core.ids import NodeId
 from rolecall.core.journal.events import EventKind
 from rolecall.core.membership import ReplicaState
-from rolecall.recovery.incidents.incident import IncidentOutcome
-from rolecall.testing.events import filled
-from rolecall.testing.recovery_world import SimulatedKill, diagnosis
+from rolecall.recovery.incidents import IncidentOutcome
+from rolecall.testing.recovery_world import diagnosis
+from tests.events import filled
+from tests.recovery.simulated_kill import SimulatedKill
 from tests.recovery.world import TICK_SECONDS, World
 
 K = EventKind
@@ -86,7 +87,7 @@ def test_observe_opens_holds_and_closes_once(tmp_path: Path) -> None:
     assert world.kinds() == ["incident_opened", "plan_created", "plan_blocked"]
     assert world.events(K.PLAN_BLOCKED)[0].payload.guard == "mode"
     assert world.runtime.replaced == [] and world.notifier.messages == []
-    # A person, or the runtime, replaces it.
+    # An operator, or the runtime, replaces it.
     desired = world.journal.desired()["rollout/1"]  # type: ignore[index]
     world.journal.set_desired(type(desired)(replica=desired.replica, incarnation=2, node=desired.node))
     world.until(world.all_closed, watch)
@@ -156,7 +157,7 @@ def _said_by_panels(onset: float) -> Diagnosis:
     )  # fmt: skip
 
 
-def test_what_panels_say_is_told_with_its_evidence_and_nobody_is_replaced_for_it(world: World) -> None:
+def test_what_panels_say_is_reported_with_its_evidence_and_no_one_is_replaced_for_it(world: World) -> None:
     """In mode act, with a horizon over which any measured slowness would be worth a replacement."""
     watch = world.watch()
     world.detector.extra = [_said_by_panels(world.clock.wall())]
@@ -173,7 +174,7 @@ def test_what_panels_say_is_told_with_its_evidence_and_nobody_is_replaced_for_it
     assert [i.outcome for i in world.incidents()] == [IncidentOutcome.TOLERATED, IncidentOutcome.RESOLVED]
 
 
-def test_what_panels_say_changes_nothing_of_an_incident_that_a_person_holds_up(world: World) -> None:
+def test_what_panels_say_changes_nothing_of_an_incident_that_an_operator_holds_up(world: World) -> None:
     world.journal.set_flag("paused", "alice")
     watch = world.watch()
     world.runtime.inject("rollout/1", FaultClass.CRASH)
@@ -187,7 +188,7 @@ def test_what_panels_say_changes_nothing_of_an_incident_that_a_person_holds_up(w
     assert world.only().outcome is IncidentOutcome.RESOLVED
 
 
-def test_user_code_stops_the_job_and_evicts_nobody(world: World) -> None:
+def test_user_code_stops_the_job_and_evicts_no_one(world: World) -> None:
     watch = world.watch()
     said = diagnosis(FaultClass.USER_CODE, ("trainer/0", 1), ("trainer/1", 1), because="ValueError on all 2 trainers")
     world.detector.extra = [said]
@@ -219,7 +220,7 @@ def test_user_code_takes_over_the_incidents_of_its_victims(world: World) -> None
 
 
 @pytest.mark.parametrize("fault", [FaultClass.USER_CODE, FaultClass.SILENT_CORRUPTION])
-def test_a_collapsed_policy_calls_a_person_once_and_a_crash_beside_it_is_resolved(
+def test_a_collapsed_policy_calls_an_operator_once_and_a_crash_beside_it_is_resolved(
     world: World, fault: FaultClass
 ) -> None:
     watch = world.watch()
@@ -233,17 +234,17 @@ def test_a_collapsed_policy_calls_a_person_once_and_a_crash_beside_it_is_resolve
     world.run(30, watch)  # it goes on standing
     assert [i.outcome for i in world.incidents()] == [IncidentOutcome.TOLERATED, IncidentOutcome.RESOLVED]
     assert world.journal.flag("stop") is None and world.desired("trainer/0") == 2
-    (told,) = [m for m in world.notifier.messages if m.kind == "oncall_paged"]
-    assert "mean reward fell" in told.because and "an operator must decide whether to stop" in told.because
+    (shown,) = [m for m in world.notifier.messages if m.kind == "oncall_paged"]
+    assert "mean reward fell" in shown.because and "an operator must decide whether to stop" in shown.because
 
 
 def _code_fails(world: World, about: str) -> Diagnosis:
-    """As the detector says it: nobody is named."""
+    """As the detector says it: no one is named."""
     because = f"role {about.partition(':')[0]} fails in its code"
     return diagnosis(FaultClass.USER_CODE, onset=world.clock.wall(), because=because, about=about)
 
 
-def test_user_code_that_names_nobody_takes_over_the_incidents_of_its_role(world: World) -> None:
+def test_user_code_that_names_no_one_takes_over_the_incidents_of_its_role(world: World) -> None:
     watch = world.watch()
     world.journal.set_flag("paused", "bob: a look")
     world.runtime.inject("trainer/0", FaultClass.CRASH)
@@ -276,7 +277,7 @@ def test_two_different_failures_of_the_code_are_two_incidents(tmp_path: Path) ->
     assert [i.outcome for i in world.incidents()] == [None, None]
 
 
-def test_what_nothing_helps_against_calls_a_person_once(world: World) -> None:
+def test_what_nothing_helps_against_calls_an_operator_once(world: World) -> None:
     watch = world.watch()
     lost = Diagnosis(
         suspects=(Suspect(node=NodeId("node-3")),),
@@ -291,8 +292,8 @@ def test_what_nothing_helps_against_calls_a_person_once(world: World) -> None:
     world.run(30, watch)
     incident = world.only()
     assert incident.incident_id == "inc-1-node-3" and incident.outcome is IncidentOutcome.TOLERATED
-    (told,) = [m for m in world.notifier.messages if m.kind == "oncall_paged"]
-    assert "whether Ray counts node-3 as alive" in told.because
+    (shown,) = [m for m in world.notifier.messages if m.kind == "oncall_paged"]
+    assert "whether Ray counts node-3 as alive" in shown.because
     assert world.runtime.replaced == []
 
 
@@ -465,7 +466,7 @@ def test_what_was_started_and_not_yet_done_waits_for_the_end_of_a_pause(world: W
     assert world.only().outcome is IncidentOutcome.RESOLVED and world.desired("rollout/1") == 2
 
 
-def test_a_broken_detector_stops_no_cure_and_calls_a_person(world: World) -> None:
+def test_a_broken_detector_stops_no_cure_and_calls_an_operator(world: World) -> None:
     watch = world.watch()
     world.runtime.inject("rollout/1", FaultClass.CRASH)
     world.until(lambda: world.desired("rollout/1") == 2, watch)
@@ -480,8 +481,8 @@ def test_a_broken_detector_stops_no_cure_and_calls_a_person(world: World) -> Non
     world.until(world.all_closed, watch)
     world.run(5, watch)
     assert world.only().outcome is IncidentOutcome.RESOLVED
-    (told,) = [m for m in world.notifier.messages if m.kind == "oncall_paged"]
-    assert "no diagnosis is possible" in told.because and "Broken" in told.because
+    (shown,) = [m for m in world.notifier.messages if m.kind == "oncall_paged"]
+    assert "no diagnosis is possible" in shown.because and "Broken" in shown.because
 
 
 def test_an_incident_whose_events_do_not_fit_is_set_aside_with_its_story(world: World) -> None:
@@ -495,8 +496,8 @@ def test_an_incident_whose_events_do_not_fit_is_set_aside_with_its_story(world: 
     world.runtime.inject("trainer/0", FaultClass.HANG)
     world.until(lambda: world.runtime.healthy("trainer/0"), watch)
     world.run(2, watch)
-    told = [m.because for m in world.notifier.messages if m.kind == "oncall_paged"]
-    assert len(told) == 1 and "is illegal in state" in told[0] and "plan_created" in told[0]
+    shown = [m.because for m in world.notifier.messages if m.kind == "oncall_paged"]
+    assert len(shown) == 1 and "is illegal in state" in shown[0] and "plan_created" in shown[0]
     assert world.desired("rollout/1") == 1
 
 

@@ -12,7 +12,8 @@ from rolecall.core.ids import IncidentId, NodeId, ReplicaId
 from rolecall.core.journal.events import EventKind
 from rolecall.core.membership import ReplicaState
 from rolecall.recovery.fleet import FleetView, ReplicaView
-from rolecall.recovery.incidents.incident import (
+from rolecall.recovery.guards import Situation
+from rolecall.recovery.incidents import (
     OPERATOR,
     ActionFailure,
     Attempt,
@@ -21,7 +22,7 @@ from rolecall.recovery.incidents.incident import (
     IncidentOutcome,
     IncidentState,
 )
-from rolecall.recovery.next_step import CLEAR_SECONDS, Append, Decide, Move, Perform, Situation, next_step
+from rolecall.recovery.next_step import CLEAR_SECONDS, Append, Decide, Move, Perform, next_step
 from rolecall.testing.recovery_world import diagnosis
 from tests.recovery.test_policy import ask, fleet
 
@@ -111,7 +112,7 @@ def test_every_plan_has_a_key_of_its_own() -> None:
 # --- planned ------------------------------------------------------------------------------------------------------
 
 
-def test_tolerating_calls_a_person_first_where_nothing_helps_and_only_once() -> None:
+def test_tolerating_calls_an_operator_first_where_nothing_helps_and_only_once() -> None:
     i = _incident(S.PLANNED, _attempt(A.TOLERATE, page_oncall=True, outcome="escalated"))
     assert _said(_move(i)) == (K.ONCALL_PAGED, "nothing_helps")
     called = replace(i, page_topics=frozenset({"nothing_helps"}))
@@ -148,12 +149,12 @@ def test_a_successor_that_somebody_else_made_ends_the_incident() -> None:
     assert isinstance(move, Append) and "rollout/1#2 replaced it and is serving" in move.payload.because
 
 
-def test_a_request_of_a_person_is_not_over_because_the_replica_works() -> None:
+def test_a_request_of_an_operator_is_not_over_because_the_replica_works() -> None:
     i = _incident(S.PLANNED, _attempt(), d=_person())
     assert _said(_move(i, absent_seconds=99.0, progress=WORKS))[0] is K.ACTION_STARTED
 
 
-def test_a_diagnosis_that_names_nobody_is_over_when_it_stands_no_longer() -> None:
+def test_a_diagnosis_that_names_no_one_is_over_when_it_stands_no_longer() -> None:
     nobody = _incident(S.PLANNED, _attempt(), d=replace(diagnosis(F.CRASH, ("rollout/1", 1)), suspects=()))
     assert _said(_move(nobody, absent_seconds=CLEAR_SECONDS)) == (K.INCIDENT_CLOSED, "self_recovered")
     assert _said(_move(nobody, absent_seconds=CLEAR_SECONDS - 0.1))[0] is not K.INCIDENT_CLOSED
@@ -165,7 +166,7 @@ def test_a_node_without_a_replica_is_over_when_it_stands_no_longer() -> None:
     assert _said(_move(i, absent_seconds=CLEAR_SECONDS)) == (K.INCIDENT_CLOSED, "self_recovered")
 
 
-def test_approve_proposes_with_an_end_and_a_person_needs_no_approval() -> None:
+def test_approve_proposes_with_an_end_and_an_operator_needs_no_approval() -> None:
     proposed = _move(_incident(S.PLANNED, _attempt()), config={"mode": "approve", "approval_timeout_seconds": 60.0})
     assert isinstance(proposed, Append) and proposed.payload.kind is K.PLAN_PROPOSED
     assert proposed.payload.expires_at == NOW + 60
@@ -181,8 +182,8 @@ def test_what_a_guard_holds_is_said_once_and_a_request_does_not_wait_for_ever() 
     assert _move(held, paused="by me") is None
     late = replace(held, opened_at=NOW - 601.0)
     assert _said(_move(late, paused="by me")) == (K.ONCALL_PAGED, "request_held")
-    told = replace(late, page_topics=frozenset({"request_held"}))
-    assert _said(_move(told, paused="by me")) == (K.INCIDENT_CLOSED, "escalated")
+    reported = replace(late, page_topics=frozenset({"request_held"}))
+    assert _said(_move(reported, paused="by me")) == (K.INCIDENT_CLOSED, "escalated")
 
 
 # --- the job's own code explains it -------------------------------------------------------------------------------
@@ -244,7 +245,7 @@ def test_a_proposal_waits_for_a_word_and_lapses(
 
 
 @pytest.mark.parametrize(("decision", "topic"), [(Decision.REJECTED, "rejected"), (Decision.EXPIRED, "expired")])
-def test_a_refused_proposal_ends_once_a_person_was_called(decision: Decision, topic: str) -> None:
+def test_a_refused_proposal_ends_once_an_operator_was_called(decision: Decision, topic: str) -> None:
     i = _incident(S.PROPOSED, _attempt(decision=decision), page_topics=frozenset({topic}))
     assert _said(_move(i, config={"mode": "approve"})) == (K.INCIDENT_CLOSED, "escalated")
 
@@ -291,11 +292,11 @@ def test_stopping_the_job_does_not_begin_in_a_pause_and_goes_on_once_it_has_begu
     assert isinstance(_move(i, paused="by me", stopping="user code"), Perform)
 
 
-def test_a_stopped_job_calls_a_person_and_is_no_cure() -> None:
+def test_a_stopped_job_calls_an_operator_and_is_no_cure() -> None:
     i = _incident(S.VERIFYING, _attempt(A.STOP_JOB, started_at=NOW - 1, done_at=NOW - 1))
     assert _said(_move(i)) == (K.ONCALL_PAGED, "job_stopped")
-    told = replace(i, page_topics=frozenset({"job_stopped"}))
-    assert _said(_move(told)) == (K.INCIDENT_CLOSED, "escalated")
+    reported = replace(i, page_topics=frozenset({"job_stopped"}))
+    assert _said(_move(reported)) == (K.INCIDENT_CLOSED, "escalated")
 
 
 @pytest.mark.parametrize(
@@ -323,7 +324,7 @@ def test_what_was_verified_is_closed_as_resolved() -> None:
     assert _said(_move(i)) == (K.INCIDENT_CLOSED, "resolved")
 
 
-def test_a_budget_that_is_used_up_is_said_and_then_a_person_is_called_once() -> None:
+def test_a_budget_that_is_used_up_is_said_and_then_an_operator_is_called_once() -> None:
     used_up = {"config": {"evictions_per_hour_max": 0}}
     i = _incident(S.PLANNED, _attempt())
     kind, guard = _said(_move(i, **used_up))

@@ -14,16 +14,16 @@ from rolecall.core.journal.events import Event, EventKind
 from rolecall.core.journal.payloads import PAYLOADS
 from rolecall.core.nodes import is_quarantined, quarantined_nodes
 from rolecall.core.rundir import RunDir
-from rolecall.recovery.incident_store import IncidentProjection
-from rolecall.recovery.incidents.incident import IncidentOutcome
+from rolecall.recovery.incidents import IncidentOutcome, IncidentProjection
 from rolecall.recovery.loop import Watch
+from rolecall.recovery.next_step import to_quarantine
 from rolecall.recovery.nodes import NODE_KINDS, BurnIn, fold_nodes
-from rolecall.recovery.operators import commands
-from rolecall.recovery.operators.node_commands import drain_node
+from rolecall.recovery.operators import commands, queries
+from rolecall.recovery.operators.commands import drain_node
 from rolecall.recovery.policy import PolicyInput, decide
-from rolecall.recovery.quarantine import to_quarantine
-from rolecall.testing.events import made_event
-from rolecall.testing.recovery_world import KillableJournal, KillSwitch, SimulatedKill, diagnosis
+from rolecall.testing.recovery_world import diagnosis
+from tests.events import made_event
+from tests.recovery.simulated_kill import KillableJournal, KillSwitch, SimulatedKill
 from tests.recovery.world import World
 
 K = EventKind
@@ -103,10 +103,10 @@ def test_nothing_is_placed_on_a_quarantined_node(tmp_path: Path) -> None:
     faulty(world, "rollout/1", FaultClass.CRASH)
     world.until(world.all_closed, watch)
     assert world.only().outcome is IncidentOutcome.RESOLVED and node_of(world, "rollout/1") != node
-    assert commands.replay(run, world.only().incident_id)["same"] is True
+    assert queries.replay(run, world.only().incident_id)["same"] is True
     with pytest.raises(CommandRefused, match="already quarantined by alice: ECC errors"):
         commands.quarantine(run, node, "bob", "again", world.clock)
-    assert f"QUARANTINED: {node}, by alice: ECC errors" in commands.status_text(commands.status(run, world.clock))
+    assert f"QUARANTINED: {node}, by alice: ECC errors" in queries.status_text(queries.status(run, world.clock))
 
 
 def test_a_node_quarantined_after_the_plan_takes_nothing_either(tmp_path: Path) -> None:
@@ -267,7 +267,7 @@ def test_a_process_fault_quarantines_no_node(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "called"), [({"quarantined_share_max": 0.1}, True), ({"quarantined_share_max": 0.0}, False)]
 )
-def test_beyond_its_share_watch_calls_a_person(tmp_path: Path, config: dict[str, Any], called: bool) -> None:
+def test_beyond_its_share_watch_calls_an_operator(tmp_path: Path, config: dict[str, Any], called: bool) -> None:
     world, _, watch = running(tmp_path, **config)
     faulty(world, "rollout/1", FaultClass.GPU)
     world.until(world.all_closed, watch)

@@ -12,7 +12,7 @@ import pytest
 
 from rolecall.core.errors import ConfigError
 from rolecall.recovery.interfaces import Message
-from rolecall.recovery.notifications.webhook import LogNotifier, WebhookNotifier
+from rolecall.recovery.notifications import LogNotifier, WebhookNotifier
 from tests.support import PATIENCE_SECONDS, eventually
 
 
@@ -118,7 +118,7 @@ def test_a_redirect_is_not_followed(hook: Hook) -> None:
         other.close()
 
 
-def test_a_server_that_never_answers_delays_nobody(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_server_that_never_answers_delays_no_one(caplog: pytest.LogCaptureFixture) -> None:
     with socket.create_server(("127.0.0.1", 0)) as deaf:
         url = f"http://127.0.0.1:{deaf.getsockname()[1]}/"
         patient = WebhookNotifier(url, run_id="run-1", try_seconds=PATIENCE_SECONDS)

@@ -11,7 +11,7 @@ from rolecall.core.faults import FAULTS, FaultClass
 from rolecall.core.ids import IncidentId, NodeId, ReplicaId
 from rolecall.core.membership import ReplicaState
 from rolecall.recovery.fleet import FleetView, ReplicaView
-from rolecall.recovery.incidents.incident import OPERATOR, ActionFailure, IncidentOutcome
+from rolecall.recovery.incidents import OPERATOR, ActionFailure, IncidentOutcome
 from rolecall.recovery.policy import FailedAttempt, PolicyInput, decide, slow_gain
 from rolecall.testing.recovery_world import FLEET, diagnosis
 
@@ -55,7 +55,7 @@ def failed(failure: ActionFailure, incarnation: int = 1, replica: str = "rollout
 
 ONE = ("rollout/1", 1)
 TABLE: dict[str, tuple[PolicyInput, ActionKind, tuple[str, ...], bool, str]] = {
-    # name: question, action, targets, is a person called, words in because
+    # name: question, action, targets, is an operator called, words in because
     "crash": (ask(diagnosis(F.CRASH, ONE)), A.REPLACE_REPLICA, ("rollout/1#1",), False, "rollout/1#1: crash"),
     "hang": (ask(diagnosis(F.HANG, ("trainer/0", 1))), A.REPLACE_REPLICA, ("trainer/0#1",), False, "hang"),
     "out of memory": (ask(diagnosis(F.RESOURCE_EXHAUSTED, ONE)), A.REPLACE_REPLICA, ("rollout/1#1",), False, ""),
@@ -165,7 +165,7 @@ TABLE: dict[str, tuple[PolicyInput, ActionKind, tuple[str, ...], bool, str]] = {
         "does not name the incarnation",
     ),
     "stranger": (ask(diagnosis(F.CRASH, ("rollout/7", 1))), A.TOLERATE, (), True, "not part of this run"),
-    "a person asks": (
+    "an operator asks": (
         ask(diagnosis(F.CANNOT_TELL, ONE, detectors=(OPERATOR,))),
         A.REPLACE_REPLICA,
         ("rollout/1#1",),
@@ -226,6 +226,27 @@ TABLE: dict[str, tuple[PolicyInput, ActionKind, tuple[str, ...], bool, str]] = {
         True,
         "2 attempts failed",
     ),
+    "a microbatch that was not finite once": (
+        ask(replace(diagnosis(F.SILENT_CORRUPTION, ONE), detectors=("non_finite_once",))),
+        A.TOLERATE,
+        (),
+        False,
+        "tolerated: ",
+    ),
+    "several microbatches that were not finite": (
+        ask(replace(diagnosis(F.SILENT_CORRUPTION, ONE), detectors=("non_finite",))),
+        A.REPLACE_NODE,
+        ("rollout/1#1",),
+        False,
+        "rollout/1#1: silent_corruption",
+    ),
+    "data that is not finite anywhere": (
+        ask(replace(diagnosis(F.DATA), detectors=("non_finite",))),
+        A.TOLERATE,
+        (),
+        True,
+        "no known action resolves data",
+    ),
     "refused": (
         ask(diagnosis(F.CRASH, ONE), failed(ActionFailure.REFUSED)),
         A.TOLERATE,
@@ -275,7 +296,7 @@ def test_of_several_replacements_only_the_dead_are_made_again() -> None:
     assert [f"{t.replica}#{t.incarnation}" for t in verdict.plan.targets] == ["trainer/1#2"]
 
 
-def test_giving_up_is_told_from_tolerating() -> None:
+def test_giving_up_is_reported_from_tolerating() -> None:
     assert decide(TABLE["twice on first start"][0]).outcome is IncidentOutcome.ESCALATED
     assert decide(TABLE["slow, no horizon"][0]).outcome is IncidentOutcome.TOLERATED
     assert decide(TABLE["old incarnation"][0]).outcome is IncidentOutcome.SELF_RECOVERED

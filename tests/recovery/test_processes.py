@@ -16,10 +16,9 @@ from rolecall.core.faults import FaultClass
 from rolecall.core.journal.events import EventKind
 from rolecall.core.journal.journal import Journal
 from rolecall.core.rundir import write_atomically
-from rolecall.recovery.incidents.incident import IncidentOutcome, IncidentState
-from rolecall.recovery.incidents.projection import fold
-from rolecall.testing.events import filled
+from rolecall.recovery.incidents import IncidentOutcome, IncidentState, fold
 from rolecall.testing.recovery_world import FakeRuntime, diagnosis
+from tests.events import filled
 from tests.recovery.test_loop import A_CURE
 from tests.support import PATIENCE_SECONDS, eventually
 

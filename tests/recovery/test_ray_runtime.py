@@ -10,7 +10,7 @@ from rolecall.core.errors import ActuatorError, LeaseFenced
 from rolecall.core.ids import IncidentId, NodeId, ReplicaId
 from rolecall.core.journal.journal import Lease
 from rolecall.core.membership import Desired
-from rolecall.recovery.actuators.ray_runtime import RayRuntime
+from rolecall.recovery.actuators import RayRuntime
 from tests.recovery.world import World
 
 A = ActionKind
@@ -92,7 +92,6 @@ def test_what_it_cannot_do_is_refused(world: World) -> None:
 
 def test_a_plan_says_whom_else_it_hits(world: World) -> None:
     actuator = RayRuntime(world.journal)
-    assert actuator.failure_unit("trainer/0") == "trainer/0"
     assert actuator.also_hit(plan(("trainer/0", 1, "n"))) == ()
     assert actuator.also_hit(plan(action=A.STOP_JOB)) == ("every process of the job",)
     world.journal.set_desired(Desired(replica=ReplicaId("standby/0"), incarnation=1, node=NodeId("node-9")))

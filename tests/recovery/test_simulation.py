@@ -1,6 +1,6 @@
 """Hours of trouble on a fake clock: faults at random moments, also during cures; replacements that die or never work;
 two watches that are killed at any write, stopped past their lease, or blind; pauses. After every tick the invariants
-are checked; in the end every fault is resolved, or a person was called.
+are checked; in the end every fault is resolved, or an operator was called.
 
 pytest --seed 17 tests/recovery/test_simulation.py     # other seeds; a failing one is in the test's name
 """
@@ -14,10 +14,10 @@ import pytest
 from rolecall.core.faults import FaultClass
 from rolecall.core.journal.events import EventKind
 from rolecall.recovery.guards import HOUR_SECONDS
-from rolecall.recovery.incident_store import IncidentProjection
-from rolecall.recovery.incidents.incident import UNDER_REPAIR, IncidentOutcome
+from rolecall.recovery.incidents import UNDER_REPAIR, IncidentOutcome, IncidentProjection
 from rolecall.recovery.loop import Watch
-from rolecall.testing.recovery_world import FLEET, SimulatedKill
+from rolecall.testing.recovery_world import FLEET
+from tests.recovery.simulated_kill import SimulatedKill
 from tests.recovery.world import World
 
 K = EventKind
@@ -177,9 +177,9 @@ class Simulation:
         return self.fence
 
     def all_cured_or_told(self) -> None:
-        told = {r for i in self.book.incidents.values() if i.page_topics for r in (*i.named, *i.touched)}
+        reported = {r for i in self.book.incidents.values() if i.page_topics for r in (*i.named, *i.touched)}
         for replica in FLEET:
-            assert self.world.runtime.healthy(replica) or replica in told, (
+            assert self.world.runtime.healthy(replica) or replica in reported, (
                 f"{replica} is forgotten:\n{self.world.story()}"
             )
         for incident in self.book.incidents.values():

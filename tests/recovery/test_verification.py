@@ -8,8 +8,8 @@ from rolecall.core.diagnosis import ActionKind, Plan, PlanTarget
 from rolecall.core.ids import IncidentId, NodeId, ReplicaId
 from rolecall.core.membership import ReplicaState
 from rolecall.recovery.fleet import FleetView
-from rolecall.recovery.incidents.incident import ActionFailure
-from rolecall.recovery.verification import verify
+from rolecall.recovery.incidents import ActionFailure
+from rolecall.recovery.next_step import verify
 from tests.recovery.test_policy import view
 
 R = ReplicaState

@@ -8,20 +8,12 @@ from rolecall.core.clock import FakeClock
 from rolecall.core.config.job import RecoveryConfig
 from rolecall.core.journal.events import Event, EventKind
 from rolecall.core.journal.journal import Journal
-from rolecall.recovery.actuators.ray_runtime import RayRuntime
-from rolecall.recovery.incidents.incident import Incident
-from rolecall.recovery.incidents.projection import fold
+from rolecall.recovery.actuators import RayRuntime
+from rolecall.recovery.incidents import Incident, fold
 from rolecall.recovery.interfaces import EvidenceCollector
 from rolecall.recovery.loop import Watch
-from rolecall.testing.recovery_world import (
-    FakeDetector,
-    FakeRuntime,
-    FakeSource,
-    KillableActuator,
-    KillableJournal,
-    KillSwitch,
-    RecordingNotifier,
-)
+from rolecall.testing.recovery_world import FakeDetector, FakeRuntime, FakeSource, RecordingNotifier
+from tests.recovery.simulated_kill import KillableActuator, KillableJournal, KillSwitch
 
 TICK_SECONDS = 0.25
 ACT = {"mode": "act", "horizon_seconds": 3600.0, "verification_timeout_seconds": 20.0}

@@ -27,11 +27,10 @@ from rolecall.core.journal.journal import Journal
 from rolecall.core.rundir import RunDir, bearer_token
 from rolecall.core.telemetry import AgentEvent, AgentEventKind, HostSample, SampleBatch
 from rolecall.detector.base.observation import Observation
-from rolecall.reports.incident_export import Bundle, build, export
-from rolecall.reports.incident_material import IncidentRecord, gather
+from rolecall.reports.incident_export import Bundle, IncidentRecord, build, export, gather
 from rolecall.reports.redaction import Redactor, left_of_message
-from rolecall.testing.events import filled
 from tests.core.strategies import JSON_BODIES
+from tests.events import filled
 
 SUSPECT, PEER = "gpu-a17.cluster.example", "gpu-b04"
 PROMPT = "Tell me, doctor, why my left knee hurts when it rains over Zürich"
@@ -179,7 +178,7 @@ def test_two_exports_are_equal_byte_for_byte(written: RunDir) -> None:
 def test_prompts_users_and_what_a_run_keeps_secret_stay_at_home(written: RunDir) -> None:
     token = written.token()
     journal = Journal(written.database_url, clock=FakeClock(now=103.0), create=False)
-    said = {"because": f"told {token} and {bearer_token(token)}; raised ValueError: {PROMPT[:40]}"}
+    said = {"because": f"reported {token} and {bearer_token(token)}; raised ValueError: {PROMPT[:40]}"}
     journal.append(filled(K.REPLICA_LOST, said), incident_id=INCIDENT)
     journal.close()
     for name, text in _texts(export(written, INCIDENT)).items():
@@ -346,6 +345,7 @@ def material(_built_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Inci
 @settings(max_examples=3)
 @given(body=BODY)
 def test_a_secret_in_any_text_is_in_no_member(form: str, body: str, material: IncidentRecord) -> None:
+    body = body.upper() if form == "Amazon" else body  # its keys have no small letters
     holding = _planted(material, FORMS[form].format(body))
     bundle = build(holding, _learned(holding))
     assert len(bundle.members) >= 9
@@ -400,8 +400,8 @@ def test_what_a_vendor_needs_is_left_as_it_is(text: str, anonymous: bool) -> Non
 
 
 def test_of_an_exceptions_message_the_drivers_words_stay() -> None:
-    told = "CUDA error: an illegal memory access was encountered\nprompt: " + PROMPT
-    assert left_of_message(told) == "(message left out: CUDA error: an illegal memory access was encountered)"
+    reported = "CUDA error: an illegal memory access was encountered\nprompt: " + PROMPT
+    assert left_of_message(reported) == "(message left out: CUDA error: an illegal memory access was encountered)"
     assert left_of_message(PROMPT) == "(message left out)"
 
 
@@ -423,8 +423,8 @@ def test_a_user_named_like_a_role_does_not_rename_the_role() -> None:
 def test_any_value_can_be_redacted(body: dict[str, Any]) -> None:
     known = Redactor(nodes=["a"], anonymous=True)
     known.learn(body)
-    told = known.value(body)
-    assert json.loads(json.dumps(told)) == told
+    reported = known.value(body)
+    assert json.loads(json.dumps(reported)) == reported
 
 
 # --- the command --------------------------------------------------------------------------------------------------

@@ -13,10 +13,10 @@ from rolecall.core.errors import JournalError, RolecallError, RunNotFound
 from rolecall.core.journal.events import EventKind
 from rolecall.core.journal.journal import Journal
 from rolecall.core.rundir import RunDir
-from rolecall.reports.baseline import REPORT_JSON
 from rolecall.reports.report import write_report
-from rolecall.testing.events import filled
 from rolecall.views import ettr as effective
+from rolecall.views.audit import REPORT_JSON
+from tests.events import filled
 from tests.fake_run import HANG, KILL, FakeRun, made_health
 
 PROMISED = {
@@ -113,7 +113,7 @@ def test_a_fault_without_an_incident_is_missed(fake_run: RunDir) -> None:
     assert _fails(report) == ["faults resolved"]
 
 
-def test_an_incident_that_nobody_caused_is_a_false_alarm(fake_run: RunDir) -> None:
+def test_an_incident_that_no_one_caused_is_a_false_alarm(fake_run: RunDir) -> None:
     lines = fake_run.injections_path.read_text().splitlines(keepends=True)
     fake_run.injections_path.write_text("".join(lines[1:]))
     report = write_report(fake_run)

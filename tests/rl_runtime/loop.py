@@ -19,7 +19,9 @@ from rolecall.rl_runtime.controller.controller import Controller, RunOutcome
 from rolecall.rl_runtime.controller.trajectories import TrajectoryTable
 from rolecall.rl_runtime.protocol.spawn import ActorSpec
 from rolecall.rl_runtime.tasks.task import Prompt, group_id
-from rolecall.testing.runtime import MAX_NEW_TOKENS, FakeCertifier, ScriptedResponses, SimulatedFleet, run_simulated
+from tests.rl_runtime.scripted_responses import MAX_NEW_TOKENS, ScriptedResponses
+from tests.rl_runtime.simulated_fleet import FakeCertifier, SimulatedFleet
+from tests.rl_runtime.simulated_loop import run_simulated
 
 CONTROLLER = ReplicaId("controller/0")
 RUN_SECONDS_MAX = 900.0

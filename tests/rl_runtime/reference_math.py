@@ -143,7 +143,7 @@ def clipped(ratio: float, advantage: float, method: Method) -> tuple[float, floa
 
 
 def capped(ratio: float, advantage: float, method: Method) -> tuple[float, float]:
-    """sg(min(r, C)) A log pi: REINFORCE with a truncated weight. The value told is weight times advantage."""
+    """sg(min(r, C)) A log pi: REINFORCE with a truncated weight. The value reported is weight times advantage."""
     assert method.cap is not None
     weight = min(ratio, method.cap)
     return weight * advantage, weight * advantage

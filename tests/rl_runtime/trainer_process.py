@@ -24,7 +24,7 @@ from rolecall.core.journal.payloads import ChainHead
 from rolecall.core.journal.store import GENESIS
 from rolecall.rl_runtime.algorithms.batching import form_microbatches
 from rolecall.rl_runtime.algorithms.objective import Divisors
-from rolecall.rl_runtime.protocol.messages import EndReason, Microbatch, PromptGroup, TrainingSample
+from rolecall.rl_runtime.protocol.messages import CommitRecord, EndReason, Microbatch, PromptGroup, TrainingSample
 from rolecall.rl_runtime.tasks.task import Prompt, make_task
 from rolecall.rl_runtime.tasks.tokenizer import vocabulary
 from rolecall.rl_runtime.trainer.reduce import LOOPBACK
@@ -111,10 +111,10 @@ class Spied(TrainerReplica):
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.gradients: dict[int, dict[str, torch.Tensor]] = {}
-        apply = self._state.apply
+        apply = self.state.apply
 
         def spy(sums: torch.Tensor, by: Divisors, commit: Any) -> float:
-            state, start = self._state, 0
+            state, start = self.state, 0
             found = self.gradients[commit.step] = {}
             for network, divisor in ((state.policy, by.policy), (state.critic, by.value)):
                 for name, p in zip(network.names, network.parameters, strict=True) if network else ():
@@ -123,14 +123,23 @@ class Spied(TrainerReplica):
             assert start == sums.numel()
             return apply(sums, by, commit)
 
-        self._state.apply = spy  # type: ignore[method-assign]
+        self.state.apply = spy  # type: ignore[method-assign]
 
     def gradient_of(self, step: int) -> dict[str, Any]:
         return {n: g.numpy() for n, g in self.gradients[step].items()}
 
     def exported(self) -> tuple[dict[str, Any], str]:
-        tensors, meta = self.export_state()
+        tensors, meta = self.state.export()
         return {n: t.numpy() for n, t in tensors.items()}, meta
+
+    def commit_record(self) -> CommitRecord:
+        return self.state.commit
+
+    def computed(self, step: int) -> tuple[str, ...]:
+        return self._partial.computed(step)
+
+    def policy_tensors(self, version: int) -> dict[str, torch.Tensor]:
+        return self.state.policy_tensors(version)
 
     def take(self, tensors: dict[str, Any], meta: str) -> None:
         self.load_state({n: torch.from_numpy(t) for n, t in tensors.items()}, meta)
@@ -138,8 +147,8 @@ class Spied(TrainerReplica):
     def corrupt_weight(self, network: str = "policy", by: float = 1.0) -> None:
         """One weight is another one, and this replica's digest says so."""
         with torch.no_grad():
-            getattr(self._state, network).parameters[0].view(-1)[-1] += by
-        self._state._weights_digest = self._state._digest_weights()
+            getattr(self.state, network).parameters[0].view(-1)[-1] += by
+        self.state.weights_digest = self.state._digest_weights()
 
 
 def serve(
@@ -227,7 +236,7 @@ class TrainerProcess:
         self._conn.send((method, args))
 
     def answer(self, seconds: float = DEADLINE_SECONDS) -> Any:
-        """The result of what was told first. Raises what the trainer raised."""
+        """The result of what was reported first. Raises what the trainer raised."""
         kind, value = self._receive(seconds)
         if kind == "error":
             raise value

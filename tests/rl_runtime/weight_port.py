@@ -7,7 +7,8 @@ import torch
 
 from rolecall.core.ids import ReplicaId
 from rolecall.rl_runtime.protocol.messages import Holder, Manifest
-from rolecall.rl_runtime.weights.port import PartialTransfer, TensorServer, pull, pull_any
+from rolecall.rl_runtime.weights.port import TensorServer
+from rolecall.rl_runtime.weights.pull import PartialTransfer, PullSettings, attempt, fitting, pull_any
 from tests.support import PATIENCE_SECONDS, eventually
 
 TOKEN = "a token of this run"
@@ -32,9 +33,13 @@ def _terms(options: dict[str, Any]) -> dict[str, Any]:
     return {"token": TOKEN, "puller": "rollout/1", "timeout_seconds": PATIENCE_SECONDS, **options}
 
 
-def get(holder: Holder, manifest: Manifest, **options: Any) -> PartialTransfer:
+def get(
+    holder: Holder, manifest: Manifest, *, pieces: PartialTransfer | None = None, **options: Any
+) -> PartialTransfer:
     """One attempt at one holder: raises when it serves somebody else."""
-    return pull(holder, manifest, **_terms(options))
+    pieces = fitting(pieces, manifest)
+    attempt(holder, pieces, PullSettings(**_terms(options)))
+    return pieces
 
 
 def get_any(holders: Sequence[Holder], manifest: Manifest, **options: Any) -> PartialTransfer:

@@ -17,8 +17,7 @@ from rolecall.rl_runtime.protocol.messages import PromptGroup, TrainingSample
 from rolecall.rl_runtime.tasks.task import make_task
 from rolecall.rl_runtime.tasks.tokenizer import vocabulary
 from rolecall.rl_runtime.trainer.model import make_model
-from rolecall.rl_runtime.trainer.network import ADAM_BETAS, Network
-from rolecall.rl_runtime.trainer.state import CRITIC, TrainerState
+from rolecall.rl_runtime.trainer.state import ADAM_BETAS, CRITIC, Network, TrainerState
 from tests.rl_runtime.objective_rig import method_of
 from tests.rl_runtime.reference_math import Answer, Step, step
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rolecall.core.rundir import RunDir, create_run_dir
 from rolecall.dashboards.users import Authenticator, SignedInUser
-from rolecall.session.dashboard import TOKEN_FILE, USER, DashboardBeside
+from rolecall.session.children import TOKEN_FILE, USER, DashboardBeside
 from tests.fake_run import FakeRun
 from tests.support import PATIENCE_SECONDS, eventually
 

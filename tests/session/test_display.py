@@ -1,4 +1,4 @@
-"""The terminal: what it shows at each moment of a run, that it fits, and that it obeys nobody but us."""
+"""The terminal: what it shows at each moment of a run, that it fits, and that it obeys no one but us."""
 
 import io
 import re
@@ -10,16 +10,16 @@ from hypothesis import strategies as st
 from rich.console import Console, RenderableType
 
 from rolecall.core.ids import NodeId, ReplicaId
-from rolecall.core.journal.events import Event, EventKind
-from rolecall.core.journal.journal import Journal
+from rolecall.core.journal.events import EventKind
+from rolecall.core.journal.journal import Journal, JournalPage
 from rolecall.core.membership import Actual, Desired, ReplicaState
 from rolecall.core.rundir import RunDir
 from rolecall.core.text import escape, plain, seconds
+from rolecall.recovery.incidents import fold
 from rolecall.reports.report import write_report
-from rolecall.session.display import braille, plain_lines, render, summary
-from rolecall.session.live import Screen
-from rolecall.testing.events import made_event
+from rolecall.session.display import Screen, braille, plain_lines, render, summary
 from rolecall.views.snapshot import IncidentRow, ReplicaRow, RunSnapshot, RunSnapshotProjection, replica_rows
+from tests.events import made_event
 
 HOSTILE = ("[red]x[/red]", "[/]", "\x1b[2J\x1b]0;owned\x07", "<script>", "a\nb\r\nc", "\u202eevil", "[link=file:///x]y")
 # What rich itself writes: colours, and cursor movement of the live view. Never a title, a clear or a link.
@@ -44,8 +44,9 @@ def _at(run: RunDir, until: float) -> RunSnapshot:
     journal.close()
     now = events[0].wall_at + until
     memory = RunSnapshotProjection(num_steps=120)
-    memory.read(e for e in events if e.wall_at <= now)
-    return memory.snapshot(now, {}, {}, None)
+    events = [e for e in events if e.wall_at <= now]
+    memory.read(events)
+    return memory.snapshot(now, {}, {}, None, incidents=fold(events).values())
 
 
 def _rows() -> tuple[ReplicaRow, ...]:
@@ -131,9 +132,13 @@ def test_before_the_run_has_begun_no_time_is_shown() -> None:
 def test_a_proposal_says_how_it_is_approved() -> None:
     memory = RunSnapshotProjection()
     proposed = {"digest": "4f2a"}
-    for seq, (kind, body) in enumerate([(EventKind.INCIDENT_OPENED, {}), (EventKind.PLAN_PROPOSED, proposed)]):
-        memory.read([made_event(seq=seq + 1, kind=kind, wall_at=1.0, body=body, incident_id="inc-1")])
-    text = _shown(render(memory.snapshot(2.0, {}, {}, None)))
+    said = [(EventKind.INCIDENT_OPENED, {}), (EventKind.PLAN_CREATED, {}), (EventKind.PLAN_PROPOSED, proposed)]
+    events = [
+        made_event(seq=seq, kind=kind, wall_at=1.0, body=body, incident_id="inc-1")
+        for seq, (kind, body) in enumerate(said, start=1)
+    ]
+    memory.read(events)
+    text = _shown(render(memory.snapshot(2.0, {}, {}, None, incidents=fold(events, strict=False).values())))
     assert "waits for approval" in text and "rolecall approve 4f2a" in text
 
 
@@ -173,8 +178,8 @@ def test_the_policys_health_is_one_line_of_what_there_is(fake_run: RunDir) -> No
     text = _shown(render(_at(fake_run, 95.0)))
     (line,) = [line for line in text.splitlines() if line.startswith("entropy ")]
     assert "filtered 37%" in line and "KL 0.00" in line and len(line) <= 80
-    told = RunSnapshot(now=1.0, signs={"kl_sampler": 0.0031, "truncated_fraction": 0.021})
-    (line,) = [line for line in _shown(render(told)).splitlines() if "KL" in line]
+    reported = RunSnapshot(now=1.0, signs={"kl_sampler": 0.0031, "truncated_fraction": 0.021})
+    (line,) = [line for line in _shown(render(reported)).splitlines() if "KL" in line]
     assert line.rstrip() == "cut off 2%   KL 0.0031"
     assert "KL" not in _shown(render(RunSnapshot(now=1.0, rewards=(0.5,)))), "a run of before there were signs"
 
@@ -216,7 +221,7 @@ def test_a_rising_curve_rises() -> None:
     assert high[1] == "\u2800\u2800" and high[0] != "\u2800\u2800"
 
 
-# --- nobody else speaks to the terminal ---------------------------------------------------------------------------
+# --- no one else speaks to the terminal ---------------------------------------------------------------------------
 
 
 def _hostile_snapshot(text: str) -> RunSnapshot:
@@ -298,7 +303,7 @@ def test_lines_tell_changes_once_then_progress() -> None:
     assert len(plain_lines(None, first)) == 1, "the first look is no list of changes"
 
 
-def test_the_same_incident_in_a_new_stage_is_told_without_its_sentence() -> None:
+def test_the_same_incident_in_a_new_stage_is_reported_without_its_sentence() -> None:
     before = RunSnapshot(now=1.0, open_incidents=(_incident(),))
     after = RunSnapshot(now=2.0, closed_incidents=(_incident(stage="resolved", closed_at=2.0),))
     said = [line for line in plain_lines(before, after) if "i-1" in line]
@@ -334,7 +339,7 @@ def test_a_screen_draws_a_run_and_leaves_the_terminal_as_it_was(fake_run: RunDir
     assert not live or text.rstrip().endswith("\x1b[?25h") or text.count("\x1b[?25l") == text.count("\x1b[?25h")
 
 
-def test_a_resized_terminal_is_drawn_on_anew(fake_run: RunDir) -> None:
+def test_a_resized_terminal_is_drawn_on_again(fake_run: RunDir) -> None:
     out = io.StringIO()
     console = Console(file=out, width=80, height=24, force_terminal=True, color_system=None)
     journal = Journal(fake_run.database_url, create=False)
@@ -351,7 +356,7 @@ def test_a_resized_terminal_is_drawn_on_anew(fake_run: RunDir) -> None:
 
 def test_a_picture_that_fails_does_not_end_the_run(fake_run: RunDir, caplog: pytest.LogCaptureFixture) -> None:
     class Broken(Journal):
-        def events(self, **_: Any) -> list[Event]:  # type: ignore[override]
+        def page(self, **_: Any) -> JournalPage:
             raise ValueError("a defect")
 
     journal = Broken(fake_run.database_url, create=False)

@@ -10,14 +10,23 @@ import pytest
 
 from rolecall.cli.main import main
 from rolecall.core.clock import FakeClock
+from rolecall.core.errors import JournalUnavailable
 from rolecall.core.journal.events import EventKind
 from rolecall.core.journal.journal import Journal
 from rolecall.recovery.loop import LEASE_NAME
 from rolecall.rl_runtime.cluster.supervisor import Supervisor
 from rolecall.session.children import Child
 from rolecall.session.demo import FaultSchedule, demo_job
-from rolecall.session.live import Screen
-from rolecall.session.session import DONE_FLAG, HOLD_FLAG, TICK_SECONDS, WATCH_STUCK_SECONDS, Interrupted, Session
+from rolecall.session.display import Screen
+from rolecall.session.session import (
+    DONE_FLAG,
+    HOLD_FLAG,
+    JOURNAL_WAIT_SECONDS,
+    TICK_SECONDS,
+    WATCH_STUCK_SECONDS,
+    Interrupted,
+    Session,
+)
 from tests.support import eventually
 
 HOLD_SECONDS = 42.0
@@ -53,6 +62,39 @@ def test_a_run_without_faults_to_come_is_held_for_as_long_as_was_asked(tmp_path:
     assert session._loop(run, journal, Finishes(journal), watch, screen) == ("completed", "nothing to do")
     journal.close()
     assert HOLD_SECONDS <= clock.monotonic() - began <= HOLD_SECONDS + 2 * TICK_SECONDS
+
+
+class WithoutJournal(Finishes):
+    """Finds the journal unavailable for its first `seconds`."""
+
+    def __init__(self, journal: Journal, clock: FakeClock, seconds: float) -> None:
+        super().__init__(journal)
+        self._clock, self._until = clock, clock.monotonic() + seconds
+
+    def tick(self) -> None:
+        if self._clock.monotonic() < self._until:
+            raise JournalUnavailable(where="journal.db", reason="database or disk is full", hint="free space")
+        super().tick()
+
+
+@pytest.mark.parametrize("seconds", [0.9 * JOURNAL_WAIT_SECONDS, 1.1 * JOURNAL_WAIT_SECONDS])
+def test_a_run_waits_for_its_journal_for_a_limited_time(tmp_path: Path, seconds: float) -> None:
+    clock, job = FakeClock(), demo_job(seed=1, num_steps=1, injection_allowed=False)
+    session = Session(
+        job=job, root=tmp_path, run_id="r", schedule=FaultSchedule(1, ()), show=False, minutes_max=10, clock=clock
+    )
+    run, journal = session._create()
+    journal.set_flag(HOLD_FLAG, "minutes remain")
+    watch, screen = Child([], run.logs / "watch.log", run), Screen(live=False, title="")
+    supervisor = WithoutJournal(journal, clock, seconds)
+    began = clock.monotonic()
+    if seconds < JOURNAL_WAIT_SECONDS:
+        assert session._loop(run, journal, supervisor, watch, screen) == ("completed", "nothing to do")
+    else:
+        with pytest.raises(JournalUnavailable, match="disk is full"):
+            session._loop(run, journal, supervisor, watch, screen)
+        assert clock.monotonic() - began <= JOURNAL_WAIT_SECONDS + 2.0
+    journal.close()
 
 
 def test_minutes_of_the_command_line_are_seconds_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,8 +14,8 @@ from rolecall.core.journal.events import Event, EventKind
 from rolecall.core.journal.ledger import GroupState, LedgerLine
 from rolecall.core.rundir import RunDir
 from rolecall.reports.report import write_report
-from rolecall.testing.events import made_event
 from rolecall.views.audit import admitted, audit_run, audit_text, compare_steps
+from tests.events import made_event
 from tests.fake_run import KILL, FakeRun
 
 K = EventKind
@@ -77,7 +77,7 @@ def test_a_ledger_line_repeated_is_named(fake_run: RunDir) -> None:
 
 
 @pytest.mark.parametrize("line", [1, 17, 1100, -1])
-def test_a_ledger_line_removed_and_the_rest_numbered_anew_is_named(fake_run: RunDir, line: int) -> None:
+def test_a_ledger_line_removed_and_the_rest_numbered_again_is_named(fake_run: RunDir, line: int) -> None:
     last = audit_run(fake_run).ledger.head.position
     line = last if line == -1 else line
     _sql(fake_run, f"DELETE FROM ledger WHERE seq = {line}")
@@ -224,7 +224,7 @@ def _lines(*moves: tuple[str, str, int]) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    ("told", "moves", "complete", "num_problems"),
+    ("reported", "moves", "complete", "num_problems"),
     [
         ({0: ["a", "b"]}, [("a", "trained", 0), ("b", "trained", 0)], True, 0),
         ({0: ["a", "b"]}, [("a", "trained", 0)], True, 1),
@@ -239,9 +239,9 @@ def _lines(*moves: tuple[str, str, int]) -> list[dict[str, Any]]:
     ],
 )
 def test_journal_and_ledger_agree_on_each_step(
-    told: dict[int, list[str]], moves: list[tuple[str, str, int]], complete: bool, num_problems: int
+    reported: dict[int, list[str]], moves: list[tuple[str, str, int]], complete: bool, num_problems: int
 ) -> None:
-    events = [_event(K.STEP_COMMITTED, step=s, groups=g) for s, g in told.items()]
+    events = [_event(K.STEP_COMMITTED, step=s, groups=g) for s, g in reported.items()]
     assert len(compare_steps(events, _lines(*moves), complete=complete)) == num_problems
 
 

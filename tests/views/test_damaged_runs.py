@@ -12,7 +12,7 @@ import pytest
 from rolecall.cli.main import main
 from rolecall.core.rundir import RunDir
 from rolecall.reports.report import write_report
-from rolecall.reports.salvage import newest_whole
+from rolecall.views.audit import newest_whole
 
 Harm = Callable[[Path], None]
 COMMANDS = {
@@ -138,8 +138,8 @@ def _with_a_question(run: RunDir) -> None:
     from rolecall.core.ids import IncidentId
     from rolecall.core.journal.events import EventKind
     from rolecall.core.journal.journal import Journal
+    from rolecall.core.journal.payloads import PlanCreated
     from rolecall.recovery.fleet import fleet_view
-    from rolecall.recovery.next_step import plan_created
     from rolecall.recovery.policy import PolicyInput, decide
 
     journal = Journal(run.database_url, create=False)
@@ -152,7 +152,11 @@ def _with_a_question(run: RunDir) -> None:
         past=(),
         supports=frozenset(),
     )
-    body = json.dumps(plan_created(decide(asked), asked).to_body())
+    verdict, question = decide(asked), asked.to_dict()
+    created = PlanCreated(
+        plan=verdict.plan, page_oncall=verdict.page_oncall, outcome=str(verdict.outcome), question=question
+    )
+    body = json.dumps(created.to_body())
     journal.close()
     _sql(f"update events set body = '{body.replace(chr(39), chr(39) * 2)}' where kind = 'plan_created'")(
         run.path / "journal.db"

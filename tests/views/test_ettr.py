@@ -7,7 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rolecall.core.journal.events import Event, EventKind
-from rolecall.testing.events import made_event
 from rolecall.views.ettr import (
     Loss,
     Step,
@@ -17,10 +16,10 @@ from rolecall.views.ettr import (
     faultless_step_seconds,
     lost_seconds,
     mean_of_ends,
-    seconds_to,
     steps,
     training_began,
 )
+from tests.events import made_event
 
 
 def _ettr(*lost: Loss, count_rollouts: bool = True) -> float:
@@ -97,8 +96,10 @@ def test_the_faultless_pace_leaves_out_what_a_fault_touches() -> None:
 
 
 def test_seconds_to_n_steps() -> None:
-    assert seconds_to(_steps(1, 2, 3), 0.5, 3) == 2.5
-    assert seconds_to(_steps(1), 0.5, 2) is None and seconds_to(_steps(1), 0.5, 0) is None
+    assert compare_pace(_steps(1, 2, 3), 0.5, [], None)["this"] == 2.5
+    shorter = {"run_id": "base", "training_started_seconds": 0.0, "steps": [{"at": 1.0}, {"at": 2.0}]}
+    assert compare_pace(_steps(1, 2, 3), 0.5, [], shorter)["this"] == 1.5
+    assert compare_pace([], 0.5, [], None)["this"] is None
 
 
 def test_pace_beside_a_failure_free_run_counts_the_steps_that_both_have() -> None:

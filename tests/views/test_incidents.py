@@ -11,12 +11,17 @@ from rolecall.core.faults import FaultClass
 from rolecall.core.ids import IncidentId, NodeId, ProcessId, ReplicaId
 from rolecall.core.journal.events import Event, EventKind
 from rolecall.core.journal.journal import Journal
-from rolecall.core.journal.payloads import IncidentUpdated
+from rolecall.core.journal.payloads import IncidentUpdated, PlanCreated
 from rolecall.core.rundir import RunDir
-from rolecall.testing.events import made_event
-from rolecall.views.incidents import MatchedIncidents, named_by_plans, summarize_incidents
-from rolecall.views.injections import InjectedFault, parse_injections
+from rolecall.views.incidents import (
+    InjectedFault,
+    MatchedIncidents,
+    named_by_plans,
+    parse_injections,
+    summarize_incidents,
+)
 from rolecall.views.lifetimes import IncarnationRecord, Key, incarnation_records, pids_kept
+from tests.events import made_event
 from tests.fake_run import ALL
 
 K = EventKind
@@ -54,10 +59,14 @@ class Tale:
         return self.say(at, K.ACTION_STARTED, incident, plan=plan.to_dict())
 
     def resolved(self, at: float, incident: str) -> "Tale":
+        plans = [
+            e.payload.plan for e in self.events if isinstance(e.payload, PlanCreated) and e.incident_id == incident
+        ]
+        self.say(at, K.ACTION_DONE, incident, digest=plans[-1].digest)
         self.say(at, K.INCIDENT_VERIFIED, incident, because="7 units")
         return self.say(at, K.INCIDENT_CLOSED, incident, outcome="resolved", because="7 units")
 
-    def told(
+    def reported(
         self,
         *faults: InjectedFault,
         known: dict[Key, IncarnationRecord] | None = None,
@@ -77,22 +86,22 @@ def _second(target: str, at: float) -> InjectedFault:
 # --- joining ------------------------------------------------------------------------------------------------------
 
 
-def test_a_whole_run_is_told_with_the_times_at_which_things_happened(fake_run: RunDir) -> None:
+def test_a_whole_run_is_reported_with_the_times_at_which_things_happened(fake_run: RunDir) -> None:
     journal = Journal(fake_run.database_url, create=False)
     faults = parse_injections(fake_run.injections_path.read_text())
     joined = summarize_incidents(journal.events(), incarnation_records(journal.events(), journal.actual()), faults)
     journal.close()
     assert not joined.missed and not joined.false_alarms
-    for story, strike in zip(joined.stories, ALL, strict=True):
+    for story, strike in zip(joined.summaries, ALL, strict=True):
         assert story.fault is not None and story.fault.target == strike.target
         assert story.named_right and story.resolved
-        told = story.to_dict()
-        assert told["detected_seconds"] == pytest.approx(strike.found_after, abs=1e-3)
-        assert told["serving_seconds"] == pytest.approx(strike.serving_after, abs=1e-3)
-        assert told["cured_seconds"] == told["serving_seconds"]
-        assert told["verified_seconds"] == pytest.approx(strike.verified_after, abs=1e-3)
-        assert told["fault_class"] == strike.fault_class and told["because"] == strike.because
-    kill, hang, slow = (s.to_dict() for s in joined.stories)
+        reported = story.to_dict()
+        assert reported["detected_seconds"] == pytest.approx(strike.found_after, abs=1e-3)
+        assert reported["serving_seconds"] == pytest.approx(strike.serving_after, abs=1e-3)
+        assert reported["cured_seconds"] == reported["serving_seconds"]
+        assert reported["verified_seconds"] == pytest.approx(strike.verified_after, abs=1e-3)
+        assert reported["fault_class"] == strike.fault_class and reported["because"] == strike.because
+    kill, hang, slow = (s.to_dict() for s in joined.summaries)
     assert kill["requests_resumed_seconds"] == pytest.approx(0.12, abs=1e-3)
     assert kill["step_committed_seconds"] is None and kill["tokens_kept"] == 862
     assert hang["step_committed_seconds"] == pytest.approx(1.4, abs=1e-3) and hang["tokens_kept"] == 0
@@ -113,8 +122,8 @@ def test_a_replacement_that_is_killed_while_it_starts_belongs_to_the_incident_th
     tale.acted(12.2, "i-1", "rollout/0", 2)
     tale.opened(14.0, "i-2", "trainer/1").acted(14.1, "i-2", "trainer/1").resolved(20.0, "i-1").resolved(21.0, "i-2")
     first, second, other = _fault("rollout/0", 9.5), _second("rollout/0", 11.5), _fault("trainer/1", 13.0)
-    joined = tale.told(first, second, other)
-    assert [(s.fault, s.named_right, s.further_faults) for s in joined.stories] == [
+    joined = tale.reported(first, second, other)
+    assert [(s.fault, s.named_right, s.further_faults) for s in joined.summaries] == [
         (first, True, (second,)),
         (other, True, ()),
     ]
@@ -123,14 +132,14 @@ def test_a_replacement_that_is_killed_while_it_starts_belongs_to_the_incident_th
 
 def test_a_fault_of_a_replacement_after_its_incident_was_closed_is_one_of_its_own() -> None:
     tale = Tale().opened(10.0, "i-1", "rollout/0").acted(10.1, "i-1", "rollout/0").resolved(12.0, "i-1")
-    joined = tale.told(_fault("rollout/0", 9.5), _second("rollout/0", 13.0))
+    joined = tale.reported(_fault("rollout/0", 9.5), _second("rollout/0", 13.0))
     assert [f.incarnation for f in joined.missed] == [2]
 
 
 def test_each_fault_gets_the_earliest_incident_after_it_that_names_it() -> None:
     tale = Tale().opened(5.0, "i0", "rollout/1").opened(12.0, "i1", "rollout/1").opened(30.0, "i2", "rollout/1")
-    joined = tale.told(_fault("rollout/1", 10.0), _fault("rollout/1", 28.0))
-    assert [(s.incident_id, s.fault and s.fault.injected_at) for s in joined.stories] == [
+    joined = tale.reported(_fault("rollout/1", 10.0), _fault("rollout/1", 28.0))
+    assert [(s.incident.incident_id, s.fault and s.fault.injected_at) for s in joined.summaries] == [
         ("i0", None),
         ("i1", 10.0),
         ("i2", 28.0),
@@ -140,19 +149,19 @@ def test_each_fault_gets_the_earliest_incident_after_it_that_names_it() -> None:
 
 def test_the_right_name_goes_before_the_nearer_time() -> None:
     tale = Tale().opened(11.0, "i1", "rollout/2").opened(12.0, "i2", "rollout/1")
-    joined = tale.told(_fault("rollout/1", 10.0))
-    assert {s.incident_id: s.named_right for s in joined.stories} == {"i1": None, "i2": True}
+    joined = tale.reported(_fault("rollout/1", 10.0))
+    assert {s.incident.incident_id: s.named_right for s in joined.summaries} == {"i1": None, "i2": True}
     assert joined.false_alarms == ("i1",)
 
 
 def test_an_incident_that_names_another_in_the_faults_time_is_the_wrong_name_not_a_false_alarm() -> None:
-    joined = Tale().opened(12.0, "i1", "trainer/0").told(_fault("trainer/1", 10.0))
-    assert joined.stories[0].named_right is False
+    joined = Tale().opened(12.0, "i1", "trainer/0").reported(_fault("trainer/1", 10.0))
+    assert joined.summaries[0].named_right is False
     assert not joined.missed and not joined.false_alarms
 
 
 def test_a_fault_without_any_incident_is_missed_and_a_much_later_incident_is_a_false_alarm() -> None:
-    joined = Tale().opened(500.0, "i1", "trainer/0").told(_fault("trainer/1", 10.0))
+    joined = Tale().opened(500.0, "i1", "trainer/0").reported(_fault("trainer/1", 10.0))
     assert [f.target for f in joined.missed] == ["trainer/1"] and joined.false_alarms == ("i1",)
 
 
@@ -172,16 +181,16 @@ def test_a_name_means_one_incarnation_and_one_process(
 ) -> None:
     named = {"replica": "rollout/1", "incarnation": 1, **suspect}
     replica = named.pop("replica")
-    joined = Tale().opened(12.0, "i1", replica, **named).told(_fault("rollout/1", 10.0, **fault))
-    assert joined.stories[0].named_right is same
+    joined = Tale().opened(12.0, "i1", replica, **named).reported(_fault("rollout/1", 10.0, **fault))
+    assert joined.summaries[0].named_right is same
 
 
-def test_a_request_of_a_person_is_no_false_alarm() -> None:
+def test_a_request_of_an_operator_is_no_false_alarm() -> None:
     tale = Tale().opened(12.0, "i1", "rollout/1")
     (opened,) = tale.events
     asked = replace(opened.payload.diagnosis, detectors=("operator",))
     tale.events = [replace(opened, payload=replace(opened.payload, diagnosis=asked))]
-    assert tale.told().false_alarms == ()
+    assert tale.reported().false_alarms == ()
 
 
 # --- times --------------------------------------------------------------------------------------------------------
@@ -190,46 +199,46 @@ def test_a_request_of_a_person_is_no_false_alarm() -> None:
 def test_cured_means_serving_and_seen_making_progress() -> None:
     known = {("rollout/1", 2): IncarnationRecord(replica="rollout/1", incarnation=2, serving_at=14.0)}
     tale = Tale().opened(11.0, "i1", "rollout/1").acted(11.1, "i1", "rollout/1")
-    assert tale.told(_fault("rollout/1", 10.0), known=known).stories[0].cured_at is None
-    told = tale.resolved(13.0, "i1").told(_fault("rollout/1", 10.0), known=known).stories[0].to_dict()
-    assert (told["serving_seconds"], told["cured_seconds"]) == (3.0, 3.0), "it served after it was verified"
+    assert tale.reported(_fault("rollout/1", 10.0), known=known).summaries[0].cured_at is None
+    reported = tale.resolved(13.0, "i1").reported(_fault("rollout/1", 10.0), known=known).summaries[0].to_dict()
+    assert (reported["serving_seconds"], reported["cured_seconds"]) == (3.0, 3.0), "it served after it was verified"
     later = {("rollout/1", 2): IncarnationRecord(replica="rollout/1", incarnation=2, serving_at=12.0)}
-    told = tale.told(_fault("rollout/1", 10.0), known=later).stories[0].to_dict()
-    assert (told["serving_seconds"], told["cured_seconds"], told["verified_seconds"]) == (1.0, 1.0, 2.0)
+    reported = tale.reported(_fault("rollout/1", 10.0), known=later).summaries[0].to_dict()
+    assert (reported["serving_seconds"], reported["cured_seconds"], reported["verified_seconds"]) == (1.0, 1.0, 2.0)
 
 
 def test_what_was_contained_before_the_finding_counts_as_zero() -> None:
     tale = Tale().say(10.1, K.REQUESTS_REASSIGNED, from_replica="rollout/1", tokens_kept=5, tokens_lost=2)
-    told = tale.opened(11.0, "i1", "rollout/1").told(_fault("rollout/1", 10.0)).stories[0].to_dict()
-    assert (told["requests_resumed_seconds"], told["tokens_kept"], told["tokens_lost"]) == (0.0, 5, 2)
+    reported = tale.opened(11.0, "i1", "rollout/1").reported(_fault("rollout/1", 10.0)).summaries[0].to_dict()
+    assert (reported["requests_resumed_seconds"], reported["tokens_kept"], reported["tokens_lost"]) == (0.0, 5, 2)
 
 
 def test_tokens_of_other_replicas_and_other_incarnations_are_not_this_faults() -> None:
     tale = Tale()
     for who, incarnation in (("rollout/2", 1), ("rollout/1", 2), ("rollout/1", 1)):
         tale.say(11.5, K.REQUESTS_REASSIGNED, from_replica=who, from_incarnation=incarnation, tokens_lost=1)
-    assert tale.opened(11.0, "i1", "rollout/1").told(_fault("rollout/1", 10.0)).stories[0].tokens_lost == 1
+    assert tale.opened(11.0, "i1", "rollout/1").reported(_fault("rollout/1", 10.0)).summaries[0].tokens_lost == 1
 
 
 def test_the_interrupted_step_is_the_one_whose_commit_counts() -> None:
     tale = Tale().opened(11.0, "i1", "trainer/1")
     tale.say(11.2, K.STEP_INTERRUPTED, step=7).say(11.3, K.STEP_COMMITTED, step=6).say(12.5, K.STEP_COMMITTED, step=7)
-    assert tale.told(_fault("trainer/1", 10.0)).stories[0].to_dict()["step_committed_seconds"] == 1.5
+    assert tale.reported(_fault("trainer/1", 10.0)).summaries[0].to_dict()["step_committed_seconds"] == 1.5
     without = Tale().opened(11.0, "i1", "trainer/1").say(11.3, K.STEP_COMMITTED, step=6)
-    assert without.told(_fault("trainer/1", 10.0)).stories[0].step_committed_at == 11.3
+    assert without.reported(_fault("trainer/1", 10.0)).summaries[0].step_committed_at == 11.3
 
 
 def test_steps_undone_while_an_incident_lasts_are_lost_by_it() -> None:
-    tale = Tale().opened(11.0, "i1", "trainer/1").resolved(20.0, "i1")
-    assert tale.told(_fault("trainer/1", 10.0), undone={5: 12.0, 6: 12.0, 1: 40.0}).stories[0].steps_lost == 2
+    tale = Tale().opened(11.0, "i1", "trainer/1").acted(11.1, "i1", "trainer/1").resolved(20.0, "i1")
+    assert tale.reported(_fault("trainer/1", 10.0), undone={5: 12.0, 6: 12.0, 1: 40.0}).summaries[0].steps_lost == 2
 
 
 def test_an_update_changes_the_words_and_not_the_moment() -> None:
     tale = Tale().opened(11.0, "i1", "rollout/1").opened(15.0, "i1", "rollout/2")
     newest = tale.events[1].payload.diagnosis
     tale.events[1] = replace(tale.events[1], payload=IncidentUpdated(diagnosis=newest))
-    story = tale.told().stories[0]
-    assert story.detected_at == 11.0 and story.diagnosis.suspects[0].replica == "rollout/2"
+    story = tale.reported().summaries[0]
+    assert story.detected_at == 11.0 and story.incident.diagnosis.suspects[0].replica == "rollout/2"
 
 
 # --- the injector's log -------------------------------------------------------------------------------------------
@@ -275,7 +284,7 @@ def test_a_replica_that_no_plan_named_may_not() -> None:
     assert _kept(tale) == ["rollout/1#1 (pid 100) became rollout/1#2 (pid 200), and no plan named it"]
 
 
-def test_a_plan_that_was_never_started_names_nobody() -> None:
+def test_a_plan_that_was_never_started_names_no_one() -> None:
     tale = _ready(Tale(), "rollout/1", 1, 100).acted(1.0, "i1", "rollout/1")
     del tale.events[-1]
     assert len(_kept(_ready(tale, "rollout/1", 2, 200))) == 1

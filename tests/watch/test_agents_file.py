@@ -18,8 +18,7 @@ from rolecall.core.http import HttpFailed
 from rolecall.detector.live.engine import LiveDetector
 from rolecall.detector.sources.agents import AgentsSource
 from rolecall.testing.synthetic_run import FakeFleet
-from rolecall.watch.agents import node_of, observing_run
-from rolecall.watch.agents_file import RETRY_SECONDS, AgentsFile, entries_of
+from rolecall.watch.agents import RETRY_SECONDS, AgentsFile, entries_of, node_of, observing_run
 from tests.agent.processes import AgentProcess
 from tests.support import PATIENCE_SECONDS, eventually
 
@@ -105,7 +104,7 @@ def test_what_is_no_list_is_refused(tmp_path: Path, text: str, problem: str) -> 
     assert problem in str(e.value)
 
 
-def test_the_file_is_read_again_when_it_changes_and_nobody_is_asked_twice(world: World) -> None:
+def test_the_file_is_read_again_when_it_changes_and_no_one_is_asked_twice(world: World) -> None:
     world.write("[{targets: ['a:1', 'b:1']}]")
     assert world.file.first() == {"a": "http://a:1", "b": "http://b:1"}
     assert world.settle() == ["a", "b"] and world.kept == []
@@ -116,7 +115,7 @@ def test_the_file_is_read_again_when_it_changes_and_nobody_is_asked_twice(world:
     assert world.settle() == ["b", "c"] and len(world.kept) == 1  # not read again as it stands
 
 
-def test_asking_holds_up_nobody(world: World) -> None:
+def test_asking_holds_up_no_one(world: World) -> None:
     world.write("[{targets: ['a:1']}]")
     world.file.first()
     answers, asked = threading.Event(), threading.Event()
@@ -175,7 +174,7 @@ def test_none_that_answers_is_a_mistake_at_the_start(world: World) -> None:
         world.file.first()
 
 
-def test_two_of_one_node_are_told_and_the_first_is_watched(world: World, caplog: pytest.LogCaptureFixture) -> None:
+def test_two_of_one_node_are_reported_and_the_first_is_watched(world: World, caplog: pytest.LogCaptureFixture) -> None:
     world.write("[{targets: ['a:1', 'a:2']}]")
     assert world.file.first() == {"a": "http://a:1"}
     assert "http://a:1 and http://a:2 both report node a" in caplog.text

@@ -12,11 +12,11 @@ from rolecall.core.faults import FaultClass
 from rolecall.core.journal.events import EventKind
 from rolecall.core.journal.journal import Journal
 from rolecall.core.rundir import RunDir
-from rolecall.recovery.incidents.incident import IncidentOutcome, IncidentState
+from rolecall.recovery.incidents import IncidentOutcome, IncidentState
 from rolecall.recovery.loop import LEASE_NAME
 from rolecall.recovery.operators import commands
-from rolecall.testing.events import filled
-from rolecall.watch.approval_mode import with_required_approval
+from rolecall.watch.run import with_required_approval
+from tests.events import filled
 from tests.recovery.world import World
 
 K = EventKind
@@ -50,7 +50,7 @@ def test_who_only_observes_goes_on_observing(journal: Journal) -> None:
         with_required_approval(_job("observe"), journal)
 
 
-def test_beside_a_watch_that_acts_nobody_would_be_asked(journal: Journal) -> None:
+def test_beside_a_watch_that_acts_no_one_would_be_asked(journal: Journal) -> None:
     _other_watch(journal, "act")
     with pytest.raises(ConfigError, match=r"watch host:1:1 holds the lease in mode act"):
         with_required_approval(_job("act"), journal)
@@ -77,7 +77,7 @@ def test_a_plan_waits_for_the_word(tmp_path: Path, journal: Journal) -> None:
     assert world.only().outcome is IncidentOutcome.RESOLVED and world.runtime.replaced == [("rollout/1", 1)]
 
 
-def test_without_a_word_it_lapses_and_a_person_is_called(tmp_path: Path, journal: Journal) -> None:
+def test_without_a_word_it_lapses_and_an_operator_is_called(tmp_path: Path, journal: Journal) -> None:
     world = World(tmp_path)
     watch = world.watch(with_required_approval(_job("act"), journal).recovery)
     world.runtime.inject("rollout/1", FaultClass.CRASH)

@@ -19,6 +19,7 @@ from rolecall.agent.collectors.base import Collector
 from rolecall.agent.collectors.gpu.xid_merger import XidMerger
 from rolecall.agent.collectors.kernel.collector import KernelLogCollector
 from rolecall.agent.collectors.nccl.ras import NcclRasCollector
+from rolecall.agent.collectors.process.discovery import parse_discovery
 from rolecall.agent.collectors.process.uninstrumented import UninstrumentedJobCollector
 from rolecall.agent.node import Agent, AgentSettings
 from rolecall.agent.registry import Registry
@@ -35,14 +36,13 @@ from rolecall.detector.base.plain_pickle import UnsafePickle
 from rolecall.detector.live.subject import MonitoredProcess
 from rolecall.diagnose.diagnose import diagnose
 from rolecall.recovery.interfaces import CollectedEvidence
-from rolecall.reports.evidence_redaction import redacted
 from rolecall.reports.incident_export import export
-from rolecall.reports.redaction import Redactor
+from rolecall.reports.redaction import Redactor, redacted
 from rolecall.session.demo import demo_job
 from rolecall.watch.agents import listed, named_agents, observing_run
 from rolecall.watch.evidence import pull as evidence_pull
 from rolecall.watch.evidence.pull import NO_TOKEN, EvidencePull
-from rolecall.watch.run import watch_until
+from rolecall.watch.run import watch_run
 from tests.agent.collectors.test_uninstrumented import TORCH
 from tests.agent.collectors.test_uninstrumented import Job as Ranks
 from tests.agent.processes import NODE, TOKEN, AgentProcess, Child
@@ -92,9 +92,9 @@ def diagnosis(subjects: list[MonitoredProcess], fault: FaultClass = FaultClass.H
     )
 
 
-def told(pull: EvidencePull) -> CollectedEvidence:
+def reported(pull: EvidencePull) -> CollectedEvidence:
     found: list[CollectedEvidence] = []
-    eventually(lambda: found.extend(pull.collected()) or found, "the evidence is told")
+    eventually(lambda: found.extend(pull.collected()) or found, "the evidence is reported")
     return found[0]
 
 
@@ -128,10 +128,10 @@ def test_a_stalled_process_is_shown_with_its_function(run: RunDir, agent: AgentP
     fleet = [subject(c.pid, c.start_ticks, n) for n, c in enumerate(children)]
     pull = EvidencePull(run, lambda: {NODE: f"http://{agent.netloc}"}, BEARER, lambda: fleet, SystemClock())
     pull.request(INCIDENT, diagnosis([fleet[1]]))
-    body = told(pull).payload.to_body()
+    body = reported(pull).payload.to_body()
     names = [f["name"] for f in body["files"]]
     assert names == [f"evidence/{INCIDENT}/stacks-trainer-{n}-rank_0.json" for n in (1, 0, 2)], body
-    assert "wait_for_data" in body["told"][0] and "trainer/1 rank 0" in body["told"][0], body["told"]
+    assert "wait_for_data" in body["statements"][0] and "trainer/1 rank 0" in body["statements"][0], body["statements"]
     assert body["because"].startswith("3 stacks") and body["missing"] == []
     kept = json.loads((run.path / names[0]).read_text())
     assert any(f["name"] == "wait_for_data" for t in kept["threads"] for f in t["frames"])
@@ -178,7 +178,7 @@ def test_a_tie_that_flight_recorders_settle_names_the_rank(
     assert doubt.fault_class is FaultClass.CANNOT_TELL
     pull = EvidencePull(run, lambda: {NODE: f"http://{agent.netloc}"}, BEARER, tie.detector.processes, SystemClock())
     pull.request(INCIDENT, doubt)
-    body = told(pull).payload.to_body()
+    body = reported(pull).payload.to_body()
     assert [f["kind"] for f in body["files"]] == ["stacks"] * 2 + ["flight_recorder"] * 2 and body["missing"] == []
     findings = pull.findings()
     (sure,) = tie.detector.observe(replace(last, wall_at=last.wall_at + 0.2, pulled_findings=findings))
@@ -228,7 +228,7 @@ def test_a_job_that_knows_nothing_of_us_has_its_evidence_in_its_incident(
 
     def collectors(registry: Registry) -> list[Collector]:
         kernel = KernelLogCollector(node=NODE, merger=XidMerger(), path=log)
-        jobs = UninstrumentedJobCollector(registry, NODE, interval_seconds=0.2, proc=job.proc)
+        jobs = UninstrumentedJobCollector(registry, NODE, parse_discovery({}), interval_seconds=0.2, proc=job.proc)
         return [jobs, kernel, NcclRasCollector(NODE, ras.address)]
 
     agent = Agent(AgentSettings(node=NODE, data_dir=tmp_path / "agent", token=TOKEN, collectors=collectors))
@@ -240,7 +240,7 @@ def test_a_job_that_knows_nothing_of_us_has_its_evidence_in_its_incident(
         eventually(lambda: agent.registry.num_live() == 4, "all are found")
         eventually(lambda: (tmp_path / "agent" / "agent.json").exists(), "it serves")
         run = observing_run(tmp_path / "runs", "stand-in", named_agents(listed(agent.url)))
-        watching = threading.Thread(target=watch_until, args=(run, stop, BEARER))
+        watching = threading.Thread(target=watch_run, args=(run, None, BEARER), kwargs={"stop": stop})
         watching.start()
         ranks[1].send_signal(signal.SIGSTOP)
 
@@ -261,8 +261,8 @@ def test_a_job_that_knows_nothing_of_us_has_its_evidence_in_its_incident(
     stacks = [f"stacks-trainer-0-rank_{n}.json" for n in (1, 0, 2)]
     assert names == [*stacks, "nccl_ras-node-1.json", "kernel-node-1.log"], event.payload.to_body()
     assert (
-        "trainer/0 rank 1" in event.payload.to_body()["told"][0]
-        and "wait_for_data" in event.payload.to_body()["told"][0]
+        "trainer/0 rank 1" in event.payload.to_body()["statements"][0]
+        and "wait_for_data" in event.payload.to_body()["statements"][0]
     )
     assert any(f["fault_class"] == "gpu" and "79" in f["because"] for f in event.payload.to_body()["findings"])
     folder = run.path / "evidence" / str(event.incident_id)
@@ -282,12 +282,12 @@ GONE = subject(4_000_001, 1, 1)
 
 
 def asks(run: RunDir, url: str, authorization: str = BEARER, *, fault: FaultClass = FaultClass.SLOW) -> dict[str, Any]:
-    """What is told of an incident of `GONE` when its agent is at `url` (nowhere, if that is empty)."""
+    """What is reported about an incident of `GONE` when its agent is at `url` (nowhere, if that is empty)."""
     agents = {NODE: url} if url else {}
     clock = SystemClock()
     pull = EvidencePull(run, lambda: agents, authorization, lambda: [GONE], clock, deadline_seconds=0.5)
     pull.request(INCIDENT, diagnosis([GONE], fault))
-    body = told(pull).payload.to_body()
+    body = reported(pull).payload.to_body()
     pull.close()
     assert body["findings"] == [] and not any(f["kind"] == "stacks" for f in body["files"])
     return body
@@ -300,7 +300,7 @@ def fake() -> Iterator[FakeAgent]:
     it.close()
 
 
-def test_without_a_token_nobody_is_asked_and_what_to_do_is_said(run: RunDir, fake: FakeAgent) -> None:
+def test_without_a_token_no_one_is_asked_and_what_to_do_is_said(run: RunDir, fake: FakeAgent) -> None:
     assert asks(run, fake.url, "")["missing"] == [NO_TOKEN] and fake.asked == []
 
 
@@ -312,7 +312,7 @@ def test_a_wrong_token_is_said_once_with_what_to_do(run: RunDir, agent: AgentPro
     assert "docs/reference/agent.md" in stacks and kernel.startswith("kernel log (node node-1): its agent says")
 
 
-def test_a_process_that_is_gone_is_told_and_an_agent_without_a_kernel_log_is_not(
+def test_a_process_that_is_gone_is_reported_and_an_agent_without_a_kernel_log_is_not(
     run: RunDir, agent: AgentProcess
 ) -> None:
     (said,) = asks(run, f"http://{agent.netloc}")["missing"]
@@ -343,7 +343,7 @@ def test_an_agent_killed_while_it_is_asked(run: RunDir, agent: AgentProcess) -> 
     pull.request(INCIDENT, diagnosis(fleet))
     eventually(lambda: established(agent), "it is asked")
     agent.kill()
-    body = told(pull).payload.to_body()
+    body = reported(pull).payload.to_body()
     assert all("broke" in text or "does not answer" in text for text in body["missing"]) and len(body["missing"]) > 1
 
 
@@ -362,7 +362,7 @@ def test_an_answer_that_makes_no_sense(run: RunDir, fake: FakeAgent, answer: byt
     fake.bad["/v1/evidence/kernel_log"] = b"no line of a kernel\n"
     pull = EvidencePull(run, lambda: {NODE: fake.url}, BEARER, lambda: [GONE], SystemClock(), deadline_seconds=5.0)
     pull.request(INCIDENT, diagnosis([GONE], FaultClass.SLOW))
-    said = told(pull).payload.to_body()["missing"]
+    said = reported(pull).payload.to_body()["missing"]
     pull.close()
     assert any("stack of trainer/1 rank 0" in text or "stacks-trainer-1-rank_0.json" in text for text in said), said
 
@@ -375,20 +375,20 @@ def test_too_large_an_answer_is_left_out(run: RunDir, fake: FakeAgent, monkeypat
     assert "more than 1,000 bytes" in said, "and the agent is asked for the rest"
 
 
-def test_a_folder_that_cannot_be_written_is_told(run: RunDir, fake: FakeAgent) -> None:
+def test_a_folder_that_cannot_be_written_is_reported(run: RunDir, fake: FakeAgent) -> None:
     (run.path / "evidence").write_text("a file in its place")
     fake.bad["/v1/evidence/stacks"] = b'{"threads": []}'
     fake.bad["/v1/evidence/kernel_log"] = b"no line of a kernel\n"
     assert "could not be stored" in asks(run, fake.url)["missing"][0]
 
 
-def test_more_incidents_than_are_waited_for_are_told_so(run: RunDir, fake: FakeAgent) -> None:
+def test_more_incidents_than_are_waited_for_are_reported_so(run: RunDir, fake: FakeAgent) -> None:
     fake.bad["/v1/evidence/stacks"] = "silent"
     pull = EvidencePull(run, lambda: {NODE: fake.url}, BEARER, lambda: [GONE], SystemClock())
     num = evidence_pull.NUM_WAITING_MAX + evidence_pull.NUM_INCIDENTS_AT_ONCE + 1
     for n in range(num):
         pull.request(f"inc-{n}", diagnosis([GONE], FaultClass.SLOW))
-    refused = told(pull)
+    refused = reported(pull)
     pull.close()
     assert "other incidents are in the queue" in refused.payload.to_body()["missing"][0]
 
@@ -404,7 +404,7 @@ def test_a_run_of_ours_gives_its_own_token(tmp_path: Path) -> None:
     node_dir = run.node_dir(NODE)
     (node_dir / "pages").mkdir(parents=True)
     stop = threading.Event()
-    watching = threading.Thread(target=watch_until, args=(run, stop))
+    watching = threading.Thread(target=watch_run, args=(run,), kwargs={"stop": stop})
     agent, child = AgentProcess(node_dir), Child(node_dir)
     try:
         child.start("rollout/0")
@@ -451,7 +451,7 @@ def test_what_is_kept_obeys_no_terminal_and_names_no_secret() -> None:
         redacted(EvidenceKind.FLIGHT, pickle.dumps({"entries": [], "evil": print}, protocol=2), known)
 
 
-def test_stacks_of_some_processes_accuse_nobody_who_was_not_looked_at(tmp_path: Path) -> None:
+def test_stacks_of_some_processes_accuse_no_one_who_was_not_read(tmp_path: Path) -> None:
     """Ranks 0, 1 and 3 wait for each other: had all been asked, rank 2 would be dead."""
     frames = [
         {"name": "all_reduce", "filename": "torch/distributed/distributed_c10d.py"},

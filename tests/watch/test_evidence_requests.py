@@ -1,4 +1,4 @@
-"""Whom an incident asks for what."""
+"""Which agents an incident requests which evidence from."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,7 +10,7 @@ from rolecall.core.diagnosis import FaultClass as F
 from rolecall.core.faults import EvidenceKind
 from rolecall.core.ids import NodeId, ProcessId
 from rolecall.core.telemetry import ProcessSample
-from rolecall.detector.live.findings import suspect
+from rolecall.detector.live.fleet import suspect
 from rolecall.detector.live.subject import MonitoredProcess
 from rolecall.watch.evidence.requests import NUM_FLIGHT_MAX, NUM_STACKS_MAX, select_evidence
 
@@ -39,7 +39,7 @@ def of(fault: F, *suspects: Suspect) -> Diagnosis:
     )
 
 
-def told(fault: F, suspects: Sequence[Suspect], fleet: Sequence[MonitoredProcess]) -> dict[str, list[object]]:
+def reported(fault: F, suspects: Sequence[Suspect], fleet: Sequence[MonitoredProcess]) -> dict[str, list[object]]:
     """kind -> ranks, or nodes."""
     found: dict[str, list[object]] = {}
     for ask in select_evidence(of(fault, *suspects), fleet):
@@ -65,33 +65,33 @@ HANG = {"stacks": [2, 0, 1], "flight_recorder": ALL_RANKS, "nccl_ras": ["node-1"
 )
 def test_what_each_fault_asks_for(fault: F, expected: dict[str, list[object]]) -> None:
     fleet = job()
-    assert told(fault, [suspect(fleet[2])], fleet) == expected, "peers are of other nodes"
+    assert reported(fault, [suspect(fleet[2])], fleet) == expected, "peers are of other nodes"
 
 
 def test_a_replica_and_a_node_stand_for_their_processes() -> None:
     fleet = job()
     replica = Suspect(node=NodeId("node-0"), role="trainer", replica="trainer/0", incarnation=1)
-    assert told(F.HANG, [replica], fleet)["stacks"] == ALL_RANKS
+    assert reported(F.HANG, [replica], fleet)["stacks"] == ALL_RANKS
     node = Suspect(node=NodeId("node-1"))
-    assert told(F.HANG, [node], fleet)["stacks"] == [2, 3, 0, 1]
+    assert reported(F.HANG, [node], fleet)["stacks"] == [2, 3, 0, 1]
     earlier = replace(replica, incarnation=0)
-    assert told(F.HANG, [earlier], fleet) == {"nccl_ras": ["node-0"], "kernel_log": ["node-0"]}
+    assert reported(F.HANG, [earlier], fleet) == {"nccl_ras": ["node-0"], "kernel_log": ["node-0"]}
 
 
-def test_nobody_who_is_gone_is_asked_and_no_recorder_of_who_has_no_collectives() -> None:
+def test_no_one_who_is_gone_is_asked_and_no_recorder_of_who_has_no_collectives() -> None:
     fleet = job()
     fleet[0].exit_wall = 1.0
-    assert told(F.HANG, [suspect(fleet[2])], fleet)["stacks"] == [2, 1, 4]
+    assert reported(F.HANG, [suspect(fleet[2])], fleet)["stacks"] == [2, 1, 4]
     rollout = fleet[-1]
-    assert "flight_recorder" not in told(F.HANG, [suspect(rollout)], [rollout, subject("rollout/1", 0, "node-8")])
+    assert "flight_recorder" not in reported(F.HANG, [suspect(rollout)], [rollout, subject("rollout/1", 0, "node-8")])
     unpaged = [subject("trainer/0", n, "node-0", collectives=1, phase="") for n in range(2)]
-    assert "flight_recorder" not in told(F.HANG, [suspect(unpaged[0])], unpaged)
+    assert "flight_recorder" not in reported(F.HANG, [suspect(unpaged[0])], unpaged)
 
 
 def test_a_watch_that_just_began_asks_whom_the_diagnosis_names() -> None:
     (ask, *_) = select_evidence(of(F.HANG, suspect(job()[2])), [])
     assert (ask.kind, ask.node, ask.suspected) == (EvidenceKind.STACKS, "node-1", True)
-    assert told(F.HANG, [replace(suspect(job()[2]), process=None)], []) == {
+    assert reported(F.HANG, [replace(suspect(job()[2]), process=None)], []) == {
         "nccl_ras": ["node-1"],
         "kernel_log": ["node-1"],
     }
@@ -99,5 +99,5 @@ def test_a_watch_that_just_began_asks_whom_the_diagnosis_names() -> None:
 
 def test_each_kind_is_bounded() -> None:
     fleet = job(200)
-    found = told(F.CANNOT_TELL, [suspect(s) for s in fleet[:-1]], fleet)
+    found = reported(F.CANNOT_TELL, [suspect(s) for s in fleet[:-1]], fleet)
     assert [len(found[str(kind)]) for kind in EvidenceKind] == [NUM_STACKS_MAX, NUM_FLIGHT_MAX, 1, 4]

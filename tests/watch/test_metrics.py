@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from rolecall.agent.collectors.exporters.prometheus_text import parse_page
+from rolecall.agent.collectors.exporters.scrape import parse_page
 from rolecall.agent.http.web_config import load_web_config
 from rolecall.cli.main import main
 from rolecall.core.clock import FakeClock, SystemClock
@@ -29,7 +29,7 @@ from rolecall.core.errors import ConfigError
 from rolecall.core.faults import FaultClass
 from rolecall.core.ids import NodeId
 from rolecall.core.journal.events import Event, EventKind
-from rolecall.core.journal.journal import Journal
+from rolecall.core.journal.journal import Journal, JournalPage
 from rolecall.core.metrics.catalogue import BY_NAME, CATALOGUE
 from rolecall.core.metrics.metric import MetricScope
 from rolecall.core.policy_health import SIGNS
@@ -37,9 +37,8 @@ from rolecall.core.rundir import RunDir, create_run_dir
 from rolecall.core.telemetry import SampleBatch
 from rolecall.detector.base.observation import Observation
 from rolecall.recovery import guards
-from rolecall.recovery.incident_store import IncidentProjection, open_incident
+from rolecall.recovery.incidents import IncidentProjection, open_incident
 from rolecall.recovery.operators import commands
-from rolecall.testing.events import filled
 from rolecall.testing.recovery_world import FakeSource, diagnosis
 from rolecall.views.run_totals import NUM_ROLES_MAX
 from rolecall.watch.addresses import (
@@ -54,9 +53,10 @@ from rolecall.watch.addresses import (
 )
 from rolecall.watch.meter import Meter, MeteredDetector, MeteredSource, MeteredWatch
 from rolecall.watch.metrics import GUARDS
-from rolecall.watch.run import watch_until
+from rolecall.watch.run import watch_run
 from rolecall.watch.server import JournalMetricsPoller, WatchServer
 from tests.agent.http.test_web_config import HASH, PASSWORD, basic, certificate
+from tests.events import filled
 from tests.fake_run import FakeRun, made_health
 from tests.prometheus_server import prometheus
 from tests.recovery.world import World
@@ -76,7 +76,7 @@ def _looked(run: RunDir, clock: Any = None) -> dict[tuple[str, ...], float]:
     journal = Journal(run.database_url, create=False)
     try:
         looks = JournalMetricsPoller(journal, _job(run), run.run_id, clock or FakeClock(), ours=True)
-        assert looks.look()
+        assert looks.poll()
     finally:
         journal.close()
     return _by_key(looks)
@@ -124,8 +124,11 @@ def test_a_finished_run_comes_out_as_its_journal_has_it(fake_run: RunDir) -> Non
     assert found["replica_policy_version", "rollout", "rollout/1"] == 120
     assert found["journal_events_total", "checkpoint_written"] == 6
     assert not any(math.isnan(v) for v in found.values())
-    told = made_health(119, 120)
-    assert found["run_entropy_nats",] == told["entropy"] and found["run_filtered_ratio",] == told["filtered_fraction"]
+    reported = made_health(119, 120)
+    assert (
+        found["run_entropy_nats",] == reported["entropy"]
+        and found["run_filtered_ratio",] == reported["filtered_fraction"]
+    )
     assert found["run_clip_low_ratio",] > found["run_clip_high_ratio",] > 0
     assert found["run_log_ratio_max",] == 0.002
     # Of its last step no answer was over, and there is no critic: nothing, and not 0.
@@ -141,8 +144,8 @@ def test_signs_of_health_are_those_of_the_newest_step_and_none_of_a_run_without_
         journal.append(
             filled(EventKind.STEP_COMMITTED, {"step": 5, "health": {"entropy": math.nan, "kl_sampler": math.inf}})
         )
-    told = {k[0]: v for k, v in _looked(run).items() if k[0] in names}
-    assert told == {"run_kl_sampler_nats": math.inf}
+    reported = {k[0]: v for k, v in _looked(run).items() if k[0] in names}
+    assert reported == {"run_kl_sampler_nats": math.inf}
     with closing(Journal(run.database_url, create=False)) as journal:
         journal.append(filled(EventKind.STEP_COMMITTED, {"step": 6, "reward": 0.5}))  # as old controllers wrote it
     found = _looked(run)
@@ -156,9 +159,9 @@ class Read(Journal):
         super().__init__(url, create=False)
         self.num_given = 0
 
-    def events(self, **how: Any) -> list[Event]:
-        found = super().events(**how)
-        self.num_given += len(found)
+    def page(self, **how: Any) -> JournalPage:
+        found = super().page(**how)
+        self.num_given += len(found.events)
         return found
 
 
@@ -181,11 +184,11 @@ def test_looks_go_on_where_the_last_one_ended(tmp_path: Path) -> None:
     run = FakeRun(tmp_path, num_steps=5, strikes=(), finish=False).build()
     with closing(Read(run.database_url)) as journal:
         looks = JournalMetricsPoller(journal, _job(run), run.run_id, FakeClock(), ours=True)
-        assert looks.look() and journal.num_given == journal.head().position
+        assert looks.poll() and journal.num_given == journal.head().position
         body = {"step": 5, "seconds": 1.0, "reward": None, "loss": 0.5, "tokens": 7}
         journal.append(filled(EventKind.STEP_COMMITTED, body))
         journal.num_given = 0
-        assert looks.look() and journal.num_given == 1
+        assert looks.poll() and journal.num_given == 1
     found = _by_key(looks)
     assert found["run_step",] == 5 and found["run_loss",] == 0.5 and ("run_reward",) not in found
 
@@ -260,7 +263,7 @@ def _served(path: Path, world: World, meter: Meter, *, ours: bool = True) -> Ite
     job = parse_job({"recovery": world.config.model_dump()})
     agents = dict[str, str] if ours else None
     server = WatchServer(
-        RunDir(path), job, LOOPBACK, meter, world.clock, agents=agents, calls_failed=lambda: 2, look_seconds=0.01
+        RunDir(path), job, LOOPBACK, meter, world.clock, agents=agents, calls_failed=lambda: 2, poll_seconds=0.01
     )
     try:
         yield server
@@ -414,7 +417,7 @@ def test_roles_that_an_agent_invents_fill_no_prometheus(tmp_path: Path) -> None:
     for n in range(NUM_ROLES_MAX + 10):
         open_incident(world.journal, book, diagnosis(FaultClass.CRASH, (f"invented{n}/0", 1)))
     looks = JournalMetricsPoller(world.journal, parse_job({}), "r-1", world.clock, ours=False)
-    assert looks.look()
+    assert looks.poll()
     opened = {k[1]: v for k, v in _by_key(looks).items() if k[0] == "incidents_opened_total" and v}
     assert len(opened) == NUM_ROLES_MAX + 1 and opened[""] == 10
     assert len({k[1] for k in _by_key(looks) if k[0] == "incident_findings_total"}) < NUM_ROLES_MAX + 10
@@ -481,7 +484,7 @@ def test_the_address_in_the_runs_directory_is_of_a_living_watch(tmp_path: Path) 
 def test_a_real_watch_serves_and_its_address_goes_with_it(tmp_path: Path) -> None:
     run = FakeRun(tmp_path, num_steps=5, strikes=(), finish=False).build()
     stop = threading.Event()
-    thread = threading.Thread(target=watch_until, args=(run, stop))
+    thread = threading.Thread(target=watch_run, args=(run,), kwargs={"stop": stop})
     thread.start()
     try:
         eventually(lambda: serving(run), "the watch says where it serves")
@@ -556,7 +559,7 @@ def test_a_job_of_somebody_else_has_a_watch_and_incidents_and_no_run(tmp_path: P
 
 
 def test_every_guard_has_a_series_before_it_holds_something() -> None:
-    named = set(re.findall(r'guard="(\w+)"', Path(guards.__file__).read_text()))
+    named = set(re.findall(r'GuardResult\(\s*"(\w+)"', Path(guards.__file__).read_text()))
     assert len(named) > 5 and named | {guards.AT_ONCE, guards.HOLD} == set(GUARDS)
 
 

@@ -21,16 +21,13 @@ from rolecall.core.diagnosis import Diagnosis
 from rolecall.core.errors import ConfigError, UnreadableInput
 from rolecall.core.rundir import RunDir
 from rolecall.core.text import iso_utc
-from rolecall.detector.live.merging import merged
+from rolecall.detector.live.fusion import merged
 from rolecall.detector.panels.membership import WatchLimits
 from rolecall.detector.panels.minder.detector import BUILT_IN
-from rolecall.detector.panels.panel import Machine, Panel, findings
+from rolecall.detector.panels.panel import Machine, Panel, PanelTick, Stopped, cannot_tell, findings, ticks_of
 from rolecall.detector.panels.sequential.detector import MACHINES_MIN, Sequential
-from rolecall.detector.panels.source import PanelTick, Stopped, ticks_of
-from rolecall.detector.panels.standing import cannot_tell
 from rolecall.detector.sources import recording
-from rolecall.detector.sources.prometheus import WINDOW_INTERVALS
-from rolecall.detector.sources.prometheus_queries import Labels, MetricQuery, catalogue_queries, dcgm_queries
+from rolecall.detector.sources.prometheus import WINDOW_INTERVALS, Labels, MetricQuery, catalogue_queries, dcgm_queries
 from rolecall.watch import panels as fleet_watching
 from rolecall.watch.panels import (
     HISTORY_TICKS,
@@ -106,9 +103,9 @@ def test_a_queries_file(tmp_path: Path) -> None:
 def test_problems_of_a_queries_file(tmp_path: Path, text: str | bytes, reason: str) -> None:
     path = tmp_path / "queries.yaml"
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
-    with pytest.raises(ConfigError) as told:
+    with pytest.raises(ConfigError) as reported:
         load_queries(path)
-    assert reason in str(told.value) and str(path) in str(told.value)
+    assert reason in str(reported.value) and str(path) in str(reported.value)
 
 
 def test_a_queries_file_that_is_missing(tmp_path: Path) -> None:
@@ -144,9 +141,9 @@ def test_credentials_come_from_a_file_or_the_environment(tmp_path: Path) -> None
 )
 def test_credentials_that_are_none_are_refused_and_not_repeated(tmp_path: Path, text: str) -> None:
     (tmp_path / "credentials").write_text(text)
-    with pytest.raises(ConfigError, match="expected one line") as told:
+    with pytest.raises(ConfigError, match="expected one line") as reported:
         authorization(tmp_path / "credentials", {})
-    assert "hunter2" not in str(told.value)
+    assert "hunter2" not in str(reported.value)
 
 
 @pytest.mark.parametrize(
@@ -159,7 +156,7 @@ def test_credentials_that_are_none_are_refused_and_not_repeated(tmp_path: Path, 
         (PrometheusOptions(url=OPTIONS.url, queries=("a=b",), match='c="d"'), "--match"),
     ],
 )
-def test_wrong_options_are_told(options: PrometheusOptions, reason: str) -> None:
+def test_wrong_options_are_reported(options: PrometheusOptions, reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         prometheus_source(options, 0.0, FakeClock(), {})
 
@@ -196,9 +193,9 @@ def test_diagnoses_are_sentences_as_they_come(recorded: Path) -> None:
 def test_diagnoses_as_json_are_one_object_a_line(recorded: Path) -> None:
     lines: list[str] = []
     assert watch_recording(recorded, 1e6, [Toy(), Toy()], out=lines.append, as_json=True, clock=FakeClock()) == 1
-    told = [Diagnosis.from_dict(json.loads(line)) for line in lines]
+    reported = [Diagnosis.from_dict(json.loads(line)) for line in lines]
     offline = merged([f for p in recording.read(recorded).panels for f in findings(Toy(), p)])
-    assert sorted(told, key=repr) == sorted(offline, key=repr), "once, whoever else finds it"
+    assert sorted(reported, key=repr) == sorted(offline, key=repr), "once, whoever else finds it"
 
 
 def test_a_healthy_recording_and_one_that_is_cut_short(tmp_path: Path) -> None:
@@ -236,7 +233,7 @@ def test_minder_watches_with_the_model_given(recorded: Path, capsys: pytest.Capt
     assert "detector minder has not seen enough of its 5 machines" in capsys.readouterr().out
 
 
-def test_what_cannot_be_told_is_not_called_healthy(tmp_path: Path) -> None:
+def test_what_cannot_be_reported_is_not_called_healthy(tmp_path: Path) -> None:
     for num, said in (
         (1, "one machine has no peers"),
         (4, "detector sequential has not seen enough of its 4 machines"),
@@ -368,7 +365,7 @@ def test_a_recording_that_is_full_ends(tmp_path: Path, monkeypatch: pytest.Monke
 
 @pytest.fixture
 def interruptible() -> Iterator[None]:
-    """As in a terminal: whatever started the tests may have told its children to ignore Ctrl-C."""
+    """As in a terminal: whatever started the tests may have reported its children to ignore Ctrl-C."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -466,12 +463,14 @@ def test_a_real_server_with_real_agents(tmp_path: Path, caplog: pytest.LogCaptur
     shape, values = panels["rollout"].shape, panels["rollout"].values
     assert shape.machines == tuple(Machine(node=n, replica=f"rollout/{i}", rank=0) for i, n in enumerate(NODES))
     rates = values[shape.metrics.index("rolecall_process_progress_per_second")]
-    told = rates[np.isfinite(rates)]
-    assert told.min() > 5 and told.max() < 40, f"20 a second, but for the load of this machine: {rates.tolist()}"
+    reported = rates[np.isfinite(rates)]
+    assert reported.min() > 5 and reported.max() < 40, (
+        f"20 a second, but for the load of this machine: {rates.tolist()}"
+    )
     begun = int(np.flatnonzero(np.isfinite(rates).all(axis=1))[0])
     gaps = np.isnan(rates[begun:])
     assert gaps[:, 0].sum() >= WINDOW_INTERVALS - 1 and not gaps[:, 1:].any(), (
-        "of the restarted one, and of nobody else"
+        "of the restarted one, and of no one else"
     )
     hosts = panels["node"].shape
     assert [m.node for m in hosts.machines] == list(NODES)
@@ -503,5 +502,5 @@ def test_a_real_server_takes_the_default_queries_and_gives_in_pieces_what_it_ref
 def test_a_watch_of_nothing_that_answers(caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(UnreadableInput, match="no answer"):
         watch_prometheus(OPTIONS, [Toy()], out=print, clock=FakeClock())
-    with pytest.raises(UnreadableInput, match="here: no tick came: nothing was looked at"):
+    with pytest.raises(UnreadableInput, match="here: no tick came: nothing was read"):
         watch(Given([]), [Toy()], out=print, as_json=False, stopped=never, where="here")

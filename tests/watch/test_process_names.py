@@ -7,7 +7,7 @@ import pytest
 from rolecall.core.ids import NodeId, ProcessId
 from rolecall.core.telemetry import AgentEvent, AgentEventKind, ProcessSample, SampleBatch
 from rolecall.detector.base.observation import Observation
-from rolecall.watch.process_names import HELD_SECONDS, UniqueReplicaSource
+from rolecall.watch.agents import HELD_SECONDS, UniqueReplicaSource
 
 
 def sample(node: str, replica: str = "rollout/32", rank: int = 0, **fields: object) -> ProcessSample:
@@ -113,7 +113,7 @@ def test_who_has_proven_who_it_is_is_left_alone(caplog: pytest.LogCaptureFixture
 
 
 def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rolecall.watch.process_names.NUM_PLACES_MAX", 4)
+    monkeypatch.setattr("rolecall.watch.agents.NUM_PLACES_MAX", 4)
     heard = Heard()
     for n in range(20):
         heard.hear(n * HELD_SECONDS * 2, sample("a-1", f"rollout/{n}"))

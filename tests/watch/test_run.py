@@ -46,7 +46,7 @@ def _watcher(path: Path, clock: FakeClock) -> watching._PersistentDetector:
     return watching._PersistentDetector(RunDir(path), demo_job(seed=1, num_steps=1, injection_allowed=False), clock)
 
 
-def test_the_engine_is_told_what_panels_say_and_learning_is_kept_meanwhile(
+def test_the_engine_is_reported_what_panels_say_and_learning_is_kept_meanwhile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("rolecall.detector.live.stages.panels.AFTERMATH_SECONDS", 0.0)
@@ -68,5 +68,5 @@ def test_panels_that_fail_leave_the_engine_its_sight(tmp_path: Path, caplog: pyt
         watcher.observe(o)
     watcher._panels = Panels(error="a row too many")  # type: ignore[assignment]
     fleet.kill("rollout/2")
-    told = [d.key for o in fleet.run(1.0) for d in watcher.observe(o)]
-    assert set(told) == {"crash:rollout/2#1"} and "a row too many" in caplog.text
+    reported = [d.key for o in fleet.run(1.0) for d in watcher.observe(o)]
+    assert set(reported) == {"crash:rollout/2#1"} and "a row too many" in caplog.text

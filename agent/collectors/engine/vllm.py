@@ -6,7 +6,7 @@ so it is scraped rarely."""
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -37,7 +37,7 @@ REASONS = frozenset({"stop", "length", "abort", "error", "repetition"})
 OTHER = "other"
 
 
-class Endpoint(NamedTuple):
+class EngineEndpoint(NamedTuple):
     """An engine's metrics page and its rank. `url`: `http://host:port[/metrics]`."""
 
     url: str
@@ -103,9 +103,9 @@ def engine_values(samples: Iterable[Sample], rank: tuple[str, ...]) -> Iterator[
 
 
 class VllmCollector:
-    """`endpoints()`: this node's current engines, called at each poll.
+    """`engines`: those of this node.
 
-    An engine that cannot be read has `up` 0, and each reason is logged once; the others are unaffected.
+    One that cannot be read has `up` 0, and each reason is logged once; the others are unaffected.
     """
 
     name = "vllm"
@@ -113,37 +113,34 @@ class VllmCollector:
     def __init__(
         self,
         node: NodeId,
-        endpoints: Callable[[], Sequence[Endpoint]],
+        engines: Iterable[EngineEndpoint],
         *,
         interval_seconds: float = INTERVAL_SECONDS,
         engine_seconds: float = ENGINE_SECONDS,
         poll_seconds: float = POLL_SECONDS,
-        remote: bool = False,
         clock: Clock | None = None,
     ) -> None:
         self.interval_seconds = interval_seconds
-        self._node, self._endpoints, self._remote = node, endpoints, remote
-        self._clock, self._look_seconds = clock or SystemClock(), poll_seconds
+        self._node, self._engines = node, list(dict.fromkeys(engines))[:NUM_ENGINES_MAX]
+        self._clock, self._poll_seconds = clock or SystemClock(), poll_seconds
         self._scraper = Scraper(node, self.name, WANTED, clock=self._clock, deadline_seconds=engine_seconds)
-        self._down: dict[Endpoint, str] = {}  # reasons of the previous poll's failures
-        self._failed_at: dict[Endpoint, float] = {}  # time of the last failure
+        self._down: dict[EngineEndpoint, str] = {}  # reasons of the previous poll's failures
+        self._failed_at: dict[EngineEndpoint, float] = {}  # time of the last failure
 
     def read(self, at: float) -> CollectorReading:
         """Never raises CollectorUnavailable: `up` reports it per engine."""
-        engines = list(dict.fromkeys(Endpoint(*e) for e in self._endpoints()))[:NUM_ENGINES_MAX]
-        self._failed_at = {e: t for e, t in self._failed_at.items() if e in engines}
-        if not engines:
-            self._down = {}
-            return CollectorReading()
         values: list[MetricValue] = []
-        down: dict[Endpoint, str] = {}
-        end = self._clock.monotonic() + self._look_seconds
-        for engine in sorted(engines, key=lambda e: self._failed_at.get(e, -math.inf)):
+        down: dict[EngineEndpoint, str] = {}
+        end = self._clock.monotonic() + self._poll_seconds
+        for engine in sorted(self._engines, key=lambda e: self._failed_at.get(e, -math.inf)):
             rank = (self._node, engine.role, engine.replica, str(engine.rank))
             why = "not scraped: the other engines used up the time limit" if self._clock.monotonic() >= end else ""
             if not why:
                 try:
-                    values += self._of(engine, rank)
+                    _, samples = self._scraper.scrape(parse_address(engine.url))
+                    if not samples:
+                        raise CollectorUnavailable(f"{engine.url}: no vLLM metric on this page")
+                    values += engine_values(samples, rank)
                     self._failed_at.pop(engine, None)
                 except (CollectorUnavailable, ValueError) as e:  # ValueError: an invalid address in the job's settings
                     why, self._failed_at[engine] = str(e), at
@@ -157,9 +154,3 @@ class VllmCollector:
 
     def close(self) -> None:
         pass
-
-    def _of(self, engine: Endpoint, rank: tuple[str, ...]) -> list[MetricValue]:
-        _, samples = self._scraper.scrape(parse_address(engine.url, remote=self._remote))
-        if not samples:
-            raise CollectorUnavailable(f"{engine.url}: no vLLM metric on this page")
-        return list(engine_values(samples, rank))

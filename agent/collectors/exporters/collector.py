@@ -7,7 +7,6 @@ default).
 
 import re
 from collections.abc import Iterable, Mapping
-from typing import Protocol
 
 from prometheus_client.samples import Sample
 
@@ -16,7 +15,6 @@ from rolecall.agent.collectors.exporters.node_exporter import NodeExporterPage
 from rolecall.agent.collectors.exporters.scrape import DEADLINE_SECONDS, Scraper, parse_address
 from rolecall.agent.collectors.gpu.dcgm import SERIES
 from rolecall.agent.collectors.gpu.nvml_calls import THROTTLE_REASONS, Key
-from rolecall.core.clock import Clock
 from rolecall.core.ids import NodeId
 from rolecall.core.metrics.gpu import GPU_METRICS
 from rolecall.core.metrics.metric import Metric, MetricValue
@@ -25,105 +23,7 @@ DCGM_URL = "http://localhost:9400/metrics"
 NODE_URL = "http://localhost:9100/metrics"
 INTERVAL_SECONDS = 5.0
 NUM_GPUS_MAX = 64
-NUM_SERIES_MAX = 20_000
 
-
-class ExporterFormat(Protocol):
-    """Translates one exporter's samples. `wanted`: names of the series that it uses."""
-
-    @property
-    def wanted(self) -> frozenset[str]: ...
-
-    def values(self, samples: Iterable[Sample]) -> list[MetricValue]:
-        """Raises CollectorUnavailable: not a page of such an exporter, or not of this node."""
-        ...
-
-
-class ExporterCollector:
-    """`dcgm`: the page is also shown unchanged at `/metrics/dcgm`."""
-
-    def __init__(
-        self,
-        node: NodeId,
-        name: str,
-        url: str,
-        page: ExporterFormat,
-        *,
-        dcgm: bool = False,
-        interval_seconds: float = INTERVAL_SECONDS,
-        deadline_seconds: float = DEADLINE_SECONDS,
-        remote: bool = False,
-        clock: Clock | None = None,
-    ) -> None:
-        """Raises ValueError: `url` is malformed, or not of this node and `remote` is not set."""
-        self.name, self.interval_seconds = name, interval_seconds
-        self._address, self._page, self._dcgm = parse_address(url, remote=remote), page, dcgm
-        self._scraper = Scraper(
-            node, name, page.wanted, clock=clock, deadline_seconds=deadline_seconds, num_samples_max=NUM_SERIES_MAX
-        )
-
-    def read(self, at: float) -> CollectorReading:
-        """Raises CollectorUnavailable: the exporter does not answer: address and reason."""
-        body, samples = self._scraper.scrape(self._address)
-        try:
-            values = self._page.values(samples)
-        except CollectorUnavailable as e:
-            raise CollectorUnavailable(f"{self._address.url}: {e}") from None
-        every = (*values, *self._scraper.counts())
-        if not self._dcgm:
-            return CollectorReading(every)
-        return CollectorReading(every, dcgm=lambda: body.decode(errors="replace").rstrip("\n") + "\n")
-
-    def close(self) -> None:
-        pass
-
-
-def dcgm_exporter(
-    node: NodeId,
-    *,
-    url: str = DCGM_URL,
-    hostname: str = "",
-    interval_seconds: float = INTERVAL_SECONDS,
-    deadline_seconds: float = DEADLINE_SECONDS,
-    remote: bool = False,
-    clock: Clock | None = None,
-) -> ExporterCollector:
-    """`hostname`: this node's name in dcgm-exporter, for a page with several hosts; empty: `node`."""
-    return ExporterCollector(
-        node,
-        "dcgm_exporter",
-        url,
-        DcgmPage(node, hostname or node),
-        dcgm=True,
-        interval_seconds=interval_seconds,
-        deadline_seconds=deadline_seconds,
-        remote=remote,
-        clock=clock,
-    )
-
-
-def node_exporter(
-    node: NodeId,
-    *,
-    url: str = NODE_URL,
-    interval_seconds: float = INTERVAL_SECONDS,
-    deadline_seconds: float = DEADLINE_SECONDS,
-    remote: bool = False,
-    clock: Clock | None = None,
-) -> ExporterCollector:
-    return ExporterCollector(
-        node,
-        "node_exporter",
-        url,
-        NodeExporterPage(node),
-        interval_seconds=interval_seconds,
-        deadline_seconds=deadline_seconds,
-        remote=remote,
-        clock=clock,
-    )
-
-
-# --- dcgm-exporter
 
 _GPU_METRICS = {m.name.removeprefix("rolecall_gpu_"): m for m in GPU_METRICS}
 _INFO, _UP, _MIG, _THROTTLE = (_GPU_METRICS[n] for n in ("info", "up", "mig_enabled", "throttle_active"))
@@ -174,8 +74,9 @@ class DcgmPage:
 
     wanted = frozenset(_DCGM_RULES) | _REASON_MASKS
 
-    def __init__(self, node: NodeId, hostname: str) -> None:
-        self._node, self._hostname = node, hostname
+    def __init__(self, node: NodeId, hostname: str = "") -> None:
+        """`hostname`: this node's name in dcgm-exporter, for a page with several hosts; empty: `node`."""
+        self._node, self._hostname = node, hostname or node
         self._seen: dict[str, None] = {}  # GPU numbers in order of first appearance
 
     def values(self, samples: Iterable[Sample]) -> list[MetricValue]:
@@ -231,3 +132,38 @@ class DcgmPage:
 def _host(sample: Sample) -> str:
     """The label was `Hostname` until May 2026 (NVIDIA/dcgm-exporter#655)."""
     return sample.labels.get("hostname") or sample.labels.get("Hostname", "")
+
+
+class ExporterCollector:
+    """`page` translates the exporter's samples. `dcgm`: the page is also shown unchanged at `/metrics/dcgm`."""
+
+    def __init__(
+        self,
+        node: NodeId,
+        name: str,
+        url: str,
+        page: DcgmPage | NodeExporterPage,
+        *,
+        dcgm: bool = False,
+        interval_seconds: float = INTERVAL_SECONDS,
+        deadline_seconds: float = DEADLINE_SECONDS,
+    ) -> None:
+        """Raises ValueError: `url` is malformed, or not of this node."""
+        self.name, self.interval_seconds = name, interval_seconds
+        self._address, self._page, self._dcgm = parse_address(url), page, dcgm
+        self._scraper = Scraper(node, name, page.wanted, deadline_seconds=deadline_seconds)
+
+    def read(self, at: float) -> CollectorReading:
+        """Raises CollectorUnavailable: the exporter does not answer: address and reason."""
+        body, samples = self._scraper.scrape(self._address)
+        try:
+            values = self._page.values(samples)
+        except CollectorUnavailable as e:
+            raise CollectorUnavailable(f"{self._address.url}: {e}") from None
+        every = (*values, *self._scraper.counts())
+        if not self._dcgm:
+            return CollectorReading(every)
+        return CollectorReading(every, dcgm=lambda: body.decode(errors="replace").rstrip("\n") + "\n")
+
+    def close(self) -> None:
+        pass

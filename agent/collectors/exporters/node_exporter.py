@@ -61,14 +61,23 @@ def _speed(labels: Mapping[str, str], value: float) -> Found:
         yield from _interface("nic_speed_bytes_per_second")(labels, value)
 
 
-def _port(name: str) -> Rule:
+def _of(name: str, *wanted: str) -> Rule:
+    """For a metric of what the labels `wanted` name; without them it is not exported."""
     metric = _BY_NAME[name]
 
     def rule(labels: Mapping[str, str], value: float) -> Found:
-        if "device" in labels and "port" in labels:
-            yield metric, (labels["device"], labels["port"]), value
+        if all(label in labels for label in wanted):
+            yield metric, tuple(labels[label] for label in wanted), value
 
     return rule
+
+
+def _port(name: str) -> Rule:
+    return _of(name, "device", "port")
+
+
+def _disk(name: str) -> Rule:
+    return _of(name, "device")
 
 
 def _port_up(labels: Mapping[str, str], value: float) -> Found:
@@ -84,11 +93,6 @@ def _port_event(counter: str) -> Rule:
     """`counter`: the driver's name. Fault counters are always exported, others once they are nonzero."""
     rule, always = _port("infiniband_events_total"), counter in FAULT_COUNTERS
     return lambda labels, value: ((m, (*of, counter), v) for m, of, v in rule(labels, value) if v or always)
-
-
-def _disk(name: str) -> Rule:
-    metric = _BY_NAME[name]
-    return lambda labels, value: ((metric, (labels["device"],), value),) if "device" in labels else ()
 
 
 def _mount(name: str, *, inverted: bool = False) -> Rule:

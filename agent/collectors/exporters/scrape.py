@@ -1,23 +1,28 @@
-"""Scrapes another program's metrics page on this node: bounded in time and size, no redirects, no credentials.
+"""Scrapes another program's metrics page on this node: bounded in time and size, no redirects, no credentials; and
+parses it line by line with the parser of prometheus_client.
 
 Each scrape opens and closes a connection: the exporters are on this node, and a hanging one costs at most its deadline.
 Uses http.client directly: httpx limits only single waits, and a client and event loop for each page would not fit into
 the agent's CPU budget.
+
+Line by line because the parser rejects a whole page at its first malformed line. A collector needs few of a page's
+thousands of series: lines with other names are skipped unparsed.
 """
 
 import http.client
 import io
 import ipaddress
+import re
 import socket
 from collections.abc import Container
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
+from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
 from rolecall.agent.collectors.base import CollectorUnavailable
-from rolecall.agent.collectors.exporters.prometheus_text import NUM_SAMPLES_MAX, parse_page
 from rolecall.core.clock import Clock, SystemClock
 from rolecall.core.ids import NodeId
 from rolecall.core.metrics.catalogue import BY_NAME
@@ -30,6 +35,10 @@ PAGE_BYTES_MAX = 8 << 20
 _MALFORMED, _DROPPED = BY_NAME["rolecall_probe_lines_malformed_total"], BY_NAME["rolecall_probe_series_dropped_total"]
 _HEADERS = "Accept: text/plain;version=0.0.4\r\nUser-Agent: rolecall-agent\r\nConnection: close\r\n"
 """No Accept-Encoding: a compressed page could be of any size."""
+NUM_SAMPLES_MAX = 20_000
+"""Limit per page; further samples are counted and dropped."""
+LINE_BYTES_MAX = 16_384
+_NAME = re.compile(rb"[ \t]*([a-zA-Z_:][a-zA-Z0-9_:]*)[ \t]*[{ \t]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,10 +52,8 @@ class ScrapeAddress:
     path: str
 
 
-def parse_address(url: str, *, remote: bool = False) -> ScrapeAddress:
+def parse_address(url: str) -> ScrapeAddress:
     """`http://host[:port][/path]`; without a path `/metrics`.
-
-    remote: allow hosts beyond loopback. Their values appear under this node's name.
 
     Raises:
         ValueError: not such a URL, or one with credentials or of another node; the message says which.
@@ -61,8 +68,8 @@ def parse_address(url: str, *, remote: bool = False) -> ScrapeAddress:
     host = parts.hostname
     if not host:
         raise ValueError(f"{url}: names no host")
-    if not remote and not _is_loopback(host):
-        raise ValueError(f"{url}: {host} is not loopback; `remote: true` allows it")
+    if not _is_loopback(host):
+        raise ValueError(f"{url}: {host} is not loopback: its values would appear under this node's name")
     path = (parts.path or "/metrics") + (f"?{parts.query}" if parts.query else "")
     return ScrapeAddress(url, host, parts.netloc, parts.port or 80, path)
 
@@ -165,6 +172,47 @@ def _connected(address: ScrapeAddress, deadline: _Deadline) -> socket.socket:
     raise error
 
 
+class ParsedExposition(NamedTuple):
+    """`num_malformed`: lines that cannot be parsed; `num_dropped`: wanted samples beyond the limit."""
+
+    samples: list[Sample]
+    num_malformed: int
+    num_dropped: int
+
+
+def parse_page(
+    body: bytes, wanted: Container[str] | None = None, *, num_samples_max: int = NUM_SAMPLES_MAX
+) -> ParsedExposition:
+    """The samples whose name is `wanted` (None: all). Never raises, whatever the bytes."""
+    samples: list[Sample] = []
+    malformed = dropped = 0
+    for line in body.split(b"\n"):
+        if not line or line.isspace() or line.lstrip().startswith(b"#"):
+            continue
+        if wanted is not None and (found := _NAME.match(line)) and found.group(1).decode() not in wanted:
+            continue
+        if len(samples) >= num_samples_max:
+            dropped += 1
+            continue
+        sample = _parse_line(line)
+        if sample is None:
+            malformed += 1
+        elif wanted is None or sample.name in wanted:
+            samples.append(sample)
+    return ParsedExposition(samples, malformed, dropped)
+
+
+def _parse_line(line: bytes) -> Sample | None:
+    if len(line) > LINE_BYTES_MAX:
+        return None
+    try:
+        (family,) = text_string_to_metric_families(line.decode())
+        (sample,) = family.samples
+        return sample._replace(value=float(sample.value))
+    except (ValueError, OverflowError, IndexError):  # what the parser raises for a malformed line
+        return None
+
+
 class Scraper:
     """Scrapes pages for one collector, and counts malformed and dropped lines."""
 
@@ -176,17 +224,15 @@ class Scraper:
         *,
         clock: Clock | None = None,
         deadline_seconds: float = DEADLINE_SECONDS,
-        bytes_max: int = PAGE_BYTES_MAX,
-        num_samples_max: int = NUM_SAMPLES_MAX,
     ) -> None:
         self._labels, self._wanted, self._clock = (node, probe), wanted, clock or SystemClock()
-        self._deadline_seconds, self._bytes_max, self._num_samples_max = deadline_seconds, bytes_max, num_samples_max
+        self._deadline_seconds = deadline_seconds
         self.num_malformed = self.num_dropped = 0
 
     def scrape(self, address: ScrapeAddress) -> tuple[bytes, list[Sample]]:
         """The page as received, and its wanted samples. Raises CollectorUnavailable."""
-        body = fetch(address, self._clock, deadline_seconds=self._deadline_seconds, bytes_max=self._bytes_max)
-        page = parse_page(body, self._wanted, num_samples_max=self._num_samples_max)
+        body = fetch(address, self._clock, deadline_seconds=self._deadline_seconds)
+        page = parse_page(body, self._wanted)
         self.num_malformed += page.num_malformed
         self.num_dropped += page.num_dropped
         return body, page.samples

@@ -8,7 +8,7 @@ One thread uses a collector. NVML may block in any call on a faulty GPU: `curren
 """
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -18,14 +18,14 @@ from rolecall.agent.collectors.base import CollectorReading, CollectorUnavailabl
 from rolecall.agent.collectors.gpu import dcgm
 from rolecall.agent.collectors.gpu.faults import Conditions
 from rolecall.agent.collectors.gpu.mig import PER_INSTANCE, Instance, MigInstances
-from rolecall.agent.collectors.gpu.nvml import Handle, close_nvml, open_nvml
+from rolecall.agent.collectors.gpu.nvml import GpuId, close_nvml, identify, open_nvml
 from rolecall.agent.collectors.gpu.nvml_calls import Key, Numbers
-from rolecall.agent.collectors.gpu.queries import GpuLostError, GpuPoller, GpuProcess, GpuQueryState
+from rolecall.agent.collectors.gpu.queries import PROCESSES, GpuLostError, GpuPoller, GpuQueryState
 from rolecall.core.ids import NodeId
 from rolecall.core.metrics.gpu import GPU_METRICS
 from rolecall.core.metrics.metric import Metric, MetricValue
 from rolecall.core.telemetry import AgentEventKind
-from rolecall.formats.xid.xid import RecoveryAction
+from rolecall.formats.xid.xid import RecoveryAction, xid
 
 logger = logging.getLogger(__name__)
 
@@ -35,22 +35,6 @@ NONZERO_ONLY = frozenset({"nvlink_down", "recovery_action"})
 """Metrics exported only when not 0."""
 
 _METRICS: dict[str, Metric] = {m.name.removeprefix("rolecall_gpu_"): m for m in GPU_METRICS}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GpuId:
-    """`pci`: as the kernel log writes it, `0000:1a:00`; `pci_bus_id`: as NVML does. Unknown fields are "" or 0."""
-
-    index: int
-    uuid: str = ""
-    name: str = ""
-    pci: str = ""
-    pci_bus_id: str = ""
-    minor: int = 0
-
-    @property
-    def detail(self) -> dict[str, str]:
-        return {"gpu": str(self.index), "uuid": self.uuid, "pci": self.pci}
 
 
 @dataclass(slots=True)
@@ -63,57 +47,14 @@ class _GpuState:
     retry_at: float = 0.0
     conditions: Conditions = field(default_factory=Conditions)
     mig: MigInstances = field(default_factory=MigInstances)
-    labels: Callable[[str, int | None], str] = dcgm.no_labels  # of dcgm-exporter; arguments: MIG profile and instance
-    shown: dict[str, "_CachedCallValues"] = field(default_factory=dict)  # by call, as `query.parts`
+    shown: dict[str, tuple[Numbers, tuple[MetricValue, ...]]] = field(default_factory=dict)
+    """By call, as `query.parts`: its result and the metric values made from it; most are unchanged at the next poll."""
     series: dict[Key, tuple[Metric, tuple[str, ...]]] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
-class _CachedCallValues:
-    """Result of one call and the metric values made from it; most are unchanged at the next poll."""
-
-    numbers: Numbers
-    values: tuple[MetricValue, ...]
-
-
-_NOT_SHOWN = _CachedCallValues({}, ())
-
-
-def identify(pynvml: Any, index: int, handle: Handle) -> GpuId:
-    """Raises: NVMLError."""
-    pci = pynvml.nvmlDeviceGetPciInfo(handle)
-    try:
-        minor = pynvml.nvmlDeviceGetMinorNumber(handle)
-    except pynvml.NVMLError:
-        minor = index
-    return GpuId(
-        index=index,
-        uuid=pynvml.nvmlDeviceGetUUID(handle),
-        name=pynvml.nvmlDeviceGetName(handle),
-        pci=f"{pci.domain:04x}:{pci.bus:02x}:{pci.device:02x}",
-        pci_bus_id=pci.busId,
-        minor=minor,
-    )
-
-
-def no_xid(index: int) -> int:
-    """`last_xid` without a source of XIDs."""
-    return 0
-
-
-def no_text(xid: int) -> str:
-    """`xid_text` without a decoder."""
-    return ""
-
-
-def no_action(index: int) -> RecoveryAction:
-    """`reported_action` without a source of GPU events."""
-    return RecoveryAction.NONE
-
-
 class GpuCollector:
-    """`last_xid(gpu index)` and `xid_text(xid)` fill DCGM_FI_DEV_XID_ERRORS. `reported_action(gpu index)`: the recovery
-    action already reported as a fact. `GpuEventsCollector` provides the first and last."""
+    """`last_xid(gpu index)` fills DCGM_FI_DEV_XID_ERRORS. `reported_action(gpu index)`: the recovery action already
+    reported as a fact. `GpuEventsCollector` provides both."""
 
     name = "gpu"
 
@@ -124,18 +65,15 @@ class GpuCollector:
         library: Path | None = None,
         interval_seconds: float = 1.0,
         slow_seconds: float = 10.0,
-        last_xid: Callable[[int], int] = no_xid,
-        xid_text: Callable[[int], str] = no_text,
-        reported_action: Callable[[int], RecoveryAction] = no_action,
+        last_xid: Callable[[int], int] = lambda index: 0,
+        reported_action: Callable[[int], RecoveryAction] = lambda index: RecoveryAction.NONE,
         dcgm_lines: bool = True,
     ) -> None:
         self.interval_seconds = interval_seconds
         self._dcgm_lines = dcgm_lines
         self.current_device = ""
-        self.processes: Mapping[int, tuple[GpuProcess, ...]] = {}
-        """By GPU index, from the newest poll that queried them. Replaced as a whole: any thread may read it."""
         self._node, self._library, self._slow_seconds = node, library, slow_seconds
-        self._last_xid, self._xid_text, self._reported_action = last_xid, xid_text, reported_action
+        self._last_xid, self._reported_action = last_xid, reported_action
         self._nvml: Any = None
         self._poller: GpuPoller | None = None
         self._gpus: list[_GpuState] = []
@@ -158,18 +96,14 @@ class GpuCollector:
         except CollectorUnavailable:
             self.close()
             raise
-        self.processes = {g.id.index: g.query.processes for g in self._gpus if not g.lost}
         shown = [gpu for gpu in self._gpus if not gpu.lost] if self._dcgm_lines else []
-        pages = [page for gpu in shown for page in (self._dcgm_page(gpu), *self._dcgm_instances(gpu))]
+        pages = [page for gpu in shown for page in self._dcgm_pages(gpu)]
         return CollectorReading(
             values=tuple(v for gpu in self._gpus for v in self._values(gpu)),
             facts=tuple(facts),
             dcgm=lambda: dcgm.render(make() for make in pages),
-            gpu_pids={  # a missing entry means unknown, an empty one means unused
-                gpu.id.index: tuple(p.pid for p in gpu.query.processes)
-                for gpu in self._gpus
-                if gpu.query.lists_processes
-            },
+            # A missing entry means unknown, an empty one means unused.
+            gpu_pids={gpu.id.index: gpu.query.pids for gpu in self._gpus if PROCESSES in gpu.query.parts},
         )
 
     def close(self) -> None:
@@ -226,16 +160,6 @@ class GpuCollector:
             handle = nvml.nvmlDeviceGetHandleByIndex(gpu.id.index)
         gpu.query.handle = handle
         gpu.id = identify(nvml, gpu.id.index, handle)
-        gpu.labels = partial(
-            dcgm.label_text,
-            gpu=gpu.id.index,
-            uuid=gpu.id.uuid,
-            pci_bus_id=gpu.id.pci_bus_id,
-            minor=gpu.id.minor,
-            model=gpu.id.name,
-            hostname=self._node,
-            driver=self._driver,
-        )
 
     def _poll(self, gpu: _GpuState, poller: GpuPoller, at: float) -> Iterable[Fact]:
         was_lost = gpu.lost
@@ -249,11 +173,11 @@ class GpuCollector:
                 return
         try:
             poller.poll(gpu.query, at)
-        except GpuLostError as e:
+        except GpuLostError as error:
             gpu.query.forget()
             gpu.mig.forget()
             if not was_lost:
-                yield self._lose(gpu, at, str(e))
+                yield self._lose(gpu, at, str(error))
             return
         if was_lost:
             gpu.lost = ""
@@ -280,9 +204,9 @@ class GpuCollector:
         """Numbers of the calls whose result changed since the last poll; updates their cached values."""
         changed: Numbers = {}
         for call, numbers in gpu.query.parts.items():
-            if gpu.shown.get(call, _NOT_SHOWN).numbers is not numbers:
+            if call not in gpu.shown or gpu.shown[call][0] is not numbers:
                 shown = (self._value(gpu, k, n) for k, n in numbers.items() if n or k[0] not in NONZERO_ONLY)
-                gpu.shown[call] = _CachedCallValues(numbers, tuple(shown))
+                gpu.shown[call] = numbers, tuple(shown)
                 changed |= numbers
         return changed
 
@@ -294,7 +218,7 @@ class GpuCollector:
         for error, count in gpu.query.errors.items():
             values.append(self._value(gpu, ("call_errors_total", error), count))
         for call in gpu.query.parts:
-            values += gpu.shown[call].values
+            values += gpu.shown[call][1]
         values += gpu.mig.values(self._node, gpu.id.index)
         return values
 
@@ -304,26 +228,24 @@ class GpuCollector:
             series = gpu.series[key] = (_METRICS[key[0]], (self._node, str(gpu.id.index), *key[1:]))
         return MetricValue(*series, number)
 
-    def _dcgm_page(self, gpu: _GpuState) -> Callable[[], dcgm.GpuNumbers]:
-        """Renders this poll's numbers on demand: most polls are never requested."""
-        labels, parts, xid = gpu.labels, tuple(gpu.query.parts.values()), self._last_xid(gpu.id.index)
+    def _dcgm_pages(self, gpu: _GpuState) -> Iterable[Callable[[], dcgm.GpuNumbers]]:
+        """Of the GPU and of its MIG instances (dcgm-exporter has one series per GPU instance), rendered on demand: most
+        polls are never requested."""
+        labels = partial(dcgm.label_text, gpu.id, self._node, self._driver)
+        parts, last = tuple(gpu.query.parts.values()), self._last_xid(gpu.id.index)
         by_instance = PER_INSTANCE if gpu.mig.instances else ()
 
-        def make() -> dcgm.GpuNumbers:
+        def whole() -> dcgm.GpuNumbers:
             numbers = {key: number for part in parts for key, number in part.items() if key not in by_instance}
-            return dcgm.GpuNumbers(labels("", None), numbers, xid, self._xid_text(xid) if xid else "")
+            return dcgm.GpuNumbers(labels(), numbers, last, xid(last).meaning if last else "")
 
-        return make
+        def of_instance(i: Instance, numbers: Numbers) -> dcgm.GpuNumbers:
+            return dcgm.GpuNumbers(labels(i.profile, i.gpu_instance), numbers, None)
 
-    def _dcgm_instances(self, gpu: _GpuState) -> Iterable[Callable[[], dcgm.GpuNumbers]]:
-        """Pages of its MIG instances. dcgm-exporter has one series per GPU instance."""
+        yield whole
         first = {i.gpu_instance: i for i in reversed(gpu.mig.instances)}
-        for i in sorted(first.values(), key=lambda i: i.gpu_instance):
-            yield partial(_dcgm_instance, gpu.labels, i, i.numbers)
-
-
-def _dcgm_instance(labels: Callable[[str, int | None], str], i: Instance, numbers: Numbers) -> dcgm.GpuNumbers:
-    return dcgm.GpuNumbers(labels(i.profile, i.gpu_instance), numbers, None)
+        for _, i in sorted(first.items()):
+            yield partial(of_instance, i, i.numbers)
 
 
 def _lost_fact(gpu: GpuId, reason: str) -> Fact:

@@ -11,6 +11,7 @@ Counts are in `rolecall_xid_events_total`.
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from rolecall.agent.collectors.gpu.nvml import GpuId
 from rolecall.agent.collectors.gpu.nvml_calls import Key
 
 
@@ -24,171 +25,111 @@ class DcgmSeries:
 
 
 _MEBI = 1.0 / (1 << 20)
+
+
+def _gauge(name: str, help_: str, *key: str, scale: float = 1.0) -> DcgmSeries:
+    return DcgmSeries(f"DCGM_FI_{name}", "gauge", help_, key, scale)
+
+
+def _counter(name: str, help_: str, *key: str, scale: float = 1.0) -> DcgmSeries:
+    return DcgmSeries(f"DCGM_FI_{name}", "counter", help_, key, scale)
+
+
+_THROTTLING = {
+    "POWER": ("power", "sw_power_cap"),
+    "THERMAL": ("thermal", "thermal"),
+    "SYNC_BOOST": ("sync-boost", "sync_boost"),
+    "BOARD_LIMIT": ("board limit", "board_limit"),
+    "RELIABILITY": ("reliability", "reliability"),
+}
+"""DCGM's name to its words and our label."""
+_LINK_ERRORS = {
+    "crc_flit": "flow-control CRC errors",
+    "crc_data": "data CRC errors",
+    "replay": "retries",
+    "recovery": "recovery errors",
+}
 SERIES: tuple[DcgmSeries, ...] = (
-    DcgmSeries("DCGM_FI_DEV_SM_CLOCK", "gauge", "SM clock frequency (in MHz).", ("sm_clock_hertz",), 1e-6),
-    DcgmSeries("DCGM_FI_DEV_MEM_CLOCK", "gauge", "Memory clock frequency (in MHz).", ("memory_clock_hertz",), 1e-6),
-    DcgmSeries("DCGM_FI_DEV_MEMORY_TEMP", "gauge", "Memory temperature (in C).", ("memory_temperature_celsius",)),
-    DcgmSeries("DCGM_FI_DEV_GPU_TEMP", "gauge", "GPU temperature (in C).", ("temperature_celsius",)),
-    DcgmSeries("DCGM_FI_DEV_POWER_USAGE", "gauge", "Power draw (in W).", ("power_watts",)),
-    DcgmSeries(
-        "DCGM_FI_DEV_TOTAL_ENERGY_CONSUMPTION",
-        "counter",
-        "Total energy consumption since boot (in mJ).",
-        ("energy_joules_total",),
-        1e3,
+    _gauge("DEV_SM_CLOCK", "SM clock frequency (in MHz).", "sm_clock_hertz", scale=1e-6),
+    _gauge("DEV_MEM_CLOCK", "Memory clock frequency (in MHz).", "memory_clock_hertz", scale=1e-6),
+    _gauge("DEV_MEMORY_TEMP", "Memory temperature (in C).", "memory_temperature_celsius"),
+    _gauge("DEV_GPU_TEMP", "GPU temperature (in C).", "temperature_celsius"),
+    _gauge("DEV_POWER_USAGE", "Power draw (in W).", "power_watts"),
+    _counter(
+        "DEV_TOTAL_ENERGY_CONSUMPTION", "Total energy consumption since boot (in mJ).", "energy_joules_total", scale=1e3
     ),
-    DcgmSeries("DCGM_FI_DEV_PCIE_REPLAY_COUNTER", "counter", "Total number of PCIe retries.", ("pcie_replays_total",)),
-    DcgmSeries("DCGM_FI_DEV_GPU_UTIL", "gauge", "GPU utilization (in %).", ("utilization_ratio",), 100),
-    DcgmSeries("DCGM_FI_DEV_MEM_COPY_UTIL", "gauge", "Memory utilization (in %).", ("memory_utilization_ratio",), 100),
-    DcgmSeries("DCGM_FI_DEV_ENC_UTIL", "gauge", "Encoder utilization (in %).", ("encoder_utilization_ratio",), 100),
-    DcgmSeries("DCGM_FI_DEV_DEC_UTIL", "gauge", "Decoder utilization (in %).", ("decoder_utilization_ratio",), 100),
-    DcgmSeries("DCGM_FI_DEV_FB_FREE", "gauge", "Framebuffer memory free (in MiB).", ("memory_free_bytes",), _MEBI),
-    DcgmSeries("DCGM_FI_DEV_FB_USED", "gauge", "Framebuffer memory used (in MiB).", ("memory_used_bytes",), _MEBI),
-    DcgmSeries(
-        "DCGM_FI_DEV_FB_RESERVED", "gauge", "Framebuffer memory reserved (in MiB).", ("memory_reserved_bytes",), _MEBI
-    ),
-    DcgmSeries(
-        "DCGM_FI_DEV_UNCORRECTABLE_REMAPPED_ROWS",
-        "gauge",
+    _counter("DEV_PCIE_REPLAY_COUNTER", "Total number of PCIe retries.", "pcie_replays_total"),
+    _gauge("DEV_GPU_UTIL", "GPU utilization (in %).", "utilization_ratio", scale=100),
+    _gauge("DEV_MEM_COPY_UTIL", "Memory utilization (in %).", "memory_utilization_ratio", scale=100),
+    _gauge("DEV_ENC_UTIL", "Encoder utilization (in %).", "encoder_utilization_ratio", scale=100),
+    _gauge("DEV_DEC_UTIL", "Decoder utilization (in %).", "decoder_utilization_ratio", scale=100),
+    _gauge("DEV_FB_FREE", "Framebuffer memory free (in MiB).", "memory_free_bytes", scale=_MEBI),
+    _gauge("DEV_FB_USED", "Framebuffer memory used (in MiB).", "memory_used_bytes", scale=_MEBI),
+    _gauge("DEV_FB_RESERVED", "Framebuffer memory reserved (in MiB).", "memory_reserved_bytes", scale=_MEBI),
+    _gauge(
+        "DEV_UNCORRECTABLE_REMAPPED_ROWS",
         "Number of remapped rows for uncorrectable errors",
-        ("remapped_rows_total", "uncorrected"),
+        "remapped_rows_total",
+        "uncorrected",
     ),
-    DcgmSeries(
-        "DCGM_FI_DEV_CORRECTABLE_REMAPPED_ROWS",
-        "gauge",
+    _gauge(
+        "DEV_CORRECTABLE_REMAPPED_ROWS",
         "Number of remapped rows for correctable errors",
-        ("remapped_rows_total", "corrected"),
+        "remapped_rows_total",
+        "corrected",
     ),
-    DcgmSeries(
-        "DCGM_FI_DEV_ROW_REMAP_FAILURE",
-        "gauge",
-        "Whether remapping of rows has failed",
-        ("remapped_rows_failed",),
+    _gauge("DEV_ROW_REMAP_FAILURE", "Whether remapping of rows has failed", "remapped_rows_failed"),
+    _gauge("DEV_ROW_REMAP_PENDING", "Whether a row remap is pending", "remapped_rows_pending"),
+    _counter(
+        "DEV_ECC_SBE_VOL_TOTAL", "Total number of single-bit volatile ECC errors.", "ecc_errors_total", "corrected"
     ),
-    DcgmSeries("DCGM_FI_DEV_ROW_REMAP_PENDING", "gauge", "Whether a row remap is pending", ("remapped_rows_pending",)),
-    DcgmSeries(
-        "DCGM_FI_DEV_ECC_SBE_VOL_TOTAL",
-        "counter",
-        "Total number of single-bit volatile ECC errors.",
-        ("ecc_errors_total", "corrected"),
+    _counter(
+        "DEV_ECC_DBE_VOL_TOTAL", "Total number of double-bit volatile ECC errors.", "ecc_errors_total", "uncorrected"
     ),
-    DcgmSeries(
-        "DCGM_FI_DEV_ECC_DBE_VOL_TOTAL",
-        "counter",
-        "Total number of double-bit volatile ECC errors.",
-        ("ecc_errors_total", "uncorrected"),
-    ),
-    DcgmSeries(
-        "DCGM_FI_DEV_ECC_SBE_AGG_TOTAL",
-        "counter",
+    _counter(
+        "DEV_ECC_SBE_AGG_TOTAL",
         "Total number of single-bit persistent ECC errors.",
-        ("ecc_lifetime_errors_total", "corrected"),
+        "ecc_lifetime_errors_total",
+        "corrected",
     ),
-    DcgmSeries(
-        "DCGM_FI_DEV_ECC_DBE_AGG_TOTAL",
-        "counter",
+    _counter(
+        "DEV_ECC_DBE_AGG_TOTAL",
         "Total number of double-bit persistent ECC errors.",
-        ("ecc_lifetime_errors_total", "uncorrected"),
+        "ecc_lifetime_errors_total",
+        "uncorrected",
     ),
-    DcgmSeries(
-        "DCGM_FI_DEV_POWER_VIOLATION",
-        "counter",
-        "Throttling duration due to power constraints (in ns).",
-        ("throttle_seconds_total", "sw_power_cap"),
-        1e9,
+    *(
+        _counter(
+            f"DEV_{name}_VIOLATION",
+            f"Throttling duration due to {cause} constraints (in ns).",
+            *("throttle_seconds_total", reason),
+            scale=1e9,
+        )
+        for name, (cause, reason) in _THROTTLING.items()
     ),
-    DcgmSeries(
-        "DCGM_FI_DEV_THERMAL_VIOLATION",
-        "counter",
-        "Throttling duration due to thermal constraints (in ns).",
-        ("throttle_seconds_total", "thermal"),
-        1e9,
+    *(
+        _counter(
+            f"DEV_NVLINK_{error.upper()}_ERROR_COUNT_TOTAL",
+            f"Total number of NVLink {what}.",
+            *("nvlink_errors_total", error),
+        )
+        for error, what in _LINK_ERRORS.items()
     ),
-    DcgmSeries(
-        "DCGM_FI_DEV_SYNC_BOOST_VIOLATION",
-        "counter",
-        "Throttling duration due to sync-boost constraints (in ns).",
-        ("throttle_seconds_total", "sync_boost"),
-        1e9,
-    ),
-    DcgmSeries(
-        "DCGM_FI_DEV_BOARD_LIMIT_VIOLATION",
-        "counter",
-        "Throttling duration due to board limit constraints (in ns).",
-        ("throttle_seconds_total", "board_limit"),
-        1e9,
-    ),
-    DcgmSeries(
-        "DCGM_FI_DEV_RELIABILITY_VIOLATION",
-        "counter",
-        "Throttling duration due to reliability constraints (in ns).",
-        ("throttle_seconds_total", "reliability"),
-        1e9,
-    ),
-    DcgmSeries(
-        "DCGM_FI_DEV_NVLINK_CRC_FLIT_ERROR_COUNT_TOTAL",
-        "counter",
-        "Total number of NVLink flow-control CRC errors.",
-        ("nvlink_errors_total", "crc_flit"),
-    ),
-    DcgmSeries(
-        "DCGM_FI_DEV_NVLINK_CRC_DATA_ERROR_COUNT_TOTAL",
-        "counter",
-        "Total number of NVLink data CRC errors.",
-        ("nvlink_errors_total", "crc_data"),
-    ),
-    DcgmSeries(
-        "DCGM_FI_DEV_NVLINK_REPLAY_ERROR_COUNT_TOTAL",
-        "counter",
-        "Total number of NVLink retries.",
-        ("nvlink_errors_total", "replay"),
-    ),
-    DcgmSeries(
-        "DCGM_FI_DEV_NVLINK_RECOVERY_ERROR_COUNT_TOTAL",
-        "counter",
-        "Total number of NVLink recovery errors.",
-        ("nvlink_errors_total", "recovery"),
-    ),
-    DcgmSeries(
-        "DCGM_FI_PROF_GR_ENGINE_ACTIVE",
-        "gauge",
-        "Ratio of time the graphics engine is active.",
-        ("graphics_active_ratio",),
-    ),
-    DcgmSeries("DCGM_FI_PROF_SM_ACTIVE", "gauge", "The ratio of cycles an SM has work assigned.", ("sm_active_ratio",)),
-    DcgmSeries("DCGM_FI_PROF_SM_OCCUPANCY", "gauge", "The ratio of warps resident on an SM.", ("sm_occupancy_ratio",)),
-    DcgmSeries(
-        "DCGM_FI_PROF_PIPE_TENSOR_ACTIVE",
-        "gauge",
-        "Ratio of cycles the tensor pipe is active.",
-        ("tensor_active_ratio",),
-    ),
-    DcgmSeries(
-        "DCGM_FI_PROF_DRAM_ACTIVE",
-        "gauge",
-        "Ratio of cycles the device memory interface is active.",
-        ("dram_active_ratio",),
-    ),
-    DcgmSeries(
-        "DCGM_FI_PROF_PIPE_FP64_ACTIVE", "gauge", "Ratio of cycles the fp64 pipe is active.", ("fp64_active_ratio",)
-    ),
-    DcgmSeries(
-        "DCGM_FI_PROF_PIPE_FP32_ACTIVE", "gauge", "Ratio of cycles the fp32 pipe is active.", ("fp32_active_ratio",)
-    ),
-    DcgmSeries(
-        "DCGM_FI_PROF_PIPE_FP16_ACTIVE", "gauge", "Ratio of cycles the fp16 pipe is active.", ("fp16_active_ratio",)
-    ),
-    DcgmSeries(
-        "DCGM_FI_PROF_PCIE_TX_BYTES",
-        "gauge",
+    _gauge("PROF_GR_ENGINE_ACTIVE", "Ratio of time the graphics engine is active.", "graphics_active_ratio"),
+    _gauge("PROF_SM_ACTIVE", "The ratio of cycles an SM has work assigned.", "sm_active_ratio"),
+    _gauge("PROF_SM_OCCUPANCY", "The ratio of warps resident on an SM.", "sm_occupancy_ratio"),
+    _gauge("PROF_PIPE_TENSOR_ACTIVE", "Ratio of cycles the tensor pipe is active.", "tensor_active_ratio"),
+    _gauge("PROF_DRAM_ACTIVE", "Ratio of cycles the device memory interface is active.", "dram_active_ratio"),
+    _gauge("PROF_PIPE_FP64_ACTIVE", "Ratio of cycles the fp64 pipe is active.", "fp64_active_ratio"),
+    _gauge("PROF_PIPE_FP32_ACTIVE", "Ratio of cycles the fp32 pipe is active.", "fp32_active_ratio"),
+    _gauge("PROF_PIPE_FP16_ACTIVE", "Ratio of cycles the fp16 pipe is active.", "fp16_active_ratio"),
+    _gauge(
+        "PROF_PCIE_TX_BYTES",
         "Rate of data transmitted over PCIe (in bytes per second).",
-        ("pcie_transmit_bytes_per_second",),
+        "pcie_transmit_bytes_per_second",
     ),
-    DcgmSeries(
-        "DCGM_FI_PROF_PCIE_RX_BYTES",
-        "gauge",
-        "Rate of data received over PCIe (in bytes per second).",
-        ("pcie_receive_bytes_per_second",),
+    _gauge(
+        "PROF_PCIE_RX_BYTES", "Rate of data received over PCIe (in bytes per second).", "pcie_receive_bytes_per_second"
     ),
 )
 
@@ -196,10 +137,7 @@ NVLINK_BANDWIDTH = "DCGM_FI_DEV_NVLINK_BANDWIDTH_TOTAL"
 """Sum of both directions, in MiB/s as in DCGM."""
 XID = "DCGM_FI_DEV_XID_ERRORS"
 
-_LINK_SERIES = {
-    error: f"DCGM_FI_DEV_NVLINK_{error.upper()}_ERROR_COUNT_L"
-    for error in ("crc_flit", "crc_data", "replay", "recovery")
-}
+_LINK_SERIES = {error: f"DCGM_FI_DEV_NVLINK_{error.upper()}_ERROR_COUNT_L" for error in _LINK_ERRORS}
 """By link, only nonzero counts."""
 
 
@@ -207,30 +145,14 @@ def _escaped(text: str) -> str:
     return text.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
 
 
-def no_labels(profile: str, gpu_instance: int | None) -> str:
-    """For a GPU that has not been polled yet."""
-    return ""
-
-
-def label_text(
-    profile: str = "",
-    gpu_instance: int | None = None,
-    *,
-    gpu: int,
-    uuid: str,
-    pci_bus_id: str,
-    minor: int,
-    model: str,
-    hostname: str,
-    driver: str,
-) -> str:
+def label_text(gpu: GpuId, hostname: str, driver: str, profile: str = "", gpu_instance: int | None = None) -> str:
     """The labels of one GPU, or of one of its MIG instances, as in each of its lines, without braces."""
     labels = {
-        "gpu": str(gpu),
-        "UUID": uuid,
-        "pci_bus_id": pci_bus_id,
-        "device": f"nvidia{minor}",
-        "modelName": model,
+        "gpu": str(gpu.index),
+        "UUID": gpu.uuid,
+        "pci_bus_id": gpu.pci_bus_id,
+        "device": f"nvidia{gpu.minor}",
+        "modelName": gpu.name,
         **({} if gpu_instance is None else {"GPU_I_PROFILE": profile, "GPU_I_ID": str(gpu_instance)}),
         "hostname": hostname,
         "DCGM_FI_DRIVER_VERSION": driver,
@@ -292,15 +214,15 @@ def render(gpus: Iterable[GpuNumbers]) -> str:
 def _nvlink(gpus: Iterable[GpuNumbers]) -> Iterable[str]:
     bandwidth: list[str] = []
     links: dict[str, list[str]] = {}
-    for g in gpus:
-        sent = g.numbers.get(("nvlink_transmit_bytes_per_second",))
-        received = g.numbers.get(("nvlink_receive_bytes_per_second",))
+    for gpu in gpus:
+        sent = gpu.numbers.get(("nvlink_transmit_bytes_per_second",))
+        received = gpu.numbers.get(("nvlink_receive_bytes_per_second",))
         if sent is not None and received is not None:
-            bandwidth.append(f"{NVLINK_BANDWIDTH}{{{g.labels}}} {_text((sent + received) * _MEBI)}\n")
-        for key, number in g.numbers.items():
+            bandwidth.append(f"{NVLINK_BANDWIDTH}{{{gpu.labels}}} {_text((sent + received) * _MEBI)}\n")
+        for key, number in gpu.numbers.items():
             if key[0] == "nvlink_link_errors_total" and number and key[2] in _LINK_SERIES:
                 name = _LINK_SERIES[key[2]] + key[1]
-                links.setdefault(name, []).append(f"{name}{{{g.labels}}} {_text(number)}\n")
+                links.setdefault(name, []).append(f"{name}{{{gpu.labels}}} {_text(number)}\n")
     if bandwidth:
         yield _NVLINK_HEAD
         yield from bandwidth

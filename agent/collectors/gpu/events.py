@@ -2,7 +2,7 @@
 
 Separate from `collector.py`, so that waiting for events delays no sample: each read waits for the first event and
 returns immediately with all pending ones. NVML reports critical XIDs only, and none once a GPU is lost; the kernel log
-has the rest. `merge` (`xid_merger.py`) deduplicates the two sources, so that one XID is one fact and is counted once.
+has the rest. `XidMerger` deduplicates the two sources, so that one XID is one fact and is counted once.
 
 The recovery action (field NVML_FI_DEV_GET_GPU_RECOVERY_ACTION) is read when an event says that it changed; for drivers
 without that event `collector.py` polls it. No other call is made here: a call on a faulty GPU may block and would delay
@@ -11,19 +11,29 @@ the events of the others.
 
 import ctypes
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rolecall.agent.collectors.base import CollectorReading, CollectorUnavailable, Fact, LoggedOnce
-from rolecall.agent.collectors.gpu.collector import GpuId, identify
 from rolecall.agent.collectors.gpu.faults import of_action
-from rolecall.agent.collectors.gpu.fields import FieldQuery
-from rolecall.agent.collectors.gpu.nvml import GONE, LOST, TIMEOUT, Handle, close_nvml, code_of, open_nvml
+from rolecall.agent.collectors.gpu.nvml import (
+    GONE,
+    LOST,
+    TIMEOUT,
+    FieldQuery,
+    GpuId,
+    Handle,
+    close_nvml,
+    code_of,
+    identify,
+    open_nvml,
+)
 from rolecall.agent.collectors.gpu.nvml_calls import RECOVERY_FIELD
+from rolecall.agent.collectors.gpu.xid_merger import XidMerger
 from rolecall.core.telemetry import AgentEventKind
-from rolecall.formats.xid.xid import RecoveryAction
+from rolecall.formats.xid.xid import RecoveryAction, xid
 
 logger = logging.getLogger(__name__)
 
@@ -46,19 +56,6 @@ row, poison that killed only its process) are not faults: XIDs and counters show
 NO_INSTANCE = 0xFFFFFFFF
 WANTED = XID_CRITICAL | RECOVERY_ACTION_CHANGED | sum(FAULTS)
 
-Merge = Callable[[float, int, int, str], bool]
-"""(at, GPU index, xid, source) -> whether it is new, not yet reported by another source; counts it."""
-Decode = Callable[[int], Mapping[str, str]]
-"""xid -> `mnemonic` and `action`."""
-
-
-def always_new(at: float, gpu: int, xid: int, source: str) -> bool:
-    return True
-
-
-def not_decoded(xid: int) -> Mapping[str, str]:
-    return {}
-
 
 @dataclass(slots=True)
 class _EventSourceGpu:
@@ -77,12 +74,11 @@ class GpuEventsCollector:
         self,
         *,
         library: Path | None = None,
-        merge: Merge = always_new,
-        decode: Decode = not_decoded,
+        merger: XidMerger | None = None,
         wait_seconds: float = WAIT_SECONDS,
     ) -> None:
         self._library = library
-        self._merge, self._decode, self.wait_seconds = merge, decode, wait_seconds
+        self._merger, self.wait_seconds = merger or XidMerger(), wait_seconds
         self._nvml: Any = None
         self._set: Any = None
         self._gpus: dict[int, _EventSourceGpu] = {}  # by the handle's address; those that are not lost
@@ -167,25 +163,27 @@ class GpuEventsCollector:
         for _ in range(EVENTS_MAX):
             try:
                 event = self._nvml.nvmlEventSetWait(self._set, wait_ms)
-            except self._nvml.NVMLError as e:
-                code = code_of(e)
+            except self._nvml.NVMLError as error:
+                code = code_of(error)
                 if code in GONE:
                     self.close()
-                    raise CollectorUnavailable(f"the NVIDIA driver was unloaded: {e}") from None
+                    raise CollectorUnavailable(f"the NVIDIA driver was unloaded: {error}") from None
                 if code in LOST:  # every wait would fail: rebuild the set without that GPU
                     self._num_lost, self._open_at = max(1, self._num_lost), 0.0
                 elif code != TIMEOUT and self._logged.is_new(f"wait {code}"):
-                    logger.warning("waiting for GPU events failed: %s", e)
+                    logger.warning("waiting for GPU events failed: %s", error)
                 return
             wait_ms = 0
             gpu = self._gpus.get(_address(event.device))
             if gpu is not None:
                 yield gpu, event.eventType, event.eventData, _instance(event)
 
-    def _xid(self, at: float, gpu: _EventSourceGpu, xid: int, instance: Mapping[str, str]) -> Iterator[Fact]:
-        self._last_xids[gpu.id.index] = xid
-        if self._merge(at, gpu.id.index, xid, "nvml"):
-            detail = {"xid": str(xid), **gpu.id.detail, **self._decode(xid), **instance, "source": "nvml"}
+    def _xid(self, at: float, gpu: _EventSourceGpu, code: int, instance: Mapping[str, str]) -> Iterator[Fact]:
+        self._last_xids[gpu.id.index] = code
+        if self._merger.merge(at, gpu.id.index, code, "nvml"):
+            known = xid(code)
+            meaning = {"mnemonic": known.mnemonic, "action": str(known.immediate)}
+            detail = {"xid": str(code), **gpu.id.detail, **meaning, **instance, "source": "nvml"}
             yield Fact(kind=AgentEventKind.XID, detail=detail)
 
     def _action(self, gpu: _EventSourceGpu) -> Iterator[Fact]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from rolecall.agent.collectors.gpu.gpm import GpmSampler
 from rolecall.agent.collectors.gpu.nvml import UNSUPPORTED, Handle, code_of, errors_of
-from rolecall.agent.collectors.gpu.nvml_calls import Key, Numbers
+from rolecall.agent.collectors.gpu.nvml_calls import Key, Numbers, memory_v1
 from rolecall.core.metrics.gpu import MIG_METRICS
 from rolecall.core.metrics.metric import Metric, MetricValue
 
@@ -63,10 +63,10 @@ class MigInstances:
         for gone in self.gpms.keys() - {i.gpu_instance for i in self.instances}:
             self._close(gone)
         activity: dict[int, Numbers] = {}
-        for i in self.instances:
-            if i.gpu_instance not in activity:
-                activity[i.gpu_instance] = self._activity(nvml, gpu, i.gpu_instance, at)
-            i.numbers = self._asked(nvml, i) | activity[i.gpu_instance]
+        for instance in self.instances:
+            if instance.gpu_instance not in activity:
+                activity[instance.gpu_instance] = self._activity(nvml, gpu, instance.gpu_instance, at)
+            instance.numbers = self._asked(nvml, instance) | activity[instance.gpu_instance]
 
     def forget(self) -> None:
         """MIG was disabled, or the GPU is lost."""
@@ -76,19 +76,19 @@ class MigInstances:
         self.unsupported.clear()
 
     def values(self, node: str, gpu: int) -> Iterator[MetricValue]:
-        for i in self.instances:
-            labels = node, str(gpu), str(i.gpu_instance), str(i.compute_instance)
-            yield MetricValue(_METRICS["info"], (*labels, i.uuid, i.profile), 1.0)
-            for key, number in i.numbers.items():
+        for instance in self.instances:
+            labels = node, str(gpu), str(instance.gpu_instance), str(instance.compute_instance)
+            yield MetricValue(_METRICS["info"], (*labels, instance.uuid, instance.profile), 1.0)
+            for key, number in instance.numbers.items():
                 yield MetricValue(_METRICS[key[0]], labels, number)
 
-    def _asked(self, nvml: Any, i: Instance) -> Numbers:
+    def _asked(self, nvml: Any, instance: Instance) -> Numbers:
         numbers: Numbers = {}
         for name, read in _CALLS.items():
             if name in self.unsupported:
                 continue
             try:
-                numbers |= read(nvml, i.handle)
+                numbers |= read(nvml, instance.handle)
             except errors_of(nvml) as e:
                 if code_of(e) in UNSUPPORTED:
                     self.unsupported.add(name)
@@ -140,17 +140,8 @@ def profile_of(name: str) -> str:
     return found[1] if found else ""
 
 
-def _memory(nvml: Any, device: Handle) -> Numbers:
-    memory = nvml.nvmlDeviceGetMemoryInfo(device)
-    return {
-        ("memory_total_bytes",): float(memory.total),
-        ("memory_used_bytes",): float(memory.used),
-        ("memory_free_bytes",): float(memory.free),
-    }
-
-
 def _processes(nvml: Any, device: Handle) -> Numbers:
     return {("processes",): float(len(nvml.nvmlDeviceGetComputeRunningProcesses(device)))}
 
 
-_CALLS = {"nvmlDeviceGetMemoryInfo": _memory, "nvmlDeviceGetComputeRunningProcesses": _processes}
+_CALLS = {"nvmlDeviceGetMemoryInfo": memory_v1, "nvmlDeviceGetComputeRunningProcesses": _processes}

@@ -1,12 +1,19 @@
-"""NVML through nvidia-ml-py (module `pynvml`): initialization and the meaning of its return codes.
+"""NVML through nvidia-ml-py (module `pynvml`): initialization, the meaning of its return codes, and field values.
 
 `pynvml` binds each function at its first call: a function that an old driver lacks raises FunctionNotFound only there,
 so each call degrades alone. It is imported only here, when a collector first reads: an agent without GPUs does not need
-the package. Several collectors may hold NVML open at once; NVML counts references."""
+the package. Several collectors may hold NVML open at once; NVML counts references.
+
+For field values pynvml allocates a new ctypes array per call and accesses it member by member: half a millisecond for
+the 250 NVLink fields of a GPU. `FieldQuery` keeps the array and decodes it as one block of bytes."""
 
 import ctypes
 import importlib
+import struct
 import threading
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -25,6 +32,13 @@ GONE = frozenset({1, 9, 18})
 TIMEOUT, FUNCTION_NOT_FOUND = 10, 13
 NOT_AVAILABLE = (1 << 64) - 1
 """Marks an unknown number although the return code says success."""
+
+_NO_NVML = {
+    12: "no libnvidia-ml.so.1: no NVIDIA driver is installed (or not in this container)",
+    9: "the NVIDIA driver is installed but not loaded: modprobe nvidia",
+    18: "NVML and the loaded NVIDIA driver differ in version: reboot after the upgrade",
+}
+"""Why it cannot be initialized: LIBRARY_NOT_FOUND, DRIVER_NOT_LOADED, LIB_RM_VERSION_MISMATCH."""
 
 _lock = threading.Lock()
 
@@ -52,18 +66,8 @@ def open_nvml(library: Path | None = None) -> Any:
                 raise CollectorUnavailable(f"NVML cannot be loaded from {library}: {e}") from None
         try:
             pynvml.nvmlInit()
-        except pynvml.NVMLError_LibraryNotFound:
-            raise CollectorUnavailable(
-                "no libnvidia-ml.so.1: no NVIDIA driver is installed (or not in this container)"
-            ) from None
-        except pynvml.NVMLError_DriverNotLoaded:
-            raise CollectorUnavailable("the NVIDIA driver is installed but not loaded: modprobe nvidia") from None
-        except pynvml.NVMLError_LibRmVersionMismatch:
-            raise CollectorUnavailable(
-                "NVML and the loaded NVIDIA driver differ in version: reboot after the upgrade"
-            ) from None
         except pynvml.NVMLError as e:
-            raise CollectorUnavailable(f"NVML initialization failed: {e}") from None
+            raise CollectorUnavailable(_NO_NVML.get(code_of(e), f"NVML initialization failed: {e}")) from None
     return pynvml
 
 
@@ -99,11 +103,93 @@ def error_name(pynvml: Any, code: int) -> str:
     return _error_names(pynvml).get(code, "other")
 
 
-_names: dict[int, str] = {}
-
-
+@cache
 def _error_names(pynvml: Any) -> dict[int, str]:
-    if not _names:
-        prefix = "NVML_ERROR_"
-        _names.update({getattr(pynvml, n): n[len(prefix) :].lower() for n in dir(pynvml) if n.startswith(prefix)})
-    return _names
+    prefix = "NVML_ERROR_"
+    return {getattr(pynvml, n): n.removeprefix(prefix).lower() for n in dir(pynvml) if n.startswith(prefix)}
+
+
+# --- the identity of a GPU
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuId:
+    """`pci`: as the kernel log writes it, `0000:1a:00`; `pci_bus_id`: as NVML does. Unknown fields are "" or 0."""
+
+    index: int
+    uuid: str = ""
+    name: str = ""
+    pci: str = ""
+    pci_bus_id: str = ""
+    minor: int = 0
+
+    @property
+    def detail(self) -> dict[str, str]:
+        return {"gpu": str(self.index), "uuid": self.uuid, "pci": self.pci}
+
+
+def identify(pynvml: Any, index: int, handle: Handle) -> GpuId:
+    """Raises: NVMLError."""
+    pci = pynvml.nvmlDeviceGetPciInfo(handle)
+    try:
+        minor = pynvml.nvmlDeviceGetMinorNumber(handle)
+    except pynvml.NVMLError:
+        minor = index
+    return GpuId(
+        index=index,
+        uuid=pynvml.nvmlDeviceGetUUID(handle),
+        name=pynvml.nvmlDeviceGetName(handle),
+        pci=f"{pci.domain:04x}:{pci.bus:02x}:{pci.device:02x}",
+        pci_bus_id=pci.busId,
+        minor=minor,
+    )
+
+
+# --- field values: many numbers of a GPU in one call, each with its own return code
+
+FIELD_ROW = struct.Struct("=IIqqIi8s")
+"""Field, scope (for example a link), timestamp, latency, value type, return code, value: nvmlFieldValue_t of nvml.h, as
+nvidia-ml-py declares it (a test compares)."""
+_VALUES = tuple(struct.Struct(f"={letter}") for letter in "dIQQqiH")
+"""By value type: double, unsigned int, unsigned long, unsigned long long, signed long long, int, unsigned short."""
+NOT_ANSWERED = 999
+"""NVML_ERROR_UNKNOWN, preset before the call: marks rows that the driver leaves untouched."""
+
+
+class FieldQuery:
+    """A repeatable query of the same fields. One thread uses it."""
+
+    def __init__(self, pynvml: Any, wanted: Iterable[tuple[int, int]]) -> None:
+        """`wanted`: (field, scope)."""
+        self.wanted = tuple(wanted)
+        self._nvml = pynvml
+        self._request = b"".join(FIELD_ROW.pack(f, scope, 0, 0, 0, NOT_ANSWERED, b"") for f, scope in self.wanted)
+        self._rows = ctypes.create_string_buffer(len(self._request) or 1)
+
+    def ask(self, gpu: Handle) -> list[tuple[int, float | None]]:
+        """(return code, number) of each field, in order; None where NVML does not know the number.
+
+        Raises:
+            NVMLError: the call as a whole failed.
+        """
+        if not self.wanted:
+            return []
+        function = getattr(self._nvml.nvmlLib, "nvmlDeviceGetFieldValues", None)
+        if function is None:
+            raise self._nvml.NVMLError(FUNCTION_NOT_FOUND)
+        ctypes.memmove(self._rows, self._request, len(self._request))
+        code = function(gpu, len(self.wanted), self._rows)
+        if code != 0:
+            raise self._nvml.NVMLError(code)
+        return [
+            (refused, None if refused else number_of(type_, value))
+            for _, _, _, _, type_, refused, value in FIELD_ROW.iter_unpack(self._rows.raw[: len(self._request)])
+        ]
+
+
+def number_of(type_: int, value: bytes) -> float | None:
+    """Decodes the union's 8 bytes; None: NVML does not know the value, or its type is newer than this code."""
+    if type_ >= len(_VALUES):
+        return None
+    number = _VALUES[type_].unpack_from(value)[0]
+    return None if number == NOT_AVAILABLE else float(number)

@@ -68,8 +68,8 @@ def _memory(nvml: Any, gpu: Handle) -> Numbers:
     return {**_memory_of(m), ("memory_reserved_bytes",): m.reserved}
 
 
-def _memory_v1(nvml: Any, gpu: Handle) -> Numbers:
-    """For drivers before 510: reserved memory counts as used."""
+def memory_v1(nvml: Any, gpu: Handle) -> Numbers:
+    """For drivers before 510 and MIG instances: reserved memory counts as used."""
     return _memory_of(nvml.nvmlDeviceGetMemoryInfo(gpu))
 
 
@@ -77,12 +77,8 @@ def _memory_of(m: Any) -> Numbers:
     return {("memory_total_bytes",): m.total, ("memory_used_bytes",): m.used, ("memory_free_bytes",): m.free}
 
 
-def _temperature(nvml: Any, gpu: Handle) -> Numbers:
-    return {("temperature_celsius",): nvml.nvmlDeviceGetTemperatureV(gpu, nvml.NVML_TEMPERATURE_GPU)}
-
-
-def _temperature_v0(nvml: Any, gpu: Handle) -> Numbers:
-    return {("temperature_celsius",): nvml.nvmlDeviceGetTemperature(gpu, nvml.NVML_TEMPERATURE_GPU)}
+def _temperature(name: str) -> Call:
+    return Call(name, lambda nvml, gpu: {("temperature_celsius",): getattr(nvml, name)(gpu, nvml.NVML_TEMPERATURE_GPU)})
 
 
 def _clock(key: str, which: int, name: str = "nvmlDeviceGetClockInfo") -> Call:
@@ -90,17 +86,12 @@ def _clock(key: str, which: int, name: str = "nvmlDeviceGetClockInfo") -> Call:
     return Call(f"{name}({which})", lambda nvml, gpu: {(key,): getattr(nvml, name)(gpu, which) * 1e6})
 
 
-def _throttle(nvml: Any, gpu: Handle) -> Numbers:
-    return _reasons(nvml.nvmlDeviceGetCurrentClocksEventReasons(gpu))
+def _throttle(name: str) -> Call:
+    def read(nvml: Any, gpu: Handle) -> Numbers:
+        mask = getattr(nvml, name)(gpu)
+        return {("throttle_active", reason): float(bool(mask & bit)) for bit, reason in THROTTLE_REASONS.items()}
 
-
-def _throttle_old(nvml: Any, gpu: Handle) -> Numbers:
-    """The same call under its name before driver 535."""
-    return _reasons(nvml.nvmlDeviceGetCurrentClocksThrottleReasons(gpu))
-
-
-def _reasons(mask: int) -> Numbers:
-    return {("throttle_active", name): float(bool(mask & bit)) for bit, name in THROTTLE_REASONS.items()}
+    return Call(name, read)
 
 
 def _coder(name: str, key: str) -> Call:
@@ -141,13 +132,15 @@ def _remapped(nvml: Any, gpu: Handle) -> Numbers:
 def _fabric(nvml: Any, gpu: Handle) -> Numbers:
     info = nvml.c_nvmlGpuFabricInfo_v3_t()  # its constructor does not set the version
     info.version = nvml.nvmlGpuFabricInfo_v3
-    nvml.nvmlDeviceGetGpuFabricInfoV(gpu, ctypes.byref(info))
-    return fabric_numbers(int(info.state), int(info.status), int(info.healthMask))
+    return _fabric_of(nvml, gpu, info)
 
 
 def _fabric_v2(nvml: Any, gpu: Handle) -> Numbers:
     """For drivers that do not support version 3 of the structure."""
-    info = nvml.c_nvmlGpuFabricInfo_v2_t()  # its constructor sets the version
+    return _fabric_of(nvml, gpu, nvml.c_nvmlGpuFabricInfo_v2_t())  # its constructor sets the version
+
+
+def _fabric_of(nvml: Any, gpu: Handle, info: Any) -> Numbers:
     nvml.nvmlDeviceGetGpuFabricInfoV(gpu, ctypes.byref(info))
     return fabric_numbers(int(info.state), int(info.status), int(info.healthMask))
 
@@ -170,16 +163,14 @@ def fabric_numbers(state: int, status: int, mask: int) -> Numbers:
 
 FAST: tuple[tuple[Call, ...], ...] = (
     (Call("nvmlDeviceGetUtilizationRates", _utilization),),
-    (Call("nvmlDeviceGetMemoryInfo_v2", _memory), Call("nvmlDeviceGetMemoryInfo", _memory_v1)),
+    (Call("nvmlDeviceGetMemoryInfo_v2", _memory), Call("nvmlDeviceGetMemoryInfo", memory_v1)),
     (_number("nvmlDeviceGetPowerUsage", "power_watts", 1e-3),),
     (_number("nvmlDeviceGetTotalEnergyConsumption", "energy_joules_total", 1e-3),),
-    (Call("nvmlDeviceGetTemperatureV", _temperature), Call("nvmlDeviceGetTemperature", _temperature_v0)),
+    (_temperature("nvmlDeviceGetTemperatureV"), _temperature("nvmlDeviceGetTemperature")),
     (_clock("sm_clock_hertz", 1),),
     (_clock("memory_clock_hertz", 2),),
-    (
-        Call("nvmlDeviceGetCurrentClocksEventReasons", _throttle),
-        Call("nvmlDeviceGetCurrentClocksThrottleReasons", _throttle_old),
-    ),
+    # Until driver 535 under the second name.
+    (_throttle("nvmlDeviceGetCurrentClocksEventReasons"), _throttle("nvmlDeviceGetCurrentClocksThrottleReasons")),
 )
 """Each row lists alternative calls for the same value, newest first: the first that the driver supports is used."""
 

@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rolecall.agent.collectors.base import CollectorUnavailable, LoggedOnce
-from rolecall.agent.collectors.gpu.fields import FieldQuery
 from rolecall.agent.collectors.gpu.gpm import GpmSampler
 from rolecall.agent.collectors.gpu.nvml import (
     FIELD_UNSUPPORTED,
     GONE,
     LOST,
     UNSUPPORTED,
+    FieldQuery,
     Handle,
     code_of,
     error_name,
@@ -44,14 +44,6 @@ ERRORS_SUM = "nvlink_errors_total"
 ERRORS_BY_LINK = "nvlink_link_errors_total"
 
 
-@dataclass(frozen=True, slots=True)
-class GpuProcess:
-    """A process with a context on a GPU. `memory_bytes` is 0 where the driver does not report it (containers, MIG)."""
-
-    pid: int
-    memory_bytes: int
-
-
 class GpuLostError(Exception):
     """No call on this GPU succeeds; the text says why."""
 
@@ -64,7 +56,7 @@ class GpuQueryState:
     index: int
     handle: Handle = None
     parts: dict[str, Numbers] = field(default_factory=dict)
-    processes: tuple[GpuProcess, ...] = ()
+    pids: tuple[int, ...] = ()  # of processes with a context on it
     unsupported: set[str] = field(default_factory=set)
     errors: dict[str, int] = field(default_factory=dict)  # other failures, by name of the error
     slow_at: float | None = None  # when the slow calls are due; None: not yet made
@@ -74,14 +66,10 @@ class GpuQueryState:
     num_answered: int = 0  # calls of this poll that NVML answered, also with "not supported"
     last_error: str = ""
 
-    @property
-    def lists_processes(self) -> bool:
-        return PROCESSES in self.parts
-
     def forget(self) -> None:
         """The GPU is lost: after a reset it may support other calls, and its counters restart."""
         self.parts.clear()
-        self.processes = ()
+        self.pids = ()
         self.unsupported.clear()
         self.slow_at = None
         self.by_link.clear()
@@ -104,7 +92,7 @@ class GpuPoller:
 
     def poll(self, gpu: GpuQueryState, at: float) -> None:
         """Raises:
-        GpuLostError: no call succeeds, or NVML says so.
+        GpuLostError: no call succeeds, or NVML reports it.
         CollectorUnavailable: the driver was unloaded.
         """
         gpu.num_answered, gpu.last_error = 0, ""
@@ -272,5 +260,5 @@ class GpuPoller:
 
     def _processes(self, gpu: GpuQueryState) -> Numbers:
         found = self._nvml.nvmlDeviceGetComputeRunningProcesses(gpu.handle)
-        gpu.processes = tuple(GpuProcess(p.pid, p.usedGpuMemory or 0) for p in found[:PROCESSES_MAX])
+        gpu.pids = tuple(p.pid for p in found[:PROCESSES_MAX])
         return {("processes",): len(found)}

@@ -8,7 +8,6 @@ import json
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -63,7 +62,7 @@ class XidMerger:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._series: dict[tuple[str, int], _Series] = {}
-        self._not_counted = 0
+        self.not_counted = 0
 
     def merge(self, at: float, gpu_or_pci: int | str, xid: int, source: str) -> bool:
         """Whether this is a new event, which is counted; False: another source reported it within SAME_SECONDS.
@@ -75,7 +74,7 @@ class XidMerger:
             series = self._series.get(key)
             if series is None:
                 if len(self._series) >= NUM_SERIES_MAX:
-                    self._not_counted += 1
+                    self.not_counted += 1
                     return True
                 series = self._series[key] = _Series()
             pending = series.pending
@@ -95,13 +94,8 @@ class XidMerger:
         with self._lock:
             return {key: Count(s.count.number, s.count.last_at) for key, s in self._series.items()}
 
-    @property
-    def not_counted(self) -> int:
-        with self._lock:
-            return self._not_counted
-
     def resume(self, counts: dict[tuple[str, int], Count]) -> None:
-        """Restores the counts of before a restart. Called before the first `merge`."""
+        """Restores the counts from before a restart. Called before the first `merge`."""
         with self._lock:
             for key, count in list(counts.items())[:NUM_SERIES_MAX]:
                 self._series[key] = _Series(count)
@@ -110,6 +104,9 @@ class XidMerger:
 class XidCollector:
     """The merger's counts as metrics. Reading cannot fail; with a full disk a restart loses the counts."""
 
+    name = "xids"
+    interval_seconds = 1.0
+
     def __init__(
         self,
         merger: XidMerger,
@@ -117,11 +114,9 @@ class XidCollector:
         node: NodeId,
         state_file: Path | None = None,
         clock: Clock | None = None,
-        save: Callable[[Path, str], None] = write_atomically,
     ) -> None:
         self._merger, self._node, self._file = merger, node, state_file
         self._clock = clock or SystemClock()
-        self._save = save
         self._logged = LoggedOnce()
         self._values: tuple[MetricValue, ...] = ()
         self._shown: dict[tuple[str, int], Count] = {}
@@ -129,14 +124,6 @@ class XidCollector:
         self._unsaved = False
         if state_file is not None:
             merger.resume(self._load(state_file))
-
-    @property
-    def name(self) -> str:
-        return "xids"
-
-    @property
-    def interval_seconds(self) -> float:
-        return 1.0
 
     def read(self, at: float) -> CollectorReading:
         counts = self._merger.counts()
@@ -168,7 +155,7 @@ class XidCollector:
         offset = self._clock.wall() - self._clock.monotonic()
         rows = [[gpu, xid, c.number, c.last_at + offset] for (gpu, xid), c in sorted(self._shown.items())]
         try:
-            self._save(self._file, json.dumps({"xids": rows}) + "\n")
+            write_atomically(self._file, json.dumps({"xids": rows}) + "\n")
         except OSError as e:
             if self._logged.is_new("save"):
                 logger.warning("%s: %s; after a restart of the agent XIDs are counted from 0", self._file, e)

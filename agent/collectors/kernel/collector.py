@@ -207,6 +207,8 @@ class KernelLogCollector:
                 if found.corrected:
                     return None
                 return AgentEventKind.MACHINE_CHECK, {"what": found.what, "device": found.device}, None
+            case KernelFault(over=True):
+                return None
             case KernelFault():
                 self._count(FAULTS, found.what)
                 detail = {"what": found.what, "device": found.device, "name": _plain(found.name)}
@@ -294,7 +296,7 @@ class KernelLogCollector:
 
 
 def _counts(kept: Any, node: NodeId) -> Iterator[tuple[tuple[Metric, tuple[str, ...]], int]]:
-    """Counts of before a restart; invalid rows and rows of another node are dropped."""
+    """Counts from before a restart; invalid rows and rows of another node are dropped."""
     for row in kept[:NUM_SERIES_MAX] if isinstance(kept, list) else ():
         match row:
             case [str(name), [str(of), *labels], int(number)] if name in _COUNTED and of == node and number >= 0:

@@ -8,6 +8,7 @@ A file is followed by inode and offset, with the last bytes before the offset: a
 is read first, and a truncated file (copytruncate) is read from its beginning, even if it has grown beyond the offset
 again."""
 
+import ctypes
 import errno
 import logging
 import os
@@ -20,8 +21,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from rolecall.agent.collectors.base import CollectorUnavailable
-from rolecall.agent.collectors.file_changes import FileChanges
-from rolecall.formats.kernel_log.timestamps import KERNEL_FACILITY, parse_line, parse_record, wall_of_local
+from rolecall.formats.kernel_log.timestamps import KERNEL_FACILITY, LineReader, parse_record, wall_of_local
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +36,8 @@ LINE_BYTES_MAX = 64 << 10
 TAIL_BYTES = 64
 NUM_SIBLINGS_MAX = 64
 """Rotated files searched for the one being read."""
+IN_MODIFY, IN_CREATE, IN_MOVED_TO = 0x2, 0x100, 0x80
+EVENTS_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,15 +192,53 @@ class Kmsg:
             self._descriptor = -1
 
 
+class FileChanges:
+    """Waits until a file grows or is replaced: inotify(7), which the standard library lacks. Polling a quiet log five
+    times a second costs more than reading all its lines.
+
+    Watches the file open as `descriptor` and the folder of `path`. Close it before following another file.
+    """
+
+    def __init__(self, descriptor: int, path: Path) -> None:
+        """Raises OSError: no watch available (the kernel limits them per user)."""
+        libc = ctypes.CDLL(None, use_errno=True)
+        self._inotify = libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
+        if self._inotify < 0:
+            raise OSError(ctypes.get_errno(), "inotify_init1")
+        # Via /proc: the path may already name another file.
+        watched = ((f"/proc/self/fd/{descriptor}", IN_MODIFY), (os.fspath(path.parent), IN_CREATE | IN_MOVED_TO))
+        for name, events in watched:
+            if libc.inotify_add_watch(self._inotify, os.fsencode(name), events) < 0:
+                error = ctypes.get_errno()
+                self.close()
+                raise OSError(error, "inotify_add_watch")
+
+    def wait(self, seconds: float) -> None:
+        """Until something has changed since the last call, or for `seconds`."""
+        poll = select.poll()
+        poll.register(self._inotify, select.POLLIN)
+        if poll.poll(seconds * 1000):
+            try:
+                while os.read(self._inotify, EVENTS_BYTES):
+                    pass
+            except BlockingIOError:
+                pass  # drained; the events' content does not matter
+
+    def close(self) -> None:
+        os.close(self._inotify)
+
+
 class LogFile:
     """A text log, followed across renames and truncations."""
 
     def __init__(self, path: Path, cursor: dict[str, Any]) -> None:
         self._path = path
+        self._lines = LineReader()
         self._descriptor = -1
         self._inode, self._offset, self._tail = 0, 0, b""  # tail: bytes before the offset
         self._cursor = cursor
-        self._changes: FileChanges | _NoFileChanges | None = None
+        self._changes: FileChanges | None = None
+        self._can_watch = True  # False: the kernel has no free watch, and only the collector's polling interval remains
         self.num_lost = 0  # unknown for a file
         self.at_end = False
 
@@ -301,7 +341,7 @@ class LogFile:
                 return  # the last line is not finished
 
     def _line(self, raw: bytes, offset: int, written_at: float) -> KernelMessage | None:
-        stamped = parse_line(raw.decode("utf-8", "replace"))
+        stamped = self._lines.take(raw.decode("utf-8", "replace"))
         if stamped is None:
             return None
         wall_at = stamped.wall_at
@@ -321,17 +361,15 @@ class LogFile:
         self._offset = start + end
 
     def wait(self, seconds: float) -> None:
-        if self._descriptor < 0:
-            return
         if self._changes is not None:
             self._changes.wait(seconds)
-            return
-        try:
-            self._changes = FileChanges(self._descriptor, self._path)
-        except OSError as e:
-            logger.info("%s: no change notification, polling instead: %s", self._path, e)
-            self._changes = _NoFileChanges()
-        # Changes from before the watch are not notified: no wait this time.
+        elif self._descriptor >= 0 and self._can_watch:
+            try:
+                # Changes from before the watch are not notified: no wait this time.
+                self._changes = FileChanges(self._descriptor, self._path)
+            except OSError as e:
+                logger.info("%s: no change notification, polling instead: %s", self._path, e)
+                self._can_watch = False
 
     def cursor(self) -> dict[str, Any]:
         if not self._inode:
@@ -346,16 +384,7 @@ class LogFile:
         if self._changes is not None:
             self._changes.close()
             self._changes = None
-
-
-class _NoFileChanges:
-    """For a node without free inotify watches: only the collector's own polling interval remains."""
-
-    def wait(self, seconds: float) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
+        self._can_watch = True
 
 
 def _before(descriptor: int, offset: int, num: int) -> bytes:

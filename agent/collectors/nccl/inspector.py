@@ -47,11 +47,11 @@ class Sums:
     message_bytes: float = 0.0
     bus_bytes: float = 0.0
 
-    def add(self, o: InspectorOperation) -> None:
+    def add(self, operation: InspectorOperation) -> None:
         self.num += 1
-        self.seconds += o.seconds
-        self.message_bytes += o.size_bytes
-        self.bus_bytes += o.bus_bytes_per_second * o.seconds
+        self.seconds += operation.seconds
+        self.message_bytes += operation.size_bytes
+        self.bus_bytes += operation.bus_bytes_per_second * operation.seconds
 
 
 class NcclInspectorCollector:
@@ -191,12 +191,12 @@ class NcclInspectorCollector:
                     text = file.read(TEXTFILE_BYTES_MAX).decode("utf-8", "replace")
             except OSError:
                 continue  # removed since it was listed, or not readable
-            for g in gauges(text)[0]:
-                kind = g.kind if g.kind in kinds or len(kinds) < NUM_KINDS_MAX else "other"
+            for gauge in gauges(text):
+                kind = gauge.kind if gauge.kind in kinds or len(kinds) < NUM_KINDS_MAX else "other"
                 kinds.add(kind)
-                key = (rows.TIME_GPU if g.is_time else rows.BUSY_GPU, g.gpu, kind)
-                known = worst.get(key, g.value)
+                key = (rows.TIME_GPU if gauge.is_time else rows.BUSY_GPU, gauge.gpu, kind)
+                known = worst.get(key, gauge.value)
                 if key in worst or len(worst) < 2 * NUM_GPUS_MAX * NUM_KINDS_MAX:
-                    worst[key] = max(known, g.value) if g.is_time else min(known, g.value)
+                    worst[key] = max(known, gauge.value) if gauge.is_time else min(known, gauge.value)
         for (metric, gpu, kind), value in worst.items():
             yield MetricValue(metric, (self._node, gpu, kind), value)

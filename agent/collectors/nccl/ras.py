@@ -2,7 +2,7 @@
 
 One process per node of a job listens at NCCL_RAS_ADDR; its answer covers the whole job. No listener is the normal state
 of a node without a job: `ras_up` is 0, and that is neither a failed probe nor an event. A listener that misses its
-deadline or does not speak the RAS protocol is CollectorUnavailable. Each query makes all processes of the job answer:
+deadline or does not follow the RAS protocol is CollectorUnavailable. Each query makes all processes of the job answer:
 an agent of a large job queries less often the more hosts take part, so that the total rate stays that of a small job;
 while a communicator is under suspicion it queries at each poll.
 
@@ -19,15 +19,22 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from rolecall.agent.collectors.base import CollectorReading, CollectorUnavailable, Fact
 from rolecall.core.ids import NodeId
 from rolecall.core.metrics import nccl as rows
 from rolecall.core.metrics.metric import MetricValue
 from rolecall.core.telemetry import AgentEventKind
-from rolecall.formats.nccl.ras import Communicator, Condition, MalformedRasStatus, RasStatus, behind, ranks_text
-from rolecall.formats.nccl.ras_answers import statuses
+from rolecall.formats.nccl.ras import (
+    Communicator,
+    Condition,
+    MalformedRasStatus,
+    RasStatus,
+    behind,
+    ranks_text,
+    statuses,
+)
 
 DEFAULT_ADDRESS = "localhost:28028"
 NO_LISTENER_ERRNOS = (errno.ECONNREFUSED, errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
@@ -226,7 +233,7 @@ class NcclRasCollector:
             self._query = None
 
     def read(self, at: float) -> CollectorReading:
-        """Raises CollectorUnavailable: the listener does not speak the RAS protocol, or not in time."""
+        """Raises CollectorUnavailable: the listener does not follow the RAS protocol, or not in time."""
         if at < self._next_at:
             return CollectorReading((*self._last, *self._own(up=True)))
         try:
@@ -284,69 +291,73 @@ class NcclRasCollector:
     # --- facts
 
     def _facts(self, status: RasStatus, at: float) -> Iterable[Fact]:
-        for c in status.communicators:
-            watched = self._watched.get(c.hash)
+        for communicator in status.communicators:
+            watched = self._watched.get(communicator.hash)
             if watched is None:
                 if len(self._watched) >= NUM_WATCHED_MAX:
                     continue
-                watched = self._watched[c.hash] = MonitoredCommunicator(progress=(), since=at, num_polls=0)
+                watched = self._watched[communicator.hash] = MonitoredCommunicator(progress=(), since=at, num_polls=0)
             watched.seen_at = at
-            yield from self._diverged(c, watched, at)
-            yield from self._missing(c, watched)
-            if c.failures and not watched.reported_failures:
+            yield from self._diverged(communicator, watched, at)
+            yield from self._missing(communicator, watched)
+            if communicator.failures and not watched.reported_failures:
                 watched.reported_failures = True
-                results = ", ".join(sorted({str(f.result) for f in c.failures}))
-                yield self._fact("error", c, f"{results}: {ranks_text(f.member for f in c.failures)}")
+                results = ", ".join(sorted({str(f.result) for f in communicator.failures}))
+                yield self._fact(
+                    "error", communicator, f"{results}: {ranks_text(f.member for f in communicator.failures)}"
+                )
         # Text answers omit communicators without a condition: these make progress again.
         for key in [k for k, w in self._watched.items() if w.seen_at != at]:
             gone = self._watched.pop(key)
             if gone.suspicious:
                 yield self._fact("advances", Communicator(hash=key), "its ranks have converged, or it no longer exists")
 
-    def _diverged(self, c: Communicator, watched: MonitoredCommunicator, at: float) -> Iterable[Fact]:
-        if not c.has_counts:
+    def _diverged(self, communicator: Communicator, watched: MonitoredCommunicator, at: float) -> Iterable[Fact]:
+        if not communicator.has_counts:
             return  # an answer without counts shows neither progress nor its absence
-        progress = c.standing()
-        watched.width, watched.launched = c.width, c.launched()
+        progress = communicator.standing()
+        watched.width, watched.launched = communicator.width, communicator.launched()
         if progress != watched.progress:
             watched.progress, watched.since, watched.num_polls = progress, at, 1
             if watched.suspicious:
                 watched.suspicious = False
-                yield self._fact("advances", c, "its ranks are launching collectives again")
+                yield self._fact("advances", communicator, "its ranks are launching collectives again")
             return
         watched.num_polls += 1
         stuck_seconds = at - watched.since
         confirmed = watched.num_polls >= NUM_POLLS_MIN and stuck_seconds >= self._confirm_seconds
-        if c.width and confirmed and not watched.suspicious:
+        if communicator.width and confirmed and not watched.suspicious:
             watched.suspicious = True
-            late = "; ".join(f"{name}: {ranks_text(m)}" for name, m in behind(c).items()) or "unknown"
+            late = "; ".join(f"{name}: {ranks_text(m)}" for name, m in behind(communicator).items()) or "unknown"
             because = (
-                f"no rank launched a collective for {stuck_seconds:.0f} s, and the ranks are {c.width} collective(s) "
-                f"apart; late: {late}"
+                f"no rank launched a collective for {stuck_seconds:.0f} s, and the ranks are "
+                f"{communicator.width} collective(s) apart; late: {late}"
             )
-            pids = {m.pid for members in behind(c).values() for m in members if m.pid is not None}
-            fact = self._fact("suspicious", c, because)
+            pids = {m.pid for members in behind(communicator).values() for m in members if m.pid is not None}
+            fact = self._fact("suspicious", communicator, because)
             listed = " ".join(map(str, sorted(pids)[:NUM_PIDS_REPORTED]))
-            yield replace(fact, detail={**fact.detail, "pids": listed})
+            yield fact._replace(detail={**fact.detail, "pids": listed})
 
-    def _missing(self, c: Communicator, watched: MonitoredCommunicator) -> Iterable[Fact]:
-        dead = frozenset(m.member.rank for m in c.missing if m.dead)
+    def _missing(self, communicator: Communicator, watched: MonitoredCommunicator) -> Iterable[Fact]:
+        dead = frozenset(m.member.rank for m in communicator.missing if m.dead)
         if dead - watched.reported_dead:
-            fresh = [m.member for m in c.missing if m.member.rank in dead - watched.reported_dead]
+            fresh = [m.member for m in communicator.missing if m.member.rank in dead - watched.reported_dead]
             watched.reported_dead |= dead
-            yield self._fact("dead", c, f"RAS considers dead: {ranks_text(fresh)}")
-        watched.missing_polls = watched.missing_polls + 1 if c.num_missing else 0
-        if not c.num_missing:
+            yield self._fact("dead", communicator, f"RAS considers dead: {ranks_text(fresh)}")
+        watched.missing_polls = watched.missing_polls + 1 if communicator.num_missing else 0
+        if not communicator.num_missing:
             watched.reported_missing = 0
         # Two polls: ranks are briefly missing while a communicator is created or torn down.
-        elif watched.missing_polls >= 2 and c.num_missing > max(watched.reported_missing, len(watched.reported_dead)):
-            watched.reported_missing = c.num_missing
-            named = [m.member for m in c.missing if m.unresponsive or m.dead]
+        elif watched.missing_polls >= 2 and communicator.num_missing > max(
+            watched.reported_missing, len(watched.reported_dead)
+        ):
+            watched.reported_missing = communicator.num_missing
+            named = [m.member for m in communicator.missing if m.unresponsive or m.dead]
             who = f": {ranks_text(named)}" if named else ""
-            yield self._fact("missing", c, f"{c.num_missing} rank(s) do not answer RAS{who}")
+            yield self._fact("missing", communicator, f"{communicator.num_missing} rank(s) do not answer RAS{who}")
 
-    def _fact(self, what: str, c: Communicator, because: str) -> Fact:
-        detail = {"what": what, "communicator": c.hash, "because": because[:500]}
+    def _fact(self, what: str, communicator: Communicator, because: str) -> Fact:
+        detail = {"what": what, "communicator": communicator.hash, "because": because[:500]}
         return Fact(kind=AgentEventKind.NCCL, detail=detail)
 
     # --- values
@@ -359,20 +370,20 @@ class NcclRasCollector:
             del self._labelled[key]
         # Conditions first, then size; a labelled communicator keeps its label, so that series are stable.
         ranked = sorted(by_hash.values(), key=lambda c: (-bool(c.conditions - {Condition.MISMATCH}), -c.size, c.hash))
-        for c in ranked:
+        for communicator in ranked:
             if len(self._labelled) >= NUM_LABELLED_MAX:
                 break
-            self._labelled.setdefault(c.hash)
+            self._labelled.setdefault(communicator.hash)
         for key in self._labelled:
             yield from self._of(by_hash[key])
 
-    def _of(self, c: Communicator) -> Iterable[MetricValue]:
-        here = (self._node, c.hash)
-        if c.size:
-            yield MetricValue(rows.RANKS, here, float(c.size))
-        yield MetricValue(rows.MISSING, here, float(c.num_missing))
-        yield MetricValue(rows.DEAD, here, float(sum(m.dead for m in c.missing)))
-        watched = self._watched.get(c.hash)
+    def _of(self, communicator: Communicator) -> Iterable[MetricValue]:
+        here = (self._node, communicator.hash)
+        if communicator.size:
+            yield MetricValue(rows.RANKS, here, float(communicator.size))
+        yield MetricValue(rows.MISSING, here, float(communicator.num_missing))
+        yield MetricValue(rows.DEAD, here, float(sum(m.dead for m in communicator.missing)))
+        watched = self._watched.get(communicator.hash)
         if watched is None:
             return
         yield MetricValue(rows.SUSPICIOUS, here, float(watched.suspicious))

@@ -4,20 +4,22 @@ Covers physical interfaces (with a `device` link) and configured ones: a node wi
 interfaces. Counters continue across a driver reload.
 """
 
+import ctypes
+import fcntl
 import os
 import re
-from collections.abc import Container, Iterable
+import socket
+import struct
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from rolecall.agent.collectors.base import CollectorReading, CollectorUnavailable, Fact
 from rolecall.agent.collectors.counters import MonotonicCounters, OpenFileCache, natural, read_whole
-from rolecall.agent.collectors.network.ethtool import EthtoolStatistics
 from rolecall.agent.collectors.network.links import LinkTransition, LinkWatch
 from rolecall.core.ids import NodeId
 from rolecall.core.metrics.metric import Metric, MetricValue
 from rolecall.core.metrics.network import NETWORK_METRICS
-from rolecall.core.telemetry import AgentEventKind
 
 NUM_INTERFACES_MAX = 64
 DRIVER_EVERY_SECONDS = 5.0
@@ -35,14 +37,15 @@ def _nic(name: str) -> Metric:
 
 
 _UP, _SPEED, _DOWNS = map(_nic, ("up", "speed_bytes_per_second", "downs_total"))
-_CARRIER_CHANGES, _ERRORS = _nic("carrier_changes_total"), _nic("errors_total")
+_ERRORS = _nic("errors_total")
 _PAUSES_RECEIVED, _PAUSES_SENT = _nic("pauses_received_total"), _nic("pauses_sent_total")
 _PAUSED = _nic("paused_seconds_total")
-_STATISTICS = (
-    ("rx_bytes", _nic("received_bytes_total")),
-    ("tx_bytes", _nic("sent_bytes_total")),
-    ("rx_packets", _nic("received_packets_total")),
-    ("tx_packets", _nic("sent_packets_total")),
+_COUNTERS = (
+    ("carrier_changes", _nic("carrier_changes_total")),
+    ("statistics/rx_bytes", _nic("received_bytes_total")),
+    ("statistics/tx_bytes", _nic("sent_bytes_total")),
+    ("statistics/rx_packets", _nic("received_packets_total")),
+    ("statistics/tx_packets", _nic("sent_packets_total")),
 )
 _ERROR_STATISTICS = (
     *("rx_errors", "tx_errors", "rx_dropped", "tx_dropped", "rx_crc_errors", "rx_missed_errors"),
@@ -93,6 +96,85 @@ def parse_tables(text: str, wanted: Container[str]) -> dict[tuple[str, str], int
     return found
 
 
+# --- driver statistics by ioctl, as in `ethtool -S`. Layouts: include/uapi/linux/ethtool.h
+
+SIOCETHTOOL = 0x8946
+ETHTOOL_GSTRINGS = 0x1B
+ETHTOOL_GSTATS = 0x1D
+ETHTOOL_GSSET_INFO = 0x37
+ETH_SS_STATS = 1
+STRING_BYTES = 32
+NUM_STATISTICS_MAX = 16_384
+"""mlx5 with 128 queues has about 4,000."""
+SLACK = 4096
+"""Spare entries: the kernel writes all current statistics regardless of the requested number, and queues may have been
+added since that number was read."""
+
+Ioctl = Callable[[str, bytearray], None]
+"""Queries an interface's driver; the response overwrites the request. Raises OSError."""
+
+
+def kernel_ioctl(interface: str, request: bytearray) -> None:
+    buffer = (ctypes.c_char * len(request)).from_buffer(request)
+    ifreq = struct.pack("16sP16x", interface.encode()[:15], ctypes.addressof(buffer))
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as control:
+        fcntl.ioctl(control.fileno(), SIOCETHTOOL, ifreq)
+
+
+class EthtoolStatistics:
+    """`read(interface)`: statistics by name, the only source of priority flow control counters; empty where the driver
+    has none, or where access is refused. Reading needs no privileges (net/ethtool/ioctl.c), but a container sandbox or
+    a virtual NIC may refuse."""
+
+    def __init__(self, ioctl: Ioctl = kernel_ioctl) -> None:
+        self._ioctl = ioctl
+        self._names: dict[str, tuple[str, ...]] = {}
+
+    def read(self, interface: str, wanted: Callable[[str], bool]) -> dict[str, int]:
+        """Only statistics whose name is `wanted`."""
+        try:
+            number = self._number(interface)
+            if not 0 < number <= NUM_STATISTICS_MAX:
+                return {}
+            names = self._names.get(interface, ())
+            if len(names) != number:
+                names = self._names[interface] = self._read_names(interface, number)
+            if len(names) != number:
+                return {}
+            request = bytearray(8 + 8 * (number + SLACK))
+            struct.pack_into("=II", request, 0, ETHTOOL_GSTATS, number)
+            self._ioctl(interface, request)
+        except (OSError, struct.error):
+            return {}
+        answered = struct.unpack_from("=I", request, 4)[0]
+        if answered != number:  # the queues changed just now: names and numbers do not match
+            self._names.pop(interface, None)
+            return {}
+        values = struct.unpack_from(f"={number}Q", request, 8)
+        return {name: value for name, value in zip(names, values, strict=True) if wanted(name)}
+
+    def forget(self, interface: str) -> None:
+        self._names.pop(interface, None)
+
+    def _number(self, interface: str) -> int:
+        request = bytearray(struct.pack("=IIQI", ETHTOOL_GSSET_INFO, 0, 1 << ETH_SS_STATS, 0))
+        self._ioctl(interface, request)
+        _, _, mask, number = struct.unpack("=IIQI", request)
+        return int(number) if mask else 0
+
+    def _read_names(self, interface: str, number: int) -> tuple[str, ...]:
+        request = bytearray(12 + STRING_BYTES * (number + SLACK))
+        struct.pack_into("=III", request, 0, ETHTOOL_GSTRINGS, ETH_SS_STATS, number)
+        self._ioctl(interface, request)
+        if struct.unpack_from("=I", request, 8)[0] != number:
+            return ()
+        parts = (request[12 + STRING_BYTES * n : 12 + STRING_BYTES * (n + 1)] for n in range(number))
+        return tuple(bytes(p).partition(b"\0")[0].decode("ascii", "replace").strip() for p in parts)
+
+
+# --- the collector
+
+
 @dataclass(slots=True)
 class _Interface:
     name: str
@@ -141,7 +223,7 @@ class NetworkCollector:
             return CollectorReading(tuple(values))
         for name, interface in self._known.items():
             changes = self._poll(interface, at, values) if name in here else self._missing(interface, at, values)
-            facts += [self._fact(name, change) for change in changes]
+            facts += [change.fact(interface=name) for change in changes]
         return CollectorReading(tuple(values), tuple(facts))
 
     def close(self) -> None:
@@ -189,7 +271,6 @@ class NetworkCollector:
             return self._missing(interface, at, values)
         # Some drivers report `unknown` as operational state; `carrier` is unreadable on an interface that is shut down.
         up = state in ("up", "unknown") and self._files.text(f"{folder}/carrier") == "1"
-        carrier_changes = self._files.number(f"{folder}/carrier_changes")
         num_downs = self._files.number(f"{folder}/carrier_down_count")
         changes = interface.watch.poll(at, up, num_downs, reloaded=interface.reloaded)
         interface.reloaded = False
@@ -198,9 +279,10 @@ class NetworkCollector:
         speed = self._files.number(f"{folder}/speed") if up else None
         if speed and speed != SPEED_UNKNOWN:
             values.append(MetricValue(_SPEED, labels, speed * MEGABIT_BYTES))
-        self._add(values, _CARRIER_CHANGES, labels, interface, "carrier_changes", carrier_changes)
-        for name, metric in _STATISTICS:
-            self._add(values, metric, labels, interface, name, self._files.number(f"{folder}/statistics/{name}"))
+        for file, metric in _COUNTERS:
+            total = self._totals.add((interface.name, file), self._files.number(f"{folder}/{file}"))
+            if total is not None:
+                values.append(MetricValue(metric, labels, float(total)))
         for name in _ERROR_STATISTICS:
             total = self._totals.add((interface.name, name), self._files.number(f"{folder}/statistics/{name}"))
             if total:
@@ -210,19 +292,6 @@ class NetworkCollector:
             interface.driver_due_at = at + self._driver_every_seconds
         values += interface.driver
         return changes
-
-    def _add(
-        self,
-        values: list[MetricValue],
-        metric: Metric,
-        labels: tuple[str, ...],
-        interface: _Interface,
-        name: str,
-        reading: int | None,
-    ) -> None:
-        total = self._totals.add((interface.name, name), reading)
-        if total is not None:
-            values.append(MetricValue(metric, labels, float(total)))
 
     def _missing(self, interface: _Interface, at: float, values: list[MetricValue]) -> list[LinkTransition]:
         labels = (self._node, interface.name)
@@ -267,7 +336,3 @@ class NetworkCollector:
             for table, name, metric in _TCP
             if (table, name) in found
         ]
-
-    def _fact(self, name: str, change: LinkTransition) -> Fact:
-        detail = {"interface": name, "what": change.what, "flaps": str(change.num_flaps)}
-        return Fact(kind=AgentEventKind.LINK_UP if change.up else AgentEventKind.LINK_DOWN, detail=detail)

@@ -9,12 +9,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rolecall.agent.collectors.base import CollectorReading, Fact
-from rolecall.agent.collectors.counters import MonotonicCounters, OpenFileCache, entries, natural
+from rolecall.agent.collectors.counters import MonotonicCounters, OpenFileCache, natural
 from rolecall.agent.collectors.network.links import LinkTransition, LinkWatch
 from rolecall.core.ids import NodeId
 from rolecall.core.metrics.metric import Metric, MetricValue
 from rolecall.core.metrics.network import NETWORK_METRICS
-from rolecall.core.telemetry import AgentEventKind
 from rolecall.formats.infiniband import (
     DATA_WORD_BYTES,
     FAULT_COUNTERS,
@@ -124,7 +123,7 @@ class InfinibandCollector:
             known = self._devices.get(nic)
             if known is None or known[0] != instance:
                 self._forget_device(nic)
-                known = self._devices[nic] = instance, tuple(entries(f"{self._root}/{nic}/ports"))
+                known = self._devices[nic] = instance, tuple(sorted(_listed(f"{self._root}/{nic}/ports"), key=natural))
             here.update((nic, number) for number in known[1] if self._is_taken(nic, number, instance))
         return here
 
@@ -216,11 +215,9 @@ class InfinibandCollector:
         return tuple(values)
 
     def _fact(self, port: _Port, change: LinkTransition) -> Fact:
-        detail = {"nic": port.nic, "port": port.number, "what": change.what, "flaps": str(change.num_flaps)}
         interface = self._files.text(f"{port.folder}/gid_attrs/ndevs/0")  # RoCE: the interface shares this link
-        if interface and _INTERFACE_NAME.match(interface):
-            detail["interface"] = interface
-        return Fact(kind=AgentEventKind.LINK_UP if change.up else AgentEventKind.LINK_DOWN, detail=detail)
+        named = {"interface": interface} if interface and _INTERFACE_NAME.match(interface) else {}
+        return change.fact(nic=port.nic, port=port.number, **named)
 
 
 def _listed(folder: str) -> list[str]:

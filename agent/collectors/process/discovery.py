@@ -54,52 +54,42 @@ _HELPER = re.compile(
 )
 """Helpers that may outlive a training process, launchers, and rolecall itself: never a rank."""
 
-# Actor class names as of these projects' sources in 2026; they may change. Titles are `ray::<class>.<method>`, or
-# `ray::<repr>.<method>` for an actor with its own __repr__.
-_RAY: Final = r"^ray::"
 _MASTER: Final = "{MASTER_ADDR}:{MASTER_PORT}"
+
+
+def _ray(name: str, role: str, classes: str, **more: Any) -> Mapping[str, Any]:
+    """A rule for actors of Ray: their title is `ray::<class>.<method>`, or `ray::<repr>.<method>` for an actor with its
+    own __repr__. Class names as of these projects' sources in 2026; they may change."""
+    return {"name": name, "title": f"^ray::{classes}", "role": role, **more}
+
+
 DEFAULTS: Final[tuple[Mapping[str, Any], ...]] = (
     # --- verl: worker groups pass RANK and the master address to their actors through the runtime environment
-    {
-        "name": "verl-trainer",
-        "title": _RAY + r"(WorkerDict|FusedWorker|(Async)?ActorRolloutRefWorker)\b",
-        "role": "trainer",
-        "replica": 0,
-        "rank": "{RANK}",
-        "job": _MASTER,
-    },
-    {
-        "name": "verl-critic",
-        "title": _RAY + r"CriticWorker\b",
-        "role": "critic",
-        "replica": 0,
-        "rank": "{RANK}",
-        "job": _MASTER,
-    },
-    {
-        "name": "verl-reward",
-        "title": _RAY + r"(RewardModelWorker|RewardLoopWorker|RewardManagerWorker)\b",
-        "role": "reward",
-    },
-    {
-        "name": "verl-rollout",
-        "title": _RAY + r"((vLLM|SGLang|TRTLLM)HttpServer\w*|AsyncvLLMServer|vLLMAsyncRollout)\b",
-        "role": "rollout",
-    },
-    {"name": "verl-agent-loop", "title": _RAY + r"AgentLoopWorker\w*\b", "role": "agent"},
-    {"name": "verl-controller", "title": _RAY + r"(\w*TaskRunner|main_task)\b", "role": "controller"},
+    _ray(
+        "verl-trainer",
+        "trainer",
+        r"(WorkerDict|FusedWorker|(Async)?ActorRolloutRefWorker)\b",
+        replica=0,
+        rank="{RANK}",
+        job=_MASTER,
+    ),
+    _ray("verl-critic", "critic", r"CriticWorker\b", replica=0, rank="{RANK}", job=_MASTER),
+    _ray("verl-reward", "reward", r"(RewardModelWorker|RewardLoopWorker|RewardManagerWorker)\b"),
+    _ray("verl-rollout", "rollout", r"((vLLM|SGLang|TRTLLM)HttpServer\w*|AsyncvLLMServer|vLLMAsyncRollout)\b"),
+    _ray("verl-agent-loop", "agent", r"AgentLoopWorker\w*\b"),
+    _ray("verl-controller", "controller", r"(\w*TaskRunner|main_task)\b"),
     # --- slime: RANK is set inside the actor and not visible from outside
-    {"name": "slime-trainer", "title": _RAY + r"(Megatron|FSDP)TrainRayActor\b", "role": "trainer"},
-    {"name": "slime-rollout", "title": _RAY + r"SGLangEngine\b", "role": "rollout"},
-    {"name": "slime-manager", "title": _RAY + r"Rollout(Manager|Controller)\b", "role": "controller"},
+    _ray("slime-trainer", "trainer", r"(Megatron|FSDP)TrainRayActor\b"),
+    _ray("slime-rollout", "rollout", r"SGLangEngine\b"),
+    _ray("slime-manager", "controller", r"Rollout(Manager|Controller)\b"),
     # --- OpenRLHF: RANK is set inside the actor
-    {"name": "openrlhf-trainer", "title": _RAY + r"PolicyModelActor\b", "role": "trainer"},
-    {"name": "openrlhf-critic", "title": _RAY + r"CriticModelActor\b", "role": "critic"},
-    {"name": "openrlhf-reference", "title": _RAY + r"ReferenceModelActor\b", "role": "reference"},
-    {"name": "openrlhf-reward", "title": _RAY + r"RewardModelActor\b", "role": "reward"},
-    {"name": "openrlhf-rollout", "title": _RAY + r"LLMRayActor\w*\b", "role": "rollout"},
+    _ray("openrlhf-trainer", "trainer", r"PolicyModelActor\b"),
+    _ray("openrlhf-critic", "critic", r"CriticModelActor\b"),
+    _ray("openrlhf-reference", "reference", r"ReferenceModelActor\b"),
+    _ray("openrlhf-reward", "reward", r"RewardModelActor\b"),
+    _ray("openrlhf-rollout", "rollout", r"LLMRayActor\w*\b"),
     # --- plain Ray Train
-    {"name": "ray-train", "title": _RAY + r"_?RayTrainWorker\w*", "role": "trainer"},
+    _ray("ray-train", "trainer", r"_?RayTrainWorker\w*"),
     # --- torchrun, Kubeflow's PyTorchJob and other launchers that set torch's variables before the start
     {
         "name": "torchrun",
@@ -224,13 +214,10 @@ class Discovery:
         return frozenset(name for rule in self.rules for name in rule.names())
 
 
-def default_discovery() -> Discovery:
-    """The rules for verl, slime, OpenRLHF, torchrun, Ray Train and Slurm."""
-    return parse_discovery({})
-
-
 def parse_discovery(value: Any, path: str = "jobs.rules") -> Discovery:
-    """Parses the configuration. Keys: `rules`, `defaults` (false: omit them), `node_index`, `by_job`, `labels_file`.
+    """Parses the configuration; {}: the built-in rules.
+
+    Keys: `rules`, `defaults` (false: omit them), `node_index`, `by_job`, `labels_file`.
 
     Raises:
         ConfigError: all problems, each `path: reason`.

@@ -41,6 +41,10 @@ class ExitStatus:
             return cls(signal=os.WTERMSIG(status))
         return cls(code=os.WEXITSTATUS(status))
 
+    def detail(self) -> dict[str, str]:
+        """As in an agent event."""
+        return {k: str(v) for k, v in (("signal", self.signal), ("code", self.code)) if v is not None}
+
 
 _CRASH_SIGNALS = frozenset({signal.SIGILL, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGSEGV})
 

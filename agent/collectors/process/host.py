@@ -34,12 +34,15 @@ def parse_cpu(stat: str, ticks_per_second: int) -> tuple[int, float]:
     return count, busy
 
 
-def parse_stall_seconds(text: str) -> float:
-    """Cumulative `some` stall from a file of `/proc/pressure` (`some avg10=.. total=<microseconds>`)."""
+def parse_stalls(text: str) -> dict[str, float]:
+    """Seconds by `some` and `full`, from a `/proc/pressure` file. Other lines are skipped."""
+    found = dict[str, float]()
     for line in text.splitlines():
-        if line.startswith("some "):
-            return int(line.rsplit("total=", 1)[1]) * 1e-6
-    return 0.0
+        kind, _, rest = line.partition(" ")
+        total = rest.rpartition("total=")[2]
+        if kind in ("some", "full") and total.isascii() and total.isdecimal():
+            found[kind] = int(total) / 1e6
+    return found
 
 
 def parse_keyed(text: str, *keys: str) -> list[int]:
@@ -93,8 +96,8 @@ class HostProbe:
 
     def _stall(self, name: str) -> float:
         try:
-            return parse_stall_seconds(read_whole(f"{self._proc}/{name}"))
-        except (OSError, ValueError, IndexError):
+            return parse_stalls(read_whole(f"{self._proc}/{name}")).get("some", 0.0)
+        except OSError:
             return 0.0  # no PSI in this kernel
 
     def _keyed(self, name: str, failures: list[str], *keys: str) -> list[int]:

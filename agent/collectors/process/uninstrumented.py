@@ -7,18 +7,17 @@ Ray workers as long as they are idle."""
 
 import logging
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
 from rolecall.agent.collectors.base import CollectorReading, CollectorUnavailable, LoggedOnce
+from rolecall.agent.collectors.counters import read_at_most, variables
 from rolecall.agent.collectors.process.discovery import (
     SLOTS_PER_NODE,
     Discovery,
     Match,
     ProcessFacts,
-    default_discovery,
     job_number,
     node_index,
     parse_labels,
@@ -27,7 +26,7 @@ from rolecall.agent.identity import ClaimRejected, Registration
 from rolecall.core.errors import InvalidId
 from rolecall.core.ids import NodeId, ProcessId, replica_id
 from rolecall.core.rundir import RUN_ENV
-from rolecall.core.uninstrumented import UNCOUNTED
+from rolecall.core.telemetry import UNCOUNTED
 
 logger = logging.getLogger(__name__)
 
@@ -88,14 +87,14 @@ class UninstrumentedJobCollector:
         self,
         registry: ProcessRegistrar,
         node: NodeId,
-        discovery: Discovery | None = None,
+        discovery: Discovery,
         *,
         interval_seconds: float = 2.0,
         proc: Path = Path("/proc"),
     ) -> None:
         self._registry, self._node, self._proc = registry, node, str(proc)
         self.interval_seconds = interval_seconds
-        self._discovery = discovery or default_discovery()
+        self._discovery = discovery
         index = self._discovery.node_index
         self._node_index = node_index(node) if index is None else index
         self._names = self._discovery.names | {RUN_ENV}
@@ -246,7 +245,7 @@ class UninstrumentedJobCollector:
 
     def _stat(self, pid: int) -> tuple[str, int, int] | None:
         """Name, parent and start time (proc(5), fields 2, 4 and 22); None: gone, or a zombie."""
-        raw = _read(f"{self._proc}/{pid}/stat", 4096)
+        raw = read_at_most(f"{self._proc}/{pid}/stat", 4096)
         opened, closed = raw.find(b"("), raw.rfind(b")")
         fields = raw[closed + 2 :].split()
         if opened < 0 or len(fields) < 20 or fields[0] in (b"Z", b"X"):
@@ -254,28 +253,21 @@ class UninstrumentedJobCollector:
         return raw[opened + 1 : closed].decode("utf-8", "replace"), int(fields[1]), int(fields[19])
 
     def _arguments(self, pid: int) -> tuple[str, ...]:
-        raw = _read(f"{self._proc}/{pid}/cmdline", COMMAND_BYTES_MAX).rstrip(b"\0")
+        raw = read_at_most(f"{self._proc}/{pid}/cmdline", COMMAND_BYTES_MAX).rstrip(b"\0")
         return tuple(part.decode("utf-8", "replace") for part in raw.split(b"\0")) if raw else ()
 
     def _environ(self, pid: int) -> dict[str, str] | None:
         """Variables that the rules use; None: unreadable, or overwritten by a title."""
-        raw = _read(f"{self._proc}/{pid}/environ", ENVIRON_BYTES_MAX)
+        raw = read_at_most(f"{self._proc}/{pid}/environ", ENVIRON_BYTES_MAX)
         if b"=" not in raw:
             return None
-        return dict(_wanted(raw, self._names))
+        return variables(raw, self._names)
 
     def _labels(self, pid: int) -> dict[str, str]:
         if not self._discovery.labels_file:
             return {}
         path = f"{self._proc}/{pid}/root/{self._discovery.labels_file.lstrip('/')}"
-        return parse_labels(_read(path, LABELS_BYTES_MAX).decode("utf-8", "replace"))
-
-
-def _wanted(raw: bytes, names: frozenset[str]) -> Iterator[tuple[str, str]]:
-    for part in raw.split(b"\0"):
-        name, equals, value = part.decode("utf-8", "replace").partition("=")
-        if equals and name in names:
-            yield name, value
+        return parse_labels(read_at_most(path, LABELS_BYTES_MAX).decode("utf-8", "replace"))
 
 
 def _refused(path: str) -> bool:
@@ -288,21 +280,3 @@ def _refused(path: str) -> bool:
     except OSError:
         return True
     return False
-
-
-def _read(path: str, bytes_max: int) -> bytes:
-    """At most `bytes_max` of a file; empty if it is missing or unreadable."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    except OSError:
-        return b""
-    try:
-        parts, left = [], bytes_max
-        while left > 0 and (part := os.read(descriptor, left)):
-            parts.append(part)
-            left -= len(part)
-        return b"".join(parts)
-    except OSError:
-        return b""
-    finally:
-        os.close(descriptor)

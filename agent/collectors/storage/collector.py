@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 from rolecall.agent.collectors.base import CollectorReading, CollectorUnavailable
 from rolecall.agent.collectors.counters import MonotonicCounters
+from rolecall.agent.collectors.process.host import parse_stalls
 from rolecall.core.ids import NodeId
 from rolecall.core.metrics.metric import Metric, MetricValue
 from rolecall.core.metrics.storage import STORAGE_METRICS
@@ -74,23 +75,9 @@ def parse_diskstats(text: str) -> dict[str, list[int]]:
     """The columns after the name, by device. Malformed lines are skipped."""
     found = dict[str, list[int]]()
     for line in text.splitlines():
-        _, _, *rest = line.split(maxsplit=3) if line.count(" ") > 2 else ("", "")
-        if len(rest) != 2:
-            continue
-        columns = rest[1].split()
+        _, _, device, *columns = line.split() if line.count(" ") > 2 else ("", "", "")
         if len(columns) >= _NUM_COLUMNS and all(c.isascii() and c.isdecimal() for c in columns):
-            found[rest[0]] = [int(c) for c in columns]
-    return found
-
-
-def parse_stalls(text: str) -> dict[str, float]:
-    """Seconds by `some` and `full`, from a `/proc/pressure` file. Other lines are skipped."""
-    found = dict[str, float]()
-    for line in text.splitlines():
-        kind, _, rest = line.partition(" ")
-        total = rest.rpartition("total=")[2]
-        if kind in ("some", "full") and total.isascii() and total.isdecimal():
-            found[kind] = int(total) / 1e6
+            found[device] = [int(c) for c in columns]
     return found
 
 

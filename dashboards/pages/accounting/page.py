@@ -3,32 +3,47 @@ precision."""
 
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from typing import Any
 
+import altair as alt
 import streamlit as st
 
 from rolecall.core.clock import SystemClock
 from rolecall.core.text import plain, seconds
 from rolecall.dashboards.data.nodes import age
 from rolecall.dashboards.data.reader import JournalSnapshot, Reader
-from rolecall.dashboards.pages.accounting.charts import ettr_chart, lost_chart
-from rolecall.dashboards.pages.accounting.lost_time import EttrBreakdown, LostTimeShare
-from rolecall.dashboards.pages.accounting.precision import FEW, Precision, precision_summary, reviewable
+from rolecall.dashboards.pages.accounting.statistics import (
+    FEW,
+    EttrBreakdown,
+    LostTimeShare,
+    Precision,
+    Slice,
+    precision_summary,
+    reviewable,
+)
 from rolecall.dashboards.pages.accounting.worker import AccountingSnapshot, AccountingWorker, IncidentStatistics
-from rolecall.dashboards.pages.operations.buttons import as_commands, form, show_result
-from rolecall.dashboards.pages.operations.commands import OperatorCommand, OperatorCommandKind
-from rolecall.dashboards.pages.shell import page, reader
-from rolecall.dashboards.pages.sign_in import Viewer, follow, sidebar
+from rolecall.dashboards.pages.operations.commands import (
+    OperatorCommand,
+    OperatorCommandKind,
+    as_commands,
+    form,
+    show_result,
+)
+from rolecall.dashboards.pages.shell import data_table, page
+from rolecall.dashboards.pages.sign_in import Viewer, follow
 from rolecall.dashboards.settings import Settings
-from rolecall.recovery.incidents.incident import Incident
+from rolecall.recovery.incidents import Incident
 
 AUDIT_NOW = "accounting.audit"
 INCIDENTS_SHOWN = 1000
 """Rows of the review table, newest first; review older ones with `rolecall mark`."""
 PROBLEMS_SHOWN = 50
+DAY_SECONDS = 86_400.0
+SHORT_SECONDS = 600.0
+"""Time labels of a shorter run include seconds."""
 
 
 def show() -> None:
-    sidebar(reader())
     page("Accounting", _draw, slow=_draw_statistics)
 
 
@@ -42,19 +57,19 @@ def worker(settings: Settings) -> AccountingWorker:
     return _worker(settings, settings.journal_url, str(settings.run.path) if settings.run else "")
 
 
-def _draw(r: Reader, snapshot: JournalSnapshot) -> None:
-    viewer, now = follow(r), r.now()
+def _draw(reader: Reader, snapshot: JournalSnapshot) -> None:
+    viewer, now = follow(reader), reader.now()
     show_result()
-    accounts = worker(r.settings).latest(audit_now=bool(st.session_state.pop(AUDIT_NOW, False)))
+    accounts = worker(reader.settings).latest(audit_now=bool(st.session_state.pop(AUDIT_NOW, False)))
     if accounts.error:
         st.warning("The accounts could not be computed.", icon=":material/report:")
         st.text(plain(accounts.error))
     _audit(accounts, now)
-    _marks(r, viewer, tuple(snapshot.projection.incidents.values()))
+    _reviews(reader, viewer, tuple(snapshot.projection.incidents.values()))
 
 
-def _draw_statistics(r: Reader, _snapshot: JournalSnapshot) -> None:
-    statistics = worker(r.settings).latest().statistics
+def _draw_statistics(reader: Reader, _snapshot: JournalSnapshot) -> None:
+    statistics = worker(reader.settings).latest().statistics
     if statistics is None:
         st.text("Computing statistics: the journal is long or its database slow.")
         return
@@ -111,58 +126,111 @@ def _ask_for_audit() -> None:
 
 def _effective(statistics: IncidentStatistics) -> None:
     st.subheader("Effective training time")
-    t = statistics.times
-    if t is None or not t.num_replicas:
+    times = statistics.times
+    if times is None or not times.num_replicas:
         st.text(
             "Not available: the journal has no epoch with a trainer and a rollout. rolecall does not account for the "
             "time of jobs that it only observes."
         )
         return
-    width = {3600.0: "hour", 60.0: "minute"}.get(t.slice_seconds, f"{t.slice_seconds / 60:.0f} minutes")
+    width = {3600.0: "hour", 60.0: "minute"}.get(times.slice_seconds, f"{times.slice_seconds / 60:.0f} minutes")
     with st.container(horizontal=True):
-        st.metric("ETTR", f"{t.ettr:.1%}" if t.ettr is not None else "–")
-        st.metric("training", seconds(t.training_seconds))
-        st.metric("lost", seconds(t.lost_seconds))
-    st.altair_chart(ettr_chart(t.slices), width="stretch")
+        st.metric("ETTR", f"{times.ettr:.1%}" if times.ettr is not None else "–")
+        st.metric("training", seconds(times.training_seconds))
+        st.metric("lost", seconds(times.lost_seconds))
+    st.altair_chart(_ettr_chart(times.slices), width="stretch")
     with st.expander(f"By {width}, as a table"):
-        _slices(t)
+        _slices(times)
     st.caption(
         f"Share of productive replicas, by {width}. A lost rollout counts as lost; while a step is interrupted, no "
         "trainer counts as productive; rollouts that keep generating do."
     )
-    if not t.lost_seconds:
+    if not times.lost_seconds:
         st.text("No time was lost to faults.")
         return
     roles, classes, tops = st.columns(3)
     with roles:
-        _lost("by role", t.by_role)
+        _lost("by role", times.by_role)
     with classes:
-        _lost("by fault class", t.by_class)
+        _lost("by fault class", times.by_class)
     with tops:
-        _lost("by incident (top ten)", t.by_incident)
+        _lost("by incident (top ten)", times.by_incident)
 
 
-def _slices(t: EttrBreakdown) -> None:
-    st.dataframe(
+def _slices(times: EttrBreakdown) -> None:
+    data_table(
         {
-            "from (UTC)": [_when(s.start) for s in t.slices],
-            "ETTR": [None if s.ettr is None else round(100 * s.ettr, 1) for s in t.slices],
-            "lost": [seconds(s.lost_seconds) for s in t.slices],
-            "steps": [s.num_steps for s in t.slices],
-            "incidents": [s.num_incidents for s in t.slices],
+            "from (UTC)": [_when(s.start) for s in times.slices],
+            "ETTR": [None if s.ettr is None else round(100 * s.ettr, 1) for s in times.slices],
+            "lost": [seconds(s.lost_seconds) for s in times.slices],
+            "steps": [s.num_steps for s in times.slices],
+            "incidents": [s.num_incidents for s in times.slices],
         },
-        hide_index=True,
-        width="stretch",
         column_config={"ETTR": st.column_config.NumberColumn(format="%.1f %%")},
     )
 
 
 def _lost(title: str, parts: Sequence[LostTimeShare]) -> None:
     st.markdown(f"**Lost time {title}**")
-    st.altair_chart(lost_chart(parts), width="stretch")
+    st.altair_chart(_lost_chart(parts), width="stretch")
     with st.container(gap="xxsmall"):
         for part in parts:
             st.text(plain(f"{part.name}: {seconds(part.seconds)} ({part.share:.0%})"))
+
+
+def _ettr_chart(slices: Sequence[Slice]) -> Any:
+    """ETTR of each time slice as a bar."""
+    rows = [
+        {
+            "start": datetime.fromtimestamp(time_slice.start, UTC).isoformat(),
+            "end": datetime.fromtimestamp(time_slice.end, UTC).isoformat(),
+            # As text, because the browser formats tooltip times in its own time zone.
+            "from (UTC)": _when(time_slice.start),
+            "ETTR": time_slice.ettr,
+            "steps": time_slice.num_steps,
+            "incidents": time_slice.num_incidents,
+            "lost seconds": round(time_slice.lost_seconds, 1),
+        }
+        for time_slice in slices
+        if time_slice.ettr is not None
+    ]
+    return (
+        alt.Chart(alt.Data(values=rows))
+        .mark_rect(stroke="white", strokeWidth=0.5)
+        .encode(
+            x=alt.X("start:T", title="time (UTC)", scale=alt.Scale(type="utc"), axis=_times(slices)),
+            x2="end:T",
+            y=alt.Y("ETTR:Q", axis=alt.Axis(format="%"), scale=alt.Scale(domain=[0, 1])),
+            y2=alt.datum(0),
+            tooltip=[
+                "from (UTC):N",
+                alt.Tooltip("ETTR:Q", format=".1%"),
+                "steps:Q",
+                "incidents:Q",
+                "lost seconds:Q",
+            ],
+        )
+        .properties(height=220)
+    )
+
+
+def _times(slices: Sequence[Slice]) -> Any:
+    """24-hour labels; Vega's default is 12-hour."""
+    span = slices[-1].end - slices[0].start if slices else 0.0
+    form = "%m-%d %H:%M" if span > DAY_SECONDS else "%H:%M" if span > SHORT_SECONDS else "%H:%M:%S"
+    return alt.Axis(format=form, tickCount=6, labelOverlap=True, labelFlush=True)
+
+
+def _lost_chart(lost: Sequence[LostTimeShare]) -> Any:
+    """Lost seconds as a bar per name, longest first."""
+    rows = [{"name": plain(part.name, 60), "seconds": round(part.seconds, 1)} for part in lost]
+    base = alt.Chart(alt.Data(values=rows)).encode(
+        # Every bar keeps its label, even if labels overlap.
+        y=alt.Y("name:N", title=None, sort=None, axis=alt.Axis(labelOverlap=False, labelLimit=140, minExtent=60)),
+        x=alt.X("seconds:Q", title="seconds of the whole run"),
+        tooltip=["name:N", "seconds:Q"],
+    )
+    return base.mark_bar().properties(height=80 + 26 * len(rows))
 
 
 # --- speed --------------------------------------------------------------------------------------------------------
@@ -183,7 +251,7 @@ def _speed(statistics: IncidentStatistics) -> None:
         st.text("No fault was detected yet.")
     else:
         rows = statistics.detection
-        st.dataframe(
+        data_table(
             {
                 "detected by": [str(d.evidence) for d in rows],
                 "goal": [f"< {d.goal_seconds:g} s" if d.goal_seconds else "–" for d in rows],
@@ -193,8 +261,6 @@ def _speed(statistics: IncidentStatistics) -> None:
                 "worst": [seconds(d.worst_seconds) for d in rows],
                 "within the goal": [_within(d.share) for d in rows],
             },
-            hide_index=True,
-            width="stretch",
         )
         st.caption(
             "The goals apply to metrics read directly from agents; with Prometheus the scrape interval is added."
@@ -203,7 +269,7 @@ def _speed(statistics: IncidentStatistics) -> None:
     if not statistics.recovery:
         st.text("No action has started yet.")
         return
-    st.dataframe(
+    data_table(
         {
             "class": [c.fault_class for c in statistics.recovery],
             "incidents": [c.num for c in statistics.recovery],
@@ -214,8 +280,6 @@ def _speed(statistics: IncidentStatistics) -> None:
             "serving after, median": [seconds(c.serving_median) for c in statistics.recovery],
             "serving after, worst": [seconds(c.serving_worst) for c in statistics.recovery],
         },
-        hide_index=True,
-        width="stretch",
     )
     st.caption(
         "Measured from detection. Resolved: the replacement serves and was later verified to make progress; the time "
@@ -229,16 +293,16 @@ def _within(share: float | None) -> str:
     return f"{'✓' if share == 1 else '✗'} {share:.0%}"
 
 
-# --- marks --------------------------------------------------------------------------------------------------------
+# --- reviews ------------------------------------------------------------------------------------------------------
 
 
-def _marks(r: Reader, viewer: Viewer, incidents: Sequence[Incident]) -> None:
+def _reviews(reader: Reader, viewer: Viewer, incidents: Sequence[Incident]) -> None:
     st.subheader("Diagnosis precision")
     found = precision_summary(incidents)
     st.text(found.of_all.sentence)
-    unmarked, known = found.of_all.num_unmarked, found.of_all.num_marked + found.of_all.num_unmarked
-    st.text(f"{unmarked:,} of {known:,} are not reviewed yet.")
-    if found.of_all.num_marked:
+    waiting, known = found.of_all.num_not_reviewed, found.of_all.num_reviewed + found.of_all.num_not_reviewed
+    st.text(f"{waiting:,} of {known:,} are not reviewed yet.")
+    if found.of_all.num_reviewed:
         for title, rows in (("by fault class", found.by_class), ("by detector", found.by_detector)):
             st.markdown(f"**Precision {title}**")
             _precision(rows)
@@ -247,49 +311,45 @@ def _marks(r: Reader, viewer: Viewer, incidents: Sequence[Incident]) -> None:
     if not listed:
         st.text("No diagnoses yet.")
         return
-    st.dataframe(
+    data_table(
         {
             "review": [_review(i) for i in listed],
             "incident": [plain(i.incident_id) for i in listed],
             "class": [str(i.diagnosis.fault_class) for i in listed],
             "outcome": [str(i.outcome or i.state) for i in listed],
-            "by": [plain(i.mark.by) if i.mark else "" for i in listed],
+            "by": [plain(i.review.by) if i.review else "" for i in listed],
             "diagnosis": [plain(i.diagnosis.because) for i in listed],
-            "reason": [plain(i.mark.because) if i.mark else "" for i in listed],
+            "reason": [plain(i.review.because) if i.review else "" for i in listed],
         },
-        hide_index=True,
-        width="stretch",
         height=min(320, 38 + 35 * len(listed)),
     )
-    chosen = st.selectbox("Review", [plain(i.incident_id) for i in listed], key="accounting.mark")
+    chosen = st.selectbox("Review", [plain(i.incident_id) for i in listed], key="accounting.review")
     incident = next((i for i in listed if plain(i.incident_id) == chosen), None)
     if incident is not None:
         st.text(plain(incident.diagnosis.because))
-        right = OperatorCommand(what=OperatorCommandKind.MARK_RIGHT, on=incident.incident_id)
-        wrong = OperatorCommand(what=OperatorCommandKind.MARK_WRONG, on=incident.incident_id)
-        form(r, viewer, f"mark:{incident.incident_id}", {"✓ Right": right, "✗ Wrong": wrong})
-        as_commands(r, viewer, right, wrong)
+        right = OperatorCommand(what=OperatorCommandKind.REVIEW_RIGHT, on=incident.incident_id)
+        wrong = OperatorCommand(what=OperatorCommandKind.REVIEW_WRONG, on=incident.incident_id)
+        form(reader, viewer, f"review:{incident.incident_id}", {"✓ Right": right, "✗ Wrong": wrong})
+        as_commands(reader, viewer, right, wrong)
 
 
-def _review(i: Incident) -> str:
-    if i.mark is None:
+def _review(incident: Incident) -> str:
+    if incident.review is None:
         return "–"
-    return "✓ right" if i.mark.right else "✗ wrong"
+    return "✓ right" if incident.review.right else "✗ wrong"
 
 
 def _precision(rows: Sequence[Precision]) -> None:
-    st.dataframe(
+    data_table(
         {
             "name": [plain(p.name) for p in rows],
             "right": [p.num_right for p in rows],
-            "reviewed": [p.num_marked for p in rows],
-            "not reviewed": [p.num_unmarked for p in rows],
+            "reviewed": [p.num_reviewed for p in rows],
+            "not reviewed": [p.num_not_reviewed for p in rows],
             "precision": [f"{p.ratio:.0%}" if p.ratio is not None else "–" for p in rows],
             "95 % interval": [f"{p.low:.0%} to {p.high:.0%}" if p.low is not None else "–" for p in rows],
-            "": ["few" if p.num_marked < FEW else "" for p in rows],
+            "": ["few" if p.num_reviewed < FEW else "" for p in rows],
         },
-        hide_index=True,
-        width="stretch",
     )
 
 

@@ -15,20 +15,27 @@ from rolecall.core.journal.database import redacted
 from rolecall.core.journal.events import Event, EventKind
 from rolecall.core.journal.journal import Journal
 from rolecall.core.journal.payloads import ChainHead, WeightsAdmitted
+from rolecall.dashboards.data.reader import injected_faults
 from rolecall.dashboards.pages.accounting.audit import APART_EVENTS, audited
-from rolecall.dashboards.pages.accounting.latency import DetectionTimes, RecoveryTimes, detection, recovery
-from rolecall.dashboards.pages.accounting.lost_time import EttrBreakdown, times
+from rolecall.dashboards.pages.accounting.statistics import (
+    DetectionTimes,
+    EttrBreakdown,
+    RecoveryTimes,
+    detection,
+    recovery,
+    times,
+)
 from rolecall.dashboards.settings import Settings
+from rolecall.recovery.incidents import INCIDENT_KINDS
 from rolecall.recovery.operators.run_location import run_id_of
 from rolecall.views.audit import RunAudit
-from rolecall.views.ettr import steps, training_began
-from rolecall.views.ettr_accumulator import RETAINED
+from rolecall.views.ettr import RETAINED, steps, training_began
 from rolecall.views.incidents import summarize_incidents
-from rolecall.views.injections import InjectedFault, parse_injections
+from rolecall.views.journal_reader import JournalReader
 from rolecall.views.lifetimes import incarnation_records
 
 _K = EventKind
-KINDS = (*RETAINED, _K.RUN_STARTED, _K.RUN_ENDED)
+KINDS = (*RETAINED, *INCIDENT_KINDS, _K.RUN_STARTED, _K.RUN_ENDED)
 PAGE_EVENTS = 2_000
 """Events read per query, so that pages can be drawn in between."""
 IDLE_FACTOR = 20.0
@@ -41,7 +48,7 @@ FIRST_SECONDS = 0.5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IncidentStatistics:
-    """Statistics over incidents. `has_steps` is False for an observed job, because its journal has no steps."""
+    """Statistics over incidents."""
 
     times: EttrBreakdown | None
     detection: tuple[DetectionTimes, ...]
@@ -49,16 +56,14 @@ class IncidentStatistics:
     num_missed: int
     num_false_alarms: int
     num_injected: int
-    has_steps: bool
     note: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AccountingSnapshot:
-    """`*_at`: wall seconds of each computation; None: not yet. `error`: why the latest attempt failed."""
+    """`audited_at`: wall seconds; None: not yet. `error`: why the latest attempt failed."""
 
     statistics: IncidentStatistics | None = None
-    statistics_at: float | None = None
     audit: RunAudit | None = None
     audited_at: float | None = None
     audit_head: ChainHead | None = None  # journal head at the time of the audit
@@ -77,7 +82,7 @@ class AccountingWorker:
         self._snapshot = AccountingSnapshot()
         self._events: list[Event] = []
         self._admitted: set[tuple[object, object]] = set()
-        self._seq = 0
+        self._reader = JournalReader(KINDS, page_events=PAGE_EVENTS)
         self._thread: threading.Thread | None = None
         self._first = threading.Event()
         self._began: float | None = None
@@ -138,7 +143,7 @@ class AccountingWorker:
         began = self._clock.monotonic()
         if began < self._statistics_due:
             return
-        self._read(journal, head)
+        self._read(journal)
         ended = any(e.kind is _K.RUN_ENDED for e in self._events[-200:])
         statistics = self._snapshot.statistics
         if statistics is None or head != self._statistics_head or not ended:
@@ -147,15 +152,11 @@ class AccountingWorker:
         with self._lock:
             self._statistics_head = head
             self._statistics_due = self._clock.monotonic() + max(STATISTICS_SECONDS, IDLE_FACTOR * took)
-            self._snapshot = replace(self._snapshot, statistics=statistics, statistics_at=self._clock.wall(), error="")
+            self._snapshot = replace(self._snapshot, statistics=statistics, error="")
 
-    def _read(self, journal: Journal, head: ChainHead) -> None:
-        while self._seq < head.position:
-            page = journal.events(after=self._seq, kinds=KINDS, limit=PAGE_EVENTS, damaged=[])
-            self._seq = page[-1].seq if len(page) == PAGE_EVENTS else head.position
-            # Events after the head are read again next time.
-            self._events += self._kept(e for e in page if e.seq <= head.position)
-            self._seq = min(self._seq, head.position)
+    def _read(self, journal: Journal) -> None:
+        for page in self._reader.pages(journal):
+            self._events += self._kept(page.events)
 
     def _kept(self, events: Iterable[Event]) -> Iterable[Event]:
         for event in events:
@@ -169,7 +170,7 @@ class AccountingWorker:
     def _statistics(self, journal: Journal) -> IncidentStatistics:
         events, now = self._events, self._clock.wall()
         known = incarnation_records(events, journal.actual())
-        faults, note = self._faults()
+        faults, error = injected_faults(self._settings.run)
         replica_faults = [f for f in faults if not f.of_helper]
         joined = summarize_incidents(events, known, replica_faults)
         committed, began = steps(events), training_began(events)
@@ -188,25 +189,13 @@ class AccountingWorker:
             )
         return IncidentStatistics(
             times=counted,
-            detection=detection(joined.stories),
-            recovery=recovery(joined.stories),
+            detection=detection(joined.summaries),
+            recovery=recovery(joined.summaries),
             num_missed=len(joined.missed),
             num_false_alarms=len(joined.false_alarms) if replica_faults else 0,
             num_injected=len(replica_faults),
-            has_steps=bool(committed),
-            note=note,
+            note=error and f"the injection log cannot be used: {error}",
         )
-
-    def _faults(self) -> tuple[list[InjectedFault], str]:
-        run = self._settings.run
-        if run is None:
-            return [], ""
-        try:
-            return parse_injections(run.injections_path.read_text(encoding="utf-8")), ""
-        except FileNotFoundError:
-            return [], ""
-        except (OSError, ValueError) as e:
-            return [], f"the injection log cannot be used: {e}"
 
     def _audit(self, journal: Journal, head: ChainHead) -> None:
         began = self._clock.monotonic()

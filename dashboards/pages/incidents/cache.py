@@ -1,34 +1,131 @@
 """Page model of each incident, computed once per state and shared by all sessions.
 
-A closed incident does not change, so its model stays cached until it is evicted.
+A closed incident does not change, so its model stays cached until it is evicted. For incidents whose telemetry window
+has no series of suspects and peers, a Prometheus server is asked for them.
+
+The cost of an incident comes from the journal:
+
+replica-seconds   each affected replica from the onset (or the injection, if known) until its replacement serves; while
+                  a trainer is lost also every other trainer, which waits until the interrupted step is committed
+GPU-seconds       replica-seconds times the GPUs per process, if the stored window shows how many
+tokens            of requests that left the affected replica; kept: continued elsewhere from where they were
+steps             interrupted: started again; rolled back: committed, and committed again later
 """
 
+import json
+import math
 import threading
 from collections import OrderedDict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from rolecall.core.clock import Clock
+from rolecall.core.diagnosis import Diagnosis, Suspect
+from rolecall.core.errors import ConfigError, UnreadableInput
+from rolecall.core.journal.events import EventKind
+from rolecall.core.journal.payloads import RequestsReassigned
+from rolecall.core.text import plain, seconds
 from rolecall.dashboards.data.reader import JournalSnapshot, Reader
-from rolecall.dashboards.pages.incidents.cost import IncidentCost, cost
+from rolecall.dashboards.pages.incidents import view
 from rolecall.dashboards.pages.incidents.material import IncidentPageInputs, read
-from rolecall.dashboards.pages.incidents.prometheus import from_prometheus
-from rolecall.dashboards.pages.incidents.signals import Signal, Signals, from_window, of_commits, of_the_policy
-from rolecall.dashboards.pages.incidents.timeline import IncidentTimeline, build_timeline, incident_summary
-from rolecall.dashboards.pages.incidents.view import (
-    CollectedEvidenceSection,
-    FindingSection,
-    IncidentHeader,
-    PlanSection,
-    RecoverySection,
-    collected_evidence,
-    findings,
-    head,
-    plan_sections,
-    recovery_section,
+from rolecall.dashboards.pages.incidents.signals import (
+    NUM_LINES_MAX,
+    Point,
+    Signal,
+    SignalLine,
+    Signals,
+    SignalSpec,
+    from_window,
+    kinds_for,
+    of_commits,
+    of_the_policy,
+    signal_of,
+)
+from rolecall.dashboards.pages.incidents.timeline import (
+    IncidentTimeline,
+    TimelineRange,
+    build_timeline,
+    incident_summary,
 )
 from rolecall.dashboards.pages.incidents.what_if import Margin, WhatIf, decision_inputs, margins, what_if
 from rolecall.dashboards.settings import Settings
 from rolecall.detector.base.findings import COLLAPSE
+from rolecall.detector.sources.prometheus_api import (
+    Client,
+    PrometheusClientLimits,
+    PrometheusResponseTooLarge,
+    PrometheusUnavailable,
+)
+from rolecall.views.ettr import Loss, losses
+from rolecall.views.incidents import IncidentSummary, MatchedIncidents
+
+K = EventKind
+TRAINER = "trainer/"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IncidentCost:
+    replica_seconds: float
+    gpu_seconds: float | None
+    """None: no GPU was observed."""
+    tokens_lost: int
+    tokens_kept: int
+    requests_reassigned: int
+    steps_interrupted: int
+    steps_undone: int
+    is_final: bool
+    """False: the incident is open and the cost still grows."""
+    how: tuple[str, ...]
+    """How the replica-seconds add up, a line each."""
+
+
+def cost(
+    material: IncidentPageInputs, story: IncidentSummary | None, gpus_per_process: float = 0.0
+) -> IncidentCost | None:
+    """None: the incident cannot be summarized."""
+    if story is None:
+        return None
+    end = material.events[-1].wall_at if material.events and not material.is_open else material.now
+    lost = losses(MatchedIncidents(summaries=(story,)), end)
+    waiting = _waiting(material, lost)
+    replica_seconds = sum(loss.until - loss.since for loss in lost) + sum(s for _, s in waiting)
+    during = [e for e in material.around if story.began_at - 0.05 <= e.wall_at <= (story.ends_at or float("inf"))]
+    hit = {x.replica for x in lost}
+    moved = [e.payload for e in during if isinstance(e.payload, RequestsReassigned) and e.payload.from_replica in hit]
+    interrupted = sum(e.kind is K.STEP_INTERRUPTED for e in during)
+    return IncidentCost(
+        replica_seconds=replica_seconds,
+        gpu_seconds=replica_seconds * gpus_per_process if gpus_per_process > 0 else None,
+        tokens_lost=story.tokens_lost,
+        tokens_kept=story.tokens_kept,
+        requests_reassigned=sum(said.num_requests for said in moved),
+        steps_interrupted=interrupted if any(replica.startswith(TRAINER) for replica in hit) else 0,
+        steps_undone=story.steps_lost,
+        is_final=not material.is_open,
+        how=tuple(_words(lost, waiting)),
+    )
+
+
+def _waiting(material: IncidentPageInputs, lost: list[Loss]) -> list[tuple[str, float]]:
+    """Healthy trainers, and how long each waited for the lost ones."""
+    of_trainers = [loss for loss in lost if loss.replica.startswith(TRAINER)]
+    if not of_trainers:
+        return []
+    affected = {loss.replica for loss in of_trainers}
+    since = min(loss.since for loss in of_trainers)
+    until = max(loss.stalled_until for loss in of_trainers)
+    others = sorted({replica for replica, _ in material.known if replica.startswith(TRAINER)} - affected)
+    return [(replica, until - since) for replica in others if until > since]
+
+
+def _words(lost: list[Loss], waiting: list[tuple[str, float]]) -> list[str]:
+    impaired = [f"{loss.replica} was impaired for {seconds(loss.until - loss.since)}" for loss in lost]
+    idle = [f"{replica} waited for {seconds(s)} until the interrupted step was committed" for replica, s in waiting]
+    return [plain(text, 200) for text in (*impaired, *idle)]
+
+
+# --- page model -------------------------------------------------------------------------------------------------------
 
 KEPT_MAX = 32
 """Cached incidents; a telemetry window takes some megabytes."""
@@ -39,61 +136,61 @@ SETTLED_SECONDS = 120.0
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IncidentPageModel:
     material: IncidentPageInputs
-    head: IncidentHeader
+    head: view.IncidentHeader
     timeline: IncidentTimeline
     signals: Signals
     run: tuple[Signal, ...]
     """Signals of the whole run: step times, and policy health for a collapse."""
-    findings: tuple[FindingSection, ...]
-    collected_evidence: tuple[CollectedEvidenceSection, ...]
-    plan_sections: tuple[PlanSection, ...]
-    recovery_section: RecoverySection
+    findings: tuple[view.FindingSection, ...]
+    collected_evidence: tuple[view.CollectedEvidenceSection, ...]
+    plan_sections: tuple[view.PlanSection, ...]
+    recovery_section: view.RecoverySection
     cost: IncidentCost | None
     what_if: WhatIf | None
     margins: tuple[Margin, ...]
 
 
-def page_model(m: IncidentPageInputs, signals: Signals | None = None) -> IncidentPageModel:
+def page_model(material: IncidentPageInputs, signals: Signals | None = None) -> IncidentPageModel:
     """`signals`: from Prometheus, instead of the stored window. Pure."""
-    summary = incident_summary(m)
-    inputs = decision_inputs(m)
+    summary = incident_summary(material)
+    inputs = decision_inputs(material)
     if signals is None:
-        signals = signals_of(m)
+        signals = signals_of(material)
     return IncidentPageModel(
-        material=m,
-        head=head(m, summary),
-        timeline=build_timeline(m, summary),
+        material=material,
+        head=view.head(material, summary),
+        timeline=build_timeline(material, summary),
         signals=signals,
-        run=_of_the_run(m),
-        findings=findings(m),
-        collected_evidence=collected_evidence(m),
-        plan_sections=plan_sections(m),
-        recovery_section=recovery_section(m, summary),
-        cost=cost(m, summary, signals.gpus_per_process),
+        run=_of_the_run(material),
+        findings=view.findings(material),
+        collected_evidence=view.collected_evidence(material),
+        plan_sections=view.plan_sections(material),
+        recovery_section=view.recovery_section(material, summary),
+        cost=cost(material, summary, signals.gpus_per_process),
         what_if=what_if(inputs) if inputs is not None else None,
-        margins=margins(m.incident.diagnosis) if m.incident else (),
+        margins=margins(material.incident.diagnosis) if material.incident else (),
     )
 
 
-def _of_the_run(m: IncidentPageInputs) -> tuple[Signal, ...]:
-    pace = of_commits(m.around)
-    collapsed = m.incident is not None and COLLAPSE in m.incident.diagnosis.detectors
-    return (*(of_the_policy(m.around) if collapsed else ()), *((pace,) if pace else ()))
+def _of_the_run(material: IncidentPageInputs) -> tuple[Signal, ...]:
+    pace = of_commits(material.around)
+    collapsed = material.incident is not None and COLLAPSE in material.incident.diagnosis.detectors
+    return (*(of_the_policy(material.around) if collapsed else ()), *((pace,) if pace else ()))
 
 
-def _same_signals(before: IncidentPageModel, m: IncidentPageInputs) -> bool:
+def _same_signals(before: IncidentPageModel, material: IncidentPageInputs) -> bool:
     """Whether the signals are unchanged: they depend on window and diagnosis only, and are the most expensive part."""
-    then, now = before.material.incident, m.incident
+    then, now = before.material.incident, material.incident
     same = then is not None and now is not None and then.diagnosis == now.diagnosis
     return same and bool(before.signals.signals) and before.material.window is not None
 
 
-def signals_of(m: IncidentPageInputs) -> Signals:
-    if m.incident is None:
+def signals_of(material: IncidentPageInputs) -> Signals:
+    if material.incident is None:
         return Signals(missing="the diagnosis cannot be read")
-    if m.window is None:
+    if material.window is None:
         return Signals(missing="no telemetry window is stored with this incident")
-    return from_window(m.window, m.incident.diagnosis)
+    return from_window(material.window, material.incident.diagnosis)
 
 
 @dataclass
@@ -105,9 +202,9 @@ class IncidentPageCache:
     _kept: OrderedDict[str, tuple[tuple[object, ...], IncidentPageModel]] = field(default_factory=OrderedDict)
     _prometheus: dict[str, Signals] = field(default_factory=dict)
 
-    def get(self, r: Reader, snapshot: JournalSnapshot, incident_id: str) -> IncidentPageModel:
+    def get(self, reader: Reader, snapshot: JournalSnapshot, incident_id: str) -> IncidentPageModel:
         """Raises JournalError: the journal is not readable and nothing is cached."""
-        now = r.now()
+        now = reader.now()
         state = self._state(snapshot, incident_id, now)
         with self._lock:
             before = self._kept.get(incident_id)
@@ -118,12 +215,12 @@ class IncidentPageCache:
         if before is not None and before[0] == state:
             return page_model(replace(before[1].material, now=now), before[1].signals)
         kept = before[1] if before is not None else None
-        with r.journal() as journal:
+        with reader.journal() as journal:
             window = kept.material.window if kept is not None else None
-            material = read(journal, snapshot.projection, incident_id, r.settings.run, now, window)
+            material = read(journal, snapshot.projection, incident_id, reader.settings.run, now, window)
         made = page_model(material, kept.signals if kept is not None and _same_signals(kept, material) else None)
         if not made.signals.signals:
-            made = self._with_prometheus(made, r.settings)
+            made = self._with_prometheus(made, reader.settings)
         with self._lock:
             self._kept[incident_id] = (state, made)
             while len(self._kept) > KEPT_MAX:
@@ -138,19 +235,113 @@ class IncidentPageCache:
         return (incident, incident_id in snapshot.projection.broken, None if settled else snapshot.version)
 
     def _with_prometheus(self, made: IncidentPageModel, settings: Settings) -> IncidentPageModel:
-        m = made.material
-        if not settings.prometheus_url or m.incident is None:
+        material = made.material
+        if not settings.prometheus_url or material.incident is None:
             return made
-        key = m.incident_id
+        key = material.incident_id
         found = self._prometheus.get(key)
         if found is None:
             # Once per incident: the page of an open one refreshes every few seconds and must not wait for the server
             # again.
             axis = made.timeline.around or made.timeline.whole
             found = from_prometheus(
-                settings.prometheus_url, settings.prometheus_authorization, m.incident.diagnosis, axis, self.clock
+                settings.prometheus_url,
+                settings.prometheus_authorization,
+                material.incident.diagnosis,
+                axis,
+                self.clock,
             )
             self._prometheus[key] = found
         if found.signals:
-            return page_model(m, found)
+            return page_model(material, found)
         return replace(made, signals=replace(made.signals, missing=f"{made.signals.missing}; {found.missing}"))
+
+
+# --- series from Prometheus -------------------------------------------------------------------------------------------
+
+LIMITS = PrometheusClientLimits(answer_bytes_max=8 << 20, connect_seconds=2.0, answer_seconds=3.0, patience_seconds=2.0)
+NUM_POINTS = 240
+STEP_SECONDS_MIN = 1.0
+WINDOW_STEPS = 4
+"""Window of a rate in steps, and at least 20 s: four scrapes at a 5 s interval."""
+WINDOW_SECONDS_MIN = 20.0
+SPAN_SECONDS_MAX = 24 * 3600.0
+"""Longest range; for longer incidents the first day."""
+
+
+def from_prometheus(url: str, authorization: str, diagnosis: Diagnosis, axis: TimelineRange, clock: Clock) -> Signals:
+    """Signals of the suspects and of the other replicas of their roles."""
+    roles = sorted({s.role for s in diagnosis.suspects if s.role})
+    selector = ",".join(_selector(diagnosis.suspects, roles))
+    if not selector:
+        return Signals(missing="the diagnosis names neither a role nor a node to query in Prometheus")
+    try:
+        client = Client(url, clock, authorization=authorization, limits=LIMITS)
+    except ConfigError as e:
+        return Signals(missing=plain(f"Prometheus: {e}", 300))
+    end = min(axis.end, axis.begin + SPAN_SECONDS_MAX, clock.wall())
+    step = max(STEP_SECONDS_MIN, (end - axis.begin) / NUM_POINTS)
+    window = f"{max(WINDOW_SECONDS_MIN, WINDOW_STEPS * step):.0f}s"
+    drawn: list[Signal] = []
+    try:
+        for kind in kinds_for(diagnosis):
+            if kind.promql:
+                expression = kind.promql.replace("$match", selector).replace("$window", window)
+                signal = _signal(kind, client.matrix(expression, axis.begin, end, step, lambda: False), diagnosis)
+                drawn += [signal] if signal else []
+    except (PrometheusUnavailable, PrometheusResponseTooLarge, UnreadableInput) as e:
+        if not drawn:
+            return Signals(missing=plain(f"Prometheus at {client.where} query failed: {e}", 300))
+    finally:
+        client.close()
+    missing = "" if drawn else plain(f"Prometheus at {client.where} has no series of the suspects for that time", 300)
+    return Signals(signals=tuple(drawn), missing=missing, source=f"Prometheus at {plain(client.where, 100)}")
+
+
+def _selector(suspects: Sequence[Suspect], roles: Sequence[str]) -> list[str]:
+    if roles:
+        return [f"role=~{_quoted('|'.join(_literal(r) for r in roles))}"]
+    nodes = sorted({str(s.node) for s in suspects if s.node})
+    return [f"node=~{_quoted('|'.join(_literal(n) for n in nodes))}"] if nodes else []
+
+
+def _literal(name: str) -> str:
+    """A name, escaped for an RE2 regular expression."""
+    return "".join(c if c.isalnum() or c in "_-/" else f"\\x{{{ord(c):x}}}" for c in name)
+
+
+def _quoted(text: str) -> str:
+    """A PromQL string literal."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _signal(kind: SignalSpec, result: Sequence[Any], diagnosis: Diagnosis) -> Signal | None:
+    lines, peers = [], []
+    for series in result:
+        labels, points = _read(series)
+        if not points:
+            continue
+        if any(_is(labels, s) for s in diagnosis.suspects):
+            name = f"{labels.get('replica') or labels.get('node', '')} ({labels.get('node', '')})"
+            lines.append(SignalLine(name=plain(name, 100), points=tuple(points)))
+        else:
+            peers.append(points)
+    return signal_of(kind, diagnosis, tuple(lines[:NUM_LINES_MAX]), peers) if lines else None
+
+
+def _read(series: Any) -> tuple[Mapping[str, str], list[Point]]:
+    try:
+        labels = {str(k): str(v) for k, v in series["metric"].items()}
+        points = [(float(t), float(v)) for t, v in series["values"]]
+    except (KeyError, TypeError, ValueError, AttributeError):
+        return {}, []
+    return labels, [(t, v) for t, v in points if math.isfinite(v)]
+
+
+def _is(labels: Mapping[str, str], suspect: Suspect) -> bool:
+    """Labels do not contain incarnations, so a replica's line continues with its replacement."""
+    if suspect.replica:
+        return labels.get("replica") == suspect.replica and (
+            suspect.rank is None or labels.get("rank", str(suspect.rank)) == str(suspect.rank)
+        )
+    return labels.get("node") == suspect.node

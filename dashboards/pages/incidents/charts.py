@@ -33,21 +33,23 @@ AXIS_WIDTH = 66
 
 SUSPECT, PEER, LIMIT, RULE = "#d1495b", "#4d7ea8", "#b8860b", "#808080"
 """Readable on white and near-black."""
-SHAPES: dict[TimelineEntryKind, str] = {
-    TimelineEntryKind.FAULT: "cross",
-    TimelineEntryKind.ONSET: "triangle-right",
-    TimelineEntryKind.DETECTED: "diamond",
-    TimelineEntryKind.UPDATED: "circle",
-    TimelineEntryKind.PLAN: "square",
-    TimelineEntryKind.BLOCKED: "stroke",
-    TimelineEntryKind.OPERATOR: "wedge",
-    TimelineEntryKind.ACTION: "triangle-up",
-    TimelineEntryKind.FAILED: "cross",
-    TimelineEntryKind.RUN: "circle",
-    TimelineEntryKind.WEIGHTS: "triangle-down",
-    TimelineEntryKind.VERIFIED: "arrow",
-    TimelineEntryKind.CLOSED: "square",
+LOOKS: dict[TimelineEntryKind, tuple[str, str]] = {
+    TimelineEntryKind.FAULT: ("fault", "cross"),
+    TimelineEntryKind.ONSET: ("fault", "triangle-right"),
+    TimelineEntryKind.DETECTED: ("diagnosis", "diamond"),
+    TimelineEntryKind.UPDATED: ("diagnosis", "circle"),
+    TimelineEntryKind.PLAN: ("plan", "square"),
+    TimelineEntryKind.BLOCKED: ("plan", "stroke"),
+    TimelineEntryKind.OPERATOR: ("plan", "wedge"),
+    TimelineEntryKind.ACTION: ("action", "triangle-up"),
+    TimelineEntryKind.FAILED: ("action", "cross"),
+    TimelineEntryKind.RUN: ("run", "circle"),
+    TimelineEntryKind.WEIGHTS: ("recovery", "triangle-down"),
+    TimelineEntryKind.VERIFIED: ("recovery", "arrow"),
+    TimelineEntryKind.CLOSED: ("recovery", "square"),
 }
+"""Row and shape of each kind of entry."""
+ROWS = tuple(dict.fromkeys(row for row, _ in LOOKS.values()))
 DASHES: dict[TimelineEntryKind, list[int]] = {
     TimelineEntryKind.FAULT: [1, 3],
     TimelineEntryKind.ONSET: [4, 4],
@@ -56,16 +58,6 @@ DASHES: dict[TimelineEntryKind, list[int]] = {
     TimelineEntryKind.WEIGHTS: [2, 2],
     TimelineEntryKind.VERIFIED: [10, 2, 2, 2],
 }
-ROWS: dict[str, tuple[TimelineEntryKind, ...]] = {
-    "fault": (TimelineEntryKind.FAULT, TimelineEntryKind.ONSET),
-    "diagnosis": (TimelineEntryKind.DETECTED, TimelineEntryKind.UPDATED),
-    "plan": (TimelineEntryKind.PLAN, TimelineEntryKind.BLOCKED, TimelineEntryKind.OPERATOR),
-    "action": (TimelineEntryKind.ACTION, TimelineEntryKind.FAILED),
-    "run": (TimelineEntryKind.RUN,),
-    "recovery": (TimelineEntryKind.WEIGHTS, TimelineEntryKind.VERIFIED, TimelineEntryKind.CLOSED),
-}
-"""Row -> kinds of entries in it."""
-ROW_OF = {mark: row for row, marks in ROWS.items() for mark in marks}
 
 
 def incident_charts(timeline: IncidentTimeline, axis: TimelineRange, signals: Sequence[Signal]) -> list[Any]:
@@ -103,20 +95,20 @@ def _x(axis: TimelineRange, *, labels: bool) -> Any:
 
 
 def _moments(moments: Sequence[TimelineEntry], axis: TimelineRange, *, last: bool) -> Any:
-    rows = [r for r in ROWS if any(ROW_OF[m.mark] == r for m in moments)]
+    rows = [r for r in ROWS if any(LOOKS[m.kind][0] == r for m in moments)]
     values = [
         {
-            "after": m.at - axis.zero,
-            "row": ROW_OF[m.mark],
-            "kind": str(m.mark),
-            "number": str(m.number),
-            "at": _clock(m.at),
-            "words": m.words[:200],
+            "after": moment.at - axis.zero,
+            "row": LOOKS[moment.kind][0],
+            "kind": str(moment.kind),
+            "number": str(moment.number),
+            "at": _clock(moment.at),
+            "words": moment.words[:200],
         }
-        for m in moments
+        for moment in moments
     ]
     y_axis = alt.Axis(minExtent=AXIS_WIDTH, maxExtent=AXIS_WIDTH, ticks=False, grid=True, gridOpacity=0.25)
-    x, y = _x(axis, labels=last), alt.Y("row:N", sort=rows, title=None, axis=y_axis)
+    x_channel, y_channel = _x(axis, labels=last), alt.Y("row:N", sort=rows, title=None, axis=y_axis)
     tooltip = [
         alt.Tooltip("number:N", title="number"),
         alt.Tooltip("kind:N", title="event"),
@@ -124,19 +116,19 @@ def _moments(moments: Sequence[TimelineEntry], axis: TimelineRange, *, last: boo
         alt.Tooltip("at:N", title="UTC"),
         alt.Tooltip("words:N", title="text"),
     ]
-    shapes = alt.Scale(domain=[str(k) for k in TimelineEntryKind], range=[SHAPES[k] for k in TimelineEntryKind])
+    shapes = alt.Scale(domain=[str(k) for k in LOOKS], range=[shape for _, shape in LOOKS.values()])
     points = (
         alt.Chart(alt.Data(values=values))
         .mark_point(size=80, filled=True, opacity=0.9, color=SUSPECT)
-        .encode(x=x, y=y, shape=alt.Shape("kind:N", scale=shapes, legend=None), tooltip=tooltip)
+        .encode(x=x_channel, y=y_channel, shape=alt.Shape("kind:N", scale=shapes, legend=None), tooltip=tooltip)
     )
     numbers = (
         alt.Chart(alt.Data(values=list(_numbers(moments, axis))))
         .mark_text(dx=8, align="left", fontSize=12, fontWeight="bold", color=RULE)
-        .encode(x=x, y=y, text="number:N")
+        .encode(x=x_channel, y=y_channel, text="number:N")
     )
     height = max(1, len(rows)) * ROW_HEIGHT + (X_AXIS_HEIGHT if last else 0)
-    return alt.layer(*_rules(moments, axis, x), points, numbers).properties(
+    return alt.layer(*_rules(moments, axis, x_channel), points, numbers).properties(
         width="container", height=height + 20, title=_title("Events (numbers refer to the list below)")
     )
 
@@ -146,11 +138,11 @@ def _numbers(moments: Sequence[TimelineEntry], axis: TimelineRange) -> Iterator[
     near = NUMBER_SHARE * (axis.end - axis.begin)
     for row in ROWS:
         group: list[TimelineEntry] = []
-        for m in [m for m in moments if ROW_OF[m.mark] == row]:
-            if group and m.at - group[-1].at > near:
+        for moment in [m for m in moments if LOOKS[m.kind][0] == row]:
+            if group and moment.at - group[-1].at > near:
                 yield _label(row, group, axis)
                 group = []
-            group.append(m)
+            group.append(moment)
         if group:
             yield _label(row, group, axis)
 
@@ -162,33 +154,33 @@ def _label(row: str, group: Sequence[TimelineEntry], axis: TimelineRange) -> dic
     return {"after": group[-1].at - axis.zero, "row": row, "number": text}
 
 
-def _rules(moments: Iterable[TimelineEntry], axis: TimelineRange, x: Any) -> list[Any]:
+def _rules(moments: Iterable[TimelineEntry], axis: TimelineRange, x_channel: Any) -> list[Any]:
     """Vertical rules for the most important entries, each kind with its own dash pattern."""
     found = []
-    for mark, dashes in DASHES.items():
-        values = [{"after": m.at - axis.zero} for m in moments if m.mark is mark]
+    for kind, dashes in DASHES.items():
+        values = [{"after": m.at - axis.zero} for m in moments if m.kind is kind]
         if values:
             rules = alt.Chart(alt.Data(values=values)).mark_rule(color=RULE, opacity=0.7, strokeDash=dashes)
-            found.append(rules.encode(x=x))
+            found.append(rules.encode(x=x_channel))
     return found
 
 
-def _signal(s: Signal, moments: Sequence[TimelineEntry], axis: TimelineRange, *, last: bool) -> Any:
-    x = _x(axis, labels=last)
-    layers = _rules(moments, axis, x)
-    scale = alt.Scale(zero=s.unit != "bytes", nice=True)
+def _signal(signal: Signal, moments: Sequence[TimelineEntry], axis: TimelineRange, *, last: bool) -> Any:
+    x_channel = _x(axis, labels=last)
+    layers = _rules(moments, axis, x_channel)
+    scale = alt.Scale(zero=signal.unit != "bytes", nice=True)
     y_axis = alt.Axis(
         minExtent=AXIS_WIDTH,
         maxExtent=AXIS_WIDTH,
         ticks=False,
-        format="~s" if s.unit == "bytes" else ",.3~g",
+        format="~s" if signal.unit == "bytes" else ",.3~g",
         tickCount=4,
         gridOpacity=0.4,
     )
-    if s.band:
+    if signal.band:
         rows = [
             {"after": at - axis.zero, "low": low, "middle": middle, "high": high, "at": _clock(at)}
-            for at, low, middle, high in s.band
+            for at, low, middle, high in signal.band
             if axis.begin <= at <= axis.end
         ]
         base = alt.Chart(alt.Data(values=rows[:: max(1, len(rows) // POINTS_MAX)]))
@@ -199,11 +191,11 @@ def _signal(s: Signal, moments: Sequence[TimelineEntry], axis: TimelineRange, *,
             alt.Tooltip("high:Q", title="largest peer", format=".4g"),
         ]
         band = base.mark_area(color=PEER, opacity=0.3).encode(
-            x=x, y=alt.Y("low:Q", title=None, scale=scale, axis=y_axis), y2="high:Q", tooltip=tooltip
+            x=x_channel, y=alt.Y("low:Q", title=None, scale=scale, axis=y_axis), y2="high:Q", tooltip=tooltip
         )
-        middle = base.mark_line(color=PEER, strokeDash=[4, 3], strokeWidth=1.5).encode(x=x, y="middle:Q")
+        middle = base.mark_line(color=PEER, strokeDash=[4, 3], strokeWidth=1.5).encode(x=x_channel, y="middle:Q")
         layers += [band, middle]
-    for n, line in enumerate(s.lines):
+    for n, line in enumerate(signal.lines):
         rows = [
             {"after": at - axis.zero, "value": value, "who": line.name, "at": _clock(at)}
             for at, value in line.points
@@ -212,35 +204,35 @@ def _signal(s: Signal, moments: Sequence[TimelineEntry], axis: TimelineRange, *,
         base = alt.Chart(alt.Data(values=rows[:: max(1, len(rows) // POINTS_MAX)]))
         layers.append(
             base.mark_line(
-                color=PEER if s.of_run else SUSPECT,
+                color=PEER if signal.of_run else SUSPECT,
                 strokeWidth=2.25,
                 strokeDash=[[1, 0], [7, 3], [2, 2], [9, 3, 2, 3]][n % 4],
                 point=alt.OverlayMarkDef(
                     shape=["circle", "square", "diamond", "triangle-up"][n % 4],
                     size=28,
-                    color=PEER if s.of_run else SUSPECT,
+                    color=PEER if signal.of_run else SUSPECT,
                 ),
             ).encode(
-                x=x,
+                x=x_channel,
                 y=alt.Y("value:Q", title=None, scale=scale, axis=y_axis),
                 tooltip=[
-                    alt.Tooltip("who:N", title="of" if s.of_run else "suspect"),
+                    alt.Tooltip("who:N", title="of" if signal.of_run else "suspect"),
                     alt.Tooltip("after:Q", title="seconds", format="+.2f"),
                     alt.Tooltip("at:N", title="UTC"),
                     alt.Tooltip("value:Q", title="value", format=".4g"),
                 ],
             )
         )
-    if s.limit is not None:
-        limit = alt.Chart(alt.Data(values=[{"value": s.limit.value, "label": s.limit.label}]))
+    if signal.limit is not None:
+        limit = alt.Chart(alt.Data(values=[{"value": signal.limit.value, "label": signal.limit.label}]))
         layers.append(limit.mark_rule(color=LIMIT, strokeDash=[2, 2], strokeWidth=1.5).encode(y="value:Q"))
         layers.append(
             limit.mark_text(color=LIMIT, align="left", dx=4, dy=-6, fontSize=11).encode(
                 x=alt.value(0), y="value:Q", text="label:N"
             )
         )
-    unit = f" [{s.unit}]" if s.unit else ""
-    title = _title(f"{s.title}{unit}")
+    unit = f" [{signal.unit}]" if signal.unit else ""
+    title = _title(f"{signal.title}{unit}")
     return alt.layer(*layers).properties(
         width="container", height=SIGNAL_HEIGHT + (X_AXIS_HEIGHT if last else 0), title=title
     )

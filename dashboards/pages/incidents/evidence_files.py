@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rolecall.core.rundir import RunDir
-from rolecall.reports.incident_material import EVIDENCE_DIR
+from rolecall.reports.incident_export import EVIDENCE_DIR
 
 SHOWN_BYTES_MAX = 64 << 10
 """Shown per file: about a thousand lines, which a browser renders without delay."""

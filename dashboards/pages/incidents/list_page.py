@@ -1,35 +1,24 @@
 """The Incidents page: a table with filters in the URL; with `?incident=ID`, the page of that incident."""
 
+from dataclasses import replace
+
 import streamlit as st
 
-from rolecall.core.text import seconds
+from rolecall.core.text import seconds, utc
 from rolecall.dashboards.data.reader import JournalSnapshot, Reader
 from rolecall.dashboards.pages.incidents import page as incident_page
-from rolecall.dashboards.pages.incidents.table import (
-    INCIDENT,
-    Choices,
-    Filter,
-    IncidentTable,
-    IncidentTablePage,
-    IncidentTableRow,
-    choices,
-    href,
-    moment,
-    shown,
-)
-from rolecall.dashboards.pages.shell import page, reader
-from rolecall.dashboards.pages.sign_in import sidebar
+from rolecall.dashboards.pages.incidents import table
+from rolecall.dashboards.pages.shell import page
 
 ANY = ""
 OPEN_SHOWN = 5
 """Number of open incidents whose diagnoses are shown above the table."""
-MARKS = {"right": "right", "wrong": "wrong", "none": "not reviewed"}
+REVIEWS = {"right": "right", "wrong": "wrong", "none": "not reviewed"}
 WITHIN = {"hour": "the last hour", "day": "the last 24 hours", "week": "the last 7 days"}
 
 
 def show() -> None:
-    sidebar(reader())
-    wanted = st.query_params.get(INCIDENT)
+    wanted = st.query_params.get(table.INCIDENT)
     if wanted:
         incident_page.back()
         page("Incident", lambda r, snapshot: incident_page.draw(r, snapshot, wanted))
@@ -38,16 +27,16 @@ def show() -> None:
 
 
 @st.cache_resource(show_spinner=False)
-def _records(journal_url: str) -> IncidentTable:
+def _records(journal_url: str) -> table.IncidentTable:
     del journal_url  # the cache key
-    return IncidentTable()
+    return table.IncidentTable()
 
 
-def _draw(r: Reader, snapshot: JournalSnapshot) -> None:
-    rows = _records(r.settings.journal_url).rows(snapshot.projection.incidents, snapshot.projection.broken)
-    now = r.now()
-    wanted = _filters(choices(rows))
-    found = shown(rows, wanted, now)
+def _draw(reader: Reader, snapshot: JournalSnapshot) -> None:
+    rows = _records(reader.settings.journal_url).rows(snapshot.projection.incidents, snapshot.projection.broken)
+    now = reader.now()
+    wanted = _filters(table.choices(rows))
+    found = table.shown(rows, wanted, now)
     _count(found, snapshot)
     if found.rows:
         _open_ones(found.rows)
@@ -62,9 +51,9 @@ def _draw(r: Reader, snapshot: JournalSnapshot) -> None:
 # --- filters --------------------------------------------------------------------------------------------------------
 
 
-def _filters(offered: Choices) -> Filter:
-    """Filter widgets, synchronized with the URL in both directions."""
-    before = Filter.from_query({k: v for k, v in st.query_params.items() if k != INCIDENT})
+def _filters(offered: table.Choices) -> table.Filter:
+    """table.Filter widgets, synchronized with the URL in both directions."""
+    before = table.Filter.from_query({k: v for k, v in st.query_params.items() if k != table.INCIDENT})
     with st.container(horizontal=True, key="incidents-filters"):
         text = st.text_input("Search", before.text, key="incidents-text", width=220, placeholder="any column")
         status = _choice("State or outcome", before.status, offered.statuses, "incidents-status")
@@ -73,14 +62,13 @@ def _filters(offered: Choices) -> Filter:
         node = _choice("Node", before.node, offered.nodes, "incidents-node")
         day = _choice("Day (UTC)", before.day, offered.days, "incidents-day")
         within = _choice("Within", before.within, tuple(WITHIN), "incidents-within", WITHIN)
-        marked = _choice("Review", before.marked, tuple(MARKS), "incidents-marked", MARKS)
-    now = Filter(
-        text=text.strip(), status=status, role=role, fault=fault, node=node, day=day, within=within, marked=marked
+        review = _choice("Review", before.review, tuple(REVIEWS), "incidents-review", REVIEWS)
+    now = table.Filter(
+        text=text.strip(), status=status, role=role, fault=fault, node=node, day=day, within=within, review=review
     )
-    same = now == Filter(**{**{f: getattr(before, f) for f in Filter.__slots__}, "page": 1})
-    now = before if same else now
-    if now != before:
-        _write(now)
+    if now == replace(before, page=1):
+        return before
+    _write(now)
     return now
 
 
@@ -94,15 +82,15 @@ def _choice(label: str, now: str, offered: tuple[str, ...], key: str, words: dic
     return str(st.selectbox(label, options, index=options.index(now), format_func=called, key=key, width=160))
 
 
-def _write(wanted: Filter) -> None:
-    others = {k: v for k, v in st.query_params.items() if k not in Filter.__slots__}
+def _write(wanted: table.Filter) -> None:
+    others = {k: v for k, v in st.query_params.items() if k not in table.Filter.__slots__}
     st.query_params.from_dict({**others, **wanted.to_query()})
 
 
 # --- table ----------------------------------------------------------------------------------------------------------
 
 
-def _count(found: IncidentTablePage, snapshot: JournalSnapshot) -> None:
+def _count(found: table.IncidentTablePage, snapshot: JournalSnapshot) -> None:
     of = f" of {found.num_all:,}" if found.num_found != found.num_all else ""
     what = "incident" if found.num_found == 1 and not of else "incidents, open first, then newest"
     st.text(f"{found.num_found:,}{of} {what}")
@@ -110,14 +98,14 @@ def _count(found: IncidentTablePage, snapshot: JournalSnapshot) -> None:
         st.text(f"Loading history ({snapshot.history.percent} %): older incidents are still missing.")
 
 
-def _open_ones(rows: tuple[IncidentTableRow, ...]) -> None:
+def _open_ones(rows: tuple[table.IncidentTableRow, ...]) -> None:
     """Diagnoses of open incidents in full; table cells would cut them off."""
     with st.container(gap="xxsmall", key="incidents-open"):
         for r in [r for r in rows if r.is_open][:OPEN_SHOWN]:
             st.text(f"{r.words}: {r.because}")
 
 
-def _table(rows: tuple[IncidentTableRow, ...], now: float) -> None:
+def _table(rows: tuple[table.IncidentTableRow, ...], now: float) -> None:
     config = {
         "link": st.column_config.LinkColumn("incident", display_text=r"incident=([^&]*)", pinned=True),
         "because": st.column_config.TextColumn("diagnosis", width="large"),
@@ -132,28 +120,28 @@ def _table(rows: tuple[IncidentTableRow, ...], now: float) -> None:
     )
     chosen = picked["selection"]["rows"]
     if chosen and chosen[0] < len(rows):
-        st.query_params[INCIDENT] = rows[chosen[0]].incident_id
+        st.query_params[table.INCIDENT] = rows[chosen[0]].incident_id
         st.rerun()
 
 
-def _cells(r: IncidentTableRow, now: float) -> dict[str, str]:
+def _cells(row: table.IncidentTableRow, now: float) -> dict[str, str]:
     return {
-        "link": href(r.incident_id),
-        "state": r.words,
-        "fault": r.fault_class.replace("_", " "),
-        "suspect": r.who,
-        "opened (UTC)": moment(r.opened_at)[5:19] if r.opened_at else "",
-        "detected after": seconds(r.found_seconds),
-        "recovered after": seconds(r.recovered_seconds),
-        "duration": seconds(r.lasted_seconds(now)) if r.opened_at else "",
-        "action": r.action.replace("_", " "),
-        "because": r.because,
-        "node": ", ".join(r.nodes[:3]),
-        "review": r.marked,
+        "link": table.href(row.incident_id),
+        "state": row.words,
+        "fault": row.fault_class.replace("_", " "),
+        "suspect": row.who,
+        "opened (UTC)": utc(row.opened_at)[5:19] if row.opened_at else "",
+        "detected after": seconds(row.found_seconds),
+        "recovered after": seconds(row.recovered_seconds),
+        "duration": seconds(row.lasted_seconds(now)) if row.opened_at else "",
+        "action": row.action.replace("_", " "),
+        "because": row.because,
+        "node": ", ".join(row.nodes[:3]),
+        "review": row.review,
     }
 
 
-def _pager(found: IncidentTablePage, wanted: Filter) -> None:
+def _pager(found: table.IncidentTablePage, wanted: table.Filter) -> None:
     if found.num_pages <= 1:
         return
     with st.container(horizontal=True, vertical_alignment="center"):
@@ -164,6 +152,6 @@ def _pager(found: IncidentTablePage, wanted: Filter) -> None:
             _go(wanted, found.page + 1)
 
 
-def _go(wanted: Filter, number: int) -> None:
-    _write(Filter(**{**{f: getattr(wanted, f) for f in Filter.__slots__}, "page": number}))
+def _go(wanted: table.Filter, number: int) -> None:
+    _write(replace(wanted, page=number))
     st.rerun()

@@ -14,11 +14,11 @@ from rolecall.core.journal.journal import Journal
 from rolecall.core.journal.rows import DamagedLine
 from rolecall.core.rundir import RunDir
 from rolecall.core.text import plain
+from rolecall.dashboards.data.reader import injected_faults
 from rolecall.dashboards.pages.incidents.table import first_line
-from rolecall.recovery.incident_store import WINDOW_NAME, IncidentProjection
-from rolecall.recovery.incidents.incident import Incident
-from rolecall.recovery.incidents.projection import INCIDENT_KINDS
-from rolecall.views.injections import InjectedFault, parse_injections
+from rolecall.recovery.incidents import INCIDENT_KINDS, WINDOW_NAME, Incident, IncidentProjection
+from rolecall.views.incidents import InjectedFault
+from rolecall.views.journal_reader import JournalReader
 from rolecall.views.lifetimes import IncarnationRecord, Key, incarnation_records
 
 EVENTS_MAX = 20_000
@@ -73,10 +73,6 @@ class IncidentPageInputs:
     def is_open(self) -> bool:
         return self.incident is not None and self.incident.closed_at is None and not self.set_aside
 
-    @property
-    def newest_seq(self) -> int:
-        return self.events[-1].seq if self.events else 0
-
 
 def read(
     journal: Journal,
@@ -93,7 +89,9 @@ def read(
     events = journal.events(incident_id=incident_id, limit=EVENTS_MAX, damaged=damaged)
     if len(events) == EVENTS_MAX:
         missing.append(f"events after the first {EVENTS_MAX}")
-    faults = _faults(run, missing)
+    faults, error = injected_faults(run)
+    if error:
+        missing.append(f"the injection log: {plain(error)}")
     around = _around(journal, incident, events, damaged, missing, others=bool(faults))
     missing += [plain(str(line.error)) for line in damaged[:5]]
     return IncidentPageInputs(
@@ -127,22 +125,19 @@ def _around(
     is_open = incident is not None and incident.closed_at is None
     end = float("inf") if is_open else max(e.wall_at for e in events) + AFTER_SECONDS
     kinds = (*INCIDENT_KINDS, *RUN_KINDS) if others else RUN_KINDS
-    after, num_read = max(0, events[0].seq - LINES_BEFORE), 0
-    there: list[DamagedLine] = []
-    kept: dict[int, Event] = {}
-    while True:
-        chunk = journal.events(after=after, kinds=kinds, limit=CHUNK_LINES, damaged=there)
-        kept |= {e.seq: e for e in chunk if begin <= e.wall_at <= end}
-        num_read += len(chunk)
-        if not chunk or len(chunk) < CHUNK_LINES - len(there) or chunk[-1].wall_at > end:
+    reader, num_read = JournalReader(kinds=kinds, page_events=CHUNK_LINES), 0
+    reader.seq = max(0, events[0].seq - LINES_BEFORE)
+    kept = {e.seq: e for e in events}
+    have = {line.seq for line in damaged}
+    for page in reader.pages(journal):
+        kept |= {e.seq: e for e in page.events if begin <= e.wall_at <= end}
+        damaged += [line for line in page.damaged if line.seq not in have]
+        num_read += len(page.events)
+        if page.events and page.events[-1].wall_at > end:
             break
-        if num_read >= AROUND_MAX:
+        if num_read >= AROUND_MAX and not reader.at_end:
             missing.append(f"events of the run after the first {AROUND_MAX}")
             break
-        after = chunk[-1].seq
-    have = {line.seq for line in damaged}
-    damaged += [line for line in there if line.seq not in have]
-    kept |= {e.seq: e for e in events}
     return [kept[seq] for seq in sorted(kept)]
 
 
@@ -164,19 +159,6 @@ def _window(journal: Journal, incident_id: str, missing: list[str]) -> Mapping[s
         missing.append(f"the telemetry window of {plain(incident_id)}: {type(window).__name__} instead of a mapping")
         return None
     return window
-
-
-def _faults(run: RunDir | None, missing: list[str]) -> list[InjectedFault]:
-    """The injection log."""
-    if run is None:
-        return []
-    try:
-        return parse_injections(run.injections_path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return []
-    except (OSError, ValueError) as e:
-        missing.append(f"the injection log: {plain(e)}")
-        return []
 
 
 def _of_that_time(faults: list[InjectedFault], around: list[Event]) -> tuple[InjectedFault, ...]:

@@ -4,6 +4,7 @@ Untrusted text is shown with `st.text` and `st.code` only; headings and labels a
 """
 
 import json
+import shlex
 from collections.abc import Callable, Sequence
 
 import streamlit as st
@@ -11,28 +12,21 @@ import streamlit as st
 from rolecall.core.clock import SystemClock
 from rolecall.core.errors import JournalError
 from rolecall.core.journal.events import Event
-from rolecall.core.text import plain, seconds
+from rolecall.core.text import plain, seconds, utc
 from rolecall.dashboards.data.reader import JournalSnapshot, Reader
 from rolecall.dashboards.pages.incidents import evidence_files as incident_files
-from rolecall.dashboards.pages.incidents.cache import IncidentPageCache, IncidentPageModel
+from rolecall.dashboards.pages.incidents import view
+from rolecall.dashboards.pages.incidents.cache import IncidentCost, IncidentPageCache, IncidentPageModel
 from rolecall.dashboards.pages.incidents.charts import incident_charts
-from rolecall.dashboards.pages.incidents.cost import IncidentCost
-from rolecall.dashboards.pages.incidents.replay import replay
-from rolecall.dashboards.pages.incidents.table import INCIDENT, moment
+from rolecall.dashboards.pages.incidents.replay import replay, threshold_boundary
+from rolecall.dashboards.pages.incidents.table import INCIDENT
 from rolecall.dashboards.pages.incidents.timeline import IncidentTimeline, TimelineRange
-from rolecall.dashboards.pages.incidents.view import (
-    CollectedEvidenceSection,
-    Facts,
-    FindingSection,
-    IncidentHeader,
-    PlanSection,
-)
 
 EVENTS_PER_PAGE = 100
 """Rows per page of the event table."""
 BODY_CHARS_MAX = 20_000
 """Of one event's JSON; a policy input contains the whole fleet."""
-MARK_HELP = (
+REVIEW_HELP = (
     "Was the diagnosis right? Signed-in users can record a review on the Accounting page, which computes the precision."
 )
 COST_HELP = (
@@ -60,26 +54,26 @@ def back() -> None:
         st.rerun()
 
 
-def draw(r: Reader, snapshot: JournalSnapshot, incident_id: str) -> None:
+def draw(reader: Reader, snapshot: JournalSnapshot, incident_id: str) -> None:
     st.html(STYLE)
     if incident_id not in snapshot.projection.incidents and incident_id not in snapshot.projection.broken:
         st.info("The journal has no such incident.", icon=":material/search_off:")
         st.text(plain(incident_id, 200))
         return
     try:
-        whole = _cache(r.settings.journal_url).get(r, snapshot, incident_id)
+        whole = _cache(reader.settings.journal_url).get(reader, snapshot, incident_id)
     except JournalError as e:
         st.warning("The journal is not readable.", icon=":material/report:")
         st.text(plain(e))
         return
     _head(whole.head)
     _timeline(whole)
-    _section("Findings and evidence", "findings", lambda: _findings(r, whole, incident_id))
+    _section("Findings and evidence", "findings", lambda: _findings(reader, whole, incident_id))
     _section("Decisions", "decision", lambda: _decisions(whole.plan_sections))
     _section("Actions and verification", "proof", lambda: _draw_recovery(whole))
     _section("Cost", "cost", lambda: _cost(whole.cost))
     _section("Counterfactuals", "whatif", lambda: _what_if(whole))
-    _section("Replay", "replay", lambda: _replay(r, whole, incident_id))
+    _section("Replay", "replay", lambda: _replay(reader, whole, incident_id))
     _section("Events", "events", lambda: _events(whole.material.events, whole.material.missing))
 
 
@@ -89,7 +83,7 @@ def _section(title: str, key: str, draw_it: Callable[[], None]) -> None:
         draw_it()
 
 
-def _facts(facts: Facts, key: str) -> None:
+def _facts(facts: view.Facts, key: str) -> None:
     """Label-value pairs side by side."""
     if not facts:
         return
@@ -111,16 +105,16 @@ def _texts(label: str, texts: Sequence[str]) -> None:
 # --- top ------------------------------------------------------------------------------------------------------------
 
 
-def _head(h: IncidentHeader) -> None:
+def _head(header: view.IncidentHeader) -> None:
     with st.container(key="incident-sentence"):
-        st.text(h.sentence)
+        st.text(header.sentence)
     with st.container(key="incident-state"):
-        st.text(f"{h.glyph} {h.status.upper()}   {h.state}")
-        for who in h.who:
+        st.text(f"{header.glyph} {header.status.upper()}   {header.state}")
+        for who in header.who:
             st.text(who)
-        if h.injected:
-            st.text(f"✚ Injected fault: {h.injected}")
-    _facts((("Incident", h.incident_id), *h.facts), "head")
+        if header.injected:
+            st.text(f"✚ Injected fault: {header.injected}")
+    _facts((("Incident", header.incident_id), *header.facts), "head")
 
 
 def _timeline(whole: IncidentPageModel) -> None:
@@ -143,7 +137,7 @@ def _timeline(whole: IncidentPageModel) -> None:
             st.caption("Times are relative to the onset")
         with st.container(gap="xxsmall", key="incident-moments"):
             for m in timeline.moments:
-                st.text(f"{m.number:>2}  {_after(m.at - timeline.whole.zero)}  {m.mark}: {m.words}")
+                st.text(f"{m.number:>2}  {_after(m.at - timeline.whole.zero)}  {m.kind}: {m.words}")
         if timeline.num_left_out:
             st.text(f"{timeline.num_left_out} entries in the middle are not shown; see the events below.")
 
@@ -177,48 +171,47 @@ def _legend(whole: IncidentPageModel) -> None:
 # --- findings -------------------------------------------------------------------------------------------------------
 
 
-def _findings(r: Reader, whole: IncidentPageModel, incident_id: str) -> None:
+def _findings(reader: Reader, whole: IncidentPageModel, incident_id: str) -> None:
     for n, f in enumerate(whole.findings):
         if n == 1:
             st.caption("Updates")
         _finding(f, known=whole.head.sentence)
     if not whole.findings:
         st.text("The diagnosis cannot be read.")
-    st.caption(MARK_HELP)
+    st.caption(REVIEW_HELP)
     for w in whole.collected_evidence:
         _draw_collected_evidence(w)
-    _files(r, incident_id, [name for w in whole.collected_evidence for name in w.files])
+    _files(reader, incident_id, [name for w in whole.collected_evidence for name in w.files])
 
 
-def _finding(f: FindingSection, known: str = "") -> None:
+def _finding(finding: view.FindingSection, known: str = "") -> None:
     """`known`: the diagnosis at the top of the page, which is not repeated."""
-    st.text(f.title)
-    if f.because != known:
-        st.text(f.because)
-    for e in f.evidence:
-        numbers = f"  [{e.numbers}]" if e.numbers else ""
-        st.text(f"• {e.kind}: {e.text}{numbers}")
-    if f.num_left_out:
-        st.text(f"and {f.num_left_out} more")
-    if f.advice:
-        st.text(f"Advice: {f.advice}")
-    if f.settle:
-        st.text(f"To confirm: {f.settle}")
+    st.text(finding.title)
+    if finding.because != known:
+        st.text(finding.because)
+    for e in finding.evidence:
+        st.text(f"• {e}")
+    if finding.num_left_out:
+        st.text(f"and {finding.num_left_out} more")
+    if finding.advice:
+        st.text(f"Advice: {finding.advice}")
+    if finding.settle:
+        st.text(f"To confirm: {finding.settle}")
 
 
-def _draw_collected_evidence(w: CollectedEvidenceSection) -> None:
+def _draw_collected_evidence(collected: view.CollectedEvidenceSection) -> None:
     st.caption("Collected from the agents")
-    st.text(f"{w.because} (after {seconds(w.seconds)})")
-    _texts("Missing", w.missing)
-    if w.statements or w.findings:
+    st.text(f"{collected.because} (after {seconds(collected.seconds)})")
+    _texts("Missing", collected.missing)
+    if collected.statements or collected.findings:
         with st.expander("Collected evidence in full", icon=":material/fact_check:"):
-            _texts("Observations", w.statements)
-            for f in w.findings:
+            _texts("Observations", collected.statements)
+            for f in collected.findings:
                 _finding(f)
 
 
-def _files(r: Reader, incident_id: str, named: Sequence[str]) -> None:
-    here = incident_files.names(r.settings.run, incident_id)
+def _files(reader: Reader, incident_id: str, named: Sequence[str]) -> None:
+    here = incident_files.names(reader.settings.run, incident_id)
     if named and not here:
         _texts("Files (on the machine of the run)", [plain(name, 300) for name in named])
     if not here:
@@ -226,7 +219,7 @@ def _files(r: Reader, incident_id: str, named: Sequence[str]) -> None:
     shown = {plain(name, 200): name for name in here}
     chosen = st.selectbox("Evidence files", list(shown), index=None, placeholder="choose one", key="incident-file")
     if chosen is not None:
-        file = incident_files.read(r.settings.run, incident_id, shown[chosen])
+        file = incident_files.read(reader.settings.run, incident_id, shown[chosen])
         st.text(file.note)
         if file.text:
             st.code(file.text, language=None, height=400)
@@ -236,18 +229,18 @@ def _files(r: Reader, incident_id: str, named: Sequence[str]) -> None:
 # ---------------------------------------------------------------------------------------------
 
 
-def _decisions(decided: Sequence[PlanSection]) -> None:
+def _decisions(decided: Sequence[view.PlanSection]) -> None:
     if not decided:
         st.text("No plan was made.")
-    for d in decided:
-        number = f"Attempt {d.number}" if len(decided) > 1 else "Plan"
+    for section in decided:
+        number = f"Attempt {section.number}" if len(decided) > 1 else "Plan"
         st.caption(number)
-        st.text(f"{d.title}: {d.outcome}")
-        st.text(f"Reason: {d.because}")
-        _texts("Side effects", d.also_hit or ("none",))
-        _texts("Blocked by guards", d.held)
-        _texts("Operator commands", d.commands)
-        _facts((*d.facts, ("Digest", d.digest)), f"decision-{d.number}")
+        st.text(f"{section.title}: {section.outcome}")
+        st.text(f"Reason: {section.because}")
+        _texts("Side effects", section.also_hit or ("none",))
+        _texts("Blocked by guards", section.held)
+        _texts("Operator commands", section.commands)
+        _facts((*section.facts, ("Digest", section.digest)), f"decision-{section.number}")
 
 
 def _draw_recovery(whole: IncidentPageModel) -> None:
@@ -306,24 +299,22 @@ def _what_if(whole: IncidentPageModel) -> None:
 
 def _thresholds(whole: IncidentPageModel) -> None:
     """The threshold at which the fault would not have been detected; takes seconds, so only on request."""
-    m = whole.material
-    if m.window is None or m.incident is None or not whole.margins:
+    material = whole.material
+    if material.window is None or material.incident is None or not whole.margins:
         return
     done = st.session_state.setdefault("incident-thresholds", {})
     if st.button("Find the detection threshold", icon=":material/tune:", key="incident-tune"):
         with st.spinner("Replaying the telemetry window…"):
             try:
-                from rolecall.dashboards.pages.incidents.thresholds import threshold_boundary
-
-                found = threshold_boundary(m.window, m.incident.diagnosis)
-                done[m.incident_id] = found if isinstance(found, str) else found.text
+                found = threshold_boundary(material.window, material.incident.diagnosis)
+                done[material.incident_id] = found if isinstance(found, str) else found.text
             except ImportError as e:
-                done[m.incident_id] = plain(f"The detectors are not installed on this machine: {e}", 300)
-    if m.incident_id in done:
-        st.text(done[m.incident_id])
+                done[material.incident_id] = plain(f"The detectors are not installed on this machine: {e}", 300)
+    if material.incident_id in done:
+        st.text(done[material.incident_id])
 
 
-def _replay(r: Reader, whole: IncidentPageModel, incident_id: str) -> None:
+def _replay(reader: Reader, whole: IncidentPageModel, incident_id: str) -> None:
     st.text("Replaying the stored inputs must give the same diagnosis and the same plan.")
     done = st.session_state.setdefault("incident-replayed", {})
     if st.button("Replay from stored inputs", icon=":material/replay:", key="incident-again"):
@@ -339,7 +330,7 @@ def _replay(r: Reader, whole: IncidentPageModel, incident_id: str) -> None:
             st.error("NOT reproduced: the replay gives a different result.", icon=":material/report:")
         for line in found.lines:
             st.text(line)
-    run = r.settings.run.path.name if r.settings.run else "RUN"
+    run = reader.settings.run.path.name if reader.settings.run else "RUN"
     st.caption("Replay in a terminal, and export a bundle for a ticket")
     commands = [
         f"rolecall replay {_quoted(incident_id)} --run {_quoted(run)}",
@@ -350,12 +341,7 @@ def _replay(r: Reader, whole: IncidentPageModel, incident_id: str) -> None:
 
 def _quoted(text: str) -> str:
     """A shell argument without control characters."""
-    shown = plain(text, 200)
-    return (
-        shown
-        if shown.replace("-", "").replace("_", "").replace(".", "").isalnum()
-        else "'" + shown.replace("'", "'\\''") + "'"
-    )
+    return shlex.quote(plain(text, 200))
 
 
 # --- events -----------------------------------------------------------------------------------------------------------
@@ -372,13 +358,13 @@ def _events(events: Sequence[Event], missing: Sequence[str]) -> None:
     shown = events[(page - 1) * EVENTS_PER_PAGE : page * EVENTS_PER_PAGE]
     rows = [
         {
-            "event": e.event_id,
-            "when (UTC)": moment(e.wall_at).removesuffix(" UTC"),
-            "kind": str(e.kind),
-            "reason": plain(e.payload.reason, 300),
-            "caused by": plain(e.caused_by or "", 40),
+            "event": event.event_id,
+            "when (UTC)": utc(event.wall_at).removesuffix(" UTC"),
+            "kind": str(event.kind),
+            "reason": plain(event.payload.reason, 300),
+            "caused by": plain(event.caused_by or "", 40),
         }
-        for e in shown
+        for event in shown
     ]
     st.dataframe(rows, hide_index=True, key="incident-events-table")
     by_name = {f"{e.event_id} {e.kind}": e for e in shown}

@@ -81,9 +81,9 @@ class Signal:
     title: str
     unit: str
     lines: tuple[SignalLine, ...]
-    band: tuple[tuple[float, float, float, float], ...]
+    band: tuple[tuple[float, float, float, float], ...] = ()
     """(at, smallest, median, largest) of the peers."""
-    num_peers: int
+    num_peers: int = 0
     limit: Limit | None = None
     of_run: bool = False
     """A signal of the whole run, not of a suspect."""
@@ -104,23 +104,6 @@ class Signals:
 # --- signals ------------------------------------------------------------------------------------------
 
 
-def _rate(before: float, now: float, seconds: float) -> float | None:
-    return (now - before) / seconds if seconds > 0 and now >= before else None
-
-
-def _rate_of(name: str) -> Value:
-    def value(before: ProcessSample | None, now: ProcessSample) -> float | None:
-        if before is None:
-            return None
-        return _rate(float(getattr(before, name)), float(getattr(now, name)), now.at - before.at)
-
-    return value
-
-
-def _gauge_of(name: str) -> Value:
-    return lambda _before, now: float(getattr(now, name))
-
-
 def _standing(_before: ProcessSample | None, now: ProcessSample) -> float | None:
     """Time without progress, in phases in which progress is due."""
     due = now.phase not in PHASES_WITHOUT_DUE_PROGRESS or (now.phase == Phase.IDLE and now.requests_active > 0)
@@ -133,17 +116,28 @@ def _per_unit(before: ProcessSample | None, now: ProcessSample) -> float | None:
     return (now.busy_seconds - before.busy_seconds) / (now.work_units - before.work_units)
 
 
-def _promql_rate(metric: str) -> str:
-    return f"rate({metric}{{$match}}[$window])"
+def _rate_of(key: str, title: str, unit: str, source: str, metric: str) -> SignalSpec:
+    """The rate of a counter. `source`: its field of `ProcessSample`."""
+
+    def value(before: ProcessSample | None, now: ProcessSample) -> float | None:
+        if before is None:
+            return None
+        grown, seconds = float(getattr(now, source)) - float(getattr(before, source)), now.at - before.at
+        return grown / seconds if seconds > 0 and grown >= 0 else None
+
+    return SignalSpec(key=key, title=title, unit=unit, value=value, promql=f"rate({metric}{{$match}}[$window])")
 
 
-WORK = SignalSpec(
-    key="work",
-    title="Units of work",
-    unit="1/s",
-    value=_rate_of("progress"),
-    promql=_promql_rate("rolecall_process_progress_total"),
-)
+def _gauge_of(key: str, title: str, unit: str, source: str, metric: str) -> SignalSpec:
+    """A gauge. `source`: its field of `ProcessSample`."""
+
+    def value(_before: ProcessSample | None, now: ProcessSample) -> float:
+        return float(getattr(now, source))
+
+    return SignalSpec(key=key, title=title, unit=unit, value=value, needs_before=False, promql=f"{metric}{{$match}}")
+
+
+WORK = _rate_of("work", "Units of work", "1/s", "progress", "rolecall_process_progress_total")
 STANDING = SignalSpec(
     key="standing",
     title="Time since last progress",
@@ -161,63 +155,25 @@ PER_UNIT = SignalSpec(
     promql="rate(rolecall_process_busy_seconds_total{$match}[$window])"
     " / (rate(rolecall_process_work_units_total{$match}[$window]) > 0)",
 )
-TOKENS = SignalSpec(
-    key="tokens",
-    title="Tokens",
-    unit="1/s",
-    value=_rate_of("tokens"),
-    promql=_promql_rate("rolecall_process_tokens_total"),
+TOKENS = _rate_of("tokens", "Tokens", "1/s", "tokens", "rolecall_process_tokens_total")
+CPU = _rate_of("cpu", "CPU cores in use", "CPUs", "cpu_seconds", "rolecall_process_cpu_seconds_total")
+DELAY = _rate_of(
+    "delay", "CPU wait (main thread)", "s/s", "main_run_delay_seconds", "rolecall_process_main_run_delay_seconds_total"
 )
-CPU = SignalSpec(
-    key="cpu",
-    title="CPU cores in use",
-    unit="CPUs",
-    value=_rate_of("cpu_seconds"),
-    promql=_promql_rate("rolecall_process_cpu_seconds_total"),
-)
-DELAY = SignalSpec(
-    key="delay",
-    title="CPU wait (main thread)",
-    unit="s/s",
-    value=_rate_of("main_run_delay_seconds"),
-    promql=_promql_rate("rolecall_process_main_run_delay_seconds_total"),
-)
-MEMORY = SignalSpec(
-    key="memory",
-    title="Resident memory",
-    unit="bytes",
-    value=_gauge_of("rss_bytes"),
-    needs_before=False,
-    promql="rolecall_process_resident_memory_bytes{$match}",
-)
-REQUESTS = SignalSpec(
-    key="requests",
-    title="Active requests",
-    unit="",
-    value=_gauge_of("requests_active"),
-    needs_before=False,
-    promql="rolecall_process_requests_active{$match}",
-)
-LOSS = SignalSpec(
-    key="loss", title="Loss", unit="", value=_gauge_of("loss"), needs_before=False, promql="rolecall_train_loss{$match}"
-)
+MEMORY = _gauge_of("memory", "Resident memory", "bytes", "rss_bytes", "rolecall_process_resident_memory_bytes")
+REQUESTS = _gauge_of("requests", "Active requests", "", "requests_active", "rolecall_process_requests_active")
+LOSS = _gauge_of("loss", "Loss", "", "loss", "rolecall_train_loss")
 
 
 def _of_catalogue() -> dict[str, SignalSpec]:
     """Signals of the metric catalogue, by the names that detector panels use."""
     found = {}
-    for m in CATALOGUE:
-        name = panel_metric(m)
-        if name and m.subject is MetricScope.PROCESS and m.source:
-            rates = m.type is MetricType.COUNTER
-            found[name] = SignalSpec(
-                key=name,
-                title=name.removeprefix("rolecall_").replace("_", " "),
-                unit=_unit(name),
-                value=_rate_of(m.source) if rates else _gauge_of(m.source),
-                needs_before=rates,
-                promql=_promql_rate(m.name) if rates else f"{m.name}{{$match}}",
-            )
+    for metric in CATALOGUE:
+        name = panel_metric(metric)
+        if name and metric.subject is MetricScope.PROCESS and metric.source:
+            made = _rate_of if metric.type is MetricType.COUNTER else _gauge_of
+            title = name.removeprefix("rolecall_").replace("_", " ")
+            found[name] = made(name, title, _unit(name), metric.source, metric.name)
     return found
 
 
@@ -250,11 +206,11 @@ OF_POLICY = (
 """Signals of a collapse: (policy health metric, title, unit)."""
 
 
-def kinds_for(d: Diagnosis) -> tuple[SignalSpec, ...]:
+def kinds_for(diagnosis: Diagnosis) -> tuple[SignalSpec, ...]:
     """Signals for a diagnosis; metrics in its evidence first."""
-    named = [e.kind.removeprefix(METRIC) for e in d.evidence if e.kind.startswith(METRIC)]
+    named = [e.kind.removeprefix(METRIC) for e in diagnosis.evidence if e.kind.startswith(METRIC)]
     found = [BY_METRIC[n] for n in named if n in BY_METRIC] + [_gpu_kind(n) for n in named if n.startswith(GPU_PREFIX)]
-    found += [BY_KEY[key] for key in d.fault_class.spec.signals]
+    found += [BY_KEY[key] for key in diagnosis.fault_class.spec.signals]
     return tuple({k.key: k for k in found}.values())[:NUM_SIGNALS_MAX]
 
 
@@ -264,14 +220,29 @@ def _gpu_kind(metric: str) -> SignalSpec:
     return SignalSpec(key=metric, title=title, unit=_unit(metric), value=lambda _before, _now: None)
 
 
-def limit_of(kind: SignalSpec, d: Diagnosis) -> Limit | None:
+def limit_of(kind: SignalSpec, diagnosis: Diagnosis) -> Limit | None:
     """The threshold, if the evidence contains it."""
-    for e in d.evidence:
-        if kind is STANDING and "deadline_seconds" in e.values:
-            return Limit(value=e.values["deadline_seconds"], label="deadline")
-        if kind is PER_UNIT and "expected_seconds_per_unit" in e.values:
-            return Limit(value=e.values["expected_seconds_per_unit"], label="expected at this load")
+    for evidence in diagnosis.evidence:
+        if kind is STANDING and "deadline_seconds" in evidence.values:
+            return Limit(value=evidence.values["deadline_seconds"], label="deadline")
+        if kind is PER_UNIT and "expected_seconds_per_unit" in evidence.values:
+            return Limit(value=evidence.values["expected_seconds_per_unit"], label="expected at this load")
     return None
+
+
+def signal_of(
+    kind: SignalSpec, diagnosis: Diagnosis, lines: tuple[SignalLine, ...], peers: Sequence[list[Point]]
+) -> Signal:
+    """`lines`: of the suspects. `peers`: points of each."""
+    return Signal(
+        key=kind.key,
+        title=kind.title,
+        unit=kind.unit,
+        lines=lines,
+        band=band_of(peers),
+        num_peers=sum(map(bool, peers)),
+        limit=limit_of(kind, diagnosis),
+    )
 
 
 # --- from the window ------------------------------------------------------------------------------------------------
@@ -287,11 +258,11 @@ Key = tuple[str, int, int, str]
 """Replica, rank, incarnation, node."""
 
 
-def from_window(window: Mapping[str, Any], d: Diagnosis) -> Signals:
+def from_window(window: Mapping[str, Any], diagnosis: Diagnosis) -> Signals:
     """Signals from a stored window; for a damaged one, the reason why there are none."""
     try:
         observations = [Observation.from_dict(o) for o in _thinned(window["observations"])]
-        return _signals(observations, d)
+        return _signals(observations, diagnosis)
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as e:
         return Signals(missing=f"the stored window cannot be read ({type(e).__name__}: {plain(e, 200)})")
 
@@ -304,26 +275,24 @@ def of_commits(events: Iterable[Event]) -> Signal | None:
         return None
     line = SignalLine(name="run", points=points)
     title = "Run: time between committed steps"
-    return Signal(key="commits", title=title, unit="s", lines=(line,), band=(), num_peers=0, of_run=True)
+    return Signal(key="commits", title=title, unit="s", lines=(line,), of_run=True)
 
 
 def of_the_policy(events: Iterable[Event]) -> tuple[Signal, ...]:
     """Policy health over the steps: reward, entropy, lengths, mismatch."""
     found: dict[str, list[Point]] = {}
-    for e in events:
-        if not isinstance(e.payload, StepCommitted):
+    for event in events:
+        if not isinstance(event.payload, StepCommitted):
             continue
-        for name, value in (*policy_health_of(e.payload).items(), ("reward", e.payload.reward)):
+        for name, value in (*policy_health_of(event.payload).items(), ("reward", event.payload.reward)):
             if value is not None and math.isfinite(value):
-                found.setdefault(name, []).append((e.wall_at, value))
+                found.setdefault(name, []).append((event.wall_at, value))
     return tuple(
         Signal(
             key=name,
             title=title,
             unit=unit,
             lines=(SignalLine(name="policy", points=tuple(found[name])),),
-            band=(),
-            num_peers=0,
             of_run=True,
         )
         for name, title, unit in OF_POLICY
@@ -336,34 +305,24 @@ def _thinned(observations: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]
     return observations[:: max(1, math.ceil(num / NUM_SAMPLES_MAX))]
 
 
-def _signals(observations: Sequence[Observation], d: Diagnosis) -> Signals:
+def _signals(observations: Sequence[Observation], diagnosis: Diagnosis) -> Signals:
     by_process = _by_process(observations)
-    accused = {key for key in by_process if any(_is(key, s) for s in d.suspects)}
+    accused = {key for key in by_process if any(_is(key, s) for s in diagnosis.suspects)}
     roles = {by_process[key][0].sample.role for key in accused} - {STANDBY_ROLE}
     peers = {k for k, found in by_process.items() if k not in accused and found[0].sample.role in roles}
     if not accused:
-        return Signals(missing=_missing_suspects(d, bool(by_process)))
+        return Signals(missing=_missing_suspects(diagnosis, bool(by_process)))
     times = [s.at for found in by_process.values() for s in found]
     bucket = max(BUCKET_SECONDS_MIN, (max(times) - min(times)) / NUM_BUCKETS_MAX)
     gpus = _gpu_values(observations)
     drawn = []
     ordered = sorted(accused)
-    for kind in kinds_for(d):
+    for kind in kinds_for(diagnosis):
         series = {k: _series(kind, k, by_process[k], gpus, bucket) for k in (*ordered, *peers)}
         lines = tuple(SignalLine(name=_name(k), points=tuple(series[k])) for k in ordered[:NUM_LINES_MAX] if series[k])
-        band = band_of([series[k] for k in peers])
-        if lines and (any(v for line in lines for _, v in line.points) or any(high for *_, high in band)):
-            drawn.append(
-                Signal(
-                    key=kind.key,
-                    title=kind.title,
-                    unit=kind.unit,
-                    lines=lines,
-                    band=band,
-                    num_peers=len({k for k in peers if series[k]}),
-                    limit=limit_of(kind, d),
-                )
-            )
+        signal = signal_of(kind, diagnosis, lines, [series[k] for k in peers])
+        if lines and (any(v for line in lines for _, v in line.points) or any(high for *_, high in signal.band)):
+            drawn.append(signal)
     processes = {by_process[k][-1].sample.process for k in accused}
     users = [(p.node, p.pid) for p in processes]
     num_gpus = sum(user in g_users for user in users for g_users in gpus.users.values())
@@ -376,8 +335,8 @@ def _signals(observations: Sequence[Observation], d: Diagnosis) -> Signals:
     )
 
 
-def _missing_suspects(d: Diagnosis, any_process: bool) -> str:
-    who = ", ".join(plain(s.replica or s.node, 60) for s in d.suspects[:NUM_LINES_MAX])
+def _missing_suspects(diagnosis: Diagnosis, any_process: bool) -> str:
+    who = ", ".join(plain(s.replica or s.node, 60) for s in diagnosis.suspects[:NUM_LINES_MAX])
     if not any_process:
         return "the stored window has no process samples"
     return f"the stored window has no samples of {who}" if who else "the diagnosis has no suspect"
@@ -385,28 +344,28 @@ def _missing_suspects(d: Diagnosis, any_process: bool) -> str:
 
 def _by_process(observations: Sequence[Observation]) -> dict[Key, list[_Sampled]]:
     offsets: dict[str, float] = {}
-    for o in observations:
-        for b in o.batches:
+    for observation in observations:
+        for batch in observation.batches:
             # Node clocks differ; the smallest difference belongs to the fastest response.
-            offsets[b.node] = min(offsets.get(b.node, math.inf), o.wall_at - b.wall_at)
+            offsets[batch.node] = min(offsets.get(batch.node, math.inf), observation.wall_at - batch.wall_at)
     found: dict[Key, list[_Sampled]] = {}
-    for o in observations:
-        for b in o.batches:
-            for p in b.processes:
-                key = (p.replica, p.rank, p.incarnation, str(b.node))
-                found.setdefault(key, []).append(_Sampled(p.wall_at + offsets[b.node], p))
+    for observation in observations:
+        for batch in observation.batches:
+            for sample in batch.processes:
+                key = (sample.replica, sample.rank, sample.incarnation, str(batch.node))
+                found.setdefault(key, []).append(_Sampled(sample.wall_at + offsets[batch.node], sample))
     return found
 
 
-def _is(key: Key, s: Suspect) -> bool:
+def _is(key: Key, suspect: Suspect) -> bool:
     """Whether a process matches a suspect; unset fields match everything."""
     replica, rank, incarnation, node = key
-    if not s.replica:
-        return node == s.node and (s.rank is None or rank == s.rank)
+    if not suspect.replica:
+        return node == suspect.node and (suspect.rank is None or rank == suspect.rank)
     return (
-        replica == s.replica
-        and (s.incarnation is None or incarnation == s.incarnation)
-        and (s.rank is None or rank == s.rank)
+        replica == suspect.replica
+        and (suspect.incarnation is None or incarnation == suspect.incarnation)
+        and (suspect.rank is None or rank == suspect.rank)
     )
 
 
@@ -421,17 +380,17 @@ def _series(kind: SignalSpec, key: Key, sampled: list[_Sampled], gpus: "_Gpus", 
     if kind.key.startswith(GPU_PREFIX):
         return gpus.series(kind.key, key[3], sampled[-1].sample.process.pid)
     last: dict[int, _Sampled] = {}
-    for s in sampled:
-        last[math.floor(s.at / bucket)] = s
+    for reading in sampled:
+        last[math.floor(reading.at / bucket)] = reading
     points: list[Point] = []
     before: ProcessSample | None = None
-    for _, s in sorted(last.items()):
-        if kind.needs_before and before is not None and s.sample.at - before.at < bucket / 2:
+    for _, reading in sorted(last.items()):
+        if kind.needs_before and before is not None and reading.sample.at - before.at < bucket / 2:
             continue  # the window ends within a bucket, and a rate over a tenth of a second is noise
-        value = kind.value(before, s.sample)
-        before = s.sample
+        value = kind.value(before, reading.sample)
+        before = reading.sample
         if value is not None and math.isfinite(value):
-            points.append((s.at, value))
+            points.append((reading.at, value))
     return points
 
 
@@ -467,10 +426,10 @@ class _Gpus:
 
 def _gpu_values(observations: Sequence[Observation]) -> _Gpus:
     found = _Gpus({}, {})
-    for o in observations:
-        for b in o.batches:
-            for g in b.gpus:
-                key = (str(g.node), g.gpu)
-                found.samples.setdefault(key, []).append((o.wall_at, g))
-                found.users.setdefault(key, set()).update((str(g.node), pid) for pid in g.pids)
+    for observation in observations:
+        for batch in observation.batches:
+            for sample in batch.gpus:
+                key = (str(sample.node), sample.gpu)
+                found.samples.setdefault(key, []).append((observation.wall_at, sample))
+                found.users.setdefault(key, set()).update((str(sample.node), pid) for pid in sample.pids)
     return found

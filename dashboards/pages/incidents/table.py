@@ -11,7 +11,7 @@ from urllib.parse import urlencode
 
 from rolecall.core.ids import split_replica
 from rolecall.core.text import plain, utc
-from rolecall.recovery.incidents.incident import Incident, IncidentState
+from rolecall.recovery.incidents import Incident, IncidentState
 
 PAGE_ROWS = 50
 """Incidents per page of the table."""
@@ -46,20 +46,20 @@ class IncidentTableRow:
 
     incident_id: str
     status: str  # state while open, outcome when closed, or `set aside`
-    is_open: bool
-    who: str
-    roles: tuple[str, ...]
-    nodes: tuple[str, ...]
-    fault_class: str
-    opened_at: float
-    closed_at: float | None
-    found_seconds: float | None
+    is_open: bool = False
+    who: str = "unknown"
+    roles: tuple[str, ...] = ()
+    nodes: tuple[str, ...] = ()
+    fault_class: str = ""
+    opened_at: float = 0.0
+    closed_at: float | None = None
+    found_seconds: float | None = None
     """From the diagnosed onset to the detection."""
-    recovered_seconds: float | None
+    recovered_seconds: float | None = None
     """From the detection until the replacement was verified."""
-    action: str
+    action: str = ""
     because: str
-    marked: str = ""  # right, wrong, or empty: not reviewed
+    review: str = ""  # right, wrong, or empty: not reviewed
     haystack: str = ""  # text that the search covers
 
     @property
@@ -86,47 +86,35 @@ def status_of(incident: Incident) -> str:
 
 def row_of(incident: Incident, set_aside: str = "") -> IncidentTableRow:
     """`set_aside`: why the incident is not handled further; empty: it is handled."""
-    d, attempt = incident.diagnosis, incident.attempt
-    names = [f"{s.replica}#{s.incarnation}" if s.replica else str(s.node) for s in d.suspects]
-    roles = {s.role or _role(s.replica) for s in d.suspects if s.role or s.replica}
-    because = plain(set_aside or d.because)
-    row = IncidentTableRow(
-        incident_id=incident.incident_id,
-        status=SET_ASIDE if set_aside else status_of(incident),
-        is_open=incident.state is not IncidentState.CLOSED and not set_aside,
-        who=plain(", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else ""), 200) or "none",
-        roles=tuple(sorted(plain(r, 60) for r in roles)),
-        nodes=tuple(sorted({plain(s.node, 60) for s in d.suspects if s.node})),
-        fault_class=str(d.fault_class),
-        opened_at=incident.opened_at,
-        closed_at=incident.closed_at,
-        found_seconds=max(0.0, d.detected_at - d.onset),
-        recovered_seconds=None if incident.verified_at is None else max(0.0, incident.verified_at - d.detected_at),
-        action="" if attempt is None else str(attempt.plan.action),
-        because=because,
-        marked="" if incident.mark is None else "right" if incident.mark.right else "wrong",
+    diagnosis, attempt = incident.diagnosis, incident.attempt
+    names = [f"{s.replica}#{s.incarnation}" if s.replica else str(s.node) for s in diagnosis.suspects]
+    roles = {s.role or _role(s.replica) for s in diagnosis.suspects if s.role or s.replica}
+    because = plain(set_aside or diagnosis.because)
+    return _searchable(
+        IncidentTableRow(
+            incident_id=incident.incident_id,
+            status=SET_ASIDE if set_aside else status_of(incident),
+            is_open=incident.state is not IncidentState.CLOSED and not set_aside,
+            who=plain(", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else ""), 200) or "none",
+            roles=tuple(sorted(plain(r, 60) for r in roles)),
+            nodes=tuple(sorted({plain(s.node, 60) for s in diagnosis.suspects if s.node})),
+            fault_class=str(diagnosis.fault_class),
+            opened_at=incident.opened_at,
+            closed_at=incident.closed_at,
+            found_seconds=max(0.0, diagnosis.detected_at - diagnosis.onset),
+            recovered_seconds=None
+            if incident.verified_at is None
+            else max(0.0, incident.verified_at - diagnosis.detected_at),
+            action="" if attempt is None else str(attempt.plan.action),
+            because=because,
+            review="" if incident.review is None else "right" if incident.review.right else "wrong",
+        )
     )
-    return _searchable(row)
 
 
 def broken_row(name: str, why: str) -> IncidentTableRow:
     """The row of an incident that cannot be read at all."""
-    row = IncidentTableRow(
-        incident_id=name,
-        status=SET_ASIDE,
-        is_open=False,
-        who="unknown",
-        roles=(),
-        nodes=(),
-        fault_class="",
-        opened_at=0.0,
-        closed_at=None,
-        found_seconds=None,
-        recovered_seconds=None,
-        action="",
-        because=plain(why),
-    )
-    return _searchable(row)
+    return _searchable(IncidentTableRow(incident_id=name, status=SET_ASIDE, because=plain(why)))
 
 
 def _role(replica: str) -> str:
@@ -175,7 +163,7 @@ class Filter:
     node: str = ""
     within: str = ""  # of WITHIN_SECONDS, before now
     day: str = ""  # 2026-11-22, in UTC
-    marked: str = ""  # right, wrong, none
+    review: str = ""  # right, wrong, none
     page: int = 1
 
     @classmethod
@@ -199,7 +187,7 @@ class Filter:
             and (not self.role or self.role in row.roles)
             and (not self.fault or self.fault == row.fault_class)
             and (not self.node or self.node in row.nodes)
-            and (not self.marked or self.marked == (row.marked or "none"))
+            and (not self.review or self.review == (row.review or "none"))
             and (not self.within or now - row.opened_at <= WITHIN_SECONDS[self.within])
             and (not self.day or day_of(row.opened_at) == self.day)
             and (not self.text or self.text.casefold() in row.haystack)
@@ -207,12 +195,7 @@ class Filter:
 
 
 def day_of(at: float) -> str:
-    return moment(at)[:10]
-
-
-def moment(at: float) -> str:
-    """`2026-11-22 13:54:01 UTC`."""
-    return utc(at)
+    return utc(at)[:10]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
+from rolecall.core.diagnosis import Plan
 from rolecall.core.journal.events import Event, EventKind
 from rolecall.core.journal.payloads import (
     ActionDone,
@@ -31,12 +32,12 @@ from rolecall.core.journal.payloads import (
 )
 from rolecall.core.text import plain
 from rolecall.dashboards.pages.incidents.material import IncidentPageInputs
-from rolecall.views.incidents import IncidentSummary, summarize_incidents
-from rolecall.views.injections import InjectedFault
+from rolecall.views.incidents import IncidentSummary, InjectedFault, summarize_incidents
 
-MARKS_MAX = 60
+ENTRIES_MAX = 60
 """Longest timeline; of a longer one the middle is left out, with a note."""
 WORDS_MAX = 400
+TARGETS_MAX = 40
 CONTEXT_SHARE = 0.25
 CONTEXT_SECONDS_MIN = 4.0
 """Padding before and after: share of the time from onset to last event, and minimum seconds."""
@@ -64,12 +65,12 @@ class TimelineEntryKind(StrEnum):
     CLOSED = "closed"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class TimelineEntry:
     """`at`: wall seconds."""
 
     at: float
-    mark: TimelineEntryKind
+    kind: TimelineEntryKind
     words: str
     number: int = 0
 
@@ -94,33 +95,33 @@ class IncidentTimeline:
     num_left_out: int = 0
 
 
-def incident_summary(m: IncidentPageInputs) -> IncidentSummary | None:
+def incident_summary(material: IncidentPageInputs) -> IncidentSummary | None:
     """The incident's summary, as in the report; None: it has no readable INCIDENT_OPENED."""
-    joined = summarize_incidents(m.around, m.known, m.faults, _rolled_back(m.around))
-    return next((s for s in joined.stories if s.incident_id == m.incident_id), None)
+    joined = summarize_incidents(material.around, material.known, material.faults, _rolled_back(material.around))
+    return next((s for s in joined.summaries if s.incident.incident_id == material.incident_id), None)
 
 
 def _rolled_back(around: Sequence[Event]) -> Mapping[int, float]:
     """Step -> time of its second commit, which rolled back the first."""
     seen: set[int] = set()
     undone = {}
-    for e in around:
-        if e.kind is K.STEP_COMMITTED:
-            step = e.as_(StepCommitted).step
+    for event in around:
+        if event.kind is K.STEP_COMMITTED:
+            step = event.as_(StepCommitted).step
             if step in seen:
-                undone[step] = e.wall_at
+                undone[step] = event.wall_at
             seen.add(step)
     return undone
 
 
-def build_timeline(m: IncidentPageInputs, story: IncidentSummary | None) -> IncidentTimeline:
-    moments = sorted(_moments(m, story), key=lambda x: x.at)
-    left_out = max(0, len(moments) - MARKS_MAX)
+def build_timeline(material: IncidentPageInputs, story: IncidentSummary | None) -> IncidentTimeline:
+    moments = sorted(_moments(material, story), key=lambda x: x.at)
+    left_out = max(0, len(moments) - ENTRIES_MAX)
     if left_out:
-        moments = [*moments[: MARKS_MAX // 2], *moments[-(MARKS_MAX - MARKS_MAX // 2) :]]
-    known = plain(m.incident.diagnosis.because) if m.incident else ""
+        moments = [*moments[: ENTRIES_MAX // 2], *moments[-(ENTRIES_MAX - ENTRIES_MAX // 2) :]]
+    known = plain(material.incident.diagnosis.because) if material.incident else ""
     numbered = tuple(replace(x, number=n, words=_shorter(x.words, known)) for n, x in enumerate(moments, start=1))
-    whole, around = _axes(m, numbered)
+    whole, around = _axes(material, numbered)
     return IncidentTimeline(moments=numbered, whole=whole, around=around, num_left_out=left_out)
 
 
@@ -131,15 +132,15 @@ def _shorter(words: str, known: str) -> str:
     return plain(short[: len(short) - begun] + "…" if begun else short, WORDS_MAX)
 
 
-def _axes(m: IncidentPageInputs, moments: Sequence[TimelineEntry]) -> tuple[TimelineRange, TimelineRange | None]:
-    d = m.incident.diagnosis if m.incident else None
-    zero = min(d.onset, d.detected_at) if d else (moments[0].at if moments else m.now)
+def _axes(material: IncidentPageInputs, moments: Sequence[TimelineEntry]) -> tuple[TimelineRange, TimelineRange | None]:
+    diagnosis = material.incident.diagnosis if material.incident else None
+    zero = min(diagnosis.onset, diagnosis.detected_at) if diagnosis else (moments[0].at if moments else material.now)
     times = [x.at for x in moments] or [zero]
-    last = m.now if m.is_open else max(times)
+    last = material.now if material.is_open else max(times)
     whole = _padded(min(*times, zero), max(last, zero), zero)
     acted = next(
-        (x.at for x in moments if x.mark in (TimelineEntryKind.ACTION, TimelineEntryKind.PLAN)),
-        d.detected_at if d else zero,
+        (x.at for x in moments if x.kind in (TimelineEntryKind.ACTION, TimelineEntryKind.PLAN)),
+        diagnosis.detected_at if diagnosis else zero,
     )
     short = _padded(min(*times, zero), max(acted, zero), zero)
     too_long = whole.end - whole.begin > ZOOM_FROM * (short.end - short.begin)
@@ -154,23 +155,23 @@ def _padded(begin: float, end: float, zero: float) -> TimelineRange:
 # --- entries --------------------------------------------------------------------------------------------------------
 
 
-def _moments(m: IncidentPageInputs, story: IncidentSummary | None) -> list[TimelineEntry]:
+def _moments(material: IncidentPageInputs, story: IncidentSummary | None) -> list[TimelineEntry]:
     found: list[TimelineEntry] = []
-    if m.incident is not None:
-        d = m.incident.diagnosis
+    if material.incident is not None:
+        diagnosis = material.incident.diagnosis
         found.append(
             TimelineEntry(
-                at=min(d.onset, d.detected_at), mark=TimelineEntryKind.ONSET, words="estimated by the diagnosis"
+                min(diagnosis.onset, diagnosis.detected_at), TimelineEntryKind.ONSET, "estimated by the diagnosis"
             )
         )
     for fault in (*((story.fault,) if story and story.fault else ()), *(story.further_faults if story else ())):
-        found.append(TimelineEntry(at=fault.injected_at, mark=TimelineEntryKind.FAULT, words=_of_fault(fault)))
-    for e in m.events:
-        made = OWN.get(e.kind)
+        found.append(TimelineEntry(fault.injected_at, TimelineEntryKind.FAULT, _of_fault(fault)))
+    for event in material.events:
+        made = OWN.get(event.kind)
         if made is not None:
-            mark, words = made
-            found.append(TimelineEntry(at=e.wall_at, mark=mark, words=plain(words(e))))
-    return found + _of_run(m, story)
+            kind, words = made
+            found.append(TimelineEntry(event.wall_at, kind, plain(words(event))))
+    return found + _of_run(material, story)
 
 
 def _of_fault(fault: InjectedFault) -> str:
@@ -192,12 +193,16 @@ def by_words(payload: Payload, verb: str) -> str:
     return f"{getattr(payload, 'by', '') or 'someone'} {verb}{because}"
 
 
-def _plan_words(e: Event) -> str:
-    payload = e.payload
+def _plan_words(event: Event) -> str:
+    payload = event.payload
     assert isinstance(payload, PlanCreated | PlanProposed | ActionStarted)
-    targets = ", ".join(f"{t.replica}#{t.incarnation}" for t in payload.plan.targets)
-    action = str(payload.plan.action).replace("_", " ")
-    return f"{action} of {targets}" if targets else action
+    return action_words(payload.plan)
+
+
+def action_words(plan: Plan) -> str:
+    targets = ", ".join(f"{t.replica}#{t.incarnation}" for t in plan.targets[:TARGETS_MAX])
+    action = str(plan.action).replace("_", " ")
+    return plain(f"{action} of {targets}" if targets else action, WORDS_MAX)
 
 
 OWN: Mapping[EventKind, tuple[TimelineEntryKind, Callable[[Event], str]]] = {
@@ -214,7 +219,7 @@ OWN: Mapping[EventKind, tuple[TimelineEntryKind, Callable[[Event], str]]] = {
     K.HOLD_LIFTED: (TimelineEntryKind.OPERATOR, _by("lifted the hold")),
     K.DIAGNOSIS_REVIEWED: (
         TimelineEntryKind.OPERATOR,
-        lambda e: by_words(e.payload, f"marked the diagnosis {e.as_(DiagnosisReviewed).verdict}"),
+        lambda e: by_words(e.payload, f"reviewed the diagnosis as {e.as_(DiagnosisReviewed).verdict}"),
     ),
     K.ONCALL_PAGED: (TimelineEntryKind.OPERATOR, _because("on-call paged")),
     K.ACTION_STARTED: (TimelineEntryKind.ACTION, lambda e: f"started: {_plan_words(e)}"),
@@ -226,31 +231,31 @@ OWN: Mapping[EventKind, tuple[TimelineEntryKind, Callable[[Event], str]]] = {
 """Timeline entry of each event kind: its kind and text."""
 
 
-def _found_words(e: Event) -> str:
-    diagnosis = e.as_(IncidentOpened).diagnosis
+def _found_words(event: Event) -> str:
+    diagnosis = event.as_(IncidentOpened).diagnosis
     return f"{str(diagnosis.fault_class).replace('_', ' ')} detected by {', '.join(diagnosis.detectors) or 'unknown'}"
 
 
-def affected_replicas(m: IncidentPageInputs) -> frozenset[str]:
+def affected_replicas(material: IncidentPageInputs) -> frozenset[str]:
     """Replicas that the incident names or acts on."""
-    if m.incident is None:
+    if material.incident is None:
         return frozenset()
-    return frozenset({*m.incident.named, *m.incident.touched})
+    return frozenset({*material.incident.named, *material.incident.touched})
 
 
-def _of_run(m: IncidentPageInputs, story: IncidentSummary | None) -> list[TimelineEntry]:
+def _of_run(material: IncidentPageInputs, story: IncidentSummary | None) -> list[TimelineEntry]:
     """Related events of the run: replaced replicas, weight transfers, requests, interrupted steps."""
-    who, made = affected_replicas(m), m.incident.touched if m.incident else {}
+    who, made = affected_replicas(material), material.incident.touched if material.incident else {}
     until = story.ends_at if story is not None else None
-    since = story.began_at if story is not None else (m.events[0].wall_at if m.events else m.now)
+    since = story.began_at if story is not None else (material.events[0].wall_at if material.events else material.now)
     found = []
     interrupted: int | None = None
     proven: set[tuple[str, int]] = set()
-    for e in m.around:
-        if e.wall_at < since - 1.0 or (until is not None and e.wall_at > until + 1.0):
+    for event in material.around:
+        if event.wall_at < since - 1.0 or (until is not None and event.wall_at > until + 1.0):
             continue
-        words, mark = "", TimelineEntryKind.RUN
-        match e.payload:
+        words, kind = "", TimelineEntryKind.RUN
+        match event.payload:
             case ReplicaLost() as lost if lost.replica in who:
                 words = f"{lost.replica}#{lost.incarnation} is lost: {lost.because}"
             case ReplicaStarting() as starting if starting.replica in who:
@@ -263,10 +268,10 @@ def _of_run(m: IncidentPageInputs, story: IncidentSummary | None) -> list[Timeli
             ):
                 proven.add((replica, number))
                 words = f"{replica}#{number} is serving: its weights (version {version}) are verified"
-                mark = TimelineEntryKind.WEIGHTS
+                kind = TimelineEntryKind.WEIGHTS
             case WeightsRejected() as rejected if rejected.replica in who:
                 words = f"weights of {rejected.replica}#{rejected.incarnation} were rejected: {rejected.because}"
-                mark = TimelineEntryKind.FAILED
+                kind = TimelineEntryKind.FAILED
             case RequestsReassigned() as moved if moved.from_replica in who:
                 words = moved_words(moved)
             case StepInterrupted(step=step, because=because):
@@ -276,9 +281,9 @@ def _of_run(m: IncidentPageInputs, story: IncidentSummary | None) -> list[Timeli
                 words, interrupted = f"step {step}, which was interrupted, is committed", None
             case _:
                 pass
-        if words and e.incident_id in (None, m.incident_id):
-            found.append(TimelineEntry(at=e.wall_at, mark=mark, words=plain(words)))
-    return found + _serving(m, story, proven)
+        if words and event.incident_id in (None, material.incident_id):
+            found.append(TimelineEntry(event.wall_at, kind, plain(words)))
+    return found + _serving(material, story, proven)
 
 
 def moved_words(moved: RequestsReassigned) -> str:
@@ -288,16 +293,18 @@ def moved_words(moved: RequestsReassigned) -> str:
     return f"{moved.num_requests} requests of {moved.from_replica} continue at {to}{cut}"
 
 
-def _serving(m: IncidentPageInputs, story: IncidentSummary | None, proven: set[tuple[str, int]]) -> list[TimelineEntry]:
+def _serving(
+    material: IncidentPageInputs, story: IncidentSummary | None, proven: set[tuple[str, int]]
+) -> list[TimelineEntry]:
     """For replicas without weights to verify: when they rejoined an epoch."""
     if story is None:
         return []
     return [
         TimelineEntry(
-            at=r.serving_at,
-            mark=TimelineEntryKind.WEIGHTS,
-            words=plain(f"{r.replica}#{r.incarnation} rejoined", WORDS_MAX),
+            replacement.serving_at,
+            TimelineEntryKind.WEIGHTS,
+            plain(f"{replacement.replica}#{replacement.incarnation} rejoined", WORDS_MAX),
         )
-        for r in story.replacements
-        if r.serving_at is not None and (r.replica, r.incarnation) not in proven
+        for replacement in story.replacements
+        if replacement.serving_at is not None and (replacement.replica, replacement.incarnation) not in proven
     ]

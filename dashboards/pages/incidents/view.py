@@ -5,7 +5,7 @@ verification of the recovery. Pure; every text is plain and limited in length.
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from rolecall.core.diagnosis import Evidence, Plan, Suspect
+from rolecall.core.diagnosis import Evidence, Suspect
 from rolecall.core.journal.events import Event, EventKind
 from rolecall.core.journal.payloads import (
     EvidenceCollected,
@@ -17,11 +17,11 @@ from rolecall.core.journal.payloads import (
     WeightsAdmitted,
     WeightsRejected,
 )
-from rolecall.core.text import plain, seconds
+from rolecall.core.text import plain, seconds, utc
 from rolecall.dashboards.pages.incidents.material import IncidentPageInputs
-from rolecall.dashboards.pages.incidents.table import GLYPHS, HELD, SET_ASIDE, moment, status_of
-from rolecall.dashboards.pages.incidents.timeline import affected_replicas, by_words
-from rolecall.recovery.incidents.incident import Attempt, Decision, Incident, IncidentState
+from rolecall.dashboards.pages.incidents.table import GLYPHS, HELD, SET_ASIDE, status_of
+from rolecall.dashboards.pages.incidents.timeline import action_words, affected_replicas, by_words
+from rolecall.recovery.incidents import Attempt, Decision, Incident, IncidentState
 from rolecall.views.incidents import IncidentSummary
 
 SENTENCE_MAX = 2_000
@@ -44,59 +44,68 @@ class IncidentHeader:
     glyph: str
     status: str
     state: str  # in a sentence
-    who: tuple[str, ...]
-    facts: Facts
+    who: tuple[str, ...] = ()
+    facts: Facts = ()
     injected: str = ""  # the injected fault, if the injection log has one
 
 
-def head(m: IncidentPageInputs, story: IncidentSummary | None) -> IncidentHeader:
-    i = m.incident
-    if i is None:
-        why = m.set_aside or "no information"
+def head(material: IncidentPageInputs, story: IncidentSummary | None) -> IncidentHeader:
+    incident = material.incident
+    if incident is None:
+        why = material.set_aside or "no information"
         return IncidentHeader(
-            incident_id=plain(m.incident_id, 200),
+            incident_id=plain(material.incident_id, 200),
             sentence=plain(why),
             glyph=GLYPHS[SET_ASIDE],
             status=SET_ASIDE,
             state="Set aside: its events contradict each other. No action is taken for it; other incidents are not "
             "affected.",
-            who=(),
-            facts=(),
         )
-    d = i.diagnosis
-    status = SET_ASIDE if m.set_aside else status_of(i)
-    who = tuple(_suspect(s) for s in d.suspects[:NUM_SHOWN_MAX])
-    more = len(d.suspects) - NUM_SHOWN_MAX
+    diagnosis = incident.diagnosis
+    status = SET_ASIDE if material.set_aside else status_of(incident)
+    who = tuple(_suspect(s) for s in diagnosis.suspects[:NUM_SHOWN_MAX])
+    more = len(diagnosis.suspects) - NUM_SHOWN_MAX
     facts = [
-        ("Fault class", str(d.fault_class).replace("_", " ")),
-        ("Confidence", f"{d.confidence:.0%}"),
-        ("Detected by", plain(", ".join(d.detectors), 200) or "unknown"),
-        ("Onset", moment(d.onset)),
-        ("Detected", f"{seconds(max(0.0, d.detected_at - d.onset))} after the onset"),
+        ("Fault class", str(diagnosis.fault_class).replace("_", " ")),
+        ("Confidence", f"{diagnosis.confidence:.0%}"),
+        ("Detected by", plain(", ".join(diagnosis.detectors), 200) or "unknown"),
+        ("Onset", utc(diagnosis.onset)),
+        ("Detected", f"{seconds(max(0.0, diagnosis.detected_at - diagnosis.onset))} after the onset"),
     ]
-    if d.gain_ratio is not None:
-        facts.append(("Slowdown compared with peers", f"{d.gain_ratio:.2f} times"))
-    if i.mark is not None:
-        verdict = "right" if i.mark.right else "wrong"
-        because = f": {i.mark.because}" if i.mark.because else ""
-        facts.append(("Review", plain(f"{verdict} by {i.mark.by}{because}", 400)))
+    if diagnosis.gain_ratio is not None:
+        facts.append(("Slowdown compared with peers", f"{diagnosis.gain_ratio:.2f} times"))
+    if incident.review is not None:
+        verdict = "right" if incident.review.right else "wrong"
+        because = f": {incident.review.because}" if incident.review.because else ""
+        facts.append(("Review", plain(f"{verdict} by {incident.review.by}{because}", 400)))
     return IncidentHeader(
-        incident_id=plain(m.incident_id, 200),
-        sentence=plain(d.because, SENTENCE_MAX),
+        incident_id=plain(material.incident_id, 200),
+        sentence=plain(diagnosis.because, SENTENCE_MAX),
         glyph=GLYPHS.get(status, "·"),
         status=status.replace("_", " "),
-        state=plain(f"Set aside: {m.set_aside}" if m.set_aside else state_words(i, story, m.now), SENTENCE_MAX),
+        state=plain(
+            f"Set aside: {material.set_aside}" if material.set_aside else state_words(incident, story, material.now),
+            SENTENCE_MAX,
+        ),
         who=(*who, *((f"and {more} more",) if more > 0 else ())),
         facts=tuple(facts),
         injected=_injected(story),
     )
 
 
-def _suspect(s: Suspect) -> str:
-    whose = f"{s.replica}#{s.incarnation}" if s.replica and s.incarnation is not None else s.replica
-    parts = [whose or f"node {s.node}", f"role {s.role}" if s.role else "", f"on {s.node}" if s.replica else ""]
-    parts += [f"rank {s.rank}" if s.rank else "", f"GPU {s.gpu}" if s.gpu is not None else ""]
-    parts += [f"pid {s.process.pid}" if s.process else ""]
+def _suspect(suspect: Suspect) -> str:
+    whose = (
+        f"{suspect.replica}#{suspect.incarnation}"
+        if suspect.replica and suspect.incarnation is not None
+        else suspect.replica
+    )
+    parts = [
+        whose or f"node {suspect.node}",
+        f"role {suspect.role}" if suspect.role else "",
+        f"on {suspect.node}" if suspect.replica else "",
+    ]
+    parts += [f"rank {suspect.rank}" if suspect.rank else "", f"GPU {suspect.gpu}" if suspect.gpu is not None else ""]
+    parts += [f"pid {suspect.process.pid}" if suspect.process else ""]
     return plain(", ".join(p for p in parts if p), 200)
 
 
@@ -109,47 +118,54 @@ def _injected(story: IncidentSummary | None) -> str:
     return plain(f"{story.fault.kind}{how} at {', '.join(story.fault.hit)}, detected {found} later, {named}", 400)
 
 
-def state_words(i: Incident, story: IncidentSummary | None, now: float) -> str:
+def state_words(incident: Incident, story: IncidentSummary | None, now: float) -> str:
     """The state in a sentence."""
-    a, found = i.attempt, i.diagnosis.detected_at
-    if i.outcome is not None:
-        return _closed_words(i, story)
-    since = seconds(max(0.0, now - i.opened_at))
-    match i.state:
-        case IncidentState.PROPOSED if a is not None and a.decision is None:
-            left = "" if a.expires_at is None else f"; expires in {seconds(max(0.0, a.expires_at - now))}"
-            return f"Awaiting approval: {action_words(a.plan)}{left}"
-        case IncidentState.PROPOSED if a is not None:
-            return f"{str(a.decision).capitalize()} by {a.decided_by or 'unknown'}; waiting for the guards"
-        case IncidentState.ACTING if a is not None and a.started_at is not None:
-            return f"Recovering: {action_words(a.plan)}, for {seconds(max(0.0, now - a.started_at))}"
-        case IncidentState.VERIFYING if a is not None and a.done_at is not None:
-            return f"{action_words(a.plan)} is done; verifying progress for {seconds(max(0.0, now - a.done_at))}"
-        case IncidentState.PLANNED if a is not None and status_of(i) == HELD:
-            return f"Blocked by {', '.join(sorted(a.held_by))}: {action_words(a.plan)}; open for {since}"
-        case IncidentState.PLANNED if a is not None:
-            return f"Planned: {action_words(a.plan)}; open for {since}"
+    attempt, found = incident.attempt, incident.diagnosis.detected_at
+    if incident.outcome is not None:
+        return _closed_words(incident, story)
+    since = seconds(max(0.0, now - incident.opened_at))
+    match incident.state:
+        case IncidentState.PROPOSED if attempt is not None and attempt.decision is None:
+            left = "" if attempt.expires_at is None else f"; expires in {seconds(max(0.0, attempt.expires_at - now))}"
+            return f"Awaiting approval: {action_words(attempt.plan)}{left}"
+        case IncidentState.PROPOSED if attempt is not None:
+            return f"{str(attempt.decision).capitalize()} by {attempt.decided_by or 'unknown'}; waiting for the guards"
+        case IncidentState.ACTING if attempt is not None and attempt.started_at is not None:
+            return f"Recovering: {action_words(attempt.plan)}, for {seconds(max(0.0, now - attempt.started_at))}"
+        case IncidentState.VERIFYING if attempt is not None and attempt.done_at is not None:
+            return (
+                f"{action_words(attempt.plan)} is done; verifying progress for "
+                f"{seconds(max(0.0, now - attempt.done_at))}"
+            )
+        case IncidentState.PLANNED if attempt is not None and status_of(incident) == HELD:
+            return f"Blocked by {', '.join(sorted(attempt.held_by))}: {action_words(attempt.plan)}; open for {since}"
+        case IncidentState.PLANNED if attempt is not None:
+            return f"Planned: {action_words(attempt.plan)}; open for {since}"
         case _:
-            failed = i.failures[-1] if i.failures else None
+            failed = incident.failures[-1] if incident.failures else None
             after = f"; attempt {failed.number} failed: {failed.failed_because}" if failed else ""
             return f"Diagnosed {seconds(max(0.0, now - found))} ago; no plan yet{after}"
 
 
-def _closed_words(i: Incident, story: IncidentSummary | None) -> str:
-    found, known = i.diagnosis.detected_at, i.diagnosis.because
-    because, page_reason = (_rest(text, known) for text in (i.because, i.page_reason))
+def _closed_words(incident: Incident, story: IncidentSummary | None) -> str:
+    found, known = incident.diagnosis.detected_at, incident.diagnosis.because
+    because, page_reason = (_rest(text, known) for text in (incident.because, incident.page_reason))
     paged = ""
-    if i.page_reason:
+    if incident.page_reason:
         differs = page_reason and page_reason != because
         paged = f" On-call was paged: {page_reason}" if differs else " On-call was paged."
-    if str(i.outcome) == "resolved":
-        cured_at = story.cured_at if story is not None and story.cured_at is not None else i.verified_at
-        after = seconds(max(0.0, (cured_at if cured_at is not None else i.opened_at) - found))
-        attempts = f", at attempt {len(i.attempts)}" if len(i.attempts) > 1 else ""
-        seen = f": {story.verified_because}" if story is not None and story.verified_because else ""
+    if str(incident.outcome) == "resolved":
+        cured_at = story.cured_at if story is not None and story.cured_at is not None else incident.verified_at
+        after = seconds(max(0.0, (cured_at if cured_at is not None else incident.opened_at) - found))
+        attempts = f", at attempt {len(incident.attempts)}" if len(incident.attempts) > 1 else ""
+        seen = f": {story.incident.verified_because}" if story is not None and story.incident.verified_because else ""
         worked = ""
-        if i.verified_at is not None and cured_at is not None and i.verified_at - cured_at >= VISIBLE_SECONDS:
-            worked = f" (verified after {seconds(max(0.0, i.verified_at - found))})"
+        if (
+            incident.verified_at is not None
+            and cured_at is not None
+            and incident.verified_at - cured_at >= VISIBLE_SECONDS
+        ):
+            worked = f" (verified after {seconds(max(0.0, incident.verified_at - found))})"
         return f"Resolved {after} after detection{worked}{attempts}{seen}"
     words = {
         "tolerated": "Tolerated without action",
@@ -157,27 +173,12 @@ def _closed_words(i: Incident, story: IncidentSummary | None) -> str:
         "self_recovered": "Self-recovered: the fault ended before rolecall acted",
         "escalated": "Escalated",
     }
-    lasted = seconds(max(0.0, (i.closed_at or i.opened_at) - i.opened_at))
-    text = f"{words.get(str(i.outcome), str(i.outcome))}, after {lasted}"
+    lasted = seconds(max(0.0, (incident.closed_at or incident.opened_at) - incident.opened_at))
+    text = f"{words.get(str(incident.outcome), str(incident.outcome))}, after {lasted}"
     return f"{text}: {because}.{paged}" if because else f"{text}.{paged}"
 
 
-def action_words(plan: Plan) -> str:
-    targets = ", ".join(f"{t.replica}#{t.incarnation}" for t in plan.targets[:NUM_SHOWN_MAX])
-    action = str(plan.action).replace("_", " ")
-    return plain(f"{action} of {targets}" if targets else action, 400)
-
-
 # --- findings and evidence ------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EvidenceItem:
-    """One piece of evidence."""
-
-    kind: str
-    text: str
-    numbers: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,7 +189,7 @@ class FindingSection:
     because: str
     advice: str
     settle: str
-    evidence: tuple[EvidenceItem, ...]
+    evidence: tuple[str, ...]
     num_left_out: int = 0
 
 
@@ -204,15 +205,15 @@ class CollectedEvidenceSection:
     seconds: float
 
 
-def findings(m: IncidentPageInputs) -> tuple[FindingSection, ...]:
+def findings(material: IncidentPageInputs) -> tuple[FindingSection, ...]:
     """The diagnosis and its updates, oldest first."""
     found = []
-    for e in m.events:
-        if isinstance(e.payload, IncidentOpened | IncidentUpdated):
-            d = e.payload.diagnosis
-            when = "Diagnosed" if isinstance(e.payload, IncidentOpened) else "Updated"
-            title = f"{when} {moment(e.wall_at)} by {', '.join(d.detectors) or 'unknown'}"
-            found.append(_finding(title, d.because, d.evidence, d.advice, d.settle))
+    for event in material.events:
+        if isinstance(event.payload, IncidentOpened | IncidentUpdated):
+            diagnosis = event.payload.diagnosis
+            when = "Diagnosed" if isinstance(event.payload, IncidentOpened) else "Updated"
+            title = f"{when} {utc(event.wall_at)} by {', '.join(diagnosis.detectors) or 'unknown'}"
+            found.append(_finding(title, diagnosis.because, diagnosis.evidence, diagnosis.advice, diagnosis.settle))
     return tuple(found[:1] + found[1:][-NUM_SHOWN_MAX:])
 
 
@@ -224,16 +225,19 @@ def _finding(
         because=plain(because),
         advice=plain(advice, 1000),
         settle=plain(settle, 1000),
-        evidence=tuple(
-            EvidenceItem(kind=plain(e.kind, 60).replace("_", " "), text=plain(e.text, 1000), numbers=_numbers(e.values))
-            for e in evidence[:NUM_SHOWN_MAX]
-        ),
+        evidence=tuple(_evidence_words(e) for e in evidence[:NUM_SHOWN_MAX]),
         num_left_out=max(0, len(evidence) - NUM_SHOWN_MAX),
     )
 
 
-def _numbers(values: Mapping[str, float]) -> str:
-    return "; ".join(f"{plain(n, 60).replace('_', ' ')}: {quantity(n, v)}" for n, v in list(values.items())[:20])
+def _evidence_words(evidence: Evidence) -> str:
+    numbers = "; ".join(
+        f"{plain(name, 60).replace('_', ' ')}: {quantity(name, value)}"
+        for name, value in list(evidence.values.items())[:20]
+    )
+    return f"{plain(evidence.kind, 60).replace('_', ' ')}: {plain(evidence.text, 1000)}" + (
+        f"  [{numbers}]" if numbers else ""
+    )
 
 
 def quantity(name: str, value: object) -> str:
@@ -256,15 +260,15 @@ UNITS: Mapping[str, tuple[float, str]] = {
 """Name suffix -> (factor, format)."""
 
 
-def collected_evidence(m: IncidentPageInputs) -> tuple[CollectedEvidenceSection, ...]:
+def collected_evidence(material: IncidentPageInputs) -> tuple[CollectedEvidenceSection, ...]:
     """Sections from the EVIDENCE_COLLECTED events."""
-    return tuple(_collected(e.payload) for e in m.events if isinstance(e.payload, EvidenceCollected))
+    return tuple(_collected(e.payload) for e in material.events if isinstance(e.payload, EvidenceCollected))
 
 
 def _collected(payload: EvidenceCollected) -> CollectedEvidenceSection:
     return CollectedEvidenceSection(
         because=plain(payload.because),
-        statements=_texts(payload.told),
+        statements=_texts(payload.statements),
         findings=tuple(
             _finding(f"Finding of {f.detector}", f.because, f.evidence) for f in payload.findings[:NUM_SHOWN_MAX]
         ),
@@ -296,31 +300,31 @@ class PlanSection:
     facts: Facts
 
 
-def plan_sections(m: IncidentPageInputs) -> tuple[PlanSection, ...]:
-    if m.incident is None:
+def plan_sections(material: IncidentPageInputs) -> tuple[PlanSection, ...]:
+    if material.incident is None:
         return ()
-    return tuple(_decided(a, m.incident, m.events) for a in m.incident.attempts)
+    return tuple(_decided(a, material.incident, material.events) for a in material.incident.attempts)
 
 
-def _decided(a: Attempt, i: Incident, events: Iterable[Event]) -> PlanSection:
-    last = a is i.attempt
-    until = float("inf") if last else next(b.made_at for b in i.attempts if b.number == a.number + 1)
-    during = [e for e in events if a.made_at <= e.wall_at < until]
+def _decided(attempt: Attempt, incident: Incident, events: Iterable[Event]) -> PlanSection:
+    last = attempt is incident.attempt
+    until = float("inf") if last else next(b.made_at for b in incident.attempts if b.number == attempt.number + 1)
+    during = [e for e in events if attempt.made_at <= e.wall_at < until]
     held = [f"{e.payload.guard}: {e.payload.because}" for e in during if isinstance(e.payload, PlanBlocked)]
-    facts = [("Planned", moment(a.made_at))]
-    if a.started_at is not None:
-        facts.append(("Action started", f"{seconds(max(0.0, a.started_at - a.made_at))} after the plan"))
-    if a.done_at is not None and a.started_at is not None:
-        facts.append(("Action duration", seconds(max(0.0, a.done_at - a.started_at))))
+    facts = [("Planned", utc(attempt.made_at))]
+    if attempt.started_at is not None:
+        facts.append(("Action started", f"{seconds(max(0.0, attempt.started_at - attempt.made_at))} after the plan"))
+    if attempt.done_at is not None and attempt.started_at is not None:
+        facts.append(("Action duration", seconds(max(0.0, attempt.done_at - attempt.started_at))))
     return PlanSection(
-        number=a.number,
-        title=action_words(a.plan),
-        digest=plain(a.plan.digest, 40),
-        because=_beyond(plain(a.plan.because, SENTENCE_MAX), plain(i.diagnosis.because, SENTENCE_MAX)),
-        also_hit=tuple(plain(text, 300) for text in a.plan.also_hit[:NUM_SHOWN_MAX]),
+        number=attempt.number,
+        title=action_words(attempt.plan),
+        digest=plain(attempt.plan.digest, 40),
+        because=_beyond(plain(attempt.plan.because, SENTENCE_MAX), plain(incident.diagnosis.because, SENTENCE_MAX)),
+        also_hit=tuple(plain(text, 300) for text in attempt.plan.also_hit[:NUM_SHOWN_MAX]),
         held=tuple(plain(text, 600) for text in held[:NUM_SHOWN_MAX]),
         commands=tuple(_operator_commands(during)),
-        outcome=plain(_outcome(a, i), 600),
+        outcome=plain(_outcome(attempt, incident), 600),
         facts=tuple(facts),
     )
 
@@ -347,27 +351,27 @@ _COMMANDS: Mapping[EventKind, str] = {
 
 
 def _operator_commands(during: Iterable[Event]) -> Iterable[str]:
-    for e in during:
-        if e.kind in _COMMANDS:
-            yield plain(by_words(e.payload, f"{_COMMANDS[e.kind]}, {moment(e.wall_at)}"), 600)
-        elif isinstance(e.payload, OncallPaged):
-            yield plain(f"on-call was paged ({e.payload.topic}): {e.payload.because}", 600)
-        elif isinstance(e.payload, PlanExpired):
-            yield plain(f"the plan expired: {e.payload.because}", 600)
+    for event in during:
+        if event.kind in _COMMANDS:
+            yield plain(by_words(event.payload, f"{_COMMANDS[event.kind]}, {utc(event.wall_at)}"), 600)
+        elif isinstance(event.payload, OncallPaged):
+            yield plain(f"on-call was paged ({event.payload.topic}): {event.payload.because}", 600)
+        elif isinstance(event.payload, PlanExpired):
+            yield plain(f"the plan expired: {event.payload.because}", 600)
 
 
-def _outcome(a: Attempt, i: Incident) -> str:
-    if a.failure is not None:
-        return f"failed ({a.failure}): {a.failed_because}"
-    if a is not i.attempt:
+def _outcome(attempt: Attempt, incident: Incident) -> str:
+    if attempt.failure is not None:
+        return f"failed ({attempt.failure}): {attempt.failed_because}"
+    if attempt is not incident.attempt:
         return "replaced by a new plan after an update of the diagnosis"
-    if a.done_at is not None:
-        return "done and verified" if i.verified_at is not None else "done, not verified yet"
-    if a.started_at is not None:
+    if attempt.done_at is not None:
+        return "done and verified" if incident.verified_at is not None else "done, not verified yet"
+    if attempt.started_at is not None:
         return "in progress"
-    if a.decision in (Decision.REJECTED, Decision.EXPIRED):
-        return f"{a.decision}: {a.decision_because}"
-    return "not executed" if i.closed_at is not None else "pending"
+    if attempt.decision in (Decision.REJECTED, Decision.EXPIRED):
+        return f"{attempt.decision}: {attempt.decision_because}"
+    return "not executed" if incident.closed_at is not None else "pending"
 
 
 # --- the proof ------------------------------------------------------------------------------------------------------
@@ -389,20 +393,28 @@ class RecoverySection:
     verified: str
 
 
-def recovery_section(m: IncidentPageInputs, story: IncidentSummary | None) -> RecoverySection:
-    who, made = affected_replicas(m), m.incident.touched if m.incident else {}
+def recovery_section(material: IncidentPageInputs, story: IncidentSummary | None) -> RecoverySection:
+    who, made = affected_replicas(material), material.incident.touched if material.incident else {}
     replacements = []
-    for r in story.replacements if story else ():
-        came = "from a warm standby" if r.from_standby else "newly started"
-        serving = "not serving yet" if r.serving_at is None else f"serving since {moment(r.serving_at)}"
-        replacements.append(plain(f"{r.replica}#{r.incarnation} on {r.node}, pid {r.pid}, {came}; {serving}", 300))
+    for replacement in story.replacements if story else ():
+        came = "from a warm standby" if replacement.from_standby else "newly started"
+        serving = (
+            "not serving yet" if replacement.serving_at is None else f"serving since {utc(replacement.serving_at)}"
+        )
+        replacements.append(
+            plain(
+                f"{replacement.replica}#{replacement.incarnation} on {replacement.node}, pid {replacement.pid}, "
+                f"{came}; {serving}",
+                300,
+            )
+        )
     proofs: dict[tuple[str, int], WeightProofSection] = {}
     refused = []
-    since = m.incident.opened_at if m.incident else 0.0
-    for e in m.around:
-        payload = e.payload
+    since = material.incident.opened_at if material.incident else 0.0
+    for event in material.around:
+        payload = event.payload
         if (
-            e.wall_at < since
+            event.wall_at < since
             or not isinstance(payload, WeightsRejected | WeightsAdmitted)
             or payload.replica not in who
         ):
@@ -411,12 +423,12 @@ def recovery_section(m: IncidentPageInputs, story: IncidentSummary | None) -> Re
         if isinstance(payload, WeightsRejected):
             refused.append(plain(f"{key[0]}#{key[1]}: {payload.part}: {payload.because}", 400))
         elif key[1] >= made.get(key[0], 1 << 60) and key not in proofs:
-            proofs[key] = _proof(payload, max(0.0, e.wall_at - since))
+            proofs[key] = _proof(payload, max(0.0, event.wall_at - since))
     return RecoverySection(
         replacements=tuple(replacements[:NUM_SHOWN_MAX]),
         proofs=tuple(proofs.values())[:NUM_SHOWN_MAX],
         refused=tuple(refused[:NUM_SHOWN_MAX]),
-        verified=plain(story.verified_because, 600) if story else "",
+        verified=plain(story.incident.verified_because, 600) if story else "",
     )
 
 

@@ -18,8 +18,8 @@ from rolecall.core.membership import STANDBY_ROLE
 from rolecall.core.text import plain
 from rolecall.dashboards.pages.incidents.material import IncidentPageInputs
 from rolecall.recovery.fleet import FleetView
-from rolecall.recovery.guards import check, on_peer_evidence_alone
-from rolecall.recovery.incidents.incident import ActionFailure, Attempt, Incident, IncidentOutcome, IncidentState
+from rolecall.recovery.guards import Situation, check, on_peer_evidence_alone
+from rolecall.recovery.incidents import ActionFailure, Attempt, Incident, IncidentOutcome, IncidentState
 from rolecall.recovery.policy import FailedAttempt, PolicyInput, decide
 
 COUNTS_MAX = 12
@@ -106,25 +106,24 @@ class WhatIf:
     without_effect: tuple[str, ...]
 
 
-def predict(a: DecisionInputs) -> PredictedDecision:
+def predict(inputs: DecisionInputs) -> PredictedDecision:
     """Policy, then guards, as the watch evaluates them."""
-    q, verdict = a.policy_input, decide(a.policy_input)
+    policy_input, verdict = inputs.policy_input, decide(inputs.policy_input)
     plan = verdict.plan
     if plan.action is ActionKind.TOLERATE:
         first, because = str(verdict.outcome), plan.because
     else:
-        planned = _planned(a.incident, plan, q.diagnosis, a.now)
-        held = check(
-            plan,
-            planned,
-            fleet=q.fleet,
-            config=q.config,
-            incidents=(*a.others, planned),
-            paused=a.paused,
-            stopping=None,
-            now=a.now,
+        planned = _planned(inputs.incident, plan, policy_input.diagnosis, inputs.now)
+        incidents = (*inputs.others, planned)
+        situation = Situation(
+            now=inputs.now,
+            fleet=policy_input.fleet,
+            config=policy_input.config,
+            incidents=incidents,
+            paused=inputs.paused,
         )
-        needs_approval = q.config.mode == "approve" and not planned.requested_by_operator
+        held = check(plan, planned, situation)
+        needs_approval = policy_input.config.mode == "approve" and not planned.requested_by_operator
         first = held.guard or (NEEDS_APPROVAL if needs_approval else ACTS)
         because = plan.because if held.passed else held.because
     return PredictedDecision(
@@ -136,58 +135,63 @@ def predict(a: DecisionInputs) -> PredictedDecision:
     )
 
 
-def _planned(incident: Incident, plan: Plan, d: Diagnosis, now: float) -> Incident:
+def _planned(incident: Incident, plan: Plan, diagnosis: Diagnosis, now: float) -> Incident:
     attempt = Attempt(number=len(incident.attempts) + 1, plan=plan, page_oncall=False, outcome="tolerated", made_at=now)
     return replace(
-        incident, state=S.PLANNED, diagnosis=d, attempts=(*incident.attempts, attempt), outcome=None, closed_at=None
+        incident,
+        state=S.PLANNED,
+        diagnosis=diagnosis,
+        attempts=(*incident.attempts, attempt),
+        outcome=None,
+        closed_at=None,
     )
 
 
 # --- from the journal -----------------------------------------------------------------------------------------------
 
 
-def decision_inputs(m: IncidentPageInputs) -> DecisionInputs | None:
+def decision_inputs(material: IncidentPageInputs) -> DecisionInputs | None:
     """The inputs of the latest decision; None: not stored, or not readable."""
-    made = [(e.wall_at, e.payload.question) for e in m.events if isinstance(e.payload, PlanCreated)]
-    if m.incident is None or not made:
+    made = [(e.wall_at, e.payload.question) for e in material.events if isinstance(e.payload, PlanCreated)]
+    if material.incident is None or not made:
         return None
     try:
         policy_input = PolicyInput.from_dict(dict(made[-1][1]))
     except (KeyError, TypeError, ValueError):
         return None
     at = made[-1][0]
-    before = tuple(a for a in m.incident.attempts if a.made_at < at)
-    others = tuple(o for i in m.others if (o := as_of(i, at)) is not None)
-    incident = replace(m.incident, attempts=before, verified_at=None, closed_at=None, outcome=None, state=S.OPEN)
-    return DecisionInputs(policy_input=policy_input, incident=incident, others=others, paused=_paused(m), now=at)
+    before = tuple(a for a in material.incident.attempts if a.made_at < at)
+    others = tuple(o for i in material.others if (o := as_of(i, at)) is not None)
+    incident = replace(material.incident, attempts=before, verified_at=None, closed_at=None, outcome=None, state=S.OPEN)
+    return DecisionInputs(policy_input=policy_input, incident=incident, others=others, paused=_paused(material), now=at)
 
 
-def _paused(m: IncidentPageInputs) -> str | None:
+def _paused(material: IncidentPageInputs) -> str | None:
     """Who had paused recovery, from the guard's message about this plan."""
-    for e in reversed(m.events):
-        if isinstance(e.payload, PlanCreated):
+    for event in reversed(material.events):
+        if isinstance(event.payload, PlanCreated):
             return None
-        if isinstance(e.payload, PlanBlocked) and e.payload.guard == "paused":
-            return e.payload.because.removeprefix("paused by ") or "someone"
+        if isinstance(event.payload, PlanBlocked) and event.payload.guard == "paused":
+            return event.payload.because.removeprefix("paused by ") or "someone"
     return None
 
 
-def as_of(i: Incident, at: float) -> Incident | None:
+def as_of(incident: Incident, at: float) -> Incident | None:
     """Another incident as of time `at`, as far as guards use it; None: it was not open yet."""
-    if i.opened_at > at:
+    if incident.opened_at > at:
         return None
     attempts = tuple(
-        replace(a, started_at=_if_before(a.started_at, at), done_at=_if_before(a.done_at, at))
-        for a in i.attempts
-        if a.made_at <= at
+        replace(attempt, started_at=_if_before(attempt.started_at, at), done_at=_if_before(attempt.done_at, at))
+        for attempt in incident.attempts
+        if attempt.made_at <= at
     )
-    if i.state is S.CLOSED and (i.closed_at is None or i.closed_at <= at):
-        return replace(i, attempts=attempts)
+    if incident.state is S.CLOSED and (incident.closed_at is None or incident.closed_at <= at):
+        return replace(incident, attempts=attempts)
     last = attempts[-1] if attempts else None
     state = S.OPEN if last is None else S.PLANNED
     if last is not None and last.started_at is not None:
         state = S.ACTING if last.done_at is None else S.VERIFYING
-    return replace(i, attempts=attempts, state=state, closed_at=None, outcome=None)
+    return replace(incident, attempts=attempts, state=state, closed_at=None, outcome=None)
 
 
 def _if_before(moment: float | None, at: float) -> float | None:
@@ -200,11 +204,17 @@ Change = tuple[str, DecisionInputs]
 """A condition and the inputs under it."""
 
 
-def what_if(a: DecisionInputs) -> WhatIf:
-    actual = predict(a)
+def what_if(inputs: DecisionInputs) -> WhatIf:
+    actual = predict(inputs)
     lines: list[Counterfactual] = []
     without_effect: list[str] = []
-    tried = [*_by_number(a, actual), *_by_class(a), *_by_mode(a), *_by_count(a, actual), *_by_fact(a)]
+    tried = [
+        *_by_number(inputs, actual),
+        *_by_class(inputs),
+        *_by_mode(inputs),
+        *_by_count(inputs, actual),
+        *_by_fact(inputs),
+    ]
     for condition, changed in tried:
         if changed is None:
             without_effect.append(condition)
@@ -217,93 +227,107 @@ def what_if(a: DecisionInputs) -> WhatIf:
     return WhatIf(actual=actual, lines=tuple(lines), without_effect=tuple(plain(text, 300) for text in without_effect))
 
 
-def _of_config(a: DecisionInputs, **changes: object) -> DecisionInputs:
-    return replace(a, policy_input=replace(a.policy_input, config=a.policy_input.config.model_copy(update=changes)))
+def _of_config(inputs: DecisionInputs, **changes: object) -> DecisionInputs:
+    return replace(
+        inputs, policy_input=replace(inputs.policy_input, config=inputs.policy_input.config.model_copy(update=changes))
+    )
 
 
-def _of_diagnosis(a: DecisionInputs, **changes: object) -> DecisionInputs:
-    return replace(a, policy_input=replace(a.policy_input, diagnosis=replace(a.policy_input.diagnosis, **changes)))  # type: ignore[arg-type]
+def _of_diagnosis(inputs: DecisionInputs, **changes: object) -> DecisionInputs:
+    diagnosis = replace(inputs.policy_input.diagnosis, **changes)  # type: ignore[arg-type]
+    return replace(inputs, policy_input=replace(inputs.policy_input, diagnosis=diagnosis))
 
 
-def _by_mode(a: DecisionInputs) -> Iterable[Change]:
-    mode = a.policy_input.config.mode
+def _by_mode(inputs: DecisionInputs) -> Iterable[Change]:
+    mode = inputs.policy_input.config.mode
     for other in ("observe", "approve", "act"):
         if other != mode:
-            yield f"the mode were {other} (now {mode})", _of_config(a, mode=other)
-    if a.paused is None:
-        yield "recovery were paused", replace(a, paused="someone: wait")
+            yield f"the mode were {other} (now {mode})", _of_config(inputs, mode=other)
+    if inputs.paused is None:
+        yield "recovery were paused", replace(inputs, paused="someone: wait")
     else:
-        yield "recovery were not paused", replace(a, paused=None)
+        yield "recovery were not paused", replace(inputs, paused=None)
 
 
-def _by_class(a: DecisionInputs) -> Iterable[Change]:
+def _by_class(inputs: DecisionInputs) -> Iterable[Change]:
     """Other fault classes, grouped by the resulting decision."""
     together: dict[tuple[object, ...], list[FaultClass]] = {}
     for other in FAULTS:
-        if other is not a.policy_input.diagnosis.fault_class:
-            together.setdefault(predict(_of_diagnosis(a, fault_class=other)).key, []).append(other)
+        if other is not inputs.policy_input.diagnosis.fault_class:
+            together.setdefault(predict(_of_diagnosis(inputs, fault_class=other)).key, []).append(other)
     for found in together.values():
         names = ", ".join(str(c).replace("_", " ") for c in found)
-        yield f"the fault class were {names}", _of_diagnosis(a, fault_class=found[0])
+        yield f"the fault class were {names}", _of_diagnosis(inputs, fault_class=found[0])
 
 
-def _by_fact(a: DecisionInputs) -> Iterable[Change]:
-    q = a.policy_input
-    replicas = q.fleet.replicas
-    if q.fleet.standbys():
+def _by_fact(inputs: DecisionInputs) -> Iterable[Change]:
+    policy_input = inputs.policy_input
+    replicas = policy_input.fleet.replicas
+    if policy_input.fleet.standbys():
         without = tuple(r for r in replicas if r.role != STANDBY_ROLE)
-        yield "there were no warm standby", _with_fleet(a, without)
-    named = {s.replica for s in q.diagnosis.suspects if s.replica}
+        yield "there were no warm standby", _with_fleet(inputs, without)
+    named = {s.replica for s in policy_input.diagnosis.suspects if s.replica}
     if named:
         newer = tuple(
             replace(r, desired_incarnation=r.desired_incarnation + 1) if r.replica in named else r for r in replicas
         )
-        yield "the suspect had already been replaced", _with_fleet(a, newer)
+        yield "the suspect had already been replaced", _with_fleet(inputs, newer)
         nodes = frozenset(str(r.node) for r in replicas if r.replica in named)
-        if nodes - q.lost_nodes:
-            known = replace(q, lost_nodes=q.lost_nodes | nodes)
-            yield f"{', '.join(sorted(nodes))} were diagnosed as lost", replace(a, policy_input=known)
+        if nodes - policy_input.lost_nodes:
+            known = replace(policy_input, lost_nodes=policy_input.lost_nodes | nodes)
+            yield f"{', '.join(sorted(nodes))} were diagnosed as lost", replace(inputs, policy_input=known)
             alone = tuple(r for r in replicas if str(r.node) in nodes)
             yield (
                 "all other nodes were unavailable too",
-                replace(a, policy_input=replace(known, fleet=FleetView(replicas=alone))),
+                replace(inputs, policy_input=replace(known, fleet=FleetView(replicas=alone))),
             )
-    if q.supports:
-        yield "rolecall only observed this job", replace(a, policy_input=replace(q, supports=frozenset()))
+    if policy_input.supports:
+        yield (
+            "rolecall only observed this job",
+            replace(inputs, policy_input=replace(policy_input, supports=frozenset())),
+        )
 
 
-def _with_fleet(a: DecisionInputs, replicas: Sequence[object]) -> DecisionInputs:
-    return replace(a, policy_input=replace(a.policy_input, fleet=FleetView(replicas=tuple(replicas))))  # type: ignore[arg-type]
+def _with_fleet(inputs: DecisionInputs, replicas: Sequence[object]) -> DecisionInputs:
+    return replace(inputs, policy_input=replace(inputs.policy_input, fleet=FleetView(replicas=tuple(replicas))))  # type: ignore[arg-type]
 
 
 # --- numbers --------------------------------------------------------------------------------------------------------
 
 
-def _by_number(a: DecisionInputs, actual: PredictedDecision) -> Iterable[tuple[str, DecisionInputs | None]]:
+def _by_number(inputs: DecisionInputs, actual: PredictedDecision) -> Iterable[tuple[str, DecisionInputs | None]]:
     """For a slow replica three numbers decide: its slowdown, the remaining time of the job, the cost of a
     replacement."""
-    d, config = a.policy_input.diagnosis, a.policy_input.config
-    if d.fault_class.spec.remedy is not Remedy.WEIGH:
+    diagnosis, config = inputs.policy_input.diagnosis, inputs.policy_input.config
+    if diagnosis.fault_class.spec.remedy is not Remedy.WEIGH:
         return
-    ratio, horizon, cost = d.gain_ratio, config.horizon_seconds, config.replacement_cost_seconds
+    ratio, horizon, cost = diagnosis.gain_ratio, config.horizon_seconds, config.replacement_cost_seconds
     if ratio is not None and math.isfinite(ratio) and ratio > 1:
         how = "it were {} times slower"
-        yield _flip(actual, ratio, lambda v: _of_diagnosis(a, gain_ratio=v), how, f"{ratio:.2f}", low=1.0)
+        yield _flip(actual, ratio, lambda v: _of_diagnosis(inputs, gain_ratio=v), how, f"{ratio:.2f}", low=1.0)
     if horizon is None:
         yield _flip(
             actual,
             cost,
-            lambda v: _of_config(a, horizon_seconds=v),
+            lambda v: _of_config(inputs, horizon_seconds=v),
             "a horizon of {} s were set",
             "none",
             up_only=True,
         )
     else:
         yield _flip(
-            actual, horizon, lambda v: _of_config(a, horizon_seconds=v), "the horizon were {} s", f"{horizon:,.0f} s"
+            actual,
+            horizon,
+            lambda v: _of_config(inputs, horizon_seconds=v),
+            "the horizon were {} s",
+            f"{horizon:,.0f} s",
         )
     yield _flip(
-        actual, cost, lambda v: _of_config(a, replacement_cost_seconds=v), "a replacement cost {} s", f"{cost:,.0f} s"
+        actual,
+        cost,
+        lambda v: _of_config(inputs, replacement_cost_seconds=v),
+        "a replacement cost {} s",
+        f"{cost:,.0f} s",
     )
 
 
@@ -355,17 +379,17 @@ def _rounded(value: float, *, up: bool) -> float:
 # --- counts ---------------------------------------------------------------------------------------------------------
 
 
-def _by_count(a: DecisionInputs, actual: PredictedDecision) -> Iterable[tuple[str, DecisionInputs | None]]:
+def _by_count(inputs: DecisionInputs, actual: PredictedDecision) -> Iterable[tuple[str, DecisionInputs | None]]:
     """The smallest count of each that changes the decision."""
     if actual.action is ActionKind.TOLERATE or not actual.targets:
         return
     for failure, words in _FAILURES.items():
-        yield _count(actual, lambda n, f=failure: _failed_before(a, f, n), words)  # type: ignore[misc]
-    yield _count(actual, lambda n: _evicted_before(a, n), "{} had been replaced in the last hour", "other replica")
-    yield _count(actual, lambda n: _replaced_before(a, n), "it had been replaced {} in the last hour", "time")
-    yield _count(actual, lambda n: _under_repair(a, n), "{} were being replaced at that moment", "other replica")
-    if on_peer_evidence_alone(a.policy_input.diagnosis):
-        yield _count(actual, lambda n: _suspected(a, n), "{} were suspected on peer evidence alone", "other peer")
+        yield _count(actual, lambda n, f=failure: _failed_before(inputs, f, n), words)  # type: ignore[misc]
+    yield _count(actual, lambda n: _evicted_before(inputs, n), "{} had been replaced in the last hour", "other replica")
+    yield _count(actual, lambda n: _replaced_before(inputs, n), "it had been replaced {} in the last hour", "time")
+    yield _count(actual, lambda n: _under_repair(inputs, n), "{} were being replaced at that moment", "other replica")
+    if on_peer_evidence_alone(inputs.policy_input.diagnosis):
+        yield _count(actual, lambda n: _suspected(inputs, n), "{} were suspected on peer evidence alone", "other peer")
 
 
 _FAILURES = {
@@ -391,12 +415,12 @@ def _number(n: int, what: str) -> str:
     return f"{n} {what}" if n == 1 else f"{n} {what}s"
 
 
-def _failed_before(a: DecisionInputs, failure: ActionFailure, n: int) -> DecisionInputs:
+def _failed_before(inputs: DecisionInputs, failure: ActionFailure, n: int) -> DecisionInputs:
     """The inputs after `n` more failed attempts, on the incarnations that they started."""
-    q = a.policy_input
-    past, fleet = list(q.past), q.fleet
+    policy_input = inputs.policy_input
+    past, fleet = list(policy_input.past), policy_input.fleet
     for _ in range(n):
-        plan = decide(replace(q, past=tuple(past), fleet=fleet)).plan
+        plan = decide(replace(policy_input, past=tuple(past), fleet=fleet)).plan
         if not plan.targets:
             break
         past.append(FailedAttempt(failure=failure, action=plan.action, targets=plan.targets, because=_WHY[failure]))
@@ -408,7 +432,7 @@ def _failed_before(a: DecisionInputs, failure: ActionFailure, n: int) -> Decisio
                 )
             )
     # Guards count attempts from the journal; only the policy sees these.
-    return replace(a, policy_input=replace(q, past=tuple(past), fleet=fleet))
+    return replace(inputs, policy_input=replace(policy_input, past=tuple(past), fleet=fleet))
 
 
 _WHY = {
@@ -418,42 +442,46 @@ _WHY = {
 }
 
 
-def _evicted_before(a: DecisionInputs, n: int) -> DecisionInputs:
-    return replace(a, others=(*a.others, *(_hypothetical(a, f"other-{k}/0", k, S.CLOSED) for k in range(n))))
+def _evicted_before(inputs: DecisionInputs, n: int) -> DecisionInputs:
+    return replace(
+        inputs, others=(*inputs.others, *(_hypothetical(inputs, f"other-{k}/0", k, S.CLOSED) for k in range(n)))
+    )
 
 
-def _replaced_before(a: DecisionInputs, n: int) -> DecisionInputs:
-    replica = a.policy_input.diagnosis.suspects[0].replica
-    return replace(a, others=(*a.others, *(_hypothetical(a, replica, k, S.CLOSED) for k in range(n))))
+def _replaced_before(inputs: DecisionInputs, n: int) -> DecisionInputs:
+    replica = inputs.policy_input.diagnosis.suspects[0].replica
+    return replace(inputs, others=(*inputs.others, *(_hypothetical(inputs, replica, k, S.CLOSED) for k in range(n))))
 
 
-def _peers(a: DecisionInputs) -> list[str]:
+def _peers(inputs: DecisionInputs) -> list[str]:
     """Other working replicas; those of the suspects' roles first."""
-    named = {s.replica for s in a.policy_input.diagnosis.suspects}
+    named = {s.replica for s in inputs.policy_input.diagnosis.suspects}
     roles = {split_replica(r)[0] for r in named if r}
-    rest = [r for r in a.policy_input.fleet.replicas if r.replica not in named and r.role != STANDBY_ROLE]
+    rest = [r for r in inputs.policy_input.fleet.replicas if r.replica not in named and r.role != STANDBY_ROLE]
     return [str(r.replica) for r in sorted(rest, key=lambda r: (r.role not in roles, r.replica))]
 
 
-def _under_repair(a: DecisionInputs, n: int) -> DecisionInputs | None:
-    peers = _peers(a)
+def _under_repair(inputs: DecisionInputs, n: int) -> DecisionInputs | None:
+    peers = _peers(inputs)
     if n > len(peers):
         return None
-    return replace(a, others=(*a.others, *(_hypothetical(a, r, k, S.VERIFYING) for k, r in enumerate(peers[:n]))))
+    return replace(
+        inputs, others=(*inputs.others, *(_hypothetical(inputs, r, k, S.VERIFYING) for k, r in enumerate(peers[:n])))
+    )
 
 
-def _suspected(a: DecisionInputs, n: int) -> DecisionInputs | None:
-    roles = {split_replica(s.replica)[0] for s in a.policy_input.diagnosis.suspects if s.replica}
-    peers = [r for r in _peers(a) if split_replica(r)[0] in roles]
+def _suspected(inputs: DecisionInputs, n: int) -> DecisionInputs | None:
+    roles = {split_replica(s.replica)[0] for s in inputs.policy_input.diagnosis.suspects if s.replica}
+    peers = [r for r in _peers(inputs) if split_replica(r)[0] in roles]
     if n > len(peers):
         return None
-    same = a.policy_input.diagnosis.fault_class
-    suspected = (_hypothetical(a, r, k, S.PLANNED, same) for k, r in enumerate(peers[:n]))
-    return replace(a, others=(*a.others, *suspected))
+    same = inputs.policy_input.diagnosis.fault_class
+    suspected = (_hypothetical(inputs, r, k, S.PLANNED, same) for k, r in enumerate(peers[:n]))
+    return replace(inputs, others=(*inputs.others, *suspected))
 
 
 def _hypothetical(
-    a: DecisionInputs, replica: str, number: int, state: IncidentState, fault_class: FaultClass = FaultClass.CRASH
+    inputs: DecisionInputs, replica: str, number: int, state: IncidentState, fault_class: FaultClass = FaultClass.CRASH
 ) -> Incident:
     """A hypothetical incident, with what guards use of it."""
     name = f"hypothetical-{number}"
@@ -461,21 +489,21 @@ def _hypothetical(
     plan = Plan(
         incident_id=IncidentId(name), action=ActionKind.REPLACE_REPLICA, targets=(target,), because="hypothetical"
     )
-    started = None if state is S.PLANNED else a.now - 60.0
+    started = None if state is S.PLANNED else inputs.now - 60.0
     attempt = Attempt(
         number=1,
         plan=plan,
         page_oncall=False,
         outcome="tolerated",
-        made_at=a.now - 61.0,
+        made_at=inputs.now - 61.0,
         started_at=started,
         done_at=started,
     )
     return Incident(
         incident_id=name,
         state=state,
-        diagnosis=replace(a.policy_input.diagnosis, suspects=(), fault_class=fault_class),
-        opened_at=a.now - 62.0,
+        diagnosis=replace(inputs.policy_input.diagnosis, suspects=(), fault_class=fault_class),
+        opened_at=inputs.now - 62.0,
         seen_keys=frozenset(),
         attempts=(attempt,),
         outcome=IncidentOutcome.RESOLVED if state is S.CLOSED else None,
@@ -506,10 +534,10 @@ class Margin:
         )
 
 
-def margins(d: Diagnosis) -> tuple[Margin, ...]:
+def margins(diagnosis: Diagnosis) -> tuple[Margin, ...]:
     """Comparisons in the evidence: time without progress and its deadline, a score and its threshold."""
     found = []
-    for e in d.evidence:
+    for e in diagnosis.evidence:
         values = e.values
         if "deadline_seconds" in values:
             name = "stalled_seconds" if "stalled_seconds" in values else "waited_seconds"

@@ -7,18 +7,22 @@ import streamlit as st
 
 from rolecall.core.errors import JournalError
 from rolecall.core.text import plain, seconds, utc
-from rolecall.dashboards.data.node_history import quarantined
-from rolecall.dashboards.data.nodes import node_names
+from rolecall.dashboards.data.nodes import node_names, quarantined
 from rolecall.dashboards.data.reader import JournalSnapshot, Reader
-from rolecall.dashboards.pages.operations.buttons import as_commands, button, form, operations, show_result
-from rolecall.dashboards.pages.operations.commands import OperatorCommand, OperatorCommandKind
-from rolecall.dashboards.pages.operations.history import CommandLogEntry, history
-from rolecall.dashboards.pages.operations.plans import GLYPHS, MODES, PlanRow, PlanStatus, plan_rows
-from rolecall.dashboards.pages.operations.preview import preview, replicas_on
-from rolecall.dashboards.pages.operations.state import State, newest_limits
-from rolecall.dashboards.pages.shell import page, reader
-from rolecall.dashboards.pages.sign_in import HOW_TO, Viewer, follow, sidebar
-from rolecall.recovery.incidents.incident import Incident
+from rolecall.dashboards.pages.operations import plans
+from rolecall.dashboards.pages.operations.commands import (
+    OperatorCommand,
+    as_commands,
+    button,
+    form,
+    operations,
+    show_result,
+)
+from rolecall.dashboards.pages.operations.commands import OperatorCommandKind as Kind
+from rolecall.dashboards.pages.operations.state import CommandLogEntry, State, history, newest_limits
+from rolecall.dashboards.pages.shell import data_table, page
+from rolecall.dashboards.pages.sign_in import HOW_TO, Viewer, follow
+from rolecall.recovery.incidents import Incident
 
 HOLD_FOR = {"10 minutes": 600.0, "1 hour": 3600.0, "4 hours": 14400.0, "12 hours": 43200.0}
 PLANS_SHOWN = 20
@@ -27,24 +31,23 @@ HISTORY_SHOWN = 500
 
 
 def show() -> None:
-    sidebar(reader())
     page("Operations", _draw)
 
 
-def _draw(r: Reader, snapshot: JournalSnapshot) -> None:
-    viewer, state, now = follow(r), operations(r).latest(r), r.now()
+def _draw(reader: Reader, snapshot: JournalSnapshot) -> None:
+    viewer, state, now = follow(reader), operations(reader).latest(reader), reader.now()
     incidents = tuple(snapshot.projection.incidents.values())
     show_result()
-    _status(r, viewer, state, ended=snapshot.run.ended)
-    _plans(r, viewer, plan_rows(incidents, state.mode, now), now)
-    _pause(r, viewer, state)
-    _nodes(r, viewer, state, incidents, now)
-    _replica(r, viewer, state)
+    _status(reader, viewer, state, ended=snapshot.run.ended)
+    _plans(reader, viewer, plans.plan_rows(incidents, state.mode, now), now)
+    _pause(reader, viewer, state)
+    _nodes(reader, viewer, state, incidents, now)
+    _replica(reader, viewer, state)
     _history(history(state.events, incidents))
 
 
-def _status(r: Reader, viewer: Viewer, state: State, *, ended: str) -> None:
-    if r.settings.users_path is None:
+def _status(reader: Reader, viewer: Viewer, state: State, *, ended: str) -> None:
+    if reader.settings.users_path is None:
         st.info("This dashboard is read-only, because it was started without a users file. To enable commands:")
         st.code(HOW_TO, language=None, wrap_lines=True)
     elif not viewer.may_act:
@@ -54,7 +57,7 @@ def _status(r: Reader, viewer: Viewer, state: State, *, ended: str) -> None:
         st.text(plain(ended))
         return
     watch = f"{plain(state.watch)} holds the lease" if state.watch else "NO WATCH HOLDS THE LEASE: nothing is recovered"
-    st.text(f"mode {state.mode or 'unknown'}: {MODES.get(state.mode, 'no watch has started yet.')}")
+    st.text(f"mode {state.mode or 'unknown'}: {plans.MODES.get(state.mode, 'no watch has started yet.')}")
     st.text(watch)
     if state.paused is not None:
         st.warning("Recovery is paused.", icon=":material/pause_circle:")
@@ -67,67 +70,66 @@ def _status(r: Reader, viewer: Viewer, state: State, *, ended: str) -> None:
 # --- plans --------------------------------------------------------------------------------------------------------
 
 
-def _plans(r: Reader, viewer: Viewer, rows: Sequence[PlanRow], now: float) -> None:
-    waiting = sum(row.status is PlanStatus.AWAITS_APPROVAL for row in rows)
+def _plans(reader: Reader, viewer: Viewer, rows: Sequence[plans.PlanRow], now: float) -> None:
+    waiting = sum(row.status is plans.PlanStatus.AWAITS_APPROVAL for row in rows)
     st.subheader(f"Plans: {waiting} await{'s' if waiting == 1 else ''} approval" if waiting else "Plans")
     if not rows:
         st.text("No pending plans.")
     for row in rows[:PLANS_SHOWN]:
-        _plan(r, viewer, row, now)
+        _plan(reader, viewer, row, now)
     if len(rows) > PLANS_SHOWN:
         st.text(f"and {len(rows) - PLANS_SHOWN} more")
 
 
-def _plan(r: Reader, viewer: Viewer, row: PlanRow, now: float) -> None:
-    with st.container(border=True, key=f"plan-{row.digest}"):
-        st.text(f"{GLYPHS[row.status]} {row.status}{_until(row, now)}")
-        st.text(plain(row.sentence))
-        st.text(plain(f"plan: {row.action} {', '.join(row.targets) or 'the job'}, because {row.because}"))
-        st.text(plain(f"side effects: {'; '.join(row.also_hit)}" if row.also_hit else "side effects: none"))
+def _plan(reader: Reader, viewer: Viewer, row: plans.PlanRow, now: float) -> None:
+    attempt, plan, diagnosis = row.attempt, row.attempt.plan, row.incident.diagnosis
+    with st.container(border=True, key=f"plan-{plan.digest}"):
+        st.text(f"{plans.GLYPHS[row.status]} {row.status}{_until(row, now)}")
+        st.text(plain(diagnosis.because))
+        targets = ", ".join(f"{t.replica}#{t.incarnation} on {t.node}" for t in plan.targets) or "the job"
+        st.text(plain(f"plan: {str(plan.action).replace('_', ' ')} {targets}, because {plan.because}"))
+        st.text(plain(f"side effects: {'; '.join(plan.also_hit) or 'none'}"))
         if row.hold is not None:
             st.text(plain(f"on hold by {row.hold.by} until {_clock(row.hold.until)}: {row.hold.because}"))
-        if row.held_by:
-            st.text(plain(f"blocked by guards: {', '.join(row.held_by)}"))
-        if row.decided:
-            st.text(plain(row.decided))
-        if row.status is PlanStatus.AWAITS_APPROVAL and row.expires_at is not None:
-            total = max(1.0, row.expires_at - row.made_at)
+        if attempt.held_by:
+            st.text(plain(f"blocked by guards: {', '.join(sorted(attempt.held_by))}"))
+        if attempt.decision:
+            st.text(plain(f"{attempt.decision} by {attempt.decided_by}" if attempt.decided_by else attempt.decision))
+        if row.status is plans.PlanStatus.AWAITS_APPROVAL and row.expires_at is not None:
+            total = max(1.0, row.expires_at - attempt.made_at)
             st.progress(min(1.0, (row.seconds_left(now) or 0.0) / total))
-        with st.expander(f"Evidence ({len(row.evidence)})"):
-            for line in (f"confidence {row.confidence:.2f}, attempt {row.attempt}", *row.evidence):
-                st.text(plain(line))
-            st.text(f"{plain(row.incident_id)}, plan {plain(row.digest)}")
-        _plan_commands(r, viewer, row)
+        with st.expander(f"Evidence ({len(diagnosis.evidence)})"):
+            st.text(f"confidence {diagnosis.confidence:.2f}, attempt {attempt.number}")
+            for e in diagnosis.evidence:
+                st.text(plain(f"{e.kind}: {e.text}"))
+            st.text(f"{plain(row.incident.incident_id)}, plan {plain(plan.digest)}")
+        _plan_commands(reader, viewer, row)
 
 
-def _plan_commands(r: Reader, viewer: Viewer, row: PlanRow) -> None:
-    approve, hold = (
-        OperatorCommand(what=OperatorCommandKind.APPROVE, on=row.digest),
-        OperatorCommand(what=OperatorCommandKind.HOLD, on=row.digest),
-    )
-    reject, lift = (
-        OperatorCommand(what=OperatorCommandKind.REJECT, on=row.digest),
-        OperatorCommand(what=OperatorCommandKind.LIFT, on=row.digest),
+def _plan_commands(reader: Reader, viewer: Viewer, row: plans.PlanRow) -> None:
+    digest = row.attempt.plan.digest
+    approve, hold, reject, lift = (
+        OperatorCommand(what=what, on=digest) for what in (Kind.APPROVE, Kind.HOLD, Kind.REJECT, Kind.LIFT)
     )
     if row.can_be_approved:
-        button(r, viewer, "Approve", approve, primary=True)
+        button(reader, viewer, "Approve", approve, primary=True)
     if row.hold is not None:
-        button(r, viewer, "Lift the hold", lift, primary=True)
+        button(reader, viewer, "Lift the hold", lift, primary=True)
     if row.can_be_stopped:
         stops = {"Hold": hold, "Reject": reject}
         if row.hold is not None:
             del stops["Hold"]
-        if row.status is PlanStatus.APPROVED:
+        if row.status is plans.PlanStatus.APPROVED:
             del stops["Reject"]  # it is approved already; a hold or a pause can still stop it
         with st.expander(" or ".join(stops).capitalize()):
-            form(r, viewer, f"plan:{row.digest}", stops, seconds=HOLD_FOR if "Hold" in stops else None)
+            form(reader, viewer, f"plan:{digest}", stops, seconds=HOLD_FOR if "Hold" in stops else None)
         direct = ((approve,) if row.can_be_approved else ()) + ((lift,) if row.hold is not None else ())
-        as_commands(r, viewer, *direct, *stops.values())
+        as_commands(reader, viewer, *direct, *stops.values())
 
 
-def _until(row: PlanRow, now: float) -> str:
+def _until(row: plans.PlanRow, now: float) -> str:
     left = row.seconds_left(now)
-    if left is None or row.expires_at is None or row.status is PlanStatus.EXPIRED:
+    if left is None or row.expires_at is None or row.status is plans.PlanStatus.EXPIRED:
         return ""
     return f": expires in {seconds(round(left))} (at {_clock(row.expires_at)})"
 
@@ -139,21 +141,21 @@ def _clock(at: float) -> str:
 # --- the rest -----------------------------------------------------------------------------------------------------
 
 
-def _pause(r: Reader, viewer: Viewer, state: State) -> None:
+def _pause(reader: Reader, viewer: Viewer, state: State) -> None:
     st.subheader("Automatic recovery")
     if state.paused is None:
-        pause = OperatorCommand(what=OperatorCommandKind.PAUSE)
+        pause = OperatorCommand(what=Kind.PAUSE)
         with st.expander("Pause recovery"):
             st.text("No new action starts until recovery is resumed. Actions in progress continue.")
-            form(r, viewer, "pause", {"Pause": pause})
-            as_commands(r, viewer, pause)
+            form(reader, viewer, "pause", {"Pause": pause})
+            as_commands(reader, viewer, pause)
     else:
-        resume = OperatorCommand(what=OperatorCommandKind.RESUME)
-        button(r, viewer, "Resume recovery", resume, primary=True)
-        as_commands(r, viewer, resume)
+        resume = OperatorCommand(what=Kind.RESUME)
+        button(reader, viewer, "Resume recovery", resume, primary=True)
+        as_commands(reader, viewer, resume)
 
 
-def _nodes(r: Reader, viewer: Viewer, state: State, incidents: Sequence[Incident], now: float) -> None:
+def _nodes(reader: Reader, viewer: Viewer, state: State, incidents: Sequence[Incident], now: float) -> None:
     st.subheader("Nodes")
     away = quarantined(state.events)
     names = node_names(state.fleet, [*away, *state.nodes])
@@ -163,29 +165,35 @@ def _nodes(r: Reader, viewer: Viewer, state: State, incidents: Sequence[Incident
     node = st.selectbox("Node", names, key="operations.node")
     if node in away:
         st.text(plain(f"{node} was quarantined by {away[node].quarantined_by}: {away[node].quarantined_because}"))
-        back = OperatorCommand(what=OperatorCommandKind.RETURN, on=node)
-        form(r, viewer, f"return:{node}", {"Return to service": back})
-        as_commands(r, viewer, back)
+        back = OperatorCommand(what=Kind.RETURN, on=node)
+        form(reader, viewer, f"return:{node}", {"Return to service": back})
+        as_commands(reader, viewer, back)
     else:
-        keep = OperatorCommand(what=OperatorCommandKind.QUARANTINE, on=node)
+        keep = OperatorCommand(what=Kind.QUARANTINE, on=node)
         with st.expander("Quarantine: no new replicas are placed on the node; running ones stay"):
-            form(r, viewer, f"quarantine:{node}", {"Quarantine": keep})
-            as_commands(r, viewer, keep)
+            form(reader, viewer, f"quarantine:{node}", {"Quarantine": keep})
+            as_commands(reader, viewer, keep)
     with st.expander("Drain: move all replicas off the node and quarantine it"):
-        _drain(r, viewer, state, incidents, node, frozenset(away), now)
+        _drain(reader, viewer, state, incidents, node, frozenset(away), now)
 
 
 def _drain(
-    r: Reader, viewer: Viewer, state: State, incidents: Sequence[Incident], node: str, away: frozenset[str], now: float
+    reader: Reader,
+    viewer: Viewer,
+    state: State,
+    incidents: Sequence[Incident],
+    node: str,
+    away: frozenset[str],
+    now: float,
 ) -> None:
-    if not replicas_on(state.fleet, node):
+    if not plans.replicas_on(state.fleet, node):
         st.text("No replica runs on it.")
     try:
-        limits = newest_limits(r, state.mode)
+        limits = newest_limits(reader, state.mode)
     except JournalError:
         st.text("The guards cannot be evaluated now: the journal is not readable.")
         return
-    moving = preview(
+    moving = plans.preview(
         node,
         fleet=state.fleet,
         incidents=incidents,
@@ -200,12 +208,12 @@ def _drain(
         st.text(plain(f"{m.replica}: {m.action} ({m.because}). {guard}"))
     if moving and not limits.known:
         st.text("This run has no plan yet, so the guards' default limits apply here.")
-    drain = OperatorCommand(what=OperatorCommandKind.DRAIN, on=node)
-    form(r, viewer, f"drain:{node}", {"Drain": drain}, confirm=node)
-    as_commands(r, viewer, drain)
+    drain = OperatorCommand(what=Kind.DRAIN, on=node)
+    form(reader, viewer, f"drain:{node}", {"Drain": drain}, confirm=node)
+    as_commands(reader, viewer, drain)
 
 
-def _replica(r: Reader, viewer: Viewer, state: State) -> None:
+def _replica(reader: Reader, viewer: Viewer, state: State) -> None:
     st.subheader("Replicas")
     names = [str(v.replica) for v in state.fleet.replicas]
     if not names:
@@ -216,9 +224,9 @@ def _replica(r: Reader, viewer: Viewer, state: State) -> None:
         view = state.fleet.find(chosen)
         if view is not None:
             st.text(plain(f"{chosen}#{view.incarnation} is {view.state or 'not started'} on {view.node}"))
-        ask = OperatorCommand(what=OperatorCommandKind.REPLACE, on=chosen)
-        form(r, viewer, f"replace:{chosen}", {"Replace": ask})
-        as_commands(r, viewer, ask)
+        ask = OperatorCommand(what=Kind.REPLACE, on=chosen)
+        form(reader, viewer, f"replace:{chosen}", {"Replace": ask})
+        as_commands(reader, viewer, ask)
 
 
 def _history(entries: Sequence[CommandLogEntry]) -> None:
@@ -227,7 +235,7 @@ def _history(entries: Sequence[CommandLogEntry]) -> None:
         st.text("No operator commands yet.")
         return
     rows = entries[:HISTORY_SHOWN]
-    st.dataframe(
+    data_table(
         {
             "when (UTC)": [datetime.fromtimestamp(e.at, UTC) for e in rows],
             "operator": [plain(e.by) for e in rows],
@@ -235,8 +243,6 @@ def _history(entries: Sequence[CommandLogEntry]) -> None:
             "target": [plain(e.on) for e in rows],
             "reason": [plain(e.because) for e in rows],
         },
-        hide_index=True,
-        width="stretch",
         column_config={"when (UTC)": st.column_config.DatetimeColumn(format="YYYY-MM-DD HH:mm:ss")},
     )
     if len(entries) > HISTORY_SHOWN:

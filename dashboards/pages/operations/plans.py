@@ -1,11 +1,23 @@
-"""Pending plans for the Operations page: action, targets, reason, side effects, deadline. Pure."""
+"""Pending plans for the Operations page, and a preview of draining a node: each replica on it, the plan, and whether
+the guards allow it. Pure.
 
-from collections.abc import Iterable, Mapping
+The preview uses the same `decide` and `check` as the watch on the current journal, so the result can still change. The
+limits come from the latest plan in the journal, because the watch records them nowhere else.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any
 
+from rolecall.core.config.job import RecoveryConfig
 from rolecall.core.diagnosis import ActionKind
-from rolecall.recovery.incidents.incident import NOT_STARTED, Attempt, Decision, Hold, Incident, IncidentState
+from rolecall.core.ids import IncidentId
+from rolecall.recovery.fleet import FleetView, ReplicaView
+from rolecall.recovery.guards import Situation, check
+from rolecall.recovery.incidents import NOT_STARTED, Attempt, Decision, Hold, Incident, IncidentState
+from rolecall.recovery.operators.commands import replacement_request
+from rolecall.recovery.policy import decide, question
 
 MODES: Mapping[str, str] = {
     "observe": "rolecall reports what it would do and takes no action. Approvals have no effect until the watch runs "
@@ -43,24 +55,16 @@ _ORDER = tuple(PlanStatus)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRow:
-    """Times are wall seconds."""
+    """A plan that has not started. Times are wall seconds."""
 
-    incident_id: str
-    digest: str
+    incident: Incident
+    attempt: Attempt
     status: PlanStatus
-    action: str
-    targets: tuple[str, ...]
-    sentence: str  # the diagnosis
-    because: str  # the plan
-    also_hit: tuple[str, ...]
-    evidence: tuple[str, ...]
-    confidence: float
-    attempt: int
-    made_at: float
-    expires_at: float | None = None
-    held_by: tuple[str, ...] = ()  # guards
-    hold: Hold | None = None
-    decided: str = ""
+    hold: Hold | None  # in force
+
+    @property
+    def expires_at(self) -> float | None:
+        return self.attempt.expires_at if self.attempt.decision is None else None
 
     @property
     def can_be_approved(self) -> bool:
@@ -79,48 +83,121 @@ class PlanRow:
 def plan_rows(incidents: Iterable[Incident], mode: str, now: float) -> tuple[PlanRow, ...]:
     """Every plan that has not started; plans that await approval first, those that expire soonest at the top."""
     rows = []
-    for i in incidents:
-        a = i.attempt
-        if a is None or i.state not in NOT_STARTED:
-            continue
-        if a.plan.action is not ActionKind.TOLERATE:
-            rows.append(_row(i, a, mode, now))
-    return tuple(sorted(rows, key=lambda r: (_ORDER.index(r.status), r.expires_at or r.made_at, r.incident_id)))
+    for incident in incidents:
+        attempt = incident.attempt
+        if attempt is not None and incident.state in NOT_STARTED and attempt.plan.action is not ActionKind.TOLERATE:
+            hold = attempt.hold if attempt.hold is not None and attempt.hold.active(now) else None
+            rows.append(
+                PlanRow(
+                    incident=incident, attempt=attempt, status=_status(incident, attempt, hold, mode, now), hold=hold
+                )
+            )
+    rows.sort(key=lambda r: (_ORDER.index(r.status), r.expires_at or r.attempt.made_at, r.incident.incident_id))
+    return tuple(rows)
 
 
-def _row(i: Incident, a: Attempt, mode: str, now: float) -> PlanRow:
-    hold = a.hold if a.hold is not None and a.hold.active(now) else None
-    d = i.diagnosis
-    return PlanRow(
-        incident_id=i.incident_id,
-        digest=a.plan.digest,
-        status=_status(i, a, hold, mode, now),
-        action=str(a.plan.action).replace("_", " "),
-        targets=tuple(f"{t.replica}#{t.incarnation} on {t.node}" for t in a.plan.targets),
-        sentence=d.because,
-        because=a.plan.because,
-        also_hit=a.plan.also_hit,
-        evidence=tuple(f"{e.kind}: {e.text}" for e in d.evidence),
-        confidence=d.confidence,
-        attempt=a.number,
-        made_at=a.made_at,
-        expires_at=a.expires_at if a.decision is None else None,
-        held_by=tuple(sorted(a.held_by)),
-        hold=hold,
-        decided=f"{a.decision} by {a.decided_by}" if a.decision and a.decided_by else str(a.decision or ""),
-    )
-
-
-def _status(i: Incident, a: Attempt, hold: Hold | None, mode: str, now: float) -> PlanStatus:
-    if a.decision is Decision.REJECTED:
+def _status(incident: Incident, attempt: Attempt, hold: Hold | None, mode: str, now: float) -> PlanStatus:
+    if attempt.decision is Decision.REJECTED:
         return PlanStatus.REJECTED
     if hold is not None:
         return PlanStatus.HELD
-    expired = a.expires_at is not None and now > a.expires_at and a.decision is None
-    if a.decision is Decision.EXPIRED or expired:
+    expired = attempt.expires_at is not None and now > attempt.expires_at and attempt.decision is None
+    if attempt.decision is Decision.EXPIRED or expired:
         return PlanStatus.EXPIRED
-    if i.state is IncidentState.PROPOSED:
-        return PlanStatus.APPROVED if a.decision is Decision.APPROVED else PlanStatus.AWAITS_APPROVAL
+    if incident.state is IncidentState.PROPOSED:
+        return PlanStatus.APPROVED if attempt.decision is Decision.APPROVED else PlanStatus.AWAITS_APPROVAL
     if mode == "observe":
         return PlanStatus.NOT_EXECUTED
-    return PlanStatus.BLOCKED if a.held_by else PlanStatus.DUE
+    return PlanStatus.BLOCKED if attempt.held_by else PlanStatus.DUE
+
+
+# --- preview of a drain -----------------------------------------------------------------------------------------------
+
+SUPPORTS = frozenset({ActionKind.REPLACE_REPLICA, ActionKind.REPLACE_NODE, ActionKind.STOP_JOB})
+"""Actions of a run that rolecall executes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WatchPolicy:
+    """Recovery policy of the watch, as recorded in the journal."""
+
+    config: RecoveryConfig
+    supports: frozenset[ActionKind]
+    known: bool  # False: no plan yet, these are the defaults
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrainedReplica:
+    """What draining does to one replica of the node."""
+
+    replica: str
+    action: str
+    because: str
+    guard: str  # empty: all pass
+    guard_because: str
+
+
+def limits_of(policy_input: Mapping[str, Any], mode: str) -> WatchPolicy:
+    """`policy_input`: as stored with the latest plan. `mode`: current mode of the watch, which may have changed
+    since."""
+    try:
+        config = RecoveryConfig.model_validate({**policy_input["config"], **({"mode": mode} if mode else {})})
+        return WatchPolicy(
+            config=config, supports=frozenset(ActionKind(a) for a in policy_input["supports"]), known=True
+        )
+    except (KeyError, TypeError, ValueError):
+        # The plan was written by something else and has no limits.
+        config = RecoveryConfig.model_validate({"mode": mode} if mode in MODES else {})
+        return WatchPolicy(config=config, supports=SUPPORTS, known=False)
+
+
+def replicas_on(fleet: FleetView, node: str) -> tuple[ReplicaView, ...]:
+    """The replicas that draining the node would move."""
+    return tuple(r for r in fleet.replicas if r.node == node)
+
+
+def preview(
+    node: str,
+    *,
+    fleet: FleetView,
+    incidents: Sequence[Incident],
+    avoided: frozenset[str],
+    limits: WatchPolicy,
+    paused: str | None,
+    stopping: str | None,
+    now: float,
+) -> tuple[DrainedReplica, ...]:
+    """`avoided`: nodes in quarantine."""
+    found = []
+    for replica in replicas_on(fleet, node):
+        diagnosis = replacement_request(replica, f"{node} is to be drained", now)
+        incident = Incident(
+            incident_id=IncidentId("preview"),
+            state=IncidentState.PLANNED,
+            diagnosis=diagnosis,
+            opened_at=now,
+            seen_keys=frozenset({diagnosis.key}),
+        )
+        policy_input = question(
+            incident,
+            incidents,
+            fleet=fleet,
+            config=limits.config,
+            supports=limits.supports,
+            quarantined_nodes=avoided | {node},
+        )
+        plan = decide(policy_input).plan
+        situation = Situation(
+            now=now, fleet=fleet, config=limits.config, incidents=incidents, paused=paused, stopping=stopping
+        )
+        guarded = check(plan, incident, situation)
+        found.append(
+            DrainedReplica(
+                replica=f"{replica.replica}#{replica.desired_incarnation}",
+                action=str(plan.action).replace("_", " "),
+                because=plan.because,
+                guard=guarded.guard,
+                guard_because=guarded.because,
+            )
+        )
+    return tuple(found)

@@ -1,53 +1,148 @@
-"""The Overview page: open incidents, replicas, progress and policy health. view.py computes the content."""
+"""The Overview page: open incidents, replicas, progress and policy health. view.py computes the content.
+
+Policy health is drawn as charts side by side, each with its normal range, because a rising reward means learning only
+while entropy, lengths and dropped samples stay healthy.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
 
 import streamlit as st
 
-from rolecall.core.text import plain
+from rolecall.core.clock import SystemClock
+from rolecall.core.text import escape, plain, seconds
+from rolecall.dashboards.data.hardware import Query
+from rolecall.dashboards.data.progress import Bucket
 from rolecall.dashboards.data.reader import JournalSnapshot, Reader
 from rolecall.dashboards.pages import charts
-from rolecall.dashboards.pages.overview import html, policy_health
-from rolecall.dashboards.pages.overview.prometheus import show as show_prometheus
-from rolecall.dashboards.pages.overview.view import (
-    RoleSummary,
-    headline_figures,
-    lost_rows,
-    notices,
-    open_incidents,
-    roles,
-    status_line,
-)
-from rolecall.dashboards.pages.shell import page, reader
-from rolecall.dashboards.pages.sign_in import sidebar
-from rolecall.dashboards.pages.style import banner, figures, table
+from rolecall.dashboards.pages.overview import view
+from rolecall.dashboards.pages.prometheus import PrometheusPoller
+from rolecall.dashboards.pages.shell import page
+from rolecall.dashboards.pages.style import STATES, banner, class_of, figures, table
 
 OPEN_MAX = 12
 """Open incidents shown in full; the Incidents page lists the rest."""
 TABLE_KEY = "overview.table"
+QUERIES: Mapping[str, str] = {
+    "targets up": "count(up == 1)",
+    "targets down": "count(up == 0)",
+    "GPUs": "count(rolecall_gpu_up == 1) or count(DCGM_FI_DEV_GPU_TEMP)",
+    "GPUs down": "count(rolecall_gpu_up == 0)",
+    "GPU utilization, mean": "avg(rolecall_gpu_utilization_ratio) * 100 or avg(DCGM_FI_DEV_GPU_UTIL)",
+    "hottest GPU": "max(rolecall_gpu_temperature_celsius) or max(DCGM_FI_DEV_GPU_TEMP)",
+    "GPU power, total": "sum(rolecall_gpu_power_watts) or sum(DCGM_FI_DEV_POWER_USAGE)",
+}
+UNITS = {"GPU utilization, mean": " %", "hottest GPU": " °C", "GPU power, total": " W"}
+ADVICE = (
+    "The rest of this page comes from the journal and is complete. Check that the server runs and "
+    "`--prometheus` is right."
+)
+CHIPS_MAX = 32
+"""A role with up to this many replicas shows a chip for each; a larger one only for unhealthy replicas."""
+UNWELL_MAX = 48
+ROW_REPLICAS = 50
+COLUMNS = 3
+NO_METRICS = "The steps of this run have no policy health metrics (entropy, clipping, response lengths)."
+Lines = dict[str, list[dict[str, float]]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyHealthChart:
+    """Health metrics on one axis."""
+
+    title: str
+    lines: tuple[tuple[str, str], ...]  # (metric of core/policy_health.py, legend)
+    normal: str
+    figures: str = "~g"
+    zero: bool = True
+
+
+PANELS = (
+    PolicyHealthChart(
+        title="entropy, nats per token",
+        lines=(("entropy", "entropy"),),
+        normal="Falls slowly while the policy learns, to nearly 0 when it has converged. Nearly 0 at a low reward: "
+        "the policy has collapsed and learns nothing more.",
+    ),
+    PolicyHealthChart(
+        title="response length, tokens",
+        lines=(("response_length", "mean"), ("response_length_max", "longest")),
+        normal="Depends on the task. A drop to a few tokens or a rise to the limit: the policy exploits the reward.",
+        figures="~s",
+    ),
+    PolicyHealthChart(
+        title="unused responses, groups, tokens",
+        lines=(
+            ("truncated_fraction", "truncated"),
+            ("filtered_fraction", "filtered"),
+            ("stale_fraction", "stale"),
+        ),
+        normal="Truncated responses: few, more at the start. Filtered groups: many at the start (all wrong) and at "
+        "the end (all right). Stale tokens: nearly none.",
+        figures=".1~%",
+    ),
+    PolicyHealthChart(
+        title="clipped tokens",
+        lines=(("clip_fraction_low", "from below"), ("clip_fraction_high", "from above")),
+        normal="A few percent, more in the first steps. Persistently more: the policy has diverged from the sampler.",
+        figures=".1~%",
+    ),
+    PolicyHealthChart(
+        title="importance ratios",
+        lines=(("ratio_mean", "mean"), ("ratio_std", "spread")),
+        normal="Of the policy to the sampler, per token. Mean close to 1; spread well below 1, larger with staleness.",
+    ),
+    PolicyHealthChart(
+        title="KL to sampler, nats per token",
+        lines=(("kl_sampler", "KL"),),
+        normal="Below 0.1 after the first steps, including stale tokens. A lasting rise: the policy diverges from "
+        "its engines.",
+    ),
+    PolicyHealthChart(
+        title="trainer and engine mismatch, nats",
+        lines=(("log_ratio_max", "largest log-ratio"),),
+        normal="For the same weights only rounding, below 0.01 at equal precision. More: one of the two computes "
+        "wrong values. No value for steps whose tokens all come from weights that no trainer holds any more.",
+        figures=".1~e",
+    ),
+    PolicyHealthChart(
+        title="critic explained variance",
+        lines=(("explained_variance", "explained variance"),),
+        normal="Rises towards 1. At 0 the critic predicts no better than the mean; below 0, worse.",
+        zero=False,
+    ),
+    PolicyHealthChart(
+        title="critic loss",
+        lines=(("value_loss", "loss"),),
+        normal="Falls at first, then follows the rewards.",
+    ),
+)
 
 
 def show() -> None:
-    sidebar(reader())
     page("Overview", _draw, slow=_draw_slow)
 
 
 def _draw(_: Reader, snapshot: JournalSnapshot) -> None:
-    for kind, head, sentence, advice in notices(snapshot):
+    for kind, head, sentence, advice in view.notices(snapshot):
         st.html(banner(kind, head, sentence, advice=advice))
     _draw_incidents(snapshot)
     if not snapshot.run.ended:
-        st.text(status_line(snapshot))
-    st.html(figures(headline_figures(snapshot)))
-    _draw_replicas(roles(snapshot))
+        st.text(view.status_line(snapshot))
+    st.html(figures(view.headline_figures(snapshot)))
+    _draw_replicas(view.roles(snapshot))
 
 
 def _draw_incidents(snapshot: JournalSnapshot) -> None:
-    open_ = open_incidents(snapshot)
-    for t in open_[:OPEN_MAX]:
-        st.html(html.incident(t, snapshot.at))
+    open_ = view.open_incidents(snapshot)
+    for incident in open_[:OPEN_MAX]:
+        st.html(_incident_html(incident, snapshot.at))
         with st.container(horizontal=True):
-            link = {"incident": t.incident_id}
+            link = {"incident": incident.incident_id}
             st.page_link("incidents.py", label="Details", icon=":material/timeline:", query_params=link)
-            if t.asks:
+            if incident.asks:
                 st.page_link("operations.py", label="Review plan", icon=":material/terminal:")
     if len(open_) > OPEN_MAX:
         st.page_link("incidents.py", label=f"{len(open_) - OPEN_MAX} more incidents are open")
@@ -55,11 +150,11 @@ def _draw_incidents(snapshot: JournalSnapshot) -> None:
         st.html(banner("good", "No open incidents."))
 
 
-def _draw_replicas(found: tuple[RoleSummary, ...]) -> None:
+def _draw_replicas(found: tuple[view.RoleSummary, ...]) -> None:
     if not found:
         return
     st.subheader("Replicas")
-    st.html("".join(html.role(r) for r in found))
+    st.html("".join(role_html(r) for r in found))
     if st.toggle("Show all replicas as a table", key=TABLE_KEY):
         cells = [c for r in found for c in r.cells]
         st.dataframe(
@@ -74,7 +169,7 @@ def _draw_replicas(found: tuple[RoleSummary, ...]) -> None:
         )
 
 
-def _draw_slow(r: Reader, snapshot: JournalSnapshot) -> None:
+def _draw_slow(reader: Reader, snapshot: JournalSnapshot) -> None:
     curve = snapshot.trends.curve
     if len(curve) > 1:
         st.subheader("Progress")
@@ -87,12 +182,12 @@ def _draw_slow(r: Reader, snapshot: JournalSnapshot) -> None:
             if points:
                 with column:
                     st.vega_lite_chart(
-                        charts.columns(points),
+                        {name: [p[name] for p in points] for name in ("step", "value")},
                         charts.curve(points, title, colour=colour, figures=form),
                         width="stretch",
                     )
-    policy_health.show(curve)
-    rows = lost_rows(snapshot)
+    _draw_policy_health(curve)
+    rows = view.lost_rows(snapshot)
     if rows:
         st.subheader("Lost time")
         st.html(table(["role", "fault", "lost", "share of run time"], rows))
@@ -101,4 +196,141 @@ def _draw_slow(r: Reader, snapshot: JournalSnapshot) -> None:
             "loss counts from the injected fault if known, otherwise from the diagnosed onset, in seconds of the "
             "whole run."
         )
-    show_prometheus(r)
+    _draw_prometheus(reader)
+
+
+@st.cache_resource(show_spinner=False)
+def _poller(url: str, _authorization: str) -> PrometheusPoller[Mapping[str, float]]:
+    return PrometheusPoller(url, _authorization, SystemClock(), _values)
+
+
+def _values(ask: Query) -> Mapping[str, float]:
+    """Name of each metric that has a value -> its value."""
+    answers = {name: ask(expression) for name, expression in QUERIES.items()}
+    return {name: found[0][1] for name, found in answers.items() if found}
+
+
+def _draw_prometheus(reader: Reader) -> None:
+    """Hosts and GPUs; nothing if no server is configured."""
+    if not reader.settings.prometheus_url:
+        return
+    seen = _poller(reader.settings.prometheus_url, reader.settings.prometheus_authorization).latest()
+    st.subheader("Hosts and GPUs")
+    if seen.error:
+        old = "" if seen.at is None else f"The data shown is {seconds(reader.now() - seen.at)} old."
+        st.html(banner("warn", "Prometheus is not responding.", plain(seen.error, 300), old, advice=ADVICE))
+    elif seen.at is None:
+        st.caption("Querying Prometheus.")
+    elif not seen.answer:
+        st.html(
+            banner("note", "Prometheus has no rolecall targets.", "docs/reference/dashboard.md lists what to scrape.")
+        )
+    if seen.answer:
+        st.html(figures([(name, f"{v:,.0f}{UNITS.get(name, '')}", "") for name, v in seen.answer.items()]))
+
+
+# --- policy health ----------------------------------------------------------------------------------------------------
+
+
+def _value_of(metric: str) -> Callable[[Bucket], float]:
+    return lambda bucket: bucket.signs.get(metric, math.nan)
+
+
+def drawn(curve: Sequence[Bucket]) -> list[tuple[PolicyHealthChart, Lines]]:
+    """The panels that have data, with their lines: a run without a critic has no critic panels."""
+    found = []
+    for panel in PANELS:
+        lines = {name: charts.rows(curve, _value_of(metric)) for metric, name in panel.lines}
+        known = {name: points for name, points in lines.items() if points}
+        if known:
+            found.append((panel, known))
+    return found
+
+
+def _draw_policy_health(curve: Sequence[Bucket]) -> None:
+    """Draws the panels; nothing before the first committed step."""
+    if not curve:
+        return
+    st.subheader("Policy health")
+    panels = drawn(curve)
+    across = curve[0].last_step, curve[-1].last_step
+    if not panels:
+        st.caption(NO_METRICS)
+    for row in range(0, len(panels), COLUMNS):
+        for column, (panel, lines) in zip(st.columns(COLUMNS), panels[row : row + COLUMNS], strict=False):
+            with column:
+                st.vega_lite_chart(
+                    charts.line_columns(lines),
+                    charts.curves(lines, panel.title, across=across, figures=panel.figures, zero=panel.zero),
+                    width="stretch",
+                )
+                st.caption(panel.normal)
+
+
+# --- HTML -------------------------------------------------------------------------------------------------------------
+
+
+def _incident_html(incident: view.OpenIncident, now: float) -> str:
+    """One open incident: diagnosis, stage, current action with its start time, and the required operator action."""
+    rows = [
+        ("action", incident.doing),
+        ("since", f"{seconds(max(0.0, now - incident.since))} ago"),
+        ("suspect", incident.suspects),
+    ]
+    if incident.asks:
+        rows.insert(0, ("needed from you", incident.asks))
+    parts = "".join(f"<dt>{escape(what)}</dt><dd>{escape(text)}</dd>" for what, text in rows)
+    return (
+        f'<article class="rc rc-incident"><header><b>▲ {escape(incident.fault_class)}</b>'
+        f'<span class="rc-tag {"warn" if incident.asks else "note"}">{escape(incident.stage)}</span>'
+        f'<span class="rc-soft">{escape(incident.incident_id)}, open for '
+        f"{escape(seconds(max(0.0, now - incident.opened_at)))}</span>"
+        f'</header><p class="because">{escape(incident.because)}</p><dl>{parts}</dl></article>'
+    )
+
+
+def role_html(role: view.RoleSummary) -> str:
+    """One role: number of replicas by state, and the replicas, worst first."""
+    counts = "   ".join(_count(state, num) for state, num in role.counts)
+    parts = [f'<p class="rc rc-role"><b>{escape(role.name)}</b> {counts}</p>']
+    if len(role.cells) <= CHIPS_MAX:
+        parts.append(_chips(role.cells))
+    else:
+        unwell = role.unhealthy
+        if unwell:
+            parts.append(_chips(unwell[:UNWELL_MAX]))
+        if len(unwell) > UNWELL_MAX:
+            parts.append(f'<p class="rc rc-soft">and {len(unwell) - UNWELL_MAX} more unhealthy replicas</p>')
+        parts.append(_map(role.cells))
+    return "".join(parts)
+
+
+def _count(state: str, num: int) -> str:
+    return f'<span class="rc-{class_of(state)}">{STATES[state][0]} {num}&nbsp;{state}</span>&ensp;'
+
+
+def _chips(cells: Sequence[view.Cell]) -> str:
+    return f'<div class="rc rc-chips" role="list">{"".join(_chip(c) for c in cells)}</div>'
+
+
+def _chip(cell: view.Cell) -> str:
+    version = f", policy {cell.policy_version}" if cell.policy_version >= 0 else ""
+    return (
+        f'<div class="rc-chip" role="listitem"><span class="rc-{class_of(cell.state)}">{STATES[cell.state][0]} '
+        f"{cell.state}</span> <b>{escape(cell.replica, 80)}</b><small>#{cell.incarnation} on "
+        f"{escape(cell.node, 80)}{version}</small></div>"
+    )
+
+
+def _map(cells: Sequence[view.Cell]) -> str:
+    """Every replica as a glyph, ordered by index, so that patterns (a rack, a node range) are visible."""
+    lines = []
+    for start in range(0, len(cells), ROW_REPLICAS):
+        row = cells[start : start + ROW_REPLICAS]
+        runs = "".join(
+            f'<span class="rc-{class_of(state)}">{STATES[state][0] * len(list(group))}</span>'
+            for state, group in groupby(c.state for c in row)
+        )
+        lines.append(f'<i>{escape(row[0].index, 20)}</i><span class="row">{runs}</span>')
+    label = f"{len(cells)} replicas, one glyph each"
+    return f'<div class="rc rc-map" role="img" aria-label="{label}">{"".join(lines)}</div>'

@@ -13,7 +13,7 @@ from rolecall.core.text import seconds
 from rolecall.dashboards.data.reader import JournalSnapshot
 from rolecall.dashboards.pages.operations.plans import PlanStatus, plan_rows
 from rolecall.dashboards.pages.style import STATES
-from rolecall.recovery.incidents.incident import UNDER_REPAIR, Incident, IncidentState
+from rolecall.recovery.incidents import UNDER_REPAIR, Incident, IncidentState
 from rolecall.reports.charts import ROLE_ORDER
 from rolecall.views.incidents import suspect_name
 from rolecall.views.snapshot import ReplicaRow
@@ -135,13 +135,13 @@ def state_of(
 def open_incident(incident: Incident, snapshot: JournalSnapshot) -> OpenIncident:
     """An open incident: diagnosis, rolecall's current action with its start time, and the required operator action."""
     stage, doing, since, asks = _doing(incident, snapshot)
-    d = incident.diagnosis
+    diagnosis = incident.diagnosis
     paged = f"On-call was paged: {incident.page_reason}" if incident.page_reason else ""
     return OpenIncident(
         incident_id=incident.incident_id,
-        fault_class=str(d.fault_class).replace("_", " "),
-        suspects=", ".join(suspect_name(s) for s in d.suspects) or "none",
-        because=d.because,
+        fault_class=str(diagnosis.fault_class).replace("_", " "),
+        suspects=", ".join(suspect_name(s) for s in diagnosis.suspects) or "none",
+        because=diagnosis.because,
         stage=stage,
         doing=doing if snapshot.watched else f"No watch holds the lease, so nothing is done. {doing}",
         since=since,
@@ -150,21 +150,21 @@ def open_incident(incident: Incident, snapshot: JournalSnapshot) -> OpenIncident
     )
 
 
-def _doing(i: Incident, snapshot: JournalSnapshot) -> tuple[str, str, float, str]:
+def _doing(incident: Incident, snapshot: JournalSnapshot) -> tuple[str, str, float, str]:
     """(stage, current action, its start time, required operator action)."""
-    attempt = i.attempt
+    attempt = incident.attempt
     if attempt is None:
-        return "diagnosed", "Planning the recovery.", i.opened_at, ""
+        return "diagnosed", "Planning the recovery.", incident.opened_at, ""
     action = str(attempt.plan.action).replace("_", " ")
     targets = ", ".join(f"{t.replica}#{t.incarnation}" for t in attempt.plan.targets)
-    if i.state is IncidentState.ACTING:
+    if incident.state is IncidentState.ACTING:
         return "acting", _sentence(action, targets, attempt.plan.because), attempt.started_at or attempt.made_at, ""
-    if i.state is IncidentState.VERIFYING:
+    if incident.state is IncidentState.VERIFYING:
         said = f"{action} {targets} is done; waiting for the replacement to make progress."
         return "verifying", said, attempt.done_at or attempt.made_at, ""
     if attempt.failure is not None:
         return "failed", f"{action} {targets} failed: {attempt.failed_because}. Planning again.", attempt.made_at, ""
-    rows = plan_rows([i], snapshot.mode, snapshot.at)
+    rows = plan_rows([incident], snapshot.mode, snapshot.at)
     if not rows:
         return "tolerated", attempt.plan.because, attempt.made_at, ""
     row = rows[0]
@@ -173,7 +173,7 @@ def _doing(i: Incident, snapshot: JournalSnapshot) -> tuple[str, str, float, str
         left = row.seconds_left(snapshot.at)
         within = "" if left is None else f" within {seconds(left)}"
         asks = f"Approve or reject this plan{within}: {action} {targets}."
-    return str(row.status), _sentence(action, targets, row.because), row.made_at, asks
+    return str(row.status), _sentence(action, targets, attempt.plan.because), attempt.made_at, asks
 
 
 def _sentence(action: str, targets: str, because: str) -> str:
@@ -190,15 +190,15 @@ def open_incidents(snapshot: JournalSnapshot) -> list[OpenIncident]:
 def notices(snapshot: JournalSnapshot) -> list[tuple[str, str, str, str]]:
     """Notices for the top of the page: (kind, headline, details, advice)."""
     found = []
-    s = snapshot.run
-    if s.ended:
+    run = snapshot.run
+    if run.ended:
         because = snapshot.projection.ended or ""
-        found.append(("good" if s.ended == "completed" else "warn", f"Run {s.ended}.", because, ""))
-    elif s.paused:
+        found.append(("good" if run.ended == "completed" else "warn", f"Run {run.ended}.", because, ""))
+    elif run.paused:
         found.append(
-            ("warn", "Recovery is paused.", s.paused, "Detection continues. `rolecall resume` resumes recovery.")
+            ("warn", "Recovery is paused.", run.paused, "Detection continues. `rolecall resume` resumes recovery.")
         )
-    if not s.ended and not snapshot.watched and (snapshot.lease is not None or s.started_at is not None):
+    if not run.ended and not snapshot.watched and (snapshot.lease is not None or run.started_at is not None):
         said = "No watch has ever held the lease: faults are neither detected nor recovered."
         if snapshot.lease is not None:
             since = (
@@ -208,13 +208,13 @@ def notices(snapshot: JournalSnapshot) -> list[tuple[str, str, str, str]]:
             )
             said = f"No watch has held the lease{since}: faults are neither detected nor recovered."
         found.append(("bad", "No watch is running.", said, "Start `rolecall watch`; `rolecall status` shows details."))
-    if snapshot.watched and snapshot.mode == "observe" and not s.ended:
+    if snapshot.watched and snapshot.mode == "observe" and not run.ended:
         found.append(("note", "Observe mode.", "rolecall reports what it would do and takes no action.", ""))
     if snapshot.projection.broken:
         names = ", ".join(sorted(snapshot.projection.broken)[:5])
         head = f"{len(snapshot.projection.broken)} incident(s) or event(s) were set aside."
         found.append(("warn", head, f"They cannot be read: {names}", "`rolecall incidents` shows why."))
-    if s.started_at is None and not s.replicas and not snapshot.projection.incidents:
+    if run.started_at is None and not run.replicas and not snapshot.projection.incidents:
         found.append(("note", "The run has not started yet.", "This page updates when its first process starts.", ""))
     return found
 
@@ -233,22 +233,26 @@ def versions(snapshot: JournalSnapshot) -> tuple[int, list[tuple[int, int]]] | N
 
 def headline_figures(snapshot: JournalSnapshot) -> list[tuple[str, str, str]]:
     """Key figures: label, value, note."""
-    s, account = snapshot.run, snapshot.trends.account
+    run, account = snapshot.run, snapshot.trends.account
     lags = versions(snapshot)
     behind = (
         "" if lags is None else ", ".join(_behind(num, lag) for lag, num in lags[1] if lag) or "all rollouts up to date"
     )
     curve = snapshot.trends.curve
-    rate = s.tokens_per_second
-    if s.ended and s.started_at is not None and curve:
-        span = curve[-1].at - (account.start if account else s.started_at)
+    rate = run.tokens_per_second
+    if run.ended and run.started_at is not None and curve:
+        span = curve[-1].at - (account.start if account else run.started_at)
         rate = sum(b.tokens for b in curve) / span if span > 0 else None
-    rated = "over the whole run" if s.ended else f"in the last {seconds(round(s.rate_seconds))}"
+    rated = "over the whole run" if run.ended else f"in the last {seconds(round(run.rate_seconds))}"
     return [
-        ("step", f"{s.step + 1:,}" if s.step >= 0 else "–", f"of {s.num_steps:,}" if s.num_steps else "committed"),
-        ("reward", _short(s.rewards[-1]) if s.rewards else "–", _trend(s.rewards)),
+        (
+            "step",
+            f"{run.step + 1:,}" if run.step >= 0 else "–",
+            f"of {run.num_steps:,}" if run.num_steps else "committed",
+        ),
+        ("reward", _short(run.rewards[-1]) if run.rewards else "–", _trend(run.rewards)),
         ("tokens per second", "–" if rate is None else f"{rate:,.0f}", rated),
-        ("step time", seconds(s.step_seconds), "mean of the last five"),
+        ("step time", seconds(run.step_seconds), "mean of the last five"),
         ("policy version", "–" if lags is None else str(lags[0]), behind),
         (
             "ETTR",
@@ -299,10 +303,10 @@ def lost_rows(snapshot: JournalSnapshot, most: int = 8) -> list[list[str]]:
 
 def status_line(snapshot: JournalSnapshot) -> str:
     """The state of the run in one line."""
-    s = snapshot.run
-    if s.started_at is None:
-        return "not started" if not s.replicas else "monitored; the job reports no steps"
-    if s.ended:
-        return s.ended
-    what = "training" if s.step >= 0 else "starting"
-    return f"{what} for {seconds(s.elapsed_seconds)}, epoch {s.epoch}"
+    run = snapshot.run
+    if run.started_at is None:
+        return "not started" if not run.replicas else "monitored; the job reports no steps"
+    if run.ended:
+        return run.ended
+    what = "training" if run.step >= 0 else "starting"
+    return f"{what} for {seconds(run.elapsed_seconds)}, epoch {run.epoch}"

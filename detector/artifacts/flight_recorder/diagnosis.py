@@ -18,16 +18,207 @@ less than a second before the dump does not count as waiting yet.
 """
 
 from collections.abc import Sequence
+from datetime import UTC, datetime
 
-from rolecall.core.diagnosis import Finding
+from rolecall.core.diagnosis import Evidence, Finding
+from rolecall.core.faults import FaultClass
 from rolecall.detector.artifacts.flight_recorder.dumps import FlightRecorderDump
-from rolecall.detector.artifacts.flight_recorder.findings import alone, findings, missing_dumps
-from rolecall.detector.artifacts.flight_recorder.progress import WAIT_SECONDS_MIN, Cause, gathered
-from rolecall.detector.artifacts.flight_recorder.text import count_text, ranks_text
-from rolecall.detector.artifacts.flight_recorder.waits import ends_of
+from rolecall.detector.artifacts.flight_recorder.entries import GLOO
+from rolecall.detector.artifacts.flight_recorder.progress import (
+    WAIT_SECONDS_MIN,
+    Cause,
+    Job,
+    SynchronizationPoint,
+    count_text,
+    gathered,
+    operations_at,
+    ranks_text,
+)
+from rolecall.detector.artifacts.flight_recorder.waits import WEAK, WaitRootCause, ends_of
 from rolecall.detector.artifacts.stacks.dumps import Topology
+from rolecall.detector.base.findings import settles
 
-NUM_WITNESSES = 8
+DETECTOR = "flight_recorder"
+NUM_SUSPECTS_OF_A_TIE = 16
+"""A tie of more ranks than this names none of them."""
+NO_OPERATION = (
+    "cannot tell: the dumps hold no operation of any process group; dumps taken while the job runs, with PyTorch's "
+    "recorder switched on (TORCH_FR_BUFFER_SIZE, or TORCH_NCCL_TRACE_BUFFER_SIZE, above 0), would settle it"
+)
+VOTES_SHARE_MIN = 0.5
+"""Ranks with less than this share of the top rank's votes are not named with it."""
+
+
+def findings(job: Job, ends: list[WaitRootCause]) -> list[Finding]:
+    """One finding per kind of cause; ranks of one kind are named together unless their votes differ widely."""
+    findings = []
+    for cause in dict.fromkeys(e.cause for e in ends):
+        of_kind = [e for e in ends if e.cause is cause]
+        supported = [e for e in of_kind if len(e.waiters) >= VOTES_SHARE_MIN * len(of_kind[0].waiters)]
+        findings.append(_finding(job, cause, supported))
+    return findings
+
+
+Verdict = tuple[FaultClass, float, str, str]
+"""Fault class, confidence, text, and the evidence that would settle the case."""
+
+
+def _finding(job: Job, cause: Cause, ends: list[WaitRootCause]) -> Finding:
+    ranks = sorted({r for e in ends for r in e.ranks})
+    num_waiters = len({r for e in ends for r in e.waiters} - set(ranks))
+    since = min(
+        (s.since for e in ends for s in e.place.seats.values() if s.waits and s.since is not None), default=None
+    )
+    verdict = _verdict(job, cause, ranks, ends[0].place, since, num_waiters)
+    if cause in WEAK and len(ranks) > NUM_SUSPECTS_OF_A_TIE:
+        ranks = []
+    return _made(job, cause, ranks, verdict, since, num_waiters, ends[0].place)
+
+
+def _verdict(
+    job: Job,
+    cause: Cause,
+    ranks: Sequence[int],
+    place: SynchronizationPoint,
+    since_seconds: float | None,
+    num_waiters: int,
+) -> Verdict:
+    who, operation, one = job.who(ranks), _operation_text(job, place), len(ranks) == 1
+    it, them, its, wait = ("it", "it", "its", "waits") if one else ("they", "them", "their", "wait")
+    waiting = [r for r in place.waiting if r not in ranks] or place.waiting
+    others_wait = f"{ranks_text(waiting)} {'waits' if len(waiting) == 1 else 'wait'}"
+    since = ""
+    if since_seconds is not None:
+        since = f" since {datetime.fromtimestamp(since_seconds, UTC):%Y-%m-%d %H:%M:%S} UTC"
+    match cause:
+        case Cause.OUTSIDE:
+            because = (
+                f"{who} {'has' if one else 'have'} not entered {operation}; {others_wait} in it{since}; {it} "
+                f"{'is' if one else 'are'} in no collective (host side: Python, data loader, GIL or CPU)"
+            )
+            return FaultClass.HANG, 0.9, because, ""
+        case Cause.NO_DUMP:
+            because = (
+                f"{who} left no dump, and {others_wait} for {them} in {operation}{since}, which all others have "
+                "entered: dead, stopped or disconnected before the dump"
+            )
+            return FaultClass.HANG, 0.8 if place.members_known else 0.6, because, ""
+        case Cause.MISMATCH:
+            because = (
+                f"{who} entered a different operation as {operation} ({place.detail}): a bug in the code, not a "
+                f"machine fault; {count_text(num_waiters, 'other rank')} "
+                f"{'waits' if num_waiters == 1 else 'wait'}{since}"
+            )
+            return FaultClass.USER_CODE, 0.9, because, ""
+        case Cause.ELSEWHERE:
+            places = [
+                p for p in job.places.values() if p is not place and set(p.waiting) & set(ranks) and p.frontier > 0
+            ]
+            elsewhere = ", ".join(_operation_text(job, p) for p in places[:2]) or "?"
+            because = (
+                f"{who} {wait} in another collective ({elsewhere}), while {others_wait} for {them} in "
+                f"{operation}{since}: the order of collectives differs between ranks"
+            )
+            return FaultClass.USER_CODE, 0.7, because, ""
+        case Cause.BEHIND:
+            backends = (o.backend for r in place.seats for o in operations_at(job, r, place.key, place.frontier))
+            is_gloo = next(backends, "") == GLOO
+            because = (
+                f"{who} entered {operation} and did not {place.detail} it, as others did{since}: {its} "
+                f"{'link' if is_gloo else 'GPU or link'}"
+            )
+            return FaultClass.NETWORK if is_gloo else FaultClass.GPU, 0.6, because, ""
+        case Cause.AHEAD:
+            because = (
+                f"{who} {wait} in {operation}{since}, which most of the group has not entered, without waiting: either "
+                f"{it} entered it alone, or something else blocks the others"
+            )
+            return FaultClass.CANNOT_TELL, 0.3, because, "stacks of the ranks that have not entered it"
+        case Cause.INSIDE:
+            because = (
+                f"{who} all wait in {operation}{since}; the operations match and none of the ranks has finished it, so "
+                "the rank that blocks it cannot be identified"
+            )
+            settle = "NCCL RAS or Inspector, or GPU and link counters of these ranks; or the missing dumps"
+            return FaultClass.CANNOT_TELL, 0.3, because, settle
+
+
+def _made(
+    job: Job,
+    cause: Cause,
+    ranks: Sequence[int],
+    verdict: Verdict,
+    since: float | None,
+    num_waiting: int,
+    place: SynchronizationPoint,
+) -> Finding:
+    fault, confidence, because, settle = verdict
+    values = {
+        "num_waiting": float(num_waiting),
+        "num_members": float(len(place.members)),
+        "sequence_number": float(place.frontier),
+        "num_without_dump": float(len(job.absent)),
+    }
+    if since is not None:
+        values["waited_seconds"] = max(0.0, job.written_at - since)
+    missing = f"; no dump of {ranks_text(job.absent)}" if job.absent and cause is not Cause.NO_DUMP else ""
+    text = f"{place.name}, sequence number {place.frontier}: {str(cause).replace('_', ' ')}{missing}"
+    evidence = [Evidence(kind=str(cause), text=text, values=values)]
+    return Finding(
+        detector=DETECTOR,
+        suspects=job.suspects(ranks),
+        fault_class=fault,
+        onset=min(since, job.written_at) if since is not None else job.written_at,
+        detected_at=job.written_at,
+        confidence=confidence,
+        because=because,
+        evidence=(*evidence, *([settles(settle)] if settle else [])),
+    )
+
+
+def alone(job: Job) -> list[Finding]:
+    """A single dump of several: it shows only what that rank waits for."""
+    (rank,) = job.dumps
+    waiting = [p for p in job.places.values() if p.frontier > 0]
+    if not waiting:
+        return []
+    place = min(waiting, key=lambda p: p.seats[rank].since or 0.0)
+    since = place.seats[rank].since
+    because = (
+        f"rank {rank} waits in {_operation_text(job, place)}, and its dump is the only one of {len(job.absent) + 1} "
+        "ranks, so the rank that blocks it cannot be identified"
+    )
+    settle = "dumps of the other ranks, taken while it waits"
+    return [_made(job, Cause.INSIDE, (), (FaultClass.CANNOT_TELL, 0.2, because, settle), since, 1, place)]
+
+
+def missing_dumps(job: Job) -> list[Finding]:
+    """No rank waits, but a rank has no dump: it may have died, or its file was not collected."""
+    if not job.absent or len(job.absent) > len(job.dumps):
+        return []
+    because = (
+        f"{ranks_text(job.absent)} left no dump; none of the {count_text(len(job.dumps), 'other rank')} waits for "
+        f"anything: dead, or the file was not collected"
+    )
+    place = SynchronizationPoint(("-", -1, -1, -1), "", tuple(sorted({*job.dumps, *job.absent})), True)
+    settle = f"whether {ranks_text(job.absent)} is alive, or its dump"
+    named = job.absent if len(job.absent) <= NUM_SUSPECTS_OF_A_TIE else ()
+    return [_made(job, Cause.NO_DUMP, named, (FaultClass.CANNOT_TELL, 0.4, because, settle), None, 0, place)]
+
+
+def _operation_text(job: Job, place: SynchronizationPoint) -> str:
+    """`all_reduce #12 of group 0 (default_pg)`."""
+    if place.key[2] >= 0:
+        return f"send and recv of {place.name}"
+    for rank in sorted(place.seats, key=lambda r: r in place.culprits):
+        if place.seats[rank].enqueued >= place.frontier:
+            operations = operations_at(job, rank, place.key, place.frontier)
+            if operations:
+                return f"{operations[0].name} #{place.frontier} of {place.name}"
+    return f"collective #{place.frontier} of {place.name}"
+
+
+NUM_WAITERS_SHOWN = 8
 """Waiting ranks whose dumps the fast path reads in full, in addition to those of the suspects."""
 
 
@@ -60,11 +251,23 @@ def entries_wanted(dumps: Sequence[FlightRecorderDump], *, world_size: int | Non
         wanted.update(end.ranks)
         place = end.place
         all_seats = end.cause in (Cause.INSIDE, Cause.AHEAD, Cause.BEHIND, Cause.NO_DUMP)
-        wanted.update(place.seats if all_seats else sorted(place.waiting)[:NUM_WITNESSES])
+        wanted.update(place.seats if all_seats else sorted(place.waiting)[:NUM_WAITERS_SHOWN])
     return {r for r in wanted if r in job.dumps and job.dumps[r].entries is None}
 
 
-def looked_at(dumps: Sequence[FlightRecorderDump], *, world_size: int | None = None) -> str:
+def open_ends(dumps: Sequence[FlightRecorderDump], *, world_size: int | None = None) -> list[str]:
+    """Why dumps without a finding do not show that the job is healthy, and what would settle it."""
+    job = gathered(dumps, world_size)
+    if not any(max(s.enqueued, s.started, s.completed) > 0 for p in job.places.values() for s in p.seats.values()):
+        return [NO_OPERATION]
+    if job.absent:
+        return [
+            f"cannot tell: no dump of {ranks_text(job.absent)}, and no other rank waits; their dumps would settle it"
+        ]
+    return []
+
+
+def summary(dumps: Sequence[FlightRecorderDump], *, world_size: int | None = None) -> str:
     """One sentence that describes the input."""
     if not dumps:
         return "no dump"

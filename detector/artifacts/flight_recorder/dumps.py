@@ -7,7 +7,6 @@ pickle reader (detector/base/plain_pickle.py) can neither import nor call, and s
 before use. Anything else raises UnreadableInput, with the file and any call that the pickle attempted.
 """
 
-import io
 import json
 import os
 import re
@@ -22,22 +21,33 @@ from functools import lru_cache
 from gc import disable, enable, isenabled
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from rolecall.core.clock import Clock, SystemClock
 from rolecall.core.errors import UnreadableInput
-from rolecall.detector.artifacts.flight_recorder import regular_entries as flight_regular
 from rolecall.detector.artifacts.flight_recorder.entries import (
     NUM_GROUPS_MAX,
     Entries,
+    ExtractedEntries,
     MalformedDump,
     ProcessGroup,
     columns,
+    extract,
     ints_of,
     number_of,
     text_of,
 )
-from rolecall.detector.artifacts.flight_recorder.regular_entries import ExtractedEntries
-from rolecall.detector.base.plain_pickle import MAGIC, NUM_CONTAINERS_MAX, UnsafePickle, loads, safe
+from rolecall.detector.base.plain_pickle import (
+    CONTAINER_BYTES,
+    MAGIC,
+    NUM_CONTAINERS_MAX,
+    READ_BYTES_MAX,
+    TEXT_FACTOR,
+    UnsafePickle,
+    loads,
+    refuse_beyond,
+    safe,
+)
 from rolecall.detector.base.read_budget import Budget
 
 SIZE_BYTES_MAX = 64 << 20
@@ -51,6 +61,11 @@ POOL_MIN = 64
 """Fewer files than this are read in this process: starting others takes longer."""
 CHUNK = 16
 """Files per task of a worker process."""
+NUM_PROCESSES_MAX = 8
+"""Each takes 40 MB before it reads anything."""
+READ_FACTOR, READ_BYTES_MIN = 64, 8 << 20
+"""A read may take this many times the size of its file, and this much more: PyTorch's dumps take less than half."""
+JSON_VALUE_BYTES, JSON_PAIR_BYTES = 48, 100
 NUM_CHUNKS_EACH = 2
 """Maximum tasks in flight per worker process: finished results that are not yet consumed take memory."""
 
@@ -58,8 +73,7 @@ JSON_KEYS = (b'"entries"', b'"pg_config"', b'"pg_status"')
 KEYS = ("entries", "pg_config", "pg_status")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Status:
+class Status(NamedTuple):
     """Sequence numbers of the newest collective in each state; 0 or less: none yet."""
 
     enqueued: int
@@ -92,15 +106,23 @@ def is_dump(path: Path) -> bool:
     return MAGIC.match(head) is not None or (head.lstrip()[:1] == b"{" and any(k in head for k in JSON_KEYS))
 
 
-def read(path: Path, *, entries: bool = True) -> FlightRecorderDump:
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """Limits of reading one file: memory, and a check for the deadline that may raise UnreadableInput."""
+
+    bytes_max: int = READ_BYTES_MAX
+    check: Callable[[], None] = lambda: None
+
+
+def read(path: Path, *, entries: bool = True, reading: Reading = Reading()) -> FlightRecorderDump:
     """Reads one dump; without `entries`, only its head if the keys are in PyTorch's order.
 
-    Raises UnreadableInput: too large, cut short, not a dump, or not plain data.
+    Raises UnreadableInput: too large, cut short, not a dump, not plain data, or beyond the limits of `reading`.
     """
     where = str(path)
     try:
         with _collector_paused():
-            return _read(path, where, entries)
+            return _read(path, where, entries, reading)
     except UnsafePickle as e:
         raise UnreadableInput(where=where, reason=str(e)) from None
     except MalformedDump as e:
@@ -116,17 +138,17 @@ def read_many(
     *,
     entries: bool = True,
     num_processes: int | None = None,
-    told: Callable[[int], None] = lambda num: None,
+    progress: Callable[[int], None] = lambda num: None,
     budget: Budget | None = None,
 ) -> tuple[list[FlightRecorderDump], list[UnreadableInput]]:
-    """The readable dumps, in order, and the errors of the others. `told` is called with the number of files done.
+    """The readable dumps, in order, and the errors of the others. `progress` is called with the number of files done.
 
     Raises UnreadableInput: a worker process was killed, or the memory budget is exhausted.
     """
     dumps: list[FlightRecorderDump] = []
     unreadable: list[UnreadableInput] = []
     budget, counted = budget or Budget(), set[tuple[str, int]]()
-    with closing(_each(paths, entries, num_processes or os.cpu_count() or 1)) as each:
+    with closing(_each(paths, entries, num_processes or os.cpu_count() or 1, budget)) as each:
         for n, (path, got) in enumerate(zip(paths, each, strict=True), start=1):
             if isinstance(got, FlightRecorderDump):
                 dumps.append(got)
@@ -134,7 +156,7 @@ def read_many(
             else:
                 unreadable.append(got)
             budget.check_time(str(path))
-            told(n)
+            progress(n)
     return dumps, unreadable
 
 
@@ -181,21 +203,41 @@ def read_as_needed(
         dumps = [by_path.get(d.path, d) for d in dumps if d.path not in lost]
 
 
-def _each(paths: Sequence[Path], entries: bool, num_processes: int) -> Generator[FlightRecorderDump | UnreadableInput]:
+def read_bytes(path: Path, bytes_max: int) -> int:
+    """The memory that reading this file may take, by its size."""
+    try:
+        size = path.stat().st_size
+    except OSError:
+        size = 0  # reading it reports the error
+    return min(bytes_max, READ_FACTOR * size + READ_BYTES_MIN)
+
+
+def _each(
+    paths: Sequence[Path], entries: bool, num_processes: int, budget: Budget
+) -> Generator[FlightRecorderDump | UnreadableInput]:
+    most = min(READ_BYTES_MAX, budget.reading_bytes_max)
     if len(paths) < POOL_MIN or num_processes < 2:
-        yield from (_read_or_error(path, entries) for path in paths)
+        for path in paths:
+            reading = Reading(read_bytes(path, most), lambda path=path: budget.check_time(str(path)))  # type: ignore[misc]
+            yield _read_or_error(path, entries, reading)
         return
-    waiting: deque[Future[list[FlightRecorderDump | UnreadableInput]]] = deque()
+    # A process may keep what it took for its largest file, so all together must be able to.
+    largest = max(read_bytes(path, most) for path in paths)
+    num_processes = min(num_processes, NUM_PROCESSES_MAX, max(1, most // largest))
+    deadline = SystemClock().monotonic() + budget.seconds_left  # the same clock in all processes of this machine
+    waiting: deque[tuple[int, Future[list[FlightRecorderDump | UnreadableInput]]]] = deque()
     # Not forked: other threads of this process may hold locks.
     try:
         with ProcessPoolExecutor(num_processes, mp_context=get_context("spawn")) as pool:
             try:
                 for n in range(0, len(paths), CHUNK):
-                    waiting.append(pool.submit(_read_chunk, paths[n : n + CHUNK], entries))
-                    if len(waiting) == NUM_CHUNKS_EACH * num_processes:
-                        yield from waiting.popleft().result()
+                    chunk = [(path, read_bytes(path, most)) for path in paths[n : n + CHUNK]]
+                    needed = max(num_bytes for _, num_bytes in chunk)  # a process reads one after the other
+                    while waiting and not _fits([b for b, _ in waiting], needed, num_processes, most):
+                        yield from waiting.popleft()[1].result()
+                    waiting.append((needed, pool.submit(_read_chunk, chunk, entries, deadline)))
                 while waiting:
-                    yield from waiting.popleft().result()
+                    yield from waiting.popleft()[1].result()
             finally:
                 pool.shutdown(wait=False, cancel_futures=True)  # the rest may not be needed
     except BrokenProcessPool:
@@ -203,13 +245,27 @@ def _each(paths: Sequence[Path], entries: bool, num_processes: int) -> Generator
         raise UnreadableInput(where=str(paths[0].parent), reason=reason) from None
 
 
-def _read_chunk(paths: Sequence[Path], entries: bool) -> list[FlightRecorderDump | UnreadableInput]:
-    return [_read_or_error(path, entries) for path in paths]
+def _fits(in_flight: Sequence[int], needed: int, num_processes: int, bytes_max: int) -> bool:
+    """Whether one more chunk may begin: large files leave memory for fewer readers at once."""
+    return len(in_flight) < NUM_CHUNKS_EACH * num_processes and sum(in_flight) + needed <= bytes_max
 
 
-def _read_or_error(path: Path, entries: bool) -> FlightRecorderDump | UnreadableInput:
+def _read_chunk(
+    files: Sequence[tuple[Path, int]], entries: bool, deadline: float, clock: Clock = SystemClock()
+) -> list[FlightRecorderDump | UnreadableInput]:
+    def check_of(path: Path) -> Callable[[], None]:
+        def check() -> None:
+            if clock.monotonic() > deadline:
+                raise UnreadableInput(where=str(path), reason="the time for reading all dumps ended before it was read")
+
+        return check
+
+    return [_read_or_error(path, entries, Reading(num_bytes, check_of(path))) for path, num_bytes in files]
+
+
+def _read_or_error(path: Path, entries: bool, reading: Reading) -> FlightRecorderDump | UnreadableInput:
     try:
-        return read(path, entries=entries)
+        return read(path, entries=entries, reading=reading)
     except UnreadableInput as e:
         return e
 
@@ -226,9 +282,9 @@ def _collector_paused() -> Iterator[None]:
             enable()
 
 
-def _read(path: Path, where: str, entries: bool) -> FlightRecorderDump:
+def _read(path: Path, where: str, entries: bool, reading: Reading) -> FlightRecorderDump:
     # A pipe without a writer would block: Flight Recorder leaves its own next to its dumps.
-    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb", buffering=0) as file:
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
         about = os.fstat(file.fileno())
         if not stat.S_ISREG(about.st_mode):
             raise UnreadableInput(where=where, reason="not a regular file")
@@ -237,27 +293,24 @@ def _read(path: Path, where: str, entries: bool) -> FlightRecorderDump:
             raise UnreadableInput(where=where, reason=reason)
         data = b""
         if not entries:
-            data = _up_to(file, HEAD_BYTES)
+            data = file.read(HEAD_BYTES)
             if (status := _head(data)) is not None:
                 return _dump(status, path, where, about.st_mtime)
-        data += _up_to(file, about.st_size - len(data))
+        data += file.read(max(0, about.st_size - len(data)))
     if data[:1] != b"\x80":
-        return _dump(_from_json(data), path, where, about.st_mtime, entries=entries)
-    found = flight_regular.cut(data, data.find(_ENTRIES_KEY)) if entries else None
+        return _dump(_from_json(data, reading.bytes_max), path, where, about.st_mtime, entries=entries)
+    found = extract(data, data.find(_ENTRIES_KEY)) if entries else None
     if found is not None:
         try:
-            return _dump(loads(found.rest), path, where, about.st_mtime, cut=found)
+            return _dump(_plain(found.rest, reading), path, where, about.st_mtime, cut=found)
         except (UnsafePickle, MalformedDump):
             pass  # a false match, or a malformed dump: reading the whole pickle decides
-    return _dump(loads(data), path, where, about.st_mtime, entries=entries)
+    return _dump(_plain(data, reading), path, where, about.st_mtime, entries=entries)
 
 
-def _up_to(file: io.FileIO, num_bytes: int) -> bytes:
-    pieces: list[bytes] = []
-    while num_bytes > 0 and (piece := file.read(num_bytes)):
-        pieces.append(piece)
-        num_bytes -= len(piece)
-    return b"".join(pieces)
+def _plain(data: bytes, reading: Reading) -> Any:
+    """Raises UnsafePickle, and what the check raises."""
+    return loads(data, bytes_max=reading.bytes_max, check=reading.check)
 
 
 def _head(data: bytes) -> Any:
@@ -276,12 +329,14 @@ _ENTRIES_KEY = b"X\x07\x00\x00\x00entries"
 _SETITEMS_STOP = b"u."
 
 
-def _from_json(data: bytes) -> Any:
+def _from_json(data: bytes, bytes_max: int) -> Any:
     """Raises UnsafePickle."""
     if data.lstrip()[:1] != b"{":
         raise UnsafePickle("neither a pickle nor JSON" if data else "it is empty")
     if data.count(b"{") + data.count(b"[") > NUM_CONTAINERS_MAX:
         raise UnsafePickle(f"it may hold more than {NUM_CONTAINERS_MAX:,} lists and objects")
+    needed = CONTAINER_BYTES * (data.count(b"{") + data.count(b"[")) + TEXT_FACTOR * len(data)
+    refuse_beyond(needed + JSON_VALUE_BYTES * data.count(b",") + JSON_PAIR_BYTES * data.count(b":"), bytes_max)
     try:
         return json.loads(data)
     except RecursionError:
@@ -306,11 +361,11 @@ def _dump(
     if not isinstance(content, dict) or not any(k in content for k in KEYS):
         raise MalformedDump(f"it has none of {', '.join(KEYS)}")
     rank, host = _rank_and_host(path.name)
-    told = content.get("rank")
-    if type(told) is int and 0 <= told <= RANK_MAX:
-        rank = told
+    stated = content.get("rank")
+    if type(stated) is int and 0 <= stated <= RANK_MAX:
+        rank = stated
     if not 0 <= rank <= RANK_MAX:
-        raise MalformedDump("neither it nor the name of its file tells its rank")
+        raise MalformedDump("neither it nor the name of its file gives its rank")
     groups = _groups(content.get("pg_config") or {})
     rows, pairs = None, dict[int, int]()
     if entries and ("entries" in content or "pg_status" not in content):
@@ -336,8 +391,8 @@ def _groups(config: Any) -> list[ProcessGroup]:
     for name, about in config.items():
         if not isinstance(about, dict):
             raise MalformedDump("pg_config is not a table of groups")
-        told = about.get("ranks", "[]")
-        ranks = _ranks(told) if isinstance(told, str) else ints_of(told, NUM_RANKS_MAX, "ranks")
+        stated = about.get("ranks", "[]")
+        ranks = _ranks(stated) if isinstance(stated, str) else ints_of(stated, NUM_RANKS_MAX, "ranks")
         num_ranks += len(ranks)
         if num_ranks > NUM_RANKS_MAX or (ranks and not 0 <= min(ranks) <= max(ranks) <= RANK_MAX):
             raise MalformedDump(f"the ranks of its groups are not at most {NUM_RANKS_MAX:,} numbers up to {RANK_MAX:,}")
@@ -366,8 +421,7 @@ def _status(table: Any, groups: Sequence[ProcessGroup], pairs: dict[int, int]) -
         if not isinstance(values, dict):
             raise MalformedDump("pg_status is not a table")
         numbers = (values.get(f"last_{what}_collective", 0) for what in ("enqueued", "started", "completed"))
-        enqueued, started, completed = (number_of(n, "pg_status") for n in numbers)
-        read[number_of(key, "pg_status")] = Status(enqueued=enqueued, started=started, completed=completed)
+        read[number_of(key, "pg_status")] = Status(*(number_of(n, "pg_status") for n in numbers))
     by_order: dict[int, int] = {}
     if all(g.name.isdecimal() for g in groups):
         in_order = sorted(range(len(groups)), key=lambda i: int(groups[i].name))

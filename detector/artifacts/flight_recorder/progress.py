@@ -14,11 +14,40 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rolecall.core.diagnosis import Suspect
-from rolecall.core.ids import NodeId
 from rolecall.detector.artifacts.flight_recorder.dumps import FlightRecorderDump
 from rolecall.detector.artifacts.flight_recorder.entries import Entries, FlightRecorderOperation
-from rolecall.detector.artifacts.flight_recorder.text import ranks_text
 from rolecall.detector.artifacts.stacks.dumps import Topology
+
+NUM_PARTS = 6
+"""Maximum number of ranks and ranges in a sentence."""
+
+
+def ranks_text(ranks: Iterable[int]) -> str:
+    """`rank 3`, `ranks 0-2 and 5`."""
+    ordered = sorted(set(ranks))
+    runs: list[list[int]] = []
+    for rank in ordered:
+        if runs and runs[-1][1] == rank - 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    parts = [p for a, b in runs for p in ([f"{a}-{b}"] if b > a + 1 else [str(r) for r in range(a, b + 1)])]
+    words = parts[:NUM_PARTS]
+    more = len(ordered) - sum(_span(p) for p in words)
+    if more:
+        words.append(f"{more} more")
+    listed = " and ".join([", ".join(words[:-1]), words[-1]]) if len(words) > 1 else "".join(words)
+    return f"rank{'s' if len(ordered) != 1 else ''} {listed}"
+
+
+def _span(part: str) -> int:
+    first, _, last = part.partition("-")
+    return int(last or first) - int(first) + 1
+
+
+def count_text(number: int, what: str) -> str:
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
+
 
 WAIT_SECONDS_MIN = 1.0
 """Dumps of a healthy job are not simultaneous: an operation enqueued just before the dump does not count as waiting."""
@@ -119,13 +148,8 @@ class Job:
     unread: set[int] = field(default_factory=set)  # ranks whose entries are needed for a decision
 
     def suspects(self, ranks: Iterable[int]) -> tuple[Suspect, ...]:
-        return tuple(self._suspect(r) for r in sorted(ranks))
-
-    def _suspect(self, rank: int) -> Suspect:
-        """If the node is unknown, the rank stands for it: two ranks are never taken for one machine."""
-        replica = self.topology.replicas.get(rank, "")
-        role = self.topology.role or replica.partition("/")[0]
-        return Suspect(node=NodeId(self.nodes.get(rank, f"rank-{rank}")), role=role, replica=replica, rank=rank)
+        """If the node of a rank is unknown, the rank stands for it: two ranks are never taken for one machine."""
+        return tuple(self.topology.suspect(r, self.nodes.get(r, f"rank-{r}")) for r in sorted(ranks))
 
     def who(self, ranks: Sequence[int]) -> str:
         """For text: `rank 3 of trainer/1 (node m07)`, `ranks 0-3 (node m01)`; only known parts that all ranks share."""
@@ -145,8 +169,8 @@ def gathered(dumps: Sequence[FlightRecorderDump], world_size: int | None, topolo
     ranks = RankLists()
     for group in (g for d in newest.values() for g in d.groups):
         ranks.number(group.ranks)
-    told = {r for known in ranks.by_value for r in known}
-    world = told | set(newest) | set(range(world_size if world_size is not None else max(newest) + 1))
+    listed = {r for known in ranks.by_value for r in known}
+    world = listed | set(newest) | set(range(world_size if world_size is not None else max(newest) + 1))
     created = [float(d.entries.created_at.max()) for d in newest.values() if d.entries is not None and len(d.entries)]
     job = Job(
         dumps=newest,
@@ -304,16 +328,11 @@ def _complete(job: Job, place: SynchronizationPoint, paired: set[tuple[str, int]
         elif dump.entries.first_record > 0 and not dump.status and not is_pair:
             continue  # the ring may have lost its operations here
         place.seats[rank] = RankProgress(0, 0, 0)
-    if is_pair and any(_overflowed(job.dumps[r]) for r in place.seats):
+    if is_pair and any((its := job.dumps[r].entries) is None or its.first_record > 0 for r in place.seats):
         place.seats = {
             r: RankProgress(s.enqueued - s.completed, 0, 0, s.since, s.waits) for r, s in place.seats.items()
         }
-    waiting = place.waiting
-    place.frontier = min((place.seats[r].completed for r in waiting), default=-1) + 1
-
-
-def _overflowed(dump: FlightRecorderDump) -> bool:
-    return dump.entries is None or dump.entries.first_record > 0
+    place.frontier = min((place.seats[r].completed for r in place.waiting), default=-1) + 1
 
 
 def operations_at(job: Job, rank: int, key: Key, seq: int) -> list[FlightRecorderOperation]:

@@ -1,31 +1,128 @@
 """Reads kernel logs for `rolecall diagnose`: facts with node and time. The text is untrusted: sizes are bounded.
 
 Formats are recognized by content: output of dmesg and `journalctl -k`, /var/log/kern.log, /var/log/messages and
-/dev/kmsg in all forms of `formats.kernel_log.timestamps`, journal exports (`journal_exports.py`), and
-`nvidia-bug-report.log.gz`, which contains several of these. Files may be compressed or rotated. The node is the host in
-the line, else derived from the names of file and folder. A time without a year is the latest one before the file's last
-modification, in UTC; if there are only seconds since boot, these are the times.
+/dev/kmsg in all forms of `formats.kernel_log.timestamps`, journal exports, and `nvidia-bug-report.log.gz`, which
+contains several of these. Files may be compressed or rotated. The node is the host in the line, else derived from the
+names of file and folder. A time without a year is the latest one before the file's last modification, in UTC; if there
+are only seconds since boot, these are the times; without those (`dmesg -t`) there are none.
+
+Journal exports are the output of `journalctl -o json` (one object per line) and `-o export` (systemd's Journal Export
+Formats): `KEY=value` lines, an empty line after each entry; a value that is not plain text is `KEY`, line break, its
+length (8 bytes, little-endian), its bytes. An entry is from the kernel if both its transport and its facility are the
+kernel's: processes can write to /dev/kmsg, too.
 """
 
+import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from io import BufferedIOBase, BufferedReader
 from pathlib import Path
+from typing import Any
 
 from rolecall.core.errors import UnreadableInput
-from rolecall.detector.artifacts.kernel_log import journal_exports
-from rolecall.detector.artifacts.stacks.file_names import place_of
+from rolecall.detector.artifacts.stacks.dumps import place_of
 from rolecall.detector.base import packed_files as packed
-from rolecall.detector.base.read_budget import Budget
-from rolecall.formats.kernel_log.messages import KernelFact, KernelReader
-from rolecall.formats.kernel_log.timestamps import LINE_CHARS_MAX, TimestampedLine, is_syslog, parse_line, wall_of_local
+from rolecall.formats.kernel_log.messages import KernelFact, KernelReader, parse_message
+from rolecall.formats.kernel_log.timestamps import (
+    HOST_CHARS_MAX,
+    LINE_CHARS_MAX,
+    LineReader,
+    TimestampedLine,
+    is_syslog,
+    wall_of_local,
+)
+
+ENTRY_BYTES_MAX = 1 << 20
+"""Longer lines are skipped. Kernel entries have about 2 KiB."""
+KEYS = ("MESSAGE", "_HOSTNAME", "_TRANSPORT", "SYSLOG_FACILITY", "_SOURCE_REALTIME_TIMESTAMP", "__REALTIME_TIMESTAMP")
+WANTED = frozenset(k.encode() for k in KEYS)
+FIRST_KEYS = (b"__CURSOR=", b"__REALTIME_TIMESTAMP=")
+
+
+def export_kind(head: bytes) -> str:
+    """`json`, `export`, or empty, by the first bytes of a file."""
+    line = head.partition(b"\n")[0]
+    if line.startswith(FIRST_KEYS):
+        return "export"
+    entry = _object(line) if line.startswith((b"{", b"\x1e{", b"data: {")) else None
+    return "json" if entry is not None and "__REALTIME_TIMESTAMP" in entry and "MESSAGE" in entry else ""
+
+
+def stamps_of_json(file: BufferedIOBase) -> Iterator[TimestampedLine]:
+    """Entries of the kernel."""
+    while line := file.readline(ENTRY_BYTES_MAX):
+        if (entry := _object(line)) is not None and (stamped := _stamped(entry)) is not None:
+            yield stamped
+
+
+def stamps_of_export(file: BufferedIOBase, path: str) -> Iterator[TimestampedLine]:
+    """Entries of the kernel. Raises UnreadableInput: damaged, so that the start of an entry cannot be found."""
+    entry: dict[str, Any] = {}
+    while line := file.readline(ENTRY_BYTES_MAX):
+        if line == b"\n":
+            if (stamped := _stamped(entry)) is not None:
+                yield stamped
+            entry = {}
+            continue
+        key, equals, value = line.rstrip(b"\n").partition(b"=")
+        if not equals:
+            value = _binary(file, path)
+        if key in WANTED:
+            entry[key.decode()] = value[:LINE_CHARS_MAX].decode("utf-8", "replace")
+    if (stamped := _stamped(entry)) is not None:
+        yield stamped
+
+
+def _binary(file: BufferedIOBase, path: str) -> bytes:
+    raw = file.read(8)
+    length = int.from_bytes(raw, "little")
+    if len(raw) == 8 and length <= ENTRY_BYTES_MAX:
+        value = file.read(length + 1)
+        if len(value) <= length or value.endswith(b"\n"):
+            return value[:length]  # shorter: end of file
+    elif len(raw) < 8:
+        return b""
+    raise UnreadableInput(where=path, reason="it is damaged: a field of this journal export has no proper length")
+
+
+def _object(line: bytes) -> dict[str, Any] | None:
+    try:
+        found = json.loads(line.removeprefix(b"\x1e").removeprefix(b"data: "))
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _stamped(entry: Mapping[str, Any]) -> TimestampedLine | None:
+    """The message of an entry if the kernel wrote it, else None."""
+    if entry.get("_TRANSPORT") != "kernel" or entry.get("SYSLOG_FACILITY", "0") != "0":
+        return None
+    message = entry.get("MESSAGE")
+    if isinstance(message, list):  # bytes that are not UTF-8, as a list of numbers
+        numbers = message[:LINE_CHARS_MAX]
+        message = bytes(b for b in numbers if isinstance(b, int) and 0 <= b < 256).decode("utf-8", "replace")
+    host = entry.get("_HOSTNAME", "")
+    # Time of the event, else the time at which the journal received it.
+    times = (entry.get(key) for key in ("_SOURCE_REALTIME_TIMESTAMP", "__REALTIME_TIMESTAMP"))
+    known = (t for t in times if isinstance(t, str) and t.isascii() and t.isdecimal() and len(t) <= 17)
+    at = next((int(t) / 1e6 for t in known), None)
+    if not isinstance(message, str) or at is None:
+        return None
+    return TimestampedLine(
+        message=message[:LINE_CHARS_MAX],
+        host=host[:HOST_CHARS_MAX] if isinstance(host, str) else "",
+        wall_at=at,
+    )
+
 
 HEAD_BYTES = 64 << 10
 """Bytes that decide the format of a file: most lines of /var/log/messages are not the kernel's."""
 PROLOGUE_BYTES = 4096
 HEAD_SHARE_MIN = 0.8
 """Minimum share of lines in the head with a recognized timestamp."""
+UNSTAMPED_SHARE_MIN, UNSTAMPED_LINES_MIN = 0.6, 10
+"""Of lines without stamps: minimum share that look like the kernel's; minimum number unless the log begins at boot."""
 LOG_BYTES_MAX = 1 << 30
 """Maximum decompressed size of a file."""
 NUM_FACTS_MAX = 100_000
@@ -42,6 +139,8 @@ SAME_SECONDS = 1.0
 _UNAME = re.compile(rb"^uname: Linux ([A-Za-z0-9][\w.-]{0,252}) ", re.MULTILINE)
 _ROTATED = re.compile(r"(?:\.\d{1,3}|[-.]\d{8}(?:\d{2})?|\.old)$")
 """Suffix that logrotate adds to a name: a number or a date."""
+_SUBSYSTEM = re.compile(r"(?:Linux version |[A-Za-z{\[][\w ./@,+(){}\[\]-]{0,60}(?::[\w:.]{1,40}){0,3}: ?\S)")
+_DMESG_NAME = re.compile(r"(?:^|[-_.])(?:dmesg|kmsg)(?=[-_.]|$)", re.IGNORECASE)
 _SUFFIX = re.compile(r"\.[A-Za-z]{1,6}$")
 _GENERIC_NAME = re.compile(
     r"(?:^|[-_.])(?:dmesg|kern(?:el)?|kmsg|journal(?:ctl)?|messages|syslog|log)(?=[-_.]|$)", re.IGNORECASE
@@ -50,13 +149,15 @@ _GENERIC_NAME = re.compile(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelLogFact:
-    """One fact. `at`: seconds since 1970, or since boot if not `dated`. `text`: the message, truncated."""
+    """One fact. `at`: seconds since 1970, or since boot if not `dated`; 0 if not `timed`: nothing says when. `text`:
+    the message, truncated."""
 
     node: str
     at: float
     dated: bool
     fact: KernelFact
     text: str
+    timed: bool = True
 
 
 @dataclass(slots=True, kw_only=True)
@@ -69,6 +170,7 @@ class KernelLog:
     num_dropped: int = 0
     zone_assumed: bool = False
     undated: bool = False
+    untimed: bool = False
     cut_short: bool = False  # compressed, and its end is missing
     uuids: dict[tuple[str, str], str] = field(default_factory=dict)  # by node and PCI address
 
@@ -82,22 +184,45 @@ def is_log(path: Path) -> bool:
         raw = packed.head(path, HEAD_BYTES)
     except UnreadableInput:
         return _GENERIC_NAME.search(path.name) is not None  # reading it reports the error
-    if journal_exports.kind_of(raw) or BUG_REPORT in raw[:PROLOGUE_BYTES]:
+    if export_kind(raw) or BUG_REPORT in raw[:PROLOGUE_BYTES]:
         return True
     if not raw or b"\0" in raw:
         return False
-    lines = raw.decode("utf-8", "replace").splitlines()
-    if len(raw) == HEAD_BYTES:
+    lines = _records_of(raw)
+    reader = LineReader()
+    stamped = [reader.take(line) is not None for line in lines]
+    if not any(stamped):
+        return _is_unstamped(lines, path.name)
+    known = sum(is_kernel or is_syslog(line) for line, is_kernel in zip(lines, stamped, strict=True))
+    return known >= HEAD_SHARE_MIN * len(lines)
+
+
+def _records_of(head: bytes) -> list[str]:
+    """Lines of a file's head, without continuations and journalctl's remarks."""
+    lines = head.decode("utf-8", "replace").splitlines()
+    if len(head) == HEAD_BYTES:
         lines.pop()  # the last line is incomplete
-    lines = [line for line in lines if line.strip() and not line.startswith(("-- ", " "))]
-    kernel = sum(parse_line(line) is not None for line in lines)
-    return kernel > 0 and sum(
-        parse_line(line) is not None or is_syslog(line) for line in lines
-    ) >= HEAD_SHARE_MIN * len(lines)
+    return [line for line in lines if line.strip() and not line.startswith(("-- ", " ", "\t"))]
 
 
-def read(path: Path) -> KernelLog:
-    """Raises UnreadableInput: the file is too large, or cannot be read."""
+def _is_unstamped(lines: Sequence[str], name: str) -> bool:
+    """Whether these lines without stamps are those of `dmesg -t`. Most look like the kernel's (`subsystem: text`), and
+    one is the kernel's beyond doubt, or the file's name says so: anybody can quote a line."""
+    if not lines or lines[0].startswith("dmesg: ") or any(is_syslog(line) for line in lines):
+        return False
+    if sum(_SUBSYSTEM.match(line) is not None for line in lines) < UNSTAMPED_SHARE_MIN * len(lines):
+        return False
+    if any(line.startswith(("Linux version ", "Command line: ", "Kernel command line: ")) for line in lines):
+        return True
+    facts = any(parse_message(line) is not None for line in lines)
+    return (facts and len(lines) >= UNSTAMPED_LINES_MIN) or _DMESG_NAME.search(name) is not None
+
+
+def read(path: Path, check: Callable[[], None] = lambda: None) -> KernelLog:
+    """`check` is called during the work and may raise, as on a deadline.
+
+    Raises UnreadableInput: the file is too large, or cannot be read.
+    """
     log = KernelLog(path=str(path))
     readers: dict[str, KernelReader] = {}
     elsewhere = _node_of(path)
@@ -109,7 +234,7 @@ def read(path: Path) -> KernelLog:
         is_report = BUG_REPORT in head[:PROLOGUE_BYTES]
         if is_report and (uname := _UNAME.search(head[:PROLOGUE_BYTES])):
             elsewhere = uname[1].decode().lower()
-        unpacked = packed.DecompressedFile(path, LOG_BYTES_MAX)
+        unpacked = packed.DecompressedFile(path, LOG_BYTES_MAX, check)
         with BufferedReader(unpacked, packed.CHUNK_BYTES) as file:
             for stamped in _stamps(file, head, str(path)):
                 _take(log, stamped, elsewhere, status.st_mtime, readers)
@@ -123,24 +248,8 @@ def read(path: Path) -> KernelLog:
     return log
 
 
-def read_all(files: Sequence[Path], named: Sequence[Path], budget: Budget) -> tuple[list[KernelLog], tuple[str, ...]]:
-    """The logs, and the errors of unreadable files in folders. Raises UnreadableInput: one of `named` or all files are
-    unreadable, or the memory budget is exhausted."""
-    logs, unreadable = list[KernelLog](), list[UnreadableInput]()
-    for file in files:
-        budget.check_time(str(file))
-        try:
-            log = read(file)
-        except UnreadableInput as e:
-            if file in named:
-                raise
-            unreadable.append(e)
-            continue
-        budget.keep(FACT_BYTES * len(log.seen), str(file))
-        logs.append(log)
-    if not logs:
-        raise unreadable[0]
-    return logs, tuple(str(e) for e in unreadable)
+def kept_bytes(log: KernelLog) -> int:
+    return FACT_BYTES * len(log.seen)
 
 
 def _drop_repeated(log: KernelLog) -> None:
@@ -158,14 +267,17 @@ def _drop_repeated(log: KernelLog) -> None:
 
 def _stamps(file: BufferedIOBase, head: bytes, path: str) -> Iterator[TimestampedLine]:
     """Lines of the kernel."""
-    match journal_exports.kind_of(head):
+    match export_kind(head):
         case "json":
-            yield from journal_exports.stamps_of_json(file)
+            yield from stamps_of_json(file)
         case "export":
-            yield from journal_exports.stamps_of_export(file, path)
+            yield from stamps_of_export(file, path)
         case _:
+            lines, plain = _records_of(head), LineReader()
+            unstamped = not any(plain.take(line) for line in lines) and _is_unstamped(lines, Path(path).name)
+            reader = LineReader(unstamped=unstamped)
             while raw := file.readline(LINE_CHARS_MAX):
-                if (stamped := parse_line(raw.decode("utf-8", "replace"))) is not None:
+                if (stamped := reader.take(raw.decode("utf-8", "replace"))) is not None:
                     yield stamped
 
 
@@ -185,12 +297,13 @@ def _take(
     if stamped.local is not None:
         at, log.zone_assumed = wall_of_local(stamped.local, written_at), True
     dated = at is not None
-    log.undated |= not dated
+    timed = dated or stamped.uptime_seconds is not None
+    log.undated |= timed and not dated
+    log.untimed |= not timed
     if at is None:
         at = stamped.uptime_seconds or 0.0
-    log.seen.append(
-        KernelLogFact(node=node, at=at, dated=dated, fact=fact, text=stamped.message[:TEXT_CHARS_MAX].strip())
-    )
+    text = stamped.message[:TEXT_CHARS_MAX].strip()
+    log.seen.append(KernelLogFact(node=node, at=at, dated=dated, fact=fact, text=text, timed=timed))
 
 
 def _node_of(path: Path) -> str:
@@ -206,14 +319,22 @@ def _node_of(path: Path) -> str:
 
 def time_remarks(logs: Sequence[KernelLog]) -> list[str]:
     """Reliability of the times."""
-    said = []
+    remarks = []
     if any(log.zone_assumed for log in logs):
-        said.append(
+        remarks.append(
             "some lines say neither year nor zone: they were taken to be of UTC, and as late as the file allows"
         )
     if any(log.undated for log in logs):
-        said.append("some lines say only seconds since boot: so do the times of what was found in them")
+        remarks.append("some lines say only seconds since boot: so do the times of what was found in them")
+    if any(log.untimed for log in logs):
+        remarks.append("some lines say no time at all (dmesg -t): when it happened, and how often, is unknown")
     if dropped := sum(log.num_dropped for log in logs):
-        said.append(f"{dropped:,} lines beyond {NUM_FACTS_MAX:,} of a file that tell of faults were left out")
-    said += [f"{log.path}: its end is missing: what was left was read" for log in logs if log.cut_short]
-    return said
+        remarks.append(f"{dropped:,} lines beyond {NUM_FACTS_MAX:,} of a file that report faults were left out")
+    remarks += [
+        f"cannot tell from {log.path}: it holds no line of the kernel; the output of `dmesg` or `journalctl -k` of "
+        "this node would settle it"
+        for log in logs
+        if not log.num_lines
+    ]
+    remarks += [f"{log.path}: its end is missing: what was left was read" for log in logs if log.cut_short]
+    return remarks

@@ -19,7 +19,6 @@ from statistics import median
 from rolecall.core.diagnosis import Evidence, Finding, Suspect
 from rolecall.core.errors import UnreadableInput
 from rolecall.core.faults import FaultClass
-from rolecall.core.ids import NodeId
 from rolecall.detector.artifacts.stacks.dumps import Topology
 from rolecall.formats.nccl.inspector import LINE_BYTES_MAX, Context, Lines
 
@@ -119,7 +118,7 @@ def kept_bytes(log: InspectorLog) -> int:
     return 2048 + OPERATION_BYTES * log.num_operations()
 
 
-def looked_at(logs: Sequence[InspectorLog]) -> str:
+def summary(logs: Sequence[InspectorLog]) -> str:
     """One sentence that describes the input."""
     ranks = {place for log in logs for place in log.operations}
     communicators = {communicator for communicator, _ in ranks}
@@ -175,7 +174,7 @@ def diagnose(
         if len(operations) < NUM_JOINT_MIN:
             remarks.append(
                 f"cannot tell: {len(operations)} operation(s) of communicator {joint.name} were recorded by all of its "
-                f"{len(joint.ranks)} ranks at hand, and {NUM_JOINT_MIN} are compared"
+                f"{len(joint.ranks)} ranks found, and {NUM_JOINT_MIN} are compared"
             )
             continue
         if (late := _late(joint, operations, whole, topology, now)) is not None:
@@ -283,12 +282,7 @@ def _who(joint: JoinedCommunicator, ranks: Sequence[int]) -> str:
 
 def _suspect(c: Context, whole: bool, topology: Topology) -> Suspect:
     """`whole`: the communicator is the single largest one, so its ranks are taken for global ranks."""
-    rank = c.rank if whole else None
-    node = c.host or f"rank-{c.rank}"
-    replica = ""
-    if rank is not None:
-        node, replica = topology.nodes.get(rank, node), topology.replicas.get(rank, "")
-    return Suspect(node=NodeId(node), role=topology.role or replica.partition("/")[0], replica=replica, rank=rank)
+    return topology.suspect(c.rank if whole else None, c.host or f"rank-{c.rank}")
 
 
 def _narrow(joints: Sequence[JoinedCommunicator], now: float) -> list[Finding]:
@@ -318,7 +312,7 @@ def _narrow(joints: Sequence[JoinedCommunicator], now: float) -> list[Finding]:
                     f"{len(listed) - 1} others of "
                     f"{num_ranks} ranks at {others / 1e9:.3g} GB/s: a link or GPU of "
                     f"{_who(joint, sorted(joint.ranks))} is slow; "
-                    "whose, its own times do not tell"
+                    "whose, its own times do not show"
                 )
                 suspects = [_suspect(c, False, Topology()) for _, c in sorted(joint.contexts.items())]
                 found[joint.name] = Finding(

@@ -10,7 +10,8 @@ rank, because healthy ranks are never exactly in step. Two reports at least MOVE
 whether ranks advance. Undecided cases become remarks: in a hang inside a collective that all ranks launched, no rank
 is behind.
 
-The time of a report is that of its file: RAS writes local time without a zone.
+The time of a report is that of its file: RAS writes local time without a zone. Of several reports with time stamps
+(`ncclras -m`, or a loop that prints the date), the newest has the time of the file, and the others that much less.
 """
 
 from collections.abc import Iterable, Sequence
@@ -31,8 +32,8 @@ from rolecall.formats.nccl.ras import (
     RasStatus,
     behind,
     ranks_text,
+    statuses,
 )
-from rolecall.formats.nccl.ras_answers import statuses
 
 DETECTOR = "nccl_ras"
 FILE_BYTES_MAX = 32 << 20
@@ -54,7 +55,8 @@ _CLASSES = {
 
 SYMMETRIC = (
     "cannot tell: RAS counts launched collectives, and all ranks of it launched as many: a hang inside one that all "
-    "have launched looks the same as a healthy or an idle job. Flight Recorder dumps or stacks of all ranks tell"
+    "have launched looks the same as a healthy or an idle job. Flight Recorder dumps or stacks of all ranks would "
+    "show it"
 )
 
 
@@ -91,9 +93,16 @@ def read(path: Path) -> list[Poll]:
             where=str(path), reason=f"answers of RAS of more than {FILE_BYTES_MAX:,} bytes are not read"
         )
     try:
-        return [Poll(path=str(path), at=at, status=s) for s in statuses(raw)]
+        return _polls(str(path), at, statuses(raw))
     except MalformedRasStatus as e:
         raise UnreadableInput(where=str(path), reason=f"not an answer of NCCL RAS: {e}") from None
+
+
+def _polls(path: str, written_at: float, answers: Sequence[RasStatus]) -> list[Poll]:
+    """The newest time stamp is the time at which the file was written: their zone is unknown."""
+    newest = max((s.stamp for s in answers if s.stamp is not None), default=None)
+    times = [written_at if newest is None or s.stamp is None else written_at - (newest - s.stamp) for s in answers]
+    return [Poll(path=path, at=at, status=s) for at, s in zip(times, answers, strict=True)]
 
 
 def kept_bytes(polls: Sequence[Poll]) -> int:
@@ -102,7 +111,7 @@ def kept_bytes(polls: Sequence[Poll]) -> int:
     return 1024 * len(polls) + 700 * ranks
 
 
-def looked_at(polls: Sequence[Poll]) -> str:
+def summary(polls: Sequence[Poll]) -> str:
     """One sentence that describes the input."""
     with_counts = sum(p.status.has_counts for p in polls)
     newest = max(polls, key=lambda p: p.at).status if polls else None
@@ -121,8 +130,8 @@ def diagnose(polls: Sequence[Poll], *, topology: Topology | None = None) -> tupl
         return [], ()
     ordered = sorted(polls, key=lambda p: p.at)  # stable: keeps the order within a file
     case = _RasAnalysis(ordered, topology)
-    told = [*case.lost(), *case.failed(), *case.apart()]
-    return told, tuple(dict.fromkeys(case.remarks))
+    reported = [*case.lost(), *case.failed(), *case.apart()]
+    return reported, tuple(dict.fromkeys(case.remarks))
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,11 +183,7 @@ class _RasAnalysis:
     def _suspect(self, m: CommunicatorMember, whole: bool) -> Suspect:
         """`whole`: the rank is one of the communicator that holds all processes."""
         rank = self.world.get(m.process, m.rank if whole else None) if m.host else (m.rank if whole else None)
-        node, replica = m.host or f"rank-{m.rank}", ""
-        if rank is not None:
-            node, replica = self.topology.nodes.get(rank, node), self.topology.replicas.get(rank, "")
-        role = self.topology.role or replica.partition("/")[0]
-        return Suspect(node=NodeId(node), role=role, replica=replica, rank=rank, gpu=m.gpu)
+        return self.topology.suspect(rank, m.host or f"rank-{m.rank}", m.gpu)
 
     def _finding(
         self,
@@ -208,14 +213,24 @@ class _RasAnalysis:
 
     def lost(self) -> list[Finding]:
         status, found = self.newest.status, list[Finding]()
+        dead_processes = {(p.host, p.pid) for p in status.lost if p.dead}
+        others = {(p.host, p.pid) for p in status.lost} - dead_processes
         for dead, fault_class, confidence in (
             (True, FaultClass.CRASH, CONFIDENCE_DEAD),
             (False, FaultClass.HANG, CONFIDENCE_MISSING),
         ):
             suspects, words = list[Suspect](), list[str]()
-            processes = {(p.host, p.pid): p for p in status.lost if p.dead is dead}
+            # A process that is in both sections is one dead process.
+            listed = {(p.host, p.pid): p for p in status.lost if p.dead is dead}
+            processes = {key: p for key, p in listed.items() if dead or key not in dead_processes}
             for c in status.communicators:
-                named = [m.member for m in c.missing if m.dead is dead and (m.unresponsive or m.dead)]
+                # A missing rank without its process is one of the listed ones: of the dead if there are no others.
+                named = [
+                    m.member
+                    for m in c.missing
+                    if (m.unresponsive or m.dead)
+                    and (m.dead or (not m.member.host and bool(dead_processes) and not others)) is dead
+                ]
                 if len(named) == 1 and not named[0].host and len(processes) == 1:
                     p = next(iter(processes.values()))  # text of older versions lists ranks and processes separately
                     named = [CommunicatorMember(named[0].rank, p.host, p.pid)]
@@ -239,8 +254,18 @@ class _RasAnalysis:
                     if dead
                     else "does not answer RAS (stopped, hung in a system call, or disconnected): "
                 )
-                found.append(self._finding(suspects, fault_class, confidence, what + "; ".join(words[:8])))
+                because = what + "; ".join(words[:8])
+                found.append(self._finding(suspects, fault_class, confidence, because, onset=self._lost_since()))
         return found
+
+    def _lost_since(self) -> float:
+        """The first of the answers, up to the newest, that all miss some of the same."""
+        now, since = _lost_of(self.newest.status), self.newest.at
+        for p in reversed(self.polls):
+            if not now & _lost_of(p.status):
+                break
+            since = p.at
+        return since
 
     # --- errors
 
@@ -259,9 +284,9 @@ class _RasAnalysis:
                 by_result[result],
                 _CLASSES.get(result, FaultClass.CANNOT_TELL),
                 CONFIDENCE_FAILED,
-                f"NCCL reports {str(result).lower()}: {'; '.join(told[:4])}",
+                f"NCCL reports {str(result).lower()}: {'; '.join(reported[:4])}",
             )
-            for result, told in words.items()
+            for result, reported in words.items()
         ]
 
     # --- behind
@@ -282,7 +307,11 @@ class _RasAnalysis:
                 stuck.append(StalledCommunicatorPolls(c, num_polls, seconds, behind(c)))
             elif num_usable == 1 or num_polls > 1:
                 single = True
-                self.remarks.append(self._apart_once(c))
+                late = "; ".join(f"{ranks_text(m)} in {name}" for name, m in behind(c).items())
+                self.remarks.append(
+                    f"cannot tell: in communicator {c.hash} are behind by {c.width} collective(s): "
+                    f"{late or 'more than half of its ranks'}; in one answer ranks of a healthy job are apart, too"
+                )
         if together and not stuck:
             self.remarks.append(SYMMETRIC)
         if single:
@@ -291,13 +320,15 @@ class _RasAnalysis:
 
     def _histories(self) -> Iterable[tuple[Communicator, int, float, int]]:
         """(newest with counts, number of unchanged reports, seconds that they span, number of reports with counts)."""
-        told: dict[str, list[tuple[float, Communicator]]] = {}
+        reported: dict[str, list[tuple[float, Communicator]]] = {}
         for p in self.polls:
             for c in p.status.communicators:
                 if c.has_counts or (p.status.form == "text" and Condition.MISMATCH in c.conditions):
-                    told.setdefault(c.hash, []).append((p.at, c))
-        present = {c.hash for c in self.newest.status.communicators} if self.newest.status.form == "json" else set(told)
-        for key, history in told.items():
+                    reported.setdefault(c.hash, []).append((p.at, c))
+        present = (
+            {c.hash for c in self.newest.status.communicators} if self.newest.status.form == "json" else set(reported)
+        )
+        for key, history in reported.items():
             if key not in present:
                 continue  # already torn down
             last_at, last = history[-1]
@@ -307,13 +338,6 @@ class _RasAnalysis:
                     break
                 same += 1
             yield last, same, last_at - history[-same][0], len(history)
-
-    def _apart_once(self, c: Communicator) -> str:
-        who = "; ".join(f"{ranks_text(m)} in {name}" for name, m in behind(c).items()) or "more than half of its ranks"
-        return (
-            f"cannot tell: in communicator {c.hash} are behind by {c.width} collective(s): {who}; in one answer "
-            "ranks of a healthy job are apart, too"
-        )
 
     def _judged(self, stuck: list[StalledCommunicatorPolls]) -> list[Finding]:
         found = list[Finding]()
@@ -345,7 +369,7 @@ class _RasAnalysis:
             else:
                 self.remarks.append(
                     f"cannot tell: {s.since()} (communicator {c.hash}), and more than half of its ranks are behind "
-                    "the others, or they are not named: stacks of all ranks would tell"
+                    "the others, or they are not named: stacks of all ranks would show it"
                 )
         if stuck and not found and all(s.behind and not s.communicator.num_missing for s in stuck):
             suspects = [
@@ -389,10 +413,16 @@ class _RasAnalysis:
         return self._finding(suspects, FaultClass.HANG, sure, because, _levels(c), self.newest.at - s.seconds)
 
 
+def _lost_of(status: RasStatus) -> set[tuple[str, int | None]]:
+    """Processes, and ranks by communicator, that do not answer or are dead."""
+    ranks = {(c.hash, m.member.rank) for c in status.communicators for m in c.missing if m.unresponsive or m.dead}
+    return ranks | {(p.host, p.pid) for p in status.lost}
+
+
 def _levels(c: Communicator) -> tuple[Evidence, ...]:
-    told = []
+    reported = []
     for spread in c.spreads[:8]:
         parts = [f"{v.num_ranks} rank(s) at {v.launched}" for v in spread.levels[:8]]
         text = f"{spread.collective} of communicator {c.hash}: {', '.join(parts)}"
-        told.append(Evidence(kind="nccl_counts", text=text, values={"num_behind": float(spread.width)}))
-    return tuple(told)
+        reported.append(Evidence(kind="nccl_counts", text=text, values={"num_behind": float(spread.width)}))
+    return tuple(reported)

@@ -17,34 +17,208 @@ is undecided.
 """
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
-from rolecall.core.diagnosis import Finding
+from rolecall.core.diagnosis import Evidence, Finding
 from rolecall.core.faults import FaultClass
 from rolecall.detector.artifacts.stacks.dumps import StackDump, Topology
-from rolecall.detector.artifacts.stacks.findings import (
-    NUM_GROUPS_SHOWN,
-    NUM_NAMES_SHOWN,
-    NUM_TOLD,
-    CommonParallelGroup,
-    StackAnalysis,
-    StackCluster,
-    all_at_last,
-    as_a_whole,
-    at_last,
-    finding_text,
-    flagged_name,
-    gil_evidence,
-    names_text,
-    places,
-    rounds_evidence,
-    shared,
-    standing_evidence,
-)
-from rolecall.detector.artifacts.stacks.positions import Stack, StackActivity
-from rolecall.detector.artifacts.stacks.processes import DumpedProcess, DumpedRole, Who, roster
-from rolecall.detector.artifacts.stacks.rounds import NUM_FLAGS_MIN, NUM_ROUNDS, ROUND_SECONDS, tally
+from rolecall.detector.artifacts.stacks.positions import Stack, StackActivity, shown
+from rolecall.detector.artifacts.stacks.processes import DumpedProcess, DumpedRole, Who, group_name, groups_of, roster
+from rolecall.detector.artifacts.stacks.rounds import NUM_FLAGS_MIN, NUM_ROUNDS, ROUND_SECONDS, FlagCount, tally
+from rolecall.detector.base.findings import settles
+
+DETECTOR = "stacks"
+STACK_GROUP = "stack_group"
+"""Evidence of this kind is one group of processes at the same place: `num_processes`, and the place in its text."""
+PARALLEL_GROUP = "parallel_group"
+"""Evidence of this kind is a group that is suspected as a whole: `num_members`, `num_likely_innocent`."""
+ROUNDS = "rounds"
+"""Evidence of this kind says in how many rounds of stacks a process was an outlier: `num_flagged` of `num_rounds`."""
+NUM_GROUPS_SHOWN = 8
+NUM_FRAMES_SHOWN = 8
+NUM_NAMES_SHOWN = 8
+NUM_NAMED = 3
+NUM_UNDECIDED_MAX = 64
+"""Maximum number of processes in a "cannot tell"."""
+CONFIDENCE_CANNOT_TELL = 0.3
+
+
+@dataclass(frozen=True, slots=True)
+class StackCluster:
+    """Processes at the same place."""
+
+    stack: Stack
+    processes: tuple[DumpedProcess, ...]
+
+
+def places(processes: Iterable[DumpedProcess]) -> list[StackCluster]:
+    """Largest first; ties in the order of their first process."""
+    found: dict[tuple[object, ...], list[DumpedProcess]] = {}
+    for p in processes:
+        if p.stack is not None:
+            found.setdefault((p.stack.doing, p.stack.key), []).append(p)
+    grouped = [StackCluster(its[0].stack, tuple(its)) for its in found.values() if its[0].stack is not None]
+    return sorted(grouped, key=lambda place: -len(place.processes))
+
+
+@dataclass(frozen=True, slots=True)
+class StackAnalysis:
+    """One role in one snapshot; creates its findings."""
+
+    role: str
+    processes: tuple[DumpedProcess, ...]
+    places: tuple[StackCluster, ...]
+
+    @property
+    def who(self) -> str:
+        seen = sum(p.stack is not None for p in self.processes)
+        return f"{seen} {self.role} processes" if self.role else f"{seen} processes"
+
+    def cannot_tell(self, about: Sequence[DumpedProcess], because: str, settle: str) -> Finding:
+        suspects = about[:NUM_UNDECIDED_MAX]
+        return self.finding(suspects, CONFIDENCE_CANNOT_TELL, because, (settles(settle),), FaultClass.CANNOT_TELL)
+
+    def finding(
+        self,
+        suspects: Sequence[DumpedProcess],
+        confidence: float,
+        because: str,
+        evidence: tuple[Evidence, ...] = (),
+        fault_class: FaultClass = FaultClass.HANG,
+    ) -> Finding:
+        times = [p.at for p in self.processes if p.stack is not None]
+        return Finding(
+            detector=DETECTOR,
+            suspects=tuple(p.suspect for p in suspects),
+            fault_class=fault_class,
+            onset=min(times),
+            detected_at=max(times),
+            confidence=round(confidence, 2),
+            because=because,
+            evidence=(*(_place_evidence(place) for place in self.places[:NUM_GROUPS_SHOWN]), *evidence),
+        )
+
+
+# --- groups -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class CommonParallelGroup:
+    name: str
+    members: tuple[DumpedProcess, ...]
+
+
+def shared(processes: Sequence[DumpedProcess], outliers: Sequence[DumpedProcess]) -> CommonParallelGroup | None:
+    """The smallest group, not all processes, that contains all outliers: node, replica, or parallel group."""
+    common = list(groups_of(outliers[0]))
+    for process in outliers[1:]:
+        its = set(groups_of(process))
+        common = [group for group in common if group in its]
+    members: dict[object, list[DumpedProcess]] = {group: [] for group in common}
+    for process in processes:
+        for group in groups_of(process):
+            if group in members:
+                members[group].append(process)
+    found = [CommonParallelGroup(group_name(g), tuple(members[g])) for g in common if len(members[g]) < len(processes)]
+    return min(found, key=lambda g: len(g.members), default=None)
+
+
+def as_a_whole(group: CommonParallelGroup, first: Sequence[DumpedProcess]) -> tuple[str, list[DumpedProcess], Evidence]:
+    """(text, members, evidence) of a group that is suspected as a whole; `first`: the processes nearest to the
+    cause."""
+    nearest = {p.key for p in first}
+    members = [*(p for p in group.members if p.key in nearest), *(p for p in group.members if p.key not in nearest)]
+    innocent = len(members) - max(1, len(first))
+    nodes = len({p.node for p in members if p.node})
+    size = f"{len(members)} processes" + (f" on {nodes} node{'s' if nodes != 1 else ''}" if nodes else "")
+    words = f"{group.name}, {size}, of which {innocent} are likely innocent"
+    if first and innocent:
+        words += f": check first {names_text(first)}"
+    values = {"num_members": float(len(members)), "num_likely_innocent": float(innocent)}
+    evidence = Evidence(kind=PARALLEL_GROUP, text=f"{group.name}: {names_text(members)}", values=values)
+    return words, members, evidence
+
+
+# --- text ---------------------------------------------------------------------------------------------------------
+
+_PLURAL = {"waits": "wait", "is": "are", "reads": "read", "compiles": "compile", "collects": "collect"}
+
+
+def finding_text(stack: Stack, number: int = 1) -> str:
+    """`waits in a collective: all_reduce (...)`; of several `wait in ...`."""
+    words = str(stack.doing)
+    if number != 1:
+        verb, _, rest = words.partition(" ")
+        words = f"{_PLURAL[verb]} {rest}".rstrip().replace("its ", "their ")
+    return f"{words}: {stack.at}"
+
+
+def names_text(processes: Sequence[DumpedProcess]) -> str:
+    names = ", ".join(p.name for p in processes[:NUM_NAMES_SHOWN])
+    return names + (f" and {len(processes) - NUM_NAMES_SHOWN} more" if len(processes) > NUM_NAMES_SHOWN else "")
+
+
+def at_last(process: DumpedProcess) -> str:
+    """Text on the current activity of a process, and whether it moves."""
+    if process.stack is None:
+        return process.name
+    before = {None: "", True: "; an older dump shows it elsewhere: it moves", False: "; an older dump shows the same"}
+    return f"{process.name} {finding_text(process.stack)}{before[process.moves]}"
+
+
+def all_at_last(processes: Sequence[DumpedProcess]) -> str:
+    texts = "; ".join(at_last(p) for p in processes[:NUM_NAMED])
+    return texts + (f"; and {len(processes) - NUM_NAMED} more" if len(processes) > NUM_NAMED else "")
+
+
+def flagged_name(f: FlagCount) -> str:
+    return f.name or names_text(f.members)
+
+
+def rounds_evidence(flag: FlagCount, num_rounds: int) -> Evidence:
+    numbers = ", ".join(str(n + 1) for n in flag.rounds[:NUM_NAMES_SHOWN])
+    more = f" and {len(flag.rounds) - NUM_NAMES_SHOWN} more" if len(flag.rounds) > NUM_NAMES_SHOWN else ""
+    of_it = f" ({len(flag.members)} processes)" if flag.name and len(flag.members) > 1 else ""
+    return Evidence(
+        kind=ROUNDS,
+        text=f"{flagged_name(flag)}{of_it}: flagged in {len(flag.rounds)} of {num_rounds} rounds: {numbers}{more}",
+        values={
+            "num_flagged": float(len(flag.rounds)),
+            "num_rounds": float(num_rounds),
+            "chance_ratio": flag.chance,
+        },
+    )
+
+
+def standing_evidence(process: DumpedProcess, rounds: Sequence[Sequence[DumpedProcess]]) -> Evidence:
+    """Evidence with the number of last rounds that the process spent at its current place."""
+    keys = [next((p.stack.key for p in r if p.key == process.key and p.stack), None) for r in reversed(rounds)]
+    num = next((n for n, key in enumerate(keys) if key != keys[0]), len(keys))
+    text = f"{process.name}: at the same place in the last {num} of {len(rounds)} rounds"
+    return Evidence(kind=ROUNDS, text=text, values={"num_flagged": float(num), "num_rounds": float(len(rounds))})
+
+
+def _place_evidence(place: StackCluster) -> Evidence:
+    number = len(place.processes)
+    frames = " < ".join(shown(f) for f in place.stack.frames[:NUM_FRAMES_SHOWN])
+    who = f"{number} process{'es' if number != 1 else ''}"
+    return Evidence(
+        kind=STACK_GROUP,
+        text=f"{who} ({names_text(place.processes)}) {finding_text(place.stack, number).partition(': ')[0]}: {frames}",
+        values={"num_processes": float(number)},
+    )
+
+
+def gil_evidence(processes: Sequence[DumpedProcess]) -> tuple[Evidence, ...]:
+    held = [(p.name, p.stack.gil_holder) for p in processes if p.stack is not None and p.stack.gil_holder]
+    return tuple(
+        Evidence(kind="gil", text=f"{name}: another thread holds the GIL: {holder}")
+        for name, holder in held[:NUM_GROUPS_SHOWN]
+    )
+
+
+# --- decisions --------------------------------------------------------------------------------------------------------
 
 CONFIDENCE_OUTSIDE = 0.8
 CONFIDENCE_AT_WORK = 0.6
@@ -80,19 +254,19 @@ def diagnose(dumps: Sequence[StackDump], *, topology: Topology | None = None) ->
     return [f for f in found if f is not None]
 
 
-def looked_at(dumps: Sequence[StackDump], *, topology: Topology | None = None) -> str:
+def summary(dumps: Sequence[StackDump], *, topology: Topology | None = None) -> str:
     """Describes the input, for an answer without a finding: `trainer: 8 stacks: 8 wait in a collective: all_reduce
     ...`."""
     parts = []
     for role in roster(dumps, topology):
         found = places(role.processes)
         number = sum(len(place.processes) for place in found)
-        told = [f"{len(p.processes)} {finding_text(p.stack, len(p.processes))}" for p in found[:NUM_GROUPS_SHOWN]]
+        observed = [f"{len(p.processes)} {finding_text(p.stack, len(p.processes))}" for p in found[:NUM_GROUPS_SHOWN]]
         if len(found) > NUM_GROUPS_SHOWN:
-            told.append(f"{len(found) - NUM_GROUPS_SHOWN} more places")
+            observed.append(f"{len(found) - NUM_GROUPS_SHOWN} more places")
         which = f", the last of {len(role.rounds)} rounds" if len(role.rounds) > 1 else ""
         stacks = f"{number} stack{'s' if number != 1 else ''}{which}"
-        parts.append(f"{role.name or 'no role named'}: {stacks}: {'; '.join(told)}")
+        parts.append(f"{role.name or 'no role named'}: {stacks}: {'; '.join(observed)}")
     return ". ".join(parts)
 
 
@@ -106,7 +280,7 @@ def _judge(role: DumpedRole) -> Finding | None:
     hung = _hanging(role.rounds, outliers)
     now = _judge_once(role.name, [replace(p, moves=p.key not in hung) if p.key in last else p for p in role.processes])
     if now is not None and now.fault_class != FaultClass.CANNOT_TELL:
-        stands = [p for p in role.processes if p.key in hung][:NUM_TOLD]
+        stands = [p for p in role.processes if p.key in hung][:NUM_NAMED]
         return replace(now, evidence=(*now.evidence, *(standing_evidence(p, role.rounds) for p in stands)))
     counted = [() if _in_pipeline(r, its) else its for r, its in zip(rounds, outliers, strict=True)]
     again = None if hung else _again(role, counted)
@@ -125,12 +299,12 @@ def _hanging(rounds: Sequence[Sequence[DumpedProcess]], outliers: Sequence[Seque
     begin = 0  # first of the rounds in which no process left a wait
     waits: dict[Who, tuple[int, Stack]] = {}
     for n, r in enumerate(seen):
-        for key, p in r.items():
+        for key, process in r.items():
             waited = waits.pop(key, None)
-            if waited is not None and p.stack is not None and waited[1].key != p.stack.key:
+            if waited is not None and process.stack is not None and waited[1].key != process.stack.key:
                 begin = max(begin, waited[0] + 1)
-            if p.stack is not None and p.stack.waits:
-                waits[key] = n, p.stack
+            if process.stack is not None and process.stack.waits:
+                waits[key] = n, process.stack
     found = set()
     for key in flagged[-1]:
         its = [n for n, r in enumerate(seen) if key in r]
@@ -216,24 +390,26 @@ def _late(
     case: StackAnalysis, waiting: list[DumpedProcess], outside: list[DumpedProcess], absent: list[DumpedProcess]
 ) -> Finding:
     """Some processes do not wait for others: these are the cause, except those that make progress."""
-    told = f"{len(waiting)} of {case.who} wait for others"
+    observed = f"{len(waiting)} of {case.who} wait for others"
     if len(outside) == len(waiting):
-        return case.cannot_tell(outside, f"{told}, as many do not: {names_text(outside)}", DUMP_AGAIN)
+        return case.cannot_tell(outside, f"{observed}, as many do not: {names_text(outside)}", DUMP_AGAIN)
     largest = next(place for place in case.places if place.stack.waits)
     moving = [p for p in outside if p.moves is True]
     if len(moving) == len(outside):
-        because = f"{told} ({largest.stack.at}), but those that do not are moving: {all_at_last(outside)}"
+        because = f"{observed} ({largest.stack.at}), but those that do not are moving: {all_at_last(outside)}"
         return case.cannot_tell(outside, because, MORE_ROUNDS)
     outside = [p for p in outside if p.moves is not True]
     stuck = any(p.moves is False for p in outside)
     if _in_pipeline(case.processes, outside) and not stuck:
-        because = f"{told}, most of them in a pipeline, while {names_text(outside)} compute, as in a healthy pipeline"
+        because = (
+            f"{observed}, most of them in a pipeline, while {names_text(outside)} compute, as in a healthy pipeline"
+        )
         return case.cannot_tell(outside, because, DUMP_AGAIN)
     at_work = {p.key for p in outside if p.stack is not None and p.stack.doing == StackActivity.WORK}
     outside.sort(key=lambda p: p.key in at_work)
     confidence = CONFIDENCE_AT_WORK if len(at_work) == len(outside) or absent else CONFIDENCE_OUTSIDE
     confidence += STANDS_CHANGE * stuck
-    because = f"{told} ({largest.stack.at}); {all_at_last(outside)}"
+    because = f"{observed} ({largest.stack.at}); {all_at_last(outside)}"
     if len(outside) > 1 and (group := shared(case.processes, outside)):
         because += f". All of them are in {group.name}"
     if moving:
@@ -245,14 +421,14 @@ def _late(
 
 def _absent(case: StackAnalysis, waiting: list[DumpedProcess], absent: list[DumpedProcess]) -> Finding:
     """All processes with a dump wait, and some have none: a stopped or dead process gives no dump."""
-    told = f"all {case.who} that have a dump wait for others ({case.places[0].stack.at})"
+    observed = f"all {case.who} that have a dump wait for others ({case.places[0].stack.at})"
     if len(absent) >= len(waiting):
-        because = f"{told}, and {len(absent)} have none: {names_text(absent)}"
+        because = f"{observed}, and {len(absent)} have none: {names_text(absent)}"
         return case.cannot_tell(absent, because, "dumps of the other processes")
     if all(p.moves is True for p in waiting):
-        because = f"{told}, where they were not in the round before, and there is no dump of {names_text(absent)}"
+        because = f"{observed}, where they were not in the round before, and there is no dump of {names_text(absent)}"
         return case.cannot_tell(absent, because, f"{DUMP_AGAIN}; a dump of {names_text(absent)}")
-    because = f"{told}, and there is no dump of {names_text(absent)}: stopped or dead processes give none"
+    because = f"{observed}, and there is no dump of {names_text(absent)}: stopped or dead processes give none"
     if len(absent) > 1 and (group := shared(case.processes, absent)):
         because += f". All of them are in {group.name}"
     return case.finding(absent, CONFIDENCE_ABSENT, because)
@@ -262,13 +438,13 @@ def _elsewhere(case: StackAnalysis) -> Finding:
     """All wait, but not at the same place."""
     top, *rest = case.places
     others = [p for place in rest for p in place.processes]
-    told = "; ".join(
+    observed = "; ".join(
         f"{len(place.processes)} {finding_text(place.stack, len(place.processes))}" for place in case.places[:3]
     )
     if not _most(top, others):
-        because = f"all {case.who} wait for others, and no collective holds a majority of them: {told}"
+        because = f"all {case.who} wait for others, and no collective holds a majority of them: {observed}"
         return case.cannot_tell(others, because, RECORDER)
-    because = f"all {case.who} wait for others, most of them in one place: {told}"
+    because = f"all {case.who} wait for others, most of them in one place: {observed}"
     if all(p.moves is True for p in others):
         return case.cannot_tell(others, f"{because}. Those elsewhere move: {names_text(others)}", MORE_ROUNDS)
     group = shared(case.processes, others) if len(others) > 1 else None
@@ -312,7 +488,7 @@ def _again(role: DumpedRole, outliers: Sequence[Sequence[DumpedProcess]]) -> Fin
         first = [p for p in suspected if often[p.key] == max(often.values())]
         words, members, whole = as_a_whole(group, first if len(first) < len(suspected) else ())
         because = f"all wait for others, in {num} most of them at one place and those elsewhere in {words}"
-        finding = case.slow(members, CONFIDENCE_ELSEWHERE, because, (whole,))
+        finding = case.finding(members, CONFIDENCE_ELSEWHERE, because, (whole,), FaultClass.SLOW)
     else:
         suspected = sorted((p for p in suspected if often[p.key]), key=lambda p: -often[p.key])
         at = [p for p in outliers[flagged[-1]] if p.key in often]
@@ -320,6 +496,6 @@ def _again(role: DumpedRole, outliers: Sequence[Sequence[DumpedProcess]]) -> Fin
             f"the others wait for {names} in {num}, and make progress in between: slow, not hung. Last seen: "
             f"{all_at_last(at)}"
         )
-        finding = case.slow(suspected, CONFIDENCE_AGAIN, because, ())
+        finding = case.finding(suspected, CONFIDENCE_AGAIN, because, (), FaultClass.SLOW)
     times = [p.at for n in flagged for p in role.rounds[n]], [p.at for p in role.rounds[-1]]
     return replace(finding, onset=min(times[0]), detected_at=max(times[1]), evidence=(*finding.evidence, *evidence))

@@ -1,11 +1,15 @@
 """Reads and normalizes stack dumps of many processes. The text is untrusted: sizes and counts are bounded.
 
 Formats, recognized by content: `py-spy dump --json`, the text of `py-spy dump`, and an agent's response of
-`/v1/evidence/stacks`. An agent's response identifies its process; otherwise the names of the file and its folders do
-(file_names.py), and a topology file adds the rest: `{"role", "world_size", "ranks": {"3": {"node", "replica",
-"pid"}}, "parallel": {"tp": 2, "pp": 4, "dp": 4}, "groups": {"pp": [[0, 2], [1, 3]]}}`, each part optional. The first
-axis of `parallel` varies fastest with the rank, as in Megatron. Ranks are global: of the whole role, not of one
-replica.
+`/v1/evidence/stacks`. An agent's response identifies its process; otherwise the names of the file and its folders do,
+and a topology file adds the rest: `{"role", "world_size", "ranks": {"3": {"node", "replica", "pid"}},
+"parallel": {"tp": 2, "pp": 4, "dp": 4}, "groups": {"pp": [[0, 2], [1, 3]]}}`, each part optional. The first axis of
+`parallel` varies fastest with the rank, as in Megatron. Ranks are global: of the whole role, not of one replica.
+
+Names that identify process and round, of which missing parts stay unknown:
+
+    trainer-1_rank3.json    rank_3.json    trainer_rank3_of_8.txt    node-2/trainer-0-pid123.txt    dp0_pp1_tp0.json
+    round_2/rank_3.json     rank_3_round2.json    2/rank_3.json    rank_3.2.json
 
 A frame becomes `file:function`, so that processes at the same place compare equal: no line numbers, addresses,
 installation prefixes or template arguments; generated names are folded.
@@ -20,8 +24,85 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from rolecall.core.diagnosis import Suspect
 from rolecall.core.errors import UnreadableInput
-from rolecall.detector.artifacts.stacks.file_names import WORLD_SIZE_MAX, place_of
+from rolecall.core.ids import NodeId
+
+# --- names of files and folders ---------------------------------------------------------------------------------------
+
+WORLD_SIZE_MAX = 200_000
+AXES = ("tp", "pp", "dp", "ep", "cp")
+"""Kinds of parallel group that file names may contain: tensor, pipeline, data, expert, context."""
+
+# A `local_rank` exists on every node, and a `node_rank` identifies the node: neither identifies a process of the role.
+_RANK = re.compile(
+    r"(?<![a-z])(?<!local[-_.])(?<!node[-_.])(?:global_?)?rank[-_=.]?(\d{1,7})(?:[-_]?of[-_]?(\d{1,7}))?(?!\d)"
+)
+_PID = re.compile(r"(?<![a-z])pid[-_=.]?(\d{1,10})(?!\d)")
+_AXIS = re.compile(rf"(?<![a-z])({'|'.join(AXES)})[-_=]?(\d{{1,6}})(?!\d)")
+_NODE = re.compile(r"(?<![a-z])((?:node|host|machine)(?:=[^_,]+|[-_]?[a-z0-9]*\d[a-z0-9]*))", re.IGNORECASE)
+_NODE_FOLDER = re.compile(r"(?:node|host|machine)(?:[-_]?[\w.-]*\d[\w.-]*|=.+)\Z", re.IGNORECASE)
+_KNOWN_ROLE = r"trainer|rollout|reward|reference|critic|controller|standby"
+_ROLE = re.compile(rf"(?<![a-z0-9])({_KNOWN_ROLE})(?![a-z])(?:[-/]?(\d{{1,6}})(?!\d))?")
+_OTHER_ROLE = re.compile(r"([a-z]{2,30})-(\d{1,6})(?=[-_.]?(?:rank|pid|round)|\Z)")
+_ROUND_WORD = r"round|look|sample|snapshot|take"
+_ROUND = re.compile(rf"(?<![a-z])(?:{_ROUND_WORD})[-_=.]?(\d{{1,18}})(?!\d)", re.IGNORECASE)
+_ROUND_FOLDER = re.compile(r"\d{1,18}\Z")
+_ROUND_LAST = re.compile(r"[-_.](\d{1,18})\Z")
+_NO_ROLES = frozenset(
+    (
+        *(*AXES, *_ROUND_WORD.split("|"), "rank", "local", "pid", "node", "host", "machine", "stack", "stacks", "dump"),
+        *("process", "pyspy", "spy", "worker"),
+    )
+)
+NUM_FOLDERS_READ = 3
+"""Above the file: `job/round_2/node-3/rank_5.json`."""
+
+
+def place_of(path: Path) -> dict[str, Any]:
+    """Fields of a dumps.StackDump from the names."""
+    stem = path.stem.lower()
+    place: dict[str, Any] = _round_of(path)
+    if found := _RANK.search(stem):
+        place["rank"] = int(found.group(1))
+        if found.group(2):
+            place["world_size"] = min(int(found.group(2)), WORLD_SIZE_MAX)
+    if found := _PID.search(stem):
+        place["pid"] = int(found.group(1))
+    if axes := _AXIS.findall(stem):
+        place["axes"] = tuple(sorted({axis: int(index) for axis, index in axes}.items()))
+    folders = [folder.name for folder in path.absolute().parents[:NUM_FOLDERS_READ]]
+    if found := _NODE.search(path.stem):
+        place["node"] = found.group(1).partition("=")[2] or found.group(1)
+    elif of_node := [name for name in folders if _NODE_FOLDER.match(name)]:
+        place["node"] = of_node[0].partition("=")[2] or of_node[0]
+    found = _ROLE.search(stem)
+    if found is None and (other := _OTHER_ROLE.match(stem)) and other.group(1) not in _NO_ROLES:
+        found = other
+    if found:
+        place["role"] = found.group(1)
+        if found.group(2):
+            place["replica"] = f"{found.group(1)}/{int(found.group(2))}"
+    return place
+
+
+def _round_of(path: Path) -> dict[str, Any]:
+    """The number of the round: the one that a name calls a round, else the last number of the file name, else a numeric
+    folder name."""
+    folders = path.absolute().parents[:NUM_FOLDERS_READ]
+    for named in (path, *folders):
+        if found := _ROUND.search(named.stem if named is path else named.name):
+            return {"round_index": int(found.group(1)), "series": _ROUND.sub("", str(path.absolute()))}
+    rest = path.stem.lower()
+    for known in (_RANK, _PID, _AXIS, _NODE, _ROLE, _OTHER_ROLE):
+        rest = known.sub("", rest)
+    if rest != path.stem.lower() and (found := _ROUND_LAST.search(path.stem)) and _ROUND_LAST.search(rest):
+        return {"round_index": int(found.group(1))}
+    numbers = [folder.name for folder in folders if _ROUND_FOLDER.match(folder.name)]
+    return {"round_index": int(numbers[0])} if numbers else {}
+
+
+# --- dumps and topology -----------------------------------------------------------------------------------------------
 
 DUMP_BYTES_MAX = 16 << 20
 """Per file. A trainer with 30 threads of 40 frames takes 0.3 MB as JSON."""
@@ -113,6 +194,14 @@ class Topology:
             rank, index = divmod(rank, size)
             at.append((axis, index))
         return tuple(at)
+
+    def suspect(self, rank: int | None, node: str, gpu: int | None = None) -> Suspect:
+        """The process of a rank, None: unknown. `node`: if the topology does not name it."""
+        replica = self.replicas.get(rank, "") if rank is not None else ""
+        if rank is not None:
+            node = self.nodes.get(rank, node)
+        role = self.role or replica.partition("/")[0]
+        return Suspect(node=NodeId(node), role=role, replica=replica, rank=rank, gpu=gpu)
 
 
 # --- formats ------------------------------------------------------------------------------------------------------
@@ -212,22 +301,27 @@ def _from_json(path: Path, value: Any, pid: int | None) -> tuple[int | None, lis
     pid = pid if pid in pids else pids[0] if pids else pid
     threads: list[Thread] = []
     main: int | None = None
-    for t in value:
-        if pids and _integer(t.get("pid")) != pid:
+    for thread in value:
+        if pids and _integer(thread.get("pid")) != pid:
             continue
-        frames = t.get("frames")
+        frames = thread.get("frames")
         if not isinstance(frames, list) or not all(isinstance(f, dict) for f in frames):
             raise _wrong(path, f"thread {len(threads)} has no list of frames")
         if len(frames) > NUM_FRAMES_MAX:
             raise _wrong(path, f"a thread of {len(frames):,} frames, and {NUM_FRAMES_MAX:,} are read")
-        name = _text_of(t.get("thread_name"))
-        if name == "MainThread" or (main is None and pid is not None and t.get("os_thread_id") == pid):
+        name = _text_of(thread.get("thread_name"))
+        if name == "MainThread" or (main is None and pid is not None and thread.get("os_thread_id") == pid):
             main = len(threads)
         pairs = (
             (_text_of(f.get("short_filename")) or _text_of(f.get("filename")), _text_of(f.get("name"))) for f in frames
         )
         threads.append(
-            Thread(name=name, frames=_frames(pairs), active=t.get("active") is True, owns_gil=t.get("owns_gil") is True)
+            Thread(
+                name=name,
+                frames=_frames(pairs),
+                active=thread.get("active") is True,
+                owns_gil=thread.get("owns_gil") is True,
+            )
         )
     # The interpreter lists its newest thread first.
     return pid, _main_first(threads, len(threads) - 1 if main is None else main)

@@ -19,8 +19,7 @@ from pathlib import PurePath
 
 from rolecall.core.diagnosis import Suspect
 from rolecall.core.ids import NodeId
-from rolecall.detector.artifacts.stacks.dumps import StackDump, Topology
-from rolecall.detector.artifacts.stacks.file_names import WORLD_SIZE_MAX
+from rolecall.detector.artifacts.stacks.dumps import WORLD_SIZE_MAX, StackDump, Topology
 from rolecall.detector.artifacts.stacks.positions import Stack, stack_of
 
 STORY_SECONDS_MAX = 600.0

@@ -83,12 +83,12 @@ def _processes(outliers: Sequence[Sequence[DumpedProcess]], processes: Sequence[
     """Grouped by the rounds in which they were outliers."""
     rounds: dict[Who, list[int]] = {}
     for n, some in enumerate(outliers):
-        for p in some:
-            rounds.setdefault(p.key, []).append(n)
+        for process in some:
+            rounds.setdefault(process.key, []).append(n)
     alike: dict[tuple[int, ...], list[DumpedProcess]] = {}
-    for p in processes:
-        if p.key in rounds:
-            alike.setdefault(tuple(rounds[p.key]), []).append(p)
+    for process in processes:
+        if process.key in rounds:
+            alike.setdefault(tuple(rounds[process.key]), []).append(process)
     num_drawn = [len(some) for some in outliers if some]
     share = sum(num_drawn) / len(num_drawn) / len(processes) if num_drawn else 0.0
     return [
@@ -111,10 +111,10 @@ def _groups(outliers: Sequence[Sequence[DumpedProcess]], processes: Sequence[Dum
                 rounds.setdefault(group, []).append(n)
     most = sorted(rounds, key=lambda group: -len(rounds[group]))[:NUM_GROUPS_MAX]
     members: dict[Group, list[DumpedProcess]] = {group: [] for group in most}
-    for p in processes:
-        for group in groups_of(p):
+    for process in processes:
+        for group in groups_of(process):
             if group in members:
-                members[group].append(p)
+                members[group].append(process)
     num_drawn = [min(len(some), NUM_DRAWN_MAX) for some in outliers if some]
     found: dict[frozenset[Who], FlagCount] = {}
     for group in most:

@@ -3,7 +3,7 @@
 A refused connection comes from a live host, so only the agent is down: `control_plane`. A timeout may mean a dead node,
 a partition or a stuck agent: `cannot_tell`, with the observation that would settle it. Neither names a replica: missing
 telemetry alone is no reason to evict. (A peer that waits in a collective for a rank of that node is independent
-evidence, which collective.py combines with this.)
+evidence, which stall.py combines with this.)
 """
 
 from collections import Counter
@@ -22,7 +22,7 @@ MANY_MIN = 3
 """If at least this many agents, and more than half, are unreachable, they share one cause, possibly the watcher."""
 MANY_GRACE_SECONDS = 12.0
 """Grace when several agents are unreachable, to determine whether most are: in a large fleet agents are polled every
-eight seconds with a timeout of two (`source.REQUESTS_PER_SECOND_MAX`, `agent_client.Limits`)."""
+eight seconds with a timeout of two (`agents.REQUESTS_PER_SECOND_MAX`, `AgentClientLimits`)."""
 RAYLET_SECONDS = 120.0
 """How long the loss of a raylet is reported: after that its node has been replaced or is not needed."""
 REFUSED = "refused"
@@ -42,8 +42,8 @@ def find(fleet: MonitoredProcesses, now: float) -> list[Finding]:
     several = len(silent) >= MANY_MIN
     most = several and 2 * len(silent) > len(known)
     grace = MANY_GRACE_SECONDS if several and not most else UNREACHABLE_GRACE_SECONDS
-    told = [u for u in silent if now - u[1] >= grace]
-    found = [_many(silent, len(known), now)] if most and told else [_unreachable(fleet, *u, now) for u in told]
+    overdue = [u for u in silent if now - u[1] >= grace]
+    found = [_many(silent, len(known), now)] if most and overdue else [_unreachable(fleet, *u, now) for u in overdue]
     found += [_raylet(fleet, node, at, now) for node, at in fleet.raylets_gone.items() if now - at < RAYLET_SECONDS]
     return found
 
@@ -91,13 +91,12 @@ def _unreachable(fleet: MonitoredProcesses, node: str, since: float, reason: str
 def _many(silent: Sequence[tuple[str, float, str]], num_known: int, now: float) -> Finding:
     since = min(at for _, at, _ in silent)
     reasons = Counter(reason for _, _, reason in silent).most_common(2)
-    told = "; ".join(f"{count} x {reason}" for reason, count in reasons)
+    causes = "; ".join(f"{count} x {reason}" for reason, count in reasons)
     some = ", ".join(sorted(node for node, _, _ in silent)[:3])
     because = (
-        f"{len(silent)} of {num_known} agents are unreachable ({some}{', ...' if len(silent) > 3 else ''}): {told}; "
+        f"{len(silent)} of {num_known} agents are unreachable ({some}{', ...' if len(silent) > 3 else ''}): {causes}; "
         "so many at once share a cause: this watch's own host or network, a switch, or an operator who stopped them; "
-        "processes "
-        "there are not observed and not accused"
+        "processes there are not observed and not accused"
     )
     return Finding(
         detector="lost",
@@ -108,7 +107,7 @@ def _many(silent: Sequence[tuple[str, float, str]], num_known: int, now: float) 
         confidence=0.6,
         because=because,
         evidence=(
-            Evidence(kind="unreachable", text=told, values={"agents": float(len(silent)), "known": float(num_known)}),
+            Evidence(kind="unreachable", text=causes, values={"agents": float(len(silent)), "known": float(num_known)}),
             settles("whether the agents answer from another host than the watch's"),
         ),
         about="agents",

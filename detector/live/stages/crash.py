@@ -5,16 +5,24 @@ immediately. After an exception the stage waits, because the same exception on p
 `EXCEPTION_GRACE_SECONDS`, and up to `EXCEPTION_HOLD_SECONDS_MAX` while a peer is still in the step that raised it.
 Survivors that take over the work reach the same line later. If the process stays alive after an exception, it counts as
 crashed once it finishes no more work while a peer does.
+
+A replica is replaced as a whole, so exits of several of its ranks are one finding (`LostRanksStage`), cause first. The
+first suspect is the rank whose node reported a hardware fault, otherwise the first that exited: the errors of its peers
+are consequences. A rank on another node with an independent fault (hardware, a signal such as SIGSEGV, the OOM killer)
+is a second suspect, because the replacement must avoid both nodes. Each additional suspect changes the diagnosis key,
+so the diagnosis is reported again.
 """
+
+from collections.abc import Sequence
+from dataclasses import replace
 
 from rolecall.core.diagnosis import Evidence, Finding
 from rolecall.core.faults import FaultClass
 from rolecall.core.telemetry import AgentEventKind, Phase
 from rolecall.detector.base.findings import EXIT
-from rolecall.detector.live.exceptions import blames_code, exception_text, last_exception, step_of
-from rolecall.detector.live.findings import finding
-from rolecall.detector.live.fleet import MonitoredProcesses, ReceivedException
+from rolecall.detector.live.fleet import MonitoredProcesses, ReceivedException, finding
 from rolecall.detector.live.stages.stage import Stage, Tick
+from rolecall.detector.live.stages.user_code import blames_code, exception_text, last_exception, step_of
 from rolecall.detector.live.subject import MonitoredProcess
 
 EXCEPTION_GRACE_SECONDS = 2.0
@@ -37,29 +45,24 @@ class CrashStage(Stage):
     suppresses = frozenset({"dependent_stall", "nccl_ras"})
 
     def evaluate(self, tick: Tick) -> list[Finding]:
-        return find(tick.fleet, tick.now, tick.explained)
-
-
-def find(fleet: MonitoredProcesses, now: float, explained: set[str]) -> list[Finding]:
-    """`explained`: fingerprints diagnosed as user code, whose exits are not reported as crashes."""
-    found = []
-    raisers = {(e.replica, e.rank, e.incarnation) for e in (seen.event for seen in fleet.exceptions)}
-    if not raisers and not fleet.roster.gone:
-        return []
-    for subject in fleet.current():
-        if not subject.gone and subject.key not in raisers:
-            continue
-        if subject.finished or not subject.reports:  # uninstrumented.py covers processes without a state page
-            continue
-        raised = last_exception(fleet, subject)
-        if raised is not None and raised.event.detail.get("fingerprint", "") in explained:
-            continue
-        if subject.gone:
-            if raised is None or not _held_for_peers(fleet, subject, raised, now):
-                found.append(_gone(fleet, subject, raised, now))
-        elif raised is not None and _stopped_after_exception(fleet, subject, raised, now):
-            found.append(_given_up(subject, raised, now))
-    return found
+        fleet, now, found = tick.fleet, tick.now, list[Finding]()
+        raisers = {(e.replica, e.rank, e.incarnation) for e in (seen.event for seen in fleet.exceptions)}
+        if not raisers and not fleet.roster.gone:
+            return []
+        for subject in fleet.current():
+            if not subject.gone and subject.key not in raisers:
+                continue
+            if subject.finished or not subject.reports:  # uninstrumented.py covers processes without a state page
+                continue
+            raised = last_exception(fleet, subject)
+            if raised is not None and raised.event.detail.get("fingerprint", "") in tick.explained:
+                continue
+            if subject.gone:
+                if raised is None or not _held_for_peers(fleet, subject, raised, now):
+                    found.append(_gone(fleet, subject, raised, now))
+            elif raised is not None and _stopped_after_exception(fleet, subject, raised, now):
+                found.append(_given_up(subject, raised, now))
+        return found
 
 
 def _held_for_peers(
@@ -159,3 +162,63 @@ def _given_up(subject: MonitoredProcess, raised: ReceivedException, now: float) 
         because=because,
         evidence=(Evidence(kind=AgentEventKind.EXCEPTION, text=exception_text(raised.event)),),
     )
+
+
+OWN_SIGNALS = frozenset({4, 7, 8, 11})
+"""SIGILL, SIGBUS, SIGFPE, SIGSEGV: not sent by launchers. Excluded: SIGABRT, which comes from NCCL's watchdog, and
+SIGKILL and SIGTERM, with which a launcher ends the rest of a job."""
+NUM_NAMED_MAX = 8
+
+
+class LostRanksStage(Stage):
+    name = "lost_ranks"
+
+    def evaluate(self, tick: Tick) -> list[Finding]:
+        tick.findings = folded(tick.findings)
+        return []
+
+
+def folded(findings: Sequence[Finding]) -> list[Finding]:
+    """The findings with all exits of an incarnation merged at the position of the first."""
+    groups: dict[tuple[str, int | None], list[Finding]] = {}
+    for f in findings:
+        if _is_exit(f):
+            groups.setdefault((f.suspects[0].replica, f.suspects[0].incarnation), []).append(f)
+    one = {id(group[0]): _merged_exits(group) for group in groups.values()}
+    dropped = {id(f) for group in groups.values() for f in group[1:]}
+    return [one.get(id(f), f) for f in findings if id(f) not in dropped]
+
+
+def _is_exit(f: Finding) -> bool:
+    alone = len(f.suspects) == 1 and bool(f.suspects[0].replica)
+    is_exit = f.fault_class is FaultClass.CRASH or f.fault_class.spec.is_hardware
+    return alone and is_exit and any(e.kind == EXIT for e in f.evidence)
+
+
+def _merged_exits(group: Sequence[Finding]) -> Finding:
+    lead, *others = sorted(group, key=lambda f: (not f.fault_class.spec.is_hardware, f.onset))
+    if not others:
+        return lead
+    nodes, own, also = {lead.suspects[0].node}, list[Finding](), list[Finding]()
+    for f in others:
+        its = f.suspects[0].node
+        (own if _by_itself(f) and its not in nodes else also).append(f)
+        nodes |= {its} if f in own else set()
+    because = "; independent second fault: ".join([lead.because, *(f.because for f in own)])
+    if also:
+        more = f" and {len(also) - NUM_NAMED_MAX} more" if len(also) > NUM_NAMED_MAX else ""
+        named = ", ".join(f"rank {s.rank} ({s.node})" for s in (f.suspects[0] for f in also[:NUM_NAMED_MAX]))
+        because += f"; exited after it: {named}{more}"
+    other_exits = (e for f in also[:NUM_NAMED_MAX] for e in f.evidence if e.kind == EXIT)
+    return replace(
+        lead,
+        suspects=(lead.suspects[0], *(f.suspects[0] for f in own)),
+        because=because,
+        evidence=(*lead.evidence, *(e for f in own for e in f.evidence), *other_exits),
+    )
+
+
+def _by_itself(f: Finding) -> bool:
+    exits: list[Evidence] = [e for e in f.evidence if e.kind == EXIT]
+    signals = {int(e.values.get("signal", 0)) for e in exits}
+    return f.fault_class.spec.is_hardware or bool(signals & OWN_SIGNALS) or any(e.values.get("oom") for e in exits)

@@ -14,8 +14,7 @@ from rolecall.core.faults import FaultClass
 from rolecall.core.ids import NodeId
 from rolecall.core.telemetry import AgentEvent, AgentEventKind
 from rolecall.detector.base.findings import settles
-from rolecall.detector.live.findings import finding
-from rolecall.detector.live.fleet import MonitoredProcesses
+from rolecall.detector.live.fleet import MonitoredProcesses, finding
 from rolecall.detector.live.stages.stage import Stage, Tick
 from rolecall.detector.live.subject import MonitoredProcess
 
@@ -26,14 +25,14 @@ FORGOTTEN_SECONDS = 3600.0
 
 @dataclass(slots=True)
 class StalledCommunicator:
-    """A communicator whose ranks are at different operation counts. Wall seconds. `told_by`: nodes that report it."""
+    """A communicator whose ranks are at different operation counts. Wall seconds. `reported_by`: node names."""
 
     communicator: str
     since: float
     last: float
     because: str
     pids: list[int]
-    told_by: list[str] = field(default_factory=list)
+    reported_by: list[str] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -61,19 +60,19 @@ class StalledCommunicators:
                 because = event.detail.get("because", "")
                 known = self.standing[key] = StalledCommunicator(key, event.wall_at, now - age, because, _pids(event))
             known.last = max(known.last, now - age)
-            if event.node not in known.told_by:
-                known.told_by.append(str(event.node))
+            if event.node not in known.reported_by:
+                known.reported_by.append(str(event.node))
 
     def leave(self, node: str) -> None:
         """Discards the reports of this node's agent."""
         for s in list(self.standing.values()):
             self._leave(s, node)
 
-    def _leave(self, s: StalledCommunicator, node: str) -> None:
-        if node in s.told_by:
-            s.told_by.remove(node)
-        if not s.told_by:
-            self.standing.pop(s.communicator, None)
+    def _leave(self, stalled: StalledCommunicator, node: str) -> None:
+        if node in stalled.reported_by:
+            stalled.reported_by.remove(node)
+        if not stalled.reported_by:
+            self.standing.pop(stalled.communicator, None)
 
     def find(self, fleet: MonitoredProcesses, now: float) -> list[Finding]:
         self.standing = {k: s for k, s in self.standing.items() if now - s.last <= FORGOTTEN_SECONDS}
@@ -84,8 +83,8 @@ class StalledCommunicators:
             if x.process and not x.gone:
                 by_pid.setdefault(x.process.pid, []).append(x)
         found: dict[tuple[object, ...], Finding] = {}
-        for s in self.standing.values():
-            f = _finding(s, by_pid, now)
+        for stalled in self.standing.values():
+            f = _finding(stalled, by_pid, now)
             # A rank is a member of several communicators: report it once.
             found.setdefault((f.fault_class, *f.suspects), f)
         return list(found.values())
@@ -97,20 +96,14 @@ class NcclRasStage(Stage):
     name = "nccl_ras"
 
     def __init__(self) -> None:
-        self._stalled = StalledCommunicators()
+        self.state: StalledCommunicators = StalledCommunicators()
 
     def evaluate(self, tick: Tick) -> list[Finding]:
         for node in tick.observation.left:
-            self._stalled.leave(node)
+            self.state.leave(node)
         for event, age in tick.events:
-            self._stalled.take(event, tick.now, age)
-        return self._stalled.find(tick.fleet, tick.now)
-
-    def state(self) -> StalledCommunicators:
-        return self._stalled
-
-    def restore(self, state: StalledCommunicators) -> None:
-        self._stalled = state
+            self.state.take(event, tick.now, age)
+        return self.state.find(tick.fleet, tick.now)
 
 
 def _pids(event: AgentEvent) -> list[int]:
@@ -118,29 +111,29 @@ def _pids(event: AgentEvent) -> list[int]:
     return [int(w) for w in words if w.isascii() and w.isdecimal() and len(w) < 10]
 
 
-def _finding(s: StalledCommunicator, by_pid: Mapping[int, list[MonitoredProcess]], now: float) -> Finding:
-    named = [by_pid[pid][0] for pid in dict.fromkeys(s.pids) if len(by_pid.get(pid, ())) == 1]
-    evidence = Evidence(kind="nccl_ras", text=f"communicator {s.communicator}: {s.because}")
-    if named and len(named) == len(s.pids):
+def _finding(stalled: StalledCommunicator, by_pid: Mapping[int, list[MonitoredProcess]], now: float) -> Finding:
+    named = [by_pid[pid][0] for pid in dict.fromkeys(stalled.pids) if len(by_pid.get(pid, ())) == 1]
+    evidence = Evidence(kind="nccl_ras", text=f"communicator {stalled.communicator}: {stalled.because}")
+    if named and len(named) == len(stalled.pids):
         who = ", ".join(sorted(x.name() for x in named))
         return finding(
             "nccl",
             named,
             FaultClass.HANG,
-            onset=s.since,
+            onset=stalled.since,
             now=now,
             confidence=0.8,
-            because=f"{who} is behind in a collective, its peers wait: {s.because}",
+            because=f"{who} is behind in a collective, its peers wait: {stalled.because}",
             evidence=(evidence,),
         )
     return Finding(
         detector="nccl",
-        suspects=tuple(Suspect(node=NodeId(node)) for node in sorted(s.told_by)[:1]),
+        suspects=tuple(Suspect(node=NodeId(node)) for node in sorted(stalled.reported_by)[:1]),
         fault_class=FaultClass.CANNOT_TELL,
-        onset=min(s.since, now),
+        onset=min(stalled.since, now),
         detected_at=now,
         confidence=0.5,
-        because=f"a communicator is stalled according to NCCL RAS: {s.because}",
+        because=f"a communicator is stalled according to NCCL RAS: {stalled.because}",
         evidence=(
             evidence,
             settles("stacks or Flight Recorder dumps of its ranks: the rank that is behind is not a monitored process"),

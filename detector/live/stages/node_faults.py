@@ -38,7 +38,7 @@ HELD_SECONDS = 2.0
 """NVML reports the number of an XID within milliseconds; the kernel log line follows within 0.2 s and decides whether
 an NVLink code is fatal. Equal to `xid_merger.SAME_SECONDS` of the agent."""
 
-ONCE_TOLD = frozenset({"ecc"})
+REPORTED_ONCE = frozenset({"ecc"})
 """GPU faults that are momentary events; all others are conditions whose end is reported, too."""
 GPU_PROBES = ("gpu", "gpu_events")
 HANGS = "hangs"
@@ -58,7 +58,7 @@ class NodeFault:
     because: str
     advice: str
     lasts: bool  # a condition: stands until its end is reported
-    told: list[str] = field(default_factory=list)
+    lines: list[str] = field(default_factory=list)
     ended: float = 0.0
     held_until: float = 0.0  # not reported before: the kernel log line may still withdraw it
     explains: bool = False  # reported as the cause of a crash or hang: no separate finding
@@ -90,7 +90,7 @@ class NodeFaults:
                 )
                 because = f"GPU {gpu} of {event.node} reports {what.replace('_', ' ')}: {words}"
                 advice = event.detail.get("advice") or "drain the GPU and follow its driver's request"
-                lasts = what not in ONCE_TOLD
+                lasts = what not in REPORTED_ONCE
                 self._note(event, now, f"gpu {gpu}", FaultClass.GPU, because, advice, lasts=lasts)
             case AgentEventKind.GPU_RECOVERED:
                 self._end(event, f"gpu {event.detail.get('gpu', '')}", now)
@@ -104,7 +104,7 @@ class NodeFaults:
             case AgentEventKind.PROBE_UP:
                 self._end(event, f"probe {event.detail.get('probe', '')}", now)
             case AgentEventKind.AGENT_STARTED:
-                self._begin_anew(event, now, age)
+                self._restart(event, now, age)
 
     def _take_xid(self, event: AgentEvent, now: float) -> None:
         if event.detail.get("sxid"):
@@ -133,7 +133,7 @@ class NodeFaults:
         if known is None:
             return
         if code.code in LINE_DECIDES and event.detail.get("source") == "nvml":
-            known.held_until = now + HELD_SECONDS if len(known.told) == 1 else known.held_until
+            known.held_until = now + HELD_SECONDS if len(known.lines) == 1 else known.held_until
         else:
             known.held_until = 0.0
 
@@ -188,8 +188,8 @@ class NodeFaults:
             known = NodeFault(str(event.node), thing, index, str(what), onset, now, because, advice, lasts)
             self.faults[f"{event.node} {thing}"] = known
         known.last, known.lasts = now, known.lasts or lasts
-        if len(known.told) < EVIDENCE_MAX:
-            known.told.append(event.detail.get("line") or because)
+        if len(known.lines) < EVIDENCE_MAX:
+            known.lines.append(event.detail.get("line") or because)
         return known
 
     def _end(self, event: AgentEvent, thing: str, now: float) -> None:
@@ -197,7 +197,7 @@ class NodeFaults:
         if known is not None:
             known.ended = known.ended or min(now, event.wall_at)
 
-    def _begin_anew(self, event: AgentEvent, now: float, age: float) -> None:
+    def _restart(self, event: AgentEvent, now: float, age: float) -> None:
         """Handles an agent restart. The new agent does not know earlier reports, and a reboot may have resolved them:
         hung reads ended with the old agent, and conditions that persist are reported again soon."""
         for known in self.faults.values():
@@ -220,26 +220,26 @@ class NodeFaults:
         """`findings` with crashes and hangs attributed to hardware faults, then the remaining hardware faults."""
         self.sweep(now)
         joined = []
-        for f in findings:
-            cause = self._cause(f, now) if f.fault_class in (FaultClass.CRASH, FaultClass.HANG) else None
+        for finding in findings:
+            cause = self._cause(finding, now) if finding.fault_class in (FaultClass.CRASH, FaultClass.HANG) else None
             if cause is not None:
                 cause.explains = True
-                f = _because_of(f, cause)
-            joined.append(f)
+                finding = _because_of(finding, cause)
+            joined.append(finding)
         return joined + self._alone(now)
 
-    def _cause(self, f: Finding, now: float) -> NodeFault | None:
-        nodes = {str(s.node) for s in f.suspects}
+    def _cause(self, finding: Finding, now: float) -> NodeFault | None:
+        nodes = {str(s.node) for s in finding.suspects}
         tied = [
             n
             for n in self.faults.values()
             if n.node in nodes
             and now >= n.held_until
             and FaultClass(n.fault_class).spec.is_hardware
-            and abs(f.onset - n.onset) <= TIED_SECONDS
+            and abs(finding.onset - n.onset) <= TIED_SECONDS
             and not (n.thing.startswith("link ") and n.ended and n.ended - n.onset < FLAP_SECONDS)
         ]
-        return min(tied, key=lambda n: abs(f.onset - n.onset)) if tied and len(nodes) == 1 else None
+        return min(tied, key=lambda n: abs(finding.onset - n.onset)) if tied and len(nodes) == 1 else None
 
     def _alone(self, now: float) -> list[Finding]:
         standing: dict[tuple[str, str], list[NodeFault]] = {}
@@ -256,28 +256,22 @@ class NodeFaultsStage(Stage):
     name = "node_faults"
 
     def __init__(self) -> None:
-        self._nodes = NodeFaults()
+        self.state: NodeFaults = NodeFaults()
 
     def evaluate(self, tick: Tick) -> list[Finding]:
         for node in tick.observation.left:
-            self._nodes.leave(node)
+            self.state.leave(node)
         for event, age in tick.events:
-            self._nodes.take(event, tick.now, age)
-        tick.findings = self._nodes.join(tick.findings, tick.now)
+            self.state.take(event, tick.now, age)
+        tick.findings = self.state.join(tick.findings, tick.now)
         return []
-
-    def state(self) -> NodeFaults:
-        return self._nodes
-
-    def restore(self, state: NodeFaults) -> None:
-        self._nodes = state
 
 
 def _is_of_a_moment(event: AgentEvent) -> bool:
     """Whether it is a momentary event, not a condition that may persist, as a requested recovery (XID 154) is."""
     if event.kind is AgentEventKind.XID:
         return not event.detail.get("recovery")
-    return event.kind is AgentEventKind.GPU_FAULT and event.detail.get("what") in ONCE_TOLD
+    return event.kind is AgentEventKind.GPU_FAULT and event.detail.get("what") in REPORTED_ONCE
 
 
 def _age(event: AgentEvent) -> float:
@@ -293,18 +287,18 @@ def _link(event: AgentEvent) -> str:
 
 
 def _evidence(faults: Iterable[NodeFault]) -> tuple[Evidence, ...]:
-    return tuple(Evidence(kind=n.thing, text=text) for n in faults for text in n.told)
+    return tuple(Evidence(kind=n.thing, text=text) for n in faults for text in n.lines)
 
 
-def _because_of(f: Finding, cause: NodeFault) -> Finding:
-    seconds = f.onset - cause.onset
+def _because_of(finding: Finding, cause: NodeFault) -> Finding:
+    seconds = finding.onset - cause.onset
     when = f"{seconds:.1f} s before" if seconds >= 0 else f"{-seconds:.1f} s after"
     return replace(
-        f,
+        finding,
         fault_class=FaultClass(cause.fault_class),
-        because=f"{f.because}; {when}, {cause.because}",
-        evidence=(*f.evidence, *_evidence([cause]), Evidence(kind=ADVISES, text=cause.advice)),
-        onset=min(f.onset, cause.onset),
+        because=f"{finding.because}; {when}, {cause.because}",
+        evidence=(*finding.evidence, *_evidence([cause]), Evidence(kind=ADVISES, text=cause.advice)),
+        onset=min(finding.onset, cause.onset),
     )
 
 

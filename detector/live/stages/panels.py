@@ -11,10 +11,8 @@ from typing import Any
 
 from rolecall.core.diagnosis import Finding, Suspect
 from rolecall.detector.live.fleet import MonitoredProcesses
-from rolecall.detector.live.fusion import incarnations
-from rolecall.detector.live.merging import SAME_FAULT_SECONDS
-from rolecall.detector.live.stages.stage import Stage, Tick
-from rolecall.detector.live.stalls import emerging, own
+from rolecall.detector.live.fusion import SAME_FAULT_SECONDS, incarnations
+from rolecall.detector.live.stages.stage import Stage, Tick, emerging, own
 
 AFTERMATH_SECONDS = 300.0
 """A metric change with an onset during another finding, or this long after it, counts as its effect: other processes
@@ -29,7 +27,7 @@ class PanelFault:
 
     finding: Finding
     last_wall: float  # when it was last reported
-    told: bool = False
+    reported: bool = False
 
 
 class PanelsStage(Stage):
@@ -42,10 +40,10 @@ class PanelsStage(Stage):
     def evaluate(self, tick: Tick) -> list[Finding]:
         """New panel findings are held while a process stalls that is not diagnosed yet, as that may explain them."""
         self._note_trouble(tick)
-        for f in tick.observation.panel_findings:
-            same = next((p for p in self._faults if p.finding.suspects == f.suspects), None)
+        for finding in tick.observation.panel_findings:
+            same = next((p for p in self._faults if p.finding.suspects == finding.suspects), None)
             if same is None:
-                self._faults.append(PanelFault(f, tick.now))
+                self._faults.append(PanelFault(finding, tick.now))
             else:
                 same.last_wall = tick.now
         standing = [p for p in self._faults if tick.now - p.last_wall <= SAME_FAULT_SECONDS]
@@ -54,13 +52,15 @@ class PanelsStage(Stage):
         self._faults = [p for p in self._faults if p.finding in kept]
         if not emerging(own(tick.stalls)):
             for p in self._faults:
-                p.told = True
-        return [p.finding for p in self._faults if p.told]
+                p.reported = True
+        return [p.finding for p in self._faults if p.reported]
 
-    def state(self) -> dict[str, object]:
+    @property
+    def state(self) -> dict[str, Any]:
         return {"faults": self._faults, "trouble": self._trouble}
 
-    def restore(self, state: Mapping[str, Any]) -> None:
+    @state.setter
+    def state(self, state: Mapping[str, Any]) -> None:
         self._faults, self._trouble = state["faults"], state["trouble"]
 
     def _note_trouble(self, tick: Tick) -> None:
@@ -71,11 +71,11 @@ class PanelsStage(Stage):
             recent = tick.now - until <= AFTERMATH_SECONDS
             self._trouble = (since if recent else began, tick.now if tick.findings else changed)
 
-    def _stands_alone(self, p: PanelFault, fleet: MonitoredProcesses) -> bool:
+    def _stands_alone(self, fault: PanelFault, fleet: MonitoredProcesses) -> bool:
         """Whether its processes still exist and its onset is not in the aftermath of another finding."""
         since, until = self._trouble
-        in_wake = since - ONSET_SECONDS <= p.finding.onset <= until + AFTERMATH_SECONDS
-        return not in_wake and all(_lives(s, fleet) for s in p.finding.suspects)
+        in_wake = since - ONSET_SECONDS <= fault.finding.onset <= until + AFTERMATH_SECONDS
+        return not in_wake and all(_lives(s, fleet) for s in fault.finding.suspects)
 
 
 def _lives(suspect: Suspect, fleet: MonitoredProcesses) -> bool:
@@ -95,10 +95,10 @@ def unexplained(of_panels: Sequence[Finding], findings: list[Finding], role_size
     accused = {who for f in findings for who in incarnations(f.suspects)}
     nodes = {str(s.node) for f in findings for s in f.suspects if s.node}
     kept: list[Finding] = []
-    for f in of_panels:
-        here = {str(s.node) for s in f.suspects if s.node}
-        if not (incarnations(f.suspects) & accused or here & nodes):
-            kept.append(f)
+    for finding in of_panels:
+        here = {str(s.node) for s in finding.suspects if s.node}
+        if not (incarnations(finding.suspects) & accused or here & nodes):
+            kept.append(finding)
             nodes |= here
     named: dict[str, set[str]] = {}
     for f in kept:

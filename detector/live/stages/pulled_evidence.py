@@ -20,17 +20,11 @@ class PulledEvidenceStage(Stage):
     name = "pulled_evidence"
 
     def __init__(self) -> None:
-        self._pulled: list[Finding] = []
+        self.state: list[Finding] = []
 
     def evaluate(self, tick: Tick) -> list[Finding]:
-        self._pulled = apply_collected_evidence(self._pulled, tick.observation.pulled_findings, tick.findings)
-        return self._pulled
-
-    def state(self) -> list[Finding]:
-        return self._pulled
-
-    def restore(self, state: list[Finding]) -> None:
-        self._pulled = state
+        self.state = apply_collected_evidence(self.state, tick.observation.pulled_findings, tick.findings)
+        return self.state
 
 
 def apply_collected_evidence(
@@ -40,11 +34,11 @@ def apply_collected_evidence(
     ties = [suspects for f in standing if f.fault_class is FaultClass.CANNOT_TELL and (suspects := _who(f))]
     found = [f for f in (*before, *fresh) if f.fault_class.spec.settles_ties and f.confidence >= CONFIDENCE_MIN]
     kept: list[Finding] = []
-    for f in sorted(found, key=lambda f: -f.confidence):
-        named = _who(f)
+    for finding in sorted(found, key=lambda finding: -finding.confidence):
+        named = _who(finding)
         of_another = any(named & _who(k) for k in kept)
         if named and not of_another and any(named < suspects for suspects in ties):
-            kept.append(f)
+            kept.append(finding)
     return kept
 
 

@@ -16,6 +16,8 @@ the reference is the deviation of the other roles from their baselines, and `bec
 """
 
 import math
+from bisect import bisect_left, insort
+from collections import deque
 from dataclasses import dataclass, field
 from statistics import median
 
@@ -24,11 +26,93 @@ from rolecall.core.diagnosis import Evidence, Finding
 from rolecall.core.faults import FaultClass
 from rolecall.core.telemetry import ProcessSample
 from rolecall.detector.base.findings import GAIN
-from rolecall.detector.live.findings import finding
-from rolecall.detector.live.fleet import MonitoredProcesses
-from rolecall.detector.live.slow_peers import PEER_AGE_SECONDS, RISING_SUM, Peers
+from rolecall.detector.live.fleet import MonitoredProcesses, ProcessIndex, finding
 from rolecall.detector.live.stages.stage import Stage, Tick
-from rolecall.detector.live.subject import WORK_PHASES, MonitoredProcess, SlowMeter, starved_seconds
+from rolecall.detector.live.subject import WORK_PHASES, Key, MonitoredProcess, SlowMeter, starved_seconds
+
+PEER_AGE_SECONDS = 10.0
+"""Maximum age of a peer's residual in the comparison."""
+RISING_SUM = 1.0
+"""A peer whose CUSUM exceeds this (about one stride of a factor of four) may be slow; learning is then suspended."""
+
+
+@dataclass(slots=True)
+class _RoleResiduals:
+    residuals: dict[Key, tuple[float, float]] = field(default_factory=dict)  # residual, wall time of measurement
+    ordered: list[float] = field(default_factory=list)  # the same residuals
+    by_age: deque[tuple[float, Key]] = field(default_factory=deque)  # wall time, key; may be superseded
+    rising: set[Key] = field(default_factory=set)
+
+    def put(self, key: Key, residual: float, wall: float) -> None:
+        self.drop(key)
+        self.residuals[key] = residual, wall
+        insort(self.ordered, residual)
+        self.by_age.append((wall, key))
+
+    def drop(self, key: Key) -> None:
+        before = self.residuals.pop(key, None)
+        if before is not None:
+            del self.ordered[bisect_left(self.ordered, before[0])]
+
+    def expire(self, now: float) -> None:
+        while self.by_age and now - self.by_age[0][0] > PEER_AGE_SECONDS:
+            wall, key = self.by_age.popleft()
+            if key in self.residuals and self.residuals[key][1] == wall:
+                self.drop(key)
+
+
+class SlowPeers:
+    """Per role: the residuals no older than `PEER_AGE_SECONDS`, and the processes that may be slow."""
+
+    def __init__(self) -> None:
+        self._roles: dict[str, _RoleResiduals] = {}
+        self._made_of = -1
+
+    def refresh(self, roster: ProcessIndex, now: float) -> None:
+        """Call before each poll: drops expired residuals; rebuilds everything if the roster changed."""
+        if self._made_of != roster.changes:
+            self._made_of = roster.changes
+            self._roles = {}
+            for s in sorted(roster, key=lambda s: s.slow.residual_wall):
+                if s.slow.residual_wall and not s.gone:
+                    self.note(s)
+                self.note_sum(s)
+        for role in self._roles.values():
+            role.expire(now)
+
+    def note(self, s: MonitoredProcess) -> None:
+        """Records a new residual of `s`."""
+        self._roles.setdefault(s.role, _RoleResiduals()).put(s.key, s.slow.smooth, s.slow.residual_wall)
+
+    def note_sum(self, subject: MonitoredProcess) -> None:
+        """Records a new CUSUM value of `subject`."""
+        rising = self._roles.setdefault(subject.role, _RoleResiduals()).rising
+        if subject.slow.cusum >= RISING_SUM:
+            rising.add(subject.key)
+        else:
+            rising.discard(subject.key)
+
+    def median_without(self, subject: MonitoredProcess) -> tuple[int, float]:
+        """The number of peers of `subject` and the median of their residuals; (0, 0.0) without peers."""
+        role = self._roles.get(subject.role)
+        if role is None:
+            return 0, 0.0
+        mine = role.residuals.get(subject.key)
+        num = len(role.ordered) - (mine is not None)
+        if not num:
+            return 0, 0.0
+        without = bisect_left(role.ordered, mine[0]) if mine is not None else num
+
+        def nth(n: int) -> float:
+            return role.ordered[n + (n >= without)]
+
+        return num, nth(num // 2) if num % 2 else (nth(num // 2 - 1) + nth(num // 2)) / 2
+
+    def rising_without(self, s: MonitoredProcess) -> bool:
+        """Whether a peer of `s` may be slow."""
+        role = self._roles.get(s.role)
+        return role is not None and len(role.rising) > (s.key in role.rising)
+
 
 BUSY_SECONDS_MIN = 0.05
 """A stride ends once the expected time of its units reaches this: shorter strides are dominated by timer noise and
@@ -81,7 +165,7 @@ class SlowState:
 
     baselines: dict[tuple[str, int], LoadBaseline] = field(default_factory=dict)
     moments: dict[str, tuple[float, float, float, int]] = field(default_factory=dict)  # means of x, x^2, x x'; count
-    peers: Peers = field(init=False, default_factory=Peers)
+    peers: SlowPeers = field(init=False, default_factory=SlowPeers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,18 +191,14 @@ def measure(subject: MonitoredProcess, stride_seconds: float, gap_p99: float | N
     seconds = sample.at - start.at
     if seconds < stride_seconds or subject.stall.wall > SAMPLE_FRESH_SECONDS or _awaits_throttling(start, sample):
         return None
-    enough = _expected_busy(meter, start, sample) >= BUSY_SECONDS_MIN
+    expected_busy = (sample.work_units - start.work_units) * meter.expected_seconds_per_unit
+    if not meter.expected_seconds_per_unit:  # no baseline is known yet
+        expected_busy = sample.busy_seconds - start.busy_seconds
+    enough = expected_busy >= BUSY_SECONDS_MIN
     if not enough and seconds < STRIDE_SECONDS_MAX:
         return None
     meter.start, meter.censored_at = sample, sample.at
     return _closed(start, sample) if enough else None
-
-
-def _expected_busy(meter: SlowMeter, start: ProcessSample, sample: ProcessSample) -> float:
-    """Expected time of the units of a stride; their measured time before a baseline is known."""
-    if not meter.expected_seconds_per_unit:
-        return sample.busy_seconds - start.busy_seconds
-    return (sample.work_units - start.work_units) * meter.expected_seconds_per_unit
 
 
 SAMPLE_FRESH_SECONDS = 0.25
@@ -248,8 +328,7 @@ def _observe(
         reference = _fleet_shift(fleet, subject, now)
     x = min(meter.residual - reference, meter.residual - meter.offset)
     x = max(-RATIO_CLIP, min(RATIO_CLIP, x))
-    drift = _drift(config, bool(meter.peers))
-    h = _threshold(state, role, config, drift)
+    drift, h = _drift_and_threshold(state, role, config, bool(meter.peers))
     _accumulate(meter, x, drift, h, now)
     state.peers.note_sum(subject)
     if not work.censored:
@@ -308,37 +387,25 @@ def _fleet_shift(fleet: MonitoredProcesses, subject: MonitoredProcess, now: floa
     return median(others) if others else 0.0
 
 
-def _drift(config: DetectorConfig, has_peers: bool) -> float:
-    """Half of the target shift, as in Page's test. Without peers the full shift: changes of the host or of the work
-    then resemble slowness and are cancelled only roughly."""
-    return math.log(config.slow_ratio) / (2 if has_peers else 1)
-
-
-def _threshold(state: SlowState, role: str, config: DetectorConfig, drift: float) -> float:
+def _drift_and_threshold(state: SlowState, role: str, config: DetectorConfig, has_peers: bool) -> tuple[float, float]:
+    """The drift is half of the target shift, as in Page's test. Without peers the full shift: changes of the host or of
+    the work then resemble slowness and are cancelled only roughly."""
+    drift = math.log(config.slow_ratio) / (2 if has_peers else 1)
     strides = SECONDS_PER_DAY / config.slow_stride_seconds / config.slow_false_alarms_per_day
-    return threshold(sigma(state, role), drift, strides)
+    return drift, threshold(sigma(state, role), drift, strides)
 
 
 class SlowStage(Stage):
     name = "slow"
 
     def __init__(self) -> None:
-        self._learned = SlowState()
+        self.state: SlowState = SlowState()
 
     def evaluate(self, tick: Tick) -> list[Finding]:
-        update(self._learned, tick.fleet, tick.config, tick.now)
-        return find(self._learned, tick.fleet, tick.config, tick.now)
-
-    def state(self) -> SlowState:
-        return self._learned
-
-    def restore(self, state: SlowState) -> None:
-        self._learned = state
-
-
-def find(state: SlowState, fleet: MonitoredProcesses, config: DetectorConfig, now: float) -> list[Finding]:
-    alarmed = [s for s in fleet.current() if s.slow.alarmed and not s.gone and not s.finished]
-    return [_finding(state, s, config, now) for s in alarmed if not _may_be_of_a_majority(fleet, s, now)]
+        fleet, now = tick.fleet, tick.now
+        update(self.state, fleet, tick.config, now)
+        alarmed = [s for s in fleet.current() if s.slow.alarmed and not s.gone and not s.finished]
+        return [_finding(self.state, s, tick.config, now) for s in alarmed if not _may_be_of_a_majority(fleet, s, now)]
 
 
 def _may_be_of_a_majority(fleet: MonitoredProcesses, subject: MonitoredProcess, now: float) -> bool:
@@ -355,7 +422,7 @@ def _may_be_of_a_majority(fleet: MonitoredProcesses, subject: MonitoredProcess, 
 def _finding(state: SlowState, subject: MonitoredProcess, config: DetectorConfig, now: float) -> Finding:
     meter = subject.slow
     ratio = math.exp(meter.ratio_log)
-    h = _threshold(state, subject.role, config, _drift(config, bool(meter.peers)))
+    _, h = _drift_and_threshold(state, subject.role, config, bool(meter.peers))
     against = (
         f"{meter.peers} peer{'s' if meter.peers != 1 else ''} at equal load"
         if meter.peers

@@ -4,6 +4,10 @@ The engine runs the stages in a fixed order over each observation. Each adds fin
 stages. A stage that finds why processes wait lists later stages that would accuse the waiting ones (`suppresses`): the
 engine drops their findings while the cause stands. Explanations between fault classes are declared by the class
 (`FaultSpec.suppresses`) and applied at the end, by fusion.
+
+Several stages need the processes without progress where progress is due (`Tick.stalls`). One is overdue when its
+deadline has passed on the wall clock and `EFFECTIVE_SHARE` of it on the effective clock, which does not advance while
+its neighbours starve it of CPU.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,10 +17,112 @@ from typing import Any, Protocol
 
 from rolecall.core.config.job import DetectorConfig
 from rolecall.core.diagnosis import Finding
-from rolecall.core.telemetry import AgentEvent
+from rolecall.core.telemetry import AgentEvent, Phase
 from rolecall.detector.base.observation import Observation
 from rolecall.detector.live.fleet import MonitoredProcesses
-from rolecall.detector.live.stalls import Stall, stalls
+from rolecall.detector.live.subject import BEATS, Deadline, MonitoredProcess, ProgressClocks, learned_deadline
+
+EFFECTIVE_SHARE = 0.4
+"""Fraction of the deadline that must have passed on the effective clock. With k = 5 this is twice the P99 of a unit:
+more CPU time than a healthy unit needs under any starvation. A process with half a CPU is found at 1.25 deadlines."""
+EPOCH_JOIN_SECONDS = 15.0
+"""Deadline of the first collective of an epoch: it includes a rendezvous (2.7 s measured on CPU to grow by one member)
+and the state copy of the new member."""
+EMERGING_SHARE = 0.3
+"""A process that stalls independently for this fraction of its deadline is enough to spare processes that depend on
+others."""
+EMERGING_BEAT_SECONDS = 1.0
+"""The same for heartbeats: ten missed at an interval of 0.1 s."""
+WORKING_CPUS = 0.08
+"""CPU seconds per effective second above which a process with heartbeats is working, possibly slowed by a quota or
+intermittent stops: a long unit, not a hang. Waiting processes use a few percent (heartbeats, pollers), stopped ones
+none, and a busy loop that holds the interpreter sends no heartbeats."""
+WORKING_P99_FACTOR = 12.0
+"""Deadline of a working process as a multiple of the P99 of its units: four times slower, with three times the usual
+tail."""
+
+RARE_PHASES = frozenset({Phase.CHECKPOINT})
+"""Phases entered once in many steps, with a duration set by the disk: the P99 of other phases does not apply. Until
+enough of them have been observed the first-unit deadline applies."""
+
+DEPENDENT_PHASES = frozenset({Phase.UPDATE, Phase.COPY, Phase.CONTROL})
+
+
+@dataclass(frozen=True, slots=True)
+class Stall:
+    """A process, its deadline and its progress clocks."""
+
+    subject: MonitoredProcess
+    deadline: Deadline
+    clocks: ProgressClocks
+    beats_stopped: bool
+
+    @property
+    def ripe(self) -> bool:
+        """Whether it is overdue."""
+        seconds = self.deadline.seconds
+        return self.clocks.wall >= seconds and self.clocks.effective >= EFFECTIVE_SHARE * seconds
+
+
+def phase_deadline(fleet: MonitoredProcesses, subject: MonitoredProcess, config: DetectorConfig) -> Deadline:
+    """Deadline of the subject's current phase."""
+    role, phase = subject.role, subject.phase
+    if phase == Phase.IDLE:
+        phase = Phase.GENERATE  # with open requests: the deadline of generation applies
+    known = phase in subject.phases_done or (subject.experienced and phase not in RARE_PHASES)
+    if phase == Phase.START or not known:
+        return learned_deadline(None, config)
+    p99 = fleet.gaps.p99(role, phase)
+    if p99 is None and phase not in RARE_PHASES:
+        p99 = fleet.gaps.p99_of_role(role)
+    deadline = learned_deadline(p99, config)
+    longer = WORKING_P99_FACTOR * (p99 or 0.0)
+    if longer > deadline.seconds and subject.stall.cpu >= WORKING_CPUS * subject.stall.effective:
+        text = f"{longer:.1f} s = {WORKING_P99_FACTOR:g} x P99 {p99:.2f}, it is using CPU"
+        return Deadline(seconds=min(longer, config.hang_ceiling_seconds), text=text, learned=True)
+    if phase == Phase.REDUCE and subject.epoch_fresh and deadline.seconds < EPOCH_JOIN_SECONDS:
+        return Deadline(seconds=EPOCH_JOIN_SECONDS, text=f"{EPOCH_JOIN_SECONDS:g} s, first of its epoch", learned=False)
+    return deadline
+
+
+def stalls(fleet: MonitoredProcesses, config: DetectorConfig) -> list[Stall]:
+    """Every live process without recent progress, with the applicable clocks and deadline."""
+    found = []
+    # Lower bound of all deadlines: computing the deadline of thousands of processes at each poll would dominate the
+    # cost.
+    soonest = EMERGING_SHARE * min(config.hang_floor_seconds, config.first_unit_seconds, config.hang_ceiling_seconds)
+    for subject in fleet.current():
+        if subject.stall.wall < soonest and subject.beat.wall <= EMERGING_BEAT_SECONDS:
+            continue
+        if subject.sample is None or subject.gone or subject.finished:
+            continue
+        if subject.beats_seen:
+            # Until a first unit of work the first-unit deadline applies: imports and compilation hold the interpreter.
+            deadline = learned_deadline(
+                (fleet.gaps.p99(subject.role, BEATS) or 0.0) if subject.worked else None, config
+            )
+            # A process without heartbeats that still makes progress is not hung: only its side thread died.
+            if subject.beat.wall > EMERGING_BEAT_SECONDS and (
+                not subject.progress_due or subject.stall.wall > EMERGING_BEAT_SECONDS
+            ):
+                found.append(Stall(subject, deadline, subject.beat, True))
+                continue
+        if subject.progress_due:
+            found.append(Stall(subject, phase_deadline(fleet, subject, config), subject.stall, False))
+    return found
+
+
+def own(all_stalls: list[Stall]) -> list[Stall]:
+    """Independent stalls: without heartbeat, or in a phase that does not depend on other processes."""
+    return [s for s in all_stalls if s.beats_stopped or s.subject.phase not in DEPENDENT_PHASES | {Phase.REDUCE}]
+
+
+def emerging(standing_still: list[Stall]) -> bool:
+    """Whether a process stalls independently, even if its deadline has not passed yet."""
+    return any(
+        s.beats_stopped or (s.clocks.wall >= EMERGING_SHARE * s.deadline.seconds and s.subject.phase != Phase.START)
+        for s in standing_still
+    )
 
 
 @dataclass(kw_only=True)
@@ -49,7 +155,7 @@ class Tick:
 
 
 class Stage(Protocol):
-    """One instance per detector; it may keep state between observations."""
+    """One instance per detector."""
 
     name: str
     suppresses: frozenset[str] = frozenset()
@@ -57,17 +163,12 @@ class Stage(Protocol):
     (`FaultSpec.stalls_others`)."""
     quiet_seconds: float = 0.0
     """How long this stage stays suppressed after another stage last suppressed it."""
+    state: Any = None
+    """What it keeps between observations, for a stored window: in types that `detector.live.history` supports."""
 
     def evaluate(self, tick: Tick) -> Sequence[Finding]:
         """Findings to add to `tick.findings`, which the stage may also replace. Called for each observation."""
         ...
-
-    def state(self) -> Any:
-        """Its state for a stored window, in types that `detector.live.codec` supports."""
-        return None
-
-    def restore(self, state: Any) -> None:
-        """Restores the result of `state`."""
 
 
 def stalls_others(finding: Finding) -> bool:

@@ -19,8 +19,7 @@ from dataclasses import dataclass
 from rolecall.core.diagnosis import Evidence, Finding
 from rolecall.core.faults import FaultClass
 from rolecall.detector.base.findings import EXIT
-from rolecall.detector.live.findings import finding
-from rolecall.detector.live.fleet import MonitoredProcesses
+from rolecall.detector.live.fleet import MonitoredProcesses, finding
 from rolecall.detector.live.stages.crash import exit_values
 from rolecall.detector.live.stages.stage import Stage, Tick
 from rolecall.detector.live.subject import MonitoredProcess
@@ -77,51 +76,47 @@ class UninstrumentedStage(Stage):
     suppresses = frozenset({"dependent_stall", "nccl_ras"})
 
     def evaluate(self, tick: Tick) -> list[Finding]:
-        return find(tick.fleet, tick.now)
-
-
-def find(fleet: MonitoredProcesses, now: float) -> list[Finding]:
-    found = _exits(fleet, now)
-    # Diagnoses concern replicas: the exit of a rank, reported or not, takes precedence over a stall of another rank.
-    losing = {s.replica for s in fleet.unpaged() if s.gone and not s.finished}
-    for s in fleet.unpaged():
-        if s.gone or s.finished or s.sample is None or s.replica in losing:
-            continue
-        if s.halted.wall >= (STUCK_SECONDS if s.sample.proc_state == "D" else STOPPED_SECONDS):
-            found.append(_stopped(s, now))
-        elif s.starved.wall >= STARVED_SECONDS:
-            found.append(_starved(s, now))
-    return found
+        found, processes = _exits(tick.fleet, tick.now), tick.fleet.unpaged()
+        # Diagnoses concern replicas: the exit of a rank, reported or not, takes precedence over a stall of another.
+        losing = {s.replica for s in processes if s.gone and not s.finished}
+        for subject in processes:
+            if subject.gone or subject.finished or subject.sample is None or subject.replica in losing:
+                continue
+            if subject.halted.wall >= (STUCK_SECONDS if subject.sample.proc_state == "D" else STOPPED_SECONDS):
+                found.append(_stopped(subject, tick.now))
+            elif subject.starved.wall >= STARVED_SECONDS:
+                found.append(_starved(subject, tick.now))
+        return found
 
 
 def _exits(fleet: MonitoredProcesses, now: float) -> list[Finding]:
     everybody = fleet.unpaged()
-    gone = sorted((_exit(s) for s in everybody if s.gone), key=lambda e: (e.at, e.subject.key))
+    gone = sorted((_exit(s) for s in everybody if s.gone), key=lambda exited: (exited.at, exited.subject.key))
     if not gone:
         return []
     living = len(everybody) > len(gone)
-    if not living and len(gone) > 1 and len({(e.signal, e.code) for e in gone}) == 1:
-        for e in gone:  # the whole job ended; keep this while its restart brings up ranks one by one
-            if not e.subject.finished:
-                fleet.changes(e.subject)
-                e.subject.finished = True
+    if not living and len(gone) > 1 and len({(exited.signal, exited.code) for exited in gone}) == 1:
+        for exited in gone:  # the whole job ended; keep this while its restart brings up ranks one by one
+            if not exited.subject.finished:
+                fleet.changes(exited.subject)
+                exited.subject.finished = True
         return []
     found: list[Finding] = []
     chains: list[list[_Exit]] = []  # each a first exit and its consequences
-    for e in gone:
-        if e.subject.finished or not (e.known or living):
+    for exited in gone:
+        if exited.subject.finished or not (exited.known or living):
             continue
-        chain = next((c for c in chains if _follows(e, c)), None)
+        chain = next((c for c in chains if _follows(exited, c)), None)
         if chain is not None:
-            chain.append(e)
-            fleet.changes(e.subject)
-            e.subject.followed = True
+            chain.append(exited)
+            fleet.changes(exited.subject)
+            exited.subject.followed = True
             continue
-        chains.append([e])
-        if e.subject.followed:  # consequence of a process that has been restarted since
+        chains.append([exited])
+        if exited.subject.followed:  # consequence of a process that has been restarted since
             continue
-        if now - e.subject.exit_wall >= (GATHER_SECONDS if e.known else UNKNOWN_GATHER_SECONDS):
-            found.append(_crash(e, gone, living, now))
+        if now - exited.subject.exit_wall >= (GATHER_SECONDS if exited.known else UNKNOWN_GATHER_SECONDS):
+            found.append(_crash(exited, gone, living, now))
     return found
 
 
@@ -134,68 +129,68 @@ def _follows(e: _Exit, chain: list[_Exit]) -> bool:
     return any(other.subject.replica == e.subject.replica for other in chain)
 
 
-def _exit(s: MonitoredProcess) -> _Exit:
-    event = s.exit_event
+def _exit(subject: MonitoredProcess) -> _Exit:
+    event = subject.exit_event
     detail = event.detail if event else {}
-    at = event.wall_at + s.offset_seconds if event else s.exit_wall
-    return _Exit(s, at, detail.get("signal", ""), detail.get("code", ""), detail.get("cause", ""))
+    at = event.wall_at + subject.offset_seconds if event else subject.exit_wall
+    return _Exit(subject, at, detail.get("signal", ""), detail.get("code", ""), detail.get("cause", ""))
 
 
-def _crash(e: _Exit, gone: list[_Exit], living: bool, now: float) -> Finding:
-    after = [other for other in gone if other.at > e.at]
+def _crash(exited: _Exit, gone: list[_Exit], living: bool, now: float) -> Finding:
+    after = [other for other in gone if other.at > exited.at]
     named = ", ".join(f"{o.subject.name()}{o.how}" for o in after[:NUM_NAMED_MAX])
     more = ", .." if len(after) > NUM_NAMED_MAX else ""
     followed = f"; {len(after)} more of its job exited after it: {named}{more}" if after else ""
-    oom = "; the host's OOM killer was active at that moment" if e.cause == "oom" else ""
+    oom = "; the host's OOM killer was active at that moment" if exited.cause == "oom" else ""
     rest = "" if living else "; no process of the job is left"
-    because = f"{e.subject.name()} crashed: process exited{e.how}{oom}{followed}{rest} (uninstrumented job)"
+    because = f"{exited.subject.name()} crashed: process exited{exited.how}{oom}{followed}{rest} (uninstrumented job)"
     return finding(
         "crash",
-        [e.subject],
+        [exited.subject],
         FaultClass.CRASH,
-        onset=e.at,
+        onset=exited.at,
         now=now,
-        confidence=0.9 if e.known else 0.6,
+        confidence=0.9 if exited.known else 0.6,
         because=because,
         evidence=(
             Evidence(
                 kind=EXIT,
-                text=f"process {e.subject.process} exited{e.how}",
-                values=exit_values(e.signal, oom=e.cause == "oom"),
+                text=f"process {exited.subject.process} exited{exited.how}",
+                values=exit_values(exited.signal, oom=exited.cause == "oom"),
             ),
         ),
     )
 
 
-def _stopped(s: MonitoredProcess, now: float) -> Finding:
-    state, seconds = s.sample.proc_state if s.sample else "?", s.halted.wall
+def _stopped(subject: MonitoredProcess, now: float) -> Finding:
+    state, seconds = subject.sample.proc_state if subject.sample else "?", subject.halted.wall
     if state == "D":
         what = "uninterruptible wait (state D), 0 % CPU: a disk, a file system or a driver"
     else:
         what = f"process {'traced by a debugger' if state == 't' else 'stopped'} (state {state})"
     return finding(
         "stopped",
-        [s],
+        [subject],
         FaultClass.HANG,
-        onset=s.onset_wall(seconds),
+        onset=subject.onset_wall(seconds),
         now=now,
         confidence=0.6 if state == "D" else 0.95,
-        because=f"{s.name()} is hung: {what} for {seconds:.0f} s",
+        because=f"{subject.name()} is hung: {what} for {seconds:.0f} s",
         evidence=(Evidence(kind="proc_state", text=f"state {state}", values={"seconds": seconds}),),
     )
 
 
-def _starved(s: MonitoredProcess, now: float) -> Finding:
-    share, seconds = s.starved.effective / s.starved.wall, s.starved.wall
+def _starved(subject: MonitoredProcess, now: float) -> Finding:
+    share, seconds = subject.starved.effective / subject.starved.wall, subject.starved.wall
     because = (
-        f"{s.name()} is slow: starved of CPU by other processes on {s.node}, its main thread runnable but not running "
-        f"for {share:.0%} of the last {seconds:.0f} s"
+        f"{subject.name()} is slow: starved of CPU by other processes on {subject.node}, its main thread runnable "
+        f"but not running for {share:.0%} of the last {seconds:.0f} s"
     )
     return finding(
         "starved",
-        [s],
+        [subject],
         FaultClass.SLOW,
-        onset=s.onset_wall(seconds),
+        onset=subject.onset_wall(seconds),
         now=now,
         confidence=0.7,
         because=because,

@@ -25,7 +25,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,13 +34,17 @@ from rolecall.core.diagnosis import Evidence, Finding
 from rolecall.core.errors import UnreadableInput
 from rolecall.core.faults import FaultClass
 from rolecall.detector.panels.panel import Floats, PanelShape
-from rolecall.detector.panels.peer_scores import WINDOW_TICKS, Scores, against_others, mean_distances, surprise
-from rolecall.detector.panels.sequential.warm_up import (
+from rolecall.detector.panels.peer_scores import (
+    WINDOW_TICKS,
     PeerTracker,
+    Scores,
     TailThreshold,
+    against_others,
     block_length,
     block_probability,
+    mean_distances,
     persistence_ticks,
+    surprise,
 )
 
 HIDDEN, LATENT = 4, 8
@@ -204,15 +208,12 @@ class Minder:
     """`num_metrics`: number of priority metrics used, None for all. The other settings are the paper's ablations;
     `continuity_ticks` replaces the 4 minutes and does not change the thresholds."""
 
+    name: ClassVar[str] = "minder"
     false_alarms_per_1000_machine_days: float
     model: Model
     num_metrics: int | None = NUM_METRICS
     variant: Variant = Variant.PER_METRIC
     continuity_ticks: int | None = None
-
-    @property
-    def name(self) -> str:
-        return "minder"
 
     def track(self, shape: PanelShape) -> "MinderTracker":
         return MinderTracker(self, shape)

@@ -54,7 +54,6 @@ NUM_TREE_TICKS_OF_PANEL = 400
 TREE_DEPTH_MAX = 8
 TREE_LEAF_RATIO = 0.005
 """Minimum share of all ticks in a leaf: smaller leaves fit chance."""
-SPREAD_MIN = 1e-9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,8 @@ new normal level.
 
 import math
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,8 +23,8 @@ from numpy.typing import NDArray
 from rolecall.core.diagnosis import Evidence, Finding
 from rolecall.core.faults import FaultClass
 from rolecall.detector.panels.panel import FALSE_ALARMS_PER_1000_MACHINE_DAYS, Floats, PanelShape
+from rolecall.detector.panels.sequential.level_shifts import ShiftChannel
 from rolecall.detector.panels.sequential.novelty import Novelty
-from rolecall.detector.panels.sequential.shifts import ShiftChannel
 from rolecall.detector.panels.sequential.tails import BLOCK_TICKS, BLOCKS_MIN, Prior, ScoreTail
 
 SECONDS_PER_DAY = 86_400.0
@@ -72,31 +73,23 @@ slightly heavier than the sample shows: with a smaller minimum, simulated fleets
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sequential:
+    name: ClassVar[str] = "sequential"
     false_alarms_per_1000_machine_days: float = FALSE_ALARMS_PER_1000_MACHINE_DAYS
-
-    @property
-    def name(self) -> str:
-        return "sequential"
 
     def track(self, shape: PanelShape) -> "SequentialTracker":
         return SequentialTracker(shape, self.false_alarms_per_1000_machine_days)
 
 
-@dataclass(slots=True)
 class Channel:
     """Scores of one channel, or their combination, and their healthy tail."""
 
-    tail: ScoreTail
-    block_max: Floats  # (N,)
-    scores: Floats  # (N,)
-    quarantine: int  # blocks
-    # Maxima (N,) of earlier blocks, and whether they count.
-    waiting: deque[tuple[Floats, NDArray[np.bool_]]] = field(default_factory=deque)
-
-    @classmethod
-    def of(cls, num_machines: int, prior: Prior, quarantine: int = QUARANTINE_BLOCKS) -> "Channel":
-        low, zeros = np.full(num_machines, -np.inf, dtype=np.float32), np.zeros(num_machines, dtype=np.float32)
-        return cls(ScoreTail(prior), low, zeros, quarantine)
+    def __init__(self, num_machines: int, prior: Prior, quarantine: int = QUARANTINE_BLOCKS) -> None:
+        """`quarantine`: blocks."""
+        self.tail, self.quarantine = ScoreTail(prior), quarantine
+        self.block_max = np.full(num_machines, -np.inf, dtype=np.float32)
+        self.scores = np.zeros(num_machines, dtype=np.float32)
+        # Maxima (N,) of earlier blocks, and whether they count.
+        self.waiting = deque[tuple[Floats, NDArray[np.bool_]]]()
 
     def score(self, scores: Floats) -> Floats:
         """Processes the scores of a tick; returns their surprise, (N,)."""
@@ -118,14 +111,16 @@ class Channel:
 class SequentialTracker:
     def __init__(self, shape: PanelShape, asked: float) -> None:
         """`asked`: requested false alarms per 1,000 machine-days."""
-        self.shape, self.asked = shape, asked
+        self.shape = shape
+        # Requested false alarms per machine and block.
+        self.rate_per_block = asked / 1000 * BLOCK_TICKS * shape.interval_seconds / SECONDS_PER_DAY
         m, n = len(shape.metrics), len(shape.machines)
         self.shifts, self.novelty = ShiftChannel(m, n), Novelty(m, n)
         skew_ticks = 1 + int(SKEW_SECONDS / shape.interval_seconds)
         # Of the last `skew_ticks` ticks: medians (M,), novelty scores (N,).
         self.middles, self.leaps = deque[Floats](maxlen=skew_ticks), deque[Floats](maxlen=skew_ticks)
-        self.single, self.several = Channel.of(n, SINGLE_PRIOR), Channel.of(n, SEVERAL_PRIOR)
-        self.novel, self.both = Channel.of(n, NOVELTY_PRIOR, quarantine=0), Channel.of(n, BOTH_PRIOR)
+        self.single, self.several = Channel(n, SINGLE_PRIOR), Channel(n, SEVERAL_PRIOR)
+        self.novel, self.both = Channel(n, NOVELTY_PRIOR, quarantine=0), Channel(n, BOTH_PRIOR)
         self.shift_blocks = deque[tuple[Floats, NDArray[np.bool_]]]()  # as `Channel.waiting`
         self.last = np.zeros((m, n), dtype=np.float32)  # the newest known value
         self.deviation = np.zeros((m, n), dtype=np.float32)
@@ -142,11 +137,6 @@ class SequentialTracker:
         self.culprit_size = 0.0  # the largest deviation of its strongest metric so far, robust scales
         self.culprit_metrics = frozenset[int]()  # metrics of its alarm
         self.threshold = math.inf  # of `both`
-
-    @property
-    def rate_per_block(self) -> float:
-        """Requested false alarms per machine and block."""
-        return self.asked / 1000 * BLOCK_TICKS * self.shape.interval_seconds / SECONDS_PER_DAY
 
     def tick(self, at: float, values: Floats) -> list[Finding]:
         if len(self.shape.machines) < MACHINES_MIN:
@@ -195,9 +185,8 @@ class SequentialTracker:
         relative = self.both.scores / self.threshold
         calm = (relative < CALM_SHARE) | (self.shifts.calm & (self.novel.scores < self.novel.tail.location))
         leaping = self.novel.tail.surprise(self.novel.scores)
-        above = (relative > 1) & ~(
-            self.shifts.calm & (leaping <= self.threshold)
-        )  # an alarm that is already over makes no finding
+        over_already = self.shifts.calm & (leaping <= self.threshold)  # makes no finding
+        above = (relative > 1) & ~over_already
         self.calm = np.where(calm, self.calm + 1, 0)
         over = (self.alarmed | self.explained) & (self.calm >= CALM_TICKS)
         if over.any():
@@ -219,7 +208,8 @@ class SequentialTracker:
         found = []
         for n in np.flatnonzero(fresh)[np.argsort(-relative[fresh], kind="stable")]:
             soon = 0 < at - self.culprit_at <= PROPAGATION_SECONDS
-            explained = soon or (bool(self.explained[n]) and self._alike(int(n)))
+            alike = self.shifts.first(int(n))[0] in self.culprit_metrics
+            explained = soon or (bool(self.explained[n]) and alike)
             # Shift scores grow with time as well as size: a machine hit for longer is not necessarily hit harder.
             more = leaping[n] >= self.both.scores[n] or self._size(int(n)) > self.culprit_size
             outgrown = bool(relative[n] > self.culprit_score and more)
@@ -236,8 +226,8 @@ class SequentialTracker:
                 self.culprit, self.culprit_at, self.culprit_score = int(n), at, float(relative[n])
                 self.culprit_size = self._size(int(n))
                 first, *others = self.shifts.strongest(int(n))
-                alike = (o for o in others if o[3] > SHARE_ALIKE * first[3])
-                self.culprit_metrics = frozenset(m for m, *_ in (first, *alike))
+                strong = (o for o in others if o[3] > SHARE_ALIKE * first[3])
+                self.culprit_metrics = frozenset(m for m, *_ in (first, *strong))
         return found
 
     @property
@@ -248,10 +238,6 @@ class SequentialTracker:
     def _size(self, n: int) -> float:
         """Deviation of a machine's strongest metric, in robust scales."""
         return abs(self.shifts.first(n)[1])
-
-    def _alike(self, n: int) -> bool:
-        """Whether a machine's strongest metric is one of those in the culprit's alarm."""
-        return self.shifts.first(n)[0] in self.culprit_metrics
 
     def _end_block(self) -> None:
         if self.ticks % BLOCK_TICKS:

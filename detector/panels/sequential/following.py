@@ -111,7 +111,7 @@ class PeerCorrelation:
         np.copyto(self.habit, residual, where=learned & (self.count == 0))
         if self.ticks == 1:
             self.level, self.middle = middle.copy(), middle.copy()
-        self._begin_anew(middle)
+        self._restart(middle)
         away, step = middle - self.level, middle - self.middle
         own = residual - self.habit - self.gain * away - self.lag * step
         scale = self._scale(middle)
@@ -134,7 +134,7 @@ class PeerCorrelation:
         self.last, self.away, self.middle, self.edge, self.known = own, away, middle.copy(), edge, known
         return Deviations(low.astype(np.float32), high.astype(np.float32), lead.astype(np.float32), edge, stayed)
 
-    def _begin_anew(self, middle: Floats) -> None:
+    def _restart(self, middle: Floats) -> None:
         """Resets metrics in which the whole fleet moved permanently to a new level: what was learned there is void."""
         usual = self.usual
         moved = np.abs(middle - self.middle) > np.float32(STILL_SCALES) * usual

@@ -51,8 +51,8 @@ DEFAULTS: Mapping[AlgorithmName, Mapping[str, Any]] = MappingProxyType(
 """What a name changes in the defaults of the class, found by trial on the built-in tasks and by no search. DAPO learns
 them with its paper's clip range. With a critic the advantages are not divided by a deviation and are smaller by far, so
 the bonus for entropy must be, too. A step of T-PPO has as many answers as one of PPO, each to a prompt of its own. Its
-policy is not told what a critic thinks that began with the run and has learned little: lambda 1 but for the value
-behind a cut."""
+policy does not learn from the estimates of a critic that began with the run and has learned little: lambda 1, except
+for the value behind a cut."""
 
 WINDOW_TOKENS = 16
 """Of T-PPO where the job says nothing, or the task's longest response if that is shorter: most answers to the built-in

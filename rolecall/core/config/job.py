@@ -234,14 +234,14 @@ class JobConfig(Section):
     @model_validator(mode="after")
     def _lengths(self) -> "JobConfig":
         """What the algorithm says of lengths, against the longest response of the task."""
-        longest, a = self.task.max_response_tokens, self.algorithm
+        longest, algorithm = self.task.max_response_tokens, self.algorithm
         found = [
             f"algorithm.{name} ({value}) is longer than the longest response ({longest} tokens, of task.num_digits): "
             f"{so}"
             for name, value, so in (
-                ("overlong_limit_tokens", a.overlong_limit_tokens, "nothing would be punished with the whole of it"),
-                ("overlong_buffer_tokens", a.overlong_buffer_tokens, "every response would be punished"),
-                ("window_tokens", a.window_tokens, "nothing would be cut"),
+                ("overlong_limit_tokens", algorithm.overlong_limit_tokens, "no response would get the whole penalty"),
+                ("overlong_buffer_tokens", algorithm.overlong_buffer_tokens, "every response would be penalized"),
+                ("window_tokens", algorithm.window_tokens, "nothing would be cut"),
             )
             if value is not None and value > longest
         ]
@@ -293,10 +293,10 @@ def parse_job(value: Any, source: str = "") -> JobConfig:
         raise ConfigError(problems_of(e), source) from None
 
 
-def problems_of(e: ValidationError) -> list[str]:
+def problems_of(invalid: ValidationError) -> list[str]:
     """What is wrong, each `path: reason, got what`; passwords of URLs are left out."""
     problems = []
-    for error in e.errors():
+    for error in invalid.errors():
         path = ".".join(str(part) for part in error["loc"]) or "(top)"
         shown = redacted(repr(error["input"]))
         got = "" if error["type"] in ("missing", "extra_forbidden") else f", got {shown[:80]}"

@@ -5,8 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Self, TypeVar
 
-from rolecall.core.journal.kinds import EventKind
-from rolecall.core.journal.payloads import PAYLOADS, Payload, PlanCreated, StepCommitted
+from rolecall.core.journal.payloads import PAYLOADS, EventKind, Payload, PlanCreated, StepCommitted
 
 __all__ = ["Event", "EventKind"]
 
@@ -64,10 +63,10 @@ class Event:
         }
 
     @classmethod
-    def from_dict(cls, d: Mapping[str, Any]) -> Self:
+    def from_dict(cls, record: Mapping[str, Any]) -> Self:
         """
         Raises:
             KeyError, TypeError, ValueError: it is no event, or its body does not fit its kind.
         """
-        rest = {name: value for name, value in d.items() if name not in ("kind", "body")}
-        return cls(payload=PAYLOADS[EventKind(d["kind"])].read(d["body"]), **rest)
+        rest = {name: value for name, value in record.items() if name not in ("kind", "body")}
+        return cls(payload=PAYLOADS[EventKind(record["kind"])].read(record["body"]), **rest)

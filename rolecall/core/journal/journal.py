@@ -1,12 +1,12 @@
 """The memory of a run: an append-only chain of events, and the small records that control loops compare.
 
-Tables: `events` (the chain), `desired` and `actual` (the border between recovery and runtime), `epochs`, `leases`
+Tables: `events` (the chain), `desired` and `actual` (what recovery wants and what the runtime has), `epochs`, `leases`
 (who may act, with a fencing number that only grows), `flags` (paused, stop requested) and `windows` (what a
 diagnosis had read, for replay). All writes that belong together go in one transaction.
 """
 
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import sqlalchemy as sa
@@ -16,8 +16,8 @@ from rolecall.core.errors import ConcurrentWrite, JournalCorrupt, LeaseFenced
 from rolecall.core.ids import ReplicaId
 from rolecall.core.journal.events import Event, EventKind
 from rolecall.core.journal.payloads import ChainHead, EpochAdvanced, Payload
-from rolecall.core.journal.rows import DamagedLine, Row, actual_of, epoch_of, event_of, packed, storable, unpacked
-from rolecall.core.journal.store import GENESIS, Store, canonical, chain_hash
+from rolecall.core.journal.rows import DamagedLine, Row, actual_of, epoch_of, event_of, packed, unpacked
+from rolecall.core.journal.store import GENESIS, Store, canonical, chain_hash, chain_head
 from rolecall.core.journal.tables import ACTUAL, DESIRED, EPOCHS, EVENTS, FLAGS, LEASES, WINDOWS
 from rolecall.core.membership import Actual, Desired, Epoch, ReplicaState
 
@@ -30,6 +30,16 @@ class Lease:
     holder: str
     fence: int
     expires_at: float  # wall seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JournalPage:
+    """Lines of the journal. `full`: there may be more. `last`: everything up to this line has been read."""
+
+    last: int
+    full: bool
+    events: list[Event] = field(default_factory=list)
+    damaged: list[DamagedLine] = field(default_factory=list)
 
 
 class Journal:
@@ -60,70 +70,47 @@ class Journal:
         With `key`, an existing event with that key is returned and nothing is written: a writer that died
         between writing and remembering repeats itself without harm. With `lease`, the write is refused when another
         holder's fencing number is newer. With `unless`, when this incident has an event of these kinds after line
-        `since`, up to which the writer had read: a person and a watch may speak at the same moment.
+        `since`, up to which the writer had read: an operator and a watch may write at the same moment.
 
         Raises:
             LeaseFenced: `lease` is over.
             ConcurrentWrite: such an event came in between.
         """
+        entry = {"kind": str(payload.kind), "incident_id": incident_id, "caused_by": caused_by, "key": key}
         with self.store.write() as conn:
-            if unless:
-                self._check_overtaken(conn, payload.kind, incident_id, key, unless, since)
-            row = self._append(conn, payload.kind, payload.to_body(), incident_id, caused_by, key, lease)
+            row: Row | None = None
+            if key is not None:
+                row = conn.execute(sa.select(EVENTS).where(EVENTS.c.key == key)).mappings().first()
+            if row is None:
+                newer = (EVENTS.c.incident_id == incident_id) & (EVENTS.c.seq > since)
+                meant = newer & EVENTS.c.kind.in_([str(k) for k in unless])
+                found = conn.execute(sa.select(EVENTS.c.seq, EVENTS.c.kind).where(meant)).first() if unless else None
+                if found is not None:
+                    by = f"e{found.seq} {found.kind}"
+                    raise ConcurrentWrite(incident_id=str(incident_id), event=str(payload.kind), by=by)
+                row = self._append(conn, {**entry, "body": payload.to_body()}, lease)
         return event_of(row, self.store.where)
 
     def append_unchecked(self, kind: EventKind, body: Mapping[str, Any], *, incident_id: str | None = None) -> None:
         """Adds an event whatever its body holds: for tests of what readers do with damage."""
         with self.store.write() as conn:
-            self._append(conn, kind, body, incident_id, None, None, None)
+            self._append(conn, {"kind": str(kind), "incident_id": incident_id, "body": body})
 
-    def _check_overtaken(
-        self,
-        conn: sa.Connection,
-        kind: EventKind,
-        incident_id: str | None,
-        key: str | None,
-        unless: Collection[EventKind],
-        since: int,
-    ) -> None:
-        if key is not None and conn.execute(sa.select(EVENTS.c.seq).where(EVENTS.c.key == key)).first() is not None:
-            return  # already recorded
-        newer = (EVENTS.c.incident_id == incident_id) & (EVENTS.c.seq > since)
-        meant = newer & EVENTS.c.kind.in_([str(k) for k in unless])
-        found = conn.execute(sa.select(EVENTS.c.seq, EVENTS.c.kind).where(meant)).first()
-        if found is not None:
-            raise ConcurrentWrite(incident_id=str(incident_id), event=str(kind), by=f"e{found.seq} {found.kind}")
-
-    def _append(
-        self,
-        conn: sa.Connection,
-        kind: EventKind,
-        body: Mapping[str, Any],
-        incident_id: str | None,
-        caused_by: str | None,
-        key: str | None,
-        lease: Lease | None,
-    ) -> Row:
-        if key is not None:
-            row = conn.execute(sa.select(EVENTS).where(EVENTS.c.key == key)).mappings().first()
-            if row is not None:
-                return row
+    def _append(self, conn: sa.Connection, entry: Mapping[str, Any], lease: Lease | None = None) -> Row:
+        """`entry`: columns of the line; those that it lacks are empty."""
         if lease is not None:
             self._check_fence(conn, lease)
-        last = conn.execute(sa.select(EVENTS.c.seq, EVENTS.c.hash).order_by(EVENTS.c.seq.desc()).limit(1)).first()
-        seq, previous = (last.seq + 1, last.hash) if last else (1, GENESIS)
-        entry = {
-            "seq": seq,
-            "kind": str(kind),
+        head = chain_head(conn, EVENTS)
+        line = {
+            **dict.fromkeys(("incident_id", "caused_by", "key")),
+            **entry,
+            "seq": head.position + 1,
             "wall_at": self.clock.wall(),
-            "incident_id": incident_id,
-            "caused_by": caused_by,
-            "key": key,
-            "body": canonical(storable(body)),
+            "body": canonical(entry["body"]),
         }
-        link = chain_hash(previous, entry)
-        conn.execute(EVENTS.insert().values(**entry, hash=link))
-        return {**entry, "hash": link}
+        link = chain_hash(head.hash, line)
+        conn.execute(EVENTS.insert().values(**line, hash=link))
+        return {**line, "hash": link}
 
     def events(
         self,
@@ -141,6 +128,24 @@ class Journal:
         Raises:
             JournalCorrupt: a line cannot be read, and `damaged` was not given.
         """
+        page = self.page(after=after, kinds=kinds, incident_id=incident_id, limit=limit)
+        if damaged is None and page.damaged:
+            raise page.damaged[0].error
+        if damaged is not None:
+            damaged += page.damaged
+        return page.events
+
+    def page(
+        self,
+        *,
+        after: int = 0,
+        kinds: Iterable[EventKind] | None = None,
+        incident_id: str | None = None,
+        limit: int,
+        wanted: Callable[[str], bool] | None = None,
+    ) -> JournalPage:
+        """At most `limit` lines with `seq > after`, oldest first. `wanted`: called with the kind of each line in order;
+        a line that it refuses is not parsed."""
         query = sa.select(EVENTS).where(EVENTS.c.seq > after).order_by(EVENTS.c.seq).limit(limit)
         if kinds is not None:
             query = query.where(EVENTS.c.kind.in_([str(k) for k in kinds]))
@@ -148,27 +153,29 @@ class Journal:
             query = query.where(EVENTS.c.incident_id == incident_id)
         with self.store.read() as conn:
             rows = conn.execute(query).mappings().all()
-        found = []
+            last = rows[-1]["seq"] if rows else after
+            full = len(rows) == limit
+            if not full and kinds is not None:
+                # Nothing of these kinds follows: the next page need not search up to here again.
+                last = max(last, conn.execute(sa.select(sa.func.max(EVENTS.c.seq))).scalar() or 0)
+        page = JournalPage(last=last, full=full)
         for row in rows:
+            if wanted is not None and not wanted(row["kind"]):
+                continue
             try:
-                found.append(event_of(row, self.store.where))
+                page.events.append(event_of(row, self.store.where))
             except JournalCorrupt as e:
-                if damaged is None:
-                    raise
-                damaged.append(DamagedLine(seq=row["seq"], incident_id=row["incident_id"], error=e))
-        return found
+                page.damaged.append(DamagedLine(seq=row["seq"], incident_id=row["incident_id"], error=e))
+        return page
 
     def last(self, kind: EventKind) -> Event | None:
         """The newest event of a kind."""
         query = sa.select(EVENTS).where(EVENTS.c.kind == str(kind)).order_by(EVENTS.c.seq.desc()).limit(1)
-        with self.store.read() as conn:
-            row = conn.execute(query).mappings().first()
-        return event_of(row, self.store.where) if row else None
+        return next((event_of(row, self.store.where) for row in self.store.rows(query)), None)
 
     def head(self) -> ChainHead:
         with self.store.read() as conn:
-            row = conn.execute(sa.select(EVENTS.c.seq, EVENTS.c.hash).order_by(EVENTS.c.seq.desc()).limit(1)).first()
-        return ChainHead(position=row.seq, hash=row.hash) if row else ChainHead(position=0, hash=GENESIS)
+            return chain_head(conn, EVENTS)
 
     def verify(self) -> ChainHead:
         """Walks the whole chain.
@@ -181,16 +188,12 @@ class Journal:
         with self.store.read() as conn:
             for row in conn.execute(sa.select(EVENTS).order_by(EVENTS.c.seq)).mappings():
                 position += 1
+                where = f"{self.store.where}: events line {position}"
                 if row["seq"] != position:
-                    raise JournalCorrupt(
-                        where=f"{self.store.where}: events line {position}",
-                        reason=f"line is missing, found {row['seq']}",
-                    )
+                    raise JournalCorrupt(where=where, reason=f"line is missing, found {row['seq']}")
                 entry = {k: row[k] for k in ("seq", "kind", "wall_at", "incident_id", "caused_by", "key", "body")}
                 if chain_hash(previous, entry) != row["hash"]:
-                    raise JournalCorrupt(
-                        where=f"{self.store.where}: events line {position}", reason="hash does not match the line"
-                    )
+                    raise JournalCorrupt(where=where, reason="hash does not match the line")
                 previous = row["hash"]
         return ChainHead(position=position, hash=previous)
 
@@ -221,14 +224,12 @@ class Journal:
             conn.execute(LEASES.update().where(mine).values(expires_at=0.0, holder=""))
 
     def lease(self, name: str) -> Lease | None:
-        with self.store.read() as conn:
-            row = conn.execute(sa.select(LEASES).where(LEASES.c.name == name)).mappings().first()
-        return Lease(**row) if row else None
+        return next((Lease(**row) for row in self.store.rows(sa.select(LEASES).where(LEASES.c.name == name))), None)
 
     def _check_fence(self, conn: sa.Connection, lease: Lease) -> None:
         row = conn.execute(sa.select(LEASES).where(LEASES.c.name == lease.name)).mappings().first()
         if row is None or row["fence"] != lease.fence or row["holder"] != lease.holder:
-            raise LeaseFenced(lease=lease.name, fence=lease.fence, holder=row["holder"] if row else "nobody")
+            raise LeaseFenced(lease=lease.name, fence=lease.fence, holder=row["holder"] if row else "no one")
 
     # --- desired and actual -------------------------------------------------------------------------------------
 
@@ -264,9 +265,7 @@ class Journal:
             conn.execute(DESIRED.delete().where(DESIRED.c.replica == replica))
 
     def desired(self) -> dict[ReplicaId, Desired]:
-        with self.store.read() as conn:
-            rows = conn.execute(sa.select(DESIRED)).mappings().all()
-        return {ReplicaId(r["replica"]): Desired(**r) for r in rows}
+        return {ReplicaId(r["replica"]): Desired(**r) for r in self.store.rows(sa.select(DESIRED))}
 
     def set_actual(self, record: Actual, *, unless: Iterable[ReplicaState] = ()) -> bool:
         """Writes the actual state. False, without a write, when the record is in one of the states `unless`.
@@ -274,26 +273,32 @@ class Journal:
         A LOST replica must not be called SERVING again by a message that was under way: pass
         `unless=(LOST, STOPPED)` whenever the new state is one of work.
         """
-        with self.store.write() as conn:
-            return self._set_actual(conn, record, tuple(unless))
-
-    def _set_actual(self, conn: sa.Connection, record: Actual, unless: tuple[ReplicaState, ...]) -> bool:
         values = {**asdict(record), "state": str(record.state), "changed_at": self.clock.wall()}
         this = (ACTUAL.c.replica == record.replica) & (ACTUAL.c.incarnation == record.incarnation)
-        row = conn.execute(sa.select(ACTUAL.c.state).where(this)).first()
-        if row is None:
-            conn.execute(ACTUAL.insert().values(**values))
+        with self.store.write() as conn:
+            row = conn.execute(sa.select(ACTUAL.c.state).where(this)).first()
+            if row is not None and row.state in [str(u) for u in unless]:
+                return False
+            conn.execute(
+                ACTUAL.insert().values(**values) if row is None else ACTUAL.update().where(this).values(**values)
+            )
             return True
-        if row.state in [str(u) for u in unless]:
-            return False
-        conn.execute(ACTUAL.update().where(this).values(**values))
-        return True
+
+    def change_actual(
+        self, replica: ReplicaId, incarnation: int, *, unless: Iterable[ReplicaState] = (), **values: Any
+    ) -> bool:
+        """Writes some columns of the actual state and leaves those of other writers as they are. False, without a
+        write, when there is no such record, or when it is in one of the states `unless`.
+        """
+        this = (ACTUAL.c.replica == replica) & (ACTUAL.c.incarnation == incarnation)
+        allowed = ACTUAL.c.state.not_in([str(u) for u in unless])
+        with self.store.write() as conn:
+            changed = ACTUAL.update().where(this & allowed).values(**values, changed_at=self.clock.wall())
+            return bool(conn.execute(changed).rowcount)
 
     def actual(self) -> dict[tuple[ReplicaId, int], Actual]:
         """All incarnations ever seen, by (replica, incarnation)."""
-        with self.store.read() as conn:
-            rows = conn.execute(sa.select(ACTUAL)).mappings().all()
-        records = (actual_of(r, self.store.where) for r in rows)
+        records = (actual_of(r, self.store.where) for r in self.store.rows(sa.select(ACTUAL)))
         return {(record.replica, record.incarnation): record for record in records}
 
     def current(self) -> dict[ReplicaId, Actual]:
@@ -302,9 +307,7 @@ class Journal:
         newest = sa.select(ACTUAL.c.replica, sa.func.max(ACTUAL.c.incarnation).label("incarnation"))
         last = newest.group_by(ACTUAL.c.replica).subquery()
         these = (ACTUAL.c.replica == last.c.replica) & (ACTUAL.c.incarnation == last.c.incarnation)
-        with self.store.read() as conn:
-            rows = conn.execute(sa.select(ACTUAL).join(last, these)).mappings().all()
-        records = (actual_of(r, self.store.where) for r in rows)
+        records = (actual_of(r, self.store.where) for r in self.store.rows(sa.select(ACTUAL).join(last, these)))
         return {record.replica: record for record in records}
 
     # --- epochs -------------------------------------------------------------------------------------------------
@@ -318,14 +321,13 @@ class Journal:
             text = canonical([list(m) for m in sorted_members])
             conn.execute(EPOCHS.insert().values(number=number, members=text, because=because, wall_at=now))
             advanced = EpochAdvanced(epoch=number, members=sorted_members, because=because)
-            self._append(conn, advanced.kind, advanced.to_body(), None, None, None, None)
+            self._append(conn, {"kind": str(advanced.kind), "body": advanced.to_body()})
         typed = tuple((ReplicaId(r), i) for r, i in sorted_members)
         return Epoch(number=number, members=typed, because=because, wall_at=now)
 
     def epoch(self) -> Epoch | None:
-        with self.store.read() as conn:
-            row = conn.execute(sa.select(EPOCHS).order_by(EPOCHS.c.number.desc()).limit(1)).mappings().first()
-        return None if row is None else epoch_of(row, self.store.where)
+        query = sa.select(EPOCHS).order_by(EPOCHS.c.number.desc()).limit(1)
+        return next((epoch_of(row, self.store.where) for row in self.store.rows(query)), None)
 
     # --- flags and windows --------------------------------------------------------------------------------------
 
@@ -349,6 +351,6 @@ class Journal:
                 conn.execute(WINDOWS.insert().values(incident_id=incident_id, name=name, blob=blob))
 
     def windows(self, incident_id: str) -> dict[str, Any]:
-        with self.store.read() as conn:
-            rows = conn.execute(sa.select(WINDOWS).where(WINDOWS.c.incident_id == incident_id)).all()
-        return {r.name: unpacked(r.blob, self.store.where, f"window {r.name!r} of {incident_id}") for r in rows}
+        rows = self.store.rows(sa.select(WINDOWS).where(WINDOWS.c.incident_id == incident_id))
+        where = self.store.where
+        return {r["name"]: unpacked(r["blob"], where, f"window {r['name']!r} of {incident_id}") for r in rows}

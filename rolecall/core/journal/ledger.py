@@ -25,7 +25,7 @@ from rolecall.core.clock import Clock, SystemClock
 from rolecall.core.errors import LedgerViolation
 from rolecall.core.ids import GroupId
 from rolecall.core.journal.payloads import ChainHead
-from rolecall.core.journal.store import GENESIS, Store, chain_hash
+from rolecall.core.journal.store import GENESIS, Store, chain_hash, chain_head
 from rolecall.core.journal.tables import LEDGER, LEDGER_GROUPS
 
 
@@ -97,8 +97,8 @@ class Ledger:
             LedgerViolation: naming the group and the move that is not legal.
         """
         with self._store.write() as conn:
-            last = conn.execute(sa.select(LEDGER.c.seq, LEDGER.c.hash).order_by(LEDGER.c.seq.desc()).limit(1)).first()
-            seq, link = (last.seq, last.hash) if last else (0, GENESIS)
+            head = chain_head(conn, LEDGER)
+            seq, link = head.position, head.hash
             for line in lines:
                 before = conn.execute(sa.select(LEDGER_GROUPS).where(LEDGER_GROUPS.c.group_id == line.group_id)).first()
                 _check_move(line, GroupState(before.state) if before else None, before.step if before else -1)
@@ -125,8 +125,7 @@ class Ledger:
 
     def head(self) -> ChainHead:
         with self._store.read() as conn:
-            last = conn.execute(sa.select(LEDGER.c.seq, LEDGER.c.hash).order_by(LEDGER.c.seq.desc()).limit(1)).first()
-        return ChainHead(position=last.seq, hash=last.hash) if last else ChainHead(position=0, hash=GENESIS)
+            return chain_head(conn, LEDGER)
 
     def groups(
         self, states: Iterable[GroupState] | None = None, *, among: Iterable[GroupId] | None = None
@@ -137,14 +136,13 @@ class Ledger:
             query = query.where(LEDGER_GROUPS.c.state.in_([str(s) for s in states]))
         if among is not None:
             query = query.where(LEDGER_GROUPS.c.group_id.in_([str(g) for g in among]))
-        with self._store.read() as conn:
-            return {GroupId(r.group_id): (GroupState(r.state), r.step) for r in conn.execute(query)}
+        found = self._store.rows(query)
+        return {GroupId(r["group_id"]): (GroupState(r["state"]), r["step"]) for r in found}
 
     def dropped_for(self, reason: str) -> set[GroupId]:
         """Groups that were dropped with this very reason."""
         query = sa.select(LEDGER.c.group_id).where(LEDGER.c.state == str(GroupState.DROPPED), LEDGER.c.reason == reason)
-        with self._store.read() as conn:
-            return {GroupId(r.group_id) for r in conn.execute(query)}
+        return {GroupId(r["group_id"]) for r in self._store.rows(query)}
 
     def last_trained_step(self) -> int:
         """Highest step with a trained group, -1 if there is none."""
@@ -160,8 +158,7 @@ class Ledger:
         return later
 
     def lines(self) -> list[Mapping[str, Any]]:
-        with self._store.read() as conn:
-            return [dict(r) for r in conn.execute(sa.select(LEDGER).order_by(LEDGER.c.seq)).mappings()]
+        return [dict(r) for r in self._store.rows(sa.select(LEDGER).order_by(LEDGER.c.seq))]
 
 
 def _check_move(line: LedgerLine, before: GroupState | None, before_step: int) -> None:

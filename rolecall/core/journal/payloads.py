@@ -1,26 +1,71 @@
-"""The journal's event contract: one frozen payload a kind of event, in one table.
+"""The journal's event contract: the kinds of event, and one frozen payload a kind, in one table.
 
-Writers append payloads, readers get them back as `Event.payload`; nobody else sees the JSON of a stored body. A body
+Writers append payloads, readers get them back as `Event.payload`; nothing else reads the JSON of a stored body. A body
 that does not fit its payload (a field is missing, unknown or of another type) is damage of that one event.
 
 To change a payload: a new field with a default keeps the version, because stored bodies without it can still be read;
-anything else raises `version`. `docs/reference/events.md` is generated from this module.
+anything else raises `version`. `docs/reference/events.md` is generated from this module (tools/reference_pages.py).
 """
 
-import json
 import math
-from collections.abc import Mapping
-from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass
-from enum import Enum
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, fields, is_dataclass
+from enum import Enum, StrEnum
 from functools import cache
-from types import UnionType
-from typing import Annotated, Any, ClassVar, TypeVar, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, ClassVar, TypeVar, dataclass_transform
 
 from pydantic import ConfigDict, PlainValidator, TypeAdapter, ValidationError
 
 from rolecall.core.diagnosis import Diagnosis, Finding, Plan
-from rolecall.core.journal.kinds import EventKind as K
 
+
+class EventKind(StrEnum):
+    # the run (rl_runtime)
+    RUN_STARTED = "run_started"
+    RUN_ENDED = "run_ended"
+    REPLICA_STARTING = "replica_starting"
+    REPLICA_READY = "replica_ready"
+    REPLICA_LOST = "replica_lost"
+    REPLICA_STOPPED = "replica_stopped"
+    EPOCH_ADVANCED = "epoch_advanced"
+    STEP_COMMITTED = "step_committed"
+    STEP_INTERRUPTED = "step_interrupted"
+    MICROBATCH_RECOMPUTED = "microbatch_recomputed"
+    WEIGHTS_ADMITTED = "weights_admitted"
+    WEIGHTS_REJECTED = "weights_rejected"
+    REQUESTS_REASSIGNED = "requests_reassigned"
+    CHECKPOINT_WRITTEN = "checkpoint_written"
+    COMPONENT_RESTARTED = "component_restarted"
+    # diagnosis and recovery
+    LEASE_ACQUIRED = "lease_acquired"
+    INCIDENT_OPENED = "incident_opened"
+    INCIDENT_UPDATED = "incident_updated"
+    PLAN_CREATED = "plan_created"
+    PLAN_BLOCKED = "plan_blocked"
+    PLAN_PROPOSED = "plan_proposed"
+    PLAN_APPROVED = "plan_approved"
+    PLAN_REJECTED = "plan_rejected"
+    PLAN_EXPIRED = "plan_expired"
+    HOLD_PLACED = "hold_placed"
+    HOLD_LIFTED = "hold_lifted"
+    ACTION_STARTED = "action_started"
+    ACTION_DONE = "action_done"
+    ACTION_FAILED = "action_failed"
+    INCIDENT_VERIFIED = "incident_verified"
+    INCIDENT_CLOSED = "incident_closed"
+    ONCALL_PAGED = "oncall_paged"
+    DIAGNOSIS_REVIEWED = "diagnosis_reviewed"
+    EVIDENCE_COLLECTED = "evidence_collected"
+    RECOVERY_PAUSED = "recovery_paused"
+    RECOVERY_RESUMED = "recovery_resumed"
+    NODE_QUARANTINED = "node_quarantined"
+    NODE_DRAINED = "node_drained"
+    NODE_RETURNED_TO_SERVICE = "node_returned_to_service"
+    BURN_IN_FINISHED = "burn_in_finished"
+    JOB_STOP_REQUESTED = "job_stop_requested"
+
+
+K = EventKind
 SCHEMA_FIELD = "schema"
 """Holds a body's version in the stored JSON; a body of version 1 does without."""
 
@@ -39,7 +84,7 @@ class Payload:
 
     def to_body(self) -> dict[str, Any]:
         """The stored JSON: every field, whether it has a default or not."""
-        body = {name: _plain(getattr(self, name)) for name in PAYLOADS[self.kind].names}
+        body = {name: plain_value(getattr(self, name)) for name in PAYLOADS[self.kind].names}
         version = PAYLOADS[self.kind].version
         return body if version == 1 else {**body, SCHEMA_FIELD: version}
 
@@ -84,25 +129,21 @@ def _adapter(kind: K) -> TypeAdapter[Any]:
 PAYLOADS: dict[K, PayloadSpec] = {}
 """The table. Complete: a test compares it with `EventKind`."""
 
-P = TypeVar("P", bound=type[Payload])
+P = TypeVar("P", bound=Payload)
 
 
-class _Event:
-    """Registers a payload as that of a kind."""
+@dataclass_transform(frozen_default=True, kw_only_default=True)
+def _event(kind: K, owner: str, *, version: int = 1) -> Callable[[type[P]], type[P]]:
+    """Makes a class a frozen dataclass, and registers it as the payload of a kind."""
 
-    def __init__(self, kind: K, owner: str, *, version: int = 1) -> None:
-        self.kind, self.owner, self.version = kind, owner, version
-
-    def __call__(self, payload: P) -> P:
-        payload.kind = self.kind
-        PAYLOADS[self.kind] = PayloadSpec(
-            kind=self.kind,
-            payload=payload,
-            version=self.version,
-            owner=self.owner,
-            names=tuple(f.name for f in fields(payload)),
-        )
+    def register(cls: type[P]) -> type[P]:
+        payload = dataclass(frozen=True, slots=True, kw_only=True)(cls)
+        payload.kind = kind
+        names = tuple(f.name for f in fields(payload))
+        PAYLOADS[kind] = PayloadSpec(kind=kind, payload=payload, version=version, owner=owner, names=names)
         return payload
+
+    return register
 
 
 def _stored(of: type[Any]) -> PlainValidator:
@@ -110,15 +151,16 @@ def _stored(of: type[Any]) -> PlainValidator:
     return PlainValidator(lambda value: value if isinstance(value, of) else of.from_dict(value))
 
 
-def _plain(value: Any) -> Any:
+def plain_value(value: Any) -> Any:
+    """As JSON stores it."""
     if isinstance(value, Enum):
         return value.value
     if hasattr(value, "to_dict"):
-        return _plain(value.to_dict())
+        return plain_value(value.to_dict())
     if isinstance(value, Mapping):
-        return {str(k): _plain(v) for k, v in value.items()}
+        return {str(k): plain_value(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(v) for v in value]
+        return [plain_value(v) for v in value]
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)  # JSON has no such number, and a NaN loss must neither be lost nor stop its writer
     return asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
@@ -139,8 +181,7 @@ OPERATOR, SESSION = "operator command", "session"
 # --- the run ------------------------------------------------------------------------------------------------------
 
 
-@_Event(K.RUN_STARTED, SUPERVISOR)
-@dataclass(frozen=True, slots=True, kw_only=True)
+@_event(K.RUN_STARTED, SUPERVISOR)
 class RunStarted(Payload):
     """The run's directory is written; replicas are about to be placed."""
 
@@ -151,8 +192,7 @@ class RunStarted(Payload):
     num_steps: Annotated[int | None, "optimizer steps that the job runs for"] = None
 
 
-@_Event(K.RUN_ENDED, SESSION)
-@dataclass(frozen=True, slots=True, kw_only=True)
+@_event(K.RUN_ENDED, SESSION)
 class RunEnded(Payload):
     """The run is over; nothing is written after it but late evidence and reviews."""
 
@@ -161,8 +201,7 @@ class RunEnded(Payload):
     faults_wanted: Annotated[int, "faults that the session asked to be injected"] = 0
 
 
-@_Event(K.REPLICA_STARTING, SUPERVISOR)
-@dataclass(frozen=True, slots=True, kw_only=True)
+@_event(K.REPLICA_STARTING, SUPERVISOR)
 class ReplicaStarting(Payload):
     """An incarnation of a replica is being created."""
 
@@ -172,8 +211,7 @@ class ReplicaStarting(Payload):
     because: Annotated[str, "why it is started"]
 
 
-@_Event(K.REPLICA_READY, SUPERVISOR)
-@dataclass(frozen=True, slots=True, kw_only=True)
+@_event(K.REPLICA_READY, SUPERVISOR)
 class ReplicaReady(Payload):
     """A replica's process has started; it does not serve yet."""
 
@@ -186,8 +224,7 @@ class ReplicaReady(Payload):
     from_standby: Annotated[str, "the standby that became this replica; empty when it was started anew"]
 
 
-@_Event(K.REPLICA_LOST, f"{SUPERVISOR}, {CONTROLLER}")
-@dataclass(frozen=True, slots=True, kw_only=True)
+@_event(K.REPLICA_LOST, f"{SUPERVISOR}, {CONTROLLER}")
 class ReplicaLost(Payload):
     """An incarnation has died, or was fenced."""
 
@@ -197,8 +234,7 @@ class ReplicaLost(Payload):
     node: Annotated[str, "node on which it ran"]
 
 
-@_Event(K.REPLICA_STOPPED, SUPERVISOR)
-@dataclass(frozen=True, slots=True, kw_only=True)
+@_event(K.REPLICA_STOPPED, SUPERVISOR)
 class ReplicaStopped(Payload):
     """An incarnation was ended on purpose."""
 
@@ -208,8 +244,7 @@ class ReplicaStopped(Payload):
     node: Annotated[str, "node on which it ran"]
 
 
-@_Event(K.EPOCH_ADVANCED, f"{CONTROLLER}, through the journal")
-@dataclass(frozen=True, slots=True, kw_only=True)
+@_event(K.EPOCH_ADVANCED, f"{CONTROLLER}, through the journal")
 class EpochAdvanced(Payload):
     """The trainers' membership changed. Written in the transaction that stores the epoch."""
 
@@ -226,8 +261,7 @@ class ChainHead:
     hash: str
 
 
-@_Event(K.STEP_COMMITTED, CONTROLLER)
-@dataclass(frozen=True, slots=True, kw_only=True)
+@_event(K.STEP_COMMITTED, CONTROLLER)
 class StepCommitted(Payload):
     """An optimizer step is part of the trainers' state."""
 
@@ -255,8 +289,7 @@ class StepCommitted(Payload):
     versions: Annotated[Mapping[str, int], "rollout replica -> policy version that it serves"]
 
 
-@_Event(K.STEP_INTERRUPTED, CONTROLLER)
-@dataclass(frozen=True, slots=True, kw_only=True)
+@_event(K.STEP_INTERRUPTED, CONTROLLER)
 class StepInterrupted(Payload):
     """An attempt at a step failed; the step is tried again with the trainers that are left."""
 
@@ -266,6 +299,18 @@ class StepInterrupted(Payload):
     lost: Annotated[tuple[str, ...], "trainers that are lost"]
     attempt: Annotated[int, "number of the attempt, from 1; 0 when all trainers were lost"] = 0
     refused_checkpoints: Annotated[tuple[str, ...], "checkpoints that could not be loaded, when all were lost"] = ()
+
+
+@_event(K.MICROBATCH_RECOMPUTED, CONTROLLER)
+class MicrobatchRecomputed(Payload):
+    """A microbatch whose loss or gradient was not finite was computed again within its step."""
+
+    step: Annotated[int, "optimizer step"]
+    microbatch: Annotated[str, "the microbatch"]
+    groups: Annotated[tuple[str, ...], "its prompt groups"]
+    from_replica: Annotated[str, "trainer at which it was not finite first"]
+    by: Annotated[str, "trainer that computed it again; `from_replica` itself if there is no other"]
+    finite: Annotated[bool, "whether it was finite then: if so the first trainer is suspect, else the data or the code"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -280,8 +325,7 @@ class AdmissionProof:
     canary_logprobs: tuple[float, ...]
 
 
-@_Event(K.WEIGHTS_ADMITTED, CONTROLLER)
-@dataclass(frozen=True, slots=True, kw_only=True)
+@_event(K.WEIGHTS_ADMITTED, CONTROLLER)
 class WeightsAdmitted(Payload):
     """An engine proved that it holds a policy version; it may serve it."""
 
@@ -295,8 +339,7 @@ class WeightsAdmitted(Payload):
     proof: Annotated[AdmissionProof, "digests, coverage and canary log-probabilities"]
 
 
-@_Event(K.WEIGHTS_REJECTED, CONTROLLER)
-@dataclass(frozen=True, slots=True, kw_only=True)
+@_event(K.WEIGHTS_REJECTED, CONTROLLER)
 class WeightsRejected(Payload):
     """An engine's proof does not match the manifest; it does not serve this version."""
 
@@ -308,8 +351,7 @@ class WeightsRejected(Payload):
     because: Annotated[str, "what differs"]
 
 
-@_Event(K.REQUESTS_REASSIGNED, CONTROLLER)
-@dataclass(frozen=True, slots=True, kw_only=True)
+@_event(K.REQUESTS_REASSIGNED, CONTROLLER)
 class RequestsReassigned(Payload):
     """Unfinished requests moved to other engines, or to a new controller."""
 
@@ -324,8 +366,7 @@ class RequestsReassigned(Payload):
     tokens_lost: Annotated[int, "tokens that were generated and not streamed"] = 0
 
 
-@_Event(K.CHECKPOINT_WRITTEN, CONTROLLER)
-@dataclass(frozen=True, slots=True, kw_only=True)
+@_event(K.CHECKPOINT_WRITTEN, CONTROLLER)
 class CheckpointWritten(Payload):
     """A checkpoint is complete on disk."""
 
@@ -333,8 +374,7 @@ class CheckpointWritten(Payload):
     step: Annotated[int, "last step that it includes"]
 
 
-@_Event(K.COMPONENT_RESTARTED, f"{SUPERVISOR}, {SESSION}")
-@dataclass(frozen=True, slots=True, kw_only=True)
+@_event(K.COMPONENT_RESTARTED, f"{SUPERVISOR}, {SESSION}")
 class ComponentRestarted(Payload):
     """A part of rolecall itself ended and was started again."""
 
@@ -346,8 +386,7 @@ class ComponentRestarted(Payload):
 # --- diagnosis and recovery -----------------------------------------------------------------------------------------
 
 
-@_Event(K.LEASE_ACQUIRED, WATCH)
-@dataclass(frozen=True, slots=True, kw_only=True)
+@_event(K.LEASE_ACQUIRED, WATCH)
 class LeaseAcquired(Payload):
     """A watch may act from now on; the one before it may not."""
 
@@ -356,8 +395,7 @@ class LeaseAcquired(Payload):
     mode: Annotated[str, "`observe`, `approve` or `act`"]
 
 
-@_Event(K.INCIDENT_OPENED, f"{WATCH}, {OPERATOR}")
-@dataclass(frozen=True, slots=True, kw_only=True)
+@_event(K.INCIDENT_OPENED, f"{WATCH}, {OPERATOR}")
 class IncidentOpened(Payload):
     """A fault was diagnosed, or an operator asked for a replica to be replaced."""
 
@@ -365,16 +403,14 @@ class IncidentOpened(Payload):
     window: Annotated[str, "name of the stored observations that the detectors had read"]
 
 
-@_Event(K.INCIDENT_UPDATED, WATCH)
-@dataclass(frozen=True, slots=True, kw_only=True)
+@_event(K.INCIDENT_UPDATED, WATCH)
 class IncidentUpdated(Payload):
     """More is known of an incident's fault."""
 
     diagnosis: Annotated[StoredDiagnosis, "the diagnosis that replaces the one before"]
 
 
-@_Event(K.PLAN_CREATED, WATCH)
-@dataclass(frozen=True, slots=True, kw_only=True)
+@_event(K.PLAN_CREATED, WATCH)
 class PlanCreated(Payload):
     """Policy decided what to do about an incident."""
 
@@ -384,8 +420,7 @@ class PlanCreated(Payload):
     question: Annotated[Mapping[str, Any], "all that policy read (`PolicyInput`), so that the decision can be replayed"]
 
 
-@_Event(K.PLAN_BLOCKED, WATCH)
-@dataclass(frozen=True, slots=True, kw_only=True)
+@_event(K.PLAN_BLOCKED, WATCH)
 class PlanBlocked(Payload):
     """A guard holds a plan back. Written once for each guard and plan."""
 
@@ -394,8 +429,7 @@ class PlanBlocked(Payload):
     because: Annotated[str, "limit that would be broken"]
 
 
-@_Event(K.PLAN_PROPOSED, WATCH)
-@dataclass(frozen=True, slots=True, kw_only=True)
+@_event(K.PLAN_PROPOSED, WATCH)
 class PlanProposed(Payload):
     """A plan waits for an operator's approval."""
 
@@ -404,8 +438,7 @@ class PlanProposed(Payload):
     expires_at: Annotated[float, "when the proposal expires, wall seconds"]
 
 
-@_Event(K.PLAN_APPROVED, OPERATOR)
-@dataclass(frozen=True, slots=True, kw_only=True)
+@_event(K.PLAN_APPROVED, OPERATOR)
 class PlanApproved(Payload):
     """An operator approved a proposal."""
 
@@ -413,8 +446,7 @@ class PlanApproved(Payload):
     by: Annotated[str, "user"]
 
 
-@_Event(K.PLAN_REJECTED, OPERATOR)
-@dataclass(frozen=True, slots=True, kw_only=True)
+@_event(K.PLAN_REJECTED, OPERATOR)
 class PlanRejected(Payload):
     """An operator rejected a plan that had not begun."""
 
@@ -423,8 +455,7 @@ class PlanRejected(Payload):
     because: Annotated[str, "reason, may be empty"]
 
 
-@_Event(K.PLAN_EXPIRED, WATCH)
-@dataclass(frozen=True, slots=True, kw_only=True)
+@_event(K.PLAN_EXPIRED, WATCH)
 class PlanExpired(Payload):
     """A proposal was not approved in time, or its fault is over."""
 
@@ -432,8 +463,7 @@ class PlanExpired(Payload):
     because: Annotated[str, "which of the two"]
 
 
-@_Event(K.HOLD_PLACED, OPERATOR)
-@dataclass(frozen=True, slots=True, kw_only=True)
+@_event(K.HOLD_PLACED, OPERATOR)
 class HoldPlaced(Payload):
     """An operator holds a plan: nothing of it begins before `until`."""
 
@@ -443,8 +473,7 @@ class HoldPlaced(Payload):
     until: Annotated[float, "end of the hold, wall seconds"]
 
 
-@_Event(K.HOLD_LIFTED, OPERATOR)
-@dataclass(frozen=True, slots=True, kw_only=True)
+@_event(K.HOLD_LIFTED, OPERATOR)
 class HoldLifted(Payload):
     """An operator ended a hold early."""
 
@@ -453,8 +482,7 @@ class HoldLifted(Payload):
     because: Annotated[str, "reason, may be empty"]
 
 
-@_Event(K.ACTION_STARTED, WATCH)
-@dataclass(frozen=True, slots=True, kw_only=True)
+@_event(K.ACTION_STARTED, WATCH)
 class ActionStarted(Payload):
     """The guards let a plan pass; the actuator is called next."""
 
@@ -463,8 +491,7 @@ class ActionStarted(Payload):
     approved_by: Annotated[str, "user that approved it; empty when no approval was needed"] = ""
 
 
-@_Event(K.ACTION_DONE, WATCH)
-@dataclass(frozen=True, slots=True, kw_only=True)
+@_event(K.ACTION_DONE, WATCH)
 class ActionDone(Payload):
     """The actuator performed a plan; verification begins."""
 
@@ -472,8 +499,7 @@ class ActionDone(Payload):
     result: Annotated[Mapping[str, Any], "`done`, `because` and the actuator's own facts"]
 
 
-@_Event(K.ACTION_FAILED, WATCH)
-@dataclass(frozen=True, slots=True, kw_only=True)
+@_event(K.ACTION_FAILED, WATCH)
 class ActionFailed(Payload):
     """An action was refused, timed out, or what it started died."""
 
@@ -482,8 +508,7 @@ class ActionFailed(Payload):
     because: Annotated[str, "what happened"]
 
 
-@_Event(K.INCIDENT_VERIFIED, WATCH)
-@dataclass(frozen=True, slots=True, kw_only=True)
+@_event(K.INCIDENT_VERIFIED, WATCH)
 class IncidentVerified(Payload):
     """The replacements make progress."""
 
@@ -492,8 +517,7 @@ class IncidentVerified(Payload):
     serving_at: Annotated[float, "when the last replacement began to serve, wall seconds"]
 
 
-@_Event(K.INCIDENT_CLOSED, WATCH)
-@dataclass(frozen=True, slots=True, kw_only=True)
+@_event(K.INCIDENT_CLOSED, WATCH)
 class IncidentClosed(Payload):
     """Nothing more is done about an incident."""
 
@@ -501,18 +525,16 @@ class IncidentClosed(Payload):
     because: Annotated[str, "why"]
 
 
-@_Event(K.ONCALL_PAGED, f"{WATCH}, {SESSION}")
-@dataclass(frozen=True, slots=True, kw_only=True)
+@_event(K.ONCALL_PAGED, f"{WATCH}, {SESSION}")
 class OncallPaged(Payload):
     """On-call is paged. Once for each topic of an incident."""
 
     because: Annotated[str, "what on-call should know"]
-    channel: Annotated[str, "`log` or the host of the webhook"]
+    channel: Annotated[str, "`log`, `webhook` or `alertmanager`"]
     topic: Annotated[str, "what it is about, such as the name of a guard"]
 
 
-@_Event(K.DIAGNOSIS_REVIEWED, OPERATOR)
-@dataclass(frozen=True, slots=True, kw_only=True)
+@_event(K.DIAGNOSIS_REVIEWED, OPERATOR)
 class DiagnosisReviewed(Payload):
     """An operator said whether a diagnosis was right; the newest review counts, also after the incident is closed."""
 
@@ -531,21 +553,19 @@ class EvidenceFileRecord:
     kind: str
 
 
-@_Event(K.EVIDENCE_COLLECTED, WATCH)
-@dataclass(frozen=True, slots=True, kw_only=True)
+@_event(K.EVIDENCE_COLLECTED, WATCH)
 class EvidenceCollected(Payload):
     """The agents of an incident's nodes answered what they were asked for."""
 
     because: Annotated[str, "what was had, and what it shows"]
     files: Annotated[tuple[EvidenceFileRecord, ...], "name below the run's directory, bytes, sha256 and kind"]
-    told: Annotated[tuple[str, ...], "what the evidence says, one sentence each"]
+    statements: Annotated[tuple[str, ...], "findings of the evidence, one sentence each"]
     findings: Annotated[tuple[StoredFinding, ...], "findings that it led to"]
     missing: Annotated[tuple[str, ...], "what was not had, and why"]
     seconds: Annotated[float, "time that the collection took, seconds"]
 
 
-@_Event(K.RECOVERY_PAUSED, OPERATOR)
-@dataclass(frozen=True, slots=True, kw_only=True)
+@_event(K.RECOVERY_PAUSED, OPERATOR)
 class RecoveryPaused(Payload):
     """No action begins until recovery is resumed."""
 
@@ -553,16 +573,14 @@ class RecoveryPaused(Payload):
     because: Annotated[str, "reason"]
 
 
-@_Event(K.RECOVERY_RESUMED, OPERATOR)
-@dataclass(frozen=True, slots=True, kw_only=True)
+@_event(K.RECOVERY_RESUMED, OPERATOR)
 class RecoveryResumed(Payload):
     """Actions may begin again."""
 
     by: Annotated[str, "user"]
 
 
-@_Event(K.NODE_QUARANTINED, f"{OPERATOR}, {WATCH}")
-@dataclass(frozen=True, slots=True, kw_only=True)
+@_event(K.NODE_QUARANTINED, f"{OPERATOR}, {WATCH}")
 class NodeQuarantined(Payload):
     """Nothing new is placed on a node; what runs there goes on."""
 
@@ -571,8 +589,7 @@ class NodeQuarantined(Payload):
     because: Annotated[str, "reason"]
 
 
-@_Event(K.NODE_DRAINED, OPERATOR)
-@dataclass(frozen=True, slots=True, kw_only=True)
+@_event(K.NODE_DRAINED, OPERATOR)
 class NodeDrained(Payload):
     """A quarantined node's replicas are moved away."""
 
@@ -582,8 +599,7 @@ class NodeDrained(Payload):
     incidents: Annotated[tuple[str, ...], "incidents opened to move its replicas"]
 
 
-@_Event(K.NODE_RETURNED_TO_SERVICE, OPERATOR)
-@dataclass(frozen=True, slots=True, kw_only=True)
+@_event(K.NODE_RETURNED_TO_SERVICE, OPERATOR)
 class NodeReturnedToService(Payload):
     """A quarantine ended: the node may take replicas again."""
 
@@ -602,8 +618,7 @@ class BurnInCheck:
     values: Mapping[str, Any]
 
 
-@_Event(K.BURN_IN_FINISHED, OPERATOR)
-@dataclass(frozen=True, slots=True, kw_only=True)
+@_event(K.BURN_IN_FINISHED, OPERATOR)
 class BurnInFinished(Payload):
     """A node was put under load on purpose, and its results compared."""
 
@@ -614,58 +629,8 @@ class BurnInFinished(Payload):
     checks: Annotated[tuple[BurnInCheck, ...], "name, passed (null: not possible here), because and values of each"]
 
 
-@_Event(K.JOB_STOP_REQUESTED, WATCH)
-@dataclass(frozen=True, slots=True, kw_only=True)
+@_event(K.JOB_STOP_REQUESTED, WATCH)
 class JobStopRequested(Payload):
     """Recovery asks the runtime to stop the job."""
 
     because: Annotated[str, "why"]
-
-
-# --- docs/reference/events.md ----------------------------------------------------------------------------------------
-
-_HEAD = """# Journal events
-
-Generated from `rolecall/core/journal/payloads.py` by `python -m tools.reference_pages`.
-
-Every event has a position (`seq`, from 1), a `kind`, a time (`wall_at`, seconds since 1970), a `body` and a `hash` that covers
-the event and all events before it. `incident_id` names its incident, `caused_by` the event that led to it; an event whose
-`key` is already in the journal is not written again. The tables below give the fields of `body`. A body holds every field;
-one without a default that is missing, an unknown field or a value of another type make the event unreadable. JSON has no NaN and
-no infinity: such a number is stored as the string `nan`, `inf` or `-inf`.
-
-A field that is added later has a default and keeps the version. Any other change raises the version, which the body then
-holds as `schema`; a body of version 1 has no `schema`.
-"""  # noqa: E501
-
-
-def markdown() -> str:
-    """`docs/reference/events.md`."""
-    parts = [_HEAD]
-    for spec in PAYLOADS.values():
-        parts.append(f"\n## {spec.kind}\n\n{spec.summary}\n\nWritten by: {spec.owner}. Version {spec.version}.\n\n")
-        parts.append("| field | type | default | meaning |\n|---|---|---|---|\n")
-        hints = get_type_hints(spec.payload, include_extras=True)
-        for field in fields(spec.payload):
-            *_, meaning = get_args(hints[field.name])
-            default = "" if field.default is MISSING else f"`{json.dumps(_plain(field.default))}`"
-            parts.append(f"| `{field.name}` | {_type_name(hints[field.name])} | {default} | {meaning} |\n")
-    return "".join(parts)
-
-
-_JSON_TYPES = {int: "integer", float: "number", str: "string", bool: "boolean", type(None): "null", Any: "any"}
-
-
-def _type_name(hint: Any) -> str:
-    origin, args = get_origin(hint), get_args(hint)
-    if origin is Annotated:
-        return _type_name(args[0])
-    if origin is UnionType:
-        return " or ".join(_type_name(a) for a in args)
-    if origin is tuple and args[-1] is not Ellipsis:
-        return f"({', '.join(_type_name(a) for a in args)})"
-    if origin is tuple:
-        return f"list of {_type_name(args[0])}"
-    if origin is Mapping:
-        return f"object of {_type_name(args[1])}"
-    return _JSON_TYPES.get(hint) or f"`{hint.__name__}`"

@@ -4,7 +4,6 @@ What is not what was written is a `JournalCorrupt` that names file and row, neve
 """
 
 import json
-import math
 import re
 import zlib
 from collections.abc import Iterator, Mapping
@@ -32,7 +31,7 @@ def _no_number(word: str) -> float:
 
 _JSON = json.JSONDecoder(parse_constant=_no_number)
 _SURROGATES = re.compile(r"\\u[dD][89a-fA-F]")
-"""As JSON spells one; most are halves of a pair, and fine."""
+"""An escaped surrogate; most are halves of a valid pair."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,18 +54,6 @@ def reading(file: str, what: str) -> Iterator[None]:
         yield
     except (KeyError, TypeError, ValueError, OverflowError, RecursionError, zlib.error) as e:
         raise JournalCorrupt(where=f"{file}: {what}", reason=f"cannot be read: {e}") from e
-
-
-def storable(value: Any) -> Any:
-    """`value` with NaN and infinities as the words that `float()` reads: JSON has none, and a loss that is NaN is
-    exactly what must not be lost, or stop its writer."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    if isinstance(value, Mapping):
-        return {k: storable(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [storable(v) for v in value]
-    return value
 
 
 def event_of(row: Row, file: str) -> Event:

@@ -8,7 +8,7 @@ power."""
 import hashlib
 import json
 import sqlite3
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from sqlalchemy.exc import DatabaseError, InterfaceError, OperationalError, Prog
 from rolecall.core.clock import SystemClock
 from rolecall.core.errors import JournalCorrupt, JournalError, JournalUnavailable
 from rolecall.core.journal.database import redacted
+from rolecall.core.journal.payloads import ChainHead
 from rolecall.core.journal.tables import META, METADATA
 
 SCHEMA_VERSION = 1
@@ -40,6 +41,12 @@ def canonical(value: Any) -> str:
 def chain_hash(previous: str, entry: Mapping[str, Any]) -> str:
     """Link of an append-only chain: SHA-256 over the link before and the canonical entry, in hex."""
     return hashlib.sha256(f"{previous}\n{canonical(entry)}".encode()).hexdigest()
+
+
+def chain_head(conn: sa.Connection, table: sa.Table) -> ChainHead:
+    """Last link of the chain in `table`."""
+    last = conn.execute(sa.select(table.c.seq, table.c.hash).order_by(table.c.seq.desc()).limit(1)).first()
+    return ChainHead(position=last.seq, hash=last.hash) if last else ChainHead(position=0, hash=GENESIS)
 
 
 class Store:
@@ -109,6 +116,11 @@ class Store:
         with self._connected(**options) as conn, conn.begin():
             yield conn
 
+    def rows(self, query: sa.Select[Any]) -> Sequence[sa.RowMapping]:
+        """What a query finds, in a transaction of its own. Raises as `read`."""
+        with self.read() as conn:
+            return conn.execute(query).mappings().all()
+
     @contextmanager
     def _connected(self, **options: Any) -> Iterator[sa.Connection]:
         try:
@@ -136,7 +148,7 @@ class Store:
 
     def _hint(self) -> str:
         if self._is_sqlite:
-            return "is its directory writable, and has its disk room?"
+            return "is its directory writable, and does its disk have free space?"
         if self._was_open:
             return "start the server again: whoever has the journal open reconnects by itself"
         return "is the server running, and is the URL right?"
@@ -184,7 +196,7 @@ def _sqlite_engine(url: str, create: bool) -> sa.Engine:
 
 
 def _check_exists(path: Path) -> None:
-    # SQLite has one sentence for all of these, and a person needs three.
+    # SQLite has one sentence for all of these, and an operator needs three.
     if not path.exists():
         raise JournalError(f"{path}: there is no journal (the file is missing)")
     if not path.is_file():

@@ -1,14 +1,20 @@
 """Tables of a run's database (SQLAlchemy). `events` and `ledger` are hash chains: rows are appended and never
 changed."""
 
+from typing import Any
+
 import sqlalchemy as sa
 
 METADATA = sa.MetaData()
 
-META = sa.Table("meta", METADATA, sa.Column("name", sa.Text, primary_key=True), sa.Column("value", sa.Text))
-EVENTS = sa.Table(
+
+def _table(name: str, *columns: sa.Column[Any]) -> sa.Table:
+    return sa.Table(name, METADATA, *columns)
+
+
+META = _table("meta", sa.Column("name", sa.Text, primary_key=True), sa.Column("value", sa.Text))
+EVENTS = _table(
     "events",
-    METADATA,
     sa.Column("seq", sa.Integer, primary_key=True, autoincrement=False),
     sa.Column("kind", sa.Text, nullable=False, index=True),
     sa.Column("wall_at", sa.Float, nullable=False),
@@ -18,9 +24,8 @@ EVENTS = sa.Table(
     sa.Column("body", sa.Text, nullable=False),
     sa.Column("hash", sa.Text, nullable=False),
 )
-DESIRED = sa.Table(
+DESIRED = _table(
     "desired",
-    METADATA,
     sa.Column("replica", sa.Text, primary_key=True),
     sa.Column("incarnation", sa.Integer, nullable=False),
     sa.Column("node", sa.Text, nullable=False),
@@ -29,9 +34,8 @@ DESIRED = sa.Table(
     sa.Column("because", sa.Text, nullable=False),
     sa.Column("incident_id", sa.Text),
 )
-ACTUAL = sa.Table(
+ACTUAL = _table(
     "actual",
-    METADATA,
     sa.Column("replica", sa.Text, primary_key=True),
     sa.Column("incarnation", sa.Integer, primary_key=True),
     sa.Column("node", sa.Text, nullable=False),
@@ -43,38 +47,29 @@ ACTUAL = sa.Table(
     sa.Column("policy_version", sa.Integer, nullable=False),
     sa.Column("changed_at", sa.Float, nullable=False),
 )
-EPOCHS = sa.Table(
+EPOCHS = _table(
     "epochs",
-    METADATA,
     sa.Column("number", sa.Integer, primary_key=True, autoincrement=False),
     sa.Column("members", sa.Text, nullable=False),
     sa.Column("because", sa.Text, nullable=False),
     sa.Column("wall_at", sa.Float, nullable=False),
 )
-LEASES = sa.Table(
+LEASES = _table(
     "leases",
-    METADATA,
     sa.Column("name", sa.Text, primary_key=True),
     sa.Column("holder", sa.Text, nullable=False),
     sa.Column("fence", sa.Integer, nullable=False),
     sa.Column("expires_at", sa.Float, nullable=False),
 )
-FLAGS = sa.Table(
-    "flags",
-    METADATA,
-    sa.Column("name", sa.Text, primary_key=True),
-    sa.Column("value", sa.Text, nullable=False),
-)
-WINDOWS = sa.Table(
+FLAGS = _table("flags", sa.Column("name", sa.Text, primary_key=True), sa.Column("value", sa.Text, nullable=False))
+WINDOWS = _table(
     "windows",
-    METADATA,
     sa.Column("incident_id", sa.Text, primary_key=True),
     sa.Column("name", sa.Text, primary_key=True),
     sa.Column("blob", sa.LargeBinary, nullable=False),
 )
-LEDGER = sa.Table(
+LEDGER = _table(
     "ledger",
-    METADATA,
     sa.Column("seq", sa.Integer, primary_key=True, autoincrement=False),
     sa.Column("group_id", sa.Text, nullable=False, index=True),
     sa.Column("state", sa.Text, nullable=False),
@@ -84,9 +79,8 @@ LEDGER = sa.Table(
     sa.Column("wall_at", sa.Float, nullable=False),
     sa.Column("hash", sa.Text, nullable=False),
 )
-LEDGER_GROUPS = sa.Table(
+LEDGER_GROUPS = _table(
     "ledger_groups",
-    METADATA,
     sa.Column("group_id", sa.Text, primary_key=True),
     sa.Column("state", sa.Text, nullable=False),
     sa.Column("step", sa.Integer, nullable=False),

@@ -1,9 +1,9 @@
-"""What a metric is: the type of the catalogue's rows (`core/metrics/catalogue.py`), and the names that its labels may
-have."""
+"""What a metric is: the type of the catalogue's rows (`core/metrics/catalogue.py`)."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class MetricType(StrEnum):
@@ -12,7 +12,7 @@ class MetricType(StrEnum):
 
 
 class MetricScope(StrEnum):
-    """What a metric speaks of, and so where its value comes from."""
+    """What a metric describes, and so where its value comes from."""
 
     PROCESS = "process"  # ProcessSample
     HOST = "host"  # HostSample
@@ -30,26 +30,41 @@ class MetricScope(StrEnum):
 NODE = ("node",)
 RANK = ("node", "role", "replica", "rank")
 GPU = ("node", "gpu")
-LABELS_ALLOWED = frozenset(
-    {*RANK, "phase", "state", "probe", "kind", "version"}
-    | {*GPU, "uuid", "name", "link", "error", "reason", "xid", "action", "gpu_instance", "compute_instance", "profile"}
-    | {"nic", "port", "interface", "priority", "mount", "device", "resource", "communicator", "collective"}
-    | {"run", "mode", "fault", "outcome", "guard", "decision", "verdict", "detector"}
-)
-"""Every label that a metric may carry. All are bounded by the topology or by a closed set."""
+UNITS = ("bytes_per_second", "seconds", "bytes", "ratio", "nats", "celsius", "watts", "joules", "hertz")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Metric:
     name: str
-    type: MetricType
-    unit: str  # "seconds", "bytes", ... or "" for counts and 0/1
     help: str
     labels: tuple[str, ...]
     subject: MetricScope
     detect: bool = False  # in `/v1/samples`, where the detector reads it
-    source: str = ""  # field of ProcessSample or HostSample; "" for the agent's own
+    source: str = ""  # field of ProcessSample, HostSample or GpuSample; "" for what is in none of them
     node_clock: bool = False  # the field is node-monotonic; exposed as seconds since 1970
+
+    @property
+    def type(self) -> MetricType:
+        return MetricType.COUNTER if self.name.endswith("_total") else MetricType.GAUGE
+
+    @property
+    def unit(self) -> str:
+        """As the name says: "seconds", "bytes", ... or "" for counts and 0/1."""
+        stem = self.name.removesuffix("_total")
+        return next((unit for unit in UNITS if stem.endswith("_" + unit)), "")
+
+
+def row(subject: MetricScope, labels: tuple[str, ...], name: str, help_: str, **more: Any) -> Metric:
+    """`name`: without `rolecall_`, and with the labels that it has beside `labels`, as PromQL writes them:
+    `watch_mode{mode}`."""
+    name, _, own = name.removesuffix("}").partition("{")
+    every = (*labels, *own.split(",")) if own else labels
+    return Metric(name=f"rolecall_{name}", help=help_, labels=every, subject=subject, **more)
+
+
+def rows(subject: MetricScope, labels: tuple[str, ...], table: Mapping[str, str]) -> tuple[Metric, ...]:
+    """`table`: name -> help, as of `row`."""
+    return tuple(row(subject, labels, name, help_) for name, help_ in table.items())
 
 
 class MetricValue(NamedTuple):

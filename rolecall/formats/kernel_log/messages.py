@@ -3,7 +3,9 @@
 Pure: a message (without its timestamp, see `timestamps.py`) to a fact or None. Patterns are anchored at the first
 character, so that a message that quotes another one does not match. Formats: NVIDIA's drivers (`nvidia.py`),
 Linux mm/oom_kill.c, kernel/watchdog.c, kernel/hung_task.c, drivers/edac, drivers/pci/pcie/aer.c,
-arch/x86/kernel/cpu/mce, drivers/firmware/efi/cper.c and the network drivers named below. Real lines and near-misses of
+arch/x86/kernel/cpu/mce, drivers/firmware/efi/cper.c, drivers/net/ethernet/mellanox/mlx5/core/{events,cmd}.c,
+drivers/md/raid{1,5,10}.c, drivers/nvme/host/multipath.c, fs/buffer.c, fs/file_table.c, net/sunrpc/clnt.c and the network
+drivers named below; NVIDIA's nvidia-peermem.c and kernel_nvlink.c. Real lines and near-misses of
 each are in tests/formats/test_kernel_log.py.
 """
 
@@ -19,6 +21,7 @@ from rolecall.formats.kernel_log.nvidia import (
     parse_nvidia,
     parse_nvswitch,
 )
+from rolecall.formats.kernel_log.timestamps import continues
 
 MESSAGE_CHARS_MAX = 4096
 """Parsed length of a message; the kernel truncates a record at 1 KiB (2 KiB from 6.x on)."""
@@ -57,12 +60,14 @@ class HardwareError:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelFault:
-    """Another fault: `what` is one of FAULTS. `pid` and `name` of the affected process, where given."""
+    """Another fault: `what` is one of FAULTS. `pid` and `name` of the affected process, where given. `over`: the kernel
+    says that it has ended."""
 
     what: str
     pid: int | None = None
     name: str = ""
     device: str = ""
+    over: bool = False
 
 
 KernelFact = XidLine | SxidLine | GpuLost | GpuNamed | OomKill | KernelLinkChange | HardwareError | KernelFault
@@ -77,11 +82,6 @@ _OOM = re.compile(
     r"(?:(Memory cgroup )?[Oo]ut of memory(?: \(\w{1,40}\))?: )?Killed process (\d{1,10}) \((.{0,64})\),? "
     r"(?:UID[ :]?\d+, )?total-vm:\d+kB, anon-rss:(\d{1,15})kB"
 )
-
-
-def _oom(m: re.Match[str]) -> OomKill:
-    return OomKill(pid=int(m[2]), name=m[3], of_cgroup=m[1] is not None, rss_bytes=int(m[4]) * 1024)
-
 
 # --- links ----------------------------------------------------------------------------------------------------------
 
@@ -145,71 +145,97 @@ def _hardware(message: str) -> HardwareError | None:
 # --- other faults ---------------------------------------------------------------------------------------------------
 
 _NAME = r"(?P<name>.{0,64})"
-_FAULTS: tuple[tuple[str, re.Pattern[str]], ...] = (
+_MLX5 = rf"mlx5_core (?P<pci>{_PCI_BARE})(?: \S{{1,32}})?: (?:\w{{1,60}}:\d{{1,6}}:\(pid \d{{1,10}}\): )?"
+"""Errors and warnings of the driver name function, line and process; older drivers and notes do not."""
+_PATTERNS = (
     (
         "soft_lockup",
-        re.compile(
+        (
             rf"(?:NMI )?(?:watchdog: )?BUG: soft lockup - (?P<device>CPU#\d{{1,5}}) stuck for \d{{1,9}}s! "
             rf"\[{_NAME}:(?P<pid>\d{{1,10}})\]"
         ),
     ),
     (
         "hard_lockup",
-        re.compile(
-            r"(?:NMI )?watchdog: (?:CPU\d{1,5}: )?(?:NMI )?Watchdog detected hard LOCKUP on (?P<device>cpu \d{1,5})"
-        ),
+        r"(?:NMI )?watchdog: (?:CPU\d{1,5}: )?(?:NMI )?Watchdog detected hard LOCKUP on (?P<device>cpu \d{1,5})",
     ),
-    (
-        "hung_task",
-        re.compile(rf"INFO: task {_NAME}:(?P<pid>\d{{1,10}}) blocked (?:in I/O wait )?for more than \d{{1,9}} seconds"),
-    ),
-    ("rcu_stall", re.compile(r"(?:rcu: )?INFO: rcu_\w{1,20} (?:self-)?detected (?:expedited )?stalls? on CPU")),
-    ("panic", re.compile(r"Kernel panic - not syncing: ")),
-    ("oops", re.compile(r"BUG: (?:unable to handle |kernel NULL pointer )|Oops: \w|kernel BUG at ")),
+    ("hung_task", rf"INFO: task {_NAME}:(?P<pid>\d{{1,10}}) blocked (?:in I/O wait )?for more than \d{{1,9}} seconds"),
+    ("rcu_stall", r"(?:rcu: )?INFO: rcu_\w{1,20} (?:self-)?detected (?:expedited )?stalls? on CPU"),
+    ("panic", r"Kernel panic - not syncing: "),
+    ("oops", r"BUG: (?:unable to handle |kernel NULL pointer )|Oops: \w|kernel BUG at "),
     (
         "disk_error",
-        re.compile(
-            r"(?:blk_update_request: )?(?:critical (?:medium|target) error|I/O error), dev (?P<device>[\w!-]{1,32}), sector "
-        ),
+        r"(?:blk_update_request: )?(?:critical (?:medium|target) error|I/O error), dev (?P<device>[\w!-]{1,32}), sector ",
     ),
     (
         "disk_error",
-        re.compile(
+        (
             r"nvme (?P<device>nvme\d{1,4}): (?:I/O .{1,80} timeout|controller is down; will reset|Device not ready"
             r"|Removing after probe failure)"
         ),
     ),
-    ("filesystem_error", re.compile(r"(?:EXT4-fs error \(device |BTRFS error \(device )(?P<device>[\w!-]{1,32})")),
+    ("filesystem_error", r"(?:EXT4-fs error \(device |BTRFS error \(device )(?P<device>[\w!-]{1,32})"),
     (
         "filesystem_error",
-        re.compile(
+        (
             r"(?:EXT4-fs|XFS) \((?P<device>[\w!-]{1,32})\): (?:Remounting filesystem read-only|Corruption "
             r"|[Ll]og I/O [Ee]rror|Filesystem has been shut down)"
         ),
     ),
     (
         "nic_fault",
-        re.compile(
-            rf"mlx5_core (?P<pci>{_PCI_BARE})(?: \S{{1,32}})?: (?:\w{{1,40}}:\d{{1,6}}:\(pid \d{{1,10}}\): )?"
-            r"(?:Fatal error \d|device's health compromised|handling bad device here|\S{1,60} timeout\. Will cause a leak)"
+        (
+            rf"{_MLX5}(?:Fatal error \d|device's health compromised|handling bad device here|"
+            r"\S{1,60} timeout\. Will cause a leak)"
         ),
     ),
     (
         "nic_cable",
-        re.compile(
-            rf"mlx5_core (?P<pci>{_PCI_BARE}): Port module event(?:\[error\])?: module \d{{1,3}}, Cable (?:unplugged|error)"
+        rf"{_MLX5}Port module event(?:\[error\])?: module \d{{1,3}}, Cable (?:unplugged|error)",
+    ),
+    ("nic_power", rf"{_MLX5}Detected insufficient power on the PCIe slot \("),
+    ("nic_hot", rf"{_MLX5}High temperature on sensors with bit set "),
+    (
+        "nic_register_error",
+        rf"{_MLX5}ACCESS_REG\(0x[0-9a-f]{{1,4}}\) op_mod\(0x[0-9a-f]{{1,4}}\) (?:uid\(\d{{1,9}}\) )?failed",
+    ),
+    ("gpu_peer_memory", r"nvidia[-_]peermem \w{1,60}:\d{1,6} ERROR "),
+    (
+        "nvlink_detect_failed",
+        (
+            r"NVRM: (?:(?P<device>GPU\d{1,3}) )?(?:knvlinkUpdatePostRxDetectLinkMask_\w{1,20}: Failed to update Rx Detect "
+            r"Link mask|knvlinkDiscoverPostRxDetLinks_\w{1,20}: Getting peer[01]'s postRxDetLinkMask failed)"
         ),
     ),
-    ("nic_fault", re.compile(r"NETDEV WATCHDOG: (?P<device>[\w.@-]{1,32})\b.{0,80}: transmit queue \d{1,5} timed out")),
     (
-        "pcie_link_down",
-        re.compile(rf"pcieport (?P<pci>{_PCI_BARE}): pciehp: Slot\(\S{{1,32}}\): (?:Link Down|Card not present)"),
+        "raid_degraded",
+        (
+            r"md/raid\d{0,2}:(?P<device>md[\w.-]{1,32}): (?:Disk failure on |not enough operational "
+            r"|Cannot continue operation)"
+        ),
     ),
     (
-        "cpu_throttled",
-        re.compile(r"(?:mce: )?(?P<device>CPU\d{1,5}): (?:Core|Package) temperature (?:is )?above threshold"),
+        "raid_degraded",  # started with fewer disks than it should have
+        (
+            r"md/raid\d{0,2}:(?P<device>md[\w.-]{1,32}): (?:raid level \d{1,2} )?active with (?P<active>\d{1,3}) out of "
+            r"(?!(?P=active) )\d{1,3} (?:mirrors|devices)"
+        ),
     ),
+    ("nvme_no_path", r"(?:block )?(?P<device>nvme\w{1,16}): no (?:usable|available) path - (?:requeuing|failing) I/O"),
+    (
+        "buffer_io_error",
+        (r"Buffer I/O error on (?:dev|device) (?P<device>[\w!-]{1,32}), logical block \d{1,20}"),
+    ),
+    (
+        "nfs_server",
+        r"(?:nfs|lockd): server (?P<device>\S{1,253}) (?:not responding, (?:still trying|timed out)|(?P<over>OK)$)",
+    ),
+    ("file_max", r"VFS: file-max limit \d{1,20} reached"),
+    ("nic_fault", r"NETDEV WATCHDOG: (?P<device>[\w.@-]{1,32})\b.{0,80}: transmit queue \d{1,5} timed out"),
+    ("pcie_link_down", rf"pcieport (?P<pci>{_PCI_BARE}): pciehp: Slot\(\S{{1,32}}\): (?:Link Down|Card not present)"),
+    ("cpu_throttled", r"(?:mce: )?(?P<device>CPU\d{1,5}): (?:Core|Package) temperature (?:is )?above threshold"),
 )
+_FAULTS = tuple((what, re.compile(pattern)) for what, pattern in _PATTERNS)
 FAULTS: tuple[str, ...] = (*dict.fromkeys(what for what, _ in _FAULTS), "segfault", "gpu_init_failed")
 """All that KernelFault.what may be."""
 
@@ -230,7 +256,8 @@ def _fault(message: str) -> KernelFault | None:
             fields = m.groupdict()
             device = fields.get("pci") or fields.get("device") or ""
             pid = int(fields["pid"]) if fields.get("pid") else None
-            return KernelFault(what=what, pid=pid, name=fields.get("name") or "", device=device)
+            over = bool(fields.get("over"))
+            return KernelFault(what=what, pid=pid, name=fields.get("name") or "", device=device, over=over)
     return None
 
 
@@ -247,17 +274,20 @@ def parse_message(message: str) -> KernelFact | None:
         return _segfault(message) if m[1] else None
     if message.startswith("NVRM: "):
         found = parse_nvidia(message)
+        if found is None:
+            return _fault(message)
         return KernelFault(what="gpu_init_failed", device=found.pci) if isinstance(found, GpuInitFailed) else found
     if message.startswith("nvidia-nvswitch"):
         return parse_nvswitch(message)
     if m := _OOM.match(message):
-        return _oom(m)
+        return OomKill(pid=int(m[2]), name=m[3], of_cgroup=m[1] is not None, rss_bytes=int(m[4]) * 1024)
     return _link(message) or _hardware(message) or _fault(message)
 
 
 THREE_LINES = 4
 """A GPU that is named is the one that fell off the bus in one of so many lines after."""
 NUM_GPUS_MAX = 64
+LINES_OF_RECORD_MAX = 64
 
 
 class KernelReader:
@@ -268,7 +298,16 @@ class KernelReader:
         self._named, self._lines_left = "", 0
 
     def take(self, message: str) -> KernelFact | None:
-        """The fact that this message completes. `GpuNamed` is kept and never returned."""
+        """The fact that this message completes; of a record of several lines the first. `GpuNamed` is kept and never
+        returned."""
+        first, *rest = message[:MESSAGE_CHARS_MAX].split("\n", LINES_OF_RECORD_MAX)
+        fact = self._take(message)
+        if fact is None and rest and not _OF_A_PROCESS.match(message):
+            lines = (line.strip() for line in rest)
+            fact = next((f for line in lines if continues(first, line) and (f := self._take(line))), None)
+        return fact
+
+    def _take(self, message: str) -> KernelFact | None:
         fact = parse_message(message)
         self._lines_left -= 1
         if isinstance(fact, GpuNamed):

@@ -9,12 +9,15 @@ from dataclasses import dataclass
 from rolecall.formats.xid.nvlink import CODES, SIGNS, NvlinkRegisterError, Ruling, assess_line, reason, register_errors
 from rolecall.formats.xid.xid import ADVICE, RECOVERY_ADVICE, RecoveryAction, XidAction, xid
 
-_PCI = r"(?:PCI:)?([0-9a-fA-F]{4,8}:[0-9a-fA-F]{2}:[0-9a-fA-F]{2})(?:\.[0-7])?"
+_PCI = r"(?:PCI:)?((?:[0-9a-fA-F]{4,8}:)?[0-9a-fA-F]{2}:[0-9a-fA-F]{2})(?:\.[0-7])?"
+"""Without a domain it is domain 0, as lspci(8) writes it too."""
 
 
 def normal_pci(address: str) -> str:
-    """`PCI:00000000:3B:00.0` -> `0000:3b:00`: domain (four digits, more where they are needed), bus, device."""
-    domain, _, rest = address.removeprefix("PCI:").lower().partition(":")
+    """`PCI:00000000:3B:00.0`, `PCI:3B:00` -> `0000:3b:00`: domain (four digits, more where they are needed), bus,
+    device."""
+    address = address.removeprefix("PCI:").lower()
+    domain, _, rest = (address if address.count(":") > 1 else f"0:{address}").partition(":")
     return f"{domain.lstrip('0').rjust(4, '0')}:{rest.partition('.')[0]}"
 
 
@@ -64,9 +67,11 @@ class XidLine:
         """The catalogue's for the code; where the line decides (74, 144 to 150, 154), what comes of it."""
         if self.nvlink is not None:
             said = self.nvlink.assessment
-            if said is not None and (said.fatal or not self.nvlink.fatal):
+            fatal = self.nvlink.fatal or (said is not None and said.fatal)
+            if said is not None and said.fatal == fatal and not (fatal and said.action is XidAction.IGNORE):
                 return said.action
-            return XidAction.WORKFLOW_NVLINK5_ERR if self.nvlink.fatal else XidAction.IGNORE
+            # The table also has rows that are link fatal with action IGNORE: a lost link is never ignored.
+            return XidAction.WORKFLOW_NVLINK5_ERR if fatal else XidAction.IGNORE
         if self.nvlink_register_errors and set(self.nvlink_register_errors) <= {
             NvlinkRegisterError.HARMLESS,
             NvlinkRegisterError.THRESHOLD,
@@ -210,17 +215,6 @@ def _nvlink5(code: int, text: str) -> NvLink5 | None:
     )
 
 
-def _sxid(m: re.Match[str]) -> SxidLine:
-    return SxidLine(
-        switch=int(m[1]),
-        pci=normal_pci(m[2]),
-        code=int(m[3]),
-        fatal=m[4].lower() == "fatal",
-        link=int(m[5]) if m[5] else None,
-        text=m[6].strip(),
-    )
-
-
 def parse_nvidia(message: str) -> NvidiaFact | None:
     """The fact in a message that begins with `NVRM: `; None: not of interest."""
     if m := _XID.match(message):
@@ -241,4 +235,13 @@ def parse_nvidia(message: str) -> NvidiaFact | None:
 def parse_nvswitch(message: str) -> SxidLine | None:
     """A message that begins with `nvidia-nvswitch`."""
     m = _SXID.match(message)
-    return _sxid(m) if m else None
+    if m is None:
+        return None
+    return SxidLine(
+        switch=int(m[1]),
+        pci=normal_pci(m[2]),
+        code=int(m[3]),
+        fatal=m[4].lower() == "fatal",
+        link=int(m[5]) if m[5] else None,
+        text=m[6].strip(),
+    )

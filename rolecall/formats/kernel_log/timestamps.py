@@ -7,12 +7,18 @@
     message [ 5678.901234] host kernel: message    1795334400.123456 host kernel: message        journalctl -k -o
     short-...
 
+    [Nov22 08:00] message    [  +0.000012] message        dmesg -H: a minute, then seconds since the line before
+
+A record of several lines (printk with line breaks) is one record of /dev/kmsg with escaped line breaks. dmesg and
+journalctl print its further lines indented and without a time, rsyslog writes `#012` for each line break. The indented
+lines of a record of /dev/kmsg are its properties (` SUBSYSTEM=pci`), and no message.
+
 A syslog line whose tag is not `kernel` is from another program, and a /dev/kmsg record whose facility is not the
 kernel's was written by a process: neither comes from the kernel. Formats: Documentation/ABI/testing/dev-kmsg, dmesg(1),
-journalctl(1), RFC 3164."""
+journalctl(1), RFC 3164, util-linux sys-utils/dmesg.c, rsyslog's $EscapeControlCharactersOnReceive."""
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
 LINE_CHARS_MAX = 8192
@@ -76,6 +82,8 @@ _DMESG = re.compile(rf"{_KERNEL_PRIORITY}{_UPTIME} ?(.*)", re.DOTALL)
 _DMESG_DATE = re.compile(
     rf"{_KERNEL_PRIORITY}\[\w{{3}} {_MONTH} {{1,2}}(\d{{1,2}}) {_CLOCK} (\d{{4}})\] ?(.*)", re.DOTALL
 )
+_DMESG_MINUTE = re.compile(rf"{_KERNEL_PRIORITY}\[{_MONTH} {{0,2}}(\d{{1,2}}) (\d\d):(\d\d)\] ?(.*)", re.DOTALL)
+_DMESG_SINCE = re.compile(rf"{_KERNEL_PRIORITY}\[ {{0,8}}\+(\d{{1,8}}\.\d{{6}})\] ?(.*)", re.DOTALL)
 _ISO = re.compile(rf"{_KERNEL_PRIORITY}{_ISO_TIME} (.*)", re.DOTALL)
 _OF_DMESG = re.compile(r".{10}T.{8},\d{6}[+-]\d\d:\d\d")
 """A comma before six digits, and a zone: neither journalctl, rsyslog nor Python's logging writes a time so."""
@@ -84,6 +92,7 @@ _FULL = re.compile(r"\w{3} (\d{4}-\d\d-\d\d \d\d:\d\d:\d\d(?:\.\d{1,9})?) UTC (.
 _UNIX = re.compile(r"(\d{9,11}\.\d{1,9}) (.*)", re.DOTALL)
 _TAG = re.compile(rf"{_HOST} kernel: ?(.*)", re.DOTALL)
 _INNER_UPTIME = re.compile(rf"{_UPTIME} ?")
+_SYSLOG_LINE_BREAK = "#012"
 
 
 def parse_line(line: str) -> TimestampedLine | None:
@@ -114,6 +123,57 @@ def parse_line(line: str) -> TimestampedLine | None:
     return None
 
 
+class LineReader:
+    """Takes the lines of one text log in order: a further line of a record gets the stamp of that record.
+
+    `unstamped`: the log is `dmesg -t`, whose lines have no stamps. A further line counts only if it begins with the
+    same word as its record: a process may have a line break in its name, and would otherwise write lines of its own.
+    """
+
+    def __init__(self, *, unstamped: bool = False) -> None:
+        self._unstamped = unstamped
+        self._record: TimestampedLine | None = None  # the newest line of the kernel, if nothing else followed
+        self._minute: tuple[int, int, int, int, float] | None = None  # of dmesg -H
+
+    def take(self, line: str) -> TimestampedLine | None:
+        """None: neither a line of the kernel nor the rest of one. Never raises."""
+        line = line[:LINE_CHARS_MAX].rstrip("\r\n")
+        if line[:1] in (" ", "\t"):
+            return self._rest(line.strip())
+        stamped = parse_line(line) or self._of_minute(line)
+        if stamped is None and self._unstamped and line:
+            stamped = TimestampedLine(message=line)
+        self._record = None if _RECORD.match(line) else stamped
+        return stamped
+
+    def _rest(self, message: str) -> TimestampedLine | None:
+        if self._record is None or not continues(self._record.message, message):
+            return None
+        return replace(self._record, message=message)
+
+    def _of_minute(self, line: str) -> TimestampedLine | None:
+        """`dmesg -H` gives the seconds since the line before, and a new date with each new minute."""
+        if m := _DMESG_MINUTE.match(line):
+            local = _local(m[1], m[2], m[3], m[4], "0")
+            if _wall(2024, local) is None:
+                return None
+            self._minute = local
+            return TimestampedLine(message=m[5], local=local)
+        if m := _DMESG_SINCE.match(line):
+            if self._minute is not None:
+                self._minute = (*self._minute[:4], min(self._minute[4] + float(m[1]), LAST_OF_MINUTE))
+            return TimestampedLine(message=m[2], local=self._minute)
+        return None
+
+
+LAST_OF_MINUTE = 59.999999
+
+
+def continues(record: str, message: str) -> bool:
+    """Whether `message` can be a further line of this record: both begin with the same word (`NVRM:`)."""
+    return bool(message) and record.split(maxsplit=1)[:1] == message.split(maxsplit=1)[:1]
+
+
 def _tagged(
     rest: str,
     *,
@@ -131,6 +191,7 @@ def _tagged(
     message = m[2]
     if inner := _INNER_UPTIME.match(message):
         message = message[inner.end() :]
+    message = message.replace(_SYSLOG_LINE_BREAK, "\n")
     return TimestampedLine(message=message, host=m[1], wall_at=wall_at, uptime_seconds=uptime_seconds, local=local)
 
 

@@ -13,11 +13,13 @@ import json
 import math
 import re
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
+
+from rolecall.formats.nccl.ras import word
 
 LINE_BYTES_MAX = 64 << 10
 """A line of the verbose form with 64 channels takes some 16 KB."""
-TEXT_CHARS_MAX = 96
 NUM_GAUGES_MAX = 20_000
 _GIGA = 1e9
 _NUMBER_MAX = 1e18
@@ -39,8 +41,7 @@ class Context:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InspectorOperation:
-    """A finished collective, or a send or receive (`is_p2p`). `timing`: where its time was taken (`kernel_gpu`,
-    ...)."""
+    """A finished collective, or a send or receive (`is_p2p`)."""
 
     context: Context
     kind: str
@@ -48,7 +49,6 @@ class InspectorOperation:
     size_bytes: int
     seconds: float
     bus_bytes_per_second: float
-    timing: str
     is_p2p: bool
 
 
@@ -83,7 +83,8 @@ class Lines:
         if context is None and self._num_left > 0:
             self._num_left -= 1
             context = self._context
-        if "proxy_trace" in value or (context is None and "header" not in value and _has_operation(value)):
+        has_operation = isinstance(value.get("coll_perf"), dict) or isinstance(value.get("p2p_perf"), dict)
+        if "proxy_trace" in value or (context is None and "header" not in value and has_operation):
             return None  # the latter: from a dump whose header was not seen
         found = _operation(value, context) if context is not None else None
         self.num_bad += found is None
@@ -110,23 +111,19 @@ def _context(value: dict[str, Any]) -> Context | None:
         return None
     about: dict[str, Any] = metadata if isinstance(metadata, dict) else {}
     rank, num_ranks = _number(header.get("rank")), _number(header.get("n_ranks"))
-    communicator = _word(header.get("id"))
+    communicator = word(header.get("id"))
     if rank is None or num_ranks is None or not communicator:
         return None
     return Context(
         communicator=communicator,
-        name=_word(header.get("comm_name")),
+        name=word(header.get("comm_name")),
         rank=int(rank),
         num_ranks=int(num_ranks),
         num_nodes=int(_number(header.get("nnodes")) or 0),
-        host=_word(about.get("hostname")),
+        host=word(about.get("hostname")),
         pid=int(_number(about.get("pid")) or 0),
         written_at=(_number(about.get("dump_timestamp_us")) or 0.0) * 1e-6,
     )
-
-
-def _has_operation(value: dict[str, Any]) -> bool:
-    return isinstance(value.get("coll_perf"), dict) or isinstance(value.get("p2p_perf"), dict)
 
 
 def _operation(value: dict[str, Any], context: Context) -> InspectorOperation | None:
@@ -134,7 +131,7 @@ def _operation(value: dict[str, Any], context: Context) -> InspectorOperation | 
         record = value.get(f"{prefix}_perf")
         if not isinstance(record, dict):
             continue
-        kind = _word(record.get(prefix)) or _word(record.get(f"{prefix}_operation"))
+        kind = word(record.get(prefix)) or word(record.get(f"{prefix}_operation"))
         numbers = [_number(record.get(f"{prefix}_{key}")) for key in ("sn", "msg_size_bytes", "exec_time_us")]
         sequence, size, micros = numbers
         if not kind or sequence is None or micros is None:
@@ -146,7 +143,6 @@ def _operation(value: dict[str, Any], context: Context) -> InspectorOperation | 
             size_bytes=int(size or 0),
             seconds=micros * 1e-6,
             bus_bytes_per_second=(_number(record.get(f"{prefix}_busbw_gbs")) or 0.0) * _GIGA,
-            timing=_word(record.get(f"{prefix}_timing_source")),
             is_p2p=prefix == "p2p",
         )
     return None
@@ -159,12 +155,6 @@ def _number(value: Any) -> float | None:
     if type(value) is float and math.isfinite(value) and 0.0 <= value < _NUMBER_MAX:
         return value
     return None
-
-
-def _word(value: Any) -> str:
-    if not isinstance(value, str):
-        return ""
-    return "".join(c if " " <= c <= "~" else "?" for c in value[:TEXT_CHARS_MAX])
 
 
 # --- Prometheus text file -----------------------------------------------------------------------------------------
@@ -186,28 +176,16 @@ class Gauge:
     is_time: bool
     kind: str
     gpu: str
-    communicator: str
-    message_size: str
     value: float
 
 
-def gauges(text: str) -> tuple[list[Gauge], int]:
-    """Of a text file, and how many of its lines are of no known form."""
-    found: list[Gauge] = []
-    num_bad = 0
-    for line in text.splitlines():
-        if not line.strip() or line.startswith("#"):
-            continue
-        gauge = _gauge(line.strip())
-        if gauge is None or len(found) >= NUM_GAUGES_MAX:
-            num_bad += 1
-        else:
-            found.append(gauge)
-    return found, num_bad
+def gauges(text: str) -> list[Gauge]:
+    """Of a text file. Lines of no known form are skipped."""
+    return list(islice(filter(None, map(_gauge, text.splitlines())), NUM_GAUGES_MAX))
 
 
 def _gauge(line: str) -> Gauge | None:
-    m = _SAMPLE.match(line)
+    m = _SAMPLE.match(line.strip())
     if m is None or m.group("name") not in (*BANDWIDTH, *TIME):
         return None
     labels = {key: value for key, value in _LABEL.findall(m.group("labels"))}
@@ -215,15 +193,13 @@ def _gauge(line: str) -> Gauge | None:
         value = _number(float(m.group("value")))
     except ValueError:
         return None
-    kind = _word(labels.get("collective") or labels.get("p2p_operation"))
+    kind = word(labels.get("collective") or labels.get("p2p_operation"))
     if value is None or not kind:
         return None
     is_time = m.group("name") in TIME
     return Gauge(
         is_time=is_time,
         kind=kind,
-        gpu=_word(labels.get("gpu", "")).removeprefix("GPU"),
-        communicator=_word(labels.get("comm_name", "")),
-        message_size=_word(labels.get("message_size", "")),
+        gpu=word(labels.get("gpu", "")).removeprefix("GPU"),
         value=value * 1e-6 if is_time else value * _GIGA,
     )

@@ -119,6 +119,7 @@ XID_ROWS: tuple[tuple[int, str, str, str, str, str, str], ...] = (
     (170, "NVLINK_SECURE_OTHER", "interrupt in confidential-computing mode", "", "", "gpu", "CHECK_APP / Warning"),
     (171, "UNCORRECTABLE_DRAM_ERROR", "detail of an XID 48 in DRAM", "", "", "gpu", "- / Warning"),
     (172, "UNCORRECTABLE_SRAM_ERROR", "detail of an XID 48 in SRAM", "", "", "gpu", "REBOOT / Warning"),
+    (173, "C2C_FATAL_LINK_FAILURE", "fatal error of the chip-to-chip link", "", "", "gpu", ""),  # gpud's list; not yet in the catalogue
 )
 # fmt: on
 
@@ -198,11 +199,9 @@ NOTES: dict[int, tuple[bool, str]] = {
     170: (False, "of confidential computing only: look at what came with it"),
     171: (False, "a detail: follow the XID 48 beside it"),
     172: (True, "a detail: follow the XID 48 beside it"),
+    173: (True, "drain the machine and reboot it; if it comes back, call NVIDIA's support"),
 }
 """Of codes without an action: whether the GPU needs something first, and what the catalogue's remarks come to."""
-
-CODE_MAX = 172
-"""Of the catalogue: each code up to it has a row, in use or not."""
 
 SXID_ROWS: dict[str, dict[int, str]] = {
     "benign": {
@@ -213,14 +212,15 @@ SXID_ROWS: dict[str, dict[int, str]] = {
         ),
         **dict.fromkeys((24001, 24002, 24003), "corrected single-bit ECC error of source tracking"),
         20001: "link replayed a packet on sending",
-        20009: "short-term rate of receive errors on a link",
-        20012: "connection of a link is inconsistent",
         22013: "request of a link to its controller failed",
     },
-    "other first": {
+    "reset": {
+        10004: "thermal event begins",
         11004: "ingress: packet breaks the access list",
         12028: "egress: privilege error of a non-posted packet",
         19084: "heartbeat timeout of a link's sequencer",
+        20009: "short-term rate of receive errors on a link",
+        20012: "connection of a link is inconsistent",
     },
     "potentially fatal": {
         11001: "ingress: invalid command",
@@ -259,7 +259,6 @@ SXID_ROWS: dict[str, dict[int, str]] = {
     "host": {
         10001: "host: privilege error",
         10002: "host: privileged access timed out",
-        10004: "thermal event begins",
         10005: "thermal event ends",
     },
 }

@@ -99,7 +99,7 @@ NOT_FATAL = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Xid:
-    """One code. `unused`: NVIDIA gives it no meaning. `known`: it is in the catalogue."""
+    """One code. `known`: it is in the catalogue."""
 
     code: int
     mnemonic: str
@@ -109,7 +109,6 @@ class Xid:
     fault_class: FaultClass
     second_opinion: str = ""
     """gpud's actions and the type of its event, where it has them: `REBOOT+HW_INSPECT / Fatal`."""
-    unused: bool = False
     known: bool = True
 
     @property
@@ -125,11 +124,6 @@ class Xid:
         if self.immediate is XidAction.NONE and self.code in NOTES:
             return NOTES[self.code][1]
         return ADVICE[self.immediate]
-
-    @property
-    def tells_no_fault(self) -> bool:
-        """On its own it is only counted."""
-        return self.immediate is XidAction.IGNORE
 
 
 class RecoveryAction(StrEnum):
@@ -174,22 +168,19 @@ class Sxid:
 
     code: int
     meaning: str
-    group: str  # `benign`, `other first`, `potentially fatal`, `always fatal`, `host`
+    group: str  # `benign`, `reset`, `potentially fatal`, `always fatal`, `host`
     action: XidAction
     advice: str
     known: bool = True
 
     @property
     def fatal(self) -> bool:
-        return self.group in ("potentially fatal", "always fatal")
+        return self.group in ("reset", "potentially fatal", "always fatal")
 
 
 def xid(code: int) -> Xid:
     """Meaning of `code`; an unknown code is fatal and a case for NVIDIA's support."""
-    found = XIDS.get(code)
-    if found is not None:
-        return found
-    return Xid(
+    return XIDS.get(code) or Xid(
         code=code,
         mnemonic=f"XID_{code}",
         meaning="not in the catalogue that rolecall knows",
@@ -202,10 +193,7 @@ def xid(code: int) -> Xid:
 
 def sxid(code: int) -> Sxid:
     """Meaning of `code`; for an unknown code the line's Fatal or Non-fatal decides."""
-    found = SXIDS.get(code)
-    if found is not None:
-        return found
-    return Sxid(
+    return SXIDS.get(code) or Sxid(
         code=code,
         meaning="not in the catalogue that rolecall knows",
         group="unknown",
@@ -215,44 +203,48 @@ def sxid(code: int) -> Sxid:
     )
 
 
-def _from_row(row: tuple[int, str, str, str, str, str, str]) -> Xid:
-    code, mnemonic, meaning, immediate, investigatory, fault_class, second = row
-    return Xid(
-        code=code,
-        mnemonic=mnemonic,
-        meaning=meaning,
-        immediate=XidAction(immediate),
-        investigatory=XidAction(investigatory),
-        fault_class=FaultClass(fault_class),
-        second_opinion=second,
-    )
-
-
-def _unused(code: int, mnemonic: str) -> Xid:
-    return Xid(
-        code=code,
-        mnemonic=mnemonic,
-        meaning="unused in NVIDIA's catalogue",
-        immediate=XidAction.CONTACT_SUPPORT,
-        investigatory=XidAction.NONE,
-        fault_class=FaultClass.GPU,
-        unused=True,
-    )
-
-
 _SXID_ACTIONS = {
     "benign": (XidAction.IGNORE, "count it, and watch its rate"),
-    "other first": (XidAction.IGNORE, "follow the error that came before it; if there is none, reboot"),
+    # Lines call these non-fatal. NVIDIA's Fabric Manager user guide asks for a restart of the virtual machine or a
+    # reset of GPUs and NVSwitches all the same, and NVSentinel has them as fatal.
+    "reset": (
+        XidAction.RESET_FABRIC,
+        (
+            "restart the virtual machine, or drain the node and reset its GPUs and NVSwitches together (nvidia-smi "
+            "--gpu-reset), else reboot; follow the error that came before it, if there is one"
+        ),
+    ),
     "potentially fatal": (XidAction.RESET_FABRIC, ADVICE[XidAction.RESET_FABRIC]),
     "always fatal": (XidAction.RESTART_BM, "reboot the host: the whole fabric is concerned"),
     "host": (XidAction.IGNORE, "check temperatures and power"),
 }
 
 XIDS: Mapping[int, Xid] = MappingProxyType(
-    {code: _unused(code, mnemonic) for code, mnemonic in UNUSED_ROWS.items()}
-    | {row[0]: _from_row(row) for row in XID_ROWS}
+    {
+        code: Xid(
+            code=code,
+            mnemonic=mnemonic,
+            meaning="unused in NVIDIA's catalogue",
+            immediate=XidAction.CONTACT_SUPPORT,
+            investigatory=XidAction.NONE,
+            fault_class=FaultClass.GPU,
+        )
+        for code, mnemonic in UNUSED_ROWS.items()
+    }
+    | {
+        code: Xid(
+            code=code,
+            mnemonic=mnemonic,
+            meaning=meaning,
+            immediate=XidAction(immediate),
+            investigatory=XidAction(investigatory),
+            fault_class=FaultClass(fault_class),
+            second_opinion=second_opinion,
+        )
+        for code, mnemonic, meaning, immediate, investigatory, fault_class, second_opinion in XID_ROWS
+    }
 )
-"""By code, 1 to 172: all of NVIDIA's catalogue."""
+"""By code, 1 to 172: all of NVIDIA's catalogue; and 173."""
 
 SXIDS: Mapping[int, Sxid] = MappingProxyType(
     {

@@ -20,10 +20,10 @@ from rolecall.detector.artifacts.stacks import diagnosis as stacks
 from rolecall.detector.artifacts.stacks import dumps as stack_dumps
 from rolecall.detector.artifacts.stacks.dumps import StackDump, Topology
 from rolecall.detector.artifacts.stacks.positions import shown, stack_of
-from rolecall.detector.base.read_budget import Budget
+from rolecall.detector.base.read_budget import Budget, read_each
 from rolecall.watch.evidence.requests import called
 
-NUM_FRAMES_TOLD = 6
+NUM_FRAMES_SHOWN = 6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,9 +38,9 @@ class EvidenceFile:
 
 @dataclass(slots=True)
 class EvidenceAnalysis:
-    """`told`: findings of each part, as text. `unread`: files that the detectors cannot read, and why."""
+    """`statements`: findings of each part, as text. `unread`: files that the detectors cannot read, and why."""
 
-    told: list[str] = field(default_factory=list)
+    statements: list[str] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
     unread: list[str] = field(default_factory=list)
 
@@ -64,8 +64,8 @@ def analyse_evidence(files: Sequence[EvidenceFile]) -> EvidenceAnalysis:
     return analysis
 
 
-def _unread(e: UnreadableInput) -> str:
-    return f"{Path(e.where).name}: {e.reason}"
+def _unread(error: UnreadableInput) -> str:
+    return f"{Path(error.where).name}: {error.reason}"
 
 
 def _stacks(files: Sequence[EvidenceFile], analysis: EvidenceAnalysis) -> None:
@@ -79,15 +79,15 @@ def _stacks(files: Sequence[EvidenceFile], analysis: EvidenceAnalysis) -> None:
         assert file.who is not None
         dumps.append(dump)
         owners[dump.replica, dump.rank] = file.who
-        analysis.told.append(_stack_told(dump, file))
+        analysis.statements.append(_stack_text(dump, file))
     for found in stacks.diagnose(dumps) if dumps else ():
         analysis.findings.append(_renamed(found, lambda s: owners.get((s.replica, s.rank))))
 
 
-def _stack_told(dump: StackDump, file: EvidenceFile) -> str:
+def _stack_text(dump: StackDump, file: EvidenceFile) -> str:
     assert file.who is not None
     stack = stack_of(dump)
-    frames = " < ".join(shown(f) for f in stack.frames[:NUM_FRAMES_TOLD])
+    frames = " < ".join(shown(f) for f in stack.frames[:NUM_FRAMES_SHOWN])
     peer = "" if file.suspected else ", a peer,"
     held = f"; another thread holds the GIL: {stack.gil_holder}" if stack.gil_holder else ""
     return f"stack: {called(file.who)}{peer} {stack.doing}: {frames}{held}"
@@ -101,7 +101,7 @@ def _flight(files: Sequence[EvidenceFile], analysis: EvidenceAnalysis) -> None:
     by_path = {str(f.path): f.who for f in files}
     owners = {d.rank: who for d in dumps if (who := by_path[d.path]) is not None}
     topology = _topology(owners)
-    analysis.told.append(flight_recorder.looked_at(dumps))
+    analysis.statements.append(flight_recorder.summary(dumps))
     for found in flight_recorder.diagnose(dumps, topology=topology):
         if all(s.rank in owners for s in found.suspects):
             analysis.findings.append(_renamed(found, lambda s: None if s.rank is None else owners.get(s.rank)))
@@ -119,14 +119,14 @@ def _topology(owners: Mapping[int, Suspect]) -> Topology:
 def _nccl(files: Sequence[EvidenceFile], analysis: EvidenceAnalysis) -> None:
     polls = [poll for file in files for poll in nccl_status.read(file.path)]
     findings, remarks = nccl_status.diagnose(polls)
-    analysis.told += [f"NCCL RAS: {nccl_status.looked_at(polls)}", *(f"NCCL RAS: {text}" for text in remarks)]
+    analysis.statements += [f"NCCL RAS: {nccl_status.summary(polls)}", *(f"NCCL RAS: {text}" for text in remarks)]
     analysis.findings += findings
 
 
 def _kernel(files: Sequence[EvidenceFile], analysis: EvidenceAnalysis) -> None:
-    logs, unread = kernel_logs.read_all([f.path for f in files], (), Budget())
+    logs, unread = read_each([f.path for f in files], (), Budget(), kernel_logs.read, kernel_logs.kept_bytes)
     analysis.unread += unread
-    analysis.told.append(f"kernel: {kernel_findings.looked_at(logs)}")
+    analysis.statements.append(f"kernel: {kernel_findings.summary(logs)}")
     analysis.findings += kernel_findings.diagnose(logs)
 
 

@@ -7,7 +7,9 @@ journal event lists the files and what the detectors found in them.
 """
 
 import hashlib
+import json
 import logging
+import os
 import queue
 import threading
 from collections import deque
@@ -19,16 +21,17 @@ from pathlib import Path
 from rolecall.core.clock import Clock
 from rolecall.core.diagnosis import Diagnosis, Finding
 from rolecall.core.faults import EvidenceKind
+from rolecall.core.http import HttpFailed, request
 from rolecall.core.journal.payloads import EvidenceCollected, EvidenceFileRecord
-from rolecall.core.rundir import RunDir
+from rolecall.core.rundir import RunDir, write_atomically
 from rolecall.core.text import plain
+from rolecall.detector.base.plain_pickle import UnsafePickle
 from rolecall.detector.live.subject import MonitoredProcess
+from rolecall.recovery.incidents import finite
 from rolecall.recovery.interfaces import CollectedEvidence
-from rolecall.recovery.triage import finite
-from rolecall.reports.incident_material import EVIDENCE_DIR, run_redactor
+from rolecall.reports.incident_export import EVIDENCE_DIR, run_redactor
+from rolecall.reports.redaction import STACKS, Redactor, redacted
 from rolecall.watch.evidence.diagnosis import EvidenceAnalysis, EvidenceFile, analyse_evidence
-from rolecall.watch.evidence.files import EvidenceFiles, EvidenceRejected
-from rolecall.watch.evidence.query import EvidenceRequestFailed, request_evidence
 from rolecall.watch.evidence.requests import EvidenceRequest, called, select_evidence
 
 logger = logging.getLogger(__name__)
@@ -47,7 +50,11 @@ BYTES_MAX = {
     EvidenceKind.KERNEL: 1 << 20,
 }
 """Of one response. A trainer with 30 threads of 40 frames takes 0.3 MB, a dump of 2,000 entries 0.3 to 1 MB."""
-NUM_TOLD_MAX = 40
+INCIDENT_BYTES_MAX = 64 << 20
+NUM_KEPT_MAX = 500
+"""Incidents of a run whose evidence is stored: about 2 MB each, at most INCIDENT_BYTES_MAX."""
+REASON_CHARS_MAX = 300
+NUM_STATEMENTS_MAX = 40
 """Texts of each kind in the event."""
 NUM_NAMED_MAX = 4
 NO_TOKEN = (
@@ -69,6 +76,89 @@ class _EvidenceResponse:
     body: bytes | None = None  # None: it is missing
     wall_at: float = 0.0
     missing: str = ""
+
+
+class EvidenceRequestFailed(Exception):
+    """The evidence is unavailable; the message says why. `status`: HTTP status of the agent's response, 0 without
+    one.
+    """
+
+    def __init__(self, reason: str, status: int = 0) -> None:
+        self.status = status
+        super().__init__(reason)
+
+
+def request_evidence(url: str, path: str, authorization: str, *, seconds: float, bytes_max: int) -> bytes:
+    """The response of the agent at `url` to `path`, within `seconds`.
+
+    Raises:
+        EvidenceRequestFailed: it does not respond in time, rejects the request, or sends more than `bytes_max`.
+    """
+    headers = {"Authorization": authorization}
+    try:
+        answer = request("GET", url.rstrip("/") + path, headers=headers, deadline_seconds=seconds, bytes_max=bytes_max)
+    except HttpFailed as error:
+        if error.late:
+            raise EvidenceRequestFailed(f"no complete answer of its agent within {seconds:.0f} s") from None
+        if error.too_large:
+            raise EvidenceRequestFailed(str(error), HTTPStatus.OK) from None
+        raise EvidenceRequestFailed(f"its agent does not answer ({plain(str(error), REASON_CHARS_MAX)})") from None
+    if answer.status != HTTPStatus.OK:
+        raise EvidenceRequestFailed(_reason(answer.status, answer.body), answer.status)
+    return answer.body
+
+
+def _reason(status: int, body: bytes) -> str:
+    """The agent's error message, or else the status."""
+    try:
+        return f"its agent says: {plain(str(json.loads(body)['error']), REASON_CHARS_MAX)}"
+    except (ValueError, KeyError, TypeError):
+        return f"its agent answers with status {status}"
+
+
+class EvidenceRejected(Exception):
+    """A response cannot be stored, with the reason."""
+
+
+class EvidenceFiles:
+    """Writes the redacted evidence of one incident, each file readable by its owner only."""
+
+    def __init__(self, folder: Path, known: Redactor) -> None:
+        """`folder`: the incident's, created in the parent of all. Raises OSError: nothing can be stored."""
+        folder.parent.mkdir(mode=0o700, exist_ok=True)
+        if not folder.exists() and sum(1 for _ in folder.parent.iterdir()) >= NUM_KEPT_MAX:
+            raise OSError(0, f"{folder.parent} already holds the evidence of {NUM_KEPT_MAX} incidents, the limit")
+        folder.mkdir(mode=0o700, exist_ok=True)
+        self._folder, self._known, self._room = folder, known, INCIDENT_BYTES_MAX
+
+    def keep(self, ask: EvidenceRequest, number: int, body: bytes, wall_at: float) -> EvidenceFile:
+        """`number`: replaces the rank of a dump that does not contain it. `wall_at`: time of the evidence.
+
+        Raises:
+            EvidenceRejected: it is malformed or too large.
+            OSError: it cannot be written.
+        """
+        try:
+            content = redacted(ask.kind, body, self._known)
+        except (UnsafePickle, ValueError, RecursionError) as e:
+            raise EvidenceRejected(f"its agent's response is malformed ({e})") from None
+        if len(content) > self._room:
+            raise EvidenceRejected(f"left out, over {INCIDENT_BYTES_MAX >> 20} MiB for this incident")
+        self._room -= len(content)
+        path = self._folder / _name(ask, number)
+        write_atomically(path, content, private=True)
+        os.utime(path, (wall_at, wall_at))  # the detectors compute waiting times from it
+        return EvidenceFile(kind=ask.kind, path=path, who=ask.who, suspected=ask.suspected)
+
+
+def _name(ask: EvidenceRequest, number: int) -> str:
+    if ask.kind is EvidenceKind.FLIGHT:
+        name = f"flight_rank_{number}.json"
+    elif ask.who is not None:
+        name = f"{STACKS}{ask.who.replica}-rank_{ask.who.rank}.json"
+    else:
+        name = f"nccl_ras-{ask.node}.json" if ask.kind is EvidenceKind.NCCL else f"kernel-{ask.node}.log"
+    return "".join(c if c.isascii() and (c.isalnum() or c in "._-") else "-" for c in name)
 
 
 class EvidencePull:
@@ -168,14 +258,14 @@ class EvidencePull:
         files = EvidenceFiles(self._run.path / EVIDENCE_DIR / job.incident_id, known)
         numbers = _dump_numbers([a for a in job.asks if a.kind is EvidenceKind.FLIGHT])
         kept, refused = list[EvidenceFile](), list[str]()
-        for a, body in had:
+        for answer, body in had:
             if self._clock.monotonic() > until:
-                refused.append(f"{a.ask.what}: received, but there was no time left to redact it")
+                refused.append(f"{answer.ask.what}: received, but there was no time left to redact it")
                 continue
             try:
-                kept.append(files.keep(a.ask, numbers.get(a.ask, 0), body, a.wall_at))
+                kept.append(files.keep(answer.ask, numbers.get(answer.ask, 0), body, answer.wall_at))
             except EvidenceRejected as e:
-                refused.append(f"{a.ask.what}: {plain(e, 300)}")
+                refused.append(f"{answer.ask.what}: {plain(e, 300)}")
         return kept, refused
 
     def _answers(self, asks: Sequence[EvidenceRequest], until: float) -> list[_EvidenceResponse]:
@@ -259,9 +349,9 @@ class EvidencePull:
         collected = EvidenceCollected(
             because=_because(kept, analysis, missing),
             files=tuple(_described(f, self._run.path) for f in kept),
-            told=tuple(plain(text) for text in analysis.told[:NUM_TOLD_MAX]),
-            findings=tuple(Finding.from_dict(finite(f.to_dict())) for f in analysis.findings[:NUM_TOLD_MAX]),
-            missing=tuple(plain(text) for text in (*missing, *analysis.unread)[:NUM_TOLD_MAX]),
+            statements=tuple(plain(text) for text in analysis.statements[:NUM_STATEMENTS_MAX]),
+            findings=tuple(Finding.from_dict(finite(f.to_dict())) for f in analysis.findings[:NUM_STATEMENTS_MAX]),
+            missing=tuple(plain(text) for text in (*missing, *analysis.unread)[:NUM_STATEMENTS_MAX]),
             seconds=round(seconds, 3),
         )
         self._collected.append(CollectedEvidence(incident_id=incident_id, payload=collected))
@@ -277,11 +367,11 @@ def _dump_numbers(asks: Sequence[EvidenceRequest]) -> dict[EvidenceRequest, int]
 # --- texts ----------------------------------------------------------------------------------------------------------
 
 
-def _reason_text(ask: EvidenceRequest, e: EvidenceRequestFailed) -> str:
+def _reason_text(ask: EvidenceRequest, error: EvidenceRequestFailed) -> str:
     """Why it is missing; empty if that needs no mention."""
-    if e.status == HTTPStatus.NOT_FOUND and ask.who is None:
+    if error.status == HTTPStatus.NOT_FOUND and ask.who is None:
         return ""  # an agent without this collector
-    return f"{e}; {WRONG_TOKEN}" if e.status == HTTPStatus.UNAUTHORIZED else str(e)
+    return f"{error}; {WRONG_TOKEN}" if error.status == HTTPStatus.UNAUTHORIZED else str(error)
 
 
 def _missing(answers: Sequence[_EvidenceResponse]) -> list[str]:

@@ -17,7 +17,7 @@ from heapq import nsmallest
 from rolecall.core.diagnosis import Diagnosis, Suspect
 from rolecall.core.faults import EvidenceKind
 from rolecall.core.telemetry import Phase
-from rolecall.detector.live.findings import suspect
+from rolecall.detector.live.fleet import suspect
 from rolecall.detector.live.subject import MonitoredProcess
 
 NUM_STACKS_MAX = 16

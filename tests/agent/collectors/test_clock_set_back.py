@@ -24,7 +24,7 @@ HOUR_SECONDS = 3600.0
 
 
 class SetClock(FakeClock):
-    """Its wall time can be set, as a person or NTP does it; its monotonic time goes on."""
+    """Its wall time can be set, as an operator or NTP does it; its monotonic time goes on."""
 
     def set_by(self, seconds: float) -> None:
         self._wall_offset += seconds
@@ -35,7 +35,7 @@ def test_an_agent_goes_on_and_only_wall_times_move(tmp_path: Path) -> None:
     agent = Agent(AgentSettings(node=NODE, data_dir=tmp_path, token=TOKEN, interval_seconds=1.0), clock)
 
     def ask(path: str, **query: str) -> Mapping[str, Any]:
-        found: Mapping[str, Any] = json.loads(agent._routes().table()[path](http_request(path, **query)).body)
+        found: Mapping[str, Any] = json.loads(agent._routes.table()[path](http_request(path, **query)).body)
         return found
 
     try:
@@ -54,7 +54,7 @@ def test_an_agent_goes_on_and_only_wall_times_move(tmp_path: Path) -> None:
         first, second = ask("/v1/events")["events"]
         assert (first["seq"], second["seq"]) == (1, 2) and second["at"] - first["at"] == 1.0
         assert [e["seq"] for e in ask("/v1/events", after="1")["events"]] == [2]
-        page = bytes(agent._routes().metrics(http_request("/metrics")).body).decode()
+        page = bytes(agent._routes.metrics(http_request("/metrics")).body).decode()
         assert "rolecall_host_cpus{" in page
         assert not re.search(r"\} \S+ \d+$", page, re.MULTILINE), "with times of their own Prometheus would refuse them"
     finally:

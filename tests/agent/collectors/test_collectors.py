@@ -5,9 +5,17 @@ from pathlib import Path
 
 import pytest
 
-from rolecall.agent.collectors.process.cgroup import ThrottleProbe, cpu_cgroup, parse_throttled_seconds, stat_files
-from rolecall.agent.collectors.process.host import HostProbe, parse_cpu, parse_stall_seconds
-from rolecall.agent.collectors.process.process import SLOW_ROUNDS, ProcessProbe, parse_run_delay, parse_stat
+from rolecall.agent.collectors.process.host import HostProbe, parse_cpu, parse_stalls
+from rolecall.agent.collectors.process.process import (
+    SLOW_ROUNDS,
+    ProcessProbe,
+    ThrottleProbe,
+    cpu_cgroup,
+    parse_run_delay,
+    parse_stat,
+    parse_throttled_seconds,
+    stat_files,
+)
 from rolecall.core.ids import NodeId
 
 RECORDED = Path(__file__).parents[1] / "proc"
@@ -191,4 +199,4 @@ def test_a_kernel_without_pressure_files_is_no_failure(tmp_path: Path) -> None:
 def test_damaged_host_files() -> None:
     with pytest.raises(ValueError):
         parse_cpu("intr 1 2 3\n", 100)
-    assert parse_stall_seconds("full avg10=0.00 total=5\n") == 0.0
+    assert parse_stalls("full avg10=0.00 total=5\n") == {"full": 5e-6}

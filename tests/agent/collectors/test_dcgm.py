@@ -1,15 +1,10 @@
 """Lines of `/metrics/dcgm`: names, label order, units and formatting of dcgm-exporter."""
 
 from rolecall.agent.collectors.gpu.dcgm import SERIES, GpuNumbers, label_text, render
+from rolecall.agent.collectors.gpu.nvml import GpuId
 
 LABELS = label_text(
-    gpu=0,
-    uuid="GPU-5f",
-    pci_bus_id="00000000:1A:00.0",
-    minor=3,
-    model='NVIDIA "H100"',
-    hostname="node-1",
-    driver="575.57.08",
+    GpuId(index=0, uuid="GPU-5f", pci_bus_id="00000000:1A:00.0", minor=3, name='NVIDIA "H100"'), "node-1", "575.57.08"
 )
 
 

@@ -10,7 +10,8 @@ from collections.abc import Iterator
 import pytest
 
 from rolecall.agent.collectors.base import CollectorUnavailable
-from rolecall.agent.collectors.exporters.collector import NUM_GPUS_MAX, dcgm_exporter, node_exporter
+from rolecall.agent.collectors.exporters.collector import NUM_GPUS_MAX, DcgmPage, ExporterCollector
+from rolecall.agent.collectors.exporters.node_exporter import NodeExporterPage
 from rolecall.agent.http.exposition import render
 from rolecall.core.ids import NodeId
 from rolecall.core.metrics.metric import MetricValue
@@ -18,6 +19,14 @@ from tests.agent.page_server import PageServer, http_page
 from tests.support import eventually
 
 NODE = NodeId("node-1")
+
+
+def dcgm_exporter(url: str, hostname: str = "") -> ExporterCollector:
+    return ExporterCollector(NODE, "dcgm_exporter", url, DcgmPage(NODE, hostname), dcgm=True)
+
+
+def node_exporter(url: str, deadline_seconds: float = 2.0) -> ExporterCollector:
+    return ExporterCollector(NODE, "node_exporter", url, NodeExporterPage(NODE), deadline_seconds=deadline_seconds)
 
 
 def gpu_labels(gpu: int, host: str = "hostname", more: str = "") -> str:
@@ -105,14 +114,14 @@ EXPECTED = {key: number for _, key, number in ALL.values()} | {
 @pytest.mark.parametrize("host", ["hostname", "Hostname"])
 def test_each_series_of_dcgm_in_our_units(server: PageServer, host: str) -> None:
     server.show(dcgm_page(0, host=host))
-    found = of_gpu(dcgm_exporter(NODE, url=server.url).read(0.0).values)
+    found = of_gpu(dcgm_exporter(server.url).read(0.0).values)
     assert found.keys() == EXPECTED.keys()
     assert found == {k: pytest.approx(v, rel=1e-12) for k, v in EXPECTED.items()}
 
 
 def test_each_gpu_has_its_own(server: PageServer) -> None:
     server.show(dcgm_page(*range(8)))
-    values = dcgm_exporter(NODE, url=server.url).read(0.0).values
+    values = dcgm_exporter(server.url).read(0.0).values
     for gpu in range(8):
         assert len(of_gpu(values, gpu)) == len(EXPECTED)
     assert len({(v.metric.name, v.labels) for v in values}) == len(values)
@@ -121,13 +130,13 @@ def test_each_gpu_has_its_own(server: PageServer) -> None:
 def test_the_page_goes_on_unchanged(server: PageServer) -> None:
     page = dcgm_page(0, 1) + 'DCGM_FI_OF_SOMEBODY{gpu="0"} 7\n'
     server.show(page)
-    assert dcgm_exporter(NODE, url=server.url).read(0.0).dcgm() == page
+    assert dcgm_exporter(server.url).read(0.0).dcgm() == page
 
 
 def test_throttle_reasons_of_both_names(server: PageServer) -> None:
     for name in ("DCGM_FI_DEV_CLOCKS_EVENT_REASONS", "DCGM_FI_DEV_CLOCK_THROTTLE_REASONS"):
         server.show(f"{name}{{{gpu_labels(0)}}} {0x4 | 0x40}\n")
-        found = of_gpu(dcgm_exporter(NODE, url=server.url).read(0.0).values)
+        found = of_gpu(dcgm_exporter(server.url).read(0.0).values)
         assert {k[1] for k, v in found.items() if k[0] == "throttle_active" and v} == {"sw_power_cap", "hw_thermal"}
         assert found["throttle_active", "idle"] == 0.0
 
@@ -135,7 +144,7 @@ def test_throttle_reasons_of_both_names(server: PageServer) -> None:
 @pytest.mark.parametrize("text", ["2147483632", "2147483634", "9223372036854775794", "140737488355328.000000", "NaN"])
 def test_blank_numbers_of_dcgm_are_no_numbers(server: PageServer, text: str) -> None:
     server.show(f"DCGM_FI_DEV_GPU_TEMP{{{gpu_labels(0)}}} {text}\nDCGM_FI_DEV_GPU_UTIL{{{gpu_labels(0)}}} 5\n")
-    found = of_gpu(dcgm_exporter(NODE, url=server.url).read(0.0).values)
+    found = of_gpu(dcgm_exporter(server.url).read(0.0).values)
     assert ("temperature_celsius",) not in found and found["utilization_ratio",] == 0.05
 
 
@@ -145,21 +154,21 @@ def test_mig_instances_are_not_mixed_up_with_the_gpu(server: PageServer) -> None
         "".join(f"DCGM_FI_DEV_FB_USED{{{i}}} 100\n" for i in instances)
         + f"DCGM_FI_DEV_GPU_TEMP{{{gpu_labels(0)}}} 40\n"
     )
-    found = of_gpu(dcgm_exporter(NODE, url=server.url).read(0.0).values)
+    found = of_gpu(dcgm_exporter(server.url).read(0.0).values)
     assert ("memory_used_bytes",) not in found
     assert (found["mig_enabled",], found["temperature_celsius",]) == (1.0, 40.0)
 
 
-def test_a_gpu_shared_by_pods_is_told_once(server: PageServer) -> None:
+def test_a_gpu_shared_by_pods_is_reported_once(server: PageServer) -> None:
     pods = [gpu_labels(0, more=f',namespace="a",pod="p-{i}",container="c"') for i in range(3)]
     server.show("".join(f"DCGM_FI_DEV_GPU_UTIL{{{p}}} 50\n" for p in pods))
-    values = dcgm_exporter(NODE, url=server.url).read(0.0).values
+    values = dcgm_exporter(server.url).read(0.0).values
     assert [v.value for v in values if v.metric.name == "rolecall_gpu_utilization_ratio"] == [0.5]
 
 
 def test_a_gpu_that_leaves_the_page_is_down(server: PageServer) -> None:
     server.show(dcgm_page(0, 1))
-    collector = dcgm_exporter(NODE, url=server.url)
+    collector = dcgm_exporter(server.url)
     collector.read(0.0)
     server.show(dcgm_page(0))
     values = collector.read(5.0).values
@@ -173,28 +182,28 @@ def test_a_page_of_several_hosts(server: PageServer) -> None:
     with pytest.raises(
         CollectorUnavailable, match=r"the page has 2 hosts \(gpu-7, gpu-8\), none of which is node-1: set `hostname`"
     ):
-        dcgm_exporter(NODE, url=server.url).read(0.0)
-    found = of_gpu(dcgm_exporter(NODE, url=server.url, hostname="gpu-7").read(0.0).values)
+        dcgm_exporter(server.url).read(0.0)
+    found = of_gpu(dcgm_exporter(server.url, hostname="gpu-7").read(0.0).values)
     assert found["utilization_ratio",] == 0.37
 
 
 def test_numbers_of_gpus_are_bounded(server: PageServer) -> None:
     server.show("".join(f'DCGM_FI_DEV_GPU_TEMP{{gpu="{i}"}} 40\n' for i in [*range(200), "x", "1000", "\u0661", "-1"]))
-    values = dcgm_exporter(NODE, url=server.url).read(0.0).values
+    values = dcgm_exporter(server.url).read(0.0).values
     assert len({v.labels[1] for v in values if v.metric.name == "rolecall_gpu_up"}) == NUM_GPUS_MAX
 
 
 def test_malformed_lines_are_counted_and_the_rest_stands(server: PageServer) -> None:
     server.show(f"DCGM_FI_DEV_GPU_TEMP{{gpu=0}} 40\n\n= 3\nDCGM_FI_DEV_GPU_UTIL{{{gpu_labels(0)}}} 50\n")
-    values = dcgm_exporter(NODE, url=server.url).read(0.0).values
+    values = dcgm_exporter(server.url).read(0.0).values
     assert of_gpu(values)["utilization_ratio",] == 0.5
     (malformed,) = (v for v in values if v.metric.name == "rolecall_probe_lines_malformed_total")
     assert (malformed.labels, malformed.value) == (("node-1", "dcgm_exporter"), 2.0)
 
 
-def test_an_exporter_that_is_down_is_told_by_address_and_comes_back(server: PageServer) -> None:
+def test_an_exporter_that_is_down_is_reported_by_address_and_comes_back(server: PageServer) -> None:
     server.answer = http_page("", "503 Service Unavailable")
-    collector = dcgm_exporter(NODE, url=server.url)
+    collector = dcgm_exporter(server.url)
     with pytest.raises(CollectorUnavailable, match=f"{server.url}: answers with status 503"):
         collector.read(0.0)
     server.show(dcgm_page(0))
@@ -205,13 +214,12 @@ def test_an_exporter_that_is_down_is_told_by_address_and_comes_back(server: Page
 def test_a_page_without_gpus_cannot_be_read(server: PageServer, page: str) -> None:
     server.show(page)
     with pytest.raises(CollectorUnavailable, match=f"{server.url}: no series of a GPU on this page"):
-        dcgm_exporter(NODE, url=server.url).read(0.0)
+        dcgm_exporter(server.url).read(0.0)
 
 
 def test_an_address_beyond_this_node_is_refused() -> None:
     with pytest.raises(ValueError, match="is not loopback"):
-        dcgm_exporter(NODE, url="http://10.0.0.1:9400/metrics")
-    assert dcgm_exporter(NODE, url="http://10.0.0.1:9400/metrics", remote=True).name == "dcgm_exporter"
+        dcgm_exporter("http://10.0.0.1:9400/metrics")
 
 
 # --- node_exporter
@@ -305,25 +313,25 @@ def of_node(values: tuple[MetricValue, ...]) -> dict[tuple[str, ...], float]:
 
 def test_series_of_node_exporter(server: PageServer) -> None:
     server.show(NODE_PAGE)
-    reading = node_exporter(NODE, url=server.url).read(0.0)
+    reading = node_exporter(server.url).read(0.0)
     assert of_node(reading.values) == NODE_EXPECTED
     assert reading.dcgm() == ""
 
 
 def test_order_on_the_page_does_not_matter(server: PageServer) -> None:
     server.show("\n".join(reversed(NODE_PAGE.splitlines())))
-    assert of_node(node_exporter(NODE, url=server.url).read(0.0).values) == NODE_EXPECTED
+    assert of_node(node_exporter(server.url).read(0.0).values) == NODE_EXPECTED
 
 
 def test_number_of_interfaces_is_bounded(server: PageServer) -> None:
     server.show("".join(f'node_network_up{{device="eth{i}"}} 1\n' for i in range(1000)))
-    assert len(of_node(node_exporter(NODE, url=server.url).read(0.0).values)) == 64
+    assert len(of_node(node_exporter(server.url).read(0.0).values)) == 64
 
 
 def test_labels_that_lack_cost_only_their_series(server: PageServer) -> None:
     names = sorted({line.split("{")[0].split()[0] for line in NODE_PAGE.splitlines() if not line.startswith("#")})
     server.show("".join(f'{n}{{other="x"}} 1\n' for n in names) + "node_netstat_Tcp_OutSegs 5\n")
-    found = of_node(node_exporter(NODE, url=server.url).read(0.0).values)
+    found = of_node(node_exporter(server.url).read(0.0).values)
     assert found["tcp_segments_sent_total",] == 5.0
     assert {k[0].split("_")[0] for k in found} == {"tcp", "host"}  # what is of the whole node needs no label
 
@@ -331,12 +339,12 @@ def test_labels_that_lack_cost_only_their_series(server: PageServer) -> None:
 def test_a_page_of_somebody_else(server: PageServer) -> None:
     server.show(dcgm_page(0))
     with pytest.raises(CollectorUnavailable, match="no series of node_exporter on this page"):
-        node_exporter(NODE, url=server.url).read(0.0)
+        node_exporter(server.url).read(0.0)
 
 
 def test_values_pass_into_the_exposition(server: PageServer) -> None:
     server.show(NODE_PAGE)
-    values = node_exporter(NODE, url=server.url).read(0.0).values
+    values = node_exporter(server.url).read(0.0).values
     text = render(values)[0].decode()
     assert 'rolecall_infiniband_up{nic="mlx5_0",node="node-1",port="1"} 1.0\n' in text
 
@@ -345,9 +353,9 @@ def test_promtool_takes_what_becomes_of_both(server: PageServer) -> None:
     program = shutil.which("promtool")
     if program is None:
         pytest.skip("no promtool here: the Debian package `prometheus` has it")
-    values = list(dcgm_exporter(NODE, url=server.url).read(0.0).values)
+    values = list(dcgm_exporter(server.url).read(0.0).values)
     server.show(NODE_PAGE)
-    values += node_exporter(NODE, url=server.url).read(0.0).values
+    values += node_exporter(server.url).read(0.0).values
     text = render(values)[0]
     done = subprocess.run([program, "check", "metrics"], input=text, capture_output=True, check=False)
     assert (done.returncode, done.stdout + done.stderr) == (0, b"")
@@ -363,7 +371,7 @@ def test_a_real_node_exporter() -> None:
         [program, f"--web.listen-address=127.0.0.1:{port}"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
     try:
-        collector = node_exporter(NODE, url=f"http://localhost:{port}/metrics", deadline_seconds=10.0)
+        collector = node_exporter(f"http://localhost:{port}/metrics", deadline_seconds=10.0)
         found: dict[tuple[str, ...], float] = {}
 
         def answered() -> bool:

@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 
 from rolecall.agent.collectors.base import CollectorReading
-from rolecall.agent.collectors.file_changes import FileChanges
 from rolecall.agent.collectors.gpu.xid_merger import XidMerger
 from rolecall.agent.collectors.kernel.collector import KernelLogCollector
-from rolecall.agent.collectors.kernel.sources import Kmsg
+from rolecall.agent.collectors.kernel.sources import FileChanges, Kmsg
 from rolecall.core.ids import NodeId
 from tests.support import PATIENCE_SECONDS
 

@@ -15,7 +15,6 @@ from rolecall.agent.collectors.gpu.collector import GpuCollector
 from rolecall.agent.collectors.gpu.events import GpuEventsCollector
 from rolecall.agent.collectors.gpu.faults import Conditions
 from rolecall.agent.collectors.gpu.nvml_calls import fabric_numbers
-from rolecall.agent.collectors.gpu.queries import GpuProcess
 from rolecall.agent.collectors.gpu.xid_merger import XidMerger
 from rolecall.core.clock import FakeClock
 from rolecall.core.ids import NodeId
@@ -54,7 +53,7 @@ def value(reading: CollectorReading, name: str, *labels: str) -> float | None:
     return found[0] if found else None
 
 
-def told(reading: CollectorReading) -> list[tuple[AgentEventKind, str]]:
+def reported(reading: CollectorReading) -> list[tuple[AgentEventKind, str]]:
     return [(f.kind, f.detail["gpu"]) for f in reading.facts]
 
 
@@ -106,9 +105,7 @@ def test_every_number_has_a_metric_with_these_labels(gpus: GpuCollector, machine
 
 
 def test_dcgm_lines_come_with_the_reading(library: Path, machine: Machine) -> None:
-    collector = GpuCollector(
-        NODE, library=library, last_xid=lambda gpu: 13 * gpu, xid_text=lambda xid: f"text of {xid}"
-    )
+    collector = GpuCollector(NODE, library=library, last_xid=lambda gpu: 13 * gpu)
     lines = collector.read(100.0).dcgm().splitlines()
     collector.close()
     labels = (
@@ -116,7 +113,7 @@ def test_dcgm_lines_come_with_the_reading(library: Path, machine: Machine) -> No
         'modelName="NVIDIA Stand-in 80GB",hostname="node-1",DCGM_FI_DRIVER_VERSION="575.57.08"'
     )
     assert f"DCGM_FI_DEV_POWER_USAGE{{{labels}}} 512.345" in lines
-    assert f'DCGM_FI_DEV_XID_ERRORS{{{labels},err_code="13",err_msg="text of 13"}} 13' in lines
+    assert f'DCGM_FI_DEV_XID_ERRORS{{{labels},err_code="13",err_msg="graphics engine exception"}} 13' in lines
 
 
 def test_dcgm_lines_are_what_a_prometheus_reads(gpus: GpuCollector, machine: Machine) -> None:
@@ -169,13 +166,11 @@ def test_throttling_is_a_flag_and_a_time(gpus: GpuCollector, machine: Machine) -
     assert value(reading, "throttle_seconds_total", "1", "hw_thermal") == pytest.approx(3.5)
 
 
-def test_processes_are_bounded_and_kept_for_any_thread(gpus: GpuCollector, machine: Machine) -> None:
+def test_processes_are_bounded(gpus: GpuCollector, machine: Machine) -> None:
     machine.set({"processes": ",".join(f"{pid}:{pid << 20}" for pid in range(1, 101))}, gpu=1)
     reading = gpus.read(100.0)
     assert value(reading, "processes", "1") == 100
-    assert len(gpus.processes[1]) == 64
-    assert gpus.processes[1][0] == GpuProcess(pid=1, memory_bytes=1 << 20)
-    assert gpus.processes[0] == ()
+    assert reading.gpu_pids == {0: (), 1: tuple(range(1, 65))}
 
 
 # --- what a GPU or driver does not know
@@ -284,7 +279,7 @@ def test_a_lost_gpu_is_one_fact_and_the_others_go_on(gpus: GpuCollector, machine
     gpus.read(100.0)
     machine.set({"lost": 1}, gpu=0)
     readings = [gpus.read(101.0 + s) for s in range(20)]
-    assert [told(r) for r in readings if r.facts] == [[(AgentEventKind.GPU_LOST, "0")]]
+    assert [reported(r) for r in readings if r.facts] == [[(AgentEventKind.GPU_LOST, "0")]]
     (fact,) = readings[0].facts
     assert fact.detail == {
         "gpu": "0",
@@ -299,22 +294,22 @@ def test_a_lost_gpu_is_one_fact_and_the_others_go_on(gpus: GpuCollector, machine
     assert 'gpu="0"' not in last.dcgm() and 'gpu="1"' in last.dcgm()
 
 
-def test_a_gpu_that_comes_back_is_told_once(gpus: GpuCollector, machine: Machine) -> None:
+def test_a_gpu_that_comes_back_is_reported_once(gpus: GpuCollector, machine: Machine) -> None:
     gpus.read(100.0)
     machine.set({"lost": 1}, gpu=0)
     gpus.read(101.0)
     machine.set({"lost": 0}, gpu=0)
     readings = [gpus.read(102.0 + s) for s in range(20)]
-    assert [told(r) for r in readings if r.facts] == [[(AgentEventKind.GPU_RECOVERED, "0")]]
+    assert [reported(r) for r in readings if r.facts] == [[(AgentEventKind.GPU_RECOVERED, "0")]]
     assert value(readings[-1], "power_watts", "0") == pytest.approx(512.345)
 
 
 def test_a_gpu_that_was_lost_before_the_agent_came(gpus: GpuCollector, machine: Machine) -> None:
     machine.set({"lost": 1}, gpu=1)
     readings = [gpus.read(100.0 + s) for s in range(10)]
-    assert [told(r) for r in readings if r.facts] == [[(AgentEventKind.GPU_LOST, "1")]]
+    assert [reported(r) for r in readings if r.facts] == [[(AgentEventKind.GPU_LOST, "1")]]
     machine.set({"lost": 0}, gpu=1)
-    assert told(gpus.read(120.0)) == [(AgentEventKind.GPU_RECOVERED, "1")]
+    assert reported(gpus.read(120.0)) == [(AgentEventKind.GPU_RECOVERED, "1")]
 
 
 @pytest.mark.parametrize("code", [999, 17], ids=["unknown error", "operating system"])
@@ -325,7 +320,7 @@ def test_a_gpu_on_which_every_call_fails_is_lost_whatever_the_code(
     names = ["UtilizationRates", "MemoryInfo_v2", "PowerUsage", "TotalEnergyConsumption", "TemperatureV", "ClockInfo"]
     names += ["CurrentClocksEventReasons", "FieldValues"]
     machine.set({f"error.nvmlDeviceGet{name}": code for name in names} | {"error.nvmlGpmSampleGet": code}, gpu=0)
-    assert told(gpus.read(101.0)) == [(AgentEventKind.GPU_LOST, "0")]
+    assert reported(gpus.read(101.0)) == [(AgentEventKind.GPU_LOST, "0")]
 
 
 # --- faults
@@ -344,7 +339,7 @@ def test_a_gpu_on_which_every_call_fails_is_lost_whatever_the_code(
         ({"GpuFabricInfoV.status": 999}, {"what": "fabric", "state": "registration"}),
     ],
 )
-def test_a_fault_that_begins_is_told_once(
+def test_a_fault_that_begins_is_reported_once(
     gpus: GpuCollector, machine: Machine, changes: dict[str, object], fault: dict[str, str]
 ) -> None:
     gpus.read(100.0)
@@ -359,20 +354,20 @@ def test_a_gpu_is_well_again_when_no_condition_stands(gpus: GpuCollector, machin
     machine.set({"RemappedRows.pending": 1, "field.230": 1}, gpu=1)
     assert {f.detail["what"] for f in gpus.read(100.0).facts} == {"remapped_rows", "recovery_action"}
     machine.set({"RemappedRows.pending": 0}, gpu=1)
-    assert told(gpus.read(115.0)) == []
+    assert reported(gpus.read(115.0)) == []
     machine.set({"field.230": 0}, gpu=1)
-    assert told(gpus.read(116.0)) == [(AgentEventKind.GPU_RECOVERED, "1")]
-    assert told(gpus.read(130.0)) == []
+    assert reported(gpus.read(116.0)) == [(AgentEventKind.GPU_RECOVERED, "1")]
+    assert reported(gpus.read(130.0)) == []
 
 
 def test_a_call_that_fails_for_a_while_neither_ends_a_fault_nor_tells_it_again(
     gpus: GpuCollector, machine: Machine
 ) -> None:
     machine.set({"RemappedRows.pending": 1}, gpu=1)
-    assert told(gpus.read(100.0)) == [(AgentEventKind.GPU_FAULT, "1")]
+    assert reported(gpus.read(100.0)) == [(AgentEventKind.GPU_FAULT, "1")]
     for at, code in ((120.0, 999), (140.0, 0)):
         machine.set({"error.nvmlDeviceGetRemappedRows": code}, gpu=1)
-        assert told(gpus.read(at)) == []
+        assert reported(gpus.read(at)) == []
 
 
 def test_a_link_with_errors_has_a_series_and_the_sum_counts_it(gpus: GpuCollector, machine: Machine) -> None:
@@ -452,7 +447,7 @@ def test_a_driver_that_goes_away_and_comes_back_with_one_gpu_less(gpus: GpuColle
         gpus.read(106.0)
     machine.set({"error.nvmlDeviceGetPowerUsage": 0, "init": 0, "count": 1})
     reading = gpus.read(111.0)
-    assert told(reading) == [(AgentEventKind.GPU_LOST, "1")]
+    assert reported(reading) == [(AgentEventKind.GPU_LOST, "1")]
     assert value(reading, "up", "0") == 1
     assert gpus.read(112.0).facts == ()
 
@@ -491,7 +486,7 @@ def xids(facts: tuple[Fact, ...]) -> list[tuple[str, str]]:
 
 def test_an_xid_is_a_fact_of_the_read_that_waits(library: Path, machine: Machine) -> None:
     """The event comes while the read waits, and ends it: it would wait for a minute."""
-    collector = GpuEventsCollector(library=library, wait_seconds=60.0, decode=lambda xid: {"mnemonic": f"M{xid}"})
+    collector = GpuEventsCollector(library=library, wait_seconds=60.0)
     machine.event(gpu=0, data=63)  # there before the collector: none of its events
     readings: list[CollectorReading] = []
     thread = threading.Thread(target=lambda: readings.append(collector.read(100.0)), daemon=True)
@@ -509,12 +504,13 @@ def test_an_xid_is_a_fact_of_the_read_that_waits(library: Path, machine: Machine
         "gpu": "1",
         "uuid": "GPU-00000000-0000-0000-0000-000000000001",
         "pci": "0000:1a:00",
-        "mnemonic": "M94",
+        "mnemonic": "ROBUST_CHANNEL_CONTAINED_ERROR",
+        "action": "RESTART_APP",
         "source": "nvml",
     }
 
 
-def test_the_same_xid_twice_is_told_twice(events: GpuEventsCollector, machine: Machine) -> None:
+def test_the_same_xid_twice_is_reported_twice(events: GpuEventsCollector, machine: Machine) -> None:
     events.read(100.0)
     for at in (101.0, 102.0):
         machine.event(gpu=1, data=31)
@@ -524,26 +520,22 @@ def test_the_same_xid_twice_is_told_twice(events: GpuEventsCollector, machine: M
     assert xids(events.read(103.0).facts) == []
 
 
-def test_an_xid_that_another_source_told_is_not_told_again(library: Path, machine: Machine) -> None:
-    asked: list[tuple[float, int, int, str]] = []
-
-    def merge(at: float, gpu: int, xid: int, source: str) -> bool:
-        asked.append((at, gpu, xid, source))
-        return False
-
-    collector = GpuEventsCollector(library=library, wait_seconds=0.02, merge=merge)
+def test_an_xid_that_another_source_reported_is_not_reported_again(library: Path, machine: Machine) -> None:
+    merger = XidMerger()
+    collector = GpuEventsCollector(library=library, wait_seconds=0.02, merger=merger)
     collector.read(100.0)
+    merger.merge(101.0, 0, 79, "kernel")
     machine.event(gpu=0, data=79)
     reading = collector.read(101.0)
     collector.close()
     assert reading.facts == ()
-    assert asked == [(101.0, 0, 79, "nvml")]
+    assert not merger.merge(101.0, 0, 79, "another source"), "it was reported under this GPU and code"
     assert collector.last_xid(0) == 79
 
 
 def test_the_kernel_logs_merger_fits(library: Path, machine: Machine) -> None:
     merger = XidMerger()
-    collector = GpuEventsCollector(library=library, wait_seconds=0.02, merge=merger.merge)
+    collector = GpuEventsCollector(library=library, wait_seconds=0.02, merger=merger)
     collector.read(100.0)
     merger.merge(101.0, 0, 79, "kernel")
     for data in (79, 94):
@@ -553,7 +545,7 @@ def test_the_kernel_logs_merger_fits(library: Path, machine: Machine) -> None:
     assert {key: count.number for key, count in merger.counts().items()} == {("0", 79): 1, ("0", 94): 1}
 
 
-def test_the_drivers_verdict_is_told_once_by_whoever_hears_of_it_first(
+def test_the_drivers_verdict_is_reported_once_by_whoever_hears_of_it_first(
     library: Path, events: GpuEventsCollector, machine: Machine
 ) -> None:
     gpus = GpuCollector(NODE, library=library, reported_action=events.reported_action)
@@ -573,7 +565,7 @@ def test_the_drivers_verdict_is_told_once_by_whoever_hears_of_it_first(
     assert events.read(101.1).facts == ()
     assert [f.detail["action"] for f in gpus.read(102.0).facts] == ["node_reboot"]
     machine.set({"field.230": 0}, gpu=1)
-    assert told(gpus.read(103.0)) == [(AgentEventKind.GPU_RECOVERED, "1")]
+    assert reported(gpus.read(103.0)) == [(AgentEventKind.GPU_RECOVERED, "1")]
     gpus.close()
 
 
@@ -657,7 +649,7 @@ begun = time.process_time()
 reading = gpus.read(time.monotonic())
 seconds = time.process_time() - begun
 heard = events.read(time.monotonic())
-processes = {str(i): len(p) for i, p in gpus.processes.items()}
+processes = {str(i): len(p) for i, p in reading.gpu_pids.items()}
 gpus.close()
 events.close()
 values = [[v.metric.name.removeprefix("rolecall_gpu_"), v.labels[1:], v.value] for v in reading.values]

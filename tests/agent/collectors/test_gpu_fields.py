@@ -6,17 +6,15 @@ from typing import Any
 
 import pytest
 
-from rolecall.agent.collectors.gpu import fields as gpu_fields
 from rolecall.agent.collectors.gpu import gpm
-from rolecall.agent.collectors.gpu.fields import FieldQuery, number_of
-from rolecall.agent.collectors.gpu.nvml import close_nvml, open_nvml
+from rolecall.agent.collectors.gpu.nvml import FIELD_ROW, NOT_ANSWERED, FieldQuery, close_nvml, number_of, open_nvml
 from tests.agent.nvml import Machine, build, shown_by
 
 
 def test_the_layouts_are_those_of_pynvml() -> None:
     pynvml: Any = pytest.importorskip("pynvml")
     field = pynvml.c_nvmlFieldValue_t
-    assert ctypes.sizeof(field) == gpu_fields.ROW.size
+    assert ctypes.sizeof(field) == FIELD_ROW.size
     names = ("fieldId", "scopeId", "timestamp", "latencyUsec", "valueType", "nvmlReturn", "value")
     assert [getattr(field, n).offset for n in names] == [0, 4, 8, 16, 24, 28, 32]
     metric = pynvml.c_nvmlGpmMetric_t
@@ -48,7 +46,7 @@ def test_what_nvml_does_not_know_is_no_number() -> None:
     assert number_of(7, b"\0" * 8) is None, "a type that is newer than this"
 
 
-def test_a_query_asks_anew_each_time(tmp_path: Path) -> None:
+def test_a_query_asks_again_each_time(tmp_path: Path) -> None:
     with shown_by(Machine(tmp_path / "state", num_gpus=1)) as machine:
         pynvml = open_nvml(build(tmp_path))
         gpu = pynvml.nvmlDeviceGetHandleByIndex(0)
@@ -72,4 +70,4 @@ def test_a_row_that_a_driver_leaves_untouched_is_no_answer() -> None:
             def nvmlDeviceGetFieldValues(gpu: object, count: int, rows: object) -> int:
                 return 0
 
-    assert FieldQuery(Lazy, [(82, 0)]).ask(None) == [(gpu_fields.NOT_ANSWERED, None)]
+    assert FieldQuery(Lazy, [(82, 0)]).ask(None) == [(NOT_ANSWERED, None)]

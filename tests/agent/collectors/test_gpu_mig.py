@@ -79,9 +79,7 @@ def test_each_instance_has_series_of_its_own(gpus: GpuCollector) -> None:
     assert len(found) == 3 * 5 + 2 * 2 + 1, "and no key that is none of an instance's"
 
 
-def test_instances_are_looked_at_now_and_then_and_go_when_they_are_destroyed(
-    gpus: GpuCollector, machine: Machine
-) -> None:
+def test_instances_are_read_now_and_then_and_go_when_they_are_destroyed(gpus: GpuCollector, machine: Machine) -> None:
     gpus.read(100.0)
     machine.unset("mig.4", gpu=0)
     machine.set({"mig.0.MemoryInfo.used": 0}, gpu=0)
@@ -109,7 +107,7 @@ def test_what_was_asked_of_an_instance_is_given_back_with_it(library: Path, mach
     close_nvml(nvml)
 
 
-def test_what_an_instance_does_not_answer_is_left_out_and_harms_nobody(gpus: GpuCollector, machine: Machine) -> None:
+def test_what_an_instance_does_not_answer_is_left_out_and_harms_no_one(gpus: GpuCollector, machine: Machine) -> None:
     machine.set({"mig.0.error.nvmlDeviceGetMemoryInfo": 3, "mig.1.error.nvmlDeviceGetName": 999, "gpm": 0}, gpu=0)
     gpus.read(100.0)
     reading = gpus.read(100.0 + POLL_SECONDS)

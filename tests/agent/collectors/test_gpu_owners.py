@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rolecall.agent.collectors.gpu.owners import GpuOwners, GpuOwnership, gpus_of
+from rolecall.agent.collectors.gpu.samples import GpuOwners, GpuOwnership, gpus_of
 from rolecall.agent.identity import Registration
 from rolecall.core.ids import NodeId, ProcessId
 

@@ -128,7 +128,7 @@ def test_without_gpm_traffic_comes_of_counters(source: Source, gpus: GpuCollecto
     machine.set({"field.197": 10**12 + 6_000_000_000}, gpu=0)
     zero, one = source.poll(gpus, 102.0)
     assert zero.pcie_transmit_bytes_per_second == 3e9
-    assert "pcie_transmit_bytes_per_second" not in one.to_dict(), "nothing came, or nobody asked"
+    assert "pcie_transmit_bytes_per_second" not in one.to_dict(), "nothing came, or no one asked"
     machine.set({"field.197": 5}, gpu=0)  # counts anew
     (zero, _) = source.poll(gpus, 103.0)
     assert "pcie_transmit_bytes_per_second" not in zero.to_dict()

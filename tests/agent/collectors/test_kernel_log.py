@@ -96,7 +96,7 @@ class Node:
     def read(self) -> CollectorReading:
         return self.collector.read(self.clock.monotonic())
 
-    def told(self) -> list[str]:
+    def reported(self) -> list[str]:
         """Which XIDs or events the next look tells, by their lines' last word."""
         return [f.detail["line"].rsplit(" ", 1)[-1] for f in self.read().facts]
 
@@ -121,7 +121,7 @@ def xids(*numbers: int) -> list[str]:
     return [f"{XID31} n{i}" for i in numbers]
 
 
-# --- what is told
+# --- what is reported
 
 
 def test_an_xid_is_an_event_with_meaning_and_action(node: Node, ring: Ring) -> None:
@@ -213,7 +213,7 @@ def test_links_hardware_errors_and_faults(node: Node, ring: Ring) -> None:
     assert values[("rolecall_kernel_log_lines_total",)] == 5
 
 
-def test_of_nvlinks_codes_and_154_the_line_is_told_after_nvml_and_counted_once(node: Node, ring: Ring) -> None:
+def test_of_nvlinks_codes_and_154_the_line_is_reported_after_nvml_and_counted_once(node: Node, ring: Ring) -> None:
     node.read()
     for code in (149, 154, 74):
         assert node.merger.merge(node.clock.monotonic(), 2, code, "nvml")
@@ -230,7 +230,7 @@ def test_of_nvlinks_codes_and_154_the_line_is_told_after_nvml_and_counted_once(n
     assert "adds_to" not in again.detail and node.merger.counts()["2", 149].number == 2
 
 
-def test_what_nvml_told_is_not_told_again_and_a_true_repeat_is(node: Node, ring: Ring) -> None:
+def test_what_nvml_reported_is_not_reported_again_and_a_true_repeat_is(node: Node, ring: Ring) -> None:
     node.read()
     assert node.merger.merge(node.clock.monotonic(), 2, 79, "nvml")
     ring.say(XID79, "NVRM: GPU 0000:3b:00.0: GPU has fallen off the bus.")
@@ -248,6 +248,25 @@ def test_a_lost_gpu_without_an_xid_is_79(node: Node, ring: Ring) -> None:
     )
     [fact] = node.read().facts
     assert (fact.kind, fact.detail["xid"], fact.detail["gpu"]) == (AgentEventKind.XID, "79", "2")
+
+
+LOST = (
+    "NVRM: The NVIDIA GPU 0000:86:00.0",
+    "NVRM: (PCI ID: 10de:2330) installed in this system has",
+    "NVRM: fallen off the bus and is not responding to commands.",
+)
+
+
+def test_a_record_of_several_lines_is_read_to_its_last(node: Node, ring: Ring) -> None:
+    ring.say("\\x0a".join(LOST))
+    ring.say(r"md/raid1:md0: a first line\x0amd/raid1:md0: Disk failure on sda1, disabling device.")
+    lost, degraded = node.read().facts
+    assert (lost.detail["xid"], degraded.detail["what"]) == ("79", "raid_degraded")
+
+
+def test_an_nfs_server_that_answers_again_is_no_fault(node: Node, ring: Ring) -> None:
+    ring.say("nfs: server a not responding, still trying", "nfs: server a OK")
+    assert [fact.detail["what"] for fact in node.read().facts] == ["nfs_server"]
 
 
 def test_lines_that_processes_wrote_to_the_device_are_not_the_kernels(node: Node, ring: Ring) -> None:
@@ -284,26 +303,26 @@ def test_names_that_a_process_chose_carry_no_control_characters(node: Node, ring
 
 def test_nothing_is_lost_or_repeated_over_restarts(node: Node, ring: Ring) -> None:
     ring.say(*xids(1, 2))
-    assert node.told() == ["n1", "n2"]
+    assert node.reported() == ["n1", "n2"]
     ring.say(*xids(3))
-    assert node.told() == ["n3"]
+    assert node.reported() == ["n3"]
     node.collector.close()
     ring.say(NOISE, *xids(4, 5))
     node.start()
-    assert node.told() == ["n4", "n5"] and node.told() == []
+    assert node.reported() == ["n4", "n5"] and node.reported() == []
     node.collector.close()
     node.start()
-    assert node.told() == []
+    assert node.reported() == []
 
 
 def test_after_a_kill_only_the_last_look_comes_again(node: Node, ring: Ring) -> None:
     ring.say(*xids(1))
-    assert node.told() == ["n1"]
+    assert node.reported() == ["n1"]
     ring.say(*xids(2))
-    assert node.told() == ["n2"]
+    assert node.reported() == ["n2"]
     ring.position.clear()  # SIGKILL: nothing was closed
     node.start()
-    assert node.told() == ["n2"], "whether it reached the event log nobody knows"
+    assert node.reported() == ["n2"], "whether it reached the event log no one knows"
 
 
 def test_counts_go_on_over_a_restart_and_agree_with_the_cursor(node: Node, ring: Ring) -> None:
@@ -357,39 +376,39 @@ def test_counts_that_make_no_sense_are_left_out(node: Node, ring: Ring, row: obj
 
 def test_a_new_boot_is_read_from_its_beginning(node: Node, ring: Ring) -> None:
     ring.say(NOISE, NOISE, *xids(1))
-    assert node.told() == ["n1"]
+    assert node.reported() == ["n1"]
     node.collector.close()
     ring.records.clear()
     ring.next, node.boot = 0, "another"
     ring.say(*xids(2))
     node.start()
-    assert node.told() == ["n2"]
+    assert node.reported() == ["n2"]
     assert node.values()[("rolecall_kernel_log_lines_lost_total",)] == 0
 
 
-def test_numbers_that_began_anew_under_the_same_boot_id(node: Node, ring: Ring) -> None:
+def test_numbers_that_began_again_under_the_same_boot_id(node: Node, ring: Ring) -> None:
     ring.say(NOISE, NOISE, NOISE, *xids(1))
-    assert node.told() == ["n1"]
+    assert node.reported() == ["n1"]
     node.collector.close()
     ring.records.clear()
     ring.next = 0
     ring.say(*xids(2))
     node.start()
-    assert [node.told(), node.told(), node.told()] == [[], ["n2"], []]
+    assert [node.reported(), node.reported(), node.reported()] == [[], ["n2"], []]
 
 
-def test_an_overrun_is_counted_and_what_is_left_is_told(tmp_path: Path) -> None:
+def test_an_overrun_is_counted_and_what_is_left_is_reported(tmp_path: Path) -> None:
     ring = Ring(size=4)
     node = Node(tmp_path, ring)
     ring.say(*xids(1))
-    assert node.told() == ["n1"]
+    assert node.reported() == ["n1"]
     ring.say(*xids(*range(2, 12)))  # ten more, of which the ring keeps four
-    assert node.told() == ["n8", "n9", "n10", "n11"]
+    assert node.reported() == ["n8", "n9", "n10", "n11"]
     assert node.values()[("rolecall_kernel_log_lines_lost_total",)] == 6
     node.collector.close()
     ring.say(*xids(*range(12, 18)))
     node.start()
-    assert node.told() == ["n14", "n15", "n16", "n17"]
+    assert node.reported() == ["n14", "n15", "n16", "n17"]
     assert node.values()[("rolecall_kernel_log_lines_lost_total",)] == 6 + 2
     node.collector.close()
 
@@ -398,18 +417,18 @@ def test_what_was_overwritten_before_the_first_start_is_not_lost(tmp_path: Path)
     ring = Ring(size=2)
     ring.say(*xids(1, 2, 3))
     node = Node(tmp_path, ring)
-    assert node.told() == ["n2", "n3"]
+    assert node.reported() == ["n2", "n3"]
     assert node.values()[("rolecall_kernel_log_lines_lost_total",)] == 0
     node.collector.close()
 
 
 def test_a_look_is_bounded_and_the_next_goes_on(node: Node, ring: Ring) -> None:
     ring.say(*xids(*range(150)))
-    told = [node.told() for _ in range(4)]
-    assert [len(t) for t in told] == [NUM_FACTS_MAX, NUM_FACTS_MAX, 150 - 2 * NUM_FACTS_MAX, 0]
-    assert [n for t in told for n in t] == [f"n{i}" for i in range(150)]
+    reported = [node.reported() for _ in range(4)]
+    assert [len(t) for t in reported] == [NUM_FACTS_MAX, NUM_FACTS_MAX, 150 - 2 * NUM_FACTS_MAX, 0]
+    assert [n for t in reported for n in t] == [f"n{i}" for i in range(150)]
     ring.say(*[NOISE] * 5000, *xids(999))
-    assert [node.told() for _ in range(3)] == [[], [], ["n999"]]
+    assert [node.reported() for _ in range(3)] == [[], [], ["n999"]]
 
 
 @pytest.mark.parametrize("damage", ["", "{", "[]", '{"next": "x"}', '{"path": "/dev/kmsg", "next": "7"}'])
@@ -417,12 +436,12 @@ def test_a_damaged_cursor_reads_all(node: Node, ring: Ring, damage: str) -> None
     ring.say(*xids(1))
     node.state.write_text(damage)
     node.start()
-    assert node.told() == ["n1"]
+    assert node.reported() == ["n1"]
 
 
-def test_a_device_that_breaks_is_opened_anew(node: Node, ring: Ring, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_that_breaks_is_opened_again(node: Node, ring: Ring, monkeypatch: pytest.MonkeyPatch) -> None:
     ring.say(*xids(1))
-    assert node.told() == ["n1"]
+    assert node.reported() == ["n1"]
     read = ring.read
 
     def broken(descriptor: int, size: int) -> bytes:
@@ -436,7 +455,7 @@ def test_a_device_that_breaks_is_opened_anew(node: Node, ring: Ring, monkeypatch
     monkeypatch.setattr(ring, "read", read)
     node.start()
     ring.say(*xids(2))
-    assert node.told()[-1] == "n2"
+    assert node.reported()[-1] == "n2"
 
 
 def test_no_permission_says_how_to_mend_it(tmp_path: Path) -> None:
@@ -490,13 +509,13 @@ def write(path: Path, *messages: str, end: str = "\n") -> None:
 
 def test_a_file_is_followed_over_restarts(host: Node, log: Path) -> None:
     write(log, *xids(1))
-    assert host.told() == ["n1"]
+    assert host.reported() == ["n1"]
     write(log, NOISE, *xids(2, 3))
-    assert host.told() == ["n2", "n3"]
+    assert host.reported() == ["n2", "n3"]
     host.collector.close()
     write(log, *xids(4))
     host.start()
-    assert [host.told(), host.told()] == [["n4"], []]
+    assert [host.reported(), host.reported()] == [["n4"], []]
 
 
 def test_lines_of_other_programs_are_not_the_kernels(host: Node, log: Path) -> None:
@@ -505,56 +524,63 @@ def test_lines_of_other_programs_are_not_the_kernels(host: Node, log: Path) -> N
     assert reading.facts == () and host.values()[("rolecall_kernel_log_lines_total",)] == 0
 
 
+def test_further_lines_of_a_record_in_a_file(host: Node, log: Path) -> None:
+    write(log, LOST[0])
+    with log.open("a") as file:
+        file.write(f"      {LOST[1]}\n      {LOST[2]}\n")
+    assert [fact.detail["xid"] for fact in host.read().facts] == ["79"]
+
+
 def test_a_line_counts_when_it_is_finished(host: Node, log: Path) -> None:
     write(log, f"{XID31} n", end="")
-    assert host.told() == []
+    assert host.reported() == []
     with log.open("a") as f:
         f.write("1\n")
-    assert host.told() == ["n1"]
+    assert host.reported() == ["n1"]
 
 
 def test_a_renamed_file_is_read_to_its_end_first(host: Node, log: Path) -> None:
     write(log, *xids(1))
-    assert host.told() == ["n1"]
+    assert host.reported() == ["n1"]
     old = log.rename(log.with_name("kern.log.1"))
-    assert host.told() == []  # between rename and creation
+    assert host.reported() == []  # between rename and creation
     log.touch()
     write(old, *xids(2))  # its writer has not turned to the new one yet
-    assert host.told() == ["n2"]
+    assert host.reported() == ["n2"]
     write(old, f"{XID31} n3", end="")
     write(log, *xids(4))
-    assert host.told() == ["n3", "n4"]
+    assert host.reported() == ["n3", "n4"]
     write(log, *xids(5))
-    assert host.told() == ["n5"]
+    assert host.reported() == ["n5"]
 
 
 def test_a_file_that_was_renamed_while_the_agent_was_away(host: Node, log: Path) -> None:
     write(log, *xids(1))
-    assert host.told() == ["n1"]
+    assert host.reported() == ["n1"]
     host.collector.close()
     write(log, *xids(2))
     log.rename(log.with_name("kern.log-20261122"))
     write(log, *xids(3))
     host.start()
-    assert [host.told(), host.told()] == [["n2", "n3"], []]
+    assert [host.reported(), host.reported()] == [["n2", "n3"], []]
 
 
 def test_a_file_that_was_rotated_out_of_sight(host: Node, log: Path) -> None:
     write(log, *xids(1))
-    assert host.told() == ["n1"]
+    assert host.reported() == ["n1"]
     host.collector.close()
     other = log.with_name("new")
     write(other, *xids(2))
     other.replace(log)
     host.start()
-    assert [host.told(), host.told()] == [["n2"], []]
+    assert [host.reported(), host.reported()] == [["n2"], []]
 
 
 @pytest.mark.parametrize("away", [False, True])
 @pytest.mark.parametrize("longer", [False, True])
 def test_a_truncated_file_is_read_from_its_beginning(host: Node, log: Path, longer: bool, away: bool) -> None:
     write(log, *xids(1, 2))
-    assert host.told() == ["n1", "n2"]
+    assert host.reported() == ["n1", "n2"]
     if away:
         host.collector.close()
     os.truncate(log, 0)
@@ -562,8 +588,8 @@ def test_a_truncated_file_is_read_from_its_beginning(host: Node, log: Path, long
     write(log, *new)
     if away:
         host.start()
-    assert host.told() == [m.rsplit(" ", 1)[-1] for m in new]
-    assert host.told() == []
+    assert host.reported() == [m.rsplit(" ", 1)[-1] for m in new]
+    assert host.reported() == []
 
 
 def test_of_a_long_history_the_newest_part_is_read(tmp_path: Path) -> None:
@@ -572,16 +598,16 @@ def test_of_a_long_history_the_newest_part_is_read(tmp_path: Path) -> None:
     log.write_text(line * (LOOKBACK_BYTES // len(line) + 100))
     write(log, *xids(1))
     node = Node(tmp_path, file=log)
-    told = [t for _ in range(10) for t in node.told()]
+    reported = [t for _ in range(10) for t in node.reported()]
     lines = node.values()[("rolecall_kernel_log_lines_total",)]
     node.collector.close()
-    assert told == ["n1"] and LOOKBACK_BYTES // len(line) - 1 <= lines <= LOOKBACK_BYTES // len(line) + 1
+    assert reported == ["n1"] and LOOKBACK_BYTES // len(line) - 1 <= lines <= LOOKBACK_BYTES // len(line) + 1
 
 
 def test_a_line_without_an_end_is_no_endless_wait(host: Node, log: Path) -> None:
     log.write_bytes(b"x" * 300_000 + b"\n")
     write(log, *xids(1))
-    assert host.told() == ["n1"]
+    assert host.reported() == ["n1"]
 
 
 def test_what_cannot_be_read_says_why(tmp_path: Path) -> None:
@@ -593,11 +619,11 @@ def test_what_cannot_be_read_says_why(tmp_path: Path) -> None:
         KernelLogCollector(node=NODE, merger=XidMerger(), path=tmp_path / "pipe").read(1.0)
 
 
-def test_another_log_begins_anew(tmp_path: Path, host: Node, log: Path) -> None:
+def test_another_log_begins_again(tmp_path: Path, host: Node, log: Path) -> None:
     write(log, *xids(1))
-    host.told()
+    host.reported()
     host.collector.close()
     host.file = tmp_path / "other.log"
     write(host.file, *xids(2))
     host.start()
-    assert host.told() == ["n2"]
+    assert host.reported() == ["n2"]

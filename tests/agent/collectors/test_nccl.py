@@ -126,7 +126,7 @@ def test_polls_of_zeros_are_neither_progress_nor_its_absence(server: RasServer) 
     assert shown(reading)["communicator_collectives_launched_total", KEY, "AllReduce"] == 101  # a counter stays
 
 
-def test_missing_ranks_are_told_the_second_time_and_dead_ones_at_once(server: RasServer) -> None:
+def test_missing_ranks_are_reported_the_second_time_and_dead_ones_at_once(server: RasServer) -> None:
     it = NcclRasCollector(NODE, server.address)
     one_lost = raw(communicator(rank(0), rank(1), missing=(lost(2),)))
     server.serve = answers(one_lost)
@@ -144,7 +144,7 @@ def test_a_rank_that_left_its_communicator_is_not_missing(server: RasServer) -> 
     assert [said(it.read(at)) for at in (0.0, 15.0, 30.0)] == [[], [], []]
 
 
-def test_errors_are_told_once(server: RasServer) -> None:
+def test_errors_are_reported_once(server: RasServer) -> None:
     it = NcclRasCollector(NODE, server.address)
     server.serve = answers(raw(communicator(rank(0, async_error=2), rank(1, async_error=6))))
     reading = it.read(0.0)
@@ -218,7 +218,7 @@ def _another(connection: socket.socket) -> None:
         (answers(b"ERROR: oh\n"), "neither JSON nor"),
     ],
 )
-def test_what_is_not_ras_is_told_as_such(server: RasServer, serve: Serve, reason: str) -> None:
+def test_what_is_not_ras_is_reported_as_such(server: RasServer, serve: Serve, reason: str) -> None:
     server.serve = serve
     it = NcclRasCollector(NODE, server.address)
     with pytest.raises(CollectorUnavailable, match=reason):
@@ -410,7 +410,7 @@ def test_what_is_no_file_is_left_alone(tmp_path: Path) -> None:
     assert shown(NcclInspectorCollector(NODE, tmp_path).read(0.0))["inspector_lines_total",] == 0
 
 
-def test_a_directory_that_cannot_be_listed_is_told(tmp_path: Path) -> None:
+def test_a_directory_that_cannot_be_listed_is_reported(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(CollectorUnavailable, match="Not a directory"):
         NcclInspectorCollector(NODE, tmp_path / "file").read(0.0)

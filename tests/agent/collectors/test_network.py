@@ -8,9 +8,17 @@ from pathlib import Path
 import pytest
 
 from rolecall.agent.collectors.base import CollectorReading, CollectorUnavailable
-from rolecall.agent.collectors.network import ethtool
-from rolecall.agent.collectors.network.collector import NetworkCollector, parse_tables, wanted
-from rolecall.agent.collectors.network.ethtool import EthtoolStatistics
+from rolecall.agent.collectors.network.collector import (
+    ETH_SS_STATS,
+    ETHTOOL_GSSET_INFO,
+    ETHTOOL_GSTATS,
+    ETHTOOL_GSTRINGS,
+    EthtoolStatistics,
+    Ioctl,
+    NetworkCollector,
+    parse_tables,
+    wanted,
+)
 from rolecall.core.ids import NodeId
 from rolecall.core.telemetry import AgentEventKind
 
@@ -49,9 +57,9 @@ class Driver:
         command = struct.unpack_from("=I", request)[0]
         self.asked.append(command)
         number = len(self.statistics)
-        if command == ethtool.ETHTOOL_GSSET_INFO:
-            request[:] = struct.pack("=IIQI", command, 0, 1 << ethtool.ETH_SS_STATS, number)
-        elif command == ethtool.ETHTOOL_GSTRINGS:
+        if command == ETHTOOL_GSSET_INFO:
+            request[:] = struct.pack("=IIQI", command, 0, 1 << ETH_SS_STATS, number)
+        elif command == ETHTOOL_GSTRINGS:
             struct.pack_into("=I", request, 8, number)
             for n, name in enumerate(self.statistics):
                 struct.pack_into("32s", request, 12 + 32 * n, name.encode())
@@ -65,7 +73,7 @@ class Refuses:
         raise OSError(errno.EOPNOTSUPP, "Operation not supported")
 
 
-def collector(tmp_path: Path, driver: ethtool.Ioctl | None = None, *named: str) -> NetworkCollector:
+def collector(tmp_path: Path, driver: Ioctl | None = None, *named: str) -> NetworkCollector:
     return NetworkCollector(
         NODE,
         interfaces=named,
@@ -106,7 +114,7 @@ def test_a_physical_interface_and_tcp(tmp_path: Path) -> None:
     }
 
 
-def test_a_virtual_interface_is_looked_at_if_it_is_named(tmp_path: Path) -> None:
+def test_a_virtual_interface_is_read_if_it_is_named(tmp_path: Path) -> None:
     interface(tmp_path / "net", "bond0", physical=False)
     assert ("nic_up", "bond0") in values(collector(tmp_path, None, "bond0").read(0.0))
     assert values(collector(tmp_path).read(0.0)) == {}
@@ -153,7 +161,7 @@ def test_priority_flow_control_of_several_drivers(tmp_path: Path) -> None:
         ("nic_pauses_received_total", "eth0", "link"): 9.0,
         ("nic_errors_total", "eth0", "rx_discards_phy"): 10.0,
     }
-    assert ethtool.ETHTOOL_GSTATS in driver.asked
+    assert ETHTOOL_GSTATS in driver.asked
 
 
 def test_counters_of_a_driver_that_is_loaded_again_go_on(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from prometheus_client.samples import Sample
 
-from rolecall.agent.collectors.exporters.prometheus_text import LINE_BYTES_MAX, parse_page
+from rolecall.agent.collectors.exporters.scrape import LINE_BYTES_MAX, parse_page
 
 GOOD = [
     ("up 1", Sample("up", {}, 1.0)),

@@ -1,4 +1,4 @@
-"""Collectors in threads of their own: one that hangs, fails or floods is told, and hurts nobody else."""
+"""Collectors in threads of their own: one that hangs, fails or floods is reported, and hurts no one else."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -20,7 +20,7 @@ VALUE = agent_value("agent_processes", 1.0, NODE)
 
 
 class Scripted:
-    """A collector that does as told."""
+    """A collector that does as reported."""
 
     def __init__(self, name: str, read: Callable[[], CollectorReading], interval_seconds: float = 0.01) -> None:
         self.name, self.interval_seconds, self._read = name, interval_seconds, read
@@ -41,7 +41,7 @@ def events(tmp_path: Path) -> Iterator[EventLog]:
     log.close()
 
 
-def told(events: EventLog) -> list[tuple[str, str]]:
+def reported(events: EventLog) -> list[tuple[str, str]]:
     return [(str(e.kind), e.detail.get("probe", "")) for e in events.after(0).events]
 
 
@@ -50,14 +50,14 @@ def test_what_a_collector_finds_becomes_values_and_events(events: EventLog) -> N
     probe = Probe(
         Scripted("kernel", lambda: CollectorReading((VALUE,), (fact,), lambda: "DCGM 1\n")), events, FakeClock()
     )
-    assert probe.reading() == CollectorReading() and not probe.state().up
+    assert probe.newest()[1] == CollectorReading() and not probe.state().up
     assert probe.once()
-    assert probe.reading().values == (VALUE,) and probe.reading().dcgm() == "DCGM 1\n" and probe.state().up
+    assert probe.newest()[1].values == (VALUE,) and probe.newest()[1].dcgm() == "DCGM 1\n" and probe.state().up
     (event,) = events.after(0).events
     assert (event.kind, event.detail, event.replica, event.rank) == (AgentEventKind.XID, {"xid": "79"}, "trainer/0", 3)
 
 
-def test_a_collector_that_cannot_read_is_down_until_it_can_and_each_change_is_told_once(
+def test_a_collector_that_cannot_read_is_down_until_it_can_and_each_change_is_reported_once(
     events: EventLog, caplog: pytest.LogCaptureFixture
 ) -> None:
     answers: list[CollectorReading | Exception] = [
@@ -76,14 +76,14 @@ def test_a_collector_that_cannot_read_is_down_until_it_can_and_each_change_is_to
 
     probe = Probe(Scripted("kernel", read), events, FakeClock())
     assert [probe.once() for _ in range(3)] == [True, False, False]
-    assert probe.reading() == CollectorReading() and probe.state().reason == "/dev/kmsg: permission denied"
-    assert probe.once() and probe.reading().values == (VALUE,)
+    assert probe.newest()[1] == CollectorReading() and probe.state().reason == "/dev/kmsg: permission denied"
+    assert probe.once() and probe.newest()[1].values == (VALUE,)
     assert not probe.once() and "ZeroDivisionError: a defect" in probe.state().reason
-    assert told(events) == [("probe_down", "kernel"), ("probe_up", "kernel"), ("probe_down", "kernel")]
+    assert reported(events) == [("probe_down", "kernel"), ("probe_up", "kernel"), ("probe_down", "kernel")]
     assert caplog.messages.count("kernel cannot be read: /dev/kmsg: permission denied") == 1
 
 
-def test_a_read_that_hangs_is_told_once_and_its_values_are_shown_no_more(events: EventLog) -> None:
+def test_a_read_that_hangs_is_reported_once_and_its_values_are_shown_no_more(events: EventLog) -> None:
     clock, inside, go_on, block = FakeClock(), threading.Event(), threading.Event(), threading.Event()
 
     def read() -> CollectorReading:
@@ -99,23 +99,23 @@ def test_a_read_that_hangs_is_told_once_and_its_values_are_shown_no_more(events:
     thread.start()
     assert inside.wait(PATIENCE_SECONDS)
     probe.check_hang(clock.monotonic())
-    assert probe.reading().values == (VALUE,)  # it may still come
+    assert probe.newest()[1].values == (VALUE,)  # it may still come
     clock.advance(HANG_SECONDS + 1)
     probe.check_hang(clock.monotonic())
     probe.check_hang(clock.monotonic())
-    assert probe.reading() == CollectorReading() and "hanging" in probe.state().reason
-    assert told(events) == [("probe_down", "gpu")]
+    assert probe.newest()[1] == CollectorReading() and "hanging" in probe.state().reason
+    assert reported(events) == [("probe_down", "gpu")]
     go_on.set()
     thread.join(PATIENCE_SECONDS)
-    assert probe.reading().values == (VALUE,)
-    assert told(events) == [("probe_down", "gpu"), ("probe_up", "gpu")]
+    assert probe.newest()[1].values == (VALUE,)
+    assert reported(events) == [("probe_down", "gpu"), ("probe_up", "gpu")]
 
 
-def test_a_read_that_ends_while_it_is_looked_at_is_no_hang(events: EventLog) -> None:
+def test_a_read_that_ends_while_it_is_read_is_no_hang(events: EventLog) -> None:
     probe = Probe(Scripted("gpu", lambda: CollectorReading((VALUE,))), events, FakeClock())
     probe.once()
     probe._report_state("its read hangs", of_read=1000.0)  # what `look` saw had ended by the time that it speaks
-    assert probe.state().up and told(events) == []
+    assert probe.state().up and reported(events) == []
 
 
 def test_a_flood_of_facts_is_cut_and_counted(events: EventLog) -> None:

@@ -9,8 +9,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from rolecall.agent.collectors.base import CollectorUnavailable
-from rolecall.agent.collectors.exporters.prometheus_text import parse_page
-from rolecall.agent.collectors.exporters.scrape import fetch, parse_address
+from rolecall.agent.collectors.exporters.scrape import fetch, parse_address, parse_page
 from rolecall.core.clock import SystemClock
 from tests.agent.page_server import PageServer, http_page
 from tests.prometheus_server import prometheus
@@ -115,7 +114,7 @@ def test_a_full_backlog_is_under_the_deadline() -> None:
             s.close()
 
 
-def test_nobody_listens(server: PageServer) -> None:
+def test_no_one_listens(server: PageServer) -> None:
     server.close()
     with pytest.raises(CollectorUnavailable, match=f"{server.url}: Connection refused"):
         read(server)
@@ -157,16 +156,16 @@ def test_address_that_is_refused(url: str, reason: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("url", "remote", "host", "port", "path"),
+    ("url", "host", "port", "path"),
     [
-        ("http://localhost:9400", False, "localhost", 9400, "/metrics"),
-        ("http://127.0.0.2:9400/metrics", False, "127.0.0.2", 9400, "/metrics"),
-        ("http://[::1]:80/m?a=b", False, "::1", 80, "/m?a=b"),
-        ("http://10.0.0.7/", True, "10.0.0.7", 80, "/"),
+        ("http://localhost:9400", "localhost", 9400, "/metrics"),
+        ("http://127.0.0.2:9400/metrics", "127.0.0.2", 9400, "/metrics"),
+        ("http://[::1]:80/m?a=b", "::1", 80, "/m?a=b"),
+        ("http://127.0.0.7/", "127.0.0.7", 80, "/"),
     ],
 )
-def test_address(url: str, remote: bool, host: str, port: int, path: str) -> None:
-    address = parse_address(url, remote=remote)
+def test_address(url: str, host: str, port: int, path: str) -> None:
+    address = parse_address(url)
     assert (address.host, address.port, address.path) == (host, port, path)
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from rolecall.agent.collectors.base import CollectorReading, CollectorUnavailable
+from rolecall.agent.collectors.process.host import parse_stalls
 from rolecall.agent.collectors.storage.collector import (
     NUM_MOUNTS_MAX,
     Mount,
@@ -14,7 +15,6 @@ from rolecall.agent.collectors.storage.collector import (
     chosen,
     parse_diskstats,
     parse_mounts,
-    parse_stalls,
 )
 from rolecall.core.ids import NodeId
 

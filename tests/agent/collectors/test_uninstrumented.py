@@ -1,4 +1,4 @@
-"""Jobs that know nothing of rolecall: who is found, what is told of them, and what `watch` makes of it.
+"""Jobs that know nothing of rolecall: who is found, what is reported about them, and what `watch` makes of it.
 
 The jobs are stand-ins: processes of our own with titles, arguments, environments and children like theirs. A folder of
 links stands for `/proc`, so that nobody else's processes are found.
@@ -18,7 +18,6 @@ from rolecall.agent.collectors.process.discovery import (
     Discovery,
     Match,
     ProcessFacts,
-    default_discovery,
     job_number,
     node_index,
     parse_discovery,
@@ -29,16 +28,15 @@ from rolecall.agent.collectors.process.uninstrumented import YOUNG_SECONDS, Unin
 from rolecall.agent.events import EventLog
 from rolecall.agent.node import Agent, AgentSettings
 from rolecall.agent.registry import Registry
-from rolecall.agent.sampler import sample_of
+from rolecall.agent.samples import sample_of
 from rolecall.core.clock import FakeClock
 from rolecall.core.errors import ConfigError
 from rolecall.core.http import HttpFailed
 from rolecall.core.metrics.catalogue import process_values
 from rolecall.core.telemetry import AgentEvent
-from rolecall.recovery.operators import commands
-from rolecall.watch.agents import listed, named_agents, observing_run
-from rolecall.watch.agents_file import entries_of
-from rolecall.watch.run import watch_until
+from rolecall.recovery.operators import queries
+from rolecall.watch.agents import entries_of, listed, named_agents, observing_run
+from rolecall.watch.run import watch_run
 from tests.agent.processes import NODE, TOKEN
 from tests.support import PATIENCE_SECONDS, eventually
 
@@ -95,7 +93,7 @@ class World:
         self.registry = Registry(
             node=NODE, data_dir=path, token=TOKEN, events=self.events, exits=self.exits, clock=self.clock
         )
-        self.jobs = UninstrumentedJobCollector(self.registry, NODE, discovery, proc=job.proc)
+        self.jobs = UninstrumentedJobCollector(self.registry, NODE, discovery or parse_discovery({}), proc=job.proc)
 
     def poll(self) -> None:
         self.clock.advance(1.0)
@@ -105,7 +103,7 @@ class World:
         """PID -> replica and rank of the living."""
         return {r.process.pid: (r.replica, r.rank) for r in self.registry.registrations()}
 
-    def told(self, kind: str = "") -> list[AgentEvent]:
+    def reported(self, kind: str = "") -> list[AgentEvent]:
         return [e for e in self.events.after(0).events if kind in ("", e.kind)]
 
     def close(self) -> None:
@@ -161,7 +159,7 @@ def test_default_rules_know_four_kinds_of_jobs(
     command: str, environ: Mapping[str, str] | None, expected: tuple[str, int | None, int] | None
 ) -> None:
     arguments = (command,) if command.startswith("ray::") else tuple(command.split())
-    found = default_discovery().find(ProcessFacts(arguments=arguments, environ=environ))
+    found = parse_discovery({}).find(ProcessFacts(arguments=arguments, environ=environ))
     assert (found and (found.role, found.replica, found.rank)) == expected
 
 
@@ -177,7 +175,7 @@ def test_rules_of_the_configuration_come_first_and_may_name_numbers_by_groups_an
     )
 
 
-def test_all_problems_of_rules_are_told_together() -> None:
+def test_all_problems_of_rules_are_reported_together() -> None:
     wrong = {"name": "A b", "role": "standby", "title": "(", "rank": "{RANK", "colour": "red", "job": "always"}
     with pytest.raises(ConfigError) as e:
         parse_discovery({"rules": [wrong, {"name": "x", "role": "x"}, 5], "node_index": -1, "by_job": 1, "spin": 1})
@@ -227,7 +225,7 @@ def test_nodes_are_told_apart_by_the_number_in_their_name() -> None:
 # --- finding
 
 
-def test_ranks_are_found_once_and_told_with_the_rule(world: World, job: Job) -> None:
+def test_ranks_are_found_once_and_reported_with_the_rule(world: World, job: Job) -> None:
     trainer = job.titled("ray::WorkerDict.actor_rollout_update", RANK="5")
     first, second = (job.titled("ray::vLLMHttpServer.generate") for _ in range(2))
     rank = job.python("train.py", **TORCH)
@@ -237,9 +235,9 @@ def test_ranks_are_found_once_and_told_with_the_rule(world: World, job: Job) -> 
     engines = sorted(world.found()[p.pid] for p in (first, second))
     assert engines == [("rollout/32", 0), ("rollout/33", 0)]  # node-1, 32 places a node
     assert world.found()[trainer.pid] == ("trainer/0", 5) and world.found()[rank.pid] == ("trainer/0", 3)
-    told = world.told("registered")
-    assert len(told) == 4 and {e.incarnation for e in told} == {0}
-    assert {e.detail["found_by"] for e in told} == {"verl-trainer", "verl-rollout", "torchrun"}
+    reported = world.reported("registered")
+    assert len(reported) == 4 and {e.incarnation for e in reported} == {0}
+    assert {e.detail["found_by"] for e in reported} == {"verl-trainer", "verl-rollout", "torchrun"}
 
 
 OTHER_JOB = {**TORCH, "MASTER_PORT": "29501"}
@@ -253,11 +251,11 @@ def test_two_jobs_of_one_node_are_told_apart(world: World, job: Job, caplog: pyt
     number = job_number("10.0.0.1:29501")
     assert [world.found()[p.pid] for p in mine] == [("trainer/0", 0), ("trainer/0", 1)]
     assert [world.found()[p.pid] for p in theirs] == [(f"trainer/{number}", 0), (f"trainer/{number}", 1)]
-    assert [e.detail["job"] for e in world.told("registered")] == ["10.0.0.1:29500"] * 2 + ["10.0.0.1:29501"] * 2
+    assert [e.detail["job"] for e in world.reported("registered")] == ["10.0.0.1:29500"] * 2 + ["10.0.0.1:29501"] * 2
     assert caplog.text.count("several jobs on this node have a trainer/0") == 1
     for process in mine:
         process.kill()
-    eventually(lambda: len(world.told("exited")) == 2, "the first is over")
+    eventually(lambda: len(world.reported("exited")) == 2, "the first is over")
     again = job.python("train.py", **{**TORCH, "RANK": "0", "MASTER_PORT": "41234"})  # as torchrun picks them
     world.poll()
     assert world.found()[again.pid] == ("trainer/0", 0)
@@ -357,18 +355,18 @@ def test_what_cannot_be_read_is_said_once_and_what_is_gone_is_normal(
     assert caplog.text.count("cannot be read: run the agent as their user or as root") == 1
 
 
-# --- what is told of them
+# --- what is reported about them
 
 
 def test_a_killed_rank_is_an_exit_with_role_replica_and_rank(world: World, job: Job) -> None:
     rank = job.python("train.py", **TORCH)
     world.poll()
     rank.send_signal(signal.SIGKILL)
-    eventually(lambda: world.told("exited"), "its exit is told")
-    [event] = world.told("exited")
+    eventually(lambda: world.reported("exited"), "its exit is reported")
+    [event] = world.reported("exited")
     assert (event.role, event.replica, event.rank) == ("trainer", "trainer/0", 3)
     assert event.detail["signal"] == "9" and "last_phase" not in event.detail
-    assert not world.told("finished")
+    assert not world.reported("finished")
 
 
 @pytest.mark.parametrize("end", ["exits", "is asked to"])
@@ -380,8 +378,8 @@ def test_an_end_that_was_wanted_is_no_fault(world: World, job: Job, end: str) ->
         rank.stdin.close()
     else:
         rank.terminate()
-    eventually(lambda: world.told("exited"), "its exit is told")
-    assert [str(e.kind) for e in world.told()] == ["registered", "finished", "exited"]
+    eventually(lambda: world.reported("exited"), "its exit is reported")
+    assert [str(e.kind) for e in world.reported()] == ["registered", "finished", "exited"]
 
 
 def test_only_a_clean_end_was_wanted() -> None:
@@ -394,7 +392,7 @@ def test_a_successor_takes_the_place_of_the_dead(world: World, job: Job) -> None
     first = job.titled("ray::vLLMHttpServer.generate")
     world.poll()
     first.kill()
-    eventually(lambda: world.told("exited"), "its exit is told")
+    eventually(lambda: world.reported("exited"), "its exit is reported")
     second = job.titled("ray::vLLMHttpServer.generate")
     world.poll()
     assert world.found() == {second.pid: ("rollout/32", 0)}
@@ -423,8 +421,8 @@ def test_a_restarted_agent_goes_on_with_those_it_had_found(world: World, job: Jo
         again.registry.adopt()
         again.poll()
         assert again.found() == {lives.pid: ("trainer/0", 4)}
-        assert [(e.replica, e.rank) for e in again.told("exited")] == [("trainer/0", 3)]
-        assert len(again.told("registered")) == 2
+        assert [(e.replica, e.rank) for e in again.reported("exited")] == [("trainer/0", 3)]
+        assert len(again.reported("registered")) == 2
     finally:
         again.close()
 
@@ -439,7 +437,9 @@ def test_watch_tells_of_a_killed_and_of_a_stopped_rank(tmp_path: Path, job: Job)
         node=NODE,
         data_dir=tmp_path / "agent",
         token=TOKEN,
-        collectors=lambda registry: [UninstrumentedJobCollector(registry, NODE, interval_seconds=0.2, proc=job.proc)],
+        collectors=lambda registry: [
+            UninstrumentedJobCollector(registry, NODE, parse_discovery({}), interval_seconds=0.2, proc=job.proc)
+        ],
     )
     agent = Agent(settings)
     serving = threading.Thread(target=agent.run)
@@ -450,19 +450,19 @@ def test_watch_tells_of_a_killed_and_of_a_stopped_rank(tmp_path: Path, job: Job)
         eventually(lambda: agent.registry.num_live() == 4, "all are found")
         eventually(lambda: (tmp_path / "agent" / "agent.json").exists(), "it serves")
         run = observing_run(tmp_path / "runs", "stand-in", named_agents(listed(agent.url)))
-        watching = threading.Thread(target=lambda: result.append(watch_until(run, stop)))
+        watching = threading.Thread(target=lambda: result.append(watch_run(run, stop=stop)))
         watching.start()
         engine.send_signal(signal.SIGSTOP)
         ranks[1].kill()
 
-        def told() -> dict[str, str]:
-            return {i["fault_class"]: i["because"] for i in commands.incidents(run)}
+        def reported() -> dict[str, str]:
+            return {i["fault_class"]: i["because"] for i in queries.incidents(run)}
 
-        eventually(lambda: {"crash", "hang"} <= set(told()), "both are diagnosed")
-        assert "trainer/0 rank 1 (node-1, pid" in told()["crash"] and "on signal 9" in told()["crash"]
-        assert "rollout/32" in told()["hang"] and "state T" in told()["hang"]
-        eventually(lambda: all(i["oncall_paged"] for i in commands.incidents(run)), "a person is called")
-        assert "rolecall only observes this job" in commands.incidents(run)[0]["page_reason"]
+        eventually(lambda: {"crash", "hang"} <= set(reported()), "both are diagnosed")
+        assert "trainer/0 rank 1 (node-1, pid" in reported()["crash"] and "on signal 9" in reported()["crash"]
+        assert "rollout/32" in reported()["hang"] and "state T" in reported()["hang"]
+        eventually(lambda: all(i["oncall_paged"] for i in queries.incidents(run)), "an operator is called")
+        assert "rolecall only observes this job" in queries.incidents(run)[0]["page_reason"]
     finally:
         engine.send_signal(signal.SIGCONT)
         stop.set()

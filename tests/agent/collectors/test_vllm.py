@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from rolecall.agent.collectors.engine.vllm import ENGINE_SECONDS, POLL_SECONDS, Endpoint, VllmCollector
+from rolecall.agent.collectors.engine.vllm import ENGINE_SECONDS, POLL_SECONDS, EngineEndpoint, VllmCollector
 from rolecall.agent.collectors.runner import HANG_SECONDS
 from rolecall.agent.http.exposition import render
 from rolecall.core.clock import FakeClock
@@ -72,8 +72,8 @@ def server() -> Iterator[PageServer]:
     server.close()
 
 
-def endpoint(url: str, index: int = 0) -> Endpoint:
-    return Endpoint(url, "rollout", f"rollout/{index}", 0)
+def endpoint(url: str, index: int = 0) -> EngineEndpoint:
+    return EngineEndpoint(url, "rollout", f"rollout/{index}", 0)
 
 
 def by_name(values: tuple[MetricValue, ...], labels: tuple[str, ...] = RANK) -> dict[str, float]:
@@ -85,8 +85,8 @@ def by_name(values: tuple[MetricValue, ...], labels: tuple[str, ...] = RANK) -> 
     }
 
 
-def poll(*endpoints: Endpoint) -> tuple[MetricValue, ...]:
-    return VllmCollector(NODE, lambda: endpoints).read(0.0).values
+def poll(*endpoints: EngineEndpoint) -> tuple[MetricValue, ...]:
+    return VllmCollector(NODE, endpoints).read(0.0).values
 
 
 def test_an_engine_of_today(server: PageServer) -> None:
@@ -136,12 +136,12 @@ def test_values_go_to_the_replica_that_the_engine_serves(server: PageServer) -> 
     assert 'rolecall_vllm_up{node="node-1",rank="0",replica="rollout/3",role="rollout"} 1.0\n' in text
 
 
-def test_one_that_is_gone_hurts_nobody_else_and_is_said_once(
+def test_one_that_is_gone_hurts_no_one_else_and_is_said_once(
     server: PageServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     gone = PageServer()
     gone.close()
-    collector = VllmCollector(NODE, lambda: [endpoint(gone.url, 0), endpoint(server.url, 1)])
+    collector = VllmCollector(NODE, [endpoint(gone.url, 0), endpoint(server.url, 1)])
     with caplog.at_level(logging.WARNING):
         for at in range(3):
             values = collector.read(float(at)).values
@@ -173,7 +173,7 @@ def test_engines_that_hang_take_a_bounded_time_and_are_asked_last(server: PageSe
     clock = FakeClock()
     hanging = PageServer(lambda connection: clock.advance(10.0))  # all its time passes, and nothing comes
     engines = [endpoint(f"{hanging.url}?{i}", i) for i in range(4)] + [endpoint(server.url, 9)]
-    collector = VllmCollector(NODE, lambda: engines, engine_seconds=10.0, poll_seconds=25.0, clock=clock)
+    collector = VllmCollector(NODE, engines, engine_seconds=10.0, poll_seconds=25.0, clock=clock)
     nine = ("node-1", "rollout", "rollout/9", "0")
     first = by_name(collector.read(0.0).values, nine)
     assert first == {"up": 0.0} and len(hanging.heads) == 3  # the time was up before its turn
@@ -188,7 +188,7 @@ def test_malformed_lines_are_counted(server: PageServer) -> None:
     server.show(
         'vllm:num_requests_running{engine="0" 1\nvllm:num_requests_waiting 2\n???\nvllm:prompt_tokens_total NaN\n'
     )
-    collector = VllmCollector(NODE, lambda: [endpoint(server.url)])
+    collector = VllmCollector(NODE, [endpoint(server.url)])
     collector.read(0.0)
     values = collector.read(1.0).values
     assert by_name(values) == {"up": 1.0, "requests_waiting": 2.0}
@@ -197,10 +197,6 @@ def test_malformed_lines_are_counted(server: PageServer) -> None:
         "rolecall_probe_lines_malformed_total": (("node-1", "vllm"), 4.0),
         "rolecall_probe_series_dropped_total": (("node-1", "vllm"), 0.0),
     }
-
-
-def test_no_engines_no_values() -> None:
-    assert poll() == ()
 
 
 def test_an_engine_named_twice_is_asked_once(server: PageServer) -> None:

@@ -1,4 +1,4 @@
-"""One XID told twice is one event; one that came twice is two. Counts go on over a restart."""
+"""One XID reported twice is one event; one that came twice is two. Counts go on over a restart."""
 
 import threading
 from pathlib import Path
@@ -17,7 +17,7 @@ def counts(merger: XidMerger) -> dict[tuple[str, int], int]:
 
 
 @pytest.mark.parametrize(
-    ("name", "told", "new"),
+    ("name", "reported", "new"),
     [
         ("both sources", [(10.0, 3, 79, "nvml"), (10.4, 3, 79, "kernel")], [True, False]),
         ("either order", [(10.0, 3, 79, "kernel"), (11.9, 3, 79, "nvml")], [True, False]),
@@ -31,7 +31,7 @@ def counts(merger: XidMerger) -> dict[tuple[str, int], int]:
             [True, True, False, False],
         ),
         (
-            "one more than the other told",
+            "one more than the other reported",
             [(10.0, 3, 31, "nvml"), (10.1, 3, 31, "kernel"), (10.2, 3, 31, "kernel")],
             [True, False, True],
         ),
@@ -46,9 +46,9 @@ def counts(merger: XidMerger) -> dict[tuple[str, int], int]:
     ],
     ids=lambda x: x if isinstance(x, str) else "",
 )
-def test_what_is_one_event(name: str, told: list[tuple[float, int | str, int, str]], new: list[bool]) -> None:
+def test_what_is_one_event(name: str, reported: list[tuple[float, int | str, int, str]], new: list[bool]) -> None:
     merger = XidMerger()
-    assert [merger.merge(*t) for t in told] == new
+    assert [merger.merge(*t) for t in reported] == new
     assert sum(counts(merger).values()) == sum(new)
 
 
@@ -74,7 +74,7 @@ def test_threads_count_each_event_once() -> None:
     for t in threads:
         t.join()
     # One thread may be a whole run ahead: then what the other says is of a past that was forgotten. Never more than
-    # both told, never fewer than happened.
+    # both reported, never fewer than happened.
     assert 500 <= counts(merger)["0", 31] <= 1000
 
 
@@ -103,7 +103,7 @@ def test_counts_are_metrics_and_go_on_over_a_restart(tmp_path: Path) -> None:
     assert shown["rolecall_xid_events_total", "3", "79"] == 1.0
     assert shown["rolecall_xid_last_timestamp_seconds", "3", "79"] == 1_000_099.0
     merger.merge(120.0, 3, 79, "nvml")
-    collector.close()  # what was told since the last look is kept as well
+    collector.close()  # what was reported since the last look is kept as well
 
     clock = FakeClock(now=5.0, wall_offset=1_000_200.0)  # the machine booted anew
     merger = XidMerger()
@@ -124,12 +124,13 @@ def test_a_damaged_file_costs_the_counts_alone(tmp_path: Path, damage: str) -> N
     assert merger.counts() == {} and collector.read(1.0).values
 
 
-def test_a_full_disk_stops_nothing(tmp_path: Path) -> None:
+def test_a_full_disk_stops_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(path: Path, text: str) -> None:
         raise OSError(28, "No space left on device")
 
+    monkeypatch.setattr("rolecall.agent.collectors.gpu.xid_merger.write_atomically", full)
     merger = XidMerger()
-    collector = XidCollector(merger, node=NODE, state_file=tmp_path / "x", clock=FakeClock(), save=full)
+    collector = XidCollector(merger, node=NODE, state_file=tmp_path / "x", clock=FakeClock())
     merger.merge(1.0, 3, 79, "kernel")
     assert values(collector, 2.0)["rolecall_xid_events_total", "3", "79"] == 1.0
     collector.close()

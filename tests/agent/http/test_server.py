@@ -191,7 +191,7 @@ def test_a_client_that_does_not_read_is_dropped(impatient: HttpServer) -> None:
         eventually(lambda: not impatient._server.server_state.connections, "the connection is dropped")
 
 
-def test_a_long_poll_holds_up_nobody() -> None:
+def test_a_long_poll_holds_up_no_one() -> None:
     ending = threading.Event()
 
     def wait(request: Request) -> Response:

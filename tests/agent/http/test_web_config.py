@@ -98,12 +98,12 @@ def test_who_has_the_certificate_and_the_password_is_let_in(server: HttpServer, 
     "authorization",
     ["", basic("prometheus", "wrong"), basic("root", PASSWORD), "Basic !!!", "Basic", "Bearer " + HASH, "Basic 4oKs"],
 )
-def test_nobody_else_is(server: HttpServer, folder: Path, authorization: str) -> None:
+def test_no_one_else_is(server: HttpServer, folder: Path, authorization: str) -> None:
     status, said, challenge = get(server, folder, authorization)
     assert status == 401 and "user" in said["error"] and challenge.startswith("Basic ")
 
 
-def test_plain_http_and_who_says_nothing_hold_up_nobody(server: HttpServer, folder: Path) -> None:
+def test_plain_http_and_who_says_nothing_hold_up_no_one(server: HttpServer, folder: Path) -> None:
     port = server.address[1]
     plain = http.client.HTTPConnection("localhost", port, timeout=10)
     plain.request("GET", "/hello")
@@ -140,7 +140,7 @@ def test_handshakes_that_fail_in_a_loop_fill_no_log(
             plain.getresponse()
         plain.close()
     assert get(server, folder, basic("prometheus", PASSWORD))[0] == 200
-    eventually(lambda: "handshake failed" in caplog.text, "the first is told")
+    eventually(lambda: "handshake failed" in caplog.text, "the first is reported")
     assert caplog.text.count("handshake failed") == 1
 
 

@@ -544,7 +544,7 @@ int nvmlGpmMetricsGet(gpm_get_t *io) {
         if (gpu_instance < 0) snprintf(key, sizeof key, "gpm.%u", m->metricId);
         else snprintf(key, sizeof key, "gpm.mig.%d.%u", gpu_instance, m->metricId);
         m->nvmlReturn = find(io->sample1->gpu, key, v, sizeof v) ? OK : NOT_SUPPORTED;
-        m->value = m->nvmlReturn == OK ? strtod(v, NULL) : -1e9; /* what nobody may believe */
+        m->value = m->nvmlReturn == OK ? strtod(v, NULL) : -1e9; /* a value that no reader may take for real */
     }
     return OK;
 }

@@ -1,4 +1,4 @@
-"""Who is believed: the kernel's word on the sender, the secret of the spawn, and what is told of a process's life."""
+"""Who is believed: the kernel's word on the sender, the secret of the spawn, and what is reported about a process's life."""
 
 import json
 import os
@@ -19,12 +19,12 @@ from rolecall.agent.identity import ClaimRejected
 from rolecall.agent.registration_socket import LINE_BYTES_MAX, RegistrationServer
 from rolecall.agent.registry import DEAD_SHOWN_SECONDS, EXCEPTIONS_MAX, EXCEPTIONS_SECONDS, REFUSED_SECONDS, Registry
 from rolecall.agent.reporter.sender import send_message
-from rolecall.agent.sampler import Sampler, sample_of
-from rolecall.agent.samples import SampleRing
+from rolecall.agent.samples import Sampler, SampleRing, sample_of
 from rolecall.core.clock import FakeClock, SystemClock
 from rolecall.core.ids import NodeId, ProcessId
 from rolecall.core.telemetry import AgentEvent, AgentEventKind
 from tests.agent.processes import NODE, TOKEN, Child, own_start_ticks, secret
+from tests.agent.test_samples import since
 from tests.support import PATIENCE_SECONDS, eventually
 
 
@@ -46,11 +46,11 @@ class World:
         self.exits.stop()
         self.events.close()
 
-    def told(self) -> list[AgentEvent]:
+    def reported(self) -> list[AgentEvent]:
         return list(self.events.after(0).events)
 
     def kinds(self) -> list[str]:
-        return [str(e.kind) for e in self.told()]
+        return [str(e.kind) for e in self.reported()]
 
     def register(self, child: Child, replica: str, incarnation: int = 1) -> None:
         self.registry.register(child.pid, claim(child, replica, incarnation))
@@ -82,10 +82,10 @@ def child(tmp_path: Path) -> Iterator[Child]:
     it.close()
 
 
-def test_a_right_claim_is_believed_and_told_once(world: World, child: Child) -> None:
+def test_a_right_claim_is_believed_and_reported_once(world: World, child: Child) -> None:
     world.register(child, "rollout/1", 3)
     world.register(child, "rollout/1", 3)  # the answer to the first was lost
-    [event] = world.told()
+    [event] = world.reported()
     assert (event.kind, event.replica, event.role, event.incarnation) == ("registered", "rollout/1", "rollout", 3)
     assert event.process is not None and event.process.pid == child.pid
 
@@ -104,7 +104,7 @@ def test_a_right_claim_is_believed_and_told_once(world: World, child: Child) -> 
         ({"rank": "0"}, "rank"),
         ({"rank": True}, "rank"),
         ({"incarnation": -1}, "incarnation"),
-        ({"pid": 1}, "may not speak for process 1"),
+        ({"pid": 1}, "may not report for process 1"),
         ({"pid": "x"}, "must be integers"),
         ({"start_ticks": 1}, "started at"),
     ],
@@ -121,7 +121,7 @@ def test_a_wrong_claim_is_refused_and_counted(
     assert re.search(reason, event.detail["reason"])
 
 
-def test_who_lives_and_cannot_be_watched_after_a_restart_is_not_told_as_dead(world: World, child: Child) -> None:
+def test_who_lives_and_cannot_be_watched_after_a_restart_is_not_reported_as_dead(world: World, child: Child) -> None:
     child.start("rollout/1")
     world.register(child, "rollout/1")
     again = World(world.data_dir)
@@ -138,7 +138,7 @@ def test_who_lives_and_cannot_be_watched_after_a_restart_is_not_told_as_dead(wor
     assert again.kinds() == ["registered"] and child.page.exists()
 
 
-def test_a_page_that_is_a_pipe_holds_nobody_up(world: World, child: Child) -> None:
+def test_a_page_that_is_a_pipe_holds_no_one_up(world: World, child: Child) -> None:
     os.mkfifo(child.page)
     done = threading.Thread(target=world.register, args=(child, "rollout/1"), daemon=True)
     done.start()
@@ -165,13 +165,13 @@ def test_a_promotion_to_a_place_that_is_taken_is_refused(world: World, child: Ch
         standby.close()
 
 
-def test_numbers_of_processes_are_told_while_somebody_holds_the_registry(world: World, child: Child) -> None:
+def test_numbers_of_processes_are_reported_while_somebody_holds_the_registry(world: World, child: Child) -> None:
     """A scrape must not wait for a disk on which a registration is being written."""
     world.register(child, "rollout/1")
-    told: queue.Queue[int] = queue.Queue()
+    reported: queue.Queue[int] = queue.Queue()
     with world.registry.locked():
-        threading.Thread(target=lambda: told.put(world.registry.num_live()), daemon=True).start()
-        assert told.get(timeout=PATIENCE_SECONDS) == 1
+        threading.Thread(target=lambda: reported.put(world.registry.num_live()), daemon=True).start()
+        assert reported.get(timeout=PATIENCE_SECONDS) == 1
 
 
 def test_a_second_process_cannot_be_the_same_rank_while_the_first_lives(world: World, child: Child) -> None:
@@ -200,12 +200,12 @@ def test_the_story_of_a_process_that_fails(world: World, child: Child) -> None:
     )
     child.do("reporter.exception(ValueError('first')); reporter.exception(KeyError('second'))")
     child.close()  # before anybody looked at the page again
-    eventually(lambda: "exited" in world.kinds(), "the exit was told")
-    told = world.told()
-    assert [str(e.kind) for e in told] == ["registered", "exception", "exception", "exited"]
-    assert [e.detail.get("number") for e in told[1:3]] == ["1", "2"]  # the first is not told twice
-    assert told[2].detail["type"] == "KeyError"
-    assert told[3].detail == {"cause": "killed", "last_phase": "compute", "step": "9", "signal": "9"}
+    eventually(lambda: "exited" in world.kinds(), "the exit was reported")
+    reported = world.reported()
+    assert [str(e.kind) for e in reported] == ["registered", "exception", "exception", "exited"]
+    assert [e.detail.get("number") for e in reported[1:3]] == ["1", "2"]  # the first is not reported twice
+    assert reported[2].detail["type"] == "KeyError"
+    assert reported[3].detail == {"cause": "killed", "last_phase": "compute", "step": "9", "signal": "9"}
 
 
 def test_exceptions_in_a_loop_do_not_wash_out_the_log(world: World, child: Child) -> None:
@@ -220,7 +220,7 @@ def test_exceptions_in_a_loop_do_not_wash_out_the_log(world: World, child: Child
     assert world.kinds().count("exception") == EXCEPTIONS_MAX
     world.clock.advance(EXCEPTIONS_SECONDS)
     world.poll()
-    assert world.told()[-1].detail["number"] == "250"
+    assert world.reported()[-1].detail["number"] == "250"
 
 
 def test_a_wanted_exit(world: World, child: Child) -> None:
@@ -228,10 +228,10 @@ def test_a_wanted_exit(world: World, child: Child) -> None:
     world.register(child, "reward/0")
     child.do("reporter.finish('no more work')")
     child.close()
-    eventually(lambda: "exited" in world.kinds(), "the exit was told")
+    eventually(lambda: "exited" in world.kinds(), "the exit was reported")
     assert world.kinds() == ["registered", "finished", "exited"]
-    assert world.told()[1].detail == {"reason": "no more work"}
-    assert world.told()[2].detail["cause"] == "finished"
+    assert world.reported()[1].detail == {"reason": "no more work"}
+    assert world.reported()[2].detail["cause"] == "finished"
 
 
 def test_a_promotion_is_followed_on_the_page(world: World, child: Child) -> None:
@@ -245,7 +245,7 @@ def test_a_promotion_is_followed_on_the_page(world: World, child: Child) -> None
     child.do(wrong.replace("'guess'", repr(secret("rollout/2", 0, 5))))
     world.poll()
     assert (tracked.registration.replica, tracked.registration.incarnation) == ("rollout/2", 5)
-    assert world.told()[-1].detail == {"was": "standby/0", "was_incarnation": "1"}
+    assert world.reported()[-1].detail == {"was": "standby/0", "was_incarnation": "1"}
     world.register(child, "rollout/2", 5)  # the same over the socket, later
     assert world.kinds() == ["registered", "registered"]
 
@@ -263,7 +263,7 @@ def test_a_node_that_is_called_otherwise_keeps_its_processes(world: World, child
     assert kept.process == ProcessId(node=NodeId("gpu-7"), pid=child.pid, start_ticks=child.start_ticks)
 
 
-def test_an_answer_that_nobody_fetched_is_removed_at_the_next_start(world: World) -> None:
+def test_an_answer_that_no_one_fetched_is_removed_at_the_next_start(world: World) -> None:
     left = world.data_dir / "pages" / "1-1.0123456789abcdef.flight"
     left.write_bytes(b"a dump")
     world.registry.adopt()
@@ -283,13 +283,13 @@ def test_a_restarted_agent_goes_on_and_tells_what_it_missed(tmp_path: Path) -> N
         second = World(tmp_path)
         second.registry.adopt()
         assert second.kinds() == ["registered", "registered", "exception", "exited"]  # the exception once
-        last = second.told()[-1]
+        last = second.reported()[-1]
         assert (last.replica, last.detail["last_phase"]) == ("rollout/1", "generate")
         assert last.detail["noticed"] == "after a restart of the agent"
         assert second.registry.num_live() == 1
         third = World(tmp_path)
         third.registry.adopt()
-        assert third.kinds() == second.kinds(), "an exit was told twice"
+        assert third.kinds() == second.kinds(), "an exit was reported twice"
         lives.close()
         eventually(lambda: third.kinds()[-1] == "exited", "the adopted process is watched")
         second.close()
@@ -314,7 +314,7 @@ def test_pages_of_the_forgotten_are_removed(world: World, child: Child) -> None:
     assert not stale.exists() and child.page.exists()  # the second may register any moment
     world.register(child, "rollout/0")
     child.close()
-    eventually(lambda: "exited" in world.kinds(), "the exit was told")
+    eventually(lambda: "exited" in world.kinds(), "the exit was reported")
     assert len(world.registry.processes()) == 1
     world.clock.advance(DEAD_SHOWN_SECONDS + 1)
     assert world.registry.processes() == () and not child.page.exists()
@@ -327,16 +327,16 @@ def test_samples_of_a_live_and_a_dead_process(world: World, child: Child) -> Non
     ring = SampleRing(NODE, os.getpid(), world.clock)
     sampler = Sampler(world.registry, HostProbe(NODE), ring, world.clock)
     sampler.round()
-    batch = ring.since(0)
+    batch = since(ring, 0)
     [live] = batch.processes
     assert (live.alive, live.page_ok, live.phase, live.progress, live.tokens) == (True, True, "generate", 4, 64)
     assert (live.replica, live.role, live.incarnation, live.work_units) == ("rollout/0", "rollout", 2, 4)
     assert live.num_threads >= 2 and live.rss_bytes > 1 << 20 and live.proc_state in "RSD"
     assert len(batch.hosts) == 1
     child.close()
-    eventually(lambda: "exited" in world.kinds(), "the exit was told")
+    eventually(lambda: "exited" in world.kinds(), "the exit was reported")
     sampler.round()
-    [dead] = ring.since(batch.cursor).processes
+    [dead] = since(ring, batch.cursor).processes
     assert (dead.alive, dead.proc_state, dead.phase, dead.progress) == (False, "X", "generate", 4)
     assert dead.cpu_seconds >= live.cpu_seconds
 
@@ -396,7 +396,7 @@ def test_bad_words_get_a_reason(world: World, intake: RegistrationServer, raw: b
 
 def test_a_defect_is_no_refusal(world: World, intake: RegistrationServer, child: Child) -> None:
     assert b'"retry": true' in _say(world, b'{"kind": "defect"}\n')
-    child.start("rollout/1")  # and nobody else suffers
+    child.start("rollout/1")  # and no one else suffers
     eventually(lambda: world.registry.num_live() == 1, "the child was registered")
     with pytest.raises(ConnectionError):
         send_message(world.data_dir / "agent.sock", {"kind": "defect"}, PATIENCE_SECONDS)
@@ -445,12 +445,12 @@ def test_who_calls_in_a_loop_waits(world: World, monkeypatch: pytest.MonkeyPatch
 def test_the_kernel_says_who_speaks(world: World, intake: RegistrationServer, child: Child) -> None:
     right_secret_wrong_sender = json.dumps(claim(child, "rollout/1")).encode() + b"\n"
     said = _say(world, right_secret_wrong_sender)
-    assert f"process {os.getpid()} may not speak for process {child.pid}".encode() in said
+    assert f"process {os.getpid()} may not report for process {child.pid}".encode() in said
     own = {"pid": os.getpid(), "start_ticks": own_start_ticks()}
     assert _say(world, json.dumps({**claim(child, "rollout/1"), **own}).encode() + b"\n") == b'{"ok": true}\n'
 
 
-def test_a_silent_connection_holds_up_nobody(world: World, intake: RegistrationServer, child: Child) -> None:
+def test_a_silent_connection_holds_up_no_one(world: World, intake: RegistrationServer, child: Child) -> None:
     with socket.socket(socket.AF_UNIX) as silent:
         silent.connect(str(world.data_dir / "agent.sock"))
         child.start("rollout/1")

@@ -1,4 +1,4 @@
-"""Flight Recorder dumps on request: a hung main thread, no torch, a recorder that fails, answers that nobody can
+"""Flight Recorder dumps on request: a hung main thread, no torch, a recorder that fails, answers that no one can
 trust."""
 
 import http.client
@@ -138,7 +138,7 @@ def _older(*options: object) -> bytes:
 
 
 @pytest.mark.parametrize(
-    ("recorders", "told"),
+    ("recorders", "reported"),
     [
         ({"_dump_fr_trace": lambda **o: b"gloo"}, b"gloo"),
         ({"_dump_nccl_trace": lambda **o: b"empty", "_dump_fr_trace": lambda **o: b"with entries"}, b"with entries"),
@@ -146,11 +146,11 @@ def _older(*options: object) -> bytes:
         ({"_dump_nccl_trace": _older}, b"an older one"),
     ],
 )
-def test_the_recorder_that_holds_more_is_told(
-    monkeypatch: pytest.MonkeyPatch, recorders: dict[str, object], told: bytes
+def test_the_recorder_that_holds_more_is_reported(
+    monkeypatch: pytest.MonkeyPatch, recorders: dict[str, object], reported: bytes
 ) -> None:
     monkeypatch.setitem(sys.modules, "torch._C._distributed_c10d", module(**recorders))
-    assert dump() == told
+    assert dump() == reported
 
 
 @pytest.mark.parametrize(
@@ -189,7 +189,7 @@ def test_a_dump_too_large_is_not_written(
     assert failed.read_text() == "its dump takes 11 bytes" and not whole.exists()
 
 
-def test_an_answer_that_nobody_waits_for_is_not_left_behind(
+def test_an_answer_that_no_one_waits_for_is_not_left_behind(
     answering: FlightRecorderResponder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     going, go = threading.Event(), threading.Event()

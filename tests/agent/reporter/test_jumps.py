@@ -9,8 +9,8 @@ from rolecall.agent.reporter.jumps import NUM_REMEMBERED, OutlierDetector
 
 def _after(values: list[float]) -> OutlierDetector:
     it = OutlierDetector()
-    told = [it.jumps(v) for v in values]
-    assert not any(told)
+    reported = [it.jumps(v) for v in values]
+    assert not any(reported)
     return it
 
 

@@ -66,7 +66,7 @@ def test_values_of_the_training_that_are_none_or_jump_are_counted(child: Child) 
     assert (page.loss, page.reward, page.jumps, page.unfinite) == (1.0, 0.5, 1, 1) and math.isnan(page.grad_norm)
 
 
-def test_the_health_of_a_step_is_told_whole_and_what_is_unknown_stays_unknown(child: Child) -> None:
+def test_the_health_of_a_step_is_reported_whole_and_what_is_unknown_stays_unknown(child: Child) -> None:
     child.start("trainer/0")
     read = PageReader(child.page).read
     first = read()
@@ -241,11 +241,11 @@ loss()
     assert done.returncode == 1
     assert "ValueError: bad" in done.stderr  # the hook before ours still ran
     [path] = tmp_path.glob("pages/*.page")
-    told = PageReader(path).read().exception
-    assert told is not None
-    assert (told.number, told.step, told.type, told.where) == (1, 12, "ValueError", "<string>:5 loss")
-    assert told.message.startswith("bad \u2603 batch xxx") and len(told.message) == 500
-    assert len(told.fingerprint) == 16
+    shown = PageReader(path).read().exception
+    assert shown is not None
+    assert (shown.number, shown.step, shown.type, shown.where) == (1, 12, "ValueError", "<string>:5 loss")
+    assert shown.message.startswith("bad \u2603 batch xxx") and len(shown.message) == 500
+    assert len(shown.fingerprint) == 16
 
 
 def test_ctrl_c_is_no_exception_of_the_job(tmp_path: Path) -> None:
@@ -381,8 +381,8 @@ def test_an_agent_that_never_answers_costs_the_caller_nothing_and_memory_little(
         child.start("trainer/0")
         many = 10 * NUM_QUEUED_MAX
         child.do(f"[reporter.exception(ValueError(str(i))) for i in range({many})]")
-        told = PageReader(child.page).read().exception
-        assert told is not None and (told.number, told.message) == (many, str(many - 1))
+        shown = PageReader(child.page).read().exception
+        assert shown is not None and (shown.number, shown.message) == (many, str(many - 1))
         child.do(f"assert reporter._client._queue.qsize() <= {NUM_QUEUED_MAX}")
     assert child.close() == ""
 
@@ -427,11 +427,11 @@ reporter.exception(ValueError("gone"))
 """
     subprocess.run([sys.executable, "-c", code], timeout=PATIENCE_SECONDS, check=False)
     [path] = tmp_path.glob("pages/*.page")
-    told = PageReader(path).read().exception
-    assert told is not None and (told.number, told.message) == (1, "gone")
+    shown = PageReader(path).read().exception
+    assert shown is not None and (shown.number, shown.message) == (1, "gone")
 
 
-def test_where_nobody_listens_the_end_is_not_held_up(tmp_path: Path) -> None:
+def test_where_no_one_listens_the_end_is_not_held_up(tmp_path: Path) -> None:
     client = ReporterClient(tmp_path / "nobody.sock", 1, 1)
     client.register(replica="trainer/0", rank=0, incarnation=1, secret="s")
     eventually(lambda: not client._heard, "it has noticed that nobody listens")
@@ -445,5 +445,5 @@ def test_where_nobody_listens_the_end_is_not_held_up(tmp_path: Path) -> None:
 def test_a_shorter_text_replaces_a_longer_one(child: Child) -> None:
     child.start("trainer/0")
     child.do("reporter.exception(ValueError('long ' * 50)); reporter.exception(KeyError('k'))")
-    told = PageReader(child.page).read().exception
-    assert told is not None and (told.number, told.type, told.message, told.where) == (2, "KeyError", "'k'", "")
+    shown = PageReader(child.page).read().exception
+    assert shown is not None and (shown.number, shown.type, shown.message, shown.where) == (2, "KeyError", "'k'", "")

@@ -11,7 +11,6 @@ from rolecall.core.journal.events import Event, EventKind
 from rolecall.core.journal.payloads import PAYLOADS
 from rolecall.core.membership import Actual, Desired, ReplicaState
 from rolecall.dashboards.data.hardware import FleetMetrics, codes_of, live_of, merged, of_run, samples
-from rolecall.dashboards.data.node_history import pasts, quarantined
 from rolecall.dashboards.data.nodes import (
     DAY,
     GLYPHS,
@@ -25,12 +24,13 @@ from rolecall.dashboards.data.nodes import (
     incidents_by_node,
     natural,
     node_names,
+    pasts,
+    quarantined,
 )
 from rolecall.recovery.fleet import FleetView, fleet_view
-from rolecall.recovery.incidents.incident import Incident
-from rolecall.recovery.incidents.projection import fold
-from rolecall.testing.events import made_event
+from rolecall.recovery.incidents import Incident, fold
 from tests.dashboards.acting_world import diagnosis
+from tests.events import made_event
 
 K = EventKind
 NOW = 1_700_000_000.0
@@ -48,7 +48,7 @@ def _fleet(nodes: Sequence[str]) -> FleetView:
 
 
 def _incident(
-    name: str, node: str, *, ago: float = 60.0, closed: bool = False, mark: str = "", **more: Any
+    name: str, node: str, *, ago: float = 60.0, closed: bool = False, review: str = "", **more: Any
 ) -> Incident:
     found = diagnosis("rollout/1", more.pop("because", "it ended"), node=node, at=NOW - ago, **more)
     events = [
@@ -59,8 +59,8 @@ def _incident(
     if closed:
         body = {"outcome": "self_recovered", "because": "over"}
         events.append(made_event(seq=2, kind=K.INCIDENT_CLOSED, wall_at=NOW - ago + 1, body=body, incident_id=name))
-    if mark:
-        body = {"verdict": mark, "by": "anna", "because": ""}
+    if review:
+        body = {"verdict": review, "by": "anna", "because": ""}
         events.append(made_event(seq=3, kind=K.DIAGNOSIS_REVIEWED, wall_at=NOW, body=body, incident_id=name))
     return fold(events)[name]
 
@@ -128,7 +128,7 @@ def test_incidents_are_counted_in_each_span_against_the_fleets_median() -> None:
         _incident("b", "node-1", ago=DAY / 2, closed=True),
         _incident("c", "node-1", ago=MONTH / 2, closed=True),
         _incident("d", "node-2", ago=DAY / 2, closed=True),
-        _incident("e", "node-1", ago=60, closed=True, mark="wrong"),
+        _incident("e", "node-1", ago=60, closed=True, review="wrong"),
     ]
     found = _rows(["node-0", "node-1", "node-2"], incidents)
     row = found.find("node-1")
@@ -150,10 +150,10 @@ def test_nodes_are_sorted_as_people_count() -> None:
 
 
 @pytest.mark.parametrize(
-    ("seconds", "told"), [(0, "0 s"), (59, "59 s"), (60, "1 min"), (7200, "2 h"), (3 * DAY, "3 d")]
+    ("seconds", "reported"), [(0, "0 s"), (59, "59 s"), (60, "1 min"), (7200, "2 h"), (3 * DAY, "3 d")]
 )
-def test_age(seconds: float, told: str) -> None:
-    assert age(seconds) == told
+def test_age(seconds: float, reported: str) -> None:
+    assert age(seconds) == reported
 
 
 # --- past ---------------------------------------------------------------------------------------------------------

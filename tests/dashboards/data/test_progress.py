@@ -14,11 +14,9 @@ from rolecall.dashboards.data.progress import (
     RunTrendsProjection,
     merged,
 )
-from rolecall.reports.facts import read_facts
-from rolecall.views.ettr import UNDETECTED, ettr, losses, steps, training_began
-from rolecall.views.ettr_accumulator import EttrAccumulator
-from rolecall.views.incidents import summarize_incidents
-from rolecall.views.injections import parse_injections
+from rolecall.reports.report import read_facts
+from rolecall.views.ettr import UNDETECTED, EttrAccumulator, ettr, losses, steps, training_began
+from rolecall.views.incidents import parse_injections, summarize_incidents
 
 
 def bucket(step: int, *, reward: float = 0.5, seconds: float = 1.0) -> Bucket:
@@ -50,7 +48,7 @@ def test_a_real_run_read_in_order_gives_the_ettr_of_its_report(fake_run: RunDir,
     assert fold.trends(None, {}, whole=False).account is None  # half a history has no ETTR
 
 
-def test_a_fault_that_nobody_notices_is_lost_time_too(fake_run: RunDir) -> None:
+def test_a_fault_that_no_one_notices_is_lost_time_too(fake_run: RunDir) -> None:
     seen = parse_injections(fake_run.injections_path.read_text())
     missed = replace(
         seen[0], target="rollout/0", targets=(), injected_at=seen[-1].injected_at + 5.0, pid=0, kind="unseen"

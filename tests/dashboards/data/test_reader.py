@@ -1,4 +1,4 @@
-"""The reader: what is new is seen, nothing is waited for long, and every trouble is told in a sentence."""
+"""The reader: what is new is seen, nothing is waited for long, and every trouble is reported in a sentence."""
 
 import shutil
 import sqlite3
@@ -18,9 +18,9 @@ from rolecall.core.rundir import RunDir
 from rolecall.dashboards.data import reader as reading
 from rolecall.dashboards.data.reader import JournalReadError, JournalSnapshot, Reader
 from rolecall.dashboards.settings import Settings
-from rolecall.testing.events import filled
 from tests.dashboards.big_journal import BigJournal
 from tests.dashboards.made_runs import MadeRun, damage
+from tests.events import filled
 from tests.postgres import server
 from tests.support import eventually
 
@@ -103,7 +103,7 @@ def test_no_journal_an_empty_file_and_a_journal_without_a_line(tmp_path: Path) -
         assert look().error is JournalReadError.NONE  # the page goes on by itself
 
 
-def test_another_schema_version_is_told(tmp_path: Path) -> None:
+def test_another_schema_version_is_reported(tmp_path: Path) -> None:
     made = MadeRun(tmp_path)
     with sqlite3.connect(made.run.path / "journal.db") as conn:
         conn.execute("UPDATE meta SET value = '99' WHERE name = 'schema'")
@@ -163,7 +163,7 @@ def test_another_run_in_its_place_is_read_from_its_beginning(tmp_path: Path) -> 
     assert (found.run.step, len(found.projection.incidents)) == (2, 0)
 
 
-def test_a_locked_journal_keeps_nobody_waiting(tmp_path: Path) -> None:
+def test_a_locked_journal_keeps_no_one_waiting(tmp_path: Path) -> None:
     made = MadeRun(tmp_path)
     made.journal.close()
     holder = sqlite3.connect(made.run.path / "journal.db", isolation_level=None)
@@ -243,7 +243,7 @@ def test_the_journal_that_big_journal_makes_is_a_real_one(tmp_path: Path) -> Non
     journal.close()
 
 
-def test_a_password_is_never_told(tmp_path: Path) -> None:
+def test_a_password_is_never_reported(tmp_path: Path) -> None:
     url = "postgresql+psycopg://anna:s3cret@127.0.0.1:1/nowhere"
     with reader_of(url) as look:
         found = look()

@@ -30,7 +30,7 @@ class Refused(Exception):
 
 
 class FakeGrafana:
-    """The server's state. Methods are its routes; `people_*` do what a person would do in the browser."""
+    """The server's state. Methods are its routes; `people_*` do what an operator would do in the browser."""
 
     def __init__(self) -> None:
         self.folders: list[Json] = []

@@ -10,8 +10,7 @@ from pathlib import Path
 
 from rolecall.core.metrics.catalogue import CATALOGUE
 from rolecall.core.metrics.metric import Metric, MetricScope, MetricType
-from rolecall.dashboards.grafana.promql import DCGM_NAMES, OF_WATCH
-from rolecall.dashboards.grafana.recorded import RECORDED
+from rolecall.dashboards.grafana.promql import DCGM_NAMES, OF_WATCH, RECORDED
 from tests.dashboards.openmetrics import Recording
 
 START, STEP, ROUNDS = 1_700_000_000.0, 15.0, 41

@@ -6,6 +6,15 @@ labels of a watch, `@N` those of an agent. `fires`: the labels of each alert tha
 
 from typing import NamedTuple
 
+from rolecall.dashboards.grafana.rules import GROUPS, Alert
+
+ALERTS = {
+    name: rule
+    for groups in GROUPS.values()
+    for group in groups
+    for name, rule in group.rules.items()
+    if isinstance(rule, Alert)
+}
 WATCH = 'job="rolecall-watch",instance="r/watch"'
 NODE = 'job="rolecall",instance="n:9477",node="n1"'
 GOOD = "0+15x400"
@@ -352,7 +361,7 @@ CASES = (
         ('job="rolecall",instance="n:9477"', 'job="rolecall-agent",instance="n2"'),
     ),
     Case("RolecallAgentDown", "restarts", {'up{job="rolecall",instance="n:9477"}': "1x4 0x6 1x40"}, "5m"),
-    Case("RolecallAgentDown", "told once", {'up{job="rolecall-dcgm",instance="n:9477"}': "0x40"}, "5m"),
+    Case("RolecallAgentDown", "reported once", {'up{job="rolecall-dcgm",instance="n:9477"}': "0x40"}, "5m"),
     Case("RolecallAgentStalled", "stands", {"rolecall_agent_rounds_total{@N}": "0+30x8 240x40"}, "8m", ("@N",)),
     Case("RolecallAgentStalled", "slow", {"rolecall_agent_rounds_total{@N}": "0+1x40"}, "8m"),
     Case("RolecallAgentSlow", "lags", {"rolecall_agent_round_seconds{@N}": "2.5x60"}, "6m", ("@N",)),

@@ -1,4 +1,4 @@
-"""Incidents as annotations: one each, made once, mended when they close, with nothing of a log taken for HTML."""
+"""Incidents as annotations: one each, made once, updated when they close, with nothing of a log taken for HTML."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from rolecall.core.errors import CommandRefused
-from rolecall.dashboards.grafana.annotations import TEXT_MAX, IncidentAnnotation, annotate, annotation
+from rolecall.dashboards.grafana.push import TEXT_MAX, IncidentAnnotation, annotate, annotation
 from rolecall.dashboards.grafana.server import GrafanaRefused, Server, Token, address
 from tests.dashboards.grafana.fake_grafana import EDITOR, VIEWER, FakeGrafana, Refused, fake_grafana
 
@@ -58,7 +58,7 @@ def test_words_of_a_log_are_text() -> None:
     assert long.count("&lt;") == TEXT_MAX - 1
 
 
-def test_each_incident_is_made_once_and_mended_when_it_closes(grafana: FakeGrafana, server: Server) -> None:
+def test_each_incident_is_made_once_and_fixed_when_it_closes(grafana: FakeGrafana, server: Server) -> None:
     assert _mappings(annotate(server, "demo-7", [HANG, KILL]).done) == ["created", "created"]
     grafana.requests.clear()
     assert _mappings(annotate(server, "demo-7", [HANG, KILL]).done) == ["unchanged", "unchanged"]
@@ -84,9 +84,9 @@ def test_annotations_of_people_are_left_alone(grafana: FakeGrafana, server: Serv
 
 
 def test_a_run_with_very_many_incidents_shows_the_newest(grafana: FakeGrafana, server: Server) -> None:
-    told = annotate(server, "demo-7", [KILL, HANG], episodes_max=1)
-    assert told.done[0].startswith("left out   1 older")
-    assert "i2-rollout-1" in told.done[1] and len(grafana.annotations) == 1
+    reported = annotate(server, "demo-7", [KILL, HANG], episodes_max=1)
+    assert reported.done[0].startswith("left out   1 older")
+    assert "i2-rollout-1" in reported.done[1] and len(grafana.annotations) == 1
 
 
 def test_too_many_to_know_them_all_are_refused_before_anything_is_written(grafana: FakeGrafana, server: Server) -> None:
@@ -97,7 +97,7 @@ def test_too_many_to_know_them_all_are_refused_before_anything_is_written(grafan
     assert grafana.writes == []
 
 
-def test_one_that_fails_is_told_and_the_others_are_written(grafana: FakeGrafana, server: Server) -> None:
+def test_one_that_fails_is_reported_and_the_others_are_written(grafana: FakeGrafana, server: Server) -> None:
     writes = []
 
     def fail_first(method: str, path: str) -> None:
@@ -107,19 +107,19 @@ def test_one_that_fails_is_told_and_the_others_are_written(grafana: FakeGrafana,
                 raise Refused(500, "database is locked")
 
     grafana.before = fail_first
-    told = annotate(server, "demo-7", [HANG, KILL])
-    assert _mappings(told.done) == ["created"] and "database is locked" in told.failed[0]
+    reported = annotate(server, "demo-7", [HANG, KILL])
+    assert _mappings(reported.done) == ["created"] and "database is locked" in reported.failed[0]
     assert _mappings(annotate(server, "demo-7", [HANG, KILL]).done) == ["created", "unchanged"]
 
 
 def test_a_token_that_may_not_write_or_is_none(grafana: FakeGrafana) -> None:
-    for token, told in ((VIEWER, "role Editor"), ("glsa_stranger", "does not accept the token")):
+    for token, reported in ((VIEWER, "role Editor"), ("glsa_stranger", "does not accept the token")):
         server = Server(address(grafana.url), Token(token))
         try:
             failed = annotate(server, "demo-7", [HANG]).failed
-            assert told in failed[0]
+            assert reported in failed[0]
         except GrafanaRefused as e:
-            assert told in str(e)
+            assert reported in str(e)
         finally:
             server.close()
     assert not grafana.annotations

@@ -13,8 +13,8 @@ from rolecall.core.metrics.catalogue import BY_NAME
 from rolecall.core.metrics.metric import MetricType
 from rolecall.dashboards.grafana import board
 from rolecall.dashboards.grafana.boards.all import documents
-from rolecall.dashboards.grafana.promql import DCGM_NAMES, SCOPE_LABELS, UnknownMetric, scoped, selectors
-from rolecall.dashboards.grafana.recorded import RECORDED
+from rolecall.dashboards.grafana.promql import DCGM_NAMES, RECORDED, SCOPE_LABELS, UnknownMetric, scoped, selectors
+from tests.dashboards.grafana.viewing import all_panels
 
 DOCUMENTS = {d["uid"]: d for d in documents()}
 SCHEMA_VERSIONS = range(39, 42)
@@ -27,16 +27,16 @@ UNITS = {"none", "short", "s", "dtdurations", "percentunit", "bytes", "Bps", "ce
 SECRET_WORDS = ("password", "token=", "Bearer")
 
 
-PANELS = [(uid, p["id"]) for uid, d in DOCUMENTS.items() for p in board.all_panels(d)]
-PANEL = {(uid, p["id"]): p for uid, d in DOCUMENTS.items() for p in board.all_panels(d)}
+PANELS = [(uid, p["id"]) for uid, d in DOCUMENTS.items() for p in all_panels(d)]
+PANEL = {(uid, p["id"]): p for uid, d in DOCUMENTS.items() for p in all_panels(d)}
 IDS = [f"{uid}-{PANEL[uid, n]['title']}" for uid, n in PANELS]
 each_board = pytest.mark.parametrize("uid", DOCUMENTS)
 each_panel = pytest.mark.parametrize("at", PANELS, ids=IDS)
 
 
 def test_there_is_a_dashboard_for_each_address_that_links_name() -> None:
-    told = {board.OVERVIEW, board.TRAINING, board.ROLES, board.REPLICA, board.GPUS, board.NETWORK, board.HEALTH}
-    assert set(DOCUMENTS) == told
+    reported = {board.OVERVIEW, board.TRAINING, board.ROLES, board.REPLICA, board.GPUS, board.NETWORK, board.HEALTH}
+    assert set(DOCUMENTS) == reported
 
 
 @each_board
@@ -48,7 +48,7 @@ def test_a_dashboard_is_what_grafana_expects(uid: str) -> None:
     assert document["editable"] is False and document["refresh"] == "30s"
     assert "id" not in document and "version" not in document, "both are the server's"
     rows = [p for p in document["panels"] if p["type"] == "row"]
-    panels = [p["id"] for p in (*rows, *board.all_panels(document))]
+    panels = [p["id"] for p in (*rows, *all_panels(document))]
     assert len(panels) == len(set(panels))
     assert not any(word in json.dumps(document) for word in SECRET_WORDS)
 
@@ -112,7 +112,7 @@ def test_links_lead_to_dashboards_that_are_there_and_carry_the_time(uid: str) ->
     document = DOCUMENTS[uid]
     assert {link["url"] for link in document["links"]} == {f"/d/{other}" for other in DOCUMENTS if other != uid}
     assert all(link["includeVars"] and link["keepTime"] for link in document["links"])
-    for panel in board.all_panels(document):
+    for panel in all_panels(document):
         for link in panel["fieldConfig"]["defaults"].get("links", ()):
             target, _, query = link["url"].removeprefix("/d/").partition("?")
             assert target in DOCUMENTS, link["url"]

@@ -11,11 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from rolecall.dashboards.grafana.board import all_panels
 from rolecall.dashboards.grafana.boards.all import documents
 from rolecall.dashboards.grafana.promql import alive, grown, scoped, selectors
 from tests.dashboards.grafana import made_up
-from tests.dashboards.grafana.viewing import Asked, Viewer
+from tests.dashboards.grafana.viewing import Asked, Viewer, all_panels
 from tests.dashboards.openmetrics import Recording
 from tests.dashboards.prometheus_of_demo import DemoPrometheus, prometheus_of
 

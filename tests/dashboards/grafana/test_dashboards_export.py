@@ -16,10 +16,12 @@ def _all_files(folder: Path) -> dict[str, bytes]:
     return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
 
-def test_every_dashboard_is_written_and_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_dashboard_is_written_and_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["grafana", "export", "--out", str(tmp_path / "a" / "b")]) == 0
-    told = [Path(line) for line in capsys.readouterr().out.splitlines()]
-    assert {p.relative_to(tmp_path / "a" / "b") for p in told} == {Path(n) for n in _all_files(tmp_path / "a" / "b")}
+    reported = [Path(line) for line in capsys.readouterr().out.splitlines()]
+    assert {p.relative_to(tmp_path / "a" / "b") for p in reported} == {
+        Path(n) for n in _all_files(tmp_path / "a" / "b")
+    }
     for document in documents():
         path = tmp_path / "a" / "b" / "dashboards" / f"{document['uid']}.json"
         assert json.loads(path.read_text()) == document
@@ -83,7 +85,7 @@ def test_rules_stand_beside_the_dashboards() -> None:
     assert yaml.safe_load(made["rules/some.yaml"]) == {"groups": []}
 
 
-def test_a_wrong_address_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_address_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["grafana", "export", "--out", str(tmp_path / "x"), "--incidents-at", "nowhere"]) == 2
     assert "--incidents-at: expected http://" in capsys.readouterr().err
     assert not (tmp_path / "x").exists()

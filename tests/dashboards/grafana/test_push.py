@@ -70,9 +70,9 @@ def pushed(server: Server, *dashboards: Json, **options: Any) -> PushResult:
 def test_the_first_push_makes_folder_and_dashboards_with_the_data_source_of_that_name(
     grafana: FakeGrafana, server: Server
 ) -> None:
-    told = pushed(server)
-    assert told.failed == []
-    assert [line.split()[0] for line in told.done] == ["created", "created", "created"]
+    reported = pushed(server)
+    assert reported.failed == []
+    assert [line.split()[0] for line in reported.done] == ["created", "created", "created"]
     assert [f["title"] for f in grafana.folders] == ["rolecall"]
     for one in BOTH:
         kept = grafana.dashboards[one["uid"]]
@@ -87,8 +87,8 @@ def test_the_first_push_makes_folder_and_dashboards_with_the_data_source_of_that
 def test_a_second_push_writes_nothing_and_says_so(grafana: FakeGrafana, server: Server) -> None:
     pushed(server)
     grafana.requests.clear()
-    told = pushed(server)
-    assert [line.split()[0] for line in told.done] == ["unchanged", "unchanged"]
+    reported = pushed(server)
+    assert [line.split()[0] for line in reported.done] == ["unchanged", "unchanged"]
     assert grafana.writes == []
     assert {d["dashboard"]["version"] for d in grafana.dashboards.values()} == {1}
 
@@ -97,9 +97,9 @@ def test_what_changed_is_written_from_the_version_that_stands_there_and_the_rest
     grafana: FakeGrafana, server: Server
 ) -> None:
     pushed(server)
-    told = pushed(server, BOTH[0], dashboard("rolecall-roles", refresh="30s"))
-    assert [line.split()[0] for line in told.done] == ["unchanged", "updated"]
-    assert "(version 2)" in told.done[1]
+    reported = pushed(server, BOTH[0], dashboard("rolecall-roles", refresh="30s"))
+    assert [line.split()[0] for line in reported.done] == ["unchanged", "updated"]
+    assert "(version 2)" in reported.done[1]
     assert grafana.dashboards["rolecall-run"]["dashboard"]["version"] == 1
     assert grafana.dashboards["rolecall-roles"]["dashboard"]["refresh"] == "30s"
 
@@ -118,7 +118,7 @@ def test_a_dashboard_in_another_folder_is_moved_where_it_was_asked_for(grafana: 
     assert {d["folderUid"] for d in grafana.dashboards.values()} == {grafana.folders[0]["uid"]}
 
 
-def test_an_edit_of_a_person_is_told_and_nothing_at_all_is_written(grafana: FakeGrafana, server: Server) -> None:
+def test_an_edit_of_an_operator_is_reported_and_nothing_at_all_is_written(grafana: FakeGrafana, server: Server) -> None:
     pushed(server)
     grafana.people_edit("rolecall-run", title="Anna's")
     grafana.requests.clear()
@@ -133,8 +133,8 @@ def test_an_edit_of_a_person_is_told_and_nothing_at_all_is_written(grafana: Fake
 def test_overwrite_replaces_an_edit_and_keeps_it_among_the_versions(grafana: FakeGrafana, server: Server) -> None:
     pushed(server)
     grafana.people_edit("rolecall-run", title="Anna's")
-    told = pushed(server, overwrite=True)
-    assert told.failed == []
+    reported = pushed(server, overwrite=True)
+    assert reported.failed == []
     kept = grafana.dashboards["rolecall-run"]
     assert kept["dashboard"]["title"] == BOTH[0]["title"]
     assert [v["createdBy"] for v in kept["versions"]] == ["sa-rolecall", "anna", "sa-rolecall"]
@@ -144,14 +144,14 @@ def test_an_edit_between_looking_and_writing_is_not_lost(grafana: FakeGrafana, s
     pushed(server)
     wanted = planned(server, dashboard("rolecall-run", refresh="30s"), dashboard("rolecall-roles", refresh="30s"))
     grafana.people_edit("rolecall-run", title="Anna's")
-    told = push(server, wanted)
-    (failed,) = told.failed
+    reported = push(server, wanted)
+    (failed,) = reported.failed
     assert "rolecall-run" in failed and "anna edited it" in failed and "that version was kept" in failed
     assert grafana.dashboards["rolecall-run"]["dashboard"]["title"] == "Anna's"
-    assert [line.split()[:2] for line in told.done] == [["updated", "rolecall-roles"]]
+    assert [line.split()[:2] for line in reported.done] == [["updated", "rolecall-roles"]]
 
 
-def test_a_version_that_a_person_restored_is_theirs(grafana: FakeGrafana, server: Server) -> None:
+def test_a_version_that_an_operator_restored_is_theirs(grafana: FakeGrafana, server: Server) -> None:
     pushed(server)
     grafana.people_edit("rolecall-run", refresh="1m")
     grafana.dashboards["rolecall-run"]["versions"][-1]["message"] = "Restored from version 1"
@@ -159,7 +159,7 @@ def test_a_version_that_a_person_restored_is_theirs(grafana: FakeGrafana, server
         planned(server, dashboard("rolecall-run", refresh="5s"))
 
 
-def test_what_a_server_adds_is_no_difference_but_what_a_person_adds_to_a_list_is(
+def test_what_a_server_adds_is_no_difference_but_what_an_operator_adds_to_a_list_is(
     grafana: FakeGrafana, server: Server
 ) -> None:
     pushed(server)
@@ -170,7 +170,7 @@ def test_what_a_server_adds_is_no_difference_but_what_a_person_adds_to_a_list_is
     assert pushed(server).done[0].startswith("updated")
 
 
-def test_a_data_source_that_is_not_there_or_no_prometheus_is_told_with_what_there_is(
+def test_a_data_source_that_is_not_there_or_no_prometheus_is_reported_with_what_there_is(
     grafana: FakeGrafana, server: Server
 ) -> None:
     with pytest.raises(
@@ -182,34 +182,35 @@ def test_a_data_source_that_is_not_there_or_no_prometheus_is_told_with_what_ther
     assert grafana.writes == []
 
 
-def test_all_problems_are_told_at_once(grafana: FakeGrafana, server: Server) -> None:
+def test_all_problems_are_reported_at_once(grafana: FakeGrafana, server: Server) -> None:
     pushed(server)
     for one in BOTH:
         grafana.people_edit(one["uid"], title="theirs")
     grafana.dashboards["rolecall-roles"]["provisioned"] = True
-    with pytest.raises(PushRejected) as told:
+    with pytest.raises(PushRejected) as reported:
         planned(server, *BOTH, dashboard("x" * 41), datasource="no such", overwrite=False)
-    text = str(told.value)
-    assert len(told.value.problems) == 4
+    text = str(reported.value)
+    assert len(reported.value.problems) == 4
     for part in ("'no such'", "anna edited it", "provisioned from a file", "uid of 1 to 40"):
         assert part in text
 
 
 def test_a_title_that_another_dashboard_has_fails_that_one_and_says_so(grafana: FakeGrafana, server: Server) -> None:
     pushed(server, dashboard("other", title=BOTH[0]["title"]))
-    told = pushed(server)
-    (failed,) = told.failed
+    reported = pushed(server)
+    (failed,) = reported.failed
     assert "rolecall-run" in failed and "same name" in failed
     assert "rolecall-roles" in grafana.dashboards
 
 
-def test_a_token_that_may_only_read_is_told_and_a_wrong_one_too(grafana: FakeGrafana, ask: Ask) -> None:
+def test_a_token_that_may_only_read_is_reported_and_a_wrong_one_too(grafana: FakeGrafana, ask: Ask) -> None:
     reader = ask(grafana.url, VIEWER)
-    told = pushed(reader)
+    reported = pushed(reader)
     assert (
-        len(told.failed) == 1 and "folder 'rolecall' could not be created, no dashboard was written" in told.failed[0]
+        len(reported.failed) == 1
+        and "folder 'rolecall' could not be created, no dashboard was written" in reported.failed[0]
     )
-    assert "role Editor" in told.failed[0]
+    assert "role Editor" in reported.failed[0]
     stranger = ask(grafana.url, "glsa_stranger")
     with pytest.raises(GrafanaRefused, match="does not accept the token") as refused:
         planned(stranger)
@@ -217,17 +218,17 @@ def test_a_token_that_may_only_read_is_told_and_a_wrong_one_too(grafana: FakeGra
 
 
 def test_the_token_is_in_the_header_and_in_no_url_text_or_repr(grafana: FakeGrafana, server: Server) -> None:
-    told = pushed(server)
+    reported = pushed(server)
     asked = [h for (method, path), h in zip(grafana.requests, grafana.headers, strict=True) if path != "/api/health"]
     assert asked and all(h["Authorization"] == f"Bearer {EDITOR}" for h in asked)
     assert not any(EDITOR in path for _, path in grafana.requests)
-    assert EDITOR not in repr(Token(EDITOR)) + str(told.done) + repr(vars(server))
+    assert EDITOR not in repr(Token(EDITOR)) + str(reported.done) + repr(vars(server))
     with pytest.raises(ConfigError) as wrong:
         Token(f"{EDITOR} and more")
     assert EDITOR not in str(wrong.value)
 
 
-def test_a_server_that_fails_half_way_is_told_with_what_was_written_and_what_not(
+def test_a_server_that_fails_half_way_is_reported_with_what_was_written_and_what_not(
     grafana: FakeGrafana, server: Server
 ) -> None:
     writes = []
@@ -239,9 +240,9 @@ def test_a_server_that_fails_half_way_is_told_with_what_was_written_and_what_not
                 raise Refused(500, "database is locked")
 
     grafana.before = fail_second
-    told = pushed(server, *BOTH, dashboard("third"))
-    assert [line.split()[:2] for line in told.done[1:]] == [["created", "rolecall-run"], ["created", "third"]]
-    (failed,) = told.failed
+    reported = pushed(server, *BOTH, dashboard("third"))
+    assert [line.split()[:2] for line in reported.done[1:]] == [["created", "rolecall-run"], ["created", "third"]]
+    (failed,) = reported.failed
     assert failed.startswith("failed     rolecall-roles") and "database is locked" in failed
 
 
@@ -255,9 +256,9 @@ def test_a_server_that_goes_away_half_way_leaves_no_doubt_unsaid(grafana: FakeGr
         pass
     with raw_server(b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n\r\n") as url:
         cut = Server(address(url), Token(EDITOR), deadline_seconds=5)
-        told = push(cut, PushPlan(folder="", folder_uid="", changes=wanted.changes))
-    assert "it may have been written: push again" in told.failed[0]
-    assert told.failed[1].startswith("not tried")
+        reported = push(cut, PushPlan(folder="", folder_uid="", changes=wanted.changes))
+    assert "it may have been written: push again" in reported.failed[0]
+    assert reported.failed[1].startswith("not tried")
 
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"

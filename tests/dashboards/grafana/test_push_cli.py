@@ -1,4 +1,4 @@
-"""`rolecall grafana push` and `annotate`, as typed: tokens, exit codes and what is told."""
+"""`rolecall grafana push` and `annotate`, as typed: tokens, exit codes and what is reported."""
 
 import io
 import json
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rolecall.cli.grafana_push import TOKEN_ENV, read_token
+from rolecall.cli.grafana import TOKEN_ENV, read_token
 from rolecall.cli.main import main
 from rolecall.cli.options import JOURNAL_ENV
 from rolecall.core.errors import ConfigError
@@ -36,8 +36,8 @@ def test_all_dashboards_are_put_there_once(
     assert main([*argv, "--dry-run"]) == 0
     assert grafana.writes == [] and "would be created" in capsys.readouterr().out
     assert main(argv) == 0
-    told = capsys.readouterr()
-    assert "alert rules are not pushed" in told.out and "created    folder 'rolecall'" in told.out
+    reported = capsys.readouterr()
+    assert "alert rules are not pushed" in reported.out and "created    folder 'rolecall'" in reported.out
     assert set(grafana.dashboards) == {d["uid"] for d in documents()}
     for kept in grafana.dashboards.values():
         first = kept["dashboard"]["templating"]["list"][0]
@@ -48,7 +48,7 @@ def test_all_dashboards_are_put_there_once(
     assert said["ok"] and len(said["done"]) == len(documents())
     assert all(line.startswith("unchanged") for line in said["done"])
     assert grafana.writes == []
-    assert EDITOR not in told.out + told.err
+    assert EDITOR not in reported.out + reported.err
 
 
 def test_a_conflict_is_exit_code_1_and_a_wrong_use_2(
@@ -113,8 +113,8 @@ def test_the_url_of_a_journal_is_enough(
     assert grafana.writes == [], "the same run, found again"
     assert main([*argv, str(fake_run.path), "--journal", fake_run.database_url]) == 2
     assert main([*argv, "--journal", "mysql://u:hush@h/d"]) == 2
-    told = capsys.readouterr().err
-    assert "give one of the two" in told and "is not supported" in told and "hush" not in told
+    reported = capsys.readouterr().err
+    assert "give one of the two" in reported and "is not supported" in reported and "hush" not in reported
 
 
 def test_a_token_comes_from_one_place_and_is_in_no_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -145,5 +145,5 @@ def test_an_address_beyond_this_machine_without_tls_is_warned_of(
     token_file: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["grafana", "push", "--url", "http://grafana.invalid", "--token-file", token_file]) == 1
-    told = capsys.readouterr().err
-    assert "the token is sent unencrypted" in told and "is not reachable" in told
+    reported = capsys.readouterr().err
+    assert "the token is sent unencrypted" in reported and "is not reachable" in reported

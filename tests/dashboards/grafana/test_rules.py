@@ -11,11 +11,9 @@ import pytest
 import yaml
 
 from rolecall.core.metrics.catalogue import BY_NAME
-from rolecall.dashboards.grafana.rules.all import ALERTS, GROUPS, rules_yaml
-from rolecall.dashboards.grafana.rules.rule import Alert, RecordingRule, Severity, check
-from tests.dashboards.grafana.rules_cases import CASES, NODE, WATCH, Case
+from rolecall.dashboards.grafana.rules import GROUPS, Alert, RuleGroup, Severity, check, rules_yaml
+from tests.dashboards.grafana.rules_cases import ALERTS, CASES, NODE, WATCH, Case
 
-ALERT_BY_NAME = {a.name: a for a in ALERTS}
 _SERIES = re.compile(r"(\w+)\{(.*)\}")
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
 _USED = re.compile(r"\$labels\.(\w+)")
@@ -46,15 +44,15 @@ def _full(labels: str) -> str:
 
 
 def _firing(case: Case, labels: str) -> dict[str, str]:
-    fixed = {"alertname": case.alert, "alertstate": "firing", "severity": str(ALERT_BY_NAME[case.alert].severity)}
+    fixed = {"alertname": case.alert, "alertstate": "firing", "severity": str(ALERTS[case.alert].severity)}
     return {**fixed, **dict(_LABEL.findall(_full(labels)))}
 
 
 def _as_promtool(case: Case) -> dict[str, object]:
     expected = []
     for labels in case.fires:
-        told = ",".join(f'{k}="{v}"' for k, v in _firing(case, labels).items())
-        expected.append({"labels": f"ALERTS{{{told}}}", "value": 1})
+        reported = ",".join(f'{k}="{v}"' for k, v in _firing(case, labels).items())
+        expected.append({"labels": f"ALERTS{{{reported}}}", "value": 1})
     query = f'ALERTS{{alertname="{case.alert}",alertstate="firing"}}'
     return {
         "name": f"{case.alert}: {case.what}",
@@ -65,8 +63,8 @@ def _as_promtool(case: Case) -> dict[str, object]:
 
 
 def test_promtool_accepts_the_files(promtool: str, tmp_path: Path) -> None:
-    told = _run(promtool, "check", "rules", "--lint=all", "--lint-fatal", *_written(tmp_path), cwd=tmp_path)
-    assert f"{len(ALERT_BY_NAME)} rules found" in told
+    reported = _run(promtool, "check", "rules", "--lint=all", "--lint-fatal", *_written(tmp_path), cwd=tmp_path)
+    assert f"{len(ALERTS)} rules found" in reported
 
 
 def _tried(promtool: str, folder: Path, name: str, **changed: str) -> str:
@@ -86,7 +84,7 @@ def _tried(promtool: str, folder: Path, name: str, **changed: str) -> str:
     return _run(promtool, "test", "rules", "tests.yaml", cwd=folder)
 
 
-@pytest.mark.parametrize("name", sorted(ALERT_BY_NAME))
+@pytest.mark.parametrize("name", sorted(ALERTS))
 def test_an_alert_fires_when_it_must_and_not_otherwise(name: str, promtool: str, tmp_path: Path) -> None:
     assert "SUCCESS" in _tried(promtool, tmp_path, name)
 
@@ -98,13 +96,13 @@ def test_promtool_would_tell_if_an_alert_were_deaf_or_loud(promtool: str, tmp_pa
         _tried(promtool, tmp_path, "RolecallGpuLost", **{"for": "0s"})
 
 
-@pytest.mark.parametrize("name", sorted(ALERT_BY_NAME))
+@pytest.mark.parametrize("name", sorted(ALERTS))
 def test_every_alert_is_tried_both_ways_and_its_text_uses_labels_that_it_has(name: str) -> None:
     cases = [c for c in CASES if c.alert == name]
     firing = [c for c in cases if c.fires]
     assert firing and len(firing) < len(cases), "a case that fires and one that does not"
     had = set().union(*(_firing(c, labels) for c in firing for labels in c.fires))
-    alert = ALERT_BY_NAME[name]
+    alert = ALERTS[name]
     used = set(_USED.findall(alert.summary + alert.description))
     assert used <= had, f"{used - had} would be empty"
 
@@ -126,17 +124,17 @@ def test_the_histories_are_of_series_that_rolecall_serves() -> None:
 
 def test_a_misspelt_metric_or_label_is_refused() -> None:
     with pytest.raises(ValueError, match="rolecall_gpu_upp"):
-        Alert(name="RolecallGpu", expr="rolecall_gpu_upp == 0", severity=Severity.WARNING, summary="", description="")
+        Alert(expr="rolecall_gpu_upp == 0", severity=Severity.WARNING, summary="", description="")
     with pytest.raises(ValueError, match="no label node_name"):
         check('rolecall_gpu_up{node_name="a"} == 0')
     with pytest.raises(ValueError, match="level:rolecall_metric:operation"):
-        RecordingRule(name="rolecall_x", expr="sum(rolecall_gpu_up)")
+        RuleGroup("x", {"rolecall_x": "sum(rolecall_gpu_up)"})
     with pytest.raises(ValueError, match="no rolecall metric"):
         check("vector(1)")
 
 
 def test_names_are_once_and_files_are_the_same_each_time() -> None:
-    names = [r.name for made in GROUPS.values() for g in made for r in g.rules]
+    names = [name for made in GROUPS.values() for g in made for name in g.rules]
     assert len(names) == len(set(names))
     assert rules_yaml() == rules_yaml()
     for text in rules_yaml().values():

@@ -8,18 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from rolecall.dashboards.grafana.promql import selectors
-from rolecall.dashboards.grafana.recorded import RECORDED
-from rolecall.dashboards.grafana.rules import all as rules
-from rolecall.dashboards.grafana.rules.all import rules_yaml
-from rolecall.dashboards.grafana.rules.rule import Alert
+from rolecall.dashboards.grafana.promql import RECORDED, selectors
+from rolecall.dashboards.grafana.rules import Alert, rules_yaml
+from tests.dashboards.grafana.rules_cases import ALERTS
 from tests.dashboards.prometheus_of_demo import DemoPrometheus, Series, prometheus_of
 from tests.prometheus_server import prometheus
 from tests.support import eventually
 
-ALERTS = {a.name: a for a in rules.ALERTS}
 NOT_IN_THE_DEMO = {
-    "rolecall_plans_waiting_deadline_timestamp_seconds": "the demo acts by itself: no plan waits for a person",
+    "rolecall_plans_waiting_deadline_timestamp_seconds": "the demo acts by itself: no plan waits for an operator",
     "rolecall_watch_agent_unreachable_timestamp_seconds": "every agent was heard all the time",
     "rolecall_run_filtered_ratio": "the demo's algorithm has no dynamic sampling, which alone filters groups",
 }
@@ -75,8 +72,8 @@ def test_prometheus_evaluates_every_rule(tmp_path: Path) -> None:
             return {(r["health"], r.get("lastError", "")) for g in groups for r in g["rules"]}
 
         eventually(lambda: health() == {("ok", "")}, "every rule was evaluated")
-        told = [r["name"] for g in demo.get("/api/v1/rules")["groups"] for r in g["rules"]]
-    assert sorted(told) == sorted([*ALERTS, *RECORDED])
+        reported = [r["name"] for g in demo.get("/api/v1/rules")["groups"] for r in g["rules"]]
+    assert sorted(reported) == sorted([*ALERTS, *RECORDED])
 
 
 def test_what_is_called_absent_is(demo_prometheus: DemoPrometheus) -> None:
@@ -89,7 +86,7 @@ def test_an_alert_without_its_metric_is_found_out(tmp_path: Path) -> None:
 
 
 def _held(alert: Alert, series: Series) -> bool:
-    """Whether it was true for so long without a break that somebody would have been told."""
+    """Whether it was true for so long without a break that somebody would have been reported."""
     needed = int(alert.hold[:-1]) * _SECONDS[alert.hold[-1]]
     begun = last = None
     for at, _ in series.points:
@@ -101,13 +98,13 @@ def _held(alert: Alert, series: Series) -> bool:
 
 
 def _fired(demo: DemoPrometheus, until: float) -> Iterator[tuple[str, Series]]:
-    for alert in ALERTS.values():
+    for name, alert in ALERTS.items():
         for series in demo.query_range(alert.expr, end=until, step=STEP_SECONDS):
             if _held(alert, series):
-                yield alert.name, series
+                yield name, series
 
 
-def test_nobody_is_told_while_nothing_is_wrong(demo_prometheus: DemoPrometheus) -> None:
+def test_no_one_is_reported_while_nothing_is_wrong(demo_prometheus: DemoPrometheus) -> None:
     opened = demo_prometheus.query_range("rolecall_incident_opened_timestamp_seconds")
     faults = demo_prometheus.query_range(ALERTS["RolecallXid"].expr)
     first = min(s.points[0][0] for s in (*opened, *faults))
@@ -115,13 +112,15 @@ def test_nobody_is_told_while_nothing_is_wrong(demo_prometheus: DemoPrometheus) 
     assert [f"{name} {dict(s.labels)}" for name, s in _fired(demo_prometheus, first - STEP_SECONDS)] == []
 
 
-def test_what_was_done_to_the_stand_in_is_told_and_what_rolecall_cured_is_not(demo_prometheus: DemoPrometheus) -> None:
+def test_what_was_done_to_the_stand_in_is_reported_and_what_rolecall_cured_is_not(
+    demo_prometheus: DemoPrometheus,
+) -> None:
     fired = list(_fired(demo_prometheus, demo_prometheus.end))
     assert {name for name, _ in fired} >= {"RolecallXid", "RolecallLinkFlapping"}
     assert [f"{name} {dict(s.labels)}" for name, s in fired if s.labels.get("node") != STAND_IN] == []
 
 
-def test_a_flap_is_pending_and_back_before_anybody_is_told(demo_prometheus: DemoPrometheus) -> None:
+def test_a_flap_is_pending_and_back_before_anybody_is_reported(demo_prometheus: DemoPrometheus) -> None:
     alert = ALERTS["RolecallLinkDown"]
     seen = demo_prometheus.query_range(alert.expr, step=STEP_SECONDS)
     assert "eth0" in {s.labels.get("interface") for s in seen}

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from rolecall.dashboards.grafana.board import all_panels
+from tests.dashboards.grafana.viewing import all_panels
 
 HOME = Path(__file__).parents[3] / "tools" / "grafana-schema"
 INSTALL_SECONDS = 120

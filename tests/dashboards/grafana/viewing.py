@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rolecall.dashboards.grafana.board import all_panels
 from rolecall.dashboards.grafana.promql import selectors
 from tests.dashboards.prometheus_of_demo import DemoPrometheus
 
@@ -20,6 +19,15 @@ POINTS = 60
 _LABEL_VALUES = re.compile(r"label_values\((.+),\s*(\w+)\)", re.DOTALL)
 _QUERY_RESULT = re.compile(r"query_result\((.+)\)", re.DOTALL)
 _VARIABLE = re.compile(r"\$(\w+)")
+
+
+def all_panels(document: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """All panels of a document, including those in collapsed rows."""
+    for panel in document["panels"]:
+        if panel["type"] == "row":
+            yield from panel["panels"]
+        else:
+            yield panel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +50,7 @@ class Asked:
 
 @dataclass(slots=True)
 class Viewer:
-    """A person before a dashboard, who chose `chosen` where there was a choice."""
+    """An operator before a dashboard, who chose `chosen` where there was a choice."""
 
     server: DemoPrometheus
     chosen: Mapping[str, str] = field(default_factory=dict)

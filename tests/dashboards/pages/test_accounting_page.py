@@ -106,7 +106,7 @@ def test_accounts_are_kept_until_they_are_due_and_the_audit_until_the_journal_gr
     assert worker.latest().audited_at != first.audited_at
 
 
-def test_a_damaged_chain_is_told_with_its_first_broken_line(finished: World) -> None:
+def test_a_damaged_chain_is_reported_with_its_first_broken_line(finished: World) -> None:
     with sqlite3.connect(finished.run.path / "journal.db") as database:
         for (name,) in database.execute("SELECT name FROM sqlite_master WHERE type = 'trigger'").fetchall():
             database.execute(f"DROP TRIGGER {name}")
@@ -120,10 +120,10 @@ def test_a_damaged_chain_is_told_with_its_first_broken_line(finished: World) -> 
 def test_a_finished_run_on_the_page(finished: World) -> None:
     at = page("accounting", finished)
     assert not at.exception
-    told = texts(at)
-    assert "✓ Audit passed." in told
-    assert "3 faults were injected, 0 were missed" in told
-    assert "No diagnosis has been reviewed yet." in told
+    reported = texts(at)
+    assert "✓ Audit passed." in reported
+    assert "3 faults were injected, 0 were missed" in reported
+    assert "No diagnosis has been reviewed yet." in reported
     assert {m.label: m.value for m in at.metric}["trained"] == "960"
 
 
@@ -152,11 +152,11 @@ def test_a_live_run_is_counted_up_to_now(tmp_path: Path, finished: World) -> Non
     assert statistics.times.slices[-1].end == pytest.approx(last + 60)
 
 
-def test_a_diagnosis_is_marked_under_the_name_of_who_is_signed_in(finished: World) -> None:
+def test_a_diagnosis_is_reviewed_under_the_name_of_who_is_signed_in(finished: World) -> None:
     at = sign_in(page("accounting", finished), finished.add_person("anna"))
     before = len(finished.events())
-    at.selectbox(key="accounting.mark").select("i-2").run()
-    fill(at, "mark:i-2", "why", "it was the rack's power")
+    at.selectbox(key="accounting.review").select("i-2").run()
+    fill(at, "review:i-2", "why", "it was the rack's power")
     button(at, "✗ Wrong").click().run()
     button(at, "✓ Right").click().run()
     new = finished.events()[before:]

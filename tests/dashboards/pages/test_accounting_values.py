@@ -1,40 +1,56 @@
-"""ETTR by hour, goals and marks, from values alone."""
+"""ETTR by hour, goals and reviews, from values alone."""
 
 from dataclasses import replace
 
 import pytest
 
+from rolecall.core.diagnosis import ActionKind, Plan, PlanTarget
 from rolecall.core.faults import DetectionChannel, FaultClass
+from rolecall.core.ids import IncidentId, NodeId, ReplicaId
 from rolecall.core.journal.events import EventKind
-from rolecall.dashboards.pages.accounting.latency import GOAL_SECONDS, detection, evidence_of, recovery
-from rolecall.dashboards.pages.accounting.lost_time import SLICES_MAX, UNDETECTED, times
-from rolecall.dashboards.pages.accounting.precision import precision_summary, wilson
-from rolecall.recovery.incidents.incident import Incident
-from rolecall.recovery.incidents.projection import fold
-from rolecall.testing.events import made_event
-from rolecall.views.ettr import Step, ettr, losses
-from rolecall.views.incidents import IncidentSummary, MatchedIncidents, Replacement
-from rolecall.views.injections import InjectedFault
+from rolecall.dashboards.pages.accounting.statistics import (
+    GOAL_SECONDS,
+    SLICES_MAX,
+    detection,
+    evidence_of,
+    precision_summary,
+    recovery,
+    times,
+    wilson,
+)
+from rolecall.recovery.incidents import Incident, fold
+from rolecall.views.ettr import UNDETECTED, Step, ettr, losses
+from rolecall.views.incidents import IncidentSummary, InjectedFault, MatchedIncidents
+from rolecall.views.lifetimes import IncarnationRecord
 from tests.dashboards.acting_world import diagnosis
+from tests.events import made_event
 
 K = EventKind
 HOUR = 3600.0
 ZERO = 1_700_000_000.0 // HOUR * HOUR
 
 
-def _story(name: str, replica: str, began: float, serving: float, **more: object) -> IncidentSummary:
-    made = Replacement(replica=replica, incarnation=2, node="node-1", pid=1, from_standby=False, serving_at=serving)
-    story = IncidentSummary(
-        incident_id=name,
-        opened_at=began + 1,
-        diagnosis=diagnosis(replica, "it ended", at=began),
-        action_started_at=began + 1,
-        replacements=(made,),
-        closed_at=serving,
-        outcome="resolved",
-        verified_at=serving,
-    )
-    return replace(story, **more)  # type: ignore[arg-type]
+def _summary(name: str, replica: str, began: float, serving: float, *, acted: bool = True) -> IncidentSummary:
+    """An incident that was resolved when its replacement served; not `acted`: it was closed without an action."""
+    target = PlanTarget(replica=ReplicaId(replica), incarnation=1, node=NodeId("node-1"))
+    plan = Plan(incident_id=IncidentId(name), action=ActionKind.REPLACE_REPLICA, targets=(target,), because="why")
+    acting = [
+        (began + 1, K.ACTION_STARTED, {"plan": plan.to_dict()}),
+        (serving, K.ACTION_DONE, {"digest": plan.digest}),
+        (serving, K.INCIDENT_VERIFIED, {"digest": plan.digest}),
+    ]
+    said = [
+        (began + 1, K.INCIDENT_OPENED, {"diagnosis": diagnosis(replica, "it ended", at=began).to_dict()}),
+        (began + 1, K.PLAN_CREATED, {"plan": plan.to_dict()}),
+        *(acting if acted else ()),
+        (serving, K.INCIDENT_CLOSED, {"outcome": "resolved" if acted else "tolerated"}),
+    ]
+    events = [
+        made_event(seq=seq, kind=kind, wall_at=at, body=body, incident_id=name)
+        for seq, (at, kind, body) in enumerate(said, start=1)
+    ]
+    made = IncarnationRecord(replica=replica, incarnation=2, node="node-1", pid=1, serving_at=serving)
+    return IncidentSummary(incident=fold(events)[name], replacements=(made,) if acted else ())
 
 
 def _step(number: int, at: float) -> Step:
@@ -48,12 +64,10 @@ def _times(joined: MatchedIncidents, began: float, until: float, committed: tupl
 def test_each_hour_by_itself_and_together_the_whole() -> None:
     # One of four replicas is lost for half of the second hour, another for the last quarter of the third.
     joined = MatchedIncidents(
-        stories=(
-            _story("i-1", "rollout/0", ZERO + HOUR, ZERO + 1.5 * HOUR),
-            _story("i-2", "rollout/1", ZERO + 2.75 * HOUR, ZERO + 3 * HOUR),
+        summaries=(
+            _summary("i-1", "rollout/0", ZERO + HOUR, ZERO + 1.5 * HOUR),
+            _summary("i-2", "rollout/1", ZERO + 2.75 * HOUR, ZERO + 3 * HOUR),
         ),
-        missed=(),
-        false_alarms=(),
     )
     found = _times(joined, ZERO, ZERO + 4 * HOUR)
     assert [s.ettr for s in found.slices] == pytest.approx([1.0, 1 - 0.125, 1 - 0.0625, 1.0])
@@ -68,7 +82,7 @@ def test_each_hour_by_itself_and_together_the_whole() -> None:
 
 
 def test_the_first_and_the_last_hour_are_counted_as_far_as_the_run_was_there() -> None:
-    found = _times(MatchedIncidents(stories=(), missed=(), false_alarms=()), ZERO + 1800, ZERO + 4 * HOUR + 60)
+    found = _times(MatchedIncidents(), ZERO + 1800, ZERO + 4 * HOUR + 60)
     assert [s.end - s.start for s in found.slices] == [1800, HOUR, HOUR, HOUR, 60]
 
 
@@ -76,11 +90,11 @@ def test_the_first_and_the_last_hour_are_counted_as_far_as_the_run_was_there() -
     ("seconds", "width"), [(60.0, 60.0), (1799.0, 60.0), (1801.0, 300.0), (3 * HOUR, HOUR), (40 * HOUR, HOUR)]
 )
 def test_a_short_run_is_cut_finer(seconds: float, width: float) -> None:
-    assert _times(MatchedIncidents(stories=(), missed=(), false_alarms=()), ZERO, ZERO + seconds).slice_seconds == width
+    assert _times(MatchedIncidents(), ZERO, ZERO + seconds).slice_seconds == width
 
 
 def test_of_a_very_long_run_the_newest_hours_are_shown() -> None:
-    found = _times(MatchedIncidents(stories=(), missed=(), false_alarms=()), ZERO, ZERO + 2 * SLICES_MAX * HOUR)
+    found = _times(MatchedIncidents(), ZERO, ZERO + 2 * SLICES_MAX * HOUR)
     assert len(found.slices) <= SLICES_MAX
     assert found.slices[-1].end == ZERO + 2 * SLICES_MAX * HOUR
 
@@ -88,7 +102,7 @@ def test_of_a_very_long_run_the_newest_hours_are_shown() -> None:
 def test_each_commit_belongs_to_one_slice_and_the_last_to_the_last() -> None:
     at = (ZERO, ZERO + 59.5, ZERO + 60.0, ZERO + 119.0, ZERO + 120.0)
     found = _times(
-        MatchedIncidents(stories=(), missed=(), false_alarms=()),
+        MatchedIncidents(),
         ZERO,
         ZERO + 120.0,
         tuple(_step(n, t) for n, t in enumerate(at)),
@@ -96,9 +110,9 @@ def test_each_commit_belongs_to_one_slice_and_the_last_to_the_last() -> None:
     assert [s.num_steps for s in found.slices] == [2, 3]
 
 
-def test_a_fault_that_nobody_noticed_takes_time_under_its_own_name() -> None:
+def test_a_fault_that_no_one_noticed_takes_time_under_its_own_name() -> None:
     fault = InjectedFault(kind="rollout-slow", target="rollout/0", injected_at=ZERO + 60)
-    found = _times(MatchedIncidents(stories=(), missed=(fault,), false_alarms=()), ZERO, ZERO + 120)
+    found = _times(MatchedIncidents(summaries=(), missed=(fault,), false_alarms=()), ZERO, ZERO + 120)
     assert [p.name for p in found.by_incident] == [UNDETECTED]
     assert found.lost_seconds == pytest.approx(15.0)
 
@@ -125,9 +139,8 @@ def test_what_found_a_fault(fault_class: FaultClass, detectors: tuple[str, ...],
 def _found_after(seconds: float, *, injected: bool, right: bool = True) -> IncidentSummary:
     d = replace(diagnosis("rollout/0", "x", at=ZERO), detected_at=ZERO + seconds)
     fault = InjectedFault(kind="rollout-kill", target="rollout/0", injected_at=ZERO) if injected else None
-    return IncidentSummary(
-        incident_id="i", opened_at=ZERO, diagnosis=d, fault=fault, named_right=right if injected else None
-    )
+    opened = made_event(kind=K.INCIDENT_OPENED, wall_at=ZERO, body={"diagnosis": d.to_dict()}, incident_id="i")
+    return IncidentSummary(incident=fold([opened])["i"], fault=fault, named_right=right if injected else None)
 
 
 def test_detection_against_its_goal_with_true_times_apart_from_estimates() -> None:
@@ -139,21 +152,22 @@ def test_detection_against_its_goal_with_true_times_apart_from_estimates() -> No
     assert (estimated.num, estimated.injected) == (1, False)
 
 
-def test_a_wrong_name_and_a_persons_request_are_no_detection() -> None:
-    asked = replace(_found_after(1.0, injected=False), diagnosis=diagnosis("rollout/0", "x", detectors=("operator",)))
+def test_a_wrong_name_and_an_operators_request_are_no_detection() -> None:
+    asked = IncidentSummary(incident=_incident("i", detectors=("operator",)))
     assert detection([_found_after(1.0, injected=True, right=False), asked]) == ()
 
 
 def test_recovery_counts_what_was_started_and_what_came_of_it() -> None:
-    served = _story("a", "rollout/0", ZERO, ZERO + 10)
-    unserved = replace(_story("b", "rollout/0", ZERO, ZERO + 30), replacements=(), verified_at=None)
-    untouched = replace(_story("c", "rollout/0", ZERO, ZERO + 30), action_started_at=None)
+    served = _summary("a", "rollout/0", ZERO, ZERO + 10)
+    acted = _summary("b", "rollout/0", ZERO, ZERO + 30)
+    unserved = replace(acted, replacements=(), incident=replace(acted.incident, verified_at=None))
+    untouched = _summary("c", "rollout/0", ZERO, ZERO + 30, acted=False)
     (row,) = recovery([served, unserved, untouched])
     assert (row.num, row.num_served, row.num_resolved) == (2, 1, 1)
     assert (row.serving_median, row.resolved_worst) == (10.0, 10.0)
 
 
-# --- marks --------------------------------------------------------------------------------------------------------
+# --- reviews ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -169,16 +183,16 @@ def test_of_nothing_there_is_no_interval() -> None:
     assert wilson(0, 0) is None
 
 
-def _incident(name: str, mark: str = "", **more: object) -> Incident:
+def _incident(name: str, review: str = "", **more: object) -> Incident:
     d = diagnosis("rollout/1", "it ended", **more)  # type: ignore[arg-type]
     events = [made_event(seq=1, kind=K.INCIDENT_OPENED, wall_at=1.0, body={"diagnosis": d.to_dict()}, incident_id=name)]
-    if mark:
-        body = {"verdict": mark, "by": "anna", "because": ""}
+    if review:
+        body = {"verdict": review, "by": "anna", "because": ""}
         events.append(made_event(seq=2, kind=K.DIAGNOSIS_REVIEWED, wall_at=2.0, body=body, incident_id=name))
     return fold(events)[name]
 
 
-def test_precision_by_class_and_by_detector_and_how_many_are_not_marked() -> None:
+def test_precision_by_class_and_by_detector_and_how_many_are_not_reviewed() -> None:
     found = precision_summary(
         [
             _incident("a", "right"),
@@ -187,8 +201,8 @@ def test_precision_by_class_and_by_detector_and_how_many_are_not_marked() -> Non
             _incident("d", "right", detectors=("operator",)),
         ]
     )
-    assert (found.of_all.num_right, found.of_all.num_marked, found.of_all.num_unmarked) == (1, 2, 1)
-    assert [(p.name, p.num_right, p.num_marked, p.num_unmarked) for p in found.by_class] == [
+    assert (found.of_all.num_right, found.of_all.num_reviewed, found.of_all.num_not_reviewed) == (1, 2, 1)
+    assert [(p.name, p.num_right, p.num_reviewed, p.num_not_reviewed) for p in found.by_class] == [
         ("crash", 1, 1, 1),
         ("slow", 0, 1, 0),
     ]

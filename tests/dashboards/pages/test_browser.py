@@ -1,6 +1,6 @@
-"""The dashboard in a real Chromium: every page in light, dark and on a phone; hostile text; a person who acts.
+"""The dashboard in a real Chromium: every page in light, dark and on a phone; hostile text; an operator who acts.
 
-Two dashboards are served, of a run that is over and of one whose plan waits for a person, and one browser looks at
+Two dashboards are served, of a run that is over and of one whose plan waits for an operator, and one browser looks at
 both.
 """
 
@@ -16,7 +16,7 @@ from rolecall.core.faults import FaultClass
 from rolecall.core.journal.events import EventKind
 from rolecall.core.journal.journal import Journal
 from rolecall.core.rundir import RunDir
-from rolecall.reports.incident_material import EVIDENCE_DIR
+from rolecall.reports.incident_export import EVIDENCE_DIR
 from tests.dashboards.acting_world import World, world
 from tests.dashboards.browser import Visit, browser, served, visit
 from tests.fake_run import FakeRun
@@ -58,7 +58,7 @@ MADE_OF_IT = """() => {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """A run whose plan waits for a person, and the dashboard on which she may say yes."""
+    """A run whose plan waits for an operator, and the dashboard on which she may say yes."""
 
     made: World
     plan: Plan
@@ -86,7 +86,7 @@ def asked(chromium: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     made = world(folder)
     plan = made.propose("inc-asked", because=HOSTILE)
     made.open("inc-hostile", "rollout/0", because=TRACEBACK, evidence=(HOSTILE, TRACEBACK), detectors=(HOSTILE,))
-    made.open("inc-nobody", HOSTILE, because=HOSTILE, fault_class=FaultClass.HANG, node=HOSTILE)
+    made.open("inc-no one", HOSTILE, because=HOSTILE, fault_class=FaultClass.HANG, node=HOSTILE)
     made.say(K.EVIDENCE_COLLECTED, _collected(), "inc-hostile")
     made.say(K.NODE_QUARANTINED, {"node": HOSTILE, "by": HOSTILE, "because": HOSTILE})
     made.say(K.DIAGNOSIS_REVIEWED, {"verdict": "wrong", "by": HOSTILE, "because": HOSTILE}, "inc-hostile")
@@ -109,7 +109,7 @@ def _collected() -> dict[str, object]:
         "because": HOSTILE,
         "seconds": 1.0,
         "findings": [finding.to_dict()],
-        "told": [HOSTILE],
+        "statements": [HOSTILE],
         "missing": [HOSTILE],
         "files": files,
     }
@@ -155,7 +155,7 @@ def test_the_sentence_of_the_incident_is_on_its_page_and_in_the_address(
         ("/", "Replicas"),
         ("/incidents", "3 incidents"),
         ("/incidents?incident=inc-hostile", "Replay"),
-        ("/incidents?incident=inc-nobody", "Replay"),
+        ("/incidents?incident=inc-no one", "Replay"),
         ("/incidents?incident=%3Cimg%20src%3Dx%20class%3Dharm%3E", "has no such incident"),
         ("/fleet", "Node details"),
         ("/accounting", "Diagnosis precision"),
@@ -201,7 +201,7 @@ def _approve(shot: Visit) -> Locator:
     return shot.page.get_by_role("button", name="Approve", exact=True)
 
 
-def test_a_person_signs_in_and_approves_by_one_click(chromium: Browser, asked: Asked) -> None:
+def test_an_operator_signs_in_and_approves_by_one_click(chromium: Browser, asked: Asked) -> None:
     with at(chromium, asked.address, "/operations", "Command history", "phone") as shot:
         assert _approve(shot).is_disabled()
         assert asked.made.events(K.PLAN_APPROVED) == []

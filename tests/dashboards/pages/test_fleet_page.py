@@ -7,9 +7,9 @@ import pytest
 from rolecall.core.clock import FakeClock
 from rolecall.core.faults import FaultClass
 from rolecall.core.journal.events import EventKind
+from rolecall.dashboards.data import hardware
 from rolecall.dashboards.data.hardware import live_of, of_run
-from rolecall.dashboards.pages.fleet import prometheus as fleet_prometheus
-from rolecall.dashboards.pages.fleet.prometheus import ASK_SECONDS, FleetMetricsPoller
+from rolecall.dashboards.pages.prometheus import ASK_SECONDS, PrometheusPoller
 from rolecall.recovery.operators import commands
 from tests.dashboards.acting_world import HOSTILE, World, page, texts, world
 from tests.dashboards.prometheus_of_demo import DemoPrometheus
@@ -52,12 +52,12 @@ def test_a_nodes_panel_tells_its_incidents_codes_quarantines_and_burn_ins(made: 
     commands.record_burn_in(made.run, "node-3", BURN_IN, "carla")
     at = page("fleet", made)
     at.selectbox(key="fleet.node").select("node-3").run()
-    told = texts(at)
+    reported = texts(at)
     assert not at.exception
     for said in ("rollout/2#1 serving", "quarantined by carla: its fan is loud", "✗ memory: 3 words differ"):
-        assert said in told
-    assert "✗ failed in 31.5 s, by carla" in told
-    assert "– skipped: nccl" in told
+        assert said in reported
+    assert "✗ failed in 31.5 s, by carla" in reported
+    assert "– skipped: nccl" in reported
     (codes,) = [d.value for d in at.dataframe if "severity" in d.value.columns]
     assert list(codes["severity"]) == ["✖ fatal"]
     assert list(codes["advice"]) == ["drain the machine and reboot it"]
@@ -76,15 +76,15 @@ def test_a_prometheus_that_is_away_is_a_sentence(made: World) -> None:
 
 
 def test_what_a_real_prometheus_tells_of_a_demo_shows(demo_prometheus: DemoPrometheus) -> None:
-    poller = FleetMetricsPoller(demo_prometheus.url, "", FakeClock(), "demo-7")
+    poller = PrometheusPoller(demo_prometheus.url, "", FakeClock(), lambda ask: hardware.fleet_metrics(ask, "demo-7"))
     answers = [
         [(v.labels, v.value) for v in demo_prometheus.query(e)]
         for e in (
-            fleet_prometheus.COUNTS,
-            fleet_prometheus.LAST_SEEN,
-            fleet_prometheus.LOST_GPUS,
-            fleet_prometheus.AGENTS,
-            fleet_prometheus.DCGM,
+            hardware.COUNTS,
+            hardware.LAST_SEEN,
+            hardware.LOST_GPUS,
+            hardware.AGENTS,
+            hardware.DCGM,
         )
     ]
     live = live_of(*(of_run(found, "demo-7") for found in answers))
@@ -107,7 +107,7 @@ def test_hostile_text_is_shown_as_text(made: World) -> None:
 
 def test_a_server_that_does_not_answer_is_asked_again_later_and_never_waited_for() -> None:
     clock = FakeClock()
-    poller = FleetMetricsPoller(NOBODY_THERE, "", clock)
+    poller = PrometheusPoller(NOBODY_THERE, "", clock, lambda ask: ask("up"))
     poller.latest()
     assert poller.wait(30)
     first = poller.latest()
@@ -118,8 +118,8 @@ def test_a_server_that_does_not_answer_is_asked_again_later_and_never_waited_for
     assert poller.wait(30)
 
 
-def test_a_wrong_address_is_told_without_the_password_in_it() -> None:
-    poller = FleetMetricsPoller("http://anna:secret@127.0.0.1:9", "", FakeClock())
+def test_a_wrong_address_is_reported_without_the_password_in_it() -> None:
+    poller = PrometheusPoller("http://anna:secret@127.0.0.1:9", "", FakeClock(), lambda ask: ask("up"))
     poller.latest()
     assert poller.wait(30)
     assert "credentials do not belong" in poller.latest().error

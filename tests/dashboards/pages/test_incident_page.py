@@ -13,9 +13,9 @@ from rolecall.dashboards import settings
 from rolecall.dashboards.pages.incidents import list_page as incidents_page
 from rolecall.dashboards.pages.incidents.table import PAGE_ROWS
 from rolecall.dashboards.settings import Settings
-from rolecall.testing.events import filled
 from tests.dashboards.big_journal import BigJournal
 from tests.dashboards.incident_cases import HOSTILE, KINDS, found, world_of
+from tests.events import filled
 from tests.recovery.world import World
 
 K = EventKind
@@ -66,7 +66,7 @@ def test_the_table_names_each_incident_with_a_link(shows: Shows, tmp_path: Path)
     assert row["detected after"] == "0.50 s"
 
 
-def test_an_open_one_is_told_above_the_table(shows: Shows, tmp_path: Path) -> None:
+def test_an_open_one_is_reported_above_the_table(shows: Shows, tmp_path: Path) -> None:
     at = shows(world_of("proposed", tmp_path).url)
     assert "? proposed: rollout/1#1: crash" in texts(at)
 

@@ -15,8 +15,8 @@ from rolecall.core.faults import FaultClass
 from rolecall.core.journal.events import EventKind
 from rolecall.core.journal.payloads import PlanCreated
 from rolecall.core.rundir import create_run_dir
+from rolecall.dashboards.pages.incidents.cache import from_prometheus
 from rolecall.dashboards.pages.incidents.evidence_files import SHOWN_BYTES_MAX, names, read
-from rolecall.dashboards.pages.incidents.prometheus import from_prometheus
 from rolecall.dashboards.pages.incidents.replay import replay
 from rolecall.dashboards.pages.incidents.timeline import TimelineRange
 from rolecall.testing.recovery_world import diagnosis
@@ -33,7 +33,7 @@ def test_the_same_input_gives_the_same_plan(tmp_path: Path) -> None:
     assert "same plan, replace_replica" in done.lines[0]
 
 
-def test_another_plan_is_told(tmp_path: Path) -> None:
+def test_another_plan_is_reported(tmp_path: Path) -> None:
     m = material_of(world_of("resolved", tmp_path))
     changed = []
     for e in m.events:
@@ -133,13 +133,13 @@ def test_prometheus_gives_the_suspect_and_its_peers() -> None:
     )
     asked: list[str] = []
     with server(f'{{"status":"success","data":{{"resultType":"matrix","result":[{series}]}}}}'.encode(), asked) as url:
-        told = from_prometheus(url, "", diagnosis(FaultClass.CRASH, ("rollout/1", 1)), AXIS, SystemClock())
-    work = told.signals[0]
+        reported = from_prometheus(url, "", diagnosis(FaultClass.CRASH, ("rollout/1", 1)), AXIS, SystemClock())
+    work = reported.signals[0]
     assert asked[0] == 'rate(rolecall_process_progress_total{role=~"rollout"}[20s])'
     assert work.lines[0].name == "rollout/1 (n-1)"
     assert work.lines[0].points == ((1000.0, 1.0),)
     assert work.band == ((1000.0, 0.0, 1.0, 2.0),)
-    assert told.source.startswith("Prometheus at http://127.0.0.1")
+    assert reported.source.startswith("Prometheus at http://127.0.0.1")
 
 
 def test_a_name_is_no_expression() -> None:
@@ -147,14 +147,16 @@ def test_a_name_is_no_expression() -> None:
     with server(b'{"status":"success","data":{"resultType":"matrix","result":[]}}', asked) as url:
         d = diagnosis(FaultClass.CRASH, ("rollout/1", 1))
         d = replace(d, suspects=tuple(replace(s, role='a"} or vector(1) #.*') for s in d.suspects))
-        told = from_prometheus(url, "", d, AXIS, SystemClock())
+        reported = from_prometheus(url, "", d, AXIS, SystemClock())
     assert '{role=~"a\\\\x{22}\\\\x{7d}\\\\x{20}or' in asked[0]
-    assert "has no series of the suspects" in told.missing
+    assert "has no series of the suspects" in reported.missing
 
 
 def test_a_server_that_is_away_costs_a_sentence() -> None:
-    told = from_prometheus("http://127.0.0.1:9", "", diagnosis(FaultClass.CRASH, ("rollout/1", 1)), AXIS, SystemClock())
-    assert not told.signals
-    assert "query failed" in told.missing
-    told = from_prometheus("ftp://x", "", diagnosis(FaultClass.CRASH, ("rollout/1", 1)), AXIS, SystemClock())
-    assert "Prometheus: " in told.missing
+    reported = from_prometheus(
+        "http://127.0.0.1:9", "", diagnosis(FaultClass.CRASH, ("rollout/1", 1)), AXIS, SystemClock()
+    )
+    assert not reported.signals
+    assert "query failed" in reported.missing
+    reported = from_prometheus("ftp://x", "", diagnosis(FaultClass.CRASH, ("rollout/1", 1)), AXIS, SystemClock())
+    assert "Prometheus: " in reported.missing

@@ -21,9 +21,9 @@ from rolecall.dashboards.pages.incidents.signals import (
     of_the_policy,
 )
 from rolecall.detector.base.observation import Observation
-from rolecall.testing.events import made_event
 from rolecall.testing.recovery_world import diagnosis
 from tests.dashboards.incident_cases import found, material_of, world_of
+from tests.events import made_event
 
 F = FaultClass
 
@@ -68,14 +68,14 @@ def signal(signals: tuple[Signal, ...], key: str) -> Signal:
 
 def test_a_hung_trainer_stands_still_beyond_its_deadline_while_its_peer_does_not_count() -> None:
     d, stored = found("stopped", "trainer/1")
-    told = from_window(stored, d)
-    standing = signal(told.signals, "standing")
+    reported = from_window(stored, d)
+    standing = signal(reported.signals, "standing")
     assert standing.limit is not None and standing.limit.label == "deadline"
     assert [line.name for line in standing.lines] == ["trainer/1#1 (node-trainer-1)"]
     assert standing.num_peers == 1
-    work = signal(told.signals, "work")
+    work = signal(reported.signals, "work")
     assert work.lines[0].points[-1][1] == 0.0
-    assert told.missing == "" and "snapshots over" in told.source
+    assert reported.missing == "" and "snapshots over" in reported.source
 
 
 def test_a_slow_rollout_takes_longer_than_the_band_of_its_peers() -> None:
@@ -89,24 +89,24 @@ def test_a_slow_rollout_takes_longer_than_the_band_of_its_peers() -> None:
 
 def test_rates_are_per_second_and_the_band_is_min_median_max() -> None:
     samples = [sample(f"rollout/{n}", t, progress=(n + 1) * t) for n in range(4) for t in range(10)]
-    told = from_window(window(samples), diagnosis(F.CRASH, ("rollout/0", 1)))
-    work = signal(told.signals, "work")
+    reported = from_window(window(samples), diagnosis(F.CRASH, ("rollout/0", 1)))
+    work = signal(reported.signals, "work")
     assert {round(v, 6) for _, v in work.lines[0].points} == {1.0}
     assert {row[1:] for row in work.band} == {(2.0, 3.0, 4.0)}
 
 
 def test_node_clocks_are_brought_to_the_watch() -> None:
     samples = [sample("rollout/0", t) for t in range(5)]
-    told = from_window(window(samples, offset=7.0), diagnosis(F.CRASH, ("rollout/0", 1)))
-    assert signal(told.signals, "work").lines[0].points[0][0] == pytest.approx(1008.0)
+    reported = from_window(window(samples, offset=7.0), diagnosis(F.CRASH, ("rollout/0", 1)))
+    assert signal(reported.signals, "work").lines[0].points[0][0] == pytest.approx(1008.0)
 
 
-def test_one_that_began_anew_has_no_negative_rate() -> None:
+def test_one_that_began_again_has_no_negative_rate() -> None:
     samples = [sample("rollout/0", t, progress=10 if t < 3 else 1) for t in range(6)]
-    told = from_window(
+    reported = from_window(
         window([*samples, *(sample("rollout/1", t) for t in range(6))]), diagnosis(F.CRASH, ("rollout/0", 1))
     )
-    assert all(v >= 0 for _, v in signal(told.signals, "work").lines[0].points)
+    assert all(v >= 0 for _, v in signal(reported.signals, "work").lines[0].points)
 
 
 def test_a_lost_node_is_all_who_worked_there() -> None:
@@ -133,11 +133,11 @@ def test_gpus_are_drawn_and_counted() -> None:
         for t in range(5)
     )
     evidence = (Evidence(kind="metric:rolecall_gpu_sm_clock_hertz", text=""),)
-    told = from_window(window(samples, gpus=gpus), diagnosis(F.GPU, ("rollout/0", 1), evidence=evidence))
-    clock = told.signals[0]
+    reported = from_window(window(samples, gpus=gpus), diagnosis(F.GPU, ("rollout/0", 1), evidence=evidence))
+    clock = reported.signals[0]
     assert clock.unit == "hertz"
     assert clock.lines[0].points[0][1] == pytest.approx(1.5e9)
-    assert told.gpus_per_process == 2.0
+    assert reported.gpus_per_process == 2.0
 
 
 @pytest.mark.parametrize(
@@ -150,14 +150,14 @@ def test_gpus_are_drawn_and_counted() -> None:
     ],
 )
 def test_a_damaged_window_says_so(stored: dict[str, Any], words: str) -> None:
-    told = from_window(stored, diagnosis(F.CRASH, ("rollout/0", 1)))
-    assert not told.signals
-    assert words in told.missing
+    reported = from_window(stored, diagnosis(F.CRASH, ("rollout/0", 1)))
+    assert not reported.signals
+    assert words in reported.missing
 
 
 def test_a_window_without_the_suspect_says_so() -> None:
-    told = from_window(window([sample("rollout/1", 1)]), diagnosis(F.CRASH, ("rollout/0", 1)))
-    assert told.missing == "the stored window has no samples of rollout/0"
+    reported = from_window(window([sample("rollout/1", 1)]), diagnosis(F.CRASH, ("rollout/0", 1)))
+    assert reported.missing == "the stored window has no samples of rollout/0"
 
 
 def test_the_pace_of_the_run_is_the_time_between_commits() -> None:

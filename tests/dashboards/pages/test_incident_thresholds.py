@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from rolecall.dashboards.pages.incidents.thresholds import ThresholdBoundary, threshold_boundary
+from rolecall.dashboards.pages.incidents.replay import ThresholdBoundary, threshold_boundary
 from rolecall.detector.live.engine import LiveDetector
 from tests.dashboards.incident_cases import found
 
@@ -28,8 +28,8 @@ def test_the_boundary_separates_detected_from_undetected(fault: str, replica: st
 @pytest.mark.parametrize("window", [{}, {"version": 99, "config": {"hang_floor_seconds": 2.5}}, {"config": 7}])
 def test_a_window_that_cannot_be_read_says_so(window: dict[str, Any]) -> None:
     d, _ = found("stopped", "trainer/1")
-    told = threshold_boundary(window, d)
-    assert isinstance(told, str) and "cannot be read" in told
+    reported = threshold_boundary(window, d)
+    assert isinstance(reported, str) and "cannot be read" in reported
 
 
 def test_what_no_threshold_decides_says_so() -> None:

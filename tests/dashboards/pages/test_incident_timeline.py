@@ -12,12 +12,12 @@ from rolecall.core.journal.events import EventKind
 from rolecall.core.journal.journal import Journal
 from rolecall.core.journal.payloads import RequestsReassigned
 from rolecall.core.text import plain
+from rolecall.dashboards.pages.incidents.cache import cost
 from rolecall.dashboards.pages.incidents.charts import incident_charts
-from rolecall.dashboards.pages.incidents.cost import cost
 from rolecall.dashboards.pages.incidents.material import EVENTS_MAX, IncidentPageInputs, read
 from rolecall.dashboards.pages.incidents.signals import from_window
 from rolecall.dashboards.pages.incidents.timeline import (
-    MARKS_MAX,
+    ENTRIES_MAX,
     TimelineEntryKind,
     build_timeline,
     incident_summary,
@@ -31,9 +31,9 @@ from rolecall.dashboards.pages.incidents.view import (
     quantity,
     recovery_section,
 )
-from rolecall.recovery.incident_store import IncidentProjection
-from rolecall.testing.events import filled, made_event
+from rolecall.recovery.incidents import IncidentProjection
 from tests.dashboards.incident_cases import HOSTILE, KINDS, found, material_of, world_of
+from tests.events import filled, made_event
 from tests.fake_run import HANG, KILL, FakeRun
 
 K = EventKind
@@ -53,11 +53,11 @@ def of_fake_run(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Inc
     return inputs.__getitem__
 
 
-def marks(m: IncidentPageInputs) -> list[TimelineEntryKind]:
-    return [x.mark for x in build_timeline(m, incident_summary(m)).moments]
+def kinds(m: IncidentPageInputs) -> list[TimelineEntryKind]:
+    return [x.kind for x in build_timeline(m, incident_summary(m)).moments]
 
 
-def test_requests_that_were_cut_are_told_of() -> None:
+def test_requests_that_were_cut_are_reported_of() -> None:
     moved = filled(K.REQUESTS_REASSIGNED, {"from_replica": "rollout/1", "num_requests": 9, "to": ["rollout/0"]})
     assert isinstance(moved, RequestsReassigned)
     assert moved_words(moved) == "9 requests of rollout/1 continue at rollout/0"
@@ -65,10 +65,10 @@ def test_requests_that_were_cut_are_told_of() -> None:
     assert moved_words(replace(moved, to=(), num_cut=4)).startswith(cut)
 
 
-def test_a_cure_is_told_from_the_fault_to_the_close(of_fake_run: Callable[[int], IncidentPageInputs]) -> None:
+def test_a_cure_is_reported_from_the_fault_to_the_close(of_fake_run: Callable[[int], IncidentPageInputs]) -> None:
     m = of_fake_run(1)
     whole = build_timeline(m, incident_summary(m))
-    in_order = [x.mark for x in whole.moments]
+    in_order = [x.kind for x in whole.moments]
     wanted = [
         TimelineEntryKind.FAULT,
         TimelineEntryKind.ONSET,
@@ -96,9 +96,9 @@ def test_an_interrupted_step_is_told_to_its_commit(of_fake_run: Callable[[int], 
     assert any(w == "trainer/1#2 rejoined" for w in words)
 
 
-def test_without_the_injectors_log_no_fault_is_told(of_fake_run: Callable[[int], IncidentPageInputs]) -> None:
+def test_without_the_injectors_log_no_fault_is_reported(of_fake_run: Callable[[int], IncidentPageInputs]) -> None:
     m = replace(of_fake_run(1), faults=())
-    assert TimelineEntryKind.FAULT not in marks(m)
+    assert TimelineEntryKind.FAULT not in kinds(m)
     assert head(m, incident_summary(m)).injected == ""
 
 
@@ -119,8 +119,8 @@ def test_ten_thousand_events_are_sixty_marks(tmp_path: Path) -> None:
         for n in range(10_000)
     ]
     found = build_timeline(replace(m, events=(*m.events, *called)), None)
-    assert len(found.moments) == MARKS_MAX
-    assert found.num_left_out == 10_000 + len(build_timeline(m, None).moments) - MARKS_MAX
+    assert len(found.moments) == ENTRIES_MAX
+    assert found.num_left_out == 10_000 + len(build_timeline(m, None).moments) - ENTRIES_MAX
     assert EVENTS_MAX > 10_000
 
 
@@ -173,19 +173,19 @@ def test_who_is_named_with_role_incarnation_node_and_pid(tmp_path: Path) -> None
 def test_set_aside_and_unreadable_ones_have_a_page(tmp_path: Path) -> None:
     world = world_of("resolved", tmp_path)
     world.journal.append_unchecked(K.PLAN_CREATED, {"plan": 7}, incident_id=world.only().incident_id)
-    world.journal.append_unchecked(K.PLAN_CREATED, {}, incident_id="inc-nobody")
+    world.journal.append_unchecked(K.PLAN_CREATED, {}, incident_id="inc-no one")
     book = IncidentProjection()
     book.refresh(world.journal)
     aside = read(world.journal, book, next(iter(book.incidents)), None, world.clock.wall())
     assert head(aside, incident_summary(aside)).state.startswith("Set aside: ")
-    unreadable = read(world.journal, book, "inc-nobody", None, world.clock.wall())
+    unreadable = read(world.journal, book, "inc-no one", None, world.clock.wall())
     assert unreadable.incident is None
     assert head(unreadable, None).status == "set aside"
     assert plan_sections(unreadable) == findings(unreadable) == ()
     assert any("plan_created: plan: " in text for text in unreadable.missing)
 
 
-def test_a_damaged_line_is_named_and_the_rest_is_told(tmp_path: Path) -> None:
+def test_a_damaged_line_is_named_and_the_rest_is_reported(tmp_path: Path) -> None:
     import sqlalchemy as sa
 
     world = world_of("resolved", tmp_path)
@@ -195,7 +195,7 @@ def test_a_damaged_line_is_named_and_the_rest_is_told(tmp_path: Path) -> None:
         conn.execute(sa.text("UPDATE events SET body='{' WHERE kind='action_done'"))
     m = material_of(world)
     assert any("events line" in text for text in m.missing)
-    assert TimelineEntryKind.DETECTED in marks(m)
+    assert TimelineEntryKind.DETECTED in kinds(m)
 
 
 def test_a_damaged_window_is_named(tmp_path: Path) -> None:

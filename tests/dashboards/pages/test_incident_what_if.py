@@ -21,8 +21,8 @@ from rolecall.dashboards.pages.incidents.what_if import (
     predict,
     what_if,
 )
-from rolecall.recovery.guards import check
-from rolecall.recovery.incidents.incident import IncidentState
+from rolecall.recovery.guards import Situation, check
+from rolecall.recovery.incidents import IncidentState
 from rolecall.recovery.policy import decide
 from tests.dashboards.incident_cases import KINDS, found, material_of, world_of
 
@@ -42,7 +42,7 @@ def line(found: WhatIf, words: str) -> Any:
 def test_every_counterfactual_changes_the_decision(kind: str, tmp_path: Path) -> None:
     a = asked_of(kind, tmp_path)
     said = what_if(a)
-    assert bool(said.lines) == (kind != "collapsed")  # which names nobody, so that nothing could be done
+    assert bool(said.lines) == (kind != "collapsed")  # which names no one, so that nothing could be done
     for x in said.lines:
         assert predict(x.inputs).key != predict(a).key, x.text
         # Evaluated directly by policy and guards.
@@ -50,16 +50,14 @@ def test_every_counterfactual_changes_the_decision(kind: str, tmp_path: Path) ->
         assert verdict.plan.action == x.decision.action
         if x.decision.first not in (ACTS, NEEDS_APPROVAL) and verdict.plan.action is not ActionKind.TOLERATE:
             i = replace(x.inputs.incident, diagnosis=x.inputs.policy_input.diagnosis)
-            guarded = check(
-                verdict.plan,
-                i,
+            situation = Situation(
+                now=x.inputs.now,
                 fleet=x.inputs.policy_input.fleet,
                 config=x.inputs.policy_input.config,
                 incidents=(*x.inputs.others, i),
                 paused=x.inputs.paused,
-                stopping=None,
-                now=x.inputs.now,
             )
+            guarded = check(verdict.plan, i, situation)
             assert guarded.guard == x.decision.first
 
 

@@ -57,8 +57,8 @@ def row(n: int = 1, **more: object) -> IncidentTableRow:
         (Filter(node="node-5"), row(nodes=("node-4", "node-5")), row()),
         (Filter(within="hour"), row(), row(opened_at=NOW - 3601)),
         (Filter(day="1970-01-24"), row(), row(opened_at=NOW - 86_400 * 2)),
-        (Filter(marked="wrong"), row(marked="wrong"), row(marked="right")),
-        (Filter(marked="none"), row(), row(marked="right")),
+        (Filter(review="wrong"), row(review="wrong"), row(review="right")),
+        (Filter(review="none"), row(), row(review="right")),
     ],
     ids=lambda v: next(iter(v.to_query()), "") if isinstance(v, Filter) else "",
 )
@@ -112,7 +112,7 @@ def test_marks_show_and_are_found(tmp_path: Path) -> None:
     commands.review_diagnosis(
         JournalLocation(world.url), world.only().incident_id, right=False, by="Ada", because="it was the switch"
     )
-    assert row_of(world.only()).marked == "wrong"
+    assert row_of(world.only()).review == "wrong"
 
 
 def test_open_ones_are_on_top_then_the_newest(tmp_path: Path) -> None:
@@ -129,10 +129,10 @@ def test_set_aside_ones_are_there_with_the_reason(tmp_path: Path) -> None:
     rows = IncidentTable().rows(
         {i.incident_id: i}, {i.incident_id: JournalError("no such move\nstory"), "line 7": ValueError()}
     )
-    told = {r.incident_id: r for r in rows}
-    assert told[i.incident_id].status == SET_ASIDE
-    assert told[i.incident_id].because == "no such move"
-    assert told["line 7"].because == "ValueError"
+    reported = {r.incident_id: r for r in rows}
+    assert reported[i.incident_id].status == SET_ASIDE
+    assert reported[i.incident_id].because == "no such move"
+    assert reported["line 7"].because == "ValueError"
     assert SET_ASIDE in choices(rows).statuses
 
 

@@ -47,7 +47,7 @@ def test_without_a_people_file_it_says_how_to_make_one_and_shows_the_commands(ma
 def test_a_guest_sees_the_plan_whole_and_can_click_nothing(made: World) -> None:
     made.propose("i-1", because="rollout/1 ended by signal 9")
     at = page("operations", made)
-    told = texts(at)
+    reported = texts(at)
     for said in (
         "rollout/1 ended by signal 9",
         "replace replica",
@@ -57,7 +57,7 @@ def test_a_guest_sees_the_plan_whole_and_can_click_nothing(made: World) -> None:
         "expires in",
         "awaits approval",
     ):
-        assert said in told
+        assert said in reported
     acting = [b for b in at.button if b.label not in ("Sign in",)]
     assert acting
     assert all(b.disabled for b in acting)
@@ -99,7 +99,7 @@ def test_signing_in_and_out(made: World) -> None:
     assert "Read-only: sign in" in texts(at)
 
 
-def test_a_wrong_token_is_told_and_kept_nowhere(made: World) -> None:
+def test_a_wrong_token_is_reported_and_kept_nowhere(made: World) -> None:
     made.add_person("anna")
     at = sign_in(page("operations", made), "wrong-token")
     assert "no user has this access token" in "\n".join(str(t.value) for t in at.sidebar.text)
@@ -117,7 +117,7 @@ def test_who_is_removed_meanwhile_is_out_before_the_click_counts(made: World) ->
     assert "is no longer a user" in texts(at)
 
 
-def test_without_a_click_for_long_a_person_is_out(made: World) -> None:
+def test_without_a_click_for_long_an_operator_is_out(made: World) -> None:
     made.propose("i-1")
     at = sign_in(page("operations", made), made.add_person("anna"))
     held = at.session_state["rolecall.user"]
@@ -154,7 +154,7 @@ def test_a_double_click_is_one_word(made: World) -> None:
     assert _new(made, before) == [(K.PLAN_APPROVED, "anna")]
 
 
-def test_a_second_person_who_was_faster_is_told_of(made: World) -> None:
+def test_a_second_person_who_was_faster_is_reported_of(made: World) -> None:
     proposed = made.propose("i-1")
     at = sign_in(page("operations", made), made.add_person("anna"))
     commands.reject_plan(made.run, proposed.digest, "bert", "not now")

@@ -12,23 +12,21 @@ from rolecall.core.ids import NodeId, ReplicaId
 from rolecall.core.journal.events import EventKind
 from rolecall.core.membership import Actual, Desired, ReplicaState
 from rolecall.dashboards.pages.operations.commands import OperatorCommand, OperatorCommandKind, command_line
-from rolecall.dashboards.pages.operations.history import history
-from rolecall.dashboards.pages.operations.plans import GLYPHS, PlanRow, PlanStatus, plan_rows
-from rolecall.dashboards.pages.operations.preview import limits_of, preview
+from rolecall.dashboards.pages.operations.plans import GLYPHS, PlanRow, PlanStatus, limits_of, plan_rows, preview
+from rolecall.dashboards.pages.operations.state import history
 from rolecall.recovery.fleet import FleetView, fleet_view
-from rolecall.recovery.incidents.incident import Incident
-from rolecall.recovery.incidents.projection import fold
-from rolecall.testing.events import made_event
+from rolecall.recovery.incidents import Incident, fold
 from tests.dashboards.acting_world import HOMES, diagnosis, plan
+from tests.events import made_event
 
 K = EventKind
 NOW = 1000.0
 
 
-def _incidents(*told: tuple[EventKind, dict[str, object]]) -> tuple[Incident, ...]:
+def _incidents(*reported: tuple[EventKind, dict[str, object]]) -> tuple[Incident, ...]:
     events = [
         made_event(seq=n, kind=kind, wall_at=900.0 + n, body=dict(body), incident_id="i-1")
-        for n, (kind, body) in enumerate(told, 1)
+        for n, (kind, body) in enumerate(reported, 1)
     ]
     return tuple(fold(events).values())
 
@@ -47,7 +45,7 @@ STARTED = (K.ACTION_STARTED, {"plan": PLAN.to_dict(), "digest": PLAN.digest})
 
 
 @pytest.mark.parametrize(
-    ("told", "mode", "now", "standing"),
+    ("reported", "mode", "now", "standing"),
     [
         ((OPENED, MADE, PROPOSED), "approve", NOW, PlanStatus.AWAITS_APPROVAL),
         ((OPENED, MADE, PROPOSED), "approve", NOW + 61, PlanStatus.EXPIRED),
@@ -64,15 +62,15 @@ STARTED = (K.ACTION_STARTED, {"plan": PLAN.to_dict(), "digest": PLAN.digest})
     ],
 )
 def test_what_a_plan_waits_for(
-    told: tuple[tuple[EventKind, dict[str, object]], ...], mode: str, now: float, standing: PlanStatus
+    reported: tuple[tuple[EventKind, dict[str, object]], ...], mode: str, now: float, standing: PlanStatus
 ) -> None:
-    (row,) = plan_rows(_incidents(*told), mode, now)
+    (row,) = plan_rows(_incidents(*reported), mode, now)
     assert row.status is standing
 
 
-@pytest.mark.parametrize("told", [(OPENED,), (OPENED, MADE, STARTED)])
-def test_what_has_no_plan_or_has_begun_is_no_row(told: tuple[tuple[EventKind, dict[str, object]], ...]) -> None:
-    assert plan_rows(_incidents(*told), "act", NOW) == ()
+@pytest.mark.parametrize("reported", [(OPENED,), (OPENED, MADE, STARTED)])
+def test_what_has_no_plan_or_has_begun_is_no_row(reported: tuple[tuple[EventKind, dict[str, object]], ...]) -> None:
+    assert plan_rows(_incidents(*reported), "act", NOW) == ()
 
 
 def test_a_plan_to_do_nothing_is_no_row() -> None:
@@ -92,16 +90,16 @@ def test_only_what_waits_can_be_approved_and_the_time_left_counts_down() -> None
     assert held.hold.by == "bert"
 
 
-def test_those_that_wait_for_a_person_come_first_and_of_these_what_lapses_soonest() -> None:
-    def of(name: str, *told: tuple[EventKind, dict[str, object]]) -> Incident:
-        (found,) = _incidents(*told)
+def test_those_that_wait_for_an_operator_come_first_and_of_these_what_lapses_soonest() -> None:
+    def of(name: str, *reported: tuple[EventKind, dict[str, object]]) -> Incident:
+        (found,) = _incidents(*reported)
         return replace(found, incident_id=name)
 
     later = (K.PLAN_PROPOSED, {"plan": PLAN.to_dict(), "expires_at": NOW + 500})
     rows = plan_rows(
         [of("due", OPENED, MADE), of("later", OPENED, MADE, later), of("soon", OPENED, MADE, PROPOSED)], "approve", NOW
     )
-    assert [r.incident_id for r in rows] == ["soon", "later", "due"]
+    assert [r.incident.incident_id for r in rows] == ["soon", "later", "due"]
 
 
 def test_every_standing_has_a_glyph_of_its_own() -> None:
@@ -162,7 +160,7 @@ def test_a_name_from_elsewhere_cannot_leave_its_place_in_a_command() -> None:
     assert line == "rolecall node drain 'x; rm -rf ~' --reason \"REASON\" --run 'run $(id)'"
 
 
-def test_a_replica_that_a_person_had_replaced_is_in_the_history() -> None:
+def test_a_replica_that_an_operator_had_replaced_is_in_the_history() -> None:
     asked = diagnosis("rollout/1", "anna requested replacement of rollout/1#1: it stutters", detectors=("operator",))
     found = _incidents((K.INCIDENT_OPENED, {"diagnosis": asked.to_dict()}))
     words = [made_event(seq=9, kind=K.RECOVERY_PAUSED, wall_at=1.0, body={"by": "bert", "because": "x"})]

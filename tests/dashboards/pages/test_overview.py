@@ -13,7 +13,7 @@ from rolecall.core.rundir import RunDir
 from rolecall.dashboards import settings
 from rolecall.dashboards.pages import charts, shell
 from rolecall.dashboards.pages.overview import view
-from rolecall.dashboards.pages.overview.html import role as role_html
+from rolecall.dashboards.pages.overview.page import role_html
 from rolecall.dashboards.pages.overview.view import Cell, RoleSummary, state_of
 from rolecall.dashboards.pages.style import STATES, banner, css
 from rolecall.dashboards.settings import Settings
@@ -151,11 +151,11 @@ def test_a_prometheus_that_is_away_leaves_the_page_whole(tmp_path: Path) -> None
     what = Settings(journal_url=what.journal_url, name="made", prometheus_url="http://127.0.0.1:1")
     pages: list[str] = []
 
-    def told() -> bool:
+    def reported() -> bool:
         pages[:] = [text(drawn(what))]
         return "Prometheus is not responding." in pages[0]
 
-    eventually(told, "the page says so")
+    eventually(reported, "the page says so")
     assert "2&nbsp;healthy" in pages[0] and "comes from the journal and is complete" in pages[0]
 
 

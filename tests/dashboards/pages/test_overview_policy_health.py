@@ -10,12 +10,12 @@ from rolecall.core.policy_health import BY_NAME
 from rolecall.core.rundir import RunDir
 from rolecall.dashboards.data.progress import Bucket, Curve, merged
 from rolecall.dashboards.pages import charts
-from rolecall.dashboards.pages.overview.policy_health import NO_METRICS, PANELS, drawn
+from rolecall.dashboards.pages.overview.page import NO_METRICS, PANELS, drawn
 from rolecall.dashboards.settings import Settings
-from rolecall.testing.events import filled
 from tests.dashboards.made_runs import MadeRun
 from tests.dashboards.pages.test_overview import _contrast, text
 from tests.dashboards.pages.test_overview import drawn as page_drawn
+from tests.events import filled
 from tests.fake_run import made_health
 
 
@@ -69,8 +69,8 @@ def test_a_sign_that_only_some_steps_had_is_a_line_of_those() -> None:
 
 
 def test_every_line_is_a_sign() -> None:
-    told = [name for panel in PANELS for name, _ in panel.lines]
-    assert set(told) <= set(BY_NAME) and len(told) == len(set(told))
+    reported = [name for panel in PANELS for name, _ in panel.lines]
+    assert set(reported) <= set(BY_NAME) and len(reported) == len(set(reported))
     assert all(len(panel.lines) <= len(charts.DASHES) for panel in PANELS)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rolecall.dashboards.server.callers import HEADERS, OriginMiddleware, known, rejection_reason
+from rolecall.dashboards.server.serving import HEADERS, OriginMiddleware, known, rejection_reason
 
 LOOPBACK = known("http://127.0.0.1:8501", ("https://dash.example",))
 SIGNED_IN = known("http://node-1:8501", (), sign_in=True)
@@ -69,7 +69,7 @@ def test_a_websocket_is_for_our_own_page(origin: str | None, let_in: bool) -> No
 
 
 @pytest.mark.parametrize("path", ["/_stcore/metrics", "/_stcore/agent/interact", "/auth/login", "/oauth2callback"])
-def test_doors_that_nobody_needs_are_closed(path: str) -> None:
+def test_doors_that_no_one_needs_are_closed(path: str) -> None:
     assert asked(path=path) == HTTPStatus.NOT_FOUND
 
 

@@ -1,4 +1,4 @@
-"""`rolecall dashboard` as a person starts it: what it says, whom it lets in, and how it ends."""
+"""`rolecall dashboard` as an operator starts it: what it says, whom it lets in, and how it ends."""
 
 import contextlib
 import http.client
@@ -83,7 +83,7 @@ class Served:
             self.process = subprocess.Popen(
                 argv, cwd=folder, stdout=out, stderr=out, stdin=subprocess.DEVNULL, env={**os.environ, **(env or {})}
             )
-        eventually(self._told, "the address is told")
+        eventually(self._told, "the address is reported")
         (word,) = [w for w in self.output().split() if w.startswith("http")][:1]
         self.netloc = urlsplit(word).netloc
 

@@ -140,7 +140,7 @@ def test_older_versions_lack_fields(tmp_path: Path) -> None:
     assert [entries.operations[o].input_dtypes for o in entries.operation] == [(), ("Float", "Float")]
 
 
-def test_a_rank_without_entries_is_told_by_its_status(tmp_path: Path) -> None:
+def test_a_rank_without_entries_is_reported_by_its_status(tmp_path: Path) -> None:
     dump = read(pickled(tmp_path, entries=[]))
     assert dump.status[0] == Status(enqueued=5, started=-1, completed=4)
     assert dump.entries is not None and len(dump.entries) == 0
@@ -180,7 +180,7 @@ def test_what_is_no_dump_is_not_taken_for_one(tmp_path: Path) -> None:
     assert not is_dump(written(tmp_path, b""))
     assert not is_dump(tmp_path)
     os.mkfifo(tmp_path / "nccl_trace_rank_5.pipe")
-    assert not is_dump(tmp_path / "nccl_trace_rank_5.pipe"), "and nobody waited for it"
+    assert not is_dump(tmp_path / "nccl_trace_rank_5.pipe"), "and no one waited for it"
 
 
 # --- what is refused -------------------------------------------------------------------------------------------------
@@ -476,7 +476,7 @@ def test_reading_many_dumps_ends_in_time(tmp_path: Path) -> None:
     paths[1].write_bytes(HOSTILE["global"][0])
     budget = Budget(ReadLimits(seconds_max=100.0), clock)
     with pytest.raises(UnreadableInput, match=r"rank3: .* after 100 s"):
-        read_many(paths, num_processes=1, told=lambda num: clock.advance(40.0), budget=budget)
+        read_many(paths, num_processes=1, progress=lambda num: clock.advance(40.0), budget=budget)
 
     paths[1].write_bytes(data)
 
@@ -486,3 +486,34 @@ def test_reading_many_dumps_ends_in_time(tmp_path: Path) -> None:
 
     with pytest.raises(UnreadableInput, match=r"rank1: .* after 100 s"):
         read_as_needed(paths, wanted, num_processes=1, budget=Budget(ReadLimits(seconds_max=100.0), clock))
+
+
+def test_a_dump_that_takes_too_much_memory_is_refused_by_name_and_the_others_are_kept(tmp_path: Path) -> None:
+    good = written(tmp_path, pickle.dumps(CONTENT, protocol=2), "rank0")
+    pickled = written(tmp_path, b"\x80\x02" + b"]" * 200_000 + b".", "rank1")
+    as_json = written(tmp_path, b'{"entries": [' + b"[]," * 100_000 + b"[]]}", "rank2")
+    budget = Budget(ReadLimits(reading_bytes_max=16 << 20))
+    dumps, unreadable = read_many([good, pickled, as_json], num_processes=1, budget=budget)
+    assert [d.rank for d in dumps] == [0] and [e.where for e in unreadable] == [str(pickled), str(as_json)]
+    assert all("more memory than the 16 MiB" in e.reason for e in unreadable)
+
+
+@pytest.mark.parametrize(
+    ("in_flight", "fits"),
+    [([], True), ([300], True), ([300, 300], False), ([100] * 3, True), ([1] * 4, False)],
+)
+def test_large_files_leave_memory_for_fewer_readers(in_flight: list[int], fits: bool) -> None:
+    """Of 768 units the next needs 300; two processes have four chunks at most."""
+    assert flight_dumps._fits(in_flight, 300, 2, 768) is fits
+
+
+def test_a_reader_process_ends_within_a_file_when_the_time_is_over(tmp_path: Path) -> None:
+    class Passing(FakeClock):
+        def monotonic(self) -> float:
+            self.advance(1.0)
+            return super().monotonic()
+
+    clock = Passing()
+    path = written(tmp_path, pickle.dumps({"entries": list(range(1 << 19))}, protocol=2), "rank0")
+    [error] = flight_dumps._read_chunk([(path, 1 << 30)], True, clock.monotonic() + 3.0, clock)
+    assert isinstance(error, UnreadableInput) and error.where == str(path) and "time" in error.reason

@@ -22,7 +22,7 @@ from rolecall.core.diagnosis import Finding
 from rolecall.core.faults import FaultClass
 from rolecall.detector.artifacts.flight_recorder import diagnosis as flight_recorder
 from rolecall.detector.artifacts.flight_recorder import progress as flight_places
-from rolecall.detector.artifacts.flight_recorder.diagnosis import diagnose, looked_at
+from rolecall.detector.artifacts.flight_recorder.diagnosis import diagnose, summary
 from rolecall.detector.artifacts.flight_recorder.dumps import read_as_needed, read_many
 from rolecall.detector.base.findings import SETTLE
 from tests.support import eventually
@@ -100,12 +100,12 @@ class Job:
                     "is_p2p": is_p2p,
                 }
             )
-            told = (p2p if is_p2p else seqs)[group]  # as in PyTorch: one number for both
+            reported = (p2p if is_p2p else seqs)[group]  # as in PyTorch: one number for both
             before = status.get(str(mine.index(group)), {}).get("last_completed_collective", self.lost_records)
             status[str(mine.index(group))] = {
-                "last_enqueued_collective": told,
+                "last_enqueued_collective": reported,
                 "last_started_collective": -1,
-                "last_completed_collective": told if state == "completed" else before,
+                "last_completed_collective": reported if state == "completed" else before,
             }
         if self.backend == "gloo":
             config = {"": {"name": "", "desc": "", "ranks": "[]"}}
@@ -172,13 +172,13 @@ def job(request: pytest.FixtureRequest, tmp_path: Path) -> Job:
 def test_a_healthy_job_is_healthy(job: Job) -> None:
     paths = job.dump()
     assert found(paths) == []
-    text = looked_at(read_many(paths)[0])
+    text = summary(read_many(paths)[0])
     assert "8 ranks, 7 process groups, 144 operations" in text and "none waited for 1 s" in text
 
 
-def test_what_was_looked_at_says_who_waits(job: Job) -> None:
+def test_what_was_summary_says_who_waits(job: Job) -> None:
     job.waits([0, 1, 2], WORLD, "all_reduce")
-    assert "ranks 0-2 waited for 1 s or longer" in looked_at(read_many(job.dump())[0])
+    assert "ranks 0-2 waited for 1 s or longer" in summary(read_many(job.dump())[0])
 
 
 def test_dumps_of_a_job_at_work_are_not_taken_at_one_moment(tmp_path: Path) -> None:
@@ -234,7 +234,7 @@ def test_what_is_enqueued_behind_a_hang_is_no_tie(tmp_path: Path) -> None:
 
 
 def test_how_far_ranks_have_run_ahead_says_nothing(tmp_path: Path) -> None:
-    """All have entered what they wait for; that some have enqueued more behind it makes nobody late."""
+    """All have entered what they wait for; that some have enqueued more behind it makes no one late."""
     job = square(tmp_path)
     job.waits(range(8), WORLD, "all_reduce")
     job.waits(range(3), WORLD, "all_reduce")
@@ -288,14 +288,14 @@ def test_a_late_rank_explains_more_than_a_missing_file(tmp_path: Path) -> None:
     assert [s.rank for s in finding.suspects] == [5] and "no dump of rank 2" in finding.evidence[0].text
 
 
-def test_a_missing_dump_that_nobody_waits_for_cannot_be_told(job: Job) -> None:
+def test_a_missing_dump_that_no_one_waits_for_cannot_be_reported(job: Job) -> None:
     fault, ranks, because = the_one(found(job.dump(range(7)), world_size=8))
     assert (fault, ranks) == ("cannot_tell", [7]) and "none of the 7 other ranks waits" in because
 
 
 def test_one_dump_alone_cannot_tell(job: Job) -> None:
     assert found(job.dump([3]), world_size=8) == []
-    assert "no dump of ranks 0-2 and 4-7" in looked_at(read_many(job.dump([3]))[0], world_size=8)
+    assert "no dump of ranks 0-2 and 4-7" in summary(read_many(job.dump([3]))[0], world_size=8)
     job.waits([3], WORLD, "all_reduce")
     (finding,) = found(job.dump([3]), world_size=8)
     assert finding.fault_class == FaultClass.CANNOT_TELL and finding.suspects == ()
@@ -303,7 +303,7 @@ def test_one_dump_alone_cannot_tell(job: Job) -> None:
 
 
 def test_no_dump_says_nothing() -> None:
-    assert diagnose([]) == [] and looked_at([]) == "no dump"
+    assert diagnose([]) == [] and summary([]) == "no dump"
 
 
 # --- another operation ----------------------------------------------------------------------------------------------
@@ -355,7 +355,7 @@ def test_waits_in_a_circle_are_another_collective(job: Job) -> None:
     assert "all_reduce #" in because and "of group 6" in because and "order of collectives differs" in because
 
 
-def test_a_circle_is_told_beside_what_is_enqueued_behind_it(tmp_path: Path) -> None:
+def test_a_circle_is_reported_beside_what_is_enqueued_behind_it(tmp_path: Path) -> None:
     """Pairs that have all entered what stands behind the circle explain nothing of it."""
     job = square(tmp_path)
     job.waits([r for r in range(8) if r != 3], WORLD, "all_reduce")
@@ -495,7 +495,7 @@ def test_whatever_dumps_claim_they_get_an_answer(tmp_path: Path, rng: random.Ran
     dumps, _ = read_as_needed(paths, flight_recorder.entries_wanted, num_processes=1)
     for finding in diagnose(dumps):
         assert Finding.from_dict(finding.to_dict()) == finding and len(finding.because) < 3000
-    assert looked_at(dumps)
+    assert summary(dumps)
 
 
 # --- any job ---------------------------------------------------------------------------------------------------------
@@ -557,7 +557,7 @@ class Gloo:
         self.unasked: list[str] = []
         self.pids: dict[int, int] = {}
         self.recorded: Counter[int] = Counter()
-        """How many operations each rank's recorder holds once it has begun all it was told. (gloo records no pairs.)"""
+        """How many operations each rank's recorder holds once it has begun all it was reported. (gloo records no pairs.)"""
 
     def start(self) -> None:
         while len(self.pids) < 4:
@@ -603,14 +603,14 @@ class Gloo:
         return [found(sorted((self.folder / f).iterdir()), world_size=4) for f in (name, f"{name}_json")]
 
     def dumped_while_waiting(self, name: str, ranks: Sequence[int]) -> list[list[Finding]]:
-        """Dumps anew until each of these ranks has begun all that it was told for as long as counts as waiting."""
-        told: list[list[Finding]] = []
+        """Dumps anew until each of these ranks has begun all that it was reported for as long as counts as waiting."""
+        reported: list[list[Finding]] = []
         number = count()
 
         def all_wait() -> bool:
-            nonlocal told
+            nonlocal reported
             folder = f"{name}-{next(number)}"
-            told = self.dumped(folder, ranks)
+            reported = self.dumped(folder, ranks)
             for r in ranks:
                 path = self.folder / folder / f"gloo_trace_rank_{r}"  # the JSON is later in all
                 entries = pickle.loads(path.read_bytes())["entries"]
@@ -620,7 +620,7 @@ class Gloo:
             return True
 
         eventually(all_wait, f"ranks {ranks} wait", seconds=DEADLINE_SECONDS)
-        return told
+        return reported
 
     def close(self) -> None:
         assert self.process.stdin is not None and self.process.stdout is not None
@@ -650,9 +650,9 @@ def test_a_real_job_is_judged_by_its_own_dumps(gloo: Gloo) -> None:
     world = [f"{r} reduce world" for r in range(4)]
 
     def both(name: str, fault: str, rank: int, *ranks: int) -> str:
-        told = [the_one(findings) for findings in gloo.dumped_while_waiting(name, ranks or range(4))]
-        assert [t[:2] for t in told] == [(fault, [rank])] * 2, told
-        return told[0][2]
+        reported = [the_one(findings) for findings in gloo.dumped_while_waiting(name, ranks or range(4))]
+        assert [t[:2] for t in reported] == [(fault, [rank])] * 2, reported
+        return reported[0][2]
 
     gloo.do(*world, "0 reduce left", "1 reduce left", "2 reduce right", "3 reduce right", "0 send 1", "1 recv 0")
     gloo.do(*(f"{r} {name} odd" for name in ("reduce", "gather") for r in (1, 2, 3)))

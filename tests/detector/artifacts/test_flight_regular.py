@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from rolecall.core.errors import UnreadableInput
-from rolecall.detector.artifacts.flight_recorder import regular_entries as flight_regular
+from rolecall.detector.artifacts.flight_recorder import entries
 from rolecall.detector.artifacts.flight_recorder.dumps import FlightRecorderDump, read
 
 NUM_ENTRIES = 300
@@ -140,30 +140,30 @@ def assert_same(one: FlightRecorderDump, other: FlightRecorderDump) -> None:
 def test_what_was_cut_out_is_the_same_as_what_was_read_one_by_one(
     tmp_path: Path, rng: random.Random, num_texts: int
 ) -> None:
-    told = content(rng, num_texts=num_texts)
-    data = torch_pickle(told)
-    assert pickle.loads(data) == told, "the pickler of this test"
-    cut = flight_regular.cut(data, 0)
+    reported = content(rng, num_texts=num_texts)
+    data = torch_pickle(reported)
+    assert pickle.loads(data) == reported, "the pickler of this test"
+    cut = entries.extract(data, 0)
     assert cut is not None and len(cut.kinds) > 0.8 * NUM_ENTRIES and len(cut.rest) < len(data) / 2
-    assert_same(read_back(tmp_path, data, ""), read_back(tmp_path, pickle.dumps(told, protocol=2), ""))
+    assert_same(read_back(tmp_path, data, ""), read_back(tmp_path, pickle.dumps(reported, protocol=2), ""))
 
 
 def test_too_few_keys_or_none_of_the_numbers_and_nothing_is_cut(rng: random.Random) -> None:
-    told = content(rng, 20)
-    for entry in told["entries"]:
+    reported = content(rng, 20)
+    for entry in reported["entries"]:
         del entry["p2p_seq_id"]
-    assert flight_regular.cut(torch_pickle(told), 0) is None
-    assert flight_regular.cut(torch_pickle({"entries": [{"collective_seq_id": n} for n in range(20)]}), 0) is None
-    assert flight_regular.cut(b"", -1) is None
+    assert entries.extract(torch_pickle(reported), 0) is None
+    assert entries.extract(torch_pickle({"entries": [{"collective_seq_id": n} for n in range(20)]}), 0) is None
+    assert entries.extract(b"", -1) is None
 
 
-def test_text_that_looks_like_an_entry_is_told_as_what_it_is(tmp_path: Path, rng: random.Random) -> None:
+def test_text_that_looks_like_an_entry_is_reported_as_what_it_is(tmp_path: Path, rng: random.Random) -> None:
     """Cutting within the text would tear it; then the whole is read, which says that it is no text at all."""
-    told = content(rng)
-    data = torch_pickle(told)
+    reported = content(rng)
+    data = torch_pickle(reported)
     look = b"}(" + next(part for part in data.split(b"}(")[::-1] if len(part) > 60).partition(b"eu")[0]
     look = look[: look.rindex(b"u") + 1]
-    assert len(flight_regular.cut(data + look, 0).kinds) == len(flight_regular.cut(data, 0).kinds) + 1  # type: ignore[union-attr]
+    assert len(entries.extract(data + look, 0).kinds) == len(entries.extract(data, 0).kinds) + 1  # type: ignore[union-attr]
     name = b"X\x04\x00\x00\x00main"
     torn = data.replace(name, b"X" + struct.pack("<I", len(look)) + look, 1)
     with pytest.raises(UnreadableInput, match="not a readable pickle: 'utf-8'"):
@@ -173,15 +173,15 @@ def test_text_that_looks_like_an_entry_is_told_as_what_it_is(tmp_path: Path, rng
 @pytest.mark.parametrize("odd", [0, 3, -1, 1 << 40, None, [], {}])
 def test_what_is_no_entry_is_refused_as_ever(tmp_path: Path, rng: random.Random, odd: Any) -> None:
     """The numbers of kinds stand in the list that is left; a dump cannot bring its own."""
-    told = content(rng)
-    told["entries"].insert(250, odd)
+    reported = content(rng)
+    reported["entries"].insert(250, odd)
     with pytest.raises(UnreadableInput, match="not a Flight Recorder dump: "):
-        read_back(tmp_path, torch_pickle(told), "")
+        read_back(tmp_path, torch_pickle(reported), "")
 
 
 def test_more_entries_than_a_ring_holds_are_left_in(monkeypatch: pytest.MonkeyPatch, rng: random.Random) -> None:
-    monkeypatch.setattr(flight_regular, "NUM_REGULAR_MAX", 100)
-    assert flight_regular.cut(torch_pickle(content(rng)), 0) is None
+    monkeypatch.setattr(entries, "NUM_REGULAR_MAX", 100)
+    assert entries.extract(torch_pickle(content(rng)), 0) is None
 
 
 def test_damaged_bytes_raise_nothing_else(tmp_path: Path, rng: random.Random) -> None:

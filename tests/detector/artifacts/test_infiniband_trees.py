@@ -8,10 +8,8 @@ from pathlib import Path
 import pytest
 
 from rolecall.core.diagnosis import Diagnosis
-from rolecall.core.errors import UnreadableInput
 from rolecall.core.faults import FaultClass
-from rolecall.detector.artifacts.infiniband.findings import SETTLE_COUNTS
-from rolecall.detector.artifacts.infiniband.trees import COUNTERS, is_device, read
+from rolecall.detector.artifacts.infiniband import COUNTERS, SETTLE_COUNTS, is_device, read
 from rolecall.diagnose import diagnose as diagnosing
 from tests.infiniband_tree import port
 
@@ -121,7 +119,7 @@ def test_a_shared_fault_does_not_hide_a_machine_of_its_own(tmp_path: Path) -> No
     }
 
 
-def test_ports_that_nobody_uses_are_a_remark(tmp_path: Path) -> None:
+def test_ports_that_no_one_uses_are_a_remark(tmp_path: Path) -> None:
     fleet(tmp_path, num_nodes=2)
     for n in range(2):
         port(tmp_path / f"node-{n}", "mlx5_9", **DOWN, counters={"link_downed": 0, "port_rcv_data": 0})
@@ -195,7 +193,7 @@ def test_counters_far_above_the_others(
         assert (", its maximum" in d.because) == (counters[name] == 65535)
 
 
-def test_counters_without_peers_cannot_be_told(tmp_path: Path) -> None:
+def test_counters_without_peers_cannot_be_reported(tmp_path: Path) -> None:
     port(tmp_path / "node-1", counters={"symbol_error": 5000})
     found, remarks, code = diagnosed(tmp_path)
     assert (found, code) == ([], 0)
@@ -222,7 +220,7 @@ def test_counters_without_peers_cannot_be_told(tmp_path: Path) -> None:
         ("link_error_recovery", 0, 6, 60.0, True),
         ("link_error_recovery", 0, 6, 600.0, False),
         ("rnr_nak_retry_err", 0, 1, 3600.0, True),
-        ("np_cnp_sent", 0, 10**9, 60.0, False),  # nobody to compare it with
+        ("np_cnp_sent", 0, 10**9, 60.0, False),  # no one to compare it with
     ],
 )
 def test_two_copies_tell_what_counts_now(
@@ -238,7 +236,7 @@ def test_two_copies_tell_what_counts_now(
         assert f"port mlx5_4/1: {name} grew by" in d.because and (d.onset, d.detected_at) == (1000.0, 1000.0 + seconds)
 
 
-def test_what_others_may_cause_is_told_with_less_confidence_and_what_settles_it(tmp_path: Path) -> None:
+def test_what_others_may_cause_is_reported_with_less_confidence_and_what_settles_it(tmp_path: Path) -> None:
     for copy, at in (("first", 1000.0), ("second", 1060.0)):
         fleet(tmp_path / copy, num_nodes=2)
         grown = 900 if copy == "second" else 0
@@ -307,7 +305,7 @@ def test_nodes_of_one_name_are_told_apart_by_their_ports(tmp_path: Path) -> None
     assert diagnosed(tmp_path)[0] == []  # no count has grown
 
 
-def test_two_lanes_alone_cannot_be_told(tmp_path: Path) -> None:
+def test_two_lanes_alone_cannot_be_reported(tmp_path: Path) -> None:
     port(tmp_path, rate="100 Gb/sec (2X HDR)")
     found, [remark], code = diagnosed(tmp_path)
     assert (found, code) == ([], 0) and remark.startswith("cannot tell whether port mlx5_0/1 should run on four lanes")
@@ -336,8 +334,8 @@ def test_random_trees_do_no_harm(tmp_path: Path, rng: random.Random) -> None:
 def test_what_only_looks_like_a_tree(tmp_path: Path, state: str) -> None:
     folder = port(tmp_path, state=state)
     assert not is_device(folder.parents[1])
-    with pytest.raises(UnreadableInput, match="holds nothing to diagnose"):
-        diagnosing.search([tmp_path])
+    found = diagnosing.search([tmp_path])
+    assert not found.devices and found.unknown_only == {tmp_path}
 
 
 def test_damage_leaves_out_what_it_hides(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from rolecall.detector.artifacts.kernel_log import logs as kernel_logs
 from rolecall.detector.artifacts.kernel_log.logs import KernelLog, KernelLogFact
 from rolecall.diagnose import diagnose as diagnosing
 from rolecall.formats.kernel_log.messages import FAULTS, HardwareError, KernelFault
-from rolecall.formats.xid.xid import XIDS, xid
+from rolecall.formats.xid.xid import XIDS, XidAction, xid
 
 UUID = "GPU-5a1b2c3d-0011-2233-4455-66778899aabb"
 NOISE = "usb 1-1: new high-speed USB device number 2 using xhci_hcd"
@@ -36,7 +36,7 @@ def iso(seconds: float, message: str, host: str = "gpu-7") -> str:
     return f"2026-11-{22 + days:02d}T{clock}+00:00 {host} kernel: {message}"
 
 
-def told(tmp_path: Path, *lines: tuple[float, str] | str) -> tuple[list[Diagnosis], tuple[str, ...]]:
+def reported(tmp_path: Path, *lines: tuple[float, str] | str) -> tuple[list[Diagnosis], tuple[str, ...]]:
     """Diagnoses and remarks of a log with these lines."""
     path = tmp_path / "kern.log"
     path.write_text("".join(f"{line if isinstance(line, str) else iso(*line)}\n" for line in lines))
@@ -132,16 +132,16 @@ def test_a_folder_of_logs_names_its_nodes(tmp_path: Path) -> None:
 # --- what XIDs come to
 
 
-def test_every_code_is_told_with_class_meaning_and_action(tmp_path: Path) -> None:
+def test_every_code_is_reported_with_class_meaning_and_action(tmp_path: Path) -> None:
     """Each on a GPU of its own."""
     addresses = {f"0000:{code:02x}:00": code for code in XIDS}
-    diagnoses, remarks = told(tmp_path, *((0, of_xid(code, pci=pci)) for pci, code in addresses.items()))
+    diagnoses, remarks = reported(tmp_path, *((0, of_xid(code, pci=pci)) for pci, code in addresses.items()))
     by_code = {int(d.evidence[0].values["xid"]): d for d in diagnoses}
     said = " ".join([*remarks, *(e.text for d in diagnoses for e in d.evidence)])
     for pci, code in addresses.items():
         known = xid(code)
         assert f"XID {code} {known.mnemonic}: {known.meaning}; class {known.fault_class}; NVIDIA's action " in said
-        if known.tells_no_fault or code == 154:
+        if known.immediate is XidAction.IGNORE or code == 154:
             assert code not in by_code
             continue
         d = by_code[code]
@@ -151,7 +151,7 @@ def test_every_code_is_told_with_class_meaning_and_action(tmp_path: Path) -> Non
 
 
 def test_several_xids_of_one_gpu_are_one_diagnosis_named_by_the_worst(tmp_path: Path) -> None:
-    [d], _ = told(
+    [d], _ = reported(
         tmp_path,
         (0, f"NVRM: GPU at PCI:{GPU}: {UUID}"),
         (1, of_xid(13, "Graphics SM Warp Exception on (GPC 1, TPC 4, SM 0): Out Of Range Address")),
@@ -167,7 +167,7 @@ def test_several_xids_of_one_gpu_are_one_diagnosis_named_by_the_worst(tmp_path: 
 
 
 def test_a_lost_gpu_collapses(tmp_path: Path) -> None:
-    [d], _ = told(
+    [d], _ = reported(
         tmp_path,
         (0, of_xid(79, "GPU has fallen off the bus.", process="pid='<unknown>', name=<unknown>, ")),
         (0, f"NVRM: GPU {GPU}.0: GPU has fallen off the bus."),
@@ -178,7 +178,7 @@ def test_a_lost_gpu_collapses(tmp_path: Path) -> None:
 
 
 def test_a_gpu_lost_in_three_lines_without_an_xid(tmp_path: Path) -> None:
-    [d], _ = told(
+    [d], _ = reported(
         tmp_path,
         (0, "NVRM: The NVIDIA GPU 0000:3b:00.0"),
         (0, "NVRM: (PCI ID: 10de:2330) installed in this system has"),
@@ -187,13 +187,88 @@ def test_a_gpu_lost_in_three_lines_without_an_xid(tmp_path: Path) -> None:
     assert "XID 79" in d.because and GPU in d.because
 
 
+LOST = (
+    "NVRM: The NVIDIA GPU 0000:3b:00.0",
+    "NVRM: (PCI ID: 10de:2330) installed in this system has",
+    "NVRM: fallen off the bus and is not responding to commands.",
+)
+"""One record of three lines (kernel-open/nvidia/nv.c of NVIDIA's open driver)."""
+FORMS_OF_LINES = FORMS | {"dmesg -H": "[Nov22 08:00] {}", "dmesg -H within a minute": "[  +0.000012] {}"}
+ESCAPED = {"kmsg": "\\x0a", "kern.log": "#012"}
+
+
+@pytest.mark.parametrize("form", FORMS_OF_LINES)
+def test_a_record_of_several_lines_is_one_of_the_kernel(tmp_path: Path, form: str) -> None:
+    stamp = FORMS_OF_LINES[form]
+    path = tmp_path / "gpu-7" / "dmesg.txt"
+    path.parent.mkdir()
+    if form in ESCAPED:
+        record = stamp.format(ESCAPED[form].join(LOST))
+    else:  # dmesg and journalctl
+        record = ("\n" + " " * len(stamp.format(""))).join((stamp.format(LOST[0]), *LOST[1:]))
+    path.write_text("\n".join((stamp.format(NOISE), record, stamp.format(NOISE))) + "\n")
+    answer = diagnosing.diagnose([tmp_path], [])
+    [d] = answer.diagnoses
+    assert d.suspects[0].node == "gpu-7" and "XID 79" in d.because and GPU in d.because
+
+
+def test_dmesg_h_counts_from_its_minute(tmp_path: Path) -> None:
+    (tmp_path / "dmesg").write_text(f"[Nov22 08:00] {NOISE}\n[  +1.500000] {NOISE}\n[  +2.000000] {of_xid(79)}\n")
+    [d] = diagnosing.diagnose([tmp_path], []).diagnoses
+    assert d.detected_at % 86_400 == 8 * 3600 + 3.5
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        (f"2026-11-22T08:00:00+00:00 gpu-7 gpud[812]: {LOST[0]}", f"    {LOST[1]}", f"    {LOST[2]}"),
+        (f"[  160.000001] {NOISE}", f"    {LOST[0]}", f"    {LOST[2]}"),
+        ("[  160.000001] INFO: task a", "   Oops: 0002:12 blocked for more than 120 seconds."),
+        (f"3,1,160000001,-;{LOST[0]}", f" {LOST[2]}"),
+    ],
+    ids=["of another program", "of another message", "a process with a line break in its name", "properties of kmsg"],
+)
+def test_indented_lines_that_are_not_the_kernels(tmp_path: Path, lines: tuple[str, ...]) -> None:
+    (tmp_path / "dmesg").write_text("\n".join((f"[  100.000001] {NOISE}", *lines)) + "\n")
+    assert diagnosing.diagnose([tmp_path], []).diagnoses == []
+
+
+BOOT = ("Linux version 6.8.0-49-generic (buildd@lcy02) (gcc 13.2.0)", "Command line: BOOT_IMAGE=/vmlinuz ro")
+
+
+@pytest.mark.parametrize(("name", "head"), [("anything.txt", BOOT), ("dmesg", ()), ("it", (NOISE,) * 9)])
+def test_dmesg_t_is_recognised_and_its_times_are_unknown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, head: tuple[str, ...]
+) -> None:
+    down, up = (f"mlx5_core 0000:41:00.0 ens1f0np0: Link {state}" for state in ("down", "up"))
+    (tmp_path / name).write_text("\n".join((*head, NOISE, *LOST, down, up, down, up)) + "\n")
+    answer = diagnosing.diagnose([tmp_path], [])
+    [d] = answer.diagnoses
+    assert "XID 79" in d.because, "flaps need times"
+    remarks = " ".join(r for i in answer.inputs for r in i.remarks)
+    assert "no time at all" in remarks and "2 times, in an unknown time" in remarks
+    assert main(["diagnose", str(tmp_path)]) == 1
+    said = capsys.readouterr().out
+    assert "at an unknown time gpu: " in said and "the log does not say when" in said and "at 0 s" not in said
+
+
+def test_other_text_without_stamps_is_no_kernel_log(tmp_path: Path) -> None:
+    for name, content in (
+        ("dmesg", "dmesg: read kernel buffer failed: Operation not permitted\n"),
+        ("out.txt", "INFO:root:step 1\n" * 20),
+        ("notes.txt", of_xid(79) + "\n" + "we looked at the node and found this line\n" * 20),
+    ):
+        (tmp_path / name).write_text(content)
+        assert not kernel_logs.is_log(tmp_path / name), name
+
+
 def test_gpus_are_told_apart(tmp_path: Path) -> None:
-    diagnoses, _ = told(tmp_path, (0, of_xid(95)), (1, of_xid(95, pci=OTHER)), iso(2, of_xid(95), host="gpu-8"))
+    diagnoses, _ = reported(tmp_path, (0, of_xid(95)), (1, of_xid(95, pci=OTHER)), iso(2, of_xid(95), host="gpu-8"))
     assert len({d.because for d in diagnoses}) == 3 and len({d.key for d in diagnoses}) == 3
 
 
 def test_45_alone_is_the_fabric_managers(tmp_path: Path) -> None:
-    [d], _ = told(tmp_path, (0, of_xid(45)))
+    [d], _ = reported(tmp_path, (0, of_xid(45)))
     assert "no other XID with it" in d.because and d.advice == "restart the fabric manager"
 
 
@@ -202,19 +277,19 @@ def verdict(a: int, b: int) -> str:
 
 
 def test_the_drivers_verdict_is_the_advice_where_it_asks_for_more(tmp_path: Path) -> None:
-    [d], _ = told(tmp_path, (0, of_xid(94)), (1, verdict(0, 2)))
+    [d], _ = reported(tmp_path, (0, of_xid(94)), (1, verdict(0, 2)))
     assert "XID 94" in d.because and "the driver's own verdict: RESTART_BM" in d.because
     assert d.advice == "drain the machine and reboot it"
-    [d], _ = told(tmp_path, (0, of_xid(95)), (1, verdict(0, 2)), (2, verdict(2, 0)))
+    [d], _ = reported(tmp_path, (0, of_xid(95)), (1, verdict(0, 2)), (2, verdict(2, 0)))
     assert "reset it" in d.advice, "it was taken back"
-    [d], _ = told(tmp_path, (0, verdict(0, 4)))
+    [d], _ = reported(tmp_path, (0, verdict(0, 4)))
     assert "XID 154" in d.because and "requests RESET_GPU" in d.because
-    diagnoses, remarks = told(tmp_path, (0, verdict(0, 1)), (9, verdict(1, 0)))
+    diagnoses, remarks = reported(tmp_path, (0, verdict(0, 1)), (9, verdict(1, 0)))
     assert diagnoses == [] and "XID 154" in remarks[0]
 
 
 def test_48_with_63_is_drained_first(tmp_path: Path) -> None:
-    [d], _ = told(tmp_path, (0, of_xid(48)), (1, of_xid(63)), (1, of_xid(172)))
+    [d], _ = reported(tmp_path, (0, of_xid(48)), (1, of_xid(63)), (1, of_xid(172)))
     assert "XID 48" in d.because and d.advice.startswith("drain the GPU and reset it")
     assert any("detail of XID 48" in e.text for e in d.evidence)
 
@@ -233,7 +308,7 @@ def test_48_with_63_is_drained_first(tmp_path: Path) -> None:
 def test_31_is_the_application_unless_one_gpu_alone_repeats_it(
     tmp_path: Path, name: str, lines: list[tuple[float, str]], fault_class: FaultClass, words: str
 ) -> None:
-    diagnoses, _ = told(tmp_path, *((at, of_xid(31, pci=pci)) for at, pci in lines))
+    diagnoses, _ = reported(tmp_path, *((at, of_xid(31, pci=pci)) for at, pci in lines))
     [d] = [d for d in diagnoses if GPU in d.because]
     assert d.fault_class == fault_class and words in d.because
 
@@ -243,34 +318,34 @@ def test_31_is_the_application_unless_one_gpu_alone_repeats_it(
     [(["GPC 1, TPC 4", "GPC 1, TPC 4"], FaultClass.GPU), (["GPC 1, TPC 4", "GPC 2, TPC 4"], FaultClass.USER_CODE)],
 )
 def test_13_at_one_place_of_the_chip_is_the_gpus(tmp_path: Path, places: list[str], fault_class: FaultClass) -> None:
-    [d], _ = told(
+    [d], _ = reported(
         tmp_path, *((3600 * i, of_xid(13, f"Warp Exception on ({p}, SM 0): x")) for i, p in enumerate(places))
     )
     assert d.fault_class == fault_class
 
 
 def test_a_fatal_code_that_keeps_coming_back_is_for_support(tmp_path: Path) -> None:
-    [d], _ = told(tmp_path, *((3600 * i, of_xid(119)) for i in range(4)))
+    [d], _ = reported(tmp_path, *((3600 * i, of_xid(119)) for i in range(4)))
     assert "reset it" in d.advice
-    [d], _ = told(tmp_path, *((3600 * i, of_xid(119)) for i in range(5)))
+    [d], _ = reported(tmp_path, *((3600 * i, of_xid(119)) for i in range(5)))
     assert "support" in d.advice and "5 or more times within a day" in d.because
 
 
 def test_nvlink_says_its_links_and_whether_it_is_fatal(tmp_path: Path) -> None:
     line = "NETIR_LINK_EVT  {}   XC0 i0 Link 09 (0x025525c6 0x00000000 0x00000000 0x0 0x0 0x0)"
-    [d], _ = told(tmp_path, (0, of_xid(149, line.format("Fatal"), process="")))
+    [d], _ = reported(tmp_path, (0, of_xid(149, line.format("Fatal"), process="")))
     assert d.fault_class == FaultClass.NETWORK and "other end of the link" in d.advice
     assert ", fatal" in d.because and any("NVLink 9, NETIR_LINK_EVT" in e.text for e in d.evidence)
     assert "NVIDIA's table (driver before R575): RESET_GPU, link fatal, to investigate INVESTIGATE_PEER" in d.because
-    [d], _ = told(tmp_path, (0, of_xid(149, line.format("Nonfatal"), process="")))
+    [d], _ = reported(tmp_path, (0, of_xid(149, line.format("Nonfatal"), process="")))
     assert ", fatal" in d.because and "but the line says not fatal: the worse counts" in d.because
-    [d], _ = told(tmp_path, (0, of_xid(149, line.replace("025525c6", "003525c6").format("Fatal"), process="")))
+    [d], _ = reported(tmp_path, (0, of_xid(149, line.replace("025525c6", "003525c6").format("Fatal"), process="")))
     assert ", fatal" in d.because and "NVIDIA's table has no row for it: the line itself (fatal) decides" in d.because
 
 
 def test_nvlink_errors_that_nvidia_says_to_ignore_are_remarks(tmp_path: Path) -> None:
     counted = "NETIR_BER_EVENT Nonfatal XC0 i0 Link 09 (0x00000013 0x00000001 0x0 0x0 0x0 0x0)"
-    diagnoses, remarks = told(
+    diagnoses, remarks = reported(
         tmp_path,
         (0, of_xid(149, counted, process="")),
         (
@@ -281,7 +356,7 @@ def test_nvlink_errors_that_nvidia_says_to_ignore_are_remarks(tmp_path: Path) ->
     )
     assert diagnoses == [] and len(remarks) == 3
     assert "IGNORE, non-fatal, to investigate INVESTIGATE_LINK_SI_AND_CABLES" in remarks[0]
-    [d], _ = told(tmp_path, (0, of_xid(149, counted, process="")), (1, of_xid(94)))
+    [d], _ = reported(tmp_path, (0, of_xid(149, counted, process="")), (1, of_xid(94)))
     assert "XID 94" in d.because, "what is to be ignored leads nothing"
 
 
@@ -306,7 +381,7 @@ def of_74(link: int, *registers: str) -> str:
     ],
 )
 def test_of_74_the_registers_decide(tmp_path: Path, lines: list[tuple[float, str]], words: str, advice: str) -> None:
-    [d], _ = told(tmp_path, *lines)
+    [d], _ = reported(tmp_path, *lines)
     assert words in d.because and advice in d.advice and d.fault_class == FaultClass.NETWORK
 
 
@@ -314,7 +389,7 @@ SXID = "nvidia-nvswitch3: SXid (PCI:0000:c1:00.0): {}, {}, Link 32 text"
 
 
 def test_a_fatal_sxid_explains_the_nvlink_errors_beside_it(tmp_path: Path) -> None:
-    diagnoses, _ = told(
+    diagnoses, _ = reported(
         tmp_path,
         (0, SXID.format(20034, "Fatal")),
         (0, "nvidia-nvswitch3: SXid (PCI:0000:c1:00.0): 20034, Data {0x00140004, 0x00100000}"),
@@ -327,15 +402,24 @@ def test_a_fatal_sxid_explains_the_nvlink_errors_beside_it(tmp_path: Path) -> No
     assert "NVSwitch 3 of node gpu-7: SXid 20034" in switch.because and "on link 32" in switch.because
     assert "the NVLink errors of 2 GPU(s) are its consequence" in switch.because
     assert "every GPU on that link" in switch.advice and "0000:af:00" in gpu.because
-    long_after, _ = told(tmp_path, (0, SXID.format(20034, "Fatal")), (1000, of_xid(74, process="")))
+    long_after, _ = reported(tmp_path, (0, SXID.format(20034, "Fatal")), (1000, of_xid(74, process="")))
     assert len(long_after) == 2
 
 
 def test_an_sxid_is_as_severe_as_line_or_table_say(tmp_path: Path) -> None:
-    diagnoses, remarks = told(tmp_path, (0, SXID.format(12028, "Non-fatal")))
-    assert diagnoses == [] and "SXid 12028" in remarks[0] and "not fatal" in remarks[0]
-    assert len(told(tmp_path, (0, SXID.format(12028, "Fatal")))[0]) == 1
-    assert len(told(tmp_path, (0, SXID.format(12020, "Non-fatal")))[0]) == 1
+    diagnoses, remarks = reported(tmp_path, (0, SXID.format(11012, "Non-fatal")))
+    assert diagnoses == [] and "SXid 11012" in remarks[0] and "not fatal" in remarks[0]
+    assert len(reported(tmp_path, (0, SXID.format(11012, "Fatal")))[0]) == 1
+    assert len(reported(tmp_path, (0, SXID.format(12020, "Non-fatal")))[0]) == 1
+
+
+@pytest.mark.parametrize("code", [10004, 11004, 12028, 19084, 20009, 20012])
+def test_sxids_for_which_nvidia_wants_a_reset_are_faults_though_the_line_says_non_fatal(
+    tmp_path: Path, code: int
+) -> None:
+    [d], remarks = reported(tmp_path, (0, SXID.format(code, "Non-fatal")))
+    assert d.fault_class == FaultClass.NETWORK and remarks == ()
+    assert "the line says non-fatal" in d.because and "reset its GPUs and NVSwitches" in d.advice
 
 
 # --- the rest of the machine
@@ -343,7 +427,7 @@ def test_an_sxid_is_as_severe_as_line_or_table_say(tmp_path: Path) -> None:
 
 def test_oom_kills_of_a_node_are_one_diagnosis(tmp_path: Path) -> None:
     kill = "{}: Killed process {} (python3) " + RSS
-    [d], _ = told(
+    [d], _ = reported(
         tmp_path,
         (0, kill.format("Memory cgroup out of memory", 812)),
         (1, kill.format("Memory cgroup out of memory", 813)),
@@ -370,7 +454,7 @@ def test_oom_kills_of_a_node_are_one_diagnosis(tmp_path: Path) -> None:
 )
 def test_links(tmp_path: Path, name: str, changes: list[tuple[float, str]], words: str) -> None:
     lines = [(at, f"mlx5_core 0000:41:00.0 ens1f0np0: Link {state}") for at, state in changes]
-    diagnoses, remarks = told(tmp_path, *lines)
+    diagnoses, remarks = reported(tmp_path, *lines)
     if words:
         assert [d.fault_class for d in diagnoses] == [FaultClass.NETWORK] and words in diagnoses[0].because
     else:
@@ -378,7 +462,7 @@ def test_links(tmp_path: Path, name: str, changes: list[tuple[float, str]], word
 
 
 def test_hardware_errors(tmp_path: Path) -> None:
-    diagnoses, remarks = told(
+    diagnoses, remarks = reported(
         tmp_path,
         (0, "EDAC MC1: 1 UE memory scrubbing error on CPU_SrcID#1_MC#1_Chan#0_DIMM#0"),
         (1, "mce: [Hardware Error]: Machine check events logged"),
@@ -390,6 +474,16 @@ def test_hardware_errors(tmp_path: Path) -> None:
     assert any("1 line(s) of corrected hardware errors (machine_check)" in r for r in remarks)
 
 
+def test_an_nfs_server_that_answers_again_is_a_remark(tmp_path: Path) -> None:
+    gone, back = "nfs: server {} not responding, still trying", "nfs: server {} OK"
+    diagnoses, remarks = reported(tmp_path, (0, gone.format("a")), (60, back.format("a")))
+    assert diagnoses == [] and "a, once; it is over" in remarks[0]
+    [d], _ = reported(tmp_path, (0, gone.format("a")), (1, gone.format("b")), (60, back.format("a")))
+    assert d.fault_class == FaultClass.NETWORK and ": b, once" in d.because
+    [d], _ = reported(tmp_path, (0, gone.format("a")), (60, back.format("a")), (90, gone.format("a")))
+    assert ": a, once" in d.because
+
+
 def test_every_other_fault_has_its_words() -> None:
     facts = [KernelFault(what=what, pid=7, name="python3") for what in FAULTS]
     errors = [HardwareError(what=what, corrected=False) for what in ("machine_check", "memory", "pcie", "firmware")]
@@ -397,7 +491,16 @@ def test_every_other_fault_has_its_words() -> None:
         KernelLogFact(node="n1", at=float(i), dated=False, fact=f, text="line") for i, f in enumerate([*facts, *errors])
     ]
     found = kernel_findings.diagnose([KernelLog(path="x", seen=seen)])
-    assert len(found) == len(seen) and len({f.because for f in found}) == len(seen)
+    assert len(found) == len(seen) - len(kernel_findings.REMARKED) and len({f.because for f in found}) == len(found)
+
+
+def test_a_slot_that_gives_little_power_is_a_remark(tmp_path: Path) -> None:
+    """Some healthy machines say so at every boot."""
+    line = (
+        "mlx5_core 0000:5c:00.0: mlx5_pcie_event:299:(pid 268269): Detected insufficient power on the PCIe slot (27W)."
+    )
+    diagnoses, remarks = reported(tmp_path, (0, line))
+    assert diagnoses == [] and "too little power: 0000:5c:00.0, once; compare the adapter's bandwidth" in remarks[0]
 
 
 def test_a_healthy_log_is_healthy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -419,7 +522,7 @@ def test_the_answer_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 
 def test_a_storm_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel_logs, "NUM_FACTS_MAX", 50)
-    [d], remarks = told(tmp_path, *((i, of_xid(31)) for i in range(80)))
+    [d], remarks = reported(tmp_path, *((i, of_xid(31)) for i in range(80)))
     assert "50 times" in d.because and any("30 lines" in r for r in remarks)
     assert len(d.evidence) < 20
 

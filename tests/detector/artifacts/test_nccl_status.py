@@ -40,7 +40,7 @@ def suspects(finding: Finding) -> list[tuple[str, int | None]]:
     return [(s.node, s.rank) for s in finding.suspects]
 
 
-def test_who_is_behind_while_nobody_advances_hangs(tmp_path: Path) -> None:
+def test_who_is_behind_while_no_one_advances_hangs(tmp_path: Path) -> None:
     answer = raw(communicator(*ranks(101, 101, 100, 101)))
     (finding,), remarks = polled(tmp_path, answer, answer)
     assert (finding.fault_class, suspects(finding)) == (FaultClass.HANG, [("10.0.0.1", 2)])
@@ -56,7 +56,7 @@ def test_ranks_apart_that_advance_are_healthy(tmp_path: Path) -> None:
     assert found == [] and remarks == ()
 
 
-def test_one_answer_accuses_nobody_and_says_who_is_behind(tmp_path: Path) -> None:
+def test_one_answer_accuses_no_one_and_says_who_is_behind(tmp_path: Path) -> None:
     found, remarks = polled(tmp_path, raw(communicator(*ranks(101, 101, 100))))
     assert found == []
     assert remarks[0].startswith("cannot tell") and "rank 2 (10.0.0.1, process 102, GPU 0) in AllReduce" in remarks[0]
@@ -69,7 +69,7 @@ def test_two_answers_too_close_are_as_one(tmp_path: Path) -> None:
     assert len(polled(tmp_path, answer, answer, answer, seconds=1.0)[0]) == 1
 
 
-def test_a_symmetric_hang_cannot_be_told_and_that_is_said(tmp_path: Path) -> None:
+def test_a_symmetric_hang_cannot_be_reported_and_that_is_said(tmp_path: Path) -> None:
     answer = raw(communicator(*ranks(101, 101, 101)))
     for answers in ((answer,), (answer, answer, answer)):
         found, remarks = polled(tmp_path, *answers)
@@ -99,7 +99,7 @@ def test_a_victim_of_another_communicator_is_not_accused(tmp_path: Path) -> None
     first = communicator(rank(0, 0, 0, 0, 0, 9), rank(1, 0, 0, 0, 0, 8), name="0xa")
     second = communicator({**rank(1, 0, 0, 0, 0, 5), "rank": 0}, {**rank(2, 0, 0, 0, 0, 4), "rank": 1}, name="0xb")
     (finding,), remarks = polled(tmp_path, raw(first, second), raw(first, second))
-    assert suspects(finding) == [("10.0.0.1", None)]  # of pairs nobody knows the job's ranks
+    assert suspects(finding) == [("10.0.0.1", None)]  # of pairs no one knows the job's ranks
     assert "rank 1 (10.0.0.1, process 102" in finding.because
     assert any("is its victim" in r for r in remarks)
 
@@ -121,7 +121,7 @@ def test_who_launched_another_collective_runs_other_code(tmp_path: Path) -> None
     )
 
 
-def test_a_majority_behind_accuses_nobody(tmp_path: Path) -> None:
+def test_a_majority_behind_accuses_no_one(tmp_path: Path) -> None:
     answer = raw(communicator(*ranks(101, 100, 100)))
     found, remarks = polled(tmp_path, answer, answer)
     assert found == [] and "more than half" in remarks[0]
@@ -147,6 +147,57 @@ def test_text(tmp_path: Path) -> None:
     assert (hang.fault_class, suspects(hang)) == (FaultClass.HANG, [("172.16.64.210", None)])
     assert "rank 7 (172.16.64.210, process 483079, GPU 7) launched 12 AllReduce, others 6650" in hang.because
     assert any("victims" in r for r in remarks)
+
+
+DEAD_AND_MISSING = b"""Job summary
+===========
+
+Communicators... (0.00s)
+=============
+
+Group     Comms     Nodes     Ranks     Ranks     Ranks    Status  Errors
+    #  in group  per comm  per node  per comm  in group
+    0         1         1         4         4         4   RUNNING  INCOMPLETE
+
+Errors
+======
+
+%b#0-0 (cf264af53edbe986) INCOMPLETE
+  Missing communicator data from 2 ranks
+  The missing ranks: 2,3
+
+"""
+TEXT_OK = DEAD_AND_MISSING[: DEAD_AND_MISSING.index(b"Errors\n===")].replace(b"INCOMPLETE", b"OK")
+DEAD_TWO = b"DEAD\n  Process 1002 on node n7 managing GPU 2\n  Process 1003 on node n7 managing GPU 3\n\n"
+SILENT_TWO = DEAD_TWO.replace(b"DEAD", b"INCOMPLETE")
+
+
+@pytest.mark.parametrize("sections", [DEAD_TWO, SILENT_TWO + DEAD_TWO])
+def test_a_dead_process_and_its_missing_rank_are_one_diagnosis(tmp_path: Path, sections: bytes) -> None:
+    [finding], _ = polled(tmp_path, DEAD_AND_MISSING % sections)
+    assert finding.fault_class == FaultClass.CRASH
+
+
+def stamped(answer: bytes, seconds: int, form: str) -> bytes:
+    stamp = b"[2025-11-20 10:00:%02d]" % seconds
+    lines = answer.splitlines(keepends=True)
+    return b"".join(stamp + b" " + line for line in lines) if form == "lines" else stamp + b"\n" + answer
+
+
+@pytest.mark.parametrize("form", ["lines", "reports"])
+def test_of_a_monitor_the_newest_report_counts_and_earlier_ones_say_since_when(tmp_path: Path, form: str) -> None:
+    healthy, dead = TEXT_OK, DEAD_AND_MISSING % DEAD_TWO
+    answers = [stamped(a, s, form) for a, s in ((healthy, 0), (dead, 10), (dead, 25))]
+    [finding], _ = polled(tmp_path, b"".join(answers))
+    assert finding.fault_class == FaultClass.CRASH and finding.detected_at - finding.onset == pytest.approx(15.0)
+    found, _ = polled(tmp_path, b"".join([stamped(dead, 0, form), stamped(healthy, 10, form)]))
+    assert not found  # they answer again
+
+
+def test_json_reports_with_time_stamps_are_as_far_apart_as_those(tmp_path: Path) -> None:
+    one = raw(communicator(*ranks(5, 5, 5, 4)))
+    [finding], _ = polled(tmp_path, stamped(one, 0, "reports") + b"\n" + stamped(one, 30, "reports"))
+    assert finding.detected_at - finding.onset == pytest.approx(30.0)
 
 
 def test_a_topology_names_node_role_and_replica(tmp_path: Path) -> None:
@@ -192,7 +243,7 @@ def test_the_rank_with_the_shortest_times_is_the_late_one(tmp_path: Path) -> Non
     assert "in 40 of 40" in finding.because and "1.20 ms" in finding.because and remarks == ()
 
 
-def test_even_ranks_and_single_late_arrivals_accuse_nobody(tmp_path: Path) -> None:
+def test_even_ranks_and_single_late_arrivals_accuse_no_one(tmp_path: Path) -> None:
     assert nccl_times.diagnose(recorded(tmp_path, lambda r, n: 8500 + 100 * ((r + n) % 4))) == ([], ())
     everybody_in_turn = recorded(tmp_path, lambda r, n: 1000 if n % 4 == r else 8500)
     assert nccl_times.diagnose(everybody_in_turn)[0] == []

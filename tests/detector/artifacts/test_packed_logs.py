@@ -13,7 +13,6 @@ import pytest
 
 from rolecall.core.diagnosis import Diagnosis
 from rolecall.core.errors import UnreadableInput
-from rolecall.detector.artifacts.kernel_log import journal_exports
 from rolecall.detector.artifacts.kernel_log import logs as kernel_logs
 from rolecall.detector.base import packed_files as packed
 from rolecall.diagnose import diagnose as diagnosing
@@ -25,7 +24,7 @@ TEXT = "".join(f"2026-11-22T08:00:0{i}.000000+00:00 gpu-7 kernel: {line}\n" for 
 HAS_ZSTD = bool(importlib.util.find_spec("zstandard")) or bool(importlib.util.find_spec("compression"))
 
 
-def told(path: Path) -> list[Diagnosis]:
+def reported(path: Path) -> list[Diagnosis]:
     return diagnosing.diagnose([path], []).diagnoses
 
 
@@ -46,14 +45,14 @@ def told(path: Path) -> list[Diagnosis]:
 def test_packed_logs_are_read(tmp_path: Path, name: str, pack: Callable[[bytes], bytes]) -> None:
     path = tmp_path / name
     path.write_bytes(pack(TEXT.encode()))
-    [d] = told(path)
+    [d] = reported(path)
     assert "XID 79" in d.because and d.suspects[0].node == "gpu-7" and d.detected_at == T + 1
 
 
 def test_zstd_is_read_where_python_can(tmp_path: Path) -> None:
     zstandard = pytest.importorskip("zstandard")
     (tmp_path / "kern.log.zst").write_bytes(zstandard.ZstdCompressor().compress(TEXT.encode()))
-    [d] = told(tmp_path / "kern.log.zst")
+    [d] = reported(tmp_path / "kern.log.zst")
     assert "XID 79" in d.because
 
 
@@ -62,7 +61,7 @@ def test_zstd_is_read_where_python_can(tmp_path: Path) -> None:
 def test_zstd_says_what_to_do_where_python_cannot(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_bytes(b"\x28\xb5\x2f\xfd\x04\x00")
     with pytest.raises(UnreadableInput, match=r"unpack it first \(zstd -d "):
-        told(tmp_path / name)
+        reported(tmp_path / name)
 
 
 def test_a_log_of_a_folder_that_cannot_be_unpacked_is_a_remark(tmp_path: Path) -> None:
@@ -87,7 +86,7 @@ def test_a_damaged_file_is_an_error_that_says_so(tmp_path: Path, pack: Callable[
     behind = len(data) - 8 if pack is gzip.compress else len(data) // 2  # of gzip: the check sum
     (tmp_path / "kern.log.gz").write_bytes(data[:behind] + bytes(b ^ 0x55 for b in data[behind:]))
     with pytest.raises(UnreadableInput, match="damaged"):
-        told(tmp_path / "kern.log.gz")
+        reported(tmp_path / "kern.log.gz")
 
 
 @pytest.mark.parametrize("pack", [gzip.compress, lzma.compress, bz2.compress, bytes])
@@ -95,7 +94,7 @@ def test_a_bomb_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pack
     monkeypatch.setattr(kernel_logs, "LOG_BYTES_MAX", 1 << 20)
     (tmp_path / "kern.log.gz").write_bytes(pack(TEXT.encode() * 2000 + b"\0" * (2 << 20)))
     with pytest.raises(UnreadableInput, match="cut it"):
-        told(tmp_path / "kern.log.gz")
+        reported(tmp_path / "kern.log.gz")
 
 
 def test_a_bomb_in_a_bomb_costs_no_memory_at_its_head(tmp_path: Path) -> None:
@@ -109,7 +108,7 @@ def test_an_xz_that_wants_gigabytes_is_refused(tmp_path: Path) -> None:
     packer = lzma.LZMACompressor(format=lzma.FORMAT_XZ, filters=filters)
     (tmp_path / "kern.log.xz").write_bytes(packer.compress(TEXT.encode()) + packer.flush())
     with pytest.raises(UnreadableInput, match="more memory to unpack"):
-        told(tmp_path / "kern.log.xz")
+        reported(tmp_path / "kern.log.xz")
 
 
 # --- rotated
@@ -131,17 +130,17 @@ def test_the_name_of_a_rotated_log_is_no_node(tmp_path: Path, name: str, node: s
     path = tmp_path / name
     path.parent.mkdir()
     path.write_text(f"[  160.000001] {XID}\n")
-    [d] = told(path)
+    [d] = reported(path)
     assert d.suspects[0].node == node
 
 
 def test_a_line_that_two_files_hold_is_one(tmp_path: Path) -> None:
     (tmp_path / "kern.log").write_text(TEXT)
     (tmp_path / "messages").write_text(f"2026-11-22T08:00:01+00:00 gpu-7 kernel: {XID}\n")
-    [d] = told(tmp_path)
+    [d] = reported(tmp_path)
     assert ", fatal, once" in d.because
     (tmp_path / "messages").write_text(f"2026-11-22T08:00:03+00:00 gpu-7 kernel: {XID}\n")
-    [d] = told(tmp_path)
+    [d] = reported(tmp_path)
     assert "2 times" in d.because
 
 
@@ -183,7 +182,7 @@ def test_a_bug_report_says_the_same_several_times_and_is_read_once(tmp_path: Pat
     assert "2 times in 5 min" in d.because and d.suspects[0].node == "gpu-7" and d.detected_at == T + 1
     assert not any("since boot" in r for r in answer.inputs[0].remarks)
     path.write_bytes(report(("lshw", other), ("dmesg", dmesg)))
-    [d] = told(path)
+    [d] = reported(path)
     assert ", fatal, once" in d.because and d.suspects[0].node == "gpu-7", "the host of its uname"
 
 
@@ -233,7 +232,7 @@ def test_exports_of_the_journal_are_read(tmp_path: Path, name: str, write: Calla
 
 def test_when_it_happened_comes_before_when_the_journal_got_it(tmp_path: Path) -> None:
     (tmp_path / "it").write_bytes(as_json(entry(XID, _SOURCE_REALTIME_TIMESTAMP="1795334400000000")))
-    assert told(tmp_path / "it")[0].detected_at == T
+    assert reported(tmp_path / "it")[0].detected_at == T
 
 
 @pytest.mark.parametrize("write", [as_json, as_export])
@@ -249,7 +248,7 @@ def test_what_others_write_to_the_journal_is_not_the_kernels(
     tmp_path: Path, write: Callable[..., bytes], other: dict[str, object]
 ) -> None:
     (tmp_path / "it").write_bytes(write(entry(NOISE), entry(XID, **other)))
-    assert told(tmp_path / "it") == []
+    assert reported(tmp_path / "it") == []
 
 
 @pytest.mark.parametrize(
@@ -268,7 +267,7 @@ def test_what_others_write_to_the_journal_is_not_the_kernels(
 )
 def test_odd_entries_hide_no_other(tmp_path: Path, data: bytes) -> None:
     (tmp_path / "it").write_bytes(data)
-    [d] = told(tmp_path / "it")
+    [d] = reported(tmp_path / "it")
     assert "XID 79" in d.because
 
 
@@ -276,7 +275,7 @@ def test_an_export_with_a_wrong_length_is_refused(tmp_path: Path) -> None:
     data = as_export(entry(NOISE)) + b"MESSAGE\n" + (1 << 60).to_bytes(8, "little") + b"x\n\n"
     (tmp_path / "it").write_bytes(data)
     with pytest.raises(UnreadableInput, match="no proper length"):
-        told(tmp_path / "it")
+        reported(tmp_path / "it")
 
 
 @pytest.mark.parametrize(
@@ -290,4 +289,20 @@ def test_an_export_with_a_wrong_length_is_refused(tmp_path: Path) -> None:
     ],
 )
 def test_what_is_no_export(data: bytes) -> None:
-    assert journal_exports.kind_of(data) == ""
+    assert kernel_logs.export_kind(data) == ""
+
+
+def test_a_deadline_ends_the_unpacking_of_one_file(tmp_path: Path) -> None:
+    """16 MiB of a few kilobytes: it is looked at for each 64 KiB."""
+    looks = []
+
+    def check() -> None:
+        looks.append(1)
+        if len(looks) == 5:
+            raise UnreadableInput(where="it", reason="the time is over")
+
+    path = tmp_path / "dmesg.gz"
+    path.write_bytes(gzip.compress(b"[    1.000000] usb 1-1: new device\n" * (16 << 20 >> 5)))
+    with pytest.raises(UnreadableInput, match="the time is over"):
+        kernel_logs.read(path, check)
+    assert len(looks) == 5

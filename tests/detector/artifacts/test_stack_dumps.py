@@ -122,7 +122,7 @@ def test_where_no_node_is_named_each_role_has_its_own_diagnosis(tmp_path: Path) 
     assert sorted(nodes) == ["pid-7", "rollout-rank-3", "trainer-rank-3"]
 
 
-def test_a_damaged_dump_of_a_folder_is_told_and_its_process_counts_as_missing(tmp_path: Path) -> None:
+def test_a_damaged_dump_of_a_folder_is_reported_and_its_process_counts_as_missing(tmp_path: Path) -> None:
     for r in range(8):
         text = json.dumps(py_spy_json(*REDUCE))
         (tmp_path / f"trainer_rank{r}_of_8.json").write_text(text if r != 5 else text[:-40])

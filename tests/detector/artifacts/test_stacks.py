@@ -19,9 +19,8 @@ from hypothesis import strategies as st
 
 from rolecall.core.diagnosis import Finding
 from rolecall.core.faults import FaultClass
-from rolecall.detector.artifacts.stacks.diagnosis import diagnose, looked_at
+from rolecall.detector.artifacts.stacks.diagnosis import PARALLEL_GROUP, ROUNDS, STACK_GROUP, diagnose, summary
 from rolecall.detector.artifacts.stacks.dumps import ParallelGroup, StackDump, Topology, is_dump, normal_frame, read
-from rolecall.detector.artifacts.stacks.findings import PARALLEL_GROUP, ROUNDS, STACK_GROUP
 from rolecall.detector.artifacts.stacks.positions import StackActivity, stack_of
 from rolecall.detector.artifacts.stacks.rounds import at_least, often
 from tests.detector.stack_cases import (
@@ -98,9 +97,9 @@ def test_cause_comes_before_symptom() -> None:
     ],
     ids=["all wait in one place", "all compute", "one is early", "all differ", "one at work"],
 )
-def test_nobody_is_accused(dumps: list[StackDump]) -> None:
+def test_no_one_is_accused(dumps: list[StackDump]) -> None:
     assert diagnose(dumps) == []
-    assert f"trainer: {len(dumps)} stack" in looked_at(dumps)
+    assert f"trainer: {len(dumps)} stack" in summary(dumps)
 
 
 def test_halves_cannot_tell_and_say_what_would_settle_it() -> None:
@@ -153,7 +152,7 @@ def test_a_stalled_rank_explains_more_than_a_missing_dump() -> None:
     assert ranks(found) == [7] and found.confidence == 0.6 and "no dump of trainer rank 6" in found.because
 
 
-def test_ranks_that_each_replica_counts_anew_hide_nobody() -> None:
+def test_ranks_that_each_replica_counts_again_hide_no_one() -> None:
     dumps = [dump(r, *REDUCE, replica=f"trainer/{i}") for i in range(2) for r in (0, 2)]
     assert diagnose(dumps) == []
 
@@ -244,11 +243,11 @@ def test_who_holds_up_the_others_in_most_rounds_and_moves_is_slow() -> None:
     found = only(diagnose(late([3], [3], [], [3], [3])))
     assert (ranks(found), found.fault_class, found.confidence) == ([3], FaultClass.SLOW, 0.7)
     assert "the others wait for trainer rank 3 (node m01) in 4 of 5 rounds of stacks" in found.because
-    told = next(e for e in found.evidence if e.kind == ROUNDS)
-    assert told.text == "trainer rank 3 (node m01): flagged in 4 of 5 rounds: 1, 2, 4, 5"
-    assert told.values == {"num_flagged": 4, "num_rounds": 5, "chance_ratio": pytest.approx(8 / 8**4, rel=0.01)}
+    reported = next(e for e in found.evidence if e.kind == ROUNDS)
+    assert reported.text == "trainer rank 3 (node m01): flagged in 4 of 5 rounds: 1, 2, 4, 5"
+    assert reported.values == {"num_flagged": 4, "num_rounds": 5, "chance_ratio": pytest.approx(8 / 8**4, rel=0.01)}
     assert (found.onset, found.detected_at) == (100.0, 140.0)
-    assert looked_at(late([3], [3])).startswith("trainer: 8 stacks, the last of 2 rounds: 7 wait in a collective")
+    assert summary(late([3], [3])).startswith("trainer: 8 stacks, the last of 2 rounds: 7 wait in a collective")
 
 
 @pytest.mark.parametrize(
@@ -345,7 +344,7 @@ def test_a_job_that_goes_on_does_not_hang_wherever_its_slowest_stands() -> None:
     assert (ranks(found), found.fault_class) == ([3], FaultClass.SLOW) and "slow, not hung" in found.because
 
 
-def test_of_two_the_one_who_is_always_late_is_told() -> None:
+def test_of_two_the_one_who_is_always_late_is_reported() -> None:
     five, six = (diagnose(late(*[[1]] * num, num=2)) for num in (5, 6))
     assert (ranks(only(five)), only(five).fault_class) == ([1], FaultClass.CANNOT_TELL)
     assert (ranks(only(six)), only(six).fault_class) == ([1], FaultClass.SLOW)
@@ -371,10 +370,10 @@ def test_a_pipeline_stage_that_stands_while_its_pipeline_goes_on_does_not_hang()
     assert only(diagnose([*look(0, RECEIVE), *look(1, RECEIVE)])).fault_class == FaultClass.HANG
 
 
-def test_processes_looked_at_one_after_the_other_make_no_rounds() -> None:
+def test_processes_read_one_after_the_other_make_no_rounds() -> None:
     dumps = [replace(d, at=1000.0 + 60 * (d.rank or 0) + d.at) for d in late([3], [3], [3], [3], [3])]
     assert only(diagnose(dumps)).fault_class == FaultClass.CANNOT_TELL
-    assert "rounds" not in looked_at(dumps)
+    assert "rounds" not in summary(dumps)
 
 
 def frames_of(d: StackDump) -> list[str]:
@@ -440,14 +439,14 @@ def saved(folder: Path, names: str, outliers: Sequence[int], num: int = 8) -> li
         "round{round}/{rank}.json",
     ],
 )
-def test_rounds_are_told_by_names(tmp_path: Path, names: str) -> None:
+def test_rounds_are_reported_by_names(tmp_path: Path, names: str) -> None:
     dumps = saved(tmp_path, names, [3, 3, 3, 3, 3])
     found = only(diagnose(dumps[::-1]))
     assert found.fault_class == FaultClass.SLOW and found == only(diagnose(dumps))
     assert rounds_told(found)["num_flagged"] == 5 and len(found.suspects) == 1
 
 
-def test_rounds_are_told_by_time_where_some_dumps_are_missing() -> None:
+def test_rounds_are_reported_by_time_where_some_dumps_are_missing() -> None:
     dumps = [d for d in late(*[[3]] * 5) if (d.rank, d.at) not in ((0, 100.0), (5, 120.0), (6, 140.0))]
     jitter = [replace(d, at=d.at + (d.rank or 0) / 10, path=f"{i}") for i, d in enumerate(dumps)]
     found = only(diagnose(jitter))
@@ -485,7 +484,7 @@ def test_the_order_of_files_changes_nothing(dumps: list[StackDump], rng: random.
     shuffled = rng.sample(dumps, len(dumps))
     for topology in (None, Topology(world_size=8, sizes=(("tp", 2), ("dp", 4)), pids={6: 1})):
         assert diagnose(shuffled, topology=topology) == diagnose(dumps, topology=topology)
-        assert looked_at(shuffled, topology=topology) == looked_at(dumps, topology=topology)
+        assert summary(shuffled, topology=topology) == summary(dumps, topology=topology)
 
 
 def test_a_file_given_twice_is_no_second_round() -> None:

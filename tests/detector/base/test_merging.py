@@ -5,7 +5,7 @@ from dataclasses import replace
 from rolecall.core.diagnosis import Evidence, Finding, Suspect
 from rolecall.core.faults import FaultClass
 from rolecall.core.ids import NodeId
-from rolecall.detector.live.merging import SAME_FAULT_SECONDS, merged
+from rolecall.detector.live.fusion import SAME_FAULT_SECONDS, merged
 
 
 def finding(
@@ -23,18 +23,18 @@ def finding(
     )
 
 
-def told(findings: list[Finding]) -> list[tuple[str, float, str]]:
+def reported(findings: list[Finding]) -> list[tuple[str, float, str]]:
     return [(d.suspects[0].node, d.detected_at, str(d.fault_class)) for d in merged(findings)]
 
 
-def test_two_detectors_of_one_fault_are_one_diagnosis_told_when_it_was_first_known() -> None:
+def test_two_detectors_of_one_fault_are_one_diagnosis_reported_when_it_was_first_known() -> None:
     [d] = merged([finding("n1", 130, by="b"), finding("n1", 100)])
     assert (d.detected_at, d.onset, d.because, d.detectors) == (100, 95, "a says n1", ("a",))
 
 
 def test_others_and_later_ones_are_faults_of_their_own() -> None:
     later = 100 + SAME_FAULT_SECONDS + 1
-    assert told([finding("n1", 100), finding("n2", 101), finding("n1", later)]) == [
+    assert reported([finding("n1", 100), finding("n2", 101), finding("n1", later)]) == [
         ("n1", 100, "slow"),
         ("n2", 101, "slow"),
         ("n1", later, "slow"),
@@ -43,16 +43,19 @@ def test_others_and_later_ones_are_faults_of_their_own() -> None:
 
 def test_a_cause_explains_what_follows_it_and_nothing_before() -> None:
     hang, slow = finding("n1", 100, FaultClass.HANG), finding("n1", 110)
-    assert told([slow, hang]) == [("n1", 100, "hang")]
+    assert reported([slow, hang]) == [("n1", 100, "hang")]
     early = finding("n1", 90)
-    assert told([early, hang]) == [("n1", 90, "slow"), ("n1", 100, "hang")]
-    assert told([finding("n2", 110), hang]) == [("n1", 100, "hang"), ("n2", 110, "slow")]
+    assert reported([early, hang]) == [("n1", 90, "slow"), ("n1", 100, "hang")]
+    assert reported([finding("n2", 110), hang]) == [("n1", 100, "hang"), ("n2", 110, "slow")]
 
 
 def test_who_can_tell_settles_who_cannot() -> None:
     unsure = finding("n1", 120, FaultClass.CANNOT_TELL)
-    assert told([unsure, finding("n1", 100, FaultClass.CRASH)]) == [("n1", 100, "crash")]
-    assert told([unsure, finding("n2", 100, FaultClass.CRASH)]) == [("n2", 100, "crash"), ("n1", 120, "cannot_tell")]
+    assert reported([unsure, finding("n1", 100, FaultClass.CRASH)]) == [("n1", 100, "crash")]
+    assert reported([unsure, finding("n2", 100, FaultClass.CRASH)]) == [
+        ("n2", 100, "crash"),
+        ("n1", 120, "cannot_tell"),
+    ]
 
 
 def test_a_rank_of_which_nothing_else_is_known_is_the_one_that_another_detector_knows_more_of() -> None:
@@ -73,12 +76,12 @@ def test_a_rank_of_which_nothing_else_is_known_is_the_one_that_another_detector_
     assert len(merged([two, of("m", 101, 0, role="trainer")])) == 2, "each node has a rank 0"
     assert len(merged([of("rank-", 100, 3, 4), stacks])) == 2, "one of two"
     assert len(merged([stacks, of("m", 101, 3, role="rollout")])) == 2, "the third of another role"
-    assert len(merged([of("m", 100, None), of("n", 101, None, role="trainer")])) == 2, "ranks that nobody knows"
+    assert len(merged([of("m", 100, None), of("n", 101, None, role="trainer")])) == 2, "ranks that no one knows"
 
 
 def test_order_does_not_matter_and_a_prefix_stays_a_prefix() -> None:
     found = [finding(f"n{i % 3}", 100.0 + 90 * i, by="ab"[i % 2]) for i in range(12)]
-    whole = told(found)
-    assert told(found[::-1]) == whole
+    whole = reported(found)
+    assert reported(found[::-1]) == whole
     for k in range(len(found)):
-        assert told(found[:k]) == [d for d in whole if d[1] <= 100.0 + 90 * (k - 1)][: len(told(found[:k]))]
+        assert reported(found[:k]) == [d for d in whole if d[1] <= 100.0 + 90 * (k - 1)][: len(reported(found[:k]))]

@@ -48,3 +48,24 @@ def test_what_it_may_cost_is_bounded(monkeypatch: pytest.MonkeyPatch, limit: str
     monkeypatch.setattr(plain_pickle, limit, 10)
     with pytest.raises(UnsafePickle, match=said):
         loads(b"\x80\x04" + data + b".")
+
+
+def test_memory_is_bounded_while_reading_and_the_limit_is_named() -> None:
+    data = b"\x80\x04" + b"]" * 200_000 + b"."
+    with pytest.raises(UnsafePickle, match="more memory than the 8 MiB"):
+        loads(data, bytes_max=8 << 20)
+
+
+def test_a_deadline_ends_the_reading_of_one_pickle() -> None:
+    """Counted: it is looked at within the work, not only before it."""
+    looks = []
+
+    def check() -> None:
+        looks.append(1)
+        if len(looks) == 3:
+            raise TimeoutError
+
+    data = pickle.dumps(list(range(1 << 20)), protocol=2)
+    with pytest.raises(TimeoutError):
+        loads(data, check=check)
+    assert len(looks) == 3

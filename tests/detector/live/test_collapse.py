@@ -1,4 +1,4 @@
-"""A collapsed policy is told as the run's fault, of no machine; what healthy runs do is not.
+"""A collapsed policy is shown as the run's fault, of no machine; what healthy runs do is not.
 
 pytest tests/detector/live/test_collapse.py
 """
@@ -21,15 +21,19 @@ from rolecall.core.membership import ReplicaState
 from rolecall.core.telemetry import ProcessSample
 from rolecall.detector.base.observation import Observation
 from rolecall.detector.live import fusion
-from rolecall.detector.live.collapse_tests import collapse_symptoms
 from rolecall.detector.live.engine import LiveDetector
-from rolecall.detector.live.stages.collapse import QUIET_STEPS, CollapseWatch
-from rolecall.detector.live.training_history import STEPS_KEPT, TrainingHistory
+from rolecall.detector.live.history import decode, encode
+from rolecall.detector.live.stages.collapse import (
+    QUIET_STEPS,
+    STEPS_KEPT,
+    TrainingHistory,
+    collapse_symptoms,
+)
 from rolecall.recovery.fleet import FleetView, ReplicaView
-from rolecall.recovery.incidents.incident import IncidentOutcome
+from rolecall.recovery.incidents import IncidentOutcome
 from rolecall.recovery.policy import PolicyInput, decide
 from rolecall.testing.synthetic_run import FakeFault, FakeFleet
-from tests.detector.courses import Row, observation, points, sample, told
+from tests.detector.courses import Row, observation, points, reported, sample
 
 CONFIG = DetectorConfig(mask_proc_state=True)
 SUPPORTS = frozenset({ActionKind.REPLACE_REPLICA, ActionKind.REPLACE_NODE, ActionKind.STOP_JOB})
@@ -117,7 +121,7 @@ LAWFUL: dict[str, list[Row]] = {
     "far from its sampler for a moment": then(30, kl_sampler=lambda i: 1.5 if i < 3 else 0.01),
     "one step of another version": then(30, log_ratio_max=lambda i: 0.3 if i == 5 else 1e-6),
     "an engine of half precision": [{**row, "log_ratio_max": 0.15 + 0.1 * (i % 3)} for i, row in enumerate(learning(80))],
-    "nothing told but the reward": [{"reward": row["reward"]} for row in learning(100)],
+    "nothing shown but the reward": [{"reward": row["reward"]} for row in learning(100)],
     "rewards below 0": [{"reward": row["reward"] - 5} for row in learning(100)],
     "constant": [{"reward": 0.0, "entropy": 1.0}] * 60,
     "always at the limit": [{**row, "truncated_fraction": 1.0} for row in learning(200)],
@@ -154,7 +158,7 @@ def test_how_soon() -> None:
 
 def stands(rows: Sequence[Row], detector: LiveDetector | None = None, **how: Any) -> list[list[Diagnosis]]:
     one = detector or LiveDetector(CONFIG)
-    return [one.observe(o) for o in told(rows, **how)]
+    return [one.observe(o) for o in reported(rows, **how)]
 
 
 def the_one(diagnoses: Sequence[Sequence[Diagnosis]]) -> Diagnosis:
@@ -173,7 +177,7 @@ def test_it_is_the_runs_fault_and_says_what_to_look_at() -> None:
     assert d.evidence[0].values == {"step": 60.0, "reward": 0.3, "reward_before": pytest.approx(0.98, abs=0.02)}
 
 
-def test_an_agreement_of_before_is_not_told_as_one_of_now() -> None:
+def test_an_agreement_of_before_is_not_reported_as_one_of_now() -> None:
     rows = [{**row, "log_ratio_max": math.nan} for row in then(20, reward=0.3)]
     rows[50] = {**rows[50], "log_ratio_max": 1e-6}
     assert (
@@ -191,7 +195,7 @@ def test_wrong_weights_are_silent_corruption_between_two_roles_and_name_no_repli
     assert "the replica that differs is wrong" in d.settle
 
 
-def test_wrong_weights_seen_after_a_fall_are_told_on_top() -> None:
+def test_wrong_weights_seen_after_a_fall_are_reported_on_top() -> None:
     found = stands(then(30, reward=0.3, log_ratio_max=lambda i: 1e-6 if i < 15 else 0.4))
     classes = [d.fault_class for d in {d.key: d for ds in found for d in ds}.values()]
     assert classes == [FaultClass.USER_CODE, FaultClass.SILENT_CORRUPTION]
@@ -239,7 +243,7 @@ def test_a_sign_read_amid_an_update_is_not_kept() -> None:
 def test_what_is_kept_has_an_end() -> None:
     detector = LiveDetector(CONFIG)
     stands([{"reward": 0.5, "entropy": 1.0}] * (STEPS_KEPT + 50), detector, replicas=("trainer/0",))
-    assert len(detector.state()["stages"]["collapse"]["v"]["course"]["points"]) == STEPS_KEPT + 1
+    assert len(detector.state()["stages"]["collapse"]["history"]["v"]["points"]) == STEPS_KEPT + 1
 
 
 def test_a_stored_window_replays_to_the_same_decisions() -> None:
@@ -256,8 +260,8 @@ def test_a_restarted_watcher_tells_it_once() -> None:
     first = stands(rows[:70], detector)[-1]
     resumed = LiveDetector.resumed(CONFIG, None, json.loads(json.dumps(detector.state(), allow_nan=False)))
     assert stands(rows[70:], resumed, start=200.0, first=70)[-1] == first
-    kept = detector.state()["stages"]["collapse"]["v"]
-    assert CollapseWatch.from_dict(kept).to_dict() == kept
+    kept = detector.state()["stages"]["collapse"]
+    assert encode(decode(kept)) == kept
 
 
 # --- beside machines that fail ---------------------------------------------------------------------------------------
@@ -324,7 +328,7 @@ def told_of(name: str) -> Diagnosis:
 
 @pytest.mark.parametrize("mode", ["observe", "approve", "act"])
 @pytest.mark.parametrize("name", COLLAPSES)
-def test_a_person_is_called_nobody_is_evicted_and_the_job_goes_on(name: str, mode: str) -> None:
+def test_an_operator_is_called_no_one_is_evicted_and_the_job_goes_on(name: str, mode: str) -> None:
     d = told_of(name)
     question = PolicyInput(
         incident_id=IncidentId("inc-1-job"),

@@ -17,7 +17,7 @@ from rolecall.core.config.job import DetectorConfig
 from rolecall.core.diagnosis import Diagnosis
 from rolecall.core.faults import FaultClass
 from rolecall.detector.live.engine import LiveDetector
-from tests.detector.courses import Row, told
+from tests.detector.courses import Row, reported
 
 COURSES: dict[str, Any] = json.loads((Path(__file__).parents[1] / "courses.json").read_text())
 SPOILED = {
@@ -43,9 +43,9 @@ def rows(name: str) -> list[Row]:
 
 
 @pytest.mark.parametrize("name", COURSES)
-def test_a_spoiled_course_is_told_once_and_in_time_and_a_healthy_one_never(name: str) -> None:
+def test_a_spoiled_course_is_reported_once_and_in_time_and_a_healthy_one_never(name: str) -> None:
     detector, found = LiveDetector(DetectorConfig()), dict[str, tuple[int, Diagnosis]]()
-    for looks, observation in enumerate(told(rows(name))):
+    for looks, observation in enumerate(reported(rows(name))):
         for d in detector.observe(observation):
             found.setdefault(d.key, (looks // 2, d))
     if name not in SPOILED:

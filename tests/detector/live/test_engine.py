@@ -10,8 +10,9 @@ import pytest
 
 from rolecall.core.config.job import DetectorConfig
 from rolecall.detector.base.observation import Observation
-from rolecall.detector.live.codec import decode, encode
 from rolecall.detector.live.engine import LiveDetector
+from rolecall.detector.live.history import decode, encode
+from rolecall.detector.live.subject import learned_deadline
 from rolecall.testing.synthetic_run import FakeFault, FakeFleet
 
 CONFIG = DetectorConfig(mask_proc_state=True)
@@ -24,10 +25,10 @@ def test_the_same_observations_give_the_same_diagnoses_and_state() -> None:
     observations += fleet.run(8.0)
     stored = [Observation.from_dict(json.loads(json.dumps(o.to_dict()))) for o in observations]
     first, second = LiveDetector(CONFIG), LiveDetector(CONFIG)
-    told = [first.observe(o) for o in observations]
-    assert [[d.to_dict() for d in second.observe(o)] for o in stored] == [[d.to_dict() for d in ds] for ds in told]
+    reported = [first.observe(o) for o in observations]
+    assert [[d.to_dict() for d in second.observe(o)] for o in stored] == [[d.to_dict() for d in ds] for ds in reported]
     assert first.state() == second.state()
-    assert [d.key for d in told[-1]] == ["hang:rollout/1#1"]
+    assert [d.key for d in reported[-1]] == ["hang:rollout/1#1"]
 
 
 def test_a_window_is_json_covers_its_seconds_and_refuses_another_version() -> None:
@@ -47,7 +48,8 @@ def test_learned_state_survives_a_restart_of_the_watcher() -> None:
     for o in fleet.run(45.0):
         detector.observe(o)
     again = LiveDetector.resumed(CONFIG, None, json.loads(json.dumps(detector.state())))
-    assert again.deadlines() == detector.deadlines() != {}
+    gaps = detector.state()["fleet"]["gaps"]
+    assert again.state()["fleet"]["gaps"] == gaps and gaps["values"]["v"]
     assert again.state() == detector.state()
 
 
@@ -69,11 +71,12 @@ def test_an_observation_of_a_run_costs_about_a_millisecond() -> None:
     assert median(seconds) < 5e-3
 
 
-def test_deadlines_are_told_in_words() -> None:
+def test_deadlines_are_reported_in_words() -> None:
     fleet, detector = FakeFleet(seed=5), LiveDetector(CONFIG)
     for o in fleet.run(45.0):
         detector.observe(o)
-    assert detector.deadlines()["rollout/generate"].startswith("2.5 s = max(2.5, 5 x P99 0.")
+    deadline = learned_deadline(detector._fleet.gaps.p99("rollout", "generate"), CONFIG)
+    assert deadline.text.startswith("2.5 s = max(2.5, 5 x P99 0.")
 
 
 def test_progressing_says_what_is_missing() -> None:

@@ -1,4 +1,4 @@
-"""Fusion as a table: which findings are one fault, who is named for it, and what is told of the rest."""
+"""Fusion as a table: which findings are one fault, who is named for it, and what is reported about the rest."""
 
 from dataclasses import replace
 
@@ -34,7 +34,7 @@ def _found(fault: FaultClass, *replicas: str, about: str = "") -> Finding:
 
 
 def _node(fault: FaultClass, replica: str) -> Finding:
-    """Of a node that nobody runs on, as far as is known."""
+    """Of a node that no one runs on, as far as is known."""
     return replace(_found(fault, replica), suspects=(Suspect(node=_suspect(replica).node),))
 
 
@@ -46,7 +46,7 @@ def _told(*findings: Finding, sizes: dict[str, int] = SIZES) -> list[tuple[str, 
 
 
 @pytest.mark.parametrize(
-    ("findings", "told"),
+    ("findings", "reported"),
     [
         pytest.param(
             [_found(F.CRASH, "rollout/0"), _found(F.SLOW, "rollout/0"), _found(F.SLOW, "rollout/1")],
@@ -86,7 +86,7 @@ def _told(*findings: Finding, sizes: dict[str, int] = SIZES) -> list[tuple[str, 
         pytest.param(
             [_found(F.SLOW, "rollout/2"), _found(F.CRASH, "trainer/0"), _found(F.SLOW, "rollout/0")],
             [("crash", ["trainer/0"]), ("cannot_tell", ["rollout/0", "rollout/2"])],
-            id="a slow majority accuses nobody",
+            id="a slow majority accuses no one",
         ),
         pytest.param(
             [_found(F.SLOW, "trainer/1")],
@@ -96,8 +96,8 @@ def _told(*findings: Finding, sizes: dict[str, int] = SIZES) -> list[tuple[str, 
         pytest.param([], [], id="nothing"),
     ],
 )
-def test_fusion(findings: list[Finding], told: list[tuple[str, list[str]]]) -> None:
-    assert _told(*findings) == told
+def test_fusion(findings: list[Finding], reported: list[tuple[str, list[str]]]) -> None:
+    assert _told(*findings) == reported
 
 
 def test_half_of_a_role_is_no_majority() -> None:
@@ -108,16 +108,16 @@ def test_half_of_a_role_is_no_majority() -> None:
 
 def test_a_slow_majority_says_since_when_and_what_would_settle_it() -> None:
     earlier = replace(_found(F.SLOW, "rollout/0"), onset=4.0)
-    (told,) = fuse([_found(F.SLOW, "rollout/1"), earlier], {}, SIZES, now=13.0)
-    assert (told.onset, told.detected_at, told.confidence < 0.5) == (4.0, 13.0, True)
-    assert "majority" in told.because and "a replica on a node of its own" in told.settle
-    assert [e.text for e in told.evidence] == ["rollout/1 slow", "rollout/0 slow"]
+    (reported,) = fuse([_found(F.SLOW, "rollout/1"), earlier], {}, SIZES, now=13.0)
+    assert (reported.onset, reported.detected_at, reported.confidence < 0.5) == (4.0, 13.0, True)
+    assert "majority" in reported.because and "a replica on a node of its own" in reported.settle
+    assert [e.text for e in reported.evidence] == ["rollout/1 slow", "rollout/0 slow"]
 
 
-def test_the_end_of_a_process_that_was_told_as_hung_is_no_second_fault() -> None:
+def test_the_end_of_a_process_that_was_reported_as_hung_is_no_second_fault() -> None:
     hang = to_diagnosis(_found(F.HANG, "trainer/0"))
-    (told,) = fuse([_found(F.CRASH, "trainer/0")], {hang.key: hang}, SIZES, now=13.0)
-    assert told is hang
+    (reported,) = fuse([_found(F.CRASH, "trainer/0")], {hang.key: hang}, SIZES, now=13.0)
+    assert reported is hang
 
 
 def test_the_same_object_stands_while_it_stands() -> None:
@@ -151,12 +151,12 @@ def test_a_node_that_is_lost_explains_what_runs_on_it_and_nothing_elsewhere() ->
     assert _left([_panel("rollout/1"), _panel("rollout/0")], lost) == ["rollout/0"]
 
 
-def test_two_replicas_of_one_node_are_one_fault_told_of_the_first() -> None:
+def test_two_replicas_of_one_node_are_one_fault_reported_of_the_first() -> None:
     here = [_panel("rollout/1", node="n"), _panel("trainer/0", node="n"), _panel("trainer/1")]
     assert _left(here) == ["rollout/1", "trainer/1"]
 
 
-def test_panels_that_name_most_of_a_role_name_nobody_of_it() -> None:
+def test_panels_that_name_most_of_a_role_name_no_one_of_it() -> None:
     two = [_panel("rollout/0"), _panel("rollout/1")]
     assert _left([*two, _panel("trainer/0")]) == ["trainer/0"]
     assert _left(two, sizes={"rollout": 4}) == ["rollout/0", "rollout/1"]
@@ -164,8 +164,8 @@ def test_panels_that_name_most_of_a_role_name_nobody_of_it() -> None:
 
 def test_what_panels_say_voids_no_measured_slowness() -> None:
     measured = _found(F.SLOW, "rollout/1")
-    told = fuse([measured], {}, SIZES, 13.0, unexplained([_panel("rollout/0")], [measured], SIZES))
-    assert [(str(d.fault_class), d.suspects[0].replica, on_panels_alone(d)) for d in told] == [
+    reported = fuse([measured], {}, SIZES, 13.0, unexplained([_panel("rollout/0")], [measured], SIZES))
+    assert [(str(d.fault_class), d.suspects[0].replica, on_panels_alone(d)) for d in reported] == [
         ("slow", "rollout/1", False),
         ("slow", "rollout/0", True),
     ]

@@ -39,7 +39,7 @@ def gpu(index: int, at: float, *pids: int, **values: float) -> GpuSample:
     return GpuSample(**known, joined_by="nvml", **values)  # type: ignore[arg-type]
 
 
-def told(*ticks: list[GpuSample]) -> list[dict[int, dict[str, float]]]:
+def reported(*ticks: list[GpuSample]) -> list[dict[int, dict[str, float]]]:
     """By PID, at each tick."""
     readings, found = GpuReadings(), []
     for n, samples in enumerate(ticks):
@@ -56,19 +56,19 @@ def test_counters_become_rates_of_the_gpus_own_looks() -> None:
     ticks = [
         [gpu(0, at, 5, thermal_throttle_seconds=10 + s, power_watts=300 + s)] for at, s in ((1.0, 0.0), (3.0, 0.5))
     ]
-    first, quiet, second = told(ticks[0], [], ticks[1])
+    first, quiet, second = reported(ticks[0], [], ticks[1])
     assert first == {5: {"rolecall_gpu_power_watts": 300}}, "a rate needs two looks"
     assert quiet == {}, "no look, no value"
     assert second == {5: {"rolecall_gpu_power_watts": 300.5, HEAT: 0.25}}
 
 
 def test_a_counter_that_starts_again_or_is_old_gives_no_rate() -> None:
-    again = told([gpu(0, 1.0, 5, thermal_throttle_seconds=10)], [gpu(0, 2.0, 5, thermal_throttle_seconds=1)])
+    again = reported([gpu(0, 1.0, 5, thermal_throttle_seconds=10)], [gpu(0, 2.0, 5, thermal_throttle_seconds=1)])
     assert again[1] == {5: {}}
-    late = told([gpu(0, 1.0, 5, thermal_throttle_seconds=10)], [gpu(0, 60.0, 5, thermal_throttle_seconds=11)])
+    late = reported([gpu(0, 1.0, 5, thermal_throttle_seconds=10)], [gpu(0, 60.0, 5, thermal_throttle_seconds=11)])
     assert late[1] == {5: {}}
     other = [replace(gpu(0, 2.0, 5, thermal_throttle_seconds=11), uuid="GPU-new")]
-    assert told([gpu(0, 1.0, 5, thermal_throttle_seconds=10)], other)[1] == {5: {}}, "it was replaced"
+    assert reported([gpu(0, 1.0, 5, thermal_throttle_seconds=10)], other)[1] == {5: {}}, "it was replaced"
 
 
 def test_of_several_gpus_the_slowest_clock_the_highest_temperature_and_the_mean_of_the_rest() -> None:
@@ -77,7 +77,7 @@ def test_of_several_gpus_the_slowest_clock_the_highest_temperature_and_the_mean_
         gpu(1, 1.0, 5, sm_clock_hertz=1.2e9, temperature_celsius=80, power_watts=300, sm_active_ratio=0.4),
         gpu(2, 1.0, 6, sm_clock_hertz=1.8e9),
     ]
-    (found,) = told(values)
+    (found,) = reported(values)
     assert found[5] == {
         CLOCK: 1.2e9,
         "rolecall_gpu_temperature_celsius": 80,
@@ -220,14 +220,14 @@ def test_a_gpu_that_throttles_names_its_replica_and_itself_while_all_keep_step()
     assert "GPU 3 of node-2 (GPU-2222)" in of_gpu.text and of_gpu.text in diagnosis.because
     assert re.search(r"SM clock 1\d\d\d MHz \(peers 17\d\d MHz\)", of_gpu.text)
     assert "held down by heat 85% of the time (peers 0%)" in of_gpu.text
-    assert "power limit" not in of_gpu.text, "of nobody"
+    assert "power limit" not in of_gpu.text, "of no one"
     assert of_gpu.values[CLOCK] < 0.75 * of_gpu.values[f"{CLOCK}_peers"]
     again = [Observation.from_dict(json.loads(json.dumps(o.to_dict(), allow_nan=False))) for o in observations]
     assert watched(iter(again)) == (said, diagnoses), "what was stored says the same"
 
 
 @pytest.mark.parametrize("seed", [1, 2])
-def test_of_healthy_gpus_nobody_is_named(seed: int) -> None:
+def test_of_healthy_gpus_no_one_is_named(seed: int) -> None:
     assert watched(Training(seed=seed).observations(1800)) == ([], {})
 
 

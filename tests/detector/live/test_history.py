@@ -1,4 +1,4 @@
-"""Windows: the state with which one begins is the state that there was, though nobody copied it then."""
+"""Windows: the state with which one begins is the state that there was, though no one copied it then."""
 
 import json
 from typing import Any
@@ -55,12 +55,12 @@ def test_a_window_of_many_is_narrowed_to_the_suspects_and_peers_and_says_the_sam
     fleet.processes["rollout/1"].fault = FakeFault("stopped")
     for o in fleet.run(8.0):
         standing = detector.observe(o)
-    (told,) = standing
-    whole = detector.window(told.suspects)
+    (reported,) = standing
+    whole = detector.window(reported.suspects)
     there = {s["replica"] for s in whole["start"]["subjects"]}
     assert "rollout/1" in there and len(there) < len(fleet.processes)
     assert {p["replica"] for o in whole["observations"] for b in o["batches"] for p in b["processes"]} <= there
-    assert [d.key for d in LiveDetector.replay_window(json.loads(json.dumps(whole)))[-1]] == [told.key]
+    assert [d.key for d in LiveDetector.replay_window(json.loads(json.dumps(whole)))[-1]] == [reported.key]
 
 
 def test_many_samples_make_a_window_shorter_not_the_memory_larger(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,7 +131,7 @@ def observation(step: tuple[str, int, int, float], wall: float, seq: int) -> Obs
         node=NodeId("node-1"),
         at=wall,
         wall_at=wall,
-        process=None if seq % 3 == 0 else process,  # some registrations name nobody yet
+        process=None if seq % 3 == 0 else process,  # some registrations name no one yet
         role=role,
         replica=replica,
         incarnation=incarnation,

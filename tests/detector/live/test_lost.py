@@ -10,19 +10,19 @@ from rolecall.detector.live.stages import agent_lost as lost
 from rolecall.testing.synthetic_run import FakeFleet
 
 
-def test_many_silent_agents_at_once_are_one_fault_that_accuses_nobody() -> None:
+def test_many_silent_agents_at_once_are_one_fault_that_accuses_no_one() -> None:
     fleet, detector = FakeFleet(seed=1), LiveDetector(DetectorConfig(mask_proc_state=True))
     last = [o for o in fleet.run(10.0) if [detector.observe(o)]][-1]
     nodes = sorted({p.node for p in fleet.processes.values()})
     assert len(nodes) >= 4
     at = last.wall_at
 
-    def told(silent: list[str], seconds: float) -> list[str]:
+    def reported(silent: list[str], seconds: float) -> list[str]:
         unreachable = tuple((node, at, "no complete answer to /v1/news in time") for node in silent)
         return [d.key for d in detector.observe(Observation(wall_at=at + seconds, unreachable=unreachable))]
 
-    assert told(nodes[:2], 4.0) == [f"cannot_tell:{node}#None" for node in nodes[:2]]
-    assert told(nodes, 5.0) == ["cannot_tell:agents"]
+    assert reported(nodes[:2], 4.0) == [f"cannot_tell:{node}#None" for node in nodes[:2]]
+    assert reported(nodes, 5.0) == ["cannot_tell:agents"]
     (standing,) = detector.observe(
         Observation(wall_at=at + 6.0, unreachable=tuple((node, at, "connection refused") for node in nodes))
     )
@@ -30,24 +30,24 @@ def test_many_silent_agents_at_once_are_one_fault_that_accuses_nobody() -> None:
     assert (
         f"{len(nodes)} of {len(nodes)} agents are unreachable" in standing.because and "another host" in standing.settle
     )
-    assert told(nodes[:1], 7.0) == [f"cannot_tell:{nodes[0]}#None"]
-    assert told([], 8.0) == []
+    assert reported(nodes[:1], 7.0) == [f"cannot_tell:{nodes[0]}#None"]
+    assert reported([], 8.0) == []
 
 
 def test_an_outage_that_reaches_the_agents_one_after_another_is_one_fault_all_the_same() -> None:
     """Each of four thousand agents is asked once in eight seconds: the first is silent long before the last."""
     nodes = [f"n-{n}" for n in range(4000)]
     fleet = MonitoredProcesses(offsets=dict.fromkeys(nodes, 0.0))
-    told = set[str]()
+    reported = set[str]()
     for now in range(20):
         fleet.unreachable = tuple(
             (n, i / 500, "no complete answer in time") for i, n in enumerate(nodes) if i / 500 <= now
         )
-        told |= {f.about or str(f.suspects[0].node) for f in lost.find(fleet, float(now))}
-    assert told == {"agents"}
+        reported |= {f.about or str(f.suspects[0].node) for f in lost.find(fleet, float(now))}
+    assert reported == {"agents"}
 
 
-def test_several_of_many_are_told_by_themselves_a_little_later() -> None:
+def test_several_of_many_are_reported_by_themselves_a_little_later() -> None:
     fleet = MonitoredProcesses(offsets=dict.fromkeys(["a", "b", "c", "d", "e", "f"], 0.0))
     fleet.unreachable = tuple((n, 0.0, "connection refused") for n in "abc")
     assert lost.find(fleet, lost.MANY_GRACE_SECONDS - 1.0) == []

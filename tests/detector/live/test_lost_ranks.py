@@ -7,8 +7,7 @@ from rolecall.core.faults import FaultClass
 from rolecall.core.ids import NodeId
 from rolecall.detector.base.findings import EXIT
 from rolecall.detector.live.fusion import to_diagnosis
-from rolecall.detector.live.stages.crash import exit_values
-from rolecall.detector.live.stages.lost_ranks import NUM_NAMED_MAX, folded
+from rolecall.detector.live.stages.crash import NUM_NAMED_MAX, exit_values, folded
 
 T = 1_000_000.0
 
@@ -49,7 +48,7 @@ def test_whose_hardware_spoke_is_named_though_another_went_first() -> None:
 
 
 @pytest.mark.parametrize(
-    ("second", "told"),
+    ("second", "reported"),
     [
         (gone(3, "b", 5.0, "11"), True),
         (gone(3, "b", 5.0, "7"), True),
@@ -61,11 +60,11 @@ def test_whose_hardware_spoke_is_named_though_another_went_first() -> None:
         (gone(3, "a", 5.0, "11"), False),  # a node that is named already
     ],
 )
-def test_a_fault_of_its_own_on_another_node_is_a_second_suspect(second: Finding, told: bool) -> None:
+def test_a_fault_of_its_own_on_another_node_is_a_second_suspect(second: Finding, reported: bool) -> None:
     (f,) = folded([gone(0, "a", 1.0, "9"), second])
-    assert [s.rank for s in f.suspects] == ([0, 3] if told else [0])
-    assert ("independent second fault: rank 3 is gone" in f.because) == told
-    assert to_diagnosis(f).key == ("crash:trainer/0#1,trainer/0#1" if told else "crash:trainer/0#1")
+    assert [s.rank for s in f.suspects] == ([0, 3] if reported else [0])
+    assert ("independent second fault: rank 3 is gone" in f.because) == reported
+    assert to_diagnosis(f).key == ("crash:trainer/0#1,trainer/0#1" if reported else "crash:trainer/0#1")
 
 
 def test_two_nodes_whose_hardware_spoke_are_both_named() -> None:

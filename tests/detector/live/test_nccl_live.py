@@ -1,12 +1,12 @@
-"""Communicators that stand still, as RAS says: told once, whoever asks, with a name only where one fits."""
+"""Communicators that stand still, as RAS says: reported once, whoever asks, with a name only where one fits."""
 
 from rolecall.core.config.job import DetectorConfig
 from rolecall.core.diagnosis import Diagnosis
 from rolecall.core.faults import FaultClass
 from rolecall.core.ids import NodeId
 from rolecall.core.telemetry import AgentEvent, AgentEventKind
-from rolecall.detector.live.codec import decode, encode
 from rolecall.detector.live.engine import LiveDetector
+from rolecall.detector.live.history import decode, encode
 from rolecall.detector.live.stages.nccl_ras import COMMUNICATORS_MAX, FORGOTTEN_SECONDS, StalledCommunicators
 from rolecall.testing.synthetic_run import WALL_OFFSET, FakeFleet
 
@@ -25,7 +25,7 @@ def said(fleet: FakeFleet, node: str, what: str, communicator: str = "abc", pids
     )
 
 
-def told(detector: LiveDetector, fleet: FakeFleet, seconds: float = 1.0) -> list[Diagnosis]:
+def reported(detector: LiveDetector, fleet: FakeFleet, seconds: float = 1.0) -> list[Diagnosis]:
     newest: list[Diagnosis] = []
     for o in fleet.run(seconds):
         newest = detector.observe(o)
@@ -34,39 +34,39 @@ def told(detector: LiveDetector, fleet: FakeFleet, seconds: float = 1.0) -> list
 
 def test_who_is_behind_is_named_once_whoever_says_so_until_all_say_that_it_goes_on() -> None:
     fleet, detector = FakeFleet(seed=7), LiveDetector(CONFIG)
-    assert told(detector, fleet, 10.0) == []
+    assert reported(detector, fleet, 10.0) == []
     pid = str(fleet.processes["trainer/1"].process.pid)
     for node, communicator in (("node-a", "abc"), ("node-b", "abc"), ("node-a", "def")):
         fleet.events.append(said(fleet, node, "suspicious", communicator, pid))
-    (d,) = told(detector, fleet)
+    (d,) = reported(detector, fleet)
     assert d.fault_class is FaultClass.HANG and [s.replica for s in d.suspects] == ["trainer/1"]
     assert BECAUSE in d.because and "abc" in d.evidence[0].text
     fleet.events.append(said(fleet, "node-a", "advances", "def"))
     fleet.events.append(said(fleet, "node-a", "advances", "abc"))
-    assert len(told(detector, fleet)) == 1  # node-b still says so
+    assert len(reported(detector, fleet)) == 1  # node-b still says so
     fleet.events.append(said(fleet, "node-b", "advances", "abc"))
-    assert told(detector, fleet) == []
+    assert reported(detector, fleet) == []
 
 
-def test_a_number_that_fits_nobody_or_several_names_nobody() -> None:
+def test_a_number_that_fits_no_one_or_several_names_no_one() -> None:
     for pids in ("", "999999", "x"):
         fleet, detector = FakeFleet(seed=7), LiveDetector(CONFIG)
-        told(detector, fleet, 10.0)
+        reported(detector, fleet, 10.0)
         fleet.events.append(said(fleet, "node-a", "suspicious", pids=pids))
-        (d,) = told(detector, fleet)
+        (d,) = reported(detector, fleet)
         assert d.fault_class is FaultClass.CANNOT_TELL and [s.replica for s in d.suspects] == [""]
         assert "Flight Recorder" in d.settle and BECAUSE in d.because
 
 
 def test_a_crash_is_why_the_others_wait() -> None:
     fleet, detector = FakeFleet(seed=8), LiveDetector(CONFIG)
-    told(detector, fleet, 20.0)
+    reported(detector, fleet, 20.0)
     fleet.kill("trainer/1")
     fleet.events.append(said(fleet, "node-a", "suspicious"))
-    assert [d.fault_class for d in told(detector, fleet)] == [FaultClass.CRASH]
+    assert [d.fault_class for d in reported(detector, fleet)] == [FaultClass.CRASH]
 
 
-def test_what_nobody_says_any_more_is_forgotten_and_all_is_bounded() -> None:
+def test_what_no_one_says_any_more_is_forgotten_and_all_is_bounded() -> None:
     fleet, standings = FakeFleet(seed=9), StalledCommunicators()
     wall = fleet.now + WALL_OFFSET
     for n in range(2 * COMMUNICATORS_MAX):

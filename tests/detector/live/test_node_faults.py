@@ -1,4 +1,4 @@
-"""What hardware and kernel of a node say: who is named for it, for how long, and that one fault is told once."""
+"""What hardware and kernel of a node say: who is named for it, for how long, and that one fault is reported once."""
 
 import json
 from dataclasses import replace
@@ -11,8 +11,8 @@ from rolecall.core.faults import FaultClass
 from rolecall.core.ids import NodeId, ProcessId
 from rolecall.core.telemetry import AgentEvent, AgentEventKind, SampleBatch
 from rolecall.detector.base.observation import Observation
-from rolecall.detector.live.codec import decode, encode
 from rolecall.detector.live.engine import LiveDetector
+from rolecall.detector.live.history import decode, encode
 from rolecall.detector.live.stages.node_faults import (
     FAULTS_MAX,
     FLAP_SECONDS,
@@ -35,7 +35,7 @@ def alone(faults: NodeFaults, at: float) -> list[tuple[str, list[int | None], st
     return [(str(f.fault_class), [s.gpu for s in f.suspects], f.because) for f in found]
 
 
-def test_an_xid_that_stays_with_the_gpu_names_it_until_it_is_not_told_again() -> None:
+def test_an_xid_that_stays_with_the_gpu_names_it_until_it_is_not_reported_again() -> None:
     faults = NodeFaults()
     faults.take(event(AgentEventKind.XID, xid="79", gpu="3", line="NVRM: Xid (PCI:0000:3b:00): 79, ..."), WALL)
     ((fault_class, gpus, because),) = alone(faults, 1.0)
@@ -45,7 +45,7 @@ def test_an_xid_that_stays_with_the_gpu_names_it_until_it_is_not_told_again() ->
     assert alone(faults, STANDS_SECONDS + 401) == []
 
 
-def test_xids_of_the_application_and_those_to_be_ignored_name_nobody() -> None:
+def test_xids_of_the_application_and_those_to_be_ignored_name_no_one() -> None:
     faults = NodeFaults()
     for code in ("13", "31", "43", "45", "63", "94", "x", "", "999999999999"):
         faults.take(event(AgentEventKind.XID, xid=code, gpu="0"), WALL)
@@ -138,7 +138,7 @@ def test_a_link_that_is_soon_back_is_no_fault_and_one_that_stays_down_is() -> No
     assert "link eth0" in alone(faults, 30.0)[0][2]
 
 
-def test_a_driver_that_hangs_is_told_until_it_answers_or_the_agent_starts_anew() -> None:
+def test_a_driver_that_hangs_is_reported_until_it_answers_or_the_agent_starts_again() -> None:
     faults = NodeFaults()
     hangs = event(AgentEventKind.PROBE_DOWN, probe="gpu", reason="its read hangs for more than 5 s")
     faults.take(hangs, WALL)
@@ -166,14 +166,14 @@ def test_a_flood_is_bounded_and_the_state_round_trips() -> None:
     for _ in range(100):
         faults.take(event(AgentEventKind.LINK_DOWN, interface="eth0"), WALL)
     assert len(faults.faults) == FAULTS_MAX
-    assert max(len(f.told) for f in faults.faults.values()) < 10
+    assert max(len(f.lines) for f in faults.faults.values()) < 10
     assert decode(encode(faults)) == faults
 
 
 # --- in the engine
 
 
-def told(detector: LiveDetector, fleet: FakeFleet, seconds: float) -> list[Diagnosis]:
+def reported(detector: LiveDetector, fleet: FakeFleet, seconds: float) -> list[Diagnosis]:
     newest: list[Diagnosis] = []
     for o in fleet.run(seconds):
         newest = detector.observe(o)
@@ -193,47 +193,47 @@ def hardware(fleet: FakeFleet, node: str, kind: AgentEventKind, **detail: str) -
     )
 
 
-def test_a_crash_in_the_wake_of_an_xid_is_told_once_as_the_gpus_and_goes_elsewhere() -> None:
+def test_a_crash_in_the_wake_of_an_xid_is_reported_once_as_the_gpus_and_goes_elsewhere() -> None:
     fleet, detector = FakeFleet(seed=5), LiveDetector(CONFIG)
-    assert told(detector, fleet, 20.0) == []
+    assert reported(detector, fleet, 20.0) == []
     node = fleet.processes["trainer/1"].node
     hardware(fleet, node, AgentEventKind.XID, xid="79", gpu="3", line="NVRM: Xid (PCI:0000:3b:00): 79")
-    (before,) = told(detector, fleet, 1.0)
+    (before,) = reported(detector, fleet, 1.0)
     assert (before.fault_class, [s.replica for s in before.suspects]) == (FaultClass.GPU, [""])
     assert "reboot" in before.advice
     fleet.kill("trainer/1")
-    (after,) = told(detector, fleet, 1.0)
+    (after,) = reported(detector, fleet, 1.0)
     assert after.fault_class is FaultClass.GPU and [s.replica for s in after.suspects] == ["trainer/1"]
     assert "XID 79 on GPU 3" in after.because and any("NVRM" in e.text for e in after.evidence)
     detector.forget("trainer/1", 2)
-    assert told(detector, fleet, 1.0) == []  # its replacement runs elsewhere: nothing is told twice
+    assert reported(detector, fleet, 1.0) == []  # its replacement runs elsewhere: nothing is reported twice
 
 
 def test_a_number_that_the_line_may_take_back_explains_no_crash_yet() -> None:
     fleet, detector = FakeFleet(seed=5), LiveDetector(CONFIG)
-    told(detector, fleet, 20.0)
+    reported(detector, fleet, 20.0)
     node = fleet.processes["trainer/1"].node
     hardware(fleet, node, AgentEventKind.XID, xid="149", gpu="3", source="nvml")
     fleet.kill("trainer/1")
-    assert [d.fault_class for d in told(detector, fleet, 1.0)] == [FaultClass.CRASH]
+    assert [d.fault_class for d in reported(detector, fleet, 1.0)] == [FaultClass.CRASH]
     hardware(fleet, node, AgentEventKind.XID, xid="149", gpu="3", fatal="yes", adds_to="nvml", line="NVRM: Xid ..")
-    assert [d.fault_class for d in told(detector, fleet, 0.5)] == [FaultClass.NETWORK]
+    assert [d.fault_class for d in reported(detector, fleet, 0.5)] == [FaultClass.NETWORK]
 
 
 def test_a_crash_elsewhere_stays_a_crash() -> None:
     fleet, detector = FakeFleet(seed=5), LiveDetector(CONFIG)
-    told(detector, fleet, 20.0)
+    reported(detector, fleet, 20.0)
     hardware(fleet, fleet.processes["trainer/1"].node, AgentEventKind.XID, xid="79", gpu="3")
     fleet.kill("rollout/1")
-    found = {d.fault_class: [s.replica for s in d.suspects] for d in told(detector, fleet, 1.0)}
+    found = {d.fault_class: [s.replica for s in d.suspects] for d in reported(detector, fleet, 1.0)}
     assert found == {FaultClass.CRASH: ["rollout/1"], FaultClass.GPU: [""]}
 
 
 def test_a_stored_window_with_hardware_in_it_decides_the_same_again() -> None:
     fleet, detector = FakeFleet(seed=6), LiveDetector(CONFIG)
-    told(detector, fleet, 20.0)
+    reported(detector, fleet, 20.0)
     hardware(fleet, fleet.processes["trainer/0"].node, AgentEventKind.GPU_LOST, gpu="0")
-    last = told(detector, fleet, 2.0)
+    last = reported(detector, fleet, 2.0)
     replayed = LiveDetector.replay_window(detector.window())
     assert [d.to_dict() for d in replayed[-1]] == [d.to_dict() for d in last] != []
 
@@ -250,7 +250,7 @@ def test_of_what_an_agent_keeps_of_days_conditions_stand_and_moments_do_not() ->
 
 
 def test_what_an_agent_that_starts_does_not_tell_again_is_over() -> None:
-    """A lost GPU is mended by a reboot, and the agent that starts after it has never seen it lost."""
+    """A lost GPU comes back with a reboot, and the agent that starts after it has never seen it lost."""
     faults = NodeFaults()
     faults.take(event(AgentEventKind.GPU_LOST, gpu="5"), WALL)
     faults.take(event(AgentEventKind.GPU_LOST, gpu="6"), WALL)
@@ -322,5 +322,5 @@ def test_a_link_that_was_back_at_once_explains_no_crash() -> None:
     for o in fleet.run(8.0):
         detector.observe(o)
     fleet.kill("trainer/1", signal="11")
-    told = [d for o in fleet.run(3.0) for d in detector.observe(o)]
-    assert told and {d.fault_class for d in told} == {FaultClass.CRASH}
+    reported = [d for o in fleet.run(3.0) for d in detector.observe(o)]
+    assert reported and {d.fault_class for d in reported} == {FaultClass.CRASH}

@@ -138,11 +138,11 @@ def test_the_one_cut_off_is_named_and_those_who_wait_for_it_are_not(watched: Wat
     watched.network.cut(2)
     cut_at = time.monotonic()
     trainers[2].go_on()
-    told = [watched.next_diagnosis()]
-    while told[-1].fault_class is not FaultClass.NETWORK:
-        told.append(watched.next_diagnosis())
+    reported = [watched.next_diagnosis()]
+    while reported[-1].fault_class is not FaultClass.NETWORK:
+        reported.append(watched.next_diagnosis())
     print(f"\ncut to naming: {time.monotonic() - cut_at:.2f} s")
-    for diagnosis in told:
+    for diagnosis in reported:
         print(diagnosis.fault_class, diagnosis.because)
         assert [s.node for s in diagnosis.suspects] == ["node-2"], diagnosis
-    assert told[-1].suspects[0].replica == "trainer/2"
+    assert reported[-1].suspects[0].replica == "trainer/2"

@@ -59,12 +59,12 @@ def test_a_tie_becomes_an_accusation_for_as_long_as_it_stands() -> None:
     *_, last = tie.observations
     detector = tie.detector
     assert [d.fault_class for d in detector.observe(replace(last, wall_at=last.wall_at + 0.1))] == [F.CANNOT_TELL]
-    (told,) = detector.observe(replace(last, wall_at=last.wall_at + 0.2, pulled_findings=(ONE,)))
-    assert (told.key, told.because) == ("hang:trainer/1#1", ONE.because)
+    (reported,) = detector.observe(replace(last, wall_at=last.wall_at + 0.2, pulled_findings=(ONE,)))
+    assert (reported.key, reported.because) == ("hang:trainer/1#1", ONE.because)
     (again,) = LiveDetector.resumed(tie.config, {"trainer": 2, "rollout": 3}, detector.state()).observe(
         replace(last, wall_at=last.wall_at + 0.3)
     )
-    assert again == told, "a restarted watch goes on with it"
+    assert again == reported, "a restarted watch goes on with it"
     for name in ("trainer/0", "trainer/1"):
         tie.apply(40.2, {"replica": name, "set": {"phase": "compute", "collectives": 2.0, "progress": 4.0}})
     for n in range(2, 12):

@@ -41,7 +41,7 @@ class Run:
         self.detector = LiveDetector(DetectorConfig(mask_proc_state=True), {"rollout": 3})
         self.source = AgentsSource(self.agents, SystemClock())
         self.source.start()
-        self.told: dict[str, tuple[float, Diagnosis]] = {}
+        self.reported: dict[str, tuple[float, Diagnosis]] = {}
 
     def agents(self) -> dict[str, str]:
         return {"node-1": json.loads((self.node_dir / "agent.json").read_text())["url"]}
@@ -60,11 +60,11 @@ class Run:
         stdin.write(how + "\n")
 
     def watch(self, seconds: float, stop: bool = True) -> None:
-        """Until a diagnosis is told (with `stop`), or for `seconds`."""
+        """Until a diagnosis is reported (with `stop`), or for `seconds`."""
         end = time.monotonic() + seconds
-        while time.monotonic() < end and not (stop and self.told):
+        while time.monotonic() < end and not (stop and self.reported):
             for d in self.detector.observe(self.source.poll(0.25)):
-                self.told.setdefault(d.key, (time.monotonic(), d))
+                self.reported.setdefault(d.key, (time.monotonic(), d))
 
     def learn(self, units: int = LEARN_UNITS) -> None:
         """Watches until all have worked for a while."""
@@ -72,7 +72,7 @@ class Run:
         while not all(self.units(r) > units for r in self.workers):
             assert time.monotonic() < deadline, "the workers do not work"
             self.watch(1.0)
-            assert not self.told, self.told
+            assert not self.reported, self.reported
 
     def units(self, replica: str) -> int:
         words = self.detector.progressing(replica, 1)[1].split("has finished ")
@@ -96,16 +96,16 @@ def run(tmp_path: Path) -> Iterator[Run]:
 
 
 @pytest.mark.slow
-def test_a_kill_is_told_and_a_goodbye_is_not(run: Run) -> None:
+def test_a_kill_is_reported_and_a_goodbye_is_not(run: Run) -> None:
     run.learn(units=20)  # an exit needs no baseline
     run.hurt("rollout/0", "finish")
     run.workers["rollout/0"].wait(10)
     run.watch(2.0)
-    assert not run.told
+    assert not run.reported
     begun = time.monotonic()
     run.workers["rollout/1"].kill()
     run.watch(15.0)
-    at, diagnosis = run.told["crash:rollout/1#1"]
+    at, diagnosis = run.reported["crash:rollout/1#1"]
     assert at > begun
     assert "in generate with 8 open requests" in diagnosis.because
 
@@ -114,7 +114,7 @@ HANGS = {"stopped": "process stopped", "lock": "a lock or a read", "gil": "a bus
 
 
 @pytest.mark.slow
-def test_hangs_are_told(run: Run) -> None:
+def test_hangs_are_reported(run: Run) -> None:
     """One after the other, each in another worker: a hang needs no peers."""
     run.learn()
     for replica, (how, kind) in zip(run.workers, HANGS.items(), strict=True):
@@ -124,18 +124,18 @@ def test_hangs_are_told(run: Run) -> None:
         else:
             run.hurt(replica, how)
         run.watch(30.0)
-        assert list(run.told) == [f"hang:{replica}#1"], (how, run.told)
-        at, diagnosis = run.told.pop(f"hang:{replica}#1")
+        assert list(run.reported) == [f"hang:{replica}#1"], (how, run.reported)
+        at, diagnosis = run.reported.pop(f"hang:{replica}#1")
         assert at > begun and kind in diagnosis.because
         run.detector.forget(replica, 2)
         run.workers[replica].kill()
         run.watch(1.0)
-        assert not run.told, "the end of one that was given up is wanted"
+        assert not run.reported, "the end of one that was given up is wanted"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["duty_cycle", "delay"])
-def test_a_slow_one_is_told(run: Run, how: str) -> None:
+def test_a_slow_one_is_reported(run: Run, how: str) -> None:
     run.learn()
     begun = time.monotonic()
     over = threading.Event()
@@ -145,8 +145,8 @@ def test_a_slow_one_is_told(run: Run, how: str) -> None:
         run.hurt("rollout/1", "delay")
     run.watch(90.0)
     over.set()
-    assert list(run.told) == ["slow:rollout/1#1"], run.told
-    assert run.told["slow:rollout/1#1"][0] > begun
+    assert list(run.reported) == ["slow:rollout/1#1"], run.reported
+    assert run.reported["slow:rollout/1#1"][0] > begun
 
 
 def duty_cycle(pid: int, over: threading.Event) -> None:
@@ -160,7 +160,7 @@ def duty_cycle(pid: int, over: threading.Event) -> None:
 
 def test_a_collapse_that_processes_tell_of_themselves(run: Run) -> None:
     def newest() -> int:
-        points = run.detector.state()["stages"]["collapse"]["v"]["course"]["points"]
+        points = run.detector.state()["stages"]["collapse"]["history"]["v"]["points"]
         return int(points[-1][0]) if points else -1
 
     for step in range(17):
@@ -168,9 +168,9 @@ def test_a_collapse_that_processes_tell_of_themselves(run: Run) -> None:
             run.hurt(replica, f"step {step + 1} {0.9 if step < 8 else 0.2} 0.5")
         deadline = time.monotonic() + 60
         while newest() < step:
-            assert time.monotonic() < deadline, f"nobody told of step {step}"
+            assert time.monotonic() < deadline, f"no one reported step {step}"
             run.watch(0.2, stop=False)
-    assert list(run.told) == ["user_code::collapse"]
-    d = run.told["user_code::collapse"][1]
+    assert list(run.reported) == ["user_code::collapse"]
+    d = run.reported["user_code::collapse"][1]
     assert not d.suspects and "mean reward fell from 0.9 (steps 0 to 7) to 0.2, since step 8" in d.because
     assert "entropy 0.5 nats a token then" in d.because and "(within 1e-06)" in d.because

@@ -1,6 +1,6 @@
 """Who is there, by name, role and replica."""
 
-from rolecall.detector.live.roster import ProcessIndex
+from rolecall.detector.live.fleet import ProcessIndex
 from rolecall.detector.live.subject import MonitoredProcess
 
 

@@ -12,16 +12,14 @@ from rolecall.core.diagnosis import Diagnosis, Finding
 from rolecall.core.faults import FaultClass
 from rolecall.core.ids import NodeId, ProcessId
 from rolecall.core.metrics.catalogue import process_values
-from rolecall.core.telemetry import AgentEventKind, Phase, ProcessSample, SampleBatch
-from rolecall.core.uninstrumented import NO_PAGE
+from rolecall.core.telemetry import NO_PAGE, AgentEventKind, Phase, ProcessSample, SampleBatch
 from rolecall.detector.base.findings import PANEL
 from rolecall.detector.base.observation import Observation
 from rolecall.detector.live.engine import LiveDetector
 from rolecall.detector.live.run_panels import SETTLE_TICKS, SILENT_SECONDS, RunPanels
 from rolecall.detector.live.stages import panels
-from rolecall.detector.panels.metrics import panel_metric
+from rolecall.detector.panels.metrics import panel_metric, process_reading
 from rolecall.detector.panels.panel import Floats, PanelShape
-from rolecall.detector.panels.readings import process_reading
 from rolecall.detector.panels.registry import detector
 from rolecall.testing.synthetic_run import FakeFault, FakeFleet
 
@@ -76,7 +74,7 @@ class Run:
     fleet: FakeFleet
     panels: RunPanels
     engine: LiveDetector = field(default_factory=lambda: LiveDetector(DetectorConfig(mask_proc_state=True), ROLES))
-    told: dict[str, Diagnosis] = field(default_factory=dict)
+    reported: dict[str, Diagnosis] = field(default_factory=dict)
     standing: list[Diagnosis] = field(default_factory=list)
 
     def go(self, seconds: float) -> list[Finding]:
@@ -90,7 +88,7 @@ class Run:
     def look(self, observation: Observation) -> None:
         self.standing = self.engine.observe(observation)
         for d in self.standing:
-            self.told.setdefault(d.key, d)
+            self.reported.setdefault(d.key, d)
 
     def keys(self) -> list[str]:
         return [d.key for d in self.standing]
@@ -103,7 +101,7 @@ class SteadyRun:
         self.panels, self.engine = panels, LiveDetector(DetectorConfig(mask_proc_state=True))
         self.rng, self.now = random.Random(5), 1_700_000_000.0
         self.leaked_bytes = 0.0  # by rollout/1
-        self.told: dict[str, Diagnosis] = {}
+        self.reported: dict[str, Diagnosis] = {}
         self.standing: list[Diagnosis] = []
         self.processes = [ProcessId(node=NodeId(f"node-{i}"), pid=100 + i, start_ticks=1) for i in range(3)]
         self.work = [0.0, 0.0, 0.0]  # units, of which one takes about 10 ms
@@ -115,7 +113,7 @@ class SteadyRun:
             seen = Observation(wall_at=self.now, batches=batches)
             seen = replace(seen, panel_findings=self.panels.findings(seen))
             self.standing = self.engine.observe(seen)
-            self.told.update({d.key: d for d in self.standing})
+            self.reported.update({d.key: d for d in self.standing})
 
     def _batch(self, i: int) -> SampleBatch:
         self.work[i] += self.rng.gauss(90, 5)
@@ -203,7 +201,7 @@ def test_values_are_those_of_the_processes_and_none_where_an_agent_was_silent() 
     assert accuser.seen[-1][0] is shape, "of the two that are left nothing is said"
 
 
-def test_a_role_with_a_replacement_is_learned_anew() -> None:
+def test_a_role_with_a_replacement_is_learned_again() -> None:
     accuser = Accuser()
     run = begun(accuser)
     run.fleet.kill("rollout/2")
@@ -248,11 +246,11 @@ def test_processes_are_compared_in_what_is_exposed_of_them(phase: str) -> None:
 # --- what the engine makes of it
 
 
-def test_metrics_that_shift_are_told_with_evidence_and_the_window_replays() -> None:
+def test_metrics_that_shift_are_reported_with_evidence_and_the_window_replays() -> None:
     """The default detector, a leak that no other detector sees, and fifteen minutes before it."""
     run = SteadyRun(RunPanels(detector()))
     run.go(900)
-    assert not run.told
+    assert not run.reported
     at = run.now
     run.leaked_bytes = 20 * NOISE_BYTES
     run.go(20)
@@ -274,15 +272,15 @@ def test_a_stall_that_comes_after_takes_its_place_and_one_that_came_before_expla
     run.fleet.processes["rollout/1"].fault = FakeFault("stopped")
     run.go(6.0)
     assert run.keys() == ["hang:rollout/1#1"], "cause instead of symptom"
-    run.told.clear()
+    run.reported.clear()
     accuser.accused = 1
     run.go(3.0)
     accuser.accused = 0
     run.go(3.0)
-    assert list(run.told) == ["hang:rollout/1#1"], "neither of the stalled one nor of those who take over its work"
+    assert list(run.reported) == ["hang:rollout/1#1"], "neither of the stalled one nor of those who take over its work"
 
 
-def test_another_replica_that_changed_before_the_stall_stays_told() -> None:
+def test_another_replica_that_changed_before_the_stall_stays_reported() -> None:
     accuser = Accuser()
     run = calm(accuser)
     accuser.accused = 0
@@ -292,16 +290,16 @@ def test_another_replica_that_changed_before_the_stall_stays_told() -> None:
     assert sorted(run.keys()) == ["hang:rollout/1#1", "slow:rollout/0#1"]
 
 
-def test_nothing_is_told_while_somebody_stands_still_who_is_not_named_yet() -> None:
+def test_nothing_is_reported_while_somebody_stands_still_who_is_not_named_yet() -> None:
     accuser = Accuser()
     run = calm(accuser)
     run.fleet.processes["rollout/1"].fault = FakeFault("stopped")
     run.go(1.2)
     accuser.accused = 0
     [said] = run.go(1.2)
-    assert not run.told
+    assert not run.reported
     run.go(5.0)
-    assert list(run.told) == ["hang:rollout/1#1"] and said.suspects[0].replica == "rollout/0"
+    assert list(run.reported) == ["hang:rollout/1#1"] and said.suspects[0].replica == "rollout/0"
 
 
 def test_it_ends_with_its_process_and_when_it_was_not_said_for_long() -> None:
@@ -311,7 +309,7 @@ def test_it_ends_with_its_process_and_when_it_was_not_said_for_long() -> None:
     run.go(panels.SAME_FAULT_SECONDS / 2)
     accuser.accused = 0
     run.go(panels.SAME_FAULT_SECONDS - 5)
-    assert run.keys() == ["slow:rollout/0#1"] and len(run.told) == 1, "said again, it is the same fault"
+    assert run.keys() == ["slow:rollout/0#1"] and len(run.reported) == 1, "said again, it is the same fault"
     run.go(10.0)
     assert not run.standing
     accuser.accused = 2

@@ -18,13 +18,13 @@ def test_there_are_scenarios() -> None:
 def test_scenario(path: Path) -> None:
     scenario = Scenario(path)
     scenario.run()
-    told = list(scenario.told.values())
-    seen = "\n".join(f"  {at:.1f} s until {until}: {d.key}: {d.because}" for at, d, until in told)
+    reported = list(scenario.reported.values())
+    seen = "\n".join(f"  {at:.1f} s until {until}: {d.key}: {d.because}" for at, d, until in reported)
     expected = scenario.spec.get("expect", [])
-    assert len(told) == len(expected), f"expected {len(expected)} diagnoses, got\n{seen}"
-    for (at, diagnosis, until), want in zip(told, expected, strict=True):
+    assert len(reported) == len(expected), f"expected {len(expected)} diagnoses, got\n{seen}"
+    for (at, diagnosis, until), want in zip(reported, expected, strict=True):
         first, last = want["between"]
-        assert first <= at <= last, f"told at {at:.1f} s\n{seen}"
+        assert first <= at <= last, f"reported at {at:.1f} s\n{seen}"
         assert diagnosis.fault_class == want["fault_class"], seen
         assert [s.replica or s.node for s in diagnosis.suspects] == want["suspects"], seen
         for words in want.get("says", []):
@@ -46,4 +46,4 @@ def test_what_was_seen_replays_to_the_same_diagnoses(path: Path) -> None:
     for diagnoses in replayed:
         for d in diagnoses:
             first_told.setdefault(d.key, d)
-    assert first_told == {key: d for key, (_, d, _) in scenario.told.items()}
+    assert first_told == {key: d for key, (_, d, _) in scenario.reported.items()}

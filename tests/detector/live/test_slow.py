@@ -44,7 +44,7 @@ def test_autocorrelated_residuals_count_as_more_noise() -> None:
     assert slow.sigma(state, "unknown") == SIGMA_MIN
 
 
-def test_a_load_borrows_from_its_neighbours_and_from_nobody_far_away() -> None:
+def test_a_load_borrows_from_its_neighbours_and_from_no_one_far_away() -> None:
     state = SlowState()
     assert slow.expected(state, "rollout", 8) is None
     for _ in range(10):
@@ -99,6 +99,6 @@ def test_the_onset_is_on_our_clock_whatever_the_nodes_say() -> None:
         detector.observe(replace(o, wall_at=o.wall_at + ahead))
     began = o.wall_at + ahead
     fleet.processes["rollout/0"].fault = FakeFault("unit_delay")
-    told = [d for o in fleet.run(60.0) for d in detector.observe(replace(o, wall_at=o.wall_at + ahead))]
-    assert told and told[0].fault_class is FaultClass.SLOW
-    assert began - 5.0 <= told[0].onset < told[0].detected_at  # a sum of strides takes its time
+    reported = [d for o in fleet.run(60.0) for d in detector.observe(replace(o, wall_at=o.wall_at + ahead))]
+    assert reported and reported[0].fault_class is FaultClass.SLOW
+    assert began - 5.0 <= reported[0].onset < reported[0].detected_at  # a sum of strides takes its time

@@ -5,8 +5,8 @@ from statistics import median
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rolecall.detector.live.roster import ProcessIndex
-from rolecall.detector.live.slow_peers import PEER_AGE_SECONDS, RISING_SUM, Peers
+from rolecall.detector.live.fleet import ProcessIndex
+from rolecall.detector.live.stages.slow import PEER_AGE_SECONDS, RISING_SUM, SlowPeers
 from rolecall.detector.live.subject import MonitoredProcess
 
 NUM = 6
@@ -27,7 +27,7 @@ def made(n: int) -> MonitoredProcess:
 
 @given(STEPS)
 def test_what_is_kept_is_what_a_pass_over_all_peers_says(steps: list[tuple[int, str, float, float]]) -> None:
-    roster, peers, now = ProcessIndex(), Peers(), 100.0
+    roster, peers, now = ProcessIndex(), SlowPeers(), 100.0
     subjects = [made(n) for n in range(NUM)]
     for s in subjects:
         roster.add(s)

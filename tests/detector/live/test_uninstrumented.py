@@ -1,4 +1,4 @@
-"""Processes of jobs that know nothing of rolecall: what is told of them, and above all what is not."""
+"""Processes of jobs that know nothing of rolecall: what is reported about them, and above all what is not."""
 
 import json
 
@@ -6,8 +6,7 @@ import pytest
 
 from rolecall.core.config.job import DetectorConfig
 from rolecall.core.ids import NodeId, ProcessId
-from rolecall.core.telemetry import AgentEvent, AgentEventKind, ProcessSample, SampleBatch
-from rolecall.core.uninstrumented import NO_PAGE, UNCOUNTED
+from rolecall.core.telemetry import NO_PAGE, UNCOUNTED, AgentEvent, AgentEventKind, ProcessSample, SampleBatch
 from rolecall.detector.base.observation import Observation
 from rolecall.detector.live.engine import LiveDetector
 from rolecall.detector.live.stages.uninstrumented import (
@@ -139,7 +138,7 @@ def test_a_killed_rank_is_named_and_those_that_end_after_it_are_not(job: Job) ->
     assert "trainer/0 rank 2 (node-2, pid 1002) crashed: process exited on signal 9" in standing["crash:trainer/0#0"]
     job.ends("rollout/1:0", {"code": "1", "cause": "exit"})
     assert set(job.run(5)) == {"crash:trainer/0#0"}
-    job.ends("rollout/0:0", {"signal": "11", "cause": "crashed"})  # nobody's consequence
+    job.ends("rollout/0:0", {"signal": "11", "cause": "crashed"})  # no one's consequence
     assert set(job.run(5)) == {"crash:trainer/0#0", "crash:rollout/0#0"}
 
 
@@ -175,7 +174,7 @@ def test_an_exit_drags_others_along_as_long_as_one_follows_another(job: Job) -> 
     assert set(job.run(5)) == {"crash:trainer/0#0"}
 
 
-def test_when_the_first_began_anew_those_that_followed_it_are_not_accused(job: Job) -> None:
+def test_when_the_first_began_again_those_that_followed_it_are_not_accused(job: Job) -> None:
     job.ends("trainer/0:2", KILLED)
     job.run(1)
     job.ends("trainer/0:0", ERROR)
@@ -193,16 +192,19 @@ def test_when_the_first_began_anew_those_that_followed_it_are_not_accused(job: J
     assert "pid 2002" in job.run(5)["crash:trainer/0#0"], "a fault of the job that runs now"
 
 
-def test_every_rank_that_is_lost_is_named_and_a_second_fault_elsewhere_is_told(job: Job) -> None:
+def test_every_rank_that_is_lost_is_named_and_a_second_fault_elsewhere_is_reported(job: Job) -> None:
     job.ends("trainer/0:0", KILLED)
     job.run(1)
     job.ends("trainer/0:1", ERROR)
-    (told,) = job.run(5).values()
-    assert "trainer/0 (node-1, pid 1000) crashed" in told and "trainer/0 rank 1 (node-1, pid 1001) with code 1" in told
+    (reported,) = job.run(5).values()
+    assert (
+        "trainer/0 (node-1, pid 1000) crashed" in reported
+        and "trainer/0 rank 1 (node-1, pid 1001) with code 1" in reported
+    )
     job.ends("trainer/0:3", {"signal": "11", "cause": "crashed"})  # no peer's death does that
-    ((key, told),) = job.run(5).items()
+    ((key, reported),) = job.run(5).items()
     assert key == "crash:trainer/0#0,trainer/0#0"
-    assert "independent second fault: trainer/0 rank 3 (node-2, pid 1003) crashed" in told
+    assert "independent second fault: trainer/0 rank 3 (node-2, pid 1003) crashed" in reported
 
 
 def test_the_first_error_is_named_where_all_end_with_errors(job: Job) -> None:
@@ -245,7 +247,7 @@ def test_one_rank_that_dies_and_takes_all_down_with_it_is_a_fault(job: Job) -> N
     assert "no process of the job is left" in job.run(5)["crash:rollout/0#0"]
 
 
-def test_an_exit_of_which_nothing_is_known_is_told_only_while_its_job_goes_on(job: Job) -> None:
+def test_an_exit_of_which_nothing_is_known_is_reported_only_while_its_job_goes_on(job: Job) -> None:
     job.ends("rollout/0:0", {"cause": "unknown"})
     assert not job.run(8)
     assert "status unknown" in job.run(5)["crash:rollout/0#0"]
@@ -261,7 +263,7 @@ def test_a_successor_ends_the_finding_though_the_dead_is_shown_beside_it(job: Jo
     assert "pid 2000" in job.run(5)["crash:rollout/0#0"]
 
 
-def test_an_exit_is_told_for_so_long_and_then_forgotten(job: Job) -> None:
+def test_an_exit_is_reported_for_so_long_and_then_forgotten(job: Job) -> None:
     job.ends("rollout/0:0", KILLED)
     job.run(5)
     del job.who["rollout/0:0"]
@@ -270,11 +272,11 @@ def test_an_exit_is_told_for_so_long_and_then_forgotten(job: Job) -> None:
 
 
 @pytest.mark.parametrize("state", ["T", "t"])
-def test_a_stopped_process_is_told_after_seconds_and_no_longer_when_it_goes_on(job: Job, state: str) -> None:
+def test_a_stopped_process_is_reported_after_seconds_and_no_longer_when_it_goes_on(job: Job, state: str) -> None:
     job.state["trainer/0:1"], job.cpu_rate["trainer/0:1"] = state, 0.0
     assert not job.run(STOPPED_SECONDS - 1)
-    told = job.run(4)["hang:trainer/0#0"]
-    assert "trainer/0 rank 1" in told and f"(state {state}) for" in told
+    reported = job.run(4)["hang:trainer/0#0"]
+    assert "trainer/0 rank 1" in reported and f"(state {state}) for" in reported
     job.state["trainer/0:1"] = "S"
     assert not job.run(2)
 
@@ -286,7 +288,7 @@ def test_a_rank_that_is_gone_says_more_of_its_replica_than_one_that_stands_still
     assert "trainer/0 rank 2" in job.run(5)["crash:trainer/0#0"]
 
 
-def test_a_process_stuck_in_the_kernel_is_told_late_and_one_that_works_never(job: Job) -> None:
+def test_a_process_stuck_in_the_kernel_is_reported_late_and_one_that_works_never(job: Job) -> None:
     job.state["trainer/0:1"], job.cpu_rate["trainer/0:1"] = "D", 0.0
     job.state["trainer/0:2"] = "D"  # seen in it each time, and uses the CPU between
     assert not job.run(STUCK_SECONDS - 2)
@@ -294,7 +296,7 @@ def test_a_process_stuck_in_the_kernel_is_told_late_and_one_that_works_never(job
     assert "trainer/0 rank 1" in standing["hang:trainer/0#0"] and "uninterruptible" in standing["hang:trainer/0#0"]
 
 
-def test_a_starved_process_is_told_as_such(job: Job) -> None:
+def test_a_starved_process_is_reported_as_such(job: Job) -> None:
     job.delay_rate["rollout/0:0"] = 0.8
     job.delay_rate["rollout/1:0"] = 0.3
     assert not job.run(STARVED_SECONDS - 2)
@@ -313,8 +315,8 @@ def test_a_stored_window_gives_the_same_again(job: Job) -> None:
     assert {d.key: d.because for d in LiveDetector.replay_window(window)[-1]} == standing
 
 
-def test_the_exit_of_one_whose_place_is_taken_unseats_nobody(job: Job) -> None:
-    """A watch that begins is told what agents keep: a rank crashed some minutes ago and began anew."""
+def test_the_exit_of_one_whose_place_is_taken_unseats_no_one(job: Job) -> None:
+    """A watch that begins is reported what agents keep: a rank crashed some minutes ago and began anew."""
     name = "rollout/1:0"
     job.ends(name, {"signal": "11", "cause": "crashed"})
     job.dead.clear()

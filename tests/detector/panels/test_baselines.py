@@ -1,4 +1,4 @@
-"""The baselines: each names an outlier and nobody in a healthy panel; the arithmetic of the frame."""
+"""The baselines: each names an outlier and no one in a healthy panel; the arithmetic of the frame."""
 
 import math
 from collections.abc import Sequence
@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from rolecall.detector.panels import peer_scores
-from rolecall.detector.panels.baselines.detectors import BASELINES
+from rolecall.detector.panels.baselines import BASELINES
 from rolecall.detector.panels.panel import Machine, Panel, PanelShape, findings
-from rolecall.detector.panels.sequential.warm_up import TailThreshold
+from rolecall.detector.panels.peer_scores import TailThreshold
 
 ASKED = 10.0
 FAST = [name for name in BASELINES if name != "isolation-forest"]
@@ -61,7 +61,7 @@ def truncated(panel: Panel, num_ticks: int) -> Panel:
 
 
 @pytest.mark.parametrize("name", BASELINES)
-def test_a_baseline_names_an_outlier_and_nobody_else(name: str) -> None:
+def test_a_baseline_names_an_outlier_and_no_one_else(name: str) -> None:
     panel = truncated(peers(seed=1, fault=(3, 1, 15.0)), ONSET_TICK + 20)
     if name not in FAST:
         panel.values[:, ONSET_TICK:, 3] += 30  # to a forest a single metric says little
@@ -73,7 +73,7 @@ def test_a_baseline_names_an_outlier_and_nobody_else(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FAST)
-def test_a_baseline_names_nobody_in_a_healthy_panel(name: str) -> None:
+def test_a_baseline_names_no_one_in_a_healthy_panel(name: str) -> None:
     assert findings(BASELINES[name](ASKED), peers(seed=2)) == []
 
 
@@ -84,8 +84,10 @@ def test_neither_the_order_of_machines_nor_the_unit_of_a_metric_matters(
     name: str, order: Sequence[int], factors: Sequence[float]
 ) -> None:
     panel = peers(seed=3, fault=(2, 0, 12.0))
-    told = [[f.suspects for f in findings(BASELINES[name](ASKED), p)] for p in (panel, permuted(panel, order, factors))]
-    assert told[0] == told[1] != []
+    reported = [
+        [f.suspects for f in findings(BASELINES[name](ASKED), p)] for p in (panel, permuted(panel, order, factors))
+    ]
+    assert reported[0] == reported[1] != []
 
 
 @pytest.mark.parametrize("name", ["mahalanobis", "robust-z"])
@@ -98,7 +100,7 @@ def test_what_is_said_does_not_depend_on_what_comes_later(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FAST)
-def test_empty_constant_and_tiny_panels_name_nobody(name: str) -> None:
+def test_empty_constant_and_tiny_panels_name_no_one(name: str) -> None:
     panel = peers(seed=4, num_machines=4)
     for values in (np.full_like(panel.values, np.nan), np.full_like(panel.values, 3e38), panel.values[:, :, :3]):
         ticks = Panel(shape=panel.shape, at=panel.at, values=values)

@@ -131,7 +131,7 @@ def test_a_scale_is_there_within_a_few_ticks() -> None:
         ("steps", "peers", 10.0, False),  # they often go as far
     ],
 )
-def test_who_stayed_is_told_where_its_peers_went_where_they_never_were(
+def test_who_stayed_is_reported_where_its_peers_went_where_they_never_were(
     wave: str, who: str, by: float, stays: bool
 ) -> None:
     rng = np.random.default_rng(12)
@@ -139,10 +139,12 @@ def test_who_stayed_is_told_where_its_peers_went_where_they_never_were(
     values += fleet_wave(600)[:, None] if wave == "steps" else 0
     values[590:, : 8 if who == "peers" else None][:, 0 if who == "peers" else 8 :] += by
     following, known = PeerCorrelation(1, MACHINES), np.ones((1, MACHINES), dtype=np.bool_)
-    told = []
+    reported = []
     for v in values:
         middle = np.median(v[None, :], axis=1)
-        told.append(following.tick(v[None, :] - middle[:, None], known, middle, np.ones(MACHINES, np.bool_)).stayed[0])
-    after = np.array(told[590:])
+        reported.append(
+            following.tick(v[None, :] - middle[:, None], known, middle, np.ones(MACHINES, np.bool_)).stayed[0]
+        )
+    after = np.array(reported[590:])
     assert after[:, 8].all() if stays else not after[:, 8].any()
     assert not after[:, :8].any()

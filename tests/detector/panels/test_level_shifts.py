@@ -80,7 +80,7 @@ def test_scores_of_a_healthy_fleet_are_as_rare_as_they_say(phi: float, dof: floa
     assert (shifts.beta >= BETA_MIN).all()
 
 
-def test_a_machine_that_is_forgotten_begins_anew() -> None:
+def test_a_machine_that_is_forgotten_begins_again() -> None:
     z = process(5, 0.0, 30.0)
     z[ONSET:, 3] += 8.0
     _, shifts = run(z, ONSET + 20)

@@ -41,23 +41,23 @@ def _detector(**settings: Any) -> Minder:
 
 
 @pytest.mark.parametrize("variant", [Variant.PER_METRIC, Variant.RAW, Variant.CONCATENATED])
-def test_an_outlier_is_named_and_nobody_else(variant: Variant) -> None:
+def test_an_outlier_is_named_and_no_one_else(variant: Variant) -> None:
     panel = peers(seed=1, fault=(3, 1, 15.0))
     found = findings(_detector(variant=variant), panel)
     assert [s.node for f in found for s in f.suspects] == ["m03"]
     delay = found[0].detected_at - onset_of(panel)
     assert (CONTINUITY_TICKS - 1) * INTERVAL_SECONDS <= delay <= (CONTINUITY_TICKS + 8) * INTERVAL_SECONDS
     assert onset_of(panel) <= found[0].onset < found[0].detected_at
-    told = "all metrics together" if variant == Variant.CONCATENATED else "b"
-    assert found[0].evidence[0].kind == f"metric:{told}"
-    assert "m03" in found[0].because and told in found[0].because
+    reported = "all metrics together" if variant == Variant.CONCATENATED else "b"
+    assert found[0].evidence[0].kind == f"metric:{reported}"
+    assert "m03" in found[0].because and reported in found[0].because
 
 
-def test_nobody_is_named_in_a_healthy_panel() -> None:
+def test_no_one_is_named_in_a_healthy_panel() -> None:
     assert findings(_detector(), peers(seed=2)) == []
 
 
-def test_nobody_is_named_when_all_machines_change_alike_or_one_falls_silent() -> None:
+def test_no_one_is_named_when_all_machines_change_alike_or_one_falls_silent() -> None:
     panel = peers(seed=5)
     panel.values[1, ONSET_TICK:] += 40
     panel.values[2, ONSET_TICK:, 4] = np.nan
@@ -71,11 +71,11 @@ def test_neither_the_order_of_machines_nor_the_unit_of_a_metric_matters(
     order: Sequence[int], factors: Sequence[float]
 ) -> None:
     panel = peers(seed=3, fault=(2, 0, 12.0))
-    told = [
+    reported = [
         [(f.suspects, f.detected_at) for f in findings(_detector(), p)]
         for p in (panel, permuted(panel, order, factors))
     ]
-    assert told[0] == told[1] != []
+    assert reported[0] == reported[1] != []
 
 
 def test_what_is_said_does_not_depend_on_what_comes_later() -> None:
@@ -234,8 +234,8 @@ def _recorded(tmp_path: Path) -> Iterator[tuple[list[Path], list[Path]]]:
 def test_what_fit_writes_the_detector_reads(tmp_path: Path, _recorded: tuple[list[Path], list[Path]]) -> None:
     recordings, labels = _recorded
     out = tmp_path / "model"
-    told = fit_recordings(recordings, out, labels=labels, num_steps=5)
-    assert "3 denoisers" in told and "priority" in told and "a" in told
+    reported = fit_recordings(recordings, out, labels=labels, num_steps=5)
+    assert "3 denoisers" in reported and "priority" in reported and "a" in reported
     model = minder.make(ASKED, model=out).model
     assert set(model.metrics) == {"a", "b", "c", minder.ANY_METRIC}
     assert model.priority[0] == "a"

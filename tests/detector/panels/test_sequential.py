@@ -70,7 +70,7 @@ def test_a_leap_is_dated_from_its_first_tick() -> None:
     assert f.onset == panel.at[800] < f.detected_at
 
 
-def test_what_hits_all_machines_alike_is_nobodys_fault() -> None:
+def test_what_hits_all_machines_alike_is_no_ones_fault() -> None:
     panel = noise()
     values = panel.values.copy()
     values[2, 500:] += 30.0
@@ -94,7 +94,7 @@ def test_what_was_said_does_not_depend_on_what_comes_after() -> None:
         assert part == [f for f in whole if f.detected_at <= panel.at[end - 1]]
 
 
-def test_a_fault_that_stands_is_told_once_and_one_that_comes_back_again() -> None:
+def test_a_fault_that_stands_is_reported_once_and_one_that_comes_back_again() -> None:
     panel = shifted(noise(ticks=1000), 2, 8.0, until=640)
     assert nodes(findings(Sequential(), panel)) == ["n002"]
     again = shifted(panel, 2, 8.0, since=900)
@@ -123,7 +123,7 @@ def test_the_majority_is_never_named() -> None:
 
 
 @pytest.mark.parametrize("machines", [1, 2])
-def test_too_few_to_compare_accuse_nobody(machines: int) -> None:
+def test_too_few_to_compare_accuse_no_one(machines: int) -> None:
     assert findings(Sequential(), shifted(noise(machines=machines), 0, 50.0)) == []
 
 
@@ -134,7 +134,7 @@ def test_missing_samples_and_machines_are_no_fault() -> None:
     values[rng.random(values.shape) < 0.1] = np.nan
     values[:, 300:400, 2] = np.nan  # an agent away
     values[:, :350, 5] = np.nan  # a machine that joins late
-    values[3] = np.nan  # a metric nobody has
+    values[3] = np.nan  # a metric no one has
     assert findings(Sequential(), replace(panel, values=values)) == []
 
 
@@ -215,8 +215,8 @@ def wild(seed: int, *, machines: int = 8, ticks: int = 1500) -> Panel:
 
 
 def test_outliers_that_fade_are_no_faults_and_a_step_among_them_is() -> None:
-    told = [nodes(findings(Sequential(), wild(seed))) for seed in range(4)]
-    assert sum(map(len, told)) <= 1, told
+    reported = [nodes(findings(Sequential(), wild(seed))) for seed in range(4)]
+    assert sum(map(len, reported)) <= 1, reported
     panel = wild(9)
     found = findings(Sequential(), shifted(panel, 6, -60.0, since=1200))
     assert nodes(found)[-1:] == ["n006"] and 0 <= found[-1].detected_at - panel.at[1200] <= 30
@@ -231,7 +231,7 @@ def test_a_machine_that_follows_the_fleet_a_little_less_is_no_fault() -> None:
     assert findings(Sequential(), replace(panel, values=panel.values + moves[:, None] * share)) == []
 
 
-def test_what_comes_late_in_another_metric_is_told_though_the_first_one_stands() -> None:
+def test_what_comes_late_in_another_metric_is_reported_though_the_first_one_stands() -> None:
     panel = shifted(noise(machines=12, ticks=1200), 4, 8.0)
     same, other = shifted(panel, 7, 4.0, since=ONSET + 60), shifted(panel, 7, 7.0, since=ONSET + 60, metric=3)
     assert nodes(findings(Sequential(), same)) == ["n004"]
@@ -266,7 +266,7 @@ def test_values_at_the_ends_of_float32_are_no_error_and_hide_no_fault(exponent: 
     assert nodes(found) == ["n003"] and found[0].evidence[0].kind == "metric:m2"
 
 
-def test_nobody_is_accused_of_what_is_over() -> None:
+def test_no_one_is_accused_of_what_is_over() -> None:
     panel = shifted(noise(machines=12, ticks=1000), 4, 8.0)
     # Explained by the first one for as long as it lasts; what is remembered of it outlasts the explanation.
     over = shifted(panel, 7, 7.0, since=ONSET + 60, until=ONSET + int(PROPAGATION_SECONDS) - 10, metric=3)
@@ -288,7 +288,7 @@ def test_a_machine_that_is_sampled_every_other_tick_is_watched() -> None:
     assert nodes(findings(Sequential(), panel)) == ["n003"]
 
 
-def test_a_wild_first_sample_blinds_nobody() -> None:
+def test_a_wild_first_sample_blinds_no_one() -> None:
     panel = shifted(noise(ticks=1200), 3, 30.0, since=1100)
     panel.values[1, 3, 3] = 1e4
     assert nodes(findings(Sequential(), panel)) == ["n003"]

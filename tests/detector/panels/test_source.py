@@ -14,9 +14,8 @@ from rolecall.core.diagnosis import Finding
 from rolecall.core.errors import ConfigError, UnreadableInput
 from rolecall.core.faults import FaultClass
 from rolecall.detector.panels import series as series_panels
-from rolecall.detector.panels import source as panel_source
 from rolecall.detector.panels.membership import PanelFollower, WatchLimits
-from rolecall.detector.panels.panel import Floats, Machine, Panel, PanelShape, findings
+from rolecall.detector.panels.panel import Floats, Machine, Panel, PanelShape, findings, ticks_of
 from rolecall.detector.panels.series import MetricSeries, PanelPosition, Panels
 from rolecall.detector.sources import recording
 from rolecall.detector.sources.agent_panels import AgentsPanels
@@ -111,7 +110,7 @@ def test_a_recording_gives_the_same_findings_live_as_offline(recorded: Path) -> 
     for role in ("trainer", "rollout"):
         of_role = [f for f in found if f.suspects[0].role == role]
         assert of_role == [f for f in offline if f.suspects[0].role == role]
-    assert [f.detected_at for f in found] == sorted(f.detected_at for f in offline), "told in the order of time"
+    assert [f.detected_at for f in found] == sorted(f.detected_at for f in offline), "reported in the order of time"
 
 
 def test_a_recording_keeps_its_own_time_divided_by_the_speed(recorded: Path) -> None:
@@ -153,7 +152,7 @@ class Fleet:
             places = [PanelPosition(role="trainer", machine=Machine(node=n)) for n in values]
             table = np.array([[v] for v in values.values()], dtype=np.float32)
             [panel] = self.panels.build(np.array([self.at]), [MetricSeries(metric="load", places=places, values=table)])
-            for tick in panel_source.ticks_of([panel]):
+            for tick in ticks_of([panel]):
                 self.found += self.watch.tick(tick)
             self.at += 1.0
         return self
@@ -180,7 +179,7 @@ def test_machines_that_come_are_tracked_after_some_ticks_with_what_was_kept() ->
     assert not fleet.found and fleet.watch.shapes == [second.shape]
 
 
-def test_a_fleet_that_grows_machine_by_machine_is_not_tracked_anew_each_time() -> None:
+def test_a_fleet_that_grows_machine_by_machine_is_not_tracked_again_each_time() -> None:
     fleet, there = Fleet(Toy(), grow_ticks=10), {"m0": 1.0}
     for i in range(1, 41):
         there[f"m{i}"] = 1.0
@@ -188,14 +187,14 @@ def test_a_fleet_that_grows_machine_by_machine_is_not_tracked_anew_each_time() -
     assert len(fleet.toy.made) == 4 and not fleet.found
 
 
-def test_a_standing_fault_is_not_told_again_by_a_new_tracker() -> None:
+def test_a_standing_fault_is_not_reported_again_by_a_new_tracker() -> None:
     fleet = Fleet(Toy(), grow_ticks=5, history_ticks=10).ticks(5, a=1, b=1, c=1).ticks(20, a=9, b=1, c=1)
     assert fleet.named == [("a", 7.0)]
     fleet.ticks(10, a=9, b=1, c=1, d=1)
     assert len(fleet.toy.made) == 2 and fleet.named == [("a", 7.0)]
 
 
-def test_a_fault_that_ended_may_be_told_when_it_comes_back_later() -> None:
+def test_a_fault_that_ended_may_be_reported_when_it_comes_back_later() -> None:
     fleet = Fleet(Toy(), grow_ticks=5, history_ticks=10).ticks(5, a=9, b=1, c=1).ticks(20, a=1, b=1, c=1)
     fleet.ticks(5, a=9, b=1, c=1)
     assert [node for node, _ in fleet.named] == ["a", "a"]
@@ -206,8 +205,8 @@ def test_a_machine_that_comes_faulty_is_named() -> None:
     assert fleet.named == [("d", 22.0)], "as soon as it is tracked, with the time at which it showed"
 
 
-def test_what_a_new_tracker_says_about_the_past_is_not_told() -> None:
-    """The tracker of that time had its warm-up and was silent; nobody else looks at those ticks again."""
+def test_what_a_new_tracker_says_about_the_past_is_not_reported() -> None:
+    """The tracker of that time had its warm-up and was silent; no one else looks at those ticks again."""
     fleet = Fleet(Toy(warm_up=5), grow_ticks=5, history_ticks=100)
     fleet.ticks(1, a=1, b=1, c=1).ticks(4, a=9, b=1, c=1).ticks(20, a=1, b=1, c=1)
     assert not fleet.found

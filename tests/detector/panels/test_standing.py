@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 
 from rolecall.core.diagnosis import Finding
-from rolecall.detector.panels.panel import Floats, PanelShape
-from rolecall.detector.panels.sequential.warm_up import PeerTracker, Scores, TailThreshold
-from rolecall.detector.panels.standing import cannot_tell, standing
+from rolecall.detector.panels.panel import Floats, PanelShape, cannot_tell, standing
+from rolecall.detector.panels.peer_scores import PeerTracker, Scores, TailThreshold
 from tests.detector.panel_data import noise
 
 
@@ -32,14 +31,14 @@ class Given(PeerTracker):
     [
         ((2.0,), ((1.0, 3.0, 0.0),), (1.0, 3.0, 0.0)),
         ((2.0, 4.0), ((1.0, 3.0, 0.0), (1.0, 2.0, 8.0)), (0.5, 1.5, 2.0)),
-        # A metric that nobody has: no scores, and no threshold.
+        # A metric that no one has: no scores, and no threshold.
         ((2.0, math.inf), ((1.0, 3.0, 0.0), (math.nan, math.nan, math.nan)), (0.5, 1.5, 0.0)),
         # One that never moved.
         ((2.0, 0.0), ((1.0, 3.0, 0.0), (0.0, 0.0, 1e3)), (0.5, 1.5, math.inf)),
         ((2.0, 4.0), ((math.nan, 3.0, 0.0), (math.nan, 2.0, 8.0)), (math.nan, 1.5, 2.0)),
     ],
 )
-def test_of_several_channels_the_nearest_to_an_alarm_is_told(
+def test_of_several_channels_the_nearest_to_an_alarm_is_reported(
     thresholds: tuple[float, ...], scores: tuple[tuple[float, ...], ...], expected: tuple[float, ...]
 ) -> None:
     shape = noise(machines=3, ticks=1).shape

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from rolecall.core.faults import FaultClass
-from rolecall.detector.panels.panel import Panel, findings
-from rolecall.detector.panels.standing import cannot_tell, standing
+from rolecall.detector.panels.panel import Panel, cannot_tell, findings, standing
 from rolecall.detector.panels.step_time import StepTime, is_own_work
 from tests.detector.panel_data import noise
 
@@ -74,7 +73,7 @@ def test_equal_work_a_single_stall_and_small_differences_are_no_faults() -> None
     assert findings(StepTime(), slowed(stage(), 1, 1.15)) == []
 
 
-def test_it_is_told_once_and_again_when_it_comes_back() -> None:
+def test_it_is_reported_once_and_again_when_it_comes_back() -> None:
     panel = slowed(stage(ticks=200), 3, 2.0, since=20)
     values = panel.values.copy()
     values[0, 60:140, 3] /= 2.0
@@ -86,7 +85,7 @@ def test_one_peer_is_not_enough(machines: int) -> None:
     assert findings(StepTime(), slowed(stage(machines=machines), 0, 9.0)) == []
 
 
-def test_half_of_the_peers_accuse_nobody() -> None:
+def test_half_of_the_peers_accuse_no_one() -> None:
     assert findings(StepTime(), slowed(slowed(stage(), 0, 3.0), 1, 3.0)) == []
 
 

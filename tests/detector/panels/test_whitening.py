@@ -48,7 +48,9 @@ def correlation(x: Floats) -> float:
 @pytest.mark.parametrize(
     ("phi", "dof", "white"), [(0.0, 30.0, 0.0), (0.6, 3.0, 0.0), (0.94, 2.5, 0.0), (0.94, 3.0, 1.0)]
 )
-def test_innovations_of_a_healthy_metric_are_white_and_as_rare_as_told(phi: float, dof: float, white: float) -> None:
+def test_innovations_of_a_healthy_metric_are_white_and_as_rare_as_reported(
+    phi: float, dof: float, white: float
+) -> None:
     z = fading(1, phi=phi, dof=dof, white=white)
     x, rare, _ = innovations(z)
     assert abs(correlation(x)) < 0.15 and (phi < 0.5 or correlation(z[:, 0]) > 0.4)
@@ -62,8 +64,8 @@ def test_the_distribution_of_innovations_is_learned(dof: float) -> None:
     x, _, w = innovations(fading(7, phi=0.0, dof=dof))
     assert 0.6 * dof < float(w.freedom[0, 0]) < 2.5 * dof
     late = np.abs(x[TICKS // 2 :])
-    told = stats.t.ppf(0.9, float(w.freedom[0, 0])) * float(w.width[0, 0])
-    assert 0.15 < (late > told).mean() < 0.26  # 0.2 is told
+    reported = stats.t.ppf(0.9, float(w.freedom[0, 0])) * float(w.width[0, 0])
+    assert 0.15 < (late > reported).mean() < 0.26  # 0.2 is reported
     [[near, far]] = w.surprise(np.array([[0.5, 5.0]], dtype=np.float32))
     expected = stats.t.logpdf(np.array([0.5, 5.0]) / w.width[0, 0], float(w.freedom[0, 0]))
     assert far - near == pytest.approx(expected[0] - expected[1], rel=1e-3)

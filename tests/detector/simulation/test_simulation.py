@@ -160,7 +160,7 @@ def test_two_percent_of_samples_are_missing_half_of_them_in_runs(seen: simulatio
     assert np.sum(whole) / ends > 8, "runs of some length"
 
 
-def test_no_fleet_of_nobody() -> None:
+def test_no_fleet_of_no_one() -> None:
     with pytest.raises(ValueError, match="4 to 1500 machines, not 3"):
         fleet(seed=1, num_machines_max=3)
 
@@ -174,10 +174,10 @@ def test_a_fleet_is_written_as_recordings_with_labels(tmp_path: Path) -> None:
         f"case-00{i}/{name}" for i in (0, 1) for name in ("label.json", "recording.parquet")
     ]
     faulty, fine = fleet(seed=4, num_tasks=1, num_healthy=1, num_machines_max=4)
-    told = json.loads((out / "case-000" / "label.json").read_text())
+    reported = json.loads((out / "case-000" / "label.json").read_text())
     assert faulty.fault
-    assert not told["healthy"] and json.loads((out / "case-001" / "label.json").read_text())["healthy"]
-    event = told["events"][0]
+    assert not reported["healthy"] and json.loads((out / "case-001" / "label.json").read_text())["healthy"]
+    event = reported["events"][0]
     assert (event["node"], event["onset"], event["end"]) == (
         f"m{faulty.fault.machine:04d}",
         faulty.fault.onset,

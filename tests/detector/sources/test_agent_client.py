@@ -14,8 +14,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from rolecall.agent.http.server import HttpServer, json_response
-from rolecall.detector.sources.agent_client import AgentClientLimits, AgentConnection, AgentUnreachable
 from rolecall.detector.sources.agent_wire import InvalidAgentResponse
+from rolecall.detector.sources.agents import AgentClientLimits, AgentConnection, AgentUnreachable
 
 LIMITS = AgentClientLimits(answer_bytes_max=1 << 20, connect_seconds=5.0, answer_seconds=5.0)
 
@@ -67,7 +67,7 @@ def test_the_agents_own_server_compresses_what_is_large_and_is_understood() -> N
         server.stop()
 
 
-def test_a_user_is_told() -> None:
+def test_a_user_is_reported() -> None:
     seen: list[str] = []
 
     def answered(request: Request) -> Response:
@@ -110,7 +110,7 @@ BOMB = gzip.compress(b" " * (64 << 20))
         (HEAD + f"Content-Length: {len(BOMB)}\r\nContent-Encoding: gzip\r\n\r\n".encode() + BOMB, "more than 1 MiB"),
     ],
 )
-def test_what_is_no_answer_is_told_and_costs_little(answer: bytes, reason: str) -> None:
+def test_what_is_no_answer_is_reported_and_costs_little(answer: bytes, reason: str) -> None:
     with raw(answer) as url, pytest.raises((AgentUnreachable, InvalidAgentResponse), match=reason):
         ask(url)
 

@@ -5,56 +5,67 @@ from typing import Any
 
 import pytest
 
+from rolecall.core.columns import GPUS
 from rolecall.core.ids import NodeId
 from rolecall.core.telemetry import GpuSample
-from rolecall.detector.sources.agent_wire import InvalidAgentResponse, checked_batch
-from tests.detector.fake_agent import NODE, sample
+from rolecall.detector.sources.agent_wire import InvalidAgentResponse, checked_columns, checked_news
+from tests.detector.fake_agent import NODE
+
+NODE_ID = NodeId(NODE)
 
 
-def gpu(**changes: Any) -> dict[str, Any]:
-    said = {"node": NODE, "gpu": 3, "uuid": "GPU-3", "at": 1.0, "wall_at": 2.0, "pids": [42], "joined_by": "nvml"}
-    return {**said, "power_watts": 300.5, "sm_clock_hertz": 1_980_000_000, **changes}
+def gpu(number: int) -> GpuSample:
+    who = GpuSample(node=NODE_ID, gpu=number, uuid=f"GPU-{number}", at=1.0, wall_at=2.0, pids=(42,), joined_by="nvml")
+    return GpuSample.from_dict({**who.to_dict(), "power_watts": 300.5, "sm_clock_hertz": 1_980_000_000})
 
 
-def batch(*gpus: Any, **more: Any) -> dict[str, Any]:
-    head = {"version": 2, "node": NODE, "agent_pid": 1, "cursor": 1, "lost": 0, "at": 1.0, "wall_at": 2.0}
-    return {**head, "processes": [sample()], "hosts": [], "gpus": list(gpus), **more}
+def block(*numbers: int, **columns: Any) -> dict[str, Any]:
+    """The samples of these GPUs, the first with the wrong value of each of `columns`."""
+    encoded = GPUS.encode([gpu(n) for n in numbers])
+    for name, wrong in columns.items():
+        encoded["columns"][name] = [wrong, *(gpu(n).to_dict()[name] for n in numbers[1:])]
+    return dict(json.loads(json.dumps(encoded)))
+
+
+def checked(value: object) -> tuple[GpuSample, ...]:
+    return checked_columns(GPUS, value, NODE_ID, "gpus")
 
 
 def test_what_is_said_of_a_gpu_arrives() -> None:
-    who = GpuSample(node=NodeId(NODE), gpu=3, uuid="GPU-3", at=1.0, wall_at=2.0, pids=(42,), joined_by="nvml")
-    (found,) = checked_batch(json.loads(json.dumps(batch(gpu(colour="green")))), NODE).gpus
-    values = {"power_watts": 300.5, "sm_clock_hertz": 1.98e9}
-    assert found.to_dict() == {**who.to_dict(), **values}
+    encoded = block(3)
+    encoded["columns"]["colour"] = "green"
+    (found,) = checked(encoded)
+    assert found == gpu(3) and (found.power_watts, found.sm_clock_hertz) == (300.5, 1.98e9)
 
 
-WRONG = {
-    "text for a number": gpu(power_watts="much"),
-    "not finite": gpu(sm_clock_hertz=float("nan")),
-    "truth for a number": gpu(temperature_celsius=True),
-    "no index": {k: v for k, v in gpu().items() if k != "gpu"},
-    "another node": gpu(node="node-9"),
-    "pids that are none": gpu(pids=["42"]),
-    "pids below one": gpu(pids=[0]),
-    "one pid": gpu(pids=42),
-    "very many pids": gpu(pids=list(range(1, 1000))),
-    "no mapping": 7,
+WRONG: dict[str, dict[str, Any]] = {
+    "text for a number": {"power_watts": "much"},
+    "not finite": {"sm_clock_hertz": float("nan")},
+    "truth for a number": {"power_watts": True},
+    "pids that are none": {"pids": ["42"]},
+    "pids below one": {"pids": [0]},
+    "one pid": {"pids": 42},
+    "very many pids": {"pids": list(range(1, 1000))},
 }
 
 
 @pytest.mark.parametrize("name", WRONG)
 def test_a_wrong_gpu_does_not_hide_its_neighbour(name: str) -> None:
-    found = checked_batch(batch(WRONG[name], gpu(gpu=4)), NODE)
-    assert [g.gpu for g in found.gpus] == [4] and len(found.processes) == 1
+    (found,) = checked(block(3, 4, **WRONG[name]))
+    assert found == gpu(4)
     with pytest.raises(InvalidAgentResponse):
-        checked_batch(batch(WRONG[name]), NODE)
+        checked(block(3, **WRONG[name]))
 
 
 def test_an_older_agent_says_nothing_of_gpus_and_a_later_one_says_what_is_not_known_here() -> None:
-    """A watcher reads the lists that it knows: so does one of before there were GPU samples."""
-    older = {k: v for k, v in batch().items() if k != "gpus"}
-    assert checked_batch(older, NODE).gpus == ()
-    later = checked_batch(batch(version=3, fans=[{"speed": "high"}]), NODE)
-    assert len(later.processes) == 1
-    with pytest.raises(InvalidAgentResponse, match="gpus: expected a list"):
-        checked_batch(batch() | {"gpus": {}}, NODE)
+    """A watcher reads the blocks that it knows: so does one of before there were GPU samples."""
+    head = {"node": NODE, "agent_pid": 1, "cursor": 1, "samples_lost": 0, "newest": 0, "lost": 0, "events": []}
+    older = {**head, "version": 2, "at": 1.0, "wall_at": 2.0}
+    assert checked_news(older, NODE)[0].gpus == ()
+    later, _ = checked_news({**older, "version": 3, "gpus": block(3), "fans": {"rows": 1}}, NODE)
+    assert later.gpus == (gpu(3),)
+    without_number = block(3)
+    del without_number["columns"]["gpu"]
+    for wrong, reason in ((7, "gpus: expected a mapping"), (without_number, "gpus.gpu: missing")):
+        with pytest.raises(InvalidAgentResponse, match=reason):
+            checked_news({**older, "gpus": wrong}, NODE)

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from rolecall.core.clock import SystemClock
-from rolecall.core.telemetry import SampleBatch
+from rolecall.core.columns import PROCESSES
+from rolecall.core.telemetry import ProcessSample, SampleBatch
 from rolecall.detector.sources import agents as source_module
 from rolecall.detector.sources.agents import LATE_EXCUSES_SECONDS, AgentClientLimits, AgentsSource, Observation, _Agent
 from tests.detector.fake_agent import NODE, FakeAgent, sample
@@ -55,29 +56,23 @@ def has_samples(o: Observation) -> bool:
     return any(b.processes for b in o.batches)
 
 
-OLD_AND_NEW = pytest.mark.parametrize("old", [False, True], ids=["new", "old"])
-
-
-@OLD_AND_NEW
-def test_samples_arrive_over_one_kept_connection(stack: ExitStack, old: bool) -> None:
-    a = agent(stack, old=old)
+def test_samples_arrive_over_one_kept_connection(stack: ExitStack) -> None:
+    a = agent(stack)
     source = stack.enter_context(
         watched(lambda: {NODE: a.url}, limits=AgentClientLimits(answer_seconds=PATIENCE_SECONDS))
     )
     o = polled_until(source, has_samples)
     assert o.batches[0].processes[0].replica == "rollout/1"
     polled_until(source, lambda _: len(a.asked) > 12)
-    assert a.connections == (2 if old else 1), "and one more that found out how old it is"
-    asked = "/v1/samples?since=100" if old else "/v1/news?after=0&since=100&wait=0.05"
-    assert asked in a.asked, "the cursor is given back"
+    assert a.connections == 1
+    assert "/v1/news?after=0&since=100&wait=0.05" in a.asked, "the cursor is given back"
     assert Observation.from_dict(json.loads(json.dumps(o.to_dict()))) == o
 
 
-@OLD_AND_NEW
-def test_an_event_wakes_a_poll_early_and_comes_once(stack: ExitStack, old: bool) -> None:
-    a = agent(stack, old=old)
+def test_an_event_wakes_a_poll_early_and_comes_once(stack: ExitStack) -> None:
+    a = agent(stack)
     source = stack.enter_context(watched(lambda: {NODE: a.url}, poll_seconds=1.0))
-    asked = "/v1/events?after={}&wait=1" if old else "/v1/news?after={}&since=100&wait=1"
+    asked = "/v1/news?after={}&since=100&wait=1"
     polled_until(source, lambda _: asked.format(0) in a.asked)
     a.add_event()
     o = source.poll(600.0)  # longer than a test may take: it returned because of the event
@@ -85,9 +80,8 @@ def test_an_event_wakes_a_poll_early_and_comes_once(stack: ExitStack, old: bool)
     polled_until(source, lambda o: asked.format(1) in a.asked and not o.events)
 
 
-@OLD_AND_NEW
-def test_a_restarted_agent_is_found_at_its_new_address_and_read_from_the_start(stack: ExitStack, old: bool) -> None:
-    first = FakeAgent(old=old)
+def test_a_restarted_agent_is_found_at_its_new_address_and_read_from_the_start(stack: ExitStack) -> None:
+    first = FakeAgent()
     urls = {NODE: first.url}
     source = stack.enter_context(watched(lambda: urls))
     polled_until(source, has_samples)
@@ -104,16 +98,6 @@ def test_a_restarted_agent_is_found_at_its_new_address_and_read_from_the_start(s
     polled_until(source, lambda o: not o.unreachable)
 
 
-def test_an_agent_that_was_made_new_is_asked_in_the_new_way(stack: ExitStack) -> None:
-    a = agent(stack, old=True)
-    source = stack.enter_context(watched(lambda: {NODE: a.url}))
-    polled_until(source, has_samples)
-    a.old, a.agent_pid = False, 2
-    a.bad = {"/v1/events": 503}  # it restarts: the connection ends
-    polled_until(source, lambda o: any(b.agent_pid == 2 and b.processes for b in o.batches))
-    polled_until(source, lambda _: "/v1/news?after=0&since=100&wait=0.05" in a.asked[-3:])
-
-
 def test_an_agent_that_claims_thousands_of_processes_does_not_slow_the_watch(stack: ExitStack) -> None:
     many = [sample(process={"node": NODE, "pid": n, "start_ticks": 7}, rank=n) for n in range(1, 5001)]
     a = agent(stack, samples=many)
@@ -126,7 +110,7 @@ def test_an_agent_that_claims_thousands_of_processes_does_not_slow_the_watch(sta
     assert a.asked[-1] == "/v1/news?after=0&since=100&wait=0.05"
 
 
-def test_a_dead_agent_is_told_with_the_reason_and_since_when(stack: ExitStack) -> None:
+def test_a_dead_agent_is_reported_with_the_reason_and_since_when(stack: ExitStack) -> None:
     gone = FakeAgent()
     gone.close()
     alive = agent(stack)
@@ -146,14 +130,12 @@ GARBAGE: dict[str, tuple[dict[str, Any], str]] = {
     "redirect": ({"/v1/news": 302}, "status 302"),
     "refusal": ({"/v1/news": 503}, "status 503"),
     "infinite": ({"/v1/news": json.dumps({"events": []}).encode()}, "missing"),
-    "of an old one: no json": ({"/v1/news": 404, "/v1/samples": b"<html>"}, "no JSON"),
-    "of an old one: refusal": ({"/v1/news": 404, "/v1/events": 503}, "status 503"),
-    "neither old nor new": ({"/v1/news": 404, "/v1/events": 404}, "status 404"),
+    "unknown path": ({"/v1/news": 404}, "status 404"),
 }
 
 
 @pytest.mark.parametrize("name", GARBAGE)
-def test_garbage_is_told_and_survived(stack: ExitStack, name: str) -> None:
+def test_garbage_is_reported_and_survived(stack: ExitStack, name: str) -> None:
     bad, reason = GARBAGE[name]
     a = agent(stack, bad=bad)
     source = stack.enter_context(watched(lambda: {NODE: a.url}))
@@ -164,31 +146,37 @@ def test_garbage_is_told_and_survived(stack: ExitStack, name: str) -> None:
     polled_until(source, lambda o: has_samples(o) and not o.unreachable)
 
 
-WRONG = {
-    "text for a number": sample(progress="many"),
-    "truth for a number": sample(progress=True),
-    "number for a text": sample(phase=3),
-    "not finite": sample(busy_seconds=float("nan")),
-    "huge": sample(progress=10**30),
-    "another node": sample(process={"node": "node-9", "pid": 1, "start_ticks": 1}),
-    "another role": sample(role="trainer"),
-    "no replica": sample(replica="../../etc"),
-    "no process": {k: v for k, v in sample().items() if k != "process"},
-    "no sample": 7,
+WRONG: dict[str, tuple[str, object]] = {
+    "text for a number": ("progress", "many"),
+    "truth for a number": ("progress", True),
+    "number for a text": ("phase", 3),
+    "not finite": ("busy_seconds", float("nan")),
+    "huge": ("progress", 10**30),
+    "another role": ("role", "trainer"),
+    "no replica": ("replica", "../../etc"),
 }
+
+
+def block(name: str, replicas: list[str]) -> dict[str, Any]:
+    """The samples of these replicas, the first with a wrong value."""
+    reported = [ProcessSample.from_dict(sample(replica=replica)) for replica in replicas]
+    column, wrong = WRONG[name]
+    encoded = PROCESSES.encode(reported)
+    encoded["columns"][column] = [wrong, *(getattr(s, column) for s in reported[1:])]
+    return encoded
 
 
 @pytest.mark.parametrize("name", WRONG)
 def test_a_wrong_sample_does_not_hide_its_neighbour(stack: ExitStack, name: str) -> None:
-    a = agent(stack, old=True, samples=[WRONG[name], sample(replica="rollout/2")])
+    a = agent(stack, block=block(name, ["rollout/1", "rollout/2"]))
     source = stack.enter_context(watched(lambda: {NODE: a.url}))
     o = polled_until(source, has_samples)
     assert [p.replica for b in o.batches for p in b.processes] == ["rollout/2"]
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_an_agent_with_nothing_but_wrong_samples_is_told(stack: ExitStack, name: str) -> None:
-    a = agent(stack, old=True, samples=[WRONG[name]])
+def test_an_agent_with_nothing_but_wrong_samples_is_reported(stack: ExitStack, name: str) -> None:
+    a = agent(stack, block=block(name, ["rollout/1"]))
     source = stack.enter_context(watched(lambda: {NODE: a.url}))
     o = polled_until(source, lambda o: o.unreachable)
     assert "makes no sense" in o.unreachable[0][2]
@@ -202,7 +190,7 @@ def test_too_large_an_answer_is_refused(stack: ExitStack) -> None:
 
 
 @pytest.mark.parametrize("how", ["silent", "drip"])
-def test_an_agent_that_never_ends_its_answer_is_told_and_left(stack: ExitStack, how: str) -> None:
+def test_an_agent_that_never_ends_its_answer_is_reported_and_left(stack: ExitStack, how: str) -> None:
     a = agent(stack, bad={"/v1/news": how})
     limits = AgentClientLimits(answer_seconds=0.3, connect_seconds=0.2)
     source = stack.enter_context(watched(lambda: {NODE: a.url}, limits=limits))
@@ -212,7 +200,7 @@ def test_an_agent_that_never_ends_its_answer_is_told_and_left(stack: ExitStack, 
 
 
 @pytest.mark.parametrize("url", ["https://127.0.0.1:1", "file:///etc/passwd", "http://", "nonsense", "http://[::1"])
-def test_what_is_no_address_is_told(stack: ExitStack, url: str) -> None:
+def test_what_is_no_address_is_reported(stack: ExitStack, url: str) -> None:
     source = stack.enter_context(watched(lambda: {NODE: url}))
     polled_until(source, lambda o: o.unreachable)
 
@@ -246,7 +234,7 @@ def test_a_list_of_agents_that_cannot_be_read_keeps_those_known(stack: ExitStack
 def test_an_agent_one_version_apart_still_works(stack: ExitStack, version: int) -> None:
     """A later one sends fields and kinds of events that are unknown here; an earlier one no number."""
     later = {} if version == 1 else {"version": version, "colour": "blue"}
-    a = agent(stack, old=version == 1, extra=later, samples=[sample(**({"mood": 0.5} if later else {}))])
+    a = agent(stack, extra=later, samples=[sample(**({"mood": 0.5} if later else {}))])
     if later:
         a.add_event(kind="gpu_is_bored", mood="bad")
     a.add_event()
@@ -262,11 +250,11 @@ def test_an_agent_one_version_apart_still_works(stack: ExitStack, version: int) 
 
 
 @pytest.mark.parametrize("version", [0, 4, "2", None])
-def test_an_agent_of_another_age_is_told(stack: ExitStack, version: object) -> None:
+def test_an_agent_of_another_age_is_reported(stack: ExitStack, version: object) -> None:
     a = agent(stack, extra={"version": version})
     source = stack.enter_context(watched(lambda: {NODE: a.url}))
     o = polled_until(source, lambda o: o.unreachable)
-    assert "version: it speaks" in o.unreachable[0][2]
+    assert "version: the agent has" in o.unreachable[0][2]
 
 
 def test_who_leaves_the_list_is_said_once_and_counts_no_more(stack: ExitStack) -> None:
@@ -286,23 +274,23 @@ def test_who_leaves_the_list_is_said_once_and_counts_no_more(stack: ExitStack) -
 def test_a_watch_that_is_always_late_names_a_silent_agent_all_the_same(stack: ExitStack) -> None:
     source = AgentsSource(dict, SystemClock())
     stack.callback(source.close)
-    told = []
+    reported = []
     silent = _Agent(NODE, "http://nowhere")
     for now in range(int(LATE_EXCUSES_SECONDS) + 2):
         source._loop.time = lambda at=float(now): at  # type: ignore[method-assign]
         source._late_at = now - 0.1
-        told.append(source._excused(silent))
-    assert told == [True] * int(LATE_EXCUSES_SECONDS) + [False] * 2
+        reported.append(source._excused(silent))
+    assert reported == [True] * int(LATE_EXCUSES_SECONDS) + [False] * 2
 
 
 @pytest.mark.parametrize("status", [401, 403])
-def test_who_is_not_let_in_is_told_what_to_give(stack: ExitStack, status: int) -> None:
+def test_who_is_not_let_in_is_reported_what_to_give(stack: ExitStack, status: int) -> None:
     a = agent(stack, bad={"/v1/news": status})
     source = stack.enter_context(watched(lambda: {NODE: a.url}))
     assert "--credentials" in polled_until(source, lambda o: o.unreachable).unreachable[0][2]
 
 
-def test_what_nobody_polls_is_bounded_over_all_agents(stack: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_no_one_polls_is_bounded_over_all_agents(stack: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(source_module, "SAMPLES_HELD_MAX", 10)
     source = AgentsSource(dict, SystemClock())
     stack.callback(source.close)

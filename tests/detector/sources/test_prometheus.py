@@ -22,18 +22,17 @@ import pytest
 from rolecall.core.clock import FakeClock
 from rolecall.core.errors import ConfigError, UnreadableInput
 from rolecall.core.metrics.catalogue import BY_NAME
-from rolecall.detector.panels.panel import Machine
+from rolecall.detector.panels.panel import Machine, PanelTick
 from rolecall.detector.panels.series import PanelPosition
-from rolecall.detector.panels.source import PanelTick
-from rolecall.detector.sources.prometheus import PrometheusSource
-from rolecall.detector.sources.prometheus_api import Addresses, Client, PrometheusClientLimits, PrometheusUnavailable
-from rolecall.detector.sources.prometheus_queries import (
+from rolecall.detector.sources.prometheus import (
     Labels,
     MetricQuery,
+    PrometheusSource,
     catalogue_queries,
     dcgm_queries,
     trusted_rate,
 )
+from rolecall.detector.sources.prometheus_api import Addresses, Client, PrometheusClientLimits, PrometheusUnavailable
 
 Sample = Callable[[dict[str, str], float], object]
 
@@ -344,12 +343,12 @@ def test_a_query_that_cannot_be_split_says_what_to_do(server: FakeServer) -> Non
         ("drip", "no whole answer within"),
     ],
 )
-def test_a_bad_answer_at_the_start_is_told(server: FakeServer, bad: Any, reason: str) -> None:
+def test_a_bad_answer_at_the_start_is_reported(server: FakeServer, bad: Any, reason: str) -> None:
     server.add("load", a_load, node="n0")
     server.bad = [bad]
-    with pytest.raises(UnreadableInput, match=reason) as told:
+    with pytest.raises(UnreadableInput, match=reason) as reported:
         first(source(server, limits=QUICK), 1)
-    assert server.url in told.value.where
+    assert server.url in reported.value.where
 
 
 def test_a_server_that_is_away_for_a_moment_is_asked_again(server: FakeServer) -> None:
@@ -427,7 +426,7 @@ def test_names_that_cannot_be_written_are_left_out(server: FakeServer) -> None:
     assert [m.node for m in tick.shape.machines] == ["n0", "n1", "n\u00e9"]
 
 
-def test_no_server_at_all_is_told(clock: FakeClock) -> None:
+def test_no_server_at_all_is_reported(clock: FakeClock) -> None:
     client = Client("http://127.0.0.1:1", clock, limits=PrometheusClientLimits(patience_seconds=0.5))
     it = PrometheusSource(client, [QUERY], clock, interval_seconds=1.0)
     with pytest.raises(UnreadableInput, match=r"no answer: .*refused"):
@@ -483,9 +482,9 @@ def test_credentials_are_sent_and_never_shown(server: FakeServer, clock: FakeClo
     first(it, 1)
     assert set(server.headers) == {"Bearer s3cret"}
     server.bad = [401]
-    with pytest.raises(UnreadableInput) as told:
+    with pytest.raises(UnreadableInput) as reported:
         first(PrometheusSource(client, [QUERY], clock, interval_seconds=10.0), 1)
-    assert "s3cret" not in f"{told.value!r} {told.value} {client!r} {it!r}"
+    assert "s3cret" not in f"{reported.value!r} {reported.value} {client!r} {it!r}"
 
 
 @pytest.mark.parametrize(
@@ -517,9 +516,9 @@ def test_no_such_interval(seconds: float, clock: FakeClock) -> None:
 
 @pytest.mark.parametrize("url", ["http://user:hunter2@host:9090", "http://hunter2@host", "https://u:hunter2@h:port"])
 def test_credentials_in_a_url_are_refused_and_not_repeated(url: str, clock: FakeClock) -> None:
-    with pytest.raises(ConfigError) as told:
+    with pytest.raises(ConfigError) as reported:
         Client(url, clock)
-    assert "hunter2" not in str(told.value)
+    assert "hunter2" not in str(reported.value)
 
 
 def test_a_certificate_must_be_trusted(tmp_path: Path, clock: FakeClock, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -558,7 +557,7 @@ def test_a_server_that_never_shakes_hands(clock: FakeClock) -> None:
             next(it.ticks(patience()))
 
 
-def test_a_name_that_nobody_looks_up_is_told_and_looked_up_once(server: FakeServer, clock: FakeClock) -> None:
+def test_a_name_that_no_one_looks_up_is_reported_and_looked_up_once(server: FakeServer, clock: FakeClock) -> None:
     """Each try would else leave a thread behind that waits for the resolver."""
     asked: list[object] = []
     answer = threading.Event()
@@ -579,12 +578,12 @@ def test_a_name_that_nobody_looks_up_is_told_and_looked_up_once(server: FakeServ
             assert client.now(lambda: False) == pytest.approx(clock.wall(), abs=60.0)
             break
     else:
-        pytest.fail("the look-up has ended, and nobody took its answer")
+        pytest.fail("the look-up has ended, and no one took its answer")
     assert asked == [("prometheus.example", 9090)]
     client.close()
 
 
-def test_a_name_that_does_not_exist_is_told(clock: FakeClock) -> None:
+def test_a_name_that_does_not_exist_is_reported(clock: FakeClock) -> None:
     def fails(host: str, port: int, **kind: object) -> Addresses:
         raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
 
@@ -608,7 +607,7 @@ def test_any_number_of_addresses_that_do_not_answer_ends_in_time(clock: FakeCloc
     with socket.socket() as full, ExitStack() as waiting:
         full.bind(("127.0.0.1", 0))
         full.listen(0)
-        for _ in range(8):  # beyond its queue nobody is answered
+        for _ in range(8):  # beyond its queue no one is answered
             one = waiting.enter_context(socket.socket())
             one.setblocking(False)
             one.connect_ex(full.getsockname())

@@ -1,4 +1,4 @@
-"""Recordings: what is written is read, in any order of rows; what is damaged or foreign is told and nothing else."""
+"""Recordings: what is written is read, in any order of rows; what is damaged or foreign is reported and nothing else."""
 
 import os
 from pathlib import Path
@@ -78,7 +78,7 @@ def test_repeated_times_count_once_and_the_order_of_rows_does_not_decide(tmp_pat
     assert np.array_equal(panel.values, other.values) and panel.values.min() == 100.0
 
 
-def test_what_says_nothing_is_left_out_and_told(tmp_path: Path) -> None:
+def test_what_says_nothing_is_left_out_and_reported(tmp_path: Path) -> None:
     values = [float("nan"), float("inf"), None, *[float(i) for i in range(9)]]
     times = [100.0] * 10 + [1e300, float("nan")]
     read = recording.read(saved(tmp_path / "r.parquet", table(value=values, timestamp=times)))
@@ -110,7 +110,6 @@ def test_a_recording_cut_short_has_the_same_grid(tmp_path: Path) -> None:
         ({"value": ["a"] * 12}, "column value holds String"),
         ({"timestamp": ["a"] * 12}, "column timestamp holds String"),
         ({"rank": ["a"] * 12}, "column rank holds String"),
-        ({"value": [float("nan")] * 12}, "no sample"),
         ({"node": [""] * 12}, "no sample"),
     ],
 )
@@ -119,6 +118,11 @@ def test_foreign_tables_are_refused_by_name(tmp_path: Path, columns: dict[str, o
     with pytest.raises(UnreadableInput, match=said) as e:
         recording.read(path)
     assert e.value.where == str(path)
+
+
+def test_a_recording_without_any_value_has_no_panel(tmp_path: Path) -> None:
+    read = recording.read(saved(tmp_path / "r.parquet", table(value=[float("nan")] * 12)))
+    assert read.panels == () and read.num_rows == 12
 
 
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 0.9, 0.999])

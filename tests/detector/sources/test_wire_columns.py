@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from rolecall.core.columns import GPUS, HOSTS, PROCESSES
 from rolecall.core.ids import NodeId, ProcessId
 from rolecall.core.telemetry import HEALTH_SIGNS, GpuSample, HostSample, ProcessSample
-from rolecall.detector.sources.agent_wire import InvalidAgentResponse, checked_batch, checked_columns, checked_news
+from rolecall.detector.sources.agent_wire import InvalidAgentResponse, checked_columns, checked_news
 from tests.detector.fake_agent import NODE, sample
 
 NODE_ID = NodeId(NODE)
@@ -95,15 +95,15 @@ def test_what_all_ranks_agree_in_is_said_once_and_what_is_as_usual_not_at_all() 
 
 
 def test_an_agent_or_a_watcher_that_knows_no_health_understands_the_other() -> None:
-    told = ProcessSample.from_dict(sample(healths=3, entropy=0.5, ratio_max=1e300))
-    block = over_the_wire(PROCESSES.encode([told]))
+    reported = ProcessSample.from_dict(sample(healths=3, entropy=0.5, ratio_max=1e300))
+    block = over_the_wire(PROCESSES.encode([reported]))
     assert block["columns"]["entropy"] == 0.5 and "kl_sampler" not in block["columns"]
     older = {**block, "columns": {k: v for k, v in block["columns"].items() if k not in ("healths", *HEALTH_SIGNS)}}
     (found,) = checked_columns(PROCESSES, older, NODE_ID, "processes")
     assert found.to_dict() == ProcessSample.from_dict(sample()).to_dict(), "an older agent"
     newer = {**block, "columns": {**block["columns"], "invented_later": 0.5}}
     (found,) = checked_columns(PROCESSES, newer, NODE_ID, "processes")
-    assert found.to_dict() == told.to_dict(), "a newer one"
+    assert found.to_dict() == reported.to_dict(), "a newer one"
 
 
 def two(**columns: Any) -> dict[str, Any]:
@@ -195,7 +195,7 @@ def test_news_are_samples_and_events() -> None:
     ("wrong", "reason"),
     [
         ({"cursor": None}, "news.cursor"),
-        ({"node": "node-9"}, "speaks for"),
+        ({"node": "node-9"}, "answers for"),
         ({"events": None}, "events"),
         ({"version": 9}, "version"),
     ],
@@ -209,13 +209,14 @@ def test_news_that_make_no_sense(wrong: dict[str, Any], reason: str) -> None:
 
 LONG = 10**400
 """JSON has no bound on it, and Python's floats cannot hold it."""
-HEAD = {"version": 2, "node": NODE, "agent_pid": 1, "cursor": 1, "lost": 0, "at": 1.0, "wall_at": 2.0}
 
 
 @pytest.mark.parametrize("name", ["cpu_seconds", "loss", "tokens", "at"])
 def test_a_number_of_any_length_is_refused(name: str) -> None:
+    alone = PROCESSES.encode([ProcessSample.from_dict(sample())])
+    alone["columns"][name] = LONG
     with pytest.raises(InvalidAgentResponse):
-        checked_batch({**HEAD, "processes": [sample(**{name: LONG})], "hosts": []}, NODE)
+        checked_columns(PROCESSES, json.loads(json.dumps(alone)), NODE_ID, "processes")
     for number, num_good in ((LONG, 1), (2, 2)):
         block = PROCESSES.encode([ProcessSample.from_dict(sample())] * 2)
         block["columns"][name] = [1, number]

@@ -1,4 +1,4 @@
-"""Evidence beside the loop: asked for when an incident is opened, written whenever it comes, and in nobody's way."""
+"""Evidence beside the loop: asked for when an incident is opened, written whenever it comes, and in no one's way."""
 
 from pathlib import Path
 
@@ -8,13 +8,15 @@ from rolecall.core.diagnosis import Diagnosis
 from rolecall.core.faults import FaultClass
 from rolecall.core.journal.events import EventKind
 from rolecall.core.journal.payloads import EvidenceCollected
-from rolecall.recovery.incidents import evidence as case_file
-from rolecall.recovery.incidents.evidence import EvidenceRecorder
+from rolecall.recovery import isolation
 from rolecall.recovery.interfaces import CollectedEvidence
+from rolecall.recovery.isolation import EvidenceRecorder
 from rolecall.testing.recovery_world import diagnosis
 from tests.recovery.world import World
 
-EVIDENCE = EvidenceCollected(because="2 stacks", files=(), told=("stack: wait",), findings=(), missing=(), seconds=0.2)
+EVIDENCE = EvidenceCollected(
+    because="2 stacks", files=(), statements=("stack: wait",), findings=(), missing=(), seconds=0.2
+)
 
 
 class Asked:
@@ -94,7 +96,7 @@ def test_a_successor_asks_again_for_what_is_not_in_the_journal(world: World, ask
 
 
 def test_what_waits_for_the_journal_is_bounded(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(case_file, "NUM_UNWRITTEN_MAX", 2)
+    monkeypatch.setattr(isolation, "NUM_UNWRITTEN_MAX", 2)
     file = EvidenceRecorder(asked)
     for n in range(4):
         asked.says = [CollectedEvidence(incident_id=f"inc-{n}", payload=EVIDENCE)]

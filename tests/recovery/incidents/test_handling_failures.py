@@ -1,4 +1,4 @@
-"""What cannot be handled is set apart, told to a person, and tried again; everything else goes on."""
+"""What cannot be handled is set apart, told to an operator, and tried again; everything else goes on."""
 
 import logging
 import sqlite3
@@ -16,19 +16,19 @@ from rolecall.core.journal.events import EventKind
 from rolecall.core.journal.journal import Lease
 from rolecall.core.rundir import RunDir
 from rolecall.recovery import loop as watch_module
-from rolecall.recovery.actuators.base import ActionResult
-from rolecall.recovery.incidents.handling_failures import (
+from rolecall.recovery.actuators import ActionResult
+from rolecall.recovery.incidents import IncidentOutcome, IncidentState
+from rolecall.recovery.isolation import (
     FIRST_PAUSE_SECONDS,
     PAUSE_SECONDS_MAX,
     TRIES_MAX,
     HandlingFailures,
 )
-from rolecall.recovery.incidents.incident import IncidentOutcome, IncidentState
 from rolecall.recovery.loop import Watch
-from rolecall.recovery.notifications.outbox import NotificationSender
-from rolecall.recovery.operators import commands
-from rolecall.testing.events import filled
+from rolecall.recovery.notifications import NotificationSender
+from rolecall.recovery.operators import queries
 from rolecall.testing.recovery_world import RecordingNotifier
+from tests.events import filled
 from tests.recovery.world import World
 
 K = EventKind
@@ -46,7 +46,7 @@ def world(tmp_path: Path) -> World:
 
 
 def _status(world: World, path: Path) -> str:
-    return commands.status_text(commands.status(RunDir(path), world.clock))
+    return queries.status_text(queries.status(RunDir(path), world.clock))
 
 
 def _raise_for(replica: str, inner: Callable[[Plan, Lease], ActionResult], calls: list[str]) -> Any:
@@ -71,7 +71,7 @@ def test_an_actuator_that_raises_holds_up_its_own_incident_alone(
         world.until(lambda: world.runtime.healthy("trainer/0") and world.desired("trainer/0") == 2, watch)
     assert any("inc-1-rollout-1" in r.getMessage() and "Unexpected" in r.getMessage() for r in caplog.records)
     assert world.runtime.replaced == [("trainer/0", 1)]
-    # A person sees it, an engineer finds its name, and watch says that it lives.
+    # An operator sees it, an engineer finds its name, and watch says that it lives.
     world.until(lambda: world.notifier.messages, watch, seconds=ENOUGH_SECONDS)
     assert world.notifier.heartbeats != []
     world.until(world.all_closed, watch, seconds=ENOUGH_SECONDS)
@@ -84,7 +84,7 @@ def test_an_actuator_that_raises_holds_up_its_own_incident_alone(
     world.journal.verify()
 
 
-def test_an_actuator_that_recovers_is_asked_again_and_nobody_is_called(world: World) -> None:
+def test_an_actuator_that_recovers_is_asked_again_and_no_one_is_called(world: World) -> None:
     watch, calls = world.watch(), list[str]()
     actuator = world.actuators[0]
     whole = actuator.perform
@@ -131,7 +131,7 @@ def test_an_incident_that_cannot_be_decided_is_named_in_status_event_and_sign_of
     world.run(DEADMAN_SECONDS + 1, watch)
     assert len(world.notifier.heartbeats) > before
     assert world.notifier.heartbeats[-1]["unhandled"] == {"inc-1-rollout-1": "Unexpected: no such rung"}
-    # A successor counts anew and calls nobody a second time; once it can be handled it is.
+    # A successor counts anew and calls no one a second time; once it can be handled it is.
     world.clock.advance(world.config.lease_seconds + 1)
     other = world.watch()
     world.run(ENOUGH_SECONDS, other)
@@ -205,8 +205,8 @@ def test_a_damaged_line_sets_its_own_incident_aside(world: World, tmp_path: Path
     watch = world.watch()
     world.run(2, watch)
     assert "SET ASIDE: inc-1-rollout-1: " in _status(world, tmp_path)
-    (told,) = world.notifier.messages
-    assert "inc-1-rollout-1" in told.because or "events line" in told.because
+    (reported,) = world.notifier.messages
+    assert "inc-1-rollout-1" in reported.because or "events line" in reported.because
     assert world.desired("rollout/1") == 1
     world.detector.silent = False
     world.runtime.processes["rollout/1"].fault = None
@@ -232,7 +232,7 @@ def test_without_the_journal_there_is_no_sign_of_life(world: World, monkeypatch:
     assert len(world.notifier.heartbeats) == before
 
 
-def test_what_cannot_be_told_is_told_as_that(world: World) -> None:
+def test_what_cannot_be_reported_is_reported_as_that(world: World) -> None:
     world.journal.append_unchecked(K.ONCALL_PAGED, {"plan": "no mapping"})
     world.journal.append(filled(K.ONCALL_PAGED, {"because": "help"}), key="two")
     notifier = RecordingNotifier()

@@ -1,19 +1,41 @@
 """The state machine of an incident: every event in every state either moves it or tells the story of why not."""
 
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from rolecall.core.diagnosis import ActionKind, Plan, PlanTarget
 from rolecall.core.errors import InvalidTransition
 from rolecall.core.faults import FaultClass
 from rolecall.core.ids import IncidentId, NodeId, ReplicaId
 from rolecall.core.journal.events import Event, EventKind
-from rolecall.recovery.incidents.incident import ActionFailure, IncidentOutcome, IncidentState, evictions
-from rolecall.recovery.incidents.projection import INCIDENT_KINDS, LEGAL, fold
-from rolecall.testing.events import made_event
+from rolecall.core.journal.payloads import (
+    ActionFailed,
+    ActionStarted,
+    IncidentClosed,
+    IncidentOpened,
+    IncidentUpdated,
+    IncidentVerified,
+    PlanBlocked,
+    PlanCreated,
+)
+from rolecall.recovery.incidents import (
+    INCIDENT_KINDS,
+    LEGAL,
+    ActionFailure,
+    IncidentOutcome,
+    IncidentState,
+    apply,
+    evictions,
+    fold,
+)
 from rolecall.testing.recovery_world import diagnosis
+from rolecall.views.incidents import summarize_incidents
+from tests.events import made_event
 
 K, S = EventKind, IncidentState
 NAME = "inc-1-rollout-1"
@@ -188,12 +210,94 @@ def test_what_was_rejected_is_not_planned_again_and_never_begins() -> None:
 def test_a_mark_changes_nothing_but_itself(state: IncidentState) -> None:
     path = TO_STATE[state]
     before = fold(events(*path))[NAME]
-    marked = fold(events(*path, K.DIAGNOSIS_REVIEWED))[NAME]
-    assert marked.mark is not None and marked.mark.right is False and marked.mark.by == "alice"
-    assert replace(marked, mark=None, last_event_id=before.last_event_id) == before
+    reviewed = fold(events(*path, K.DIAGNOSIS_REVIEWED))[NAME]
+    assert reviewed.review is not None and reviewed.review.right is False and reviewed.review.by == "alice"
+    assert replace(reviewed, review=None, last_event_id=before.last_event_id) == before
     right = {"verdict": "right", "by": "bob", "because": ""}
     newest = made_event(seq=20, kind=K.DIAGNOSIS_REVIEWED, wall_at=20.0, body=right, incident_id=NAME)
-    told = fold([*events(*path, K.DIAGNOSIS_REVIEWED), newest])[NAME].mark
-    assert told is not None and told.right is True and told.by == "bob"
+    reported = fold([*events(*path, K.DIAGNOSIS_REVIEWED), newest])[NAME].review
+    assert reported is not None and reported.right is True and reported.by == "bob"
     with pytest.raises(InvalidTransition, match="neither right nor wrong"):
         fold(events(*path, K.DIAGNOSIS_REVIEWED, diagnosis_reviewed={"verdict": "maybe", "by": "bob"}))
+
+
+# --- one fold for all readers -------------------------------------------------------------------------------------
+
+OTHERS = {K.INCIDENT_UPDATED: 3, K.PLAN_CREATED: 3, K.PLAN_BLOCKED: 2, K.ACTION_FAILED: 3}
+"""Kinds that differ from one another when they repeat, and in how many ways."""
+
+
+def _said(kind: EventKind, variant: int, plan: Plan) -> dict[str, Any]:
+    match kind:
+        case K.INCIDENT_OPENED | K.INCIDENT_UPDATED:
+            changed = replace(D, onset=D.onset + variant, detected_at=D.detected_at + variant, because=f"{variant}")
+            suspect = replace(D.suspects[0], incarnation=1 + variant)
+            return {"diagnosis": replace(changed, suspects=(suspect,)).to_dict()}
+        case K.PLAN_CREATED | K.PLAN_PROPOSED | K.ACTION_STARTED:
+            return {**BODY[kind], "plan": plan.to_dict()}
+        case K.PLAN_BLOCKED | K.ACTION_FAILED:
+            return {**BODY[kind], "digest": plan.digest, "because": f"{kind} {variant}"}
+        case _ if "digest" in BODY[kind]:
+            return {**BODY[kind], "digest": plan.digest}
+    return BODY[kind]
+
+
+@given(st.data())
+def test_all_readers_of_valid_events_see_the_same_incident(data: st.DataObject) -> None:
+    """Recovery folds strictly, views leniently. What the views derive is compared with the events themselves."""
+    said: list[Event] = []
+    plan, incident = PLAN, None
+    for seq in range(1, data.draw(st.integers(2, 25)) + 1):
+        fitting = []
+        for kind in INCIDENT_KINDS:
+            variant = data.draw(st.integers(0, OTHERS.get(kind, 1) - 1)) if seq > 1 else 0
+            target = replace(PLAN.targets[0], incarnation=1 + variant)
+            newest = replace(PLAN, targets=(target,)) if kind is K.PLAN_CREATED else plan
+            body = _said(kind, variant, newest)
+            event = made_event(seq=seq, kind=kind, wall_at=float(seq), body=body, incident_id=NAME)
+            with suppress(InvalidTransition):
+                apply(incident, event)
+                fitting.append((event, newest))
+        event, plan = data.draw(st.sampled_from(fitting))
+        incident = apply(incident, event)
+        said.append(event)
+    assert fold(said) == fold(said, strict=False) == {NAME: incident}
+    (summary,) = summarize_incidents(said, {}, ()).summaries
+    assert summary.incident == incident
+    reported, payloads = summary.to_dict(), [(e.wall_at, e.payload) for e in said]
+    diagnoses = [p.diagnosis for _, p in payloads if isinstance(p, IncidentOpened | IncidentUpdated)]
+    assert (reported["onset"], reported["detected_at"]) == (diagnoses[0].onset, diagnoses[0].detected_at)
+    assert reported["because"] == diagnoses[-1].because
+    assert summary.incident.suspects == tuple(s for d in diagnoses for s in d.suspects)
+    plans = [p.plan for _, p in payloads if isinstance(p, PlanCreated)]
+    assert reported["num_plans"] == len(plans) and reported["action"] == (str(plans[-1].action) if plans else None)
+    assert reported["held"] == [p.because for _, p in payloads if isinstance(p, PlanBlocked)]
+    assert reported["action_failed"] == [p.because for _, p in payloads if isinstance(p, ActionFailed)]
+    started = [at for at, p in payloads if isinstance(p, ActionStarted)]
+    assert summary.incident.action_started_at == (started[0] if started else None)
+    verified = [(at, p.because) for at, p in payloads if isinstance(p, IncidentVerified)]
+    assert (summary.incident.verified_at, reported["verified"]) == (verified[-1] if verified else (None, ""))
+    closed = [(at, p.outcome, p.because) for at, p in payloads if isinstance(p, IncidentClosed)]
+    assert (reported["closed_at"], reported["outcome"], reported["closed_because"]) == (
+        closed[-1] if closed else (None, "open", "")
+    )
+
+
+@pytest.mark.parametrize("missing", [K.PLAN_CREATED, K.ACTION_STARTED, K.ACTION_DONE, K.INCIDENT_VERIFIED])
+def test_a_missing_line_does_not_hide_those_after_it_from_a_page(missing: EventKind) -> None:
+    resolved = {"incident_closed": {"outcome": "resolved", "because": "it works"}}
+    whole = events(*TO_STATE[S.VERIFYING], K.INCIDENT_VERIFIED, K.INCIDENT_CLOSED, **resolved)
+    rest = [e for e in whole if e.kind is not missing]
+    with pytest.raises(InvalidTransition):
+        fold(rest)
+    seen = fold(rest, strict=False)[NAME]
+    assert (seen.state, seen.outcome, seen.closed_at) == (S.CLOSED, IncidentOutcome.RESOLVED, 6.0)
+    assert seen.verified_at == (None if missing is K.INCIDENT_VERIFIED else 5.0)
+
+
+def test_a_page_skips_what_it_cannot_read() -> None:
+    opened = events(K.INCIDENT_OPENED)
+    assert fold(events(K.PLAN_CREATED), strict=False) == {}
+    assert fold([*opened, *events(K.INCIDENT_OPENED)], strict=False) == fold(opened)
+    newer = events(*TO_STATE[S.ACTING], K.ACTION_FAILED, action_failed={"failure": "of a later version"})
+    assert fold(newer, strict=False) == fold(newer[:-1])

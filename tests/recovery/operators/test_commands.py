@@ -8,12 +8,12 @@ from rolecall.core.errors import CommandRefused, InvalidId
 from rolecall.core.faults import FaultClass
 from rolecall.core.journal.events import EventKind
 from rolecall.core.rundir import RunDir
-from rolecall.recovery.incidents.incident import IncidentOutcome, IncidentState
+from rolecall.recovery.incidents import IncidentOutcome, IncidentState
 from rolecall.recovery.loop import Watch
-from rolecall.recovery.notifications.outbox import notification_text
-from rolecall.recovery.operators import commands
-from rolecall.testing.events import filled
+from rolecall.recovery.notifications import notification_text
+from rolecall.recovery.operators import commands, queries
 from rolecall.testing.recovery_world import diagnosis
+from tests.events import filled
 from tests.recovery.world import World
 
 K = EventKind
@@ -97,7 +97,7 @@ def test_the_guards_look_again_after_an_approval(tmp_path: Path) -> None:
     assert world.only().outcome is IncidentOutcome.RESOLVED
 
 
-def test_a_proposal_lapses_and_a_person_is_told(tmp_path: Path) -> None:
+def test_a_proposal_lapses_and_an_operator_is_reported(tmp_path: Path) -> None:
     world, run, watch = approving(tmp_path)
     digest = proposed(world, watch)
     world.until(world.all_closed, watch, seconds=120)
@@ -162,8 +162,8 @@ def test_a_request_is_no_proposal_but_counts_like_any_other(tmp_path: Path) -> N
     commands.replace(run, "rollout/1", "this one too", "alice", world.clock)
     world.run(30, watch)
     assert world.desired("rollout/1") == 1
-    (told,) = [m for m in world.notifier.messages if m.kind == "oncall_paged"]
-    assert "the limit is 1" in told.because
+    (reported,) = [m for m in world.notifier.messages if m.kind == "oncall_paged"]
+    assert "the limit is 1" in reported.because
 
 
 def test_a_request_in_observe_mode_is_held_and_ends(tmp_path: Path) -> None:
@@ -176,7 +176,7 @@ def test_a_request_in_observe_mode_is_held_and_ends(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("replica", "error"), [("rollout/9", CommandRefused), ("rollout", InvalidId)])
-def test_a_request_for_nobody_is_refused(tmp_path: Path, replica: str, error: type[Exception]) -> None:
+def test_a_request_for_no_one_is_refused(tmp_path: Path, replica: str, error: type[Exception]) -> None:
     World(tmp_path)
     with pytest.raises(error):
         commands.replace(RunDir(tmp_path), replica, "please", "alice")
@@ -188,24 +188,24 @@ def test_status_and_incidents(tmp_path: Path) -> None:
     commands.pause_recovery(run, "bob", "upgrade \x1b[31mred")
     world.runtime.inject("rollout/1", FaultClass.CRASH)
     world.run(3, watch)
-    value = commands.status(run, world.clock)
+    value = queries.status(run, world.clock)
     assert value["mode"] == "act" and value["watch"] == {"holder": "host:1:1", "fence": 1}
     assert value["evictions_last_hour"] == 0
     assert [i["held_by"] for i in value["open_incidents"]] == [["paused"]]
-    text = commands.status_text(value)
+    text = queries.status_text(value)
     assert "PAUSED: bob: upgrade \\x1b[31mred" in text and "\x1b" not in text
     assert "inc-1-rollout-1 planned: rollout/1#1: crash" in text
     commands.resume_recovery(run, "bob")
     world.until(world.all_closed, watch)
-    assert commands.status(run, world.clock)["evictions_last_hour"] == 1
-    (one,) = commands.incidents(run, "inc-1-rollout-1")
+    assert queries.status(run, world.clock)["evictions_last_hour"] == 1
+    (one,) = queries.incidents(run, "inc-1-rollout-1")
     assert one["outcome"] == "resolved" and one["events"][0]["kind"] == "incident_opened"
-    assert "incident_verified" in commands.incidents_text([one])
-    assert [i["incident_id"] for i in commands.incidents(run)] == ["inc-1-rollout-1"]
+    assert "incident_verified" in queries.incidents_text([one])
+    assert [i["incident_id"] for i in queries.incidents(run)] == ["inc-1-rollout-1"]
     with pytest.raises(CommandRefused, match="there are: inc-1-rollout-1"):
-        commands.incidents(run, "inc-7")
+        queries.incidents(run, "inc-7")
     world.clock.advance(60)
-    assert "NO RECOVERY LEADER" in commands.status_text(commands.status(run, world.clock))
+    assert "NO RECOVERY LEADER" in queries.status_text(queries.status(run, world.clock))
     assert commands.resume_recovery(run, "bob").endswith("was not paused")
 
 
@@ -216,14 +216,14 @@ def test_every_decision_replays(tmp_path: Path, fault: FaultClass) -> None:
     world.runtime.starts_that_die["rollout/1"] = 1
     world.runtime.inject("rollout/1", fault)
     world.until(world.all_closed, watch)
-    value = commands.replay(run, "inc-1-rollout-1")
+    value = queries.replay(run, "inc-1-rollout-1")
     assert value["same"] is True and len(value["plans"]) == 2
     assert ": same decision" in value["text"] and "replace_replica" in value["text"]
     with pytest.raises(CommandRefused):
-        commands.replay(run, "inc-2-rollout-1")
+        queries.replay(run, "inc-2-rollout-1")
 
 
-def test_a_decision_that_would_differ_now_is_told(tmp_path: Path) -> None:
+def test_a_decision_that_would_differ_now_is_reported(tmp_path: Path) -> None:
     world = World(tmp_path)
     watch = world.watch()
     world.runtime.inject("rollout/1", FaultClass.SLOW)
@@ -237,7 +237,7 @@ def test_a_decision_that_would_differ_now_is_told(tmp_path: Path) -> None:
     world.journal.append(
         filled(K.PLAN_CREATED, {**made.payload.to_body(), "question": question}), incident_id="inc-2-other"
     )
-    value = commands.replay(RunDir(tmp_path), "inc-2-other")
+    value = queries.replay(RunDir(tmp_path), "inc-2-other")
     assert value["same"] is False and "DIFFERENT decision" in value["text"]
 
 
@@ -255,8 +255,8 @@ def _hostile_world(path: Path) -> World:
     return world
 
 
-def _is_text(told: str, ours: int) -> None:
-    lines = told.splitlines()
+def _is_text(reported: str, ours: int) -> None:
+    lines = reported.splitlines()
     assert all(line.isprintable() for line in lines) and len(lines) == ours, "it neither steers nor adds a line"
     assert any("<script>alert(1)</script> [red]x[/red]\\x0ano open incidents" in line for line in lines)
 
@@ -264,18 +264,18 @@ def _is_text(told: str, ours: int) -> None:
 def test_foreign_text_is_shown_as_text(tmp_path: Path) -> None:
     world = _hostile_world(tmp_path)
     run = RunDir(tmp_path)
-    status = commands.status(run, world.clock)
-    _is_text(commands.status_text(status), 4 + len(status["replicas"]))
+    status = queries.status(run, world.clock)
+    _is_text(queries.status_text(status), 4 + len(status["replicas"]))
     name = world.only().incident_id
-    _is_text(commands.incidents_text(commands.incidents(run, name)), 2 + len(world.journal.events(incident_id=name)))
-    _is_text(commands.replay(run, name)["text"], 2)
+    _is_text(queries.incidents_text(queries.incidents(run, name)), 2 + len(world.journal.events(incident_id=name)))
+    _is_text(queries.replay(run, name)["text"], 2)
 
 
-def test_foreign_text_is_told_as_text(tmp_path: Path) -> None:
+def test_foreign_text_is_reported_as_text(tmp_path: Path) -> None:
     world = _hostile_world(tmp_path)
-    (told,) = world.notifier.messages
-    _is_text(told.because, 1)
-    assert told.because.count("\\x1b") >= 1
+    (reported,) = world.notifier.messages
+    _is_text(reported.because, 1)
+    assert reported.because.count("\\x1b") >= 1
 
 
 def test_a_long_sentence_is_cut() -> None:

@@ -1,4 +1,4 @@
-"""Hold, lift and veto over whole watches: what a person says of a plan stands until its end, whoever dies meanwhile."""
+"""Hold, lift and veto over whole watches: what an operator says of a plan stands until its end, whoever dies meanwhile."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -10,11 +10,12 @@ from rolecall.core.errors import CommandRefused, ConcurrentWrite, ConfigError
 from rolecall.core.faults import FaultClass
 from rolecall.core.journal.events import EventKind
 from rolecall.core.rundir import RunDir
-from rolecall.recovery.incidents.incident import IncidentOutcome, IncidentState
+from rolecall.recovery.incidents import IncidentOutcome, IncidentState
 from rolecall.recovery.loop import Watch
-from rolecall.recovery.operators import commands
-from rolecall.testing.events import filled
+from rolecall.recovery.operators import commands, queries
+from rolecall.recovery.operators.run_location import JournalLocation
 from rolecall.testing.recovery_world import diagnosis
+from tests.events import filled
 from tests.recovery.world import World
 
 K = EventKind
@@ -53,8 +54,8 @@ def test_nothing_begins_while_it_is_held_and_all_goes_on_after(tmp_path: Path) -
     commands.resume_recovery(run, "bob")
     world.run(29, watch)
     assert world.runtime.replaced == [] and world.only().state is IncidentState.PLANNED
-    told = commands.status_text(commands.status(run, world.clock))
-    assert "on hold by alice until" in told and "let me get a dump" in told
+    reported = queries.status_text(queries.status(run, world.clock))
+    assert "on hold by alice until" in reported and "let me get a dump" in reported
     world.until(world.all_closed, watch)
     assert world.runtime.replaced == [("rollout/1", 1)] and world.only().outcome is IncidentOutcome.RESOLVED
     (called,) = world.events(K.ONCALL_PAGED)
@@ -62,7 +63,7 @@ def test_nothing_begins_while_it_is_held_and_all_goes_on_after(tmp_path: Path) -
     assert called.seq < world.events(K.ACTION_STARTED)[0].seq
 
 
-def test_a_hold_that_is_lifted_calls_nobody(tmp_path: Path) -> None:
+def test_a_hold_that_is_lifted_calls_no_one(tmp_path: Path) -> None:
     world, run, watch, digest = holding(tmp_path)
     commands.hold_plan(run, digest, "alice", "let me get a dump", 3600.0, world.clock)
     commands.resume_recovery(run, "bob")
@@ -209,7 +210,7 @@ def _just_before(world: World, kind: EventKind, say: Callable[[], str]) -> list[
 
 
 def test_a_word_that_comes_as_the_action_begins_is_not_lost(tmp_path: Path) -> None:
-    """The watch has decided to begin, and a person's word is written first: nothing begins."""
+    """The watch has decided to begin, and an operator's word is written first: nothing begins."""
     world, run, watch, digest = holding(tmp_path)
     commands.resume_recovery(run, "bob")
     said = _just_before(
@@ -251,15 +252,15 @@ def test_marks(tmp_path: Path) -> None:
     world.runtime.inject("rollout/1", FaultClass.HANG)
     world.until(world.all_closed, watch)
     name = world.only().incident_id
-    assert commands.review_diagnosis(run, name, False, "alice", "it was me") == f"diagnosis of {name} marked wrong"
+    assert commands.review_diagnosis(run, name, False, "alice", "it was me") == f"diagnosis of {name} reviewed as wrong"
     commands.review_diagnosis(run, name, True, "bob")
     world.run(2, watch)
     assert world.only().outcome is IncidentOutcome.RESOLVED and len(world.incidents()) == 1
-    (told,) = commands.incidents(run)
-    assert told["mark"]["verdict"] == "right" and told["mark"]["by"] == "bob"
-    assert f"{name} resolved" in commands.incidents_text([told]) and "marked right by bob" in commands.incidents_text(
-        [told]
-    )
+    (reported,) = queries.incidents(run)
+    assert reported["review"]["verdict"] == "right" and reported["review"]["by"] == "bob"
+    assert f"{name} resolved" in queries.incidents_text(
+        [reported]
+    ) and "reviewed as right by bob" in queries.incidents_text([reported])
     with pytest.raises(CommandRefused, match="no incident inc-9"):
         commands.review_diagnosis(run, "inc-9", True, "bob")
 
@@ -286,13 +287,13 @@ def test_who_speaks_has_a_name(tmp_path: Path, name: str) -> None:
 
 def test_the_url_of_a_journal_is_enough(tmp_path: Path) -> None:
     world, run, watch, digest = proposing(tmp_path)
-    place = commands.JournalLocation(world.url)
+    place = JournalLocation(world.url)
     assert place.run_id == run.run_id == tmp_path.name
     commands.approve_plan(place, digest, "alice", world.clock)
     world.until(world.all_closed, watch)
-    assert commands.status(place, world.clock)["run"] == run.run_id
+    assert queries.status(place, world.clock)["run"] == run.run_id
     with pytest.raises(ConfigError) as error:
-        commands.JournalLocation("mysql://u:secret@h/d")
+        JournalLocation("mysql://u:secret@h/d")
     assert "secret" not in str(error.value)
 
 
@@ -306,5 +307,5 @@ def test_the_url_of_a_journal_is_enough(tmp_path: Path) -> None:
     ],
 )
 def test_a_journal_tells_its_run(url: str, run_id: str) -> None:
-    place = commands.JournalLocation(url)
+    place = JournalLocation(url)
     assert place.run_id == run_id and ":p@" not in repr(place)

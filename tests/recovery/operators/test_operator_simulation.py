@@ -13,8 +13,8 @@ from rolecall.core.errors import CommandRefused
 from rolecall.core.journal.events import EventKind
 from rolecall.core.nodes import quarantined_nodes
 from rolecall.core.rundir import RunDir
-from rolecall.recovery.incidents.incident import Decision
-from rolecall.recovery.operators import commands
+from rolecall.recovery.incidents import Decision
+from rolecall.recovery.operators import commands, queries
 from rolecall.testing.recovery_world import FLEET
 from tests.recovery.test_simulation import KEEPS_OUT, Simulation
 
@@ -88,7 +88,7 @@ class Talk(Simulation):
         placed = {str(r): (d.incarnation, str(d.node)) for r, d in self.world.journal.desired().items()}
         for replica, (incarnation, node) in placed.items():
             if self.placed.get(replica, (incarnation, ""))[0] != incarnation:
-                # In quarantine since the last look, and still: a person may speak right after the write.
+                # In quarantine since the last look, and still: an operator may speak right after the write.
                 assert node not in self.shut & shut, f"{replica}#{incarnation} on {node}: {self.world.story()}"
         self.shut, self.placed = shut, placed
 
@@ -102,7 +102,7 @@ def test_talk(tmp_path: Path, seed: int, number: int) -> None:
     talk.all_cured_or_told()
     for incident in talk.book.incidents.values():
         if incident.attempts:
-            assert commands.replay(talk.run_dir, incident.incident_id)["same"] is True
+            assert queries.replay(talk.run_dir, incident.incident_id)["same"] is True
 
 
 def test_the_talk_is_real(tmp_path: Path) -> None:

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rolecall.rl_runtime.algorithms.advantages import gae, last_of, overlong_penalty
 from rolecall.rl_runtime.algorithms.group_relative import all_equal, group_relative
+from rolecall.rl_runtime.algorithms.objective import gae, last_of, overlong_penalty
 from tests.rl_runtime import reference_math
 from tests.rl_runtime.reference_math import Answer, Method
 

@@ -10,13 +10,13 @@ from torch import Tensor
 
 from rolecall.core.config.job import JobConfig, parse_job
 from rolecall.core.policy_health import LOG_RATIO_ALARM
-from rolecall.rl_runtime.algorithms.agreement import SHARE, VERSIONS_KEPT, asked_again, is_asked, rows_to_ask
+from rolecall.rl_runtime.algorithms.agreement import SHARE, VERSIONS_KEPT, is_asked, recomputed_log_probs, rows_to_ask
 from rolecall.rl_runtime.algorithms.batching import form_microbatches
 from rolecall.rl_runtime.algorithms.objective import Batch, TokenSelection, make_batch
 from rolecall.rl_runtime.tasks.reward_worker import task_of
 from rolecall.rl_runtime.trainer.model import write_model_folder
 from rolecall.rl_runtime.trainer.trainer import TrainerReplica
-from rolecall.testing.learning import LEDGER, TRAINER, BatchGenerator, ModelSequenceGenerator, learn
+from tests.rl_runtime.learning import LEDGER, TRAINER, BatchGenerator, ModelSequenceGenerator, learn
 
 TINY = {"hidden_size": 32, "intermediate_size": 64}
 ROUNDING = 1e-4
@@ -48,35 +48,35 @@ def test_every_step_of_a_run_that_stays_behind_says_how_far_they_agree(tmp_path:
     assert {s.versions[0] for g in points[-1].generated.groups for s in g.samples} == {3}, (
         "none is of the trained weights"
     )
-    told = [p.result.log_ratio_max for p in points]
-    assert all(x is not None and 0.0 <= x < ROUNDING for x in told), told
+    reported = [p.result.log_ratio_max for p in points]
+    assert all(x is not None and 0.0 <= x < ROUNDING for x in reported), reported
 
 
 def test_an_engine_with_wrong_weights_is_seen_although_it_is_two_versions_behind(tmp_path: Path) -> None:
     job = job_of()
     write_model_folder(tmp_path, job.model, 0, job.task.name)
     writer = WrongWriter(tmp_path, eos=task_of(job).vocab.eos, seed=0)
-    told = [p.result.log_ratio_max or 0.0 for p in learn(job, writer, num_steps=6, staleness=2)]
-    assert max(told[:4]) < ROUNDING and min(told[4:]) > LOG_RATIO_ALARM, told
+    reported = [p.result.log_ratio_max or 0.0 for p in learn(job, writer, num_steps=6, staleness=2)]
+    assert max(reported[:4]) < ROUNDING and min(reported[4:]) > LOG_RATIO_ALARM, reported
 
 
 @pytest.mark.parametrize(("behind", "staleness"), [(3, 4), (1, 0)], ids=["older than what is kept", "nothing is kept"])
-def test_of_versions_that_nobody_holds_nothing_is_said(tmp_path: Path, behind: int, staleness: int) -> None:
+def test_of_versions_that_no_one_holds_nothing_is_said(tmp_path: Path, behind: int, staleness: int) -> None:
     job = job_of(runtime={"staleness_max": staleness})
-    told = [p.result.log_ratio_max for p in learn(job, writer_of(job, tmp_path), num_steps=6, staleness=behind)]
+    reported = [p.result.log_ratio_max for p in learn(job, writer_of(job, tmp_path), num_steps=6, staleness=behind)]
     # Until a version falls behind what is kept, it is asked; the first step's tokens are of the trained weights.
     known = 1 + min(VERSIONS_KEPT, staleness)
-    assert all(x is not None for x in told[:known]) and told[known:] == [None] * (6 - known), told
+    assert all(x is not None for x in reported[:known]) and reported[known:] == [None] * (6 - known), reported
 
 
-def test_a_copy_holds_no_former_versions_and_says_nothing_of_them(tmp_path: Path) -> None:
+def test_a_copy_holds_no_previous_versions_and_says_nothing_of_them(tmp_path: Path) -> None:
     job = job_of()
     writer, source_job = writer_of(job, tmp_path), job
     source = BatchGenerator(source_job, task_of(job), writer)
     first, copy = (TrainerReplica(replica=TRAINER, incarnation=1, job=job) for _ in range(2))
     try:
         first.join(1, 1, 0, 1, "127.0.0.1", 0)
-        writer.load(0, first.policy_tensors(0))
+        writer.load(0, first.state.policy_tensors(0))
         works = [form_microbatches(s, source.generate().groups, job.algorithm.microbatches_per_step) for s in range(3)]
 
         def trained(trainer: TrainerReplica, step: int) -> float | None:
@@ -84,10 +84,10 @@ def test_a_copy_holds_no_former_versions_and_says_nothing_of_them(tmp_path: Path
             return trainer.train_step(1, 1, step, works[step], ids, LEDGER, [TRAINER]).log_ratio_max
 
         assert all((trained(first, step) or 0.0) < ROUNDING for step in range(2))
-        copy.load_state(*first.export_state())
+        copy.load_state(*first.state.export())
         copy.join(1, 1, 0, 1, "127.0.0.1", 0)
         assert trained(copy, 2) is None and (trained(first, 2) or 1.0) < ROUNDING
-        assert all(torch.equal(w, copy.policy_tensors(3)[n]) for n, w in first.policy_tensors(3).items())
+        assert all(torch.equal(w, copy.state.policy_tensors(3)[n]) for n, w in first.state.policy_tensors(3).items())
     finally:
         first.close()
         copy.close()
@@ -109,9 +109,9 @@ def test_asking_leaves_the_weights_that_are_trained_as_they_are(tmp_path: Path) 
         for p in model.parameters():
             p.mul_(1.5)
     now = {n: p.detach().clone() for n, p in model.named_parameters()}
-    assert 0.0 <= asked_again(model, batch, {0: own}, 1, microbatches=1) < ROUNDING
-    assert asked_again(model, batch, {0: now}, 1, microbatches=1) > LOG_RATIO_ALARM
-    assert asked_again(model, batch, {5: own}, 1, microbatches=1) == -1.0
+    assert 0.0 <= recomputed_log_probs(model, batch, {0: own}, 1, microbatches=1) < ROUNDING
+    assert recomputed_log_probs(model, batch, {0: now}, 1, microbatches=1) > LOG_RATIO_ALARM
+    assert recomputed_log_probs(model, batch, {5: own}, 1, microbatches=1) == -1.0
     assert all(torch.equal(p, now[n]) and p.grad is None for n, p in model.named_parameters())
 
 

@@ -69,7 +69,7 @@ def test_an_id_that_two_computed_counts_once_and_a_strangers_not_at_all() -> Non
     assert assign(["1", "2"], {b: ["1"], a: ["1"], c: ["2"]}, [a, b]) == {a: ["1"], b: ["2"]}
 
 
-def test_nobody_left_and_repeated_ids_are_refused() -> None:
+def test_no_one_left_and_repeated_ids_are_refused() -> None:
     with pytest.raises(ValueError, match="no replica is left"):
         assign(["1"], {}, [])
     with pytest.raises(ValueError, match="twice"):

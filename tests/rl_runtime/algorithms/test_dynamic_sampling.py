@@ -28,8 +28,8 @@ from rolecall.rl_runtime.algorithms.sampler import (
 from rolecall.rl_runtime.controller import batch_assembler
 from rolecall.rl_runtime.controller.journal_writer import RunRecorder
 from rolecall.rl_runtime.tasks.task import group_id, group_number
-from rolecall.testing.runtime import ScriptedResponses
 from tests.rl_runtime.loop import World, small_job
+from tests.rl_runtime.scripted_responses import ScriptedResponses
 
 HALF = ScriptedResponses(right_below=9)
 """Every second group of two teaches nothing."""
@@ -92,7 +92,7 @@ def checked(w: World) -> World:
 # --- what is filtered, and what fills a batch ---------------------------------------------------------------------
 
 
-def test_every_batch_is_full_of_groups_that_teach_and_the_share_that_was_filtered_is_told(tmp_path: Path) -> None:
+def test_every_batch_is_full_of_groups_that_teach_and_the_share_that_was_filtered_is_reported(tmp_path: Path) -> None:
     w = checked(World(job=dapo(8), path=tmp_path, seed=0, answers=HALF).run())
     shares = [b["health"]["filtered_fraction"] for b in w.events(EventKind.STEP_COMMITTED)]
     assert all(0.0 <= share < 1.0 for share in shares)

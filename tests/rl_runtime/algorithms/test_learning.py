@@ -22,7 +22,7 @@ from rolecall.rl_runtime.protocol.messages import EndReason
 from rolecall.rl_runtime.tasks.reward_worker import task_of
 from rolecall.rl_runtime.tasks.task import group_number, group_start
 from rolecall.rl_runtime.trainer.model import write_model_folder
-from rolecall.testing.learning import BatchGenerator, GeneratedSequence, ModelSequenceGenerator, examine, learn
+from tests.rl_runtime.learning import BatchGenerator, GeneratedSequence, ModelSequenceGenerator, examine, learn
 
 KNOWS_PARITY = 0.65
 """Letters guessed at random and the end in its place earn (12 / 2 + 1) / 13 = 0.54: more takes looking at the digits.
@@ -128,7 +128,7 @@ def dapo(**settings: Any) -> JobConfig:
     return parse_job({"task": {"num_digits": 4}, "algorithm": {"name": "dapo", **small, **settings}})
 
 
-def test_groups_that_teach_nothing_are_made_anew_until_the_batch_is_full() -> None:
+def test_groups_that_teach_nothing_are_made_again_until_the_batch_is_full() -> None:
     job = dapo()
     made = BatchGenerator(job, task_of(job), Dictated(job, wrong=(0, 5, 8, 9, 10, 12))).generate()
     # Two samples a group: 0, 5, 10 and 12 make groups 0, 2, 5 and 6 unequal; in group 4 both are wrong.
@@ -214,7 +214,7 @@ from pathlib import Path
 from rolecall.core.config.job import parse_job
 from rolecall.rl_runtime.trainer.model import make_model, write_model_folder
 from rolecall.rl_runtime.tasks.reward_worker import task_of
-from rolecall.testing.learning import EngineSequenceGenerator, GeneratedSequence
+from tests.rl_runtime.learning import EngineSequenceGenerator, GeneratedSequence
 import torch
 
 job = parse_job({"task": {"name": "long_addition", "num_digits": 4}})

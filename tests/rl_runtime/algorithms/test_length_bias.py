@@ -30,8 +30,8 @@ import pytest
 from rolecall.core.journal.ledger import FILTERED, GroupState, Ledger
 from rolecall.rl_runtime.controller.open_group import UNTRAINED, EngineKey, OpenGroup
 from rolecall.rl_runtime.controller.trajectories import ReassignedRequests, TrajectoryTable
-from rolecall.testing.runtime import ScriptedResponses, request_seed_of
 from tests.rl_runtime.loop import World, small_job
+from tests.rl_runtime.scripted_responses import ScriptedResponses, request_seed_of
 
 LONG_TAIL = ScriptedResponses(longest=256, long_tail=True, right_below=9)
 LEVEL = 0.01
@@ -105,7 +105,7 @@ class Counts:
         self.groups.append(groups)
         self.requests.append(requests)
 
-    def told(self) -> str:
+    def reported(self) -> str:
         """What was found, by bucket of length: lost of all."""
         by_bucket = ", ".join(
             f"{2**b // 2}+: {sum(lost for c, lost in flat if c == b):.0f} of {sum(c == b for c, _ in flat)}"
@@ -159,8 +159,8 @@ def counted(
 
 
 def check(counts: Counts) -> None:
-    assert level(counts.groups) > LEVEL, counts.told()
-    assert level(counts.requests) > LEVEL, counts.told()
+    assert level(counts.groups) > LEVEL, counts.reported()
+    assert level(counts.requests) > LEVEL, counts.reported()
 
 
 @pytest.mark.parametrize("algorithm", list(ALGORITHMS))
@@ -177,7 +177,7 @@ def test_nor_are_they_made_again_more_often_where_engines_die(tmp_path: Path) ->
 @pytest.mark.parametrize("algorithm", list(ALGORITHMS))
 def test_the_same_over_a_thousand_kills(tmp_path: Path, algorithm: str) -> None:
     counts = counted(tmp_path, algorithm, range(1000, 1000 + 1000 // KILLS), seeds="thousand")
-    print(counts.told())
+    print(counts.reported())
     assert counts.kills == 1000
     check(counts)
 
@@ -192,7 +192,7 @@ class DropsByOldestToken(TrajectoryTable):
         return [
             g
             for g in sorted(self.groups.values(), key=lambda g: g.group_id)
-            if g.phase in UNTRAINED and g.version_min is not None and step - g.version_min > staleness_max
+            if g.phase in UNTRAINED and g.version_max is not None and step - g.oldest_since(0) > staleness_max
         ]
 
 
@@ -209,13 +209,13 @@ class StartsOver(TrajectoryTable):
 
 def test_a_law_that_drops_by_the_oldest_token_is_rejected(tmp_path: Path) -> None:
     counts = counted(tmp_path, "grpo", range(2), DropsByOldestToken)
-    assert level(counts.groups) <= LEVEL / 5, counts.told()
+    assert level(counts.groups) <= LEVEL / 5, counts.reported()
 
 
 def test_a_law_that_begins_again_from_the_prompt_is_rejected(tmp_path: Path) -> None:
     """Told by engines' deaths alone: where a policy is lost that was trained, all is made again, short or long."""
     counts = counted(tmp_path, "grpo", range(2), StartsOver, victims=ENGINES)
-    assert level(counts.requests) <= LEVEL / 5, counts.told()
+    assert level(counts.requests) <= LEVEL / 5, counts.reported()
 
 
 def test_shuffling_tells_loss_by_length_from_loss_that_clusters() -> None:

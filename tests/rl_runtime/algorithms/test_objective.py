@@ -252,7 +252,7 @@ def test_a_ratio_out_of_all_bounds_stays_finite_and_says_so(
 ) -> None:
     gain, slope, sums = one_token(log_ratio, advantage, dtype=dtype, **way)
     assert math.isfinite(gain)
-    # Of the reference's policy that many e-foldings away is nothing odd, while its own ratio can be told.
+    # Of the reference's policy that many e-foldings away is nothing odd, while its own ratio can be reported.
     known = "kl_coefficient" in way and 0 < log_ratio < -LOG_RATIO_MIN
     wanted = pytest.approx(-0.5, abs=1e-8) if known else 0.0
     assert slope == wanted, "it tells of engine and trainer, not of which way is better"

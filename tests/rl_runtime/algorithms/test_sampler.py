@@ -58,7 +58,7 @@ def folded(*lines: LedgerLine, job_seed: int = 3) -> SamplerState:
         ([1.0, 1.0 - 2**-53], V.ALL_EQUAL, V.INFORMATIVE),
     ],
 )
-def test_what_teaches_nothing_is_told_by_the_rewards_alone(
+def test_what_teaches_nothing_is_reported_by_the_rewards_alone(
     rewards: list[float], by_reward: GroupSignal, by_exact: GroupSignal
 ) -> None:
     assert (classify_rewards(rewards, "reward"), classify_rewards(rewards, "exact")) == (by_reward, by_exact)
@@ -91,7 +91,7 @@ def test_the_limit_is_on_groups_judged_for_a_step_that_is_not_full(
 
 
 @pytest.mark.parametrize(("right", "wrong", "word", "change"), [(7, 2, "easy", "harder"), (2, 7, "hard", "easier")])
-def test_what_was_not_filled_is_told_with_counts_and_what_to_change(
+def test_what_was_not_filled_is_reported_with_counts_and_what_to_change(
     right: int, wrong: int, word: str, change: str
 ) -> None:
     algorithm = AlgorithmConfig(

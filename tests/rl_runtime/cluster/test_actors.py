@@ -21,8 +21,15 @@ from rolecall.core.ids import NodeId, ReplicaId
 from rolecall.core.membership import Actual, ReplicaState
 from rolecall.core.rundir import RunDir
 from rolecall.rl_runtime.cluster import actors
-from rolecall.rl_runtime.protocol.clients import ReplicaExited, RewardPort, RolloutPort, TrainerPort, within
-from rolecall.rl_runtime.protocol.ray_clients import RayClient, RemoteError
+from rolecall.rl_runtime.cluster.actors import RayClient, RemoteError
+from rolecall.rl_runtime.protocol.clients import (
+    ReplicaExited,
+    RewardPort,
+    RolloutPort,
+    TrainerPort,
+    is_code_error,
+    within,
+)
 from tests.support import PATIENCE_SECONDS, eventually
 
 RECORD = Actual(
@@ -155,7 +162,7 @@ class Stepped(FakeClock):
             self.moved.notify_all()
 
 
-def test_a_lease_that_nobody_renews_ends_the_process() -> None:
+def test_a_lease_that_no_one_renews_ends_the_process() -> None:
     ended: list[str] = []
     clock = Stepped()
     renewed = actors.ActorLease(30.0, clock, lambda: ended.append("renewed"))
@@ -175,7 +182,7 @@ def test_a_lease_that_nobody_renews_ends_the_process() -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "told"),
+    ("error", "reported"),
     [
         (ZeroDivisionError("x"), True),
         (NonFiniteValue(replica="trainer/0", step=1, what="loss"), True),
@@ -184,8 +191,8 @@ def test_a_lease_that_nobody_renews_ends_the_process() -> None:
         (DeadlineExceeded(waited_for="x", seconds=1.0), False),
     ],
 )
-def test_only_errors_of_code_are_told_to_the_agent(error: Exception, told: bool) -> None:
-    assert actors.is_code_error(error) is told
+def test_only_errors_of_code_are_told_to_the_agent(error: Exception, reported: bool) -> None:
+    assert is_code_error(error) is reported
 
 
 def test_what_an_engine_had_made_is_read_from_its_page_after_its_death(tmp_path: Path) -> None:

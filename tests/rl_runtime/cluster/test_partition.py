@@ -126,7 +126,7 @@ def test_a_member_cut_off_in_the_reduce_is_refused_when_its_cable_is_back(team: 
         asked_of_lost(1, 2)
     with pytest.raises(StaleIncarnation, match="incarnation"):  # what is meant for its replacement
         asked_of_lost(2, 2)
-    with pytest.raises(StaleIncarnation):  # nobody follows it back into the old epoch
+    with pytest.raises(StaleIncarnation):  # no one follows it back into the old epoch
         survivors[0].ask("join", 1, 1, 0, 3, network.machines[2].address, 1)
     assert lost.ask("commit_record").step == -1
     with pytest.raises(StaleIncarnation):

@@ -85,7 +85,7 @@ TABLE = {
         fleet([want("rollout/0")], [have("rollout/0", state=S.LOST)], dead=("rollout/0#1",)),
         [],
     ),
-    "fenced by the controller, its process hangs on, nobody wants another": (
+    "fenced by the controller, its process hangs on, no one wants another": (
         fleet([want("rollout/0")], [have("rollout/0", state=S.LOST)]),
         [],
     ),

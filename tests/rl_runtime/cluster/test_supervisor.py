@@ -13,11 +13,13 @@ from rolecall.core.config.job import parse_job
 from rolecall.core.errors import ActuatorError, DeadlineExceeded, NotEnoughNodes
 from rolecall.core.ids import NodeId, ReplicaId, process_start_ticks
 from rolecall.core.journal.events import Event, EventKind
+from rolecall.core.journal.ledger import Ledger
 from rolecall.core.membership import Actual, Desired, ReplicaState
 from rolecall.core.rundir import RunDir, create_run_dir, registration_secret
 from rolecall.rl_runtime.cluster import reconcile as decision
 from rolecall.rl_runtime.cluster.actor_operations import ActorProcess
 from rolecall.rl_runtime.cluster.supervisor import Supervisor
+from rolecall.rl_runtime.controller.journal_writer import RunRecorder
 from rolecall.rl_runtime.processes import run_environment
 from rolecall.rl_runtime.protocol.spawn import ActorSpec, actor_name
 from tests.support import PATIENCE_SECONDS, eventually
@@ -26,7 +28,7 @@ S = ReplicaState
 
 
 class SleepActors:
-    """Starts a `sleep` per actor and notes what it was told. `refuse`: replicas whose start or promotion fails."""
+    """Starts a `sleep` per actor and notes what it was reported. `refuse`: replicas whose start or promotion fails."""
 
     def __init__(self) -> None:
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
@@ -130,7 +132,7 @@ def test_what_is_desired_is_started_and_written_down(rig: Rig) -> None:
     assert rig.actors.renewals >= 1
 
 
-def test_a_death_is_written_down_once_and_nobody_is_replaced(rig: Rig) -> None:
+def test_a_death_is_written_down_once_and_no_one_is_replaced(rig: Rig) -> None:
     rig.want("rollout/0")
     rig.want("rollout/1", node="node-2")
     dying, staying = rig.until("rollout/0", 1, S.READY), rig.until("rollout/1", 1, S.READY)
@@ -221,6 +223,45 @@ def test_a_start_that_was_overtaken_is_not_let_in(rig: Rig) -> None:
     assert overtaken is not None and overtaken.state is S.LOST
 
 
+def test_a_controller_that_serves_before_its_start_is_known_keeps_its_state_and_gets_its_process(rig: Rig) -> None:
+    """It works from its construction on. A state without a process would be taken for an abandoned start."""
+    rig.actors.hold.clear()
+    rig.want("controller/0")
+    rig.until("controller/0", 1, S.STARTING)
+    recorder = RunRecorder(rig.journal, Ledger(rig.journal.store), ReplicaId("controller/0"), 1)
+    assert recorder.set_state(ReplicaId("controller/0"), 1, S.SERVING, "runs")
+    rig.actors.hold.set()
+
+    def known() -> bool:
+        rig.supervisor.tick()
+        record = rig.actual("controller/0")
+        return record is not None and record.pid > 0
+
+    eventually(known, "the process to be known")
+    for _ in range(5):
+        rig.supervisor.tick()
+    record = rig.actual("controller/0")
+    assert record is not None and (record.state, record.because) == (S.SERVING, "runs")
+    assert record.pid == rig.actors.processes["r:controller-0:1"].pid
+    assert not rig.events(EventKind.REPLICA_LOST)
+
+
+def test_a_state_that_a_controller_writes_late_keeps_the_process_that_the_supervisor_wrote(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig.actors.hold.clear()
+    rig.want("controller/0")
+    rig.until("controller/0", 1, S.STARTING)
+    recorder = RunRecorder(rig.journal, Ledger(rig.journal.store), ReplicaId("controller/0"), 1)
+    before = recorder.fleet()
+    rig.actors.hold.set()
+    pid = rig.until("controller/0", 1, S.READY).pid
+    monkeypatch.setattr(recorder, "fleet", lambda: before)
+    assert recorder.set_state(ReplicaId("controller/0"), 1, S.SERVING, "runs")
+    record = rig.until("controller/0", 1, S.SERVING)
+    assert record.pid == pid > 0
+
+
 def test_engines_start_three_at_a_time_and_others_beside_them(rig: Rig) -> None:
     rig.actors.hold.clear()
     for i in range(5):
@@ -236,7 +277,7 @@ def test_engines_start_three_at_a_time_and_others_beside_them(rig: Rig) -> None:
     assert rig.actors.starting_most == 4
 
 
-def test_what_nobody_wants_any_more_is_stopped(rig: Rig) -> None:
+def test_what_no_one_wants_any_more_is_stopped(rig: Rig) -> None:
     rig.want("reward/0")
     record = rig.until("reward/0", 1, S.READY)
     rig.journal.remove_desired(ReplicaId("reward/0"))

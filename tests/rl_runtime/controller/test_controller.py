@@ -77,7 +77,7 @@ def test_a_killed_rollouts_requests_go_on_elsewhere_and_no_group_is_lost(tmp_pat
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_a_hung_rollout_stops_nobody_and_is_replaced(tmp_path: Path, seed: int) -> None:
+def test_a_hung_rollout_stops_no_one_and_is_replaced(tmp_path: Path, seed: int) -> None:
     w = world(tmp_path, seed, LONG, script=hang("rollout/0", at=4)).run()
     w.check()
     commits = w.journal.events(kinds=[EventKind.STEP_COMMITTED])
@@ -208,6 +208,55 @@ def test_an_exception_of_trainer_code_is_not_repeated_for_ever(tmp_path: Path) -
     assert w.audit().ok
 
 
+def test_a_microbatch_that_is_not_finite_is_computed_by_another_trainer_within_its_step(tmp_path: Path) -> None:
+    async def script(w: World) -> None:
+        w.fleet.spoils = lambda replica, microbatch: (replica, microbatch) == ("trainer/1", "3.3")
+        while not any(e["step"] == 5 for e in w.events(EventKind.STEP_COMMITTED)):
+            await asyncio.sleep(0.01)
+
+    w = world(tmp_path, 0, LONG, script=script).run()
+    found = w.check()
+    assert set(found.dropped_by_reason) <= {"run_ended"}
+    (again,) = w.events(EventKind.MICROBATCH_RECOMPUTED)
+    assert (again["step"], again["microbatch"], again["finite"]) == (3, "3.3", True)
+    assert (again["from_replica"], again["by"]) == ("trainer/1", "trainer/0") and again["groups"]
+    (interrupted,) = w.events(EventKind.STEP_INTERRUPTED)
+    assert "trainer/1, step 3: loss or gradient of microbatch 3.3" in interrupted["because"]
+    assert not interrupted["lost"] and not w.events(EventKind.REPLICA_LOST)
+    attempts = {b["step"]: b["attempts"] for b in w.events(EventKind.STEP_COMMITTED)}
+    assert attempts.pop(3) == 2 and set(attempts.values()) == {1}
+    # It rejoined, with a copy of the state.
+    assert w.journal.current()[ReplicaId("trainer/1")].state is ReplicaState.SERVING
+
+
+def test_a_microbatch_that_is_not_finite_anywhere_fails_its_step_with_its_groups(tmp_path: Path) -> None:
+    async def script(w: World) -> None:
+        w.fleet.spoils = lambda replica, microbatch: microbatch == "3.3"
+        await asyncio.sleep(0)
+
+    w = world(tmp_path, 0, script=script).run()
+    assert w.outcome is not None and w.outcome.outcome == "failed"
+    (again,) = w.events(EventKind.MICROBATCH_RECOMPUTED)
+    assert (again["from_replica"], again["by"], again["finite"]) == ("trainer/1", "trainer/0", False)
+    assert "microbatch 3.3 (prompt groups " in w.outcome.because and again["groups"][0] in w.outcome.because
+    assert len(w.events(EventKind.STEP_INTERRUPTED)) == 2
+    assert w.audit().ok
+
+
+def test_the_only_trainer_computes_a_microbatch_that_is_not_finite_once_more(tmp_path: Path) -> None:
+    spoilt = iter([True])
+
+    async def script(w: World) -> None:
+        w.fleet.kill("trainer/1")
+        w.fleet.spoils = lambda replica, microbatch: microbatch == "3.3" and next(spoilt, False)
+        await asyncio.sleep(0)
+
+    w = world(tmp_path, 0, LONG, script=script, recovers=False).run()
+    w.check()
+    (again,) = w.events(EventKind.MICROBATCH_RECOMPUTED)
+    assert (again["from_replica"], again["by"], again["finite"]) == ("trainer/0", "trainer/0", True)
+
+
 def test_a_stop_ends_the_run_and_accounts_for_every_group(tmp_path: Path) -> None:
     async def script(w: World) -> None:
         await at_step(w, 5)
@@ -238,9 +287,31 @@ def test_the_status_says_what_the_loop_does_and_why(tmp_path: Path) -> None:
     async def script(w: World) -> None:
         while True:
             if w.controllers:
-                seen.add(str(w.controllers[-1].status()["doing"]))
+                seen.add(w.controllers[-1].state.doing)
             await asyncio.sleep(0.005)
 
     world(tmp_path, script=script).run().check()
     assert any(s.startswith("train: step 3 is assigned") for s in seen)
     assert any(s.startswith("form: ") and s.endswith("of 8 groups are ready") for s in seen)
+
+
+def test_a_trainer_whose_microbatch_is_not_finite_and_that_then_does_not_answer_stops_no_one(tmp_path: Path) -> None:
+    """The others name it; its own answer comes too late."""
+
+    async def script(w: World) -> None:
+        victim = w.fleet.newest("trainer/1")
+
+        def spoils(replica: str, microbatch: str) -> bool:
+            if (replica, microbatch) != ("trainer/1", "3.3"):
+                return False
+            victim.running.clear()  # stopped before its answer is on its way
+            return True
+
+        w.fleet.spoils = spoils
+        await asyncio.sleep(0)
+
+    w = world(tmp_path, 0, script=script, recovers=False).run()
+    w.check()
+    assert len(w.controllers) == 1, "the controller ended"
+    (again,) = w.events(EventKind.MICROBATCH_RECOMPUTED)
+    assert (again["from_replica"], again["by"], again["finite"]) == ("trainer/1", "trainer/0", True)

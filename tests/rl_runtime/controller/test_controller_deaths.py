@@ -17,8 +17,9 @@ from rolecall.core.journal.ledger import Ledger
 from rolecall.core.membership import Actual, Desired, ReplicaState
 from rolecall.rl_runtime.controller.journal_writer import RunRecorder
 from rolecall.rl_runtime.controller.open_group import GroupPhase
-from rolecall.testing.runtime import FakeRequest, FakeRollout, expected_tokens, request_seed_of
 from tests.rl_runtime.loop import CONTROLLER, World, small_job
+from tests.rl_runtime.scripted_responses import expected_tokens, request_seed_of
+from tests.rl_runtime.simulated_fleet import FakeRequest, FakeRollout
 
 SHORT = {"num_steps": 4, "checkpoint__every_steps": 2}
 STRIDE = 13
@@ -95,7 +96,7 @@ def test_tokens_of_open_requests_are_recovered_from_the_engines(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_engines_forget_what_is_of_a_policy_that_never_was_although_the_controller_died_before_it_told_them(
+def test_engines_forget_what_is_of_a_policy_that_never_was_although_the_controller_died_before_it_reported_them(
     tmp_path: Path, seed: int
 ) -> None:
     never: list[FakeRequest] = []

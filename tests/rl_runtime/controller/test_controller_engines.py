@@ -10,17 +10,17 @@ from typing import Any
 import pytest
 
 from rolecall.core.errors import PeerLost, WireError
-from rolecall.core.ids import ReplicaId
+from rolecall.core.ids import NodeId, ReplicaId
 from rolecall.core.journal.events import EventKind
-from rolecall.core.membership import ReplicaState
+from rolecall.core.membership import Desired, ReplicaState
+from rolecall.rl_runtime.controller.background_tasks import FIRST_CALLS_MAX
 from rolecall.rl_runtime.controller.reward_scoring import ATTEMPTS_MAX
-from rolecall.rl_runtime.controller.rollout_pool import FAILURES_MAX, SILENT_SECONDS
-from rolecall.rl_runtime.controller.trainer_group import GREETINGS_MAX
-from rolecall.testing.runtime import UPDATE_SECONDS, FakeWeightPull
+from rolecall.rl_runtime.controller.rollout_pool import DRAIN_SECONDS, FAILURES_MAX, SILENT_SECONDS
 from tests.rl_runtime.loop import World, small_job
+from tests.rl_runtime.simulated_fleet import UPDATE_SECONDS, FakeWeightPull
 
-GREETINGS = {"rollout/1": FAILURES_MAX, "trainer/1": GREETINGS_MAX, "reward/1": ATTEMPTS_MAX}
-"""Replica -> greetings that fail until it is given up."""
+FIRST_CALLS = {"rollout/1": FAILURES_MAX, "trainer/1": FIRST_CALLS_MAX, "reward/1": ATTEMPTS_MAX}
+"""Replica -> first calls that fail until it is given up."""
 
 
 async def at_step(w: World, step: int) -> None:
@@ -47,8 +47,8 @@ def test_a_version_goes_round_from_one_to_the_next_and_each_holder_gives_it_once
         assert last >= first + UPDATE_SECONDS, "three at a time, with two trainers to give"
 
 
-@pytest.mark.parametrize("replica", list(GREETINGS))
-def test_a_replica_that_answers_a_greeting_with_errors_ends_nothing_and_is_given_up_by_name(
+@pytest.mark.parametrize("replica", list(FIRST_CALLS))
+def test_a_replica_that_answers_its_first_call_with_errors_ends_nothing_and_is_given_up_by_name(
     tmp_path: Path, replica: str
 ) -> None:
     async def script(w: World) -> None:
@@ -59,13 +59,13 @@ def test_a_replica_that_answers_a_greeting_with_errors_ends_nothing_and_is_given
     assert len(w.controllers) == 1
     (lost,) = w.events(EventKind.REPLICA_LOST)
     assert (lost["replica"], lost["incarnation"]) == (replica, 1)
-    assert f"failed {GREETINGS[replica]} times" in lost["because"] and "WireError: not a message" in lost["because"]
+    assert f"failed {FIRST_CALLS[replica]} times" in lost["because"] and "WireError: not a message" in lost["because"]
 
 
-@pytest.mark.parametrize("replica", list(GREETINGS))
-def test_a_replica_whose_first_greetings_fail_works_in_the_end(tmp_path: Path, replica: str) -> None:
+@pytest.mark.parametrize("replica", list(FIRST_CALLS))
+def test_a_replica_whose_first_calls_fail_works_in_the_end(tmp_path: Path, replica: str) -> None:
     async def script(w: World) -> None:
-        w.fleet.newest(replica).body.info_raises = [RuntimeError("not yet")] * (GREETINGS[replica] - 1)
+        w.fleet.newest(replica).body.info_raises = [RuntimeError("not yet")] * (FIRST_CALLS[replica] - 1)
 
     w = world(tmp_path, script).run()
     w.check()
@@ -78,7 +78,7 @@ def num_streaming(w: World, replica: str) -> int:
     return sum(map(bool, w.controllers[-1].table.offsets((ReplicaId(replica), 1)).values()))
 
 
-def test_nobody_replaces_a_hung_rollout_and_its_requests_go_on_elsewhere(tmp_path: Path) -> None:
+def test_no_one_replaces_a_hung_rollout_and_its_requests_go_on_elsewhere(tmp_path: Path) -> None:
     """Mode observe: recovery does nothing, and may do nothing for hours."""
     hung: list[float] = []
 
@@ -97,7 +97,7 @@ def test_nobody_replaces_a_hung_rollout_and_its_requests_go_on_elsewhere(tmp_pat
     assert "rollout/1#1" in moved.payload.because
     assert moved.wall_at - hung[0] <= SILENT_SECONDS + 1.0
     assert not w.fleet.started_over, "streamed tokens were made again"
-    assert not w.events(EventKind.REPLICA_LOST), "it was given up, and nobody had asked for that"
+    assert not w.events(EventKind.REPLICA_LOST), "it was given up, and no one had asked for that"
     assert w.journal.current()[ReplicaId("rollout/1")].state is ReplicaState.SERVING
 
 
@@ -125,6 +125,37 @@ def test_a_rollout_that_comes_to_itself_counts_nothing_twice_and_works_again(tmp
     assert set(found.dropped_by_reason) <= {"run_ended"}
     assert len(late) == 2 and len(late[0]) >= 3
     assert len(w.events(EventKind.REQUESTS_REASSIGNED)) == 1 and not w.events(EventKind.REPLICA_LOST)
+
+
+@pytest.mark.parametrize("is_hung", [True, False])
+def test_only_an_engine_that_answers_is_asked_for_its_last_tokens(tmp_path: Path, is_hung: bool) -> None:
+    """A live engine needs most of the time that it is given and loses no token; a silent one is fenced at once."""
+    desired_at: list[float] = []
+
+    async def script(w: World) -> None:
+        await at_step(w, 3)
+        while num_streaming(w, "rollout/1") < 3:
+            await asyncio.sleep(0.01)
+        process = w.fleet.newest("rollout/1")
+        if is_hung:
+            w.fleet.hang("rollout/1")
+            while not w.events(EventKind.REQUESTS_REASSIGNED):
+                await asyncio.sleep(0.01)
+        else:
+            process.body.drain_seconds = 0.8 * DRAIN_SECONDS
+        desired_at.append(w.clock.wall())
+        wanted = Desired(replica=ReplicaId("rollout/1"), incarnation=2, node=NodeId("node-0"), because="asked for")
+        w.journal.set_desired(wanted)
+
+    w = world(tmp_path, script, recovers=False).run()
+    w.check()
+    (lost,) = w.journal.events(kinds=[EventKind.REPLICA_LOST])
+    assert lost.payload.to_body()["replica"] == "rollout/1"
+    seconds = lost.wall_at - desired_at[0]
+    assert seconds < 0.5 if is_hung else 0.8 * DRAIN_SECONDS <= seconds <= DRAIN_SECONDS
+    (moved,) = w.events(EventKind.REQUESTS_REASSIGNED)
+    assert not moved["tokens_lost"] and moved["tokens_kept"] >= 3
+    assert not w.fleet.started_over, "streamed tokens were made again"
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("-inf"), 0.5])

@@ -79,8 +79,8 @@ def test_a_healthy_run_trains_every_token_once(tmp_path: Path, prefixes: str) ->
     assert sum(len(found) > 2 for found in answers.values()) > 5, "hardly any answer had windows"
     ended = [g for g, (_, _, end) in w.fleet.used.items() if end is not EndReason.TRUNCATED]
     assert len(ended) > 5
-    told = sum(b["tokens"] for b in w.events(EventKind.STEP_COMMITTED))
-    assert told == sum(stop - start for start, stop, _ in w.fleet.used.values()), "a window's context counts again"
+    reported = sum(b["tokens"] for b in w.events(EventKind.STEP_COMMITTED))
+    assert reported == sum(stop - start for start, stop, _ in w.fleet.used.values()), "a window's context counts again"
 
 
 async def killing(w: World, rng: random.Random, until: Callable[[], bool]) -> None:

@@ -7,17 +7,18 @@ from typing import Any
 
 import pytest
 
-from rolecall.core.errors import CommitVoteRejected, DeadlineExceeded, NonFiniteValue, PeerLost
+from rolecall.core.errors import CommitVoteRejected, DeadlineExceeded, NonFiniteMicrobatch, NonFiniteValue, PeerLost
 from rolecall.core.ids import GroupId, NodeId, ReplicaId
 from rolecall.core.journal.payloads import ChainHead
 from rolecall.core.membership import Actual, Desired, ReplicaState
-from rolecall.rl_runtime.controller.journal_writer import Member
 from rolecall.rl_runtime.controller.next_step import (
     PATIENCE_SECONDS,
     BatchSnapshot,
     EngineLoad,
     FormStep,
     LoopAction,
+    LoopState,
+    StepPlan,
     TrainerChanges,
     Wait,
     choose_state,
@@ -32,9 +33,8 @@ from rolecall.rl_runtime.controller.next_step import (
     reassign,
     staleness_if_issued,
 )
-from rolecall.rl_runtime.controller.state import LoopState, StepPlan
 from rolecall.rl_runtime.protocol.clients import ReplicaExited
-from rolecall.rl_runtime.protocol.membership import MembershipView
+from rolecall.rl_runtime.protocol.membership import Member, MembershipView
 from rolecall.rl_runtime.protocol.messages import CommitRecord, Holder, TrainerInfo
 from rolecall.rl_runtime.tasks.task import group_id
 
@@ -244,6 +244,7 @@ EXITED = ReplicaExited(replica=T1[0], incarnation=1, because="killed")
 LATE = DeadlineExceeded(waited_for="trainer/1#1", seconds=3.0)
 PEER = PeerLost(epoch=2, because="connection reset")
 VOTE = CommitVoteRejected(epoch=2, step=3, because="digests differ")
+BAD = NonFiniteMicrobatch(replica="trainer/1", step=3, microbatch_id="3.1", group_ids=["g7"])
 NAN = NonFiniteValue(replica="trainer/0", step=3, what="loss")
 
 
@@ -259,6 +260,7 @@ NAN = NonFiniteValue(replica="trainer/0", step=3, what="loss")
         ({T0: NAN, T1: ValueError("no")}, 0, ["trainer/0#1", "trainer/1#1"], [], False, [T0, T1], True),
         ({T0: NAN}, 0, ["trainer/0#1"], [], False, [T0], False),  # alone: it may be its machine
         ({T0: VOTE, T1: PEER}, 0, ["trainer/0#1"], [], True, [T0], False),
+        ({T0: BAD, T1: BAD}, 0, ["trainer/0#1", "trainer/1#1"], [], False, [], False),  # one machine: first elsewhere
     ],
 )
 def test_how_a_failed_attempt_is_contained(
@@ -276,6 +278,15 @@ def test_how_a_failed_attempt_is_contained(
     assert found.awaits_recovery is awaits
 
 
+def test_what_is_not_finite_at_a_second_trainer_either_is_the_data_or_the_code() -> None:
+    first = contain_attempt({T0: BAD, T1: BAD}, code_errors=0)
+    assert first.not_finite is BAD and not first.awaits_recovery and not first.raised
+    second = contain_attempt({T1: BAD}, code_errors=0, not_finite={"3.1": BAD})
+    assert second.awaits_recovery and second.raised == {T1: BAD}
+    other = contain_attempt({T1: BAD}, code_errors=0, not_finite={"3.0": BAD})
+    assert not other.awaits_recovery and not other.raised
+
+
 def info(member: Member, step: int | None, epoch: int = 1) -> TrainerInfo:
     """`step` None: it has no state yet."""
     commit = CommitRecord(
@@ -289,8 +300,6 @@ def info(member: Member, step: int | None, epoch: int = 1) -> TrainerInfo:
     return TrainerInfo(
         replica=member[0],
         incarnation=member[1],
-        pid=1,
-        start_ticks=1,
         has_state=step is not None,
         commit=commit,
         holder=Holder(replica=member[0], incarnation=member[1], host="host", port=1),

@@ -41,10 +41,10 @@ def test_the_one_that_was_used_less_recently_is_asked_first() -> None:
     scoring._resting.add(A)
     assert scoring._take(B) == [group]
     scoring._resting.discard(A)
-    assert scoring._take(A) == [group], "B does not rest: nobody waits for it"
+    assert scoring._take(A) == [group], "B does not rest: no one waits for it"
 
 
-def test_nobody_waits_for_a_worker_that_may_not_take_the_group() -> None:
+def test_no_one_waits_for_a_worker_that_may_not_take_the_group() -> None:
     group = SimpleNamespace(group_id="g1")
     scoring = _scoring([group])
     assert scoring._take(A) == [group]

@@ -120,7 +120,7 @@ def test_a_restarted_controller_takes_over_what_engines_hold_and_prefers_the_lon
     assert t.to_forget(A) == [f"{G}.0"] and t.to_forget(B) == [f"{G}.9"]
 
 
-def test_what_an_engine_holds_beyond_what_it_has_proven_is_given_anew_to_it() -> None:
+def test_what_an_engine_holds_beyond_what_it_has_proven_is_given_again_to_it() -> None:
     t = table(1, engine=None)
     held = TokenChunk(
         request_id=f"{G}.0", offset=0, tokens=(5, 6, 7), logprobs=(-5.0, 0, 0), versions=(3, 9, 9), finished=True
@@ -144,7 +144,7 @@ def test_going_back_cuts_tokens_of_policies_that_never_were() -> None:
     assert t.to_forget(A) == [f"{G}.0"]
 
 
-def test_the_age_of_groups_is_told_by_their_newest_token_or_by_the_engine_that_will_make_it() -> None:
+def test_the_age_of_groups_is_reported_by_their_newest_token_or_by_the_engine_that_will_make_it() -> None:
     t = table(1)
     assert t.too_stale(9, 2) == [] and t.waiting({}) == {}, "without a token there is nothing to be old"
     assert t.waiting({A: 4}) == {G: 4}

@@ -139,14 +139,14 @@ def test_the_next_window_stands_on_the_one_before_and_is_ready_at_once() -> None
     first = opened(table)
     stream(table, first, [11, 12, 13, 24], "length")
     second = opened(table, 4, engine=None)
-    assert not table.unassigned(), "it waits for its turn, nobody has lost it"
+    assert not table.unassigned(), "it waits for its turn, no one has lost it"
     assert windows.settle(table, LONGEST) == ([second.group_id], [])
     give(table, second.group_id, B)
     (t,) = second.trajectories
     assert t.with_prefix().prefix_tokens == (11, 12, 13, 24) and t.with_prefix().prefix_versions == (1, 1, 1, 2)
-    assert second.version_min is None, "what it stands on does not make it old"
+    assert second.oldest_since(0) == -1, "what it stands on does not make it old"
     stream(table, second, [35, 46], "stop", B)
-    assert (second.version_min, second.version_max) == (3, 4) and second.as_group().samples[0].first_fresh == 4
+    assert (second.oldest_since(0), second.version_max) == (3, 4) and second.as_group().samples[0].first_fresh == 4
 
 
 def test_a_window_waits_while_the_one_before_is_made_again_and_is_void_if_that_ends_early() -> None:
@@ -163,10 +163,10 @@ def test_a_window_whose_forerunners_are_gone_is_made_from_the_prompt() -> None:
     assert windows.settle(table, LONGEST) == ([window.group_id], [])
     give(table, window.group_id, A)
     stream(table, window, [51, 52, 53, 54, 55])
-    assert (window.version_min, window.trajectories[0].tokens[4:]) == (5, [55])
+    assert (window.oldest_since(0), window.trajectories[0].tokens[4:]) == (5, [55])
 
 
-def test_an_answer_that_ends_before_the_window_it_is_made_for_is_made_anew() -> None:
+def test_an_answer_that_ends_before_the_window_it_is_made_for_is_made_again() -> None:
     table = TrajectoryTable()
     window = opened(table, 4)
     (t,) = window.trajectories

@@ -19,7 +19,6 @@ import pytest
 from rolecall.core.ids import GroupId
 from rolecall.core.journal.ledger import GroupState, Ledger
 from rolecall.rl_runtime.tasks.task import group_number
-from rolecall.testing.runtime import request_seed_of
 from tests.rl_runtime.algorithms.test_length_bias import (
     KILLS,
     LEVEL,
@@ -31,6 +30,7 @@ from tests.rl_runtime.algorithms.test_length_bias import (
 )
 from tests.rl_runtime.controller.test_controller_windows import PREFIXES, tppo_job
 from tests.rl_runtime.loop import World
+from tests.rl_runtime.scripted_responses import request_seed_of
 
 WINDOW = 16
 
@@ -73,7 +73,7 @@ class Counts:
         self.context_tokens += w.fleet.context_made.total()
         self.trained_tokens += used.total()
 
-    def told(self) -> str:
+    def reported(self) -> str:
         again = defaultdict[int, list[float]](list)
         for b, share in (pair for run in self.tokens for pair in run):
             again[b].append(share)
@@ -88,8 +88,8 @@ class Counts:
 
 
 def check(counts: Counts) -> None:
-    assert level(counts.windows) > LEVEL, counts.told()
-    assert level(counts.tokens) > LEVEL, counts.told()
+    assert level(counts.windows) > LEVEL, counts.reported()
+    assert level(counts.tokens) > LEVEL, counts.reported()
 
 
 def counted(path: Path, prefixes: str, runs: range) -> Counts:
@@ -118,6 +118,6 @@ def test_windows_of_long_answers_are_not_lost_more_often(tmp_path: Path, prefixe
 @pytest.mark.parametrize("prefixes", PREFIXES)
 def test_nor_over_a_thousand_kills(tmp_path: Path, prefixes: str) -> None:
     counts = counted(tmp_path, prefixes, range(1000 // KILLS))
-    print(counts.told())
+    print(counts.reported())
     assert counts.kills == 1000
     check(counts)

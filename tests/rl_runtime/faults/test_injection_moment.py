@@ -13,7 +13,7 @@ from rolecall.core.rundir import create_run_dir
 from rolecall.rl_runtime.faults.injector import InjectionTarget, _Injection
 from rolecall.rl_runtime.faults.process_side import ENGINE_STEP
 from rolecall.rl_runtime.processes import run_environment
-from rolecall.views.injections import parse_injections
+from rolecall.views.incidents import parse_injections
 
 WORKER = """
 import sys, time

@@ -21,13 +21,14 @@ import torch
 from rolecall.core.config.job import ModelConfig
 from rolecall.core.errors import ProofMismatch
 from rolecall.core.ids import GroupId, ReplicaId
+from rolecall.rl_runtime.algorithms.objective import token_logprobs
 from rolecall.rl_runtime.protocol.messages import GenerationRequest, Holder, Manifest, TokenChunk, WeightProof
 from rolecall.rl_runtime.rollout.engine import EngineSettings, end_tokens, vocab_size
 from rolecall.rl_runtime.rollout.rollout import WeightsNotProven
 from rolecall.rl_runtime.trainer.model import load_model_folder, write_model_folder
 from rolecall.rl_runtime.weights.digest import build_manifest
 from rolecall.rl_runtime.weights.port import TensorServer
-from rolecall.rl_runtime.weights.proof import ProofVerifier, canary_logprobs
+from rolecall.rl_runtime.weights.proof import CANARY, ProofVerifier
 from tests.rl_runtime.weight_port import until_sent
 from tests.support import PATIENCE_SECONDS, eventually
 
@@ -119,7 +120,10 @@ class Stage:
                 parameter.add_(torch.randn_like(parameter), alpha=noise)
         version = next(self._versions)
         weights = {n: p.detach() for n, p in self.reference.state_dict().items()}
-        manifest = build_manifest(version, weights, canary_logprobs(lambda tokens: self.reference(tokens).logits))
+        tokens = torch.tensor([CANARY])
+        with torch.no_grad():
+            logprobs, _ = token_logprobs(self.reference(tokens).logits, tokens)
+        manifest = build_manifest(version, weights, logprobs[0, 1:].tolist())
         self.trainer.publish(manifest, weights)
         return manifest
 
@@ -270,7 +274,7 @@ def test_a_prefix_goes_on_at_another_engine_with_equal_log_probabilities(stage: 
     a.submit(1, [request(i, n) for n, i in enumerate(ids)])
     eventually(lambda: len(chunks(a, *ids)) == len(ids), "tokens of all")
     prefixes = chunks(a, *ids)
-    a.abort(1, ids)
+    a.ack(1, ids)
     a.slow_down(0.0)
     b.submit(1, [request(i, n, prefix=prefixes[i]) for n, i in enumerate(ids)])
     for request_id, whole in finished(b, *ids).items():

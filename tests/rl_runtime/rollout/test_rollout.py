@@ -10,7 +10,8 @@ from rolecall.core.errors import ProofMismatch, StaleIncarnation
 from rolecall.core.ids import ReplicaId
 from rolecall.rl_runtime.rollout.rollout import WeightsNotProven
 from rolecall.rl_runtime.weights.digest import build_manifest
-from rolecall.rl_runtime.weights.port import TensorServer, TransferFailed
+from rolecall.rl_runtime.weights.port import TensorServer
+from rolecall.rl_runtime.weights.pull import TransferFailed
 from tests.rl_runtime.rollout_rig import Rig, canary_of, request, weights
 from tests.rl_runtime.weight_port import ROLLOUT, TOKEN, TRAINER, until_sent
 from tests.support import PATIENCE_SECONDS
@@ -37,7 +38,7 @@ def test_update_proves_and_serves(rig: Rig) -> None:
     assert chunk.versions == (3,) * 5 and chunk.logprobs == (-4.0,) * 5 and chunk.finish_reason == "length"
 
 
-def test_the_same_version_is_proven_anew_without_a_transfer(rig: Rig) -> None:
+def test_the_same_version_is_proven_again_without_a_transfer(rig: Rig) -> None:
     manifest = rig.serve(1)
     proof = rig.replica.update_weights(1, 2, manifest, [])
     assert proof.epoch == 2 and proof.bytes_received == 0 and proof.holder == ROLLOUT
@@ -196,14 +197,13 @@ def test_tokens_of_one_request_carry_the_version_that_made_each(rig: Rig) -> Non
 # --- who may call
 
 
-@pytest.mark.parametrize("method", ["submit", "tokens_since", "ack", "abort", "list_requests", "update_weights"])
+@pytest.mark.parametrize("method", ["submit", "tokens_since", "ack", "list_requests", "update_weights"])
 def test_calls_for_another_incarnation_are_refused(rig: Rig, method: str) -> None:
     manifest = rig.serve(0)
     arguments: dict[str, tuple[object, ...]] = {
         "submit": ([request()],),
         "tokens_since": ({},),
         "ack": ([],),
-        "abort": ([],),
         "list_requests": (),
         "update_weights": (1, manifest, []),
     }
@@ -222,7 +222,7 @@ def test_a_promoted_standby_answers_to_its_new_name_only_and_proves_again(make_r
     rig = make_rig(replica=ReplicaId("standby/0"))
     manifest = rig.serve(2)
     rig.replica.promote(ROLLOUT, 4, "secret")
-    rig.replica.promote(ROLLOUT, 4, "secret")  # told twice: no harm
+    rig.replica.promote(ROLLOUT, 4, "secret")  # reported twice: no harm
     info = rig.replica.info()
     assert (info.replica, info.incarnation, info.holder.replica) == (ROLLOUT, 4, ROLLOUT)
     with pytest.raises(StaleIncarnation):

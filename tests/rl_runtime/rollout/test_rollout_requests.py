@@ -57,7 +57,7 @@ def test_list_requests_has_everything_for_a_controller_without_memory(rig: Rig) 
     assert held["b"][0] == second and held["b"][1].tokens[0] == 7 and held["b"][1].offset == 0
 
 
-def test_a_request_told_twice_runs_once(rig: Rig) -> None:
+def test_a_request_reported_twice_runs_once(rig: Rig) -> None:
     rig.serve(0)
     rig.submit(request())
     rig.submit(request())
@@ -75,10 +75,10 @@ def test_what_a_step_still_makes_of_a_forgotten_request_is_not_taken_for_the_sam
     assert rig.finished("g.0").tokens == (9, *(3 + n % 8 for n in range(1, 60)))
 
 
-def test_abort_stops_the_engine_on_it(rig: Rig) -> None:
+def test_dropping_a_running_request_stops_the_engine_on_it(rig: Rig) -> None:
     rig.serve(0)
     rig.in_flight(request(num=60))
-    rig.replica.abort(1, ["g.0"])
+    rig.replica.ack(1, ["g.0"])
     eventually(lambda: rig.scripted.num_in_flight == 0, "engine let go")
 
 
@@ -89,7 +89,7 @@ def test_control_calls_answer_while_the_engine_hangs(rig: Rig) -> None:
     assert rig.replica.tokens_since(1, {"g.0": 0}).chunks[0].tokens
     assert rig.replica.list_requests(1) and rig.replica.info().num_requests == 1
     rig.submit(request("g.1"))
-    rig.replica.abort(1, ["g.1"])
+    rig.replica.ack(1, ["g.1"])
     assert not rig.scripted.hold.is_set() and not rig.failures, "answered only after the engine had gone on"
 
 
@@ -109,7 +109,7 @@ def test_a_broken_engine_says_so_and_keeps_its_tokens(rig: Rig) -> None:
     rig.serve(0)
     rig.in_flight(request(num=60))
     rig.scripted.fail = RuntimeError("no such kernel")
-    eventually(lambda: rig.failures, "failure told")
+    eventually(lambda: rig.failures, "failure reported")
     with pytest.raises(EngineBroken, match="no such kernel"):
         rig.submit(request("g.1"))
     assert rig.chunk("g.0") is not None

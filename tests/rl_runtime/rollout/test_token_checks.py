@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
+from rolecall.rl_runtime.controller.rollout_pool import InvalidTokens, check_chunks
 from rolecall.rl_runtime.protocol.messages import TokenChunk
-from rolecall.rl_runtime.protocol.token_checks import InvalidTokens, check_chunks
 
 GOOD = TokenChunk(
     request_id="g00000007.1", offset=5, tokens=(0, 15), logprobs=(-2.5, 0.0), versions=(3, 4), finished=False

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from rolecall.core.config.job import JobConfig, ModelConfig
-from rolecall.core.errors import NonFiniteValue, ProofMismatch
+from rolecall.core.errors import NonFiniteMicrobatch, NonFiniteValue, ProofMismatch
 from rolecall.core.ids import NodeId, replica_id
 from rolecall.core.rundir import create_run_dir
 from rolecall.rl_runtime.algorithms.objective import Divisors
@@ -48,8 +48,8 @@ def same(one: Tensors, other: Tensors) -> bool:
 
 
 def critic_weights(trainer: Spied) -> Tensors:
-    assert trainer._state.critic is not None
-    return trainer._state.critic.weights()
+    assert trainer.state.critic is not None
+    return trainer.state.critic.weights()
 
 
 @pytest.fixture
@@ -88,9 +88,9 @@ def test_of_a_model_folder_it_is_the_folders_body(tmp_path: Path) -> None:
 
 def test_only_algorithms_with_a_critic_have_one() -> None:
     for name in ("grpo", "dapo"):
-        assert not any(n.startswith(CRITIC) for n in alone(tiny_job(name)).state_tensors())
+        assert not any(n.startswith(CRITIC) for n in alone(tiny_job(name)).state.export()[0])
     for name in ("ppo", "tppo"):
-        names = set(alone(tiny_job(name)).state_tensors())
+        names = set(alone(tiny_job(name)).state.export()[0])
         assert {n.removeprefix(CRITIC) for n in names if n.startswith(CRITIC)} > {
             "weight/value_head.weight",
             "exp_avg/model.norm.weight",
@@ -106,9 +106,9 @@ def test_each_network_has_its_own_learning_rate() -> None:
     for still, rates in (("policy", {"learning_rate": 0.0}), ("critic", {"value_learning_rate": 0.0})):
         job = PPO.model_copy(update={"algorithm": PPO.algorithm.model_copy(update=rates)})
         trainer = alone(job)
-        before = {"policy": trainer.policy_tensors(0), "critic": critic_weights(trainer)}
+        before = {"policy": trainer.state.policy_tensors(0), "critic": critic_weights(trainer)}
         take_step(trainer, 0)
-        after = {"policy": trainer.policy_tensors(1), "critic": critic_weights(trainer)}
+        after = {"policy": trainer.state.policy_tensors(1), "critic": critic_weights(trainer)}
         for network, weights in before.items():
             assert same(weights, after[network]) == (network == still), (network, rates)
 
@@ -117,11 +117,11 @@ def test_each_network_has_its_own_clip() -> None:
     moved = []
     for wrong in (1.0, 1e6):
         trainer = alone()
-        state = trainer._state
+        state = trainer.state
         sums = torch.linspace(-1.0, 1.0, state.num_parameters, dtype=torch.float64)
         sums[state.policy.num_parameters :] *= wrong
         norm = state.apply(sums, Divisors(policy=100.0, value=100.0), first_commit())
-        moved.append((norm, trainer.policy_tensors(0)))
+        moved.append((norm, trainer.state.policy_tensors(0)))
     assert moved[0][0] == moved[1][0] > 0.0
     assert same(moved[0][1], moved[1][1]), "a critic that is far off does not make the policy's step smaller"
 
@@ -129,8 +129,8 @@ def test_each_network_has_its_own_clip() -> None:
 def test_a_sum_beyond_float32_is_refused_and_changes_nothing() -> None:
     for network in ("policy", "critic"):
         trainer = alone()
-        before = trainer.export_state()
-        apply, state = trainer._state.apply, trainer._state
+        before = trainer.state.export()
+        apply, state = trainer.state.apply, trainer.state
 
         def too_large(sums: torch.Tensor, by: Divisors, commit: object) -> float:
             sums[0 if network == "policy" else -1] = 1e300  # noqa: B023 - called within this turn
@@ -139,7 +139,7 @@ def test_a_sum_beyond_float32_is_refused_and_changes_nothing() -> None:
         state.apply = too_large  # type: ignore[assignment,method-assign]
         with pytest.raises(NonFiniteValue, match="the sum of finite gradients"):
             take_step(trainer, 0)
-        assert same(trainer.export_state()[0], before[0]) and trainer.export_state()[1] == before[1]
+        assert same(trainer.state.export()[0], before[0]) and trainer.state.export()[1] == before[1]
         assert trainer._partial.computed(0) == (), "the step is computed anew"
         state.apply = apply  # type: ignore[method-assign]
         assert take_step(trainer, 0).commit.step == 0
@@ -148,11 +148,11 @@ def test_a_sum_beyond_float32_is_refused_and_changes_nothing() -> None:
 @pytest.mark.parametrize("network", ["policy", "critic"])
 def test_a_weight_that_is_no_number_ends_in_no_step(trainer: Spied, network: str) -> None:
     take_step(trainer, 0)
-    good = trainer.export_state()
+    good = trainer.state.export()
     trainer.corrupt_weight(network, float("nan"))
-    with pytest.raises(NonFiniteValue, match=r"1\.\d"):
+    with pytest.raises(NonFiniteMicrobatch, match=r"1\.\d"):
         take_step(trainer, 1)
-    assert trainer.commit_record().step == 0
+    assert trainer.state.commit.step == 0
     trainer.load_state(*good)
     assert take_step(trainer, 1).commit.step == 1
 
@@ -160,21 +160,21 @@ def test_a_weight_that_is_no_number_ends_in_no_step(trainer: Spied, network: str
 def test_a_copy_and_a_checkpoint_go_on_bit_by_bit(trainer: Spied, tmp_path: Path) -> None:
     take_step(trainer, 0)
     take_step(trainer, 1)
-    tensors, meta = trainer.export_state()
+    tensors, meta = trainer.state.export()
     found = checkpoint.load(checkpoint.save(tmp_path, 1, tensors, meta, keep=1))
     heir = alone(incarnation=2)
     heir.load_state(found.tensors, found.meta)
-    assert same(heir.export_state()[0], tensors)
+    assert same(heir.state.export()[0], tensors)
     take_step(trainer, 2)
     take_step(heir, 2)
-    assert same(heir.export_state()[0], trainer.export_state()[0])
-    assert heir._state.weights_digest == trainer._state.weights_digest
+    assert same(heir.state.export()[0], trainer.state.export()[0])
+    assert heir.state.weights_digest == trainer.state.weights_digest
 
 
 def test_a_rollback_takes_the_critic_back_too(trainer: Spied, tmp_path: Path) -> None:
     service = TrainerService(make_spawn(create_run_dir(tmp_path, "r"), NAME, 1, NodeId("node-1")), PPO)
     service.join(1, 1, 0, 1, "127.0.0.1", 0)
-    first = service.replica.state_tensors()
+    first = service.replica.state.export()[0]
     folder = str(tmp_path / "checkpoints")
 
     def step(number: int) -> None:
@@ -182,34 +182,34 @@ def test_a_rollback_takes_the_critic_back_too(trainer: Spied, tmp_path: Path) ->
         service.train_step(1, 1, number, microbatches, [m.microbatch_id for m in microbatches], LEDGER, [NAME])
 
     step(0)
-    kept = service.replica.state_tensors()
+    kept = service.replica.state.export()[0]
     service.save_checkpoint(folder, 1)
     step(1)
-    assert not same(service.replica.state_tensors(), kept)
+    assert not same(service.replica.state.export()[0], kept)
     service.load_checkpoint(folder)
-    assert same(service.replica.state_tensors(), kept)
+    assert same(service.replica.state.export()[0], kept)
     service.load_checkpoint(str(tmp_path / "nothing"))
-    assert same(service.replica.state_tensors(), first), "without a checkpoint: as the run began"
+    assert same(service.replica.state.export()[0], first), "without a checkpoint: as the run began"
     service.close()
 
 
 def test_never_leaves_for_the_engines(trainer: Spied, tmp_path: Path) -> None:
     plain = alone(GRPO)
-    assert same(trainer.policy_tensors(0), plain.policy_tensors(0)), "the same policy for every algorithm"
+    assert same(trainer.state.policy_tensors(0), plain.state.policy_tensors(0)), "the same policy for every algorithm"
     take_step(trainer, 0)
-    assert trainer.policy_tensors(1).keys() == plain.policy_tensors(0).keys()
+    assert trainer.state.policy_tensors(1).keys() == plain.state.policy_tensors(0).keys()
     service = TrainerService(make_spawn(create_run_dir(tmp_path, "r"), NAME, 1, NodeId("node-1")), PPO)
     manifest = service.manifest(0)
-    assert [e.name for e in manifest.tensors] == sorted(plain.policy_tensors(0))
+    assert [e.name for e in manifest.tensors] == sorted(plain.state.policy_tensors(0))
     service.replica.close()
     service.close()
 
 
 def test_is_part_of_the_digest_that_members_vote_on(trainer: Spied) -> None:
-    before, policy = trainer._state.weights_digest, trainer.policy_tensors(0)
+    before, policy = trainer.state.weights_digest, trainer.state.policy_tensors(0)
     trainer.corrupt_weight("critic")
-    assert trainer._state.weights_digest != before
-    assert same(trainer.policy_tensors(0), policy)
+    assert trainer.state.weights_digest != before
+    assert same(trainer.state.policy_tensors(0), policy)
 
 
 def test_one_reduce_carries_both_networks() -> None:
@@ -218,31 +218,31 @@ def test_one_reduce_carries_both_networks() -> None:
         trainer = alone(job, bucket_bytes=BUCKET_BYTES, on_bucket=lambda buckets=buckets: buckets.append(1))
         take_step(trainer, 0)
         vote = 1
-        assert len(buckets) == -(-trainer._state.num_parameters * 8 // BUCKET_BYTES) + vote
+        assert len(buckets) == -(-trainer.state.num_parameters * 8 // BUCKET_BYTES) + vote
 
 
 def test_state_of_another_algorithm_is_refused_and_named(trainer: Spied) -> None:
     plain = alone(GRPO)
     for heir, state, because in (
-        (trainer, plain.export_state(), "it holds no critic"),
-        (plain, trainer.export_state(), "it holds a critic, this job's algorithm has none"),
+        (trainer, plain.state.export(), "it holds no critic"),
+        (plain, trainer.state.export(), "it holds a critic, this job's algorithm has none"),
     ):
-        before = heir.export_state()
+        before = heir.state.export()
         with pytest.raises(ProofMismatch, match=because) as refused:
             heir.load_state(*state)
         assert refused.value.tensor == "critic/*"
-        assert same(heir.export_state()[0], before[0]) and heir.export_state()[1] == before[1]
+        assert same(heir.state.export()[0], before[0]) and heir.state.export()[1] == before[1]
 
 
 def test_state_from_before_there_were_critics_still_loads(trainer: Spied) -> None:
     old = alone(GRPO)
     take_step(old, 0)
-    tensors, meta = old.export_state()
+    tensors, meta = old.state.export()
     assert json.loads(meta)["format"] == 2
     meta_1 = json.dumps({**json.loads(meta), "format": 1})
     heir = alone(GRPO, incarnation=2)
     heir.load_state(tensors, meta_1)
-    assert same(heir.export_state()[0], tensors) and heir.export_state()[1] == meta
+    assert same(heir.state.export()[0], tensors) and heir.state.export()[1] == meta
     with pytest.raises(ProofMismatch, match="it holds no critic"):
         trainer.load_state(tensors, meta_1)
 
@@ -254,7 +254,7 @@ def test_the_reference_policy_is_that_of_the_runs_beginning() -> None:
     assert diverged[0] == 0.0, "the first step is that of the reference itself"
     assert diverged[1] and diverged[2] and diverged[2] > 0.0
     heir = alone(job, incarnation=2)  # a replacement: its reference is made, not copied
-    heir.load_state(*first.export_state())
+    heir.load_state(*first.state.export())
     assert take_step(heir, 3).health == take_step(first, 3).health
-    assert same(heir.export_state()[0], first.export_state()[0])
-    assert not any("reference" in name for name in first.state_tensors())
+    assert same(heir.state.export()[0], first.state.export()[0])
+    assert not any("reference" in name for name in first.state.export()[0])

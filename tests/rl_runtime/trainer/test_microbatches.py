@@ -262,9 +262,9 @@ def distance(got: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]
 
 def assert_is_the_whole_step(crew: Crew, results: Sequence[StepResult], wanted: Whole, limit: float) -> None:
     for member in crew.members:
-        off = distance(weights(member._state), wanted.weights)
+        off = distance(weights(member.state), wanted.weights)
         assert off <= limit
-        assert member._state.weights_digest == crew.members[0]._state.weights_digest
+        assert member.state.weights_digest == crew.members[0].state.weights_digest
     for result in results:
         assert result.commit == results[0].commit and result.health == results[0].health
         assert result.loss == pytest.approx(wanted.losses.policy, rel=limit * 1e3, abs=limit)
@@ -326,8 +326,8 @@ class MeanOfMeans(Spied):
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        of, apply = self._gradients.of, self._state.apply
-        task = make_task(self.job.task, self._vocab, self.job.seed)
+        of, apply = self._gradients.of, self.state.apply
+        task = make_task(self.job.task, self.vocab, self.job.seed)
 
         def divided(state: TrainerState, microbatch: Microbatch, **rest: Any) -> Any:
             gradient, stats = of(state, microbatch, **rest)
@@ -339,7 +339,7 @@ class MeanOfMeans(Spied):
             number = float(self.job.algorithm.microbatches_per_step)
             return apply(sums, Divisors(policy=number, value=number), commit)
 
-        self._gradients.of, self._state.apply = divided, averaged  # type: ignore[method-assign]
+        self._gradients.of, self.state.apply = divided, averaged  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("name", GLOBAL)
@@ -348,7 +348,7 @@ def test_the_usual_mistake_would_be_seen(name: str) -> None:
     for parts in (1, 4):
         team = crew(name, 1, parts=parts, seed=3, dtype=torch.float64, kind=MeanOfMeans)
         team.step()
-        distances.append(distance(weights(team.members[0]._state), whole(name).weights))
+        distances.append(distance(weights(team.members[0].state), whole(name).weights))
         team.close()
     assert distances[0] <= EXACT, "of one part, it is no mistake"
     assert distances[1] > 10 * REL_L2_MAX

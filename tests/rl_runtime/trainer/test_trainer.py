@@ -43,7 +43,7 @@ def take_step(
 
 
 def weights(trainer: Spied) -> dict[str, torch.Tensor]:
-    return trainer.policy_tensors(trainer.commit_record().policy_version)
+    return trainer.state.policy_tensors(trainer.state.commit.policy_version)
 
 
 def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
@@ -60,7 +60,7 @@ def test_step_reports_what_it_did(trainer: Spied) -> None:
     assert result.grad_norm > 0
     assert math.isfinite(result.loss)
     assert trainer.last_result == result
-    assert trainer.commit_record() == result.commit
+    assert trainer.state.commit == result.commit
 
 
 def test_messages_for_others_are_refused(trainer: Spied) -> None:
@@ -101,7 +101,7 @@ def test_keeps_what_it_computed_and_adds_to_it(trainer: Spied) -> None:
     assert trainer.info(HOLDER).computed == ()
 
 
-def test_starts_anew_when_a_microbatch_is_taken_away_or_has_other_content(trainer: Spied) -> None:
+def test_starts_again_when_a_microbatch_is_taken_away_or_has_other_content(trainer: Spied) -> None:
     microbatches = make_microbatches(JOB, 0)
     wanted = Spied(replica=NAME, incarnation=1, job=JOB)
     wanted.join(1, 1, 0, 1, "127.0.0.1", 0)
@@ -127,36 +127,36 @@ def test_reset_throws_the_partial_step_away(trainer: Spied) -> None:
 
 
 def test_policy_snapshot_is_immutable_and_of_one_version(trainer: Spied) -> None:
-    snapshot = trainer.policy_tensors(0)
+    snapshot = trainer.state.policy_tensors(0)
     copies = {n: t.clone() for n, t in snapshot.items()}
     take_step(trainer, 0)
     assert same(snapshot, copies)
-    assert not same(snapshot, trainer.policy_tensors(1))
+    assert not same(snapshot, trainer.state.policy_tensors(1))
     with pytest.raises(StaleIncarnation):
-        trainer.policy_tensors(0)
+        trainer.state.policy_tensors(0)
 
 
 def test_state_survives_a_checkpoint_bit_by_bit(trainer: Spied, tmp_path: Path) -> None:
     take_step(trainer, 0)
     take_step(trainer, 1)
-    tensors, meta = trainer.export_state()
-    assert parse_meta(meta) == (2, trainer.commit_record())
+    tensors, meta = trainer.state.export()
+    assert parse_meta(meta) == (2, trainer.state.commit)
     found = checkpoint.load(checkpoint.save(tmp_path, 1, tensors, meta, keep=1))
     heir = Spied(replica=NAME, incarnation=2, job=JOB, has_state=False)
     assert not heir.info(HOLDER).has_state
     heir.load_state(found.tensors, found.meta)
     assert heir.info(HOLDER).has_state
-    assert heir.export_state()[1] == meta
-    assert same(heir.export_state()[0], tensors)
+    assert heir.state.export()[1] == meta
+    assert same(heir.state.export()[0], tensors)
     heir.join(2, 2, 0, 1, "127.0.0.1", 0)
     take_step(trainer, 2)
     take_step(heir, 2, incarnation=2, epoch=2)
-    assert same(heir.export_state()[0], trainer.export_state()[0])
+    assert same(heir.state.export()[0], trainer.state.export()[0])
 
 
 def test_state_that_does_not_fit_is_refused_and_changes_nothing(trainer: Spied) -> None:
     take_step(trainer, 0)
-    tensors, meta = trainer.export_state()
+    tensors, meta = trainer.state.export()
     name = min(tensors)
     cases = [
         ({n: t for n, t in tensors.items() if n != name}, meta, "missing"),
@@ -168,12 +168,12 @@ def test_state_that_does_not_fit_is_refused_and_changes_nothing(trainer: Spied) 
         (tensors, json.dumps({"format": 1}), "commit"),
     ]
     heir = Spied(replica=NAME, incarnation=2, job=JOB, has_state=False)
-    before = heir.export_state()
+    before = heir.state.export()
     for bad, bad_meta, because in cases:
         with pytest.raises(ProofMismatch, match=because):
             heir.load_state(bad, bad_meta)
-    assert same(heir.export_state()[0], before[0])
-    assert heir.commit_record() == first_commit()
+    assert same(heir.state.export()[0], before[0])
+    assert heir.state.commit == first_commit()
     assert not heir.info(HOLDER).has_state
 
 
@@ -185,7 +185,7 @@ def test_export_during_steps_is_always_of_one_step(trainer: Spied) -> None:
 
     def read() -> None:
         while not done.is_set():
-            tensors, meta = trainer.export_state()
+            tensors, meta = trainer.state.export()
             step = parse_meta(meta)[1].step
             total = "".join(str(float(t.double().sum())) for t in tensors.values())
             digests.setdefault(step, set()).add(total)
@@ -206,31 +206,31 @@ def test_export_during_steps_is_always_of_one_step(trainer: Spied) -> None:
 
 def test_canary_moves_with_the_weights_only(trainer: Spied) -> None:
     tokens = (1, 5, 13, 14, 2)
-    before = trainer.canary_logprobs(tokens)
+    before = trainer.state.canary_logprobs(tokens)
     assert len(before) == 4
     assert all(x < 0 for x in before)
-    assert trainer.canary_logprobs(tokens) == before
+    assert trainer.state.canary_logprobs(tokens) == before
     take_step(trainer, 0)
-    assert trainer.canary_logprobs(tokens) != before
+    assert trainer.state.canary_logprobs(tokens) != before
 
 
 def test_every_replica_starts_with_the_same_bits() -> None:
     one, other = (Spied(replica=replica_id("trainer", i), incarnation=1, job=JOB) for i in range(2))
-    assert same(one.policy_tensors(0), other.policy_tensors(0))
-    assert one._state.weights_digest == other._state.weights_digest
+    assert same(one.state.policy_tensors(0), other.state.policy_tensors(0))
+    assert one.state.weights_digest == other.state.weights_digest
 
 
 def test_published_after_the_commit_and_before_the_answer() -> None:
     seen: list[tuple[int, int]] = []
-    trainer = Spied(
+    replica: Spied = Spied(
         replica=NAME,
         incarnation=1,
         job=JOB,
-        on_publish=lambda version: seen.append((version, trainer.commit_record().policy_version)),
+        on_publish=lambda version: seen.append((version, replica.state.commit.policy_version)),
     )
-    trainer.join(1, 1, 0, 1, "127.0.0.1", 0)
-    take_step(trainer, 0)
-    take_step(trainer, 1)
+    replica.join(1, 1, 0, 1, "127.0.0.1", 0)
+    take_step(replica, 0)
+    take_step(replica, 1)
     assert seen == [(1, 1), (2, 2)]
 
 
@@ -265,8 +265,8 @@ def test_reporter_sees_the_work() -> None:
     assert after.loss == result.loss
     assert after.grad_norm == pytest.approx(result.grad_norm)
     assert after.healths - before.healths == 1
-    told = result.health
+    reported = result.health
     assert (after.entropy, after.ratio_max, after.response_length) == pytest.approx(
-        (told.entropy, told.ratio_max, told.response_length)
+        (reported.entropy, reported.ratio_max, reported.response_length)
     )
     assert math.isnan(after.filtered_fraction), "the sampler's, not the trainer's"

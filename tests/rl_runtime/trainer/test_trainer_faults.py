@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rolecall.core.errors import CommitVoteRejected, NonFiniteValue, PeerLost, StaleIncarnation
+from rolecall.core.errors import CommitVoteRejected, NonFiniteMicrobatch, PeerLost, StaleIncarnation
 from rolecall.core.ids import replica_id
 from tests.rl_runtime.trainer_process import (
     BUCKET_BYTES,
@@ -85,7 +85,7 @@ def test_three_replicas_step_as_one(team: Team) -> None:
         assert_gradients_equal(member.ask("gradient_of", 1), wanted.gradient_of(1))
         assert result.commit == results[0].commit
         assert result.commit.microbatch_ids == ("1.0", "1.1", "1.2", "1.3")
-        assert result.commit.group_ids == wanted.commit_record().group_ids
+        assert result.commit.group_ids == wanted.state.commit.group_ids
         assert result.num_tokens == wanted.last_result.num_tokens  # type: ignore[union-attr]
         assert result.reward == pytest.approx(wanted.last_result.reward)  # type: ignore[union-attr]
         assert_same_state(member.ask("exported"), members[0].ask("exported"))
@@ -171,7 +171,7 @@ def test_stopped_peer_blocks_until_it_is_killed(team: Team) -> None:
         survivor.answer()
 
 
-def test_stopped_peer_that_nobody_kills_ends_at_the_timeout() -> None:
+def test_stopped_peer_that_no_one_kills_ends_at_the_timeout() -> None:
     team = Team(tiny_job(group_timeout_seconds=3.0))  # a loaded machine needs some of it to join at all
     try:
         survivor, victim = pair(team, stops={"bucket": 2})
@@ -180,7 +180,7 @@ def test_stopped_peer_that_nobody_kills_ends_at_the_timeout() -> None:
         victim.signal(signal.SIGSTOP)
         with pytest.raises(PeerLost):
             survivor.answer()
-        # Leaving the broken group and going on alone waits for nobody.
+        # Leaving the broken group and going on alone waits for no one.
         team.join([survivor])
         team.tell_step(0, {survivor: [0, 1, 2, 3]})
         assert survivor.answer().commit.step == 0
@@ -260,11 +260,13 @@ def test_not_a_number_names_the_replica_that_made_it(team: Team, network: str) -
     other.ask("corrupt_weight", network, float("nan"))
     team.tell_step(0, {one: [0, 1], other: [2, 3]})
     for member in (one, other):
-        with pytest.raises(NonFiniteValue) as bad:
+        with pytest.raises(NonFiniteMicrobatch) as bad:
             member.answer()
-        assert bad.value.replica == "trainer/1"
-        assert "0.2" in bad.value.what
+        assert (bad.value.replica, bad.value.microbatch_id) == ("trainer/1", "0.2")
+        assert bad.value.group_ids
         assert member.ask("commit_record").step == -1
+    assert one.ask("computed", 0) == ("0.0", "0.1"), "the finite gradients of the others are kept"
+    assert other.ask("computed", 0) == ()
 
 
 def test_losses_down_to_one_within_one_step(team: Team) -> None:

@@ -7,10 +7,14 @@ import pytest
 
 from rolecall.agent.processes.state_pages import parse_page
 from rolecall.agent.reporter import reporter
+from rolecall.core.errors import CheckpointUnwritable
 from rolecall.core.ids import NodeId, ReplicaId
 from rolecall.core.rundir import create_run_dir
+from rolecall.rl_runtime.protocol.clients import is_code_error
 from rolecall.rl_runtime.protocol.spawn import make_spawn
+from rolecall.rl_runtime.trainer.checkpoint import load
 from rolecall.rl_runtime.trainer.service import TrainerService
+from tests.full_disk import small_disk
 from tests.rl_runtime.trainer_process import tiny_job
 
 JOB = tiny_job()
@@ -32,8 +36,18 @@ def test_a_checkpoint_is_a_phase_of_its_own(service: TrainerService, tmp_path: P
     after = parse_page(reporter.page_bytes())
     assert path.exists()
     assert after.phase == before.phase and after.phase_entries == before.phase_entries + 2
-    # One that cannot be written is left, too: the trainer goes on.
-    (tmp_path / "a-file").write_text("")
-    with pytest.raises(OSError):
-        service.save_checkpoint(str(tmp_path / "a-file"), 1)
+
+
+def test_a_full_disk_ends_the_checkpoint_phase_and_is_no_error_of_the_code(
+    service: TrainerService, tmp_path: Path
+) -> None:
+    before = parse_page(reporter.page_bytes())
+    with small_disk(tmp_path / "disk", size_kib=32 * 1024) as disk:
+        good = Path(service.save_checkpoint(str(disk.path / "checkpoints"), 1))
+        disk.fill()
+        with pytest.raises(CheckpointUnwritable, match="No space left") as caught:
+            service.save_checkpoint(str(disk.path / "checkpoints"), 1)
+        assert not is_code_error(caught.value), "else the detector would blame the code on every trainer"
+        assert [path.name for path in good.parent.iterdir()] == [good.name], "the earlier one stays, nothing else does"
+        assert load(good).path == good
     assert parse_page(reporter.page_bytes()).phase == before.phase

@@ -8,7 +8,7 @@ from rolecall.core.config.algorithm import AlgorithmConfig, AlgorithmName
 from rolecall.core.ids import GroupId
 from rolecall.rl_runtime.protocol.policy_health import HealthSums
 from rolecall.rl_runtime.trainer.reduce import MicrobatchStats
-from rolecall.rl_runtime.trainer.vote_totals import StepTotals
+from rolecall.rl_runtime.trainer.trainer import StepTotals
 from tests.rl_runtime.trainer.test_reduce import ballot
 
 TOKENWISE = AlgorithmConfig(name=AlgorithmName.PPO, aggregation="token")

@@ -10,8 +10,9 @@ from rolecall.rl_runtime.weights.digest import (
     build_manifest,
     check_manifest,
     entries_digest,
+    entries_of,
+    manifest_digest,
     raw_bytes,
-    received_digest,
     tensor_digest,
     tensor_entry,
 )
@@ -56,7 +57,7 @@ def test_manifest_is_sorted_and_holds() -> None:
     manifest = build_manifest(3, weights(), [-1.0, -2.5])
     assert [e.name for e in manifest.tensors] == ["a", "b"]
     check_manifest(manifest)
-    assert received_digest(manifest, weights()) == manifest.digest
+    assert manifest_digest(3, entries_of(weights())) == manifest.digest
 
 
 @pytest.mark.parametrize("what", ["version", "tensor left out", "entry twice"])
@@ -96,4 +97,4 @@ def test_part_a_sees_every_change_of_the_bytes(fault: str) -> None:
             got["extra"] = torch.zeros(1)
         case "reshaped":
             got["embed"] = got["embed"].reshape(4, 8)
-    assert received_digest(manifest, got) != manifest.digest
+    assert manifest_digest(manifest.policy_version, entries_of(got)) != manifest.digest

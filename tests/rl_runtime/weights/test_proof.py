@@ -6,11 +6,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rolecall.core.errors import ProofMismatch
 from rolecall.core.ids import ReplicaId
 from rolecall.rl_runtime.protocol.messages import Manifest, WeightProof
 from rolecall.rl_runtime.weights.digest import build_manifest
-from rolecall.rl_runtime.weights.proof import CANARY, NUM_ANCHORS_MAX, ProofVerifier, canary_logprobs
+from rolecall.rl_runtime.weights.proof import CANARY, NUM_ANCHORS_MAX, ProofVerifier
 
 LOGPROBS = (-1.0, -2.0, -12.0)
 
@@ -45,13 +44,6 @@ def test_canary_fits_the_smallest_vocabulary_and_uses_all_of_it() -> None:
     assert set(CANARY) == set(range(1, 16))
 
 
-def test_canary_logprobs_are_those_of_the_next_token() -> None:
-    logits = torch.randn(1, len(CANARY), 16)
-    got = canary_logprobs(lambda tokens: logits)
-    wanted = [torch.log_softmax(logits[0, i], -1)[CANARY[i + 1]].item() for i in range(len(CANARY) - 1)]
-    assert got == pytest.approx(wanted)
-
-
 def test_first_is_anchored_to_the_trainer_and_the_second_to_the_first() -> None:
     certifier, manifest = ProofVerifier(), make_manifest()
     first = certifier.judge(manifest, make_proof(manifest), incarnation=1, epoch=3)
@@ -65,8 +57,7 @@ REFUSED_FIRST = {
     "other version": ({"policy_version": 2}, "a", "(all)", "policy version 2, wanted is 1"),
     "old incarnation": ({"incarnation": 0}, "a", "(all)", "incarnation 0, wanted is 1"),
     "old epoch": ({"epoch": 2}, "a", "(all)", "epoch 2, wanted is 3"),
-    "bytes": ({"received_wrong": ("b",), "received_digest": "x"}, "a", "b", "not the manifest's"),
-    "bytes, unnamed": ({"received_digest": "x"}, "a", "(all)", "not the manifest's"),
+    "bytes": ({"received_digest": "x"}, "a", "(all)", "not the manifest's"),
     "canary beyond tolerance": ({"canary_logprobs": (-1.0001, -2.0, -12.0)}, "c", "(canary)", "log-probability 0"),
     "canary NaN": ({"canary_logprobs": (-1.0, math.nan, -12.0)}, "c", "(canary)", "log-probability 1"),
     "canary too short": ({"canary_logprobs": (-1.0,)}, "c", "(canary)", "has 1 log-probabilities"),
@@ -100,8 +91,6 @@ def test_later_proof_must_equal_a_certified_one(fault: str) -> None:
     assert certifier.judge(manifest, make_proof(manifest)).admitted
     verdict = certifier.judge(manifest, make_proof(manifest, "rollout/1", **changes))
     assert (verdict.admitted, verdict.part, verdict.tensor) == (False, part, tensor)
-    with pytest.raises(ProofMismatch, match="rollout/1: proof"):
-        verdict.check(ReplicaId("rollout/1"))
 
 
 def test_another_layout_is_anchored_to_the_trainer_again() -> None:

@@ -6,7 +6,7 @@ import torch
 from rolecall.core.clock import FakeClock
 from rolecall.rl_runtime.protocol.messages import TensorEntry
 from rolecall.rl_runtime.weights.digest import entries_of
-from rolecall.rl_runtime.weights.snapshots import (
+from rolecall.rl_runtime.weights.port import (
     SnapshotAbsent,
     SnapshotLeaseExpired,
     SnapshotStore,

@@ -14,8 +14,8 @@ from rolecall.core.clock import SystemClock
 from rolecall.core.errors import WireError
 from rolecall.rl_runtime.protocol.messages import Holder, Manifest
 from rolecall.rl_runtime.weights.digest import build_manifest
-from rolecall.rl_runtime.weights.port import TensorServer, TransferFailed, TransferProblem
-from rolecall.rl_runtime.weights.pull import _checked_index
+from rolecall.rl_runtime.weights.port import TensorServer
+from rolecall.rl_runtime.weights.pull import TransferFailed, TransferProblem, _checked_index
 from rolecall.rl_runtime.weights.wire import MAC_BYTES, MAGIC, NONCE_BYTES, AuthenticatedConnection, _mac
 from tests.rl_runtime.weight_port import ROLLOUT, TOKEN, TRAINER, Start, get, get_any, make_weights, same
 from tests.support import PATIENCE_SECONDS, eventually
@@ -23,7 +23,7 @@ from tests.support import PATIENCE_SECONDS, eventually
 # --- bad holders
 
 
-def test_nobody_there_names_every_holder(start: Start) -> None:
+def test_no_one_there_names_every_holder(start: Start) -> None:
     gone = start()
     gone.close()
     with pytest.raises(TransferFailed, match="trainer/0: lost: cannot connect"):
@@ -63,7 +63,7 @@ def test_a_holder_that_stops_answering_costs_a_share_of_the_deadline_only(start:
     manifest = build_manifest(0, weights, [])
     good = start()
     good.publish(manifest, weights)
-    with socket.create_server(("127.0.0.1", 0)) as silent:  # the kernel accepts, nobody answers: a stopped process
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # the kernel accepts, no one answers: a stopped process
         stopped = Holder(replica=TRAINER, incarnation=1, host="127.0.0.1", port=silent.getsockname()[1])
         # Had it cost all of the deadline, there would be nothing left for the good one.
         pieces = get_any([stopped, good.holder(ROLLOUT, 1)], manifest, timeout_seconds=10.0)
@@ -79,7 +79,7 @@ def test_a_stream_that_breaks_off_names_the_tensor(start: Start) -> None:
         with sock:
             wire = AuthenticatedConnection(sock, peer="puller", clock=SystemClock(), is_server=True)
             until = soon()
-            wire.greet_client(TOKEN.encode(), until)
+            wire.answer_handshake(TOKEN.encode(), until)
             wire.receive(until)
             wire.send({"stream": "policy", "version": 0, "digest": manifest.digest}, until)
             wire.receive(until)
@@ -119,7 +119,7 @@ def raw(server: TensorServer) -> socket.socket:
 def signed_in(server: TensorServer) -> AuthenticatedConnection:
     sock = socket.create_connection((server.host, server.port), timeout=PATIENCE_SECONDS)
     wire = AuthenticatedConnection(sock, peer="server", clock=SystemClock(), is_server=False)
-    wire.greet_server(TOKEN.encode(), soon())
+    wire.start_handshake(TOKEN.encode(), soon())
     return wire
 
 

@@ -12,7 +12,7 @@ from rolecall.core.clock import SystemClock
 from rolecall.core.errors import WireError
 from rolecall.core.ids import ReplicaId
 from rolecall.rl_runtime.weights.digest import build_manifest
-from rolecall.rl_runtime.weights.port import PartialTransfer, TransferFailed, TransferProblem, pull_state
+from rolecall.rl_runtime.weights.pull import PartialTransfer, TransferFailed, TransferProblem, pull_state
 from tests.rl_runtime.weight_port import (
     ROLLOUT,
     TOKEN,
@@ -95,9 +95,9 @@ def test_names_of_another_model_cannot_be_published(start: Start) -> None:
 def test_whole_state_travels_with_its_meta(start: Start) -> None:
     server, state = start(), {**make_weights(), "adam.step": torch.tensor(7, dtype=torch.int64)}
     server.state_provider = lambda: (state, '{"step": 7}')
-    copy = pull_state(server.holder(TRAINER, 2), token=TOKEN, puller="trainer/1", timeout_seconds=PATIENCE_SECONDS)
-    assert same(copy.tensors, state) and copy.meta == '{"step": 7}' and copy.holder == TRAINER
-    until_sent(server, {("state", -1, "trainer/1"): copy.bytes_received})
+    got, meta = pull_state(server.holder(TRAINER, 2), token=TOKEN, puller="trainer/1", timeout_seconds=PATIENCE_SECONDS)
+    assert same(got, state) and meta == '{"step": 7}'
+    until_sent(server, {("state", -1, "trainer/1"): num_bytes(state)})
 
 
 def test_a_trainer_without_state_says_so(start: Start) -> None:

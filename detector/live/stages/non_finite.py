@@ -1,0 +1,149 @@
+"""A microbatch whose loss or gradient was NaN or infinite: one machine's silent corruption, or data and code?
+
+The runtime computes such a microbatch again on another replica, within the same step. Each replica at which it is not
+finite reports that as an exception (`NonFiniteMicrobatch`), which no other stage reads. If it was finite elsewhere, the
+role goes beyond the step, and the replica that reported it is suspect: once may be chance (a bit flip), twice within an
+hour is a machine. If two replicas report the same microbatch, no machine is at fault: it is its prompt groups, or the
+code.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+
+from rolecall.core.diagnosis import Evidence, Finding
+from rolecall.core.errors import NonFiniteMicrobatch
+from rolecall.core.faults import FaultClass
+from rolecall.core.telemetry import AgentEventKind
+from rolecall.detector.base.findings import NON_FINITE, NON_FINITE_ONCE
+from rolecall.detector.live.fleet import MonitoredProcesses, ReceivedException, finding
+from rolecall.detector.live.stages.stage import Stage, Tick
+from rolecall.detector.live.stages.user_code import step_of
+from rolecall.detector.live.subject import MonitoredProcess
+
+REMEMBER_SECONDS = 3600.0
+"""Within this time, a second microbatch of the same process makes a machine of what may have been chance."""
+STANDS_SECONDS = 60.0
+"""How long a single one is reported, and one of data or code."""
+HEALTH = ("loss", "grad_norm", "entropy", "ratio_max", "kl_sampler", "response_length")
+"""What is quoted of the policy's health: fields of `ProcessSample`."""
+
+
+class NonFiniteStage(Stage):
+    name = NON_FINITE
+
+    def evaluate(self, tick: Tick) -> list[Finding]:
+        fleet, now = tick.fleet, tick.now
+        # By its groups, too: after a rollback a step has the same microbatch ids and other groups.
+        by_microbatch: dict[tuple[str, str, str], list[ReceivedException]] = defaultdict(list)
+        for seen in fleet.non_finite:
+            parsed = NonFiniteMicrobatch.parse(seen.event.detail.get("message", ""))
+            if parsed is not None and now - seen.received_wall <= REMEMBER_SECONDS:
+                by_microbatch[(seen.event.role, *parsed)].append(seen)
+        found, alone = list[Finding](), defaultdict[tuple[str, int, int], list[ReceivedException]](list)
+        for (role, microbatch, groups), reports in by_microbatch.items():
+            raisers = {(s.event.replica, s.event.incarnation) for s in reports}
+            if len(raisers) > 1 or (len(reports) > 1 and _is_alone(fleet, role)):
+                if now - reports[-1].received_wall <= STANDS_SECONDS:
+                    found.append(_of_data(fleet, role, microbatch, groups, reports, now))
+            elif _committed(fleet, role, reports[0]):
+                first = reports[0].event
+                alone[(first.replica, first.rank, first.incarnation)].append(reports[0])
+        for subject in fleet.current():
+            reports = alone.get(subject.key, [])
+            if len(reports) > 1 or (reports and now - reports[0].received_wall <= STANDS_SECONDS):
+                found.append(_of_machine(subject, reports, now))
+        return found
+
+
+def _is_alone(fleet: MonitoredProcesses, role: str) -> bool:
+    return fleet.roster.sizes().get(role, 0) < 2
+
+
+def _committed(fleet: MonitoredProcesses, role: str, seen: ReceivedException) -> bool:
+    """Whether a process of the role has since gone beyond the step: then the microbatch was finite elsewhere."""
+    step = step_of(seen)
+    return any(
+        s.sample is not None and s.sample.step > step and s.seen_wall > seen.received_wall
+        for s in fleet.roster.of_role(role).values()
+    )
+
+
+def _of_machine(subject: MonitoredProcess, reports: Sequence[ReceivedException], now: float) -> Finding:
+    twice = len(reports) > 1
+    first = reports[0]
+    which = ", ".join(parsed[0] for s in reports if (parsed := NonFiniteMicrobatch.parse(s.event.detail["message"])))
+    because = (
+        f"{subject.name()} computes wrong numbers: loss or gradient of microbatch {which} was not finite there, and "
+        "finite when computed again"
+    )
+    if twice:
+        seconds = reports[-1].received_wall - first.received_wall
+        because += (
+            f", {len(reports)} times within {f'{seconds / 60:.0f} min' if seconds >= 120 else f'{seconds:.0f} s'}"
+        )
+    else:
+        because += "; a second one within an hour would have it replaced"
+    return finding(
+        NON_FINITE if twice else NON_FINITE_ONCE,
+        [subject],
+        FaultClass.SILENT_CORRUPTION,
+        onset=first.received_wall,
+        now=now,
+        confidence=0.9 if twice else 0.5,
+        because=because,
+        evidence=_reports(reports),
+        about=":twice" if twice else ":once",
+    )
+
+
+def _of_data(
+    fleet: MonitoredProcesses,
+    role: str,
+    microbatch: str,
+    groups: str,
+    reports: Sequence[ReceivedException],
+    now: float,
+) -> Finding:
+    where = sorted({f"{s.event.replica}#{s.event.incarnation}" for s in reports})
+    at = f"on {' and on '.join(where)}" if len(where) > 1 else f"twice on {where[0]}, the only replica of {role}"
+    health = _health(fleet, role)
+    because = (
+        f"loss or gradient of microbatch {microbatch} (prompt groups {groups}) is not finite {at}: the data or the "
+        f"code, no machine{f'; {health.text}' if health else ''}"
+    )
+    return finding(
+        NON_FINITE,
+        [],
+        FaultClass.DATA,
+        onset=reports[0].received_wall,
+        now=now,
+        confidence=0.9,
+        because=because,
+        evidence=(*_reports(reports), *((health,) if health else ())),
+        about=f":{microbatch}",
+    )
+
+
+def _reports(reports: Sequence[ReceivedException]) -> tuple[Evidence, ...]:
+    return tuple(
+        Evidence(
+            kind=AgentEventKind.EXCEPTION, text=s.event.detail.get("message", ""), values={"step": float(step_of(s))}
+        )
+        for s in reports[-8:]
+    )
+
+
+def _health(fleet: MonitoredProcesses, role: str) -> Evidence | None:
+    """What the role last reported of the policy."""
+    newest = max(
+        (s.sample for s in fleet.roster.of_role(role).values() if s.sample is not None),
+        key=lambda sample: sample.step,
+        default=None,
+    )
+    values = {name: float(getattr(newest, name)) for name in HEALTH if newest is not None}
+    known = {name: value for name, value in values.items() if not math.isnan(value)}
+    if newest is None or not known:
+        return None
+    shown = ", ".join(f"{name} {value:.3g}" for name, value in known.items())
+    return Evidence(kind="policy_health", text=f"policy at step {newest.step}: {shown}", values=known)

@@ -1,0 +1,158 @@
+"""Actuators perform plans: an interface, and its adapters for the bundled runtime and for jobs that are only observed.
+
+An actuator declares the actions it supports and the smallest set of processes it can replace. Performing is idempotent:
+repeating a plan after a crash at any point has no further effect. It acts under the lease of the calling watch and
+refuses when a newer lease exists.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from rolecall.core.diagnosis import ActionKind, Plan, PlanTarget
+from rolecall.core.errors import ActuatorError
+from rolecall.core.ids import split_replica
+from rolecall.core.journal.journal import Journal, Lease
+from rolecall.core.journal.payloads import JobStopRequested
+from rolecall.core.membership import Desired
+from rolecall.core.nodes import quarantined_nodes
+from rolecall.recovery.fleet import FleetView, fleet_view
+
+STOP_FLAG = "stop"
+STANDBY_TAKES = "rollout"
+"""The role that standbys can replace."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActionResult:
+    """`done` False: the action is impossible now, for the reason given, and nothing was changed."""
+
+    done: bool
+    because: str
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"done": self.done, "because": self.because, **self.facts}
+
+
+class Actuator(Protocol):
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def supports(self) -> frozenset[ActionKind]: ...
+
+    def also_hit(self, plan: Plan) -> tuple[str, ...]:
+        """Side effects of the plan on other replicas, as text."""
+
+    def perform(self, plan: Plan, lease: Lease) -> ActionResult:
+        """Performs the plan, or finds it performed.
+
+        Raises:
+            LeaseFenced: `lease` is over; another watch is the recovery leader.
+            ActuatorError: this actuator does not support the plan.
+        """
+
+
+class NoopActuator:
+    """For jobs that rolecall did not start: supports no action. An operator performs what the incident names."""
+
+    name = "nothing"
+    supports: frozenset[ActionKind] = frozenset()
+
+    def also_hit(self, plan: Plan) -> tuple[str, ...]:
+        del plan
+        return ()
+
+    def perform(self, plan: Plan, lease: Lease) -> ActionResult:
+        del lease
+        raise ActuatorError(f"{self.name} cannot perform {plan.action}")
+
+
+class RayRuntime:
+    """The actuator of `rl_runtime`: writes the desired state to its journal, one record per target.
+
+    Recovery never calls Ray: the supervisor reconciles desired and actual state, kills the old incarnation, and
+    promotes a standby or starts a replica. The failure unit is the replica with all its ranks. Every write expects the
+    incarnation that the plan names and carries the fencing number; the record names its incident, so that a repetition
+    recognizes it.
+    """
+
+    name = "ray_runtime"
+    supports = frozenset({ActionKind.REPLACE_REPLICA, ActionKind.REPLACE_NODE, ActionKind.STOP_JOB})
+
+    def __init__(self, journal: Journal) -> None:
+        self._journal = journal
+
+    def also_hit(self, plan: Plan) -> tuple[str, ...]:
+        if plan.action is ActionKind.STOP_JOB:
+            return ("every process of the job",)
+        quarantined = quarantined_nodes(self._journal)
+        standbys = [s for s in self._fleet().standbys() if s.node not in quarantined]
+        takes = [t.replica for t in plan.targets if split_replica(t.replica)[0] == STANDBY_TAKES]
+        # A promoted standby keeps its process; it is no victim of the action.
+        return tuple(f"{s.replica} becomes {t}" for s, t in zip(standbys, takes, strict=False))
+
+    def perform(self, plan: Plan, lease: Lease) -> ActionResult:
+        if plan.action not in self.supports:
+            raise ActuatorError(f"{self.name} cannot perform {plan.action}")
+        if plan.action is ActionKind.STOP_JOB:
+            return self._stop(plan, lease)
+        before = self._journal.desired()
+        for target in plan.targets:
+            current = before.get(target.replica)
+            if current is None or not (current.incarnation == target.incarnation or _ours(current, target, plan)):
+                now_desired = f"#{current.incarnation} is desired now" if current else "it is no longer desired"
+                return ActionResult(
+                    done=False, because=f"{target.replica}#{target.incarnation} is outdated: {now_desired}"
+                )
+        for target in plan.targets:
+            if not _ours(before[target.replica], target, plan):
+                record = self._wanted(target, plan, lease)
+                if not self._journal.set_desired(record, expect_incarnation=target.incarnation, lease=lease):
+                    return ActionResult(done=False, because=f"{target.replica} was replaced concurrently")
+        after = self._journal.desired()
+        named = [after[t.replica] for t in plan.targets]
+        return ActionResult(
+            done=True,
+            because="desired: " + ", ".join(f"{r.replica}#{r.incarnation} on {r.node}" for r in named),
+            facts={"desired": {r.replica: r.incarnation for r in named}},
+        )
+
+    def _stop(self, plan: Plan, lease: Lease) -> ActionResult:
+        # The event first: the journal refuses it if the lease is over, while a flag has no fencing.
+        self._journal.append(
+            JobStopRequested(because=plan.because),
+            incident_id=plan.incident_id,
+            key=f"{plan.incident_id}:stop_job",
+            lease=lease,
+        )
+        self._journal.set_flag(STOP_FLAG, plan.because)
+        return ActionResult(done=True, because="requested the job to stop")
+
+    def _wanted(self, target: PlanTarget, plan: Plan, lease: Lease) -> Desired:
+        node, quarantined = target.node, quarantined_nodes(self._journal)
+        # A node may have been quarantined after the plan was made.
+        if plan.action is ActionKind.REPLACE_NODE or node in quarantined:
+            avoid = quarantined | {t.node for t in plan.targets}
+            other = self._fleet().spare_node(frozenset(avoid))
+            if other is None:
+                raise ActuatorError(f"{target.replica}: no node other than {', '.join(sorted(avoid))} to move to")
+            node = other
+        return Desired(
+            replica=target.replica,
+            incarnation=target.incarnation + 1,
+            node=node,
+            prefer_standby=True,
+            fence=lease.fence,
+            because=plan.because,
+            incident_id=plan.incident_id,
+        )
+
+    def _fleet(self) -> FleetView:
+        return fleet_view(self._journal.desired(), self._journal.current())
+
+
+def _ours(current: Desired, target: PlanTarget, plan: Plan) -> bool:
+    """Whether the record is the one this plan writes, so it was already performed."""
+    return current.incarnation == target.incarnation + 1 and current.incident_id == plan.incident_id

@@ -1,0 +1,604 @@
+"""Incidents as frozen values, folded from their journal events. No other state of an incident exists, so a restarted
+watch knows all of it.
+
+    open -> planned -> [proposed ->] acting -> verifying -> closed
+      ^        |            |           |          |
+      |        +- closed ---+           |          |        tolerated, self-recovered, or rejected
+      +---------------------------------+----------+        the action failed: next plan, escalated
+
+An operator may put a plan that has not started on hold: until the hold ends it does not start and its proposal does not
+expire. A review of the diagnosis is valid in any state and does not change it.
+
+`LEGAL` lists the states in which each event is valid. All readers of incidents use this fold. Recovery folds strictly:
+an invalid event raises `InvalidTransition` with the incident's history. Reports and pages fold leniently, so that a
+damaged line does not hide those after it. For valid events both give the same. Pure, except what takes a journal.
+"""
+
+import logging
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from enum import StrEnum
+from typing import Any
+
+from rolecall.core.diagnosis import ActionKind, Diagnosis, Plan, Suspect
+from rolecall.core.errors import InvalidTransition, JournalCorrupt, JournalError
+from rolecall.core.journal.events import Event, EventKind
+from rolecall.core.journal.journal import Journal, Lease
+from rolecall.core.journal.payloads import (
+    ActionDone,
+    ActionFailed,
+    ActionStarted,
+    DiagnosisReviewed,
+    HoldLifted,
+    HoldPlaced,
+    IncidentClosed,
+    IncidentOpened,
+    IncidentUpdated,
+    IncidentVerified,
+    OncallPaged,
+    PlanApproved,
+    PlanBlocked,
+    PlanCreated,
+    PlanExpired,
+    PlanProposed,
+    PlanRejected,
+    RunEnded,
+)
+from rolecall.core.journal.rows import DamagedLine
+
+logger = logging.getLogger(__name__)
+
+OPERATOR = "operator"
+"""`Diagnosis.detectors` of a replacement that an operator requested."""
+RIGHT, WRONG = "right", "wrong"
+"""Verdicts of a diagnosis review."""
+
+
+WINDOW_NAME = "observations"
+"""Journal window with what the detectors had read when the incident was opened."""
+NUMBER_TRIES_MAX = 20
+"""Numbers tried for a new incident: others may be opened at the same moment, but not that many."""
+STORY_LINES_MAX = 50
+"""Events of an incident's history that an error shows."""
+
+
+class IncidentState(StrEnum):
+    OPEN = "open"  # diagnosed; no plan, or the last one failed
+    PLANNED = "planned"  # has a plan; blocked by guards, or the plan is to do nothing
+    PROPOSED = "proposed"  # awaiting approval, or approved and blocked by guards
+    ACTING = "acting"  # the action started and is not known to be done
+    VERIFYING = "verifying"  # done; waiting to see progress
+    CLOSED = "closed"
+
+
+class IncidentOutcome(StrEnum):
+    RESOLVED = "resolved"
+    TOLERATED = "tolerated"  # no action is worth its cost
+    OBSERVED = "observed"  # mode observe: the fault ended without rolecall
+    SELF_RECOVERED = "self_recovered"
+    ESCALATED = "escalated"
+
+
+class ActionFailure(StrEnum):
+    """How an action failed; the policy escalates each kind differently."""
+
+    DIED = "died"  # the replacement ended before it made progress
+    NO_PROGRESS = "no_progress"  # none was seen within `verification_timeout_seconds`
+    REFUSED = "refused"  # the actuator could not perform it
+
+
+class Decision(StrEnum):
+    APPROVED = "approved"
+    REJECTED = "rejected"
+    EXPIRED = "expired"
+
+
+S, K = IncidentState, EventKind
+UNDECIDED = frozenset({S.OPEN, S.PLANNED, S.PROPOSED})
+NOT_STARTED = frozenset({S.PLANNED, S.PROPOSED})
+UNDER_REPAIR = frozenset({S.ACTING, S.VERIFYING})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hold:
+    """An operator's hold: the plan must not start. Times are wall seconds."""
+
+    number: int  # of this incident, from 1
+    by: str
+    because: str
+    until: float  # when it ends; once lifted, when it was lifted
+    lifted: bool = False
+
+    @property
+    def until_text(self) -> str:
+        try:
+            return datetime.fromtimestamp(self.until, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+        except (OverflowError, ValueError, OSError):  # out of the calendar's range
+            return "an unknown time"
+
+    def active(self, now: float) -> bool:
+        return not self.lifted and now < self.until
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DiagnosisReview:
+    """An operator's verdict on a diagnosis."""
+
+    right: bool
+    by: str
+    because: str
+    at: float  # wall seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attempt:
+    """One plan and its outcome. Times are wall seconds of the journal."""
+
+    number: int  # from 1
+    plan: Plan
+    page_oncall: bool
+    outcome: str  # what closes the incident when the plan is to do nothing
+    made_at: float
+    held_by: frozenset[str] = frozenset()  # guards that have blocked it
+    held_because: tuple[str, ...] = ()  # their reasons, oldest first
+    expires_at: float | None = None  # of its proposal; at least its approval time after the end of a hold
+    approval_timeout_seconds: float = 0.0  # of its proposal
+    hold: Hold | None = None  # the newest
+    decision: Decision | None = None
+    decided_by: str = ""
+    decision_because: str = ""
+    started_at: float | None = None
+    done_at: float | None = None
+    failure: ActionFailure | None = None
+    failed_because: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Incident:
+    incident_id: str
+    state: IncidentState
+    diagnosis: Diagnosis  # the newest
+    opened_at: float
+    seen_keys: frozenset[str]  # every diagnosis key attributed to this incident
+    earlier_diagnoses: tuple[Diagnosis, ...] = ()  # before the newest, oldest first
+    attempts: tuple[Attempt, ...] = ()
+    verified_at: float | None = None
+    verified_because: str = ""
+    closed_at: float | None = None
+    outcome: IncidentOutcome | None = None
+    because: str = ""  # of the close
+    page_topics: frozenset[str] = frozenset()
+    page_reason: str = ""  # of the last page
+    review: DiagnosisReview | None = None  # the newest
+    last_event_id: str = ""
+    story: tuple[str, ...] = field(default=(), compare=False)
+
+    @property
+    def first_diagnosis(self) -> Diagnosis:
+        """The one that opened it: its times are those of the fault, a newer one only knows more about it."""
+        return (*self.earlier_diagnoses, self.diagnosis)[0]
+
+    @property
+    def suspects(self) -> tuple[Suspect, ...]:
+        """Of all its diagnoses: they are updated, and a replacement may fail too."""
+        return tuple(s for d in (*self.earlier_diagnoses, self.diagnosis) for s in d.suspects)
+
+    @property
+    def action_started_at(self) -> float | None:
+        """When the first action started."""
+        return next((a.started_at for a in self.attempts if a.started_at is not None), None)
+
+    @property
+    def attempt(self) -> Attempt | None:
+        """The newest plan."""
+        return self.attempts[-1] if self.attempts else None
+
+    @property
+    def last_seq(self) -> int:
+        """Journal line of its newest event."""
+        return int(self.last_event_id.removeprefix("e"))
+
+    @property
+    def requested_by_operator(self) -> bool:
+        return OPERATOR in self.diagnosis.detectors
+
+    @property
+    def failures(self) -> tuple[Attempt, ...]:
+        return tuple(a for a in self.attempts if a.failure is not None)
+
+    @property
+    def touched(self) -> dict[str, int]:
+        """replica -> newest incarnation that an action of this incident has started (or is starting)."""
+        made: dict[str, int] = {}
+        for attempt in self.attempts:
+            if attempt.started_at is not None and attempt.failure is not ActionFailure.REFUSED:
+                made.update({t.replica: t.incarnation + 1 for t in attempt.plan.targets})
+        return made
+
+    @property
+    def named(self) -> dict[str, int | None]:
+        """replica -> incarnation that the diagnosis names."""
+        return {s.replica: s.incarnation for s in self.diagnosis.suspects if s.replica}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Eviction:
+    """One replica taken down by one started action; the limits count these."""
+
+    incident_id: str
+    replica: str
+    at: float
+    under_repair: bool
+
+
+def evictions(incidents: Iterable[Incident], since: float) -> list[Eviction]:
+    """Every replica on which an action started after `since` (wall seconds). Counted at the start, so that a crash
+    between start and end does not refill the budget."""
+    found = []
+    for incident in incidents:
+        for attempt in incident.attempts:
+            started = attempt.started_at
+            if started is None or attempt.plan.action is ActionKind.STOP_JOB:
+                continue
+            last = attempt is incident.attempt and incident.state in UNDER_REPAIR
+            if started > since or last:
+                found += [
+                    Eviction(incident_id=incident.incident_id, replica=t.replica, at=started, under_repair=last)
+                    for t in attempt.plan.targets
+                ]
+    return found
+
+
+# --- the fold -----------------------------------------------------------------------------------------------------
+
+LEGAL: Mapping[EventKind, frozenset[IncidentState | None]] = {
+    K.INCIDENT_OPENED: frozenset({None}),
+    K.INCIDENT_UPDATED: frozenset({S.OPEN, S.PLANNED, S.ACTING, S.VERIFYING}),
+    K.PLAN_CREATED: frozenset({S.OPEN}),
+    K.PLAN_BLOCKED: frozenset({S.PLANNED, S.PROPOSED}),
+    K.PLAN_PROPOSED: frozenset({S.PLANNED}),
+    K.PLAN_APPROVED: frozenset({S.PROPOSED}),
+    K.PLAN_REJECTED: NOT_STARTED,
+    K.PLAN_EXPIRED: frozenset({S.PROPOSED}),
+    K.HOLD_PLACED: NOT_STARTED,
+    K.HOLD_LIFTED: NOT_STARTED,
+    K.ACTION_STARTED: NOT_STARTED,
+    K.ACTION_DONE: frozenset({S.ACTING}),
+    K.ACTION_FAILED: frozenset({S.ACTING, S.VERIFYING}),
+    K.INCIDENT_VERIFIED: frozenset({S.VERIFYING}),
+    K.INCIDENT_CLOSED: frozenset(set(S) - {S.CLOSED}),
+    K.ONCALL_PAGED: frozenset(set(S) - {S.CLOSED}),
+    K.DIAGNOSIS_REVIEWED: frozenset(S),
+}
+INCIDENT_KINDS = tuple(LEGAL)
+ABOUT_THE_PLAN = frozenset(
+    {K.PLAN_BLOCKED, K.PLAN_PROPOSED, K.PLAN_APPROVED, K.PLAN_REJECTED, K.PLAN_EXPIRED, K.HOLD_PLACED, K.HOLD_LIFTED}
+    | {K.ACTION_STARTED, K.ACTION_DONE, K.ACTION_FAILED}
+)
+"""Events about the newest plan, which they name by its digest."""
+
+
+def fold(events: Iterable[Event], *, strict: bool = True) -> dict[str, Incident]:
+    """All incidents of a journal in order of opening; other events are skipped. See `apply` and `apply_leniently`."""
+    incidents: dict[str, Incident] = {}
+    for event in events:
+        if event.incident_id and event.kind in LEGAL:
+            before = incidents.get(event.incident_id)
+            after = apply(before, event) if strict else apply_leniently(before, event)
+            if after is not None:
+                incidents[event.incident_id] = after
+    return incidents
+
+
+def apply(before: Incident | None, event: Event) -> Incident:
+    """The incident after one more of its events.
+
+    Raises:
+        InvalidTransition: the event is not valid now; the message contains the incident's history.
+    """
+    reason = _why_invalid(before, event)
+    if reason:
+        raise InvalidTransition(
+            incident_id=str(event.incident_id),
+            state=str(before.state) if before else "(unknown)",
+            event=str(event.kind),
+            reason=reason,
+            story=_story(before, event),
+        )
+    return _after(before, event) if before else _opened(event)
+
+
+def apply_leniently(before: Incident | None, event: Event) -> Incident | None:
+    """Like `apply`, but an event counts in any state, since one before it may be missing. What cannot be applied at all
+    changes nothing: events before the incident was opened, a second opening, values that this version does not know."""
+    if before is None:
+        return _opened(event) if event.kind is K.INCIDENT_OPENED else None
+    if event.kind is K.INCIDENT_OPENED:
+        return before
+    try:
+        return _after(before, event)
+    except ValueError:
+        return before
+
+
+def _story(before: Incident | None, event: Event) -> tuple[str, ...]:
+    payload = event.payload
+    text = str(payload.reason or getattr(payload, "outcome", "") or getattr(payload, "digest", ""))[:200]
+    line = f"{event.event_id} {event.kind} {text}".rstrip()
+    return (*(before.story if before else ()), line)[-STORY_LINES_MAX:]
+
+
+def _why_invalid(incident: Incident | None, event: Event) -> str:
+    """Empty for a valid event."""
+    if (incident.state if incident else None) not in LEGAL[event.kind]:
+        return "no such transition"
+    if incident is None:
+        return ""
+    attempt, payload = incident.attempt, event.payload
+    if event.kind in ABOUT_THE_PLAN:
+        digest = getattr(payload, "digest", None)
+        if attempt is None:
+            return "it has no plan"
+        if digest != attempt.plan.digest:
+            return f"it names plan {digest}, the plan is {attempt.plan.digest}"
+    decision = attempt.decision if attempt else None
+    hold = attempt.hold if attempt else None
+    match payload:
+        case PlanExpired() if decision is Decision.APPROVED:
+            return ""  # approved too late
+        case PlanApproved() | PlanRejected() | PlanExpired() if decision is not None:
+            return f"it was already {decision}"
+        case HoldPlaced() if decision in (Decision.REJECTED, Decision.EXPIRED):
+            return f"it was already {decision}"
+        case HoldLifted() if hold is None or hold.lifted:
+            return "it is not on hold"
+        case ActionStarted() if incident.state is S.PROPOSED and decision is not Decision.APPROVED:
+            return "the plan is not approved"
+        case ActionStarted() if decision is Decision.REJECTED:
+            return "the plan was rejected"
+        case DiagnosisReviewed(verdict=verdict) if verdict not in (RIGHT, WRONG):
+            return f"verdict {verdict!r} is neither {RIGHT} nor {WRONG}"
+        case IncidentClosed(outcome=IncidentOutcome.RESOLVED) if incident.verified_at is None:
+            return "it was not verified, so it cannot be resolved"
+    return ""
+
+
+def _opened(event: Event) -> Incident:
+    diagnosis = event.as_(IncidentOpened).diagnosis
+    return Incident(
+        incident_id=str(event.incident_id),
+        state=S.OPEN,
+        diagnosis=diagnosis,
+        opened_at=event.wall_at,
+        seen_keys=frozenset({diagnosis.key}),
+        last_event_id=event.event_id,
+        story=_story(None, event),
+    )
+
+
+def _after(incident: Incident, event: Event) -> Incident:
+    if event.kind in ABOUT_THE_PLAN:
+        attempt = incident.attempt
+        changed = (*incident.attempts[:-1], _of_plan(incident, attempt, event)) if attempt else incident.attempts
+        after = replace(incident, attempts=changed, state=_NEXT_STATE.get(event.kind, incident.state))
+    else:
+        after = _of_incident(incident, event)
+    return replace(after, last_event_id=event.event_id, story=_story(incident, event))
+
+
+_NEXT_STATE = {
+    K.PLAN_PROPOSED: S.PROPOSED,
+    K.ACTION_STARTED: S.ACTING,
+    K.ACTION_DONE: S.VERIFYING,
+    K.ACTION_FAILED: S.OPEN,
+}
+_DECISIONS = {
+    K.PLAN_APPROVED: Decision.APPROVED,
+    K.PLAN_REJECTED: Decision.REJECTED,
+    K.PLAN_EXPIRED: Decision.EXPIRED,
+}
+
+
+def _of_incident(incident: Incident, event: Event) -> Incident:
+    match event.payload:
+        case IncidentUpdated(diagnosis=diagnosis):
+            # A plan made before this update is made again; an action in progress continues.
+            rejected = incident.attempt is not None and incident.attempt.decision is Decision.REJECTED
+            return replace(
+                incident,
+                diagnosis=diagnosis,
+                earlier_diagnoses=(*incident.earlier_diagnoses, incident.diagnosis),
+                seen_keys=incident.seen_keys | {diagnosis.key},
+                state=S.OPEN if incident.state is S.PLANNED and not rejected else incident.state,
+            )
+        case PlanCreated(plan=plan) as created:
+            before = incident.attempt
+            attempt = Attempt(
+                number=len(incident.attempts) + 1,
+                plan=plan,
+                # A hold protects replicas: it carries over to a new plan for the same incarnations.
+                hold=before.hold if before is not None and _taken_down(before.plan) & _taken_down(plan) else None,
+                page_oncall=created.page_oncall,
+                outcome=created.outcome,
+                made_at=event.wall_at,
+            )
+            return replace(incident, attempts=(*incident.attempts, attempt), state=S.PLANNED)
+        case IncidentVerified(because=because):
+            return replace(incident, verified_at=event.wall_at, verified_because=because)
+        case IncidentClosed(outcome=outcome, because=because):
+            return replace(
+                incident,
+                state=S.CLOSED,
+                closed_at=event.wall_at,
+                outcome=IncidentOutcome(outcome),
+                because=because,
+            )
+        case OncallPaged(topic=topic, because=because):
+            return replace(incident, page_topics=incident.page_topics | {topic}, page_reason=because)
+        case DiagnosisReviewed(verdict=verdict, by=by, because=because):
+            review = DiagnosisReview(right=verdict == RIGHT, by=by, because=because, at=event.wall_at)
+            return replace(incident, review=review)
+    return incident
+
+
+def _taken_down(plan: Plan) -> set[tuple[str, int]]:
+    return {(str(t.replica), t.incarnation) for t in plan.targets}
+
+
+def _of_plan(incident: Incident, attempt: Attempt, event: Event) -> Attempt:
+    match event.payload:
+        case PlanBlocked(guard=guard, because=because):
+            return replace(attempt, held_by=attempt.held_by | {guard}, held_because=(*attempt.held_because, because))
+        case PlanProposed(expires_at=expires_at):
+            approval_timeout_seconds = expires_at - event.wall_at
+            if attempt.hold is not None:
+                expires_at = max(expires_at, attempt.hold.until + approval_timeout_seconds)
+            return replace(attempt, expires_at=expires_at, approval_timeout_seconds=approval_timeout_seconds)
+        case PlanApproved() | PlanRejected() | PlanExpired() as decided:
+            return replace(
+                attempt,
+                decision=_DECISIONS[event.kind],
+                decided_by=str(getattr(decided, "by", "")),
+                decision_because=decided.reason,
+            )
+        case HoldPlaced(by=by, because=because, until=until):
+            number = 1 + max((a.hold.number for a in incident.attempts if a.hold is not None), default=0)
+            return _until(attempt, Hold(number=number, by=by, because=because, until=until))
+        case HoldLifted() if attempt.hold is not None:
+            return _until(attempt, replace(attempt.hold, until=min(attempt.hold.until, event.wall_at), lifted=True))
+        case ActionStarted():
+            return replace(attempt, started_at=event.wall_at)
+        case ActionDone():
+            return replace(attempt, done_at=event.wall_at)
+        case ActionFailed(failure=failure, because=because):
+            return replace(attempt, failure=ActionFailure(failure), failed_because=because)
+    return attempt
+
+
+def _until(attempt: Attempt, hold: Hold) -> Attempt:
+    if attempt.expires_at is None:
+        return replace(attempt, hold=hold)
+    return replace(attempt, hold=hold, expires_at=hold.until + attempt.approval_timeout_seconds)
+
+
+# --- the incidents of a journal -----------------------------------------------------------------------------------
+
+READ_KINDS = (*INCIDENT_KINDS, EventKind.RUN_ENDED)
+NOTIFIED_KINDS = frozenset({EventKind.ONCALL_PAGED, EventKind.PLAN_PROPOSED, EventKind.INCIDENT_CLOSED})
+
+
+class IncidentProjection:
+    """All incidents of a journal, updated incrementally from its events. Owned by one loop.
+
+    It can be discarded and rebuilt at any time. An incident whose events are invalid or unreadable (a foreign writer, a
+    damaged line, a bug) is set aside with its history and does not affect the others.
+    """
+
+    def __init__(self) -> None:
+        self.incidents: dict[str, Incident] = {}
+        self.broken: dict[str, Exception] = {}  # incident id, or the journal line where the incident is unknown
+        self.to_notify: list[Event] = []
+        self.num_opened = 0
+        self.ended: str | None = None
+        self._seen_seq = 0
+
+    def refresh(self, journal: Journal) -> None:
+        """Applies what was written since the last refresh."""
+        damaged: list[DamagedLine] = []
+        self.take(journal.events(after=self._seen_seq, kinds=READ_KINDS, damaged=damaged), damaged)
+
+    def take(self, events: Sequence[Event], damaged: Sequence[DamagedLine]) -> None:
+        """Applies events and unreadable lines that the caller has read; kinds not in `READ_KINDS` are skipped."""
+        lines: list[Event | DamagedLine] = [*events, *damaged]
+        for line in sorted(lines, key=lambda line: line.seq):
+            self._seen_seq = line.seq
+            if isinstance(line, DamagedLine):
+                self._set_aside(line.incident_id or f"journal line {line.seq}", line.error)
+            else:
+                self._take(line)
+
+    def _take(self, event: Event) -> None:
+        if isinstance(event.payload, RunEnded):
+            self.ended = event.payload.because or event.payload.outcome or "ended"
+        if event.kind is EventKind.INCIDENT_OPENED:
+            self.num_opened += 1
+        if event.kind in NOTIFIED_KINDS:
+            self.to_notify.append(event)
+        name = event.incident_id
+        if name is None or event.kind not in LEGAL or name in self.broken:
+            return
+        try:
+            self.incidents[name] = apply(self.incidents.get(name), event)
+        except InvalidTransition as e:
+            self._set_aside(name, e)
+        except Exception as e:  # noqa: BLE001
+            # Deliberate: a value that this version does not know (an outcome, a failure) concerns this incident alone.
+            self._set_aside(name, JournalError(f"{name}: {event.event_id} {event.kind} cannot be read: {e!r}"))
+
+    def _set_aside(self, name: str, error: Exception) -> None:
+        if name in self.broken:
+            return
+        logger.error("%s", error)
+        self.broken[name] = error
+        before = self.incidents.get(name)
+        if before is not None:
+            # No further action for it; its evictions still count, and its diagnosis opens no second incident.
+            self.incidents[name] = replace(before, state=IncidentState.CLOSED)
+
+    def open_incidents(self) -> list[Incident]:
+        return [i for i in self.incidents.values() if i.state is not IncidentState.CLOSED]
+
+
+def open_incident(
+    journal: Journal, projection: IncidentProjection, diagnosis: Diagnosis, *, lease: Lease | None = None
+) -> str:
+    """Writes INCIDENT_OPENED under the next free number and returns the incident's id.
+
+    The number is part of the event's key, so two writers never share one, and a repetition after a crash finds its own.
+
+    Raises:
+        LeaseFenced: `lease` is over.
+        JournalError: no number was free.
+    """
+    stored = storable(diagnosis)
+    projection.refresh(journal)
+    for number in range(projection.num_opened + 1, projection.num_opened + 1 + NUMBER_TRIES_MAX):
+        name = incident_name(number, stored)
+        opened = IncidentOpened(diagnosis=stored, window=WINDOW_NAME)
+        try:
+            event = journal.append(opened, incident_id=name, key=f"incident:{number}", lease=lease)
+        except JournalCorrupt:
+            continue  # an unreadable line has this number
+        if event.incident_id == name:
+            projection.refresh(journal)
+            return name
+    raise JournalError(f"no free number for an incident after {NUMBER_TRIES_MAX} tries")
+
+
+def finite(value: Any) -> Any:
+    """`value` with None for every number that JSON cannot represent (NaN, infinity)."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {k: finite(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(v) for v in value]
+    return value
+
+
+def storable(diagnosis: Diagnosis) -> Diagnosis:
+    """The diagnosis as the journal stores it, so that decisions use exactly the stored input."""
+    cleaned = finite(diagnosis.to_dict())
+    for evidence in cleaned["evidence"]:
+        evidence["values"] = {k: v for k, v in evidence["values"].items() if v is not None}
+    times = {k: cleaned[k] if cleaned[k] is not None else 0.0 for k in ("onset", "detected_at", "confidence")}
+    return Diagnosis.from_dict({**cleaned, **times})
+
+
+def incident_name(number: int, diagnosis: Diagnosis) -> str:
+    """`inc-3-rollout-1`; `inc-3-node-2` if only a node is known; `inc-3-job` if several suspects or none."""
+    suspects = {s.replica or str(s.node) for s in diagnosis.suspects}
+    suspect = suspects.pop() if len(suspects) == 1 else "job"
+    return f"inc-{number}-{suspect.replace('/', '-')}"[:63]

@@ -1,0 +1,210 @@
+"""What keeps one failure from stopping the recovery loop: of the source or a detector, of an incident's handling, of
+the evidence collector.
+
+A failing detector must not stop a recovery in progress. While it fails there is no data about the fleet: no fault
+counts as over, no progress is accepted, and `FaultTolerantDetector.error` holds the reason, for which on-call is paged.
+
+An incident whose handling raises is retried after a pause that doubles up to `PAUSE_SECONDS_MAX` while it is open;
+after `TRIES_MAX` failures in a row on-call is paged once. Kept in memory only: a successor counts from zero, and the
+page has a key in the journal, so it is not sent twice. Errors that concern every incident are raised: a lost lease, a
+database that is busy or unavailable.
+
+Evidence matters less than recovery: whatever its collector raises, the loop continues.
+"""
+
+import json
+import logging
+from collections.abc import Container, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from rolecall.core.clock import Clock
+from rolecall.core.diagnosis import Diagnosis, Suspect
+from rolecall.core.errors import JournalError
+from rolecall.core.journal.events import EventKind
+from rolecall.core.journal.journal import Journal
+from rolecall.recovery.fleet import FleetView
+from rolecall.recovery.incidents import Incident, storable
+from rolecall.recovery.interfaces import CollectedEvidence, Detector, EvidenceCollector, ObservationSource
+
+logger = logging.getLogger(__name__)
+
+FIRST_PAUSE_SECONDS = 0.5
+"""About one tick: long enough for a file or socket that was just being replaced."""
+PAUSE_SECONDS_MAX = 30.0
+TRIES_MAX = 5
+"""Four pauses, 7.5 s in all: longer than any restart of our processes, short enough for a page."""
+ERROR_CHARS_MAX = 500
+
+
+NUM_UNWRITTEN_MAX = 256
+"""Collected evidence waiting for the journal; the oldest is dropped first."""
+
+
+@dataclass(slots=True)
+class HandlingFailure:
+    name: str
+    failures: int = 0
+    error: str = ""
+    retry_at: float = 0.0  # monotonic
+
+    def because(self) -> str:
+        return (
+            f"{self.name} cannot be handled: {self.error} ({self.failures} failures in a row); retried every "
+            f"{PAUSE_SECONDS_MAX:.0f} s, other incidents are not affected"
+        )
+
+
+class HandlingFailures:
+    """Owned by one watch."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._known: dict[str, HandlingFailure] = {}
+
+    def due(self, name: str) -> bool:
+        """Whether `name` may be tried now."""
+        known = self._known.get(name)
+        return known is None or self._clock.monotonic() >= known.retry_at
+
+    def last_try(self, name: str) -> bool:
+        """Whether one more failure pages on-call."""
+        known = self._known.get(name)
+        return known is not None and known.failures >= TRIES_MAX - 1
+
+    @contextmanager
+    def isolate(self, name: str) -> Iterator[None]:
+        """Errors of the block count as handling failures of `name`.
+
+        Raises:
+            JournalError: the lease is lost or the journal unusable, so no incident can be handled now.
+        """
+        try:
+            yield
+        except JournalError:
+            raise
+        except Exception as e:  # noqa: BLE001
+            # Deliberate: see the module docstring. All state is in the journal, so the next try starts from it.
+            self._failed(name, e)
+        else:
+            if self._known.pop(name, None) is not None:
+                logger.warning("%s", json.dumps({"event": "handled_again", "name": name}))
+
+    def exhausted(self) -> list[HandlingFailure]:
+        """Those for which on-call should be paged."""
+        return [f for f in self._known.values() if f.failures >= TRIES_MAX]
+
+    def errors(self) -> dict[str, str]:
+        """name -> error of everything that cannot be handled now."""
+        return {t.name: t.error for t in self._known.values()}
+
+    def keep_only(self, names: Container[str]) -> None:
+        """Forgets all others."""
+        self._known = {n: t for n, t in self._known.items() if n in names}
+
+    def _failed(self, name: str, error: Exception) -> None:
+        failure = self._known.setdefault(name, HandlingFailure(name))
+        failure.failures += 1
+        failure.error = f"{type(error).__name__}: {error}"[:ERROR_CHARS_MAX]
+        pause = min(PAUSE_SECONDS_MAX, FIRST_PAUSE_SECONDS * 2.0 ** min(failure.failures - 1, 10))
+        failure.retry_at = self._clock.monotonic() + pause
+        line = {"event": "not_handled", "name": name, "error": failure.error, "failures": failure.failures}
+        logger.error("%s", json.dumps({**line, "retry_seconds": pause}), exc_info=error)
+
+
+class FaultTolerantDetector:
+    """Source and detector behind one interface that never raises. Owned by one watch."""
+
+    def __init__(self, source: ObservationSource, detector: Detector, clock: Clock) -> None:
+        self._source, self._detector, self._clock = source, detector, clock
+        self._forgotten: dict[str, int] = {}  # replica -> incarnation below which the detector expects nothing
+        self.error = ""
+        self.since = clock.wall()  # since when the absence of a diagnosis is meaningful
+
+    def poll(self, poll_seconds: float) -> list[Diagnosis]:
+        """Current diagnoses; none while source or detector fail."""
+        try:
+            observation = self._source.poll(poll_seconds)
+            diagnoses = [storable(d) for d in self._detector.observe(observation)]
+        except Exception as e:
+            # Deliberate: see the module docstring.
+            logger.exception("source or detector failed")
+            self.error = f"{type(e).__name__}: {e}"
+            self.since = self._clock.wall()
+            return []
+        self.error = ""
+        return diagnoses
+
+    def progress(self, incident: Incident) -> dict[str, tuple[bool, str]]:
+        """Whether each replica of an incident makes progress at the incarnation it concerns now, and what was seen."""
+        progress: dict[str, tuple[bool, str]] = {}
+        for replica, incarnation in {**incident.named, **incident.touched}.items():
+            try:
+                progress[replica] = self._detector.progressing(replica, incarnation or 0)
+            except Exception as e:  # noqa: BLE001
+                # Deliberate: unknown counts as no progress, and the text says so.
+                progress[replica] = (False, f"progress unknown ({type(e).__name__}: {e})")
+        return progress
+
+    def forget_replaced(self, fleet: FleetView) -> None:
+        """Tells the detector about every replacement, whichever watch ordered it: the old incarnation ends on
+        purpose."""
+        for view in fleet.replicas:
+            if view.desired_incarnation > self._forgotten.get(view.replica, 1):
+                self.forget(view.replica, view.desired_incarnation)
+
+    def forget(self, replica: str, below_incarnation: int) -> None:
+        self._forgotten[replica] = below_incarnation
+        try:
+            self._detector.forget(replica, below_incarnation)
+        except Exception:
+            # Deliberate: recovery continues; a diagnosis of an old incarnation has no effect.
+            logger.exception("the detector failed to forget %s", replica)
+
+    def window(self, suspects: Iterable[Suspect] = ()) -> Mapping[str, Any]:
+        """What the detectors have read about the suspects; empty if they fail."""
+        try:
+            return dict(self._detector.window(suspects))
+        except Exception:
+            # Deliberate: an incident can be resolved without its window.
+            logger.exception("the detector failed to return its window")
+            return {}
+
+
+class EvidenceRecorder:
+    """Evidence of incidents, on its way from the collector to the journal. Owned by one watch."""
+
+    def __init__(self, evidence_collector: EvidenceCollector | None) -> None:
+        self._collector = evidence_collector
+        self._unwritten: list[CollectedEvidence] = []
+
+    def request(self, incident_id: str, diagnosis: Diagnosis) -> None:
+        if self._collector is None:
+            return
+        try:
+            self._collector.request(incident_id, diagnosis)
+        except Exception:
+            # Deliberate: see the module docstring.
+            logger.exception("evidence of %s cannot be requested", incident_id)
+
+    def adopt(self, journal: Journal, incidents: Iterable[Incident]) -> None:
+        """Requests the evidence that the previous watch had not written when it died."""
+        written_ids = {e.incident_id for e in journal.events(kinds=[EventKind.EVIDENCE_COLLECTED])}
+        for incident in incidents:
+            if incident.incident_id not in written_ids and not incident.requested_by_operator:
+                self.request(incident.incident_id, incident.diagnosis)
+
+    def collected(self) -> list[CollectedEvidence]:
+        """Evidence not yet confirmed by `written`, so that an unavailable journal loses nothing."""
+        if self._collector is not None:
+            try:
+                self._unwritten += self._collector.collected()
+            except Exception:
+                # Deliberate: see the module docstring.
+                logger.exception("collected evidence cannot be read")
+            del self._unwritten[:-NUM_UNWRITTEN_MAX]
+        return list(self._unwritten)
+
+    def written(self, evidence: CollectedEvidence) -> None:
+        self._unwritten.remove(evidence)

@@ -1,0 +1,51 @@
+"""Answers, log-probabilities and rewards of a simulated fleet, all functions of the seed: a lost or doubled token shows."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rolecall.rl_runtime.algorithms.sampler import request_seed
+from rolecall.rl_runtime.tasks.task import group_number
+
+MAX_NEW_TOKENS = 16
+
+
+def expected_tokens(seed: int, longest: int = MAX_NEW_TOKENS, *, long_tail: bool = False) -> tuple[int, ...]:
+    """What every engine makes for a seed, whatever prefix it starts from: a lost or doubled token shows.
+
+    `long_tail`: as many lengths between 1 and 2 as between 2 and 4, and so on up to `longest`.
+    """
+    rng = random.Random(f"tokens/{seed}")
+    count = int(longest ** rng.random()) if long_tail else rng.randrange(1, longest + 1)
+    return tuple(rng.randrange(3, 16) for _ in range(count))
+
+
+def expected_reward(tokens: Sequence[int]) -> float:
+    return sum(tokens) / (16.0 * MAX_NEW_TOKENS)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScriptedResponses:
+    """The fake model's answer to each prompt and its reward: deterministic functions of the seed."""
+
+    longest: int = MAX_NEW_TOKENS
+    long_tail: bool = False
+    right_below: int | None = None
+    """None: rewards are graded. Otherwise an answer is exact (1.0) if its last token, one of 3 to 15, is below this,
+    and wrong (0.0) if not."""
+
+    def tokens(self, seed: int) -> tuple[int, ...]:
+        return expected_tokens(seed, self.longest, long_tail=self.long_tail)
+
+    def reward(self, tokens: Sequence[int]) -> float:
+        return expected_reward(tokens) if self.right_below is None else float(tokens[-1] < self.right_below)
+
+
+def expected_logprob(version: int, position: int) -> float:
+    """Log-probability of the token at `position`, the same on every engine; it encodes version and position."""
+    return -1.0 - version / 1000.0 - position / 1_000_000.0
+
+
+def request_seed_of(job_seed: int, request_id: str) -> int:
+    group, _, sample = request_id.rpartition(".")
+    return request_seed(job_seed, group_number(group), int(sample))

@@ -12,7 +12,6 @@ tick adds at most a third of that threshold, so a single stalled step causes no 
 """
 
 import math
-import re
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -21,15 +20,8 @@ from numpy.typing import NDArray
 
 from rolecall.core.diagnosis import Evidence, Finding
 from rolecall.core.faults import FaultClass
+from rolecall.detector.panels.metric_kinds import is_own_work
 from rolecall.detector.panels.panel import FALSE_ALARMS_PER_1000_MACHINE_DAYS, Floats, PanelShape
-
-OWN_WORK = frozenset({"compute", "forward", "backward", "fwd", "bwd", "kernel", "gemm", "matmul"})
-WAITING = frozenset(
-    {"recv", "send", "wait", "reduce", "gather", "scatter", "broadcast", "comm", "idle", "sync", "alltoall"}
-)
-NOT_SECONDS = frozenset({"ratio", "percent", "util", "utilization", "flops", "bytes", "count", "rate", "active"})
-"""Parts of a metric's name. A metric is own work if it has one of the first set, or counts busy seconds, and has none
-of the others. A busy disk is not work."""
 
 SLOW_LOG_RATIO = -math.log(0.75)
 SPREAD_MIN = 0.1
@@ -38,11 +30,6 @@ differences."""
 TICKS_MIN = 3
 PEERS_MIN = 2
 SECONDS_PER_DAY = 86_400.0
-
-
-def is_own_work(metric: str) -> bool:
-    words = set(re.split(r"[^a-z0-9]+", re.sub(r"([a-z])([A-Z])", r"\1 \2", metric).lower()))
-    return (bool(words & OWN_WORK) or {"busy", "seconds"} <= words) and not words & (WAITING | NOT_SECONDS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,10 +22,13 @@ from numpy.typing import NDArray
 
 from rolecall.core.diagnosis import Evidence, Finding
 from rolecall.core.faults import FaultClass
+from rolecall.detector.panels.metric_kinds import has_equal_levels
 from rolecall.detector.panels.panel import FALSE_ALARMS_PER_1000_MACHINE_DAYS, Floats, PanelShape
 from rolecall.detector.panels.sequential.level_shifts import ShiftChannel
 from rolecall.detector.panels.sequential.novelty import Novelty
-from rolecall.detector.panels.sequential.tails import BLOCK_TICKS, BLOCKS_MIN, Prior, ScoreTail
+from rolecall.detector.panels.sequential.peer_distance import PeerDistance
+from rolecall.detector.panels.sequential.peer_place import PeerPlace
+from rolecall.detector.panels.sequential.tails import BLOCK_TICKS, BLOCKS_MIN, TAIL_SHARE, Prior, ScoreTail
 
 SECONDS_PER_DAY = 86_400.0
 SUSPECT_SHARE = 0.6
@@ -47,6 +50,10 @@ SKEW_SECONDS = 4.0
 counts as a machine's own only when its peers have not followed within this time."""
 VALUE_MAX = 1e15
 """Larger values are clipped to this: squares of float32 overflow at 1e38."""
+START_TICKS = 16
+"""Before, nothing can be said of a machine."""
+STAYS_SECONDS = 20.0
+"""For which a machine must be far from its peers: shorter bursts of unequal work are common."""
 MACHINES_MIN = 3
 """Two machines that differ cannot be told apart: each is an outlier to the other."""
 BLOCKS_YOUNG = 12
@@ -55,8 +62,9 @@ BLOCKS_YOUNG = 12
 MATURE_SIZE = 150
 NOVELTY_PRIOR = Prior(location=0.12, beta=0.08, weight=64.0)
 """Location and mean excess, in usual ranges, from 25 unlabelled days of twelve servers (docs/decisions/0019)."""
-SINGLE_PRIOR = Prior(location=5.0, beta=1.6, weight=256.0)
-SEVERAL_PRIOR = Prior(location=10.0, beta=2.6, weight=256.0)
+DISTANCE_PRIOR = Prior(location=4.0, beta=1.0, weight=64.0, young_beta=1.0)
+SINGLE_PRIOR = Prior(location=5.0, beta=2.5, weight=128.0, young_beta=5.0)
+SEVERAL_PRIOR = Prior(location=10.0, beta=4.0, weight=128.0, young_beta=10.0)
 """Of the largest score, and of its sum with the next two. Theory gives a mean excess of 1 for the former, healthy
 simulated fleets 1.0 to 1.3: the higher value is assumed until enough is known of a panel."""
 QUARANTINE_BLOCKS = 3
@@ -80,14 +88,24 @@ class Sequential:
         return SequentialTracker(shape, self.false_alarms_per_1000_machine_days)
 
 
+YOUNG_WEIGHT = 4.0
+"""Weight of the prior, as a number of block maxima, before a panel has a tail."""
+MEANS_AT_LOCATION = -math.log(TAIL_SHARE)
+"""Of an exponential: the quantile that `TAIL_SHARE` exceed, in means."""
+YOUNG_MARGIN = 1.0
+"""The first threshold is higher by this share of itself, the one after k blocks by a (k + 1)-th of that."""
+
+
 class Channel:
     """Scores of one channel, or their combination, and their healthy tail."""
 
     def __init__(self, num_machines: int, prior: Prior, quarantine: int = QUARANTINE_BLOCKS) -> None:
         """`quarantine`: blocks."""
-        self.tail, self.quarantine = ScoreTail(prior), quarantine
+        self.prior, self.tail, self.quarantine = prior, ScoreTail(prior), quarantine
+        self.maxima_sum, self.num_blocks = np.zeros(num_machines), 0
         self.block_max = np.full(num_machines, -np.inf, dtype=np.float32)
         self.scores = np.zeros(num_machines, dtype=np.float32)
+        self.surprise = np.zeros(num_machines, dtype=np.float32)
         # Maxima (N,) of earlier blocks, and whether they count.
         self.waiting = deque[tuple[Floats, NDArray[np.bool_]]]()
 
@@ -95,12 +113,30 @@ class Channel:
         """Processes the scores of a tick; returns their surprise, (N,)."""
         self.scores = scores
         np.maximum(self.block_max, scores, out=self.block_max)
-        return self.tail.surprise(scores)
+        if self.prior.young_beta is None or math.isfinite(self.tail.location):
+            self.surprise = self.tail.surprise(scores)
+        else:
+            self.surprise = self._young_surprise(scores, self.prior.young_beta)
+        return self.surprise
+
+    def _young_surprise(self, scores: Floats, beta: float) -> Floats:
+        """Before the panel has a tail: scores relative to the mean of the peers' block maxima so far (never the
+        machine's own), which is pulled towards the prior's. With few maxima that mean is uncertain, and the tail of an
+        exponential with an uncertain mean is Lomax's: it is heavy for three machines, and light for a hundred."""
+        so_far = self.maxima_sum + np.maximum(self.block_max, 0)
+        size = YOUNG_WEIGHT + (len(so_far) - 1) * (self.num_blocks + 1)
+        usual = self.prior.location / MEANS_AT_LOCATION
+        times = (YOUNG_WEIGHT * usual + so_far.sum() - so_far) / (size * usual)
+        excess = (scores - self.prior.location * times) / (beta * times)
+        young: Floats = (size * np.log1p(np.maximum(excess, 1 - size) / size)).astype(np.float32)
+        return young
 
     def end_block(self, counted: NDArray[np.bool_], trusted: NDArray[np.bool_]) -> None:
         """`counted` (N,): machines with healthy maxima in this block; `trusted` (N,): machines whose earlier blocks
         still seem healthy."""
         self.waiting.append((self.block_max.copy(), counted & np.isfinite(self.block_max)))
+        self.maxima_sum += np.maximum(self.block_max, 0)
+        self.num_blocks += 1
         self.block_max[:] = -np.inf
         if len(self.waiting) > self.quarantine:
             maxima, healthy = self.waiting.popleft()
@@ -119,14 +155,20 @@ class SequentialTracker:
         skew_ticks = 1 + int(SKEW_SECONDS / shape.interval_seconds)
         # Of the last `skew_ticks` ticks: medians (M,), novelty scores (N,).
         self.middles, self.leaps = deque[Floats](maxlen=skew_ticks), deque[Floats](maxlen=skew_ticks)
+        self.far = deque[Floats](maxlen=max(1, math.ceil(STAYS_SECONDS / shape.interval_seconds)))
         self.single, self.several = Channel(n, SINGLE_PRIOR), Channel(n, SEVERAL_PRIOR)
         self.novel, self.both = Channel(n, NOVELTY_PRIOR, quarantine=0), Channel(n, BOTH_PRIOR)
+        comparable = np.array([has_equal_levels(name) for name in shape.metrics])
+        self.peers, self.distance = PeerDistance(comparable, n), Channel(n, DISTANCE_PRIOR)
+        self.place = PeerPlace(comparable, n)
         self.shift_blocks = deque[tuple[Floats, NDArray[np.bool_]]]()  # as `Channel.waiting`
         self.last = np.zeros((m, n), dtype=np.float32)  # the newest known value
         self.deviation = np.zeros((m, n), dtype=np.float32)
         self.seen = np.zeros((m, n), dtype=np.bool_)
         # `explained`: attributed to the culprit, since their alarms came after it
         self.alarmed, self.explained = np.zeros(n, dtype=np.bool_), np.zeros(n, dtype=np.bool_)
+        # Named because of its place among its peers, and the tick at which
+        self.misplaced, self.misplaced_at = np.zeros(n, dtype=np.bool_), np.zeros(n, dtype=np.int64)
         self.age = np.zeros(n, dtype=np.int64)  # ticks with a sample
         self.calm = np.zeros(n, dtype=np.int64)  # ticks since it was last above CALM_SHARE
         self.suspected_at = np.full(n, np.nan)  # NaN: not suspected
@@ -157,10 +199,18 @@ class SequentialTracker:
         self.deviation = self.novelty.tick(at, np.where(known, values, self.last), away, known)
         self.leaps.append(self.novelty.scores(self.deviation))
         novel = self.novel.score(np.min(self.leaps, axis=0))
+        self.far.append(self.peers.tick(residual, known, middle, learning))
+        far = self.distance.score(np.min(self.far, axis=0))
+        far = np.where(self.misplaced, 0, far)  # said already, by its place
+        self.place.tick(residual, known, middle, ~(self.alarmed | self.misplaced))
         self._renew_tail()
         self.age += known.any(axis=0)
-        young = self.age <= BLOCKS_MIN * BLOCK_TICKS  # too few samples for its usual levels
-        self.both.score(np.where(young, 0, np.maximum(shift, novel)).astype(np.float32))
+        # Too few samples for the usual levels of a machine that came later than its peers.
+        young = (self.age <= BLOCKS_MIN * BLOCK_TICKS) & (self.age < self.ticks - BLOCK_TICKS)
+        young |= self.age < START_TICKS
+        self.both.score(np.where(young, 0, np.maximum(np.maximum(shift, novel), far)).astype(np.float32))
+        if not math.isfinite(self.both.tail.location):
+            self.threshold = self._threshold()
         fresh = self._judge(at)
         self._end_block()
         return fresh
@@ -183,16 +233,19 @@ class SequentialTracker:
 
     def _judge(self, at: float) -> list[Finding]:
         relative = self.both.scores / self.threshold
-        calm = (relative < CALM_SHARE) | (self.shifts.calm & (self.novel.scores < self.novel.tail.location))
-        leaping = self.novel.tail.surprise(self.novel.scores)
-        over_already = self.shifts.calm & (leaping <= self.threshold)  # makes no finding
+        near = self.distance.surprise <= 0
+        calm = (relative < CALM_SHARE) | (self.shifts.calm & (self.novel.scores < self.novel.tail.location) & near)
+        leaping = self.novel.surprise
+        over_already = self.shifts.calm & (leaping <= self.threshold) & (self.distance.surprise <= self.threshold)
+        placed = self.place.relative > 1
         above = (relative > 1) & ~over_already
-        self.calm = np.where(calm, self.calm + 1, 0)
-        over = (self.alarmed | self.explained) & (self.calm >= CALM_TICKS)
+        self.calm = np.where(calm & ~placed, self.calm + 1, 0)
+        over = (self.alarmed | self.explained | self.misplaced) & (self.calm >= CALM_TICKS)
         if over.any():
             self.shifts.levels.forget(over)
             self.alarmed &= ~over
-            if self.culprit < 0 or not self.alarmed[self.culprit]:
+            self.misplaced &= ~over
+            if self.culprit < 0 or not (self.alarmed | self.misplaced)[self.culprit]:
                 self.explained &= ~over  # else it may come and go with its culprit
             above &= ~over  # residual evidence in the sums
         suspect = relative > SUSPECT_SHARE
@@ -202,28 +255,33 @@ class SequentialTracker:
         if self.culprit >= 0:
             self.culprit_score = max(self.culprit_score, float(relative[self.culprit]))
             self.culprit_size = max(self.culprit_size, self._size(self.culprit))
-        fresh = above & ~self.alarmed
+        # A machine that was out of place from the start may still change: that is another finding, but not at once.
+        named = self.alarmed | (self.misplaced & (self.ticks - self.misplaced_at <= CALM_TICKS))
+        fresh = (above & ~named) | (placed & ~self.alarmed & ~self.misplaced)
         if not fresh.any():
             return []
         found = []
-        for n in np.flatnonzero(fresh)[np.argsort(-relative[fresh], kind="stable")]:
+        evidence = np.maximum(relative, np.where(placed, self.place.relative, 0))
+        for n in np.flatnonzero(fresh)[np.argsort(-evidence[fresh], kind="stable")]:
             soon = 0 < at - self.culprit_at <= PROPAGATION_SECONDS
             alike = self.shifts.first(int(n))[0] in self.culprit_metrics
             explained = soon or (bool(self.explained[n]) and alike)
             # Shift scores grow with time as well as size: a machine hit for longer is not necessarily hit harder.
             more = leaping[n] >= self.both.scores[n] or self._size(int(n)) > self.culprit_size
-            outgrown = bool(relative[n] > self.culprit_score and more)
+            outgrown = bool(evidence[n] > self.culprit_score and more)
             self.explained[n] = explained and not outgrown
             if self.explained[n]:
                 self.calm[n] = 0
                 continue  # propagation from the culprit; reported if it becomes stronger, or differs in its metrics
-            if 2 * int(above.sum()) > len(above):
+            if 2 * int((above | placed).sum()) > len(above):
                 continue  # a majority is anomalous: peer comparison is invalid
-            self.alarmed[n] = True
+            if placed[n]:
+                self.misplaced[n], self.misplaced_at[n] = True, self.ticks
+            self.alarmed[n] = above[n]
             self.calm[n] = 0
             found.append(self._finding(int(n), at))
             if not explained or outgrown:
-                self.culprit, self.culprit_at, self.culprit_score = int(n), at, float(relative[n])
+                self.culprit, self.culprit_at, self.culprit_score = int(n), at, float(evidence[n])
                 self.culprit_size = self._size(int(n))
                 first, *others = self.shifts.strongest(int(n))
                 strong = (o for o in others if o[3] > SHARE_ALIKE * first[3])
@@ -243,7 +301,7 @@ class SequentialTracker:
         if self.ticks % BLOCK_TICKS:
             return
         # Machines above the threshold never count, reported or not: a fault must not be learned as part of the tail.
-        counted = ~self.alarmed & (self.age > 0) & (self.both.block_max <= self.threshold)
+        counted = ~self.alarmed & ~self.misplaced & (self.age > 0) & (self.both.block_max <= self.threshold)
         suspect_for = self.at - self.suspected_at
         trusted = ~self.alarmed & ~(suspect_for > QUARANTINE_TICKS * self.shape.interval_seconds)
         num = self.ticks // BLOCK_TICKS
@@ -261,20 +319,52 @@ class SequentialTracker:
         self.single.end_block(counted & (num > 2), trusted)
         self.several.end_block(counted & (num > 2), trusted)
         self.novel.end_block(counted & (num > 1), counted)
+        self.distance.end_block(counted & (num > 1), trusted)
         # The combined tail uses only blocks whose surprises come from known tails.
         self.both.end_block(counted & (num > BLOCKS_MIN + 1), trusted)
-        self.threshold = self.both.tail.threshold(self.rate_per_block)
+        self.threshold = self._threshold()
+
+    def _threshold(self) -> float:
+        """Of `both`: infinite for the first ticks, then from the prior, high and coming down, then from the panel."""
+        tail = self.both.tail
+        if self.ticks < START_TICKS:
+            return math.inf
+        if math.isfinite(tail.location):
+            return tail.threshold(self.rate_per_block)
+        prior = ScoreTail(location=BOTH_PRIOR.location, beta=max(BOTH_PRIOR.beta, BOTH_PRIOR.beta_min))
+        return prior.threshold(self.rate_per_block) * (1 + YOUNG_MARGIN / (1 + self.ticks / BLOCK_TICKS))
 
     def _finding(self, n: int, at: float) -> Finding:
         machine = self.shape.machines[n]
         peers = len(self.shape.machines) - 1
-        shifts = (self.single, self.several)
-        shift = max(float(c.tail.surprise(c.scores)[n]) for c in shifts) / self.threshold
-        novel = float(self.novel.tail.surprise(self.novel.scores)[n]) / self.threshold
+        shift = max(float(self.single.surprise[n]), float(self.several.surprise[n])) / self.threshold
+        novel, far = (float(c.surprise[n]) / self.threshold for c in (self.novel, self.distance))
+        place = float(self.place.relative[n])
         onset = float(self.suspected_at[n]) if math.isfinite(self.suspected_at[n]) else at
         evidence: list[Evidence] = []
         words = []
-        if shift > 1 or novel <= 1:
+        if place > 1:
+            out_of_place = self.place.metrics[n]
+            for m in out_of_place:
+                text = f"{self.shape.metrics[m]}: out of place among its {peers} peers, whether or not it ever changed"
+                values = {"distances": float(self.peers.distance[m, n])}
+                evidence.append(Evidence(kind=f"metric:{self.shape.metrics[m]}", text=text, values=values))
+            names = " and ".join(self.shape.metrics[m] for m in out_of_place)
+            words.append(
+                f"{names} differ{'' if len(out_of_place) > 1 else 's'} from its {peers} peers, as far as seen always"
+            )
+            evidence.append(_score("place", place, 1.0))
+        if far > 1:
+            farthest = [int(m) for m in np.argsort(-self.peers.distance[:, n], kind="stable")[: self.peers.rank]]
+            for m in farthest[:3]:
+                distance = float(self.peers.distance[m, n])
+                far_text = f"{distance:.0f} times as far from its peers' median as machines usually are"
+                text = f"{self.shape.metrics[m]}: {far_text}"
+                values = {"distances": distance}
+                evidence.append(Evidence(kind=f"metric:{self.shape.metrics[m]}", text=text, values=values))
+            words.append(f"{len(farthest)} of {len(self.shape.metrics)} metrics are far from its {peers} peers")
+            evidence.append(_score("distance", far * self.threshold, self.threshold))
+        if shift > 1 or max(novel, far, place) <= 1:
             first, *others = self.shifts.strongest(n)[:3]
             strongest = [first, *(o for o in others if o[3] > SHARE_SHOWN * first[3])]
             for m, age, mean, metric_score in strongest:
@@ -304,14 +394,14 @@ class SequentialTracker:
                 f"{len(moved)} of {len(self.shape.metrics)} metrics jumped together, those of its {peers} peers did not"
             )
             evidence.append(_score("novelty", novel * self.threshold, self.threshold))
-        times = max(shift, novel)
+        times = max(shift, novel, far, place)
         return Finding(
             detector="sequential",
             suspects=(self.shape.suspect(n),),
             fault_class=FaultClass.SLOW,
             onset=min(onset, at),
             detected_at=at,
-            confidence=round(min(0.99, 1 - 0.3 / float(times)), 2),
+            confidence=round(min(0.99, 1 - 0.3 / max(times, 1.0)), 2),
             because=f"{machine.name} of {self.shape.name} changed: {' and '.join(words)}",
             evidence=tuple(evidence),
         )

@@ -51,12 +51,14 @@ def spacings(sample: Floats, num: int, skipped: int) -> tuple[NDArray[np.float64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prior:
-    """The assumed tail of a panel without data, weighted as `weight` block maxima. `beta_min`: lower bound of beta."""
+    """The assumed tail of a panel without data, weighted as `weight` block maxima. `beta_min`: lower bound of beta.
+    `young_beta`: before there are enough data for a tail, of scores relative to the peers'; None: no evidence then."""
 
     location: float
     beta: float
     weight: float
     beta_min: float = 0.0
+    young_beta: float | None = None
 
 
 @dataclass(slots=True)

@@ -1,0 +1,58 @@
+"""Channel `distance`: several metrics of one machine are far from its peers at the same time.
+
+A value's distance is its residual to the peers' median, in units of the metric's usual one: the median over machines of
+each machine's mean absolute residual so far. Neither a level of its own nor a past day is needed, so this channel
+works from the first minutes on, and on a machine that was different from the first sample. The score of a machine is
+the distance of its `rank`-th farthest metric, with `rank` a power of the number that vary (3 of 17, 6 of 98), and
+at least the second if there are two: one metric is far often, several at once are not.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rolecall.detector.panels.panel import Floats
+
+MEMORY_TICKS = 1000.0
+RANK_POWER = 0.4
+"""Of many metrics, most do not concern a fault."""
+DISTANCE_MAX = 100.0
+"""Larger distances add no information, and a metric that hardly varies has almost no unit."""
+UNIT_SHARE_MIN = 1e-3
+"""Minimum unit as a share of the metric's level: smaller differences are rounding."""
+START_TICKS = 8
+"""Before, a unit is too imprecise."""
+RENEW_TICKS = 8
+"""Ticks between renewals of the units, once this many squared have passed."""
+
+
+class PeerDistance:
+    """State for M metrics and N machines."""
+
+    def __init__(self, comparable: NDArray[np.bool_], num_machines: int) -> None:
+        """`comparable` (M,): metrics whose levels can be compared among peers."""
+        num_metrics, self.comparable = len(comparable), comparable[:, None]
+        self.size = np.zeros((num_metrics, num_machines), dtype=np.float32)  # mean absolute residual
+        self.count = np.zeros((num_metrics, num_machines), dtype=np.float32)
+        self.distance = np.zeros((num_metrics, num_machines), dtype=np.float32)
+        self.usual = np.zeros((num_metrics, 1), dtype=np.float32)  # median of `size`
+        self.ticks, self.rank = 0, 1
+
+    def tick(self, residual: Floats, known: NDArray[np.bool_], middle: Floats, counted: NDArray[np.bool_]) -> Floats:
+        """Scores (N,). `residual` (M, N), 0 where not `known` (M, N); `middle` (M,): the medians; `counted` (N,):
+        machines whose residuals are learned."""
+        self.ticks += 1
+        if self.ticks <= RENEW_TICKS**2 or self.ticks % RENEW_TICKS == 0:
+            self.usual = np.median(self.size, axis=1, keepdims=True)
+        unit = np.maximum(self.usual, np.float32(UNIT_SHARE_MIN) * np.abs(middle[:, None]))
+        varies = self.comparable & (self.usual > 0) & (self.count.max(axis=1, keepdims=True) >= START_TICKS)
+        far = np.abs(residual)
+        self.distance = np.where(varies & known, far / np.where(varies, unit, 1), 0).astype(np.float32)
+        np.minimum(self.distance, np.float32(DISTANCE_MAX), out=self.distance)
+        learned = known & counted
+        self.count += learned
+        rate = np.maximum(1 / np.maximum(self.count, 1), 1 / MEMORY_TICKS).astype(np.float32) * learned
+        self.size += rate * (far - self.size)
+        self.rank = max(round(float(varies.sum()) ** RANK_POWER), min(2, len(far)))
+        place = len(far) - self.rank
+        scores: Floats = np.partition(self.distance, place, axis=0)[place]
+        return scores

@@ -239,10 +239,10 @@ def test_what_cannot_be_reported_is_not_called_healthy(tmp_path: Path) -> None:
         (4, "detector sequential has not seen enough of its 4 machines"),
     ):
         path, lines = tmp_path / f"{num}.parquet", list[str]()
-        recording.write(path, [noise(machines=num, metrics=2, ticks=50)])
+        recording.write(path, [noise(machines=num, metrics=2, ticks=12)])
         assert watch_recording(path, 1e6, [Sequential()], out=lines.append, clock=FakeClock()) == 0
         assert (
-            lines[0].startswith("nothing found, but not everything could be checked, in 50 tick(s)")
+            lines[0].startswith("nothing found, but not everything could be checked, in 12 tick(s)")
             and said in lines[1]
         )
 

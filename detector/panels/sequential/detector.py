@@ -63,8 +63,8 @@ MATURE_SIZE = 150
 NOVELTY_PRIOR = Prior(location=0.12, beta=0.08, weight=64.0)
 """Location and mean excess, in usual ranges, from 25 unlabelled days of twelve servers (docs/decisions/0019)."""
 DISTANCE_PRIOR = Prior(location=4.0, beta=1.0, weight=64.0, young_beta=1.0)
-SINGLE_PRIOR = Prior(location=5.0, beta=2.5, weight=128.0, young_beta=5.0)
-SEVERAL_PRIOR = Prior(location=10.0, beta=4.0, weight=128.0, young_beta=10.0)
+SINGLE_PRIOR = Prior(location=5.0, beta=2.0, weight=256.0, young_beta=5.0)
+SEVERAL_PRIOR = Prior(location=10.0, beta=3.3, weight=256.0, young_beta=10.0)
 """Of the largest score, and of its sum with the next two. Theory gives a mean excess of 1 for the former, healthy
 simulated fleets 1.0 to 1.3: the higher value is assumed until enough is known of a panel."""
 QUARANTINE_BLOCKS = 3

@@ -19,7 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rolecall.detector.panels.panel import Floats
-from rolecall.detector.panels.sequential.following import MACHINES_KEPT
+from rolecall.detector.panels.peer_scores import peer_median
+from rolecall.detector.panels.sequential.following import MACHINES_KEPT, MAD_TO_SIGMA
 
 Doubles = NDArray[np.float64]
 
@@ -190,6 +191,7 @@ class PeerPlace:
         norm = np.sqrt((flat * flat).sum(axis=1, keepdims=True)) + 1e-300
         flat = flat / norm
         pairs: NDArray[np.bool_] = np.abs(flat @ flat.T) > CORRELATED
+        np.fill_diagonal(pairs, True)
         return pairs
 
 
@@ -206,8 +208,8 @@ def _out_of_place(
     with np.errstate(all="ignore"):
         if robust:
             shown = np.where(peers, x, np.nan)
-            centre = np.nan_to_num(np.nanmedian(shown, axis=1, keepdims=True))
-            spread = np.nan_to_num(1.4826 * np.nanmedian(np.abs(shown - centre), axis=1, keepdims=True))
+            centre = np.nan_to_num(peer_median(shown))
+            spread = np.nan_to_num(MAD_TO_SIGMA * peer_median(np.abs(shown - centre)))
             far = np.nan_to_num(np.abs(x - centre) / np.sqrt(spread**2 + noise[:, None] ** 2)).max(axis=0)
             if len(candidates) > CANDIDATES:
                 candidates = np.sort(np.argpartition(-far, CANDIDATES)[:CANDIDATES])

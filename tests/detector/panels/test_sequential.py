@@ -13,6 +13,7 @@ from rolecall.detector.panels.panel import Panel, PanelShape, findings
 from rolecall.detector.panels.sequential.detector import (
     BLOCK_TICKS,
     PROPAGATION_SECONDS,
+    START_TICKS,
     Sequential,
     SequentialTracker,
 )
@@ -194,9 +195,60 @@ def test_a_tail_without_history_has_no_threshold_and_a_prior_counts_until_there_
     assert plain.beta == pytest.approx(1.0, rel=0.5)
 
 
-def test_nothing_is_said_in_the_first_blocks() -> None:
-    panel = shifted(noise(ticks=4 * BLOCK_TICKS), 3, 30.0, since=60)
-    assert findings(Sequential(), panel) == []
+def test_a_shift_in_the_first_blocks_is_named_although_the_panel_has_no_tail_yet() -> None:
+    panel = shifted(noise(machines=12, ticks=4 * BLOCK_TICKS), 3, 12.0, since=60)
+    assert nodes(findings(Sequential(), panel)) == ["n003"]
+
+
+def test_the_first_ticks_are_silent_and_the_threshold_starts_high_and_comes_down() -> None:
+    panel = shifted(noise(machines=12, ticks=600), 3, 1000.0, since=0)
+    tracker = Sequential().track(panel.shape)
+    assert isinstance(tracker, SequentialTracker)
+    thresholds = []
+    for t, (at, values) in enumerate(panel.ticks()):
+        found = tracker.tick(at, values)
+        assert t >= START_TICKS - 1 or not found
+        thresholds.append(tracker.threshold)
+    assert np.isinf(thresholds[: START_TICKS - 1]).all() and np.isfinite(thresholds[START_TICKS:]).all()
+    assert thresholds[START_TICKS] > 1.2 * thresholds[200] > 1.2 * thresholds[-1]
+
+
+@pytest.mark.parametrize(("machines", "metrics"), [(4, 2), (12, 2), (12, 21)])
+def test_a_machine_that_differs_from_the_first_sample_on_is_named_within_a_window(machines: int, metrics: int) -> None:
+    panel = noise(machines=machines, metrics=metrics, ticks=40)
+    level = np.abs(panel.values).max()
+    found = findings(Sequential(), shifted(panel, 1, 30.0, metric=1, since=0))
+    assert nodes(found) == ["n001"], level
+    [f] = found
+    assert f.detected_at - panel.at[0] <= 24 and "metric:m1" in {e.kind for e in f.evidence}
+    assert any(e.kind == "score" and "place" in e.text for e in f.evidence) and "m1 differs" in f.because
+
+
+def test_few_healthy_panels_of_any_size_are_flagged_from_the_first_tick_on() -> None:
+    sizes = [(3, 2), (4, 2), (4, 21), (12, 2), (12, 21)]
+    flagged = [
+        bool(findings(Sequential(), noise(seed=seed, machines=n, metrics=m, ticks=240)))
+        for n, m in sizes
+        for seed in range(8)
+    ]
+    assert sum(flagged) <= 2, flagged
+
+
+def test_a_level_that_healthy_peers_need_not_share_is_no_evidence_of_place() -> None:
+    for name, named in (("MEM_cached", []), ("activity", ["n001"])):
+        panel = noise(machines=12, metrics=2, ticks=40)
+        panel = replace(panel, shape=replace(panel.shape, metrics=("m0", name)))
+        assert nodes(findings(Sequential(), shifted(panel, 1, 30.0, metric=1, since=0))) == named
+
+
+def test_several_metrics_far_from_the_peers_at_once_are_named_by_their_number() -> None:
+    panel = noise(machines=12, metrics=9, ticks=ONSET + 60)
+    for metric in range(4):
+        panel = shifted(panel, 5, 9.0, metric=metric)
+    [f] = findings(Sequential(), panel)
+    assert nodes([f]) == ["n005"]
+    text = " ".join(e.text for e in f.evidence)
+    assert "far from" in f.because or "robust standard deviations" in text
 
 
 def test_a_shape_says_what_it_is() -> None:

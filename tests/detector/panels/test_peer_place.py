@@ -1,0 +1,113 @@
+"""A machine's place among its peers: what three machines prove and what twelve do."""
+
+import numpy as np
+import pytest
+
+from rolecall.detector.panels.panel import Floats
+from rolecall.detector.panels.sequential.peer_place import (
+    BLOCK_TICKS,
+    FREEDOM,
+    LONG_BLOCKS,
+    PeerPlace,
+    _combined,
+    _t_tail,
+)
+
+
+def after(values: Floats, *, counted: list[int] | None = None) -> PeerPlace:
+    """`values` (M, T, N)."""
+    m, ticks, n = values.shape
+    place = PeerPlace(np.ones(m, dtype=np.bool_), n)
+    peers = np.ones(n, dtype=np.bool_)
+    if counted is not None:
+        peers[:] = False
+        peers[counted] = True
+    for t in range(ticks):
+        now = values[:, t]
+        known = np.isfinite(now)
+        middle = np.nan_to_num(np.nanmedian(np.where(known.any(axis=1)[:, None], now, 0), axis=1))
+        place.tick(np.where(known, now - middle[:, None], 0).astype(np.float32), known, middle, peers)
+    return place
+
+
+def healthy(seed: int, machines: int, metrics: int, ticks: int = 40) -> Floats:
+    rng = np.random.default_rng(seed)
+    offset = 0.5 * rng.standard_normal((metrics, 1, machines))
+    return np.asarray(100 + offset + rng.standard_normal((metrics, ticks, machines)), dtype=np.float32)
+
+
+def test_the_tail_is_students() -> None:
+    # Abramowitz and Stegun, table 26.10: quantiles of t with 8 degrees of freedom
+    assert FREEDOM == 8
+    tail = _t_tail(np.array([0.0, 1.860, 2.306, 3.355, 5.041, 1e6]))
+    assert tail == pytest.approx([1.0, 0.1, 0.05, 0.01, 0.001, 1e-9], rel=2e-3)
+
+
+def test_more_machines_prove_more() -> None:
+    evidence = []
+    for machines in (3, 4, 12):
+        values = healthy(1, machines, 2)
+        values[1, :, 0] += 12
+        place = after(values)
+        assert place.relative.argmax() == 0
+        evidence.append(float(place.relative[0]))
+    assert evidence[0] < evidence[1] < evidence[2] and evidence[2] > 1
+
+
+def test_metrics_with_large_offsets_in_a_panel_make_a_large_offset_less_surprising() -> None:
+    values = healthy(2, 6, 12)
+    values[0, :, 0] += 12
+    alone = after(values).relative[0]
+    rng = np.random.default_rng(3)
+    values[1:] += 8 * rng.standard_normal((11, 1, 6)).astype(np.float32)
+    assert after(values).relative[0] < alone
+
+
+def test_a_duplicate_of_a_metric_adds_nothing() -> None:
+    values = healthy(4, 6, 6)
+    values[0, :, 0] += 6
+    values = np.concatenate([values, values[:1] * 3])
+    place = after(values)
+    assert {0, 6} & set(place.metrics[0]) and not {0, 6} <= set(place.metrics[0])
+
+
+def test_two_metrics_prove_more_than_one_and_choosing_them_costs() -> None:
+    apart = np.eye(20, dtype=np.bool_)
+    surprise = np.full(20, 0.1)
+    surprise[3] = 7.0
+    one = _combined(surprise, apart, 20)
+    surprise[9] = 7.0
+    two = _combined(surprise, apart, 20)
+    assert two[0] < one[0] and two[1] == [3, 9]
+    assert _combined(surprise, apart, 5)[0] < two[0]
+
+
+def test_where_several_are_out_of_place_none_is_named() -> None:
+    values = healthy(5, 12, 3)
+    values[1, :, 0] += 15
+    assert after(values).relative[0] > 1
+    values[1, :, 1] -= 15
+    values[2, :, 2] += 15
+    assert (after(values).relative <= 1).all()
+
+
+def test_one_evaluation_is_not_enough() -> None:
+    values = healthy(6, 12, 2, ticks=6 * BLOCK_TICKS)
+    values[1, :, 0] += 30
+    assert after(values[:, : 4 * BLOCK_TICKS]).relative[0] == 1
+    assert after(values[:, : 5 * BLOCK_TICKS]).relative[0] > 1
+
+
+def test_missing_samples_and_a_machine_without_any_are_no_evidence() -> None:
+    values = healthy(7, 12, 3, ticks=4 * LONG_BLOCKS * BLOCK_TICKS // 3)
+    values[:, :, 4] = np.nan
+    values[2] = np.nan
+    values[0, ::3, 5] = np.nan
+    place = after(values)
+    assert place.relative[4] == 0 and (place.relative <= 1).all()
+
+
+def test_machines_that_do_not_count_are_judged_but_are_no_peers() -> None:
+    values = healthy(8, 12, 2)
+    values[1, :, 0] += 20
+    assert after(values, counted=list(range(1, 12))).relative[0] > 1

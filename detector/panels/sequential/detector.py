@@ -1,12 +1,17 @@
 """`sequential`, the default panel detector: online detection of machines that differ from their peers and their own
 past.
 
-Each tick of a panel gets three scores: two from `shifts`, of the strongest metric and of the strongest few together (a
-metric leaves its level among its peers and stays away), and `novelty` (many metrics jump to unprecedented values). Each
-score is converted to a surprise by its own healthy tail on this panel (`tails`). The largest surprise has a tail again,
-which gives the threshold for the requested rate of false alarms, without tuning per panel. There are no findings before
-such a tail exists, so a fault present from the first sample is learned as normal ("cannot tell"), unless its metrics
-are seconds of own work (`step_time`).
+Two kinds of evidence, each with its own waiting time:
+
+- Against its peers now, from the first minutes on: `peer_place` (a level farther from the peers' than healthy machines
+  are from each other, whether or not it ever changed) and `peer_distance` (several metrics are far at once).
+- Against its own past: `level_shifts` (a metric leaves its level among its peers and stays away; the strongest metric
+  alone, and the strongest few together) and `novelty` (many metrics jump to unprecedented values).
+
+Each score but `peer_place`'s is converted to a surprise by its healthy tail on this panel (`tails`), or until there is
+one, by the scores of the peers so far, with a prior (`Channel`). The largest surprise has a tail again, which gives the
+threshold for the requested rate of false alarms, without tuning per panel: it starts high, on the prior, and comes down
+as the panel is observed. `peer_place` spends an error budget of its own, once for the panel.
 
 Nothing is learned from a machine while it is suspected; after `TOLERATED_SECONDS`, a shift that persists becomes its
 new normal level.
@@ -52,6 +57,8 @@ VALUE_MAX = 1e15
 """Larger values are clipped to this: squares of float32 overflow at 1e38."""
 START_TICKS = 16
 """Before, nothing can be said of a machine."""
+LATE_SHARE = 0.75
+"""A machine with fewer ticks than this share of the panel's came late."""
 STAYS_SECONDS = 20.0
 """For which a machine must be far from its peers: shorter bursts of unequal work are common."""
 MACHINES_MIN = 3
@@ -127,7 +134,8 @@ class Channel:
         size = YOUNG_WEIGHT + (len(so_far) - 1) * (self.num_blocks + 1)
         usual = self.prior.location / MEANS_AT_LOCATION
         times = (YOUNG_WEIGHT * usual + so_far.sum() - so_far) / (size * usual)
-        excess = (scores - self.prior.location * times) / (beta * times)
+        location = self.prior.location * np.maximum(times, 1)  # never lighter than the prior
+        excess = (scores - location) / np.maximum(beta * times, self.prior.beta)
         young: Floats = (size * np.log1p(np.maximum(excess, 1 - size) / size)).astype(np.float32)
         return young
 
@@ -206,7 +214,7 @@ class SequentialTracker:
         self._renew_tail()
         self.age += known.any(axis=0)
         # Too few samples for the usual levels of a machine that came later than its peers.
-        young = (self.age <= BLOCKS_MIN * BLOCK_TICKS) & (self.age < self.ticks - BLOCK_TICKS)
+        young = (self.age <= BLOCKS_MIN * BLOCK_TICKS) & (self.age < LATE_SHARE * self.ticks)
         young |= self.age < START_TICKS
         self.both.score(np.where(young, 0, np.maximum(np.maximum(shift, novel), far)).astype(np.float32))
         if not math.isfinite(self.both.tail.location):

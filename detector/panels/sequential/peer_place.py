@@ -14,6 +14,7 @@ budget is for the panel, not for each window: `FALSE_PANELS` in all, of which th
 """
 
 import math
+from statistics import NormalDist
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,7 +30,7 @@ BLOCK_TICKS = 4
 SHORT_BLOCKS, LONG_BLOCKS = 6, 24
 START_BLOCKS = 4
 WINDOW_TICKS = SHORT_BLOCKS * BLOCK_TICKS
-FALSE_PANELS = 0.01
+FALSE_PANELS = 0.003
 """Healthy panels in which a machine is named, however long they last."""
 EVALUATIONS = 2
 """In a row, before a machine is named."""
@@ -41,8 +42,8 @@ PRIOR_METRICS = 8.0
 """Weight of the prior against the panel's own metrics."""
 PANEL_METRICS_MIN = 5
 """With fewer metrics, they do not change the prior."""
-FREEDOM = 8
-"""Degrees of freedom of the tail of a window's median."""
+FREEDOM, FREEDOM_MANY, MACHINES_MANY = 8, 4, 32
+"""Degrees of freedom of the tail of a window's median; with many machines, those of the offsets between them."""
 P_MIN = 1e-9
 ROBUST_MACHINES = 8
 """From this many on, centre and spread of the peers are the median and its deviation, at half the degrees of freedom;
@@ -54,8 +55,11 @@ MEMORY_TICKS = 1000.0
 OUTLIER = 6.0
 """In units of the noise: limits the effect of one tick on it."""
 PHI_MAX = 0.97
-BESIDE_MAX = 0.5
-"""Evidence against the second of a machine's peers, as a share of what is needed; with more, it counts less."""
+NUM_BESIDE, BESIDE_WEIGHT = 2, 1.5
+"""Of a machine's peers, so many may be out of place too: that of the next shows how well p-values fit. The weight of
+the assumption that they do, in nats."""
+FAR_RANK = 3
+"""With many machines, the next after so many farthest ones shows how far a metric's tail reaches."""
 CANDIDATES = 64
 """Machines examined: the farthest ones."""
 LEVEL_SHARE_MIN = 1e-3
@@ -150,12 +154,7 @@ class PeerPlace:
                     best[n], chosen[n] = log_p, metrics
         window_number = -(-self.ticks // WINDOW_TICKS)
         budget = FALSE_PANELS / (2 * window_number * (window_number + 1) * max(1, int(counted.sum())))
-        relative = best / math.log(budget)
-        if len(relative) > 3:
-            # Where several machines are out of place, the model of what is usual is wrong.
-            second = np.sort(relative)[-3:]
-            beside = np.where(relative >= second[1], second[0], second[1])
-            relative = relative / np.maximum(1, beside / BESIDE_MAX)
+        relative = best / _misfit(best) / math.log(budget)
         self.in_a_row = np.where(relative > 1, self.in_a_row + 1, 0)
         held = np.where((relative > 1) & (self.in_a_row < EVALUATIONS), 1.0, relative)
         self.relative, self.metrics = held.astype(np.float32), chosen
@@ -209,7 +208,11 @@ def _out_of_place(
         if robust:
             shown = np.where(peers, x, np.nan)
             centre = np.nan_to_num(peer_median(shown))
-            spread = np.nan_to_num(MAD_TO_SIGMA * peer_median(np.abs(shown - centre)))
+            apart = np.abs(shown - centre)
+            spread = np.nan_to_num(MAD_TO_SIGMA * peer_median(apart))
+            # Of a metric with a heavy tail, many machines show how far it reaches.
+            ordered = np.sort(np.where(peers, apart, 0), axis=1)[:, ::-1]
+            spread = np.maximum(spread, ordered[:, [FAR_RANK]] / NormalDist().inv_cdf(1 - FAR_RANK / (2 * x.shape[1])))
             far = np.nan_to_num(np.abs(x - centre) / np.sqrt(spread**2 + noise[:, None] ** 2)).max(axis=0)
             if len(candidates) > CANDIDATES:
                 candidates = np.sort(np.argpartition(-far, CANDIDATES)[:CANDIDATES])
@@ -240,7 +243,8 @@ def _out_of_place(
         prior = (smooth + PRIOR_METRICS * np.exp(LOG_PRIOR)) / (len(x) + PRIOR_METRICS)
         posterior = _normalized(likelihood + np.log(prior))
     away = np.abs(np.where(known, x - centre, 0))
-    tail = _t_tail(away[:, :, None] / np.sqrt(variance[:, None] * (1 + 1 / np.maximum(others, 1))[:, :, None]))
+    scale = np.sqrt(variance[:, None] * (1 + 1 / np.maximum(others, 1))[:, :, None])
+    tail = _t_tail(away[:, :, None] / scale, FREEDOM if len(counted) < MACHINES_MANY else FREEDOM_MANY)
     p = np.where(known & (freedom > 0), (posterior * tail).sum(axis=2), 1.0)
     surprise = -np.log(np.maximum(p, P_MIN))
     num_metrics = max(1, round(len(x) ** 2 / float(alike.sum())))  # that move independently
@@ -252,18 +256,30 @@ def _out_of_place(
     return found
 
 
+def _misfit(log_p: Doubles) -> Doubles:
+    """(N,) at least 1: how many times more evidence there is against a machine's peers than chance explains. Of N
+    uniform p-values, the k-th smallest is near k / N; where it is much smaller, the model of what is usual is wrong."""
+    evidence = -log_p
+    num = len(evidence)
+    k = min(NUM_BESIDE + 1, num - 1)
+    ordered = np.sort(evidence)[::-1]
+    # The k-th of the others: a machine that is among the first k makes room for the next.
+    beside = np.where(evidence >= ordered[k - 1], ordered[k], ordered[k - 1])
+    return np.asarray(np.maximum(1, (BESIDE_WEIGHT + beside) / (BESIDE_WEIGHT + math.log(num / k))), dtype=np.float64)
+
+
 def _normalized(log_weight: Doubles) -> Doubles:
     weight = np.exp(log_weight - log_weight.max(axis=-1, keepdims=True))
     return np.asarray(weight / weight.sum(axis=-1, keepdims=True), dtype=np.float64)
 
 
-def _t_tail(t: Doubles) -> Doubles:
-    """Two-sided tail of Student's t with `FREEDOM` (even) degrees of freedom (Abramowitz and Stegun 26.7.4)."""
-    angle = t / math.sqrt(FREEDOM)
+def _t_tail(t: Doubles, freedom: int) -> Doubles:
+    """Two-sided tail of Student's t with an even number of degrees of freedom (Abramowitz and Stegun 26.7.4)."""
+    angle = t / math.sqrt(freedom)
     cosine_squared = 1 / (1 + angle * angle)
     term = np.ones_like(t)
     series = np.ones_like(t)
-    for i in range(1, FREEDOM // 2):
+    for i in range(1, freedom // 2):
         term = term * cosine_squared * (2 * i - 1) / (2 * i)
         series += term
     return np.asarray(np.maximum(1 - angle * np.sqrt(cosine_squared) * series, P_MIN), dtype=np.float64)

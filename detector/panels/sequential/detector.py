@@ -247,6 +247,7 @@ class SequentialTracker:
         over_already = self.shifts.calm & (leaping <= self.threshold) & (self.distance.surprise <= self.threshold)
         placed = self.place.relative > 1
         above = (relative > 1) & ~over_already
+        calm &= ~self.misplaced | (self.place.relative < CALM_SHARE)
         self.calm = np.where(calm & ~placed, self.calm + 1, 0)
         over = (self.alarmed | self.explained | self.misplaced) & (self.calm >= CALM_TICKS)
         if over.any():

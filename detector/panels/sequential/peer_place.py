@@ -9,7 +9,8 @@ update (empirical Bayes; Efron 2010, ch. 1). The p-value of x is the posterior m
     p = sum over omega of P(omega | the others) * P(|t| > |x - centre of the others| / sqrt(omega^2 + noise^2)),
 
 so that three machines prove little, and twelve much. Metrics are combined as the best one, two or three whose
-residuals do not move together: the sum of their -log p has a gamma tail, times the number of such choices. The error
+residuals do not move together: the sum of their -log p has a gamma tail, times the number of such choices; or, where
+many are somewhat far, by their number (Berk and Jones 1979). The error
 budget is for the panel, not for each window: `FALSE_PANELS` in all, of which the k-th window may spend 1 / (k (k + 1)).
 """
 
@@ -50,7 +51,8 @@ ROBUST_MACHINES = 8
 with fewer, the mean and variance of all others."""
 CORRELATED = 0.5
 """Two metrics whose residuals correlate by more count once."""
-NUM_METRICS_MAX = 3
+NUM_METRICS_SUMMED, NUM_METRICS_MAX, NUM_METRICS_SHOWN = 3, 24, 3
+"""Metrics that are added up, that are counted, that are named."""
 MEMORY_TICKS = 1000.0
 OUTLIER = 6.0
 """In units of the noise: limits the effect of one tick on it."""
@@ -291,16 +293,26 @@ def _combined(surprise: Doubles, alike: NDArray[np.bool_], num_metrics: int) -> 
     taken: list[int] = []
     total = 0.0
     for m in np.argsort(-surprise, kind="stable"):
-        if len(taken) == NUM_METRICS_MAX or surprise[m] < math.log(2):
+        if len(taken) == min(NUM_METRICS_MAX, num_metrics) or surprise[m] < math.log(2):
             break
         if any(alike[m, other] for other in taken):
             continue
         taken.append(int(m))
         total += float(surprise[m])
-        count = min(len(taken), num_metrics)
-        gamma = math.log(sum(total**j / math.factorial(j) for j in range(len(taken)))) - total
-        choices = math.lgamma(num_metrics + 1) - math.lgamma(count + 1) - math.lgamma(num_metrics - count + 1)
-        log_p = gamma + choices + math.log(NUM_METRICS_MAX)
+        kinds = NUM_METRICS_SUMMED if len(taken) <= NUM_METRICS_SUMMED else NUM_METRICS_MAX - NUM_METRICS_SUMMED
+        log_p = _log_tail(len(taken), num_metrics, total, float(surprise[m])) + math.log(2 * kinds)
         if log_p < best[0]:
-            best = (log_p, taken.copy())
+            best = (log_p, taken[:NUM_METRICS_SHOWN])
     return best
+
+
+def _log_tail(k: int, num_metrics: int, total: float, least: float) -> float:
+    """log P(the best `k` of so many metrics sum up to `total`, or all reach `least`), of -log p: the sum where few
+    metrics are far, the number of them where many are (Berk and Jones 1979)."""
+    choices = math.lgamma(num_metrics + 1) - math.lgamma(k + 1) - math.lgamma(num_metrics - k + 1)
+    if k <= NUM_METRICS_SUMMED:
+        return math.log(sum(total**j / math.factorial(j) for j in range(k))) - total + choices
+    p = math.exp(-least)
+    rest = num_metrics - k
+    ratio = min(rest * p / ((k + 1) * (1 - p)), 0.9)  # of successive terms of the binomial tail
+    return choices - k * least + rest * math.log1p(-p) - math.log1p(-ratio)

@@ -45,11 +45,11 @@ def test_more_machines_prove_more() -> None:
     evidence = []
     for machines in (3, 4, 12):
         values = healthy(1, machines, 2)
-        values[1, :, 0] += 12
+        values[1, :, 0] += 16
         place = after(values)
         assert place.relative.argmax() == 0
         evidence.append(float(place.relative[0]))
-    assert evidence[0] < evidence[1] < evidence[2] and evidence[2] > 1
+    assert evidence[0] < 1 < evidence[2] and evidence[0] < evidence[1]
 
 
 def test_metrics_with_large_offsets_in_a_panel_make_a_large_offset_less_surprising() -> None:
@@ -82,11 +82,21 @@ def test_two_metrics_prove_more_than_one_and_choosing_them_costs() -> None:
 
 def test_where_several_are_out_of_place_none_is_named() -> None:
     values = healthy(5, 12, 3)
-    values[1, :, 0] += 15
+    values[1, :, 0] += 25
     assert after(values).relative[0] > 1
-    values[1, :, 1] -= 15
-    values[2, :, 2] += 15
+    for machine in (1, 2, 3):
+        values[machine % 3, :, machine] -= 15
     assert (after(values).relative <= 1).all()
+
+
+def test_many_metrics_that_are_somewhat_far_prove_more_than_the_farthest_three() -> None:
+    apart = np.eye(40, dtype=np.bool_)
+    surprise = np.full(40, 0.1)
+    surprise[:3] = 3.5
+    few = _combined(surprise, apart, 40)
+    surprise[:12] = 3.5
+    many = _combined(surprise, apart, 40)
+    assert many[0] < few[0] - 5 and len(many[1]) == 3
 
 
 def test_one_evaluation_is_not_enough() -> None:

@@ -43,13 +43,13 @@ def test_the_tail_is_students() -> None:
 
 def test_more_machines_prove_more() -> None:
     evidence = []
-    for machines in (3, 4, 12):
-        values = healthy(1, machines, 2)
-        values[1, :, 0] += 16
+    for machines in (3, 12):
+        values = healthy(1, machines, 2, ticks=64)
+        values[1, :, 0] += 30
         place = after(values)
         assert place.relative.argmax() == 0
         evidence.append(float(place.relative[0]))
-    assert evidence[0] < 1 < evidence[2] and evidence[0] < evidence[1]
+    assert evidence[0] < evidence[1] and evidence[1] > 1
 
 
 def test_metrics_with_large_offsets_in_a_panel_make_a_large_offset_less_surprising() -> None:

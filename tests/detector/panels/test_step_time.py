@@ -7,7 +7,8 @@ import pytest
 
 from rolecall.core.faults import FaultClass
 from rolecall.detector.panels.panel import Panel, cannot_tell, findings, standing
-from rolecall.detector.panels.step_time import StepTime, is_own_work
+from rolecall.detector.panels.metric_kinds import has_equal_levels, is_own_work
+from rolecall.detector.panels.step_time import StepTime
 from tests.detector.panel_data import noise
 
 NAMES = ("backward-compute.mean", "backward-recv.sum", "forward-compute.mean")
@@ -53,6 +54,21 @@ def test_it_says_how_far_each_is_from_an_alarm() -> None:
 )
 def test_own_work_is_known_by_name(metric: str, own: bool) -> None:
     assert is_own_work(metric) is own
+
+
+@pytest.mark.parametrize(
+    ("metric", "equal"),
+    [
+        ("node_cpu_seconds_total", True),
+        ("DCGM_FI_DEV_SM_CLOCK", True),
+        ("MEM_cached", False),
+        ("node_memory_MemFree_bytes", False),
+        ("node_filesystem_avail_bytes", False),
+        ("forward-recv.sum", False),
+    ],
+)
+def test_levels_that_healthy_peers_share_are_known_by_name(metric: str, equal: bool) -> None:
+    assert has_equal_levels(metric) is equal
 
 
 def test_a_worker_slow_from_the_first_step_is_named_and_only_it() -> None:

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from rolecall.core.faults import FaultClass
-from rolecall.detector.panels.panel import Panel, cannot_tell, findings, standing
 from rolecall.detector.panels.metric_kinds import has_equal_levels, is_own_work
+from rolecall.detector.panels.panel import Panel, cannot_tell, findings, standing
 from rolecall.detector.panels.step_time import StepTime
 from tests.detector.panel_data import noise
 

@@ -27,8 +27,9 @@ from rolecall.detector.panels.panel import Machine, PanelDetector, PanelShape, T
 INTERVAL_SECONDS = 1.0
 PEERS_MIN = 3
 """With two processes, a difference does not show which one is faulty."""
-SETTLE_TICKS = 20
-"""A panel starts when its members, and so their metrics, have been unchanged for this many ticks."""
+SETTLE_TICKS = 60
+"""A panel starts when its members, and so their metrics, have been unchanged for this many ticks: a process that has
+just started still differs from its peers."""
 SILENT_SECONDS = 30.0
 """A process without samples for this long leaves its panel. A restarting agent is back by then."""
 METRIC = "metric:"

@@ -208,7 +208,8 @@ def cannot_tell(shape: PanelShape, detector: str, tracker: Tracker, seen: SeenVa
     if num == 1:
         return f"cannot tell for {shape.name}: one machine has no peers; two more would settle it"
     if num == 2:
-        return f"cannot tell which for {shape.name}: two peers that differ accuse each other; a third would settle it"
+        said = "of two peers that differ, only one that moved can be named"
+        return f"cannot tell which for {shape.name}: {said}; a third would settle it"
     if seen is not None and not seen.present:
         return f"cannot tell for {shape.name}: none of its {num} machines has a value; samples of them would settle it"
     if seen is not None and not seen.varies:

@@ -62,7 +62,10 @@ LATE_SHARE = 0.75
 STAYS_SECONDS = 20.0
 """For which a machine must be far from its peers: shorter bursts of unequal work are common."""
 MACHINES_MIN = 3
-"""Two machines that differ cannot be told apart: each is an outlier to the other."""
+"""Of two machines that differ, only one that moved is named."""
+MOVED_SCALES, MOVED_TIMES = 3.0, 3.0
+"""Of two machines: the mean of the last ticks is so many robust scales from the level of one, and so many times as far
+as that of the other."""
 BLOCKS_YOUNG = 12
 """Scores of the first blocks, based on immature averages and scales, are too high: they count only until there are
 `MATURE_SIZE` others."""
@@ -189,7 +192,7 @@ class SequentialTracker:
         self.threshold = math.inf  # of `both`
 
     def tick(self, at: float, values: Floats) -> list[Finding]:
-        if len(self.shape.machines) < MACHINES_MIN:
+        if len(self.shape.machines) < 2:
             return []
         self.ticks += 1
         self.at = at
@@ -247,6 +250,9 @@ class SequentialTracker:
         over_already = self.shifts.calm & (leaping <= self.threshold) & (self.distance.surprise <= self.threshold)
         placed = self.place.relative > 1
         above = (relative > 1) & ~over_already
+        pair = len(above) < MACHINES_MIN
+        if pair:
+            above &= self._moved()
         calm &= ~self.misplaced | (self.place.relative < CALM_SHARE)
         self.calm = np.where(calm & ~placed, self.calm + 1, 0)
         over = (self.alarmed | self.explained | self.misplaced) & (self.calm >= CALM_TICKS)
@@ -282,7 +288,7 @@ class SequentialTracker:
             if self.explained[n]:
                 self.calm[n] = 0
                 continue  # propagation from the culprit; reported if it becomes stronger, or differs in its metrics
-            if 2 * int((above | placed).sum()) > len(above):
+            if 2 * int((above | placed).sum()) > len(above) and not pair:
                 continue  # a majority is anomalous: peer comparison is invalid
             if placed[n]:
                 self.misplaced[n], self.misplaced_at[n] = True, self.ticks
@@ -296,6 +302,14 @@ class SequentialTracker:
                 strong = (o for o in others if o[3] > SHARE_ALIKE * first[3])
                 self.culprit_metrics = frozenset(m for m, *_ in (first, *strong))
         return found
+
+    def _moved(self) -> NDArray[np.bool_]:
+        """(2,): of two machines, the one that left its own level while the other did not. That they differ says
+        nothing of which is at fault: each is an outlier to the other."""
+        metric = self.shifts.first(int(self.both.scores.argmax()))[0]
+        away = np.abs(self.novelty.recent[metric] - self.novelty.level[metric])
+        far = away > MOVED_SCALES * self.shifts.following.usual[metric]
+        return np.asarray(far & (away > MOVED_TIMES * away[::-1]), dtype=np.bool_)
 
     @property
     def scores(self) -> Floats:
@@ -345,7 +359,8 @@ class SequentialTracker:
 
     def _finding(self, n: int, at: float) -> Finding:
         machine = self.shape.machines[n]
-        peers = len(self.shape.machines) - 1
+        num_peers = len(self.shape.machines) - 1
+        peers = f"{num_peers} peers" if num_peers > 1 else "one peer"
         shift = max(float(self.single.surprise[n]), float(self.several.surprise[n])) / self.threshold
         novel, far = (float(c.surprise[n]) / self.threshold for c in (self.novel, self.distance))
         place = float(self.place.relative[n])
@@ -355,13 +370,11 @@ class SequentialTracker:
         if place > 1:
             out_of_place = self.place.metrics[n]
             for m in out_of_place:
-                text = f"{self.shape.metrics[m]}: out of place among its {peers} peers, whether or not it ever changed"
+                text = f"{self.shape.metrics[m]}: out of place among its {peers}, whether or not it ever changed"
                 values = {"distances": float(self.peers.distance[m, n])}
                 evidence.append(Evidence(kind=f"metric:{self.shape.metrics[m]}", text=text, values=values))
             names = " and ".join(self.shape.metrics[m] for m in out_of_place)
-            words.append(
-                f"{names} differ{'' if len(out_of_place) > 1 else 's'} from its {peers} peers, as far as seen always"
-            )
+            words.append(f"{names} out of place among its {peers}")
             evidence.append(_score("place", place, 1.0))
         if far > 1:
             farthest = [int(m) for m in np.argsort(-self.peers.distance[:, n], kind="stable")[: self.peers.rank]]
@@ -371,7 +384,7 @@ class SequentialTracker:
                 text = f"{self.shape.metrics[m]}: {far_text}"
                 values = {"distances": distance}
                 evidence.append(Evidence(kind=f"metric:{self.shape.metrics[m]}", text=text, values=values))
-            words.append(f"{len(farthest)} of {len(self.shape.metrics)} metrics are far from its {peers} peers")
+            words.append(f"{len(farthest)} of {len(self.shape.metrics)} metrics are far from its {peers}")
             evidence.append(_score("distance", far * self.threshold, self.threshold))
         if shift > 1 or max(novel, far, place) <= 1:
             first, *others = self.shifts.strongest(n)[:3]
@@ -385,7 +398,7 @@ class SequentialTracker:
                 values = {"sigmas": mean, "score": metric_score}
                 evidence.append(Evidence(kind=f"metric:{self.shape.metrics[m]}", text=text, values=values))
                 onset = min(onset, at - age * self.shape.interval_seconds)
-            words.append(f"{self.shape.metrics[strongest[0][0]]} differs from its {peers} peers")
+            words.append(f"{self.shape.metrics[strongest[0][0]]} differs from its {peers}")
             evidence.append(_score("shift", shift * self.threshold, self.threshold))
         if novel > 1:
             score = float(self.novel.scores[n])
@@ -400,10 +413,11 @@ class SequentialTracker:
             # The score is the minimum over these ticks: the change began with the first of them.
             onset = min(onset, at - (len(self.leaps) - 1) * self.shape.interval_seconds)
             words.append(
-                f"{len(moved)} of {len(self.shape.metrics)} metrics jumped together, those of its {peers} peers did not"
+                f"{len(moved)} of {len(self.shape.metrics)} metrics jumped together, those of its {peers} did not"
             )
             evidence.append(_score("novelty", novel * self.threshold, self.threshold))
         times = max(shift, novel, far, place)
+        verb = "changed" if max(shift, novel) > 1 or times <= 1 else "stands out"
         return Finding(
             detector="sequential",
             suspects=(self.shape.suspect(n),),
@@ -411,7 +425,7 @@ class SequentialTracker:
             onset=min(onset, at),
             detected_at=at,
             confidence=round(min(0.99, 1 - 0.3 / max(times, 1.0)), 2),
-            because=f"{machine.name} of {self.shape.name} changed: {' and '.join(words)}",
+            because=f"{machine.name} of {self.shape.name} {verb}: {' and '.join(words)}",
             evidence=tuple(evidence),
         )
 

@@ -123,9 +123,21 @@ def test_the_majority_is_never_named() -> None:
     assert set(nodes(findings(Sequential(), panel))) <= {"n005", "n006", "n007"}
 
 
-@pytest.mark.parametrize("machines", [1, 2])
-def test_too_few_to_compare_accuse_no_one(machines: int) -> None:
-    assert findings(Sequential(), shifted(noise(machines=machines), 0, 50.0)) == []
+def test_a_machine_without_peers_is_not_judged() -> None:
+    assert findings(Sequential(), shifted(noise(machines=1), 0, 50.0)) == []
+
+
+@pytest.mark.parametrize("machine", [0, 1])
+def test_of_two_machines_the_one_that_moved_is_named(machine: int) -> None:
+    panel = noise(machines=2, ticks=ONSET + 120)
+    assert nodes(findings(Sequential(), shifted(panel, machine, 15.0))) == [f"n00{machine}"]
+
+
+def test_of_two_machines_that_moved_together_or_always_differed_none_is_named() -> None:
+    panel = noise(machines=2, ticks=ONSET + 120)
+    assert findings(Sequential(), shifted(shifted(panel, 0, 15.0), 1, 15.0)) == []
+    assert findings(Sequential(), shifted(shifted(panel, 0, 15.0), 1, -15.0)) == []
+    assert findings(Sequential(), shifted(panel, 0, 50.0, since=0)) == []
 
 
 def test_missing_samples_and_machines_are_no_fault() -> None:
@@ -221,7 +233,9 @@ def test_a_machine_that_differs_from_the_first_sample_on_is_named_within_a_windo
     assert nodes(found) == ["n001"], level
     [f] = found
     assert f.detected_at - panel.at[0] <= 24 and "metric:m1" in {e.kind for e in f.evidence}
-    assert any(e.kind == "score" and "place" in e.text for e in f.evidence) and "m1 differs" in f.because
+    assert (
+        any(e.kind == "score" and "place" in e.text for e in f.evidence) and "stands out: m1 out of place" in f.because
+    )
 
 
 def test_few_healthy_panels_of_any_size_are_flagged_from_the_first_tick_on() -> None:

@@ -30,17 +30,17 @@ class OutlierDetector:
         """Whether this finite value is an outlier; learns it."""
         if not -VALUE_MAX <= value <= VALUE_MAX:
             value = VALUE_MAX if value > 0 else -VALUE_MAX
-        num, d = self._num, self._deviation
-        m = self._mean if num else value
-        away = value - m if value >= m else m - value
+        num, deviation = self._num, self._deviation
+        mean = self._mean if num else value
+        away = value - mean if value >= mean else mean - value
         jumped = False
         # The floors of d are evaluated only beyond the cheap test: this runs inside every report.
-        if num >= NUM_REMEMBERED and away > JUMP_DEVIATIONS * d:
-            limit = JUMP_DEVIATIONS * max(d, DEVIATION_MIN_RATIO * abs(m), DEVIATION_MIN)
+        if num >= NUM_REMEMBERED and away > JUMP_DEVIATIONS * deviation:
+            limit = JUMP_DEVIATIONS * max(deviation, DEVIATION_MIN_RATIO * abs(mean), DEVIATION_MIN)
             if jumped := away > limit:
-                value, away = (m + limit if value > m else m - limit), limit
+                value, away = (mean + limit if value > mean else mean - limit), limit
         if num < NUM_REMEMBERED:
             self._num = num = num + 1
-        self._mean = m + (value - m) / num
-        self._deviation = d + (away - d) / num
+        self._mean = mean + (value - mean) / num
+        self._deviation = deviation + (away - deviation) / num
         return jumped

@@ -118,12 +118,12 @@ def natural(name: str) -> tuple[tuple[int, int | str], ...]:
     """Sort key that compares digits as numbers."""
     parts: list[tuple[int, int | str]] = []
     text = ""
-    for c in name + "\0":
-        digit = c.isascii() and c.isdigit()
+    for character in name + "\0":
+        digit = character.isascii() and character.isdigit()
         if text and digit != (text[-1].isascii() and text[-1].isdigit()):
             parts.append((0, int(text)) if text.isascii() and text.isdigit() else (1, text))
             text = ""
-        text += c
+        text += character
     return tuple(parts)
 
 

@@ -217,27 +217,27 @@ def _annotations() -> AnnotationContainer:
 
 
 def _placed(rows: Iterable[PanelRow]) -> Iterable[Panel | RowPanel]:
-    y = 0
+    top = 0
     for n, row in enumerate(rows, start=1):
         first = 100 * n
-        place = GridPos(x=0, y=y, w=WIDTH, h=1)
+        place = GridPos(x=0, y=top, w=WIDTH, h=1)
         head = RowPanel(title=row.title, id_val=first, collapsed=row.collapsed, panels=[], grid_pos=place)
-        below = _in_row(row, first, y + 1)
+        below = _in_row(row, first, top + 1)
         if row.collapsed:
             head.panels = below
             yield head
-            y += 1
+            top += 1
         else:
             yield head
             yield from below
-            y = max(panel.grid_pos.y for panel in below if panel.grid_pos) + row.height
+            top = max(panel.grid_pos.y for panel in below if panel.grid_pos) + row.height
 
 
-def _in_row(row: PanelRow, first: int, y: int) -> list[Panel]:
-    x = 0
+def _in_row(row: PanelRow, first: int, top: int) -> list[Panel]:
+    left = 0
     for m, (width, panel) in enumerate(zip(row.widths, row.panels, strict=True), start=1):
-        if x + width > WIDTH:
-            x, y = 0, y + row.height
-        panel.id_val, panel.grid_pos = first + m, GridPos(x=x, y=y, w=width, h=row.height)
-        x += width
+        if left + width > WIDTH:
+            left, top = 0, top + row.height
+        panel.id_val, panel.grid_pos = first + m, GridPos(x=left, y=top, w=width, h=row.height)
+        left += width
     return list(row.panels)

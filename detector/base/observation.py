@@ -37,13 +37,13 @@ class Observation:
         }
 
     @classmethod
-    def from_dict(cls, d: dict[str, Any]) -> Self:
+    def from_dict(cls, data: dict[str, Any]) -> Self:
         return cls(
-            wall_at=d["wall_at"],
-            batches=tuple(SampleBatch.from_dict(b) for b in d["batches"]),
-            events=tuple(AgentEvent.from_dict(e) for e in d["events"]),
-            unreachable=tuple((u[0], u[1], u[2]) for u in d["unreachable"]),
-            left=tuple(d.get("left", ())),
-            panel_findings=tuple(Finding.from_dict(f) for f in d.get("panel_findings", ())),
-            pulled_findings=tuple(Finding.from_dict(f) for f in d.get("pulled_findings", ())),
+            wall_at=data["wall_at"],
+            batches=tuple(SampleBatch.from_dict(b) for b in data["batches"]),
+            events=tuple(AgentEvent.from_dict(e) for e in data["events"]),
+            unreachable=tuple((u[0], u[1], u[2]) for u in data["unreachable"]),
+            left=tuple(data.get("left", ())),
+            panel_findings=tuple(Finding.from_dict(f) for f in data.get("panel_findings", ())),
+            pulled_findings=tuple(Finding.from_dict(f) for f in data.get("pulled_findings", ())),
         )

@@ -34,7 +34,9 @@ from rolecall.rl_runtime.controller import windows
 from rolecall.rl_runtime.controller.background_tasks import Tasks, set_or_timeout
 from rolecall.rl_runtime.controller.batch_assembler import TURN_SECONDS, BatchAssembler, PromptSource
 from rolecall.rl_runtime.controller.journal_writer import OPEN_STATES, ControllerSuperseded, RunRecorder
-from rolecall.rl_runtime.controller.next_step import (
+from rolecall.rl_runtime.controller.reward_scoring import RewardScoring
+from rolecall.rl_runtime.controller.rollout_pool import RolloutPool
+from rolecall.rl_runtime.controller.step_plan import (
     CommittedStep,
     FormStep,
     LoopAction,
@@ -43,8 +45,6 @@ from rolecall.rl_runtime.controller.next_step import (
     missing_replicas,
     next_step,
 )
-from rolecall.rl_runtime.controller.reward_scoring import RewardScoring
-from rolecall.rl_runtime.controller.rollout_pool import RolloutPool
 from rolecall.rl_runtime.controller.trainer_group import NoTrainerLeft, StepFailed, TrainerGroup
 from rolecall.rl_runtime.controller.trajectories import TrajectoryTable, mean_reward, reached_staleness
 from rolecall.rl_runtime.protocol.clients import Connect, within

@@ -166,14 +166,14 @@ class OpenGroup:
         rewards = self.rewards or (nan,) * len(self.trajectories)
         samples = tuple(
             TrainingSample(
-                request_id=t.request.request_id,
-                tokens=tuple(t.tokens),
-                logprobs=tuple(t.logprobs),
-                versions=tuple(t.versions),
-                reward=NO_REWARD if t.end is EndReason.TRUNCATED else reward,
-                end=t.end or EndReason.TRUNCATED,
-                first_fresh=t.first_fresh,
+                request_id=trajectory.request.request_id,
+                tokens=tuple(trajectory.tokens),
+                logprobs=tuple(trajectory.logprobs),
+                versions=tuple(trajectory.versions),
+                reward=NO_REWARD if trajectory.end is EndReason.TRUNCATED else reward,
+                end=trajectory.end or EndReason.TRUNCATED,
+                first_fresh=trajectory.first_fresh,
             )
-            for t, reward in zip(self.trajectories, rewards, strict=True)
+            for trajectory, reward in zip(self.trajectories, rewards, strict=True)
         )
         return PromptGroup(group_id=self.group_id, prompt_tokens=self.prompt_tokens, samples=samples)

@@ -15,8 +15,8 @@ from rolecall.core.ids import GroupId
 from rolecall.core.membership import Actual, ReplicaState
 from rolecall.rl_runtime.controller.background_tasks import RETRY_SECONDS, Tasks, retry_first_call, set_or_timeout
 from rolecall.rl_runtime.controller.journal_writer import RunRecorder
-from rolecall.rl_runtime.controller.next_step import membership_changes
 from rolecall.rl_runtime.controller.open_group import EngineKey, GroupPhase, OpenGroup
+from rolecall.rl_runtime.controller.step_plan import membership_changes
 from rolecall.rl_runtime.controller.trajectories import TrajectoryTable
 from rolecall.rl_runtime.protocol.clients import Connect, ReplicaExited, RewardPort
 from rolecall.rl_runtime.protocol.membership import MembershipView

@@ -21,8 +21,8 @@ from rolecall.core.journal.payloads import RequestsReassigned
 from rolecall.core.membership import Actual, ReplicaState
 from rolecall.rl_runtime.controller.background_tasks import RETRY_SECONDS, Tasks, retry_first_call, set_or_timeout
 from rolecall.rl_runtime.controller.journal_writer import RunRecorder
-from rolecall.rl_runtime.controller.next_step import EngineLoad, membership_changes, reassign
 from rolecall.rl_runtime.controller.open_group import EngineKey
+from rolecall.rl_runtime.controller.step_plan import EngineLoad, membership_changes, reassign
 from rolecall.rl_runtime.controller.trajectories import NOTHING, TrajectoryTable
 from rolecall.rl_runtime.protocol.clients import Connect, ReplicaExited, RolloutPort
 from rolecall.rl_runtime.protocol.membership import MembershipView
@@ -251,13 +251,13 @@ class RolloutPool:
         now = asyncio.get_running_loop().time()
         return [
             EngineLoad(
-                key=e.key,
-                version=e.version,
-                may_serve=e.serving and not e.silent,
-                num_requests=self._table.num_unfinished(e.key),
-                is_due=e.behind_since is not None and now - e.behind_since < SLOT_SECONDS,
+                key=engine.key,
+                version=engine.version,
+                may_serve=engine.serving and not engine.silent,
+                num_requests=self._table.num_unfinished(engine.key),
+                is_due=engine.behind_since is not None and now - engine.behind_since < SLOT_SECONDS,
             )
-            for e in self.engines.values()
+            for engine in self.engines.values()
         ]
 
     def place(self, group_id: GroupId, key: EngineKey) -> None:

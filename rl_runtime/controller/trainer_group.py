@@ -29,7 +29,7 @@ from rolecall.core.membership import Actual, ReplicaState
 from rolecall.rl_runtime.algorithms.batching import assign
 from rolecall.rl_runtime.controller.background_tasks import Tasks, retry_first_call
 from rolecall.rl_runtime.controller.journal_writer import RunRecorder
-from rolecall.rl_runtime.controller.next_step import (
+from rolecall.rl_runtime.controller.step_plan import (
     CommittedStep,
     StepPlan,
     TrainerChanges,

@@ -65,22 +65,26 @@ class TrajectoryTable:
     def close(self, group_id: GroupId) -> OpenGroup:
         """The group was trained or dropped: its engines may drop it."""
         group = self.groups.pop(group_id)
-        for t in group.trajectories:
-            del self._by_request[t.request.request_id]
-            self._let_go(t)
-            if t.engine is not None and t.sent and not self._is_needed(t.engine, t.request.request_id):
-                self._forget[t.engine].append(t.request.request_id)
+        for trajectory in group.trajectories:
+            del self._by_request[trajectory.request.request_id]
+            self._let_go(trajectory)
+            if (
+                trajectory.engine is not None
+                and trajectory.sent
+                and not self._is_needed(trajectory.engine, trajectory.request.request_id)
+            ):
+                self._forget[trajectory.engine].append(trajectory.request.request_id)
         return group
 
     def _is_needed(self, engine: EngineKey, request_id: str) -> bool:
         """Whether the next window depends on this one and no engine has it yet."""
         return any(t.context == (engine, request_id) for t in self._by_request.values())
 
-    def _let_go(self, t: Trajectory) -> None:
+    def _let_go(self, trajectory: Trajectory) -> None:
         """An engine has the window, or it is over: closed requests of its context may be dropped."""
-        if t.context is not None and t.context[1] not in self._by_request:
-            self._forget[t.context[0]].append(t.context[1])
-        t.context = None
+        if trajectory.context is not None and trajectory.context[1] not in self._by_request:
+            self._forget[trajectory.context[0]].append(trajectory.context[1])
+        trajectory.context = None
 
     def forget_unassigned(self, engine: EngineKey, request_ids: Iterable[str]) -> None:
         """An engine holds requests of groups that are closed or continued elsewhere."""
@@ -193,13 +197,13 @@ class TrajectoryTable:
 
         If it has all of them, the window ends where the later one begins; otherwise the window continues after them.
         """
-        (t,), (later,) = self.groups[group_id].trajectories, other.trajectories
-        if t.engine is not None and t.sent:
-            self._forget[t.engine].append(t.request.request_id)
-        t.engine, t.sent = None, False
-        t.become(later, t.request.max_response_tokens)
-        if len(t.tokens) == t.request.max_response_tokens:
-            t.cut()
+        (trajectory,), (later,) = self.groups[group_id].trajectories, other.trajectories
+        if trajectory.engine is not None and trajectory.sent:
+            self._forget[trajectory.engine].append(trajectory.request.request_id)
+        trajectory.engine, trajectory.sent = None, False
+        trajectory.become(later, trajectory.request.max_response_tokens)
+        if len(trajectory.tokens) == trajectory.request.max_response_tokens:
+            trajectory.cut()
             self.groups[group_id].waits = False
             self._is_finished(group_id)
 
@@ -349,15 +353,15 @@ class TrajectoryTable:
         Every unfinished trajectory leaves its engine, which continues with that policy until it is updated.
         """
         for group in self.groups.values():
-            for t in group.trajectories:
-                self._let_go(t)
-                keep = next((i for i, v in enumerate(t.versions) if v > version), None)
+            for trajectory in group.trajectories:
+                self._let_go(trajectory)
+                keep = next((i for i, v in enumerate(trajectory.versions) if v > version), None)
                 if keep is not None:
-                    del t.tokens[keep:], t.logprobs[keep:], t.versions[keep:]
-                    t.end, group.phase, group.rewards = None, GroupPhase.GENERATING, ()
-                if not t.finished and t.engine is not None:
-                    self._forget[t.engine].append(t.request.request_id)
-                    t.engine, t.sent = None, False
+                    del trajectory.tokens[keep:], trajectory.logprobs[keep:], trajectory.versions[keep:]
+                    trajectory.end, group.phase, group.rewards = None, GroupPhase.GENERATING, ()
+                if not trajectory.finished and trajectory.engine is not None:
+                    self._forget[trajectory.engine].append(trajectory.request.request_id)
+                    trajectory.engine, trajectory.sent = None, False
             # More is open now than the next steps can take: groups without tokens are not started early, because they
             # would only become too old. A window waits until its context is generated again.
             group.waits = group.waits or group.is_untouched

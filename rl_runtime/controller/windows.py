@@ -74,15 +74,18 @@ def restore(table: TrajectoryTable) -> list[GroupId]:
     finished: list[GroupId] = []
     for windows in _answers(table):
         for i, window in enumerate(windows):
-            (t,) = window.trajectories
+            (trajectory,) = window.trajectories
             held = max(windows[i + 1 :], key=lambda g: len(g.trajectories[0].tokens), default=None)
-            if held is None or t.finished:
+            if held is None or trajectory.finished:
                 continue
             (longer,) = held.trajectories
             # Only if its tokens begin with this window's: they may have been regenerated differently in the meantime.
-            if len(longer.tokens) > len(t.tokens) and longer.tokens[: len(t.tokens)] == t.tokens:
+            if (
+                len(longer.tokens) > len(trajectory.tokens)
+                and longer.tokens[: len(trajectory.tokens)] == trajectory.tokens
+            ):
                 table.end_with(window.group_id, held)
-                if t.finished:
+                if trajectory.finished:
                     finished.append(window.group_id)
         _pass_context(windows)
     return finished

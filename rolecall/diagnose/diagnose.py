@@ -326,17 +326,17 @@ def explained(answer: DiagnosisReport, detectors: Sequence[PanelDetector]) -> li
     """Each diagnosis with its panel and, if one of `detectors` made it, that detector's score over time."""
     traces = dict[tuple[int, str], tuple[Floats, Floats]]()
     items = []
-    for d in answer.diagnoses:
-        panel, machine = _place(d, answer.panels)
+    for diagnosis in answer.diagnoses:
+        panel, machine = _place(diagnosis, answer.panels)
         score = None
-        by = next((x for x in detectors if x.name in d.detectors), None)
+        by = next((x for x in detectors if x.name in diagnosis.detectors), None)
         if panel is not None and by is not None:
             key = id(panel), by.name
             if key not in traces:
                 traces[key] = _trace(panel, by)
             scores, thresholds = traces[key]
             score = ScoreTrace(at=panel.at, score=scores[:, machine], threshold=thresholds)
-        items.append(ExplainedDiagnosis(diagnosis=d, panel=panel, score=score))
+        items.append(ExplainedDiagnosis(diagnosis=diagnosis, panel=panel, score=score))
     return items
 
 
@@ -345,20 +345,20 @@ def _trace(panel: Panel, detector: PanelDetector) -> tuple[Floats, Floats]:
     tracker = detector.track(panel.shape)
     scores = np.full((len(panel.at), len(panel.shape.machines)), np.nan, dtype=np.float32)
     thresholds = np.full(len(panel.at), np.nan, dtype=np.float32)
-    for t, (at, values) in enumerate(panel.ticks()):
+    for tick, (at, values) in enumerate(panel.ticks()):
         tracker.tick(at, values)
         if (stands := standing(tracker)) is not None:
             with np.errstate(over="ignore"):  # beyond float32 is beyond every threshold
-                scores[t], thresholds[t] = stands
+                scores[tick], thresholds[tick] = stands
     thresholds[~np.isfinite(thresholds)] = np.nan
     return scores, thresholds
 
 
-def _place(d: Diagnosis, panels: Sequence[Panel]) -> tuple[Panel | None, int]:
+def _place(diagnosis: Diagnosis, panels: Sequence[Panel]) -> tuple[Panel | None, int]:
     """The panel that contains the first suspect, and its column."""
     for panel in panels:
         for n in range(len(panel.shape.machines)):
-            if panel.shape.suspect(n) == d.suspects[0]:
+            if panel.shape.suspect(n) == diagnosis.suspects[0]:
                 return panel, n
     return None, 0
 
@@ -390,13 +390,13 @@ def _diagnosis(d: Diagnosis) -> dict[str, Any]:
 def sentences(answer: DiagnosisReport) -> list[str]:
     """The report as text: each diagnosis with its evidence, or `healthy`, followed by the inputs."""
     lines: list[str] = []
-    for d in answer.diagnoses:
-        lines.append(f"{_when(d)} {d.fault_class}: {d.because}")
-        lines += [f"    {e.text}" for e in d.evidence]
-        if d.settle:
-            lines.append(f"    to settle it: {d.settle}")
-        if d.advice:
-            lines.append(f"    advice: {d.advice}")
+    for diagnosis in answer.diagnoses:
+        lines.append(f"{_when(diagnosis)} {diagnosis.fault_class}: {diagnosis.because}")
+        lines += [f"    {e.text}" for e in diagnosis.evidence]
+        if diagnosis.settle:
+            lines.append(f"    to settle it: {diagnosis.settle}")
+        if diagnosis.advice:
+            lines.append(f"    advice: {diagnosis.advice}")
     if not answer.diagnoses:
         lines.append(
             "nothing found, but not everything could be checked, in"

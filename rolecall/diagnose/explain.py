@@ -88,11 +88,11 @@ def quantiles(values: NDArray[np.float32], shares: Sequence[float]) -> Series:
     ordered = np.sort(values.astype(np.float64), axis=1)  # NaN last
     rows = np.arange(len(values))
     result = np.empty((len(shares), len(values)))
-    for n, share in enumerate(shares):
+    for number, share in enumerate(shares):
         place = share * np.maximum(count - 1, 0)
         low = np.floor(place).astype(np.intp)
         high = np.minimum(low + 1, np.maximum(count - 1, 0))
-        result[n] = ordered[rows, low] * (1 - (place - low)) + ordered[rows, high] * (place - low)
+        result[number] = ordered[rows, low] * (1 - (place - low)) + ordered[rows, high] * (place - low)
     result[:, count == 0] = np.nan
     return result
 
@@ -341,15 +341,15 @@ def render(items: Sequence[ExplainedDiagnosis]) -> str:
     )
     left, left_for_charts = PAGE_BYTES_MAX - len(head.encode()), CHART_BYTES_MAX
     parts = []
-    for n, item in enumerate(items):
+    for number, item in enumerate(items):
         charts = _charts(item) if left_for_charts > 0 else ""
         left_for_charts -= len(charts.encode())
         if left_for_charts <= 0:
             charts = '<p class="muted small">Not drawn: the page would be too large.</p>'
-        part = _section(item, key_of(n), charts)
+        part = _section(item, key_of(number), charts)
         left -= len(part.encode())
         if left < 0:
-            parts.append(f'<p class="muted">{len(items) - n} more are not shown: the page would be too large.</p>')
+            parts.append(f'<p class="muted">{len(items) - number} more are not shown: the page would be too large.</p>')
             break
         parts.append(part)
     return head + "\n".join(parts) + "\n</main></body></html>\n"
@@ -406,26 +406,26 @@ def _after(delay: float) -> str:
 
 
 def _section(item: ExplainedDiagnosis, key: str, charts: str) -> str:
-    d = item.diagnosis
-    undecided = d.fault_class == FaultClass.CANNOT_TELL
-    tag = f'<span class="tag {"" if undecided else "bad"}">confidence {d.confidence:.0%}</span>'
-    what = str(d.fault_class).replace("_", " ")
-    timed = not any(e.kind == NO_TIME for e in d.evidence)
+    diagnosis = item.diagnosis
+    undecided = diagnosis.fault_class == FaultClass.CANNOT_TELL
+    tag = f'<span class="tag {"" if undecided else "bad"}">confidence {diagnosis.confidence:.0%}</span>'
+    what = str(diagnosis.fault_class).replace("_", " ")
+    timed = not any(e.kind == NO_TIME for e in diagnosis.evidence)
     rows = [
-        ("Suspects", _who(d.suspects)),
-        ("Onset", moment(d.onset) if timed else "unknown"),
-        ("Decision", moment(d.detected_at) + _after(d.detected_at - d.onset) if timed else ""),
-        ("Detectors", ", ".join(d.detectors)),
+        ("Suspects", _who(diagnosis.suspects)),
+        ("Onset", moment(diagnosis.onset) if timed else "unknown"),
+        ("Decision", moment(diagnosis.detected_at) + _after(diagnosis.detected_at - diagnosis.onset) if timed else ""),
+        ("Detectors", ", ".join(diagnosis.detectors)),
         ("Input", _panel_words(item.panel)),
-        ("Advice", d.advice),
-        ("To settle it", d.settle),
+        ("Advice", diagnosis.advice),
+        ("To settle it", diagnosis.settle),
     ]
     facts = "".join(f"<dt>{a}</dt><dd>{escape(b, 4000)}</dd>" for a, b in rows if b)
     return (
         f'<article class="card incident"><header><span class="key{" none" if undecided else ""}">{key}</span>'
-        f"<h3>{escape(what)}: {escape(_who(d.suspects), 200)}</h3>{tag}</header>"
-        f'<p class="because">{escape(d.because)}</p>{charts}'
-        f'<dl class="steps">{facts}</dl>{_groups(d.evidence)}{_evidence(d.evidence)}</article>'
+        f"<h3>{escape(what)}: {escape(_who(diagnosis.suspects), 200)}</h3>{tag}</header>"
+        f'<p class="because">{escape(diagnosis.because)}</p>{charts}'
+        f'<dl class="steps">{facts}</dl>{_groups(diagnosis.evidence)}{_evidence(diagnosis.evidence)}</article>'
     )
 
 
@@ -474,14 +474,16 @@ def _evidence(evidence: Sequence[Evidence]) -> str:
 
 
 def _charts(item: ExplainedDiagnosis) -> str:
-    d, panel = item.diagnosis, item.panel
+    diagnosis, panel = item.diagnosis, item.panel
     cards: list[tuple[str, str]] = []
     by = None
     has_usual = False
     if panel is not None and len(panel.at):
-        columns = [n for n, m in enumerate(panel.shape.machines) if any(_is(m, s) for s in d.suspects)]
-        by = window(panel.at, panel.shape.interval_seconds, d.onset, d.detected_at)
-        metrics = named_metrics(d.evidence, panel) or (chosen_metrics(panel, columns, d) if columns else [])
+        columns = [n for n, m in enumerate(panel.shape.machines) if any(_is(m, s) for s in diagnosis.suspects)]
+        by = window(panel.at, panel.shape.interval_seconds, diagnosis.onset, diagnosis.detected_at)
+        metrics = named_metrics(diagnosis.evidence, panel) or (
+            chosen_metrics(panel, columns, diagnosis) if columns else []
+        )
         if columns:
             peers = len(panel.shape.machines) - len(columns)
             against = f"against {peers} peer{'s' if peers != 1 else ''}" if peers else "without a peer"
@@ -492,11 +494,13 @@ def _charts(item: ExplainedDiagnosis) -> str:
     if item.score is not None and len(item.score.at):
         at = item.score.at
         if by is None:
-            by = window(at, float(np.median(np.diff(at))) if len(at) > 1 else 1.0, d.onset, d.detected_at)
+            by = window(
+                at, float(np.median(np.diff(at))) if len(at) > 1 else 1.0, diagnosis.onset, diagnosis.detected_at
+            )
         threshold = np.broadcast_to(np.asarray(item.score.threshold, dtype=np.float64), at.shape)
         chart, is_cut = score_chart(at, item.score.score.astype(np.float64), threshold, by)
         up_to = f", drawn up to {SCORE_OVER_THRESHOLD_MAX:g} thresholds" if is_cut else ""
-        cards.append((f"Score and threshold of {', '.join(d.detectors)}{up_to}", chart))
+        cards.append((f"Score and threshold of {', '.join(diagnosis.detectors)}{up_to}", chart))
     if not cards:
         return ""
     shown = "".join(

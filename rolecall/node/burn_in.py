@@ -176,11 +176,11 @@ def products(torch: Any, devices: Sequence[str], seconds: float, clock: Clock, s
     left, right = (torch.randn(size, size, generator=made) for _ in range(2))
     rounds, digests = 0, dict[str, str]()
     for device in devices:
-        a, b = (m.to(device=device, dtype=torch.bfloat16) for m in (left, right))
-        first = (a @ b).view(torch.int16)
+        left_factor, right_factor = (m.to(device=device, dtype=torch.bfloat16) for m in (left, right))
+        first = (left_factor @ right_factor).view(torch.int16)
         for _ in _rounds(clock, seconds / len(devices)):
             rounds += 1
-            wrong = int(((a @ b).view(torch.int16) != first).sum())
+            wrong = int(((left_factor @ right_factor).view(torch.int16) != first).sum())
             if wrong:
                 because = f"{device}: {wrong} of {first.numel()} results differed in round {rounds}"
                 return Products(because, rounds, digests)

@@ -101,11 +101,11 @@ def badge_rows(xs: Sequence[float], width: float = 22.0) -> list[int]:
     """For each x, in order, the lowest row in which its badge touches no other."""
     last: list[float] = []
     rows = []
-    for x in xs:
-        row = next((n for n, taken in enumerate(last) if x - taken >= width), len(last))
+    for position in xs:
+        row = next((n for n, taken in enumerate(last) if position - taken >= width), len(last))
         if row == len(last):
-            last.append(x)
-        last[row] = x
+            last.append(position)
+        last[row] = position
         rows.append(row)
     return rows
 
@@ -269,12 +269,12 @@ def lanes_chart(report: Mapping[str, Any]) -> str:
     """One lane for each replica, one bar for each incarnation, each fault on the lane that it hit."""
     markers = incident_markers(report)
     lane_y: dict[str, float] = {}
-    y = 14.0
+    top = 14.0
     for group in lane_order(report["lanes"]):
         for replica in group:
-            lane_y[replica] = y
-            y += ROW
-        y += GROUP_GAP
+            lane_y[replica] = top
+            top += ROW
+        top += GROUP_GAP
     names = [{"y": at, "name": plain(replica, 16)} for replica, at in lane_y.items()]
     bars: Rows = []
     labels: Rows = []
@@ -320,22 +320,24 @@ def lanes_chart(report: Mapping[str, Any]) -> str:
         .encode(**place, description="title:N"),
         *_badges(report, badges),
     ]
-    return render(layers, "timeline by replica", y - ROW / 2 - GROUP_GAP + 6)
+    return render(layers, "timeline by replica", top - ROW / 2 - GROUP_GAP + 6)
 
 
-def _bar(at: float, until: float, y: float, tall: float, fill: str, title: str, stroke: str = "none") -> dict[str, Any]:
+def _bar(
+    at: float, until: float, top: float, tall: float, fill: str, title: str, stroke: str = "none"
+) -> dict[str, Any]:
     return {
         "at": at,
         "until": until,
-        "y": y - tall / 2,
-        "y2": y + tall / 2,
+        "y": top - tall / 2,
+        "y2": top + tall / 2,
         "fill": fill,
         "stroke": stroke,
         "title": plain(title),
     }
 
 
-def _add_incarnation(report: Mapping[str, Any], life: Mapping[str, Any], y: float, bars: Rows, labels: Rows) -> None:
+def _add_incarnation(report: Mapping[str, Any], life: Mapping[str, Any], top: float, bars: Rows, labels: Rows) -> None:
     """Its start (a thin bar) and its service (a bar, with the origin of a replacement as its label)."""
     end, pixel = float(report["wall_seconds"]), _seconds_per_pixel(report)
     until = min([float(t) for t in (life["lost"], life["stopped"]) if t is not None] + [end])
@@ -347,14 +349,14 @@ def _add_incarnation(report: Mapping[str, Any], life: Mapping[str, Any], y: floa
     if begun is not None:
         stop = min(float(working), until) if working is not None else until
         stop = max(stop, float(begun) + pixel)
-        bars.append(_bar(float(begun), stop, y, 5, "var(--starting)", f"{name}: starting"))
+        bars.append(_bar(float(begun), stop, top, 5, "var(--starting)", f"{name}: starting"))
     if working is None or float(working) >= until:
         return
     fill = "none" if is_standby else "var(--lane-new)" if is_replacement else "var(--lane)"
     state = "warm standby" if is_standby else "serving"
     title = f"{name}: {state} from {seconds(float(working))}"
     stop = max(until, float(working) + pixel)
-    bars.append(_bar(float(working), stop, y, BAR, fill, title, "var(--lane)" if is_standby else "none"))
+    bars.append(_bar(float(working), stop, top, BAR, fill, title, "var(--lane)" if is_standby else "none"))
     if is_replacement and (stop - float(working)) / pixel > 150:
         origin = "from standby" if life["from_standby"] else "new process"
-        labels.append({"at": stop, "y": y, "text": f"#{life['incarnation']} {origin}"})
+        labels.append({"at": stop, "y": top, "text": f"#{life['incarnation']} {origin}"})

@@ -179,18 +179,21 @@ def _incident_table(report: Report) -> str:
         return '<h2>Incidents</h2><p class="lead">None: no fault was injected and none was found.</p>'
     head = ("Fault", "Suspects", "Found after", "Requests resumed", "Step committed", "Serving", "Resolved", "Lost")
     rows = []
-    for n, incident in enumerate(report["incidents"]):
+    for number, incident in enumerate(report["incidents"]):
         fault = incident["fault"]
         what = f"{fault['kind']} on {fault['target']}" if fault else f"{incident['fault_class']}, no injected fault"
         lost = f"{incident['tokens_lost']:,} tokens, {incident['steps_lost']} steps"
         times = [incident[k] for k in ("detected_seconds", "requests_resumed_seconds", "step_committed_seconds")]
         times += [incident["serving_seconds"], incident["cured_seconds"]]
-        cells = [_key(key_of(n), fault is None) + escape(what), escape(", ".join(incident["suspects"]) or "none")]
+        cells = [_key(key_of(number), fault is None) + escape(what), escape(", ".join(incident["suspects"]) or "none")]
         rows.append((cells, [seconds(t) for t in times] + [lost]))
-    for n, fault in enumerate(report["missed"], start=len(report["incidents"])):
-        cells = [_key(key_of(n)) + escape(f"{fault['kind']} on {fault['target']}"), '<span class="bad">missed</span>']
+    for number, fault in enumerate(report["missed"], start=len(report["incidents"])):
+        cells = [
+            _key(key_of(number)) + escape(f"{fault['kind']} on {fault['target']}"),
+            '<span class="bad">missed</span>',
+        ]
         rows.append((cells, ["–"] * 5 + ["–"]))
-    header = "".join(f'<th scope="col"{" class=n" if n > 1 else ""}>{h}</th>' for n, h in enumerate(head))
+    header = "".join(f'<th scope="col"{" class=n" if number > 1 else ""}>{h}</th>' for number, h in enumerate(head))
     body = "".join(
         "<tr>"
         + "".join(f"<td>{c}</td>" for c in cells)

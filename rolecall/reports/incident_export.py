@@ -182,11 +182,11 @@ def _file(known: Redactor, name: str) -> str:
 def _bounded(values: Sequence[Mapping[str, Any]], limit: int, what: str, known: Redactor, left_out: list[str]) -> bytes:
     """JSON lines, truncated at `limit` bytes."""
     lines, size = [], 0
-    for n, value in enumerate(values):
+    for number, value in enumerate(values):
         line = (_json(known.value(value)) + "\n").encode("utf-8", "replace")
         size += len(line)
         if size > limit:
-            left_out.append(f"{what}: {len(values) - n} of {len(values)} events, over {limit} bytes")
+            left_out.append(f"{what}: {len(values) - number} of {len(values)} events, over {limit} bytes")
             break
         lines.append(line)
     return b"".join(lines)

@@ -165,13 +165,13 @@ class Redactor:
         if isinstance(value, Mapping):
             if isinstance(value.get("message"), str):
                 self._note_message(str(value.get("type", "")), value["message"])
-            for k, v in value.items():
-                self.learn(v, str(k))
+            for k, item in value.items():
+                self.learn(item, str(k))
         elif isinstance(value, list | tuple):
             if key == "unreachable":
-                self._nodes.update(str(v[0]) for v in value if isinstance(v, list | tuple) and v)
-            for v in value:
-                self.learn(v, key)
+                self._nodes.update(str(item[0]) for item in value if isinstance(item, list | tuple) and item)
+            for item in value:
+                self.learn(item, key)
         elif isinstance(value, str):
             self._note(value, key)
 

@@ -134,26 +134,26 @@ def braille(values: Sequence[float], columns: int, rows: int, low: float, high: 
     dots = columns * 2
     num = min(len(values), dots)
     before: int | None = None
-    for n in range(num):
-        chunk = values[n * len(values) // num : (n + 1) * len(values) // num]
+    for column in range(num):
+        chunk = values[column * len(values) // num : (column + 1) * len(values) // num]
         share = (sum(chunk) / len(chunk) - low) / (high - low)
         tall = rows * 4 - 1
         y = tall - round(min(1.0, max(0.0, share)) * tall)
         # Fill between neighbours, so that a jump stays one line.
         start = y if before is None else before + (1 if y > before else -1 if y < before else 0)
         for dot in range(min(start, y), max(start, y) + 1):
-            cells[dot // 4][n // 2] |= _DOTS[n % 2][dot % 4]
+            cells[dot // 4][column // 2] |= _DOTS[column % 2][dot % 4]
         before = y
     return ["".join(chr(0x2800 + bits) for bits in row) for row in cells]
 
 
 def _incidents(snapshot: RunSnapshot, width: int) -> list[RenderableType]:
     parts: list[RenderableType] = []
-    for n, incident in enumerate(reversed(snapshot.open_incidents[-OPEN_SHOWN:])):
+    for number, incident in enumerate(reversed(snapshot.open_incidents[-OPEN_SHOWN:])):
         age = seconds(max(0.0, snapshot.now - incident.opened_at))
         what, who = (f"▲ {incident.fault_class}", "bold red"), (f"  {_who(incident)}  ", "bold")
         parts.append(_line(what, who, (f"{incident.stage}, {age}", "yellow")))
-        if n == 0:  # the newest in full, the others by name
+        if number == 0:  # the newest in full, the others by name
             sentence = plain(incident.because, SENTENCE_LINES * max(10, width - RAGGED))
             parts.append(Padding(Text(sentence), (0, 0, 0, 2)))
             if incident.detail != incident.because:  # a plan often gives the diagnosis as its reason
@@ -233,7 +233,7 @@ def _table(report: Mapping[str, Any]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
     for name in ("", "fault", "target", "named", "found", "resolved", "lost"):
         table.add_column(name, justify="right" if name in ("found", "resolved") else "left", overflow="ellipsis")
-    for n, incident in enumerate(report["incidents"]):
+    for number, incident in enumerate(report["incidents"]):
         fault = incident["fault"]
         kind, target = (fault["kind"], fault["target"]) if fault else (incident["fault_class"], "not injected")
         resolved = seconds(incident["cured_seconds"]) if incident["cured_seconds"] is not None else incident["outcome"]
@@ -245,9 +245,11 @@ def _table(report: Mapping[str, Any]) -> Table:
             resolved,
             f"{incident['tokens_lost']} tokens",
         )
-        table.add_row(key_of(n), *(Text(plain(c)) for c in cells))
-    for n, fault in enumerate(report["missed"], start=len(report["incidents"])):
-        table.add_row(key_of(n), Text(plain(fault["kind"])), Text(plain(fault["target"])), Text("missed", style="red"))
+        table.add_row(key_of(number), *(Text(plain(c)) for c in cells))
+    for number, fault in enumerate(report["missed"], start=len(report["incidents"])):
+        table.add_row(
+            key_of(number), Text(plain(fault["kind"])), Text(plain(fault["target"])), Text("missed", style="red")
+        )
     return table
 
 

@@ -253,19 +253,19 @@ def compare_pace(
     `baseline`: the report of a failure-free run, with its `steps` and `training_started_seconds`. Without one,
     `baseline` is null and `estimate` is derived from this run's pace without faults.
     """
-    n, theirs, name = len(committed), None, None
+    num_steps, theirs, name = len(committed), None, None
     if baseline is not None:
-        n = min(n, len(baseline["steps"]))
-        if n:
-            theirs = round(baseline["steps"][n - 1]["at"] - baseline["training_started_seconds"], 3)
+        num_steps = min(num_steps, len(baseline["steps"]))
+        if num_steps:
+            theirs = round(baseline["steps"][num_steps - 1]["at"] - baseline["training_started_seconds"], 3)
             name = str(baseline["run_id"])
     pace = faultless_step_seconds(committed, lost)
     return {
-        "n": n,
-        "this": round(committed[n - 1].at - start, 3) if n else None,
+        "n": num_steps,
+        "this": round(committed[num_steps - 1].at - start, 3) if num_steps else None,
         "baseline": theirs,
         "baseline_run": name,
-        "estimate": round(pace * n, 3) if pace is not None and n else None,
+        "estimate": round(pace * num_steps, 3) if pace is not None and num_steps else None,
         "estimate_how": "n x mean time between commits of this run with no fault open in between",
     }
 

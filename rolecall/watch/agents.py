@@ -189,11 +189,11 @@ def _of_groups(value: Any) -> list[str]:
     if not isinstance(value, list):
         raise ValueError("expected a list of groups with targets, as in Prometheus' file_sd_configs")  # noqa: TRY004
     found = []
-    for n, group in enumerate(value):
+    for number, group in enumerate(value):
         targets = group.get("targets") if isinstance(group, dict) else None
         labels = (group.get("labels") or {}) if isinstance(group, dict) else {}
         if not isinstance(targets, list) or not isinstance(labels, dict):
-            raise ValueError(f"group {n}: expected targets (a list) and optionally labels (a mapping)")  # noqa: TRY004
+            raise ValueError(f"group {number}: expected targets (a list) and optionally labels (a mapping)")  # noqa: TRY004
         found += [f"{labels.get(SCHEME_LABEL, 'http')}://{target}" for target in targets]
     return found
 

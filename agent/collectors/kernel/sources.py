@@ -93,16 +93,16 @@ def boot_id(proc: Path = Path("/proc")) -> str:
         return ""
 
 
-def cannot_open(path: Path, e: OSError) -> CollectorUnavailable:
+def cannot_open(path: Path, error: OSError) -> CollectorUnavailable:
     """The reason and how to fix it."""
-    if e.errno in (errno.EACCES, errno.EPERM):
+    if error.errno in (errno.EACCES, errno.EPERM):
         how = "run the agent with CAP_SYSLOG (or set kernel.dmesg_restrict=0)"
         if path != Path("/dev/kmsg"):
             how = "put the agent's user into the group that may read it (adm on Debian and Ubuntu)"
         return CollectorUnavailable(f"{path}: no permission: {how}")
-    if e.errno == errno.ENOENT:
+    if error.errno == errno.ENOENT:
         return CollectorUnavailable(f"{path} does not exist: name the kernel log, or give the container /dev/kmsg")
-    return CollectorUnavailable(f"{path}: {os.strerror(e.errno or 0)}")
+    return CollectorUnavailable(f"{path}: {os.strerror(error.errno or 0)}")
 
 
 class Kmsg:

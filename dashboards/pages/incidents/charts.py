@@ -195,7 +195,7 @@ def _signal(signal: Signal, moments: Sequence[TimelineEntry], axis: TimelineRang
         )
         middle = base.mark_line(color=PEER, strokeDash=[4, 3], strokeWidth=1.5).encode(x=x_channel, y="middle:Q")
         layers += [band, middle]
-    for n, line in enumerate(signal.lines):
+    for number, line in enumerate(signal.lines):
         rows = [
             {"after": at - axis.zero, "value": value, "who": line.name, "at": _clock(at)}
             for at, value in line.points
@@ -206,9 +206,9 @@ def _signal(signal: Signal, moments: Sequence[TimelineEntry], axis: TimelineRang
             base.mark_line(
                 color=PEER if signal.of_run else SUSPECT,
                 strokeWidth=2.25,
-                strokeDash=[[1, 0], [7, 3], [2, 2], [9, 3, 2, 3]][n % 4],
+                strokeDash=[[1, 0], [7, 3], [2, 2], [9, 3, 2, 3]][number % 4],
                 point=alt.OverlayMarkDef(
-                    shape=["circle", "square", "diamond", "triangle-up"][n % 4],
+                    shape=["circle", "square", "diamond", "triangle-up"][number % 4],
                     size=28,
                     color=PEER if signal.of_run else SUSPECT,
                 ),

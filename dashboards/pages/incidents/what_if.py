@@ -402,12 +402,12 @@ _FAILURES = {
 def _count(
     actual: PredictedDecision, change: Callable[[int], DecisionInputs | None], condition: str, what: str = "replacement"
 ) -> tuple[str, DecisionInputs | None]:
-    for n in range(1, COUNTS_MAX + 1):
-        changed = change(n)
+    for count in range(1, COUNTS_MAX + 1):
+        changed = change(count)
         if changed is None:
-            return condition.format(f"any {what}" if n == 1 else f"up to {_number(n - 1, what)}"), None
+            return condition.format(f"any {what}" if count == 1 else f"up to {_number(count - 1, what)}"), None
         if predict(changed).key != actual.key:
-            return condition.format(_number(n, what)), changed
+            return condition.format(_number(count, what)), changed
     return condition.format(f"up to {_number(COUNTS_MAX, what)}"), None
 
 
@@ -415,11 +415,11 @@ def _number(n: int, what: str) -> str:
     return f"{n} {what}" if n == 1 else f"{n} {what}s"
 
 
-def _failed_before(inputs: DecisionInputs, failure: ActionFailure, n: int) -> DecisionInputs:
+def _failed_before(inputs: DecisionInputs, failure: ActionFailure, count: int) -> DecisionInputs:
     """The inputs after `n` more failed attempts, on the incarnations that they started."""
     policy_input = inputs.policy_input
     past, fleet = list(policy_input.past), policy_input.fleet
-    for _ in range(n):
+    for _ in range(count):
         plan = decide(replace(policy_input, past=tuple(past), fleet=fleet)).plan
         if not plan.targets:
             break
@@ -461,22 +461,23 @@ def _peers(inputs: DecisionInputs) -> list[str]:
     return [str(r.replica) for r in sorted(rest, key=lambda r: (r.role not in roles, r.replica))]
 
 
-def _under_repair(inputs: DecisionInputs, n: int) -> DecisionInputs | None:
+def _under_repair(inputs: DecisionInputs, count: int) -> DecisionInputs | None:
     peers = _peers(inputs)
-    if n > len(peers):
+    if count > len(peers):
         return None
     return replace(
-        inputs, others=(*inputs.others, *(_hypothetical(inputs, r, k, S.VERIFYING) for k, r in enumerate(peers[:n])))
+        inputs,
+        others=(*inputs.others, *(_hypothetical(inputs, r, k, S.VERIFYING) for k, r in enumerate(peers[:count]))),
     )
 
 
-def _suspected(inputs: DecisionInputs, n: int) -> DecisionInputs | None:
+def _suspected(inputs: DecisionInputs, count: int) -> DecisionInputs | None:
     roles = {split_replica(s.replica)[0] for s in inputs.policy_input.diagnosis.suspects if s.replica}
     peers = [r for r in _peers(inputs) if split_replica(r)[0] in roles]
-    if n > len(peers):
+    if count > len(peers):
         return None
     same = inputs.policy_input.diagnosis.fault_class
-    suspected = (_hypothetical(inputs, r, k, S.PLANNED, same) for k, r in enumerate(peers[:n]))
+    suspected = (_hypothetical(inputs, r, k, S.PLANNED, same) for k, r in enumerate(peers[:count]))
     return replace(inputs, others=(*inputs.others, *suspected))
 
 

@@ -149,14 +149,14 @@ def read_many(
     unreadable: list[UnreadableInput] = []
     budget, counted = budget or Budget(), set[tuple[str, int]]()
     with closing(_each(paths, entries, num_processes or os.cpu_count() or 1, budget)) as each:
-        for n, (path, got) in enumerate(zip(paths, each, strict=True), start=1):
+        for number, (path, got) in enumerate(zip(paths, each, strict=True), start=1):
             if isinstance(got, FlightRecorderDump):
                 dumps.append(got)
                 budget.keep(_kept_bytes(got, counted), str(path))
             else:
                 unreadable.append(got)
             budget.check_time(str(path))
-            progress(n)
+            progress(number)
     return dumps, unreadable
 
 

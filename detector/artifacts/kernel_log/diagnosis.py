@@ -46,19 +46,19 @@ def in_order(logs: Sequence[KernelLog]) -> list[KernelLogFact]:
     """Facts by time; those with only seconds since boot come last. Facts that several files hold (kern.log and the
     journal) appear once."""
     seen = sorted(
-        ((s, i) for i, log in enumerate(logs) for s in log.seen), key=lambda pair: (pair[0].dated, pair[0].at)
+        ((signal, i) for i, log in enumerate(logs) for signal in log.seen), key=lambda pair: (pair[0].dated, pair[0].at)
     )
     if len(logs) < 2:
-        return [s for s, _ in seen]
+        return [signal for signal, _ in seen]
     kept: dict[tuple[str, bool, str], tuple[float, int]] = {}
     found = []
-    for s, i in seen:
-        key = s.node, s.dated, s.text
+    for signal, i in seen:
+        key = signal.node, signal.dated, signal.text
         at, of = kept.get(key, (float("-inf"), i))
-        if of != i and s.at - at < SAME_SECONDS:
+        if of != i and signal.at - at < SAME_SECONDS:
             continue
-        kept[key] = s.at, i
-        found.append(s)
+        kept[key] = signal.at, i
+        found.append(signal)
     return found
 
 
@@ -170,12 +170,12 @@ class Gpu:
 def gpus_of(seen: Sequence[KernelLogFact], logs: Sequence[KernelLog]) -> list[Gpu]:
     uuids = {key: uuid for log in logs for key, uuid in log.uuids.items()}
     lines: list[tuple[KernelLogFact, XidLine]] = []
-    for s in seen:
-        if isinstance(s.fact, XidLine):
-            lines.append((s, s.fact))
-        elif isinstance(s.fact, GpuLost):
-            lines.append((s, XidLine(pci=s.fact.pci, code=FELL_OFF, text=s.text)))
-    groups = grouped(lines, lambda s, x: (s.node, x.pci))
+    for signal in seen:
+        if isinstance(signal.fact, XidLine):
+            lines.append((signal, signal.fact))
+        elif isinstance(signal.fact, GpuLost):
+            lines.append((signal, XidLine(pci=signal.fact.pci, code=FELL_OFF, text=signal.text)))
+    groups = grouped(lines, lambda signal, x: (signal.node, x.pci))
     return [Gpu(node, pci, tuple(p), uuids.get((node, pci), "")) for (node, pci), p in groups.items()]
 
 
@@ -622,12 +622,12 @@ def summary(logs: Sequence[KernelLog]) -> str:
     return f"{sum(log.num_lines for log in logs):,} line(s) of the kernel, {content}"
 
 
-def with_advice(d: Diagnosis) -> Diagnosis:
+def with_advice(diagnosis: Diagnosis) -> Diagnosis:
     """The diagnosis of one of these findings, with that finding's advice."""
-    advice = [e.text for e in d.evidence if e.kind == ADVICE]
-    if DETECTOR not in d.detectors or not advice:
-        return d
-    return replace(d, advice=advice[0], evidence=tuple(e for e in d.evidence if e.kind != ADVICE))
+    advice = [e.text for e in diagnosis.evidence if e.kind == ADVICE]
+    if DETECTOR not in diagnosis.detectors or not advice:
+        return diagnosis
+    return replace(diagnosis, advice=advice[0], evidence=tuple(e for e in diagnosis.evidence if e.kind != ADVICE))
 
 
 def _is_of(s: KernelLogFact, device: str, gpus: set[tuple[str, str]]) -> bool:

@@ -172,12 +172,13 @@ class _RasAnalysis:
         self.world: dict[tuple[str, int | None, int | None], int] = {}
         if self.whole is not None:
             self.world = {m.process: m.rank for m in _members(self.whole)}
-        for p in polls:
-            if p.status.repaired:
-                self.remarks.append(f"{p.path}: its JSON lacks commas (NCCL 2.28.9 does that) and was repaired")
-            if p.status.communicators and p.status.form == "json" and not p.status.has_counts:
+        for poll in polls:
+            if poll.status.repaired:
+                self.remarks.append(f"{poll.path}: its JSON lacks commas (NCCL 2.28.9 does that) and was repaired")
+            if poll.status.communicators and poll.status.form == "json" and not poll.status.has_counts:
                 self.remarks.append(
-                    f"{p.path}: all counts are 0, as in a third of the answers of healthy jobs: not counted as a stall"
+                    f"{poll.path}: all counts are 0, as in a third of the answers of healthy jobs: "
+                    "not counted as a stall"
                 )
 
     def _suspect(self, m: CommunicatorMember, whole: bool) -> Suspect:
@@ -213,41 +214,43 @@ class _RasAnalysis:
 
     def lost(self) -> list[Finding]:
         status, found = self.newest.status, list[Finding]()
-        dead_processes = {(p.host, p.pid) for p in status.lost if p.dead}
-        others = {(p.host, p.pid) for p in status.lost} - dead_processes
+        dead_processes = {(process.host, process.pid) for process in status.lost if process.dead}
+        others = {(process.host, process.pid) for process in status.lost} - dead_processes
         for dead, fault_class, confidence in (
             (True, FaultClass.CRASH, CONFIDENCE_DEAD),
             (False, FaultClass.HANG, CONFIDENCE_MISSING),
         ):
             suspects, words = list[Suspect](), list[str]()
             # A process that is in both sections is one dead process.
-            listed = {(p.host, p.pid): p for p in status.lost if p.dead is dead}
-            processes = {key: p for key, p in listed.items() if dead or key not in dead_processes}
-            for c in status.communicators:
+            listed = {(process.host, process.pid): process for process in status.lost if process.dead is dead}
+            processes = {key: process for key, process in listed.items() if dead or key not in dead_processes}
+            for communicator in status.communicators:
                 # A missing rank without its process is one of the listed ones: of the dead if there are no others.
                 named = [
                     m.member
-                    for m in c.missing
+                    for m in communicator.missing
                     if (m.unresponsive or m.dead)
                     and (m.dead or (not m.member.host and bool(dead_processes) and not others)) is dead
                 ]
                 if len(named) == 1 and not named[0].host and len(processes) == 1:
-                    p = next(iter(processes.values()))  # text of older versions lists ranks and processes separately
-                    named = [CommunicatorMember(named[0].rank, p.host, p.pid)]
+                    process = next(
+                        iter(processes.values())
+                    )  # text of older versions lists ranks and processes separately
+                    named = [CommunicatorMember(named[0].rank, process.host, process.pid)]
                 for m in named:
                     processes.pop((m.host, m.pid or -1), None)
                 if named:
-                    suspects += [self._suspect(m, self._whole(c)) for m in named]
-                    words.append(f"{ranks_text(named)} of communicator {c.hash}")
-                unnamed = c.num_missing - sum(m.unresponsive or m.dead for m in c.missing)
+                    suspects += [self._suspect(m, self._whole(communicator)) for m in named]
+                    words.append(f"{ranks_text(named)} of communicator {communicator.hash}")
+                unnamed = communicator.num_missing - sum(m.unresponsive or m.dead for m in communicator.missing)
                 if unnamed > 0:
                     self.remarks.append(
-                        f"cannot tell: {unnamed} missing rank(s) of communicator {c.hash} are not named: ask with "
-                        f"VERBOSE"
+                        f"cannot tell: {unnamed} missing rank(s) of communicator {communicator.hash} are not named: "
+                        "ask with VERBOSE"
                     )
-            for p in processes.values():
-                suspects.append(Suspect(node=NodeId(p.host)))
-                words.append(f"process {p.pid} on {p.host} (GPU {p.gpus})")
+            for process in processes.values():
+                suspects.append(Suspect(node=NodeId(process.host)))
+                words.append(f"process {process.pid} on {process.host} (GPU {process.gpus})")
             if suspects:
                 what = (
                     "RAS considers dead (not reached for a minute: exited, stopped or disconnected): "
@@ -272,11 +275,11 @@ class _RasAnalysis:
     def failed(self) -> list[Finding]:
         by_result: dict[NcclResult, list[Suspect]] = {}
         words: dict[NcclResult, list[str]] = {}
-        for c in self.newest.status.communicators:
-            for result in {f.result for f in c.failures}:
-                members = [f.member for f in c.failures if f.result is result]
-                by_result.setdefault(result, []).extend(self._suspect(m, self._whole(c)) for m in members)
-                words.setdefault(result, []).append(f"{ranks_text(members)} of communicator {c.hash}")
+        for communicator in self.newest.status.communicators:
+            for result in {f.result for f in communicator.failures}:
+                members = [f.member for f in communicator.failures if f.result is result]
+                by_result.setdefault(result, []).extend(self._suspect(m, self._whole(communicator)) for m in members)
+                words.setdefault(result, []).append(f"{ranks_text(members)} of communicator {communicator.hash}")
         if victims := words.pop(NcclResult.REMOTE, []):
             self.remarks.append(f"report a remote error and are victims of another rank: {'; '.join(victims[:4])}")
         return [
@@ -293,24 +296,25 @@ class _RasAnalysis:
 
     def apart(self) -> list[Finding]:
         stuck, together, single = list[StalledCommunicatorPolls](), False, False
-        for c, num_polls, seconds, num_usable in self._histories():
+        for communicator, num_polls, seconds, num_usable in self._histories():
             still = num_polls >= 2 and (seconds >= MOVED_SECONDS or num_polls >= NUM_POLLS_MIN)
-            if not c.width:
-                if any(len(s.levels) < 2 for s in c.spreads):
+            if not communicator.width:
+                if any(len(s.levels) < 2 for s in communicator.spreads):
                     self.remarks.append(
-                        f"cannot tell: ranks of communicator {c.hash} launched different numbers, and the text names "
-                        "none: ask with VERBOSE, or for JSON"
+                        f"cannot tell: ranks of communicator {communicator.hash} launched different numbers, and the "
+                        "text names none: ask with VERBOSE, or for JSON"
                     )
                 elif still or num_usable == 1:
                     together = True
             elif still:
-                stuck.append(StalledCommunicatorPolls(c, num_polls, seconds, behind(c)))
+                stuck.append(StalledCommunicatorPolls(communicator, num_polls, seconds, behind(communicator)))
             elif num_usable == 1 or num_polls > 1:
                 single = True
-                late = "; ".join(f"{ranks_text(m)} in {name}" for name, m in behind(c).items())
+                late = "; ".join(f"{ranks_text(m)} in {name}" for name, m in behind(communicator).items())
                 self.remarks.append(
-                    f"cannot tell: in communicator {c.hash} are behind by {c.width} collective(s): "
-                    f"{late or 'more than half of its ranks'}; in one answer ranks of a healthy job are apart, too"
+                    f"cannot tell: in communicator {communicator.hash} are behind by {communicator.width} "
+                    f"collective(s): {late or 'more than half of its ranks'}; "
+                    "in one answer ranks of a healthy job are apart, too"
                 )
         if together and not stuck:
             self.remarks.append(SYMMETRIC)
@@ -322,19 +326,23 @@ class _RasAnalysis:
         """(newest with counts, number of unchanged reports, seconds that they span, number of reports with counts)."""
         reported: dict[str, list[tuple[float, Communicator]]] = {}
         for p in self.polls:
-            for c in p.status.communicators:
-                if c.has_counts or (p.status.form == "text" and Condition.MISMATCH in c.conditions):
-                    reported.setdefault(c.hash, []).append((p.at, c))
+            for communicator in p.status.communicators:
+                if communicator.has_counts or (
+                    p.status.form == "text" and Condition.MISMATCH in communicator.conditions
+                ):
+                    reported.setdefault(communicator.hash, []).append((p.at, communicator))
         present = (
-            {c.hash for c in self.newest.status.communicators} if self.newest.status.form == "json" else set(reported)
+            {communicator.hash for communicator in self.newest.status.communicators}
+            if self.newest.status.form == "json"
+            else set(reported)
         )
         for key, history in reported.items():
             if key not in present:
                 continue  # already torn down
             last_at, last = history[-1]
             same = 0
-            for _, c in reversed(history):
-                if c.standing() != last.standing():
+            for _, communicator in reversed(history):
+                if communicator.standing() != last.standing():
                     break
                 same += 1
             yield last, same, last_at - history[-same][0], len(history)
@@ -342,48 +350,54 @@ class _RasAnalysis:
     def _judged(self, stuck: list[StalledCommunicatorPolls]) -> list[Finding]:
         found = list[Finding]()
         waiting: dict[str, set[tuple[str, int | None, int | None]]] = {}
-        for s in stuck:
-            late = {m.process for members in s.behind.values() for m in members}
-            waiting[s.communicator.hash] = {
-                m.process for spread in s.communicator.spreads for v in spread.levels[:-1] for m in v.members
+        for stalled in stuck:
+            late = {m.process for members in stalled.behind.values() for m in members}
+            waiting[stalled.communicator.hash] = {
+                m.process for spread in stalled.communicator.spreads for v in spread.levels[:-1] for m in v.members
             } - late
-        for s in stuck:
-            c = s.communicator
-            if c.num_missing:
+        for stalled in stuck:
+            communicator = stalled.communicator
+            if communicator.num_missing:
                 self.remarks.append(
-                    f"ranks of communicator {c.hash} are apart and stalled: they wait for the missing ranks"
+                    f"ranks of communicator {communicator.hash} are apart and stalled: they wait for the missing ranks"
                 )
                 continue
-            if (other := self._other_collective(s)) is not None:
+            if (other := self._other_collective(stalled)) is not None:
                 found.append(other)
                 continue
-            elsewhere = set().union(*(w for key, w in waiting.items() if key != c.hash))
-            causes = {name: [m for m in members if m.process not in elsewhere] for name, members in s.behind.items()}
+            elsewhere = set().union(*(w for key, w in waiting.items() if key != communicator.hash))
+            causes = {
+                name: [m for m in members if m.process not in elsewhere] for name, members in stalled.behind.items()
+            }
             causes = {name: members for name, members in causes.items() if members}
             if causes:
-                found.append(self._behind(s, causes))
-            elif s.behind:
+                found.append(self._behind(stalled, causes))
+            elif stalled.behind:
                 self.remarks.append(
-                    f"the rank that is behind in communicator {c.hash} waits in another one and is its victim"
+                    f"the rank that is behind in communicator {communicator.hash} waits in another one and is its "
+                    "victim"
                 )
             else:
                 self.remarks.append(
-                    f"cannot tell: {s.since()} (communicator {c.hash}), and more than half of its ranks are behind "
-                    "the others, or they are not named: stacks of all ranks would show it"
+                    f"cannot tell: {stalled.since()} (communicator {communicator.hash}), and more than half of its "
+                    "ranks are behind the others, or they are not named: stacks of all ranks would show it"
                 )
-        if stuck and not found and all(s.behind and not s.communicator.num_missing for s in stuck):
+        if stuck and not found and all(stalled.behind and not stalled.communicator.num_missing for stalled in stuck):
             suspects = [
-                self._suspect(m, self._whole(s.communicator)) for s in stuck for b in s.behind.values() for m in b
+                self._suspect(m, self._whole(stalled.communicator))
+                for stalled in stuck
+                for b in stalled.behind.values()
+                for m in b
             ]
             because = "ranks wait for each other in different communicators: collectives in different order?"
             found.append(self._finding(suspects, FaultClass.CANNOT_TELL, 0.4, because))
         return found
 
-    def _other_collective(self, s: StalledCommunicatorPolls) -> Finding | None:
+    def _other_collective(self, stalled: StalledCommunicatorPolls) -> Finding | None:
         """A minority that launched fewer of one collective and more of another than the rest."""
-        c = s.communicator
-        low = {name: {m.process for m in members} for name, members in s.behind.items()}
-        for spread in c.spreads:
+        communicator = stalled.communicator
+        low = {name: {m.process for m in members} for name, members in stalled.behind.items()}
+        for spread in communicator.spreads:
             first, num_ranks = spread.levels[0], sum(v.num_ranks for v in spread.levels)
             if 2 * first.num_ranks > num_ranks:
                 continue
@@ -392,25 +406,30 @@ class _RasAnalysis:
                 if name != spread.collective and ahead and ahead == late:
                     because = (
                         f"{ranks_text(first.members)} launched {spread.collective} where the other ranks of "
-                        f"communicator {c.hash} launched {name}; {s.since()}: the ranks run different code"
+                        f"communicator {communicator.hash} launched {name}; {stalled.since()}: "
+                        "the ranks run different code"
                     )
-                    suspects = [self._suspect(m, self._whole(c)) for m in first.members]
-                    return self._finding(suspects, FaultClass.USER_CODE, CONFIDENCE_CODE, because, _levels(c))
+                    suspects = [self._suspect(m, self._whole(communicator)) for m in first.members]
+                    return self._finding(
+                        suspects, FaultClass.USER_CODE, CONFIDENCE_CODE, because, _levels(communicator)
+                    )
         return None
 
-    def _behind(self, s: StalledCommunicatorPolls, causes: dict[str, list[CommunicatorMember]]) -> Finding:
-        c = s.communicator
+    def _behind(self, stalled: StalledCommunicatorPolls, causes: dict[str, list[CommunicatorMember]]) -> Finding:
+        communicator = stalled.communicator
         words = []
         for name, members in causes.items():
-            levels = next(x.levels for x in c.spreads if x.collective == name)
+            levels = next(x.levels for x in communicator.spreads if x.collective == name)
             words.append(f"{ranks_text(members)} launched {levels[-1].launched} {name}, others {levels[0].launched}")
         because = (
-            f"{'; '.join(words)} in communicator {c.hash}, and {s.since()}: not launched, so blocked on the host side "
-            "(Python, data loader, CPU, or another wait); the others wait"
+            f"{'; '.join(words)} in communicator {communicator.hash}, and {stalled.since()}: "
+            "not launched, so blocked on the host side (Python, data loader, CPU, or another wait); the others wait"
         )
-        suspects = [self._suspect(m, self._whole(c)) for members in causes.values() for m in members]
-        sure = CONFIDENCE_BEHIND if s.seconds >= MOVED_SECONDS else CONFIDENCE_BEHIND_UNTIMED
-        return self._finding(suspects, FaultClass.HANG, sure, because, _levels(c), self.newest.at - s.seconds)
+        suspects = [self._suspect(m, self._whole(communicator)) for members in causes.values() for m in members]
+        sure = CONFIDENCE_BEHIND if stalled.seconds >= MOVED_SECONDS else CONFIDENCE_BEHIND_UNTIMED
+        return self._finding(
+            suspects, FaultClass.HANG, sure, because, _levels(communicator), self.newest.at - stalled.seconds
+        )
 
 
 def _lost_of(status: RasStatus) -> set[tuple[str, int | None]]:
@@ -419,10 +438,10 @@ def _lost_of(status: RasStatus) -> set[tuple[str, int | None]]:
     return ranks | {(p.host, p.pid) for p in status.lost}
 
 
-def _levels(c: Communicator) -> tuple[Evidence, ...]:
+def _levels(communicator: Communicator) -> tuple[Evidence, ...]:
     reported = []
-    for spread in c.spreads[:8]:
+    for spread in communicator.spreads[:8]:
         parts = [f"{v.num_ranks} rank(s) at {v.launched}" for v in spread.levels[:8]]
-        text = f"{spread.collective} of communicator {c.hash}: {', '.join(parts)}"
+        text = f"{spread.collective} of communicator {communicator.hash}: {', '.join(parts)}"
         reported.append(Evidence(kind="nccl_counts", text=text, values={"num_behind": float(spread.width)}))
     return tuple(reported)

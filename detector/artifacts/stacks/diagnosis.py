@@ -294,26 +294,26 @@ def _judge(role: DumpedRole) -> Finding | None:
 def _hanging(rounds: Sequence[Sequence[DumpedProcess]], outliers: Sequence[Sequence[DumpedProcess]]) -> set[Who]:
     """Outliers of the last round that stayed at one place over rounds in which no process left a wait: over
     `NUM_STANDING_ROUNDS`, or over two if they were not outliers for longer. Otherwise the job makes progress."""
-    seen = [{p.key: p for p in r} for r in rounds]
+    seen = [{p.key: p for p in round_} for round_ in rounds]
     flagged = [{p.key for p in some} for some in outliers]
     begin = 0  # first of the rounds in which no process left a wait
     waits: dict[Who, tuple[int, Stack]] = {}
-    for n, r in enumerate(seen):
-        for key, process in r.items():
+    for number, round_ in enumerate(seen):
+        for key, process in round_.items():
             waited = waits.pop(key, None)
             if waited is not None and process.stack is not None and waited[1].key != process.stack.key:
                 begin = max(begin, waited[0] + 1)
             if process.stack is not None and process.stack.waits:
-                waits[key] = n, process.stack
+                waits[key] = number, process.stack
     found = set()
     for key in flagged[-1]:
-        its = [n for n, r in enumerate(seen) if key in r]
-        since = next(n for n in its if key in flagged[n])
+        its = [number for number, round_ in enumerate(seen) if key in round_]
+        since = next(number for number in its if key in flagged[number])
         stood = [its[-1]]
-        for n, later in zip(its[-2::-1], its[:0:-1], strict=True):
-            if n < begin or seen[later][key].moves is not False:
+        for number, later in zip(its[-2::-1], its[:0:-1], strict=True):
+            if number < begin or seen[later][key].moves is not False:
                 break
-            stood.append(n)
+            stood.append(number)
         if len(stood) >= NUM_STANDING_ROUNDS or (len(stood) > 1 and since >= stood[-1]):
             found.add(key)
     return found

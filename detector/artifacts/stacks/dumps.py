@@ -336,14 +336,14 @@ def _from_text(path: Path, text: str) -> tuple[int | None, list[Thread]]:
         raise _wrong(path, f"{len(heads):,} threads, and {NUM_THREADS_MAX:,} are read")
     threads: list[Thread] = []
     main: int | None = None
-    for n, head in enumerate(heads):
-        body = own[head.end() : heads[n + 1].start() if n + 1 < len(heads) else len(own)]
+    for number, head in enumerate(heads):
+        body = own[head.end() : heads[number + 1].start() if number + 1 < len(heads) else len(own)]
         pairs = [pair for line in body.splitlines() if (pair := _frame_of(line)) is not None]
         if len(pairs) > NUM_FRAMES_MAX:
             raise _wrong(path, f"a thread of {len(pairs):,} frames, and {NUM_FRAMES_MAX:,} are read")
         name = _text_of(head.group(3))
         if name == "MainThread" or (main is None and head.group(1) == str(pid)):
-            main = n
+            main = number
         status = head.group(2)
         threads.append(
             Thread(name=name, frames=_frames(pairs), active=status != "idle", owns_gil=status == "active+gil")

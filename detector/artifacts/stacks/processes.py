@@ -248,20 +248,20 @@ def _rounds(looks: Mapping[Who, Sequence[tuple[StackDump, Stack]]]) -> list[Roun
     # More distinct numbers than possible rounds are times, or count something else.
     numbered = numbered and 1 < most and len(set().union(*numbers.values())) < 2 * most
     times = sorted(d.at for its in dumps.values() for d in its)
-    widest = sorted(range(1, len(times)), key=lambda n: times[n] - times[n - 1])[len(times) - most :]
-    starts = sorted(times[n] for n in widest)
+    widest = sorted(range(1, len(times)), key=lambda number: times[number] - times[number - 1])[len(times) - most :]
+    starts = sorted(times[number] for number in widest)
     found: dict[int, Round] = {}
     for who, its in dumps.items():
-        for n, dump in enumerate(its):
+        for number, dump in enumerate(its):
             if numbered:
                 label = dump.round_index or 0
             else:
-                label = n if len(numbers) * most == len(times) else bisect_right(starts, dump.at)
+                label = number if len(numbers) * most == len(times) else bisect_right(starts, dump.at)
             if who in found.setdefault(label, {}):
                 return []
-            found[label][who] = n
+            found[label][who] = number
     rounds = [found[label] for label in sorted(found)]
-    spans = [[dumps[who][n].at for who, n in r.items()] for r in rounds]
+    spans = [[dumps[who][number].at for who, number in r.items()] for r in rounds]
     overlap = any(max(before) >= min(after) for before, after in pairwise(spans))
     if not numbered and overlap and times[-1] - times[0] >= ROUNDS_APART_SECONDS_MIN:
         return []  # one process after the other, each several times: not simultaneous

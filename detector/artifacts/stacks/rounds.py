@@ -104,11 +104,11 @@ def _processes(outliers: Sequence[Sequence[DumpedProcess]], processes: Sequence[
 
 def _groups(outliers: Sequence[Sequence[DumpedProcess]], processes: Sequence[DumpedProcess]) -> list[FlagCount]:
     rounds: dict[Group, list[int]] = {}
-    for n, some in enumerate(outliers):
+    for number, some in enumerate(outliers):
         held = Counter(group for p in some for group in groups_of(p))
         for group, num in held.items():
             if 2 * num >= len(some):
-                rounds.setdefault(group, []).append(n)
+                rounds.setdefault(group, []).append(number)
     most = sorted(rounds, key=lambda group: -len(rounds[group]))[:NUM_GROUPS_MAX]
     members: dict[Group, list[DumpedProcess]] = {group: [] for group in most}
     for process in processes:

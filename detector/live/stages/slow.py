@@ -326,14 +326,14 @@ def _observe(
     meter.peers, reference = state.peers.median_without(subject)
     if not meter.peers:
         reference = _fleet_shift(fleet, subject, now)
-    x = min(meter.residual - reference, meter.residual - meter.offset)
-    x = max(-RATIO_CLIP, min(RATIO_CLIP, x))
+    log_ratio = min(meter.residual - reference, meter.residual - meter.offset)
+    log_ratio = max(-RATIO_CLIP, min(RATIO_CLIP, log_ratio))
     drift, h = _drift_and_threshold(state, role, config, bool(meter.peers))
-    _accumulate(meter, x, drift, h, now)
+    _accumulate(meter, log_ratio, drift, h, now)
     state.peers.note_sum(subject)
     if not work.censored:
-        meter.pending.append((work.load, log_seconds, x, meter.last_x))
-    meter.last_x = x
+        meter.pending.append((work.load, log_seconds, log_ratio, meter.last_x))
+    meter.last_x = log_ratio
     # An excursion that ended without an alarm was noise and is learned; one that became a finding never is. While one
     # process of a role rises its peers appear fast, so they are not learned from either.
     if meter.cusum <= 0 and not state.peers.rising_without(subject):
@@ -343,22 +343,22 @@ def _observe(
         meter.pending.clear()
 
 
-def _accumulate(meter: SlowMeter, x: float, drift: float, h: float, now: float) -> None:
+def _accumulate(meter: SlowMeter, log_ratio: float, drift: float, threshold: float, now: float) -> None:
     if meter.cusum <= 0:
         meter.rising_since, meter.rising_strides, meter.ratio_log = now, 0, 0.0
     # Capped, so that recovery is detected equally fast after long and short faults.
-    meter.cusum = min(2 * h, max(0.0, meter.cusum + x - drift))
+    meter.cusum = min(2 * threshold, max(0.0, meter.cusum + log_ratio - drift))
     meter.rising_strides += 1
-    meter.ratio_log += (x - meter.ratio_log) / meter.rising_strides
+    meter.ratio_log += (log_ratio - meter.ratio_log) / meter.rising_strides
     if meter.alarmed:
-        meter.alarmed = meter.cusum >= h / 2
+        meter.alarmed = meter.cusum >= threshold / 2
     else:
-        meter.alarmed = meter.cusum >= h and meter.rising_strides >= STRIDES_MIN
+        meter.alarmed = meter.cusum >= threshold and meter.rising_strides >= STRIDES_MIN
         meter.alarmed_wall = now
 
 
 def _learn_from(
-    state: SlowState, role: str, meter: SlowMeter, load: float, log_seconds: float, x: float, x_before: float
+    state: SlowState, role: str, meter: SlowMeter, load: float, log_seconds: float, log_ratio: float, x_before: float
 ) -> None:
     habit = expected(state, role, load)
     learn(state, role, load, log_seconds, meter.peers)
@@ -370,9 +370,9 @@ def _learn_from(
     mean, square, product, count = state.moments.get(role, (0.0, 0.0, 0.0, 0))
     rate = max(1 / (count + 1), LEARN_RATE_MIN)
     state.moments[role] = (
-        mean + (x - mean) * rate,
-        square + (x * x - square) * rate,
-        product + (x * x_before - product) * rate,
+        mean + (log_ratio - mean) * rate,
+        square + (log_ratio * log_ratio - square) * rate,
+        product + (log_ratio * x_before - product) * rate,
         count + 1,
     )
 
@@ -422,7 +422,7 @@ def _may_be_of_a_majority(fleet: MonitoredProcesses, subject: MonitoredProcess, 
 def _finding(state: SlowState, subject: MonitoredProcess, config: DetectorConfig, now: float) -> Finding:
     meter = subject.slow
     ratio = math.exp(meter.ratio_log)
-    _, h = _drift_and_threshold(state, subject.role, config, bool(meter.peers))
+    _, threshold = _drift_and_threshold(state, subject.role, config, bool(meter.peers))
     against = (
         f"{meter.peers} peer{'s' if meter.peers != 1 else ''} at equal load"
         if meter.peers
@@ -432,14 +432,14 @@ def _finding(state: SlowState, subject: MonitoredProcess, config: DetectorConfig
         f"{subject.name()} is slow: {ratio:.1f} times the seconds per unit of {against}, for "
         f"{now - meter.rising_since:.0f} s ({meter.rising_strides} strides), CPU starvation by neighbours excluded "
         f"(last {meter.seconds_per_unit:.3g} s per unit at load {meter.load:.3g}, expected "
-        f"{meter.expected_seconds_per_unit:.3g} s; CUSUM {meter.cusum:.1f}, threshold {h:.1f} for "
+        f"{meter.expected_seconds_per_unit:.3g} s; CUSUM {meter.cusum:.1f}, threshold {threshold:.1f} for "
         f"{config.slow_false_alarms_per_day:g} false alarms per day)"
     )
     values = {
         "seconds_per_unit": meter.seconds_per_unit,
         "expected_seconds_per_unit": meter.expected_seconds_per_unit,
         "cusum": meter.cusum,
-        "threshold": h,
+        "threshold": threshold,
         "strides": float(meter.rising_strides),
         "peers": float(meter.peers),
     }

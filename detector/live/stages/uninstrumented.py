@@ -120,13 +120,13 @@ def _exits(fleet: MonitoredProcesses, now: float) -> list[Finding]:
     return found
 
 
-def _follows(e: _Exit, chain: list[_Exit]) -> bool:
-    since = e.at - chain[0].at
-    if not e.may_follow or since > CONSEQUENCE_SECONDS:
+def _follows(exit_: _Exit, chain: list[_Exit]) -> bool:
+    since = exit_.at - chain[0].at
+    if not exit_.may_follow or since > CONSEQUENCE_SECONDS:
         return False
-    if since >= TIMEOUT_SECONDS or e.at - chain[-1].at <= TAKEN_DOWN_SECONDS:
+    if since >= TIMEOUT_SECONDS or exit_.at - chain[-1].at <= TAKEN_DOWN_SECONDS:
         return True
-    return any(other.subject.replica == e.subject.replica for other in chain)
+    return any(other.subject.replica == exit_.subject.replica for other in chain)
 
 
 def _exit(subject: MonitoredProcess) -> _Exit:

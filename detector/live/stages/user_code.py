@@ -131,11 +131,11 @@ def _recovered_from(fleet: MonitoredProcesses, role: str, seen_list: list[Receiv
     last = max((step_of(seen) for seen in seen_list), default=-1)
     newest = seen_list[-1].received_wall
     return any(
-        s.sample is not None
-        and s.worked_wall > newest
-        and s.phase != Phase.START
-        and (last < 0 or s.sample.step > last)
-        for s in fleet.roster.of_role(role).values()
+        subject.sample is not None
+        and subject.worked_wall > newest
+        and subject.phase != Phase.START
+        and (last < 0 or subject.sample.step > last)
+        for subject in fleet.roster.of_role(role).values()
     )
 
 

@@ -98,12 +98,12 @@ _LINK_IB = re.compile(r"(?:IPv6: )?ADDRCONF\(NETDEV_CHANGE\): (ib[\w.]{1,31}): l
 
 
 def _link(message: str) -> KernelLinkChange | None:
-    if m := _LINK.match(message):
-        return KernelLinkChange(up=m[3].lower() == "up", interface=m[2], nic=m[1].lower())
-    if m := _LINK_OLD.match(message):
-        return KernelLinkChange(up=m[2] == "Up", interface=m[1])
-    if m := _LINK_IB.match(message):
-        return KernelLinkChange(up=True, interface=m[1])
+    if match := _LINK.match(message):
+        return KernelLinkChange(up=match[3].lower() == "up", interface=match[2], nic=match[1].lower())
+    if match := _LINK_OLD.match(message):
+        return KernelLinkChange(up=match[2] == "Up", interface=match[1])
+    if match := _LINK_IB.match(message):
+        return KernelLinkChange(up=True, interface=match[1])
     return None
 
 
@@ -125,20 +125,20 @@ _MEMORY_FAILURE = re.compile(r"Memory failure: (0x[0-9a-f]{1,16}): recovery acti
 
 
 def _hardware(message: str) -> HardwareError | None:
-    if m := _MCE_BANK.match(message):
+    if match := _MCE_BANK.match(message):
         # Corrected ones are already reported by the line "events logged".
-        uncorrected = int(m[2], 16) & MCE_UNCORRECTED
-        return HardwareError(what="machine_check", corrected=False, device=f"bank {m[1]}") if uncorrected else None
+        uncorrected = int(match[2], 16) & MCE_UNCORRECTED
+        return HardwareError(what="machine_check", corrected=False, device=f"bank {match[1]}") if uncorrected else None
     if _MCE_LOGGED.match(message):
         return HardwareError(what="machine_check", corrected=True)
-    if m := _EDAC.match(message):
-        return HardwareError(what="memory", corrected=m[2] == "CE", device=m[1])
-    if m := _GHES.match(message):
-        return HardwareError(what="firmware", corrected=m[1] in ("corrected", "info"))
-    if m := _AER.match(message):
-        return HardwareError(what="pcie", corrected=m[2] == "Correct", device=(m[3] or m[1]).lower())
-    if m := _MEMORY_FAILURE.match(message):
-        return HardwareError(what="memory", corrected=False, device=m[1])
+    if match := _EDAC.match(message):
+        return HardwareError(what="memory", corrected=match[2] == "CE", device=match[1])
+    if match := _GHES.match(message):
+        return HardwareError(what="firmware", corrected=match[1] in ("corrected", "info"))
+    if match := _AER.match(message):
+        return HardwareError(what="pcie", corrected=match[2] == "Correct", device=(match[3] or match[1]).lower())
+    if match := _MEMORY_FAILURE.match(message):
+        return HardwareError(what="memory", corrected=False, device=match[1])
     return None
 
 
@@ -270,8 +270,8 @@ it)."""
 def parse_message(message: str) -> KernelFact | None:
     """The fact in this message; None: not of interest. Never raises."""
     message = message[:MESSAGE_CHARS_MAX].rstrip()
-    if m := _OF_A_PROCESS.match(message):
-        return _segfault(message) if m[1] else None
+    if match := _OF_A_PROCESS.match(message):
+        return _segfault(message) if match[1] else None
     if message.startswith("NVRM: "):
         found = parse_nvidia(message)
         if found is None:
@@ -279,8 +279,8 @@ def parse_message(message: str) -> KernelFact | None:
         return KernelFault(what="gpu_init_failed", device=found.pci) if isinstance(found, GpuInitFailed) else found
     if message.startswith("nvidia-nvswitch"):
         return parse_nvswitch(message)
-    if m := _OOM.match(message):
-        return OomKill(pid=int(m[2]), name=m[3], of_cgroup=m[1] is not None, rss_bytes=int(m[4]) * 1024)
+    if match := _OOM.match(message):
+        return OomKill(pid=int(match[2]), name=match[3], of_cgroup=match[1] is not None, rss_bytes=int(match[4]) * 1024)
     return _link(message) or _hardware(message) or _fault(message)
 
 

@@ -174,8 +174,8 @@ _SXID = re.compile(
 )
 
 
-def _xid(m: re.Match[str]) -> XidLine:
-    code, rest = int(m[3]), m[4] or ""
+def _xid(match: re.Match[str]) -> XidLine:
+    code, rest = int(match[3]), match[4] or ""
     pid, name = None, ""
     if process := _XID_PROCESS.match(rest):
         pid = int(process[1]) if process[1].isdecimal() else None
@@ -185,10 +185,10 @@ def _xid(m: re.Match[str]) -> XidLine:
     registers = _NVLINK_REGISTERS.search(rest) if code == 74 else None
     change = _RECOVERY.search(rest) if code == 154 else None
     return XidLine(
-        pci=normal_pci(m[1]),
+        pci=normal_pci(match[1]),
         code=code,
         text=rest.strip(),
-        partition=m[2].strip(),
+        partition=match[2].strip(),
         pid=pid,
         name=name,
         nvlink=_nvlink5(code, rest) if code in CODES else None,
@@ -200,48 +200,48 @@ def _xid(m: re.Match[str]) -> XidLine:
 
 
 def _nvlink5(code: int, text: str) -> NvLink5 | None:
-    m = _NVLINK5.search(text)
-    if m is None:
+    match = _NVLINK5.search(text)
+    if match is None:
         return None
-    interrupt, status = int(m[4], 16), int(m[5], 16) if m[5] else 0
+    interrupt, status = int(match[4], 16), int(match[5], 16) if match[5] else 0
     return NvLink5(
-        unit=m[1],
-        fatal=m[2] == "Fatal",
-        link=int(m[3]) if m[3].isdecimal() else None,
+        unit=match[1],
+        fatal=match[2] == "Fatal",
+        link=int(match[3]) if match[3].isdecimal() else None,
         subcode=reason(interrupt),
         interrupt=interrupt,
         status=status,
-        assessment=assess_line(code, m[1], interrupt, status),
+        assessment=assess_line(code, match[1], interrupt, status),
     )
 
 
 def parse_nvidia(message: str) -> NvidiaFact | None:
     """The fact in a message that begins with `NVRM: `; None: not of interest."""
-    if m := _XID.match(message):
-        return _xid(m)
-    if m := _GPU_OFF_BUS.match(message):
-        return GpuLost(pci=normal_pci(m[1]))
-    if m := _GPU_UUID.match(message):
-        return GpuNamed(pci=normal_pci(m[1]), uuid=m[2])
-    if m := _GPU_INIT.match(message):
-        return GpuInitFailed(pci=normal_pci(m[1]))
+    if match := _XID.match(message):
+        return _xid(match)
+    if match := _GPU_OFF_BUS.match(message):
+        return GpuLost(pci=normal_pci(match[1]))
+    if match := _GPU_UUID.match(message):
+        return GpuNamed(pci=normal_pci(match[1]), uuid=match[2])
+    if match := _GPU_INIT.match(message):
+        return GpuInitFailed(pci=normal_pci(match[1]))
     last = _GPU_LAST_OF_THREE.match(message)
-    if m := _GPU_FIRST_OF_THREE.match(message):
+    if match := _GPU_FIRST_OF_THREE.match(message):
         # One record with line breaks in /dev/kmsg, three lines in text.
-        return GpuLost(pci=normal_pci(m[1])) if last else GpuNamed(pci=normal_pci(m[1]))
+        return GpuLost(pci=normal_pci(match[1])) if last else GpuNamed(pci=normal_pci(match[1]))
     return GpuLost(pci="") if last else None
 
 
 def parse_nvswitch(message: str) -> SxidLine | None:
     """A message that begins with `nvidia-nvswitch`."""
-    m = _SXID.match(message)
-    if m is None:
+    match = _SXID.match(message)
+    if match is None:
         return None
     return SxidLine(
-        switch=int(m[1]),
-        pci=normal_pci(m[2]),
-        code=int(m[3]),
-        fatal=m[4].lower() == "fatal",
-        link=int(m[5]) if m[5] else None,
-        text=m[6].strip(),
+        switch=int(match[1]),
+        pci=normal_pci(match[2]),
+        code=int(match[3]),
+        fatal=match[4].lower() == "fatal",
+        link=int(match[5]) if match[5] else None,
+        text=match[6].strip(),
     )

@@ -58,14 +58,14 @@ KERNEL_FACILITY = 0
 def parse_record(raw: str) -> KmsgRecord | None:
     """What one `read()` of /dev/kmsg gives; its continuation lines (` SUBSYSTEM=pci`) are left out. None: malformed."""
     head, _, _ = raw.partition("\n")
-    m = _RECORD.match(head)
-    if m is None:
+    match = _RECORD.match(head)
+    if match is None:
         return None
     return KmsgRecord(
-        sequence=int(m[2]),
-        uptime_seconds=int(m[3]) / 1e6,
-        facility=int(m[1]) >> 3,
-        message=_ESCAPE.sub(lambda e: chr(int(e[1], 16)), m[5]),
+        sequence=int(match[2]),
+        uptime_seconds=int(match[3]) / 1e6,
+        facility=int(match[1]) >> 3,
+        message=_ESCAPE.sub(lambda e: chr(int(e[1], 16)), match[5]),
     )
 
 
@@ -98,28 +98,32 @@ _SYSLOG_LINE_BREAK = "#012"
 def parse_line(line: str) -> TimestampedLine | None:
     """A line of a text log; None: it has no stamp that is known, or another program wrote it. Never raises."""
     line = line[:LINE_CHARS_MAX].rstrip("\r\n")
-    if m := _RECORD.match(line):
+    if match := _RECORD.match(line):
         record = parse_record(line)
         if record is None or record.facility != KERNEL_FACILITY:
             return None
         return TimestampedLine(message=record.message, uptime_seconds=record.uptime_seconds)
-    if m := _DMESG.match(line):
-        return _tagged(m[2], uptime_seconds=float(m[1]), tag_wanted=False)
-    if m := _DMESG_DATE.match(line):
-        local = _local(m[1], m[2], m[3], m[4], m[5])
-        wall_at = _wall(int(m[6]), local)
-        return None if wall_at is None else TimestampedLine(message=m[7], wall_at=wall_at)
+    if match := _DMESG.match(line):
+        return _tagged(match[2], uptime_seconds=float(match[1]), tag_wanted=False)
+    if match := _DMESG_DATE.match(line):
+        local = _local(match[1], match[2], match[3], match[4], match[5])
+        wall_at = _wall(int(match[6]), local)
+        return None if wall_at is None else TimestampedLine(message=match[7], wall_at=wall_at)
     for pattern in (_ISO, _FULL):
-        if m := pattern.match(line):
-            wall_at = _iso(m[1])
+        if match := pattern.match(line):
+            wall_at = _iso(match[1])
             # dmesg writes no host behind its time; journalctl and rsyslog do.
-            return None if wall_at is None else _tagged(m[2], wall_at=wall_at, tag_wanted=not _OF_DMESG.fullmatch(m[1]))
-    if m := _SHORT.match(line):
-        local = _local(m[1], m[2], m[3], m[4], m[5])
+            return (
+                None
+                if wall_at is None
+                else _tagged(match[2], wall_at=wall_at, tag_wanted=not _OF_DMESG.fullmatch(match[1]))
+            )
+    if match := _SHORT.match(line):
+        local = _local(match[1], match[2], match[3], match[4], match[5])
         # 2024 is a leap year: without the year, February 29 may exist.
-        return None if _wall(2024, local) is None else _tagged(m[6], local=local, tag_wanted=True)
-    if m := _UNIX.match(line):
-        return _tagged(m[2], wall_at=float(m[1]), tag_wanted=True)
+        return None if _wall(2024, local) is None else _tagged(match[6], local=local, tag_wanted=True)
+    if match := _UNIX.match(line):
+        return _tagged(match[2], wall_at=float(match[1]), tag_wanted=True)
     return None
 
 
@@ -153,16 +157,16 @@ class LineReader:
 
     def _of_minute(self, line: str) -> TimestampedLine | None:
         """`dmesg -H` gives the seconds since the line before, and a new date with each new minute."""
-        if m := _DMESG_MINUTE.match(line):
-            local = _local(m[1], m[2], m[3], m[4], "0")
+        if match := _DMESG_MINUTE.match(line):
+            local = _local(match[1], match[2], match[3], match[4], "0")
             if _wall(2024, local) is None:
                 return None
             self._minute = local
-            return TimestampedLine(message=m[5], local=local)
-        if m := _DMESG_SINCE.match(line):
+            return TimestampedLine(message=match[5], local=local)
+        if match := _DMESG_SINCE.match(line):
             if self._minute is not None:
-                self._minute = (*self._minute[:4], min(self._minute[4] + float(m[1]), LAST_OF_MINUTE))
-            return TimestampedLine(message=m[2], local=self._minute)
+                self._minute = (*self._minute[:4], min(self._minute[4] + float(match[1]), LAST_OF_MINUTE))
+            return TimestampedLine(message=match[2], local=self._minute)
         return None
 
 
@@ -183,16 +187,16 @@ def _tagged(
     local: tuple[int, int, int, int, float] | None = None,
 ) -> TimestampedLine | None:
     """`host kernel: message` behind a time; without `tag_wanted` the message may stand there alone."""
-    m = _TAG.match(rest)
-    if m is None:
+    match = _TAG.match(rest)
+    if match is None:
         if tag_wanted:
             return None
         return TimestampedLine(message=rest, wall_at=wall_at, uptime_seconds=uptime_seconds)
-    message = m[2]
+    message = match[2]
     if inner := _INNER_UPTIME.match(message):
         message = message[inner.end() :]
     message = message.replace(_SYSLOG_LINE_BREAK, "\n")
-    return TimestampedLine(message=message, host=m[1], wall_at=wall_at, uptime_seconds=uptime_seconds, local=local)
+    return TimestampedLine(message=message, host=match[1], wall_at=wall_at, uptime_seconds=uptime_seconds, local=local)
 
 
 def _local(month: str, day: str, hour: str, minute: str, second: str) -> tuple[int, int, int, int, float]:

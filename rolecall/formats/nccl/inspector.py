@@ -185,18 +185,18 @@ def gauges(text: str) -> list[Gauge]:
 
 
 def _gauge(line: str) -> Gauge | None:
-    m = _SAMPLE.match(line.strip())
-    if m is None or m.group("name") not in (*BANDWIDTH, *TIME):
+    match = _SAMPLE.match(line.strip())
+    if match is None or match.group("name") not in (*BANDWIDTH, *TIME):
         return None
-    labels = {key: value for key, value in _LABEL.findall(m.group("labels"))}
+    labels = {key: value for key, value in _LABEL.findall(match.group("labels"))}
     try:
-        value = _number(float(m.group("value")))
+        value = _number(float(match.group("value")))
     except ValueError:
         return None
     kind = word(labels.get("collective") or labels.get("p2p_operation"))
     if value is None or not kind:
         return None
-    is_time = m.group("name") in TIME
+    is_time = match.group("name") in TIME
     return Gauge(
         is_time=is_time,
         kind=kind,

@@ -11,7 +11,7 @@ from rolecall.core.errors import CommitVoteRejected, DeadlineExceeded, NonFinite
 from rolecall.core.ids import GroupId, NodeId, ReplicaId
 from rolecall.core.journal.payloads import ChainHead
 from rolecall.core.membership import Actual, Desired, ReplicaState
-from rolecall.rl_runtime.controller.next_step import (
+from rolecall.rl_runtime.controller.step_plan import (
     PATIENCE_SECONDS,
     BatchSnapshot,
     EngineLoad,

@@ -1,7 +1,7 @@
 """From prompt numbers to optimizer steps: when to issue groups, and which of them form the next step.
 
 A group is issued only while it can still be trained within `staleness_max` versions if everything ahead of it is
-trained first; this bounds the work in flight. A step takes the oldest scored groups (`next_step.form_step` decides
+trained first; this bounds the work in flight. A step takes the oldest scored groups (`step_plan.form_step` decides
 which, and when); groups that became too old are dropped, with their length.
 
 With dynamic sampling, scored groups are filtered first (`algorithms/sampler.py`), and a step takes accepted ones only.

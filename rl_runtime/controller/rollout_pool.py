@@ -44,7 +44,7 @@ pause of the slowest engine: with 0.8 s, one end-to-end run on a busy machine wi
 SILENT_SECONDS = 1.5
 """An engine that has not answered for this long gets no work until it answers, and its requests continue elsewhere. Ten
 times a pause of an engine slowed four times; a false alarm costs recomputing its requests' prefixes. Shorter than a
-step's patience (`next_step.py`) by the duration of a sample, so that reassigned requests finish in time.
+step's patience (`step_plan.py`) by the duration of a sample, so that reassigned requests finish in time.
 """
 UPDATE_MARGIN_SECONDS = 20.0
 """Added to the transfer's own deadline: loading and the canary of an engine that has just started."""

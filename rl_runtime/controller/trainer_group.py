@@ -3,7 +3,7 @@
 A loss is recorded and fenced at once; the process group follows at the next regroup. A trainer that joins copies a
 member's state between two steps; if no trainer has the newest state, the newest checkpoint is loaded. All members run a
 step together. When one is lost, hangs or fails, the survivors report their commits (the commit record is
-authoritative), form a new epoch, and share the missing microbatches; computed gradients are kept. `next_step.py`
+authoritative), form a new epoch, and share the missing microbatches; computed gradients are kept. `step_plan.py`
 decides.
 """
 

@@ -14,6 +14,10 @@ Doubles = NDArray[np.float64]
 ROBUST_MACHINES = 8
 """From this many on, the spread of a panel is that of its middle half, at half the degrees of freedom."""
 
+RECORDINGS_APART = 1.0
+"""Spreads of one recording and the next, standard deviation of the log: all metrics of a job whose work is divided
+unequally on one day are farther apart on that day."""
+
 
 class LearnedPlaces:
     """Sums over the windows of one recording, in units of the noise. `before` (M, N): offsets known from earlier
@@ -45,17 +49,26 @@ class LearnedPlaces:
 
     @property
     def spread(self) -> Doubles:
-        """Log-likelihood of SPREADS, (M, G), of this recording as a whole; 0 where it shows nothing."""
-        return np.asarray(self.spread_sum / np.maximum(self.num_spreads, 1)[:, None])
+        """What this recording says of the spreads of another, log-likelihood of SPREADS, (M, G); 0 where nothing."""
+        return _widened(self.spread_sum / np.maximum(self.num_spreads, 1)[:, None])
 
     @property
     def drift(self) -> Doubles:
-        return np.asarray(self.drift_sum / np.maximum(self.num_drifts, 1)[:, None])
+        return _widened(self.drift_sum / np.maximum(self.num_drifts, 1)[:, None])
 
     @property
     def offsets(self) -> Doubles:
         """(M, N), NaN where unknown."""
         return np.asarray(self.place_sum / np.where(self.num_places > 0, self.num_places, math.nan))
+
+
+def _widened(log_likelihood: Doubles) -> Doubles:
+    step = math.log(SPREADS[1] / SPREADS[0])
+    apart = step * (np.arange(len(SPREADS))[:, None] - np.arange(len(SPREADS)))
+    weight = np.exp(-0.5 * (apart / RECORDINGS_APART) ** 2)
+    weight /= weight.sum(axis=0)
+    most = log_likelihood.max(axis=1, keepdims=True)
+    return np.asarray(np.log(np.exp(log_likelihood - most) @ weight + 1e-300), dtype=np.float64)
 
 
 def log_likelihood(places: Floats, window: Doubles) -> Doubles:

@@ -179,8 +179,8 @@ class PeerPlace:
         usual = self.usual.offsets[live]
         known = np.asarray(np.isfinite(usual[:, counted]).all(axis=1) & counted.any())
         places = np.where(known[:, None], places - usual, places)
-        log_prior = np.where(known[:, None], self.usual.drift[live], self.usual.spread[live])
-        found = _out_of_place(places, window, log_prior, self.usual.profiled[live], counted, alike)
+        seen_before = np.where(known[:, None], self.usual.drift[live], self.usual.spread[live])
+        found = _out_of_place(places, window, self.usual.prior[live], seen_before, counted, alike)
         return {n: (log_p, [int(numbers[m]) for m in metrics]) for n, log_p, metrics in found}
 
     def _alike(self, live: NDArray[np.bool_]) -> NDArray[np.bool_]:
@@ -200,13 +200,13 @@ def _out_of_place(
     x: Doubles,
     window: Doubles,
     log_prior: Doubles,
-    profiled: NDArray[np.bool_],
+    seen_before: Doubles,
     counted: NDArray[np.bool_],
     alike: NDArray[np.bool_],
 ) -> list[tuple[int, float, list[int]]]:
     """(machine, log p, metrics) of the machines farthest out of place. In units of the noise, `x` (L, N): features, NaN
-    is unknown; `window` (L,): variance of a feature. `log_prior` (L, G): of SPREADS; `profiled` (L,): known from this
-    job, so that the panel's other metrics do not change it."""
+    is unknown; `window` (L,): variance of a feature. Of SPREADS, (L, G): `log_prior`, and `seen_before`, the log-likelihood
+    of this job's earlier recordings."""
     known = np.isfinite(x)
     peers = known & counted
     num = peers.sum(axis=1, keepdims=True)
@@ -240,6 +240,7 @@ def _out_of_place(
             freedom = np.maximum(others - 1, 0)
     variance = SPREADS**2 + window[:, None]  # (L, G)
     likelihood = -0.5 * freedom[:, :, None] * np.log(variance)[:, None] - squares[:, :, None] / (2 * variance[:, None])
+    likelihood += seen_before[:, None]
     posterior = _normalized(likelihood + log_prior[:, None])
     if len(x) >= PANEL_METRICS_MIN:
         # What the panel's metrics say of omega, by machine, since each is judged by the others only; smoothed.
@@ -248,9 +249,8 @@ def _out_of_place(
         smooth[:, 1:] += seen[:, :-1] / 2
         smooth[:, :-1] += seen[:, 1:] / 2
         smooth *= seen.sum(axis=1, keepdims=True) / smooth.sum(axis=1, keepdims=True)
-        smooth = smooth + PRIOR_METRICS * np.exp(log_prior)[:, None]  # (L, C, G)
-        renewed = np.log(smooth / (len(x) + PRIOR_METRICS))
-        posterior = _normalized(likelihood + np.where(profiled[:, None, None], log_prior[:, None], renewed))
+        renewed = (smooth + PRIOR_METRICS * np.exp(log_prior)[:, None]) / (len(x) + PRIOR_METRICS)  # (L, C, G)
+        posterior = _normalized(likelihood + np.log(renewed))
     away = np.abs(np.where(known, x - centre, 0))
     scale = np.sqrt(variance[:, None] * (1 + 1 / np.maximum(others, 1))[:, :, None])
     tail = _t_tail(away[:, :, None] / scale, FREEDOM if len(counted) < MACHINES_MANY else FREEDOM_MANY)

@@ -4,7 +4,8 @@ Of each panel (role, phase, interval) a profile holds, beside the shipped priors
 
 - by metric, how far its machines stand apart: the log-likelihood of each spread in `SPREADS`, of the machines' places
   (`spread`) and of what remains of them after each one's usual offset (`drift`);
-- by node and metric, the usual offset from the peers, in units of the metric's noise over time;
+- by node and metric, the usual offset from the peers, in units of the metric's noise over time, which counts from
+  two recordings on: one does not show how far offsets move;
 - by channel, the mean of its scores' first block maxima, before there are averages to compare with.
 
 A recording counts once, however long it is: its windows repeat the same offsets.
@@ -32,8 +33,8 @@ INTERVAL_RATIO_MAX = 1.5
 """Noise and its averages depend on the interval: a profile applies to panels with about the same."""
 RECORDINGS_MAX = 8.0
 """Earlier recordings count as at most so many: a job changes over the months."""
-UNIFORM = 0.02
-"""Share of the spreads' probability that no profile takes away."""
+SURE_MAX = 8.0
+"""Nats: no profile makes a spread less likely than this."""
 
 Doubles = NDArray[np.float64]
 Finite = Annotated[float, Field(allow_inf_nan=False, ge=-1e9, le=1e9)]
@@ -157,34 +158,27 @@ def _grid(log_likelihood: Doubles) -> list[float]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UsualPlaces:
-    """Where the healthy machines of a panel stand, in units of the noise. `spread`, `drift` (M, G): log prior of
-    SPREADS, of places and of what remains after `offsets` (M, N), NaN where unknown; `profiled` (M,): whether
-    this job's own recordings say so."""
+    """Where the healthy machines of a panel stand, in units of the noise. Of SPREADS, (M, G): `prior`, and the
+    log-likelihoods of this job's earlier recordings, of the places (`spread`) and of what remains after `offsets`
+    (`drift`). `offsets` (M, N): NaN where unknown."""
 
+    prior: Doubles
     spread: Doubles
     drift: Doubles
     offsets: Doubles
-    profiled: NDArray[np.bool_]
 
     @classmethod
     def of(cls, shape: PanelShape, prior: Doubles, profile: PanelProfile | None) -> Self:
-        """`prior` (M, G): without a profile."""
+        nothing, unknown = np.zeros_like(prior), np.full((len(shape.metrics), len(shape.machines)), math.nan)
         if profile is None:
-            unknown = np.full((len(shape.metrics), len(shape.machines)), math.nan)
-            return cls(spread=prior, drift=prior, offsets=unknown, profiled=np.zeros(len(prior), dtype=np.bool_))
+            return cls(prior=prior, spread=nothing, drift=nothing, offsets=unknown)
+        drifts = np.array([m in profile.metrics and profile.metrics[m].drift is not None for m in shape.metrics])
         return cls(
-            spread=_updated(prior, profile.log_likelihood(shape.metrics, drift=False)),
-            drift=_updated(prior, profile.log_likelihood(shape.metrics, drift=True)),
-            offsets=profile.offsets_of(shape),
-            profiled=np.array([m in profile.metrics for m in shape.metrics]),
+            prior=prior,
+            spread=np.maximum(profile.log_likelihood(shape.metrics, drift=False), -SURE_MAX),
+            drift=np.maximum(profile.log_likelihood(shape.metrics, drift=True), -SURE_MAX),
+            offsets=np.where(drifts[:, None], profile.offsets_of(shape), unknown),
         )
-
-
-def _updated(log_prior: Doubles, log_likelihood: Doubles) -> Doubles:
-    both = log_prior + log_likelihood
-    share = np.exp(both - both.max(axis=1, keepdims=True))
-    share = (1 - UNIFORM) * share / share.sum(axis=1, keepdims=True) + UNIFORM / len(SPREADS)
-    return np.asarray(np.log(share), dtype=np.float64)
 
 
 def machine_keys(machines: Sequence[Machine]) -> list[str]:

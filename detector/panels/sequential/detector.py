@@ -30,7 +30,7 @@ from rolecall.core.faults import FaultClass
 from rolecall.detector.panels.metric_kinds import has_equal_levels
 from rolecall.detector.panels.panel import FALSE_ALARMS_PER_1000_MACHINE_DAYS, Floats, PanelShape
 from rolecall.detector.panels.sequential.level_shifts import ShiftChannel
-from rolecall.detector.panels.sequential.novelty import Novelty
+from rolecall.detector.panels.sequential.novelty import DAY_SECONDS, Novelty
 from rolecall.detector.panels.sequential.peer_distance import PeerDistance
 from rolecall.detector.panels.sequential.peer_place import PeerPlace
 from rolecall.detector.panels.sequential.priors import Priors, shipped
@@ -245,6 +245,9 @@ class SequentialTracker:
         novel = self.novel.score(np.min(self.leaps, axis=0))
         self.far.append(self.peers.tick(residual, known, middle, learning))
         far = self.distance.score(np.min(self.far, axis=0))
+        if self.novelty.reference < DAY_SECONDS:
+            # Without the day before, work that recurs each day is a jump too: one must also be far from its peers.
+            novel = self.novel.surprise = np.where(far > 0, novel, 0).astype(np.float32)
         far = np.where(self.misplaced, 0, far)  # said already, by its place
         self.place.tick(residual, known, middle, ~(self.alarmed | self.misplaced))
         self._renew_tail()

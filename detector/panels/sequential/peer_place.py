@@ -75,7 +75,7 @@ class PeerPlace:
         """`comparable` (M,): metrics whose levels can be compared among peers."""
         self.comparable, self.usual = comparable, usual
         m, n = len(comparable), num_machines
-        self.learned = LearnedPlaces(usual.offsets)
+        self.learned = LearnedPlaces(usual.learned_offsets)
         # Of residuals over time, (M, N): mean, variance, covariance of neighbouring ticks, the last one
         self.mean, self.variance, self.covariance, self.last = (np.zeros((m, n), dtype=np.float32) for _ in range(4))
         self.count = np.zeros((m, n), dtype=np.float32)
@@ -205,8 +205,8 @@ def _out_of_place(
     alike: NDArray[np.bool_],
 ) -> list[tuple[int, float, list[int]]]:
     """(machine, log p, metrics) of the machines farthest out of place. In units of the noise, `x` (L, N): features, NaN
-    is unknown; `window` (L,): variance of a feature. Of SPREADS, (L, G): `log_prior`, and `seen_before`, the log-likelihood
-    of this job's earlier recordings."""
+    is unknown; `window` (L,): variance of a feature. Of SPREADS, (L, G): `log_prior`, and `seen_before`, the
+    log-likelihood of this job's earlier recordings."""
     known = np.isfinite(x)
     peers = known & counted
     num = peers.sum(axis=1, keepdims=True)

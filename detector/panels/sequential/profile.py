@@ -160,24 +160,27 @@ def _grid(log_likelihood: Doubles) -> list[float]:
 class UsualPlaces:
     """Where the healthy machines of a panel stand, in units of the noise. Of SPREADS, (M, G): `prior`, and the
     log-likelihoods of this job's earlier recordings, of the places (`spread`) and of what remains after `offsets`
-    (`drift`). `offsets` (M, N): NaN where unknown."""
+    (`drift`). `offsets`, `learned_offsets` (M, N): NaN where unknown; the former also where their drift is."""
 
     prior: Doubles
     spread: Doubles
     drift: Doubles
     offsets: Doubles
+    learned_offsets: Doubles
 
     @classmethod
     def of(cls, shape: PanelShape, prior: Doubles, profile: PanelProfile | None) -> Self:
         nothing, unknown = np.zeros_like(prior), np.full((len(shape.metrics), len(shape.machines)), math.nan)
         if profile is None:
-            return cls(prior=prior, spread=nothing, drift=nothing, offsets=unknown)
+            return cls(prior=prior, spread=nothing, drift=nothing, offsets=unknown, learned_offsets=unknown)
         drifts = np.array([m in profile.metrics and profile.metrics[m].drift is not None for m in shape.metrics])
+        offsets = profile.offsets_of(shape)
         return cls(
             prior=prior,
             spread=np.maximum(profile.log_likelihood(shape.metrics, drift=False), -SURE_MAX),
             drift=np.maximum(profile.log_likelihood(shape.metrics, drift=True), -SURE_MAX),
-            offsets=np.where(drifts[:, None], profile.offsets_of(shape), unknown),
+            offsets=np.where(drifts[:, None], offsets, unknown),
+            learned_offsets=offsets,
         )
 
 

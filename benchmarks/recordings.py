@@ -88,8 +88,8 @@ def poisson_interval(count: int) -> tuple[float, float]:
 
 def cuts(cases_: Sequence[Case], seed: int) -> list[Case]:
     """Pieces of the recordings, as long as `CUT_SECONDS` says: at seeded starts, the first in the middle of a fault
-    where there is one. They score from their first sample, or where the labels begin. What is shorter than a piece is left
-    out."""
+    where there is one. They score from their first sample, or where the labels begin. What is shorter than a piece is
+    left out."""
     rng = random.Random(seed)
     found: list[Case] = []
     for name, label, panels in cases_:

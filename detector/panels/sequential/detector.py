@@ -135,6 +135,7 @@ class Channel:
         self.block_max = np.full(num_machines, -np.inf, dtype=np.float32)
         self.scores = np.zeros(num_machines, dtype=np.float32)
         self.surprise = np.zeros(num_machines, dtype=np.float32)
+        self.location = np.zeros(num_machines, dtype=np.float32)  # the score that is usual as a block's highest
         # Maxima (N,) of earlier blocks, and whether they count.
         self.waiting = deque[tuple[Floats, NDArray[np.bool_]]]()
 
@@ -144,6 +145,7 @@ class Channel:
         np.maximum(self.block_max, scores, out=self.block_max)
         if self.prior.young_beta is None or math.isfinite(self.tail.location):
             self.surprise = self.tail.surprise(scores)
+            self.location = np.full_like(scores, self.tail.location)
         else:
             self.surprise = self._young_surprise(scores, self.prior.young_beta)
         return self.surprise
@@ -157,6 +159,7 @@ class Channel:
         usual = self.prior.location / MEANS_AT_LOCATION
         times = (self.young_weight * usual + so_far.sum() - so_far) / (size * usual)
         location = self.prior.location * np.maximum(times, 1)  # never lighter than the prior
+        self.location = location.astype(np.float32)
         excess = (scores - location) / np.maximum(beta * times, self.prior.beta)
         young: Floats = (size * np.log1p(np.maximum(excess, 1 - size) / size)).astype(np.float32)
         return young
@@ -245,9 +248,10 @@ class SequentialTracker:
         novel = self.novel.score(np.min(self.leaps, axis=0))
         self.far.append(self.peers.tick(residual, known, middle, learning))
         far = self.distance.score(np.min(self.far, axis=0))
-        if self.novelty.reference < DAY_SECONDS:
+        if 0 < self.novelty.reference < DAY_SECONDS:
             # Without the day before, work that recurs each day is a jump too: one must also be far from its peers.
-            novel = self.novel.surprise = np.where(far > 0, novel, 0).astype(np.float32)
+            distant = self.far[-1] > self.distance.location
+            novel = self.novel.surprise = np.where(distant, novel, 0).astype(np.float32)
         far = np.where(self.misplaced, 0, far)  # said already, by its place
         self.place.tick(residual, known, middle, ~(self.alarmed | self.misplaced))
         self._renew_tail()

@@ -32,6 +32,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from enum import StrEnum
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -251,7 +252,8 @@ def record(case: Case, folder: Path) -> tuple[float, NDArray[np.float32]]:
             process.start()
             processes.append(process)
             can_go.send("namespace?")
-            _until(lambda pid=process.pid: _has_own_network(pid), "a worker's namespace")
+            assert process.pid is not None
+            _until(partial(_has_own_network, process.pid), "a worker's namespace")
             c.connect(process.pid)
             can_go.send("go")
         store = dist.TCPStore(

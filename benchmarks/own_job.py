@@ -235,6 +235,9 @@ def record(case: Case, folder: Path) -> tuple[float, NDArray[np.float32]]:
     Raises OSError or CalledProcessError where control groups or namespaces are not permitted, RuntimeError if the job
     does not start or a worker ends.
     """
+    for group in ("cpu", "blkio"):
+        if not os.access(CGROUPS / group / "cgroup.procs", os.W_OK):
+            raise OSError(f"{CGROUPS / group}: recording needs root and control groups of version 1 there")
     import torch.distributed as dist  # before the fork: workers need not import it again
 
     _check(_libc.unshare(CLONE_NEWNET))

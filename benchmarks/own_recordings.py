@@ -3,7 +3,7 @@
     python benchmarks/own_recordings.py draw                     writes the list of cases, which is committed first
     python benchmarks/own_recordings.py record                   runs the cases that have no recording yet; needs root
     python benchmarks/own_recordings.py record --part 0/2        every second of them: two parts may run at a time
-    python benchmarks/own_recordings.py judge --detectors sequential,minder,mahalanobis
+    python benchmarks/own_recordings.py judge --detectors sequential+step-time,minder
 
 `own_job.py` says what the job is and how each fault is made. The folder holds `cases.csv`, one Parquet recording a case
 (as `rolecall diagnose` reads it, values with four digits), and one line a case in `recorded.jsonl`: when it was made,
@@ -59,7 +59,7 @@ ONSET_SECONDS = (60, 140)
 DIGITS = 4
 RECORD_SECONDS_MAX = 600.0
 SEED = 1101
-DETECTORS = ("sequential", "sequential+step-time", "minder", "minder+step-time", "mahalanobis", "step-time")
+DETECTORS = ("sequential+step-time", "sequential", "step-time", "minder", "mahalanobis")
 
 PLAN: tuple[tuple[int, Fault, float, bool, int], ...] = (
     # workers, fault, severity in its unit, whether it is there from the start, ticks
@@ -238,6 +238,7 @@ def effect(case: Case, panel: Panel) -> tuple[str, float]:
     far = {}
     for name, values in zip(panel.shape.metrics, panel.values[:, since].astype(np.float64), strict=True):
         peers = np.delete(values, hit, axis=1)
+        peers = peers[~np.isnan(peers).all(axis=1)]
         with np.errstate(divide="ignore", invalid="ignore"):
             away = np.nanmean(values[:, hit]) - np.nanmedian(np.nanmean(peers, axis=0))
             far[name] = abs(away) / np.nanstd(peers - np.nanmedian(peers, axis=1, keepdims=True))
@@ -247,7 +248,8 @@ def effect(case: Case, panel: Panel) -> tuple[str, float]:
 
 def report(panels: Sequence[tuple[Case, Panel]], names: Sequence[str], asked: float) -> list[str]:
     verdicts = {name: [judge(case, p, name, asked) for case, p in panels] for name in names}
-    lines = table(_HEAD, [_row(name, mine) for name, mine in verdicts.items()])
+    lines = HOW_MADE.split("\n")
+    lines += table(HEAD, [row(name, mine) for name, mine in verdicts.items()])
     by: list[tuple[str, Callable[[Case], str]]] = [
         ("fault", lambda c: c.fault.value),
         ("number of workers", lambda c: str(c.num_workers)),
@@ -257,8 +259,8 @@ def report(panels: Sequence[tuple[Case, Panel]], names: Sequence[str], asked: fl
         rows = []
         for name, mine in verdicts.items():
             for value in dict.fromkeys(key(case) for case, _ in panels):
-                rows.append(_row(f"{name}, {value}", [v for v in mine if key(v.case) == value]))
-        lines += [f"## By {what}", "", *table(_HEAD, rows)]
+                rows.append(row(f"{name}, {value}", [v for v in mine if key(v.case) == value]))
+        lines += [f"## By {what}", "", *table(HEAD, rows)]
     lines += [
         "## Each case",
         "",
@@ -276,7 +278,19 @@ def report(panels: Sequence[tuple[Case, Panel]], names: Sequence[str], asked: fl
     return lines
 
 
-_HEAD = (
+HOW_MADE = """\
+A data-parallel training job (gloo) of 4 to 12 worker processes, each with a CPU share, disk limits and a network
+namespace of its own, all on the host above. In faulty recordings one worker has busy neighbours in its share, a smaller
+share, its memory reclaimed, or a slower disk or link; `benchmarks/own_job.py` has the details and the units of
+severity. The list of cases was committed before any detector saw a recording. `NAME+step-time` is what `rolecall
+diagnose --detector NAME` runs.
+
+Limits: two recordings ran at a time, on two cores with other work going on, so that all workers are disturbed at times.
+Workers of a job are processes on one host, not machines. `minder` names a machine after four minutes at the earliest
+and `mahalanobis` after 256 ticks: the four recordings of 240 s are too short for both, and the time after some late
+onsets is too short for `minder`. Healthy time is too short to measure a rate of false alarms.
+"""
+HEAD = (
     "",
     "faults",
     "named",
@@ -290,7 +304,7 @@ _HEAD = (
 )
 
 
-def _row(label: str, mine: Sequence[Verdict]) -> list[str]:
+def row(label: str, mine: Sequence[Verdict]) -> list[str]:
     faulty, healthy = [v for v in mine if not v.case.fault.is_healthy], [v for v in mine if v.case.fault.is_healthy]
     num_named = sum(v.delay_seconds is not None for v in faulty)
     num_wrong = sum(len(v.wrong) for v in mine)

@@ -5,12 +5,13 @@ permission this costs one comparison. With it, at most one `stat` per `CHECK_SEC
 `runs/<id>/inject/<pid>-<start_ticks>.json`, a request written by the injector (`injector.py`), a separate process.
 External faults (SIGKILL, SIGSTOP, a CPU quota) are injected there. This module has those that need the process itself:
 a hang that holds the GIL, a lock that is never released, a read that never returns, a delay in each step, an exception
-of user code, numbers that are not finite. All are bounded in time.
+of user code, numbers that are wrong or not finite. All are bounded in time.
 """
 
 import collections
 import itertools
 import json
+import math
 import os
 import threading
 from dataclasses import asdict, dataclass
@@ -41,7 +42,12 @@ class InProcessFault(StrEnum):
     DELAY = "delay"  # sleeps in each later unit of work
     RAISE = "raise"  # an exception of user code
     NAN = "nan"  # this unit of work yields numbers that are not finite
+    SCALE = "scale"  # ... that are finite and wrong
     MEET = "meet"  # pauses here briefly, so that an external signal hits it in the middle of this work
+
+
+FACTORS = {InProcessFault.NAN: math.nan, InProcessFault.SCALE: 1000.0}
+"""By which these faults multiply the numbers of one unit of work."""
 
 
 class InjectedError(ValueError):
@@ -100,39 +106,39 @@ class Injection:
         Raises:
             InjectedError: the request says `raise`.
         """
-        self.spoils(name)
+        self.factor(name)
 
-    def spoils(self, name: str) -> bool:
-        """A checkpoint before a unit of work whose numbers the caller can spoil; True: it does.
+    def factor(self, name: str) -> float | None:
+        """A checkpoint before a unit of work; the caller multiplies its numbers by what is returned.
 
         Raises:
             InjectedError: the request says `raise`.
         """
         if not self._allowed:
-            return False
-        now, spoils = self._clock.monotonic(), False
+            return None
+        now, factor = self._clock.monotonic(), None
         if now >= self._next_check:
             self._next_check = now + CHECK_SECONDS
-            spoils = self._look(name, now)
+            factor = self._look(name, now)
         if self._delay is not None and (not self._delay.at or self._delay.at == name):
             if now >= self._delay_until:
                 self._delay = None
             else:
                 self._clock.sleep(self._delay.delay_seconds)
-        return spoils
+        return factor
 
-    def _look(self, name: str, now: float) -> bool:
+    def _look(self, name: str, now: float) -> float | None:
         try:
             os.stat(self._request_path)
         except FileNotFoundError:
             self._delay = None  # the injector withdrew its request
-            return False
+            return None
         request = self._read()
         if request is None or (request.at and request.at != name):
-            return False
+            return None
         with self._taking:  # several threads may be at this point, but there is only one fault
             if request.request_id in self._done:
-                return False
+                return None
             self._done.add(request.request_id)
             effect: dict[str, Any] = {"request_id": request.request_id, "at": name, "wall_at": self._clock.wall()}
             write_atomically(self._effect_path, json.dumps(effect))
@@ -140,9 +146,9 @@ class Injection:
             self._delay, self._delay_until = request, now + request.seconds
         elif request.how is InProcessFault.MEET:
             self._meet(now + request.seconds)
-        elif request.how is not InProcessFault.NAN:
+        elif request.how not in FACTORS:
             _perform(request)
-        return request.how is InProcessFault.NAN
+        return FACTORS.get(request.how)
 
     def _meet(self, until: float) -> None:
         while self._clock.monotonic() < until and self._request_path.exists():
@@ -167,7 +173,7 @@ def _perform(request: InjectionRequest) -> None:
             _read_in_vain(request.seconds)
         case InProcessFault.RAISE:
             raise InjectedError(request.message or "injected: a mistake in user code")
-        case InProcessFault.DELAY | InProcessFault.MEET | InProcessFault.NAN:
+        case InProcessFault.DELAY | InProcessFault.MEET | InProcessFault.NAN | InProcessFault.SCALE:
             raise AssertionError(f"{request.how} is performed by Injection")
 
 

@@ -19,11 +19,12 @@ from rolecall.rl_runtime.algorithms.objective import (
     Batch,
     Objective,
     TokenSelection,
+    divisors,
     make_batch,
     objective,
     token_logprobs,
 )
-from rolecall.rl_runtime.protocol.messages import Microbatch
+from rolecall.rl_runtime.protocol.messages import Microbatch, MicrobatchNumbers
 from rolecall.rl_runtime.protocol.policy_health import HealthSums
 from rolecall.rl_runtime.trainer.reduce import MicrobatchStats
 from rolecall.rl_runtime.trainer.state import TrainerState
@@ -72,12 +73,17 @@ class Gradients:
                 microbatches=self._algorithm.microbatches_per_step,
             )
             health += HealthSums(log_ratio_max=apart)
+        own = divisors(self._algorithm, found.sums, longest=self._longest)
         return flat, MicrobatchStats(
             microbatch_id=microbatch.microbatch_id,
             group_ids=tuple(g.group_id for g in microbatch.groups),
             policy_loss=float(found.policy.detach()),
             health=health,
             finite=bool(torch.isfinite(flat).all()) and all(bool(torch.isfinite(s)) for s in sums),
+            numbers=MicrobatchNumbers(
+                loss=float(found.policy.detach()) / own.policy,
+                grad_norm=float(torch.linalg.vector_norm(flat, dtype=torch.float64)) / own.policy,
+            ),
         )
 
     def _objective(self, state: TrainerState, batch: Batch, terms: TokenSelection) -> Objective:

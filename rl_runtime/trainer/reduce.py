@@ -30,6 +30,7 @@ from rolecall.agent.reporter import reporter
 from rolecall.core.errors import PeerLost, StaleIncarnation
 from rolecall.core.ids import GroupId, ReplicaId
 from rolecall.core.journal.payloads import ChainHead
+from rolecall.rl_runtime.protocol.messages import MicrobatchNumbers
 from rolecall.rl_runtime.protocol.policy_health import HealthSums
 
 logger = logging.getLogger(__name__)
@@ -58,6 +59,8 @@ class MicrobatchStats:
     policy_loss: float
     health: HealthSums
     finite: bool  # losses and gradients
+    numbers: MicrobatchNumbers
+    unusual: str = ""  # why its trainer found the numbers unusual (`band`)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +88,14 @@ class CommitVote:
 
 
 def _stats_of(d: dict[str, Any]) -> MicrobatchStats:
-    return MicrobatchStats(**{**d, "group_ids": tuple(d["group_ids"]), "health": HealthSums(**d["health"])})
+    return MicrobatchStats(
+        **{
+            **d,
+            "group_ids": tuple(d["group_ids"]),
+            "health": HealthSums(**d["health"]),
+            "numbers": MicrobatchNumbers(**d["numbers"]),
+        }
+    )
 
 
 def disagreement(ballots: Sequence[CommitVote], *, members: Sequence[str], all_ids: Sequence[str]) -> str:

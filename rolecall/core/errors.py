@@ -16,6 +16,7 @@ RolecallError
 ├── PeerLost                 a collective failed because a peer is gone
 ├── CommitVoteRejected       trainers disagree on what to commit: no rank steps the optimizer
 ├── NonFiniteMicrobatch      one microbatch's loss or gradient is NaN or infinite: another replica computes it again
+├── WrongMicrobatch          another trainer got other, usual numbers from one microbatch: which trainer was wrong
 ├── NonFiniteValue           a sum of finite gradients is not finite: no rank steps the optimizer
 ├── ProofMismatch            weights differ from their manifest: which tensor, which part of the proof
 ├── CheckpointCorrupt        a checkpoint is incomplete or altered: which file
@@ -164,7 +165,28 @@ class NonFiniteMicrobatch(RolecallError):
 
 
 GROUPS_SHOWN_MAX = 8
+_COMPUTED_OTHER = re.compile(r"(\S+)#(\d+) computed other numbers")
 _MICROBATCH = re.compile(r"microbatch (\S+) \(prompt groups ([^)]*)")
+
+
+class WrongMicrobatch(RolecallError):
+    """Reported, not raised, by the trainer that computed a microbatch again with other and usual numbers."""
+
+    def __init__(
+        self, *, replica: str, incarnation: int, microbatch_id: str, group_ids: Sequence[str], because: str
+    ) -> None:
+        self.replica, self.incarnation, self.microbatch_id = replica, incarnation, microbatch_id
+        groups = ", ".join(group_ids[:GROUPS_SHOWN_MAX]) + (", ..." if len(group_ids) > GROUPS_SHOWN_MAX else "")
+        super().__init__(
+            f"{replica}#{incarnation} computed other numbers: {because}: microbatch {microbatch_id} (prompt groups "
+            f"{groups})"
+        )
+
+    @staticmethod
+    def parse(message: str) -> tuple[str, int] | None:
+        """(replica, incarnation) that computed it first, from the message."""
+        found = _COMPUTED_OTHER.match(message)
+        return (found[1], int(found[2])) if found else None
 
 
 class NonFiniteValue(RolecallError):

@@ -324,7 +324,7 @@ UNCHECKED: dict[str, Any] = {**FAILED, "checks": [BURNED["checks"][1]]}
 def suspect_once(world: World, replica: str) -> None:
     """One microbatch of this replica was wrong: reported for a moment, and tolerated."""
     faulty(world, replica, FaultClass.SILENT_CORRUPTION)
-    world.detector.extra = [replace(d, detectors=("non_finite_once",), about=":once") for d in world.detector.extra]
+    world.detector.extra = [replace(d, detectors=("wrong_numbers_once",), about=":once") for d in world.detector.extra]
 
 
 @pytest.mark.parametrize("first", ["suspicion", "burn-in"])

@@ -31,6 +31,7 @@ class EventKind(StrEnum):
     STEP_COMMITTED = "step_committed"
     STEP_INTERRUPTED = "step_interrupted"
     MICROBATCH_RECOMPUTED = "microbatch_recomputed"
+    MICROBATCH_COMPARED = "microbatch_compared"
     WEIGHTS_ADMITTED = "weights_admitted"
     WEIGHTS_REJECTED = "weights_rejected"
     REQUESTS_REASSIGNED = "requests_reassigned"
@@ -311,6 +312,28 @@ class MicrobatchRecomputed(Payload):
     from_replica: Annotated[str, "trainer at which it was not finite first"]
     by: Annotated[str, "trainer that computed it again; `from_replica` itself if there is no other"]
     finite: Annotated[bool, "whether it was finite then: if so the first trainer is suspect, else the data or the code"]
+
+
+@_event(K.MICROBATCH_COMPARED, CONTROLLER)
+class MicrobatchCompared(Payload):
+    """A microbatch of a committed step had a loss or gradient norm far outside those of the run."""
+
+    step: Annotated[int, "optimizer step"]
+    microbatch: Annotated[str, "the microbatch"]
+    groups: Annotated[tuple[str, ...], "its prompt groups"]
+    from_replica: Annotated[str, "trainer that computed it first"]
+    loss: Annotated[float, "its loss there"]
+    grad_norm: Annotated[float, "norm of its gradient there, before clipping"]
+    because: Annotated[str, "what is unusual, and the limit"]
+    by: Annotated[str, "trainer that computed it again; `from_replica` itself if there is no other; empty: none did"]
+    loss_again: Annotated[float | None, "its loss at `by`, which the step was committed with"]
+    grad_norm_again: Annotated[float | None, "norm of its gradient at `by`"]
+    verdict: Annotated[
+        str,
+        "`wrong`: other and usual numbers at `by`, the first trainer is suspect; `same`: the data or the policy; "
+        "`unclear`: other numbers, unusual too; `several`: several trainers had such in one step, so it was not "
+        "computed again",
+    ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

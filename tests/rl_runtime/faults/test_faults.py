@@ -231,18 +231,19 @@ def test_exception_comes_from_user_code_on_every_rank(run: RunDir) -> None:
         assert "InjectedError: shape mismatch" in a.end()
 
 
-def test_numbers_of_one_unit_of_work_are_spoilt_and_nothing_else(run: RunDir) -> None:
+@pytest.mark.parametrize(("how", "factor"), [(InProcessFault.NAN, "nan"), (InProcessFault.SCALE, "1000.0")])
+def test_numbers_of_one_unit_of_work_are_spoilt_and_nothing_else(run: RunDir, how: InProcessFault, factor: str) -> None:
     clock = FakeClock()
     injection = Injection(run.path, True, clock=clock)
     ticks = process_start_ticks(os.getpid())
     assert ticks is not None
     path = request_path(run, os.getpid(), ticks)
-    path.write_text(InjectionRequest(request_id="n1", how=InProcessFault.NAN, seconds=5.0, at=MICROBATCH).to_json())
-    spoilt = []
+    path.write_text(InjectionRequest(request_id="n1", how=how, seconds=5.0, at=MICROBATCH).to_json())
+    factors = []
     for name in (ENGINE_STEP, MICROBATCH, MICROBATCH):
         clock.advance(1.0)
-        spoilt.append(injection.spoils(name))
-    assert spoilt == [False, True, False], "only at its checkpoint, and once"
+        factors.append(str(injection.factor(name)))
+    assert factors == ["None", factor, "None"], "only at its checkpoint, and once"
 
 
 # --- from outside -------------------------------------------------------------------------------------------------

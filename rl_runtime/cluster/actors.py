@@ -281,7 +281,8 @@ class RewardActor(_Actor):
     def _make(self, spawn: ActorSpec, job: JobConfig) -> None:
         from rolecall.rl_runtime.tasks.reward_worker import RewardWorker
 
-        (on_group,) = self._injection(faults.SCORE)
+        injection = faults.Injection(self._spawn.run_dir, self._job.injection_allowed)
+        on_group = partial(injection.factor, faults.SCORE)
         self._served = RewardWorker(replica=spawn.replica, incarnation=spawn.incarnation, job=job, on_group=on_group)
 
 

@@ -34,7 +34,7 @@ from rolecall.rl_runtime.controller import windows
 from rolecall.rl_runtime.controller.background_tasks import Tasks, set_or_timeout
 from rolecall.rl_runtime.controller.batch_assembler import TURN_SECONDS, BatchAssembler, PromptSource
 from rolecall.rl_runtime.controller.journal_writer import OPEN_STATES, ControllerSuperseded, RunRecorder
-from rolecall.rl_runtime.controller.reward_scoring import RewardScoring
+from rolecall.rl_runtime.controller.reward_scoring import RewardCheck, RewardScoring
 from rolecall.rl_runtime.controller.rollout_pool import RolloutPool
 from rolecall.rl_runtime.controller.step_plan import (
     CommittedStep,
@@ -137,6 +137,13 @@ class Controller:
             tasks=tasks,
             on_scored=self._on_scored,
             give_up=self.batches.give_up,
+            check=RewardCheck(
+                seed=job.seed,
+                share=job.runtime.reward_check_share,
+                here=(spawn.replica, spawn.incarnation),
+                score=lambda group: [source.reward(group.prompt_tokens, s.tokens) for s in group.samples],
+                report=reporter.exception,
+            ),
         )
         self.trainers = TrainerGroup(
             recorder=recorder, connect=connect, tasks=tasks, job=job, clock=clock, folder=str(spawn.run.checkpoints)

@@ -43,11 +43,14 @@ class InProcessFault(StrEnum):
     RAISE = "raise"  # an exception of user code
     NAN = "nan"  # this unit of work yields numbers that are not finite
     SCALE = "scale"  # ... that are finite and wrong
+    SKEW = "skew"  # ... and so does each later one
     MEET = "meet"  # pauses here briefly, so that an external signal hits it in the middle of this work
 
 
-FACTORS = {InProcessFault.NAN: math.nan, InProcessFault.SCALE: 1000.0}
-"""By which these faults multiply the numbers of one unit of work."""
+FACTORS = {InProcessFault.NAN: math.nan, InProcessFault.SCALE: 1000.0, InProcessFault.SKEW: -1.0}
+"""By which these faults multiply the numbers of a unit of work."""
+LASTING = frozenset({InProcessFault.DELAY, InProcessFault.SKEW})
+"""Faults of each unit of work from now on, until their bound or until they are withdrawn."""
 
 
 class InjectedError(ValueError):
@@ -97,8 +100,8 @@ class Injection:
         self._next_check = 0.0
         self._done: set[str] = set()
         self._taking = threading.Lock()
-        self._delay: InjectionRequest | None = None
-        self._delay_until = 0.0
+        self._lasting: InjectionRequest | None = None
+        self._lasts_until = 0.0
 
     def checkpoint(self, name: str) -> None:
         """A point where a fault may begin. If one was requested here, it returns late, never, or raises.
@@ -120,18 +123,19 @@ class Injection:
         if now >= self._next_check:
             self._next_check = now + CHECK_SECONDS
             factor = self._look(name, now)
-        if self._delay is not None and (not self._delay.at or self._delay.at == name):
-            if now >= self._delay_until:
-                self._delay = None
+        if self._lasting is not None and (not self._lasting.at or self._lasting.at == name):
+            if now >= self._lasts_until:
+                self._lasting = None
             else:
-                self._clock.sleep(self._delay.delay_seconds)
+                self._clock.sleep(self._lasting.delay_seconds)
+                factor = FACTORS.get(self._lasting.how)
         return factor
 
     def _look(self, name: str, now: float) -> float | None:
         try:
             os.stat(self._request_path)
         except FileNotFoundError:
-            self._delay = None  # the injector withdrew its request
+            self._lasting = None  # the injector withdrew its request
             return None
         request = self._read()
         if request is None or (request.at and request.at != name):
@@ -142,8 +146,8 @@ class Injection:
             self._done.add(request.request_id)
             effect: dict[str, Any] = {"request_id": request.request_id, "at": name, "wall_at": self._clock.wall()}
             write_atomically(self._effect_path, json.dumps(effect))
-        if request.how is InProcessFault.DELAY:
-            self._delay, self._delay_until = request, now + request.seconds
+        if request.how in LASTING:
+            self._lasting, self._lasts_until = request, now + request.seconds
         elif request.how is InProcessFault.MEET:
             self._meet(now + request.seconds)
         elif request.how not in FACTORS:
@@ -173,7 +177,7 @@ def _perform(request: InjectionRequest) -> None:
             _read_in_vain(request.seconds)
         case InProcessFault.RAISE:
             raise InjectedError(request.message or "injected: a mistake in user code")
-        case InProcessFault.DELAY | InProcessFault.MEET | InProcessFault.NAN | InProcessFault.SCALE:
+        case _:
             raise AssertionError(f"{request.how} is performed by Injection")
 
 

@@ -33,7 +33,8 @@ from rolecall.core.errors import (
     NonFiniteMicrobatch,
     NonFiniteValue,
     StaleIncarnation,
-    WrongMicrobatch,
+    WrongNumbers,
+    shown_groups,
 )
 from rolecall.core.ids import GroupId, ReplicaId
 from rolecall.core.journal.payloads import ChainHead
@@ -461,12 +462,12 @@ class TrainerReplica:
             if found.verdict is CheckVerdict.WRONG and found.by == self.replica and found.again is not None:
                 first = found.first
                 here = f"loss {found.again.loss:.3g}, gradient norm {found.again.grad_norm:.3g}"
-                error = WrongMicrobatch(
+                error = WrongNumbers(
                     replica=first.replica,
                     incarnation=first.incarnation,
-                    microbatch_id=first.microbatch_id,
-                    group_ids=first.group_ids,
-                    because=f"{first.because}; at {self.replica} {here}",
+                    unit=f"step {self.state.commit.step}",
+                    because=f"microbatch {first.microbatch_id} (prompt groups {shown_groups(first.group_ids)}) had "
+                    f"{first.because}; at {self.replica} {here}",
                 )
                 reporter.exception(error)
                 return

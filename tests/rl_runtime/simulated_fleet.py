@@ -470,6 +470,8 @@ class FakeReward(_FakeReplica):
         super().__init__(fleet, member)
         self.answers: list[Any] = []
         """Scripted: an exception to raise, or a wrong answer, for the next calls."""
+        self.added = 0.0
+        """What it adds to every reward, without noticing."""
 
     async def score(self, incarnation: int, groups: Sequence[protocol.PromptGroup]) -> list[list[float]]:
         self._check(incarnation)
@@ -479,7 +481,7 @@ class FakeReward(_FakeReplica):
             if isinstance(answer, Exception):
                 raise answer
             return answer  # type: ignore[no-any-return]
-        return [[self.fleet.answers.reward(s.tokens) for s in g.samples] for g in groups]
+        return [[self.fleet.answers.reward(s.tokens) + self.added for s in g.samples] for g in groups]
 
 
 class FakeCertifier(ProofVerifier):

@@ -1,16 +1,17 @@
-"""A microbatch whose loss or gradient was not finite, or far from those of the run: one machine's silent corruption, or
-data and code?
+"""Numbers that are not finite, or not those that others compute from the same input: one machine's silent corruption,
+or data and code?
 
-The runtime computes such a microbatch again on another replica, within the same step. Its reports are exceptions that
-no other stage reads.
+The runtime computes a microbatch again on another replica, within the same step, if loss or gradient are not finite or
+far from those of the run, and has a share of the rewards scored twice. Its reports are exceptions that no other stage
+reads.
 
     NonFiniteMicrobatch   from each replica at which it is not finite. If it was finite elsewhere, the role goes beyond
                           the step, and the replica that reported it is suspect. If two replicas report the same
                           microbatch, no machine is at fault: it is its prompt groups, or the code.
-    WrongMicrobatch       from the replica that computed it again with other and usual numbers; it names the first
-                          replica, which is suspect.
+    WrongNumbers          from a trainer that computed a microbatch again, with other and usual numbers, or from the
+                          controller, if two scorers contradict a third; it names the replica that is suspect.
 
-Once may be chance (a bit flip), twice within an hour, in two steps, is a machine.
+Once may be chance (a bit flip), twice within an hour, in two steps or prompt groups, is a machine.
 """
 
 import math
@@ -18,7 +19,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from rolecall.core.diagnosis import Evidence, Finding
-from rolecall.core.errors import NonFiniteMicrobatch, WrongMicrobatch
+from rolecall.core.errors import NonFiniteMicrobatch, WrongNumbers
 from rolecall.core.faults import FaultClass
 from rolecall.core.telemetry import AgentEventKind
 from rolecall.detector.base.findings import WRONG_NUMBERS, WRONG_NUMBERS_ONCE
@@ -44,15 +45,16 @@ class WrongNumbersStage(Stage):
         fleet, now = tick.fleet, tick.now
         # By its groups, too: after a rollback a step has the same microbatch ids and other groups.
         by_microbatch: dict[tuple[str, str, str], list[ReceivedException]] = defaultdict(list)
-        # (replica, incarnation) -> step -> first report of numbers that another replica did not get
-        alone: dict[tuple[str, int], dict[int, ReceivedException]] = defaultdict(dict)
+        # (replica, incarnation) -> unit of work -> first report of numbers that others did not get
+        alone: dict[tuple[str, int], dict[str, ReceivedException]] = defaultdict(dict)
         for seen in fleet.wrong_numbers:
             message = seen.event.detail.get("message", "")
-            computed, parsed = WrongMicrobatch.parse(message), NonFiniteMicrobatch.parse(message)
+            wrong, parsed = WrongNumbers.parse(message), NonFiniteMicrobatch.parse(message)
             if now - seen.received_wall > REMEMBER_SECONDS:
                 continue
-            if computed is not None:
-                alone[computed].setdefault(step_of(seen), seen)
+            if wrong is not None:
+                replica, incarnation, unit, _ = wrong
+                alone[(replica, incarnation)].setdefault(unit, seen)
             elif parsed is not None:
                 by_microbatch[(seen.event.role, *parsed)].append(seen)
         found = list[Finding]()
@@ -63,10 +65,10 @@ class WrongNumbersStage(Stage):
                     found.append(_of_data(fleet, role, microbatch, groups, reports, now))
             elif _committed(fleet, role, reports[0]):
                 first = reports[0].event
-                alone[(first.replica, first.incarnation)].setdefault(step_of(reports[0]), reports[0])
+                alone[(first.replica, first.incarnation)].setdefault(f"step {step_of(reports[0])}", reports[0])
         for subject in fleet.current() if alone else ():
-            steps = alone.get((subject.replica, subject.incarnation), {})
-            reports = sorted(steps.values(), key=lambda s: s.received_wall)
+            units = alone.get((subject.replica, subject.incarnation), {})
+            reports = sorted(units.values(), key=lambda s: s.received_wall)
             if len(reports) > 1 or (reports and now - reports[0].received_wall <= STANDS_SECONDS):
                 found.append(_of_machine(subject, reports, now))
         return found
@@ -111,11 +113,11 @@ def _of_machine(subject: MonitoredProcess, reports: Sequence[ReceivedException],
 
 def _what(seen: ReceivedException) -> str:
     message = seen.event.detail.get("message", "")
-    parsed = NonFiniteMicrobatch.parse(message)
-    which = f"microbatch {parsed[0] if parsed else '?'}"
-    if WrongMicrobatch.parse(message) is not None:
-        return f"{which} had {message.partition('computed other numbers: ')[2].partition(': microbatch')[0]}"
-    return f"loss or gradient of {which} was not finite there, and finite when computed again"
+    wrong, parsed = WrongNumbers.parse(message), NonFiniteMicrobatch.parse(message)
+    if wrong is not None:
+        return f"in {wrong[2]} {wrong[3]}"
+    which = parsed[0] if parsed else "?"
+    return f"loss or gradient of microbatch {which} was not finite there, and finite when computed again"
 
 
 def _of_data(

@@ -32,6 +32,7 @@ class EventKind(StrEnum):
     STEP_INTERRUPTED = "step_interrupted"
     MICROBATCH_RECOMPUTED = "microbatch_recomputed"
     MICROBATCH_COMPARED = "microbatch_compared"
+    REWARDS_COMPARED = "rewards_compared"
     WEIGHTS_ADMITTED = "weights_admitted"
     WEIGHTS_REJECTED = "weights_rejected"
     REQUESTS_REASSIGNED = "requests_reassigned"
@@ -334,6 +335,19 @@ class MicrobatchCompared(Payload):
         "`unclear`: other numbers, unusual too; `several`: several trainers had such in one step, so it was not "
         "computed again",
     ]
+
+
+@_event(K.REWARDS_COMPARED, CONTROLLER)
+class RewardsCompared(Payload):
+    """Reward workers gave the same answers different rewards."""
+
+    group: Annotated[str, "prompt group"]
+    rewards: Annotated[
+        Mapping[str, tuple[float, ...]],
+        "scorer, `role/index#incarnation` -> reward of each sample; the controller scores if there is no third worker",
+    ]
+    odd: Annotated[str, "scorer that two others contradict; empty: all differ"]
+    used: Annotated[tuple[float, ...], "rewards that the group is trained with: those of the two; else the first ones"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,8 +11,8 @@ import pytest
 
 from rolecall.agent.processes.state_pages import ReportedException, parse_page
 from rolecall.agent.reporter import reporter
-from rolecall.core.errors import WrongMicrobatch
-from rolecall.core.ids import ReplicaId, replica_id
+from rolecall.core.errors import WrongNumbers
+from rolecall.core.ids import replica_id
 from rolecall.rl_runtime.protocol.messages import CheckVerdict, MicrobatchNumbers, UnusualMicrobatches
 from rolecall.rl_runtime.trainer.band import (
     REMEMBERED,
@@ -174,7 +174,7 @@ def test_wrong_numbers_of_a_trainer_do_not_enter_its_step() -> None:
     assert trainer.exported()[1] == healthy.exported()[1], "commit and band are those of a healthy run"
     told = reported()
     assert told is not None and told.number == (before.number if before else 0) + 1
-    assert WrongMicrobatch.parse(told.message) == (ReplicaId("trainer/0"), 1)
+    assert (WrongNumbers.parse(told.message) or ())[:3] == ("trainer/0", 1, f"step {step}")
 
 
 def test_unusual_data_is_trained_on_as_it_is() -> None:

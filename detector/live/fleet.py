@@ -13,14 +13,14 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 from rolecall.core.diagnosis import Evidence, Finding, Suspect
-from rolecall.core.errors import NonFiniteMicrobatch, WrongNumbers
+from rolecall.core.errors import EngineDisagrees, NonFiniteMicrobatch, WrongNumbers
 from rolecall.core.faults import FaultClass
 from rolecall.core.ids import NodeId, ProcessId
 from rolecall.core.telemetry import AgentEvent, AgentEventKind, ProcessSample
 from rolecall.detector.base.observation import Observation
 from rolecall.detector.live.subject import Key, MonitoredProcess, ProgressGaps, advance, first
 
-WRONG_NUMBERS = frozenset({NonFiniteMicrobatch.__name__, WrongNumbers.__name__})
+WRONG_NUMBERS = frozenset(e.__name__ for e in (NonFiniteMicrobatch, WrongNumbers, EngineDisagrees))
 """Exceptions that report what a replica computed."""
 NO_PROCESSES: Mapping[Key, MonitoredProcess] = MappingProxyType({})
 

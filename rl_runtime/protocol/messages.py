@@ -4,8 +4,8 @@ Tensors (weights, optimizer state) travel point to point over the weight port (`
 that changes state carries the incarnation it is meant for; an outdated one is rejected (StaleIncarnation).
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Literal
 
@@ -78,6 +78,8 @@ class TrainingSample:
     reward: float  # from the task; undefined while the answer is not complete
     end: EndReason = EndReason.STOP
     first_fresh: int = 0  # earlier tokens were used by earlier steps: context, not trained on again
+    engine: str = field(default="", compare=False)
+    """`role/index#incarnation` of the engine that made all of its tokens; empty: several, or unknown."""
 
     @property
     def is_over(self) -> bool:
@@ -208,6 +210,8 @@ class StepResult:
     without such tokens.
     """
     compared: tuple[ComparedMicrobatch, ...] = ()
+    log_ratios: Mapping[str, float] = field(default_factory=dict)
+    """`log_ratio_max` by engine (`TrainingSample.engine`); those without a comparable token are missing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

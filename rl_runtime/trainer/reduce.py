@@ -17,8 +17,8 @@ import json
 import logging
 import socket
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from typing import Any, Final, Self
 
@@ -39,9 +39,9 @@ ProcessGroupGloo: Any = _ProcessGroupGloo  # torch's stubs lack its options and 
 
 BUCKET_BYTES: Final = 2 << 20
 """Small enough to locate a stall by bucket, large enough to hide gloo's latency (0.3 ms)."""
-BALLOT_BYTES_MAX: Final = 8 << 20
+BALLOT_BYTES_MAX: Final = 32 << 20
 """A larger announced ballot of a peer is rejected before any allocation. The largest step that a job file may request,
-computed by one member, takes 6 MB.
+computed by one member, takes 18 MB.
 """
 LOOPBACK: Final = "127.0.0.1"
 
@@ -61,6 +61,7 @@ class MicrobatchStats:
     finite: bool  # losses and gradients
     numbers: MicrobatchNumbers
     unusual: str = ""  # why its trainer found the numbers unusual (`band`)
+    log_ratios: Mapping[str, float] = field(default_factory=dict)  # see StepResult
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

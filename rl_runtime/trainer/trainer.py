@@ -18,7 +18,7 @@ and all readers of the state may be called from other threads at the same time.
 import hashlib
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
@@ -85,6 +85,7 @@ class StepTotals:
     reward: float | None  # mean over the complete answers
     health: PolicyHealth
     log_ratio_max: float | None  # see StepResult
+    log_ratios: Mapping[str, float]
 
     @classmethod
     def of(cls, ballots: Sequence[CommitVote], algorithm: AlgorithmConfig, *, longest: int) -> Self:
@@ -99,6 +100,10 @@ class StepTotals:
             reward=sums.reward / sums.ended if sums.ended else None,
             health=_of_what_there_is(health(sums), algorithm),
             log_ratio_max=sums.log_ratio_max if sums.log_ratio_max >= 0 else None,
+            log_ratios={
+                engine: max(s.log_ratios.get(engine, 0.0) for s in stats)
+                for engine in sorted({e for s in stats for e in s.log_ratios})
+            },
         )
 
     def report(self) -> None:
@@ -450,6 +455,7 @@ class TrainerReplica:
             my_microbatches=tuple(sorted(m.microbatch_id for m in mine)),
             log_ratio_max=tally.log_ratio_max,
             compared=compared,
+            log_ratios=tally.log_ratios,
         )
         self._report_wrong(compared)
         reporter.update(policy_version=commit.policy_version, grad_norm=grad_norm)

@@ -9,7 +9,7 @@ anything else raises `version`. `docs/reference/events.md` is generated from thi
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields, is_dataclass
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from enum import Enum, StrEnum
 from functools import cache
 from typing import Annotated, Any, ClassVar, TypeVar, dataclass_transform
@@ -289,6 +289,9 @@ class StepCommitted(Payload):
     gradient_digest: Annotated[str, "digest of the reduced gradient, equal on all trainers"]
     ledger: Annotated[ChainHead, "head of the ledger when the step was assigned"]
     versions: Annotated[Mapping[str, int], "rollout replica -> policy version that it serves"]
+    log_ratios: Annotated[
+        Mapping[str, float], "`log_ratio_max` by engine, `role/index#incarnation`; only those that were compared"
+    ] = field(default_factory=dict)
 
 
 @_event(K.STEP_INTERRUPTED, CONTROLLER)

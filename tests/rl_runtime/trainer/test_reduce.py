@@ -108,6 +108,7 @@ def test_the_largest_ballot_of_any_job_is_within_the_bound() -> None:
         group_ids=tuple(GroupId(f"g{n:08d}-{1_000_000:05d}") for n in range(256)),
         policy_loss=-1.2345678901234567e-300,
         health=sums,
+        log_ratios={f"rollout/{n}#100": -1.2345678901234567e-100 for n in range(256)},
     )
     largest = replace(ballot(0, []), microbatches=(one,) * 1024)
     assert BALLOT_BYTES_MAX // 2 < len(largest.to_bytes()) < BALLOT_BYTES_MAX

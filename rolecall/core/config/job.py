@@ -201,6 +201,9 @@ class RuntimeConfig(Section):
     """KV cache of each rollout engine."""
     transfer_timeout_seconds: Seconds = 10.0
     """Deadline of one weight transfer."""
+    reward_check_share: Annotated[float, Field(ge=0, le=1)] = 0.02
+    """Share of the prompt groups that a second reward worker scores, too. Workers that differ are compared with a third
+    one. 0: none, for a scorer that may give equal answers different rewards."""
 
 
 class JobConfig(Section):

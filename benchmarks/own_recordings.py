@@ -255,7 +255,9 @@ def report(panels: Sequence[tuple[Case, Panel]], names: Sequence[str], asked: fl
         ("number of workers", lambda c: str(c.num_workers)),
         ("onset", lambda c: "healthy" if c.fault.is_healthy else "later" if c.onset_seconds else "from the start"),
     ]
-    with_alarms = {name: mine for name, mine in verdicts.items() if any(v.wrong or v.delay_seconds for v in mine)}
+    with_alarms = {
+        name: mine for name, mine in verdicts.items() if any(v.wrong or v.delay_seconds is not None for v in mine)
+    }
     for what, key in by:
         rows = []
         for name, mine in with_alarms.items():

@@ -28,6 +28,7 @@ RolecallError
 ├── ActuatorError            an action could not be performed
 ├── InvalidTransition        an event is illegal in the incident's state: with the events that led there
 ├── UnreadableInput          a recording or dump cannot be read: which file, what is wrong with it
+│   └── ReadingStopped       the time or memory for reading was used up: in which file
 ├── CommandRefused           an operator command cannot be carried out now: why
 └── RunNotFound              no such run, or it has ended
 """
@@ -267,6 +268,10 @@ class UnreadableInput(RolecallError, ValueError):
     def __init__(self, *, where: str, reason: str) -> None:
         self.where, self.reason = where, reason
         super().__init__(f"{where}: {reason}")
+
+
+class ReadingStopped(UnreadableInput):
+    """The limits of the whole call ended reading: `where` was not read to its end, later files not at all."""
 
 
 class CommandRefused(RolecallError):

@@ -89,8 +89,9 @@ def main() -> None:
     config += f"gradient norm {NORM_SPREADS:g} spreads and {NORM_FACTOR:g} times the median, from {WARM_UP} on"
     report = common.header("Microbatches outside the learned band", config, ", ".join(map(str, args.seeds)))
     report += [
-        "Healthy: microbatches of healthy runs that were outside and computed again. x10: share of the same microbatches",
-        "that would be outside if loss and gradient were ten times as large. The band was chosen on runs of seed 103.",
+        "Healthy: microbatches of healthy runs that were outside and computed again. x10: share of the same",
+        "microbatches that would be outside if loss and gradient were ten times as large. The band was chosen on runs",
+        "of seed 103.",
         "",
         "| run | judged | healthy, outside | " + " | ".join(f"x{factor}" for factor in FACTORS) + " |",
         "|---|" + "---|" * (2 + len(FACTORS)),

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from rolecall.core.clock import Clock
+from rolecall.core.clock import Clock, SystemClock
 from rolecall.core.diagnosis import NO_TIME, Diagnosis, Finding
 from rolecall.core.errors import ReadingStopped, UnreadableInput
 from rolecall.core.faults import FaultClass
@@ -30,6 +30,7 @@ from rolecall.detector.base import packed_files as packed
 from rolecall.detector.base.read_budget import Budget, Contents, ReadLimits, for_dumps, read_each
 from rolecall.detector.live.fusion import merged
 from rolecall.detector.panels.panel import Floats, Panel, PanelDetector, SeenValues, cannot_tell, standing
+from rolecall.detector.panels.sensitivity import SmallestEffect, smallest_effects
 from rolecall.detector.sources import agent_event_files as agent_events
 from rolecall.detector.sources import recording
 from rolecall.diagnose.explain import ExplainedDiagnosis, ScoreTrace
@@ -44,6 +45,9 @@ KINDS = (
     "a file of the NCCL Inspector, a kernel log, an agent's events, a copy of an InfiniBand device"
 )
 CANNOT_TELL = "cannot tell"
+SENSITIVITY_SECONDS = 20.0
+"""For finding the smallest effects that would have been named, of all panels together."""
+SENSITIVITY_SEED = 0
 SUSPECT_FIELDS = ("node", "role", "replica", "rank", "gpu")
 
 
@@ -62,6 +66,7 @@ class DiagnosisReport:
     diagnoses: list[Diagnosis] = field(default_factory=list)
     inputs: list[Input] = field(default_factory=list)
     panels: list[Panel] = field(default_factory=list)
+    smallest_effects: list[SmallestEffect] = field(default_factory=list)  # of healthy panels
 
     @property
     def open_ends(self) -> list[tuple[Input, str]]:
@@ -82,6 +87,7 @@ class DiagnosisReport:
             "inputs": [asdict(i) for i in self.inputs],
             "verdict": self.verdict,
             "cannot_tell": [{"path": i.path, "kind": i.kind, "because": r} for i, r in self.open_ends],
+            "smallest_effects": [asdict(e) for e in self.smallest_effects],
         }
 
 
@@ -187,9 +193,11 @@ def diagnose(
     *,
     limits: ReadLimits | None = None,
     clock: Clock | None = None,
+    sensitivity_seconds: float = 0.0,
 ) -> DiagnosisReport:
     """All diagnoses of the files at `paths`, earliest first. Where `limits` end the reading, what was read is judged,
-    and a remark names the file that was not read to its end.
+    and a remark names the file that was not read to its end. `sensitivity_seconds`: if all is healthy, so long at most
+    to find the smallest effects that would have been named.
 
     Raises UnreadableInput: a file cannot be read.
     """
@@ -257,7 +265,32 @@ def diagnose(
             )
         )
     answer.diagnoses = [kernel_findings.with_advice(d) for d in merged(all_findings)]
+    if answer.verdict == "healthy" and sensitivity_seconds:
+        answer.smallest_effects = _smallest_effects(
+            answer.panels, detectors, sensitivity_seconds, clock or SystemClock(), say
+        )
     return answer
+
+
+def _smallest_effects(
+    panels: Sequence[Panel],
+    detectors: Sequence[PanelDetector],
+    seconds: float,
+    clock: Clock,
+    say: Callable[[str], None],
+) -> list[SmallestEffect]:
+    """Each panel gets an equal part of the time that those before it left."""
+    found, end = list[SmallestEffect](), clock.monotonic() + seconds
+    for number, panel in enumerate(panels):
+        now = clock.monotonic()
+        until = now + max(0.0, end - now) / (len(panels) - number)
+        rng = np.random.default_rng(SENSITIVITY_SEED)
+        found += smallest_effects(panel, detectors, rng, _is_over(clock, until), say)
+    return found
+
+
+def _is_over(clock: Clock, until: float) -> Callable[[], bool]:
+    return lambda: clock.monotonic() >= until
 
 
 def _diagnose_flight_recorder(
@@ -433,6 +466,7 @@ def sentences(answer: DiagnosisReport) -> list[str]:
     for i in answer.inputs:
         lines.append(f"    {i.path}: {i.looked_at}")
         lines += [f"        {r}" for r in i.remarks]
+    lines += [f"    {effect.text}" for effect in answer.smallest_effects]
     return [
         plain(line) if not line.startswith(" ") else line[: len(line) - len(line.lstrip())] + plain(line.lstrip())
         for line in lines

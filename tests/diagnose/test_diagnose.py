@@ -11,6 +11,7 @@ import polars as pl
 import pytest
 
 from rolecall.cli.main import main
+from rolecall.core.clock import FakeClock
 from rolecall.core.errors import UnreadableInput
 from rolecall.detector.base.read_budget import ReadLimits
 from rolecall.detector.panels.panel import Panel
@@ -36,7 +37,7 @@ def saved(folder: Path, panel: Panel, name: str = "r.parquet") -> Path:
 
 
 def run(capsys: pytest.CaptureFixture[str], *argv: object) -> tuple[int, str, str]:
-    code = main(["diagnose", *map(str, argv)])
+    code = main(["diagnose", "--no-sensitivity", *map(str, argv)])
     said = capsys.readouterr()
     return code, said.out, said.err
 
@@ -413,3 +414,23 @@ def test_one_metric_that_changes_is_enough_to_be_judged(tmp_path: Path, capsys: 
     values[1:] = 3.0
     _, out, _ = run(capsys, saved(tmp_path, replace(panel, values=values)))
     assert "ever changes" not in out
+
+
+def test_a_healthy_answer_says_which_effect_would_have_been_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = saved(tmp_path, noise(machines=6, metrics=2, ticks=80))
+    assert main(["diagnose", str(path)]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("healthy: nothing found in") and "role trainer: a shift of" in out and "5 trials" in out
+    answer = diagnosing.diagnose([path], [named()], sensitivity_seconds=60.0, clock=FakeClock())
+    for effect in answer.to_dict()["smallest_effects"]:
+        assert effect["panel"] == "role trainer" and effect["num_trials"] == 5
+    assert {e.onset for e in answer.smallest_effects} == {"from the first sample on", "from the middle on"}
+
+
+def test_no_effect_is_sought_where_there_is_a_fault_or_it_is_not_asked_for(tmp_path: Path) -> None:
+    answer = diagnosing.diagnose([saved(tmp_path, faulty())], [named()], sensitivity_seconds=60.0)
+    assert answer.verdict == "fault" and answer.smallest_effects == []
+    answer = diagnosing.diagnose([saved(tmp_path, noise(ticks=100))], [named()])
+    assert answer.verdict == "healthy" and answer.smallest_effects == []

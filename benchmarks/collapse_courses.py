@@ -31,8 +31,6 @@ sys.path.insert(0, str(common.ROOT))
 
 from rolecall.core.config.job import JobConfig, parse_job
 from rolecall.core.ids import replica_id
-from rolecall.core.journal.payloads import ChainHead
-from rolecall.core.journal.store import GENESIS
 from rolecall.detector.live.stages.collapse import SIGNS
 from rolecall.rl_runtime.algorithms.batching import form_microbatches
 from rolecall.rl_runtime.protocol.messages import PromptGroup
@@ -40,10 +38,9 @@ from rolecall.rl_runtime.tasks.task import make_task
 from rolecall.rl_runtime.tasks.tokenizer import vocabulary
 from rolecall.rl_runtime.trainer.model import write_model_folder
 from rolecall.rl_runtime.trainer.trainer import TrainerReplica
-from tests.rl_runtime.learning import BatchGenerator, ModelSequenceGenerator
+from tests.rl_runtime.learning import BatchGenerator, ModelSequenceGenerator, train_alone
 
 TRAINER = replica_id("trainer", 0)
-LEDGER = ChainHead(position=0, hash=GENESIS)
 NOISY_MATRIX = "layers.0.self_attn.q_proj.weight"
 OTHER_PROMPTS = 1_000_003
 SPOILED = ("lr", "reward_constant", "reward_sign", "data", "weights", "reckless")
@@ -101,8 +98,7 @@ class Trained:
     def step(self, groups: Sequence[PromptGroup]) -> dict[str, float | None]:
         number = self.replica.state.commit.step + 1
         work = form_microbatches(number, groups, self.job.algorithm.microbatches_per_step)
-        ids = [m.microbatch_id for m in work]
-        result = self.replica.train_step(1, self._epoch, number, work, ids, LEDGER, [TRAINER])
+        result = train_alone(self.replica, number, work, epoch=self._epoch)
         signs = result.health.to_dict()
         return {**signs, "step": number, "reward": result.reward, "log_ratio_max": result.log_ratio_max}
 

@@ -18,7 +18,7 @@ from rolecall.recovery.incidents import OPERATOR, Decision, Incident, IncidentSt
 HOUR_SECONDS = 3600.0
 AT_ONCE = "at_once"
 HOLD = "hold"
-NOT_PEERS = ("self", "progress", "exit", "signal", "operator")
+NOT_PEERS = ("self", "progress", "exit", "signal", "operator", "burn_in")
 """Prefixes of evidence kinds that do not compare with peers. One such item, or a comparison with `peers` 0, means that
 a diagnosis does not rest on peers alone."""
 

@@ -27,6 +27,7 @@ from rolecall.core.ids import IncidentId, process_start_ticks
 from rolecall.core.journal.events import Event, EventKind
 from rolecall.core.journal.journal import Journal, Lease
 from rolecall.core.journal.payloads import IncidentUpdated, LeaseAcquired, OncallPaged, Payload, PlanCreated
+from rolecall.core.journal.rows import DamagedLine
 from rolecall.core.nodes import quarantined_nodes
 from rolecall.recovery.actuators import STOP_FLAG, ActionResult, Actuator
 from rolecall.recovery.fleet import FleetView, fleet_view
@@ -44,10 +45,10 @@ from rolecall.recovery.next_step import (
     failed,
     next_step,
 )
-from rolecall.recovery.nodes import known_nodes
+from rolecall.recovery.nodes import NODE_KINDS, fold_nodes, known_nodes
 from rolecall.recovery.notifications import NotificationSender
 from rolecall.recovery.policy import PolicyInput, decide, question
-from rolecall.recovery.triage import TriageAction, triage, unrepaired
+from rolecall.recovery.triage import TriageAction, failed_burn_ins, suspected_once, triage, unrepaired
 
 logger = logging.getLogger(__name__)
 
@@ -225,12 +226,20 @@ class Watch:
     # --- triage -------------------------------------------------------------------------------------------------------
 
     def _triage_all(self, diagnoses: Sequence[Diagnosis]) -> list[Diagnosis]:
-        """Returns all current diagnoses, with those of lost replicas that no detector diagnosed."""
+        """Returns all current diagnoses, with those that only the journal shows: lost replicas that no detector
+        diagnosed, and suspected ones on a node whose burn-in failed.
+        """
         now = self._clock.wall()
         stopping = self._journal.flag(STOP_FLAG) is not None or self._projection.ended is not None
         found = list(diagnoses)
         if not stopping:
-            found += unrepaired(self._fleet(), self._projection.incidents.values(), now)
+            fleet, incidents = self._fleet(), self._projection.incidents.values()
+            found += unrepaired(fleet, incidents, now)
+            suspected = suspected_once(incidents, fleet)
+            if suspected:
+                damaged: list[DamagedLine] = []  # a line that cannot be read says nothing
+                nodes = fold_nodes(self._journal.events(kinds=NODE_KINDS, damaged=damaged))
+                found += failed_burn_ins(suspected, nodes, now)
         for diagnosis in found:
             if self._failures.due(diagnosis.key):
                 with self._failures.isolate(diagnosis.key):

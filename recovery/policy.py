@@ -32,9 +32,9 @@ from rolecall.recovery.incidents import OPERATOR, ActionFailure, Incident, Incid
 COLLAPSE = "collapse"
 """`Diagnosis.detectors` of a policy collapse. Its job still runs: stopping it on a statistical finding that is wrong
 would cost more than a page costs when it is right."""
-ONCE = "non_finite_once"
-"""`Diagnosis.detectors` of a single microbatch that was not finite at one replica and finite at another."""
-AGAIN = "non_finite"
+ONCE = "wrong_numbers_once"
+"""`Diagnosis.detectors` of a single microbatch with numbers that another replica did not get."""
+AGAIN = "wrong_numbers"
 """Of several: the machine computes wrong numbers, so the replica leaves its node."""
 DEATHS_ON_START_MAX = 2
 """One dead replacement may be a second fault; two in a row point to the software that is started."""

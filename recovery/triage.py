@@ -7,12 +7,12 @@ the same fault under another class.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from rolecall.core.diagnosis import Diagnosis, Suspect
+from rolecall.core.diagnosis import Diagnosis, Evidence, Suspect
 from rolecall.core.faults import FaultClass, Remedy
 from rolecall.core.ids import split_replica
 from rolecall.core.membership import ReplicaState
@@ -25,12 +25,16 @@ from rolecall.recovery.incidents import (
     IncidentOutcome,
     IncidentState,
 )
+from rolecall.recovery.nodes import NodeRecord
+from rolecall.recovery.policy import AGAIN, ONCE
 
 LOST_GRACE_SECONDS = 6.0
 """Time after which recovery opens an incident for a lost replica without a diagnosis: longer than the detectors need
 (crash: 1 s; 5 s while its peers may still raise the same exception, which makes it user code), because their diagnosis
 is more specific."""
 RUNTIME = "runtime"
+BURN_IN = "burn_in"
+"""Evidence of a failed burn-in, and the detector that reports it."""
 
 
 class TriageAction(StrEnum):
@@ -185,3 +189,54 @@ def _lost(replica: str, incarnation: int, node: Any, because: str, at: float, no
         f"replacement: {because}",
         detectors=(RUNTIME,),
     )
+
+
+def suspected_once(incidents: Iterable[Incident], fleet: FleetView) -> list[tuple[Suspect, Diagnosis]]:
+    """Replicas that were once suspected of silent corruption, tolerated, and run as the same incarnation still.
+
+    A suspicion that an operator reviewed as wrong does not count.
+    """
+    found = {}
+    for incident in incidents:
+        if incident.review is not None and not incident.review.right:
+            continue
+        for diagnosis in (*incident.earlier_diagnoses, incident.diagnosis):
+            for suspect in diagnosis.suspects if ONCE in diagnosis.detectors else ():
+                view = fleet.find(suspect.replica)
+                if view is not None and view.desired_incarnation == suspect.incarnation and suspect.node:
+                    found[suspect.replica] = (suspect, diagnosis)
+    return list(found.values())
+
+
+def failed_burn_ins(
+    suspected: Iterable[tuple[Suspect, Diagnosis]], nodes: Mapping[str, NodeRecord], now: float
+) -> list[Diagnosis]:
+    """A failed burn-in of its node counts like a second suspicion of the replica.
+
+    The node's newest burn-in that could check anything counts, whether it came before or after the suspicion, unless an
+    operator has returned the node to service since.
+    """
+    found = []
+    for suspect, once in suspected:
+        record = nodes.get(suspect.node) or NodeRecord(node=suspect.node)
+        done = [b for b in record.burn_ins if any(c.passed is not None for c in b.result.checks)]
+        if not done or done[-1].result.passed or done[-1].at < (record.returned_at or -math.inf):
+            continue
+        newest = done[-1]
+        failed = "; ".join(f"{c.name}: {c.because}" for c in newest.result.checks if c.passed is False)
+        what = f"the burn-in of {suspect.node} by {newest.by} failed ({failed})"
+        found.append(
+            Diagnosis(
+                suspects=(suspect,),
+                fault_class=FaultClass.SILENT_CORRUPTION,
+                onset=once.onset,
+                detected_at=now,
+                confidence=0.9,
+                because=f"{suspect.replica}#{suspect.incarnation} was suspected once of computing wrong numbers, and "
+                f"{what}",
+                evidence=(*once.evidence, Evidence(kind=BURN_IN, text=what, values={"finished_at": newest.at})),
+                detectors=(AGAIN, BURN_IN),
+                about=f":{BURN_IN}",
+            )
+        )
+    return found

@@ -21,15 +21,18 @@ import re
 import stat
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
 from statistics import median
 
 from rolecall.core.diagnosis import Evidence, Finding, Suspect
+from rolecall.core.errors import ReadingStopped
 from rolecall.core.faults import FaultClass
 from rolecall.core.ids import NodeId
 from rolecall.detector.base.findings import settles
+from rolecall.detector.base.read_budget import Budget
 from rolecall.formats.infiniband import (
     PHYSICAL_STATES,
     SATURATES_AT,
@@ -44,6 +47,8 @@ from rolecall.formats.infiniband import (
 # --- trees ------------------------------------------------------------------------------------------------------------
 
 TEXT_BYTES_MAX = 4096
+PORT_BYTES = 4000
+"""Approximate size of a port in memory."""
 NUM_PORTS_MAX = 16
 """Per device; real devices have one or two."""
 CLASS_FOLDERS = frozenset({"infiniband", "class", "sys", "ports", ""})
@@ -105,9 +110,15 @@ def devices_in(folder: Path, names: Iterable[str]) -> list[Path]:
     return [device for name in sorted(names) if is_device(device := folder / name)]
 
 
-def read(devices: Sequence[Path]) -> list[InfinibandPort]:
-    """All ports. A missing or malformed file leaves its value unknown."""
-    ports = [p for device in devices for folder in _port_folders(device) if (p := _port(device, folder)) is not None]
+def read(devices: Sequence[Path], budget: Budget | None = None) -> list[InfinibandPort]:
+    """All ports, up to where the budget ends the reading. A missing or malformed file leaves its value unknown."""
+    budget, ports = budget or Budget(), list[InfinibandPort]()
+    with suppress(ReadingStopped):
+        for device in devices:
+            budget.check_time(str(device))
+            its = [p for folder in _port_folders(device) if (p := _port(device, folder)) is not None]
+            budget.keep(PORT_BYTES * len(its), str(device))
+            ports += its
     gids = dict[tuple[NodeId, str], set[str]]()
     for p in ports:
         gids.setdefault((p.node, p.rail), set()).add(p.gid)

@@ -19,9 +19,9 @@ PANEL = "panel:"
 """Name prefix of metric-panel detectors: they detect that a machine changed, not the cause."""
 
 
-NON_FINITE_ONCE, NON_FINITE = "non_finite_once", "non_finite"
-"""Detectors of microbatches with NaN or infinite numbers: of one, finite at another replica; and of several of one
-process, or of data and code."""
+WRONG_NUMBERS_ONCE, WRONG_NUMBERS = "wrong_numbers_once", "wrong_numbers"
+"""Detectors of microbatches with numbers that are not finite, or not those of another replica: of a single one; and of
+several of one process, or of data and code."""
 COLLAPSE = "collapse"
 """Detector of policy collapse: its findings concern the run, not a machine."""
 

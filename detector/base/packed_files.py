@@ -11,11 +11,11 @@ import importlib
 import io
 import lzma
 import zlib
-from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any, Protocol
 
 from rolecall.core.errors import UnreadableInput
+from rolecall.detector.base.read_budget import Check, no_check
 
 WINDOW_BYTES_MAX = 128 << 20
 """Memory limit of an xz or zstd decoder: `xz -9` needs 65 MiB, `zstd --ultra -22` 128 MiB."""
@@ -61,8 +61,8 @@ class DecompressedFile(io.RawIOBase):
     Reads raise UnreadableInput if the data is damaged or exceeds `bytes_max`.
     """
 
-    def __init__(self, path: Path, bytes_max: int, check: Callable[[], None] = lambda: None) -> None:
-        """`check` is called before each read of at most `CHUNK_BYTES` and may raise, as on a deadline.
+    def __init__(self, path: Path, bytes_max: int, check: Check = no_check) -> None:
+        """`check` is called before each read of at most `CHUNK_BYTES`.
 
         Raises OSError, or UnreadableInput if this Python has no module for the format.
         """

@@ -9,8 +9,10 @@ traverse.
 import pickletools
 import re
 import struct
-from collections.abc import Callable
 from typing import Any, NoReturn
+
+from rolecall.core.errors import ReadingStopped
+from rolecall.detector.base.read_budget import Check, no_check
 
 NUM_CONTAINERS_MAX = 4_000_000
 """Limit on lists, dicts and tuples: one pickle byte can create a container of 232 bytes."""
@@ -47,8 +49,8 @@ class UnsafePickle(Exception):
     """Reason why a pickle was rejected. Messages that begin with `refused` concern opcodes outside plain data."""
 
 
-def loads(data: bytes, *, bytes_max: int = READ_BYTES_MAX, check: Callable[[], None] = lambda: None) -> Any:
-    """The value of a pickle of protocol 2 to 5. `check` is called during the work and may raise, as on a deadline.
+def loads(data: bytes, *, bytes_max: int = READ_BYTES_MAX, check: Check = no_check) -> Any:
+    """The value of a pickle of protocol 2 to 5. `check` is called during the work.
 
     Raises UnsafePickle: also if reading it would take more memory than `bytes_max`.
     """
@@ -60,6 +62,8 @@ def loads(data: bytes, *, bytes_max: int = READ_BYTES_MAX, check: Callable[[], N
         raise UnsafePickle("it is cut short, or damaged") from None
     except KeyError:
         raise UnsafePickle("not a readable pickle: it refers to what it does not hold") from None
+    except ReadingStopped:
+        raise
     except (TypeError, ValueError) as e:  # the wrong kind of value, text in no encoding
         raise UnsafePickle(f"not a readable pickle: {safe(str(e))}") from None
     if end != len(data):
@@ -67,7 +71,7 @@ def loads(data: bytes, *, bytes_max: int = READ_BYTES_MAX, check: Callable[[], N
     return value
 
 
-def _run(data: bytes, bytes_max: int, check: Callable[[], None]) -> tuple[Any, int]:
+def _run(data: bytes, bytes_max: int, check: Check) -> tuple[Any, int]:
     """The value and the end offset of the pickle. The most frequent opcodes come first."""
     stack: list[Any] = []
     marks: list[int] = []

@@ -1,36 +1,45 @@
-"""Total memory and time budget for reading many files: readers bound each file, this bounds their sum.
+"""Memory and time for reading all files of a call: readers bound each file, this bounds their sum.
 
-In a folder of thousands of hostile files, each could stay just below the limit of a single file.
+In a folder of thousands of hostile files, each could stay just below the limit of a single file. A budget that is used
+up ends the reading and nothing else: what was read is judged, and `stopped` names the file that was not read to its
+end.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Generic, NoReturn, TypeVar
 
 from rolecall.core.clock import Clock, SystemClock
-from rolecall.core.errors import UnreadableInput
+from rolecall.core.errors import ReadingStopped, UnreadableInput
 
 T = TypeVar("T")
+
+Check = Callable[[], None]
+"""Readers call it about every tenth of a second; raises ReadingStopped on the deadline."""
+
+
+def no_check() -> None:
+    """For reading without a deadline."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadLimits:
-    """Limits for all files of one kind together."""
+    """Limits of a whole call."""
 
     kept_bytes_max: int = 8 << 30
-    """Estimated memory of the retained data; of dumps less (`for_dumps`). Stacks of 4,096 processes with 30
+    """Estimated memory of the recordings; of dumps and logs less (`for_dumps`). Stacks of 4,096 processes with 30
     threads in ten rounds are 0.8 GB, Flight Recorder dumps of 4,096 ranks with 2,000 entries each 0.4 GB."""
     reading_bytes_max: int = 768 << 20
     """Estimated memory of the Flight Recorder dumps that are being read at the same time, by all readers together."""
     seconds_max: float = 1800.0
-    """Checked between files, and within kernel logs and Flight Recorder dumps. Only for dumps: the time for a recording
-    depends on the detector and is bounded by its size."""
+    """For all dumps and logs together, checked within each file. The time for a recording depends on the detector and
+    is bounded by its size."""
 
 
 KEPT_BYTES_OF_DUMPS_MAX = 768 << 20
-"""Of dumps and logs, whatever the limits allow for recordings: with `reading_bytes_max` and the readers' own memory, a
-call stays below 2 GiB."""
+"""Of dumps and logs of one kind, whatever the limits allow for recordings: kinds are read one after the other, so that
+with `reading_bytes_max` and the readers' own memory a call stays below 2 GiB."""
 
 
 def for_dumps(limits: ReadLimits | None) -> ReadLimits:
@@ -39,21 +48,29 @@ def for_dumps(limits: ReadLimits | None) -> ReadLimits:
 
 
 class Budget:
-    """Tracks consumption of the limits across files. Time counts from construction."""
+    """Tracks consumption of the limits across files. Time counts from construction. `stopped`: what ended reading."""
 
     def __init__(self, limits: ReadLimits | None = None, clock: Clock | None = None) -> None:
         self._limits, self._clock = limits or ReadLimits(), clock or SystemClock()
         self._began = self._clock.monotonic()
         self._kept_bytes = self._num_files = 0
+        self.stopped: ReadingStopped | None = None
+
+    def next_kind(self) -> "Budget":
+        """For the next kind of file, after what was kept of the last kind is gone: what is left of the time, and all
+        of the memory."""
+        budget = Budget(self._limits, self._clock)
+        budget._began = self._began
+        return budget
 
     def keep(self, num_bytes: int, path: str) -> None:
-        """Accounts `num_bytes` retained from the file at `path`. Raises UnreadableInput if over budget."""
+        """Accounts `num_bytes` retained from the file at `path`. Raises ReadingStopped if over budget."""
         self._num_files += 1
         self._kept_bytes += num_bytes
         most = self._limits.kept_bytes_max
         if self._kept_bytes > most:
             reason = f"with it {self._num_files:,} file(s) take more than {most / (1 << 30):.3g} GiB of memory"
-            raise UnreadableInput(where=path, reason=f"{reason}, and no more are read: name fewer of them")
+            self.stop(ReadingStopped(where=path, reason=f"{reason}, and no more are read: name fewer of them"))
 
     @property
     def reading_bytes_max(self) -> int:
@@ -64,34 +81,54 @@ class Budget:
         return self._limits.seconds_max - (self._clock.monotonic() - self._began)
 
     def check_time(self, path: str) -> None:
-        """Called before and while reading `path`. Raises UnreadableInput if the time budget is used up."""
-        most = self._limits.seconds_max
-        if self._clock.monotonic() - self._began > most:
-            reason = f"reading had not come further than this file after {most:g} s, and does not go on"
-            raise UnreadableInput(where=path, reason=f"{reason}: name fewer files")
+        """Called before and while reading `path`. Raises ReadingStopped if the time budget is used up."""
+        if self.seconds_left < 0:
+            reason = f"not read to its end in the {self._limits.seconds_max:g} s for all dumps and logs"
+            self.stop(ReadingStopped(where=path, reason=f"{reason}; no more are read: name fewer files"))
+
+    def check(self, path: Path) -> Check:
+        """`check_time` for a reader of `path`."""
+        return lambda: self.check_time(str(path))
+
+    def stop(self, stopped: ReadingStopped) -> NoReturn:
+        """Ends the reading. Raises `stopped`."""
+        self.stopped = self.stopped or stopped
+        raise stopped
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contents(Generic[T]):
+    """Of the files of one kind. `unreadable`: the errors of those that cannot be read. `stopped`: the first file that
+    the budget did not suffice for; line-based readers keep what they had read of it."""
+
+    items: list[T]
+    unreadable: list[UnreadableInput]
+    stopped: ReadingStopped | None = None
 
 
 def read_each(
     files: Sequence[Path],
     named: Sequence[Path],
     budget: Budget,
-    read: Callable[[Path], T],
+    read: Callable[[Path, Check], T],
     kept_bytes: Callable[[T], int],
-) -> tuple[list[T], tuple[str, ...]]:
-    """The content of each file, and the errors of unreadable ones in folders. Raises UnreadableInput: one of `named`
-    cannot be read, or none can, or the budget is exhausted."""
+) -> Contents[T]:
+    """Raises UnreadableInput: one of `named` cannot be read, or none can."""
     kept, unreadable = list[T](), list[UnreadableInput]()
     for file in files:
-        budget.check_time(str(file))
         try:
-            content = read(file)
+            budget.check_time(str(file))
+            content = read(file, budget.check(file))
+            budget.keep(kept_bytes(content), str(file))
+            kept.append(content)
+        except ReadingStopped:
+            pass
         except UnreadableInput as e:
             if file in named:
                 raise
             unreadable.append(e)
-            continue
-        budget.keep(kept_bytes(content), str(file))
-        kept.append(content)
-    if not kept:
+        if budget.stopped is not None:
+            break
+    if not kept and budget.stopped is None:
         raise unreadable[0]
-    return kept, tuple(str(e) for e in unreadable)
+    return Contents(items=kept, unreadable=unreadable, stopped=budget.stopped)

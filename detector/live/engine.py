@@ -25,7 +25,6 @@ from rolecall.detector.live.stages.collapse import CollapseStage
 from rolecall.detector.live.stages.crash import CrashStage, LostRanksStage
 from rolecall.detector.live.stages.nccl_ras import NcclRasStage
 from rolecall.detector.live.stages.node_faults import NodeFaultsStage
-from rolecall.detector.live.stages.non_finite import NonFiniteStage
 from rolecall.detector.live.stages.panels import PanelsStage
 from rolecall.detector.live.stages.pulled_evidence import PulledEvidenceStage
 from rolecall.detector.live.stages.slow import SlowStage
@@ -33,12 +32,13 @@ from rolecall.detector.live.stages.stage import Stage, Tick, stalls_others
 from rolecall.detector.live.stages.stall import CollectiveStage, DependentStallStage, StallStage
 from rolecall.detector.live.stages.uninstrumented import UninstrumentedStage
 from rolecall.detector.live.stages.user_code import UserCodeStage
+from rolecall.detector.live.stages.wrong_numbers import WrongNumbersStage
 from rolecall.detector.live.subject import WORK_PHASES, MonitoredProcess
 
 Stages = Sequence[Callable[[], Stage]]
 STAGES: Stages = (
     UserCodeStage,
-    NonFiniteStage,
+    WrongNumbersStage,
     CrashStage,
     UninstrumentedStage,
     StallStage,

@@ -13,13 +13,15 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 from rolecall.core.diagnosis import Evidence, Finding, Suspect
-from rolecall.core.errors import NonFiniteMicrobatch
+from rolecall.core.errors import EngineDisagrees, NonFiniteMicrobatch, WrongNumbers
 from rolecall.core.faults import FaultClass
 from rolecall.core.ids import NodeId, ProcessId
 from rolecall.core.telemetry import AgentEvent, AgentEventKind, ProcessSample
 from rolecall.detector.base.observation import Observation
 from rolecall.detector.live.subject import Key, MonitoredProcess, ProgressGaps, advance, first
 
+WRONG_NUMBERS = frozenset(e.__name__ for e in (NonFiniteMicrobatch, WrongNumbers, EngineDisagrees))
+"""Exceptions that report what a replica computed."""
 NO_PROCESSES: Mapping[Key, MonitoredProcess] = MappingProxyType({})
 
 
@@ -132,8 +134,8 @@ class MonitoredProcesses:
     newest: dict[str, int] = field(default_factory=dict)  # replica -> newest known incarnation
     forgotten: dict[str, int] = field(default_factory=dict)  # replica -> lowest incarnation that is not forgotten
     exceptions: deque[ReceivedException] = field(default_factory=lambda: deque(maxlen=EXCEPTIONS_MAX))
-    non_finite: deque[ReceivedException] = field(default_factory=lambda: deque(maxlen=EXCEPTIONS_MAX))
-    """Microbatches that were not finite: no crash, and no error of the code until another replica repeats it."""
+    wrong_numbers: deque[ReceivedException] = field(default_factory=lambda: deque(maxlen=EXCEPTIONS_MAX))
+    """Of microbatches: no crash, and no error of the code until another replica repeats it."""
     unreachable: tuple[tuple[str, float, str], ...] = ()
     raylets_gone: dict[str, float] = field(default_factory=dict)  # node -> wall
     offsets: dict[str, float] = field(default_factory=dict)  # node -> clock offset
@@ -318,9 +320,9 @@ class MonitoredProcesses:
             return
         if event.kind == AgentEventKind.EXCEPTION and event.replica:
             subject = self.subjects.get((event.replica, event.rank, event.incarnation))
-            is_number = event.detail.get("type", "").rpartition(".")[2] == NonFiniteMicrobatch.__name__
+            is_number = event.detail.get("type", "").rpartition(".")[2] in WRONG_NUMBERS
             received = ReceivedException(event, now, subject.worked if subject else 0)
-            (self.non_finite if is_number else self.exceptions).append(received)
+            (self.wrong_numbers if is_number else self.exceptions).append(received)
         if not event.replica:
             return
         subject = self._by_event(event, now)

@@ -7,16 +7,17 @@ detected. Damaged lines are counted; an agent that dies may leave an incomplete 
 
 import json
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from rolecall.core.config.job import DetectorConfig
 from rolecall.core.diagnosis import Diagnosis, Evidence, Finding
-from rolecall.core.errors import UnreadableInput
+from rolecall.core.errors import ReadingStopped, UnreadableInput
 from rolecall.core.telemetry import AgentEvent
 from rolecall.detector.base.findings import ADVISES, settles
 from rolecall.detector.base.observation import Observation
-from rolecall.detector.base.read_budget import Budget
+from rolecall.detector.base.read_budget import Budget, Check, no_check
 from rolecall.detector.live.engine import LiveDetector
 from rolecall.detector.sources.agent_wire import checked_event
 
@@ -26,6 +27,7 @@ LINE_BYTES_MAX = 256 << 10
 EVENTS_MAX = 1_000_000
 KEPT_BYTES = 2000
 """Approximate size of an event in memory."""
+CHECK_LINES = 1000
 GRACES_SECONDS = (1.0, 3.0, 6.0, 12.0)
 """Delays after an event at which the detectors run again if no other event came: some wait for related events."""
 
@@ -51,21 +53,23 @@ def is_events(path: Path) -> bool:
 
 
 def read(path: Path, budget: Budget) -> Events:
-    """Raises UnreadableInput: not readable, no event, or too many."""
+    """The events up to where the budget ends the reading.
+
+    Raises UnreadableInput: not readable, no event, or too many.
+    """
     found = Events(path)
     try:
-        with path.open("rb") as f:
+        with path.open("rb") as f, suppress(ReadingStopped):
             while line := f.readline(LINE_BYTES_MAX + 1):
                 try:
                     found.events.append(checked_event(json.loads(line)))
                 except (ValueError, RecursionError):
                     found.num_damaged += 1
-                    continue
                 if len(found.events) > EVENTS_MAX:
                     raise UnreadableInput(where=str(path), reason=f"more than {EVENTS_MAX:,} events")
-                if len(found.events) % 1000 == 0:
+                if (len(found.events) + found.num_damaged) % CHECK_LINES == 0:
                     budget.check_time(str(path))
-                    budget.keep(1000 * KEPT_BYTES, str(path))
+                    budget.keep(CHECK_LINES * KEPT_BYTES, str(path))
     except OSError as e:
         raise UnreadableInput(where=str(path), reason=f"it cannot be read: {e.strerror}") from e
     if not found.events:
@@ -73,12 +77,17 @@ def read(path: Path, budget: Budget) -> Events:
     return found
 
 
-def diagnose(files: Sequence[Events]) -> list[Finding]:
-    """The findings of the live detectors, each fault once, as first reported."""
+def diagnose(files: Sequence[Events], check: Check = no_check) -> list[Finding]:
+    """The findings of the live detectors, each fault once, as first reported; those up to where `check` ends the
+    replay, if it does."""
     detector, found = LiveDetector(DetectorConfig()), dict[str, Diagnosis]()
-    for observation in _observations(sorted((e for f in files for e in f.events), key=lambda e: (e.wall_at, e.seq))):
-        for d in detector.observe(observation):
-            found.setdefault(d.key, d)
+    with suppress(ReadingStopped):
+        for observation in _observations(
+            sorted((e for f in files for e in f.events), key=lambda e: (e.wall_at, e.seq))
+        ):
+            check()
+            for d in detector.observe(observation):
+                found.setdefault(d.key, d)
     # A hardware fault names only its node until a process dies because of it: that diagnosis supersedes it.
     exact = {(d.fault_class, s.node) for d in found.values() for s in d.suspects if s.replica}
     vague = [d for d in found.values() if d.suspects and not any(s.replica for s in d.suspects)]

@@ -53,16 +53,19 @@ def rows_to_ask(
 @torch.no_grad()
 def recomputed_log_probs(
     module: Any, batch: Batch, previous: Mapping[int, Weights], step: int, *, microbatches: int
-) -> float:
-    """Largest |log-probability under the token's own version - sampled log-probability| of some rows; -1 without any
-    comparable token. `module`: the policy; its own weights are not used.
+) -> Tensor:
+    """(S,): largest |log-probability under the token's own version - sampled log-probability| of some rows; -1 for a
+    row that was not asked or has no comparable token. `module`: the policy; its own weights are not used.
     """
+    apart_s = torch.full((len(batch.tokens_st),), -1.0, dtype=batch.sampler_logprobs_st.dtype)
     found = rows_to_ask(batch.versions_st, previous, step, microbatches=microbatches)
     if found is None:
-        return -1.0
+        return apart_s
     version, rows = found
     end = int(batch.response_st[rows].any(dim=0).nonzero().max()) + 1
     tokens = batch.tokens_st[rows, :end]
     out = functional_call(module, dict(previous[version]), kwargs={"input_ids": tokens, "use_cache": False})
     logprobs, _ = token_logprobs(out.logits, tokens)
-    return disagreement(logprobs, batch.sampler_logprobs_st[rows, :end], batch.versions_st[rows, :end], version)
+    sampled, versions = batch.sampler_logprobs_st[rows, :end], batch.versions_st[rows, :end]
+    apart_s[rows] = disagreement(logprobs, sampled, versions, version)
+    return apart_s

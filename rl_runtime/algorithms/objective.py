@@ -86,6 +86,8 @@ class Objective:
     policy: Tensor
     value: Tensor | None
     sums: HealthSums
+    log_ratio_s: Tensor
+    """Of each row's tokens under the weights that sampled them, the largest |log-ratio|; -1: none compared."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -257,16 +259,17 @@ def objective(
         value=value,
         sums=sums
         + _policy_sums(batch, algorithm, log_ratio.detach(), advantages_st, entropy_st, kl_reference)
-        + HealthSums(log_ratio_max=same),
+        + HealthSums(log_ratio_max=float(same.max())),
+        log_ratio_s=same,
     )
 
 
-def disagreement(logprobs_st: Tensor, sampler_logprobs_st: Tensor, versions_st: Tensor, version: int) -> float:
-    """Largest |log-ratio| of the tokens sampled by `version`, given that version's `logprobs_st`; a NaN counts as the
-    maximum (-LOG_RATIO_MIN). -1 without such tokens.
+def disagreement(logprobs_st: Tensor, sampler_logprobs_st: Tensor, versions_st: Tensor, version: int) -> Tensor:
+    """(S,): each row's largest |log-ratio| of the tokens sampled by `version`, given that version's `logprobs_st`; a
+    NaN counts as the maximum (-LOG_RATIO_MIN). -1 without such tokens.
     """
-    away = (logprobs_st - sampler_logprobs_st)[versions_st == version]
-    return _largest(away.abs().nan_to_num(nan=-LOG_RATIO_MIN).clamp(max=-LOG_RATIO_MIN), none=-1.0)
+    away = (logprobs_st - sampler_logprobs_st).abs().nan_to_num(nan=-LOG_RATIO_MIN).clamp(max=-LOG_RATIO_MIN)
+    return torch.where(versions_st == version, away, -1.0).amax(dim=1)
 
 
 def _trained(batch: Batch, x_st: Tensor) -> Tensor:

@@ -225,7 +225,7 @@ class TrainerActor(_Actor):
         from rolecall.rl_runtime.trainer.service import TrainerService
 
         injection = faults.Injection(self._spawn.run_dir, self._job.injection_allowed)
-        on_microbatch = partial(injection.spoils, faults.MICROBATCH)
+        on_microbatch = partial(injection.factor, faults.MICROBATCH)
         on_bucket = partial(injection.checkpoint, faults.BUCKET)
         (on_tensor,) = self._injection(faults.WEIGHTS)  # separate: the port's threads run checkpoints too
         self._served = TrainerService(
@@ -281,7 +281,8 @@ class RewardActor(_Actor):
     def _make(self, spawn: ActorSpec, job: JobConfig) -> None:
         from rolecall.rl_runtime.tasks.reward_worker import RewardWorker
 
-        (on_group,) = self._injection(faults.SCORE)
+        injection = faults.Injection(self._spawn.run_dir, self._job.injection_allowed)
+        on_group = partial(injection.factor, faults.SCORE)
         self._served = RewardWorker(replica=spawn.replica, incarnation=spawn.incarnation, job=job, on_group=on_group)
 
 

@@ -39,12 +39,14 @@ TOO_STALE, NOT_WHOLE = "stale", "tokens of its step were lost with an engine and
 
 
 class PromptSource(Protocol):
-    """Source of prompts: a number gives the same prompt in every process."""
+    """Source of prompts and scorer of answers: the same input gives the same output in every process."""
 
     @property
     def max_response_tokens(self) -> int: ...
 
     def prompt(self, number: int) -> Prompt: ...
+
+    def reward(self, prompt_tokens: tuple[int, ...], response_tokens: tuple[int, ...]) -> float: ...
 
 
 class BatchAssembler:

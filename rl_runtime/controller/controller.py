@@ -33,8 +33,9 @@ from rolecall.core.telemetry import Phase
 from rolecall.rl_runtime.controller import windows
 from rolecall.rl_runtime.controller.background_tasks import Tasks, set_or_timeout
 from rolecall.rl_runtime.controller.batch_assembler import TURN_SECONDS, BatchAssembler, PromptSource
+from rolecall.rl_runtime.controller.engine_check import disagreeing_engine
 from rolecall.rl_runtime.controller.journal_writer import OPEN_STATES, ControllerSuperseded, RunRecorder
-from rolecall.rl_runtime.controller.reward_scoring import RewardScoring
+from rolecall.rl_runtime.controller.reward_scoring import RewardCheck, RewardScoring
 from rolecall.rl_runtime.controller.rollout_pool import RolloutPool
 from rolecall.rl_runtime.controller.step_plan import (
     CommittedStep,
@@ -137,6 +138,13 @@ class Controller:
             tasks=tasks,
             on_scored=self._on_scored,
             give_up=self.batches.give_up,
+            check=RewardCheck(
+                seed=job.seed,
+                share=job.runtime.reward_check_share,
+                here=(spawn.replica, spawn.incarnation),
+                score=lambda group: [source.reward(group.prompt_tokens, s.tokens) for s in group.samples],
+                report=reporter.exception,
+            ),
         )
         self.trainers = TrainerGroup(
             recorder=recorder, connect=connect, tasks=tasks, job=job, clock=clock, folder=str(spawn.run.checkpoints)
@@ -361,8 +369,12 @@ class Controller:
             gradient_digest=commit.gradient_digest,
             ledger=commit.ledger,
             versions={e.key[0]: e.version for e in self.rollouts.engines.values()},
+            log_ratios=result.log_ratios if result else {},
         )
         self.recorder.event(step, key=f"committed:{commit.step}:{commit.epoch}")
+        odd = disagreeing_engine(step.log_ratios, commit.step)
+        if odd is not None:
+            reporter.exception(odd)
         self.recorder.trained(commit, {g.group_id: g.num_tokens for g in groups})
         for group in commit.group_ids:
             if group in self.table.groups:

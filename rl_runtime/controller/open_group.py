@@ -55,11 +55,21 @@ class Trajectory:
     context: tuple[EngineKey, str] | None = None
     """(engine, request) that stores this window's context until an engine has the window itself."""
     num_regenerated: int = 0
+    makers: set[EngineKey | None] = field(default_factory=set)
+    """Engines that made its tokens; None: unknown ones."""
     is_window: bool = False  # an answer that reaches its limit is cut and continues in the next window
 
     @property
     def finished(self) -> bool:
         return self.end is not None
+
+    @property
+    def maker(self) -> str:
+        """The engine that made all of its tokens; empty: several, or unknown."""
+        if len(self.makers) != 1:
+            return ""
+        (only,) = self.makers
+        return f"{only[0]}#{only[1]}" if only else ""
 
     @property
     def fresh_versions(self) -> Sequence[int]:
@@ -97,6 +107,7 @@ class Trajectory:
         """
         self.request = replace(self.request, seed=(self.request.seed + 1) % SEED_MAX)
         self.tokens, self.logprobs, self.versions, self.end = [], [], [], None
+        self.makers = set()
         self.num_regenerated += 1
 
     def reach(self, longest: int) -> None:
@@ -107,6 +118,7 @@ class Trajectory:
     def become(self, other: "Trajectory", stop: int | None = None) -> None:
         """Takes over the first tokens of another window of the same answer."""
         self.tokens, self.logprobs, self.versions = other.tokens[:stop], other.logprobs[:stop], other.versions[:stop]
+        self.makers = set(other.makers)
 
     def take_context(self, before: "Trajectory") -> None:
         """Takes over the whole context of this window."""
@@ -173,6 +185,7 @@ class OpenGroup:
                 reward=NO_REWARD if trajectory.end is EndReason.TRUNCATED else reward,
                 end=trajectory.end or EndReason.TRUNCATED,
                 first_fresh=trajectory.first_fresh,
+                engine=trajectory.maker,
             )
             for trajectory, reward in zip(self.trajectories, rewards, strict=True)
         )

@@ -1,4 +1,5 @@
 """Rewards: any responsive worker scores a finished group; on failure, another one does. A failure is never a reward.
+A share of the groups is scored by a second worker (`reward_check`).
 
 A worker's result counts only if it is one finite number per sample. A group whose scoring fails `ATTEMPTS_MAX` times is
 dropped with the reason, in the ledger; the loss of a worker does not count as the group's failure.
@@ -9,13 +10,16 @@ import logging
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
-from rolecall.core.errors import DeadlineExceeded
+from rolecall.core.errors import DeadlineExceeded, WrongNumbers
 from rolecall.core.ids import GroupId
+from rolecall.core.journal.payloads import RewardsCompared
 from rolecall.core.membership import Actual, ReplicaState
 from rolecall.rl_runtime.controller.background_tasks import RETRY_SECONDS, Tasks, retry_first_call, set_or_timeout
 from rolecall.rl_runtime.controller.journal_writer import RunRecorder
 from rolecall.rl_runtime.controller.open_group import EngineKey, GroupPhase, OpenGroup
+from rolecall.rl_runtime.controller.reward_check import Rewards, equal, is_sampled, judge
 from rolecall.rl_runtime.controller.step_plan import membership_changes
 from rolecall.rl_runtime.controller.trajectories import TrajectoryTable
 from rolecall.rl_runtime.protocol.clients import Connect, ReplicaExited, RewardPort
@@ -30,6 +34,8 @@ ATTEMPTS_MAX = 4
 LOSSES_MAX = 3
 """Workers that died while scoring one group: after three, the group is considered the cause."""
 IDLE_SECONDS = 0.5
+WATCHED_GROUPS = 256
+"""All groups of a worker that was contradicted are checked, this many."""
 
 
 class InvalidScores(ValueError):
@@ -52,6 +58,18 @@ def checked_scores(groups: Sequence[PromptGroup], answer: Sequence[Sequence[floa
     return [tuple(float(r) for r in rewards) for rewards in answer]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardCheck:
+    """Which groups are scored twice, and who decides if there are only two workers: this controller."""
+
+    seed: int
+    share: float  # 0: none
+    here: EngineKey
+    score: Callable[[PromptGroup], Sequence[float]]
+    report: Callable[[WrongNumbers], None]
+    """Tells the agent of a worker that was contradicted."""
+
+
 class RewardScoring:
     """All reward workers of a run."""
 
@@ -64,9 +82,12 @@ class RewardScoring:
         tasks: Tasks,
         on_scored: Callable[[], None],
         give_up: Callable[[GroupId, str], None],
+        check: RewardCheck,
     ) -> None:
         self._recorder, self._table, self._connect, self._tasks = recorder, table, connect, tasks
-        self._on_scored, self._give_up = on_scored, give_up
+        self._on_scored, self._give_up, self._check = on_scored, give_up, check
+        self._ports: dict[EngineKey, RewardPort] = {}  # of workers that answer
+        self._watched: Counter[EngineKey] = Counter()  # contradicted -> number of its groups still to be checked
         self._workers: dict[EngineKey, asyncio.Task[None]] = {}
         self._wakes: dict[EngineKey, asyncio.Event] = {}
         self._resting: set[EngineKey] = set()
@@ -97,6 +118,8 @@ class RewardScoring:
         self._wakes.pop(key, None)
         self._resting.discard(key)
         self._used.pop(key, None)
+        self._ports.pop(key, None)
+        self._watched.pop(key, None)
         self.wake()
 
     async def _work(self, record: Actual) -> None:
@@ -107,6 +130,7 @@ class RewardScoring:
             if not self._recorder.set_state(*key, ReplicaState.SERVING, "answers"):
                 self._forget(key)
                 return
+            self._ports[key] = port
             while True:
                 groups = self._take(key)
                 if groups:
@@ -180,6 +204,8 @@ class RewardScoring:
             else:
                 await asyncio.sleep(RETRY_SECONDS)
         else:
+            pairs = zip(groups, answer, strict=True)
+            answer = await asyncio.gather(*(self._compared(key, group, rewards) for group, rewards in pairs))
             for sent, rewards in zip(groups, answer, strict=True):
                 group = self._table.groups.get(sent.group_id)
                 # Closed, or truncated to an older policy and regenerated in the meantime: the rewards are for discarded
@@ -192,6 +218,47 @@ class RewardScoring:
         finally:
             self._under_way.difference_update(ids)
             self.wake()
+
+    async def _compared(self, key: EngineKey, group: PromptGroup, rewards: Rewards) -> Rewards:
+        """The rewards to use: those of worker `key`, unless two others agree on different ones."""
+        check, watched = self._check, self._watched[key] > 0
+        if not check.share or not (watched or is_sampled(check.seed, group.group_id, check.share)):
+            return rewards
+        self._watched[key] -= watched
+        answers = {key: rewards}
+        others = sorted((k for k in self._ports if k != key), key=lambda k: (self._used.get(k, 0), k))
+        for other in others:
+            if len(answers) == 3 or (len(answers) == 2 and equal(*answers.values())):
+                break
+            try:
+                (answers[other],) = checked_scores([group], await self._ports[other].score([group]))
+            except Exception as e:  # noqa: BLE001 deliberate: its own loop finds out what is wrong with it
+                logger.warning("%s#%d gave no second opinion: %s: %s", *other, type(e).__name__, e)
+        if len(answers) == 1 or (len(answers) == 2 and equal(*answers.values())):
+            return rewards
+        if len(answers) == 2:
+            answers[check.here] = tuple(check.score(group))
+        verdict = judge(answers)
+        self._recorder.event(
+            RewardsCompared(
+                group=group.group_id,
+                rewards={f"{replica}#{incarnation}": given for (replica, incarnation), given in answers.items()},
+                odd=f"{verdict.odd[0]}#{verdict.odd[1]}" if verdict.odd else "",
+                used=verdict.rewards,
+            )
+        )
+        if verdict.odd is not None:
+            self._watched[verdict.odd] = WATCHED_GROUPS
+            given = "; ".join(f"{_shown(r)} at {k[0]}#{k[1]}" for k, r in answers.items())
+            check.report(
+                WrongNumbers(
+                    replica=verdict.odd[0],
+                    incarnation=verdict.odd[1],
+                    unit=f"prompt group {group.group_id}",
+                    because=f"rewards {given}",
+                )
+            )
+        return verdict.rewards
 
     def _count_failure(self, ids: Sequence[GroupId], key: EngineKey, error: Exception) -> None:
         logger.warning("%s#%d: scoring of %s failed: %s: %s", *key, ", ".join(ids), type(error).__name__, error)
@@ -211,6 +278,10 @@ class RewardScoring:
         self._losses.pop(group_id, None)
         if group_id in self._table.groups:
             self._give_up(group_id, reason)
+
+
+def _shown(rewards: Rewards) -> str:
+    return ", ".join(f"{r:.4g}" for r in rewards[:8]) + (", ..." if len(rewards) > 8 else "")
 
 
 def _has_tokens_of(group: OpenGroup, sent: PromptGroup) -> bool:

@@ -19,7 +19,15 @@ from rolecall.core.membership import STANDBY_ROLE, Actual, ReplicaState
 from rolecall.rl_runtime.controller.open_group import EngineKey
 from rolecall.rl_runtime.protocol.clients import ReplicaExited, is_code_error
 from rolecall.rl_runtime.protocol.membership import Desireds, Member, MembershipView
-from rolecall.rl_runtime.protocol.messages import CommitRecord, Holder, Microbatch, StepResult, TrainerInfo
+from rolecall.rl_runtime.protocol.messages import (
+    CommitRecord,
+    ComputedMicrobatch,
+    Holder,
+    Microbatch,
+    StepResult,
+    TrainerInfo,
+    UnusualMicrobatches,
+)
 
 PATIENCE_SECONDS = 2.0
 """How long a full step waits for groups that would otherwise become too old."""
@@ -345,6 +353,8 @@ class Interruption:
     """A microbatch that is NaN or infinite at one member: another one computes it again. If that was done already
     (`awaits_recovery`), it is the data or the code.
     """
+    unusual: tuple[ComputedMicrobatch, ...] = ()
+    """Microbatches of one member that are outside the learned band: another one computes them again."""
 
 
 def contain_attempt(
@@ -369,6 +379,7 @@ def contain_attempt(
         awaits_recovery=again
         or (bool(raised) and (code_errors + 1 >= CODE_ERRORS_MAX or len(raised) == len(answers) > 1)),
         not_finite=bad,
+        unusual=next((a.microbatches for a in failures.values() if isinstance(a, UnusualMicrobatches)), ()),
     )
 
 

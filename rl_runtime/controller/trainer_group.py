@@ -10,7 +10,7 @@ decides.
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any
 
 from rolecall.core.clock import Clock
@@ -24,7 +24,7 @@ from rolecall.core.errors import (
     StaleIncarnation,
 )
 from rolecall.core.ids import ReplicaId, split_replica
-from rolecall.core.journal.payloads import MicrobatchRecomputed, StepInterrupted
+from rolecall.core.journal.payloads import MicrobatchCompared, MicrobatchRecomputed, StepInterrupted
 from rolecall.core.membership import Actual, ReplicaState
 from rolecall.rl_runtime.algorithms.batching import assign
 from rolecall.rl_runtime.controller.background_tasks import Tasks, retry_first_call
@@ -40,7 +40,15 @@ from rolecall.rl_runtime.controller.step_plan import (
 )
 from rolecall.rl_runtime.protocol.clients import Connect, LoadedCheckpoint, ReplicaExited, TrainerPort
 from rolecall.rl_runtime.protocol.membership import Member, MembershipView
-from rolecall.rl_runtime.protocol.messages import CommitRecord, Holder, Manifest, StepResult, TrainerInfo
+from rolecall.rl_runtime.protocol.messages import (
+    CommitRecord,
+    ComparedMicrobatch,
+    ComputedMicrobatch,
+    Holder,
+    Manifest,
+    StepResult,
+    TrainerInfo,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -78,6 +86,23 @@ def _recomputed(bad: NonFiniteMicrobatch, by: str, *, finite: bool) -> Microbatc
         from_replica=bad.replica,
         by=by,
         finite=finite,
+    )
+
+
+def _compared(step: int, found: ComparedMicrobatch) -> MicrobatchCompared:
+    first, again = found.first, found.again
+    return MicrobatchCompared(
+        step=step,
+        microbatch=first.microbatch_id,
+        groups=first.group_ids,
+        from_replica=first.replica,
+        loss=first.numbers.loss,
+        grad_norm=first.numbers.grad_norm,
+        because=first.because,
+        by=found.by,
+        loss_again=again.loss if again else None,
+        grad_norm_again=again.grad_norm if again else None,
+        verdict=str(found.verdict),
     )
 
 
@@ -324,8 +349,9 @@ class TrainerGroup:
         """
         code_errors = 0
         not_finite: dict[str, NonFiniteMicrobatch] = {}
+        unusual: tuple[ComputedMicrobatch, ...] = ()
         for attempt in range(1, ATTEMPTS_MAX + 1):
-            answers = await self._attempt(plan, repeated=plan.resumed or attempt > 1)
+            answers = await self._attempt(plan, repeated=plan.resumed or attempt > 1, first=unusual)
             results = [a for a in answers.values() if isinstance(a, StepResult)]
             if len(results) == len(answers):
                 digests = {r.commit.gradient_digest for r in results}
@@ -335,6 +361,8 @@ class TrainerGroup:
                 for bad in not_finite.values():
                     by = next(r.replica for r in results if bad.microbatch_id in r.my_microbatches)
                     self._recorder.event(_recomputed(bad, by, finite=True))
+                for compared in results[0].compared:
+                    self._recorder.event(_compared(plan.step, compared))
                 return CommittedStep(commit=results[0].commit, result=results[0], attempts=attempt)
             contained = contain_attempt(answers, code_errors=code_errors, not_finite=not_finite)
             interrupted = StepInterrupted(
@@ -344,6 +372,9 @@ class TrainerGroup:
             self._note_losses(answers)
             if contained.not_finite is not None:
                 self._contain_not_finite(contained.not_finite, not_finite)
+            if contained.unusual:
+                unusual = contained.unusual
+                self._leave_to_others(unusual[0].replica, contained.because)
             if contained.resets_gradients:
                 await self.reset_step(plan.step)
             await self.regroup(contained.because, with_candidates=False)
@@ -362,13 +393,22 @@ class TrainerGroup:
         first = before.setdefault(bad.microbatch_id, bad)
         if first is not bad:
             self._recorder.event(_recomputed(first, bad.replica, finite=False))
-        elif len(self.members) > 1:
-            # It may have left already: the others name it, and it did not answer in time itself.
-            for member in [m for m in self.members if m[0] == bad.replica]:
-                self._exclude(member, str(bad))
+        else:
+            self._leave_to_others(ReplicaId(bad.replica), str(bad))
 
-    async def _attempt(self, plan: StepPlan, *, repeated: bool) -> dict[Member, Any]:
-        """Runs one attempt at all members. `repeated`: they may already have computed parts of the step."""
+    def _leave_to_others(self, replica: ReplicaId, because: str) -> None:
+        """Unless it is the only member, it leaves the epoch."""
+        if len(self.members) > 1:
+            # It may have left already: the others name it, and it did not answer in time itself.
+            for member in [m for m in self.members if m[0] == replica]:
+                self._exclude(member, because)
+
+    async def _attempt(
+        self, plan: StepPlan, *, repeated: bool, first: Sequence[ComputedMicrobatch]
+    ) -> dict[Member, Any]:
+        """Runs one attempt at all members. `repeated`: they may already have computed parts of the step. `first`:
+        unusual microbatches, to compare.
+        """
         computed: dict[ReplicaId, tuple[str, ...]] = {}
         if repeated:
             infos = await self._call_all({m: p.info() for m, p in self.members.items()}, grace=GRACE_SECONDS)
@@ -385,6 +425,7 @@ class TrainerGroup:
                 plan.ledger,
                 names,
                 self._step_seconds,
+                first,
             )
             for member, port in self.members.items()
         }

@@ -170,6 +170,7 @@ class TrajectoryTable:
                 trajectory.tokens.extend(chunk.tokens[start:stop])
                 trajectory.logprobs.extend(chunk.logprobs[start:stop])
                 trajectory.versions.extend(chunk.versions[start:stop])
+                trajectory.makers.add(engine)
             whole = stop == len(chunk.tokens)
             trajectory.note_end(chunk, whole=whole)
             if trajectory.ended_before:
@@ -229,6 +230,7 @@ class TrajectoryTable:
             if trajectory.engine is not None:
                 self._forget[trajectory.engine].append(request.request_id)
             trajectory.tokens, trajectory.logprobs, trajectory.versions = [], [], []
+            trajectory.makers = {None} if request.prefix_tokens else set()
             trajectory.engine, trajectory.sent = engine, True
             self._let_go(trajectory)
             self.groups[trajectory.request.group_id].waits = False
@@ -256,6 +258,7 @@ class TrajectoryTable:
         stop = heir.first_fresh
         heir.tokens, heir.logprobs = list(chunk.tokens[:stop]), list(chunk.logprobs[:stop])
         heir.versions, heir.context = list(chunk.versions[:stop]), (engine, request.request_id)
+        heir.makers = {None} if request.prefix_tokens else {engine}
         return True
 
     # --- losing an engine ---------------------------------------------------------------------------------------

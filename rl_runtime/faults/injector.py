@@ -29,6 +29,7 @@ from rolecall.rl_runtime.faults.guardian import guarded
 from rolecall.rl_runtime.faults.process_side import (
     ENGINE_STEP,
     MICROBATCH,
+    SCORE,
     WEIGHTS,
     InjectionRequest,
     InProcessFault,
@@ -75,6 +76,8 @@ KINDS: dict[str, InjectionSpec] = {
     "standby-kill": InjectionSpec(role=STANDBY_ROLE, hows=("kill",)),
     "trainer-exception": InjectionSpec(role="trainer", hows=("raise",), at=MICROBATCH, every_rank=True),
     "trainer-nan": InjectionSpec(role="trainer", hows=("nan",), at=MICROBATCH),  # of one microbatch
+    "trainer-wrong": InjectionSpec(role="trainer", hows=("scale",), at=MICROBATCH),  # of one microbatch
+    "reward-wrong": InjectionSpec(role="reward", hows=("skew",), at=SCORE),  # of every group, until its bound
     "agent-kill": InjectionSpec(role="", hows=("kill",)),
     "watch-kill": InjectionSpec(role="", hows=("kill",)),
 }
@@ -236,7 +239,7 @@ class _Injection:
             return self._inside(victims, InProcessFault.RAISE, message=USER_CODE_MESSAGE)
         if self._how == "delay":
             return self._inside(victims, InProcessFault.DELAY, delay_seconds=DELAY_SECONDS)
-        if self._how in ("gil", "lock", "read", "nan"):
+        if self._how in ("gil", "lock", "read", "nan", "scale", "skew"):
             return self._inside(victims, InProcessFault(self._how))
         slow: dict[str, Callable[[InjectionTarget], dict[str, Any]]] = {
             "stop": self._stop,
@@ -293,7 +296,7 @@ class _Injection:
             if began is None:
                 raise InjectionRefused(f"{victims[0].target}: did not come to {self._at} within {EFFECT_SECONDS:.0f} s")
             record = self._record(victims, injected_at=began)
-            if how is not InProcessFault.NAN:  # over at once
+            if how not in (InProcessFault.NAN, InProcessFault.SCALE):  # over at once
                 self._until_gone(victims)
         finally:
             for v in victims:

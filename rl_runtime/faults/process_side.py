@@ -5,12 +5,13 @@ permission this costs one comparison. With it, at most one `stat` per `CHECK_SEC
 `runs/<id>/inject/<pid>-<start_ticks>.json`, a request written by the injector (`injector.py`), a separate process.
 External faults (SIGKILL, SIGSTOP, a CPU quota) are injected there. This module has those that need the process itself:
 a hang that holds the GIL, a lock that is never released, a read that never returns, a delay in each step, an exception
-of user code, numbers that are not finite. All are bounded in time.
+of user code, numbers that are wrong or not finite. All are bounded in time.
 """
 
 import collections
 import itertools
 import json
+import math
 import os
 import threading
 from dataclasses import asdict, dataclass
@@ -41,7 +42,15 @@ class InProcessFault(StrEnum):
     DELAY = "delay"  # sleeps in each later unit of work
     RAISE = "raise"  # an exception of user code
     NAN = "nan"  # this unit of work yields numbers that are not finite
+    SCALE = "scale"  # ... that are finite and wrong
+    SKEW = "skew"  # ... and so does each later one
     MEET = "meet"  # pauses here briefly, so that an external signal hits it in the middle of this work
+
+
+FACTORS = {InProcessFault.NAN: math.nan, InProcessFault.SCALE: 1000.0, InProcessFault.SKEW: -1.0}
+"""By which these faults multiply the numbers of a unit of work."""
+LASTING = frozenset({InProcessFault.DELAY, InProcessFault.SKEW})
+"""Faults of each unit of work from now on, until their bound or until they are withdrawn."""
 
 
 class InjectedError(ValueError):
@@ -91,8 +100,8 @@ class Injection:
         self._next_check = 0.0
         self._done: set[str] = set()
         self._taking = threading.Lock()
-        self._delay: InjectionRequest | None = None
-        self._delay_until = 0.0
+        self._lasting: InjectionRequest | None = None
+        self._lasts_until = 0.0
 
     def checkpoint(self, name: str) -> None:
         """A point where a fault may begin. If one was requested here, it returns late, never, or raises.
@@ -100,49 +109,50 @@ class Injection:
         Raises:
             InjectedError: the request says `raise`.
         """
-        self.spoils(name)
+        self.factor(name)
 
-    def spoils(self, name: str) -> bool:
-        """A checkpoint before a unit of work whose numbers the caller can spoil; True: it does.
+    def factor(self, name: str) -> float | None:
+        """A checkpoint before a unit of work; the caller multiplies its numbers by what is returned.
 
         Raises:
             InjectedError: the request says `raise`.
         """
         if not self._allowed:
-            return False
-        now, spoils = self._clock.monotonic(), False
+            return None
+        now, factor = self._clock.monotonic(), None
         if now >= self._next_check:
             self._next_check = now + CHECK_SECONDS
-            spoils = self._look(name, now)
-        if self._delay is not None and (not self._delay.at or self._delay.at == name):
-            if now >= self._delay_until:
-                self._delay = None
+            factor = self._look(name, now)
+        if self._lasting is not None and (not self._lasting.at or self._lasting.at == name):
+            if now >= self._lasts_until:
+                self._lasting = None
             else:
-                self._clock.sleep(self._delay.delay_seconds)
-        return spoils
+                self._clock.sleep(self._lasting.delay_seconds)
+                factor = FACTORS.get(self._lasting.how)
+        return factor
 
-    def _look(self, name: str, now: float) -> bool:
+    def _look(self, name: str, now: float) -> float | None:
         try:
             os.stat(self._request_path)
         except FileNotFoundError:
-            self._delay = None  # the injector withdrew its request
-            return False
+            self._lasting = None  # the injector withdrew its request
+            return None
         request = self._read()
         if request is None or (request.at and request.at != name):
-            return False
+            return None
         with self._taking:  # several threads may be at this point, but there is only one fault
             if request.request_id in self._done:
-                return False
+                return None
             self._done.add(request.request_id)
             effect: dict[str, Any] = {"request_id": request.request_id, "at": name, "wall_at": self._clock.wall()}
             write_atomically(self._effect_path, json.dumps(effect))
-        if request.how is InProcessFault.DELAY:
-            self._delay, self._delay_until = request, now + request.seconds
+        if request.how in LASTING:
+            self._lasting, self._lasts_until = request, now + request.seconds
         elif request.how is InProcessFault.MEET:
             self._meet(now + request.seconds)
-        elif request.how is not InProcessFault.NAN:
+        elif request.how not in FACTORS:
             _perform(request)
-        return request.how is InProcessFault.NAN
+        return FACTORS.get(request.how)
 
     def _meet(self, until: float) -> None:
         while self._clock.monotonic() < until and self._request_path.exists():
@@ -167,7 +177,7 @@ def _perform(request: InjectionRequest) -> None:
             _read_in_vain(request.seconds)
         case InProcessFault.RAISE:
             raise InjectedError(request.message or "injected: a mistake in user code")
-        case InProcessFault.DELAY | InProcessFault.MEET | InProcessFault.NAN:
+        case _:
             raise AssertionError(f"{request.how} is performed by Injection")
 
 

@@ -16,6 +16,7 @@ from rolecall.core.journal.payloads import ChainHead
 from rolecall.core.membership import Actual
 from rolecall.rl_runtime.protocol.messages import (
     CommitRecord,
+    ComputedMicrobatch,
     GenerationRequest,
     Holder,
     Manifest,
@@ -136,8 +137,9 @@ class TrainerPort(RoleClient):
         ledger: ChainHead,
         members: Sequence[ReplicaId],
         seconds: float,
+        first: Sequence[ComputedMicrobatch] = (),
     ) -> StepResult:
-        args = (self.incarnation, epoch, step, list(mine), list(all_ids), ledger, list(members))
+        args = (self.incarnation, epoch, step, list(mine), list(all_ids), ledger, list(members), list(first))
         return cast(StepResult, await self._ask(seconds, "train_step", *args))
 
     async def copy_from(self, holder: Holder, seconds: float) -> None:

@@ -4,9 +4,12 @@ Tensors (weights, optimizer state) travel point to point over the weight port (`
 that changes state carries the incarnation it is meant for; an outdated one is rejected (StaleIncarnation).
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Literal
 
+from rolecall.core.errors import RolecallError
 from rolecall.core.ids import GroupId, ReplicaId
 from rolecall.core.journal.payloads import ChainHead
 from rolecall.core.journal.store import GENESIS
@@ -75,6 +78,8 @@ class TrainingSample:
     reward: float  # from the task; undefined while the answer is not complete
     end: EndReason = EndReason.STOP
     first_fresh: int = 0  # earlier tokens were used by earlier steps: context, not trained on again
+    engine: str = field(default="", compare=False)
+    """`role/index#incarnation` of the engine that made all of its tokens; empty: several, or unknown."""
 
     @property
     def is_over(self) -> bool:
@@ -137,6 +142,55 @@ def first_commit() -> CommitRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MicrobatchNumbers:
+    """Of one microbatch, divided like a step of its own."""
+
+    loss: float  # the policy's
+    grad_norm: float  # of the policy and the critic together, before clipping
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComputedMicrobatch:
+    """A microbatch with numbers far outside those of the run (`trainer/band.py`), and who computed it."""
+
+    replica: ReplicaId
+    incarnation: int
+    microbatch_id: str
+    group_ids: tuple[GroupId, ...]
+    numbers: MicrobatchNumbers
+    because: str  # which number, and the limit
+
+
+class CheckVerdict(StrEnum):
+    """What a second computation of an unusual microbatch showed."""
+
+    WRONG = "wrong"  # other numbers, which are usual: the first trainer is suspect
+    SAME = "same"  # the same numbers: the data or the policy
+    UNCLEAR = "unclear"  # other numbers, which are unusual too
+    SEVERAL = "several"  # not computed again: several trainers had such in one step, so it is no machine
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComparedMicrobatch:
+    first: ComputedMicrobatch
+    by: ReplicaId | Literal[""]  # trainer that computed it again; empty: none did
+    again: MicrobatchNumbers | None  # what the step was committed with, if it was computed again
+    verdict: CheckVerdict
+
+
+class UnusualMicrobatches(RolecallError):
+    """Raised by all members of a vote: one of them has microbatches outside the band; another is to compute them."""
+
+    def __init__(self, *, step: int, microbatches: Sequence[ComputedMicrobatch]) -> None:
+        self.step, self.microbatches = step, tuple(microbatches)
+        first = self.microbatches[0]
+        more = f" and {len(self.microbatches) - 1} more" if len(self.microbatches) > 1 else ""
+        super().__init__(
+            f"{first.replica}, step {step}: microbatch {first.microbatch_id}{more} is unusual: {first.because}"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
     """A trainer's answer once a step is committed."""
 
@@ -155,6 +209,9 @@ class StepResult:
     alarm. Covers all tokens of the trained weights and a share of those of previous versions (`agreement`). None
     without such tokens.
     """
+    compared: tuple[ComparedMicrobatch, ...] = ()
+    log_ratios: Mapping[str, float] = field(default_factory=dict)
+    """`log_ratio_max` by engine (`TrainingSample.engine`); those without a comparable token are missing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

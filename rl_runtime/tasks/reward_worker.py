@@ -36,9 +36,9 @@ class RewardWorker:
         incarnation: int,
         job: JobConfig,
         clock: Clock | None = None,
-        on_group: Callable[[], None] = lambda: None,
+        on_group: Callable[[], float | None] = lambda: None,
     ) -> None:
-        """`on_group` is called before each group; hook for fault injection."""
+        """`on_group` is called before each group, for fault injection; a number that it returns spoils the rewards."""
         self._replica, self._incarnation = replica, incarnation
         self._task, self._clock, self._on_group = task_of(job), clock or SystemClock(), on_group
         reporter.enter_phase(Phase.WAIT)
@@ -54,8 +54,9 @@ class RewardWorker:
         rewards = []
         with reporter.phase(Phase.SCORE):
             for group in groups:
-                self._on_group()
+                factor = self._on_group()
                 started = self._clock.monotonic()
-                rewards.append([self._task.reward(group.prompt_tokens, s.tokens) for s in group.samples])
+                right = [self._task.reward(group.prompt_tokens, s.tokens) for s in group.samples]
+                rewards.append(right if factor is None else [factor * (1.0 + reward) for reward in right])
                 reporter.progress(1, busy_seconds=self._clock.monotonic() - started, tokens=group.num_tokens)
         return rewards

@@ -19,11 +19,12 @@ from rolecall.rl_runtime.algorithms.objective import (
     Batch,
     Objective,
     TokenSelection,
+    divisors,
     make_batch,
     objective,
     token_logprobs,
 )
-from rolecall.rl_runtime.protocol.messages import Microbatch
+from rolecall.rl_runtime.protocol.messages import Microbatch, MicrobatchNumbers
 from rolecall.rl_runtime.protocol.policy_health import HealthSums
 from rolecall.rl_runtime.trainer.reduce import MicrobatchStats
 from rolecall.rl_runtime.trainer.state import TrainerState
@@ -62,22 +63,28 @@ class Gradients:
             grads += torch.autograd.grad(found.value, state.critic.parameters, materialize_grads=True)
         flat = torch.cat([g.reshape(-1) for g in grads])
         sums = [found.policy] if found.value is None else [found.policy, found.value]
-        health = found.sums
+        ratio_s = found.log_ratio_s
         if ask_again:
-            apart = recomputed_log_probs(
+            recomputed_s = recomputed_log_probs(
                 state.policy.module,
                 batch,
                 state.previous,
                 state.commit.step + 1,
                 microbatches=self._algorithm.microbatches_per_step,
             )
-            health += HealthSums(log_ratio_max=apart)
+            ratio_s = torch.maximum(ratio_s, recomputed_s)
+        own = divisors(self._algorithm, found.sums, longest=self._longest)
         return flat, MicrobatchStats(
             microbatch_id=microbatch.microbatch_id,
             group_ids=tuple(g.group_id for g in microbatch.groups),
             policy_loss=float(found.policy.detach()),
-            health=health,
+            health=found.sums + HealthSums(log_ratio_max=float(ratio_s.max())),
+            log_ratios=_by_engine(microbatch, ratio_s.tolist()),
             finite=bool(torch.isfinite(flat).all()) and all(bool(torch.isfinite(s)) for s in sums),
+            numbers=MicrobatchNumbers(
+                loss=float(found.policy.detach()) / own.policy,
+                grad_norm=float(torch.linalg.vector_norm(flat, dtype=torch.float64)) / own.policy,
+            ),
         )
 
     def _objective(self, state: TrainerState, batch: Batch, terms: TokenSelection) -> Objective:
@@ -99,6 +106,16 @@ class Gradients:
     @staticmethod
     def _logprobs(model: Any, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         return token_logprobs(model(input_ids=batch.tokens_st, use_cache=False).logits, batch.tokens_st)
+
+
+def _by_engine(microbatch: Microbatch, ratio_s: Sequence[float]) -> dict[str, float]:
+    """Largest of each engine that made all tokens of a sample."""
+    found: dict[str, float] = {}
+    samples = [s for g in microbatch.groups for s in g.samples]
+    for sample, ratio in zip(samples, ratio_s, strict=True):
+        if sample.engine and ratio >= 0.0:
+            found[sample.engine] = max(ratio, found.get(sample.engine, 0.0))
+    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,8 +17,8 @@ import json
 import logging
 import socket
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from typing import Any, Final, Self
 
@@ -30,6 +30,7 @@ from rolecall.agent.reporter import reporter
 from rolecall.core.errors import PeerLost, StaleIncarnation
 from rolecall.core.ids import GroupId, ReplicaId
 from rolecall.core.journal.payloads import ChainHead
+from rolecall.rl_runtime.protocol.messages import MicrobatchNumbers
 from rolecall.rl_runtime.protocol.policy_health import HealthSums
 
 logger = logging.getLogger(__name__)
@@ -38,9 +39,9 @@ ProcessGroupGloo: Any = _ProcessGroupGloo  # torch's stubs lack its options and 
 
 BUCKET_BYTES: Final = 2 << 20
 """Small enough to locate a stall by bucket, large enough to hide gloo's latency (0.3 ms)."""
-BALLOT_BYTES_MAX: Final = 8 << 20
+BALLOT_BYTES_MAX: Final = 32 << 20
 """A larger announced ballot of a peer is rejected before any allocation. The largest step that a job file may request,
-computed by one member, takes 6 MB.
+computed by one member, takes 18 MB.
 """
 LOOPBACK: Final = "127.0.0.1"
 
@@ -58,6 +59,9 @@ class MicrobatchStats:
     policy_loss: float
     health: HealthSums
     finite: bool  # losses and gradients
+    numbers: MicrobatchNumbers
+    unusual: str = ""  # why its trainer found the numbers unusual (`band`)
+    log_ratios: Mapping[str, float] = field(default_factory=dict)  # see StepResult
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +89,14 @@ class CommitVote:
 
 
 def _stats_of(d: dict[str, Any]) -> MicrobatchStats:
-    return MicrobatchStats(**{**d, "group_ids": tuple(d["group_ids"]), "health": HealthSums(**d["health"])})
+    return MicrobatchStats(
+        **{
+            **d,
+            "group_ids": tuple(d["group_ids"]),
+            "health": HealthSums(**d["health"]),
+            "numbers": MicrobatchNumbers(**d["numbers"]),
+        }
+    )
 
 
 def disagreement(ballots: Sequence[CommitVote], *, members: Sequence[str], all_ids: Sequence[str]) -> str:

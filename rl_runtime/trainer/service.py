@@ -42,7 +42,7 @@ class TrainerService:
         *,
         address: str = LOOPBACK,
         clock: Clock | None = None,
-        on_microbatch: Callable[[], bool | None] = lambda: None,
+        on_microbatch: Callable[[], float | None] = lambda: None,
         on_bucket: Callable[[], None] = lambda: None,
         on_tensor: Callable[[], None] = lambda: None,
     ) -> None:

@@ -1,4 +1,5 @@
-"""A trainer's state: policy, critic (if any) and commit record, under one lock that keeps reads consistent.
+"""A trainer's state: policy, critic (if any), commit record and learned band, under one lock that keeps reads
+consistent.
 
 The optimizers are the only writers and run with the lock held; exports, policy snapshots and digests are copies made
 under the same lock. Exported tensors are named `weight/<name>`, `exp_avg/<name>` and `exp_avg_sq/<name>`, the critic's
@@ -21,8 +22,9 @@ from rolecall.core.ids import ReplicaId
 from rolecall.core.journal.payloads import ChainHead
 from rolecall.rl_runtime.algorithms.agreement import VERSIONS_KEPT
 from rolecall.rl_runtime.algorithms.objective import Divisors, token_logprobs
-from rolecall.rl_runtime.protocol.messages import CommitRecord, first_commit
+from rolecall.rl_runtime.protocol.messages import CommitRecord, MicrobatchNumbers, first_commit
 from rolecall.rl_runtime.tasks.tokenizer import Vocabulary
+from rolecall.rl_runtime.trainer.band import LearnedBand
 from rolecall.rl_runtime.trainer.model import make_critic, make_model
 
 META_FORMAT: Final = 2
@@ -120,13 +122,13 @@ class TrainerState:
         self._replica = replica
         self._networks = (policy,) if critic is None else (policy, critic)
         self.num_parameters = sum(n.num_parameters for n in self._networks)
-        self.commit = commit
+        self.commit, self.band = commit, LearnedBand()
         self._lock = threading.RLock()
         self.weights_digest = self._digest_weights()
         """SHA-256 over all weights in the order of their names, the policy's before the critic's."""
 
-    def apply(self, sums: torch.Tensor, divisors: Divisors, commit: CommitRecord) -> float:
-        """Divides the step's sums (flat: policy, then critic), clips, steps the optimizers and stores the record,
+    def apply(self, sums: torch.Tensor, divisors: Divisors, commit: CommitRecord, band: LearnedBand) -> float:
+        """Divides the step's sums (flat: policy, then critic), clips, steps the optimizers and stores record and band,
         atomically for readers. Returns the norm of the policy's gradient before clipping.
 
         Raises:
@@ -145,7 +147,7 @@ class TrainerState:
             self._remember()
             for network in self._networks:
                 network.step()
-            self.commit = commit
+            self.commit, self.band = commit, band
             self.weights_digest = self._digest_weights()
         return norm
 
@@ -184,6 +186,7 @@ class TrainerState:
                 "format": META_FORMAT,
                 "optimizer_step": self.policy.optimizer_step,
                 "commit": asdict(self.commit),
+                "band": [[n.loss, n.grad_norm] for n in self.band.learned],
             }
         return tensors, json.dumps(meta, sort_keys=True)
 
@@ -194,7 +197,7 @@ class TrainerState:
             ProofMismatch: names the tensor, or the meta.
         """
         try:
-            steps, commit = parse_meta(meta)
+            steps, commit, band = parse_meta(meta)
         except ValueError as e:
             raise self._mismatch("(meta)", str(e)) from e
         self._check_tensors(tensors)
@@ -204,7 +207,7 @@ class TrainerState:
                     mine.copy_(tensors[name])
                 network.set_optimizer_step(steps)
             self.previous = {}  # they may belong to a discarded policy
-            self.commit = commit
+            self.commit, self.band = commit, band
             self.weights_digest = self._digest_weights()
 
     def _check_tensors(self, tensors: dict[str, torch.Tensor]) -> None:
@@ -258,8 +261,8 @@ def first_state(
     return TrainerState(policy, critic, first_commit(), replica=replica, versions_kept=kept)
 
 
-def parse_meta(meta: str) -> tuple[int, CommitRecord]:
-    """(number of optimizer steps, commit record) of an export.
+def parse_meta(meta: str) -> tuple[int, CommitRecord, LearnedBand]:
+    """(number of optimizer steps, commit record, learned band) of an export; older ones have no band.
 
     Raises:
         ValueError: it is not a valid meta; the message gives the reason.
@@ -277,6 +280,7 @@ def parse_meta(meta: str) -> tuple[int, CommitRecord]:
             gradient_digest=str(record["gradient_digest"]),
             ledger=ChainHead(position=int(record["ledger"]["position"]), hash=str(record["ledger"]["hash"])),
         )
-        return int(parsed["optimizer_step"]), commit
+        band = [MicrobatchNumbers(loss=float(a), grad_norm=float(b)) for a, b in parsed.get("band", ())]
+        return int(parsed["optimizer_step"]), commit, LearnedBand(tuple(band))
     except (KeyError, TypeError) as e:
         raise ValueError(f"{type(e).__name__}: {e}") from e

@@ -18,7 +18,7 @@ and all readers of the state may be called from other threads at the same time.
 import hashlib
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
@@ -28,15 +28,34 @@ from rolecall.agent.reporter import reporter
 from rolecall.core.clock import Clock, SystemClock
 from rolecall.core.config.algorithm import AlgorithmConfig
 from rolecall.core.config.job import JobConfig
-from rolecall.core.errors import CommitVoteRejected, NonFiniteMicrobatch, NonFiniteValue, StaleIncarnation
+from rolecall.core.errors import (
+    CommitVoteRejected,
+    NonFiniteMicrobatch,
+    NonFiniteValue,
+    StaleIncarnation,
+    WrongNumbers,
+    shown_groups,
+)
 from rolecall.core.ids import GroupId, ReplicaId
 from rolecall.core.journal.payloads import ChainHead
 from rolecall.core.telemetry import Phase
 from rolecall.rl_runtime.algorithms.agreement import is_asked
 from rolecall.rl_runtime.algorithms.objective import Divisors, divisors
-from rolecall.rl_runtime.protocol.messages import CommitRecord, Holder, Microbatch, StepResult, TrainerInfo
+from rolecall.rl_runtime.protocol.messages import (
+    CheckVerdict,
+    CommitRecord,
+    ComparedMicrobatch,
+    ComputedMicrobatch,
+    Holder,
+    Microbatch,
+    MicrobatchNumbers,
+    StepResult,
+    TrainerInfo,
+    UnusualMicrobatches,
+)
 from rolecall.rl_runtime.protocol.policy_health import HealthSums, PolicyHealth, health
 from rolecall.rl_runtime.tasks.tokenizer import vocabulary
+from rolecall.rl_runtime.trainer.band import LearnedBand, band_after, compare, of_one_trainer, unusual_microbatches
 from rolecall.rl_runtime.trainer.model import make_model
 from rolecall.rl_runtime.trainer.partial_step import Contribution, Gradients, PartialStep
 from rolecall.rl_runtime.trainer.reduce import (
@@ -44,6 +63,7 @@ from rolecall.rl_runtime.trainer.reduce import (
     LOOPBACK,
     CommitVote,
     EpochStore,
+    MicrobatchStats,
     ReduceGroup,
     disagreement,
     nothing,
@@ -65,6 +85,7 @@ class StepTotals:
     reward: float | None  # mean over the complete answers
     health: PolicyHealth
     log_ratio_max: float | None  # see StepResult
+    log_ratios: Mapping[str, float]
 
     @classmethod
     def of(cls, ballots: Sequence[CommitVote], algorithm: AlgorithmConfig, *, longest: int) -> Self:
@@ -79,6 +100,10 @@ class StepTotals:
             reward=sums.reward / sums.ended if sums.ended else None,
             health=_of_what_there_is(health(sums), algorithm),
             log_ratio_max=sums.log_ratio_max if sums.log_ratio_max >= 0 else None,
+            log_ratios={
+                engine: max(s.log_ratios.get(engine, 0.0) for s in stats)
+                for engine in sorted({e for s in stats for e in s.log_ratios})
+            },
         )
 
     def report(self) -> None:
@@ -121,7 +146,7 @@ class TrainerReplica:
         address: str = LOOPBACK,
         dtype: torch.dtype = torch.float32,
         clock: Clock | None = None,
-        on_microbatch: Callable[[], bool | None] = nothing,
+        on_microbatch: Callable[[], float | None] = nothing,
         on_bucket: Callable[[], None] = nothing,
         on_publish: Callable[[int], None] | None = None,
     ) -> None:
@@ -129,6 +154,7 @@ class TrainerReplica:
 
         `address`: of this replica's node, where the other trainers reach its process group.
         `dtype`: of the weights. float64 makes rounding negligible in tests of a step.
+        `on_microbatch`: called before each; the number that it returns multiplies the microbatch's loss and gradient.
         `on_publish(policy_version)` runs in phase publish after each commit; `policy_tensors` returns the weights.
         """
         torch.set_num_threads(1)
@@ -236,9 +262,12 @@ class TrainerReplica:
         all_ids: Sequence[str],
         ledger: ChainHead,
         members: Sequence[ReplicaId],
+        first: Sequence[ComputedMicrobatch] = (),
     ) -> StepResult:
         """Computes the missing part of `mine`, reduces, votes, divides, steps the optimizers, publishes `step` + 1.
 
+        `first`: unusual microbatches of an earlier attempt, to compare with what is computed now; no others are looked
+        for then.
         After any error the call may be repeated, in a newer epoch and with more microbatches: nothing was committed.
 
         Raises:
@@ -246,6 +275,7 @@ class TrainerReplica:
             PeerLost: a peer disconnected; local gradients are kept.
             CommitVoteRejected: the members disagree; call `reset_step` and retry.
             NonFiniteMicrobatch: names the replica and microbatch; that replica's partial gradients are discarded.
+            UnusualMicrobatches: one replica has microbatches outside the band; its partial gradients are discarded.
             NonFiniteValue: finite gradients whose sum overflows; partial gradients are discarded.
         """
         started = self._clock.monotonic()
@@ -267,6 +297,9 @@ class TrainerReplica:
                 raise
             ballots, sums = self._reduce_and_vote(self._group, epoch, step, local, ledger)
             self._refuse_disagreement(ballots, epoch, step, all_ids, members)
+            if not first:
+                self._refuse_unusual(ballots, step)
+            compared = compare(ballots, first)
             tally = StepTotals.of(ballots, self.job.algorithm, longest=self._longest)
             commit = CommitRecord(
                 step=step,
@@ -277,8 +310,9 @@ class TrainerReplica:
                 ledger=ledger,
             )
             with reporter.phase(Phase.OPTIMIZER):
-                grad_norm = self._apply(sums, tally.divisors, commit)
-            result = self._result(commit, tally, mine, grad_norm, started)
+                band = band_after(self.state.band, ballots, compared)
+                grad_norm = self._apply(sums, tally.divisors, commit, band)
+            result = self._result(commit, tally, mine, grad_norm, started, compared)
             if self._on_publish is not None:
                 with reporter.phase(Phase.PUBLISH):
                     self._on_publish(commit.policy_version)
@@ -322,18 +356,18 @@ class TrainerReplica:
             for microbatch in mine:
                 if self._partial.has(microbatch.microbatch_id):
                     continue
-                spoilt = self._on_microbatch()
+                factor = self._on_microbatch()
                 started = self._clock.monotonic()
                 ask_again = is_asked(microbatch.microbatch_id, all_ids, step)
                 gradient, stats = self._gradients.of(self.state, microbatch, ask_again=ask_again)
-                if spoilt:  # fault injection
-                    gradient, stats = gradient.fill_(math.nan), replace(stats, finite=False)
+                if factor is not None:  # fault injection
+                    gradient, stats = gradient.mul_(factor), _times(stats, factor)
+                stats = replace(stats, unusual=self.state.band.outside(stats.numbers))
                 self._partial.add(microbatch, gradient, stats)
                 busy = self._clock.monotonic() - started
                 reporter.progress(1, busy_seconds=busy, tokens=stats.health.tokens)
                 # Only for monitoring this replica, on the scale of a step's loss; nothing is computed from it.
-                own = divisors(self.job.algorithm, stats.health, longest=self._longest)
-                reporter.update(loss=stats.policy_loss / own.policy)
+                reporter.update(loss=stats.numbers.loss)
 
     def _reduce_and_vote(
         self, group: ReduceGroup, epoch: int, step: int, local: Contribution, ledger: ChainHead
@@ -381,10 +415,18 @@ class TrainerReplica:
         if because:
             raise CommitVoteRejected(epoch=epoch, step=step, because=because)
 
-    def _apply(self, sums: torch.Tensor, by: Divisors, commit: CommitRecord) -> float:
+    def _refuse_unusual(self, ballots: Sequence[CommitVote], step: int) -> None:
+        """The same verdict at every member: each trainer's own judgement is in its ballot."""
+        unusual = unusual_microbatches(ballots)
+        if of_one_trainer(unusual):
+            if unusual[0].replica == self.replica:
+                self.reset_step(step)
+            raise UnusualMicrobatches(step=step, microbatches=unusual)
+
+    def _apply(self, sums: torch.Tensor, by: Divisors, commit: CommitRecord, band: LearnedBand) -> float:
         """The same at every member: all have the same sums, which they voted on."""
         try:
-            grad_norm = self.state.apply(sums, by, commit)
+            grad_norm = self.state.apply(sums, by, commit, band)
         except NonFiniteValue:
             self.reset_step(commit.step)
             raise
@@ -392,7 +434,13 @@ class TrainerReplica:
         return grad_norm
 
     def _result(
-        self, commit: CommitRecord, tally: StepTotals, mine: Sequence[Microbatch], grad_norm: float, started: float
+        self,
+        commit: CommitRecord,
+        tally: StepTotals,
+        mine: Sequence[Microbatch],
+        grad_norm: float,
+        started: float,
+        compared: tuple[ComparedMicrobatch, ...],
     ) -> StepResult:
         self.last_result = StepResult(
             replica=self.replica,
@@ -406,15 +454,41 @@ class TrainerReplica:
             seconds=self._clock.monotonic() - started,
             my_microbatches=tuple(sorted(m.microbatch_id for m in mine)),
             log_ratio_max=tally.log_ratio_max,
+            compared=compared,
+            log_ratios=tally.log_ratios,
         )
+        self._report_wrong(compared)
         reporter.update(policy_version=commit.policy_version, grad_norm=grad_norm)
         tally.report()
         return self.last_result
+
+    def _report_wrong(self, compared: Sequence[ComparedMicrobatch]) -> None:
+        """Tells this replica's agent of another's wrong numbers: once in a step, and only what it computed itself."""
+        for found in compared:
+            if found.verdict is CheckVerdict.WRONG and found.by == self.replica and found.again is not None:
+                first = found.first
+                here = f"loss {found.again.loss:.3g}, gradient norm {found.again.grad_norm:.3g}"
+                error = WrongNumbers(
+                    replica=first.replica,
+                    incarnation=first.incarnation,
+                    unit=f"step {self.state.commit.step}",
+                    because=f"microbatch {first.microbatch_id} (prompt groups {shown_groups(first.group_ids)}) had "
+                    f"{first.because}; at {self.replica} {here}",
+                )
+                reporter.exception(error)
+                return
 
     def _leave(self) -> None:
         if self._group is not None:
             self._group.close()
             self._group = None
+
+
+def _times(stats: MicrobatchStats, factor: float) -> MicrobatchStats:
+    """As if the device had multiplied loss and gradient by `factor`."""
+    numbers = MicrobatchNumbers(loss=stats.numbers.loss * factor, grad_norm=stats.numbers.grad_norm * abs(factor))
+    loss = stats.policy_loss * factor
+    return replace(stats, policy_loss=loss, numbers=numbers, finite=stats.finite and math.isfinite(factor))
 
 
 def _digest(tensor: torch.Tensor) -> str:

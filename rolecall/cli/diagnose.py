@@ -70,19 +70,31 @@ def diagnose(
     explain: Annotated[
         Path | None, typer.Option("--explain", help="Write an HTML page that plots the evidence.", metavar="FILE.html")
     ] = None,
+    sensitivity: Annotated[
+        bool,
+        typer.Option(
+            "--sensitivity/--no-sensitivity",
+            help="If all is healthy, try for up to 20 s which shift of a metric would have been named.",
+        ),
+    ] = True,
     as_json: JsonOption = False,
 ) -> int:
     """Find the faulty machine in recordings.
 
     Names the machine, the onset of its fault and the evidence. Reads recordings, dumps and logs.
 
-    Exit code 0: healthy; 1: a fault was found; 2: unreadable input."""
+    Exit code 0: healthy, or cannot tell; 1: a fault was found; 2: unreadable input."""
     from rolecall.diagnose import diagnose as diagnosing
 
     if explain is not None and explain.suffix.lower() not in (".html", ".htm"):
         raise ConfigError([f"--explain: {explain}: the page is HTML, so its name must end in .html"])
     detectors = panel_detectors(detector, false_alarms, model, profile)
-    answer = diagnosing.diagnose(paths, detectors, progress=None if as_json else progress)
+    answer = diagnosing.diagnose(
+        paths,
+        detectors,
+        progress=None if as_json else progress,
+        sensitivity_seconds=diagnosing.SENSITIVITY_SECONDS if sensitivity else 0.0,
+    )
     if explain is not None:
         from rolecall.diagnose.explain import explain as draw
 

@@ -16,6 +16,8 @@ RolecallError
 ├── PeerLost                 a collective failed because a peer is gone
 ├── CommitVoteRejected       trainers disagree on what to commit: no rank steps the optimizer
 ├── NonFiniteMicrobatch      one microbatch's loss or gradient is NaN or infinite: another replica computes it again
+├── EngineDisagrees          the tokens of one engine alone have other log-probabilities than the trainers compute
+├── WrongNumbers             others computed other numbers from the same input: which replica is wrong
 ├── NonFiniteValue           a sum of finite gradients is not finite: no rank steps the optimizer
 ├── ProofMismatch            weights differ from their manifest: which tensor, which part of the proof
 ├── CheckpointCorrupt        a checkpoint is incomplete or altered: which file
@@ -26,6 +28,7 @@ RolecallError
 ├── ActuatorError            an action could not be performed
 ├── InvalidTransition        an event is illegal in the incident's state: with the events that led there
 ├── UnreadableInput          a recording or dump cannot be read: which file, what is wrong with it
+│   └── ReadingStopped       the time or memory for reading was used up: in which file
 ├── CommandRefused           an operator command cannot be carried out now: why
 └── RunNotFound              no such run, or it has ended
 """
@@ -151,8 +154,7 @@ class NonFiniteMicrobatch(RolecallError):
 
     def __init__(self, *, replica: str, step: int, microbatch_id: str, group_ids: Sequence[str]) -> None:
         self.replica, self.step, self.microbatch_id, self.group_ids = replica, step, microbatch_id, tuple(group_ids)
-        groups = ", ".join(group_ids[:GROUPS_SHOWN_MAX]) + (", ..." if len(group_ids) > GROUPS_SHOWN_MAX else "")
-        what = f"loss or gradient of microbatch {microbatch_id} (prompt groups {groups})"
+        what = f"loss or gradient of microbatch {microbatch_id} (prompt groups {shown_groups(group_ids)})"
         super().__init__(f"{replica}, step {step}: {what} is not finite")
 
     @staticmethod
@@ -164,7 +166,50 @@ class NonFiniteMicrobatch(RolecallError):
 
 
 GROUPS_SHOWN_MAX = 8
+
+
+def shown_groups(group_ids: Sequence[str]) -> str:
+    """The first of them, for a message."""
+    return ", ".join(group_ids[:GROUPS_SHOWN_MAX]) + (", ..." if len(group_ids) > GROUPS_SHOWN_MAX else "")
+
+
+_OTHER_NUMBERS = re.compile(r"(\S+)#(\d+) computed other numbers in ([^:]+): (.*)", re.DOTALL)
+_DISAGREES = re.compile(r"(\S+)#(\d+) alone disagrees with the trainers in step (\d+):")
 _MICROBATCH = re.compile(r"microbatch (\S+) \(prompt groups ([^)]*)")
+
+
+class WrongNumbers(RolecallError):
+    """Reported, not raised, by a process that compared what a replica computed with what others did."""
+
+    def __init__(self, *, replica: str, incarnation: int, unit: str, because: str) -> None:
+        """`unit`: of work, without a colon; only one counts of each."""
+        self.replica, self.incarnation, self.unit = replica, incarnation, unit
+        super().__init__(f"{replica}#{incarnation} computed other numbers in {unit}: {because}")
+
+    @staticmethod
+    def parse(message: str) -> tuple[str, int, str, str] | None:
+        """(replica, incarnation, unit, reason) from the message."""
+        found = _OTHER_NUMBERS.match(message)
+        return (found[1], int(found[2]), found[3], found[4]) if found else None
+
+
+class EngineDisagrees(RolecallError):
+    """Reported, not raised, by the controller after a step."""
+
+    def __init__(
+        self, *, replica: str, incarnation: int, step: int, log_ratio: float, others: float, num_others: int
+    ) -> None:
+        self.replica, self.incarnation, self.step = replica, incarnation, step
+        super().__init__(
+            f"{replica}#{incarnation} alone disagrees with the trainers in step {step}: log-probabilities by up to "
+            f"{log_ratio:.3g}, those of {num_others} other engine(s) by at most {others:.3g}"
+        )
+
+    @staticmethod
+    def parse(message: str) -> tuple[str, int, int] | None:
+        """(replica, incarnation, step) from the message."""
+        found = _DISAGREES.match(message)
+        return (found[1], int(found[2]), int(found[3])) if found else None
 
 
 class NonFiniteValue(RolecallError):
@@ -223,6 +268,10 @@ class UnreadableInput(RolecallError, ValueError):
     def __init__(self, *, where: str, reason: str) -> None:
         self.where, self.reason = where, reason
         super().__init__(f"{where}: {reason}")
+
+
+class ReadingStopped(UnreadableInput):
+    """The limits of the whole call ended reading: `where` was not read to its end, later files not at all."""
 
 
 class CommandRefused(RolecallError):

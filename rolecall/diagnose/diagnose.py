@@ -6,15 +6,15 @@ file of unknown kind in a folder is skipped and counted.
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
 
-from rolecall.core.clock import Clock
+from rolecall.core.clock import Clock, SystemClock
 from rolecall.core.diagnosis import NO_TIME, Diagnosis, Finding
-from rolecall.core.errors import UnreadableInput
+from rolecall.core.errors import ReadingStopped, UnreadableInput
 from rolecall.core.faults import FaultClass
 from rolecall.core.text import iso_utc, plain
 from rolecall.detector.artifacts import infiniband
@@ -27,23 +27,27 @@ from rolecall.detector.artifacts.stacks import diagnosis as stacks
 from rolecall.detector.artifacts.stacks import dumps as stack_dumps
 from rolecall.detector.artifacts.stacks.dumps import Topology
 from rolecall.detector.base import packed_files as packed
-from rolecall.detector.base.read_budget import Budget, ReadLimits, for_dumps, read_each
+from rolecall.detector.base.read_budget import Budget, Contents, ReadLimits, for_dumps, read_each
 from rolecall.detector.live.fusion import merged
 from rolecall.detector.panels.panel import Floats, Panel, PanelDetector, SeenValues, cannot_tell, standing
+from rolecall.detector.panels.sensitivity import SmallestEffect, smallest_effects
 from rolecall.detector.sources import agent_event_files as agent_events
 from rolecall.detector.sources import recording
 from rolecall.diagnose.explain import ExplainedDiagnosis, ScoreTrace
 
 NUM_FILES_MAX = 100_000
 """Files and folders below one folder; more indicates a wrong path."""
-NUM_REMARKS_MAX = 100
-"""Remarks about unreadable files of one kind; further ones are counted."""
+NUM_REMARKS_MAX, NUM_UNREADABLE_SHOWN = 100, 50
+"""Remarks about the files of one kind, and those about unreadable ones among them; further ones are counted."""
 VALUE_BYTES = 4
 KINDS = (
     "a recording (Parquet), a Flight Recorder dump (pickle or JSON), a stack dump of py-spy, an answer of NCCL RAS, "
     "a file of the NCCL Inspector, a kernel log, an agent's events, a copy of an InfiniBand device"
 )
 CANNOT_TELL = "cannot tell"
+SENSITIVITY_SECONDS = 20.0
+"""For finding the smallest effects that would have been named, of all panels together."""
+SENSITIVITY_SEED = 0
 SUSPECT_FIELDS = ("node", "role", "replica", "rank", "gpu")
 
 
@@ -62,6 +66,7 @@ class DiagnosisReport:
     diagnoses: list[Diagnosis] = field(default_factory=list)
     inputs: list[Input] = field(default_factory=list)
     panels: list[Panel] = field(default_factory=list)
+    smallest_effects: list[SmallestEffect] = field(default_factory=list)  # of healthy panels
 
     @property
     def open_ends(self) -> list[tuple[Input, str]]:
@@ -82,6 +87,7 @@ class DiagnosisReport:
             "inputs": [asdict(i) for i in self.inputs],
             "verdict": self.verdict,
             "cannot_tell": [{"path": i.path, "kind": i.kind, "because": r} for i, r in self.open_ends],
+            "smallest_effects": [asdict(e) for e in self.smallest_effects],
         }
 
 
@@ -187,22 +193,30 @@ def diagnose(
     *,
     limits: ReadLimits | None = None,
     clock: Clock | None = None,
+    sensitivity_seconds: float = 0.0,
 ) -> DiagnosisReport:
-    """All diagnoses of the files at `paths`, earliest first. `limits`: per kind of file.
+    """All diagnoses of the files at `paths`, earliest first. Where `limits` end the reading, what was read is judged,
+    and a remark names the file that was not read to its end. `sensitivity_seconds`: if all is healthy, so long at most
+    to find the smallest effects that would have been named.
 
-    Raises UnreadableInput: a file cannot be read, or a kind exceeds its limits.
+    Raises UnreadableInput: a file cannot be read.
     """
     say = progress or (lambda _: None)
     found = search(paths)
     answer = DiagnosisReport()
     all_findings: list[Finding] = []
     budget = Budget(limits, clock)
-    for file in found.recordings:
+    for number, file in enumerate(found.recordings):
         say(f"reading {file}")
         read = recording.read(file)
         # Samples that share a grid cell are merged, but took as long to read.
         num_values = max(read.num_rows, sum(p.values.size for p in read.panels))
-        budget.keep(VALUE_BYTES * num_values, str(file))
+        try:
+            budget.keep(VALUE_BYTES * num_values, str(file))
+        except ReadingStopped as stopped:
+            left = found.recordings[number:]
+            answer.inputs.append(_files_input(left, "recording", "not judged", (_not_read(stopped, len(left)),)))
+            break
         looked, open_ends = [], list[str]()
         for panel in read.panels:
             say(f"{file}: {panel.shape.name}, {len(panel.shape.machines)} machines, {len(panel.at)} ticks")
@@ -222,6 +236,7 @@ def diagnose(
         remarks = (*read.remarks, *dict.fromkeys(filter(None, open_ends)))
         answer.inputs.append(Input(path=str(file), kind="recording", looked_at="; ".join(looked), remarks=remarks))
     topology = stack_dumps.read_topology(found.topologies[0]) if found.topologies else None
+    budget = Budget(for_dumps(limits), clock)
     for files, what, diagnose_kind in (
         (found.dumps, f"{len(found.dumps)} Flight Recorder dump(s)", _diagnose_flight_recorder),
         (found.stacks, f"{len(found.stacks)} stack dump(s)", _diagnose_stacks),
@@ -235,7 +250,8 @@ def diagnose(
             continue
         if what:
             say(f"reading {what}")
-        findings, described = diagnose_kind(files, paths, Budget(for_dumps(limits), clock), topology)
+        budget = budget.next_kind()
+        findings, described = diagnose_kind(files, paths, budget, topology)
         all_findings += findings
         answer.inputs.append(described)
     for folder, num in found.passed_over.items():
@@ -249,7 +265,32 @@ def diagnose(
             )
         )
     answer.diagnoses = [kernel_findings.with_advice(d) for d in merged(all_findings)]
+    if answer.verdict == "healthy" and sensitivity_seconds:
+        answer.smallest_effects = _smallest_effects(
+            answer.panels, detectors, sensitivity_seconds, clock or SystemClock(), say
+        )
     return answer
+
+
+def _smallest_effects(
+    panels: Sequence[Panel],
+    detectors: Sequence[PanelDetector],
+    seconds: float,
+    clock: Clock,
+    say: Callable[[str], None],
+) -> list[SmallestEffect]:
+    """Each panel gets an equal part of the time that those before it left."""
+    found, end = list[SmallestEffect](), clock.monotonic() + seconds
+    for number, panel in enumerate(panels):
+        now = clock.monotonic()
+        until = now + max(0.0, end - now) / (len(panels) - number)
+        rng = np.random.default_rng(SENSITIVITY_SEED)
+        found += smallest_effects(panel, detectors, rng, _is_over(clock, until), say)
+    return found
+
+
+def _is_over(clock: Clock, until: float) -> Callable[[], bool]:
+    return lambda: clock.monotonic() >= until
 
 
 def _diagnose_flight_recorder(
@@ -257,69 +298,86 @@ def _diagnose_flight_recorder(
 ) -> tuple[list[Finding], Input]:
     dumps, unreadable = flight_dumps.read_as_needed(files, flight_recorder.entries_wanted, budget=budget)
     for error in unreadable:
-        if not dumps or error.reason.startswith("refused"):
+        if (not dumps and budget.stopped is None) or error.reason.startswith("refused"):
             raise error  # a malicious dump invalidates the whole diagnosis
     # A truncated dump is from a rank that died or was stopped while writing: its rank counts as missing.
-    remarks = tuple(str(e) for e in unreadable)
-    found = flight_recorder.diagnose(dumps, topology=topology)
-    remarks = (*remarks, *(() if found else flight_recorder.open_ends(dumps)))
-    return found, _dump_input(files, "flight recorder dumps", flight_recorder.summary(dumps), remarks)
+    remarks = _unread(files, Contents(items=dumps, unreadable=unreadable, stopped=budget.stopped))
+    found = flight_recorder.diagnose(dumps, topology=topology, complete=budget.stopped is None)
+    remarks = (*remarks, *(() if found or not dumps else flight_recorder.open_ends(dumps)))
+    return found, _files_input(files, "flight recorder dumps", flight_recorder.summary(dumps), remarks)
 
 
 def _diagnose_stacks(
     files: Sequence[Path], named: Sequence[Path], budget: Budget, topology: Topology | None
 ) -> tuple[list[Finding], Input]:
     counted = set[int]()
-    # The processes of unreadable dumps count as missing.
-    dumps, remarks = read_each(files, named, budget, stack_dumps.read, lambda d: stack_dumps.kept_bytes(d, counted))
-    described = _dump_input(files, "stack dumps", stacks.summary(dumps, topology=topology), remarks)
-    return stacks.diagnose(dumps, topology=topology), described
+    # The processes of unreadable dumps count as missing, those of dumps that were not read do not.
+    read = read_each(files, named, budget, stack_dumps.read, lambda d: stack_dumps.kept_bytes(d, counted))
+    findings = stacks.diagnose(read.items, topology=topology, complete=read.stopped is None)
+    remarks = (*_unread(files, read), *(() if findings else stacks.open_ends(read.items, topology=topology)))
+    return findings, _files_input(files, "stack dumps", stacks.summary(read.items, topology=topology), remarks)
 
 
 def _diagnose_infiniband(
     devices: Sequence[Path], named: Sequence[Path], budget: Budget, topology: Topology | None
 ) -> tuple[list[Finding], Input]:
-    ports = infiniband.read(devices)
+    ports = infiniband.read(devices, budget)
     findings, remarks = infiniband.diagnose(ports)
     where = os.path.commonpath([str(device.parent.absolute()) for device in devices])
-    shown = tuple(remarks[:NUM_REMARKS_MAX])
+    stopped = (_not_read(budget.stopped, 0),) if budget.stopped is not None else ()
+    shown = (*stopped, *remarks[:NUM_REMARKS_MAX])
     return findings, Input(path=where, kind="infiniband trees", looked_at=infiniband.summary(ports), remarks=shown)
 
 
 def _diagnose_ras(
     files: Sequence[Path], named: Sequence[Path], budget: Budget, topology: Topology | None
 ) -> tuple[list[Finding], Input]:
-    read, remarks = read_each(files, named, budget, ras_status.read, ras_status.kept_bytes)
-    polls = [p for several in read for p in several]
-    findings, more = ras_status.diagnose(polls, topology=topology)
-    return findings, _dump_input(files, "nccl ras", ras_status.summary(polls), (*remarks, *more))
+    read = read_each(files, named, budget, ras_status.read, ras_status.kept_bytes)
+    polls = [p for several in read.items for p in several]
+    findings, remarks = ras_status.diagnose(polls, topology=topology)
+    return findings, _files_input(files, "nccl ras", ras_status.summary(polls), (*_unread(files, read), *remarks))
 
 
 def _diagnose_inspector(
     files: Sequence[Path], named: Sequence[Path], budget: Budget, topology: Topology | None
 ) -> tuple[list[Finding], Input]:
-    logs, remarks = read_each(files, named, budget, inspector_times.read, inspector_times.kept_bytes)
-    findings, more = inspector_times.diagnose(logs, topology=topology)
-    return findings, _dump_input(files, "nccl inspector", inspector_times.summary(logs), (*remarks, *more))
+    read = read_each(files, named, budget, inspector_times.read, inspector_times.kept_bytes)
+    findings, remarks = inspector_times.diagnose(read.items, topology=topology)
+    looked_at = inspector_times.summary(read.items)
+    return findings, _files_input(files, "nccl inspector", looked_at, (*_unread(files, read), *remarks))
 
 
 def _diagnose_kernel_logs(
     files: Sequence[Path], named: Sequence[Path], budget: Budget, topology: Topology | None
 ) -> tuple[list[Finding], Input]:
-    def read(file: Path) -> kernel_logs.KernelLog:
-        return kernel_logs.read(file, lambda: budget.check_time(str(file)))
-
-    logs, remarks = read_each(files, named, budget, read, kernel_logs.kept_bytes)
-    remarks = (*remarks, *kernel_findings.remarks(logs))
-    return kernel_findings.diagnose(logs), _dump_input(files, "kernel logs", kernel_findings.summary(logs), remarks)
+    read = read_each(files, named, budget, kernel_logs.read, kernel_logs.kept_bytes)
+    remarks = (*_unread(files, read), *kernel_findings.remarks(read.items))
+    described = _files_input(files, "kernel logs", kernel_findings.summary(read.items), remarks)
+    return kernel_findings.diagnose(read.items), described
 
 
 def _diagnose_events(
     files: Sequence[Path], named: Sequence[Path], budget: Budget, topology: Topology | None
 ) -> tuple[list[Finding], Input]:
-    events = [agent_events.read(file, budget) for file in files]
-    described = _dump_input(files, "agent events", agent_events.summary(events), agent_events.remarks(events))
-    return agent_events.diagnose(events), described
+    read = read_each(files, named, budget, lambda file, _: agent_events.read(file, budget), lambda _: 0)
+    findings = agent_events.diagnose(read.items, budget.check(files[-1]))
+    remarks = (*_unread(files, replace(read, stopped=budget.stopped)), *agent_events.remarks(read.items))
+    return findings, _files_input(files, "agent events", agent_events.summary(read.items), remarks)
+
+
+def _unread(files: Sequence[Path], read: Contents[Any]) -> tuple[str, ...]:
+    """Remarks about files that could not be read, or not to their end."""
+    remarks = [f"cannot tell from {error}" for error in read.unreadable[:NUM_UNREADABLE_SHOWN]]
+    if (num_more := len(read.unreadable) - len(remarks)) > 0:
+        remarks.append(f"cannot tell from {num_more:,} more files that cannot be read")
+    if read.stopped is not None:
+        remarks.append(_not_read(read.stopped, len(files) - len(read.items) - len(read.unreadable)))
+    return tuple(remarks)
+
+
+def _not_read(stopped: ReadingStopped, num_left: int) -> str:
+    left = f" ({num_left:,} file(s) were not read)" if num_left else ""
+    return f"cannot tell from {stopped}{left}"
 
 
 def explained(answer: DiagnosisReport, detectors: Sequence[PanelDetector]) -> list[ExplainedDiagnosis]:
@@ -363,11 +421,11 @@ def _place(diagnosis: Diagnosis, panels: Sequence[Panel]) -> tuple[Panel | None,
     return None, 0
 
 
-def _dump_input(files: Sequence[Path], kind: str, looked_at: str, remarks: tuple[str, ...] = ()) -> Input:
+def _files_input(files: Sequence[Path], kind: str, looked_at: str, remarks: tuple[str, ...] = ()) -> Input:
     where = os.path.commonpath([str(f.parent) for f in files]) if len(files) > 1 else str(files[0])
     if len(remarks) > NUM_REMARKS_MAX:
         remarks = tuple(sorted(remarks, key=lambda r: not r.startswith(CANNOT_TELL)))  # these decide the verdict
-        remarks = (*remarks[:NUM_REMARKS_MAX], f"{len(remarks) - NUM_REMARKS_MAX:,} more files cannot be read")
+        remarks = (*remarks[:NUM_REMARKS_MAX], f"{len(remarks) - NUM_REMARKS_MAX:,} more remarks")
     return Input(path=where, kind=kind, looked_at=f"{len(files)} file(s): {looked_at}", remarks=remarks)
 
 
@@ -408,6 +466,7 @@ def sentences(answer: DiagnosisReport) -> list[str]:
     for i in answer.inputs:
         lines.append(f"    {i.path}: {i.looked_at}")
         lines += [f"        {r}" for r in i.remarks]
+    lines += [f"    {effect.text}" for effect in answer.smallest_effects]
     return [
         plain(line) if not line.startswith(" ") else line[: len(line) - len(line.lstrip())] + plain(line.lstrip())
         for line in lines

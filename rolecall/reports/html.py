@@ -68,7 +68,8 @@ def headline(report: Report) -> str:
 def _header(report: Report) -> str:
     when = datetime.fromtimestamp(float(report["started_at"]), UTC).strftime("%Y-%m-%d %H:%M UTC")
     steps = f"{report['num_steps']} steps in {seconds(report['wall_seconds'])}"
-    facts = [*filter(None, [report["learns"]]), f"seed {report['seed']}", steps, when]
+    used = [f"MFU of {role} {mfu['median']:.1%}" for role, mfu in report.get("mfu", {}).items()]
+    facts = [*filter(None, [report["learns"]]), f"seed {report['seed']}", steps, *used, when]
     return (
         f'<header><p class="eyebrow">rolecall run {escape(report["run_id"])}</p>'
         f"<h1>{escape(headline(report))}</h1>"

@@ -46,6 +46,7 @@ from rolecall.views.incidents import (
     summarize_incidents,
 )
 from rolecall.views.lifetimes import IncarnationRecord, Key, PidsKept, incarnation_records, pids_kept
+from rolecall.views.mfu import WINDOW_STEPS, MfuMeter, RoleMfu, role_mfu
 
 SCHEMA_VERSION = 1
 """Of report.json. Reports of another schema are not compared."""
@@ -214,6 +215,7 @@ def make_report(facts: Facts, baseline: Mapping[str, Any] | None) -> dict[str, A
         "wall_seconds": round(end - zero, 3),
         "training_started_seconds": round(begun - zero, 3),
         "num_tokens": sum(s.num_tokens for s in committed),
+        "mfu": {role: asdict(mfu) for role, mfu in _mfu(facts).items()},
         **_effective(facts, begun, worked_until, lost, zero, baseline),
         "seconds_to_n_steps": compare_pace(committed, begun, lost, baseline),
         "incidents": [s.to_dict() for s in joined.summaries],
@@ -367,6 +369,30 @@ _REMARKABLE: Mapping[type[Payload], str] = {
 """Events worth a remark, with the field that names its subject."""
 
 
+def _mfu(facts: Facts) -> dict[str, RoleMfu]:
+    """By role; empty without the peaks of the devices, or without the job."""
+    try:
+        meter = MfuMeter(parse_job(facts.config))
+    except ConfigError:
+        return {}
+    of_steps = (meter.take(event) for event in facts.events)
+    return role_mfu([step for step in of_steps if step])
+
+
+def _mfu_declines(facts: Facts, at: float) -> list[dict[str, Any]]:
+    return [
+        {
+            "at": round(at, 3),
+            "kind": "mfu_declined",
+            "what": role,
+            "because": f"model FLOPs utilisation fell from {mfu.best:.2%} to {mfu.newest:.2%}, medians of "
+            f"{WINDOW_STEPS} steps",
+        }
+        for role, mfu in _mfu(facts).items()
+        if mfu.declined
+    ]
+
+
 def _remarks(facts: Facts, zero: float) -> list[dict[str, Any]]:
     """Other notable events."""
     helpers = [
@@ -380,16 +406,20 @@ def _remarks(facts: Facts, zero: float) -> list[dict[str, Any]]:
         }
         for fault in _helper_faults(facts)
     ]
-    return helpers + [
-        {
-            "at": round(event.wall_at - zero, 3),
-            "kind": str(event.kind),
-            "what": getattr(event.payload, _REMARKABLE[type(event.payload)], ""),
-            "because": event.payload.reason,
-        }
-        for event in facts.events
-        if type(event.payload) in _REMARKABLE
-    ]
+    return (
+        helpers
+        + [
+            {
+                "at": round(event.wall_at - zero, 3),
+                "kind": str(event.kind),
+                "what": getattr(event.payload, _REMARKABLE[type(event.payload)], ""),
+                "because": event.payload.reason,
+            }
+            for event in facts.events
+            if type(event.payload) in _REMARKABLE
+        ]
+        + _mfu_declines(facts, facts.ended_at - zero)
+    )
 
 
 def environment() -> dict[str, Any]:

@@ -34,6 +34,7 @@ from rolecall.core.journal.payloads import (
 )
 from rolecall.recovery.incidents import OPERATOR
 from rolecall.views.ettr import EttrAccumulator, Step, step_of
+from rolecall.views.mfu import MfuMeter
 
 NUM_ROLES_MAX = 64
 """Roles with their own counters; a further one counts as none, since agents, which are untrusted, report the roles."""
@@ -46,6 +47,7 @@ class RunAccount:
     """All totals since the journal's first line. Owned by one thread."""
 
     lost_time: EttrAccumulator
+    mfu: MfuMeter
     events: Counter[str] = field(default_factory=Counter)  # by kind
     started_at: float | None = None
     ended: bool = False
@@ -83,6 +85,7 @@ class RunAccount:
         self._take_incident(event)
 
     def _take_run(self, event: Event) -> None:
+        self.mfu.take(event)
         match event.payload:
             case RunStarted():
                 self.started_at = event.wall_at
@@ -169,4 +172,5 @@ def role_of(diagnosis: Diagnosis) -> str:
 
 
 def run_account(job: JobConfig) -> RunAccount:
-    return RunAccount(lost_time=EttrAccumulator(num_rollouts=job.roles.rollout, num_trainers=job.roles.trainer))
+    lost_time = EttrAccumulator(num_rollouts=job.roles.rollout, num_trainers=job.roles.trainer)
+    return RunAccount(lost_time=lost_time, mfu=MfuMeter(job))

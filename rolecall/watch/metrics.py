@@ -237,6 +237,8 @@ def run_values(
     yield from _known("run_start_timestamp_seconds", account.started_at)
     yield from _known("run_checkpoint_timestamp_seconds", account.checkpoint_at)
     yield from _known("run_staleness", account.staleness)
+    for role, ratio in account.mfu.newest.items():
+        yield _value("run_mfu_ratio", ratio, role)
     if step is not None:
         yield _value("run_step_timestamp_seconds", step.at)
         yield from _known("run_step_seconds", step.seconds)

@@ -311,3 +311,70 @@ def test_what_is_no_burn_in_is_refused(tmp_path: Path, changed: dict[str, Any]) 
         commands.record_burn_in(run, "node-1", {**BURNED, **changed}, "alice", world.clock)
     with pytest.raises(CommandRefused):
         BurnIn.from_dict({})
+
+
+FAILED: dict[str, Any] = {
+    "passed": False,
+    "seconds": 3.0,
+    "checks": [{"name": "cpu_math", "passed": False, "because": "core 7: result differs", "values": {}}],
+}
+UNCHECKED: dict[str, Any] = {**FAILED, "checks": [BURNED["checks"][1]]}
+
+
+def suspect_once(world: World, replica: str) -> None:
+    """One microbatch of this replica was wrong: reported for a moment, and tolerated."""
+    faulty(world, replica, FaultClass.SILENT_CORRUPTION)
+    world.detector.extra = [replace(d, detectors=("wrong_numbers_once",), about=":once") for d in world.detector.extra]
+
+
+@pytest.mark.parametrize("first", ["suspicion", "burn-in"])
+def test_a_failed_burn_in_counts_like_a_second_wrong_microbatch(tmp_path: Path, first: str) -> None:
+    world, run, watch = running(tmp_path)
+    node = node_of(world, "trainer/1")
+    if first == "burn-in":
+        commands.record_burn_in(run, node, FAILED, "alice", world.clock)
+        world.run(2, watch)
+        assert world.incidents() == [], "a burn-in alone replaces no one"
+    suspect_once(world, "trainer/1")
+    world.run(2, watch)
+    world.detector.extra = []
+    if first == "suspicion":
+        world.run(5000, watch)  # more than an hour later
+        assert [i.outcome for i in world.incidents()] == [IncidentOutcome.TOLERATED] and world.runtime.replaced == []
+        commands.record_burn_in(run, node, FAILED, "alice", world.clock)
+    world.until(lambda: world.all_closed() and world.runtime.replaced, watch)
+    world.run(20, watch)
+    last = world.incidents()[-1]
+    assert last.outcome is IncidentOutcome.RESOLVED and len(world.incidents()) == 2
+    assert last.diagnosis.fault_class is FaultClass.SILENT_CORRUPTION
+    assert f"the burn-in of {node} by alice failed (cpu_math: core 7: result differs)" in last.diagnosis.because
+    assert world.runtime.replaced == [("trainer/1", 1)] and node_of(world, "trainer/1") != node
+    assert quarantined_nodes(world.journal) == {node}
+    assert queries.replay(run, last.incident_id)["same"] is True
+
+
+@pytest.mark.parametrize("result", [BURNED, UNCHECKED])
+def test_a_burn_in_that_found_nothing_convicts_no_one(tmp_path: Path, result: dict[str, Any]) -> None:
+    world, run, watch = running(tmp_path)
+    suspect_once(world, "trainer/1")
+    world.run(2, watch)
+    commands.record_burn_in(run, node_of(world, "trainer/1"), result, "alice", world.clock)
+    world.run(20, watch)
+    assert world.runtime.replaced == [] and world.only().outcome is IncidentOutcome.TOLERATED
+
+
+def test_a_failed_burn_in_counts_only_for_a_standing_suspicion(tmp_path: Path) -> None:
+    world, run, watch = running(tmp_path)
+    node = node_of(world, "trainer/1")
+    suspect_once(world, "trainer/1")
+    world.run(2, watch)
+    world.detector.extra = []
+    commands.review_diagnosis(run, world.only().incident_id, False, "alice", "a test", world.clock)
+    commands.record_burn_in(run, node, FAILED, "alice", world.clock)
+    world.run(20, watch)
+    assert world.runtime.replaced == [], "an operator has said that the suspicion was wrong"
+    commands.review_diagnosis(run, world.only().incident_id, True, "alice", "it was not", world.clock)
+    commands.quarantine(run, node, "alice", "a test", world.clock)
+    commands.return_node(run, node, "alice", "new memory", world.clock)
+    world.run(20, watch)
+    assert world.runtime.replaced == [], "an operator has returned the node to service since"

@@ -12,8 +12,10 @@ import pytest
 from rolecall.core.errors import JournalError, RolecallError, RunNotFound
 from rolecall.core.journal.events import EventKind
 from rolecall.core.journal.journal import Journal
+from rolecall.core.journal.payloads import StepCommitted
 from rolecall.core.rundir import RunDir
-from rolecall.reports.report import write_report
+from rolecall.reports.html import render_html
+from rolecall.reports.report import environment, make_report, read_facts, write_report
 from rolecall.views import ettr as effective
 from rolecall.views.audit import REPORT_JSON
 from tests.events import filled
@@ -241,3 +243,21 @@ def test_a_fault_that_was_asked_for_and_never_happened_fails_the_run(fake_run: R
     report = write_report(fake_run)
     assert not report["ok"]
     assert [v["what"] for v in report["verdict"] if not v["ok"]] == ["faults happened"]
+
+
+def test_the_mfu_is_reported_where_the_peaks_are_known_and_its_decline_is_a_remark(tmp_path: Path) -> None:
+    peaks = {"runtime": {"trainer_peak_flops": 1e12}}
+    facts = read_facts(FakeRun(tmp_path, num_steps=40, strikes=()).build())
+    assert make_report(facts, None)["mfu"] == {}
+    steps = [e for e in facts.events if e.kind is EventKind.STEP_COMMITTED]
+    seconds = {e.event_id: 3.0 if n < 20 else 30.0 for n, e in enumerate(steps)}
+    events = [
+        replace(e, payload=replace(e.as_(StepCommitted), seconds=seconds[e.event_id])) if e.event_id in seconds else e
+        for e in facts.events
+    ]
+    report = make_report(replace(facts, events=events, job={**facts.job, "config": {**facts.config, **peaks}}), None)
+    mfu = report["mfu"]["trainer"]
+    assert set(report["mfu"]) == {"trainer"} and mfu["newest"] < 0.2 * mfu["best"]
+    (remark,) = (r for r in report["remarks"] if r["kind"] == "mfu_declined")
+    assert remark["what"] == "trainer" and "medians of 16 steps" in remark["because"]
+    assert f"MFU of trainer {mfu['median']:.1%}" in render_html({**report, "environment": environment()})

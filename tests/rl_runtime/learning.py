@@ -23,10 +23,19 @@ from rolecall.core.journal.payloads import ChainHead
 from rolecall.core.journal.store import GENESIS
 from rolecall.rl_runtime.algorithms.batching import form_microbatches
 from rolecall.rl_runtime.algorithms.sampler import GroupSignal, classify_rewards, not_filled
-from rolecall.rl_runtime.protocol.messages import EndReason, PromptGroup, StepResult, TrainingSample
+from rolecall.rl_runtime.protocol.messages import (
+    ComputedMicrobatch,
+    EndReason,
+    Microbatch,
+    PromptGroup,
+    StepResult,
+    TrainingSample,
+    UnusualMicrobatches,
+)
 from rolecall.rl_runtime.rollout.engine import EngineSettings, VllmEngine
 from rolecall.rl_runtime.tasks.reward_worker import task_of
 from rolecall.rl_runtime.tasks.task import Task, group_id
+from rolecall.rl_runtime.trainer.band import LearnedBand
 from rolecall.rl_runtime.trainer.model import load_model_folder
 from rolecall.rl_runtime.trainer.trainer import TrainerReplica
 
@@ -264,6 +273,7 @@ class LearningCurvePoint:
     exact: float | None  # share of them that are exact
     generated: GeneratedBatch
     result: StepResult
+    band: LearnedBand  # after the step
     write_seconds: float
     train_seconds: float
 
@@ -274,6 +284,16 @@ def examine(writer: SequenceGenerator, task: Task, *, num_prompts: int) -> tuple
     written = writer.write([GeneratedSequence(prompt=p) for p in prompts], [task.max_response_tokens] * num_prompts)
     rewards = [task.reward(line.prompt, line.tokens) for line in written]
     return sum(rewards) / num_prompts, sum(r == 1.0 for r in rewards) / num_prompts
+
+
+def train_alone(trainer: TrainerReplica, step: int, work: Sequence[Microbatch], *, epoch: int = 1) -> StepResult:
+    """A step of the only trainer. As under a controller, unusual microbatches are computed once more."""
+    ids, first = [m.microbatch_id for m in work], tuple[ComputedMicrobatch, ...]()
+    while True:
+        try:
+            return trainer.train_step(1, epoch, step, work, ids, LEDGER, [trainer.replica], first)
+        except UnusualMicrobatches as e:
+            first = e.microbatches  # no others are looked for now
 
 
 def learn(
@@ -296,7 +316,7 @@ def learn(
             made = source.generate()
             written = clock.monotonic()
             work = form_microbatches(step, made.groups, job.algorithm.microbatches_per_step)
-            result = trainer.train_step(1, 1, step, work, [m.microbatch_id for m in work], LEDGER, [TRAINER])
+            result = train_alone(trainer, step, work)
             versions.append((step + 1, trainer.state.policy_tensors(step + 1)))
             exact = sum(s.reward == 1.0 for s in made.over) / len(made.over) if made.over else None
             yield LearningCurvePoint(
@@ -305,6 +325,7 @@ def learn(
                 exact=exact,
                 generated=made,
                 result=result,
+                band=trainer.state.band,
                 write_seconds=written - began,
                 train_seconds=clock.monotonic() - written,
             )

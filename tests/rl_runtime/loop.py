@@ -19,7 +19,7 @@ from rolecall.rl_runtime.controller.controller import Controller, RunOutcome
 from rolecall.rl_runtime.controller.trajectories import TrajectoryTable
 from rolecall.rl_runtime.protocol.spawn import ActorSpec
 from rolecall.rl_runtime.tasks.task import Prompt, group_id
-from tests.rl_runtime.scripted_responses import MAX_NEW_TOKENS, ScriptedResponses
+from tests.rl_runtime.scripted_responses import ScriptedResponses
 from tests.rl_runtime.simulated_fleet import FakeCertifier, SimulatedFleet
 from tests.rl_runtime.simulated_loop import run_simulated
 
@@ -90,11 +90,15 @@ class MortalLedger(Ledger):
 class Prompts:
     """Two tokens that name the group."""
 
-    def __init__(self, max_response_tokens: int = MAX_NEW_TOKENS) -> None:
-        self.max_response_tokens = max_response_tokens
+    def __init__(self, answers: ScriptedResponses) -> None:
+        self.max_response_tokens = answers.longest
+        self._answers = answers
 
     def prompt(self, number: int) -> Prompt:
         return Prompt(group_id=group_id(number), tokens=(1, number))
+
+    def reward(self, prompt_tokens: tuple[int, ...], response_tokens: tuple[int, ...]) -> float:
+        return self._answers.reward(response_tokens)
 
 
 def small_job(**changes: Any) -> JobConfig:
@@ -187,7 +191,7 @@ class World:
             spawn,
             self.job,
             connect=lambda record: self.fleet.connect(record, mortality),
-            source=Prompts(self.answers.longest),
+            source=Prompts(self.answers),
             verifier=FakeCertifier(),
             journal=journal,
             ledger=ledger,

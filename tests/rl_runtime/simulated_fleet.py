@@ -22,7 +22,19 @@ from rolecall.core.journal.payloads import ChainHead
 from rolecall.core.membership import Actual, Desired, ReplicaState
 from rolecall.rl_runtime.protocol import messages as protocol
 from rolecall.rl_runtime.protocol.clients import LoadedCheckpoint, ReplicaExited
-from rolecall.rl_runtime.protocol.messages import CommitRecord, EndReason, Holder, Manifest, Microbatch, PromptGroup
+from rolecall.rl_runtime.protocol.messages import (
+    CheckVerdict,
+    CommitRecord,
+    ComparedMicrobatch,
+    ComputedMicrobatch,
+    EndReason,
+    Holder,
+    Manifest,
+    Microbatch,
+    MicrobatchNumbers,
+    PromptGroup,
+    UnusualMicrobatches,
+)
 from rolecall.rl_runtime.protocol.policy_health import HealthSums, health
 from rolecall.rl_runtime.tasks.task import group_start
 from rolecall.rl_runtime.weights.proof import ProofDecision, ProofVerifier
@@ -179,6 +191,7 @@ class FakeTrainer(_FakeReplica):
         all_ids: Sequence[str],
         ledger: ChainHead,
         members: Sequence[ReplicaId],
+        first: Sequence[ComputedMicrobatch] = (),
     ) -> protocol.StepResult:
         self._check(incarnation)
         async with self._work:
@@ -196,9 +209,11 @@ class FakeTrainer(_FakeReplica):
                     await asyncio.sleep(MICROBATCH_SECONDS)
                     self.fleet.check_microbatch(step, microbatch)
                     self.computed[microbatch.microbatch_id] = microbatch
-            return await self._commit(epoch, step, list(all_ids), ledger)
+            return await self._commit(epoch, step, list(all_ids), ledger, first)
 
-    async def _commit(self, epoch: int, step: int, all_ids: list[str], ledger: ChainHead) -> protocol.StepResult:
+    async def _commit(
+        self, epoch: int, step: int, all_ids: list[str], ledger: ChainHead, first: Sequence[ComputedMicrobatch]
+    ) -> protocol.StepResult:
         assert self.group is not None
         me = (self.replica, self.incarnation)
         ballots = await self.group.meet(f"step {step}", me, dict(self.computed))
@@ -219,6 +234,13 @@ class FakeTrainer(_FakeReplica):
                     microbatch_id=bad.microbatch_id,
                     group_ids=[g.group_id for g in bad.groups],
                 )
+        owners = {i: member for member, ballot in ballots.items() for i in ballot}
+        unusual = [self._computed(owners[i], union[i]) for i in sorted(union) if self.fleet.unusual(owners[i][0], i)]
+        if unusual and not first and len({u.replica for u in unusual}) == 1:
+            if unusual[0].replica == self.replica:
+                self.computed = {}
+            self._leave()
+            raise UnusualMicrobatches(step=step, microbatches=unusual)
         digest = hashlib.sha256(content.encode()).hexdigest()
         self.commit = protocol.CommitRecord(
             step=step,
@@ -244,8 +266,26 @@ class FakeTrainer(_FakeReplica):
             seconds=0.1,
             my_microbatches=tuple(sorted(ballots[me])),
             log_ratio_max=0.0,
+            compared=tuple(self._compared(u, owners[u.microbatch_id][0]) for u in first)
+            or tuple(ComparedMicrobatch(first=u, by="", again=None, verdict=CheckVerdict.SEVERAL) for u in unusual),
         )
         return self.last
+
+    def _computed(self, by: Member, microbatch: Microbatch) -> ComputedMicrobatch:
+        return ComputedMicrobatch(
+            replica=by[0],
+            incarnation=by[1],
+            microbatch_id=microbatch.microbatch_id,
+            group_ids=tuple(g.group_id for g in microbatch.groups),
+            numbers=MicrobatchNumbers(loss=0.1, grad_norm=800.0),
+            because="gradient norm 800, usually 1",
+        )
+
+    def _compared(self, first: ComputedMicrobatch, by: ReplicaId) -> ComparedMicrobatch:
+        same = self.fleet.unusual(by, first.microbatch_id)
+        again = first.numbers if same else MicrobatchNumbers(loss=0.1, grad_norm=1.0)
+        verdict = CheckVerdict.SAME if same else CheckVerdict.WRONG
+        return ComparedMicrobatch(first=first, by=by, again=again, verdict=verdict)
 
     async def save_checkpoint(self, folder: str, keep: int) -> str:
         async with self._work:
@@ -430,6 +470,8 @@ class FakeReward(_FakeReplica):
         super().__init__(fleet, member)
         self.answers: list[Any] = []
         """Scripted: an exception to raise, or a wrong answer, for the next calls."""
+        self.added = 0.0
+        """What it adds to every reward, without noticing."""
 
     async def score(self, incarnation: int, groups: Sequence[protocol.PromptGroup]) -> list[list[float]]:
         self._check(incarnation)
@@ -439,7 +481,7 @@ class FakeReward(_FakeReplica):
             if isinstance(answer, Exception):
                 raise answer
             return answer  # type: ignore[no-any-return]
-        return [[self.fleet.answers.reward(s.tokens) for s in g.samples] for g in groups]
+        return [[self.fleet.answers.reward(s.tokens) + self.added for s in g.samples] for g in groups]
 
 
 class FakeCertifier(ProofVerifier):
@@ -555,6 +597,8 @@ class SimulatedFleet:
         self.problems: list[str] = []
         self.spoils: Callable[[ReplicaId, str], bool] = lambda replica, microbatch: False
         """Whether a microbatch is not finite at a trainer."""
+        self.unusual: Callable[[ReplicaId, str], bool] = lambda replica, microbatch: False
+        """Whether its numbers are outside the learned band there."""
         self._tasks: set[asyncio.Task[Any]] = set()
 
     def spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:

@@ -260,7 +260,7 @@ def _metered(world: World, source: Any = None) -> tuple[MeteredWatch, Meter]:
 
 @contextmanager
 def _served(path: Path, world: World, meter: Meter, *, ours: bool = True) -> Iterator[WatchServer]:
-    job = parse_job({"recovery": world.config.model_dump()})
+    job = parse_job({"recovery": world.config.model_dump(), "runtime": {"trainer_peak_flops": 1e12}})
     agents = dict[str, str] if ours else None
     server = WatchServer(
         RunDir(path), job, LOOPBACK, meter, world.clock, agents=agents, calls_failed=lambda: 2, poll_seconds=0.01
@@ -318,7 +318,9 @@ def test_every_name_of_the_catalogue_is_served(tmp_path: Path, fake_run: RunDir)
     watch, meter = _metered(world)
     world.runtime.inject("rollout/1", FaultClass.CRASH)
     world.until(lambda: any(e.kind is EventKind.PLAN_PROPOSED for e in world.journal.events()), watch)
-    world.journal.append(filled(EventKind.STEP_COMMITTED, {"step": 0, "health": {sign.name: 0.5 for sign in SIGNS}}))
+    world.journal.append(
+        filled(EventKind.STEP_COMMITTED, {"step": 0, "seconds": 1.0, "health": {sign.name: 0.5 for sign in SIGNS}})
+    )
     with _served(tmp_path, world, meter) as server:
         eventually(lambda: ("plans_waiting",) in _scraped(server), "the journal is read")
         names = {f"rolecall_{key[0]}" for key in (*_scraped(server), *_looked(fake_run))}

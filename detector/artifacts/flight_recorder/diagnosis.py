@@ -223,12 +223,17 @@ NUM_WAITERS_SHOWN = 8
 
 
 def diagnose(
-    dumps: Sequence[FlightRecorderDump], *, world_size: int | None = None, topology: Topology | None = None
+    dumps: Sequence[FlightRecorderDump],
+    *,
+    world_size: int | None = None,
+    topology: Topology | None = None,
+    complete: bool = True,
 ) -> list[Finding]:
     """Root causes, the one that explains most waits first; empty if no rank waits.
 
     `world_size`: number of ranks; by default derived from the groups, else from the highest rank seen. `topology`:
-    node, role and replica of ranks; takes precedence over file names.
+    node, role and replica of ranks; takes precedence over file names. `complete`: all dumps were read; otherwise a rank
+    without one is not suspected for that.
     """
     if not dumps:
         return []
@@ -236,9 +241,8 @@ def diagnose(
     if len(job.dumps) == 1 and job.absent:
         return alone(job)
     ends = ends_of(job)
-    if ends:
-        return findings(job, ends)
-    return missing_dumps(job)
+    found = findings(job, ends) if ends else missing_dumps(job)
+    return [f for f in found if complete or not any(s.rank in job.absent for s in f.suspects)]
 
 
 def entries_wanted(dumps: Sequence[FlightRecorderDump], *, world_size: int | None = None) -> set[int]:

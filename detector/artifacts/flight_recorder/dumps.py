@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from gc import disable, enable, isenabled
@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rolecall.core.clock import Clock, SystemClock
-from rolecall.core.errors import UnreadableInput
+from rolecall.core.errors import ReadingStopped, UnreadableInput
 from rolecall.detector.artifacts.flight_recorder.entries import (
     NUM_GROUPS_MAX,
     Entries,
@@ -48,7 +48,7 @@ from rolecall.detector.base.plain_pickle import (
     refuse_beyond,
     safe,
 )
-from rolecall.detector.base.read_budget import Budget
+from rolecall.detector.base.read_budget import Budget, Check, no_check
 
 SIZE_BYTES_MAX = 64 << 20
 """A dump of 2,000 entries, PyTorch's default, takes 0.3 to 1 MB; this allows for 100,000."""
@@ -108,10 +108,10 @@ def is_dump(path: Path) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """Limits of reading one file: memory, and a check for the deadline that may raise UnreadableInput."""
+    """Limits of reading one file: memory, and a check for the deadline."""
 
     bytes_max: int = READ_BYTES_MAX
-    check: Callable[[], None] = lambda: None
+    check: Check = no_check
 
 
 def read(path: Path, *, entries: bool = True, reading: Reading = Reading()) -> FlightRecorderDump:
@@ -142,20 +142,22 @@ def read_many(
     budget: Budget | None = None,
 ) -> tuple[list[FlightRecorderDump], list[UnreadableInput]]:
     """The readable dumps, in order, and the errors of the others. `progress` is called with the number of files done.
+    Ends early if the budget is used up, which the budget then says.
 
-    Raises UnreadableInput: a worker process was killed, or the memory budget is exhausted.
+    Raises UnreadableInput: a worker process was killed.
     """
     dumps: list[FlightRecorderDump] = []
     unreadable: list[UnreadableInput] = []
     budget, counted = budget or Budget(), set[tuple[str, int]]()
-    with closing(_each(paths, entries, num_processes or os.cpu_count() or 1, budget)) as each:
+    with closing(_each(paths, entries, num_processes or os.cpu_count() or 1, budget)) as each, suppress(ReadingStopped):
         for number, (path, got) in enumerate(zip(paths, each, strict=True), start=1):
             if isinstance(got, FlightRecorderDump):
-                dumps.append(got)
                 budget.keep(_kept_bytes(got, counted), str(path))
+                dumps.append(got)
+            elif isinstance(got, ReadingStopped):
+                budget.stop(got)
             else:
                 unreadable.append(got)
-            budget.check_time(str(path))
             progress(number)
     return dumps, unreadable
 
@@ -182,9 +184,10 @@ def read_as_needed(
     num_processes: int | None = None,
     budget: Budget | None = None,
 ) -> tuple[list[FlightRecorderDump], list[UnreadableInput]]:
-    """The fast path: reads the status of all dumps, then the entries of the ranks from `wanted`, until it has none.
+    """The fast path: reads the status of all dumps, then the entries of the ranks from `wanted`, until it has none, or
+    the budget is used up.
 
-    Raises UnreadableInput: a worker process was killed, or the memory budget is exhausted.
+    Raises UnreadableInput: a worker process was killed.
     """
     budget = budget or Budget()
     dumps, unreadable = read_many(paths, entries=False, num_processes=num_processes, budget=budget)
@@ -192,7 +195,7 @@ def read_as_needed(
     while True:
         chosen = wanted(dumps)
         missing = [i for i, d in enumerate(dumps) if d.entries is None and d.rank in chosen and d.path not in asked]
-        if not missing:
+        if not missing or budget.stopped is not None:
             return dumps, unreadable
         again = [Path(dumps[i].path) for i in missing]
         whole, failed = read_many(again, num_processes=num_processes, budget=budget)
@@ -218,8 +221,7 @@ def _each(
     most = min(READ_BYTES_MAX, budget.reading_bytes_max)
     if len(paths) < POOL_MIN or num_processes < 2:
         for path in paths:
-            reading = Reading(read_bytes(path, most), lambda path=path: budget.check_time(str(path)))  # type: ignore[misc]
-            yield _read_or_error(path, entries, reading)
+            yield _read_or_error(path, entries, Reading(read_bytes(path, most), budget.check(path)))
         return
     # A process may keep what it took for its largest file, so all together must be able to.
     largest = max(read_bytes(path, most) for path in paths)
@@ -253,10 +255,11 @@ def _fits(in_flight: Sequence[int], needed: int, num_processes: int, bytes_max: 
 def _read_chunk(
     files: Sequence[tuple[Path, int]], entries: bool, deadline: float, clock: Clock = SystemClock()
 ) -> list[FlightRecorderDump | UnreadableInput]:
-    def check_of(path: Path) -> Callable[[], None]:
+    def check_of(path: Path) -> Check:
         def check() -> None:
             if clock.monotonic() > deadline:
-                raise UnreadableInput(where=str(path), reason="the time for reading all dumps ended before it was read")
+                reason = "not read to its end in the time for all dumps and logs; no more are read: name fewer files"
+                raise ReadingStopped(where=str(path), reason=reason)
 
         return check
 
@@ -265,6 +268,7 @@ def _read_chunk(
 
 def _read_or_error(path: Path, entries: bool, reading: Reading) -> FlightRecorderDump | UnreadableInput:
     try:
+        reading.check()
         return read(path, entries=entries, reading=reading)
     except UnreadableInput as e:
         return e

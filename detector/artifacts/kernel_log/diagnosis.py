@@ -15,8 +15,9 @@ several locations it is the application; ECC errors of a 74 more than twice on o
 of an NVSwitch explains simultaneous NVLink errors of its node's GPUs.
 """
 
+from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -147,19 +148,14 @@ _RANK = {
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """XIDs of one GPU, oldest first. A GPU lost without an XID gets a 79."""
+    """XIDs of one GPU, oldest first, and the same by code. A GPU lost without an XID gets a 79."""
 
     node: str
     pci: str
     seen: tuple[tuple[KernelLogFact, XidLine], ...]
+    codes: Mapping[int, list[KernelLogFact]]
+    lines: Mapping[int, list[XidLine]]
     uuid: str = ""
-
-    @property
-    def codes(self) -> dict[int, list[KernelLogFact]]:
-        return {code: [s for s, _ in pairs] for code, pairs in grouped(self.seen, lambda _, x: x.code).items()}
-
-    def lines(self, code: int) -> list[XidLine]:
-        return [x for _, x in self.seen if x.code == code]
 
     @property
     def title(self) -> str:
@@ -176,7 +172,14 @@ def gpus_of(seen: Sequence[KernelLogFact], logs: Sequence[KernelLog]) -> list[Gp
         elif isinstance(signal.fact, GpuLost):
             lines.append((signal, XidLine(pci=signal.fact.pci, code=FELL_OFF, text=signal.text)))
     groups = grouped(lines, lambda signal, x: (signal.node, x.pci))
-    return [Gpu(node, pci, tuple(p), uuids.get((node, pci), "")) for (node, pci), p in groups.items()]
+    return [_gpu(node, pci, pairs, uuids.get((node, pci), "")) for (node, pci), pairs in groups.items()]
+
+
+def _gpu(node: str, pci: str, pairs: Sequence[tuple[KernelLogFact, XidLine]], uuid: str) -> Gpu:
+    by_code = grouped(pairs, lambda _, x: x.code)
+    codes = {code: [s for s, _ in of_code] for code, of_code in by_code.items()}
+    lines = {code: [x for _, x in of_code] for code, of_code in by_code.items()}
+    return Gpu(node=node, pci=pci, seen=tuple(pairs), codes=codes, lines=lines, uuid=uuid)
 
 
 def _bursts(at: Sequence[float]) -> list[float]:
@@ -193,7 +196,7 @@ def _bursts(at: Sequence[float]) -> list[float]:
 def _most_in_a_day(at: Sequence[float]) -> int:
     """Maximum number of occurrences within 24 hours."""
     begun = _bursts(at)
-    return max((sum(a <= b < a + REPEAT_SECONDS for b in begun) for a in begun), default=0)
+    return max((bisect_left(begun, a + REPEAT_SECONDS) - i for i, a in enumerate(begun)), default=0)
 
 
 def _worst(lines: Sequence[XidLine]) -> XidLine:
@@ -204,7 +207,7 @@ def _worst(lines: Sequence[XidLine]) -> XidLine:
 def leading_code(gpu: Gpu) -> int | None:
     """The code that names the finding: the worst, then the earliest. None: all are ignorable."""
     first = {code: seen[0].at for code, seen in gpu.codes.items()}
-    ranks = {code: _RANK[_worst(gpu.lines(code)).action] for code in first}
+    ranks = {code: _RANK[_worst(lines).action] for code, lines in gpu.lines.items()}
     if 154 in ranks:
         ranks[154] = _RANK[_verdict(gpu)[0]] if len(first) == 1 else 0
     worst = max(ranks.values())
@@ -221,7 +224,7 @@ def gpu_finding(gpu: Gpu, num_with_31: int) -> Finding:
     lead = leading_code(gpu)
     assert lead is not None
     known, codes = xid(lead), gpu.codes
-    worst = _worst(gpu.lines(lead))
+    worst = _worst(gpu.lines[lead])
     sentence, advice, fault_class = _judged(gpu, known, num_with_31)
     if lead != 154 and 154 in codes:
         action, said = _verdict(gpu)
@@ -263,7 +266,7 @@ def _chosen(gpu: Gpu, lead: int) -> list[tuple[KernelLogFact, XidLine]]:
 def _judged(gpu: Gpu, known: Xid, num_with_31: int) -> tuple[str, str, FaultClass]:
     """Text, advice and fault class for the leading code."""
     codes = gpu.codes
-    seen, lines = codes[known.code], gpu.lines(known.code)
+    seen, lines = codes[known.code], gpu.lines[known.code]
     worst = _worst(lines)
     sentence = f"XID {known.code} ({known.meaning}), {'fatal' if worst.fatal else 'not fatal'}, {times(seen)}"
     advice, fault_class = worst.advice, known.fault_class
@@ -335,7 +338,7 @@ def _table(line: XidLine) -> str:
 
 def of_xid(gpu: Gpu, code: int) -> str:
     """The catalog's description of a code, with details from the lines."""
-    known, lines = xid(code), gpu.lines(code)
+    known, lines = xid(code), gpu.lines[code]
     words = [
         f"XID {code} {known.mnemonic}: {known.meaning}",
         f"class {known.fault_class}",
@@ -354,16 +357,18 @@ def of_xid(gpu: Gpu, code: int) -> str:
         words.append(_table(worst))
     if victims := sorted({f"{x.name or '?'} ({x.pid})" for x in lines if x.pid is not None}):
         words.append(f"in process {', '.join(victims[:NUM_LINES_SHOWN])}")
-    words.append(times([s for s, x in gpu.seen if x.code == code]))
+    words.append(times(gpu.codes[code]))
     return "; ".join(words)
 
 
 def explained_by(gpu: Gpu, at: Sequence[float]) -> bool:
-    """Whether the GPU reports only NVLink errors, all close in time to an error of the switch."""
+    """Whether the GPU reports only NVLink errors, all close in time to an error of the switch. `at`: in order."""
     codes = gpu.codes.keys() - {45, 154}
     if not codes or any(xid(c).immediate not in _OF_NVLINK for c in codes):
         return False
-    return all(s.timed and any(abs(s.at - t) <= BURST_SECONDS for t in at) for s, _ in gpu.seen)
+    # The first error of the switch that is not too early for the line is not too late either.
+    after = ((s, bisect_left(at, s.at - BURST_SECONDS)) for s, _ in gpu.seen)
+    return all(s.timed and i < len(at) and at[i] <= s.at + BURST_SECONDS for s, i in after)
 
 
 _OF_NVLINK = (XidAction.WORKFLOW_NVLINK_ERR, XidAction.WORKFLOW_NVLINK5_ERR)
@@ -563,7 +568,8 @@ def diagnose(logs: Sequence[KernelLog]) -> list[Finding]:
     for (node, switch), pairs in grouped(of(seen, SxidLine), lambda s, f: (s.node, f.switch)).items():
         fatal = [(s, f) for s, f in pairs if f.fatal or sxid(f.code).fatal]
         if fatal:
-            victims = [g for g in gpus if g.node == node and explained_by(g, [s.at for s, _ in fatal])]
+            at = sorted(s.at for s, _ in fatal)
+            victims = [g for g in gpus if g.node == node and explained_by(g, at)]
             found.append(switch_finding(node, switch, fatal, victims))
             explained |= {(g.node, g.pci) for g in victims}
     num_with_31 = sum(31 in g.codes for g in gpus)

@@ -14,15 +14,17 @@ kernel's: processes can write to /dev/kmsg, too.
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from io import BufferedIOBase, BufferedReader
 from pathlib import Path
 from typing import Any
 
-from rolecall.core.errors import UnreadableInput
+from rolecall.core.errors import ReadingStopped, UnreadableInput
 from rolecall.detector.artifacts.stacks.dumps import place_of
 from rolecall.detector.base import packed_files as packed
+from rolecall.detector.base.read_budget import Check, no_check
 from rolecall.formats.kernel_log.messages import KernelFact, KernelReader, parse_message
 from rolecall.formats.kernel_log.timestamps import (
     HOST_CHARS_MAX,
@@ -218,8 +220,8 @@ def _is_unstamped(lines: Sequence[str], name: str) -> bool:
     return (facts and len(lines) >= UNSTAMPED_LINES_MIN) or _DMESG_NAME.search(name) is not None
 
 
-def read(path: Path, check: Callable[[], None] = lambda: None) -> KernelLog:
-    """`check` is called during the work and may raise, as on a deadline.
+def read(path: Path, check: Check = no_check) -> KernelLog:
+    """The lines up to where `check` ends the reading, if it does.
 
     Raises UnreadableInput: the file is too large, or cannot be read.
     """
@@ -236,8 +238,9 @@ def read(path: Path, check: Callable[[], None] = lambda: None) -> KernelLog:
             elsewhere = uname[1].decode().lower()
         unpacked = packed.DecompressedFile(path, LOG_BYTES_MAX, check)
         with BufferedReader(unpacked, packed.CHUNK_BYTES) as file:
-            for stamped in _stamps(file, head, str(path)):
-                _take(log, stamped, elsewhere, status.st_mtime, readers)
+            with suppress(ReadingStopped):
+                for stamped in _stamps(file, head, str(path)):
+                    _take(log, stamped, elsewhere, status.st_mtime, readers)
             log.cut_short = unpacked.cut_short
         if is_report:
             _drop_repeated(log)

@@ -12,14 +12,16 @@ Only finished operations are recorded: a hung operation is absent, so absence pr
 import os
 from collections import deque
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 
 from rolecall.core.diagnosis import Evidence, Finding, Suspect
-from rolecall.core.errors import UnreadableInput
+from rolecall.core.errors import ReadingStopped, UnreadableInput
 from rolecall.core.faults import FaultClass
 from rolecall.detector.artifacts.stacks.dumps import Topology
+from rolecall.detector.base.read_budget import Check, no_check
 from rolecall.formats.nccl.inspector import LINE_BYTES_MAX, Context, Lines
 
 DETECTOR = "nccl_inspector"
@@ -29,6 +31,8 @@ HEAD_BYTES = 8192
 NUM_OPERATIONS_MAX = 20_000
 """Per communicator and file: the newest operations."""
 OPERATION_BYTES = 250
+CHECK_LINES = 1000
+"""The deadline is checked after this many lines: some 50 ms."""
 NUM_JOINT_MIN = 10
 LATE_RATIO_MAX = 0.5
 """Maximum ratio of a rank's time to the median of all ranks for it to count as late in an operation."""
@@ -79,8 +83,11 @@ def is_log(path: Path) -> bool:
     return line[:1] == b"{" and any(k in line for k in (b'"coll_perf"', b'"p2p_perf"', b'"dump_stats"'))
 
 
-def read(path: Path) -> InspectorLog:
-    """Raises UnreadableInput: no complete line, or the file cannot be read."""
+def read(path: Path, check: Check = no_check) -> InspectorLog:
+    """The lines up to where `check` ends the reading, if it does.
+
+    Raises UnreadableInput: no complete line, or the file cannot be read.
+    """
     lines = Lines()
     try:
         about = path.stat()
@@ -89,10 +96,14 @@ def read(path: Path) -> InspectorLog:
             if log.cut:
                 file.seek(-FILE_BYTES_MAX, os.SEEK_END)
                 file.readline(LINE_BYTES_MAX)
-            left = min(about.st_size, FILE_BYTES_MAX)
-            while left > 0 and (line := file.readline(LINE_BYTES_MAX + 1)):
-                left -= len(line)
-                _keep(log, lines, line)
+            left, number = min(about.st_size, FILE_BYTES_MAX), 0
+            with suppress(ReadingStopped):
+                while left > 0 and (line := file.readline(LINE_BYTES_MAX + 1)):
+                    left -= len(line)
+                    _keep(log, lines, line)
+                    number += 1
+                    if number % CHECK_LINES == 0:
+                        check()
     except OSError as e:
         raise UnreadableInput(where=str(path), reason=e.strerror or str(e)) from None
     log.num_lines, log.num_bad, log.num_dropped = lines.num_lines, lines.num_bad, lines.num_dropped

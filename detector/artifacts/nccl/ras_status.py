@@ -23,6 +23,7 @@ from rolecall.core.errors import UnreadableInput
 from rolecall.core.faults import FaultClass
 from rolecall.core.ids import NodeId
 from rolecall.detector.artifacts.stacks.dumps import Topology
+from rolecall.detector.base.read_budget import Check, no_check
 from rolecall.formats.nccl.ras import (
     Communicator,
     CommunicatorMember,
@@ -80,8 +81,11 @@ def is_status(path: Path) -> bool:
     return b"Job summary" in head and b"Communicators..." in head
 
 
-def read(path: Path) -> list[Poll]:
-    """Raises UnreadableInput: too large, cut short, not a RAS status report."""
+def read(path: Path, check: Check = no_check) -> list[Poll]:
+    """`check` is called during the work.
+
+    Raises UnreadableInput: too large, cut short, not a RAS status report.
+    """
     try:
         with path.open("rb") as file:
             raw = file.read(FILE_BYTES_MAX + 1)
@@ -93,7 +97,7 @@ def read(path: Path) -> list[Poll]:
             where=str(path), reason=f"answers of RAS of more than {FILE_BYTES_MAX:,} bytes are not read"
         )
     try:
-        return _polls(str(path), at, statuses(raw))
+        return _polls(str(path), at, statuses(raw, check))
     except MalformedRasStatus as e:
         raise UnreadableInput(where=str(path), reason=f"not an answer of NCCL RAS: {e}") from None
 

@@ -248,10 +248,27 @@ RECORDER = (
 )
 
 
-def diagnose(dumps: Sequence[StackDump], *, topology: Topology | None = None) -> list[Finding]:
-    """At most one finding per role. Times are file times: the fault was present by the first of them."""
-    found = [_judge(role) for role in roster(dumps, topology)]
+def diagnose(dumps: Sequence[StackDump], *, topology: Topology | None = None, complete: bool = True) -> list[Finding]:
+    """At most one finding per role. Times are file times: the fault was present by the first of them. `complete`: all
+    dumps were read; otherwise a process without one is not suspected for that."""
+    roles = roster(dumps, topology)
+    if not complete:
+        roles = [replace(role, processes=tuple(p for p in role.processes if p.stack is not None)) for role in roles]
+    found = [_judge(role) for role in roles]
     return [f for f in found if f is not None]
+
+
+def open_ends(dumps: Sequence[StackDump], *, topology: Topology | None = None) -> list[str]:
+    """Why dumps without a finding do not show that the job is healthy, and what would settle it."""
+    remarks = []
+    for role in roster(dumps, topology):
+        of = f"for {role.name}" if role.name else "from these stacks"
+        if len(role.processes) == 1:
+            remarks.append(f"cannot tell {of}: one process has no peers; dumps of the others would settle it")
+        elif len(role.rounds) == 1:
+            why = "a job that works and one that hangs as a whole look the same in one round of dumps"
+            remarks.append(f"cannot tell {of}: {why}; {NUM_ROUNDS} rounds, {ROUND_SECONDS:g} s apart, would settle it")
+    return remarks
 
 
 def summary(dumps: Sequence[StackDump], *, topology: Topology | None = None) -> str:

@@ -27,6 +27,7 @@ from typing import Any
 from rolecall.core.diagnosis import Suspect
 from rolecall.core.errors import UnreadableInput
 from rolecall.core.ids import NodeId
+from rolecall.detector.base.read_budget import Check, no_check
 
 # --- names of files and folders ---------------------------------------------------------------------------------------
 
@@ -243,8 +244,11 @@ def _is_text(head: str) -> bool:
 # --- dumps --------------------------------------------------------------------------------------------------------
 
 
-def read(path: Path) -> StackDump:
-    """Raises UnreadableInput: too large, truncated, without threads, or not a dump."""
+def read(path: Path, check: Check = no_check) -> StackDump:
+    """`check` is called for each thread.
+
+    Raises UnreadableInput: too large, truncated, without threads, or not a dump.
+    """
     text, at = _text(path)
     place = place_of(path)
     if text.lstrip()[:1] in ("[", "{"):
@@ -252,9 +256,9 @@ def read(path: Path) -> StackDump:
         if isinstance(value, dict):
             place |= _agent_fields(path, value)
             value = value.get("threads")
-        pid, threads = _from_json(path, value, place.get("pid"))
+        pid, threads = _from_json(path, value, place.get("pid"), check)
     elif _is_text(text[:HEAD_BYTES]):
-        pid, threads = _from_text(path, text)
+        pid, threads = _from_text(path, text, check)
     else:
         raise _wrong(path, "neither JSON nor text of py-spy")
     if not any(t.frames for t in threads):
@@ -291,7 +295,7 @@ def _json(path: Path, text: str) -> Any:
         raise _wrong(path, f"not JSON, or cut short: {e}") from None
 
 
-def _from_json(path: Path, value: Any, pid: int | None) -> tuple[int | None, list[Thread]]:
+def _from_json(path: Path, value: Any, pid: int | None, check: Check) -> tuple[int | None, list[Thread]]:
     if not isinstance(value, list) or not all(isinstance(t, dict) for t in value):
         raise _wrong(path, "not a list of threads")
     if len(value) > NUM_THREADS_MAX:
@@ -302,6 +306,7 @@ def _from_json(path: Path, value: Any, pid: int | None) -> tuple[int | None, lis
     threads: list[Thread] = []
     main: int | None = None
     for thread in value:
+        check()
         if pids and _integer(thread.get("pid")) != pid:
             continue
         frames = thread.get("frames")
@@ -327,7 +332,7 @@ def _from_json(path: Path, value: Any, pid: int | None) -> tuple[int | None, lis
     return pid, _main_first(threads, len(threads) - 1 if main is None else main)
 
 
-def _from_text(path: Path, text: str) -> tuple[int | None, list[Thread]]:
+def _from_text(path: Path, text: str, check: Check) -> tuple[int | None, list[Thread]]:
     processes = list(_PROCESS_LINE.finditer(text))
     pid = int(processes[0].group(1)) if processes else None
     own = text[: processes[1].start()] if len(processes) > 1 else text
@@ -337,6 +342,7 @@ def _from_text(path: Path, text: str) -> tuple[int | None, list[Thread]]:
     threads: list[Thread] = []
     main: int | None = None
     for number, head in enumerate(heads):
+        check()
         body = own[head.end() : heads[number + 1].start() if number + 1 < len(heads) else len(own)]
         pairs = [pair for line in body.splitlines() if (pair := _frame_of(line)) is not None]
         if len(pairs) > NUM_FRAMES_MAX:

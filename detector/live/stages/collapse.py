@@ -20,7 +20,8 @@ Falling entropy with rising reward is learning, whatever the amounts. Medians ov
 steps. No test fires before a baseline level and enough newer steps are available.
 
 If trainer and engine disagree on tokens of the same policy version, weights or numerics are wrong: `silent_corruption`
-between two roles. The log ratio is the maximum over all engines and does not identify one, so no replica is named.
+between two roles. The log ratio is the maximum over all engines. If the controller reported one and the same engine as
+the only one off (`EngineDisagrees`) in at least two steps since, that engine is named and replaced, else no replica.
 Otherwise learning rate, reward or data are at fault: `user_code`. On-call is paged; replacing a machine would not help,
 and a false alarm must not stop a run of several days (`recovery.policy`). Machine faults are independent diagnoses:
 neither explains the other, because a run resumed from an older checkpoint is compared with its history up to there.
@@ -37,12 +38,14 @@ from statistics import median
 from typing import Any, Final, Self
 
 from rolecall.core.diagnosis import Evidence, Finding
+from rolecall.core.errors import EngineDisagrees
 from rolecall.core.faults import FaultClass
 from rolecall.core.policy_health import LOG_RATIO_ALARM
 from rolecall.core.telemetry import Phase, ProcessSample
-from rolecall.detector.base.findings import ADVISES, COLLAPSE, settles
+from rolecall.detector.base.findings import ADVISES, COLLAPSE, WRONG_NUMBERS, settles
 from rolecall.detector.live.fleet import MonitoredProcesses, finding
 from rolecall.detector.live.stages.stage import Stage, Tick
+from rolecall.detector.live.subject import MonitoredProcess
 
 # --- training history -------------------------------------------------------------------------------------------------
 
@@ -178,6 +181,10 @@ DIVERGED_STEPS: Final = 4
 LOG_RATIO_FACTOR: Final = 10.0
 LOG_RATIO_SEEN, LOG_RATIO_ABOVE = 4, 3
 """Three of the last four steps with a log ratio must be above the limit."""
+NAMED_STEPS_MIN: Final = 2
+"""Steps in which the controller must have named one engine, and no other."""
+ENGINES_DISAGREE: Final = "engines_disagree"
+"""The symptom that is a fault of weights or numerics."""
 
 Known = Sequence[tuple[TrainingStepPoint, float]]
 
@@ -401,7 +408,7 @@ def disagreeing(points: Sequence[TrainingStepPoint]) -> CollapseSymptom | None:
         f"(usual: {usual:.2g}; more than {limit:.2g} in {len(above)} of the last {len(recent)} steps that reported it)"
     )
     values = {"log_ratio_max": max(v for _, v in above), "log_ratio_usual": usual}
-    return CollapseSymptom(kind="engines_disagree", since=above[0][0], text=text, values=values)
+    return CollapseSymptom(kind=ENGINES_DISAGREE, since=above[0][0], text=text, values=values)
 
 
 def _since(series: Known, line: float) -> TrainingStepPoint:
@@ -475,9 +482,13 @@ class CollapseWatch:
         seen = collapse_symptoms(points)
         if seen:
             self.quiet = 0
-            more_severe = _class(seen) is FaultClass.SILENT_CORRUPTION
-            if self.reported is None or (more_severe and self.reported.fault_class is not FaultClass.SILENT_CORRUPTION):
-                made = _finding(seen, points, fleet, now)
+            disagree = _class(seen) is FaultClass.SILENT_CORRUPTION
+            since = min((s.since.step for s in seen if s.kind == ENGINES_DISAGREE), default=0)
+            engine = disagreeing_engine(fleet, since) if disagree else None
+            before = self.reported
+            more_severe = disagree and before is not None and before.fault_class is not FaultClass.SILENT_CORRUPTION
+            if before is None or more_severe or (engine is not None and not before.suspects):
+                made = _finding(seen, points, fleet, engine, now)
                 self.reported, self.since_step = made, min(sign.since.step for sign in seen)
         elif self.reported:
             self.quiet += 1
@@ -496,13 +507,31 @@ class CollapseStage(Stage):
 
 
 def _class(seen: Sequence[CollapseSymptom]) -> FaultClass:
-    disagree = any(sign.kind == "engines_disagree" for sign in seen)
+    disagree = any(sign.kind == ENGINES_DISAGREE for sign in seen)
     return FaultClass.SILENT_CORRUPTION if disagree else FaultClass.USER_CODE
 
 
+def disagreeing_engine(fleet: MonitoredProcesses, since_step: int) -> MonitoredProcess | None:
+    """The engine that the controller named in each of its reports from this step on; None if there are too few."""
+    parsed = (EngineDisagrees.parse(s.event.detail.get("message", "")) for s in fleet.wrong_numbers)
+    steps_of: dict[tuple[str, int], set[int]] = {}
+    for replica, incarnation, step in (p for p in parsed if p is not None and p[2] >= since_step):
+        steps_of.setdefault((replica, incarnation), set()).add(step)
+    if len(steps_of) != 1 or len(next(iter(steps_of.values()))) < NAMED_STEPS_MIN:
+        return None
+    (replica, incarnation), _ = steps_of.popitem()
+    here = fleet.roster.of_replica(replica).values()
+    return next((s for s in here if s.incarnation == incarnation and not s.gone), None)
+
+
 def _finding(
-    seen: Sequence[CollapseSymptom], points: Sequence[TrainingStepPoint], fleet: MonitoredProcesses, now: float
+    seen: Sequence[CollapseSymptom],
+    points: Sequence[TrainingStepPoint],
+    fleet: MonitoredProcesses,
+    engine: MonitoredProcess | None,
+    now: float,
 ) -> Finding:
+    """`engine`: the only one that disagrees with the trainers; None: not known."""
     fault = _class(seen)
     began = min((sign.since for sign in seen), key=lambda p: p.step)
     what = "; ".join(sign.text for sign in seen)
@@ -510,7 +539,13 @@ def _finding(
         Evidence(kind=sign.kind, text=sign.text, values={"step": float(sign.since.step), **sign.values})
         for sign in seen
     ]
-    if fault is FaultClass.SILENT_CORRUPTION:
+    if engine is not None:
+        because = (
+            f"{engine.name()} alone computes other log-probabilities than the trainers, in each of the steps that were "
+            f"told apart by engine: {what}"
+        )
+        advice = f"check what was trained on its tokens, from step {began.step} on"
+    elif fault is FaultClass.SILENT_CORRUPTION:
         trainers, engines = _roles(fleet)
         because = (
             f"weights or numerics differ between {trainers} and {engines}: {what}; these numbers do not identify the "
@@ -531,8 +566,8 @@ def _finding(
             f"save a checkpoint of an earlier step before it is rotated out"
         )
     return finding(
-        COLLAPSE,
-        [],
+        COLLAPSE if engine is None else WRONG_NUMBERS,
+        [] if engine is None else [engine],
         fault,
         onset=began.wall_at,
         now=now,

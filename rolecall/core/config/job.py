@@ -44,6 +44,8 @@ class ModelConfig(Section):
     """Key and value heads."""
     head_dim: Annotated[int, Field(ge=16, le=256)] = 32
     """Size of one head."""
+    num_parameters: Annotated[int, Field(ge=1)] | None = None
+    """Parameters of the model folder, without the embedding, for the MFU. null: no MFU with a model folder."""
 
     @model_validator(mode="after")
     def _heads(self) -> "ModelConfig":
@@ -201,6 +203,13 @@ class RuntimeConfig(Section):
     """KV cache of each rollout engine."""
     transfer_timeout_seconds: Seconds = 10.0
     """Deadline of one weight transfer."""
+    reward_check_share: Annotated[float, Field(ge=0, le=1)] = 0.02
+    """Share of the prompt groups that a second reward worker scores, too. Workers that differ are compared with a third
+    one. 0: none, for a scorer that may give equal answers different rewards."""
+    trainer_peak_flops: Annotated[float, Field(gt=0)] | None = None
+    """Peak FLOP/s of the devices of one trainer, from the data sheet. null: trainers have no MFU."""
+    rollout_peak_flops: Annotated[float, Field(gt=0)] | None = None
+    """Peak FLOP/s of the devices of one rollout, from the data sheet. null: rollouts have no MFU."""
 
 
 class JobConfig(Section):

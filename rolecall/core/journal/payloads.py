@@ -9,7 +9,7 @@ anything else raises `version`. `docs/reference/events.md` is generated from thi
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields, is_dataclass
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from enum import Enum, StrEnum
 from functools import cache
 from typing import Annotated, Any, ClassVar, TypeVar, dataclass_transform
@@ -31,6 +31,8 @@ class EventKind(StrEnum):
     STEP_COMMITTED = "step_committed"
     STEP_INTERRUPTED = "step_interrupted"
     MICROBATCH_RECOMPUTED = "microbatch_recomputed"
+    MICROBATCH_COMPARED = "microbatch_compared"
+    REWARDS_COMPARED = "rewards_compared"
     WEIGHTS_ADMITTED = "weights_admitted"
     WEIGHTS_REJECTED = "weights_rejected"
     REQUESTS_REASSIGNED = "requests_reassigned"
@@ -287,6 +289,9 @@ class StepCommitted(Payload):
     gradient_digest: Annotated[str, "digest of the reduced gradient, equal on all trainers"]
     ledger: Annotated[ChainHead, "head of the ledger when the step was assigned"]
     versions: Annotated[Mapping[str, int], "rollout replica -> policy version that it serves"]
+    log_ratios: Annotated[
+        Mapping[str, float], "`log_ratio_max` by engine, `role/index#incarnation`; only those that were compared"
+    ] = field(default_factory=dict)
 
 
 @_event(K.STEP_INTERRUPTED, CONTROLLER)
@@ -311,6 +316,41 @@ class MicrobatchRecomputed(Payload):
     from_replica: Annotated[str, "trainer at which it was not finite first"]
     by: Annotated[str, "trainer that computed it again; `from_replica` itself if there is no other"]
     finite: Annotated[bool, "whether it was finite then: if so the first trainer is suspect, else the data or the code"]
+
+
+@_event(K.MICROBATCH_COMPARED, CONTROLLER)
+class MicrobatchCompared(Payload):
+    """A microbatch of a committed step had a loss or gradient norm far outside those of the run."""
+
+    step: Annotated[int, "optimizer step"]
+    microbatch: Annotated[str, "the microbatch"]
+    groups: Annotated[tuple[str, ...], "its prompt groups"]
+    from_replica: Annotated[str, "trainer that computed it first"]
+    loss: Annotated[float, "its loss there"]
+    grad_norm: Annotated[float, "norm of its gradient there, before clipping"]
+    because: Annotated[str, "what is unusual, and the limit"]
+    by: Annotated[str, "trainer that computed it again; `from_replica` itself if there is no other; empty: none did"]
+    loss_again: Annotated[float | None, "its loss at `by`, which the step was committed with"]
+    grad_norm_again: Annotated[float | None, "norm of its gradient at `by`"]
+    verdict: Annotated[
+        str,
+        "`wrong`: other and usual numbers at `by`, the first trainer is suspect; `same`: the data or the policy; "
+        "`unclear`: other numbers, unusual too; `several`: several trainers had such in one step, so it was not "
+        "computed again",
+    ]
+
+
+@_event(K.REWARDS_COMPARED, CONTROLLER)
+class RewardsCompared(Payload):
+    """Reward workers gave the same answers different rewards."""
+
+    group: Annotated[str, "prompt group"]
+    rewards: Annotated[
+        Mapping[str, tuple[float, ...]],
+        "scorer, `role/index#incarnation` -> reward of each sample; the controller scores if there is no third worker",
+    ]
+    odd: Annotated[str, "scorer that two others contradict; empty: all differ"]
+    used: Annotated[tuple[float, ...], "rewards that the group is trained with: those of the two; else the first ones"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

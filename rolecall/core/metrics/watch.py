@@ -90,6 +90,8 @@ RUN_METRICS = rows(
         "run_steps_committed_total": "Commits of steps; a step that was undone and repeated counts twice",
         "run_steps_interrupted_total": "Steps interrupted by a fault",
         "run_tokens_total": "Tokens in committed steps",
+        "run_mfu_ratio{role}": "Model FLOPs utilisation of trainers and rollouts in the newest step; absent without "
+        "the role's peak in the job file",
         "run_reward": "Mean reward of the newest committed step",
         "run_loss": "Loss of the newest committed step",
         **{f"run_{sign.metric}": sign.help for sign in SIGNS},

@@ -13,7 +13,7 @@ collective that never ends agree, and RAS reports OK. The text lists only outlie
 import json
 import re
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from enum import StrEnum
@@ -25,6 +25,8 @@ NUM_COMMUNICATORS_MAX = 4096
 NUM_RANKS_MAX = 500_000
 """Of all communicators of one status together."""
 NUM_STATUSES_MAX = 1000
+CHECK_ITEMS = 4096
+"""A deadline is checked after this many ranks or lines: some 50 ms."""
 TEXT_CHARS_MAX = 96
 
 
@@ -236,8 +238,9 @@ _STAMP = re.compile(r"^[ \t]*\[?(\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d)(?:[.,]\d{1,9
 _TEXT_BEGINS = re.compile(r"^[ \t]*(?:Job summary|Communicators\.\.\.)", re.MULTILINE)
 
 
-def statuses(raw: bytes) -> list[RasStatus]:
-    """All answers that stand one after the other, in order: at least one.
+def statuses(raw: bytes, check: Callable[[], None] = lambda: None) -> list[RasStatus]:
+    """All answers that stand one after the other, in order: at least one. `check` is called during the work and may
+    raise, as on a deadline.
 
     Raises:
         Malformed: there is none, or one of them is cut short or not what it begins as.
@@ -246,9 +249,9 @@ def statuses(raw: bytes) -> list[RasStatus]:
     if found := _ACKNOWLEDGED.match(text):
         text = " " * found.end() + text[found.end() :]  # positions stay
     if text.lstrip()[:1] == "{":
-        return _all_json(text, stamps)
+        return _all_json(text, stamps, check)
     if _TEXT_BEGINS.search(text):
-        return all_text(text, stamps)
+        return all_text(text, stamps, check)
     head = " ".join(text[:80].split())
     raise MalformedRasStatus(f"neither JSON nor the text of STATUS: {word(head)!r}" if head else "an empty answer")
 
@@ -282,23 +285,28 @@ def _stamp_at(stamps: Stamps, position: int) -> float | None:
 _COMMA_MISSING = re.compile(r'([0-9}\]"]|true|false|null)([ \t]*\r?\n[ \t]*)(?="[A-Za-z0-9_]{1,64}"[ \t]*:)')
 
 
-def _all_json(text: str, stamps: Stamps) -> list[RasStatus]:
+def _all_json(text: str, stamps: Stamps, check: Callable[[], None]) -> list[RasStatus]:
     if text.count("{") + text.count("[") > NUM_CONTAINERS_MAX:
         raise MalformedRasStatus(f"it may hold more than {NUM_CONTAINERS_MAX:,} lists and objects")
-    try:
-        return [_status(v, repaired=False, stamp=_stamp_at(stamps, at)) for at, v in _values(text)]
-    except ValueError as e:
-        if isinstance(e, MalformedRasStatus):
+    values, repaired = _parsed(text)
+    # A repair moves positions, so that time stamps no longer belong to them.
+    return [
+        _status(value, check, repaired=repaired, stamp=None if repaired else _stamp_at(stamps, at))
+        for at, value in values
+    ]
+
+
+def _parsed(text: str) -> tuple[list[tuple[int, Any]], bool]:
+    """The values with their positions, and whether that took a repair. Raises Malformed."""
+    said = ""
+    for repaired, candidate in ((False, text), (True, _COMMA_MISSING.sub(r"\1,\2", text))):
+        try:
+            return _values(candidate), repaired
+        except MalformedRasStatus:
             raise
-        repaired_text = _COMMA_MISSING.sub(r"\1,\2", text)
-        if repaired_text == text:
-            raise MalformedRasStatus(f"not JSON, or cut short: {word(str(e))}") from None
-    try:
-        return [_status(v, repaired=True) for _, v in _values(repaired_text)]
-    except MalformedRasStatus:
-        raise
-    except ValueError as e:
-        raise MalformedRasStatus(f"not JSON, or cut short: {word(str(e))}") from None
+        except ValueError as e:
+            said = word(str(e))
+    raise MalformedRasStatus(f"not JSON, or cut short: {said}")
 
 
 def _values(text: str) -> list[tuple[int, Any]]:
@@ -320,7 +328,7 @@ def _values(text: str) -> list[tuple[int, Any]]:
         raise MalformedRasStatus("nested too deep") from None
 
 
-def _status(value: Any, *, repaired: bool, stamp: float | None = None) -> RasStatus:
+def _status(value: Any, check: Callable[[], None], *, repaired: bool, stamp: float | None = None) -> RasStatus:
     if not isinstance(value, dict) or not isinstance(value.get("communicators"), list):
         raise MalformedRasStatus("a JSON value without a list `communicators`")
     listed = value["communicators"]
@@ -331,7 +339,7 @@ def _status(value: Any, *, repaired: bool, stamp: float | None = None) -> RasSta
         raise MalformedRasStatus(f"{num_ranks:,} ranks, and {NUM_RANKS_MAX:,} are read")
     return RasStatus(
         form="json",
-        communicators=tuple(_communicator(c) for c in listed),
+        communicators=tuple(_communicator(c, check) for c in listed),
         num_communicators=len(listed),
         repaired=repaired,
         stamp=stamp,
@@ -347,11 +355,13 @@ def _list(value: Any, key: str) -> list[Any]:
     return listed
 
 
-def _communicator(value: Any) -> Communicator:
+def _communicator(value: Any, check: Callable[[], None]) -> Communicator:
     listed = _list(value, "ranks")
     collectives = _collectives(listed)
     ranks, failures = [], []
-    for one in listed:
+    for number, one in enumerate(listed):
+        if number % CHECK_ITEMS == 0:
+            check()
         status = one.get("status")
         status = status if isinstance(status, dict) else {}
         member = _member(one)
@@ -508,14 +518,14 @@ class _Building:
         )
 
 
-def all_text(text: str, stamps: Stamps = ([], [])) -> list[RasStatus]:
-    """All answers in a text, at least one. Raises Malformed."""
+def all_text(text: str, stamps: Stamps = ([], []), check: Callable[[], None] = lambda: None) -> list[RasStatus]:
+    """All answers in a text, at least one. Raises Malformed, and what `check` raises."""
     begins = [m.start() for m in re.finditer(r"^[ \t]*Job summary", text, re.MULTILINE)] or [0]
     if len(begins) > NUM_STATUSES_MAX:
         raise MalformedRasStatus(f"more than {NUM_STATUSES_MAX:,} answers")
     parts = [text[a:b] for a, b in zip(begins, [*begins[1:], len(text)], strict=True)]
     found = [
-        _TextReader().read(part, _stamp_at(stamps, text.find("Job summary", begin)))
+        _TextReader().read(part, check, _stamp_at(stamps, text.find("Job summary", begin)))
         for begin, part in zip(begins, parts, strict=True)
     ]
     if all(s is None for s in found):
@@ -534,11 +544,13 @@ class _TextReader:
         self._lost: list[LostProcess] = []
         self._num_comms = self._num_ranks = 0
 
-    def read(self, text: str, stamp: float | None = None) -> RasStatus | None:
+    def read(self, text: str, check: Callable[[], None], stamp: float | None = None) -> RasStatus | None:
         """None where it ends before the communicators."""
         if "Communicators..." not in text:
             return None
-        for line in text.splitlines():
+        for number, line in enumerate(text.splitlines()):
+            if number % CHECK_ITEMS == 0:
+                check()
             self._line(_MORE_SPACE.sub(" ", line[:4400]).strip())
         dead: set[tuple[int | None, str]] = {(p.pid, p.host) for p in self._lost if p.dead}
         built = tuple(b.built(dead) for b in self._built.values())

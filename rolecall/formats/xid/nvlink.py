@@ -7,6 +7,7 @@ and table disagree about fatal, the worse counts. Without a matching row the lin
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import lru_cache
 from types import MappingProxyType
 
 from rolecall.formats.xid.xid import XidAction
@@ -306,6 +307,7 @@ NUM_ECC_TOLERATED = 2
 """Per link; more are a case for NVIDIA's support."""
 
 
+@lru_cache(maxsize=4096)
 def register_errors(registers: tuple[int, ...]) -> tuple[NvlinkRegisterError, ...]:
     """Errors in the registers of an XID 74, least severe first; empty if none."""
     found = set[NvlinkRegisterError]()

@@ -94,7 +94,7 @@ def _stack_text(dump: StackDump, file: EvidenceFile) -> str:
 
 
 def _flight(files: Sequence[EvidenceFile], analysis: EvidenceAnalysis) -> None:
-    dumps, unreadable = flight_dumps.read_many([f.path for f in files], num_processes=1, budget=Budget())
+    dumps, unreadable = flight_dumps.read_many([f.path for f in files], num_processes=1)
     analysis.unread += map(_unread, unreadable)
     if not dumps:
         return
@@ -124,10 +124,10 @@ def _nccl(files: Sequence[EvidenceFile], analysis: EvidenceAnalysis) -> None:
 
 
 def _kernel(files: Sequence[EvidenceFile], analysis: EvidenceAnalysis) -> None:
-    logs, unread = read_each([f.path for f in files], (), Budget(), kernel_logs.read, kernel_logs.kept_bytes)
-    analysis.unread += unread
-    analysis.statements.append(f"kernel: {kernel_findings.summary(logs)}")
-    analysis.findings += kernel_findings.diagnose(logs)
+    read = read_each([f.path for f in files], (), Budget(), kernel_logs.read, kernel_logs.kept_bytes)
+    analysis.unread += map(_unread, (*read.unreadable, *((read.stopped,) if read.stopped else ())))
+    analysis.statements.append(f"kernel: {kernel_findings.summary(read.items)}")
+    analysis.findings += kernel_findings.diagnose(read.items)
 
 
 def _renamed(found: Finding, of: Callable[[Suspect], Suspect | None]) -> Finding:

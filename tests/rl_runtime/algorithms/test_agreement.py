@@ -1,6 +1,7 @@
 """Tokens asked again of the weights that made them."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -109,9 +110,11 @@ def test_asking_leaves_the_weights_that_are_trained_as_they_are(tmp_path: Path) 
         for p in model.parameters():
             p.mul_(1.5)
     now = {n: p.detach().clone() for n, p in model.named_parameters()}
-    assert 0.0 <= recomputed_log_probs(model, batch, {0: own}, 1, microbatches=1) < ROUNDING
-    assert recomputed_log_probs(model, batch, {0: now}, 1, microbatches=1) > LOG_RATIO_ALARM
-    assert recomputed_log_probs(model, batch, {5: own}, 1, microbatches=1) == -1.0
+    asked = [recomputed_log_probs(model, batch, {v: w}, 1, microbatches=1) for v, w in ((0, own), (0, now), (5, own))]
+    assert 0.0 <= float(asked[0].max()) < ROUNDING and float(asked[1].max()) > LOG_RATIO_ALARM
+    assert asked[2].tolist() == [-1.0] * len(batch.tokens_st), "no row has a token of that version"
+    rows = -(-len(batch.tokens_st) // SHARE)
+    assert int((asked[0] >= 0).sum()) == rows, "only some rows are asked, and each has its own answer"
     assert all(torch.equal(p, now[n]) and p.grad is None for n, p in model.named_parameters())
 
 
@@ -144,3 +147,27 @@ def test_one_microbatch_of_each_step_is_asked_and_each_in_its_turn() -> None:
     for step in range(8):
         ids = [f"{step}.{n}" for n in (2, 0, 3, 1)]
         assert [i for i in ids if is_asked(i, ids, step)] == [f"{step}.{step % 4}"]
+
+
+def test_the_engine_that_made_wrong_tokens_is_told_apart(tmp_path: Path) -> None:
+    """Two engines write half of each step; one of them holds a wrong matrix."""
+    job = job_of()
+    right, wrong = writer_of(job, tmp_path), writer_of(job, tmp_path)
+    trainer = TrainerReplica(replica=TRAINER, incarnation=1, job=job)
+    trainer.join(1, 1, 0, 1, "127.0.0.1", 0)
+    for writer in (right, wrong):
+        writer.load(0, trainer.state.policy_tensors(0))
+    with torch.no_grad():
+        wrong.model.get_parameter("model.layers.0.mlp.down_proj.weight").add_(0.5)
+    sources = {name: BatchGenerator(job, task_of(job), w) for name, w in (("a#1", right), ("b#2", wrong))}
+    made = [
+        replace(group, samples=tuple(replace(s, engine=name) for s in group.samples))
+        for name, source in sources.items()
+        for group in source.generate().groups[:: 2 if name == "a#1" else -2]
+    ]
+    groups = {g.group_id: g for g in made}.values()
+    work = form_microbatches(0, list(groups), job.algorithm.microbatches_per_step)
+    result = trainer.train_step(1, 1, 0, work, [m.microbatch_id for m in work], LEDGER, [TRAINER])
+    trainer.close()
+    assert result.log_ratios["a#1"] < ROUNDING < LOG_RATIO_ALARM < result.log_ratios["b#2"]
+    assert result.log_ratio_max == max(result.log_ratios.values())

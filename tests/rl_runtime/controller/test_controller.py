@@ -257,6 +257,57 @@ def test_the_only_trainer_computes_a_microbatch_that_is_not_finite_once_more(tmp
     assert (again["from_replica"], again["by"], again["finite"]) == ("trainer/0", "trainer/0", True)
 
 
+@pytest.mark.parametrize(("unusual_at", "verdict"), [("trainer/1", "wrong"), ("trainer/", "same")])
+def test_an_unusual_microbatch_is_computed_by_another_trainer_within_its_step(
+    tmp_path: Path, unusual_at: str, verdict: str
+) -> None:
+    async def script(w: World) -> None:
+        w.fleet.unusual = lambda replica, microbatch: replica.startswith(unusual_at) and microbatch == "3.3"
+        while not any(e["step"] == 5 for e in w.events(EventKind.STEP_COMMITTED)):
+            await asyncio.sleep(0.01)
+
+    w = world(tmp_path, 0, LONG, script=script).run()
+    found = w.check()
+    assert set(found.dropped_by_reason) <= {"run_ended"}
+    (compared,) = w.events(EventKind.MICROBATCH_COMPARED)
+    assert (compared["step"], compared["microbatch"]) == (3, "3.3") and compared["groups"]
+    assert (compared["from_replica"], compared["by"], compared["verdict"]) == ("trainer/1", "trainer/0", verdict)
+    assert (compared["grad_norm"], compared["grad_norm_again"]) == (800.0, 1.0 if verdict == "wrong" else 800.0)
+    (interrupted,) = w.events(EventKind.STEP_INTERRUPTED)
+    assert "trainer/1, step 3: microbatch 3.3 is unusual: gradient norm 800" in interrupted["because"]
+    assert not interrupted["lost"] and not w.events(EventKind.REPLICA_LOST)
+    attempts = {b["step"]: b["attempts"] for b in w.events(EventKind.STEP_COMMITTED)}
+    assert attempts.pop(3) == 2 and set(attempts.values()) == {1}
+    assert w.journal.current()[ReplicaId("trainer/1")].state is ReplicaState.SERVING
+
+
+def test_unusual_microbatches_of_several_trainers_are_noted_and_cost_no_attempt(tmp_path: Path) -> None:
+    async def script(w: World) -> None:
+        w.fleet.unusual = lambda replica, microbatch: microbatch.startswith("3.")
+        await asyncio.sleep(0)
+
+    w = world(tmp_path, 0, script=script).run()
+    w.check()
+    noted = w.events(EventKind.MICROBATCH_COMPARED)
+    assert {b["verdict"] for b in noted} == {"several"} and {b["by"] for b in noted} == {""}
+    assert {b["from_replica"] for b in noted} == {"trainer/0", "trainer/1"}
+    assert not w.events(EventKind.STEP_INTERRUPTED)
+
+
+def test_the_only_trainer_computes_an_unusual_microbatch_once_more(tmp_path: Path) -> None:
+    unusual = iter([True])
+
+    async def script(w: World) -> None:
+        w.fleet.kill("trainer/1")
+        w.fleet.unusual = lambda replica, microbatch: microbatch == "3.3" and next(unusual, False)
+        await asyncio.sleep(0)
+
+    w = world(tmp_path, 0, LONG, script=script, recovers=False).run()
+    w.check()
+    (compared,) = w.events(EventKind.MICROBATCH_COMPARED)
+    assert (compared["from_replica"], compared["by"], compared["verdict"]) == ("trainer/0", "trainer/0", "wrong")
+
+
 def test_a_stop_ends_the_run_and_accounts_for_every_group(tmp_path: Path) -> None:
     async def script(w: World) -> None:
         await at_step(w, 5)

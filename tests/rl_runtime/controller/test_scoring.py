@@ -6,12 +6,14 @@ from typing import Any, cast
 
 from rolecall.core.ids import GroupId, ReplicaId
 from rolecall.rl_runtime.controller.open_group import EngineKey, GroupPhase
-from rolecall.rl_runtime.controller.reward_scoring import RewardScoring
+from rolecall.rl_runtime.controller.reward_scoring import RewardCheck, RewardScoring
 from rolecall.rl_runtime.controller.trajectories import TrajectoryTable
 from rolecall.rl_runtime.protocol.messages import GenerationRequest, TokenChunk
 
 A: EngineKey = (ReplicaId("reward/0"), 1)
 B: EngineKey = (ReplicaId("reward/1"), 2)
+C: EngineKey = (ReplicaId("reward/2"), 1)
+HERE: EngineKey = (ReplicaId("controller/0"), 1)
 
 
 def _scoring(groups: list[Any], table: Any = None) -> RewardScoring:
@@ -23,6 +25,7 @@ def _scoring(groups: list[Any], table: Any = None) -> RewardScoring:
         tasks=cast(Any, None),
         on_scored=lambda: None,
         give_up=lambda _group, _reason: None,
+        check=RewardCheck(seed=0, share=0.0, here=HERE, score=lambda _group: [], report=lambda _error: None),
     )
     for key in (A, B):
         scoring._workers[key] = cast(Any, None)

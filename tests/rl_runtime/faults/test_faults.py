@@ -25,6 +25,7 @@ from rolecall.rl_runtime.faults.injector import KINDS, inject
 from rolecall.rl_runtime.faults.process_side import (
     ENGINE_STEP,
     MICROBATCH,
+    SCORE,
     InjectedError,
     Injection,
     InjectionRequest,
@@ -231,18 +232,36 @@ def test_exception_comes_from_user_code_on_every_rank(run: RunDir) -> None:
         assert "InjectedError: shape mismatch" in a.end()
 
 
-def test_numbers_of_one_unit_of_work_are_spoilt_and_nothing_else(run: RunDir) -> None:
+@pytest.mark.parametrize(("how", "factor"), [(InProcessFault.NAN, "nan"), (InProcessFault.SCALE, "1000.0")])
+def test_numbers_of_one_unit_of_work_are_spoilt_and_nothing_else(run: RunDir, how: InProcessFault, factor: str) -> None:
     clock = FakeClock()
     injection = Injection(run.path, True, clock=clock)
     ticks = process_start_ticks(os.getpid())
     assert ticks is not None
     path = request_path(run, os.getpid(), ticks)
-    path.write_text(InjectionRequest(request_id="n1", how=InProcessFault.NAN, seconds=5.0, at=MICROBATCH).to_json())
-    spoilt = []
+    path.write_text(InjectionRequest(request_id="n1", how=how, seconds=5.0, at=MICROBATCH).to_json())
+    factors = []
     for name in (ENGINE_STEP, MICROBATCH, MICROBATCH):
         clock.advance(1.0)
-        spoilt.append(injection.spoils(name))
-    assert spoilt == [False, True, False], "only at its checkpoint, and once"
+        factors.append(str(injection.factor(name)))
+    assert factors == ["None", factor, "None"], "only at its checkpoint, and once"
+
+
+def test_a_skew_lasts_until_it_is_withdrawn(run: RunDir) -> None:
+    clock = FakeClock()
+    injection = Injection(run.path, True, clock=clock)
+    ticks = process_start_ticks(os.getpid())
+    assert ticks is not None
+    path = request_path(run, os.getpid(), ticks)
+    request = InjectionRequest(request_id="s1", how=InProcessFault.SKEW, seconds=60.0, at=SCORE)
+    path.write_text(request.to_json())
+    factors = []
+    for name in (SCORE, SCORE, ENGINE_STEP):
+        clock.advance(1.0)
+        factors.append(injection.factor(name))
+    path.unlink()
+    clock.advance(1.0)
+    assert [*factors, injection.factor(SCORE)] == [-1.0, -1.0, None, None]
 
 
 # --- from outside -------------------------------------------------------------------------------------------------

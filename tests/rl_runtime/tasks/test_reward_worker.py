@@ -34,9 +34,14 @@ def groups(count: int = 2) -> list[PromptGroup]:
     return made
 
 
-def worker(calls: list[int] | None = None) -> RewardWorker:
+def worker(calls: list[int] | None = None, factor: float | None = None) -> RewardWorker:
     seen = calls if calls is not None else []
-    return RewardWorker(replica=ReplicaId("reward/0"), incarnation=2, job=JOB, on_group=lambda: seen.append(len(seen)))
+
+    def on_group() -> float | None:
+        seen.append(len(seen))
+        return factor
+
+    return RewardWorker(replica=ReplicaId("reward/0"), incarnation=2, job=JOB, on_group=on_group)
 
 
 def test_the_exact_answer_is_worth_one_and_others_less() -> None:
@@ -44,6 +49,12 @@ def test_the_exact_answer_is_worth_one_and_others_less() -> None:
     rewards = worker(calls).score(2, groups())
     assert [r[0] for r in rewards] == [1.0, 1.0] and all(0 <= r[1] < 1 for r in rewards)
     assert calls == [0, 1], "a fault can be injected before each group"
+
+
+def test_an_injected_fault_changes_every_reward_and_leaves_it_finite() -> None:
+    right, wrong = worker().score(2, groups()), worker(factor=-1.0).score(2, groups())
+    for group, spoilt in zip(right, wrong, strict=True):
+        assert spoilt == [-(1.0 + reward) for reward in group]
 
 
 def test_another_incarnation_is_refused() -> None:

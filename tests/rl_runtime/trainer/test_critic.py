@@ -6,6 +6,7 @@ pytest tests/rl_runtime/trainer/test_critic.py
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from rolecall.rl_runtime.protocol.messages import StepResult, first_commit
 from rolecall.rl_runtime.protocol.spawn import make_spawn
 from rolecall.rl_runtime.tasks.tokenizer import local_vocabulary
 from rolecall.rl_runtime.trainer import checkpoint
+from rolecall.rl_runtime.trainer.band import LearnedBand
 from rolecall.rl_runtime.trainer.model import make_critic, make_model, write_model_folder
 from rolecall.rl_runtime.trainer.service import TrainerService
 from rolecall.rl_runtime.trainer.state import CRITIC
@@ -120,7 +122,7 @@ def test_each_network_has_its_own_clip() -> None:
         state = trainer.state
         sums = torch.linspace(-1.0, 1.0, state.num_parameters, dtype=torch.float64)
         sums[state.policy.num_parameters :] *= wrong
-        norm = state.apply(sums, Divisors(policy=100.0, value=100.0), first_commit())
+        norm = state.apply(sums, Divisors(policy=100.0, value=100.0), first_commit(), LearnedBand())
         moved.append((norm, trainer.state.policy_tensors(0)))
     assert moved[0][0] == moved[1][0] > 0.0
     assert same(moved[0][1], moved[1][1]), "a critic that is far off does not make the policy's step smaller"
@@ -132,11 +134,11 @@ def test_a_sum_beyond_float32_is_refused_and_changes_nothing() -> None:
         before = trainer.state.export()
         apply, state = trainer.state.apply, trainer.state
 
-        def too_large(sums: torch.Tensor, by: Divisors, commit: object) -> float:
+        def too_large(sums: torch.Tensor, *rest: Any) -> float:
             sums[0 if network == "policy" else -1] = 1e300  # noqa: B023 - called within this turn
-            return apply(sums, by, commit)  # type: ignore[arg-type]  # noqa: B023
+            return apply(sums, *rest)  # noqa: B023
 
-        state.apply = too_large  # type: ignore[assignment,method-assign]
+        state.apply = too_large  # type: ignore[method-assign,assignment]
         with pytest.raises(NonFiniteValue, match="the sum of finite gradients"):
             take_step(trainer, 0)
         assert same(trainer.state.export()[0], before[0]) and trainer.state.export()[1] == before[1]

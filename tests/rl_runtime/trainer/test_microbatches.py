@@ -335,9 +335,9 @@ class MeanOfMeans(Spied):
             end = state.policy.num_parameters
             return torch.cat([gradient[:end] / own.policy, gradient[end:] / own.value]), stats
 
-        def averaged(sums: torch.Tensor, by: Divisors, commit: Any) -> float:
+        def averaged(sums: torch.Tensor, by: Divisors, commit: Any, band: Any) -> float:
             number = float(self.job.algorithm.microbatches_per_step)
-            return apply(sums, Divisors(policy=number, value=number), commit)
+            return apply(sums, Divisors(policy=number, value=number), commit, band)
 
         self._gradients.of, self.state.apply = divided, averaged  # type: ignore[method-assign]
 

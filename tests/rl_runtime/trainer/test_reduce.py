@@ -20,6 +20,7 @@ from rolecall.core.ids import GroupId, NodeId, ReplicaId
 from rolecall.core.journal.payloads import ChainHead
 from rolecall.core.rundir import create_run_dir
 from rolecall.rl_runtime.algorithms.batching import assign
+from rolecall.rl_runtime.protocol.messages import MicrobatchNumbers
 from rolecall.rl_runtime.protocol.policy_health import HealthSums
 from rolecall.rl_runtime.protocol.spawn import make_spawn
 from rolecall.rl_runtime.trainer.reduce import (
@@ -43,6 +44,7 @@ def stats(microbatch_id: str) -> MicrobatchStats:
         policy_loss=0.1,
         health=HealthSums(tokens=9, samples=2, ended=2, reward=1.5, log_ratio_max=1e-6),
         finite=True,
+        numbers=MicrobatchNumbers(loss=0.1, grad_norm=1.0),
     )
 
 
@@ -106,6 +108,7 @@ def test_the_largest_ballot_of_any_job_is_within_the_bound() -> None:
         group_ids=tuple(GroupId(f"g{n:08d}-{1_000_000:05d}") for n in range(256)),
         policy_loss=-1.2345678901234567e-300,
         health=sums,
+        log_ratios={f"rollout/{n}#100": -1.2345678901234567e-100 for n in range(256)},
     )
     largest = replace(ballot(0, []), microbatches=(one,) * 1024)
     assert BALLOT_BYTES_MAX // 2 < len(largest.to_bytes()) < BALLOT_BYTES_MAX

@@ -6,6 +6,7 @@ import pytest
 
 from rolecall.core.config.algorithm import AlgorithmConfig, AlgorithmName
 from rolecall.core.ids import GroupId
+from rolecall.rl_runtime.protocol.messages import MicrobatchNumbers
 from rolecall.rl_runtime.protocol.policy_health import HealthSums
 from rolecall.rl_runtime.trainer.reduce import MicrobatchStats
 from rolecall.rl_runtime.trainer.trainer import StepTotals
@@ -21,6 +22,7 @@ def part(number: int, loss: float, **health: float) -> MicrobatchStats:
         policy_loss=loss,
         health=HealthSums(**health),  # type: ignore[arg-type]
         finite=True,
+        numbers=MicrobatchNumbers(loss=0.1, grad_norm=1.0),
     )
 
 

@@ -1,10 +1,17 @@
-"""A microbatch whose loss or gradient was NaN or infinite: one machine's silent corruption, or data and code?
+"""Numbers that are not finite, or not those that others compute from the same input: one machine's silent corruption,
+or data and code?
 
-The runtime computes such a microbatch again on another replica, within the same step. Each replica at which it is not
-finite reports that as an exception (`NonFiniteMicrobatch`), which no other stage reads. If it was finite elsewhere, the
-role goes beyond the step, and the replica that reported it is suspect: once may be chance (a bit flip), twice within an
-hour is a machine. If two replicas report the same microbatch, no machine is at fault: it is its prompt groups, or the
-code.
+The runtime computes a microbatch again on another replica, within the same step, if loss or gradient are not finite or
+far from those of the run, and has a share of the rewards scored twice. Its reports are exceptions that no other stage
+reads.
+
+    NonFiniteMicrobatch   from each replica at which it is not finite. If it was finite elsewhere, the role goes beyond
+                          the step, and the replica that reported it is suspect. If two replicas report the same
+                          microbatch, no machine is at fault: it is its prompt groups, or the code.
+    WrongNumbers          from a trainer that computed a microbatch again, with other and usual numbers, or from the
+                          controller, if two scorers contradict a third; it names the replica that is suspect.
+
+Once may be chance (a bit flip), twice within an hour, in two steps or prompt groups, is a machine.
 """
 
 import math
@@ -12,10 +19,10 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from rolecall.core.diagnosis import Evidence, Finding
-from rolecall.core.errors import NonFiniteMicrobatch
+from rolecall.core.errors import NonFiniteMicrobatch, WrongNumbers
 from rolecall.core.faults import FaultClass
 from rolecall.core.telemetry import AgentEventKind
-from rolecall.detector.base.findings import NON_FINITE, NON_FINITE_ONCE
+from rolecall.detector.base.findings import WRONG_NUMBERS, WRONG_NUMBERS_ONCE
 from rolecall.detector.live.fleet import MonitoredProcesses, ReceivedException, finding
 from rolecall.detector.live.stages.stage import Stage, Tick
 from rolecall.detector.live.stages.user_code import step_of
@@ -25,22 +32,32 @@ REMEMBER_SECONDS = 3600.0
 """Within this time, a second microbatch of the same process makes a machine of what may have been chance."""
 STANDS_SECONDS = 60.0
 """How long a single one is reported, and one of data or code."""
+SHOWN_MAX = 4
+"""Microbatches that the sentence quotes."""
 HEALTH = ("loss", "grad_norm", "entropy", "ratio_max", "kl_sampler", "response_length")
 """What is quoted of the policy's health: fields of `ProcessSample`."""
 
 
-class NonFiniteStage(Stage):
-    name = NON_FINITE
+class WrongNumbersStage(Stage):
+    name = WRONG_NUMBERS
 
     def evaluate(self, tick: Tick) -> list[Finding]:
         fleet, now = tick.fleet, tick.now
         # By its groups, too: after a rollback a step has the same microbatch ids and other groups.
         by_microbatch: dict[tuple[str, str, str], list[ReceivedException]] = defaultdict(list)
-        for seen in fleet.non_finite:
-            parsed = NonFiniteMicrobatch.parse(seen.event.detail.get("message", ""))
-            if parsed is not None and now - seen.received_wall <= REMEMBER_SECONDS:
+        # (replica, incarnation) -> unit of work -> first report of numbers that others did not get
+        alone: dict[tuple[str, int], dict[str, ReceivedException]] = defaultdict(dict)
+        for seen in fleet.wrong_numbers:
+            message = seen.event.detail.get("message", "")
+            wrong, parsed = WrongNumbers.parse(message), NonFiniteMicrobatch.parse(message)
+            if now - seen.received_wall > REMEMBER_SECONDS:
+                continue
+            if wrong is not None:
+                replica, incarnation, unit, _ = wrong
+                alone[(replica, incarnation)].setdefault(unit, seen)
+            elif parsed is not None:
                 by_microbatch[(seen.event.role, *parsed)].append(seen)
-        found, alone = list[Finding](), defaultdict[tuple[str, int, int], list[ReceivedException]](list)
+        found = list[Finding]()
         for (role, microbatch, groups), reports in by_microbatch.items():
             raisers = {(s.event.replica, s.event.incarnation) for s in reports}
             if len(raisers) > 1 or (len(reports) > 1 and _is_alone(fleet, role)):
@@ -48,9 +65,10 @@ class NonFiniteStage(Stage):
                     found.append(_of_data(fleet, role, microbatch, groups, reports, now))
             elif _committed(fleet, role, reports[0]):
                 first = reports[0].event
-                alone[(first.replica, first.rank, first.incarnation)].append(reports[0])
-        for subject in fleet.current():
-            reports = alone.get(subject.key, [])
+                alone[(first.replica, first.incarnation)].setdefault(f"step {step_of(reports[0])}", reports[0])
+        for subject in fleet.current() if alone else ():
+            units = alone.get((subject.replica, subject.incarnation), {})
+            reports = sorted(units.values(), key=lambda s: s.received_wall)
             if len(reports) > 1 or (reports and now - reports[0].received_wall <= STANDS_SECONDS):
                 found.append(_of_machine(subject, reports, now))
         return found
@@ -72,11 +90,7 @@ def _committed(fleet: MonitoredProcesses, role: str, seen: ReceivedException) ->
 def _of_machine(subject: MonitoredProcess, reports: Sequence[ReceivedException], now: float) -> Finding:
     twice = len(reports) > 1
     first = reports[0]
-    which = ", ".join(parsed[0] for s in reports if (parsed := NonFiniteMicrobatch.parse(s.event.detail["message"])))
-    because = (
-        f"{subject.name()} computes wrong numbers: loss or gradient of microbatch {which} was not finite there, and "
-        "finite when computed again"
-    )
+    because = f"{subject.name()} computes wrong numbers: {'; '.join(_what(s) for s in reports[:SHOWN_MAX])}"
     if twice:
         seconds = reports[-1].received_wall - first.received_wall
         because += (
@@ -85,7 +99,7 @@ def _of_machine(subject: MonitoredProcess, reports: Sequence[ReceivedException],
     else:
         because += "; a second one within an hour would have it replaced"
     return finding(
-        NON_FINITE if twice else NON_FINITE_ONCE,
+        WRONG_NUMBERS if twice else WRONG_NUMBERS_ONCE,
         [subject],
         FaultClass.SILENT_CORRUPTION,
         onset=first.received_wall,
@@ -95,6 +109,15 @@ def _of_machine(subject: MonitoredProcess, reports: Sequence[ReceivedException],
         evidence=_reports(reports),
         about=":twice" if twice else ":once",
     )
+
+
+def _what(seen: ReceivedException) -> str:
+    message = seen.event.detail.get("message", "")
+    wrong, parsed = WrongNumbers.parse(message), NonFiniteMicrobatch.parse(message)
+    if wrong is not None:
+        return f"in {wrong[2]} {wrong[3]}"
+    which = parsed[0] if parsed else "?"
+    return f"loss or gradient of microbatch {which} was not finite there, and finite when computed again"
 
 
 def _of_data(
@@ -113,7 +136,7 @@ def _of_data(
         f"code, no machine{f'; {health.text}' if health else ''}"
     )
     return finding(
-        NON_FINITE,
+        WRONG_NUMBERS,
         [],
         FaultClass.DATA,
         onset=reports[0].received_wall,

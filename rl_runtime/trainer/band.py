@@ -1,0 +1,135 @@
+"""The learned band: are a microbatch's loss and gradient norm what those of this run usually are? Pure.
+
+One machine's silent corruption may give numbers that are wrong and finite. A microbatch far outside the band is
+therefore computed again by another trainer, within its step, like one that is not finite.
+
+    loss            |loss - median| > LOSS_SPREADS x spread
+    gradient norm   log norm - median of log norms > max(NORM_SPREADS x spread, log NORM_FACTOR)
+
+`spread` is 1.4826 x the median absolute deviation of the last `REMEMBERED` microbatches of committed steps, which all
+trainers know from the ballots; the band is part of their state. It is silent for the first `WARM_UP` microbatches. A
+gradient of 0 is that of groups whose answers all earned the same: it is neither judged nor learned.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Final, Self
+
+from rolecall.rl_runtime.protocol.messages import (
+    CheckVerdict,
+    ComparedMicrobatch,
+    ComputedMicrobatch,
+    MicrobatchNumbers,
+)
+from rolecall.rl_runtime.trainer.reduce import CommitVote
+
+REMEMBERED: Final = 256
+WARM_UP: Final = 32
+LOSS_SPREADS: Final = 12.0
+NORM_SPREADS: Final = 5.0
+NORM_FACTOR: Final = 10.0
+"""Wide: gradient norms are spread over an order of magnitude, and more while a policy learns. In six learning runs
+(PPO, T-PPO and DAPO, two tasks) one of 3,140 healthy microbatches was outside; of those multiplied by 30, 80 % were, by
+100, 95 %. A false one costs one computation.
+"""
+LOSS_SPREAD_MIN: Final = 1e-3
+"""Losses are sums of advantages of order one per token: less than this is rounding of a mean that is 0."""
+ROUNDING_RATIO: Final = 0.05
+"""Two devices may differ by this much in the same microbatch: bfloat16 on different kinds of GPU, with room."""
+
+
+@dataclass(frozen=True, slots=True)
+class LearnedBand:
+    """`learned`: oldest first."""
+
+    learned: tuple[MicrobatchNumbers, ...] = ()
+
+    def after(self, committed: Iterable[MicrobatchNumbers]) -> Self:
+        """The band with one more step's microbatches."""
+        new = tuple(n for n in committed if n.grad_norm > 0.0)
+        return type(self)((*self.learned, *new)[-REMEMBERED:])
+
+    def outside(self, numbers: MicrobatchNumbers) -> str:
+        """What is far outside, with the limit; empty if nothing is, or too little is learned."""
+        if len(self.learned) < WARM_UP or not numbers.grad_norm > 0.0:
+            return ""
+        losses = [n.loss for n in self.learned]
+        middle = median(losses)
+        room = LOSS_SPREADS * max(_spread(losses, middle), LOSS_SPREAD_MIN)
+        if abs(numbers.loss - middle) > room:
+            return f"loss {numbers.loss:.3g}, usually {middle:.3g} and at most {room:.3g} from it"
+        logs = [math.log(n.grad_norm) for n in self.learned]
+        usual = median(logs)
+        limit = usual + max(NORM_SPREADS * _spread(logs, usual), math.log(NORM_FACTOR))
+        if math.log(numbers.grad_norm) > limit:
+            return (
+                f"gradient norm {numbers.grad_norm:.3g}, usually {math.exp(usual):.3g} and at most "
+                f"{math.exp(min(limit, 700.0)):.3g}"
+            )
+        return ""
+
+
+def _spread(values: Sequence[float], middle: float) -> float:
+    """Of a normal distribution, its standard deviation."""
+    return 1.4826 * median(abs(v - middle) for v in values)
+
+
+def unusual_microbatches(ballots: Sequence[CommitVote]) -> tuple[ComputedMicrobatch, ...]:
+    """Those that their trainers found outside the band, in the order of their ids."""
+    found = [
+        ComputedMicrobatch(
+            replica=ballot.replica,
+            incarnation=ballot.incarnation,
+            microbatch_id=stats.microbatch_id,
+            group_ids=stats.group_ids,
+            numbers=stats.numbers,
+            because=stats.unusual,
+        )
+        for ballot in ballots
+        for stats in ballot.microbatches
+        if stats.unusual
+    ]
+    return tuple(sorted(found, key=lambda c: c.microbatch_id))
+
+
+def of_one_trainer(unusual: Sequence[ComputedMicrobatch]) -> bool:
+    """Whether they may be one machine's fault: several machines do not go wrong in the same step."""
+    return len({u.replica for u in unusual}) == 1
+
+
+def compare(ballots: Sequence[CommitVote], first: Sequence[ComputedMicrobatch]) -> tuple[ComparedMicrobatch, ...]:
+    """What became of unusual microbatches in a step whose members agree. `first`: those that were computed before, by a
+    trainer that then left it to the others. Without any, the unusual ones are of several trainers.
+    """
+    if not first:
+        return tuple(
+            ComparedMicrobatch(first=u, by="", again=None, verdict=CheckVerdict.SEVERAL)
+            for u in unusual_microbatches(ballots)
+        )
+    again = {s.microbatch_id: (ballot.replica, s) for ballot in ballots for s in ballot.microbatches}
+    found = []
+    for before in first:
+        by, stats = again[before.microbatch_id]
+        verdict = CheckVerdict.SAME
+        if differ(before.numbers, stats.numbers):
+            verdict = CheckVerdict.UNCLEAR if stats.unusual else CheckVerdict.WRONG
+        found.append(ComparedMicrobatch(first=before, by=by, again=stats.numbers, verdict=verdict))
+    return tuple(found)
+
+
+def differ(one: MicrobatchNumbers, other: MicrobatchNumbers) -> bool:
+    """Whether they differ by more than rounding."""
+    loss_room = max(ROUNDING_RATIO * max(abs(one.loss), abs(other.loss)), LOSS_SPREAD_MIN)
+    norm_room = ROUNDING_RATIO * max(one.grad_norm, other.grad_norm)
+    return abs(one.loss - other.loss) > loss_room or abs(one.grad_norm - other.grad_norm) > norm_room
+
+
+def band_after(band: LearnedBand, ballots: Sequence[CommitVote], compared: Sequence[ComparedMicrobatch]) -> LearnedBand:
+    """The band after a step. If its unusual numbers were no machine's fault, the run itself has changed: the band
+    learns anew, so that a lasting new level costs one check and not one in each step.
+    """
+    changed = any(c.verdict in (CheckVerdict.SAME, CheckVerdict.SEVERAL) for c in compared)
+    stats = sorted((s for b in ballots for s in b.microbatches), key=lambda s: s.microbatch_id)
+    return (LearnedBand() if changed else band).after(s.numbers for s in stats)

@@ -1,0 +1,191 @@
+"""The learned band of microbatch numbers, and a trainer that leaves it.
+
+pytest tests/rl_runtime/trainer/test_band.py
+"""
+
+import math
+import random
+from dataclasses import replace
+
+import pytest
+
+from rolecall.agent.processes.state_pages import ReportedException, parse_page
+from rolecall.agent.reporter import reporter
+from rolecall.core.errors import WrongNumbers
+from rolecall.core.ids import replica_id
+from rolecall.rl_runtime.protocol.messages import CheckVerdict, MicrobatchNumbers, UnusualMicrobatches
+from rolecall.rl_runtime.trainer.band import (
+    REMEMBERED,
+    WARM_UP,
+    LearnedBand,
+    band_after,
+    compare,
+    differ,
+    unusual_microbatches,
+)
+from rolecall.rl_runtime.trainer.reduce import CommitVote
+from tests.rl_runtime.trainer.test_reduce import ballot, votes
+from tests.rl_runtime.trainer_process import LEDGER, Spied, make_microbatches, tiny_job
+
+JOB = tiny_job()
+NAME = replica_id("trainer", 0)
+
+
+def numbers(loss: float = 0.0, grad_norm: float = 1.0) -> MicrobatchNumbers:
+    return MicrobatchNumbers(loss=loss, grad_norm=grad_norm)
+
+
+def learned(count: int = 100, seed: int = 0) -> LearnedBand:
+    """Losses with spread 0.05, gradient norms over an order of magnitude."""
+    rng = random.Random(seed)
+    return LearnedBand().after(numbers(rng.gauss(0, 0.05), math.exp(rng.gauss(0, 0.5))) for _ in range(count))
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (numbers(), ""),
+        (numbers(0.3, 4.0), ""),
+        (numbers(-0.3, 0.001), ""),
+        (numbers(0.0, 100.0), "gradient norm 100, usually"),
+        (numbers(0.0, math.inf), "gradient norm inf, usually"),
+        (numbers(2.0, 1.0), "loss 2, usually"),
+        (numbers(-2.0, 1.0), "loss -2, usually"),
+        (numbers(2.0, 0.0), ""),  # all answers of its groups earned the same
+        (numbers(2.0, math.nan), ""),  # what is not finite is refused elsewhere
+    ],
+)
+def test_only_what_is_far_from_the_runs_own_numbers_is_outside(value: MicrobatchNumbers, said: str) -> None:
+    assert learned().outside(value).startswith(said) and bool(learned().outside(value)) == bool(said)
+
+
+def test_nothing_is_outside_before_enough_is_learned() -> None:
+    assert learned(WARM_UP - 1).outside(numbers(9.0, 900.0)) == ""
+    assert learned(WARM_UP).outside(numbers(9.0, 900.0))
+
+
+def test_healthy_numbers_are_hardly_ever_outside() -> None:
+    found = sum(bool(learned(64, seed).outside(n)) for seed in range(20) for n in learned(100, seed + 100).learned)
+    assert found == 0
+
+
+def test_equal_losses_leave_room_for_rounding() -> None:
+    band = LearnedBand().after([numbers(1e-9)] * 50)
+    assert band.outside(numbers(-1e-9)) == "" and band.outside(numbers(0.1))
+
+
+def test_the_band_forgets_the_oldest_and_what_taught_nothing() -> None:
+    band = learned(REMEMBERED).after([numbers(1.0, 0.0), numbers(0.5, 2.0)])
+    assert len(band.learned) == REMEMBERED and band.learned[-1] == numbers(0.5, 2.0)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "differs"),
+    [
+        (numbers(0.5, 800.0), numbers(0.5, 800.0), False),
+        (numbers(0.5, 800.0), numbers(0.501, 802.0), False),
+        (numbers(0.5, 800.0), numbers(0.5, 0.8), True),
+        (numbers(5.0, 1.0), numbers(0.1, 1.0), True),
+        (numbers(1e-7, 1.0), numbers(-1e-7, 1.0), False),
+    ],
+)
+def test_rounding_is_no_difference(one: MicrobatchNumbers, other: MicrobatchNumbers, differs: bool) -> None:
+    assert differ(one, other) is differ(other, one) is differs
+
+
+def with_unusual(vote: CommitVote, **value_of: MicrobatchNumbers) -> CommitVote:
+    """`value_of`: numbers by microbatch, `m1` for 7.1: unusual ones."""
+    changed = {f"7.{name[1:]}": value for name, value in value_of.items()}
+    return replace(
+        vote,
+        microbatches=tuple(
+            replace(s, numbers=changed[s.microbatch_id], unusual="far") if s.microbatch_id in changed else s
+            for s in vote.microbatches
+        ),
+    )
+
+
+@pytest.mark.parametrize(
+    ("again", "verdict"),
+    [(None, CheckVerdict.WRONG), (numbers(0.1, 800.0), CheckVerdict.SAME), (numbers(0.1, 90.0), CheckVerdict.UNCLEAR)],
+)
+def test_the_second_computation_settles_it(again: MicrobatchNumbers | None, verdict: CheckVerdict) -> None:
+    first, second = votes()
+    before = unusual_microbatches([first, with_unusual(second, m1=numbers(0.1, 800.0))])
+    assert [(u.replica, u.microbatch_id, u.because) for u in before] == [("trainer/1", "7.1", "far")]
+    everything = ballot(0, ["7.0", "7.1", "7.2", "7.3"])
+    if again is not None:
+        everything = with_unusual(everything, m1=again)
+    (found,) = compare([everything], before)
+    assert (found.verdict, found.by, found.again) == (verdict, "trainer/0", again or numbers(0.1, 1.0))
+    after = band_after(learned(), [everything], [found])
+    assert (len(after.learned) == 4) is (verdict is CheckVerdict.SAME), "what is no machine's fault is learned anew"
+
+
+def test_several_trainers_at_once_are_no_machine() -> None:
+    first, second = votes()
+    ballots = [with_unusual(first, m0=numbers(0.1, 800.0)), with_unusual(second, m1=numbers(0.1, 800.0))]
+    found = compare(ballots, ())
+    assert [(c.first.replica, c.verdict, c.by) for c in found] == [
+        ("trainer/0", CheckVerdict.SEVERAL, ""),
+        ("trainer/1", CheckVerdict.SEVERAL, ""),
+    ]
+    assert compare(votes(), ()) == ()
+
+
+def reported() -> ReportedException | None:
+    """The last exception on this process's page."""
+    return parse_page(reporter.page_bytes()).exception
+
+
+def trained(factors: dict[int, float], steps: int) -> tuple[Spied, list[UnusualMicrobatches]]:
+    """A single trainer after `steps`; `factors`: by how much it errs in its n-th microbatch."""
+    calls = iter(range(10_000))
+    trainer = Spied(replica=NAME, incarnation=1, job=JOB, on_microbatch=lambda: factors.get(next(calls)))
+    trainer.join(1, 1, 0, 1, "127.0.0.1", 0)
+    raised: list[UnusualMicrobatches] = []
+    for step in range(steps):
+        work = make_microbatches(JOB, step)
+        ids = [m.microbatch_id for m in work]
+        try:
+            trainer.train_step(1, 1, step, work, ids, LEDGER, [NAME])
+        except UnusualMicrobatches as e:
+            raised.append(e)
+            assert trainer.state.commit.step == step - 1 and trainer.computed(step) == ()
+            trainer.train_step(1, 1, step, work, ids, LEDGER, [NAME], e.microbatches)
+    return trainer, raised
+
+
+STEPS = WARM_UP // 4 + 1
+
+
+def test_wrong_numbers_of_a_trainer_do_not_enter_its_step() -> None:
+    healthy, _ = trained({}, STEPS)
+    before = reported()
+    trainer, raised = trained({WARM_UP + 1: 1000.0}, STEPS)
+    (error,) = raised
+    step = STEPS - 1
+    assert str(error).startswith(f"trainer/0, step {step}: microbatch {step}.1 is unusual: ")
+    assert trainer.last_result is not None
+    (compared,) = trainer.last_result.compared
+    assert compared.verdict is CheckVerdict.WRONG and compared.by == NAME
+    assert compared.again is not None
+    assert compared.first.numbers.grad_norm == pytest.approx(1000 * compared.again.grad_norm)
+    assert trainer.exported()[1] == healthy.exported()[1], "commit and band are those of a healthy run"
+    told = reported()
+    assert told is not None and told.number == (before.number if before else 0) + 1
+    assert (WrongNumbers.parse(told.message) or ())[:3] == ("trainer/0", 1, f"step {step}")
+
+
+def test_unusual_data_is_trained_on_as_it_is() -> None:
+    trainer, _ = trained({}, STEPS - 1)
+    trainer.state.band = LearnedBand(tuple(replace(n, grad_norm=n.grad_norm / 1e6) for n in trainer.state.band.learned))
+    work = make_microbatches(JOB, STEPS - 1)
+    ids = [m.microbatch_id for m in work]
+    before = reported()
+    with pytest.raises(UnusualMicrobatches) as raised:
+        trainer.train_step(1, 1, STEPS - 1, work, ids, LEDGER, [NAME])
+    result = trainer.train_step(1, 1, STEPS - 1, work, ids, LEDGER, [NAME], raised.value.microbatches)
+    assert {c.verdict for c in result.compared} == {CheckVerdict.SAME} and len(result.compared) == 4
+    assert len(trainer.state.band.learned) == 4, "the new level is learned from here on"
+    assert reported() == before

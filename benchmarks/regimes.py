@@ -26,7 +26,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before numpy: the pool already 
 import common
 from fleet_report import binomial_interval, delay_quantile, table
 
-from rolecall.detector.panels.panel import PanelDetector
+from rolecall.detector.panels.panel import Panel, PanelDetector
 from rolecall.detector.simulation import regimes
 from rolecall.detector.simulation.regimes import (
     EFFECTS_LARGE,
@@ -42,6 +42,8 @@ from rolecall.detector.simulation.regimes import (
 
 GRACE_TICKS = 24
 RECALL_BAR, DELAY_BAR, WRONG_BAR, WRONG_RECORDINGS = 0.85, 24, 1, 20
+WITHIN_TICKS = (16, 24, 48, 96, 192, 900)
+DRAWN_TICKS = (*range(0, 100, 4), *range(100, 901, 20))
 RUN_SECONDS_MAX = 12 * 3600.0
 SMALL_BOUNDS = (2.0, 2.6, 3.5, 4.6, 6.0)
 
@@ -59,24 +61,26 @@ class Result:
 def judge(case: RegimeCase, names: Sequence[str], asked: float) -> list[Result]:
     """What a worker does with one recording."""
     panel = regimes.panel(case)
+    return [judge_with(case, _made(name, asked), panel) for name in names]
+
+
+def judge_with(case: RegimeCase, chosen: PanelDetector, panel: Panel | None = None) -> Result:
+    """`panel`: of the case, if it was made already."""
+    panel = panel or regimes.panel(case)
     fault = case.fault
     culprit = panel.shape.machines[fault.machine].node if fault else ""
-    results = []
-    for name in names:
-        tracker = _made(name, asked).track(panel.shape)
-        began = time.process_time()
-        delay: int | None = None
-        wrong = set()
-        for tick, (at, values) in enumerate(panel.ticks()):
-            for finding in tracker.tick(at, values):
-                for node in {s.node for s in finding.suspects}:
-                    if fault and node == culprit and fault.start <= tick <= fault.end + GRACE_TICKS:
-                        delay = tick - fault.start if delay is None else delay
-                    else:
-                        wrong.add(node)
-        spent = time.process_time() - began
-        results.append(Result(case=case, delay=delay, num_wrong=len(wrong), cpu_seconds=spent))
-    return results
+    tracker = chosen.track(panel.shape)
+    began = time.process_time()
+    delay: int | None = None
+    wrong = set()
+    for tick, (at, values) in enumerate(panel.ticks()):
+        for finding in tracker.tick(at, values):
+            for node in {s.node for s in finding.suspects}:
+                if fault and node == culprit and fault.start <= tick <= fault.end + GRACE_TICKS:
+                    delay = tick - fault.start if delay is None else delay
+                else:
+                    wrong.add(node)
+    return Result(case=case, delay=delay, num_wrong=len(wrong), cpu_seconds=time.process_time() - began)
 
 
 @cache
@@ -136,6 +140,14 @@ def report(names: Sequence[str], runs: Sequence[Sequence[Result]]) -> list[str]:
         for onset in OnsetTime:
             rows.append(_row(f"{name}, {onset}", [r for r in mine if r.case.fault and r.case.fault.onset is onset]))
     lines += table(_HEAD, rows)
+    lines += ["", "### Named within so many ticks of the onset or the first sample", ""]
+    rows = []
+    for name, mine in zip(names, large, strict=True):
+        for num in NUM_MACHINES:
+            part = [r for r in mine if r.case.fault and r.case.regime.num_machines == num]
+            shares = [f"{_share_within(part, ticks):.2f}" for ticks in WITHIN_TICKS]
+            rows += [[f"{name}, {num} machines", str(len(part)), *shares]] if part else []
+    lines += table(("", "faults", *map(str, WITHIN_TICKS)), rows)
     lines += ["", "## Each regime", ""]
     for name, mine in zip(names, large, strict=True):
         rows = []
@@ -152,6 +164,31 @@ def report(names: Sequence[str], runs: Sequence[Sequence[Result]]) -> list[str]:
             part = [r for r in mine if r.case.fault and low <= r.case.fault.effect_spreads < high]
             rows += [_row(f"{name}, {low:g} to {high:g}", part)] if part else []
     return lines + table(_HEAD, rows)
+
+
+def _share_within(faulty: Sequence[Result], ticks: int) -> float:
+    return sum(r.delay is not None and r.delay <= ticks for r in faulty) / len(faulty)
+
+
+def picture(mine: Sequence[Result]) -> str:
+    """SVG: share of faults named against ticks since the onset, of one detector, by number of machines."""
+    import altair as alt
+    import vl_convert
+
+    faulty = [r for r in mine if r.case.fault and r.case.fault.effect_spreads >= EFFECTS_LARGE[0]]
+    rows = []
+    for num in sorted({r.case.regime.num_machines for r in faulty}):
+        part = [r for r in faulty if r.case.regime.num_machines == num]
+        rows += [
+            {"ticks": ticks, "share named": _share_within(part, ticks), "machines": f"{num} machines"}
+            for ticks in DRAWN_TICKS
+        ]
+    x = alt.X("ticks:Q", scale=alt.Scale(type="symlog", constant=16), title="ticks since the onset or the first sample")
+    y = alt.Y("share named:Q", scale=alt.Scale(domain=[0, 1]), title="share of faults named")
+    colour = alt.Color("machines:N", title=None, sort=[f"{n} machines" for n in NUM_MACHINES])
+    lines = alt.Chart(alt.Data(values=rows)).mark_line(interpolate="step-after")
+    chart = lines.encode(x=x, y=y, color=colour, strokeDash=alt.StrokeDash("machines:N", title=None))
+    return vl_convert.vegalite_to_svg(chart.properties(width=460, height=260).to_dict())
 
 
 _HEAD = (
@@ -232,7 +269,9 @@ def main() -> int:
     lines = [*common.header("Regimes", config, str(args.seed)), *report(names, runs)]
     print("\n".join(lines))
     if not args.dry:
-        print(f"written: {common.write(args.name, lines)}", file=sys.stderr)
+        path = common.write(args.name, lines)
+        path.with_suffix(".svg").write_text(picture(runs[0]))
+        print(f"written: {path} and .svg", file=sys.stderr)
     return 0
 
 

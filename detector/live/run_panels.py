@@ -3,8 +3,8 @@
     samples -> readings -> a tick a second and role -> tracker -> findings that name replica, rank and incarnation
 
 A panel contains the current processes of one role. When a process joins, leaves or is replaced, the tracker of the role
-starts over: the work is redistributed, and a new process differs from those that have run for hours. This costs a few
-minutes of panel detection after each replacement; the other stages are not affected. Roles with fewer than `PEERS_MIN`
+starts over: the work is redistributed, and a new process differs from those that have run for hours. What is usual
+among the machines of the role is kept (`profile`), here and over restarts of `watch`. Roles with fewer than `PEERS_MIN`
 processes have no panel. Standbys and starting processes are excluded, and so are node metrics: the nodes of a run do
 different work and are not peers. Metrics of the GPUs that a process uses count as the process's own
 (detector/live/gpu_readings.py), and a finding in them identifies the GPU.
@@ -23,6 +23,8 @@ from rolecall.detector.base.observation import Observation
 from rolecall.detector.live.gpu_readings import GPU_METRICS, GpuReadings, Who
 from rolecall.detector.panels.metrics import CounterReading, measured, process_reading
 from rolecall.detector.panels.panel import Machine, PanelDetector, PanelShape, Tracker
+from rolecall.detector.panels.sequential.detector import Sequential, SequentialTracker
+from rolecall.detector.panels.sequential.profile import Profile
 
 INTERVAL_SECONDS = 1.0
 PEERS_MIN = 3
@@ -30,6 +32,8 @@ PEERS_MIN = 3
 SETTLE_TICKS = 60
 """A panel starts when its members, and so their metrics, have been unchanged for this many ticks: a process that has
 just started still differs from its peers."""
+LEARNED_TICKS_MIN = 1800
+"""A panel must have lasted so long before a profile learns from it."""
 SILENT_SECONDS = 30.0
 """A process without samples for this long leaves its panel. A restarting agent is back by then."""
 METRIC = "metric:"
@@ -84,12 +88,21 @@ class RunPanels:
     """Mutable; one per watcher. Findings depend only on the current and earlier observations."""
 
     def __init__(self, detector: PanelDetector) -> None:
+        """`detector`: its profile, if it has one, is where learning begins."""
         self._detector = detector
         self._processes: dict[ProcessId, _PanelMember] = {}
         self._by_key: dict[tuple[str, int, int], _PanelMember] = {}  # may include members removed since the last tick
         self._gpus = GpuReadings()
         self._roles: dict[str, _RolePanel] = {}
         self._ticked = -1  # number of the last tick, in intervals since 1970
+
+    @property
+    def profile(self) -> Profile | None:
+        """What is usual among the machines of the run, so far; None if the detector learns no profile."""
+        detector = self._detector
+        for panel in self._roles.values():
+            detector = _taught(detector, panel)
+        return detector.profile if isinstance(detector, Sequential) else None
 
     def findings(self, observation: Observation) -> tuple[Finding, ...]:
         """Findings that start with this observation, each returned once."""
@@ -132,11 +145,14 @@ class RunPanels:
         found: list[Finding] = []
         members = self._members(now)
         of_gpus = self._gpus.tick(now)
-        self._roles = {role: panel for role, panel in self._roles.items() if role in members}
+        for role in self._roles.keys() - members.keys():
+            self._detector = _taught(self._detector, self._roles.pop(role))
         for role, processes in members.items():
             panel = self._roles.get(role)
             who = tuple(p.process for p in processes)
             if panel is None or panel.members != who:
+                if panel is not None:
+                    self._detector = _taught(self._detector, panel)
                 panel = self._roles[role] = _RolePanel(who)
             found += self._tick_role(role, panel, processes, of_gpus, now)
         return found
@@ -196,6 +212,18 @@ class RunPanels:
             because=f"{finding.because}; {'; '.join(e.text for e in found)}",
             evidence=(*finding.evidence, *found),
         )
+
+
+def _taught(detector: PanelDetector, panel: _RolePanel) -> PanelDetector:
+    """With what a panel has shown, if it was watched for long enough: in a short one, a machine that is slow from the
+    start may not have been named yet, and must not become usual."""
+    tracker = panel.tracker
+    if not (isinstance(detector, Sequential) and isinstance(tracker, SequentialTracker)):
+        return detector
+    learned = tracker.learned() if panel.ticks >= LEARNED_TICKS_MIN else None
+    if learned is None:
+        return detector
+    return replace(detector, profile=(detector.profile or Profile(panels=[])).replaced(learned, tracker.shape))
 
 
 def _named(finding: Finding, by_place: dict[tuple[str, int], _PanelMember]) -> Finding:

@@ -28,5 +28,29 @@ def has_equal_levels(metric: str) -> bool:
     return not _words(metric) & (STATE | WAITING)
 
 
+KINDS = {
+    "state": STATE,
+    "waiting": WAITING,
+    "own_work": OWN_WORK,
+    "hardware": frozenset(
+        {"temperature", "temp", "celsius", "power", "watts", "clock", "clocks", "mhz", "hertz", "fan"}
+    ),
+    "usage": frozenset({"cpu", "util", "utilization", "percent", "ratio", "busy", "active", "load", "runnable"}),
+    "traffic": frozenset(
+        {"net", "network", "disk", "read", "write", "rx", "tx", "bytes", "kbps", "packets", "io", "pcie", "nvlink"}
+        | {"pgpgin", "pgpgout", "infiniband", "ib"}
+    ),
+    "events": frozenset({"fork", "pswitch", "pgfault", "faults", "switches", "interrupts", "errors", "retransmits"}),
+}
+"""In this order: the first set that has a word of the name."""
+ANY_KIND = "any"
+
+
+def kind(metric: str) -> str:
+    """Metrics of one kind have a prior in common."""
+    words = _words(metric)
+    return next((name for name, these in KINDS.items() if words & these), ANY_KIND)
+
+
 def _words(metric: str) -> set[str]:
     return set(re.split(r"[^a-z0-9]+", re.sub(r"([a-z])([A-Z])", r"\1 \2", metric).lower()))

@@ -18,9 +18,10 @@ def detector(
     *,
     false_alarms_per_1000_machine_days: float = FALSE_ALARMS_PER_1000_MACHINE_DAYS,
     model: Path | None = None,
+    profile: Path | None = None,
 ) -> PanelDetector:
-    """`model`: a file written by `rolecall fit`; only `minder` has one. Raises ConfigError, or UnreadableInput for a
-    model."""
+    """`model`, `profile`: files written by `rolecall fit`, for `minder` and for the default detector. Raises
+    ConfigError, or UnreadableInput for a file."""
     problems = []
     if name not in NAMES:
         problems.append(f"detector: {name!r} is none of {', '.join(NAMES)}")
@@ -29,13 +30,17 @@ def detector(
         wanted = f"{FALSE_ALARMS_MIN:g} to {FALSE_ALARMS_MAX:g}"
         problems.append(f"false alarms: {asked:g} per 1,000 machine-days is not within {wanted}")
     if model is not None and name != "minder":
-        problems.append(f"model: detector {name!r} has none; only minder is fitted")
+        problems.append(f"model: detector {name!r} has none; only minder has one")
+    if profile is not None and name != DEFAULT:
+        problems.append(f"profile: detector {name!r} has none; only {DEFAULT} has one")
     if problems:
         raise ConfigError(problems)
     if name == DEFAULT:
         from rolecall.detector.panels.sequential.detector import Sequential
+        from rolecall.detector.panels.sequential.profile import read
 
-        return Sequential(false_alarms_per_1000_machine_days=asked)
+        learned = None if profile is None else read(profile)
+        return Sequential(false_alarms_per_1000_machine_days=asked, profile=learned)
     if name == "minder":
         from rolecall.detector.panels.minder import detector as minder
 

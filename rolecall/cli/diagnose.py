@@ -29,22 +29,29 @@ FalseAlarmsOption = Annotated[
 ModelOption = Annotated[
     Path | None, typer.Option("--model", help="Model of detector minder, as `rolecall fit` writes it.", metavar="FILE")
 ]
+ProfileOption = Annotated[
+    Path | None,
+    typer.Option("--profile", help="What is usual in your job, as `rolecall fit` writes it.", metavar="FILE"),
+]
 
 
-def panel_detectors(name: str, false_alarms: float, model: Path | None) -> "list[PanelDetector]":
+def panel_detectors(name: str, false_alarms: float, model: Path | None, profile: Path | None) -> "list[PanelDetector]":
     """The detector that `--detector` names, beside the one that reads step times.
 
     Raises:
-        ConfigError: an unknown name, or a model that does not fit it.
+        ConfigError: an unknown name, or a model or profile that does not fit it.
+        UnreadableInput: a model or profile is damaged.
     """
     from rolecall.detector.panels.registry import detector, with_step_time
 
-    return with_step_time(detector(name, false_alarms_per_1000_machine_days=false_alarms, model=model), false_alarms)
+    chosen = detector(name, false_alarms_per_1000_machine_days=false_alarms, model=model, profile=profile)
+    return with_step_time(chosen, false_alarms)
 
 
 @app.command(
     epilog=examples(
         "rolecall diagnose fleet.parquet",
+        "rolecall diagnose friday.parquet --profile my-job.json",
         "rolecall diagnose nccl_trace_rank_*              # Flight Recorder dumps",
         "rolecall diagnose /var/log/incident-17/ --explain why.html",
     )
@@ -59,22 +66,35 @@ def diagnose(
     detector: DetectorOption = DETECTOR,
     false_alarms: FalseAlarmsOption = FALSE_ALARMS,
     model: ModelOption = None,
+    profile: ProfileOption = None,
     explain: Annotated[
         Path | None, typer.Option("--explain", help="Write an HTML page that plots the evidence.", metavar="FILE.html")
     ] = None,
+    sensitivity: Annotated[
+        bool,
+        typer.Option(
+            "--sensitivity/--no-sensitivity",
+            help="If all is healthy, try for up to 20 s which shift of a metric would have been named.",
+        ),
+    ] = True,
     as_json: JsonOption = False,
 ) -> int:
     """Find the faulty machine in recordings.
 
     Names the machine, the onset of its fault and the evidence. Reads recordings, dumps and logs.
 
-    Exit code 0: healthy; 1: a fault was found; 2: unreadable input."""
+    Exit code 0: healthy, or cannot tell; 1: a fault was found; 2: unreadable input."""
     from rolecall.diagnose import diagnose as diagnosing
 
     if explain is not None and explain.suffix.lower() not in (".html", ".htm"):
         raise ConfigError([f"--explain: {explain}: the page is HTML, so its name must end in .html"])
-    detectors = panel_detectors(detector, false_alarms, model)
-    answer = diagnosing.diagnose(paths, detectors, progress=None if as_json else progress)
+    detectors = panel_detectors(detector, false_alarms, model, profile)
+    answer = diagnosing.diagnose(
+        paths,
+        detectors,
+        progress=None if as_json else progress,
+        sensitivity_seconds=diagnosing.SENSITIVITY_SECONDS if sensitivity else 0.0,
+    )
     if explain is not None:
         from rolecall.diagnose.explain import explain as draw
 
@@ -83,19 +103,32 @@ def diagnose(
     return diagnosing.exit_code(answer)
 
 
-@app.command(epilog=examples("rolecall fit monday.parquet tuesday.parquet -o model.safetensors"))
+@app.command(
+    epilog=examples(
+        "rolecall fit monday.parquet tuesday.parquet -o my-job.json",
+        "rolecall fit --detector minder monday.parquet tuesday.parquet -o model.safetensors",
+    )
+)
 def fit(
     recordings: Annotated[
-        list[Path], typer.Argument(help="Recordings of mostly healthy machines.", metavar="RECORDING...")
+        list[Path], typer.Argument(help="Recordings of your job, oldest first, mostly healthy.", metavar="RECORDING...")
     ],
-    output: Annotated[Path, typer.Option("-o", "--output", help="The model; an existing file is not overwritten.")],
+    output: Annotated[Path, typer.Option("-o", "--output", help="The result; an existing file is not overwritten.")],
+    detector: Annotated[
+        str, typer.Option("--detector", help="sequential (a profile) or minder (a model).", metavar="NAME")
+    ] = DETECTOR,
     labels: Annotated[list[Path], typer.Option("--labels", help="label.json of each recording, in order.")] = [],  # noqa: B006
-    seed: Annotated[int, typer.Option(min=0, help="Random seed.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Random seed of minder.")] = 0,
 ) -> int:
-    """Train detector minder on your own recordings."""
-    from rolecall.diagnose.fit import fit_recordings
+    """Learn from recordings what is usual in your own job."""
+    from rolecall.diagnose.fit import fit_model, fit_profile
 
-    out(fit_recordings(recordings, output, labels=labels, seed=seed))
+    if detector == DETECTOR:
+        out(fit_profile(recordings, output, labels=labels, progress=progress))
+    elif detector == "minder":
+        out(fit_model(recordings, output, labels=labels, seed=seed))
+    else:
+        raise ConfigError([f"--detector: {detector!r} cannot be fitted; sequential and minder can"])
     return 0
 
 

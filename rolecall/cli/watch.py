@@ -13,6 +13,7 @@ from rolecall.cli.diagnose import (
     DetectorOption,
     FalseAlarmsOption,
     ModelOption,
+    ProfileOption,
     panel_detectors,
 )
 from rolecall.cli.options import (
@@ -185,6 +186,7 @@ def watch_prometheus(
     detector: DetectorOption = DETECTOR,
     false_alarms: FalseAlarmsOption = FALSE_ALARMS,
     model: ModelOption = None,
+    profile: ProfileOption = None,
     seconds: SecondsOption = None,
     as_json: JsonOption = False,
 ) -> int:
@@ -192,7 +194,7 @@ def watch_prometheus(
     from rolecall.watch.panels import INTERVAL_SECONDS, PrometheusOptions
     from rolecall.watch.panels import watch_prometheus as start
 
-    detectors = panel_detectors(detector, false_alarms, model)
+    detectors = panel_detectors(detector, false_alarms, model, profile)
     seconds_between = INTERVAL_SECONDS if interval is None else interval
     options = PrometheusOptions(url, tuple(query), queries, match, seconds_between, history, credentials)
     return start(options, detectors, out=out, as_json=as_json, seconds=seconds)
@@ -207,13 +209,14 @@ def watch_recording(
     detector: DetectorOption = DETECTOR,
     false_alarms: FalseAlarmsOption = FALSE_ALARMS,
     model: ModelOption = None,
+    profile: ProfileOption = None,
     seconds: SecondsOption = None,
     as_json: JsonOption = False,
 ) -> int:
     """Replay a recording as if it were live. Exit code 1 if a fault was found."""
     from rolecall.watch.panels import watch_recording as start
 
-    detectors = panel_detectors(detector, false_alarms, model)
+    detectors = panel_detectors(detector, false_alarms, model, profile)
     return start(recording, speed, detectors, out=out, as_json=as_json, seconds=seconds)
 
 

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from rolecall.core.clock import Clock
+from rolecall.core.clock import Clock, SystemClock
 from rolecall.core.diagnosis import NO_TIME, Diagnosis, Finding
 from rolecall.core.errors import ReadingStopped, UnreadableInput
 from rolecall.core.faults import FaultClass
@@ -30,6 +30,7 @@ from rolecall.detector.base import packed_files as packed
 from rolecall.detector.base.read_budget import Budget, Contents, ReadLimits, for_dumps, read_each
 from rolecall.detector.live.fusion import merged
 from rolecall.detector.panels.panel import Floats, Panel, PanelDetector, SeenValues, cannot_tell, standing
+from rolecall.detector.panels.sensitivity import SmallestEffect, smallest_effects
 from rolecall.detector.sources import agent_event_files as agent_events
 from rolecall.detector.sources import recording
 from rolecall.diagnose.explain import ExplainedDiagnosis, ScoreTrace
@@ -44,6 +45,9 @@ KINDS = (
     "a file of the NCCL Inspector, a kernel log, an agent's events, a copy of an InfiniBand device"
 )
 CANNOT_TELL = "cannot tell"
+SENSITIVITY_SECONDS = 20.0
+"""For finding the smallest effects that would have been named, of all panels together."""
+SENSITIVITY_SEED = 0
 SUSPECT_FIELDS = ("node", "role", "replica", "rank", "gpu")
 
 
@@ -62,6 +66,7 @@ class DiagnosisReport:
     diagnoses: list[Diagnosis] = field(default_factory=list)
     inputs: list[Input] = field(default_factory=list)
     panels: list[Panel] = field(default_factory=list)
+    smallest_effects: list[SmallestEffect] = field(default_factory=list)  # of healthy panels
 
     @property
     def open_ends(self) -> list[tuple[Input, str]]:
@@ -82,6 +87,7 @@ class DiagnosisReport:
             "inputs": [asdict(i) for i in self.inputs],
             "verdict": self.verdict,
             "cannot_tell": [{"path": i.path, "kind": i.kind, "because": r} for i, r in self.open_ends],
+            "smallest_effects": [asdict(e) for e in self.smallest_effects],
         }
 
 
@@ -187,9 +193,11 @@ def diagnose(
     *,
     limits: ReadLimits | None = None,
     clock: Clock | None = None,
+    sensitivity_seconds: float = 0.0,
 ) -> DiagnosisReport:
     """All diagnoses of the files at `paths`, earliest first. Where `limits` end the reading, what was read is judged,
-    and a remark names the file that was not read to its end.
+    and a remark names the file that was not read to its end. `sensitivity_seconds`: if all is healthy, so long at most
+    to find the smallest effects that would have been named.
 
     Raises UnreadableInput: a file cannot be read.
     """
@@ -200,7 +208,13 @@ def diagnose(
     budget = Budget(limits, clock)
     for number, file in enumerate(found.recordings):
         say(f"reading {file}")
-        read = recording.read(file)
+        try:
+            read = recording.read(file)
+        except UnreadableInput as error:
+            if file in paths:
+                raise
+            answer.inputs.append(_files_input([file], "recording", "not readable", (f"cannot tell from {error}",)))
+            continue
         # Samples that share a grid cell are merged, but took as long to read.
         num_values = max(read.num_rows, sum(p.values.size for p in read.panels))
         try:
@@ -246,6 +260,9 @@ def diagnose(
         findings, described = diagnose_kind(files, paths, budget, topology)
         all_findings += findings
         answer.inputs.append(described)
+    if found.topologies and not answer.inputs:
+        alone = "cannot tell: a topology only says where ranks are; dumps of these ranks would settle it"
+        answer.inputs.append(_files_input(found.topologies, "topology", "names and places of ranks", (alone,)))
     for folder, num in found.passed_over.items():
         only = f"cannot tell: it holds no file of a known kind; it would be settled by {KINDS}"
         answer.inputs.append(
@@ -257,7 +274,32 @@ def diagnose(
             )
         )
     answer.diagnoses = [kernel_findings.with_advice(d) for d in merged(all_findings)]
+    if answer.verdict == "healthy" and sensitivity_seconds:
+        answer.smallest_effects = _smallest_effects(
+            answer.panels, detectors, sensitivity_seconds, clock or SystemClock(), say
+        )
     return answer
+
+
+def _smallest_effects(
+    panels: Sequence[Panel],
+    detectors: Sequence[PanelDetector],
+    seconds: float,
+    clock: Clock,
+    say: Callable[[str], None],
+) -> list[SmallestEffect]:
+    """Each panel gets an equal part of the time that those before it left."""
+    found, end = list[SmallestEffect](), clock.monotonic() + seconds
+    for number, panel in enumerate(panels):
+        now = clock.monotonic()
+        until = now + max(0.0, end - now) / (len(panels) - number)
+        rng = np.random.default_rng(SENSITIVITY_SEED)
+        found += smallest_effects(panel, detectors, rng, _is_over(clock, until), say)
+    return found
+
+
+def _is_over(clock: Clock, until: float) -> Callable[[], bool]:
+    return lambda: clock.monotonic() >= until
 
 
 def _diagnose_flight_recorder(
@@ -265,7 +307,7 @@ def _diagnose_flight_recorder(
 ) -> tuple[list[Finding], Input]:
     dumps, unreadable = flight_dumps.read_as_needed(files, flight_recorder.entries_wanted, budget=budget)
     for error in unreadable:
-        if (not dumps and budget.stopped is None) or error.reason.startswith("refused"):
+        if Path(error.where) in named or error.reason.startswith("refused"):
             raise error  # a malicious dump invalidates the whole diagnosis
     # A truncated dump is from a rank that died or was stopped while writing: its rank counts as missing.
     remarks = _unread(files, Contents(items=dumps, unreadable=unreadable, stopped=budget.stopped))
@@ -433,6 +475,7 @@ def sentences(answer: DiagnosisReport) -> list[str]:
     for i in answer.inputs:
         lines.append(f"    {i.path}: {i.looked_at}")
         lines += [f"        {r}" for r in i.remarks]
+    lines += [f"    {effect.text}" for effect in answer.smallest_effects]
     return [
         plain(line) if not line.startswith(" ") else line[: len(line) - len(line.lstrip())] + plain(line.lstrip())
         for line in lines

@@ -1,42 +1,117 @@
-"""`rolecall fit RECORDING... -o MODEL [--labels LABEL]...`: fits a model for the detector `minder` to recordings.
+"""`rolecall fit RECORDING... -o FILE [--detector NAME] [--labels LABEL]...`: learns from recordings what is usual.
+
+For the default detector the file is a profile of one's own job (`panels/sequential/profile.py`), for `minder` a model.
 
 A label file, as `rolecall simulate fleet` writes it, is a JSON object with a list `events`, each with `node`, `onset`
-and `end` (seconds on the recording's clock). Without labels everything counts as normal, and the priority of the
-metrics is not learned."""
+and `end` (seconds on the recording's clock). Without labels everything counts as normal, and minder's priority of
+the metrics is not learned."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from rolecall.core.errors import CommandRefused, UnreadableInput
+from rolecall.core.rundir import write_atomically
 from rolecall.core.text import plain
 from rolecall.detector.panels.minder.detector import ANY_METRIC, BUILT_IN, NUM_METRICS
 from rolecall.detector.panels.minder.detector import read as read_model
 from rolecall.detector.panels.minder.fit import NUM_STEPS, LabelledFault, fit, write
 from rolecall.detector.panels.panel import Panel
+from rolecall.detector.panels.sequential.detector import Sequential
+from rolecall.detector.panels.sequential.peer_place import BLOCK_TICKS, LONG_BLOCKS
+from rolecall.detector.panels.sequential.profile import Profile
 from rolecall.detector.sources.recording import read
 
 LABEL_BYTES_MAX = 16 << 20
+TICKS_MIN = LONG_BLOCKS * BLOCK_TICKS
+"""Of a panel, before a profile learns from it."""
 SECONDS_MAX = 1e12
 """Bound on the times of a recording, from 1970."""
 
 
-def fit_recordings(
-    recordings: Sequence[Path], out: Path, *, labels: Sequence[Path] = (), seed: int = 0, num_steps: int = NUM_STEPS
+def fit_profile(
+    recordings: Sequence[Path],
+    out: Path,
+    *,
+    labels: Sequence[Path] = (),
+    progress: Callable[[str], None] | None = None,
 ) -> str:
-    """Writes the model to `out`; returns a summary.
+    """Writes the profile to `out`; returns a summary. `recordings`: oldest first. Samples of labelled faults are left
+    out.
 
     Raises:
-        CommandRefused: not one label per recording, `out` exists or cannot be written, torch is missing.
-        UnreadableInput: a recording or label is damaged, or no recording has eight ticks.
+        CommandRefused: not one label per recording, `out` exists or cannot be written.
+        UnreadableInput: a recording or label is damaged, or none is long enough to show anything.
     """
+    say = progress or (lambda _: None)
+    _check(recordings, out, labels)
+    profile = Profile(learned_from=[path.name for path in recordings], panels=[])
+    too_short = []
+    for i, path in enumerate(recordings):
+        say(f"reading {path}")
+        events = read_faults(labels[i]) if labels else ()
+        for panel in read(path).panels:
+            say(f"{path}: {panel.shape.name}, {len(panel.shape.machines)} machines, {len(panel.at)} ticks")
+            tracker = Sequential(profile=profile, healthy=True).track(panel.shape)
+            for at, values in _without(panel, events).ticks():
+                tracker.tick(at, values)
+            learned = tracker.learned()
+            if learned is None:
+                too_short.append(f"{path}: {panel.shape.name}: {len(panel.at)} ticks of {TICKS_MIN}")
+            else:
+                profile = profile.replaced(learned, panel.shape)
+    if not profile.panels:
+        where = ", ".join(map(str, recordings))
+        raise UnreadableInput(where=where, reason=f"no panel of two machines and more has {TICKS_MIN} ticks")
+    try:
+        write_atomically(out, profile.to_json())
+    except OSError as e:
+        raise CommandRefused(f"{out} cannot be written: {e.strerror}") from e
+    lines = [f"{out}: profile of {len(profile.panels)} panel(s)"]
+    for panel_profile in profile.panels:
+        drifts = sum(m.drift is not None for m in panel_profile.metrics.values())
+        phase = f", phase {panel_profile.phase}" if panel_profile.phase else ""
+        lines.append(
+            f"  role {plain(panel_profile.role)}{plain(phase)}, every {panel_profile.interval_seconds:g} s: "
+            f"{panel_profile.recordings:g} recording(s), {len(panel_profile.metrics)} metrics, "
+            f"{len(panel_profile.offsets)} nodes"
+        )
+        if not drifts:
+            lines.append("    usual offsets of the nodes count from two recordings of them on")
+    return "\n".join(lines + [f"  too short to show anything: {plain(text)}" for text in too_short])
+
+
+def _without(panel: Panel, faults: Sequence[LabelledFault]) -> Panel:
+    values = panel.values.copy()
+    for n, machine in enumerate(panel.shape.machines):
+        for fault in faults:
+            if fault.node == machine.node:
+                values[:, (panel.at >= fault.onset) & (panel.at <= fault.end), n] = np.nan
+    return Panel(shape=panel.shape, at=panel.at, values=values)
+
+
+def _check(recordings: Sequence[Path], out: Path, labels: Sequence[Path]) -> None:
     if labels and len(labels) != len(recordings):
         raise CommandRefused(
             f"{len(labels)} labels for {len(recordings)} recordings: give one per recording, in the same order"
         )
     if out.exists():
         raise CommandRefused(f"{out} already exists and is not overwritten")
+
+
+def fit_model(
+    recordings: Sequence[Path], out: Path, *, labels: Sequence[Path] = (), seed: int = 0, num_steps: int = NUM_STEPS
+) -> str:
+    """Writes a model of `minder` to `out`; returns a summary.
+
+    Raises:
+        CommandRefused: not one label per recording, `out` exists or cannot be written, torch is missing.
+        UnreadableInput: a recording or label is damaged, or no recording has eight ticks.
+    """
+    _check(recordings, out, labels)
     panels: list[Panel] = []
     faults: list[tuple[LabelledFault, ...]] = []
     for i, path in enumerate(recordings):

@@ -22,7 +22,7 @@ from rolecall.agent.http.web_config import WebConfig
 from rolecall.core.clock import Clock, SystemClock
 from rolecall.core.config.job import JobConfig, parse_job
 from rolecall.core.diagnosis import Diagnosis, Finding
-from rolecall.core.errors import ConfigError, RunNotFound
+from rolecall.core.errors import ConfigError, RunNotFound, UnreadableInput
 from rolecall.core.journal.events import EventKind
 from rolecall.core.journal.journal import Journal
 from rolecall.core.journal.payloads import LeaseAcquired
@@ -33,7 +33,9 @@ from rolecall.detector.base.observation import Observation
 from rolecall.detector.live.engine import LiveDetector
 from rolecall.detector.live.fusion import on_panels_alone
 from rolecall.detector.live.run_panels import RunPanels
-from rolecall.detector.panels.registry import detector as panel_detector
+from rolecall.detector.panels.sequential.detector import Sequential
+from rolecall.detector.panels.sequential.profile import Profile
+from rolecall.detector.panels.sequential.profile import read as read_profile
 from rolecall.detector.sources.agents import AgentsSource
 from rolecall.recovery.actuators import NoopActuator, RayRuntime
 from rolecall.recovery.incidents import IncidentProjection
@@ -62,6 +64,9 @@ SWITCH_SECONDS = 0.0005
 Python's 5 ms, samples of a thousand agents were 3.1 s old (P99) at detection, with this 2.4 s (measured once each, busy
 machine)."""
 CLOSE_SECONDS = 5.0
+PROFILES_FOLDER = "profiles"
+"""In the folder of the runs: a file for each job."""
+PROFILE_SECONDS = 600.0
 LEARNED_FILE = "detector.json"
 
 
@@ -100,7 +105,8 @@ def _own_bearer(run: RunDir) -> str:
 
 
 class _PersistentDetector:
-    """The detectors, with the engine's state on disk for the next watch. Panels start from nothing."""
+    """The detectors, with what they learned on disk for the next watch: the engine's state in the run's folder, and
+    what is usual among the machines of this job (by the digest of its configuration) beside the runs."""
 
     def __init__(
         self,
@@ -117,7 +123,9 @@ class _PersistentDetector:
         self._path, self._clock, self._kept_at = run.path / LEARNED_FILE, clock, clock.monotonic()
         self._parts: Iterator[str | None] | None = None
         self._pulled = pulled
-        self._panels = RunPanels(panel_detector())
+        self._profile_path = run.path.parent / PROFILES_FOLDER / f"{job.digest()}.json"
+        self._profile, self._profile_kept_at = self._read_profile(), clock.monotonic()
+        self._panels = RunPanels(Sequential(profile=self._profile))
         self._detector = LiveDetector(job.detector, roles)
         try:
             state = json.loads(self._path.read_text())
@@ -150,13 +158,38 @@ class _PersistentDetector:
             self._parts = None
             write_atomically(self._path, text)
 
+    def _read_profile(self) -> Profile | None:
+        if not self._profile_path.exists():
+            return None  # the first watch of this job
+        try:
+            return read_profile(self._profile_path)
+        except UnreadableInput as e:
+            logger.warning("%s: learning from nothing", e)
+            return None
+
+    def _keep_profile(self) -> None:
+        if self._clock.monotonic() - self._profile_kept_at < PROFILE_SECONDS:
+            return
+        self._profile_kept_at = self._clock.monotonic()
+        profile = self._panels.profile
+        if profile is None or profile == self._profile:
+            return
+        self._profile = profile
+        try:
+            self._profile_path.parent.mkdir(exist_ok=True)
+            write_atomically(self._profile_path, profile.to_json())
+        except OSError as e:
+            logger.warning("%s cannot be written (%s): the next watch learns anew", self._profile_path, e.strerror)
+
     def _of_panels(self, observation: Observation) -> tuple[Finding, ...]:
         try:
-            return self._panels.findings(observation)
+            found = self._panels.findings(observation)
+            self._keep_profile()
+            return found
         except Exception:
             # Deliberate: the engine finds the faults that end a run and must not fail because of the weakest evidence.
             logger.exception("panel detector failed, restarting it")
-            self._panels = RunPanels(panel_detector())
+            self._panels = RunPanels(Sequential(profile=self._profile))
             return ()
 
 

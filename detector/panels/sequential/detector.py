@@ -19,7 +19,7 @@ new normal level.
 
 import math
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 import numpy as np
@@ -30,9 +30,11 @@ from rolecall.core.faults import FaultClass
 from rolecall.detector.panels.metric_kinds import has_equal_levels
 from rolecall.detector.panels.panel import FALSE_ALARMS_PER_1000_MACHINE_DAYS, Floats, PanelShape
 from rolecall.detector.panels.sequential.level_shifts import ShiftChannel
-from rolecall.detector.panels.sequential.novelty import Novelty
+from rolecall.detector.panels.sequential.novelty import DAY_SECONDS, Novelty
 from rolecall.detector.panels.sequential.peer_distance import PeerDistance
 from rolecall.detector.panels.sequential.peer_place import PeerPlace
+from rolecall.detector.panels.sequential.priors import Priors, shipped
+from rolecall.detector.panels.sequential.profile import PanelProfile, Profile, ScoreProfile, UsualPlaces, renewed
 from rolecall.detector.panels.sequential.tails import BLOCK_TICKS, BLOCKS_MIN, TAIL_SHARE, Prior, ScoreTail
 
 SECONDS_PER_DAY = 86_400.0
@@ -70,13 +72,6 @@ BLOCKS_YOUNG = 12
 """Scores of the first blocks, based on immature averages and scales, are too high: they count only until there are
 `MATURE_SIZE` others."""
 MATURE_SIZE = 150
-NOVELTY_PRIOR = Prior(location=0.12, beta=0.08, weight=64.0)
-"""Location and mean excess, in usual ranges, from 25 unlabelled days of twelve servers (docs/decisions/0019)."""
-DISTANCE_PRIOR = Prior(location=4.0, beta=1.0, weight=64.0, young_beta=1.0)
-SINGLE_PRIOR = Prior(location=5.0, beta=2.0, weight=256.0, young_beta=5.0)
-SEVERAL_PRIOR = Prior(location=10.0, beta=3.3, weight=256.0, young_beta=10.0)
-"""Of the largest score, and of its sum with the next two. Theory gives a mean excess of 1 for the former, healthy
-simulated fleets 1.0 to 1.3: the higher value is assumed until enough is known of a panel."""
 QUARANTINE_BLOCKS = 3
 """Shift tails are not learned from blocks younger than this: a shift that begins in them may turn out to be a fault,
 and in a role of four, one machine is a quarter of the sample. A jump ends immediately, so novelty needs no
@@ -91,17 +86,26 @@ slightly heavier than the sample shows: with a smaller minimum, simulated fleets
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sequential:
+    """`profile`: of one's own job. `healthy`: all machines are, so that all are learned from and none is named."""
+
     name: ClassVar[str] = "sequential"
     false_alarms_per_1000_machine_days: float = FALSE_ALARMS_PER_1000_MACHINE_DAYS
+    profile: Profile | None = None
+    healthy: bool = False
+    priors: Priors = field(default_factory=shipped)
 
     def track(self, shape: PanelShape) -> "SequentialTracker":
-        return SequentialTracker(shape, self.false_alarms_per_1000_machine_days)
+        return SequentialTracker(shape, self)
 
 
 YOUNG_WEIGHT = 4.0
 """Weight of the prior, as a number of block maxima, before a panel has a tail."""
 MEANS_AT_LOCATION = -math.log(TAIL_SHARE)
 """Of an exponential: the quantile that `TAIL_SHARE` exceed, in means."""
+PROFILE_WEIGHT_MAX = 60.0
+"""Block maxima that a profile counts for; as many of the panel itself outweigh it."""
+PROFILE_TIMES = (0.2, 20.0)
+"""Scores of a job are so many times those of the prior."""
 YOUNG_MARGIN = 1.0
 """The first threshold is higher by this share of itself, the one after k blocks by a (k + 1)-th of that."""
 
@@ -109,13 +113,29 @@ YOUNG_MARGIN = 1.0
 class Channel:
     """Scores of one channel, or their combination, and their healthy tail."""
 
-    def __init__(self, num_machines: int, prior: Prior, quarantine: int = QUARANTINE_BLOCKS) -> None:
+    def __init__(
+        self,
+        num_machines: int,
+        prior: Prior,
+        quarantine: int = QUARANTINE_BLOCKS,
+        profile: ScoreProfile | None = None,
+    ) -> None:
         """`quarantine`: blocks."""
+        self.young_weight = YOUNG_WEIGHT
+        if profile is not None and prior.young_beta is not None:
+            low, high = PROFILE_TIMES
+            times = min(max(profile.mean * MEANS_AT_LOCATION / prior.location, low), high)
+            self.young_weight += min(profile.num, PROFILE_WEIGHT_MAX)
+            prior = replace(
+                prior, location=times * prior.location, beta=times * prior.beta, young_beta=times * prior.young_beta
+            )
         self.prior, self.tail, self.quarantine = prior, ScoreTail(prior), quarantine
+        self.early_sum, self.num_early = 0.0, 0  # of block maxima of the first blocks
         self.maxima_sum, self.num_blocks = np.zeros(num_machines), 0
         self.block_max = np.full(num_machines, -np.inf, dtype=np.float32)
         self.scores = np.zeros(num_machines, dtype=np.float32)
         self.surprise = np.zeros(num_machines, dtype=np.float32)
+        self.location = np.zeros(num_machines, dtype=np.float32)  # the score that is usual as a block's highest
         # Maxima (N,) of earlier blocks, and whether they count.
         self.waiting = deque[tuple[Floats, NDArray[np.bool_]]]()
 
@@ -125,6 +145,7 @@ class Channel:
         np.maximum(self.block_max, scores, out=self.block_max)
         if self.prior.young_beta is None or math.isfinite(self.tail.location):
             self.surprise = self.tail.surprise(scores)
+            self.location = np.full_like(scores, self.tail.location)
         else:
             self.surprise = self._young_surprise(scores, self.prior.young_beta)
         return self.surprise
@@ -134,10 +155,11 @@ class Channel:
         machine's own), which is pulled towards the prior's. With few maxima that mean is uncertain, and the tail of an
         exponential with an uncertain mean is Lomax's: it is heavy for three machines, and light for a hundred."""
         so_far = self.maxima_sum + np.maximum(self.block_max, 0)
-        size = YOUNG_WEIGHT + (len(so_far) - 1) * (self.num_blocks + 1)
+        size = self.young_weight + (len(so_far) - 1) * (self.num_blocks + 1)
         usual = self.prior.location / MEANS_AT_LOCATION
-        times = (YOUNG_WEIGHT * usual + so_far.sum() - so_far) / (size * usual)
+        times = (self.young_weight * usual + so_far.sum() - so_far) / (size * usual)
         location = self.prior.location * np.maximum(times, 1)  # never lighter than the prior
+        self.location = location.astype(np.float32)
         excess = (scores - location) / np.maximum(beta * times, self.prior.beta)
         young: Floats = (size * np.log1p(np.maximum(excess, 1 - size) / size)).astype(np.float32)
         return young
@@ -145,7 +167,11 @@ class Channel:
     def end_block(self, counted: NDArray[np.bool_], trusted: NDArray[np.bool_]) -> None:
         """`counted` (N,): machines with healthy maxima in this block; `trusted` (N,): machines whose earlier blocks
         still seem healthy."""
-        self.waiting.append((self.block_max.copy(), counted & np.isfinite(self.block_max)))
+        finite = counted & np.isfinite(self.block_max)
+        self.waiting.append((self.block_max.copy(), finite))
+        if self.num_blocks < BLOCKS_YOUNG and finite.any():
+            self.early_sum += float(np.maximum(self.block_max[finite], 0).sum())
+            self.num_early += int(finite.sum())
         self.maxima_sum += np.maximum(self.block_max, 0)
         self.num_blocks += 1
         self.block_max[:] = -np.inf
@@ -154,12 +180,16 @@ class Channel:
             if (healthy & trusted).any():
                 self.tail.add(maxima[healthy & trusted])
 
+    @property
+    def learned(self) -> ScoreProfile | None:
+        return ScoreProfile(mean=self.early_sum / self.num_early, num=self.num_early) if self.num_early else None
+
 
 class SequentialTracker:
-    def __init__(self, shape: PanelShape, asked: float) -> None:
-        """`asked`: requested false alarms per 1,000 machine-days."""
-        self.shape = shape
+    def __init__(self, shape: PanelShape, settings: Sequential) -> None:
+        self.shape, self.healthy = shape, settings.healthy
         # Requested false alarms per machine and block.
+        asked = settings.false_alarms_per_1000_machine_days
         self.rate_per_block = asked / 1000 * BLOCK_TICKS * shape.interval_seconds / SECONDS_PER_DAY
         m, n = len(shape.metrics), len(shape.machines)
         self.shifts, self.novelty = ShiftChannel(m, n), Novelty(m, n)
@@ -167,11 +197,17 @@ class SequentialTracker:
         # Of the last `skew_ticks` ticks: medians (M,), novelty scores (N,).
         self.middles, self.leaps = deque[Floats](maxlen=skew_ticks), deque[Floats](maxlen=skew_ticks)
         self.far = deque[Floats](maxlen=max(1, math.ceil(STAYS_SECONDS / shape.interval_seconds)))
-        self.single, self.several = Channel(n, SINGLE_PRIOR), Channel(n, SEVERAL_PRIOR)
-        self.novel, self.both = Channel(n, NOVELTY_PRIOR, quarantine=0), Channel(n, BOTH_PRIOR)
+        self.profile = settings.profile.of(shape) if settings.profile else None
+        known = self.profile.scores if self.profile else {}
+        scores = settings.priors.scores
+        self.single = Channel(n, scores["single"], profile=known.get("single"))
+        self.several = Channel(n, scores["several"], profile=known.get("several"))
+        self.novel, self.both = Channel(n, scores["novelty"], quarantine=0), Channel(n, BOTH_PRIOR)
         comparable = np.array([has_equal_levels(name) for name in shape.metrics])
-        self.peers, self.distance = PeerDistance(comparable, n), Channel(n, DISTANCE_PRIOR)
-        self.place = PeerPlace(comparable, n)
+        self.peers = PeerDistance(comparable, n)
+        self.distance = Channel(n, scores["distance"], profile=known.get("distance"))
+        spreads = settings.priors.log_spreads(shape.metrics)
+        self.place = PeerPlace(comparable, n, UsualPlaces.of(shape, spreads, self.profile))
         self.shift_blocks = deque[tuple[Floats, NDArray[np.bool_]]]()  # as `Channel.waiting`
         self.last = np.zeros((m, n), dtype=np.float32)  # the newest known value
         self.deviation = np.zeros((m, n), dtype=np.float32)
@@ -212,6 +248,10 @@ class SequentialTracker:
         novel = self.novel.score(np.min(self.leaps, axis=0))
         self.far.append(self.peers.tick(residual, known, middle, learning))
         far = self.distance.score(np.min(self.far, axis=0))
+        if 0 < self.novelty.reference < DAY_SECONDS:
+            # Without the day before, work that recurs each day is a jump too: one must also be far from its peers.
+            distant = self.far[-1] > self.distance.location
+            novel = self.novel.surprise = np.where(distant, novel, 0).astype(np.float32)
         far = np.where(self.misplaced, 0, far)  # said already, by its place
         self.place.tick(residual, known, middle, ~(self.alarmed | self.misplaced))
         self._renew_tail()
@@ -222,9 +262,17 @@ class SequentialTracker:
         self.both.score(np.where(young, 0, np.maximum(np.maximum(shift, novel), far)).astype(np.float32))
         if not math.isfinite(self.both.tail.location):
             self.threshold = self._threshold()
-        fresh = self._judge(at)
+        fresh = [] if self.healthy else self._judge(at)
         self._end_block()
         return fresh
+
+    def learned(self) -> PanelProfile | None:
+        """The profile with what this panel has shown so far; None if it has been too short to show anything."""
+        if not self.place.learned.num_spreads.any():
+            return None
+        channels = {"single": self.single, "several": self.several, "distance": self.distance}
+        scores = {name: score for name, c in channels.items() if (score := c.learned) is not None}
+        return renewed(self.profile, self.shape, self.place.learned, scores)
 
     def _middle(self) -> Floats:
         """Median over machines of the newest known values, (M,)."""
@@ -324,7 +372,8 @@ class SequentialTracker:
         if self.ticks % BLOCK_TICKS:
             return
         # Machines above the threshold never count, reported or not: a fault must not be learned as part of the tail.
-        counted = ~self.alarmed & ~self.misplaced & (self.age > 0) & (self.both.block_max <= self.threshold)
+        counted = ~self.alarmed & ~self.misplaced & (self.age > 0)
+        counted &= self.healthy | (self.both.block_max <= self.threshold)
         suspect_for = self.at - self.suspected_at
         trusted = ~self.alarmed & ~(suspect_for > QUARANTINE_TICKS * self.shape.interval_seconds)
         num = self.ticks // BLOCK_TICKS

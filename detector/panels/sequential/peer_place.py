@@ -23,6 +23,9 @@ from numpy.typing import NDArray
 from rolecall.detector.panels.panel import Floats
 from rolecall.detector.panels.peer_scores import peer_median
 from rolecall.detector.panels.sequential.following import MACHINES_KEPT, MAD_TO_SIGMA
+from rolecall.detector.panels.sequential.learned_places import LearnedPlaces
+from rolecall.detector.panels.sequential.priors import SPREADS
+from rolecall.detector.panels.sequential.profile import UsualPlaces
 
 Doubles = NDArray[np.float64]
 
@@ -35,10 +38,6 @@ FALSE_PANELS = 0.003
 """Healthy panels in which a machine is named, however long they last."""
 EVALUATIONS = 2
 """In a row, before a machine is named."""
-SPREADS = np.geomspace(0.05, 1e4, 24)
-"""Values of omega, in units of the noise."""
-SPREAD_PRIOR, SPREAD_WIDTH, SPREAD_UNIFORM = 0.7, 1.2, 0.02
-"""Log-normal around the first, with the second as standard deviation of the log; the share that is uniform."""
 PRIOR_METRICS = 8.0
 """Weight of the prior against the panel's own metrics."""
 PANEL_METRICS_MIN = 5
@@ -68,23 +67,15 @@ LEVEL_SHARE_MIN = 1e-3
 """Minimum noise as a share of the metric's level: smaller differences are rounding."""
 
 
-def _log_prior() -> Doubles:
-    weight = np.exp(-0.5 * (np.log(SPREADS / SPREAD_PRIOR) / SPREAD_WIDTH) ** 2)
-    share = (1 - SPREAD_UNIFORM) * weight / weight.sum() + SPREAD_UNIFORM / len(SPREADS)
-    return np.asarray(np.log(share), dtype=np.float64)
-
-
-LOG_PRIOR = _log_prior()
-
-
 class PeerPlace:
     """State for M metrics and N machines. `relative` (N,): evidence as a multiple of what is needed; above 1, a machine
     is out of place. `metrics`: those that say so, by machine."""
 
-    def __init__(self, comparable: NDArray[np.bool_], num_machines: int) -> None:
+    def __init__(self, comparable: NDArray[np.bool_], num_machines: int, usual: UsualPlaces) -> None:
         """`comparable` (M,): metrics whose levels can be compared among peers."""
-        self.comparable = comparable
+        self.comparable, self.usual = comparable, usual
         m, n = len(comparable), num_machines
+        self.learned = LearnedPlaces(usual.learned_offsets)
         # Of residuals over time, (M, N): mean, variance, covariance of neighbouring ticks, the last one
         self.mean, self.variance, self.covariance, self.last = (np.zeros((m, n), dtype=np.float32) for _ in range(4))
         self.count = np.zeros((m, n), dtype=np.float32)
@@ -178,9 +169,18 @@ class PeerPlace:
         if holes.any():
             some = holes & ~np.isnan(kept).all(axis=2)
             x[some] = np.nanmedian(kept[some], axis=1)
-        spread = variance[live] * np.minimum(1, 1.4 * tau[live] / (num * BLOCK_TICKS))
+        noise = np.sqrt(variance[live])
+        places = x / noise[:, None]
+        window = np.minimum(1, 1.4 * tau[live] / (num * BLOCK_TICKS))
         numbers = np.flatnonzero(live)
-        found = _out_of_place(x.astype(np.float64), np.sqrt(variance[live]), spread, counted, alike)
+        if filled % LONG_BLOCKS == 0 and num == LONG_BLOCKS:
+            self.learned.look(numbers, places, window, counted)
+        # A machine's usual offset counts where that of all its peers is known too.
+        usual = self.usual.offsets[live]
+        known = np.asarray(np.isfinite(usual[:, counted]).all(axis=1) & counted.any())
+        places = np.where(known[:, None], places - usual, places)
+        seen_before = np.where(known[:, None], self.usual.drift[live], self.usual.spread[live])
+        found = _out_of_place(places, window, self.usual.prior[live], seen_before, counted, alike)
         return {n: (log_p, [int(numbers[m]) for m in metrics]) for n, log_p, metrics in found}
 
     def _alike(self, live: NDArray[np.bool_]) -> NDArray[np.bool_]:
@@ -197,10 +197,16 @@ class PeerPlace:
 
 
 def _out_of_place(
-    x: Doubles, noise: Doubles, window: Doubles, counted: NDArray[np.bool_], alike: NDArray[np.bool_]
+    x: Doubles,
+    window: Doubles,
+    log_prior: Doubles,
+    seen_before: Doubles,
+    counted: NDArray[np.bool_],
+    alike: NDArray[np.bool_],
 ) -> list[tuple[int, float, list[int]]]:
-    """(machine, log p, metrics) of the machines farthest out of place. `x` (L, N): features, NaN is unknown; `noise`,
-    `window` (L,): standard deviation over time, variance of a feature."""
+    """(machine, log p, metrics) of the machines farthest out of place. In units of the noise, `x` (L, N): features, NaN
+    is unknown; `window` (L,): variance of a feature. Of SPREADS, (L, G): `log_prior`, and `seen_before`, the
+    log-likelihood of this job's earlier recordings."""
     known = np.isfinite(x)
     peers = known & counted
     num = peers.sum(axis=1, keepdims=True)
@@ -215,7 +221,7 @@ def _out_of_place(
             # Of a metric with a heavy tail, many machines show how far it reaches.
             ordered = np.sort(np.where(peers, apart, 0), axis=1)[:, ::-1]
             spread = np.maximum(spread, ordered[:, [FAR_RANK]] / NormalDist().inv_cdf(1 - FAR_RANK / (2 * x.shape[1])))
-            far = np.nan_to_num(np.abs(x - centre) / np.sqrt(spread**2 + noise[:, None] ** 2)).max(axis=0)
+            far = np.nan_to_num(np.abs(x - centre) / np.sqrt(spread**2 + 1)).max(axis=0)
             if len(candidates) > CANDIDATES:
                 candidates = np.sort(np.argpartition(-far, CANDIDATES)[:CANDIDATES])
             x, known = x[:, candidates], known[:, candidates]
@@ -232,9 +238,10 @@ def _out_of_place(
             squares = (apart**2).sum(axis=1, keepdims=True) - apart**2 * num / np.maximum(num - 1, 1)
             squares = np.maximum(squares, 0)
             freedom = np.maximum(others - 1, 0)
-    variance = (SPREADS * noise[:, None]) ** 2 + window[:, None]  # (L, G)
+    variance = SPREADS**2 + window[:, None]  # (L, G)
     likelihood = -0.5 * freedom[:, :, None] * np.log(variance)[:, None] - squares[:, :, None] / (2 * variance[:, None])
-    posterior = _normalized(likelihood + LOG_PRIOR)
+    likelihood += seen_before[:, None]
+    posterior = _normalized(likelihood + log_prior[:, None])
     if len(x) >= PANEL_METRICS_MIN:
         # What the panel's metrics say of omega, by machine, since each is judged by the others only; smoothed.
         seen = posterior.sum(axis=0)
@@ -242,8 +249,8 @@ def _out_of_place(
         smooth[:, 1:] += seen[:, :-1] / 2
         smooth[:, :-1] += seen[:, 1:] / 2
         smooth *= seen.sum(axis=1, keepdims=True) / smooth.sum(axis=1, keepdims=True)
-        prior = (smooth + PRIOR_METRICS * np.exp(LOG_PRIOR)) / (len(x) + PRIOR_METRICS)
-        posterior = _normalized(likelihood + np.log(prior))
+        renewed = (smooth + PRIOR_METRICS * np.exp(log_prior)[:, None]) / (len(x) + PRIOR_METRICS)  # (L, C, G)
+        posterior = _normalized(likelihood + np.log(renewed))
     away = np.abs(np.where(known, x - centre, 0))
     scale = np.sqrt(variance[:, None] * (1 + 1 / np.maximum(others, 1))[:, :, None])
     tail = _t_tail(away[:, :, None] / scale, FREEDOM if len(counted) < MACHINES_MANY else FREEDOM_MANY)

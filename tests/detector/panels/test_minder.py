@@ -21,7 +21,7 @@ from rolecall.detector.panels.minder.fit import LabelledFault
 from rolecall.detector.panels.panel import Floats, Panel, findings
 from rolecall.detector.panels.peer_scores import mean_distances
 from rolecall.detector.sources import recording
-from rolecall.diagnose.fit import fit_recordings
+from rolecall.diagnose.fit import fit_model
 from tests.detector.panels.test_baselines import (
     ASKED,
     INTERVAL_SECONDS,
@@ -234,7 +234,7 @@ def _recorded(tmp_path: Path) -> Iterator[tuple[list[Path], list[Path]]]:
 def test_what_fit_writes_the_detector_reads(tmp_path: Path, _recorded: tuple[list[Path], list[Path]]) -> None:
     recordings, labels = _recorded
     out = tmp_path / "model"
-    reported = fit_recordings(recordings, out, labels=labels, num_steps=5)
+    reported = fit_model(recordings, out, labels=labels, num_steps=5)
     assert "3 denoisers" in reported and "priority" in reported and "a" in reported
     model = minder.make(ASKED, model=out).model
     assert set(model.metrics) == {"a", "b", "c", minder.ANY_METRIC}
@@ -244,9 +244,9 @@ def test_what_fit_writes_the_detector_reads(tmp_path: Path, _recorded: tuple[lis
         mine = getattr(model.weights, f.name)[model.rows(["nobody has this"])]
         assert np.array_equal(mine, getattr(built_in.weights, f.name)[built_in.rows([minder.ANY_METRIC])])
     with pytest.raises(CommandRefused, match="already exists"):
-        fit_recordings(recordings, out)
+        fit_model(recordings, out)
     with pytest.raises(CommandRefused, match="1 labels for 2 recordings"):
-        fit_recordings(recordings, tmp_path / "other", labels=labels[:1])
+        fit_model(recordings, tmp_path / "other", labels=labels[:1])
 
 
 @pytest.mark.parametrize(
@@ -263,7 +263,7 @@ def test_a_label_file_of_another_kind_is_refused(
     recordings, labels = _recorded
     labels[1].write_text(label, encoding="latin-1")
     with pytest.raises(UnreadableInput, match=r"1\.json"):
-        fit_recordings(recordings, tmp_path / "model", labels=labels)
+        fit_model(recordings, tmp_path / "model", labels=labels)
     assert not (tmp_path / "model").exists()
 
 
@@ -271,7 +271,7 @@ def test_recordings_without_a_window_are_refused(tmp_path: Path) -> None:
     short = tmp_path / "short.parquet"
     recording.write(short, [truncated(peers(seed=1), 5)])
     with pytest.raises(UnreadableInput, match="eight ticks"):
-        fit_recordings([short], tmp_path / "model")
+        fit_model([short], tmp_path / "model")
 
 
 def _saved(path: Path, arrays: dict[str, NDArray[Any]], about: Any) -> Path:

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from rolecall.detector.panels.panel import Floats
+from rolecall.detector.panels.panel import Floats, Machine, PanelShape
 from rolecall.detector.panels.sequential.peer_place import (
     BLOCK_TICKS,
     LONG_BLOCKS,
@@ -11,12 +11,25 @@ from rolecall.detector.panels.sequential.peer_place import (
     _combined,
     _t_tail,
 )
+from rolecall.detector.panels.sequential.priors import shipped
+from rolecall.detector.panels.sequential.profile import PanelProfile, UsualPlaces
 
 
-def after(values: Floats, *, counted: list[int] | None = None) -> PeerPlace:
+def panel_shape(metrics: int, machines: int) -> PanelShape:
+    return PanelShape(
+        role="trainer",
+        metrics=tuple(f"metric_{m}" for m in range(metrics)),
+        machines=tuple(Machine(node=f"m{n}") for n in range(machines)),
+        interval_seconds=1.0,
+    )
+
+
+def after(values: Floats, *, counted: list[int] | None = None, profile: PanelProfile | None = None) -> PeerPlace:
     """`values` (M, T, N)."""
     m, ticks, n = values.shape
-    place = PeerPlace(np.ones(m, dtype=np.bool_), n)
+    shape = panel_shape(m, n)
+    usual = UsualPlaces.of(shape, shipped().log_spreads(shape.metrics), profile)
+    place = PeerPlace(np.ones(m, dtype=np.bool_), n, usual)
     peers = np.ones(n, dtype=np.bool_)
     if counted is not None:
         peers[:] = False

@@ -156,7 +156,7 @@ def test_a_folder_that_cannot_be_looked_into_is_refused(tmp_path: Path) -> None:
     [
         (("--detector", "nope"), "none of sequential"),
         (("--false-alarms", "0"), "not within"),
-        (("--model", "m"), "only minder is fitted"),
+        (("--model", "m"), "only minder has one"),
     ],
 )
 def test_senseless_options_are_exit_code_2(

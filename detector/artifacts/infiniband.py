@@ -314,6 +314,11 @@ def diagnose(ports: Sequence[InfinibandPort]) -> tuple[list[Finding], list[str]]
         faults += (_slow if port.up else _down)(fleet, port, remarks)
         faults += (f for name in MANY if name in port.counters for f in _counted(fleet, port, name, remarks))
         faults += (f for name in CONGESTION for f in _congested(fleet, port, name))
+    if len(fleet.ports) == 1 and not (fleet.before or faults or remarks):
+        remarks.append(
+            f"whether port {fleet.ports[0].rail} is as fast and as free of errors as others: it is the only one; "
+            "copies of other nodes, or a second copy some minutes later, would settle it"
+        )
     shared, own = _shared(fleet, faults)
     times = [p.at for p in ports]
     findings = [

@@ -113,7 +113,7 @@ def read_each(
     read: Callable[[Path, Check], T],
     kept_bytes: Callable[[T], int],
 ) -> Contents[T]:
-    """Raises UnreadableInput: one of `named` cannot be read, or none can."""
+    """Raises UnreadableInput: one of `named` cannot be read."""
     kept, unreadable = list[T](), list[UnreadableInput]()
     for file in files:
         try:
@@ -129,6 +129,4 @@ def read_each(
             unreadable.append(e)
         if budget.stopped is not None:
             break
-    if not kept and budget.stopped is None:
-        raise unreadable[0]
     return Contents(items=kept, unreadable=unreadable, stopped=budget.stopped)

@@ -178,14 +178,22 @@ def standing(tracker: Tracker) -> Standing | None:
 @dataclass(slots=True)
 class SeenValues:
     """Whether a panel's series have values, and whether any of them ever changed: a series that never does says
-    nothing about its machine. The first value of each is compared with the later ones."""
+    nothing about its machine. The first value of each is compared with the later ones. `compared` (N,): ticks at which
+    each machine had a value of a metric that two others had as well, of `num_ticks` since its machines are the same."""
 
     present: bool = False
     varies: bool = False
+    compared: NDArray[np.int64] | None = None
+    num_ticks: int = 0
     _first: Floats | None = None
 
     def tick(self, values: Floats) -> None:
         """Values (M, N) of one tick."""
+        known = np.isfinite(values)
+        if self.compared is None or len(self.compared) != values.shape[1]:
+            self.compared, self.num_ticks = np.zeros(values.shape[1], dtype=np.int64), 0
+        self.num_ticks += 1
+        self.compared += known[known.sum(axis=1) > 2].any(axis=0)
         if self.varies:
             return
         first = values if self._first is None or self._first.shape != values.shape else self._first
@@ -218,12 +226,21 @@ def cannot_tell(shape: PanelShape, detector: str, tracker: Tracker, seen: SeenVa
     if stands is not None and math.isinf(stands[1]):
         so_far = f"detector {detector} has not seen enough of its {num} machines to know what is usual"
         return f"cannot tell for {shape.name}: {so_far}; a longer time would settle it"
+    if seen is not None and seen.compared is not None:
+        enough = min(COMPARED_TICKS_MIN, (seen.num_ticks + 1) // 2)
+        alone = [m.name for m, ticks in zip(shape.machines, seen.compared, strict=True) if ticks < enough]
+        if alone:
+            few = f"have values of one metric beside two others at fewer than {enough} of {seen.num_ticks} ticks"
+            who = f"{len(alone)} of its {num} machines ({_listed(alone)})"
+            return f"cannot tell for {shape.name}: {who} {few}; times and metrics that overlap would settle it"
     return ""
 
 
-NUM_METRICS_SHOWN = 4
+COMPARED_TICKS_MIN = 16
+"""The first ticks after which detector `sequential` judges."""
+NUM_NAMES_SHOWN = 4
 
 
-def _listed(metrics: Sequence[str]) -> str:
-    more = len(metrics) - NUM_METRICS_SHOWN
-    return ", ".join(metrics[:NUM_METRICS_SHOWN]) + (f" and {more} more" if more > 0 else "")
+def _listed(names: Sequence[str]) -> str:
+    more = len(names) - NUM_NAMES_SHOWN
+    return ", ".join(names[:NUM_NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")

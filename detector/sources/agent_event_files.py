@@ -14,7 +14,7 @@ from pathlib import Path
 from rolecall.core.config.job import DetectorConfig
 from rolecall.core.diagnosis import Diagnosis, Evidence, Finding
 from rolecall.core.errors import ReadingStopped, UnreadableInput
-from rolecall.core.telemetry import AgentEvent
+from rolecall.core.telemetry import AgentEvent, AgentEventKind
 from rolecall.detector.base.findings import ADVISES, settles
 from rolecall.detector.base.observation import Observation
 from rolecall.detector.base.read_budget import Budget, Check, no_check
@@ -133,4 +133,10 @@ def summary(files: Sequence[Events]) -> str:
 
 
 def remarks(files: Sequence[Events]) -> tuple[str, ...]:
-    return tuple(f"{f.path}: {f.num_damaged} damaged line(s) left out" for f in files if f.num_damaged)
+    damaged = [f"{f.path}: {f.num_damaged} damaged line(s) left out" for f in files if f.num_damaged]
+    if all(e.kind in _OF_AGENT for f in files for e in f.events):
+        damaged.append("cannot tell: no event is about a process or about hardware; events of a run would settle it")
+    return tuple(damaged)
+
+
+_OF_AGENT = {AgentEventKind.AGENT_STARTED, AgentEventKind.PROBE_DOWN, AgentEventKind.PROBE_UP, AgentEventKind.OTHER}

@@ -30,9 +30,8 @@ WARM_UP: Final = 32
 LOSS_SPREADS: Final = 12.0
 NORM_SPREADS: Final = 5.0
 NORM_FACTOR: Final = 10.0
-"""Wide: gradient norms are spread over an order of magnitude, and more while a policy learns. In six learning runs
-(PPO, T-PPO and DAPO, two tasks) one of 3,140 healthy microbatches was outside; of those multiplied by 30, 80 % were, by
-100, 95 %. A false one costs one computation.
+"""Wide: gradient norms are spread over an order of magnitude, and more while a policy learns. A false one costs one
+computation (benchmarks/results/microbatch_band_*.md).
 """
 LOSS_SPREAD_MIN: Final = 1e-3
 """Losses are sums of advantages of order one per token: less than this is rounding of a mean that is 0."""

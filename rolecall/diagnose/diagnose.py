@@ -208,7 +208,13 @@ def diagnose(
     budget = Budget(limits, clock)
     for number, file in enumerate(found.recordings):
         say(f"reading {file}")
-        read = recording.read(file)
+        try:
+            read = recording.read(file)
+        except UnreadableInput as error:
+            if file in paths:
+                raise
+            answer.inputs.append(_files_input([file], "recording", "not readable", (f"cannot tell from {error}",)))
+            continue
         # Samples that share a grid cell are merged, but took as long to read.
         num_values = max(read.num_rows, sum(p.values.size for p in read.panels))
         try:
@@ -254,6 +260,9 @@ def diagnose(
         findings, described = diagnose_kind(files, paths, budget, topology)
         all_findings += findings
         answer.inputs.append(described)
+    if found.topologies and not answer.inputs:
+        alone = "cannot tell: a topology only says where ranks are; dumps of these ranks would settle it"
+        answer.inputs.append(_files_input(found.topologies, "topology", "names and places of ranks", (alone,)))
     for folder, num in found.passed_over.items():
         only = f"cannot tell: it holds no file of a known kind; it would be settled by {KINDS}"
         answer.inputs.append(
@@ -298,7 +307,7 @@ def _diagnose_flight_recorder(
 ) -> tuple[list[Finding], Input]:
     dumps, unreadable = flight_dumps.read_as_needed(files, flight_recorder.entries_wanted, budget=budget)
     for error in unreadable:
-        if (not dumps and budget.stopped is None) or error.reason.startswith("refused"):
+        if Path(error.where) in named or error.reason.startswith("refused"):
             raise error  # a malicious dump invalidates the whole diagnosis
     # A truncated dump is from a rank that died or was stopped while writing: its rank counts as missing.
     remarks = _unread(files, Contents(items=dumps, unreadable=unreadable, stopped=budget.stopped))

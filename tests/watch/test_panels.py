@@ -212,7 +212,7 @@ def test_a_healthy_recording_and_one_that_is_cut_short(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (("recording", "{recording}"), "model: detector 'sequential' has none; only minder is fitted"),
+        (("recording", "{recording}"), "model: detector 'sequential' has none; only minder has one"),
         (("recording", "{recording}", "--detector", "minder"), "not a model that rolecall fit wrote"),
         (("prometheus", OPTIONS.url, "--detector", "minder"), "not a model"),
         (("run", "latest"), "No such option: --model"),

@@ -61,6 +61,16 @@ SYMMETRIC = (
 )
 
 
+NO_COUNTS = (
+    "cannot tell: no answer says how many collectives the ranks launched, as text does not while all launched as many: "
+    "a hang inside one looks the same; Flight Recorder dumps or stacks of all ranks would settle it"
+)
+NO_COMMUNICATOR = (
+    "cannot tell: no answer lists a communicator: the job has not made one yet, or has ended; an answer while it "
+    "trains would settle it"
+)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Poll:
     """One status report. `at`: wall seconds, from its file."""
@@ -135,6 +145,8 @@ def diagnose(polls: Sequence[Poll], *, topology: Topology | None = None) -> tupl
     ordered = sorted(polls, key=lambda p: p.at)  # stable: keeps the order within a file
     case = _RasAnalysis(ordered, topology)
     reported = [*case.lost(), *case.failed(), *case.apart()]
+    if not reported and not any(p.status.has_counts for p in polls):
+        case.remarks.append(NO_COUNTS if any(p.status.num_communicators for p in polls) else NO_COMMUNICATOR)
     return reported, tuple(dict.fromkeys(case.remarks))
 
 

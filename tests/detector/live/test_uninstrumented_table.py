@@ -1,0 +1,117 @@
+"""What can be told of a job that reports nothing: each row of the table in the docs is a simulated run.
+
+`python -m tests.detector.live.test_uninstrumented_table` prints the table.
+"""
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+from rolecall.core.config.job import DetectorConfig
+from rolecall.core.diagnosis import Diagnosis, Finding
+from rolecall.detector.base.observation import Observation
+from rolecall.detector.live.engine import LiveDetector
+from rolecall.detector.live.run_panels import RunPanels
+from rolecall.detector.panels.registry import detector
+from tests.detector.live.test_uninstrumented import ASKED, ERROR, KILLED, Job
+
+PAGE = Path(__file__).parents[3] / "docs/reference/uninstrumented.md"
+BEGIN, END = "<!-- table: begin -->\n", "<!-- table: end -->"
+HEALTHY_SECONDS, WATCHED_SECONDS = 900, 900
+"""Before and after the fault."""
+RANK = "trainer/0:2"
+
+
+class WatchAndPanels:
+    """Diagnoses of a watch and findings of its panels, from the same observations."""
+
+    def __init__(self) -> None:
+        self.live, self.panels = LiveDetector(DetectorConfig(), {}), RunPanels(detector())
+        self.said: list[Diagnosis | Finding] = []
+
+    def observe(self, seen: Observation) -> list[Diagnosis]:
+        diagnoses = self.live.observe(seen)
+        self.said += [*diagnoses, *self.panels.findings(seen)]
+        return diagnoses
+
+
+def stopped(job: Job) -> None:
+    job.state[RANK], job.cpu_rate[RANK] = "T", 0.0
+
+
+def stuck(job: Job) -> None:
+    job.state[RANK], job.cpu_rate[RANK] = "D", 0.0
+
+
+def waits(job: Job) -> None:
+    """All ranks wait in a collective that polls, as NCCL's do: states and CPU time stay as they were."""
+
+
+def sleeps(job: Job) -> None:
+    job.cpu_rate[RANK] = 0.0
+
+
+def starved(job: Job) -> None:
+    job.delay_rate[RANK] = 0.8
+
+
+def less_work(job: Job) -> None:
+    job.cpu_rate[RANK] /= 2
+
+
+def unknown_exit(job: Job) -> None:
+    job.ends(RANK, {"cause": "unknown"})
+
+
+def whole_job(job: Job) -> None:
+    for name in job.who:
+        job.ends(name, ERROR)
+
+
+CASES: tuple[tuple[str, str, Callable[[Job], None]], ...] = (
+    ("exit by a signal (kill, crash, OOM)", "exit status", lambda job: job.ends(RANK, KILLED)),
+    ("exit with an error code", "exit status", lambda job: job.ends(RANK, ERROR)),
+    ("exit of unknown status, the job goes on", "the process is gone, its peers are not", unknown_exit),
+    ("exit that was asked for (SIGTERM) or with code 0", "exit status", lambda job: job.ends(RANK, ASKED)),
+    ("all processes end at once in the same way", "exit status", whole_job),
+    ("hang: the process is stopped (state T)", "process state", stopped),
+    ("hang: in an uninterruptible wait (state D)", "process state, CPU time", stuck),
+    ("hang: asleep, its peers go on using CPU", "CPU time against peers", sleeps),
+    ("hang: all ranks wait in a collective that polls", "none: CPU time and states are as before", waits),
+    ("slow: other processes take its CPU", "time runnable without a CPU", starved),
+    ("slow: half of the CPU time of its peers", "CPU time against peers", less_work),
+)
+
+
+def told(fault: Callable[[Job], None]) -> str:
+    """Who is named as what, and after how long: a run of four ranks and two engines with a fault of rank 2. Their CPU
+    time varies by 2 %."""
+    job, rng, both = Job(), random.Random(0), WatchAndPanels()
+    job.detector = both  # type: ignore[assignment]
+    first: dict[str, int] = {}
+    for second in range(-HEALTHY_SECONDS, WATCHED_SECONDS):
+        if second == 0:
+            assert not both.said, "a healthy run"
+            fault(job)
+        for name, rate in job.cpu_rate.items():
+            job.cpu[name] += rng.gauss(0.0, 0.02) * rate
+        job.run(1)
+        for d in both.said:
+            assert {(s.replica, s.rank) for s in d.suspects} == {("trainer/0", 2)}, d.because
+            first.setdefault(f"`{d.fault_class}`{' (panel)' if isinstance(d, Finding) else ''}", second + 1)
+    return "; ".join(f"{what} after {seconds} s" for what, seconds in first.items()) or "nobody"
+
+
+def table() -> str:
+    rows = ["| what happens to rank 2 | evidence | rank 2 is named as |", "|---|---|---|"]
+    rows += [f"| {what} | {evidence} | {told(fault)} |" for what, evidence, fault in CASES]
+    return "\n".join(rows) + "\n"
+
+
+def test_the_table_in_the_docs_is_what_simulated_runs_show() -> None:
+    written = PAGE.read_text().partition(BEGIN)[2].partition(END)[0]
+    assert written == table(), f"{PAGE.name}: put the output of this module between the marks"
+
+
+if __name__ == "__main__":
+    print(table())

@@ -167,7 +167,7 @@ def report(names: Sequence[str], runs: Sequence[Sequence[Result]]) -> list[str]:
 
 
 def _share_within(faulty: Sequence[Result], ticks: int) -> float:
-    return sum(r.delay is not None and r.delay <= ticks for r in faulty) / len(faulty)
+    return sum(r.delay is not None and r.delay <= ticks for r in faulty) / max(1, len(faulty))
 
 
 def picture(mine: Sequence[Result]) -> str:

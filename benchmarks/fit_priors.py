@@ -44,8 +44,8 @@ NEAR_MEDIAN, NEAR_WIDTH = 0.7, 0.3
 PANELS_WEIGHT = 30.0
 """What a kind of data counts for, in panels: metrics of one panel are not independent."""
 MARGIN = 3.0
-"""Shipped medians are so many times the fitted ones: with 1, 12 of 144 healthy simulated recordings are flagged, with 3,
-8."""
+"""Shipped medians are so many times the fitted ones: with 1, 12 of 144 healthy simulated recordings are flagged, with
+3, 8."""
 SCORES = {
     "single": {"location": 5.0, "beta": 2.0, "weight": 256, "young_beta": 5.0},
     "several": {"location": 10.0, "beta": 3.3, "weight": 256, "young_beta": 10.0},

@@ -42,6 +42,7 @@ from rolecall.detector.simulation.regimes import (
 
 GRACE_TICKS = 24
 RECALL_BAR, DELAY_BAR, WRONG_BAR, WRONG_RECORDINGS = 0.85, 24, 1, 20
+PICTURE = common.ROOT / "docs" / "images" / "regimes.svg"
 WITHIN_TICKS = (16, 24, 48, 96, 192, 900)
 DRAWN_TICKS = (*range(0, 100, 4), *range(100, 901, 20))
 RUN_SECONDS_MAX = 12 * 3600.0
@@ -185,9 +186,10 @@ def picture(mine: Sequence[Result]) -> str:
         ]
     x = alt.X("ticks:Q", scale=alt.Scale(type="symlog", constant=16), title="ticks since the onset or the first sample")
     y = alt.Y("share named:Q", scale=alt.Scale(domain=[0, 1]), title="share of faults named")
-    colour = alt.Color("machines:N", title=None, sort=[f"{n} machines" for n in NUM_MACHINES])
+    order = [f"{n} machines" for n in NUM_MACHINES]
+    colour = alt.Color("machines:N", title=None, sort=order)
     lines = alt.Chart(alt.Data(values=rows)).mark_line(interpolate="step-after")
-    chart = lines.encode(x=x, y=y, color=colour, strokeDash=alt.StrokeDash("machines:N", title=None))
+    chart = lines.encode(x=x, y=y, color=colour, strokeDash=alt.StrokeDash("machines:N", title=None, sort=order))
     return vl_convert.vegalite_to_svg(chart.properties(width=460, height=260).to_dict())
 
 
@@ -270,8 +272,8 @@ def main() -> int:
     print("\n".join(lines))
     if not args.dry:
         path = common.write(args.name, lines)
-        path.with_suffix(".svg").write_text(picture(runs[0]))
-        print(f"written: {path} and .svg", file=sys.stderr)
+        PICTURE.write_text(picture(runs[0]))
+        print(f"written: {path}, {PICTURE}", file=sys.stderr)
     return 0
 
 

@@ -63,8 +63,8 @@ def find_py_spy() -> str | None:
 class Stacks:
     """Dumps stacks, one process at a time."""
 
-    def __init__(self, py_spy: str | None = None) -> None:
-        self._py_spy = py_spy or find_py_spy()
+    def __init__(self) -> None:
+        self._py_spy = find_py_spy()
         self._busy = threading.Lock()
 
     def dump(self, pid: int) -> list[dict[str, Any]]:

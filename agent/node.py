@@ -80,7 +80,12 @@ class Agent:
         self._settings, self._clock = settings, clock or SystemClock()
         self._dir = settings.data_dir
         (self._dir / "pages").mkdir(parents=True, exist_ok=True, mode=0o700)
-        self._lock = self._take_directory()
+        self._lock = os.open(self._dir / "agent.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(self._lock)
+            raise DirectoryInUse(self._dir) from None
         # Not threading.Event: `set` in a signal handler could deadlock on a lock held by its own thread.
         self._stop_asked = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._raylet_complaint = ""
@@ -137,15 +142,6 @@ class Agent:
             "finished": self.registry.finished,
         }
         self._intake = RegistrationServer(self._dir / "agent.sock", answerers, clock)
-
-    def _take_directory(self) -> int:
-        descriptor = os.open(self._dir / "agent.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(descriptor)
-            raise DirectoryInUse(self._dir) from None
-        return descriptor
 
     @property
     def url(self) -> str:

@@ -101,7 +101,9 @@ class Registry:
                 if known is None:
                     self._admit(claim, {})
                 elif known.registration.found:
-                    self._replace_discovered(known, claim)
+                    self._forget(known)
+                    self._track(claim)  # its own claim replaces the rule's; its exit is already watched
+                    self._announce(claim, {"was": known.registration.replica})
                 elif known.registration != claim:
                     self._others_in(claim)
                     self._change(known, claim)
@@ -134,6 +136,9 @@ class Registry:
             # Discovered processes of one rank share an incarnation: drop the dead one in favour of its successor.
             if claim.found and other.exited_at is not None:
                 self._forget(other)
+        self._announce(claim, detail)
+
+    def _announce(self, claim: Registration, detail: dict[str, str]) -> None:
         self._events.append(AgentEventKind.REGISTERED, **claim.facts(), detail=detail)
         self._save()
 
@@ -141,7 +146,8 @@ class Registry:
         """Dead processes of the same rank and incarnation. Raises ClaimRejected: a live one exists."""
         others = [t for p, t in self._tracked.items() if t.registration.slot == claim.slot and p != claim.process]
         for other in others:
-            if other.exited_at is None and self._lives(other):
+            # The kernel decides, because the exit watch may lag.
+            if other.exited_at is None and other.probe.read().proc_state not in ("?", "Z", "X"):
                 raise ClaimRejected(
                     f"{claim.replica}:{claim.rank}#{claim.incarnation} is process {other.registration.process}"
                 )
@@ -162,14 +168,6 @@ class Registry:
         """Of all live processes."""
         with self._lock:
             return tuple(t.registration for t in self._tracked.values() if t.exited_at is None)
-
-    def _replace_discovered(self, known: Tracked, claim: Registration) -> None:
-        """A discovered process registers itself: its own claim replaces the rule's."""
-        self._forget(known)
-        self._track(claim)  # its exit is already watched
-        detail = {"was": known.registration.replica}
-        self._events.append(AgentEventKind.REGISTERED, **claim.facts(), detail=detail)
-        self._save()
 
     def exception(self, peer_pid: int, message: dict[str, Any]) -> None:
         """A registered process reports an exception. Idempotent by number.
@@ -233,17 +231,10 @@ class Registry:
         process = tracked.registration.process
         self._exits.watch(process.pid, process.start_ticks, lambda status: self.ended(process, status))
 
-    def _lives(self, tracked: Tracked) -> bool:
-        """Asks the kernel, because the exit watch may lag."""
-        state = tracked.probe.read().proc_state
-        return state not in ("?", "Z", "X")
-
     def _change(self, tracked: Tracked, claim: Registration) -> None:
         before = tracked.registration
         tracked.registration = claim
-        detail = {"was": before.replica, "was_incarnation": str(before.incarnation)}
-        self._events.append(AgentEventKind.REGISTERED, **claim.facts(), detail=detail)
-        self._save()
+        self._announce(claim, {"was": before.replica, "was_incarnation": str(before.incarnation)})
 
     def _forget(self, tracked: Tracked) -> None:
         self._tracked.pop(tracked.registration.process, None)

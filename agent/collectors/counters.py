@@ -43,8 +43,13 @@ class OpenFileCache:
                 return os.pread(kept, TEXT_BYTES_MAX, 0).decode("utf-8", "replace").strip()
             except OSError:
                 os.close(self._open.pop(path))
-        number = _opened(path)
-        if number < 0:
+        try:
+            # O_NONBLOCK: a copied tree may contain a pipe, whose open would block.
+            number = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        except OSError:
+            return None
+        if not stat.S_ISREG(os.fstat(number).st_mode):
+            os.close(number)
             return None
         try:
             text = os.pread(number, TEXT_BYTES_MAX, 0).decode("utf-8", "replace").strip()
@@ -109,19 +114,6 @@ def variables(environ: bytes, names: Container[str]) -> dict[str, str]:
     """Those of `names` in the text of `/proc/PID/environ`."""
     pairs = (entry.decode("utf-8", "replace").partition("=") for entry in environ.split(b"\0"))
     return {name: value for name, equals, value in pairs if equals and name in names}
-
-
-def _opened(path: str) -> int:
-    """A descriptor of a regular file; -1: not available."""
-    try:
-        # O_NONBLOCK: a copied tree may contain a pipe, whose open would block.
-        number = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError:
-        return -1
-    if stat.S_ISREG(os.fstat(number).st_mode):
-        return number
-    os.close(number)
-    return -1
 
 
 def number_of(text: str | None) -> int | None:

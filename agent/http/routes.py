@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from http import HTTPStatus
+from itertools import chain
 from pathlib import Path
 
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
@@ -241,7 +242,8 @@ class Routes:
 
     def metrics(self, request: Request) -> Response:
         processes, hosts = self.ring.newest()
-        values = all_values(processes, hosts, self._read_values())
+        read = (value for reading in self.probes.readings() for value in reading.values)
+        values = all_values(processes, hosts, chain(read, self.gpus.values, self._own_values()))
         body, content_type = render(values, request.headers.get("accept", ""))
         return Response(body, media_type=content_type)
 
@@ -249,12 +251,6 @@ class Routes:
         """The GPU collector's values under dcgm-exporter's names and labels; empty without a GPU."""
         page = "".join(r.dcgm() for r in self.probes.readings())
         return Response(page, media_type=CONTENT_TYPE_PLAIN_0_0_4)
-
-    def _read_values(self) -> Iterator[MetricValue]:
-        for reading in self.probes.readings():
-            yield from reading.values
-        yield from self.gpus.values
-        yield from self._own_values()
 
     def _own_values(self) -> Iterator[MetricValue]:
         usage, stats = resource.getrusage(resource.RUSAGE_SELF), self.sampler.stats
@@ -279,8 +275,8 @@ class Routes:
             yield agent_value("agent_events_total", number, self.node, kind)
         for (*place, cause), number in sorted(self.registry.num_exits.copy().items()):
             yield agent_value("process_exits_total", number, self.node, *place, cause)
-        looks = (("host", stats.host_ok, stats.host_seconds), ("process", stats.processes_ok, stats.process_seconds))
-        for probe, up, seconds in looks:
+        polls = (("host", stats.host_ok, stats.host_seconds), ("process", stats.processes_ok, stats.process_seconds))
+        for probe, up, seconds in polls:
             yield agent_value("probe_up", up, self.node, probe)
             yield agent_value("probe_seconds", seconds, self.node, probe)
         for state in self.probes.states():
@@ -304,9 +300,9 @@ def _unavailable() -> Iterator[None]:
         raise HTTPException(status, str(e)) from None
 
 
-def resident_bytes(proc: Path = Path("/proc")) -> int:
+def resident_bytes() -> int:
     """Resident memory of this process; 0 where it cannot be read."""
     try:
-        return int((proc / "self" / "statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, IndexError, ValueError):
         return 0

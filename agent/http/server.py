@@ -6,6 +6,7 @@ network also needs (connections, TLS handshakes, clients that send or read too s
 """
 
 import asyncio
+import contextlib
 import errno
 import functools
 import json
@@ -255,7 +256,11 @@ class _Server(uvicorn.Server):
                 continue
             state = self.server_state
             if len(self._connecting) + max(len(state.connections), len(state.tasks)) >= NUM_CONNECTIONS_MAX:
-                _turn_away(connection)
+                # 503 over plain HTTP; a TLS client sees a closed connection.
+                with contextlib.suppress(OSError):  # it has gone already
+                    connection.send(BUSY)
+                    connection.shutdown(socket.SHUT_WR)
+                connection.close()
                 continue
             task = asyncio.create_task(self._connect(connection))
             self._connecting.add(task)
@@ -297,16 +302,6 @@ async def _readable(listener: socket.socket) -> None:
         await readable.wait()
     finally:
         loop.remove_reader(listener)
-
-
-def _turn_away(connection: socket.socket) -> None:
-    """503 over plain HTTP; a TLS client sees a closed connection."""
-    try:
-        connection.send(BUSY)
-        connection.shutdown(socket.SHUT_WR)
-    except OSError:
-        pass  # it has gone already
-    connection.close()
 
 
 class HttpServer:

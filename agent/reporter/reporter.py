@@ -38,10 +38,10 @@ LOCK_SECONDS = 0.001
 writes, which is better than a training thread that waits for a stopped one."""
 BEAT_SECONDS = 0.2
 """Period of the ticker thread."""
-BEATS_PER_LOOK = 5
+BEATS_PER_SWITCH_CHECK = 5
 OFF_SWITCH = "reporter.off"
-"""While this file exists in the run directory no process of the run beats; `make bench` measures the cost of beats
-so."""
+"""While this file exists in the run directory, no process of the run beats: `make bench` measures the cost of beats
+with it."""
 FLUSH_SECONDS = 0.2
 """How long interpreter exit waits for queued messages to be sent; the page holds them anyway."""
 NUM_PHASES_CACHED_MAX = 64
@@ -85,24 +85,21 @@ class _Page:
     def move_to(self, path: Path) -> None:
         """Moves to a file at `path`; stays in memory with a warning if that fails."""
         try:
-            self._move_to(path)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+            try:
+                # Writing, unlike truncating, allocates the block: a store to a hole on a full disk raises SIGBUS.
+                if os.write(descriptor, bytes(self.raw)) != at.PAGE_BYTES:
+                    raise OSError("short write")
+                mapped = mmap.mmap(descriptor, at.PAGE_BYTES)
+            except OSError:
+                path.unlink(missing_ok=True)
+                raise
+            finally:
+                os.close(descriptor)
         except (OSError, ValueError) as e:
             logger.warning("cannot create the state page %s, this process is invisible to its agent: %s", path, e)
-
-    def _move_to(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
-        descriptor = os.open(path, flags, 0o600)
-        try:
-            # Writing, unlike truncating, allocates the block: a store to a hole on a full disk raises SIGBUS.
-            if os.write(descriptor, bytes(self.raw)) != at.PAGE_BYTES:
-                raise OSError("short write")
-            mapped = mmap.mmap(descriptor, at.PAGE_BYTES)
-        except OSError:
-            path.unlink(missing_ok=True)
-            raise
-        finally:
-            os.close(descriptor)
+            return
         with self:
             mapped[:] = bytes(self.raw)
             self._map(memoryview(mapped))
@@ -183,9 +180,9 @@ def _tick(page: _Page) -> None:
         if page.flight is not None:
             page.flight.poll()
         beats += 1
-        if beats % BEATS_PER_LOOK == 0:
+        if beats % BEATS_PER_SWITCH_CHECK == 0:
             while switch and os.path.exists(switch):
-                pause.wait(BEAT_SECONDS * BEATS_PER_LOOK)
+                pause.wait(BEAT_SECONDS * BEATS_PER_SWITCH_CHECK)
 
 
 def start(*, replica: str, rank: int, incarnation: int, secret: str, node_dir: str | None = None) -> None:
@@ -403,13 +400,11 @@ def _excepthook(kind: type[BaseException], exc: BaseException, where: TracebackT
     _previous_excepthook(kind, exc, where)
 
 
+@atexit.register
 def _flush() -> None:
     """At interpreter exit, when daemon threads still run."""
     if _client is not None:
         _client.flush(FLUSH_SECONDS)
-
-
-atexit.register(_flush)
 
 
 def _after_fork_in_child() -> None:

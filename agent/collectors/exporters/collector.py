@@ -14,7 +14,7 @@ from rolecall.agent.collectors.base import CollectorReading, CollectorUnavailabl
 from rolecall.agent.collectors.exporters.node_exporter import NodeExporterPage
 from rolecall.agent.collectors.exporters.scrape import DEADLINE_SECONDS, Scraper, parse_address
 from rolecall.agent.collectors.gpu.dcgm import SERIES
-from rolecall.agent.collectors.gpu.nvml_calls import THROTTLE_REASONS, Key
+from rolecall.agent.collectors.gpu.queries import THROTTLE_REASONS, Key
 from rolecall.core.ids import NodeId
 from rolecall.core.metrics.gpu import GPU_METRICS
 from rolecall.core.metrics.metric import Metric, MetricValue

@@ -19,8 +19,7 @@ from rolecall.agent.collectors.gpu import dcgm
 from rolecall.agent.collectors.gpu.faults import Conditions
 from rolecall.agent.collectors.gpu.mig import PER_INSTANCE, Instance, MigInstances
 from rolecall.agent.collectors.gpu.nvml import GpuId, close_nvml, identify, open_nvml
-from rolecall.agent.collectors.gpu.nvml_calls import Key, Numbers
-from rolecall.agent.collectors.gpu.queries import PROCESSES, GpuLostError, GpuPoller, GpuQueryState
+from rolecall.agent.collectors.gpu.queries import PROCESSES, GpuLostError, GpuPoller, GpuQueryState, Key, Numbers
 from rolecall.core.ids import NodeId
 from rolecall.core.metrics.gpu import GPU_METRICS
 from rolecall.core.metrics.metric import Metric, MetricValue
@@ -91,8 +90,14 @@ class GpuCollector:
         """Raises:
         CollectorUnavailable: no NVML, no driver, or the driver was unloaded; the text says which.
         """
+        facts: list[Fact] = []
         try:
-            facts = self._poll_all(at)
+            if self._poller is None:
+                self._poller, facts = self._open(at)
+            for gpu in self._gpus:
+                self.current_device = f"GPU {gpu.id.index}"
+                facts += self._poll(gpu, self._poller, at)
+            self.current_device = ""
         except CollectorUnavailable:
             self.close()
             raise
@@ -114,16 +119,6 @@ class GpuCollector:
             gpu.mig.forget()
         close_nvml(self._nvml)
         self._nvml = self._poller = None
-
-    def _poll_all(self, at: float) -> list[Fact]:
-        facts: list[Fact] = []
-        if self._poller is None:
-            self._poller, facts = self._open(at)
-        for gpu in self._gpus:
-            self.current_device = f"GPU {gpu.id.index}"
-            facts += self._poll(gpu, self._poller, at)
-        self.current_device = ""
-        return facts
 
     def _open(self, at: float) -> tuple[GpuPoller, list[Fact]]:
         self._nvml = nvml = open_nvml(self._library)

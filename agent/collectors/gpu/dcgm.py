@@ -1,7 +1,7 @@
 """GPU metrics under dcgm-exporter's names, so that dashboards made for it work: lines for `/metrics/dcgm`.
 
 Names, units, label order and label spelling: NVIDIA/dcgm-exporter (`etc/default-counters.csv` and its templates). They
-follow neither Prometheus's naming rules nor ours and so have a separate page. Made from the numbers of `nvml_calls.py`,
+follow neither Prometheus's naming rules nor ours and so have a separate page. Made from the numbers of `queries.py`,
 converted from base units to DCGM's (MHz, MiB, mJ, ns, percent).
 
 DCGM_FI_DEV_XID_ERRORS is a gauge of the last code: it never returns to 0, and a repeated code is invisible.
@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from rolecall.agent.collectors.gpu.nvml import GpuId
-from rolecall.agent.collectors.gpu.nvml_calls import Key
+from rolecall.agent.collectors.gpu.queries import Key
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ from rolecall.agent.collectors.gpu.nvml import (
     identify,
     open_nvml,
 )
-from rolecall.agent.collectors.gpu.nvml_calls import RECOVERY_FIELD
+from rolecall.agent.collectors.gpu.queries import RECOVERY_FIELD
 from rolecall.agent.collectors.gpu.xid_merger import XidMerger
 from rolecall.core.telemetry import AgentEventKind
 from rolecall.formats.xid.xid import RecoveryAction, xid

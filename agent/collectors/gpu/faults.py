@@ -8,7 +8,7 @@ grows, not for its value at agent start. The GPU has recovered when no condition
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from rolecall.agent.collectors.gpu.nvml_calls import Key, Numbers
+from rolecall.agent.collectors.gpu.queries import Key, Numbers
 from rolecall.formats.xid.xid import RECOVERY_ADVICE, RecoveryAction
 
 Fault = dict[str, str]

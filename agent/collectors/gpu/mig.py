@@ -10,9 +10,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from rolecall.agent.collectors.gpu.gpm import GpmSampler
 from rolecall.agent.collectors.gpu.nvml import UNSUPPORTED, Handle, code_of, errors_of
-from rolecall.agent.collectors.gpu.nvml_calls import Key, Numbers, memory_v1
+from rolecall.agent.collectors.gpu.queries import GpmSampler, Key, Numbers, memory_v1
 from rolecall.core.metrics.gpu import MIG_METRICS
 from rolecall.core.metrics.metric import Metric, MetricValue
 

@@ -98,15 +98,12 @@ def code_of(error: Exception) -> int:
     return int(getattr(error, "value", FUNCTION_NOT_FOUND))
 
 
+@cache
 def error_name(pynvml: Any, code: int) -> str:
     """Name from a closed set, such as `gpu_is_lost` for 15; `other` for codes that pynvml does not know."""
-    return _error_names(pynvml).get(code, "other")
-
-
-@cache
-def _error_names(pynvml: Any) -> dict[int, str]:
     prefix = "NVML_ERROR_"
-    return {getattr(pynvml, n): n.removeprefix(prefix).lower() for n in dir(pynvml) if n.startswith(prefix)}
+    names = [name for name in dir(pynvml) if name.startswith(prefix) and getattr(pynvml, name) == code]
+    return names[-1].removeprefix(prefix).lower() if names else "other"
 
 
 # --- the identity of a GPU

@@ -120,24 +120,23 @@ class GpuOwners:
         self._lines = {pid: lines[pid] if pid in lines else tuple(self._line(pid)) for pid in pids}
         if any(self._lines.values()):
             live = {rank.process.pid for rank in ranks}
-            return {gpu: _owners((self._owner(pid, live) for pid in found), BY_NVML) for gpu, found in listed.items()}
+            # The registered process that a listed one is or descends from; 0: none.
+            owner = {pid: next((above for above in line if above in live), 0) for pid, line in self._lines.items()}
+            return {gpu: _owners((owner[pid] for pid in found), BY_NVML) for gpu, found in listed.items()}
         if pids:
             self._log_once(f"none of the processes that NVML lists is in {self._proc}: another PID namespace")
         return self._by_environment(uuids, ranks)
 
-    def _owner(self, pid: int, live: set[int]) -> int:
-        """The registered process that this PID is or descends from; 0: none."""
-        return next((above for above in self._lines[pid] if above in live), 0)
-
     def _line(self, pid: int) -> Iterator[int]:
+        """The process and its ancestors, by proc(5), field 4 of `stat`."""
         for _ in range(ANCESTORS_MAX):
-            parent = self._parent(pid)
-            if parent is None:
-                return
+            fields = read_at_most(f"{self._proc}/{pid}/stat", 4096).rpartition(b")")[2].split()
+            if len(fields) < 2 or not fields[1].isdigit():
+                return  # no such process
             yield pid
-            if parent <= 1:
+            pid = int(fields[1])
+            if pid <= 1:
                 return
-            pid = parent
 
     def _by_environment(self, uuids: Mapping[int, str], ranks: Sequence[Registration]) -> dict[int, GpuOwnership]:
         known = self._from_environ
@@ -152,7 +151,8 @@ class GpuOwners:
         return {gpu: _owners(pids, BY_ENVIRONMENT) for gpu, pids in users.items()}
 
     def _environ_says(self, rank: Registration, uuids: Mapping[int, str]) -> tuple[int, ...]:
-        environ = self._environ(rank.process.pid)
+        raw = read_at_most(f"{self._proc}/{rank.process.pid}/environ", ENVIRON_BYTES_MAX)
+        environ = variables(raw, _VARIABLES)
         found = gpus_of(environ, uuids)
         if not found and CUDA not in environ:
             self._log_once(
@@ -165,17 +165,6 @@ class GpuOwners:
         """Logs the first text of each kind, whichever process it concerns."""
         if self._logged.is_new(text[:20]):
             logger.warning("GPUs and ranks: %s", text)
-
-    # --- /proc: a process that is gone or unreadable yields nothing
-
-    def _parent(self, pid: int) -> int | None:
-        """proc(5), field 4 of `stat`; None: no such process."""
-        fields = read_at_most(f"{self._proc}/{pid}/stat", 4096).rpartition(b")")[2].split()
-        return int(fields[1]) if len(fields) > 1 and fields[1].isdigit() else None
-
-    def _environ(self, pid: int) -> dict[str, str]:
-        """The variables of interest."""
-        return variables(read_at_most(f"{self._proc}/{pid}/environ", ENVIRON_BYTES_MAX), _VARIABLES)
 
 
 def _owners(pids: Iterable[int], by: str) -> GpuOwnership:

@@ -117,11 +117,9 @@ class Kmsg:
         open_: Callable[[Path, int], int] = os.open,
         read: Callable[[int, int], bytes] = os.read,
         close: Callable[[int], None] = os.close,
-        facilities: frozenset[int] = frozenset({KERNEL_FACILITY}),
     ) -> None:
         self._path, self._boot = path, boot
         self._open, self._read, self._close = open_, read, close
-        self._facilities = facilities
         same_boot = cursor.get("boot_id") == boot and type(cursor.get("next")) is int
         self._next: int | None = cursor["next"] if same_boot else None  # None: start with the oldest record
         self._newest = -1  # since the device was opened
@@ -162,7 +160,7 @@ class Kmsg:
                 return None  # read before the restart
             self.num_lost += record.sequence - self._next
         self._next = record.sequence + 1
-        if record.facility not in self._facilities:
+        if record.facility != KERNEL_FACILITY:
             return None
         return KernelMessage(
             record.message, f"{self._boot[:8]}:{record.sequence}", uptime_seconds=record.uptime_seconds
@@ -268,9 +266,12 @@ class LogFile:
         inode, offset, tail = _checked(self._cursor)
         if inode:
             for file in (self._path, *self._siblings()):
-                descriptor = self._opened(file, inode)
-                if descriptor < 0:
-                    continue
+                try:
+                    if os.stat(file).st_ino != inode:
+                        continue
+                    descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+                except OSError:
+                    continue  # rotated again just now
                 if _before(descriptor, offset, len(tail)) == tail:
                     self._take(descriptor, offset, tail)
                     return
@@ -294,15 +295,6 @@ class LogFile:
             return []
         rotated = sorted(n for n in names if n.startswith((f"{self._path.name}.", f"{self._path.name}-")))
         return [self._path.parent / n for n in rotated[:NUM_SIBLINGS_MAX]]
-
-    def _opened(self, file: Path, inode: int) -> int:
-        """A descriptor of `file` if it has this inode; else -1."""
-        try:
-            if os.stat(file).st_ino != inode:
-                return -1
-            return os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        except OSError:
-            return -1  # rotated again just now
 
     def _take(self, descriptor: int, offset: int, tail: bytes) -> None:
         self._descriptor, self._inode = descriptor, os.fstat(descriptor).st_ino

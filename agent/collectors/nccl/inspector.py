@@ -148,18 +148,14 @@ class NcclInspectorCollector:
         for line in whole:
             operation = tail.lines.take(line)
             if operation is not None:
-                self._sums_of(operation.kind).add(operation)
+                is_counted = operation.kind in self._sums or len(self._sums) < NUM_KINDS_MAX
+                self._sums.setdefault(operation.kind if is_counted else "other", Sums()).add(operation)
         self._num_lines += tail.lines.num_lines - before[0]
         self._num_bad += tail.lines.num_bad - before[1]
         self._num_dropped += tail.lines.num_dropped - before[2]
         if len(tail.rest) > LINE_BYTES_MAX:
             self._num_bad += 1
             tail.rest, tail.skipping = b"", True
-
-    def _sums_of(self, kind: str) -> Sums:
-        if kind not in self._sums and len(self._sums) >= NUM_KINDS_MAX:
-            kind = "other"
-        return self._sums.setdefault(kind, Sums())
 
     # --- values
 

@@ -239,7 +239,10 @@ class NcclRasCollector:
         try:
             status = self._ask()
         except RasUnavailable:
-            self._forget()
+            # The job has ended: the next one has other communicators.
+            self._watched.clear()
+            self._labelled.clear()
+            self._last, self._form, self._next_at = (), "json", float("-inf")
             return CollectorReading(self._own(up=False))
         except (MalformedRasStatus, OSError) as e:
             self._num_bad += 1
@@ -254,12 +257,6 @@ class NcclRasCollector:
         self._last = tuple(self._values(status))
         self._next_at = at + self._pause(status)
         return CollectorReading((*self._last, *self._own(up=True)), facts)
-
-    def _forget(self) -> None:
-        """The job has ended: the next one has other communicators."""
-        self._watched.clear()
-        self._labelled.clear()
-        self._last, self._form, self._next_at = (), "json", float("-inf")
 
     def _ask(self) -> RasStatus | None:
         """None: the answer is incomplete. Raises RasUnavailable, MalformedRasStatus, OSError."""

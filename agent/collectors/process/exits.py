@@ -99,10 +99,10 @@ def reaped_status(pidfd: int) -> int | None:
     return int(fields[-1]) if fields[0] & _PIDFD_INFO_EXIT else None
 
 
-def exit_status(pidfd: int, pid: int, start_ticks: int, proc: Path = Path("/proc")) -> ExitStatus:
+def exit_status(pidfd: int, pid: int, start_ticks: int) -> ExitStatus:
     """How the process of `pidfd` ended, as far as known."""
     try:
-        stat = parse_stat((proc / str(pid) / "stat").read_bytes())
+        stat = parse_stat(Path(f"/proc/{pid}/stat").read_bytes())
         if stat.state in ("Z", "X") and stat.start_ticks == start_ticks:
             return ExitStatus.from_wait_status(stat.exit_code)
     except (OSError, ValueError):
@@ -121,8 +121,7 @@ class _WatchedProcess:
 class ExitWatch:
     """Calls back once for each watched process that ends, in its own thread."""
 
-    def __init__(self, proc: Path = Path("/proc")) -> None:
-        self._proc = proc
+    def __init__(self) -> None:
         self._epoll = select.epoll()
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._epoll.register(self._wake, select.EPOLLIN)
@@ -161,7 +160,7 @@ class ExitWatch:
             undo.callback(os.close, pidfd)
             # Checked after the pidfd exists: from here on PID reuse cannot go unnoticed.
             try:
-                stat = parse_stat((self._proc / str(pid) / "stat").read_bytes())
+                stat = parse_stat(Path(f"/proc/{pid}/stat").read_bytes())
             except (FileNotFoundError, ProcessLookupError):
                 raise WatchRefused(f"process {pid} is gone", gone=True) from None
             except (OSError, ValueError) as e:
@@ -188,7 +187,7 @@ class ExitWatch:
                 return
             self._epoll.unregister(pidfd)
         try:
-            status = exit_status(pidfd, watched.pid, watched.start_ticks, self._proc)
+            status = exit_status(pidfd, watched.pid, watched.start_ticks)
         finally:
             os.close(pidfd)
         try:

@@ -99,7 +99,7 @@ class UninstrumentedJobCollector:
         self._node_index = node_index(node) if index is None else index
         self._names = self._discovery.names | {RUN_ENV}
         self._seen: dict[int, _Seen] = {}
-        self._looks = 0
+        self._num_polls = 0
         self._logged = LoggedOnce()
 
     def close(self) -> None:
@@ -125,13 +125,13 @@ class UninstrumentedJobCollector:
         known = {r.process.pid: r for r in self._registry.registrations()}
         for seen in due[:READS_MAX]:
             self._examine(seen, known)
-        self._looks += 1
+        self._num_polls += 1
         return CollectorReading()
 
     def _due(self, pid: int, at: float) -> _Seen | None:
         """The process, if it must be examined in this poll."""
         seen = self._seen.get(pid)
-        if seen is not None and not seen.restless(at) and (pid + self._looks) % ROTATION:
+        if seen is not None and not seen.restless(at) and (pid + self._num_polls) % ROTATION:
             return None
         stat = self._stat(pid)
         if stat is None:
@@ -153,9 +153,10 @@ class UninstrumentedJobCollector:
         if self._of_a_job(seen):
             seen.is_job = True
             return
-        arguments = self._arguments(seen.pid)
-        if not arguments:
+        raw = read_at_most(f"{self._proc}/{seen.pid}/cmdline", COMMAND_BYTES_MAX).rstrip(b"\0")
+        if not raw:
             return  # gone, or a zombie
+        arguments = tuple(part.decode("utf-8", "replace") for part in raw.split(b"\0"))
         is_worker = any(argument.endswith(RAY_WORKER) for argument in arguments[:RAY_WORKER_ARGUMENTS])
         seen.title = RAY_WORKER if is_worker else arguments[0]
         if is_worker or seen.title.startswith(RAY_TITLE):
@@ -190,7 +191,14 @@ class UninstrumentedJobCollector:
         return False
 
     def _register(self, seen: _Seen, process: ProcessId, match: Match) -> None:
-        replica = self._free_slot(match.role) if match.replica is None else self._number(match, match.replica)
+        if match.replica is None:
+            # The lowest free number of this role on this node: a successor takes the number of a dead process.
+            taken = {r.replica for r in self._registry.registrations() if r.role == match.role}
+            first = self._node_index * SLOTS_PER_NODE
+            slots = range(first, first + SLOTS_PER_NODE)
+            replica = next((n for n in slots if f"{match.role}/{n}" not in taken), None)
+        else:
+            replica = self._number(match, match.replica)
         if replica is None:
             self._log_once(f"more than {SLOTS_PER_NODE} unnumbered processes of role {match.role}")
             return
@@ -231,12 +239,6 @@ class UninstrumentedJobCollector:
         )
         return job_number(match.job)
 
-    def _free_slot(self, role: str) -> int | None:
-        """The lowest free number of this role on this node: a successor takes the number of a dead process."""
-        taken = {r.replica for r in self._registry.registrations() if r.role == role}
-        first = self._node_index * SLOTS_PER_NODE
-        return next((n for n in range(first, first + SLOTS_PER_NODE) if f"{role}/{n}" not in taken), None)
-
     def _log_once(self, text: str) -> None:
         if self._logged.is_new(text):
             logger.warning("%s", text)
@@ -251,10 +253,6 @@ class UninstrumentedJobCollector:
         if opened < 0 or len(fields) < 20 or fields[0] in (b"Z", b"X"):
             return None
         return raw[opened + 1 : closed].decode("utf-8", "replace"), int(fields[1]), int(fields[19])
-
-    def _arguments(self, pid: int) -> tuple[str, ...]:
-        raw = read_at_most(f"{self._proc}/{pid}/cmdline", COMMAND_BYTES_MAX).rstrip(b"\0")
-        return tuple(part.decode("utf-8", "replace") for part in raw.split(b"\0")) if raw else ()
 
     def _environ(self, pid: int) -> dict[str, str] | None:
         """Variables that the rules use; None: unreadable, or overwritten by a title."""

@@ -14,7 +14,7 @@ from rolecall.agent.collectors.base import CollectorReading, CollectorUnavailabl
 from rolecall.agent.collectors.gpu.collector import GpuCollector
 from rolecall.agent.collectors.gpu.events import GpuEventsCollector
 from rolecall.agent.collectors.gpu.faults import Conditions
-from rolecall.agent.collectors.gpu.nvml_calls import fabric_numbers
+from rolecall.agent.collectors.gpu.queries import fabric_numbers
 from rolecall.agent.collectors.gpu.xid_merger import XidMerger
 from rolecall.core.clock import FakeClock
 from rolecall.core.ids import NodeId

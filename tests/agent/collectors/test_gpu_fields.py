@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rolecall.agent.collectors.gpu import gpm
+from rolecall.agent.collectors.gpu import queries
 from rolecall.agent.collectors.gpu.nvml import FIELD_ROW, NOT_ANSWERED, FieldQuery, close_nvml, number_of, open_nvml
 from tests.agent.nvml import Machine, build, shown_by
 
@@ -18,7 +18,7 @@ def test_the_layouts_are_those_of_pynvml() -> None:
     names = ("fieldId", "scopeId", "timestamp", "latencyUsec", "valueType", "nvmlReturn", "value")
     assert [getattr(field, n).offset for n in names] == [0, 4, 8, 16, 24, 28, 32]
     metric = pynvml.c_nvmlGpmMetric_t
-    assert ctypes.sizeof(metric) == gpm.ROW.size
+    assert ctypes.sizeof(metric) == queries.ROW.size
     assert [getattr(metric, n).offset for n in ("metricId", "nvmlReturn", "value")] == [0, 4, 8]
 
 

@@ -10,9 +10,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rolecall.agent.collectors.gpu.gpm import GPM_INTERVAL_SECONDS_MIN, GPM_METRICS
 from rolecall.agent.collectors.gpu.nvml import FieldQuery, close_nvml, code_of, errors_of, open_nvml
-from rolecall.agent.collectors.gpu.nvml_calls import FAST_FIELDS, LINK_FIELDS, NVLINK_ERRORS, SLOW_FIELDS
+from rolecall.agent.collectors.gpu.queries import (
+    FAST_FIELDS,
+    GPM_INTERVAL_SECONDS_MIN,
+    GPM_METRICS,
+    LINK_FIELDS,
+    NVLINK_ERRORS,
+    SLOW_FIELDS,
+)
 from rolecall.core.clock import Clock, SystemClock
 
 PLAIN = (

@@ -135,7 +135,9 @@ def make_batch(
         policy[i, start + sample.first_fresh : end] = 1.0
         over[i] = sample.is_over
         value[i, start:end] = float(algorithm.has_critic and sample.is_over)
-        rewards.append(_shaped(sample.reward, len(sample.tokens), algorithm, terms) if sample.is_over else 0.0)
+        limit = terms.longest if algorithm.overlong_limit_tokens is None else algorithm.overlong_limit_tokens
+        penalty = overlong_penalty(len(sample.tokens), longest=limit, cache=algorithm.overlong_buffer_tokens)
+        rewards.append(sample.reward + penalty if sample.is_over else 0.0)
     fresh = policy
     policy = fresh * (terms.policy_version - versions <= terms.staleness_max)
     weights = policy.clone()
@@ -168,11 +170,6 @@ def _refuse_unfit(sample: TrainingSample, num_prompt_tokens: int, algorithm: Alg
         raise ValueError(f"{label}: its reward is {sample.reward}")
     if not sample.is_over and not algorithm.has_critic:
         raise ValueError(f"{label}: its answer is not over, it cannot be part of a group")
-
-
-def _shaped(reward: float, length: int, algorithm: AlgorithmConfig, terms: TokenSelection) -> float:
-    longest = terms.longest if algorithm.overlong_limit_tokens is None else algorithm.overlong_limit_tokens
-    return reward + overlong_penalty(length, longest=longest, cache=algorithm.overlong_buffer_tokens)
 
 
 def _relative(groups: Sequence[PromptGroup], rewards: Sequence[float], algorithm: AlgorithmConfig) -> list[float]:
@@ -339,7 +336,7 @@ def _policy_sums(
         clipped_high=0 if cap is not None else int(((r > 1.0 + algorithm.clip_high) & (advantage > 0)).sum()),
         ratio=_total(r),
         ratio_squared=_total(r.double().square()),
-        ratio_max=_largest(r, none=0.0),
+        ratio_max=float(r.max()) if r.numel() else 0.0,
         kl_sampler=_total(_divergence(log_r.double())),
         kl_reference=0.0 if kl_reference is None else _total(kl_reference.detach()[trained]),
         reference_tokens=0 if kl_reference is None else r.numel(),
@@ -349,10 +346,6 @@ def _policy_sums(
 
 def _total(x: Tensor) -> float:
     return float(x.sum(dtype=torch.float64))
-
-
-def _largest(x: Tensor, *, none: float) -> float:
-    return float(x.max()) if x.numel() else none
 
 
 def overlong_penalty(length: int, *, longest: int, cache: int) -> float:

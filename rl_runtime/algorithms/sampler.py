@@ -98,7 +98,15 @@ class SamplerState:
             self.accepted.discard(group)
         match state:
             case GroupState.ISSUED:
-                self._issued(group, reason)
+                number = group_number(group)
+                if group_start(group) == 0:
+                    if number != self.cursor:
+                        here = f"that {group_id(self.cursor)} comes next"
+                        raise SamplerMismatch(group=group, what="that this one", ledger="came next", here=here)
+                    self.cursor += 1
+                wanted = self.seed_line(number)
+                if reason.startswith(SEED) and reason != wanted:
+                    raise SamplerMismatch(group=group, what="its", ledger=reason, here=wanted)
             case GroupState.ACCEPTED if reason.startswith(TAKEN):
                 self.filtered[group] = step, GroupSignal(reason.removeprefix(TAKEN))
             case GroupState.DROPPED if reason.startswith(FILTERED):
@@ -108,17 +116,6 @@ class SamplerState:
                 self.filtered = {g: found for g, found in self.filtered.items() if found[0] >= step}
             case GroupState.UNDONE:
                 self.filtered = {}
-
-    def _issued(self, group: GroupId, reason: str) -> None:
-        number = group_number(group)
-        if group_start(group) == 0:
-            if number != self.cursor:
-                here = f"that {group_id(self.cursor)} comes next"
-                raise SamplerMismatch(group=group, what="that this one", ledger="came next", here=here)
-            self.cursor += 1
-        wanted = self.seed_line(number)
-        if reason.startswith(SEED) and reason != wanted:
-            raise SamplerMismatch(group=group, what="its", ledger=reason, here=wanted)
 
     def seed_line(self, number: int) -> str:
         """Reason of an ISSUED line: the group's seed."""

@@ -46,12 +46,6 @@ STOP_DELAY_SECONDS = 0.1
 REASON_LENGTH_MAX = 300
 
 
-def _work(method: Callable[P, T]) -> Callable[P, T]:
-    """Runs sequentially in the single work thread."""
-    decorated: Callable[P, T] = ray.method(concurrency_group="work")(method)
-    return decorated
-
-
 def _control(method: Callable[P, T]) -> Callable[P, T]:
     """Runs in parallel to the work, so that it answers while work takes long or hangs."""
     decorated: Callable[P, T] = ray.method(concurrency_group="control")(method)
@@ -208,9 +202,9 @@ def _forwards(*, control: Sequence[str] = (), work: Sequence[str] = ()) -> Calla
         return method
 
     def add(actor: type[A]) -> type[A]:
-        for decorate, names in ((_control, control), (_work, work)):
+        for group, names in (("control", control), ("work", work)):
             for name in names:
-                setattr(actor, name, decorate(forwarding(name)))
+                setattr(actor, name, ray.method(concurrency_group=group)(forwarding(name)))
         return actor
 
     return add

@@ -171,7 +171,10 @@ def _refill(fleet: ClusterState, current: Actual, now: float, taken: set[NodeId]
         return None
     if now - current.changed_at < REFILL_SECONDS:
         return None
-    if not _whole(fleet):
+    # Not before every other replica has its process: starting another engine would slow a recovery in progress.
+    working = {key for key, a in fleet.actual.items() if a.state in (ReplicaState.READY, ReplicaState.SERVING)}
+    others = (d for r, d in fleet.desired.items() if split_replica(r)[0] != STANDBY_ROLE)
+    if not all((d.replica, d.incarnation) in working for d in others):
         return None
     node = next((n for n in free_nodes(fleet) if n not in taken), None)
     if node is None:
@@ -182,13 +185,6 @@ def _refill(fleet: ClusterState, current: Actual, now: float, taken: set[NodeId]
         because=f"the last one was used up ({current.because}), {node} is free",
         node=node,
     )
-
-
-def _whole(fleet: ClusterState) -> bool:
-    """Whether every other replica has its process: starting another engine would slow a recovery in progress."""
-    working = {(r, i) for (r, i), a in fleet.actual.items() if a.state in (ReplicaState.READY, ReplicaState.SERVING)}
-    others = [d for r, d in fleet.desired.items() if split_replica(r)[0] != STANDBY_ROLE]
-    return all((d.replica, d.incarnation) in working for d in others)
 
 
 def free_nodes(fleet: ClusterState) -> list[NodeId]:

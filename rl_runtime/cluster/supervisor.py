@@ -271,12 +271,15 @@ class Supervisor:
         if self.cluster.gcs is not None and not self.cluster.gcs_alive:
             raise ActuatorError("Ray's head (GCS) has ended: the run cannot go on without it")
         self.agents.tick()
-        fleet = self._look()
+        fleet = self._observe()
         for instruction in reconcile(fleet, self.clock.wall()):
             self._perform(instruction, fleet)
-        self._renew()
+        now = self.clock.monotonic()
+        if now - self._renewed_at >= min(RENEW_SECONDS_MAX, self.job.runtime.lease_seconds / 4):
+            self._renewed_at = now
+            self.actors.renew(self.job.runtime.lease_seconds)
 
-    def _look(self) -> ClusterState:
+    def _observe(self) -> ClusterState:
         # Before the records: an operation that ends in between still counts as busy; the next iteration sees its
         # result.
         busy = self._operations.busy()
@@ -334,12 +337,6 @@ class Supervisor:
                     because=instruction.because,
                 )
                 self.journal.set_desired(wanted, expect_incarnation=instruction.incarnation - 1)
-
-    def _renew(self) -> None:
-        now = self.clock.monotonic()
-        if now - self._renewed_at >= min(RENEW_SECONDS_MAX, self.job.runtime.lease_seconds / 4):
-            self._renewed_at = now
-            self.actors.renew(self.job.runtime.lease_seconds)
 
     def _agent_restarted(self, node: NodeId, because: str) -> None:
         self.journal.append(ComponentRestarted(what="agent", node=node, because=because))

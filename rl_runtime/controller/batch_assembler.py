@@ -178,13 +178,11 @@ class BatchAssembler:
         self._filter(filtered, accepted)
 
     def _filter(self, filtered: Sequence[Judged], accepted: Sequence[Judged] = ()) -> None:
-        self._recorder.judged(self._forming(), accepted, filtered)
+        # While a step is trained, the batch of the next one is being filled.
+        step = self._loop.step + bool(self._table.in_phase(GroupPhase.ASSIGNED))
+        self._recorder.judged(step, accepted, filtered)
         if filtered:
             self._close(g for g, _, _ in filtered)
-
-    def _forming(self) -> int:
-        """The step whose batch is being filled: the next one while a step is trained."""
-        return self._loop.step + bool(self._table.in_phase(GroupPhase.ASSIGNED))
 
     def _aside(self) -> list[OpenGroup]:
         """Groups without a learning signal that are reserved to fill a batch, newest first."""

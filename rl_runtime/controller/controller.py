@@ -49,7 +49,7 @@ from rolecall.rl_runtime.controller.step_plan import (
 from rolecall.rl_runtime.controller.trainer_group import NoTrainerLeft, StepFailed, TrainerGroup
 from rolecall.rl_runtime.controller.trajectories import TrajectoryTable, mean_reward, reached_staleness
 from rolecall.rl_runtime.protocol.clients import Connect, within
-from rolecall.rl_runtime.protocol.messages import CommitRecord, PromptGroup, StepResult
+from rolecall.rl_runtime.protocol.messages import PromptGroup
 from rolecall.rl_runtime.protocol.spawn import ActorSpec
 from rolecall.rl_runtime.weights.proof import ProofVerifier
 
@@ -73,11 +73,6 @@ class RunOutcome:
     ledger: ChainHead
 
 
-def no_page(_: Actual) -> int | None:
-    """Without an engine's state page, the number of tokens generated after the last pull is unknown."""
-    return None
-
-
 class Controller:
     """One incarnation of the controller; `run` is its whole lifetime."""
 
@@ -92,14 +87,14 @@ class Controller:
         journal: Journal,
         ledger: Ledger,
         clock: Clock,
-        tokens_generated: Callable[[Actual], int | None] = no_page,
+        tokens_generated: Callable[[Actual], int | None] = lambda _: None,
         vocab_size: int | None = None,
         table: TrajectoryTable | None = None,
     ) -> None:
         """Must be created inside the event loop that runs it.
 
-        `tokens_generated`: an engine's own counter of generated tokens, also of a dead engine. `vocab_size`: of the
-        model; larger token ids are rejected.
+        `tokens_generated`: an engine's own counter of generated tokens, also of a dead engine; None: unknown.
+        `vocab_size`: of the model; larger token ids are rejected.
         """
         self.job, self._clock = job, clock
         self._replica, self._incarnation = spawn.replica, spawn.incarnation
@@ -227,7 +222,7 @@ class Controller:
         await self._begin()
         while True:
             decision = next_step(self.state, self.trainers.changes())
-            self.state.doing = f"{decision.action}: {decision.because}"
+            self.state.last_decision = f"{decision.action}: {decision.because}"
             if decision.action is not LoopAction.FORM:
                 self.state.full_since = None
             try:
@@ -251,7 +246,7 @@ class Controller:
     async def _form_step(self) -> None:
         self.batches.refresh()
         decision = form_step(self.batches.snapshot(), self._clock.monotonic())
-        self.state.doing = f"{LoopAction.FORM}: {decision.because}"
+        self.state.last_decision = f"{LoopAction.FORM}: {decision.because}"
         if isinstance(decision, FormStep):
             self.state.plan = self.batches.assign(decision.groups)
             self.state.full_since = None
@@ -316,12 +311,6 @@ class Controller:
             if engine is not None:
                 self.table.adopt(key, requests, engine.version)
         windows.restore(self.table)
-        self._record_adopted()
-        self.rollouts.assign_unassigned()
-        self.rollouts.wake_all()
-        self.scoring.wake()
-
-    def _record_adopted(self) -> None:
         held = [t for g in self.table.groups.values() for t in g.trajectories if t.engine is not None]
         adopted = RequestsReassigned(
             from_replica=self._replica,
@@ -332,6 +321,9 @@ class Controller:
             because="the previous controller ended: its requests are adopted from the engines that hold them",
         )
         self.recorder.event(adopted, key=f"adopted:{self._replica}#{self._incarnation}")
+        self.rollouts.assign_unassigned()
+        self.rollouts.wake_all()
+        self.scoring.wake()
 
     async def _reconcile(self) -> None:
         """Writes the trainers' commits to the ledger."""
@@ -350,7 +342,9 @@ class Controller:
         commit, result = committed.commit, committed.result
         rewards_known = all(s.reward == s.reward for g in groups for s in g.samples if s.is_over)
         reward = result.reward if result else mean_reward(groups) if rewards_known else None
-        health = self._health(commit, result)
+        health = result.health.to_dict() if result else {}
+        if self.job.algorithm.dynamic_sampling:  # only the sampler has this metric
+            health["filtered_fraction"] = self.recorder.sampler.filtered_fraction(commit.step, commit.group_ids)
         step = StepCommitted(
             step=commit.step,
             epoch=commit.epoch,
@@ -384,13 +378,6 @@ class Controller:
         reporter.update(policy_version=commit.policy_version, reward=reward, loss=result.loss if result else None)
         if self.job.algorithm.dynamic_sampling:
             reporter.health(filtered_fraction=health["filtered_fraction"])  # the other metrics come from the trainers
-
-    def _health(self, commit: CommitRecord, result: StepResult | None) -> dict[str, Any]:
-        """The trainers' measurements, plus those that only the sampler has."""
-        known = result.health.to_dict() if result else {}
-        if self.job.algorithm.dynamic_sampling:
-            known["filtered_fraction"] = self.recorder.sampler.filtered_fraction(commit.step, commit.group_ids)
-        return known
 
     async def _publish(self) -> None:
         """Offers the trainers' version to all rollouts."""

@@ -210,7 +210,11 @@ class RewardScoring:
                 group = self._table.groups.get(sent.group_id)
                 # Closed, or truncated to an older policy and regenerated in the meantime: the rewards are for discarded
                 # tokens.
-                if group is not None and group.phase is GroupPhase.FINISHED and _has_tokens_of(group, sent):
+                if (
+                    group is not None
+                    and group.phase is GroupPhase.FINISHED
+                    and [tuple(t.tokens) for t in group.trajectories] == [s.tokens for s in sent.samples]
+                ):
                     self._table.score(sent.group_id, rewards)
                 self._failed_at.pop(sent.group_id, None)
                 self._losses.pop(sent.group_id, None)
@@ -282,7 +286,3 @@ class RewardScoring:
 
 def _shown(rewards: Rewards) -> str:
     return ", ".join(f"{r:.4g}" for r in rewards[:8]) + (", ..." if len(rewards) > 8 else "")
-
-
-def _has_tokens_of(group: OpenGroup, sent: PromptGroup) -> bool:
-    return [tuple(t.tokens) for t in group.trajectories] == [s.tokens for s in sent.samples]

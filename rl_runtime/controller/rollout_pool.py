@@ -376,21 +376,14 @@ class RolloutPool:
         (task,) = done
         task.result()
 
-    async def _forget_unknown(self, engine: EngineState) -> None:
-        """Drops requests of an earlier controller that were not adopted because the engine did not answer or serve
-        then.
-
-        If it got such a request again, it would continue its own tokens: after a prefix other than the submitted one,
-        or of a discarded policy.
-        """
-        held = await engine.port.list_requests()
-        self._table.forget_unassigned(engine.key, [request.request_id for request, _ in held])
-        engine.holds_unknown = False
-
     async def _turn(self, engine: EngineState) -> None:
         key, port = engine.key, engine.port
         if engine.holds_unknown and self._took_over:
-            await self._forget_unknown(engine)
+            # Requests of an earlier controller that were not adopted, because the engine did not answer or serve then.
+            # If it got one again, it would continue its own tokens: after another prefix, or of a discarded policy.
+            held = await port.list_requests()
+            self._table.forget_unassigned(key, [request.request_id for request, _ in held])
+            engine.holds_unknown = False
         pulled = await port.tokens_since(self._table.offsets(key))
         engine.tokens_seen = self._tokens_generated(engine.record) or engine.tokens_seen
         if (pulled.replica, pulled.incarnation) != key:

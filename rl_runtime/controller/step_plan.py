@@ -87,8 +87,8 @@ class LoopState:
     """The last attempt found no trainer that could name the holders of the newest version."""
     full_since: float | None = None
     """Time since which there are enough groups for the step being formed."""
-    doing: str = ""
-    """The last decision and its reason."""
+    last_decision: str = ""
+    """The last decision of the loop and its reason."""
 
     @property
     def wants_more(self) -> bool:

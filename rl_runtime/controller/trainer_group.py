@@ -370,8 +370,13 @@ class TrainerGroup:
             )
             self._recorder.event(interrupted)
             self._note_losses(answers)
-            if contained.not_finite is not None:
-                self._contain_not_finite(contained.not_finite, not_finite)
+            if (faulty := contained.not_finite) is not None:
+                # The member that computed it leaves the epoch, so that another one computes it again; it rejoins with a
+                # copy of the state. The only member tries once more.
+                if (first := not_finite.setdefault(faulty.microbatch_id, faulty)) is not faulty:
+                    self._recorder.event(_recomputed(first, faulty.replica, finite=False))
+                else:
+                    self._leave_to_others(ReplicaId(faulty.replica), str(faulty))
             if contained.unusual:
                 unusual = contained.unusual
                 self._leave_to_others(unusual[0].replica, contained.because)
@@ -385,16 +390,6 @@ class TrainerGroup:
             if contained.awaits_recovery:
                 await self._await_recovery(plan, contained.raised)
         raise StepFailed(f"step {plan.step} is not committed after {ATTEMPTS_MAX} attempts")
-
-    def _contain_not_finite(self, bad: NonFiniteMicrobatch, before: dict[str, NonFiniteMicrobatch]) -> None:
-        """The member that computed it leaves the epoch, so that another one computes it again; it rejoins with a copy
-        of the state. The only member tries once more. `before`: by microbatch, of earlier attempts at this step.
-        """
-        first = before.setdefault(bad.microbatch_id, bad)
-        if first is not bad:
-            self._recorder.event(_recomputed(first, bad.replica, finite=False))
-        else:
-            self._leave_to_others(ReplicaId(bad.replica), str(bad))
 
     def _leave_to_others(self, replica: ReplicaId, because: str) -> None:
         """Unless it is the only member, it leaves the epoch."""

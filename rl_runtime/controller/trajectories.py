@@ -68,17 +68,12 @@ class TrajectoryTable:
         for trajectory in group.trajectories:
             del self._by_request[trajectory.request.request_id]
             self._let_go(trajectory)
-            if (
-                trajectory.engine is not None
-                and trajectory.sent
-                and not self._is_needed(trajectory.engine, trajectory.request.request_id)
-            ):
-                self._forget[trajectory.engine].append(trajectory.request.request_id)
+            if trajectory.engine is not None and trajectory.sent:
+                held = trajectory.engine, trajectory.request.request_id
+                # Kept while the next window depends on this one and no engine has it yet.
+                if not any(t.context == held for t in self._by_request.values()):
+                    self._forget[trajectory.engine].append(trajectory.request.request_id)
         return group
-
-    def _is_needed(self, engine: EngineKey, request_id: str) -> bool:
-        """Whether the next window depends on this one and no engine has it yet."""
-        return any(t.context == (engine, request_id) for t in self._by_request.values())
 
     def _let_go(self, trajectory: Trajectory) -> None:
         """An engine has the window, or it is over: closed requests of its context may be dropped."""
@@ -346,9 +341,13 @@ class TrajectoryTable:
 
         `proven`: the proven version of each engine, which an unfinished group's next tokens will have.
         """
-        over = (GroupPhase.ASSIGNED, GroupPhase.FILTERED)
-        found = {g.group_id: _newest(g, proven) for g in self.groups.values() if g.phase not in over}
-        return {group_id: version for group_id, version in found.items() if version is not None}
+        found: dict[GroupId, int] = {}
+        for group in self.groups.values():
+            if group.phase not in (GroupPhase.ASSIGNED, GroupPhase.FILTERED):
+                coming = (proven.get(t.engine) for t in group.trajectories if t.engine is not None and not t.finished)
+                if known := [v for v in (group.version_max, *coming) if v is not None]:
+                    found[group.group_id] = max(known)
+        return found
 
     def truncate_after(self, version: int) -> None:
         """Returns to an older policy: removes tokens of versions beyond `version`, which belong to a discarded policy.
@@ -368,11 +367,6 @@ class TrajectoryTable:
             # More is open now than the next steps can take: groups without tokens are not started early, because they
             # would only become too old. A window waits until its context is generated again.
             group.waits = group.waits or group.is_untouched
-
-
-def _newest(group: OpenGroup, proven: Mapping[EngineKey, int]) -> int | None:
-    coming = (proven.get(t.engine) for t in group.trajectories if t.engine is not None and not t.finished)
-    return max((v for v in (group.version_max, *coming) if v is not None), default=None)
 
 
 def _moved(leaving: Sequence[Trajectory]) -> ReassignedRequests:

@@ -107,7 +107,9 @@ def settle(table: TrajectoryTable, longest: int) -> tuple[list[GroupId], list[Op
             if not window.waits:
                 continue
             (t,) = window.trajectories
-            if before is None or not _adjoins(before, window) or len(t.tokens) >= t.first_fresh:
+            # They adjoin if no closed window is in between.
+            adjoins = before and before.trajectories[0].request.max_response_tokens >= window.first_fresh
+            if before is None or not adjoins or len(t.tokens) >= t.first_fresh:
                 ready.append(window.group_id)
             elif before.trajectories[0].finished or before in void:
                 void.append(window)
@@ -121,11 +123,6 @@ def _pass_context(windows: Iterable[OpenGroup]) -> None:
         (earlier,), (t,) = before.trajectories, window.trajectories
         if window.waits and earlier.end is EndReason.TRUNCATED and len(earlier.tokens) == t.first_fresh > len(t.tokens):
             t.take_context(earlier)
-
-
-def _adjoins(before: OpenGroup, window: OpenGroup) -> bool:
-    """Whether `window` begins where `before` ends, with no closed window in between."""
-    return before.trajectories[0].request.max_response_tokens >= window.first_fresh
 
 
 def _answers(table: TrajectoryTable) -> Iterator[list[OpenGroup]]:

@@ -151,23 +151,14 @@ def _victims(
         raise InjectionRefused(f"{kind}: no such target {target or ''} at work in run {run.run_id} (at work: {known})")
     chosen = wanted if spec.every_rank else [rng.choice(wanted)]
     for victim in chosen:
-        check_victim(run, victim)
+        if not victim.lives:
+            raise InjectionRefused(
+                f"{victim.target}: process {victim.pid} that started at tick {victim.start_ticks} is gone (its PID may "
+                "be another's by now)"
+            )
+        if environment_of(victim.pid).get(RUN_ENV) != str(run.path):
+            raise InjectionRefused(f"{victim.target}: process {victim.pid} does not belong to run {run.run_id}")
     return chosen
-
-
-def check_victim(run: RunDir, victim: InjectionTarget) -> None:
-    """Rejects a target that is not a live process of this run.
-
-    Raises:
-        InjectionRefused: with the reason.
-    """
-    if not victim.lives:
-        raise InjectionRefused(
-            f"{victim.target}: process {victim.pid} that started at tick {victim.start_ticks} is gone (its PID may be "
-            "another's by now)"
-        )
-    if environment_of(victim.pid).get(RUN_ENV) != str(run.path):
-        raise InjectionRefused(f"{victim.target}: process {victim.pid} does not belong to run {run.run_id}")
 
 
 def _replicas(run: RunDir, role: str, url: str) -> list[InjectionTarget]:

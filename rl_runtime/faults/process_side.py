@@ -122,7 +122,7 @@ class Injection:
         now, factor = self._clock.monotonic(), None
         if now >= self._next_check:
             self._next_check = now + CHECK_SECONDS
-            factor = self._look(name, now)
+            factor = self._begin_requested(name, now)
         if self._lasting is not None and (not self._lasting.at or self._lasting.at == name):
             if now >= self._lasts_until:
                 self._lasting = None
@@ -131,7 +131,7 @@ class Injection:
                 factor = FACTORS.get(self._lasting.how)
         return factor
 
-    def _look(self, name: str, now: float) -> float | None:
+    def _begin_requested(self, name: str, now: float) -> float | None:
         try:
             os.stat(self._request_path)
         except FileNotFoundError:
@@ -149,14 +149,11 @@ class Injection:
         if request.how in LASTING:
             self._lasting, self._lasts_until = request, now + request.seconds
         elif request.how is InProcessFault.MEET:
-            self._meet(now + request.seconds)
+            while self._clock.monotonic() < now + request.seconds and self._request_path.exists():
+                self._clock.sleep(MEET_POLL_SECONDS)
         elif request.how not in FACTORS:
             _perform(request)
         return FACTORS.get(request.how)
-
-    def _meet(self, until: float) -> None:
-        while self._clock.monotonic() < until and self._request_path.exists():
-            self._clock.sleep(MEET_POLL_SECONDS)
 
     def _read(self) -> InjectionRequest | None:
         try:

@@ -42,8 +42,6 @@ ENVIRONMENT: Final[Mapping[str, str]] = {
 }
 """Must be set before `import vllm`; a different existing value is replaced."""
 
-ENVIRONMENT_DEFAULTS: Final[Mapping[str, str]] = {"VLLM_LOGGING_LEVEL": "ERROR"}
-
 KNOWN_ARCHITECTURES: Final[Mapping[str, str]] = {
     "Qwen3ForCausalLM": "vllm.model_executor.models.qwen3",
     "Qwen2ForCausalLM": "vllm.model_executor.models.qwen2",
@@ -95,8 +93,7 @@ def import_vllm() -> Any:
             raise EngineBroken(f"vllm was imported before its environment was set: {', '.join(odd)}")
         return sys.modules["vllm"]
     os.environ.update(ENVIRONMENT)
-    for name, value in ENVIRONMENT_DEFAULTS.items():
-        os.environ.setdefault(name, value)
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     was_enabled = gc.isenabled()
     gc.disable()
     try:

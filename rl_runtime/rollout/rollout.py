@@ -33,7 +33,7 @@ from rolecall.rl_runtime.protocol.messages import (
     TokenChunk,
     WeightProof,
 )
-from rolecall.rl_runtime.rollout.engine import EngineSettings, NewTokens, VllmEngine, vocab_size
+from rolecall.rl_runtime.rollout.engine import EngineSettings, VllmEngine, vocab_size
 from rolecall.rl_runtime.rollout.engine_thread import EngineThread
 from rolecall.rl_runtime.rollout.token_buffer import TokenBuffer, TokenBufferLimits
 from rolecall.rl_runtime.weights.digest import entries_of, manifest_digest
@@ -98,7 +98,11 @@ class RolloutReplica:
         self._partial: PartialTransfer | None = None
         self.server = TensorServer(token, address, clock=self._clock)
         self._thread = EngineThread(
-            lambda: make_engine(settings), self._record, clock=self._clock, on_step=on_step, on_failure=on_failure
+            lambda: make_engine(settings),
+            lambda made: self._buffer.record(made, self.policy_version),
+            clock=self._clock,
+            on_step=on_step,
+            on_failure=on_failure,
         )
         try:
             self._engine = self._thread.wait_started(START_SECONDS)
@@ -197,9 +201,6 @@ class RolloutReplica:
                 # dropped here, its owner finds it unknown and reassigns it.
                 logger.exception("the engine refuses request %s", request.request_id)
                 self._buffer.forget([request.request_id])
-
-    def _record(self, made: list[NewTokens]) -> int:
-        return self._buffer.record(made, self.policy_version)
 
     def tokens_since(self, incarnation: int, offsets: dict[str, int]) -> PulledTokens:
         """New tokens after `offsets`. Repeating the call repeats the answer: only `ack` drops tokens."""

@@ -93,11 +93,6 @@ def unusual_microbatches(ballots: Sequence[CommitVote]) -> tuple[ComputedMicroba
     return tuple(sorted(found, key=lambda c: c.microbatch_id))
 
 
-def of_one_trainer(unusual: Sequence[ComputedMicrobatch]) -> bool:
-    """Whether they may be one machine's fault: several machines do not go wrong in the same step."""
-    return len({u.replica for u in unusual}) == 1
-
-
 def compare(ballots: Sequence[CommitVote], first: Sequence[ComputedMicrobatch]) -> tuple[ComparedMicrobatch, ...]:
     """What became of unusual microbatches in a step whose members agree. `first`: those that were computed before, by a
     trainer that then left it to the others. Without any, the unusual ones are of several trainers.

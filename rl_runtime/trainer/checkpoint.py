@@ -70,7 +70,10 @@ def save(folder: Path, step: int, tensors: dict[str, torch.Tensor], meta: str, *
         shutil.rmtree(work, ignore_errors=True)
         raise
     _sync_folder(folder)
-    _retain(folder, keep)
+    for old in steps(folder)[:-keep]:
+        # A checkpoint that cannot be removed now is retried at the next save.
+        with contextlib.suppress(OSError):
+            shutil.rmtree(path_of(folder, old))
     return final
 
 
@@ -165,10 +168,3 @@ def _replace_folder(work: Path, final: Path) -> None:
         shutil.rmtree(aside, ignore_errors=True)
     else:
         work.rename(final)
-
-
-def _retain(folder: Path, keep: int) -> None:
-    for step in steps(folder)[:-keep]:
-        # A checkpoint that cannot be removed now is retried at the next save.
-        with contextlib.suppress(OSError):
-            shutil.rmtree(path_of(folder, step))

@@ -60,9 +60,21 @@ def make_model(config: ModelConfig, vocab: Vocabulary, seed: int) -> Any:
     """
     if config.path is not None:
         return load_model_folder(Path(config.path))
+    shape = Qwen3Shape(
+        vocab_size=vocab.size,
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_hidden_layers=config.num_layers,
+        num_attention_heads=config.num_heads,
+        num_key_value_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        max_position_embeddings=POSITIONS_MAX,
+        rope_theta=ROPE_THETA,
+        initializer_range=INITIALIZER_RANGE,
+    )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return Qwen3(_shape(config, vocab)).eval()
+        return Qwen3(shape).eval()
 
 
 def make_critic(config: ModelConfig, vocab: Vocabulary, seed: int) -> Critic:
@@ -90,7 +102,12 @@ def write_model_folder(folder: Path, config: ModelConfig, seed: int, task: TaskN
     vocab = vocabulary(config, task)
     folder.mkdir(parents=True, exist_ok=True)
     if config.path is not None:
-        _copy_model_folder(Path(config.path), folder)
+        wanted = (".json", ".safetensors", ".txt", ".model", ".jinja")
+        files = [p for p in Path(config.path).iterdir() if p.suffix in wanted]
+        if not any(p.suffix == ".safetensors" for p in files):
+            raise ConfigError(["model.path: no .safetensors file"], config.path)
+        for path in files:
+            shutil.copyfile(path, folder / path.name)
         return
     model = make_model(config, vocab, seed)
     said = model.shape.to_config(pad=vocab.pad, bos=vocab.bos, eos=vocab.eos)
@@ -116,29 +133,6 @@ def load_model_folder(folder: Path) -> Any:
     except (OSError, ValueError, KeyError, RuntimeError) as e:
         raise ConfigError([f"model.path: {e}"], str(folder)) from e
     return model.eval()
-
-
-def _shape(config: ModelConfig, vocab: Vocabulary) -> Qwen3Shape:
-    return Qwen3Shape(
-        vocab_size=vocab.size,
-        hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
-        num_hidden_layers=config.num_layers,
-        num_attention_heads=config.num_heads,
-        num_key_value_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        max_position_embeddings=POSITIONS_MAX,
-        rope_theta=ROPE_THETA,
-        initializer_range=INITIALIZER_RANGE,
-    )
-
-
-def _copy_model_folder(source: Path, target: Path) -> None:
-    names = [p for p in source.iterdir() if p.suffix in (".json", ".safetensors", ".txt", ".model", ".jinja")]
-    if not any(p.suffix == ".safetensors" for p in names):
-        raise ConfigError(["model.path: no .safetensors file"], str(source))
-    for path in names:
-        shutil.copyfile(path, target / path.name)
 
 
 def main(argv: list[str]) -> int:

@@ -53,9 +53,7 @@ class Network:
         self._optimizer = torch.optim.AdamW(
             self.parameters, lr=learning_rate, betas=ADAM_BETAS, weight_decay=0.0, fused=True
         )
-        for (
-            parameter
-        ) in self.parameters:  # created before the first step, so that the state of step 0 can be copied too
+        for parameter in self.parameters:  # before the first step, so that the state of step 0 can be copied too
             self._optimizer.state[parameter] = {
                 "step": torch.tensor(0.0),
                 "exp_avg": torch.zeros_like(parameter),
@@ -115,9 +113,8 @@ class TrainerState:
     ) -> None:
         """`versions_kept`: number of previous policy versions to keep."""
         self.policy, self.critic = policy, critic
-        self.previous: Mapping[
-            int, dict[str, torch.Tensor]
-        ] = {}  # version -> weights; only the working thread reads it
+        # Version -> weights; only the working thread reads it.
+        self.previous: Mapping[int, dict[str, torch.Tensor]] = {}
         self._versions_kept = versions_kept
         self._replica = replica
         self._networks = (policy,) if critic is None else (policy, critic)

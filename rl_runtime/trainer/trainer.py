@@ -38,7 +38,7 @@ from rolecall.core.errors import (
 )
 from rolecall.core.ids import GroupId, ReplicaId
 from rolecall.core.journal.payloads import ChainHead
-from rolecall.core.telemetry import Phase
+from rolecall.core.telemetry import HEALTH_SIGNS, Phase
 from rolecall.rl_runtime.algorithms.agreement import is_asked
 from rolecall.rl_runtime.algorithms.objective import Divisors, divisors
 from rolecall.rl_runtime.protocol.messages import (
@@ -55,7 +55,7 @@ from rolecall.rl_runtime.protocol.messages import (
 )
 from rolecall.rl_runtime.protocol.policy_health import HealthSums, PolicyHealth, health
 from rolecall.rl_runtime.tasks.tokenizer import vocabulary
-from rolecall.rl_runtime.trainer.band import LearnedBand, band_after, compare, of_one_trainer, unusual_microbatches
+from rolecall.rl_runtime.trainer.band import band_after, compare, unusual_microbatches
 from rolecall.rl_runtime.trainer.model import make_model
 from rolecall.rl_runtime.trainer.partial_step import Contribution, Gradients, PartialStep
 from rolecall.rl_runtime.trainer.reduce import (
@@ -92,13 +92,15 @@ class StepTotals:
         stats = sorted((s for b in ballots for s in b.microbatches), key=lambda s: s.microbatch_id)
         sums = sum((s.health for s in stats), HealthSums())
         by = divisors(algorithm, sums, longest=longest)
+        # Nothing is clipped with truncated weights, and nothing is truncated without: that is not a share of 0.
+        other = ["capped_fraction"] if algorithm.importance_cap is None else ["clip_fraction_low", "clip_fraction_high"]
         return cls(
             group_ids=tuple(sorted(g for s in stats for g in s.group_ids)),
             num_tokens=sums.tokens,
             divisors=by,
             loss=sum(s.policy_loss for s in stats) / by.policy,
             reward=sums.reward / sums.ended if sums.ended else None,
-            health=_of_what_there_is(health(sums), algorithm),
+            health=replace(health(sums), **dict.fromkeys(other)),
             log_ratio_max=sums.log_ratio_max if sums.log_ratio_max >= 0 else None,
             log_ratios={
                 engine: max(s.log_ratios.get(engine, 0.0) for s in stats)
@@ -108,28 +110,9 @@ class StepTotals:
 
     def report(self) -> None:
         """Writes the totals to this process's state page."""
-        signs = self.health
         reporter.update(loss=self.loss, reward=self.reward)
-        reporter.health(
-            entropy=signs.entropy,
-            clip_fraction_low=signs.clip_fraction_low,
-            clip_fraction_high=signs.clip_fraction_high,
-            ratio_mean=signs.ratio_mean,
-            ratio_max=signs.ratio_max,
-            kl_sampler=signs.kl_sampler,
-            response_length=signs.response_length,
-            truncated_fraction=signs.truncated_fraction,
-            log_ratio_max=self.log_ratio_max,
-        )
-
-
-def _of_what_there_is(found: PolicyHealth, algorithm: AlgorithmConfig) -> PolicyHealth:
-    """Drops metrics that do not apply: nothing is clipped with truncated weights, or vice versa, and that is not a
-    share of 0.
-    """
-    if algorithm.importance_cap is None:
-        return replace(found, capped_fraction=None)
-    return replace(found, clip_fraction_low=None, clip_fraction_high=None)
+        metrics = {**self.health.to_dict(), "log_ratio_max": self.log_ratio_max}
+        reporter.health(**{name: metrics.get(name) for name in HEALTH_SIGNS})
 
 
 class TrainerReplica:
@@ -266,8 +249,8 @@ class TrainerReplica:
     ) -> StepResult:
         """Computes the missing part of `mine`, reduces, votes, divides, steps the optimizers, publishes `step` + 1.
 
-        `first`: unusual microbatches of an earlier attempt, to compare with what is computed now; no others are looked
-        for then.
+        `first`: unusual microbatches of an earlier attempt, to compare with what is computed now; the step is not
+        checked for others then.
         After any error the call may be repeated, in a newer epoch and with more microbatches: nothing was committed.
 
         Raises:
@@ -311,7 +294,12 @@ class TrainerReplica:
             )
             with reporter.phase(Phase.OPTIMIZER):
                 band = band_after(self.state.band, ballots, compared)
-                grad_norm = self._apply(sums, tally.divisors, commit, band)
+                try:
+                    grad_norm = self.state.apply(sums, tally.divisors, commit, band)
+                except NonFiniteValue:  # at every member: all have the same sums, which they voted on
+                    self.reset_step(step)
+                    raise
+                self._partial.clear(step + 1)
             result = self._result(commit, tally, mine, grad_norm, started, compared)
             if self._on_publish is not None:
                 with reporter.phase(Phase.PUBLISH):
@@ -382,7 +370,7 @@ class TrainerReplica:
                     epoch=epoch,
                     step=step,
                     microbatches=local.stats,
-                    gradient_digest=_digest(sums),
+                    gradient_digest=hashlib.sha256(sums.contiguous().numpy().data).hexdigest(),
                     weights_digest=self.state.weights_digest,
                     ledger=ledger,
                 )
@@ -416,22 +404,14 @@ class TrainerReplica:
             raise CommitVoteRejected(epoch=epoch, step=step, because=because)
 
     def _refuse_unusual(self, ballots: Sequence[CommitVote], step: int) -> None:
-        """The same verdict at every member: each trainer's own judgement is in its ballot."""
+        """The same verdict at every member: each trainer's own judgement is in its ballot. Of several trainers it is no
+        machine's fault: several machines do not go wrong in the same step.
+        """
         unusual = unusual_microbatches(ballots)
-        if of_one_trainer(unusual):
+        if len({u.replica for u in unusual}) == 1:
             if unusual[0].replica == self.replica:
                 self.reset_step(step)
             raise UnusualMicrobatches(step=step, microbatches=unusual)
-
-    def _apply(self, sums: torch.Tensor, by: Divisors, commit: CommitRecord, band: LearnedBand) -> float:
-        """The same at every member: all have the same sums, which they voted on."""
-        try:
-            grad_norm = self.state.apply(sums, by, commit, band)
-        except NonFiniteValue:
-            self.reset_step(commit.step)
-            raise
-        self._partial.clear(commit.step + 1)
-        return grad_norm
 
     def _result(
         self,
@@ -463,7 +443,9 @@ class TrainerReplica:
         return self.last_result
 
     def _report_wrong(self, compared: Sequence[ComparedMicrobatch]) -> None:
-        """Tells this replica's agent of another's wrong numbers: once in a step, and only what it computed itself."""
+        """Reports another replica's wrong numbers to the agent, once in a step and only if this one computed them
+        again.
+        """
         for found in compared:
             if found.verdict is CheckVerdict.WRONG and found.by == self.replica and found.again is not None:
                 first = found.first
@@ -489,7 +471,3 @@ def _times(stats: MicrobatchStats, factor: float) -> MicrobatchStats:
     numbers = MicrobatchNumbers(loss=stats.numbers.loss * factor, grad_norm=stats.numbers.grad_norm * abs(factor))
     loss = stats.policy_loss * factor
     return replace(stats, policy_loss=loss, numbers=numbers, finite=stats.finite and math.isfinite(factor))
-
-
-def _digest(tensor: torch.Tensor) -> str:
-    return hashlib.sha256(tensor.contiguous().numpy().data).hexdigest()

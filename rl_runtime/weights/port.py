@@ -320,24 +320,29 @@ class TensorServer:
         """Grants a lease and sends the index, or one header with the reason for a rejection."""
         request = wire.receive(self._deadline(), REQUEST_BYTES_MAX)
         stream, version, puller = _checked_open(wire.peer, request)
-        shelf = self._state if stream == "state" else self._policy
+        store = self._state if stream == "state" else self._policy
         try:
             if stream == "state":
-                lease = shelf.lease_fresh(puller, self._state_snapshot)
+                lease = store.lease_fresh(puller, self._state_snapshot)
             else:
-                lease = shelf.lease(version, puller)
+                lease = store.lease(version, puller)
         except SourceBusy as e:
             wire.send({"error": "busy", "reason": str(e)}, self._deadline())
             return None
         except SnapshotAbsent as e:
             wire.send({"error": "absent", "reason": str(e)}, self._deadline())
             return None
+        snapshot = lease.snapshot
+        head: dict[str, Any] = {"stream": stream, "version": snapshot.version, "digest": snapshot.digest}
+        if stream == "state":  # a policy's entries are in its manifest, which the puller has
+            head["meta"] = snapshot.meta
+            head["entries"] = [[e.name, e.dtype, list(e.shape), e.digest] for e in snapshot.entries]
         try:
-            wire.send(_opened(lease.snapshot, stream), self._deadline())
+            wire.send(head, self._deadline())
         except RolecallError:
-            shelf.release(lease)
+            store.release(lease)
             raise
-        return shelf, lease
+        return store, lease
 
     def _state_snapshot(self) -> TensorSnapshot:
         given = self.state_provider() if self.state_provider is not None else None
@@ -347,10 +352,10 @@ class TensorServer:
         entries = entries_of(tensors)
         return TensorSnapshot(version=-1, digest=entries_digest(entries), entries=entries, tensors=tensors, meta=meta)
 
-    def _send_tensors(self, wire: AuthenticatedConnection, shelf: SnapshotStore, lease: SnapshotLease) -> None:
+    def _send_tensors(self, wire: AuthenticatedConnection, store: SnapshotStore, lease: SnapshotLease) -> None:
         """Answers requests for tensors until the puller reports completion or disconnects."""
         entries = {e.name: e for e in lease.snapshot.entries}
-        stream = "state" if shelf is self._state else "policy"
+        stream = "state" if store is self._state else "policy"
         while True:
             request = wire.receive(self._deadline(), REQUEST_BYTES_MAX)
             if request.get("op") == "done":
@@ -358,14 +363,14 @@ class TensorServer:
             name = request.get("name")
             if request.get("op") != "tensor" or not isinstance(name, str) or name not in entries:
                 raise WireError(f"{wire.peer}: asks for {str(request)[:100]!r}, which is not held")
-            shelf.renew(lease)
+            store.renew(lease)
             if self._on_tensor is not None:
                 self._on_tensor(lease.puller, name)
             payload = raw_bytes(lease.snapshot.tensors[name])
             entry = entries[name]
             header = {"name": name, "dtype": entry.dtype, "shape": entry.shape, "num_bytes": len(payload)}
             wire.send(header, self._deadline())
-            wire.write_payload(payload, self._lease_seconds, name, functools.partial(shelf.renew, lease))
+            wire.write_payload(payload, self._lease_seconds, name, functools.partial(store.renew, lease))
             self._count(stream, lease, len(payload))
 
     def _count(self, stream: str, lease: SnapshotLease, num_bytes: int) -> None:
@@ -387,11 +392,3 @@ def _checked_open(peer: str, request: dict[str, Any]) -> tuple[str, int, str]:
     except InvalidId as e:
         raise WireError(f"{peer}: {e}") from e
     return str(stream), version, puller
-
-
-def _opened(snapshot: TensorSnapshot, stream: str) -> dict[str, Any]:
-    head: dict[str, Any] = {"stream": stream, "version": snapshot.version, "digest": snapshot.digest}
-    if stream == "state":  # a policy's entries are in its manifest, which the puller has
-        head["meta"] = snapshot.meta
-        head["entries"] = [[e.name, e.dtype, list(e.shape), e.digest] for e in snapshot.entries]
-    return head

@@ -69,55 +69,38 @@ class ProofVerifier:
 
         `incarnation`, `epoch`: expected values of the proof, if known.
         """
-        for verdict in (_meant_for(manifest, proof, incarnation, epoch), _part_a(manifest, proof)):
-            if verdict is not None:
-                return verdict
+        for what, wanted, got in (
+            ("policy version", manifest.policy_version, proof.policy_version),
+            ("manifest", manifest.digest, proof.manifest_digest),
+            ("incarnation", incarnation, proof.incarnation),
+            ("epoch", epoch, proof.epoch),
+        ):
+            if wanted is not None and wanted != got:
+                return _refused("a", "(all)", f"proof is for {what} {got}, wanted is {wanted}")
+        if proof.received_digest != manifest.digest:
+            return _refused("a", "(all)", "digest of the bytes received is not the manifest's")
         key = (manifest.digest, proof.layout)
         anchor = self._anchors.get(key)
-        refused = _part_c_of_first(manifest, proof) if anchor is None else _equal(anchor, proof)
-        if refused is not None:
-            return refused
         if anchor is None:
-            self._remember(key, proof)
+            if reason := canary_outside(manifest.tensors[0].dtype, manifest.canary_logprobs, proof.canary_logprobs):
+                return _refused("c", "(canary)", reason)
+            self._anchors[key] = proof
+            while len(self._anchors) > NUM_ANCHORS_MAX:
+                del self._anchors[next(iter(self._anchors))]
             return ProofDecision(
                 admitted=True,
                 because=f"{proof.replica}#{proof.incarnation} is the first of version {proof.policy_version} and this "
                 f"layout: bytes equal the manifest, canary within tolerance of the trainer's",
             )
-        return ProofDecision(
+        return _equal(anchor, proof) or ProofDecision(
             admitted=True,
             because=f"{proof.replica}#{proof.incarnation} equals {anchor.replica} in storage and canary, "
             f"version {proof.policy_version}",
         )
 
-    def _remember(self, key: tuple[str, str], anchor: WeightProof) -> None:
-        self._anchors[key] = anchor
-        while len(self._anchors) > NUM_ANCHORS_MAX:
-            del self._anchors[next(iter(self._anchors))]
-
 
 def _refused(part: str, tensor: str, because: str) -> ProofDecision:
     return ProofDecision(admitted=False, because=because, part=part, tensor=tensor)
-
-
-def _meant_for(
-    manifest: Manifest, proof: WeightProof, incarnation: int | None, epoch: int | None
-) -> ProofDecision | None:
-    for what, wanted, got in (
-        ("policy version", manifest.policy_version, proof.policy_version),
-        ("manifest", manifest.digest, proof.manifest_digest),
-        ("incarnation", incarnation, proof.incarnation),
-        ("epoch", epoch, proof.epoch),
-    ):
-        if wanted is not None and wanted != got:
-            return _refused("a", "(all)", f"proof is for {what} {got}, wanted is {wanted}")
-    return None
-
-
-def _part_a(manifest: Manifest, proof: WeightProof) -> ProofDecision | None:
-    if proof.received_digest != manifest.digest:
-        return _refused("a", "(all)", "digest of the bytes received is not the manifest's")
-    return None
 
 
 def canary_outside(dtype: str, anchor: Sequence[float], got: Sequence[float]) -> str:
@@ -129,12 +112,6 @@ def canary_outside(dtype: str, anchor: Sequence[float], got: Sequence[float]) ->
         if not abs(a - b) <= tolerance * max(1.0, abs(a)):
             return f"log-probability {i} of the canary is {b:.6f}, the trainer's {a:.6f} (tolerance {tolerance:g})"
     return ""
-
-
-def _part_c_of_first(manifest: Manifest, proof: WeightProof) -> ProofDecision | None:
-    if reason := canary_outside(manifest.tensors[0].dtype, manifest.canary_logprobs, proof.canary_logprobs):
-        return _refused("c", "(canary)", reason)
-    return None
 
 
 def _equal(certified: WeightProof, proof: WeightProof) -> ProofDecision | None:

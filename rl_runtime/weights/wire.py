@@ -41,18 +41,11 @@ class AuthenticatedConnection:
         self._key = b""
         self._sent = self._received = 0
 
-    def close(self) -> None:
-        self.sock.close()
-
-    def _remaining(self, deadline: float, what: str) -> float:
-        left = deadline - self.clock.monotonic()
-        if left <= 0:
-            raise DeadlineExceeded(waited_for=f"{what} with {self.peer}", seconds=0.0)
-        return left
-
     def _timed(self, deadline: float, what: str, call: Callable[[], int | None]) -> int | None:
         started = self.clock.monotonic()
-        self.sock.settimeout(self._remaining(deadline, what))
+        if started >= deadline:
+            raise DeadlineExceeded(waited_for=f"{what} with {self.peer}", seconds=0.0)
+        self.sock.settimeout(deadline - started)
         try:
             return call()
         except TimeoutError:

@@ -332,13 +332,13 @@ def test_while_hold_is_set_training_goes_on(tmp_path: Path) -> None:
     assert done is not None and '"outcome": "completed"' in done
 
 
-def test_the_status_says_what_the_loop_does_and_why(tmp_path: Path) -> None:
+def test_the_state_has_the_last_decision_and_its_reason(tmp_path: Path) -> None:
     seen: set[str] = set()
 
     async def script(w: World) -> None:
         while True:
             if w.controllers:
-                seen.add(w.controllers[-1].state.doing)
+                seen.add(w.controllers[-1].state.last_decision)
             await asyncio.sleep(0.005)
 
     world(tmp_path, script=script).run().check()

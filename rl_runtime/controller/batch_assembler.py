@@ -24,10 +24,9 @@ from rolecall.rl_runtime.algorithms.sampler import GroupSignal, classify_rewards
 from rolecall.rl_runtime.controller import windows
 from rolecall.rl_runtime.controller.background_tasks import set_or_timeout
 from rolecall.rl_runtime.controller.journal_writer import Judged, RunRecorder
-from rolecall.rl_runtime.controller.open_group import GroupPhase, OpenGroup
 from rolecall.rl_runtime.controller.rollout_pool import RolloutPool
 from rolecall.rl_runtime.controller.step_plan import BatchSnapshot, LoopState, StepPlan, place_groups
-from rolecall.rl_runtime.controller.trajectories import TrajectoryTable
+from rolecall.rl_runtime.controller.trajectories import GroupPhase, OpenGroup, TrajectoryTable
 from rolecall.rl_runtime.protocol.messages import GenerationRequest
 from rolecall.rl_runtime.tasks.task import Prompt, group_id, group_number, group_start
 

@@ -33,7 +33,7 @@ from rolecall.core.telemetry import Phase
 from rolecall.rl_runtime.controller import windows
 from rolecall.rl_runtime.controller.background_tasks import Tasks, set_or_timeout
 from rolecall.rl_runtime.controller.batch_assembler import TURN_SECONDS, BatchAssembler, PromptSource
-from rolecall.rl_runtime.controller.engine_check import disagreeing_engine
+from rolecall.rl_runtime.controller.disagreement import disagreeing_engine
 from rolecall.rl_runtime.controller.journal_writer import OPEN_STATES, ControllerSuperseded, RunRecorder
 from rolecall.rl_runtime.controller.reward_scoring import RewardCheck, RewardScoring
 from rolecall.rl_runtime.controller.rollout_pool import RolloutPool

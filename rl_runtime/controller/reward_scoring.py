@@ -1,5 +1,5 @@
 """Rewards: any responsive worker scores a finished group; on failure, another one does. A failure is never a reward.
-A share of the groups is scored by a second worker (`reward_check`).
+A share of the groups is scored by a second worker (`disagreement.py`).
 
 A worker's result counts only if it is one finite number per sample. A group whose scoring fails `ATTEMPTS_MAX` times is
 dropped with the reason, in the ledger; the loss of a worker does not count as the group's failure.
@@ -17,11 +17,10 @@ from rolecall.core.ids import GroupId
 from rolecall.core.journal.payloads import RewardsCompared
 from rolecall.core.membership import Actual, ReplicaState
 from rolecall.rl_runtime.controller.background_tasks import RETRY_SECONDS, Tasks, retry_first_call, set_or_timeout
+from rolecall.rl_runtime.controller.disagreement import Rewards, equal, is_sampled, judge
 from rolecall.rl_runtime.controller.journal_writer import RunRecorder
-from rolecall.rl_runtime.controller.open_group import EngineKey, GroupPhase, OpenGroup
-from rolecall.rl_runtime.controller.reward_check import Rewards, equal, is_sampled, judge
 from rolecall.rl_runtime.controller.step_plan import membership_changes
-from rolecall.rl_runtime.controller.trajectories import TrajectoryTable
+from rolecall.rl_runtime.controller.trajectories import EngineKey, GroupPhase, OpenGroup, TrajectoryTable
 from rolecall.rl_runtime.protocol.clients import Connect, ReplicaExited, RewardPort
 from rolecall.rl_runtime.protocol.membership import MembershipView
 from rolecall.rl_runtime.protocol.messages import PromptGroup

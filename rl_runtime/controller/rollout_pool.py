@@ -21,9 +21,8 @@ from rolecall.core.journal.payloads import RequestsReassigned
 from rolecall.core.membership import Actual, ReplicaState
 from rolecall.rl_runtime.controller.background_tasks import RETRY_SECONDS, Tasks, retry_first_call, set_or_timeout
 from rolecall.rl_runtime.controller.journal_writer import RunRecorder
-from rolecall.rl_runtime.controller.open_group import EngineKey
 from rolecall.rl_runtime.controller.step_plan import EngineLoad, membership_changes, reassign
-from rolecall.rl_runtime.controller.trajectories import NOTHING, TrajectoryTable
+from rolecall.rl_runtime.controller.trajectories import NOTHING, EngineKey, TrajectoryTable
 from rolecall.rl_runtime.protocol.clients import Connect, ReplicaExited, RolloutPort
 from rolecall.rl_runtime.protocol.membership import MembershipView
 from rolecall.rl_runtime.protocol.messages import GenerationRequest, Holder, Manifest, TokenChunk, WeightProof

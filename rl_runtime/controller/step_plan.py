@@ -16,7 +16,7 @@ from rolecall.core.errors import CommitVoteRejected, DeadlineExceeded, NonFinite
 from rolecall.core.ids import GroupId, ReplicaId, split_replica
 from rolecall.core.journal.payloads import ChainHead
 from rolecall.core.membership import STANDBY_ROLE, Actual, ReplicaState
-from rolecall.rl_runtime.controller.open_group import EngineKey
+from rolecall.rl_runtime.controller.trajectories import EngineKey
 from rolecall.rl_runtime.protocol.clients import ReplicaExited, is_code_error
 from rolecall.rl_runtime.protocol.membership import Desireds, Member, MembershipView
 from rolecall.rl_runtime.protocol.messages import (

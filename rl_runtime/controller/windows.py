@@ -12,8 +12,7 @@ from collections.abc import Collection, Iterable, Iterator
 from itertools import pairwise
 
 from rolecall.core.ids import GroupId
-from rolecall.rl_runtime.controller.open_group import OpenGroup
-from rolecall.rl_runtime.controller.trajectories import TrajectoryTable
+from rolecall.rl_runtime.controller.trajectories import OpenGroup, TrajectoryTable
 from rolecall.rl_runtime.protocol.messages import EndReason
 from rolecall.rl_runtime.tasks.task import group_id, group_number, group_start
 

@@ -9,7 +9,7 @@ from rolecall.core.journal.ledger import GroupState
 from rolecall.core.membership import ReplicaState
 from rolecall.core.telemetry import Phase
 from rolecall.recovery.incidents import ActionFailure, Decision, IncidentOutcome, IncidentState
-from rolecall.rl_runtime.controller.open_group import GroupPhase
+from rolecall.rl_runtime.controller.trajectories import GroupPhase
 from tests.docs.pages import ROOT
 
 PAGE = (ROOT / "docs" / "states.md").read_text()

@@ -28,8 +28,13 @@ from typing import Any
 import pytest
 
 from rolecall.core.journal.ledger import FILTERED, GroupState, Ledger
-from rolecall.rl_runtime.controller.open_group import UNTRAINED, EngineKey, OpenGroup
-from rolecall.rl_runtime.controller.trajectories import ReassignedRequests, TrajectoryTable
+from rolecall.rl_runtime.controller.trajectories import (
+    UNTRAINED,
+    EngineKey,
+    OpenGroup,
+    ReassignedRequests,
+    TrajectoryTable,
+)
 from tests.rl_runtime.loop import World, small_job
 from tests.rl_runtime.scripted_responses import ScriptedResponses, request_seed_of
 

@@ -19,8 +19,7 @@ from rolecall.core.config.algorithm import AlgorithmConfig
 from rolecall.core.ids import ReplicaId
 from rolecall.rl_runtime.algorithms.objective import TokenSelection, make_batch, objective
 from rolecall.rl_runtime.controller import windows
-from rolecall.rl_runtime.controller.open_group import EngineKey, GroupPhase
-from rolecall.rl_runtime.controller.trajectories import TrajectoryTable
+from rolecall.rl_runtime.controller.trajectories import EngineKey, GroupPhase, TrajectoryTable
 from rolecall.rl_runtime.protocol.messages import EndReason, GenerationRequest, PromptGroup, TokenChunk
 from rolecall.rl_runtime.tasks.task import group_id, group_start
 

@@ -16,7 +16,7 @@ from rolecall.core.journal.journal import Journal
 from rolecall.core.journal.ledger import Ledger
 from rolecall.core.membership import Actual, Desired, ReplicaState
 from rolecall.rl_runtime.controller.journal_writer import RunRecorder
-from rolecall.rl_runtime.controller.open_group import GroupPhase
+from rolecall.rl_runtime.controller.trajectories import GroupPhase
 from tests.rl_runtime.loop import CONTROLLER, World, small_job
 from tests.rl_runtime.scripted_responses import expected_tokens, request_seed_of
 from tests.rl_runtime.simulated_fleet import FakeRequest, FakeRollout

@@ -14,7 +14,7 @@ from rolecall.core.ids import GroupId, ReplicaId
 from rolecall.core.journal.events import EventKind
 from rolecall.core.journal.ledger import GroupState, Ledger
 from rolecall.rl_runtime.controller import windows
-from rolecall.rl_runtime.controller.open_group import GroupPhase
+from rolecall.rl_runtime.controller.trajectories import GroupPhase
 from rolecall.rl_runtime.protocol.messages import EndReason
 from rolecall.rl_runtime.tasks.task import group_number, group_start
 from tests.rl_runtime.loop import World, small_job

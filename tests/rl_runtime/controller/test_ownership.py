@@ -11,8 +11,8 @@ from rolecall.rl_runtime import controller
 OWNERS = {
     "LoopState": {"controller.py"},
     "EngineState": {"rollout_pool.py"},
-    "OpenGroup": {"open_group.py", "trajectories.py"},
-    "Trajectory": {"open_group.py", "trajectories.py"},
+    "OpenGroup": {"trajectories.py"},
+    "Trajectory": {"trajectories.py"},
 }
 """Mutable records -> modules that may assign their fields."""
 MODULES = {p.name: ast.parse(p.read_text()) for p in sorted(Path(*controller.__path__).glob("*.py"))}

@@ -5,9 +5,8 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from rolecall.core.ids import GroupId, ReplicaId
-from rolecall.rl_runtime.controller.open_group import EngineKey, GroupPhase
 from rolecall.rl_runtime.controller.reward_scoring import RewardCheck, RewardScoring
-from rolecall.rl_runtime.controller.trajectories import TrajectoryTable
+from rolecall.rl_runtime.controller.trajectories import EngineKey, GroupPhase, TrajectoryTable
 from rolecall.rl_runtime.protocol.messages import GenerationRequest, TokenChunk
 
 A: EngineKey = (ReplicaId("reward/0"), 1)

@@ -6,8 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rolecall.core.ids import GroupId, ReplicaId
-from rolecall.rl_runtime.controller.open_group import EngineKey, GroupPhase
-from rolecall.rl_runtime.controller.trajectories import TrajectoryTable
+from rolecall.rl_runtime.controller.trajectories import EngineKey, GroupPhase, TrajectoryTable
 from rolecall.rl_runtime.protocol.messages import GenerationRequest, TokenChunk
 
 A: EngineKey = (ReplicaId("rollout/0"), 1)

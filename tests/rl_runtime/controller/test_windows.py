@@ -5,8 +5,7 @@ import pytest
 from rolecall.core.errors import InvalidId
 from rolecall.core.ids import GroupId, ReplicaId
 from rolecall.rl_runtime.controller import windows
-from rolecall.rl_runtime.controller.open_group import AGAIN_MAX, EngineKey, GroupPhase, OpenGroup
-from rolecall.rl_runtime.controller.trajectories import TrajectoryTable
+from rolecall.rl_runtime.controller.trajectories import AGAIN_MAX, EngineKey, GroupPhase, OpenGroup, TrajectoryTable
 from rolecall.rl_runtime.protocol.messages import EndReason, GenerationRequest, TokenChunk
 from rolecall.rl_runtime.tasks.task import group_id, group_number, group_start
 

@@ -11,9 +11,9 @@ from rolecall.agent.reporter import reporter
 from rolecall.core.errors import WrongNumbers
 from rolecall.core.ids import GroupId, ReplicaId
 from rolecall.core.journal.events import EventKind
-from rolecall.rl_runtime.controller.open_group import EngineKey
-from rolecall.rl_runtime.controller.reward_check import equal, is_sampled, judge
+from rolecall.rl_runtime.controller.disagreement import equal, is_sampled, judge
 from rolecall.rl_runtime.controller.reward_scoring import WATCHED_GROUPS
+from rolecall.rl_runtime.controller.trajectories import EngineKey
 from tests.rl_runtime.loop import World, small_job
 
 A, B, C = ((ReplicaId(f"reward/{n}"), 1) for n in range(3))

@@ -6,9 +6,8 @@ import pytest
 
 from rolecall.core.errors import EngineDisagrees
 from rolecall.core.ids import GroupId, ReplicaId
-from rolecall.rl_runtime.controller.engine_check import disagreeing_engine
-from rolecall.rl_runtime.controller.open_group import EngineKey
-from rolecall.rl_runtime.controller.trajectories import TrajectoryTable
+from rolecall.rl_runtime.controller.disagreement import disagreeing_engine
+from rolecall.rl_runtime.controller.trajectories import EngineKey, TrajectoryTable
 from rolecall.rl_runtime.protocol.messages import GenerationRequest, TokenChunk
 
 A: EngineKey = (ReplicaId("rollout/0"), 1)

@@ -86,8 +86,6 @@ class Registry:
         self._refused_at = float("-inf")
         self.num_torn = 0
 
-    # --- messages of processes
-
     def register(self, peer_pid: int, message: dict[str, Any]) -> None:
         """Registers a process. Idempotent; a different identity is a promotion.
 
@@ -212,8 +210,6 @@ class Registry:
             tracked.finish_reported = True
             self._events.append(AgentEventKind.FINISHED, **tracked.registration.facts(), detail={"reason": reason})
 
-    # --- state
-
     def _track(self, registration: Registration) -> Tracked:
         process = registration.process
         reader = None
@@ -297,8 +293,6 @@ class Registry:
                 continue
             if not (self._proc / pid).exists():
                 path.unlink(missing_ok=True)
-
-    # --- polling and exits
 
     def poll(self, tracked: Tracked) -> None:
         """Reads the page: keeps the last consistent one, follows a promotion, reports what was not sent over the

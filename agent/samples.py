@@ -144,8 +144,6 @@ def _newest(rounds: list[_Round], rounds_max: int, of: Callable[[_Round], object
     return rounds if not rounds_max else [r for r in rounds if of(r)][-1:]
 
 
-# --- one round
-
 HOST_SECONDS = 1.0
 
 

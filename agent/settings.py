@@ -228,7 +228,7 @@ def _yaml(value: Any) -> str:
     return f'"{value}"' if isinstance(value, str) else str(value)
 
 
-# --- the collectors that it enables; each is imported only if it runs
+# Each collector is imported only if it runs.
 
 
 def collectors_of(file: AgentFile, node: NodeId, data_dir: Path, registry: Registry) -> list[Collector]:

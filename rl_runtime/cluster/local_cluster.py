@@ -151,8 +151,6 @@ class Cluster:
         if self._temp != Path():
             shutil.rmtree(self._temp.parent, ignore_errors=True)
 
-    # --- start -----------------------------------------------------------------------------------------------------
-
     @property
     def _session(self) -> Path:
         return self._temp / "session_rolecall"  # short: a Unix socket's path holds 107 characters

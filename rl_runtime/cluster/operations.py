@@ -80,7 +80,7 @@ class Operations:
             self._clock.sleep(POLL_SECONDS)
         return True
 
-    # --- short operations, in the caller's thread -------------------------------------------------------------------
+    # Short operations run in the caller's thread.
 
     def lose(self, record: Actual, because: str) -> None:
         """Records a death once and lets Ray forget the actor."""
@@ -94,7 +94,7 @@ class Operations:
         if self._journal.set_actual(replace(record, state=ReplicaState.STOPPED, because=because), unless=GONE):
             self._event(ReplicaStopped, replace(record, because=because), "stopped")
 
-    # --- long operations, in a thread -------------------------------------------------------------------------------
+    # Long operations each run in a thread of the pool.
 
     def start(self, what: Start, *, node_is_dead: bool) -> None:
         record = Actual(
@@ -176,8 +176,6 @@ class Operations:
             if standing is None or standing.state in GONE or not is_alive(record.pid, record.start_ticks):
                 return
             self._clock.sleep(POLL_SECONDS)
-
-    # --- helpers -------------------------------------------------------------------------------------------------
 
     def _submit(self, keys: list[Incarnation], operation: Callable[[], None]) -> None:
         with self._lock:

@@ -169,8 +169,6 @@ class Supervisor:
         self._held = NEED_MODEL
         self._stopped = False
 
-    # --- start --------------------------------------------------------------------------------------------------
-
     def start(self, progress: Progress | None = None) -> None:
         """Starts the run; returns when every replica except the standbys is ready.
 
@@ -259,8 +257,6 @@ class Supervisor:
                 raise DeadlineExceeded(waited_for=", ".join(missing), seconds=seconds)
             self.clock.sleep(TICK_SECONDS)
 
-    # --- the control loop ---------------------------------------------------------------------------------------
-
     def tick(self) -> None:
         """One iteration; never waits for another process.
 
@@ -348,8 +344,6 @@ class Supervisor:
                 self._progress(self._notes.get_nowait())
             except Empty:
                 return
-
-    # --- shutdown --------------------------------------------------------------------------------------------------
 
     def stop(self, because: str = "the run is stopped") -> None:
         """Ends everything that was started and returns when it is gone. Idempotent; safe after a failed start."""

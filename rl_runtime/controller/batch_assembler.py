@@ -68,8 +68,6 @@ class BatchAssembler:
         self._num_groups = job.algorithm.groups_per_step
         self._staleness_max = job.runtime.staleness_max
 
-    # --- groups -------------------------------------------------------------------------------------------------
-
     def open(self, group: GroupId, end: int | None = None) -> OpenGroup:
         """A group without generated tokens; its content follows from its id, and from the start of the answer's next
         window if there is one.
@@ -157,8 +155,6 @@ class BatchAssembler:
         self._pool.wake_all()
         self._wake.set()
 
-    # --- dynamic sampling ---------------------------------------------------------------------------------------
-
     def classify_rewards(self) -> None:
         """Accepts scored groups with a learning signal; drops the others or reserves them for a batch that stays
         incomplete.
@@ -190,8 +186,6 @@ class BatchAssembler:
 
     def _judged(self, groups: Iterable[OpenGroup]) -> list[Judged]:
         return [(g.group_id, g.num_tokens, classify_rewards(g.rewards, self._job.algorithm.filter_by)) for g in groups]
-
-    # --- steps --------------------------------------------------------------------------------------------------
 
     def refresh(self) -> None:
         """Filters scored groups, drops those that are too old, and issues those that can be trained."""

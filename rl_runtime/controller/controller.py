@@ -155,8 +155,6 @@ class Controller:
         self.batches.classify_rewards()
         self._wake.set()
 
-    # --- lifecycle ----------------------------------------------------------------------------------------------
-
     async def run(self) -> RunOutcome | None:
         """Runs until the run ends and writes the flag `done` last; None when another controller took over.
 
@@ -267,8 +265,6 @@ class Controller:
         if self.state.step % self.job.checkpoint.every_steps == 0:
             await self._checkpoint()
 
-    # --- start -----------------------------------------------------------------------------------------------------
-
     async def _begin(self) -> None:
         """Takes over from an earlier controller, if any, including its unfinished step."""
         states = self.recorder.ledger.groups()
@@ -335,8 +331,6 @@ class Controller:
         seconds = result.seconds if result is not None else 0.0
         self._write_commit(CommittedStep(commit=commit, result=result, attempts=0), groups, seconds)
 
-    # --- after a step -------------------------------------------------------------------------------------------
-
     def _write_commit(self, committed: CommittedStep, groups: Sequence[PromptGroup], seconds: float) -> None:
         """Records a step that is part of the trainers' state: event, ledger; the engines may drop its groups."""
         commit, result = committed.commit, committed.result
@@ -394,8 +388,6 @@ class Controller:
         if path is not None:
             self.recorder.event(CheckpointWritten(path=path, step=self.state.step - 1))
 
-    # --- when all trainers are lost -----------------------------------------------------------------------------
-
     async def _recover(self, because: str) -> None:
         """Continues from the newest checkpoint and reopens groups trained after it. Keeps the plan if it is still
         valid.
@@ -427,8 +419,6 @@ class Controller:
         windows.restore(self.table)
         self.scoring.wake()
         await self._publish()
-
-    # --- shutdown --------------------------------------------------------------------------------------------------
 
     async def _end(self, outcome: str, because: str) -> RunOutcome:
         """Writes the final records: the last checkpoint, open groups with their reason, and `done`."""

@@ -55,8 +55,6 @@ class RunRecorder:
         self.epoch = last.number if last else 0
         self.members = last.members if last else ()
 
-    # --- write permission ------------------------------------------------------------------------------------------
-
     def fleet(self) -> MembershipView:
         """The current desired and actual records."""
         return MembershipView(self.journal.desired(), self.journal.actual())
@@ -78,8 +76,6 @@ class RunRecorder:
     def event(self, payload: Payload, key: str | None = None) -> None:
         self.check()
         self.journal.append(payload, key=key)
-
-    # --- states and epochs --------------------------------------------------------------------------------------
 
     def set_state(
         self, replica: ReplicaId, incarnation: int, state: ReplicaState, because: str, policy_version: int = -1
@@ -112,8 +108,6 @@ class RunRecorder:
             grown = self.journal.grow_epoch(members, because)
             self.epoch, self.members = grown.number, grown.members
         return self.epoch
-
-    # --- the ledger ---------------------------------------------------------------------------------------------
 
     def _write(self, lines: Sequence[LedgerLine]) -> ChainHead:
         self.check()
@@ -193,8 +187,6 @@ class RunRecorder:
         undone = self.ledger.undo_after(step, reason)
         self.sampler.advance_by(LedgerLine(group_id=g, state=GroupState.UNDONE, step=step) for g in undone)
         return undone
-
-    # --- proofs -------------------------------------------------------------------------------------------------
 
     def admitted(self, proof: WeightProof) -> None:
         admitted = WeightsAdmitted(

@@ -165,8 +165,6 @@ class RolloutPool:
         self.engines: dict[EngineKey, EngineState] = {}
         self.target: DesiredWeights | None = None
 
-    # --- reconciling with the records ------------------------------------------------------------------------------
-
     def sync(self, fleet: MembershipView) -> None:
         """Contains lost engines and starts handshakes with new ones; called repeatedly."""
         changes = membership_changes(fleet, "rollout", active=self.engines, known=self._joining)
@@ -244,8 +242,6 @@ class RolloutPool:
         self._took_over = True
         return {e.key: answer for e, answer in zip(serving, answers, strict=True)}
 
-    # --- placing work -------------------------------------------------------------------------------------------
-
     def loads(self) -> list[EngineLoad]:
         now = asyncio.get_running_loop().time()
         return [
@@ -280,8 +276,6 @@ class RolloutPool:
         """Wakes all pumps, because there are requests to drop."""
         for engine in self.engines.values():
             engine.wake.set()
-
-    # --- containment --------------------------------------------------------------------------------------------
 
     async def _drain(self, engine: EngineState, because: str) -> None:
         """Collects the last tokens of an engine that is replaced alive before it is fenced; the supervisor waits for
@@ -339,8 +333,6 @@ class RolloutPool:
             because=because,
         )
         self._recorder.event(reassigned)
-
-    # --- the pump -----------------------------------------------------------------------------------------------
 
     async def _pump(self, engine: EngineState) -> None:
         while engine.key in self.engines:
@@ -415,8 +407,6 @@ class RolloutPool:
             return False
         await asyncio.sleep(RETRY_SECONDS * engine.failures)
         return engine.key in self.engines
-
-    # --- weights ------------------------------------------------------------------------------------------------
 
     def publish(self, manifest: Manifest, holders: Sequence[Holder]) -> None:
         """Sets the version that every engine should load; requests in progress continue."""

@@ -95,9 +95,6 @@ class LoopState:
         return self.step < self.num_steps or self.hold
 
 
-# --- the loop -----------------------------------------------------------------------------------------------------
-
-
 class LoopAction(StrEnum):
     FINISH = "finish"
     REGROUP = "regroup"  # trainers left or are ready to join: form a new epoch
@@ -145,9 +142,6 @@ def missing_replicas(desired: Desireds, current: Mapping[ReplicaId, Actual]) -> 
     """Desired replicas, except standbys, that are not ready."""
     ready = {r for r, record in current.items() if record.state in (ReplicaState.READY, ReplicaState.SERVING)}
     return [r for r in desired if split_replica(r)[0] != STANDBY_ROLE and r not in ready]
-
-
-# --- forming a step -----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,9 +203,6 @@ def _overdue_group(batch: BatchSnapshot, chosen: Sequence[GroupId]) -> GroupId |
         if len(due) > later * batch.groups_per_step and unready:
             return unready[0]
     return None
-
-
-# --- engines and their groups -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -286,9 +277,6 @@ def reassign(unassigned: Mapping[GroupId, int], loads: Iterable[EngineLoad]) -> 
         placed.append((group, engine.key))
         by_key[engine.key] = replace(engine, num_requests=engine.num_requests + num_requests)
     return placed
-
-
-# --- containment --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -129,8 +129,6 @@ class TrainerGroup:
         self.committed_step = -1
         """The newest step known to be committed; an older state is never accepted, except by `recover`."""
 
-    # --- reconciling with the journal's records --------------------------------------------------------------------
-
     def sync(self, fleet: MembershipView) -> None:
         """Records losses and starts handshakes with new trainers; called repeatedly."""
         active = [m for m in (*self.members, *self._candidates) if m not in self._lost]
@@ -209,8 +207,6 @@ class TrainerGroup:
                 self._lose(member, answer.because)
             elif isinstance(answer, DeadlineExceeded):
                 self._exclude(member, str(answer))
-
-    # --- membership ---------------------------------------------------------------------------------------------
 
     def changes(self) -> TrainerChanges:
         """Differences between the epoch's members and the available trainers."""
@@ -338,8 +334,6 @@ class TrainerGroup:
             except NoTrainerLeft:
                 continue
 
-    # --- a step -------------------------------------------------------------------------------------------------
-
     async def run_step(self, plan: StepPlan) -> CommittedStep:
         """Repeats the step until it is committed.
 
@@ -460,8 +454,6 @@ class TrainerGroup:
         """Every member discards partial gradients of `step`, because its microbatches will change."""
         calls = {m: p.reset_step(step) for m, p in self.members.items()}
         self._note_losses(await self._call_all(calls, grace=GRACE_SECONDS))
-
-    # --- after a step -------------------------------------------------------------------------------------------
 
     async def manifest(self, policy_version: int) -> tuple[Manifest, list[Holder]] | None:
         """The manifest of a version and the members that hold it; None if no member answered."""

@@ -220,8 +220,6 @@ class TrajectoryTable:
         self._by_request: dict[str, Trajectory] = {}
         self._forget: dict[EngineKey, list[str]] = defaultdict(list)
 
-    # --- opening, closing ---------------------------------------------------------------------------------------
-
     def open(
         self,
         group_id: GroupId,
@@ -265,8 +263,6 @@ class TrajectoryTable:
     def to_forget(self, engine: EngineKey) -> list[str]:
         """Requests that the engine may drop; each is returned once."""
         return self._forget.pop(engine, [])
-
-    # --- placing ------------------------------------------------------------------------------------------------
 
     def place(self, group_id: GroupId, engine: EngineKey) -> int:
         """Assigns the group's unfinished, unassigned requests to an engine. Returns their number."""
@@ -312,8 +308,6 @@ class TrajectoryTable:
 
     def _unfinished_on(self, engine: EngineKey) -> Iterable[Trajectory]:
         return (t for t in self._by_request.values() if t.engine == engine and not t.finished)
-
-    # --- tokens -------------------------------------------------------------------------------------------------
 
     def offsets(self, engine: EngineKey) -> dict[str, int]:
         """Request -> number of tokens streamed so far, for the engine's active requests."""
@@ -433,8 +427,6 @@ class TrajectoryTable:
         heir.makers = {None} if request.prefix_tokens else {engine}
         return True
 
-    # --- losing an engine ---------------------------------------------------------------------------------------
-
     def cut(self, engine: EngineKey) -> ReassignedRequests:
         """Ends an engine's unfinished requests at their last token, so that they can be trained on.
 
@@ -469,8 +461,6 @@ class TrajectoryTable:
     def mark_followed(self, group_id: GroupId) -> None:
         """The window's end is final: the next one is in the ledger."""
         self.groups[group_id].followed = True
-
-    # --- scoring and training -----------------------------------------------------------------------------------
 
     def in_phase(self, phase: GroupPhase) -> list[OpenGroup]:
         """Groups in a phase, oldest first."""

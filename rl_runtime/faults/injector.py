@@ -133,9 +133,6 @@ def inject(
         return _Injection(run, kind, spec.at, chosen, bound, clock or SystemClock()).perform(victims)
 
 
-# --- targets ------------------------------------------------------------------------------------------------------
-
-
 def _victims(
     run: RunDir, kind: str, spec: InjectionSpec, target: str | None, url: str, rng: random.Random
 ) -> list[InjectionTarget]:
@@ -202,9 +199,6 @@ def _watches(run: RunDir) -> list[InjectionTarget]:
         if b"rolecall" in words and b"watch" in words:
             found.append(InjectionTarget(target="watch", pid=process.pid, start_ticks=process.start_ticks))
     return found
-
-
-# --- injection -------------------------------------------------------------------------------------------------------
 
 
 class _Injection:
@@ -293,9 +287,6 @@ class _Injection:
             for v in victims:
                 self._take_back(v)
         return {**record, "ended_at": self._clock.wall()}
-
-    # --- helpers
-    # ---------------------------------------------------------------------------------------------------------
 
     @contextmanager
     def _met(self, victim: InjectionTarget) -> Iterator[bool]:

@@ -147,8 +147,6 @@ class VllmEngine:
         self._rpc("rolecall_prepare")
         gc.freeze()
 
-    # --- requests
-
     def add(self, request_id: str, tokens: Sequence[int], *, num_new_max: int, seed: int) -> None:
         """Queues a request. Samples at temperature 1 from the full distribution, with a per-request generator."""
         parameters = _sampling(
@@ -187,8 +185,6 @@ class VllmEngine:
                 self._in_flight.discard(output.request_id)
             made.append(NewTokens(request_id=output.request_id, tokens=tokens, logprobs=logprobs, finish_reason=reason))
         return made
-
-    # --- weights
 
     def load(self, tensors: Mapping[str, torch.Tensor]) -> list[str]:
         """Loads weights into the model and drops every key-value block computed with older weights.

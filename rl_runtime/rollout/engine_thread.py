@@ -118,7 +118,7 @@ class EngineThread:
         self._wake.set()
         self._thread.join(seconds)
 
-    # --- in the thread
+    # The methods below run in the engine thread.
 
     def _run(self) -> None:
         try:

@@ -116,8 +116,6 @@ class RolloutReplica:
             vocab_size=vocab_size(settings),
         )
 
-    # --- identity
-
     def info(self) -> RolloutInfo:
         with self._identity_lock:
             replica, incarnation = self._replica, self._incarnation
@@ -165,8 +163,6 @@ class RolloutReplica:
         """Stops the engine and the port; safe to call twice."""
         self._thread.close()
         self.server.close()
-
-    # --- requests
 
     def submit(self, incarnation: int, requests: Sequence[GenerationRequest]) -> None:
         """Accepts requests; skips those it already holds.
@@ -235,8 +231,6 @@ class RolloutReplica:
         self._checked(incarnation)
         return self._buffer.everything()
 
-    # --- weights
-
     def update_weights(
         self, incarnation: int, epoch: int, manifest: Manifest, holders: Sequence[Holder]
     ) -> WeightProof:
@@ -302,7 +296,7 @@ class RolloutReplica:
         finally:
             self._thread.awaits_weights = False
 
-    # --- in the engine thread
+    # The methods below run in the engine thread.
 
     def _apply(
         self, engine: VllmEngine, manifest: Manifest, tensors: Mapping[str, torch.Tensor], proof: WeightProof
@@ -350,7 +344,7 @@ def _seed_behind(seed: int, num_prefix: int) -> int:
     return int.from_bytes(hashlib.sha256(f"{seed}:{num_prefix}".encode()).digest()[:4], "big")
 
 
-# --- the proof: received, loaded, and used in computation. Every digest is computed from the bytes each time ----------
+# The proof. Every digest is computed from the bytes each time.
 
 
 def received(

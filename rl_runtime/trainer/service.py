@@ -79,7 +79,7 @@ class TrainerService:
         while len(self._manifests) > MANIFESTS_MAX:
             self._manifests.popitem(last=False)
 
-    # --- at any time
+    # Callable from any thread.
 
     def info(self) -> TrainerInfo:
         return self.replica.info(self._server.holder(self._spawn.replica, self._spawn.incarnation))
@@ -103,7 +103,7 @@ class TrainerService:
     def last_result(self) -> StepResult | None:
         return self.replica.last_result
 
-    # --- the working thread
+    # In the working thread.
 
     def idle(self) -> None:
         """Returns when the working thread is free."""

@@ -166,7 +166,7 @@ class TrainerReplica:
         self.last_result: StepResult | None = None
         """The answer of the newest committed step, for a controller that restarted before receiving it."""
 
-    # --- callable from any thread
+    # Callable from any thread.
 
     def info(self, holder: Holder) -> TrainerInfo:
         """`holder`: this replica's tensor server."""
@@ -203,7 +203,7 @@ class TrainerReplica:
         refuse_stale(self.replica, "step", self.state.commit.step + 1, step)
         self._partial.clear(step)
 
-    # --- the working thread
+    # In the working thread.
 
     def join(self, incarnation: int, epoch: int, rank: int, size: int, host: str, port: int) -> None:
         """Becomes rank `rank` of `size` in `epoch`.
@@ -324,8 +324,6 @@ class TrainerReplica:
         for store in self._stores.values():
             store.close()
         self._stores.clear()
-
-    # --- inside a step
 
     def _refuse_bad_plan(self, epoch: int, step: int, mine: Sequence[Microbatch], all_ids: Sequence[str]) -> None:
         wanted = self.job.algorithm.microbatches_per_step

@@ -212,8 +212,6 @@ class TensorServer:
         self._acceptor = threading.Thread(target=self._accept, name="weight-port", daemon=True)
         self._acceptor.start()
 
-    # --- called by the owner
-
     def publish(self, manifest: Manifest, tensors: Mapping[str, torch.Tensor], *, copy: bool = True) -> None:
         """Publishes a policy version. With `copy=False` the caller must never change these tensors again.
 
@@ -263,8 +261,6 @@ class TensorServer:
         for thread in (self._acceptor, *open_now.values()):
             if thread is not threading.current_thread():
                 thread.join(max(0.0, until - self._clock.monotonic()))
-
-    # --- threads
 
     def _accept(self) -> None:
         while True:

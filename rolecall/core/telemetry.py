@@ -52,7 +52,7 @@ class ProcessSample:
     alive: bool
     page_ok: bool  # False: the page could not be read consistently; page fields hold the last good values
 
-    # --- from the state page, written by the process itself
+    # From the state page, written by the process itself
     epoch: int = 0
     phase: str = Phase.START
     phase_since: float = 0.0  # node monotonic
@@ -85,7 +85,7 @@ class ProcessSample:
     filtered_fraction: float = float("nan")  # uninformative share of the groups generated for the step
     log_ratio_max: float = float("nan")  # |log ratio| of tokens under the weights that generated them
 
-    # --- from /proc
+    # From /proc
     proc_state: str = "?"  # R S D T Z X, or ? when masked or unknown
     cpu_seconds: float = 0.0  # user + system of all threads
     run_delay_seconds: float = 0.0  # runnable but waiting for a CPU, all threads (schedstat)

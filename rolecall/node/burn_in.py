@@ -123,8 +123,6 @@ def _run(to: Connection, name: str, check: Check, work: BurnInBudget) -> None:
         to.close()
 
 
-# --- the checks: one function per part of the machine, each working for its share of the time
-
 SEED = 20_26
 MEMORY_BYTES = 256 << 20
 """Written and read repeatedly. More would take memory from other processes on a node in use."""

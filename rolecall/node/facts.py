@@ -302,9 +302,6 @@ def _text(path: Path) -> str:
         return ""
 
 
-# --- what agents say: failed probes of this node's, clock offsets of others
-
-
 def own_authorization(data_dir: Path, token_file: Path | None) -> str:
     """Authorization header from this node's agent token; empty if this user cannot read it."""
     try:

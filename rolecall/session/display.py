@@ -173,9 +173,6 @@ def _who(incident: IncidentRow) -> str:
     return ", ".join(incident.suspects) or "no suspect"
 
 
-# --- without a terminal -------------------------------------------------------------------------------------------
-
-
 def plain_lines(before: RunSnapshot | None, now: RunSnapshot) -> list[str]:
     """Lines since the previous snapshot: changes, then one line of progress. No colour, no control character."""
     at = f"{now.elapsed_seconds:7.1f} s  "
@@ -195,9 +192,6 @@ def plain_lines(before: RunSnapshot | None, now: RunSnapshot) -> list[str]:
         lines.append(f"{at}paused: {now.paused}")
     lines.append(at + _progress(now).plain)
     return [plain(line, 500).rstrip() for line in lines]
-
-
-# --- the end ------------------------------------------------------------------------------------------------------
 
 
 def summary(report: Mapping[str, Any]) -> RenderableType:
@@ -251,9 +245,6 @@ def _table(report: Mapping[str, Any]) -> Table:
             key_of(number), Text(plain(fault["kind"])), Text(plain(fault["target"])), Text("missed", style="red")
         )
     return table
-
-
-# --- reading the journal, drawing ----------------------------------------------------------------------------------
 
 
 class Screen:

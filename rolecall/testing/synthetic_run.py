@@ -179,8 +179,6 @@ class FakeFleet:
             for i in range(count):
                 self.start(role, i, incarnation=1)
 
-    # --- what tests do to it
-
     def start(self, role: str, index: int, incarnation: int, node: str | None = None) -> FakeProcess:
         """A fresh process of this replica; the previous one is forgotten (kill it first)."""
         self._pid += 1
@@ -245,8 +243,6 @@ class FakeFleet:
     def burst(self, seconds: float, cpus: float) -> None:
         """A neighbour eats `cpus` cores for a while, as a starting vLLM process does."""
         self.load.burst_until, self.load.burst = self.now + seconds, cpus
-
-    # --- the passing of time
 
     def run(self, seconds: float) -> Iterator[Observation]:
         """Observations as a source would yield them, one each POLL_SECONDS (jittered)."""
@@ -405,8 +401,6 @@ class FakeFleet:
             process.tokens += process.tokens_of_unit
         if process.units_due == 0:
             self._work_done(process)
-
-    # --- what roles do
 
     def _timed_out(self, process: FakeProcess) -> None:
         """A timed phase is over."""

@@ -84,8 +84,6 @@ class GpuCollector:
         """All GPUs found, including lost ones."""
         return tuple(g.id for g in self._gpus)
 
-    # --- one poll
-
     def read(self, at: float) -> CollectorReading:
         """Raises:
         CollectorUnavailable: no NVML, no driver, or the driver was unloaded; the text says which.
@@ -192,8 +190,6 @@ class GpuCollector:
         gpu.conditions = Conditions()
         logger.error("GPU %d %s is lost: %s", gpu.id.index, gpu.id.uuid, reason)
         return _lost_fact(gpu.id, reason)
-
-    # --- metric values and DCGM lines
 
     def _changed(self, gpu: _GpuState) -> Numbers:
         """Numbers of the calls whose result changed since the last poll; updates their cached values."""

@@ -106,9 +106,6 @@ def error_name(pynvml: Any, code: int) -> str:
     return names[-1].removeprefix(prefix).lower() if names else "other"
 
 
-# --- the identity of a GPU
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuId:
     """`pci`: as the kernel log writes it, `0000:1a:00`; `pci_bus_id`: as NVML does. Unknown fields are "" or 0."""
@@ -141,8 +138,6 @@ def identify(pynvml: Any, index: int, handle: Handle) -> GpuId:
         minor=minor,
     )
 
-
-# --- field values: many numbers of a GPU in one call, each with its own return code
 
 FIELD_ROW = struct.Struct("=IIqqIi8s")
 """Field, scope (for example a link), timestamp, latency, value type, return code, value: nvmlFieldValue_t of nvml.h, as

@@ -210,8 +210,6 @@ SLOW: tuple[tuple[Call, ...], ...] = (
     (Call("nvmlDeviceGetGpuFabricInfoV(3)", _fabric), Call("nvmlDeviceGetGpuFabricInfoV(2)", _fabric_v2)),
 )
 
-# --- field values: many in one call, each with its own return code
-
 FAST_FIELDS: Mapping[int, tuple[Key, float]] = {
     74: (("throttle_seconds_total", "sw_power_cap"), 1e-9),
     75: (("throttle_seconds_total", "thermal"), 1e-9),
@@ -258,8 +256,6 @@ LINK_FIELDS: Mapping[int, tuple[Key, float]] = {
 """Per link (`scopeId`). 138 and 139 are for NVLink up to 4, 202 and up for NVLink 5; where a GPU has both, the later
 row wins. Bit error rates use a packed format and are left out."""
 
-
-# --- GPM
 
 GPM_INTERVAL_SECONDS_MIN = 0.1
 """NVIDIA's documentation of nvmlGpmMetricsGet: samples closer than that give unreliable numbers."""
@@ -337,8 +333,6 @@ class GpmSampler:
             self._nvml.nvmlGpmSampleFree(sample)
         self._samples = []
 
-
-# --- polling one GPU
 
 PROCESSES_MAX = 64
 """Per GPU; further ones are left out."""

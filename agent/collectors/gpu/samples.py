@@ -48,8 +48,6 @@ _DIGITS = {"_ratio": 4, "_seconds": 3, "_watts": 1, "_celsius": 0, "_hertz": 0, 
 _ROUNDING = {f: next(n for unit, n in _DIGITS.items() if f.endswith(unit)) for f in _FIELDS.values()}
 
 
-# --- which registered processes use which GPU
-
 ANCESTORS_MAX = 16
 ENVIRON_BYTES_MAX = 256 * 1024
 OWNERS_MAX = 64
@@ -170,9 +168,6 @@ class GpuOwners:
 def _owners(pids: Iterable[int], by: str) -> GpuOwnership:
     found = tuple(sorted({pid for pid in pids if pid}))[:OWNERS_MAX]
     return GpuOwnership(found, by) if found else NO_OWNER
-
-
-# --- samples
 
 
 @dataclass(slots=True)

@@ -156,8 +156,6 @@ class KernelLogCollector:
             self._source.close()
             self._source = None
 
-    # --- lines
-
     def _taken(self, line: KernelMessage, at: float) -> Fact | None:
         found = self._reader.take(line.message)
         if found is None:
@@ -266,8 +264,6 @@ class KernelLogCollector:
         if key not in self._counts and len(self._counts) >= NUM_SERIES_MAX:
             key = metric, (self._node, *("other" for _ in labels))
         self._counts[key] += 1
-
-    # --- the cursor
 
     def _load(self) -> dict[str, Any]:
         if self._file is None:

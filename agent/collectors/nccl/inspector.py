@@ -106,8 +106,6 @@ class NcclInspectorCollector:
             del found[NUM_FILES_MAX:]
         return logs, textfiles
 
-    # --- JSON lines
-
     def _follow(self, name: str, about: os.stat_result, num_bytes: int) -> int:
         """Reads at most `num_bytes` new bytes of a file; returns how many."""
         identity = (about.st_dev, about.st_ino)
@@ -156,8 +154,6 @@ class NcclInspectorCollector:
         if len(tail.rest) > LINE_BYTES_MAX:
             self._num_bad += 1
             tail.rest, tail.skipping = b"", True
-
-    # --- values
 
     def _values(self, textfiles: list[tuple[str, os.stat_result]]) -> Iterable[MetricValue]:
         node = self._node

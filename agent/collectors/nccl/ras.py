@@ -285,8 +285,6 @@ class NcclRasCollector:
             return 0.0
         return min(PAUSE_SECONDS_MAX, self.interval_seconds * (num_hosts / NUM_HOSTS_ASKING - 0.5))
 
-    # --- facts
-
     def _facts(self, status: RasStatus, at: float) -> Iterable[Fact]:
         for communicator in status.communicators:
             watched = self._watched.get(communicator.hash)
@@ -356,8 +354,6 @@ class NcclRasCollector:
     def _fact(self, what: str, communicator: Communicator, because: str) -> Fact:
         detail = {"what": what, "communicator": communicator.hash, "because": because[:500]}
         return Fact(kind=AgentEventKind.NCCL, detail=detail)
-
-    # --- values
 
     def _values(self, status: RasStatus) -> Iterable[MetricValue]:
         node = self._node

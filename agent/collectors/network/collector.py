@@ -96,7 +96,7 @@ def parse_tables(text: str, wanted: Container[str]) -> dict[tuple[str, str], int
     return found
 
 
-# --- driver statistics by ioctl, as in `ethtool -S`. Layouts: include/uapi/linux/ethtool.h
+# Driver statistics by ioctl, as in `ethtool -S`. Layouts: include/uapi/linux/ethtool.h
 
 SIOCETHTOOL = 0x8946
 ETHTOOL_GSTRINGS = 0x1B
@@ -170,9 +170,6 @@ class EthtoolStatistics:
             return ()
         parts = (request[12 + STRING_BYTES * n : 12 + STRING_BYTES * (n + 1)] for n in range(number))
         return tuple(bytes(p).partition(b"\0")[0].decode("ascii", "replace").strip() for p in parts)
-
-
-# --- the collector
 
 
 @dataclass(slots=True)

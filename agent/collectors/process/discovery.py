@@ -64,7 +64,7 @@ def _ray(name: str, role: str, classes: str, **more: Any) -> Mapping[str, Any]:
 
 
 DEFAULTS: Final[tuple[Mapping[str, Any], ...]] = (
-    # --- verl: worker groups pass RANK and the master address to their actors through the runtime environment
+    # verl: worker groups pass RANK and the master address to their actors through the runtime environment
     _ray(
         "verl-trainer",
         "trainer",
@@ -78,19 +78,19 @@ DEFAULTS: Final[tuple[Mapping[str, Any], ...]] = (
     _ray("verl-rollout", "rollout", r"((vLLM|SGLang|TRTLLM)HttpServer\w*|AsyncvLLMServer|vLLMAsyncRollout)\b"),
     _ray("verl-agent-loop", "agent", r"AgentLoopWorker\w*\b"),
     _ray("verl-controller", "controller", r"(\w*TaskRunner|main_task)\b"),
-    # --- slime: RANK is set inside the actor and not visible from outside
+    # slime: RANK is set inside the actor and not visible from outside
     _ray("slime-trainer", "trainer", r"(Megatron|FSDP)TrainRayActor\b"),
     _ray("slime-rollout", "rollout", r"SGLangEngine\b"),
     _ray("slime-manager", "controller", r"Rollout(Manager|Controller)\b"),
-    # --- OpenRLHF: RANK is set inside the actor
+    # OpenRLHF: RANK is set inside the actor
     _ray("openrlhf-trainer", "trainer", r"PolicyModelActor\b"),
     _ray("openrlhf-critic", "critic", r"CriticModelActor\b"),
     _ray("openrlhf-reference", "reference", r"ReferenceModelActor\b"),
     _ray("openrlhf-reward", "reward", r"RewardModelActor\b"),
     _ray("openrlhf-rollout", "rollout", r"LLMRayActor\w*\b"),
-    # --- plain Ray Train
+    # plain Ray Train
     _ray("ray-train", "trainer", r"_?RayTrainWorker\w*"),
-    # --- torchrun, Kubeflow's PyTorchJob and other launchers that set torch's variables before the start
+    # torchrun, Kubeflow's PyTorchJob and other launchers that set torch's variables before the start
     {
         "name": "torchrun",
         "cmdline": r"python",
@@ -100,7 +100,7 @@ DEFAULTS: Final[tuple[Mapping[str, Any], ...]] = (
         "rank": "{RANK}",
         "job": _MASTER,
     },
-    # --- srun without torchrun
+    # srun without torchrun
     {
         "name": "slurm",
         "cmdline": r"python",

@@ -198,8 +198,6 @@ class _OpenFile:
             self._descriptor = -1
 
 
-# --- time that CPU quotas throttled a process's cgroups
-
 NUM_LEVELS_MAX = 32
 OWN = Path("/sys/fs/cgroup")
 """Root cgroup of this process's namespace; on a host the root of the hierarchy."""

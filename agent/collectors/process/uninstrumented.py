@@ -243,7 +243,7 @@ class UninstrumentedJobCollector:
         if self._logged.is_new(text):
             logger.warning("%s", text)
 
-    # --- /proc: processes may vanish at any time
+    # Reads of /proc: processes may vanish at any time.
 
     def _stat(self, pid: int) -> tuple[str, int, int] | None:
         """Name, parent and start time (proc(5), fields 2, 4 and 22); None: gone, or a zombie."""

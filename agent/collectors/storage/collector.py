@@ -180,8 +180,6 @@ class StorageCollector:
         except OSError:
             return ""  # no PSI in this kernel (or EOPNOTSUPP when disabled)
 
-    # --- disks ----------------------------------------------------------------------------------------------------
-
     def _of_disks(self) -> list[MetricValue]:
         found = parse_diskstats(self._text("diskstats"))
         self._chosen_disks = {d: c for d, c in self._chosen_disks.items() if d in found}
@@ -205,8 +203,6 @@ class StorageCollector:
             self._chosen_disks[disk] = chosen_before
         return chosen_before
 
-    # --- pressure -------------------------------------------------------------------------------------------------
-
     def _of_pressure(self) -> list[MetricValue]:
         """`some` of CPU and memory comes from agent/collectors/process/host.py."""
         values = list[MetricValue]()
@@ -217,8 +213,6 @@ class StorageCollector:
             if "full" in stalls:
                 values.append(MetricValue(_FULL_STALL, (self._node, resource), stalls["full"]))
         return values
-
-    # --- file systems ---------------------------------------------------------------------------------------------
 
     def _of_mounts(self) -> list[MetricValue]:
         values = list[MetricValue]()

@@ -52,8 +52,6 @@ class Journal:
     def close(self) -> None:
         self.store.close()
 
-    # --- events -------------------------------------------------------------------------------------------------
-
     def append(
         self,
         payload: Payload,
@@ -197,8 +195,6 @@ class Journal:
                 previous = row["hash"]
         return ChainHead(position=position, hash=previous)
 
-    # --- leases -------------------------------------------------------------------------------------------------
-
     def acquire(self, name: str, holder: str, ttl_seconds: float) -> Lease | None:
         """Takes the lease if it is free, expired or already ours; None while another holds it.
 
@@ -230,8 +226,6 @@ class Journal:
         row = conn.execute(sa.select(LEASES).where(LEASES.c.name == lease.name)).mappings().first()
         if row is None or row["fence"] != lease.fence or row["holder"] != lease.holder:
             raise LeaseFenced(lease=lease.name, fence=lease.fence, holder=row["holder"] if row else "no one")
-
-    # --- desired and actual -------------------------------------------------------------------------------------
 
     def set_desired(
         self, record: Desired, *, expect_incarnation: int | None = None, lease: Lease | None = None
@@ -310,8 +304,6 @@ class Journal:
         records = (actual_of(r, self.store.where) for r in self.store.rows(sa.select(ACTUAL).join(last, these)))
         return {record.replica: record for record in records}
 
-    # --- epochs -------------------------------------------------------------------------------------------------
-
     def grow_epoch(self, members: Iterable[tuple[ReplicaId, int]], because: str) -> Epoch:
         """The next membership epoch. Only the runtime calls this. The event is written in the same transaction."""
         sorted_members = tuple(sorted((str(r), i) for r, i in members))
@@ -328,8 +320,6 @@ class Journal:
     def epoch(self) -> Epoch | None:
         query = sa.select(EPOCHS).order_by(EPOCHS.c.number.desc()).limit(1)
         return next((epoch_of(row, self.store.where) for row in self.store.rows(query)), None)
-
-    # --- flags and windows --------------------------------------------------------------------------------------
 
     def set_flag(self, name: str, value: str | None) -> None:
         """Sets a flag, or removes it with None. Known: `paused`, `stop`, `run` (see `core.rundir`)."""

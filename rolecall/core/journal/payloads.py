@@ -180,9 +180,6 @@ SUPERVISOR, CONTROLLER, WATCH = "supervisor", "controller", "watch"
 OPERATOR, SESSION = "operator command", "session"
 
 
-# --- the run ------------------------------------------------------------------------------------------------------
-
-
 @_event(K.RUN_STARTED, SUPERVISOR)
 class RunStarted(Payload):
     """The run's directory is written; replicas are about to be placed."""
@@ -421,9 +418,6 @@ class ComponentRestarted(Payload):
     what: Annotated[str, "`agent` or `watch`"]
     node: Annotated[str, "node of the agent; empty for the watch"]
     because: Annotated[str, "how it ended"]
-
-
-# --- diagnosis and recovery -----------------------------------------------------------------------------------------
 
 
 @_event(K.LEASE_ACQUIRED, WATCH)

@@ -182,9 +182,6 @@ def _first_line(error: DatabaseError | InterfaceError) -> str:
     return next(iter(redacted(str(error.orig)).splitlines()), type(error.orig).__name__)
 
 
-# --- SQLite -------------------------------------------------------------------------------------------------------
-
-
 def _sqlite_engine(url: str, create: bool) -> sa.Engine:
     if not create:
         _check_exists(Path(url.removeprefix("sqlite:///")))
@@ -240,8 +237,6 @@ def _forbid_changes(conn: sa.Connection, table: str) -> None:
             f"BEGIN SELECT RAISE(ABORT, '{table} is append-only'); END"
         )
 
-
-# --- PostgreSQL ---------------------------------------------------------------------------------------------------
 
 _SESSION = (
     # Whatever the server's default is: an acknowledged event is on disk.

@@ -50,11 +50,7 @@ class RegistrationServer:
     """Listens at `path`. Handlers are called in the server's thread."""
 
     def __init__(self, path: Path, answerers: Mapping[str, Answerer], clock: Clock) -> None:
-        """Replaces the socket file of a dead predecessor.
-
-        Raises:
-            OSError: the socket cannot be created.
-        """
+        """Replaces the socket file of a dead predecessor. Raises OSError: the socket cannot be created."""
         self._path, self._answerers, self._clock = path, answerers, clock
         self._selector = selectors.DefaultSelector()
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)

@@ -177,9 +177,7 @@ class AgentFile(Section):
 
 
 def load_agent_file(path: Path) -> AgentFile:
-    """Raises:
-    ConfigError: the file cannot be read, is not YAML, or has problems: all of them, each `path: reason`.
-    """
+    """Raises ConfigError: the file cannot be read, is not YAML, or has problems: all of them, each `path: reason`."""
     try:
         value = read_yaml(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, ValueError) as e:
@@ -193,11 +191,7 @@ def load_agent_file(path: Path) -> AgentFile:
 
 
 def default_agent_file(node: str | None = None) -> AgentFile:
-    """Every default; `node` in place of the host name.
-
-    Raises:
-        ConfigError: the host name is not a valid node name.
-    """
+    """Every default; `node` in place of the host name. Raises ConfigError: the host name is not a valid node name."""
     try:
         return AgentFile() if node is None else AgentFile(node=node)
     except ValidationError as e:
@@ -232,11 +226,7 @@ def _yaml(value: Any) -> str:
 
 
 def collectors_of(file: AgentFile, node: NodeId, data_dir: Path, registry: Registry) -> list[Collector]:
-    """In the order of the file's keys.
-
-    Raises:
-        ConfigError: invalid rules, address or URL.
-    """
+    """In the order of the file's keys. Raises ConfigError: invalid rules, address or URL."""
     found: list[Collector] = []
     _add_gpus(file, node, data_dir, registry, found)
     _add_network(file, node, found)

@@ -46,11 +46,7 @@ class Collector(Protocol):
     interval_seconds: float
 
     def read(self, at: float) -> CollectorReading:
-        """One poll, at `at` (node monotonic seconds).
-
-        Raises:
-            CollectorUnavailable: nothing could be read.
-        """
+        """One poll, at `at` (node monotonic seconds). Raises CollectorUnavailable: nothing could be read."""
         ...
 
     def close(self) -> None:

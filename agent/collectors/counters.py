@@ -77,11 +77,7 @@ class OpenFileCache:
 
 
 def read_whole(path: str) -> str:
-    """A /proc file of any length, at a fifth of the cost of `Path.read_text`.
-
-    Raises:
-        OSError: it cannot be read.
-    """
+    """A /proc file of any length, at a fifth of the cost of `Path.read_text`. Raises OSError: it cannot be read."""
     number = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         parts = []

@@ -137,9 +137,7 @@ class WebConfig(NamedTuple):
 
 
 def load_web_config(path: Path) -> WebConfig:
-    """Raises:
-    ConfigError: the file, or a certificate or key that it names, is unusable: every problem found.
-    """
+    """Raises ConfigError: the file, or a certificate or key that it names, is unusable: every problem found."""
     try:
         value: Any = read_yaml(path.read_text(encoding="utf-8"))
         web = _Web.model_validate(value if value is not None else {})

@@ -107,10 +107,7 @@ class RayClient:
 
 
 def connect(record: Actual) -> RayClient:
-    """
-    Raises:
-        ReplicaExited: no actor has that name.
-    """
+    """Raises ReplicaExited: no actor has that name."""
     try:
         return RayClient(record, ray.get_actor(record.actor, namespace=NAMESPACE))
     except ValueError as e:

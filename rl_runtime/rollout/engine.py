@@ -125,11 +125,7 @@ def vocab_size(settings: EngineSettings) -> int:
 
 
 class VllmEngine:
-    """One engine. All calls from one thread.
-
-    Raises:
-        EngineBroken: it does not start.
-    """
+    """One engine. All calls from one thread. Raises EngineBroken: it does not start."""
 
     def __init__(self, settings: EngineSettings) -> None:
         self.settings = settings

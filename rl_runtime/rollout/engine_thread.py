@@ -71,11 +71,7 @@ class EngineThread:
             raise DeadlineExceeded(waited_for="the engine to start", seconds=seconds) from None
 
     def post(self, order: Callable[[VllmEngine], object]) -> Future[object]:
-        """Runs `order` between two steps, in the order of posting.
-
-        Raises:
-            EngineBroken: the engine has failed.
-        """
+        """Runs `order` between two steps, in the order of posting. Raises EngineBroken: the engine has failed."""
         if self.failure is not None:
             raise EngineBroken(f"the engine failed: {type(self.failure).__name__}: {self.failure}")
         done: Future[object] = Future()

@@ -350,11 +350,7 @@ def _seed_behind(seed: int, num_prefix: int) -> int:
 def received(
     manifest: Manifest, pieces: PartialTransfer, replica: ReplicaId, incarnation: int, epoch: int
 ) -> WeightProof:
-    """Part (a): digests of the bytes in memory.
-
-    Raises:
-        ProofMismatch: names the tensor.
-    """
+    """Part (a): digests of the bytes in memory. Raises ProofMismatch: names the tensor."""
     entries = entries_of(pieces.tensors)
     wanted, found = ({e.name: e for e in them} for them in (manifest.tensors, entries))
     for name in sorted(wanted.keys() | found.keys()):

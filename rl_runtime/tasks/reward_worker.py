@@ -44,11 +44,7 @@ class RewardWorker:
         reporter.enter_phase(Phase.WAIT)
 
     def score(self, incarnation: int, groups: Sequence[PromptGroup]) -> list[list[float]]:
-        """One reward per sample of each group.
-
-        Raises:
-            StaleIncarnation: meant for another incarnation.
-        """
+        """One reward per sample of each group. Raises StaleIncarnation: meant for another incarnation."""
         if incarnation != self._incarnation:
             raise StaleIncarnation(replica=self._replica, wanted=f"#{self._incarnation}", got=f"#{incarnation}")
         rewards = []

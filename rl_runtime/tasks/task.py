@@ -51,20 +51,12 @@ def group_id(number: int, start: int = 0) -> GroupId:
 
 
 def group_number(group: str) -> int:
-    """`g00000007` and `g00000007-00012` -> 7.
-
-    Raises:
-        InvalidId: `group` does not have this format.
-    """
+    """`g00000007` and `g00000007-00012` -> 7. Raises InvalidId: `group` does not have this format."""
     return _parsed(group)[0]
 
 
 def group_start(group: str) -> int:
-    """`g00000007` -> 0, `g00000007-00012` -> 12.
-
-    Raises:
-        InvalidId: `group` does not have this format.
-    """
+    """`g00000007` -> 0, `g00000007-00012` -> 12. Raises InvalidId: `group` does not have this format."""
     return _parsed(group)[1]
 
 

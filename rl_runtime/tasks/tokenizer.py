@@ -35,11 +35,7 @@ class Vocabulary:
     size: int
 
     def encode(self, text: str) -> tuple[int, ...]:
-        """One id per character.
-
-        Raises:
-            KeyError: a character is not in the vocabulary.
-        """
+        """One id per character. Raises KeyError: a character is not in the vocabulary."""
         return tuple(self.ids[c] for c in text)
 
     def decode(self, tokens: tuple[int, ...] | list[int]) -> str:

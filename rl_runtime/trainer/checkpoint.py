@@ -78,11 +78,7 @@ def save(folder: Path, step: int, tensors: dict[str, torch.Tensor], meta: str, *
 
 
 def load(path: Path) -> Checkpoint:
-    """Reads one checkpoint and verifies all of it.
-
-    Raises:
-        CheckpointCorrupt: names the file and the defect.
-    """
+    """Reads one checkpoint and verifies all of it. Raises CheckpointCorrupt: names the file and the defect."""
     raw_meta = _read(path / META)
     try:
         head: dict[str, Any] = json.loads(raw_meta)

@@ -199,11 +199,7 @@ class ReduceGroup:
         return snapshot
 
     def gather(self, message: bytes, *, on_bucket: Callable[[], None] = nothing) -> list[bytes]:
-        """Every member's message, by rank.
-
-        Raises:
-            PeerLost: as in `all_reduce`.
-        """
+        """Every member's message, by rank. Raises PeerLost: as in `all_reduce`."""
         on_bucket()
         if self.size == 1:
             self._refuse_if_failed()
@@ -254,11 +250,7 @@ class ReduceGroup:
 
 
 def refuse_stale(replica: str, what: str, wanted: int, got: int) -> None:
-    """Checks one number of a message against this replica's.
-
-    Raises:
-        StaleIncarnation: they differ.
-    """
+    """Checks one number of a message against this replica's. Raises StaleIncarnation: they differ."""
     if wanted != got:
         raise StaleIncarnation(replica=replica, wanted=f"{what} {wanted}", got=f"{what} {got}")
 

@@ -85,10 +85,7 @@ class TrainerService:
         return self.replica.info(self._server.holder(self._spawn.replica, self._spawn.incarnation))
 
     def manifest(self, policy_version: int) -> Manifest:
-        """
-        Raises:
-            StaleIncarnation: that version is not, or no longer, available here.
-        """
+        """Raises StaleIncarnation: that version is not, or no longer, available here."""
         found = self._manifests.get(policy_version)
         if found is None:
             newest = self.replica.state.commit.policy_version

@@ -188,11 +188,7 @@ class TrainerState:
         return tensors, json.dumps(meta, sort_keys=True)
 
     def load(self, tensors: dict[str, torch.Tensor], meta: str) -> None:
-        """Checks everything first, then replaces the state.
-
-        Raises:
-            ProofMismatch: names the tensor, or the meta.
-        """
+        """Checks everything first, then replaces the state. Raises ProofMismatch: names the tensor, or the meta."""
         try:
             steps, commit, band = parse_meta(meta)
         except ValueError as e:

@@ -195,11 +195,7 @@ class TrainerReplica:
             return store.host, store.port
 
     def reset_step(self, step: int) -> None:
-        """Discards partial gradients of `step`.
-
-        Raises:
-            StaleIncarnation: that step is committed.
-        """
+        """Discards partial gradients of `step`. Raises StaleIncarnation: that step is committed."""
         refuse_stale(self.replica, "step", self.state.commit.step + 1, step)
         self._partial.clear(step)
 

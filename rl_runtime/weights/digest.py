@@ -52,11 +52,7 @@ def tensor_digest(tensor: torch.Tensor) -> str:
 
 
 def tensor_entry(name: str, tensor: torch.Tensor) -> TensorEntry:
-    """Name, dtype, shape and digest of one tensor.
-
-    Raises:
-        WireError: the dtype is not transferable.
-    """
+    """Name, dtype, shape and digest of one tensor. Raises WireError: the dtype is not transferable."""
     dtype = DTYPE_NAMES.get(tensor.dtype)
     if dtype is None:
         raise WireError(f"{name}: dtype {tensor.dtype} may not travel")

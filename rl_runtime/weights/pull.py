@@ -73,11 +73,7 @@ class PartialTransfer:
 
     @classmethod
     def of(cls, manifest: Manifest) -> "PartialTransfer":
-        """An empty transfer for this manifest.
-
-        Raises:
-            WireError: the manifest is inconsistent or exceeds the limits.
-        """
+        """An empty transfer for this manifest. Raises WireError: the manifest is inconsistent or exceeds the limits."""
         check_manifest(manifest)
         _check_limits(manifest.tensors)
         return cls(digest=manifest.digest, version=manifest.policy_version, entries=manifest.tensors)
@@ -285,11 +281,7 @@ def _checked_index(answer: dict[str, Any], bytes_max: int) -> tuple[str, tuple[T
 
 
 def _check_limits(entries: Sequence[TensorEntry], bytes_max: int = STATE_BYTES_MAX) -> None:
-    """Checks the limits before any allocation.
-
-    Raises:
-        WireError: names the tensor and the limit.
-    """
+    """Checks the limits before any allocation. Raises WireError: names the tensor and the limit."""
     if len(entries) > NUM_TENSORS_MAX:
         raise WireError(f"{len(entries)} tensors are more than {NUM_TENSORS_MAX}")
     total, seen = 0, set[str]()

@@ -90,11 +90,7 @@ class AuthenticatedConnection:
             self.read_into(view[start : start + PIECE_BYTES], until, what)
 
     def answer_handshake(self, token: bytes, deadline: float) -> None:
-        """Server side of the handshake.
-
-        Raises:
-            WireError: the client does not have the token.
-        """
+        """Server side of the handshake. Raises WireError: the client does not have the token."""
         mine = secrets.token_bytes(NONCE_BYTES)
         self.write(MAGIC + mine, deadline, "handshake")
         answer = self._read(NONCE_BYTES + MAC_BYTES, deadline, "handshake")

@@ -22,11 +22,7 @@ REPLICA_PATTERN = re.compile(r"^([a-z0-9][a-z0-9_.-]{0,62})/(0|[1-9][0-9]{0,5})$
 
 
 def checked_id(text: str, what: str = "id") -> str:
-    """`text` itself if it is a legal id.
-
-    Raises:
-        InvalidId: naming `what` and the offending text.
-    """
+    """`text` itself if it is a legal id. Raises InvalidId: naming `what` and the offending text."""
     # fullmatch: `$` alone would let a trailing newline through.
     if not ID_PATTERN.fullmatch(text):
         raise InvalidId(what=what, text=text)
@@ -39,11 +35,7 @@ def replica_id(role: str, index: int) -> ReplicaId:
 
 
 def split_replica(replica: str) -> tuple[str, int]:
-    """`rollout/3` -> (`rollout`, 3).
-
-    Raises:
-        InvalidId: when `replica` is not written `role/index`.
-    """
+    """`rollout/3` -> (`rollout`, 3). Raises InvalidId: when `replica` is not written `role/index`."""
     found = REPLICA_PATTERN.fullmatch(replica)
     if found is None:
         raise InvalidId(what="replica", text=replica)

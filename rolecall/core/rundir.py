@@ -78,11 +78,7 @@ class RunDir:
         return self.token_path.read_text().strip()
 
     def read(self) -> dict[str, Any]:
-        """`run.json`.
-
-        Raises:
-            RunNotFound: there is none, or it is damaged.
-        """
+        """`run.json`. Raises RunNotFound: there is none, or it is damaged."""
         try:
             value = json.loads((self.path / "run.json").read_text())
         except FileNotFoundError:
@@ -141,11 +137,7 @@ def create_run_dir(root: Path, run_id: str, journal: str | None = None) -> RunDi
 
 
 def open_run_dir(root: Path, which: str) -> RunDir:
-    """A run by its id, its path, or `latest`.
-
-    Raises:
-        RunNotFound: with the run ID and the directory.
-    """
+    """A run by its id, its path, or `latest`. Raises RunNotFound: with the run ID and the directory."""
     if which == "latest":
         found = sorted((p for p in root.glob("*/run.json")), key=lambda p: p.stat().st_mtime)
         if not found:

@@ -85,9 +85,7 @@ class GpuCollector:
         return tuple(g.id for g in self._gpus)
 
     def read(self, at: float) -> CollectorReading:
-        """Raises:
-        CollectorUnavailable: no NVML, no driver, or the driver was unloaded; the text says which.
-        """
+        """Raises CollectorUnavailable: no NVML, no driver, or the driver was unloaded; the text says which."""
         facts: list[Fact] = []
         try:
             if self._poller is None:

@@ -15,11 +15,7 @@ _BUSY_FIELDS = (0, 1, 2, 5, 6, 7)
 
 
 def parse_cpu(stat: str, ticks_per_second: int) -> tuple[int, float]:
-    """(number of CPUs, busy seconds summed over them) from `/proc/stat`.
-
-    Raises:
-        ValueError: there is no `cpu` line.
-    """
+    """(number of CPUs, busy seconds summed over them) from `/proc/stat`. Raises ValueError: there is no `cpu` line."""
     busy, count = None, 0
     for line in stat.splitlines():
         if not line.startswith("cpu"):

@@ -284,11 +284,7 @@ class JobConfig(Section):
 
 
 def parse_job(value: Any, source: str = "") -> JobConfig:
-    """Checks a job given as plain values.
-
-    Raises:
-        ConfigError: with every problem, each `path: reason`.
-    """
+    """Checks a job given as plain values. Raises ConfigError: with every problem, each `path: reason`."""
     if value is None:
         value = {}
     if not isinstance(value, dict):
@@ -315,11 +311,7 @@ def problems_of(invalid: ValidationError) -> list[str]:
 
 
 def load_job(path: Path) -> JobConfig:
-    """Reads and checks a job file (YAML).
-
-    Raises:
-        ConfigError: the file cannot be read, is not YAML, or has problems.
-    """
+    """Reads and checks a job file (YAML). Raises ConfigError: the file cannot be read, is not YAML, or has problems."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as e:

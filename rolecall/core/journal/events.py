@@ -31,11 +31,7 @@ class Event:
         return f"e{self.seq}"
 
     def as_(self, payload: type[P]) -> P:
-        """The payload, of an event whose kind is known.
-
-        Raises:
-            TypeError: it is of another kind.
-        """
+        """The payload, of an event whose kind is known. Raises TypeError: it is of another kind."""
         if not isinstance(self.payload, payload):
             raise TypeError(f"{self.event_id} is {self.kind}, not {payload.kind}")
         return self.payload
@@ -64,9 +60,6 @@ class Event:
 
     @classmethod
     def from_dict(cls, record: Mapping[str, Any]) -> Self:
-        """
-        Raises:
-            KeyError, TypeError, ValueError: it is no event, or its body does not fit its kind.
-        """
+        """Raises KeyError, TypeError, ValueError: it is no event, or its body does not fit its kind."""
         rest = {name: value for name, value in record.items() if name not in ("kind", "body")}
         return cls(payload=PAYLOADS[EventKind(record["kind"])].read(record["body"]), **rest)

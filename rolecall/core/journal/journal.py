@@ -176,11 +176,7 @@ class Journal:
             return chain_head(conn, EVENTS)
 
     def verify(self) -> ChainHead:
-        """Walks the whole chain.
-
-        Raises:
-            JournalCorrupt: the first link that does not hold.
-        """
+        """Walks the whole chain. Raises JournalCorrupt: the first link that does not hold."""
         self.store.check_file()
         previous, position = GENESIS, 0
         with self.store.read() as conn:

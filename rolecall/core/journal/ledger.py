@@ -91,11 +91,7 @@ class Ledger:
         self._clock = clock or SystemClock()
 
     def write(self, lines: Sequence[LedgerLine]) -> ChainHead:
-        """Appends all lines, or none.
-
-        Raises:
-            LedgerViolation: naming the group and the move that is not legal.
-        """
+        """Appends all lines, or none. Raises LedgerViolation: naming the group and the move that is not legal."""
         with self._store.write() as conn:
             head = chain_head(conn, LEDGER)
             seq, link = head.position, head.hash

@@ -57,10 +57,7 @@ def reading(file: str, what: str) -> Iterator[None]:
 
 
 def event_of(row: Row, file: str) -> Event:
-    """
-    Raises:
-        JournalCorrupt: the row is not what `append` writes, or its body does not fit its kind.
-    """
+    """Raises JournalCorrupt: the row is not what `append` writes, or its body does not fit its kind."""
     with reading(file, f"events line {row['seq']}"):
         wall_at = float(row["wall_at"])
         if not 0.0 <= wall_at <= WALL_MAX:

@@ -154,11 +154,7 @@ class Store:
         return "is the server running, and is the URL right?"
 
     def check_file(self) -> None:
-        """The database's own integrity check.
-
-        Raises:
-            JournalCorrupt: what SQLite found.
-        """
+        """The database's own integrity check. Raises JournalCorrupt: what SQLite found."""
         if not self._is_sqlite:
             return
         with self.read() as conn:

@@ -16,7 +16,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 
 from rolecall.agent.collectors.base import Collector
 from rolecall.agent.registry import Registry
-from rolecall.core.config.job import problems_of, read_yaml
+from rolecall.core.config.job import problems_of, read_yaml_file
 from rolecall.core.config.section import Section
 from rolecall.core.errors import ConfigError
 from rolecall.core.ids import NodeId, checked_id, split_replica
@@ -178,10 +178,7 @@ class AgentFile(Section):
 
 def load_agent_file(path: Path) -> AgentFile:
     """Raises ConfigError: the file cannot be read, is not YAML, or has problems: all of them, each `path: reason`."""
-    try:
-        value = read_yaml(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, ValueError) as e:
-        raise ConfigError([f"(file): {e}"], str(path)) from None
+    value = read_yaml_file(path)
     if value is not None and not isinstance(value, dict):
         raise ConfigError([f"(top): expected a mapping, got {type(value).__name__}"], str(path))
     try:

@@ -17,11 +17,11 @@ import secrets
 import ssl
 import threading
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from rolecall.core.config.job import problems_of, read_yaml
+from rolecall.core.config.job import problems_of, read_yaml_file
 from rolecall.core.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -138,13 +138,11 @@ class WebConfig(NamedTuple):
 
 def load_web_config(path: Path) -> WebConfig:
     """Raises ConfigError: the file, or a certificate or key that it names, is unusable: every problem found."""
+    value = read_yaml_file(path)
     try:
-        value: Any = read_yaml(path.read_text(encoding="utf-8"))
         web = _Web.model_validate(value if value is not None else {})
     except ValidationError as e:
         raise ConfigError(problems_of(e), str(path)) from None
-    except (OSError, ValueError) as e:
-        raise ConfigError([f"(file): {e}"], str(path)) from None
     problems = []
     for name, digest in web.basic_auth_users.items():
         if not digest.startswith(("$2a$", "$2b$", "$2y$")) or len(digest) != 60:

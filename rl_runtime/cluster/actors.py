@@ -130,7 +130,7 @@ class _Actor:
         self._lease = ActorLease(START_LEASE_SECONDS, SystemClock(), _exit_on_lease_expiry)
         reporter.start(
             replica=spawn.replica,
-            rank=spawn.rank,
+            rank=0,
             incarnation=spawn.incarnation,
             secret=spawn.secret,
             node_dir=str(spawn.run.node_dir(spawn.node)),

@@ -12,7 +12,7 @@ import os
 import random
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -216,41 +216,25 @@ class _Injection:
         with ExitStack() as guards:
             for v in victims:
                 guards.enter_context(guarded(self._run, v.pid, v.start_ticks))
-            return self._injected(victims)
-
-    def _injected(self, victims: list[InjectionTarget]) -> dict[str, Any]:
-        """Injects a fault that its target survives."""
-        if self._how == "raise":
-            return self._inside(victims, InProcessFault.RAISE, message=USER_CODE_MESSAGE)
-        if self._how == "delay":
-            return self._inside(victims, InProcessFault.DELAY, delay_seconds=DELAY_SECONDS)
-        if self._how in ("gil", "lock", "read", "nan", "scale", "skew"):
+            if self._how in ("stop", "duty", "quota"):
+                record = self._quota(victims[0]) if self._how == "quota" else self._stop(victims[0])
+                return {**record, "ended_at": self._clock.wall()}
+            if self._how == "raise":
+                return self._inside(victims, InProcessFault.RAISE, message=USER_CODE_MESSAGE)
+            if self._how == "delay":
+                return self._inside(victims, InProcessFault.DELAY, delay_seconds=DELAY_SECONDS)
             return self._inside(victims, InProcessFault(self._how))
-        slow: dict[str, Callable[[InjectionTarget], dict[str, Any]]] = {
-            "stop": self._stop,
-            "duty": self._duty,
-            "quota": self._quota,
-        }
-        record = slow[self._how](victims[0])
-        return {**record, "ended_at": self._clock.wall()}
 
     def _stop(self, victim: InjectionTarget) -> dict[str, Any]:
-        try:
-            with self._met(victim) as met:
-                self._signal(victim, signal.SIGSTOP)
-                record = self._record([victim], met=met)
-            self._until_gone([victim])
-        finally:
-            kill_process(victim.pid, victim.start_ticks, signal.SIGCONT)
-        return record
-
-    def _duty(self, victim: InjectionTarget) -> dict[str, Any]:
-        record: dict[str, Any] = {}
+        """Stops the target; with `duty`, lets it run for a part of each period."""
         deadline = self._clock.monotonic() + self._bound
         try:
             with self._met(victim) as met:
                 self._signal(victim, signal.SIGSTOP)
                 record = self._record([victim], met=met)
+            if self._how == "stop":
+                self._until_gone([victim])
+                return record
             while self._clock.monotonic() < deadline:
                 self._clock.sleep(DUTY_STOPPED_SECONDS)
                 if not kill_process(victim.pid, victim.start_ticks, signal.SIGCONT):

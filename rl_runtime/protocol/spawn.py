@@ -19,9 +19,8 @@ class ActorSpec:
     replica: ReplicaId
     incarnation: int
     node: NodeId
-    secret: str  # registration_secret of (replica, rank, incarnation)
+    secret: str  # registration_secret of (replica, rank 0, incarnation)
     database_url: str
-    rank: int = 0
 
     def __repr__(self) -> str:
         # The secret must not reach any log: Ray prints arguments of failed calls.
@@ -39,16 +38,15 @@ def actor_name(run_id: str, replica: str, incarnation: int) -> str:
 
 
 def make_spawn(
-    run: RunDir, replica: ReplicaId, incarnation: int, node: NodeId, *, database_url: str | None = None, rank: int = 0
+    run: RunDir, replica: ReplicaId, incarnation: int, node: NodeId, *, database_url: str | None = None
 ) -> ActorSpec:
-    """The spec of one incarnation; its secret is derived from the run's token."""
+    """The spec of one incarnation, of rank 0; its secret is derived from the run's token."""
     return ActorSpec(
         run_dir=str(run.path),
         run_id=run.run_id,
         replica=replica,
         incarnation=incarnation,
         node=node,
-        secret=registration_secret(run.token(), replica, rank, incarnation),
+        secret=registration_secret(run.token(), replica, 0, incarnation),
         database_url=database_url or run.database_url,
-        rank=rank,
     )

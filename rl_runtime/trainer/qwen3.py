@@ -5,7 +5,7 @@ peers work; on the two cores of the demo this is most of its recovery time. A te
 library's. Folders of other architectures still use the library (`model.load_model_folder`).
 """
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,20 +32,12 @@ class Qwen3Shape:
 
     def to_config(self, *, pad: int, bos: int, eos: int) -> dict[str, Any]:
         """config.json for an engine."""
+        shape = asdict(self)
         return {
             "architectures": ["Qwen3ForCausalLM"],
             "model_type": "qwen3",
-            "vocab_size": self.vocab_size,
-            "hidden_size": self.hidden_size,
-            "intermediate_size": self.intermediate_size,
-            "num_hidden_layers": self.num_hidden_layers,
-            "num_attention_heads": self.num_attention_heads,
-            "num_key_value_heads": self.num_key_value_heads,
-            "head_dim": self.head_dim,
-            "max_position_embeddings": self.max_position_embeddings,
-            "rope_parameters": {"rope_theta": self.rope_theta, "rope_type": "default"},
-            "initializer_range": self.initializer_range,
-            "rms_norm_eps": self.rms_norm_eps,
+            "rope_parameters": {"rope_theta": shape.pop("rope_theta"), "rope_type": "default"},
+            **shape,
             "hidden_act": "silu",
             "attention_bias": False,
             "attention_dropout": 0.0,

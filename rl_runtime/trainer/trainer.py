@@ -296,7 +296,24 @@ class TrainerReplica:
                     self.reset_step(step)
                     raise
                 self._partial.clear(step + 1)
-            result = self._result(commit, tally, mine, grad_norm, started, compared)
+            self.last_result = result = StepResult(
+                replica=self.replica,
+                incarnation=self.incarnation,
+                commit=commit,
+                loss=tally.loss,
+                grad_norm=grad_norm,
+                reward=tally.reward,
+                num_tokens=tally.num_tokens,
+                health=tally.health,
+                seconds=self._clock.monotonic() - started,
+                my_microbatches=tuple(sorted(m.microbatch_id for m in mine)),
+                log_ratio_max=tally.log_ratio_max,
+                compared=compared,
+                log_ratios=tally.log_ratios,
+            )
+            self._report_wrong(compared)
+            reporter.update(policy_version=commit.policy_version, grad_norm=grad_norm)
+            tally.report()
             if self._on_publish is not None:
                 with reporter.phase(Phase.PUBLISH):
                     self._on_publish(commit.policy_version)
@@ -406,35 +423,6 @@ class TrainerReplica:
             if unusual[0].replica == self.replica:
                 self.reset_step(step)
             raise UnusualMicrobatches(step=step, microbatches=unusual)
-
-    def _result(
-        self,
-        commit: CommitRecord,
-        tally: StepTotals,
-        mine: Sequence[Microbatch],
-        grad_norm: float,
-        started: float,
-        compared: tuple[ComparedMicrobatch, ...],
-    ) -> StepResult:
-        self.last_result = StepResult(
-            replica=self.replica,
-            incarnation=self.incarnation,
-            commit=commit,
-            loss=tally.loss,
-            grad_norm=grad_norm,
-            reward=tally.reward,
-            num_tokens=tally.num_tokens,
-            health=tally.health,
-            seconds=self._clock.monotonic() - started,
-            my_microbatches=tuple(sorted(m.microbatch_id for m in mine)),
-            log_ratio_max=tally.log_ratio_max,
-            compared=compared,
-            log_ratios=tally.log_ratios,
-        )
-        self._report_wrong(compared)
-        reporter.update(policy_version=commit.policy_version, grad_norm=grad_norm)
-        tally.report()
-        return self.last_result
 
     def _report_wrong(self, compared: Sequence[ComparedMicrobatch]) -> None:
         """Reports another replica's wrong numbers to the agent, once in a step and only if this one computed them

@@ -1,6 +1,6 @@
 """The only module that reads the time, so that everything else can take a clock as a parameter.
 
-`monotonic()` orders things inside one node; `wall()` is for people and for joining nodes, seconds since 1970.
+`monotonic()` orders events inside one node; `wall()` (seconds since 1970) is for display and for joining nodes.
 """
 
 import time

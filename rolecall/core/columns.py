@@ -26,7 +26,7 @@ PROCESS_IDS_KEPT = 1 << 17
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A field as it is sent. `kind`: int, float, str, bool; tuple stands for a list of whole numbers in each row."""
+    """A field as it is sent. `kind`: int, float, str, bool; tuple: a list of whole numbers in each row."""
 
     name: str
     kind: type
@@ -70,10 +70,10 @@ class Layout(Generic[S]):
         return {"rows": len(samples), "columns": sent_columns}
 
     def build(self, node: NodeId, num_rows: int, columns: Mapping[str, Any]) -> tuple[S, ...]:
-        """The samples of columns that were checked (wire.py): lists of `num_rows` values, or one value that all have.
+        """The samples from validated columns (wire.py): lists of `num_rows` values, or one common value.
 
-        Fields are set one column at a time and past the constructor: 5.2 us a sample; with the constructor 6.7, and its
-        arguments would have to be put together for each (measured, sixteen ranks).
+        Fields are set one column at a time, without the constructor: 5.2 us a sample, with the constructor 6.7 (sixteen
+        ranks).
         """
         made = [self.cls.__new__(self.cls) for _ in range(num_rows)]
         for name, column in self.columns.items():
@@ -88,7 +88,7 @@ class Layout(Generic[S]):
         return tuple(made)
 
     def rows(self, node: NodeId, num_rows: int, columns: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """The same as mappings, in the form of `to_dict`, whatever the values are."""
+        """The same as mappings, in the form of `to_dict`, without validation."""
         made: list[dict[str, Any]] = [{} for _ in range(num_rows)]
         for name in self.columns.keys() & columns.keys():
             for row, value in zip(made, _each(columns[name], num_rows), strict=False):

@@ -46,7 +46,7 @@ class Suspect:
 
 
 NO_TIME = "no_time"
-"""Evidence of this kind says that the input has no times: those of its diagnosis mean nothing."""
+"""Evidence of this kind means that the input has no times: those of its diagnosis are meaningless."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +95,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosis:
-    """Findings fused into one sentence. `settle` says what would settle a `cannot_tell`."""
+    """Findings fused into one sentence. `settle`: the evidence that would settle a `cannot_tell`."""
 
     suspects: tuple[Suspect, ...]
     fault_class: FaultClass
@@ -154,11 +154,11 @@ class Plan:
     targets: tuple[PlanTarget, ...]
     because: str
     also_hit: tuple[str, ...] = ()
-    """Others that the action would disturb, in words."""
+    """Other replicas that the action would disturb, as text."""
 
     @property
     def digest(self) -> str:
-        """What an approval is bound to: action, targets with incarnations, and the incident."""
+        """An approval is bound to it: action, targets with incarnations, and the incident."""
         what = [self.incident_id, str(self.action), [[t.replica, t.incarnation, t.node] for t in self.targets]]
         return hashlib.sha256(json.dumps(what).encode()).hexdigest()[:16]
 

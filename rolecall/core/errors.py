@@ -42,7 +42,7 @@ class RolecallError(Exception):
     """Base of all errors raised on purpose. Survives pickling (Ray carries it between processes), facts included."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Exception's own way calls cls(*args), which subclasses with keyword arguments refuse.
+        # Exception's own implementation calls cls(*args), which fails for keyword arguments.
         return _rebuilt, (type(self), self.args, self.__dict__)
 
 
@@ -112,7 +112,7 @@ class SamplerMismatch(LedgerViolation):
 
 
 class BatchNotFilled(RolecallError):
-    """`by_verdict`: how many groups of each kind taught nothing, e.g. {"all right": 3}."""
+    """`by_verdict`: number of groups without a learning signal by kind, e.g. {"all right": 3}."""
 
     def __init__(self, *, step: int, wanted: int, accepted: int, by_verdict: Mapping[str, int], advice: str) -> None:
         self.step, self.wanted, self.accepted = step, wanted, accepted
@@ -150,7 +150,7 @@ class CommitVoteRejected(RolecallError):
 
 
 class NonFiniteMicrobatch(RolecallError):
-    """Raised by all members of the vote about the one that computed it."""
+    """Raised by all members of the vote; `replica` computed it."""
 
     def __init__(self, *, replica: str, step: int, microbatch_id: str, group_ids: Sequence[str]) -> None:
         self.replica, self.step, self.microbatch_id, self.group_ids = replica, step, microbatch_id, tuple(group_ids)
@@ -159,8 +159,8 @@ class NonFiniteMicrobatch(RolecallError):
 
     @staticmethod
     def parse(message: str) -> tuple[str, str] | None:
-        """(microbatch id, its prompt groups) from the message, which an agent's event may cut off after the groups
-        begin."""
+        """(microbatch id, its prompt groups) from the message, which an agent's event may truncate within the
+        groups."""
         found = _MICROBATCH.search(message)
         return (found[1], found[2]) if found else None
 
@@ -169,7 +169,7 @@ GROUPS_SHOWN_MAX = 8
 
 
 def shown_groups(group_ids: Sequence[str]) -> str:
-    """The first of them, for a message."""
+    """The first `GROUPS_SHOWN_MAX`, for a message."""
     return ", ".join(group_ids[:GROUPS_SHOWN_MAX]) + (", ..." if len(group_ids) > GROUPS_SHOWN_MAX else "")
 
 
@@ -179,10 +179,10 @@ _MICROBATCH = re.compile(r"microbatch (\S+) \(prompt groups ([^)]*)")
 
 
 class WrongNumbers(RolecallError):
-    """Reported, not raised, by a process that compared what a replica computed with what others did."""
+    """Reported, not raised, by a process that compared a replica's results with those of others."""
 
     def __init__(self, *, replica: str, incarnation: int, unit: str, because: str) -> None:
-        """`unit`: of work, without a colon; only one counts of each."""
+        """`unit`: the unit of work, without a colon; at most one report per unit counts."""
         self.replica, self.incarnation, self.unit = replica, incarnation, unit
         super().__init__(f"{replica}#{incarnation} computed other numbers in {unit}: {because}")
 
@@ -263,7 +263,7 @@ class InvalidTransition(RolecallError):
 
 
 class UnreadableInput(RolecallError, ValueError):
-    """`where`: the file, and the place in it if there is one."""
+    """`where`: the file, and the position in it if known."""
 
     def __init__(self, *, where: str, reason: str) -> None:
         self.where, self.reason = where, reason
@@ -271,7 +271,7 @@ class UnreadableInput(RolecallError, ValueError):
 
 
 class ReadingStopped(UnreadableInput):
-    """The limits of the whole call ended reading: `where` was not read to its end, later files not at all."""
+    """Reading stopped at a limit of the whole call: `where` was read in part, later files not at all."""
 
 
 class CommandRefused(RolecallError):

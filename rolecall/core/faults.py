@@ -1,8 +1,8 @@
 """The fault classes, one row each: everything that depends on the class of a fault alone.
 
-To add a class: a name in `FaultClass`, a row in `FAULTS`, a stage of the detector that finds it
+To add a class: a name in `FaultClass`, a row in `FAULTS`, a stage of the detector that detects it
 (`detector/live/stages/`) and its place in `STAGES` (`detector/live/engine.py`). Detection, recovery, evidence
-collection, the dashboard and the report read the row; none of them lists classes of its own.
+collection, the dashboard and the report use the row; none of them has its own list of classes.
 """
 
 from collections.abc import Mapping
@@ -31,17 +31,17 @@ class FaultClass(StrEnum):
 
     @classmethod
     def _missing_(cls, value: object) -> "FaultClass | None":
-        # A row may bring a class of its own (rolecall.testing.faults).
+        # Tests add classes (rolecall.testing.faults).
         return next((c for c in FAULTS if c.value == value), None)
 
 
 class Remedy(StrEnum):
-    """What recovery does about a class of fault."""
+    """Recovery's response to a class of fault."""
 
     REPLACE = "replace"
-    """A new process of the same replica fixes it, or at least narrows it down."""
+    """A new process of the same replica resolves it, or at least narrows it down."""
     MOVE = "move"
-    """It stays with the node: the replica must go to another one, and the node may be quarantined."""
+    """It stays with the node: the replica must move to another one, and the node may be quarantined."""
     WEIGH = "weigh"
     """Replace the replica if that gains more work than it costs."""
     STOP = "stop"
@@ -51,20 +51,20 @@ class Remedy(StrEnum):
 
 
 class SuppressionScope(StrEnum):
-    """Which findings of another class a finding explains away."""
+    """Findings of another class that a finding explains."""
 
     ANY = "any"
     """Those that share a suspect (replica and incarnation) with it."""
     ALL = "all"
-    """Those of whose suspects all are named by findings of its class."""
+    """Those whose suspects are all named by findings of its class."""
     ANY_OR_NODES = "any_or_nodes"
-    """As ANY, and those that name nothing but nodes, all of which findings of its class name."""
+    """As ANY, and those that name only nodes, all of which are named by findings of its class."""
     ROLE = "role"
-    """Those of whose suspects all belong to the roles whose code fails."""
+    """Those whose suspects all belong to the roles whose code fails."""
 
 
 class EvidenceKind(StrEnum):
-    """What an agent collects for an incident, as its path names it: `/v1/evidence/<kind>`."""
+    """Evidence that an agent collects for an incident, by its path: `/v1/evidence/<kind>`."""
 
     STACKS = "stacks"
     FLIGHT = "flight_recorder"
@@ -73,7 +73,7 @@ class EvidenceKind(StrEnum):
 
 
 class DetectionChannel(StrEnum):
-    """What finds a fault, fastest first."""
+    """Detection methods, fastest first."""
 
     EXIT = "process exit"
     HARDWARE = "XID, GPU, link"
@@ -86,7 +86,7 @@ class DetectionChannel(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DetectorThreshold:
-    """The field of `DetectorConfig` that decides whether a fault is detected, and a phrase for its value."""
+    """The field of `DetectorConfig` that enables a fault's detection, and a phrase for its value."""
 
     setting: str
     words: str
@@ -99,19 +99,19 @@ class FaultSpec:
     """The next step for on-call."""
     remedy: Remedy = Remedy.PAGE
     suppresses: Mapping[FaultClass, SuppressionScope] = field(default_factory=dict)
-    """Findings of these classes are its consequences and are dropped while it stands."""
+    """Findings of these classes are its consequences and are dropped while it is open."""
     absorbs: frozenset[FaultClass] = frozenset()
-    """A finding of one of these classes about the same suspects goes on under the diagnosis that stands."""
+    """A finding of one of these classes about the same suspects continues the open diagnosis."""
     stalls_others: bool = False
-    """While it stands, ranks that wait for others are not accused, and nothing is learned from them."""
+    """While it is open, ranks that wait for others are not suspected, and nothing is learned from them."""
     causes_slowness: bool = False
-    """Whatever is slow on its nodes is slow because of it."""
+    """It explains all slowness on its nodes."""
     settles_ties: bool = False
-    """Collected evidence of it settles a `cannot_tell` among several ranks."""
+    """Its evidence settles a `cannot_tell` among several ranks."""
     loses_node: bool = False
-    """Nothing may be placed on its nodes any more."""
+    """No replica may be placed on its nodes any more."""
     compares_peers: bool = False
-    """It may rest on a comparison with peers alone: then the guards for peer evidence apply."""
+    """Its only evidence may be a comparison with peers: then the guards for peer evidence apply."""
     evidence: frozenset[EvidenceKind] = frozenset()
     signals: tuple[str, ...] = ("work", "standing", "cpu")
     """Series that the incident page draws, by key (dashboards/pages/incidents/signals.py)."""
@@ -120,12 +120,12 @@ class FaultSpec:
 
     @property
     def is_hardware(self) -> bool:
-        """It is of a part of a node that is otherwise there."""
+        """It affects a part of a node that otherwise works."""
         return self.remedy is Remedy.MOVE and not self.loses_node
 
     @property
     def is_repairable(self) -> bool:
-        """A replica that has it is replaced, here or elsewhere, without weighing."""
+        """A replica that has it is replaced, here or elsewhere, whatever the gain."""
         return self.remedy in (Remedy.REPLACE, Remedy.MOVE)
 
 
@@ -154,7 +154,7 @@ FAULTS: dict[FaultClass, FaultSpec] = {
         advice="replace the replica; the ranks that wait for it need no action",
         remedy=Remedy.REPLACE,
         suppresses={FaultClass.SLOW: SuppressionScope.ANY, FaultClass.CANNOT_TELL: SuppressionScope.ANY},
-        absorbs=frozenset({FaultClass.CRASH}),  # it was killed after it hung: no second fault
+        absorbs=frozenset({FaultClass.CRASH}),  # it was killed after it hung: not a second fault
         stalls_others=True,
         causes_slowness=True,
         settles_ties=True,

@@ -1,8 +1,8 @@
 """Outgoing HTTP requests, each with one deadline for all of it.
 
-httpx limits each wait, so a server that sends a byte now and then could hold its client for hours; asyncio ends the
-whole exchange at its deadline. Redirects are not followed, and proxies of the environment are not used: a request may
-hold names of machines and goes where it was sent.
+httpx limits each wait, so a server that sends single bytes could block its client for hours; asyncio ends the whole
+exchange at its deadline. Redirects are not followed, and proxies of the environment are not used: a request may contain
+host names and must go only to its addressee.
 """
 
 import asyncio
@@ -17,7 +17,8 @@ CONNECT_SECONDS = 2.0
 
 
 class HttpFailed(Exception):
-    """No whole answer: why. `late`: not within the deadline; `refused`: nothing listens; `too_large`: cut off."""
+    """No complete response, and why. `late`: not within the deadline; `refused`: nothing listens; `too_large`: cut
+    off."""
 
     def __init__(self, reason: str, *, late: bool = False, refused: bool = False, too_large: bool = False) -> None:
         self.late, self.refused, self.too_large = late, refused, too_large
@@ -38,16 +39,15 @@ def request(
     headers: Mapping[str, str] | None = None,
     content: bytes | None = None,
 ) -> HttpAnswer:
-    """One exchange on a connection of its own. For threads without an event loop. `bytes_max` 0: only the status
-    counts, the body is not read.
+    """One exchange on a new connection. For threads without an event loop. `bytes_max` 0: the body is not read.
 
     Raises:
-        HttpFailed: no answer in time, none of HTTP, or one of more than `bytes_max` bytes.
+        HttpFailed: no response in time, not HTTP, or more than `bytes_max` bytes.
     """
     import httpx
 
     asked = {"Accept-Encoding": "identity", **(headers or {})}
-    # Not `asyncio.run`: it would wait at its end for a name lookup that hangs in another thread.
+    # Not `asyncio.run`: it would finally wait for a name lookup that hangs in another thread.
     loop = asyncio.new_event_loop()
     try:
         return loop.run_until_complete(_exchange(method, url, asked, content, deadline_seconds, bytes_max))
@@ -68,7 +68,7 @@ async def _exchange(
 ) -> HttpAnswer:
     import httpx
 
-    # The system's authorities, as for Python's own clients; a context is dear and plain HTTP needs none.
+    # The system's certificate authorities; a context is expensive, and plain HTTP needs none.
     verify: Any = ssl.create_default_context() if url.startswith("https:") else False
     timeout = httpx.Timeout(seconds, connect=min(seconds, CONNECT_SECONDS))
     async with (
@@ -89,7 +89,7 @@ async def _body(response: "httpx.Response", bytes_max: int) -> bytes:
 
 
 def _causes(error: BaseException) -> list[BaseException]:
-    """`error` and what led to it: httpx wraps the system's error several times."""
+    """`error` and its causes: httpx wraps the system's error several times."""
     causes = [error]
     while inner := causes[-1].__cause__ or causes[-1].__context__:
         causes.append(inner)

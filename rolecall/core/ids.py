@@ -1,7 +1,7 @@
-"""Names of things: ids match one pattern, a replica is written `role/index`, a process is (node, pid, start time).
+"""Identifiers: ids match one pattern, a replica is written `role/index`, a process is (node, pid, start time).
 
-A PID alone names nothing: the kernel reuses it. `ProcessId.start_ticks` is field 22 of `/proc/PID/stat`
-(clock ticks since boot), which together with the PID is unique on one node between two boots.
+A PID alone is ambiguous, because the kernel reuses it. `ProcessId.start_ticks` is field 22 of `/proc/PID/stat` (clock
+ticks since boot), which together with the PID is unique on one node between two boots.
 """
 
 import re
@@ -23,7 +23,7 @@ REPLICA_PATTERN = re.compile(r"^([a-z0-9][a-z0-9_.-]{0,62})/(0|[1-9][0-9]{0,5})$
 
 def checked_id(text: str, what: str = "id") -> str:
     """`text` itself if it is a legal id. Raises InvalidId: naming `what` and the offending text."""
-    # fullmatch: `$` alone would let a trailing newline through.
+    # fullmatch: `$` alone would accept a trailing newline.
     if not ID_PATTERN.fullmatch(text):
         raise InvalidId(what=what, text=text)
     return text
@@ -60,5 +60,5 @@ def process_start_ticks(pid: int, proc: Path = Path("/proc")) -> int | None:
         stat = (proc / str(pid) / "stat").read_bytes()
     except (FileNotFoundError, ProcessLookupError):
         return None
-    # The command name (field 2) may hold spaces and brackets: count fields after its last bracket.
+        # The command name (field 2) may contain spaces and parentheses: count fields after the last one.
     return int(stat[stat.rindex(b")") + 2 :].split()[19])

@@ -1,7 +1,7 @@
 """The interface between recovery and runtime: one versioned record in each direction.
 
 Recovery writes `Desired` (replica, incarnation, node), fenced by its lease. The runtime writes `Actual` and alone
-grows the epoch. A control loop compares the two; a lost message delays a repair and never loses it.
+grows the epoch. A control loop compares the two, so a lost message only delays a repair.
 """
 
 from dataclasses import dataclass

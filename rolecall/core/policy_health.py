@@ -1,8 +1,9 @@
 """Policy-health metrics of a step, as in the journal: meaning and normal range of each.
 
-One table, of which the metrics of trainers and of the run, both dashboards and the report are made. The values come
-from rl_runtime/protocol/policy_health.py. A step has only what was measured: a line without these metrics has
-none, and a step in which no answer was over has no length. What is missing stays missing; 0 would be a finding."""
+The metrics of trainers and of the run, both dashboards and the report are generated from this table. The values come
+from rl_runtime/protocol/policy_health.py. A step has only measured values: a step without a finished answer has no
+length. A missing value stays missing, because 0 would be a finding.
+"""
 
 import math
 from dataclasses import dataclass
@@ -14,21 +15,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyHealthMetric:
-    name: str  # of rl_runtime.health.Health and, where a trainer reports it, of ProcessSample
+    name: str  # field of rl_runtime's PolicyHealth and, where a trainer reports it, of ProcessSample
     metric: str  # behind `rolecall_run_`, and `rolecall_train_` where a trainer reports it
     help: str
-    normal: str  # one sentence for newcomers
+    normal: str  # its normal range, for newcomers
 
     @property
     def is_extreme(self) -> bool:
-        """Over several steps the maximum counts, not the mean."""
+        """Over several steps it is aggregated by the maximum, not the mean."""
         return self.name.endswith("_max")
 
 
 LOG_RATIO_ALARM: Final = 0.02
-"""Nats. The same weights in float32 give log-probabilities that agree to 1e-5, whoever computes them; one matrix with
-noise of 0.3 of its deviation gives 0.02 in most steps, long before a reward shows it. Engines of another precision are
-further off always: they are measured by their habit."""
+"""Nats. With the same weights in float32, log-probabilities agree to 1e-5 between machines; one matrix with noise of
+0.3 of its deviation gives 0.02 in most steps, long before rewards change. Engines of another precision always differ
+more and are compared with their own history."""
 
 SIGNS = (
     PolicyHealthMetric(
@@ -36,14 +37,14 @@ SIGNS = (
         metric="entropy_nats",
         help="Mean entropy of the policy over the trained tokens",
         normal="Falls slowly while the policy learns, to nearly 0 where it has learned the task. Nearly 0 while the "
-        "reward is low means that it says one thing only, and can learn no more; a rise without end means that it "
-        "babbles.",
+        "reward is low means that all its answers are the same and it cannot learn any more; a lasting rise means that "
+        "its answers become random.",
     ),
     PolicyHealthMetric(
         name="clip_fraction_low",
         metric="clip_low_ratio",
         help="Trained tokens whose ratio was clipped from below",
-        normal="A few per cent at most. Much more means that the policy has moved far from who made the tokens.",
+        normal="A few per cent at most. Much more means that the policy has moved far from its engines.",
     ),
     PolicyHealthMetric(
         name="clip_fraction_high",
@@ -73,7 +74,7 @@ SIGNS = (
         name="kl_sampler",
         metric="kl_sampler_nats",
         help="KL from the sampler to the policy, per token",
-        normal="Below 0.1, stale tokens counted. A rise that stays means that the policy runs away from its engines.",
+        normal="Below 0.1, including stale tokens. A lasting rise means that the policy diverges from its engines.",
     ),
     PolicyHealthMetric(
         name="kl_reference",
@@ -91,14 +92,14 @@ SIGNS = (
         name="stale_fraction",
         metric="stale_ratio",
         help="Fresh tokens that were too old to be trained on",
-        normal="0, or nearly: what is thrown away was generated for nothing.",
+        normal="0, or nearly: tokens that are discarded were generated in vain.",
     ),
     PolicyHealthMetric(
         name="response_length",
         metric="response_tokens",
         help="Mean tokens of the step's finished answers",
         normal="What the task needs. A fall to a few tokens, or a rise up to the longest response, is a sign that the "
-        "reward is being played with.",
+        "policy exploits the reward.",
     ),
     PolicyHealthMetric(
         name="response_length_max",
@@ -110,14 +111,14 @@ SIGNS = (
         name="truncated_fraction",
         metric="truncated_ratio",
         help="Share of these answers truncated at max_response_tokens",
-        normal="A few per cent; more at the start. If nearly all are cut off, the reward says nothing.",
+        normal="A few per cent; more at the start. If nearly all are truncated, the reward is meaningless.",
     ),
     PolicyHealthMetric(
         name="filtered_fraction",
         metric="filtered_ratio",
         help="Share of the step's generated groups dropped by dynamic sampling",
-        normal="High at the start (all wrong) and at the end (all right). If nearly all are filtered, steps take for "
-        "ever.",
+        normal="High at the start (all wrong) and at the end (all right). If nearly all are filtered, steps take very "
+        "long.",
     ),
     PolicyHealthMetric(
         name="value_loss",
@@ -129,14 +130,14 @@ SIGNS = (
         name="explained_variance",
         metric="explained_variance",
         help="Share of the returns' variance that the critic explains, 1 at best; absent without one",
-        normal="Rises towards 1. At 0 the critic is worth no more than the mean, below 0 less.",
+        normal="Rises towards 1. At 0 the critic is no better than the mean, below 0 it is worse.",
     ),
     PolicyHealthMetric(
         name="log_ratio_max",
         metric="log_ratio_max",
         help="Largest difference of log-probabilities between trainer and engine on the same version",
-        normal="Rounding only: below 0.01 where both compute in one precision. More means that the same weights say "
-        "different things on two machines.",
+        normal="Rounding only: below 0.01 where both compute in one precision. More means that the same weights give "
+        "different results on two machines.",
     ),
 )
 BY_NAME = {sign.name: sign for sign in SIGNS}

@@ -1,4 +1,4 @@
-"""Where a run keeps its things: `runs/<id>/`, and the marker in the environment that all its processes carry.
+"""The files of a run, in `runs/<id>/`, and the marker in the environment of all its processes.
 
 run.json           what started: config, seed, database URL, nodes, who supervises (pid, start time)
 journal.db         journal and ledger, unless the job names another place
@@ -26,7 +26,7 @@ from rolecall.core.ids import RunId
 from rolecall.core.journal.database import run_url
 
 RUN_ENV = "ROLECALL_RUN"
-"""Set to the run directory in every process that belongs to a run, so that none can be overlooked."""
+"""Set to the run directory in every process of a run, so that all of them can be found."""
 NODE_ENV = "ROLECALL_NODE"
 """Set to the node id in every process of a node."""
 
@@ -41,7 +41,7 @@ class RunDir:
 
     @property
     def database_url(self) -> str:
-        """Where the journal is. May hold a password: `core.database.redacted` before it is shown."""
+        """URL of the journal. May contain a password: apply `core.database.redacted` before showing it."""
         try:
             return self.database_path.read_text(encoding="utf-8").strip()
         except FileNotFoundError:
@@ -94,10 +94,10 @@ class RunDir:
 
 
 def write_atomically(path: Path, content: str | bytes, *, private: bool = False) -> None:
-    """The file is the old one or the new one, never half of it. `private`: only its owner can read it (mode 0600).
+    """Replaces a file atomically. `private`: only its owner can read it (mode 0600).
 
     Raises:
-        OSError: it cannot be written; nothing is left behind.
+        OSError: it cannot be written; no temporary file remains.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -114,13 +114,12 @@ def write_atomically(path: Path, content: str | bytes, *, private: bool = False)
 
 
 def create_run_dir(root: Path, run_id: str, journal: str | None = None) -> RunDir:
-    """A fresh run directory with its token, and the URL of the journal if it is to be elsewhere (`journal`).
+    """A fresh run directory with its token, and the URL of the journal if it is elsewhere (`journal`).
 
-    Both are written to files that only their owner can read.
+    Only the owner can read these two files.
 
     Raises:
-        FileExistsError: a run of this id exists.
-        OSError: it cannot be made; nothing is left of it.
+        FileExistsError: a run of this id exists. OSError: it cannot be created; nothing of it remains.
     """
     run = RunDir((root / run_id).resolve())
     run.path.mkdir(parents=True, exist_ok=False)
@@ -130,7 +129,7 @@ def create_run_dir(root: Path, run_id: str, journal: str | None = None) -> RunDi
         write_atomically(run.token_path, secrets.token_hex(32), private=True)
         if journal is not None:
             write_atomically(run.database_path, run_url(journal, run.run_id), private=True)
-    except OSError:  # a full disk: half a directory would stand in the way of the next try
+    except OSError:  # a full disk: an incomplete directory would block the next attempt
         shutil.rmtree(run.path, ignore_errors=True)
         raise
     return run
@@ -150,10 +149,10 @@ def open_run_dir(root: Path, which: str) -> RunDir:
 
 
 def registration_secret(token: str, replica: str, rank: int, incarnation: int) -> str:
-    """Given to a process at its spawn: it proves that the supervisor meant it to be this rank of this incarnation."""
+    """Given to a process at its spawn, to prove that the supervisor started it as this rank of this incarnation."""
     return hmac.new(token.encode(), f"{replica}:{rank}#{incarnation}".encode(), "sha256").hexdigest()
 
 
 def bearer_token(token: str) -> str:
-    """`Authorization: Bearer ...` for an agent's `/v1/evidence`: derived, so that the run's token never travels."""
+    """`Authorization: Bearer ...` for an agent's `/v1/evidence`: derived, so that the run's token is never sent."""
     return hmac.new(token.encode(), b"agent:evidence", "sha256").hexdigest()

@@ -14,7 +14,7 @@ from rolecall.core.ids import NodeId, ProcessId
 
 
 class Phase(StrEnum):
-    """What a process is doing. Peers are compared only within one phase.
+    """Current activity of a process. Peers are compared only within one phase.
 
     `idle`, `wait` and `paused` are phases in which no progress is due; `reduce` is a wait for peers in a collective.
     """
@@ -108,10 +108,10 @@ class ProcessSample:
 
 
 NO_PAGE: Final = ""
-"""Phase in a sample of a process of an uninstrumented job: without a state page it holds kernel data only. Every field
-from the page is absent: 0 progress would be an accusation."""
+"""Phase in a sample of a process of an uninstrumented job: without a state page it has kernel data only. Fields of the
+page are absent, because a progress of 0 would look like a hang."""
 UNCOUNTED: Final = 0
-"""Incarnation of such a process: rolecall did not start it and cannot know how often it was started."""
+"""Incarnation of such a process: rolecall did not start it, so the number of its starts is unknown."""
 
 
 def is_instrumented(sample: ProcessSample) -> bool:

@@ -4,13 +4,13 @@ import html
 from datetime import UTC, datetime
 
 DATES_FROM_SECONDS = 1e8
-"""Smaller times count from a recording's own zero, not from 1970."""
+"""Smaller times are relative to the start of a recording, not to 1970."""
 
 
 def plain(text: object, limit: int = 2000) -> str:
     """`text` with control, format and direction characters replaced by U+FFFD, truncated to `limit` characters.
 
-    A newline or tab becomes a space: what is shown in one line stays one line.
+    A newline or tab becomes a space, so that one line stays one line.
     """
     shown = "".join(" " if c in "\n\t\r" else c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in str(text))
     return shown if len(shown) <= limit else shown[: limit - 1] + "…"
@@ -22,7 +22,7 @@ def escape(text: object, limit: int = 2000) -> str:
 
 
 def utc(at: float, form: str = "%Y-%m-%d %H:%M:%S UTC", none: str = "at an unknown time") -> str:
-    """Wall seconds as a moment; `none` where no calendar has it, for others wrote it."""
+    """Wall seconds as a date; `none` if out of range, because the value may come from untrusted input."""
     try:
         return datetime.fromtimestamp(at, UTC).strftime(form)
     except (OverflowError, ValueError, OSError):

@@ -24,7 +24,7 @@ from typing import Any
 from rolecall.core.clock import Clock, SystemClock
 
 GRACE_SECONDS = 60.0
-"""What a check may take beyond its share: process start and the import of torch from a slow disk."""
+"""Time for a check beyond its share: process start and the import of torch from a slow disk."""
 KILL_SECONDS = 5.0
 """How long a killed process may take to end; one in an uninterruptible wait is reported and left behind."""
 

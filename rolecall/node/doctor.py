@@ -109,7 +109,7 @@ def worst(checks: tuple[NodeCheck, ...]) -> CheckLevel:
 
 
 class _Said(NamedTuple):
-    """What a check says."""
+    """Result of a check."""
 
     level: CheckLevel
     says: str

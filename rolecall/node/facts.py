@@ -1,4 +1,4 @@
-"""Facts of this node for `rolecall doctor`. Whatever cannot be read is a fact, too; nothing here judges.
+"""Facts of this node for `rolecall doctor`. An unreadable value is a fact, too; `doctor.py` does the checks.
 
 adjtimex(2), modes 0, reads the kernel's clock discipline without changing it: state, and the error that it may have.
 The offset of another agent's clock is its wall time minus the midpoint of request and response; its error is at most
@@ -116,7 +116,7 @@ def read_facts(
 
 
 def _settings(config: Path | None) -> Mapping[str, Any]:
-    """Only where the agent listens and keeps its things: the agent itself checks the rest."""
+    """Reads only addresses and paths of the agent: the agent itself validates the rest."""
     if config is None:
         return {}
     try:
@@ -175,14 +175,14 @@ def ask_agent(url: str) -> str:
     if status == HTTPStatus.UNAUTHORIZED:
         return "ok"  # an agent of another version
     try:
-        said = json.loads(body)
-        if status == HTTPStatus.OK and said["ok"] is True:
+        health = json.loads(body)
+        if status == HTTPStatus.OK and health["ok"] is True:
             return "ok"
-        if said == {"ok": False}:  # all that it says where it wants a user
-            return "it is not well: its newest look is too old"
-        return f"it is not well: its newest look is {float(said['newest_round_age_seconds']):.0f} s old"
+        if health == {"ok": False}:  # the public response of an agent with users
+            return "it is not healthy: its newest sample is too old"
+        return f"it is not healthy: its newest sample is {float(health['newest_round_age_seconds']):.0f} s old"
     except (ValueError, KeyError, TypeError):
-        return "what answers there is no agent"
+        return "another server than an agent answers there"
 
 
 class _Timex(ctypes.Structure):
@@ -200,7 +200,7 @@ class _Timex(ctypes.Structure):
 
 
 def read_clock() -> tuple[int | None, float | None]:
-    """State of the kernel's clock and the largest error it may have, seconds; None: it does not say."""
+    """State of the kernel's clock and its maximum error, seconds; None: unknown."""
     timex = _Timex()
     try:
         state = int(ctypes.CDLL(None, use_errno=True).adjtimex(ctypes.byref(timex)))
@@ -210,7 +210,7 @@ def read_clock() -> tuple[int | None, float | None]:
 
 
 def within(seconds: float, ask: Callable[[], str]) -> str:
-    """What `ask` answers, or that it does not: NVML hangs when a GPU fell off the bus, and just then doctor is run."""
+    """The answer of `ask`, or a message without one: NVML hangs when a GPU has fallen off the bus."""
     answers: list[str] = []
     thread = threading.Thread(target=lambda: answers.append(ask()), name="doctor-nvml", daemon=True)
     thread.start()
@@ -266,7 +266,7 @@ def _free(path: Path) -> tuple[int | None, int | None]:
         stat = os.statvfs(path)
     except OSError:
         return None, None
-    # File systems without a table of inodes (btrfs) say 0 of 0.
+    # File systems without a table of inodes (btrfs) report 0 of 0.
     return stat.f_bavail * stat.f_frsize, stat.f_favail if stat.f_files else None
 
 

@@ -21,7 +21,7 @@ FLEET = ("controller/0", "reward/0", "reward/1", "rollout/0", "rollout/1", "roll
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FakeObservation:
-    """An observation of the fake source: only when it was."""
+    """An observation without content."""
 
     wall_at: float
 
@@ -41,7 +41,7 @@ class FakeSource:
 class _FakeReplicaProcess:
     incarnation: int
     state: ReplicaState
-    next_at: float  # monotonic: when it takes its next step up
+    next_at: float  # monotonic seconds of its next change of state
     fault: FaultClass | None = None
     fault_at: float = 0.0
     dies_starting: bool = False
@@ -73,7 +73,7 @@ class FakeRuntime:
             self._write(replica, node)
 
     def inject(self, replica: str, fault: FaultClass) -> None:
-        """Something happens to the process that runs as `replica` now."""
+        """The current process of `replica` gets this fault."""
         process = self.processes[replica]
         process.fault, process.fault_at = fault, self.clock.monotonic()
         if fault is FaultClass.CRASH:
@@ -93,7 +93,7 @@ class FakeRuntime:
             if process is None or desired.incarnation > process.incarnation:
                 self._start(replica, desired, now)
             elif now >= process.next_at and process.state in (ReplicaState.STARTING, ReplicaState.READY):
-                self._rise(replica, process, now)
+                self._advance(replica, process, now)
 
     def _start(self, replica: str, desired: Desired, now: float) -> None:
         before = self.processes.get(replica)
@@ -105,16 +105,15 @@ class FakeRuntime:
         dies = 0 if hangs else self.starts_that_die.get(replica, 0)
         self.starts_that_hang[replica] = max(0, hangs - 1)
         self.starts_that_die[replica] = max(0, dies - 1) if dies else self.starts_that_die.get(replica, 0)
-        rises_at = float("inf") if hangs else now + self.ready_seconds
         self.processes[replica] = _FakeReplicaProcess(
             incarnation=desired.incarnation,
             state=ReplicaState.STARTING,
-            next_at=rises_at,
+            next_at=float("inf") if hangs else now + self.ready_seconds,
             dies_starting=dies > 0,
         )
         self._write(replica, desired.node)
 
-    def _rise(self, replica: str, process: _FakeReplicaProcess, now: float) -> None:
+    def _advance(self, replica: str, process: _FakeReplicaProcess, now: float) -> None:
         if process.dies_starting:
             self.inject(replica, FaultClass.CRASH)
             return
@@ -133,7 +132,7 @@ class FakeRuntime:
 
 
 class FakeDetector:
-    """Says what `FakeRuntime` did to its processes, `delay_seconds` later, while it is true."""
+    """Reports the faults of `FakeRuntime`'s processes `delay_seconds` after their start, while they last."""
 
     def __init__(self, runtime: FakeRuntime, *, delay_seconds: float = 0.5, gain_ratio: float | None = 4.0) -> None:
         self.runtime, self.delay_seconds, self.gain_ratio = runtime, delay_seconds, gain_ratio
@@ -143,9 +142,8 @@ class FakeDetector:
 
     def observe(self, observation: Any) -> list[Diagnosis]:
         del observation
-        return [] if self.silent else [*self._true_ones(), *self.extra]
-
-    def _true_ones(self) -> list[Diagnosis]:
+        if self.silent:
+            return []
         now, found = self.runtime.clock.monotonic(), []
         for replica, process in sorted(self.runtime.processes.items()):
             if process.fault is not None and now >= process.fault_at + self.delay_seconds:
@@ -159,7 +157,7 @@ class FakeDetector:
                         gain_ratio=self.gain_ratio if process.fault is FaultClass.SLOW else None,
                     )
                 )
-        return found
+        return [*found, *self.extra]
 
     def progressing(self, replica: str, incarnation_min: int) -> tuple[bool, str]:
         process = self.runtime.processes[replica]

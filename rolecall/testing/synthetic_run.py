@@ -171,7 +171,6 @@ class FakeFleet:
         self.processes: dict[str, FakeProcess] = {}
         self._pid, self._seq = 4000, 0
         self._samples: dict[str, list[ProcessSample]] = {}
-        self._retired: list[FakeProcess] = []
         self.groups_ready_at = self.now + 8.0
         self.step = 0
         plan = [("controller", 1), ("reward", self.num_rewards), ("trainer", self.num_trainers)]
@@ -316,11 +315,9 @@ class FakeFleet:
         kind = process.fault.kind if process.fault else ""
         if kind == "stopped":
             return
-        mine = share * self.rng.uniform(0.7, 1.3)
-        mine = min(1.0, mine)
-        if kind == "gil_loop":
+        mine = min(1.0, share * self.rng.uniform(0.7, 1.3))
+        if kind == "gil_loop":  # no run delay: the working thread waits for the interpreter, not for a CPU
             process.cpu += TICK_SECONDS * mine
-            process.run_delay += 0.0  # the working thread waits for the interpreter, not for a CPU
             return
         process.beats += TICK_SECONDS / 0.1
         if kind in ("lock", "read"):
@@ -332,8 +329,8 @@ class FakeFleet:
             return
         self._work(process, mine, kind)
 
-    def _work(self, process: FakeProcess, mine: float, kind: str) -> None:
-        run_share, got = mine, TICK_SECONDS * mine
+    def _work(self, process: FakeProcess, run_share: float, kind: str) -> None:
+        got = TICK_SECONDS * run_share
         fault_share = process.fault.share if process.fault else 1.0
         if kind == "duty_cycle":
             got *= fault_share
@@ -354,7 +351,7 @@ class FakeFleet:
             process.run_delay += max(0.0, ran - got * ran / TICK_SECONDS)
 
     def _units(self, process: FakeProcess, cpu: float, kind: str) -> float:
-        """Works off units; the tick's wall time is shared among them as the CPU time is. Wall seconds at work."""
+        """Completes units; they share the tick's wall time as they share its CPU time. Returns wall seconds at work."""
         wall_per_cpu = TICK_SECONDS / cpu if cpu > 0 else 0.0
         budget, wall, ran = cpu, TICK_SECONDS, 0.0
         while process.units_due > 0 and wall > 1e-12:
@@ -473,7 +470,7 @@ class FakeFleet:
 
     def _rollout(self, process: FakeProcess) -> None:
         if process.phase == Phase.IDLE:
-            # Refilled after a while; now and then an engine has lawfully nothing to do for long (staleness bound).
+            # Refilled after a while; now and then the staleness bound leaves an engine idle for long.
             if self.rng.random() < 0.05:
                 process.requests = self.rng.randint(8, 32)
                 process.enter(Phase.GENERATE, self.now, units=1)

@@ -65,7 +65,7 @@ UNFIT: dict[str, tuple[dict[str, Any], str, CheckLevel, str, str]] = {
     "no ptrace": ({"is_root": False}, "stacks", W, "ptrace_scope is 1", "CAP_SYS_PTRACE"),
     "no ptrace for anybody": ({"ptrace_scope": 3}, "stacks", W, "no process can", "reboot"),
     "no agent": ({"agent": ""}, "agent", W, "no agent listens at http://127.0.0.1:9477", "rolecall agent"),
-    "a sick agent": ({"agent": "it is not well"}, "agent", B, "it is not well", "restart"),
+    "a sick agent": ({"agent": "it is not healthy"}, "agent", B, "it is not healthy", "restart"),
     "no socket": ({"socket": False}, "agent", W, "agent.sock", "restart"),
     "no directory": ({"data_dir_error": "no such directory"}, "data_dir", B, "no such directory", "create it"),
     "little room": ({"free_bytes": 1 << 30}, "data_dir", W, "1024 MiB", "free disk space"),

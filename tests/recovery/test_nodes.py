@@ -12,7 +12,7 @@ from rolecall.core.faults import FaultClass
 from rolecall.core.ids import NodeId
 from rolecall.core.journal.events import Event, EventKind
 from rolecall.core.journal.payloads import PAYLOADS
-from rolecall.core.nodes import is_quarantined, quarantined_nodes
+from rolecall.core.nodes import nodes_quarantined_by, quarantined_nodes
 from rolecall.core.rundir import RunDir
 from rolecall.recovery.incidents import IncidentOutcome, IncidentProjection
 from rolecall.recovery.loop import Watch
@@ -58,8 +58,8 @@ def test_the_story_of_a_node() -> None:
     assert not back.quarantined and back.drained_at is None and back.returned_by == "p7"
     assert back.burn_ins == record.burn_ins, "what was measured stays"
     assert (
-        is_quarantined(story) == {"n1"}
-        and is_quarantined([*story, _event(7, K.NODE_RETURNED_TO_SERVICE)]) == frozenset()
+        nodes_quarantined_by(story) == {"n1"}
+        and nodes_quarantined_by([*story, _event(7, K.NODE_RETURNED_TO_SERVICE)]) == frozenset()
     )
     assert fold_nodes([made_event(seq=1, kind=K.NODE_QUARANTINED, wall_at=1.0, body={})]) == {}
 

@@ -94,7 +94,7 @@ def test_a_queries_file(tmp_path: Path) -> None:
         ("queries: {a: {}}", "queries.a.expression"),
         ("labels: {node: []}\nqueries: {a: {expression: x}}", "labels.node"),
         ("labels: {rank: rank}", "labels.rank"),
-        ("queries: {a: {expression: x}, a: {expression: y}}", "stands twice"),
+        ("queries: {a: {expression: x}, a: {expression: y}}", "duplicate key"),
         ("{", "not YAML"),
         ("\xff\xfe".encode("latin-1"), "utf-8"),
         (b"#" * (1 << 21), "larger than"),

@@ -1,9 +1,9 @@
 """Section `algorithm` of a job file: which of the four, and its settings.
 
-A name stands for a method: settings that are the method (DAPO's dynamic sampling, T-PPO's groups of one) cannot be
-switched off under its name, and settings of another method are refused, with the reason. To switch DAPO's parts on one
-by one, begin with `grpo`. What is not given has the name's own default (`DEFAULTS`), which suits the built-in tasks and
-their model of a million parameters; figures of papers stand in docs/reference/algorithms.md.
+A name means a method: settings that are the method (DAPO's dynamic sampling, T-PPO's groups of one) cannot be switched
+off under its name, and settings of another method are refused, with the reason. To switch DAPO's parts on one by one,
+begin with `grpo`. Omitted settings have the name's own default (`DEFAULTS`), which suits the built-in tasks and their
+model of a million parameters; docs/reference/algorithms.md has the papers' values.
 """
 
 from collections.abc import Mapping
@@ -26,7 +26,7 @@ class AlgorithmName(StrEnum):
 GROUP_RELATIVE = frozenset({AlgorithmName.GRPO, AlgorithmName.DAPO})
 """Baseline: the other samples of the same prompt."""
 WITH_CRITIC = frozenset({AlgorithmName.PPO, AlgorithmName.TPPO})
-"""Baseline: a value model of its own, trained beside the policy."""
+"""Baseline: a separate value model, trained beside the policy."""
 
 DEFAULTS: Mapping[AlgorithmName, Mapping[str, Any]] = MappingProxyType(
     {
@@ -48,16 +48,15 @@ DEFAULTS: Mapping[AlgorithmName, Mapping[str, Any]] = MappingProxyType(
         },
     }
 )
-"""What a name changes in the defaults of the class, found by trial on the built-in tasks and by no search. DAPO learns
-them with its paper's clip range. With a critic the advantages are not divided by a deviation and are smaller by far, so
-the bonus for entropy must be, too. A step of T-PPO has as many answers as one of PPO, each to a prompt of its own. Its
-policy does not learn from the estimates of a critic that began with the run and has learned little: lambda 1, except
-for the value behind a cut."""
+"""Defaults of a name that differ from those of the class, found by trial on the built-in tasks, without a search. DAPO
+learns them with its paper's clip range. With a critic, advantages are not divided by a deviation and are far smaller,
+so the entropy bonus must be smaller, too. A step of T-PPO has as many answers as one of PPO, each to a different
+prompt. Its policy does not learn from the estimates of a critic that has learned little so far: lambda 1, except for
+the value behind a cut."""
 
 WINDOW_TOKENS = 16
-"""Of T-PPO where the job says nothing, or the task's longest response if that is shorter: most answers to the built-in
-tasks are over by then. Where most are cut, the reward reaches the policy through the critic alone, which does not know
-it yet."""
+"""Default of T-PPO, or the task's longest response if that is shorter: most answers to the built-in tasks end within
+it. If most are cut, the reward reaches the policy only through the critic, which has not learned it yet."""
 
 ONLY_OF: Mapping[str, tuple[frozenset[AlgorithmName], str]] = MappingProxyType(
     {
@@ -77,9 +76,9 @@ ONLY_OF: Mapping[str, tuple[frozenset[AlgorithmName], str]] = MappingProxyType(
 )
 """Setting -> the algorithms that have it, and why the others do not."""
 CLIPS = ("clip_low", "clip_high")
-"""Have no meaning with `importance_cap`."""
+"""Meaningless with `importance_cap`."""
 FILTERS = ("filter_by", "refills_max", "at_refill_limit")
-"""Have no meaning without `dynamic_sampling`."""
+"""Meaningless without `dynamic_sampling`."""
 
 
 class AlgorithmConfig(Section):
@@ -115,10 +114,10 @@ class AlgorithmConfig(Section):
     """null: clipped ratios against the policy that made each token. A number: truncated importance weights, at most
     this, and no clip range."""
     dynamic_sampling: bool = False
-    """Drop groups that teach nothing, and generate others until the step's batch is full (DAPO)."""
+    """Drop groups without a learning signal, and generate others until the step's batch is full (DAPO)."""
     filter_by: Literal["reward", "exact"] = "reward"
-    """Which groups teach nothing. reward: all rewards are equal. exact: all answers are exact, or none is (as in DAPO;
-    with graded rewards nothing is learned before the first exact answer)."""
+    """Groups without a learning signal. reward: all rewards are equal. exact: all answers are exact, or none is (as in
+    DAPO; with graded rewards, learning starts only at the first exact answer)."""
     refills_max: Annotated[int, Field(ge=1, le=10_000)] = 10
     """Batches of groups that may be generated for one step."""
     at_refill_limit: Literal["fail", "take"] = "fail"
@@ -156,13 +155,13 @@ class AlgorithmConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _of_this_name(cls, value: Any) -> Any:
-        """Fills in the name's defaults, and refuses what belongs to another algorithm."""
+        """Fills in the name's defaults, and rejects settings of another algorithm."""
         if not isinstance(value, dict):
             return value
         try:
             name = AlgorithmName(value.get("name", AlgorithmName.GRPO))
         except ValueError:
-            return value  # said by the field itself
+            return value  # the field's own validation reports it
         foreign = [
             f"{key} has no meaning for {name}: {why}"
             for key, (names, why) in ONLY_OF.items()
@@ -184,7 +183,7 @@ class AlgorithmConfig(Section):
         return self
 
     def _rules(self) -> list[tuple[bool, str]]:
-        """(whether it holds, what to say otherwise)."""
+        """(whether it holds, the error message otherwise)."""
         given = [key for key in FILTERS if key in self.model_fields_set]
         dapo, tppo = self.name is AlgorithmName.DAPO, self.name is AlgorithmName.TPPO
         instead = "begin with `name: grpo` to switch its parts on one by one"

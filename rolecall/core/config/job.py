@@ -1,7 +1,7 @@
-"""A job file: one frozen model a component, unknown keys refused, every problem reported at once as `path: reason`.
+"""A job file: one frozen model per component. All problems are reported at once, each `path: reason`.
 
-All models stand here and not in their components, because core imports nothing and a launcher must be able to
-validate a job file without torch or Ray.
+Unknown keys are rejected. All models are here and not in their components, so that a launcher can validate a job file
+without torch or Ray.
 """
 
 import hashlib
@@ -55,7 +55,7 @@ class ModelConfig(Section):
 
 
 SURPLUS_TOKENS = 3
-"""How many tokens beyond a right answer may be generated: a model must learn to stop, and cheaply."""
+"""Tokens that may be generated beyond the exact answer: the model must learn to stop, at a low cost."""
 
 
 class TaskName(StrEnum):
@@ -131,9 +131,9 @@ class DetectorConfig(Section):
     """Settings of the live detectors. They are the same for every role; deadlines are learned per (role, phase)."""
 
     poll_seconds: Seconds = 1.0
-    """Interval of requests for samples; findings from samples come later by half of it. Events are not delayed."""
+    """Interval of requests for samples, which delays findings from samples by half of it. Events are not delayed."""
     window_seconds: Seconds = 30.0
-    """How much history peers are compared over."""
+    """History over which peers are compared."""
     hang_floor_seconds: Seconds = 2.5
     """No stall below this is a hang: deadline = max(floor, hang_p99_factor x own P99)."""
     hang_p99_factor: Annotated[float, Field(ge=1)] = 5.0
@@ -242,7 +242,7 @@ class JobConfig(Section):
 
     @model_validator(mode="after")
     def _lengths(self) -> "JobConfig":
-        """What the algorithm says of lengths, against the longest response of the task."""
+        """Checks the algorithm's lengths against the task's longest response."""
         longest, algorithm = self.task.max_response_tokens, self.algorithm
         found = [
             f"algorithm.{name} ({value}) is longer than the longest response ({longest} tokens, of task.num_digits): "
@@ -260,25 +260,25 @@ class JobConfig(Section):
 
     @model_validator(mode="after")
     def _window(self) -> "JobConfig":
-        """Says T-PPO's window where the file does not, so that whoever reads the job reads a number."""
+        """Fills in T-PPO's window where the file omits it, so that it is always a number."""
         if self.algorithm.name is AlgorithmName.TPPO and self.algorithm.window_tokens is None:
             window = min(WINDOW_TOKENS, self.task.max_response_tokens)
             algorithm = self.algorithm.model_copy(update={"window_tokens": window})
-            object.__setattr__(self, "algorithm", algorithm)  # frozen for everybody who comes later
+            object.__setattr__(self, "algorithm", algorithm)  # bypasses `frozen` during validation
         return self
 
     @field_serializer("journal")
     def _without_password(self, value: str | None) -> str | None:
-        # What is written into run.json and the report; the whole URL stands in `RunDir.database_path`.
+        # For run.json and the report; `RunDir.database_path` has the whole URL.
         return None if value is None else redacted(value)
 
     @property
     def learns(self) -> str:
-        """How it learns what, for people: `dapo on long_addition`."""
+        """Algorithm and task for display: `dapo on long_addition`."""
         return f"{self.algorithm.name} on {self.task.name}"
 
     def digest(self) -> str:
-        """Names the configuration without seed: runs of one digest may be compared."""
+        """Identifies the configuration without its seed: runs with the same digest are comparable."""
         text = self.model_copy(update={"seed": 0, "injection_allowed": False}).model_dump_json(exclude={"journal"})
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
@@ -299,7 +299,7 @@ def parse_job(value: Any, source: str = "") -> JobConfig:
 
 
 def problems_of(invalid: ValidationError) -> list[str]:
-    """What is wrong, each `path: reason, got what`; passwords of URLs are left out."""
+    """The problems, each `path: reason, got value`, without passwords of URLs."""
     problems = []
     for error in invalid.errors():
         path = ".".join(str(part) for part in error["loc"]) or "(top)"
@@ -312,37 +312,37 @@ def problems_of(invalid: ValidationError) -> list[str]:
 
 def load_job(path: Path) -> JobConfig:
     """Reads and checks a job file (YAML). Raises ConfigError: the file cannot be read, is not YAML, or has problems."""
+    return parse_job(read_yaml_file(path), str(path))
+
+
+def read_yaml_file(path: Path) -> Any:
+    """The value of a YAML file. Raises ConfigError: it cannot be read, or is not YAML."""
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as e:
-        raise ConfigError([f"(file): {e}"], str(path)) from e
-    try:
-        value = read_yaml(text)
-    except ValueError as e:
-        raise ConfigError([f"(file): {e}"], str(path)) from e
-    return parse_job(value, str(path))
+        return read_yaml(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as e:
+        raise ConfigError([f"(file): {e}"], str(path)) from None
 
 
 def read_yaml(text: str) -> Any:
     """The value that `text` holds.
 
     Raises:
-        ValueError: it is not YAML, or a key stands twice in one mapping: the reason, in one line.
+        ValueError: it is not YAML, or a mapping has a duplicate key: the reason, in one line.
     """
     try:
         loader = _Loader(text)
         value = loader.get_single_data()
-    except (yaml.YAMLError, ValueError) as e:  # a date that is none is a ValueError
+    except (yaml.YAMLError, ValueError) as e:  # an invalid date is a ValueError
         raise ValueError(f"not YAML: {' '.join(str(e).split())}") from e
     except RecursionError:
         raise ValueError("not YAML: nested too deeply") from None
     if loader.repeated:
-        raise ValueError("; ".join(f"line {line}: {key!r} stands twice" for line, key in sorted(loader.repeated)))
+        raise ValueError("; ".join(f"line {line}: duplicate key {key!r}" for line, key in sorted(loader.repeated)))
     return value
 
 
 class _Loader(yaml.SafeLoader):
-    """Finds what YAML forbids and PyYAML lets pass: of two equal keys it would silently take the last."""
+    """Finds duplicate keys, which YAML forbids but PyYAML accepts: it would silently use the last one."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)

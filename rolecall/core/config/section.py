@@ -1,4 +1,4 @@
-"""What every section of a job file shares: frozen, unknown keys refused, and the kinds of numbers."""
+"""Base of all sections of a job file (frozen, unknown keys are rejected), and their kinds of numbers."""
 
 from typing import Annotated
 

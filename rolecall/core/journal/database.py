@@ -1,7 +1,7 @@
-"""Where a journal lives: the database URLs that a job may name, and what of them may be shown.
+"""Location of a journal: the database URLs that a job may use, and their display without passwords.
 
 SQLite needs no server and is the default. PostgreSQL is for nodes that share no file system: each run has a schema of
-its own there, so that one URL serves any number of runs. Nothing else is accepted: writers take turns by means that
+its own there, so that one URL serves any number of runs. Nothing else is accepted: writers take turns by locks that
 only these two have.
 """
 
@@ -16,11 +16,11 @@ DRIVERS = {
     "postgresql+psycopg": "postgresql+psycopg",
 }
 _PASSWORDS = (
-    re.compile(r"(?<=://)([^\s/@:]*):[^\s/]*@"),  # the last @ ends it: a password may hold one
+    re.compile(r"(?<=://)([^\s/@:]*):[^\s/]*@"),  # up to the last @: a password may contain one
     re.compile(r"\b((?:ssl)?password)=[^&\s'\"]*", re.IGNORECASE),
 )
 SCHEMA_LENGTH_MAX = 63
-"""PostgreSQL cuts names off after this."""
+"""PostgreSQL truncates longer names."""
 
 
 def redacted(text: str) -> str:
@@ -29,12 +29,12 @@ def redacted(text: str) -> str:
 
 
 def checked_url(text: str) -> str:
-    """`text` with its driver named.
+    """`text` with its driver.
 
     Raises:
-        ValueError: it is no database URL that a journal can live at. The reason shows no password.
+        ValueError: it is not a supported database URL. The reason contains no password.
     """
-    import sqlalchemy as sa  # here: agents read run directories, and start five times as fast without it
+    import sqlalchemy as sa  # imported here: agents read run directories, and start five times as fast without it
 
     wanted = "postgresql://USER@HOST/DATABASE or sqlite:////PATH/TO/FILE"
     try:
@@ -54,7 +54,7 @@ def checked_url(text: str) -> str:
 
 
 def run_url(url: str, run_id: RunId) -> str:
-    """`url`, narrowed to the schema of one run."""
+    """`url`, with the schema of one run."""
     import sqlalchemy as sa
 
     parsed = sa.make_url(url)

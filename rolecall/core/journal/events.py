@@ -1,5 +1,5 @@
-"""One entry of the journal. `incident_id` and `caused_by` (an event id) let any action walk back to the sample that
-caused it."""
+"""One entry of the journal. `incident_id` and `caused_by` (an event id) trace any action back to the sample that caused
+it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -37,7 +37,7 @@ class Event:
         return self.payload
 
     def slim(self) -> Self:
-        """For those that keep many: without what a plan was decided from, and without the parts of a step."""
+        """For readers that keep many events: without the inputs of a plan and without the parts of a step."""
         payload = self.payload
         if isinstance(payload, PlanCreated):
             return replace(self, payload=replace(payload, question={}))

@@ -1,8 +1,8 @@
-"""The memory of a run: an append-only chain of events, and the small records that control loops compare.
+"""The journal of a run: an append-only chain of events, and the small records that control loops compare.
 
-Tables: `events` (the chain), `desired` and `actual` (what recovery wants and what the runtime has), `epochs`, `leases`
-(who may act, with a fencing number that only grows), `flags` (paused, stop requested) and `windows` (what a
-diagnosis had read, for replay). All writes that belong together go in one transaction.
+Tables: `events` (the chain), `desired` and `actual` (written by recovery and by the runtime), `epochs`, `leases` (who
+may act, with a fencing number that only grows), `flags` (paused, stop requested) and `windows` (the input of a
+diagnosis, for replay). Related writes share one transaction.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -24,7 +24,7 @@ from rolecall.core.membership import Actual, Desired, Epoch, ReplicaState
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lease:
-    """The right to act. `fence` grows with every change of holder and goes with every action."""
+    """The right to act. `fence` grows with every change of holder and accompanies every action."""
 
     name: str
     holder: str
@@ -43,7 +43,7 @@ class JournalPage:
 
 
 class Journal:
-    """Reads and writes a run's memory. Every method is one transaction."""
+    """Reads and writes a run's journal. Every method is one transaction."""
 
     def __init__(self, url: str, *, clock: Clock | None = None, create: bool = True) -> None:
         self.store = Store(url, create=create)
@@ -65,14 +65,13 @@ class Journal:
     ) -> Event:
         """Adds one event and returns it once it is on disk.
 
-        With `key`, an existing event with that key is returned and nothing is written: a writer that died
-        between writing and remembering repeats itself without harm. With `lease`, the write is refused when another
-        holder's fencing number is newer. With `unless`, when this incident has an event of these kinds after line
-        `since`, up to which the writer had read: an operator and a watch may write at the same moment.
+        With `key`, an existing event with that key is returned and nothing is written, so a writer that died may safely
+        repeat its write. With `lease`, the write is refused when another holder's fencing number is newer. With
+        `unless`, also when this incident has an event of these kinds after line `since`, the last one that the writer
+        has read: an operator and a watch may write at the same time.
 
         Raises:
-            LeaseFenced: `lease` is over.
-            ConcurrentWrite: such an event came in between.
+            LeaseFenced: `lease` is over. ConcurrentWrite: such an event was written in between.
         """
         entry = {"kind": str(payload.kind), "incident_id": incident_id, "caused_by": caused_by, "key": key}
         with self.store.write() as conn:
@@ -90,12 +89,12 @@ class Journal:
         return event_of(row, self.store.where)
 
     def append_unchecked(self, kind: EventKind, body: Mapping[str, Any], *, incident_id: str | None = None) -> None:
-        """Adds an event whatever its body holds: for tests of what readers do with damage."""
+        """Adds an event with any body, for tests of readers with damaged lines."""
         with self.store.write() as conn:
             self._append(conn, {"kind": str(kind), "incident_id": incident_id, "body": body})
 
     def _append(self, conn: sa.Connection, entry: Mapping[str, Any], lease: Lease | None = None) -> Row:
-        """`entry`: columns of the line; those that it lacks are empty."""
+        """`entry`: columns of the line; missing ones are empty."""
         if lease is not None:
             self._check_fence(conn, lease)
         head = chain_head(conn, EVENTS)
@@ -119,12 +118,11 @@ class Journal:
         limit: int = 100_000,
         damaged: list[DamagedLine] | None = None,
     ) -> list[Event]:
-        """Events with `seq > after`, oldest first.
-
-        `damaged`: takes the lines that cannot be read, for a reader that must go on without them.
+        """Events with `seq > after`, oldest first. `damaged`: receives unreadable lines, for a reader that continues
+        without them.
 
         Raises:
-            JournalCorrupt: a line cannot be read, and `damaged` was not given.
+            JournalCorrupt: a line cannot be read, and `damaged` is None.
         """
         page = self.page(after=after, kinds=kinds, incident_id=incident_id, limit=limit)
         if damaged is None and page.damaged:
@@ -143,7 +141,7 @@ class Journal:
         wanted: Callable[[str], bool] | None = None,
     ) -> JournalPage:
         """At most `limit` lines with `seq > after`, oldest first. `wanted`: called with the kind of each line in order;
-        a line that it refuses is not parsed."""
+        a rejected line is not parsed."""
         query = sa.select(EVENTS).where(EVENTS.c.seq > after).order_by(EVENTS.c.seq).limit(limit)
         if kinds is not None:
             query = query.where(EVENTS.c.kind.in_([str(k) for k in kinds]))
@@ -154,7 +152,7 @@ class Journal:
             last = rows[-1]["seq"] if rows else after
             full = len(rows) == limit
             if not full and kinds is not None:
-                # Nothing of these kinds follows: the next page need not search up to here again.
+                # No line of these kinds follows: the next page starts here.
                 last = max(last, conn.execute(sa.select(sa.func.max(EVENTS.c.seq))).scalar() or 0)
         page = JournalPage(last=last, full=full)
         for row in rows:
@@ -192,9 +190,9 @@ class Journal:
         return ChainHead(position=position, hash=previous)
 
     def acquire(self, name: str, holder: str, ttl_seconds: float) -> Lease | None:
-        """Takes the lease if it is free, expired or already ours; None while another holds it.
+        """Takes the lease if it is free, expired or already ours; None while another one holds it.
 
-        A new holder gets a fencing number one above all before it; a renewal keeps its number.
+        A new holder's fencing number is one higher than all earlier ones; a renewal keeps its number.
         """
         now = self.clock.wall()
         with self.store.write() as conn:
@@ -210,7 +208,7 @@ class Journal:
             return lease
 
     def release(self, lease: Lease) -> None:
-        """Gives the lease back; does nothing when it is over already."""
+        """Releases the lease; does nothing when it is over already."""
         with self.store.write() as conn:
             mine = (LEASES.c.name == lease.name) & (LEASES.c.fence == lease.fence)
             conn.execute(LEASES.update().where(mine).values(expires_at=0.0, holder=""))
@@ -226,7 +224,7 @@ class Journal:
     def set_desired(
         self, record: Desired, *, expect_incarnation: int | None = None, lease: Lease | None = None
     ) -> bool:
-        """Writes what should be, if the record still is at `expect_incarnation`; False when it is not.
+        """Writes the desired state if the record is still at `expect_incarnation`; False otherwise.
 
         Idempotent: writing the current record again returns True.
 
@@ -250,7 +248,7 @@ class Journal:
             return True
 
     def remove_desired(self, replica: ReplicaId) -> None:
-        """The replica should not be: the runtime stops it."""
+        """The replica is no longer desired: the runtime stops it."""
         with self.store.write() as conn:
             conn.execute(DESIRED.delete().where(DESIRED.c.replica == replica))
 
@@ -260,8 +258,8 @@ class Journal:
     def set_actual(self, record: Actual, *, unless: Iterable[ReplicaState] = ()) -> bool:
         """Writes the actual state. False, without a write, when the record is in one of the states `unless`.
 
-        A LOST replica must not be called SERVING again by a message that was under way: pass
-        `unless=(LOST, STOPPED)` whenever the new state is one of work.
+        A late message must not mark a LOST replica SERVING again: pass `unless=(LOST, STOPPED)` with every working
+        state.
         """
         values = {**asdict(record), "state": str(record.state), "changed_at": self.clock.wall()}
         this = (ACTUAL.c.replica == record.replica) & (ACTUAL.c.incarnation == record.incarnation)
@@ -292,8 +290,7 @@ class Journal:
         return {(record.replica, record.incarnation): record for record in records}
 
     def current(self) -> dict[ReplicaId, Actual]:
-        """The newest incarnation of each replica. The others stay where they are: they are many, and it is read
-        often."""
+        """The newest incarnation of each replica, without reading the many older ones."""
         newest = sa.select(ACTUAL.c.replica, sa.func.max(ACTUAL.c.incarnation).label("incarnation"))
         last = newest.group_by(ACTUAL.c.replica).subquery()
         these = (ACTUAL.c.replica == last.c.replica) & (ACTUAL.c.incarnation == last.c.incarnation)
@@ -329,7 +326,7 @@ class Journal:
             return conn.execute(sa.select(FLAGS.c.value).where(FLAGS.c.name == name)).scalar()
 
     def save_window(self, incident_id: str, name: str, value: Any) -> None:
-        """Keeps what a diagnosis had read (JSON, compressed). The first one saved under a name stays."""
+        """Stores the input of a diagnosis (JSON, compressed). The first one saved under a name is kept."""
         blob = packed(value)
         with self.store.write() as conn:
             this = (WINDOWS.c.incident_id == incident_id) & (WINDOWS.c.name == name)

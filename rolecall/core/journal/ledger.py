@@ -7,10 +7,10 @@ Groups move along
        +--------------------+ v  |
                           returned -> accepted            all but trained -> dropped
 
-Accepted groups passed dynamic sampling; a run with dynamic sampling trains on no others.
-Each move is one line of a hash chain, in one transaction with the check that the move is legal. The chain's head
-travels in the trainer's commit record, its checkpoints and the report, so that a tail cut off shows too. No prompt or
-sample text is kept: a group id names the prompt, because the task makes prompts from (seed, group number).
+Accepted groups passed dynamic sampling; a run with dynamic sampling trains on no others. Each move is one line of a
+hash chain, in one transaction with the check that the move is legal. The chain's head is in the trainer's commit
+record, its checkpoints and the report, so a truncated tail is detected, too. No prompt or sample text is stored: a
+group id identifies the prompt, which the task generates from (seed, group number).
 """
 
 from collections import Counter
@@ -51,7 +51,7 @@ LEGAL: Mapping[GroupState | None, frozenset[GroupState]] = {
 }
 _STATES = frozenset(str(s) for s in GroupState)
 FILTERED = "filtered: "
-"""How the reason of a drop by dynamic sampling begins: a choice by rewards, and no loss."""
+"""Prefix of the reason of a drop by dynamic sampling: a choice by rewards, not a loss."""
 
 _FIELDS = ("seq", "group_id", "state", "step", "num_tokens", "reason", "wall_at")
 
@@ -67,7 +67,7 @@ class LedgerLine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Audit:
-    """What a walk over the whole ledger found. `ok` only without problems."""
+    """Result of a check of the whole ledger. `ok` only without problems."""
 
     ok: bool
     problems: tuple[str, ...]
@@ -80,7 +80,7 @@ class Audit:
     unaccounted: int  # neither trained nor dropped in the end
     dropped_by_reason: dict[str, int] = field(default_factory=dict)
     dropped_by_length: dict[str, int] = field(default_factory=dict)  # bucket of num_tokens -> groups
-    filtered_by_length: dict[str, int] = field(default_factory=dict)  # of these, those that dynamic sampling chose
+    filtered_by_length: dict[str, int] = field(default_factory=dict)  # of these, dropped by dynamic sampling
 
 
 class Ledger:
@@ -136,7 +136,7 @@ class Ledger:
         return {GroupId(r["group_id"]): (GroupState(r["state"]), r["step"]) for r in found}
 
     def dropped_for(self, reason: str) -> set[GroupId]:
-        """Groups that were dropped with this very reason."""
+        """Groups that were dropped with exactly this reason."""
         query = sa.select(LEDGER.c.group_id).where(LEDGER.c.state == str(GroupState.DROPPED), LEDGER.c.reason == reason)
         return {GroupId(r["group_id"]) for r in self._store.rows(query)}
 
@@ -148,7 +148,7 @@ class Ledger:
         return -1 if step is None else int(step)
 
     def undo_after(self, step: int, reason: str) -> list[GroupId]:
-        """Marks groups trained after `step` undone: they go back to the queue. Returns them."""
+        """Marks groups trained after `step` undone: they return to the queue. Returns them."""
         later = [g for g, (state, at) in self.groups([GroupState.TRAINED]).items() if at > step]
         self.write([LedgerLine(group_id=g, state=GroupState.UNDONE, step=step, reason=reason) for g in later])
         return later
@@ -169,7 +169,7 @@ def _check_move(line: LedgerLine, before: GroupState | None, before_step: int) -
 
 
 def length_bucket(num_tokens: int) -> str:
-    """`0`, `1-1`, `2-3`, `4-7`, ...: drops are counted by length, since losing the long ones is bias."""
+    """`0`, `1-1`, `2-3`, `4-7`, ...: drops are counted by length, because losing long answers is a bias."""
     if num_tokens <= 0:
         return "0"
     low = 1 << (num_tokens.bit_length() - 1)
@@ -184,8 +184,8 @@ def audit(
 ) -> Audit:
     """Walks the ledger from its first line and checks chain, moves and anchors. Pure.
 
-    `anchors`: (where it was kept, head) - each names a position and the hash that the chain must have there; one
-    beyond the last line means that the tail was cut off. `ended`: the run is over, so open groups are unaccounted.
+    `anchors`: (where it was stored, head): position and hash that the chain must have there; a position beyond the last
+    line means a truncated tail. `ended`: the run is over, so open groups are unaccounted.
     """
     problems: list[str] = []
     link, states, steps = GENESIS, dict[str, GroupState](), dict[str, int]()
@@ -206,7 +206,7 @@ def audit(
         link = line["hash"]
         hash_at[expected] = link
         if line["state"] not in _STATES:
-            problems.append(f"ledger line {expected}: state {line['state']!r} is none that this rolecall knows")
+            problems.append(f"ledger line {expected}: state {line['state']!r} is unknown")
             break
         group, state = line["group_id"], GroupState(line["state"])
         if state is GroupState.TRAINED:

@@ -1,7 +1,7 @@
 """The journal's event contract: the kinds of event, and one frozen payload a kind, in one table.
 
-Writers append payloads, readers get them back as `Event.payload`; nothing else reads the JSON of a stored body. A body
-that does not fit its payload (a field is missing, unknown or of another type) is damage of that one event.
+Writers append payloads, readers get them back as `Event.payload`; no other code reads the JSON of a stored body. A body
+that does not match its payload (a field is missing, unknown or of another type) means that this event is damaged.
 
 To change a payload: a new field with a default keeps the version, because stored bodies without it can still be read;
 anything else raises `version`. `docs/reference/events.md` is generated from this module (tools/reference_pages.py).
@@ -69,7 +69,7 @@ class EventKind(StrEnum):
 
 K = EventKind
 SCHEMA_FIELD = "schema"
-"""Holds a body's version in the stored JSON; a body of version 1 does without."""
+"""Key of a body's version in the stored JSON; a body of version 1 has none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,11 +81,11 @@ class Payload:
 
     @property
     def reason(self) -> str:
-        """Why it happened; empty for kinds that do not say."""
+        """Why it happened; empty for kinds without a reason."""
         return str(getattr(self, "because", ""))
 
     def to_body(self) -> dict[str, Any]:
-        """The stored JSON: every field, whether it has a default or not."""
+        """The stored JSON: every field, also those with a default."""
         body = {name: plain_value(getattr(self, name)) for name in PAYLOADS[self.kind].names}
         version = PAYLOADS[self.kind].version
         return body if version == 1 else {**body, SCHEMA_FIELD: version}
@@ -108,7 +108,7 @@ class PayloadSpec:
     def read(self, body: Mapping[str, Any]) -> Payload:
         """
         Raises:
-            ValueError, TypeError, KeyError: this is no body of this kind and version; the text names the field.
+            ValueError, TypeError, KeyError: not a body of this kind and version; the text names the field.
         """
         if SCHEMA_FIELD in body or self.version != 1:
             version = body.get(SCHEMA_FIELD, 1)
@@ -124,7 +124,7 @@ class PayloadSpec:
 
 @cache
 def _adapter(kind: K) -> TypeAdapter[Any]:
-    """Built at the first event of a kind: all of them together would make every import of the journal slower."""
+    """Built at the first event of a kind, because building all of them would slow down every import of the journal."""
     return TypeAdapter(PAYLOADS[kind].payload)
 
 
@@ -164,7 +164,7 @@ def plain_value(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [plain_value(v) for v in value]
     if isinstance(value, float) and not math.isfinite(value):
-        return str(value)  # JSON has no such number, and a NaN loss must neither be lost nor stop its writer
+        return str(value)  # JSON has no such number, and a NaN loss must neither be dropped nor stop its writer
     return asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
 
 
@@ -193,11 +193,11 @@ class RunStarted(Payload):
 
 @_event(K.RUN_ENDED, SESSION)
 class RunEnded(Payload):
-    """The run is over; nothing is written after it but late evidence and reviews."""
+    """The run is over; only late evidence and reviews are written after it."""
 
     outcome: Annotated[str, "`done`, `failed` or `interrupted`"]
     because: Annotated[str, "why it ended"]
-    faults_wanted: Annotated[int, "faults that the session asked to be injected"] = 0
+    faults_wanted: Annotated[int, "faults that the session requested"] = 0
 
 
 @_event(K.REPLICA_STARTING, SUPERVISOR)
@@ -229,13 +229,13 @@ class ReplicaLost(Payload):
 
     replica: Annotated[str, "`role/index`"]
     incarnation: Annotated[int, "the incarnation that is lost"]
-    because: Annotated[str, "what showed it"]
+    because: Annotated[str, "how it was detected"]
     node: Annotated[str, "node on which it ran"]
 
 
 @_event(K.REPLICA_STOPPED, SUPERVISOR)
 class ReplicaStopped(Payload):
-    """An incarnation was ended on purpose."""
+    """An incarnation was stopped intentionally."""
 
     replica: Annotated[str, "`role/index`"]
     incarnation: Annotated[int, "the incarnation that was stopped"]
@@ -269,19 +269,19 @@ class StepCommitted(Payload):
     policy_version: Annotated[int, "version of the weights after it: `step + 1`"]
     groups: Annotated[tuple[str, ...], "prompt groups that it trained on"]
     microbatches: Annotated[tuple[str, ...], "microbatches that it trained on"]
-    reward: Annotated[float | None, "mean reward; null when a controller that restarted no longer knows it"]
+    reward: Annotated[float | None, "mean reward; null if unknown after a restart of the controller"]
     loss: Annotated[float | None, "loss; null when no trainer still has the result"]
     grad_norm: Annotated[float | None, "norm of the gradient before clipping; null as for `loss`"]
     log_ratio_max: Annotated[
         float | None,
-        "largest difference of log-probabilities between trainer and engine, nats; null when none was asked",
+        "largest difference of log-probabilities between trainer and engine, nats; null when none was compared",
     ]
     health: Annotated[
         Mapping[str, float | None], "policy-health metrics by name; null: the step had nothing to measure"
     ]
     tokens: Annotated[int, "tokens trained on"]
     seconds: Annotated[float, "wall time of the step, seconds"]
-    attempts: Annotated[int, "attempts that it took; 0 when a restarted controller found it committed"]
+    attempts: Annotated[int, "number of attempts; 0 when a restarted controller found it committed"]
     staleness: Annotated[int, "largest age of a trained token, in policy versions"]
     gradient_digest: Annotated[str, "digest of the reduced gradient, equal on all trainers"]
     ledger: Annotated[ChainHead, "head of the ledger when the step was assigned"]
@@ -293,14 +293,14 @@ class StepCommitted(Payload):
 
 @_event(K.STEP_INTERRUPTED, CONTROLLER)
 class StepInterrupted(Payload):
-    """An attempt at a step failed; the step is tried again with the trainers that are left."""
+    """An attempt at a step failed; the remaining trainers repeat the step."""
 
     step: Annotated[int, "step that was interrupted"]
     epoch: Annotated[int, "epoch that failed"]
     because: Annotated[str, "errors of the replicas that failed first"]
     lost: Annotated[tuple[str, ...], "trainers that are lost"]
     attempt: Annotated[int, "number of the attempt, from 1; 0 when all trainers were lost"] = 0
-    refused_checkpoints: Annotated[tuple[str, ...], "checkpoints that could not be loaded, when all were lost"] = ()
+    refused_checkpoints: Annotated[tuple[str, ...], "checkpoints that could not be loaded when all were lost"] = ()
 
 
 @_event(K.MICROBATCH_RECOMPUTED, CONTROLLER)
@@ -327,12 +327,12 @@ class MicrobatchCompared(Payload):
     grad_norm: Annotated[float, "norm of its gradient there, before clipping"]
     because: Annotated[str, "what is unusual, and the limit"]
     by: Annotated[str, "trainer that computed it again; `from_replica` itself if there is no other; empty: none did"]
-    loss_again: Annotated[float | None, "its loss at `by`, which the step was committed with"]
+    loss_again: Annotated[float | None, "its loss at `by`, used by the committed step"]
     grad_norm_again: Annotated[float | None, "norm of its gradient at `by`"]
     verdict: Annotated[
         str,
-        "`wrong`: other and usual numbers at `by`, the first trainer is suspect; `same`: the data or the policy; "
-        "`unclear`: other numbers, unusual too; `several`: several trainers had such in one step, so it was not "
+        "`wrong`: different, usual numbers at `by`, so the first trainer is suspect; `same`: the data or the policy; "
+        "`unclear`: different, also unusual numbers; `several`: several trainers had some in one step, so it was not "
         "computed again",
     ]
 
@@ -347,12 +347,12 @@ class RewardsCompared(Payload):
         "scorer, `role/index#incarnation` -> reward of each sample; the controller scores if there is no third worker",
     ]
     odd: Annotated[str, "scorer that two others contradict; empty: all differ"]
-    used: Annotated[tuple[float, ...], "rewards that the group is trained with: those of the two; else the first ones"]
+    used: Annotated[tuple[float, ...], "rewards used for training: those of the two; else the first ones"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdmissionProof:
-    """What an engine returned to prove its weights; see `WeightProof` of the runtime's protocol."""
+    """An engine's proof of its weights; see `WeightProof` of the runtime's protocol."""
 
     manifest_digest: str
     received_digest: str
@@ -396,11 +396,11 @@ class RequestsReassigned(Payload):
     to: Annotated[tuple[str, ...], "replicas that took them; empty: they wait for one"]
     num_requests: Annotated[int, "requests that moved"]
     num_groups: Annotated[int, "prompt groups that they belong to"]
-    tokens_kept: Annotated[int, "tokens that were streamed and go on with the request"]
+    tokens_kept: Annotated[int, "streamed tokens that the requests keep"]
     because: Annotated[str, "why they moved"]
     from_incarnation: Annotated[int | None, "its incarnation; null when it was a controller"] = None
-    num_cut: Annotated[int, "requests trained on as they stand; their next windows go on elsewhere"] = 0
-    tokens_lost: Annotated[int, "tokens that were generated and not streamed"] = 0
+    num_cut: Annotated[int, "requests that are cut and trained on; their next windows continue elsewhere"] = 0
+    tokens_lost: Annotated[int, "tokens that were generated but not streamed"] = 0
 
 
 @_event(K.CHECKPOINT_WRITTEN, CONTROLLER)
@@ -413,7 +413,7 @@ class CheckpointWritten(Payload):
 
 @_event(K.COMPONENT_RESTARTED, f"{SUPERVISOR}, {SESSION}")
 class ComponentRestarted(Payload):
-    """A part of rolecall itself ended and was started again."""
+    """A component of rolecall ended and was restarted."""
 
     what: Annotated[str, "`agent` or `watch`"]
     node: Annotated[str, "node of the agent; empty for the watch"]
@@ -422,7 +422,7 @@ class ComponentRestarted(Payload):
 
 @_event(K.LEASE_ACQUIRED, WATCH)
 class LeaseAcquired(Payload):
-    """A watch may act from now on; the one before it may not."""
+    """A watch may act from now on; the previous one may not."""
 
     holder: Annotated[str, "host and pid of the watch"]
     fence: Annotated[int, "fencing number, one more than the last"]
@@ -433,34 +433,34 @@ class LeaseAcquired(Payload):
 class IncidentOpened(Payload):
     """A fault was diagnosed, or an operator asked for a replica to be replaced."""
 
-    diagnosis: Annotated[StoredDiagnosis, "what is wrong, who is suspected, and the evidence"]
-    window: Annotated[str, "name of the stored observations that the detectors had read"]
+    diagnosis: Annotated[StoredDiagnosis, "the fault, its suspects and the evidence"]
+    window: Annotated[str, "name of the stored input of the detectors"]
 
 
 @_event(K.INCIDENT_UPDATED, WATCH)
 class IncidentUpdated(Payload):
-    """More is known of an incident's fault."""
+    """The diagnosis of an incident changed."""
 
-    diagnosis: Annotated[StoredDiagnosis, "the diagnosis that replaces the one before"]
+    diagnosis: Annotated[StoredDiagnosis, "the diagnosis that replaces the previous one"]
 
 
 @_event(K.PLAN_CREATED, WATCH)
 class PlanCreated(Payload):
-    """Policy decided what to do about an incident."""
+    """Policy decided on the response to an incident."""
 
-    plan: Annotated[StoredPlan, "action and targets; its digest is what an approval is bound to"]
+    plan: Annotated[StoredPlan, "action and targets; an approval is bound to its digest"]
     page_oncall: Annotated[bool, "on-call is paged when the plan is to do nothing"]
     outcome: Annotated[str, "outcome of the incident when the plan is to do nothing"]
-    question: Annotated[Mapping[str, Any], "all that policy read (`PolicyInput`), so that the decision can be replayed"]
+    question: Annotated[Mapping[str, Any], "input of policy (`PolicyInput`), so that the decision can be replayed"]
 
 
 @_event(K.PLAN_BLOCKED, WATCH)
 class PlanBlocked(Payload):
-    """A guard holds a plan back. Written once for each guard and plan."""
+    """A guard blocks a plan. Written once for each guard and plan."""
 
     digest: Annotated[str, "digest of the plan"]
     guard: Annotated[str, "name of the guard"]
-    because: Annotated[str, "limit that would be broken"]
+    because: Annotated[str, "limit that would be exceeded"]
 
 
 @_event(K.PLAN_PROPOSED, WATCH)
@@ -535,7 +535,7 @@ class ActionDone(Payload):
 
 @_event(K.ACTION_FAILED, WATCH)
 class ActionFailed(Payload):
-    """An action was refused, timed out, or what it started died."""
+    """An action was refused, timed out, or its replacement died."""
 
     digest: Annotated[str, "digest of the plan"]
     failure: Annotated[str, "which of them (`ActionFailure`)"]
@@ -563,14 +563,14 @@ class IncidentClosed(Payload):
 class OncallPaged(Payload):
     """On-call is paged. Once for each topic of an incident."""
 
-    because: Annotated[str, "what on-call should know"]
+    because: Annotated[str, "reason of the page"]
     channel: Annotated[str, "`log`, `webhook` or `alertmanager`"]
-    topic: Annotated[str, "what it is about, such as the name of a guard"]
+    topic: Annotated[str, "its topic, such as the name of a guard"]
 
 
 @_event(K.DIAGNOSIS_REVIEWED, OPERATOR)
 class DiagnosisReviewed(Payload):
-    """An operator said whether a diagnosis was right; the newest review counts, also after the incident is closed."""
+    """An operator reviewed a diagnosis; the newest review counts, also after the incident is closed."""
 
     verdict: Annotated[str, "`right` or `wrong`"]
     by: Annotated[str, "user"]
@@ -589,14 +589,14 @@ class EvidenceFileRecord:
 
 @_event(K.EVIDENCE_COLLECTED, WATCH)
 class EvidenceCollected(Payload):
-    """The agents of an incident's nodes answered what they were asked for."""
+    """The agents of an incident's nodes answered the requests for evidence."""
 
-    because: Annotated[str, "what was had, and what it shows"]
+    because: Annotated[str, "collected evidence, and its result"]
     files: Annotated[tuple[EvidenceFileRecord, ...], "name below the run's directory, bytes, sha256 and kind"]
     statements: Annotated[tuple[str, ...], "findings of the evidence, one sentence each"]
-    findings: Annotated[tuple[StoredFinding, ...], "findings that it led to"]
-    missing: Annotated[tuple[str, ...], "what was not had, and why"]
-    seconds: Annotated[float, "time that the collection took, seconds"]
+    findings: Annotated[tuple[StoredFinding, ...], "findings based on it"]
+    missing: Annotated[tuple[str, ...], "evidence that could not be collected, and why"]
+    seconds: Annotated[float, "duration of the collection, seconds"]
 
 
 @_event(K.RECOVERY_PAUSED, OPERATOR)
@@ -616,7 +616,7 @@ class RecoveryResumed(Payload):
 
 @_event(K.NODE_QUARANTINED, f"{OPERATOR}, {WATCH}")
 class NodeQuarantined(Payload):
-    """Nothing new is placed on a node; what runs there goes on."""
+    """No replica is placed on a node any more; those on it continue."""
 
     node: Annotated[str, "the node"]
     by: Annotated[str, "user, or the watch"]
@@ -625,7 +625,7 @@ class NodeQuarantined(Payload):
 
 @_event(K.NODE_DRAINED, OPERATOR)
 class NodeDrained(Payload):
-    """A quarantined node's replicas are moved away."""
+    """The replicas of a quarantined node are moved to other nodes."""
 
     node: Annotated[str, "the node"]
     by: Annotated[str, "user"]
@@ -644,7 +644,7 @@ class NodeReturnedToService(Payload):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BurnInCheck:
-    """One part of a burn-in. `passed` None: it could not be done here, for the reason that it gives."""
+    """One part of a burn-in. `passed` None: it could not be run here, see `because`."""
 
     name: str
     passed: bool | None
@@ -654,11 +654,11 @@ class BurnInCheck:
 
 @_event(K.BURN_IN_FINISHED, OPERATOR)
 class BurnInFinished(Payload):
-    """A node was put under load on purpose, and its results compared."""
+    """A burn-in of a node is complete: load with known results, which are compared."""
 
     node: Annotated[str, "the node"]
     by: Annotated[str, "user"]
-    passed: Annotated[bool, "no check failed, and at least one could be done"]
+    passed: Annotated[bool, "no check failed, and at least one could be run"]
     seconds: Annotated[float, "duration, seconds"]
     checks: Annotated[tuple[BurnInCheck, ...], "name, passed (null: not possible here), because and values of each"]
 

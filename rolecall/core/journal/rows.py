@@ -1,6 +1,6 @@
-"""Values in the rows of the journal, and values out of them again: read with suspicion, for a file may be damaged.
+"""Converts values to and from rows of the journal, and validates them, because a file may be damaged.
 
-What is not what was written is a `JournalCorrupt` that names file and row, never a half-read value.
+An invalid row raises a `JournalCorrupt` that names file and row.
 """
 
 import json
@@ -22,11 +22,11 @@ from rolecall.core.membership import Actual, Epoch, ReplicaState
 Row = Mapping[str, Any] | sa.RowMapping
 
 WALL_MAX = 253_402_300_799.0
-"""The last second that a calendar has (9999-12-31); later ones, and ones before 1970, no clock of a run shows."""
+"""End of the year 9999, the largest date. Later times, and those before 1970, are invalid."""
 
 
 def _no_number(word: str) -> float:
-    raise ValueError(f"{word} is no JSON")
+    raise ValueError(f"{word} is not JSON")
 
 
 _JSON = json.JSONDecoder(parse_constant=_no_number)
@@ -45,10 +45,10 @@ class DamagedLine:
 
 @contextmanager
 def reading(file: str, what: str) -> Iterator[None]:
-    """Whatever cannot be read in the block is damage of `what` in `file`.
+    """Reports errors of reading in the block as damage of `what` in `file`.
 
     Raises:
-        JournalCorrupt: naming both, and the reason.
+        JournalCorrupt: names both, and the reason.
     """
     try:
         yield
@@ -61,7 +61,7 @@ def event_of(row: Row, file: str) -> Event:
     with reading(file, f"events line {row['seq']}"):
         wall_at = float(row["wall_at"])
         if not 0.0 <= wall_at <= WALL_MAX:
-            raise ValueError(f"its time {wall_at:g} is none")
+            raise ValueError(f"invalid time {wall_at:g}")
         return Event(
             seq=row["seq"],
             wall_at=wall_at,
@@ -74,8 +74,8 @@ def event_of(row: Row, file: str) -> Event:
 
 
 def _body(text: str) -> dict[str, Any]:
-    """As `append` writes it: no NaN. Half a surrogate pair, as bytes that are no UTF-8 leave it in a name or a log
-    line, can be written but not encoded: it becomes U+FFFD."""
+    """As written by `append`: no NaN. An unpaired surrogate (from bytes in a name or log line that are not UTF-8) can
+    be written but not encoded: it becomes U+FFFD."""
     body = _JSON.decode(text)
     if _SURROGATES.search(text):
         whole = json.dumps(body, ensure_ascii=False).encode("utf-16", "surrogatepass").decode("utf-16", "replace")
@@ -99,11 +99,11 @@ def epoch_of(row: Row, file: str) -> Epoch:
 
 
 def packed(value: Any) -> bytes:
-    """A window as it is kept: JSON, compressed."""
+    """A window as it is stored: JSON, compressed."""
     return zlib.compress(json.dumps(value, separators=(",", ":")).encode(), 6)
 
 
 def unpacked(blob: bytes, file: str, what: str) -> Any:
-    """Raises JournalCorrupt: these are not the bytes of `packed`."""
+    """The inverse of `packed`. Raises JournalCorrupt."""
     with reading(file, what):
         return json.loads(zlib.decompress(blob))

@@ -24,22 +24,22 @@ from rolecall.core.journal.tables import META, METADATA
 
 SCHEMA_VERSION = 1
 BUSY_SECONDS = 10.0
-"""How long a writer waits for its turn, or for a server that went away, before it gives up with an error."""
+"""How long a writer waits for its turn, or for a disconnected server, before it raises an error."""
 MODE_RETRY_SECONDS = 0.02
 RECONNECT_SECONDS = 0.2
 GENESIS = "0" * 64
 _ADVISORY_LOCK = 0x726F6C65
 DAMAGE_SIGNS = ("Could not decode", "no such table", "no such column", "malformed", "not a database")
-"""SQLite errors that share the class of 'busy' but mean a problem of the file itself."""
+"""SQLite errors of the same class as 'busy' that mean a damaged file."""
 
 
 def canonical(value: Any) -> str:
-    """JSON with one spelling: what is hashed today hashes the same tomorrow."""
+    """JSON in a canonical form, so that equal values have equal hashes."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
 
 
 def chain_hash(previous: str, entry: Mapping[str, Any]) -> str:
-    """Link of an append-only chain: SHA-256 over the link before and the canonical entry, in hex."""
+    """Link of an append-only chain: SHA-256 over the previous link and the canonical entry, in hex."""
     return hashlib.sha256(f"{previous}\n{canonical(entry)}".encode()).hexdigest()
 
 
@@ -57,7 +57,7 @@ class Store:
 
         Raises:
             JournalError: it does not exist (and `create` is false) or cannot be reached.
-            JournalCorrupt: the file is not a database of ours, or of a schema version that we do not know.
+            JournalCorrupt: the file is not a journal, or of an unknown schema version.
         """
         self.url = url
         self.where = _named(url)
@@ -93,10 +93,10 @@ class Store:
 
     @contextmanager
     def write(self) -> Iterator[sa.Connection]:
-        """One write transaction: all of it is kept, or nothing.
+        """One write transaction: all of it is stored, or nothing.
 
         Raises:
-            JournalUnavailable: the database cannot be used now. What was written may have been kept: ask again.
+            JournalUnavailable: the database cannot be used now. The transaction may have been stored: read again.
         """
         with self._connected(rolecall_write=True) as conn, conn.begin():
             if not self._is_sqlite:
@@ -117,7 +117,7 @@ class Store:
             yield conn
 
     def rows(self, query: sa.Select[Any]) -> Sequence[sa.RowMapping]:
-        """What a query finds, in a transaction of its own. Raises as `read`."""
+        """The result of a query, in its own transaction. Raises as `read`."""
         with self.read() as conn:
             return conn.execute(query).mappings().all()
 
@@ -131,12 +131,12 @@ class Store:
                 raise JournalCorrupt(where=self.where, reason=_first_line(e)) from e
             raise JournalUnavailable(where=self.where, reason=_first_line(e), hint=self._hint()) from e
         except DatabaseError as e:
-            if type(e) is DatabaseError and self._is_sqlite:  # its subclasses are mistakes and refusals, not damage
+            if type(e) is DatabaseError and self._is_sqlite:  # subclasses are not damage of the file
                 raise JournalCorrupt(where=self.where, reason=_first_line(e)) from e
             raise
 
     def _connect(self) -> sa.Connection:
-        """A connection that works: no transaction has begun yet, so that waiting for a server to come back is safe."""
+        """A working connection. No transaction has begun yet, so waiting for the server is safe."""
         deadline = self._clock.monotonic() + BUSY_SECONDS
         while True:
             try:
@@ -150,7 +150,7 @@ class Store:
         if self._is_sqlite:
             return "is its directory writable, and does its disk have free space?"
         if self._was_open:
-            return "start the server again: whoever has the journal open reconnects by itself"
+            return "start the server again: processes with an open journal reconnect automatically"
         return "is the server running, and is the URL right?"
 
     def check_file(self) -> None:
@@ -167,7 +167,7 @@ class Store:
 
 
 def _named(url: str) -> str:
-    """The database in words: its file, or its URL without the password."""
+    """Name of the database for messages: its file, or its URL without the password."""
     parsed = sa.make_url(url)
     if parsed.get_backend_name() == "sqlite" and parsed.database:
         return parsed.database
@@ -189,17 +189,17 @@ def _sqlite_engine(url: str, create: bool) -> sa.Engine:
 
 
 def _check_exists(path: Path) -> None:
-    # SQLite has one sentence for all of these, and an operator needs three.
+    # SQLite has the same message for all of these.
     if not path.exists():
         raise JournalError(f"{path}: there is no journal (the file is missing)")
     if not path.is_file():
-        raise JournalCorrupt(where=str(path), reason="this is no file")
+        raise JournalCorrupt(where=str(path), reason="not a file")
     if path.stat().st_size == 0:
         raise JournalCorrupt(where=str(path), reason="the file is empty")
 
 
 def _configure_sqlite(dbapi_connection: Any, _record: Any) -> None:
-    # We begin transactions ourselves: the driver's own habit of beginning late breaks BEGIN IMMEDIATE.
+    # We begin transactions ourselves, because the driver begins them late, which breaks BEGIN IMMEDIATE.
     dbapi_connection.isolation_level = None
     cursor = dbapi_connection.cursor()
     cursor.execute(f"PRAGMA busy_timeout={int(BUSY_SECONDS * 1000)}")
@@ -209,7 +209,7 @@ def _configure_sqlite(dbapi_connection: Any, _record: Any) -> None:
 
 
 def _use_wal(cursor: Any) -> None:
-    """SQLite does not wait for its busy timeout when two change a new file's mode at once: this does."""
+    """SQLite's busy timeout does not cover two processes that change a new file's mode at the same time."""
     clock = SystemClock()
     deadline = clock.monotonic() + BUSY_SECONDS
     while True:
@@ -235,15 +235,14 @@ def _forbid_changes(conn: sa.Connection, table: str) -> None:
 
 
 _SESSION = (
-    # Whatever the server's default is: an acknowledged event is on disk.
+    # Whatever the server's default: an acknowledged event is on disk.
     "SET synchronous_commit = on",
     f"SET lock_timeout = '{BUSY_SECONDS:.0f}s'",
-    # A writer stopped in the middle of a transaction (a fault we inject ourselves) loses its turn before others give
-    # up.
+    # A writer that is stopped inside a transaction (an injected fault) loses its turn before others give up.
     f"SET idle_in_transaction_session_timeout = '{BUSY_SECONDS / 2:.0f}s'",
 )
 _KEEPALIVE = {"keepalives_idle": 5, "keepalives_interval": 2, "keepalives_count": 3, "tcp_user_timeout": 10_000}
-"""A dead server never answers: without these a write would wait for many minutes."""
+"""A dead server never answers; without these a write would wait for many minutes."""
 
 
 def _postgresql_engine(url: str) -> sa.Engine:
@@ -259,11 +258,11 @@ def _configure_postgresql(dbapi_connection: Any, _record: Any) -> None:
     with dbapi_connection.cursor() as cursor:
         for statement in _SESSION:
             cursor.execute(statement)
-    dbapi_connection.commit()  # a SET that is rolled back is undone
+    dbapi_connection.commit()  # a rollback would undo the settings
 
 
 def _create_schema(conn: sa.Connection) -> None:
-    """The schema that the URL names, if the URL names one that is not there yet (`core.database.run_url`)."""
+    """Creates the schema of the URL if it does not exist yet (`core.database.run_url`)."""
     if conn.execute(sa.text("select current_schema()")).scalar() is None:
         name = str(conn.execute(sa.text("select current_setting('search_path')")).scalar()).strip('"')
         conn.execute(sa.schema.CreateSchema(name, if_not_exists=True))

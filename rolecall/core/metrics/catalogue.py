@@ -1,13 +1,13 @@
-"""The metric catalogue: one table from which exposition, detection and `docs/reference/metrics.md`
-(tools/reference_pages.py) are made.
+"""The metric catalogue: the table of which exposition, detection and `docs/reference/metrics.md`
+(tools/reference_pages.py) are derived.
 
-Names are `rolecall_<thing>_<unit>[_total]` in base units (seconds, bytes, ratio 0..1); `_total` stands on counters and
-only there; a metric with unit "" counts things or is 0/1. Labels are bounded: node, role, replica, rank, and closed
-sets (phase, state, probe, kind); never message text, never a PID. A process counter starts again at 0 with each
-incarnation, as Prometheus expects of counters.
+Names are `rolecall_<thing>_<unit>[_total]` in base units (seconds, bytes, ratio 0..1); counters, and only they, end in
+`_total`; a metric with unit "" counts things or is 0/1. Labels are bounded: node, role, replica, rank, and closed sets
+(phase, state, probe, kind); never message text, never a PID. A process counter starts again at 0 with each incarnation,
+as Prometheus expects of counters.
 
-`source` names the field of `ProcessSample`, `HostSample` or `GpuSample`; what collectors find beyond those, and the
-agent's own metrics, have none. `process_values` and `host_values` are the only translation from sample to metric.
+`source` names the field of `ProcessSample`, `HostSample` or `GpuSample`; other metrics of collectors and the agent's
+own have none. `process_values` and `host_values` are the only translation from sample to metric.
 """
 
 import math
@@ -159,13 +159,13 @@ BY_NAME: dict[str, Metric] = {m.name: m for m in CATALOGUE}
 
 PROCESS_METRICS = tuple(m for m in CATALOGUE if m.subject is MetricScope.PROCESS)
 UNPAGED_METRICS = tuple(m for m in PROCESS_METRICS if m in _FROM_PROC or m.source == "alive")
-"""What is known of a process without a state page."""
+"""Metrics of a process without a state page."""
 _HOST = tuple(m for m in CATALOGUE if m.subject is MetricScope.HOST)
 
 
 def process_values(sample: ProcessSample) -> Iterator[MetricValue]:
-    """Every process metric of one sample. NaN (not yet reported), times never set and what a process without a state
-    page cannot say give no value."""
+    """Every process metric of one sample. Without values that are NaN (not yet reported), times never set, and page
+    fields of a process without a state page."""
     rank = (sample.process.node, sample.role, sample.replica, str(sample.rank))
     for metric in PROCESS_METRICS if is_instrumented(sample) else UNPAGED_METRICS:
         raw = getattr(sample, metric.source)

@@ -1,8 +1,7 @@
 """Rows of the metric catalogue: GPUs, read through NVML.
 
-One series of a kind for each GPU; what is per NVLink is exported only for links with a fault (a link that is
-down, an error counted), so that 8 GPUs of 18 links do not make a page of zeros. A GPU that does not support a metric
-has no series of it.
+One series per GPU; metrics per NVLink are exported only for links with a fault (a link that is down, an error counted),
+so that 8 GPUs of 18 links do not export mostly zeros. A GPU that does not support a metric has no series of it.
 """
 
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""What a metric is: the type of the catalogue's rows (`core/metrics/catalogue.py`)."""
+"""The type of the rows of the metric catalogue (`core/metrics/catalogue.py`)."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,11 +12,11 @@ class MetricType(StrEnum):
 
 
 class MetricScope(StrEnum):
-    """What a metric describes, and so where its value comes from."""
+    """Subject of a metric, and so the source of its value."""
 
     PROCESS = "process"  # ProcessSample
     HOST = "host"  # HostSample
-    GPU = "gpu"  # as the next ones: a collector of the agent (agent/collectors)
+    GPU = "gpu"  # like the next ones: a collector of the agent (agent/collectors)
     NETWORK = "network"
     KERNEL = "kernel"
     STORAGE = "storage"
@@ -40,7 +40,7 @@ class Metric:
     labels: tuple[str, ...]
     subject: MetricScope
     detect: bool = False  # in `/v1/samples`, where the detector reads it
-    source: str = ""  # field of ProcessSample, HostSample or GpuSample; "" for what is in none of them
+    source: str = ""  # field of ProcessSample, HostSample or GpuSample; "" if it is in none of them
     node_clock: bool = False  # the field is node-monotonic; exposed as seconds since 1970
 
     @property
@@ -49,14 +49,13 @@ class Metric:
 
     @property
     def unit(self) -> str:
-        """As the name says: "seconds", "bytes", ... or "" for counts and 0/1."""
+        """Derived from the name: "seconds", "bytes", ... or "" for counts and 0/1."""
         stem = self.name.removesuffix("_total")
         return next((unit for unit in UNITS if stem.endswith("_" + unit)), "")
 
 
 def row(subject: MetricScope, labels: tuple[str, ...], name: str, help_: str, **more: Any) -> Metric:
-    """`name`: without `rolecall_`, and with the labels that it has beside `labels`, as PromQL writes them:
-    `watch_mode{mode}`."""
+    """`name`: without `rolecall_`, with its labels besides `labels` in PromQL's notation: `watch_mode{mode}`."""
     name, _, own = name.removesuffix("}").partition("{")
     every = (*labels, *own.split(",")) if own else labels
     return Metric(name=f"rolecall_{name}", help=help_, labels=every, subject=subject, **more)

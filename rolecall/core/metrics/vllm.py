@@ -1,7 +1,7 @@
 """Rows of the metric catalogue: vLLM engines, by replica.
 
-Of an engine with several cores (data parallel) or models the sum; of the KV cache the fullest. Times are sums, with the
-number of what was timed beside them: their ratio of growth is the mean over any window.
+Of an engine with several cores (data parallel) or models the sum; of the KV cache the fullest. Times are sums, each
+with the number of its events: the ratio of their increases is the mean over any window.
 """
 
 from rolecall.core.metrics.metric import RANK, MetricScope, rows

@@ -1,10 +1,10 @@
 """Rows of the metric catalogue: `rolecall watch` itself, the incidents that it handles, and the run that it watches.
 
-What is folded from the journal (incidents, plans, the run) is the same at every watch of a run and goes on where it was
-when a watch is restarted: of several watches take the maximum, never the sum.
+Values folded from the journal (incidents, plans, the run) are the same at every watch of a run and continue when a
+watch restarts: of several watches take the maximum, never the sum.
 
-What more knowledge may correct is a gauge, although it mostly grows: a fault is found after it began, so the time that
-counted as effective until then becomes lost. `delta()` and differences are right on both; `rate()` is not.
+A value that may be corrected later is a gauge, although it mostly grows: a fault is detected after it began, so time
+that counted as effective becomes lost. `delta()` and differences are right on both; `rate()` is not.
 """
 
 from rolecall.core.metrics.metric import MetricScope, rows

@@ -78,7 +78,7 @@ def test_a_process_is_seen_and_its_exit_is_heard(agent: AgentProcess, child: Chi
     assert counted in metrics
 
 
-def test_a_stopped_process_is_seen_as_it_stands(agent: AgentProcess, child: Child) -> None:
+def test_a_stopped_process_is_sampled(agent: AgentProcess, child: Child) -> None:
     child.start("trainer/1")
     _registered(agent, "trainer/1")
     child.do("reporter.enter_phase('compute')")
@@ -175,7 +175,7 @@ def test_a_raylet_that_becomes_known_later(agent: AgentProcess) -> None:
     assert (event["kind"], event["process"]["pid"]) == ("raylet_exited", raylet.pid)
 
 
-def test_answers_are_what_the_detector_reads(agent: AgentProcess, child: Child) -> None:
+def test_answers_match_the_detectors_types(agent: AgentProcess, child: Child) -> None:
     child.start("rollout/1")
     _registered(agent, "rollout/1")
     batch = SampleBatch.from_dict(agent.get("/v1/samples?since=0")[1])
@@ -238,7 +238,7 @@ def test_it_ends_with_its_parent(node_dir: Path) -> None:
         agent.close()
 
 
-def test_without_a_user_healthz_says_whether_it_is_healthy_and_nothing_else(node_dir: Path) -> None:
+def test_without_a_user_healthz_returns_only_the_health(node_dir: Path) -> None:
     clock = FakeClock()
     agent = Agent(AgentSettings(node=NODE, data_dir=node_dir, token=TOKEN, interval_seconds=1.0), clock)
     try:
@@ -271,7 +271,7 @@ def test_two_agents_do_not_share_a_directory(agent: AgentProcess) -> None:
     assert agent.get("/healthz")[0] == 200
 
 
-def test_a_second_agent_on_the_port_of_the_first_says_which(agent: AgentProcess, tmp_path: Path) -> None:
+def test_a_second_agent_on_the_same_port_names_the_port(agent: AgentProcess, tmp_path: Path) -> None:
     url = json.loads((agent.node_dir / "agent.json").read_text())["url"]
     command = [
         sys.executable,
@@ -308,7 +308,7 @@ def test_wrong_arguments(node_dir: Path, options: list[str], reason: str) -> Non
     assert reason in done.stderr
 
 
-def test_what_the_agent_and_the_reporter_import() -> None:
+def test_imports_of_the_agent_and_the_reporter() -> None:
     """The agent starts seven times on two cores, the reporter sits in every training process."""
     heavy = ("torch", "ray", "vllm", "numpy", "pydantic", "sqlalchemy")
     network = ("prometheus_client", "http.server", "asyncio")

@@ -65,7 +65,7 @@ def test_a_damaged_line_is_skipped_and_no_number_is_used_twice(tmp_path: Path) -
     assert again.append(KIND).seq > 3
 
 
-def test_retention_keeps_the_newest_and_says_how_many_are_lost(tmp_path: Path) -> None:
+def test_retention_keeps_the_newest_and_counts_the_lost(tmp_path: Path) -> None:
     it = log(tmp_path, num_kept=10)
     for _ in range(57):
         it.append(KIND)

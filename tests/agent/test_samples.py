@@ -59,7 +59,7 @@ def test_a_reader_gets_each_round_once() -> None:
     assert _progress(since(it, since(it, 0).cursor)) == []
 
 
-def test_what_left_the_ring_unread_is_counted() -> None:
+def test_unread_samples_that_leave_the_ring_are_counted() -> None:
     it = ring(num_rounds=3)
     it.add((process(1),), ())
     cursor = since(it, 0).cursor
@@ -94,7 +94,7 @@ def test_cursors_grow_over_a_restart_and_a_larger_one_starts_from_the_first() ->
     assert _progress(since(after, 10**15)) == [1]
 
 
-def test_json_is_what_the_dataclasses_say() -> None:
+def test_json_matches_the_dataclasses() -> None:
     odd = process(4, loss=1.5, reward=0.25, progress_at=3.25)
     assert math.isnan(odd.grad_norm)
     assert "grad_norm" not in odd.to_dict() and ProcessSample.from_dict(odd.to_dict()).to_dict() == odd.to_dict()
@@ -136,7 +136,7 @@ def test_news_are_the_same_samples_as_columns() -> None:
             assert [s.to_dict() for s in found] == [s.to_dict() for s in samples]
 
 
-def test_of_the_newest_look_alone_there_is_also_the_newest_of_host_and_gpus() -> None:
+def test_the_newest_round_includes_the_newest_host_and_gpu_samples() -> None:
     it = ring()
     it.add((process(1),), (host(),), (gpu(0), gpu(1)))
     it.add((process(2), process(3)), (), ())
@@ -159,7 +159,7 @@ def test_gpus_are_given_out_once_and_count_among_the_samples() -> None:
     assert [len(since(it, 0).processes), len(since(it, 0).gpus)] == [1, 2]
 
 
-def test_the_newest_look() -> None:
+def test_the_newest_round() -> None:
     it = ring()
     assert it.newest() == ((), ())
     it.add((process(1),), (host(),))

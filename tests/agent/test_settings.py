@@ -75,7 +75,7 @@ def test_nothing_is_reported_twice(tmp_path: Path, text: str) -> None:
 
 
 @pytest.mark.parametrize(("text", "said"), [("[1]", "expected a mapping"), ("{", "not YAML"), ("\xff", "file")])
-def test_what_is_no_such_file_is_refused(tmp_path: Path, text: str, said: str) -> None:
+def test_an_invalid_file_is_rejected(tmp_path: Path, text: str, said: str) -> None:
     path = tmp_path / "agent.yaml"
     path.write_bytes(text.encode("latin-1"))
     with pytest.raises(ConfigError, match=said):

@@ -53,7 +53,7 @@ def test_a_line_with_a_time_of_day_is_reported_as_one_of_this_node(tmp_path: Pat
     assert stamped.wall_at == 1_769_860_800.25
 
 
-def test_a_kernel_log_that_cannot_be_read_says_how_to_mend_it(tmp_path: Path) -> None:
+def test_an_unreadable_kernel_log_is_reported_with_the_fix(tmp_path: Path) -> None:
     with pytest.raises(CollectorUnavailable, match="does not exist: name the kernel log"):
         kernel(tmp_path / "none").evidence()
 

@@ -3,7 +3,7 @@
 from rolecall.core.clock import Clock, FakeClock, SystemClock
 
 
-def test_the_fake_clock_moves_both_its_hands_by_what_was_slept() -> None:
+def test_the_fake_clock_advances_both_times_by_the_sleep() -> None:
     clock: Clock = FakeClock(now=10.0, wall_offset=1000.0)
     assert (clock.monotonic(), clock.wall()) == (10.0, 1010.0)
     clock.sleep(2.5)

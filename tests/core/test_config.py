@@ -69,7 +69,10 @@ def test_a_job_that_is_no_mapping_is_refused(value: Any) -> None:
         ("- a\n- b\n", "expected a mapping, got list"),
         ("seed: 1\nseeed: 2\n", "seeed: unknown key"),
         ("!!python/object/apply:os.system ['true']\n", "not YAML"),
-        ("seed: 1\nroles: {trainer: 1, trainer: 2}\nseed: 2\n", "line 2: duplicate key 'trainer'; line 3: duplicate key 'seed'"),
+        (
+            "seed: 1\nroles: {trainer: 1, trainer: 2}\nseed: 2\n",
+            "line 2: duplicate key 'trainer'; line 3: duplicate key 'seed'",
+        ),
         ("seed: 2020-13-45\n", "not YAML: month"),
         ("seed: " + "[" * 20_000, "nested too deeply"),
         ("1: 2\nfalse: 3\n", "2 problem(s)\n  1: unknown key\n  False: unknown key"),

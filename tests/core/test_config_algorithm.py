@@ -68,14 +68,14 @@ def test_every_setting_that_some_lack_is_tried() -> None:
 
 
 @pytest.mark.parametrize(("name", "key"), FOREIGN)
-def test_what_belongs_to_another_algorithm_is_refused_with_the_reason(name: AlgorithmName, key: str) -> None:
+def test_settings_of_another_algorithm_are_rejected_with_the_reason(name: AlgorithmName, key: str) -> None:
     _, why = ONLY_OF[key]
     for value in (OTHER[key], AlgorithmConfig.model_fields[key].default):
         assert f"{key} has no meaning for {name}: {why}" in refusal(name=name, **{key: value})
 
 
 @pytest.mark.parametrize(("name", "key"), OWN)
-def test_what_an_algorithm_has_may_be_given_and_is_said(name: AlgorithmName, key: str) -> None:
+def test_an_algorithms_own_settings_are_accepted_and_shown(name: AlgorithmName, key: str) -> None:
     if (name, key) == ("dapo", "divide_by_std"):
         return  # a rule of its own
     needed = {"dynamic_sampling": True} if key in FILTERS else {}
@@ -84,7 +84,7 @@ def test_what_an_algorithm_has_may_be_given_and_is_said(name: AlgorithmName, key
 
 
 @pytest.mark.parametrize("name", AlgorithmName)
-def test_an_algorithm_says_nothing_of_what_it_lacks(name: AlgorithmName) -> None:
+def test_an_algorithm_omits_settings_it_lacks(name: AlgorithmName) -> None:
     assert not {key for n, key in FOREIGN if n is name} & made(name=name).model_dump().keys()
 
 
@@ -172,7 +172,7 @@ ALLOWED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("said", ALLOWED.values(), ids=ALLOWED)
-def test_what_makes_sense_is_allowed(said: dict[str, Any]) -> None:
+def test_valid_combinations_are_accepted(said: dict[str, Any]) -> None:
     found = made(**said)
     assert {key: getattr(found, key) for key in said} == said
 
@@ -216,7 +216,7 @@ UNFIT: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("said", UNFIT.values(), ids=UNFIT)
-def test_what_is_no_value_is_refused_at_its_place(said: dict[str, Any]) -> None:
+def test_an_invalid_value_is_rejected_with_its_path(said: dict[str, Any]) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_job({"algorithm": said})
     *_, key = said
@@ -307,7 +307,7 @@ def test_a_whole_job_survives_too(name: str) -> None:
     assert parse_job(job.model_dump(mode="json")) == job == JobConfig.model_validate_json(job.model_dump_json())
 
 
-def test_the_digest_knows_every_setting() -> None:
+def test_the_digest_covers_every_setting() -> None:
     jobs = [parse_job({"algorithm": {"name": name}}) for name in AlgorithmName]
     for name, key in OWN:
         if (name, key) != ("dapo", "divide_by_std"):
@@ -320,7 +320,7 @@ def test_the_digest_knows_every_setting() -> None:
 
 
 @pytest.mark.parametrize("section", [AlgorithmConfig, TaskConfig])
-def test_every_setting_stands_in_the_page_on_algorithms(section: type[AlgorithmConfig] | type[TaskConfig]) -> None:
+def test_every_setting_is_in_the_page_on_algorithms(section: type[AlgorithmConfig] | type[TaskConfig]) -> None:
     page = (Path(__file__).parents[2] / "docs" / "reference" / "algorithms.md").read_text()
     settings = page.partition("## Settings")[2].partition("## Tasks")[0]
     assert [name for name in section.model_fields if f"`{name}`" not in settings] == []

@@ -26,7 +26,7 @@ def test_a_base_is_of_long_addition_alone() -> None:
 
 
 @pytest.mark.parametrize("task", [{}, {"name": "long_addition"}, {"name": "long_addition", "base": 7}])
-def test_what_is_written_down_is_read_again(task: dict[str, Any]) -> None:
+def test_appended_events_are_read_back(task: dict[str, Any]) -> None:
     job = parse_job({"task": task})
     assert parse_job(job.model_dump()) == parse_job(job.model_dump(mode="json")) == job
     assert ("base" in job.model_dump()["task"]) == bool(task)
@@ -57,7 +57,7 @@ def test_lengths_beyond_the_longest_response_are_refused_with_the_reason(
     [({}, 16), ({"name": "long_addition"}, 16), ({"num_digits": 3}, 7)],
     ids=["as long as the longest", "shorter", "the longest response"],
 )
-def test_tppo_says_its_window_where_the_file_does_not(given: dict[str, Any], task: dict[str, Any], window: int) -> None:
+def test_the_window_of_tppo_is_filled_in(given: dict[str, Any], task: dict[str, Any], window: int) -> None:
     job = parse_job({"task": task, "algorithm": {"name": "tppo", **given}})
     assert job.algorithm.window_tokens == job.model_dump()["algorithm"]["window_tokens"] == window
     assert parse_job(job.model_dump(mode="json")) == job

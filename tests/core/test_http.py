@@ -60,7 +60,7 @@ def test_bad_answers(server: PageServer, answer: bytes, reason: str) -> None:
         get(server)
 
 
-def test_no_one_listens(server: PageServer) -> None:
+def test_without_a_listener(server: PageServer) -> None:
     server.close()
     with pytest.raises(HttpFailed, match="connection refused") as e:
         get(server)
@@ -72,7 +72,7 @@ def test_a_url_that_is_none() -> None:
         request("GET", "http://[::1", deadline_seconds=1.0, bytes_max=10)
 
 
-def test_who_wants_only_the_status_does_not_wait_for_the_body(server: PageServer) -> None:
+def test_a_request_for_the_status_does_not_wait_for_the_body(server: PageServer) -> None:
     def hang(connection: socket.socket) -> None:
         connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 10\r\n\r\n")
         server.ending.wait()

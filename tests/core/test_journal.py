@@ -287,7 +287,7 @@ def test_a_lease_is_renewed_refused_and_taken_over_with_a_growing_fence(journal:
     assert journal.lease("watch") == second and journal.lease("other") is None
 
 
-def test_whoever_lost_the_lease_writes_nothing_any_more(journal: Journal, clock: FakeClock) -> None:
+def test_a_former_leaseholder_cannot_write(journal: Journal, clock: FakeClock) -> None:
     old = journal.acquire("watch", "a", 5.0)
     assert old is not None
     desired = Desired(replica=ROLLOUT, incarnation=2, node=NodeId("node-4"))

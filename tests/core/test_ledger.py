@@ -187,7 +187,7 @@ def _judged(ledger: Ledger, accepts: Sequence[str]) -> None:
     ledger.write([_line("g1", S.TRAINED, 0), _line("g2", S.TRAINED, 0)])
 
 
-def test_what_was_filtered_is_counted_by_reason_and_length_apart_from_what_was_lost(ledger: Ledger) -> None:
+def test_filtered_groups_are_counted_by_reason_and_length_separately_from_lost_ones(ledger: Ledger) -> None:
     _judged(ledger, ["g1", "g2"])
     ledger.write([_line("g5", S.ISSUED), _line("g5", S.DROPPED, num_tokens=9)])
     found = audit(ledger.lines())
@@ -210,7 +210,7 @@ def test_a_state_of_a_later_rolecall_is_a_problem_and_no_traceback(ledger: Ledge
     lines[-1]["state"] = "frozen"
     lines[-1]["hash"] = chain_hash(link, {k: v for k, v in lines[-1].items() if k != "hash"})
     (problem,) = (p for p in audit(lines, ended=False).problems)
-    assert problem == f"ledger line {len(lines)}: state 'frozen' is none that this rolecall knows"
+    assert problem == f"ledger line {len(lines)}: state 'frozen' is unknown"
 
 
 # --- tampering ----------------------------------------------------------------------------------------------------

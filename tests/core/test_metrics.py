@@ -80,7 +80,7 @@ def test_docs_are_made_from_the_table() -> None:
     assert DOCS.read_text() == metrics_page(), "run: make docs"
 
 
-def test_process_values_carry_states_as_labels_and_leave_out_what_is_not_known() -> None:
+def test_process_values_have_states_as_labels_and_omit_unknown_values() -> None:
     values = list(process_values(_sample(phase="reduce", proc_state="T", tokens=5, phase_since=90.0)))
     shown = {v.metric.name: v for v in values}
     assert all(len(v.labels) == len(v.metric.labels) for v in values)

@@ -14,7 +14,7 @@ from rolecall.rl_runtime.protocol.policy_health import PolicyHealth
 from tests.events import filled
 
 
-def test_what_trainers_measure_is_what_is_shown_each_with_a_metric_and_words() -> None:
+def test_every_health_metric_of_trainers_has_a_metric_and_a_text() -> None:
     assert {f.name for f in fields(PolicyHealth)} <= set(BY_NAME)
     assert set(HEALTH_SIGNS) <= set(BY_NAME) and len(BY_NAME) == len(SIGNS)
     for sign in SIGNS:
@@ -38,6 +38,6 @@ def test_what_trainers_measure_is_what_is_shown_each_with_a_metric_and_words() -
     ],
     ids=str,
 )
-def test_a_step_tells_what_was_measured(body: dict[str, Any], reported: dict[str, float]) -> None:
+def test_a_step_has_only_measured_metrics(body: dict[str, Any], reported: dict[str, float]) -> None:
     step = filled(EventKind.STEP_COMMITTED, body)
     assert isinstance(step, StepCommitted) and policy_health_of(step) == reported

@@ -147,7 +147,9 @@ def test_a_reader_does_not_make_a_journal(postgres_server: postgres.Server) -> N
     Journal(url, create=False).close()
 
 
-def test_another_process_reads_what_a_run_directory_names(postgres_server: postgres.Server, tmp_path: Path) -> None:
+def test_another_process_opens_the_database_of_a_run_directory(
+    postgres_server: postgres.Server, tmp_path: Path
+) -> None:
     run = create_run_dir(tmp_path, "pg-7", postgres_server.url)
     subprocess.run([*WRITER, run.database_url, "w", "3"], check=True, stdout=subprocess.DEVNULL)
     journal = Journal(run.database_url, create=False)
@@ -179,7 +181,7 @@ def test_a_journal_that_cannot_be_used_is_a_problem_of_the_job_file(text: object
     assert len(caught.value.problems) == 2
 
 
-def test_no_password_leaves_a_job_but_to_whom_it_is_for(tmp_path: Path) -> None:
+def test_no_password_leaves_a_job_except_in_its_own_file(tmp_path: Path) -> None:
     job = parse_job({"journal": WITH_PASSWORD})
     assert job.journal is not None and SECRET in job.journal
     assert SECRET not in job.model_dump_json() and SECRET not in str(job.model_dump())

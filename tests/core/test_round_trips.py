@@ -101,7 +101,7 @@ def test_the_key_of_a_diagnosis_is_its_suspects_and_class_not_its_words() -> Non
 
 
 @given(PLANS, PLANS)
-def test_an_approval_is_bound_to_what_the_plan_does(a: Plan, b: Plan) -> None:
+def test_an_approval_is_bound_to_the_plans_action(a: Plan, b: Plan) -> None:
     same = (a.incident_id, a.action, a.targets) == (b.incident_id, b.action, b.targets)
     assert (a.digest == b.digest) == same
 

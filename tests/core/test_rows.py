@@ -27,7 +27,7 @@ def read(body: str, wall_at: Any = 5.0) -> Event:
      '{"a":' + "9" * 5_000 + "}"],
     ids=["list", "null", "number", "half", "empty", "nan", "infinity", "deep", "long number"],
 )  # fmt: skip
-def test_a_body_that_no_one_wrote_is_a_damaged_line_that_is_named(body: str) -> None:
+def test_an_invalid_body_is_reported_as_a_damaged_line(body: str) -> None:
     with pytest.raises(JournalCorrupt, match="the file: events line 7: cannot be read"):
         read(body)
 
@@ -38,7 +38,7 @@ def test_a_time_that_no_calendar_has(wall_at: Any) -> None:
         read('{"digest": "d", "result": {}}', wall_at)
 
 
-def test_half_a_surrogate_pair_becomes_the_replacement_character_and_whole_ones_stay() -> None:
+def test_an_unpaired_surrogate_becomes_the_replacement_character_and_pairs_stay() -> None:
     found = read(
         r'{"digest": "d", "result": {"na\uDC80me": ["a\ud800b", "\ud83d\ude00", {"x": "\\ud800"}]}}'
     ).payload.result

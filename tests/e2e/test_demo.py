@@ -17,7 +17,7 @@ errors that this is to find (heartbeats or polls taken for events) are of severa
 FAULT_CLASS = {"rollout-kill": "crash", "trainer-hang": "hang", "rollout-slow": "slow"}
 
 
-def test_demo_cures_three_faults_and_its_report_is_true(tmp_path: Path) -> None:
+def test_demo_resolves_three_faults_and_its_report_is_true(tmp_path: Path) -> None:
     args = ["--seed", str(SEED), "--steps", "60", "--set", "detector.mask_proc_state=true"]
     with demo_run(tmp_path, "three-faults", args) as run:
         code = run.wait(480)

@@ -17,7 +17,7 @@ CURE_SECONDS = 240.0
 """A cold start alone takes a minute when the machine has other work."""
 
 
-def test_outside_fault_is_cured_as_the_report_says_a_nan_is_tolerated_and_an_exception_on_all_ranks_stops_the_job(
+def test_an_external_fault_is_resolved_a_nan_is_tolerated_and_an_exception_on_all_ranks_stops_the_job(
     tmp_path: Path,
 ) -> None:
     """The observer kills by itself, and by the plain kill(2): nothing of rolecall knows that a fault is coming, and no

@@ -62,7 +62,7 @@ def _result(*passed: bool | None) -> dict[str, object]:
     ("passed", "all_passed"),
     [((True, None), True), ((True, False), False), ((None,), False), ((), False), ((False,), False)],
 )
-def test_what_passes_as_a_whole_and_is_taken_by_the_journal(passed: tuple[bool | None, ...], all_passed: bool) -> None:
+def test_a_passed_burn_in_is_accepted_by_the_journal(passed: tuple[bool | None, ...], all_passed: bool) -> None:
     value = _result(*passed)
     assert value["passed"] is all_passed and BurnIn.from_dict(value).passed is all_passed
 
@@ -117,7 +117,7 @@ def test_products_on_a_device_are_compared_bit_by_bit() -> None:
     assert values == parts.products(torch, ["cpu"], 0.0, SystemClock(), size=32)
 
 
-def test_without_a_gpu_it_says_so() -> None:
+def test_a_node_without_a_gpu_is_reported() -> None:
     torch = pytest.importorskip("torch")
     if torch.cuda.is_available():
         pytest.skip("a GPU is here")

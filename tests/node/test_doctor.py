@@ -146,7 +146,7 @@ def test_a_fit_node_is_well_in_everything() -> None:
 
 
 @pytest.mark.parametrize(("changed", "name", "level", "says", "fix"), UNFIT.values(), ids=UNFIT)
-def test_what_is_wrong_is_reported_with_how_to_mend_it(
+def test_each_problem_is_reported_with_its_fix(
     changed: dict[str, Any], name: str, level: CheckLevel, says: str, fix: str
 ) -> None:
     checks = examine(replace(FIT, **changed))
@@ -162,7 +162,7 @@ def test_a_node_without_gpus_needs_no_driver() -> None:
     assert worst(checks) is CheckLevel.OK and "nvml" not in {c.name for c in checks}
 
 
-def test_what_is_broken_outweighs_what_cannot_be_reported() -> None:
+def test_a_broken_check_outweighs_an_unknown_one() -> None:
     assert worst(examine(replace(FIT, clock_state=None))) is CheckLevel.UNKNOWN
     assert worst(examine(replace(FIT, clock_state=None, pressure=False))) is CheckLevel.WARNING
     assert worst(examine(replace(FIT, clock_state=None, pressure=False, pidfd=False))) is CheckLevel.BROKEN
@@ -198,13 +198,13 @@ def served() -> Iterator[tuple[str, list[tuple[int, bytes]]]]:
     server.server_close()
 
 
-def test_an_agent_is_reported_from_somebody_else(served: tuple[str, list[tuple[int, bytes]]]) -> None:
+def test_an_agent_is_distinguished_from_other_servers(served: tuple[str, list[tuple[int, bytes]]]) -> None:
     url, answers = served
     for status, body, expected in (
         (200, b'{"ok": true}', "ok"),
         (401, b"", "ok"),
-        (503, b'{"ok": false}', "its newest look is too old"),
-        (503, b'{"ok": false, "newest_round_age_seconds": 40}', "its newest look is 40 s old"),
+        (503, b'{"ok": false}', "its newest sample is too old"),
+        (503, b'{"ok": false, "newest_round_age_seconds": 40}', "its newest sample is 40 s old"),
         (404, b"<html>", "no agent"),
         (200, b"[]", "no agent"),
     ):
@@ -243,7 +243,7 @@ def test_facts_are_read_from_a_tree(tmp_path: Path) -> None:
         read_facts(tmp_path / "agent.yaml", None, root=tmp_path)
 
 
-def test_what_agent_yaml_says_otherwise_is_read_and_not_the_usual(tmp_path: Path) -> None:
+def test_settings_in_agent_yaml_override_the_defaults(tmp_path: Path) -> None:
     config = tmp_path / "agent.yaml"
     here = f"data_dir: {tmp_path}\nport: 1\nhost: '::'\n"
     config.write_text(here + "kernel_log: {path: /var/log/kern.log}\ngpu: {enabled: false}\n")
@@ -273,13 +273,13 @@ def test_a_driver_that_hangs_does_not_hang_doctor() -> None:
         ends.set()
 
 
-def test_the_kernel_says_how_well_the_clock_is_kept() -> None:
+def test_the_kernel_reports_the_error_of_the_clock() -> None:
     state, error_seconds = read_clock()
     assert state in (None, 0, 1, 2, 3, 4, 5)
     assert error_seconds is None or 0 <= error_seconds < 3600
 
 
-def test_the_command_tells_this_node(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_checks_this_node(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = tmp_path / "agent.yaml"
     config.write_text(f"data_dir: {tmp_path / 'none'}\nport: 1\n")
     assert main(["doctor", "--config", str(config)]) == 1
@@ -310,7 +310,7 @@ def test_the_environment_of_a_rank_is_read(tmp_path: Path) -> None:
 # --- agents
 
 
-def test_a_real_agent_tells_what_it_cannot_read_and_what_time_it_is(tmp_path: Path) -> None:
+def test_a_real_agent_reports_unreadable_probes_and_its_time(tmp_path: Path) -> None:
     (tmp_path / "web.yml").write_text(f"basic_auth_users: {{prometheus: {HASH}}}\n")
     path, data = tmp_path / "agent.yaml", tmp_path / "data"
     log = tmp_path / "none.log"

@@ -22,7 +22,7 @@ def _said(beside: DashboardBeside) -> str:
     return heard[-1]
 
 
-def test_it_tells_its_address_and_the_token_is_for_its_owner_alone(tmp_path: Path) -> None:
+def test_its_address_is_reported_and_the_token_is_readable_by_its_owner_only(tmp_path: Path) -> None:
     run = FakeRun(tmp_path).build()
     beside = DashboardBeside(run)
     beside.start()

@@ -40,7 +40,7 @@ def test_same_seed_same_moments() -> None:
     assert all(GAP_SECONDS[0] <= s.gap_seconds <= GAP_SECONDS[1] for s in scheduled_faults(7, faults))
 
 
-def test_strikes_only_a_whole_and_warm_fleet_and_waits_for_the_cure() -> None:
+def test_faults_are_injected_only_into_a_healthy_warm_fleet_after_the_previous_recovery() -> None:
     schedule = FaultSchedule(1, ("rollout-kill", "agent-kill"))
     assert schedule.tick(view(0, step=WARM_STEPS - 1)) is None and schedule.stage is DemoStage.WARMING
     assert schedule.tick(view(1, standbys_ready=False)) is None and schedule.stage is DemoStage.WARMING
@@ -61,7 +61,7 @@ def test_strikes_only_a_whole_and_warm_fleet_and_waits_for_the_cure() -> None:
     assert schedule.stage is DemoStage.DONE
 
 
-def test_gives_up_on_a_fault_that_nothing_cures() -> None:
+def test_an_unresolved_fault_is_given_up() -> None:
     schedule = FaultSchedule(1, ("rollout-kill",))
     schedule.tick(view(0))
     assert schedule.tick(view(GAP_SECONDS[1])) is not None

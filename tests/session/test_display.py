@@ -107,7 +107,7 @@ def test_replicas_that_do_not_serve_are_named() -> None:
     assert re.search(r"rollout +1/2 +● 0 +✕ 1 lost", text) and re.search(r"standby +1/1", text)
 
 
-def test_a_large_role_shows_only_who_does_not_serve() -> None:
+def test_a_large_role_shows_only_replicas_that_do_not_serve() -> None:
     rows = tuple(
         ReplicaRow(replica=f"rollout/{n}", node="n", incarnation=1, state="lost" if n == 77 else "serving")
         for n in range(99)
@@ -129,7 +129,7 @@ def test_before_the_run_has_begun_no_time_is_shown() -> None:
     assert "5.00 s" in _shown(render(RunSnapshot(now=5.0, started_at=0.0), "demo"))
 
 
-def test_a_proposal_says_how_it_is_approved() -> None:
+def test_a_proposal_shows_the_command_that_approves_it() -> None:
     memory = RunSnapshotProjection()
     proposed = {"digest": "4f2a"}
     said = [(EventKind.INCIDENT_OPENED, {}), (EventKind.PLAN_CREATED, {}), (EventKind.PLAN_PROPOSED, proposed)]
@@ -174,7 +174,7 @@ def test_it_fits_into_the_window(fake_run: RunDir, seconds_in: float, width: int
     assert len(lines) <= 24 and max(map(len, lines)) <= width
 
 
-def test_the_policys_health_is_one_line_of_what_there_is(fake_run: RunDir) -> None:
+def test_policy_health_is_one_line_of_the_known_metrics(fake_run: RunDir) -> None:
     text = _shown(render(_at(fake_run, 95.0)))
     (line,) = [line for line in text.splitlines() if line.startswith("entropy ")]
     assert "filtered 37%" in line and "KL 0.00" in line and len(line) <= 80
@@ -283,7 +283,7 @@ def test_seconds(value: float | None, text: str) -> None:
 # --- lines --------------------------------------------------------------------------------------------------------
 
 
-def test_lines_tell_changes_once_then_progress() -> None:
+def test_lines_show_changes_once_then_progress() -> None:
     first = RunSnapshot(now=10.0, started_at=0.0, step=3, rewards=(0.5,), replicas=_rows())
     changed = tuple(
         ReplicaRow(replica=r.replica, node=r.node, incarnation=2, state="serving") if r.state == "lost" else r
@@ -313,7 +313,7 @@ def test_the_same_incident_in_a_new_stage_is_reported_without_its_sentence() -> 
 # --- the summary and the screen -----------------------------------------------------------------------------------
 
 
-def test_the_summary_says_whether_it_held_and_where_the_page_is(fake_run: RunDir) -> None:
+def test_the_summary_has_the_audit_and_the_path_of_the_report(fake_run: RunDir) -> None:
     report = write_report(fake_run)
     text = _shown(summary(report))
     assert "3 of 3 faults resolved, the audit holds" in text
@@ -378,7 +378,7 @@ def test_the_rate_of_slow_steps_is_a_mean_over_some_of_them() -> None:
     assert memory.tokens_per_second(1300.0) == 0.0, "a stall shows"
 
 
-def test_a_rollout_holds_what_the_last_step_says_and_a_newer_replacement_what_it_began_with() -> None:
+def test_a_rollout_has_the_version_of_the_last_step_and_a_newer_replacement_its_first_version() -> None:
     def rollout(number: int, state: ReplicaState, changed_at: float) -> Actual:
         name = ReplicaId(f"rollout/{number}")
         return Actual(

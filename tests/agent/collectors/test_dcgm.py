@@ -8,7 +8,7 @@ LABELS = label_text(
 )
 
 
-def test_labels_stand_in_the_exporters_order_and_spelling() -> None:
+def test_labels_have_the_exporters_order_and_spelling() -> None:
     assert LABELS == (
         'gpu="0",UUID="GPU-5f",pci_bus_id="00000000:1A:00.0",device="nvidia3",modelName="NVIDIA \\"H100\\"",'
         'hostname="node-1",DCGM_FI_DRIVER_VERSION="575.57.08"'

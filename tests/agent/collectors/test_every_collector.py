@@ -114,7 +114,7 @@ NO_RIGHTS = ("setpriv", "--bounding-set=-all", "--inh-caps=-all")
 
 
 @pytest.mark.skipif(os.geteuid() != 0 or shutil.which("setpriv") is None, reason="root alone has rights to give up")
-def test_without_rights_it_runs_and_says_what_it_cannot_see(tmp_path: Path) -> None:
+def test_without_privileges_it_runs_and_reports_unreadable_probes(tmp_path: Path) -> None:
     rank = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "x", "MASTER_PORT": "1"}
     roots = subprocess.Popen(
         [sys.executable, "-S", "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE, env=rank
@@ -167,7 +167,7 @@ def _scraped(folder: Path, config: Path) -> None:
         assert not server.count('{__name__=~"DCGM_.*",job="rolecall-agent"}')
 
 
-def test_a_real_prometheus_scrapes_it_as_deploy_says(node: FullNode, tmp_path: Path) -> None:
+def test_a_real_prometheus_scrapes_it_as_configured_in_deploy(node: FullNode, tmp_path: Path) -> None:
     _scraped(tmp_path, _config(tmp_path, node))
 
 

@@ -40,7 +40,7 @@ def test_a_kill_is_heard_with_its_signal(exits: ExitWatch) -> None:
     process.communicate()
 
 
-def test_an_exit_code_is_known_while_the_parent_has_not_asked(exits: ExitWatch) -> None:
+def test_an_exit_code_is_known_until_the_parent_reaps_the_process(exits: ExitWatch) -> None:
     process = subprocess.Popen([sys.executable, "-S", "-c", "input(); raise SystemExit(70)"], stdin=subprocess.PIPE)
     heard = _watched(exits, process)
     process.communicate(b"\n")

@@ -193,7 +193,7 @@ def test_numbers_of_gpus_are_bounded(server: PageServer) -> None:
     assert len({v.labels[1] for v in values if v.metric.name == "rolecall_gpu_up"}) == NUM_GPUS_MAX
 
 
-def test_malformed_lines_are_counted_and_the_rest_stands(server: PageServer) -> None:
+def test_malformed_lines_are_counted_and_the_rest_is_kept(server: PageServer) -> None:
     server.show(f"DCGM_FI_DEV_GPU_TEMP{{gpu=0}} 40\n\n= 3\nDCGM_FI_DEV_GPU_UTIL{{{gpu_labels(0)}}} 50\n")
     values = dcgm_exporter(server.url).read(0.0).values
     assert of_gpu(values)["utilization_ratio",] == 0.5
@@ -336,7 +336,7 @@ def test_labels_that_lack_cost_only_their_series(server: PageServer) -> None:
     assert {k[0].split("_")[0] for k in found} == {"tcp", "host"}  # what is of the whole node needs no label
 
 
-def test_a_page_of_somebody_else(server: PageServer) -> None:
+def test_a_page_of_another_process(server: PageServer) -> None:
     server.show(dcgm_page(0))
     with pytest.raises(CollectorUnavailable, match="no series of node_exporter on this page"):
         node_exporter(server.url).read(0.0)
@@ -349,7 +349,7 @@ def test_values_pass_into_the_exposition(server: PageServer) -> None:
     assert 'rolecall_infiniband_up{nic="mlx5_0",node="node-1",port="1"} 1.0\n' in text
 
 
-def test_promtool_takes_what_becomes_of_both(server: PageServer) -> None:
+def test_promtool_accepts_the_values_of_both(server: PageServer) -> None:
     program = shutil.which("promtool")
     if program is None:
         pytest.skip("no promtool here: the Debian package `prometheus` has it")

@@ -46,7 +46,7 @@ def test_a_file_that_grows_and_a_file_that_comes(tmp_path: Path) -> None:
     changes.close()
 
 
-def test_without_a_watch_it_says_so_and_keeps_nothing(tmp_path: Path) -> None:
+def test_a_missing_file_watch_is_reported_and_leaves_nothing_open(tmp_path: Path) -> None:
     before = os.listdir("/proc/self/fd")
     with pytest.raises(OSError):
         FileChanges(0, tmp_path / "no folder" / "file")
@@ -57,7 +57,7 @@ def collector(path: Path) -> KernelLogCollector:
     return KernelLogCollector(node=NodeId("node-1"), merger=XidMerger(), path=path, wait_seconds=FOR_EVER)
 
 
-def test_a_look_waits_for_a_line(tmp_path: Path) -> None:
+def test_a_poll_waits_for_a_line(tmp_path: Path) -> None:
     path = tmp_path / "kern.log"
     write(path, LINE + "\n")
     it, found = collector(path), list[CollectorReading]()
@@ -68,7 +68,7 @@ def test_a_look_waits_for_a_line(tmp_path: Path) -> None:
     it.close()
 
 
-def test_a_look_goes_on_with_the_file_that_follows(tmp_path: Path) -> None:
+def test_a_poll_continues_with_the_next_file(tmp_path: Path) -> None:
     path = tmp_path / "kern.log"
     write(path, LINE + "\n")
     it, found = collector(path), list[CollectorReading]()

@@ -116,7 +116,7 @@ def test_dcgm_lines_come_with_the_reading(library: Path, machine: Machine) -> No
     assert f'DCGM_FI_DEV_XID_ERRORS{{{labels},err_code="13",err_msg="graphics engine exception"}} 13' in lines
 
 
-def test_dcgm_lines_are_what_a_prometheus_reads(gpus: GpuCollector, machine: Machine) -> None:
+def test_dcgm_lines_are_valid_for_prometheus(gpus: GpuCollector, machine: Machine) -> None:
     machine.set({"NvLinkErrorCounter.3.2": 5}, gpu=0)
     gpus.read(100.0)
     text = gpus.read(101.0).dcgm()
@@ -133,7 +133,7 @@ def test_slow_calls_are_made_now_and_then_and_their_numbers_stay(gpus: GpuCollec
     assert value(gpus.read(110.0), "pcie_replays_total", "0") == 9
 
 
-def test_slow_calls_of_several_gpus_fall_into_different_looks(gpus: GpuCollector, machine: Machine) -> None:
+def test_slow_calls_of_several_gpus_are_made_in_different_polls(gpus: GpuCollector, machine: Machine) -> None:
     gpus.read(100.0)
     machine.set({"PcieReplayCounter": 9})
     renewed = [{g for g in "01" if value(gpus.read(100.0 + s), "pcie_replays_total", g) == 9} for s in (5, 10, 15)]
@@ -176,7 +176,7 @@ def test_processes_are_bounded(gpus: GpuCollector, machine: Machine) -> None:
 # --- what a GPU or driver does not know
 
 
-def test_what_is_not_supported_is_left_out_for_that_gpu_and_said_once(
+def test_unsupported_calls_are_skipped_for_that_gpu_and_logged_once(
     gpus: GpuCollector, machine: Machine, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
@@ -234,7 +234,7 @@ def test_an_nvidia_ml_py_older_than_a_call(
     assert value(reading, "fabric_state", "0", "completed") == 1
 
 
-def test_gpm_numbers_stand_alone(gpus: GpuCollector, machine: Machine) -> None:
+def test_gpm_numbers_fail_independently(gpus: GpuCollector, machine: Machine) -> None:
     """Each has a return code: one that failed must not bring what lies in memory."""
     machine.unset("gpm.5")
     assert value(gpus.read(100.0), "sm_active_ratio", "0") is None
@@ -350,7 +350,7 @@ def test_a_fault_that_begins_is_reported_once(
     assert facts[0].detail["advice"]
 
 
-def test_a_gpu_is_well_again_when_no_condition_stands(gpus: GpuCollector, machine: Machine) -> None:
+def test_a_gpu_recovers_when_no_condition_is_active(gpus: GpuCollector, machine: Machine) -> None:
     machine.set({"RemappedRows.pending": 1, "field.230": 1}, gpu=1)
     assert {f.detail["what"] for f in gpus.read(100.0).facts} == {"remapped_rows", "recovery_action"}
     machine.set({"RemappedRows.pending": 0}, gpu=1)
@@ -360,7 +360,7 @@ def test_a_gpu_is_well_again_when_no_condition_stands(gpus: GpuCollector, machin
     assert reported(gpus.read(130.0)) == []
 
 
-def test_a_call_that_fails_for_a_while_neither_ends_a_fault_nor_tells_it_again(
+def test_a_call_that_fails_temporarily_neither_ends_a_fault_nor_repeats_it(
     gpus: GpuCollector, machine: Machine
 ) -> None:
     machine.set({"RemappedRows.pending": 1}, gpu=1)
@@ -385,7 +385,7 @@ def test_nvlink_5_counters_replace_the_older_ones(gpus: GpuCollector, machine: M
     assert value(reading, "nvlink_link_errors_total", "0", "3", "symbol") == 4
 
 
-def test_faults_of_a_first_look_are_conditions_not_counts_nor_links_never_wired() -> None:
+def test_the_first_poll_reports_conditions_not_counts_nor_unconnected_links() -> None:
     numbers = {
         ("remapped_rows_pending",): 1.0,
         ("ecc_errors_total", "uncorrected"): 5.0,
@@ -398,7 +398,7 @@ def test_faults_of_a_first_look_are_conditions_not_counts_nor_links_never_wired(
     assert conditions.update({("remapped_rows_pending",): 0.0}) == ([], True)
 
 
-def test_a_link_that_goes_down_keeps_what_it_counted(gpus: GpuCollector, machine: Machine) -> None:
+def test_a_link_that_goes_down_keeps_its_counts(gpus: GpuCollector, machine: Machine) -> None:
     """Else the sum would fall, which Prometheus takes for a counter that started anew."""
     gpus.read(100.0)
     machine.set({"NvLinkState.2": 0, "field.138.2": NOT_SUPPORTED}, gpu=0)
@@ -421,7 +421,7 @@ def test_a_fabric_that_a_gpu_has_not_is_no_fault() -> None:
     ("code", "reason"),
     [(9, "not loaded"), (18, "differ in version"), (12, "no libnvidia-ml"), (999, "initialization failed")],
 )
-def test_a_driver_that_is_not_there_says_so(
+def test_a_missing_driver_is_reported(
     gpus: GpuCollector, events: GpuEventsCollector, machine: Machine, code: int, reason: str
 ) -> None:
     machine.set({"init": code})
@@ -545,7 +545,7 @@ def test_the_kernel_logs_merger_fits(library: Path, machine: Machine) -> None:
     assert {key: count.number for key, count in merger.counts().items()} == {("0", 79): 1, ("0", 94): 1}
 
 
-def test_the_drivers_verdict_is_reported_once_by_whoever_hears_of_it_first(
+def test_the_drivers_recovery_action_is_reported_once_by_the_first_source(
     library: Path, events: GpuEventsCollector, machine: Machine
 ) -> None:
     gpus = GpuCollector(NODE, library=library, reported_action=events.reported_action)

@@ -41,7 +41,7 @@ def test_a_number_of_each_type(member: str, type_: int, number: float) -> None:
     assert number_of(type_, bytes(value)) == number
 
 
-def test_what_nvml_does_not_know_is_no_number() -> None:
+def test_values_unknown_to_nvml_are_omitted() -> None:
     assert number_of(3, b"\xff" * 8) is None, "all ones: not available"
     assert number_of(7, b"\0" * 8) is None, "a type that is newer than this"
 

@@ -94,7 +94,7 @@ def test_instances_are_read_now_and_then_and_go_when_they_are_destroyed(gpus: Gp
     assert {key[2] for key in of_instances(gpus.read(150.0))} == {"1", "9"}
 
 
-def test_what_was_asked_of_an_instance_is_given_back_with_it(library: Path, machine: Machine) -> None:
+def test_handles_of_an_instance_are_released_with_it(library: Path, machine: Machine) -> None:
     nvml = open_nvml(library)
     gpu, mig = nvml.nvmlDeviceGetHandleByIndex(0), MigInstances()
     mig.poll(nvml, gpu, 100.0, enabled=True)
@@ -107,7 +107,7 @@ def test_what_was_asked_of_an_instance_is_given_back_with_it(library: Path, mach
     close_nvml(nvml)
 
 
-def test_what_an_instance_does_not_answer_is_left_out_and_harms_no_one(gpus: GpuCollector, machine: Machine) -> None:
+def test_a_failing_instance_is_left_out_and_affects_no_other(gpus: GpuCollector, machine: Machine) -> None:
     machine.set({"mig.0.error.nvmlDeviceGetMemoryInfo": 3, "mig.1.error.nvmlDeviceGetName": 999, "gpm": 0}, gpu=0)
     gpus.read(100.0)
     reading = gpus.read(100.0 + POLL_SECONDS)

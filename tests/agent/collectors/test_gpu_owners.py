@@ -49,14 +49,14 @@ def test_a_rank_uses_the_gpus_that_list_it_or_a_child_of_it(tmp_path: Path, add:
     assert owners.of_gpus(listed, UUIDS, [])[0].pids == ()
 
 
-def test_what_nvml_lists_counts_before_the_environment(tmp_path: Path, add: Add) -> None:
+def test_nvmls_process_list_has_precedence_over_the_environment(tmp_path: Path, add: Add) -> None:
     add(10, CUDA_VISIBLE_DEVICES="3")
     add(11, CUDA_VISIBLE_DEVICES="2")
     found = GpuOwners(tmp_path).of_gpus({0: (10,), 3: ()}, UUIDS, [rank(10), rank(11, 1)])
     assert {gpu: o.pids for gpu, o in found.items() if o.pids} == {0: (10,)}
 
 
-def test_another_pid_namespace_is_said_once_and_the_environment_counts(
+def test_another_pid_namespace_is_logged_once_and_the_environment_is_used(
     tmp_path: Path, add: Add, caplog: pytest.LogCaptureFixture
 ) -> None:
     add(10, LOCAL_RANK="2")
@@ -69,7 +69,7 @@ def test_another_pid_namespace_is_said_once_and_the_environment_counts(
     assert caplog.text.count("PID namespace") == 1
 
 
-def test_whose_gpus_are_not_known_is_said_once(tmp_path: Path, add: Add, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_unknown_gpu_assignment_is_logged_once(tmp_path: Path, add: Add, caplog: pytest.LogCaptureFixture) -> None:
     add(10, HOME="/root")
     add(11)
     owners = GpuOwners(tmp_path)
@@ -118,10 +118,10 @@ def test_an_environment_is_read_once_a_process(tmp_path: Path, add: Add) -> None
         ({"NVIDIA_VISIBLE_DEVICES": f"{UUIDS[2]},{UUIDS[3]}", "CUDA_VISIBLE_DEVICES": "1"}, (3,)),
     ],
 )
-def test_what_an_environment_says(environ: dict[str, str], gpus: tuple[int, ...]) -> None:
+def test_variables_of_an_environment(environ: dict[str, str], gpus: tuple[int, ...]) -> None:
     assert gpus_of(environ, UUIDS) == gpus
 
 
-def test_the_only_gpu_is_that_of_who_has_a_local_rank() -> None:
+def test_the_only_gpu_belongs_to_the_process_with_a_local_rank() -> None:
     assert gpus_of({"LOCAL_RANK": "0"}, {0: "GPU-0"}) == (0,)
     assert gpus_of({}, {0: "GPU-0"}) == ()

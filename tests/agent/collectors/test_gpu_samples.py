@@ -65,7 +65,7 @@ def ranks(*pids: int) -> list[Registration]:
     ]
 
 
-def test_a_look_becomes_one_sample_a_gpu_with_its_ranks(source: Source, gpus: GpuCollector, machine: Machine) -> None:
+def test_a_poll_becomes_one_sample_per_gpu_with_its_ranks(source: Source, gpus: GpuCollector, machine: Machine) -> None:
     machine.set({"processes": "10:1000"}, gpu=0)
     machine.set({"processes": "10:1000,11:1000,4000000:1000"}, gpu=1)
     source.ranks = ranks(10, 11)
@@ -102,7 +102,7 @@ def test_metrics_join_gpus_with_ranks(source: Source, gpus: GpuCollector, machin
     assert source.take() == () and source.values() == {}
 
 
-def test_what_a_gpu_does_not_know_is_absent_and_a_lost_one_has_no_sample(
+def test_unknown_values_are_absent_and_a_lost_gpu_has_no_sample(
     source: Source, gpus: GpuCollector, machine: Machine
 ) -> None:
     machine.set(
@@ -134,7 +134,7 @@ def test_without_gpm_traffic_comes_of_counters(source: Source, gpus: GpuCollecto
     assert "pcie_transmit_bytes_per_second" not in zero.to_dict()
 
 
-def test_dcgm_exporters_page_stands_in_and_environments_tell_the_ranks(source: Source, tmp_path: Path) -> None:
+def test_dcgm_exporters_page_replaces_nvml_and_environments_identify_the_ranks(source: Source, tmp_path: Path) -> None:
     for pid, local_rank in ((10, 1), (11, 0)):
         (tmp_path / str(pid) / "environ").write_bytes(f"LOCAL_RANK={local_rank}\0".encode())
     source.ranks = ranks(10, 11)

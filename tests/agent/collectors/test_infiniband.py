@@ -52,7 +52,7 @@ def test_a_port_and_all_its_counters(tmp_path: Path) -> None:
     }
 
 
-def test_what_cannot_be_read_is_left_out_and_what_was_read_stays(tmp_path: Path) -> None:
+def test_unreadable_values_are_left_out_and_earlier_ones_stay(tmp_path: Path) -> None:
     folder = port(tmp_path, counters={"symbol_error": 5, "link_downed": "N/A", "port_rcv_errors": 2**64 - 1})
     (folder / "counters" / "a_folder").mkdir()
     (folder / "counters" / "b a d").write_text("1\n")
@@ -77,7 +77,7 @@ def test_counters_of_a_driver_that_is_loaded_again_go_on(tmp_path: Path) -> None
     assert seen == [(40, 400), (50, 800), (53, 840), (53, 840), (59, 920)]
 
 
-def test_a_nic_that_vanishes_keeps_its_totals_and_is_gone_at_the_third_look(tmp_path: Path) -> None:
+def test_a_missing_nic_keeps_its_totals_and_is_gone_at_the_third_poll(tmp_path: Path) -> None:
     port(tmp_path, counters={"symbol_error": 40, "link_downed": 0})
     port(tmp_path, "mlx5_1")
     it = collector(tmp_path)
@@ -97,7 +97,7 @@ def test_a_nic_that_vanishes_keeps_its_totals_and_is_gone_at_the_third_look(tmp_
     assert values(back)["events_total", "mlx5_0", "1", "symbol_error"] == 42.0
 
 
-def test_a_link_that_goes_down_and_up_tells_its_flaps(tmp_path: Path) -> None:
+def test_a_flapping_link_is_reported_with_its_flaps(tmp_path: Path) -> None:
     folder = port(tmp_path, counters={"link_downed": 3})
     (folder / "gid_attrs" / "ndevs").mkdir(parents=True)
     (folder / "gid_attrs" / "ndevs" / "0").write_text("eth4\n")
@@ -150,7 +150,7 @@ def test_counters_are_read_every_few_seconds_and_when_a_link_changes(tmp_path: P
     assert symbol_errors(6.0) == 3.0
 
 
-def test_counters_of_several_ports_are_read_in_different_looks(tmp_path: Path) -> None:
+def test_counters_of_several_ports_are_read_in_different_polls(tmp_path: Path) -> None:
     for n in range(5):
         port(tmp_path, f"mlx5_{n}", counters={"symbol_error": 1})
     it = InfinibandCollector(NODE, root=tmp_path, counters_every_seconds=5.0)
@@ -319,7 +319,7 @@ def test_two_downs_while_it_is_down_are_two(tmp_path: Path) -> None:
     assert [(c.up, c.num_flaps) for c in changes] == [(False, 1), (False, 2), (False, 3)]
 
 
-def test_a_driver_that_is_loaded_again_between_two_looks_is_a_flap() -> None:
+def test_a_driver_reloaded_between_two_polls_is_a_flap() -> None:
     it = LinkWatch()
     it.poll(0.0, True, 7)
     changes = it.poll(1.0, True, 0, reloaded=True)

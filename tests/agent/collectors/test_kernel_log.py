@@ -146,7 +146,7 @@ def test_an_xid_is_an_event_with_meaning_and_action(node: Node, ring: Ring) -> N
     assert fact.detail["record"] == f"{BOOT[:8]}:1"
 
 
-def test_an_unknown_address_stands_for_its_gpu(node: Node, ring: Ring) -> None:
+def test_an_unknown_gpu_is_named_by_its_address(node: Node, ring: Ring) -> None:
     ring.say(XID31)
     [fact] = node.read().facts
     assert "gpu" not in fact.detail and fact.detail["pci"] == "0000:86:00"
@@ -230,7 +230,7 @@ def test_of_nvlinks_codes_and_154_the_line_is_reported_after_nvml_and_counted_on
     assert "adds_to" not in again.detail and node.merger.counts()["2", 149].number == 2
 
 
-def test_what_nvml_reported_is_not_reported_again_and_a_true_repeat_is(node: Node, ring: Ring) -> None:
+def test_an_xid_from_nvml_is_not_repeated_but_a_second_one_is_reported(node: Node, ring: Ring) -> None:
     node.read()
     assert node.merger.merge(node.clock.monotonic(), 2, 79, "nvml")
     ring.say(XID79, "NVRM: GPU 0000:3b:00.0: GPU has fallen off the bus.")
@@ -275,7 +275,7 @@ def test_lines_that_processes_wrote_to_the_device_are_not_the_kernels(node: Node
     assert node.values()[("rolecall_kernel_log_lines_total",)] == 0
 
 
-def test_the_past_says_how_long_ago_it_was(node: Node, ring: Ring) -> None:
+def test_old_events_have_their_age(node: Node, ring: Ring) -> None:
     node.processes[4711] = Registration(
         process=ProcessId(node=NODE, pid=4711, start_ticks=9),
         replica="trainer/1",
@@ -315,7 +315,7 @@ def test_nothing_is_lost_or_repeated_over_restarts(node: Node, ring: Ring) -> No
     assert node.reported() == []
 
 
-def test_after_a_kill_only_the_last_look_comes_again(node: Node, ring: Ring) -> None:
+def test_after_a_kill_only_the_last_poll_is_repeated(node: Node, ring: Ring) -> None:
     ring.say(*xids(1))
     assert node.reported() == ["n1"]
     ring.say(*xids(2))
@@ -397,7 +397,7 @@ def test_numbers_that_began_again_under_the_same_boot_id(node: Node, ring: Ring)
     assert [node.reported(), node.reported(), node.reported()] == [[], ["n2"], []]
 
 
-def test_an_overrun_is_counted_and_what_is_left_is_reported(tmp_path: Path) -> None:
+def test_an_overrun_is_counted_and_the_remaining_lines_are_reported(tmp_path: Path) -> None:
     ring = Ring(size=4)
     node = Node(tmp_path, ring)
     ring.say(*xids(1))
@@ -413,7 +413,7 @@ def test_an_overrun_is_counted_and_what_is_left_is_reported(tmp_path: Path) -> N
     node.collector.close()
 
 
-def test_what_was_overwritten_before_the_first_start_is_not_lost(tmp_path: Path) -> None:
+def test_lines_overwritten_before_the_first_start_are_not_counted_as_lost(tmp_path: Path) -> None:
     ring = Ring(size=2)
     ring.say(*xids(1, 2, 3))
     node = Node(tmp_path, ring)
@@ -422,7 +422,7 @@ def test_what_was_overwritten_before_the_first_start_is_not_lost(tmp_path: Path)
     node.collector.close()
 
 
-def test_a_look_is_bounded_and_the_next_goes_on(node: Node, ring: Ring) -> None:
+def test_a_poll_is_bounded_and_the_next_one_continues(node: Node, ring: Ring) -> None:
     ring.say(*xids(*range(150)))
     reported = [node.reported() for _ in range(4)]
     assert [len(t) for t in reported] == [NUM_FACTS_MAX, NUM_FACTS_MAX, 150 - 2 * NUM_FACTS_MAX, 0]
@@ -458,7 +458,7 @@ def test_a_device_that_breaks_is_opened_again(node: Node, ring: Ring, monkeypatc
     assert node.reported()[-1] == "n2"
 
 
-def test_no_permission_says_how_to_mend_it(tmp_path: Path) -> None:
+def test_a_missing_permission_is_reported_with_the_fix(tmp_path: Path) -> None:
     def refused(path: Path, flags: int) -> int:
         raise PermissionError(errno.EPERM, "Operation not permitted")
 
@@ -610,7 +610,7 @@ def test_a_line_without_an_end_is_no_endless_wait(host: Node, log: Path) -> None
     assert host.reported() == ["n1"]
 
 
-def test_what_cannot_be_read_says_why(tmp_path: Path) -> None:
+def test_an_unreadable_log_is_reported_with_the_reason(tmp_path: Path) -> None:
     for path, reason in ((tmp_path / "none", "does not exist"), (tmp_path, "neither a device nor a file")):
         with pytest.raises(CollectorUnavailable, match=reason):
             KernelLogCollector(node=NODE, merger=XidMerger(), path=path).read(1.0)

@@ -218,7 +218,7 @@ def _another(connection: socket.socket) -> None:
         (answers(b"ERROR: oh\n"), "neither JSON nor"),
     ],
 )
-def test_what_is_not_ras_is_reported_as_such(server: RasServer, serve: Serve, reason: str) -> None:
+def test_another_protocol_than_ras_is_reported(server: RasServer, serve: Serve, reason: str) -> None:
     server.serve = serve
     it = NcclRasCollector(NODE, server.address)
     with pytest.raises(CollectorUnavailable, match=reason):
@@ -239,7 +239,7 @@ def test_a_server_that_does_not_answer_costs_the_deadline_and_no_more(
     done.set()
 
 
-def test_an_answer_that_takes_longer_than_a_look_is_waited_for_in_the_next(
+def test_an_answer_slower_than_a_poll_is_awaited_in_the_next(
     server: RasServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(nccl_ras, "POLL_SECONDS_MAX", 0.3)
@@ -299,7 +299,7 @@ def test_a_large_job_is_asked_more_rarely_until_something_is_wrong(server: RasSe
     assert server.num_asked == 5
 
 
-def test_labels_are_bounded_and_stay_with_who_has_them(server: RasServer) -> None:
+def test_labels_are_bounded_and_keep_their_communicator(server: RasServer) -> None:
     def job(first: int, last: int) -> bytes:
         return raw(
             *(communicator(rank(0, 0, 0, 0, 0, 5), rank(1, 0, 0, 0, 0, 5), name=hex(n)) for n in range(first, last))
@@ -403,7 +403,7 @@ def test_of_the_text_files_the_worst_of_each_gpu_is_shown(tmp_path: Path) -> Non
         assert values["inspector_execution_seconds", "3", "AllReduce"] == pytest.approx(3e-3)
 
 
-def test_what_is_no_file_is_left_alone(tmp_path: Path) -> None:
+def test_other_files_are_ignored(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "a.log")
     (tmp_path / "b.log").symlink_to("/dev/zero")
     (tmp_path / "c.prom").symlink_to("/dev/zero")

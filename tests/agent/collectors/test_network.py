@@ -176,7 +176,7 @@ def test_counters_of_a_driver_that_is_loaded_again_go_on(tmp_path: Path) -> None
     assert seen == [(500, 50), (600, 60), (640, 64), (650, 65)]
 
 
-def test_statistics_whose_number_changes_while_they_are_read_are_not_taken() -> None:
+def test_statistics_whose_number_changes_during_a_read_are_ignored() -> None:
     driver = Driver({"rx_prio3_pause": 5}, extra=2)
     it = EthtoolStatistics(driver)
     assert it.read("eth0", wanted) == {}

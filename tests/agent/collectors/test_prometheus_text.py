@@ -62,7 +62,7 @@ def test_a_line_beyond_the_bound_is_malformed() -> None:
     assert ([s.name for s in page.samples], page.num_malformed) == (["a", "c"], 1)
 
 
-def test_lines_of_other_names_are_not_looked_into() -> None:
+def test_lines_of_other_names_are_not_parsed() -> None:
     page = parse_page(b"a 1\nb what\nb{ 2\na 3\n", frozenset({"a"}))
     assert ([s.value for s in page.samples], page.num_malformed) == ([1.0, 3.0], 0)
 

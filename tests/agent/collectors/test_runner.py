@@ -45,7 +45,7 @@ def reported(events: EventLog) -> list[tuple[str, str]]:
     return [(str(e.kind), e.detail.get("probe", "")) for e in events.after(0).events]
 
 
-def test_what_a_collector_finds_becomes_values_and_events(events: EventLog) -> None:
+def test_a_reading_becomes_values_and_events(events: EventLog) -> None:
     fact = Fact(kind=AgentEventKind.XID, detail={"xid": "79"}, role="trainer", replica="trainer/0", rank=3)
     probe = Probe(
         Scripted("kernel", lambda: CollectorReading((VALUE,), (fact,), lambda: "DCGM 1\n")), events, FakeClock()
@@ -144,12 +144,12 @@ def test_one_that_hangs_holds_up_neither_the_others_nor_the_end(events: EventLog
     assert well.num_reads == reads
 
 
-def test_a_reason_is_said_once() -> None:
+def test_a_reason_is_logged_once() -> None:
     said = LoggedOnce()
     assert [said.is_new(r) for r in ("a", "b", "a")] == [True, True, False]
 
 
-def test_what_was_said_is_remembered_but_not_without_bound() -> None:
+def test_logged_reasons_are_remembered_up_to_a_bound() -> None:
     said = LoggedOnce()
     assert said.is_new("a") and not said.is_new("a")
     for n in range(3 * NUM_REASONS_MAX):

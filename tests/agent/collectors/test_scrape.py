@@ -114,7 +114,7 @@ def test_a_full_backlog_is_under_the_deadline() -> None:
             s.close()
 
 
-def test_no_one_listens(server: PageServer) -> None:
+def test_without_a_listener(server: PageServer) -> None:
     server.close()
     with pytest.raises(CollectorUnavailable, match=f"{server.url}: Connection refused"):
         read(server)

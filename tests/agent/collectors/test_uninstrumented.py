@@ -155,7 +155,7 @@ JOBS = {
 
 
 @pytest.mark.parametrize(("command", "environ", "expected"), JOBS.values(), ids=JOBS)
-def test_default_rules_know_four_kinds_of_jobs(
+def test_default_rules_match_four_kinds_of_jobs(
     command: str, environ: Mapping[str, str] | None, expected: tuple[str, int | None, int] | None
 ) -> None:
     arguments = (command,) if command.startswith("ray::") else tuple(command.split())
@@ -217,7 +217,7 @@ def test_labels_as_the_downward_api_writes_them() -> None:
     assert labels_of(text) == {"app": "rl", "training.kubeflow.org/replica-index": "3", "quoted": 'a "b"'}
 
 
-def test_nodes_are_told_apart_by_the_number_in_their_name() -> None:
+def test_nodes_are_distinguished_by_the_number_in_their_name() -> None:
     assert node_index("gpu-node-17") == 17
     assert node_index("ip-10-0-3-17") != node_index("ip-10-0-4-17")
 
@@ -243,7 +243,7 @@ def test_ranks_are_found_once_and_reported_with_the_rule(world: World, job: Job)
 OTHER_JOB = {**TORCH, "MASTER_PORT": "29501"}
 
 
-def test_two_jobs_of_one_node_are_told_apart(world: World, job: Job, caplog: pytest.LogCaptureFixture) -> None:
+def test_two_jobs_of_one_node_are_distinguished(world: World, job: Job, caplog: pytest.LogCaptureFixture) -> None:
     mine = [job.python("train.py", **{**TORCH, "RANK": rank}) for rank in "01"]
     world.poll()
     theirs = [job.python("train.py", **{**OTHER_JOB, "RANK": rank}) for rank in "01"]
@@ -275,7 +275,7 @@ def test_where_jobs_share_nodes_each_has_the_same_number_everywhere(tmp_path: Pa
         it.close()
 
 
-def test_a_restarted_agent_remembers_whose_jobs_they_are(world: World, job: Job, tmp_path: Path) -> None:
+def test_a_restarted_agent_keeps_the_jobs_of_processes(world: World, job: Job, tmp_path: Path) -> None:
     job.python("train.py", **TORCH)
     world.poll()
     world.close()
@@ -335,7 +335,7 @@ def test_processes_of_our_own_runs_are_left_to_their_reporters(world: World, job
     assert not world.found()
 
 
-def test_what_cannot_be_read_is_said_once_and_what_is_gone_is_normal(
+def test_an_unreadable_process_is_logged_once_and_an_ended_one_is_normal(
     world: World, job: Job, caplog: pytest.LogCaptureFixture
 ) -> None:
     stranger = job.proc / "77"
@@ -399,7 +399,7 @@ def test_a_successor_takes_the_place_of_the_dead(world: World, job: Job) -> None
     assert [t.registration.process.pid for t in world.registry.processes()] == [second.pid]  # the dead is not shown
 
 
-def test_without_a_page_nothing_is_said_of_progress(world: World, job: Job) -> None:
+def test_without_a_page_there_is_no_progress(world: World, job: Job) -> None:
     rank = job.python("train.py", **TORCH)
     world.poll()
     [tracked] = world.registry.processes()
@@ -410,7 +410,7 @@ def test_without_a_page_nothing_is_said_of_progress(world: World, job: Job) -> N
     assert not named & {"progress", "phase", "step", "beats", "page_ok", "incarnation"}
 
 
-def test_a_restarted_agent_goes_on_with_those_it_had_found(world: World, job: Job, tmp_path: Path) -> None:
+def test_a_restarted_agent_keeps_the_discovered_processes(world: World, job: Job, tmp_path: Path) -> None:
     killed, lives = job.python("train.py", **TORCH), job.python("train.py", **{**TORCH, "RANK": "4"})
     world.poll()
     world.close()
@@ -430,7 +430,7 @@ def test_a_restarted_agent_goes_on_with_those_it_had_found(world: World, job: Jo
 # --- to a diagnosis
 
 
-def test_watch_tells_of_a_killed_and_of_a_stopped_rank(tmp_path: Path, job: Job) -> None:
+def test_watch_reports_a_killed_and_a_stopped_rank(tmp_path: Path, job: Job) -> None:
     ranks = [job.python("train.py", **{**TORCH, "RANK": str(n)}) for n in range(3)]
     engine = job.titled("ray::SGLangEngine.generate")
     settings = AgentSettings(

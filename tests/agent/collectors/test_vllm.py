@@ -136,7 +136,7 @@ def test_values_go_to_the_replica_that_the_engine_serves(server: PageServer) -> 
     assert 'rolecall_vllm_up{node="node-1",rank="0",replica="rollout/3",role="rollout"} 1.0\n' in text
 
 
-def test_one_that_is_gone_hurts_no_one_else_and_is_said_once(
+def test_a_missing_engine_affects_no_other_and_is_logged_once(
     server: PageServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     gone = PageServer()

@@ -46,7 +46,9 @@ def counts(merger: XidMerger) -> dict[tuple[str, int], int]:
     ],
     ids=lambda x: x if isinstance(x, str) else "",
 )
-def test_what_is_one_event(name: str, reported: list[tuple[float, int | str, int, str]], new: list[bool]) -> None:
+def test_reports_of_one_event_are_merged(
+    name: str, reported: list[tuple[float, int | str, int, str]], new: list[bool]
+) -> None:
     merger = XidMerger()
     assert [merger.merge(*t) for t in reported] == new
     assert sum(counts(merger).values()) == sum(new)

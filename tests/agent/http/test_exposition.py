@@ -61,7 +61,7 @@ def test_the_exposition_is_as_it_was() -> None:
     assert _golden() == GOLDEN.read_text()
 
 
-def test_what_is_unknown_is_absent_and_times_are_wall_times() -> None:
+def test_unknown_values_are_absent_and_times_are_wall_times() -> None:
     lines = _text().splitlines()
     assert not [line for line in lines if line.startswith("rolecall_train_loss")]
     [since] = [line for line in lines if line.startswith("rolecall_process_phase_start_timestamp_seconds{")]

@@ -152,7 +152,7 @@ def test_only_get(server: HttpServer, method: str) -> None:
         b"\xff\xfe\x00\r\n\r\n",
     ],
 )
-def test_what_is_not_http_or_too_large_is_refused(server: HttpServer, raw: bytes) -> None:
+def test_invalid_http_or_a_large_response_is_rejected(server: HttpServer, raw: bytes) -> None:
     assert _raw(server, raw).startswith(b"HTTP/1.1 400 ")
     assert _get(server, "/echo")[0] == 200  # and nothing else suffered
 
@@ -191,7 +191,7 @@ def test_a_client_that_does_not_read_is_dropped(impatient: HttpServer) -> None:
         eventually(lambda: not impatient._server.server_state.connections, "the connection is dropped")
 
 
-def test_a_long_poll_holds_up_no_one() -> None:
+def test_a_long_poll_delays_no_other_request() -> None:
     ending = threading.Event()
 
     def wait(request: Request) -> Response:

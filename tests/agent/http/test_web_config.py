@@ -89,7 +89,7 @@ def get(server: HttpServer, folder: Path, authorization: str = "") -> tuple[int,
     return answer.status, said, answer.headers.get("WWW-Authenticate", "")
 
 
-def test_who_has_the_certificate_and_the_password_is_let_in(server: HttpServer, folder: Path) -> None:
+def test_a_client_with_certificate_and_password_is_accepted(server: HttpServer, folder: Path) -> None:
     assert server.url.startswith("https://")
     assert get(server, folder, basic("prometheus", PASSWORD))[:2] == (200, {"said": "hello"})
 
@@ -98,12 +98,12 @@ def test_who_has_the_certificate_and_the_password_is_let_in(server: HttpServer, 
     "authorization",
     ["", basic("prometheus", "wrong"), basic("root", PASSWORD), "Basic !!!", "Basic", "Bearer " + HASH, "Basic 4oKs"],
 )
-def test_no_one_else_is(server: HttpServer, folder: Path, authorization: str) -> None:
+def test_no_other_is(server: HttpServer, folder: Path, authorization: str) -> None:
     status, said, challenge = get(server, folder, authorization)
     assert status == 401 and "user" in said["error"] and challenge.startswith("Basic ")
 
 
-def test_plain_http_and_who_says_nothing_hold_up_no_one(server: HttpServer, folder: Path) -> None:
+def test_plain_http_and_silent_clients_delay_no_other(server: HttpServer, folder: Path) -> None:
     port = server.address[1]
     plain = http.client.HTTPConnection("localhost", port, timeout=10)
     plain.request("GET", "/hello")
@@ -186,7 +186,7 @@ def test_a_right_password_is_checked_once_and_a_wrong_one_each_time(monkeypatch:
         ("{", "not YAML"),
     ],
 )
-def test_what_cannot_be_kept_is_refused(folder: Path, text: str, problem: str) -> None:
+def test_unstorable_values_are_rejected(folder: Path, text: str, problem: str) -> None:
     (folder / "web.yml").write_text(text)
     with pytest.raises(ConfigError, match="problem") as e:
         load_web_config(folder / "web.yml")

@@ -121,7 +121,9 @@ def test_a_wrong_claim_is_refused_and_counted(
     assert re.search(reason, event.detail["reason"])
 
 
-def test_who_lives_and_cannot_be_watched_after_a_restart_is_not_reported_as_dead(world: World, child: Child) -> None:
+def test_a_live_process_that_cannot_be_watched_after_a_restart_is_not_reported_as_dead(
+    world: World, child: Child
+) -> None:
     child.start("rollout/1")
     world.register(child, "rollout/1")
     again = World(world.data_dir)
@@ -138,7 +140,7 @@ def test_who_lives_and_cannot_be_watched_after_a_restart_is_not_reported_as_dead
     assert again.kinds() == ["registered"] and child.page.exists()
 
 
-def test_a_page_that_is_a_pipe_holds_no_one_up(world: World, child: Child) -> None:
+def test_a_page_that_is_a_pipe_blocks_nothing(world: World, child: Child) -> None:
     os.mkfifo(child.page)
     done = threading.Thread(target=world.register, args=(child, "rollout/1"), daemon=True)
     done.start()
@@ -165,7 +167,7 @@ def test_a_promotion_to_a_place_that_is_taken_is_refused(world: World, child: Ch
         standby.close()
 
 
-def test_numbers_of_processes_are_reported_while_somebody_holds_the_registry(world: World, child: Child) -> None:
+def test_process_counts_are_reported_while_the_registry_is_locked(world: World, child: Child) -> None:
     """A scrape must not wait for a disk on which a registration is being written."""
     world.register(child, "rollout/1")
     reported: queue.Queue[int] = queue.Queue()
@@ -263,14 +265,14 @@ def test_a_node_that_is_called_otherwise_keeps_its_processes(world: World, child
     assert kept.process == ProcessId(node=NodeId("gpu-7"), pid=child.pid, start_ticks=child.start_ticks)
 
 
-def test_an_answer_that_no_one_fetched_is_removed_at_the_next_start(world: World) -> None:
+def test_an_unfetched_answer_is_removed_at_the_next_start(world: World) -> None:
     left = world.data_dir / "pages" / "1-1.0123456789abcdef.flight"
     left.write_bytes(b"a dump")
     world.registry.adopt()
     assert not left.exists()
 
 
-def test_a_restarted_agent_goes_on_and_tells_what_it_missed(tmp_path: Path) -> None:
+def test_a_restarted_agent_continues_and_reports_missed_events(tmp_path: Path) -> None:
     first, lives, dies = World(tmp_path), Child(tmp_path), Child(tmp_path)
     try:
         for child, replica in ((lives, "rollout/0"), (dies, "rollout/1")):
@@ -407,7 +409,7 @@ def test_a_line_without_end_is_cut_off(world: World, intake: RegistrationServer)
     assert intake.num_malformed == 1
 
 
-def test_who_is_refused_in_a_loop_fills_no_log(world: World, caplog: pytest.LogCaptureFixture) -> None:
+def test_repeated_refusals_are_logged_once(world: World, caplog: pytest.LogCaptureFixture) -> None:
     it = RegistrationServer(world.data_dir / "agent.sock", {"register": world.registry.register}, world.clock)
     it.start()
     try:
@@ -420,7 +422,7 @@ def test_who_is_refused_in_a_loop_fills_no_log(world: World, caplog: pytest.LogC
     assert caplog.text.count("must be integers") == 2
 
 
-def test_who_calls_in_a_loop_waits(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_that_calls_in_a_loop_waits(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rolecall.agent.registration_socket.CALLS_PER_SECOND_MAX", 5)
     rested: list[float] = []
 
@@ -442,7 +444,7 @@ def test_who_calls_in_a_loop_waits(world: World, monkeypatch: pytest.MonkeyPatch
         it.stop()
 
 
-def test_the_kernel_says_who_speaks(world: World, intake: RegistrationServer, child: Child) -> None:
+def test_the_kernel_identifies_the_sender(world: World, intake: RegistrationServer, child: Child) -> None:
     right_secret_wrong_sender = json.dumps(claim(child, "rollout/1")).encode() + b"\n"
     said = _say(world, right_secret_wrong_sender)
     assert f"process {os.getpid()} may not report for process {child.pid}".encode() in said
@@ -450,7 +452,7 @@ def test_the_kernel_says_who_speaks(world: World, intake: RegistrationServer, ch
     assert _say(world, json.dumps({**claim(child, "rollout/1"), **own}).encode() + b"\n") == b'{"ok": true}\n'
 
 
-def test_a_silent_connection_holds_up_no_one(world: World, intake: RegistrationServer, child: Child) -> None:
+def test_a_silent_connection_delays_no_other(world: World, intake: RegistrationServer, child: Child) -> None:
     with socket.socket(socket.AF_UNIX) as silent:
         silent.connect(str(world.data_dir / "agent.sock"))
         child.start("rollout/1")

@@ -22,12 +22,12 @@ def page() -> bytearray:
     return bytearray(bytes(_Page().raw))
 
 
-def test_a_fresh_page_says_nothing_yet() -> None:
+def test_a_fresh_page_is_empty() -> None:
     state = parse_page(bytes(page()))
     assert (state.phase, state.step, state.policy_version, state.progress) == ("start", -1, -1, 0)
 
 
-def test_a_page_of_a_reporter_that_knows_no_health_has_none() -> None:
+def test_a_page_of_a_reporter_without_health_has_none() -> None:
     state = parse_page(bytes(page()))  # zeros where the signs stand
     assert state.healths == 0 and all(math.isnan(getattr(state, sign)) for sign in HEALTH_SIGNS)
 
@@ -57,7 +57,7 @@ def _damage(what: str) -> bytes:
     ("what", "reason"),
     [("short", "4000 bytes"), ("magic", "not a state page"), ("layout", "layout 99"), ("odd", "middle of a write")],
 )
-def test_what_is_not_a_whole_page_is_refused(what: str, reason: str, tmp_path: Path) -> None:
+def test_an_incomplete_page_is_rejected(what: str, reason: str, tmp_path: Path) -> None:
     with pytest.raises(PageUnreadable, match=reason):
         parse_page(_damage(what))
     path = tmp_path / "p.page"

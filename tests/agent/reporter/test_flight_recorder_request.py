@@ -87,7 +87,7 @@ def test_torch_is_never_imported_for_it(child: Child, recorders: FlightRecorders
     child.do("import sys; assert 'torch' not in sys.modules")
 
 
-def test_a_dump_that_takes_for_ever_stops_neither_beats_nor_the_agent(
+def test_a_hanging_dump_stops_neither_beats_nor_the_agent(
     child: Child, recorders: FlightRecorders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from rolecall.agent.processes.state_pages import PageReader
@@ -189,7 +189,7 @@ def test_a_dump_too_large_is_not_written(
     assert failed.read_text() == "its dump takes 11 bytes" and not whole.exists()
 
 
-def test_an_answer_that_no_one_waits_for_is_not_left_behind(
+def test_an_answer_after_the_timeout_is_removed(
     answering: FlightRecorderResponder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     going, go = threading.Event(), threading.Event()

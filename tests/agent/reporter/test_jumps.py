@@ -34,7 +34,7 @@ def _noise(mean: float, sigma: float, num: int = 200) -> list[float]:
     ],
     ids=["up", "down", "noise", "around 0", "steady, a little", "steady, far", "always 0", "too early to tell", "vast"],
 )
-def test_what_is_a_jump(usual: list[float], value: float, jumps: bool) -> None:
+def test_outliers_are_jumps(usual: list[float], value: float, jumps: bool) -> None:
     assert _after(usual).jumps(value) is jumps
 
 

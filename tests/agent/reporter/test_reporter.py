@@ -35,7 +35,7 @@ def child(tmp_path: Path) -> Iterator[Child]:
     it.close()
 
 
-def test_what_is_reported_stands_on_the_page(child: Child) -> None:
+def test_reports_are_on_the_page(child: Child) -> None:
     child.start("trainer/1", incarnation=4)
     child.do(
         "reporter.set_step(7); reporter.enter_phase('compute')",
@@ -66,7 +66,7 @@ def test_values_of_the_training_that_are_none_or_jump_are_counted(child: Child) 
     assert (page.loss, page.reward, page.jumps, page.unfinite) == (1.0, 0.5, 1, 1) and math.isnan(page.grad_norm)
 
 
-def test_the_health_of_a_step_is_reported_whole_and_what_is_unknown_stays_unknown(child: Child) -> None:
+def test_the_health_of_a_step_is_reported_and_unknown_values_stay_unknown(child: Child) -> None:
     child.start("trainer/0")
     read = PageReader(child.page).read
     first = read()
@@ -273,7 +273,7 @@ def _caught(value: int) -> dict[str, str]:
     raise AssertionError
 
 
-def test_a_fingerprint_knows_type_and_frames_not_lines_or_values() -> None:
+def test_a_fingerprint_depends_on_type_and_frames_not_on_lines_or_values() -> None:
     assert _caught(2)["fingerprint"] == _caught(3)["fingerprint"] == _caught(0)["fingerprint"]
     assert _caught(2)["message"] != _caught(3)["message"]
     try:
@@ -282,7 +282,7 @@ def test_a_fingerprint_knows_type_and_frames_not_lines_or_values() -> None:
         assert describe_exception(e)["fingerprint"] != _caught(2)["fingerprint"]
 
 
-def test_an_exception_that_cannot_say_what_it_is() -> None:
+def test_an_exception_without_a_usable_text() -> None:
     class Mute(Exception):
         def __str__(self) -> str:
             raise RuntimeError
@@ -290,7 +290,7 @@ def test_an_exception_that_cannot_say_what_it_is() -> None:
     assert describe_exception(Mute())["message"] == "(no message: __str__ failed)"
 
 
-def test_telling_has_a_deadline_and_a_refusal_its_reason(tmp_path: Path) -> None:
+def test_reporting_has_a_deadline_and_a_refusal_its_reason(tmp_path: Path) -> None:
     path = tmp_path / ("d" * 120) / "agent.sock"  # longer than sockaddr_un holds
     path.parent.mkdir()
     with pytest.raises(OSError):
@@ -345,7 +345,7 @@ def test_no_call_costs_more_than_a_few_stores() -> None:
     assert calls == sorted(["python", "python", "python", "acquire", "get_ident", "monotonic", "release"])
 
 
-def test_telling_of_an_exception_is_handing_it_over(tmp_path: Path) -> None:
+def test_an_exception_is_only_queued_by_the_caller(tmp_path: Path) -> None:
     """Counted, not timed: the calling thread opens no socket and waits for no lock but the page's, which it holds
     briefly."""
     from rolecall.agent.reporter import reporter
@@ -387,7 +387,7 @@ def test_an_agent_that_never_answers_costs_the_caller_nothing_and_memory_little(
     assert child.close() == ""
 
 
-def test_what_is_left_to_say_is_said_before_the_interpreter_ends(tmp_path: Path) -> None:
+def test_queued_messages_are_sent_before_the_interpreter_ends(tmp_path: Path) -> None:
     code = f"""
 import atexit, os
 atexit.register(os._exit, 1)  # called after the reporter's own: no other way of being slow may save the message
@@ -431,7 +431,7 @@ reporter.exception(ValueError("gone"))
     assert shown is not None and (shown.number, shown.message) == (1, "gone")
 
 
-def test_where_no_one_listens_the_end_is_not_held_up(tmp_path: Path) -> None:
+def test_without_a_listener_interpreter_exit_is_not_delayed(tmp_path: Path) -> None:
     client = ReporterClient(tmp_path / "nobody.sock", 1, 1)
     client.register(replica="trainer/0", rank=0, incarnation=1, secret="s")
     eventually(lambda: not client._heard, "it has noticed that nobody listens")

@@ -43,7 +43,7 @@ class WrongWriter(ModelSequenceGenerator):
                 self.model.get_parameter("model.layers.0.mlp.down_proj.weight").add_(0.5)
 
 
-def test_every_step_of_a_run_that_stays_behind_says_how_far_they_agree(tmp_path: Path) -> None:
+def test_every_step_of_a_late_run_reports_the_agreement(tmp_path: Path) -> None:
     job = job_of()
     points = list(learn(job, writer_of(job, tmp_path), num_steps=6, staleness=2))
     assert {s.versions[0] for g in points[-1].generated.groups for s in g.samples} == {3}, (
@@ -62,7 +62,7 @@ def test_an_engine_with_wrong_weights_is_seen_although_it_is_two_versions_behind
 
 
 @pytest.mark.parametrize(("behind", "staleness"), [(3, 4), (1, 0)], ids=["older than what is kept", "nothing is kept"])
-def test_of_versions_that_no_one_holds_nothing_is_said(tmp_path: Path, behind: int, staleness: int) -> None:
+def test_versions_that_no_replica_holds_are_not_compared(tmp_path: Path, behind: int, staleness: int) -> None:
     job = job_of(runtime={"staleness_max": staleness})
     reported = [p.result.log_ratio_max for p in learn(job, writer_of(job, tmp_path), num_steps=6, staleness=behind)]
     # Until a version falls behind what is kept, it is asked; the first step's tokens are of the trained weights.
@@ -70,7 +70,7 @@ def test_of_versions_that_no_one_holds_nothing_is_said(tmp_path: Path, behind: i
     assert all(x is not None for x in reported[:known]) and reported[known:] == [None] * (6 - known), reported
 
 
-def test_a_copy_holds_no_previous_versions_and_says_nothing_of_them(tmp_path: Path) -> None:
+def test_a_copied_state_has_no_previous_versions_to_compare(tmp_path: Path) -> None:
     job = job_of()
     writer, source_job = writer_of(job, tmp_path), job
     source = BatchGenerator(source_job, task_of(job), writer)
@@ -149,7 +149,7 @@ def test_one_microbatch_of_each_step_is_asked_and_each_in_its_turn() -> None:
         assert [i for i in ids if is_asked(i, ids, step)] == [f"{step}.{step % 4}"]
 
 
-def test_the_engine_that_made_wrong_tokens_is_told_apart(tmp_path: Path) -> None:
+def test_the_engine_that_made_wrong_tokens_is_identified(tmp_path: Path) -> None:
     """Two engines write half of each step; one of them holds a wrong matrix."""
     job = job_of()
     right, wrong = writer_of(job, tmp_path), writer_of(job, tmp_path)

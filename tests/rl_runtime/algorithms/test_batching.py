@@ -59,7 +59,7 @@ def _some(data: st.DataObject, share: list[str]) -> set[str]:
     return set(data.draw(st.lists(st.sampled_from(share)))) if share else set()
 
 
-def test_free_ids_go_to_whoever_holds_least() -> None:
+def test_free_ids_go_to_the_replica_with_the_fewest() -> None:
     a, b, c = REPLICAS[:3]
     assert assign(["1", "2", "3", "4"], {a: ["1", "2"]}, [a, b, c]) == {a: ["1", "2"], b: ["3"], c: ["4"]}
 
@@ -69,7 +69,7 @@ def test_an_id_that_two_computed_counts_once_and_a_strangers_not_at_all() -> Non
     assert assign(["1", "2"], {b: ["1"], a: ["1"], c: ["2"]}, [a, b]) == {a: ["1"], b: ["2"]}
 
 
-def test_no_one_left_and_repeated_ids_are_refused() -> None:
+def test_an_empty_membership_and_repeated_ids_are_refused() -> None:
     with pytest.raises(ValueError, match="no replica is left"):
         assign(["1"], {}, [])
     with pytest.raises(ValueError, match="twice"):

@@ -145,7 +145,7 @@ def test_at_the_limit_the_newest_filtered_groups_may_fill_the_batch(tmp_path: Pa
         assert body["health"]["filtered_fraction"] >= len(own) / 16
 
 
-def test_that_no_step_is_made_for_long_is_no_fault_of_anybody(tmp_path: Path) -> None:
+def test_a_long_time_without_a_step_is_not_a_fault_of_a_replica(tmp_path: Path) -> None:
     async def script(w: World) -> None:
         await asyncio.sleep(12.0)
         w.journal.set_flag("stop", "seen enough")
@@ -205,7 +205,7 @@ STRIDE = 37
 
 
 @pytest.mark.parametrize("offset", [2, *(pytest.param(n, marks=pytest.mark.long) for n in range(3, STRIDE + 2))])
-def test_a_sampler_killed_at_any_effect_goes_on_where_it_was(tmp_path: Path, offset: int) -> None:
+def test_a_sampler_killed_at_any_effect_continues(tmp_path: Path, offset: int) -> None:
     """Cursor, accepted groups and refills, when the next controller begins, are those of the run without the death."""
     undisturbed = run_with_deaths(tmp_path / "undisturbed", [])
     known = ledger_lines(undisturbed)
@@ -224,7 +224,7 @@ def test_a_sampler_killed_at_any_effect_goes_on_where_it_was(tmp_path: Path, off
 
 
 @pytest.mark.parametrize("trial", range(4))
-def test_whoever_dies_no_prompt_is_skipped_or_repeated_and_every_batch_is_full(tmp_path: Path, trial: int) -> None:
+def test_after_any_death_no_prompt_is_skipped_or_repeated_and_every_batch_is_full(tmp_path: Path, trial: int) -> None:
     rng = random.Random(f"dynamic/{trial}")
 
     async def script(w: World) -> None:

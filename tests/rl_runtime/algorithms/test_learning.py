@@ -171,7 +171,7 @@ def test_windows_cover_every_token_once_and_slots_are_filled_at_once() -> None:
         assert starts == (0, *ends[:-1]), f"windows of {number} leave a gap or overlap"
 
 
-def test_lines_of_all_lengths_are_written_behind_what_they_have(tmp_path: Path) -> None:
+def test_lines_of_all_lengths_are_appended(tmp_path: Path) -> None:
     job = parse_job({"task": {"num_digits": 4}, "model": TINY})
     writer = writer_of(job, tmp_path)
     task = task_of(job)

@@ -223,7 +223,7 @@ def test_a_law_that_begins_again_from_the_prompt_is_rejected(tmp_path: Path) -> 
     assert level(counts.requests) <= LEVEL / 5, counts.reported()
 
 
-def test_shuffling_tells_loss_by_length_from_loss_that_clusters() -> None:
+def test_shuffling_distinguishes_loss_by_length_from_clustered_loss() -> None:
     rng = random.Random(0)
     lengths = [[rng.randrange(1, 9) for _ in range(200)] for _ in range(10)]
     # Whole stretches are lost, whatever their lengths.

@@ -135,7 +135,7 @@ def test_a_group_of_one(name: str) -> None:
     agrees(one_group(name, *row_of(1)))
 
 
-def test_lengths_weigh_as_each_paper_says() -> None:
+def test_lengths_are_weighted_as_in_each_paper() -> None:
     # Two samples, of 1 and 3 tokens with ratio 1, advantages -1 and +1 (or -0.5 and 0.5).
     short = TrainingSample(request_id="a", tokens=(3,), logprobs=(-1.0,), versions=(7,), reward=0.0)
     long = TrainingSample(request_id="b", tokens=(3,) * 3, logprobs=(-1.0,) * 3, versions=(7,) * 3, reward=1.0)
@@ -247,7 +247,7 @@ WAYS: dict[str, dict[str, Any]] = {"clipped": {}, "capped": {"importance_cap": 3
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 @pytest.mark.parametrize("advantage", [1.0, -1.0, 0.0], ids=["right", "wrong", "neither"])
 @pytest.mark.parametrize("log_ratio", FAR)
-def test_a_ratio_out_of_all_bounds_stays_finite_and_says_so(
+def test_an_extreme_ratio_stays_finite_and_is_reported(
     log_ratio: float, advantage: float, way: dict[str, Any], dtype: torch.dtype
 ) -> None:
     gain, slope, sums = one_token(log_ratio, advantage, dtype=dtype, **way)
@@ -268,7 +268,7 @@ def test_just_inside_the_bounds_of_log_ratios_the_equations_hold() -> None:
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_tokens_that_are_not_trained_do_not_matter_whatever_they_are(name: str) -> None:
+def test_untrained_tokens_have_no_effect(name: str) -> None:
     """Too old, used before, of a prompt or padding: not even a ratio that overflows, or infinite values, get
     through."""
     case = random_case(name, 5)
@@ -313,7 +313,7 @@ def test_a_token_that_cannot_be_has_no_part_in_the_entropy(dtype: torch.dtype) -
     assert slope[0].tolist() == [pytest.approx([-0.5, 0.5, 0.0]), [0.0] * 3]
 
 
-def test_at_least_float32_whatever_the_model_computes_in() -> None:
+def test_at_least_float32_for_every_dtype_of_the_model() -> None:
     logits = torch.tensor([[[1.0, 2.0], [0.0, 0.0]]], dtype=torch.bfloat16)
     logprobs, entropy = token_logprobs(logits, torch.tensor([[0, 1]]))
     assert logprobs.dtype is entropy.dtype is torch.float32
@@ -334,15 +334,13 @@ REFUSED: dict[str, tuple[TrainingSample, tuple[int, ...], str]] = {
 
 
 @pytest.mark.parametrize(("sample", "prompt", "why"), REFUSED.values(), ids=REFUSED)
-def test_what_cannot_be_trained_on_is_refused_by_name(
-    sample: TrainingSample, prompt: tuple[int, ...], why: str
-) -> None:
+def test_untrainable_samples_are_rejected_by_name(sample: TrainingSample, prompt: tuple[int, ...], why: str) -> None:
     group = PromptGroup(group_id=GroupId("g"), prompt_tokens=prompt, samples=(replace(GOOD, request_id="r0"), sample))
     with pytest.raises(ValueError, match=f"sample r.: .*{why}"):
         make_batch([group], configured("grpo", 1, 2), TERMS, pad=0)
 
 
-def test_a_cut_answer_has_no_reward_whatever_stands_there() -> None:
+def test_a_cut_answer_has_no_reward() -> None:
     group = PromptGroup(
         group_id=GroupId("g"), prompt_tokens=(1,), samples=(replace(GOOD, end=EndReason.TRUNCATED, reward=math.nan),)
     )
@@ -402,7 +400,7 @@ def test_state_values_are_of_the_state_in_which_a_token_was_chosen() -> None:
     assert state_values(torch.tensor([[1.0, 2.0, 3.0]])).tolist() == [[0.0, 1.0, 2.0]]
 
 
-def test_logprob_of_a_token_is_what_was_said_before_it() -> None:
+def test_the_log_probability_of_a_token_is_that_after_the_previous_one() -> None:
     logits = torch.tensor([[[0.0, 0.0], [0.0, math.log(3.0)], [9.0, 0.0]]])
     logprobs, entropy = token_logprobs(logits, torch.tensor([[1, 0, 1]]))
     assert logprobs[0].tolist() == [0.0, pytest.approx(math.log(0.5)), pytest.approx(math.log(0.75))]
@@ -575,7 +573,7 @@ def test_the_bound_on_staleness_is_the_terms(terms: TokenSelection) -> None:
     assert measure(case).found.sums.tokens == trained
 
 
-def test_the_alarm_looks_only_at_tokens_of_this_version() -> None:
+def test_the_alarm_covers_only_tokens_of_this_version() -> None:
     sample = replace(GOOD, logprobs=(-1.0, -1.0), versions=(6, 7))
     group = PromptGroup(group_id=GroupId("g"), prompt_tokens=(1,), samples=(sample,))
     algorithm = configured("grpo, as it comes", 1, 2)

@@ -141,7 +141,7 @@ def test_sums_and_extremes_by_hand() -> None:
     assert HealthSums() + a == a + HealthSums() == a, "nothing changes nothing"
 
 
-def test_what_a_step_had_none_of_is_unknown_and_not_zero() -> None:
+def test_metrics_without_data_are_unknown_and_not_zero() -> None:
     nothing = health(HealthSums())
     assert nothing.to_dict() == {}
     stale = health(HealthSums(stale=3))
@@ -149,7 +149,7 @@ def test_what_a_step_had_none_of_is_unknown_and_not_zero() -> None:
     assert health(HealthSums(), filtered_fraction=0.0).to_dict() == {"filtered_fraction": 0.0}
 
 
-def test_of_a_step_whose_answers_are_all_cut_nothing_is_said_of_answers() -> None:
+def test_a_step_with_only_cut_answers_has_no_metrics_of_answers() -> None:
     rng = Random(0)
     group = ((1, 2), (said(rng, 0, length=3, end=EndReason.TRUNCATED, ages=[0, 0, 0]),))
     case = Case(algorithm=configured("tppo", 1, 1), terms=random_case("tppo", 0).terms, groups=(group,))

@@ -198,7 +198,7 @@ PREFIXES = ["continue", "train"]
 DECAYS = [0.0, 0.6, 1.0]
 
 
-def test_what_can_happen_is_all_there_is(tree: Tree) -> None:
+def test_only_possible_faults_are_listed(tree: Tree) -> None:
     for prefixes in PREFIXES:
         found = list(cases(tree, prefixes))
         assert sum(p for p, _ in found) == pytest.approx(1.0, abs=1e-12)

@@ -58,7 +58,7 @@ def folded(*lines: LedgerLine, job_seed: int = 3) -> SamplerState:
         ([1.0, 1.0 - 2**-53], V.ALL_EQUAL, V.INFORMATIVE),
     ],
 )
-def test_what_teaches_nothing_is_reported_by_the_rewards_alone(
+def test_groups_without_a_learning_signal_are_found_by_their_rewards(
     rewards: list[float], by_reward: GroupSignal, by_exact: GroupSignal
 ) -> None:
     assert (classify_rewards(rewards, "reward"), classify_rewards(rewards, "exact")) == (by_reward, by_exact)
@@ -91,9 +91,7 @@ def test_the_limit_is_on_groups_judged_for_a_step_that_is_not_full(
 
 
 @pytest.mark.parametrize(("right", "wrong", "word", "change"), [(7, 2, "easy", "harder"), (2, 7, "hard", "easier")])
-def test_what_was_not_filled_is_reported_with_counts_and_what_to_change(
-    right: int, wrong: int, word: str, change: str
-) -> None:
+def test_an_unfilled_batch_is_reported_with_counts_and_advice(right: int, wrong: int, word: str, change: str) -> None:
     algorithm = AlgorithmConfig(
         name=AlgorithmName.DAPO, microbatches_per_step=2, groups_per_microbatch=2, overlong_buffer_tokens=1
     )
@@ -108,7 +106,7 @@ def test_what_was_not_filled_is_reported_with_counts_and_what_to_change(
 # --- the fold -----------------------------------------------------------------------------------------------------
 
 
-def test_the_fold_tells_cursor_accepted_and_what_was_filtered_for_a_step() -> None:
+def test_the_fold_has_the_cursor_the_accepted_and_the_filtered_groups() -> None:
     state = folded(
         *(line(n, S.ISSUED) for n in range(5)),
         line(0, S.ACCEPTED, 0),
@@ -175,7 +173,7 @@ STATES = st.lists(st.tuples(st.integers(0, 5), st.sampled_from(list(S)), st.inte
 
 
 @given(STATES)
-def test_a_fold_from_the_beginning_is_where_one_that_went_along_stands(
+def test_a_complete_fold_equals_an_incremental_one(
     moves: list[tuple[int, GroupState, int]],
 ) -> None:
     """Any chain of lines, legal or not: what a controller carries is what the next one reads."""

@@ -87,7 +87,7 @@ def test_an_answer_is_the_answer() -> None:
         ZeroDivisionError("in the loss"),
     ],
 )
-def test_what_the_method_raised_comes_back_as_itself(cause: Exception) -> None:
+def test_an_exception_of_the_method_is_raised_unchanged(cause: Exception) -> None:
     with pytest.raises(type(cause)) as e:
         call(task_error(cause))
     assert e.value is cause
@@ -105,7 +105,7 @@ def test_a_dead_actor_is_gone_and_one_out_of_reach_is_not() -> None:
         call(ActorUnavailableError("no route", b"0" * 16))
 
 
-def test_a_call_that_is_not_answered_names_whom_it_waited_for() -> None:
+def test_a_timeout_names_the_replica_that_did_not_answer() -> None:
     async def ask() -> None:
         await within(RayClient(RECORD, Handle(None)).call("work"), 0.05, "rollout/1#3 work")
 
@@ -136,7 +136,7 @@ def test_every_call_of_a_port_is_a_method_of_its_actor(port: type, actor: type) 
         assert group in ("work", "control"), f"{actor.__name__}.{name}"
 
 
-def test_work_is_in_order_and_looking_is_not() -> None:
+def test_work_is_in_order_and_control_calls_are_not() -> None:
     work = {"join", "train_step", "copy_from", "load_checkpoint", "save_checkpoint", "idle", "update_weights", "score"}
     for actor in (actors.TrainerActor, actors.RolloutActor, actors.RewardActor, actors.ControllerActor):
         for name, method in inspect.getmembers(actor, inspect.isfunction):
@@ -162,7 +162,7 @@ class Stepped(FakeClock):
             self.moved.notify_all()
 
 
-def test_a_lease_that_no_one_renews_ends_the_process() -> None:
+def test_an_expired_lease_ends_the_process() -> None:
     ended: list[str] = []
     clock = Stepped()
     renewed = actors.ActorLease(30.0, clock, lambda: ended.append("renewed"))
@@ -191,11 +191,11 @@ def test_a_lease_that_no_one_renews_ends_the_process() -> None:
         (DeadlineExceeded(waited_for="x", seconds=1.0), False),
     ],
 )
-def test_only_errors_of_code_are_told_to_the_agent(error: Exception, reported: bool) -> None:
+def test_only_errors_of_code_are_reported_to_the_agent(error: Exception, reported: bool) -> None:
     assert is_code_error(error) is reported
 
 
-def test_what_an_engine_had_made_is_read_from_its_page_after_its_death(tmp_path: Path) -> None:
+def test_the_token_count_of_a_dead_engine_is_read_from_its_page(tmp_path: Path) -> None:
     read: Callable[[Actual], int | None] = actors.report_tokens(RunDir(tmp_path))
     assert read(RECORD) is None
     layout: Any = vars(reporter)["at"]

@@ -39,7 +39,9 @@ S = ReplicaState
         (fleet(1), [], "nothing is known of it"),
     ],
 )
-def test_what_the_records_say_of_incarnation_one(seen: MembershipView, usable: list[int], lost: str | None) -> None:
+def test_verdicts_on_incarnation_one_from_the_records(
+    seen: MembershipView, usable: list[int], lost: str | None
+) -> None:
     assert [record.incarnation for record in seen.usable("rollout").values()] == usable
     assert seen.lost_because(R, 1) == lost
     assert seen.usable("trainer") == {}

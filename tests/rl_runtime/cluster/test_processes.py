@@ -121,7 +121,7 @@ def test_everything_of_a_run_is_found_and_ended(tmp_path: Path, sleeper: subproc
         forked.stdout.close()
 
 
-def test_records_of_another_boot_name_no_one(tmp_path: Path, sleeper: subprocess.Popen[bytes]) -> None:
+def test_records_of_another_boot_identify_no_process(tmp_path: Path, sleeper: subprocess.Popen[bytes]) -> None:
     record_process(tmp_path, "x", sleeper.pid)
     path = tmp_path / "processes.jsonl"
     path.write_text(path.read_text().replace('"boot_id": "', '"boot_id": "0'))

@@ -12,12 +12,12 @@ ROOT = Path(__file__).parents[3]
 
 
 @pytest.mark.parametrize("version", ["2.60.0", "2.60.3", "2.60"])
-def test_the_version_whose_command_lines_these_are_is_taken(version: str) -> None:
+def test_the_supported_version_is_accepted(version: str) -> None:
     check_ray(version)
 
 
 @pytest.mark.parametrize("version", ["2.61.0", "2.6.0", "2.600.0", "3.60.0", "none"])
-def test_any_other_is_refused_with_what_to_install(version: str) -> None:
+def test_any_other_version_is_refused_with_the_required_one(version: str) -> None:
     with pytest.raises(ConfigError, match=rf"needs Ray 2\.60, found {version}; install it with: pip install"):
         check_ray(version)
 

@@ -320,6 +320,6 @@ def test_placement_of_the_default_job() -> None:
     }
 
 
-def test_too_few_nodes_says_which_role_lacks_what() -> None:
+def test_too_few_nodes_are_reported_with_the_role_that_lacks_them() -> None:
     with pytest.raises(NotEnoughNodes, match=r"need 7 .*rollout lacks 1 of 3, standby lacks 1 of 1"):
         place(parse_job({"runtime": {"nodes": 5}}))

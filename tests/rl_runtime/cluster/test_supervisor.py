@@ -123,7 +123,7 @@ def rig(tmp_path: Path) -> Iterator[Rig]:
         made.supervisor.stop()
 
 
-def test_what_is_desired_is_started_and_written_down(rig: Rig) -> None:
+def test_desired_replicas_are_started_and_recorded(rig: Rig) -> None:
     rig.want("trainer/0")
     record = rig.until("trainer/0", 1, S.READY)
     assert record.pid == rig.actors.processes["r:trainer-0:1"].pid
@@ -132,7 +132,7 @@ def test_what_is_desired_is_started_and_written_down(rig: Rig) -> None:
     assert rig.actors.renewals >= 1
 
 
-def test_a_death_is_written_down_once_and_no_one_is_replaced(rig: Rig) -> None:
+def test_a_death_is_recorded_once_and_nothing_is_replaced(rig: Rig) -> None:
     rig.want("rollout/0")
     rig.want("rollout/1", node="node-2")
     dying, staying = rig.until("rollout/0", 1, S.READY), rig.until("rollout/1", 1, S.READY)
@@ -183,7 +183,7 @@ def test_a_standby_is_promoted_with_its_process_and_refilled(rig: Rig, monkeypat
     assert used is not None and used.state is S.STOPPED
 
 
-def test_a_promotion_that_fails_ends_the_standby_and_says_so(rig: Rig) -> None:
+def test_a_failed_promotion_ends_the_standby_and_is_reported(rig: Rig) -> None:
     rig.want("standby/0", node="node-6")
     standby = rig.until("standby/0", 1, S.READY)
     rig.actors.refuse["rollout/0"] = DeadlineExceeded(waited_for="it", seconds=10.0)
@@ -277,7 +277,7 @@ def test_engines_start_three_at_a_time_and_others_beside_them(rig: Rig) -> None:
     assert rig.actors.starting_most == 4
 
 
-def test_what_no_one_wants_any_more_is_stopped(rig: Rig) -> None:
+def test_replicas_that_are_no_longer_desired_are_stopped(rig: Rig) -> None:
     rig.want("reward/0")
     record = rig.until("reward/0", 1, S.READY)
     rig.journal.remove_desired(ReplicaId("reward/0"))

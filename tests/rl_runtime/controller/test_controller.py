@@ -77,7 +77,7 @@ def test_a_killed_rollouts_requests_go_on_elsewhere_and_no_group_is_lost(tmp_pat
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_a_hung_rollout_stops_no_one_and_is_replaced(tmp_path: Path, seed: int) -> None:
+def test_a_hung_rollout_stops_no_other_replica_and_is_replaced(tmp_path: Path, seed: int) -> None:
     w = world(tmp_path, seed, LONG, script=hang("rollout/0", at=4)).run()
     w.check()
     commits = w.journal.events(kinds=[EventKind.STEP_COMMITTED])
@@ -195,7 +195,7 @@ def test_a_rollout_that_proves_something_else_does_not_serve(tmp_path: Path) -> 
     assert refused["replica"] == "rollout/2" and refused["part"] == "a"
 
 
-def test_an_exception_of_trainer_code_is_not_repeated_for_ever(tmp_path: Path) -> None:
+def test_a_step_with_an_exception_of_trainer_code_is_not_repeated_endlessly(tmp_path: Path) -> None:
     async def script(w: World) -> None:
         await at_step(w, 3)
         for index in range(2):
@@ -346,7 +346,7 @@ def test_the_state_has_the_last_decision_and_its_reason(tmp_path: Path) -> None:
     assert any(s.startswith("form: ") and s.endswith("of 8 groups are ready") for s in seen)
 
 
-def test_a_trainer_whose_microbatch_is_not_finite_and_that_then_does_not_answer_stops_no_one(tmp_path: Path) -> None:
+def test_a_trainer_with_a_non_finite_microbatch_that_stops_answering_blocks_no_other(tmp_path: Path) -> None:
     """The others name it; its own answer comes too late."""
 
     async def script(w: World) -> None:

@@ -96,7 +96,7 @@ def test_tokens_of_open_requests_are_recovered_from_the_engines(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_engines_forget_what_is_of_a_policy_that_never_was_although_the_controller_died_before_it_reported_them(
+def test_engines_drop_tokens_of_a_discarded_policy_although_the_controller_died_before_notifying_them(
     tmp_path: Path, seed: int
 ) -> None:
     never: list[FakeRequest] = []

@@ -78,7 +78,7 @@ def num_streaming(w: World, replica: str) -> int:
     return sum(map(bool, w.controllers[-1].table.offsets((ReplicaId(replica), 1)).values()))
 
 
-def test_no_one_replaces_a_hung_rollout_and_its_requests_go_on_elsewhere(tmp_path: Path) -> None:
+def test_requests_of_a_hung_rollout_continue_elsewhere_without_its_replacement(tmp_path: Path) -> None:
     """Mode observe: recovery does nothing, and may do nothing for hours."""
     hung: list[float] = []
 
@@ -159,7 +159,7 @@ def test_only_an_engine_that_answers_is_asked_for_its_last_tokens(tmp_path: Path
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("-inf"), 0.5])
-def test_an_engine_that_streams_what_is_no_log_probability_is_replaced_and_nothing_of_it_is_trained(
+def test_an_engine_that_streams_invalid_log_probabilities_is_replaced_and_none_are_trained_on(
     tmp_path: Path, bad: float
 ) -> None:
     async def script(w: World) -> None:
@@ -175,7 +175,7 @@ def test_an_engine_that_streams_what_is_no_log_probability_is_replaced_and_nothi
     assert moved["from_replica"] == "rollout/1" and moved["num_requests"] > 0 and not w.fleet.started_over
 
 
-def test_a_controller_that_takes_over_refuses_what_an_engine_holds_that_is_no_log_probability(tmp_path: Path) -> None:
+def test_a_new_controller_rejects_invalid_log_probabilities_of_an_engine(tmp_path: Path) -> None:
     async def script(w: World) -> None:
         await at_step(w, 3)
         w.fleet.newest("rollout/1").body.bad_logprob = float("nan")
@@ -188,7 +188,7 @@ def test_a_controller_that_takes_over_refuses_what_an_engine_holds_that_is_no_lo
     assert lost["replica"] == "rollout/1" and "has a log-probability of nan" in lost["because"]
 
 
-def test_the_first_to_have_a_version_does_not_get_the_work_of_those_who_follow(tmp_path: Path) -> None:
+def test_the_first_engine_with_a_version_does_not_get_all_work(tmp_path: Path) -> None:
     w = World(job=small_job(num_steps=30), path=tmp_path, seed=0).run()
     w.check()
     made: Counter[str] = Counter()

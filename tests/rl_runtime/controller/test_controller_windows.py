@@ -137,7 +137,7 @@ def _is_empty(w: World) -> bool:
 @pytest.mark.parametrize(
     ("trial", "prefixes"), some(list(product(range(20), PREFIXES)), list(product(range(2), PREFIXES)))
 )
-def test_every_token_is_used_once_whoever_dies(tmp_path: Path, seed: int, trial: int, prefixes: str) -> None:
+def test_every_token_is_used_once_after_any_death(tmp_path: Path, seed: int, trial: int, prefixes: str) -> None:
     """Engines, trainers (both at once: back to a checkpoint), reward workers and controllers."""
     rng = random.Random(f"windows/{seed}/{trial}")
 
@@ -189,7 +189,7 @@ async def engine_with_tokens(w: World, replica: str) -> None:
 
 
 @pytest.mark.parametrize("prefixes", PREFIXES)
-def test_what_a_dead_engine_left_is_trained_on_as_it_stands_or_goes_on(tmp_path: Path, prefixes: str) -> None:
+def test_unfinished_answers_of_a_dead_engine_are_trained_on_or_continued(tmp_path: Path, prefixes: str) -> None:
     """With its own versions and log-probabilities: the fleet compares those of every token that is trained on."""
 
     async def script(w: World) -> None:

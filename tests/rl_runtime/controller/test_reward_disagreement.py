@@ -37,7 +37,7 @@ def test_two_against_one(
     assert verdict.odd == odd and equal(verdict.rewards, used)
 
 
-def test_the_sample_has_the_share_asked_for_and_is_the_same_for_every_controller() -> None:
+def test_the_sample_has_the_requested_share_and_is_the_same_for_every_controller() -> None:
     groups = [GroupId(f"g{n:08d}") for n in range(20_000)]
     sampled = [g for g in groups if is_sampled(7, g, 0.02)]
     assert 300 < len(sampled) < 500 and sampled == [g for g in groups if is_sampled(7, g, 0.02)]
@@ -72,7 +72,7 @@ def test_a_wrong_worker_is_named_and_none_of_its_rewards_is_trained_on(tmp_path:
     assert found is not None and found[:2] == ("reward/1", 1) and found[2].startswith("prompt group g")
 
 
-def test_three_different_answers_name_no_one(tmp_path: Path) -> None:
+def test_three_different_answers_name_no_worker(tmp_path: Path) -> None:
     w = world(tmp_path, share=1.0, num_workers=2, wrong={"reward/0": 0.25, "reward/1": 0.5}, num_steps=2)
     w.run()
     compared = w.events(EventKind.REWARDS_COMPARED)

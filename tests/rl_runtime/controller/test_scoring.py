@@ -46,7 +46,7 @@ def test_the_one_that_was_used_less_recently_is_asked_first() -> None:
     assert scoring._take(A) == [group], "B does not rest: no one waits for it"
 
 
-def test_no_one_waits_for_a_worker_that_may_not_take_the_group() -> None:
+def test_scoring_does_not_wait_for_an_excluded_worker() -> None:
     group = SimpleNamespace(group_id="g1")
     scoring = _scoring([group])
     assert scoring._take(A) == [group]

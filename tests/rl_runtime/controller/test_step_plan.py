@@ -193,7 +193,7 @@ def test_unassigned_requests_go_to_the_least_loaded_engine_one_group_after_the_o
 # --- containment --------------------------------------------------------------------------------------------------
 
 
-def test_membership_changes_tell_lost_replaced_and_new_incarnations_apart() -> None:
+def test_membership_changes_distinguish_lost_replaced_and_new_incarnations() -> None:
     wanted = {"rollout/0": 1, "rollout/1": 2, "rollout/2": 2, "rollout/3": 1, "trainer/0": 1}
     states = {
         ("rollout/0", 1): S.SERVING,
@@ -278,7 +278,7 @@ def test_how_a_failed_attempt_is_contained(
     assert found.awaits_recovery is awaits
 
 
-def test_what_is_not_finite_at_a_second_trainer_either_is_the_data_or_the_code() -> None:
+def test_a_microbatch_that_is_not_finite_at_two_trainers_is_the_data_or_the_code() -> None:
     first = contain_attempt({T0: BAD, T1: BAD}, code_errors=0)
     assert first.not_finite is BAD and not first.awaits_recovery and not first.raised
     second = contain_attempt({T1: BAD}, code_errors=0, not_finite={"3.1": BAD})

@@ -93,7 +93,7 @@ def test_late_words_of_an_engine_that_was_given_up_are_ignored() -> None:
     assert tokens(t, 0) == [] and len(t.unsent(B)) == 1
 
 
-def test_a_request_that_its_engine_does_not_know_is_sent_again() -> None:
+def test_a_request_unknown_to_its_engine_is_sent_again() -> None:
     t = table(1)
     t.take(A, [chunk(0, 0, [5])], 0)
     t.resend(A, [f"{G}.0"])
@@ -110,7 +110,7 @@ def test_an_engine_may_forget_a_group_only_once_it_is_closed() -> None:
     assert sorted(t.to_forget(A)) == [f"{G}.0", f"{G}.1"] and t.to_forget(A) == []
 
 
-def test_a_restarted_controller_takes_over_what_engines_hold_and_prefers_the_longer() -> None:
+def test_a_restarted_controller_adopts_the_requests_of_engines_and_prefers_the_longer() -> None:
     t = table(2, engine=None)
     t.adopt(A, [(request(0), chunk(0, 0, [5])), (request(1), chunk(1, 0, [8], finished=True))], 0)
     t.adopt(B, [(request(0), chunk(0, 0, [5, 6])), (request(9), chunk(9, 0, [1]))], 0)
@@ -119,7 +119,7 @@ def test_a_restarted_controller_takes_over_what_engines_hold_and_prefers_the_lon
     assert t.to_forget(A) == [f"{G}.0"] and t.to_forget(B) == [f"{G}.9"]
 
 
-def test_what_an_engine_holds_beyond_what_it_has_proven_is_given_again_to_it() -> None:
+def test_a_request_with_unproven_tokens_is_sent_to_its_engine_again() -> None:
     t = table(1, engine=None)
     held = TokenChunk(
         request_id=f"{G}.0", offset=0, tokens=(5, 6, 7), logprobs=(-5.0, 0, 0), versions=(3, 9, 9), finished=True

@@ -14,7 +14,7 @@ B: EngineKey = (ReplicaId("rollout/1"), 1)
 LONGEST = 10
 
 
-def test_an_id_says_the_prompt_and_where_the_window_begins() -> None:
+def test_an_id_contains_the_prompt_and_the_start_of_the_window() -> None:
     assert (group_id(7), group_id(7, 12)) == ("g00000007", "g00000007-00012")
     for number, start in [(0, 0), (7, 12), (123_456_789, 0), (3, 123_456)]:
         assert (group_number(group_id(number, start)), group_start(group_id(number, start))) == (number, start)
@@ -40,7 +40,7 @@ def test_an_id_says_the_prompt_and_where_the_window_begins() -> None:
         "h00000007",
     ],
 )
-def test_what_is_not_written_so_is_no_group(text: str) -> None:
+def test_other_texts_are_not_group_ids(text: str) -> None:
     for parse in (group_number, group_start):
         with pytest.raises(InvalidId):
             parse(text)
@@ -65,9 +65,7 @@ def test_where_windows_end_follows_from_the_ids_that_were_issued() -> None:
     ("void", "ends"),
     [([9], {0: 4, 4: LONGEST}), ([4, 9], {0: LONGEST}), ([4], {0: 9}), ([], {0: 4, 4: 9})],
 )
-def test_what_windows_without_an_answer_left_free_belongs_to_the_one_before(
-    void: list[int], ends: dict[int, int]
-) -> None:
+def test_tokens_of_void_windows_belong_to_the_previous_one(void: list[int], ends: dict[int, int]) -> None:
     known, gone = [group_id(7), group_id(7, 4), group_id(7, 9)], [group_id(7, n) for n in void]
     found = windows.ends(known, gone, longest=LONGEST)
     assert found == {group_id(7, start): end for start, end in ends.items()}
@@ -133,7 +131,7 @@ def test_an_answer_that_is_over_is_scored_and_not_followed(start: int, reason: s
     assert windows.windows_to_continue(table) == []
 
 
-def test_the_next_window_stands_on_the_one_before_and_is_ready_at_once() -> None:
+def test_the_next_window_takes_over_the_previous_context_and_is_ready_at_once() -> None:
     table = TrajectoryTable()
     first = opened(table)
     stream(table, first, [11, 12, 13, 24], "length")
@@ -178,14 +176,14 @@ def test_an_answer_that_ends_before_the_window_it_is_made_for_is_made_again() ->
     assert ends(window) == (EndReason.STOP, GroupPhase.FINISHED, 4), "not for ever: the critic learns from it"
 
 
-def test_what_an_engine_holds_beyond_the_next_windows_beginning_is_not_taken() -> None:
+def test_tokens_beyond_the_start_of_the_next_window_are_ignored() -> None:
     table = TrajectoryTable()
     group = opened(table, 0, 2)
     stream(table, group, [11, 12, 13, 14], "length")
     assert ends(group) == (EndReason.TRUNCATED, GroupPhase.SCORED, 2)
 
 
-def test_a_dead_engines_windows_are_cut_where_they_stand_and_end_there_for_good() -> None:
+def test_windows_of_a_dead_engine_are_cut_permanently_at_their_last_token() -> None:
     table = TrajectoryTable()
     group, fresh = opened(table), opened(table, 8)
     stream(table, group, [11, 22, 33])
@@ -200,7 +198,7 @@ def test_a_dead_engines_windows_are_cut_where_they_stand_and_end_there_for_good(
     assert ends(group) == (EndReason.TRUNCATED, GroupPhase.SCORED, 3), "the next window begins there already"
 
 
-def test_going_back_makes_a_later_window_wait_for_what_it_stood_on() -> None:
+def test_a_rollback_makes_a_later_window_wait_for_its_context() -> None:
     table = TrajectoryTable()
     first = opened(table)
     stream(table, first, [11, 12, 33, 34], "length")
@@ -265,7 +263,7 @@ def test_a_dead_engines_window_goes_on_to_where_the_next_one_begins_already() ->
     assert second.trajectories[0].tokens == [11, 12, 13, 14]
 
 
-def test_an_engine_that_was_told_to_end_before_the_limit_of_now_is_given_the_request_again() -> None:
+def test_a_request_with_an_increased_limit_is_sent_to_its_engine_again() -> None:
     table = TrajectoryTable()
     first = opened(table, 0, LONGEST)
     (t,) = first.trajectories
@@ -296,7 +294,7 @@ def test_nor_for_longer_than_the_next_one_is_open() -> None:
     assert table.to_forget(A) == [request_id]
 
 
-def test_a_controller_that_takes_over_finds_there_what_a_window_stands_on() -> None:
+def test_a_new_controller_finds_the_context_of_a_window() -> None:
     _, request_id, _ = a_window_that_waits_behind_one_that_is_closed()
     request = GenerationRequest(
         request_id=request_id, group_id=group_id(7), prompt_tokens=(1,), max_response_tokens=4, seed=5

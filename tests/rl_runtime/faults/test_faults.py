@@ -303,7 +303,7 @@ def test_delay_slows_every_step_until_its_bound(run: RunDir) -> None:
         assert len(slow) >= 5 and min(slow) > 0.9 * injector.DELAY_SECONDS, slow
 
 
-def test_quota_throttles_or_says_why_it_cannot(run: RunDir) -> None:
+def test_a_quota_throttles_or_is_refused_with_the_reason(run: RunDir) -> None:
     with replica(run, "rollout/0") as worker:
         try:
             home, _ = cpu_group(worker.pid)

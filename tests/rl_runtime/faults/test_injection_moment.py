@@ -26,7 +26,7 @@ while True:
 
 
 @pytest.mark.parametrize(("aimed_at", "met"), [(ENGINE_STEP, True), ("somewhere else", False), ("", True)])
-def test_a_moment_that_never_came_is_said(tmp_path: Path, aimed_at: str, met: bool) -> None:
+def test_a_checkpoint_that_was_not_reached_is_recorded(tmp_path: Path, aimed_at: str, met: bool) -> None:
     run = create_run_dir(tmp_path, "r")
     argv = [sys.executable, "-c", WORKER, str(run.path), ENGINE_STEP]
     with subprocess.Popen(argv, env=run_environment(run.path)) as worker:

@@ -303,7 +303,7 @@ def test_a_window_ends_and_the_answer_goes_on_behind_it_at_another_engine(stage:
     assert {len(set(c.versions)) for c in held.values() if c} >= {3}, "no answer got through all windows"
 
 
-def test_each_token_of_a_request_in_flight_is_what_its_version_gives_to_the_whole_prefix(
+def test_each_token_of_a_request_in_flight_is_computed_by_its_version_on_the_whole_prefix(
     stage: Stage, a: Remote
 ) -> None:
     """The update comes in mid-request; the cache of the older version is made again, so every token can be scored."""

@@ -76,7 +76,7 @@ def test_requests_are_owed_before_the_thread_has_come_to_them(engine: Engine, th
     eventually(rests, "the request to be done")
 
 
-def test_requests_that_the_engine_refuses_are_not_owed_for_ever(engine: Engine, thread: EngineThread) -> None:
+def test_requests_that_the_engine_refuses_are_dropped(engine: Engine, thread: EngineThread) -> None:
     engine.gate.clear()
     thread.post_requests(2, lambda _: engine.refuse())
     assert owes()

@@ -70,7 +70,7 @@ PLANTED = {
 
 
 @pytest.mark.parametrize("fault", sorted(PLANTED))
-def test_planted_fault_is_refused_and_the_version_before_goes_on(rig: Rig, fault: str) -> None:
+def test_a_planted_fault_is_rejected_and_the_previous_version_continues(rig: Rig, fault: str) -> None:
     tamper, part, tensor = PLANTED[fault]
     rig.serve(0)
     once = [tamper]
@@ -149,7 +149,7 @@ def test_a_version_of_which_a_part_arrived_is_not_applied_and_the_rest_is_fetche
     other.close()
 
 
-def test_relay_serves_what_it_verified_when_the_trainer_is_gone(make_rig: Callable[..., Rig]) -> None:
+def test_a_relay_serves_verified_weights_after_the_trainers_death(make_rig: Callable[..., Rig]) -> None:
     first, late = make_rig(), make_rig(replica=ReplicaId("rollout/2"))
     manifest = first.serve(4)
     first.trainer.close()

@@ -64,7 +64,7 @@ def test_a_request_reported_twice_runs_once(rig: Rig) -> None:
     assert len(rig.finished("g.0").tokens) == 5 and rig.replica.info().tokens_generated == 5
 
 
-def test_what_a_step_still_makes_of_a_forgotten_request_is_not_taken_for_the_same_one_given_again(rig: Rig) -> None:
+def test_late_tokens_of_a_dropped_request_are_not_added_to_the_same_request_submitted_again(rig: Rig) -> None:
     rig.serve(0)
     rig.in_flight(request(num=60))
     rig.hang()
@@ -105,7 +105,7 @@ def test_update_gives_up_on_a_hanging_engine(rig: Rig, monkeypatch: pytest.Monke
     assert set(rig.finished("g.0").versions) == {0}, "what was given up is not done later"
 
 
-def test_a_broken_engine_says_so_and_keeps_its_tokens(rig: Rig) -> None:
+def test_a_broken_engine_raises_and_keeps_its_tokens(rig: Rig) -> None:
     rig.serve(0)
     rig.in_flight(request(num=60))
     rig.scripted.fail = RuntimeError("no such kernel")
@@ -124,7 +124,7 @@ def test_on_step_runs_before_each_step_in_the_engine_thread(make_rig: Callable[.
     assert names == ["engine"] * 5
 
 
-def test_an_engine_that_does_not_start_says_why(tmp_path: Path) -> None:
+def test_an_engine_that_does_not_start_reports_why(tmp_path: Path) -> None:
     def make(settings: EngineSettings) -> ScriptedEngine:
         raise EngineBroken("no memory")
 

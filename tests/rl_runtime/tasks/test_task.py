@@ -138,7 +138,7 @@ def test_every_local_vocabulary_has_the_canarys_tokens(name: TaskName) -> None:
     assert VOCAB.size == 16 and VOCAB.encode("09=eo") == (3, 12, 13, 14, 15)  # weights of a seed depend on it
 
 
-def test_folder_that_cannot_be_used_says_why(tmp_path: Path) -> None:
+def test_an_unusable_folder_is_reported_with_the_reason(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"config\.json"):
         folder_vocabulary(tmp_path)
     write_model_folder(tmp_path, TINY, seed=0)

@@ -55,7 +55,7 @@ def learned(count: int = 100, seed: int = 0) -> LearnedBand:
         (numbers(2.0, math.nan), ""),  # what is not finite is refused elsewhere
     ],
 )
-def test_only_what_is_far_from_the_runs_own_numbers_is_outside(value: MicrobatchNumbers, said: str) -> None:
+def test_only_numbers_far_from_those_of_the_run_are_outside(value: MicrobatchNumbers, said: str) -> None:
     assert learned().outside(value).startswith(said) and bool(learned().outside(value)) == bool(said)
 
 
@@ -74,7 +74,7 @@ def test_equal_losses_leave_room_for_rounding() -> None:
     assert band.outside(numbers(-1e-9)) == "" and band.outside(numbers(0.1))
 
 
-def test_the_band_forgets_the_oldest_and_what_taught_nothing() -> None:
+def test_the_band_drops_the_oldest_and_skips_zero_gradients() -> None:
     band = learned(REMEMBERED).after([numbers(1.0, 0.0), numbers(0.5, 2.0)])
     assert len(band.learned) == REMEMBERED and band.learned[-1] == numbers(0.5, 2.0)
 

@@ -79,11 +79,11 @@ def test_renamed_and_foreign_ones_are_refused(tmp_path: Path) -> None:
         load(path_of(tmp_path, 30))
 
 
-def test_nothing_there(tmp_path: Path) -> None:
+def test_an_empty_folder_has_no_checkpoint(tmp_path: Path) -> None:
     assert newest_good(tmp_path / "absent") == checkpoint.Search(found=None, bad=())
 
 
-def test_killed_at_any_write_leaves_the_older_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kill_at_any_write_leaves_the_older_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every effect of `save` fails in turn, as if the process died there: what was there before still loads."""
 
     class Died(BaseException):

@@ -99,7 +99,7 @@ def test_only_algorithms_with_a_critic_have_one() -> None:
         }
 
 
-def test_learns_what_answers_earn(trainer: Spied) -> None:
+def test_the_critic_learns_the_rewards(trainer: Spied) -> None:
     losses = [take_step(trainer, step, like=0).health.value_loss or 0.0 for step in range(20)]
     assert losses[-1] < 0.2 * losses[0]
 

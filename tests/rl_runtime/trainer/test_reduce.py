@@ -84,7 +84,7 @@ DIFFERENCES = [
 
 
 @pytest.mark.parametrize(("change", "because"), [d[1:] for d in DIFFERENCES], ids=[d[0] for d in DIFFERENCES])
-def test_disagreement_says_who_and_what(change: dict[str, object], because: str) -> None:
+def test_disagreement_names_the_member_and_the_difference(change: dict[str, object], because: str) -> None:
     one, other = votes()
     sentence = disagreement([one, replace(other, **change)], members=MEMBERS, all_ids=ALL_IDS)  # type: ignore[arg-type]
     assert because in sentence

@@ -50,7 +50,7 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(t, other[n]) for n, t in one.items())
 
 
-def test_step_reports_what_it_did(trainer: Spied) -> None:
+def test_a_step_reports_its_result(trainer: Spied) -> None:
     result = take_step(trainer, 0)
     samples = [s for m in make_microbatches(JOB, 0) for g in m.groups for s in g.samples]
     assert result.commit.policy_version == 1
@@ -88,7 +88,7 @@ def test_step_of_another_size_is_refused(trainer: Spied) -> None:
         trainer.join(1, trainer.info(HOLDER).joined_epoch + 1, 0, 1, "127.0.0.1", 0)
 
 
-def test_keeps_what_it_computed_and_adds_to_it(trainer: Spied) -> None:
+def test_computed_parts_are_kept_and_extended(trainer: Spied) -> None:
     counted: list[str] = []
     of = trainer._gradients.of
     trainer._gradients.of = lambda state, m, **rest: (counted.append(m.microbatch_id), of(state, m, **rest))[1]  # type: ignore[method-assign]

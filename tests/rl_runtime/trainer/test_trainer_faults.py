@@ -171,7 +171,7 @@ def test_stopped_peer_blocks_until_it_is_killed(team: Team) -> None:
         survivor.answer()
 
 
-def test_stopped_peer_that_no_one_kills_ends_at_the_timeout() -> None:
+def test_a_wait_for_a_stopped_peer_ends_at_the_timeout() -> None:
     team = Team(tiny_job(group_timeout_seconds=3.0))  # a loaded machine needs some of it to join at all
     try:
         survivor, victim = pair(team, stops={"bucket": 2})
@@ -228,7 +228,7 @@ def test_replacement_copies_a_survivor_bit_by_bit_and_joins(team: Team) -> None:
     assert_gradients_equal(survivor.ask("gradient_of", 2), failure_free(3, team.job.algorithm.name).gradient_of(2))
 
 
-def test_vote_refuses_what_members_do_not_share(team: Team) -> None:
+def test_the_vote_rejects_differences_between_members(team: Team) -> None:
     one, other = pair(team)
     plans = {
         "missing": {one: [0, 1], other: [2]},

@@ -33,7 +33,7 @@ PARTS = (
 )
 
 
-def test_sums_are_divided_by_what_the_whole_step_had() -> None:
+def test_sums_are_divided_by_the_totals_of_the_step() -> None:
     tally = StepTotals.of([replace(ballot(0, []), microbatches=PARTS)], TOKENWISE, longest=5)
     assert (tally.divisors.policy, tally.divisors.value, tally.num_tokens) == (10.0, 10.0, 10)
     assert tally.loss == pytest.approx(0.06)
@@ -47,6 +47,6 @@ def test_the_same_to_the_bit_however_the_step_was_shared_out() -> None:
     assert len({repr(StepTotals.of(b, TOKENWISE, longest=5)) for b in ballots}) == 1
 
 
-def test_what_a_step_had_none_of_is_none() -> None:
+def test_metrics_without_data_are_none() -> None:
     empty = StepTotals.of([replace(ballot(0, []), microbatches=(part(0, 0.0, samples=1),))], TOKENWISE, longest=5)
     assert (empty.reward, empty.log_ratio_max, empty.num_tokens, empty.loss) == (None, None, 0, 0.0)

@@ -23,7 +23,7 @@ from tests.support import PATIENCE_SECONDS, eventually
 # --- bad holders
 
 
-def test_no_one_there_names_every_holder(start: Start) -> None:
+def test_the_error_names_every_unreachable_holder(start: Start) -> None:
     gone = start()
     gone.close()
     with pytest.raises(TransferFailed, match="trainer/0: lost: cannot connect"):
@@ -197,7 +197,7 @@ BAD_PULLERS = {
 
 
 @pytest.mark.parametrize("fault", sorted(BAD_PULLERS))
-def test_bad_puller_is_refused_by_name_and_the_server_goes_on(start: Start, fault: str) -> None:
+def test_a_bad_puller_is_refused_by_name_and_the_server_continues(start: Start, fault: str) -> None:
     act, sentence = BAD_PULLERS[fault]
     server, weights = start(), make_weights()
     manifest = build_manifest(0, weights, [])

@@ -92,7 +92,7 @@ def test_names_of_another_model_cannot_be_published(start: Start) -> None:
         start().publish(build_manifest(0, make_weights(), []), make_weights(num=4))
 
 
-def test_whole_state_travels_with_its_meta(start: Start) -> None:
+def test_the_whole_state_is_transferred_with_its_meta(start: Start) -> None:
     server, state = start(), {**make_weights(), "adam.step": torch.tensor(7, dtype=torch.int64)}
     server.state_provider = lambda: (state, '{"step": 7}')
     got, meta = pull_state(server.holder(TRAINER, 2), token=TOKEN, puller="trainer/1", timeout_seconds=PATIENCE_SECONDS)
@@ -100,7 +100,7 @@ def test_whole_state_travels_with_its_meta(start: Start) -> None:
     until_sent(server, {("state", -1, "trainer/1"): num_bytes(state)})
 
 
-def test_a_trainer_without_state_says_so(start: Start) -> None:
+def test_a_trainer_without_state_reports_it(start: Start) -> None:
     server = start()
     server.state_provider = lambda: None
     with pytest.raises(TransferFailed, match="no state is held here") as failed:

@@ -114,14 +114,14 @@ class SampleRing:
         limits it to the newest rounds of processes and the newest host and GPU samples; the rest does not count as
         lost."""
         rounds, last, lost = self._since(cursor)
-        said: dict[str, Any] = {"cursor": last, "samples_lost": lost}
+        answer: dict[str, Any] = {"cursor": last, "samples_lost": lost}
         if processes := [p for r in rounds[-rounds_max:] for p in r.processes]:
-            said["processes"] = PROCESSES.encode(processes)
+            answer["processes"] = PROCESSES.encode(processes)
         if hosts := [h for r in _newest(rounds, rounds_max, lambda r: r.hosts) for h in r.hosts]:
-            said["hosts"] = HOSTS.encode(hosts)
+            answer["hosts"] = HOSTS.encode(hosts)
         if gpus := [g for r in _newest(rounds, rounds_max, lambda r: r.gpus) for g in r.gpus]:
-            said["gpus"] = GPUS.encode(gpus)
-        return said
+            answer["gpus"] = GPUS.encode(gpus)
+        return answer
 
     def _since(self, cursor: int) -> tuple[list[_Round], int, int]:
         with self._lock:

@@ -155,7 +155,7 @@ class Routes:
 
     def healthz(self, _request: Request) -> Response:
         fresh, age = self._freshness()
-        said = {
+        health = {
             "ok": fresh,
             "node": self.node,
             "pid": os.getpid(),
@@ -164,7 +164,7 @@ class Routes:
             "wall_at": self.clock.wall(),
             "processes": self.registry.num_live(),
         }
-        return json_response(said, HTTPStatus.OK if fresh else HTTPStatus.SERVICE_UNAVAILABLE)
+        return json_response(health, HTTPStatus.OK if fresh else HTTPStatus.SERVICE_UNAVAILABLE)
 
     def samples(self, request: Request) -> Response:
         body = self.ring.since_json(parameters.number(request, "since", 0))
@@ -208,8 +208,10 @@ class Routes:
         pid = registration.process.pid
         with _unavailable():
             threads = self.stacks.dump(pid)
-        said = {"replica": registration.replica, "rank": registration.rank, "incarnation": registration.incarnation}
-        return json_response({"node": self.node, "pid": pid, **said, "at": self.clock.monotonic(), "threads": threads})
+        identity = {"replica": registration.replica, "rank": registration.rank, "incarnation": registration.incarnation}
+        return json_response(
+            {"node": self.node, "pid": pid, **identity, "at": self.clock.monotonic(), "threads": threads}
+        )
 
     def evidence_flight_recorder(self, request: Request) -> Response:
         """PyTorch's own dump, as a file for `rolecall diagnose`; the process writes it even if its main thread

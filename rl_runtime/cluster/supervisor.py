@@ -232,10 +232,10 @@ class Supervisor:
                 raise DeadlineExceeded(waited_for="the model folder to be written", seconds=PREPARE_SECONDS)
             self.clock.sleep(TICK_SECONDS)
         if code:
-            said = (self.run.logs / "prepare.log").read_text(errors="replace").strip()[-1500:]
+            output = (self.run.logs / "prepare.log").read_text(errors="replace").strip()[-1500:]
             if code == 2:
-                raise ConfigError([said])
-            raise ActuatorError(f"writing the model folder failed with code {code}: {said}")
+                raise ConfigError([output])
+            raise ActuatorError(f"writing the model folder failed with code {code}: {output}")
 
     def _wait_until_ready(self, replicas: list[ReplicaId]) -> None:
         seconds = 2 * self.job.detector.first_unit_seconds

@@ -181,10 +181,10 @@ def _replicas(run: RunDir, role: str, url: str) -> list[InjectionTarget]:
 def _agents(run: RunDir) -> list[InjectionTarget]:
     found = []
     for path in sorted((run.path / "nodes").glob("*/agent.json")):
-        said = json.loads(path.read_text())
+        address = json.loads(path.read_text())
         node = path.parent.name
         found.append(
-            InjectionTarget(target=node, pid=int(said["pid"]), start_ticks=int(said["start_ticks"]), node=node)
+            InjectionTarget(target=node, pid=int(address["pid"]), start_ticks=int(address["start_ticks"]), node=node)
         )
     return found
 

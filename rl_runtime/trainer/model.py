@@ -110,8 +110,8 @@ def write_model_folder(folder: Path, config: ModelConfig, seed: int, task: TaskN
             shutil.copyfile(path, folder / path.name)
         return
     model = make_model(config, vocab, seed)
-    said = model.shape.to_config(pad=vocab.pad, bos=vocab.bos, eos=vocab.eos)
-    (folder / "config.json").write_text(json.dumps(said, indent=2) + "\n")
+    fields = model.shape.to_config(pad=vocab.pad, bos=vocab.bos, eos=vocab.eos)
+    (folder / "config.json").write_text(json.dumps(fields, indent=2) + "\n")
     save_file(model.state_dict(), folder / "model.safetensors", metadata={"format": "pt"})
     write_tokenizer(folder, vocab)
 

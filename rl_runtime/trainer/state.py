@@ -206,8 +206,8 @@ class TrainerState:
     def _check_tensors(self, tensors: dict[str, torch.Tensor]) -> None:
         has_critic = any(name.startswith(CRITIC) for name in tensors)
         if has_critic != (self.critic is not None):
-            said = "it holds a critic, this job's algorithm has none" if has_critic else "it holds no critic"
-            raise self._mismatch(f"{CRITIC}*", f"{said}: the state is that of another algorithm")
+            difference = "it holds a critic, this job's algorithm has none" if has_critic else "it holds no critic"
+            raise self._mismatch(f"{CRITIC}*", f"{difference}: the state is that of another algorithm")
         wanted = {name: t for network in self._networks for name, t in network.tensors()}
         for name in sorted(wanted.keys() ^ tensors.keys()):
             raise self._mismatch(name, "missing" if name in wanted else "not of this model")

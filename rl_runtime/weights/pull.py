@@ -125,7 +125,7 @@ def pull_any(
     """
     pieces = fitting(pieces, manifest)
     terms = PullSettings(token=token, puller=puller, timeout_seconds=timeout_seconds, clock=clock)
-    left, said = list(holders), dict[str, str]()
+    left, reasons = list(holders), dict[str, str]()
     problem, may_help = TransferProblem.ABSENT, bool(left)
     while may_help and not terms.time_is_up:
         may_help = False
@@ -135,7 +135,7 @@ def pull_any(
                 return pieces
             except TransferFailed as e:
                 problem = e.problem
-                said[holder.replica] = f"{holder.replica}: {e.problem}: {e.reason}"
+                reasons[holder.replica] = f"{holder.replica}: {e.problem}: {e.reason}"
                 may_help = may_help or e.problem is TransferProblem.BUSY
                 if e.problem not in (TransferProblem.BUSY, TransferProblem.ABSENT):
                     left.remove(holder)
@@ -143,7 +143,7 @@ def pull_any(
             terms.clock.sleep(BUSY_WAIT_SECONDS)
     if may_help:
         problem = TransferProblem.TIMEOUT
-    reason = "; ".join(said.values()) or "no holder was named"
+    reason = "; ".join(reasons.values()) or "no holder was named"
     raise TransferFailed(holder=None, problem=problem, reason=reason, pieces=pieces)
 
 

@@ -100,7 +100,9 @@ def examine(facts: NodeFacts) -> tuple[NodeCheck, ...]:
         *(_pressure, _exits, _files),
     )
     return tuple(
-        NodeCheck(name=check.__name__.removeprefix("_"), **said._asdict()) for check in checks for said in check(facts)
+        NodeCheck(name=check.__name__.removeprefix("_"), **result._asdict())
+        for check in checks
+        for result in check(facts)
     )
 
 
@@ -108,7 +110,7 @@ def worst(checks: tuple[NodeCheck, ...]) -> CheckLevel:
     return max((c.level for c in checks), key=SEVERITY.index, default=CheckLevel.UNKNOWN)
 
 
-class _Said(NamedTuple):
+class _Result(NamedTuple):
     """Result of a check."""
 
     level: CheckLevel
@@ -116,13 +118,13 @@ class _Said(NamedTuple):
     fix: str = ""
 
 
-_ok = partial(_Said, CheckLevel.OK)
-_warning = partial(_Said, CheckLevel.WARNING)
-_broken = partial(_Said, CheckLevel.BROKEN)
-_unknown = partial(_Said, CheckLevel.UNKNOWN)
+_ok = partial(_Result, CheckLevel.OK)
+_warning = partial(_Result, CheckLevel.WARNING)
+_broken = partial(_Result, CheckLevel.BROKEN)
+_unknown = partial(_Result, CheckLevel.UNKNOWN)
 
 
-def _driver(facts: NodeFacts) -> Iterator[_Said]:
+def _driver(facts: NodeFacts) -> Iterator[_Result]:
     there = max(facts.gpu_devices, facts.pci_gpus)
     if not facts.driver and not there:
         yield _ok("no NVIDIA GPU on this node")
@@ -140,7 +142,7 @@ def _driver(facts: NodeFacts) -> Iterator[_Said]:
         yield _ok(f"driver {facts.driver}, {facts.gpu_devices} GPU(s)")
 
 
-def _nvml(facts: NodeFacts) -> Iterator[_Said]:
+def _nvml(facts: NodeFacts) -> Iterator[_Result]:
     if not (facts.driver or facts.gpu_devices or facts.pci_gpus):
         return
     if not facts.nvml_wanted:
@@ -155,7 +157,7 @@ def _nvml(facts: NodeFacts) -> Iterator[_Said]:
         yield _ok("NVML answers")
 
 
-def _kernel_log(facts: NodeFacts) -> Iterator[_Said]:
+def _kernel_log(facts: NodeFacts) -> Iterator[_Result]:
     if not facts.kernel_log:
         yield _ok("not read: disabled in agent.yaml")
     elif not facts.kmsg:
@@ -168,7 +170,7 @@ def _kernel_log(facts: NodeFacts) -> Iterator[_Said]:
         )
 
 
-def _stacks(facts: NodeFacts) -> Iterator[_Said]:
+def _stacks(facts: NodeFacts) -> Iterator[_Result]:
     if not facts.py_spy:
         yield _warning("py-spy is not installed: no stacks of hung processes", "pip install 'rolecall[agent]'")
     elif facts.ptrace_scope == PTRACE_OFF:
@@ -186,7 +188,7 @@ def _stacks(facts: NodeFacts) -> Iterator[_Said]:
         yield _ok("py-spy can read stacks" if facts.is_root else "py-spy can read stacks of the same user")
 
 
-def _processes(facts: NodeFacts) -> Iterator[_Said]:
+def _processes(facts: NodeFacts) -> Iterator[_Result]:
     if facts.hidepid and not facts.is_root:
         yield _warning(
             f"/proc is mounted with hidepid={facts.hidepid}: processes of other users are not seen",
@@ -194,7 +196,7 @@ def _processes(facts: NodeFacts) -> Iterator[_Said]:
         )
 
 
-def _probe(facts: NodeFacts) -> Iterator[_Said]:
+def _probe(facts: NodeFacts) -> Iterator[_Result]:
     for probe, reason in facts.probes_down.items():
         yield _warning(
             f"the agent cannot read {probe}: {reason or 'no reason given'}",
@@ -202,7 +204,7 @@ def _probe(facts: NodeFacts) -> Iterator[_Said]:
         )
 
 
-def _socket(facts: NodeFacts) -> Iterator[_Said]:
+def _socket(facts: NodeFacts) -> Iterator[_Result]:
     if facts.rank_uid is not None and facts.socket_uid is not None and facts.rank_uid not in (0, facts.socket_uid):
         yield _warning(
             f"the process runs as user {facts.rank_uid}, but {facts.data_dir}/agent.sock is only for user "
@@ -211,7 +213,7 @@ def _socket(facts: NodeFacts) -> Iterator[_Said]:
         )
 
 
-def _agent(facts: NodeFacts) -> Iterator[_Said]:
+def _agent(facts: NodeFacts) -> Iterator[_Result]:
     if not facts.agent:
         yield _warning(
             f"no agent listens at {facts.agent_url}", "start it with `rolecall agent`; its log says why it ended"
@@ -230,7 +232,7 @@ def _agent(facts: NodeFacts) -> Iterator[_Said]:
         yield _ok(f"the agent answers at {facts.agent_url}")
 
 
-def _data_dir(facts: NodeFacts) -> Iterator[_Said]:
+def _data_dir(facts: NodeFacts) -> Iterator[_Result]:
     if facts.data_dir_error:
         yield _broken(
             f"{facts.data_dir}: {facts.data_dir_error}",
@@ -261,7 +263,7 @@ _HINDRANCES: tuple[tuple[tuple[str, ...], str, str], ...] = (
 )
 
 
-def _nccl(facts: NodeFacts) -> Iterator[_Said]:
+def _nccl(facts: NodeFacts) -> Iterator[_Result]:
     off = [
         _warning(f"{name}={facts.environ[name]}: {says}", fix)
         for names, says, fix in _HINDRANCES
@@ -271,7 +273,7 @@ def _nccl(facts: NodeFacts) -> Iterator[_Said]:
     yield from off or [_ok("torch and NCCL settings allow diagnosis")]
 
 
-def _clock(facts: NodeFacts) -> Iterator[_Said]:
+def _clock(facts: NodeFacts) -> Iterator[_Result]:
     if facts.clock_state is None or facts.clock_error_seconds is None:
         yield _unknown(
             "the kernel does not report the clock's error",
@@ -288,7 +290,7 @@ def _clock(facts: NodeFacts) -> Iterator[_Said]:
         yield _ok(f"synchronized within {facts.clock_error_seconds * 1000:.0f} ms")
 
 
-def _clocks(facts: NodeFacts) -> Iterator[_Said]:
+def _clocks(facts: NodeFacts) -> Iterator[_Result]:
     apart = 0.0
     for offset in facts.clock_offsets:
         if offset.seconds is None:
@@ -311,7 +313,7 @@ def _clocks(facts: NodeFacts) -> Iterator[_Said]:
         yield _ok(f"{len(facts.clock_offsets)} other clock(s), within {apart * 1000:.0f} ms of this node's")
 
 
-def _pressure(facts: NodeFacts) -> Iterator[_Said]:
+def _pressure(facts: NodeFacts) -> Iterator[_Result]:
     if facts.pressure:
         yield _ok("/proc/pressure exists")
     else:
@@ -321,7 +323,7 @@ def _pressure(facts: NodeFacts) -> Iterator[_Said]:
         )
 
 
-def _exits(facts: NodeFacts) -> Iterator[_Said]:
+def _exits(facts: NodeFacts) -> Iterator[_Result]:
     if not facts.pidfd:
         yield _broken(
             "pidfd_open does not work: the agent cannot detect exits",
@@ -336,7 +338,7 @@ def _exits(facts: NodeFacts) -> Iterator[_Said]:
         yield _ok("exits and exit status are detected")
 
 
-def _files(facts: NodeFacts) -> Iterator[_Said]:
+def _files(facts: NodeFacts) -> Iterator[_Result]:
     if facts.files_soft < FILES_LOW:
         found = _broken if facts.files_soft < FILES_MIN else _warning
         yield found(

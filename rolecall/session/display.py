@@ -81,9 +81,9 @@ def _roles(rows: Sequence[ReplicaRow]) -> list[Text]:
 def _chip(row: ReplicaRow) -> list[tuple[str, str]]:
     index = row.replica.partition("/")[2]
     again = f"#{row.incarnation}" if row.incarnation > 1 else ""
-    said = "" if row.serves else f" {row.state}"
+    state = "" if row.serves else f" {row.state}"
     style = "green" if row.serves else _STYLE.get(row.state, "dim")
-    return [(f"{_SIGN.get(row.state, '?')} ", style), (f"{index}{again}{said}   ", "" if row.serves else style)]
+    return [(f"{_SIGN.get(row.state, '?')} ", style), (f"{index}{again}{state}   ", "" if row.serves else style)]
 
 
 def _progress(snapshot: RunSnapshot) -> Text:

@@ -98,10 +98,10 @@ class FullNode:
                 stderr=log,
                 env={**os.environ, STATE_VARIABLE: str(self.machine.path)},
             )
-        said = self.data / "agent.json"
-        eventually(lambda: said.exists() or self.process.poll() is not None, "the agent serves")
+        address_file = self.data / "agent.json"
+        eventually(lambda: address_file.exists() or self.process.poll() is not None, "the agent serves")
         assert self.process.poll() is None, self.log.read_text()
-        self.url = str(json.loads(said.read_text())["url"])
+        self.url = str(json.loads(address_file.read_text())["url"])
         self.netloc = urlsplit(self.url).netloc
 
     def happen(self) -> None:

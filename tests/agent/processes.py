@@ -62,9 +62,9 @@ class Child:
         assert self.process.stdin is not None
         self.process.stdin.write(line + "\n")
 
-    def start(self, replica: str, rank: int = 0, incarnation: int = 1, said: str | None = None) -> None:
-        said = secret(replica, rank, incarnation) if said is None else said
-        where = {"replica": replica, "rank": rank, "incarnation": incarnation, "secret": said}
+    def start(self, replica: str, rank: int = 0, incarnation: int = 1, given_secret: str | None = None) -> None:
+        given_secret = secret(replica, rank, incarnation) if given_secret is None else given_secret
+        where = {"replica": replica, "rank": rank, "incarnation": incarnation, "secret": given_secret}
         self.do(f"reporter.start(**{where!r}, node_dir={str(self.node_dir)!r})")
 
     @property

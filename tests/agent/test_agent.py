@@ -139,7 +139,7 @@ def test_a_promotion_reaches_samples_and_events(agent: AgentProcess, child: Chil
 
 
 def test_an_impostor_is_not_seen(agent: AgentProcess, child: Child) -> None:
-    child.start("rollout/1", said=secret("rollout/2"))
+    child.start("rollout/1", given_secret=secret("rollout/2"))
     assert "refused register: wrong secret for rollout/1:0#1" in child.warning()
     own = Child(agent.node_dir)
     try:
@@ -166,9 +166,9 @@ def test_a_fast_death_by_exception_is_reported_with_its_cause(agent: AgentProces
 
 def test_a_raylet_that_becomes_known_later(agent: AgentProcess) -> None:
     raylet = subprocess.Popen([sys.executable, "-S", "-c", "input()"], stdin=subprocess.PIPE)
-    said = {"pid": raylet.pid, "start_ticks": process_start_ticks(raylet.pid)}
+    record = {"pid": raylet.pid, "start_ticks": process_start_ticks(raylet.pid)}
     (agent.node_dir / "raylet.json").write_text("{torn")
-    (agent.node_dir / "raylet.json").write_text(json.dumps(said))
+    (agent.node_dir / "raylet.json").write_text(json.dumps(record))
     raylet.kill()
     raylet.communicate()
     [event] = agent.events(1, wait=WAIT_SECONDS)  # also when it died before the agent read the file
@@ -208,8 +208,8 @@ def test_stacks_need_the_token_and_a_registered_process(agent: AgentProcess, chi
     answers: list[Any] = []
 
     def dumped() -> bool:  # py-spy may take longer than the agent waits for it, on a loaded machine
-        status, said = agent.get(f"/v1/evidence/stacks?pid={child.pid}", Authorization=bearer)
-        answers.append(said)
+        status, stacks = agent.get(f"/v1/evidence/stacks?pid={child.pid}", Authorization=bearer)
+        answers.append(stacks)
         return status == 200
 
     eventually(dumped, "its stacks are reported")

@@ -125,14 +125,14 @@ def test_news_are_the_same_samples_as_columns() -> None:
     it.add((process(4, loss=1.5), process(5)), (host(),), (gpu(0), gpu(1)))
     it.add((process(6),), ())
     for cursor in (0, since(it, 0).cursor - 1, since(it, 0).cursor):
-        said, rows = json.loads(json.dumps(it.news(cursor))), since(it, cursor)
-        assert (said["cursor"], said["samples_lost"]) == (rows.cursor, rows.lost)
+        answer, rows = json.loads(json.dumps(it.news(cursor))), since(it, cursor)
+        assert (answer["cursor"], answer["samples_lost"]) == (rows.cursor, rows.lost)
         for name, layout, samples in (
             ("processes", PROCESSES, rows.processes),
             ("hosts", HOSTS, rows.hosts),
             ("gpus", GPUS, rows.gpus),
         ):
-            found = layout.build(NODE, said[name]["rows"], said[name]["columns"]) if name in said else ()
+            found = layout.build(NODE, answer[name]["rows"], answer[name]["columns"]) if name in answer else ()
             assert [s.to_dict() for s in found] == [s.to_dict() for s in samples]
 
 
@@ -141,11 +141,11 @@ def test_the_newest_round_includes_the_newest_host_and_gpu_samples() -> None:
     it.add((process(1),), (host(),), (gpu(0), gpu(1)))
     it.add((process(2), process(3)), (), ())
     it.add((process(4),), (), ())
-    said = it.news(0, 1)
-    assert said["processes"] == {**said["processes"], "rows": 1} and said["hosts"]["rows"] == 1
-    assert said["processes"]["columns"]["progress"] == 4 and said["gpus"]["rows"] == 2
-    assert said["samples_lost"] == 0 and it.news(0, 2)["processes"]["columns"]["progress"] == [2, 3, 4]
-    assert it.news(said["cursor"], 1) == {"cursor": said["cursor"], "samples_lost": 0}
+    answer = it.news(0, 1)
+    assert answer["processes"] == {**answer["processes"], "rows": 1} and answer["hosts"]["rows"] == 1
+    assert answer["processes"]["columns"]["progress"] == 4 and answer["gpus"]["rows"] == 2
+    assert answer["samples_lost"] == 0 and it.news(0, 2)["processes"]["columns"]["progress"] == [2, 3, 4]
+    assert it.news(answer["cursor"], 1) == {"cursor": answer["cursor"], "samples_lost": 0}
 
 
 def test_gpus_are_given_out_once_and_count_among_the_samples() -> None:

@@ -52,11 +52,11 @@ def test_problems_are_reported_all_at_once(tmp_path: Path) -> None:
     )
     with pytest.raises(ConfigError) as e:
         load_agent_file(path)
-    said = str(e.value)
-    assert "5 problem(s)" in said
+    message = str(e.value)
+    assert "5 problem(s)" in message
     unknown = ("gpus: unknown key", "node_exporter.hostname: unknown key")  # no one would look at them
     for key in ("node: ", "port: ", "kernel_log.interval_seconds: ", *unknown):
-        assert key in said
+        assert key in message
 
 
 def test_a_host_whose_name_cannot_be_a_nodes_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -74,11 +74,11 @@ def test_nothing_is_reported_twice(tmp_path: Path, text: str) -> None:
         load_agent_file(path)
 
 
-@pytest.mark.parametrize(("text", "said"), [("[1]", "expected a mapping"), ("{", "not YAML"), ("\xff", "file")])
-def test_an_invalid_file_is_rejected(tmp_path: Path, text: str, said: str) -> None:
+@pytest.mark.parametrize(("text", "message"), [("[1]", "expected a mapping"), ("{", "not YAML"), ("\xff", "file")])
+def test_an_invalid_file_is_rejected(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "agent.yaml"
     path.write_bytes(text.encode("latin-1"))
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         load_agent_file(path)
 
 
@@ -100,11 +100,11 @@ def running(path: Path, *options: str) -> Iterator[str]:
 def started(options: list[str], data_dir: Path, environ: dict[str, str] | None = None) -> Iterator[str]:
     command = [sys.executable, "-m", "rolecall.agent", *options]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environ)
-    said = data_dir / "agent.json"
+    address_file = data_dir / "agent.json"
     try:
-        eventually(lambda: said.exists() or process.poll() is not None, "the agent serves")
+        eventually(lambda: address_file.exists() or process.poll() is not None, "the agent serves")
         assert process.poll() is None, process.communicate()[1]
-        yield json.loads(said.read_text())["url"]
+        yield json.loads(address_file.read_text())["url"]
     finally:
         process.send_signal(signal.SIGTERM)
         process.communicate(timeout=PATIENCE_SECONDS)
@@ -199,7 +199,7 @@ def test_the_paces_of_the_file_arrive(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("nccl_ras: {address: 'no port'}", "nccl_ras: "),
         ("gpu: {enabled: false}\ndcgm_exporter: {enabled: true, url: 'ftp://x'}", "dcgm_exporter: "),
@@ -208,12 +208,12 @@ def test_the_paces_of_the_file_arrive(tmp_path: Path) -> None:
     ],
 )
 def test_a_value_that_a_collector_refuses_is_a_mistake_in_the_file(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, said: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, message: str
 ) -> None:
     path = tmp_path / "agent.yaml"
     path.write_text(f"node: node-7\nport: 0\ndata_dir: {tmp_path / 'data'}\n{text}\n")
     assert main(["--config", str(path)]) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_an_empty_token_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

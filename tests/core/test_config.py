@@ -63,7 +63,7 @@ def test_a_job_that_is_no_mapping_is_refused(value: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("seed: [1", "not YAML"),
         ("- a\n- b\n", "expected a mapping, got list"),
@@ -80,13 +80,13 @@ def test_a_job_that_is_no_mapping_is_refused(value: Any) -> None:
         ("a: 1\n---\nb: 1\n", "not YAML"),
     ],
 )
-def test_a_file_that_is_wrong_is_named(tmp_path: Path, text: str, said: str) -> None:
+def test_a_file_that_is_wrong_is_named(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "job.yaml"
     path.write_text(text)
     with pytest.raises(ConfigError) as caught:
         load_job(path)
     assert str(path) in str(caught.value)
-    assert said in str(caught.value)
+    assert message in str(caught.value)
 
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:

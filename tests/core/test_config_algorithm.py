@@ -45,14 +45,14 @@ FOREIGN = [(name, key) for key, (names, _) in ONLY_OF.items() for name in Algori
 OWN = [(name, key) for key, (names, _) in ONLY_OF.items() for name in AlgorithmName if name in names]
 
 
-def made(**said: Any) -> AlgorithmConfig:
-    return AlgorithmConfig.model_validate(said)
+def made(**values: Any) -> AlgorithmConfig:
+    return AlgorithmConfig.model_validate(values)
 
 
-def refusal(**said: Any) -> str:
+def refusal(**values: Any) -> str:
     """The one sentence with which it is refused."""
     with pytest.raises(ValidationError) as caught:
-        made(**said)
+        made(**values)
     (error,) = caught.value.errors()
     return str(error["msg"])
 
@@ -89,8 +89,8 @@ def test_an_algorithm_omits_settings_it_lacks(name: AlgorithmName) -> None:
 
 
 def test_all_that_is_foreign_is_reported_at_once() -> None:
-    said = refusal(name="grpo", gamma=0.9, window_tokens=3)
-    assert "gamma has" in said and "window_tokens has" in said
+    values = refusal(name="grpo", gamma=0.9, window_tokens=3)
+    assert "gamma has" in values and "window_tokens has" in values
 
 
 # --- defaults
@@ -148,9 +148,9 @@ RULES: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize(("said", "why"), RULES.values(), ids=RULES)
-def test_a_contradiction_is_refused_with_the_reason(said: dict[str, Any], why: str) -> None:
-    assert why in refusal(**said)
+@pytest.mark.parametrize(("values", "why"), RULES.values(), ids=RULES)
+def test_a_contradiction_is_refused_with_the_reason(values: dict[str, Any], why: str) -> None:
+    assert why in refusal(**values)
 
 
 def test_every_rule_is_tried() -> None:
@@ -171,10 +171,10 @@ ALLOWED: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("said", ALLOWED.values(), ids=ALLOWED)
-def test_valid_combinations_are_accepted(said: dict[str, Any]) -> None:
-    found = made(**said)
-    assert {key: getattr(found, key) for key in said} == said
+@pytest.mark.parametrize("values", ALLOWED.values(), ids=ALLOWED)
+def test_valid_combinations_are_accepted(values: dict[str, Any]) -> None:
+    found = made(**values)
+    assert {key: getattr(found, key) for key in values} == values
 
 
 @pytest.mark.parametrize("key", FILTERS)
@@ -215,11 +215,11 @@ UNFIT: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("said", UNFIT.values(), ids=UNFIT)
-def test_an_invalid_value_is_rejected_with_its_path(said: dict[str, Any]) -> None:
+@pytest.mark.parametrize("values", UNFIT.values(), ids=UNFIT)
+def test_an_invalid_value_is_rejected_with_its_path(values: dict[str, Any]) -> None:
     with pytest.raises(ConfigError) as caught:
-        parse_job({"algorithm": said})
-    *_, key = said
+        parse_job({"algorithm": values})
+    *_, key = values
     assert any(problem.startswith(f"algorithm.{key}: ") for problem in caught.value.problems)
 
 
@@ -244,11 +244,11 @@ TOO_LONG = [
 ]
 
 
-@pytest.mark.parametrize(("key", "said"), TOO_LONG, ids=[key for key, _ in TOO_LONG])
-def test_lengths_are_held_against_the_tasks_longest_response(key: str, said: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("key", "values"), TOO_LONG, ids=[key for key, _ in TOO_LONG])
+def test_lengths_are_held_against_the_tasks_longest_response(key: str, values: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=rf"algorithm\.{key} \({LONGEST + 1}\) is longer than the longest response"):
-        parse_job({"algorithm": said})
-    parse_job({"algorithm": {**said, key: LONGEST}})
+        parse_job({"algorithm": values})
+    parse_job({"algorithm": {**values, key: LONGEST}})
 
 
 # --- written and read
@@ -282,17 +282,17 @@ def settings_of(name: AlgorithmName) -> st.SearchStrategy[dict[str, Any]]:
     filters = st.fixed_dictionaries({}, optional={key: st.just(OTHER[key]) for key in FILTERS})
 
     def joined(parts: tuple[dict[str, Any], dict[str, Any], dict[str, Any]]) -> dict[str, Any]:
-        said, weight, sampling = parts
-        filtering = name == "dapo" or said.get("dynamic_sampling", False)
-        return {**said, **weight, **(sampling if filtering else {})}
+        values, weight, sampling = parts
+        filtering = name == "dapo" or values.get("dynamic_sampling", False)
+        return {**values, **weight, **(sampling if filtering else {})}
 
     return st.tuples(plain, way, filters).map(joined)
 
 
-@given(said=st.sampled_from(AlgorithmName).flatmap(settings_of))
-def test_it_survives_being_written_and_read(said: dict[str, Any]) -> None:
-    config = made(**said)
-    assert {key: getattr(config, key) for key in said} == said
+@given(values=st.sampled_from(AlgorithmName).flatmap(settings_of))
+def test_it_survives_being_written_and_read(values: dict[str, Any]) -> None:
+    config = made(**values)
+    assert {key: getattr(config, key) for key in values} == values
     assert AlgorithmConfig.model_validate(config.model_dump()) == config
     assert AlgorithmConfig.model_validate(config.model_dump(mode="json")) == config
     text = config.model_dump_json()
@@ -311,8 +311,8 @@ def test_the_digest_covers_every_setting() -> None:
     jobs = [parse_job({"algorithm": {"name": name}}) for name in AlgorithmName]
     for name, key in OWN:
         if (name, key) != ("dapo", "divide_by_std"):
-            said = {"name": name, **({"dynamic_sampling": True} if key in FILTERS else {}), key: OTHER[key]}
-            jobs.append(parse_job({"algorithm": said}))
+            values = {"name": name, **({"dynamic_sampling": True} if key in FILTERS else {}), key: OTHER[key]}
+            jobs.append(parse_job({"algorithm": values}))
     # Of dapo, dynamic_sampling is no change; of grpo, it is the base of its filters.
     assert len({job.digest() for job in jobs}) == len({job.model_dump_json() for job in jobs}) == len(jobs) - 1
     written = parse_job({"algorithm": made().model_dump()})

@@ -171,8 +171,8 @@ def test_several_processes_keep_one_chain(url: str) -> None:
 def test_two_processes_may_create_the_same_journal_at_once(url: str) -> None:
     argv = [[*WRITER, url, f"w{n}", "2"] for n in range(3)]
     children = [subprocess.Popen(a, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for a in argv]
-    said = [child.communicate(timeout=60)[1] for child in children]
-    assert [child.returncode for child in children] == [0, 0, 0], said
+    errors = [child.communicate(timeout=60)[1] for child in children]
+    assert [child.returncode for child in children] == [0, 0, 0], errors
 
 
 # --- what was touched is named ------------------------------------------------------------------------------------

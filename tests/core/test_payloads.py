@@ -53,7 +53,7 @@ GOOD = OncallPaged(because="help", channel="log", topic="x").to_body()
 
 
 @pytest.mark.parametrize(
-    ("body", "said"),
+    ("body", "message"),
     [
         ({"because": "help", "channel": "log"}, "oncall_paged: topic: "),
         ({**GOOD, "plan": "x"}, "oncall_paged: plan: "),
@@ -62,7 +62,7 @@ GOOD = OncallPaged(because="help", channel="log", topic="x").to_body()
     ],
     ids=["missing", "unknown", "another type", "another version"],
 )
-def test_a_body_that_does_not_fit_is_damage_of_its_event(body: dict[str, object], said: str) -> None:
+def test_a_body_that_does_not_fit_is_damage_of_its_event(body: dict[str, object], message: str) -> None:
     row = {"seq": 7, "kind": "oncall_paged", "wall_at": 1.0, "body": json.dumps(body), "hash": "ff"}
-    with pytest.raises(JournalCorrupt, match=f"journal.db: events line 7: cannot be read: {said}"):
+    with pytest.raises(JournalCorrupt, match=f"journal.db: events line 7: cannot be read: {message}"):
         event_of({**row, "incident_id": None, "caused_by": None, "key": None}, "journal.db")

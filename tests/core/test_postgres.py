@@ -162,7 +162,7 @@ def test_another_process_opens_the_database_of_a_run_directory(
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("mysql://me@host/db", "mysql is not supported"),
         ("postgresql://me@host", "names no database"),
@@ -173,11 +173,11 @@ def test_another_process_opens_the_database_of_a_run_directory(
         (7, "valid string"),
     ],
 )
-def test_a_journal_that_cannot_be_used_is_a_problem_of_the_job_file(text: object, said: str) -> None:
+def test_a_journal_that_cannot_be_used_is_a_problem_of_the_job_file(text: object, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_job({"journal": text, "seed": -1})
     (problem,) = [p for p in caught.value.problems if p.startswith("journal: ")]
-    assert said in problem
+    assert message in problem
     assert len(caught.value.problems) == 2
 
 

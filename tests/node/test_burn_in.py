@@ -43,11 +43,11 @@ def hangs(work: BurnInBudget, clock: Clock) -> CheckResult:
     ],
 )
 def test_each_check_has_its_answer(tmp_path: Path, check: Check, passed: bool | None, because: str) -> None:
-    said: list[str] = []
+    lines: list[str] = []
     grace = 2.5 if check is hangs else 60.0
-    found = burn_in({"it": check}, 0.5, tmp_path, grace_seconds=grace, progress=said.append)
+    found = burn_in({"it": check}, 0.5, tmp_path, grace_seconds=grace, progress=lines.append)
     (one,) = found.checks
-    assert one.passed is passed and because in one.because and said == ["it: for 0 s"]
+    assert one.passed is passed and because in one.because and lines == ["it: for 0 s"]
     assert found.passed is (passed is True)
 
 

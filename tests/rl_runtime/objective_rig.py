@@ -48,8 +48,8 @@ CUTS = tuple(name for name in ALGORITHMS if name.startswith("tppo"))
 
 def configured(name: str, groups: int, group_size: int) -> AlgorithmConfig:
     size = 1 if name in CUTS else group_size
-    said = {**ALGORITHMS[name], "microbatches_per_step": 1, "groups_per_microbatch": groups, "group_size": size}
-    return AlgorithmConfig.model_validate(said)
+    settings = {**ALGORITHMS[name], "microbatches_per_step": 1, "groups_per_microbatch": groups, "group_size": size}
+    return AlgorithmConfig.model_validate(settings)
 
 
 def method_of(algorithm: AlgorithmConfig, longest: int) -> Method:
@@ -74,7 +74,7 @@ def method_of(algorithm: AlgorithmConfig, longest: int) -> Method:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Said:
+class RandomAnswer:
     """One sample, and what the models say of it: of T tokens T rows of logits, and T + 1 values."""
 
     sample: TrainingSample
@@ -84,10 +84,10 @@ class Said:
 
     def answer(self, terms: TokenSelection) -> Answer:
         tokens, versions = self.sample.tokens, self.sample.versions
-        said = [reference_math.log_softmax(row) for row in self.logits]
+        rows = [reference_math.log_softmax(row) for row in self.logits]
         known = [reference_math.log_softmax(row) for row in self.reference_logits]
         return Answer(
-            logprobs=[row[token] for row, token in zip(said, tokens, strict=True)],
+            logprobs=[row[token] for row, token in zip(rows, tokens, strict=True)],
             sampler_logprobs=self.sample.logprobs,
             trained=[
                 t >= self.sample.first_fresh and terms.policy_version - version <= terms.staleness_max
@@ -107,20 +107,20 @@ class Case:
 
     algorithm: AlgorithmConfig
     terms: TokenSelection
-    groups: tuple[tuple[tuple[int, ...], tuple[Said, ...]], ...]
+    groups: tuple[tuple[tuple[int, ...], tuple[RandomAnswer, ...]], ...]
 
     def protocol_groups(self) -> list[PromptGroup]:
         return [
-            PromptGroup(group_id=GroupId(f"g{n:08d}"), prompt_tokens=prompt, samples=tuple(s.sample for s in said))
-            for n, (prompt, said) in enumerate(self.groups)
+            PromptGroup(group_id=GroupId(f"g{n:08d}"), prompt_tokens=prompt, samples=tuple(s.sample for s in answer))
+            for n, (prompt, answer) in enumerate(self.groups)
         ]
 
-    def rows(self) -> list[tuple[int, Said]]:
-        """(length of the prompt, what is said) in the order of the batch's rows."""
-        return [(len(prompt), said) for prompt, group in self.groups for said in group]
+    def rows(self) -> list[tuple[int, RandomAnswer]]:
+        """(length of the prompt, what is answer) in the order of the batch's rows."""
+        return [(len(prompt), answer) for prompt, group in self.groups for answer in group]
 
     def answers(self) -> list[list[Answer]]:
-        return [[said.answer(self.terms) for said in group] for _, group in self.groups]
+        return [[answer.answer(self.terms) for answer in group] for _, group in self.groups]
 
     def method(self) -> Method:
         return method_of(self.algorithm, self.terms.longest)
@@ -155,13 +155,13 @@ def measure(case: Case, *, dtype: torch.dtype = torch.float64, garbage: float = 
     shape = tuple(batch.tokens_st.shape)
     logits, reference = (garbage * _signs(*shape, VOCABULARY).to(dtype) for _ in range(2))
     values = garbage * _signs(*shape).to(dtype)
-    for i, (start, said) in enumerate(case.rows()):
-        length = len(said.sample.tokens)
+    for i, (start, answer) in enumerate(case.rows()):
+        length = len(answer.sample.tokens)
         if length == 0:
             continue
-        logits[i, start - 1 : start - 1 + length] = torch.tensor(said.logits, dtype=dtype)
-        reference[i, start - 1 : start - 1 + length] = torch.tensor(said.reference_logits, dtype=dtype)
-        values[i, start - 1 : start + length] = torch.tensor(said.values, dtype=dtype)
+        logits[i, start - 1 : start - 1 + length] = torch.tensor(answer.logits, dtype=dtype)
+        reference[i, start - 1 : start - 1 + length] = torch.tensor(answer.reference_logits, dtype=dtype)
+        values[i, start - 1 : start + length] = torch.tensor(answer.values, dtype=dtype)
     logits.requires_grad_()
     values.requires_grad_()
     logprobs, entropy = token_logprobs(logits, batch.tokens_st)
@@ -181,15 +181,15 @@ def expected_gradients(case: Case, like: Measured) -> tuple[Tensor, Tensor]:
     """The reference's, by every logit and value of the batch: 0 but for what stands in its lists."""
     wanted = reference_math.step(case.answers(), case.method())
     by_logits, by_values = torch.zeros_like(like.logits), torch.zeros_like(like.values_after)
-    for i, (start, said) in enumerate(case.rows()):
-        for t, token in enumerate(said.sample.tokens):
-            slopes = reference_math.logprob_gradient(said.logits[t], token)
-            turns = reference_math.entropy_gradient(said.logits[t])
+    for i, (start, answer) in enumerate(case.rows()):
+        for t, token in enumerate(answer.sample.tokens):
+            slopes = reference_math.logprob_gradient(answer.logits[t], token)
+            turns = reference_math.entropy_gradient(answer.logits[t])
             row = [
                 wanted.by_logprob[i][t] * a + wanted.by_entropy[i][t] * b for a, b in zip(slopes, turns, strict=True)
             ]
             by_logits[i, start - 1 + t] = torch.tensor(row, dtype=torch.float64)
-        length = len(said.sample.tokens)
+        length = len(answer.sample.tokens)
         by_values[i, start - 1 : start + length] = torch.tensor(wanted.by_value[i][: length + 1], dtype=torch.float64)
     return by_logits, by_values
 
@@ -203,7 +203,7 @@ def divided(case: Case, measured: Measured) -> tuple[float, float]:
 # --- making samples
 
 
-def said(
+def random_answer(
     rng: Random,
     number: int,
     *,
@@ -214,7 +214,7 @@ def said(
     ages: Sequence[int] | None = None,
     spread: float = 0.4,
     terms: TokenSelection = TERMS,
-) -> Said:
+) -> RandomAnswer:
     """Random logits and values; the sampler's log-probabilities lie about `spread` away from the policy's."""
     tokens = [rng.randrange(VOCABULARY) for _ in range(length)]
     logits = [[rng.gauss(0, 1) for _ in range(VOCABULARY)] for _ in range(length)]
@@ -222,7 +222,7 @@ def said(
         reference_math.log_softmax(row)[token] + rng.gauss(0, spread) for row, token in zip(logits, tokens, strict=True)
     ]
     ages = [rng.randint(0, 3) for _ in range(length)] if ages is None else ages
-    return Said(
+    return RandomAnswer(
         sample=TrainingSample(
             request_id=f"r{number}",
             tokens=tuple(tokens),
@@ -252,7 +252,9 @@ def random_case(name: str, seed: int, *, groups: int | None = None, terms: Token
         for i in range(algorithm.group_size):
             length = rng.randint(1, terms.longest)
             fresh = rng.randint(0, length) if name in CUTS else 0
-            samples.append(said(rng, 10 * g + i, length=length, end=rng.choice(ends), first_fresh=fresh, terms=terms))
+            samples.append(
+                random_answer(rng, 10 * g + i, length=length, end=rng.choice(ends), first_fresh=fresh, terms=terms)
+            )
         made.append((prompt, tuple(samples)))
     return Case(algorithm=algorithm, terms=terms, groups=tuple(made))
 

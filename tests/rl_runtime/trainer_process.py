@@ -279,7 +279,7 @@ class TrainerProcess:
 
     def _receive(self, seconds: float = DEADLINE_SECONDS) -> tuple[str, Any]:
         if not self._conn.poll(seconds):
-            raise AssertionError(f"{self.replica} said nothing within {seconds} s")
+            raise AssertionError(f"{self.replica} gave no answer within {seconds} s")
         kind, value = self._conn.recv()
         return kind, value
 

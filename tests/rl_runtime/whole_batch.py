@@ -75,24 +75,24 @@ def _row(state: TrainerState, group: PromptGroup, sample: TrainingSample) -> _Ro
     """What the models say of one answer, token by token."""
     tokens = (*group.prompt_tokens, *sample.tokens)
     start = len(group.prompt_tokens)
-    logprobs, entropies = _said(state.policy.module, tokens, start)
+    logprobs, entropies = _logprobs(state.policy.module, tokens, start)
     values = torch.zeros(len(sample.tokens) + 1, dtype=torch.float64)
     if state.critic is not None:
         values = state.critic.module(torch.tensor([tokens]))[0, start - 1 :]
     return _Row(sample=sample, logprobs=logprobs, entropies=entropies, values=values)
 
 
-def _said(model: Any, tokens: Sequence[int], start: int) -> tuple[Tensor, Tensor]:
-    said = torch.log_softmax(model(input_ids=torch.tensor([tokens])).logits[0, start - 1 : -1], dim=-1)
-    picked = said[torch.arange(len(said)), torch.tensor(tokens[start:])]
-    return picked, -(said.exp() * said).sum(-1)
+def _logprobs(model: Any, tokens: Sequence[int], start: int) -> tuple[Tensor, Tensor]:
+    logprobs_sv = torch.log_softmax(model(input_ids=torch.tensor([tokens])).logits[0, start - 1 : -1], dim=-1)
+    picked = logprobs_sv[torch.arange(len(logprobs_sv)), torch.tensor(tokens[start:])]
+    return picked, -(logprobs_sv.exp() * logprobs_sv).sum(-1)
 
 
 def _answer(job: JobConfig, state: TrainerState, reference: Any, group: PromptGroup, row: _Row) -> Answer:
     s, version = row.sample, state.commit.policy_version
     frozen: list[float] = []
     if reference is not None:
-        frozen = _said(reference, (*group.prompt_tokens, *s.tokens), len(group.prompt_tokens))[0].tolist()
+        frozen = _logprobs(reference, (*group.prompt_tokens, *s.tokens), len(group.prompt_tokens))[0].tolist()
     return Answer(
         logprobs=row.logprobs.tolist(),
         sampler_logprobs=s.logprobs,

@@ -11,7 +11,7 @@ from tests.fake_run import FakeRun
 from tests.support import PATIENCE_SECONDS, eventually
 
 
-def _said(beside: DashboardBeside) -> str:
+def _report_of(beside: DashboardBeside) -> str:
     heard: list[str] = []
 
     def news() -> bool:
@@ -27,8 +27,8 @@ def test_its_address_is_reported_and_the_token_is_readable_by_its_owner_only(tmp
     beside = DashboardBeside(run)
     beside.start()
     try:
-        said = _said(beside)
-        address = said.split()[1]
+        line = _report_of(beside)
+        address = line.split()[1]
         with urllib.request.urlopen(address, timeout=PATIENCE_SECONDS) as page:
             assert page.status == 200
         assert beside.news() == "", "it is said once"
@@ -36,7 +36,7 @@ def test_its_address_is_reported_and_the_token_is_readable_by_its_owner_only(tmp
         assert stat.S_IMODE((run.path / TOKEN_FILE).stat().st_mode) == 0o600
         entered = Authenticator(run.path / "users.yaml").sign_in(token, 0.0)
         assert isinstance(entered, SignedInUser) and entered.name == USER
-        assert token not in said + (run.logs / "dashboard.log").read_text()
+        assert token not in line + (run.logs / "dashboard.log").read_text()
     finally:
         beside.stop()
     eventually(lambda: _refused(address), "nobody listens any more")
@@ -54,8 +54,8 @@ def test_a_dashboard_that_cannot_be_is_a_line_and_nothing_more(tmp_path: Path) -
     run: RunDir = create_run_dir(tmp_path, "nothing")  # no run.json: there is nothing to show
     beside = DashboardBeside(run)
     beside.start()
-    said = _said(beside)
-    assert said.startswith("no dashboard: ") and "no run of this name" in said
+    line = _report_of(beside)
+    assert line.startswith("no dashboard: ") and "no run of this name" in line
     beside.stop()
 
 

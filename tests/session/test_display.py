@@ -132,10 +132,10 @@ def test_before_the_run_has_begun_no_time_is_shown() -> None:
 def test_a_proposal_shows_the_command_that_approves_it() -> None:
     memory = RunSnapshotProjection()
     proposed = {"digest": "4f2a"}
-    said = [(EventKind.INCIDENT_OPENED, {}), (EventKind.PLAN_CREATED, {}), (EventKind.PLAN_PROPOSED, proposed)]
+    events = [(EventKind.INCIDENT_OPENED, {}), (EventKind.PLAN_CREATED, {}), (EventKind.PLAN_PROPOSED, proposed)]
     events = [
         made_event(seq=seq, kind=kind, wall_at=1.0, body=body, incident_id="inc-1")
-        for seq, (kind, body) in enumerate(said, start=1)
+        for seq, (kind, body) in enumerate(events, start=1)
     ]
     memory.read(events)
     text = _shown(render(memory.snapshot(2.0, {}, {}, None, incidents=fold(events, strict=False).values())))
@@ -306,8 +306,8 @@ def test_lines_show_changes_once_then_progress() -> None:
 def test_the_same_incident_in_a_new_stage_is_reported_without_its_sentence() -> None:
     before = RunSnapshot(now=1.0, open_incidents=(_incident(),))
     after = RunSnapshot(now=2.0, closed_incidents=(_incident(stage="resolved", closed_at=2.0),))
-    said = [line for line in plain_lines(before, after) if "i-1" in line]
-    assert len(said) == 1 and "resolved" in said[0]
+    lines = [line for line in plain_lines(before, after) if "i-1" in line]
+    assert len(lines) == 1 and "resolved" in lines[0]
 
 
 # --- the summary and the screen -----------------------------------------------------------------------------------

@@ -222,6 +222,6 @@ class AlgorithmConfig(Section):
 
     @model_serializer(mode="wrap")
     def _only_what_it_has(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        said: dict[str, Any] = handler(self)
+        dumped: dict[str, Any] = handler(self)
         unused = (*(CLIPS if self.importance_cap is not None else ()), *(() if self.dynamic_sampling else FILTERS))
-        return {k: v for k, v in said.items() if k not in unused and (k not in ONLY_OF or self.name in ONLY_OF[k][0])}
+        return {k: v for k, v in dumped.items() if k not in unused and (k not in ONLY_OF or self.name in ONLY_OF[k][0])}

@@ -97,8 +97,8 @@ class TaskConfig(Section):
 
     @model_serializer(mode="wrap")
     def _only_what_it_has(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        said: dict[str, Any] = handler(self)
-        return {k: v for k, v in said.items() if k != "base" or self.name not in _WITHOUT_BASE}
+        dumped: dict[str, Any] = handler(self)
+        return {k: v for k, v in dumped.items() if k != "base" or self.name not in _WITHOUT_BASE}
 
 
 _WITHOUT_BASE = (TaskName.DIGIT_PARITY,)

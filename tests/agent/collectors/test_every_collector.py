@@ -130,8 +130,10 @@ def test_without_privileges_it_runs_and_reports_unreadable_probes(tmp_path: Path
             events = json.loads(it.get("/v1/events")[1])["events"]
             [down] = [e for e in events if e["kind"] == "probe_down"]
             assert down["detail"]["probe"] == "kernel_log" and "CAP_SYSLOG" in down["detail"]["reason"]
-            said = "the environment of some processes that may be ranks (torchrun) cannot be read: run the agent as"
-            eventually(lambda: said in it.log.read_text(), "it says of which processes it cannot tell whose they are")
+            message = "the environment of some processes that may be ranks (torchrun) cannot be read: run the agent as"
+            eventually(
+                lambda: message in it.log.read_text(), "it says of which processes it cannot tell whose they are"
+            )
             assert it.get("/healthz")[0] == 200
     finally:
         roots.communicate(timeout=PATIENCE_SECONDS)

@@ -190,8 +190,8 @@ def test_unsupported_calls_are_skipped_for_that_gpu_and_logged_once(
     assert value(reading, "memory_temperature_celsius", "0") is None
     assert value(reading, "memory_temperature_celsius", "1") == 51
     assert (value(reading, "up", "0"), reading.facts) == (1, ())
-    said = [r.message for r in caplog.records if "nvmlDeviceGetPowerUsage" in r.message]
-    assert said == ["GPU 0: nvmlDeviceGetPowerUsage skipped: Not Supported"]
+    messages = [r.message for r in caplog.records if "nvmlDeviceGetPowerUsage" in r.message]
+    assert messages == ["GPU 0: nvmlDeviceGetPowerUsage skipped: Not Supported"]
     skipped_0, skipped_1 = value(reading, "calls_unsupported", "0"), value(reading, "calls_unsupported", "1")
     assert skipped_0 is not None and skipped_1 is not None and skipped_0 == skipped_1 + 2
 

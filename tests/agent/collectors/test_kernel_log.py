@@ -222,8 +222,8 @@ def test_of_nvlinks_codes_and_154_the_line_is_reported_after_nvml_and_counted_on
         "NVRM: Xid (PCI:0000:3b:00): 154, GPU recovery action changed from 0x0 (None) to 0x1 (GPU Reset Required)",
         "NVRM: Xid (PCI:0000:3b:00): 74, NVLink: fatal error detected on link 14(0x10, 0x0, 0x0, 0x0, 0x0, 0x0, 0x0)",
     )
-    said = [(f.detail["xid"], f.detail["fatal"], f.detail["adds_to"]) for f in node.read().facts]
-    assert said == [("149", "no", "nvml"), ("154", "yes", "nvml"), ("74", "yes", "nvml")]
+    found = [(f.detail["xid"], f.detail["fatal"], f.detail["adds_to"]) for f in node.read().facts]
+    assert found == [("149", "no", "nvml"), ("154", "yes", "nvml"), ("74", "yes", "nvml")]
     assert [node.merger.counts()["2", code].number for code in (149, 154, 74)] == [1, 1, 1]
     ring.say("NVRM: Xid (PCI:0000:3b:00): 149, NETIR_BER_EVENT Nonfatal XC0 i0 Link 09 (0x00000013 0x00000001 0x0 0x0)")
     (again,) = node.read().facts

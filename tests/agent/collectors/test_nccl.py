@@ -40,7 +40,7 @@ def shown(reading: CollectorReading) -> dict[tuple[str, ...], float]:
     return found
 
 
-def said(reading: CollectorReading) -> list[str]:
+def kinds(reading: CollectorReading) -> list[str]:
     assert all(f.kind is AgentEventKind.NCCL for f in reading.facts)
     return [f.detail["what"] for f in reading.facts]
 
@@ -81,31 +81,31 @@ def test_without_a_job_and_without_ipv6_nothing_is_wrong(monkeypatch: pytest.Mon
 def test_ranks_apart_while_nothing_advances_are_suspicious_once_confirmed(server: RasServer) -> None:
     it = NcclRasCollector(NODE, server.address, confirm_seconds=60.0)
     server.serve = answers(counts(101, 100, 101, 101))
-    assert [said(it.read(at)) for at in (0.0, 15.0, 30.0, 45.0)] == [[], [], [], []]
+    assert [kinds(it.read(at)) for at in (0.0, 15.0, 30.0, 45.0)] == [[], [], [], []]
     reading = it.read(60.0)
-    assert said(reading) == ["suspicious"]
+    assert kinds(reading) == ["suspicious"]
     assert "rank 1 (10.0.0.0, process 101, GPU 1)" in reading.facts[0].detail["because"]
     assert reading.facts[0].detail["communicator"] == KEY and reading.facts[0].detail["pids"] == "101"
     assert shown(reading)["communicator_suspicious", KEY] == 1
     assert shown(reading)["communicator_collectives_behind", KEY] == 1
-    assert said(it.read(75.0)) == []
+    assert kinds(it.read(75.0)) == []
     server.serve = answers(counts(102, 102, 102, 102))
     after = it.read(90.0)
-    assert said(after) == ["advances"] and shown(after)["communicator_suspicious", KEY] == 0
+    assert kinds(after) == ["advances"] and shown(after)["communicator_suspicious", KEY] == 0
 
 
 def test_ranks_apart_that_advance_are_not(server: RasServer) -> None:
     it = NcclRasCollector(NODE, server.address, confirm_seconds=60.0)
     for n in range(20):
         server.serve = answers(counts(101 + n, 100 + n))
-        assert said(it.read(15.0 * n)) == []
+        assert kinds(it.read(15.0 * n)) == []
 
 
 def test_few_polls_confirm_nothing_however_long(server: RasServer) -> None:
     it = NcclRasCollector(NODE, server.address, confirm_seconds=60.0)
     server.serve = answers(counts(101, 100))
-    assert [said(it.read(at)) for at in (0.0, 500.0)] == [[], []]
-    assert said(it.read(501.0)) == ["suspicious"]
+    assert [kinds(it.read(at)) for at in (0.0, 500.0)] == [[], []]
+    assert kinds(it.read(501.0)) == ["suspicious"]
 
 
 def test_polls_of_zeros_are_neither_progress_nor_its_absence(server: RasServer) -> None:
@@ -114,15 +114,15 @@ def test_polls_of_zeros_are_neither_progress_nor_its_absence(server: RasServer) 
     for n in range(10):  # zeros alone: never
         server.serve = zeros
         reading = it.read(15.0 * n)
-        assert said(reading) == [] and shown(reading)["communicator_suspicious", KEY] == 0
+        assert kinds(reading) == [] and shown(reading)["communicator_suspicious", KEY] == 0
     for n, serve in enumerate((apart, zeros, apart, zeros)):
         server.serve = serve
-        assert said(it.read(200.0 + 20 * n)) == []
+        assert kinds(it.read(200.0 + 20 * n)) == []
     server.serve = apart
-    assert said(it.read(280.0)) == ["suspicious"]
+    assert kinds(it.read(280.0)) == ["suspicious"]
     server.serve = zeros
     reading = it.read(300.0)
-    assert said(reading) == [] and shown(reading)["communicator_suspicious", KEY] == 1
+    assert kinds(reading) == [] and shown(reading)["communicator_suspicious", KEY] == 1
     assert shown(reading)["communicator_collectives_launched_total", KEY, "AllReduce"] == 101  # a counter stays
 
 
@@ -130,41 +130,41 @@ def test_missing_ranks_are_reported_the_second_time_and_dead_ones_at_once(server
     it = NcclRasCollector(NODE, server.address)
     one_lost = raw(communicator(rank(0), rank(1), missing=(lost(2),)))
     server.serve = answers(one_lost)
-    assert [said(it.read(at)) for at in (0.0, 15.0, 30.0)] == [[], ["missing"], []]
+    assert [kinds(it.read(at)) for at in (0.0, 15.0, 30.0)] == [[], ["missing"], []]
     server.serve = answers(raw(communicator(rank(0), rank(1), missing=(lost(2, dead=True),))))
     reading = it.read(45.0)
-    assert said(reading) == ["dead"] and "rank 2" in reading.facts[0].detail["because"]
+    assert kinds(reading) == ["dead"] and "rank 2" in reading.facts[0].detail["because"]
     assert shown(reading)["communicator_dead_ranks", KEY] == 1
-    assert said(it.read(60.0)) == []
+    assert kinds(it.read(60.0)) == []
 
 
 def test_a_rank_that_left_its_communicator_is_not_missing(server: RasServer) -> None:
     it = NcclRasCollector(NODE, server.address)
     server.serve = answers(raw(communicator(rank(0), missing=(lost(1, unresponsive=False),))))
-    assert [said(it.read(at)) for at in (0.0, 15.0, 30.0)] == [[], [], []]
+    assert [kinds(it.read(at)) for at in (0.0, 15.0, 30.0)] == [[], [], []]
 
 
 def test_errors_are_reported_once(server: RasServer) -> None:
     it = NcclRasCollector(NODE, server.address)
     server.serve = answers(raw(communicator(rank(0, async_error=2), rank(1, async_error=6))))
     reading = it.read(0.0)
-    assert said(reading) == ["error"] and "Remote process error, System error" in reading.facts[0].detail["because"]
-    assert said(it.read(15.0)) == []
+    assert kinds(reading) == ["error"] and "Remote process error, System error" in reading.facts[0].detail["because"]
+    assert kinds(it.read(15.0)) == []
 
 
 def test_a_server_without_json_is_understood_in_text(server: RasServer) -> None:
     server.serve = answers(b"", text=TEXT, knows_json=False)
     it = NcclRasCollector(NODE, server.address)
     first = it.read(0.0)
-    assert said(first) == ["dead", "error"]
+    assert kinds(first) == ["dead", "error"]
     assert shown(first)["communicators",] == 9
     assert shown(first)["communicator_collectives_behind", "27a079b828ff1a75"] == 6638
     # Text lists only communicators with a condition: one that is no longer listed is well.
     for at in (30.0, 61.0):
         last = it.read(at)
-    assert "suspicious" in said(last)
+    assert "suspicious" in kinds(last)
     server.serve = answers(b"", text=TEXT.split(b"Errors\n======")[0], knows_json=False)
-    assert said(it.read(90.0)) == ["advances"]
+    assert kinds(it.read(90.0)) == ["advances"]
 
 
 def test_malformed_json_is_repaired_and_counted(server: RasServer) -> None:

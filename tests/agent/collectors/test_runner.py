@@ -145,13 +145,13 @@ def test_one_that_hangs_holds_up_neither_the_others_nor_the_end(events: EventLog
 
 
 def test_a_reason_is_logged_once() -> None:
-    said = LoggedOnce()
-    assert [said.is_new(r) for r in ("a", "b", "a")] == [True, True, False]
+    reasons = LoggedOnce()
+    assert [reasons.is_new(r) for r in ("a", "b", "a")] == [True, True, False]
 
 
 def test_logged_reasons_are_remembered_up_to_a_bound() -> None:
-    said = LoggedOnce()
-    assert said.is_new("a") and not said.is_new("a")
+    reasons = LoggedOnce()
+    assert reasons.is_new("a") and not reasons.is_new("a")
     for n in range(3 * NUM_REASONS_MAX):
-        said.is_new(str(n))
-    assert len(said.reasons) <= NUM_REASONS_MAX
+        reasons.is_new(str(n))
+    assert len(reasons.reasons) <= NUM_REASONS_MAX

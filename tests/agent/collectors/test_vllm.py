@@ -147,8 +147,8 @@ def test_a_missing_engine_affects_no_other_and_is_logged_once(
             values = collector.read(float(at)).values
     assert by_name(values) == {"up": 0.0}
     assert by_name(values, ("node-1", "rollout", "rollout/1", "0"))["up"] == 1.0
-    (said,) = caplog.messages
-    assert said == f"vLLM of rollout/0: {gone.url}: Connection refused"
+    (message,) = caplog.messages
+    assert message == f"vLLM of rollout/0: {gone.url}: Connection refused"
 
 
 @pytest.mark.parametrize(

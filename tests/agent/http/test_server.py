@@ -117,9 +117,9 @@ def test_one_connection_serves_many_requests(server: HttpServer) -> None:
     ],
 )
 def test_bad_input_gets_a_reason(server: HttpServer, path: str, status: int, reason: str) -> None:
-    got, said = _get(server, path)
+    got, body = _get(server, path)
     assert got == status
-    assert reason in str(said["error"])
+    assert reason in str(body["error"])
 
 
 def test_authorization(server: HttpServer) -> None:

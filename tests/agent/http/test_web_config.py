@@ -70,7 +70,7 @@ def server(folder: Path) -> Iterator[HttpServer]:
     assert web.auth is not None and web.tls is not None
 
     def hello(request: Request) -> Response:
-        return json_response({"said": "hello"})
+        return json_response({"body": "hello"})
 
     made = HttpServer("127.0.0.1", 0, {"/hello": hello}, tls=web.tls.context, allows=web.auth.allows)
     made.start()
@@ -84,14 +84,14 @@ def get(server: HttpServer, folder: Path, authorization: str = "") -> tuple[int,
     headers = {"Authorization": authorization} if authorization else {}
     connection.request("GET", "/hello", headers=headers)
     answer = connection.getresponse()
-    said = json.loads(answer.read())
+    body = json.loads(answer.read())
     connection.close()
-    return answer.status, said, answer.headers.get("WWW-Authenticate", "")
+    return answer.status, body, answer.headers.get("WWW-Authenticate", "")
 
 
 def test_a_client_with_certificate_and_password_is_accepted(server: HttpServer, folder: Path) -> None:
     assert server.url.startswith("https://")
-    assert get(server, folder, basic("prometheus", PASSWORD))[:2] == (200, {"said": "hello"})
+    assert get(server, folder, basic("prometheus", PASSWORD))[:2] == (200, {"body": "hello"})
 
 
 @pytest.mark.parametrize(
@@ -99,8 +99,8 @@ def test_a_client_with_certificate_and_password_is_accepted(server: HttpServer, 
     ["", basic("prometheus", "wrong"), basic("root", PASSWORD), "Basic !!!", "Basic", "Bearer " + HASH, "Basic 4oKs"],
 )
 def test_no_other_is(server: HttpServer, folder: Path, authorization: str) -> None:
-    status, said, challenge = get(server, folder, authorization)
-    assert status == 401 and "user" in said["error"] and challenge.startswith("Basic ")
+    status, body, challenge = get(server, folder, authorization)
+    assert status == 401 and "user" in body["error"] and challenge.startswith("Basic ")
 
 
 def test_plain_http_and_silent_clients_delay_no_other(server: HttpServer, folder: Path) -> None:

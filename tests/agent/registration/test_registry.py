@@ -62,9 +62,9 @@ class World:
 
 
 def claim(child: Child, replica: str, incarnation: int = 1, **other: object) -> dict[str, object]:
-    said: dict[str, object] = {"kind": "register", "pid": child.pid, "start_ticks": child.start_ticks}
-    said |= {"replica": replica, "rank": 0, "incarnation": incarnation}
-    return {**said, "secret": secret(replica, 0, incarnation), **other}
+    message: dict[str, object] = {"kind": "register", "pid": child.pid, "start_ticks": child.start_ticks}
+    message |= {"replica": replica, "rank": 0, "incarnation": incarnation}
+    return {**message, "secret": secret(replica, 0, incarnation), **other}
 
 
 @pytest.fixture
@@ -213,9 +213,9 @@ def test_the_story_of_a_process_that_fails(world: World, child: Child) -> None:
 def test_exceptions_in_a_loop_do_not_wash_out_the_log(world: World, child: Child) -> None:
     child.start("trainer/1")
     world.register(child, "trainer/1")
-    said = {**claim(child, "trainer/1"), "detail": {"type": "ValueError"}}
+    message = {**claim(child, "trainer/1"), "detail": {"type": "ValueError"}}
     for number in range(1, 200):
-        world.registry.exception(child.pid, {**said, "number": number})
+        world.registry.exception(child.pid, {**message, "number": number})
     assert world.kinds().count("exception") == EXCEPTIONS_MAX and world.registry.num_refused == 199 - EXCEPTIONS_MAX
     child.do(*["reporter.exception(KeyError('x'))"] * 250)  # the page has the newest, a moment later
     world.poll()
@@ -391,8 +391,8 @@ def _say(world: World, raw: bytes) -> bytes:
     ],
 )
 def test_bad_words_get_a_reason(world: World, intake: RegistrationServer, raw: bytes, answer: bytes) -> None:
-    said = _say(world, raw)
-    assert b'"ok": false' in said and answer in said
+    reply = _say(world, raw)
+    assert b'"ok": false' in reply and answer in reply
     assert intake.num_malformed == (b'register"' not in raw)
 
 
@@ -446,8 +446,8 @@ def test_a_client_that_calls_in_a_loop_waits(world: World, monkeypatch: pytest.M
 
 def test_the_kernel_identifies_the_sender(world: World, intake: RegistrationServer, child: Child) -> None:
     right_secret_wrong_sender = json.dumps(claim(child, "rollout/1")).encode() + b"\n"
-    said = _say(world, right_secret_wrong_sender)
-    assert f"process {os.getpid()} may not report for process {child.pid}".encode() in said
+    reply = _say(world, right_secret_wrong_sender)
+    assert f"process {os.getpid()} may not report for process {child.pid}".encode() in reply
     own = {"pid": os.getpid(), "start_ticks": own_start_ticks()}
     assert _say(world, json.dumps({**claim(child, "rollout/1"), **own}).encode() + b"\n") == b'{"ok": true}\n'
 

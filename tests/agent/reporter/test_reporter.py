@@ -405,9 +405,9 @@ raise ValueError("last words")
         with listener.accept()[0] as registering:
             registering.recv(65536)
             assert dying.stderr is not None
-            said = b""
-            while not said.endswith(b"ENDING"):
-                said += dying.stderr.read(1)
+            output = b""
+            while not output.endswith(b"ENDING"):
+                output += dying.stderr.read(1)
             registering.sendall(b'{"ok": true}\n')
         with listener.accept()[0] as telling:
             message = json.loads(telling.recv(65536))

@@ -189,8 +189,8 @@ def test_lines_of_all_lengths_are_appended(tmp_path: Path) -> None:
         with torch.no_grad():
             whole = torch.tensor([(*new.prompt, *new.tokens)])
             logprobs = torch.log_softmax(writer.model(input_ids=whole).logits[0, :-1].float(), -1)
-        said = logprobs.gather(1, whole[0, 1:, None])[:, 0][-len(new.tokens) :] if new.tokens else torch.zeros(0)
-        assert new.logprobs[len(old.tokens) :] == pytest.approx(said.tolist()[len(old.tokens) :], abs=1e-4)
+        recomputed = logprobs.gather(1, whole[0, 1:, None])[:, 0][-len(new.tokens) :] if new.tokens else torch.zeros(0)
+        assert new.logprobs[len(old.tokens) :] == pytest.approx(recomputed.tolist()[len(old.tokens) :], abs=1e-4)
 
 
 def test_an_examination_is_of_prompts_that_no_step_ever_had() -> None:
@@ -230,9 +230,9 @@ for n, line in enumerate(written):
     assert line.tokens[: n % 3] == lines[n].tokens and line.versions == (0,) * (n % 3) + (1,) * (len(line.tokens) - n % 3)
     assert len(line.tokens) == 4 + n % 5 or line.tokens[-1] == task.vocab.eos
     whole = torch.tensor([(*line.prompt, *line.tokens)])
-    said = torch.log_softmax(model(whole).logits[0, :-1].float(), -1).gather(1, whole[0, 1:, None])[:, 0]
-    said = said[-len(line.tokens) :][n % 3 :]
-    worst = max(worst, float((torch.tensor(line.logprobs[n % 3 :]) - said).abs().max()))
+    recomputed = torch.log_softmax(model(whole).logits[0, :-1].float(), -1).gather(1, whole[0, 1:, None])[:, 0]
+    recomputed = recomputed[-len(line.tokens) :][n % 3 :]
+    worst = max(worst, float((torch.tensor(line.logprobs[n % 3 :]) - recomputed).abs().max()))
 print("worst", worst)
 """
 

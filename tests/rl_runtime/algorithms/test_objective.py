@@ -36,13 +36,13 @@ from tests.rl_runtime.objective_rig import (
     TERMS,
     VOCABULARY,
     Case,
-    Said,
+    RandomAnswer,
     configured,
     divided,
     expected_gradients,
     measure,
+    random_answer,
     random_case,
-    said,
 )
 
 EXACT = 1e-10
@@ -72,7 +72,7 @@ def test_random_batches(name: str, seed: int) -> None:
     agrees(random_case(name, seed))
 
 
-def one_group(name: str, *samples: Said, prompt: tuple[int, ...] = (1, 2)) -> Case:
+def one_group(name: str, *samples: RandomAnswer, prompt: tuple[int, ...] = (1, 2)) -> Case:
     """One group of the samples; where groups have one sample, as many groups."""
     if name in CUTS:
         groups = tuple((prompt, (s,)) for s in samples)
@@ -80,13 +80,13 @@ def one_group(name: str, *samples: Said, prompt: tuple[int, ...] = (1, 2)) -> Ca
     return Case(algorithm=configured(name, 1, len(samples)), terms=TERMS, groups=((prompt, samples),))
 
 
-def row_of(count: int, **settings: Any) -> list[Said]:
+def row_of(count: int, **settings: Any) -> list[RandomAnswer]:
     rng = Random(11)
     lengths = settings.pop("lengths", [3, 1, 5, 9][:count])
-    return [said(rng, i, length=n, **settings) for i, n in enumerate(lengths)]
+    return [random_answer(rng, i, length=n, **settings) for i, n in enumerate(lengths)]
 
 
-def with_rewards(*rewards: float) -> list[Said]:
+def with_rewards(*rewards: float) -> list[RandomAnswer]:
     return [replace(s, sample=replace(s.sample, reward=r)) for s, r in zip(row_of(len(rewards)), rewards, strict=True)]
 
 
@@ -109,7 +109,7 @@ EDGES = {
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 @pytest.mark.parametrize("samples", EDGES.values(), ids=EDGES)
-def test_edges(name: str, samples: list[Said]) -> None:
+def test_edges(name: str, samples: list[RandomAnswer]) -> None:
     agrees(one_group(name, *samples))
 
 
@@ -126,7 +126,7 @@ CUT_EDGES = {
 
 @pytest.mark.parametrize("name", CUTS)
 @pytest.mark.parametrize("samples", CUT_EDGES.values(), ids=CUT_EDGES)
-def test_edges_of_windows(name: str, samples: list[Said]) -> None:
+def test_edges_of_windows(name: str, samples: list[RandomAnswer]) -> None:
     agrees(one_group(name, *samples))
 
 
@@ -274,7 +274,7 @@ def test_untrained_tokens_have_no_effect(name: str) -> None:
     case = random_case(name, 5)
     plain = measure(case)
 
-    def spoilt(one: Said) -> Said:
+    def spoilt(one: RandomAnswer) -> RandomAnswer:
         trained = one.answer(case.terms).trained
         logprobs = tuple(p if on else -1e4 for p, on in zip(one.sample.logprobs, trained, strict=True))
         return replace(one, sample=replace(one.sample, logprobs=logprobs))
@@ -378,8 +378,8 @@ def test_batch_is_padded_and_masked() -> None:
 
 def test_policy_and_critic_train_on_their_own_tokens() -> None:
     rng = Random(0)
-    cut = said(rng, 0, length=4, end=EndReason.TRUNCATED, first_fresh=2, ages=[1, 0, 0, 3])
-    over = said(rng, 1, length=3, first_fresh=1, ages=[3, 0, 0])
+    cut = random_answer(rng, 0, length=4, end=EndReason.TRUNCATED, first_fresh=2, ages=[1, 0, 0, 3])
+    over = random_answer(rng, 1, length=3, first_fresh=1, ages=[3, 0, 0])
     case = one_group("tppo", cut, over, prompt=(1,))
     b = measure(case).batch
     assert b.policy_st.tolist() == [[0, 0, 0, 1, 0], [0, 0, 1, 1, 0]], "fresh and young, of both"
@@ -391,7 +391,7 @@ def test_policy_and_critic_train_on_their_own_tokens() -> None:
 
 def test_weights_of_a_sample_are_of_the_tokens_that_are_trained() -> None:
     rng = Random(0)
-    samples = [said(rng, 0, length=4, ages=[0, 0, 3, 3]), said(rng, 1, length=3, ages=[3, 3, 3])]
+    samples = [random_answer(rng, 0, length=4, ages=[0, 0, 3, 3]), random_answer(rng, 1, length=3, ages=[3, 3, 3])]
     b = measure(one_group("grpo", *samples, prompt=(1,))).batch
     assert b.weights_st.tolist() == [[0, 0.5, 0.5, 0, 0], [0] * 5]
 
@@ -413,7 +413,7 @@ def test_the_log_probability_of_a_token_is_that_after_the_previous_one() -> None
 
 def test_the_overlong_punishment_reaches_the_reward_and_not_the_report() -> None:
     rng = Random(1)
-    samples = [said(rng, i, length=n, reward=1.0) for i, n in enumerate((5, 7, 9))]
+    samples = [random_answer(rng, i, length=n, reward=1.0) for i, n in enumerate((5, 7, 9))]
     case = one_group("dapo", *samples)  # longest 9, cache 4
     batch = measure(case).batch
     assert batch.rewards_s.tolist() == [1.0, 0.5, 0.0]
@@ -493,8 +493,8 @@ class Network(nn.Module):
         self.head = nn.Linear(6, outputs)
 
     def forward(self, tokens_st: Tensor) -> Tensor:
-        said: Tensor = self.head(self.mix(self.embed(tokens_st))[0])
-        return said
+        hidden: Tensor = self.head(self.mix(self.embed(tokens_st))[0])
+        return hidden
 
 
 def through_networks(name: str, seed: int) -> tuple[Any, list[nn.Parameter], list[nn.Parameter]]:

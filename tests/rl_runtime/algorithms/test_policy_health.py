@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from rolecall.rl_runtime.protocol.messages import EndReason
 from rolecall.rl_runtime.protocol.policy_health import HealthSums, PolicyHealth, health
 from tests.rl_runtime import reference_math
-from tests.rl_runtime.objective_rig import ALGORITHMS, Case, configured, measure, random_case, said
+from tests.rl_runtime.objective_rig import ALGORITHMS, Case, configured, measure, random_answer, random_case
 
 EXACT = 1e-10
 SEEDS = st.integers(0, 2**32)
@@ -151,7 +151,7 @@ def test_metrics_without_data_are_unknown_and_not_zero() -> None:
 
 def test_a_step_with_only_cut_answers_has_no_metrics_of_answers() -> None:
     rng = Random(0)
-    group = ((1, 2), (said(rng, 0, length=3, end=EndReason.TRUNCATED, ages=[0, 0, 0]),))
+    group = ((1, 2), (random_answer(rng, 0, length=3, end=EndReason.TRUNCATED, ages=[0, 0, 0]),))
     case = Case(algorithm=configured("tppo", 1, 1), terms=random_case("tppo", 0).terms, groups=(group,))
     found = health(measure(case).found.sums).to_dict()
     assert found["entropy"] > 0
@@ -202,7 +202,7 @@ def test_a_ratio_that_never_varies_has_no_deviation() -> None:
 def test_divergences_are_never_below_zero() -> None:
     for seed in range(20):
         rng = Random(seed)
-        near = tuple(said(rng, i, length=4, ages=[0] * 4, spread=1e-9) for i in range(3))
+        near = tuple(random_answer(rng, i, length=4, ages=[0] * 4, spread=1e-9) for i in range(3))
         case = Case(algorithm=configured("grpo", 1, 3), terms=random_case("grpo", 0).terms, groups=(((1, 2), near),))
         for dtype in (torch.float32, torch.float64):
             assert measure(case, dtype=dtype).found.sums.kl_sampler >= 0.0

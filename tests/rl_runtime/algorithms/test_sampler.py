@@ -154,13 +154,13 @@ def test_a_later_window_of_an_answer_is_no_prompt_of_its_own() -> None:
 
 
 def test_another_seed_is_refused_with_group_and_both_values() -> None:
-    said = f"seed {group_seed(3, 1)}"
-    lines = [line(0, S.ISSUED), line(1, S.ISSUED, reason=said)]
+    reason = f"seed {group_seed(3, 1)}"
+    lines = [line(0, S.ISSUED), line(1, S.ISSUED, reason=reason)]
     assert folded(*lines, job_seed=3).cursor == 2, "a ledger of before says no seeds, and is believed"
     with pytest.raises(SamplerMismatch) as raised:
         folded(*lines, job_seed=4)
     assert raised.value.group == group_id(1)
-    assert said in str(raised.value) and f"seed {group_seed(4, 1)}" in str(raised.value)
+    assert reason in str(raised.value) and f"seed {group_seed(4, 1)}" in str(raised.value)
 
 
 def test_seeds_of_samples_are_a_counter_without_repetitions() -> None:

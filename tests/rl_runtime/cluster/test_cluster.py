@@ -33,7 +33,7 @@ class ClusterRun:
     log: Path
     journal: Journal
 
-    def said(self) -> str:
+    def output(self) -> str:
         return self.log.read_text(errors="replace")
 
     def actual(self, replica: str, incarnation: int = 1) -> Actual:
@@ -44,15 +44,15 @@ class ClusterRun:
             record = self.journal.actual().get((ReplicaId(replica), incarnation))
             return record is not None and record.state is state
 
-        eventually(reached, f"{replica}#{incarnation} to be {state}\n{self.said()[-2000:]}")
+        eventually(reached, f"{replica}#{incarnation} to be {state}\n{self.output()[-2000:]}")
         return self.actual(replica, incarnation)
 
     def until_started(self) -> None:
         def started() -> bool:
-            assert self.process.poll() is None, f"it ended:\n{self.said()[-4000:]}"
-            return "STARTED" in self.said()
+            assert self.process.poll() is None, f"it ended:\n{self.output()[-4000:]}"
+            return "STARTED" in self.output()
 
-        eventually(started, f"the cluster to start:\n{self.said()[-2000:]}", seconds=150)
+        eventually(started, f"the cluster to start:\n{self.output()[-2000:]}", seconds=150)
 
 
 @contextmanager
@@ -117,8 +117,8 @@ def test_seven_nodes_from_start_to_interrupt(tmp_path: Path) -> None:
         assert temp is not None and temp.stat().st_mode & 0o077 == 0, "other users can reach Ray's sockets"
         begun = time.monotonic()
         c.process.send_signal(signal.SIGINT)
-        assert c.process.wait(120) == 0, c.said()[-3000:]
-        print(f"started {c.said().split('STARTED ')[1].split()[0]} s, stopped in {time.monotonic() - begun:.1f} s")
+        assert c.process.wait(120) == 0, c.output()[-3000:]
+        print(f"started {c.output().split('STARTED ')[1].split()[0]} s, stopped in {time.monotonic() - begun:.1f} s")
         assert find_processes(c.run.path) == []
         assert [p for p in everything if is_alive(p.pid, p.start_ticks)] == []
         assert not temp.exists()

@@ -59,7 +59,7 @@ def fleet(
     )
 
 
-def said(instructions: list[ReconcileStep]) -> list[str]:
+def described(instructions: list[ReconcileStep]) -> list[str]:
     return [f"{type(i).__name__} {i.replica}#{i.incarnation}" for i in instructions]
 
 
@@ -174,7 +174,7 @@ TABLE = {
 def test_table(name: str) -> None:
     world, expected = TABLE[name]
     instructions = reconcile(world, NOW)
-    assert said(instructions) == expected
+    assert described(instructions) == expected
     assert all(i.because for i in instructions)
     assert reconcile(world, NOW) == instructions
 
@@ -194,7 +194,7 @@ def test_a_quarantined_node_takes_nothing() -> None:
     (promote,) = reconcile(replace(both, quarantined=(NodeId("node-6"),)), NOW)
     assert isinstance(promote, Promote) and promote.standby == "standby/1"
     shut = replace(both, quarantined=(NodeId("node-5"), NodeId("node-6")))
-    assert said(reconcile(shut, NOW)) == ["Start rollout/0#2"], "on the node that recovery named"
+    assert described(reconcile(shut, NOW)) == ["Start rollout/0#2"], "on the node that recovery named"
     assert set(free_nodes(shut)).isdisjoint(shut.quarantined)
 
 
@@ -219,7 +219,7 @@ def test_no_refill_while_a_replica_is_missing() -> None:
     assert reconcile(fleet([want("trainer/0"), want("standby/0")], [starting, used], busy=busy), NOW) == []
     there = have("trainer/0", state=S.READY)
     world = fleet([want("trainer/0"), want("standby/0")], [there, used])
-    assert said(reconcile(world, NOW)) == ["RefillStandby standby/0#2"]
+    assert described(reconcile(world, NOW)) == ["RefillStandby standby/0#2"]
 
 
 def test_no_refill_without_a_free_node() -> None:

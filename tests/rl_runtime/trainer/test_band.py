@@ -42,7 +42,7 @@ def learned(count: int = 100, seed: int = 0) -> LearnedBand:
 
 
 @pytest.mark.parametrize(
-    ("value", "said"),
+    ("value", "text"),
     [
         (numbers(), ""),
         (numbers(0.3, 4.0), ""),
@@ -55,8 +55,8 @@ def learned(count: int = 100, seed: int = 0) -> LearnedBand:
         (numbers(2.0, math.nan), ""),  # what is not finite is refused elsewhere
     ],
 )
-def test_only_numbers_far_from_those_of_the_run_are_outside(value: MicrobatchNumbers, said: str) -> None:
-    assert learned().outside(value).startswith(said) and bool(learned().outside(value)) == bool(said)
+def test_only_numbers_far_from_those_of_the_run_are_outside(value: MicrobatchNumbers, text: str) -> None:
+    assert learned().outside(value).startswith(text) and bool(learned().outside(value)) == bool(text)
 
 
 def test_nothing_is_outside_before_enough_is_learned() -> None:

@@ -89,7 +89,7 @@ class NodeCheck:
 
     name: str
     level: CheckLevel
-    says: str
+    message: str
     fix: str = ""
 
 
@@ -114,7 +114,7 @@ class _Result(NamedTuple):
     """Result of a check."""
 
     level: CheckLevel
-    says: str
+    message: str
     fix: str = ""
 
 
@@ -131,12 +131,12 @@ def _driver(facts: NodeFacts) -> Iterator[_Result]:
     elif not facts.driver:
         yield _broken(
             f"{there} NVIDIA GPU(s) and no driver loaded",
-            "load it (modprobe nvidia); the kernel log says why it is not loaded",
+            "load it (modprobe nvidia); the kernel log shows why it is not loaded",
         )
     elif facts.gpu_devices < facts.pci_gpus:
         yield _warning(
             f"{facts.pci_gpus} NVIDIA GPUs on the PCI bus, {facts.gpu_devices} device files",
-            "run nvidia-modprobe -u -c 0, or look at the kernel log for a GPU that did not come up",
+            "run nvidia-modprobe -u -c 0, or check the kernel log for a GPU that did not come up",
         )
     else:
         yield _ok(f"driver {facts.driver}, {facts.gpu_devices} GPU(s)")
@@ -216,7 +216,7 @@ def _socket(facts: NodeFacts) -> Iterator[_Result]:
 def _agent(facts: NodeFacts) -> Iterator[_Result]:
     if not facts.agent:
         yield _warning(
-            f"no agent listens at {facts.agent_url}", "start it with `rolecall agent`; its log says why it ended"
+            f"no agent listens at {facts.agent_url}", "start it with `rolecall agent`; its log shows why it ended"
         )
     elif facts.agent != "ok":
         yield _broken(
@@ -265,8 +265,8 @@ _HINDRANCES: tuple[tuple[tuple[str, ...], str, str], ...] = (
 
 def _nccl(facts: NodeFacts) -> Iterator[_Result]:
     off = [
-        _warning(f"{name}={facts.environ[name]}: {says}", fix)
-        for names, says, fix in _HINDRANCES
+        _warning(f"{name}={facts.environ[name]}: {message}", fix)
+        for names, message, fix in _HINDRANCES
         for name in names
         if facts.environ.get(name, "").strip().lower() in _OFF
     ]
@@ -357,6 +357,6 @@ def _version(text: str) -> tuple[int, ...]:
 def lines(checks: tuple[NodeCheck, ...]) -> Iterator[str]:
     """As text: worst last, with the fix."""
     for check in sorted(checks, key=lambda c: SEVERITY.index(c.level)):
-        yield f"{check.level:8} {check.name}: {check.says}"
+        yield f"{check.level:8} {check.name}: {check.message}"
         if check.fix:
             yield f"         -> {check.fix}"

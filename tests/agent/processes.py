@@ -52,12 +52,12 @@ class Child:
     def do(self, *lines: str) -> None:
         """Runs each line in the child and waits for it."""
         for line in lines:
-            self.tell(line)
+            self.execute(line)
             assert self.process.stdout is not None
             answer = self.process.stdout.readline()
             assert answer == "ok\n", (answer, self.process.stderr and self.process.stderr.read())
 
-    def tell(self, line: str) -> None:
+    def execute(self, line: str) -> None:
         """Runs a line that does not come back."""
         assert self.process.stdin is not None
         self.process.stdin.write(line + "\n")

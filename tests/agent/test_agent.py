@@ -94,7 +94,7 @@ def test_a_stopped_process_is_sampled(agent: AgentProcess, child: Child) -> None
     def later() -> list[int]:
         return [p["beats"] for p in agent.get(f"/v1/samples?since={cursor}")[1]["processes"]]
 
-    eventually(lambda: len(later()) >= 5, "five more looks")
+    eventually(lambda: len(later()) >= 5, "five more rounds")
     assert len(set(later())) == 1, "a stopped process does not beat"
 
 
@@ -155,7 +155,7 @@ def test_an_impostor_is_not_seen(agent: AgentProcess, child: Child) -> None:
 def test_a_fast_death_by_exception_is_reported_with_its_cause(agent: AgentProcess, child: Child) -> None:
     child.start("trainer/0")
     _registered(agent, "trainer/0")
-    child.tell("reporter.set_step(3); raise FloatingPointError('loss is NaN')")
+    child.execute("reporter.set_step(3); raise FloatingPointError('loss is NaN')")
     eventually(lambda: "exited" in _kinds(agent), "its exit is reported")
     events = agent.events()[1:]
     assert [e["kind"] for e in events] == ["registered", "exception", "exited"]

@@ -35,7 +35,7 @@ class Quota:
 
 
 class Tmpfs(Quota):
-    """A file system of its own, which somebody else fills."""
+    """A file system of its own, which another process fills."""
 
     def fill(self, pid: int) -> None:
         with (self.node_dir / "somebody").open("wb", buffering=0) as f:
@@ -92,7 +92,7 @@ def test_a_full_disk_costs_events_on_disk_and_nothing_else(tmp_path: Path, kind:
             assert lost(agent) == before
             agent.close()
             kept = [json.loads(line) for line in (node_dir / "events.jsonl").read_text().splitlines()]
-            assert reported in kept, "no half of a line stands before it"
+            assert reported in kept, "no partial line is before it"
             agent = AgentProcess(node_dir)
             assert agent.events()[-1]["seq"] > reported["seq"], "its numbers go on"
         finally:

@@ -92,7 +92,7 @@ def test_no_message_is_believed_and_none_fails(tmp_path: Path, caplog: pytest.Lo
     assert not caplog.records
     assert len(reasons) > 12, "the messages got to many places"
     assert registry.num_live() == 0
-    assert len(events.after(0).events) == 1, "one word about it, and no flood: the clock stands"
+    assert len(events.after(0).events) == 1, "one event, and no flood: the clock is constant"
     intake.stop()
     events.close()
 

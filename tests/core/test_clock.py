@@ -1,4 +1,4 @@
-"""The fake clock moves only when told to; the system clock moves by itself."""
+"""The fake clock advances only on request; the system clock advances by itself."""
 
 from rolecall.core.clock import Clock, FakeClock, SystemClock
 

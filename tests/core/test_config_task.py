@@ -1,4 +1,4 @@
-"""Section `task`, and what the algorithm says of lengths against the task's longest response."""
+"""Section `task`, and the algorithm's lengths against the task's longest response."""
 
 from typing import Any
 

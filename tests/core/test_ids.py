@@ -1,4 +1,4 @@
-"""Ids match one pattern, a replica is role/index, and a process is told apart from a later one with its PID."""
+"""Ids match one pattern, a replica is role/index, and a process is distinguished from a later one with its PID."""
 
 import os
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The journal keeps every acknowledged event, in one chain, whoever writes and whoever dies; and it names what was
+"""The journal keeps every acknowledged event, in one chain, with any writers and after any death; and it names what was
 touched."""
 
 import math
@@ -47,7 +47,7 @@ def _write(journal: Journal, num: int) -> None:
 
 
 def _tamper(url: str, *statements: str) -> None:
-    """What somebody with a database shell does: switches the triggers off, then the harm."""
+    """Like a user with a database shell: disables the triggers, then changes rows."""
     engine = sa.create_engine(url)
     with engine.begin() as conn:
         if engine.dialect.name == "sqlite":
@@ -292,7 +292,7 @@ def test_a_former_leaseholder_cannot_write(journal: Journal, clock: FakeClock) -
     assert old is not None
     desired = Desired(replica=ROLLOUT, incarnation=2, node=NodeId("node-4"))
     clock.advance(6)
-    journal.append(filled(EventKind.PLAN_CREATED), lease=old)  # expired, but no one has taken it: no one else acts
+    journal.append(filled(EventKind.PLAN_CREATED), lease=old)  # expired but not taken: no other holder acts
     new = journal.acquire("watch", "b", 5.0)
     assert new is not None
     with pytest.raises(LeaseFenced) as caught:
@@ -343,10 +343,10 @@ def _desired(incarnation: int, node: str = "node-3") -> Desired:
 
 def test_desired_moves_forward_only_and_only_from_where_it_was_expected(journal: Journal) -> None:
     assert journal.set_desired(_desired(1))
-    assert journal.set_desired(_desired(1)), "writing what stands is no change"
+    assert journal.set_desired(_desired(1)), "writing the current record is not a change"
     assert journal.set_desired(_desired(2, "node-4"), expect_incarnation=1)
     assert journal.set_desired(_desired(2, "node-4"), expect_incarnation=1), "the same writer, again after its death"
-    assert not journal.set_desired(_desired(3), expect_incarnation=1), "somebody else was there before"
+    assert not journal.set_desired(_desired(3), expect_incarnation=1), "another writer was first"
     assert not journal.set_desired(_desired(1)), "an old incarnation never comes back"
     assert not journal.set_desired(_desired(2, "node-5")), "the same incarnation has one node"
     assert journal.desired() == {ROLLOUT: _desired(2, "node-4")}

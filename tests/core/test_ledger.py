@@ -1,4 +1,4 @@
-"""Exactly once: only legal moves are written, and the audit finds whatever was done to the ledger behind its back."""
+"""Exactly once: only legal moves are written, and the audit detects every manipulation of the ledger."""
 
 import random
 from collections.abc import Iterator, Mapping, Sequence
@@ -267,7 +267,7 @@ def test_every_tail_cut_off_is_found_against_an_anchor(ledger: Ledger) -> None:
 
 
 def _rehashed(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """A forger who knows the formula: numbers and hashes made good again."""
+    """A forger with the formula recomputes numbers and hashes."""
     link, forged = GENESIS, []
     for seq, line in enumerate(lines, start=1):
         entry = {**{k: v for k, v in line.items() if k != "hash"}, "seq": seq}
@@ -293,10 +293,10 @@ def test_a_forged_chain_is_found_by_moves_and_by_anchors(ledger: Ledger) -> None
     assert not found.ok and found.duplicates == 1
     without_issue = audit(_rehashed(lines[1:]))
     assert not without_issue.ok and "g1: unknown -> assigned is not a legal move" in without_issue.problems[0]
-    # Forged into another lawful ledger: only an anchor kept elsewhere knows better.
-    lawful = _rehashed([{**line, "num_tokens": 1} for line in lines])
-    assert audit(lawful).ok
-    assert any("knows another ledger" in p for p in audit(lawful, [("report", heads[-1])]).problems)
+    # Forged into another valid ledger: only an anchor stored elsewhere reveals it.
+    valid = _rehashed([{**line, "num_tokens": 1} for line in lines])
+    assert audit(valid).ok
+    assert any("knows another ledger" in p for p in audit(valid, [("report", heads[-1])]).problems)
 
 
 def test_random_tampering_is_found(ledger: Ledger, rng: random.Random, seed: int) -> None:

@@ -69,7 +69,7 @@ def test_sources_are_fields(metric: Metric) -> None:
 
 def test_names_are_unique_and_no_field_is_forgotten() -> None:
     assert len(BY_NAME) == len(CATALOGUE)
-    # OpenMetrics knows a counter by its name without `_total`: no gauge may have that.
+    # OpenMetrics names a counter's family without `_total`: no gauge may have that name.
     assert len({m.name.removesuffix("_total") for m in CATALOGUE}) == len(CATALOGUE)
     identity = {"process", "role", "replica", "rank", "at", "wall_at", "node", "gpu", "uuid", "pids", "joined_by"}
     of_samples = {f.name for sample in (ProcessSample, HostSample, GpuSample) for f in fields(sample)}

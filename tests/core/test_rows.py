@@ -1,4 +1,4 @@
-"""What stands in a row of the journal is read with suspicion: each of these bodies was once in somebody's file."""
+"""Rows of the journal are validated: each of these bodies was once in a real file."""
 
 from typing import Any
 

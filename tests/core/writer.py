@@ -1,4 +1,4 @@
-"""A process that writes to a journal and says what was acknowledged: `python -m tests.core.writer URL NAME NUM`.
+"""A process that writes to a journal and prints what was acknowledged: `python -m tests.core.writer URL NAME NUM`.
 
 Each line on stdout is `<seq> <hash>` of an event whose append has returned. NUM 0 writes until it is killed.
 """

@@ -15,7 +15,7 @@ class Inbox:
     messages: list[dict[str, Any]] = field(default_factory=list)
 
     def of(self, kind: str, **facts: object) -> list[dict[str, Any]]:
-        """Messages of a kind in which these facts stand."""
+        """Messages of a kind with these facts."""
         kept = list(self.messages)
         return [m for m in kept if m["kind"] == kind and all(m.get(k) == v for k, v in facts.items())]
 

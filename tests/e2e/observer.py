@@ -1,9 +1,9 @@
-"""A black box beside a run: it looks at processes and at the database file, and at nothing that rolecall says of
+"""An independent observer of a run: it reads processes and the database file, and nothing that rolecall reports of
 itself.
 
-Every 50 ms it lists all processes that carry the run's marker in their environment, as (pid, start time), and reads
-the journal's tables through sqlite3; every half second it lists their listening sockets. From that alone it says when a
-fault was injected (by itself), found and resolved, and who kept its process. A test compares this with `report.json`.
+Every 50 ms it lists all processes that carry the run's marker in their environment, as (pid, start time), and reads the
+journal's tables through sqlite3; every half second it lists their listening sockets. From that alone it determines when
+a fault was injected (by itself), found and resolved, and who kept its process. A test compares this with `report.json`.
 """
 
 import json
@@ -34,13 +34,13 @@ class Seen:
 
 @dataclass(frozen=True)
 class Between:
-    """Something appeared after one look (`not_before`) and was there at the next (`seen`). Wall seconds."""
+    """An appearance after one poll (`not_before`) and by the next (`seen`). Wall seconds."""
 
     not_before: float
     seen: float
 
     def agrees(self, at: float, within: float) -> bool:
-        """Whether `at` lies in the interval, or not more than `within` outside of it."""
+        """Whether `at` is in the interval, or at most `within` outside of it."""
         return self.not_before - within <= at <= self.seen + within
 
 
@@ -57,7 +57,7 @@ class Observer:
     steps: dict[int, float] = field(default_factory=dict)
     listeners: set[int] = field(default_factory=set)  # PIDs that were ever seen to listen, wherever
     listening_elsewhere: set[str] = field(default_factory=set)
-    """Listening TCP sockets beyond loopback, at any look of the whole run: `pid title address:port`."""
+    """Listening TCP sockets beyond loopback, at any poll of the whole run: `pid title address:port`."""
 
     def __post_init__(self) -> None:
         self._stop = threading.Event()
@@ -106,7 +106,7 @@ class Observer:
                     continue
                 self.processes[key].last_at = now
             except (FileNotFoundError, ProcessLookupError, PermissionError):
-                continue  # it ended while we looked
+                continue  # it ended during the poll
 
     def _look_at_database(self) -> None:
         path = self.run_dir / "journal.db"
@@ -133,7 +133,7 @@ class Observer:
                     self.serving.setdefault((replica, incarnation), Between(self._looked_at, time.time()))
             self._looked_at = now
         except sqlite3.OperationalError:
-            pass  # locked or not made yet: the next look will see it
+            pass  # locked or not created yet: the next poll reads it
         finally:
             db.close()
 
@@ -156,7 +156,7 @@ class Observer:
     # --- the journal, asked by a test ---------------------------------------------------------------------------
 
     def query(self, sql: str, *args: object) -> list[tuple[Any, ...]]:
-        """Rows of the run's database, as it stands now."""
+        """Current rows of the run's database."""
         with closing(sqlite3.connect(f"file:{self.run_dir / 'journal.db'}?mode=ro", uri=True, timeout=5.0)) as db:
             return db.execute(sql, args).fetchall()
 
@@ -179,7 +179,7 @@ LISTEN, ESTABLISHED = "0A", "01"
 
 @dataclass(frozen=True)
 class Socket:
-    """One line of /proc/net/tcp; addresses as they stand there."""
+    """One line of /proc/net/tcp; addresses as written there."""
 
     inode: str
     state: str
@@ -205,7 +205,7 @@ def socket_inodes(pid: int) -> set[str]:
         try:
             link = os.readlink(f"/proc/{pid}/fd/{fd}")
         except (FileNotFoundError, ProcessLookupError, PermissionError):
-            continue  # closed while we looked
+            continue  # closed during the poll
         if link.startswith("socket:["):
             found.add(link.removeprefix("socket:[").removesuffix("]"))
     return found
@@ -213,7 +213,7 @@ def socket_inodes(pid: int) -> set[str]:
 
 @contextmanager
 def stopped(pids: Iterable[int]) -> Iterator[None]:
-    """Within: these processes stand still, so that what they show does not change between two looks."""
+    """Within: these processes are stopped, so that their data does not change between two reads."""
     held = list(pids)
     try:
         for pid in held:

@@ -41,7 +41,7 @@ class DemoRun:
         return value
 
     def strike(self, kind: str, replica: str, incarnation: int) -> float:
-        """SIGKILL of a replica's process by the observer; afterwards the report is told of it. Returns when."""
+        """SIGKILL of a replica's process by the observer; the report is informed afterwards. Returns the time."""
         at = self.observer.kill(replica, incarnation)
         pid = self.observer.pids[(replica, incarnation)]
         line = {"kind": kind, "target": replica, "incarnation": incarnation, "pid": pid, "injected_at": at}

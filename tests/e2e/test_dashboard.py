@@ -28,11 +28,11 @@ def _events(run: DemoRun, *kinds: EventKind) -> list[Event]:
 
 
 def _until_there_is(run: DemoRun, kind: EventKind) -> Event:
-    def looks() -> bool:
+    def has_event() -> bool:
         assert run.process.poll() is None, run.output()[-3000:]
         return (run.path / "journal.db").exists() and bool(_events(run, kind))
 
-    eventually(looks, f"an event {kind}: {run.output()[-1000:]}", seconds=RUN_SECONDS)
+    eventually(has_event, f"an event {kind}: {run.output()[-1000:]}", seconds=RUN_SECONDS)
     return _events(run, kind)[-1]
 
 
@@ -60,7 +60,7 @@ def test_a_click_approves_a_plan_and_the_run_is_resolved(tmp_path: Path) -> None
             shot.page.get_by_text(sentence[:60], exact=False).first.wait_for()
             shot.open("/operations")
             assert shot.page.get_by_role("button", name="Approve").first.is_disabled()
-            assert _events(run, EventKind.PLAN_APPROVED) == [], "looking approves nothing"
+            assert _events(run, EventKind.PLAN_APPROVED) == [], "viewing approves nothing"
             _sign_in(shot, token)
             shot.page.get_by_role("button", name="Approve").first.click()
             approved = _until_there_is(run, EventKind.PLAN_APPROVED)
@@ -74,6 +74,6 @@ def test_a_click_approves_a_plan_and_the_run_is_resolved(tmp_path: Path) -> None
         assert alive(run.observer) == []
         assert len(_events(run, EventKind.PLAN_APPROVED)) == 1
         for log in (run.path / "logs").glob("*.log"):
-            assert token not in log.read_text(errors="replace"), f"the token stands in {log}"
+            assert token not in log.read_text(errors="replace"), f"the token is in {log}"
     report = run.report()
     assert [i["outcome"] for i in report["incidents"]] == ["resolved"]

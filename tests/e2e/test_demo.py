@@ -1,4 +1,4 @@
-"""The demo as a newcomer sees it, with an observer beside it that checks what the report says."""
+"""The demo as a newcomer runs it, with an observer that checks the report."""
 
 import json
 from pathlib import Path
@@ -12,7 +12,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 SEED = 47
 """Its faults come 3 to 4 s after the fleet is whole; others wait for up to 10."""
 AGREEMENT_SECONDS = 1.0
-"""Between taking a time and the row that tells it lie a commit and, on a busy machine, other processes' turns. The
+"""Between taking a time and the row with it are a commit and, on a busy machine, other processes' turns. The
 errors that this is to find (heartbeats or polls taken for events) are of several seconds."""
 FAULT_CLASS = {"rollout-kill": "crash", "trainer-hang": "hang", "rollout-slow": "slow"}
 
@@ -37,7 +37,7 @@ def test_demo_resolves_three_faults_and_its_report_is_true(tmp_path: Path) -> No
 
     assert run.observer.listening_elsewhere == set(), "a socket of the run listens beyond loopback"
     replacements = {run.observer.pids[key] for key in run.observer.serving if key[1] > 1}
-    assert len(replacements) >= 3 and replacements <= run.observer.listeners, "the look at sockets missed a replacement"
+    assert len(replacements) >= 3 and replacements <= run.observer.listeners, "the poll of sockets missed a replacement"
 
     # Every fault really happened: the injector's log names processes that the observer saw end.
     injections = [json.loads(line) for line in (run.path / "injections.jsonl").read_text().splitlines()]
@@ -66,7 +66,7 @@ def test_demo_resolves_three_faults_and_its_report_is_true(tmp_path: Path) -> No
         served = run.observer.serving[(fault["target"], fault["incarnation"] + 1)]
         assert served.agrees(detected_at + incident["cured_seconds"], AGREEMENT_SECONDS), incident
 
-    assert not (run.path / "watch.json").exists(), "nobody serves any more"
+    assert not (run.path / "watch.json").exists(), "no watch serves any more"
     assert not (run.path / "prometheus" / "targets.json").exists(), "there is nothing more to scrape"
     html = (run.path / "report.html").read_text()
     assert "http://" not in html.replace("http://www.w3.org", "") and "https://" not in html.replace(

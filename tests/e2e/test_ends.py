@@ -11,29 +11,29 @@ from tests.support import eventually
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(500)]
 
 AGREEMENT_SECONDS = 1.0
-"""Between taking a time and the row that tells it lie a commit and, on a busy machine, other processes' turns. The
+"""Between taking a time and the row with it are a commit and, on a busy machine, other processes' turns. The
 errors that this is to find (heartbeats or polls taken for events) are of several seconds."""
-CURE_SECONDS = 240.0
+RECOVERY_SECONDS = 240.0
 """A cold start alone takes a minute when the machine has other work."""
 
 
 def test_an_external_fault_is_resolved_a_nan_is_tolerated_and_an_exception_on_all_ranks_stops_the_job(
     tmp_path: Path,
 ) -> None:
-    """The observer kills by itself, and by the plain kill(2): nothing of rolecall knows that a fault is coming, and no
+    """The observer kills by itself, and by the plain kill(2): no part of rolecall expects the fault, and no
     standby waits for it."""
     args = ["--seed", "5", "--faults", "none", "--steps", "100000", "--allow-injection", "--set", "runtime.standbys=0"]
     with demo_run(tmp_path, "outside-fault", args) as run:
         observer = run.observer
         run.until_step(2, 200)
         killed_at = run.strike("rollout-kill", "rollout/0", 1)
-        eventually(lambda: observer.events("incident_closed"), "the end of the incident", seconds=CURE_SECONDS)
+        eventually(lambda: observer.events("incident_closed"), "the end of the incident", seconds=RECOVERY_SECONDS)
         assert len(observer.events("incident_opened")) == 1
-        eventually(lambda: ("rollout/0", 2) in observer.serving, "the observer to have looked again")
+        eventually(lambda: ("rollout/0", 2) in observer.serving, "the next poll of the observer")
         spoilt = command("inject", str(run.path), "--kind", "trainer-nan", "--target", "trainer/1")
         assert spoilt.returncode == 0, spoilt.stderr
         eventually(lambda: len(observer.events("incident_closed")) == 2, "the end of the second incident")
-        run.until_step(len(observer.steps) + 2, CURE_SECONDS)
+        run.until_step(len(observer.steps) + 2, RECOVERY_SECONDS)
         raised = command("inject", str(run.path), "--kind", "trainer-exception")
         assert raised.returncode == 0, raised.stderr
         assert run.wait(120) == 1, run.output()[-3000:]

@@ -15,7 +15,7 @@ from tests.support import eventually
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(800)]
 
 DEADMAN_SECONDS = 0.5
-CURE_SECONDS = 240.0
+RECOVERY_SECONDS = 240.0
 """A cold start alone takes a minute when the machine has other work."""
 
 
@@ -44,7 +44,7 @@ def test_an_operator_operates_a_run(tmp_path: Path) -> None:
 
 
 def _nothing_happens_without_approval(run: DemoRun, webhook: Inbox) -> str:
-    """A killed rollout becomes a proposal, told to the person, and nothing more. Returns the plan's digest."""
+    """A killed rollout becomes a proposal, reported to the operator, and nothing more. Returns the plan's digest."""
     injected = command("inject", str(run.path), "--kind", "rollout-kill", "--target", "rollout/1")
     assert injected.returncode == 0, injected.stderr
     victim = json.loads(injected.stdout)
@@ -60,13 +60,13 @@ def _nothing_happens_without_approval(run: DemoRun, webhook: Inbox) -> str:
     assert status.returncode == 1, "an incident is open"
     assert "mode approve" in status.stdout and sentence in status.stdout
     assert f"awaiting approval: rolecall approve|reject|hold {digest}" in status.stdout
-    run.until_step(len(run.observer.steps) + 2, CURE_SECONDS)  # the survivors train on meanwhile
+    run.until_step(len(run.observer.steps) + 2, RECOVERY_SECONDS)  # the survivors train on meanwhile
     assert run.observer.desired()["rollout/1"] == 1 and ("rollout/1", 2) not in run.observer.pids
     return digest
 
 
 def _watch_dies_and_is_missed(run: DemoRun, webhook: Inbox) -> None:
-    """Whoever listens to the dead-man signal hears that watch is gone, and that another one took over."""
+    """The receiver of the dead-man signal detects that watch is gone, and that another one took over."""
     ((holder, fence),) = run.observer.query("select holder, fence from leases where name = 'watch'")
     eventually(lambda: webhook.of("watch_alive", holder=holder), "a heartbeat of the first watch")
     pid = int(holder.split(":")[1])
@@ -78,7 +78,7 @@ def _watch_dies_and_is_missed(run: DemoRun, webhook: Inbox) -> None:
     # The next one acts only once the lease of the dead one is over: the silence lasts longer than the signal's
     # interval.
     assert first["at"] - max(before) > 2 * DEADMAN_SECONDS
-    assert first["open_incidents"] == 1, "the next watch knows of the incident"
+    assert first["open_incidents"] == 1, "the next watch has the incident"
     (restarted,) = run.observer.events("component_restarted")
     assert restarted["what"] == "watch" and "-9" in restarted["because"]
     assert [e["fence"] for e in run.observer.events("lease_acquired")] == [fence, fence + 1]
@@ -99,8 +99,8 @@ def _a_pause_holds_what_was_approved(run: DemoRun, webhook: Inbox, digest: str) 
     assert run.observer.events("action_started") == []
     again = command("approve", digest, "--run", str(run.path))
     assert again.returncode == 1 and "was already approved" in again.stderr
-    # With a warm standby the cure takes seconds; its own start would slow that of a cold one.
-    eventually(lambda: run.observer.states.get(("standby/0", 1)) == "ready", "the standby", seconds=CURE_SECONDS)
+    # With a warm standby the replacement takes seconds; its own start would slow that of a cold one.
+    eventually(lambda: run.observer.states.get(("standby/0", 1)) == "ready", "the standby", seconds=RECOVERY_SECONDS)
     resumed = command("resume", "--run", str(run.path))
     assert resumed.returncode == 0 and " resumed" in resumed.stdout
     closed = _event(run, "incident_closed", incident=held["incident"])
@@ -150,7 +150,7 @@ def _a_rejected_plan_is_not_performed(run: DemoRun, webhook: Inbox) -> None:
     assert closed["outcome"] == "escalated"
     assert closed["because"] == f"rejected by {decision['by']}: we want to look at it"
     eventually(lambda: webhook.of("oncall_paged", topic="rejected"), "the call at the webhook")
-    run.until_step(len(run.observer.steps) + 2, CURE_SECONDS)
+    run.until_step(len(run.observer.steps) + 2, RECOVERY_SECONDS)
     assert run.observer.desired()["rollout/2"] == 1 and ("rollout/2", 2) not in run.observer.pids
     status = command("status", str(run.path))
     assert status.returncode == 0 and "no open incidents" in status.stdout
@@ -181,5 +181,5 @@ def _event(run: DemoRun, kind: str, **wanted: Any) -> dict[str, Any]:
     def found() -> list[dict[str, Any]]:
         return [e for e in run.observer.events(kind) if all(e.get(k) == v for k, v in wanted.items())]
 
-    eventually(found, f"{kind} {wanted}:\n{run.output()[-2000:]}", seconds=CURE_SECONDS)
+    eventually(found, f"{kind} {wanted}:\n{run.output()[-2000:]}", seconds=RECOVERY_SECONDS)
     return found()[0]

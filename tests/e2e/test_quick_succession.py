@@ -32,7 +32,7 @@ GROUP_SIZE = 8
 NUM_NODES = 7
 NUM_DIGITS = 24
 """Longer responses than the demo's, so that streams are open most of the time."""
-CURE_SECONDS = 240.0
+RECOVERY_SECONDS = 240.0
 """A cold start alone takes a minute when the machine has other work."""
 ROLLOUTS = ("rollout/0", "rollout/1", "rollout/2")
 OPEN = ("issued", "assigned", "returned", "undone")
@@ -44,10 +44,12 @@ def test_faults_in_quick_succession_cost_no_token_and_no_group(tmp_path: Path) -
     with demo_run(tmp_path, "succession", [*args, *(word for s in settings for word in ("--set", s))]) as run:
         run.until_step(2, 200)
         open_groups = _controller_dies_with_streams_open(run)
-        eventually(lambda: run.observer.states.get(("standby/0", 1)) == "ready", "the standby", seconds=CURE_SECONDS)
+        eventually(
+            lambda: run.observer.states.get(("standby/0", 1)) == "ready", "the standby", seconds=RECOVERY_SECONDS
+        )
         _replacement_dies_while_it_starts_and_a_trainer_hangs_meanwhile(run)
         _trainer_with_the_newest_weights_dies_during_a_pull(run)
-        run.until_step(len(run.observer.steps) + 2, CURE_SECONDS)
+        run.until_step(len(run.observer.steps) + 2, RECOVERY_SECONDS)
         _down_removes_what_kill_9_left(run)
     assert run.observer.listening_elsewhere == set()
     _nothing_was_lost(run, open_groups)
@@ -58,7 +60,7 @@ def test_faults_in_quick_succession_cost_no_token_and_no_group(tmp_path: Path) -
 
 @dataclass(frozen=True)
 class Moment:
-    """What stood still together when the controller was killed."""
+    """Processes that were stopped when the controller was killed."""
 
     num_streams: int
     tokens_made: int  # by all engines since the run began
@@ -105,7 +107,7 @@ def _controller_dies_with_streams_open(run: DemoRun) -> frozenset[str]:
 def _replacement_dies_while_it_starts_and_a_trainer_hangs_meanwhile(run: DemoRun) -> None:
     observer = run.observer
     standby = observer.pids[("standby/0", 1)]
-    # It stands still, so that its promotion is certainly under way when it is killed.
+    # It is stopped, so that its promotion is certainly in progress when it is killed.
     with stopped([standby]):
         run.strike("rollout-kill", "rollout/0", 1)
         eventually(lambda: observer.pids.get(("rollout/0", 2)) == standby, "the promotion to begin")
@@ -117,10 +119,10 @@ def _replacement_dies_while_it_starts_and_a_trainer_hangs_meanwhile(run: DemoRun
     hung = _until_resolved(run, "trainer/1", 1)
     (closed,) = observer.events("incident_closed", opened["incident"])
     if hung["seq"] < closed["seq"]:
-        # Both waited for the rollout, the standby for longer. It works for no one, so the trainer came first.
+        # Both waited for the rollout, the standby for longer. It serves no request, so the trainer came first.
         (trainer_acted,) = observer.events("action_started", hung["incident"])
         assert all(e["seq"] > trainer_acted["seq"] for e in observer.events("action_started") if _about(e, "standby-0"))
-    eventually(lambda: ("rollout/0", 3) in observer.serving, "the observer to have looked again")
+    eventually(lambda: ("rollout/0", 3) in observer.serving, "the next poll of the observer")
     began, served = hang["injected_at"], observer.serving["rollout/0", 3]
     assert opened["at"] < began <= served.not_before, "the trainer hung while the rollout was in recovery"
     assert ("rollout/0", 2) not in observer.serving
@@ -130,7 +132,7 @@ def _replacement_dies_while_it_starts_and_a_trainer_hangs_meanwhile(run: DemoRun
 
 
 def _trainer_hangs_in_a_read(run: DemoRun, replica: str) -> dict[str, Any]:
-    """Waits until the hang has begun, and has somebody watch that it is one until the process is ended."""
+    """Waits until the hang has begun, and checks that it lasts until the process is ended."""
     observer = run.observer
     pid = observer.pids[(replica, 1)]
     start = observer.start_ticks(pid)
@@ -140,18 +142,18 @@ def _trainer_hangs_in_a_read(run: DemoRun, replica: str) -> dict[str, Any]:
     eventually(lambda: begun.exists() and _injected(run, "trainer-hang"), "the trainer to come to its read")
     page = _page(observer, replica, 1)
     work = Path(f"/proc/{pid}/task/{page.work_tid}/stat")
-    looks: list[tuple[int, str]] = []
+    samples: list[tuple[int, str]] = []
 
     def ended() -> bool:
         try:
-            looks.append((_page(observer, replica, 1).progress, work.read_text().rpartition(")")[2].split()[0]))
+            samples.append((_page(observer, replica, 1).progress, work.read_text().rpartition(")")[2].split()[0]))
         except (FileNotFoundError, ProcessLookupError):
             pass
         return not is_alive(pid, start)
 
-    eventually(ended, "the hung trainer to be ended", seconds=CURE_SECONDS)
-    assert {progress for progress, _ in looks} == {page.progress}, "it went on working"
-    states = [state for _, state in looks]
+    eventually(ended, "the hung trainer to be ended", seconds=RECOVERY_SECONDS)
+    assert {progress for progress, _ in samples} == {page.progress}, "it went on working"
+    states = [state for _, state in samples]
     assert len(states) > 10 and not {"T", "t"} & {*states}, "it was never stopped"
     # On its way into the read, and woken by the signal that ends it, it runs for a moment.
     assert {*states[1:-1]} <= {"S", "R", "Z", "X"} and states[1:-1].count("R") <= 1, f"it slept in its read: {states}"
@@ -269,7 +271,7 @@ def _until_resolved(run: DemoRun, replica: str, incarnation: int) -> dict[str, A
     def closed() -> list[dict[str, Any]]:
         return run.observer.events("incident_closed", incident["incident"])
 
-    eventually(closed, f"the end of {incident['incident']}:\n{run.output()[-3000:]}", seconds=CURE_SECONDS)
+    eventually(closed, f"the end of {incident['incident']}:\n{run.output()[-3000:]}", seconds=RECOVERY_SECONDS)
     (end,) = closed()
     assert end["outcome"] == "resolved", end
     return incident
@@ -285,7 +287,7 @@ def _injected(run: DemoRun, kind: str) -> list[dict[str, Any]]:
 
 
 def _page(observer: Observer, replica: str, incarnation: int) -> PageState:
-    """The state page of a process, read from its file as no one but the kernel keeps it."""
+    """The state page of a process, read from its file."""
     pid = observer.pids[(replica, incarnation)]
     name = f"{pid}-{observer.start_ticks(pid)}.page"
     (path,) = observer.run_dir.glob(f"nodes/*/pages/{name}")

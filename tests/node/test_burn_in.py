@@ -1,4 +1,4 @@
-"""Burn-in: what is right passes, what is wrong or hangs fails, what cannot be done is said."""
+"""Burn-in: correct checks pass, wrong or hanging ones fail, impossible ones are reported."""
 
 import os
 from pathlib import Path

@@ -27,7 +27,7 @@ def world(tmp_path: Path) -> World:
     return World(path, mode="approve", approval_timeout_seconds=600.0)
 
 
-def say(world: World, *argv: str) -> int:
+def run_command(world: World, *argv: str) -> int:
     runs = str(Path(world.url.removeprefix("sqlite:///")).parent.parent)
     return main([*argv, "--run", "r1", "--runs", runs])
 
@@ -43,21 +43,21 @@ def proposal(world: World) -> tuple[Watch, str]:
 
 def test_hold_and_lift(world: World, capsys: pytest.CaptureFixture[str]) -> None:
     _, digest = proposal(world)
-    assert say(world, "hold", digest, "--reason", "a look", "--minutes", "5") == 0
+    assert run_command(world, "hold", digest, "--reason", "a look", "--minutes", "5") == 0
     assert "on hold until" in capsys.readouterr().out
     attempt = world.only().attempt
     assert attempt is not None and attempt.hold is not None and "@" in attempt.hold.by
-    assert say(world, "lift", digest, "--reason", "seen") == 0
-    assert say(world, "lift", digest) == 1
+    assert run_command(world, "lift", digest, "--reason", "seen") == 0
+    assert run_command(world, "lift", digest) == 1
     assert f"plan {digest} is not on hold" in capsys.readouterr().err
-    assert say(world, "hold", digest, "--reason", "a look", "--minutes", "1e9") == 1
+    assert run_command(world, "hold", digest, "--reason", "a look", "--minutes", "1e9") == 1
 
 
 def test_mark(world: World, capsys: pytest.CaptureFixture[str]) -> None:
     proposal(world)
-    assert say(world, "mark", "inc-1-rollout-1") == 2
+    assert run_command(world, "mark", "inc-1-rollout-1") == 2
     assert "--right or --wrong" in capsys.readouterr().err
-    assert say(world, "mark", "inc-1-rollout-1", "--wrong", "--reason", "a drill") == 0
+    assert run_command(world, "mark", "inc-1-rollout-1", "--wrong", "--reason", "a drill") == 0
     review = world.only().review
     assert review is not None and review.right is False and review.because == "a drill"
 
@@ -65,25 +65,25 @@ def test_mark(world: World, capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_node_from_drain_to_return(world: World, capsys: pytest.CaptureFixture[str]) -> None:
     watch = world.watch()
     world.step(watch)
-    assert say(world, "node", "drain", "node-4", "--reason", "a fan \x1b[2J") == 0
+    assert run_command(world, "node", "drain", "node-4", "--reason", "a fan \x1b[2J") == 0
     assert "moved when the guards pass: rollout/1 (inc-1-rollout-1)" in capsys.readouterr().out
     world.until(world.all_closed, watch)
     assert world.only().outcome is IncidentOutcome.RESOLVED, "an operator's request is no proposal, in mode approve too"
-    assert say(world, "node", "list") == 0
+    assert run_command(world, "node", "list") == 0
     reported = capsys.readouterr().out
     assert "QUARANTINED since" in reported and "\x1b" not in reported and "inc-1-rollout-1" in reported
-    assert say(world, "node", "list", "--json") == 0
+    assert run_command(world, "node", "list", "--json") == 0
     rows = {row["node"]: row for row in json.loads(capsys.readouterr().out)}
     assert rows["node-4"]["replicas"] == [] and rows["node-4"]["quarantined_since"] is not None
-    assert say(world, "node", "return", "node-4", "--reason", "a new fan") == 0
-    assert say(world, "node", "quarantine", "node-4", "--reason", "it is loud again") == 0
-    assert say(world, "node", "quarantine", "node-9", "--reason", "who?") == 1
+    assert run_command(world, "node", "return", "node-4", "--reason", "a new fan") == 0
+    assert run_command(world, "node", "quarantine", "node-4", "--reason", "it is loud again") == 0
+    assert run_command(world, "node", "quarantine", "node-9", "--reason", "who?") == 1
     assert "node-9 is not a node of this run" in capsys.readouterr().err
     assert world.only().state is IncidentState.CLOSED
 
 
 def test_a_burn_in_is_recorded(world: World, capsys: pytest.CaptureFixture[str]) -> None:
-    assert say(world, "node", "burn-in", "node-4", "--seconds", "1", "--json") == 0
+    assert run_command(world, "node", "burn-in", "node-4", "--seconds", "1", "--json") == 0
     reported: dict[str, Any] = json.loads(capsys.readouterr().out)
     assert reported["passed"] is True and reported["node"] == "node-4"
     checks = {c["name"]: c for c in reported["checks"]}
@@ -91,12 +91,12 @@ def test_a_burn_in_is_recorded(world: World, capsys: pytest.CaptureFixture[str])
     run = RunDir(Path(world.url.removeprefix("sqlite:///")).parent)
     row = {r["node"]: r for r in commands.nodes(run)}["node-4"]
     assert [c["name"] for c in row["burn_ins"][0]["result"]["checks"]] == list(checks)
-    assert say(world, "node", "list") == 0
+    assert run_command(world, "node", "list") == 0
     assert "passed, 1 recorded" in capsys.readouterr().out
 
 
 def test_a_burn_in_that_is_recorded_needs_a_name(world: World, capsys: pytest.CaptureFixture[str]) -> None:
-    assert say(world, "node", "burn-in") == 2
+    assert run_command(world, "node", "burn-in") == 2
     assert "NODE: needed with --run" in capsys.readouterr().err
     assert main(["node", "burn-in", "--folder", "/nonexistent"]) == 2
 

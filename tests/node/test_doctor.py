@@ -1,4 +1,4 @@
-"""`rolecall doctor`: what each check says of a node, and what the command makes of it."""
+"""`rolecall doctor`: the result of each check of a node, and the output of the command."""
 
 import http.server
 import json
@@ -63,7 +63,7 @@ UNFIT: dict[str, tuple[dict[str, Any], str, CheckLevel, str, str]] = {
     "no kernel log": ({"kmsg": "Operation not permitted"}, "kernel_log", W, "not permitted", "CAP_SYSLOG"),
     "no py-spy": ({"py_spy": False}, "stacks", W, "not installed", "pip install"),
     "no ptrace": ({"is_root": False}, "stacks", W, "ptrace_scope is 1", "CAP_SYS_PTRACE"),
-    "no ptrace for anybody": ({"ptrace_scope": 3}, "stacks", W, "no process can", "reboot"),
+    "no ptrace at all": ({"ptrace_scope": 3}, "stacks", W, "no process can", "reboot"),
     "no agent": ({"agent": ""}, "agent", W, "no agent listens at http://127.0.0.1:9477", "rolecall agent"),
     "a sick agent": ({"agent": "it is not healthy"}, "agent", B, "it is not healthy", "restart"),
     "no socket": ({"socket": False}, "agent", W, "agent.sock", "restart"),
@@ -145,14 +145,14 @@ def test_a_fit_node_is_well_in_everything() -> None:
     assert {c.name for c in checks} == names
 
 
-@pytest.mark.parametrize(("changed", "name", "level", "says", "fix"), UNFIT.values(), ids=UNFIT)
+@pytest.mark.parametrize(("changed", "name", "level", "message", "fix"), UNFIT.values(), ids=UNFIT)
 def test_each_problem_is_reported_with_its_fix(
-    changed: dict[str, Any], name: str, level: CheckLevel, says: str, fix: str
+    changed: dict[str, Any], name: str, level: CheckLevel, message: str, fix: str
 ) -> None:
     checks = examine(replace(FIT, **changed))
     [wrong] = [c for c in checks if c.level is not CheckLevel.OK]
     assert (wrong.name, wrong.level) == (name, level)
-    assert says in wrong.says and fix in wrong.fix and wrong.fix
+    assert message in wrong.message and fix in wrong.fix and wrong.fix
     assert worst(checks) is level
     assert list(lines(checks))[-2].startswith(f"{level:8} {name}: ")
 
@@ -254,14 +254,14 @@ def test_settings_in_agent_yaml_override_the_defaults(tmp_path: Path) -> None:
         "",
         "OSError: [Errno 99] Cannot assign requested address",
     )
-    says = [c.says for c in examine(replace(facts, driver="570", gpu_devices=1))]
-    assert any("/var/log/kern.log: No such file" in said for said in says)
-    assert "not checked: gpu is disabled in agent.yaml" in says
+    messages = [c.message for c in examine(replace(facts, driver="570", gpu_devices=1))]
+    assert any("/var/log/kern.log: No such file" in message for message in messages)
+    assert "not checked: gpu is disabled in agent.yaml" in messages
     (tmp_path / "var/log").mkdir(parents=True)
     (tmp_path / "var/log/kern.log").write_text("")
     assert read_facts(config, None, root=tmp_path).kmsg == ""
     config.write_text(here + "kernel_log: {enabled: false}\n")
-    assert "not read: disabled in agent.yaml" in [c.says for c in examine(read_facts(config, None, root=tmp_path))]
+    assert "not read: disabled in agent.yaml" in [c.message for c in examine(read_facts(config, None, root=tmp_path))]
 
 
 def test_a_driver_that_hangs_does_not_hang_doctor() -> None:
@@ -302,7 +302,7 @@ def test_the_environment_of_a_rank_is_read(tmp_path: Path) -> None:
     )
     try:
         checks = examine(read_facts(None, rank.pid))
-        assert any("TORCH_FR_BUFFER_SIZE=0" in c.says for c in checks)
+        assert any("TORCH_FR_BUFFER_SIZE=0" in c.message for c in checks)
     finally:
         rank.communicate(timeout=PATIENCE_SECONDS)
 
@@ -322,9 +322,9 @@ def test_a_real_agent_reports_unreadable_probes_and_its_time(tmp_path: Path) -> 
     with running(path) as url:
         own = own_authorization(data, None)
         assert own and not own_authorization(tmp_path / "none", None)
-        eventually(lambda: down_probes(url, own), "it says what it cannot read")
+        eventually(lambda: down_probes(url, own), "unreadable probes are reported")
         assert list(down_probes(url, own)) == ["kernel_log"] and "does not exist" in down_probes(url, own)["kernel_log"]
-        assert down_probes(url, "") == {}  # without the token it says nothing
+        assert down_probes(url, "") == {}  # without the token there is no answer
         [offset] = clock_offsets({"a": url}, own)
         assert offset.seconds is not None and abs(offset.seconds) <= offset.error_seconds + 0.1
         slow = FakeClock(wall_offset=SystemClock().wall() - 1000.0 - 7.0)  # an hour and nothing passes on it

@@ -19,7 +19,7 @@ from rolecall.rl_runtime.cluster.supervisor import TICK_SECONDS, Supervisor
 
 
 class Idle:
-    """Answers what the supervisor asks, and tells its environment."""
+    """Answers the supervisor's calls, and reports its environment."""
 
     def __init__(self, spawn: Any, job: dict[str, Any]) -> None:
         reporter.start(replica=spawn.replica, rank=0, incarnation=spawn.incarnation, secret=spawn.secret, node_dir=None)

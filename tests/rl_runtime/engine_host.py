@@ -27,7 +27,7 @@ def model_of(engine: VllmEngine) -> Any:
 
 
 def skip(model: Any, load: Callable[[Weights], set[str]], tensors: Weights) -> set[str]:
-    """The loader leaves one tensor out, and says so."""
+    """The loader omits one tensor, and reports it."""
     return load((n, t) for n, t in tensors if n != NORM) - {NORM}
 
 
@@ -38,7 +38,7 @@ def swap(model: Any, load: Callable[[Weights], set[str]], tensors: Weights) -> s
 
 
 def stale(model: Any, load: Callable[[Weights], set[str]], tensors: Weights) -> set[str]:
-    """The loader keeps one tensor of the version before, and says that it loaded it."""
+    """The loader keeps one tensor of the previous version, and reports it as loaded."""
     before = dict(model.named_parameters())[NORM].detach().clone()
     loaded = load(tensors)
     dict(model.named_parameters())[NORM].data.copy_(before)

@@ -293,7 +293,7 @@ def train_alone(trainer: TrainerReplica, step: int, work: Sequence[Microbatch], 
         try:
             return trainer.train_step(1, epoch, step, work, ids, LEDGER, [trainer.replica], first)
         except UnusualMicrobatches as e:
-            first = e.microbatches  # no others are looked for now
+            first = e.microbatches  # only these are considered
 
 
 def learn(

@@ -218,7 +218,7 @@ class World:
         return audit(lines, anchors, ended=True)
 
     def check(self) -> Audit:
-        """What must hold of every run that was completed, whatever happened to it."""
+        """Invariants of every completed run, after any faults."""
         assert not self.fleet.problems, self.fleet.problems
         assert self.outcome is not None and self.outcome.outcome == "completed", self.outcome
         found = self.audit()
@@ -242,5 +242,5 @@ class World:
             for commit in commits:
                 wanted = [f"{step}.{n}" for n in range(algorithm.microbatches_per_step)]
                 assert list(commit.microbatch_ids) == sorted(wanted)
-            assert groups in [set(c.group_ids) for c in commits], "what was trained is not what the ledger says"
+            assert groups in [set(c.group_ids) for c in commits], "the trained groups differ from the ledger"
             assert set(newest[step]["groups"]) == groups

@@ -1,4 +1,4 @@
-"""Batches with everything that models would say of them: once as tensors for the implementation, once as the lists of
+"""Batches with all outputs of models for them: once as tensors for the implementation, once as the lists of
 numbers of `reference_math`. Logits and values that must not matter (padding, prompts) are garbage.
 """
 
@@ -75,7 +75,7 @@ def method_of(algorithm: AlgorithmConfig, longest: int) -> Method:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RandomAnswer:
-    """One sample, and what the models say of it: of T tokens T rows of logits, and T + 1 values."""
+    """One sample, and the models' outputs for it: for T tokens T rows of logits, and T + 1 values."""
 
     sample: TrainingSample
     logits: list[list[float]]
@@ -178,7 +178,7 @@ def measure(case: Case, *, dtype: torch.dtype = torch.float64, garbage: float = 
 
 
 def expected_gradients(case: Case, like: Measured) -> tuple[Tensor, Tensor]:
-    """The reference's, by every logit and value of the batch: 0 but for what stands in its lists."""
+    """The reference's, by every logit and value of the batch: 0 except for its lists."""
     wanted = reference_math.step(case.answers(), case.method())
     by_logits, by_values = torch.zeros_like(like.logits), torch.zeros_like(like.values_after)
     for i, (start, answer) in enumerate(case.rows()):

@@ -1,6 +1,6 @@
 """The algorithms once more, from their papers, in floats and loops: what the implementation's numbers are held against.
 
-Nothing here knows of tensors, padding, microbatches or divisors: an `Answer` is its lists of numbers, a loss is the
+Nothing here uses tensors, padding, microbatches or divisors: an `Answer` is its lists of numbers, a loss is the
 average that the paper writes, a gradient is what differentiating that line by hand gives.
 
     GRPO   2402.03300 eq. 3, 4   J = 1/G sum_i 1/|o_i| sum_t [ min(r A, clip(r) A) - b (pi_ref/pi - log pi_ref/pi - 1) ]
@@ -36,7 +36,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Method:
-    """What of an algorithm's settings stands in the equations."""
+    """An algorithm's settings that are in the equations."""
 
     clip_low: float = 0.2
     clip_high: float = 0.2
@@ -132,7 +132,7 @@ def returns(answer: Answer, method: Method) -> list[float]:
 
 
 def clipped(ratio: float, advantage: float, method: Method) -> tuple[float, float]:
-    """min(r A, clip(r) A), by its four cases. A ratio that stands at a bound is inside: the bounds belong to the
+    """min(r A, clip(r) A), by its four cases. A ratio at a bound is inside: the bounds belong to the
     range."""
     low, high = 1 - method.clip_low, 1 + method.clip_high
     if advantage > 0 and ratio > high:
@@ -231,7 +231,7 @@ def _weights(groups: Sequence[Sequence[Answer]], method: Method) -> list[list[fl
 
 
 def _critic(answers: Sequence[Answer], method: Method) -> tuple[float, list[list[float]]]:
-    """Mean of (V - return)^2 / 2 over all tokens of answers that are over; the return stands still."""
+    """Mean of (V - return)^2 / 2 over all tokens of answers that are over; the return is constant."""
     by_value = [[0.0] * (len(a.logprobs) + 1) for a in answers]
     if not method.critic:
         return 0.0, by_value

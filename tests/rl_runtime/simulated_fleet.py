@@ -583,7 +583,7 @@ class SimulatedFleet:
         self.tokens_made: Counter[str] = Counter()
         """Request -> tokens generated for it by all engines: more than it has means that some were made again."""
         self.context_made: Counter[str] = Counter()
-        """Of these, tokens that stand before the request's window: their engine was lost, and the controller with
+        """Of these, tokens before the request's window: their engine was lost, and the controller with
         it."""
         self.offsets_asked: Counter[str] = Counter()
         """Request -> tokens that a controller had of it when it asked for more."""

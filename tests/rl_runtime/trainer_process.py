@@ -1,4 +1,4 @@
-"""A trainer replica in a process of its own, driven over a pipe, that can be told to stop dead at a named place.
+"""A trainer replica in a process of its own, driven over a pipe, that can be stopped at a named checkpoint.
 
 The test is the controller. `stops={"bucket": 2}` makes the process report `("at", "bucket")` when it comes to its
 second bucket, and wait there until `go_on`: a kill then comes at exactly that place, and the report proves that it did.
@@ -145,7 +145,7 @@ class Spied(TrainerReplica):
         self.load_state({n: torch.from_numpy(t) for n, t in tensors.items()}, meta)
 
     def corrupt_weight(self, network: str = "policy", by: float = 1.0) -> None:
-        """One weight is another one, and this replica's digest says so."""
+        """One weight differs, and so does this replica's digest."""
         with torch.no_grad():
             getattr(self.state, network).parameters[0].view(-1)[-1] += by
         self.state.weights_digest = self.state._digest_weights()
@@ -232,7 +232,7 @@ class TrainerProcess:
     def ready(self) -> None:
         assert self._receive() == ("ready", self._process.pid)
 
-    def tell(self, method: str, *args: Any) -> None:
+    def send(self, method: str, *args: Any) -> None:
         self._conn.send((method, args))
 
     def answer(self, seconds: float = DEADLINE_SECONDS) -> Any:
@@ -244,7 +244,7 @@ class TrainerProcess:
         return value
 
     def ask(self, method: str, *args: Any) -> Any:
-        self.tell(method, *args)
+        self.send(method, *args)
         return self.answer()
 
     def arrives_at(self, name: str) -> None:
@@ -255,7 +255,7 @@ class TrainerProcess:
         self.ask("stop_at", name, times)
 
     def go_on(self) -> None:
-        """From where it was told to stop."""
+        """Continues from its checkpoint."""
         self._conn.send(GO_ON)
 
     def arrives_somewhere(self) -> None:
@@ -318,7 +318,7 @@ class Team:
         self.members = members
         host, port = members[0].ask("open_store", self.epoch) if len(members) > 1 else ("127.0.0.1", 0)
         for rank, member in enumerate(members):
-            member.tell("join", 1, self.epoch, rank, len(members), host, port)
+            member.send("join", 1, self.epoch, rank, len(members), host, port)
 
     def tell_step(self, step: int, shares: Mapping[TrainerProcess, list[int]]) -> None:
         microbatches = make_microbatches(self.job, step)
@@ -326,7 +326,7 @@ class Team:
         names = [m.replica for m in self.members]
         for member, numbers in shares.items():
             mine = [microbatches[n] for n in numbers]
-            member.tell("train_step", 1, self.epoch, step, mine, ids, LEDGER, names)
+            member.send("train_step", 1, self.epoch, step, mine, ids, LEDGER, names)
 
     def close(self) -> None:
         for process in self.all:

@@ -36,14 +36,14 @@ def _terms(options: dict[str, Any]) -> dict[str, Any]:
 def get(
     holder: Holder, manifest: Manifest, *, pieces: PartialTransfer | None = None, **options: Any
 ) -> PartialTransfer:
-    """One attempt at one holder: raises when it serves somebody else."""
+    """One attempt at one holder: raises when it serves another puller."""
     pieces = fitting(pieces, manifest)
     attempt(holder, pieces, PullSettings(**_terms(options)))
     return pieces
 
 
 def get_any(holders: Sequence[Holder], manifest: Manifest, **options: Any) -> PartialTransfer:
-    """From whoever has it. Also the way to pull from one server a second time: its lease on the first pull ends in its
+    """From any holder. Also the way to pull from one server a second time: its lease on the first pull ends in its
     own thread, which may be after the first puller has everything."""
     return pull_any(holders, manifest, **_terms(options))
 

@@ -72,7 +72,7 @@ def _dot(tokens: Tensor, derivatives: Sequence[float]) -> Tensor:
 
 
 def _row(state: TrainerState, group: PromptGroup, sample: TrainingSample) -> _Row:
-    """What the models say of one answer, token by token."""
+    """The models' outputs for one answer, token by token."""
     tokens = (*group.prompt_tokens, *sample.tokens)
     start = len(group.prompt_tokens)
     logprobs, entropies = _logprobs(state.policy.module, tokens, start)

@@ -31,7 +31,7 @@ def test_its_address_is_reported_and_the_token_is_readable_by_its_owner_only(tmp
         address = line.split()[1]
         with urllib.request.urlopen(address, timeout=PATIENCE_SECONDS) as page:
             assert page.status == 200
-        assert beside.news() == "", "it is said once"
+        assert beside.news() == "", "it is reported once"
         token = (run.path / TOKEN_FILE).read_text().strip()
         assert stat.S_IMODE((run.path / TOKEN_FILE).stat().st_mode) == 0o600
         entered = Authenticator(run.path / "users.yaml").sign_in(token, 0.0)
@@ -39,7 +39,7 @@ def test_its_address_is_reported_and_the_token_is_readable_by_its_owner_only(tmp
         assert token not in line + (run.logs / "dashboard.log").read_text()
     finally:
         beside.stop()
-    eventually(lambda: _refused(address), "nobody listens any more")
+    eventually(lambda: _refused(address), "the port is closed")
 
 
 def _refused(address: str) -> bool:

@@ -54,7 +54,7 @@ def test_faults_are_injected_only_into_a_healthy_warm_fleet_after_the_previous_r
     assert schedule.tick(view(21, **resolved)) is None and schedule.stage is DemoStage.WAITING
     strike = schedule.tick(view(21 + GAP_SECONDS[1], **resolved))
     assert strike is not None and strike.kind == "agent-kill"
-    # An agent has no incident of its own: its restart is the cure.
+    # An agent has no incident of its own: its restart resolves the fault.
     after = {"injected": 2, "injected_at": 200.0, "incident_closed_at": 250.0}
     assert schedule.tick(view(50, **after)) is None and schedule.stage is DemoStage.STRUCK
     schedule.tick(view(51, **after, restarted_at=201.0))

@@ -1,4 +1,4 @@
-"""The terminal: what it shows at each moment of a run, that it fits, and that it obeys no one but us."""
+"""The terminal: what it shows at each moment of a run, that it fits, and that untrusted text does not control it."""
 
 import io
 import re
@@ -221,7 +221,8 @@ def test_a_rising_curve_rises() -> None:
     assert high[1] == "\u2800\u2800" and high[0] != "\u2800\u2800"
 
 
-# --- no one else speaks to the terminal ---------------------------------------------------------------------------
+# --- untrusted text does not reach the terminal
+# ---------------------------------------------------------------------------
 
 
 def _hostile_snapshot(text: str) -> RunSnapshot:
@@ -299,8 +300,8 @@ def test_lines_show_changes_once_then_progress() -> None:
         "incident i-1 rollout",
         "step 6   reward 0.60",
     ]
-    assert len(plain_lines(second, second)) == 1, "what has been said is not said again"
-    assert len(plain_lines(None, first)) == 1, "the first look is no list of changes"
+    assert len(plain_lines(second, second)) == 1, "a shown line is not repeated"
+    assert len(plain_lines(None, first)) == 1, "the first snapshot has no list of changes"
 
 
 def test_the_same_incident_in_a_new_stage_is_reported_without_its_sentence() -> None:

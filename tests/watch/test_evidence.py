@@ -124,7 +124,7 @@ def children(node_dir: Path, agent: AgentProcess) -> Iterator[list[Child]]:
 
 
 def test_a_stalled_process_is_shown_with_its_function(run: RunDir, agent: AgentProcess, children: list[Child]) -> None:
-    children[1].tell(STALL)
+    children[1].execute(STALL)
     fleet = [subject(c.pid, c.start_ticks, n) for n, c in enumerate(children)]
     pull = EvidencePull(run, lambda: {NODE: f"http://{agent.netloc}"}, BEARER, lambda: fleet, SystemClock())
     pull.request(INCIDENT, diagnosis([fleet[1]]))
@@ -147,7 +147,7 @@ def recording(child: Child, content: dict[str, Any]) -> None:
         f"m._dump_nccl_trace = lambda **options: {pickle.dumps(content, protocol=2)!r}; "
         "sys.modules['torch._C._distributed_c10d'] = m"
     )
-    child.tell(STALL)
+    child.execute(STALL)
 
 
 def hanging_job(folder: Path, num_ranks: int, late: int) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""What the kernel says, read from recorded trees (`proc/`: a busy, a stopped and a dead process, and a host)."""
+"""Kernel data of recorded trees (`proc/`: a busy, a stopped and a dead process, and a host)."""
 
 import shutil
 from pathlib import Path
@@ -67,7 +67,7 @@ def test_run_delay_grows_over_threads_that_come_and_go(tmp_path: Path) -> None:
     (tree / "task" / "30000").mkdir()  # another begins
     (tree / "task" / "30000" / "schedstat").write_text("5 2000000000 1\n")
     for _ in range(SLOW_ROUNDS - 1):
-        assert it.read().run_delay_seconds == first  # looked at rarely
+        assert it.read().run_delay_seconds == first  # read rarely
     assert it.read().run_delay_seconds == pytest.approx(first + 2.0)
 
 
@@ -147,7 +147,7 @@ def test_a_process_that_moves_is_followed(tmp_path: Path) -> None:
     ],
 )
 def test_an_agent_in_a_container_finds_the_hosts_cgroups(tmp_path: Path, text: str, expected: list[str]) -> None:
-    """Its namespace begins with its own cgroup, and paths of others are told from there."""
+    """Its namespace begins with its own cgroup, and paths of others are relative to that."""
     root = _tree(tmp_path / "fs", {"kubepods/podA/agent": V2, "kubepods/podB/rank": V2, "other": V2})
     for folder in (".", "kubepods", "kubepods/podA", "kubepods/podB"):
         (root / folder / "cpu.stat").write_text(V2)

@@ -15,10 +15,10 @@ def num_open() -> int:
 def test_a_kept_file_is_read_again_each_time_and_only_some_stay_open(tmp_path: Path) -> None:
     paths = [tmp_path / str(n) for n in range(5)]
     files, before = OpenFileCache(num_max=3), num_open()
-    for look in range(3):
+    for poll in range(3):
         for n, path in enumerate(paths):
-            path.write_text(f"{look * 10 + n}\n")
-        assert [files.number(str(p)) for p in paths] == [look * 10 + n for n in range(5)]
+            path.write_text(f"{poll * 10 + n}\n")
+        assert [files.number(str(p)) for p in paths] == [poll * 10 + n for n in range(5)]
         assert num_open() == before + 3
     files.close()
     assert num_open() == before

@@ -1,5 +1,5 @@
 """An agent with every collector at work: what it exposes is taken by promtool and by a real Prometheus, its labels are
-bounded, and without rights it runs and says what it cannot see."""
+bounded, and without privileges it runs and reports unreadable probes."""
 
 import json
 import os
@@ -131,9 +131,7 @@ def test_without_privileges_it_runs_and_reports_unreadable_probes(tmp_path: Path
             [down] = [e for e in events if e["kind"] == "probe_down"]
             assert down["detail"]["probe"] == "kernel_log" and "CAP_SYSLOG" in down["detail"]["reason"]
             message = "the environment of some processes that may be ranks (torchrun) cannot be read: run the agent as"
-            eventually(
-                lambda: message in it.log.read_text(), "it says of which processes it cannot tell whose they are"
-            )
+            eventually(lambda: message in it.log.read_text(), "processes with unknown ranks are reported")
             assert it.get("/healthz")[0] == 200
     finally:
         roots.communicate(timeout=PATIENCE_SECONDS)

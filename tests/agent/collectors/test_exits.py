@@ -1,4 +1,4 @@
-"""Exits by pidfd: noticed, of the right process only, with signal or code as far as anybody knows."""
+"""Exits by pidfd: detected for the right process only, with signal or code where known."""
 
 import os
 import queue

@@ -62,7 +62,7 @@ def reported(reading: CollectorReading) -> list[tuple[AgentEventKind, str]]:
 
 def test_a_healthy_gpu_is_read_in_base_units(gpus: GpuCollector) -> None:
     gpus.read(100.0)
-    reading = gpus.read(101.0)  # GPM needs two looks
+    reading = gpus.read(101.0)  # GPM needs two polls
     expected = {
         ("up",): 1.0,
         ("utilization_ratio",): 0.87,
@@ -235,7 +235,7 @@ def test_an_nvidia_ml_py_older_than_a_call(
 
 
 def test_gpm_numbers_fail_independently(gpus: GpuCollector, machine: Machine) -> None:
-    """Each has a return code: one that failed must not bring what lies in memory."""
+    """Each has a return code: a failed one must not return uninitialized memory."""
     machine.unset("gpm.5")
     assert value(gpus.read(100.0), "sm_active_ratio", "0") is None
     reading = gpus.read(101.0)

@@ -63,7 +63,7 @@ def test_a_query_asks_again_each_time(tmp_path: Path) -> None:
 
 def test_a_row_that_a_driver_leaves_untouched_is_no_answer() -> None:
     class Lazy:
-        """A driver that says success and fills nothing."""
+        """A driver that returns success without a value."""
 
         class nvmlLib:
             @staticmethod

@@ -58,7 +58,7 @@ def of_instances(reading: CollectorReading) -> dict[tuple[str, ...], float]:
 
 def test_each_instance_has_series_of_its_own(gpus: GpuCollector) -> None:
     gpus.read(100.0)
-    found = of_instances(gpus.read(100.0 + POLL_SECONDS))  # GPM needs two looks
+    found = of_instances(gpus.read(100.0 + POLL_SECONDS))  # GPM needs two polls
     expected = {
         ("info", "0", "1", "0", "MIG-00000000-0000-0000-0000-000000000000", "3g.40gb"): 1.0,
         ("info", "0", "1", "1", "MIG-00000000-0000-0000-0000-000000000001", "3g.40gb"): 1.0,

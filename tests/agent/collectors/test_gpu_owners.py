@@ -1,4 +1,4 @@
-"""Ranks and their GPUs: what NVML lists, children of ranks, other PID namespaces, and what environments say."""
+"""Ranks and their GPUs: NVML's list, children of ranks, other PID namespaces, and environments."""
 
 import logging
 from collections.abc import Callable
@@ -39,7 +39,7 @@ def test_a_rank_uses_the_gpus_that_list_it_or_a_child_of_it(tmp_path: Path, add:
     add(20)
     add(21, parent=20)
     add(22, parent=21)
-    add(30)  # somebody else
+    add(30)  # another process
     owners = GpuOwners(tmp_path)
     listed = {0: (10,), 1: (22, 10), 2: (30,), 3: ()}
     found = owners.of_gpus(listed, UUIDS, [rank(10), rank(20)])

@@ -27,7 +27,7 @@ WALL_OFFSET = 1_700_000_000.0
 
 
 class Source:
-    """The newest look, as the probes have it, and the ranks there are."""
+    """The newest poll of the probes, and the live ranks."""
 
     def __init__(self, proc: Path) -> None:
         self.at, self.reading, self.ranks = 0.0, CollectorReading(), list[Registration]()
@@ -83,7 +83,7 @@ def test_a_poll_becomes_one_sample_per_gpu_with_its_ranks(source: Source, gpus: 
     assert one.nvlink_transmit_bytes_per_second == pytest.approx(2000 * 2**20, rel=1e-3)
     assert one.pcie_transmit_bytes_per_second == pytest.approx(100 * 2**20, rel=1e-3), "GPM's, not the counter's"
     assert (zero.thermal_throttle_seconds, zero.power_throttle_seconds) == (0, 0)
-    assert source.take() == (), "one look, one sample"
+    assert source.take() == (), "one poll, one sample"
 
 
 def test_metrics_join_gpus_with_ranks(source: Source, gpus: GpuCollector, machine: Machine) -> None:
@@ -128,7 +128,7 @@ def test_without_gpm_traffic_comes_of_counters(source: Source, gpus: GpuCollecto
     machine.set({"field.197": 10**12 + 6_000_000_000}, gpu=0)
     zero, one = source.poll(gpus, 102.0)
     assert zero.pcie_transmit_bytes_per_second == 3e9
-    assert "pcie_transmit_bytes_per_second" not in one.to_dict(), "nothing came, or no one asked"
+    assert "pcie_transmit_bytes_per_second" not in one.to_dict(), "nothing was received or read"
     machine.set({"field.197": 5}, gpu=0)  # counts anew
     (zero, _) = source.poll(gpus, 103.0)
     assert "pcie_transmit_bytes_per_second" not in zero.to_dict()

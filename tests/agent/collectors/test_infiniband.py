@@ -111,7 +111,7 @@ def test_a_flapping_link_is_reported_with_its_flaps(tmp_path: Path) -> None:
     assert ("rate_bytes_per_second", "mlx5_0", "1") not in values(down)
     port(tmp_path)
     assert facts(it.read(2.0)) == [(AgentEventKind.LINK_UP, "up", "1")]
-    port(tmp_path, counters={"link_downed": 5})  # down and up again between two looks
+    port(tmp_path, counters={"link_downed": 5})  # down and up again between two polls
     between = it.read(3.0)
     assert facts(between) == [
         (AgentEventKind.LINK_DOWN, "down between two polls", "2"),

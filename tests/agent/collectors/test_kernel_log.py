@@ -39,7 +39,7 @@ class Ring:
         self.position: dict[int, int] = {}
         self.num_opened = 0
 
-    def say(self, *messages: str, at: float = 0.0, priority: int = 4) -> None:
+    def add(self, *messages: str, at: float = 0.0, priority: int = 4) -> None:
         for m in messages:
             self.records.append((self.next, f"{priority},{self.next},{int(at * 1e6)},-;{m}\n SUBSYSTEM=pci\n".encode()))
             self.next += 1
@@ -97,7 +97,7 @@ class Node:
         return self.collector.read(self.clock.monotonic())
 
     def reported(self) -> list[str]:
-        """Which XIDs or events the next look tells, by their lines' last word."""
+        """XIDs or events of the next poll, by their lines' last word."""
         return [f.detail["line"].rsplit(" ", 1)[-1] for f in self.read().facts]
 
     def values(self) -> dict[tuple[str, ...], float]:
@@ -126,7 +126,7 @@ def xids(*numbers: int) -> list[str]:
 
 def test_an_xid_is_an_event_with_meaning_and_action(node: Node, ring: Ring) -> None:
     node.read()
-    ring.say(NOISE, XID79)
+    ring.add(NOISE, XID79)
     [fact] = node.read().facts
     assert fact.kind is AgentEventKind.XID
     assert fact.detail | {"record": ""} == {
@@ -147,14 +147,14 @@ def test_an_xid_is_an_event_with_meaning_and_action(node: Node, ring: Ring) -> N
 
 
 def test_an_unknown_gpu_is_named_by_its_address(node: Node, ring: Ring) -> None:
-    ring.say(XID31)
+    ring.add(XID31)
     [fact] = node.read().facts
     assert "gpu" not in fact.detail and fact.detail["pci"] == "0000:86:00"
     assert ("0000:86:00", 31) in node.merger.counts()
 
 
 def test_154_names_the_drivers_verdict_and_nvlink_its_sub_code(node: Node, ring: Ring) -> None:
-    ring.say(
+    ring.add(
         "NVRM: Xid (PCI:0000:3b:00): 154, GPU recovery action changed from 0x0 (None) to 0x2 (Node Reboot Required)",
         "NVRM: Xid (PCI:0000:3b:00): 149, NETIR_LINK_EVT  Nonfatal   XC0 i0 Link 09 (0x025525c6 0x00000000 0x0 0x0)",
         "NVRM: Xid (PCI:0000:3b:00): 149, NETIR_BER_EVENT Nonfatal XC0 i0 Link 09 (0x00000013 0x00000001 0x0 0x0)",
@@ -178,7 +178,7 @@ def test_an_oom_kill_names_its_replica(node: Node, ring: Ring) -> None:
     node.read()
     process = ProcessId(node=NODE, pid=4711, start_ticks=9)
     node.processes[4711] = Registration(process=process, replica="trainer/1", role="trainer", rank=3, incarnation=2)
-    ring.say(OOM, OOM.replace("4711", "99"))
+    ring.add(OOM, OOM.replace("4711", "99"))
     ours, other = node.read().facts
     assert ours == Fact(
         kind=AgentEventKind.OOM_KILL,
@@ -195,7 +195,7 @@ def test_an_oom_kill_names_its_replica(node: Node, ring: Ring) -> None:
 
 
 def test_links_hardware_errors_and_faults(node: Node, ring: Ring) -> None:
-    ring.say(
+    ring.add(
         "mlx5_core 0000:41:00.0 ens1f0np0: Link down",
         "mlx5_core 0000:41:00.0 ens1f0np0: Link up",
         "EDAC MC1: 1 UE memory scrubbing error on CPU_SrcID#1",
@@ -217,7 +217,7 @@ def test_of_nvlinks_codes_and_154_the_line_is_reported_after_nvml_and_counted_on
     node.read()
     for code in (149, 154, 74):
         assert node.merger.merge(node.clock.monotonic(), 2, code, "nvml")
-    ring.say(
+    ring.add(
         "NVRM: Xid (PCI:0000:3b:00): 149, NETIR_BER_EVENT Nonfatal XC0 i0 Link 09 (0x00000013 0x00000001 0x0 0x0)",
         "NVRM: Xid (PCI:0000:3b:00): 154, GPU recovery action changed from 0x0 (None) to 0x1 (GPU Reset Required)",
         "NVRM: Xid (PCI:0000:3b:00): 74, NVLink: fatal error detected on link 14(0x10, 0x0, 0x0, 0x0, 0x0, 0x0, 0x0)",
@@ -225,7 +225,7 @@ def test_of_nvlinks_codes_and_154_the_line_is_reported_after_nvml_and_counted_on
     found = [(f.detail["xid"], f.detail["fatal"], f.detail["adds_to"]) for f in node.read().facts]
     assert found == [("149", "no", "nvml"), ("154", "yes", "nvml"), ("74", "yes", "nvml")]
     assert [node.merger.counts()["2", code].number for code in (149, 154, 74)] == [1, 1, 1]
-    ring.say("NVRM: Xid (PCI:0000:3b:00): 149, NETIR_BER_EVENT Nonfatal XC0 i0 Link 09 (0x00000013 0x00000001 0x0 0x0)")
+    ring.add("NVRM: Xid (PCI:0000:3b:00): 149, NETIR_BER_EVENT Nonfatal XC0 i0 Link 09 (0x00000013 0x00000001 0x0 0x0)")
     (again,) = node.read().facts
     assert "adds_to" not in again.detail and node.merger.counts()["2", 149].number == 2
 
@@ -233,15 +233,15 @@ def test_of_nvlinks_codes_and_154_the_line_is_reported_after_nvml_and_counted_on
 def test_an_xid_from_nvml_is_not_repeated_but_a_second_one_is_reported(node: Node, ring: Ring) -> None:
     node.read()
     assert node.merger.merge(node.clock.monotonic(), 2, 79, "nvml")
-    ring.say(XID79, "NVRM: GPU 0000:3b:00.0: GPU has fallen off the bus.")
+    ring.add(XID79, "NVRM: GPU 0000:3b:00.0: GPU has fallen off the bus.")
     assert node.read().facts == ()
-    ring.say(XID79)
+    ring.add(XID79)
     assert len(node.read().facts) == 1
     assert node.merger.counts()["2", 79].number == 2
 
 
 def test_a_lost_gpu_without_an_xid_is_79(node: Node, ring: Ring) -> None:
-    ring.say(
+    ring.add(
         "NVRM: The NVIDIA GPU 0000:3b:00.0",
         "NVRM: (PCI ID: 10de:2330) installed in this system has",
         "NVRM: fallen off the bus and is not responding to commands.",
@@ -258,19 +258,19 @@ LOST = (
 
 
 def test_a_record_of_several_lines_is_read_to_its_last(node: Node, ring: Ring) -> None:
-    ring.say("\\x0a".join(LOST))
-    ring.say(r"md/raid1:md0: a first line\x0amd/raid1:md0: Disk failure on sda1, disabling device.")
+    ring.add("\\x0a".join(LOST))
+    ring.add(r"md/raid1:md0: a first line\x0amd/raid1:md0: Disk failure on sda1, disabling device.")
     lost, degraded = node.read().facts
     assert (lost.detail["xid"], degraded.detail["what"]) == ("79", "raid_degraded")
 
 
 def test_an_nfs_server_that_answers_again_is_no_fault(node: Node, ring: Ring) -> None:
-    ring.say("nfs: server a not responding, still trying", "nfs: server a OK")
+    ring.add("nfs: server a not responding, still trying", "nfs: server a OK")
     assert [fact.detail["what"] for fact in node.read().facts] == ["nfs_server"]
 
 
 def test_lines_that_processes_wrote_to_the_device_are_not_the_kernels(node: Node, ring: Ring) -> None:
-    ring.say(XID79, priority=12)
+    ring.add(XID79, priority=12)
     assert node.read().facts == ()
     assert node.values()[("rolecall_kernel_log_lines_total",)] == 0
 
@@ -283,17 +283,17 @@ def test_old_events_have_their_age(node: Node, ring: Ring) -> None:
         rank=0,
         incarnation=0,
     )
-    ring.say(OOM, at=400.0)
+    ring.add(OOM, at=400.0)
     [past] = node.read().facts
     assert past.detail["seconds_ago"] == "600" and past.process is None, "its PID may be another's now"
     # Of what comes from now on the kernel's clock is not asked: it drifts.
-    ring.say(OOM, at=400.0)
+    ring.add(OOM, at=400.0)
     [live] = node.read().facts
     assert "seconds_ago" not in live.detail and live.replica == "trainer/1"
 
 
 def test_names_that_a_process_chose_carry_no_control_characters(node: Node, ring: Ring) -> None:
-    ring.say(f"Out of memory: Killed process 7 (a\\x1b[2Jb) {RSS}")
+    ring.add(f"Out of memory: Killed process 7 (a\\x1b[2Jb) {RSS}")
     [fact] = node.read().facts
     assert fact.detail["name"] == "a?[2Jb" and "\x1b" not in fact.detail["line"]
 
@@ -302,12 +302,12 @@ def test_names_that_a_process_chose_carry_no_control_characters(node: Node, ring
 
 
 def test_nothing_is_lost_or_repeated_over_restarts(node: Node, ring: Ring) -> None:
-    ring.say(*xids(1, 2))
+    ring.add(*xids(1, 2))
     assert node.reported() == ["n1", "n2"]
-    ring.say(*xids(3))
+    ring.add(*xids(3))
     assert node.reported() == ["n3"]
     node.collector.close()
-    ring.say(NOISE, *xids(4, 5))
+    ring.add(NOISE, *xids(4, 5))
     node.start()
     assert node.reported() == ["n4", "n5"] and node.reported() == []
     node.collector.close()
@@ -316,27 +316,27 @@ def test_nothing_is_lost_or_repeated_over_restarts(node: Node, ring: Ring) -> No
 
 
 def test_after_a_kill_only_the_last_poll_is_repeated(node: Node, ring: Ring) -> None:
-    ring.say(*xids(1))
+    ring.add(*xids(1))
     assert node.reported() == ["n1"]
-    ring.say(*xids(2))
+    ring.add(*xids(2))
     assert node.reported() == ["n2"]
     ring.position.clear()  # SIGKILL: nothing was closed
     node.start()
-    assert node.reported() == ["n2"], "whether it reached the event log no one knows"
+    assert node.reported() == ["n2"], "it may not have reached the event log"
 
 
 def test_counts_go_on_over_a_restart_and_agree_with_the_cursor(node: Node, ring: Ring) -> None:
     corrected = "mce: [Hardware Error]: Machine check events logged"
-    ring.say(OOM, corrected, XID31)
+    ring.add(OOM, corrected, XID31)
     before = node.values()
     assert before[("rolecall_kernel_oom_kills_total",)] == 1 and before[("rolecall_kernel_log_lines_total",)] == 3
     node.collector.close()
     assert node.start() and node.values() == before  # and shown at once, with no new line
     saved = node.state.read_bytes()
-    ring.say(OOM)
+    ring.add(OOM)
     assert node.values()[("rolecall_kernel_oom_kills_total",)] == 2
     if node.collector._source is not None:
-        node.collector._source.close()  # SIGKILL: the last look is on no disk
+        node.collector._source.close()  # SIGKILL: the last poll is not on disk
     node.state.write_bytes(saved)
     node.start()
     assert node.values()[("rolecall_kernel_oom_kills_total",)] == 2  # the line came again, and counts once
@@ -344,7 +344,7 @@ def test_counts_go_on_over_a_restart_and_agree_with_the_cursor(node: Node, ring:
     node.collector.close()
     ring.records.clear()
     ring.next = 0
-    ring.say(OOM)
+    ring.add(OOM)
     node.start()
     assert node.values()[("rolecall_kernel_oom_kills_total",)] == 3
 
@@ -375,24 +375,24 @@ def test_counts_that_make_no_sense_are_left_out(node: Node, ring: Ring, row: obj
 
 
 def test_a_new_boot_is_read_from_its_beginning(node: Node, ring: Ring) -> None:
-    ring.say(NOISE, NOISE, *xids(1))
+    ring.add(NOISE, NOISE, *xids(1))
     assert node.reported() == ["n1"]
     node.collector.close()
     ring.records.clear()
     ring.next, node.boot = 0, "another"
-    ring.say(*xids(2))
+    ring.add(*xids(2))
     node.start()
     assert node.reported() == ["n2"]
     assert node.values()[("rolecall_kernel_log_lines_lost_total",)] == 0
 
 
 def test_numbers_that_began_again_under_the_same_boot_id(node: Node, ring: Ring) -> None:
-    ring.say(NOISE, NOISE, NOISE, *xids(1))
+    ring.add(NOISE, NOISE, NOISE, *xids(1))
     assert node.reported() == ["n1"]
     node.collector.close()
     ring.records.clear()
     ring.next = 0
-    ring.say(*xids(2))
+    ring.add(*xids(2))
     node.start()
     assert [node.reported(), node.reported(), node.reported()] == [[], ["n2"], []]
 
@@ -400,13 +400,13 @@ def test_numbers_that_began_again_under_the_same_boot_id(node: Node, ring: Ring)
 def test_an_overrun_is_counted_and_the_remaining_lines_are_reported(tmp_path: Path) -> None:
     ring = Ring(size=4)
     node = Node(tmp_path, ring)
-    ring.say(*xids(1))
+    ring.add(*xids(1))
     assert node.reported() == ["n1"]
-    ring.say(*xids(*range(2, 12)))  # ten more, of which the ring keeps four
+    ring.add(*xids(*range(2, 12)))  # ten more, of which the ring keeps four
     assert node.reported() == ["n8", "n9", "n10", "n11"]
     assert node.values()[("rolecall_kernel_log_lines_lost_total",)] == 6
     node.collector.close()
-    ring.say(*xids(*range(12, 18)))
+    ring.add(*xids(*range(12, 18)))
     node.start()
     assert node.reported() == ["n14", "n15", "n16", "n17"]
     assert node.values()[("rolecall_kernel_log_lines_lost_total",)] == 6 + 2
@@ -415,7 +415,7 @@ def test_an_overrun_is_counted_and_the_remaining_lines_are_reported(tmp_path: Pa
 
 def test_lines_overwritten_before_the_first_start_are_not_counted_as_lost(tmp_path: Path) -> None:
     ring = Ring(size=2)
-    ring.say(*xids(1, 2, 3))
+    ring.add(*xids(1, 2, 3))
     node = Node(tmp_path, ring)
     assert node.reported() == ["n2", "n3"]
     assert node.values()[("rolecall_kernel_log_lines_lost_total",)] == 0
@@ -423,24 +423,24 @@ def test_lines_overwritten_before_the_first_start_are_not_counted_as_lost(tmp_pa
 
 
 def test_a_poll_is_bounded_and_the_next_one_continues(node: Node, ring: Ring) -> None:
-    ring.say(*xids(*range(150)))
+    ring.add(*xids(*range(150)))
     reported = [node.reported() for _ in range(4)]
     assert [len(t) for t in reported] == [NUM_FACTS_MAX, NUM_FACTS_MAX, 150 - 2 * NUM_FACTS_MAX, 0]
     assert [n for t in reported for n in t] == [f"n{i}" for i in range(150)]
-    ring.say(*[NOISE] * 5000, *xids(999))
+    ring.add(*[NOISE] * 5000, *xids(999))
     assert [node.reported() for _ in range(3)] == [[], [], ["n999"]]
 
 
 @pytest.mark.parametrize("damage", ["", "{", "[]", '{"next": "x"}', '{"path": "/dev/kmsg", "next": "7"}'])
 def test_a_damaged_cursor_reads_all(node: Node, ring: Ring, damage: str) -> None:
-    ring.say(*xids(1))
+    ring.add(*xids(1))
     node.state.write_text(damage)
     node.start()
     assert node.reported() == ["n1"]
 
 
 def test_a_device_that_breaks_is_opened_again(node: Node, ring: Ring, monkeypatch: pytest.MonkeyPatch) -> None:
-    ring.say(*xids(1))
+    ring.add(*xids(1))
     assert node.reported() == ["n1"]
     read = ring.read
 
@@ -454,7 +454,7 @@ def test_a_device_that_breaks_is_opened_again(node: Node, ring: Ring, monkeypatc
         node.read()
     monkeypatch.setattr(ring, "read", read)
     node.start()
-    ring.say(*xids(2))
+    ring.add(*xids(2))
     assert node.reported()[-1] == "n2"
 
 

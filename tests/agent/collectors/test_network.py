@@ -208,7 +208,7 @@ def test_links_that_flap_are_facts(tmp_path: Path) -> None:
     assert down.detail == {"interface": "eth0", "what": "down", "flaps": "1"}
     interface(net, "eth0", carrier_down_count=2)
     assert [f.kind for f in it.read(2.0).facts] == [AgentEventKind.LINK_UP]
-    interface(net, "eth0", carrier_down_count=3)  # between two looks
+    interface(net, "eth0", carrier_down_count=3)  # between two polls
     assert [f.detail["flaps"] for f in it.read(3.0).facts] == ["2", "2"]
 
 
@@ -218,9 +218,9 @@ def test_an_interface_that_is_gone(tmp_path: Path) -> None:
     it = collector(tmp_path)
     it.read(0.0)
     shutil.rmtree(net / "eth0")
-    looks = [it.read(float(at)) for at in (1, 2, 3, 4)]
-    assert [[f.detail["what"] for f in look.facts] for look in looks] == [[], [], ["gone"], []]
-    assert values(looks[-1])["nic_up", "eth0"] == 0.0
+    readings = [it.read(float(at)) for at in (1, 2, 3, 4)]
+    assert [[f.detail["what"] for f in reading.facts] for reading in readings] == [[], [], ["gone"], []]
+    assert values(readings[-1])["nic_up", "eth0"] == 0.0
     interface(net, "eth0")
     assert [f.detail["what"] for f in it.read(5.0).facts] == ["back"]
 

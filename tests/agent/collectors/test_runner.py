@@ -1,4 +1,4 @@
-"""Collectors in threads of their own: one that hangs, fails or floods is reported, and hurts no one else."""
+"""Collectors in threads of their own: one that hangs, fails or floods is reported, and affects no other."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -114,7 +114,7 @@ def test_a_read_that_hangs_is_reported_once_and_its_values_are_shown_no_more(eve
 def test_a_read_that_ends_while_it_is_read_is_no_hang(events: EventLog) -> None:
     probe = Probe(Scripted("gpu", lambda: CollectorReading((VALUE,))), events, FakeClock())
     probe.once()
-    probe._report_state("its read hangs", of_read=1000.0)  # what `look` saw had ended by the time that it speaks
+    probe._report_state("its read hangs", of_read=1000.0)  # that read had ended in the meantime
     assert probe.state().up and reported(events) == []
 
 

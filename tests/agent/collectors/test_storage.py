@@ -1,4 +1,4 @@
-"""Disks, file systems and pressure, as `/proc` and statvfs tell them."""
+"""Disks, file systems and pressure, from `/proc` and statvfs."""
 
 import os
 import threading
@@ -183,7 +183,7 @@ def test_mounts_are_chosen_once_a_device_and_bounded() -> None:
     assert chosen(remote, []) == []  # not even as the root
     assert chosen(remote, ["/scratch"]) == remote[2:]
     hidden = [Mount("/dev/sda", "/data", "ext4"), Mount("server:/x", "/data", "nfs")]
-    assert chosen(hidden, []) == []  # what lies below cannot be asked
+    assert chosen(hidden, []) == []  # the hidden mount cannot be queried
 
 
 def test_formats_with_damage() -> None:

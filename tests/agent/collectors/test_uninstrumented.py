@@ -1,7 +1,7 @@
 """Jobs that know nothing of rolecall: who is found, what is reported about them, and what `watch` makes of it.
 
 The jobs are stand-ins: processes of our own with titles, arguments, environments and children like theirs. A folder of
-links stands for `/proc`, so that nobody else's processes are found.
+links replaces `/proc`, so that no other processes are found.
 """
 
 import signal
@@ -54,7 +54,7 @@ class Job:
         self.processes: list[subprocess.Popen[str]] = []
 
     def titled(self, title: str, **environ: str) -> subprocess.Popen[str]:
-        """As Ray's workers look: the title in the place of the arguments."""
+        """Like Ray's workers: the title in place of the arguments."""
         return self._started(subprocess.Popen([title, "1000"], executable=SLEEP, env=environ, text=True))
 
     def python(self, *arguments: str, code: str = WAITS, **environ: str) -> subprocess.Popen[str]:
@@ -148,7 +148,7 @@ JOBS = {
     "an idle worker of Ray": ("ray::IDLE", {"RANK": "5"}, None),
     "a data loader": ("python -c from multiprocessing.spawn import spawn_main", TORCH, None),
     "torchrun itself": ("python -m torch.distributed.run train.py", TORCH, None),
-    "python of nobody": ("python -m http.server", {"RANK": "3"}, None),
+    "python without a rank": ("python -m http.server", {"RANK": "3"}, None),
     "a shell of the job": ("bash -c ./train.sh", TORCH, None),
     "a rank that is no number": ("python train.py", {**TORCH, "RANK": "three"}, None),
 }
@@ -326,7 +326,7 @@ def test_a_worker_that_becomes_an_actor_is_found_and_its_variables_are_remembere
     for _ in range(8):
         world.poll()
     assert world.found()[real.pid] == ("trainer/0", 4)  # from before it took its title
-    assert world.found()[worker.pid] == ("trainer/32", 0)  # nobody knows any more
+    assert world.found()[worker.pid] == ("trainer/32", 0)  # unknown after the restart
 
 
 def test_processes_of_our_own_runs_are_left_to_their_reporters(world: World, job: Job) -> None:

@@ -65,17 +65,17 @@ def test_threads_count_each_event_once() -> None:
     merger = XidMerger()
     start = threading.Barrier(2)
 
-    def tell(source: str) -> None:
+    def report(source: str) -> None:
         start.wait()
         for i in range(500):
             merger.merge(i * (SAME_SECONDS + 1), 0, 31, source)
 
-    threads = [threading.Thread(target=tell, args=(s,)) for s in ("nvml", "kernel")]
+    threads = [threading.Thread(target=report, args=(s,)) for s in ("nvml", "kernel")]
     for t in threads:
         t.start()
     for t in threads:
         t.join()
-    # One thread may be a whole run ahead: then what the other says is of a past that was forgotten. Never more than
+    # One thread may be a whole run ahead: the other's reports are then older than the window. Never more than
     # both reported, never fewer than happened.
     assert 500 <= counts(merger)["0", 31] <= 1000
 
@@ -105,7 +105,7 @@ def test_counts_are_metrics_and_go_on_over_a_restart(tmp_path: Path) -> None:
     assert shown["rolecall_xid_events_total", "3", "79"] == 1.0
     assert shown["rolecall_xid_last_timestamp_seconds", "3", "79"] == 1_000_099.0
     merger.merge(120.0, 3, 79, "nvml")
-    collector.close()  # what was reported since the last look is kept as well
+    collector.close()  # reports since the last poll are kept, too
 
     clock = FakeClock(now=5.0, wall_offset=1_000_200.0)  # the machine booted anew
     merger = XidMerger()

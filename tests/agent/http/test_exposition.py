@@ -69,7 +69,7 @@ def test_unknown_values_are_absent_and_times_are_wall_times() -> None:
 
 
 def test_a_phase_of_a_jobs_own_is_no_label() -> None:
-    """A page may say anything, a label is of a closed set."""
+    """A page may contain anything, a label is of a closed set."""
     process = ProcessId(node=NODE, pid=5, start_ticks=50)
     who = {"process": process, "role": "trainer", "replica": "trainer/0", "rank": 0, "incarnation": 1}
     odd = ProcessSample(**who, at=1.0, wall_at=2.0, alive=True, page_ok=True, phase="prompt 17 of the batch")

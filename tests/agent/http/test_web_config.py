@@ -26,7 +26,7 @@ from tests.support import eventually
 
 PASSWORD = "scrape me: gently"
 HASH = bcrypt.hashpw(PASSWORD.encode(), b"$2b$04$NrjLZreFPdF1CbiX4iFmlO").decode()
-"""With a fixed salt: it stands in the names of tests, which must be the same in each process that collects them."""
+"""With a fixed salt: it is part of the names of tests, which must be the same in each process that collects them."""
 
 
 def certificate(folder: Path) -> None:

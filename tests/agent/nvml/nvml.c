@@ -1,6 +1,6 @@
 /* A stand-in for NVIDIA's management library: the symbols that the agent calls, answered from a text file.
  *
- * The file named by STANDIN_NVML_STATE holds `key=value` for every GPU, `<gpu>.key=value` for one. It is looked at on
+ * The file named by STANDIN_NVML_STATE holds `key=value` for every GPU, `<gpu>.key=value` for one. It is checked on
  * each call (read again when another file stands under its name), so that a test changes the machine while the agent
  * runs: write it by rename. Keys:
  *
@@ -502,7 +502,7 @@ int nvmlDeviceGetFieldValues(void *device, int count, field_t *fields) {
     return OK;
 }
 
-/* ---- GPM: a sample is the number of looks so far; metrics need two different ones */
+/* ---- GPM: a sample is the number of polls so far; metrics need two different ones */
 
 typedef struct { int gpu, gpu_instance; unsigned long long taken; } sample_t;
 typedef struct { unsigned metricId; int nvmlReturn; double value; const char *names[3]; } gpm_metric_t;
@@ -518,19 +518,19 @@ int nvmlGpmQueryDeviceSupport(void *device, gpm_support_t *out) {
 int nvmlGpmSampleAlloc(sample_t **out) { *out = calloc(1, sizeof **out); return OK; }
 int nvmlGpmSampleFree(sample_t *sample) { free(sample); return OK; }
 int nvmlGpmSampleGet(void *device, sample_t *out) {
-    static unsigned long long looks;
+    static unsigned long long polls;
     ENTER(device);
     out->gpu = gpu_of(device);
     out->gpu_instance = -1;
-    out->taken = __atomic_add_fetch(&looks, 1, __ATOMIC_RELAXED);
+    out->taken = __atomic_add_fetch(&polls, 1, __ATOMIC_RELAXED);
     return OK;
 }
 int nvmlGpmMigSampleGet(void *device, unsigned gpu_instance, sample_t *out) {
-    static unsigned long long looks;
+    static unsigned long long polls;
     ENTER(device);
     out->gpu = gpu_of(device);
     out->gpu_instance = (int)gpu_instance;
-    out->taken = __atomic_add_fetch(&looks, 1, __ATOMIC_RELAXED);
+    out->taken = __atomic_add_fetch(&polls, 1, __ATOMIC_RELAXED);
     return OK;
 }
 int nvmlGpmMetricsGet(gpm_get_t *io) {
@@ -552,7 +552,7 @@ int nvmlGpmMetricsGet(gpm_get_t *io) {
 /* ---- events */
 
 /* `changes`: an inotify descriptor that tells of another file under the state's name. The real library sleeps in the
- * kernel until the driver wakes it; so does this one, lest a waiting process pay for looks that no real one makes. */
+ * kernel until the driver wakes it; so does this one, lest a waiting process pay for polls that no real one makes. */
 typedef struct { unsigned long long types[MAX_GPUS], delivered[MAX_GPUS]; int changes; } set_t;
 typedef struct { void *device; unsigned long long eventType, eventData; unsigned gpuInstanceId, computeInstanceId; } event_t;
 
@@ -595,7 +595,7 @@ int nvmlEventSetWait_v2(set_t *set, event_t *out, unsigned timeout_ms) {
     for (long long now_ms, end_ms = now.tv_sec * 1000LL + now.tv_nsec / 1000000 + timeout_ms;;) {
         char drained[4096];
         while (set->changes >= 0 && read(set->changes, drained, sizeof drained) > 0) {}
-        number(-1, "count", 1); /* looks at the file */
+        number(-1, "count", 1); /* polls at the file */
         for (int gpu = 0; gpu < MAX_GPUS && seen != generation; gpu++) {
             if (!set->types[gpu]) continue;
             if (number(gpu, "lost", 0)) return GPU_IS_LOST; /* as the library does: at once, each time */
@@ -611,7 +611,7 @@ int nvmlEventSetWait_v2(set_t *set, event_t *out, unsigned timeout_ms) {
         clock_gettime(CLOCK_MONOTONIC, &now);
         now_ms = now.tv_sec * 1000LL + now.tv_nsec / 1000000;
         if (now_ms >= end_ms) return TIMEOUT;
-        struct pollfd changed = {set->changes, POLLIN, 0}; /* without inotify: looks again in a while */
+        struct pollfd changed = {set->changes, POLLIN, 0}; /* without inotify: polls again in a while */
         poll(&changed, 1, set->changes < 0 && end_ms - now_ms > WAIT_STEP_MS ? WAIT_STEP_MS : (int)(end_ms - now_ms));
     }
 }

@@ -201,7 +201,7 @@ def test_the_story_of_a_process_that_fails(world: World, child: Child) -> None:
         child.pid, {**claim(child, "trainer/1"), "number": 1, "detail": {"type": "ValueError", "step": "9"}}
     )
     child.do("reporter.exception(ValueError('first')); reporter.exception(KeyError('second'))")
-    child.close()  # before anybody looked at the page again
+    child.close()  # before the page is read again
     eventually(lambda: "exited" in world.kinds(), "the exit was reported")
     reported = world.reported()
     assert [str(e.kind) for e in reported] == ["registered", "exception", "exception", "exited"]
@@ -398,7 +398,7 @@ def test_bad_words_get_a_reason(world: World, intake: RegistrationServer, raw: b
 
 def test_a_defect_is_no_refusal(world: World, intake: RegistrationServer, child: Child) -> None:
     assert b'"retry": true' in _say(world, b'{"kind": "defect"}\n')
-    child.start("rollout/1")  # and no one else suffers
+    child.start("rollout/1")  # and other processes are unaffected
     eventually(lambda: world.registry.num_live() == 1, "the child was registered")
     with pytest.raises(ConnectionError):
         send_message(world.data_dir / "agent.sock", {"kind": "defect"}, PATIENCE_SECONDS)

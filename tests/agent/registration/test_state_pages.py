@@ -1,4 +1,4 @@
-"""Reading pages: torn ones, foreign ones, ones that somebody writes at the same time."""
+"""Reading pages: torn ones, foreign ones, ones that are written at the same time."""
 
 import math
 import multiprocessing
@@ -28,7 +28,7 @@ def test_a_fresh_page_is_empty() -> None:
 
 
 def test_a_page_of_a_reporter_without_health_has_none() -> None:
-    state = parse_page(bytes(page()))  # zeros where the signs stand
+    state = parse_page(bytes(page()))  # zeros in place of the health values
     assert state.healths == 0 and all(math.isnan(getattr(state, sign)) for sign in HEALTH_SIGNS)
 
 
@@ -127,7 +127,7 @@ def test_no_torn_state_is_ever_taken_while_another_process_writes(tmp_path: Path
                 try:
                     state = reader.read()
                 except PageUnreadable:
-                    continue  # said to be torn: not taken
+                    continue  # reported as torn: not used
                 assert state.progress == 0 or state.step == state.progress == state.tokens == state.epoch
                 seen.add(state.progress)
             return len(seen) > 50  # else the writer did not write meanwhile, and nothing is proven

@@ -71,7 +71,7 @@ def test_a_process_with_a_hung_main_thread_answers(
 ) -> None:
     child.start("trainer/3")
     child.do(STAND_IN)
-    child.tell(HANG)
+    child.execute(HANG)
     for _ in range(2):
         assert pickle.loads(asked(recorders, child)) == CONTENT
     assert left(node_dir) == []
@@ -220,7 +220,7 @@ def test_answers_are_not_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(evidence, "DUMP_BYTES_MAX", 10)
     whole, _ = answer_paths(page, "0123456789abcdef")
 
-    def answered() -> bool:  # as an evil process would, between two looks
+    def answered() -> bool:  # like a malicious process, between two polls
         if not whole.exists() and not whole.is_symlink():
             if kind == "link":
                 whole.symlink_to("/etc/passwd")
@@ -242,7 +242,7 @@ def test_over_http_with_the_token_and_for_registered_processes_only(node_dir: Pa
         child.start("trainer/3")
         eventually(lambda: agent.newest("trainer/3") is not None, "it is registered")
         child.do(STAND_IN)
-        child.tell(HANG)
+        child.execute(HANG)
         token = f"Bearer {bearer_token(TOKEN)}"
         path = f"/v1/evidence/flight_recorder?pid={child.pid}"
         assert agent.get(path)[0] == 401

@@ -1,4 +1,4 @@
-"""The reporter inside a training process: never in the way, whatever is missing; readable whatever happens to it."""
+"""The reporter inside a training process: it never blocks training, and its page is readable after any failure."""
 
 import json
 import math
@@ -121,7 +121,7 @@ def test_the_gil_held_stops_the_beats_and_leaves_the_page_readable(child: Child)
     child.start("trainer/0")
     reader = PageReader(child.page)
     # One call into C that never gives the interpreter back: the kind of hang that no Python thread survives.
-    child.tell("import re; reporter.set_step(5); re.match('(a|a)*b', 'a' * 64)")
+    child.execute("import re; reporter.set_step(5); re.match('(a|a)*b', 'a' * 64)")
     eventually(lambda: reader.read().step == 5, "the hang began")
     # After a fifth of a second of CPU it is inside that call for sure; after another one it still has not come out.
     until_burnt(child.pid, _cpu_ticks(child.pid) + 20)
@@ -178,7 +178,7 @@ def test_wrong_arguments_are_swallowed_and_warned_of_once(tmp_path: Path) -> Non
 
 def test_a_missing_agent_never_blocks_and_is_found_later(tmp_path: Path) -> None:
     child = Child(tmp_path)
-    child.start("rollout/2")  # returns though nobody listens
+    child.start("rollout/2")  # returns without a listener
     child.do("reporter.progress()")
     heard = _listen(tmp_path)
     assert heard["kind"] == "register"
@@ -360,7 +360,7 @@ def test_an_exception_is_only_queued_by_the_caller(tmp_path: Path) -> None:
         reporter._client = before
     assert set(calls) <= {
         *("python", "acquire", "release", "monotonic", "put", "qsize"),  # the page's lock, and the queue
-        *("append", "join", "get", "encode", "openssl_sha256", "hexdigest", "len", "pack_into"),  # what it says
+        *("append", "join", "get", "encode", "openssl_sha256", "hexdigest", "len", "pack_into"),  # its messages
     }
     assert calls.count("put") == 1
 
@@ -377,7 +377,7 @@ def test_an_agent_that_never_answers_costs_the_caller_nothing_and_memory_little(
     child = Child(tmp_path)
     with socket.socket(socket.AF_UNIX) as stuck:
         stuck.bind(str(tmp_path / "agent.sock"))
-        stuck.listen(1)  # as one that was stopped: it accepts nobody
+        stuck.listen(1)  # like a stopped one: it accepts no connection
         child.start("trainer/0")
         many = 10 * NUM_QUEUED_MAX
         child.do(f"[reporter.exception(ValueError(str(i))) for i in range({many})]")
@@ -434,7 +434,7 @@ reporter.exception(ValueError("gone"))
 def test_without_a_listener_interpreter_exit_is_not_delayed(tmp_path: Path) -> None:
     client = ReporterClient(tmp_path / "nobody.sock", 1, 1)
     client.register(replica="trainer/0", rank=0, incarnation=1, secret="s")
-    eventually(lambda: not client._heard, "it has noticed that nobody listens")
+    eventually(lambda: not client._heard, "the missing listener is detected")
     flushing = threading.Thread(target=client.flush, args=(threading.TIMEOUT_MAX,), daemon=True)
     flushing.start()
     flushing.join(PATIENCE_SECONDS)

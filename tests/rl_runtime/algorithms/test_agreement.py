@@ -21,7 +21,7 @@ from tests.rl_runtime.learning import LEDGER, TRAINER, BatchGenerator, ModelSequ
 
 TINY = {"hidden_size": 32, "intermediate_size": 64}
 ROUNDING = 1e-4
-NOBODY: dict[str, Tensor] = {}
+NO_WEIGHTS: dict[str, Tensor] = {}
 
 
 def job_of(**changes: Any) -> JobConfig:
@@ -128,7 +128,7 @@ def rows(*versions: Sequence[int]) -> Tensor:
 
 
 def test_the_version_with_the_most_tokens_is_asked_the_newer_of_two_with_as_many() -> None:
-    former: dict[int, dict[str, Tensor]] = {3: NOBODY, 4: NOBODY}
+    former: dict[int, dict[str, Tensor]] = {3: NO_WEIGHTS, 4: NO_WEIGHTS}
     assert rows_to_ask(rows([3, 3], [3, 4], [2, 2]), former, 0, microbatches=SHARE) == (3, [0, 1])
     assert rows_to_ask(rows([3, 4], [2, 2]), former, 0, microbatches=SHARE) == (4, [0])
     assert rows_to_ask(rows([2, 2], [5, -1]), former, 0, microbatches=SHARE) is None
@@ -138,7 +138,7 @@ def test_the_version_with_the_most_tokens_is_asked_the_newer_of_two_with_as_many
 @pytest.mark.parametrize(("microbatches", "asked"), [(1, 3), (4, 10), (SHARE, 20), (100, 20)])
 def test_over_the_steps_every_row_is_asked_and_in_each_a_sixteenth_of_the_step(microbatches: int, asked: int) -> None:
     versions = rows(*[[1 if i % 2 else 0] for i in range(40)])
-    found = [rows_to_ask(versions, {1: NOBODY}, step, microbatches=microbatches) for step in range(60)]
+    found = [rows_to_ask(versions, {1: NO_WEIGHTS}, step, microbatches=microbatches) for step in range(60)]
     assert all(f is not None and len(f[1]) == len(set(f[1])) == asked for f in found)
     assert {row for f in found if f for row in f[1]} == set(range(1, 40, 2))
 

@@ -1,4 +1,5 @@
-"""DAPO's dynamic sampling on a simulated fleet: what is filtered, what fills a batch, where it ends; whoever dies when.
+"""DAPO's dynamic sampling on a simulated fleet: filtered groups, batches and the end of the run, with deaths at any
+time.
 
 The fakes' tokens, and so their rewards, are functions of a sample's seed: what the sampler must decide of each group is
 known without any run (`verdict_of`).
@@ -58,7 +59,7 @@ def ledger_lines(w: World) -> list[Mapping[str, Any]]:
 
 
 def check_sampler(w: World, lines: Sequence[Mapping[str, Any]]) -> None:
-    """No prompt was skipped or repeated, each group was judged as its tokens say, and no step had others."""
+    """No prompt was skipped or repeated, each group was judged by its tokens, and no step had others."""
     issued = [str(line["group_id"]) for line in lines if line["state"] == GroupState.ISSUED]
     assert issued == [group_id(n) for n in range(len(issued))], "a prompt was skipped or repeated"
     for line in lines:
@@ -69,15 +70,15 @@ def check_sampler(w: World, lines: Sequence[Mapping[str, Any]]) -> None:
             assert verdict_of(w, group) is GroupSignal.INFORMATIVE, f"{group} was accepted"
         elif state == GroupState.DROPPED and reason.startswith(FILTERED):
             assert reason == f"{FILTERED}{verdict_of(w, group)}" and verdict_of(w, group) is not GroupSignal.INFORMATIVE
-    stands: dict[str, str] = {}
+    states: dict[str, str] = {}
     for line in lines:
         if line["state"] == GroupState.ASSIGNED:
-            assert stands[line["group_id"]] == GroupState.ACCEPTED, f"{line['group_id']} was never accepted"
+            assert states[line["group_id"]] == GroupState.ACCEPTED, f"{line['group_id']} was never accepted"
         if line["state"] == GroupState.ACCEPTED:
-            assert stands[line["group_id"]] != GroupState.ACCEPTED
-        stands[line["group_id"]] = line["state"]
+            assert states[line["group_id"]] != GroupState.ACCEPTED
+        states[line["group_id"]] = line["state"]
     sampler = w.controllers[-1].recorder.sampler
-    assert sampler == SamplerState.of(lines, w.job.seed), "what the controller went by is not what the ledger says"
+    assert sampler == SamplerState.of(lines, w.job.seed), "the controller's state differs from the ledger"
     assert sampler.cursor == len(issued)
 
 
@@ -99,7 +100,7 @@ def test_every_batch_is_full_of_groups_that_teach_and_the_share_that_was_filtere
     found = w.audit()
     filtered = sum(n for r, n in found.dropped_by_reason.items() if r.startswith(FILTERED))
     assert sum(found.filtered_by_length.values()) == filtered >= 20
-    # Each step says 1 - 8/judged: together they say what the ledger counts, but for what came after the last step.
+    # Each step reports 1 - 8/judged: their sum is the ledger's count without groups after the last step.
     judged = sum(8 / (1.0 - share) for share in shares)
     assert judged - 64 == pytest.approx(filtered, abs=24)
 
@@ -161,7 +162,7 @@ def test_a_long_time_without_a_step_is_not_a_fault_of_a_replica(tmp_path: Path) 
 
 
 def test_an_infrastructure_failure_is_never_a_wrong_answer(tmp_path: Path) -> None:
-    """Everybody who could fail does: `check_sampler` compares each verdict with what the tokens are worth."""
+    """Every process fails: `check_sampler` compares each verdict with the tokens' reward."""
 
     async def script(w: World) -> None:
         w.fleet.newest("reward/0").body.answers = [

@@ -100,7 +100,7 @@ def test_same_seed_same_curve_and_the_ratio_of_fresh_samples_is_one(tmp_path: Pa
 
 
 class Dictated:
-    """Writes what the test says, line by line; else the right answer of the task."""
+    """Answers with the lines given by the test; else with the exact answer of the task."""
 
     version = 7
 

@@ -47,7 +47,7 @@ VICTIMS = ("rollout/0", "rollout/1", "rollout/2", "trainer/0", "trainer/1", "con
 ENGINES = VICTIMS[:3]
 KILLS = 20
 """Of one run."""
-LAWFUL = ("run_ended", FILTERED)
+LEGITIMATE = ("run_ended", FILTERED)
 
 Losses = list[tuple[int, float]]
 """Of one run: (bucket of length, what was lost of it) for each that was begun."""
@@ -95,7 +95,7 @@ class Counts:
         self.kills += KILLS
         lines = Ledger(w.journal.store).lines()
         dropped = {line["group_id"]: str(line["reason"]) for line in lines if line["state"] == GroupState.DROPPED}
-        lost = {g for g, reason in dropped.items() if not reason.startswith(LAWFUL)}
+        lost = {g for g, reason in dropped.items() if not reason.startswith(LEGITIMATE)}
         self.reasons.update(dropped[g] for g in lost)
         groups: Losses = []
         requests: Losses = []
@@ -218,7 +218,7 @@ def test_a_law_that_drops_by_the_oldest_token_is_rejected(tmp_path: Path) -> Non
 
 
 def test_a_law_that_begins_again_from_the_prompt_is_rejected(tmp_path: Path) -> None:
-    """Told by engines' deaths alone: where a policy is lost that was trained, all is made again, short or long."""
+    """Only engines die: a loss of the trained policy would regenerate all answers, short or long."""
     counts = counted(tmp_path, "grpo", range(2), StartsOver, victims=ENGINES)
     assert level(counts.requests) <= LEVEL / 5, counts.reported()
 

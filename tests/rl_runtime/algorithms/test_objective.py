@@ -255,7 +255,7 @@ def test_an_extreme_ratio_stays_finite_and_is_reported(
     # Of the reference's policy that many e-foldings away is nothing odd, while its own ratio can be reported.
     known = "kl_coefficient" in way and 0 < log_ratio < -LOG_RATIO_MIN
     wanted = pytest.approx(-0.5, abs=1e-8) if known else 0.0
-    assert slope == wanted, "it tells of engine and trainer, not of which way is better"
+    assert slope == wanted, "it measures engine against trainer, not the objective"
     assert all(math.isfinite(v) for v in health(sums).to_dict().values())
     assert sums.ratio_max == pytest.approx(math.exp(LOG_RATIO_MAX if log_ratio > 0 else LOG_RATIO_MIN), rel=1e-6)
     assert sums.log_ratio_max == pytest.approx(min(abs(log_ratio), -LOG_RATIO_MIN)), "the detector sees it"
@@ -385,7 +385,9 @@ def test_policy_and_critic_train_on_their_own_tokens() -> None:
     assert b.policy_st.tolist() == [[0, 0, 0, 1, 0], [0, 0, 1, 1, 0]], "fresh and young, of both"
     assert b.value_st.tolist() == [[0, 0, 0, 0, 0], [0, 1, 1, 1, 0]], "all tokens, of what is over"
     by_logits, by_values = measure(case).gradients()
-    assert (by_logits.abs().sum(-1) > 0).int().tolist() == [[0, 0, 1, 0, 0], [0, 1, 1, 0, 0]], "logits say what is next"
+    assert (by_logits.abs().sum(-1) > 0).int().tolist() == [[0, 0, 1, 0, 0], [0, 1, 1, 0, 0]], (
+        "logits predict the next token"
+    )
     assert (by_values != 0).int().tolist() == [[0] * 5, [1, 1, 1, 0, 0]], "the state behind an answer is no state"
 
 
@@ -484,7 +486,7 @@ def test_divisors() -> None:
 
 
 class Network(nn.Module):
-    """Causal, small, smooth: what is said after token t depends on tokens 0 to t."""
+    """Causal, small, smooth: the output after token t depends on tokens 0 to t."""
 
     def __init__(self, outputs: int) -> None:
         super().__init__()

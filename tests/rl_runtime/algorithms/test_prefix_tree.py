@@ -114,7 +114,7 @@ def groups_of(tree: Tree, answer: Answer, death: int | None, prefixes: str) -> l
         group = table.open(following, PROMPT, [request], first_fresh=start, is_window=limit < LONGEST)
         windows.settle(table, LONGEST)
         (t,) = group.trajectories
-        assert len(t.tokens) == start, "a window stands on all that came before it"
+        assert len(t.tokens) == start, "a window has its whole context"
         while not t.finished:
             engine: EngineKey = engines.pop(0)
             table.place(following, engine)
@@ -178,7 +178,7 @@ def estimate(
 
 
 def deviation_of_previous(tree: Tree, found: Sequence[tuple[float, list[PromptGroup]]], decay: float) -> Tensor:
-    """What it adds to say of a cut state what was said of the one before: the last difference, handed back."""
+    """Effect of the previous state's value as that of a cut state: the last difference."""
     total = torch.zeros((), dtype=torch.float64)
     for chance, groups in found:
         for sample in (g.samples[0] for g in groups if g.samples[0].end is EndReason.TRUNCATED):

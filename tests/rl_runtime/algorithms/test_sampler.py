@@ -156,7 +156,7 @@ def test_a_later_window_of_an_answer_is_no_prompt_of_its_own() -> None:
 def test_another_seed_is_refused_with_group_and_both_values() -> None:
     reason = f"seed {group_seed(3, 1)}"
     lines = [line(0, S.ISSUED), line(1, S.ISSUED, reason=reason)]
-    assert folded(*lines, job_seed=3).cursor == 2, "a ledger of before says no seeds, and is believed"
+    assert folded(*lines, job_seed=3).cursor == 2, "an older ledger has no seeds and is accepted"
     with pytest.raises(SamplerMismatch) as raised:
         folded(*lines, job_seed=4)
     assert raised.value.group == group_id(1)

@@ -43,7 +43,7 @@ RECORD = Actual(
 
 
 class Reference:
-    """Stands for an ObjectRef."""
+    """Replaces an ObjectRef."""
 
     def __init__(self, outcome: Any) -> None:
         self._future: Future[Any] = Future()
@@ -57,7 +57,7 @@ class Reference:
 
 
 class Handle:
-    """Stands for an actor handle whose method `work` has one outcome; None: it never answers."""
+    """Replaces an actor handle whose method `work` has one outcome; None: it never answers."""
 
     def __init__(self, outcome: Any) -> None:
         self.work = self
@@ -146,7 +146,7 @@ def test_work_is_in_order_and_control_calls_are_not() -> None:
 
 
 class Stepped(FakeClock):
-    """Moves when the test says so; who sleeps on it waits for that."""
+    """Advances on the test's request; a sleep waits for that."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,5 +1,5 @@
-"""One real cluster of seven nodes with trivial actors: started, looked at from outside, hurt, and ended in order (kill
--9: tests/e2e/test_quick_succession.py)."""
+"""One real cluster of seven nodes with trivial actors: started, examined from outside, damaged, and ended in order
+(kill -9: tests/e2e/test_quick_succession.py)."""
 
 import os
 import signal

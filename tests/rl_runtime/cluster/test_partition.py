@@ -1,4 +1,4 @@
-"""A trainer's network cable is pulled in the middle of a reduce: packets vanish, and nothing says that they do.
+"""A trainer's network cable is pulled in the middle of a reduce: packets are dropped without an error.
 
 Three real trainers, each in a network namespace of its own, behind a switch. The test is the controller; it reaches
 all of them over pipes, so that it can also ask the one that is cut off.
@@ -126,7 +126,7 @@ def test_a_member_cut_off_in_the_reduce_is_refused_when_its_cable_is_back(team: 
         asked_of_lost(1, 2)
     with pytest.raises(StaleIncarnation, match="incarnation"):  # what is meant for its replacement
         asked_of_lost(2, 2)
-    with pytest.raises(StaleIncarnation):  # no one follows it back into the old epoch
+    with pytest.raises(StaleIncarnation):  # no member returns to the old epoch
         survivors[0].ask("join", 1, 1, 0, 3, network.machines[2].address, 1)
     assert lost.ask("commit_record").step == -1
     with pytest.raises(StaleIncarnation):

@@ -85,7 +85,7 @@ TABLE = {
         fleet([want("rollout/0")], [have("rollout/0", state=S.LOST)], dead=("rollout/0#1",)),
         [],
     ),
-    "fenced by the controller, its process hangs on, no one wants another": (
+    "fenced by the controller, its process remains, no replacement is desired": (
         fleet([want("rollout/0")], [have("rollout/0", state=S.LOST)]),
         [],
     ),
@@ -127,7 +127,7 @@ TABLE = {
         fleet([want("trainer/0", 2), STANDBY[0]], [have("trainer/0", state=S.LOST), STANDBY[1]], dead=("trainer/0#1",)),
         ["Start trainer/0#2"],
     ),
-    "nor a rollout that is told not to": (
+    "nor a rollout that must not be": (
         fleet(
             [want("rollout/0", 2, prefer_standby=False), STANDBY[0]],
             [have("rollout/0", state=S.LOST), STANDBY[1]],
@@ -291,7 +291,7 @@ def test_random_worlds_settle_and_keep_the_invariants(seed: int) -> None:
             for i in instructions:
                 untouched = world.living - {world.actual[(i.replica, i.incarnation)].pid} if _ends(i) else world.living
                 world.perform(i)
-                assert untouched <= world.living, f"{i} ended somebody else"
+                assert untouched <= world.living, f"{i} ended another process"
                 world.validate()
             if not instructions:
                 break

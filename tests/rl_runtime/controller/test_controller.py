@@ -154,7 +154,7 @@ def test_a_lost_reward_worker_costs_no_group(tmp_path: Path, seed: int, hurt: An
 def test_a_version_whose_only_holder_died_before_any_rollout_had_it_is_offered_by_the_next_trainer(
     tmp_path: Path,
 ) -> None:
-    """Found by simulation: everybody waited for everybody. On-policy, so that no step can be made without it."""
+    """Found by simulation: a circular wait. On-policy, so that no step can be made without it."""
 
     async def script(w: World) -> None:
         await at_step(w, 5)

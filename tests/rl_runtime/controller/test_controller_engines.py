@@ -97,7 +97,7 @@ def test_requests_of_a_hung_rollout_continue_elsewhere_without_its_replacement(t
     assert "rollout/1#1" in moved.payload.because
     assert moved.wall_at - hung[0] <= SILENT_SECONDS + 1.0
     assert not w.fleet.started_over, "streamed tokens were made again"
-    assert not w.events(EventKind.REPLICA_LOST), "it was given up, and no one had asked for that"
+    assert not w.events(EventKind.REPLICA_LOST), "it was given up without a request"
     assert w.journal.current()[ReplicaId("rollout/1")].state is ReplicaState.SERVING
 
 
@@ -116,7 +116,7 @@ def test_a_rollout_that_comes_to_itself_counts_nothing_twice_and_works_again(tmp
         w.fleet.resume("rollout/1")
         step = w.controllers[-1].state.step
         while late[0] & set(body.held) or not num_streaming(w, "rollout/1"):
-            assert w.controllers[-1].state.step < step + 10, "it was never told to forget, or got no work again"
+            assert w.controllers[-1].state.step < step + 10, "it was never asked to drop it, or got no work again"
             await asyncio.sleep(0.01)
         late.append(set())
 
@@ -199,7 +199,7 @@ def test_the_first_engine_with_a_version_does_not_get_all_work(tmp_path: Path) -
 
 
 def test_a_step_does_not_take_younger_groups_when_the_older_ones_would_become_too_old(tmp_path: Path) -> None:
-    """Steps as fast as an update goes round: without looking ahead, some groups of each such run came too late."""
+    """Steps as fast as a round of updates: without looking ahead, some groups of each such run came too late."""
     w = World(job=small_job(num_steps=30), path=tmp_path, seed=2).run()
     assert set(w.check().dropped_by_reason) <= {"run_ended"}
 

@@ -123,7 +123,7 @@ def test_the_batch_is_full_over_100_steps_and_no_slot_is_left_empty(tmp_path: Pa
 
 
 def _is_empty(w: World) -> bool:
-    """Whether, right after the controller looked, something could be generated in time, and is not."""
+    """Whether, right after the controller's check, something could be generated in time, and is not."""
     c = w.controllers[-1]
     c.batches.issue()
     able = [e for e in c.rollouts.loads() if e.may_serve]

@@ -1,4 +1,4 @@
-"""A run whose journal is away: whatever it was started from, everything ends."""
+"""A run whose journal is lost: everything ends, however it was started."""
 
 import signal
 from collections.abc import Iterator

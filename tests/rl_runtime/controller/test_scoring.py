@@ -43,7 +43,7 @@ def test_the_one_that_was_used_less_recently_is_asked_first() -> None:
     scoring._resting.add(A)
     assert scoring._take(B) == [group]
     scoring._resting.discard(A)
-    assert scoring._take(A) == [group], "B does not rest: no one waits for it"
+    assert scoring._take(A) == [group], "B is busy: scoring does not wait for it"
 
 
 def test_scoring_does_not_wait_for_an_excluded_worker() -> None:

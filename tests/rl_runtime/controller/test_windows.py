@@ -1,4 +1,4 @@
-"""Windows of an answer: their ids, where they end, which come next, and what they stand on."""
+"""Windows of an answer: their ids, ends, order and context."""
 
 import pytest
 
@@ -136,12 +136,12 @@ def test_the_next_window_takes_over_the_previous_context_and_is_ready_at_once() 
     first = opened(table)
     stream(table, first, [11, 12, 13, 24], "length")
     second = opened(table, 4, engine=None)
-    assert not table.unassigned(), "it waits for its turn, no one has lost it"
+    assert not table.unassigned(), "it waits for its turn and was not lost"
     assert windows.settle(table, LONGEST) == ([second.group_id], [])
     give(table, second.group_id, B)
     (t,) = second.trajectories
     assert t.with_prefix().prefix_tokens == (11, 12, 13, 24) and t.with_prefix().prefix_versions == (1, 1, 1, 2)
-    assert second.oldest_since(0) == -1, "what it stands on does not make it old"
+    assert second.oldest_since(0) == -1, "its context does not make it old"
     stream(table, second, [35, 46], "stop", B)
     assert (second.oldest_since(0), second.version_max) == (3, 4) and second.as_group().samples[0].first_fresh == 4
 
@@ -173,7 +173,7 @@ def test_an_answer_that_ends_before_the_window_it_is_made_for_is_made_again() ->
     assert table.to_forget(A) == [t.request.request_id] and table.unsent(A) == [t.request]
     for _ in range(AGAIN_MAX):
         stream(table, window, [51, 52, 53, 54], "stop")
-    assert ends(window) == (EndReason.STOP, GroupPhase.FINISHED, 4), "not for ever: the critic learns from it"
+    assert ends(window) == (EndReason.STOP, GroupPhase.FINISHED, 4), "not endlessly: the critic learns from it"
 
 
 def test_tokens_beyond_the_start_of_the_next_window_are_ignored() -> None:
@@ -247,7 +247,7 @@ def test_a_window_behind_one_that_is_closed_does_not_wait_for_those_before_that(
     assert windows.settle(table, LONGEST) == ([third.group_id], [])
     stream(table, first, [11, 12], "stop")
     assert windows.settle(table, LONGEST) == ([third.group_id], []), (
-        "its answer had reached it: the one between says so"
+        "its answer had reached it, as the window in between shows"
     )
 
 

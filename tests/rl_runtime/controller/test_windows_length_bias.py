@@ -1,4 +1,4 @@
-"""T-PPO: what long answers lose is in proportion to their length, whoever is killed.
+"""T-PPO: the loss of long answers is proportional to their length, after any kill.
 
 Of each answer two shares are taken: windows that were dropped, of those that came to an end; and tokens that were made
 again, of those that were trained on. A long answer is in flight for longer, so it meets more deaths; each token is as

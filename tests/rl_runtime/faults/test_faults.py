@@ -40,25 +40,25 @@ WORKER = """
 import os, sys, threading, time
 from rolecall.rl_runtime.faults.process_side import Injection
 injection, place = Injection(sys.argv[1], True), sys.argv[2]
-def say(word):
+def send(word):
     os.write(1, f"{word} {time.time()}\\n".encode())  # one call, one line: two threads print here
 def beat():
     while True:
-        say("beat")
+        send("beat")
         time.sleep(0.02)
 threading.Thread(target=beat, daemon=True).start()
 while True:
     injection.checkpoint(place)
     time.sleep(0.005)
-    say("turn")
+    send("turn")
 """
 
 
 class Worker:
-    """A process that stands for a replica: it works in turns, and its side thread beats.
+    """A process in place of a replica: it works in turns, and its side thread beats.
 
     `at` has the moments (wall) of both as the process itself saw them: what a fault did to it is read from them
-    afterwards, so that it does not matter how late a test looks.
+    afterwards, so that a late check does not matter.
     """
 
     def __init__(self, run: RunDir, place: str, env: dict[str, str] | None = None) -> None:
@@ -164,7 +164,7 @@ def test_a_request_acts_once_at_the_place_it_names(run: RunDir) -> None:
     injection = Injection(run.path, True, clock=clock)
     injection.checkpoint(MICROBATCH)
     ask(run, InProcessFault.RAISE, at=MICROBATCH, message="as a user would write it")
-    injection.checkpoint(MICROBATCH)  # looked less than 50 ms ago
+    injection.checkpoint(MICROBATCH)  # checked less than 50 ms ago
     clock.advance(0.06)
     injection.checkpoint(ENGINE_STEP)
     clock.advance(0.06)

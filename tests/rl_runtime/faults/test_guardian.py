@@ -57,11 +57,11 @@ def test_a_target_goes_on_when_its_injector_is_killed(run: RunDir, target: subpr
     argv = [sys.executable, "-c", INJECTOR, str(run.path), str(target.pid), str(ticks_of(target.pid)), how]
     with subprocess.Popen(argv, stderr=subprocess.PIPE) as injector:
         if group is None:
-            # A duty cycle stops it again and again: the injector is killed at a moment when it stands.
+            # A duty cycle stops it again and again: the injector is killed while it is stopped.
             eventually(lambda: state(target.pid) == "T" or injector.poll() is not None, "the target to be stopped")
             assert injector.poll() is None, injector.stderr and injector.stderr.read()
             os.kill(injector.pid, signal.SIGSTOP)
-            eventually(lambda: state(injector.pid) == "T", "the injector to stand")
+            eventually(lambda: state(injector.pid) == "T", "the injector to be stopped")
             os.kill(target.pid, signal.SIGSTOP)
         else:
             eventually(lambda: group.exists() or injector.poll() is not None, "the quota, or a refusal")

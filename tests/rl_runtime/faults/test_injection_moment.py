@@ -1,4 +1,4 @@
-"""Whether a fault came at the moment that it was aimed at stands in its record."""
+"""A fault's record shows whether it was injected at its checkpoint."""
 
 import json
 import subprocess

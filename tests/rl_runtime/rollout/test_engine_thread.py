@@ -1,4 +1,4 @@
-"""What an engine's thread tells of itself on its state page, above all while it hangs."""
+"""Reports of an engine's thread on its state page, above all while it hangs."""
 
 import threading
 from collections.abc import Iterator
@@ -70,7 +70,7 @@ def test_requests_are_owed_before_the_thread_has_come_to_them(engine: Engine, th
     entries = page().phase_entries
     engine.gate.clear()
     thread.post_requests(2, lambda _: engine.add())
-    assert owes(), "it hangs before its first step, and no one can see that it owes anything"
+    assert owes(), "a hang before its first step is not visible as missing progress"
     assert page().phase_entries == entries + 1, "what it owes is counted from now, not from when it began to rest"
     engine.gate.set()
     eventually(rests, "the request to be done")

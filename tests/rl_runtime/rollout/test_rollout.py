@@ -64,7 +64,7 @@ def stale(stored: dict[str, torch.Tensor]) -> None:
 PLANTED = {
     "a skipped tensor": (drop, "b", "v"),
     "two tensors swapped": (swap, "b", "v"),
-    "a bit flipped where the canary does not look": (flip, "b", "w"),
+    "a bit flipped that the canary does not use": (flip, "b", "w"),
     "a tensor of the version before": (stale, "b", "v"),
 }
 

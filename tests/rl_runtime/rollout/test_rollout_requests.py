@@ -1,4 +1,4 @@
-"""The requests of a rollout replica: tokens are kept until acknowledged, whatever the engine does."""
+"""The requests of a rollout replica: tokens are kept until acknowledged, also when the engine fails."""
 
 import threading
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Limits of the book that keeps a rollout's requests and tokens."""
+"""Limits of the buffer that stores a rollout's requests and tokens."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from rolecall.rl_runtime.rollout.token_buffer import RequestRefused, TokenBuffer
 from tests.rl_runtime.rollout_rig import END, request
 
 
-def book(**limits: int) -> TokenBuffer:
+def buffer(**limits: int) -> TokenBuffer:
     return TokenBuffer(limits=TokenBufferLimits(**limits), end_tokens=frozenset({END}), model_len_max=64, vocab_size=16)
 
 
@@ -28,14 +28,14 @@ BAD_REQUESTS = {
 @pytest.mark.parametrize("fault", sorted(BAD_REQUESTS))
 def test_bad_request_is_refused_and_its_batch_with_it(fault: str) -> None:
     changes, reason = BAD_REQUESTS[fault]
-    held = book()
+    held = buffer()
     with pytest.raises(RequestRefused, match=reason):
         held.take([request("good"), request("bad", **changes)])
     assert held.num_requests == 0
 
 
 def test_too_many_requests_are_refused() -> None:
-    held = book(requests_max=2)
+    held = buffer(requests_max=2)
     held.take([request("a"), request("b")])
     held.take([request("a")])
     with pytest.raises(TokenBufferFull, match="2 requests are held, 2 at most"):
@@ -45,7 +45,7 @@ def test_too_many_requests_are_refused() -> None:
 
 
 def test_too_many_unacknowledged_tokens_are_refused() -> None:
-    held = book(unacked_tokens_max=3)
+    held = buffer(unacked_tokens_max=3)
     (one,) = held.take([request("a")])
     assert held.begin(one)
     held.record([NewTokens(request_id="a", tokens=(3, 4, 5, 6), logprobs=(0.0,) * 4, finish_reason="length")], 0)
@@ -56,19 +56,19 @@ def test_too_many_unacknowledged_tokens_are_refused() -> None:
 
 
 def test_tokens_of_a_forgotten_request_are_counted_but_not_kept() -> None:
-    held = book()
+    held = buffer()
     assert held.record([NewTokens(request_id="x", tokens=(3,), logprobs=(0.0,), finish_reason="")], 0) == 1
     assert held.tokens_generated == 1 and held.since({"x": 0}) == ((), ("x",))
 
 
 def test_nothing_new_is_no_chunk() -> None:
-    held = book()
+    held = buffer()
     held.take([request("a")])
     assert held.since({"a": 0}) == ((), ())
 
 
 def test_a_request_that_was_forgotten_and_given_again_has_nothing_of_the_one_before() -> None:
-    held = book()
+    held = buffer()
     (before,) = held.take([request("a")])
     assert held.begin(before)
     held.forget(["a"])

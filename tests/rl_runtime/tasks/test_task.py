@@ -52,7 +52,7 @@ def test_prompt_of_this_seed_and_number_stays_the_same_over_versions() -> None:
 
 
 def test_prompts_are_the_same_in_another_process() -> None:
-    """Whatever its hash seed: prompts are found again by number alone after every process died."""
+    """With any hash seed: prompts are reproduced by number alone after every process died."""
     code = (
         "from rolecall.core.config.job import TaskConfig, TaskName\n"
         "from rolecall.rl_runtime.tasks.task import make_task\n"

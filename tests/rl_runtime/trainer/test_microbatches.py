@@ -1,4 +1,4 @@
-"""A step is that of its whole batch: however it is cut, on however many replicas, whoever is lost in the middle of it.
+"""A step is that of its whole batch: for any split, any number of replicas, and any loss in the middle of it.
 
 Held against one float64 computation of the whole batch (`whole_batch.py`), for every algorithm. Replicas are threads
 here, over real collectives; test_trainer_faults.py kills real processes.
@@ -68,7 +68,7 @@ GLOBAL = ("grpo, token", "grpo, capped", "dapo", "ppo", "tppo")
 
 
 def job_of(algorithm: Mapping[str, Any], num_microbatches: int = 1) -> JobConfig:
-    """`num_microbatches` divides NUM_GROUPS; how many groups each really has is the test's to say."""
+    """`num_microbatches` divides NUM_GROUPS; the test determines how many groups each has."""
     size = {} if algorithm["name"] == "tppo" else {"group_size": 2}
     return parse_job(
         {

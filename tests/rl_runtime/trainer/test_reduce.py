@@ -115,7 +115,7 @@ def test_the_largest_ballot_of_any_job_is_within_the_bound() -> None:
 
 
 def test_constant_work_over_any_order_of_losses() -> None:
-    """Whatever the order of deaths and how far each member had come, the vote accepts exactly the step's B."""
+    """For any order of deaths and any progress of members, the vote accepts exactly the step's B."""
     for num_members, num_ids in itertools.product(range(1, 5), (1, 4, 7)):
         ids = [f"0.{n}" for n in range(num_ids)]
         names = [ReplicaId(f"trainer/{i}") for i in range(num_members)]

@@ -240,16 +240,16 @@ def test_reporter_sees_the_work() -> None:
 
     phases: list[tuple[str, str]] = []
 
-    def look(where: str) -> None:
+    def note_phase(where: str) -> None:
         phases.append((where, parse_page(reporter.page_bytes()).phase))
 
     trainer = Spied(
         replica=NAME,
         incarnation=1,
         job=JOB,
-        on_microbatch=lambda: look("microbatch"),
-        on_bucket=lambda: look("bucket"),
-        on_publish=lambda version: look("publish"),
+        on_microbatch=lambda: note_phase("microbatch"),
+        on_bucket=lambda: note_phase("bucket"),
+        on_publish=lambda version: note_phase("publish"),
     )
     trainer.join(1, 1, 0, 1, "127.0.0.1", 0)
     before = parse_page(reporter.page_bytes())

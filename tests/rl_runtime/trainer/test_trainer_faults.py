@@ -25,7 +25,7 @@ from tests.rl_runtime.trainer_process import (
 
 REL_L2_MAX = 1e-6
 GROUP_TIMEOUT_SECONDS = 600.0
-"""Far beyond what a test waits for an answer: whoever is freed of a dead peer was not freed by this timeout."""
+"""Far beyond what a test waits for an answer: a wait for a dead peer does not end by this timeout."""
 
 
 @pytest.fixture
@@ -180,7 +180,7 @@ def test_a_wait_for_a_stopped_peer_ends_at_the_timeout() -> None:
         victim.signal(signal.SIGSTOP)
         with pytest.raises(PeerLost):
             survivor.answer()
-        # Leaving the broken group and going on alone waits for no one.
+        # Leaving the broken group and continuing alone waits for no other member.
         team.join([survivor])
         team.tell_step(0, {survivor: [0, 1, 2, 3]})
         assert survivor.answer().commit.step == 0

@@ -22,50 +22,50 @@ def snapshot(version: int) -> TensorSnapshot:
 
 
 def test_lease_keeps_its_snapshot_past_two_publications() -> None:
-    shelf = SnapshotStore(FakeClock(), 5.0)
-    shelf.publish(snapshot(1))
-    lease = shelf.lease(1, "rollout/1")
+    store = SnapshotStore(FakeClock(), 5.0)
+    store.publish(snapshot(1))
+    lease = store.lease(1, "rollout/1")
     for v in (2, 3, 4):
-        shelf.publish(snapshot(v))
-    assert shelf.versions() == (1, 3, 4) and lease.snapshot.tensors["w"].item() == 1.0
-    shelf.release(lease)
-    assert shelf.versions() == (3, 4)
+        store.publish(snapshot(v))
+    assert store.versions() == (1, 3, 4) and lease.snapshot.tensors["w"].item() == 1.0
+    store.release(lease)
+    assert store.versions() == (3, 4)
 
 
 def test_lease_ends_when_it_is_not_renewed() -> None:
     clock = FakeClock()
-    shelf = SnapshotStore(clock, 5.0)
-    shelf.publish(snapshot(1))
-    lease = shelf.lease(1, "rollout/1")
+    store = SnapshotStore(clock, 5.0)
+    store.publish(snapshot(1))
+    lease = store.lease(1, "rollout/1")
     clock.advance(4.0)
-    shelf.renew(lease)
+    store.renew(lease)
     clock.advance(4.0)
     with pytest.raises(SourceBusy, match="rollout/1"):
-        shelf.lease(1, "rollout/2")
+        store.lease(1, "rollout/2")
     clock.advance(1.5)
-    shelf.lease(1, "rollout/2")
+    store.lease(1, "rollout/2")
     with pytest.raises(SnapshotLeaseExpired):
-        shelf.renew(lease)
-    shelf.release(lease)  # of the one that is over: does not free the other's
+        store.renew(lease)
+    store.release(lease)  # of the one that is over: does not free the other's
     with pytest.raises(SourceBusy, match="rollout/2"):
-        shelf.lease(1, "rollout/3")
+        store.lease(1, "rollout/3")
 
 
 def test_going_back_to_a_checkpoint_publishes_lower_numbers() -> None:
-    shelf = SnapshotStore(FakeClock(), 5.0)
+    store = SnapshotStore(FakeClock(), 5.0)
     for v in (6, 7, 5, 6):
-        shelf.publish(snapshot(v))
-    assert shelf.versions() == (5, 6)
+        store.publish(snapshot(v))
+    assert store.versions() == (5, 6)
 
 
 def test_state_snapshot_that_cannot_be_made_leaves_the_source_free() -> None:
-    shelf = SnapshotStore(FakeClock(), 5.0)
+    store = SnapshotStore(FakeClock(), 5.0)
 
     def fail() -> TensorSnapshot:
         with pytest.raises(SourceBusy):
-            shelf.lease_fresh("trainer/2", lambda: snapshot(0))
+            store.lease_fresh("trainer/2", lambda: snapshot(0))
         raise SnapshotAbsent("none")
 
     with pytest.raises(SnapshotAbsent):
-        shelf.lease_fresh("trainer/1", fail)
-    assert shelf.lease_fresh("trainer/1", lambda: snapshot(0)).snapshot.version == 0
+        store.lease_fresh("trainer/1", fail)
+    assert store.lease_fresh("trainer/1", lambda: snapshot(0)).snapshot.version == 0

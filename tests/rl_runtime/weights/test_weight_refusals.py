@@ -49,7 +49,7 @@ def test_another_shape_is_refused_before_it_is_read(start: Start) -> None:
     server, weights = start(), make_weights()
     manifest = build_manifest(0, weights, [])
     lying = build_manifest(0, {n: t.t().contiguous() for n, t in weights.items()}, [])
-    # A holder that lies: it offers other shapes under the digest of the true manifest.
+    # A dishonest holder offers other shapes under the digest of the true manifest.
     server.publish(
         Manifest(policy_version=0, tensors=lying.tensors, canary_logprobs=(), digest=manifest.digest), weights
     )
@@ -63,7 +63,7 @@ def test_a_holder_that_stops_answering_costs_a_share_of_the_deadline_only(start:
     manifest = build_manifest(0, weights, [])
     good = start()
     good.publish(manifest, weights)
-    with socket.create_server(("127.0.0.1", 0)) as silent:  # the kernel accepts, no one answers: a stopped process
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # accepts without an answer
         stopped = Holder(replica=TRAINER, incarnation=1, host="127.0.0.1", port=silent.getsockname()[1])
         # Had it cost all of the deadline, there would be nothing left for the good one.
         pieces = get_any([stopped, good.holder(ROLLOUT, 1)], manifest, timeout_seconds=10.0)

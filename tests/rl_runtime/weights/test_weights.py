@@ -1,4 +1,4 @@
-"""The weight port among good peers: what is served, to whom, and what a puller keeps when its holder dies."""
+"""The weight port among good peers: its leases, and what a puller keeps when its holder dies."""
 
 import functools
 import pickle
@@ -112,7 +112,7 @@ def test_a_trainer_without_state_reports_it(start: Start) -> None:
 
 
 class Waiting(SystemClock):
-    """A puller's clock that tells when the puller waits, because every holder was busy or had nothing."""
+    """A puller's clock that reports when the puller waits, because every holder was busy or had nothing."""
 
     def __init__(self) -> None:
         self.has_waited = threading.Event()
@@ -123,7 +123,7 @@ class Waiting(SystemClock):
 
 
 class Hold:
-    """A server's hook that keeps its puller waiting: `inside` tells that it came, `go` lets it on."""
+    """A server's hook that blocks its puller: `inside` is set on entry, `go` releases it."""
 
     def __init__(self) -> None:
         self.inside, self.go = threading.Event(), threading.Event()
@@ -255,7 +255,7 @@ def test_pieces_of_another_version_are_not_mixed_in(start: Start) -> None:
 
 
 def test_an_absent_holder_is_asked_again_while_another_is_busy(start: Start) -> None:
-    """The way weights spread: one source, and whoever has been served becomes the next one."""
+    """How weights spread: one source, and each served puller becomes the next one."""
     weights = make_weights()
     manifest = build_manifest(1, weights, [])
     hold, clock, got = Hold(), Waiting(), list[PartialTransfer]()

@@ -1,4 +1,4 @@
-"""Collectors that are asked for what they saw: the kernel log's newest lines, and RAS' answer of now."""
+"""Evidence of collectors: the kernel log's newest lines, and RAS's current answer."""
 
 import socket
 from pathlib import Path
@@ -41,7 +41,7 @@ def test_the_newest_lines_are_reported_and_the_cursor_stays(tmp_path: Path, monk
         f.write("[   99.000000] usb 1-1: the last\n")
     assert it.evidence().endswith(b"the last\n")
     counted = {v.metric.name: v.value for v in it.read(2.0).values}
-    assert 10.0 in counted.values(), "the regular looks miss nothing and repeat nothing"
+    assert 10.0 in counted.values(), "the regular polls miss nothing and repeat nothing"
     it.close()
 
 

@@ -1,7 +1,7 @@
 """The agent's HTTP API (`ENDPOINTS`): read-only, JSON and Prometheus text, on loopback by default.
 
 With users (agent/http/web_config.py) each request needs a user name and password or the bearer token, except for
-`/healthz`, which then says only whether the agent is healthy: a kubelet's probe has no password. Refusals are
+`/healthz`, which then returns only whether the agent is healthy: a kubelet's probe has no password. Refusals are
 `{"error": reason}` with 400, 401, 404, 405, 429, 500 or 503.
 """
 
@@ -41,9 +41,9 @@ WAIT_SECONDS_MAX = 30.0
 SAMPLE_SECONDS = 0.05
 """A sample is complete this long after it was due: it takes 5 ms."""
 EARLY_INTERVALS = 0.5
-"""An answer may come this part of an interval before the time that its reader asked for: at the nearest sample."""
+"""A response may be this part of an interval earlier than requested: at the nearest sample."""
 EXTRA_WAIT_SECONDS_MAX = 1.0
-"""A reader waits at most this much longer than it asked for, however rarely this agent samples."""
+"""A reader waits at most this much longer than requested, however rarely this agent samples."""
 STALE_ROUNDS = 25
 """Healthy while the newest sample is younger than this many intervals (5 s at five samples a second)."""
 

@@ -42,7 +42,7 @@ HEAD_BYTES_MAX = 16 * 1024
 """Of a request line and headers that are not complete yet; one that comes whole in a single read may have 256 KiB."""
 NUM_CONNECTIONS_MAX = 32
 IDLE_SECONDS_MAX = 65
-"""A client may be silent, or not read its response, for so long; more than a Prometheus scrape interval of a minute."""
+"""How long a client may be silent, or not read its response; longer than a Prometheus scrape interval of a minute."""
 HANDSHAKE_SECONDS_MAX = 5.0
 GZIP_BYTES_MIN, GZIP_LEVEL = 1024, 1
 """Level 1 makes a tenth of the samples of 16 ranks, in 20 us."""
@@ -85,11 +85,11 @@ class Endpoint:
 
     path: str
     method: str
-    """Name of the method that answers."""
+    """Name of the method that handles it."""
     answer: str
-    """What it answers, in Markdown."""
+    """Its response, in Markdown."""
     query: str = ""
-    """Parameters that it takes, as `after=N&wait=S`; any other one is refused."""
+    """Its parameters, as `after=N&wait=S`; others are refused."""
     bearer: bool = False
     """Whether it needs the bearer token, even on loopback."""
 
@@ -117,7 +117,7 @@ def application(
     allows: Callable[[str], bool] | None = None,
     public: Mapping[str, Handler] | None = None,
 ) -> Starlette:
-    """`allows`: which values of `Authorization` are let in (None: all); everyone else gets `public` or 401."""
+    """`allows`: whether a value of `Authorization` is accepted (None: all are); other requests get `public` or 401."""
     middleware = [Middleware(GZipMiddleware, minimum_size=GZIP_BYTES_MIN, compresslevel=GZIP_LEVEL)]
     if allows is not None:
         middleware.insert(0, Middleware(_Users, allows=allows, public=public or {}))
@@ -142,7 +142,7 @@ async def _fail(request: Request, error: Exception) -> Response:
 
 
 class _Users:
-    """Lets only requests through whose `Authorization` header is right."""
+    """Accepts only requests with a valid `Authorization` header."""
 
     def __init__(self, app: ASGIApp, allows: Callable[[str], bool], public: Mapping[str, Handler]) -> None:
         self._app, self._allows = app, allows
@@ -179,7 +179,7 @@ class _BoundedProtocol(H11Protocol):
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
         if self.cycle is not None and not self.cycle.response_complete:
-            self._unlimit()  # the handler is at work
+            self._unlimit()  # the handler is running
         else:
             self._limit()  # a request whose head is incomplete: more bytes do not extend the deadline
 
@@ -221,7 +221,7 @@ class _Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         assert sockets is not None
         self._loop, self.servers, self.started = asyncio.get_running_loop(), [], True
-        # A handler goes on when its client has gone, and its connection is free for another one.
+        # A handler continues without its client, and its connection is free for another one.
         to_thread.current_default_thread_limiter().total_tokens = 2 * NUM_CONNECTIONS_MAX
         self._accepting = asyncio.create_task(self._accept(sockets[0]))
         self.ready.set()
@@ -257,7 +257,7 @@ class _Server(uvicorn.Server):
             state = self.server_state
             if len(self._connecting) + max(len(state.connections), len(state.tasks)) >= NUM_CONNECTIONS_MAX:
                 # 503 over plain HTTP; a TLS client sees a closed connection.
-                with contextlib.suppress(OSError):  # it has gone already
+                with contextlib.suppress(OSError):  # it is closed already
                     connection.send(BUSY)
                     connection.shutdown(socket.SHUT_WR)
                 connection.close()
@@ -277,7 +277,7 @@ class _Server(uvicorn.Server):
                     self._protocol, connection, ssl=self._tls(), ssl_handshake_timeout=HANDSHAKE_SECONDS_MAX
                 )
         except OSError as e:  # ssl.SSLError is one: no TLS, no certificate, too slow
-            # Logged once: anyone who reaches the port can cause as many as they like.
+            # Logged once, because any client can cause them.
             logger.log(logging.DEBUG if self._handshake_failed else logging.WARNING, "TLS handshake failed: %s", e)
             self._handshake_failed = True
             connection.close()
@@ -336,7 +336,7 @@ class HttpServer:
             "ws": "none",
             "lifespan": "off",
             "log_config": None,
-            "log_level": "critical",  # what anyone can cause over the network fills no log
+            "log_level": "critical",  # errors that any client can cause are not logged
             "access_log": False,
             "proxy_headers": False,
             "server_header": False,

@@ -6,7 +6,7 @@
     basic_auth_users: {prometheus: $2y$10$...}        # bcrypt, as `htpasswd -nBC 10 "" | tr -d ':\\n'` writes it
 
 Certificates and keys are reloaded when their files change, as in those exporters; the file itself is read once, at the
-start. Paths are relative to the file. Unknown keys are errors: no one should rely on a limit that is not applied.
+start. Paths are relative to the file. Unknown keys are errors: a limit that is not applied must not be relied on.
 """
 
 import base64

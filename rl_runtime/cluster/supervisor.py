@@ -58,7 +58,7 @@ logger = logging.getLogger(__name__)
 TICK_SECONDS = 0.1
 RENEW_SECONDS_MAX = 5.0
 PREPARE_SECONDS = 120.0
-GOODBYE_SECONDS = 5.0
+FINISH_SECONDS = 5.0
 """Time for the controller to shut down cleanly when the run is stopped."""
 
 NEED_MODEL = frozenset({"trainer", "rollout", STANDBY_ROLE})
@@ -353,7 +353,7 @@ class Supervisor:
         self._operations.close()
         records = self._living()
         for record in sorted(records, key=lambda a: not a.replica.startswith("controller/")):
-            self._say_goodbye(record)
+            self._finish(record)
         # Actors that are still starting have no process record yet; they are found by name and marker.
         for process in find_processes(self.run.path, exclude=(os.getpid(),)):
             if process.name.startswith("ray::") or process.pid in {r.pid for r in records}:
@@ -381,9 +381,9 @@ class Supervisor:
             logger.error("ending everything without its records: %s", e)
             return []
 
-    def _say_goodbye(self, record: Actual) -> None:
+    def _finish(self, record: Actual) -> None:
         # The controller closes its ledger; the others only report an intended exit to their agents.
-        seconds = GOODBYE_SECONDS if record.replica.startswith("controller/") else 1.0
+        seconds = FINISH_SECONDS if record.replica.startswith("controller/") else 1.0
         if not record.actor or not self._watch.alive(record.pid, record.start_ticks):
             return
         try:

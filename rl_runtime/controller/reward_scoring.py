@@ -59,14 +59,14 @@ def checked_scores(groups: Sequence[PromptGroup], answer: Sequence[Sequence[floa
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardCheck:
-    """Which groups are scored twice, and who decides if there are only two workers: this controller."""
+    """Selects the groups that are scored twice; with only two workers, the controller gives the third opinion."""
 
     seed: int
     share: float  # 0: none
     here: EngineKey
     score: Callable[[PromptGroup], Sequence[float]]
     report: Callable[[WrongNumbers], None]
-    """Tells the agent of a worker that was contradicted."""
+    """Reports a contradicted worker to the agent."""
 
 
 class RewardScoring:

@@ -433,7 +433,7 @@ class TrainerGroup:
                 self._note_losses({member: e})
                 continue
             return commit, result if result is not None and result.commit.step == commit.step else None
-        raise NoTrainerLeft(f"no trainer can say what it committed, step {self.committed_step} or later")
+        raise NoTrainerLeft(f"no trainer can report its commit of step {self.committed_step} or later")
 
     async def _await_recovery(self, plan: StepPlan, raised: Mapping[Member, BaseException]) -> None:
         """After a code failure, waits until recovery replaced a trainer that raised. (A stop of the job ends the wait.)

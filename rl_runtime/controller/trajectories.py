@@ -418,13 +418,13 @@ class TrajectoryTable:
             for t in self._by_request.values()
             if group_number(t.request.group_id) == number and t.engine is None and not t.tokens
         )
-        heir = max((t for t in later if 0 < t.first_fresh <= proven), key=lambda t: t.first_fresh, default=None)
-        if heir is None:
+        successor = max((t for t in later if 0 < t.first_fresh <= proven), key=lambda t: t.first_fresh, default=None)
+        if successor is None:
             return False
-        stop = heir.first_fresh
-        heir.tokens, heir.logprobs = list(chunk.tokens[:stop]), list(chunk.logprobs[:stop])
-        heir.versions, heir.context = list(chunk.versions[:stop]), (engine, request.request_id)
-        heir.makers = {None} if request.prefix_tokens else {engine}
+        stop = successor.first_fresh
+        successor.tokens, successor.logprobs = list(chunk.tokens[:stop]), list(chunk.logprobs[:stop])
+        successor.versions, successor.context = list(chunk.versions[:stop]), (engine, request.request_id)
+        successor.makers = {None} if request.prefix_tokens else {engine}
         return True
 
     def cut(self, engine: EngineKey) -> ReassignedRequests:

@@ -151,23 +151,23 @@ class MicrobatchNumbers:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComputedMicrobatch:
-    """A microbatch with numbers far outside those of the run (`trainer/band.py`), and who computed it."""
+    """A microbatch with numbers far outside those of the run (`trainer/band.py`), and the trainer that computed it."""
 
     replica: ReplicaId
     incarnation: int
     microbatch_id: str
     group_ids: tuple[GroupId, ...]
     numbers: MicrobatchNumbers
-    because: str  # which number, and the limit
+    because: str  # the number, and the limit
 
 
 class CheckVerdict(StrEnum):
-    """What a second computation of an unusual microbatch showed."""
+    """Result of a second computation of an unusual microbatch."""
 
     WRONG = "wrong"  # other numbers, which are usual: the first trainer is suspect
     SAME = "same"  # the same numbers: the data or the policy
     UNCLEAR = "unclear"  # other numbers, which are unusual too
-    SEVERAL = "several"  # not computed again: several trainers had such in one step, so it is no machine
+    SEVERAL = "several"  # not computed again: several trainers had some in one step, so it is not one machine's fault
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -38,7 +38,8 @@ class RewardWorker:
         clock: Clock | None = None,
         on_group: Callable[[], float | None] = lambda: None,
     ) -> None:
-        """`on_group` is called before each group, for fault injection; a number that it returns spoils the rewards."""
+        """`on_group` is called before each group, for fault injection; the rewards are multiplied by a returned
+        number."""
         self._replica, self._incarnation = replica, incarnation
         self._task, self._clock, self._on_group = task_of(job), clock or SystemClock(), on_group
         reporter.enter_phase(Phase.WAIT)

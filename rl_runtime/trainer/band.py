@@ -1,4 +1,4 @@
-"""The learned band: are a microbatch's loss and gradient norm what those of this run usually are? Pure.
+"""The learned band: are a microbatch's loss and gradient norm usual for this run? Pure.
 
 One machine's silent corruption may give numbers that are wrong and finite. A microbatch far outside the band is
 therefore computed again by another trainer, within its step, like one that is not finite.
@@ -8,7 +8,7 @@ therefore computed again by another trainer, within its step, like one that is n
 
 `spread` is 1.4826 x the median absolute deviation of the last `REMEMBERED` microbatches of committed steps, which all
 trainers know from the ballots; the band is part of their state. It is silent for the first `WARM_UP` microbatches. A
-gradient of 0 is that of groups whose answers all earned the same: it is neither judged nor learned.
+gradient of 0 comes from groups with equal rewards: it is neither judged nor learned.
 """
 
 import math
@@ -30,8 +30,8 @@ WARM_UP: Final = 32
 LOSS_SPREADS: Final = 12.0
 NORM_SPREADS: Final = 5.0
 NORM_FACTOR: Final = 10.0
-"""Wide: gradient norms are spread over an order of magnitude, and more while a policy learns. A false one costs one
-computation (benchmarks/results/microbatch_band_*.md).
+"""Wide, because gradient norms spread over an order of magnitude, and more while a policy learns. A false alarm costs
+one computation (benchmarks/results/microbatch_band_*.md).
 """
 LOSS_SPREAD_MIN: Final = 1e-3
 """Losses are sums of advantages of order one per token: less than this is rounding of a mean that is 0."""
@@ -51,7 +51,7 @@ class LearnedBand:
         return type(self)((*self.learned, *new)[-REMEMBERED:])
 
     def outside(self, numbers: MicrobatchNumbers) -> str:
-        """What is far outside, with the limit; empty if nothing is, or too little is learned."""
+        """The number that is far outside, with the limit; empty if none is, or too little is learned."""
         if len(self.learned) < WARM_UP or not numbers.grad_norm > 0.0:
             return ""
         losses = [n.loss for n in self.learned]
@@ -76,7 +76,7 @@ def _spread(values: Sequence[float], middle: float) -> float:
 
 
 def unusual_microbatches(ballots: Sequence[CommitVote]) -> tuple[ComputedMicrobatch, ...]:
-    """Those that their trainers found outside the band, in the order of their ids."""
+    """Microbatches outside their trainers' bands, in the order of their ids."""
     found = [
         ComputedMicrobatch(
             replica=ballot.replica,
@@ -94,8 +94,8 @@ def unusual_microbatches(ballots: Sequence[CommitVote]) -> tuple[ComputedMicroba
 
 
 def compare(ballots: Sequence[CommitVote], first: Sequence[ComputedMicrobatch]) -> tuple[ComparedMicrobatch, ...]:
-    """What became of unusual microbatches in a step whose members agree. `first`: those that were computed before, by a
-    trainer that then left it to the others. Without any, the unusual ones are of several trainers.
+    """Verdicts on the unusual microbatches of a step whose members agree. `first`: those that another trainer computed
+    before. Without any, the unusual ones are of several trainers.
     """
     if not first:
         return tuple(
@@ -121,8 +121,8 @@ def differ(one: MicrobatchNumbers, other: MicrobatchNumbers) -> bool:
 
 
 def band_after(band: LearnedBand, ballots: Sequence[CommitVote], compared: Sequence[ComparedMicrobatch]) -> LearnedBand:
-    """The band after a step. If its unusual numbers were no machine's fault, the run itself has changed: the band
-    learns anew, so that a lasting new level costs one check and not one in each step.
+    """The band after a step. If its unusual numbers are not one machine's fault, the run itself has changed: the band
+    restarts, so that a lasting new level costs one check and not one in each step.
     """
     changed = any(c.verdict in (CheckVerdict.SAME, CheckVerdict.SEVERAL) for c in compared)
     stats = sorted((s for b in ballots for s in b.microbatches), key=lambda s: s.microbatch_id)

@@ -90,7 +90,7 @@ def load(path: Path) -> Checkpoint:
         raise CheckpointCorrupt(path=str(path / META), reason=f"format {form}, this version reads {FORMAT}")
     named = NAME.match(path.name)
     if named and int(named.group(1)) != step:
-        raise CheckpointCorrupt(path=str(path / META), reason=f"says step {step}, the folder says otherwise")
+        raise CheckpointCorrupt(path=str(path / META), reason=f"has step {step}, unlike its folder")
     raw = {n: _checked(path / n, size, digest) for n, (size, digest) in sums.items()}
     try:
         tensors = tensors_of(raw[STATE])

@@ -109,7 +109,7 @@ class Gradients:
 
 
 def _by_engine(microbatch: Microbatch, ratio_s: Sequence[float]) -> dict[str, float]:
-    """Largest of each engine that made all tokens of a sample."""
+    """Largest log-ratio by engine, over samples whose tokens are all from one engine."""
     found: dict[str, float] = {}
     samples = [s for g in microbatch.groups for s in g.samples]
     for sample, ratio in zip(samples, ratio_s, strict=True):

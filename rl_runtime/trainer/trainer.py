@@ -92,7 +92,7 @@ class StepTotals:
         stats = sorted((s for b in ballots for s in b.microbatches), key=lambda s: s.microbatch_id)
         sums = sum((s.health for s in stats), HealthSums())
         by = divisors(algorithm, sums, longest=longest)
-        # Nothing is clipped with truncated weights, and nothing is truncated without: that is not a share of 0.
+        # With truncated weights nothing is clipped, and the reverse: such a metric has no value, which is not 0.
         other = ["capped_fraction"] if algorithm.importance_cap is None else ["clip_fraction_low", "clip_fraction_high"]
         return cls(
             group_ids=tuple(sorted(g for s in stats for g in s.group_ids)),
@@ -406,7 +406,7 @@ class TrainerReplica:
                     replica=other.replica, step=step, microbatch_id=bad.microbatch_id, group_ids=bad.group_ids
                 )
                 if other.replica == self.replica:
-                    # Its sum is spoilt; those of the others stay, and only it reports to its agent.
+                    # Its sum is invalid; the others keep theirs, and only it reports to its agent.
                     self.reset_step(step)
                     reporter.exception(error)
                 raise error
@@ -415,8 +415,8 @@ class TrainerReplica:
             raise CommitVoteRejected(epoch=epoch, step=step, because=because)
 
     def _refuse_unusual(self, ballots: Sequence[CommitVote], step: int) -> None:
-        """The same verdict at every member: each trainer's own judgement is in its ballot. Of several trainers it is no
-        machine's fault: several machines do not go wrong in the same step.
+        """The same verdict at every member, because each trainer's own judgement is in its ballot. Several trainers
+        with unusual numbers in one step are not a machine fault.
         """
         unusual = unusual_microbatches(ballots)
         if len({u.replica for u in unusual}) == 1:

@@ -108,7 +108,7 @@ class LedgerViolation(RolecallError):
 class SamplerMismatch(LedgerViolation):
     def __init__(self, *, group: str, what: str, ledger: str, here: str) -> None:
         self.group, self.what, self.ledger, self.here = group, what, ledger, here
-        super().__init__(f"group {group}: the ledger says {what} {ledger}, this sampler says {here}")
+        super().__init__(f"group {group}: the ledger has {what} {ledger}, this sampler draws {here}")
 
 
 class BatchNotFilled(RolecallError):

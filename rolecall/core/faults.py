@@ -240,7 +240,7 @@ FAULTS: dict[FaultClass, FaultSpec] = {
         advice="restart the agent; leave the replicas alone",
     ),
     FaultClass.CANNOT_TELL: FaultSpec(
-        description="something is wrong and the evidence does not say what, or where",
+        description="a fault whose class or location the evidence does not determine",
         advice="wait for the evidence that settles it; evict nothing",
         evidence=_EVERYTHING,
     ),

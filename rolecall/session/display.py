@@ -280,7 +280,7 @@ class Screen:
         elif self._before is None:
             self._draw(RunSnapshot(now=0.0, note=text))
 
-    def say(self, text: str) -> None:
+    def add_line(self, text: str) -> None:
         """Prints a line that stays above the display."""
         self._printed.append(text)
         self._print(text)

@@ -175,7 +175,7 @@ class Session:
                 self.clock.sleep(JOURNAL_RETRY_SECONDS)
                 continue
             if beside is not None and (news := beside.news()):
-                screen.say(news)
+                screen.add_line(news)
             if done is not None or now - drawn_at >= (DRAW_SECONDS if self.show else LINE_SECONDS):
                 screen.draw(journal, now)
                 drawn_at = now

@@ -228,7 +228,9 @@ def _journal_anchor(where: str, anchor: ChainHead, head: ChainHead, events: Sequ
     if not head.hash or anchor.position == 0:
         return []
     if anchor.position > head.position:
-        return [f"{where} knows {anchor.position} journal lines, the journal has {head.position}: its tail was cut off"]
+        return [
+            f"{where} knows {anchor.position} journal lines, the journal has {head.position}: its tail was truncated"
+        ]
     if events[anchor.position - 1].hash != anchor.hash:
         return [f"{where} knows another journal: line {anchor.position} has another hash"]
     return []

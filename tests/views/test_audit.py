@@ -48,9 +48,9 @@ def test_a_run_that_holds(fake_run: RunDir) -> None:
         ("UPDATE ledger SET num_tokens = 1 WHERE seq = 100", "ledger line 100 (group g00"),
         ("UPDATE ledger SET state = 'dropped' WHERE seq = 2", "ledger line 2 (group g00"),
         ("DELETE FROM ledger WHERE seq = 1", "ledger line 1 is missing"),
-        ("DELETE FROM ledger WHERE seq > 2000", "its tail was cut off"),
-        ("DELETE FROM ledger WHERE seq = (SELECT max(seq) FROM ledger)", "its tail was cut off"),
-        ("DELETE FROM ledger", "its tail was cut off"),
+        ("DELETE FROM ledger WHERE seq > 2000", "its tail was truncated"),
+        ("DELETE FROM ledger WHERE seq = (SELECT max(seq) FROM ledger)", "its tail was truncated"),
+        ("DELETE FROM ledger", "its tail was truncated"),
         ("DELETE FROM events WHERE seq = 1", "events line 1: line is missing"),
         ("DELETE FROM events WHERE seq = 50", "journal.db: events line 50"),
         ("UPDATE events SET body = '{}' WHERE seq = 60", "journal.db: events line 60"),
@@ -88,7 +88,7 @@ def test_a_ledger_line_removed_and_the_rest_numbered_again_is_named(fake_run: Ru
             "UPDATE ledger SET seq = -seq - 1 WHERE seq < 0",
         )
     problems = audit_run(fake_run).problems
-    said = f"ledger line {line} (group" if line < last else "its tail was cut off"
+    said = f"ledger line {line} (group" if line < last else "its tail was truncated"
     assert any(said in p for p in problems), problems
 
 
@@ -130,8 +130,7 @@ def test_the_very_last_lines_cut_off_are_found_by_the_controllers_last_word(tmp_
     _sql(run, f"DELETE FROM ledger WHERE seq > {last - 2}", "DELETE FROM ledger_groups WHERE group_id = 'g77777'")
     (problem,) = audit_run(run).problems
     assert (
-        problem
-        == f"the controller's last word knows {last} ledger lines, the ledger has {last - 2}: its tail was cut off"
+        problem == f"the controller's last word has {last} ledger lines, the ledger {last - 2}: its tail was truncated"
     )
 
 

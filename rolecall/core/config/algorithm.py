@@ -71,7 +71,7 @@ ONLY_OF: Mapping[str, tuple[frozenset[AlgorithmName], str]] = MappingProxyType(
         "value_learning_rate": (WITH_CRITIC, "there is no critic to train"),
         "window_tokens": (frozenset({AlgorithmName.TPPO}), "only T-PPO trains on truncated trajectories"),
         "truncation_value": (frozenset({AlgorithmName.TPPO}), "only T-PPO trains on truncated trajectories"),
-        "prefixes": (frozenset({AlgorithmName.TPPO}), "only EGAE knows what an answer without a reward is worth"),
+        "prefixes": (frozenset({AlgorithmName.TPPO}), "only EGAE can value an answer without a reward"),
     }
 )
 """Setting -> the algorithms that have it, and why the others do not."""

@@ -143,7 +143,7 @@ class DetectorConfig(Section):
     first_unit_seconds: Seconds = 120.0
     """Deadline of start, compilation and the first unit of work of an incarnation."""
     slow_ratio: Annotated[float, Field(gt=1)] = 2.0
-    """The sequential test looks for replicas slower than their peers by this factor; half of its logarithm is allowed
+    """The sequential test detects replicas slower than their peers by this factor; half of its logarithm is allowed
     drift."""
     slow_false_alarms_per_day: Annotated[float, Field(gt=0)] = 0.1
     """Accepted false-alarm rate of the slow test per replica. A lower value detects later."""

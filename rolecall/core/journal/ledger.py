@@ -238,10 +238,10 @@ def audit(
     for where, anchor in anchors:
         if anchor.position not in hash_at:
             problems.append(
-                f"{where} knows {anchor.position} ledger lines, the ledger has {len(hash_at) - 1}: its tail was cut off"
+                f"{where} has {anchor.position} ledger lines, the ledger {len(hash_at) - 1}: its tail was truncated"
             )
         elif hash_at[anchor.position] != anchor.hash:
-            problems.append(f"{where} knows another ledger: line {anchor.position} has another hash")
+            problems.append(f"{where} is of another ledger: line {anchor.position} has another hash")
     final = Counter(states.values())
     open_groups = len(states) - final[GroupState.TRAINED] - final[GroupState.DROPPED]
     unaccounted = open_groups if ended else 0

@@ -114,4 +114,4 @@ GPU_METRICS = (
     ),
     *MIG_METRICS,
 )
-"""XIDs are in `kernel.py`, where both of their sources are counted once."""
+"""XIDs are in `kernel.py`, because both of their sources are counted once."""

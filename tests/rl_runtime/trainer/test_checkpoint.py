@@ -71,7 +71,7 @@ def test_harm_is_named_and_the_one_before_offered(tmp_path: Path, name: str, har
 def test_renamed_and_foreign_ones_are_refused(tmp_path: Path) -> None:
     path = save(tmp_path, 10, tensors(1.0), META, keep=3)
     path.rename(path_of(tmp_path, 30))
-    with pytest.raises(CheckpointCorrupt, match="says step 10"):
+    with pytest.raises(CheckpointCorrupt, match="has step 10"):
         load(path_of(tmp_path, 30))
     head = path_of(tmp_path, 30) / "meta.json"
     head.write_text(json.dumps({**json.loads(head.read_text()), "format": 99}))

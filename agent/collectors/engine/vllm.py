@@ -16,8 +16,8 @@ from rolecall.agent.collectors.base import CollectorReading, CollectorUnavailabl
 from rolecall.agent.collectors.exporters.scrape import Scraper, parse_address
 from rolecall.core.clock import Clock, SystemClock
 from rolecall.core.ids import NodeId
+from rolecall.core.metrics.collectors import VLLM_METRICS
 from rolecall.core.metrics.metric import Metric, MetricValue
-from rolecall.core.metrics.vllm import VLLM_METRICS
 
 logger = logging.getLogger(__name__)
 

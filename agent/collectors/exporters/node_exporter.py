@@ -12,9 +12,8 @@ from prometheus_client.samples import Sample
 from rolecall.agent.collectors.base import CollectorUnavailable
 from rolecall.agent.collectors.storage.collector import ALWAYS, LOCAL_TYPES, NETWORK_TYPES
 from rolecall.core.ids import NodeId
+from rolecall.core.metrics.collectors import NETWORK_METRICS, STORAGE_METRICS
 from rolecall.core.metrics.metric import Metric, MetricValue
-from rolecall.core.metrics.network import NETWORK_METRICS
-from rolecall.core.metrics.storage import STORAGE_METRICS
 from rolecall.formats.infiniband import FAULT_COUNTERS, PHYSICAL_STATES, UNKNOWN, UP_STATES
 
 NUM_OF_A_KIND_MAX = 64

@@ -18,8 +18,8 @@ from rolecall.agent.collectors.base import CollectorReading, CollectorUnavailabl
 from rolecall.agent.collectors.counters import MonotonicCounters, OpenFileCache, natural, read_whole
 from rolecall.agent.collectors.network.links import LinkTransition, LinkWatch
 from rolecall.core.ids import NodeId
+from rolecall.core.metrics.collectors import NETWORK_METRICS
 from rolecall.core.metrics.metric import Metric, MetricValue
-from rolecall.core.metrics.network import NETWORK_METRICS
 
 NUM_INTERFACES_MAX = 64
 DRIVER_EVERY_SECONDS = 5.0

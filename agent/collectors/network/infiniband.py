@@ -12,8 +12,8 @@ from rolecall.agent.collectors.base import CollectorReading, Fact
 from rolecall.agent.collectors.counters import MonotonicCounters, OpenFileCache, natural
 from rolecall.agent.collectors.network.links import LinkTransition, LinkWatch
 from rolecall.core.ids import NodeId
+from rolecall.core.metrics.collectors import NETWORK_METRICS
 from rolecall.core.metrics.metric import Metric, MetricValue
-from rolecall.core.metrics.network import NETWORK_METRICS
 from rolecall.formats.infiniband import (
     DATA_WORD_BYTES,
     FAULT_COUNTERS,

@@ -21,8 +21,8 @@ from rolecall.agent.collectors.base import CollectorReading, CollectorUnavailabl
 from rolecall.agent.collectors.counters import MonotonicCounters
 from rolecall.agent.collectors.process.host import parse_stalls
 from rolecall.core.ids import NodeId
+from rolecall.core.metrics.collectors import STORAGE_METRICS
 from rolecall.core.metrics.metric import Metric, MetricValue
-from rolecall.core.metrics.storage import STORAGE_METRICS
 
 NUM_DISKS_MAX = 64
 NUM_MOUNTS_MAX = 32

@@ -13,13 +13,11 @@ own have none. `process_values` and `host_values` are the only translation from 
 import math
 from collections.abc import Iterator
 
+from rolecall.core.metrics.collectors import NETWORK_METRICS, STORAGE_METRICS, VLLM_METRICS
 from rolecall.core.metrics.gpu import GPU_METRICS
 from rolecall.core.metrics.kernel import KERNEL_METRICS
 from rolecall.core.metrics.metric import NODE, RANK, Metric, MetricScope, MetricValue, row, rows
 from rolecall.core.metrics.nccl import NCCL_METRICS
-from rolecall.core.metrics.network import NETWORK_METRICS
-from rolecall.core.metrics.storage import STORAGE_METRICS
-from rolecall.core.metrics.vllm import VLLM_METRICS
 from rolecall.core.metrics.watch import RUN_METRICS, WATCH_METRICS
 from rolecall.core.policy_health import SIGNS
 from rolecall.core.telemetry import HEALTH_SIGNS, HostSample, ProcessSample, is_instrumented

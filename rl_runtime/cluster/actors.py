@@ -148,10 +148,9 @@ class _Actor:
     def _make(self, spawn: ActorSpec, job: JobConfig) -> None:
         raise NotImplementedError
 
-    def _injection(self, *names: str) -> tuple[Callable[[], None], ...]:
-        """One hook per named injection point, sharing one injection agreement."""
-        injection = faults.Injection(self._spawn.run_dir, self._job.injection_allowed)
-        return tuple(partial(injection.checkpoint, name) for name in names)
+    def _injection(self) -> faults.Injection:
+        """An injection agreement for the threads of one component."""
+        return faults.Injection(self._spawn.run_dir, self._job.injection_allowed)
 
     def _reported(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         try:
@@ -215,17 +214,14 @@ class TrainerActor(_Actor):
     def _make(self, spawn: ActorSpec, job: JobConfig) -> None:
         from rolecall.rl_runtime.trainer.service import TrainerService
 
-        injection = faults.Injection(self._spawn.run_dir, self._job.injection_allowed)
-        on_microbatch = partial(injection.factor, faults.MICROBATCH)
-        on_bucket = partial(injection.checkpoint, faults.BUCKET)
-        (on_tensor,) = self._injection(faults.WEIGHTS)  # separate: the port's threads run checkpoints too
+        injection = self._injection()
         self._served = TrainerService(
             spawn,
             job,
             address=_node_address(),
-            on_microbatch=on_microbatch,
-            on_bucket=on_bucket,
-            on_tensor=on_tensor,
+            on_microbatch=partial(injection.factor, faults.MICROBATCH),
+            on_bucket=partial(injection.checkpoint, faults.BUCKET),
+            on_tensor=partial(self._injection().checkpoint, faults.WEIGHTS),
         )
         reporter.enter_phase(Phase.WAIT)
 
@@ -240,7 +236,6 @@ class RolloutActor(_Actor):
         from rolecall.rl_runtime.rollout.engine import EngineSettings
         from rolecall.rl_runtime.rollout.rollout import RolloutReplica
 
-        (on_step,) = self._injection(faults.ENGINE_STEP)
         settings = EngineSettings(
             model_dir=str(spawn.run.path / "model"),
             kv_cache_bytes=job.runtime.kv_cache_bytes,
@@ -255,7 +250,7 @@ class RolloutActor(_Actor):
             settings=settings,
             address=_node_address(),
             transfer_seconds=job.runtime.transfer_timeout_seconds,
-            on_step=on_step,
+            on_step=partial(self._injection().checkpoint, faults.ENGINE_STEP),
             on_failure=_engine_failed,
         )
 
@@ -272,8 +267,7 @@ class RewardActor(_Actor):
     def _make(self, spawn: ActorSpec, job: JobConfig) -> None:
         from rolecall.rl_runtime.tasks.reward_worker import RewardWorker
 
-        injection = faults.Injection(self._spawn.run_dir, self._job.injection_allowed)
-        on_group = partial(injection.factor, faults.SCORE)
+        on_group = partial(self._injection().factor, faults.SCORE)
         self._served = RewardWorker(replica=spawn.replica, incarnation=spawn.incarnation, job=job, on_group=on_group)
 
 

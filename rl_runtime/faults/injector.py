@@ -13,7 +13,7 @@ import random
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -123,25 +123,23 @@ def inject(
         raise InjectionRefused(f"{kind}: unknown, known are {', '.join(KINDS)}")
     if how is not None and how not in spec.hows:
         raise InjectionRefused(f"{kind}: how={how!r} is unknown, known are {', '.join(spec.hows)}")
-    facts = run.read()
-    if facts.get("injection_allowed") is not True:
+    if run.read().get("injection_allowed") is not True:
         raise InjectionRefused(f"run {run.run_id} was not started with injection allowed")
-    victims = _victims(run, kind, spec, target, run.database_url, random.Random(seed))
-    chosen = how or spec.hows[0]
+    victims = _victims(run, kind, spec, target, random.Random(seed))
     bound = min(seconds or SECONDS_MAX, SECONDS_MAX)
     with _terminable():
-        return _Injection(run, kind, spec.at, chosen, bound, clock or SystemClock()).perform(victims)
+        return _Injection(run, kind, spec.at, how or spec.hows[0], bound, clock or SystemClock()).perform(victims)
 
 
 def _victims(
-    run: RunDir, kind: str, spec: InjectionSpec, target: str | None, url: str, rng: random.Random
+    run: RunDir, kind: str, spec: InjectionSpec, target: str | None, rng: random.Random
 ) -> list[InjectionTarget]:
     if kind == "agent-kill":
         found = _agents(run)
     elif kind == "watch-kill":
         found = _watches(run)
     else:
-        found = _replicas(run, spec.role, url)
+        found = _replicas(run, spec.role)
     wanted = [v for v in found if target is None or v.target == target]
     if not wanted:
         known = ", ".join(v.target for v in found) or "none"
@@ -158,12 +156,9 @@ def _victims(
     return chosen
 
 
-def _replicas(run: RunDir, role: str, url: str) -> list[InjectionTarget]:
-    journal = Journal(url, create=False)
-    try:
+def _replicas(run: RunDir, role: str) -> list[InjectionTarget]:
+    with closing(Journal(run.database_url, create=False)) as journal:
         current, desired = journal.current(), journal.desired()
-    finally:
-        journal.close()
     working = {ReplicaState.SERVING, *([ReplicaState.READY] if role == STANDBY_ROLE else [])}
     return [
         InjectionTarget(

@@ -325,7 +325,7 @@ def test_seed_chooses_the_target(run: RunDir) -> None:
         for i in range(2):
             stack.enter_context(replica(run, f"reward/{i}"))
         facts = [
-            injector._victims(run, "reward-kill", KINDS["reward-kill"], None, run.database_url, rng) for rng in _rngs()
+            injector._victims(run, "reward-kill", KINDS["reward-kill"], None, rng) for rng in _rngs()
         ]
     assert {v.target for victims in facts for v in victims} == {"reward/0", "reward/1"}
 

@@ -174,7 +174,7 @@ def sample_of(tracked: Tracked, at: float, wall_at: float) -> ProcessSample:
 _PAGE_FIELDS = tuple(
     {f.name for f in fields(PageState)} & {f.name for f in fields(ProcessSample)} - {"replica", "rank", "incarnation"}
 )
-"""What a sample takes from the page. The identity is the registry's, which has verified it."""
+"""The fields of a sample from the page. The identity is the one that the registry has verified."""
 
 
 @dataclass(slots=True)

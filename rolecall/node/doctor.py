@@ -49,7 +49,7 @@ class ClockOffset:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeFacts:
-    """What was read of a node. None: unreadable or absent."""
+    """Facts of a node. None: unreadable or absent."""
 
     is_root: bool = False
     kernel: str = ""

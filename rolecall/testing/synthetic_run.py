@@ -38,7 +38,7 @@ THROTTLED_READ_SECONDS = 2.0 - 1e-6
 
 @dataclass(slots=True)
 class FakeFault:
-    """What is wrong with a process. `share`: of CPU time left (duty_cycle, cpu_quota); `factor`: of unit_delay."""
+    """A fault of a process. `share`: of CPU time left (duty_cycle, cpu_quota); `factor`: of unit_delay."""
 
     kind: str
     share: float = 0.25

@@ -1,4 +1,4 @@
-"""What several tests of GPUs start from: the stand-in for NVML's library, built once, and two healthy GPUs."""
+"""Fixtures of the tests of GPUs: the stand-in for NVML's library, built once, and two healthy GPUs."""
 
 from collections.abc import Iterator
 from pathlib import Path

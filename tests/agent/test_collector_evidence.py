@@ -58,7 +58,7 @@ def test_an_unreadable_kernel_log_is_reported_with_the_fix(tmp_path: Path) -> No
         kernel(tmp_path / "none").evidence()
 
 
-def test_ras_is_asked_again_in_json_then_in_text(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ras_is_queried_again_in_json_then_in_text(monkeypatch: pytest.MonkeyPatch) -> None:
     server = RasServer(answers(b'{"nccl_version": 1}', text=b"Job summary"))
     try:
         it = NcclRasCollector(NODE, server.address)

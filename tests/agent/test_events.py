@@ -38,7 +38,7 @@ def test_events_are_numbered_and_survive(tmp_path: Path) -> None:
     assert second.has(KIND, PROCESS) and not second.has(AgentEventKind.EXITED, PROCESS)
 
 
-def test_a_torn_last_line_is_cut_off_and_its_number_given_again(tmp_path: Path) -> None:
+def test_a_torn_last_line_is_truncated_and_its_number_repeated(tmp_path: Path) -> None:
     it = log(tmp_path)
     it.append(KIND)
     it.append(KIND)

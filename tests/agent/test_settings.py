@@ -35,7 +35,7 @@ from tests.agent.http.test_web_config import HASH, PASSWORD, basic
 from tests.support import PATIENCE_SECONDS, eventually
 
 QUIET = {name: {"enabled": False} for name in ("gpu", "kernel_log", "nccl_ras", "jobs")}
-"""What this machine need not have."""
+"""Hardware that this machine need not have."""
 
 
 def test_the_explained_file_is_the_default_and_each_key_of_its_own_has_a_meaning() -> None:

@@ -212,7 +212,7 @@ def test_a_line_changed_or_removed_is_named(journal: Journal, url: str, statemen
     assert caught.value.where == f"{journal.store.where}: events line {line}"
 
 
-def test_a_tail_cut_off_shows_against_an_anchor(journal: Journal, url: str) -> None:
+def test_a_truncated_tail_shows_against_an_anchor(journal: Journal, url: str) -> None:
     _write(journal, 5)
     anchor = journal.head()
     _tamper(url, "DELETE FROM events WHERE seq > 3")
@@ -257,7 +257,7 @@ def test_a_damaged_file_is_named_and_refused(tmp_path: Path, harm: Callable[[Pat
     assert caught.value.where and caught.value.reason
 
 
-def test_a_journal_that_is_not_there_is_not_made_by_a_reader(tmp_path: Path) -> None:
+def test_a_missing_journal_is_not_made_by_a_reader(tmp_path: Path) -> None:
     path = tmp_path / "none.db"
     with pytest.raises(JournalError):
         Journal(f"sqlite:///{path}", create=False)

@@ -257,7 +257,7 @@ def test_every_column_of_every_line_changed_is_found(ledger: Ledger, column: str
         assert not found.ok and f"ledger line {n + 1}" in found.problems[0] and "changed" in found.problems[0]
 
 
-def test_every_tail_cut_off_is_found_against_an_anchor(ledger: Ledger) -> None:
+def test_every_truncated_tail_is_found_against_an_anchor(ledger: Ledger) -> None:
     anchor = ("checkpoint step-1", _ordinary(ledger)[-1])
     lines = ledger.lines()
     for n in range(len(lines)):

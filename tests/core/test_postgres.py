@@ -43,7 +43,7 @@ def _append(journal: Journal, n: int) -> None:
 # --- the server dies ----------------------------------------------------------------------------------------------
 
 
-def test_a_killed_server_is_named_and_when_it_is_back_the_journal_goes_on(
+def test_a_killed_server_is_named_and_when_it_is_back_the_journal_continues(
     mortal: postgres.Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(store, "BUSY_SECONDS", 0.5)
@@ -64,7 +64,7 @@ def test_a_killed_server_is_named_and_when_it_is_back_the_journal_goes_on(
     journal.close()
 
 
-def test_a_writer_waits_for_a_server_that_is_started_again(
+def test_a_writer_waits_for_a_server_that_is_restarted(
     mortal: postgres.Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(store, "BUSY_SECONDS", PATIENCE_SECONDS)
@@ -97,7 +97,7 @@ def test_a_server_killed_in_the_middle_of_a_transaction_keeps_nothing_of_it(mort
     journal.close()
 
 
-def test_a_server_that_is_not_there_is_an_error_at_once(mortal: postgres.Server) -> None:
+def test_a_missing_server_is_an_error_at_once(mortal: postgres.Server) -> None:
     url = mortal.fresh_url()
     mortal.kill()
     with pytest.raises(JournalUnavailable, match=r"cannot be used now: postgresql.*is the URL right"):

@@ -49,7 +49,7 @@ def test_a_run_is_found_by_id_by_path_and_as_the_latest(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("which", ["none", "latest", "../x"])
-def test_a_run_that_is_not_there_is_named(tmp_path: Path, which: str) -> None:
+def test_a_missing_run_is_named(tmp_path: Path, which: str) -> None:
     with pytest.raises(RunNotFound):
         open_run_dir(tmp_path, which)
 
@@ -74,7 +74,7 @@ def test_a_write_replaces_the_whole_file_and_leaves_nothing_beside_it(tmp_path: 
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_registration_secret_speaks_for_one_rank_of_one_incarnation() -> None:
+def test_a_registration_secret_is_valid_for_one_rank_of_one_incarnation() -> None:
     base = registration_secret("token", "rollout/1", 0, 1)
     assert base == registration_secret("token", "rollout/1", 0, 1)
     others = {

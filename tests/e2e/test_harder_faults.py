@@ -13,7 +13,7 @@ SEED = 10
 FAULTS = "reward-kill,agent-kill,watch-kill,trainer-kill,trainer-hang:lock"
 
 
-def test_the_run_goes_on_through_every_other_fault(tmp_path: Path) -> None:
+def test_the_run_continues_through_every_other_fault(tmp_path: Path) -> None:
     settings = ["recovery.evictions_per_hour_max=20", "runtime.standbys=0"]  # no rollout is struck
     args = [
         "--seed",

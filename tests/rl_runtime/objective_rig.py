@@ -132,7 +132,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """What the implementation makes of a case: leaves, and sums that depend on them."""
+    """The implementation's result for a case: leaves, and sums that depend on them."""
 
     batch: Batch
     logits: Tensor

@@ -124,7 +124,7 @@ def advantages(answer: Answer, method: Method, lam: float) -> list[float]:
 
 
 def returns(answer: Answer, method: Method) -> list[float]:
-    """What the critic is trained on: advantage at lambda_value, plus its own word."""
+    """The critic's targets: advantage at lambda_value, plus its own value."""
     return [a + v for a, v in zip(advantages(answer, method, method.lambda_value), answer.values, strict=False)]
 
 

@@ -11,7 +11,7 @@ MAX_NEW_TOKENS = 16
 
 
 def expected_tokens(seed: int, longest: int = MAX_NEW_TOKENS, *, long_tail: bool = False) -> tuple[int, ...]:
-    """What every engine makes for a seed, whatever prefix it starts from: a lost or doubled token shows.
+    """The answer of every engine for a seed, from any prefix: a lost or doubled token is visible.
 
     `long_tail`: as many lengths between 1 and 2 as between 2 and 4, and so on up to `longest`.
     """

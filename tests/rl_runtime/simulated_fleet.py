@@ -47,7 +47,7 @@ UPDATE_SECONDS = 0.05
 
 
 class _FakeReplica:
-    """What all fakes share."""
+    """Base of all fakes."""
 
     def __init__(self, fleet: "SimulatedFleet", member: Member) -> None:
         self.fleet, self.replica, self.incarnation = fleet, *member
@@ -89,7 +89,7 @@ class Collective:
         self._arrived: dict[str, dict[Member, Any]] = {}
 
     async def meet(self, what: str, member: Member, value: Any) -> dict[Member, Any]:
-        """What all brought.
+        """The contributions of all members.
 
         Raises:
             PeerLost: one is dead or has left, or the group's timeout ran out.
@@ -316,7 +316,7 @@ class FakeRequest:
 
     @property
     def whole(self) -> tuple[int, ...]:
-        """What it has in the end."""
+        """Its final state."""
         return self.answer[: self.request.max_response_tokens]
 
 
@@ -471,7 +471,7 @@ class FakeReward(_FakeReplica):
         self.answers: list[Any] = []
         """Scripted: an exception to raise, or a wrong answer, for the next calls."""
         self.added = 0.0
-        """What it adds to every reward, without noticing."""
+        """Added to every reward, without an error."""
 
     async def score(self, incarnation: int, groups: Sequence[protocol.PromptGroup]) -> list[list[float]]:
         self._check(incarnation)
@@ -522,7 +522,7 @@ class FakeClient:
 
     async def call(self, method: str, *args: Any) -> Any:
         self._on_effect(f"before {self.replica} {method}")
-        # What was sent goes on at the replica even when the caller dies: so it is the fleet's task, not the caller's.
+        # A call continues at the replica even when the caller dies: so it is the fleet's task, not the caller's.
         answer = await asyncio.shield(self._fleet.spawn(self._served(method, args)))
         self._on_effect(f"after {self.replica} {method}")
         return answer

@@ -1,4 +1,4 @@
-"""What tests of the weight port share: small weights, and the two ways to pull them."""
+"""Helpers of the tests of the weight port: small weights, and the two ways to pull them."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

@@ -107,7 +107,7 @@ def demo_of(algorithm: str = "", task: str = "", *settings: str) -> JobConfig:
     return demo_job(seed=1, num_steps=5, injection_allowed=True, settings=settings, algorithm=algorithm, task=task)
 
 
-def test_algorithm_and_task_are_picked_and_go_on_when_the_task_is_solved() -> None:
+def test_algorithm_and_task_are_picked_and_continue_when_the_task_is_solved() -> None:
     assert demo_of().learns == "grpo on digit_parity"
     assert demo_of("tppo", "long_addition", "algorithm.window_tokens=4").learns == "tppo on long_addition"
     assert demo_of("dapo").algorithm.at_refill_limit == "take"

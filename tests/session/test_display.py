@@ -22,7 +22,7 @@ from rolecall.views.snapshot import IncidentRow, ReplicaRow, RunSnapshot, RunSna
 from tests.events import made_event
 
 HOSTILE = ("[red]x[/red]", "[/]", "\x1b[2J\x1b]0;owned\x07", "<script>", "a\nb\r\nc", "\u202eevil", "[link=file:///x]y")
-# What rich itself writes: colours, and cursor movement of the live view. Never a title, a clear or a link.
+# Sequences of rich itself: colours, and cursor movement of the live view. Never a title, a clear or a link.
 OURS = re.compile(r"\x1b\[[0-9;]*m|\x1b\[\?25[lh]|\x1b\[[0-9]*[AK]|\x1b\[1A|\x1b\[2K")
 
 CLEAR = "\x1b[2J"
@@ -38,7 +38,7 @@ def _shown(what: RenderableType, width: int = 80, colour: bool = False) -> str:
 
 
 def _at(run: RunDir, until: float) -> RunSnapshot:
-    """What was to be seen that many seconds after the start."""
+    """The screen that many seconds after the start."""
     journal = Journal(run.database_url, create=False)
     events = journal.events()
     journal.close()

@@ -30,7 +30,7 @@ class SetClock(FakeClock):
         self._wall_offset += seconds
 
 
-def test_an_agent_goes_on_and_only_wall_times_move(tmp_path: Path) -> None:
+def test_an_agent_continues_and_only_wall_times_move(tmp_path: Path) -> None:
     clock = SetClock()
     agent = Agent(AgentSettings(node=NODE, data_dir=tmp_path, token=TOKEN, interval_seconds=1.0), clock)
 
@@ -67,7 +67,7 @@ def test_an_agent_goes_on_and_only_wall_times_move(tmp_path: Path) -> None:
 
 
 def moved(o: Observation, *, node: str | None, watch: bool, by: float) -> Observation:
-    """What is heard where the clock of `node` (None: of every node), and of the watch, is set by so much."""
+    """Events received when the clock of `node` (None: of every node), and of the watch, is set by so much."""
     batches = []
     for b in o.batches:
         if node in (None, b.node):

@@ -12,7 +12,7 @@ def num_open() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-def test_a_kept_file_is_read_again_each_time_and_only_some_stay_open(tmp_path: Path) -> None:
+def test_a_kept_file_is_reread_each_time_and_only_some_stay_open(tmp_path: Path) -> None:
     paths = [tmp_path / str(n) for n in range(5)]
     files, before = OpenFileCache(num_max=3), num_open()
     for poll in range(3):
@@ -40,7 +40,7 @@ def test_of_a_device_that_went_and_came_the_new_file_is_read(tmp_path: Path) -> 
     files.close()
 
 
-def test_a_kept_file_that_answers_with_an_error_is_opened_again(tmp_path: Path) -> None:
+def test_a_kept_file_that_answers_with_an_error_is_reopened(tmp_path: Path) -> None:
     """As one of sysfs whose device is gone; here its descriptor is made that of a folder, which cannot be read."""
     path = tmp_path / "count"
     path.write_text("1")

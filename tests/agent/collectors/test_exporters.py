@@ -127,7 +127,7 @@ def test_each_gpu_has_its_own(server: PageServer) -> None:
     assert len({(v.metric.name, v.labels) for v in values}) == len(values)
 
 
-def test_the_page_goes_on_unchanged(server: PageServer) -> None:
+def test_the_page_continues_unchanged(server: PageServer) -> None:
     page = dcgm_page(0, 1) + 'DCGM_FI_OF_SOMEBODY{gpu="0"} 7\n'
     server.show(page)
     assert dcgm_exporter(server.url).read(0.0).dcgm() == page

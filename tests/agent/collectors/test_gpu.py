@@ -261,7 +261,7 @@ def test_a_mig_parent_is_shown_without_its_activity(gpus: GpuCollector, machine:
     assert reading.facts == ()
 
 
-def test_an_error_of_one_call_is_counted_and_tried_again(gpus: GpuCollector, machine: Machine) -> None:
+def test_an_error_of_one_call_is_counted_and_retried(gpus: GpuCollector, machine: Machine) -> None:
     machine.set({"error.nvmlDeviceGetPowerUsage": 999}, gpu=0)
     gpus.read(100.0)
     reading = gpus.read(101.0)
@@ -275,7 +275,7 @@ def test_an_error_of_one_call_is_counted_and_tried_again(gpus: GpuCollector, mac
 # --- lost, and back
 
 
-def test_a_lost_gpu_is_one_fact_and_the_others_go_on(gpus: GpuCollector, machine: Machine) -> None:
+def test_a_lost_gpu_is_one_fact_and_the_others_continue(gpus: GpuCollector, machine: Machine) -> None:
     gpus.read(100.0)
     machine.set({"lost": 1}, gpu=0)
     readings = [gpus.read(101.0 + s) for s in range(20)]
@@ -433,7 +433,7 @@ def test_a_missing_driver_is_reported(
     assert value(gpus.read(105.0), "up", "0") == 1
 
 
-def test_a_library_that_is_not_there_is_named(machine: Machine, tmp_path: Path) -> None:
+def test_a_missing_library_is_named(machine: Machine, tmp_path: Path) -> None:
     with pytest.raises(CollectorUnavailable, match=r"nowhere\.so"):
         GpuCollector(NODE, library=tmp_path / "nowhere.so").read(100.0)
 
@@ -569,7 +569,7 @@ def test_the_drivers_recovery_action_is_reported_once_by_the_first_source(
     gpus.close()
 
 
-def test_a_gpu_on_which_calls_hang_does_not_deafen_the_others(events: GpuEventsCollector, machine: Machine) -> None:
+def test_a_gpu_on_which_calls_hang_does_not_block_the_others(events: GpuEventsCollector, machine: Machine) -> None:
     events.read(100.0)
     machine.set({"hang": 1}, gpu=0)
     machine.event(gpu=1, data=31)
@@ -592,7 +592,7 @@ def test_other_events_are_faults_of_the_gpu(events: GpuEventsCollector, machine:
     )
 
 
-def test_a_lost_gpu_does_not_deafen_the_others(events: GpuEventsCollector, machine: Machine) -> None:
+def test_a_lost_gpu_does_not_block_the_others(events: GpuEventsCollector, machine: Machine) -> None:
     """NVML's wait fails at once, each time, while a lost GPU is in its set."""
     events.read(100.0)
     machine.set({"lost": 1}, gpu=0)

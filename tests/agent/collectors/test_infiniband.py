@@ -64,7 +64,7 @@ def test_unreadable_values_are_left_out_and_earlier_ones_stay(tmp_path: Path) ->
     assert values(it.read(1.0))["events_total", "mlx5_0", "1", "symbol_error"] == 5.0
 
 
-def test_counters_of_a_driver_that_is_loaded_again_go_on(tmp_path: Path) -> None:
+def test_counters_of_a_driver_that_is_reloaded_continue(tmp_path: Path) -> None:
     port(tmp_path, counters={"symbol_error": 40, "port_rcv_data": 100})
     it = collector(tmp_path)
     seen = []
@@ -180,7 +180,7 @@ def test_old_kernels_keep_64_bits_elsewhere_and_efa_counts_bytes(tmp_path: Path)
     assert (found["received_bytes_total", "efa_0", "1"], found["sent_bytes_total", "efa_0", "1"]) == (500.0, 600.0)
 
 
-def test_another_device_in_the_place_of_one_is_its_driver_loaded_again(tmp_path: Path) -> None:
+def test_another_device_in_place_of_one_is_its_driver_reloaded(tmp_path: Path) -> None:
     port(tmp_path / "old", counters={"symbol_error": 2**32 - 5, "link_downed": 3})
     port(tmp_path / "young", counters={"symbol_error": 6, "link_downed": 0})
     root = tmp_path / "class"

@@ -30,7 +30,7 @@ NOISE = "usb 1-1: new high-speed USB device number 2 using xhci_hcd"
 
 
 class Ring:
-    """What /dev/kmsg does: numbered records, of which it keeps the newest `size`; every opening begins at the
+    """Behaves like /dev/kmsg: numbered records, of which it keeps the newest `size`; every opening begins at the
     oldest."""
 
     def __init__(self, size: int = 100_000) -> None:
@@ -325,7 +325,7 @@ def test_after_a_kill_only_the_last_poll_is_repeated(node: Node, ring: Ring) -> 
     assert node.reported() == ["n2"], "it may not have reached the event log"
 
 
-def test_counts_go_on_over_a_restart_and_agree_with_the_cursor(node: Node, ring: Ring) -> None:
+def test_counts_continue_over_a_restart_and_agree_with_the_cursor(node: Node, ring: Ring) -> None:
     corrected = "mce: [Hardware Error]: Machine check events logged"
     ring.add(OOM, corrected, XID31)
     before = node.values()
@@ -386,7 +386,7 @@ def test_a_new_boot_is_read_from_its_beginning(node: Node, ring: Ring) -> None:
     assert node.values()[("rolecall_kernel_log_lines_lost_total",)] == 0
 
 
-def test_numbers_that_began_again_under_the_same_boot_id(node: Node, ring: Ring) -> None:
+def test_numbers_that_restarted_under_the_same_boot_id(node: Node, ring: Ring) -> None:
     ring.add(NOISE, NOISE, NOISE, *xids(1))
     assert node.reported() == ["n1"]
     node.collector.close()
@@ -439,7 +439,7 @@ def test_a_damaged_cursor_reads_all(node: Node, ring: Ring, damage: str) -> None
     assert node.reported() == ["n1"]
 
 
-def test_a_device_that_breaks_is_opened_again(node: Node, ring: Ring, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_that_breaks_is_reopened(node: Node, ring: Ring, monkeypatch: pytest.MonkeyPatch) -> None:
     ring.add(*xids(1))
     assert node.reported() == ["n1"]
     read = ring.read
@@ -619,7 +619,7 @@ def test_an_unreadable_log_is_reported_with_the_reason(tmp_path: Path) -> None:
         KernelLogCollector(node=NODE, merger=XidMerger(), path=tmp_path / "pipe").read(1.0)
 
 
-def test_another_log_begins_again(tmp_path: Path, host: Node, log: Path) -> None:
+def test_another_log_restarts(tmp_path: Path, host: Node, log: Path) -> None:
     write(log, *xids(1))
     host.reported()
     host.collector.close()

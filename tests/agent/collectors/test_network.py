@@ -164,7 +164,7 @@ def test_priority_flow_control_of_several_drivers(tmp_path: Path) -> None:
     assert ETHTOOL_GSTATS in driver.asked
 
 
-def test_counters_of_a_driver_that_is_loaded_again_go_on(tmp_path: Path) -> None:
+def test_counters_of_a_driver_that_is_reloaded_continue(tmp_path: Path) -> None:
     driver = Driver({"rx_prio3_pause": 50})
     it = collector(tmp_path, driver)
     seen = []

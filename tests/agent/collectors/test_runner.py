@@ -125,7 +125,7 @@ def test_a_flood_of_facts_is_cut_and_counted(events: EventLog) -> None:
     assert len(events.after(0).events) == FACTS_MAX and probe.state().facts_dropped == 9
 
 
-def test_one_that_hangs_holds_up_neither_the_others_nor_the_end(events: EventLog) -> None:
+def test_one_that_hangs_delays_neither_the_others_nor_the_end(events: EventLog) -> None:
     never = threading.Event()
 
     def hang() -> CollectorReading:

@@ -73,7 +73,7 @@ def test_physical_disks_and_those_that_are_named(tmp_path: Path) -> None:
     assert ("disk_reads_total", "loop0") in values(named.read(0.0))
 
 
-def test_milliseconds_that_go_round_go_on(tmp_path: Path) -> None:
+def test_milliseconds_that_go_round_continue(tmp_path: Path) -> None:
     line = " 8 0 sda 0 0 0 {} 0 0 0 0 0 0 0\n"
     it = StorageCollector(NODE, disks=["sda"], proc=proc(tmp_path, diskstats=line.format(2**32 - 1000)))
     before = values(it.read(0.0))["disk_read_seconds_total", "sda"]

@@ -95,7 +95,7 @@ def values(collector: XidCollector, at: float) -> dict[tuple[str, ...], float]:
     return {(v.metric.name, *v.labels[1:]): v.value for v in collector.read(at).values}
 
 
-def test_counts_are_metrics_and_go_on_over_a_restart(tmp_path: Path) -> None:
+def test_counts_are_metrics_and_continue_over_a_restart(tmp_path: Path) -> None:
     clock = FakeClock(now=100.0, wall_offset=1_000_000.0)
     merger = XidMerger()
     collector = XidCollector(merger, node=NODE, state_file=tmp_path / "xids.json", clock=clock)

@@ -128,7 +128,7 @@ def test_authorization(server: HttpServer) -> None:
         assert _get(server, "/secret", Authorization=wrong)[0] == 401
 
 
-def test_a_large_answer_comes_whole_and_the_connection_stays(server: HttpServer) -> None:
+def test_a_large_answer_arrives_complete_and_the_connection_stays(server: HttpServer) -> None:
     connection = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=PATIENCE_SECONDS)
     for _ in range(2):
         connection.request("GET", "/large")

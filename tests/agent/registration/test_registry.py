@@ -1,4 +1,5 @@
-"""Who is believed: the kernel's word on the sender, the secret of the spawn, and what is reported about a process's life."""
+"""Accepted claims: the kernel's identification of the sender, the secret of the spawn, and reports about a process's
+life."""
 
 import json
 import os
@@ -404,7 +405,7 @@ def test_a_defect_is_no_refusal(world: World, intake: RegistrationServer, child:
         send_message(world.data_dir / "agent.sock", {"kind": "defect"}, PATIENCE_SECONDS)
 
 
-def test_a_line_without_end_is_cut_off(world: World, intake: RegistrationServer) -> None:
+def test_a_line_without_end_is_truncated(world: World, intake: RegistrationServer) -> None:
     assert _say(world, b"x" * LINE_BYTES_MAX) == b""
     assert intake.num_malformed == 1
 

@@ -200,7 +200,7 @@ def _listen(node_dir: Path) -> dict[str, object]:
     return message
 
 
-def test_a_promoted_standby_speaks_as_the_replica_and_keeps_its_counters(child: Child) -> None:
+def test_a_promoted_standby_reports_as_the_replica_and_keeps_its_counters(child: Child) -> None:
     child.start("standby/0")
     child.do("reporter.progress(5)")
     child.do(f"reporter.become(replica='rollout/2', incarnation=3, secret={secret('rollout/2', incarnation=3)!r})")

@@ -50,7 +50,7 @@ NOTHING = {
 
 @pytest.mark.parametrize("divide_by_std", [True, False])
 @pytest.mark.parametrize("rewards", NOTHING.values(), ids=NOTHING)
-def test_equal_rewards_teach_nothing_at_all(rewards: list[float], divide_by_std: bool) -> None:
+def test_equal_rewards_have_no_learning_signal_at_all(rewards: list[float], divide_by_std: bool) -> None:
     assert all_equal(rewards)
     assert group_relative(rewards, divide_by_std=divide_by_std) == (0.0,) * len(rewards), "exactly, not nearly"
 

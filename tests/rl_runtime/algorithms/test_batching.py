@@ -45,7 +45,7 @@ def test_any_order_of_losses_leaves_each_microbatch_with_exactly_one_survivor(
 
 
 @given(losses(), st.data())
-def test_asked_again_when_part_is_computed_it_gives_the_same_shares(
+def test_a_retry_after_partial_computation_gives_the_same_shares(
     case: tuple[list[str], list[ReplicaId], list[tuple[ReplicaId, dict[ReplicaId, int]]]], data: st.DataObject
 ) -> None:
     ids, members, _ = case

@@ -119,7 +119,7 @@ def test_without_dynamic_sampling_nothing_is_judged(tmp_path: Path) -> None:
         (ScriptedResponses(right_below=16), "{} all right, 0 all wrong, 0 all equal", "too easy"),
     ],
 )
-def test_prompts_that_teach_nothing_end_the_run_with_a_sentence(
+def test_prompts_without_a_learning_signal_end_the_run_with_an_error(
     tmp_path: Path, answers: ScriptedResponses, kind: str, advice: str
 ) -> None:
     w = World(job=dapo(refills_max=3), path=tmp_path, seed=0, answers=answers).run()
@@ -182,7 +182,7 @@ def test_an_infrastructure_failure_is_never_a_wrong_answer(tmp_path: Path) -> No
     assert all(0.0 < r < 1.0 for r in trained), "a batch of groups that teach has right and wrong answers"
 
 
-def test_a_group_whose_scoring_fails_for_good_is_dropped_for_that_and_not_filtered(tmp_path: Path) -> None:
+def test_a_group_whose_scoring_always_fails_is_dropped_and_not_filtered(tmp_path: Path) -> None:
     async def script(w: World) -> None:
         for index in range(2):
             w.fleet.newest(f"reward/{index}").body.answers = [ZeroDivisionError("in the checker")] * 10
@@ -255,7 +255,7 @@ def test_going_back_to_a_checkpoint_judges_the_undone_groups_again(tmp_path: Pat
     assert states[GroupState.UNDONE] >= 8
 
 
-def test_while_hold_is_set_batches_go_on_being_filled(tmp_path: Path) -> None:
+def test_while_hold_is_set_batches_continue_being_filled(tmp_path: Path) -> None:
     async def script(w: World) -> None:
         w.journal.set_flag("hold", "faults are still to come")
         while not (w.controllers and w.controllers[-1].state.step >= 7):
@@ -318,7 +318,7 @@ def test_a_wrong_sampler_is_caught(
         checked(w)
 
 
-def test_a_controller_of_another_job_refuses_to_go_on(tmp_path: Path) -> None:
+def test_a_controller_of_another_job_refuses_to_continue(tmp_path: Path) -> None:
     """The job file was changed between two controllers: the first one's groups have other seeds."""
 
     async def script(w: World) -> None:

@@ -128,7 +128,7 @@ def dapo(**settings: Any) -> JobConfig:
     return parse_job({"task": {"num_digits": 4}, "algorithm": {"name": "dapo", **small, **settings}})
 
 
-def test_groups_that_teach_nothing_are_made_again_until_the_batch_is_full() -> None:
+def test_groups_without_a_learning_signal_are_regenerated_until_the_batch_is_full() -> None:
     job = dapo()
     made = BatchGenerator(job, task_of(job), Dictated(job, wrong=(0, 5, 8, 9, 10, 12))).generate()
     # Two samples a group: 0, 5, 10 and 12 make groups 0, 2, 5 and 6 unequal; in group 4 both are wrong.

@@ -111,7 +111,7 @@ class Counts:
         self.requests.append(requests)
 
     def reported(self) -> str:
-        """What was found, by bucket of length: lost of all."""
+        """Result by bucket of length: lost of all."""
         by_bucket = ", ".join(
             f"{2**b // 2}+: {sum(lost for c, lost in flat if c == b):.0f} of {sum(c == b for c, _ in flat)}"
             for flat in [[pair for run in self.groups for pair in run]]
@@ -173,7 +173,7 @@ def test_long_generations_are_not_lost_more_often_than_short_ones(tmp_path: Path
     check(counted(tmp_path, algorithm, range(2)))
 
 
-def test_nor_are_they_made_again_more_often_where_engines_die(tmp_path: Path) -> None:
+def test_nor_are_they_regenerated_more_often_where_engines_die(tmp_path: Path) -> None:
     check(counted(tmp_path, "grpo", range(2), victims=ENGINES))
 
 
@@ -202,7 +202,7 @@ class DropsByOldestToken(TrajectoryTable):
 
 
 class StartsOver(TrajectoryTable):
-    """What a dead engine had in work is made from the prompt again."""
+    """Unfinished answers of a dead engine are regenerated from the prompt."""
 
     def leave(self, engine: EngineKey, *, alive: bool = False) -> ReassignedRequests:
         leaving = list(self._unfinished_on(engine))
@@ -217,7 +217,7 @@ def test_a_law_that_drops_by_the_oldest_token_is_rejected(tmp_path: Path) -> Non
     assert level(counts.groups) <= LEVEL / 5, counts.reported()
 
 
-def test_a_law_that_begins_again_from_the_prompt_is_rejected(tmp_path: Path) -> None:
+def test_a_rule_that_restarts_from_the_prompt_is_rejected(tmp_path: Path) -> None:
     """Only engines die: a loss of the trained policy would regenerate all answers, short or long."""
     counts = counted(tmp_path, "grpo", range(2), StartsOver, victims=ENGINES)
     assert level(counts.requests) <= LEVEL / 5, counts.reported()

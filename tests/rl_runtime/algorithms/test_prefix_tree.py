@@ -59,7 +59,7 @@ class Tree:
         return torch.exp(sum((self.logprob(answer, t) for t in range(begin, len(answer))), torch.zeros(())))
 
     def value(self, state: Answer) -> float:
-        """What is to be expected of the answers that begin so."""
+        """Expected value of the answers with this beginning."""
         if state and is_over(state):
             return 0.0
         below = [a for a in ANSWERS if a[: len(state)] == state]
@@ -85,7 +85,7 @@ Mutant = Callable[[PromptGroup], PromptGroup]
 
 
 def chunk(tree: Tree, request_id: str, answer: Answer, begin: int, end: int) -> TokenChunk:
-    """What an engine streams of it."""
+    """The part that an engine streams."""
     tokens = answer[begin:end]
     logprobs = tuple(float(tree.logprob(answer, t).detach()) for t in range(begin, end))
     reason = "" if end < len(answer) else "stop" if answer[-1] == STOP else "length"
@@ -248,7 +248,7 @@ def lost_behind(tree: Tree, start: int, answer: Answer) -> PromptGroup | None:
 
 
 def lost_cases(tree: Tree, death: int) -> Iterator[tuple[float, list[PromptGroup]]]:
-    """What was trained on is trained on; what would have come behind it comes from another answer that got there."""
+    """Trained tokens stay trained; the tokens after them come from another answer that reached that point."""
     made = {a: lost_behind(tree, death, a) for a in ANSWERS}
     chances = {a: float(tree.probability(a).detach()) for a in ANSWERS}
     reached = sum(chances[a] for a, group in made.items() if group is not None)
@@ -263,7 +263,7 @@ def lost_cases(tree: Tree, death: int) -> Iterator[tuple[float, list[PromptGroup
 
 
 @pytest.mark.parametrize("death", [1, 2])
-def test_nor_does_a_context_that_was_lost_and_made_again(tree: Tree, death: int) -> None:
+def test_nor_does_a_context_that_was_lost_and_regenerated(tree: Tree, death: int) -> None:
     assert close(estimate(tree, list(lost_cases(tree, death)), lambda_policy=0.6), tree.exact_gradient())
 
 

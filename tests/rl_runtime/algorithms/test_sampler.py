@@ -128,7 +128,7 @@ def test_the_fold_has_the_cursor_the_accepted_and_the_filtered_groups() -> None:
     assert state.verdicts(1).total() == 0, "what was filtered for a step that never was counts for none"
 
 
-def test_groups_that_fill_a_batch_although_they_teach_nothing_count_as_filtered() -> None:
+def test_groups_that_fill_a_batch_although_they_have_no_learning_signal_count_as_filtered() -> None:
     state = folded(
         line(0, S.ISSUED),
         line(1, S.ISSUED),

@@ -1,4 +1,4 @@
-"""Who may work is read from two records, and a replica that recovery replaces is over at once."""
+"""Replicas that may work follow from two records, and a replica that recovery replaces is fenced at once."""
 
 import pytest
 

@@ -102,14 +102,14 @@ def survivors_finish_the_step(
     [(0, 2), (2, NUM_BUCKETS + 1)],
     ids=["the member with the store in the reduce", "a member in the vote"],
 )
-def test_survivors_finish_the_step_and_the_one_cut_off_cannot(
+def test_survivors_finish_the_step_and_the_partitioned_member_cannot(
     team: Team, network: Network, victim: int, bucket: int
 ) -> None:
     survivors_finish_the_step(team, network, victim, bucket)
 
 
 @pytest.mark.slow
-def test_a_member_cut_off_in_the_reduce_is_refused_when_its_cable_is_back(team: Team, network: Network) -> None:
+def test_a_member_partitioned_in_the_reduce_is_refused_after_the_partition(team: Team, network: Network) -> None:
     survivors, lost = survivors_finish_the_step(team, network, victim=2, bucket=2)
     members = [*survivors, lost]
     network.heal(2)

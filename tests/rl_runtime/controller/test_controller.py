@@ -61,7 +61,7 @@ LONG = {"num_steps": 40}
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_a_killed_rollouts_requests_go_on_elsewhere_and_no_group_is_lost(tmp_path: Path, seed: int) -> None:
+def test_a_killed_rollouts_requests_continue_elsewhere_and_no_group_is_lost(tmp_path: Path, seed: int) -> None:
     w = world(tmp_path, seed, LONG, script=kill("rollout/1", at=4)).run()
     found = w.check()
     assert set(found.dropped_by_reason) <= {"run_ended"}
@@ -134,7 +134,7 @@ def test_without_any_trainer_left_the_newest_checkpoint_is_taken_and_later_group
     assert len(steps) > len(set(steps)) == 40, "no step was made again from the checkpoint"
 
 
-def test_without_any_checkpoint_the_run_begins_again(tmp_path: Path) -> None:
+def test_without_any_checkpoint_the_run_restarts(tmp_path: Path) -> None:
     async def script(w: World) -> None:
         await at_step(w, 3)
         w.fleet.kill("trainer/0")
@@ -319,7 +319,7 @@ def test_a_stop_ends_the_run_and_accounts_for_every_group(tmp_path: Path) -> Non
     assert w.audit().ok and 5 <= w.outcome.steps <= 8
 
 
-def test_while_hold_is_set_training_goes_on(tmp_path: Path) -> None:
+def test_while_hold_is_set_training_continues(tmp_path: Path) -> None:
     async def script(w: World) -> None:
         w.journal.set_flag("hold", "faults are still to come")
         await at_step(w, 20)

@@ -63,7 +63,7 @@ def test_a_replica_that_answers_its_first_call_with_errors_ends_nothing_and_is_g
 
 
 @pytest.mark.parametrize("replica", list(FIRST_CALLS))
-def test_a_replica_whose_first_calls_fail_works_in_the_end(tmp_path: Path, replica: str) -> None:
+def test_a_replica_whose_first_calls_fail_works_eventually(tmp_path: Path, replica: str) -> None:
     async def script(w: World) -> None:
         w.fleet.newest(replica).body.info_raises = [RuntimeError("not yet")] * (FIRST_CALLS[replica] - 1)
 
@@ -101,7 +101,7 @@ def test_requests_of_a_hung_rollout_continue_elsewhere_without_its_replacement(t
     assert w.journal.current()[ReplicaId("rollout/1")].state is ReplicaState.SERVING
 
 
-def test_a_rollout_that_comes_to_itself_counts_nothing_twice_and_works_again(tmp_path: Path) -> None:
+def test_a_rollout_that_recovers_counts_nothing_twice_and_works_again(tmp_path: Path) -> None:
     late: list[set[str]] = []
 
     async def script(w: World) -> None:
@@ -112,7 +112,7 @@ def test_a_rollout_that_comes_to_itself_counts_nothing_twice_and_works_again(tmp
         while not w.events(EventKind.REQUESTS_REASSIGNED):
             await asyncio.sleep(0.01)
         late.append(set(body.held))
-        # What it streams late is for requests that are not its own any more (`check` compares every token trained on).
+        # Late tokens are for requests that it no longer has (`check` compares every token trained on).
         w.fleet.resume("rollout/1")
         step = w.controllers[-1].state.step
         while late[0] & set(body.held) or not num_streaming(w, "rollout/1"):

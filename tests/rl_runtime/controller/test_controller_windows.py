@@ -41,7 +41,7 @@ def world(path: Path, prefixes: str, seed: int = 0, job: dict[str, Any] | None =
 
 
 def check(w: World) -> dict[int, list[GroupId]]:
-    """What must hold of every run with windows. Returns the windows of each answer, first to last."""
+    """Invariants of every run with windows. Returns the windows of each answer, first to last."""
     w.check()
     ledger = Ledger(w.journal.store)
     states = ledger.groups()

@@ -59,7 +59,7 @@ def world(tmp_path: Path, *, share: float, num_workers: int, wrong: dict[str, fl
 
 @pytest.mark.parametrize("num_workers", [2, 3])
 def test_a_wrong_worker_is_named_and_none_of_its_rewards_is_trained_on(tmp_path: Path, num_workers: int) -> None:
-    """That they are right is an assertion of the simulated trainers."""
+    """The simulated trainers assert that they are right."""
     w = world(tmp_path, share=1.0, num_workers=num_workers, wrong={"reward/1": 0.25}).run()
     w.check()
     compared = w.events(EventKind.REWARDS_COMPARED)

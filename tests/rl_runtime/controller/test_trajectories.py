@@ -72,7 +72,7 @@ def test_tokens_of_a_version_that_is_not_proven_wait_until_it_is() -> None:
     assert t.take(A, [mixed], proven_version=4) == [G] and tokens(t, 0) == [5, 6, 7]
 
 
-def test_a_lost_engines_requests_go_on_from_their_tokens() -> None:
+def test_a_lost_engines_requests_continue_from_their_tokens() -> None:
     t = table()
     t.take(A, [chunk(0, 0, [5, 6]), chunk(1, 0, [7], finished=True)], 0)
     moved = t.leave(A)
@@ -84,7 +84,7 @@ def test_a_lost_engines_requests_go_on_from_their_tokens() -> None:
     assert again.prefix_logprobs == (-5.0, -6.0)
 
 
-def test_late_words_of_an_engine_that_was_given_up_are_ignored() -> None:
+def test_late_messages_of_an_engine_that_was_given_up_are_ignored() -> None:
     t = table(1)
     t.leave(A)
     t.place(G, B)

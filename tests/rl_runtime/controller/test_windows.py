@@ -146,7 +146,7 @@ def test_the_next_window_takes_over_the_previous_context_and_is_ready_at_once() 
     assert (second.oldest_since(0), second.version_max) == (3, 4) and second.as_group().samples[0].first_fresh == 4
 
 
-def test_a_window_waits_while_the_one_before_is_made_again_and_is_void_if_that_ends_early() -> None:
+def test_a_window_waits_while_the_one_before_is_regenerated_and_is_void_if_that_ends_early() -> None:
     table = TrajectoryTable()
     first, second, third = opened(table, 0, 4), opened(table, 4, 6, None), opened(table, 6, engine=None)
     assert windows.settle(table, LONGEST) == ([], [])
@@ -154,7 +154,7 @@ def test_a_window_waits_while_the_one_before_is_made_again_and_is_void_if_that_e
     assert windows.settle(table, LONGEST) == ([], [second, third])
 
 
-def test_a_window_whose_forerunners_are_gone_is_made_from_the_prompt() -> None:
+def test_a_window_whose_predecessors_are_gone_is_made_from_the_prompt() -> None:
     table = TrajectoryTable()
     window = opened(table, 4, engine=None)
     assert windows.settle(table, LONGEST) == ([window.group_id], [])
@@ -163,7 +163,7 @@ def test_a_window_whose_forerunners_are_gone_is_made_from_the_prompt() -> None:
     assert (window.oldest_since(0), window.trajectories[0].tokens[4:]) == (5, [55])
 
 
-def test_an_answer_that_ends_before_the_window_it_is_made_for_is_made_again() -> None:
+def test_an_answer_that_ends_before_the_window_it_is_made_for_is_regenerated() -> None:
     table = TrajectoryTable()
     window = opened(table, 4)
     (t,) = window.trajectories
@@ -228,7 +228,7 @@ def test_lost_tokens_come_back_from_later_windows_as_far_as_they_go() -> None:
     assert windows.restore(table) == [] and lost.trajectories[0].tokens == [71], "it is being made another way"
 
 
-def test_an_answer_that_goes_further_when_it_is_made_again_has_room_although_its_next_window_was_void() -> None:
+def test_an_answer_that_goes_further_when_it_is_regenerated_has_room_although_its_next_window_was_void() -> None:
     table = TrajectoryTable()
     first, second = opened(table, 0, 4), opened(table, 4, engine=None)
     stream(table, first, [11, 32], "stop")
@@ -251,7 +251,7 @@ def test_a_window_behind_one_that_is_closed_does_not_wait_for_those_before_that(
     )
 
 
-def test_a_dead_engines_window_goes_on_to_where_the_next_one_begins_already() -> None:
+def test_a_dead_engines_window_continues_to_where_the_next_one_begins_already() -> None:
     table = TrajectoryTable()
     first, second = opened(table, 0, 4), opened(table, 4, engine=None)
     first.followed = True

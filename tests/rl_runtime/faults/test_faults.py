@@ -233,7 +233,9 @@ def test_exception_comes_from_user_code_on_every_rank(run: RunDir) -> None:
 
 
 @pytest.mark.parametrize(("how", "factor"), [(InProcessFault.NAN, "nan"), (InProcessFault.SCALE, "1000.0")])
-def test_numbers_of_one_unit_of_work_are_spoilt_and_nothing_else(run: RunDir, how: InProcessFault, factor: str) -> None:
+def test_numbers_of_one_unit_of_work_are_corrupted_and_nothing_else(
+    run: RunDir, how: InProcessFault, factor: str
+) -> None:
     clock = FakeClock()
     injection = Injection(run.path, True, clock=clock)
     ticks = process_start_ticks(os.getpid())
@@ -324,9 +326,7 @@ def test_seed_chooses_the_target(run: RunDir) -> None:
     with contextlib.ExitStack() as stack:
         for i in range(2):
             stack.enter_context(replica(run, f"reward/{i}"))
-        facts = [
-            injector._victims(run, "reward-kill", KINDS["reward-kill"], None, rng) for rng in _rngs()
-        ]
+        facts = [injector._victims(run, "reward-kill", KINDS["reward-kill"], None, rng) for rng in _rngs()]
     assert {v.target for victims in facts for v in victims} == {"reward/0", "reward/1"}
 
 

@@ -52,7 +52,7 @@ def ticks_of(pid: int) -> int:
 
 
 @pytest.mark.parametrize("how", ["stop", "duty", "quota"])
-def test_a_target_goes_on_when_its_injector_is_killed(run: RunDir, target: subprocess.Popen[bytes], how: str) -> None:
+def test_a_target_continues_when_its_injector_is_killed(run: RunDir, target: subprocess.Popen[bytes], how: str) -> None:
     group = _quota_group(target.pid) if how == "quota" else None
     argv = [sys.executable, "-c", INJECTOR, str(run.path), str(target.pid), str(ticks_of(target.pid)), how]
     with subprocess.Popen(argv, stderr=subprocess.PIPE) as injector:
@@ -94,7 +94,7 @@ def test_a_guardian_takes_requests_back_and_ends_with_its_injector(
     assert _guardians(target.pid) == []
 
 
-def test_a_process_that_took_over_the_pid_is_left_alone(run: RunDir, target: subprocess.Popen[bytes]) -> None:
+def test_a_process_that_took_over_the_pid_is_unaffected(run: RunDir, target: subprocess.Popen[bytes]) -> None:
     with guarded(run, target.pid, ticks_of(target.pid) + 1):
         os.kill(target.pid, signal.SIGSTOP)
         eventually(lambda: state(target.pid) == "T", "the target to be stopped")

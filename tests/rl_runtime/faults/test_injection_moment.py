@@ -33,7 +33,7 @@ def test_a_checkpoint_that_was_not_reached_is_recorded(tmp_path: Path, aimed_at:
         ticks = process_start_ticks(worker.pid)
         assert ticks is not None
         victim = InjectionTarget(target="rollout/0", pid=worker.pid, start_ticks=ticks)
-        # What never comes is waited for on a clock that jumps.
+        # The wait for an event that never happens uses a clock that jumps.
         clock = SystemClock() if met else FakeClock()
         record = _Injection(run, "rollout-kill", aimed_at, "kill", 10.0, clock).perform([victim])
         assert worker.wait(20) == -9

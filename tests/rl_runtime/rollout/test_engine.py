@@ -265,7 +265,7 @@ def test_same_seed_same_tokens_on_another_engine(stage: Stage, a: Remote, b: Rem
     assert made[0].tokens == made[1].tokens
 
 
-def test_a_prefix_goes_on_at_another_engine_with_equal_log_probabilities(stage: Stage, a: Remote, b: Remote) -> None:
+def test_a_prefix_continues_at_another_engine_with_equal_log_probabilities(stage: Stage, a: Remote, b: Remote) -> None:
     manifest = stage.publish()
     for engine in (a, b):
         stage.update(engine, manifest)
@@ -284,7 +284,7 @@ def test_a_prefix_goes_on_at_another_engine_with_equal_log_probabilities(stage: 
     assert a.tokens_since(1, {ids[0]: 0}).unknown == (ids[0],)
 
 
-def test_a_window_ends_and_the_answer_goes_on_behind_it_at_another_engine(stage: Stage, a: Remote, b: Remote) -> None:
+def test_a_window_ends_and_the_answer_continues_after_it_at_another_engine(stage: Stage, a: Remote, b: Remote) -> None:
     """Window after window, each elsewhere and under a later version: every token has what its own version gives it."""
     ids = [f"window.{i}" for i in range(4)]
     held: dict[str, TokenChunk | None] = dict.fromkeys(ids)

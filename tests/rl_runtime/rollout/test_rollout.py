@@ -104,7 +104,7 @@ def test_when_the_version_before_does_not_come_back_nothing_is_generated(rig: Ri
     assert rig.replica.info().policy_version == 2
 
 
-def test_storage_that_changed_behind_our_back_fails_the_next_proof(rig: Rig) -> None:
+def test_storage_that_changed_unexpectedly_fails_the_next_proof(rig: Rig) -> None:
     manifest = rig.serve(0)
     rig.scripted.storage_tensors["w"].view(torch.int32)[1] ^= 1
     with pytest.raises(ProofMismatch, match=r"proof \(b\) fails at w"):
@@ -158,7 +158,7 @@ def test_a_relay_serves_verified_weights_after_the_trainers_death(make_rig: Call
     until_sent(first.replica.server, {("policy", 4, "rollout/2"): proof.bytes_received})
 
 
-def test_generation_goes_on_while_weights_are_pulled(rig: Rig) -> None:
+def test_generation_continues_while_weights_are_pulled(rig: Rig) -> None:
     rig.serve(0)
     inside, go = threading.Event(), threading.Event()
 
@@ -218,7 +218,7 @@ def test_an_old_epoch_may_not_update(rig: Rig) -> None:
         rig.replica.update_weights(1, 4, rig.publish(1), [rig.holder])
 
 
-def test_a_promoted_standby_answers_to_its_new_name_only_and_proves_again(make_rig: Callable[..., Rig]) -> None:
+def test_a_promoted_standby_accepts_only_its_new_name_and_proves_again(make_rig: Callable[..., Rig]) -> None:
     rig = make_rig(replica=ReplicaId("standby/0"))
     manifest = rig.serve(2)
     rig.replica.promote(ROLLOUT, 4, "secret")

@@ -12,7 +12,7 @@ from tests.rl_runtime.rollout_rig import END, Rig, ScriptedEngine, request
 from tests.support import eventually
 
 
-def test_tokens_are_given_again_until_acknowledged(rig: Rig) -> None:
+def test_tokens_are_repeated_until_acknowledged(rig: Rig) -> None:
     rig.serve(0)
     rig.submit(request())
     whole = rig.finished("g.0")
@@ -32,7 +32,7 @@ def test_a_prefix_is_kept_in_front_and_counts(rig: Rig) -> None:
     assert chunk.logprobs[:2] == (-0.5, -0.25) and chunk.versions == (3, 4, 5, 5, 5)
 
 
-def test_going_on_behind_a_prefix_does_not_repeat_the_random_numbers(rig: Rig) -> None:
+def test_continuing_after_a_prefix_does_not_repeat_the_random_numbers(rig: Rig) -> None:
     rig.serve(0)
     rig.submit(request("a"), request("b", prefix_tokens=(9,), prefix_logprobs=(0.0,), prefix_versions=(0,)))
     rig.finished("a"), rig.finished("b")

@@ -67,7 +67,7 @@ def test_nothing_new_is_no_chunk() -> None:
     assert held.since({"a": 0}) == ((), ())
 
 
-def test_a_request_that_was_forgotten_and_given_again_has_nothing_of_the_one_before() -> None:
+def test_a_request_that_was_forgotten_and_repeated_has_nothing_of_the_one_before() -> None:
     held = buffer()
     (before,) = held.take([request("a")])
     assert held.begin(before)

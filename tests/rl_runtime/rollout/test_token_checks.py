@@ -1,4 +1,4 @@
-"""What may be taken of an engine's stream: tokens of the model, with numbers that are log-probabilities."""
+"""Valid tokens of an engine's stream: tokens of the model, with valid log-probabilities."""
 
 import math
 from dataclasses import replace

@@ -159,7 +159,7 @@ def test_a_weight_that_is_no_number_ends_in_no_step(trainer: Spied, network: str
     assert take_step(trainer, 1).commit.step == 1
 
 
-def test_a_copy_and_a_checkpoint_go_on_bit_by_bit(trainer: Spied, tmp_path: Path) -> None:
+def test_a_copy_and_a_checkpoint_continue_bit_by_bit(trainer: Spied, tmp_path: Path) -> None:
     take_step(trainer, 0)
     take_step(trainer, 1)
     tensors, meta = trainer.state.export()

@@ -64,7 +64,7 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "tppo, previous": {**TPPO, "truncation_value": "previous", "kl_coefficient": 0.1},
 }
 GLOBAL = ("grpo, token", "grpo, capped", "dapo", "ppo", "tppo")
-"""Whose divisors are counted over the whole step."""
+"""Algorithms with divisors that are counted over the whole step."""
 
 
 def job_of(algorithm: Mapping[str, Any], num_microbatches: int = 1) -> JobConfig:
@@ -202,7 +202,7 @@ class Crew:
 
 
 def together(calls: Sequence[Callable[[], Any]]) -> list[Any]:
-    """What each gave or raised; all run at the same time."""
+    """The result or exception of each; all run at the same time."""
     with ThreadPoolExecutor(len(calls)) as pool:
         futures = [pool.submit(c) for c in calls]
         return [f.exception(WAIT_SECONDS) or f.result() for f in futures]

@@ -242,7 +242,7 @@ def test_the_vote_rejects_differences_between_members(team: Team) -> None:
 
 
 @pytest.mark.parametrize(("team", "network"), [("grpo", "policy"), ("ppo", "critic")], indirect=["team"])
-def test_members_that_drifted_apart_do_not_go_on(team: Team, network: str) -> None:
+def test_members_that_drifted_apart_do_not_continue(team: Team, network: str) -> None:
     one, other = pair(team)
     other.ask("corrupt_weight", network)
     team.tell_step(0, {one: [0, 1], other: [2, 3]})

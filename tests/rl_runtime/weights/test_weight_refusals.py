@@ -209,7 +209,7 @@ def test_a_bad_puller_is_refused_by_name_and_the_server_continues(start: Start, 
     assert same(get_any([server.holder(TRAINER, 1)], manifest).tensors, weights)
 
 
-def test_slow_loris_is_cut_off_and_others_are_served_meanwhile(start: Start) -> None:
+def test_a_slow_client_is_disconnected_and_others_are_served_meanwhile(start: Start) -> None:
     server, weights = start(), make_weights()
     manifest = build_manifest(0, weights, [])
     server.publish(manifest, weights)

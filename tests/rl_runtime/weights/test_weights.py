@@ -190,7 +190,7 @@ def test_a_rollout_that_was_served_serves_the_next_when_the_trainer_is_gone(star
     until_sent(trainer, {("policy", 9, "rollout/0"): total})
 
 
-def test_pull_goes_on_at_the_missing_tensor_when_its_source_dies(start: Start) -> None:
+def test_pull_continues_at_the_missing_tensor_when_its_source_dies(start: Start) -> None:
     weights = make_weights()
     manifest = build_manifest(2, weights, [])
     served = list[str]()
@@ -254,7 +254,7 @@ def test_pieces_of_another_version_are_not_mixed_in(start: Start) -> None:
     assert same(get_any([server.holder(TRAINER, 1)], new, pieces=pieces).tensors, make_weights(2))
 
 
-def test_an_absent_holder_is_asked_again_while_another_is_busy(start: Start) -> None:
+def test_an_absent_holder_is_requested_again_while_another_is_busy(start: Start) -> None:
     """How weights spread: one source, and each served puller becomes the next one."""
     weights = make_weights()
     manifest = build_manifest(1, weights, [])

@@ -295,8 +295,7 @@ class Registry:
                 path.unlink(missing_ok=True)
 
     def poll(self, tracked: Tracked) -> None:
-        """Reads the page: keeps the last consistent one, follows a promotion, reports what was not sent over the
-        socket."""
+        """Reads the page: keeps the last consistent one, follows a promotion, reports unsent events."""
         if tracked.reader is None:
             return
         try:

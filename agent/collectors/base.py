@@ -59,8 +59,7 @@ class EvidenceProvider(Protocol):
     """A collector that returns raw evidence on request, outside its regular polls."""
 
     def evidence(self) -> bytes:
-        """Bounded in size and time. May be called while `read` runs or hangs in another thread; raises
-        CollectorUnavailable."""
+        """Bounded in size and time. Called also while `read` runs or hangs. Raises CollectorUnavailable."""
         ...
 
 

@@ -98,8 +98,7 @@ class Probe:
             )
 
     def _report_state(self, reason: str, of_read: float | None = None) -> None:
-        """Records an event on each transition between up and down. `of_read`: applies only if the read that began then
-        is still in progress."""
+        """Records an event on each change. `of_read`: applies only while the read that began then is in progress."""
         with self._lock:
             if of_read is not None and self._begun_at != of_read:
                 return

@@ -214,8 +214,7 @@ class Routes:
         )
 
     def evidence_flight_recorder(self, request: Request) -> Response:
-        """PyTorch's own dump, as a file for `rolecall diagnose`; the process writes it even if its main thread
-        hangs."""
+        """PyTorch's own dump, as a file for `rolecall diagnose`; works while the main thread hangs."""
         process = self._registered(request).process
         with _unavailable():
             dump = self.flight.dump(

@@ -73,8 +73,7 @@ class Tls:
         return stamps
 
     def context(self) -> ssl.SSLContext:
-        """For the next connection. If the new files do not work (half a pair), logs that and keeps the previous
-        context."""
+        """For the next connection. If the new files do not work, logs that and keeps the previous context."""
         with self._lock:
             stamps = self._read_stamps()
             if stamps != self._stamps:

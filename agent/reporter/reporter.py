@@ -40,8 +40,7 @@ BEAT_SECONDS = 0.2
 """Period of the ticker thread."""
 BEATS_PER_SWITCH_CHECK = 5
 OFF_SWITCH = "reporter.off"
-"""While this file exists in the run directory, no process of the run beats: `make bench` measures the cost of beats
-with it."""
+"""While this file exists in the run directory, no process of the run beats: `make bench` measures the beats' cost."""
 FLUSH_SECONDS = 0.2
 """How long interpreter exit waits for queued messages to be sent; the page holds them anyway."""
 NUM_PHASES_CACHED_MAX = 64

@@ -28,9 +28,7 @@ Weights = Mapping[str, Tensor]
 
 
 def is_asked(microbatch_id: str, all_ids: Sequence[str], step: int) -> bool:
-    """Whether this microbatch is the one of `step` whose rows are recomputed; it changes with each step and does not
-    depend on the replica.
-    """
+    """Whether this microbatch is the one of `step` whose rows are recomputed; the same at each replica."""
     return sorted(all_ids)[step % len(all_ids)] == microbatch_id
 
 

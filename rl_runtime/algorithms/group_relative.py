@@ -19,9 +19,7 @@ def all_equal(rewards: Sequence[float]) -> bool:
 
 
 def group_relative(rewards: Sequence[float], *, divide_by_std: bool) -> tuple[float, ...]:
-    """Advantages of the samples of one prompt; all exactly 0 when all rewards are equal. Uses the population
-    deviation.
-    """
+    """Advantages of one prompt's samples; all exactly 0 for equal rewards. Uses the population deviation."""
     if all_equal(rewards):
         return (0.0,) * len(rewards)
     mean = math.fsum(rewards) / len(rewards)

@@ -185,9 +185,7 @@ def _node_address() -> str:
 
 
 def _forwards(*, control: Sequence[str] = (), work: Sequence[str] = ()) -> Callable[[type[A]], type[A]]:
-    """Class decorator: adds remote methods that call the method of `_served` with the same name. Exceptions of work are
-    reported.
-    """
+    """Class decorator: adds remote methods that call those of `_served`, and reports exceptions of work."""
 
     def forwarding(name: str) -> Callable[..., Any]:
         def method(self: _Actor, *args: Any) -> Any:

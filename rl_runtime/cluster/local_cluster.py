@@ -125,8 +125,7 @@ class Cluster:
         return self.gcs is not None and self.gcs.alive
 
     def stop(self) -> None:
-        """Ends every Ray process; workers end with their raylet. Idempotent, never raises for a process that is
-        gone."""
+        """Ends every Ray process; workers end with their raylet. Idempotent."""
         if self._connected:
             import ray
 

@@ -153,9 +153,7 @@ class Operations:
         self._admit(record, from_standby=standby.replica)
 
     def end(self, record: Actual, because: str, *, wanted: bool) -> None:
-        """Fences an incarnation, ends its process and confirms the exit. `wanted`: an intended exit without
-        replacement.
-        """
+        """Fences an incarnation, ends its process and confirms the exit. `wanted`: without replacement."""
         key = (record.replica, record.incarnation)
         self._submit([key], lambda: self._end(record, because, wanted))
 

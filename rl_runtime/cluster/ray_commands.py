@@ -169,9 +169,7 @@ def _binary(path: str) -> Path:
 
 
 def store_folder(num_nodes: int, fallback: Path) -> Path:
-    """Shared memory if it is large enough (a container's default of 64 MB is not): writing beyond its size raises
-    SIGBUS.
-    """
+    """Shared memory unless it is too small (64 MB in containers): writing beyond its size raises SIGBUS."""
     shm = Path("/dev/shm")
     enough = shm.is_dir() and shutil.disk_usage(shm).free > 2 * num_nodes * OBJECT_STORE_BYTES
     return shm if enough else fallback

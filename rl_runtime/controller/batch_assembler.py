@@ -69,9 +69,7 @@ class BatchAssembler:
         self._staleness_max = job.runtime.staleness_max
 
     def open(self, group: GroupId, end: int | None = None) -> OpenGroup:
-        """A group without generated tokens; its content follows from its id, and from the start of the answer's next
-        window if there is one.
-        """
+        """A group without tokens; its content follows from its id and the start of the answer's next window."""
         number, start = group_number(group), group_start(group)
         prompt, longest = self._source.prompt(number), self._source.max_response_tokens
         window = self._job.algorithm.window_tokens
@@ -156,9 +154,7 @@ class BatchAssembler:
         self._wake.set()
 
     def classify_rewards(self) -> None:
-        """Accepts scored groups with a learning signal; drops the others or reserves them for a batch that stays
-        incomplete.
-        """
+        """Accepts scored groups with a learning signal; drops or reserves the others."""
         algorithm = self._job.algorithm
         scored = self._table.in_phase(GroupPhase.SCORED)
         if not (algorithm.dynamic_sampling and self._loop.issuing and scored):

@@ -389,9 +389,7 @@ class Controller:
             self.recorder.event(CheckpointWritten(path=path, step=self.state.step - 1))
 
     async def _recover(self, because: str) -> None:
-        """Continues from the newest checkpoint and reopens groups trained after it. Keeps the plan if it is still
-        valid.
-        """
+        """Continues from the newest checkpoint, reopens groups trained after it, and keeps a valid plan."""
         loaded = await self.trainers.recover()
         step, plan = self.trainers.committed_step, self.state.plan
         interrupted = StepInterrupted(

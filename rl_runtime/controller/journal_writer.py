@@ -132,9 +132,7 @@ class RunRecorder:
         )
 
     def judged(self, step: int, accepted: Iterable[Judged], filtered: Iterable[Judged]) -> None:
-        """Writes verdicts of dynamic sampling made while `step` was formed. A group accepted earlier already has its
-        line.
-        """
+        """Writes verdicts of dynamic sampling made while `step` was formed, except those written earlier."""
         lines = [_accepted(step, j) for j in accepted if j[0] not in self.sampler.accepted]
         lines += [_filtered(step, j) for j in filtered]
         if lines:

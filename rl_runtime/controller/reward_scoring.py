@@ -178,9 +178,7 @@ class RewardScoring:
         return free[:GROUPS_PER_CALL]
 
     def _free_for(self, key: EngineKey) -> list[OpenGroup]:
-        """Finished groups that are not being scored; one that failed here is left to other workers, if there are
-        any.
-        """
+        """Finished groups that are not being scored; one that failed here is left to other workers, if any."""
         others = len(self._workers) > 1
         free = [g for g in self._table.in_phase(GroupPhase.FINISHED) if g.group_id not in self._under_way]
         return [g for g in free if not (others and self._failed_at[g.group_id][-1:] == [key])]

@@ -31,9 +31,7 @@ from rolecall.rl_runtime.weights.proof import ProofVerifier
 logger = logging.getLogger(__name__)
 
 PULL_SECONDS = 0.1
-"""Period of pulls from an engine with work. A longer one delays tokens and the reassignment of a dead engine's
-requests.
-"""
+"""Period of pulls from an engine with work. A longer one delays tokens, and requests of a dead engine."""
 IDLE_SECONDS = 0.5
 """Period of the same call to an idle engine, to detect that it is dead or silent."""
 DRAIN_SECONDS = 2.0
@@ -220,9 +218,7 @@ class RolloutPool:
         engine.wanted.set()
 
     async def held_requests(self) -> dict[EngineKey, list[tuple[GenerationRequest, TokenChunk]]]:
-        """Requests held by each serving engine, for a controller that restarts. Engines that do not answer are left
-        out.
-        """
+        """Requests held by each serving engine that answers, for a controller that restarts."""
 
         async def ask(engine: EngineState) -> list[tuple[GenerationRequest, TokenChunk]]:
             try:
@@ -278,9 +274,7 @@ class RolloutPool:
             engine.wake.set()
 
     async def _drain(self, engine: EngineState, because: str) -> None:
-        """Collects the last tokens of an engine that is replaced alive before it is fenced; the supervisor waits for
-        it.
-        """
+        """Collects the last tokens of an engine that is replaced alive; the supervisor waits for it."""
         engine.serving = False  # no new requests; an answer in progress is still taken
         try:
             pulled = await engine.port.drain(self._table.offsets(engine.key), DRAIN_SECONDS / 2)
@@ -421,9 +415,7 @@ class RolloutPool:
             engine.wanted.set()
 
     def demote(self, because: str) -> None:
-        """Invalidates the proven version because it was discarded: no engine serves until it has proven the current
-        one.
-        """
+        """Invalidates the discarded proven version: no engine serves until it has proven the current one."""
         for engine in self.engines.values():
             engine.version, engine.proven = -1, ""
             self._unserve(engine, because)
@@ -510,9 +502,7 @@ class RolloutPool:
 
     @contextmanager
     def _gives(self, holders: Sequence[Holder]) -> Iterator[None]:
-        """Reserves the holders for one puller within the context. Empty when no holder is left; the update then
-        fails.
-        """
+        """Reserves the holders for one puller within the context; empty when none is left."""
         self._giving.update(holders)
         self._given.update(holders)
         try:

@@ -32,9 +32,7 @@ from rolecall.rl_runtime.protocol.messages import (
 PATIENCE_SECONDS = 2.0
 """How long a full step waits for groups that would otherwise become too old."""
 CODE_ERRORS_MAX = 2
-"""Exceptions of code in one step; the second one counts as user code (invariant Bounded remediation,
-docs/invariants.md).
-"""
+"""Exceptions of code in one step; the second one counts as user code (docs/invariants.md, Bounded remediation)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,9 +51,7 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommittedStep:
-    """A step that is part of the trainers' state. `result` is None when every trainer that had it died after the
-    commit.
-    """
+    """A step that is part of the trainers' state. `result` is None when every trainer with it died."""
 
     commit: CommitRecord
     result: StepResult | None
@@ -191,9 +187,7 @@ def form_step(batch: BatchSnapshot, now: float) -> FormStep | Wait:
 
 
 def _overdue_group(batch: BatchSnapshot, chosen: Sequence[GroupId]) -> GroupId | None:
-    """A group that is not ready although, after a step of `chosen`, more groups would remain than can be trained in
-    time.
-    """
+    """An unfinished group that cannot be trained in time if the next step has only `chosen`."""
     taken, ready = set(chosen), set(batch.ready)
     left = {g: v for g, v in batch.newest_versions.items() if g not in taken}
     for later in range(batch.staleness_max + 1):
@@ -281,9 +275,7 @@ def reassign(unassigned: Mapping[GroupId, int], loads: Iterable[EngineLoad]) -> 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MembershipChanges:
-    """Differences between one role's replicas and the journal's records. `replaced`: superseded by recovery, but still
-    alive.
-    """
+    """Differences between one role's replicas and the records. `replaced`: by recovery, but still alive."""
 
     lost: Mapping[Member, str]
     replaced: Mapping[Member, str]
@@ -338,9 +330,7 @@ class Interruption:
     awaits_recovery: bool
     """The code fails again, or in all members: repeating the step does not help until recovery has acted."""
     not_finite: NonFiniteMicrobatch | None = None
-    """A microbatch that is NaN or infinite at one member: another one computes it again. If that was done already
-    (`awaits_recovery`), it is the data or the code.
-    """
+    """A microbatch that is not finite at one member. Again after another one computed it: the data or the code."""
     unusual: tuple[ComputedMicrobatch, ...] = ()
     """Microbatches of one member that are outside the learned band: another one computes them again."""
 

@@ -395,9 +395,7 @@ class TrainerGroup:
     async def _attempt(
         self, plan: StepPlan, *, repeated: bool, first: Sequence[ComputedMicrobatch]
     ) -> dict[Member, Any]:
-        """Runs one attempt at all members. `repeated`: they may already have computed parts of the step. `first`:
-        unusual microbatches, to compare.
-        """
+        """Runs one attempt. `repeated`: parts may be computed already. `first`: unusual ones to compare."""
         computed: dict[ReplicaId, tuple[str, ...]] = {}
         if repeated:
             infos = await self._call_all({m: p.info() for m, p in self.members.items()}, grace=GRACE_SECONDS)

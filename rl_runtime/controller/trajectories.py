@@ -85,9 +85,7 @@ class Trajectory:
         return self.versions[self.first_fresh :] or (self.versions if self.finished else [])
 
     def cut(self) -> None:
-        """Ends its window here permanently, because the next window begins here; regenerated tokens end here as
-        well.
-        """
+        """Ends its window here permanently, also for regenerated tokens, because the next window begins here."""
         self.end, self.is_window = EndReason.TRUNCATED, True
         self.request = replace(self.request, max_response_tokens=len(self.tokens))
 
@@ -350,9 +348,7 @@ class TrajectoryTable:
         return finished
 
     def _is_finished(self, group_id: GroupId) -> bool:
-        """Whether all samples ended; the group is then scored, unless it is a window that ends in the middle of an
-        answer.
-        """
+        """Whether all samples ended; the group is then scored, unless its window ends inside an answer."""
         group = self.groups[group_id]
         if not all(t.finished for t in group.trajectories):
             return False

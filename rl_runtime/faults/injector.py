@@ -269,9 +269,7 @@ class _Injection:
 
     @contextmanager
     def _met(self, victim: InjectionTarget) -> Iterator[bool]:
-        """Holds the target at the checkpoint of the work to interrupt. False: it did not reach it in time, and is hit
-        wherever it is.
-        """
+        """Holds the target at the checkpoint of the work to interrupt; yields False if it is not reached in time."""
         if not self._at:
             yield True
             return

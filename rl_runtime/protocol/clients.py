@@ -197,9 +197,7 @@ class RolloutPort(RoleClient):
         return cast(PulledTokens, await self.client.call("tokens_since", self.incarnation, offsets))
 
     async def drain(self, offsets: dict[str, int], seconds: float) -> PulledTokens:
-        """The last tokens of an engine that is replaced alive; returns even if it does not stop generating within
-        `seconds`.
-        """
+        """The last tokens of an engine that is replaced alive, even if it does not stop within `seconds`."""
         return cast(PulledTokens, await self._ask(seconds * 2, "drain", self.incarnation, offsets, seconds))
 
     async def ack(self, request_ids: Sequence[str]) -> None:

@@ -48,9 +48,7 @@ class TokenChunk:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PulledTokens:
-    """Answer of `tokens_since`. `unknown`: requests that this engine does not hold, because it is another
-    incarnation.
-    """
+    """Answer of `tokens_since`. `unknown`: requests that this engine (another incarnation) does not hold."""
 
     replica: ReplicaId
     incarnation: int

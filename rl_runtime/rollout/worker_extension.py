@@ -42,9 +42,7 @@ class RolecallWorker:
     vllm_config: Any
 
     def rolecall_prepare(self) -> None:
-        """Called once after the start: makes embeddings compute from the storage that is read back, not from a packed
-        copy.
-        """
+        """Called after the start: makes embeddings compute from the readable storage, not a packed copy."""
         self._rolecall_expected: dict[str, str] = {}
         if getattr(_linear_base(), "_cpu_skip_gemm_dispatch", False):
             for module in self.model_runner.get_model().modules():

@@ -38,8 +38,7 @@ class RewardWorker:
         clock: Clock | None = None,
         on_group: Callable[[], float | None] = lambda: None,
     ) -> None:
-        """`on_group` is called before each group, for fault injection; the rewards are multiplied by a returned
-        number."""
+        """`on_group` is called before each group, for fault injection; a returned number scales the rewards."""
         self._replica, self._incarnation = replica, incarnation
         self._task, self._clock, self._on_group = task_of(job), clock or SystemClock(), on_group
         reporter.enter_phase(Phase.WAIT)

@@ -42,9 +42,7 @@ _GROUP = re.compile(r"g(\d{8,})(?:-(\d{5,}))?", re.ASCII)
 
 
 def group_id(number: int, start: int = 0) -> GroupId:
-    """7 -> `g00000007`; the window of its answer that begins after 12 tokens: `g00000007-00012`. Ids sort as numbers
-    do.
-    """
+    """7 -> `g00000007`; the window that begins after 12 tokens: `g00000007-00012`. Ids sort as numbers do."""
     if number < 0 or start < 0:
         raise InvalidId(what="group", text=f"{number}, {start}")
     return GroupId(f"g{number:08d}-{start:05d}" if start else f"g{number:08d}")

@@ -40,9 +40,7 @@ ProcessGroupGloo: Any = _ProcessGroupGloo  # torch's stubs lack its options and 
 BUCKET_BYTES: Final = 2 << 20
 """Small enough to locate a stall by bucket, large enough to hide gloo's latency (0.3 ms)."""
 BALLOT_BYTES_MAX: Final = 32 << 20
-"""A larger announced ballot of a peer is rejected before any allocation. The largest step that a job file may request,
-computed by one member, takes 18 MB.
-"""
+"""Larger ballots are rejected before any allocation. The largest step of a job file, on one member, takes 18 MB."""
 LOOPBACK: Final = "127.0.0.1"
 
 

@@ -31,9 +31,7 @@ MANIFESTS_MAX: Final = 4
 
 
 class TrainerService:
-    """The service of a trainer's process, on `address` only. First incarnations have the run's initial weights; later
-    ones must copy.
-    """
+    """The service of a trainer's process. Later incarnations than the first must copy their weights."""
 
     def __init__(
         self,

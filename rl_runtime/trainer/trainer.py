@@ -425,9 +425,7 @@ class TrainerReplica:
             raise UnusualMicrobatches(step=step, microbatches=unusual)
 
     def _report_wrong(self, compared: Sequence[ComparedMicrobatch]) -> None:
-        """Reports another replica's wrong numbers to the agent, once in a step and only if this one computed them
-        again.
-        """
+        """Reports another replica's wrong numbers to the agent, once in a step, if this one recomputed them."""
         for found in compared:
             if found.verdict is CheckVerdict.WRONG and found.by == self.replica and found.again is not None:
                 first = found.first

@@ -27,9 +27,7 @@ MAC_BYTES: Final = 32
 HEADER_BYTES_MAX: Final = 8 << 20
 """Longest JSON header. The index of a state with 30,000 tensors takes about 6 MiB."""
 PIECE_BYTES: Final = 1 << 20
-"""Payload is sent in pieces of this size, each with its own deadline: the slowest tolerated peer sends one MiB per
-deadline.
-"""
+"""Payload is sent in pieces of this size, each with its own deadline: a peer may take one MiB per deadline."""
 
 
 class AuthenticatedConnection:

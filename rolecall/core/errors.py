@@ -159,8 +159,7 @@ class NonFiniteMicrobatch(RolecallError):
 
     @staticmethod
     def parse(message: str) -> tuple[str, str] | None:
-        """(microbatch id, its prompt groups) from the message, which an agent's event may truncate within the
-        groups."""
+        """(microbatch id, its prompt groups, perhaps truncated by the agent) from the message."""
         found = _MICROBATCH.search(message)
         return (found[1], found[2]) if found else None
 

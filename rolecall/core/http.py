@@ -17,8 +17,7 @@ CONNECT_SECONDS = 2.0
 
 
 class HttpFailed(Exception):
-    """No complete response, and why. `late`: not within the deadline; `refused`: nothing listens; `too_large`: cut
-    off."""
+    """No complete response. `late`: not within the deadline; `refused`: no listener; `too_large`: cut off."""
 
     def __init__(self, reason: str, *, late: bool = False, refused: bool = False, too_large: bool = False) -> None:
         self.late, self.refused, self.too_large = late, refused, too_large

@@ -17,8 +17,7 @@ from rolecall.core.errors import ConfigError
 from rolecall.core.journal.database import redacted
 
 DEMO_HORIZON_SECONDS = 3600.0
-"""The demo's job counts as running for an hour: without a horizon, tolerating a slow replica is often the right
-decision."""
+"""The demo's job counts as running for an hour: without a horizon, slow replicas are often tolerated."""
 GAP_SECONDS = (3.0, 10.0)
 """A fault is injected this long after the fleet is healthy, uniformly at random."""
 RECOVERY_DEADLINE_SECONDS = 150.0

@@ -45,8 +45,7 @@ WATCH_STUCK_SECONDS = 30.0
 """A watch whose lease has been over for this long is stopped or stuck: it is killed and restarted."""
 LEASE_CHECK_SECONDS = 2.0
 LATE_CHECKS_MAX = int(WATCH_STUCK_SECONDS / LEASE_CHECK_SECONDS)
-"""Counted in checks, not by the clock: after an unavailable database or a suspended machine the watch is not at
-fault."""
+"""In checks, not by the clock: after an unavailable database or a suspended machine the watch is not at fault."""
 WATCH_RESTARTS_MAX = 20
 """Restarts of `watch`, as by a service manager; more indicate a defect."""
 JOURNAL_WAIT_SECONDS = 120.0

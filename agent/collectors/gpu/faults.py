@@ -36,8 +36,7 @@ _UNCORRECTED: Key = ("ecc_errors_total", "uncorrected")
 
 @dataclass(slots=True)
 class Conditions:
-    """Of one GPU. `known`: the newest numbers, including older ones of calls that now fail; `active`: current
-    conditions."""
+    """Of one GPU. `known`: the newest numbers, also of calls that now fail; `active`: current conditions."""
 
     known: Numbers = field(default_factory=dict)
     active: set[Key] = field(default_factory=set)

@@ -25,8 +25,7 @@ GPU instance has its share as a prefix (`1c.3g.40gb`)."""
 
 _METRICS: dict[str, Metric] = {m.name.removeprefix("rolecall_gpu_instance_"): m for m in MIG_METRICS}
 PER_INSTANCE = frozenset((name,) for name in _METRICS if name not in ("info", "processes"))
-"""Keys reported per instance; dcgm-exporter's page then omits those of the whole GPU, so that sums do not count
-twice."""
+"""Keys reported per instance; dcgm-exporter's page then omits those of the GPU, to count nothing twice."""
 
 
 @dataclass(slots=True)

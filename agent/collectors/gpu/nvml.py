@@ -21,8 +21,7 @@ from typing import Any
 from rolecall.agent.collectors.base import CollectorUnavailable
 
 UNSUPPORTED = frozenset({3, 4, 13, 25, 26})
-"""NOT_SUPPORTED, NO_PERMISSION, FUNCTION_NOT_FOUND, ARGUMENT_VERSION_MISMATCH, DEPRECATED: a retry gives the same
-result."""
+"""NOT_SUPPORTED, NO_PERMISSION, FUNCTION_NOT_FOUND, ARGUMENT_VERSION_MISMATCH, DEPRECATED: a retry is useless."""
 FIELD_UNSUPPORTED = UNSUPPORTED | {2}
 """For field values also INVALID_ARGUMENT: the driver is too old for the field."""
 LOST = frozenset({15, 16, 28})

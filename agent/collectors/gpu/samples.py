@@ -85,8 +85,7 @@ def gpus_of(environ: Mapping[str, str], uuids: Mapping[int, str]) -> tuple[int, 
 
 
 def _listed(text: str, seen: Sequence[int], uuids: Mapping[int, str]) -> list[int]:
-    """CUDA stops at the first invalid entry; an index is relative to the visible GPUs `seen`, a UUID may be a
-    prefix."""
+    """CUDA stops at the first invalid entry; an index is relative to the visible GPUs `seen`."""
     found: list[int] = []
     for entry in (part.strip() for part in text.split(",")):
         if entry.isdecimal():

@@ -167,8 +167,7 @@ class Kmsg:
         )
 
     def _cursor_is_valid(self) -> bool:
-        """A cursor beyond the newest record is from another boot even if the boot ID matches or cannot be read: then
-        everything is read again."""
+        """A cursor beyond the newest record is from another boot: then everything is read again."""
         if self._next is None or not 0 <= self._newest < self._next - 1:
             return True
         self._next = None

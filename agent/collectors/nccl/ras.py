@@ -38,8 +38,7 @@ from rolecall.formats.nccl.ras import (
 
 DEFAULT_ADDRESS = "localhost:28028"
 NO_LISTENER_ERRNOS = (errno.ECONNREFUSED, errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
-"""Connection errors that mean that no RAS listens. The latter two: `localhost` may resolve to IPv6 on a node without
-it."""
+"""No RAS listens. The latter two: `localhost` may resolve to IPv6 on a node without it."""
 INTERVAL_SECONDS = 15.0
 CONFIRM_SECONDS = 60.0
 """Ray Train warns at 60 s. A lower value reports a long checkpoint of one rank as a fault."""
@@ -51,8 +50,7 @@ CONNECT_SECONDS_MAX = 1.0
 POLL_SECONDS_MAX = 3.0
 """Per poll; the agent considers a collector hung after five seconds."""
 ANSWER_SECONDS_MAX = 30.0
-"""Per query, over several polls. RAS waits up to twice TIMEOUT_SECONDS for other processes, longest when some have
-failed."""
+"""Per query, over several polls: RAS waits up to twice TIMEOUT_SECONDS for other processes."""
 EVIDENCE_SECONDS_MAX = 12.0
 """Per evidence request: RAS itself waits up to twice TIMEOUT_SECONDS for its peers."""
 TIMEOUT_SECONDS = 5

@@ -23,8 +23,7 @@ from rolecall.core.metrics.metric import Metric, MetricValue
 
 NUM_INTERFACES_MAX = 64
 DRIVER_EVERY_SECONDS = 5.0
-"""Between two reads of a driver's statistics: the driver queries its firmware for hundreds, of which a dozen are
-used."""
+"""Between two reads of a driver's statistics, for which the driver queries its firmware."""
 MEGABIT_BYTES = 1e6 / 8
 SPEED_UNKNOWN = 2**32 - 1
 """-1 as an unsigned number; some drivers write -1."""
@@ -107,8 +106,7 @@ STRING_BYTES = 32
 NUM_STATISTICS_MAX = 16_384
 """mlx5 with 128 queues has about 4,000."""
 SLACK = 4096
-"""Spare entries: the kernel writes all current statistics regardless of the requested number, and queues may have been
-added since that number was read."""
+"""Spare entries, because queues may have been added since the number of statistics was read."""
 
 Ioctl = Callable[[str, bytearray], None]
 """Queries an interface's driver; the response overwrites the request. Raises OSError."""

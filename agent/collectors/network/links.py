@@ -45,8 +45,7 @@ class LinkWatch:
         self._downs: deque[float] = deque(maxlen=NUM_DOWNS_KEPT)
 
     def poll(self, at: float, up: bool, counted: int | None = None, *, reloaded: bool = False) -> list[LinkTransition]:
-        """Transitions since the last poll. `counted`: the kernel's count of downs, if any; `reloaded`: the driver was
-        reloaded."""
+        """Transitions since the last poll. `counted`: the kernel's count of downs; `reloaded`: the driver was."""
         self._num_missed, was_gone, self.gone = 0, self.gone, False
         changes = list[LinkTransition]()
         if reloaded and self._up and up:

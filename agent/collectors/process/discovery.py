@@ -132,8 +132,7 @@ class ProcessFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Match:
-    """Identity of a process. `replica` None: unknown, to be numbered by start order on its node. `job` empty:
-    unknown."""
+    """Identity of a process. `replica` None: numbered by start order on its node. `job` empty: unknown."""
 
     rule: str
     role: str

@@ -80,8 +80,7 @@ def requested_exit(status: ExitStatus) -> str:
 
 
 class WatchRefused(Exception):
-    """The process cannot be watched. `gone`: it has ended or the PID was reused; else it may be alive, and a limit was
-    reached."""
+    """The process cannot be watched. `gone`: it has ended; otherwise a limit was reached."""
 
     def __init__(self, reason: str, *, gone: bool = False) -> None:
         self.gone = gone

@@ -87,8 +87,7 @@ class AlgorithmConfig(Section):
     group_size: Annotated[int, Field(ge=1, le=256)] = 8
     """Answers per prompt: the group that advantages are relative to. With a critic it may be 1."""
     microbatches_per_step: Annotated[int, Field(ge=1, le=1024)] = 4
-    """B of invariant Constant work (docs/invariants.md): each optimizer step uses exactly this many, whatever the
-    number of survivors."""
+    """B of invariant Constant work (docs/invariants.md): every optimizer step uses exactly this many."""
     groups_per_microbatch: Annotated[int, Field(ge=1, le=256)] = 4
     """Prompt groups in one microbatch."""
     learning_rate: Annotated[float, Field(ge=0, le=1)] = 1e-3

@@ -1,5 +1,4 @@
-"""One entry of the journal. `incident_id` and `caused_by` (an event id) trace any action back to the sample that caused
-it."""
+"""One entry of the journal. `incident_id` and `caused_by` (an event id) trace an action back to its sample."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace

@@ -1,5 +1,4 @@
-"""Tables of a run's database (SQLAlchemy). `events` and `ledger` are hash chains: rows are appended and never
-changed."""
+"""Tables of a run's database (SQLAlchemy). `events` and `ledger` are hash chains: rows are only appended."""
 
 from typing import Any
 

@@ -87,8 +87,7 @@ def kill_process(pid: int, start_ticks: int, sig: int = signal.SIGKILL) -> bool:
     except ProcessLookupError:
         return False
     try:
-        # The descriptor is bound to the process that had the PID when it was opened, so the start time is compared
-        # after that.
+        # The descriptor is bound to its process, so the start time is compared after opening it.
         if not is_alive(pid, start_ticks):
             return False
         signal.pidfd_send_signal(descriptor, sig)

@@ -140,10 +140,7 @@ class MonotonicCounters:
                 del known[key]
 
     def add(self, key: Key, reading: int | None, *, reloaded: bool = False) -> int | None:
-        """The new total; the previous one if there is no reading; None: unknown, or too many series.
-
-        `reloaded`: the driver was reloaded, so a smaller number is a restart and not a wrap.
-        """
+        """The new total; without a reading the previous one; None: unknown. `reloaded`: a decrease is a restart."""
         newest = self._newest.get(key)
         if reading is None:
             return None if newest is None else self._before.get(key, 0) + newest

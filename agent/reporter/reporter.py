@@ -283,10 +283,7 @@ class step:
 
 
 def progress(units: int = 1, *, busy_seconds: float = 0.0, tokens: int = 0) -> None:
-    """`units` of work finished in `busy_seconds` of wall time, producing `tokens` tokens.
-
-    The calling thread becomes the working thread, whose run delay the agent reports.
-    """
+    """`units` of work took `busy_seconds` and gave `tokens` tokens. The caller becomes the working thread."""
     with _page as page:
         integers, floats = page.q, page.d
         ident = threading.get_ident()

@@ -349,10 +349,7 @@ def _total(x: Tensor) -> float:
 
 
 def overlong_penalty(length: int, *, longest: int, cache: int) -> float:
-    """In [-1, 0] for a response of `length` tokens; `cache` 0 disables it.
-
-    At exactly `longest` the linear piece has reached -1; DAPO's third piece begins after it with the same value.
-    """
+    """In [-1, 0] for a response of `length` tokens; -1 from `longest` on; `cache` 0 disables it."""
     if cache == 0 or length <= longest - cache:
         return 0.0
     return -min(1.0, (length - (longest - cache)) / cache)

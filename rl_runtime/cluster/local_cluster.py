@@ -104,8 +104,7 @@ class Cluster:
         import ray
 
         _keep_ray_quiet()
-        # Ray puts the driver's working directory on its workers' import path, where a file h2.py would shadow a
-        # library.
+        # Ray adds the driver's working directory to its workers' import path: h2.py there would shadow a library.
         with _own_signal_handlers(), chdir(self._temp):
             ray.init(
                 address=self.address,

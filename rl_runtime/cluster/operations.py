@@ -144,8 +144,7 @@ class Operations:
         try:
             self._actors.promote(standby.actor, record.replica, record.incarnation, secret, PROMOTE_SECONDS)
         except Exception:
-            # Deliberate, and raised again: a standby whose promotion failed has no known identity and must not live on
-            # under either one.
+            # Deliberate, and raised again: a standby whose promotion failed has no known identity.
             self.lose(standby, f"it could not become {record.replica}")
             self._kill(standby)
             raise

@@ -82,10 +82,7 @@ class _SupervisedAgent:
 
 
 class AgentSupervisor:
-    """Keeps one node agent per node running: starts it, restarts it at a bounded rate, and stops it.
-
-    Owned by the supervisor's loop; `restarted(node, because)` is called for every restart.
-    """
+    """Keeps one agent per node running; calls `restarted(node, because)` for every restart."""
 
     def __init__(
         self, run: RunDir, nodes: Sequence[NodeId], clock: Clock, restarted: Callable[[NodeId, str], None]
@@ -276,8 +273,7 @@ class Supervisor:
             self.actors.renew(self.job.runtime.lease_seconds)
 
     def _observe(self) -> ClusterState:
-        # Before the records: an operation that ends in between still counts as busy; the next iteration sees its
-        # result.
+        # Before the records: an operation that ends in between is busy until the next iteration.
         busy = self._operations.busy()
         actual = self.journal.actual()
         dead_nodes = set(self.cluster.dead_nodes())

@@ -45,11 +45,7 @@ class Tasks:
 
 
 async def retry_first_call(failures: Counter[Member], member: Member, error: Exception) -> str:
-    """Counts a handshake that failed with the replica's own error, and waits before the next one.
-
-    Returns:
-        Why to give the replica up, after the last attempt; otherwise empty.
-    """
+    """Counts a failed handshake, and waits. Returns why to give the replica up after the last one, else ""."""
     failures[member] += 1
     count = failures[member]
     because = f"its first call failed {count} times, last: {type(error).__name__}: {error}"

@@ -116,8 +116,7 @@ class BatchAssembler:
         # Continued windows come before new groups: a free slot is filled at once, and no answer stays unfinished.
         waiting, void = windows.settle(self._table, self._source.max_response_tokens)
         self._drop(void, windows.NOTHING_FRESH)
-        # Groups of late engines will hardly be trained, and filtered ones have no learning signal: neither delays the
-        # others.
+        # Groups of late engines and filtered ones will hardly be trained, and delay no others.
         ahead = [g for g in self._table.groups.values() if g.phase is not GroupPhase.FILTERED]
         placed = place_groups(
             self._loop,
@@ -239,10 +238,7 @@ class BatchAssembler:
         return StepPlan(step=self._loop.step, microbatches=microbatches, ledger=head, resumed=resumed)
 
     async def resume_step(self) -> StepPlan | None:
-        """The unfinished step of the previous controller, with the same microbatches, if its groups are complete.
-
-        Otherwise its groups are returned and its partial gradients become useless.
-        """
+        """The previous controller's unfinished step if its groups are complete; otherwise returns its groups."""
         assigned = self._recorder.ledger.groups([GroupState.ASSIGNED])
         groups = await self._scored_again(assigned) if self._is_whole(assigned) else None
         if groups:

@@ -229,8 +229,7 @@ class Controller:
                         return
                     case LoopAction.REGROUP:
                         await self.trainers.regroup(decision.because, with_candidates=True)
-                        # A holder of the newest version may exit before the rollouts load it, so the version is offered
-                        # again.
+                        # A holder may exit before the rollouts load the version, so it is offered again.
                         self.state.published = self.state.publish_failed = False
                     case LoopAction.PUBLISH:
                         await self._publish()
@@ -403,8 +402,7 @@ class Controller:
         if plan is not None and plan.step == step + 1:
             self.state.plan = replace(plan, resumed=True)
             return
-        # Stop all engines from serving first: if the controller dies here, tokens of the discarded policy must not
-        # return.
+        # Engines first: if the controller dies here, tokens of the discarded policy must not return.
         self.state.step, self.state.plan = step + 1, None
         self.rollouts.demote(f"went back to policy version {self.state.step}")
         self.table.truncate_after(self.state.step)

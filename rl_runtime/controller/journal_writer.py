@@ -80,10 +80,7 @@ class RunRecorder:
     def set_state(
         self, replica: ReplicaId, incarnation: int, state: ReplicaState, because: str, policy_version: int = -1
     ) -> bool:
-        """Writes a replica's state; False if the replica was fenced in the meantime.
-
-        Only these columns: the supervisor may write the process of a replica that is starting at the same moment.
-        """
+        """Writes a replica's state, but not its process; False if it was fenced in the meantime."""
         self.check()
         version = {"policy_version": policy_version} if policy_version >= 0 else {}
         values = {"state": str(state), "because": because, **version}

@@ -205,8 +205,7 @@ class RewardScoring:
             answer = await asyncio.gather(*(self._compared(key, group, rewards) for group, rewards in pairs))
             for sent, rewards in zip(groups, answer, strict=True):
                 group = self._table.groups.get(sent.group_id)
-                # Closed, or truncated to an older policy and regenerated in the meantime: the rewards are for discarded
-                # tokens.
+                # Closed, or regenerated after a rollback: the rewards are for discarded tokens.
                 if (
                     group is not None
                     and group.phase is GroupPhase.FINISHED

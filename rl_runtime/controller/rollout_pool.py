@@ -301,10 +301,7 @@ class RolloutPool:
         self._recorder.change_members(left=[key], because=f"{key[0]}#{key[1]}: {because}")
 
     def _move(self, engine: EngineState, because: str, *, forgets: bool) -> None:
-        """Reassigns its unfinished requests, which continue from the streamed tokens; the event counts the lost tokens.
-
-        `forgets`: it is alive, and drops them now or when it answers again.
-        """
+        """Reassigns its unfinished requests with their tokens. `forgets`: it is alive, and drops them."""
         made = None if forgets and not engine.silent else self._tokens_generated(engine.record)
         lost = not forgets or engine.silent
         cut = self._table.cut(engine.key) if self._trains_prefixes and lost else NOTHING

@@ -237,10 +237,7 @@ def place_groups(
     group_size: int,
     staleness_max: int,
 ) -> list[tuple[GroupId, EngineKey]]:
-    """As many of `groups` as can be trained within `staleness_max`, each with its engine.
-
-    `ahead`: open groups that are trained before them.
-    """
+    """As many of `groups` as can be trained within `staleness_max` after `ahead`, each with its engine."""
     by_key = {e.key: e for e in loads}
     placed: list[tuple[GroupId, EngineKey]] = []
     while loop.hold or loop.step + ahead // groups_per_step < loop.num_steps:

@@ -356,10 +356,7 @@ class TrajectoryTable:
         return True
 
     def end_with(self, group_id: GroupId, other: OpenGroup) -> None:
-        """Copies a window's lost tokens from a later one of the same answer, which still has them.
-
-        If it has all of them, the window ends where the later one begins; otherwise the window continues after them.
-        """
+        """Copies lost tokens from a later window of the answer; a complete window ends where that one begins."""
         (trajectory,), (later,) = self.groups[group_id].trajectories, other.trajectories
         if trajectory.engine is not None and trajectory.sent:
             self._forget[trajectory.engine].append(trajectory.request.request_id)
@@ -373,10 +370,7 @@ class TrajectoryTable:
     def adopt(
         self, engine: EngineKey, held: Iterable[tuple[GenerationRequest, TokenChunk]], proven_version: int
     ) -> list[GroupId]:
-        """Adopts an engine's requests after a restart of the controller. Returns the groups that they finish.
-
-        If two engines hold a request (it was reassigned), the one with more tokens keeps it.
-        """
+        """Adopts requests after a restart; the engine with more tokens keeps one. Returns finished groups."""
         finished: list[GroupId] = []
         for request, chunk in held:
             trajectory = self._by_request.get(request.request_id)
@@ -424,10 +418,7 @@ class TrajectoryTable:
         return True
 
     def cut(self, engine: EngineKey) -> ReassignedRequests:
-        """Ends an engine's unfinished requests at their last token, so that they can be trained on.
-
-        Skips requests without tokens of their own, and those that must reach a next window that has begun.
-        """
+        """Cuts an engine's unfinished requests that have own tokens and need not reach a next window."""
         open_ended = (t for t in self._unfinished_on(engine) if not self.groups[t.request.group_id].followed)
         leaving = [t for t in open_ended if len(t.tokens) > t.first_fresh]
         for t in leaving:
@@ -436,10 +427,7 @@ class TrajectoryTable:
         return _moved(leaving)
 
     def leave(self, engine: EngineKey, *, alive: bool = False) -> ReassignedRequests:
-        """Takes all unfinished requests away from an engine: they become unassigned and keep their tokens.
-
-        `alive`: the engine can still drop them. Otherwise it is lost, with everything that it holds.
-        """
+        """Unassigns an engine's unfinished requests, which keep their tokens. `alive`: it can still drop them."""
         leaving = list(self._unfinished_on(engine))
         if alive:
             self._forget[engine].extend(trajectory.request.request_id for trajectory in leaving if trajectory.sent)
@@ -500,10 +488,7 @@ class TrajectoryTable:
         ]
 
     def waiting(self, proven: Mapping[EngineKey, int]) -> dict[GroupId, int]:
-        """Version of the newest token of each group that a step may still take.
-
-        `proven`: the proven version of each engine, which an unfinished group's next tokens will have.
-        """
+        """Newest version that each group has or, if unfinished, will get from its engine (`proven`)."""
         found: dict[GroupId, int] = {}
         for group in self.groups.values():
             if group.phase not in (GroupPhase.ASSIGNED, GroupPhase.FILTERED):

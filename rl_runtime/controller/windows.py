@@ -20,10 +20,7 @@ NOTHING_FRESH = "nothing_fresh: its answer ended before this window"
 
 
 def limit_of(start: int, *, window_tokens: int | None, longest: int, end: int | None = None) -> int:
-    """Tokens of the whole answer at which a window that begins after `start` ends.
-
-    `end`: start of the next window, if known. `window_tokens` None: no windows.
-    """
+    """Tokens at which the window from `start` ends. `end`: start of the next one, if known."""
     if end is not None:
         return end
     return longest if window_tokens is None else min(longest, start + window_tokens)

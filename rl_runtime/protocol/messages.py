@@ -242,10 +242,7 @@ class Manifest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightProof:
-    """An engine's three-part proof for (incarnation, epoch, policy version).
-
-    Invariant Proof before service (docs/invariants.md).
-    """
+    """An engine's three-part proof for (incarnation, epoch, version): invariant Proof before service."""
 
     replica: ReplicaId
     incarnation: int

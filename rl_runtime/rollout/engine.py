@@ -183,11 +183,7 @@ class VllmEngine:
         return made
 
     def load(self, tensors: Mapping[str, torch.Tensor]) -> list[str]:
-        """Loads weights into the model and drops every key-value block computed with older weights.
-
-        Returns:
-            Parameters that were not loaded, over all ranks.
-        """
+        """Loads weights, drops key-value blocks of older ones. Returns parameters not loaded, over all ranks."""
         self._llm.reset_prefix_cache(reset_running_requests=True)
         return sorted({name for rank in self._rpc("rolecall_load", tensors) for name in rank})
 

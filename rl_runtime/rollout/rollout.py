@@ -193,8 +193,7 @@ class RolloutReplica:
                     seed=seed,
                 )
             except ValueError:
-                # It was checked when accepted, so this is an internal error and must not affect other requests. Once
-                # dropped here, its owner finds it unknown and reassigns it.
+                # Checked when accepted, so an internal error: dropped here, its owner reassigns it.
                 logger.exception("the engine refuses request %s", request.request_id)
                 self._buffer.forget([request.request_id])
 

@@ -161,11 +161,7 @@ class TokenBuffer:
             return [(held.request, held.chunk(0)) for held in self._held.values()]
 
     def forget(self, request_ids: Iterable[str]) -> list[str]:
-        """Drops requests; unknown ones are ignored.
-
-        Returns:
-            Those that the engine was still generating.
-        """
+        """Drops requests; unknown ones are ignored. Returns those that the engine was still generating."""
         unfinished = []
         with self._lock:
             for request_id in request_ids:

@@ -50,11 +50,7 @@ class RolecallWorker:
                     module.cpu_linear = torch.nn.functional.linear
 
     def rolecall_load(self, tensors: Mapping[str, torch.Tensor]) -> list[str]:
-        """Loads weights under their Hugging Face names into the running model.
-
-        Returns:
-            Parameters that were not loaded; empty on success.
-        """
+        """Loads weights under their Hugging Face names. Returns parameters that were not loaded."""
         from vllm.config import set_current_vllm_config
 
         model = self.model_runner.get_model()

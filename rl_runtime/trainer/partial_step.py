@@ -166,10 +166,7 @@ class PartialStep:
             return tuple(sorted(self._done)) if self._step == step else ()
 
     def taken(self, wanted: AbstractSet[str]) -> Contribution | None:
-        """The sum and its microbatches; None unless they are exactly `wanted`.
-
-        Not a copy: only the caller adds to it, and clearing does not change it.
-        """
+        """The sum (only the caller may change it) and its microbatches; None unless they are exactly `wanted`."""
         with self._lock:
             if self._done.keys() != wanted:
                 return None

@@ -216,10 +216,7 @@ class ReduceGroup:
         return [bytes(rows[r, : int(lengths[r])].numpy().tobytes()) for r in range(self.size)]
 
     def close(self, because: str = "the group is closed") -> None:
-        """Closes the group without waiting: tearing down a broken gloo group can block, so a daemon thread does it.
-
-        Peers that wait for this member fail at once, because its connections close.
-        """
+        """Closes the group in a daemon thread, because a broken gloo group can block; waiting peers fail at once."""
         group, self._group = self._group, None
         self._failure = self._failure or because
         if group is not None:

@@ -65,10 +65,7 @@ class ProofVerifier:
     def judge(
         self, manifest: Manifest, proof: WeightProof, *, incarnation: int | None = None, epoch: int | None = None
     ) -> ProofDecision:
-        """Whether the replica with this `proof` may serve `manifest`.
-
-        `incarnation`, `epoch`: expected values of the proof, if known.
-        """
+        """Whether this replica may serve `manifest`. `incarnation`, `epoch`: expected values, if known."""
         for what, wanted, got in (
             ("policy version", manifest.policy_version, proof.policy_version),
             ("manifest", manifest.digest, proof.manifest_digest),

@@ -103,10 +103,7 @@ def engine_values(samples: Iterable[Sample], rank: tuple[str, ...]) -> Iterator[
 
 
 class VllmCollector:
-    """`engines`: those of this node.
-
-    One that cannot be read has `up` 0, and each reason is logged once; the others are unaffected.
-    """
+    """`engines`: those of this node. A failing one has `up` 0, and each reason is logged once."""
 
     name = "vllm"
 

@@ -65,10 +65,7 @@ class XidMerger:
         self.not_counted = 0
 
     def merge(self, at: float, gpu_or_pci: int | str, xid: int, source: str) -> bool:
-        """Whether this is a new event, which is counted; False: another source reported it within SAME_SECONDS.
-
-        `at`: node monotonic seconds. `source`: `nvml` or `kernel`.
-        """
+        """Whether this event is new, and now counted; else another `source` (`nvml`, `kernel`) reported it."""
         key = gpu_key(gpu_or_pci), xid
         with self._lock:
             series = self._series.get(key)

@@ -5,6 +5,7 @@ detail}`, `{"kind": "finished", ..., reason}`. The sender is identified by the k
 message. One thread serves all connections; a slow one blocks no other and is closed after a deadline. Beyond
 `CALLS_PER_SECOND_MAX` callers wait, which bounds the CPU cost of a process that calls in a loop."""
 
+import contextlib
 import json
 import logging
 import os
@@ -147,10 +148,8 @@ class RegistrationServer:
 
     def _answer(self, connection: _RegistrationPeer) -> None:
         answer = self._result(connection.peer_pid, bytes(connection.received).split(b"\n", 1)[0])
-        try:
+        with contextlib.suppress(OSError):  # it disconnected before the reply
             connection.socket.send(json.dumps(answer).encode() + b"\n")
-        except OSError:
-            pass  # it disconnected before the reply
         self._close(connection)
 
     def _result(self, peer_pid: int, line: bytes) -> dict[str, Any]:

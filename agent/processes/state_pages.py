@@ -145,19 +145,17 @@ def parse_page(raw: bytes) -> PageState:
         phase=_text(raw, at.A_PHASE),
         finished=bool(integers[at.W_FINISHED]),
         finish_reason=_text(raw, at.A_FINISH_REASON) if integers[at.W_FINISHED] else "",
-        exception=_parse_exception(raw, integers, floats) if integers[at.W_EXCEPTIONS] > 0 else None,
-    )
-
-
-def _parse_exception(raw: bytes, integers: Sequence[int], floats: Sequence[float]) -> ReportedException:
-    return ReportedException(
-        number=integers[at.W_EXCEPTIONS],
-        step=integers[at.W_EXCEPTION_STEP],
-        at=_finite(floats[at.W_EXCEPTION_AT]),
-        fingerprint=_text(raw, at.A_EXCEPTION_FINGERPRINT),
-        type=_text(raw, at.A_EXCEPTION_TYPE),
-        where=_text(raw, at.A_EXCEPTION_WHERE),
-        message=_text(raw, at.A_EXCEPTION_MESSAGE)[: at.MESSAGE_CHARACTERS_MAX],
+        exception=ReportedException(
+            number=integers[at.W_EXCEPTIONS],
+            step=integers[at.W_EXCEPTION_STEP],
+            at=_finite(floats[at.W_EXCEPTION_AT]),
+            fingerprint=_text(raw, at.A_EXCEPTION_FINGERPRINT),
+            type=_text(raw, at.A_EXCEPTION_TYPE),
+            where=_text(raw, at.A_EXCEPTION_WHERE),
+            message=_text(raw, at.A_EXCEPTION_MESSAGE)[: at.MESSAGE_CHARACTERS_MAX],
+        )
+        if integers[at.W_EXCEPTIONS] > 0
+        else None,
     )
 
 

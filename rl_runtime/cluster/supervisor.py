@@ -349,7 +349,13 @@ class Supervisor:
         self._operations.close()
         records = self._living()
         for record in sorted(records, key=lambda a: not a.replica.startswith("controller/")):
-            self._finish(record)
+            # The controller closes its ledger; the others only report an intended exit to their agents.
+            seconds = FINISH_SECONDS if record.replica.startswith("controller/") else 1.0
+            if record.actor and self._watch.alive(record.pid, record.start_ticks):
+                try:
+                    self.actors.stop(record.actor, seconds)
+                except RolecallError as e:
+                    logger.warning("%s did not finish in order: %s", record.replica, e)
         # Actors that are still starting have no process record yet; they are found by name and marker.
         for process in find_processes(self.run.path, exclude=(os.getpid(),)):
             if process.name.startswith("ray::") or process.pid in {r.pid for r in records}:
@@ -376,13 +382,3 @@ class Supervisor:
             # No grace period, but complete: every process of the run carries its marker.
             logger.error("ending everything without its records: %s", e)
             return []
-
-    def _finish(self, record: Actual) -> None:
-        # The controller closes its ledger; the others only report an intended exit to their agents.
-        seconds = FINISH_SECONDS if record.replica.startswith("controller/") else 1.0
-        if not record.actor or not self._watch.alive(record.pid, record.start_ticks):
-            return
-        try:
-            self.actors.stop(record.actor, seconds)
-        except RolecallError as e:
-            logger.warning("%s did not finish in order: %s", record.replica, e)

@@ -190,10 +190,18 @@ class RewardScoring:
         try:
             answer = checked_scores(groups, await port.score(groups))
         except ReplicaExited as e:
-            self._count_loss(ids, e.because)
+            for group_id in ids:
+                self._losses[group_id] += 1
+                if self._losses[group_id] >= LOSSES_MAX:
+                    self._drop(group_id, f"reward_failed: {LOSSES_MAX} workers died scoring it, last: {e.because}")
             raise
         except Exception as e:  # noqa: BLE001 deliberate: retried elsewhere, never a reward
-            self._count_failure(ids, key, e)
+            name = type(e).__name__
+            logger.warning("%s#%d: scoring of %s failed: %s: %s", *key, ", ".join(ids), name, e)
+            for group_id in ids:
+                self._failed_at[group_id].append(key)
+                if len(self._failed_at[group_id]) >= ATTEMPTS_MAX:
+                    self._drop(group_id, f"reward_failed: {name}")
             if isinstance(e, DeadlineExceeded):
                 self._under_way.difference_update(ids)
                 self.wake()
@@ -259,19 +267,6 @@ class RewardScoring:
                 )
             )
         return verdict.rewards
-
-    def _count_failure(self, ids: Sequence[GroupId], key: EngineKey, error: Exception) -> None:
-        logger.warning("%s#%d: scoring of %s failed: %s: %s", *key, ", ".join(ids), type(error).__name__, error)
-        for group_id in ids:
-            self._failed_at[group_id].append(key)
-            if len(self._failed_at[group_id]) >= ATTEMPTS_MAX:
-                self._drop(group_id, f"reward_failed: {type(error).__name__}")
-
-    def _count_loss(self, ids: Sequence[GroupId], because: str) -> None:
-        for group_id in ids:
-            self._losses[group_id] += 1
-            if self._losses[group_id] >= LOSSES_MAX:
-                self._drop(group_id, f"reward_failed: {LOSSES_MAX} workers died scoring it, last: {because}")
 
     def _drop(self, group_id: GroupId, reason: str) -> None:
         self._failed_at.pop(group_id, None)

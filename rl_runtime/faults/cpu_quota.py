@@ -1,7 +1,7 @@
 """A CPU quota on one process, through its own control group (version 1 or 2), and its removal."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from rolecall.core.errors import RolecallError
@@ -68,10 +68,8 @@ def lift_quota(pid: int, home: Path) -> None:
     group = _group(pid, home)
     if not group.exists():
         return
-    try:
+    with suppress(ProcessLookupError):  # it exited, as a slow replica that was replaced should
         (home / "cgroup.procs").write_text(str(pid))
-    except ProcessLookupError:
-        pass  # it exited, as a slow replica that was replaced should
     _remove(group)
 
 
@@ -81,7 +79,5 @@ def _group(pid: int, home: Path) -> Path:
 
 def _remove(group: Path) -> None:
     # A group is a folder with kernel-generated files; only an empty group can be removed.
-    try:
+    with suppress(OSError):
         group.rmdir()
-    except OSError:
-        pass

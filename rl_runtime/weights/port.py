@@ -19,6 +19,7 @@ import socket
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -252,10 +253,8 @@ class TensorServer:
             open_now = dict(self._connections)
         for sock in (self._listener, *open_now):
             # A blocked accept or recv in another thread is ended by shutdown, not by close.
-            try:
+            with suppress(OSError):  # no longer connected
                 sock.shutdown(socket.SHUT_RDWR)
-            except OSError:
-                pass  # no longer connected
             sock.close()
         until = self._clock.monotonic() + wait_seconds
         for thread in (self._acceptor, *open_now.values()):

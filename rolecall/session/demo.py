@@ -171,17 +171,15 @@ class FaultSchedule:
             strike = self._pending.pop(0)
             self._kind = strike.kind
             return strike
-        elif self.stage is DemoStage.STRUCK and (self._resolved(view) or view.now > self._deadline):
-            if self._pending:
+        elif self.stage is DemoStage.STRUCK:
+            over_at = view.restarted_at if self._kind in RESTARTED_KINDS else view.incident_closed_at
+            resolved = view.injected > self._injected_before and view.whole and over_at > view.injected_at
+            if (resolved or view.now > self._deadline) and self._pending:
                 self._arm(view.now)
-            else:
+            elif resolved or view.now > self._deadline:
                 self.stage = DemoStage.DONE
         return None
 
     def _arm(self, now: float) -> None:
         self.stage = DemoStage.WAITING
         self._strike_at = now + self._pending[0].gap_seconds
-
-    def _resolved(self, view: View) -> bool:
-        over_at = view.restarted_at if self._kind in RESTARTED_KINDS else view.incident_closed_at
-        return view.injected > self._injected_before and view.whole and over_at > view.injected_at

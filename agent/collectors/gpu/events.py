@@ -9,6 +9,7 @@ without that event `collector.py` polls it. No other call is made here: a call o
 the events of the others.
 """
 
+import contextlib
 import ctypes
 import logging
 from collections.abc import Iterator, Mapping
@@ -118,10 +119,8 @@ class GpuEventsCollector:
     def close(self) -> None:
         if self._nvml is None:
             return
-        try:
+        with contextlib.suppress(self._nvml.NVMLError):  # the driver was unloaded first
             self._nvml.nvmlEventSetFree(self._set)
-        except self._nvml.NVMLError:
-            pass  # the driver was unloaded first
         close_nvml(self._nvml)
         self._nvml = None
 
@@ -154,7 +153,7 @@ class GpuEventsCollector:
             raise CollectorUnavailable("no GPU supports events (no GPU present, or too old)")
 
     def _wait(self) -> Iterator[tuple[_EventSourceGpu, int, int, dict[str, str]]]:
-        """(GPU, event type, event data, MIG instance): waits for the first event, then drains the queue.
+        """(GPU, event type, event data, MIG instance or {}): waits for the first event, then drains the queue.
 
         Raises:
             CollectorUnavailable: the driver was unloaded.
@@ -176,7 +175,9 @@ class GpuEventsCollector:
             wait_ms = 0
             gpu = self._gpus.get(_address(event.device))
             if gpu is not None:
-                yield gpu, event.eventType, event.eventData, _instance(event)
+                ids = {"gpu_instance": event.gpuInstanceId, "compute_instance": event.computeInstanceId}
+                instance = {name: str(number) for name, number in ids.items() if number != NO_INSTANCE}
+                yield gpu, event.eventType, event.eventData, instance
 
     def _xid(self, at: float, gpu: _EventSourceGpu, code: int, instance: Mapping[str, str]) -> Iterator[Fact]:
         self._last_xids[gpu.id.index] = code
@@ -197,12 +198,6 @@ class GpuEventsCollector:
         self._actions[gpu.id.index] = action
         if action not in (before, RecoveryAction.NONE):  # `collector.py` reports recovery
             yield Fact(kind=AgentEventKind.GPU_FAULT, detail={**gpu.id.detail, **of_action(action)})
-
-
-def _instance(event: Any) -> dict[str, str]:
-    """The MIG instance that the event names; empty: the whole GPU."""
-    ids = {"gpu_instance": event.gpuInstanceId, "compute_instance": event.computeInstanceId}
-    return {name: str(number) for name, number in ids.items() if number != NO_INSTANCE}
 
 
 def _address(handle: Handle) -> int:

@@ -7,6 +7,7 @@ the package. Several collectors may hold NVML open at once; NVML counts referenc
 For field values pynvml allocates a new ctypes array per call and accesses it member by member: half a millisecond for
 the 250 NVLink fields of a GPU. `FieldQuery` keeps the array and decodes it as one block of bytes."""
 
+import contextlib
 import ctypes
 import importlib
 import struct
@@ -71,10 +72,8 @@ def open_nvml(library: Path | None = None) -> Any:
 
 
 def close_nvml(pynvml: Any) -> None:
-    try:
+    with contextlib.suppress(pynvml.NVMLError):  # the driver was unloaded: nothing to release
         pynvml.nvmlShutdown()
-    except pynvml.NVMLError:
-        pass  # the driver was unloaded: nothing to release
 
 
 def errors_of(pynvml: Any) -> tuple[type[Exception], ...]:

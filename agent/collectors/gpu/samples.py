@@ -207,9 +207,14 @@ class GpuSamples:
         gpus = _sorted_out(reading)
         listed = {gpu: pids for gpu, pids in (reading.gpu_pids or {}).items() if gpu in gpus}
         owners = self._owners.of_gpus(listed, {n: gpu.uuid for n, gpu in gpus.items()}, ranks) if gpus else {}
+        by_pid, values = {rank.process.pid: rank for rank in ranks}, list[MetricValue]()
         for number, gpu in gpus.items():
+            labels = (self._node, str(number))
             gpu.compared |= _throttle_sums(gpu.throttled) | self._rates(number, gpu, at)
-        self.values = tuple(self._own_values(gpus, owners, {rank.process.pid: rank for rank in ranks}))
+            values += [MetricValue(_METRICS[n], labels, gpu.compared[n]) for n in _SUMS if n in gpu.compared]
+            for rank in (by_pid[pid] for pid in owners.get(number, NO_OWNER).pids):
+                values.append(MetricValue(_RANK, (*labels, rank.role, rank.replica, str(rank.rank)), 1.0))
+        self.values = tuple(values)
         return tuple(
             GpuSample(
                 node=self._node,
@@ -235,18 +240,6 @@ class GpuSamples:
             if total > before and at > then and name not in gpu.compared:
                 rates[name] = (total - before) / (at - then)
         return rates
-
-    def _own_values(
-        self, gpus: Mapping[int, _GpuSampleState], owners: Mapping[int, GpuOwnership], ranks: Mapping[int, Registration]
-    ) -> Iterator[MetricValue]:
-        for number, gpu in gpus.items():
-            for name in _SUMS:
-                if name in gpu.compared:
-                    yield MetricValue(_METRICS[name], (self._node, str(number)), gpu.compared[name])
-            for pid in owners.get(number, NO_OWNER).pids:
-                rank = ranks[pid]
-                labels = (self._node, str(number), rank.role, rank.replica, str(rank.rank))
-                yield MetricValue(_RANK, labels, 1.0)
 
 
 def _sorted_out(reading: CollectorReading) -> dict[int, _GpuSampleState]:

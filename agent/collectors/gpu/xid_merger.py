@@ -126,7 +126,13 @@ class XidCollector:
         counts = self._merger.counts()
         if counts != self._shown or not self._values:
             self._shown, self._unsaved = counts, self._unsaved or counts != self._shown
-            self._values = self._as_values(counts)
+            offset = self._clock.wall() - self._clock.monotonic()
+            values = [MetricValue(XIDS_NOT_COUNTED, (self._node,), float(self._merger.not_counted))]
+            for (gpu, xid), count in sorted(counts.items()):
+                labels = (self._node, gpu, str(xid))
+                values.append(MetricValue(XID_EVENTS, labels, float(count.number)))
+                values.append(MetricValue(XID_LAST, labels, count.last_at + offset))
+            self._values = tuple(values)
         if self._unsaved and at - self._saved_at >= SAVE_INTERVAL_SECONDS:
             self._write(at)
         return CollectorReading(values=self._values)
@@ -135,15 +141,6 @@ class XidCollector:
         self.read(self._clock.monotonic())
         if self._unsaved:
             self._write(self._clock.monotonic())
-
-    def _as_values(self, counts: dict[tuple[str, int], Count]) -> tuple[MetricValue, ...]:
-        offset = self._clock.wall() - self._clock.monotonic()
-        values = [MetricValue(XIDS_NOT_COUNTED, (self._node,), float(self._merger.not_counted))]
-        for (gpu, xid), count in sorted(counts.items()):
-            labels = (self._node, gpu, str(xid))
-            values.append(MetricValue(XID_EVENTS, labels, float(count.number)))
-            values.append(MetricValue(XID_LAST, labels, count.last_at + offset))
-        return tuple(values)
 
     def _write(self, at: float) -> None:
         self._saved_at, self._unsaved = at, False

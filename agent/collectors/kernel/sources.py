@@ -8,6 +8,7 @@ A file is followed by inode and offset, with the last bytes before the offset: a
 is read first, and a truncated file (copytruncate) is read from its beginning, even if it has grown beyond the offset
 again."""
 
+import contextlib
 import ctypes
 import errno
 import logging
@@ -215,11 +216,9 @@ class FileChanges:
         poll = select.poll()
         poll.register(self._inotify, select.POLLIN)
         if poll.poll(seconds * 1000):
-            try:
+            with contextlib.suppress(BlockingIOError):  # drained; the events' content does not matter
                 while os.read(self._inotify, EVENTS_BYTES):
                     pass
-            except BlockingIOError:
-                pass  # drained; the events' content does not matter
 
     def close(self) -> None:
         os.close(self._inotify)

@@ -99,7 +99,10 @@ class InfinibandCollector:
             else:
                 changes = port.watch.missing(at)
                 self._gone(port, values)
-            facts += [self._fact(port, change) for change in changes]
+            if changes:
+                interface = self._files.text(f"{port.folder}/gid_attrs/ndevs/0")  # RoCE: it shares this link
+                named = {"interface": interface} if interface and _INTERFACE_NAME.match(interface) else {}
+                facts += [change.fact(nic=port.nic, port=port.number, **named) for change in changes]
         return CollectorReading(tuple(values), tuple(facts))
 
     def close(self) -> None:
@@ -213,11 +216,6 @@ class InfinibandCollector:
         ]
         values.append(MetricValue(_SATURATED, labels, float(num_saturated)))
         return tuple(values)
-
-    def _fact(self, port: _Port, change: LinkTransition) -> Fact:
-        interface = self._files.text(f"{port.folder}/gid_attrs/ndevs/0")  # RoCE: the interface shares this link
-        named = {"interface": interface} if interface and _INTERFACE_NAME.match(interface) else {}
-        return change.fact(nic=port.nic, port=port.number, **named)
 
 
 def _listed(folder: str) -> list[str]:

@@ -100,12 +100,10 @@ def reaped_status(pidfd: int) -> int | None:
 
 def exit_status(pidfd: int, pid: int, start_ticks: int) -> ExitStatus:
     """How the process of `pidfd` ended, as far as known."""
-    try:
+    with contextlib.suppress(OSError, ValueError):  # reaped
         stat = parse_stat(Path(f"/proc/{pid}/stat").read_bytes())
         if stat.state in ("Z", "X") and stat.start_ticks == start_ticks:
             return ExitStatus.from_wait_status(stat.exit_code)
-    except (OSError, ValueError):
-        pass  # reaped
     status = reaped_status(pidfd)
     return ExitStatus() if status is None else ExitStatus.from_wait_status(status)
 

@@ -7,7 +7,6 @@ because truncating a mapped page would kill the agent (SIGBUS)."""
 import math
 import os
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any

@@ -182,7 +182,7 @@ def ask_agent(url: str) -> str:
             return "it is not healthy: its newest sample is too old"
         return f"it is not healthy: its newest sample is {float(health['newest_round_age_seconds']):.0f} s old"
     except (ValueError, KeyError, TypeError):
-        return "another server than an agent answers there"
+        return "no agent: another server answers there"
 
 
 class _Timex(ctypes.Structure):

@@ -66,9 +66,9 @@ def test_a_wrong_worker_is_named_and_none_of_its_rewards_is_trained_on(tmp_path:
     assert compared and {b["odd"] for b in compared} == {"reward/1#1"}
     third = "controller/0#1" if num_workers == 2 else "reward/2#1"
     assert {tuple(sorted(b["rewards"])) for b in compared} == {tuple(sorted((third, "reward/0#1", "reward/1#1")))}
-    told = parse_page(reporter.page_bytes()).exception
-    assert told is not None and told.type.endswith("WrongNumbers")
-    found = WrongNumbers.parse(told.message)
+    report = parse_page(reporter.page_bytes()).exception
+    assert report is not None and report.type.endswith("WrongNumbers")
+    found = WrongNumbers.parse(report.message)
     assert found is not None and found[:2] == ("reward/1", 1) and found[2].startswith("prompt group g")
 
 

@@ -172,9 +172,9 @@ def test_wrong_numbers_of_a_trainer_do_not_enter_its_step() -> None:
     assert compared.again is not None
     assert compared.first.numbers.grad_norm == pytest.approx(1000 * compared.again.grad_norm)
     assert trainer.exported()[1] == healthy.exported()[1], "commit and band are those of a healthy run"
-    told = reported()
-    assert told is not None and told.number == (before.number if before else 0) + 1
-    assert (WrongNumbers.parse(told.message) or ())[:3] == ("trainer/0", 1, f"step {step}")
+    report = reported()
+    assert report is not None and report.number == (before.number if before else 0) + 1
+    assert (WrongNumbers.parse(report.message) or ())[:3] == ("trainer/0", 1, f"step {step}")
 
 
 def test_unusual_data_is_trained_on_as_it_is() -> None:

@@ -47,7 +47,7 @@ class EvidenceUnavailable(Exception):
 @contextlib.contextmanager
 def _only_one(lock: threading.Lock) -> Iterator[None]:
     if not lock.acquire(blocking=False):
-        raise EvidenceUnavailable("another dump is going on", busy=True)
+        raise EvidenceUnavailable("another dump is in progress", busy=True)
     try:
         yield
     finally:

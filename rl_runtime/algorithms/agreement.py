@@ -37,7 +37,7 @@ def rows_to_ask(
 ) -> tuple[int, list[int]] | None:
     """(previous version with the most tokens here, rows with such tokens); None without any token of a kept version.
 
-    `microbatches`: number in the step; this one stands for all of them.
+    `microbatches`: number in the step; this one represents all of them.
     """
     counts = {version: int((versions_st == version).sum()) for version in previous}
     version = max(counts, key=lambda v: (counts[v], v), default=-1)

@@ -262,7 +262,7 @@ class Supervisor:
         """
         self._print_notes()
         if self.cluster.gcs is not None and not self.cluster.gcs_alive:
-            raise ActuatorError("Ray's head (GCS) has ended: the run cannot go on without it")
+            raise ActuatorError("Ray's head (GCS) has ended: the run cannot continue without it")
         self.agents.tick()
         fleet = self._observe()
         for instruction in reconcile(fleet, self.clock.wall()):

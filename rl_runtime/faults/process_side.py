@@ -54,7 +54,7 @@ LASTING = frozenset({InProcessFault.DELAY, InProcessFault.SKEW})
 
 
 class InjectedError(ValueError):
-    """Raised by `raise`; stands for an error in user code."""
+    """Raised by `raise`; represents an error in user code."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

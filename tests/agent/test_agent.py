@@ -105,7 +105,7 @@ def test_numbers_and_processes_survive_a_sigkill_of_the_agent(node_dir: Path, ch
     before = first.events()
     first.kill()
     assert (node_dir / "agent.sock").exists()  # what it left behind
-    child.do("reporter.progress(5)")  # the job goes on without
+    child.do("reporter.progress(5)")  # the job continues without
     second = AgentProcess(node_dir)
     try:
         _registered(second, "rollout/1")

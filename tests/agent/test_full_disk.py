@@ -38,7 +38,7 @@ class Tmpfs(Quota):
     """A file system of its own, which another process fills."""
 
     def fill(self, pid: int) -> None:
-        with (self.node_dir / "somebody").open("wb", buffering=0) as f:
+        with (self.node_dir / "other").open("wb", buffering=0) as f:
             try:
                 while True:
                     f.write(bytes(4096))
@@ -46,7 +46,7 @@ class Tmpfs(Quota):
                 pass  # full
 
     def empty(self, pid: int) -> None:
-        (self.node_dir / "somebody").unlink()
+        (self.node_dir / "other").unlink()
 
 
 @contextmanager
@@ -94,7 +94,7 @@ def test_a_full_disk_costs_events_on_disk_and_nothing_else(tmp_path: Path, kind:
             kept = [json.loads(line) for line in (node_dir / "events.jsonl").read_text().splitlines()]
             assert reported in kept, "no partial line is before it"
             agent = AgentProcess(node_dir)
-            assert agent.events()[-1]["seq"] > reported["seq"], "its numbers go on"
+            assert agent.events()[-1]["seq"] > reported["seq"], "its numbers continue"
         finally:
             agent.close()
             child.close()

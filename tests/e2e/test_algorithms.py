@@ -1,4 +1,4 @@
-"""Every algorithm in a whole run that loses an engine: it goes on, and no part of an answer is trained twice."""
+"""Every algorithm in a whole run that loses an engine: it continues, and no part of an answer is trained twice."""
 
 from collections import defaultdict
 from pathlib import Path

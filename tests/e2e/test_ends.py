@@ -1,5 +1,5 @@
-"""A fault that no one announced is resolved, one NaN stops nothing; a mistake in user code then evicts no one and ends the run, of which
-nothing is left (Ctrl-C: test_operating.py; kill -9 and `down`: test_quick_succession.py)."""
+"""An external fault is resolved, and one NaN stops nothing; an exception in user code evicts no replica, ends the run, and
+leaves no process (Ctrl-C: test_operating.py; kill -9 and `down`: test_quick_succession.py)."""
 
 from pathlib import Path
 

@@ -85,7 +85,7 @@ def _watch_dies_and_is_missed(run: DemoRun, webhook: Inbox) -> None:
 
 
 def _a_pause_holds_what_was_approved(run: DemoRun, webhook: Inbox, digest: str) -> None:
-    paused = command("pause", "--run", str(run.path), "--reason", "somebody is at the rack")
+    paused = command("pause", "--run", str(run.path), "--reason", "an operator is at the rack")
     assert paused.returncode == 0 and "is paused" in paused.stdout
     wrong = command("approve", "no-such-plan", "--run", str(run.path))
     assert wrong.returncode == 1 and digest in wrong.stderr, "the refusal names the plan that waits"
@@ -93,9 +93,9 @@ def _a_pause_holds_what_was_approved(run: DemoRun, webhook: Inbox, digest: str) 
     assert approved.returncode == 0, approved.stderr
     assert "approved: replace_replica of rollout/1#1" in approved.stdout
     held = _event(run, "plan_blocked", guard="paused")
-    assert "somebody is at the rack" in held["because"]
+    assert "an operator is at the rack" in held["because"]
     status = command("status", str(run.path))
-    assert status.returncode == 1 and "PAUSED:" in status.stdout and "somebody is at the rack" in status.stdout
+    assert status.returncode == 1 and "PAUSED:" in status.stdout and "an operator is at the rack" in status.stdout
     assert run.observer.events("action_started") == []
     again = command("approve", digest, "--run", str(run.path))
     assert again.returncode == 1 and "was already approved" in again.stderr

@@ -152,7 +152,7 @@ def _trainer_hangs_in_a_read(run: DemoRun, replica: str) -> dict[str, Any]:
         return not is_alive(pid, start)
 
     eventually(ended, "the hung trainer to be ended", seconds=RECOVERY_SECONDS)
-    assert {progress for progress, _ in samples} == {page.progress}, "it went on working"
+    assert {progress for progress, _ in samples} == {page.progress}, "it continued working"
     states = [state for _, state in samples]
     assert len(states) > 10 and not {"T", "t"} & {*states}, "it was never stopped"
     # On its way into the read, and woken by the signal that ends it, it runs for a moment.

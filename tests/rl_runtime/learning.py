@@ -188,7 +188,7 @@ class BatchGenerator:
     def __init__(self, job: JobConfig, task: Task, writer: SequenceGenerator) -> None:
         self._task, self._writer, self._algorithm = task, writer, job.algorithm
         self._step = self._number = 0
-        self._open: dict[int, GeneratedSequence] = {}  # prompt number -> an answer that its next window goes on with
+        self._open: dict[int, GeneratedSequence] = {}  # prompt number -> an answer that its next window continues with
 
     def generate(self) -> GeneratedBatch:
         """For one step.

@@ -131,7 +131,7 @@ class World:
     answers: ScriptedResponses = field(default_factory=ScriptedResponses)
     table: Callable[[], TrajectoryTable] = TrajectoryTable
     script: Callable[["World"], Any] | None = None
-    """A coroutine function that hurts the fleet while the run goes on."""
+    """A coroutine function that hurts the fleet while the run continues."""
     outcome: RunOutcome | None = None
     controllers: list[Controller] = field(default_factory=list)
     mortalities: list[Mortality] = field(default_factory=list)

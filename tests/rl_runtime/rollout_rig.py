@@ -36,7 +36,7 @@ class ScriptedEngine:
     def __init__(self, settings: EngineSettings) -> None:
         self.end_tokens = (END,)
         self.going: dict[str, list[int]] = {}
-        self.steps_left = math.inf  # steps that make tokens; then it goes on stepping, and makes none
+        self.steps_left = math.inf  # steps that make tokens; then it continues stepping, and makes none
         self.storage_tensors: dict[str, torch.Tensor] = {"w": torch.zeros(1)}
         self.claimed: dict[str, str] = {}
         self.loads = 0

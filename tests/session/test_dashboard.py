@@ -1,4 +1,4 @@
-"""The dashboard beside a run: where it is, who may act on it, and a run that goes on without it."""
+"""The dashboard beside a run: where it is, who may act on it, and a run that continues without it."""
 
 import stat
 import urllib.request

@@ -24,7 +24,7 @@ HOUR_SECONDS = 3600.0
 
 
 class SetClock(FakeClock):
-    """Its wall time can be set, as an operator or NTP does it; its monotonic time goes on."""
+    """Its wall time can be set, as an operator or NTP does it; its monotonic time continues."""
 
     def set_by(self, seconds: float) -> None:
         self._wall_offset += seconds

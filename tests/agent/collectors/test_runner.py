@@ -135,7 +135,7 @@ def test_one_that_hangs_delays_neither_the_others_nor_the_end(events: EventLog) 
     stuck, well = Scripted("gpu", hang), Scripted("storage", lambda: CollectorReading((VALUE,)))
     probes = Probes([stuck, well], events, SystemClock())
     probes.start()
-    eventually(lambda: stuck.num_reads == 1 and well.num_reads > 3, "the other goes on")
+    eventually(lambda: stuck.num_reads == 1 and well.num_reads > 3, "the other continues")
     assert {s.name: s.up for s in probes.states()} == {"gpu": False, "storage": True}
     probes.stop()
     reads = well.num_reads

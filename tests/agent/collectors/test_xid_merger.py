@@ -1,4 +1,4 @@
-"""One XID reported twice is one event; one that came twice is two. Counts go on over a restart."""
+"""One XID reported twice is one event; one that came twice is two. Counts continue over a restart."""
 
 import threading
 from pathlib import Path

@@ -160,7 +160,7 @@ def test_a_right_password_is_checked_once_and_a_wrong_one_each_time(monkeypatch:
     assert auth.allows(basic("prometheus", PASSWORD)) and len(asked) == 1
     assert not auth.allows(basic("prometheus", "no")) and not auth.allows(basic("prometheus", "no"))
     assert len(asked) == 3
-    assert not auth.allows(basic("nobody", PASSWORD)) and len(asked) == 4  # as long as for a name that there is
+    assert not auth.allows(basic("unknown", PASSWORD)) and len(asked) == 4  # as slow as for a known name
 
 
 @pytest.mark.parametrize(

@@ -352,7 +352,7 @@ def test_an_exception_is_only_queued_by_the_caller(tmp_path: Path) -> None:
 
     mute = _caught_error()
     reporter.exception(mute)  # names of its files are known from here on
-    client = ReporterClient(tmp_path / "nobody.sock", 1, 1)
+    client = ReporterClient(tmp_path / "absent.sock", 1, 1)
     before, reporter._client = reporter._client, client
     try:
         calls = _calls(lambda: reporter.exception(mute))
@@ -432,7 +432,7 @@ reporter.exception(ValueError("gone"))
 
 
 def test_without_a_listener_interpreter_exit_is_not_delayed(tmp_path: Path) -> None:
-    client = ReporterClient(tmp_path / "nobody.sock", 1, 1)
+    client = ReporterClient(tmp_path / "absent.sock", 1, 1)
     client.register(replica="trainer/0", rank=0, incarnation=1, secret="s")
     eventually(lambda: not client._heard, "the missing listener is detected")
     flushing = threading.Thread(target=client.flush, args=(threading.TIMEOUT_MAX,), daemon=True)

@@ -55,7 +55,7 @@ class Tree:
         return self.logprobs[STATES.index(answer[:at]), answer[at]]
 
     def probability(self, answer: Answer, begin: int = 0) -> Tensor:
-        """Of going on from the first `begin` tokens to the whole answer."""
+        """Of continuing from the first `begin` tokens to the whole answer."""
         return torch.exp(sum((self.logprob(answer, t) for t in range(begin, len(answer))), torch.zeros(())))
 
     def value(self, state: Answer) -> float:

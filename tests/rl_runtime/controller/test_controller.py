@@ -81,7 +81,7 @@ def test_a_hung_rollout_stops_no_other_replica_and_is_replaced(tmp_path: Path, s
     w = world(tmp_path, seed, LONG, script=hang("rollout/0", at=4)).run()
     w.check()
     commits = w.journal.events(kinds=[EventKind.STEP_COMMITTED])
-    # Two others go on: the longest pause stays far below the time until recovery acts.
+    # Two others continue: the longest pause stays far below the time until recovery acts.
     gaps = [b.wall_at - a.wall_at for a, b in pairwise(commits[4:])]
     assert max(gaps) < 2.7
     assert [b["incarnation"] for b in w.events(EventKind.WEIGHTS_ADMITTED) if b["replica"] == "rollout/0"] == [1, 2]

@@ -1,4 +1,4 @@
-"""The controller is killed before and after its effects (calls, journal and ledger writes), and another one goes on.
+"""The controller is killed before and after its effects (calls, journal and ledger writes), and another one continues.
 
 Enumerated, not only sampled: `effects` counts them all in an undisturbed run, and a controller dies at each in turn.
 """

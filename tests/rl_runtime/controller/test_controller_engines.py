@@ -1,4 +1,4 @@
-"""Engines and trainers that answer late, or with something else than an answer: the others go on, nothing counts
+"""Engines and trainers that answer late, or with something else than an answer: the others continue, nothing counts
 twice."""
 
 import asyncio

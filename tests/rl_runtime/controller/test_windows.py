@@ -189,7 +189,7 @@ def test_windows_of_a_dead_engine_are_cut_permanently_at_their_last_token() -> N
     stream(table, group, [11, 22, 33])
     cut = table.cut(A)
     assert (cut.group_ids, cut.num_requests, cut.tokens_kept) == ((group.group_id,), 1, 3)
-    assert table.leave(A).group_ids == (fresh.group_id,), "without a token of its own it goes on elsewhere"
+    assert table.leave(A).group_ids == (fresh.group_id,), "without a token of its own it continues elsewhere"
     assert windows.successor(group) == group_id(7, 3)
     table.truncate_after(1)
     assert ends(group) == (None, GroupPhase.GENERATING, 1) and next(iter(table.unassigned())) == group.group_id

@@ -88,7 +88,7 @@ class Worker:
     def goes_on(self) -> None:
         """Waits for turns that are made from now on."""
         now = time.time()
-        eventually(lambda: self.at["turn"][-1] > now, "the worker to go on")
+        eventually(lambda: self.at["turn"][-1] > now, "the worker to continue")
 
     def pauses(self, word: str, since: float, until: float) -> list[float]:
         """Seconds between any two of its turns or beats next to each other, those that touch the time given."""

@@ -69,7 +69,7 @@ def test_a_target_continues_when_its_injector_is_killed(run: RunDir, target: sub
                 assert injector.stderr is not None and b"no CPU quota can be set here" in injector.stderr.read()
                 return
         injector.kill()
-    eventually(lambda: state(target.pid) in ("R", "S"), "the target to go on")
+    eventually(lambda: state(target.pid) in ("R", "S"), "the target to continue")
     if group is not None:
         eventually(lambda: not group.exists(), "the quota to be lifted")
 

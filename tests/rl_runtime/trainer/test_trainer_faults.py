@@ -342,7 +342,7 @@ def test_exception_on_one_rank_frees_the_others_at_once(team: Team, place: str) 
     with pytest.raises(PeerLost, match="ValueError"):
         team.tell_step(0, {other: [2, 3]})
         other.answer()
-    # Both live: they go on together in the next epoch.
+    # Both live: they continue together in the next epoch.
     team.join([survivor, other])
     team.tell_step(0, {survivor: [0, 1], other: [2, 3]})
     assert survivor.answer().commit == other.answer().commit

@@ -107,7 +107,7 @@ def test_a_holder_with_another_token_is_not_believed(start: Start) -> None:
     assert same(get_any([server.holder(TRAINER, 1)], manifest).tensors, weights)
 
 
-# --- bad pullers: refused by name, and the server goes on
+# --- bad pullers: refused by name, and the server continues
 
 
 def raw(server: TensorServer) -> socket.socket:

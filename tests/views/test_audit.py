@@ -150,7 +150,7 @@ def test_the_last_event_cut_off_is_found_by_the_report(fake_run: RunDir) -> None
 def test_a_ledger_tail_cut_off_is_found_by_a_checkpoint_alone(fake_run: RunDir) -> None:
     _sql(fake_run, "DELETE FROM events", "DELETE FROM ledger WHERE seq > 100")
     problems = audit_run(fake_run).problems
-    assert any(p.startswith("checkpoint step-00000119 knows") and "cut off" in p for p in problems), problems
+    assert any(p.startswith("checkpoint step-00000119 has") and "truncated" in p for p in problems), problems
 
 
 def test_a_journal_tail_cut_off_is_found_by_the_report(fake_run: RunDir) -> None:

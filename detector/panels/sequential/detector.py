@@ -57,6 +57,9 @@ SKEW_SECONDS = 4.0
 counts as a machine's own only when its peers have not followed within this time."""
 VALUE_MAX = 1e15
 """Larger values are clipped to this: squares of float32 overflow at 1e38."""
+FIRST_BLOCKS, FIRST_SHARE = 32, 1 / 2
+"""Share of the requested rate that the first so many blocks may use: models of a panel that has shown little are less
+certain than they seem."""
 START_TICKS = 16
 """Before, nothing can be said of a machine."""
 LATE_SHARE = 0.75
@@ -190,7 +193,7 @@ class SequentialTracker:
         self.shape, self.healthy = shape, settings.healthy
         # Requested false alarms per machine and block.
         asked = settings.false_alarms_per_1000_machine_days
-        self.rate_per_block = asked / 1000 * BLOCK_TICKS * shape.interval_seconds / SECONDS_PER_DAY
+        self.asked_per_block = asked / 1000 * BLOCK_TICKS * shape.interval_seconds / SECONDS_PER_DAY
         m, n = len(shape.metrics), len(shape.machines)
         self.shifts, self.novelty = ShiftChannel(m, n), Novelty(m, n)
         skew_ticks = 1 + int(SKEW_SECONDS / shape.interval_seconds)
@@ -246,7 +249,7 @@ class SequentialTracker:
         self.deviation = self.novelty.tick(at, np.where(known, values, self.last), away, known)
         self.leaps.append(self.novelty.scores(self.deviation))
         novel = self.novel.score(np.min(self.leaps, axis=0))
-        self.far.append(self.peers.tick(residual, known, middle, learning))
+        self.far.append(self.peers.tick(residual, known, middle, learning, self.place.distinct))
         far = self.distance.score(np.min(self.far, axis=0))
         if 0 < self.novelty.reference < DAY_SECONDS:
             # Without the day before, work that recurs each day is a jump too: one must also be far from its peers.
@@ -398,13 +401,15 @@ class SequentialTracker:
 
     def _threshold(self) -> float:
         """Of `both`: infinite for the first ticks, then from the prior, high and coming down, then from the panel."""
-        tail = self.both.tail
+        tail, rate = self.both.tail, self.asked_per_block
         if self.ticks < START_TICKS:
             return math.inf
+        if self.ticks < FIRST_BLOCKS * BLOCK_TICKS:
+            rate *= FIRST_SHARE
         if math.isfinite(tail.location):
-            return tail.threshold(self.rate_per_block)
+            return tail.threshold(rate)
         prior = ScoreTail(location=BOTH_PRIOR.location, beta=max(BOTH_PRIOR.beta, BOTH_PRIOR.beta_min))
-        return prior.threshold(self.rate_per_block) * (1 + YOUNG_MARGIN / (1 + self.ticks / BLOCK_TICKS))
+        return prior.threshold(rate) * (1 + YOUNG_MARGIN / (1 + self.ticks / BLOCK_TICKS))
 
     def _finding(self, n: int, at: float) -> Finding:
         machine = self.shape.machines[n]
@@ -417,14 +422,17 @@ class SequentialTracker:
         evidence: list[Evidence] = []
         words = []
         if place > 1:
+            moved_level = bool(self.place.changed[n])
+            what = "left its level, its peers did not" if moved_level else "out of place, whether or not it ever changed"
             out_of_place = self.place.metrics[n]
             for m in out_of_place:
-                text = f"{self.shape.metrics[m]}: out of place among its {peers}, whether or not it ever changed"
                 values = {"distances": float(self.peers.distance[m, n])}
+                text = f"{self.shape.metrics[m]}: {what}"
                 evidence.append(Evidence(kind=f"metric:{self.shape.metrics[m]}", text=text, values=values))
             names = " and ".join(self.shape.metrics[m] for m in out_of_place)
-            words.append(f"{names} out of place among its {peers}")
-            evidence.append(_score("place", place, 1.0))
+            where = f"left the level among its {peers}" if moved_level else f"out of place among its {peers}"
+            words.append(f"{names} {where}")
+            evidence.append(_score("change" if moved_level else "place", place, 1.0))
         if far > 1:
             farthest = [int(m) for m in np.argsort(-self.peers.distance[:, n], kind="stable")[: self.peers.rank]]
             for m in farthest[:3]:

@@ -37,14 +37,21 @@ class PeerDistance:
         self.usual = np.zeros((num_metrics, 1), dtype=np.float32)  # median of `size`
         self.ticks, self.rank = 0, 1
 
-    def tick(self, residual: Floats, known: NDArray[np.bool_], middle: Floats, counted: NDArray[np.bool_]) -> Floats:
+    def tick(
+        self,
+        residual: Floats,
+        known: NDArray[np.bool_],
+        middle: Floats,
+        counted: NDArray[np.bool_],
+        distinct: NDArray[np.bool_],
+    ) -> Floats:
         """Scores (N,). `residual` (M, N), 0 where not `known` (M, N); `middle` (M,): the medians; `counted` (N,):
-        machines whose residuals are learned."""
+        machines whose residuals are learned; `distinct` (M,): metrics that are no duplicates of another."""
         self.ticks += 1
         if self.ticks <= RENEW_TICKS**2 or self.ticks % RENEW_TICKS == 0:
             self.usual = np.median(self.size, axis=1, keepdims=True)
         unit = np.maximum(self.usual, np.float32(UNIT_SHARE_MIN) * np.abs(middle[:, None]))
-        varies = self.comparable & (self.usual > 0) & (self.count.max(axis=1, keepdims=True) >= START_TICKS)
+        varies = self.comparable & distinct[:, None] & (self.usual > 0) & (self.count.max(axis=1, keepdims=True) >= START_TICKS)
         far = np.abs(residual)
         self.distance = np.where(varies & known, far / np.where(varies, unit, 1), 0).astype(np.float32)
         np.minimum(self.distance, np.float32(DISTANCE_MAX), out=self.distance)

@@ -15,6 +15,8 @@ budget is for the panel, not for each window: `FALSE_PANELS` in all, of which th
 """
 
 import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from statistics import NormalDist
 
 import numpy as np
@@ -24,7 +26,7 @@ from rolecall.detector.panels.panel import Floats
 from rolecall.detector.panels.peer_scores import peer_median
 from rolecall.detector.panels.sequential.following import MACHINES_KEPT, MAD_TO_SIGMA
 from rolecall.detector.panels.sequential.learned_places import LearnedPlaces
-from rolecall.detector.panels.sequential.priors import SPREADS
+from rolecall.detector.panels.sequential.priors import SPREADS, SpreadPrior
 from rolecall.detector.panels.sequential.profile import UsualPlaces
 
 Doubles = NDArray[np.float64]
@@ -34,7 +36,10 @@ BLOCK_TICKS = 4
 SHORT_BLOCKS, LONG_BLOCKS = 6, 24
 START_BLOCKS = 4
 WINDOW_TICKS = SHORT_BLOCKS * BLOCK_TICKS
-FALSE_PANELS = 0.003
+CHANGE_PRIOR = SpreadPrior(median=0.3, width=1.0, uniform=0.02)
+USUAL_WEIGHT, USUAL_MEAN = 8, 0.3
+CHANGE_FREEDOM_MAX = 40.0
+FALSE_PANELS = 0.02
 """Healthy panels in which a machine is named, however long they last."""
 EVALUATIONS = 2
 """In a row, before a machine is named."""
@@ -42,17 +47,23 @@ PRIOR_METRICS = 8.0
 """Weight of the prior against the panel's own metrics."""
 PANEL_METRICS_MIN = 5
 """With fewer metrics, they do not change the prior."""
+FREEDOM_CHANGE = 6
 FREEDOM, FREEDOM_MANY, MACHINES_MANY = 8, 4, 32
 """Degrees of freedom of the tail of a window's median; with many machines, those of the offsets between them."""
 P_MIN = 1e-9
 ROBUST_MACHINES = 8
 """From this many on, centre and spread of the peers are the median and its deviation, at half the degrees of freedom;
 with fewer, the mean and variance of all others."""
+DUPLICATE = 0.97
 CORRELATED = 0.5
 """Two metrics whose residuals correlate by more count once."""
-NUM_METRICS_SUMMED, NUM_METRICS_MAX, NUM_METRICS_SHOWN = 3, 24, 3
-"""Metrics that are added up, that are counted, that are named."""
+NUM_METRICS_SUMMED = 3
+"""Metrics that are added up if few are far."""
+BROAD_MAX = 5.0
+"""Where many are somewhat far, all count, each for at most so many nats."""
 MEMORY_TICKS = 1000.0
+BURSTY, RESTLESS_MAX = 0.25, 100.0
+SPREAD_MIN = 0.25
 OUTLIER = 6.0
 """In units of the noise: limits the effect of one tick on it."""
 PHI_MAX = 0.97
@@ -67,6 +78,16 @@ LEVEL_SHARE_MIN = 1e-3
 """Minimum noise as a share of the metric's level: smaller differences are rounding."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alike:
+    """`pairs` (L, L): of metrics whose residuals move together. `num_distinct`: clusters of these. `weight`: as many
+    independent metrics have a mean as uncertain as that of all (Brown 1975)."""
+
+    pairs: NDArray[np.bool_]
+    num_distinct: int
+    weight: float
+
+
 class PeerPlace:
     """State for M metrics and N machines. `relative` (N,): evidence as a multiple of what is needed; above 1, a machine
     is out of place. `metrics`: those that say so, by machine."""
@@ -79,14 +100,25 @@ class PeerPlace:
         # Of residuals over time, (M, N): mean, variance, covariance of neighbouring ticks, the last one
         self.mean, self.variance, self.covariance, self.last = (np.zeros((m, n), dtype=np.float32) for _ in range(4))
         self.count = np.zeros((m, n), dtype=np.float32)
+        self.step = np.zeros((m, n), dtype=np.float32)  # mean absolute difference of neighbouring ticks
+        self.usual_level = np.zeros((m, 1), dtype=np.float32)  # mean of the medians
         self.level = np.zeros(m, dtype=np.float32)
         # Block means, in any order: (M, N, blocks)
         self.short = np.full((m, n, SHORT_BLOCKS), np.nan, dtype=np.float32)
         self.long = np.full((m, n, LONG_BLOCKS), np.nan, dtype=np.float32)
         self.block_sum, self.block_count = np.zeros((m, n), dtype=np.float32), np.zeros((m, n), dtype=np.float32)
         self.ticks = 0
+        # Of block means older than the short window, (M, N): mean and number
+        self.past_mean, self.past_count = np.zeros((m, n), dtype=np.float32), np.zeros((m, n), dtype=np.float32)
+        # Of changes of healthy machines so far, (M,): sum of squares, squared units, and degrees of freedom
+        self.change_squares, self.change_freedom = np.zeros(m), np.zeros(m)
+        self.distinct = np.ones(m, dtype=np.bool_)  # (M,): not a duplicate of an earlier metric
+        self.unit = np.zeros((m, n))  # of places and changes
         self.noise = np.zeros((m, 1), dtype=np.float32)  # standard deviation over time of the middle machine
         self.found_long = dict[int, tuple[float, list[int]]]()  # by the last long window: log p and metrics, by machine
+        # Of change evidence, nats: the highest of this window, and the sum over earlier ones, (N,)
+        self.change_peak, self.change_sum, self.num_changes = np.zeros(n), np.zeros(n), 0
+        self.false_changes, self.changed = 0.0004, np.zeros(n, dtype=np.bool_)
         self.in_a_row = np.zeros(n, dtype=np.int64)
         self.relative = np.zeros(n, dtype=np.float32)
         self.metrics = dict[int, list[int]]()
@@ -95,6 +127,7 @@ class PeerPlace:
         """`residual` (M, N), 0 where not `known` (M, N); `middle` (M,): the medians; `counted` (N,): peers."""
         self.ticks += 1
         self.level = np.maximum(self.level, np.abs(middle))
+        self.usual_level += (middle[:, None] - self.usual_level) / np.float32(min(self.ticks, MEMORY_TICKS))
         self._learn(residual, known)
         self.block_sum += residual
         self.block_count += known
@@ -102,18 +135,34 @@ class PeerPlace:
             return
         whole = self.block_count >= BLOCK_TICKS / 2
         block, mean = self.ticks // BLOCK_TICKS - 1, self.block_sum / np.maximum(self.block_count, 1)
+        self._age(block, counted)
         self.short[:, :, block % SHORT_BLOCKS] = self.long[:, :, block % LONG_BLOCKS] = np.where(whole, mean, np.nan)
         self.block_sum[:] = self.block_count[:] = 0
         if self.ticks >= START_BLOCKS * BLOCK_TICKS:
             self._evaluate(counted)
 
+    def _age(self, number: int, counted: NDArray[np.bool_]) -> None:
+        """Block `number` begins: one leaves the short window for the past."""
+        block = self.short[:, :, number % SHORT_BLOCKS]
+        usable = np.isfinite(block) & counted
+        self.past_count += usable
+        num_past = number - SHORT_BLOCKS + 1
+        if 0 < num_past <= LONG_BLOCKS - SHORT_BLOCKS:
+            np.copyto(self.past_mean, _middle(self.long[:, :, :num_past]), where=usable)
+        else:
+            rate = usable / np.clip(self.past_count, 1, MEMORY_TICKS / BLOCK_TICKS)
+            most = np.float32(OUTLIER) * self.noise
+            self.past_mean += (rate * np.clip(np.where(usable, block - self.past_mean, 0), -most, most)).astype(np.float32)
+
     def _learn(self, residual: Floats, known: NDArray[np.bool_]) -> None:
+        both = known & (self.count > 0)
+        size = np.abs(residual - self.last)
+        self.step += both * (size - self.step) / np.clip(self.count, 1, MEMORY_TICKS)
         away = residual - self.mean
         before = self.last - self.mean
         if self.ticks > 2 * BLOCK_TICKS:
             most = np.float32(OUTLIER) * self.noise + np.float32(1e-30)
             away, before = np.clip(away, -most, most), np.clip(before, -most, most)
-        both = known & (self.count > 0)
         self.count += known
         rate = np.where(known, 1 / np.clip(self.count, 1, MEMORY_TICKS), 0).astype(np.float32)
         self.mean += rate * away
@@ -133,6 +182,7 @@ class PeerPlace:
         # A short recording shows only a part of slow noise.
         variance = variance / (1 - np.minimum(tau / self.ticks, 0.75))
         variance = np.maximum(variance, (LEVEL_SHARE_MIN * self.level.astype(np.float64)) ** 2)
+        self.unit = np.sqrt(variance)[:, None] * self._restless()
         alike = self._alike(live)
         filled = self.ticks // BLOCK_TICKS
         found = [self._window(self.short, filled, live, variance, tau, counted, alike)]
@@ -140,17 +190,70 @@ class PeerPlace:
             if filled % SHORT_BLOCKS == 0:  # it changes slowly
                 self.found_long = self._window(self.long, filled, live, variance, tau, counted, alike)
             found.append(self.found_long)
-        best, chosen = np.zeros(len(counted)), dict[int, list[int]]()
-        for by_machine in found:
-            for n, (log_p, metrics) in by_machine.items():
-                if log_p < best[n]:
-                    best[n], chosen[n] = log_p, metrics
+        place, chosen = _best(found, len(counted))
         window_number = -(-self.ticks // WINDOW_TICKS)
-        budget = FALSE_PANELS / (2 * window_number * (window_number + 1) * max(1, int(counted.sum())))
-        relative = best / _misfit(best) / math.log(budget)
+        num = max(1, int(counted.sum()))
+        relative = place / _misfit(place) / math.log(FALSE_PANELS / (2 * window_number * num))
+        if filled >= SHORT_BLOCKS + START_BLOCKS:
+            change, metrics = _best([self._changes(live, variance, tau, counted, alike)], len(counted))
+            surprise = np.maximum(_misfit(change), self._usual_change())
+            self.change_peak = np.maximum(self.change_peak, -change * counted)
+            if self.ticks % WINDOW_TICKS == 0:
+                self.change_sum += self.change_peak
+                self.num_changes += 1
+                self.change_peak[:] = 0
+            changed = change / surprise / math.log(self.false_changes / num)
+            chosen |= {n: metrics[n] for n in metrics if changed[n] > relative[n]}
+            relative, self.changed = np.maximum(relative, changed), changed >= np.maximum(relative, 1)
         self.in_a_row = np.where(relative > 1, self.in_a_row + 1, 0)
         held = np.where((relative > 1) & (self.in_a_row < EVALUATIONS), 1.0, relative)
         self.relative, self.metrics = held.astype(np.float32), chosen
+
+    def _restless(self) -> Doubles:
+        """(M, N) at least 1: how many times as much as its peers a machine varies from tick to tick, where noise is
+        large against the level. There, values show how much work there is at the moment, of which one machine may have
+        all, and not how well a machine does it."""
+        usual = np.median(self.step, axis=1, keepdims=True)
+        times = np.clip(self.step / np.maximum(usual, np.float32(1e-30)), 1, RESTLESS_MAX)
+        own_level = np.abs(self.usual_level + self.mean)
+        bursty = (self.noise > BURSTY * np.abs(self.usual_level)) | (self.noise * times > BURSTY * own_level)
+        return np.where(bursty, times, 1).astype(np.float64)
+
+    def _usual_change(self) -> Doubles:
+        """(N,) at least 1: evidence of changes that the machine's peers showed in earlier windows, as a multiple of
+        what chance explains."""
+        others = max(1, len(self.change_sum) - 1)
+        sums = (self.change_sum.sum() - self.change_sum) / others
+        weight = USUAL_WEIGHT / others
+        return np.asarray(np.maximum(1, (weight + sums) / (weight + self.num_changes * USUAL_MEAN)), dtype=np.float64)
+
+    def _changes(
+        self, live: NDArray[np.bool_], variance: Doubles, tau: Doubles, counted: NDArray[np.bool_], alike: Alike
+    ) -> dict[int, tuple[float, list[int]]]:
+        """Of the short window against the machine's own past, among its peers."""
+        numbers = np.flatnonzero(live)
+        recent = _middle(self.short[live])
+        past = self.past_count[live] >= START_BLOCKS
+        changes = np.where(past, recent - self.past_mean[live], math.nan) / self.unit[live]
+        num_past = np.median(self.past_count[live], axis=1)
+        window = np.minimum(1, 1.4 * tau[live] / WINDOW_TICKS)
+        window = window + np.minimum(1, tau[live] / (BLOCK_TICKS * np.maximum(num_past, 1)))
+        spreads = np.maximum(SPREADS, SPREAD_MIN) ** 2 + window[:, None]
+        freedom, squares = self.change_freedom[live], self.change_squares[live] / variance[live]
+        seen = -0.5 * freedom[:, None] * np.log(spreads) - squares[:, None] / (2 * spreads)
+        prior = np.tile(CHANGE_PRIOR.log_prior(), (len(numbers), 1))
+        found = _out_of_place(changes, window, prior, seen, counted, alike, FREEDOM_CHANGE)
+        if self.ticks % WINDOW_TICKS == 0:
+            there = np.isfinite(changes) & counted
+            size = np.abs(np.where(there, changes, math.nan))
+            known = there.sum(axis=1) > 1
+            usual = np.nan_to_num(MAD_TO_SIGMA * peer_median(size)[:, 0])
+            spread = np.where(known, usual**2, 0)
+            added = np.where(known, np.maximum(there.sum(axis=1) - 1, 0) / 2, 0)
+            keep = np.maximum(0, 1 - added / CHANGE_FREEDOM_MAX)
+            self.change_freedom[numbers] = self.change_freedom[numbers] * keep + added
+            self.change_squares[numbers] = self.change_squares[numbers] * keep + added * spread * variance[live]
+        return {n: (log_p, [int(numbers[m]) for m in metrics]) for n, log_p, metrics in found}
 
     def _window(
         self,
@@ -160,17 +263,12 @@ class PeerPlace:
         variance: Doubles,
         tau: Doubles,
         counted: NDArray[np.bool_],
-        alike: NDArray[np.bool_],
+        alike: Alike,
     ) -> dict[int, tuple[float, list[int]]]:
         num = min(filled, blocks.shape[2])
         kept = blocks[live, :, :num]
-        x = np.median(kept, axis=2)
-        holes = np.isnan(x)
-        if holes.any():
-            some = holes & ~np.isnan(kept).all(axis=2)
-            x[some] = np.nanmedian(kept[some], axis=1)
-        noise = np.sqrt(variance[live])
-        places = x / noise[:, None]
+        x = _middle(kept)
+        places = x / self.unit[live]
         window = np.minimum(1, 1.4 * tau[live] / (num * BLOCK_TICKS))
         numbers = np.flatnonzero(live)
         if filled % LONG_BLOCKS == 0 and num == LONG_BLOCKS:
@@ -180,20 +278,50 @@ class PeerPlace:
         known = np.asarray(np.isfinite(usual[:, counted]).all(axis=1) & counted.any())
         places = np.where(known[:, None], places - usual, places)
         seen_before = np.where(known[:, None], self.usual.drift[live], self.usual.spread[live])
-        found = _out_of_place(places, window, self.usual.prior[live], seen_before, counted, alike)
+        freedom = FREEDOM if len(counted) < MACHINES_MANY else FREEDOM_MANY
+        found = _out_of_place(places, window, self.usual.prior[live], seen_before, counted, alike, freedom)
         return {n: (log_p, [int(numbers[m]) for m in metrics]) for n, log_p, metrics in found}
 
-    def _alike(self, live: NDArray[np.bool_]) -> NDArray[np.bool_]:
-        """(L, L): pairs of live metrics whose residuals move together."""
+    def _alike(self, live: NDArray[np.bool_]) -> Alike:
         stride = -(-self.long.shape[1] // MACHINES_KEPT)
         blocks = self.long[live, ::stride, : self.ticks // BLOCK_TICKS]
         away = np.nan_to_num(blocks - self.mean[live, ::stride, None])
         flat = away.reshape(len(away), -1).astype(np.float64)
         norm = np.sqrt((flat * flat).sum(axis=1, keepdims=True)) + 1e-300
         flat = flat / norm
-        pairs: NDArray[np.bool_] = np.abs(flat @ flat.T) > CORRELATED
+        shared = (flat @ flat.T) ** 2
+        # Few blocks correlate by chance: by 1 / freedom in the mean of the squares.
+        freedom = max(2, int(np.isfinite(blocks[0]).sum()) - blocks.shape[1])
+        beyond_chance = np.clip((shared - 1 / freedom) / (1 - 1 / freedom), 0, 1)
+        np.fill_diagonal(beyond_chance, 1)
+        self.distinct[:] = True
+        self.distinct[np.flatnonzero(live)[(np.triu(shared, 1) > DUPLICATE**2).any(axis=0)]] = False
+        pairs: NDArray[np.bool_] = shared > CORRELATED**2
         np.fill_diagonal(pairs, True)
-        return pairs
+        num_distinct = (1 / beyond_chance.sum(axis=1)).sum()
+        return Alike(pairs=pairs, num_distinct=max(1, math.ceil(num_distinct)), weight=len(flat) ** 2 / shared.sum())
+
+
+def _middle(blocks: Floats) -> Floats:
+    """Median of blocks (L, N, blocks), (L, N); NaN where none is known."""
+    x: Floats = np.median(blocks, axis=2)
+    holes = np.isnan(x)
+    if holes.any():
+        some = holes & ~np.isnan(blocks).all(axis=2)
+        x[some] = np.nanmedian(blocks[some], axis=1)
+    return x
+
+
+def _best(
+    found: Sequence[Mapping[int, tuple[float, list[int]]]], num_machines: int
+) -> tuple[Doubles, dict[int, list[int]]]:
+    """(N,) the least log p of each machine, and the metrics it is based on."""
+    best, chosen = np.zeros(num_machines), dict[int, list[int]]()
+    for by_machine in found:
+        for n, (log_p, metrics) in by_machine.items():
+            if log_p < best[n]:
+                best[n], chosen[n] = log_p, metrics
+    return best, chosen
 
 
 def _out_of_place(
@@ -202,7 +330,8 @@ def _out_of_place(
     log_prior: Doubles,
     seen_before: Doubles,
     counted: NDArray[np.bool_],
-    alike: NDArray[np.bool_],
+    alike: Alike,
+    tail_freedom: int,
 ) -> list[tuple[int, float, list[int]]]:
     """(machine, log p, metrics) of the machines farthest out of place. In units of the noise, `x` (L, N): features, NaN
     is unknown; `window` (L,): variance of a feature. Of SPREADS, (L, G): `log_prior`, and `seen_before`, the
@@ -238,7 +367,7 @@ def _out_of_place(
             squares = (apart**2).sum(axis=1, keepdims=True) - apart**2 * num / np.maximum(num - 1, 1)
             squares = np.maximum(squares, 0)
             freedom = np.maximum(others - 1, 0)
-    variance = SPREADS**2 + window[:, None]  # (L, G)
+    variance = np.maximum(SPREADS, SPREAD_MIN) ** 2 + window[:, None]  # (L, G)
     likelihood = -0.5 * freedom[:, :, None] * np.log(variance)[:, None] - squares[:, :, None] / (2 * variance[:, None])
     likelihood += seen_before[:, None]
     posterior = _normalized(likelihood + log_prior[:, None])
@@ -253,13 +382,12 @@ def _out_of_place(
         posterior = _normalized(likelihood + np.log(renewed))
     away = np.abs(np.where(known, x - centre, 0))
     scale = np.sqrt(variance[:, None] * (1 + 1 / np.maximum(others, 1))[:, :, None])
-    tail = _t_tail(away[:, :, None] / scale, FREEDOM if len(counted) < MACHINES_MANY else FREEDOM_MANY)
+    tail = _t_tail(away[:, :, None] / scale, tail_freedom)
     p = np.where(known & (freedom > 0), (posterior * tail).sum(axis=2), 1.0)
     surprise = -np.log(np.maximum(p, P_MIN))
-    num_metrics = max(1, round(len(x) ** 2 / float(alike.sum())))  # that move independently
     found = []
     for i, n in enumerate(candidates):
-        log_p, metrics = _combined(surprise[:, i], alike, num_metrics)
+        log_p, metrics = _combined(surprise[:, i], alike)
         if log_p < 0:
             found.append((int(n), log_p, metrics))
     return found
@@ -270,7 +398,7 @@ def _misfit(log_p: Doubles) -> Doubles:
     uniform p-values, the k-th smallest is near k / N; where it is much smaller, the model of what is usual is wrong."""
     evidence = -log_p
     num = len(evidence)
-    k = min(NUM_BESIDE + 1, num - 1)
+    k = min(NUM_BESIDE + 1, num // 2)
     ordered = np.sort(evidence)[::-1]
     # The k-th of the others: a machine that is among the first k makes room for the next.
     beside = np.where(evidence >= ordered[k - 1], ordered[k], ordered[k - 1])
@@ -294,32 +422,32 @@ def _t_tail(t: Doubles, freedom: int) -> Doubles:
     return np.asarray(np.maximum(1 - angle * np.sqrt(cosine_squared) * series, P_MIN), dtype=np.float64)
 
 
-def _combined(surprise: Doubles, alike: NDArray[np.bool_], num_metrics: int) -> tuple[float, list[int]]:
+def _combined(surprise: Doubles, alike: Alike) -> tuple[float, list[int]]:
     """log p of a machine from -log p of its metrics, (L,), and the metrics it is based on."""
     best: tuple[float, list[int]] = (0.0, [])
     taken: list[int] = []
     total = 0.0
     for m in np.argsort(-surprise, kind="stable"):
-        if len(taken) == min(NUM_METRICS_MAX, num_metrics) or surprise[m] < math.log(2):
+        if len(taken) == min(NUM_METRICS_SUMMED, alike.num_distinct) or surprise[m] < math.log(2):
             break
-        if any(alike[m, other] for other in taken):
+        if any(alike.pairs[m, other] for other in taken):
             continue
         taken.append(int(m))
         total += float(surprise[m])
-        kinds = NUM_METRICS_SUMMED if len(taken) <= NUM_METRICS_SUMMED else NUM_METRICS_MAX - NUM_METRICS_SUMMED
-        log_p = _log_tail(len(taken), num_metrics, total, float(surprise[m])) + math.log(2 * kinds)
+        k, num = len(taken), alike.num_distinct
+        choices = math.lgamma(num + 1) - math.lgamma(k + 1) - math.lgamma(num - k + 1)
+        log_p = _log_gamma_tail(k, total) + choices + math.log(2 * NUM_METRICS_SUMMED)
         if log_p < best[0]:
-            best = (log_p, taken[:NUM_METRICS_SHOWN])
+            best = (log_p, list(taken))
+    weight = int(alike.weight)
+    if weight > NUM_METRICS_SUMMED:
+        log_p = _log_gamma_tail(weight, weight * float(np.minimum(surprise, BROAD_MAX).mean())) + math.log(2)
+        if log_p < best[0]:
+            best = (log_p, taken)
     return best
 
 
-def _log_tail(k: int, num_metrics: int, total: float, least: float) -> float:
-    """log P(the best `k` of so many metrics sum up to `total`, or all reach `least`), of -log p: the sum where few
-    metrics are far, the number of them where many are (Berk and Jones 1979)."""
-    choices = math.lgamma(num_metrics + 1) - math.lgamma(k + 1) - math.lgamma(num_metrics - k + 1)
-    if k <= NUM_METRICS_SUMMED:
-        return math.log(sum(total**j / math.factorial(j) for j in range(k))) - total + choices
-    p = math.exp(-least)
-    rest = num_metrics - k
-    ratio = min(rest * p / ((k + 1) * (1 - p)), 0.9)  # of successive terms of the binomial tail
-    return choices - k * least + rest * math.log1p(-p) - math.log1p(-ratio)
+def _log_gamma_tail(k: int, total: float) -> float:
+    """log P(the sum of `k` independent -log p > `total`)."""
+    terms = np.arange(k) * math.log(max(total, 1e-12)) - np.array([math.lgamma(j + 1) for j in range(k)])
+    return float(np.logaddexp.reduce(terms)) - total

@@ -46,12 +46,8 @@ class Actuator(Protocol):
         """Side effects of the plan on other replicas, as text."""
 
     def perform(self, plan: Plan, lease: Lease) -> ActionResult:
-        """Performs the plan, or finds it performed.
-
-        Raises:
-            LeaseFenced: `lease` is over; another watch is the recovery leader.
-            ActuatorError: this actuator does not support the plan.
-        """
+        """Performs the plan, or finds it performed. Raises LeaseFenced: `lease` is over; another watch is the recovery
+        leader; ActuatorError: this actuator does not support the plan."""
 
 
 class NoopActuator:

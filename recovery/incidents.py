@@ -293,11 +293,8 @@ def fold(events: Iterable[Event], *, strict: bool = True) -> dict[str, Incident]
 
 
 def apply(before: Incident | None, event: Event) -> Incident:
-    """The incident after one more of its events.
-
-    Raises:
-        InvalidTransition: the event is not valid now; the message contains the incident's history.
-    """
+    """The incident after one more of its events. Raises InvalidTransition: the event is not valid now; the message
+    contains the incident's history."""
     reason = _why_invalid(before, event)
     if reason:
         raise InvalidTransition(
@@ -558,9 +555,7 @@ def open_incident(
 
     The number is part of the event's key, so two writers never share one, and a repetition after a crash finds its own.
 
-    Raises:
-        LeaseFenced: `lease` is over.
-        JournalError: no number was free.
+    Raises LeaseFenced: `lease` is over; JournalError: no number was free.
     """
     stored = storable(diagnosis)
     projection.refresh(journal)

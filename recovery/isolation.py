@@ -75,11 +75,8 @@ class HandlingFailures:
 
     @contextmanager
     def isolate(self, name: str) -> Iterator[None]:
-        """Errors of the block count as handling failures of `name`.
-
-        Raises:
-            JournalError: the lease is lost or the journal unusable, so no incident can be handled now.
-        """
+        """Errors of the block count as handling failures of `name`. Raises JournalError: the lease is lost or the
+        journal unusable, so no incident can be handled now."""
         try:
             yield
         except JournalError:

@@ -147,11 +147,8 @@ class Watch:
             self._lease = None
 
     def tick(self) -> None:
-        """Observes, diagnoses and performs every step that is due.
-
-        Raises:
-            JournalError: the journal cannot be read or written; the next tick continues from its state.
-        """
+        """Observes, diagnoses and performs every step that is due. Raises JournalError: the journal cannot be read or
+        written; the next tick continues from its state."""
         diagnoses = self._detector.poll(self._poll_seconds)
         self._cached_fleet = None
         try:

@@ -152,9 +152,7 @@ class WebhookNotifier:
         pause_seconds: float = PAUSE_SECONDS,
         tries_max: int = TRIES_MAX,
     ) -> None:
-        """Raises:
-        ConfigError: `url` is not http(s) with a host.
-        """
+        """Raises ConfigError: `url` is not http(s) with a host."""
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ConfigError(["recovery.webhook_url: must be http://host/... or https://host/..."])

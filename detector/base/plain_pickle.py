@@ -50,10 +50,8 @@ class UnsafePickle(Exception):
 
 
 def loads(data: bytes, *, bytes_max: int = READ_BYTES_MAX, check: Check = no_check) -> Any:
-    """The value of a pickle of protocol 2 to 5. `check` is called during the work.
-
-    Raises UnsafePickle: also if reading it would take more memory than `bytes_max`.
-    """
+    """The value of a pickle of protocol 2 to 5. `check` is called during the work. Raises UnsafePickle: also if reading
+    it would take more memory than `bytes_max`."""
     if not MAGIC.match(data):
         raise UnsafePickle("a pickle of an unknown protocol")
     try:

@@ -190,11 +190,7 @@ class LiveDetector:
 
     @classmethod
     def replay_window(cls, window: Mapping[str, Any]) -> list[list[Diagnosis]]:
-        """Replays a stored window.
-
-        Raises:
-            ValueError: the window has another version or is damaged.
-        """
+        """Replays a stored window. Raises ValueError: the window has another version or is damaged."""
         if window.get("version") != WINDOW_VERSION:
             raise ValueError(f"window: version {window.get('version')!r} is not {WINDOW_VERSION}")
         observations = [Observation.from_dict(o) for o in window["observations"]]

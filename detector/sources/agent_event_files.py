@@ -53,10 +53,8 @@ def is_events(path: Path) -> bool:
 
 
 def read(path: Path, budget: Budget) -> Events:
-    """The events up to where the budget ends the reading.
-
-    Raises UnreadableInput: not readable, no event, or too many.
-    """
+    """The events up to where the budget ends the reading. Raises UnreadableInput: not readable, no event, or too
+    many."""
     found = Events(path)
     try:
         with path.open("rb") as f, suppress(ReadingStopped):

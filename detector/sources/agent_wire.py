@@ -84,10 +84,8 @@ def checked_news(value: object, node: str) -> tuple[SampleBatch, EventBatch]:
 
 
 def checked_columns(layout: Layout[S], value: object, node: NodeId, what: str) -> tuple[S, ...]:
-    """Decodes one block of `Layout.encode`; None has no rows. Invalid rows are dropped as in `_good`.
-
-    Raises InvalidAgentResponse.
-    """
+    """Decodes one block of `Layout.encode`; None has no rows. Invalid rows are dropped as in `_good`. Raises
+    InvalidAgentResponse."""
     if value is None:
         return ()
     block = _mapping(value, what)

@@ -63,10 +63,7 @@ class AgentConnection:
         cls, url: str, limits: AgentClientLimits, *, authorization: str = "", tls: ssl.SSLContext | None = None
     ) -> Self:
         """`authorization`: value of that header. `tls`: for https; by default, the system's authorities are trusted.
-
-        Raises:
-            AgentUnreachable: no connection in time, or `url` is not an agent's address.
-        """
+        Raises AgentUnreachable: no connection in time, or `url` is not an agent's address."""
         try:
             parts = urlsplit(url)
             port = parts.port
@@ -94,12 +91,8 @@ class AgentConnection:
         self._writer.transport.abort()
 
     async def get(self, path: str, seconds: float) -> object:
-        """The JSON value at `path`, within `seconds`.
-
-        Raises:
-            AgentUnreachable: no complete response in time, or the connection broke.
-            InvalidAgentResponse: not a JSON response within the size limit.
-        """
+        """The JSON value at `path`, within `seconds`. Raises AgentUnreachable: no complete response in time, or the
+        connection broke; InvalidAgentResponse: not a JSON response within the size limit."""
         shown = path.partition("?")[0]
         try:
             async with asyncio.timeout(seconds):

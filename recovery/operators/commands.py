@@ -89,11 +89,8 @@ def resume_recovery(location: RunLocation, by: str) -> str:
 
 
 def approve_plan(location: RunLocation, digest: str, by: str, clock: Clock | None = None) -> str:
-    """Approves the proposed plan with this digest, once. The guards are checked again before it is performed.
-
-    Raises:
-        CommandRefused: no such proposal, or it was already decided or has expired.
-    """
+    """Approves the proposed plan with this digest, once. The guards are checked again before it is performed. Raises
+    CommandRefused: no such proposal, or it was already decided or has expired."""
     checked_name(by)
 
     def event(incident: Incident, attempt: Attempt, now: float) -> _CommandEvent:
@@ -113,10 +110,7 @@ def approve_plan(location: RunLocation, digest: str, by: str, clock: Clock | Non
 
 def reject_plan(location: RunLocation, digest: str, by: str, because: str = "", clock: Clock | None = None) -> str:
     """Rejects the proposed or held plan with this digest. Its incident is escalated: on-call is paged and it closes.
-
-    Raises:
-        CommandRefused: no such plan, or it was already decided or started.
-    """
+    Raises CommandRefused: no such plan, or it was already decided or started."""
     check_request(by, because, needed=False)
 
     def event(incident: Incident, attempt: Attempt, now: float) -> _CommandEvent:
@@ -136,8 +130,7 @@ def hold_plan(
 
     When the hold ends, on-call is notified, the guards are checked again and a proposal gets its full approval time.
 
-    Raises:
-        CommandRefused: no such plan, or it was already rejected or started.
+    Raises CommandRefused: no such plan, or it was already rejected or started.
     """
     check_request(by, because)
     if not 0 < seconds <= HOLD_SECONDS_MAX:
@@ -159,11 +152,8 @@ def hold_plan(
 
 
 def lift_hold(location: RunLocation, digest: str, by: str, because: str = "", clock: Clock | None = None) -> str:
-    """Ends a hold early, whoever placed it; the guards are checked again.
-
-    Raises:
-        CommandRefused: no such plan, or it is not on hold.
-    """
+    """Ends a hold early, whoever placed it; the guards are checked again. Raises CommandRefused: no such plan, or it is
+    not on hold."""
     check_request(by, because, needed=False)
 
     def event(incident: Incident, attempt: Attempt, now: float) -> _CommandEvent:
@@ -243,11 +233,8 @@ def _summary(incident: Incident, attempt: Attempt) -> str:
 def review_diagnosis(
     location: RunLocation, incident_id: str, right: bool, by: str, because: str = "", clock: Clock | None = None
 ) -> str:
-    """Records whether the diagnosis of an open or closed incident was right; the newest review counts.
-
-    Raises:
-        CommandRefused: there is no such incident.
-    """
+    """Records whether the diagnosis of an open or closed incident was right; the newest review counts. Raises
+    CommandRefused: there is no such incident."""
     check_request(by, because, needed=False)
     with opened(location, clock) as (journal, projection):
         found = known(projection, incident_id)
@@ -259,11 +246,8 @@ def review_diagnosis(
 
 def replace(location: RunLocation, replica: str, reason: str, by: str, clock: Clock | None = None) -> str:
     """Requests replacement of the current incarnation of `replica`. Returns the confirmation with the incident's id.
-
-    Raises:
-        InvalidId: `replica` is not written role/index.
-        CommandRefused: there is no such replica, or an open incident already handles it.
-    """
+    Raises InvalidId: `replica` is not written role/index; CommandRefused: there is no such replica, or an open incident
+    already handles it."""
     check_request(by, reason)
     split_replica(replica)
     with opened(location, clock) as (journal, projection):
@@ -282,11 +266,8 @@ def replace(location: RunLocation, replica: str, reason: str, by: str, clock: Cl
 
 
 def quarantine(location: RunLocation, node: str, by: str, because: str, clock: Clock | None = None) -> str:
-    """No new replica is placed on `node`; those that run there continue.
-
-    Raises:
-        CommandRefused: there is no such node, or it is already quarantined.
-    """
+    """No new replica is placed on `node`; those that run there continue. Raises CommandRefused: there is no such node,
+    or it is already quarantined."""
     check_request(by, because)
     with opened(location, clock) as (journal, projection):
         record = _record(journal, projection, node)
@@ -299,11 +280,7 @@ def quarantine(location: RunLocation, node: str, by: str, because: str, clock: C
 
 
 def return_node(location: RunLocation, node: str, by: str, because: str, clock: Clock | None = None) -> str:
-    """Ends a quarantine, whoever set it.
-
-    Raises:
-        CommandRefused: the node is not quarantined.
-    """
+    """Ends a quarantine, whoever set it. Raises CommandRefused: the node is not quarantined."""
     check_request(by, because)
     with opened(location, clock) as (journal, projection):
         if not _record(journal, projection, node).quarantined:
@@ -313,11 +290,8 @@ def return_node(location: RunLocation, node: str, by: str, because: str, clock: 
 
 
 def drain(location: RunLocation, node: str, by: str, because: str, clock: Clock | None = None) -> str:
-    """Quarantines `node` and requests that each replica there is replaced on another node.
-
-    Raises:
-        CommandRefused: there is no such node.
-    """
+    """Quarantines `node` and requests that each replica there is replaced on another node. Raises CommandRefused: there
+    is no such node."""
     check_request(by, because)
     with opened(location, clock) as (journal, projection):
         return drain_node(journal, projection, node, by, because)
@@ -364,11 +338,8 @@ def drain_node(journal: Journal, projection: IncidentProjection, node: str, by: 
 def record_burn_in(
     location: RunLocation, node: str, result: Mapping[str, Any], by: str, clock: Clock | None = None
 ) -> str:
-    """Records the result of a burn-in of `node`. The node need not be part of the run yet.
-
-    Raises:
-        CommandRefused: `node` is not a valid node name, or `result` not a burn-in result.
-    """
+    """Records the result of a burn-in of `node`. The node need not be part of the run yet. Raises CommandRefused:
+    `node` is not a valid node name, or `result` not a burn-in result."""
     checked_name(by)
     burn_in = BurnIn.from_dict(result)
     _check_node_name(node)
@@ -414,10 +385,7 @@ def _row(record: NodeRecord, fleet: FleetView, incident_ids: list[str]) -> dict[
 
 
 def _record(journal: Journal, projection: IncidentProjection, node: str) -> NodeRecord:
-    """
-    Raises:
-        CommandRefused: there is no such node.
-    """
+    """Raises CommandRefused: there is no such node."""
     _check_node_name(node)
     records = fold_nodes(journal.events(kinds=NODE_KINDS))
     known = known_nodes(journal) | records.keys()

@@ -67,11 +67,8 @@ def status(location: RunLocation, clock: Clock | None = None) -> dict[str, Any]:
 
 
 def incidents(location: RunLocation, incident_id: str | None = None) -> list[dict[str, Any]]:
-    """All incidents, or the requested one with its events, as plain values.
-
-    Raises:
-        CommandRefused: there is no incident of this id.
-    """
+    """All incidents, or the requested one with its events, as plain values. Raises CommandRefused: there is no incident
+    of this id."""
     with opened(location) as (journal, projection):
         summaries = [
             _summary(i, projection) for i in projection.incidents.values() if incident_id in (None, i.incident_id)
@@ -128,11 +125,8 @@ def _summary(incident: Incident, projection: IncidentProjection) -> dict[str, An
 
 
 def replay(location: RunLocation, incident_id: str) -> dict[str, Any]:
-    """Recomputes each plan of an incident from its stored input and compares the decisions.
-
-    Raises:
-        CommandRefused: there is no incident of this id, or it has no plan.
-    """
+    """Recomputes each plan of an incident from its stored input and compares the decisions. Raises CommandRefused:
+    there is no incident of this id, or it has no plan."""
     with opened(location) as (journal, projection):
         known(projection, incident_id)
         where = journal.store.where

@@ -33,11 +33,8 @@ class ListenAddress(NamedTuple):
 
 
 def parse_address(text: str) -> ListenAddress:
-    """`HOST:PORT`, `[IPv6]:PORT`; port 0 is any free one.
-
-    Raises:
-        ConfigError: it is neither. The host is required: nothing listens on all interfaces by default.
-    """
+    """`HOST:PORT`, `[IPv6]:PORT`; port 0 is any free one. Raises ConfigError: it is neither. The host is required:
+    nothing listens on all interfaces by default."""
     try:
         parts = urlsplit(f"//{text}")
         host, port = parts.hostname, parts.port
@@ -84,11 +81,7 @@ class EndpointAnnouncement:
         self._written: list[dict[str, Any]] | None = None
 
     def announce(self, agents: Mapping[str, str]) -> None:
-        """`agents`: node -> URL.
-
-        Raises:
-            OSError: a file cannot be written.
-        """
+        """`agents`: node -> URL. Raises OSError: a file cannot be written."""
         now = serving(self._run)
         if now is None:
             write_atomically(self._run.path / WATCH_FILE, json.dumps(asdict(self._me)) + "\n")

@@ -64,11 +64,8 @@ def is_file(text: str) -> bool:
 
 
 def listed(text: str) -> list[str]:
-    """The comma-separated agents in AGENTS.
-
-    Raises:
-        ConfigError: none or too many are named, or an entry is not an address.
-    """
+    """The comma-separated agents in AGENTS. Raises ConfigError: none or too many are named, or an entry is not an
+    address."""
     return checked_entries(text.split(","))
 
 
@@ -97,11 +94,8 @@ def _is_address(url: str) -> bool:
 
 
 def named_agents(entries: list[str], query: Callable[[str], str] | None = None) -> dict[str, str]:
-    """node -> URL. Agents whose node is not named are queried for it concurrently.
-
-    Raises:
-        ConfigError: agents that do not answer, or two of one node.
-    """
+    """node -> URL. Agents whose node is not named are queried for it concurrently. Raises ConfigError: agents that do
+    not answer, or two of one node."""
     names, problems = resolve_names(entries, query or node_of)
     found, twice = _by_node(names.items())
     if problems or twice:
@@ -147,11 +141,8 @@ def _named(entry: str, query: Callable[[str], str]) -> tuple[str, str]:
 
 
 def node_of(url: str, authorization: str = "") -> str:
-    """The name of the node whose agent serves at `url` (`/healthz`). `authorization`: value of that header.
-
-    Raises:
-        HttpFailed, ValueError, KeyError, TypeError, AttributeError: no agent answers there.
-    """
+    """The name of the node whose agent serves at `url` (`/healthz`). `authorization`: value of that header. Raises
+    HttpFailed, ValueError, KeyError, TypeError, AttributeError: no agent answers there."""
     headers = {"Authorization": authorization} if authorization else {}
     answer = request(
         "GET", url.rstrip("/") + "/healthz", headers=headers, deadline_seconds=ASK_SECONDS, bytes_max=ANSWER_BYTES_MAX
@@ -167,11 +158,7 @@ def node_of(url: str, authorization: str = "") -> str:
 
 
 def entries_of(path: Path) -> list[str]:
-    """The entries of the file.
-
-    Raises:
-        ConfigError: it cannot be read or has invalid entries; lists every problem.
-    """
+    """The entries of the file. Raises ConfigError: it cannot be read or has invalid entries; lists every problem."""
     try:
         with path.open(encoding="utf-8") as f:
             text = f.read(FILE_BYTES_MAX + 1)
@@ -219,11 +206,8 @@ class AgentsFile:
         self._thread: threading.Thread | None = None
 
     def first(self) -> dict[str, str]:
-        """The current agents: node -> URL. Waits for their answers.
-
-        Raises:
-            ConfigError: the file is invalid, or none of its agents reports its node.
-        """
+        """The current agents: node -> URL. Waits for their answers. Raises ConfigError: the file is invalid, or none of
+        its agents reports its node."""
         self._read_state = self._state()
         problems = self._resolve(entries_of(self._path))
         if not self._found:
@@ -280,12 +264,8 @@ class AgentsFile:
 
 
 def observing_run(root: Path, run_id: str, agents: Mapping[str, str], webhook_url: str | None = None) -> RunDir:
-    """A run directory for a watch over these agents; continues one that a watch created under this name.
-
-    Raises:
-        InvalidId: `run_id` is not valid.
-        ConfigError: the name belongs to a run that rolecall started.
-    """
+    """A run directory for a watch over these agents; continues one that a watch created under this name. Raises
+    InvalidId: `run_id` is not valid; ConfigError: the name belongs to a run that rolecall started."""
     checked_id(run_id, "run id")
     value = {"name": run_id, "recovery": {"mode": "observe", "webhook_url": webhook_url}}
     config = parse_job(value).model_dump(mode="json")

@@ -138,10 +138,7 @@ def parse_query(text: str) -> MetricQuery:
 
 def authorization(path: Path | None, environ: Mapping[str, str]) -> str:
     """Value of the Authorization header; "" for none. The file holds one line: `bearer TOKEN` or `basic USER:PASSWORD`.
-
-    Raises:
-        ConfigError: the file cannot be read, or has other content (which is not printed).
-    """
+    Raises ConfigError: the file cannot be read, or has other content (which is not printed)."""
     if path is None:
         token, user, password = (environ.get(name, "") for name in (BEARER_ENV, USER_ENV, PASSWORD_ENV))
         if token and user:
@@ -340,12 +337,8 @@ def record_run(
 
 def record(source: PanelSource, path: Path, *, out: Out, stopped: Stopped, clock: Clock) -> int:
     """Writes all ticks until `stopped()` as one recording and returns 0. Recorded data survives any exit: parts are in
-    `<path>.parts`, each a separate recording, until they are joined.
-
-    Raises:
-        ConfigError: `path` or its parts exist, or cannot be written.
-        UnreadableInput: the source failed, or returned no data. Earlier data has been written.
-    """
+    `<path>.parts`, each a separate recording, until they are joined. Raises ConfigError: `path` or its parts exist, or
+    cannot be written; UnreadableInput: the source failed, or returned no data. Earlier data has been written."""
     parts = _Parts(path, clock)
     try:
         for tick in source.ticks(stopped):

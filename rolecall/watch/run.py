@@ -301,8 +301,7 @@ def with_required_approval(job: JobConfig, journal: Journal) -> JobConfig:
     It only restricts: mode `act` becomes `approve`, `observe` stays. It is refused while another watch acts without
     approval, because it would have no effect.
 
-    Raises:
-        ConfigError: the job is only observed, or another watch acts without approval.
+    Raises ConfigError: the job is only observed, or another watch acts without approval.
     """
     if job.recovery.mode == "observe":
         because = "recovery.mode is observe in the job file, so no action is allowed; set it to approve there"
@@ -321,9 +320,7 @@ def with_required_approval(job: JobConfig, journal: Journal) -> JobConfig:
 def _serve(
     run: RunDir, job: JobConfig, wanted: MetricsEndpoint | None, meter: Meter, notifier: Notifier, *, ours: bool
 ) -> WatchServer | None:
-    """Raises:
-    ConfigError: the requested address is not available.
-    """
+    """Raises ConfigError: the requested address is not available."""
     if wanted is None and not ours:
         return None
     asked = wanted or MetricsEndpoint(ListenAddress(LOOPBACK, 0))

@@ -115,10 +115,8 @@ class Reading:
 
 
 def read(path: Path, *, entries: bool = True, reading: Reading = Reading()) -> FlightRecorderDump:
-    """Reads one dump; without `entries`, only its head if the keys are in PyTorch's order.
-
-    Raises UnreadableInput: too large, cut short, not a dump, not plain data, or beyond the limits of `reading`.
-    """
+    """Reads one dump; without `entries`, only its head if the keys are in PyTorch's order. Raises UnreadableInput: too
+    large, cut short, not a dump, not plain data, or beyond the limits of `reading`."""
     where = str(path)
     try:
         with _collector_paused():
@@ -142,10 +140,8 @@ def read_many(
     budget: Budget | None = None,
 ) -> tuple[list[FlightRecorderDump], list[UnreadableInput]]:
     """The readable dumps, in order, and the errors of the others. `progress` is called with the number of files done.
-    Ends early if the budget is used up, which the budget then says.
-
-    Raises UnreadableInput: a worker process was killed.
-    """
+    Ends early if the budget is used up, which the budget then says. Raises UnreadableInput: a worker process was
+    killed."""
     dumps: list[FlightRecorderDump] = []
     unreadable: list[UnreadableInput] = []
     budget, counted = budget or Budget(), set[tuple[str, int]]()
@@ -185,10 +181,7 @@ def read_as_needed(
     budget: Budget | None = None,
 ) -> tuple[list[FlightRecorderDump], list[UnreadableInput]]:
     """The fast path: reads the status of all dumps, then the entries of the ranks from `wanted`, until it has none, or
-    the budget is used up.
-
-    Raises UnreadableInput: a worker process was killed.
-    """
+    the budget is used up. Raises UnreadableInput: a worker process was killed."""
     budget = budget or Budget()
     dumps, unreadable = read_many(paths, entries=False, num_processes=num_processes, budget=budget)
     asked: set[str] = set()  # some dumps have no entries: request each once

@@ -221,10 +221,8 @@ def _is_unstamped(lines: Sequence[str], name: str) -> bool:
 
 
 def read(path: Path, check: Check = no_check) -> KernelLog:
-    """The lines up to where `check` ends the reading, if it does.
-
-    Raises UnreadableInput: the file is too large, or cannot be read.
-    """
+    """The lines up to where `check` ends the reading, if it does. Raises UnreadableInput: the file is too large, or
+    cannot be read."""
     log = KernelLog(path=str(path))
     readers: dict[str, KernelReader] = {}
     elsewhere = _node_of(path)

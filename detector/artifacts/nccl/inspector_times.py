@@ -84,10 +84,8 @@ def is_log(path: Path) -> bool:
 
 
 def read(path: Path, check: Check = no_check) -> InspectorLog:
-    """The lines up to where `check` ends the reading, if it does.
-
-    Raises UnreadableInput: no complete line, or the file cannot be read.
-    """
+    """The lines up to where `check` ends the reading, if it does. Raises UnreadableInput: no complete line, or the file
+    cannot be read."""
     lines = Lines()
     try:
         about = path.stat()

@@ -92,10 +92,7 @@ def is_status(path: Path) -> bool:
 
 
 def read(path: Path, check: Check = no_check) -> list[Poll]:
-    """`check` is called during the work.
-
-    Raises UnreadableInput: too large, cut short, not a RAS status report.
-    """
+    """`check` is called during the work. Raises UnreadableInput: too large, cut short, not a RAS status report."""
     try:
         with path.open("rb") as file:
             raw = file.read(FILE_BYTES_MAX + 1)

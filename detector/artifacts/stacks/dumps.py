@@ -245,10 +245,8 @@ def _is_text(head: str) -> bool:
 
 
 def read(path: Path, check: Check = no_check) -> StackDump:
-    """`check` is called for each thread.
-
-    Raises UnreadableInput: too large, truncated, without threads, or not a dump.
-    """
+    """`check` is called for each thread. Raises UnreadableInput: too large, truncated, without threads, or not a
+    dump."""
     text, at = _text(path)
     place = place_of(path)
     if text.lstrip()[:1] in ("[", "{"):

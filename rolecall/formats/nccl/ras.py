@@ -240,11 +240,7 @@ _TEXT_BEGINS = re.compile(r"^[ \t]*(?:Job summary|Communicators\.\.\.)", re.MULT
 
 def statuses(raw: bytes, check: Callable[[], None] = lambda: None) -> list[RasStatus]:
     """All answers that stand one after the other, in order: at least one. `check` is called during the work and may
-    raise, as on a deadline.
-
-    Raises:
-        Malformed: there is none, or one of them is cut short or not what it begins as.
-    """
+    raise, as on a deadline. Raises Malformed: there is none, or one of them is cut short or not what it begins as."""
     text, stamps = _without_stamps(raw.decode("utf-8", "replace"))
     if found := _ACKNOWLEDGED.match(text):
         text = " " * found.end() + text[found.end() :]  # positions stay

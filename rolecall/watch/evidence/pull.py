@@ -89,11 +89,8 @@ class EvidenceRequestFailed(Exception):
 
 
 def request_evidence(url: str, path: str, authorization: str, *, seconds: float, bytes_max: int) -> bytes:
-    """The response of the agent at `url` to `path`, within `seconds`.
-
-    Raises:
-        EvidenceRequestFailed: it does not respond in time, rejects the request, or sends more than `bytes_max`.
-    """
+    """The response of the agent at `url` to `path`, within `seconds`. Raises EvidenceRequestFailed: it does not respond
+    in time, rejects the request, or sends more than `bytes_max`."""
     headers = {"Authorization": authorization}
     try:
         answer = request("GET", url.rstrip("/") + path, headers=headers, deadline_seconds=seconds, bytes_max=bytes_max)
@@ -132,12 +129,8 @@ class EvidenceFiles:
         self._folder, self._known, self._room = folder, known, INCIDENT_BYTES_MAX
 
     def keep(self, ask: EvidenceRequest, number: int, body: bytes, wall_at: float) -> EvidenceFile:
-        """`number`: replaces the rank of a dump that does not contain it. `wall_at`: time of the evidence.
-
-        Raises:
-            EvidenceRejected: it is malformed or too large.
-            OSError: it cannot be written.
-        """
+        """`number`: replaces the rank of a dump that does not contain it. `wall_at`: time of the evidence. Raises
+        EvidenceRejected: it is malformed or too large; OSError: it cannot be written."""
         try:
             content = redacted(ask.kind, body, self._known)
         except (UnsafePickle, ValueError, RecursionError) as e:

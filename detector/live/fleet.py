@@ -197,7 +197,10 @@ class MonitoredProcesses:
         for node in observation.left:
             self._leave(node, now)
         for batch in observation.batches:
-            self._measure_offset(batch.node, now - batch.wall_at)
+            # The smallest observed delay is the best estimate; it may rise slowly to follow clock drift.
+            seen, known = now - batch.wall_at, self.offsets.get(batch.node)
+            smallest = seen if known is None or seen - known > OFFSET_STEP_SECONDS else min(seen, known + 1e-3)
+            self.offsets[batch.node] = smallest if abs(smallest) > OFFSET_UNCERTAINTY_SECONDS else 0.0
             self.walls[batch.node] = batch.wall_at
             for sample in batch.processes:
                 self._take_sample(sample, now)
@@ -355,12 +358,6 @@ class MonitoredProcesses:
 
     # --- housekeeping
 
-    def _measure_offset(self, node: str, seen: float) -> None:
-        """The smallest observed delay is the best estimate; it may rise slowly to follow clock drift."""
-        known = self.offsets.get(node)
-        smallest = seen if known is None or seen - known > OFFSET_STEP_SECONDS else min(seen, known + 1e-3)
-        self.offsets[node] = smallest if abs(smallest) > OFFSET_UNCERTAINTY_SECONDS else 0.0
-
     def _sweep(self, now: float) -> None:
         for subject in list(self._dead.values()):
             if now - subject.dead_wall >= DEAD_SAMPLE_SECONDS:
@@ -376,10 +373,9 @@ class MonitoredProcesses:
                 del self.by_process[subject.process]
 
 
-def waiting(subjects: Iterable[MonitoredProcess]) -> str:
+def waiting(subjects: Sequence[MonitoredProcess]) -> str:
     """Clause for `because`: `trainer/0, trainer/2 are waiting`."""
-    who = list(subjects)
-    return f"{names(who)} {'is' if len(who) == 1 else 'are'} waiting"
+    return f"{names(subjects)} {'is' if len(subjects) == 1 else 'are'} waiting"
 
 
 def names(subjects: Iterable[MonitoredProcess]) -> str:

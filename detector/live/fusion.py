@@ -58,7 +58,6 @@ def on_panels_alone(d: Diagnosis) -> bool:
 
 
 def to_diagnosis(finding: Finding) -> Diagnosis:
-    settle = "; ".join(e.text for e in finding.evidence if e.kind == SETTLE)
     gains = [e.values["ratio"] for e in finding.evidence if e.kind == GAIN]
     return Diagnosis(
         suspects=finding.suspects,
@@ -70,7 +69,7 @@ def to_diagnosis(finding: Finding) -> Diagnosis:
         evidence=tuple(e for e in finding.evidence if e.kind not in (SETTLE, GAIN, ADVISES)),
         detectors=(finding.detector,),
         advice=_advice(finding),
-        settle=settle,
+        settle="; ".join(e.text for e in finding.evidence if e.kind == SETTLE),
         gain_ratio=gains[0] if gains else None,
         about=finding.about,
     )

@@ -26,8 +26,8 @@ from rolecall.core.telemetry import AgentEvent, ProcessSample
 from rolecall.detector.base.observation import Observation
 from rolecall.detector.live.fleet import MonitoredProcesses, ReceivedException
 from rolecall.detector.live.stages.collapse import CollapseWatch, TrainingHistory
-from rolecall.detector.live.stages.nccl_ras import StalledCommunicator, StalledCommunicators
-from rolecall.detector.live.stages.node_faults import NodeFault, NodeFaults
+from rolecall.detector.live.stages.nccl_ras import StalledCommunicator
+from rolecall.detector.live.stages.node_faults import NodeFault
 from rolecall.detector.live.stages.panels import PanelFault
 from rolecall.detector.live.stages.slow import LoadBaseline, SlowState
 from rolecall.detector.live.subject import Key, MonitoredProcess, ProgressClocks, ProgressGaps, SlowMeter
@@ -40,9 +40,7 @@ PLAIN: dict[str, type] = {
         ProgressClocks,
         MonitoredProcesses,
         ProgressGaps,
-        StalledCommunicators,
         NodeFault,
-        NodeFaults,
         PanelFault,
         ProcessId,
         ReceivedException,

@@ -80,7 +80,6 @@ class _RolePanel:
     members: tuple[ProcessId, ...]
     metrics: set[str] = field(default_factory=set)
     ticks: int = 0
-    shape: PanelShape | None = None
     tracker: Tracker | None = None
 
 
@@ -180,19 +179,16 @@ class RunPanels:
     ) -> list[Finding]:
         readings = [p.read() | of_gpus.get(p.who, {}) for p in processes]
         panel.ticks += 1
-        if panel.shape is None or panel.tracker is None:
+        if panel.tracker is None:
             panel.metrics.update(*readings)
-            if panel.ticks < SETTLE_TICKS or not panel.metrics:
-                return []
-            panel.shape = PanelShape(
-                role=role,
-                metrics=tuple(sorted(panel.metrics)),
-                machines=tuple(Machine(node=p.process.node, replica=p.replica, rank=p.rank) for p in processes),
-                interval_seconds=INTERVAL_SECONDS,
-            )
-            panel.tracker = self._detector.track(panel.shape)
+            if panel.ticks >= SETTLE_TICKS and panel.metrics:
+                machines = tuple(Machine(node=p.process.node, replica=p.replica, rank=p.rank) for p in processes)
+                metrics = tuple(sorted(panel.metrics))
+                panel.tracker = self._detector.track(
+                    PanelShape(role=role, metrics=metrics, machines=machines, interval_seconds=INTERVAL_SECONDS)
+                )
             return []
-        rows = [[values.get(metric, np.nan) for values in readings] for metric in panel.shape.metrics]
+        rows = [[values.get(metric, np.nan) for values in readings] for metric in sorted(panel.metrics)]
         values = np.array(rows, dtype=np.float32)
         values[~np.isfinite(values)] = np.nan
         by_place = {(p.replica, p.rank): p for p in processes}
@@ -205,13 +201,8 @@ class RunPanels:
         peers = [p.who for p in processes]
         suspects = [(s.process.node, s.process.pid) for s in finding.suspects if s.process is not None]
         found = [e for who in suspects if of_gpus for e in self._gpus.evidence(who, peers, of_gpus)]
-        if not found:
-            return finding
-        return replace(
-            finding,
-            because=f"{finding.because}; {'; '.join(e.text for e in found)}",
-            evidence=(*finding.evidence, *found),
-        )
+        because = "; ".join([finding.because, *(e.text for e in found)])
+        return replace(finding, because=because, evidence=(*finding.evidence, *found))
 
 
 def _taught(detector: PanelDetector, panel: _RolePanel) -> PanelDetector:
@@ -228,8 +219,6 @@ def _taught(detector: PanelDetector, panel: _RolePanel) -> PanelDetector:
 
 def _named(finding: Finding, by_place: dict[tuple[str, int], _PanelMember]) -> Finding:
     """Adds incarnation and process to the suspects and the panel prefix to the detector name."""
-    suspects = []
-    for s in finding.suspects:
-        p = by_place[(s.replica, s.rank or 0)]
-        suspects.append(replace(s, incarnation=p.incarnation, process=p.process))
+    pairs = [(s, by_place[(s.replica, s.rank or 0)]) for s in finding.suspects]
+    suspects = [replace(s, incarnation=p.incarnation, process=p.process) for s, p in pairs]
     return replace(finding, detector=f"{PANEL}{finding.detector}", suspects=tuple(suspects))

@@ -13,6 +13,7 @@ is a second suspect, because the replacement must avoid both nodes. Each additio
 so the diagnosis is reported again.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -104,13 +105,13 @@ def _gone(
     open_requests = sample.requests_active if sample else 0
     requests = f" with {open_requests} open request{'s' * (open_requests != 1)}" if open_requests else ""
     reported = f"last exception: {exception_text(raised.event)}" if raised else "no exception reported"
-    because = (
-        f"{subject.name()} crashed: process exited{how}{where}{requests}; {reported}"
-        f"{_oom(fleet, subject, detail.get('signal', ''), now)}"
-    )
+    signal, struck = detail.get("signal", ""), fleet.oom_wall.get(subject.node, -math.inf)
+    oom = abs(subject.exit_wall - struck) <= OOM_SECONDS and signal in SIGKILL_NAMES
+    killer = "; the host's OOM killer was active at that moment" if oom else ""
+    because = f"{subject.name()} crashed: process exited{how}{where}{requests}; {reported}{killer}"
     onset = event.wall_at + subject.offset_seconds if event else subject.exit_wall
     values = {"requests_open": float(open_requests), "step": float(sample.step if sample else -1)}
-    values |= exit_values(detail.get("signal", ""), oom=bool(_oom(fleet, subject, detail.get("signal", ""), now)))
+    values |= exit_values(signal, oom=oom)
     evidence = [Evidence(kind=EXIT, text=f"process {subject.process} exited{how}", values=values)]
     if raised:
         evidence.append(Evidence(kind=AgentEventKind.EXCEPTION, text=exception_text(raised.event)))
@@ -130,13 +131,6 @@ def exit_values(signal: str, *, oom: bool) -> dict[str, float]:
     """Values of exit evidence."""
     values = {"signal": float(signal)} if signal.isascii() and signal.isdecimal() and len(signal) < 4 else {}
     return values | ({"oom": 1.0} if oom else {})
-
-
-def _oom(fleet: MonitoredProcesses, subject: MonitoredProcess, signal: str, now: float) -> str:
-    struck = fleet.oom_wall.get(subject.node)
-    if struck is None or abs(subject.exit_wall - struck) > OOM_SECONDS or signal not in SIGKILL_NAMES:
-        return ""
-    return "; the host's OOM killer was active at that moment"
 
 
 def _stopped_after_exception(
@@ -202,7 +196,10 @@ def _merged_exits(group: Sequence[Finding]) -> Finding:
     nodes, own, also = {lead.suspects[0].node}, list[Finding](), list[Finding]()
     for f in others:
         its = f.suspects[0].node
-        (own if _by_itself(f) and its not in nodes else also).append(f)
+        exits = [e.values for e in f.evidence if e.kind == EXIT]
+        alone = any(e.get("oom") or int(e.get("signal", 0)) in OWN_SIGNALS for e in exits)
+        alone |= f.fault_class.spec.is_hardware
+        (own if alone and its not in nodes else also).append(f)
         nodes |= {its} if f in own else set()
     because = "; independent second fault: ".join([lead.because, *(f.because for f in own)])
     if also:
@@ -216,9 +213,3 @@ def _merged_exits(group: Sequence[Finding]) -> Finding:
         because=because,
         evidence=(*lead.evidence, *(e for f in own for e in f.evidence), *other_exits),
     )
-
-
-def _by_itself(f: Finding) -> bool:
-    exits: list[Evidence] = [e for e in f.evidence if e.kind == EXIT]
-    signals = {int(e.values.get("signal", 0)) for e in exits}
-    return f.fault_class.spec.is_hardware or bool(signals & OWN_SIGNALS) or any(e.values.get("oom") for e in exits)

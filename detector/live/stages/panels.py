@@ -39,7 +39,12 @@ class PanelsStage(Stage):
 
     def evaluate(self, tick: Tick) -> list[Finding]:
         """New panel findings are held while a process stalls that is not diagnosed yet, as that may explain them."""
-        self._note_trouble(tick)
+        since, until = self._trouble
+        changed = tick.fleet.changed_wall
+        if tick.findings or changed > until:
+            began = min([f.onset for f in tick.findings] + ([changed] if changed > until else []))
+            recent = tick.now - until <= AFTERMATH_SECONDS
+            self._trouble = (since if recent else began, tick.now if tick.findings else changed)
         for finding in tick.observation.panel_findings:
             same = next((p for p in self._faults if p.finding.suspects == finding.suspects), None)
             if same is None:
@@ -62,14 +67,6 @@ class PanelsStage(Stage):
     @state.setter
     def state(self, state: Mapping[str, Any]) -> None:
         self._faults, self._trouble = state["faults"], state["trouble"]
-
-    def _note_trouble(self, tick: Tick) -> None:
-        since, until = self._trouble
-        changed = tick.fleet.changed_wall
-        if tick.findings or changed > until:
-            began = min([f.onset for f in tick.findings] + ([changed] if changed > until else []))
-            recent = tick.now - until <= AFTERMATH_SECONDS
-            self._trouble = (since if recent else began, tick.now if tick.findings else changed)
 
     def _stands_alone(self, fault: PanelFault, fleet: MonitoredProcesses) -> bool:
         """Whether its processes still exist and its onset is not in the aftermath of another finding."""

@@ -53,35 +53,30 @@ class DependentStallStage(Stage):
         if emerging(own(tick.stalls)) or tick.now - tick.fleet.changed_wall < QUIET_SECONDS:
             return []
         ripe = [s for s in tick.stalls if s.ripe and not s.beats_stopped and s.subject.phase in DEPENDENT_PHASES]
-        return _dependents(tick.fleet, ripe, tick.now)
+        groups: dict[tuple[str, str], list[Stall]] = {}
+        for s in ripe:
+            groups.setdefault((s.subject.role, s.subject.phase), []).append(s)
+        # A single stalled process of a role and phase is hung; several wait for an unknown cause.
+        return [
+            _hang(tick.fleet, group[0], tick.now) if len(group) == 1 else _waiting_for_unknown(*key, group, tick.now)
+            for key, group in groups.items()
+        ]
 
 
-def _dependents(fleet: MonitoredProcesses, ripe: list[Stall], now: float) -> list[Finding]:
-    """A single stalled process of a role and phase is hung; several wait for an unknown cause."""
-    groups: dict[tuple[str, str], list[Stall]] = {}
-    for s in ripe:
-        groups.setdefault((s.subject.role, s.subject.phase), []).append(s)
-    findings = []
-    for (role, phase), group in groups.items():
-        if len(group) == 1:
-            findings.append(_hang(fleet, group[0], now))
-            continue
-        members = [s.subject for s in group]
-        longest = max(s.clocks.wall for s in group)
-        findings.append(
-            finding(
-                "stall",
-                members,
-                FaultClass.CANNOT_TELL,
-                onset=min(s.subject.onset_wall(s.clocks.wall) for s in group),
-                now=now,
-                confidence=0.3,
-                because=f"{names(members)} make no progress in {phase} for {longest:.1f} s (deadline "
-                f"{group[0].deadline.text}), and no fault of another process explains it",
-                evidence=(settles(f"stacks of role {role}: what the processes wait for"),),
-            )
-        )
-    return findings
+def _waiting_for_unknown(role: str, phase: str, group: list[Stall], now: float) -> Finding:
+    members = [s.subject for s in group]
+    longest = max(s.clocks.wall for s in group)
+    return finding(
+        "stall",
+        members,
+        FaultClass.CANNOT_TELL,
+        onset=min(s.subject.onset_wall(s.clocks.wall) for s in group),
+        now=now,
+        confidence=0.3,
+        because=f"{names(members)} make no progress in {phase} for {longest:.1f} s (deadline "
+        f"{group[0].deadline.text}), and no fault of another process explains it",
+        evidence=(settles(f"stacks of role {role}: what the processes wait for"),),
+    )
 
 
 def kind_of(subject: MonitoredProcess, clocks: ProgressClocks, beats_stopped: bool) -> str:
@@ -181,8 +176,8 @@ def _judge_collective(
         late = [m for m in outside if m.phase in PHASES_WITHOUT_DUE_PROGRESS and m.key not in stopped]
         if len(late) != len(outside) or any(m.key in stopped for m in members):
             return None
-        since = max(w.clocks.wall for w in waiters)
-        if any(_phase_seconds(m) < since + BEHIND_MARGIN_SECONDS for m in late):
+        since = max(w.clocks.wall for w in waiters) + BEHIND_MARGIN_SECONDS
+        if any(m.sample.at - m.sample.phase_since < since for m in late if m.sample):
             return None
         if any(m.stall.cpu >= WORKING_CPUS * m.stall.effective for m in late):
             return None  # it is working on something without a phase, such as a checkpoint
@@ -192,19 +187,15 @@ def _judge_collective(
     return _all_inside(members, waiters, now) if len(waiters) >= len(members) else None
 
 
-def _phase_seconds(subject: MonitoredProcess) -> float:
-    return subject.sample.at - subject.sample.phase_since if subject.sample else 0.0
-
-
 def _all_inside(members: list[MonitoredProcess], waiters: list[Stall], now: float) -> Finding:
-    counts = _aligned(members)
-    if counts and min(counts.values()) < max(counts.values()):
-        low = min(counts.values())
-        behind = [m for m in members if counts[m.key] == low]
-        lag = max(counts.values()) - low
-        if len(behind) < len(members):
-            text = f"it is {lag} collective{'s' if lag > 1 else ''} behind the others"
-            return _blocks(behind, waiters, FaultClass.HANG, 0.9, text, now)
+    # Collectives entered since the last step that all members were observed computing, if there is one.
+    common = set.intersection(*(set(m.rests) for m in members))
+    counts = [m.sample.collectives_entered - m.rests[max(common)] for m in members if m.sample] if common else []
+    lag = max(counts, default=0) - min(counts, default=0)
+    if lag:
+        behind = [m for m, count in zip(members, counts, strict=True) if count == min(counts)]
+        text = f"it is {lag} collective{'s' if lag > 1 else ''} behind the others"
+        return _blocks(behind, waiters, FaultClass.HANG, 0.9, text, now)
     pending = [m for m in members if m.sample and m.sample.collectives_entered > m.sample.collectives_done]
     if pending and len(pending) < len(members):
         behind = [m for m in members if m not in pending]
@@ -214,16 +205,22 @@ def _all_inside(members: list[MonitoredProcess], waiters: list[Stall], now: floa
     if len(burning) == 1 and all(r < ASLEEP_CPUS for k, r in rates.items() if k != burning[0].key):
         text = f"it uses {100 * rates[burning[0].key]:.0f} % CPU inside the collective while the others are idle"
         return _blocks(burning, waiters, FaultClass.HANG, 0.7, text, now)
-    return _tie(members, waiters, now)
-
-
-def _aligned(members: list[MonitoredProcess]) -> dict[tuple[str, int, int], int]:
-    """Collectives entered since the last step that all members were observed computing; empty without such a step."""
-    common = set.intersection(*(set(m.rests) for m in members))
-    if not common:
-        return {}
-    base = max(common)
-    return {m.key: m.sample.collectives_entered - m.rests[base] for m in members if m.sample}
+    seconds = max(w.clocks.wall for w in waiters)
+    because = (
+        f"{names(members)} all wait in the same collective for {seconds:.1f} s (deadline {waiters[0].deadline.text}); "
+        "all send heartbeats and none is behind, so the rank that blocks it cannot be identified"
+    )
+    settle = "the process group's timeout (the rank that does not raise blocks it), or Flight Recorder dumps"
+    return finding(
+        "collective",
+        members,
+        FaultClass.CANNOT_TELL,
+        onset=min(w.subject.onset_wall(w.clocks.wall) for w in waiters),
+        now=now,
+        confidence=0.3,
+        because=because,
+        evidence=(settles(settle),),
+    )
 
 
 def _blocks(
@@ -235,7 +232,7 @@ def _blocks(
     named = " and ".join(c.name() for c in culprits)
     blocks = "blocks" if len(culprits) == 1 else "block"
     because = (
-        f"{named} {blocks} all-reduce: {text}; {waiting(w.subject for w in others)} for {seconds:.1f} s "
+        f"{named} {blocks} all-reduce: {text}; {waiting([w.subject for w in others])} for {seconds:.1f} s "
         f"(deadline {deadline.text})"
     )
     values = {"waited_seconds": seconds, "deadline_seconds": deadline.seconds}
@@ -248,24 +245,4 @@ def _blocks(
         confidence=confidence,
         because=because,
         evidence=(Evidence(kind="collective", text=text, values=values),),
-    )
-
-
-def _tie(members: list[MonitoredProcess], waiters: list[Stall], now: float) -> Finding:
-    seconds = max(w.clocks.wall for w in waiters)
-    because = (
-        f"{names(members)} all wait in the same collective for {seconds:.1f} s (deadline {waiters[0].deadline.text}); "
-        "all send heartbeats and none is behind, so the rank that blocks it cannot be identified"
-    )
-    return finding(
-        "collective",
-        members,
-        FaultClass.CANNOT_TELL,
-        onset=min(w.subject.onset_wall(w.clocks.wall) for w in waiters),
-        now=now,
-        confidence=0.3,
-        because=because,
-        evidence=(
-            settles("the process group's timeout (the rank that does not raise blocks it), or Flight Recorder dumps"),
-        ),
     )

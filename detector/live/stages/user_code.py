@@ -96,7 +96,16 @@ class UserCodeStage(Stage):
                 by_print[(seen.event.role, fingerprint)].append(seen)
         for (role, fingerprint), seen_list in by_print.items():
             why = _why(fleet, role, seen_list, tick.expected_roles)
-            if why is not None and not _recovered_from(fleet, role, seen_list):
+            # Whether the role has since progressed beyond the step in which it failed.
+            last = max(step_of(seen) for seen in seen_list)
+            recovered = any(
+                subject.sample is not None
+                and subject.worked_wall > seen_list[-1].received_wall
+                and subject.phase != Phase.START
+                and (last < 0 or subject.sample.step > last)
+                for subject in fleet.roster.of_role(role).values()
+            )
+            if why is not None and not recovered:
                 tick.explained.add(fingerprint)
                 found.append(_finding(fleet, role, fingerprint, seen_list, why, now))
         return found
@@ -124,19 +133,6 @@ def _why(
             when = f"in step {step}" if step >= 0 else f"within {ALL_RANKS_SECONDS:.0f} s"
             return f"it was raised {len(raisers)} times {when} ({who})"
     return None
-
-
-def _recovered_from(fleet: MonitoredProcesses, role: str, seen_list: list[ReceivedException]) -> bool:
-    """Whether the role has since progressed beyond the step in which it failed."""
-    last = max((step_of(seen) for seen in seen_list), default=-1)
-    newest = seen_list[-1].received_wall
-    return any(
-        subject.sample is not None
-        and subject.worked_wall > newest
-        and subject.phase != Phase.START
-        and (last < 0 or subject.sample.step > last)
-        for subject in fleet.roster.of_role(role).values()
-    )
 
 
 def _finding(

@@ -60,7 +60,7 @@ class WrongNumbersStage(Stage):
         found = list[Finding]()
         for (role, microbatch, groups), reports in by_microbatch.items():
             raisers = {(s.event.replica, s.event.incarnation) for s in reports}
-            if len(raisers) > 1 or (len(reports) > 1 and _is_alone(fleet, role)):
+            if len(raisers) > 1 or (len(reports) > 1 and fleet.roster.sizes().get(role, 0) < 2):
                 if now - reports[-1].received_wall <= STANDS_SECONDS:
                     found.append(_of_data(fleet, role, microbatch, groups, reports, now))
             elif _committed(fleet, role, reports[0]):
@@ -72,10 +72,6 @@ class WrongNumbersStage(Stage):
             if len(reports) > 1 or (reports and now - reports[0].received_wall <= STANDS_SECONDS):
                 found.append(_of_machine(subject, reports, now))
         return found
-
-
-def _is_alone(fleet: MonitoredProcesses, role: str) -> bool:
-    return fleet.roster.sizes().get(role, 0) < 2
 
 
 def _committed(fleet: MonitoredProcesses, role: str, seen: ReceivedException) -> bool:

@@ -299,15 +299,12 @@ def _read(path: Path, where: str, entries: bool, reading: Reading) -> FlightReco
     found = extract(data, data.find(_ENTRIES_KEY)) if entries else None
     if found is not None:
         try:
-            return _dump(_plain(found.rest, reading), path, where, about.st_mtime, cut=found)
+            rest = loads(found.rest, bytes_max=reading.bytes_max, check=reading.check)
+            return _dump(rest, path, where, about.st_mtime, cut=found)
         except (UnsafePickle, MalformedDump):
             pass  # a false match, or a malformed dump: reading the whole pickle decides
-    return _dump(_plain(data, reading), path, where, about.st_mtime, entries=entries)
-
-
-def _plain(data: bytes, reading: Reading) -> Any:
-    """Raises UnsafePickle, and what the check raises."""
-    return loads(data, bytes_max=reading.bytes_max, check=reading.check)
+    content = loads(data, bytes_max=reading.bytes_max, check=reading.check)
+    return _dump(content, path, where, about.st_mtime, entries=entries)
 
 
 def _head(data: bytes) -> Any:
@@ -367,13 +364,12 @@ def _dump(
     rows, pairs = None, dict[int, int]()
     if entries and ("entries" in content or "pg_status" not in content):
         rows, pairs = columns(content.get("entries") or [], groups, cut)
-    version = content.get("version", "")
     return FlightRecorderDump(
         path=where,
         rank=rank,
         host=host,
         folder=safe(path.absolute().parent.name),
-        version=text_of(version, "version"),
+        version=text_of(content.get("version", ""), "version"),
         written_at=written_at,
         groups=tuple(groups),
         status=_status(content.get("pg_status") or {}, groups, pairs),

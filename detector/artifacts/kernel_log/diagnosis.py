@@ -77,20 +77,18 @@ def grouped(
 
 
 def times(seen: Sequence[KernelLogFact]) -> str:
+    if len(seen) == 1:
+        return "once"
     if not all(s.timed for s in seen):
-        return "once" if len(seen) == 1 else f"{len(seen)} times, in an unknown time"
-    return "once" if len(seen) == 1 else f"{len(seen)} times in {span(seen[-1].at - seen[0].at)}"
-
-
-def span(seconds: float) -> str:
-    if seconds < 120:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.0f} h"
+        return f"{len(seen)} times, over an unknown period"
+    seconds = seen[-1].at - seen[0].at
+    minutes = f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.0f} h"
+    return f"{len(seen)} times in {f'{seconds:.0f} s' if seconds < 120 else minutes}"
 
 
 def times_known(seen: Sequence[KernelLogFact]) -> tuple[Evidence, ...]:
-    """Says so where the log has no times for a finding."""
-    return () if all(s.timed for s in seen) else (Evidence(kind=NO_TIME, text="the log does not say when"),)
+    """Evidence that the log has no times for a finding."""
+    return () if all(s.timed for s in seen) else (Evidence(kind=NO_TIME, text="the log has no time for it"),)
 
 
 def finding(
@@ -171,15 +169,13 @@ def gpus_of(seen: Sequence[KernelLogFact], logs: Sequence[KernelLog]) -> list[Gp
             lines.append((signal, signal.fact))
         elif isinstance(signal.fact, GpuLost):
             lines.append((signal, XidLine(pci=signal.fact.pci, code=FELL_OFF, text=signal.text)))
-    groups = grouped(lines, lambda signal, x: (signal.node, x.pci))
-    return [_gpu(node, pci, pairs, uuids.get((node, pci), "")) for (node, pci), pairs in groups.items()]
-
-
-def _gpu(node: str, pci: str, pairs: Sequence[tuple[KernelLogFact, XidLine]], uuid: str) -> Gpu:
-    by_code = grouped(pairs, lambda _, x: x.code)
-    codes = {code: [s for s, _ in of_code] for code, of_code in by_code.items()}
-    lines = {code: [x for _, x in of_code] for code, of_code in by_code.items()}
-    return Gpu(node=node, pci=pci, seen=tuple(pairs), codes=codes, lines=lines, uuid=uuid)
+    gpus = []
+    for (node, pci), pairs in grouped(lines, lambda signal, x: (signal.node, x.pci)).items():
+        by_code = grouped(pairs, lambda _, x: x.code)
+        codes = {code: [s for s, _ in of_code] for code, of_code in by_code.items()}
+        of_codes = {code: [x for _, x in of_code] for code, of_code in by_code.items()}
+        gpus.append(Gpu(node, pci, tuple(pairs), codes, of_codes, uuids.get((node, pci), "")))
+    return gpus
 
 
 def _bursts(at: Sequence[float]) -> list[float]:
@@ -239,9 +235,11 @@ def gpu_finding(gpu: Gpu, num_with_31: int) -> Finding:
         )
         for code, seen in codes.items()
     ]
-    evidence += times_known(codes[lead])
-    evidence += [Evidence(kind="line", text=s.text) for s, _ in _chosen(gpu, lead)]
-    evidence.append(Evidence(kind=ADVICE, text=advice))
+    # The newest lines of the leading code, then the first of each other code.
+    shown = codes[lead][-NUM_LINES_SHOWN // 2 :]
+    shown = sorted([*shown, *[s[0] for c, s in codes.items() if c != lead][: NUM_LINES_SHOWN // 2]], key=lambda s: s.at)
+    lines = [Evidence(kind="line", text=s.text) for s in shown]
+    evidence += [*times_known(codes[lead]), *lines, Evidence(kind=ADVICE, text=advice)]
     at = codes[lead][0].at
     return Finding(
         detector=DETECTOR,
@@ -254,13 +252,6 @@ def gpu_finding(gpu: Gpu, num_with_31: int) -> Finding:
         evidence=tuple(evidence),
         about=f":{gpu.pci}",
     )
-
-
-def _chosen(gpu: Gpu, lead: int) -> list[tuple[KernelLogFact, XidLine]]:
-    """Lines to show: the newest of the leading code, then the first of each other code."""
-    of_lead = [(s, x) for s, x in gpu.seen if x.code == lead][-NUM_LINES_SHOWN // 2 :]
-    others = [pairs[0] for code, pairs in grouped(gpu.seen, lambda _, x: x.code).items() if code != lead]
-    return sorted([*of_lead, *others[: NUM_LINES_SHOWN // 2]], key=lambda pair: pair[0].at)
 
 
 def _judged(gpu: Gpu, known: Xid, num_with_31: int) -> tuple[str, str, FaultClass]:
@@ -542,7 +533,7 @@ REMARKED = frozenset({"nic_power"})
 def lasting(
     faults: Sequence[tuple[KernelLogFact, KernelFault]],
 ) -> list[tuple[KernelLogFact, KernelFault]]:
-    """Without those that the kernel later said were over."""
+    """Without those that the kernel later reported as over."""
     ended = {(s.node, f.what, f.device): i for i, (s, f) in enumerate(faults) if f.over}
     return [(s, f) for i, (s, f) in enumerate(faults) if i > ended.get((s.node, f.what, f.device), -1)]
 

@@ -170,7 +170,13 @@ def diagnose(
     if not logs:
         return [], ()
     topology = topology or Topology()
-    remarks, found = list(_about_files(logs)), list[Finding]()
+    remarks, found = list[str](), list[Finding]()
+    if bad := sum(log.num_bad for log in logs):
+        remarks.append(f"{bad:,} truncated or unknown line(s) skipped")
+    if dropped := sum(log.num_dropped for log in logs):
+        remarks.append(f"the Inspector dropped {dropped:,} operation(s)")
+    if cut := [log.path for log in logs if log.cut]:
+        remarks.append(f"only the last {FILE_BYTES_MAX >> 20} MiB of {len(cut)} file(s) were read, first {cut[0]}")
     now = max(log.at for log in logs)
     joints = _joined(logs)
     sizes = [next(iter(j.contexts.values())).num_ranks for j in joints]
@@ -192,15 +198,6 @@ def diagnose(
         remarks.append("cannot tell: of no communicator there are two ranks: take the files of all nodes")
     found += _narrow(joints, now)
     return found, tuple(dict.fromkeys(remarks))
-
-
-def _about_files(logs: Sequence[InspectorLog]) -> Iterable[str]:
-    if bad := sum(log.num_bad for log in logs):
-        yield f"{bad:,} truncated or unknown line(s) skipped"
-    if dropped := sum(log.num_dropped for log in logs):
-        yield f"the Inspector dropped {dropped:,} operation(s)"
-    if cut := [log.path for log in logs if log.cut]:
-        yield f"of {len(cut)} file(s) the last {FILE_BYTES_MAX >> 20} MiB were read, first {cut[0]}"
 
 
 def _open_ends(joint: JoinedCommunicator) -> Iterable[str]:

@@ -16,6 +16,7 @@ The time of a report is that of its file: RAS writes local time without a zone. 
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 
 from rolecall.core.diagnosis import Evidence, Finding, Suspect
@@ -104,16 +105,13 @@ def read(path: Path, check: Check = no_check) -> list[Poll]:
             where=str(path), reason=f"answers of RAS of more than {FILE_BYTES_MAX:,} bytes are not read"
         )
     try:
-        return _polls(str(path), at, statuses(raw, check))
+        reports = statuses(raw, check)
     except MalformedRasStatus as e:
-        raise UnreadableInput(where=str(path), reason=f"not an answer of NCCL RAS: {e}") from None
-
-
-def _polls(path: str, written_at: float, answers: Sequence[RasStatus]) -> list[Poll]:
-    """The newest time stamp is the time at which the file was written: their zone is unknown."""
-    newest = max((s.stamp for s in answers if s.stamp is not None), default=None)
-    times = [written_at if newest is None or s.stamp is None else written_at - (newest - s.stamp) for s in answers]
-    return [Poll(path=path, at=at, status=s) for at, s in zip(times, answers, strict=True)]
+        raise UnreadableInput(where=str(path), reason=f"not a report of NCCL RAS: {e}") from None
+    # The newest time stamp is the time at which the file was written: their zone is unknown.
+    newest = max((s.stamp for s in reports if s.stamp is not None), default=None)
+    ages = [0.0 if newest is None or s.stamp is None else newest - s.stamp for s in reports]
+    return [Poll(path=str(path), at=at - age, status=s) for age, s in zip(ages, reports, strict=True)]
 
 
 def kept_bytes(polls: Sequence[Poll]) -> int:
@@ -194,10 +192,15 @@ class _RasAnalysis:
                     "not counted as a stall"
                 )
 
-    def _suspect(self, m: CommunicatorMember, whole: bool) -> Suspect:
-        """`whole`: the rank is one of the communicator that holds all processes."""
-        rank = self.world.get(m.process, m.rank if whole else None) if m.host else (m.rank if whole else None)
-        return self.topology.suspect(rank, m.host or f"rank-{m.rank}", m.gpu)
+    def _suspects(self, c: Communicator, members: Iterable[CommunicatorMember]) -> list[Suspect]:
+        """In the communicator that holds all processes, ranks are global."""
+        whole = self.whole is not None and c.hash == self.whole.hash
+        found = []
+        for m in members:
+            rank = m.rank if whole else None
+            rank = self.world.get(m.process, rank) if m.host else rank
+            found.append(self.topology.suspect(rank, m.host or f"rank-{m.rank}", m.gpu))
+        return found
 
     def _finding(
         self,
@@ -220,15 +223,16 @@ class _RasAnalysis:
             evidence=evidence,
         )
 
-    def _whole(self, c: Communicator) -> bool:
-        return self.whole is not None and c.hash == self.whole.hash
-
     # --- dead and missing
 
     def lost(self) -> list[Finding]:
         status, found = self.newest.status, list[Finding]()
         dead_processes = {(process.host, process.pid) for process in status.lost if process.dead}
         others = {(process.host, process.pid) for process in status.lost} - dead_processes
+        # The first of the reports, up to the newest, that all miss some of the same.
+        now = _lost_of(status)
+        missing = takewhile(lambda p: now & _lost_of(p.status), reversed(self.polls))
+        since = min((p.at for p in missing), default=self.newest.at)
         for dead, fault_class, confidence in (
             (True, FaultClass.CRASH, CONFIDENCE_DEAD),
             (False, FaultClass.HANG, CONFIDENCE_MISSING),
@@ -246,14 +250,13 @@ class _RasAnalysis:
                     and (m.dead or (not m.member.host and bool(dead_processes) and not others)) is dead
                 ]
                 if len(named) == 1 and not named[0].host and len(processes) == 1:
-                    process = next(
-                        iter(processes.values())
-                    )  # text of older versions lists ranks and processes separately
+                    # Text of older NCCL versions lists ranks and processes separately.
+                    process = next(iter(processes.values()))
                     named = [CommunicatorMember(named[0].rank, process.host, process.pid)]
                 for m in named:
                     processes.pop((m.host, m.pid or -1), None)
                 if named:
-                    suspects += [self._suspect(m, self._whole(communicator)) for m in named]
+                    suspects += self._suspects(communicator, named)
                     words.append(f"{ranks_text(named)} of communicator {communicator.hash}")
                 unnamed = communicator.num_missing - sum(m.unresponsive or m.dead for m in communicator.missing)
                 if unnamed > 0:
@@ -271,17 +274,8 @@ class _RasAnalysis:
                     else "does not answer RAS (stopped, hung in a system call, or disconnected): "
                 )
                 because = what + "; ".join(words[:8])
-                found.append(self._finding(suspects, fault_class, confidence, because, onset=self._lost_since()))
+                found.append(self._finding(suspects, fault_class, confidence, because, onset=since))
         return found
-
-    def _lost_since(self) -> float:
-        """The first of the answers, up to the newest, that all miss some of the same."""
-        now, since = _lost_of(self.newest.status), self.newest.at
-        for p in reversed(self.polls):
-            if not now & _lost_of(p.status):
-                break
-            since = p.at
-        return since
 
     # --- errors
 
@@ -291,7 +285,7 @@ class _RasAnalysis:
         for communicator in self.newest.status.communicators:
             for result in {f.result for f in communicator.failures}:
                 members = [f.member for f in communicator.failures if f.result is result]
-                by_result.setdefault(result, []).extend(self._suspect(m, self._whole(communicator)) for m in members)
+                by_result.setdefault(result, []).extend(self._suspects(communicator, members))
                 words.setdefault(result, []).append(f"{ranks_text(members)} of communicator {communicator.hash}")
         if victims := words.pop(NcclResult.REMOTE, []):
             self.remarks.append(f"report a remote error and are victims of another rank: {'; '.join(victims[:4])}")
@@ -396,12 +390,7 @@ class _RasAnalysis:
                     "ranks are behind the others, or they are not named: stacks of all ranks would show it"
                 )
         if stuck and not found and all(stalled.behind and not stalled.communicator.num_missing for stalled in stuck):
-            suspects = [
-                self._suspect(m, self._whole(stalled.communicator))
-                for stalled in stuck
-                for b in stalled.behind.values()
-                for m in b
-            ]
+            suspects = [s for x in stuck for b in x.behind.values() for s in self._suspects(x.communicator, b)]
             because = "ranks wait for each other in different communicators: collectives in different order?"
             found.append(self._finding(suspects, FaultClass.CANNOT_TELL, 0.4, because))
         return found
@@ -422,10 +411,8 @@ class _RasAnalysis:
                         f"communicator {communicator.hash} launched {name}; {stalled.since()}: "
                         "the ranks run different code"
                     )
-                    suspects = [self._suspect(m, self._whole(communicator)) for m in first.members]
-                    return self._finding(
-                        suspects, FaultClass.USER_CODE, CONFIDENCE_CODE, because, _levels(communicator)
-                    )
+                    suspects, levels = self._suspects(communicator, first.members), _levels(communicator)
+                    return self._finding(suspects, FaultClass.USER_CODE, CONFIDENCE_CODE, because, levels)
         return None
 
     def _behind(self, stalled: StalledCommunicatorPolls, causes: dict[str, list[CommunicatorMember]]) -> Finding:
@@ -438,7 +425,7 @@ class _RasAnalysis:
             f"{'; '.join(words)} in communicator {communicator.hash}, and {stalled.since()}: "
             "not launched, so blocked on the host side (Python, data loader, CPU, or another wait); the others wait"
         )
-        suspects = [self._suspect(m, self._whole(communicator)) for members in causes.values() for m in members]
+        suspects = [s for members in causes.values() for s in self._suspects(communicator, members)]
         sure = CONFIDENCE_BEHIND if stalled.seconds >= MOVED_SECONDS else CONFIDENCE_BEHIND_UNTIMED
         return self._finding(
             suspects, FaultClass.HANG, sure, because, _levels(communicator), self.newest.at - stalled.seconds

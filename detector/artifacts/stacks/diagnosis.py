@@ -183,11 +183,7 @@ def rounds_evidence(flag: FlagCount, num_rounds: int) -> Evidence:
     return Evidence(
         kind=ROUNDS,
         text=f"{flagged_name(flag)}{of_it}: flagged in {len(flag.rounds)} of {num_rounds} rounds: {numbers}{more}",
-        values={
-            "num_flagged": float(len(flag.rounds)),
-            "num_rounds": float(num_rounds),
-            "chance_ratio": flag.chance,
-        },
+        values={"num_flagged": float(len(flag.rounds)), "num_rounds": float(num_rounds), "chance_ratio": flag.chance},
     )
 
 

@@ -21,7 +21,7 @@ import pytest
 from rolecall.core.diagnosis import Finding
 from rolecall.core.faults import FaultClass
 from rolecall.detector.artifacts.flight_recorder import diagnosis as flight_recorder
-from rolecall.detector.artifacts.flight_recorder import progress as flight_places
+from rolecall.detector.artifacts.flight_recorder import waits as flight_waits
 from rolecall.detector.artifacts.flight_recorder.diagnosis import diagnose, summary
 from rolecall.detector.artifacts.flight_recorder.dumps import read_as_needed, read_many
 from rolecall.detector.base.findings import SETTLE
@@ -403,7 +403,7 @@ def test_send_and_recv_of_other_sizes_are_the_fault_of_the_code(tmp_path: Path) 
     job.waits([1], "1", "send 1->2", size=8)
     job.waits([2], "1", "recv 2<-1", size=16)
     fault, ranks, because = the_one(found(job.dump()))
-    assert (fault, ranks) == ("user_code", [1, 2]) and "rank 1 sends [(8,)], rank 2 awaits [(16,)]" in because
+    assert (fault, ranks) == ("user_code", [1, 2]) and "rank 1 sends [(8,)], rank 2 expects [(16,)]" in because
 
 
 def test_two_who_both_receive_first_wait_in_a_circle(tmp_path: Path) -> None:
@@ -615,7 +615,7 @@ class Gloo:
                 path = self.folder / folder / f"gloo_trace_rank_{r}"  # the JSON is later in all
                 entries = pickle.loads(path.read_bytes())["entries"]
                 waited_seconds = path.stat().st_mtime - max(e["time_created_ns"] for e in entries) / 1e9
-                if len(entries) < self.recorded[r] or waited_seconds < flight_places.WAIT_SECONDS_MIN:
+                if len(entries) < self.recorded[r] or waited_seconds < flight_waits.WAIT_SECONDS_MIN:
                     return False
             return True
 

@@ -245,7 +245,7 @@ def test_what_others_may_cause_is_reported_with_less_confidence_and_what_settles
         made_at(tmp_path / copy, at)
     own, of_others = sorted((d for d in diagnosed(tmp_path)[0]), key=lambda d: d.suspects[0].node)
     assert (own.confidence, own.settle) == (0.8, "")
-    assert of_others.confidence == 0.5 and "whether its communication peers count the same" in of_others.settle
+    assert of_others.confidence == 0.5 and "the same counter of its communication peers" in of_others.settle
 
 
 @pytest.mark.parametrize(

@@ -425,13 +425,8 @@ def _of_incident(incident: Incident, event: Event) -> Incident:
         case IncidentVerified(because=because):
             return replace(incident, verified_at=event.wall_at, verified_because=because)
         case IncidentClosed(outcome=outcome, because=because):
-            return replace(
-                incident,
-                state=S.CLOSED,
-                closed_at=event.wall_at,
-                outcome=IncidentOutcome(outcome),
-                because=because,
-            )
+            result = IncidentOutcome(outcome)
+            return replace(incident, state=S.CLOSED, closed_at=event.wall_at, outcome=result, because=because)
         case OncallPaged(topic=topic, because=because):
             return replace(incident, page_topics=incident.page_topics | {topic}, page_reason=because)
         case DiagnosisReviewed(verdict=verdict, by=by, because=because):
@@ -454,12 +449,8 @@ def _of_plan(incident: Incident, attempt: Attempt, event: Event) -> Attempt:
                 expires_at = max(expires_at, attempt.hold.until + approval_timeout_seconds)
             return replace(attempt, expires_at=expires_at, approval_timeout_seconds=approval_timeout_seconds)
         case PlanApproved() | PlanRejected() | PlanExpired() as decided:
-            return replace(
-                attempt,
-                decision=_DECISIONS[event.kind],
-                decided_by=str(getattr(decided, "by", "")),
-                decision_because=decided.reason,
-            )
+            by, reason = str(getattr(decided, "by", "")), decided.reason
+            return replace(attempt, decision=_DECISIONS[event.kind], decided_by=by, decision_because=reason)
         case HoldPlaced(by=by, because=because, until=until):
             number = 1 + max((a.hold.number for a in incident.attempts if a.hold is not None), default=0)
             return _until(attempt, Hold(number=number, by=by, because=because, until=until))
@@ -560,7 +551,10 @@ def open_incident(
     stored = storable(diagnosis)
     projection.refresh(journal)
     for number in range(projection.num_opened + 1, projection.num_opened + 1 + NUMBER_TRIES_MAX):
-        name = incident_name(number, stored)
+        # `inc-3-rollout-1`; `inc-3-node-2` if only a node is known; `inc-3-job` if several suspects or none.
+        suspects = {s.replica or str(s.node) for s in stored.suspects}
+        suspect = suspects.pop() if len(suspects) == 1 else "job"
+        name = f"inc-{number}-{suspect.replace('/', '-')}"[:63]
         opened = IncidentOpened(diagnosis=stored, window=WINDOW_NAME)
         try:
             event = journal.append(opened, incident_id=name, key=f"incident:{number}", lease=lease)
@@ -590,10 +584,3 @@ def storable(diagnosis: Diagnosis) -> Diagnosis:
         evidence["values"] = {k: v for k, v in evidence["values"].items() if v is not None}
     times = {k: cleaned[k] if cleaned[k] is not None else 0.0 for k in ("onset", "detected_at", "confidence")}
     return Diagnosis.from_dict({**cleaned, **times})
-
-
-def incident_name(number: int, diagnosis: Diagnosis) -> str:
-    """`inc-3-rollout-1`; `inc-3-node-2` if only a node is known; `inc-3-job` if several suspects or none."""
-    suspects = {s.replica or str(s.node) for s in diagnosis.suspects}
-    suspect = suspects.pop() if len(suspects) == 1 else "job"
-    return f"inc-{number}-{suspect.replace('/', '-')}"[:63]

@@ -50,13 +50,7 @@ from rolecall.recovery.loop import LEASE_NAME, PAUSED_FLAG
 from rolecall.recovery.next_step import decision_key
 from rolecall.recovery.nodes import NODE_KINDS, BurnIn, NodeRecord, fold_nodes, known_nodes
 from rolecall.recovery.operators.queries import known
-from rolecall.recovery.operators.run_location import (
-    RunLocation,
-    check_request,
-    checked_name,
-    journal_of,
-    opened,
-)
+from rolecall.recovery.operators.run_location import RunLocation, check_request, checked_name, journal_of, opened
 
 S = IncidentState
 
@@ -140,10 +134,8 @@ def hold_plan(
         _refuse_if_decided(attempt, (Decision.REJECTED, Decision.EXPIRED))
         hold = attempt.hold
         if hold is not None and hold.active(now) and now + seconds < hold.until:
-            raise CommandRefused(
-                f"plan {digest} is already on hold by {hold.by} until {hold.until_text}; lift that hold to end it "
-                f"sooner"
-            )
+            already = f"plan {digest} is already on hold by {hold.by} until {hold.until_text}"
+            raise CommandRefused(f"{already}; lift that hold to end it sooner")
         return _CommandEvent(HoldPlaced(digest=digest, by=by, because=because, until=now + seconds))
 
     incident, attempt = _append_command(location, digest, event, clock)
@@ -272,9 +264,8 @@ def quarantine(location: RunLocation, node: str, by: str, because: str, clock: C
     with opened(location, clock) as (journal, projection):
         record = _record(journal, projection, node)
         if record.quarantined:
-            raise CommandRefused(
-                f"{node} is already quarantined by {record.quarantined_by}: {record.quarantined_because}"
-            )
+            by_and_why = f"{record.quarantined_by}: {record.quarantined_because}"
+            raise CommandRefused(f"{node} is already quarantined by {by_and_why}")
         journal.append(NodeQuarantined(node=node, by=by, because=because))
     return f"{node} is quarantined: no replica is placed there until `rolecall node return {node}`"
 
@@ -343,10 +334,9 @@ def record_burn_in(
     checked_name(by)
     burn_in = BurnIn.from_dict(result)
     _check_node_name(node)
+    finished = BurnInFinished(node=node, by=by, passed=burn_in.passed, seconds=burn_in.seconds, checks=burn_in.checks)
     with journal_of(location, clock) as journal:
-        journal.append(
-            BurnInFinished(node=node, by=by, passed=burn_in.passed, seconds=burn_in.seconds, checks=burn_in.checks)
-        )
+        journal.append(finished)
     return f"recorded: burn-in of {node} {'passed' if burn_in.passed else 'FAILED'}"
 
 
@@ -424,7 +414,8 @@ def request_replacement(
 ) -> str:
     """Opens an incident that requests replacement of this incarnation; returns its id."""
     because = f"{by} requested replacement of {view.replica}#{view.desired_incarnation}: {reason}"
-    return open_incident(journal, projection, replacement_request(view, because, journal.clock.wall()))
+    request = replacement_request(view, because, journal.clock.wall())
+    return open_incident(journal, projection, request)
 
 
 def handling_incident(projection: IncidentProjection, replica: str) -> Incident | None:

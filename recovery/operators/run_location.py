@@ -78,9 +78,8 @@ def opened(location: RunLocation, clock: Clock | None = None) -> Iterator[tuple[
 def checked_name(by: str) -> str:
     """The user's name, if it is printable and short enough. Raises CommandRefused: it is not."""
     if not by.strip() or len(by) > NAME_CHARS_MAX or not by.isprintable():
-        raise CommandRefused(
-            f"{by[:NAME_CHARS_MAX]!r} is not a user name: needs 1 to {NAME_CHARS_MAX} printable characters"
-        )
+        needed = f"needs 1 to {NAME_CHARS_MAX} printable characters"
+        raise CommandRefused(f"{by[:NAME_CHARS_MAX]!r} is not a user name: {needed}")
     return by
 
 

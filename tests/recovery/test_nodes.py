@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from rolecall.core.diagnosis import ActionKind
 from rolecall.core.errors import CommandRefused
 from rolecall.core.faults import FaultClass
 from rolecall.core.ids import NodeId
@@ -20,7 +19,6 @@ from rolecall.recovery.next_step import to_quarantine
 from rolecall.recovery.nodes import NODE_KINDS, BurnIn, fold_nodes
 from rolecall.recovery.operators import commands, queries
 from rolecall.recovery.operators.commands import drain_node
-from rolecall.recovery.policy import PolicyInput, decide
 from rolecall.testing.recovery_world import diagnosis
 from tests.events import made_event
 from tests.recovery.simulated_kill import KillableJournal, KillSwitch, SimulatedKill
@@ -141,21 +139,6 @@ def test_no_node_is_left(tmp_path: Path) -> None:
     world.until(lambda: world.events(K.ONCALL_PAGED), watch)
     assert world.runtime.replaced == []
     assert "there is no other node to move to" in world.events(K.ONCALL_PAGED)[0].payload.because
-
-
-def test_an_older_question_has_no_quarantine() -> None:
-    asked: dict[str, Any] = {
-        "incident_id": "inc-1",
-        "diagnosis": diagnosis(FaultClass.CRASH, ("rollout/1", 1)).to_dict(),
-        "fleet": {"replicas": []},
-        "config": {},
-        "past": [],
-        "supports": ["replace_replica"],
-        "lost_nodes": [],
-    }
-    question = PolicyInput.from_dict(asked)
-    assert question.quarantined_nodes == frozenset() and decide(question).plan.action is ActionKind.TOLERATE
-    assert PolicyInput.from_dict(question.to_dict()) == question
 
 
 def test_a_drained_node_is_left_by_all(tmp_path: Path) -> None:

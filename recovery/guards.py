@@ -159,8 +159,8 @@ def _at_once(
         elsewhere = {r for r in elsewhere if not _is_standby(r)}
     together = targets | elsewhere
     if len(together) > config.replicas_at_once_max:
-        under = ", ".join(sorted(elsewhere)) or "nothing"
-        because = f"{under} under repair and {', '.join(sorted(targets))} requested"
+        busy = ", ".join(sorted(elsewhere)) or "nothing"
+        because = f"{busy} under repair and {', '.join(sorted(targets))} requested"
         because += f", the limit is {config.replicas_at_once_max} at once"
         # Too many on its own: waiting would not help.
         return GuardResult(AT_ONCE, because, page_oncall=len(targets) > config.replicas_at_once_max)

@@ -391,11 +391,7 @@ _NEXT_STATE = {
     K.ACTION_DONE: S.VERIFYING,
     K.ACTION_FAILED: S.OPEN,
 }
-_DECISIONS = {
-    K.PLAN_APPROVED: Decision.APPROVED,
-    K.PLAN_REJECTED: Decision.REJECTED,
-    K.PLAN_EXPIRED: Decision.EXPIRED,
-}
+_DECISIONS = {K.PLAN_APPROVED: Decision.APPROVED, K.PLAN_REJECTED: Decision.REJECTED, K.PLAN_EXPIRED: Decision.EXPIRED}
 
 
 def _of_incident(incident: Incident, event: Event) -> Incident:

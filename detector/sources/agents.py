@@ -27,7 +27,7 @@ from typing import Self
 from urllib.parse import urlsplit
 
 from rolecall.core.clock import Clock
-from rolecall.core.telemetry import AgentEvent, EventBatch, SampleBatch
+from rolecall.core.telemetry import AgentEvent, SampleBatch
 from rolecall.detector.base.observation import Observation
 from rolecall.detector.live.stages.agent_lost import REFUSED
 from rolecall.detector.sources.agent_wire import InvalidAgentResponse, checked_news
@@ -258,13 +258,8 @@ class AgentsSource:
                 agent.batches = []
                 if agent.failing_since:
                     unreachable.append((node, agent.failing_since, agent.reason))
-        return Observation(
-            wall_at=self._clock.wall(),
-            batches=tuple(batches),
-            events=events,
-            unreachable=tuple(unreachable),
-            left=left,
-        )
+        now, silent = self._clock.wall(), tuple(unreachable)
+        return Observation(wall_at=now, batches=tuple(batches), events=events, unreachable=silent, left=left)
 
     def close(self) -> None:
         """Ends all tasks and their thread; waits for at most `CLOSE_SECONDS`."""
@@ -307,11 +302,10 @@ class AgentsSource:
         num_before = len(self._agents)
         with self._changed:
             for node, url in list(listed.items())[:AGENTS_MAX]:
-                agent = self._agents.get(node)
-                if agent is None:
+                if node in self._agents:
+                    self._agents[node].url = url
+                else:
                     self._begin(node, url)
-                    continue
-                agent.url = url
             # An agent that is no longer listed is restarting: its task keeps polling the old address, so that it is
             # reported as unreachable rather than forgotten.
             for node in self._agents.keys() - listed.keys() if self._forgets else ():
@@ -349,8 +343,10 @@ class AgentsSource:
 
     async def _converse(self, agent: _Agent, url: str) -> None:
         """Polls over one connection until it breaks or the agent's address changes."""
+        if self._tls is None and url.startswith("https:"):
+            self._tls = ssl.create_default_context()  # once: it loads all authorities that the system trusts
+        tls = self._tls
         async with self._dials:
-            tls = self._context(url)
             connection = await AgentConnection.open(url, self._limits, authorization=self._authorization, tls=tls)
         with closing(connection):
             while not agent.stop and agent.url == url:
@@ -359,11 +355,6 @@ class AgentsSource:
                     agent.failing_since, agent.reason, agent.excused_since = 0.0, "", None
                 while len(self._events) >= EVENTS_MAX and not agent.stop:
                     await asyncio.sleep(FULL_SECONDS)  # unread events stay with the agent
-
-    def _context(self, url: str) -> ssl.SSLContext | None:
-        if self._tls is None and url.startswith("https:"):
-            self._tls = ssl.create_default_context()  # once: it loads all authorities that the system trusts
-        return self._tls
 
     async def _beat(self) -> None:
         while True:
@@ -397,12 +388,8 @@ class AgentsSource:
             # Another agent process, to which the cursor does not apply: the next request reads everything it holds.
             agent.agent_pid, agent.since = batch.agent_pid, 0
             return
-        self._take_events(agent, events)
-        self._take_batch(agent, batch)
-
-    def _take_events(self, agent: _Agent, batch: EventBatch) -> None:
-        fresh = tuple(e for e in batch.events if e.seq > agent.after)
-        if batch.newest < agent.after:
+        fresh = tuple(e for e in events.events if e.seq > agent.after)
+        if events.newest < agent.after:
             # Its data directory is new: numbers restart, and all its events are unread.
             agent.after = 0
         elif fresh:
@@ -410,6 +397,7 @@ class AgentsSource:
             with self._changed:
                 self._events.extend(fresh)
                 self._changed.notify_all()
+        self._take_batch(agent, batch)
 
     def _take_batch(self, agent: _Agent, batch: SampleBatch) -> None:
         agent.agent_pid, agent.since = batch.agent_pid, batch.cursor

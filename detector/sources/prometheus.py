@@ -268,9 +268,7 @@ class PrometheusSource:
         while not stopped():
             try:
                 offset = self._client.now(stopped) - self._clock.wall()
-                newest = math.floor(
-                    (self._clock.wall() + offset - self._interval_seconds) / self._interval_seconds + 1e-6
-                )
+                newest = math.floor((self._clock.wall() + offset) / self._interval_seconds - 1 + 1e-6)
                 following = self._first_due(following, newest)
                 for asked in self._asked:
                     asked.empty_rounds = max(0, asked.empty_rounds - 1)
@@ -287,7 +285,11 @@ class PrometheusSource:
             except PrometheusUnavailable as e:
                 if stopped():
                     return
-                self._not_answered(str(e))
+                if not self._begun:
+                    raise UnreadableInput(where=self._client.where, reason=f"no answer: {e}") from None
+                if not self.failing:
+                    logger.warning("%s does not answer, retrying: %s", self._client.where, e)
+                self.failing = str(e)
                 pause(self._clock, min(self._interval_seconds, RETRY_SECONDS_MAX), stopped)
 
     def _first_due(self, following: int | None, newest: int) -> int:
@@ -303,13 +305,6 @@ class PrometheusSource:
         if skipped > 0:
             logger.warning("%s: %d ticks are too long ago and left out", self._client.where, skipped)
         return following + max(0, skipped)
-
-    def _not_answered(self, reason: str) -> None:
-        if not self._begun:
-            raise UnreadableInput(where=self._client.where, reason=f"no answer: {reason}")
-        if not self.failing:
-            logger.warning("%s does not answer, trying on: %s", self._client.where, reason)
-        self.failing = reason
 
     def _block(self, first: int, last: int, is_newest: bool, stopped: Stopped) -> Iterator[PanelTick]:
         """All panels from tick `first` to `last`. Raises UnreadableInput, PrometheusUnavailable."""
@@ -343,6 +338,8 @@ class PrometheusSource:
         """One query from tick `first` to `last`, in as many requests as needed."""
         places: dict[PanelPosition, int] = {}
         found: list[_Points] = []
+        step = self._interval_seconds
+        interval, window = f"{round(step * 1000)}ms", f"{round(step * 1000) * WINDOW_INTERVALS}ms"
         pieces = [
             (low, min(low + asked.ticks_max - 1, last), part)
             for low in range(first, last + 1, asked.ticks_max)
@@ -353,13 +350,8 @@ class PrometheusSource:
                 raise PrometheusUnavailable("it was not waited for")
             low, high, part = pieces.pop(0)
             try:
-                answer = self._client.matrix(
-                    self._expression(asked, part),
-                    low * self._interval_seconds,
-                    high * self._interval_seconds,
-                    self._interval_seconds,
-                    stopped,
-                )
+                expression = asked.matching(part, self._match).replace("$window", window).replace("$interval", interval)
+                answer = self._client.matrix(expression, low * step, high * step, step, stopped)
             except PrometheusResponseTooLarge as e:
                 if high > low:
                     asked.ticks_max = half = (high - low + 1) // 2
@@ -371,11 +363,6 @@ class PrometheusSource:
                 continue
             found.append(self._read(asked, answer, places, first, last))
         return _series(asked, places, found, last - first + 1)
-
-    def _expression(self, asked: _QueryState, part: _Part) -> str:
-        interval = f"{round(self._interval_seconds * 1000)}ms"
-        window = f"{round(self._interval_seconds * 1000) * WINDOW_INTERVALS}ms"
-        return asked.matching(part, self._match).replace("$window", window).replace("$interval", interval)
 
     def _split(
         self, asked: _QueryState, part: _Part, tick: int, refusal: PrometheusResponseTooLarge, stopped: Stopped

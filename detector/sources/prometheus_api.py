@@ -214,20 +214,20 @@ class Client:
         result."""
         if self._lookup is None:
             self._lookup = futures.Future()
-            threading.Thread(target=self._resolve_into, args=(self._lookup, port), daemon=True).start()
+
+            def resolve(answer: futures.Future[Addresses] = self._lookup) -> None:
+                try:
+                    answer.set_result(self._resolve(self._host, port, type=socket.SOCK_STREAM))
+                except (OSError, UnicodeError) as e:
+                    answer.set_exception(e)
+
+            threading.Thread(target=resolve, daemon=True).start()
         done, _ = futures.wait([self._lookup], seconds)
         if not done:
-            raise PrometheusUnavailable(
-                f"no address of {_printable(self._host)} within {seconds:.3g} s: looking up its name hangs"
-            )
+            host = _printable(self._host)
+            raise PrometheusUnavailable(f"no address of {host} within {seconds:.3g} s: looking up its name hangs")
         found, self._lookup = self._lookup, None
         return found.result()
-
-    def _resolve_into(self, answer: futures.Future[Addresses], port: int) -> None:
-        try:
-            answer.set_result(self._resolve(self._host, port, type=socket.SOCK_STREAM))
-        except (OSError, UnicodeError) as e:
-            answer.set_exception(e)
 
     def _cut_off(self, late: threading.Event) -> None:
         late.set()
@@ -249,9 +249,8 @@ class Client:
         try:
             said = json.loads(body)
         except (ValueError, RecursionError):
-            said = None
-        if not isinstance(said, dict):
             said = {}
+        said = said if isinstance(said, dict) else {}
         reason = f"{_printable(said.get('error') or 'no reason given')} (status {status})"
         if status == http.client.REQUEST_ENTITY_TOO_LARGE or said.get("errorType") == "timeout":
             raise PrometheusResponseTooLarge(reason)

@@ -90,9 +90,9 @@ class EndpointAnnouncement:
             return
         groups = targets(self._run.run_id, agents, self._me.url)
         if groups != self._written:
-            folder = self._run.path / "prometheus"
-            folder.mkdir(exist_ok=True)
-            write_atomically(folder / TARGETS_FILE, json.dumps(groups, indent=1) + "\n")
+            path = targets_path(self._run)
+            path.parent.mkdir(exist_ok=True)
+            write_atomically(path, json.dumps(groups, indent=1) + "\n")
             self._written = groups
 
     def close(self) -> None:

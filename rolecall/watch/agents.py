@@ -23,7 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from http import HTTPStatus
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from rolecall.core.clock import Clock
@@ -35,6 +35,7 @@ from rolecall.core.journal.journal import Journal
 from rolecall.core.rundir import RunDir, create_run_dir
 from rolecall.core.telemetry import UNCOUNTED, AgentEvent, ProcessSample
 from rolecall.detector.base.observation import Observation
+from rolecall.recovery.interfaces import ObservationSource
 
 logger = logging.getLogger(__name__)
 
@@ -71,8 +72,16 @@ def listed(text: str) -> list[str]:
 
 def checked_entries(lines: list[str]) -> list[str]:
     """Each `http[s]://HOST:PORT` or `NODE=...`, without comments and blanks. Raises ConfigError as `listed`."""
+
+    def is_address(url: str) -> bool:
+        try:
+            parts = urlsplit(url)
+            return parts.scheme in _SCHEMES and bool(parts.hostname) and parts.port != 0
+        except ValueError:
+            return False
+
     entries = [entry for line in lines if (entry := line.partition("#")[0].strip())]
-    wrong = [e for e in entries if not _is_address(url_of(e))]
+    wrong = [e for e in entries if not is_address(url_of(e))]
     if wrong:
         raise ConfigError([f"agents: {e!r} is neither http[s]://HOST:PORT nor NODE=http[s]://HOST:PORT" for e in wrong])
     if not 0 < len(entries) <= AGENTS_MAX:
@@ -83,14 +92,6 @@ def checked_entries(lines: list[str]) -> list[str]:
 def url_of(entry: str) -> str:
     named = _NAMED.fullmatch(entry)
     return named.group(2) if named else entry
-
-
-def _is_address(url: str) -> bool:
-    try:
-        parts = urlsplit(url)
-        return parts.scheme in _SCHEMES and bool(parts.hostname) and parts.port != 0
-    except ValueError:
-        return False
 
 
 def named_agents(entries: list[str], query: Callable[[str], str] | None = None) -> dict[str, str]:
@@ -148,8 +149,7 @@ def node_of(url: str, authorization: str = "") -> str:
         "GET", url.rstrip("/") + "/healthz", headers=headers, deadline_seconds=ASK_SECONDS, bytes_max=ANSWER_BYTES_MAX
     )
     response = json.loads(answer.body)
-    # To unauthenticated clients an agent reports only that it is alive; older ones refuse.
-    if answer.status == HTTPStatus.UNAUTHORIZED or response.keys() == {"ok"}:
+    if answer.status == HTTPStatus.UNAUTHORIZED or response.keys() == {"ok"}:  # without a user: only that it is alive
         raise ValueError("it requires a user or a token: --credentials")
     node = response["node"]
     if not isinstance(node, str) or not ID_PATTERN.fullmatch(node):
@@ -283,10 +283,6 @@ def observing_run(root: Path, run_id: str, agents: Mapping[str, str], webhook_ur
 # --- names of their processes ---------------------------------------------------------------------------------------
 
 
-class UpstreamSource(Protocol):
-    def poll(self, timeout_seconds: float) -> Observation: ...
-
-
 @dataclass(slots=True)
 class _ReplicaHolder:
     node: str
@@ -306,13 +302,13 @@ class UniqueReplicaSource:
     and are never renamed.
     """
 
-    def __init__(self, source: UpstreamSource) -> None:
+    def __init__(self, source: ObservationSource) -> None:
         self._source = source
         self._holders: dict[tuple[str, int], _ReplicaHolder] = {}
         self._renamed: dict[tuple[str, str], str] = {}  # (node, replica as its agent names it) -> new name
 
     def poll(self, timeout_seconds: float) -> Observation:
-        seen = self._source.poll(timeout_seconds)
+        seen: Observation = self._source.poll(timeout_seconds)
         for batch in seen.batches:
             for sample in batch.processes:
                 self._claim(sample, seen.wall_at)

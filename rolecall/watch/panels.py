@@ -33,7 +33,7 @@ from rolecall.core.rundir import RunDir
 from rolecall.core.text import iso_utc, plain
 from rolecall.detector.live.fusion import Merger
 from rolecall.detector.panels.membership import PanelFollower
-from rolecall.detector.panels.panel import Panel, PanelDetector, PanelShape, PanelSource, PanelTick, Stopped, panel_key
+from rolecall.detector.panels.panel import Panel, PanelDetector, PanelSource, PanelTick, Stopped, panel_key
 from rolecall.detector.sources import recording
 from rolecall.detector.sources.agent_panels import AgentsPanels
 from rolecall.detector.sources.prometheus import Labels, MetricQuery, PrometheusSource, catalogue_queries, dcgm_queries
@@ -121,11 +121,7 @@ def load_queries(path: Path) -> tuple[MetricQuery, ...]:
     ]
     if not own and not config.defaults:
         raise ConfigError(["queries: none, and `defaults` is not set"], str(path))
-    return (*own, *(_default_queries() if config.defaults else ()))
-
-
-def _default_queries() -> tuple[MetricQuery, ...]:
-    return (*catalogue_queries(), *dcgm_queries())
+    return (*own, *catalogue_queries(), *dcgm_queries()) if config.defaults else tuple(own)
 
 
 def parse_query(text: str) -> MetricQuery:
@@ -190,7 +186,7 @@ def prometheus_source(
         raise ConfigError([f"--history: must be within 0 and {SECONDS_MAX:g} s, got {asked:g}"])
     return PrometheusSource(
         client,
-        queries or _default_queries(),
+        queries or (*catalogue_queries(), *dcgm_queries()),
         clock,
         interval_seconds=options.interval_seconds,
         history_seconds=history_seconds if asked is None else asked,
@@ -382,7 +378,14 @@ class _Parts:
 
     def _write(self) -> None:
         if self._ticks:
-            panels = [_panel_of(ticks[0].shape, ticks) for ticks in self._ticks.values()]
+            panels = [
+                Panel(
+                    shape=ticks[0].shape,
+                    at=np.array([t.at for t in ticks]),
+                    values=np.stack([t.values for t in ticks], axis=1),
+                )
+                for ticks in self._ticks.values()
+            ]
             with self._writing():
                 self.num_rows += recording.write(self._folder / f"{self._number:06d}.parquet", panels)
             self._number += 1
@@ -413,8 +416,3 @@ class _Parts:
         except (OSError, pl.exceptions.PolarsError) as e:
             kept = f"what was recorded until then lies in {self._folder}" if self._number else "nothing was recorded"
             raise UnreadableInput(where=str(self._path), reason=f"cannot be written: {e}; {kept}") from e
-
-
-def _panel_of(shape: PanelShape, ticks: Sequence[PanelTick]) -> Panel:
-    at = np.array([t.at for t in ticks])
-    return Panel(shape=shape, at=at, values=np.stack([t.values for t in ticks], axis=1))

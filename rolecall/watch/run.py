@@ -236,14 +236,12 @@ def watch_run(
     journal = Journal(run.database_url, create=False)
     known = _num_incidents(journal)
     listed = _AgentList(living or (lambda: agents or agent_urls(run)))
-    source = AgentsSource(
-        listed,
-        clock,
-        job.detector.poll_seconds,
-        authorization=authorization,
-        forgets=living is not None,
-    )
-    notifier = _notifier(run, job, clock)
+    poll_seconds, forgets = job.detector.poll_seconds, living is not None
+    source = AgentsSource(listed, clock, poll_seconds, authorization=authorization, forgets=forgets)
+    notifier: Notifier = LogNotifier()
+    if (url := job.recovery.webhook_url) is not None:
+        deadman_seconds = job.recovery.deadman_seconds
+        notifier = WebhookNotifier(url, run_id=run.run_id, deadman_seconds=deadman_seconds, clock=clock)
     token = _own_bearer(run) if ours else authorization if authorization.startswith("Bearer ") else ""
     pull = EvidencePull(run, lambda: listed.newest, token, lambda: detector.processes(), clock)
     detector = _PersistentDetector(run, job, clock, None if ours else {}, pull.findings)
@@ -262,7 +260,7 @@ def watch_run(
             clock,
             holder_name(),
             run_id=run.run_id,
-            poll_seconds=job.detector.poll_seconds,
+            poll_seconds=poll_seconds,
             evidence_collector=pull,
             meter=meter,
         ).run(stop)
@@ -311,9 +309,8 @@ def with_required_approval(job: JobConfig, journal: Journal) -> JobConfig:
     mode = taken.as_(LeaseAcquired).mode if taken is not None else "unknown"
     if lease is not None and held and mode != "approve":
         because = f"watch {lease.holder} holds the lease in mode {mode} and acts without approval"
-        raise ConfigError(
-            [f"--require-approval: {because}; stop it first, or start the job with recovery.mode: approve"]
-        )
+        because += "; stop it first, or start the job with recovery.mode: approve"
+        raise ConfigError([f"--require-approval: {because}"])
     return job.model_copy(update={"recovery": job.recovery.model_copy(update={"mode": "approve"})})
 
 
@@ -350,24 +347,14 @@ def _num_incidents(journal: Journal) -> int:
     return len(projection.incidents)
 
 
-def _notifier(run: RunDir, job: JobConfig, clock: Clock) -> Notifier:
-    url = job.recovery.webhook_url
-    if url is None:
-        return LogNotifier()
-    return WebhookNotifier(url, run_id=run.run_id, deadman_seconds=job.recovery.deadman_seconds, clock=clock)
-
-
 def replay_incident(run: RunDir, incident: str) -> dict[str, Any]:
     """Recomputes an incident: diagnosis from the stored window, plan from its stored input.
 
     Returns `same`, the parts, and `text`.
     """
     value: dict[str, Any] = queries.replay(run, incident)
-    journal = Journal(run.database_url, create=False)
-    try:
+    with closing(Journal(run.database_url, create=False)) as journal:
         where, window = journal.store.where, journal.windows(incident).get("observations")
-    finally:
-        journal.close()
     if window is None:
         return value
     with reading(where, f"window of {incident}"):
@@ -377,7 +364,7 @@ def replay_incident(run: RunDir, incident: str) -> dict[str, Any]:
     value["diagnosed_again"] = again is not None
     value["same"] = bool(value["same"]) and again is not None
     verdict = (
-        f"diagnosis reproduced: {again.because}" if again else "the stored window does not reproduce this diagnosis"
+        f"diagnosis reproduced: {again.because}" if again else "the stored window does not reproduce the diagnosis"
     )
     value["text"] = f"{value['text']}\n{plain(verdict)}"
     return value

@@ -270,7 +270,7 @@ def test_a_job_that_knows_nothing_of_us_has_its_evidence_in_its_incident(
     assert [d.fault_class for d in diagnose([folder / "kernel-node-1.log"], []).diagnoses] == [FaultClass.GPU]
     assert main(["incidents", str(event.incident_id), "--run", str(run.path)]) == 0
     shown = capsys.readouterr().out
-    assert "evidence_collected 3 stacks, 1 NCCL RAS response, 1 kernel log" in shown and "wait_for_data" in shown
+    assert "evidence_collected 3 stacks, 1 NCCL RAS report, 1 kernel log" in shown and "wait_for_data" in shown
     bundle = export(run, str(event.incident_id))
     assert {f"evidence/{name}" for name in names} <= {m.name for m in bundle.members}
 
@@ -307,9 +307,9 @@ def test_without_a_token_no_one_is_asked_and_what_to_do_is_said(run: RunDir, fak
 def test_a_wrong_token_is_said_once_with_what_to_do(run: RunDir, agent: AgentProcess) -> None:
     stacks, kernel = asks(run, f"http://{agent.netloc}", "Bearer of-another")["missing"]
     assert stacks.startswith(
-        "stack of trainer/1 rank 0 (node node-1): its agent says: this needs the run's bearer token"
+        "stack of trainer/1 rank 0 (node node-1): its agent reports: this needs the run's bearer token"
     )
-    assert "docs/reference/agent.md" in stacks and kernel.startswith("kernel log (node node-1): its agent says")
+    assert "docs/reference/agent.md" in stacks and kernel.startswith("kernel log (node node-1): its agent reports")
 
 
 def test_a_process_that_is_gone_is_reported_and_an_agent_without_a_kernel_log_is_not(

@@ -530,9 +530,7 @@ REMARKED = frozenset({"nic_power"})
 """Some healthy machines report these at every boot: worth a look, and no diagnosis by itself."""
 
 
-def lasting(
-    faults: Sequence[tuple[KernelLogFact, KernelFault]],
-) -> list[tuple[KernelLogFact, KernelFault]]:
+def lasting(faults: Sequence[tuple[KernelLogFact, KernelFault]]) -> list[tuple[KernelLogFact, KernelFault]]:
     """Without those that the kernel later reported as over."""
     ended = {(s.node, f.what, f.device): i for i, (s, f) in enumerate(faults) if f.over}
     return [(s, f) for i, (s, f) in enumerate(faults) if i > ended.get((s.node, f.what, f.device), -1)]

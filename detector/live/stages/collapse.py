@@ -308,10 +308,7 @@ def dived(points: Sequence[TrainingStepPoint]) -> CollapseSymptom | None:
         f"and since it came back {change}"
     )
     return CollapseSymptom(
-        kind="reward_dived",
-        since=since,
-        text=text,
-        values={"reward": lately[at][1], "reward_before": best.level.value},
+        kind="reward_dived", since=since, text=text, values={"reward": lately[at][1], "reward_before": best.level.value}
     )
 
 

@@ -117,12 +117,7 @@ def _what(seen: ReceivedException) -> str:
 
 
 def _of_data(
-    fleet: MonitoredProcesses,
-    role: str,
-    microbatch: str,
-    groups: str,
-    reports: Sequence[ReceivedException],
-    now: float,
+    fleet: MonitoredProcesses, role: str, microbatch: str, groups: str, reports: Sequence[ReceivedException], now: float
 ) -> Finding:
     where = sorted({f"{s.event.replica}#{s.event.incarnation}" for s in reports})
     at = f"on {' and on '.join(where)}" if len(where) > 1 else f"twice on {where[0]}, the only replica of {role}"

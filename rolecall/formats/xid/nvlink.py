@@ -95,14 +95,7 @@ UNITS: tuple[tuple[int, tuple[str, ...], int, int, tuple[Row, ...]], ...] = (
         ("RLW_TAGSTATE",),
         0b0100000010,
         0b0001000,
-        (
-            (0x1, *_COUNTED),
-            (0x2, *_RESET),
-            (0x10000, *_COUNTED),
-            (0x20000, *_RESET),
-            (0x100000, *_RESET),
-            _SOFTWARE,
-        ),
+        ((0x1, *_COUNTED), (0x2, *_RESET), (0x10000, *_COUNTED), (0x20000, *_RESET), (0x100000, *_RESET), _SOFTWARE),
     ),
     (146, ("TLW_CTRL",), 0b0100100011, 0b0001001, _TLW),
     (146, ("TLW_RX", "TLW_RX_PIPE0"), 0b0101000011, 0b0001010, _TLW),
@@ -238,10 +231,7 @@ def _driver(interrupt: int, before: int, later: int) -> int | None:
 def _ruling(row: tuple[str, str, str], driver: int) -> Ruling:
     action, investigatory, severity = row
     return Ruling(
-        action=XidAction(action),
-        investigatory=XidAction(investigatory),
-        severity=severity,
-        driver=DRIVERS[driver],
+        action=XidAction(action), investigatory=XidAction(investigatory), severity=severity, driver=DRIVERS[driver]
     )
 
 

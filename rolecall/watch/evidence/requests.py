@@ -41,16 +41,19 @@ class EvidenceRequest:
     @property
     def what(self) -> str:
         """For messages: `stack of trainer/3 rank 3`."""
-        name = "" if self.who is None else " of " + called(self.who)
-        words = {
-            EvidenceKind.STACKS: "stack",
-            EvidenceKind.FLIGHT: "Flight Recorder dump",
-            EvidenceKind.NCCL: "state of NCCL RAS",
-        }
-        return f"{words.get(self.kind, 'kernel log')}{name or f' of {self.node}'}"
+        of = self.node if self.who is None else process_name(self.who)
+        return f"{KIND_TEXTS[self.kind]} of {of}"
 
 
-def called(who: Suspect) -> str:
+KIND_TEXTS = {
+    EvidenceKind.STACKS: "stack",
+    EvidenceKind.FLIGHT: "Flight Recorder dump",
+    EvidenceKind.NCCL: "NCCL RAS report",
+    EvidenceKind.KERNEL: "kernel log",
+}
+
+
+def process_name(who: Suspect) -> str:
     rank = "" if who.rank is None else f" rank {who.rank}"
     return f"{who.replica or who.role}{rank}".strip() or str(who.node)
 
@@ -73,7 +76,10 @@ def select_evidence(diagnosis: Diagnosis, fleet: Iterable[MonitoredProcess]) -> 
         asks += [_of(EvidenceKind.FLIGHT, suspect(s), s.key in keys) for s in _members(suspected, alive)]
     nodes = list(dict.fromkeys(str(s.node) for s in diagnosis.suspects if s.node))[:NUM_NODES_MAX]
     if EvidenceKind.NCCL in wanted and nodes:
-        asks.append(EvidenceRequest(kind=EvidenceKind.NCCL, node=_one_that_answers(nodes, alive)))
+        # RAS covers the whole job from any node; a node with live processes is preferred.
+        living = {s.node for s in alive}
+        one = next((n for n in nodes if n in living), nodes[0])
+        asks.append(EvidenceRequest(kind=EvidenceKind.NCCL, node=one))
     if EvidenceKind.KERNEL in wanted:
         asks += [EvidenceRequest(kind=EvidenceKind.KERNEL, node=node) for node in nodes]
     return asks
@@ -107,16 +113,7 @@ def _members(suspected: Sequence[MonitoredProcess], alive: Sequence[MonitoredPro
     """Members of the suspects' collectives: all processes of a role that counts collectives."""
     roles = {s.role for s in suspected}
     members = [s for s in alive if s.role in roles and s.reports]
-    if len(members) < 2 or not any(map(_in_collectives, members)):
+    samples = [s.sample for s in members if s.sample is not None]
+    if len(members) < 2 or not any(p.collectives_entered > 0 or p.phase == Phase.REDUCE for p in samples):
         return []
     return nsmallest(NUM_FLIGHT_MAX, members, key=lambda s: s.key)
-
-
-def _in_collectives(s: MonitoredProcess) -> bool:
-    return s.sample is not None and (s.sample.collectives_entered > 0 or s.phase == Phase.REDUCE)
-
-
-def _one_that_answers(nodes: Sequence[str], alive: Sequence[MonitoredProcess]) -> str:
-    """RAS covers the whole job from any node; prefers a node with live processes."""
-    living = {s.node for s in alive}
-    return next((n for n in nodes if n in living), nodes[0])

@@ -1,17 +1,17 @@
 """Incidents as frozen values, folded from their journal events. No other state of an incident exists, so a restarted
-watch knows all of it.
+watch knows all of it. Pure, except what takes a journal.
 
     open -> planned -> [proposed ->] acting -> verifying -> closed
       ^        |            |           |          |
       |        +- closed ---+           |          |        tolerated, self-recovered, or rejected
       +---------------------------------+----------+        the action failed: next plan, escalated
 
-An operator may put a plan that has not started on hold: until the hold ends it does not start and its proposal does not
-expire. A review of the diagnosis is valid in any state and does not change it.
+While an operator holds a plan, it does not start and its proposal does not expire. A review of the diagnosis is valid
+in any state and does not change it.
 
-`LEGAL` lists the states in which each event is valid. All readers of incidents use this fold. Recovery folds strictly:
-an invalid event raises `InvalidTransition` with the incident's history. Reports and pages fold leniently, so that a
-damaged line does not hide those after it. For valid events both give the same. Pure, except what takes a journal.
+`LEGAL` lists the states in which each event is valid. Recovery folds strictly: an invalid event raises
+`InvalidTransition` with the incident's history. Reports and pages fold leniently, so that a damaged line does not hide
+those after it. For valid events both give the same.
 """
 
 import logging
@@ -54,7 +54,6 @@ OPERATOR = "operator"
 """`Diagnosis.detectors` of a replacement that an operator requested."""
 RIGHT, WRONG = "right", "wrong"
 """Verdicts of a diagnosis review."""
-
 
 WINDOW_NAME = "observations"
 """Journal window with what the detectors had read when the incident was opened."""

@@ -1,13 +1,12 @@
 """What keeps one failure from stopping the recovery loop: of the source or a detector, of an incident's handling, of
 the evidence collector.
 
-A failing detector must not stop a recovery in progress. While it fails there is no data about the fleet: no fault
-counts as over, no progress is accepted, and `FaultTolerantDetector.error` holds the reason, for which on-call is paged.
+While a detector fails there is no data about the fleet: no fault counts as over, no progress is accepted, and on-call
+is paged with the reason (`FaultTolerantDetector.error`).
 
-An incident whose handling raises is retried after a pause that doubles up to `PAUSE_SECONDS_MAX` while it is open;
-after `TRIES_MAX` failures in a row on-call is paged once. Kept in memory only: a successor counts from zero, and the
-page has a key in the journal, so it is not sent twice. Errors that concern every incident are raised: a lost lease, a
-database that is busy or unavailable.
+An incident whose handling raises is retried after a pause that doubles up to `PAUSE_SECONDS_MAX`; after `TRIES_MAX`
+failures in a row on-call is paged once. This is kept in memory only; the page has a key in the journal, so it is not
+sent twice. Errors that concern every incident are raised: a lost lease, a database that is busy or unavailable.
 
 Evidence matters less than recovery: whatever its collector raises, the loop continues.
 """
@@ -36,7 +35,6 @@ PAUSE_SECONDS_MAX = 30.0
 TRIES_MAX = 5
 """Four pauses, 7.5 s in all: longer than any restart of our processes, short enough for a page."""
 ERROR_CHARS_MAX = 500
-
 
 NUM_UNWRITTEN_MAX = 256
 """Collected evidence waiting for the journal; the oldest is dropped first."""

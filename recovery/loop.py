@@ -157,7 +157,7 @@ class Watch:
             self._keep_windows()
             self._write_evidence()
             self._notifications.send(self._journal, self._projection)
-            self._notifications.heartbeat(self._heartbeat)
+            self._notifications.heartbeat(self._facts)
         except LeaseFenced as e:
             # Another watch is the leader; nothing more is written under our fencing number.
             logger.warning("no longer recovery leader: %s", e)
@@ -410,7 +410,7 @@ class Watch:
             paged = OncallPaged(topic=topic, because=because, channel=self._notifier.channel)
             self._write(paged, key=key, incident=incident)
 
-    def _heartbeat(self) -> dict[str, object]:
+    def _facts(self) -> dict[str, object]:
         return {
             "holder": self._holder,
             "mode": self._config.mode,

@@ -60,7 +60,15 @@ def triage(
             found = _against_open(diagnosis, incident)
             if found is not None:
                 return found
-    if _all_replaced(diagnosis, fleet):
+    views = [(fleet.find(s.replica), s.incarnation) for s in diagnosis.suspects if s.replica]
+    if (
+        views
+        and len(views) == len(diagnosis.suspects)
+        and all(
+            view is not None and incarnation is not None and incarnation < view.desired_incarnation
+            for view, incarnation in views
+        )
+    ):
         return TriageDecision(kind=TriageAction.IGNORE, because="every incarnation it names was already replaced")
     for incident in reversed(known):
         if incident.state is IncidentState.CLOSED:
@@ -99,14 +107,6 @@ def _against_open(diagnosis: Diagnosis, incident: Incident) -> TriageDecision | 
         because = f"new information on {incident_id}"
         return TriageDecision(kind=TriageAction.UPDATE, because=because, incident_id=incident_id)
     return _ignored(incident, handles)
-
-
-def _all_replaced(diagnosis: Diagnosis, fleet: FleetView) -> bool:
-    named = [(s.replica, s.incarnation) for s in diagnosis.suspects if s.replica and s.incarnation is not None]
-    if not named or len(named) < len(diagnosis.suspects):
-        return False
-    seen = [(fleet.find(replica), incarnation) for replica, incarnation in named]
-    return all(view is not None and incarnation < view.desired_incarnation for view, incarnation in seen)
 
 
 def _against_closed(

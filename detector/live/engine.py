@@ -22,7 +22,7 @@ from rolecall.detector.live.fleet import MonitoredProcesses
 from rolecall.detector.live.history import ObservationHistory, decode, encode
 from rolecall.detector.live.stages.agent_lost import AgentLostStage
 from rolecall.detector.live.stages.collapse import CollapseStage
-from rolecall.detector.live.stages.crash import CrashStage, LostRanksStage
+from rolecall.detector.live.stages.crash import CrashStage, LostRanksStage, UserCodeStage
 from rolecall.detector.live.stages.nccl_ras import NcclRasStage
 from rolecall.detector.live.stages.node_faults import NodeFaultsStage
 from rolecall.detector.live.stages.panels import PanelsStage
@@ -31,7 +31,6 @@ from rolecall.detector.live.stages.slow import SlowStage
 from rolecall.detector.live.stages.stage import Stage, Tick, stalls_others
 from rolecall.detector.live.stages.stall import CollectiveStage, DependentStallStage, StallStage
 from rolecall.detector.live.stages.uninstrumented import UninstrumentedStage
-from rolecall.detector.live.stages.user_code import UserCodeStage
 from rolecall.detector.live.stages.wrong_numbers import WrongNumbersStage
 from rolecall.detector.live.subject import WORK_PHASES, MonitoredProcess
 

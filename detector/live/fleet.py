@@ -41,9 +41,6 @@ class ProcessIndex:
     def __iter__(self) -> Iterator[MonitoredProcess]:
         return iter(self._all.values())
 
-    def __len__(self) -> int:
-        return len(self._all)
-
     def add(self, subject: MonitoredProcess) -> None:
         """Replaces an existing process with the same key."""
         before = self._all.get(subject.key)

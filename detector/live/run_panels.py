@@ -3,11 +3,9 @@
     samples -> readings -> a tick a second and role -> tracker -> findings that name replica, rank and incarnation
 
 A panel contains the current processes of one role. When a process joins, leaves or is replaced, the tracker of the role
-starts over: the work is redistributed, and a new process differs from those that have run for hours. What is usual
-among the machines of the role is kept (`profile`), here and over restarts of `watch`. Roles with fewer than `PEERS_MIN`
-processes have no panel. Standbys and starting processes are excluded, and so are node metrics: the nodes of a run do
-different work and are not peers. Metrics of the GPUs that a process uses count as the process's own
-(detector/live/gpu_readings.py), and a finding in them identifies the GPU.
+starts over, since work is redistributed; what is usual among the machines of the role is kept (`profile`). Roles with
+fewer than `PEERS_MIN` processes have no panel. Standbys, starting processes and node metrics (the nodes of a run do
+different work) are excluded. Metrics of the GPUs of a process count as its own (detector/live/gpu_readings.py).
 """
 
 from dataclasses import dataclass, field, replace

@@ -17,7 +17,7 @@ from rolecall.core.errors import ReadingStopped, UnreadableInput
 from rolecall.core.telemetry import AgentEvent, AgentEventKind
 from rolecall.detector.base.findings import ADVISES, settles
 from rolecall.detector.base.observation import Observation
-from rolecall.detector.base.read_budget import Budget, Check, no_check
+from rolecall.detector.base.read_budget import Budget, Check, head_of, no_check
 from rolecall.detector.live.engine import LiveDetector
 from rolecall.detector.sources.agent_wire import checked_event
 
@@ -41,8 +41,7 @@ class Events:
 
 def is_events(path: Path) -> bool:
     """Whether the file begins with an event. Raises OSError."""
-    with path.open("rb") as f:
-        line = f.readline(LINE_BYTES_MAX)
+    line = head_of(path, LINE_BYTES_MAX).partition(b"\n")[0]
     if not line.startswith(b"{"):
         return False
     try:

@@ -41,7 +41,6 @@ ROWS_MAX = 1 << 16
 """Per block of columns: an agent holds no more samples (`agent.samples.NUM_SAMPLES_KEPT`)."""
 NUMBER_MAX = float(1 << 62)
 
-
 T = TypeVar("T")
 
 
@@ -261,7 +260,6 @@ _SAMPLE, _HOST, _EVENT = _plain_fields(ProcessSample), _plain_fields(HostSample)
 _GPU = _plain_fields(GpuSample)
 _NEWS: _Fields = {"cursor": (int, True), "samples_lost": (int, True)}
 _PROCESS, _EVENTS = _plain_fields(ProcessId), _plain_fields(EventBatch)
-
 
 _CHECKS: dict[type, Callable[[dict[str, Any], str], None]] = {
     ProcessSample: _check_sample,

@@ -4,10 +4,9 @@ Each agent has one asyncio task with one persistent connection; all tasks share 
 task long-polls `/v1/news` for at most a poll interval, so that an exit reaches the detector in milliseconds and wakes
 `poll`; samples come in the same response, as columns.
 
-The HTTP/1.1 client is asynchronous: http.client would need a thread per agent, and a thousand threads contend for the
-GIL (*measured*: 0.4 ms per sample, against 0.04 here; docs/decisions/0021). Agents are untrusted: the size of a
-response is bounded before and after decompression, redirects are not followed, values are checked (agent_wire.py), and
-the deadline covers the whole response, so that a slow agent blocks no other.
+http.client would need a thread per agent, and a thousand threads contend for the GIL (*measured*: 0.4 ms per sample,
+against 0.04 here; docs/decisions/0021). Agents are untrusted: the size of a response is bounded before and after
+decompression, redirects are not followed, values are checked (agent_wire.py), and the deadline covers the response.
 
 An agent may restart at any time: its address is read again, its event numbers continue (at least once), its sample
 cursor restarts. An agent that does not respond is reported as unreachable, with the reason; the others continue.
@@ -143,8 +142,6 @@ def _short(e: BaseException) -> str:
 
 
 # --- source -----------------------------------------------------------------------------------------------------------
-
-__all__ = ["AgentClientLimits", "AgentsSource", "Observation"]
 
 logger = logging.getLogger(__name__)
 
@@ -372,14 +369,10 @@ class AgentsSource:
             agent.excused_since = now
         return now - agent.excused_since < LATE_EXCUSES_SECONDS
 
-    @property
-    def _wait_seconds(self) -> float:
-        """How long an agent holds a request without an event."""
-        requests, samples = len(self._agents) / REQUESTS_PER_SECOND_MAX, self._num_processes / SAMPLES_PER_SECOND_MAX
-        return min(WAIT_SECONDS_MAX, max(self._poll_seconds, requests, samples))
-
     async def _read_news(self, agent: _Agent, connection: AgentConnection) -> None:
-        wait = self._wait_seconds
+        # How long the agent holds the request without an event.
+        requests, samples = len(self._agents) / REQUESTS_PER_SECOND_MAX, self._num_processes / SAMPLES_PER_SECOND_MAX
+        wait = min(WAIT_SECONDS_MAX, max(self._poll_seconds, requests, samples))
         thinned = wait > self._poll_seconds or (not agent.since and len(self._agents) > AGENTS_READ_WHOLE_MAX)
         path = f"/v1/news?after={agent.after}&since={agent.since}&wait={wait:g}{'&rounds=1' if thinned else ''}"
         answer = await connection.get(path, wait + self._limits.answer_seconds)

@@ -119,22 +119,9 @@ def catalogue_queries() -> tuple[MetricQuery, ...]:
 
 
 DCGM_GAUGES = (
-    "DEV_SM_CLOCK",
-    "DEV_MEM_CLOCK",
-    "DEV_GPU_TEMP",
-    "DEV_MEMORY_TEMP",
-    "DEV_POWER_USAGE",
-    "DEV_GPU_UTIL",
-    "DEV_MEM_COPY_UTIL",
-    "DEV_FB_USED",
-    "DEV_NVLINK_BANDWIDTH_TOTAL",
-    "PROF_GR_ENGINE_ACTIVE",
-    "PROF_SM_ACTIVE",
-    "PROF_SM_OCCUPANCY",
-    "PROF_PIPE_TENSOR_ACTIVE",
-    "PROF_DRAM_ACTIVE",
-    "PROF_PCIE_TX_BYTES",
-    "PROF_PCIE_RX_BYTES",
+    *("DEV_SM_CLOCK", "DEV_MEM_CLOCK", "DEV_GPU_TEMP", "DEV_MEMORY_TEMP", "DEV_POWER_USAGE", "DEV_GPU_UTIL"),
+    *("DEV_MEM_COPY_UTIL", "DEV_FB_USED", "DEV_NVLINK_BANDWIDTH_TOTAL", "PROF_GR_ENGINE_ACTIVE", "PROF_SM_ACTIVE"),
+    *("PROF_SM_OCCUPANCY", "PROF_PIPE_TENSOR_ACTIVE", "PROF_DRAM_ACTIVE", "PROF_PCIE_TX_BYTES", "PROF_PCIE_RX_BYTES"),
 )
 """From dcgm-exporter's `default-counters.csv`; without the last XID, which is a code and not a measurement."""
 

@@ -73,15 +73,15 @@ def listed(text: str) -> list[str]:
 def checked_entries(lines: list[str]) -> list[str]:
     """Each `http[s]://HOST:PORT` or `NODE=...`, without comments and blanks. Raises ConfigError as `listed`."""
 
-    def is_address(url: str) -> bool:
-        try:
-            parts = urlsplit(url)
-            return parts.scheme in _SCHEMES and bool(parts.hostname) and parts.port != 0
-        except ValueError:
-            return False
-
     entries = [entry for line in lines if (entry := line.partition("#")[0].strip())]
-    wrong = [e for e in entries if not is_address(url_of(e))]
+    wrong = []
+    for entry in entries:
+        try:
+            parts = urlsplit(url_of(entry))
+            valid = parts.scheme in _SCHEMES and parts.hostname and parts.port != 0
+        except ValueError:
+            valid = False
+        wrong += [] if valid else [entry]
     if wrong:
         raise ConfigError([f"agents: {e!r} is neither http[s]://HOST:PORT nor NODE=http[s]://HOST:PORT" for e in wrong])
     if not 0 < len(entries) <= AGENTS_MAX:

@@ -95,15 +95,6 @@ class _AgentList:
         return self.newest
 
 
-def _own_bearer(run: RunDir) -> str:
-    """Authorization header for evidence from the agents of our own run; empty without the run's token."""
-    try:
-        return f"Bearer {bearer_token(run.token())}"
-    except OSError as e:
-        logger.warning("no evidence of incidents: %s", e)
-        return ""
-
-
 class _PersistentDetector:
     """The detectors, with what they learned on disk for the next watch: the engine's state in the run's folder, and
     what is usual among the machines of this job (by the digest of its configuration) beside the runs."""
@@ -124,7 +115,13 @@ class _PersistentDetector:
         self._parts: Iterator[str | None] | None = None
         self._pulled = pulled
         self._profile_path = run.path.parent / PROFILES_FOLDER / f"{job.digest()}.json"
-        self._profile, self._profile_kept_at = self._read_profile(), clock.monotonic()
+        self._profile_kept_at = clock.monotonic()
+        self._profile: Profile | None = None
+        try:
+            if self._profile_path.exists():  # not the first watch of this job
+                self._profile = read_profile(self._profile_path)
+        except UnreadableInput as e:
+            logger.warning("%s: learning from nothing", e)
         self._panels = RunPanels(Sequential(profile=self._profile))
         self._detector = LiveDetector(job.detector, roles)
         try:
@@ -139,8 +136,17 @@ class _PersistentDetector:
         self.forget, self.window = passed_on.forget, passed_on.window
 
     def observe(self, observation: Observation) -> Sequence[Diagnosis]:
-        heard = replace(observation, panel_findings=self._of_panels(observation), pulled_findings=self._pulled())
-        standing = self._detector.observe(heard)
+        of_panels: tuple[Finding, ...] = ()
+        try:
+            of_panels = self._panels.findings(observation)
+            self._keep_profile()
+        except Exception:
+            # Deliberate: the engine finds the faults that end a run and must not fail because of the weakest evidence.
+            logger.exception("panel detector failed, restarting it")
+            self._panels = RunPanels(Sequential(profile=self._profile))
+        standing = self._detector.observe(
+            replace(observation, panel_findings=of_panels, pulled_findings=self._pulled())
+        )
         self._keep(standing)
         return standing
 
@@ -158,15 +164,6 @@ class _PersistentDetector:
             self._parts = None
             write_atomically(self._path, text)
 
-    def _read_profile(self) -> Profile | None:
-        if not self._profile_path.exists():
-            return None  # the first watch of this job
-        try:
-            return read_profile(self._profile_path)
-        except UnreadableInput as e:
-            logger.warning("%s: learning from nothing", e)
-            return None
-
     def _keep_profile(self) -> None:
         if self._clock.monotonic() - self._profile_kept_at < PROFILE_SECONDS:
             return
@@ -180,17 +177,6 @@ class _PersistentDetector:
             write_atomically(self._profile_path, profile.to_json())
         except OSError as e:
             logger.warning("%s cannot be written (%s): the next watch learns anew", self._profile_path, e.strerror)
-
-    def _of_panels(self, observation: Observation) -> tuple[Finding, ...]:
-        try:
-            found = self._panels.findings(observation)
-            self._keep_profile()
-            return found
-        except Exception:
-            # Deliberate: the engine finds the faults that end a run and must not fail because of the weakest evidence.
-            logger.exception("panel detector failed, restarting it")
-            self._panels = RunPanels(Sequential(profile=self._profile))
-            return ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,7 +228,13 @@ def watch_run(
     if (url := job.recovery.webhook_url) is not None:
         deadman_seconds = job.recovery.deadman_seconds
         notifier = WebhookNotifier(url, run_id=run.run_id, deadman_seconds=deadman_seconds, clock=clock)
-    token = _own_bearer(run) if ours else authorization if authorization.startswith("Bearer ") else ""
+    token = authorization if authorization.startswith("Bearer ") else ""
+    if ours:
+        try:
+            token = f"Bearer {bearer_token(run.token())}"
+        except OSError as e:
+            token = ""
+            logger.warning("no evidence of incidents: %s", e)
     pull = EvidencePull(run, lambda: listed.newest, token, lambda: detector.processes(), clock)
     detector = _PersistentDetector(run, job, clock, None if ours else {}, pull.findings)
     meter, server = Meter(clock), None

@@ -46,7 +46,6 @@ CLOSE_SECONDS = 5.0
 TICK_AGE_SECONDS_MAX = 30.0
 """`/healthz` fails if no tick ended for this long; a tick takes about a second, three with a thousand agents."""
 
-
 ENDPOINTS = (
     Endpoint(
         "/metrics",

@@ -48,7 +48,7 @@ from rolecall.detector.base.plain_pickle import (
     refuse_beyond,
     safe,
 )
-from rolecall.detector.base.read_budget import Budget, Check, no_check
+from rolecall.detector.base.read_budget import Budget, Check, head_of, no_check
 
 SIZE_BYTES_MAX = 64 << 20
 """A dump of 2,000 entries, PyTorch's default, takes 0.3 to 1 MB; this allows for 100,000."""
@@ -99,10 +99,7 @@ class FlightRecorderDump:
 
 def is_dump(path: Path) -> bool:
     """Whether the file begins like a dump: a pickle, or JSON with a dump's keys. False for pipes. Raises OSError."""
-    if not path.is_file():
-        return False
-    with path.open("rb") as file:
-        head = file.read(4096)
+    head = head_of(path, 4096)
     return MAGIC.match(head) is not None or (head.lstrip()[:1] == b"{" and any(k in head for k in JSON_KEYS))
 
 

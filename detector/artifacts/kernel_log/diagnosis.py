@@ -36,6 +36,7 @@ ADVICE = "kernel_advice"
 """Evidence of this kind is an advice that replaces the general advice of the fault class
 (`diagnosis.with_advice`): NVIDIA's action is specific, and restarting only the process would keep the GPU in
 use."""
+F = FaultClass
 NUM_LINES_SHOWN = 8
 CONFIDENCE_FATAL, CONFIDENCE = 0.95, 0.8
 
@@ -438,93 +439,63 @@ def hardware_finding(node: str, what: str, pairs: list[tuple[KernelLogFact, Hard
 
 
 _FAULTS: dict[str, tuple[FaultClass, str, str]] = {
-    "soft_lockup": (FaultClass.HANG, "a CPU is stuck in the kernel", "reboot the node"),
-    "hard_lockup": (FaultClass.HANG, "a CPU is stuck and takes no interrupts", "reboot the node"),
-    "hung_task": (
-        FaultClass.HANG,
-        "tasks wait in the kernel and cannot be killed",
-        "see what they wait for: disk, NFS, driver",
-    ),
-    "rcu_stall": (FaultClass.HANG, "a CPU does not answer the others", "reboot the node"),
-    "panic": (FaultClass.NODE_LOST, "the kernel panicked", "schedule nothing on this node until the cause is found"),
-    "oops": (FaultClass.NODE_LOST, "kernel oops", "reboot the node"),
-    "segfault": (FaultClass.CRASH, "processes died of a segmentation fault", "check the library that is named"),
-    "disk_error": (FaultClass.NODE_LOST, "a disk is failing", "schedule nothing on this node, and replace the disk"),
-    "filesystem_error": (
-        FaultClass.NODE_LOST,
-        "a file system is damaged",
-        "schedule nothing on this node, and check it",
-    ),
-    "nic_fault": (
-        FaultClass.NETWORK,
-        "a network adapter is failing",
-        "schedule nothing on this node, and inspect the adapter",
-    ),
-    "nic_cable": (
-        FaultClass.NETWORK,
-        "a cable of a network adapter is unplugged or bad",
-        "check cable and transceiver",
-    ),
+    "soft_lockup": (F.HANG, "a CPU is stuck in the kernel", "reboot the node"),
+    "hard_lockup": (F.HANG, "a CPU is stuck and takes no interrupts", "reboot the node"),
+    "hung_task": (F.HANG, "tasks are stuck in the kernel", "find what they wait for: disk, NFS or a driver"),
+    "rcu_stall": (F.HANG, "a CPU does not answer the others", "reboot the node"),
+    "panic": (F.NODE_LOST, "the kernel panicked", "schedule nothing on this node until the cause is found"),
+    "oops": (F.NODE_LOST, "kernel oops", "reboot the node"),
+    "segfault": (F.CRASH, "processes died of a segmentation fault", "check the library that is named"),
+    "disk_error": (F.NODE_LOST, "a disk is failing", "schedule nothing on this node, and replace the disk"),
+    "filesystem_error": (F.NODE_LOST, "a file system is damaged", "schedule nothing on this node, and check it"),
+    "nic_fault": (F.NETWORK, "a NIC is failing", "schedule nothing on this node, and inspect the NIC"),
+    "nic_cable": (F.NETWORK, "the cable of a NIC is unplugged or bad", "check cable and transceiver"),
     "nic_power": (
-        FaultClass.NETWORK,
-        "the PCIe slot of a network adapter gives it too little power",
-        "compare the adapter's bandwidth with its peers; if lower, check slot, riser and firmware, else it is benign",
+        *(F.NETWORK, "the PCIe slot of a NIC gives it too little power"),
+        "compare the NIC's bandwidth with its peers; if lower, check slot, riser and firmware, else it is benign",
     ),
     "nic_hot": (
-        FaultClass.NETWORK,
-        "a network adapter is too hot, and will shut down if it gets hotter",
-        "check fans, air flow and heat sink of the adapter",
+        F.NETWORK,
+        "a NIC is too hot and will shut down if it gets hotter",
+        "check fans, air flow and heat sink",
     ),
     "nic_register_error": (
-        FaultClass.NETWORK,
-        "a network adapter's firmware refuses accesses to its registers",
-        "update firmware and driver together; if its links fail too, reset the adapter or reboot",
+        *(F.NETWORK, "the firmware of a NIC refuses accesses to its registers"),
+        "update firmware and driver together; if its links fail too, reset the NIC or reboot",
     ),
     "gpu_peer_memory": (
-        FaultClass.NETWORK,
-        "GPUDirect RDMA lost GPU memory that was registered with a network adapter",
-        "restart the job's processes on this node; if it comes back, reload nvidia-peermem and update the driver",
+        *(F.NETWORK, "GPUDirect RDMA lost GPU memory that was registered with a NIC"),
+        "restart the job's processes on this node; if it happens again, reload nvidia-peermem and update the driver",
     ),
     "nvlink_detect_failed": (
-        FaultClass.GPU,
-        "the driver cannot find out which NVLinks are connected",
-        "drain the node and reset its GPUs, else reboot; if it comes back, have the NVLinks inspected",
+        *(F.GPU, "the driver cannot determine which NVLinks are connected"),
+        "drain the node and reset its GPUs, else reboot; if it happens again, have the NVLinks inspected",
     ),
     "raid_degraded": (
-        FaultClass.NODE_LOST,
-        "a RAID array lost a disk",
-        "save what is on it, replace the disk and rebuild the array (mdadm --detail)",
+        *(F.NODE_LOST, "a RAID array lost a disk"),
+        "save its data, replace the disk and rebuild the array (mdadm --detail)",
     ),
     "nvme_no_path": (
-        FaultClass.NODE_LOST,
-        "an NVMe disk has no path left",
+        *(F.NODE_LOST, "an NVMe disk has no path left"),
         "check its controllers and, for NVMe over fabrics, the network to its target (nvme list-subsys)",
     ),
     "buffer_io_error": (
-        FaultClass.NODE_LOST,
-        "reads or writes of a block device fail",
+        *(F.NODE_LOST, "reads or writes of a block device fail"),
         "check the device (smartctl, nvme smart-log) and what it is attached to; then its file system",
     ),
     "nfs_server": (
-        FaultClass.NETWORK,
-        "an NFS server does not answer, and processes that use it hang",
-        "check the server and the network to it; what is mounted hard goes on when it answers",
+        *(F.NETWORK, "an NFS server does not answer, and processes that use it hang"),
+        "check the server and the network to it; hard mounts continue when it answers",
     ),
     "file_max": (
-        FaultClass.RESOURCE_EXHAUSTED,
-        "all file handles of the node are in use",
-        "raise fs.file-max, and look for the process that leaks files (lsof)",
+        *(F.RESOURCE_EXHAUSTED, "all file handles of the node are in use"),
+        "raise fs.file-max, and find the process that leaks files (lsof)",
     ),
-    "pcie_link_down": (
-        FaultClass.NODE_LOST,
-        "a PCIe device is gone",
-        "schedule nothing on this node, and inspect the slot",
-    ),
-    "cpu_throttled": (FaultClass.SLOW, "CPUs are thermally throttled", "check fans and air flow"),
-    "gpu_init_failed": (FaultClass.GPU, "the driver cannot initialise a GPU", "reset the GPU, else reboot the node"),
+    "pcie_link_down": (F.NODE_LOST, "a PCIe device is gone", "schedule nothing on this node, and inspect the slot"),
+    "cpu_throttled": (F.SLOW, "CPUs are thermally throttled", "check fans and air flow"),
+    "gpu_init_failed": (F.GPU, "the driver cannot initialise a GPU", "reset the GPU, else reboot the node"),
 }
 """Fault class, text and advice of each of `messages.FAULTS`."""
-
 
 REMARKED = frozenset({"nic_power"})
 """Some healthy machines report these at every boot: worth a look, and no diagnosis by itself."""

@@ -3,8 +3,7 @@
 Formats are recognized by content: output of dmesg and `journalctl -k`, /var/log/kern.log, /var/log/messages and
 /dev/kmsg in all forms of `formats.kernel_log.timestamps`, journal exports, and `nvidia-bug-report.log.gz`, which
 contains several of these. Files may be compressed or rotated. The node is the host in the line, else derived from the
-names of file and folder. A time without a year is the latest one before the file's last modification, in UTC; if there
-are only seconds since boot, these are the times; without those (`dmesg -t`) there are none.
+names of file and folder. A time without a year is the latest one before the file's last modification, in UTC.
 
 Journal exports are the output of `journalctl -o json` (one object per line) and `-o export` (systemd's Journal Export
 Formats): `KEY=value` lines, an empty line after each entry; a value that is not plain text is `KEY`, line break, its

@@ -21,7 +21,7 @@ from rolecall.core.diagnosis import Evidence, Finding, Suspect
 from rolecall.core.errors import ReadingStopped, UnreadableInput
 from rolecall.core.faults import FaultClass
 from rolecall.detector.artifacts.stacks.dumps import Topology
-from rolecall.detector.base.read_budget import Check, no_check
+from rolecall.detector.base.read_budget import Check, head_of, no_check
 from rolecall.formats.nccl.inspector import LINE_BYTES_MAX, Context, Lines
 
 DETECTOR = "nccl_inspector"
@@ -74,11 +74,7 @@ class InspectorLog:
 
 def is_log(path: Path) -> bool:
     """Whether its first complete line is an Inspector record. Raises OSError."""
-    if not path.is_file():
-        return False
-    with path.open("rb") as file:
-        head = file.read(HEAD_BYTES)
-    line = head.lstrip().partition(b"\n")[0]
+    line = head_of(path, HEAD_BYTES).lstrip().partition(b"\n")[0]
     # With a trace of many channels, the line can be longer than the head.
     return line[:1] == b"{" and any(k in line for k in (b'"coll_perf"', b'"p2p_perf"', b'"dump_stats"'))
 

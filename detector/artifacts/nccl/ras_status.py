@@ -24,7 +24,7 @@ from rolecall.core.errors import UnreadableInput
 from rolecall.core.faults import FaultClass
 from rolecall.core.ids import NodeId
 from rolecall.detector.artifacts.stacks.dumps import Topology
-from rolecall.detector.base.read_budget import Check, no_check
+from rolecall.detector.base.read_budget import Check, head_of, no_check
 from rolecall.formats.nccl.ras import (
     Communicator,
     CommunicatorMember,
@@ -61,7 +61,6 @@ SYMMETRIC = (
     "show it"
 )
 
-
 NO_COUNTS = (
     "cannot tell: no answer says how many collectives the ranks launched, as text does not while all launched as many: "
     "a hang inside one looks the same; Flight Recorder dumps or stacks of all ranks would settle it"
@@ -83,10 +82,7 @@ class Poll:
 
 def is_status(path: Path) -> bool:
     """Whether the file begins like a RAS status report. Raises OSError."""
-    if not path.is_file():
-        return False
-    with path.open("rb") as file:
-        head = file.read(HEAD_BYTES)
+    head = head_of(path, HEAD_BYTES)
     if b'"communicators"' in head and (b'"nccl_version"' in head or b'"missing_ranks' in head):
         return True
     return b"Job summary" in head and b"Communicators..." in head

@@ -206,14 +206,6 @@ def _place_evidence(place: StackCluster) -> Evidence:
     )
 
 
-def gil_evidence(processes: Sequence[DumpedProcess]) -> tuple[Evidence, ...]:
-    held = [(p.name, p.stack.gil_holder) for p in processes if p.stack is not None and p.stack.gil_holder]
-    return tuple(
-        Evidence(kind="gil", text=f"{name}: another thread holds the GIL: {holder}")
-        for name, holder in held[:NUM_GROUPS_SHOWN]
-    )
-
-
 # --- decisions --------------------------------------------------------------------------------------------------------
 
 CONFIDENCE_OUTSIDE = 0.8
@@ -429,7 +421,9 @@ def _late(
         because += f". Of the others that do not wait, an older dump shows that they move: {names_text(moving)}"
     if absent:
         because += f". There is no dump of {names_text(absent)}"
-    return case.finding(outside, confidence, because, gil_evidence(outside))
+    held = [(p.name, p.stack.gil_holder) for p in outside if p.stack is not None and p.stack.gil_holder]
+    texts = [f"{name}: another thread holds the GIL: {holder}" for name, holder in held[:NUM_GROUPS_SHOWN]]
+    return case.finding(outside, confidence, because, tuple(Evidence(kind="gil", text=text) for text in texts))
 
 
 def _absent(case: StackAnalysis, waiting: list[DumpedProcess], absent: list[DumpedProcess]) -> Finding:

@@ -38,12 +38,8 @@ class StackActivity(StrEnum):
 
 WAITS = frozenset(
     (
-        StackActivity.COLLECTIVE,
-        StackActivity.PIPELINE,
-        StackActivity.RENDEZVOUS,
-        StackActivity.DEVICE,
-        StackActivity.BACKWARD,
-        StackActivity.STOOD,
+        *(StackActivity.COLLECTIVE, StackActivity.PIPELINE, StackActivity.RENDEZVOUS),
+        *(StackActivity.DEVICE, StackActivity.BACKWARD, StackActivity.STOOD),
     )
 )
 """For other processes: a GPU that computes a collective waits for its peers, and DDP reduces inside of backward."""

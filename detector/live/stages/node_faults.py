@@ -83,7 +83,10 @@ class NodeFaultsStage(Stage):
     def take(self, event: AgentEvent, now: float, age: float = 0.0) -> None:
         """Processes one agent event, with its time on the watcher's clock. `now`: wall seconds; `age`: seconds since it
         was written."""
-        if _age(event) > STALE_SECONDS or (age > STALE_SECONDS and _is_of_a_moment(event)):
+        # A momentary event, not a condition that may persist, as a requested recovery (XID 154) is.
+        momentary = event.kind is AgentEventKind.XID and not event.detail.get("recovery")
+        momentary |= event.kind is AgentEventKind.GPU_FAULT and event.detail.get("what") in REPORTED_ONCE
+        if _age(event) > STALE_SECONDS or (age > STALE_SECONDS and momentary):
             return
         match event.kind:
             case AgentEventKind.XID:
@@ -244,13 +247,6 @@ class NodeFaultsStage(Stage):
             and not (n.thing.startswith("link ") and n.ended and n.ended - n.onset < FLAP_SECONDS)
         ]
         return min(tied, key=lambda n: abs(finding.onset - n.onset)) if tied and len(nodes) == 1 else None
-
-
-def _is_of_a_moment(event: AgentEvent) -> bool:
-    """Whether it is a momentary event, not a condition that may persist, as a requested recovery (XID 154) is."""
-    if event.kind is AgentEventKind.XID:
-        return not event.detail.get("recovery")
-    return event.kind is AgentEventKind.GPU_FAULT and event.detail.get("what") in REPORTED_ONCE
 
 
 def _age(event: AgentEvent) -> float:

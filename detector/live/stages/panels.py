@@ -52,7 +52,14 @@ class PanelsStage(Stage):
             else:
                 same.last_wall = tick.now
         standing = [p for p in self._faults if tick.now - p.last_wall <= SAME_FAULT_SECONDS]
-        self._faults = [p for p in standing if self._stands_alone(p, tick.fleet)]
+        # Only faults whose processes still exist and whose onset is not in the aftermath of another finding.
+        since, until = self._trouble
+        self._faults = [
+            p
+            for p in standing
+            if not since - ONSET_SECONDS <= p.finding.onset <= until + AFTERMATH_SECONDS
+            and all(_lives(s, tick.fleet) for s in p.finding.suspects)
+        ]
         kept = unexplained([p.finding for p in self._faults], tick.findings, tick.fleet.roster.sizes())
         self._faults = [p for p in self._faults if p.finding in kept]
         if not emerging(own(tick.stalls)):
@@ -67,12 +74,6 @@ class PanelsStage(Stage):
     @state.setter
     def state(self, state: Mapping[str, Any]) -> None:
         self._faults, self._trouble = state["faults"], state["trouble"]
-
-    def _stands_alone(self, fault: PanelFault, fleet: MonitoredProcesses) -> bool:
-        """Whether its processes still exist and its onset is not in the aftermath of another finding."""
-        since, until = self._trouble
-        in_wake = since - ONSET_SECONDS <= fault.finding.onset <= until + AFTERMATH_SECONDS
-        return not in_wake and all(_lives(s, fleet) for s in fault.finding.suspects)
 
 
 def _lives(suspect: Suspect, fleet: MonitoredProcesses) -> bool:

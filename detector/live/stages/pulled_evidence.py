@@ -11,8 +11,6 @@ from rolecall.detector.live.stages.stage import Stage, Tick
 CONFIDENCE_MIN = 0.7
 """A single stack snapshot that shows a process working (0.6) or elsewhere (0.5) may have caught a slow process."""
 
-Who = tuple[str, int | None, int | None]
-
 
 class PulledEvidenceStage(Stage):
     name = "pulled_evidence"
@@ -33,5 +31,5 @@ class PulledEvidenceStage(Stage):
         return self.state
 
 
-def _who(f: Finding) -> frozenset[Who]:
+def _who(f: Finding) -> frozenset[tuple[str, int | None, int | None]]:
     return frozenset((s.replica, s.rank, s.incarnation) for s in f.suspects if s.replica)

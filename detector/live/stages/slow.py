@@ -12,7 +12,7 @@ the role's baseline at that load:
 
 h follows from the target false alarm rate by Siegmund's formula for the run length of a CUSUM (D. Siegmund, Sequential
 Analysis, 1985), with the residuals' standard deviation widened for their lag-1 autocorrelation. Without working peers
-the reference is the deviation of the other roles from their baselines, and `because` states this.
+the reference is the deviation of the other roles from their baselines.
 """
 
 import math
@@ -207,7 +207,6 @@ def measure(subject: MonitoredProcess, stride_seconds: float, gap_p99: float | N
 
 SAMPLE_FRESH_SECONDS = 0.25
 """A stride ends at a sample taken just after a unit ended, so that busy seconds and run delay cover the same time."""
-
 
 THROTTLED_READ_SECONDS = 2.5
 """Agents read a cgroup's throttled time every 2 s, but run delay, which includes it, with every sample."""

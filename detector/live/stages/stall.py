@@ -1,18 +1,16 @@
 """Progress stall: a process makes no progress where progress is due, and is not just waiting for another one.
 
 A process is hung when its clock since the last progress passes its deadline (`stage.Stall`). Four kinds of hang are
-distinguished by heartbeats (ticks of a side thread, which stop when the interpreter cannot run) and CPU use; the
-kernel's process state appears in `because` only.
+distinguished by heartbeats (ticks of a side thread, which stop when the interpreter cannot run) and CPU use.
 
 Cause before symptom: in phases that depend on other processes (`reduce`, `update`, `copy`, the controller's loop) no
 process is accused while another one stalls independently, has exited, or has just joined.
 
-In a collective, the rank is identified that blocks it: the one that has not entered it, not those waiting inside.
-Evidence in order of precedence: an unreachable node while peers wait for its rank; a rank that has not entered (its
-collective counter, aligned with its peers' at the last step that all computed, is lower, or it is outside while all
-others are inside); among ranks that all wait inside, the one that uses CPU while the others are idle. Missing
-heartbeats take precedence over all of these. Otherwise it is a tie that names no single rank: the timeout of the
-process group decides.
+In a collective, the rank that blocks it is the one that has not entered it. Evidence in order of precedence: missing
+heartbeats; an unreachable node while peers wait for its rank; a rank that has not entered (its collective counter,
+aligned with its peers' at the last step that all computed, is lower, or it is outside while all others are inside);
+among ranks that all wait inside, the one that uses CPU while the others are idle. Otherwise it is a tie that names no
+single rank: the timeout of the process group decides.
 """
 
 from rolecall.core.diagnosis import Evidence, Finding

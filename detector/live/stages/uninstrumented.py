@@ -165,7 +165,7 @@ def _crash(exited: _Exit, gone: list[_Exit], living: bool, now: float) -> Findin
 def _stopped(subject: MonitoredProcess, now: float) -> Finding:
     state, seconds = subject.sample.proc_state if subject.sample else "?", subject.halted.wall
     if state == "D":
-        what = "uninterruptible wait (state D), 0 % CPU: a disk, a file system or a driver"
+        what = "uninterruptible wait (state D) with 0 % CPU, for a disk, a file system or a driver,"
     else:
         what = f"process {'traced by a debugger' if state == 't' else 'stopped'} (state {state})"
     return finding(

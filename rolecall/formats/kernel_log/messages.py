@@ -233,7 +233,6 @@ _FAULTS = tuple((what, re.compile(pattern)) for what, pattern in _PATTERNS)
 FAULTS: tuple[str, ...] = (*dict.fromkeys(what for what, _ in _FAULTS), "segfault", "gpu_init_failed")
 """All that KernelFault.what may be."""
 
-
 _SEGFAULT = re.compile(
     rf"{_NAME}\[(?P<pid>\d{{1,10}})\]: segfault at .{{1,200}} in (?P<device>[\w.+-]{{1,80}})\[", re.DOTALL
 )

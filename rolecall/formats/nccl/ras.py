@@ -13,7 +13,7 @@ collective that never ends agree, and RAS reports OK. The text lists only outlie
 import json
 import re
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from enum import StrEnum
@@ -232,7 +232,6 @@ NUM_CONTAINERS_MAX = 3 * NUM_RANKS_MAX + 16 * NUM_COMMUNICATORS_MAX
 _RESULTS = dict(enumerate((r for r in NcclResult if r is not NcclResult.OTHER), 1))  # in the order of `ncclResult_t`
 _SUCCESS, _IN_PROGRESS = 0, 7
 
-
 _ACKNOWLEDGED = re.compile(r"\s*(?:(?:SERVER PROTOCOL [0-9]{1,9}|OK)\r?\n\s*)+", re.IGNORECASE)
 _SPACE = re.compile(r"[ \t\r\n\0]+")
 _STAMP = re.compile(r"^[ \t]*\[?(\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d)(?:[.,]\d{1,9})?Z?\]?:?(?=\s|$)", re.MULTILINE)
@@ -351,7 +350,8 @@ def _list(value: Any, key: str) -> list[Any]:
 
 def _communicator(value: Any, check: Callable[[], None]) -> Communicator:
     listed = _list(value, "ranks")
-    collectives = _collectives(listed)
+    by_name = next((c for one in listed if isinstance(c := one.get("collective_counts"), dict)), None)
+    collectives = COLLECTIVES if by_name is None else tuple(word(name) for name in list(by_name)[:64])
     ranks, failures = [], []
     for number, one in enumerate(listed):
         if number % CHECK_ITEMS == 0:
@@ -415,15 +415,6 @@ def _state(status: dict[str, Any]) -> RankState:
 def _result(value: Any) -> NcclResult | None:
     code = _number(value)
     return None if code is None or code in (_SUCCESS, _IN_PROGRESS) else _RESULTS.get(code, NcclResult.OTHER)
-
-
-def _collectives(listed: Sequence[dict[str, Any]]) -> tuple[str, ...]:
-    """Names of the counts, as the first rank has them."""
-    for one in listed:
-        counts = one.get("collective_counts")
-        if isinstance(counts, dict):
-            return tuple(word(name) for name in list(counts)[:64])
-    return COLLECTIVES
 
 
 def _counts(one: dict[str, Any], collectives: tuple[str, ...]) -> tuple[int, ...]:

@@ -242,7 +242,11 @@ class EvidencePull:
             return [], []
         known = run_redactor(self._run, nodes=[a.node for a in job.asks])
         files = EvidenceFiles(self._run.path / EVIDENCE_DIR / job.incident_id, known)
-        numbers = _dump_numbers([a for a in job.asks if a.kind is EvidenceKind.FLIGHT])
+        # The number of a dump that does not contain its rank: the registered rank, if those are unique.
+        flights = [a for a in job.asks if a.kind is EvidenceKind.FLIGHT]
+        ranks = [a.who.rank for a in flights if a.who is not None and a.who.rank is not None]
+        unique = len(set(ranks)) == len(flights)
+        numbers = {a: ranks[n] if unique else n for n, a in enumerate(flights)}
         kept, refused = list[EvidenceFile](), list[str]()
         for answer, body in had:
             if self._clock.monotonic() > until:
@@ -343,13 +347,6 @@ class EvidencePull:
             seconds=round(seconds, 3),
         )
         self._collected.append(CollectedEvidence(incident_id=incident_id, payload=collected))
-
-
-def _dump_numbers(asks: Sequence[EvidenceRequest]) -> dict[EvidenceRequest, int]:
-    """The number of a dump that does not contain its rank: the registered rank, if those are unique."""
-    ranks = [a.who.rank for a in asks if a.who is not None and a.who.rank is not None]
-    own = len(set(ranks)) == len(asks)
-    return {a: ranks[n] if own else n for n, a in enumerate(asks)}
 
 
 # --- texts ----------------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ Only processes known to their agent are included, and each kind is bounded.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from heapq import nsmallest
+from itertools import product
 
 from rolecall.core.diagnosis import Diagnosis, Suspect
 from rolecall.core.faults import EvidenceKind
@@ -61,7 +62,7 @@ def process_name(who: Suspect) -> str:
 def select_evidence(diagnosis: Diagnosis, fleet: Iterable[MonitoredProcess]) -> list[EvidenceRequest]:
     """Suspects first: later requests may miss the deadline."""
     alive = [s for s in fleet if s.process is not None and not s.gone]
-    suspected = _accused(alive, diagnosis)
+    suspected = _suspected(alive, diagnosis)
     keys = {s.key for s in suspected}
     known = {s.process for s in suspected}
     # If the detector has no sample of the suspect yet (a watch that just started), only the diagnosis is used.
@@ -90,16 +91,13 @@ def _of(kind: EvidenceKind, who: Suspect, suspected: bool) -> EvidenceRequest:
     return EvidenceRequest(kind=kind, node=str(who.process.node), who=who, suspected=suspected)
 
 
-def _accused(alive: Sequence[MonitoredProcess], diagnosis: Diagnosis) -> list[MonitoredProcess]:
+def _suspected(alive: Sequence[MonitoredProcess], diagnosis: Diagnosis) -> list[MonitoredProcess]:
     """Processes of the suspects: of named ranks, whole replicas, or whole nodes."""
-    whole = {str(who.node) for who in diagnosis.suspects if who.node and not who.replica}
+    nodes = {str(who.node) for who in diagnosis.suspects if who.node and not who.replica}
     named = {(who.replica, who.rank, who.incarnation) for who in diagnosis.suspects if who.replica}
-
-    def is_named(s: MonitoredProcess) -> bool:
-        # A suspect without a rank or incarnation includes all of them.
-        return any((s.replica, rank, number) in named for rank in (s.rank, None) for number in (s.incarnation, None))
-
-    return [s for s in alive if s.node in whole or is_named(s)]
+    # A suspect without a rank or incarnation includes all of them.
+    names = {s.key: product([s.replica], (s.rank, None), (s.incarnation, None)) for s in alive}
+    return [s for s in alive if s.node in nodes or not named.isdisjoint(names[s.key])]
 
 
 def _peers(suspected: Sequence[MonitoredProcess], alive: Sequence[MonitoredProcess]) -> list[MonitoredProcess]:

@@ -500,7 +500,7 @@ def test_a_slot_that_gives_little_power_is_a_remark(tmp_path: Path) -> None:
         "mlx5_core 0000:5c:00.0: mlx5_pcie_event:299:(pid 268269): Detected insufficient power on the PCIe slot (27W)."
     )
     diagnoses, remarks = reported(tmp_path, (0, line))
-    assert diagnoses == [] and "too little power: 0000:5c:00.0, once; compare the adapter's bandwidth" in remarks[0]
+    assert diagnoses == [] and "too little power: 0000:5c:00.0, once; compare the NIC's bandwidth" in remarks[0]
 
 
 def test_a_healthy_log_is_healthy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,7 +16,7 @@ def test_one_of_the_same_key_takes_the_place_of_the_other() -> None:
     roster.remove(first)  # it is not there any more: nothing happens
     assert list(roster.of_role("rollout").values()) == [second]
     roster.remove(second)
-    assert not roster.of_role("rollout") and not roster.of_replica("rollout/0") and not len(roster)
+    assert not roster.of_role("rollout") and not roster.of_replica("rollout/0") and not list(roster)
 
 
 def test_replicas_with_a_process_that_is_there_are_counted() -> None:

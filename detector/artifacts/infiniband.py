@@ -209,13 +209,13 @@ NUM_PEERS_MIN = 3
 GROWTH: Mapping[str, tuple[float, float, str]] = {
     **dict.fromkeys(
         ("link_downed", "excessive_buffer_overrun_errors", "local_link_integrity_errors", "rnr_nak_retry_err"),
-        (0.0, 1.0, "no increase is in order"),
+        (0.0, 1.0, "no increase is normal"),
     ),
-    "symbol_error": (120.0, 3600.0, "at most 120 an hour are in order"),
-    "link_error_recovery": (5.0, 60.0, "at most 5 a minute are in order"),
-    **dict.fromkeys(("roce_slow_restart", "port_rcv_errors"), (10.0, 1.0, "at most 10 a second are in order")),
-    "port_xmit_discards": (100.0, 1.0, "at most 100 a second are in order"),
-    "local_ack_timeout_err": (1.0, 1.0, "at most one a second is in order"),
+    "symbol_error": (120.0, 3600.0, "at most 120 an hour are normal"),
+    "link_error_recovery": (5.0, 60.0, "at most 5 a minute are normal"),
+    **dict.fromkeys(("roce_slow_restart", "port_rcv_errors"), (10.0, 1.0, "at most 10 a second are normal")),
+    "port_xmit_discards": (100.0, 1.0, "at most 100 a second are normal"),
+    "local_ack_timeout_err": (1.0, 1.0, "at most one a second is normal"),
 }
 """By counter: (maximum growth, per seconds, explanation), from NVIDIA/NVSentinel, nic-health-monitor, link counter
 detection; 120 symbol errors an hour are the IBTA's bit error rate of 1e-12."""
@@ -347,7 +347,7 @@ def _down(fleet: InfinibandFabric, port: InfinibandPort, remarks: list[str]) -> 
     elif port.used:
         yield PortFault(port=port, kind="down", confidence=0.7, text=f"{what}, and has been in use", values=values)
     else:
-        remarks.append(f"whether port {port.rail} should be active: it is down, and no counter says that it ever was")
+        remarks.append(f"whether port {port.rail} should be active: it is down, and no counter shows that it ever was")
 
 
 def _slow(fleet: InfinibandFabric, port: InfinibandPort, remarks: list[str]) -> Iterator[PortFault]:

@@ -231,7 +231,7 @@ def _own(said: str, node: str) -> None:
     if said != node:
         raise InvalidAgentResponse(f"node: the agent of {node} answers for {said[:64]!r}")
     if not ID_PATTERN.match(said):
-        raise InvalidAgentResponse(f"node: {said[:64]!r} is no id")
+        raise InvalidAgentResponse(f"node: {said[:64]!r} is not an id")
 
 
 def _mapping(value: object, what: str) -> dict[str, Any]:

@@ -67,9 +67,9 @@ class AgentConnection:
             parts = urlsplit(url)
             port = parts.port
         except ValueError:
-            raise AgentUnreachable(f"{url!r} is no agent's address") from None
+            raise AgentUnreachable(f"{url!r} is not the address of an agent") from None
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise AgentUnreachable(f"{url!r} is no agent's address")
+            raise AgentUnreachable(f"{url!r} is not the address of an agent")
         context = (tls or ssl.create_default_context()) if parts.scheme == "https" else None
         try:
             async with asyncio.timeout(limits.connect_seconds):
@@ -331,7 +331,7 @@ class AgentsSource:
                 if not self._excused(agent):
                     self._failed(agent, str(e))
             except InvalidAgentResponse as e:
-                self._failed(agent, f"its answer makes no sense: {e}")
+                self._failed(agent, f"invalid response: {e}")
             except Exception as e:  # deliberate: no response may end the agent's task
                 logger.exception("listening to the agent of %s", agent.node)
                 self._failed(agent, f"{type(e).__name__}: {e}")

@@ -334,7 +334,7 @@ class PrometheusSource:
         ]
         while pieces:
             if stopped():
-                raise PrometheusUnavailable("it was not waited for")
+                raise PrometheusUnavailable("stopped by the user")
             low, high, part = pieces.pop(0)
             try:
                 expression = asked.matching(part, self._match).replace("$window", window).replace("$interval", interval)
@@ -356,7 +356,7 @@ class PrometheusSource:
     ) -> list[_Part]:
         """Splits the machines of `part` in halves, after the server rejected a query of a single tick."""
         if "$match" not in asked.query.expression:
-            reason = f"{refusal}; with {{$match}} in its expression it could be asked machine by machine"
+            reason = f"{refusal}; with {{$match}} in its expression it could be queried machine by machine"
             raise UnreadableInput(where=self._client.where, reason=reason)
         names = list(part or ())
         if not part:
@@ -395,22 +395,22 @@ class PrometheusSource:
         try:
             for one in answer:
                 if "values" not in one and "histograms" in one:
-                    asked.warn("native histograms are left out: ask for a rate, a quantile or a count of them")
+                    asked.warn("native histograms are left out: query a rate, a quantile or a count of them")
                     continue
                 place = asked.place(one["metric"])
                 if place is None:
-                    asked.warn("series without a node, or with a rank or gpu that is no number, are left out")
+                    asked.warn("series without a node, or with a rank or gpu that is not a number, are left out")
                     continue
                 row = places.setdefault(place, len(places))
                 for at, value in one["values"]:
                     tick = round(at * scale)
                     if not first <= tick <= last:
-                        raise ValueError("a time that was not asked for")
+                        raise ValueError("a time that was not requested")
                     rows.append(row)
                     ticks.append(tick - first)
                     values.append(float(value))
         except (KeyError, TypeError, ValueError, OverflowError, AttributeError) as e:
-            raise PrometheusUnavailable(f"its answer makes no sense: {short(e)}") from None
+            raise PrometheusUnavailable(f"invalid response: {short(e)}") from None
         return _Points(
             np.array(rows, dtype=np.int64), np.array(ticks, dtype=np.int64), np.array(values, dtype=np.float64)
         )

@@ -155,9 +155,9 @@ def _typed(table: pl.DataFrame, where: str) -> pl.DataFrame:
 def _clean(table: pl.DataFrame) -> tuple[pl.DataFrame, list[str]]:
     """The table without rows that lack a usable value, and remarks about these."""
     good = {
-        "have no sensible time": pl.col("timestamp").is_between(-TIME_MAX, TIME_MAX).fill_null(False),
-        "name no node": pl.col("node").cast(pl.String) != "",
-        "name no metric": pl.col("metric").cast(pl.String) != "",
+        "have no valid time": pl.col("timestamp").is_between(-TIME_MAX, TIME_MAX).fill_null(False),
+        "have no node": pl.col("node").cast(pl.String) != "",
+        "have no metric": pl.col("metric").cast(pl.String) != "",
         NO_VALUE: pl.col("value").is_finite().fill_null(False),
     }
     remarks = []

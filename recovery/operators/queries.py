@@ -22,7 +22,7 @@ from rolecall.recovery.policy import PolicyInput, decide
 
 K = EventKind
 NAMES_SHOWN_MAX = 20
-"""Incident ids listed when an unknown one is asked for."""
+"""Incident ids listed when an unknown one is requested."""
 
 
 def status(location: RunLocation, clock: Clock | None = None) -> dict[str, Any]:

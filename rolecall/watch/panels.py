@@ -135,7 +135,7 @@ def authorization(path: Path | None, environ: Mapping[str, str]) -> str:
     if path is None:
         token, user, password = (environ.get(name, "") for name in (BEARER_ENV, USER_ENV, PASSWORD_ENV))
         if token and user:
-            raise ConfigError([f"{BEARER_ENV} and {USER_ENV} are both set: one of them is meant"])
+            raise ConfigError([f"{BEARER_ENV} and {USER_ENV} are both set: set only one"])
         text, where = f"bearer {token}" if token else f"basic {user}:{password}" if user else "", "(environment)"
         if not text:
             return ""
@@ -250,7 +250,7 @@ def watch(
                     found += 1
                     out(json.dumps(diagnosis.to_dict()) if as_json else sentence(diagnosis))
     if not ticks:
-        raise UnreadableInput(where=where, reason="no tick came: nothing was read")
+        raise UnreadableInput(where=where, reason="no tick was received")
     if not as_json:
         shapes = watches[0].shapes if watches else []
         summary = "; ".join(f"{s.name}: {len(s.machines)} machine(s), {len(s.metrics)} metric(s)" for s in shapes)
@@ -343,7 +343,7 @@ def record(source: PanelSource, path: Path, *, out: Out, stopped: Stopped, clock
         if num_rows:
             out(plain(f"{path}: {num_rows:,} samples"))
     if not num_rows:
-        raise UnreadableInput(where=str(path), reason="not written: the source gave no sample")
+        raise UnreadableInput(where=str(path), reason="not written: the source had no sample")
     return 0
 
 

@@ -121,7 +121,7 @@ class _PersistentDetector:
             if self._profile_path.exists():  # not the first watch of this job
                 self._profile = read_profile(self._profile_path)
         except UnreadableInput as e:
-            logger.warning("%s: learning from nothing", e)
+            logger.warning("%s: starting without learned state", e)
         self._panels = RunPanels(Sequential(profile=self._profile))
         self._detector = LiveDetector(job.detector, roles)
         try:
@@ -130,7 +130,7 @@ class _PersistentDetector:
         except FileNotFoundError:
             pass  # the first watch of this run
         except (ValueError, KeyError, TypeError) as e:
-            logger.warning("%s is damaged (%s): learning from nothing", self._path, e)
+            logger.warning("%s is damaged (%s): starting without learned state", self._path, e)
         passed_on = self._detector
         self.processes, self.progressing = passed_on.processes, passed_on.progressing
         self.forget, self.window = passed_on.forget, passed_on.window
@@ -176,7 +176,9 @@ class _PersistentDetector:
             self._profile_path.parent.mkdir(exist_ok=True)
             write_atomically(self._profile_path, profile.to_json())
         except OSError as e:
-            logger.warning("%s cannot be written (%s): the next watch learns anew", self._profile_path, e.strerror)
+            logger.warning(
+                "%s cannot be written (%s): the next watch starts without it", self._profile_path, e.strerror
+            )
 
 
 @dataclass(frozen=True, slots=True)

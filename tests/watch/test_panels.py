@@ -502,5 +502,5 @@ def test_a_real_server_takes_the_default_queries_and_gives_in_pieces_what_it_ref
 def test_a_watch_of_nothing_that_answers(caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(UnreadableInput, match="no answer"):
         watch_prometheus(OPTIONS, [Toy()], out=print, clock=FakeClock())
-    with pytest.raises(UnreadableInput, match="here: no tick came: nothing was read"):
+    with pytest.raises(UnreadableInput, match="here: no tick was received"):
         watch(Given([]), [Toy()], out=print, as_json=False, stopped=never, where="here")

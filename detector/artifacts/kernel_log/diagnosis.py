@@ -1,7 +1,7 @@
 """Diagnoses GPUs, switches, links, memory and the machine from kernel logs: one finding per fault. Pure: facts in,
 findings out.
 
-An event that is no fault by itself becomes a remark. PCIe errors of a GPU that has a finding belong to that finding.
+An event that is not a fault by itself becomes a remark. PCIe errors of a GPU that has a finding belong to that finding.
 
 A faulty GPU is named by its worst XID, after NVIDIA's catalog (ties: the earliest):
   a GPU that fell off the bus is lost, and its other messages are consequences;
@@ -225,7 +225,7 @@ def gpu_finding(gpu: Gpu, num_with_31: int) -> Finding:
     sentence, advice, fault_class = _judged(gpu, known, num_with_31)
     if lead != 154 and 154 in codes:
         action, said = _verdict(gpu)
-        sentence += f"; the driver's own verdict: {action}"
+        sentence += f"; the driver requests: {action}"
         if action is not XidAction.IGNORE and _RANK.get(action, 0) >= _RANK[worst.action]:
             advice = said
     evidence = [
@@ -283,19 +283,19 @@ def _judged(gpu: Gpu, known: Xid, num_with_31: int) -> tuple[str, str, FaultClas
             sentence += f"; {num_with_31} GPUs report it: the application is the cause"
         elif _most_in_a_day([s.at for s in seen]) >= NUM_REPEATS:
             fault_class, advice = FaultClass.GPU, "run extended diagnostics on this GPU"
-            sentence += "; it came back within a day, on this GPU alone"
+            sentence += "; it recurred within a day, on this GPU alone"
     elif known.code == 13:
         places = Counter(x.place for x in lines if x.place)
         if len(places) == 1 and places.total() >= NUM_REPEATS and len(_bursts([s.at for s in seen])) >= NUM_REPEATS:
             fault_class, advice = FaultClass.GPU, "run extended diagnostics on this GPU"
             sentence += f"; always at {next(iter(places))}"
         elif len(places) > 1:
-            sentence += f"; at {len(places)} places of the chip: the application is the cause"
+            sentence += f"; at {len(places)} locations on the chip: the application is the cause"
     if worst.fatal and _most_in_a_day([s.at for s in seen]) >= NUM_FATAL_BURSTS:
         sentence += f"; {NUM_FATAL_BURSTS} or more times within a day"
         advice = XID_ADVICE[XidAction.CONTACT_SUPPORT]
     if not known.known:
-        sentence += "; not in a catalogue that rolecall knows"
+        sentence += "; not in NVIDIA's catalogue"
     return sentence, advice, fault_class
 
 
@@ -308,7 +308,7 @@ def _registers(lines: Sequence[XidLine], *, alone: bool) -> tuple[str, str]:
     weighty = [
         sign for sign in found if sign not in (NvlinkRegisterError.HARMLESS, NvlinkRegisterError.THRESHOLD)
     ] or found
-    words = f"; its registers say: {', '.join(dict.fromkeys(SIGNS[sign][0] for sign in reversed(weighty)))}"
+    words = f"; its registers report: {', '.join(dict.fromkeys(SIGNS[sign][0] for sign in reversed(weighty)))}"
     link, times_seen = max(on_links.items(), key=lambda item: item[1], default=(None, 0))
     if times_seen > NUM_ECC_TOLERATED:
         where = "" if link is None else f" {link}"
@@ -323,9 +323,9 @@ def _table(line: XidLine) -> str:
     assert line.nvlink is not None
     said, row = "fatal" if line.nvlink.fatal else "not fatal", line.nvlink.assessment
     if row is None:
-        return f"NVIDIA's table has no row for it: the line itself ({said}) decides"
+        return f"NVIDIA's table has no entry for it: the line ({said}) decides"
     words = f"NVIDIA's table (driver {row.driver}): {row.action}, {row.severity}, to investigate {row.investigatory}"
-    return words if row.fatal == line.nvlink.fatal else f"{words}, but the line says {said}: the worse counts"
+    return words if row.fatal == line.nvlink.fatal else f"{words}, but the line says {said}: the more severe one counts"
 
 
 def of_xid(gpu: Gpu, code: int) -> str:
@@ -377,7 +377,7 @@ def switch_finding(node: str, switch: int, pairs: list[tuple[KernelLogFact, Sxid
     on_links = f" on link {', '.join(map(str, links[:NUM_LINES_SHOWN]))}" if links else ""
     because = f"NVSwitch {switch} of node {node}: {of_sxid(worst)}{on_links}, fatal, {times([s for s, _ in pairs])}"
     if not any(f.fatal for _, f in codes[worst]):
-        because += "; the line says non-fatal, NVIDIA's documents ask for more: the worse counts"
+        because += "; the line says non-fatal, but NVIDIA's documents require a reset or reboot"
     if victims:
         because += f"; the NVLink errors of {len(victims)} GPU(s) are its consequence"
     evidence = [Evidence(kind="sxid", text=of_sxid(c), values={"num_lines": float(len(p))}) for c, p in codes.items()]
@@ -414,7 +414,7 @@ def link_finding(node: str, name: str, pairs: list[tuple[KernelLogFact, KernelLi
         return None
     flaps = max(sum(a.timed and a.at <= b.at <= a.at + FLAP_SECONDS for b in downs) for a in downs)
     if not pairs[-1][1].up:
-        because = f"node {node}: link {name} went down and did not come up again"
+        because = f"node {node}: link {name} went down and stayed down"
     elif flaps >= NUM_FLAPS:
         because = f"node {node}: link {name} flaps: {flaps} times down within {FLAP_SECONDS / 60:.0f} min"
     else:
@@ -552,7 +552,7 @@ def remarks(logs: Sequence[KernelLog]) -> tuple[str, ...]:
     seen, said = in_order(logs), list[str]()
     for gpu in gpus_of(seen, logs):
         if leading_code(gpu) is None:
-            said += [f"{gpu.title}: {of_xid(gpu, code)}: no fault by itself" for code in gpu.codes]
+            said += [f"{gpu.title}: {of_xid(gpu, code)}: not a fault by itself" for code in gpu.codes]
     sxids = grouped(of(seen, SxidLine), lambda s, f: (s.node, f.switch, f.code))
     for (node, switch, code), pairs in sxids.items():
         if not sxid(code).fatal and not any(f.fatal for _, f in pairs):
@@ -564,8 +564,8 @@ def remarks(logs: Sequence[KernelLog]) -> tuple[str, ...]:
     for (node, name), changes in grouped(of(seen, KernelLinkChange), lambda s, f: (s.node, f.interface)).items():
         if any(not f.up for _, f in changes) and link_finding(node, name, changes) is None:
             downs = [s for s, f in changes if not f.up]
-            why = "a single flap is no fault" if len(downs) == 1 or downs[0].timed else times(downs)
-            said.append(f"node {node}: link {name} went down and came up again: {why}")
+            why = "a single flap is tolerated" if len(downs) == 1 or downs[0].timed else times(downs)
+            said.append(f"node {node}: link {name} went down and recovered: {why}")
     faults = of(seen, KernelFault)
     stand = {id(s) for s, _ in lasting(faults)}
     noted = [(s, f) for s, f in faults if not f.over and (f.what in REMARKED or id(s) not in stand)]
@@ -574,7 +574,7 @@ def remarks(logs: Sequence[KernelLog]) -> tuple[str, ...]:
         rest = _FAULTS[what][2] if what in REMARKED else "it is over"
         said.append(f"node {node}: {_FAULTS[what][1]}: {devices}, {times([s for s, _ in alike])}; {rest}")
     if len(said) > NUM_REMARKS_MAX:
-        said = [*said[:NUM_REMARKS_MAX], f"{len(said) - NUM_REMARKS_MAX:,} more of the kind"]
+        said = [*said[:NUM_REMARKS_MAX], f"{len(said) - NUM_REMARKS_MAX:,} more of this kind"]
     return (*said, *time_remarks(logs))
 
 
@@ -582,10 +582,8 @@ def summary(logs: Sequence[KernelLog]) -> str:
     """One sentence that describes the input."""
     seen = in_order(logs)
     num_nodes, num_xids = len({s.node for s in seen}), len(of(seen, XidLine))
-    content = (
-        f"{len(seen):,} of them report an event on {num_nodes} node(s), {num_xids:,} XID(s)" if seen else "no event"
-    )
-    return f"{sum(log.num_lines for log in logs):,} line(s) of the kernel, {content}"
+    content = f"{len(seen):,} report an event on {num_nodes} node(s), {num_xids:,} XID(s)" if seen else "no event"
+    return f"{sum(log.num_lines for log in logs):,} kernel line(s), {content}"
 
 
 def with_advice(diagnosis: Diagnosis) -> Diagnosis:

@@ -139,7 +139,7 @@ _GENERIC_NAME = re.compile(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelLogFact:
-    """One fact. `at`: seconds since 1970, or since boot if not `dated`; 0 if not `timed`: nothing says when. `text`:
+    """One fact. `at`: seconds since 1970, or since boot if not `dated`; 0 if not `timed`: unknown. `text`:
     the message, truncated."""
 
     node: str
@@ -197,7 +197,7 @@ def _records_of(head: bytes) -> list[str]:
 
 def _is_unstamped(lines: Sequence[str], name: str) -> bool:
     """Whether these lines without stamps are those of `dmesg -t`. Most look like the kernel's (`subsystem: text`), and
-    one is the kernel's beyond doubt, or the file's name says so: anybody can quote a line."""
+    one is the kernel's for certain, or the file name says so: any program can quote a line."""
     if not lines or lines[0].startswith("dmesg: ") or any(is_syslog(line) for line in lines):
         return False
     if sum(_SUBSYSTEM.match(line) is not None for line in lines) < UNSTAMPED_SHARE_MIN * len(lines):

@@ -102,7 +102,7 @@ def read(path: Path, check: Check = no_check) -> InspectorLog:
         raise UnreadableInput(where=str(path), reason=e.strerror or str(e)) from None
     log.num_lines, log.num_bad, log.num_dropped = lines.num_lines, lines.num_bad, lines.num_dropped
     if not log.contexts:
-        raise UnreadableInput(where=str(path), reason="no line of it is a finished operation of the NCCL Inspector")
+        raise UnreadableInput(where=str(path), reason="it has no finished operation of the NCCL Inspector")
     return log
 
 
@@ -191,7 +191,7 @@ def diagnose(
         if (late := _late(joint, operations, whole, topology, now)) is not None:
             found.append(late)
     if all(len(j.ranks) < 2 for j in joints):
-        remarks.append("cannot tell: of no communicator there are two ranks: take the files of all nodes")
+        remarks.append("cannot tell: no communicator has files of two ranks: collect the files of all nodes")
     found += _narrow(joints, now)
     return found, tuple(dict.fromkeys(remarks))
 
@@ -200,8 +200,8 @@ def _open_ends(joint: JoinedCommunicator) -> Iterable[str]:
     num_ranks = next(iter(joint.contexts.values())).num_ranks
     if len(joint.ranks) < num_ranks:
         yield (
-            f"cannot tell: of communicator {joint.name} {num_ranks - len(joint.ranks)} of {num_ranks} ranks left "
-            f"no file"
+            f"cannot tell: {num_ranks - len(joint.ranks)} of {num_ranks} ranks of communicator {joint.name} left no "
+            f"file"
         )
     newest: dict[str, dict[int, int]] = {}
     for rank, operations in joint.ranks.items():
@@ -251,11 +251,11 @@ def _late(
     first = late[0]
     kinds = sorted({kind for kind, _ in operations})
     because = (
-        f"{_who(joint, late)} come(s) late to the collectives of communicator {joint.name} ({', '.join(kinds[:4])}): "
+        f"{_who(joint, late)} enter(s) the collectives of communicator {joint.name} late ({', '.join(kinds[:4])}): "
         f"in {num_late[first]} of {len(operations)} its own time was at most half of the others', "
         f"{median(own[first]) * 1e3:.2f} ms where "
-        f"they took {median(medians) * 1e3:.2f} ms, {waited[first] / total:.0%} of it waiting: slow before it gets "
-        f"there"
+        f"they took {median(medians) * 1e3:.2f} ms, {waited[first] / total:.0%} of it waiting: slow before the "
+        f"collective"
     )
     evidence = tuple(
         Evidence(
@@ -314,7 +314,7 @@ def _narrow(joints: Sequence[JoinedCommunicator], now: float) -> list[Finding]:
                     f"{len(listed) - 1} others of "
                     f"{num_ranks} ranks at {others / 1e9:.3g} GB/s: a link or GPU of "
                     f"{_who(joint, sorted(joint.ranks))} is slow; "
-                    "whose, its own times do not show"
+                    "its times do not show which one"
                 )
                 suspects = [_suspect(c, False, Topology()) for _, c in sorted(joint.contexts.items())]
                 found[joint.name] = Finding(

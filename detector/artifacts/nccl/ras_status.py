@@ -56,17 +56,16 @@ _CLASSES = {
 }
 
 SYMMETRIC = (
-    "cannot tell: RAS counts launched collectives, and all ranks of it launched as many: a hang inside one that all "
-    "have launched looks the same as a healthy or an idle job. Flight Recorder dumps or stacks of all ranks would "
-    "show it"
+    "cannot tell: all ranks launched equally many collectives, and RAS counts only launches: a hang inside one that "
+    "all have launched looks like a healthy or an idle job. Flight Recorder dumps or stacks of all ranks would show it"
 )
 
 NO_COUNTS = (
-    "cannot tell: no answer says how many collectives the ranks launched, as text does not while all launched as many: "
+    "cannot tell: no report has the number of launched collectives (text omits it while all are equal): "
     "a hang inside one looks the same; Flight Recorder dumps or stacks of all ranks would settle it"
 )
 NO_COMMUNICATOR = (
-    "cannot tell: no answer lists a communicator: the job has not made one yet, or has ended; an answer while it "
+    "cannot tell: no report lists a communicator: the job has not created one yet, or has ended; a report while it "
     "trains would settle it"
 )
 
@@ -97,9 +96,7 @@ def read(path: Path, check: Check = no_check) -> list[Poll]:
     except OSError as e:
         raise UnreadableInput(where=str(path), reason=e.strerror or str(e)) from None
     if len(raw) > FILE_BYTES_MAX:
-        raise UnreadableInput(
-            where=str(path), reason=f"answers of RAS of more than {FILE_BYTES_MAX:,} bytes are not read"
-        )
+        raise UnreadableInput(where=str(path), reason=f"RAS reports of more than {FILE_BYTES_MAX:,} bytes are not read")
     try:
         reports = statuses(raw, check)
     except MalformedRasStatus as e:
@@ -121,10 +118,10 @@ def summary(polls: Sequence[Poll]) -> str:
     with_counts = sum(p.status.has_counts for p in polls)
     newest = max(polls, key=lambda p: p.at).status if polls else None
     if newest is None:
-        return "no answer of NCCL RAS"
+        return "no NCCL RAS report"
     ranks = max((c.size for c in newest.communicators), default=0)
     return (
-        f"{len(polls)} answer(s) of NCCL RAS, {with_counts} with counts; the newest of {newest.num_communicators} "
+        f"{len(polls)} NCCL RAS report(s), {with_counts} with counts; the newest of {newest.num_communicators} "
         f"communicator(s){f', the largest of {ranks} ranks' if ranks else ''}"
     )
 
@@ -152,7 +149,7 @@ class StalledCommunicatorPolls:
 
     def since(self) -> str:
         over = f" over {self.seconds:.0f} s" if self.seconds >= 1 else ""
-        return f"no rank of it launched anything in {self.num_polls} answers{over}"
+        return f"no rank launched anything in {self.num_polls} reports{over}"
 
 
 def _members(c: Communicator) -> Iterable[CommunicatorMember]:
@@ -184,7 +181,7 @@ class _RasAnalysis:
                 self.remarks.append(f"{poll.path}: its JSON lacks commas (NCCL 2.28.9 does that) and was repaired")
             if poll.status.communicators and poll.status.form == "json" and not poll.status.has_counts:
                 self.remarks.append(
-                    f"{poll.path}: all counts are 0, as in a third of the answers of healthy jobs: "
+                    f"{poll.path}: all counts are 0, as in a third of the reports of healthy jobs: "
                     "not counted as a stall"
                 )
 
@@ -258,7 +255,7 @@ class _RasAnalysis:
                 if unnamed > 0:
                     self.remarks.append(
                         f"cannot tell: {unnamed} missing rank(s) of communicator {communicator.hash} are not named: "
-                        "ask with VERBOSE"
+                        "query with VERBOSE"
                     )
             for process in processes.values():
                 suspects.append(Suspect(node=NodeId(process.host)))
@@ -284,7 +281,7 @@ class _RasAnalysis:
                 by_result.setdefault(result, []).extend(self._suspects(communicator, members))
                 words.setdefault(result, []).append(f"{ranks_text(members)} of communicator {communicator.hash}")
         if victims := words.pop(NcclResult.REMOTE, []):
-            self.remarks.append(f"report a remote error and are victims of another rank: {'; '.join(victims[:4])}")
+            self.remarks.append(f"victims of another rank (remote error): {'; '.join(victims[:4])}")
         return [
             self._finding(
                 by_result[result],
@@ -305,7 +302,7 @@ class _RasAnalysis:
                 if any(len(s.levels) < 2 for s in communicator.spreads):
                     self.remarks.append(
                         f"cannot tell: ranks of communicator {communicator.hash} launched different numbers, and the "
-                        "text names none: ask with VERBOSE, or for JSON"
+                        "text names none: query with VERBOSE, or for JSON"
                     )
                 elif still or num_usable == 1:
                     together = True
@@ -315,9 +312,9 @@ class _RasAnalysis:
                 single = True
                 late = "; ".join(f"{ranks_text(m)} in {name}" for name, m in behind(communicator).items())
                 self.remarks.append(
-                    f"cannot tell: in communicator {communicator.hash} are behind by {communicator.width} "
+                    f"cannot tell: these ranks of communicator {communicator.hash} are behind by {communicator.width} "
                     f"collective(s): {late or 'more than half of its ranks'}; "
-                    "in one answer ranks of a healthy job are apart, too"
+                    "in a single report, ranks of a healthy job differ, too"
                 )
         if together and not stuck:
             self.remarks.append(SYMMETRIC)
@@ -362,7 +359,7 @@ class _RasAnalysis:
             communicator = stalled.communicator
             if communicator.num_missing:
                 self.remarks.append(
-                    f"ranks of communicator {communicator.hash} are apart and stalled: they wait for the missing ranks"
+                    f"ranks of communicator {communicator.hash} differ and are stalled: they wait for the missing ranks"
                 )
                 continue
             if (other := self._other_collective(stalled)) is not None:

@@ -252,22 +252,22 @@ class NvlinkRegisterError(StrEnum):
 
 SIGNS: Mapping[NvlinkRegisterError, tuple[str, str]] = MappingProxyType(
     {
-        NvlinkRegisterError.HARMLESS: ("nothing of weight", "nothing: it is counted"),
+        NvlinkRegisterError.HARMLESS: ("nothing significant", "nothing: it is only counted"),
         NvlinkRegisterError.THRESHOLD: (
             "many corrected ECC errors, none uncorrected",
             "go on; NVIDIA's field diagnostics can check the link",
         ),
         NvlinkRegisterError.CONSEQUENCE: (
             "a consequence of another error",
-            "follow the error that came with it; if there is none, call NVIDIA's support",
+            "follow the error that came with it; if there is none, contact NVIDIA's support",
         ),
         NvlinkRegisterError.REPEATED: (
             "an error that matters when it repeats",
-            "reset the GPU; if it comes back, call NVIDIA's support",
+            "reset the GPU; if it comes back, contact NVIDIA's support",
         ),
         NvlinkRegisterError.DIAGNOSE: (
             "an error that matters when it repeats",
-            "reset the GPU; if it comes back, run NVIDIA's field diagnostics and call NVIDIA's support",
+            "reset the GPU; if it comes back, run NVIDIA's field diagnostics and contact NVIDIA's support",
         ),
         NvlinkRegisterError.SIGNAL: (
             "signal integrity",
@@ -282,13 +282,13 @@ SIGNS: Mapping[NvlinkRegisterError, tuple[str, str]] = MappingProxyType(
         ),
         NvlinkRegisterError.ECC: (
             "ECC or parity error",
-            "reset the GPU; more than twice on one link: call NVIDIA's support",
+            "reset the GPU; more than twice on one link: contact NVIDIA's support",
         ),
         NvlinkRegisterError.FABRIC: (
             "a consequence of another error, for which the fabric is to be reset",
-            "reset the fabric, then follow the error that came with it; if there is none, call NVIDIA's support",
+            "reset the fabric, then follow the error that came with it; if there is none, contact NVIDIA's support",
         ),
-        NvlinkRegisterError.UNEXPECTED: ("bits that NVIDIA does not expect", "call NVIDIA's support"),
+        NvlinkRegisterError.UNEXPECTED: ("bits that NVIDIA does not expect", "contact NVIDIA's support"),
     }
 )
 """Description and advice (NVIDIA's WORKFLOW_NVLINK_ERR)."""

@@ -215,7 +215,7 @@ HOSTILE = {
         ENTRIES + b"](}(X\x0d\x00\x00\x00process_group" + DOUBLED_TUPLE,
         "a tuple of tuples",
     ),
-    "a number as key": (b"\x80\x02}K\x01Ns.", "a key is no text"),
+    "a number as key": (b"\x80\x02}K\x01Ns.", "a key is not text"),
     "a list in itself": (b"\x80\x02(]e.", "cut short, or damaged"),
     "a tuple of what is not there": (b"\x80\x02N(\x86.", "cut short, or damaged"),
     "an opcode that does not exist": (b"\x80\x02\xfe.", "damaged"),
@@ -270,7 +270,7 @@ class _Runs:
 def test_nothing_in_a_dump_runs(tmp_path: Path, protocol: int, place: str) -> None:
     marker = tmp_path / "ran"
     path = pickled(tmp_path, protocol, **{place: _Runs(marker)})
-    assert "refused: it wants to run posix.mkdir" in refusal(path)
+    assert "refused: it tries to run posix.mkdir" in refusal(path)
     try:
         read(path, entries=False)
     except UnreadableInput as e:

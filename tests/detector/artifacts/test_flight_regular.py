@@ -158,7 +158,7 @@ def test_too_few_keys_or_none_of_the_numbers_and_nothing_is_cut(rng: random.Rand
 
 
 def test_text_that_looks_like_an_entry_is_reported_as_what_it_is(tmp_path: Path, rng: random.Random) -> None:
-    """Cutting within the text would tear it; then the whole is read, which says that it is no text at all."""
+    """Cutting within the text would tear it; then the whole is read, which says that it is not text at all."""
     reported = content(rng)
     data = torch_pickle(reported)
     look = b"}(" + next(part for part in data.split(b"}(")[::-1] if len(part) > 60).partition(b"eu")[0]

@@ -80,7 +80,7 @@ def test_every_form_is_recognised_and_read(tmp_path: Path, form: str) -> None:
     assert "XID 79 (GPU has fallen off the bus), fatal" in d.because and f"GPU {GPU}" in d.because
     undated = ("160.000001" in FORMS[form] and "Nov" not in form and "Nov" not in FORMS[form]) or form == "kmsg"
     assert d.detected_at == (pytest.approx(160.0, abs=0.01) if undated else _wall(d, form))
-    assert answer.inputs[0].looked_at.startswith("1 file(s): 3 line(s) of the kernel")
+    assert answer.inputs[0].looked_at.startswith("1 file(s): 3 kernel line(s)")
 
 
 def _wall(d: Diagnosis, form: str) -> float:
@@ -278,7 +278,7 @@ def verdict(a: int, b: int) -> str:
 
 def test_the_drivers_verdict_is_the_advice_where_it_asks_for_more(tmp_path: Path) -> None:
     [d], _ = reported(tmp_path, (0, of_xid(94)), (1, verdict(0, 2)))
-    assert "XID 94" in d.because and "the driver's own verdict: RESTART_BM" in d.because
+    assert "XID 94" in d.because and "the driver requests: RESTART_BM" in d.because
     assert d.advice == "drain the machine and reboot it"
     [d], _ = reported(tmp_path, (0, of_xid(95)), (1, verdict(0, 2)), (2, verdict(2, 0)))
     assert "reset it" in d.advice, "it was taken back"
@@ -338,9 +338,9 @@ def test_nvlink_says_its_links_and_whether_it_is_fatal(tmp_path: Path) -> None:
     assert ", fatal" in d.because and any("NVLink 9, NETIR_LINK_EVT" in e.text for e in d.evidence)
     assert "NVIDIA's table (driver before R575): RESET_GPU, link fatal, to investigate INVESTIGATE_PEER" in d.because
     [d], _ = reported(tmp_path, (0, of_xid(149, line.format("Nonfatal"), process="")))
-    assert ", fatal" in d.because and "but the line says not fatal: the worse counts" in d.because
+    assert ", fatal" in d.because and "but the line says not fatal: the more severe one counts" in d.because
     [d], _ = reported(tmp_path, (0, of_xid(149, line.replace("025525c6", "003525c6").format("Fatal"), process="")))
-    assert ", fatal" in d.because and "NVIDIA's table has no row for it: the line itself (fatal) decides" in d.because
+    assert ", fatal" in d.because and "NVIDIA's table has no entry for it: the line (fatal) decides" in d.because
 
 
 def test_nvlink_errors_that_nvidia_says_to_ignore_are_remarks(tmp_path: Path) -> None:
@@ -368,7 +368,7 @@ def of_74(link: int, *registers: str) -> str:
 @pytest.mark.parametrize(
     ("lines", "words", "advice"),
     [
-        ([(0, of_74(6, "0x200000"))], "its registers say: signal integrity", "mechanical connections"),
+        ([(0, of_74(6, "0x200000"))], "its registers report: signal integrity", "mechanical connections"),
         ([(0, of_74(6, "0x0", "0x0", "0x10000"))], "matters when it repeats", "field diagnostics"),
         ([(i, of_74(6, "0x10")) for i in range(2)], "ECC or parity error", "reset the GPU"),
         ([(i, of_74(6, "0x10")) for i in range(3)], "ECC or parity error, 3 times on link 6", "support"),
@@ -376,7 +376,7 @@ def of_74(link: int, *registers: str) -> str:
         ([(0, of_74(6, "0x2"))], "and no other error came with it", "support"),
         ([(0, of_74(6, "0x2")), (1, of_xid(45))], "a consequence of another error", "follow the error"),
         ([(0, of_74(6, "0x0", "0x0", "0x0", "0x40000"))], "the fabric is to be reset", "reset the fabric"),
-        ([(0, of_74(6, "0x200001"))], "its registers say: signal integrity", "mechanical connections"),
+        ([(0, of_74(6, "0x200001"))], "its registers report: signal integrity", "mechanical connections"),
         ([(0, of_xid(74, "NVLink: something", process=""))], "XID 74 (NVLink error", "reset the GPU"),
     ],
 )
@@ -440,7 +440,7 @@ def test_oom_kills_of_a_node_are_one_diagnosis(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "changes", "words"),
     [
-        ("down for good", [(0, "down")], "did not come up again"),
+        ("down for good", [(0, "down")], "stayed down"),
         ("a single flap", [(0, "down"), (3, "up")], ""),
         (
             "two flaps in five minutes",

@@ -44,7 +44,7 @@ def test_who_is_behind_while_no_one_advances_hangs(tmp_path: Path) -> None:
     answer = raw(communicator(*ranks(101, 101, 100, 101)))
     (finding,), remarks = polled(tmp_path, answer, answer)
     assert (finding.fault_class, suspects(finding)) == (FaultClass.HANG, [("10.0.0.1", 2)])
-    assert "launched 100 AllReduce, others 101" in finding.because and "2 answers over 30 s" in finding.because
+    assert "launched 100 AllReduce, others 101" in finding.because and "2 reports over 30 s" in finding.because
     assert (finding.onset, finding.detected_at) == (1000.0, 1030.0)
     assert finding.suspects[0].gpu == 0 and not remarks
 
@@ -254,13 +254,13 @@ def test_ranks_without_a_file_and_files_that_end_early_are_said(tmp_path: Path) 
     logs[1].operations["0x7f8c", 1].pop()
     found, remarks = nccl_times.diagnose(logs)
     assert found == []
-    assert "3 truncated or unknown line(s)" in remarks[0] and "1 of 4 ranks left no file" in remarks[1]
+    assert "3 truncated or unknown line(s)" in remarks[0] and "1 of 4 ranks of communicator" in remarks[1]
     assert "rank(s) 1 of communicator 0x7f8c finished AllReduce up to 38, others up to 39" in remarks[2]
 
 
 def test_one_rank_alone_tells_nothing_of_peers(tmp_path: Path) -> None:
     found, remarks = nccl_times.diagnose(recorded(tmp_path, lambda r, n: 8500, num_ranks=1))
-    assert found == [] and "take the files of all nodes" in remarks[0]
+    assert found == [] and "collect the files of all nodes" in remarks[0]
 
 
 def test_few_joint_operations_are_not_compared(tmp_path: Path) -> None:
@@ -318,8 +318,8 @@ def test_a_folder_of_both_is_diagnosed(tmp_path: Path, capsys: pytest.CaptureFix
     assert main(["diagnose", str(tmp_path)]) == 1
     out = capsys.readouterr().out
     assert "hang: rank 2 (10.0.0.1, process 102, GPU 0) launched 100 AllReduce, others 101" in out
-    assert "slow: rank 3 (node-1, process 103) come(s) late" in out
-    assert "3 file(s): 2 answer(s) of NCCL RAS" in out and "ras-torn.json" in out
+    assert "slow: rank 3 (node-1, process 103) enter(s) the collectives" in out
+    assert "3 file(s): 2 NCCL RAS report(s)" in out and "ras-torn.json" in out
     assert "4 file(s): NCCL Inspector: 160 finished collective(s)" in out
 
 
@@ -328,6 +328,6 @@ def test_a_healthy_answer_says_what_it_cannot_tell(tmp_path: Path, capsys: pytes
     file.write_bytes(raw(communicator(*ranks(5, 5))))
     assert main(["diagnose", str(file)]) == 0
     out = capsys.readouterr().out
-    assert out.startswith("nothing found, but not everything could be checked") and "looks the same" in out
+    assert out.startswith("nothing found, but not everything could be checked") and "looks like" in out
     file.write_bytes(raw(communicator(*ranks(5, 5)))[:-9])
     assert main(["diagnose", str(file)]) == 2

@@ -339,7 +339,7 @@ def test_who_stands_over_the_rounds_hangs() -> None:
 
 
 def test_a_job_that_goes_on_does_not_hang_wherever_its_slowest_stands() -> None:
-    """A slow data loader looks the same each time; that the others leave their wait shows that it moves."""
+    """A slow data loader looks like each time; that the others leave their wait shows that it moves."""
     found = only(diagnose(looks({3: LOADER}, {3: LOADER}, {3: LOADER}, {3: LOADER, 1: work(0)}, {3: LOADER})))
     assert (ranks(found), found.fault_class) == ([3], FaultClass.SLOW) and "slow, not hung" in found.because
 

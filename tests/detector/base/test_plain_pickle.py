@@ -1,4 +1,4 @@
-"""Pickles of plain data are what Python's own pickler wrote; what costs too much or wants to run is not read."""
+"""Pickles of plain data are what Python's own pickler wrote; what costs too much or tries to run is not read."""
 
 import pickle
 from typing import Any

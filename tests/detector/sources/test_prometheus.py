@@ -326,19 +326,19 @@ def test_a_query_that_cannot_be_split_says_what_to_do(server: FakeServer) -> Non
         ({"status": "success", "data": {"resultType": "vector", "result": []}}, "no matrix"),
         (
             {"status": "success", "data": {"resultType": "matrix", "result": [{"metric": {"node": "n"}}]}},
-            "makes no sense",
+            "invalid response",
         ),
-        ({"status": "success", "data": {"resultType": "matrix", "result": [[]]}}, "makes no sense"),
+        ({"status": "success", "data": {"resultType": "matrix", "result": [[]]}}, "invalid response"),
         (
             {"status": "success", "data": {"resultType": "matrix", "result": [{"metric": {"node": 3}, "values": []}]}},
-            "makes no sense",
+            "invalid response",
         ),
         (
             {
                 "status": "success",
                 "data": {"resultType": "matrix", "result": [{"metric": {"node": "n"}, "values": [[5, "1"]]}]},
             },
-            "not asked for",
+            "not requested",
         ),
         ("drip", "no whole answer within"),
     ],
@@ -455,7 +455,7 @@ def test_a_server_that_refuses_everything_later_is_asked_on(server: FakeServer) 
     begun = next(ticks).at
     server.bad = [401]
     assert [next(ticks).at for _ in range(2)] == [begun + 10.0, begun + 20.0]
-    assert any("wants credentials" in reason for reason in seen)
+    assert any("requires credentials" in reason for reason in seen)
     ticks.close()  # type: ignore[attr-defined]
 
 

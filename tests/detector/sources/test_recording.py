@@ -83,7 +83,7 @@ def test_what_says_nothing_is_left_out_and_reported(tmp_path: Path) -> None:
     times = [100.0] * 10 + [1e300, float("nan")]
     read = recording.read(saved(tmp_path / "r.parquet", table(value=values, timestamp=times)))
     assert read.remarks == (
-        "2 rows have no sensible time and are left out",
+        "2 rows have no valid time and are left out",
         "3 rows hold no finite value and are left out",
     )
     assert read.num_rows == 12

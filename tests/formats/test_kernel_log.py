@@ -293,7 +293,7 @@ def test_sxid(message: str, wanted: tuple[int, str, int, bool, int | None, str])
         "nvidia-nvswitch3: Xid (PCI:0000:c1:00.0): 12028, Fatal, Link 32 text",
     ],
 )
-def test_what_follows_an_sxid_is_the_same_event(message: str) -> None:
+def test_lines_after_an_sxid_belong_to_it(message: str) -> None:
     assert parse_message(message) is None
 
 

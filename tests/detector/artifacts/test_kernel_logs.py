@@ -103,7 +103,7 @@ def _wall(d: Diagnosis, form: str) -> float:
         "",
     ],
 )
-def test_what_looks_alike_and_is_none(tmp_path: Path, content: str) -> None:
+def test_near_misses_are_not_matched(tmp_path: Path, content: str) -> None:
     (tmp_path / "it").write_text(content)
     assert not kernel_logs.is_log(tmp_path / "it")
     with pytest.raises(UnreadableInput):
@@ -262,7 +262,7 @@ def test_other_text_without_stamps_is_no_kernel_log(tmp_path: Path) -> None:
         assert not kernel_logs.is_log(tmp_path / name), name
 
 
-def test_gpus_are_told_apart(tmp_path: Path) -> None:
+def test_gpus_are_distinguished(tmp_path: Path) -> None:
     diagnoses, _ = reported(tmp_path, (0, of_xid(95)), (1, of_xid(95, pci=OTHER)), iso(2, of_xid(95), host="gpu-8"))
     assert len({d.because for d in diagnoses}) == 3 and len({d.key for d in diagnoses}) == 3
 
@@ -331,7 +331,7 @@ def test_a_fatal_code_that_keeps_coming_back_is_for_support(tmp_path: Path) -> N
     assert "support" in d.advice and "5 or more times within a day" in d.because
 
 
-def test_nvlink_says_its_links_and_whether_it_is_fatal(tmp_path: Path) -> None:
+def test_an_nvlink_finding_states_links_and_severity(tmp_path: Path) -> None:
     line = "NETIR_LINK_EVT  {}   XC0 i0 Link 09 (0x025525c6 0x00000000 0x00000000 0x0 0x0 0x0)"
     [d], _ = reported(tmp_path, (0, of_xid(149, line.format("Fatal"), process="")))
     assert d.fault_class == FaultClass.NETWORK and "other end of the link" in d.advice
@@ -343,7 +343,7 @@ def test_nvlink_says_its_links_and_whether_it_is_fatal(tmp_path: Path) -> None:
     assert ", fatal" in d.because and "NVIDIA's table has no entry for it: the line (fatal) decides" in d.because
 
 
-def test_nvlink_errors_that_nvidia_says_to_ignore_are_remarks(tmp_path: Path) -> None:
+def test_ignorable_nvlink_errors_are_remarks(tmp_path: Path) -> None:
     counted = "NETIR_BER_EVENT Nonfatal XC0 i0 Link 09 (0x00000013 0x00000001 0x0 0x0 0x0 0x0)"
     diagnoses, remarks = reported(
         tmp_path,
@@ -406,7 +406,7 @@ def test_a_fatal_sxid_explains_the_nvlink_errors_beside_it(tmp_path: Path) -> No
     assert len(long_after) == 2
 
 
-def test_an_sxid_is_as_severe_as_line_or_table_say(tmp_path: Path) -> None:
+def test_an_sxid_is_as_severe_as_the_worse_of_line_and_table(tmp_path: Path) -> None:
     diagnoses, remarks = reported(tmp_path, (0, SXID.format(11012, "Non-fatal")))
     assert diagnoses == [] and "SXid 11012" in remarks[0] and "not fatal" in remarks[0]
     assert len(reported(tmp_path, (0, SXID.format(11012, "Fatal")))[0]) == 1
@@ -414,9 +414,7 @@ def test_an_sxid_is_as_severe_as_line_or_table_say(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("code", [10004, 11004, 12028, 19084, 20009, 20012])
-def test_sxids_for_which_nvidia_wants_a_reset_are_faults_though_the_line_says_non_fatal(
-    tmp_path: Path, code: int
-) -> None:
+def test_sxids_that_require_a_reset_are_faults_even_if_the_line_is_non_fatal(tmp_path: Path, code: int) -> None:
     [d], remarks = reported(tmp_path, (0, SXID.format(code, "Non-fatal")))
     assert d.fault_class == FaultClass.NETWORK and remarks == ()
     assert "the line says non-fatal" in d.because and "reset its GPUs and NVSwitches" in d.advice

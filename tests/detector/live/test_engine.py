@@ -79,7 +79,7 @@ def test_deadlines_are_reported_in_words() -> None:
     assert deadline.text.startswith("2.5 s = max(2.5, 5 x P99 0.")
 
 
-def test_progressing_says_what_is_missing() -> None:
+def test_progressing_states_what_is_missing() -> None:
     fleet, detector = FakeFleet(seed=6), LiveDetector(CONFIG)
     for o in fleet.run(45.0):
         detector.observe(o)

@@ -32,7 +32,7 @@ def reported(detector: LiveDetector, fleet: FakeFleet, seconds: float = 1.0) -> 
     return newest
 
 
-def test_who_is_behind_is_named_once_whoever_says_so_until_all_say_that_it_goes_on() -> None:
+def test_a_rank_behind_is_named_once_until_all_agents_report_progress() -> None:
     fleet, detector = FakeFleet(seed=7), LiveDetector(CONFIG)
     assert reported(detector, fleet, 10.0) == []
     pid = str(fleet.processes["trainer/1"].process.pid)
@@ -48,7 +48,7 @@ def test_who_is_behind_is_named_once_whoever_says_so_until_all_say_that_it_goes_
     assert reported(detector, fleet) == []
 
 
-def test_a_number_that_fits_no_one_or_several_names_no_one() -> None:
+def test_a_pid_that_matches_no_rank_or_several_names_none() -> None:
     for pids in ("", "999999", "x"):
         fleet, detector = FakeFleet(seed=7), LiveDetector(CONFIG)
         reported(detector, fleet, 10.0)
@@ -66,7 +66,7 @@ def test_a_crash_is_why_the_others_wait() -> None:
     assert [d.fault_class for d in reported(detector, fleet)] == [FaultClass.CRASH]
 
 
-def test_what_no_one_says_any_more_is_forgotten_and_all_is_bounded() -> None:
+def test_old_reports_are_forgotten_and_the_state_is_bounded() -> None:
     fleet, stage = FakeFleet(seed=9), NcclRasStage()
     wall = fleet.now + WALL_OFFSET
     for n in range(2 * COMMUNICATORS_MAX):

@@ -45,7 +45,7 @@ def test_an_xid_that_stays_with_the_gpu_names_it_until_it_is_not_reported_again(
     assert alone(faults, STANDS_SECONDS + 401) == []
 
 
-def test_xids_of_the_application_and_those_to_be_ignored_name_no_one() -> None:
+def test_application_and_ignorable_xids_give_no_finding() -> None:
     faults = NodeFaultsStage()
     for code in ("13", "31", "43", "45", "63", "94", "x", "", "999999999999"):
         faults.take(event(AgentEventKind.XID, xid=code, gpu="0"), WALL)
@@ -62,7 +62,7 @@ def test_of_a_switch_and_of_nvlink_the_line_says_whether_it_is_fatal() -> None:
     assert (fault_class, gpus) == ("network", [None]) and "SXid 20034 of nvswitch2 of node-7" in because
 
 
-def test_what_the_kernel_log_tells_of_long_ago_is_not_now() -> None:
+def test_old_kernel_log_lines_are_ignored() -> None:
     faults = NodeFaultsStage()
     faults.take(event(AgentEventKind.XID, xid="79", gpu="3", seconds_ago="40431"), WALL)
     assert alone(faults, 1.0) == []
@@ -152,7 +152,7 @@ def test_a_driver_that_hangs_is_reported_until_it_answers_or_the_agent_starts_ag
     assert alone(faults, 7.0) == []
 
 
-def test_what_cannot_be_read_is_no_fault_of_the_node() -> None:
+def test_unreadable_files_are_no_fault_of_the_node() -> None:
     faults = NodeFaultsStage()
     faults.take(event(AgentEventKind.PROBE_DOWN, probe="kernel", reason="/dev/kmsg: permission denied"), WALL)
     faults.take(event(AgentEventKind.OTHER), WALL)

@@ -176,7 +176,7 @@ def test_the_rollouts_are_a_panel_and_fewer_than_three_are_none() -> None:
     assert "rolecall_process_incarnation" not in shape.metrics
 
 
-def test_what_it_says_names_the_process_and_its_incarnation() -> None:
+def test_panel_findings_name_process_and_incarnation() -> None:
     accuser = Accuser()
     run = begun(accuser)
     accuser.accused = 1
@@ -213,7 +213,7 @@ def test_a_role_with_a_replacement_is_learned_again() -> None:
     assert (before.machines[2].node, after.machines[2].node) == ("node-rollout-2", "node-standby-0")
 
 
-def test_a_process_that_said_goodbye_is_no_member() -> None:
+def test_a_process_that_announced_its_exit_is_no_member() -> None:
     accuser = Accuser()
     run = begun(accuser)
     run.fleet.event(AgentEventKind.FINISHED, run.fleet.processes.pop("rollout/2"))
@@ -290,7 +290,7 @@ def test_another_replica_that_changed_before_the_stall_stays_reported() -> None:
     assert sorted(run.keys()) == ["hang:rollout/1#1", "slow:rollout/0#1"]
 
 
-def test_nothing_is_reported_while_somebody_stands_still_who_is_not_named_yet() -> None:
+def test_panel_findings_wait_while_a_process_stalls_undiagnosed() -> None:
     accuser = Accuser()
     run = calm(accuser)
     run.fleet.processes["rollout/1"].fault = FakeFault("stopped")
@@ -320,7 +320,7 @@ def test_it_ends_with_its_process_and_when_it_was_not_said_for_long() -> None:
     assert not run.standing
 
 
-def test_what_it_said_survives_a_restart_of_the_watcher() -> None:
+def test_findings_survive_a_restart_of_the_watcher() -> None:
     accuser = Accuser()
     run = calm(accuser)
     accuser.accused = 0

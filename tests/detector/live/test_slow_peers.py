@@ -26,7 +26,7 @@ def made(n: int) -> MonitoredProcess:
 
 
 @given(STEPS)
-def test_what_is_kept_is_what_a_pass_over_all_peers_says(steps: list[tuple[int, str, float, float]]) -> None:
+def test_the_index_equals_a_scan_of_all_peers(steps: list[tuple[int, str, float, float]]) -> None:
     roster, peers, now = ProcessIndex(), SlowPeers(), 100.0
     subjects = [made(n) for n in range(NUM)]
     for s in subjects:

@@ -16,7 +16,7 @@ from rolecall.core.journal.journal import Journal, Lease
 from rolecall.core.journal.payloads import JobStopRequested
 from rolecall.core.membership import Desired
 from rolecall.core.nodes import quarantined_nodes
-from rolecall.recovery.fleet import FleetView, fleet_view
+from rolecall.recovery.fleet_view import FleetView, fleet_view
 
 STOP_FLAG = "stop"
 STANDBY_TAKES = "rollout"

@@ -12,7 +12,7 @@ from rolecall.core.config.job import RecoveryConfig
 from rolecall.core.diagnosis import ActionKind, Diagnosis, Plan
 from rolecall.core.ids import split_replica
 from rolecall.core.membership import STANDBY_ROLE
-from rolecall.recovery.fleet import FleetView
+from rolecall.recovery.fleet_view import FleetView
 from rolecall.recovery.incidents import OPERATOR, Decision, Incident, IncidentState, evictions
 
 HOUR_SECONDS = 3600.0

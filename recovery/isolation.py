@@ -23,7 +23,7 @@ from rolecall.core.diagnosis import Diagnosis, Suspect
 from rolecall.core.errors import JournalError
 from rolecall.core.journal.events import EventKind
 from rolecall.core.journal.journal import Journal
-from rolecall.recovery.fleet import FleetView
+from rolecall.recovery.fleet_view import FleetView
 from rolecall.recovery.incidents import Incident, storable
 from rolecall.recovery.interfaces import CollectedEvidence, Detector, EvidenceCollector, ObservationSource
 

@@ -30,7 +30,7 @@ from rolecall.core.journal.payloads import IncidentUpdated, LeaseAcquired, Oncal
 from rolecall.core.journal.rows import DamagedLine
 from rolecall.core.nodes import quarantined_nodes
 from rolecall.recovery.actuators import STOP_FLAG, ActionResult, Actuator
-from rolecall.recovery.fleet import FleetView, fleet_view
+from rolecall.recovery.fleet_view import FleetView, fleet_view
 from rolecall.recovery.guards import Situation
 from rolecall.recovery.incidents import WINDOW_NAME, ActionFailure, Incident, IncidentProjection, open_incident
 from rolecall.recovery.interfaces import Detector, EvidenceCollector, Notifier, ObservationSource

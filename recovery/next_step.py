@@ -25,7 +25,7 @@ from rolecall.core.journal.payloads import (
     PlanProposed,
 )
 from rolecall.core.membership import STANDBY_ROLE, ReplicaState
-from rolecall.recovery.fleet import DEAD, LIVING, FleetView
+from rolecall.recovery.fleet_view import DEAD, LIVING, FleetView
 from rolecall.recovery.guards import GuardResult, Progress, Situation, check
 from rolecall.recovery.incidents import ActionFailure, Attempt, Decision, Incident, IncidentOutcome, IncidentState
 from rolecall.recovery.policy import PolicyInput, leaves_node

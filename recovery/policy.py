@@ -26,7 +26,7 @@ from rolecall.core.config.job import RecoveryConfig
 from rolecall.core.diagnosis import ActionKind, Diagnosis, Plan, PlanTarget
 from rolecall.core.faults import Remedy
 from rolecall.core.ids import IncidentId
-from rolecall.recovery.fleet import DEAD, FleetView
+from rolecall.recovery.fleet_view import DEAD, FleetView
 from rolecall.recovery.incidents import OPERATOR, ActionFailure, Incident, IncidentOutcome
 
 COLLAPSE = "collapse"

@@ -14,7 +14,7 @@ from enum import StrEnum
 from rolecall.core.diagnosis import Diagnosis, Evidence, Suspect
 from rolecall.core.faults import FaultClass, Remedy
 from rolecall.core.membership import ReplicaState
-from rolecall.recovery.fleet import FleetView
+from rolecall.recovery.fleet_view import FleetView
 from rolecall.recovery.incidents import OPERATOR, ActionFailure, Decision, Incident, IncidentOutcome, IncidentState
 from rolecall.recovery.nodes import NodeRecord
 from rolecall.recovery.policy import AGAIN, ONCE

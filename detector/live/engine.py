@@ -18,8 +18,9 @@ from rolecall.core.telemetry import Phase
 from rolecall.detector.base.findings import PANEL
 from rolecall.detector.base.observation import Observation
 from rolecall.detector.live import fusion
-from rolecall.detector.live.fleet import MonitoredProcesses
 from rolecall.detector.live.history import ObservationHistory, decode, encode
+from rolecall.detector.live.monitored_process import WORK_PHASES, MonitoredProcess
+from rolecall.detector.live.processes import MonitoredProcesses
 from rolecall.detector.live.stages.agent_lost import AgentLostStage
 from rolecall.detector.live.stages.collapse import CollapseStage
 from rolecall.detector.live.stages.crash import CrashStage, LostRanksStage, UserCodeStage
@@ -32,7 +33,6 @@ from rolecall.detector.live.stages.stage import Stage, Tick, stalls_others
 from rolecall.detector.live.stages.stall import CollectiveStage, DependentStallStage, StallStage
 from rolecall.detector.live.stages.uninstrumented import UninstrumentedStage
 from rolecall.detector.live.stages.wrong_numbers import WrongNumbersStage
-from rolecall.detector.live.subject import WORK_PHASES, MonitoredProcess
 
 Stages = Sequence[Callable[[], Stage]]
 STAGES: Stages = (

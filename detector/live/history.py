@@ -21,13 +21,13 @@ from rolecall.core.diagnosis import Diagnosis, Finding, Suspect
 from rolecall.core.ids import ProcessId
 from rolecall.core.telemetry import AgentEvent, ProcessSample
 from rolecall.detector.base.observation import Observation
-from rolecall.detector.live.fleet import MonitoredProcesses, ReceivedException
+from rolecall.detector.live.monitored_process import Key, MonitoredProcess, ProgressClocks, ProgressGaps, SlowMeter
+from rolecall.detector.live.processes import MonitoredProcesses, ReceivedException
 from rolecall.detector.live.stages.collapse import CollapseWatch, TrainingHistory
 from rolecall.detector.live.stages.nccl_ras import StalledCommunicator
 from rolecall.detector.live.stages.node_faults import NodeFault
 from rolecall.detector.live.stages.panels import PanelFault
 from rolecall.detector.live.stages.slow import LoadBaseline, SlowState
-from rolecall.detector.live.subject import Key, MonitoredProcess, ProgressClocks, ProgressGaps, SlowMeter
 
 PLAIN: dict[str, type] = {
     c.__name__: c

@@ -37,7 +37,7 @@ SILENT_SECONDS = 30.0
 METRIC = "metric:"
 """Prefix of evidence kinds that concern a single metric."""
 PROCESSES_MAX = 65_536
-"""Equal to the limit of the engine (`fleet.SUBJECTS_MAX`)."""
+"""Equal to the limit of the engine (`processes.SUBJECTS_MAX`)."""
 
 
 @dataclass(slots=True)

@@ -32,7 +32,7 @@ from rolecall.core.journal.payloads import (
     RecoveryResumed,
 )
 from rolecall.core.nodes import quarantined_nodes
-from rolecall.recovery.fleet import FleetView, ReplicaView, fleet_view
+from rolecall.recovery.fleet_view import FleetView, ReplicaView, fleet_view
 from rolecall.recovery.incidents import (
     INCIDENT_KINDS,
     NOT_STARTED,

@@ -11,7 +11,7 @@ from rolecall.core.journal.payloads import IncidentOpened, LeaseAcquired, PlanCr
 from rolecall.core.journal.rows import reading
 from rolecall.core.journal.store import canonical
 from rolecall.recovery.actuators import STOP_FLAG
-from rolecall.recovery.fleet import fleet_view
+from rolecall.recovery.fleet_view import fleet_view
 from rolecall.recovery.guards import HOUR_SECONDS
 from rolecall.recovery.incidents import RIGHT, WRONG, Incident, IncidentProjection, IncidentState, evictions
 from rolecall.recovery.loop import LEASE_NAME, PAUSED_FLAG

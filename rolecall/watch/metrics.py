@@ -22,7 +22,7 @@ from rolecall.core.membership import ReplicaState
 from rolecall.core.metrics.catalogue import BY_NAME
 from rolecall.core.metrics.metric import MetricValue
 from rolecall.core.policy_health import BY_NAME as SIGNS_BY_NAME
-from rolecall.recovery.fleet import FleetView
+from rolecall.recovery.fleet_view import FleetView
 from rolecall.recovery.guards import AT_ONCE, HOLD, HOUR_SECONDS
 from rolecall.recovery.incidents import (
     UNDECIDED,

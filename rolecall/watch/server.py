@@ -27,7 +27,7 @@ from rolecall.core.errors import ConfigError
 from rolecall.core.journal.journal import Journal
 from rolecall.core.metrics.metric import MetricValue
 from rolecall.core.rundir import RunDir
-from rolecall.recovery.fleet import fleet_view
+from rolecall.recovery.fleet_view import fleet_view
 from rolecall.recovery.incidents import IncidentProjection
 from rolecall.recovery.loop import LEASE_NAME, PAUSED_FLAG
 from rolecall.views.journal_reader import JournalReader

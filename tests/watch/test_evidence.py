@@ -33,7 +33,7 @@ from rolecall.core.journal.journal import Journal
 from rolecall.core.rundir import RunDir, bearer_token, create_run_dir
 from rolecall.core.telemetry import ProcessSample
 from rolecall.detector.base.plain_pickle import UnsafePickle
-from rolecall.detector.live.subject import MonitoredProcess
+from rolecall.detector.live.monitored_process import MonitoredProcess
 from rolecall.diagnose.diagnose import diagnose
 from rolecall.recovery.interfaces import CollectedEvidence
 from rolecall.reports.incident_export import export

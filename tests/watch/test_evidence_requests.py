@@ -10,8 +10,8 @@ from rolecall.core.diagnosis import FaultClass as F
 from rolecall.core.faults import EvidenceKind
 from rolecall.core.ids import NodeId, ProcessId
 from rolecall.core.telemetry import ProcessSample
-from rolecall.detector.live.fleet import suspect
-from rolecall.detector.live.subject import MonitoredProcess
+from rolecall.detector.live.monitored_process import MonitoredProcess
+from rolecall.detector.live.processes import suspect
 from rolecall.watch.evidence.requests import NUM_FLIGHT_MAX, NUM_STACKS_MAX, select_evidence
 
 ROLLOUT = ("rollout/0", 0)

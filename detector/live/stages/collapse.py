@@ -41,9 +41,9 @@ from rolecall.core.faults import FaultClass
 from rolecall.core.policy_health import LOG_RATIO_ALARM
 from rolecall.core.telemetry import Phase, ProcessSample
 from rolecall.detector.base.findings import ADVISES, COLLAPSE, WRONG_NUMBERS, settles
-from rolecall.detector.live.fleet import MonitoredProcesses, finding
+from rolecall.detector.live.monitored_process import MonitoredProcess
+from rolecall.detector.live.processes import MonitoredProcesses, finding
 from rolecall.detector.live.stages.stage import Stage, Tick
-from rolecall.detector.live.subject import MonitoredProcess
 
 # --- training history -------------------------------------------------------------------------------------------------
 

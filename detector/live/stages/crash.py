@@ -26,9 +26,9 @@ from rolecall.core.diagnosis import Evidence, Finding
 from rolecall.core.faults import FaultClass
 from rolecall.core.telemetry import AgentEvent, AgentEventKind, Phase
 from rolecall.detector.base.findings import EXIT
-from rolecall.detector.live.fleet import MonitoredProcesses, ReceivedException, finding
+from rolecall.detector.live.monitored_process import MonitoredProcess
+from rolecall.detector.live.processes import MonitoredProcesses, ReceivedException, finding
 from rolecall.detector.live.stages.stage import Stage, Tick
-from rolecall.detector.live.subject import MonitoredProcess
 
 CONSEQUENCES = frozenset(
     (

@@ -14,9 +14,9 @@ from rolecall.core.faults import FaultClass
 from rolecall.core.ids import NodeId
 from rolecall.core.telemetry import AgentEvent, AgentEventKind
 from rolecall.detector.base.findings import settles
-from rolecall.detector.live.fleet import MonitoredProcesses, finding
+from rolecall.detector.live.monitored_process import MonitoredProcess
+from rolecall.detector.live.processes import MonitoredProcesses, finding
 from rolecall.detector.live.stages.stage import Stage, Tick
-from rolecall.detector.live.subject import MonitoredProcess
 
 COMMUNICATORS_MAX = 64
 FORGOTTEN_SECONDS = 3600.0

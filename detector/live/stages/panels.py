@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from rolecall.core.diagnosis import Finding, Suspect
-from rolecall.detector.live.fleet import MonitoredProcesses
 from rolecall.detector.live.fusion import SAME_FAULT_SECONDS, incarnations
+from rolecall.detector.live.processes import MonitoredProcesses
 from rolecall.detector.live.stages.stage import Stage, Tick, emerging, own
 
 AFTERMATH_SECONDS = 300.0
@@ -38,7 +38,8 @@ class PanelsStage(Stage):
         self._trouble = (0.0, 0.0)  # start and end of the latest findings of other stages
 
     def evaluate(self, tick: Tick) -> list[Finding]:
-        """New panel findings are held while a process stalls that is not diagnosed yet, as that may explain them."""
+        """New panel findings are held while a process stalls that is not diagnosed yet, as that may explain them;
+        and while their own process is stopped or in an uninterruptible wait, which uninstrumented.py reports if it lasts."""
         since, until = self._trouble
         changed = tick.fleet.changed_wall
         if tick.findings or changed > until:
@@ -63,8 +64,9 @@ class PanelsStage(Stage):
         kept = unexplained([p.finding for p in self._faults], tick.findings, tick.fleet.roster.sizes())
         self._faults = [p for p in self._faults if p.finding in kept]
         if not emerging(own(tick.stalls)):
+            halted = {s.replica for s in tick.fleet.unpaged() if s.halted.wall > 0}
             for p in self._faults:
-                p.reported = True
+                p.reported |= not any(s.replica in halted for s in p.finding.suspects)
         return [p.finding for p in self._faults if p.reported]
 
     @property

@@ -26,9 +26,9 @@ from rolecall.core.diagnosis import Evidence, Finding
 from rolecall.core.faults import FaultClass
 from rolecall.core.telemetry import ProcessSample
 from rolecall.detector.base.findings import GAIN
-from rolecall.detector.live.fleet import MonitoredProcesses, ProcessIndex, finding
+from rolecall.detector.live.monitored_process import WORK_PHASES, Key, MonitoredProcess, SlowMeter, starved_seconds
+from rolecall.detector.live.processes import MonitoredProcesses, ProcessIndex, finding
 from rolecall.detector.live.stages.stage import Stage, Tick
-from rolecall.detector.live.subject import WORK_PHASES, Key, MonitoredProcess, SlowMeter, starved_seconds
 
 PEER_AGE_SECONDS = 10.0
 """Maximum age of a peer's residual in the comparison."""

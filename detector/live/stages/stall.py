@@ -17,10 +17,10 @@ from rolecall.core.diagnosis import Evidence, Finding
 from rolecall.core.faults import FaultClass
 from rolecall.core.telemetry import PHASES_WITHOUT_DUE_PROGRESS, Phase
 from rolecall.detector.base.findings import settles
-from rolecall.detector.live.fleet import MonitoredProcesses, finding, names, waiting
+from rolecall.detector.live.monitored_process import MonitoredProcess, ProgressClocks
+from rolecall.detector.live.processes import MonitoredProcesses, finding, names, waiting
 from rolecall.detector.live.stages.agent_lost import REFUSED, unreachable_reason
 from rolecall.detector.live.stages.stage import DEPENDENT_PHASES, WORKING_CPUS, Stage, Stall, Tick, emerging, own
-from rolecall.detector.live.subject import MonitoredProcess, ProgressClocks
 
 QUIET_SECONDS = 15.0
 """Grace for dependent processes after a fault, an exit or a new process: transfer timeouts (10 s) and group rebuilds

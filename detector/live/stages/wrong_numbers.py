@@ -21,10 +21,10 @@ from rolecall.core.errors import NonFiniteMicrobatch, WrongNumbers
 from rolecall.core.faults import FaultClass
 from rolecall.core.telemetry import AgentEventKind
 from rolecall.detector.base.findings import WRONG_NUMBERS, WRONG_NUMBERS_ONCE
-from rolecall.detector.live.fleet import MonitoredProcesses, ReceivedException, finding
+from rolecall.detector.live.monitored_process import MonitoredProcess
+from rolecall.detector.live.processes import MonitoredProcesses, ReceivedException, finding
 from rolecall.detector.live.stages.crash import step_of
 from rolecall.detector.live.stages.stage import Stage, Tick
-from rolecall.detector.live.subject import MonitoredProcess
 
 REMEMBER_SECONDS = 3600.0
 """Within this time, a second microbatch of the same process makes a machine of what may have been chance."""

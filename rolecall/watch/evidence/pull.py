@@ -26,7 +26,7 @@ from rolecall.core.journal.payloads import EvidenceCollected, EvidenceFileRecord
 from rolecall.core.rundir import RunDir, write_atomically
 from rolecall.core.text import plain
 from rolecall.detector.base.plain_pickle import UnsafePickle
-from rolecall.detector.live.subject import MonitoredProcess
+from rolecall.detector.live.monitored_process import MonitoredProcess
 from rolecall.recovery.incidents import finite
 from rolecall.recovery.interfaces import CollectedEvidence
 from rolecall.reports.incident_export import EVIDENCE_DIR, run_redactor

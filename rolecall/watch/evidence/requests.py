@@ -18,8 +18,8 @@ from itertools import product
 from rolecall.core.diagnosis import Diagnosis, Suspect
 from rolecall.core.faults import EvidenceKind
 from rolecall.core.telemetry import Phase
-from rolecall.detector.live.fleet import suspect
-from rolecall.detector.live.subject import MonitoredProcess
+from rolecall.detector.live.monitored_process import MonitoredProcess
+from rolecall.detector.live.processes import suspect
 
 NUM_STACKS_MAX = 16
 """Stacks of suspects. A tie names all members of its group."""

@@ -29,7 +29,7 @@ from rolecall.detector.live.stages.collapse import (
     TrainingHistory,
     collapse_symptoms,
 )
-from rolecall.recovery.fleet import FleetView, ReplicaView
+from rolecall.recovery.fleet_view import FleetView, ReplicaView
 from rolecall.recovery.incidents import IncidentOutcome
 from rolecall.recovery.policy import PolicyInput, decide
 from rolecall.testing.synthetic_run import FakeFault, FakeFleet

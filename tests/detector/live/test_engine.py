@@ -12,7 +12,7 @@ from rolecall.core.config.job import DetectorConfig
 from rolecall.detector.base.observation import Observation
 from rolecall.detector.live.engine import LiveDetector
 from rolecall.detector.live.history import decode, encode
-from rolecall.detector.live.subject import learned_deadline
+from rolecall.detector.live.monitored_process import learned_deadline
 from rolecall.testing.synthetic_run import FakeFault, FakeFleet
 
 CONFIG = DetectorConfig(mask_proc_state=True)

@@ -5,7 +5,7 @@ from rolecall.core.config.job import DetectorConfig
 from rolecall.core.faults import FaultClass
 from rolecall.detector.base.observation import Observation
 from rolecall.detector.live.engine import LiveDetector
-from rolecall.detector.live.fleet import MonitoredProcesses
+from rolecall.detector.live.processes import MonitoredProcesses
 from rolecall.detector.live.stages import agent_lost as lost
 from rolecall.testing.synthetic_run import FakeFleet
 

@@ -20,7 +20,7 @@ import pytest
 from rolecall.core.diagnosis import Diagnosis
 from rolecall.core.faults import FaultClass
 from rolecall.core.rundir import registration_secret
-from rolecall.detector.live.subject import WORK_PHASES
+from rolecall.detector.live.monitored_process import WORK_PHASES
 from tests.netns import Network
 from tests.rl_runtime.trainer_process import Place, Team, TrainerProcess, tiny_job
 from tests.support import eventually

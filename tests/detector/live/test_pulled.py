@@ -11,7 +11,7 @@ from rolecall.core.diagnosis import Finding, Suspect
 from rolecall.core.ids import NodeId
 from rolecall.detector.base.observation import Observation
 from rolecall.detector.live.engine import LiveDetector
-from rolecall.detector.live.fleet import MonitoredProcesses
+from rolecall.detector.live.processes import MonitoredProcesses
 from rolecall.detector.live.stages.pulled_evidence import PulledEvidenceStage
 from rolecall.detector.live.stages.stage import Tick
 from tests.detector.scenario import Scenario

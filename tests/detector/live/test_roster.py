@@ -1,7 +1,7 @@
 """Who is there, by name, role and replica."""
 
-from rolecall.detector.live.fleet import ProcessIndex
-from rolecall.detector.live.subject import MonitoredProcess
+from rolecall.detector.live.monitored_process import MonitoredProcess
+from rolecall.detector.live.processes import ProcessIndex
 
 
 def made(replica: str, rank: int = 0, incarnation: int = 1) -> MonitoredProcess:

@@ -12,12 +12,16 @@ from rolecall.core.diagnosis import Diagnosis, Finding
 from rolecall.core.faults import FaultClass
 from rolecall.core.ids import NodeId, ProcessId
 from rolecall.core.metrics.catalogue import process_values
-from rolecall.core.telemetry import NO_PAGE, AgentEventKind, Phase, ProcessSample, SampleBatch
+from rolecall.core.telemetry import NO_PAGE, UNCOUNTED, AgentEventKind, Phase, ProcessSample, SampleBatch
 from rolecall.detector.base.findings import PANEL
 from rolecall.detector.base.observation import Observation
 from rolecall.detector.live.engine import LiveDetector
+from rolecall.detector.live.monitored_process import MonitoredProcess
+from rolecall.detector.live.processes import MonitoredProcesses, suspect
 from rolecall.detector.live.run_panels import SETTLE_TICKS, SILENT_SECONDS, RunPanels
 from rolecall.detector.live.stages import panels
+from rolecall.detector.live.stages.panels import PanelsStage
+from rolecall.detector.live.stages.stage import Tick
 from rolecall.detector.panels.metrics import panel_metric, process_reading
 from rolecall.detector.panels.panel import Floats, PanelShape
 from rolecall.detector.panels.registry import detector
@@ -334,3 +338,29 @@ def test_findings_survive_a_restart_of_the_watcher() -> None:
     run.engine = LiveDetector.resumed(DetectorConfig(mask_proc_state=True), ROLES, old)
     run.go(2.0)
     assert not run.standing, "a state of before there was that stage"
+
+
+def test_a_panel_finding_is_held_while_its_process_is_in_an_uninterruptible_wait() -> None:
+    process = MonitoredProcess("trainer/1", "trainer", 0, UNCOUNTED, "node-1", None, seen_wall=1000.0)
+    fleet = MonitoredProcesses(subjects={process.key: process})
+    slow = Finding(
+        detector="panel:sequential",
+        suspects=(suspect(process),),
+        fault_class=FaultClass.SLOW,
+        onset=1000.0,
+        detected_at=1006.0,
+        confidence=0.6,
+        because="its metrics changed",
+    )
+
+    def reported(now: float, *found: Finding) -> list[Finding]:
+        observation = Observation(wall_at=now, panel_findings=found)
+        return stage.evaluate(
+            Tick(observation=observation, fleet=fleet, config=DetectorConfig(), expected_roles={}, now=now)
+        )
+
+    stage = PanelsStage()
+    process.halted.advance(6.0, 0.0, 0.0)
+    assert reported(1006.0, slow) == []
+    process.halted.reset()
+    assert reported(1010.0) == [slow]

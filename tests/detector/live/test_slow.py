@@ -11,9 +11,9 @@ from rolecall.core.faults import FaultClass
 from rolecall.core.ids import NodeId, ProcessId
 from rolecall.core.telemetry import Phase, ProcessSample
 from rolecall.detector.live.engine import LiveDetector
+from rolecall.detector.live.monitored_process import MonitoredProcess
 from rolecall.detector.live.stages import slow
 from rolecall.detector.live.stages.slow import SIGMA_MIN, SlowState
-from rolecall.detector.live.subject import MonitoredProcess
 from rolecall.testing.synthetic_run import FakeFault, FakeFleet
 
 DRIFT = math.log(2) / 2

@@ -5,9 +5,9 @@ from statistics import median
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rolecall.detector.live.fleet import ProcessIndex
+from rolecall.detector.live.monitored_process import MonitoredProcess
+from rolecall.detector.live.processes import ProcessIndex
 from rolecall.detector.live.stages.slow import PEER_AGE_SECONDS, RISING_SUM, SlowPeers
-from rolecall.detector.live.subject import MonitoredProcess
 
 NUM = 6
 STEPS = st.lists(

@@ -18,7 +18,7 @@ from rolecall.core.faults import FaultClass
 from rolecall.core.ids import NodeId, ProcessId
 from rolecall.core.telemetry import AgentEvent, AgentEventKind, ProcessSample
 from rolecall.detector.base.observation import Observation
-from rolecall.detector.live.subject import Key, MonitoredProcess, ProgressGaps, advance, first
+from rolecall.detector.live.monitored_process import Key, MonitoredProcess, ProgressGaps, advance, first
 
 WRONG_NUMBERS = frozenset(e.__name__ for e in (NonFiniteMicrobatch, WrongNumbers, EngineDisagrees))
 """Exceptions that report what a replica computed."""

@@ -38,8 +38,8 @@ class PanelsStage(Stage):
         self._trouble = (0.0, 0.0)  # start and end of the latest findings of other stages
 
     def evaluate(self, tick: Tick) -> list[Finding]:
-        """New panel findings are held while a process stalls that is not diagnosed yet, as that may explain them;
-        and while their own process is stopped or in an uninterruptible wait, which uninstrumented.py reports if it lasts."""
+        """New panel findings are held while a process stalls that is not diagnosed yet, which may explain them; and
+        while their own process is stopped or in an uninterruptible wait (uninstrumented.py reports it if it lasts)."""
         since, until = self._trouble
         changed = tick.fleet.changed_wall
         if tick.findings or changed > until:

@@ -25,10 +25,10 @@ from recording import Recording, replayed
 
 from rolecall.core.config.job import DetectorConfig
 from rolecall.core.telemetry import ProcessSample
-from rolecall.detector.live.fleet import MonitoredProcesses
+from rolecall.detector.live.monitored_process import starved_seconds
+from rolecall.detector.live.processes import MonitoredProcesses
 from rolecall.detector.live.stages import slow
 from rolecall.detector.live.stages.slow import SlowState
-from rolecall.detector.live.subject import starved_seconds
 
 MEASURES = ("busy", "cpu", "delay", "effective")
 LOGARITHMIC = frozenset({"busy", "cpu", "effective"})

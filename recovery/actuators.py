@@ -16,7 +16,7 @@ from rolecall.core.journal.journal import Journal, Lease
 from rolecall.core.journal.payloads import JobStopRequested
 from rolecall.core.membership import Desired
 from rolecall.core.nodes import quarantined_nodes
-from rolecall.recovery.fleet import FleetView, fleet_view
+from rolecall.recovery.fleet_view import FleetView, fleet_view
 
 STOP_FLAG = "stop"
 STANDBY_TAKES = "rollout"
@@ -46,12 +46,8 @@ class Actuator(Protocol):
         """Side effects of the plan on other replicas, as text."""
 
     def perform(self, plan: Plan, lease: Lease) -> ActionResult:
-        """Performs the plan, or finds it performed.
-
-        Raises:
-            LeaseFenced: `lease` is over; another watch is the recovery leader.
-            ActuatorError: this actuator does not support the plan.
-        """
+        """Performs the plan, or finds it performed. Raises LeaseFenced: `lease` is over; another watch is the recovery
+        leader; ActuatorError: this actuator does not support the plan."""
 
 
 class NoopActuator:
@@ -103,9 +99,8 @@ class RayRuntime:
             current = before.get(target.replica)
             if current is None or not (current.incarnation == target.incarnation or _ours(current, target, plan)):
                 now_desired = f"#{current.incarnation} is desired now" if current else "it is no longer desired"
-                return ActionResult(
-                    done=False, because=f"{target.replica}#{target.incarnation} is outdated: {now_desired}"
-                )
+                because = f"{target.replica}#{target.incarnation} is outdated: {now_desired}"
+                return ActionResult(done=False, because=because)
         for target in plan.targets:
             if not _ours(before[target.replica], target, plan):
                 record = self._wanted(target, plan, lease)
@@ -113,20 +108,13 @@ class RayRuntime:
                     return ActionResult(done=False, because=f"{target.replica} was replaced concurrently")
         after = self._journal.desired()
         named = [after[t.replica] for t in plan.targets]
-        return ActionResult(
-            done=True,
-            because="desired: " + ", ".join(f"{r.replica}#{r.incarnation} on {r.node}" for r in named),
-            facts={"desired": {r.replica: r.incarnation for r in named}},
-        )
+        because = "desired: " + ", ".join(f"{r.replica}#{r.incarnation} on {r.node}" for r in named)
+        return ActionResult(done=True, because=because, facts={"desired": {r.replica: r.incarnation for r in named}})
 
     def _stop(self, plan: Plan, lease: Lease) -> ActionResult:
         # The event first: the journal refuses it if the lease is over, while a flag has no fencing.
-        self._journal.append(
-            JobStopRequested(because=plan.because),
-            incident_id=plan.incident_id,
-            key=f"{plan.incident_id}:stop_job",
-            lease=lease,
-        )
+        key = f"{plan.incident_id}:stop_job"
+        self._journal.append(JobStopRequested(because=plan.because), incident_id=plan.incident_id, key=key, lease=lease)
         self._journal.set_flag(STOP_FLAG, plan.because)
         return ActionResult(done=True, because="requested the job to stop")
 

@@ -12,7 +12,7 @@ from rolecall.core.config.job import RecoveryConfig
 from rolecall.core.diagnosis import ActionKind, Diagnosis, Plan
 from rolecall.core.ids import split_replica
 from rolecall.core.membership import STANDBY_ROLE
-from rolecall.recovery.fleet import FleetView
+from rolecall.recovery.fleet_view import FleetView
 from rolecall.recovery.incidents import OPERATOR, Decision, Incident, IncidentState, evictions
 
 HOUR_SECONDS = 3600.0
@@ -61,39 +61,25 @@ PASSED = GuardResult("", "all guards pass")
 
 def check(plan: Plan, incident: Incident, situation: Situation) -> GuardResult:
     """The first guard that blocks, or PASSED. Mode `approve` passes: the caller requests approval."""
-    held = _operator_guards(situation) or _operator_hold(incident, situation) or _incarnations(plan, situation)
-    if held is None and plan.action is not ActionKind.STOP_JOB:
-        held = _peer_evidence(plan, incident, situation) or _limits(plan, incident, situation)
-    return held or PASSED
-
-
-def _operator_guards(situation: Situation) -> GuardResult | None:
     if situation.config.mode == "observe":
         return GuardResult("mode", "mode is observe: rolecall reports what it would do and takes no action")
     if situation.paused is not None:
         return GuardResult("paused", f"paused by {situation.paused}")
     if situation.stopping is not None:
         return GuardResult("stopping", f"the job is stopping: {situation.stopping}")
-    return None
-
-
-def _operator_hold(incident: Incident, situation: Situation) -> GuardResult | None:
     hold = incident.attempt.hold if incident.attempt else None
-    if hold is None or not hold.active(situation.now):
-        return None
-    return GuardResult(HOLD, f"on hold by {hold.by} until {hold.until_text}: {hold.because}")
-
-
-def _incarnations(plan: Plan, situation: Situation) -> GuardResult | None:
+    if hold is not None and hold.active(situation.now):
+        return GuardResult(HOLD, f"on hold by {hold.by} until {hold.until_text}: {hold.because}")
     for target in plan.targets:
         seen = situation.fleet.find(target.replica)
         newest = seen.desired_incarnation if seen else None
         if newest != target.incarnation:
             now_desired = f"#{newest} is desired now" if newest else "it is no longer desired"
-            return GuardResult(
-                "incarnation", f"the plan targets {target.replica}#{target.incarnation}, but {now_desired}"
-            )
-    return None
+            because = f"the plan targets {target.replica}#{target.incarnation}, but {now_desired}"
+            return GuardResult("incarnation", because)
+    if plan.action is ActionKind.STOP_JOB:
+        return PASSED
+    return _peer_evidence(plan, incident, situation) or _limits(plan, incident, situation) or PASSED
 
 
 def on_peer_evidence_alone(diagnosis: Diagnosis) -> bool:
@@ -115,16 +101,11 @@ def _peer_evidence(plan: Plan, incident: Incident, situation: Situation) -> Guar
         peers = situation.fleet.of_role(role)
         ours = [r for r in peers if r.replica in suspects]
         if 2 * len(ours) > len(peers):
-            return GuardResult(
-                "majority",
-                f"{len(ours)} of {len(peers)} {role} replicas are suspects on peer comparison alone; "
-                "a majority cannot be outliers",
-                page_oncall=True,
-            )
+            because = f"{len(ours)} of {len(peers)} {role} replicas are suspects on peer comparison alone"
+            return GuardResult("majority", f"{because}; a majority cannot be outliers", page_oncall=True)
         if not any(r.living and r.replica not in suspects for r in peers):
-            return GuardResult(
-                "last_living", f"no {role} replica would remain, on peer comparison alone", page_oncall=True
-            )
+            because = f"no {role} replica would remain, on peer comparison alone"
+            return GuardResult("last_living", because, page_oncall=True)
     return None
 
 
@@ -135,19 +116,13 @@ def _limits(plan: Plan, incident: Incident, situation: Situation) -> GuardResult
     for target in plan.targets:
         times = sum(e.replica == target.replica for e in recent)
         if times >= config.retries_per_replica_max:
-            return GuardResult(
-                "retries",
-                f"{target.replica} was replaced {times} times in the last hour, "
-                f"the limit is {config.retries_per_replica_max}",
-                page_oncall=True,
-            )
+            because = f"{target.replica} was replaced {times} times in the last hour"
+            because += f", the limit is {config.retries_per_replica_max}"
+            return GuardResult("retries", because, page_oncall=True)
     if len(recent) + len(plan.targets) > config.evictions_per_hour_max:
-        return GuardResult(
-            "evictions",
-            f"{len(recent)} evictions in the last hour and {len(plan.targets)} more requested, "
-            f"the limit is {config.evictions_per_hour_max}",
-            page_oncall=True,
-        )
+        because = f"{len(recent)} evictions in the last hour and {len(plan.targets)} more requested"
+        because += f", the limit is {config.evictions_per_hour_max}"
+        return GuardResult("evictions", because, page_oncall=True)
     elsewhere = {e.replica for e in counted if e.under_repair and e.incident_id != incident.incident_id}
     return _at_once(plan, situation.fleet, config, elsewhere, _awaiting_turn(incident, situation.incidents))
 
@@ -184,22 +159,17 @@ def _at_once(
         elsewhere = {r for r in elsewhere if not _is_standby(r)}
     together = targets | elsewhere
     if len(together) > config.replicas_at_once_max:
-        return GuardResult(
-            AT_ONCE,
-            f"{', '.join(sorted(elsewhere)) or 'nothing'} under repair and {', '.join(sorted(targets))} "
-            f"requested, the limit is {config.replicas_at_once_max} at once",
-            # Too many on its own: waiting would not help.
-            page_oncall=len(targets) > config.replicas_at_once_max,
-        )
+        busy = ", ".join(sorted(elsewhere)) or "nothing"
+        because = f"{busy} under repair and {', '.join(sorted(targets))} requested"
+        because += f", the limit is {config.replicas_at_once_max} at once"
+        # Too many on its own: waiting would not help.
+        return GuardResult(AT_ONCE, because, page_oncall=len(targets) > config.replicas_at_once_max)
     for role in sorted({split_replica(t)[0] for t in targets}):
         size = len(fleet.of_role(role))
         allowed = max(1, int(config.role_share_max * size))
         under = {t for t in together if split_replica(t)[0] == role}
         if len(under) > allowed:
             alone = len([t for t in targets if split_replica(t)[0] == role]) > allowed
-            return GuardResult(
-                "role_share",
-                f"{len(under)} of {size} {role} replicas would be under repair, the limit is {allowed}",
-                page_oncall=alone,
-            )
+            because = f"{len(under)} of {size} {role} replicas would be under repair, the limit is {allowed}"
+            return GuardResult("role_share", because, page_oncall=alone)
     return None

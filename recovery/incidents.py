@@ -1,17 +1,17 @@
 """Incidents as frozen values, folded from their journal events. No other state of an incident exists, so a restarted
-watch knows all of it.
+watch knows all of it. Pure, except what takes a journal.
 
     open -> planned -> [proposed ->] acting -> verifying -> closed
       ^        |            |           |          |
       |        +- closed ---+           |          |        tolerated, self-recovered, or rejected
       +---------------------------------+----------+        the action failed: next plan, escalated
 
-An operator may put a plan that has not started on hold: until the hold ends it does not start and its proposal does not
-expire. A review of the diagnosis is valid in any state and does not change it.
+While an operator holds a plan, it does not start and its proposal does not expire. A review of the diagnosis is valid
+in any state and does not change it.
 
-`LEGAL` lists the states in which each event is valid. All readers of incidents use this fold. Recovery folds strictly:
-an invalid event raises `InvalidTransition` with the incident's history. Reports and pages fold leniently, so that a
-damaged line does not hide those after it. For valid events both give the same. Pure, except what takes a journal.
+`LEGAL` lists the states in which each event is valid. Recovery folds strictly: an invalid event raises
+`InvalidTransition` with the incident's history. Reports and pages fold leniently, so that a damaged line does not hide
+those after it. For valid events both give the same.
 """
 
 import logging
@@ -54,7 +54,6 @@ OPERATOR = "operator"
 """`Diagnosis.detectors` of a replacement that an operator requested."""
 RIGHT, WRONG = "right", "wrong"
 """Verdicts of a diagnosis review."""
-
 
 WINDOW_NAME = "observations"
 """Journal window with what the detectors had read when the incident was opened."""
@@ -293,11 +292,8 @@ def fold(events: Iterable[Event], *, strict: bool = True) -> dict[str, Incident]
 
 
 def apply(before: Incident | None, event: Event) -> Incident:
-    """The incident after one more of its events.
-
-    Raises:
-        InvalidTransition: the event is not valid now; the message contains the incident's history.
-    """
+    """The incident after one more of its events. Raises InvalidTransition: the event is not valid now; the message
+    contains the incident's history."""
     reason = _why_invalid(before, event)
     if reason:
         raise InvalidTransition(
@@ -394,11 +390,7 @@ _NEXT_STATE = {
     K.ACTION_DONE: S.VERIFYING,
     K.ACTION_FAILED: S.OPEN,
 }
-_DECISIONS = {
-    K.PLAN_APPROVED: Decision.APPROVED,
-    K.PLAN_REJECTED: Decision.REJECTED,
-    K.PLAN_EXPIRED: Decision.EXPIRED,
-}
+_DECISIONS = {K.PLAN_APPROVED: Decision.APPROVED, K.PLAN_REJECTED: Decision.REJECTED, K.PLAN_EXPIRED: Decision.EXPIRED}
 
 
 def _of_incident(incident: Incident, event: Event) -> Incident:
@@ -428,13 +420,8 @@ def _of_incident(incident: Incident, event: Event) -> Incident:
         case IncidentVerified(because=because):
             return replace(incident, verified_at=event.wall_at, verified_because=because)
         case IncidentClosed(outcome=outcome, because=because):
-            return replace(
-                incident,
-                state=S.CLOSED,
-                closed_at=event.wall_at,
-                outcome=IncidentOutcome(outcome),
-                because=because,
-            )
+            result = IncidentOutcome(outcome)
+            return replace(incident, state=S.CLOSED, closed_at=event.wall_at, outcome=result, because=because)
         case OncallPaged(topic=topic, because=because):
             return replace(incident, page_topics=incident.page_topics | {topic}, page_reason=because)
         case DiagnosisReviewed(verdict=verdict, by=by, because=because):
@@ -457,12 +444,8 @@ def _of_plan(incident: Incident, attempt: Attempt, event: Event) -> Attempt:
                 expires_at = max(expires_at, attempt.hold.until + approval_timeout_seconds)
             return replace(attempt, expires_at=expires_at, approval_timeout_seconds=approval_timeout_seconds)
         case PlanApproved() | PlanRejected() | PlanExpired() as decided:
-            return replace(
-                attempt,
-                decision=_DECISIONS[event.kind],
-                decided_by=str(getattr(decided, "by", "")),
-                decision_because=decided.reason,
-            )
+            by, reason = str(getattr(decided, "by", "")), decided.reason
+            return replace(attempt, decision=_DECISIONS[event.kind], decided_by=by, decision_because=reason)
         case HoldPlaced(by=by, because=because, until=until):
             number = 1 + max((a.hold.number for a in incident.attempts if a.hold is not None), default=0)
             return _until(attempt, Hold(number=number, by=by, because=because, until=until))
@@ -558,14 +541,15 @@ def open_incident(
 
     The number is part of the event's key, so two writers never share one, and a repetition after a crash finds its own.
 
-    Raises:
-        LeaseFenced: `lease` is over.
-        JournalError: no number was free.
+    Raises LeaseFenced: `lease` is over; JournalError: no number was free.
     """
     stored = storable(diagnosis)
     projection.refresh(journal)
     for number in range(projection.num_opened + 1, projection.num_opened + 1 + NUMBER_TRIES_MAX):
-        name = incident_name(number, stored)
+        # `inc-3-rollout-1`; `inc-3-node-2` if only a node is known; `inc-3-job` if several suspects or none.
+        suspects = {s.replica or str(s.node) for s in stored.suspects}
+        suspect = suspects.pop() if len(suspects) == 1 else "job"
+        name = f"inc-{number}-{suspect.replace('/', '-')}"[:63]
         opened = IncidentOpened(diagnosis=stored, window=WINDOW_NAME)
         try:
             event = journal.append(opened, incident_id=name, key=f"incident:{number}", lease=lease)
@@ -595,10 +579,3 @@ def storable(diagnosis: Diagnosis) -> Diagnosis:
         evidence["values"] = {k: v for k, v in evidence["values"].items() if v is not None}
     times = {k: cleaned[k] if cleaned[k] is not None else 0.0 for k in ("onset", "detected_at", "confidence")}
     return Diagnosis.from_dict({**cleaned, **times})
-
-
-def incident_name(number: int, diagnosis: Diagnosis) -> str:
-    """`inc-3-rollout-1`; `inc-3-node-2` if only a node is known; `inc-3-job` if several suspects or none."""
-    suspects = {s.replica or str(s.node) for s in diagnosis.suspects}
-    suspect = suspects.pop() if len(suspects) == 1 else "job"
-    return f"inc-{number}-{suspect.replace('/', '-')}"[:63]

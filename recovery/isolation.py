@@ -1,13 +1,12 @@
 """What keeps one failure from stopping the recovery loop: of the source or a detector, of an incident's handling, of
 the evidence collector.
 
-A failing detector must not stop a recovery in progress. While it fails there is no data about the fleet: no fault
-counts as over, no progress is accepted, and `FaultTolerantDetector.error` holds the reason, for which on-call is paged.
+While a detector fails there is no data about the fleet: no fault counts as over, no progress is accepted, and on-call
+is paged with the reason (`FaultTolerantDetector.error`).
 
-An incident whose handling raises is retried after a pause that doubles up to `PAUSE_SECONDS_MAX` while it is open;
-after `TRIES_MAX` failures in a row on-call is paged once. Kept in memory only: a successor counts from zero, and the
-page has a key in the journal, so it is not sent twice. Errors that concern every incident are raised: a lost lease, a
-database that is busy or unavailable.
+An incident whose handling raises is retried after a pause that doubles up to `PAUSE_SECONDS_MAX`; after `TRIES_MAX`
+failures in a row on-call is paged once. This is kept in memory only; the page has a key in the journal, so it is not
+sent twice. Errors that concern every incident are raised: a lost lease, a database that is busy or unavailable.
 
 Evidence matters less than recovery: whatever its collector raises, the loop continues.
 """
@@ -24,7 +23,7 @@ from rolecall.core.diagnosis import Diagnosis, Suspect
 from rolecall.core.errors import JournalError
 from rolecall.core.journal.events import EventKind
 from rolecall.core.journal.journal import Journal
-from rolecall.recovery.fleet import FleetView
+from rolecall.recovery.fleet_view import FleetView
 from rolecall.recovery.incidents import Incident, storable
 from rolecall.recovery.interfaces import CollectedEvidence, Detector, EvidenceCollector, ObservationSource
 
@@ -36,7 +35,6 @@ PAUSE_SECONDS_MAX = 30.0
 TRIES_MAX = 5
 """Four pauses, 7.5 s in all: longer than any restart of our processes, short enough for a page."""
 ERROR_CHARS_MAX = 500
-
 
 NUM_UNWRITTEN_MAX = 256
 """Collected evidence waiting for the journal; the oldest is dropped first."""
@@ -75,11 +73,8 @@ class HandlingFailures:
 
     @contextmanager
     def isolate(self, name: str) -> Iterator[None]:
-        """Errors of the block count as handling failures of `name`.
-
-        Raises:
-            JournalError: the lease is lost or the journal unusable, so no incident can be handled now.
-        """
+        """Errors of the block count as handling failures of `name`. Raises JournalError: the lease is lost or the
+        journal unusable, so no incident can be handled now."""
         try:
             yield
         except JournalError:

@@ -30,21 +30,12 @@ from rolecall.core.journal.payloads import IncidentUpdated, LeaseAcquired, Oncal
 from rolecall.core.journal.rows import DamagedLine
 from rolecall.core.nodes import quarantined_nodes
 from rolecall.recovery.actuators import STOP_FLAG, ActionResult, Actuator
-from rolecall.recovery.fleet import FleetView, fleet_view
+from rolecall.recovery.fleet_view import FleetView, fleet_view
 from rolecall.recovery.guards import Situation
 from rolecall.recovery.incidents import WINDOW_NAME, ActionFailure, Incident, IncidentProjection, open_incident
 from rolecall.recovery.interfaces import Detector, EvidenceCollector, Notifier, ObservationSource
 from rolecall.recovery.isolation import EvidenceRecorder, FaultTolerantDetector, HandlingFailures
-from rolecall.recovery.next_step import (
-    Append,
-    Decide,
-    Move,
-    Perform,
-    done,
-    events_before_plan,
-    failed,
-    next_step,
-)
+from rolecall.recovery.next_step import Append, Decide, Perform, done, events_before_plan, failed, next_step
 from rolecall.recovery.nodes import NODE_KINDS, fold_nodes, known_nodes
 from rolecall.recovery.notifications import NotificationSender
 from rolecall.recovery.policy import PolicyInput, decide, question
@@ -147,11 +138,8 @@ class Watch:
             self._lease = None
 
     def tick(self) -> None:
-        """Observes, diagnoses and performs every step that is due.
-
-        Raises:
-            JournalError: the journal cannot be read or written; the next tick continues from its state.
-        """
+        """Observes, diagnoses and performs every step that is due. Raises JournalError: the journal cannot be read or
+        written; the next tick continues from its state."""
         diagnoses = self._detector.poll(self._poll_seconds)
         self._cached_fleet = None
         try:
@@ -169,7 +157,7 @@ class Watch:
             self._keep_windows()
             self._write_evidence()
             self._notifications.send(self._journal, self._projection)
-            self._notifications.heartbeat(self._heartbeat)
+            self._notifications.heartbeat(self._facts)
         except LeaseFenced as e:
             # Another watch is the leader; nothing more is written under our fencing number.
             logger.warning("no longer recovery leader: %s", e)
@@ -201,12 +189,7 @@ class Watch:
         return True
 
     def _write(
-        self,
-        payload: Payload,
-        *,
-        key: str,
-        incident: Incident | None = None,
-        unless: Collection[EventKind] = (),
+        self, payload: Payload, *, key: str, incident: Incident | None = None, unless: Collection[EventKind] = ()
     ) -> Event:
         event = self._journal.append(
             payload,
@@ -266,8 +249,7 @@ class Watch:
             self._evidence.request(name, diagnosis)
         elif taken.kind is TriageAction.FAIL and incident is not None and incident.attempt is not None:
             # The failure first: after a crash between the two, the update alone would hide it.
-            move = failed(incident, incident.attempt, ActionFailure.DIED, taken.because)
-            self._append(incident, move)
+            self._append(incident, failed(incident, incident.attempt, ActionFailure.DIED, taken.because))
             self._update(self._projection.incidents[incident.incident_id], diagnosis)
         elif taken.kind is TriageAction.UPDATE and incident is not None:
             self._update(incident, diagnosis)
@@ -291,8 +273,7 @@ class Watch:
         for collected in self._evidence.collected():
             incident = self._projection.incidents.get(collected.incident_id)
             if incident is not None:
-                key = f"{incident.incident_id}:evidence"
-                self._write(collected.payload, key=key, incident=incident)
+                self._write(collected.payload, key=f"{incident.incident_id}:evidence", incident=incident)
             self._evidence.written(collected)
 
     def _update(self, incident: Incident, diagnosis: Diagnosis) -> None:
@@ -332,25 +313,21 @@ class Watch:
             move = next_step(incident, situation, policy_input)
             if move is None:
                 return
-            self._make(incident, move)
+            if isinstance(move, Append):
+                self._append(incident, move)
+            elif isinstance(move, Decide):
+                verdict = decide(move.question)
+                created = PlanCreated(
+                    plan=replace(verdict.plan, also_hit=tuple(self._actuator.also_hit(verdict.plan))),
+                    page_oncall=verdict.page_oncall,
+                    outcome=str(verdict.outcome),
+                    question=move.question.to_dict(),
+                )
+                self._write(created, key=move.key, incident=incident)
+            else:
+                self._perform(incident, move)
             self._cached_fleet = None
         logger.warning("%s: %d steps in one tick, continuing in the next", incident_id, MOVES_PER_TICK_MAX)
-
-    def _make(self, incident: Incident, move: Move) -> None:
-        if isinstance(move, Append):
-            self._append(incident, move)
-        elif isinstance(move, Decide):
-            verdict = decide(move.question)
-            plan = replace(verdict.plan, also_hit=tuple(self._actuator.also_hit(verdict.plan)))
-            created = PlanCreated(
-                plan=plan,
-                page_oncall=verdict.page_oncall,
-                outcome=str(verdict.outcome),
-                question=move.question.to_dict(),
-            )
-            self._write(created, key=move.key, incident=incident)
-        else:
-            self._perform(incident, move)
 
     def _append(self, incident: Incident, move: Append) -> None:
         try:
@@ -433,7 +410,7 @@ class Watch:
             paged = OncallPaged(topic=topic, because=because, channel=self._notifier.channel)
             self._write(paged, key=key, incident=incident)
 
-    def _heartbeat(self) -> dict[str, object]:
+    def _facts(self) -> dict[str, object]:
         return {
             "holder": self._holder,
             "mode": self._config.mode,

@@ -25,7 +25,7 @@ from rolecall.core.journal.payloads import (
     PlanProposed,
 )
 from rolecall.core.membership import STANDBY_ROLE, ReplicaState
-from rolecall.recovery.fleet import DEAD, LIVING, FleetView
+from rolecall.recovery.fleet_view import DEAD, LIVING, FleetView
 from rolecall.recovery.guards import GuardResult, Progress, Situation, check
 from rolecall.recovery.incidents import ActionFailure, Attempt, Decision, Incident, IncidentOutcome, IncidentState
 from rolecall.recovery.policy import PolicyInput, leaves_node
@@ -112,11 +112,8 @@ def _from_planned(incident: Incident, attempt: Attempt, situation: Situation) ->
         return _rejected(incident, attempt, situation)
     over = _over(incident, situation)
     if over:
-        return _close(
-            incident,
-            IncidentOutcome.OBSERVED if situation.config.mode == "observe" else IncidentOutcome.SELF_RECOVERED,
-            over,
-        )
+        observed = situation.config.mode == "observe"
+        return _close(incident, IncidentOutcome.OBSERVED if observed else IncidentOutcome.SELF_RECOVERED, over)
     paged = _hold_ended(incident, attempt, situation)
     if paged is not None:
         return paged
@@ -127,14 +124,10 @@ def _from_planned(incident: Incident, attempt: Attempt, situation: Situation) ->
             proposed = PlanProposed(digest=attempt.plan.digest, plan=attempt.plan, expires_at=expires_at)
             return _about(incident, attempt, "proposed", proposed)
         return _start(incident, attempt)
-    if (
-        incident.requested_by_operator
-        and verdict.guard in attempt.held_by
-        and situation.now
-        > max(incident.opened_at, attempt.hold.until if attempt.hold else 0.0)
-        + situation.config.approval_timeout_seconds
-    ):
-        because = f"the request was held for {situation.config.approval_timeout_seconds:.0f} s: {verdict.because}"
+    timeout_seconds = situation.config.approval_timeout_seconds
+    due_at = max(incident.opened_at, attempt.hold.until if attempt.hold else 0.0) + timeout_seconds
+    if incident.requested_by_operator and verdict.guard in attempt.held_by and situation.now > due_at:
+        because = f"the request was blocked for {timeout_seconds:.0f} s: {verdict.because}"
         return _escalate(incident, "request_held", because, situation)
     return _blocked(incident, attempt, verdict, situation)
 
@@ -146,8 +139,7 @@ def _from_proposed(incident: Incident, attempt: Attempt, situation: Situation) -
     if attempt.decision is Decision.EXPIRED:
         if over:
             return _close(incident, IncidentOutcome.SELF_RECOVERED, over)
-        because = f"the plan expired: {attempt.decision_because}"
-        return _escalate(incident, "expired", because, situation)
+        return _escalate(incident, "expired", f"the plan expired: {attempt.decision_because}", situation)
     if over:
         return _expire(incident, attempt, over)
     paged = _hold_ended(incident, attempt, situation)
@@ -168,12 +160,9 @@ def _from_proposed(incident: Incident, attempt: Attempt, situation: Situation) -
 def _from_acting(incident: Incident, attempt: Attempt, situation: Situation) -> Move | None:
     # After a restart it is unknown whether the action was performed. Performing is idempotent, so it is repeated; but
     # an action that has had no effect yet does not start during a pause.
-    not_yet = [
-        t
-        for t in attempt.plan.targets
-        if (v := situation.fleet.find(t.replica)) and v.desired_incarnation == t.incarnation
-    ]
-    begins = bool(not_yet) or (attempt.plan.action is ActionKind.STOP_JOB and situation.stopping is None)
+    views = [(t, situation.fleet.find(t.replica)) for t in attempt.plan.targets]
+    not_yet = any(view is not None and view.desired_incarnation == t.incarnation for t, view in views)
+    begins = not_yet or (attempt.plan.action is ActionKind.STOP_JOB and situation.stopping is None)
     if begins and (situation.paused is not None or situation.config.mode == "observe"):
         return None
     return Perform(plan=attempt.plan, number=attempt.number)
@@ -206,9 +195,8 @@ def _from_verifying(incident: Incident, attempt: Attempt, situation: Situation) 
 
 
 def failed(incident: Incident, attempt: Attempt, failure: str, because: str) -> Append:
-    return _about(
-        incident, attempt, "failed", ActionFailed(digest=attempt.plan.digest, failure=str(failure), because=because)
-    )
+    payload = ActionFailed(digest=attempt.plan.digest, failure=str(failure), because=because)
+    return _about(incident, attempt, "failed", payload)
 
 
 def done(incident: Incident, attempt: Attempt, result: Mapping[str, Any]) -> Append:
@@ -233,10 +221,8 @@ def _blocked(incident: Incident, attempt: Attempt, verdict: GuardResult, situati
 
 
 def _rejected(incident: Incident, attempt: Attempt, situation: Situation) -> Append:
-    because = f"rejected by {attempt.decided_by}" + (
-        f": {attempt.decision_because}" if attempt.decision_because else ""
-    )
-    return _escalate(incident, "rejected", because, situation)
+    reason = f": {attempt.decision_because}" if attempt.decision_because else ""
+    return _escalate(incident, "rejected", f"rejected by {attempt.decided_by}{reason}", situation)
 
 
 def _hold_ended(incident: Incident, attempt: Attempt, situation: Situation) -> Append | None:
@@ -244,19 +230,13 @@ def _hold_ended(incident: Incident, attempt: Attempt, situation: Situation) -> A
     hold = attempt.hold
     if hold is None or hold.lifted or hold.active(situation.now):
         return None
-    because = (
-        f"the hold by {hold.by} is over ({hold.because}): {attempt.plan.action}, because "
-        f"{attempt.plan.because}, goes on"
-    )
+    because = f"the hold by {hold.by} ended ({hold.because}): {attempt.plan.action} continues: {attempt.plan.because}"
     return _page_oncall(incident, f"hold_over:{hold.number}", because, situation)
 
 
 def _expire(incident: Incident, attempt: Attempt, because: str) -> Append:
-    key = (
-        f"{incident.incident_id}:expired:{attempt.number}"
-        if attempt.decision
-        else decision_key(incident.incident_id, attempt.number)
-    )
+    name = incident.incident_id
+    key = f"{name}:expired:{attempt.number}" if attempt.decision else decision_key(name, attempt.number)
     return Append(payload=PlanExpired(digest=attempt.plan.digest, because=because), key=key, unless=OPERATOR_VETO)
 
 
@@ -343,11 +323,10 @@ def verify(
         if view is None:
             missing.append(f"{name} is no longer desired")
         elif view.incarnation >= wanted and view.state in DEAD:
-            return Verification(
-                because=f"{target.replica}#{view.incarnation} died before its first progress: "
-                f"{view.because or view.state}",
-                failure=ActionFailure.DIED,
+            because = (
+                f"{target.replica}#{view.incarnation} died before its first progress: {view.because or view.state}"
             )
+            return Verification(because=because, failure=ActionFailure.DIED)
         elif view.incarnation < wanted or view.state not in (LIVING if standby else (ReplicaState.SERVING,)):
             missing.append(f"{name} is {view.state if view.incarnation >= wanted else 'not started'}")
         elif standby:
@@ -358,11 +337,9 @@ def verify(
         serving_at = max(serving_at, view.changed_at if view else 0.0)
     if not missing:
         return Verification(because="; ".join(seen), resolved=True, serving_at=serving_at)
-    waited = now - done_at
-    because = f"after {waited:.1f} s " + "; ".join(missing)
-    if waited > verification_timeout_seconds:
-        return Verification(because=because, failure=ActionFailure.NO_PROGRESS)
-    return Verification(because=because)
+    timed_out = now - done_at > verification_timeout_seconds
+    because = f"after {now - done_at:.1f} s " + "; ".join(missing)
+    return Verification(because=because, failure=ActionFailure.NO_PROGRESS if timed_out else None)
 
 
 # --- quarantine ---------------------------------------------------------------------------------------------------
@@ -389,13 +366,8 @@ def events_before_plan(
     take, left = to_quarantine(faulty, quarantined, known, share_max)
     name = incident.incident_id
     because = f"{name}: {incident.diagnosis.because}"
-    events = [
-        Append(
-            payload=NodeQuarantined(node=node, by=BY_WATCH, because=because),
-            key=f"{name}:quarantine:{node}",
-        )
-        for node in take
-    ]
+    quarantines = [NodeQuarantined(node=node, by=BY_WATCH, because=because) for node in take]
+    events = [Append(payload=quarantine, key=f"{name}:quarantine:{quarantine.node}") for quarantine in quarantines]
     if left:
         because = (
             f"{', '.join(left)} should be quarantined, but {len(quarantined) + len(take)} of {len(known)} nodes "

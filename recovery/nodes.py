@@ -44,10 +44,7 @@ class BurnIn:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """
-        Raises:
-            CommandRefused: `values` is not a burn-in result.
-        """
+        """Raises CommandRefused: `values` is not a burn-in result."""
         try:
             checks = tuple(_check_from_dict(c) for c in values["checks"])[:CHECKS_MAX]
             passed = any(c.passed for c in checks) and all(c.passed is not False for c in checks)

@@ -4,10 +4,9 @@ webhook that hangs never delays recovery.
 Pages, proposals and the resolution of incidents that were paged go to the notifier in journal order. The journal flag
 `notified` holds the position delivered so far, so the next watch continues there: at least once, never blocking.
 
-Each message has a few tries, growing pauses and a deadline per try. Redirects are not followed, because a message may
+Each message has a few tries with growing pauses, and a deadline per try. Redirects are not followed: a message may
 contain machine names. A URL that ends with `/api/v2/alerts` gets the Alertmanager v2 format; any other gets one JSON
-object per message, identified by `kind` and `id`. Heartbeats use the same URL: a receiver that gets none for some
-intervals knows that watch is dead.
+object per message, identified by `kind` and `id`. Heartbeats go to the same URL.
 """
 
 import json
@@ -42,7 +41,6 @@ FIRING_SECONDS = 86_400.0
 """How long Alertmanager shows an alert that is not resolved."""
 HEARTBEATS_MISSED_MAX = 3
 """Alertmanager drops the heartbeat alert after this many intervals without a new one."""
-
 
 NOTIFIED_FLAG = "notified"
 RESOLVING_OUTCOMES = (IncidentOutcome.RESOLVED, IncidentOutcome.OBSERVED, IncidentOutcome.SELF_RECOVERED)
@@ -152,9 +150,7 @@ class WebhookNotifier:
         pause_seconds: float = PAUSE_SECONDS,
         tries_max: int = TRIES_MAX,
     ) -> None:
-        """Raises:
-        ConfigError: `url` is not http(s) with a host.
-        """
+        """Raises ConfigError: `url` is not http(s) with a host."""
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ConfigError(["recovery.webhook_url: must be http://host/... or https://host/..."])
@@ -203,10 +199,24 @@ class WebhookNotifier:
                 self._try(item)
                 self._beating.clear()
                 continue
-            self._send(self._body_of(item))
+            self._send(item)
             self.settled_seq = max(self.settled_seq, item.seq)
 
-    def _send(self, body: bytes) -> None:
+    def _send(self, message: Message) -> None:
+        if self.channel == "alertmanager":
+            body = json.dumps([_alert(message)]).encode()
+        else:
+            value = {
+                "id": f"{message.run_id}:e{message.seq}",
+                "kind": message.kind,
+                "run": message.run_id,
+                "incident": message.incident_id,
+                "because": message.because,
+                "at": message.wall_at,
+                "resolved": message.resolved,
+                **message.facts,
+            }
+            body = json.dumps(value).encode()
         pause = self._pause_seconds
         for try_number in range(1, self._tries_max + 1):
             if self._try(body):
@@ -233,21 +243,6 @@ class WebhookNotifier:
         if not 200 <= status < 300:
             logger.warning("notification over %s was answered with %d", self.channel, status)
         return 200 <= status < 300
-
-    def _body_of(self, message: Message) -> bytes:
-        if self.channel == "alertmanager":
-            return json.dumps([_alert(message)]).encode()
-        value = {
-            "id": f"{message.run_id}:e{message.seq}",
-            "kind": message.kind,
-            "run": message.run_id,
-            "incident": message.incident_id,
-            "because": message.because,
-            "at": message.wall_at,
-            "resolved": message.resolved,
-            **message.facts,
-        }
-        return json.dumps(value).encode()
 
     def _body_of_heartbeat(self, facts: Mapping[str, Any]) -> bytes:
         now = self._clock.wall()

@@ -17,7 +17,7 @@ bad node, so the next one goes to another. A diagnosis of an incarnation that wa
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from itertools import takewhile
 from typing import Any, Self
@@ -26,7 +26,7 @@ from rolecall.core.config.job import RecoveryConfig
 from rolecall.core.diagnosis import ActionKind, Diagnosis, Plan, PlanTarget
 from rolecall.core.faults import Remedy
 from rolecall.core.ids import IncidentId
-from rolecall.recovery.fleet import DEAD, FleetView
+from rolecall.recovery.fleet_view import DEAD, FleetView
 from rolecall.recovery.incidents import OPERATOR, ActionFailure, Incident, IncidentOutcome
 
 COLLAPSE = "collapse"
@@ -102,7 +102,7 @@ class PolicyInput:
             past=tuple(FailedAttempt.from_dict(p) for p in body["past"]),
             supports=frozenset(ActionKind(a) for a in body["supports"]),
             lost_nodes=frozenset(body["lost_nodes"]),
-            quarantined_nodes=frozenset(body.get("quarantined_nodes", ())),  # absent in older inputs
+            quarantined_nodes=frozenset(body["quarantined_nodes"]),
         )
 
 
@@ -164,9 +164,8 @@ def decide(facts: PolicyInput) -> PolicyDecision:
             return _replace(facts, arithmetic) if worth else _nothing(facts, arithmetic)
         if remedy is Remedy.PAGE:
             settle = f" To settle it: {diagnosis.settle}" if diagnosis.settle else ""
-            return _nothing(
-                facts, f"no known action resolves {diagnosis.fault_class}: {diagnosis.because}.{settle}", page=True
-            )
+            because = f"no known action resolves {diagnosis.fault_class}: {diagnosis.because}.{settle}"
+            return _nothing(facts, because, page=True)
     return _replace(facts, diagnosis.because)
 
 
@@ -180,10 +179,8 @@ def slow_gain(diagnosis: Diagnosis, config: RecoveryConfig) -> tuple[bool, str]:
     if ratio is None or not math.isfinite(ratio) or ratio <= 1:
         return False, f"tolerated: the gain was not measured ({diagnosis.because})"
     if horizon is None:
-        return (
-            False,
-            f"tolerated: {ratio:.2f} times slower, but no horizon is set to compare with {cost:.0f} s of cost",
-        )
+        because = f"{ratio:.2f} times slower, but no horizon is set to compare with {cost:.0f} s of cost"
+        return False, f"tolerated: {because}"
     gain = horizon * (1 - 1 / ratio)
     sum_ = f"{horizon:.0f} s x (1 - 1/{ratio:.2f}) = {gain:.0f} s of its work"
     if gain > cost:
@@ -200,9 +197,8 @@ def _nothing(
 
 def _stop(facts: PolicyInput) -> PolicyDecision:
     if ActionKind.STOP_JOB not in facts.supports:
-        return _nothing(
-            facts, f"{facts.diagnosis.because}: the job must stop and this actuator cannot stop it", page=True
-        )
+        because = f"{facts.diagnosis.because}: the job must stop and this actuator cannot stop it"
+        return _nothing(facts, because, page=True)
     because = f"{facts.diagnosis.because}: failure of the job's own code; no replica is evicted and the job stops"
     plan = Plan(incident_id=facts.incident_id, action=ActionKind.STOP_JOB, targets=(), because=because)
     return PolicyDecision(plan=plan, page_oncall=True, outcome=IncidentOutcome.ESCALATED)
@@ -214,19 +210,20 @@ def _replace(facts: PolicyInput, because: str) -> PolicyDecision:
     targets, why_not = _targets(facts)
     if not targets:
         moot = why_not == _REPLACED_ALREADY
-        return _nothing(
-            facts,
-            why_not,
-            page=not moot,
-            outcome=IncidentOutcome.SELF_RECOVERED if moot else IncidentOutcome.TOLERATED,
-        )
+        outcome = IncidentOutcome.SELF_RECOVERED if moot else IncidentOutcome.TOLERATED
+        return _nothing(facts, why_not, page=not moot, outcome=outcome)
     gave_up = _exhausted(facts)
     if gave_up:
         return _nothing(facts, gave_up, page=True, outcome=IncidentOutcome.ESCALATED)
-    action = _rung(facts, targets)
+    avoided = any(t.node in facts.avoided for t in targets)
+    no_progress = bool(facts.past) and facts.past[-1].failure is ActionFailure.NO_PROGRESS
+    if leaves_node(facts.diagnosis) or avoided or (no_progress and ActionKind.REPLACE_NODE in facts.supports):
+        action = ActionKind.REPLACE_NODE
+    else:
+        action = ActionKind.REPLACE_REPLICA
     tried = f"{because} (attempt {len(facts.past) + 1}: {facts.past[-1].because})" if facts.past else because
     if action is ActionKind.REPLACE_NODE and facts.fleet.spare_node(facts.avoided | {t.node for t in targets}) is None:
-        if facts.diagnosis.fault_class.spec.remedy is Remedy.MOVE or _on_avoided_node(facts, targets):
+        if facts.diagnosis.fault_class.spec.remedy is Remedy.MOVE or avoided:
             return _nothing(facts, f"{because}: there is no other node to move to", page=True)
         action = ActionKind.REPLACE_REPLICA
     if action not in facts.supports:
@@ -292,15 +289,3 @@ def _exhausted(facts: PolicyInput) -> str:
 def leaves_node(diagnosis: Diagnosis) -> bool:
     """Whether the fault stays with the node, which is then quarantined."""
     return diagnosis.fault_class.spec.remedy is Remedy.MOVE or bool(diagnosis.suspects and AGAIN in diagnosis.detectors)
-
-
-def _rung(facts: PolicyInput, targets: Sequence[PlanTarget]) -> ActionKind:
-    if leaves_node(facts.diagnosis) or _on_avoided_node(facts, targets):
-        return ActionKind.REPLACE_NODE
-    if facts.past and facts.past[-1].failure is ActionFailure.NO_PROGRESS and ActionKind.REPLACE_NODE in facts.supports:
-        return ActionKind.REPLACE_NODE
-    return ActionKind.REPLACE_REPLICA
-
-
-def _on_avoided_node(facts: PolicyInput, targets: Sequence[PlanTarget]) -> bool:
-    return any(t.node in facts.avoided for t in targets)

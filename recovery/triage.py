@@ -10,21 +10,12 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
 
 from rolecall.core.diagnosis import Diagnosis, Evidence, Suspect
 from rolecall.core.faults import FaultClass, Remedy
-from rolecall.core.ids import split_replica
 from rolecall.core.membership import ReplicaState
-from rolecall.recovery.fleet import FleetView
-from rolecall.recovery.incidents import (
-    OPERATOR,
-    ActionFailure,
-    Decision,
-    Incident,
-    IncidentOutcome,
-    IncidentState,
-)
+from rolecall.recovery.fleet_view import FleetView
+from rolecall.recovery.incidents import OPERATOR, ActionFailure, Decision, Incident, IncidentOutcome, IncidentState
 from rolecall.recovery.nodes import NodeRecord
 from rolecall.recovery.policy import AGAIN, ONCE
 
@@ -69,7 +60,15 @@ def triage(
             found = _against_open(diagnosis, incident)
             if found is not None:
                 return found
-    if _all_replaced(diagnosis, fleet):
+    views = [(fleet.find(s.replica), s.incarnation) for s in diagnosis.suspects if s.replica]
+    if (
+        views
+        and len(views) == len(diagnosis.suspects)
+        and all(
+            view is not None and incarnation is not None and incarnation < view.desired_incarnation
+            for view, incarnation in views
+        )
+    ):
         return TriageDecision(kind=TriageAction.IGNORE, because="every incarnation it names was already replaced")
     for incident in reversed(known):
         if incident.state is IncidentState.CLOSED:
@@ -110,14 +109,6 @@ def _against_open(diagnosis: Diagnosis, incident: Incident) -> TriageDecision | 
     return _ignored(incident, handles)
 
 
-def _all_replaced(diagnosis: Diagnosis, fleet: FleetView) -> bool:
-    named = [(s.replica, s.incarnation) for s in diagnosis.suspects if s.replica and s.incarnation is not None]
-    if not named or len(named) < len(diagnosis.suspects):
-        return False
-    seen = [(fleet.find(replica), incarnation) for replica, incarnation in named]
-    return all(view is not None and incarnation < view.desired_incarnation for view, incarnation in seen)
-
-
 def _against_closed(
     diagnosis: Diagnosis, incident: Incident, fleet: FleetView, reported_before: bool, reconsider: bool
 ) -> TriageDecision | None:
@@ -153,11 +144,8 @@ def rejected_by_operator(diagnosis: Diagnosis, incident: Incident) -> bool:
 def unrecovered_replicas(incident: Incident, fleet: FleetView) -> frozenset[str]:
     """Replicas whose newest incarnation this incident started before it escalated."""
     attempt = incident.attempts[-2] if len(incident.attempts) > 1 else None
-    if (
-        incident.outcome is not IncidentOutcome.ESCALATED
-        or attempt is None
-        or attempt.failure in (None, ActionFailure.REFUSED)
-    ):
+    escalated = incident.outcome is IncidentOutcome.ESCALATED
+    if not escalated or attempt is None or attempt.failure in (None, ActionFailure.REFUSED):
         return frozenset()
     found = ((t.replica, fleet.find(t.replica)) for t in attempt.plan.targets)
     return frozenset(str(r) for r, v in found if v is not None and v.desired_incarnation == incident.touched.get(r))
@@ -173,22 +161,23 @@ def unrepaired(fleet: FleetView, incidents: Iterable[Incident], now: float) -> l
     for view in fleet.replicas:
         lost = view.state is ReplicaState.LOST and view.incarnation == view.desired_incarnation
         if lost and now - view.changed_at >= LOST_GRACE_SECONDS and view.replica not in handled:
-            found.append(_lost(view.replica, view.incarnation, view.node, view.because, view.changed_at, now))
+            because = (
+                f"{view.replica}#{view.incarnation} is lost: the runtime reported it {now - view.changed_at:.1f} s"
+            )
+            found.append(
+                Diagnosis(
+                    suspects=(
+                        Suspect(node=view.node, role=view.role, replica=view.replica, incarnation=view.incarnation),
+                    ),
+                    fault_class=FaultClass.CRASH,
+                    onset=view.changed_at,
+                    detected_at=now,
+                    confidence=1.0,
+                    because=f"{because} ago and it has no replacement: {view.because}",
+                    detectors=(RUNTIME,),
+                )
+            )
     return found
-
-
-def _lost(replica: str, incarnation: int, node: Any, because: str, at: float, now: float) -> Diagnosis:
-    suspect = Suspect(node=node, role=split_replica(replica)[0], replica=replica, incarnation=incarnation)
-    return Diagnosis(
-        suspects=(suspect,),
-        fault_class=FaultClass.CRASH,
-        onset=at,
-        detected_at=now,
-        confidence=1.0,
-        because=f"{replica}#{incarnation} is lost: the runtime reported it {now - at:.1f} s ago and it has no "
-        f"replacement: {because}",
-        detectors=(RUNTIME,),
-    )
 
 
 def suspected_once(incidents: Iterable[Incident], fleet: FleetView) -> list[tuple[Suspect, Diagnosis]]:

@@ -13,7 +13,7 @@ from enum import StrEnum
 from rolecall.core.journal.events import Event, EventKind
 from rolecall.core.journal.payloads import BurnInFinished, NodeDrained, NodeQuarantined, NodeReturnedToService
 from rolecall.dashboards.data.hardware import FleetMetrics, XidOccurrence
-from rolecall.recovery.fleet import FleetView, ReplicaView
+from rolecall.recovery.fleet_view import FleetView, ReplicaView
 from rolecall.recovery.incidents import Incident, IncidentState
 from rolecall.recovery.nodes import NODE_KINDS, NodeRecord, fold_nodes
 

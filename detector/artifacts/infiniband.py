@@ -209,21 +209,19 @@ NUM_PEERS_MIN = 3
 GROWTH: Mapping[str, tuple[float, float, str]] = {
     **dict.fromkeys(
         ("link_downed", "excessive_buffer_overrun_errors", "local_link_integrity_errors", "rnr_nak_retry_err"),
-        (0.0, 1.0, "no increase is in order"),
+        (0.0, 1.0, "no increase is normal"),
     ),
-    "symbol_error": (120.0, 3600.0, "at most 120 an hour are in order"),
-    "link_error_recovery": (5.0, 60.0, "at most 5 a minute are in order"),
-    **dict.fromkeys(("roce_slow_restart", "port_rcv_errors"), (10.0, 1.0, "at most 10 a second are in order")),
-    "port_xmit_discards": (100.0, 1.0, "at most 100 a second are in order"),
-    "local_ack_timeout_err": (1.0, 1.0, "at most one a second is in order"),
+    "symbol_error": (120.0, 3600.0, "at most 120 an hour are normal"),
+    "link_error_recovery": (5.0, 60.0, "at most 5 a minute are normal"),
+    **dict.fromkeys(("roce_slow_restart", "port_rcv_errors"), (10.0, 1.0, "at most 10 a second are normal")),
+    "port_xmit_discards": (100.0, 1.0, "at most 100 a second are normal"),
+    "local_ack_timeout_err": (1.0, 1.0, "at most one a second is normal"),
 }
 """By counter: (maximum growth, per seconds, explanation), from NVIDIA/NVSentinel, nic-health-monitor, link counter
 detection; 120 symbol errors an hour are the IBTA's bit error rate of 1e-12."""
 OF_OTHERS = frozenset({"local_ack_timeout_err", "rnr_nak_retry_err", "roce_slow_restart", "port_xmit_discards"})
 """Counters that the remote end or the path may cause: a dead peer does not respond."""
-CONGESTION: Mapping[str, tuple[float, str]] = {
-    "np_cnp_sent": (1000.0, "congestion notifications (CNP)"),
-}
+CONGESTION: Mapping[str, tuple[float, str]] = {"np_cnp_sent": (1000.0, "congestion notifications (CNP)")}
 """By counter: (minimum per second, description). No normal rate is published, so ports are compared only with each
 other. A flow with all packets marked causes one notification per 50 us, 20,000 per second (DCQCN, Zhu et al., SIGCOMM
 2015, section 5). PFC pauses are not in InfiniBand trees; `ethtool -S` has them."""
@@ -234,13 +232,11 @@ SHARED_RATIO = 0.5
 NUM_RAILS_MIN = 4
 """With this many rails, independent faults of machines do not concentrate on one of them."""
 CONFIDENCE_CANNOT_TELL = 0.3
-SETTLE_COUNTS = (
-    "a second copy of the same nodes some minutes later, in a folder beside the first: whether it still counts"
+SETTLE_COUNTS = "a second copy of the same nodes some minutes later, next to the first: whether it still grows"
+SETTLE_OTHERS = (
+    "the same counter of its communication peers: if it is high there, too, one of them or the path is faulty"
 )
-SETTLE_OTHERS = "whether its communication peers count the same: then the cause is one of them, or the path between"
-SETTLE_CONGESTED = (
-    "the PFC pauses that it sends (ethtool -S: tx_prio*_pause) and its PCIe link: a slow receiver pauses its senders"
-)
+SETTLE_CONGESTED = "its PCIe link and the PFC pauses that it sends (ethtool -S: tx_prio*_pause), to see if it is slow"
 SETTLE_SHARED = "what they have in common: the switch of this rail, its cabling, the subnet manager and their logs"
 
 
@@ -320,13 +316,11 @@ def diagnose(ports: Sequence[InfinibandPort]) -> tuple[list[Finding], list[str]]
             "copies of other nodes, or a second copy some minutes later, would settle it"
         )
     shared, own = _shared(fleet, faults)
-    times = [p.at for p in ports]
-    findings = [
-        _of_node(list(its), min(times), max(times))
-        for _, its in groupby(sorted(own, key=lambda c: c.port.node), key=lambda c: c.port.node)
-    ]
+    times = min(p.at for p in ports), max(p.at for p in ports)
+    by_node = groupby(sorted(own, key=lambda c: c.port.node), key=lambda c: c.port.node)
+    findings = [_of_node(list(its), *times) for _, its in by_node]
     named = {c.port.node for c in own}
-    findings += [_of_several(s, named, fleet, min(times), max(times)) for s in shared]
+    findings += [_of_several(s, named, fleet, *times) for s in shared]
     # Each remark once, with its number of nodes.
     return findings, [
         f"cannot tell {text}" + (f" (on {number} nodes)" if number > 1 else "")
@@ -353,7 +347,7 @@ def _down(fleet: InfinibandFabric, port: InfinibandPort, remarks: list[str]) -> 
     elif port.used:
         yield PortFault(port=port, kind="down", confidence=0.7, text=f"{what}, and has been in use", values=values)
     else:
-        remarks.append(f"whether port {port.rail} should be active: it is down, and no counter says that it ever was")
+        remarks.append(f"whether port {port.rail} should be active: it is down, and no counter shows that it ever was")
 
 
 def _slow(fleet: InfinibandFabric, port: InfinibandPort, remarks: list[str]) -> Iterator[PortFault]:

@@ -18,7 +18,6 @@ OF_GPU = "gpu"
 PANEL = "panel:"
 """Name prefix of metric-panel detectors: they detect that a machine changed, not the cause."""
 
-
 WRONG_NUMBERS_ONCE, WRONG_NUMBERS = "wrong_numbers_once", "wrong_numbers"
 """Detectors of microbatches with numbers that are not finite, or not those of another replica: of a single one; and of
 several of one process, or of data and code."""

@@ -43,7 +43,7 @@ class Observation:
             batches=tuple(SampleBatch.from_dict(b) for b in data["batches"]),
             events=tuple(AgentEvent.from_dict(e) for e in data["events"]),
             unreachable=tuple((u[0], u[1], u[2]) for u in data["unreachable"]),
-            left=tuple(data.get("left", ())),
-            panel_findings=tuple(Finding.from_dict(f) for f in data.get("panel_findings", ())),
-            pulled_findings=tuple(Finding.from_dict(f) for f in data.get("pulled_findings", ())),
+            left=tuple(data["left"]),
+            panel_findings=tuple(Finding.from_dict(f) for f in data["panel_findings"]),
+            pulled_findings=tuple(Finding.from_dict(f) for f in data["pulled_findings"]),
         )

@@ -62,10 +62,8 @@ class DecompressedFile(io.RawIOBase):
     """
 
     def __init__(self, path: Path, bytes_max: int, check: Check = no_check) -> None:
-        """`check` is called before each read of at most `CHUNK_BYTES`.
-
-        Raises OSError, or UnreadableInput if this Python has no module for the format.
-        """
+        """`check` is called before each read of at most `CHUNK_BYTES`. Raises OSError, or UnreadableInput if this
+        Python has no module for the format."""
         self._check = check
         self._path, self._left, self._bytes_max = path, bytes_max, bytes_max
         self.cut_short = False

@@ -25,7 +25,7 @@ CONTAINER_BYTES, MEMO_BYTES, OPCODE_BYTES, TEXT_FACTOR = 232, 96, 32, 4
 """Upper estimates: a dict of up to five items; a place in the memo; what any other opcode leaves; bytes of a decoded
 character per byte of the file."""
 CHECK_OPCODES = 1 << 16
-"""Memory and time are looked at after this many opcodes: about 30 ms, and at most 15 MB."""
+"""Memory and time are checked after this many opcodes: about 30 ms, and at most 15 MB."""
 DEPTH_MAX = 1000
 """Maximum nesting of marks. A dump has five levels."""
 NUM_CHARACTERS_MAX = 200
@@ -50,10 +50,8 @@ class UnsafePickle(Exception):
 
 
 def loads(data: bytes, *, bytes_max: int = READ_BYTES_MAX, check: Check = no_check) -> Any:
-    """The value of a pickle of protocol 2 to 5. `check` is called during the work.
-
-    Raises UnsafePickle: also if reading it would take more memory than `bytes_max`.
-    """
+    """The value of a pickle of protocol 2 to 5. `check` is called during the work. Raises UnsafePickle: also if reading
+    it would take more memory than `bytes_max`."""
     if not MAGIC.match(data):
         raise UnsafePickle("a pickle of an unknown protocol")
     try:
@@ -61,7 +59,7 @@ def loads(data: bytes, *, bytes_max: int = READ_BYTES_MAX, check: Check = no_che
     except (IndexError, struct.error):
         raise UnsafePickle("it is cut short, or damaged") from None
     except KeyError:
-        raise UnsafePickle("not a readable pickle: it refers to what it does not hold") from None
+        raise UnsafePickle("not a readable pickle: it refers to a value that it does not contain") from None
     except ReadingStopped:
         raise
     except (TypeError, ValueError) as e:  # the wrong kind of value, text in no encoding
@@ -193,15 +191,15 @@ def _bytes(data: bytes, at: int, size: int) -> bytes:
 
 def _a_list(value: Any) -> list[Any]:
     if type(value) is not list:
-        raise TypeError("something is put into what is no list")
+        raise TypeError("an item is added to a value that is not a list")
     return value
 
 
 def _set(table: Any, names: list[Any], values: list[Any]) -> None:
     if type(table) is not dict or len(names) != len(values):
-        raise TypeError("something is put into what is no dict")
+        raise TypeError("an item is added to a value that is not a dict")
     if {*map(type, names)} - {str}:
-        raise TypeError("a key is no text")
+        raise TypeError("a key is not text")
     table.update(zip(names, values, strict=True))
 
 
@@ -213,5 +211,5 @@ def _refuse(data: bytes, at: int, stack: list[Any]) -> NoReturn:
     if name in ("GLOBAL", "INST", "STACK_GLOBAL"):
         lines = [line.decode("utf-8", "replace") for line in data[at : at + 1000].split(b"\n")[:2]]
         wanted = [str(s) for s in stack[-2:] if type(s) is str] if name == "STACK_GLOBAL" else lines
-        raise UnsafePickle(f"refused: it wants to run {safe('.'.join(wanted))}, which no dump needs")
+        raise UnsafePickle(f"refused: it tries to run {safe('.'.join(wanted))}, which no dump needs")
     raise UnsafePickle(f"refused: it holds a {name}, which no dump needs")

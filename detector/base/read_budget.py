@@ -23,6 +23,14 @@ def no_check() -> None:
     """For reading without a deadline."""
 
 
+def head_of(path: Path, num_bytes: int) -> bytes:
+    """The first bytes of a regular file; empty for others, since a pipe would block. Raises OSError."""
+    if not path.is_file():
+        return b""
+    with path.open("rb") as file:
+        return file.read(num_bytes)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadLimits:
     """Limits of a whole call."""

@@ -13,16 +13,17 @@ from dataclasses import fields, replace
 from typing import Any, Self
 
 from rolecall.core.config.job import DetectorConfig
-from rolecall.core.diagnosis import Diagnosis, Finding, Suspect
+from rolecall.core.diagnosis import Diagnosis, Suspect
 from rolecall.core.telemetry import Phase
 from rolecall.detector.base.findings import PANEL
 from rolecall.detector.base.observation import Observation
 from rolecall.detector.live import fusion
-from rolecall.detector.live.fleet import MonitoredProcesses
 from rolecall.detector.live.history import ObservationHistory, decode, encode
+from rolecall.detector.live.monitored_process import WORK_PHASES, MonitoredProcess
+from rolecall.detector.live.processes import MonitoredProcesses
 from rolecall.detector.live.stages.agent_lost import AgentLostStage
 from rolecall.detector.live.stages.collapse import CollapseStage
-from rolecall.detector.live.stages.crash import CrashStage, LostRanksStage
+from rolecall.detector.live.stages.crash import CrashStage, LostRanksStage, UserCodeStage
 from rolecall.detector.live.stages.nccl_ras import NcclRasStage
 from rolecall.detector.live.stages.node_faults import NodeFaultsStage
 from rolecall.detector.live.stages.panels import PanelsStage
@@ -31,9 +32,7 @@ from rolecall.detector.live.stages.slow import SlowStage
 from rolecall.detector.live.stages.stage import Stage, Tick, stalls_others
 from rolecall.detector.live.stages.stall import CollectiveStage, DependentStallStage, StallStage
 from rolecall.detector.live.stages.uninstrumented import UninstrumentedStage
-from rolecall.detector.live.stages.user_code import UserCodeStage
 from rolecall.detector.live.stages.wrong_numbers import WrongNumbersStage
-from rolecall.detector.live.subject import WORK_PHASES, MonitoredProcess
 
 Stages = Sequence[Callable[[], Stage]]
 STAGES: Stages = (
@@ -78,15 +77,6 @@ class LiveDetector:
         self._history.add(observation, self._fleet, self._learned)
         now = self._now = max(self._now, observation.wall_at)
         self._fleet.ingest(observation)
-        findings = self._evaluate(observation, now)
-        of_panels = [f for f in findings if f.detector.startswith(PANEL)]
-        others = [f for f in findings if not f.detector.startswith(PANEL)]
-        diagnoses = fusion.fuse(others, self._standing, self._fleet.roster.sizes(), now, of_panels)
-        self._standing = {d.key: d for d in diagnoses}
-        self._mark_quiet(others)
-        return diagnoses
-
-    def _evaluate(self, observation: Observation, now: float) -> list[Finding]:
         tick = Tick(
             observation=observation, fleet=self._fleet, config=self._config, expected_roles=self._roles, now=now
         )
@@ -99,7 +89,20 @@ class LiveDetector:
             if stage.suppresses and any(map(stalls_others, found)):
                 suppressed |= stage.suppresses
                 self._suppressed_wall.update(dict.fromkeys(stage.suppresses, now))
-        return tick.findings
+        findings = tick.findings
+        of_panels = [f for f in findings if f.detector.startswith(PANEL)]
+        others = [f for f in findings if not f.detector.startswith(PANEL)]
+        diagnoses = fusion.fuse(others, self._standing, self._fleet.roster.sizes(), now, of_panels)
+        self._standing = {d.key: d for d in diagnoses}
+        # Learning is suspended for processes with a finding, and for waiting ones while a fault stalls others.
+        suspects = [s for f in others for s in f.suspects if s.replica]
+        quiet = {
+            (s.replica, s.rank, s.incarnation) for s in suspects if s.rank is not None and s.incarnation is not None
+        }
+        if any(map(stalls_others, others)):
+            quiet |= {s.key for s in self._fleet.current() if s.phase not in WORK_PHASES}
+        self._fleet.quiet = quiet
+        return diagnoses
 
     def forget(self, replica: str, below_incarnation: int) -> None:
         """Marks older incarnations of `replica` as being replaced: their exits from now on are intended.
@@ -139,21 +142,16 @@ class LiveDetector:
         if self._now - subject.seen_wall > FRESH_SECONDS:
             return f"no sample for {self._now - subject.seen_wall:.1f} s"
         for diagnosis in self._standing.values():
-            if fusion.on_panels_alone(diagnosis):
-                continue  # only its metrics changed; the checks below cover its progress
-            if any(
-                who.replica == subject.replica and who.incarnation == subject.incarnation for who in diagnosis.suspects
-            ):
+            # Of panels alone, only its metrics changed; the checks below cover its progress.
+            named = {(s.replica, s.incarnation) for s in diagnosis.suspects}
+            if (subject.replica, subject.incarnation) in named and not fusion.on_panels_alone(diagnosis):
                 return f"diagnosed with {diagnosis.fault_class}"
         if not subject.worked:
             return f"in phase {subject.phase}, no unit of work finished yet"
         if subject.phase == Phase.START:
             return "in phase start"
-        if (
-            subject.progress_due
-            and subject.phase in WORK_PHASES
-            and subject.stall.wall >= self._config.hang_floor_seconds
-        ):
+        due = subject.progress_due and subject.phase in WORK_PHASES
+        if due and subject.stall.wall >= self._config.hang_floor_seconds:
             return f"no progress in {subject.phase} for {subject.stall.wall:.1f} s"
         return ""
 
@@ -190,11 +188,7 @@ class LiveDetector:
 
     @classmethod
     def replay_window(cls, window: Mapping[str, Any]) -> list[list[Diagnosis]]:
-        """Replays a stored window.
-
-        Raises:
-            ValueError: the window has another version or is damaged.
-        """
+        """Replays a stored window. Raises ValueError: the window has another version or is damaged."""
         if window.get("version") != WINDOW_VERSION:
             raise ValueError(f"window: version {window.get('version')!r} is not {WINDOW_VERSION}")
         observations = [Observation.from_dict(o) for o in window["observations"]]
@@ -249,15 +243,3 @@ class LiveDetector:
         self._suppressed_wall = decode(state["suppressed_wall"])
         self._standing = {d.key: d for d in decode(state["standing"])}
         self._now = state["now"]
-
-    def _mark_quiet(self, findings: list[Finding]) -> None:
-        """Suspends learning from processes with a finding, and from waiting ones while a fault stalls others."""
-        quiet = {
-            (s.replica, s.rank, s.incarnation)
-            for f in findings
-            for s in f.suspects
-            if s.replica and s.rank is not None and s.incarnation is not None
-        }
-        if any(map(stalls_others, findings)):
-            quiet |= {s.key for s in self._fleet.current() if s.phase not in WORK_PHASES}
-        self._fleet.quiet = quiet

@@ -58,7 +58,6 @@ def on_panels_alone(d: Diagnosis) -> bool:
 
 
 def to_diagnosis(finding: Finding) -> Diagnosis:
-    settle = "; ".join(e.text for e in finding.evidence if e.kind == SETTLE)
     gains = [e.values["ratio"] for e in finding.evidence if e.kind == GAIN]
     return Diagnosis(
         suspects=finding.suspects,
@@ -70,7 +69,7 @@ def to_diagnosis(finding: Finding) -> Diagnosis:
         evidence=tuple(e for e in finding.evidence if e.kind not in (SETTLE, GAIN, ADVISES)),
         detectors=(finding.detector,),
         advice=_advice(finding),
-        settle=settle,
+        settle="; ".join(e.text for e in finding.evidence if e.kind == SETTLE),
         gain_ratio=gains[0] if gains else None,
         about=finding.about,
     )
@@ -142,14 +141,12 @@ def _drop_consequences(findings: list[Finding]) -> list[Finding]:
         of_class.nodes |= {s.node for s in finding.suspects}
         of_class.roles |= {finding.about.partition(":")[0]} - {""}
 
-    def is_consequence(finding: Finding) -> bool:
-        return any(
-            finding.fault_class in cause.spec.suppresses
-            and what.explains(finding, cause.spec.suppresses[finding.fault_class])
-            for cause, what in named.items()
-        )
-
-    return [f for f in findings if not is_consequence(f)]
+    kept = []
+    for finding in findings:
+        scopes = [(what, cause.spec.suppresses.get(finding.fault_class)) for cause, what in named.items()]
+        if not any(scope is not None and what.explains(finding, scope) for what, scope in scopes):
+            kept.append(finding)
+    return kept
 
 
 def _drop_majority_suspects(findings: list[Finding], role_sizes: Mapping[str, int], now: float) -> list[Finding]:
@@ -195,7 +192,9 @@ class Merger:
     def add(self, finding: Finding) -> Diagnosis | None:
         """The new diagnosis; None if this fault, or one that explains it, was reported before."""
         for i, first in enumerate(self.kept):
-            if _is_same_fault(first, finding) and finding.detected_at - self.last_at[i] <= SAME_FAULT_SECONDS:
+            alike = first.fault_class == finding.fault_class and first.about == finding.about
+            same = _nodes(first) == _nodes(finding) or _same_ranks(first.suspects, finding.suspects)
+            if alike and same and finding.detected_at - self.last_at[i] <= SAME_FAULT_SECONDS:
                 self.last_at[i] = finding.detected_at
                 return None
         explained = any(
@@ -221,11 +220,6 @@ def merged(findings: Sequence[Finding]) -> list[Diagnosis]:
 
 def _nodes(f: Finding) -> tuple[str, ...]:
     return tuple(sorted({s.node for s in f.suspects}))
-
-
-def _is_same_fault(first: Finding, f: Finding) -> bool:
-    alike = first.fault_class == f.fault_class and first.about == f.about
-    return alike and (_nodes(first) == _nodes(f) or _same_ranks(first.suspects, f.suspects))
 
 
 def _same_ranks(first: tuple[Suspect, ...], others: tuple[Suspect, ...]) -> bool:

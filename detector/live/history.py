@@ -1,12 +1,9 @@
 """The most recent observations of a detector and the state before them: a window that replays to the same diagnosis.
 
-The history consists of two segments of half the configured length each. When a third begins the oldest is dropped, so
-between half and all of the length is available. A segment stores the learned state at its start. Copying all subjects
-at that moment would block the detector for seconds with sixteen thousand of them, so each is copied before its first
-change (`MonitoredProcesses.before`); an unchanged subject still has its initial state.
-
-The window of a large fleet is restricted to the suspects and some of their peers; the whole would be hundreds of
-megabytes of JSON.
+Two segments of half the configured length each; when a third begins the oldest is dropped. A segment stores the learned
+state at its start. Copying all subjects at that moment would block the detector for seconds with sixteen thousand of
+them, so each is copied before its first change (`MonitoredProcesses.before`). The window of a large fleet is restricted
+to the suspects and some of their peers; the whole would be hundreds of megabytes of JSON.
 
 Windows are plain JSON. Only the classes listed here are encoded or constructed; nothing is unpickled. A dataclass
 becomes {"@": name, ...}, a mapping [["k", "v"], ...] under "@map", a tuple, set or deque a tagged list.
@@ -24,32 +21,19 @@ from rolecall.core.diagnosis import Diagnosis, Finding, Suspect
 from rolecall.core.ids import ProcessId
 from rolecall.core.telemetry import AgentEvent, ProcessSample
 from rolecall.detector.base.observation import Observation
-from rolecall.detector.live.fleet import MonitoredProcesses, ReceivedException
+from rolecall.detector.live.monitored_process import Key, MonitoredProcess, ProgressClocks, ProgressGaps, SlowMeter
+from rolecall.detector.live.processes import MonitoredProcesses, ReceivedException
 from rolecall.detector.live.stages.collapse import CollapseWatch, TrainingHistory
-from rolecall.detector.live.stages.nccl_ras import StalledCommunicator, StalledCommunicators
-from rolecall.detector.live.stages.node_faults import NodeFault, NodeFaults
+from rolecall.detector.live.stages.nccl_ras import StalledCommunicator
+from rolecall.detector.live.stages.node_faults import NodeFault
 from rolecall.detector.live.stages.panels import PanelFault
 from rolecall.detector.live.stages.slow import LoadBaseline, SlowState
-from rolecall.detector.live.subject import Key, MonitoredProcess, ProgressClocks, ProgressGaps, SlowMeter
 
 PLAIN: dict[str, type] = {
     c.__name__: c
     for c in (
-        CollapseWatch,
-        LoadBaseline,
-        ProgressClocks,
-        MonitoredProcesses,
-        ProgressGaps,
-        StalledCommunicators,
-        NodeFault,
-        NodeFaults,
-        PanelFault,
-        ProcessId,
-        ReceivedException,
-        SlowMeter,
-        SlowState,
-        StalledCommunicator,
-        MonitoredProcess,
+        *(CollapseWatch, LoadBaseline, MonitoredProcess, MonitoredProcesses, NodeFault, PanelFault, ProcessId),
+        *(ProgressClocks, ProgressGaps, ReceivedException, SlowMeter, SlowState, StalledCommunicator),
     )
 }
 """Encoded field by field; derived fields (`init=False`) are recomputed."""

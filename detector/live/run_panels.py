@@ -3,11 +3,9 @@
     samples -> readings -> a tick a second and role -> tracker -> findings that name replica, rank and incarnation
 
 A panel contains the current processes of one role. When a process joins, leaves or is replaced, the tracker of the role
-starts over: the work is redistributed, and a new process differs from those that have run for hours. What is usual
-among the machines of the role is kept (`profile`), here and over restarts of `watch`. Roles with fewer than `PEERS_MIN`
-processes have no panel. Standbys and starting processes are excluded, and so are node metrics: the nodes of a run do
-different work and are not peers. Metrics of the GPUs that a process uses count as the process's own
-(detector/live/gpu_readings.py), and a finding in them identifies the GPU.
+starts over, since work is redistributed; what is usual among the machines of the role is kept (`profile`). Roles with
+fewer than `PEERS_MIN` processes have no panel. Standbys, starting processes and node metrics (the nodes of a run do
+different work) are excluded. Metrics of the GPUs of a process count as its own (detector/live/gpu_readings.py).
 """
 
 from dataclasses import dataclass, field, replace
@@ -39,7 +37,7 @@ SILENT_SECONDS = 30.0
 METRIC = "metric:"
 """Prefix of evidence kinds that concern a single metric."""
 PROCESSES_MAX = 65_536
-"""Equal to the limit of the engine (`fleet.SUBJECTS_MAX`)."""
+"""Equal to the limit of the engine (`processes.SUBJECTS_MAX`)."""
 
 
 @dataclass(slots=True)
@@ -80,7 +78,6 @@ class _RolePanel:
     members: tuple[ProcessId, ...]
     metrics: set[str] = field(default_factory=set)
     ticks: int = 0
-    shape: PanelShape | None = None
     tracker: Tracker | None = None
 
 
@@ -180,19 +177,16 @@ class RunPanels:
     ) -> list[Finding]:
         readings = [p.read() | of_gpus.get(p.who, {}) for p in processes]
         panel.ticks += 1
-        if panel.shape is None or panel.tracker is None:
+        if panel.tracker is None:
             panel.metrics.update(*readings)
-            if panel.ticks < SETTLE_TICKS or not panel.metrics:
-                return []
-            panel.shape = PanelShape(
-                role=role,
-                metrics=tuple(sorted(panel.metrics)),
-                machines=tuple(Machine(node=p.process.node, replica=p.replica, rank=p.rank) for p in processes),
-                interval_seconds=INTERVAL_SECONDS,
-            )
-            panel.tracker = self._detector.track(panel.shape)
+            if panel.ticks >= SETTLE_TICKS and panel.metrics:
+                machines = tuple(Machine(node=p.process.node, replica=p.replica, rank=p.rank) for p in processes)
+                metrics = tuple(sorted(panel.metrics))
+                panel.tracker = self._detector.track(
+                    PanelShape(role=role, metrics=metrics, machines=machines, interval_seconds=INTERVAL_SECONDS)
+                )
             return []
-        rows = [[values.get(metric, np.nan) for values in readings] for metric in panel.shape.metrics]
+        rows = [[values.get(metric, np.nan) for values in readings] for metric in sorted(panel.metrics)]
         values = np.array(rows, dtype=np.float32)
         values[~np.isfinite(values)] = np.nan
         by_place = {(p.replica, p.rank): p for p in processes}
@@ -205,13 +199,8 @@ class RunPanels:
         peers = [p.who for p in processes]
         suspects = [(s.process.node, s.process.pid) for s in finding.suspects if s.process is not None]
         found = [e for who in suspects if of_gpus for e in self._gpus.evidence(who, peers, of_gpus)]
-        if not found:
-            return finding
-        return replace(
-            finding,
-            because=f"{finding.because}; {'; '.join(e.text for e in found)}",
-            evidence=(*finding.evidence, *found),
-        )
+        because = "; ".join([finding.because, *(e.text for e in found)])
+        return replace(finding, because=because, evidence=(*finding.evidence, *found))
 
 
 def _taught(detector: PanelDetector, panel: _RolePanel) -> PanelDetector:
@@ -228,8 +217,6 @@ def _taught(detector: PanelDetector, panel: _RolePanel) -> PanelDetector:
 
 def _named(finding: Finding, by_place: dict[tuple[str, int], _PanelMember]) -> Finding:
     """Adds incarnation and process to the suspects and the panel prefix to the detector name."""
-    suspects = []
-    for s in finding.suspects:
-        p = by_place[(s.replica, s.rank or 0)]
-        suspects.append(replace(s, incarnation=p.incarnation, process=p.process))
+    pairs = [(s, by_place[(s.replica, s.rank or 0)]) for s in finding.suspects]
+    suspects = [replace(s, incarnation=p.incarnation, process=p.process) for s, p in pairs]
     return replace(finding, detector=f"{PANEL}{finding.detector}", suspects=tuple(suspects))

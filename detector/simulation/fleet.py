@@ -390,8 +390,7 @@ def fleet(
     Sizes and effects are log-uniform (sizes from 4 to `num_machines_max`), onset types in equal shares, fault kinds in
     the published shares. All are stratified, so that a small fleet covers the distributions, too.
 
-    Raises:
-        ValueError: `num_machines_max` is not between 4 and 1500.
+    Raises ValueError: `num_machines_max` is not between 4 and 1500.
     """
     if not NUM_MACHINES_MIN <= num_machines_max <= NUM_MACHINES_MAX:
         raise ValueError(f"tasks have {NUM_MACHINES_MIN} to {NUM_MACHINES_MAX} machines, not {num_machines_max}")

@@ -36,6 +36,7 @@ from rolecall.detector.simulation.fleet import (
     SIGMA_OF_LEVEL,
     STEP_SECONDS_MIN,
     Noise,
+    Onset,
     common,
     gone,
     skews,
@@ -92,12 +93,6 @@ class OnsetTime(StrEnum):
     LATER = "later"
 
 
-class Course(StrEnum):
-    STEP = "step"
-    RAMP = "ramp"
-    INTERMITTENT = "intermittent"
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Regime:
     num_machines: int
@@ -126,7 +121,7 @@ class RegimeFault:
     effect_spreads: float
     metrics: tuple[int, ...]
     signs: tuple[int, ...]
-    course: Course
+    course: Onset
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,9 +175,9 @@ def _fault(rng: np.random.Generator, regime: Regime, onset: OnsetTime, effects: 
     end = num_ticks
     if onset is not OnsetTime.BEFORE and rng.random() < 0.5:
         end = int(rng.integers(begin + round(LASTS_MIN * num_ticks), num_ticks + 1))
-    course = list(Course)[int(rng.choice(3, p=(0.6, 0.2, 0.2)))]
-    if onset is OnsetTime.BEFORE and course is Course.RAMP:
-        course = Course.STEP
+    course = list(Onset)[int(rng.choice(3, p=(0.6, 0.2, 0.2)))]
+    if onset is OnsetTime.BEFORE and course is Onset.RAMP:
+        course = Onset.STEP
     return RegimeFault(
         machine=int(rng.integers(regime.num_machines)),
         onset=onset,
@@ -301,9 +296,9 @@ def _hit(own: Array, fault: RegimeFault, ticks: NDArray[np.int64], spreads: Arra
     """Adds the effect to `own` (M, T, N), peer standard deviations; `spreads` (M,): of each metric, with offsets."""
     since = ticks - fault.start
     there = ((since >= 0) & (ticks < fault.end)).astype(np.float64)
-    if fault.course is Course.RAMP:
+    if fault.course is Onset.RAMP:
         there *= np.minimum(since / RAMP_TICKS, 1.0)
-    elif fault.course is Course.INTERMITTENT:
+    elif fault.course is Onset.INTERMITTENT:
         there *= np.mod(since, INTERMITTENT_TICKS) < INTERMITTENT_TICKS * INTERMITTENT_DUTY
     for m, sign in zip(fault.metrics, fault.signs, strict=True):
         own[m, :, fault.machine] += sign * fault.effect_spreads * spreads[m] * there

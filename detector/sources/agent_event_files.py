@@ -17,7 +17,7 @@ from rolecall.core.errors import ReadingStopped, UnreadableInput
 from rolecall.core.telemetry import AgentEvent, AgentEventKind
 from rolecall.detector.base.findings import ADVISES, settles
 from rolecall.detector.base.observation import Observation
-from rolecall.detector.base.read_budget import Budget, Check, no_check
+from rolecall.detector.base.read_budget import Budget, Check, head_of, no_check
 from rolecall.detector.live.engine import LiveDetector
 from rolecall.detector.sources.agent_wire import checked_event
 
@@ -41,8 +41,7 @@ class Events:
 
 def is_events(path: Path) -> bool:
     """Whether the file begins with an event. Raises OSError."""
-    with path.open("rb") as f:
-        line = f.readline(LINE_BYTES_MAX)
+    line = head_of(path, LINE_BYTES_MAX).partition(b"\n")[0]
     if not line.startswith(b"{"):
         return False
     try:
@@ -53,10 +52,8 @@ def is_events(path: Path) -> bool:
 
 
 def read(path: Path, budget: Budget) -> Events:
-    """The events up to where the budget ends the reading.
-
-    Raises UnreadableInput: not readable, no event, or too many.
-    """
+    """The events up to where the budget ends the reading. Raises UnreadableInput: not readable, no event, or too
+    many."""
     found = Events(path)
     try:
         with path.open("rb") as f, suppress(ReadingStopped):
@@ -82,9 +79,7 @@ def diagnose(files: Sequence[Events], check: Check = no_check) -> list[Finding]:
     replay, if it does."""
     detector, found = LiveDetector(DetectorConfig()), dict[str, Diagnosis]()
     with suppress(ReadingStopped):
-        for observation in _observations(
-            sorted((e for f in files for e in f.events), key=lambda e: (e.wall_at, e.seq))
-        ):
+        for observation in _observations([e for f in files for e in f.events]):
             check()
             for d in detector.observe(observation):
                 found.setdefault(d.key, d)
@@ -93,22 +88,24 @@ def diagnose(files: Sequence[Events], check: Check = no_check) -> list[Finding]:
     vague = [d for d in found.values() if d.suspects and not any(s.replica for s in d.suspects)]
     superseded = [d for d in vague if all((d.fault_class, s.node) in exact for s in d.suspects)]
     # For a replica that lost ranks one after another, the diagnosis with the most ranks supersedes the others.
-    superseded += [d for d in found.values() if any(_supersedes(other, d) for other in found.values())]
+    processes = {d.key: {s.process for s in d.suspects if s.process is not None} for d in found.values()}
+    superseded += [
+        d
+        for d in found.values()
+        if processes[d.key]
+        and any(processes[d.key] < processes[o.key] and o.fault_class == d.fault_class for o in found.values())
+    ]
     return [_finding(d) for d in found.values() if d not in superseded]
 
 
-def _supersedes(other: Diagnosis, d: Diagnosis) -> bool:
-    named, others = ({s.process for s in x.suspects if s.process is not None} for x in (d, other))
-    return bool(named) and named < others and other.fault_class == d.fault_class
-
-
 def _observations(events: Sequence[AgentEvent]) -> Iterator[Observation]:
+    events = sorted(events, key=lambda e: (e.wall_at, e.seq))
     for i, event in enumerate(events):
-        yield Observation(wall_at=event.wall_at, batches=(), events=(event,), unreachable=())
+        yield Observation(wall_at=event.wall_at, events=(event,))
         until = events[i + 1].wall_at if i + 1 < len(events) else float("inf")
         for seconds in GRACES_SECONDS:
             if event.wall_at + seconds < until:
-                yield Observation(wall_at=event.wall_at + seconds, batches=(), events=(), unreachable=())
+                yield Observation(wall_at=event.wall_at + seconds)
 
 
 def _finding(diagnosis: Diagnosis) -> Finding:
@@ -135,7 +132,7 @@ def summary(files: Sequence[Events]) -> str:
 def remarks(files: Sequence[Events]) -> tuple[str, ...]:
     damaged = [f"{f.path}: {f.num_damaged} damaged line(s) left out" for f in files if f.num_damaged]
     if all(e.kind in _OF_AGENT for f in files for e in f.events):
-        damaged.append("cannot tell: no event is about a process or about hardware; events of a run would settle it")
+        damaged.append("cannot tell: no event concerns a process or hardware; events of a run would settle it")
     return tuple(damaged)
 
 

@@ -41,7 +41,6 @@ ROWS_MAX = 1 << 16
 """Per block of columns: an agent holds no more samples (`agent.samples.NUM_SAMPLES_KEPT`)."""
 NUMBER_MAX = float(1 << 62)
 
-
 T = TypeVar("T")
 
 
@@ -84,10 +83,8 @@ def checked_news(value: object, node: str) -> tuple[SampleBatch, EventBatch]:
 
 
 def checked_columns(layout: Layout[S], value: object, node: NodeId, what: str) -> tuple[S, ...]:
-    """Decodes one block of `Layout.encode`; None has no rows. Invalid rows are dropped as in `_good`.
-
-    Raises InvalidAgentResponse.
-    """
+    """Decodes one block of `Layout.encode`; None has no rows. Invalid rows are dropped as in `_good`. Raises
+    InvalidAgentResponse."""
     if value is None:
         return ()
     block = _mapping(value, what)
@@ -234,7 +231,7 @@ def _own(said: str, node: str) -> None:
     if said != node:
         raise InvalidAgentResponse(f"node: the agent of {node} answers for {said[:64]!r}")
     if not ID_PATTERN.match(said):
-        raise InvalidAgentResponse(f"node: {said[:64]!r} is no id")
+        raise InvalidAgentResponse(f"node: {said[:64]!r} is not an id")
 
 
 def _mapping(value: object, what: str) -> dict[str, Any]:
@@ -263,7 +260,6 @@ _SAMPLE, _HOST, _EVENT = _plain_fields(ProcessSample), _plain_fields(HostSample)
 _GPU = _plain_fields(GpuSample)
 _NEWS: _Fields = {"cursor": (int, True), "samples_lost": (int, True)}
 _PROCESS, _EVENTS = _plain_fields(ProcessId), _plain_fields(EventBatch)
-
 
 _CHECKS: dict[type, Callable[[dict[str, Any], str], None]] = {
     ProcessSample: _check_sample,

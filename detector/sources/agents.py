@@ -4,10 +4,9 @@ Each agent has one asyncio task with one persistent connection; all tasks share 
 task long-polls `/v1/news` for at most a poll interval, so that an exit reaches the detector in milliseconds and wakes
 `poll`; samples come in the same response, as columns.
 
-The HTTP/1.1 client is asynchronous: http.client would need a thread per agent, and a thousand threads contend for the
-GIL (*measured*: 0.4 ms per sample, against 0.04 here; docs/decisions/0021). Agents are untrusted: the size of a
-response is bounded before and after decompression, redirects are not followed, values are checked (agent_wire.py), and
-the deadline covers the whole response, so that a slow agent blocks no other.
+http.client would need a thread per agent, and a thousand threads contend for the GIL (*measured*: 0.4 ms per sample,
+against 0.04 here; docs/decisions/0021). Agents are untrusted: the size of a response is bounded before and after
+decompression, redirects are not followed, values are checked (agent_wire.py), and the deadline covers the response.
 
 An agent may restart at any time: its address is read again, its event numbers continue (at least once), its sample
 cursor restarts. An agent that does not respond is reported as unreachable, with the reason; the others continue.
@@ -27,7 +26,7 @@ from typing import Self
 from urllib.parse import urlsplit
 
 from rolecall.core.clock import Clock
-from rolecall.core.telemetry import AgentEvent, EventBatch, SampleBatch
+from rolecall.core.telemetry import AgentEvent, SampleBatch
 from rolecall.detector.base.observation import Observation
 from rolecall.detector.live.stages.agent_lost import REFUSED
 from rolecall.detector.sources.agent_wire import InvalidAgentResponse, checked_news
@@ -63,17 +62,14 @@ class AgentConnection:
         cls, url: str, limits: AgentClientLimits, *, authorization: str = "", tls: ssl.SSLContext | None = None
     ) -> Self:
         """`authorization`: value of that header. `tls`: for https; by default, the system's authorities are trusted.
-
-        Raises:
-            AgentUnreachable: no connection in time, or `url` is not an agent's address.
-        """
+        Raises AgentUnreachable: no connection in time, or `url` is not an agent's address."""
         try:
             parts = urlsplit(url)
             port = parts.port
         except ValueError:
-            raise AgentUnreachable(f"{url!r} is no agent's address") from None
+            raise AgentUnreachable(f"{url!r} is not the address of an agent") from None
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise AgentUnreachable(f"{url!r} is no agent's address")
+            raise AgentUnreachable(f"{url!r} is not the address of an agent")
         context = (tls or ssl.create_default_context()) if parts.scheme == "https" else None
         try:
             async with asyncio.timeout(limits.connect_seconds):
@@ -94,12 +90,8 @@ class AgentConnection:
         self._writer.transport.abort()
 
     async def get(self, path: str, seconds: float) -> object:
-        """The JSON value at `path`, within `seconds`.
-
-        Raises:
-            AgentUnreachable: no complete response in time, or the connection broke.
-            InvalidAgentResponse: not a JSON response within the size limit.
-        """
+        """The JSON value at `path`, within `seconds`. Raises AgentUnreachable: no complete response in time, or the
+        connection broke; InvalidAgentResponse: not a JSON response within the size limit."""
         shown = path.partition("?")[0]
         try:
             async with asyncio.timeout(seconds):
@@ -150,8 +142,6 @@ def _short(e: BaseException) -> str:
 
 
 # --- source -----------------------------------------------------------------------------------------------------------
-
-__all__ = ["AgentClientLimits", "AgentsSource", "Observation"]
 
 logger = logging.getLogger(__name__)
 
@@ -265,13 +255,8 @@ class AgentsSource:
                 agent.batches = []
                 if agent.failing_since:
                     unreachable.append((node, agent.failing_since, agent.reason))
-        return Observation(
-            wall_at=self._clock.wall(),
-            batches=tuple(batches),
-            events=events,
-            unreachable=tuple(unreachable),
-            left=left,
-        )
+        now, silent = self._clock.wall(), tuple(unreachable)
+        return Observation(wall_at=now, batches=tuple(batches), events=events, unreachable=silent, left=left)
 
     def close(self) -> None:
         """Ends all tasks and their thread; waits for at most `CLOSE_SECONDS`."""
@@ -314,11 +299,10 @@ class AgentsSource:
         num_before = len(self._agents)
         with self._changed:
             for node, url in list(listed.items())[:AGENTS_MAX]:
-                agent = self._agents.get(node)
-                if agent is None:
+                if node in self._agents:
+                    self._agents[node].url = url
+                else:
                     self._begin(node, url)
-                    continue
-                agent.url = url
             # An agent that is no longer listed is restarting: its task keeps polling the old address, so that it is
             # reported as unreachable rather than forgotten.
             for node in self._agents.keys() - listed.keys() if self._forgets else ():
@@ -347,7 +331,7 @@ class AgentsSource:
                 if not self._excused(agent):
                     self._failed(agent, str(e))
             except InvalidAgentResponse as e:
-                self._failed(agent, f"its answer makes no sense: {e}")
+                self._failed(agent, f"invalid response: {e}")
             except Exception as e:  # deliberate: no response may end the agent's task
                 logger.exception("listening to the agent of %s", agent.node)
                 self._failed(agent, f"{type(e).__name__}: {e}")
@@ -356,8 +340,10 @@ class AgentsSource:
 
     async def _converse(self, agent: _Agent, url: str) -> None:
         """Polls over one connection until it breaks or the agent's address changes."""
+        if self._tls is None and url.startswith("https:"):
+            self._tls = ssl.create_default_context()  # once: it loads all authorities that the system trusts
+        tls = self._tls
         async with self._dials:
-            tls = self._context(url)
             connection = await AgentConnection.open(url, self._limits, authorization=self._authorization, tls=tls)
         with closing(connection):
             while not agent.stop and agent.url == url:
@@ -366,11 +352,6 @@ class AgentsSource:
                     agent.failing_since, agent.reason, agent.excused_since = 0.0, "", None
                 while len(self._events) >= EVENTS_MAX and not agent.stop:
                     await asyncio.sleep(FULL_SECONDS)  # unread events stay with the agent
-
-    def _context(self, url: str) -> ssl.SSLContext | None:
-        if self._tls is None and url.startswith("https:"):
-            self._tls = ssl.create_default_context()  # once: it loads all authorities that the system trusts
-        return self._tls
 
     async def _beat(self) -> None:
         while True:
@@ -388,14 +369,10 @@ class AgentsSource:
             agent.excused_since = now
         return now - agent.excused_since < LATE_EXCUSES_SECONDS
 
-    @property
-    def _wait_seconds(self) -> float:
-        """How long an agent holds a request without an event."""
-        requests, samples = len(self._agents) / REQUESTS_PER_SECOND_MAX, self._num_processes / SAMPLES_PER_SECOND_MAX
-        return min(WAIT_SECONDS_MAX, max(self._poll_seconds, requests, samples))
-
     async def _read_news(self, agent: _Agent, connection: AgentConnection) -> None:
-        wait = self._wait_seconds
+        # How long the agent holds the request without an event.
+        requests, samples = len(self._agents) / REQUESTS_PER_SECOND_MAX, self._num_processes / SAMPLES_PER_SECOND_MAX
+        wait = min(WAIT_SECONDS_MAX, max(self._poll_seconds, requests, samples))
         thinned = wait > self._poll_seconds or (not agent.since and len(self._agents) > AGENTS_READ_WHOLE_MAX)
         path = f"/v1/news?after={agent.after}&since={agent.since}&wait={wait:g}{'&rounds=1' if thinned else ''}"
         answer = await connection.get(path, wait + self._limits.answer_seconds)
@@ -404,12 +381,8 @@ class AgentsSource:
             # Another agent process, to which the cursor does not apply: the next request reads everything it holds.
             agent.agent_pid, agent.since = batch.agent_pid, 0
             return
-        self._take_events(agent, events)
-        self._take_batch(agent, batch)
-
-    def _take_events(self, agent: _Agent, batch: EventBatch) -> None:
-        fresh = tuple(e for e in batch.events if e.seq > agent.after)
-        if batch.newest < agent.after:
+        fresh = tuple(e for e in events.events if e.seq > agent.after)
+        if events.newest < agent.after:
             # Its data directory is new: numbers restart, and all its events are unread.
             agent.after = 0
         elif fresh:
@@ -417,6 +390,7 @@ class AgentsSource:
             with self._changed:
                 self._events.extend(fresh)
                 self._changed.notify_all()
+        self._take_batch(agent, batch)
 
     def _take_batch(self, agent: _Agent, batch: SampleBatch) -> None:
         agent.agent_pid, agent.since = batch.agent_pid, batch.cursor

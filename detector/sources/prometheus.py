@@ -119,22 +119,9 @@ def catalogue_queries() -> tuple[MetricQuery, ...]:
 
 
 DCGM_GAUGES = (
-    "DEV_SM_CLOCK",
-    "DEV_MEM_CLOCK",
-    "DEV_GPU_TEMP",
-    "DEV_MEMORY_TEMP",
-    "DEV_POWER_USAGE",
-    "DEV_GPU_UTIL",
-    "DEV_MEM_COPY_UTIL",
-    "DEV_FB_USED",
-    "DEV_NVLINK_BANDWIDTH_TOTAL",
-    "PROF_GR_ENGINE_ACTIVE",
-    "PROF_SM_ACTIVE",
-    "PROF_SM_OCCUPANCY",
-    "PROF_PIPE_TENSOR_ACTIVE",
-    "PROF_DRAM_ACTIVE",
-    "PROF_PCIE_TX_BYTES",
-    "PROF_PCIE_RX_BYTES",
+    *("DEV_SM_CLOCK", "DEV_MEM_CLOCK", "DEV_GPU_TEMP", "DEV_MEMORY_TEMP", "DEV_POWER_USAGE", "DEV_GPU_UTIL"),
+    *("DEV_MEM_COPY_UTIL", "DEV_FB_USED", "DEV_NVLINK_BANDWIDTH_TOTAL", "PROF_GR_ENGINE_ACTIVE", "PROF_SM_ACTIVE"),
+    *("PROF_SM_OCCUPANCY", "PROF_PIPE_TENSOR_ACTIVE", "PROF_DRAM_ACTIVE", "PROF_PCIE_TX_BYTES", "PROF_PCIE_RX_BYTES"),
 )
 """From dcgm-exporter's `default-counters.csv`; without the last XID, which is a code and not a measurement."""
 
@@ -268,9 +255,7 @@ class PrometheusSource:
         while not stopped():
             try:
                 offset = self._client.now(stopped) - self._clock.wall()
-                newest = math.floor(
-                    (self._clock.wall() + offset - self._interval_seconds) / self._interval_seconds + 1e-6
-                )
+                newest = math.floor((self._clock.wall() + offset) / self._interval_seconds - 1 + 1e-6)
                 following = self._first_due(following, newest)
                 for asked in self._asked:
                     asked.empty_rounds = max(0, asked.empty_rounds - 1)
@@ -287,7 +272,11 @@ class PrometheusSource:
             except PrometheusUnavailable as e:
                 if stopped():
                     return
-                self._not_answered(str(e))
+                if not self._begun:
+                    raise UnreadableInput(where=self._client.where, reason=f"no answer: {e}") from None
+                if not self.failing:
+                    logger.warning("%s does not answer, retrying: %s", self._client.where, e)
+                self.failing = str(e)
                 pause(self._clock, min(self._interval_seconds, RETRY_SECONDS_MAX), stopped)
 
     def _first_due(self, following: int | None, newest: int) -> int:
@@ -303,13 +292,6 @@ class PrometheusSource:
         if skipped > 0:
             logger.warning("%s: %d ticks are too long ago and left out", self._client.where, skipped)
         return following + max(0, skipped)
-
-    def _not_answered(self, reason: str) -> None:
-        if not self._begun:
-            raise UnreadableInput(where=self._client.where, reason=f"no answer: {reason}")
-        if not self.failing:
-            logger.warning("%s does not answer, trying on: %s", self._client.where, reason)
-        self.failing = reason
 
     def _block(self, first: int, last: int, is_newest: bool, stopped: Stopped) -> Iterator[PanelTick]:
         """All panels from tick `first` to `last`. Raises UnreadableInput, PrometheusUnavailable."""
@@ -343,6 +325,8 @@ class PrometheusSource:
         """One query from tick `first` to `last`, in as many requests as needed."""
         places: dict[PanelPosition, int] = {}
         found: list[_Points] = []
+        step = self._interval_seconds
+        interval, window = f"{round(step * 1000)}ms", f"{round(step * 1000) * WINDOW_INTERVALS}ms"
         pieces = [
             (low, min(low + asked.ticks_max - 1, last), part)
             for low in range(first, last + 1, asked.ticks_max)
@@ -350,16 +334,11 @@ class PrometheusSource:
         ]
         while pieces:
             if stopped():
-                raise PrometheusUnavailable("it was not waited for")
+                raise PrometheusUnavailable("stopped by the user")
             low, high, part = pieces.pop(0)
             try:
-                answer = self._client.matrix(
-                    self._expression(asked, part),
-                    low * self._interval_seconds,
-                    high * self._interval_seconds,
-                    self._interval_seconds,
-                    stopped,
-                )
+                expression = asked.matching(part, self._match).replace("$window", window).replace("$interval", interval)
+                answer = self._client.matrix(expression, low * step, high * step, step, stopped)
             except PrometheusResponseTooLarge as e:
                 if high > low:
                     asked.ticks_max = half = (high - low + 1) // 2
@@ -372,17 +351,12 @@ class PrometheusSource:
             found.append(self._read(asked, answer, places, first, last))
         return _series(asked, places, found, last - first + 1)
 
-    def _expression(self, asked: _QueryState, part: _Part) -> str:
-        interval = f"{round(self._interval_seconds * 1000)}ms"
-        window = f"{round(self._interval_seconds * 1000) * WINDOW_INTERVALS}ms"
-        return asked.matching(part, self._match).replace("$window", window).replace("$interval", interval)
-
     def _split(
         self, asked: _QueryState, part: _Part, tick: int, refusal: PrometheusResponseTooLarge, stopped: Stopped
     ) -> list[_Part]:
         """Splits the machines of `part` in halves, after the server rejected a query of a single tick."""
         if "$match" not in asked.query.expression:
-            reason = f"{refusal}; with {{$match}} in its expression it could be asked machine by machine"
+            reason = f"{refusal}; with {{$match}} in its expression it could be queried machine by machine"
             raise UnreadableInput(where=self._client.where, reason=reason)
         names = list(part or ())
         if not part:
@@ -421,22 +395,22 @@ class PrometheusSource:
         try:
             for one in answer:
                 if "values" not in one and "histograms" in one:
-                    asked.warn("native histograms are left out: ask for a rate, a quantile or a count of them")
+                    asked.warn("native histograms are left out: query a rate, a quantile or a count of them")
                     continue
                 place = asked.place(one["metric"])
                 if place is None:
-                    asked.warn("series without a node, or with a rank or gpu that is no number, are left out")
+                    asked.warn("series without a node, or with a rank or gpu that is not a number, are left out")
                     continue
                 row = places.setdefault(place, len(places))
                 for at, value in one["values"]:
                     tick = round(at * scale)
                     if not first <= tick <= last:
-                        raise ValueError("a time that was not asked for")
+                        raise ValueError("a time that was not requested")
                     rows.append(row)
                     ticks.append(tick - first)
                     values.append(float(value))
         except (KeyError, TypeError, ValueError, OverflowError, AttributeError) as e:
-            raise PrometheusUnavailable(f"its answer makes no sense: {short(e)}") from None
+            raise PrometheusUnavailable(f"invalid response: {short(e)}") from None
         return _Points(
             np.array(rows, dtype=np.int64), np.array(ticks, dtype=np.int64), np.array(values, dtype=np.float64)
         )

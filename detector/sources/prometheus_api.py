@@ -110,7 +110,7 @@ class Client:
                 return now
         except (KeyError, IndexError, TypeError, ValueError):
             pass
-        raise PrometheusUnavailable("its answer makes no sense: it does not know what time it is")
+        raise PrometheusUnavailable("invalid response: it has no time")
 
     def matrix(self, expression: str, start: float, end: float, step: float, stopped: Stopped) -> list[Any]:
         """Series of a range query, as the server sent them. Raises UnreadableInput, PrometheusUnavailable,
@@ -119,7 +119,7 @@ class Client:
         found = self.ask("query_range", asked, stopped)
         if isinstance(found, dict) and found.get("resultType") == "matrix" and isinstance(found.get("result"), list):
             return list(found["result"])
-        raise PrometheusUnavailable("its answer makes no sense: no matrix for a range query")
+        raise PrometheusUnavailable("invalid response: no matrix for a range query")
 
     def label_values(self, label: str, match: str, start: float, end: float, stopped: Stopped) -> list[str]:
         """Values of a label on series that match `{match}`, without unusable names. Raises UnreadableInput,
@@ -128,7 +128,7 @@ class Client:
         found = self.ask(f"label/{quote(label, safe='')}/values?{asked}", None, stopped)
         if isinstance(found, list) and all(isinstance(v, str) for v in found):
             return sorted(filter(is_name, found))
-        raise PrometheusUnavailable("its answer makes no sense: no list of label values")
+        raise PrometheusUnavailable("invalid response: no list of label values")
 
     def ask(self, path: str, form: Mapping[str, str] | None, stopped: Stopped) -> Any:
         """`data` of the response; retries for `patience_seconds`. Raises UnreadableInput: a retry cannot help;
@@ -214,20 +214,20 @@ class Client:
         result."""
         if self._lookup is None:
             self._lookup = futures.Future()
-            threading.Thread(target=self._resolve_into, args=(self._lookup, port), daemon=True).start()
+
+            def resolve(answer: futures.Future[Addresses] = self._lookup) -> None:
+                try:
+                    answer.set_result(self._resolve(self._host, port, type=socket.SOCK_STREAM))
+                except (OSError, UnicodeError) as e:
+                    answer.set_exception(e)
+
+            threading.Thread(target=resolve, daemon=True).start()
         done, _ = futures.wait([self._lookup], seconds)
         if not done:
-            raise PrometheusUnavailable(
-                f"no address of {_printable(self._host)} within {seconds:.3g} s: looking up its name hangs"
-            )
+            host = _printable(self._host)
+            raise PrometheusUnavailable(f"no address of {host} within {seconds:.3g} s: looking up its name hangs")
         found, self._lookup = self._lookup, None
         return found.result()
-
-    def _resolve_into(self, answer: futures.Future[Addresses], port: int) -> None:
-        try:
-            answer.set_result(self._resolve(self._host, port, type=socket.SOCK_STREAM))
-        except (OSError, UnicodeError) as e:
-            answer.set_exception(e)
 
     def _cut_off(self, late: threading.Event) -> None:
         late.set()
@@ -241,17 +241,16 @@ class Client:
         if 300 <= status < 400:
             self._refuse(f"it redirects elsewhere (status {status}), which is not followed: give the final address")
         if status == http.client.UNAUTHORIZED:
-            self._refuse("it wants credentials, or does not accept these (status 401)")
+            self._refuse("it requires credentials, or rejects these (status 401)")
         if status == http.client.FORBIDDEN:
-            self._refuse("these credentials may not ask it (status 403)")
+            self._refuse("these credentials are not allowed to query it (status 403)")
         if status == http.client.NOT_FOUND:
             self._refuse("it has no /api/v1 there (status 404): is this a Prometheus server, and the path right?")
         try:
             said = json.loads(body)
         except (ValueError, RecursionError):
-            said = None
-        if not isinstance(said, dict):
             said = {}
+        said = said if isinstance(said, dict) else {}
         reason = f"{_printable(said.get('error') or 'no reason given')} (status {status})"
         if status == http.client.REQUEST_ENTITY_TOO_LARGE or said.get("errorType") == "timeout":
             raise PrometheusResponseTooLarge(reason)
@@ -262,7 +261,7 @@ class Client:
         if status != http.client.OK:
             self._refuse(reason)
         if said.get("status") != "success":
-            raise PrometheusUnavailable("its answer makes no sense: no JSON of Prometheus's API")
+            raise PrometheusUnavailable("invalid response: no JSON of Prometheus's API")
         return said.get("data")
 
     def _refuse(self, reason: str) -> NoReturn:

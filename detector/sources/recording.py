@@ -155,9 +155,9 @@ def _typed(table: pl.DataFrame, where: str) -> pl.DataFrame:
 def _clean(table: pl.DataFrame) -> tuple[pl.DataFrame, list[str]]:
     """The table without rows that lack a usable value, and remarks about these."""
     good = {
-        "have no sensible time": pl.col("timestamp").is_between(-TIME_MAX, TIME_MAX).fill_null(False),
-        "name no node": pl.col("node").cast(pl.String) != "",
-        "name no metric": pl.col("metric").cast(pl.String) != "",
+        "have no valid time": pl.col("timestamp").is_between(-TIME_MAX, TIME_MAX).fill_null(False),
+        "have no node": pl.col("node").cast(pl.String) != "",
+        "have no metric": pl.col("metric").cast(pl.String) != "",
         NO_VALUE: pl.col("value").is_finite().fill_null(False),
     }
     remarks = []
@@ -176,11 +176,9 @@ def _panel(path: Path, part: pl.DataFrame, room: int) -> Panel:
         Machine(**row) for row in machine_rows.with_columns(pl.col("node", "replica").cast(pl.String)).to_dicts()
     )
     metrics = sorted(part["metric"].cast(pl.String).unique().to_list())
+    columns = {k: [getattr(m, k) for m in machines] for k in MACHINE_KEY}
     index = pl.DataFrame(
-        {
-            **{k: [getattr(m, k) for m in machines] for k in MACHINE_KEY},
-            "machine": np.arange(len(machines), dtype=np.int32),
-        },
+        {**columns, "machine": np.arange(len(machines), dtype=np.int32)},
         schema={"node": pl.String, "replica": pl.String, "rank": pl.Int64, "gpu": pl.Int64, "machine": pl.Int32},
     )
     names = pl.DataFrame(
@@ -203,7 +201,10 @@ def _panel(path: Path, part: pl.DataFrame, room: int) -> Panel:
         at = np.maximum.accumulate(at)
         interval = _usual_distance([np.unique(at)])
     else:
-        interval = _interval(part)
+        # The typical distance between a machine's first samples, over machines.
+        seen = part.select("machine", "timestamp").unique().sort("timestamp")
+        starts = seen.group_by("machine", maintain_order=True).head(NUM_FIRST_SAMPLES)
+        interval = _usual_distance([g["timestamp"].to_numpy() for g in starts.partition_by("machine")])
         first = head["timestamp"]
         number = np.rint((part["timestamp"].to_numpy() - first) / interval).astype(np.int64)
         numbers, tick = np.unique(number, return_inverse=True)
@@ -218,22 +219,12 @@ def _panel(path: Path, part: pl.DataFrame, room: int) -> Panel:
     )
     size = len(metrics) * len(at) * len(machines)
     if size > room:
-        raise UnreadableInput(
-            where=str(path),
-            reason=f"{shape.name}: {len(machines)} machines, {len(metrics)} metrics and {len(at)} ticks of "
-            f"{interval:g} s "
-            f"are {size:,} values, and {room:,} of {NUM_VALUES_MAX:,} are left: cut it by time or by role",
-        )
+        what = f"{len(machines)} machines, {len(metrics)} metrics and {len(at)} ticks of {interval:g} s"
+        limit = f"{room:,} of {NUM_VALUES_MAX:,} are left: cut it by time or by role"
+        raise UnreadableInput(where=str(path), reason=f"{shape.name}: {what} are {size:,} values, and {limit}")
     values = np.full((len(metrics), len(at), len(machines)), np.nan, dtype=np.float32)
     values[part["m"].to_numpy(), tick, part["machine"].to_numpy()] = part["value"].to_numpy()
     return Panel(shape=shape, at=at, values=values)
-
-
-def _interval(part: pl.DataFrame) -> float:
-    """Typical distance between a machine's first samples, over machines; 1 s if there is only one sample."""
-    seen = part.select("machine", "timestamp").unique().sort("timestamp")
-    first = seen.group_by("machine", maintain_order=True).head(NUM_FIRST_SAMPLES)
-    return _usual_distance([g["timestamp"].to_numpy() for g in first.partition_by("machine")])
 
 
 def _usual_distance(times: Sequence[Times]) -> float:

@@ -32,7 +32,7 @@ from rolecall.core.journal.payloads import (
     RecoveryResumed,
 )
 from rolecall.core.nodes import quarantined_nodes
-from rolecall.recovery.fleet import FleetView, ReplicaView, fleet_view
+from rolecall.recovery.fleet_view import FleetView, ReplicaView, fleet_view
 from rolecall.recovery.incidents import (
     INCIDENT_KINDS,
     NOT_STARTED,
@@ -50,13 +50,7 @@ from rolecall.recovery.loop import LEASE_NAME, PAUSED_FLAG
 from rolecall.recovery.next_step import decision_key
 from rolecall.recovery.nodes import NODE_KINDS, BurnIn, NodeRecord, fold_nodes, known_nodes
 from rolecall.recovery.operators.queries import known
-from rolecall.recovery.operators.run_location import (
-    RunLocation,
-    check_request,
-    checked_name,
-    journal_of,
-    opened,
-)
+from rolecall.recovery.operators.run_location import RunLocation, check_request, checked_name, journal_of, opened
 
 S = IncidentState
 
@@ -89,11 +83,8 @@ def resume_recovery(location: RunLocation, by: str) -> str:
 
 
 def approve_plan(location: RunLocation, digest: str, by: str, clock: Clock | None = None) -> str:
-    """Approves the proposed plan with this digest, once. The guards are checked again before it is performed.
-
-    Raises:
-        CommandRefused: no such proposal, or it was already decided or has expired.
-    """
+    """Approves the proposed plan with this digest, once. The guards are checked again before it is performed. Raises
+    CommandRefused: no such proposal, or it was already decided or has expired."""
     checked_name(by)
 
     def event(incident: Incident, attempt: Attempt, now: float) -> _CommandEvent:
@@ -113,10 +104,7 @@ def approve_plan(location: RunLocation, digest: str, by: str, clock: Clock | Non
 
 def reject_plan(location: RunLocation, digest: str, by: str, because: str = "", clock: Clock | None = None) -> str:
     """Rejects the proposed or held plan with this digest. Its incident is escalated: on-call is paged and it closes.
-
-    Raises:
-        CommandRefused: no such plan, or it was already decided or started.
-    """
+    Raises CommandRefused: no such plan, or it was already decided or started."""
     check_request(by, because, needed=False)
 
     def event(incident: Incident, attempt: Attempt, now: float) -> _CommandEvent:
@@ -136,8 +124,7 @@ def hold_plan(
 
     When the hold ends, on-call is notified, the guards are checked again and a proposal gets its full approval time.
 
-    Raises:
-        CommandRefused: no such plan, or it was already rejected or started.
+    Raises CommandRefused: no such plan, or it was already rejected or started.
     """
     check_request(by, because)
     if not 0 < seconds <= HOLD_SECONDS_MAX:
@@ -147,10 +134,8 @@ def hold_plan(
         _refuse_if_decided(attempt, (Decision.REJECTED, Decision.EXPIRED))
         hold = attempt.hold
         if hold is not None and hold.active(now) and now + seconds < hold.until:
-            raise CommandRefused(
-                f"plan {digest} is already on hold by {hold.by} until {hold.until_text}; lift that hold to end it "
-                f"sooner"
-            )
+            already = f"plan {digest} is already on hold by {hold.by} until {hold.until_text}"
+            raise CommandRefused(f"{already}; lift that hold to end it sooner")
         return _CommandEvent(HoldPlaced(digest=digest, by=by, because=because, until=now + seconds))
 
     incident, attempt = _append_command(location, digest, event, clock)
@@ -159,11 +144,8 @@ def hold_plan(
 
 
 def lift_hold(location: RunLocation, digest: str, by: str, because: str = "", clock: Clock | None = None) -> str:
-    """Ends a hold early, whoever placed it; the guards are checked again.
-
-    Raises:
-        CommandRefused: no such plan, or it is not on hold.
-    """
+    """Ends a hold early, whoever placed it; the guards are checked again. Raises CommandRefused: no such plan, or it is
+    not on hold."""
     check_request(by, because, needed=False)
 
     def event(incident: Incident, attempt: Attempt, now: float) -> _CommandEvent:
@@ -243,11 +225,8 @@ def _summary(incident: Incident, attempt: Attempt) -> str:
 def review_diagnosis(
     location: RunLocation, incident_id: str, right: bool, by: str, because: str = "", clock: Clock | None = None
 ) -> str:
-    """Records whether the diagnosis of an open or closed incident was right; the newest review counts.
-
-    Raises:
-        CommandRefused: there is no such incident.
-    """
+    """Records whether the diagnosis of an open or closed incident was right; the newest review counts. Raises
+    CommandRefused: there is no such incident."""
     check_request(by, because, needed=False)
     with opened(location, clock) as (journal, projection):
         found = known(projection, incident_id)
@@ -259,11 +238,8 @@ def review_diagnosis(
 
 def replace(location: RunLocation, replica: str, reason: str, by: str, clock: Clock | None = None) -> str:
     """Requests replacement of the current incarnation of `replica`. Returns the confirmation with the incident's id.
-
-    Raises:
-        InvalidId: `replica` is not written role/index.
-        CommandRefused: there is no such replica, or an open incident already handles it.
-    """
+    Raises InvalidId: `replica` is not written role/index; CommandRefused: there is no such replica, or an open incident
+    already handles it."""
     check_request(by, reason)
     split_replica(replica)
     with opened(location, clock) as (journal, projection):
@@ -282,28 +258,20 @@ def replace(location: RunLocation, replica: str, reason: str, by: str, clock: Cl
 
 
 def quarantine(location: RunLocation, node: str, by: str, because: str, clock: Clock | None = None) -> str:
-    """No new replica is placed on `node`; those that run there continue.
-
-    Raises:
-        CommandRefused: there is no such node, or it is already quarantined.
-    """
+    """No new replica is placed on `node`; those that run there continue. Raises CommandRefused: there is no such node,
+    or it is already quarantined."""
     check_request(by, because)
     with opened(location, clock) as (journal, projection):
         record = _record(journal, projection, node)
         if record.quarantined:
-            raise CommandRefused(
-                f"{node} is already quarantined by {record.quarantined_by}: {record.quarantined_because}"
-            )
+            by_and_why = f"{record.quarantined_by}: {record.quarantined_because}"
+            raise CommandRefused(f"{node} is already quarantined by {by_and_why}")
         journal.append(NodeQuarantined(node=node, by=by, because=because))
     return f"{node} is quarantined: no replica is placed there until `rolecall node return {node}`"
 
 
 def return_node(location: RunLocation, node: str, by: str, because: str, clock: Clock | None = None) -> str:
-    """Ends a quarantine, whoever set it.
-
-    Raises:
-        CommandRefused: the node is not quarantined.
-    """
+    """Ends a quarantine, whoever set it. Raises CommandRefused: the node is not quarantined."""
     check_request(by, because)
     with opened(location, clock) as (journal, projection):
         if not _record(journal, projection, node).quarantined:
@@ -313,11 +281,8 @@ def return_node(location: RunLocation, node: str, by: str, because: str, clock: 
 
 
 def drain(location: RunLocation, node: str, by: str, because: str, clock: Clock | None = None) -> str:
-    """Quarantines `node` and requests that each replica there is replaced on another node.
-
-    Raises:
-        CommandRefused: there is no such node.
-    """
+    """Quarantines `node` and requests that each replica there is replaced on another node. Raises CommandRefused: there
+    is no such node."""
     check_request(by, because)
     with opened(location, clock) as (journal, projection):
         return drain_node(journal, projection, node, by, because)
@@ -364,18 +329,14 @@ def drain_node(journal: Journal, projection: IncidentProjection, node: str, by: 
 def record_burn_in(
     location: RunLocation, node: str, result: Mapping[str, Any], by: str, clock: Clock | None = None
 ) -> str:
-    """Records the result of a burn-in of `node`. The node need not be part of the run yet.
-
-    Raises:
-        CommandRefused: `node` is not a valid node name, or `result` not a burn-in result.
-    """
+    """Records the result of a burn-in of `node`. The node need not be part of the run yet. Raises CommandRefused:
+    `node` is not a valid node name, or `result` not a burn-in result."""
     checked_name(by)
     burn_in = BurnIn.from_dict(result)
     _check_node_name(node)
+    finished = BurnInFinished(node=node, by=by, passed=burn_in.passed, seconds=burn_in.seconds, checks=burn_in.checks)
     with journal_of(location, clock) as journal:
-        journal.append(
-            BurnInFinished(node=node, by=by, passed=burn_in.passed, seconds=burn_in.seconds, checks=burn_in.checks)
-        )
+        journal.append(finished)
     return f"recorded: burn-in of {node} {'passed' if burn_in.passed else 'FAILED'}"
 
 
@@ -414,10 +375,7 @@ def _row(record: NodeRecord, fleet: FleetView, incident_ids: list[str]) -> dict[
 
 
 def _record(journal: Journal, projection: IncidentProjection, node: str) -> NodeRecord:
-    """
-    Raises:
-        CommandRefused: there is no such node.
-    """
+    """Raises CommandRefused: there is no such node."""
     _check_node_name(node)
     records = fold_nodes(journal.events(kinds=NODE_KINDS))
     known = known_nodes(journal) | records.keys()
@@ -456,7 +414,8 @@ def request_replacement(
 ) -> str:
     """Opens an incident that requests replacement of this incarnation; returns its id."""
     because = f"{by} requested replacement of {view.replica}#{view.desired_incarnation}: {reason}"
-    return open_incident(journal, projection, replacement_request(view, because, journal.clock.wall()))
+    request = replacement_request(view, because, journal.clock.wall())
+    return open_incident(journal, projection, request)
 
 
 def handling_incident(projection: IncidentProjection, replica: str) -> Incident | None:

@@ -11,7 +11,7 @@ from rolecall.core.journal.payloads import IncidentOpened, LeaseAcquired, PlanCr
 from rolecall.core.journal.rows import reading
 from rolecall.core.journal.store import canonical
 from rolecall.recovery.actuators import STOP_FLAG
-from rolecall.recovery.fleet import fleet_view
+from rolecall.recovery.fleet_view import fleet_view
 from rolecall.recovery.guards import HOUR_SECONDS
 from rolecall.recovery.incidents import RIGHT, WRONG, Incident, IncidentProjection, IncidentState, evictions
 from rolecall.recovery.loop import LEASE_NAME, PAUSED_FLAG
@@ -22,7 +22,7 @@ from rolecall.recovery.policy import PolicyInput, decide
 
 K = EventKind
 NAMES_SHOWN_MAX = 20
-"""Incident ids listed when an unknown one is asked for."""
+"""Incident ids listed when an unknown one is requested."""
 
 
 def status(location: RunLocation, clock: Clock | None = None) -> dict[str, Any]:
@@ -35,9 +35,8 @@ def status(location: RunLocation, clock: Clock | None = None) -> dict[str, Any]:
         quarantined = {n: r for n, r in fold_nodes(journal.events(kinds=NODE_KINDS)).items() if r.quarantined}
         paused, stopping = journal.flag(PAUSED_FLAG), journal.flag(STOP_FLAG)
     acting = lease is not None and lease.holder != "" and lease.expires_at > now
-    recent = [
-        e for e in evictions(projection.incidents.values(), since=now - HOUR_SECONDS) if e.at > now - HOUR_SECONDS
-    ]
+    since = now - HOUR_SECONDS
+    recent = [e for e in evictions(projection.incidents.values(), since=since) if e.at > since]
     return {
         "run": str(location.run_id),
         "mode": acquired.as_(LeaseAcquired).mode if acquired else None,
@@ -67,11 +66,8 @@ def status(location: RunLocation, clock: Clock | None = None) -> dict[str, Any]:
 
 
 def incidents(location: RunLocation, incident_id: str | None = None) -> list[dict[str, Any]]:
-    """All incidents, or the requested one with its events, as plain values.
-
-    Raises:
-        CommandRefused: there is no incident of this id.
-    """
+    """All incidents, or the requested one with its events, as plain values. Raises CommandRefused: there is no incident
+    of this id."""
     with opened(location) as (journal, projection):
         summaries = [
             _summary(i, projection) for i in projection.incidents.values() if incident_id in (None, i.incident_id)
@@ -90,15 +86,14 @@ def known(projection: IncidentProjection, incident_id: str) -> Incident:
         raise CommandRefused(f"{incident_id} is set aside: {projection.broken[incident_id]}")
     if found is None:
         left = len(projection.incidents) - NAMES_SHOWN_MAX
-        newest = ", ".join(list(projection.incidents)[-NAMES_SHOWN_MAX:]) + (
-            f" and {left} older ones" if left > 0 else ""
-        )
-        raise CommandRefused(f"no incident {incident_id}; there are: {newest or 'none'}")
+        newest = ", ".join(list(projection.incidents)[-NAMES_SHOWN_MAX:]) or "none"
+        older = f" and {left} older ones" if left > 0 else ""
+        raise CommandRefused(f"no incident {incident_id}; there are: {newest}{older}")
     return found
 
 
 def _summary(incident: Incident, projection: IncidentProjection) -> dict[str, Any]:
-    attempt, broken = incident.attempt, projection.broken.get(incident.incident_id)
+    attempt, review, broken = incident.attempt, incident.review, projection.broken.get(incident.incident_id)
     return {
         "incident_id": incident.incident_id,
         "state": str(incident.state),
@@ -114,9 +109,7 @@ def _summary(incident: Incident, projection: IncidentProjection) -> dict[str, An
         "decision": str(attempt.decision) if attempt and attempt.decision else None,
         "decided_by": attempt.decided_by if attempt else "",
         "hold": {**asdict(attempt.hold), "until_text": attempt.hold.until_text} if attempt and attempt.hold else None,
-        "review": {**asdict(incident.review), "verdict": RIGHT if incident.review.right else WRONG}
-        if incident.review
-        else None,
+        "review": {**asdict(review), "verdict": RIGHT if review.right else WRONG} if review else None,
         "verified_at": incident.verified_at,
         "closed_at": incident.closed_at,
         "outcome": str(incident.outcome) if incident.outcome else None,
@@ -128,11 +121,8 @@ def _summary(incident: Incident, projection: IncidentProjection) -> dict[str, An
 
 
 def replay(location: RunLocation, incident_id: str) -> dict[str, Any]:
-    """Recomputes each plan of an incident from its stored input and compares the decisions.
-
-    Raises:
-        CommandRefused: there is no incident of this id, or it has no plan.
-    """
+    """Recomputes each plan of an incident from its stored input and compares the decisions. Raises CommandRefused:
+    there is no incident of this id, or it has no plan."""
     with opened(location) as (journal, projection):
         known(projection, incident_id)
         where = journal.store.where
@@ -169,11 +159,9 @@ def decided_then(created: PlanCreated) -> dict[str, Any]:
 def status_text(value: dict[str, Any]) -> str:
     """`status` as text."""
     watch = value["watch"]
-    leader = (
-        f"leader {watch['holder']} (fence {watch['fence']})"
-        if watch
-        else "NO RECOVERY LEADER: no watch holds the lease"
-    )
+    leader = "NO RECOVERY LEADER: no watch holds the lease"
+    if watch:
+        leader = f"leader {watch['holder']} (fence {watch['fence']})"
     lines = [f"run {value['run']}: mode {value['mode'] or 'unknown'}, {leader}"]
     for condition in ("paused", "stopping", "ended"):
         if value[condition] is not None:
@@ -197,11 +185,9 @@ def incidents_text(value: list[dict[str, Any]]) -> str:
             text = body.get("because") or body.get("outcome") or ""
             lines.append(f"  e{event['seq']} {event['kind']} {text}".rstrip())
             if event["kind"] == K.EVIDENCE_COLLECTED:
-                evidence = [
-                    *body.get("statements", ()),
-                    *(f"not collected: {text}" for text in body.get("missing", ())),
-                ]
-                lines += [f"    {text}" for text in (*evidence, *(f["name"] for f in body.get("files", ())))]
+                missing = [f"not collected: {text}" for text in body.get("missing", ())]
+                files = [f["name"] for f in body.get("files", ())]
+                lines += [f"    {text}" for text in (*body.get("statements", ()), *missing, *files)]
     return _text(lines)
 
 
@@ -211,22 +197,16 @@ def _incident_lines(found: list[dict[str, Any]]) -> list[str]:
         state = "SET ASIDE" if incident["set_aside"] else incident["outcome"] or incident["state"]
         lines.append(f"{incident['incident_id']} {state}: {incident['set_aside'] or incident['because']}")
         if incident["plan"]:
-            held = (
-                f", blocked by {', '.join(incident['held_by'])}"
-                if incident["held_by"] and incident["outcome"] is None
-                else ""
-            )
-            lines.append(
-                f"  {incident['action']} (plan {incident['plan']['digest']}, attempt {incident['num_attempts']}{held})"
-            )
+            blocked = incident["held_by"] and incident["outcome"] is None
+            held = f", blocked by {', '.join(incident['held_by'])}" if blocked else ""
+            plan = f"plan {incident['plan']['digest']}, attempt {incident['num_attempts']}{held}"
+            lines.append(f"  {incident['action']} ({plan})")
             lines += [f"  also: {hit}" for hit in incident["plan"]["also_hit"]]
         if (hold := incident["hold"]) and not hold["lifted"] and incident["outcome"] is None:
             lines.append(f"  on hold by {hold['by']} until {hold['until_text']}: {hold['because']}")
         if review := incident["review"]:
-            lines.append(
-                f"  diagnosis reviewed as {review['verdict']} by {review['by']}"
-                + (f": {review['because']}" if review["because"] else "")
-            )
+            reason = f": {review['because']}" if review["because"] else ""
+            lines.append(f"  diagnosis reviewed as {review['verdict']} by {review['by']}{reason}")
         if incident["oncall_paged"] and incident["outcome"] is None:
             lines.append(f"  ON-CALL PAGED: {incident['page_reason']}")
         if incident["state"] == IncidentState.PROPOSED:

@@ -39,10 +39,7 @@ class JournalLocation:
     """A run whose journal is reachable and whose directory is not."""
 
     def __init__(self, url: str) -> None:
-        """
-        Raises:
-            ConfigError: `url` cannot hold a journal. The message shows no password.
-        """
+        """Raises ConfigError: `url` cannot hold a journal. The message shows no password."""
         try:
             self.database_url = checked_url(url)
         except ValueError as e:
@@ -79,24 +76,16 @@ def opened(location: RunLocation, clock: Clock | None = None) -> Iterator[tuple[
 
 
 def checked_name(by: str) -> str:
-    """The user's name, if it is printable and short enough.
-
-    Raises:
-        CommandRefused: it is not.
-    """
+    """The user's name, if it is printable and short enough. Raises CommandRefused: it is not."""
     if not by.strip() or len(by) > NAME_CHARS_MAX or not by.isprintable():
-        raise CommandRefused(
-            f"{by[:NAME_CHARS_MAX]!r} is not a user name: needs 1 to {NAME_CHARS_MAX} printable characters"
-        )
+        needed = f"needs 1 to {NAME_CHARS_MAX} printable characters"
+        raise CommandRefused(f"{by[:NAME_CHARS_MAX]!r} is not a user name: {needed}")
     return by
 
 
 def check_request(by: str, because: str, *, needed: bool = True) -> None:
-    """Checks the user's name and the reason of a command.
-
-    Raises:
-        CommandRefused: the name is not valid; the reason is missing where `needed`, or too long to be shown.
-    """
+    """Checks the user's name and the reason of a command. Raises CommandRefused: the name is not valid; the reason is
+    missing where `needed`, or too long to be shown."""
     checked_name(by)
     if needed and not because.strip():
         raise CommandRefused("a reason is required")

@@ -33,11 +33,8 @@ class ListenAddress(NamedTuple):
 
 
 def parse_address(text: str) -> ListenAddress:
-    """`HOST:PORT`, `[IPv6]:PORT`; port 0 is any free one.
-
-    Raises:
-        ConfigError: it is neither. The host is required: nothing listens on all interfaces by default.
-    """
+    """`HOST:PORT`, `[IPv6]:PORT`; port 0 is any free one. Raises ConfigError: it is neither. The host is required:
+    nothing listens on all interfaces by default."""
     try:
         parts = urlsplit(f"//{text}")
         host, port = parts.hostname, parts.port
@@ -84,11 +81,7 @@ class EndpointAnnouncement:
         self._written: list[dict[str, Any]] | None = None
 
     def announce(self, agents: Mapping[str, str]) -> None:
-        """`agents`: node -> URL.
-
-        Raises:
-            OSError: a file cannot be written.
-        """
+        """`agents`: node -> URL. Raises OSError: a file cannot be written."""
         now = serving(self._run)
         if now is None:
             write_atomically(self._run.path / WATCH_FILE, json.dumps(asdict(self._me)) + "\n")
@@ -97,9 +90,9 @@ class EndpointAnnouncement:
             return
         groups = targets(self._run.run_id, agents, self._me.url)
         if groups != self._written:
-            folder = self._run.path / "prometheus"
-            folder.mkdir(exist_ok=True)
-            write_atomically(folder / TARGETS_FILE, json.dumps(groups, indent=1) + "\n")
+            path = targets_path(self._run)
+            path.parent.mkdir(exist_ok=True)
+            write_atomically(path, json.dumps(groups, indent=1) + "\n")
             self._written = groups
 
     def close(self) -> None:

@@ -23,7 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from http import HTTPStatus
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from rolecall.core.clock import Clock
@@ -35,6 +35,7 @@ from rolecall.core.journal.journal import Journal
 from rolecall.core.rundir import RunDir, create_run_dir
 from rolecall.core.telemetry import UNCOUNTED, AgentEvent, ProcessSample
 from rolecall.detector.base.observation import Observation
+from rolecall.recovery.interfaces import ObservationSource
 
 logger = logging.getLogger(__name__)
 
@@ -64,18 +65,23 @@ def is_file(text: str) -> bool:
 
 
 def listed(text: str) -> list[str]:
-    """The comma-separated agents in AGENTS.
-
-    Raises:
-        ConfigError: none or too many are named, or an entry is not an address.
-    """
+    """The comma-separated agents in AGENTS. Raises ConfigError: none or too many are named, or an entry is not an
+    address."""
     return checked_entries(text.split(","))
 
 
 def checked_entries(lines: list[str]) -> list[str]:
     """Each `http[s]://HOST:PORT` or `NODE=...`, without comments and blanks. Raises ConfigError as `listed`."""
+
     entries = [entry for line in lines if (entry := line.partition("#")[0].strip())]
-    wrong = [e for e in entries if not _is_address(url_of(e))]
+    wrong = []
+    for entry in entries:
+        try:
+            parts = urlsplit(url_of(entry))
+            valid = parts.scheme in _SCHEMES and parts.hostname and parts.port != 0
+        except ValueError:
+            valid = False
+        wrong += [] if valid else [entry]
     if wrong:
         raise ConfigError([f"agents: {e!r} is neither http[s]://HOST:PORT nor NODE=http[s]://HOST:PORT" for e in wrong])
     if not 0 < len(entries) <= AGENTS_MAX:
@@ -88,20 +94,9 @@ def url_of(entry: str) -> str:
     return named.group(2) if named else entry
 
 
-def _is_address(url: str) -> bool:
-    try:
-        parts = urlsplit(url)
-        return parts.scheme in _SCHEMES and bool(parts.hostname) and parts.port != 0
-    except ValueError:
-        return False
-
-
 def named_agents(entries: list[str], query: Callable[[str], str] | None = None) -> dict[str, str]:
-    """node -> URL. Agents whose node is not named are queried for it concurrently.
-
-    Raises:
-        ConfigError: agents that do not answer, or two of one node.
-    """
+    """node -> URL. Agents whose node is not named are queried for it concurrently. Raises ConfigError: agents that do
+    not answer, or two of one node."""
     names, problems = resolve_names(entries, query or node_of)
     found, twice = _by_node(names.items())
     if problems or twice:
@@ -147,18 +142,14 @@ def _named(entry: str, query: Callable[[str], str]) -> tuple[str, str]:
 
 
 def node_of(url: str, authorization: str = "") -> str:
-    """The name of the node whose agent serves at `url` (`/healthz`). `authorization`: value of that header.
-
-    Raises:
-        HttpFailed, ValueError, KeyError, TypeError, AttributeError: no agent answers there.
-    """
+    """The name of the node whose agent serves at `url` (`/healthz`). `authorization`: value of that header. Raises
+    HttpFailed, ValueError, KeyError, TypeError, AttributeError: no agent answers there."""
     headers = {"Authorization": authorization} if authorization else {}
     answer = request(
         "GET", url.rstrip("/") + "/healthz", headers=headers, deadline_seconds=ASK_SECONDS, bytes_max=ANSWER_BYTES_MAX
     )
     response = json.loads(answer.body)
-    # To unauthenticated clients an agent reports only that it is alive; older ones refuse.
-    if answer.status == HTTPStatus.UNAUTHORIZED or response.keys() == {"ok"}:
+    if answer.status == HTTPStatus.UNAUTHORIZED or response.keys() == {"ok"}:  # without a user: only that it is alive
         raise ValueError("it requires a user or a token: --credentials")
     node = response["node"]
     if not isinstance(node, str) or not ID_PATTERN.fullmatch(node):
@@ -167,11 +158,7 @@ def node_of(url: str, authorization: str = "") -> str:
 
 
 def entries_of(path: Path) -> list[str]:
-    """The entries of the file.
-
-    Raises:
-        ConfigError: it cannot be read or has invalid entries; lists every problem.
-    """
+    """The entries of the file. Raises ConfigError: it cannot be read or has invalid entries; lists every problem."""
     try:
         with path.open(encoding="utf-8") as f:
             text = f.read(FILE_BYTES_MAX + 1)
@@ -219,11 +206,8 @@ class AgentsFile:
         self._thread: threading.Thread | None = None
 
     def first(self) -> dict[str, str]:
-        """The current agents: node -> URL. Waits for their answers.
-
-        Raises:
-            ConfigError: the file is invalid, or none of its agents reports its node.
-        """
+        """The current agents: node -> URL. Waits for their answers. Raises ConfigError: the file is invalid, or none of
+        its agents reports its node."""
         self._read_state = self._state()
         problems = self._resolve(entries_of(self._path))
         if not self._found:
@@ -280,12 +264,8 @@ class AgentsFile:
 
 
 def observing_run(root: Path, run_id: str, agents: Mapping[str, str], webhook_url: str | None = None) -> RunDir:
-    """A run directory for a watch over these agents; continues one that a watch created under this name.
-
-    Raises:
-        InvalidId: `run_id` is not valid.
-        ConfigError: the name belongs to a run that rolecall started.
-    """
+    """A run directory for a watch over these agents; continues one that a watch created under this name. Raises
+    InvalidId: `run_id` is not valid; ConfigError: the name belongs to a run that rolecall started."""
     checked_id(run_id, "run id")
     value = {"name": run_id, "recovery": {"mode": "observe", "webhook_url": webhook_url}}
     config = parse_job(value).model_dump(mode="json")
@@ -301,10 +281,6 @@ def observing_run(root: Path, run_id: str, agents: Mapping[str, str], webhook_ur
 
 
 # --- names of their processes ---------------------------------------------------------------------------------------
-
-
-class UpstreamSource(Protocol):
-    def poll(self, timeout_seconds: float) -> Observation: ...
 
 
 @dataclass(slots=True)
@@ -326,13 +302,13 @@ class UniqueReplicaSource:
     and are never renamed.
     """
 
-    def __init__(self, source: UpstreamSource) -> None:
+    def __init__(self, source: ObservationSource) -> None:
         self._source = source
         self._holders: dict[tuple[str, int], _ReplicaHolder] = {}
         self._renamed: dict[tuple[str, str], str] = {}  # (node, replica as its agent names it) -> new name
 
     def poll(self, timeout_seconds: float) -> Observation:
-        seen = self._source.poll(timeout_seconds)
+        seen: Observation = self._source.poll(timeout_seconds)
         for batch in seen.batches:
             for sample in batch.processes:
                 self._claim(sample, seen.wall_at)

@@ -22,7 +22,7 @@ from rolecall.core.membership import ReplicaState
 from rolecall.core.metrics.catalogue import BY_NAME
 from rolecall.core.metrics.metric import MetricValue
 from rolecall.core.policy_health import BY_NAME as SIGNS_BY_NAME
-from rolecall.recovery.fleet import FleetView, ReplicaView
+from rolecall.recovery.fleet_view import FleetView
 from rolecall.recovery.guards import AT_ONCE, HOLD, HOUR_SECONDS
 from rolecall.recovery.incidents import (
     UNDECIDED,
@@ -246,26 +246,21 @@ def run_values(
         yield from _known("run_loss", step.loss)
         for name, value in account.signs.items():
             yield _value(f"run_{SIGNS_BY_NAME[name].metric}", value)
-    yield from _time_values(account, now)
+    if (spent := account.lost_time.account(now)) is not None:
+        yield from _known("run_ettr_ratio", spent.ettr)
+        yield _value("run_training_seconds", spent.training_seconds)
+        yield _value("run_effective_seconds", spent.effective_seconds)
+        for (role, fault), seconds in sorted(spent.lost.items()):
+            yield _value("run_lost_seconds", seconds, role, fault)
     yield from _replica_values(view.fleet, account)
-
-
-def _time_values(account: RunAccount, now: float) -> Iterator[MetricValue]:
-    spent = account.lost_time.account(now)
-    if spent is None:
-        return
-    yield from _known("run_ettr_ratio", spent.ettr)
-    yield _value("run_training_seconds", spent.training_seconds)
-    yield _value("run_effective_seconds", spent.effective_seconds)
-    for (role, fault), seconds in sorted(spent.lost.items()):
-        yield _value("run_lost_seconds", seconds, role, fault)
 
 
 def _replica_values(fleet: FleetView, account: RunAccount) -> Iterator[MetricValue]:
     tally: Counter[tuple[str, str]] = Counter()
     wanted: Counter[str] = Counter()
     for replica in fleet.replicas:
-        state = _state(replica)
+        there = replica.incarnation >= replica.desired_incarnation and replica.state is not None
+        state = str(replica.state) if there else WANTED
         tally[replica.role, state] += 1
         wanted[replica.role] += 1
         yield _value("replica_state", 1.0, replica.role, replica.replica, state)
@@ -276,11 +271,6 @@ def _replica_values(fleet: FleetView, account: RunAccount) -> Iterator[MetricVal
         yield _value("replicas_wanted", wanted[role], role)
         for state in STATES:
             yield _value("replicas", tally[role, state], role, state)
-
-
-def _state(replica: ReplicaView) -> str:
-    there = replica.incarnation >= replica.desired_incarnation and replica.state is not None
-    return str(replica.state) if there else WANTED
 
 
 def _known(name: str, value: float | None, *labels: str) -> Iterator[MetricValue]:

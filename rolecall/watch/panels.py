@@ -33,7 +33,7 @@ from rolecall.core.rundir import RunDir
 from rolecall.core.text import iso_utc, plain
 from rolecall.detector.live.fusion import Merger
 from rolecall.detector.panels.membership import PanelFollower
-from rolecall.detector.panels.panel import Panel, PanelDetector, PanelShape, PanelSource, PanelTick, Stopped, panel_key
+from rolecall.detector.panels.panel import Panel, PanelDetector, PanelSource, PanelTick, Stopped, panel_key
 from rolecall.detector.sources import recording
 from rolecall.detector.sources.agent_panels import AgentsPanels
 from rolecall.detector.sources.prometheus import Labels, MetricQuery, PrometheusSource, catalogue_queries, dcgm_queries
@@ -42,11 +42,8 @@ from rolecall.detector.sources.recording import RecordingSource
 
 logger = logging.getLogger(__name__)
 
-BEARER_ENV, USER_ENV, PASSWORD_ENV = (
-    "ROLECALL_PROMETHEUS_TOKEN",
-    "ROLECALL_PROMETHEUS_USER",
-    "ROLECALL_PROMETHEUS_PASSWORD",
-)
+BEARER_ENV = "ROLECALL_PROMETHEUS_TOKEN"
+USER_ENV, PASSWORD_ENV = "ROLECALL_PROMETHEUS_USER", "ROLECALL_PROMETHEUS_PASSWORD"
 INTERVAL_SECONDS = 15.0
 """The usual scrape interval."""
 HISTORY_TICKS = 720
@@ -121,11 +118,7 @@ def load_queries(path: Path) -> tuple[MetricQuery, ...]:
     ]
     if not own and not config.defaults:
         raise ConfigError(["queries: none, and `defaults` is not set"], str(path))
-    return (*own, *(_default_queries() if config.defaults else ()))
-
-
-def _default_queries() -> tuple[MetricQuery, ...]:
-    return (*catalogue_queries(), *dcgm_queries())
+    return (*own, *catalogue_queries(), *dcgm_queries()) if config.defaults else tuple(own)
 
 
 def parse_query(text: str) -> MetricQuery:
@@ -138,14 +131,11 @@ def parse_query(text: str) -> MetricQuery:
 
 def authorization(path: Path | None, environ: Mapping[str, str]) -> str:
     """Value of the Authorization header; "" for none. The file holds one line: `bearer TOKEN` or `basic USER:PASSWORD`.
-
-    Raises:
-        ConfigError: the file cannot be read, or has other content (which is not printed).
-    """
+    Raises ConfigError: the file cannot be read, or has other content (which is not printed)."""
     if path is None:
         token, user, password = (environ.get(name, "") for name in (BEARER_ENV, USER_ENV, PASSWORD_ENV))
         if token and user:
-            raise ConfigError([f"{BEARER_ENV} and {USER_ENV} are both set: one of them is meant"])
+            raise ConfigError([f"{BEARER_ENV} and {USER_ENV} are both set: set only one"])
         text, where = f"bearer {token}" if token else f"basic {user}:{password}" if user else "", "(environment)"
         if not text:
             return ""
@@ -193,7 +183,7 @@ def prometheus_source(
         raise ConfigError([f"--history: must be within 0 and {SECONDS_MAX:g} s, got {asked:g}"])
     return PrometheusSource(
         client,
-        queries or _default_queries(),
+        queries or (*catalogue_queries(), *dcgm_queries()),
         clock,
         interval_seconds=options.interval_seconds,
         history_seconds=history_seconds if asked is None else asked,
@@ -260,7 +250,7 @@ def watch(
                     found += 1
                     out(json.dumps(diagnosis.to_dict()) if as_json else sentence(diagnosis))
     if not ticks:
-        raise UnreadableInput(where=where, reason="no tick came: nothing was read")
+        raise UnreadableInput(where=where, reason="no tick was received")
     if not as_json:
         shapes = watches[0].shapes if watches else []
         summary = "; ".join(f"{s.name}: {len(s.machines)} machine(s), {len(s.metrics)} metric(s)" for s in shapes)
@@ -340,12 +330,8 @@ def record_run(
 
 def record(source: PanelSource, path: Path, *, out: Out, stopped: Stopped, clock: Clock) -> int:
     """Writes all ticks until `stopped()` as one recording and returns 0. Recorded data survives any exit: parts are in
-    `<path>.parts`, each a separate recording, until they are joined.
-
-    Raises:
-        ConfigError: `path` or its parts exist, or cannot be written.
-        UnreadableInput: the source failed, or returned no data. Earlier data has been written.
-    """
+    `<path>.parts`, each a separate recording, until they are joined. Raises ConfigError: `path` or its parts exist, or
+    cannot be written; UnreadableInput: the source failed, or returned no data. Earlier data has been written."""
     parts = _Parts(path, clock)
     try:
         for tick in source.ticks(stopped):
@@ -357,7 +343,7 @@ def record(source: PanelSource, path: Path, *, out: Out, stopped: Stopped, clock
         if num_rows:
             out(plain(f"{path}: {num_rows:,} samples"))
     if not num_rows:
-        raise UnreadableInput(where=str(path), reason="not written: the source gave no sample")
+        raise UnreadableInput(where=str(path), reason="not written: the source had no sample")
     return 0
 
 
@@ -389,7 +375,14 @@ class _Parts:
 
     def _write(self) -> None:
         if self._ticks:
-            panels = [_panel_of(ticks[0].shape, ticks) for ticks in self._ticks.values()]
+            panels = [
+                Panel(
+                    shape=ticks[0].shape,
+                    at=np.array([t.at for t in ticks]),
+                    values=np.stack([t.values for t in ticks], axis=1),
+                )
+                for ticks in self._ticks.values()
+            ]
             with self._writing():
                 self.num_rows += recording.write(self._folder / f"{self._number:06d}.parquet", panels)
             self._number += 1
@@ -420,8 +413,3 @@ class _Parts:
         except (OSError, pl.exceptions.PolarsError) as e:
             kept = f"what was recorded until then lies in {self._folder}" if self._number else "nothing was recorded"
             raise UnreadableInput(where=str(self._path), reason=f"cannot be written: {e}; {kept}") from e
-
-
-def _panel_of(shape: PanelShape, ticks: Sequence[PanelTick]) -> Panel:
-    at = np.array([t.at for t in ticks])
-    return Panel(shape=shape, at=at, values=np.stack([t.values for t in ticks], axis=1))

@@ -95,15 +95,6 @@ class _AgentList:
         return self.newest
 
 
-def _own_bearer(run: RunDir) -> str:
-    """Authorization header for evidence from the agents of our own run; empty without the run's token."""
-    try:
-        return f"Bearer {bearer_token(run.token())}"
-    except OSError as e:
-        logger.warning("no evidence of incidents: %s", e)
-        return ""
-
-
 class _PersistentDetector:
     """The detectors, with what they learned on disk for the next watch: the engine's state in the run's folder, and
     what is usual among the machines of this job (by the digest of its configuration) beside the runs."""
@@ -124,7 +115,13 @@ class _PersistentDetector:
         self._parts: Iterator[str | None] | None = None
         self._pulled = pulled
         self._profile_path = run.path.parent / PROFILES_FOLDER / f"{job.digest()}.json"
-        self._profile, self._profile_kept_at = self._read_profile(), clock.monotonic()
+        self._profile_kept_at = clock.monotonic()
+        self._profile: Profile | None = None
+        try:
+            if self._profile_path.exists():  # not the first watch of this job
+                self._profile = read_profile(self._profile_path)
+        except UnreadableInput as e:
+            logger.warning("%s: starting without learned state", e)
         self._panels = RunPanels(Sequential(profile=self._profile))
         self._detector = LiveDetector(job.detector, roles)
         try:
@@ -133,14 +130,23 @@ class _PersistentDetector:
         except FileNotFoundError:
             pass  # the first watch of this run
         except (ValueError, KeyError, TypeError) as e:
-            logger.warning("%s is damaged (%s): learning from nothing", self._path, e)
+            logger.warning("%s is damaged (%s): starting without learned state", self._path, e)
         passed_on = self._detector
         self.processes, self.progressing = passed_on.processes, passed_on.progressing
         self.forget, self.window = passed_on.forget, passed_on.window
 
     def observe(self, observation: Observation) -> Sequence[Diagnosis]:
-        heard = replace(observation, panel_findings=self._of_panels(observation), pulled_findings=self._pulled())
-        standing = self._detector.observe(heard)
+        of_panels: tuple[Finding, ...] = ()
+        try:
+            of_panels = self._panels.findings(observation)
+            self._keep_profile()
+        except Exception:
+            # Deliberate: the engine finds the faults that end a run and must not fail because of the weakest evidence.
+            logger.exception("panel detector failed, restarting it")
+            self._panels = RunPanels(Sequential(profile=self._profile))
+        standing = self._detector.observe(
+            replace(observation, panel_findings=of_panels, pulled_findings=self._pulled())
+        )
         self._keep(standing)
         return standing
 
@@ -158,15 +164,6 @@ class _PersistentDetector:
             self._parts = None
             write_atomically(self._path, text)
 
-    def _read_profile(self) -> Profile | None:
-        if not self._profile_path.exists():
-            return None  # the first watch of this job
-        try:
-            return read_profile(self._profile_path)
-        except UnreadableInput as e:
-            logger.warning("%s: learning from nothing", e)
-            return None
-
     def _keep_profile(self) -> None:
         if self._clock.monotonic() - self._profile_kept_at < PROFILE_SECONDS:
             return
@@ -179,18 +176,9 @@ class _PersistentDetector:
             self._profile_path.parent.mkdir(exist_ok=True)
             write_atomically(self._profile_path, profile.to_json())
         except OSError as e:
-            logger.warning("%s cannot be written (%s): the next watch learns anew", self._profile_path, e.strerror)
-
-    def _of_panels(self, observation: Observation) -> tuple[Finding, ...]:
-        try:
-            found = self._panels.findings(observation)
-            self._keep_profile()
-            return found
-        except Exception:
-            # Deliberate: the engine finds the faults that end a run and must not fail because of the weakest evidence.
-            logger.exception("panel detector failed, restarting it")
-            self._panels = RunPanels(Sequential(profile=self._profile))
-            return ()
+            logger.warning(
+                "%s cannot be written (%s): the next watch starts without it", self._profile_path, e.strerror
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,15 +224,19 @@ def watch_run(
     journal = Journal(run.database_url, create=False)
     known = _num_incidents(journal)
     listed = _AgentList(living or (lambda: agents or agent_urls(run)))
-    source = AgentsSource(
-        listed,
-        clock,
-        job.detector.poll_seconds,
-        authorization=authorization,
-        forgets=living is not None,
-    )
-    notifier = _notifier(run, job, clock)
-    token = _own_bearer(run) if ours else authorization if authorization.startswith("Bearer ") else ""
+    poll_seconds, forgets = job.detector.poll_seconds, living is not None
+    source = AgentsSource(listed, clock, poll_seconds, authorization=authorization, forgets=forgets)
+    notifier: Notifier = LogNotifier()
+    if (url := job.recovery.webhook_url) is not None:
+        deadman_seconds = job.recovery.deadman_seconds
+        notifier = WebhookNotifier(url, run_id=run.run_id, deadman_seconds=deadman_seconds, clock=clock)
+    token = authorization if authorization.startswith("Bearer ") else ""
+    if ours:
+        try:
+            token = f"Bearer {bearer_token(run.token())}"
+        except OSError as e:
+            token = ""
+            logger.warning("no evidence of incidents: %s", e)
     pull = EvidencePull(run, lambda: listed.newest, token, lambda: detector.processes(), clock)
     detector = _PersistentDetector(run, job, clock, None if ours else {}, pull.findings)
     meter, server = Meter(clock), None
@@ -262,7 +254,7 @@ def watch_run(
             clock,
             holder_name(),
             run_id=run.run_id,
-            poll_seconds=job.detector.poll_seconds,
+            poll_seconds=poll_seconds,
             evidence_collector=pull,
             meter=meter,
         ).run(stop)
@@ -301,8 +293,7 @@ def with_required_approval(job: JobConfig, journal: Journal) -> JobConfig:
     It only restricts: mode `act` becomes `approve`, `observe` stays. It is refused while another watch acts without
     approval, because it would have no effect.
 
-    Raises:
-        ConfigError: the job is only observed, or another watch acts without approval.
+    Raises ConfigError: the job is only observed, or another watch acts without approval.
     """
     if job.recovery.mode == "observe":
         because = "recovery.mode is observe in the job file, so no action is allowed; set it to approve there"
@@ -312,18 +303,15 @@ def with_required_approval(job: JobConfig, journal: Journal) -> JobConfig:
     mode = taken.as_(LeaseAcquired).mode if taken is not None else "unknown"
     if lease is not None and held and mode != "approve":
         because = f"watch {lease.holder} holds the lease in mode {mode} and acts without approval"
-        raise ConfigError(
-            [f"--require-approval: {because}; stop it first, or start the job with recovery.mode: approve"]
-        )
+        because += "; stop it first, or start the job with recovery.mode: approve"
+        raise ConfigError([f"--require-approval: {because}"])
     return job.model_copy(update={"recovery": job.recovery.model_copy(update={"mode": "approve"})})
 
 
 def _serve(
     run: RunDir, job: JobConfig, wanted: MetricsEndpoint | None, meter: Meter, notifier: Notifier, *, ours: bool
 ) -> WatchServer | None:
-    """Raises:
-    ConfigError: the requested address is not available.
-    """
+    """Raises ConfigError: the requested address is not available."""
     if wanted is None and not ours:
         return None
     asked = wanted or MetricsEndpoint(ListenAddress(LOOPBACK, 0))
@@ -353,24 +341,14 @@ def _num_incidents(journal: Journal) -> int:
     return len(projection.incidents)
 
 
-def _notifier(run: RunDir, job: JobConfig, clock: Clock) -> Notifier:
-    url = job.recovery.webhook_url
-    if url is None:
-        return LogNotifier()
-    return WebhookNotifier(url, run_id=run.run_id, deadman_seconds=job.recovery.deadman_seconds, clock=clock)
-
-
 def replay_incident(run: RunDir, incident: str) -> dict[str, Any]:
     """Recomputes an incident: diagnosis from the stored window, plan from its stored input.
 
     Returns `same`, the parts, and `text`.
     """
     value: dict[str, Any] = queries.replay(run, incident)
-    journal = Journal(run.database_url, create=False)
-    try:
+    with closing(Journal(run.database_url, create=False)) as journal:
         where, window = journal.store.where, journal.windows(incident).get("observations")
-    finally:
-        journal.close()
     if window is None:
         return value
     with reading(where, f"window of {incident}"):
@@ -380,7 +358,7 @@ def replay_incident(run: RunDir, incident: str) -> dict[str, Any]:
     value["diagnosed_again"] = again is not None
     value["same"] = bool(value["same"]) and again is not None
     verdict = (
-        f"diagnosis reproduced: {again.because}" if again else "the stored window does not reproduce this diagnosis"
+        f"diagnosis reproduced: {again.because}" if again else "the stored window does not reproduce the diagnosis"
     )
     value["text"] = f"{value['text']}\n{plain(verdict)}"
     return value

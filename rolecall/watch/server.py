@@ -27,7 +27,7 @@ from rolecall.core.errors import ConfigError
 from rolecall.core.journal.journal import Journal
 from rolecall.core.metrics.metric import MetricValue
 from rolecall.core.rundir import RunDir
-from rolecall.recovery.fleet import fleet_view
+from rolecall.recovery.fleet_view import fleet_view
 from rolecall.recovery.incidents import IncidentProjection
 from rolecall.recovery.loop import LEASE_NAME, PAUSED_FLAG
 from rolecall.views.journal_reader import JournalReader
@@ -45,7 +45,6 @@ PAGES_PER_POLL = 20
 CLOSE_SECONDS = 5.0
 TICK_AGE_SECONDS_MAX = 30.0
 """`/healthz` fails if no tick ended for this long; a tick takes about a second, three with a thousand agents."""
-
 
 ENDPOINTS = (
     Endpoint(
@@ -67,10 +66,7 @@ class JournalMetricsPoller:
 
     def poll(self) -> bool:
         """Reads the journal; False until a long journal is read to its end: until then the previous values remain.
-
-        Raises:
-            JournalError: it cannot be read; the previous values remain as well.
-        """
+        Raises JournalError: it cannot be read; the previous values remain as well."""
         for page in islice(self._reader.pages(self._journal), PAGES_PER_POLL):
             for event in page.events:
                 # Deliberate: an invalid event from a foreign writer must not hide the others.
@@ -113,12 +109,8 @@ class WatchServer:
         web: WebConfig | None = None,
         poll_seconds: float = POLL_SECONDS,
     ) -> None:
-        """`agents`: node -> URL for our own run; they and this watch are announced in its directory.
-
-        Raises:
-            ConfigError: `address` is not available.
-            JournalError: there is no journal.
-        """
+        """`agents`: node -> URL for our own run; they and this watch are announced in its directory. Raises
+        ConfigError: `address` is not available; JournalError: there is no journal."""
         self._meter, self._clock, self._calls_failed = meter, clock, calls_failed
         self._agents, self._poll_seconds = agents, poll_seconds
         self._journal = Journal(run.database_url, create=False)

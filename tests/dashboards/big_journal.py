@@ -23,7 +23,7 @@ from rolecall.core.journal.store import GENESIS, canonical, chain_hash
 from rolecall.core.journal.tables import METADATA
 from rolecall.core.membership import Actual, Desired, ReplicaState
 from rolecall.core.rundir import RunDir, create_run_dir
-from rolecall.recovery.fleet import FleetView, ReplicaView
+from rolecall.recovery.fleet_view import FleetView, ReplicaView
 from rolecall.recovery.policy import PolicyInput
 from tests.events import filled
 

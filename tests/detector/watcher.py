@@ -11,7 +11,7 @@ import threading
 from rolecall.core.clock import SystemClock
 from rolecall.core.config.job import DetectorConfig
 from rolecall.detector.live.engine import LiveDetector
-from rolecall.detector.live.subject import EXPERIENCED_UNITS
+from rolecall.detector.live.monitored_process import EXPERIENCED_UNITS
 from rolecall.detector.sources.agents import AgentsSource
 
 agents, roles = json.loads(sys.argv[1]), json.loads(sys.argv[2])

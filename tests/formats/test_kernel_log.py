@@ -177,7 +177,7 @@ NVLINK5_SHORT = "NVRM: Xid (PCI:0018:01:00): {}, {} {} XC0 i0 Link 09 ({:#010x} 
         ((149, "NETIR_LINK_DOWN", "Nonfatal", 0x02600011, 0), "WORKFLOW_NVLINK5_ERR", True, "reset the GPU"),
         ((145, "RLW_REMAP", "Nonfatal", 0x4, 0x40), "RESET_GPU", True, "reset it"),  # the table is the worse
         ((145, "RLW_REMAP", "Fatal", 0x4, 0x100), "WORKFLOW_NVLINK5_ERR", True, "says Fatal"),  # the line is
-        ((145, "RLW_REMAP", "Nonfatal", 0x4, 0x4), "XID_154_EVAL", False, "XID 154 beside it"),
+        ((145, "RLW_REMAP", "Nonfatal", 0x4, 0x4), "XID_154_EVAL", False, "XID 154 next to it"),
         ((147, "TREX", "Nonfatal", 0xE, 0x80000000), "IGNORE", False, "nothing"),
         ((147, "SOMETHING_LATER", "Fatal", 0xE, 0x1), "WORKFLOW_NVLINK5_ERR", True, "says Fatal"),
         ((147, "SOMETHING_LATER", "Nonfatal", 0xE, 0x1), "IGNORE", False, "nothing"),
@@ -293,7 +293,7 @@ def test_sxid(message: str, wanted: tuple[int, str, int, bool, int | None, str])
         "nvidia-nvswitch3: Xid (PCI:0000:c1:00.0): 12028, Fatal, Link 32 text",
     ],
 )
-def test_what_follows_an_sxid_is_the_same_event(message: str) -> None:
+def test_lines_after_an_sxid_belong_to_it(message: str) -> None:
     assert parse_message(message) is None
 
 

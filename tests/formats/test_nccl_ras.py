@@ -68,7 +68,7 @@ def raw(*communicators: dict[str, Any]) -> bytes:
     return json.dumps(answer(*communicators), indent=2).encode()
 
 
-def test_json_tells_who_launched_how_many_and_who_is_missing() -> None:
+def test_json_has_launch_counts_and_missing_ranks() -> None:
     four = communicator(
         rank(0, 1, 0, 5, 5, 100),
         rank(1, 1, 0, 5, 5, 98, async_error=6),
@@ -106,7 +106,7 @@ def test_other_damage_is_not_repaired() -> None:
         statuses(whole.replace(b'"rank": 0,', b'"rank": 0'.replace(b'"rank"', b"rank")))
 
 
-def test_all_zero_counts_say_nothing() -> None:
+def test_all_zero_counts_give_no_information() -> None:
     (status,) = statuses(raw(communicator(rank(0), rank(1))))
     assert not status.has_counts and status.communicators[0].spreads == ()
 
@@ -118,7 +118,7 @@ def test_counts_as_a_list_are_in_the_order_of_nccl() -> None:
     assert [r.counts for r in status.communicators[0].ranks] == [(1, 2, 3, 4, 5), (1, 2, 3, 0, 0)]
 
 
-def test_standing_is_equal_only_while_no_one_launches() -> None:
+def test_standing_is_equal_only_while_no_rank_launches() -> None:
     def one(*counts: int) -> object:
         return (
             statuses(raw(communicator(rank(0, 0, 0, 0, 0, counts[0]), rank(1, 0, 0, 0, 0, counts[1]))))[0]
@@ -156,7 +156,7 @@ def test_a_majority_is_not_behind() -> None:
     ],
     ids=range(11),
 )
-def test_what_is_no_answer_is_refused_with_its_reason(text: bytes, reason: str) -> None:
+def test_an_invalid_response_is_refused_with_its_reason(text: bytes, reason: str) -> None:
     with pytest.raises(MalformedRasStatus, match=reason):
         statuses(text)
 
@@ -219,7 +219,7 @@ TIMEOUT
 """
 
 
-def test_text_tells_outliers_missing_and_dead() -> None:
+def test_text_lists_outliers_missing_and_dead() -> None:
     (status,) = statuses(b"OK\n" + TEXT)
     assert (status.form, status.num_communicators) == ("text", 9)
     assert [(p.pid, p.host, p.gpus, p.dead) for p in status.lost] == [(3487984, "172.16.64.213", "5", True)]

@@ -64,7 +64,7 @@ def test_of_codes_without_an_action_the_catalogues_remark_decides() -> None:
         (172, XidAction.NONE, FaultClass.GPU, True),
     ],
 )
-def test_what_nvidia_says(code: int, immediate: XidAction, fault_class: FaultClass, fatal: bool) -> None:
+def test_actions_of_nvidias_catalogue(code: int, immediate: XidAction, fault_class: FaultClass, fatal: bool) -> None:
     known = xid(code)
     assert (known.immediate, known.fault_class, known.fatal) == (immediate, fault_class, fatal)
 

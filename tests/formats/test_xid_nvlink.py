@@ -25,7 +25,7 @@ ROWS = [(u, r, driver) for u in UNITS for r in u[4] for driver in (0, 1)]
 
 
 @pytest.mark.parametrize(("unit", "row", "driver"), ROWS)
-def test_every_row_is_found_whoever_wrote_the_line(
+def test_every_table_row_is_found_in_every_line_format(
     unit: tuple[int, tuple[str, ...], int, int, tuple[object, ...]], row: tuple[int, str, str, str], driver: int
 ) -> None:
     code, names, before, later, _ = unit
@@ -78,7 +78,7 @@ def test_no_unit_is_taken_for_another_or_for_the_other_generations() -> None:
         (144, "", 0, 0),
     ],
 )
-def test_what_the_table_does_not_have(code: int, unit: str, interrupt: int, status: int) -> None:
+def test_lines_without_a_table_entry(code: int, unit: str, interrupt: int, status: int) -> None:
     assert assess_line(code, unit, interrupt, status) is None
 
 
@@ -129,7 +129,7 @@ def test_every_bit_of_the_registers_of_74(register: int, bit: int) -> None:
         (4, (20, 29), NvlinkRegisterError.THRESHOLD),
     ],
 )
-def test_what_nvidia_says_of_bits(register: int, bits: tuple[int, ...], sign: NvlinkRegisterError) -> None:
+def test_register_bits_as_in_nvidias_documents(register: int, bits: tuple[int, ...], sign: NvlinkRegisterError) -> None:
     words = [0] * 7
     words[register] = sum(1 << b for b in bits)
     assert register_errors(tuple(words)) == (sign,)

@@ -31,7 +31,7 @@ from rolecall.dashboards.pages.accounting.statistics import evidence_of, precisi
 from rolecall.dashboards.pages.incidents import signals, view
 from rolecall.detector.base.observation import Observation
 from rolecall.detector.live.engine import STAGES, LiveDetector
-from rolecall.detector.live.fleet import finding
+from rolecall.detector.live.processes import finding
 from rolecall.detector.live.stages.stage import Stage, Tick
 from rolecall.recovery.incidents import IncidentOutcome
 from rolecall.reports.html import render_html

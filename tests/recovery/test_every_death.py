@@ -367,7 +367,7 @@ class NeverSends(RecordingNotifier):
         return True
 
 
-def test_what_was_not_delivered_is_reported_by_the_next_watch(tmp_path: Path) -> None:
+def test_undelivered_messages_are_sent_by_the_next_watch(tmp_path: Path) -> None:
     world = World(tmp_path)
     nothing_helps(world)
     # The messages were queued, and the process died before they were sent.

@@ -10,7 +10,7 @@ from rolecall.core.diagnosis import ActionKind, Diagnosis, Evidence, Plan, PlanT
 from rolecall.core.faults import FaultClass
 from rolecall.core.ids import IncidentId, NodeId, ReplicaId
 from rolecall.core.membership import ReplicaState
-from rolecall.recovery.fleet import FleetView
+from rolecall.recovery.fleet_view import FleetView
 from rolecall.recovery.guards import Situation, check, on_peer_evidence_alone
 from rolecall.recovery.incidents import (
     OPERATOR,

@@ -33,7 +33,7 @@ def world(tmp_path: Path) -> World:
 
 
 @pytest.mark.parametrize("fault", [FaultClass.CRASH, FaultClass.HANG, FaultClass.SLOW])
-def test_a_fault_is_cured_and_nothing_else_is_touched(world: World, fault: FaultClass) -> None:
+def test_a_fault_is_resolved_and_nothing_else_is_touched(world: World, fault: FaultClass) -> None:
     watch = world.watch()
     world.run(2, watch)
     world.runtime.inject("rollout/1", fault)
@@ -157,7 +157,7 @@ def _said_by_panels(onset: float) -> Diagnosis:
     )  # fmt: skip
 
 
-def test_what_panels_say_is_reported_with_its_evidence_and_no_one_is_replaced_for_it(world: World) -> None:
+def test_panel_findings_are_reported_and_replace_nothing(world: World) -> None:
     """In mode act, with a horizon over which any measured slowness would be worth a replacement."""
     watch = world.watch()
     world.detector.extra = [_said_by_panels(world.clock.wall())]
@@ -174,7 +174,7 @@ def test_what_panels_say_is_reported_with_its_evidence_and_no_one_is_replaced_fo
     assert [i.outcome for i in world.incidents()] == [IncidentOutcome.TOLERATED, IncidentOutcome.RESOLVED]
 
 
-def test_what_panels_say_changes_nothing_of_an_incident_that_an_operator_holds_up(world: World) -> None:
+def test_panel_findings_do_not_change_a_held_incident(world: World) -> None:
     world.journal.set_flag("paused", "alice")
     watch = world.watch()
     world.runtime.inject("rollout/1", FaultClass.CRASH)
@@ -188,7 +188,7 @@ def test_what_panels_say_changes_nothing_of_an_incident_that_an_operator_holds_u
     assert world.only().outcome is IncidentOutcome.RESOLVED
 
 
-def test_user_code_stops_the_job_and_evicts_no_one(world: World) -> None:
+def test_user_code_stops_the_job_and_evicts_nothing(world: World) -> None:
     watch = world.watch()
     said = diagnosis(FaultClass.USER_CODE, ("trainer/0", 1), ("trainer/1", 1), because="ValueError on all 2 trainers")
     world.detector.extra = [said]
@@ -244,7 +244,7 @@ def _code_fails(world: World, about: str) -> Diagnosis:
     return diagnosis(FaultClass.USER_CODE, onset=world.clock.wall(), because=because, about=about)
 
 
-def test_user_code_that_names_no_one_takes_over_the_incidents_of_its_role(world: World) -> None:
+def test_user_code_without_suspects_supersedes_the_incidents_of_its_role(world: World) -> None:
     watch = world.watch()
     world.journal.set_flag("paused", "bob: a look")
     world.runtime.inject("trainer/0", FaultClass.CRASH)
@@ -277,7 +277,7 @@ def test_two_different_failures_of_the_code_are_two_incidents(tmp_path: Path) ->
     assert [i.outcome for i in world.incidents()] == [None, None]
 
 
-def test_what_nothing_helps_against_calls_an_operator_once(world: World) -> None:
+def test_an_unresolvable_fault_pages_oncall_once(world: World) -> None:
     watch = world.watch()
     lost = Diagnosis(
         suspects=(Suspect(node=NodeId("node-3")),),
@@ -354,7 +354,7 @@ def test_a_replacement_that_never_works_moves_to_another_node(world: World) -> N
 
 
 @pytest.mark.parametrize("at_once", [1, 2])
-def test_a_second_fault_waits_for_the_cure_of_the_first_only_at_the_limit(tmp_path: Path, at_once: int) -> None:
+def test_a_second_fault_waits_for_the_first_repair_only_at_the_limit(tmp_path: Path, at_once: int) -> None:
     world = World(tmp_path, replicas_at_once_max=at_once)
     watch = world.watch()
     world.runtime.inject("rollout/1", FaultClass.CRASH)
@@ -449,7 +449,7 @@ def test_a_watch_that_lost_its_lease_cannot_go_on_with_an_incident_either(world:
     assert world.kinds() == [*A_CURE[:2], "plan_blocked", *A_CURE[2:]]
 
 
-def test_what_was_started_and_not_yet_done_waits_for_the_end_of_a_pause(world: World) -> None:
+def test_a_started_action_without_effect_waits_for_the_end_of_a_pause(world: World) -> None:
     watch = world.watch()
     world.runtime.inject("rollout/1", FaultClass.CRASH)
     world.switch.dies_before = "perform"
@@ -466,7 +466,7 @@ def test_what_was_started_and_not_yet_done_waits_for_the_end_of_a_pause(world: W
     assert world.only().outcome is IncidentOutcome.RESOLVED and world.desired("rollout/1") == 2
 
 
-def test_a_broken_detector_stops_no_cure_and_calls_an_operator(world: World) -> None:
+def test_a_broken_detector_stops_no_recovery_and_pages_oncall(world: World) -> None:
     watch = world.watch()
     world.runtime.inject("rollout/1", FaultClass.CRASH)
     world.until(lambda: world.desired("rollout/1") == 2, watch)
@@ -519,7 +519,7 @@ def test_signs_of_life_come_at_their_interval(world: World) -> None:
     assert world.notifier.heartbeats[0]["mode"] == "act"
 
 
-def test_the_runtime_view_of_the_cure(world: World) -> None:
+def test_verification_as_the_runtime_reports_it(world: World) -> None:
     """INCIDENT_VERIFIED tells when the replacement began to serve, which is before anybody could see that it works."""
     watch = world.watch()
     world.runtime.inject("rollout/1", FaultClass.CRASH)

@@ -11,7 +11,7 @@ from rolecall.core.faults import FaultClass
 from rolecall.core.ids import IncidentId, NodeId, ReplicaId
 from rolecall.core.journal.events import EventKind
 from rolecall.core.membership import ReplicaState
-from rolecall.recovery.fleet import FleetView, ReplicaView
+from rolecall.recovery.fleet_view import FleetView, ReplicaView
 from rolecall.recovery.guards import Situation
 from rolecall.recovery.incidents import (
     OPERATOR,
@@ -97,7 +97,7 @@ def test_the_end_of_the_run_ends_every_open_incident(state: IncidentState) -> No
     assert isinstance(move, Append) and "40 steps" in move.payload.because
 
 
-def test_a_cure_that_is_seen_counts_even_when_the_run_has_ended() -> None:
+def test_a_verified_recovery_counts_after_the_end_of_the_run() -> None:
     i = _incident(S.VERIFYING, _attempt(started_at=NOW - 1, done_at=NOW - 1))
     assert _said(_move(i, ended="40 steps", progress=WORKS, view=_row(2, R.SERVING)))[0] is K.INCIDENT_VERIFIED
 
@@ -143,7 +143,7 @@ def test_a_fault_is_not_over_before_its_suspect_is_seen_to_work(situation: dict[
     assert not isinstance(move, Append) or move.payload.kind is not K.INCIDENT_CLOSED, why
 
 
-def test_a_successor_that_somebody_else_made_ends_the_incident() -> None:
+def test_a_replacement_made_elsewhere_ends_the_incident() -> None:
     move = _move(_incident(S.PLANNED, _attempt()), view=_row(2, R.SERVING))
     assert _said(move) == (K.INCIDENT_CLOSED, "self_recovered")
     assert isinstance(move, Append) and "rollout/1#2 replaced it and is serving" in move.payload.because
@@ -154,7 +154,7 @@ def test_a_request_of_an_operator_is_not_over_because_the_replica_works() -> Non
     assert _said(_move(i, absent_seconds=99.0, progress=WORKS))[0] is K.ACTION_STARTED
 
 
-def test_a_diagnosis_that_names_no_one_is_over_when_it_stands_no_longer() -> None:
+def test_a_diagnosis_without_suspects_ends_when_it_is_no_longer_reported() -> None:
     nobody = _incident(S.PLANNED, _attempt(), d=replace(diagnosis(F.CRASH, ("rollout/1", 1)), suspects=()))
     assert _said(_move(nobody, absent_seconds=CLEAR_SECONDS)) == (K.INCIDENT_CLOSED, "self_recovered")
     assert _said(_move(nobody, absent_seconds=CLEAR_SECONDS - 0.1))[0] is not K.INCIDENT_CLOSED
@@ -174,7 +174,7 @@ def test_approve_proposes_with_an_end_and_an_operator_needs_no_approval() -> Non
     assert _said(asked)[0] is K.ACTION_STARTED
 
 
-def test_what_a_guard_holds_is_said_once_and_a_request_does_not_wait_for_ever() -> None:
+def test_a_blocking_guard_is_recorded_once_and_a_request_times_out() -> None:
     i = _incident(S.PLANNED, _attempt(), d=_person())
     kind, guard = _said(_move(i, paused="by me"))
     assert kind is K.PLAN_BLOCKED and guard
@@ -259,7 +259,7 @@ def test_approval_and_expiry_race_for_one_key() -> None:
     assert isinstance(later, Append) and later.key == "inc-1:expired:1"
 
 
-def test_an_approved_plan_is_held_by_a_pause_and_says_so_once() -> None:
+def test_a_pause_holds_an_approved_plan_and_is_recorded_once() -> None:
     i = _incident(S.PROPOSED, _attempt(expires_at=NOW + 60, decision=Decision.APPROVED))
     kind, guard = _said(_move(i, paused="by me", config={"mode": "approve"}))
     assert kind is K.PLAN_BLOCKED
@@ -292,7 +292,7 @@ def test_stopping_the_job_does_not_begin_in_a_pause_and_goes_on_once_it_has_begu
     assert isinstance(_move(i, paused="by me", stopping="user code"), Perform)
 
 
-def test_a_stopped_job_calls_an_operator_and_is_no_cure() -> None:
+def test_a_stopped_job_pages_oncall_and_is_not_resolved() -> None:
     i = _incident(S.VERIFYING, _attempt(A.STOP_JOB, started_at=NOW - 1, done_at=NOW - 1))
     assert _said(_move(i)) == (K.ONCALL_PAGED, "job_stopped")
     reported = replace(i, page_topics=frozenset({"job_stopped"}))
@@ -308,7 +308,7 @@ def test_a_stopped_job_calls_an_operator_and_is_no_cure() -> None:
         (_row(2, R.LOST), STILL, NOW - 1, K.ACTION_FAILED, "died"),
     ],
 )
-def test_a_replacement_is_cured_failed_or_waited_for(
+def test_a_replacement_is_verified_failed_or_pending(
     view: FleetView, progress: dict[str, Any], done_at: float, kind: EventKind | None, detail: str
 ) -> None:
     i = _incident(S.VERIFYING, _attempt(started_at=done_at, done_at=done_at))
@@ -319,12 +319,12 @@ def test_a_replacement_is_cured_failed_or_waited_for(
         assert _said(move) == (kind, detail)
 
 
-def test_what_was_verified_is_closed_as_resolved() -> None:
+def test_a_verified_incident_closes_as_resolved() -> None:
     i = _incident(S.VERIFYING, _attempt(started_at=NOW - 1, done_at=NOW - 1), verified_at=NOW)
     assert _said(_move(i)) == (K.INCIDENT_CLOSED, "resolved")
 
 
-def test_a_budget_that_is_used_up_is_said_and_then_an_operator_is_called_once() -> None:
+def test_an_exhausted_budget_is_reported_and_oncall_is_paged_once() -> None:
     used_up = {"config": {"evictions_per_hour_max": 0}}
     i = _incident(S.PLANNED, _attempt())
     kind, guard = _said(_move(i, **used_up))

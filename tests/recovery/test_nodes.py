@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from rolecall.core.diagnosis import ActionKind
 from rolecall.core.errors import CommandRefused
 from rolecall.core.faults import FaultClass
 from rolecall.core.ids import NodeId
@@ -20,7 +19,6 @@ from rolecall.recovery.next_step import to_quarantine
 from rolecall.recovery.nodes import NODE_KINDS, BurnIn, fold_nodes
 from rolecall.recovery.operators import commands, queries
 from rolecall.recovery.operators.commands import drain_node
-from rolecall.recovery.policy import PolicyInput, decide
 from rolecall.testing.recovery_world import diagnosis
 from tests.events import made_event
 from tests.recovery.simulated_kill import KillableJournal, KillSwitch, SimulatedKill
@@ -143,21 +141,6 @@ def test_no_node_is_left(tmp_path: Path) -> None:
     assert "there is no other node to move to" in world.events(K.ONCALL_PAGED)[0].payload.because
 
 
-def test_an_older_question_has_no_quarantine() -> None:
-    asked: dict[str, Any] = {
-        "incident_id": "inc-1",
-        "diagnosis": diagnosis(FaultClass.CRASH, ("rollout/1", 1)).to_dict(),
-        "fleet": {"replicas": []},
-        "config": {},
-        "past": [],
-        "supports": ["replace_replica"],
-        "lost_nodes": [],
-    }
-    question = PolicyInput.from_dict(asked)
-    assert question.quarantined_nodes == frozenset() and decide(question).plan.action is ActionKind.TOLERATE
-    assert PolicyInput.from_dict(question.to_dict()) == question
-
-
 def test_a_drained_node_is_left_by_all(tmp_path: Path) -> None:
     world, run, watch = running(tmp_path)
     node = node_of(world, "rollout/1")
@@ -184,7 +167,7 @@ def test_a_drain_goes_through_the_guards(tmp_path: Path) -> None:
     assert world.runtime.replaced == [] and "the limit is 0" in world.only().because
 
 
-def test_a_drain_says_who_cannot_be_moved(tmp_path: Path) -> None:
+def test_a_drain_lists_replicas_that_cannot_be_moved(tmp_path: Path) -> None:
     world, run, watch = running(tmp_path)
     every = sorted({node_of(world, r) for r in world.runtime.processes})
     for node in every[1:]:
@@ -227,7 +210,7 @@ def _drain_killed_at(path: Path, dies_at: int | None) -> tuple[World, str, list[
     return world, node, switch.points
 
 
-def test_a_drain_that_died_anywhere_is_said_again(tmp_path: Path) -> None:
+def test_an_interrupted_drain_can_be_repeated(tmp_path: Path) -> None:
     whole, node, points = _drain_killed_at(tmp_path / "whole", None)
     assert len(points) == 2 * (1 + 3 + 1), points
     wanted = sorted(whole.runtime.replaced)
@@ -276,7 +259,7 @@ def test_beyond_its_share_watch_calls_an_operator(tmp_path: Path, config: dict[s
 
 
 @pytest.mark.parametrize("mode", ["observe", "approve"])
-def test_who_does_not_act_quarantines_nothing(tmp_path: Path, mode: str) -> None:
+def test_a_watch_that_only_observes_quarantines_nothing(tmp_path: Path, mode: str) -> None:
     world, _, watch = running(tmp_path, mode=mode)
     faulty(world, "rollout/1", FaultClass.GPU)
     world.run(10, watch)
@@ -305,7 +288,7 @@ def test_burn_ins_are_kept(tmp_path: Path) -> None:
         {"checks": None},
     ],
 )
-def test_what_is_no_burn_in_is_refused(tmp_path: Path, changed: dict[str, Any]) -> None:
+def test_an_invalid_burn_in_is_refused(tmp_path: Path, changed: dict[str, Any]) -> None:
     world, run, _ = running(tmp_path)
     with pytest.raises(CommandRefused, match="not a burn-in result"):
         commands.record_burn_in(run, "node-1", {**BURNED, **changed}, "alice", world.clock)
@@ -354,7 +337,7 @@ def test_a_failed_burn_in_counts_like_a_second_wrong_microbatch(tmp_path: Path, 
 
 
 @pytest.mark.parametrize("result", [BURNED, UNCHECKED])
-def test_a_burn_in_that_found_nothing_convicts_no_one(tmp_path: Path, result: dict[str, Any]) -> None:
+def test_a_burn_in_without_findings_accuses_no_replica(tmp_path: Path, result: dict[str, Any]) -> None:
     world, run, watch = running(tmp_path)
     suspect_once(world, "trainer/1")
     world.run(2, watch)

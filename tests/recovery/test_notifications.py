@@ -64,7 +64,7 @@ def message(seq: int = 7, **more: Any) -> Message:
     return Message(seq=seq, **{**fixed, **more})
 
 
-def test_a_message_arrives_with_an_id_to_tell_repeats_by(hook: Hook) -> None:
+def test_a_message_has_an_id_for_deduplication(hook: Hook) -> None:
     notifier = WebhookNotifier(f"{hook.url}/hook?key=secret", run_id="run-1")
     assert notifier.channel == "webhook"
     assert notifier.offer(message(incident_id="inc-1-rollout-1", facts={"topic": "evictions"}))
@@ -118,7 +118,7 @@ def test_a_redirect_is_not_followed(hook: Hook) -> None:
         other.close()
 
 
-def test_a_server_that_never_answers_delays_no_one(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_server_that_never_answers_delays_nothing(caplog: pytest.LogCaptureFixture) -> None:
     with socket.create_server(("127.0.0.1", 0)) as deaf:
         url = f"http://127.0.0.1:{deaf.getsockname()[1]}/"
         patient = WebhookNotifier(url, run_id="run-1", try_seconds=PATIENCE_SECONDS)

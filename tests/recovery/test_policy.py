@@ -10,7 +10,7 @@ from rolecall.core.diagnosis import ActionKind, Diagnosis, PlanTarget, Suspect
 from rolecall.core.faults import FAULTS, FaultClass
 from rolecall.core.ids import IncidentId, NodeId, ReplicaId
 from rolecall.core.membership import ReplicaState
-from rolecall.recovery.fleet import FleetView, ReplicaView
+from rolecall.recovery.fleet_view import FleetView, ReplicaView
 from rolecall.recovery.incidents import OPERATOR, ActionFailure, IncidentOutcome
 from rolecall.recovery.policy import FailedAttempt, PolicyInput, decide, slow_gain
 from rolecall.testing.recovery_world import FLEET, diagnosis

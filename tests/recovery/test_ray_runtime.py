@@ -66,7 +66,7 @@ def test_a_replica_that_left_the_run_is_not_brought_back(world: World) -> None:
 
 
 @pytest.mark.parametrize("action", [A.REPLACE_REPLICA, A.STOP_JOB])
-def test_who_lost_the_lease_does_nothing(world: World, action: ActionKind) -> None:
+def test_a_watch_that_lost_the_lease_does_nothing(world: World, action: ActionKind) -> None:
     old = take(world)
     world.clock.advance(10)
     take(world, "another")
@@ -85,12 +85,12 @@ def test_moving_chooses_another_node_and_a_repetition_the_same(world: World) -> 
     assert actuator.perform(moved, lease).done and desired(world, "rollout/1").node == node
 
 
-def test_what_it_cannot_do_is_refused(world: World) -> None:
+def test_unsupported_actions_are_refused(world: World) -> None:
     with pytest.raises(ActuatorError, match="cannot perform restart_role"):
         RayRuntime(world.journal).perform(plan(action=A.RESTART_ROLE), take(world))
 
 
-def test_a_plan_says_whom_else_it_hits(world: World) -> None:
+def test_a_plan_lists_its_side_effects(world: World) -> None:
     actuator = RayRuntime(world.journal)
     assert actuator.also_hit(plan(("trainer/0", 1, "n"))) == ()
     assert actuator.also_hit(plan(action=A.STOP_JOB)) == ("every process of the job",)

@@ -7,7 +7,7 @@ import pytest
 from rolecall.core.diagnosis import ActionKind, Plan, PlanTarget
 from rolecall.core.ids import IncidentId, NodeId, ReplicaId
 from rolecall.core.membership import ReplicaState
-from rolecall.recovery.fleet import FleetView
+from rolecall.recovery.fleet_view import FleetView
 from rolecall.recovery.incidents import ActionFailure
 from rolecall.recovery.next_step import verify
 from tests.recovery.test_policy import view

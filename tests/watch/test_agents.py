@@ -54,6 +54,6 @@ def test_an_agent_with_tls_and_users_is_named_and_read(tmp_path: Path, monkeypat
 
 
 @pytest.mark.parametrize("text", ["ftp://a:1,http://b:2", "https://", "http://a:99999", "https://[::1"])
-def test_what_is_no_address_is_refused(text: str) -> None:
+def test_an_invalid_address_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="neither"):
         listed(text)

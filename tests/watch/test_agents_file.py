@@ -97,14 +97,14 @@ def test_the_example_of_the_docs_is_one(tmp_path: Path) -> None:
         ("\x00", "not YAML"),
     ],
 )
-def test_what_is_no_list_is_refused(tmp_path: Path, text: str, problem: str) -> None:
+def test_an_invalid_list_is_refused(tmp_path: Path, text: str, problem: str) -> None:
     (tmp_path / "nodes.yaml").write_text(text)
     with pytest.raises(ConfigError) as e:
         entries_of(tmp_path / "nodes.yaml")
     assert problem in str(e.value)
 
 
-def test_the_file_is_read_again_when_it_changes_and_no_one_is_asked_twice(world: World) -> None:
+def test_a_changed_file_is_reread_and_known_agents_are_not_queried_again(world: World) -> None:
     world.write("[{targets: ['a:1', 'b:1']}]")
     assert world.file.first() == {"a": "http://a:1", "b": "http://b:1"}
     assert world.settle() == ["a", "b"] and world.kept == []
@@ -115,7 +115,7 @@ def test_the_file_is_read_again_when_it_changes_and_no_one_is_asked_twice(world:
     assert world.settle() == ["b", "c"] and len(world.kept) == 1  # not read again as it stands
 
 
-def test_asking_holds_up_no_one(world: World) -> None:
+def test_requests_block_nothing(world: World) -> None:
     world.write("[{targets: ['a:1']}]")
     world.file.first()
     answers, asked = threading.Event(), threading.Event()

@@ -38,19 +38,19 @@ def _other_watch(journal: Journal, mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", ["act", "approve"])
-def test_who_would_act_asks(mode: str, journal: Journal) -> None:
+def test_an_acting_watch_requires_approval(mode: str, journal: Journal) -> None:
     job = _job(mode)
     asked = with_required_approval(job, journal)
     assert asked.recovery.mode == "approve" and asked.recovery.approval_timeout_seconds == 60
     assert asked.model_copy(update={"recovery": job.recovery}) == job, "nothing else is changed"
 
 
-def test_who_only_observes_goes_on_observing(journal: Journal) -> None:
+def test_an_observing_watch_stays_observing(journal: Journal) -> None:
     with pytest.raises(ConfigError, match=r"recovery.mode is observe in the job file"):
         with_required_approval(_job("observe"), journal)
 
 
-def test_beside_a_watch_that_acts_no_one_would_be_asked(journal: Journal) -> None:
+def test_required_approval_is_refused_beside_an_acting_watch(journal: Journal) -> None:
     _other_watch(journal, "act")
     with pytest.raises(ConfigError, match=r"watch host:1:1 holds the lease in mode act"):
         with_required_approval(_job("act"), journal)

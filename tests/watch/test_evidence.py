@@ -33,7 +33,7 @@ from rolecall.core.journal.journal import Journal
 from rolecall.core.rundir import RunDir, bearer_token, create_run_dir
 from rolecall.core.telemetry import ProcessSample
 from rolecall.detector.base.plain_pickle import UnsafePickle
-from rolecall.detector.live.subject import MonitoredProcess
+from rolecall.detector.live.monitored_process import MonitoredProcess
 from rolecall.diagnose.diagnose import diagnose
 from rolecall.recovery.interfaces import CollectedEvidence
 from rolecall.reports.incident_export import export
@@ -270,7 +270,7 @@ def test_a_job_that_knows_nothing_of_us_has_its_evidence_in_its_incident(
     assert [d.fault_class for d in diagnose([folder / "kernel-node-1.log"], []).diagnoses] == [FaultClass.GPU]
     assert main(["incidents", str(event.incident_id), "--run", str(run.path)]) == 0
     shown = capsys.readouterr().out
-    assert "evidence_collected 3 stacks, 1 NCCL RAS response, 1 kernel log" in shown and "wait_for_data" in shown
+    assert "evidence_collected 3 stacks, 1 NCCL RAS report, 1 kernel log" in shown and "wait_for_data" in shown
     bundle = export(run, str(event.incident_id))
     assert {f"evidence/{name}" for name in names} <= {m.name for m in bundle.members}
 
@@ -300,16 +300,16 @@ def fake() -> Iterator[FakeAgent]:
     it.close()
 
 
-def test_without_a_token_no_one_is_asked_and_what_to_do_is_said(run: RunDir, fake: FakeAgent) -> None:
+def test_without_a_token_no_agent_is_queried_and_advice_is_given(run: RunDir, fake: FakeAgent) -> None:
     assert asks(run, fake.url, "")["missing"] == [NO_TOKEN] and fake.asked == []
 
 
-def test_a_wrong_token_is_said_once_with_what_to_do(run: RunDir, agent: AgentProcess) -> None:
+def test_a_wrong_token_is_reported_once_with_advice(run: RunDir, agent: AgentProcess) -> None:
     stacks, kernel = asks(run, f"http://{agent.netloc}", "Bearer of-another")["missing"]
     assert stacks.startswith(
-        "stack of trainer/1 rank 0 (node node-1): its agent says: this needs the run's bearer token"
+        "stack of trainer/1 rank 0 (node node-1): its agent reports: this needs the run's bearer token"
     )
-    assert "docs/reference/agent.md" in stacks and kernel.startswith("kernel log (node node-1): its agent says")
+    assert "docs/reference/agent.md" in stacks and kernel.startswith("kernel log (node node-1): its agent reports")
 
 
 def test_a_process_that_is_gone_is_reported_and_an_agent_without_a_kernel_log_is_not(
@@ -426,7 +426,7 @@ def test_a_run_of_ours_gives_its_own_token(tmp_path: Path) -> None:
     assert event.payload.to_body()["files"][0]["name"].endswith("stacks-rollout-0-rank_0.json"), event.payload.to_body()
 
 
-def test_what_is_kept_obeys_no_terminal_and_names_no_secret() -> None:
+def test_stored_evidence_has_no_control_characters_and_no_secrets() -> None:
     known = Redactor(secrets=["hunter2hunter2"], users=["marianne"])
     lines = redacted(
         EvidenceKind.KERNEL, "[    1.000000] \x1b[31mred\u202e of marianne, hunter2hunter2\tend\r\n".encode(), known
@@ -451,7 +451,7 @@ def test_what_is_kept_obeys_no_terminal_and_names_no_secret() -> None:
         redacted(EvidenceKind.FLIGHT, pickle.dumps({"entries": [], "evil": print}, protocol=2), known)
 
 
-def test_stacks_of_some_processes_accuse_no_one_who_was_not_read(tmp_path: Path) -> None:
+def test_stacks_of_some_processes_accuse_no_unread_process(tmp_path: Path) -> None:
     """Ranks 0, 1 and 3 wait for each other: had all been asked, rank 2 would be dead."""
     frames = [
         {"name": "all_reduce", "filename": "torch/distributed/distributed_c10d.py"},

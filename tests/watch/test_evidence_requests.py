@@ -10,8 +10,8 @@ from rolecall.core.diagnosis import FaultClass as F
 from rolecall.core.faults import EvidenceKind
 from rolecall.core.ids import NodeId, ProcessId
 from rolecall.core.telemetry import ProcessSample
-from rolecall.detector.live.fleet import suspect
-from rolecall.detector.live.subject import MonitoredProcess
+from rolecall.detector.live.monitored_process import MonitoredProcess
+from rolecall.detector.live.processes import suspect
 from rolecall.watch.evidence.requests import NUM_FLIGHT_MAX, NUM_STACKS_MAX, select_evidence
 
 ROLLOUT = ("rollout/0", 0)
@@ -63,7 +63,7 @@ HANG = {"stacks": [2, 0, 1], "flight_recorder": ALL_RANKS, "nccl_ras": ["node-1"
         (F.USER_CODE, {}),
     ],
 )
-def test_what_each_fault_asks_for(fault: F, expected: dict[str, list[object]]) -> None:
+def test_evidence_requested_for_each_fault_class(fault: F, expected: dict[str, list[object]]) -> None:
     fleet = job()
     assert reported(fault, [suspect(fleet[2])], fleet) == expected, "peers are of other nodes"
 
@@ -78,7 +78,7 @@ def test_a_replica_and_a_node_stand_for_their_processes() -> None:
     assert reported(F.HANG, [earlier], fleet) == {"nccl_ras": ["node-0"], "kernel_log": ["node-0"]}
 
 
-def test_no_one_who_is_gone_is_asked_and_no_recorder_of_who_has_no_collectives() -> None:
+def test_exited_processes_and_roles_without_collectives_are_not_queried() -> None:
     fleet = job()
     fleet[0].exit_wall = 1.0
     assert reported(F.HANG, [suspect(fleet[2])], fleet)["stacks"] == [2, 1, 4]
@@ -88,7 +88,7 @@ def test_no_one_who_is_gone_is_asked_and_no_recorder_of_who_has_no_collectives()
     assert "flight_recorder" not in reported(F.HANG, [suspect(unpaged[0])], unpaged)
 
 
-def test_a_watch_that_just_began_asks_whom_the_diagnosis_names() -> None:
+def test_a_new_watch_requests_evidence_of_the_named_suspects() -> None:
     (ask, *_) = select_evidence(of(F.HANG, suspect(job()[2])), [])
     assert (ask.kind, ask.node, ask.suspected) == (EvidenceKind.STACKS, "node-1", True)
     assert reported(F.HANG, [replace(suspect(job()[2]), process=None)], []) == {

@@ -282,7 +282,7 @@ def _scraped(server: WatchServer) -> Values:
     }
 
 
-def test_a_watch_at_work_says_what_it_does(tmp_path: Path) -> None:
+def test_a_running_watch_exports_its_state(tmp_path: Path) -> None:
     world = World(tmp_path, mode="approve")
     watch, meter = _metered(world)
     world.run(1.0, watch)
@@ -332,7 +332,7 @@ def test_every_name_of_the_catalogue_is_served(tmp_path: Path, fake_run: RunDir)
         assert (done.returncode, done.stdout + done.stderr) == (0, b"")
 
 
-def test_a_scrape_is_answered_while_a_tick_is_stuck_and_says_since_when(tmp_path: Path) -> None:
+def test_a_scrape_during_a_stuck_tick_shows_the_age_of_the_tick(tmp_path: Path) -> None:
     world = World(tmp_path)
     stuck, goes_on = threading.Event(), threading.Event()
 
@@ -432,7 +432,7 @@ def test_roles_that_an_agent_invents_fill_no_prometheus(tmp_path: Path) -> None:
     "text",
     ["", "9478", ":9478", "localhost", "127.0.0.1:99999", "127.0.0.1:x", "http://a:1", "a:1/x", "u@a:1", "::1:2"],
 )
-def test_what_is_no_address_is_refused(text: str) -> None:
+def test_an_invalid_address_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match=r"--metrics: .* is not HOST:PORT"):
         parse_address(text)
 
@@ -442,7 +442,7 @@ def test_addresses() -> None:
     assert parse_address("[::1]:0") == ("::1", 0)
 
 
-def test_a_taken_port_is_said(tmp_path: Path) -> None:
+def test_a_port_in_use_is_reported(tmp_path: Path) -> None:
     world = World(tmp_path)
     _, meter = _metered(world)
     with _served(tmp_path, world, meter) as server:
@@ -548,7 +548,7 @@ def test_tls_and_users_are_asked_for_and_strangers_learn_only_that_it_lives(tmp_
         server.close()
 
 
-def test_a_job_of_somebody_else_has_a_watch_and_incidents_and_no_run(tmp_path: Path) -> None:
+def test_an_external_job_has_a_watch_and_incidents_and_no_run(tmp_path: Path) -> None:
     world = World(tmp_path)
     watch, meter = _metered(world)
     world.step(watch)

@@ -233,7 +233,7 @@ def test_minder_watches_with_the_model_given(recorded: Path, capsys: pytest.Capt
     assert "detector minder has not seen enough of its 5 machines" in capsys.readouterr().out
 
 
-def test_what_cannot_be_reported_is_not_called_healthy(tmp_path: Path) -> None:
+def test_undecided_input_is_not_called_healthy(tmp_path: Path) -> None:
     for num, said in (
         (1, "one machine has no peers"),
         (4, "detector sequential has not seen enough of its 4 machines"),
@@ -295,7 +295,7 @@ def same(read: Path, panels: list[Panel]) -> bool:
 
 
 @pytest.mark.parametrize("part_bytes", [1, 200, 1 << 20])
-def test_what_is_recorded_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part_bytes: int) -> None:
+def test_a_written_recording_is_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part_bytes: int) -> None:
     monkeypatch.setattr(fleet_watching, "PART_BYTES", part_bytes)
     panels = [a_panel("trainer", 1.0, 1), a_panel("rollout", 2.5, 2)]
     path, lines = tmp_path / "out.parquet", list[str]()
@@ -316,7 +316,7 @@ def test_shapes_that_change_are_one_recording(tmp_path: Path) -> None:
     assert np.nan_to_num(panel.values[0, :, 2]).tolist() == [0.0] * 4 + [2.0] * 4
 
 
-def test_what_was_recorded_is_kept_when_the_source_fails(tmp_path: Path) -> None:
+def test_recorded_data_is_kept_when_the_source_fails(tmp_path: Path) -> None:
     panels, path = [a_panel("trainer", 1.0, 1)], tmp_path / "out.parquet"
     for then in (UnreadableInput(where="server", reason="gone"), KeyboardInterrupt()):
         with pytest.raises(type(then)):
@@ -502,5 +502,5 @@ def test_a_real_server_takes_the_default_queries_and_gives_in_pieces_what_it_ref
 def test_a_watch_of_nothing_that_answers(caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(UnreadableInput, match="no answer"):
         watch_prometheus(OPTIONS, [Toy()], out=print, clock=FakeClock())
-    with pytest.raises(UnreadableInput, match="here: no tick came: nothing was read"):
+    with pytest.raises(UnreadableInput, match="here: no tick was received"):
         watch(Given([]), [Toy()], out=print, as_json=False, stopped=never, where="here")

@@ -105,14 +105,14 @@ def test_a_clock_that_is_set_back_holds_no_place(caplog: pytest.LogCaptureFixtur
     assert not caplog.records
 
 
-def test_who_has_proven_who_it_is_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:
+def test_processes_with_the_reporter_are_never_renamed(caplog: pytest.LogCaptureFixture) -> None:
     heard = Heard()
     both = sample("a-1", incarnation=1), sample("b-1", incarnation=2)
     assert heard.names(0.0, *both) == ["rollout/32"] * 2
     assert not caplog.records
 
 
-def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_retained_state_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rolecall.watch.agents.NUM_PLACES_MAX", 4)
     heard = Heard()
     for n in range(20):

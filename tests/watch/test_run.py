@@ -46,7 +46,7 @@ def _watcher(path: Path, clock: FakeClock) -> watching._PersistentDetector:
     return watching._PersistentDetector(RunDir(path), demo_job(seed=1, num_steps=1, injection_allowed=False), clock)
 
 
-def test_the_engine_is_reported_what_panels_say_and_learning_is_kept_meanwhile(
+def test_panel_findings_reach_the_engine_and_learning_continues(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("rolecall.detector.live.stages.panels.AFTERMATH_SECONDS", 0.0)

@@ -17,7 +17,7 @@ from rolecall.core.journal.payloads import PlanBlocked, PlanCreated
 from rolecall.core.membership import STANDBY_ROLE
 from rolecall.core.text import plain
 from rolecall.dashboards.pages.incidents.material import IncidentPageInputs
-from rolecall.recovery.fleet import FleetView
+from rolecall.recovery.fleet_view import FleetView
 from rolecall.recovery.guards import Situation, check, on_peer_evidence_alone
 from rolecall.recovery.incidents import ActionFailure, Attempt, Incident, IncidentOutcome, IncidentState
 from rolecall.recovery.policy import FailedAttempt, PolicyInput, decide

@@ -13,7 +13,7 @@ from typing import Any
 from rolecall.core.config.job import RecoveryConfig
 from rolecall.core.diagnosis import ActionKind
 from rolecall.core.ids import IncidentId
-from rolecall.recovery.fleet import FleetView, ReplicaView
+from rolecall.recovery.fleet_view import FleetView, ReplicaView
 from rolecall.recovery.guards import Situation, check
 from rolecall.recovery.incidents import NOT_STARTED, Attempt, Decision, Hold, Incident, IncidentState
 from rolecall.recovery.operators.commands import replacement_request

@@ -15,7 +15,7 @@ from rolecall.core.journal.payloads import DiagnosisReviewed, LeaseAcquired, Pla
 from rolecall.dashboards.data.reader import Reader
 from rolecall.dashboards.pages.operations.plans import WatchPolicy, limits_of
 from rolecall.recovery.actuators import STOP_FLAG
-from rolecall.recovery.fleet import FleetView, fleet_view
+from rolecall.recovery.fleet_view import FleetView, fleet_view
 from rolecall.recovery.incidents import Incident
 from rolecall.recovery.loop import LEASE_NAME, PAUSED_FLAG
 from rolecall.recovery.operators.run_location import JournalLocation, RunLocation

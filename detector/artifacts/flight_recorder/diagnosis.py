@@ -24,17 +24,19 @@ from rolecall.core.diagnosis import Evidence, Finding
 from rolecall.core.faults import FaultClass
 from rolecall.detector.artifacts.flight_recorder.dumps import FlightRecorderDump
 from rolecall.detector.artifacts.flight_recorder.entries import GLOO
-from rolecall.detector.artifacts.flight_recorder.progress import (
+from rolecall.detector.artifacts.flight_recorder.waits import (
     WAIT_SECONDS_MIN,
+    WEAK,
     Cause,
     Job,
     SynchronizationPoint,
+    WaitRootCause,
     count_text,
     gathered,
     operations_at,
     ranks_text,
+    root_causes,
 )
-from rolecall.detector.artifacts.flight_recorder.waits import WEAK, WaitRootCause, ends_of
 from rolecall.detector.artifacts.stacks.dumps import Topology
 from rolecall.detector.base.findings import settles
 
@@ -49,21 +51,13 @@ VOTES_SHARE_MIN = 0.5
 """Ranks with less than this share of the top rank's votes are not named with it."""
 
 
-def findings(job: Job, ends: list[WaitRootCause]) -> list[Finding]:
-    """One finding per kind of cause; ranks of one kind are named together unless their votes differ widely."""
-    findings = []
-    for cause in dict.fromkeys(e.cause for e in ends):
-        of_kind = [e for e in ends if e.cause is cause]
-        supported = [e for e in of_kind if len(e.waiters) >= VOTES_SHARE_MIN * len(of_kind[0].waiters)]
-        findings.append(_finding(job, cause, supported))
-    return findings
-
-
 Verdict = tuple[FaultClass, float, str, str]
 """Fault class, confidence, text, and the evidence that would settle the case."""
 
 
-def _finding(job: Job, cause: Cause, ends: list[WaitRootCause]) -> Finding:
+def _finding(job: Job, cause: Cause, of_kind: list[WaitRootCause]) -> Finding:
+    """The ranks of one kind of cause are named together unless their votes differ widely."""
+    ends = [e for e in of_kind if len(e.waiters) >= VOTES_SHARE_MIN * len(of_kind[0].waiters)]
     ranks = sorted({r for e in ends for r in e.ranks})
     num_waiters = len({r for e in ends for r in e.waiters} - set(ranks))
     since = min(
@@ -192,7 +186,7 @@ def alone(job: Job) -> list[Finding]:
     return [_made(job, Cause.INSIDE, (), (FaultClass.CANNOT_TELL, 0.2, because, settle), since, 1, place)]
 
 
-def missing_dumps(job: Job) -> list[Finding]:
+def _missing_dumps(job: Job) -> list[Finding]:
     """No rank waits, but a rank has no dump: it may have died, or its file was not collected."""
     if not job.absent or len(job.absent) > len(job.dumps):
         return []
@@ -240,8 +234,9 @@ def diagnose(
     job = gathered(dumps, world_size, topology)
     if len(job.dumps) == 1 and job.absent:
         return alone(job)
-    ends = ends_of(job)
-    found = findings(job, ends) if ends else missing_dumps(job)
+    causes = root_causes(job)
+    kinds = dict.fromkeys(c.cause for c in causes)
+    found = [_finding(job, kind, [c for c in causes if c.cause is kind]) for kind in kinds] or _missing_dumps(job)
     return [f for f in found if complete or not any(s.rank in job.absent for s in f.suspects)]
 
 
@@ -251,7 +246,7 @@ def entries_wanted(dumps: Sequence[FlightRecorderDump], *, world_size: int | Non
         return set()
     job = gathered(dumps, world_size)
     wanted = set(job.unread)
-    for end in ends_of(job):
+    for end in root_causes(job):
         wanted.update(end.ranks)
         place = end.place
         all_seats = end.cause in (Cause.INSIDE, Cause.AHEAD, Cause.BEHIND, Cause.NO_DUMP)

@@ -48,7 +48,7 @@ from rolecall.detector.base.plain_pickle import (
     refuse_beyond,
     safe,
 )
-from rolecall.detector.base.read_budget import Budget, Check, no_check
+from rolecall.detector.base.read_budget import Budget, Check, head_of, no_check
 
 SIZE_BYTES_MAX = 64 << 20
 """A dump of 2,000 entries, PyTorch's default, takes 0.3 to 1 MB; this allows for 100,000."""
@@ -99,10 +99,7 @@ class FlightRecorderDump:
 
 def is_dump(path: Path) -> bool:
     """Whether the file begins like a dump: a pickle, or JSON with a dump's keys. False for pipes. Raises OSError."""
-    if not path.is_file():
-        return False
-    with path.open("rb") as file:
-        head = file.read(4096)
+    head = head_of(path, 4096)
     return MAGIC.match(head) is not None or (head.lstrip()[:1] == b"{" and any(k in head for k in JSON_KEYS))
 
 
@@ -115,10 +112,8 @@ class Reading:
 
 
 def read(path: Path, *, entries: bool = True, reading: Reading = Reading()) -> FlightRecorderDump:
-    """Reads one dump; without `entries`, only its head if the keys are in PyTorch's order.
-
-    Raises UnreadableInput: too large, cut short, not a dump, not plain data, or beyond the limits of `reading`.
-    """
+    """Reads one dump; without `entries`, only its head if the keys are in PyTorch's order. Raises UnreadableInput: too
+    large, cut short, not a dump, not plain data, or beyond the limits of `reading`."""
     where = str(path)
     try:
         with _collector_paused():
@@ -142,10 +137,8 @@ def read_many(
     budget: Budget | None = None,
 ) -> tuple[list[FlightRecorderDump], list[UnreadableInput]]:
     """The readable dumps, in order, and the errors of the others. `progress` is called with the number of files done.
-    Ends early if the budget is used up, which the budget then says.
-
-    Raises UnreadableInput: a worker process was killed.
-    """
+    Ends early if the budget is used up, which the budget then says. Raises UnreadableInput: a worker process was
+    killed."""
     dumps: list[FlightRecorderDump] = []
     unreadable: list[UnreadableInput] = []
     budget, counted = budget or Budget(), set[tuple[str, int]]()
@@ -185,10 +178,7 @@ def read_as_needed(
     budget: Budget | None = None,
 ) -> tuple[list[FlightRecorderDump], list[UnreadableInput]]:
     """The fast path: reads the status of all dumps, then the entries of the ranks from `wanted`, until it has none, or
-    the budget is used up.
-
-    Raises UnreadableInput: a worker process was killed.
-    """
+    the budget is used up. Raises UnreadableInput: a worker process was killed."""
     budget = budget or Budget()
     dumps, unreadable = read_many(paths, entries=False, num_processes=num_processes, budget=budget)
     asked: set[str] = set()  # some dumps have no entries: request each once
@@ -306,15 +296,12 @@ def _read(path: Path, where: str, entries: bool, reading: Reading) -> FlightReco
     found = extract(data, data.find(_ENTRIES_KEY)) if entries else None
     if found is not None:
         try:
-            return _dump(_plain(found.rest, reading), path, where, about.st_mtime, cut=found)
+            rest = loads(found.rest, bytes_max=reading.bytes_max, check=reading.check)
+            return _dump(rest, path, where, about.st_mtime, cut=found)
         except (UnsafePickle, MalformedDump):
             pass  # a false match, or a malformed dump: reading the whole pickle decides
-    return _dump(_plain(data, reading), path, where, about.st_mtime, entries=entries)
-
-
-def _plain(data: bytes, reading: Reading) -> Any:
-    """Raises UnsafePickle, and what the check raises."""
-    return loads(data, bytes_max=reading.bytes_max, check=reading.check)
+    content = loads(data, bytes_max=reading.bytes_max, check=reading.check)
+    return _dump(content, path, where, about.st_mtime, entries=entries)
 
 
 def _head(data: bytes) -> Any:
@@ -374,13 +361,12 @@ def _dump(
     rows, pairs = None, dict[int, int]()
     if entries and ("entries" in content or "pg_status" not in content):
         rows, pairs = columns(content.get("entries") or [], groups, cut)
-    version = content.get("version", "")
     return FlightRecorderDump(
         path=where,
         rank=rank,
         host=host,
         folder=safe(path.absolute().parent.name),
-        version=text_of(version, "version"),
+        version=text_of(content.get("version", ""), "version"),
         written_at=written_at,
         groups=tuple(groups),
         status=_status(content.get("pg_status") or {}, groups, pairs),

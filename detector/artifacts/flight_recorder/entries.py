@@ -28,13 +28,7 @@ from rolecall.detector.base.plain_pickle import NUM_CHARACTERS_MAX, safe
 
 NUMBERS = ("collective_seq_id", "p2p_seq_id", "time_created_ns")
 """Fields that increase within a kind."""
-_UNUSED = (
-    "frames",
-    "record_id",
-    "op_id",
-    "time_discovered_started_ns",
-    "time_discovered_completed_ns",
-)
+_UNUSED = ("frames", "record_id", "op_id", "time_discovered_started_ns", "time_discovered_completed_ns")
 NUM_REGULAR_MAX = 100_000
 """Above this number of entries nothing is extracted: bounds the work on bytes that only resemble entries."""
 NUM_TRIES_MAX = 2000
@@ -67,7 +61,15 @@ class ExtractedEntries:
 def extract(data: bytes, begin: int) -> ExtractedEntries | None:
     """`data`: a pickle of protocol 2, with the entries after `begin`. None: no regular entries were found."""
     numbers = [_reference(data, name) for name in NUMBERS]
-    first = _first_entry(data, begin)
+    first, at = b"", begin
+    for _ in range(NUM_TRIES_MAX):
+        at = data.find(b"}(", at)
+        if at < 0:
+            break
+        if match := _ENTRY.match(data, at):
+            first = match.group()
+            break
+        at += 2
     if not first or not all(numbers):
         return None
     pairs = tuple(_KEY_AND_VALUE.findall(first[2:-1]))
@@ -99,18 +101,6 @@ def _reference(data: bytes, name: str) -> bytes:
             return b"h" + data[end + 1 : end + 2]
         if data[end : end + 1] == b"r":
             return b"j" + data[end + 1 : end + 5]
-    return b""
-
-
-def _first_entry(data: bytes, begin: int) -> bytes:
-    at = begin
-    for _ in range(NUM_TRIES_MAX):
-        at = data.find(b"}(", at)
-        if at < 0:
-            break
-        if found := _ENTRY.match(data, at):
-            return found.group()
-        at += 2
     return b""
 
 
@@ -419,11 +409,8 @@ def _parsed_name(profiling_name: str) -> tuple[str, str, int, int]:
 
 
 def ints_of(value: Any, num_max: int, what: str) -> tuple[int, ...]:
-    if (
-        type(value) is not list
-        or len(value) > num_max
-        or not all(type(v) is int and -_INT64 <= v < _INT64 for v in value)
-    ):
+    valid = type(value) is list and len(value) <= num_max
+    if not valid or not all(type(v) is int and -_INT64 <= v < _INT64 for v in value):
         raise MalformedDump(f"{what} are not a list of at most {num_max:,} numbers")
     return tuple(value)
 

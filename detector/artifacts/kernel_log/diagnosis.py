@@ -1,7 +1,7 @@
 """Diagnoses GPUs, switches, links, memory and the machine from kernel logs: one finding per fault. Pure: facts in,
 findings out.
 
-An event that is no fault by itself becomes a remark. PCIe errors of a GPU that has a finding belong to that finding.
+An event that is not a fault by itself becomes a remark. PCIe errors of a GPU that has a finding belong to that finding.
 
 A faulty GPU is named by its worst XID, after NVIDIA's catalog (ties: the earliest):
   a GPU that fell off the bus is lost, and its other messages are consequences;
@@ -36,6 +36,7 @@ ADVICE = "kernel_advice"
 """Evidence of this kind is an advice that replaces the general advice of the fault class
 (`diagnosis.with_advice`): NVIDIA's action is specific, and restarting only the process would keep the GPU in
 use."""
+F = FaultClass
 NUM_LINES_SHOWN = 8
 CONFIDENCE_FATAL, CONFIDENCE = 0.95, 0.8
 
@@ -77,20 +78,18 @@ def grouped(
 
 
 def times(seen: Sequence[KernelLogFact]) -> str:
+    if len(seen) == 1:
+        return "once"
     if not all(s.timed for s in seen):
-        return "once" if len(seen) == 1 else f"{len(seen)} times, in an unknown time"
-    return "once" if len(seen) == 1 else f"{len(seen)} times in {span(seen[-1].at - seen[0].at)}"
-
-
-def span(seconds: float) -> str:
-    if seconds < 120:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.0f} h"
+        return f"{len(seen)} times, over an unknown period"
+    seconds = seen[-1].at - seen[0].at
+    minutes = f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.0f} h"
+    return f"{len(seen)} times in {f'{seconds:.0f} s' if seconds < 120 else minutes}"
 
 
 def times_known(seen: Sequence[KernelLogFact]) -> tuple[Evidence, ...]:
-    """Says so where the log has no times for a finding."""
-    return () if all(s.timed for s in seen) else (Evidence(kind=NO_TIME, text="the log does not say when"),)
+    """Evidence that the log has no times for a finding."""
+    return () if all(s.timed for s in seen) else (Evidence(kind=NO_TIME, text="the log has no time for it"),)
 
 
 def finding(
@@ -171,15 +170,13 @@ def gpus_of(seen: Sequence[KernelLogFact], logs: Sequence[KernelLog]) -> list[Gp
             lines.append((signal, signal.fact))
         elif isinstance(signal.fact, GpuLost):
             lines.append((signal, XidLine(pci=signal.fact.pci, code=FELL_OFF, text=signal.text)))
-    groups = grouped(lines, lambda signal, x: (signal.node, x.pci))
-    return [_gpu(node, pci, pairs, uuids.get((node, pci), "")) for (node, pci), pairs in groups.items()]
-
-
-def _gpu(node: str, pci: str, pairs: Sequence[tuple[KernelLogFact, XidLine]], uuid: str) -> Gpu:
-    by_code = grouped(pairs, lambda _, x: x.code)
-    codes = {code: [s for s, _ in of_code] for code, of_code in by_code.items()}
-    lines = {code: [x for _, x in of_code] for code, of_code in by_code.items()}
-    return Gpu(node=node, pci=pci, seen=tuple(pairs), codes=codes, lines=lines, uuid=uuid)
+    gpus = []
+    for (node, pci), pairs in grouped(lines, lambda signal, x: (signal.node, x.pci)).items():
+        by_code = grouped(pairs, lambda _, x: x.code)
+        codes = {code: [s for s, _ in of_code] for code, of_code in by_code.items()}
+        of_codes = {code: [x for _, x in of_code] for code, of_code in by_code.items()}
+        gpus.append(Gpu(node, pci, tuple(pairs), codes, of_codes, uuids.get((node, pci), "")))
+    return gpus
 
 
 def _bursts(at: Sequence[float]) -> list[float]:
@@ -228,7 +225,7 @@ def gpu_finding(gpu: Gpu, num_with_31: int) -> Finding:
     sentence, advice, fault_class = _judged(gpu, known, num_with_31)
     if lead != 154 and 154 in codes:
         action, said = _verdict(gpu)
-        sentence += f"; the driver's own verdict: {action}"
+        sentence += f"; the driver requests: {action}"
         if action is not XidAction.IGNORE and _RANK.get(action, 0) >= _RANK[worst.action]:
             advice = said
     evidence = [
@@ -239,9 +236,11 @@ def gpu_finding(gpu: Gpu, num_with_31: int) -> Finding:
         )
         for code, seen in codes.items()
     ]
-    evidence += times_known(codes[lead])
-    evidence += [Evidence(kind="line", text=s.text) for s, _ in _chosen(gpu, lead)]
-    evidence.append(Evidence(kind=ADVICE, text=advice))
+    # The newest lines of the leading code, then the first of each other code.
+    shown = codes[lead][-NUM_LINES_SHOWN // 2 :]
+    shown = sorted([*shown, *[s[0] for c, s in codes.items() if c != lead][: NUM_LINES_SHOWN // 2]], key=lambda s: s.at)
+    lines = [Evidence(kind="line", text=s.text) for s in shown]
+    evidence += [*times_known(codes[lead]), *lines, Evidence(kind=ADVICE, text=advice)]
     at = codes[lead][0].at
     return Finding(
         detector=DETECTOR,
@@ -254,13 +253,6 @@ def gpu_finding(gpu: Gpu, num_with_31: int) -> Finding:
         evidence=tuple(evidence),
         about=f":{gpu.pci}",
     )
-
-
-def _chosen(gpu: Gpu, lead: int) -> list[tuple[KernelLogFact, XidLine]]:
-    """Lines to show: the newest of the leading code, then the first of each other code."""
-    of_lead = [(s, x) for s, x in gpu.seen if x.code == lead][-NUM_LINES_SHOWN // 2 :]
-    others = [pairs[0] for code, pairs in grouped(gpu.seen, lambda _, x: x.code).items() if code != lead]
-    return sorted([*of_lead, *others[: NUM_LINES_SHOWN // 2]], key=lambda pair: pair[0].at)
 
 
 def _judged(gpu: Gpu, known: Xid, num_with_31: int) -> tuple[str, str, FaultClass]:
@@ -291,19 +283,19 @@ def _judged(gpu: Gpu, known: Xid, num_with_31: int) -> tuple[str, str, FaultClas
             sentence += f"; {num_with_31} GPUs report it: the application is the cause"
         elif _most_in_a_day([s.at for s in seen]) >= NUM_REPEATS:
             fault_class, advice = FaultClass.GPU, "run extended diagnostics on this GPU"
-            sentence += "; it came back within a day, on this GPU alone"
+            sentence += "; it recurred within a day, on this GPU alone"
     elif known.code == 13:
         places = Counter(x.place for x in lines if x.place)
         if len(places) == 1 and places.total() >= NUM_REPEATS and len(_bursts([s.at for s in seen])) >= NUM_REPEATS:
             fault_class, advice = FaultClass.GPU, "run extended diagnostics on this GPU"
             sentence += f"; always at {next(iter(places))}"
         elif len(places) > 1:
-            sentence += f"; at {len(places)} places of the chip: the application is the cause"
+            sentence += f"; at {len(places)} locations on the chip: the application is the cause"
     if worst.fatal and _most_in_a_day([s.at for s in seen]) >= NUM_FATAL_BURSTS:
         sentence += f"; {NUM_FATAL_BURSTS} or more times within a day"
         advice = XID_ADVICE[XidAction.CONTACT_SUPPORT]
     if not known.known:
-        sentence += "; not in a catalogue that rolecall knows"
+        sentence += "; not in NVIDIA's catalogue"
     return sentence, advice, fault_class
 
 
@@ -316,7 +308,7 @@ def _registers(lines: Sequence[XidLine], *, alone: bool) -> tuple[str, str]:
     weighty = [
         sign for sign in found if sign not in (NvlinkRegisterError.HARMLESS, NvlinkRegisterError.THRESHOLD)
     ] or found
-    words = f"; its registers say: {', '.join(dict.fromkeys(SIGNS[sign][0] for sign in reversed(weighty)))}"
+    words = f"; its registers report: {', '.join(dict.fromkeys(SIGNS[sign][0] for sign in reversed(weighty)))}"
     link, times_seen = max(on_links.items(), key=lambda item: item[1], default=(None, 0))
     if times_seen > NUM_ECC_TOLERATED:
         where = "" if link is None else f" {link}"
@@ -331,9 +323,9 @@ def _table(line: XidLine) -> str:
     assert line.nvlink is not None
     said, row = "fatal" if line.nvlink.fatal else "not fatal", line.nvlink.assessment
     if row is None:
-        return f"NVIDIA's table has no row for it: the line itself ({said}) decides"
+        return f"NVIDIA's table has no entry for it: the line ({said}) decides"
     words = f"NVIDIA's table (driver {row.driver}): {row.action}, {row.severity}, to investigate {row.investigatory}"
-    return words if row.fatal == line.nvlink.fatal else f"{words}, but the line says {said}: the worse counts"
+    return words if row.fatal == line.nvlink.fatal else f"{words}, but the line says {said}: the more severe one counts"
 
 
 def of_xid(gpu: Gpu, code: int) -> str:
@@ -385,7 +377,7 @@ def switch_finding(node: str, switch: int, pairs: list[tuple[KernelLogFact, Sxid
     on_links = f" on link {', '.join(map(str, links[:NUM_LINES_SHOWN]))}" if links else ""
     because = f"NVSwitch {switch} of node {node}: {of_sxid(worst)}{on_links}, fatal, {times([s for s, _ in pairs])}"
     if not any(f.fatal for _, f in codes[worst]):
-        because += "; the line says non-fatal, NVIDIA's documents ask for more: the worse counts"
+        because += "; the line says non-fatal, but NVIDIA's documents require a reset or reboot"
     if victims:
         because += f"; the NVLink errors of {len(victims)} GPU(s) are its consequence"
     evidence = [Evidence(kind="sxid", text=of_sxid(c), values={"num_lines": float(len(p))}) for c, p in codes.items()]
@@ -422,7 +414,7 @@ def link_finding(node: str, name: str, pairs: list[tuple[KernelLogFact, KernelLi
         return None
     flaps = max(sum(a.timed and a.at <= b.at <= a.at + FLAP_SECONDS for b in downs) for a in downs)
     if not pairs[-1][1].up:
-        because = f"node {node}: link {name} went down and did not come up again"
+        because = f"node {node}: link {name} went down and stayed down"
     elif flaps >= NUM_FLAPS:
         because = f"node {node}: link {name} flaps: {flaps} times down within {FLAP_SECONDS / 60:.0f} min"
     else:
@@ -447,102 +439,70 @@ def hardware_finding(node: str, what: str, pairs: list[tuple[KernelLogFact, Hard
 
 
 _FAULTS: dict[str, tuple[FaultClass, str, str]] = {
-    "soft_lockup": (FaultClass.HANG, "a CPU is stuck in the kernel", "reboot the node"),
-    "hard_lockup": (FaultClass.HANG, "a CPU is stuck and takes no interrupts", "reboot the node"),
-    "hung_task": (
-        FaultClass.HANG,
-        "tasks wait in the kernel and cannot be killed",
-        "see what they wait for: disk, NFS, driver",
-    ),
-    "rcu_stall": (FaultClass.HANG, "a CPU does not answer the others", "reboot the node"),
-    "panic": (FaultClass.NODE_LOST, "the kernel panicked", "schedule nothing on this node until the cause is found"),
-    "oops": (FaultClass.NODE_LOST, "kernel oops", "reboot the node"),
-    "segfault": (FaultClass.CRASH, "processes died of a segmentation fault", "check the library that is named"),
-    "disk_error": (FaultClass.NODE_LOST, "a disk is failing", "schedule nothing on this node, and replace the disk"),
-    "filesystem_error": (
-        FaultClass.NODE_LOST,
-        "a file system is damaged",
-        "schedule nothing on this node, and check it",
-    ),
-    "nic_fault": (
-        FaultClass.NETWORK,
-        "a network adapter is failing",
-        "schedule nothing on this node, and inspect the adapter",
-    ),
-    "nic_cable": (
-        FaultClass.NETWORK,
-        "a cable of a network adapter is unplugged or bad",
-        "check cable and transceiver",
-    ),
+    "soft_lockup": (F.HANG, "a CPU is stuck in the kernel", "reboot the node"),
+    "hard_lockup": (F.HANG, "a CPU is stuck and takes no interrupts", "reboot the node"),
+    "hung_task": (F.HANG, "tasks are stuck in the kernel", "find what they wait for: disk, NFS or a driver"),
+    "rcu_stall": (F.HANG, "a CPU does not answer the others", "reboot the node"),
+    "panic": (F.NODE_LOST, "the kernel panicked", "schedule nothing on this node until the cause is found"),
+    "oops": (F.NODE_LOST, "kernel oops", "reboot the node"),
+    "segfault": (F.CRASH, "processes died of a segmentation fault", "check the library that is named"),
+    "disk_error": (F.NODE_LOST, "a disk is failing", "schedule nothing on this node, and replace the disk"),
+    "filesystem_error": (F.NODE_LOST, "a file system is damaged", "schedule nothing on this node, and check it"),
+    "nic_fault": (F.NETWORK, "a NIC is failing", "schedule nothing on this node, and inspect the NIC"),
+    "nic_cable": (F.NETWORK, "the cable of a NIC is unplugged or bad", "check cable and transceiver"),
     "nic_power": (
-        FaultClass.NETWORK,
-        "the PCIe slot of a network adapter gives it too little power",
-        "compare the adapter's bandwidth with its peers; if lower, check slot, riser and firmware, else it is benign",
+        *(F.NETWORK, "the PCIe slot of a NIC gives it too little power"),
+        "compare the NIC's bandwidth with its peers; if lower, check slot, riser and firmware, else it is benign",
     ),
     "nic_hot": (
-        FaultClass.NETWORK,
-        "a network adapter is too hot, and will shut down if it gets hotter",
-        "check fans, air flow and heat sink of the adapter",
+        F.NETWORK,
+        "a NIC is too hot and will shut down if it gets hotter",
+        "check fans, air flow and heat sink",
     ),
     "nic_register_error": (
-        FaultClass.NETWORK,
-        "a network adapter's firmware refuses accesses to its registers",
-        "update firmware and driver together; if its links fail too, reset the adapter or reboot",
+        *(F.NETWORK, "the firmware of a NIC refuses accesses to its registers"),
+        "update firmware and driver together; if its links fail too, reset the NIC or reboot",
     ),
     "gpu_peer_memory": (
-        FaultClass.NETWORK,
-        "GPUDirect RDMA lost GPU memory that was registered with a network adapter",
-        "restart the job's processes on this node; if it comes back, reload nvidia-peermem and update the driver",
+        *(F.NETWORK, "GPUDirect RDMA lost GPU memory that was registered with a NIC"),
+        "restart the job's processes on this node; if it happens again, reload nvidia-peermem and update the driver",
     ),
     "nvlink_detect_failed": (
-        FaultClass.GPU,
-        "the driver cannot find out which NVLinks are connected",
-        "drain the node and reset its GPUs, else reboot; if it comes back, have the NVLinks inspected",
+        *(F.GPU, "the driver cannot determine which NVLinks are connected"),
+        "drain the node and reset its GPUs, else reboot; if it happens again, have the NVLinks inspected",
     ),
     "raid_degraded": (
-        FaultClass.NODE_LOST,
-        "a RAID array lost a disk",
-        "save what is on it, replace the disk and rebuild the array (mdadm --detail)",
+        *(F.NODE_LOST, "a RAID array lost a disk"),
+        "save its data, replace the disk and rebuild the array (mdadm --detail)",
     ),
     "nvme_no_path": (
-        FaultClass.NODE_LOST,
-        "an NVMe disk has no path left",
+        *(F.NODE_LOST, "an NVMe disk has no path left"),
         "check its controllers and, for NVMe over fabrics, the network to its target (nvme list-subsys)",
     ),
     "buffer_io_error": (
-        FaultClass.NODE_LOST,
-        "reads or writes of a block device fail",
+        *(F.NODE_LOST, "reads or writes of a block device fail"),
         "check the device (smartctl, nvme smart-log) and what it is attached to; then its file system",
     ),
     "nfs_server": (
-        FaultClass.NETWORK,
-        "an NFS server does not answer, and processes that use it hang",
-        "check the server and the network to it; what is mounted hard goes on when it answers",
+        *(F.NETWORK, "an NFS server does not answer, and processes that use it hang"),
+        "check the server and the network to it; hard mounts continue when it answers",
     ),
     "file_max": (
-        FaultClass.RESOURCE_EXHAUSTED,
-        "all file handles of the node are in use",
-        "raise fs.file-max, and look for the process that leaks files (lsof)",
+        *(F.RESOURCE_EXHAUSTED, "all file handles of the node are in use"),
+        "raise fs.file-max, and find the process that leaks files (lsof)",
     ),
-    "pcie_link_down": (
-        FaultClass.NODE_LOST,
-        "a PCIe device is gone",
-        "schedule nothing on this node, and inspect the slot",
-    ),
-    "cpu_throttled": (FaultClass.SLOW, "CPUs are thermally throttled", "check fans and air flow"),
-    "gpu_init_failed": (FaultClass.GPU, "the driver cannot initialise a GPU", "reset the GPU, else reboot the node"),
+    "pcie_link_down": (F.NODE_LOST, "a PCIe device is gone", "schedule nothing on this node, and inspect the slot"),
+    "cpu_throttled": (F.SLOW, "CPUs are thermally throttled", "check fans and air flow"),
+    "gpu_init_failed": (F.GPU, "the driver cannot initialise a GPU", "reset the GPU, else reboot the node"),
 }
 """Fault class, text and advice of each of `messages.FAULTS`."""
-
 
 REMARKED = frozenset({"nic_power"})
 """Some healthy machines report these at every boot: worth a look, and no diagnosis by itself."""
 
 
-def lasting(
-    faults: Sequence[tuple[KernelLogFact, KernelFault]],
-) -> list[tuple[KernelLogFact, KernelFault]]:
-    """Without those that the kernel later said were over."""
+def lasting(faults: Sequence[tuple[KernelLogFact, KernelFault]]) -> list[tuple[KernelLogFact, KernelFault]]:
+    """Without those that the kernel later reported as over."""
     ended = {(s.node, f.what, f.device): i for i, (s, f) in enumerate(faults) if f.over}
     return [(s, f) for i, (s, f) in enumerate(faults) if i > ended.get((s.node, f.what, f.device), -1)]
 
@@ -592,7 +552,7 @@ def remarks(logs: Sequence[KernelLog]) -> tuple[str, ...]:
     seen, said = in_order(logs), list[str]()
     for gpu in gpus_of(seen, logs):
         if leading_code(gpu) is None:
-            said += [f"{gpu.title}: {of_xid(gpu, code)}: no fault by itself" for code in gpu.codes]
+            said += [f"{gpu.title}: {of_xid(gpu, code)}: not a fault by itself" for code in gpu.codes]
     sxids = grouped(of(seen, SxidLine), lambda s, f: (s.node, f.switch, f.code))
     for (node, switch, code), pairs in sxids.items():
         if not sxid(code).fatal and not any(f.fatal for _, f in pairs):
@@ -604,8 +564,8 @@ def remarks(logs: Sequence[KernelLog]) -> tuple[str, ...]:
     for (node, name), changes in grouped(of(seen, KernelLinkChange), lambda s, f: (s.node, f.interface)).items():
         if any(not f.up for _, f in changes) and link_finding(node, name, changes) is None:
             downs = [s for s, f in changes if not f.up]
-            why = "a single flap is no fault" if len(downs) == 1 or downs[0].timed else times(downs)
-            said.append(f"node {node}: link {name} went down and came up again: {why}")
+            why = "a single flap is tolerated" if len(downs) == 1 or downs[0].timed else times(downs)
+            said.append(f"node {node}: link {name} went down and recovered: {why}")
     faults = of(seen, KernelFault)
     stand = {id(s) for s, _ in lasting(faults)}
     noted = [(s, f) for s, f in faults if not f.over and (f.what in REMARKED or id(s) not in stand)]
@@ -614,7 +574,7 @@ def remarks(logs: Sequence[KernelLog]) -> tuple[str, ...]:
         rest = _FAULTS[what][2] if what in REMARKED else "it is over"
         said.append(f"node {node}: {_FAULTS[what][1]}: {devices}, {times([s for s, _ in alike])}; {rest}")
     if len(said) > NUM_REMARKS_MAX:
-        said = [*said[:NUM_REMARKS_MAX], f"{len(said) - NUM_REMARKS_MAX:,} more of the kind"]
+        said = [*said[:NUM_REMARKS_MAX], f"{len(said) - NUM_REMARKS_MAX:,} more of this kind"]
     return (*said, *time_remarks(logs))
 
 
@@ -622,10 +582,8 @@ def summary(logs: Sequence[KernelLog]) -> str:
     """One sentence that describes the input."""
     seen = in_order(logs)
     num_nodes, num_xids = len({s.node for s in seen}), len(of(seen, XidLine))
-    content = (
-        f"{len(seen):,} of them report an event on {num_nodes} node(s), {num_xids:,} XID(s)" if seen else "no event"
-    )
-    return f"{sum(log.num_lines for log in logs):,} line(s) of the kernel, {content}"
+    content = f"{len(seen):,} report an event on {num_nodes} node(s), {num_xids:,} XID(s)" if seen else "no event"
+    return f"{sum(log.num_lines for log in logs):,} kernel line(s), {content}"
 
 
 def with_advice(diagnosis: Diagnosis) -> Diagnosis:

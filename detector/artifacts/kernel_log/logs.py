@@ -3,8 +3,7 @@
 Formats are recognized by content: output of dmesg and `journalctl -k`, /var/log/kern.log, /var/log/messages and
 /dev/kmsg in all forms of `formats.kernel_log.timestamps`, journal exports, and `nvidia-bug-report.log.gz`, which
 contains several of these. Files may be compressed or rotated. The node is the host in the line, else derived from the
-names of file and folder. A time without a year is the latest one before the file's last modification, in UTC; if there
-are only seconds since boot, these are the times; without those (`dmesg -t`) there are none.
+names of file and folder. A time without a year is the latest one before the file's last modification, in UTC.
 
 Journal exports are the output of `journalctl -o json` (one object per line) and `-o export` (systemd's Journal Export
 Formats): `KEY=value` lines, an empty line after each entry; a value that is not plain text is `KEY`, line break, its
@@ -51,14 +50,7 @@ def export_kind(head: bytes) -> str:
     return "json" if entry is not None and "__REALTIME_TIMESTAMP" in entry and "MESSAGE" in entry else ""
 
 
-def stamps_of_json(file: BufferedIOBase) -> Iterator[TimestampedLine]:
-    """Entries of the kernel."""
-    while line := file.readline(ENTRY_BYTES_MAX):
-        if (entry := _object(line)) is not None and (stamped := _stamped(entry)) is not None:
-            yield stamped
-
-
-def stamps_of_export(file: BufferedIOBase, path: str) -> Iterator[TimestampedLine]:
+def _stamps_of_export(file: BufferedIOBase, path: str) -> Iterator[TimestampedLine]:
     """Entries of the kernel. Raises UnreadableInput: damaged, so that the start of an entry cannot be found."""
     entry: dict[str, Any] = {}
     while line := file.readline(ENTRY_BYTES_MAX):
@@ -100,22 +92,18 @@ def _stamped(entry: Mapping[str, Any]) -> TimestampedLine | None:
     """The message of an entry if the kernel wrote it, else None."""
     if entry.get("_TRANSPORT") != "kernel" or entry.get("SYSLOG_FACILITY", "0") != "0":
         return None
-    message = entry.get("MESSAGE")
+    message, host = entry.get("MESSAGE"), entry.get("_HOSTNAME", "")
     if isinstance(message, list):  # bytes that are not UTF-8, as a list of numbers
         numbers = message[:LINE_CHARS_MAX]
         message = bytes(b for b in numbers if isinstance(b, int) and 0 <= b < 256).decode("utf-8", "replace")
-    host = entry.get("_HOSTNAME", "")
     # Time of the event, else the time at which the journal received it.
     times = (entry.get(key) for key in ("_SOURCE_REALTIME_TIMESTAMP", "__REALTIME_TIMESTAMP"))
     known = (t for t in times if isinstance(t, str) and t.isascii() and t.isdecimal() and len(t) <= 17)
     at = next((int(t) / 1e6 for t in known), None)
     if not isinstance(message, str) or at is None:
         return None
-    return TimestampedLine(
-        message=message[:LINE_CHARS_MAX],
-        host=host[:HOST_CHARS_MAX] if isinstance(host, str) else "",
-        wall_at=at,
-    )
+    host = host[:HOST_CHARS_MAX] if isinstance(host, str) else ""
+    return TimestampedLine(message=message[:LINE_CHARS_MAX], host=host, wall_at=at)
 
 
 HEAD_BYTES = 64 << 10
@@ -151,7 +139,7 @@ _GENERIC_NAME = re.compile(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelLogFact:
-    """One fact. `at`: seconds since 1970, or since boot if not `dated`; 0 if not `timed`: nothing says when. `text`:
+    """One fact. `at`: seconds since 1970, or since boot if not `dated`; 0 if not `timed`: unknown. `text`:
     the message, truncated."""
 
     node: str
@@ -209,7 +197,7 @@ def _records_of(head: bytes) -> list[str]:
 
 def _is_unstamped(lines: Sequence[str], name: str) -> bool:
     """Whether these lines without stamps are those of `dmesg -t`. Most look like the kernel's (`subsystem: text`), and
-    one is the kernel's beyond doubt, or the file's name says so: anybody can quote a line."""
+    one is the kernel's for certain, or the file name says so: any program can quote a line."""
     if not lines or lines[0].startswith("dmesg: ") or any(is_syslog(line) for line in lines):
         return False
     if sum(_SUBSYSTEM.match(line) is not None for line in lines) < UNSTAMPED_SHARE_MIN * len(lines):
@@ -221,10 +209,8 @@ def _is_unstamped(lines: Sequence[str], name: str) -> bool:
 
 
 def read(path: Path, check: Check = no_check) -> KernelLog:
-    """The lines up to where `check` ends the reading, if it does.
-
-    Raises UnreadableInput: the file is too large, or cannot be read.
-    """
+    """The lines up to where `check` ends the reading, if it does. Raises UnreadableInput: the file is too large, or
+    cannot be read."""
     log = KernelLog(path=str(path))
     readers: dict[str, KernelReader] = {}
     elsewhere = _node_of(path)
@@ -243,7 +229,15 @@ def read(path: Path, check: Check = no_check) -> KernelLog:
                     _take(log, stamped, elsewhere, status.st_mtime, readers)
             log.cut_short = unpacked.cut_short
         if is_report:
-            _drop_repeated(log)
+            # It repeats lines from dmesg, journal and syslog. Dated copies are kept.
+            dated = [s for s in log.seen if s.dated]
+            log.undated = log.undated and not dated
+            last: dict[tuple[str, str], float] = {}
+            repeated, log.seen = sorted(dated or log.seen, key=lambda s: s.at), []
+            for s in repeated:
+                if s.at - last.get((s.node, s.text), float("-inf")) >= SAME_SECONDS:
+                    log.seen.append(s)
+                last[s.node, s.text] = s.at
     except OSError as e:
         raise UnreadableInput(where=str(path), reason=f"it cannot be read: {e.strerror or e}") from e
     for node, reader in readers.items():
@@ -255,26 +249,15 @@ def kept_bytes(log: KernelLog) -> int:
     return FACT_BYTES * len(log.seen)
 
 
-def _drop_repeated(log: KernelLog) -> None:
-    """A bug report repeats lines from dmesg, journal and syslog. Dated copies are kept."""
-    dated = [s for s in log.seen if s.dated]
-    log.undated = log.undated and not dated
-    last: dict[tuple[str, str], float] = {}
-    kept = []
-    for s in sorted(dated or log.seen, key=lambda s: s.at):
-        if s.at - last.get((s.node, s.text), float("-inf")) >= SAME_SECONDS:
-            kept.append(s)
-        last[s.node, s.text] = s.at
-    log.seen = kept
-
-
 def _stamps(file: BufferedIOBase, head: bytes, path: str) -> Iterator[TimestampedLine]:
     """Lines of the kernel."""
     match export_kind(head):
         case "json":
-            yield from stamps_of_json(file)
+            while line := file.readline(ENTRY_BYTES_MAX):
+                if (entry := _object(line)) is not None and (stamped := _stamped(entry)) is not None:
+                    yield stamped
         case "export":
-            yield from stamps_of_export(file, path)
+            yield from _stamps_of_export(file, path)
         case _:
             lines, plain = _records_of(head), LineReader()
             unstamped = not any(plain.take(line) for line in lines) and _is_unstamped(lines, Path(path).name)
@@ -324,20 +307,17 @@ def time_remarks(logs: Sequence[KernelLog]) -> list[str]:
     """Reliability of the times."""
     remarks = []
     if any(log.zone_assumed for log in logs):
-        remarks.append(
-            "some lines say neither year nor zone: they were taken to be of UTC, and as late as the file allows"
-        )
+        remarks.append("some lines have neither year nor zone: UTC is assumed, as late as the file allows")
     if any(log.undated for log in logs):
-        remarks.append("some lines say only seconds since boot: so do the times of what was found in them")
+        remarks.append("some lines have only seconds since boot, and so have their findings")
     if any(log.untimed for log in logs):
-        remarks.append("some lines say no time at all (dmesg -t): when it happened, and how often, is unknown")
+        remarks.append("some lines have no time (dmesg -t): when and how often their events happened is unknown")
     if dropped := sum(log.num_dropped for log in logs):
-        remarks.append(f"{dropped:,} lines beyond {NUM_FACTS_MAX:,} of a file that report faults were left out")
+        remarks.append(f"{dropped:,} lines that report faults, beyond {NUM_FACTS_MAX:,} of a file, were left out")
     remarks += [
-        f"cannot tell from {log.path}: it holds no line of the kernel; the output of `dmesg` or `journalctl -k` of "
-        "this node would settle it"
+        f"cannot tell from {log.path}: it has no kernel line; the output of `dmesg` or `journalctl -k` of this node "
+        "would settle it"
         for log in logs
         if not log.num_lines
     ]
-    remarks += [f"{log.path}: its end is missing: what was left was read" for log in logs if log.cut_short]
-    return remarks
+    return remarks + [f"{log.path}: truncated: the rest was read" for log in logs if log.cut_short]

@@ -21,7 +21,7 @@ from rolecall.core.diagnosis import Evidence, Finding, Suspect
 from rolecall.core.errors import ReadingStopped, UnreadableInput
 from rolecall.core.faults import FaultClass
 from rolecall.detector.artifacts.stacks.dumps import Topology
-from rolecall.detector.base.read_budget import Check, no_check
+from rolecall.detector.base.read_budget import Check, head_of, no_check
 from rolecall.formats.nccl.inspector import LINE_BYTES_MAX, Context, Lines
 
 DETECTOR = "nccl_inspector"
@@ -74,20 +74,14 @@ class InspectorLog:
 
 def is_log(path: Path) -> bool:
     """Whether its first complete line is an Inspector record. Raises OSError."""
-    if not path.is_file():
-        return False
-    with path.open("rb") as file:
-        head = file.read(HEAD_BYTES)
-    line = head.lstrip().partition(b"\n")[0]
+    line = head_of(path, HEAD_BYTES).lstrip().partition(b"\n")[0]
     # With a trace of many channels, the line can be longer than the head.
     return line[:1] == b"{" and any(k in line for k in (b'"coll_perf"', b'"p2p_perf"', b'"dump_stats"'))
 
 
 def read(path: Path, check: Check = no_check) -> InspectorLog:
-    """The lines up to where `check` ends the reading, if it does.
-
-    Raises UnreadableInput: no complete line, or the file cannot be read.
-    """
+    """The lines up to where `check` ends the reading, if it does. Raises UnreadableInput: no complete line, or the file
+    cannot be read."""
     lines = Lines()
     try:
         about = path.stat()
@@ -108,7 +102,7 @@ def read(path: Path, check: Check = no_check) -> InspectorLog:
         raise UnreadableInput(where=str(path), reason=e.strerror or str(e)) from None
     log.num_lines, log.num_bad, log.num_dropped = lines.num_lines, lines.num_bad, lines.num_dropped
     if not log.contexts:
-        raise UnreadableInput(where=str(path), reason="no line of it is a finished operation of the NCCL Inspector")
+        raise UnreadableInput(where=str(path), reason="it has no finished operation of the NCCL Inspector")
     return log
 
 
@@ -172,7 +166,13 @@ def diagnose(
     if not logs:
         return [], ()
     topology = topology or Topology()
-    remarks, found = list(_about_files(logs)), list[Finding]()
+    remarks, found = list[str](), list[Finding]()
+    if bad := sum(log.num_bad for log in logs):
+        remarks.append(f"{bad:,} truncated or unknown line(s) skipped")
+    if dropped := sum(log.num_dropped for log in logs):
+        remarks.append(f"the Inspector dropped {dropped:,} operation(s)")
+    if cut := [log.path for log in logs if log.cut]:
+        remarks.append(f"only the last {FILE_BYTES_MAX >> 20} MiB of {len(cut)} file(s) were read, first {cut[0]}")
     now = max(log.at for log in logs)
     joints = _joined(logs)
     sizes = [next(iter(j.contexts.values())).num_ranks for j in joints]
@@ -191,26 +191,17 @@ def diagnose(
         if (late := _late(joint, operations, whole, topology, now)) is not None:
             found.append(late)
     if all(len(j.ranks) < 2 for j in joints):
-        remarks.append("cannot tell: of no communicator there are two ranks: take the files of all nodes")
+        remarks.append("cannot tell: no communicator has files of two ranks: collect the files of all nodes")
     found += _narrow(joints, now)
     return found, tuple(dict.fromkeys(remarks))
-
-
-def _about_files(logs: Sequence[InspectorLog]) -> Iterable[str]:
-    if bad := sum(log.num_bad for log in logs):
-        yield f"{bad:,} truncated or unknown line(s) skipped"
-    if dropped := sum(log.num_dropped for log in logs):
-        yield f"the Inspector dropped {dropped:,} operation(s)"
-    if cut := [log.path for log in logs if log.cut]:
-        yield f"of {len(cut)} file(s) the last {FILE_BYTES_MAX >> 20} MiB were read, first {cut[0]}"
 
 
 def _open_ends(joint: JoinedCommunicator) -> Iterable[str]:
     num_ranks = next(iter(joint.contexts.values())).num_ranks
     if len(joint.ranks) < num_ranks:
         yield (
-            f"cannot tell: of communicator {joint.name} {num_ranks - len(joint.ranks)} of {num_ranks} ranks left "
-            f"no file"
+            f"cannot tell: {num_ranks - len(joint.ranks)} of {num_ranks} ranks of communicator {joint.name} left no "
+            f"file"
         )
     newest: dict[str, dict[int, int]] = {}
     for rank, operations in joint.ranks.items():
@@ -260,11 +251,11 @@ def _late(
     first = late[0]
     kinds = sorted({kind for kind, _ in operations})
     because = (
-        f"{_who(joint, late)} come(s) late to the collectives of communicator {joint.name} ({', '.join(kinds[:4])}): "
+        f"{_who(joint, late)} enter(s) the collectives of communicator {joint.name} late ({', '.join(kinds[:4])}): "
         f"in {num_late[first]} of {len(operations)} its own time was at most half of the others', "
         f"{median(own[first]) * 1e3:.2f} ms where "
-        f"they took {median(medians) * 1e3:.2f} ms, {waited[first] / total:.0%} of it waiting: slow before it gets "
-        f"there"
+        f"they took {median(medians) * 1e3:.2f} ms, {waited[first] / total:.0%} of it waiting: slow before the "
+        f"collective"
     )
     evidence = tuple(
         Evidence(
@@ -323,7 +314,7 @@ def _narrow(joints: Sequence[JoinedCommunicator], now: float) -> list[Finding]:
                     f"{len(listed) - 1} others of "
                     f"{num_ranks} ranks at {others / 1e9:.3g} GB/s: a link or GPU of "
                     f"{_who(joint, sorted(joint.ranks))} is slow; "
-                    "whose, its own times do not show"
+                    "its times do not show which one"
                 )
                 suspects = [_suspect(c, False, Topology()) for _, c in sorted(joint.contexts.items())]
                 found[joint.name] = Finding(

@@ -16,6 +16,7 @@ The time of a report is that of its file: RAS writes local time without a zone. 
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 
 from rolecall.core.diagnosis import Evidence, Finding, Suspect
@@ -23,7 +24,7 @@ from rolecall.core.errors import UnreadableInput
 from rolecall.core.faults import FaultClass
 from rolecall.core.ids import NodeId
 from rolecall.detector.artifacts.stacks.dumps import Topology
-from rolecall.detector.base.read_budget import Check, no_check
+from rolecall.detector.base.read_budget import Check, head_of, no_check
 from rolecall.formats.nccl.ras import (
     Communicator,
     CommunicatorMember,
@@ -55,18 +56,16 @@ _CLASSES = {
 }
 
 SYMMETRIC = (
-    "cannot tell: RAS counts launched collectives, and all ranks of it launched as many: a hang inside one that all "
-    "have launched looks the same as a healthy or an idle job. Flight Recorder dumps or stacks of all ranks would "
-    "show it"
+    "cannot tell: all ranks launched equally many collectives, and RAS counts only launches: a hang inside one that "
+    "all have launched looks like a healthy or an idle job. Flight Recorder dumps or stacks of all ranks would show it"
 )
 
-
 NO_COUNTS = (
-    "cannot tell: no answer says how many collectives the ranks launched, as text does not while all launched as many: "
+    "cannot tell: no report has the number of launched collectives (text omits it while all are equal): "
     "a hang inside one looks the same; Flight Recorder dumps or stacks of all ranks would settle it"
 )
 NO_COMMUNICATOR = (
-    "cannot tell: no answer lists a communicator: the job has not made one yet, or has ended; an answer while it "
+    "cannot tell: no report lists a communicator: the job has not created one yet, or has ended; a report while it "
     "trains would settle it"
 )
 
@@ -82,20 +81,14 @@ class Poll:
 
 def is_status(path: Path) -> bool:
     """Whether the file begins like a RAS status report. Raises OSError."""
-    if not path.is_file():
-        return False
-    with path.open("rb") as file:
-        head = file.read(HEAD_BYTES)
+    head = head_of(path, HEAD_BYTES)
     if b'"communicators"' in head and (b'"nccl_version"' in head or b'"missing_ranks' in head):
         return True
     return b"Job summary" in head and b"Communicators..." in head
 
 
 def read(path: Path, check: Check = no_check) -> list[Poll]:
-    """`check` is called during the work.
-
-    Raises UnreadableInput: too large, cut short, not a RAS status report.
-    """
+    """`check` is called during the work. Raises UnreadableInput: too large, cut short, not a RAS status report."""
     try:
         with path.open("rb") as file:
             raw = file.read(FILE_BYTES_MAX + 1)
@@ -103,20 +96,15 @@ def read(path: Path, check: Check = no_check) -> list[Poll]:
     except OSError as e:
         raise UnreadableInput(where=str(path), reason=e.strerror or str(e)) from None
     if len(raw) > FILE_BYTES_MAX:
-        raise UnreadableInput(
-            where=str(path), reason=f"answers of RAS of more than {FILE_BYTES_MAX:,} bytes are not read"
-        )
+        raise UnreadableInput(where=str(path), reason=f"RAS reports of more than {FILE_BYTES_MAX:,} bytes are not read")
     try:
-        return _polls(str(path), at, statuses(raw, check))
+        reports = statuses(raw, check)
     except MalformedRasStatus as e:
-        raise UnreadableInput(where=str(path), reason=f"not an answer of NCCL RAS: {e}") from None
-
-
-def _polls(path: str, written_at: float, answers: Sequence[RasStatus]) -> list[Poll]:
-    """The newest time stamp is the time at which the file was written: their zone is unknown."""
-    newest = max((s.stamp for s in answers if s.stamp is not None), default=None)
-    times = [written_at if newest is None or s.stamp is None else written_at - (newest - s.stamp) for s in answers]
-    return [Poll(path=path, at=at, status=s) for at, s in zip(times, answers, strict=True)]
+        raise UnreadableInput(where=str(path), reason=f"not a report of NCCL RAS: {e}") from None
+    # The newest time stamp is the time at which the file was written: their zone is unknown.
+    newest = max((s.stamp for s in reports if s.stamp is not None), default=None)
+    ages = [0.0 if newest is None or s.stamp is None else newest - s.stamp for s in reports]
+    return [Poll(path=str(path), at=at - age, status=s) for age, s in zip(ages, reports, strict=True)]
 
 
 def kept_bytes(polls: Sequence[Poll]) -> int:
@@ -130,10 +118,10 @@ def summary(polls: Sequence[Poll]) -> str:
     with_counts = sum(p.status.has_counts for p in polls)
     newest = max(polls, key=lambda p: p.at).status if polls else None
     if newest is None:
-        return "no answer of NCCL RAS"
+        return "no NCCL RAS report"
     ranks = max((c.size for c in newest.communicators), default=0)
     return (
-        f"{len(polls)} answer(s) of NCCL RAS, {with_counts} with counts; the newest of {newest.num_communicators} "
+        f"{len(polls)} NCCL RAS report(s), {with_counts} with counts; the newest of {newest.num_communicators} "
         f"communicator(s){f', the largest of {ranks} ranks' if ranks else ''}"
     )
 
@@ -161,7 +149,7 @@ class StalledCommunicatorPolls:
 
     def since(self) -> str:
         over = f" over {self.seconds:.0f} s" if self.seconds >= 1 else ""
-        return f"no rank of it launched anything in {self.num_polls} answers{over}"
+        return f"no rank launched anything in {self.num_polls} reports{over}"
 
 
 def _members(c: Communicator) -> Iterable[CommunicatorMember]:
@@ -193,14 +181,19 @@ class _RasAnalysis:
                 self.remarks.append(f"{poll.path}: its JSON lacks commas (NCCL 2.28.9 does that) and was repaired")
             if poll.status.communicators and poll.status.form == "json" and not poll.status.has_counts:
                 self.remarks.append(
-                    f"{poll.path}: all counts are 0, as in a third of the answers of healthy jobs: "
+                    f"{poll.path}: all counts are 0, as in a third of the reports of healthy jobs: "
                     "not counted as a stall"
                 )
 
-    def _suspect(self, m: CommunicatorMember, whole: bool) -> Suspect:
-        """`whole`: the rank is one of the communicator that holds all processes."""
-        rank = self.world.get(m.process, m.rank if whole else None) if m.host else (m.rank if whole else None)
-        return self.topology.suspect(rank, m.host or f"rank-{m.rank}", m.gpu)
+    def _suspects(self, c: Communicator, members: Iterable[CommunicatorMember]) -> list[Suspect]:
+        """In the communicator that holds all processes, ranks are global."""
+        whole = self.whole is not None and c.hash == self.whole.hash
+        found = []
+        for m in members:
+            rank = m.rank if whole else None
+            rank = self.world.get(m.process, rank) if m.host else rank
+            found.append(self.topology.suspect(rank, m.host or f"rank-{m.rank}", m.gpu))
+        return found
 
     def _finding(
         self,
@@ -223,15 +216,16 @@ class _RasAnalysis:
             evidence=evidence,
         )
 
-    def _whole(self, c: Communicator) -> bool:
-        return self.whole is not None and c.hash == self.whole.hash
-
     # --- dead and missing
 
     def lost(self) -> list[Finding]:
         status, found = self.newest.status, list[Finding]()
         dead_processes = {(process.host, process.pid) for process in status.lost if process.dead}
         others = {(process.host, process.pid) for process in status.lost} - dead_processes
+        # The first of the reports, up to the newest, that all miss some of the same.
+        now = _lost_of(status)
+        missing = takewhile(lambda p: now & _lost_of(p.status), reversed(self.polls))
+        since = min((p.at for p in missing), default=self.newest.at)
         for dead, fault_class, confidence in (
             (True, FaultClass.CRASH, CONFIDENCE_DEAD),
             (False, FaultClass.HANG, CONFIDENCE_MISSING),
@@ -249,20 +243,19 @@ class _RasAnalysis:
                     and (m.dead or (not m.member.host and bool(dead_processes) and not others)) is dead
                 ]
                 if len(named) == 1 and not named[0].host and len(processes) == 1:
-                    process = next(
-                        iter(processes.values())
-                    )  # text of older versions lists ranks and processes separately
+                    # Text of older NCCL versions lists ranks and processes separately.
+                    process = next(iter(processes.values()))
                     named = [CommunicatorMember(named[0].rank, process.host, process.pid)]
                 for m in named:
                     processes.pop((m.host, m.pid or -1), None)
                 if named:
-                    suspects += [self._suspect(m, self._whole(communicator)) for m in named]
+                    suspects += self._suspects(communicator, named)
                     words.append(f"{ranks_text(named)} of communicator {communicator.hash}")
                 unnamed = communicator.num_missing - sum(m.unresponsive or m.dead for m in communicator.missing)
                 if unnamed > 0:
                     self.remarks.append(
                         f"cannot tell: {unnamed} missing rank(s) of communicator {communicator.hash} are not named: "
-                        "ask with VERBOSE"
+                        "query with VERBOSE"
                     )
             for process in processes.values():
                 suspects.append(Suspect(node=NodeId(process.host)))
@@ -274,17 +267,8 @@ class _RasAnalysis:
                     else "does not answer RAS (stopped, hung in a system call, or disconnected): "
                 )
                 because = what + "; ".join(words[:8])
-                found.append(self._finding(suspects, fault_class, confidence, because, onset=self._lost_since()))
+                found.append(self._finding(suspects, fault_class, confidence, because, onset=since))
         return found
-
-    def _lost_since(self) -> float:
-        """The first of the answers, up to the newest, that all miss some of the same."""
-        now, since = _lost_of(self.newest.status), self.newest.at
-        for p in reversed(self.polls):
-            if not now & _lost_of(p.status):
-                break
-            since = p.at
-        return since
 
     # --- errors
 
@@ -294,10 +278,10 @@ class _RasAnalysis:
         for communicator in self.newest.status.communicators:
             for result in {f.result for f in communicator.failures}:
                 members = [f.member for f in communicator.failures if f.result is result]
-                by_result.setdefault(result, []).extend(self._suspect(m, self._whole(communicator)) for m in members)
+                by_result.setdefault(result, []).extend(self._suspects(communicator, members))
                 words.setdefault(result, []).append(f"{ranks_text(members)} of communicator {communicator.hash}")
         if victims := words.pop(NcclResult.REMOTE, []):
-            self.remarks.append(f"report a remote error and are victims of another rank: {'; '.join(victims[:4])}")
+            self.remarks.append(f"victims of another rank (remote error): {'; '.join(victims[:4])}")
         return [
             self._finding(
                 by_result[result],
@@ -318,7 +302,7 @@ class _RasAnalysis:
                 if any(len(s.levels) < 2 for s in communicator.spreads):
                     self.remarks.append(
                         f"cannot tell: ranks of communicator {communicator.hash} launched different numbers, and the "
-                        "text names none: ask with VERBOSE, or for JSON"
+                        "text names none: query with VERBOSE, or for JSON"
                     )
                 elif still or num_usable == 1:
                     together = True
@@ -328,9 +312,9 @@ class _RasAnalysis:
                 single = True
                 late = "; ".join(f"{ranks_text(m)} in {name}" for name, m in behind(communicator).items())
                 self.remarks.append(
-                    f"cannot tell: in communicator {communicator.hash} are behind by {communicator.width} "
+                    f"cannot tell: these ranks of communicator {communicator.hash} are behind by {communicator.width} "
                     f"collective(s): {late or 'more than half of its ranks'}; "
-                    "in one answer ranks of a healthy job are apart, too"
+                    "in a single report, ranks of a healthy job differ, too"
                 )
         if together and not stuck:
             self.remarks.append(SYMMETRIC)
@@ -375,7 +359,7 @@ class _RasAnalysis:
             communicator = stalled.communicator
             if communicator.num_missing:
                 self.remarks.append(
-                    f"ranks of communicator {communicator.hash} are apart and stalled: they wait for the missing ranks"
+                    f"ranks of communicator {communicator.hash} differ and are stalled: they wait for the missing ranks"
                 )
                 continue
             if (other := self._other_collective(stalled)) is not None:
@@ -399,12 +383,7 @@ class _RasAnalysis:
                     "ranks are behind the others, or they are not named: stacks of all ranks would show it"
                 )
         if stuck and not found and all(stalled.behind and not stalled.communicator.num_missing for stalled in stuck):
-            suspects = [
-                self._suspect(m, self._whole(stalled.communicator))
-                for stalled in stuck
-                for b in stalled.behind.values()
-                for m in b
-            ]
+            suspects = [s for x in stuck for b in x.behind.values() for s in self._suspects(x.communicator, b)]
             because = "ranks wait for each other in different communicators: collectives in different order?"
             found.append(self._finding(suspects, FaultClass.CANNOT_TELL, 0.4, because))
         return found
@@ -425,10 +404,8 @@ class _RasAnalysis:
                         f"communicator {communicator.hash} launched {name}; {stalled.since()}: "
                         "the ranks run different code"
                     )
-                    suspects = [self._suspect(m, self._whole(communicator)) for m in first.members]
-                    return self._finding(
-                        suspects, FaultClass.USER_CODE, CONFIDENCE_CODE, because, _levels(communicator)
-                    )
+                    suspects, levels = self._suspects(communicator, first.members), _levels(communicator)
+                    return self._finding(suspects, FaultClass.USER_CODE, CONFIDENCE_CODE, because, levels)
         return None
 
     def _behind(self, stalled: StalledCommunicatorPolls, causes: dict[str, list[CommunicatorMember]]) -> Finding:
@@ -441,7 +418,7 @@ class _RasAnalysis:
             f"{'; '.join(words)} in communicator {communicator.hash}, and {stalled.since()}: "
             "not launched, so blocked on the host side (Python, data loader, CPU, or another wait); the others wait"
         )
-        suspects = [self._suspect(m, self._whole(communicator)) for members in causes.values() for m in members]
+        suspects = [s for members in causes.values() for s in self._suspects(communicator, members)]
         sure = CONFIDENCE_BEHIND if stalled.seconds >= MOVED_SECONDS else CONFIDENCE_BEHIND_UNTIMED
         return self._finding(
             suspects, FaultClass.HANG, sure, because, _levels(communicator), self.newest.at - stalled.seconds

@@ -183,11 +183,7 @@ def rounds_evidence(flag: FlagCount, num_rounds: int) -> Evidence:
     return Evidence(
         kind=ROUNDS,
         text=f"{flagged_name(flag)}{of_it}: flagged in {len(flag.rounds)} of {num_rounds} rounds: {numbers}{more}",
-        values={
-            "num_flagged": float(len(flag.rounds)),
-            "num_rounds": float(num_rounds),
-            "chance_ratio": flag.chance,
-        },
+        values={"num_flagged": float(len(flag.rounds)), "num_rounds": float(num_rounds), "chance_ratio": flag.chance},
     )
 
 
@@ -207,14 +203,6 @@ def _place_evidence(place: StackCluster) -> Evidence:
         kind=STACK_GROUP,
         text=f"{who} ({names_text(place.processes)}) {finding_text(place.stack, number).partition(': ')[0]}: {frames}",
         values={"num_processes": float(number)},
-    )
-
-
-def gil_evidence(processes: Sequence[DumpedProcess]) -> tuple[Evidence, ...]:
-    held = [(p.name, p.stack.gil_holder) for p in processes if p.stack is not None and p.stack.gil_holder]
-    return tuple(
-        Evidence(kind="gil", text=f"{name}: another thread holds the GIL: {holder}")
-        for name, holder in held[:NUM_GROUPS_SHOWN]
     )
 
 
@@ -433,7 +421,9 @@ def _late(
         because += f". Of the others that do not wait, an older dump shows that they move: {names_text(moving)}"
     if absent:
         because += f". There is no dump of {names_text(absent)}"
-    return case.finding(outside, confidence, because, gil_evidence(outside))
+    held = [(p.name, p.stack.gil_holder) for p in outside if p.stack is not None and p.stack.gil_holder]
+    texts = [f"{name}: another thread holds the GIL: {holder}" for name, holder in held[:NUM_GROUPS_SHOWN]]
+    return case.finding(outside, confidence, because, tuple(Evidence(kind="gil", text=text) for text in texts))
 
 
 def _absent(case: StackAnalysis, waiting: list[DumpedProcess], absent: list[DumpedProcess]) -> Finding:

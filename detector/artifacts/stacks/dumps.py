@@ -27,7 +27,7 @@ from typing import Any
 from rolecall.core.diagnosis import Suspect
 from rolecall.core.errors import UnreadableInput
 from rolecall.core.ids import NodeId
-from rolecall.detector.base.read_budget import Check, no_check
+from rolecall.detector.base.read_budget import Check, head_of, no_check
 
 # --- names of files and folders ---------------------------------------------------------------------------------------
 
@@ -231,10 +231,7 @@ def is_topology(path: Path) -> bool:
 
 
 def _head(path: Path) -> str:
-    if not path.is_file():  # a pipe would block
-        return ""
-    with path.open("rb") as file:
-        return _COLOUR.sub("", file.read(HEAD_BYTES).decode("utf-8", "replace"))
+    return _COLOUR.sub("", head_of(path, HEAD_BYTES).decode("utf-8", "replace"))
 
 
 def _is_text(head: str) -> bool:
@@ -245,10 +242,8 @@ def _is_text(head: str) -> bool:
 
 
 def read(path: Path, check: Check = no_check) -> StackDump:
-    """`check` is called for each thread.
-
-    Raises UnreadableInput: too large, truncated, without threads, or not a dump.
-    """
+    """`check` is called for each thread. Raises UnreadableInput: too large, truncated, without threads, or not a
+    dump."""
     text, at = _text(path)
     place = place_of(path)
     if text.lstrip()[:1] in ("[", "{"):

@@ -38,12 +38,8 @@ class StackActivity(StrEnum):
 
 WAITS = frozenset(
     (
-        StackActivity.COLLECTIVE,
-        StackActivity.PIPELINE,
-        StackActivity.RENDEZVOUS,
-        StackActivity.DEVICE,
-        StackActivity.BACKWARD,
-        StackActivity.STOOD,
+        *(StackActivity.COLLECTIVE, StackActivity.PIPELINE, StackActivity.RENDEZVOUS),
+        *(StackActivity.DEVICE, StackActivity.BACKWARD, StackActivity.STOOD),
     )
 )
 """For other processes: a GPU that computes a collective waits for its peers, and DDP reduces inside of backward."""
@@ -69,11 +65,8 @@ _THROUGH = (
 _LOCK = ("threading.py", "queue.py", "multiprocessing/", "concurrent/futures/", "filelock")
 _IO = ("socket.py", "ssl.py", "selectors.py", "subprocess.py", "shutil.py", "http/", "urllib", "requests/", "fsspec/")
 _LAUNCH = (
-    "runpy.py",
-    "<frozen runpy>",
-    "multiprocessing/spawn.py",
-    "multiprocessing/process.py",
-    "multiprocessing/popen",
+    *("runpy.py", "<frozen runpy>"),
+    *("multiprocessing/spawn.py", "multiprocessing/process.py", "multiprocessing/popen"),
 )
 _HELPER_NAME = re.compile(
     r"queuefeeder|pin_memory|heartbeat|\bbeat|watchdog|monitor|tqdm|tensorboard|wandb|autograd|event.?writer",
@@ -115,13 +108,20 @@ def stack_of(dump: StackDump) -> Stack:
     """The place of the process, by its most informative thread."""
     main, *others = dump.threads
     kept = [t for t in others if not is_background_thread(t)]
-    thread = max(kept, key=_informativeness) if kept and (not main.frames or _awaits_a_thread(main)) else main
+    thread = main
+    if kept and (not main.frames or _awaits_a_thread(main)):
+        waits = [any(_wait_of(f, t.active) for f in t.frames) for t in kept]
+        ranked = zip(waits, kept, strict=True)
+        _, thread = max(ranked, key=lambda p: (p[0], p[1].owns_gil, p[1].active, len(p[1].frames)))
     if not thread.frames:  # at process start or end: a helper thread is better than nothing
         thread = max(dump.threads, key=lambda t: len(t.frames))
     holder = next((t for t in dump.threads if t.owns_gil and t is not thread), None)
     gil_holder = f"{holder.name or 'unnamed'} in {shown(holder.frames[0])}" if holder and holder.frames else ""
     frames = thread.frames
-    while len(frames) > 1 and (frames[-1].file.startswith(_LAUNCH) or _is_bootstrap(frames[-1])):
+    while len(frames) > 1 and (
+        frames[-1].file.startswith(_LAUNCH)
+        or (frames[-1].file == "threading.py" and _bare(frames[-1]) in ("_bootstrap", "_bootstrap_inner", "run"))
+    ):
         frames = frames[:-1]
     for n, frame in enumerate(frames):
         doing = _wait_of(frame, thread.active)
@@ -144,10 +144,6 @@ def is_background_thread(thread: Thread) -> bool:
     return any(f.file.startswith(_HELPER_FILES) or _HELPER_FUNCTIONS.match(_bare(f)) for f in frames)
 
 
-def _informativeness(thread: Thread) -> tuple[bool, bool, bool, int]:
-    return any(_wait_of(f, thread.active) for f in thread.frames), thread.owns_gil, thread.active, len(thread.frames)
-
-
 def _awaits_a_thread(thread: Thread) -> bool:
     """In an event loop with nothing to do (asyncio, a Ray worker), or joining a thread."""
     if thread.owns_gil or any(_wait_of(f, thread.active) for f in thread.frames):
@@ -159,10 +155,6 @@ def _awaits_a_thread(thread: Thread) -> bool:
     return inner == ("ray/_private/worker.py", "main_loop") or (
         inner[0] == "threading.py" and ("threading.py", "join") in where
     )
-
-
-def _is_bootstrap(frame: Frame) -> bool:
-    return frame.file == "threading.py" and _bare(frame) in ("_bootstrap", "_bootstrap_inner", "run")
 
 
 def _bare(frame: Frame) -> str:

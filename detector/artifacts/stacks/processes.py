@@ -113,7 +113,7 @@ def _completed(dump: StackDump, topology: Topology | None, ranks_of_pids: Mappin
 
 
 def _role(name: str, dumps: Sequence[StackDump], topology: Topology | None) -> DumpedRole:
-    looks = _dump_rounds(dumps)
+    history = _dump_rounds(dumps)
     known = topology if topology is not None and topology.role in ("", name) else Topology()
     groups: dict[int | None, list[str]] = {}
     for group in known.groups:
@@ -124,14 +124,14 @@ def _role(name: str, dumps: Sequence[StackDump], topology: Topology | None) -> D
         ordered = sorted(processes, key=lambda p: (p.stack is None, p.rank is None, p.rank or 0, p.replica, p.label))
         return tuple(replace(p, groups=tuple(groups.get(p.rank, ()))) for p in ordered) if groups else tuple(ordered)
 
-    rounds = _counted(_rounds(looks), looks)
-    now = [_process(name, who, its) for who, its in looks.items()]
+    rounds = _counted(_rounds(history), history)
+    now = [_process(name, who, its) for who, its in history.items()]
     if len(rounds) > 1:
-        since = min(looks[who][n][0].at for who, n in rounds[-1].items())
+        since = min(history[who][n][0].at for who, n in rounds[-1].items())
         # A process that was dumped only in earlier rounds has no current dump.
         now = [p if p.key in rounds[-1] or p.at >= since else replace(p, stack=None, moves=None) for p in now]
     size = max(known.world_size or 0, *(d.world_size or 0 for d in dumps))
-    made = [grouped(_process(name, who, looks[who][: n + 1]) for who, n in r.items()) for r in rounds]
+    made = [grouped(_process(name, who, history[who][: n + 1]) for who, n in r.items()) for r in rounds]
     missing = () if any(d.one_of_some for d in dumps) else _never_dumped(name, now, size, known)
     present = grouped([*now, *missing])
     return DumpedRole(name=name, processes=present, rounds=tuple(made) or (tuple(p for p in present if p.stack),))
@@ -187,7 +187,17 @@ def _dump_rounds(dumps: Sequence[StackDump]) -> dict[Who, list[tuple[StackDump, 
     found: dict[Who, list[StackDump]] = {}
     for dump in dumps:
         found.setdefault(_who(dump), []).append(dump)
-    return {who: [(d, stack_of(d)) for d in _of_one_process(_ordered(its))] for who, its in found.items()}
+    history = {}
+    for who, its in found.items():
+        ordered = _ordered(its)
+        last = ordered[-1]
+        history[who] = [  # without dumps of an earlier process in the same place
+            (d, stack_of(d))
+            for d in ordered
+            if (last.pid is None or d.pid in (None, last.pid))
+            and (last.incarnation is None or d.incarnation in (None, last.incarnation))
+        ]
+    return history
 
 
 def _who(dump: StackDump) -> Who:
@@ -222,26 +232,15 @@ def _natural(path: str) -> list[tuple[int, str]]:
     return [(int(part[:18]), part) if part.isdecimal() else (0, part) for part in re.split(r"(\d+)", path)]
 
 
-def _of_one_process(its: list[StackDump]) -> list[StackDump]:
-    """Without dumps of an earlier process in the same place."""
-    last = its[-1]
-    pids, incarnations = (None, last.pid), (None, last.incarnation)
-    return [
-        d
-        for d in its
-        if (last.pid is None or d.pid in pids) and (last.incarnation is None or d.incarnation in incarnations)
-    ]
-
-
 # --- rounds -------------------------------------------------------------------------------------------------------
 
 Round = dict[Who, int]
 """Processes dumped in the round, with the index of each one's dump."""
 
 
-def _rounds(looks: Mapping[Who, Sequence[tuple[StackDump, Stack]]]) -> list[Round]:
+def _rounds(history: Mapping[Who, Sequence[tuple[StackDump, Stack]]]) -> list[Round]:
     """Oldest first; none if a process would be twice in one, or if rounds overlap in time."""
-    dumps = {who: [dump for dump, _ in its] for who, its in looks.items()}
+    dumps = {who: [dump for dump, _ in its] for who, its in history.items()}
     most = max(len(its) for its in dumps.values())
     numbers = {who: {d.round_index for d in its} for who, its in dumps.items()}
     numbered = all(None not in numbers[who] and len(numbers[who]) == len(its) for who, its in dumps.items())
@@ -268,15 +267,15 @@ def _rounds(looks: Mapping[Who, Sequence[tuple[StackDump, Stack]]]) -> list[Roun
     return rounds
 
 
-def _counted(rounds: Sequence[Round], looks: Mapping[Who, Sequence[tuple[StackDump, Stack]]]) -> list[Round]:
+def _counted(rounds: Sequence[Round], history: Mapping[Who, Sequence[tuple[StackDump, Stack]]]) -> list[Round]:
     """The newest rounds without a long pause that show more than half of the processes."""
     found: list[Round] = []
     next_at = math.inf
-    for look in reversed([r for r in rounds if 2 * len(r) > len(looks)]):
-        times = [looks[who][n][0].at for who, n in look.items()]
+    for round_ in reversed([r for r in rounds if 2 * len(r) > len(history)]):
+        times = [history[who][n][0].at for who, n in round_.items()]
         if found and next_at - max(times) > STORY_SECONDS_MAX:
             break
-        found.append(look)
+        found.append(round_)
         next_at = min(times)
     return found[::-1]
 

@@ -13,7 +13,7 @@ from rolecall.core.diagnosis import Evidence, Finding, Suspect
 from rolecall.core.faults import FaultClass
 from rolecall.core.ids import NodeId
 from rolecall.detector.base.findings import settles
-from rolecall.detector.live.fleet import MonitoredProcesses, names
+from rolecall.detector.live.processes import MonitoredProcesses, names
 from rolecall.detector.live.stages.stage import Stage, Tick
 
 UNREACHABLE_GRACE_SECONDS = 3.0

@@ -16,15 +16,13 @@ the last `RECENT_STEPS` are compared with it:
     diverged     the policy is far from the policy that sampled its tokens
     disagreeing  trainer and engine differ on tokens of the same policy version: weights or numerics are wrong
 
-Falling entropy with rising reward is learning, whatever the amounts. Medians over windows tolerate outliers of single
-steps. No test fires before a baseline level and enough newer steps are available.
+Falling entropy with rising reward is learning, whatever the amounts. No test fires before a baseline level and enough
+newer steps are available.
 
-If trainer and engine disagree on tokens of the same policy version, weights or numerics are wrong: `silent_corruption`
-between two roles. The log ratio is the maximum over all engines. If the controller reported one and the same engine as
-the only one off (`EngineDisagrees`) in at least two steps since, that engine is named and replaced, else no replica.
-Otherwise learning rate, reward or data are at fault: `user_code`. On-call is paged; replacing a machine would not help,
-and a false alarm must not stop a run of several days (`recovery.policy`). Machine faults are independent diagnoses:
-neither explains the other, because a run resumed from an older checkpoint is compared with its history up to there.
+`disagreeing` is `silent_corruption` between two roles. If the controller named one and the same engine, and no other,
+(`EngineDisagrees`) in at least two steps since, that engine is replaced, else no replica. All others are `user_code`:
+learning rate, reward or data are at fault, and on-call is paged, since replacing a machine would not help and a false
+alarm must not stop a run of several days (`recovery.policy`). Machine faults are independent diagnoses.
 
 A finding stands until `QUIET_STEPS` consecutive steps show no symptom, or the run goes back to before its onset.
 """
@@ -43,9 +41,9 @@ from rolecall.core.faults import FaultClass
 from rolecall.core.policy_health import LOG_RATIO_ALARM
 from rolecall.core.telemetry import Phase, ProcessSample
 from rolecall.detector.base.findings import ADVISES, COLLAPSE, WRONG_NUMBERS, settles
-from rolecall.detector.live.fleet import MonitoredProcesses, finding
+from rolecall.detector.live.monitored_process import MonitoredProcess
+from rolecall.detector.live.processes import MonitoredProcesses, finding
 from rolecall.detector.live.stages.stage import Stage, Tick
-from rolecall.detector.live.subject import MonitoredProcess
 
 # --- training history -------------------------------------------------------------------------------------------------
 
@@ -59,7 +57,7 @@ response."""
 STEPS_KEPT = 256
 """Longer than a collapse takes, and small enough for every stored window (30 kB)."""
 
-TELLERS_MAX = 8
+REPORTS_MAX = 8
 """Reports merged per step and observation. All trainers report the same values; several are read because an agent may
 have sampled one in the middle of its update."""
 
@@ -87,7 +85,7 @@ class TrainingHistory:
 
     def take(self, fleet: MonitoredProcesses) -> bool:
         """Adds the samples of the newest observation. Returns whether the complete points changed."""
-        changed, newest, tellers = False, None, 0
+        changed, newest, num_reports = False, None, 0
         for subject in fleet.sampled:
             sample = subject.sample
             # Fast path: most processes of a large fleet report neither value.
@@ -105,10 +103,10 @@ class TrainingHistory:
                 changed, last = True, self.points[-1].step if self.points else -1
             if step > last:
                 self.points.append(TrainingStepPoint(step, sample.wall_at + subject.offset_seconds))
-                changed, last, tellers = True, step, 0
-            if step == last and tellers < TELLERS_MAX:
+                changed, last, num_reports = True, step, 0
+            if step == last and num_reports < REPORTS_MAX:
                 _fill(self.points[-1], sample)
-                tellers += 1
+                num_reports += 1
         return changed
 
     def to_dict(self) -> dict[str, Any]:
@@ -298,20 +296,17 @@ def dived(points: Sequence[TrainingStepPoint]) -> CollapseSymptom | None:
     now = points[-RECENT_STEPS:]
     if now[0].step <= lately[at][0].step:
         return None
-    change = _of_another_kind(best.level.points, now)
+    entropy, entropy_then = middle(now, "entropy"), middle(best.level.points, "entropy")
+    change = _of_other_length(best.level.points, now)
+    if entropy >= OTHER_FACTOR * entropy_then and entropy - entropy_then >= ENTROPY_HIGH:
+        change = f"entropy is {entropy:.2g} nats a token, not {entropy_then:.2g}"
     if not change:
         return None
     since = lately[at][0]
-    text = (
-        f"mean reward fell from {best.level.value:.3g} ({best.level.steps}) to {lately[at][1]:.3g} in step "
-        f"{since.step}, "
-        f"and since it came back {change}"
-    )
+    fell = f"mean reward fell from {best.level.value:.3g} ({best.level.steps}) to {lately[at][1]:.3g}"
+    text = f"{fell} in step {since.step}, and since it recovered {change}"
     return CollapseSymptom(
-        kind="reward_dived",
-        since=since,
-        text=text,
-        values={"reward": lately[at][1], "reward_before": best.level.value},
+        kind="reward_dived", since=since, text=text, values={"reward": lately[at][1], "reward_before": best.level.value}
     )
 
 
@@ -361,9 +356,9 @@ def shut(points: Sequence[TrainingStepPoint]) -> CollapseSymptom | None:
     if not after - before <= RISE_NOISE * error and not endless:
         return None
     since = points[opened[-1] + 1]
-    why = f"{cut:.0%} of the answers have no end" if endless else "the reward did not rise for it"
+    why = f"{cut:.0%} of the responses have no end" if endless else "the reward did not rise for it"
     text = (
-        f"entropy went to {nats:.2g} nats a token, one answer for everything, from {middle(then, 'entropy'):.2g} up to "
+        f"entropy fell to {nats:.2g} nats a token, one answer to all prompts, from {middle(then, 'entropy'):.2g} until "
         f"step {then[-1].step}, and {why} (reward {before:.3g} then, at most {after:.3g} since)"
     )
     return CollapseSymptom(
@@ -385,7 +380,7 @@ def diverged(points: Sequence[TrainingStepPoint]) -> CollapseSymptom | None:
         return None
     now = median(v for _, v in recent)
     text = (
-        f"the policy is {now:.2g} nats a token away from the one that made its tokens (at most {usual:.2g} before), "
+        f"the policy is {now:.2g} nats a token away from the one that sampled its tokens (at most {usual:.2g} before), "
         f"since step {recent[0][0].step}"
     )
     return CollapseSymptom(
@@ -404,7 +399,7 @@ def disagreeing(points: Sequence[TrainingStepPoint]) -> CollapseSymptom | None:
     if len(above) < LOG_RATIO_ABOVE:
         return None
     text = (
-        f"log-probabilities of tokens of the very same version differ by up to {max(v for _, v in above):.2g} "
+        f"log-probabilities of tokens of the same version differ by up to {max(v for _, v in above):.2g} "
         f"(usual: {usual:.2g}; more than {limit:.2g} in {len(above)} of the last {len(recent)} steps that reported it)"
     )
     values = {"log_ratio_max": max(v for _, v in above), "log_ratio_usual": usual}
@@ -421,13 +416,6 @@ def _since(series: Known, line: float) -> TrainingStepPoint:
         if not above:
             first = point
     return first
-
-
-def _of_another_kind(then: Sequence[TrainingStepPoint], now: Sequence[TrainingStepPoint]) -> str:
-    entropy, entropy_then = middle(now, "entropy"), middle(then, "entropy")
-    if entropy >= OTHER_FACTOR * entropy_then and entropy - entropy_then >= ENTROPY_HIGH:
-        return f"entropy is {entropy:.2g} nats a token, not {entropy_then:.2g}"
-    return _of_other_length(then, now)
 
 
 def _of_other_length(then: Sequence[TrainingStepPoint], now: Sequence[TrainingStepPoint]) -> str:
@@ -470,12 +458,7 @@ class CollapseWatch:
     since_step: int = 0  # onset of `reported`
     quiet: int = 0  # steps since the last symptom
 
-    def find(self, fleet: MonitoredProcesses, now: float) -> list[Finding]:
-        if self.history.take(fleet):
-            self._judge(fleet, now)
-        return [self.reported] if self.reported else []
-
-    def _judge(self, fleet: MonitoredProcesses, now: float) -> None:
+    def judge(self, fleet: MonitoredProcesses, now: float) -> None:
         points = self.history.done
         if self.reported and (not points or points[-1].step < self.since_step):
             self.reported = None
@@ -503,7 +486,9 @@ class CollapseStage(Stage):
         self.state: CollapseWatch = CollapseWatch()
 
     def evaluate(self, tick: Tick) -> list[Finding]:
-        return self.state.find(tick.fleet, tick.now)
+        if self.state.history.take(tick.fleet):
+            self.state.judge(tick.fleet, tick.now)
+        return [self.state.reported] if self.state.reported else []
 
 
 def _class(seen: Sequence[CollapseSymptom]) -> FaultClass:
@@ -541,8 +526,8 @@ def _finding(
     ]
     if engine is not None:
         because = (
-            f"{engine.name()} alone computes other log-probabilities than the trainers, in each of the steps that were "
-            f"told apart by engine: {what}"
+            f"{engine.name()} alone computes other log-probabilities than the trainers, in each of the steps that "
+            f"distinguish engines: {what}"
         )
         advice = f"check what was trained on its tokens, from step {began.step} on"
     elif fault is FaultClass.SILENT_CORRUPTION:

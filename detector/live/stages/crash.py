@@ -1,29 +1,162 @@
-"""Crash: a process exited without announcing it.
+"""A process failed: by the job's own code, or alone, which is a crash.
 
-This is the fastest evidence: the agent's pidfd reports an exit within milliseconds. An exit by signal is reported
-immediately. After an exception the stage waits, because the same exception on peers means user code (user_code.py):
-`EXCEPTION_GRACE_SECONDS`, and up to `EXCEPTION_HOLD_SECONDS_MAX` while a peer is still in the step that raised it.
-Survivors that take over the work reach the same line later. If the process stays alive after an exception, it counts as
-crashed once it finishes no more work while a peer does.
+*User code* (`UserCodeStage`, first): hardware fails in one place; a bug fails wherever the code runs. One fingerprint
+(exception type and frames, without values) on every rank of a role, or raised again in the same step by another rank or
+by the replacement of the first, indicates a fault of the code or its input. Exceptions caused by another process (lost,
+late, fenced) do not count. No process is named, because replacing a machine would not help; `about` (role, exception,
+frames) identifies the fault.
 
-A replica is replaced as a whole, so exits of several of its ranks are one finding (`LostRanksStage`), cause first. The
-first suspect is the rank whose node reported a hardware fault, otherwise the first that exited: the errors of its peers
-are consequences. A rank on another node with an independent fault (hardware, a signal such as SIGSEGV, the OOM killer)
-is a second suspect, because the replacement must avoid both nodes. Each additional suspect changes the diagnosis key,
-so the diagnosis is reported again.
+*Crash* (`CrashStage`): a process exited without announcing it. An exit by signal is reported at once (the agent's pidfd
+reports it within milliseconds). After an exception the stage waits for the same one on peers:
+`EXCEPTION_GRACE_SECONDS`, and up to `EXCEPTION_HOLD_SECONDS_MAX` while a peer is still in the step that raised it. A
+process that stays alive after an exception counts as crashed once it finishes no more work while a peer does.
+
+A replica is replaced as a whole, so exits of several of its ranks are one finding (`LostRanksStage`). The first suspect
+is the rank whose node reported a hardware fault, else the first that exited: the errors of its peers are consequences.
+A rank on another node with an independent fault (hardware, a signal such as SIGSEGV, the OOM killer) is a second
+suspect, because the replacement must avoid both nodes. Each further suspect changes the diagnosis key.
 """
 
-from collections.abc import Sequence
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from rolecall.core.diagnosis import Evidence, Finding
 from rolecall.core.faults import FaultClass
-from rolecall.core.telemetry import AgentEventKind, Phase
+from rolecall.core.telemetry import AgentEvent, AgentEventKind, Phase
 from rolecall.detector.base.findings import EXIT
-from rolecall.detector.live.fleet import MonitoredProcesses, ReceivedException, finding
+from rolecall.detector.live.monitored_process import MonitoredProcess
+from rolecall.detector.live.processes import MonitoredProcesses, ReceivedException, finding
 from rolecall.detector.live.stages.stage import Stage, Tick
-from rolecall.detector.live.stages.user_code import blames_code, exception_text, last_exception, step_of
-from rolecall.detector.live.subject import MonitoredProcess
+
+CONSEQUENCES = frozenset(
+    (
+        # rolecall: raised by a survivor when a peer or lease holder is lost, fenced or late
+        *("PeerLost", "DeadlineExceeded", "StaleIncarnation", "ProofMismatch", "WireError"),
+        *("ActorDiedError", "ActorUnavailableError", "RayActorError", "GetTimeoutError", "ObjectLostError"),  # Ray
+        # Python and PyTorch: broken connections and timeouts
+        *("BrokenPipeError", "ConnectionAbortedError", "ConnectionError", "ConnectionRefusedError"),
+        *("ConnectionResetError", "TimeoutError", "DistBackendError", "DistNetworkError", "DistStoreError"),
+        *("KeyboardInterrupt", "SystemExit"),  # intended: stopped by an operator or the supervisor
+    )
+)
+
+
+def last_exception(fleet: MonitoredProcesses, subject: MonitoredProcess) -> ReceivedException | None:
+    for seen in reversed(fleet.exceptions):
+        e = seen.event
+        if (e.replica, e.rank, e.incarnation) == subject.key:
+            return seen
+    return None
+
+
+def exception_text(event: AgentEvent) -> str:
+    d = event.detail
+    where = f" at {d['where']}" if d.get("where") else ""
+    return f"{d.get('type', 'an exception')}: {d.get('message', '')[:200]}{where}"
+
+
+def blames_code(seen: ReceivedException) -> bool:
+    """Whether it is not just a consequence of another process's exit."""
+    return seen.event.detail.get("type", "").rpartition(".")[2] not in CONSEQUENCES
+
+
+def step_of(seen: ReceivedException) -> int:
+    """The optimizer step in which it was raised; -1 if unknown."""
+    try:
+        return int(seen.event.detail.get("step", "-1"))
+    except ValueError:
+        return -1
+
+
+RANKS_MIN = 2
+"""Minimum role size for the rule 'on all ranks'; for a single process only a repetition in the same step counts."""
+REMEMBER_SECONDS = 3600.0
+"""Exceptions further apart are separate failures, even in the same step of a stuck job."""
+ALL_RANKS_SECONDS = 60.0
+"""Exceptions of the ranks of a role within this time count as simultaneous: a step may take this long."""
+
+
+class UserCodeStage(Stage):
+    name = "user_code"
+    suppresses = frozenset({"dependent_stall", "nccl_ras"})
+
+    def evaluate(self, tick: Tick) -> list[Finding]:
+        fleet, now, found = tick.fleet, tick.now, list[Finding]()
+        by_print: dict[tuple[str, str], list[ReceivedException]] = defaultdict(list)
+        for seen in fleet.exceptions:
+            fingerprint = seen.event.detail.get("fingerprint", "")
+            if fingerprint and blames_code(seen) and now - seen.received_wall <= REMEMBER_SECONDS:
+                by_print[(seen.event.role, fingerprint)].append(seen)
+        for (role, fingerprint), seen_list in by_print.items():
+            why = _why(fleet, role, seen_list, tick.expected_roles)
+            # Whether the role has since progressed beyond the step in which it failed.
+            last = max(step_of(seen) for seen in seen_list)
+            recovered = any(
+                subject.sample is not None
+                and subject.worked_wall > seen_list[-1].received_wall
+                and subject.phase != Phase.START
+                and (last < 0 or subject.sample.step > last)
+                for subject in fleet.roster.of_role(role).values()
+            )
+            if why is not None and not recovered:
+                tick.explained.add(fingerprint)
+                found.append(_code_finding(fleet, role, fingerprint, seen_list, why, now))
+        return found
+
+
+def _why(
+    fleet: MonitoredProcesses, role: str, seen_list: list[ReceivedException], expected_roles: Mapping[str, int]
+) -> str | None:
+    """Reason why these reports of one fingerprint indicate user code, or None."""
+    newest = seen_list[-1].received_wall
+    recent = [s for s in seen_list if newest - s.received_wall <= ALL_RANKS_SECONDS]
+    together = {(s.event.replica, s.event.rank) for s in recent}
+    ranks = {(s.replica, s.rank) for s in fleet.roster.of_role(role).values()} | together
+    num_ranks = max(len(ranks), expected_roles.get(role, 0))
+    if num_ranks >= RANKS_MIN and len(together) >= num_ranks:
+        return f"all {num_ranks} ranks of role {role} raised it"
+    by_step: dict[int, set[tuple[str, int, int]]] = defaultdict(set)
+    for seen in seen_list:
+        step = step_of(seen)
+        if step >= 0 or seen in recent:  # without a step, only simultaneous exceptions concern the same work
+            by_step[step].add((seen.event.replica, seen.event.rank, seen.event.incarnation))
+    for step, raisers in by_step.items():
+        if len(raisers) > 1:
+            who = ", ".join(f"{replica}#{incarnation}" for replica, _, incarnation in sorted(raisers))
+            when = f"in step {step}" if step >= 0 else f"within {ALL_RANKS_SECONDS:.0f} s"
+            return f"it was raised {len(raisers)} times {when} ({who})"
+    return None
+
+
+def _code_finding(
+    fleet: MonitoredProcesses, role: str, fingerprint: str, seen_list: list[ReceivedException], why: str, now: float
+) -> Finding:
+    first = seen_list[0].event
+    text = exception_text(first)
+    kind = first.detail.get("type", "").rpartition(".")[2]
+    return finding(
+        "user_code",
+        [],
+        FaultClass.USER_CODE,
+        onset=first.wall_at + fleet.offsets.get(first.node, 0.0),
+        now=now,
+        confidence=0.95,
+        because=f"role {role} fails in user code, not in hardware: {why}: {text}",
+        evidence=tuple(
+            Evidence(
+                kind=AgentEventKind.EXCEPTION,
+                text=f"{s.event.replica}#{s.event.incarnation} in step {s.event.detail.get('step', '?')}: "
+                f"{exception_text(s.event)}",
+            )
+            for s in seen_list[-8:]
+        ),
+        about=f"{role}:{kind}:{fingerprint}",
+    )
+
+
+# --- crash ------------------------------------------------------------------------------------------------------------
 
 EXCEPTION_GRACE_SECONDS = 2.0
 """How long to wait for the same exception on peers: ranks of a role reach a line within one step of each other."""
@@ -60,8 +193,10 @@ class CrashStage(Stage):
             if subject.gone:
                 if raised is None or not _held_for_peers(fleet, subject, raised, now):
                     found.append(_gone(fleet, subject, raised, now))
-            elif raised is not None and _stopped_after_exception(fleet, subject, raised, now):
-                found.append(_given_up(subject, raised, now))
+            elif raised is not None and now - raised.received_wall >= EXCEPTION_ALIVE_SECONDS:
+                idle = subject.worked <= raised.worked
+                if idle and any(p.worked_wall > raised.received_wall for p in fleet.peers(subject)):
+                    found.append(_given_up(subject, raised, now))
         return found
 
 
@@ -104,13 +239,13 @@ def _gone(
     open_requests = sample.requests_active if sample else 0
     requests = f" with {open_requests} open request{'s' * (open_requests != 1)}" if open_requests else ""
     reported = f"last exception: {exception_text(raised.event)}" if raised else "no exception reported"
-    because = (
-        f"{subject.name()} crashed: process exited{how}{where}{requests}; {reported}"
-        f"{_oom(fleet, subject, detail.get('signal', ''), now)}"
-    )
+    signal, struck = detail.get("signal", ""), fleet.oom_wall.get(subject.node, -math.inf)
+    oom = abs(subject.exit_wall - struck) <= OOM_SECONDS and signal in SIGKILL_NAMES
+    killer = "; the host's OOM killer was active at that moment" if oom else ""
+    because = f"{subject.name()} crashed: process exited{how}{where}{requests}; {reported}{killer}"
     onset = event.wall_at + subject.offset_seconds if event else subject.exit_wall
     values = {"requests_open": float(open_requests), "step": float(sample.step if sample else -1)}
-    values |= exit_values(detail.get("signal", ""), oom=bool(_oom(fleet, subject, detail.get("signal", ""), now)))
+    values |= exit_values(signal, oom=oom)
     evidence = [Evidence(kind=EXIT, text=f"process {subject.process} exited{how}", values=values)]
     if raised:
         evidence.append(Evidence(kind=AgentEventKind.EXCEPTION, text=exception_text(raised.event)))
@@ -130,21 +265,6 @@ def exit_values(signal: str, *, oom: bool) -> dict[str, float]:
     """Values of exit evidence."""
     values = {"signal": float(signal)} if signal.isascii() and signal.isdecimal() and len(signal) < 4 else {}
     return values | ({"oom": 1.0} if oom else {})
-
-
-def _oom(fleet: MonitoredProcesses, subject: MonitoredProcess, signal: str, now: float) -> str:
-    struck = fleet.oom_wall.get(subject.node)
-    if struck is None or abs(subject.exit_wall - struck) > OOM_SECONDS or signal not in SIGKILL_NAMES:
-        return ""
-    return "; the host's OOM killer was active at that moment"
-
-
-def _stopped_after_exception(
-    fleet: MonitoredProcesses, subject: MonitoredProcess, raised: ReceivedException, now: float
-) -> bool:
-    if now - raised.received_wall < EXCEPTION_ALIVE_SECONDS or subject.worked > raised.worked:
-        return False
-    return any(p.worked_wall > raised.received_wall for p in fleet.peers(subject))
 
 
 def _given_up(subject: MonitoredProcess, raised: ReceivedException, now: float) -> Finding:
@@ -182,17 +302,13 @@ def folded(findings: Sequence[Finding]) -> list[Finding]:
     """The findings with all exits of an incarnation merged at the position of the first."""
     groups: dict[tuple[str, int | None], list[Finding]] = {}
     for f in findings:
-        if _is_exit(f):
+        is_exit = f.fault_class is FaultClass.CRASH or f.fault_class.spec.is_hardware
+        of_one_replica = len(f.suspects) == 1 and bool(f.suspects[0].replica)
+        if is_exit and of_one_replica and any(e.kind == EXIT for e in f.evidence):
             groups.setdefault((f.suspects[0].replica, f.suspects[0].incarnation), []).append(f)
     one = {id(group[0]): _merged_exits(group) for group in groups.values()}
     dropped = {id(f) for group in groups.values() for f in group[1:]}
     return [one.get(id(f), f) for f in findings if id(f) not in dropped]
-
-
-def _is_exit(f: Finding) -> bool:
-    alone = len(f.suspects) == 1 and bool(f.suspects[0].replica)
-    is_exit = f.fault_class is FaultClass.CRASH or f.fault_class.spec.is_hardware
-    return alone and is_exit and any(e.kind == EXIT for e in f.evidence)
 
 
 def _merged_exits(group: Sequence[Finding]) -> Finding:
@@ -202,7 +318,10 @@ def _merged_exits(group: Sequence[Finding]) -> Finding:
     nodes, own, also = {lead.suspects[0].node}, list[Finding](), list[Finding]()
     for f in others:
         its = f.suspects[0].node
-        (own if _by_itself(f) and its not in nodes else also).append(f)
+        exits = [e.values for e in f.evidence if e.kind == EXIT]
+        alone = any(e.get("oom") or int(e.get("signal", 0)) in OWN_SIGNALS for e in exits)
+        alone |= f.fault_class.spec.is_hardware
+        (own if alone and its not in nodes else also).append(f)
         nodes |= {its} if f in own else set()
     because = "; independent second fault: ".join([lead.because, *(f.because for f in own)])
     if also:
@@ -216,9 +335,3 @@ def _merged_exits(group: Sequence[Finding]) -> Finding:
         because=because,
         evidence=(*lead.evidence, *(e for f in own for e in f.evidence), *other_exits),
     )
-
-
-def _by_itself(f: Finding) -> bool:
-    exits: list[Evidence] = [e for e in f.evidence if e.kind == EXIT]
-    signals = {int(e.values.get("signal", 0)) for e in exits}
-    return f.fault_class.spec.is_hardware or bool(signals & OWN_SIGNALS) or any(e.values.get("oom") for e in exits)

@@ -14,9 +14,9 @@ from rolecall.core.faults import FaultClass
 from rolecall.core.ids import NodeId
 from rolecall.core.telemetry import AgentEvent, AgentEventKind
 from rolecall.detector.base.findings import settles
-from rolecall.detector.live.fleet import MonitoredProcesses, finding
+from rolecall.detector.live.monitored_process import MonitoredProcess
+from rolecall.detector.live.processes import MonitoredProcesses, finding
 from rolecall.detector.live.stages.stage import Stage, Tick
-from rolecall.detector.live.subject import MonitoredProcess
 
 COMMUNICATORS_MAX = 64
 FORGOTTEN_SECONDS = 3600.0
@@ -35,11 +35,20 @@ class StalledCommunicator:
     reported_by: list[str] = field(default_factory=list)
 
 
-@dataclass(slots=True)
-class StalledCommunicators:
-    """Owned by one detector."""
+class NcclRasStage(Stage):
+    """Suppressed while another fault stalls other processes, since it explains why ranks diverge."""
 
-    standing: dict[str, StalledCommunicator] = field(default_factory=dict)
+    name = "nccl_ras"
+
+    def __init__(self) -> None:
+        self.state: dict[str, StalledCommunicator] = {}  # by communicator
+
+    def evaluate(self, tick: Tick) -> list[Finding]:
+        for node in tick.observation.left:
+            self.leave(node)
+        for event, age in tick.events:
+            self.take(event, tick.now, age)
+        return self.find(tick.fleet, tick.now)
 
     def take(self, event: AgentEvent, now: float, age: float = 0.0) -> None:
         """Processes one agent event, with its time on the watcher's clock. `now`: wall seconds; `age`: seconds since it
@@ -50,60 +59,44 @@ class StalledCommunicators:
         if event.kind is not AgentEventKind.NCCL:
             return
         what, key = event.detail.get("what", ""), event.detail.get("communicator", "")
-        known = self.standing.get(key)
+        known = self.state.get(key)
         if what == "advances" and known is not None:
             self._leave(known, str(event.node))
         elif what == "suspicious":
             if known is None:
-                if len(self.standing) >= COMMUNICATORS_MAX:
+                if len(self.state) >= COMMUNICATORS_MAX:
                     return
                 because = event.detail.get("because", "")
-                known = self.standing[key] = StalledCommunicator(key, event.wall_at, now - age, because, _pids(event))
+                known = self.state[key] = StalledCommunicator(key, event.wall_at, now - age, because, _pids(event))
             known.last = max(known.last, now - age)
             if event.node not in known.reported_by:
                 known.reported_by.append(str(event.node))
 
     def leave(self, node: str) -> None:
         """Discards the reports of this node's agent."""
-        for s in list(self.standing.values()):
+        for s in list(self.state.values()):
             self._leave(s, node)
 
     def _leave(self, stalled: StalledCommunicator, node: str) -> None:
         if node in stalled.reported_by:
             stalled.reported_by.remove(node)
         if not stalled.reported_by:
-            self.standing.pop(stalled.communicator, None)
+            self.state.pop(stalled.communicator, None)
 
     def find(self, fleet: MonitoredProcesses, now: float) -> list[Finding]:
-        self.standing = {k: s for k, s in self.standing.items() if now - s.last <= FORGOTTEN_SECONDS}
-        if not self.standing:
+        self.state = {k: s for k, s in self.state.items() if now - s.last <= FORGOTTEN_SECONDS}
+        if not self.state:
             return []
         by_pid: dict[int, list[MonitoredProcess]] = {}
         for x in fleet.current():
             if x.process and not x.gone:
                 by_pid.setdefault(x.process.pid, []).append(x)
         found: dict[tuple[object, ...], Finding] = {}
-        for stalled in self.standing.values():
+        for stalled in self.state.values():
             f = _finding(stalled, by_pid, now)
             # A rank is a member of several communicators: report it once.
             found.setdefault((f.fault_class, *f.suspects), f)
         return list(found.values())
-
-
-class NcclRasStage(Stage):
-    """Suppressed while another fault stalls other processes, since it explains why ranks diverge."""
-
-    name = "nccl_ras"
-
-    def __init__(self) -> None:
-        self.state: StalledCommunicators = StalledCommunicators()
-
-    def evaluate(self, tick: Tick) -> list[Finding]:
-        for node in tick.observation.left:
-            self.state.leave(node)
-        for event, age in tick.events:
-            self.state.take(event, tick.now, age)
-        return self.state.find(tick.fleet, tick.now)
 
 
 def _pids(event: AgentEvent) -> list[int]:

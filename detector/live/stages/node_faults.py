@@ -64,16 +64,29 @@ class NodeFault:
     explains: bool = False  # reported as the cause of a crash or hang: no separate finding
 
 
-@dataclass(slots=True)
-class NodeFaults:
-    """Owned by one detector."""
+class NodeFaultsStage(Stage):
+    """Attributes crashes and hangs to hardware faults of their node."""
 
-    faults: dict[str, NodeFault] = field(default_factory=dict)
+    name = "node_faults"
+
+    def __init__(self) -> None:
+        self.state: dict[str, NodeFault] = {}  # by node and component
+
+    def evaluate(self, tick: Tick) -> list[Finding]:
+        for node in tick.observation.left:
+            self.leave(node)
+        for event, age in tick.events:
+            self.take(event, tick.now, age)
+        tick.findings = self.join(tick.findings, tick.now)
+        return []
 
     def take(self, event: AgentEvent, now: float, age: float = 0.0) -> None:
         """Processes one agent event, with its time on the watcher's clock. `now`: wall seconds; `age`: seconds since it
         was written."""
-        if _age(event) > STALE_SECONDS or (age > STALE_SECONDS and _is_of_a_moment(event)):
+        # A momentary event, not a condition that may persist, as a requested recovery (XID 154) is.
+        momentary = event.kind is AgentEventKind.XID and not event.detail.get("recovery")
+        momentary |= event.kind is AgentEventKind.GPU_FAULT and event.detail.get("what") in REPORTED_ONCE
+        if _age(event) > STALE_SECONDS or (age > STALE_SECONDS and momentary):
             return
         match event.kind:
             case AgentEventKind.XID:
@@ -107,42 +120,42 @@ class NodeFaults:
                 self._restart(event, now, age)
 
     def _take_xid(self, event: AgentEvent, now: float) -> None:
-        if event.detail.get("sxid"):
-            self._take_sxid(event, now)
+        detail = event.detail
+        if detail.get("sxid"):
+            if detail.get("fatal") == "yes":
+                device, meaning = detail.get("device", "NVSwitch"), detail.get("meaning", "")
+                because = f"SXid {detail['sxid']} of {device} of {event.node}: {meaning}"
+                self._note(event, now, device, FaultClass.NETWORK, because, detail.get("advice", ""), lasts=False)
             return
-        text = event.detail.get("xid", "")
+        text = detail.get("xid", "")
         if not (text.isascii() and text.isdecimal() and len(text) < 6):
             return
         code = xid(int(text))
-        if code.code == RECOVERY and event.detail.get("recovery"):
+        if code.code == RECOVERY and detail.get("recovery"):
             self._take_verdict(event, now)
             return
         # For NVLink codes the log line determines whether it is fatal; the agent reports that.
-        fatal = code.fatal and event.detail.get("fatal", "yes") == "yes"
-        if event.detail.get("adds_to") and not fatal:
-            self._withdraw(event, code.code)
+        fatal = code.fatal and detail.get("fatal", "yes") == "yes"
+        key = f"{event.node} gpu {detail.get('gpu', '')}"
+        held = self.state.get(key)
+        based_on_number = held is not None and held.held_until and held.because.startswith(f"XID {code.code} ")
+        if detail.get("adds_to") and not fatal and based_on_number:
+            del self.state[key]  # the kernel log line shows that it is not fatal
         if not fatal or not code.fault_class.spec.is_hardware:
             return
-        where = event.detail.get("gpu") or event.detail.get("pci", "")
-        part = event.detail.get("gpu_instance", "")
+        where = detail.get("gpu") or detail.get("pci", "")
+        part = detail.get("gpu_instance", "")
         because = (
             f"XID {code.code} on GPU {where}{f' (MIG instance {part})' if part else ''} of {event.node}: {code.meaning}"
         )
-        advice = event.detail.get("advice") or code.advice
+        advice = detail.get("advice") or code.advice
         known = self._note(event, now, f"gpu {where}", code.fault_class, because, advice, lasts=False)
         if known is None:
             return
-        if code.code in LINE_DECIDES and event.detail.get("source") == "nvml":
+        if code.code in LINE_DECIDES and detail.get("source") == "nvml":
             known.held_until = now + HELD_SECONDS if len(known.lines) == 1 else known.held_until
         else:
             known.held_until = 0.0
-
-    def _withdraw(self, event: AgentEvent, code: int) -> None:
-        """Removes a fault based only on the XID number from NVML: the kernel log line shows that it is not fatal."""
-        key = f"{event.node} gpu {event.detail.get('gpu', '')}"
-        known = self.faults.get(key)
-        if known is not None and known.held_until and known.because.startswith(f"XID {code} "):
-            del self.faults[key]
 
     def _take_verdict(self, event: AgentEvent, now: float) -> None:
         """Recovery action requested by the driver. It stands until the driver withdraws it."""
@@ -153,14 +166,6 @@ class NodeFaults:
             return
         because = f"the driver of GPU {where} of {event.node} requests recovery: {recovery.replace('_', ' ')}"
         self._note(event, now, f"gpu {where}", FaultClass.GPU, because, event.detail.get("advice", ""), lasts=True)
-
-    def _take_sxid(self, event: AgentEvent, now: float) -> None:
-        if event.detail.get("fatal") != "yes":
-            return
-        detail = event.detail
-        device, meaning = detail.get("device", "NVSwitch"), detail.get("meaning", "")
-        because = f"SXid {detail['sxid']} of {device} of {event.node}: {meaning}"
-        self._note(event, now, device, FaultClass.NETWORK, because, detail.get("advice", ""), lasts=False)
 
     def _take_hang(self, event: AgentEvent, now: float) -> None:
         probe, reason = event.detail["probe"], event.detail["reason"]
@@ -178,29 +183,29 @@ class NodeFaults:
         self, event: AgentEvent, now: float, thing: str, what: FaultClass, because: str, advice: str, *, lasts: bool
     ) -> NodeFault | None:
         """The new or continued fault; None if the limit is reached."""
-        known = self.faults.get(f"{event.node} {thing}")
+        known = self.state.get(f"{event.node} {thing}")
         if known is None or known.ended:
-            if known is None and len(self.faults) >= FAULTS_MAX:
+            if known is None and len(self.state) >= FAULTS_MAX:
                 return None
             gpu = thing.removeprefix("gpu ")
             index = int(gpu) if thing != gpu and gpu.isascii() and gpu.isdecimal() and len(gpu) < 4 else None
             onset = event.wall_at - _age(event)
             known = NodeFault(str(event.node), thing, index, str(what), onset, now, because, advice, lasts)
-            self.faults[f"{event.node} {thing}"] = known
+            self.state[f"{event.node} {thing}"] = known
         known.last, known.lasts = now, known.lasts or lasts
         if len(known.lines) < EVIDENCE_MAX:
             known.lines.append(event.detail.get("line") or because)
         return known
 
     def _end(self, event: AgentEvent, thing: str, now: float) -> None:
-        known = self.faults.get(f"{event.node} {thing}")
+        known = self.state.get(f"{event.node} {thing}")
         if known is not None:
             known.ended = known.ended or min(now, event.wall_at)
 
     def _restart(self, event: AgentEvent, now: float, age: float) -> None:
         """Handles an agent restart. The new agent does not know earlier reports, and a reboot may have resolved them:
         hung reads ended with the old agent, and conditions that persist are reported again soon."""
-        for known in self.faults.values():
+        for known in self.state.values():
             if known.node == event.node and known.thing.startswith("probe "):
                 known.ended = known.ended or min(now, event.wall_at)
             elif known.node == event.node:
@@ -208,17 +213,14 @@ class NodeFaults:
 
     def leave(self, node: str) -> None:
         """Drops the faults of a node that is no longer monitored."""
-        self.faults = {k: f for k, f in self.faults.items() if f.node != node}
-
-    def sweep(self, now: float) -> None:
-        for fault in self.faults.values():
-            if not fault.lasts and not fault.ended and now - fault.last > STANDS_SECONDS:
-                fault.ended = now
-        self.faults = {k: f for k, f in self.faults.items() if not f.ended or now - f.ended <= TIED_SECONDS}
+        self.state = {k: f for k, f in self.state.items() if f.node != node}
 
     def join(self, findings: list[Finding], now: float) -> list[Finding]:
         """`findings` with crashes and hangs attributed to hardware faults, then the remaining hardware faults."""
-        self.sweep(now)
+        for fault in self.state.values():
+            if not fault.lasts and not fault.ended and now - fault.last > STANDS_SECONDS:
+                fault.ended = now
+        self.state = {k: f for k, f in self.state.items() if not f.ended or now - f.ended <= TIED_SECONDS}
         joined = []
         for finding in findings:
             cause = self._cause(finding, now) if finding.fault_class in (FaultClass.CRASH, FaultClass.HANG) else None
@@ -226,13 +228,18 @@ class NodeFaults:
                 cause.explains = True
                 finding = _because_of(finding, cause)
             joined.append(finding)
-        return joined + self._alone(now)
+        standing: dict[tuple[str, str], list[NodeFault]] = {}
+        for n in self.state.values():
+            young = n.thing.startswith("link ") and now - n.onset < FLAP_SECONDS
+            if not n.ended and not young and now >= n.held_until and not n.explains:
+                standing.setdefault((n.node, n.fault_class), []).append(n)
+        return joined + [_finding(group, now) for group in standing.values()]
 
     def _cause(self, finding: Finding, now: float) -> NodeFault | None:
         nodes = {str(s.node) for s in finding.suspects}
         tied = [
             n
-            for n in self.faults.values()
+            for n in self.state.values()
             if n.node in nodes
             and now >= n.held_until
             and FaultClass(n.fault_class).spec.is_hardware
@@ -240,38 +247,6 @@ class NodeFaults:
             and not (n.thing.startswith("link ") and n.ended and n.ended - n.onset < FLAP_SECONDS)
         ]
         return min(tied, key=lambda n: abs(finding.onset - n.onset)) if tied and len(nodes) == 1 else None
-
-    def _alone(self, now: float) -> list[Finding]:
-        standing: dict[tuple[str, str], list[NodeFault]] = {}
-        for n in self.faults.values():
-            young = n.thing.startswith("link ") and now - n.onset < FLAP_SECONDS
-            if not n.ended and not young and now >= n.held_until and not n.explains:
-                standing.setdefault((n.node, n.fault_class), []).append(n)
-        return [_finding(group, now) for group in standing.values()]
-
-
-class NodeFaultsStage(Stage):
-    """Attributes crashes and hangs to hardware faults of their node."""
-
-    name = "node_faults"
-
-    def __init__(self) -> None:
-        self.state: NodeFaults = NodeFaults()
-
-    def evaluate(self, tick: Tick) -> list[Finding]:
-        for node in tick.observation.left:
-            self.state.leave(node)
-        for event, age in tick.events:
-            self.state.take(event, tick.now, age)
-        tick.findings = self.state.join(tick.findings, tick.now)
-        return []
-
-
-def _is_of_a_moment(event: AgentEvent) -> bool:
-    """Whether it is a momentary event, not a condition that may persist, as a requested recovery (XID 154) is."""
-    if event.kind is AgentEventKind.XID:
-        return not event.detail.get("recovery")
-    return event.kind is AgentEventKind.GPU_FAULT and event.detail.get("what") in REPORTED_ONCE
 
 
 def _age(event: AgentEvent) -> float:

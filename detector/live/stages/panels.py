@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from rolecall.core.diagnosis import Finding, Suspect
-from rolecall.detector.live.fleet import MonitoredProcesses
 from rolecall.detector.live.fusion import SAME_FAULT_SECONDS, incarnations
+from rolecall.detector.live.processes import MonitoredProcesses
 from rolecall.detector.live.stages.stage import Stage, Tick, emerging, own
 
 AFTERMATH_SECONDS = 300.0
@@ -38,8 +38,14 @@ class PanelsStage(Stage):
         self._trouble = (0.0, 0.0)  # start and end of the latest findings of other stages
 
     def evaluate(self, tick: Tick) -> list[Finding]:
-        """New panel findings are held while a process stalls that is not diagnosed yet, as that may explain them."""
-        self._note_trouble(tick)
+        """New panel findings are held while a process stalls that is not diagnosed yet, which may explain them; and
+        while their own process is stopped or in an uninterruptible wait (uninstrumented.py reports it if it lasts)."""
+        since, until = self._trouble
+        changed = tick.fleet.changed_wall
+        if tick.findings or changed > until:
+            began = min([f.onset for f in tick.findings] + ([changed] if changed > until else []))
+            recent = tick.now - until <= AFTERMATH_SECONDS
+            self._trouble = (since if recent else began, tick.now if tick.findings else changed)
         for finding in tick.observation.panel_findings:
             same = next((p for p in self._faults if p.finding.suspects == finding.suspects), None)
             if same is None:
@@ -47,12 +53,20 @@ class PanelsStage(Stage):
             else:
                 same.last_wall = tick.now
         standing = [p for p in self._faults if tick.now - p.last_wall <= SAME_FAULT_SECONDS]
-        self._faults = [p for p in standing if self._stands_alone(p, tick.fleet)]
+        # Only faults whose processes still exist and whose onset is not in the aftermath of another finding.
+        since, until = self._trouble
+        self._faults = [
+            p
+            for p in standing
+            if not since - ONSET_SECONDS <= p.finding.onset <= until + AFTERMATH_SECONDS
+            and all(_lives(s, tick.fleet) for s in p.finding.suspects)
+        ]
         kept = unexplained([p.finding for p in self._faults], tick.findings, tick.fleet.roster.sizes())
         self._faults = [p for p in self._faults if p.finding in kept]
         if not emerging(own(tick.stalls)):
+            halted = {s.replica for s in tick.fleet.unpaged() if s.halted.wall > 0}
             for p in self._faults:
-                p.reported = True
+                p.reported |= not any(s.replica in halted for s in p.finding.suspects)
         return [p.finding for p in self._faults if p.reported]
 
     @property
@@ -62,20 +76,6 @@ class PanelsStage(Stage):
     @state.setter
     def state(self, state: Mapping[str, Any]) -> None:
         self._faults, self._trouble = state["faults"], state["trouble"]
-
-    def _note_trouble(self, tick: Tick) -> None:
-        since, until = self._trouble
-        changed = tick.fleet.changed_wall
-        if tick.findings or changed > until:
-            began = min([f.onset for f in tick.findings] + ([changed] if changed > until else []))
-            recent = tick.now - until <= AFTERMATH_SECONDS
-            self._trouble = (since if recent else began, tick.now if tick.findings else changed)
-
-    def _stands_alone(self, fault: PanelFault, fleet: MonitoredProcesses) -> bool:
-        """Whether its processes still exist and its onset is not in the aftermath of another finding."""
-        since, until = self._trouble
-        in_wake = since - ONSET_SECONDS <= fault.finding.onset <= until + AFTERMATH_SECONDS
-        return not in_wake and all(_lives(s, fleet) for s in fault.finding.suspects)
 
 
 def _lives(suspect: Suspect, fleet: MonitoredProcesses) -> bool:

@@ -4,16 +4,12 @@ Collected evidence is a snapshot of the past, so it is valid only while the `can
 only if it names some, but not all, of its suspects. Fusion then drops the tie.
 """
 
-from collections.abc import Iterable, Sequence
-
 from rolecall.core.diagnosis import Finding
 from rolecall.core.faults import FaultClass
 from rolecall.detector.live.stages.stage import Stage, Tick
 
 CONFIDENCE_MIN = 0.7
 """A single stack snapshot that shows a process working (0.6) or elsewhere (0.5) may have caught a slow process."""
-
-Who = tuple[str, int | None, int | None]
 
 
 class PulledEvidenceStage(Stage):
@@ -23,24 +19,17 @@ class PulledEvidenceStage(Stage):
         self.state: list[Finding] = []
 
     def evaluate(self, tick: Tick) -> list[Finding]:
-        self.state = apply_collected_evidence(self.state, tick.observation.pulled_findings, tick.findings)
+        """The retained and new findings that settle a currently standing tie."""
+        ties = [suspects for f in tick.findings if f.fault_class is FaultClass.CANNOT_TELL and (suspects := _who(f))]
+        found = [f for f in (*self.state, *tick.observation.pulled_findings) if f.confidence >= CONFIDENCE_MIN]
+        self.state = []
+        for finding in sorted(found, key=lambda f: -f.confidence):
+            named = _who(finding)
+            same = any(named & _who(k) for k in self.state)
+            if finding.fault_class.spec.settles_ties and named and not same and any(named < tie for tie in ties):
+                self.state.append(finding)
         return self.state
 
 
-def apply_collected_evidence(
-    before: Sequence[Finding], fresh: Iterable[Finding], standing: Sequence[Finding]
-) -> list[Finding]:
-    """The retained and new findings that settle a currently standing tie."""
-    ties = [suspects for f in standing if f.fault_class is FaultClass.CANNOT_TELL and (suspects := _who(f))]
-    found = [f for f in (*before, *fresh) if f.fault_class.spec.settles_ties and f.confidence >= CONFIDENCE_MIN]
-    kept: list[Finding] = []
-    for finding in sorted(found, key=lambda finding: -finding.confidence):
-        named = _who(finding)
-        of_another = any(named & _who(k) for k in kept)
-        if named and not of_another and any(named < suspects for suspects in ties):
-            kept.append(finding)
-    return kept
-
-
-def _who(f: Finding) -> frozenset[Who]:
+def _who(f: Finding) -> frozenset[tuple[str, int | None, int | None]]:
     return frozenset((s.replica, s.rank, s.incarnation) for s in f.suspects if s.replica)

@@ -12,7 +12,7 @@ the role's baseline at that load:
 
 h follows from the target false alarm rate by Siegmund's formula for the run length of a CUSUM (D. Siegmund, Sequential
 Analysis, 1985), with the residuals' standard deviation widened for their lag-1 autocorrelation. Without working peers
-the reference is the deviation of the other roles from their baselines, and `because` states this.
+the reference is the deviation of the other roles from their baselines.
 """
 
 import math
@@ -26,9 +26,9 @@ from rolecall.core.diagnosis import Evidence, Finding
 from rolecall.core.faults import FaultClass
 from rolecall.core.telemetry import ProcessSample
 from rolecall.detector.base.findings import GAIN
-from rolecall.detector.live.fleet import MonitoredProcesses, ProcessIndex, finding
+from rolecall.detector.live.monitored_process import WORK_PHASES, Key, MonitoredProcess, SlowMeter, starved_seconds
+from rolecall.detector.live.processes import MonitoredProcesses, ProcessIndex, finding
 from rolecall.detector.live.stages.stage import Stage, Tick
-from rolecall.detector.live.subject import WORK_PHASES, Key, MonitoredProcess, SlowMeter, starved_seconds
 
 PEER_AGE_SECONDS = 10.0
 """Maximum age of a peer's residual in the comparison."""
@@ -189,7 +189,11 @@ def measure(subject: MonitoredProcess, stride_seconds: float, gap_p99: float | N
     if sample.work_units == start.work_units:
         return _censored(subject, sample, meter, stride_seconds, gap_p99)
     seconds = sample.at - start.at
-    if seconds < stride_seconds or subject.stall.wall > SAMPLE_FRESH_SECONDS or _awaits_throttling(start, sample):
+    if seconds < stride_seconds or subject.stall.wall > SAMPLE_FRESH_SECONDS:
+        return None
+    if 0.0 < start.throttled_seconds == sample.throttled_seconds and seconds < THROTTLED_READ_SECONDS:
+        # A quota has throttled this process before, and the newest throttled time is not read yet: if the stride ended
+        # here, the throttling would be attributed to neighbours.
         return None
     expected_busy = (sample.work_units - start.work_units) * meter.expected_seconds_per_unit
     if not meter.expected_seconds_per_unit:  # no baseline is known yet
@@ -204,16 +208,8 @@ def measure(subject: MonitoredProcess, stride_seconds: float, gap_p99: float | N
 SAMPLE_FRESH_SECONDS = 0.25
 """A stride ends at a sample taken just after a unit ended, so that busy seconds and run delay cover the same time."""
 
-
 THROTTLED_READ_SECONDS = 2.5
 """Agents read a cgroup's throttled time every 2 s, but run delay, which includes it, with every sample."""
-
-
-def _awaits_throttling(start: ProcessSample, sample: ProcessSample) -> bool:
-    """Whether a quota has throttled this process before and the newest throttled time is not read yet: if the stride
-    ended here, the throttling would be attributed to neighbours."""
-    unread = 0.0 < start.throttled_seconds == sample.throttled_seconds
-    return unread and sample.at - start.at < THROTTLED_READ_SECONDS
 
 
 def _closed(start: ProcessSample, sample: ProcessSample) -> WorkObservation | None:
@@ -328,8 +324,18 @@ def _observe(
         reference = _fleet_shift(fleet, subject, now)
     log_ratio = min(meter.residual - reference, meter.residual - meter.offset)
     log_ratio = max(-RATIO_CLIP, min(RATIO_CLIP, log_ratio))
-    drift, h = _drift_and_threshold(state, role, config, bool(meter.peers))
-    _accumulate(meter, log_ratio, drift, h, now)
+    drift, limit = _drift_and_threshold(state, role, config, bool(meter.peers))
+    if meter.cusum <= 0:
+        meter.rising_since, meter.rising_strides, meter.ratio_log = now, 0, 0.0
+    # Capped, so that recovery is detected equally fast after long and short faults.
+    meter.cusum = min(2 * limit, max(0.0, meter.cusum + log_ratio - drift))
+    meter.rising_strides += 1
+    meter.ratio_log += (log_ratio - meter.ratio_log) / meter.rising_strides
+    if meter.alarmed:
+        meter.alarmed = meter.cusum >= limit / 2
+    else:
+        meter.alarmed = meter.cusum >= limit and meter.rising_strides >= STRIDES_MIN
+        meter.alarmed_wall = now
     state.peers.note_sum(subject)
     if not work.censored:
         meter.pending.append((work.load, log_seconds, log_ratio, meter.last_x))
@@ -341,20 +347,6 @@ def _observe(
             for item in meter.pending:
                 _learn_from(state, role, meter, *item)
         meter.pending.clear()
-
-
-def _accumulate(meter: SlowMeter, log_ratio: float, drift: float, threshold: float, now: float) -> None:
-    if meter.cusum <= 0:
-        meter.rising_since, meter.rising_strides, meter.ratio_log = now, 0, 0.0
-    # Capped, so that recovery is detected equally fast after long and short faults.
-    meter.cusum = min(2 * threshold, max(0.0, meter.cusum + log_ratio - drift))
-    meter.rising_strides += 1
-    meter.ratio_log += (log_ratio - meter.ratio_log) / meter.rising_strides
-    if meter.alarmed:
-        meter.alarmed = meter.cusum >= threshold / 2
-    else:
-        meter.alarmed = meter.cusum >= threshold and meter.rising_strides >= STRIDES_MIN
-        meter.alarmed_wall = now
 
 
 def _learn_from(

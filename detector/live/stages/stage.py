@@ -19,8 +19,8 @@ from rolecall.core.config.job import DetectorConfig
 from rolecall.core.diagnosis import Finding
 from rolecall.core.telemetry import AgentEvent, Phase
 from rolecall.detector.base.observation import Observation
-from rolecall.detector.live.fleet import MonitoredProcesses
-from rolecall.detector.live.subject import BEATS, Deadline, MonitoredProcess, ProgressClocks, learned_deadline
+from rolecall.detector.live.monitored_process import BEATS, Deadline, MonitoredProcess, ProgressClocks, learned_deadline
+from rolecall.detector.live.processes import MonitoredProcesses
 
 EFFECTIVE_SHARE = 0.4
 """Fraction of the deadline that must have passed on the effective clock. With k = 5 this is twice the P99 of a unit:

@@ -1,28 +1,26 @@
 """Progress stall: a process makes no progress where progress is due, and is not just waiting for another one.
 
 A process is hung when its clock since the last progress passes its deadline (`stage.Stall`). Four kinds of hang are
-distinguished by heartbeats (ticks of a side thread, which stop when the interpreter cannot run) and CPU use; the
-kernel's process state appears in `because` only.
+distinguished by heartbeats (ticks of a side thread, which stop when the interpreter cannot run) and CPU use.
 
 Cause before symptom: in phases that depend on other processes (`reduce`, `update`, `copy`, the controller's loop) no
 process is accused while another one stalls independently, has exited, or has just joined.
 
-In a collective, the rank is identified that blocks it: the one that has not entered it, not those waiting inside.
-Evidence in order of precedence: an unreachable node while peers wait for its rank; a rank that has not entered (its
-collective counter, aligned with its peers' at the last step that all computed, is lower, or it is outside while all
-others are inside); among ranks that all wait inside, the one that uses CPU while the others are idle. Missing
-heartbeats take precedence over all of these. Otherwise it is a tie that names no single rank: the timeout of the
-process group decides.
+In a collective, the rank that blocks it is the one that has not entered it. Evidence in order of precedence: missing
+heartbeats; an unreachable node while peers wait for its rank; a rank that has not entered (its collective counter,
+aligned with its peers' at the last step that all computed, is lower, or it is outside while all others are inside);
+among ranks that all wait inside, the one that uses CPU while the others are idle. Otherwise it is a tie that names no
+single rank: the timeout of the process group decides.
 """
 
 from rolecall.core.diagnosis import Evidence, Finding
 from rolecall.core.faults import FaultClass
 from rolecall.core.telemetry import PHASES_WITHOUT_DUE_PROGRESS, Phase
 from rolecall.detector.base.findings import settles
-from rolecall.detector.live.fleet import MonitoredProcesses, finding, names, waiting
+from rolecall.detector.live.monitored_process import MonitoredProcess, ProgressClocks
+from rolecall.detector.live.processes import MonitoredProcesses, finding, names, waiting
 from rolecall.detector.live.stages.agent_lost import REFUSED, unreachable_reason
 from rolecall.detector.live.stages.stage import DEPENDENT_PHASES, WORKING_CPUS, Stage, Stall, Tick, emerging, own
-from rolecall.detector.live.subject import MonitoredProcess, ProgressClocks
 
 QUIET_SECONDS = 15.0
 """Grace for dependent processes after a fault, an exit or a new process: transfer timeouts (10 s) and group rebuilds
@@ -53,35 +51,30 @@ class DependentStallStage(Stage):
         if emerging(own(tick.stalls)) or tick.now - tick.fleet.changed_wall < QUIET_SECONDS:
             return []
         ripe = [s for s in tick.stalls if s.ripe and not s.beats_stopped and s.subject.phase in DEPENDENT_PHASES]
-        return _dependents(tick.fleet, ripe, tick.now)
+        groups: dict[tuple[str, str], list[Stall]] = {}
+        for s in ripe:
+            groups.setdefault((s.subject.role, s.subject.phase), []).append(s)
+        # A single stalled process of a role and phase is hung; several wait for an unknown cause.
+        return [
+            _hang(tick.fleet, group[0], tick.now) if len(group) == 1 else _waiting_for_unknown(*key, group, tick.now)
+            for key, group in groups.items()
+        ]
 
 
-def _dependents(fleet: MonitoredProcesses, ripe: list[Stall], now: float) -> list[Finding]:
-    """A single stalled process of a role and phase is hung; several wait for an unknown cause."""
-    groups: dict[tuple[str, str], list[Stall]] = {}
-    for s in ripe:
-        groups.setdefault((s.subject.role, s.subject.phase), []).append(s)
-    findings = []
-    for (role, phase), group in groups.items():
-        if len(group) == 1:
-            findings.append(_hang(fleet, group[0], now))
-            continue
-        members = [s.subject for s in group]
-        longest = max(s.clocks.wall for s in group)
-        findings.append(
-            finding(
-                "stall",
-                members,
-                FaultClass.CANNOT_TELL,
-                onset=min(s.subject.onset_wall(s.clocks.wall) for s in group),
-                now=now,
-                confidence=0.3,
-                because=f"{names(members)} make no progress in {phase} for {longest:.1f} s (deadline "
-                f"{group[0].deadline.text}), and no fault of another process explains it",
-                evidence=(settles(f"stacks of role {role}: what the processes wait for"),),
-            )
-        )
-    return findings
+def _waiting_for_unknown(role: str, phase: str, group: list[Stall], now: float) -> Finding:
+    members = [s.subject for s in group]
+    longest = max(s.clocks.wall for s in group)
+    return finding(
+        "stall",
+        members,
+        FaultClass.CANNOT_TELL,
+        onset=min(s.subject.onset_wall(s.clocks.wall) for s in group),
+        now=now,
+        confidence=0.3,
+        because=f"{names(members)} make no progress in {phase} for {longest:.1f} s (deadline "
+        f"{group[0].deadline.text}), and no fault of another process explains it",
+        evidence=(settles(f"stacks of role {role}: what the processes wait for"),),
+    )
 
 
 def kind_of(subject: MonitoredProcess, clocks: ProgressClocks, beats_stopped: bool) -> str:
@@ -181,8 +174,8 @@ def _judge_collective(
         late = [m for m in outside if m.phase in PHASES_WITHOUT_DUE_PROGRESS and m.key not in stopped]
         if len(late) != len(outside) or any(m.key in stopped for m in members):
             return None
-        since = max(w.clocks.wall for w in waiters)
-        if any(_phase_seconds(m) < since + BEHIND_MARGIN_SECONDS for m in late):
+        since = max(w.clocks.wall for w in waiters) + BEHIND_MARGIN_SECONDS
+        if any(m.sample.at - m.sample.phase_since < since for m in late if m.sample):
             return None
         if any(m.stall.cpu >= WORKING_CPUS * m.stall.effective for m in late):
             return None  # it is working on something without a phase, such as a checkpoint
@@ -192,19 +185,15 @@ def _judge_collective(
     return _all_inside(members, waiters, now) if len(waiters) >= len(members) else None
 
 
-def _phase_seconds(subject: MonitoredProcess) -> float:
-    return subject.sample.at - subject.sample.phase_since if subject.sample else 0.0
-
-
 def _all_inside(members: list[MonitoredProcess], waiters: list[Stall], now: float) -> Finding:
-    counts = _aligned(members)
-    if counts and min(counts.values()) < max(counts.values()):
-        low = min(counts.values())
-        behind = [m for m in members if counts[m.key] == low]
-        lag = max(counts.values()) - low
-        if len(behind) < len(members):
-            text = f"it is {lag} collective{'s' if lag > 1 else ''} behind the others"
-            return _blocks(behind, waiters, FaultClass.HANG, 0.9, text, now)
+    # Collectives entered since the last step that all members were observed computing, if there is one.
+    common = set.intersection(*(set(m.rests) for m in members))
+    counts = [m.sample.collectives_entered - m.rests[max(common)] for m in members if m.sample] if common else []
+    lag = max(counts, default=0) - min(counts, default=0)
+    if lag:
+        behind = [m for m, count in zip(members, counts, strict=True) if count == min(counts)]
+        text = f"it is {lag} collective{'s' if lag > 1 else ''} behind the others"
+        return _blocks(behind, waiters, FaultClass.HANG, 0.9, text, now)
     pending = [m for m in members if m.sample and m.sample.collectives_entered > m.sample.collectives_done]
     if pending and len(pending) < len(members):
         behind = [m for m in members if m not in pending]
@@ -214,16 +203,22 @@ def _all_inside(members: list[MonitoredProcess], waiters: list[Stall], now: floa
     if len(burning) == 1 and all(r < ASLEEP_CPUS for k, r in rates.items() if k != burning[0].key):
         text = f"it uses {100 * rates[burning[0].key]:.0f} % CPU inside the collective while the others are idle"
         return _blocks(burning, waiters, FaultClass.HANG, 0.7, text, now)
-    return _tie(members, waiters, now)
-
-
-def _aligned(members: list[MonitoredProcess]) -> dict[tuple[str, int, int], int]:
-    """Collectives entered since the last step that all members were observed computing; empty without such a step."""
-    common = set.intersection(*(set(m.rests) for m in members))
-    if not common:
-        return {}
-    base = max(common)
-    return {m.key: m.sample.collectives_entered - m.rests[base] for m in members if m.sample}
+    seconds = max(w.clocks.wall for w in waiters)
+    because = (
+        f"{names(members)} all wait in the same collective for {seconds:.1f} s (deadline {waiters[0].deadline.text}); "
+        "all send heartbeats and none is behind, so the rank that blocks it cannot be identified"
+    )
+    settle = "the process group's timeout (the rank that does not raise blocks it), or Flight Recorder dumps"
+    return finding(
+        "collective",
+        members,
+        FaultClass.CANNOT_TELL,
+        onset=min(w.subject.onset_wall(w.clocks.wall) for w in waiters),
+        now=now,
+        confidence=0.3,
+        because=because,
+        evidence=(settles(settle),),
+    )
 
 
 def _blocks(
@@ -235,7 +230,7 @@ def _blocks(
     named = " and ".join(c.name() for c in culprits)
     blocks = "blocks" if len(culprits) == 1 else "block"
     because = (
-        f"{named} {blocks} all-reduce: {text}; {waiting(w.subject for w in others)} for {seconds:.1f} s "
+        f"{named} {blocks} all-reduce: {text}; {waiting([w.subject for w in others])} for {seconds:.1f} s "
         f"(deadline {deadline.text})"
     )
     values = {"waited_seconds": seconds, "deadline_seconds": deadline.seconds}
@@ -248,24 +243,4 @@ def _blocks(
         confidence=confidence,
         because=because,
         evidence=(Evidence(kind="collective", text=text, values=values),),
-    )
-
-
-def _tie(members: list[MonitoredProcess], waiters: list[Stall], now: float) -> Finding:
-    seconds = max(w.clocks.wall for w in waiters)
-    because = (
-        f"{names(members)} all wait in the same collective for {seconds:.1f} s (deadline {waiters[0].deadline.text}); "
-        "all send heartbeats and none is behind, so the rank that blocks it cannot be identified"
-    )
-    return finding(
-        "collective",
-        members,
-        FaultClass.CANNOT_TELL,
-        onset=min(w.subject.onset_wall(w.clocks.wall) for w in waiters),
-        now=now,
-        confidence=0.3,
-        because=because,
-        evidence=(
-            settles("the process group's timeout (the rank that does not raise blocks it), or Flight Recorder dumps"),
-        ),
     )

@@ -19,10 +19,10 @@ from dataclasses import dataclass
 from rolecall.core.diagnosis import Evidence, Finding
 from rolecall.core.faults import FaultClass
 from rolecall.detector.base.findings import EXIT
-from rolecall.detector.live.fleet import MonitoredProcesses, finding
+from rolecall.detector.live.monitored_process import MonitoredProcess
+from rolecall.detector.live.processes import MonitoredProcesses, finding
 from rolecall.detector.live.stages.crash import exit_values
 from rolecall.detector.live.stages.stage import Stage, Tick
-from rolecall.detector.live.subject import MonitoredProcess
 
 GATHER_SECONDS = 2.0
 """How long an exit is held for further exits of its job: a launcher that ends a job stops all its processes."""
@@ -42,7 +42,7 @@ STOPPED_SECONDS = 5.0
 STUCK_SECONDS = 60.0
 """Longer than a slow disk blocks a process (seconds)."""
 STARVED_SECONDS = 30.0
-"""Time with at least `subject.STARVED_SAMPLE_SHARE` starvation in each sample; bursts of other processes are
+"""Time with at least `monitored_process.STARVED_SAMPLE_SHARE` starvation in each sample; bursts of other processes are
 shorter."""
 SIGABRT = "6"
 
@@ -165,7 +165,7 @@ def _crash(exited: _Exit, gone: list[_Exit], living: bool, now: float) -> Findin
 def _stopped(subject: MonitoredProcess, now: float) -> Finding:
     state, seconds = subject.sample.proc_state if subject.sample else "?", subject.halted.wall
     if state == "D":
-        what = "uninterruptible wait (state D), 0 % CPU: a disk, a file system or a driver"
+        what = "uninterruptible wait (state D) with 0 % CPU, for a disk, a file system or a driver,"
     else:
         what = f"process {'traced by a debugger' if state == 't' else 'stopped'} (state {state})"
     return finding(

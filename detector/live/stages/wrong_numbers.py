@@ -1,17 +1,15 @@
-"""Numbers that are not finite, or not those that others compute from the same input: one machine's silent corruption,
-or data and code?
+"""Numbers that are not finite, or that others do not get from the same input: a faulty machine, or data and code?
 
 The runtime computes a microbatch again on another replica, within the same step, if loss or gradient are not finite or
-far from those of the run, and has a share of the rewards scored twice. Its reports are exceptions that no other stage
-reads.
+unusual, and has a share of the rewards scored twice. It reports the result as an exception:
 
     NonFiniteMicrobatch   from each replica at which it is not finite. If it was finite elsewhere, the role goes beyond
                           the step, and the replica that reported it is suspect. If two replicas report the same
-                          microbatch, no machine is at fault: it is its prompt groups, or the code.
-    WrongNumbers          from a trainer that computed a microbatch again, with other and usual numbers, or from the
-                          controller, if two scorers contradict a third; it names the replica that is suspect.
+                          microbatch, its prompt groups or the code are at fault, and no machine.
+    WrongNumbers          names the suspect replica: from a trainer that computed a microbatch again, with usual
+                          numbers, or from the controller, if two scorers contradict a third.
 
-Once may be chance (a bit flip), twice within an hour, in two steps or prompt groups, is a machine.
+Once may be chance (a bit flip); twice within an hour, in two steps or prompt groups, is a machine.
 """
 
 import math
@@ -23,10 +21,10 @@ from rolecall.core.errors import NonFiniteMicrobatch, WrongNumbers
 from rolecall.core.faults import FaultClass
 from rolecall.core.telemetry import AgentEventKind
 from rolecall.detector.base.findings import WRONG_NUMBERS, WRONG_NUMBERS_ONCE
-from rolecall.detector.live.fleet import MonitoredProcesses, ReceivedException, finding
+from rolecall.detector.live.monitored_process import MonitoredProcess
+from rolecall.detector.live.processes import MonitoredProcesses, ReceivedException, finding
+from rolecall.detector.live.stages.crash import step_of
 from rolecall.detector.live.stages.stage import Stage, Tick
-from rolecall.detector.live.stages.user_code import step_of
-from rolecall.detector.live.subject import MonitoredProcess
 
 REMEMBER_SECONDS = 3600.0
 """Within this time, a second microbatch of the same process makes a machine of what may have been chance."""
@@ -60,31 +58,23 @@ class WrongNumbersStage(Stage):
         found = list[Finding]()
         for (role, microbatch, groups), reports in by_microbatch.items():
             raisers = {(s.event.replica, s.event.incarnation) for s in reports}
-            if len(raisers) > 1 or (len(reports) > 1 and _is_alone(fleet, role)):
+            if len(raisers) > 1 or (len(reports) > 1 and fleet.roster.sizes().get(role, 0) < 2):
                 if now - reports[-1].received_wall <= STANDS_SECONDS:
                     found.append(_of_data(fleet, role, microbatch, groups, reports, now))
-            elif _committed(fleet, role, reports[0]):
-                first = reports[0].event
-                alone[(first.replica, first.incarnation)].setdefault(f"step {step_of(reports[0])}", reports[0])
+                continue
+            # When a process of the role has gone beyond the step, the microbatch was finite elsewhere.
+            first, step = reports[0], step_of(reports[0])
+            if any(
+                s.sample is not None and s.sample.step > step and s.seen_wall > first.received_wall
+                for s in fleet.roster.of_role(role).values()
+            ):
+                alone[(first.event.replica, first.event.incarnation)].setdefault(f"step {step}", first)
         for subject in fleet.current() if alone else ():
             units = alone.get((subject.replica, subject.incarnation), {})
             reports = sorted(units.values(), key=lambda s: s.received_wall)
             if len(reports) > 1 or (reports and now - reports[0].received_wall <= STANDS_SECONDS):
                 found.append(_of_machine(subject, reports, now))
         return found
-
-
-def _is_alone(fleet: MonitoredProcesses, role: str) -> bool:
-    return fleet.roster.sizes().get(role, 0) < 2
-
-
-def _committed(fleet: MonitoredProcesses, role: str, seen: ReceivedException) -> bool:
-    """Whether a process of the role has since gone beyond the step: then the microbatch was finite elsewhere."""
-    step = step_of(seen)
-    return any(
-        s.sample is not None and s.sample.step > step and s.seen_wall > seen.received_wall
-        for s in fleet.roster.of_role(role).values()
-    )
 
 
 def _of_machine(subject: MonitoredProcess, reports: Sequence[ReceivedException], now: float) -> Finding:
@@ -121,12 +111,7 @@ def _what(seen: ReceivedException) -> str:
 
 
 def _of_data(
-    fleet: MonitoredProcesses,
-    role: str,
-    microbatch: str,
-    groups: str,
-    reports: Sequence[ReceivedException],
-    now: float,
+    fleet: MonitoredProcesses, role: str, microbatch: str, groups: str, reports: Sequence[ReceivedException], now: float
 ) -> Finding:
     where = sorted({f"{s.event.replica}#{s.event.incarnation}" for s in reports})
     at = f"on {' and on '.join(where)}" if len(where) > 1 else f"twice on {where[0]}, the only replica of {role}"

@@ -54,7 +54,7 @@ P_MIN = 1e-9
 ROBUST_MACHINES = 8
 """From this many on, centre and spread of the peers are the median and its deviation, at half the degrees of freedom;
 with fewer, the mean and variance of all others."""
-DUPLICATE = 0.97
+DUPLICATE = 0.95
 CORRELATED = 0.5
 """Two metrics whose residuals correlate by more count once."""
 NUM_METRICS_SUMMED = 3

@@ -189,10 +189,7 @@ _PATTERNS = (
             r"\S{1,60} timeout\. Will cause a leak)"
         ),
     ),
-    (
-        "nic_cable",
-        rf"{_MLX5}Port module event(?:\[error\])?: module \d{{1,3}}, Cable (?:unplugged|error)",
-    ),
+    ("nic_cable", rf"{_MLX5}Port module event(?:\[error\])?: module \d{{1,3}}, Cable (?:unplugged|error)"),
     ("nic_power", rf"{_MLX5}Detected insufficient power on the PCIe slot \("),
     ("nic_hot", rf"{_MLX5}High temperature on sensors with bit set "),
     (
@@ -222,10 +219,7 @@ _PATTERNS = (
         ),
     ),
     ("nvme_no_path", r"(?:block )?(?P<device>nvme\w{1,16}): no (?:usable|available) path - (?:requeuing|failing) I/O"),
-    (
-        "buffer_io_error",
-        (r"Buffer I/O error on (?:dev|device) (?P<device>[\w!-]{1,32}), logical block \d{1,20}"),
-    ),
+    ("buffer_io_error", r"Buffer I/O error on (?:dev|device) (?P<device>[\w!-]{1,32}), logical block \d{1,20}"),
     (
         "nfs_server",
         r"(?:nfs|lockd): server (?P<device>\S{1,253}) (?:not responding, (?:still trying|timed out)|(?P<over>OK)$)",
@@ -239,15 +233,9 @@ _FAULTS = tuple((what, re.compile(pattern)) for what, pattern in _PATTERNS)
 FAULTS: tuple[str, ...] = (*dict.fromkeys(what for what, _ in _FAULTS), "segfault", "gpu_init_failed")
 """All that KernelFault.what may be."""
 
-
 _SEGFAULT = re.compile(
     rf"{_NAME}\[(?P<pid>\d{{1,10}})\]: segfault at .{{1,200}} in (?P<device>[\w.+-]{{1,80}})\[", re.DOTALL
 )
-
-
-def _segfault(message: str) -> KernelFault | None:
-    m = _SEGFAULT.match(message)
-    return KernelFault(what="segfault", pid=int(m["pid"]), name=m["name"], device=m["device"]) if m else None
 
 
 def _fault(message: str) -> KernelFault | None:
@@ -271,7 +259,8 @@ def parse_message(message: str) -> KernelFact | None:
     """The fact in this message; None: not of interest. Never raises."""
     message = message[:MESSAGE_CHARS_MAX].rstrip()
     if match := _OF_A_PROCESS.match(message):
-        return _segfault(message) if match[1] else None
+        m = _SEGFAULT.match(message) if match[1] else None
+        return KernelFault(what="segfault", pid=int(m["pid"]), name=m["name"], device=m["device"]) if m else None
     if message.startswith("NVRM: "):
         found = parse_nvidia(message)
         if found is None:

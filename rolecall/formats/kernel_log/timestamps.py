@@ -104,31 +104,29 @@ def parse_line(line: str) -> TimestampedLine | None:
             return None
         return TimestampedLine(message=record.message, uptime_seconds=record.uptime_seconds)
     if match := _DMESG.match(line):
-        return _tagged(match[2], uptime_seconds=float(match[1]), tag_wanted=False)
+        return _tagged(TimestampedLine(message=match[2], uptime_seconds=float(match[1])), tag_wanted=False)
     if match := _DMESG_DATE.match(line):
         local = _local(match[1], match[2], match[3], match[4], match[5])
         wall_at = _wall(int(match[6]), local)
         return None if wall_at is None else TimestampedLine(message=match[7], wall_at=wall_at)
     for pattern in (_ISO, _FULL):
         if match := pattern.match(line):
-            wall_at = _iso(match[1])
-            # dmesg writes no host behind its time; journalctl and rsyslog do.
-            return (
-                None
-                if wall_at is None
-                else _tagged(match[2], wall_at=wall_at, tag_wanted=not _OF_DMESG.fullmatch(match[1]))
-            )
+            if (wall_at := _iso(match[1])) is None:
+                return None
+            # dmesg writes no host after its time; journalctl and rsyslog do.
+            tag_wanted = not _OF_DMESG.fullmatch(match[1])
+            return _tagged(TimestampedLine(message=match[2], wall_at=wall_at), tag_wanted=tag_wanted)
     if match := _SHORT.match(line):
         local = _local(match[1], match[2], match[3], match[4], match[5])
         # 2024 is a leap year: without the year, February 29 may exist.
-        return None if _wall(2024, local) is None else _tagged(match[6], local=local, tag_wanted=True)
+        return None if _wall(2024, local) is None else _tagged(TimestampedLine(message=match[6], local=local))
     if match := _UNIX.match(line):
-        return _tagged(match[2], wall_at=float(match[1]), tag_wanted=True)
+        return _tagged(TimestampedLine(message=match[2], wall_at=float(match[1])))
     return None
 
 
 class LineReader:
-    """Takes the lines of one text log in order: a further line of a record gets the stamp of that record.
+    """Takes the lines of one text log in order: a further line of a record gets its time stamp.
 
     `unstamped`: the log is `dmesg -t`, whose lines have no stamps. A further line counts only if it begins with the
     same word as its record: a process may have a line break in its name, and would otherwise write lines of its own.
@@ -143,17 +141,13 @@ class LineReader:
         """None: neither a line of the kernel nor the rest of one. Never raises."""
         line = line[:LINE_CHARS_MAX].rstrip("\r\n")
         if line[:1] in (" ", "\t"):
-            return self._rest(line.strip())
+            record, rest = self._record, line.strip()
+            return replace(record, message=rest) if record is not None and continues(record.message, rest) else None
         stamped = parse_line(line) or self._of_minute(line)
         if stamped is None and self._unstamped and line:
             stamped = TimestampedLine(message=line)
         self._record = None if _RECORD.match(line) else stamped
         return stamped
-
-    def _rest(self, message: str) -> TimestampedLine | None:
-        if self._record is None or not continues(self._record.message, message):
-            return None
-        return replace(self._record, message=message)
 
     def _of_minute(self, line: str) -> TimestampedLine | None:
         """`dmesg -H` gives the seconds since the line before, and a new date with each new minute."""
@@ -165,12 +159,9 @@ class LineReader:
             return TimestampedLine(message=match[5], local=local)
         if match := _DMESG_SINCE.match(line):
             if self._minute is not None:
-                self._minute = (*self._minute[:4], min(self._minute[4] + float(match[1]), LAST_OF_MINUTE))
+                self._minute = (*self._minute[:4], min(self._minute[4] + float(match[1]), 59.999999))
             return TimestampedLine(message=match[2], local=self._minute)
         return None
-
-
-LAST_OF_MINUTE = 59.999999
 
 
 def continues(record: str, message: str) -> bool:
@@ -178,25 +169,15 @@ def continues(record: str, message: str) -> bool:
     return bool(message) and record.split(maxsplit=1)[:1] == message.split(maxsplit=1)[:1]
 
 
-def _tagged(
-    rest: str,
-    *,
-    tag_wanted: bool,
-    wall_at: float | None = None,
-    uptime_seconds: float | None = None,
-    local: tuple[int, int, int, int, float] | None = None,
-) -> TimestampedLine | None:
-    """`host kernel: message` behind a time; without `tag_wanted` the message may stand there alone."""
-    match = _TAG.match(rest)
+def _tagged(line: TimestampedLine, *, tag_wanted: bool = True) -> TimestampedLine | None:
+    """Splits `host kernel: message` after a time; without `tag_wanted`, the message may be there alone."""
+    match = _TAG.match(line.message)
     if match is None:
-        if tag_wanted:
-            return None
-        return TimestampedLine(message=rest, wall_at=wall_at, uptime_seconds=uptime_seconds)
+        return None if tag_wanted else line
     message = match[2]
     if inner := _INNER_UPTIME.match(message):
         message = message[inner.end() :]
-    message = message.replace(_SYSLOG_LINE_BREAK, "\n")
-    return TimestampedLine(message=message, host=match[1], wall_at=wall_at, uptime_seconds=uptime_seconds, local=local)
+    return replace(line, message=message.replace(_SYSLOG_LINE_BREAK, "\n"), host=match[1])
 
 
 def _local(month: str, day: str, hour: str, minute: str, second: str) -> tuple[int, int, int, int, float]:

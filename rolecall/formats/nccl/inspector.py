@@ -66,8 +66,11 @@ class Lines:
         if not line.strip():
             return None
         self.num_lines += 1
-        value = _json(line)
-        if value is None:
+        try:
+            value = json.loads(line) if len(line) <= LINE_BYTES_MAX else None
+        except (ValueError, RecursionError):
+            value = None
+        if not isinstance(value, dict):
             self.num_bad += 1
             return None
         stats = value.get("dump_stats")
@@ -93,16 +96,6 @@ class Lines:
     def lose_context(self) -> None:
         """Bytes were skipped: the next lines may belong to a dump whose header was not seen."""
         self._context, self._num_left = None, 0
-
-
-def _json(line: bytes) -> dict[str, Any] | None:
-    if len(line) > LINE_BYTES_MAX:
-        return None
-    try:
-        value = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    return value if isinstance(value, dict) else None
 
 
 def _context(value: dict[str, Any]) -> Context | None:
@@ -132,8 +125,8 @@ def _operation(value: dict[str, Any], context: Context) -> InspectorOperation | 
         if not isinstance(record, dict):
             continue
         kind = word(record.get(prefix)) or word(record.get(f"{prefix}_operation"))
-        numbers = [_number(record.get(f"{prefix}_{key}")) for key in ("sn", "msg_size_bytes", "exec_time_us")]
-        sequence, size, micros = numbers
+        keys = ("sn", "msg_size_bytes", "exec_time_us")
+        sequence, size, micros = (_number(record.get(f"{prefix}_{key}")) for key in keys)
         if not kind or sequence is None or micros is None:
             return None
         return InspectorOperation(

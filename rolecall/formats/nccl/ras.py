@@ -28,6 +28,8 @@ NUM_STATUSES_MAX = 1000
 CHECK_ITEMS = 4096
 """A deadline is checked after this many ranks or lines: some 50 ms."""
 TEXT_CHARS_MAX = 96
+NUM_SHOWN_MAX = 8
+"""Ranks in a sentence."""
 
 
 class MalformedRasStatus(ValueError):
@@ -211,15 +213,15 @@ def behind(communicator: Communicator) -> dict[str, tuple[CommunicatorMember, ..
     return found
 
 
-def ranks_text(members: Iterable[CommunicatorMember], num_max: int = 8) -> str:
+def ranks_text(members: Iterable[CommunicatorMember]) -> str:
     """`rank 3 (10.0.0.7, process 12, GPU 3)`, several with commas."""
-    listed = list(members)
-    words = []
-    for m in listed[:num_max]:
+    listed, words = list(members), []
+    for m in listed[:NUM_SHOWN_MAX]:
         about = [m.host, f"process {m.pid}" if m.pid is not None else "", f"GPU {m.gpu}" if m.gpu is not None else ""]
         said = ", ".join(a for a in about if a)
         words.append(f"rank {m.rank}" + (f" ({said})" if said else ""))
-    return ", ".join(words) + (f" and {len(listed) - num_max} more" if len(listed) > num_max else "")
+    more = f" and {len(listed) - NUM_SHOWN_MAX} more" if len(listed) > NUM_SHOWN_MAX else ""
+    return ", ".join(words) + more
 
 
 # --- answers: acknowledgements, JSON (strict first, then repaired), or text
@@ -230,7 +232,6 @@ NUM_CONTAINERS_MAX = 3 * NUM_RANKS_MAX + 16 * NUM_COMMUNICATORS_MAX
 _RESULTS = dict(enumerate((r for r in NcclResult if r is not NcclResult.OTHER), 1))  # in the order of `ncclResult_t`
 _SUCCESS, _IN_PROGRESS = 0, 7
 
-
 _ACKNOWLEDGED = re.compile(r"\s*(?:(?:SERVER PROTOCOL [0-9]{1,9}|OK)\r?\n\s*)+", re.IGNORECASE)
 _SPACE = re.compile(r"[ \t\r\n\0]+")
 _STAMP = re.compile(r"^[ \t]*\[?(\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d)(?:[.,]\d{1,9})?Z?\]?:?(?=\s|$)", re.MULTILINE)
@@ -240,18 +241,21 @@ _TEXT_BEGINS = re.compile(r"^[ \t]*(?:Job summary|Communicators\.\.\.)", re.MULT
 
 def statuses(raw: bytes, check: Callable[[], None] = lambda: None) -> list[RasStatus]:
     """All answers that stand one after the other, in order: at least one. `check` is called during the work and may
-    raise, as on a deadline.
-
-    Raises:
-        Malformed: there is none, or one of them is cut short or not what it begins as.
-    """
+    raise, as on a deadline. Raises Malformed: there is none, or one of them is cut short or not what it begins as."""
     text, stamps = _without_stamps(raw.decode("utf-8", "replace"))
     if found := _ACKNOWLEDGED.match(text):
         text = " " * found.end() + text[found.end() :]  # positions stay
     if text.lstrip()[:1] == "{":
-        return _all_json(text, stamps, check)
+        if text.count("{") + text.count("[") > NUM_CONTAINERS_MAX:
+            raise MalformedRasStatus(f"it may hold more than {NUM_CONTAINERS_MAX:,} lists and objects")
+        values, repaired = _parsed(text)
+        # A repair moves positions, so that time stamps no longer belong to them.
+        return [
+            _status(value, check, repaired=repaired, stamp=None if repaired else _stamp_at(stamps, at))
+            for at, value in values
+        ]
     if _TEXT_BEGINS.search(text):
-        return all_text(text, stamps, check)
+        return _all_text(text, stamps, check)
     head = " ".join(text[:80].split())
     raise MalformedRasStatus(f"neither JSON nor the text of STATUS: {word(head)!r}" if head else "an empty answer")
 
@@ -283,17 +287,6 @@ def _stamp_at(stamps: Stamps, position: int) -> float | None:
 
 
 _COMMA_MISSING = re.compile(r'([0-9}\]"]|true|false|null)([ \t]*\r?\n[ \t]*)(?="[A-Za-z0-9_]{1,64}"[ \t]*:)')
-
-
-def _all_json(text: str, stamps: Stamps, check: Callable[[], None]) -> list[RasStatus]:
-    if text.count("{") + text.count("[") > NUM_CONTAINERS_MAX:
-        raise MalformedRasStatus(f"it may hold more than {NUM_CONTAINERS_MAX:,} lists and objects")
-    values, repaired = _parsed(text)
-    # A repair moves positions, so that time stamps no longer belong to them.
-    return [
-        _status(value, check, repaired=repaired, stamp=None if repaired else _stamp_at(stamps, at))
-        for at, value in values
-    ]
 
 
 def _parsed(text: str) -> tuple[list[tuple[int, Any]], bool]:
@@ -357,7 +350,8 @@ def _list(value: Any, key: str) -> list[Any]:
 
 def _communicator(value: Any, check: Callable[[], None]) -> Communicator:
     listed = _list(value, "ranks")
-    collectives = _collectives(listed)
+    by_name = next((c for one in listed if isinstance(c := one.get("collective_counts"), dict)), None)
+    collectives = COLLECTIVES if by_name is None else tuple(word(name) for name in list(by_name)[:64])
     ranks, failures = [], []
     for number, one in enumerate(listed):
         if number % CHECK_ITEMS == 0:
@@ -406,9 +400,7 @@ def _missing(one: dict[str, Any]) -> Missing:
     status = one.get("status")
     status = status if isinstance(status, dict) else {"unresponsive": True}
     return Missing(
-        member=_member(one),
-        unresponsive=status.get("unresponsive") is True,
-        dead=status.get("considered_dead") is True,
+        member=_member(one), unresponsive=status.get("unresponsive") is True, dead=status.get("considered_dead") is True
     )
 
 
@@ -423,15 +415,6 @@ def _state(status: dict[str, Any]) -> RankState:
 def _result(value: Any) -> NcclResult | None:
     code = _number(value)
     return None if code is None or code in (_SUCCESS, _IN_PROGRESS) else _RESULTS.get(code, NcclResult.OTHER)
-
-
-def _collectives(listed: Sequence[dict[str, Any]]) -> tuple[str, ...]:
-    """Names of the counts, as the first rank has them."""
-    for one in listed:
-        counts = one.get("collective_counts")
-        if isinstance(counts, dict):
-            return tuple(word(name) for name in list(counts)[:64])
-    return COLLECTIVES
 
 
 def _counts(one: dict[str, Any], collectives: tuple[str, ...]) -> tuple[int, ...]:
@@ -518,15 +501,14 @@ class _Building:
         )
 
 
-def all_text(text: str, stamps: Stamps = ([], []), check: Callable[[], None] = lambda: None) -> list[RasStatus]:
+def _all_text(text: str, stamps: Stamps, check: Callable[[], None]) -> list[RasStatus]:
     """All answers in a text, at least one. Raises Malformed, and what `check` raises."""
     begins = [m.start() for m in re.finditer(r"^[ \t]*Job summary", text, re.MULTILINE)] or [0]
     if len(begins) > NUM_STATUSES_MAX:
         raise MalformedRasStatus(f"more than {NUM_STATUSES_MAX:,} answers")
-    parts = [text[a:b] for a, b in zip(begins, [*begins[1:], len(text)], strict=True)]
     found = [
-        _TextReader().read(part, check, _stamp_at(stamps, text.find("Job summary", begin)))
-        for begin, part in zip(begins, parts, strict=True)
+        _TextReader().read(text[begin:end], check, _stamp_at(stamps, text.find("Job summary", begin)))
+        for begin, end in zip(begins, [*begins[1:], len(text)], strict=True)
     ]
     if all(s is None for s in found):
         raise MalformedRasStatus("cut short before its table of communicators")
@@ -563,8 +545,6 @@ class _TextReader:
         )
 
     def _line(self, line: str) -> None:
-        if not line:
-            return
         for kind, pattern in _LINES.items():
             if (m := pattern.match(line)) is not None:
                 self._take(kind, m.groupdict())

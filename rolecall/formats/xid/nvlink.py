@@ -95,14 +95,7 @@ UNITS: tuple[tuple[int, tuple[str, ...], int, int, tuple[Row, ...]], ...] = (
         ("RLW_TAGSTATE",),
         0b0100000010,
         0b0001000,
-        (
-            (0x1, *_COUNTED),
-            (0x2, *_RESET),
-            (0x10000, *_COUNTED),
-            (0x20000, *_RESET),
-            (0x100000, *_RESET),
-            _SOFTWARE,
-        ),
+        ((0x1, *_COUNTED), (0x2, *_RESET), (0x10000, *_COUNTED), (0x20000, *_RESET), (0x100000, *_RESET), _SOFTWARE),
     ),
     (146, ("TLW_CTRL",), 0b0100100011, 0b0001001, _TLW),
     (146, ("TLW_RX", "TLW_RX_PIPE0"), 0b0101000011, 0b0001010, _TLW),
@@ -238,10 +231,7 @@ def _driver(interrupt: int, before: int, later: int) -> int | None:
 def _ruling(row: tuple[str, str, str], driver: int) -> Ruling:
     action, investigatory, severity = row
     return Ruling(
-        action=XidAction(action),
-        investigatory=XidAction(investigatory),
-        severity=severity,
-        driver=DRIVERS[driver],
+        action=XidAction(action), investigatory=XidAction(investigatory), severity=severity, driver=DRIVERS[driver]
     )
 
 
@@ -262,22 +252,22 @@ class NvlinkRegisterError(StrEnum):
 
 SIGNS: Mapping[NvlinkRegisterError, tuple[str, str]] = MappingProxyType(
     {
-        NvlinkRegisterError.HARMLESS: ("nothing of weight", "nothing: it is counted"),
+        NvlinkRegisterError.HARMLESS: ("nothing significant", "nothing: it is only counted"),
         NvlinkRegisterError.THRESHOLD: (
             "many corrected ECC errors, none uncorrected",
             "go on; NVIDIA's field diagnostics can check the link",
         ),
         NvlinkRegisterError.CONSEQUENCE: (
             "a consequence of another error",
-            "follow the error that came with it; if there is none, call NVIDIA's support",
+            "follow the error that came with it; if there is none, contact NVIDIA's support",
         ),
         NvlinkRegisterError.REPEATED: (
             "an error that matters when it repeats",
-            "reset the GPU; if it comes back, call NVIDIA's support",
+            "reset the GPU; if it comes back, contact NVIDIA's support",
         ),
         NvlinkRegisterError.DIAGNOSE: (
             "an error that matters when it repeats",
-            "reset the GPU; if it comes back, run NVIDIA's field diagnostics and call NVIDIA's support",
+            "reset the GPU; if it comes back, run NVIDIA's field diagnostics and contact NVIDIA's support",
         ),
         NvlinkRegisterError.SIGNAL: (
             "signal integrity",
@@ -292,13 +282,13 @@ SIGNS: Mapping[NvlinkRegisterError, tuple[str, str]] = MappingProxyType(
         ),
         NvlinkRegisterError.ECC: (
             "ECC or parity error",
-            "reset the GPU; more than twice on one link: call NVIDIA's support",
+            "reset the GPU; more than twice on one link: contact NVIDIA's support",
         ),
         NvlinkRegisterError.FABRIC: (
             "a consequence of another error, for which the fabric is to be reset",
-            "reset the fabric, then follow the error that came with it; if there is none, call NVIDIA's support",
+            "reset the fabric, then follow the error that came with it; if there is none, contact NVIDIA's support",
         ),
-        NvlinkRegisterError.UNEXPECTED: ("bits that NVIDIA does not expect", "call NVIDIA's support"),
+        NvlinkRegisterError.UNEXPECTED: ("bits that NVIDIA does not expect", "contact NVIDIA's support"),
     }
 )
 """Description and advice (NVIDIA's WORKFLOW_NVLINK_ERR)."""

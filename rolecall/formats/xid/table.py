@@ -256,10 +256,6 @@ SXID_ROWS: dict[str, dict[int, str]] = {
         22011: "link controller: external error",
         **dict.fromkeys(range(23001, 23018), "ingress or egress: buffer, credit or packet error"),
     },
-    "host": {
-        10001: "host: privilege error",
-        10002: "host: privileged access timed out",
-        10005: "thermal event ends",
-    },
+    "host": {10001: "host: privilege error", 10002: "host: privileged access timed out", 10005: "thermal event ends"},
 }
 """Meaning by group and code."""

@@ -52,8 +52,8 @@ class XidAction(StrEnum):
 
 ADVICE: Mapping[XidAction, str] = MappingProxyType(
     {
-        XidAction.NONE: "look at it: NVIDIA's catalogue gives no action",
-        XidAction.IGNORE: "nothing: it is counted",
+        XidAction.NONE: "inspect it: NVIDIA's catalogue has no action",
+        XidAction.IGNORE: "nothing: it is only counted",
         XidAction.RESTART_APP: "restart the process; the GPU and its machine stay",
         XidAction.RESET_GPU: "drain the GPU and reset it (nvidia-smi --gpu-reset), then verify; else reboot",
         XidAction.RESTART_VM: "reboot the virtual machine",
@@ -61,31 +61,29 @@ ADVICE: Mapping[XidAction, str] = MappingProxyType(
         XidAction.RESET_FABRIC: "reset the fabric partition or reboot, then have the hardware inspected",
         XidAction.RESTART_FM: "restart the fabric manager",
         XidAction.CHECK_MECHANICALS: "have the power cables and the seat of the board checked",
-        XidAction.CONTACT_SUPPORT: "take the GPU out of use and call NVIDIA's support",
+        XidAction.CONTACT_SUPPORT: "take the GPU out of use and contact NVIDIA's support",
         XidAction.UPDATE_SWFW: "update driver and firmware",
-        XidAction.CHECK_APP: "look for the fault in the application (compute-sanitizer, cuda-gdb)",
-        XidAction.CHECK_UVM: "look at the driver's unified-memory messages beside it",
-        XidAction.INVESTIGATE_SW: "look for the fault in the software: driver, firmware, application",
-        XidAction.INVESTIGATE_SW_USER: "look for the fault in the software that uses NVLink",
+        XidAction.CHECK_APP: "find the fault in the application (compute-sanitizer, cuda-gdb)",
+        XidAction.CHECK_UVM: "check the driver's unified-memory messages at the same time",
+        XidAction.INVESTIGATE_SW: "find the fault in the software: driver, firmware, application",
+        XidAction.INVESTIGATE_SW_USER: "find the fault in the software that uses NVLink",
         XidAction.INVESTIGATE_LINK_SI: "have the link's signal integrity checked",
         XidAction.SYMPATHETIC_REPORT_SOLO: "a consequence of another error; alone, report it",
-        XidAction.WORKFLOW_XID_13: "look at the application first; the same GPC and TPC twice: extended diagnostics",
-        XidAction.WORKFLOW_XID_31: "look at the application first; the same GPU twice in a day: extended diagnostics",
+        XidAction.WORKFLOW_XID_13: "check the application first; the same GPC and TPC twice: extended diagnostics",
+        XidAction.WORKFLOW_XID_31: "check the application first; the same GPU twice in a day: extended diagnostics",
         XidAction.WORKFLOW_XID_45: "follow the XID that came before it; if there is none, restart the fabric manager",
         XidAction.WORKFLOW_XID_48: "reset the GPU; if XID 63 or 64 follows, drain it first",
-        XidAction.WORKFLOW_NVLINK_ERR: "reset the GPU; if it comes back, have the link inspected",
-        XidAction.WORKFLOW_NVLINK5_ERR: "reset the GPU if the line says Fatal; if it comes back, have the link "
-        "inspected",
-        XidAction.XID_137_FLOW: "look at the application first, then at the NVLink errors of its peers",
-        XidAction.XID_154: "do what the driver says in the line",
-        XidAction.XID_154_EVAL: "do what an XID 154 beside it says; if there is none, restart the process",
-        XidAction.CHECK_NVLINK_FAILURE_FLOW: "look for a link that went down in the 30 s before it; if none did, "
+        XidAction.WORKFLOW_NVLINK_ERR: "reset the GPU; if it recurs, have the link inspected",
+        XidAction.WORKFLOW_NVLINK5_ERR: "reset the GPU if the line says Fatal; if it recurs, have the link inspected",
+        XidAction.XID_137_FLOW: "check the application first, then at the NVLink errors of its peers",
+        XidAction.XID_154: "follow the driver's request in the line",
+        XidAction.XID_154_EVAL: "follow the XID 154 next to it; if there is none, restart the process",
+        XidAction.CHECK_NVLINK_FAILURE_FLOW: "find a link that went down in the 30 s before it; if there is none, "
         "report it",
         XidAction.REPORT_ISSUE: "if it comes more than once a day, report it to NVIDIA",
-        XidAction.INVESTIGATE_SW_USER_LINK_SI: "look for who took the link down, then have its signal integrity "
-        "checked",
-        XidAction.INVESTIGATE_PEER_DEVICE: "look at the device at the other end of the link: it took the link down",
-        XidAction.INVESTIGATE_HOST: "look at the other logs of the host: something else failed first",
+        XidAction.INVESTIGATE_SW_USER_LINK_SI: "find what took the link down, then have its signal integrity checked",
+        XidAction.INVESTIGATE_PEER_DEVICE: "check the device at the other end of the link: it took the link down",
+        XidAction.INVESTIGATE_HOST: "check the other logs of the host: something else failed first",
         XidAction.INVESTIGATE_LINK_SI_AND_CABLES: "check cables, transceivers, seats and temperature of the link",
     }
 )
@@ -148,15 +146,15 @@ _BY_NUMBER = tuple(a for a in RecoveryAction if a is not RecoveryAction.UNKNOWN)
 
 RECOVERY_ADVICE: Mapping[RecoveryAction, tuple[XidAction, str]] = MappingProxyType(
     {
-        RecoveryAction.NONE: (XidAction.IGNORE, "nothing: the driver wants no recovery any more"),
+        RecoveryAction.NONE: (XidAction.IGNORE, "nothing: the driver withdrew its request"),
         RecoveryAction.GPU_RESET: (XidAction.RESET_GPU, ADVICE[XidAction.RESET_GPU]),
         RecoveryAction.NODE_REBOOT: (XidAction.RESTART_BM, ADVICE[XidAction.RESTART_BM]),
-        RecoveryAction.DRAIN_P2P: (XidAction.RESET_GPU, "end the work that talks to this GPU over NVLink, then look"),
+        RecoveryAction.DRAIN_P2P: (XidAction.RESET_GPU, "end the work that uses this GPU over NVLink, then inspect it"),
         RecoveryAction.DRAIN_AND_RESET: (XidAction.RESET_GPU, ADVICE[XidAction.RESET_GPU]),
         RecoveryAction.RECOVER_IMEX_DOMAIN: (XidAction.RESET_FABRIC, "recover the IMEX domain of the node"),
         RecoveryAction.BUS_RESET: (XidAction.RESET_GPU, "drain the GPU and reset its PCIe bus"),
         RecoveryAction.SYSTEM_REBOOT: (XidAction.RESTART_BM, ADVICE[XidAction.RESTART_BM]),
-        RecoveryAction.UNKNOWN: (XidAction.CONTACT_SUPPORT, "look it up in the driver's documentation"),
+        RecoveryAction.UNKNOWN: (XidAction.CONTACT_SUPPORT, "see the driver's documentation"),
     }
 )
 """The recovery action as a catalogue action and as advice."""
@@ -183,7 +181,7 @@ def xid(code: int) -> Xid:
     return XIDS.get(code) or Xid(
         code=code,
         mnemonic=f"XID_{code}",
-        meaning="not in the catalogue that rolecall knows",
+        meaning="not in NVIDIA's catalogue",
         immediate=XidAction.CONTACT_SUPPORT,
         investigatory=XidAction.CONTACT_SUPPORT,
         fault_class=FaultClass.GPU,
@@ -195,10 +193,10 @@ def sxid(code: int) -> Sxid:
     """Meaning of `code`; for an unknown code the line's Fatal or Non-fatal decides."""
     return SXIDS.get(code) or Sxid(
         code=code,
-        meaning="not in the catalogue that rolecall knows",
+        meaning="not in NVIDIA's catalogue",
         group="unknown",
         action=XidAction.CONTACT_SUPPORT,
-        advice="look at the line: it says itself whether it is fatal",
+        advice="see the line: it says whether it is fatal",
         known=False,
     )
 
@@ -215,7 +213,7 @@ _SXID_ACTIONS = {
         ),
     ),
     "potentially fatal": (XidAction.RESET_FABRIC, ADVICE[XidAction.RESET_FABRIC]),
-    "always fatal": (XidAction.RESTART_BM, "reboot the host: the whole fabric is concerned"),
+    "always fatal": (XidAction.RESTART_BM, "reboot the host: the whole fabric is affected"),
     "host": (XidAction.IGNORE, "check temperatures and power"),
 }
 

@@ -4,7 +4,7 @@ Findings name processes as the live detectors do, so that they can refine a curr
 evidence against its rank: its agent may have been too slow, or was not queried.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from rolecall.detector.artifacts.stacks import dumps as stack_dumps
 from rolecall.detector.artifacts.stacks.dumps import StackDump, Topology
 from rolecall.detector.artifacts.stacks.positions import shown, stack_of
 from rolecall.detector.base.read_budget import Budget, read_each
-from rolecall.watch.evidence.requests import called
+from rolecall.watch.evidence.requests import process_name
 
 NUM_FRAMES_SHOWN = 6
 
@@ -79,18 +79,13 @@ def _stacks(files: Sequence[EvidenceFile], analysis: EvidenceAnalysis) -> None:
         assert file.who is not None
         dumps.append(dump)
         owners[dump.replica, dump.rank] = file.who
-        analysis.statements.append(_stack_text(dump, file))
+        stack = stack_of(dump)
+        frames = " < ".join(shown(f) for f in stack.frames[:NUM_FRAMES_SHOWN])
+        peer = "" if file.suspected else ", a peer,"
+        held = f"; another thread holds the GIL: {stack.gil_holder}" if stack.gil_holder else ""
+        analysis.statements.append(f"stack: {process_name(file.who)}{peer} {stack.doing}: {frames}{held}")
     for found in stacks.diagnose(dumps) if dumps else ():
         analysis.findings.append(_renamed(found, lambda s: owners.get((s.replica, s.rank))))
-
-
-def _stack_text(dump: StackDump, file: EvidenceFile) -> str:
-    assert file.who is not None
-    stack = stack_of(dump)
-    frames = " < ".join(shown(f) for f in stack.frames[:NUM_FRAMES_SHOWN])
-    peer = "" if file.suspected else ", a peer,"
-    held = f"; another thread holds the GIL: {stack.gil_holder}" if stack.gil_holder else ""
-    return f"stack: {called(file.who)}{peer} {stack.doing}: {frames}{held}"
 
 
 def _flight(files: Sequence[EvidenceFile], analysis: EvidenceAnalysis) -> None:
@@ -100,20 +95,16 @@ def _flight(files: Sequence[EvidenceFile], analysis: EvidenceAnalysis) -> None:
         return
     by_path = {str(f.path): f.who for f in files}
     owners = {d.rank: who for d in dumps if (who := by_path[d.path]) is not None}
-    topology = _topology(owners)
-    analysis.statements.append(flight_recorder.summary(dumps))
-    for found in flight_recorder.diagnose(dumps, topology=topology):
-        if all(s.rank in owners for s in found.suspects):
-            analysis.findings.append(_renamed(found, lambda s: None if s.rank is None else owners.get(s.rank)))
-
-
-def _topology(owners: Mapping[int, Suspect]) -> Topology:
     roles = {who.role for who in owners.values()}
-    return Topology(
+    topology = Topology(
         role=roles.pop() if len(roles) == 1 else "",
         nodes={rank: str(who.node) for rank, who in owners.items()},
         replicas={rank: who.replica for rank, who in owners.items()},
     )
+    analysis.statements.append(flight_recorder.summary(dumps))
+    for found in flight_recorder.diagnose(dumps, topology=topology):
+        if all(s.rank in owners for s in found.suspects):
+            analysis.findings.append(_renamed(found, lambda s: None if s.rank is None else owners.get(s.rank)))
 
 
 def _nccl(files: Sequence[EvidenceFile], analysis: EvidenceAnalysis) -> None:

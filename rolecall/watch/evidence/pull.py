@@ -26,13 +26,13 @@ from rolecall.core.journal.payloads import EvidenceCollected, EvidenceFileRecord
 from rolecall.core.rundir import RunDir, write_atomically
 from rolecall.core.text import plain
 from rolecall.detector.base.plain_pickle import UnsafePickle
-from rolecall.detector.live.subject import MonitoredProcess
+from rolecall.detector.live.monitored_process import MonitoredProcess
 from rolecall.recovery.incidents import finite
 from rolecall.recovery.interfaces import CollectedEvidence
 from rolecall.reports.incident_export import EVIDENCE_DIR, run_redactor
 from rolecall.reports.redaction import STACKS, Redactor, redacted
 from rolecall.watch.evidence.diagnosis import EvidenceAnalysis, EvidenceFile, analyse_evidence
-from rolecall.watch.evidence.requests import EvidenceRequest, called, select_evidence
+from rolecall.watch.evidence.requests import KIND_TEXTS, EvidenceRequest, process_name, select_evidence
 
 logger = logging.getLogger(__name__)
 
@@ -89,11 +89,8 @@ class EvidenceRequestFailed(Exception):
 
 
 def request_evidence(url: str, path: str, authorization: str, *, seconds: float, bytes_max: int) -> bytes:
-    """The response of the agent at `url` to `path`, within `seconds`.
-
-    Raises:
-        EvidenceRequestFailed: it does not respond in time, rejects the request, or sends more than `bytes_max`.
-    """
+    """The response of the agent at `url` to `path`, within `seconds`. Raises EvidenceRequestFailed: it does not respond
+    in time, rejects the request, or sends more than `bytes_max`."""
     headers = {"Authorization": authorization}
     try:
         answer = request("GET", url.rstrip("/") + path, headers=headers, deadline_seconds=seconds, bytes_max=bytes_max)
@@ -104,16 +101,12 @@ def request_evidence(url: str, path: str, authorization: str, *, seconds: float,
             raise EvidenceRequestFailed(str(error), HTTPStatus.OK) from None
         raise EvidenceRequestFailed(f"its agent does not answer ({plain(str(error), REASON_CHARS_MAX)})") from None
     if answer.status != HTTPStatus.OK:
-        raise EvidenceRequestFailed(_reason(answer.status, answer.body), answer.status)
+        try:
+            reason = f"its agent reports: {plain(str(json.loads(answer.body)['error']), REASON_CHARS_MAX)}"
+        except (ValueError, KeyError, TypeError):
+            reason = f"its agent answers with status {answer.status}"
+        raise EvidenceRequestFailed(reason, answer.status)
     return answer.body
-
-
-def _reason(status: int, body: bytes) -> str:
-    """The agent's error message, or else the status."""
-    try:
-        return f"its agent says: {plain(str(json.loads(body)['error']), REASON_CHARS_MAX)}"
-    except (ValueError, KeyError, TypeError):
-        return f"its agent answers with status {status}"
 
 
 class EvidenceRejected(Exception):
@@ -132,12 +125,8 @@ class EvidenceFiles:
         self._folder, self._known, self._room = folder, known, INCIDENT_BYTES_MAX
 
     def keep(self, ask: EvidenceRequest, number: int, body: bytes, wall_at: float) -> EvidenceFile:
-        """`number`: replaces the rank of a dump that does not contain it. `wall_at`: time of the evidence.
-
-        Raises:
-            EvidenceRejected: it is malformed or too large.
-            OSError: it cannot be written.
-        """
+        """`number`: replaces the rank of a dump that does not contain it. `wall_at`: time of the evidence. Raises
+        EvidenceRejected: it is malformed or too large; OSError: it cannot be written."""
         try:
             content = redacted(ask.kind, body, self._known)
         except (UnsafePickle, ValueError, RecursionError) as e:
@@ -193,12 +182,9 @@ class EvidencePull:
             self._record(incident_id, missing=[NO_TOKEN])
             return
         if not self._threads:
-            self._threads = [
-                threading.Thread(target=self._work, name=f"evidence-{n}", daemon=True)
-                for n in range(NUM_INCIDENTS_AT_ONCE)
-            ]
-            for thread in self._threads:
-                thread.start()
+            for n in range(NUM_INCIDENTS_AT_ONCE):
+                self._threads.append(threading.Thread(target=self._work, name=f"evidence-{n}", daemon=True))
+                self._threads[-1].start()
         try:
             self._jobs.put_nowait(_Job(incident_id=incident_id, asks=asks))
         except queue.Full:
@@ -256,7 +242,11 @@ class EvidencePull:
             return [], []
         known = run_redactor(self._run, nodes=[a.node for a in job.asks])
         files = EvidenceFiles(self._run.path / EVIDENCE_DIR / job.incident_id, known)
-        numbers = _dump_numbers([a for a in job.asks if a.kind is EvidenceKind.FLIGHT])
+        # The number of a dump that does not contain its rank: the registered rank, if those are unique.
+        flights = [a for a in job.asks if a.kind is EvidenceKind.FLIGHT]
+        ranks = [a.who.rank for a in flights if a.who is not None and a.who.rank is not None]
+        unique = len(set(ranks)) == len(flights)
+        numbers = {a: ranks[n] if unique else n for n, a in enumerate(flights)}
         kept, refused = list[EvidenceFile](), list[str]()
         for answer, body in had:
             if self._clock.monotonic() > until:
@@ -317,7 +307,9 @@ class EvidencePull:
                 responses.put(_EvidenceResponse(ask=ask, body=body, wall_at=self._clock.wall()))
             except EvidenceRequestFailed as e:
                 gone = "" if e.status else str(e)
-                responses.put(_EvidenceResponse(ask=ask, missing=_reason_text(ask, e)))
+                absent = e.status == HTTPStatus.NOT_FOUND and ask.who is None  # an agent without this collector
+                advice = f"; {WRONG_TOKEN}" if e.status == HTTPStatus.UNAUTHORIZED else ""
+                responses.put(_EvidenceResponse(ask=ask, missing="" if absent else f"{e}{advice}"))
 
     def _one(self, url: str, ask: EvidenceRequest, until: float) -> bytes:
         """Raises EvidenceRequestFailed."""
@@ -357,21 +349,7 @@ class EvidencePull:
         self._collected.append(CollectedEvidence(incident_id=incident_id, payload=collected))
 
 
-def _dump_numbers(asks: Sequence[EvidenceRequest]) -> dict[EvidenceRequest, int]:
-    """The number of a dump that does not contain its rank: the registered rank, if those are unique."""
-    ranks = [a.who.rank for a in asks if a.who is not None and a.who.rank is not None]
-    own = len(set(ranks)) == len(asks)
-    return {a: ranks[n] if own else n for n, a in enumerate(asks)}
-
-
 # --- texts ----------------------------------------------------------------------------------------------------------
-
-
-def _reason_text(ask: EvidenceRequest, error: EvidenceRequestFailed) -> str:
-    """Why it is missing; empty if that needs no mention."""
-    if error.status == HTTPStatus.NOT_FOUND and ask.who is None:
-        return ""  # an agent without this collector
-    return f"{error}; {WRONG_TOKEN}" if error.status == HTTPStatus.UNAUTHORIZED else str(error)
 
 
 def _missing(answers: Sequence[_EvidenceResponse]) -> list[str]:
@@ -380,30 +358,18 @@ def _missing(answers: Sequence[_EvidenceResponse]) -> list[str]:
     for a in answers:
         if a.missing:
             names = by_reason.setdefault((a.missing, a.ask.node, a.ask.kind), [])
-            names += [called(a.ask.who)] if a.ask.who is not None else []
+            names += [process_name(a.ask.who)] if a.ask.who is not None else []
     texts = []
     for (reason, node, kind), names in by_reason.items():
-        of = f" of {_listed(names)}" if names else ""
-        texts.append(f"{_WORDS[kind][len(names) > 1]}{of} (node {node}): {reason}")
+        more = f" and {len(names) - NUM_NAMED_MAX} more" if len(names) > NUM_NAMED_MAX else ""
+        of = f" of {', '.join(names[:NUM_NAMED_MAX])}{more}" if names else ""
+        texts.append(f"{KIND_TEXTS[kind]}{'s' * (len(names) > 1)}{of} (node {node}): {reason}")
     return texts
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - NUM_NAMED_MAX} more" if len(names) > NUM_NAMED_MAX else ""
-    return ", ".join(names[:NUM_NAMED_MAX]) + more
-
-
-_WORDS = {
-    EvidenceKind.STACKS: ("stack", "stacks"),
-    EvidenceKind.FLIGHT: ("Flight Recorder dump", "Flight Recorder dumps"),
-    EvidenceKind.NCCL: ("NCCL RAS response", "NCCL RAS responses"),
-    EvidenceKind.KERNEL: ("kernel log", "kernel logs"),
-}
 
 
 def _because(kept: Sequence[EvidenceFile], analysis: EvidenceAnalysis, missing: Sequence[str]) -> str:
     numbers = [(kind, sum(f.kind is kind for f in kept)) for kind in EvidenceKind]
-    had = [f"{n} {_WORDS[kind][n > 1]}" for kind, n in numbers if n]
+    had = [f"{n} {KIND_TEXTS[kind]}{'s' * (n > 1)}" for kind, n in numbers if n]
     texts = [f.because for f in analysis.findings]
     summary = ", ".join(had) or "no evidence"
     return plain("; ".join([summary, *texts[:NUM_NAMED_MAX], *(missing[:1] if not had else ())]))

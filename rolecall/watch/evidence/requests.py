@@ -13,12 +13,13 @@ Only processes known to their agent are included, and each kind is bounded.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from heapq import nsmallest
+from itertools import product
 
 from rolecall.core.diagnosis import Diagnosis, Suspect
 from rolecall.core.faults import EvidenceKind
 from rolecall.core.telemetry import Phase
-from rolecall.detector.live.fleet import suspect
-from rolecall.detector.live.subject import MonitoredProcess
+from rolecall.detector.live.monitored_process import MonitoredProcess
+from rolecall.detector.live.processes import suspect
 
 NUM_STACKS_MAX = 16
 """Stacks of suspects. A tie names all members of its group."""
@@ -41,16 +42,19 @@ class EvidenceRequest:
     @property
     def what(self) -> str:
         """For messages: `stack of trainer/3 rank 3`."""
-        name = "" if self.who is None else " of " + called(self.who)
-        words = {
-            EvidenceKind.STACKS: "stack",
-            EvidenceKind.FLIGHT: "Flight Recorder dump",
-            EvidenceKind.NCCL: "state of NCCL RAS",
-        }
-        return f"{words.get(self.kind, 'kernel log')}{name or f' of {self.node}'}"
+        of = self.node if self.who is None else process_name(self.who)
+        return f"{KIND_TEXTS[self.kind]} of {of}"
 
 
-def called(who: Suspect) -> str:
+KIND_TEXTS = {
+    EvidenceKind.STACKS: "stack",
+    EvidenceKind.FLIGHT: "Flight Recorder dump",
+    EvidenceKind.NCCL: "NCCL RAS report",
+    EvidenceKind.KERNEL: "kernel log",
+}
+
+
+def process_name(who: Suspect) -> str:
     rank = "" if who.rank is None else f" rank {who.rank}"
     return f"{who.replica or who.role}{rank}".strip() or str(who.node)
 
@@ -58,7 +62,7 @@ def called(who: Suspect) -> str:
 def select_evidence(diagnosis: Diagnosis, fleet: Iterable[MonitoredProcess]) -> list[EvidenceRequest]:
     """Suspects first: later requests may miss the deadline."""
     alive = [s for s in fleet if s.process is not None and not s.gone]
-    suspected = _accused(alive, diagnosis)
+    suspected = _suspected(alive, diagnosis)
     keys = {s.key for s in suspected}
     known = {s.process for s in suspected}
     # If the detector has no sample of the suspect yet (a watch that just started), only the diagnosis is used.
@@ -73,7 +77,10 @@ def select_evidence(diagnosis: Diagnosis, fleet: Iterable[MonitoredProcess]) -> 
         asks += [_of(EvidenceKind.FLIGHT, suspect(s), s.key in keys) for s in _members(suspected, alive)]
     nodes = list(dict.fromkeys(str(s.node) for s in diagnosis.suspects if s.node))[:NUM_NODES_MAX]
     if EvidenceKind.NCCL in wanted and nodes:
-        asks.append(EvidenceRequest(kind=EvidenceKind.NCCL, node=_one_that_answers(nodes, alive)))
+        # RAS covers the whole job from any node; a node with live processes is preferred.
+        living = {s.node for s in alive}
+        one = next((n for n in nodes if n in living), nodes[0])
+        asks.append(EvidenceRequest(kind=EvidenceKind.NCCL, node=one))
     if EvidenceKind.KERNEL in wanted:
         asks += [EvidenceRequest(kind=EvidenceKind.KERNEL, node=node) for node in nodes]
     return asks
@@ -84,16 +91,13 @@ def _of(kind: EvidenceKind, who: Suspect, suspected: bool) -> EvidenceRequest:
     return EvidenceRequest(kind=kind, node=str(who.process.node), who=who, suspected=suspected)
 
 
-def _accused(alive: Sequence[MonitoredProcess], diagnosis: Diagnosis) -> list[MonitoredProcess]:
+def _suspected(alive: Sequence[MonitoredProcess], diagnosis: Diagnosis) -> list[MonitoredProcess]:
     """Processes of the suspects: of named ranks, whole replicas, or whole nodes."""
-    whole = {str(who.node) for who in diagnosis.suspects if who.node and not who.replica}
+    nodes = {str(who.node) for who in diagnosis.suspects if who.node and not who.replica}
     named = {(who.replica, who.rank, who.incarnation) for who in diagnosis.suspects if who.replica}
-
-    def is_named(s: MonitoredProcess) -> bool:
-        # A suspect without a rank or incarnation includes all of them.
-        return any((s.replica, rank, number) in named for rank in (s.rank, None) for number in (s.incarnation, None))
-
-    return [s for s in alive if s.node in whole or is_named(s)]
+    # A suspect without a rank or incarnation includes all of them.
+    names = {s.key: product([s.replica], (s.rank, None), (s.incarnation, None)) for s in alive}
+    return [s for s in alive if s.node in nodes or not named.isdisjoint(names[s.key])]
 
 
 def _peers(suspected: Sequence[MonitoredProcess], alive: Sequence[MonitoredProcess]) -> list[MonitoredProcess]:
@@ -107,16 +111,7 @@ def _members(suspected: Sequence[MonitoredProcess], alive: Sequence[MonitoredPro
     """Members of the suspects' collectives: all processes of a role that counts collectives."""
     roles = {s.role for s in suspected}
     members = [s for s in alive if s.role in roles and s.reports]
-    if len(members) < 2 or not any(map(_in_collectives, members)):
+    samples = [s.sample for s in members if s.sample is not None]
+    if len(members) < 2 or not any(p.collectives_entered > 0 or p.phase == Phase.REDUCE for p in samples):
         return []
     return nsmallest(NUM_FLIGHT_MAX, members, key=lambda s: s.key)
-
-
-def _in_collectives(s: MonitoredProcess) -> bool:
-    return s.sample is not None and (s.sample.collectives_entered > 0 or s.phase == Phase.REDUCE)
-
-
-def _one_that_answers(nodes: Sequence[str], alive: Sequence[MonitoredProcess]) -> str:
-    """RAS covers the whole job from any node; prefers a node with live processes."""
-    living = {s.node for s in alive}
-    return next((n for n in nodes if n in living), nodes[0])

@@ -27,7 +27,7 @@ from rolecall.dashboards.data.nodes import (
     pasts,
     quarantined,
 )
-from rolecall.recovery.fleet import FleetView, fleet_view
+from rolecall.recovery.fleet_view import FleetView, fleet_view
 from rolecall.recovery.incidents import Incident, fold
 from tests.dashboards.acting_world import diagnosis
 from tests.events import made_event

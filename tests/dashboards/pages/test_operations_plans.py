@@ -14,7 +14,7 @@ from rolecall.core.membership import Actual, Desired, ReplicaState
 from rolecall.dashboards.pages.operations.commands import OperatorCommand, OperatorCommandKind, command_line
 from rolecall.dashboards.pages.operations.plans import GLYPHS, PlanRow, PlanStatus, limits_of, plan_rows, preview
 from rolecall.dashboards.pages.operations.state import history
-from rolecall.recovery.fleet import FleetView, fleet_view
+from rolecall.recovery.fleet_view import FleetView, fleet_view
 from rolecall.recovery.incidents import Incident, fold
 from tests.dashboards.acting_world import HOMES, diagnosis, plan
 from tests.events import made_event

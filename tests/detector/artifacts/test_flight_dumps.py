@@ -78,7 +78,7 @@ def refusal(path: Path) -> str:
 
 
 @pytest.mark.parametrize("form", [2, 3, 4, 5, "json"])
-def test_a_dump_says_the_same_in_every_form(tmp_path: Path, form: int | str) -> None:
+def test_a_dump_reads_equally_in_every_format(tmp_path: Path, form: int | str) -> None:
     if isinstance(form, int):
         path = pickled(tmp_path, form)
     else:
@@ -175,7 +175,7 @@ def test_the_rank_in_the_dump_wins_over_the_name(tmp_path: Path) -> None:
     assert read(pickled(tmp_path, rank=9)).rank == 9
 
 
-def test_what_is_no_dump_is_not_taken_for_one(tmp_path: Path) -> None:
+def test_other_files_are_not_dumps(tmp_path: Path) -> None:
     assert not is_dump(written(tmp_path, b"PAR1....PAR1"))
     assert not is_dump(written(tmp_path, b'{"traceEvents": []}'))
     assert not is_dump(written(tmp_path, b""))
@@ -215,7 +215,7 @@ HOSTILE = {
         ENTRIES + b"](}(X\x0d\x00\x00\x00process_group" + DOUBLED_TUPLE,
         "a tuple of tuples",
     ),
-    "a number as key": (b"\x80\x02}K\x01Ns.", "a key is no text"),
+    "a number as key": (b"\x80\x02}K\x01Ns.", "a key is not text"),
     "a list in itself": (b"\x80\x02(]e.", "cut short, or damaged"),
     "a tuple of what is not there": (b"\x80\x02N(\x86.", "cut short, or damaged"),
     "an opcode that does not exist": (b"\x80\x02\xfe.", "damaged"),
@@ -270,7 +270,7 @@ class _Runs:
 def test_nothing_in_a_dump_runs(tmp_path: Path, protocol: int, place: str) -> None:
     marker = tmp_path / "ran"
     path = pickled(tmp_path, protocol, **{place: _Runs(marker)})
-    assert "refused: it wants to run posix.mkdir" in refusal(path)
+    assert "refused: it tries to run posix.mkdir" in refusal(path)
     try:
         read(path, entries=False)
     except UnreadableInput as e:
@@ -361,7 +361,7 @@ MALFORMED |= {f"entry: {name}": {"entries": [{**ENTRY, **bad}]} for name, bad in
 
 
 @pytest.mark.parametrize("case", MALFORMED)
-def test_what_is_not_as_pytorch_writes_it_is_refused(tmp_path: Path, case: str) -> None:
+def test_deviations_from_pytorchs_format_are_refused(tmp_path: Path, case: str) -> None:
     assert "not a Flight Recorder dump" in refusal(pickled(tmp_path, **MALFORMED[case]))
 
 

@@ -21,7 +21,7 @@ import pytest
 from rolecall.core.diagnosis import Finding
 from rolecall.core.faults import FaultClass
 from rolecall.detector.artifacts.flight_recorder import diagnosis as flight_recorder
-from rolecall.detector.artifacts.flight_recorder import progress as flight_places
+from rolecall.detector.artifacts.flight_recorder import waits as flight_waits
 from rolecall.detector.artifacts.flight_recorder.diagnosis import diagnose, summary
 from rolecall.detector.artifacts.flight_recorder.dumps import read_as_needed, read_many
 from rolecall.detector.base.findings import SETTLE
@@ -176,7 +176,7 @@ def test_a_healthy_job_is_healthy(job: Job) -> None:
     assert "8 ranks, 7 process groups, 144 operations" in text and "none waited for 1 s" in text
 
 
-def test_what_was_summary_says_who_waits(job: Job) -> None:
+def test_the_summary_lists_waiting_ranks(job: Job) -> None:
     job.waits([0, 1, 2], WORLD, "all_reduce")
     assert "ranks 0-2 waited for 1 s or longer" in summary(read_many(job.dump())[0])
 
@@ -201,7 +201,7 @@ def test_uneven_operations_are_no_mismatch(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("late", [0, 3, 7])
-def test_who_has_not_entered_is_named(job: Job, late: int) -> None:
+def test_a_rank_that_has_not_entered_is_named(job: Job, late: int) -> None:
     job.waits([r for r in range(8) if r != late], WORLD, "all_reduce")
     fault, ranks, because = the_one(found(job.dump()))
     assert (fault, ranks) == ("hang", [late])
@@ -209,7 +209,7 @@ def test_who_has_not_entered_is_named(job: Job, late: int) -> None:
     assert "since 2026-11-18" in because
 
 
-def test_two_who_have_not_entered_are_named_together(job: Job) -> None:
+def test_two_ranks_that_have_not_entered_are_named_together(job: Job) -> None:
     job.waits([r for r in range(8) if r not in (2, 5)], WORLD, "all_reduce")
     assert the_one(found(job.dump()))[:2] == ("hang", [2, 5])
 
@@ -223,7 +223,7 @@ def test_cause_comes_before_symptom_across_groups(job: Job) -> None:
     assert (fault, ranks) == ("hang", [5]) and "rank 5 has not entered all_reduce" in because
 
 
-def test_what_is_enqueued_behind_a_hang_is_no_tie(tmp_path: Path) -> None:
+def test_operations_enqueued_behind_a_hang_are_no_tie(tmp_path: Path) -> None:
     """NCCL's work is only enqueued: pairs have all entered their next operation, which stands behind the stuck one."""
     job = square(tmp_path)
     waiting = [r for r in range(8) if r != 5]
@@ -233,7 +233,7 @@ def test_what_is_enqueued_behind_a_hang_is_no_tie(tmp_path: Path) -> None:
     assert the_one(found(job.dump()))[:2] == ("hang", [5])
 
 
-def test_how_far_ranks_have_run_ahead_says_nothing(tmp_path: Path) -> None:
+def test_how_far_ranks_have_run_ahead_does_not_matter(tmp_path: Path) -> None:
     """All have entered what they wait for; that some have enqueued more behind it makes no one late."""
     job = square(tmp_path)
     job.waits(range(8), WORLD, "all_reduce")
@@ -249,7 +249,7 @@ def test_most_of_a_group_is_not_accused_for_one_that_waits(job: Job) -> None:
     assert (fault, ranks) == ("cannot_tell", [6]) and "most of the group has not entered" in because
 
 
-def test_who_has_not_finished_what_others_have_is_on_the_gpu_side(tmp_path: Path) -> None:
+def test_a_rank_that_alone_has_not_finished_is_on_the_gpu_side(tmp_path: Path) -> None:
     job = square(tmp_path)
     job.did([0, 1, 2, 4, 5, 6, 7], WORLD, "broadcast")
     job.waits([3], WORLD, "broadcast")
@@ -257,7 +257,7 @@ def test_who_has_not_finished_what_others_have_is_on_the_gpu_side(tmp_path: Path
     assert (fault, ranks) == ("gpu", [3]) and "did not finish it, as others did" in because
 
 
-def test_who_alone_has_not_started_is_on_the_gpu_side(tmp_path: Path) -> None:
+def test_a_rank_that_alone_has_not_started_is_on_the_gpu_side(tmp_path: Path) -> None:
     job = square(tmp_path)
     job.did([0, 1, 2, 4, 5, 6, 7], WORLD, "all_reduce", state="started")
     job.waits([3], WORLD, "all_reduce")
@@ -288,12 +288,12 @@ def test_a_late_rank_explains_more_than_a_missing_file(tmp_path: Path) -> None:
     assert [s.rank for s in finding.suspects] == [5] and "no dump of rank 2" in finding.evidence[0].text
 
 
-def test_a_missing_dump_that_no_one_waits_for_cannot_be_reported(job: Job) -> None:
+def test_a_missing_dump_without_waits_is_undecided(job: Job) -> None:
     fault, ranks, because = the_one(found(job.dump(range(7)), world_size=8))
     assert (fault, ranks) == ("cannot_tell", [7]) and "none of the 7 other ranks waits" in because
 
 
-def test_one_dump_alone_cannot_tell(job: Job) -> None:
+def test_one_dump_alone_is_undecided(job: Job) -> None:
     assert found(job.dump([3]), world_size=8) == []
     assert "no dump of ranks 0-2 and 4-7" in summary(read_many(job.dump([3]))[0], world_size=8)
     job.waits([3], WORLD, "all_reduce")
@@ -302,7 +302,7 @@ def test_one_dump_alone_cannot_tell(job: Job) -> None:
     assert "rank 3 waits in all_reduce" in finding.because and finding.evidence[-1].kind == SETTLE
 
 
-def test_no_dump_says_nothing() -> None:
+def test_without_dumps_there_is_no_finding() -> None:
     assert diagnose([]) == [] and summary([]) == "no dump"
 
 
@@ -339,7 +339,7 @@ def test_a_skipped_collective_is_seen_in_what_follows(job: Job) -> None:
     assert (fault, ranks) == ("user_code", [1]) and "as if it had skipped one" in because
 
 
-def test_a_mismatch_explains_who_waits_elsewhere(job: Job) -> None:
+def test_a_mismatch_explains_waits_elsewhere(job: Job) -> None:
     job.waits([1, 3, 5], "6", "all_reduce")
     job.waits([7], "6", "broadcast")
     for pair, waiter in (("1", 0), ("2", 2), ("3", 4), ("4", 6)):
@@ -379,7 +379,7 @@ def pipeline(folder: Path, **settings: Any) -> Job:
 
 
 @pytest.mark.parametrize("lost", [0, 5000])
-def test_who_never_sent_holds_up_the_pipeline(tmp_path: Path, lost: int) -> None:
+def test_a_rank_that_never_sent_blocks_the_pipeline(tmp_path: Path, lost: int) -> None:
     """Stage 1 hangs before it receives: stage 0 waits to send, 2 and 3 to receive."""
     job = pipeline(tmp_path, lost_records=lost)
     assert found(job.dump()) == [], "unequal numbers of sends are no lateness"
@@ -403,10 +403,10 @@ def test_send_and_recv_of_other_sizes_are_the_fault_of_the_code(tmp_path: Path) 
     job.waits([1], "1", "send 1->2", size=8)
     job.waits([2], "1", "recv 2<-1", size=16)
     fault, ranks, because = the_one(found(job.dump()))
-    assert (fault, ranks) == ("user_code", [1, 2]) and "rank 1 sends [(8,)], rank 2 awaits [(16,)]" in because
+    assert (fault, ranks) == ("user_code", [1, 2]) and "rank 1 sends [(8,)], rank 2 expects [(16,)]" in because
 
 
-def test_two_who_both_receive_first_wait_in_a_circle(tmp_path: Path) -> None:
+def test_two_ranks_that_both_receive_first_wait_in_a_cycle(tmp_path: Path) -> None:
     job = pipeline(tmp_path)
     job.waits([1], "1", "recv 1<-2")
     job.waits([2], "1", "recv 2<-1")
@@ -431,7 +431,7 @@ def test_a_late_rank_is_found_through_the_pipeline(tmp_path: Path) -> None:
         ("one/nccl_trace_rank_{rank}", "rank-5"),
     ],
 )
-def test_files_and_folders_may_tell_the_machine(tmp_path: Path, names: str, node: str) -> None:
+def test_file_and_folder_names_give_the_machine(tmp_path: Path, names: str, node: str) -> None:
     job = square(tmp_path, names=lambda rank: names.format(rank=rank, host=rank // 4))
     job.waits([r for r in range(8) if r != 5], WORLD, "all_reduce")
     (late,) = found(job.dump())[0].suspects
@@ -615,7 +615,7 @@ class Gloo:
                 path = self.folder / folder / f"gloo_trace_rank_{r}"  # the JSON is later in all
                 entries = pickle.loads(path.read_bytes())["entries"]
                 waited_seconds = path.stat().st_mtime - max(e["time_created_ns"] for e in entries) / 1e9
-                if len(entries) < self.recorded[r] or waited_seconds < flight_places.WAIT_SECONDS_MIN:
+                if len(entries) < self.recorded[r] or waited_seconds < flight_waits.WAIT_SECONDS_MIN:
                     return False
             return True
 

@@ -137,9 +137,7 @@ def assert_same(one: FlightRecorderDump, other: FlightRecorderDump) -> None:
 
 
 @pytest.mark.parametrize("num_texts", [0, 300])
-def test_what_was_cut_out_is_the_same_as_what_was_read_one_by_one(
-    tmp_path: Path, rng: random.Random, num_texts: int
-) -> None:
+def test_extracted_entries_equal_entries_read_one_by_one(tmp_path: Path, rng: random.Random, num_texts: int) -> None:
     reported = content(rng, num_texts=num_texts)
     data = torch_pickle(reported)
     assert pickle.loads(data) == reported, "the pickler of this test"
@@ -158,7 +156,7 @@ def test_too_few_keys_or_none_of_the_numbers_and_nothing_is_cut(rng: random.Rand
 
 
 def test_text_that_looks_like_an_entry_is_reported_as_what_it_is(tmp_path: Path, rng: random.Random) -> None:
-    """Cutting within the text would tear it; then the whole is read, which says that it is no text at all."""
+    """Cutting within the text would tear it; then the whole is read, which says that it is not text at all."""
     reported = content(rng)
     data = torch_pickle(reported)
     look = b"}(" + next(part for part in data.split(b"}(")[::-1] if len(part) > 60).partition(b"eu")[0]
@@ -171,7 +169,7 @@ def test_text_that_looks_like_an_entry_is_reported_as_what_it_is(tmp_path: Path,
 
 
 @pytest.mark.parametrize("odd", [0, 3, -1, 1 << 40, None, [], {}])
-def test_what_is_no_entry_is_refused_as_ever(tmp_path: Path, rng: random.Random, odd: Any) -> None:
+def test_invalid_entries_are_refused(tmp_path: Path, rng: random.Random, odd: Any) -> None:
     """The numbers of kinds stand in the list that is left; a dump cannot bring its own."""
     reported = content(rng)
     reported["entries"].insert(250, odd)

@@ -119,7 +119,7 @@ def test_a_shared_fault_does_not_hide_a_machine_of_its_own(tmp_path: Path) -> No
     }
 
 
-def test_ports_that_no_one_uses_are_a_remark(tmp_path: Path) -> None:
+def test_unused_ports_are_a_remark(tmp_path: Path) -> None:
     fleet(tmp_path, num_nodes=2)
     for n in range(2):
         port(tmp_path / f"node-{n}", "mlx5_9", **DOWN, counters={"link_downed": 0, "port_rcv_data": 0})
@@ -223,7 +223,7 @@ def test_counters_without_peers_cannot_be_reported(tmp_path: Path) -> None:
         ("np_cnp_sent", 0, 10**9, 60.0, False),  # no one to compare it with
     ],
 )
-def test_two_copies_tell_what_counts_now(
+def test_two_copies_show_current_growth(
     tmp_path: Path, name: str, before: int, after: int, seconds: float, is_found: bool
 ) -> None:
     for copy, count, at in (("first", before, 1000.0), ("second", after, 1000.0 + seconds)):
@@ -236,7 +236,7 @@ def test_two_copies_tell_what_counts_now(
         assert f"port mlx5_4/1: {name} grew by" in d.because and (d.onset, d.detected_at) == (1000.0, 1000.0 + seconds)
 
 
-def test_what_others_may_cause_is_reported_with_less_confidence_and_what_settles_it(tmp_path: Path) -> None:
+def test_counters_that_peers_may_cause_have_less_confidence(tmp_path: Path) -> None:
     for copy, at in (("first", 1000.0), ("second", 1060.0)):
         fleet(tmp_path / copy, num_nodes=2)
         grown = 900 if copy == "second" else 0
@@ -245,7 +245,7 @@ def test_what_others_may_cause_is_reported_with_less_confidence_and_what_settles
         made_at(tmp_path / copy, at)
     own, of_others = sorted((d for d in diagnosed(tmp_path)[0]), key=lambda d: d.suspects[0].node)
     assert (own.confidence, own.settle) == (0.8, "")
-    assert of_others.confidence == 0.5 and "whether its communication peers count the same" in of_others.settle
+    assert of_others.confidence == 0.5 and "the same counter of its communication peers" in of_others.settle
 
 
 @pytest.mark.parametrize(
@@ -270,7 +270,7 @@ def test_congestion_is_a_matter_of_peers(tmp_path: Path, mine: int, usual: int, 
         assert d.confidence == 0.4 and "PFC pauses" in d.settle
 
 
-def test_a_single_copy_says_nothing_of_congestion(tmp_path: Path) -> None:
+def test_a_single_copy_shows_no_congestion(tmp_path: Path) -> None:
     for n in range(5):
         port(tmp_path / f"node-{n}", "mlx5_0", counters={"np_cnp_sent": 10**9 if n == 1 else 0})
     assert diagnosed(tmp_path)[:2] == ([], ())
@@ -294,7 +294,7 @@ def test_links_and_devices_that_are_named(tmp_path: Path) -> None:
     assert diagnosing.search([device]).devices == [device]
 
 
-def test_nodes_of_one_name_are_told_apart_by_their_ports(tmp_path: Path) -> None:
+def test_nodes_of_one_name_are_distinguished_by_their_ports(tmp_path: Path) -> None:
     for rack, count in (("rack-1", 5), ("rack-2", 900)):
         folder = port(tmp_path / rack / "node-1", "mlx5_0", counters={"link_downed": count})
         (folder / "gids").mkdir()
@@ -331,7 +331,7 @@ def test_random_trees_do_no_harm(tmp_path: Path, rng: random.Random) -> None:
 
 
 @pytest.mark.parametrize("state", ["", "UP", "on\n4: ACTIVE", "4"])
-def test_what_only_looks_like_a_tree(tmp_path: Path, state: str) -> None:
+def test_folders_that_resemble_a_tree_are_ignored(tmp_path: Path, state: str) -> None:
     folder = port(tmp_path, state=state)
     assert not is_device(folder.parents[1])
     found = diagnosing.search([tmp_path])

@@ -80,7 +80,7 @@ def test_every_form_is_recognised_and_read(tmp_path: Path, form: str) -> None:
     assert "XID 79 (GPU has fallen off the bus), fatal" in d.because and f"GPU {GPU}" in d.because
     undated = ("160.000001" in FORMS[form] and "Nov" not in form and "Nov" not in FORMS[form]) or form == "kmsg"
     assert d.detected_at == (pytest.approx(160.0, abs=0.01) if undated else _wall(d, form))
-    assert answer.inputs[0].looked_at.startswith("1 file(s): 3 line(s) of the kernel")
+    assert answer.inputs[0].looked_at.startswith("1 file(s): 3 kernel line(s)")
 
 
 def _wall(d: Diagnosis, form: str) -> float:
@@ -103,7 +103,7 @@ def _wall(d: Diagnosis, form: str) -> float:
         "",
     ],
 )
-def test_what_looks_alike_and_is_none(tmp_path: Path, content: str) -> None:
+def test_near_misses_are_not_matched(tmp_path: Path, content: str) -> None:
     (tmp_path / "it").write_text(content)
     assert not kernel_logs.is_log(tmp_path / "it")
     with pytest.raises(UnreadableInput):
@@ -246,10 +246,10 @@ def test_dmesg_t_is_recognised_and_its_times_are_unknown(
     [d] = answer.diagnoses
     assert "XID 79" in d.because, "flaps need times"
     remarks = " ".join(r for i in answer.inputs for r in i.remarks)
-    assert "no time at all" in remarks and "2 times, in an unknown time" in remarks
+    assert "have no time (dmesg -t)" in remarks and "2 times, over an unknown period" in remarks
     assert main(["diagnose", str(tmp_path)]) == 1
     said = capsys.readouterr().out
-    assert "at an unknown time gpu: " in said and "the log does not say when" in said and "at 0 s" not in said
+    assert "at an unknown time gpu: " in said and "the log has no time for it" in said and "at 0 s" not in said
 
 
 def test_other_text_without_stamps_is_no_kernel_log(tmp_path: Path) -> None:
@@ -262,7 +262,7 @@ def test_other_text_without_stamps_is_no_kernel_log(tmp_path: Path) -> None:
         assert not kernel_logs.is_log(tmp_path / name), name
 
 
-def test_gpus_are_told_apart(tmp_path: Path) -> None:
+def test_gpus_are_distinguished(tmp_path: Path) -> None:
     diagnoses, _ = reported(tmp_path, (0, of_xid(95)), (1, of_xid(95, pci=OTHER)), iso(2, of_xid(95), host="gpu-8"))
     assert len({d.because for d in diagnoses}) == 3 and len({d.key for d in diagnoses}) == 3
 
@@ -278,7 +278,7 @@ def verdict(a: int, b: int) -> str:
 
 def test_the_drivers_verdict_is_the_advice_where_it_asks_for_more(tmp_path: Path) -> None:
     [d], _ = reported(tmp_path, (0, of_xid(94)), (1, verdict(0, 2)))
-    assert "XID 94" in d.because and "the driver's own verdict: RESTART_BM" in d.because
+    assert "XID 94" in d.because and "the driver requests: RESTART_BM" in d.because
     assert d.advice == "drain the machine and reboot it"
     [d], _ = reported(tmp_path, (0, of_xid(95)), (1, verdict(0, 2)), (2, verdict(2, 0)))
     assert "reset it" in d.advice, "it was taken back"
@@ -331,19 +331,19 @@ def test_a_fatal_code_that_keeps_coming_back_is_for_support(tmp_path: Path) -> N
     assert "support" in d.advice and "5 or more times within a day" in d.because
 
 
-def test_nvlink_says_its_links_and_whether_it_is_fatal(tmp_path: Path) -> None:
+def test_an_nvlink_finding_states_links_and_severity(tmp_path: Path) -> None:
     line = "NETIR_LINK_EVT  {}   XC0 i0 Link 09 (0x025525c6 0x00000000 0x00000000 0x0 0x0 0x0)"
     [d], _ = reported(tmp_path, (0, of_xid(149, line.format("Fatal"), process="")))
     assert d.fault_class == FaultClass.NETWORK and "other end of the link" in d.advice
     assert ", fatal" in d.because and any("NVLink 9, NETIR_LINK_EVT" in e.text for e in d.evidence)
     assert "NVIDIA's table (driver before R575): RESET_GPU, link fatal, to investigate INVESTIGATE_PEER" in d.because
     [d], _ = reported(tmp_path, (0, of_xid(149, line.format("Nonfatal"), process="")))
-    assert ", fatal" in d.because and "but the line says not fatal: the worse counts" in d.because
+    assert ", fatal" in d.because and "but the line says not fatal: the more severe one counts" in d.because
     [d], _ = reported(tmp_path, (0, of_xid(149, line.replace("025525c6", "003525c6").format("Fatal"), process="")))
-    assert ", fatal" in d.because and "NVIDIA's table has no row for it: the line itself (fatal) decides" in d.because
+    assert ", fatal" in d.because and "NVIDIA's table has no entry for it: the line (fatal) decides" in d.because
 
 
-def test_nvlink_errors_that_nvidia_says_to_ignore_are_remarks(tmp_path: Path) -> None:
+def test_ignorable_nvlink_errors_are_remarks(tmp_path: Path) -> None:
     counted = "NETIR_BER_EVENT Nonfatal XC0 i0 Link 09 (0x00000013 0x00000001 0x0 0x0 0x0 0x0)"
     diagnoses, remarks = reported(
         tmp_path,
@@ -368,7 +368,7 @@ def of_74(link: int, *registers: str) -> str:
 @pytest.mark.parametrize(
     ("lines", "words", "advice"),
     [
-        ([(0, of_74(6, "0x200000"))], "its registers say: signal integrity", "mechanical connections"),
+        ([(0, of_74(6, "0x200000"))], "its registers report: signal integrity", "mechanical connections"),
         ([(0, of_74(6, "0x0", "0x0", "0x10000"))], "matters when it repeats", "field diagnostics"),
         ([(i, of_74(6, "0x10")) for i in range(2)], "ECC or parity error", "reset the GPU"),
         ([(i, of_74(6, "0x10")) for i in range(3)], "ECC or parity error, 3 times on link 6", "support"),
@@ -376,7 +376,7 @@ def of_74(link: int, *registers: str) -> str:
         ([(0, of_74(6, "0x2"))], "and no other error came with it", "support"),
         ([(0, of_74(6, "0x2")), (1, of_xid(45))], "a consequence of another error", "follow the error"),
         ([(0, of_74(6, "0x0", "0x0", "0x0", "0x40000"))], "the fabric is to be reset", "reset the fabric"),
-        ([(0, of_74(6, "0x200001"))], "its registers say: signal integrity", "mechanical connections"),
+        ([(0, of_74(6, "0x200001"))], "its registers report: signal integrity", "mechanical connections"),
         ([(0, of_xid(74, "NVLink: something", process=""))], "XID 74 (NVLink error", "reset the GPU"),
     ],
 )
@@ -406,7 +406,7 @@ def test_a_fatal_sxid_explains_the_nvlink_errors_beside_it(tmp_path: Path) -> No
     assert len(long_after) == 2
 
 
-def test_an_sxid_is_as_severe_as_line_or_table_say(tmp_path: Path) -> None:
+def test_an_sxid_is_as_severe_as_the_worse_of_line_and_table(tmp_path: Path) -> None:
     diagnoses, remarks = reported(tmp_path, (0, SXID.format(11012, "Non-fatal")))
     assert diagnoses == [] and "SXid 11012" in remarks[0] and "not fatal" in remarks[0]
     assert len(reported(tmp_path, (0, SXID.format(11012, "Fatal")))[0]) == 1
@@ -414,9 +414,7 @@ def test_an_sxid_is_as_severe_as_line_or_table_say(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("code", [10004, 11004, 12028, 19084, 20009, 20012])
-def test_sxids_for_which_nvidia_wants_a_reset_are_faults_though_the_line_says_non_fatal(
-    tmp_path: Path, code: int
-) -> None:
+def test_sxids_that_require_a_reset_are_faults_even_if_the_line_is_non_fatal(tmp_path: Path, code: int) -> None:
     [d], remarks = reported(tmp_path, (0, SXID.format(code, "Non-fatal")))
     assert d.fault_class == FaultClass.NETWORK and remarks == ()
     assert "the line says non-fatal" in d.because and "reset its GPUs and NVSwitches" in d.advice
@@ -440,7 +438,7 @@ def test_oom_kills_of_a_node_are_one_diagnosis(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "changes", "words"),
     [
-        ("down for good", [(0, "down")], "did not come up again"),
+        ("down for good", [(0, "down")], "stayed down"),
         ("a single flap", [(0, "down"), (3, "up")], ""),
         (
             "two flaps in five minutes",
@@ -500,7 +498,7 @@ def test_a_slot_that_gives_little_power_is_a_remark(tmp_path: Path) -> None:
         "mlx5_core 0000:5c:00.0: mlx5_pcie_event:299:(pid 268269): Detected insufficient power on the PCIe slot (27W)."
     )
     diagnoses, remarks = reported(tmp_path, (0, line))
-    assert diagnoses == [] and "too little power: 0000:5c:00.0, once; compare the adapter's bandwidth" in remarks[0]
+    assert diagnoses == [] and "too little power: 0000:5c:00.0, once; compare the NIC's bandwidth" in remarks[0]
 
 
 def test_a_healthy_log_is_healthy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

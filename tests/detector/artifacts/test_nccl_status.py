@@ -40,11 +40,11 @@ def suspects(finding: Finding) -> list[tuple[str, int | None]]:
     return [(s.node, s.rank) for s in finding.suspects]
 
 
-def test_who_is_behind_while_no_one_advances_hangs(tmp_path: Path) -> None:
+def test_a_rank_behind_without_any_progress_is_hung(tmp_path: Path) -> None:
     answer = raw(communicator(*ranks(101, 101, 100, 101)))
     (finding,), remarks = polled(tmp_path, answer, answer)
     assert (finding.fault_class, suspects(finding)) == (FaultClass.HANG, [("10.0.0.1", 2)])
-    assert "launched 100 AllReduce, others 101" in finding.because and "2 answers over 30 s" in finding.because
+    assert "launched 100 AllReduce, others 101" in finding.because and "2 reports over 30 s" in finding.because
     assert (finding.onset, finding.detected_at) == (1000.0, 1030.0)
     assert finding.suspects[0].gpu == 0 and not remarks
 
@@ -56,7 +56,7 @@ def test_ranks_apart_that_advance_are_healthy(tmp_path: Path) -> None:
     assert found == [] and remarks == ()
 
 
-def test_one_answer_accuses_no_one_and_says_who_is_behind(tmp_path: Path) -> None:
+def test_a_single_report_accuses_no_rank_and_lists_those_behind(tmp_path: Path) -> None:
     found, remarks = polled(tmp_path, raw(communicator(*ranks(101, 101, 100))))
     assert found == []
     assert remarks[0].startswith("cannot tell") and "rank 2 (10.0.0.1, process 102, GPU 0) in AllReduce" in remarks[0]
@@ -69,7 +69,7 @@ def test_two_answers_too_close_are_as_one(tmp_path: Path) -> None:
     assert len(polled(tmp_path, answer, answer, answer, seconds=1.0)[0]) == 1
 
 
-def test_a_symmetric_hang_cannot_be_reported_and_that_is_said(tmp_path: Path) -> None:
+def test_a_symmetric_hang_is_undecided_and_stated(tmp_path: Path) -> None:
     answer = raw(communicator(*ranks(101, 101, 101)))
     for answers in ((answer,), (answer, answer, answer)):
         found, remarks = polled(tmp_path, *answers)
@@ -111,7 +111,7 @@ def test_a_circle_of_waits_is_not_judged(tmp_path: Path) -> None:
     assert finding.fault_class is FaultClass.CANNOT_TELL and len(finding.suspects) == 2
 
 
-def test_who_launched_another_collective_runs_other_code(tmp_path: Path) -> None:
+def test_a_rank_that_launched_another_collective_runs_other_code(tmp_path: Path) -> None:
     listed = [rank(n, 0, 0, 7, 0, 101) for n in range(3)] + [rank(3, 0, 0, 8, 0, 100)]
     (finding,), _ = polled(tmp_path, raw(communicator(*listed)), raw(communicator(*listed)))
     assert (finding.fault_class, suspects(finding)) == (FaultClass.USER_CODE, [("10.0.0.1", 3)])
@@ -121,13 +121,13 @@ def test_who_launched_another_collective_runs_other_code(tmp_path: Path) -> None
     )
 
 
-def test_a_majority_behind_accuses_no_one(tmp_path: Path) -> None:
+def test_a_majority_that_is_behind_is_not_accused(tmp_path: Path) -> None:
     answer = raw(communicator(*ranks(101, 100, 100)))
     found, remarks = polled(tmp_path, answer, answer)
     assert found == [] and "more than half" in remarks[0]
 
 
-def test_errors_name_who_failed_and_not_its_victims(tmp_path: Path) -> None:
+def test_errors_name_the_failed_rank_and_not_its_victims(tmp_path: Path) -> None:
     answer = raw(communicator(rank(0, async_error=6), rank(1, async_error=1), rank(2, async_error=6)))
     (finding,), remarks = polled(tmp_path, answer)
     assert (finding.fault_class, suspects(finding)) == (FaultClass.GPU, [("10.0.0.0", 1)])
@@ -209,7 +209,7 @@ def test_a_topology_names_node_role_and_replica(tmp_path: Path) -> None:
     assert (who.node, who.role, who.replica, who.rank) == ("m7", "trainer", "trainer/1", 1)
 
 
-def test_what_only_looks_like_an_answer_is_refused(tmp_path: Path) -> None:
+def test_input_that_resembles_a_report_is_refused(tmp_path: Path) -> None:
     whole = raw(communicator(*ranks(9, 8)))
     file = tmp_path / "a.json"
     file.write_bytes(whole[:-20])
@@ -243,24 +243,24 @@ def test_the_rank_with_the_shortest_times_is_the_late_one(tmp_path: Path) -> Non
     assert "in 40 of 40" in finding.because and "1.20 ms" in finding.because and remarks == ()
 
 
-def test_even_ranks_and_single_late_arrivals_accuse_no_one(tmp_path: Path) -> None:
+def test_even_ranks_and_single_late_arrivals_give_no_finding(tmp_path: Path) -> None:
     assert nccl_times.diagnose(recorded(tmp_path, lambda r, n: 8500 + 100 * ((r + n) % 4))) == ([], ())
     everybody_in_turn = recorded(tmp_path, lambda r, n: 1000 if n % 4 == r else 8500)
     assert nccl_times.diagnose(everybody_in_turn)[0] == []
 
 
-def test_ranks_without_a_file_and_files_that_end_early_are_said(tmp_path: Path) -> None:
+def test_missing_and_short_files_are_remarks(tmp_path: Path) -> None:
     logs = recorded(tmp_path, lambda r, n: 8500, num_ranks=3, tail=b'{"header": {"id"')
     logs[1].operations["0x7f8c", 1].pop()
     found, remarks = nccl_times.diagnose(logs)
     assert found == []
-    assert "3 truncated or unknown line(s)" in remarks[0] and "1 of 4 ranks left no file" in remarks[1]
+    assert "3 truncated or unknown line(s)" in remarks[0] and "1 of 4 ranks of communicator" in remarks[1]
     assert "rank(s) 1 of communicator 0x7f8c finished AllReduce up to 38, others up to 39" in remarks[2]
 
 
-def test_one_rank_alone_tells_nothing_of_peers(tmp_path: Path) -> None:
+def test_one_rank_alone_gives_no_comparison(tmp_path: Path) -> None:
     found, remarks = nccl_times.diagnose(recorded(tmp_path, lambda r, n: 8500, num_ranks=1))
-    assert found == [] and "take the files of all nodes" in remarks[0]
+    assert found == [] and "collect the files of all nodes" in remarks[0]
 
 
 def test_few_joint_operations_are_not_compared(tmp_path: Path) -> None:
@@ -318,16 +318,16 @@ def test_a_folder_of_both_is_diagnosed(tmp_path: Path, capsys: pytest.CaptureFix
     assert main(["diagnose", str(tmp_path)]) == 1
     out = capsys.readouterr().out
     assert "hang: rank 2 (10.0.0.1, process 102, GPU 0) launched 100 AllReduce, others 101" in out
-    assert "slow: rank 3 (node-1, process 103) come(s) late" in out
-    assert "3 file(s): 2 answer(s) of NCCL RAS" in out and "ras-torn.json" in out
+    assert "slow: rank 3 (node-1, process 103) enter(s) the collectives" in out
+    assert "3 file(s): 2 NCCL RAS report(s)" in out and "ras-torn.json" in out
     assert "4 file(s): NCCL Inspector: 160 finished collective(s)" in out
 
 
-def test_a_healthy_answer_says_what_it_cannot_tell(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_healthy_answer_lists_what_is_undecided(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "ras.txt"
     file.write_bytes(raw(communicator(*ranks(5, 5))))
     assert main(["diagnose", str(file)]) == 0
     out = capsys.readouterr().out
-    assert out.startswith("nothing found, but not everything could be checked") and "looks the same" in out
+    assert out.startswith("nothing found, but not everything could be checked") and "looks like" in out
     file.write_bytes(raw(communicator(*ranks(5, 5)))[:-9])
     assert main(["diagnose", str(file)]) == 2

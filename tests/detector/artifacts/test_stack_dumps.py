@@ -46,7 +46,7 @@ from tests.detector.stack_cases import (
         ("trainer-1_rank3_step-7.json", {"role": "trainer", "replica": "trainer/1", "rank": 3}),
     ],
 )
-def test_names_say_whose_stack_it_is(tmp_path: Path, path: str, wanted: dict[str, object]) -> None:
+def test_file_names_identify_the_process_of_a_stack(tmp_path: Path, path: str, wanted: dict[str, object]) -> None:
     file = tmp_path / path
     file.parent.mkdir(exist_ok=True)
     file.write_text(json.dumps(py_spy_json(*REDUCE)))
@@ -55,7 +55,7 @@ def test_names_say_whose_stack_it_is(tmp_path: Path, path: str, wanted: dict[str
     assert {k: getattr(found, k) for k in empty} == {**empty, **wanted} and found.pid == 7
 
 
-def test_an_agents_answer_says_it_itself(tmp_path: Path) -> None:
+def test_an_agents_response_identifies_its_process(tmp_path: Path) -> None:
     file = tmp_path / "answer.json"
     said = {"node": "m04", "pid": 7, "replica": "trainer/1", "rank": 0, "incarnation": 2, "at": 5.0}
     file.write_text(json.dumps({**said, "threads": py_spy_json(*REDUCE)}))
@@ -174,7 +174,7 @@ def test_any_bytes_are_read_or_refused(tmp_path_factory: pytest.TempPathFactory,
         pass
 
 
-def test_a_topology_fills_in_what_dumps_do_not_say(tmp_path: Path) -> None:
+def test_a_topology_completes_dumps(tmp_path: Path) -> None:
     file = tmp_path / "topology.json"
     rank = {"node": "m3", "replica": "trainer/1", "pid": 7}
     file.write_text(json.dumps({"role": "trainer", "ranks": {"3": rank}, "parallel": {"tp": 2, "dp": 2}}))

@@ -57,7 +57,7 @@ from tests.support import eventually
     ],
     ids=lambda value: value.name if isinstance(value, StackActivity) else None,
 )
-def test_who_does_not_wait_while_the_rest_waits_is_the_suspect(
+def test_the_process_that_does_not_wait_is_the_suspect(
     texts: tuple[str, ...], doing: StackActivity, confidence: float
 ) -> None:
     texts = tuple(t if ":" in t else f"python3.11:{t}" for t in texts)
@@ -102,7 +102,7 @@ def test_no_one_is_accused(dumps: list[StackDump]) -> None:
     assert f"trainer: {len(dumps)} stack" in summary(dumps)
 
 
-def test_halves_cannot_tell_and_say_what_would_settle_it() -> None:
+def test_two_halves_are_undecided_and_state_what_would_settle_it() -> None:
     found = only(diagnose([dump(0, *REDUCE), dump(1, *LOADER)]))
     assert found.fault_class == FaultClass.CANNOT_TELL and "some seconds later" in settle(found)
     both_wait = only(diagnose([*(dump(r, *REDUCE) for r in range(2)), *(dump(r, *GATHER) for r in (2, 3))]))
@@ -116,12 +116,12 @@ def test_a_pipeline_that_waits_for_a_stage_at_work_is_no_fault_by_itself() -> No
     assert (ranks(only(diagnose(stuck))), only(diagnose(stuck)).fault_class) == ([3], FaultClass.HANG)
 
 
-def test_a_single_dump_that_waits_cannot_tell() -> None:
+def test_a_single_waiting_dump_is_undecided() -> None:
     found = only(diagnose([dump(0, *REDUCE)]))
     assert found.fault_class == FaultClass.CANNOT_TELL and "that it waits for" in settle(found)
 
 
-def test_most_at_one_place_twice_wait_for_who_is_elsewhere() -> None:
+def test_a_majority_at_one_place_twice_waits_for_the_others() -> None:
     """Reading a value from a GPU shows no wait: 7 of 8 stand in their own code, and in an older dump, too."""
     item = ("train.py:log_loss", "train.py:main")
     now = [*(dump(r, *item, active=True) for r in range(7)), dump(7, *LOADER)]
@@ -152,7 +152,7 @@ def test_a_stalled_rank_explains_more_than_a_missing_dump() -> None:
     assert ranks(found) == [7] and found.confidence == 0.6 and "no dump of trainer rank 6" in found.because
 
 
-def test_ranks_that_each_replica_counts_again_hide_no_one() -> None:
+def test_ranks_numbered_per_replica_hide_no_process() -> None:
     dumps = [dump(r, *REDUCE, replica=f"trainer/{i}") for i in range(2) for r in (0, 2)]
     assert diagnose(dumps) == []
 
@@ -239,7 +239,7 @@ def rounds_told(found: Finding) -> dict[str, float]:
     return next(e.values for e in found.evidence if e.kind == ROUNDS)
 
 
-def test_who_holds_up_the_others_in_most_rounds_and_moves_is_slow() -> None:
+def test_a_process_that_blocks_most_rounds_and_moves_is_slow() -> None:
     found = only(diagnose(late([3], [3], [], [3], [3])))
     assert (ranks(found), found.fault_class, found.confidence) == ([3], FaultClass.SLOW, 0.7)
     assert "the others wait for trainer rank 3 (node m01) in 4 of 5 rounds of stacks" in found.because
@@ -322,7 +322,7 @@ def test_the_same_parallel_group_elsewhere_in_most_rounds_is_named_as_a_whole() 
     assert next(e.values for e in found.evidence if e.kind == PARALLEL_GROUP)["num_members"] == 8
 
 
-def test_who_stands_over_the_rounds_hangs() -> None:
+def test_a_process_at_one_place_over_all_rounds_is_hung() -> None:
     healthy = late([], [])
     later = [replace(d, at=d.at + 20) for d in looks({3: LOADER}, {3: LOADER}, {3: LOADER})]
     found = only(diagnose([*healthy, *later]))
@@ -339,7 +339,7 @@ def test_who_stands_over_the_rounds_hangs() -> None:
 
 
 def test_a_job_that_goes_on_does_not_hang_wherever_its_slowest_stands() -> None:
-    """A slow data loader looks the same each time; that the others leave their wait shows that it moves."""
+    """A slow data loader looks like each time; that the others leave their wait shows that it moves."""
     found = only(diagnose(looks({3: LOADER}, {3: LOADER}, {3: LOADER}, {3: LOADER, 1: work(0)}, {3: LOADER})))
     assert (ranks(found), found.fault_class) == ([3], FaultClass.SLOW) and "slow, not hung" in found.because
 
@@ -380,7 +380,7 @@ def frames_of(d: StackDump) -> list[str]:
     return [f"{f.file}:{f.name}" for f in d.threads[0].frames]
 
 
-def test_who_was_seen_before_and_has_no_dump_of_now_is_missing() -> None:
+def test_a_process_without_a_current_dump_is_missing() -> None:
     """It computed while it was there: what an old dump shows is not what it does now."""
     rounds = [{5: work(0)}, {5: ()}, {5: ()}]
     found = only(diagnose(looks(*rounds)))
@@ -493,7 +493,7 @@ def test_a_file_given_twice_is_no_second_round() -> None:
     assert only(diagnose([*dumps, *copied])).because == only(diagnose(dumps)).because
 
 
-def test_an_earlier_process_tells_nothing_of_the_one_in_its_place() -> None:
+def test_dumps_of_an_earlier_process_are_ignored() -> None:
     now = [dump(r, *REDUCE, pid=20 + r) for r in range(7)]
     before = [dump(r, *work(r), pid=10 + r, at=90.0) for r in range(8)]
     found = only(diagnose([*before, *now, dump(7, *LOADER, pid=27)]))
@@ -542,12 +542,12 @@ def test_the_same_wait_reached_in_other_ways_is_one_place() -> None:
         (("train.py:flatten", "train.py:all_reduce_gradients", "train.py:main"), StackActivity.STILL),
     ],
 )
-def test_what_a_stack_says(texts: tuple[str, ...], doing: StackActivity) -> None:
+def test_activities_of_a_stack(texts: tuple[str, ...], doing: StackActivity) -> None:
     texts = tuple(t if ".py:" in t or ".so" in t else f"train.py:{t}" for t in texts)
     assert stack_of(dump(0, *texts)).doing == doing
 
 
-def test_the_thread_that_tells_most_speaks_for_its_process() -> None:
+def test_the_most_informative_thread_represents_its_process() -> None:
     loop = thread("selectors.py:select", "asyncio/base_events.py:run_forever", "worker.py:main")
     trains = thread(*REDUCE, name="Thread-2 (train)")
     helpers = (

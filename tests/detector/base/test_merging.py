@@ -49,7 +49,7 @@ def test_a_cause_explains_what_follows_it_and_nothing_before() -> None:
     assert reported([finding("n2", 110), hang]) == [("n1", 100, "hang"), ("n2", 110, "slow")]
 
 
-def test_who_can_tell_settles_who_cannot() -> None:
+def test_a_finding_that_names_a_node_settles_a_tie() -> None:
     unsure = finding("n1", 120, FaultClass.CANNOT_TELL)
     assert reported([unsure, finding("n1", 100, FaultClass.CRASH)]) == [("n1", 100, "crash")]
     assert reported([unsure, finding("n2", 100, FaultClass.CRASH)]) == [

@@ -1,4 +1,4 @@
-"""Pickles of plain data are what Python's own pickler wrote; what costs too much or wants to run is not read."""
+"""Pickles of plain data are what Python's own pickler wrote; what costs too much or tries to run is not read."""
 
 import pickle
 from typing import Any
@@ -44,7 +44,7 @@ def test_damaged_bytes_raise_nothing_else(value: Any, protocol: int, data: st.Da
         ("DEPTH_MAX", b"(" * 11, "nested too deeply"),
     ],
 )
-def test_what_it_may_cost_is_bounded(monkeypatch: pytest.MonkeyPatch, limit: str, data: bytes, said: str) -> None:
+def test_cost_is_bounded(monkeypatch: pytest.MonkeyPatch, limit: str, data: bytes, said: str) -> None:
     monkeypatch.setattr(plain_pickle, limit, 10)
     with pytest.raises(UnsafePickle, match=said):
         loads(b"\x80\x04" + data + b".")

@@ -29,7 +29,7 @@ from rolecall.detector.live.stages.collapse import (
     TrainingHistory,
     collapse_symptoms,
 )
-from rolecall.recovery.fleet import FleetView, ReplicaView
+from rolecall.recovery.fleet_view import FleetView, ReplicaView
 from rolecall.recovery.incidents import IncidentOutcome
 from rolecall.recovery.policy import PolicyInput, decide
 from rolecall.testing.synthetic_run import FakeFault, FakeFleet
@@ -137,11 +137,11 @@ def test_a_collapse_has_its_sign(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", LAWFUL)
-def test_what_healthy_runs_do_is_no_sign(name: str) -> None:
+def test_healthy_runs_have_no_symptom(name: str) -> None:
     assert kinds(LAWFUL[name]) == set()
 
 
-def test_a_difference_in_too_few_steps_is_said_with_its_size_and_is_no_agreement() -> None:
+def test_a_difference_in_too_few_steps_is_stated_and_is_no_agreement() -> None:
     rows = then(20, reward=0.3, log_ratio_max=lambda i: 0.3 if i == 2 else 1e-6)
     because = the_one(stands(rows)).because
     assert "differ about tokens of the same version by up to 0.3, too rarely" in because and "agree" not in because
@@ -167,7 +167,7 @@ def the_one(diagnoses: Sequence[Sequence[Diagnosis]]) -> Diagnosis:
     return next(iter(found.values()))
 
 
-def test_it_is_the_runs_fault_and_says_what_to_look_at() -> None:
+def test_a_collapse_concerns_the_run_and_gives_advice() -> None:
     d = the_one(stands(then(20, reward=0.3, log_ratio_max=1e-6)))
     assert (d.fault_class, d.suspects, d.role_at_fault) == (FaultClass.USER_CODE, (), "")
     assert "the policy collapsed, not a machine fault: mean reward fell from 0.98" in d.because
@@ -240,7 +240,7 @@ def test_a_sign_read_amid_an_update_is_not_kept() -> None:
     assert course.points[-1].values == {"reward": 0.5, "entropy": 1.0}
 
 
-def test_what_is_kept_has_an_end() -> None:
+def test_stored_evidence_is_bounded() -> None:
     detector = LiveDetector(CONFIG)
     stands([{"reward": 0.5, "entropy": 1.0}] * (STEPS_KEPT + 50), detector, replicas=("trainer/0",))
     assert len(detector.state()["stages"]["collapse"]["history"]["v"]["points"]) == STEPS_KEPT + 1
@@ -255,7 +255,7 @@ def test_a_stored_window_replays_to_the_same_decisions() -> None:
     assert again[-1] and len(again) < 40, "from what was known before it"
 
 
-def test_a_restarted_watcher_tells_it_once() -> None:
+def test_a_restarted_watcher_reports_it_once() -> None:
     detector, rows = LiveDetector(CONFIG), then(16, reward=0.3)
     first = stands(rows[:70], detector)[-1]
     resumed = LiveDetector.resumed(CONFIG, None, json.loads(json.dumps(detector.state(), allow_nan=False)))
@@ -328,7 +328,7 @@ def told_of(name: str) -> Diagnosis:
 
 @pytest.mark.parametrize("mode", ["observe", "approve", "act"])
 @pytest.mark.parametrize("name", COLLAPSES)
-def test_an_operator_is_called_no_one_is_evicted_and_the_job_goes_on(name: str, mode: str) -> None:
+def test_oncall_is_paged_nothing_is_evicted_and_the_job_continues(name: str, mode: str) -> None:
     d = told_of(name)
     question = PolicyInput(
         incident_id=IncidentId("inc-1-job"),

@@ -12,7 +12,7 @@ from rolecall.core.config.job import DetectorConfig
 from rolecall.detector.base.observation import Observation
 from rolecall.detector.live.engine import LiveDetector
 from rolecall.detector.live.history import decode, encode
-from rolecall.detector.live.subject import learned_deadline
+from rolecall.detector.live.monitored_process import learned_deadline
 from rolecall.testing.synthetic_run import FakeFault, FakeFleet
 
 CONFIG = DetectorConfig(mask_proc_state=True)
@@ -79,7 +79,7 @@ def test_deadlines_are_reported_in_words() -> None:
     assert deadline.text.startswith("2.5 s = max(2.5, 5 x P99 0.")
 
 
-def test_progressing_says_what_is_missing() -> None:
+def test_progressing_states_what_is_missing() -> None:
     fleet, detector = FakeFleet(seed=6), LiveDetector(CONFIG)
     for o in fleet.run(45.0):
         detector.observe(o)

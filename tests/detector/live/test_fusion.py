@@ -106,7 +106,7 @@ def test_half_of_a_role_is_no_majority() -> None:
     assert _told(*slow, sizes={"rollout": 3}) == [("cannot_tell", ["rollout/0", "rollout/1"])]
 
 
-def test_a_slow_majority_says_since_when_and_what_would_settle_it() -> None:
+def test_a_slow_majority_has_an_onset_and_states_what_would_settle_it() -> None:
     earlier = replace(_found(F.SLOW, "rollout/0"), onset=4.0)
     (reported,) = fuse([_found(F.SLOW, "rollout/1"), earlier], {}, SIZES, now=13.0)
     assert (reported.onset, reported.detected_at, reported.confidence < 0.5) == (4.0, 13.0, True)
@@ -156,13 +156,13 @@ def test_two_replicas_of_one_node_are_one_fault_reported_of_the_first() -> None:
     assert _left(here) == ["rollout/1", "trainer/1"]
 
 
-def test_panels_that_name_most_of_a_role_name_no_one_of_it() -> None:
+def test_panel_findings_about_most_of_a_role_are_void() -> None:
     two = [_panel("rollout/0"), _panel("rollout/1")]
     assert _left([*two, _panel("trainer/0")]) == ["trainer/0"]
     assert _left(two, sizes={"rollout": 4}) == ["rollout/0", "rollout/1"]
 
 
-def test_what_panels_say_voids_no_measured_slowness() -> None:
+def test_panel_findings_do_not_void_measured_slowdowns() -> None:
     measured = _found(F.SLOW, "rollout/1")
     reported = fuse([measured], {}, SIZES, 13.0, unexplained([_panel("rollout/0")], [measured], SIZES))
     assert [(str(d.fault_class), d.suspects[0].replica, on_panels_alone(d)) for d in reported] == [
@@ -171,7 +171,7 @@ def test_what_panels_say_voids_no_measured_slowness() -> None:
     ]
 
 
-def test_a_slowness_that_was_measured_takes_the_place_of_what_a_panel_said() -> None:
+def test_a_measured_slowdown_replaces_a_panel_finding() -> None:
     (first,) = fuse([], {}, SIZES, 13.0, [_panel("rollout/0")])
     assert on_panels_alone(first) and first.gain_ratio is None and "nothing is replaced" in first.advice
     measured = replace(_found(F.SLOW, "rollout/0"), evidence=(Evidence(kind=GAIN, text="", values={"ratio": 3.0}),))
@@ -181,7 +181,7 @@ def test_a_slowness_that_was_measured_takes_the_place_of_what_a_panel_said() -> 
     assert still is then
 
 
-def test_what_a_panel_said_of_a_gpu_stays_when_the_slowness_is_measured() -> None:
+def test_gpu_evidence_of_a_panel_is_kept_when_the_slowdown_is_measured() -> None:
     of_gpu = Evidence(kind=OF_GPU, text="GPU 3: SM clock 1200 MHz (peers 1755 MHz)", values={"gpu": 3.0})
     said = replace(_panel("rollout/0"), evidence=(Evidence(kind="metric:x", text="x"), of_gpu))
     (first,) = fuse([], {}, SIZES, 13.0, [said])

@@ -227,7 +227,7 @@ def test_a_gpu_that_throttles_names_its_replica_and_itself_while_all_keep_step()
 
 
 @pytest.mark.parametrize("seed", [1, 2])
-def test_of_healthy_gpus_no_one_is_named(seed: int) -> None:
+def test_healthy_gpus_give_no_finding(seed: int) -> None:
     assert watched(Training(seed=seed).observations(1800)) == ([], {})
 
 

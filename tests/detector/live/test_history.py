@@ -44,7 +44,7 @@ def test_a_window_begins_with_the_state_of_its_first_observation(seed: int) -> N
     assert len(num_windows) > 4
 
 
-def test_a_window_of_many_is_narrowed_to_the_suspects_and_peers_and_says_the_same(
+def test_the_window_of_a_large_fleet_is_narrowed_and_replays_to_the_same(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(history, "SUBJECTS_WHOLE_MAX", 2)
@@ -72,7 +72,7 @@ def test_many_samples_make_a_window_shorter_not_the_memory_larger(monkeypatch: p
     assert 50 <= kept <= 120
 
 
-def test_what_was_learned_is_made_in_parts_and_is_the_whole() -> None:
+def test_state_in_parts_equals_the_state() -> None:
     fleet, detector = FakeFleet(seed=3), LiveDetector(CONFIG)
     for o in fleet.run(45.0):
         detector.observe(o)

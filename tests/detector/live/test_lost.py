@@ -5,12 +5,12 @@ from rolecall.core.config.job import DetectorConfig
 from rolecall.core.faults import FaultClass
 from rolecall.detector.base.observation import Observation
 from rolecall.detector.live.engine import LiveDetector
-from rolecall.detector.live.fleet import MonitoredProcesses
+from rolecall.detector.live.processes import MonitoredProcesses
 from rolecall.detector.live.stages import agent_lost as lost
 from rolecall.testing.synthetic_run import FakeFleet
 
 
-def test_many_silent_agents_at_once_are_one_fault_that_accuses_no_one() -> None:
+def test_many_silent_agents_at_once_are_one_fault_without_suspects() -> None:
     fleet, detector = FakeFleet(seed=1), LiveDetector(DetectorConfig(mask_proc_state=True))
     last = [o for o in fleet.run(10.0) if [detector.observe(o)]][-1]
     nodes = sorted({p.node for p in fleet.processes.values()})

@@ -7,7 +7,7 @@ from rolecall.core.ids import NodeId
 from rolecall.core.telemetry import AgentEvent, AgentEventKind
 from rolecall.detector.live.engine import LiveDetector
 from rolecall.detector.live.history import decode, encode
-from rolecall.detector.live.stages.nccl_ras import COMMUNICATORS_MAX, FORGOTTEN_SECONDS, StalledCommunicators
+from rolecall.detector.live.stages.nccl_ras import COMMUNICATORS_MAX, FORGOTTEN_SECONDS, NcclRasStage
 from rolecall.testing.synthetic_run import WALL_OFFSET, FakeFleet
 
 CONFIG = DetectorConfig(mask_proc_state=True)
@@ -32,7 +32,7 @@ def reported(detector: LiveDetector, fleet: FakeFleet, seconds: float = 1.0) -> 
     return newest
 
 
-def test_who_is_behind_is_named_once_whoever_says_so_until_all_say_that_it_goes_on() -> None:
+def test_a_rank_behind_is_named_once_until_all_agents_report_progress() -> None:
     fleet, detector = FakeFleet(seed=7), LiveDetector(CONFIG)
     assert reported(detector, fleet, 10.0) == []
     pid = str(fleet.processes["trainer/1"].process.pid)
@@ -48,7 +48,7 @@ def test_who_is_behind_is_named_once_whoever_says_so_until_all_say_that_it_goes_
     assert reported(detector, fleet) == []
 
 
-def test_a_number_that_fits_no_one_or_several_names_no_one() -> None:
+def test_a_pid_that_matches_no_rank_or_several_names_none() -> None:
     for pids in ("", "999999", "x"):
         fleet, detector = FakeFleet(seed=7), LiveDetector(CONFIG)
         reported(detector, fleet, 10.0)
@@ -66,18 +66,18 @@ def test_a_crash_is_why_the_others_wait() -> None:
     assert [d.fault_class for d in reported(detector, fleet)] == [FaultClass.CRASH]
 
 
-def test_what_no_one_says_any_more_is_forgotten_and_all_is_bounded() -> None:
-    fleet, standings = FakeFleet(seed=9), StalledCommunicators()
+def test_old_reports_are_forgotten_and_the_state_is_bounded() -> None:
+    fleet, stage = FakeFleet(seed=9), NcclRasStage()
     wall = fleet.now + WALL_OFFSET
     for n in range(2 * COMMUNICATORS_MAX):
-        standings.take(said(fleet, "node-a", "suspicious", f"c{n}"), wall)
-    standings.take(said(fleet, "node-a", "advances", "never seen"), wall)
-    assert len(standings.standing) == COMMUNICATORS_MAX
-    assert decode(encode(standings)) == standings
+        stage.take(said(fleet, "node-a", "suspicious", f"c{n}"), wall)
+    stage.take(said(fleet, "node-a", "advances", "never seen"), wall)
+    assert len(stage.state) == COMMUNICATORS_MAX
+    assert decode(encode(stage.state)) == stage.state
     started = AgentEvent(seq=1, kind=AgentEventKind.AGENT_STARTED, node=NodeId("node-a"), at=0.0, wall_at=wall)
-    standings.take(started, wall)
-    assert standings.standing == {}  # it will say so again
-    standings.take(said(fleet, "node-a", "suspicious"), wall)
+    stage.take(started, wall)
+    assert stage.state == {}  # it will say so again
+    stage.take(said(fleet, "node-a", "suspicious"), wall)
     detector = LiveDetector(CONFIG)
-    assert len(standings.find(detector._fleet, wall + FORGOTTEN_SECONDS - 1)) == 1
-    assert standings.find(detector._fleet, wall + FORGOTTEN_SECONDS + 1) == []
+    assert len(stage.find(detector._fleet, wall + FORGOTTEN_SECONDS - 1)) == 1
+    assert stage.find(detector._fleet, wall + FORGOTTEN_SECONDS + 1) == []

@@ -18,7 +18,7 @@ from rolecall.detector.live.stages.node_faults import (
     FLAP_SECONDS,
     HELD_SECONDS,
     STANDS_SECONDS,
-    NodeFaults,
+    NodeFaultsStage,
 )
 from rolecall.testing.synthetic_run import WALL_OFFSET, FakeFleet
 
@@ -30,13 +30,13 @@ def event(kind: AgentEventKind, at: float = 0.0, node: str = "node-7", **detail:
     return AgentEvent(seq=1, kind=kind, node=NodeId(node), at=at, wall_at=WALL + at, detail=detail)
 
 
-def alone(faults: NodeFaults, at: float) -> list[tuple[str, list[int | None], str]]:
+def alone(faults: NodeFaultsStage, at: float) -> list[tuple[str, list[int | None], str]]:
     found = faults.join([], WALL + at)
     return [(str(f.fault_class), [s.gpu for s in f.suspects], f.because) for f in found]
 
 
 def test_an_xid_that_stays_with_the_gpu_names_it_until_it_is_not_reported_again() -> None:
-    faults = NodeFaults()
+    faults = NodeFaultsStage()
     faults.take(event(AgentEventKind.XID, xid="79", gpu="3", line="NVRM: Xid (PCI:0000:3b:00): 79, ..."), WALL)
     ((fault_class, gpus, because),) = alone(faults, 1.0)
     assert (fault_class, gpus) == ("gpu", [3]) and "XID 79 on GPU 3 of node-7" in because and "bus" in because
@@ -45,15 +45,15 @@ def test_an_xid_that_stays_with_the_gpu_names_it_until_it_is_not_reported_again(
     assert alone(faults, STANDS_SECONDS + 401) == []
 
 
-def test_xids_of_the_application_and_those_to_be_ignored_name_no_one() -> None:
-    faults = NodeFaults()
+def test_application_and_ignorable_xids_give_no_finding() -> None:
+    faults = NodeFaultsStage()
     for code in ("13", "31", "43", "45", "63", "94", "x", "", "999999999999"):
         faults.take(event(AgentEventKind.XID, xid=code, gpu="0"), WALL)
     assert alone(faults, 1.0) == []
 
 
 def test_of_a_switch_and_of_nvlink_the_line_says_whether_it_is_fatal() -> None:
-    faults = NodeFaults()
+    faults = NodeFaultsStage()
     faults.take(event(AgentEventKind.XID, sxid="12028", device="nvswitch2", meaning="egress", fatal="no"), WALL)
     faults.take(event(AgentEventKind.XID, xid="145", gpu="1", fatal="no"), WALL)
     assert alone(faults, 1.0) == []
@@ -62,8 +62,8 @@ def test_of_a_switch_and_of_nvlink_the_line_says_whether_it_is_fatal() -> None:
     assert (fault_class, gpus) == ("network", [None]) and "SXid 20034 of nvswitch2 of node-7" in because
 
 
-def test_what_the_kernel_log_tells_of_long_ago_is_not_now() -> None:
-    faults = NodeFaults()
+def test_old_kernel_log_lines_are_ignored() -> None:
+    faults = NodeFaultsStage()
     faults.take(event(AgentEventKind.XID, xid="79", gpu="3", seconds_ago="40431"), WALL)
     assert alone(faults, 1.0) == []
     faults.take(event(AgentEventKind.XID, xid="79", gpu="3", seconds_ago="12"), WALL)
@@ -72,13 +72,13 @@ def test_what_the_kernel_log_tells_of_long_ago_is_not_now() -> None:
 
 
 def test_an_xid_of_a_mig_instance_names_it() -> None:
-    faults = NodeFaults()
+    faults = NodeFaultsStage()
     faults.take(event(AgentEventKind.XID, xid="95", gpu="3", gpu_instance="9", compute_instance="0"), WALL)
     assert "XID 95 on GPU 3 (MIG instance 9) of node-7" in alone(faults, 1.0)[0][2]
 
 
 def test_the_drivers_own_verdict_stands_until_it_is_taken_back() -> None:
-    faults = NodeFaults()
+    faults = NodeFaultsStage()
     asks = {"xid": "154", "gpu": "3", "recovery": "drain_and_reset", "advice": "drain and reset it", "fatal": "yes"}
     faults.take(event(AgentEventKind.XID, **asks), WALL)
     ((fault_class, gpus, because),) = alone(faults, 2 * STANDS_SECONDS)
@@ -91,23 +91,23 @@ def test_the_drivers_own_verdict_stands_until_it_is_taken_back() -> None:
 
 def test_of_nvlink_nvml_tells_the_number_and_the_kernels_line_decides() -> None:
     by_nvml = event(AgentEventKind.XID, xid="149", gpu="3", source="nvml")
-    faults = NodeFaults()
+    faults = NodeFaultsStage()
     faults.take(by_nvml, WALL)
     assert alone(faults, HELD_SECONDS / 2) == []
     assert len(alone(faults, HELD_SECONDS)) == 1, "no kernel log to be read: the number is all there is"
 
-    faults = NodeFaults()
+    faults = NodeFaultsStage()
     faults.take(by_nvml, WALL)
     faults.take(event(AgentEventKind.XID, xid="149", gpu="3", fatal="no", adds_to="nvml"), WALL)
     assert alone(faults, HELD_SECONDS + 1) == []
 
-    faults = NodeFaults()
+    faults = NodeFaultsStage()
     faults.take(by_nvml, WALL)
     line = {"fatal": "yes", "adds_to": "nvml", "advice": "reset it", "line": "NVRM: Xid .."}
     faults.take(event(AgentEventKind.XID, xid="149", gpu="3", **line), WALL)
     assert len(alone(faults, 0.1)) == 1
 
-    faults = NodeFaults()
+    faults = NodeFaultsStage()
     faults.take(event(AgentEventKind.XID, xid="79", gpu="3", source="nvml"), WALL)
     assert len(alone(faults, 0.0)) == 1, "of others the number says all"
     faults.take(by_nvml, WALL)
@@ -116,7 +116,7 @@ def test_of_nvlink_nvml_tells_the_number_and_the_kernels_line_decides() -> None:
 
 
 def test_two_gpus_of_a_node_are_one_finding_and_a_recovered_one_leaves_it() -> None:
-    faults = NodeFaults()
+    faults = NodeFaultsStage()
     for gpu in ("2", "5"):
         faults.take(event(AgentEventKind.GPU_LOST, gpu=gpu, uuid=f"GPU-{gpu}"), WALL)
     ((_, gpus, because),) = alone(faults, 1.0)
@@ -127,7 +127,7 @@ def test_two_gpus_of_a_node_are_one_finding_and_a_recovered_one_leaves_it() -> N
 
 
 def test_a_link_that_is_soon_back_is_no_fault_and_one_that_stays_down_is() -> None:
-    faults = NodeFaults()
+    faults = NodeFaultsStage()
     faults.take(event(AgentEventKind.LINK_DOWN, nic="mlx5_0", port="1"), WALL)
     assert alone(faults, FLAP_SECONDS / 2) == []
     ((fault_class, gpus, because),) = alone(faults, FLAP_SECONDS + 1)
@@ -139,7 +139,7 @@ def test_a_link_that_is_soon_back_is_no_fault_and_one_that_stays_down_is() -> No
 
 
 def test_a_driver_that_hangs_is_reported_until_it_answers_or_the_agent_starts_again() -> None:
-    faults = NodeFaults()
+    faults = NodeFaultsStage()
     hangs = event(AgentEventKind.PROBE_DOWN, probe="gpu", reason="its read hangs for more than 5 s")
     faults.take(hangs, WALL)
     ((fault_class, _, because),) = alone(faults, 1.0)
@@ -152,22 +152,22 @@ def test_a_driver_that_hangs_is_reported_until_it_answers_or_the_agent_starts_ag
     assert alone(faults, 7.0) == []
 
 
-def test_what_cannot_be_read_is_no_fault_of_the_node() -> None:
-    faults = NodeFaults()
+def test_unreadable_files_are_no_fault_of_the_node() -> None:
+    faults = NodeFaultsStage()
     faults.take(event(AgentEventKind.PROBE_DOWN, probe="kernel", reason="/dev/kmsg: permission denied"), WALL)
     faults.take(event(AgentEventKind.OTHER), WALL)
     assert alone(faults, 1.0) == []
 
 
 def test_a_flood_is_bounded_and_the_state_round_trips() -> None:
-    faults = NodeFaults()
+    faults = NodeFaultsStage()
     for n in range(2 * FAULTS_MAX):
         faults.take(event(AgentEventKind.LINK_DOWN, interface=f"eth{n}"), WALL)
     for _ in range(100):
         faults.take(event(AgentEventKind.LINK_DOWN, interface="eth0"), WALL)
-    assert len(faults.faults) == FAULTS_MAX
-    assert max(len(f.lines) for f in faults.faults.values()) < 10
-    assert decode(encode(faults)) == faults
+    assert len(faults.state) == FAULTS_MAX
+    assert max(len(f.lines) for f in faults.state.values()) < 10
+    assert decode(encode(faults.state)) == faults.state
 
 
 # --- in the engine
@@ -239,7 +239,7 @@ def test_a_stored_window_with_hardware_in_it_decides_the_same_again() -> None:
 
 
 def test_of_what_an_agent_keeps_of_days_conditions_stand_and_moments_do_not() -> None:
-    faults, day = NodeFaults(), 86_400.0
+    faults, day = NodeFaultsStage(), 86_400.0
     faults.take(event(AgentEventKind.XID, -day, xid="79", gpu="3"), WALL, day)
     faults.take(event(AgentEventKind.GPU_FAULT, -day, gpu="1", what="ecc", count="2"), WALL, day)
     assert alone(faults, 1.0) == []
@@ -251,7 +251,7 @@ def test_of_what_an_agent_keeps_of_days_conditions_stand_and_moments_do_not() ->
 
 def test_what_an_agent_that_starts_does_not_tell_again_is_over() -> None:
     """A lost GPU comes back with a reboot, and the agent that starts after it has never seen it lost."""
-    faults = NodeFaults()
+    faults = NodeFaultsStage()
     faults.take(event(AgentEventKind.GPU_LOST, gpu="5"), WALL)
     faults.take(event(AgentEventKind.GPU_LOST, gpu="6"), WALL)
     faults.take(event(AgentEventKind.AGENT_STARTED, 300.0), WALL + 300)

@@ -20,7 +20,7 @@ import pytest
 from rolecall.core.diagnosis import Diagnosis
 from rolecall.core.faults import FaultClass
 from rolecall.core.rundir import registration_secret
-from rolecall.detector.live.subject import WORK_PHASES
+from rolecall.detector.live.monitored_process import WORK_PHASES
 from tests.netns import Network
 from tests.rl_runtime.trainer_process import Place, Team, TrainerProcess, tiny_job
 from tests.support import eventually
@@ -129,7 +129,7 @@ def watched(tmp_path: Path) -> Iterator[Watched]:
 
 
 @pytest.mark.slow
-def test_the_one_cut_off_is_named_and_those_who_wait_for_it_are_not(watched: Watched) -> None:
+def test_the_disconnected_rank_is_named_and_its_waiters_are_not(watched: Watched) -> None:
     trainers = watched.start()
     watched.learn()
     trainers[2].stop_at("bucket", 2)

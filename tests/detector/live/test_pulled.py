@@ -5,11 +5,15 @@ from pathlib import Path
 
 import pytest
 
+from rolecall.core.config.job import DetectorConfig
 from rolecall.core.diagnosis import FaultClass as F
 from rolecall.core.diagnosis import Finding, Suspect
 from rolecall.core.ids import NodeId
+from rolecall.detector.base.observation import Observation
 from rolecall.detector.live.engine import LiveDetector
-from rolecall.detector.live.stages import pulled_evidence as pulled
+from rolecall.detector.live.processes import MonitoredProcesses
+from rolecall.detector.live.stages.pulled_evidence import PulledEvidenceStage
+from rolecall.detector.live.stages.stage import Tick
 from tests.detector.scenario import Scenario
 
 TIE = Path(__file__).parents[2] / "scenarios" / "detect_reduce_tie.toml"
@@ -27,6 +31,18 @@ def found(fault: F, *replicas: str, confidence: float = 0.9) -> Finding:
         detected_at=12.0,
         confidence=confidence,
         because=f"{', '.join(replicas)}: {fault}",
+    )
+
+
+def tick(fresh: list[Finding], standing: list[Finding]) -> Tick:
+    observation = Observation(wall_at=20.0, pulled_findings=tuple(fresh))
+    return Tick(
+        observation=observation,
+        fleet=MonitoredProcesses(),
+        config=DetectorConfig(),
+        expected_roles={},
+        now=20.0,
+        findings=standing,
     )
 
 
@@ -48,9 +64,13 @@ ONE = found(F.HANG, "trainer/1")
         pytest.param([replace(ONE, suspects=())], [ALL], [], id="nobody is named"),
     ],
 )
-def test_what_it_settles(fresh: list[Finding], standing: list[Finding], kept: list[Finding]) -> None:
-    assert pulled.apply_collected_evidence([], fresh, standing) == kept
-    assert pulled.apply_collected_evidence(fresh, [], standing) == kept
+def test_pulled_evidence_settles_a_standing_tie(
+    fresh: list[Finding], standing: list[Finding], kept: list[Finding]
+) -> None:
+    stage = PulledEvidenceStage()
+    assert stage.evaluate(tick(fresh, standing)) == kept
+    stage.state = list(fresh)
+    assert stage.evaluate(tick([], standing)) == kept
 
 
 def test_a_tie_becomes_an_accusation_for_as_long_as_it_stands() -> None:

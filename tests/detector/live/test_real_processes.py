@@ -158,7 +158,7 @@ def duty_cycle(pid: int, over: threading.Event) -> None:
         over.wait(0.05)
 
 
-def test_a_collapse_that_processes_tell_of_themselves(run: Run) -> None:
+def test_a_collapse_is_found_from_reports_of_real_processes(run: Run) -> None:
     def newest() -> int:
         points = run.detector.state()["stages"]["collapse"]["history"]["v"]["points"]
         return int(points[-1][0]) if points else -1

@@ -1,7 +1,7 @@
 """Who is there, by name, role and replica."""
 
-from rolecall.detector.live.fleet import ProcessIndex
-from rolecall.detector.live.subject import MonitoredProcess
+from rolecall.detector.live.monitored_process import MonitoredProcess
+from rolecall.detector.live.processes import ProcessIndex
 
 
 def made(replica: str, rank: int = 0, incarnation: int = 1) -> MonitoredProcess:
@@ -16,7 +16,7 @@ def test_one_of_the_same_key_takes_the_place_of_the_other() -> None:
     roster.remove(first)  # it is not there any more: nothing happens
     assert list(roster.of_role("rollout").values()) == [second]
     roster.remove(second)
-    assert not roster.of_role("rollout") and not roster.of_replica("rollout/0") and not len(roster)
+    assert not roster.of_role("rollout") and not roster.of_replica("rollout/0") and not list(roster)
 
 
 def test_replicas_with_a_process_that_is_there_are_counted() -> None:

@@ -12,12 +12,16 @@ from rolecall.core.diagnosis import Diagnosis, Finding
 from rolecall.core.faults import FaultClass
 from rolecall.core.ids import NodeId, ProcessId
 from rolecall.core.metrics.catalogue import process_values
-from rolecall.core.telemetry import NO_PAGE, AgentEventKind, Phase, ProcessSample, SampleBatch
+from rolecall.core.telemetry import NO_PAGE, UNCOUNTED, AgentEventKind, Phase, ProcessSample, SampleBatch
 from rolecall.detector.base.findings import PANEL
 from rolecall.detector.base.observation import Observation
 from rolecall.detector.live.engine import LiveDetector
+from rolecall.detector.live.monitored_process import MonitoredProcess
+from rolecall.detector.live.processes import MonitoredProcesses, suspect
 from rolecall.detector.live.run_panels import SETTLE_TICKS, SILENT_SECONDS, RunPanels
 from rolecall.detector.live.stages import panels
+from rolecall.detector.live.stages.panels import PanelsStage
+from rolecall.detector.live.stages.stage import Tick
 from rolecall.detector.panels.metrics import panel_metric, process_reading
 from rolecall.detector.panels.panel import Floats, PanelShape
 from rolecall.detector.panels.registry import detector
@@ -176,7 +180,7 @@ def test_the_rollouts_are_a_panel_and_fewer_than_three_are_none() -> None:
     assert "rolecall_process_incarnation" not in shape.metrics
 
 
-def test_what_it_says_names_the_process_and_its_incarnation() -> None:
+def test_panel_findings_name_process_and_incarnation() -> None:
     accuser = Accuser()
     run = begun(accuser)
     accuser.accused = 1
@@ -213,7 +217,7 @@ def test_a_role_with_a_replacement_is_learned_again() -> None:
     assert (before.machines[2].node, after.machines[2].node) == ("node-rollout-2", "node-standby-0")
 
 
-def test_a_process_that_said_goodbye_is_no_member() -> None:
+def test_a_process_that_announced_its_exit_is_no_member() -> None:
     accuser = Accuser()
     run = begun(accuser)
     run.fleet.event(AgentEventKind.FINISHED, run.fleet.processes.pop("rollout/2"))
@@ -290,7 +294,7 @@ def test_another_replica_that_changed_before_the_stall_stays_reported() -> None:
     assert sorted(run.keys()) == ["hang:rollout/1#1", "slow:rollout/0#1"]
 
 
-def test_nothing_is_reported_while_somebody_stands_still_who_is_not_named_yet() -> None:
+def test_panel_findings_wait_while_a_process_stalls_undiagnosed() -> None:
     accuser = Accuser()
     run = calm(accuser)
     run.fleet.processes["rollout/1"].fault = FakeFault("stopped")
@@ -320,7 +324,7 @@ def test_it_ends_with_its_process_and_when_it_was_not_said_for_long() -> None:
     assert not run.standing
 
 
-def test_what_it_said_survives_a_restart_of_the_watcher() -> None:
+def test_findings_survive_a_restart_of_the_watcher() -> None:
     accuser = Accuser()
     run = calm(accuser)
     accuser.accused = 0
@@ -334,3 +338,29 @@ def test_what_it_said_survives_a_restart_of_the_watcher() -> None:
     run.engine = LiveDetector.resumed(DetectorConfig(mask_proc_state=True), ROLES, old)
     run.go(2.0)
     assert not run.standing, "a state of before there was that stage"
+
+
+def test_a_panel_finding_is_held_while_its_process_is_in_an_uninterruptible_wait() -> None:
+    process = MonitoredProcess("trainer/1", "trainer", 0, UNCOUNTED, "node-1", None, seen_wall=1000.0)
+    fleet = MonitoredProcesses(subjects={process.key: process})
+    slow = Finding(
+        detector="panel:sequential",
+        suspects=(suspect(process),),
+        fault_class=FaultClass.SLOW,
+        onset=1000.0,
+        detected_at=1006.0,
+        confidence=0.6,
+        because="its metrics changed",
+    )
+
+    def reported(now: float, *found: Finding) -> list[Finding]:
+        observation = Observation(wall_at=now, panel_findings=found)
+        return stage.evaluate(
+            Tick(observation=observation, fleet=fleet, config=DetectorConfig(), expected_roles={}, now=now)
+        )
+
+    stage = PanelsStage()
+    process.halted.advance(6.0, 0.0, 0.0)
+    assert reported(1006.0, slow) == []
+    process.halted.reset()
+    assert reported(1010.0) == [slow]

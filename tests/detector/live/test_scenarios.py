@@ -36,7 +36,7 @@ def test_scenario(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: p.stem)
-def test_what_was_seen_replays_to_the_same_diagnoses(path: Path) -> None:
+def test_a_window_replays_to_the_same_diagnoses(path: Path) -> None:
     scenario = Scenario(path)
     if any("forget" in change for change in scenario.spec.get("at", [])):
         pytest.skip("what recovery ordered is no observation: it is in the state that a window begins with")

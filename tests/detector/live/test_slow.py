@@ -11,9 +11,9 @@ from rolecall.core.faults import FaultClass
 from rolecall.core.ids import NodeId, ProcessId
 from rolecall.core.telemetry import Phase, ProcessSample
 from rolecall.detector.live.engine import LiveDetector
+from rolecall.detector.live.monitored_process import MonitoredProcess
 from rolecall.detector.live.stages import slow
 from rolecall.detector.live.stages.slow import SIGMA_MIN, SlowState
-from rolecall.detector.live.subject import MonitoredProcess
 from rolecall.testing.synthetic_run import FakeFault, FakeFleet
 
 DRIFT = math.log(2) / 2
@@ -44,7 +44,7 @@ def test_autocorrelated_residuals_count_as_more_noise() -> None:
     assert slow.sigma(state, "unknown") == SIGMA_MIN
 
 
-def test_a_load_borrows_from_its_neighbours_and_from_no_one_far_away() -> None:
+def test_a_load_without_baseline_uses_near_ones_only() -> None:
     state = SlowState()
     assert slow.expected(state, "rollout", 8) is None
     for _ in range(10):
@@ -93,7 +93,7 @@ def test_a_quota_is_not_taken_for_neighbours_while_its_throttling_is_unread() ->
     assert all(0.035 < seconds < 0.045 for seconds in taken), "0.04 s a unit, all of it its own"
 
 
-def test_the_onset_is_on_our_clock_whatever_the_nodes_say() -> None:
+def test_the_onset_is_on_the_watchers_clock() -> None:
     fleet, detector, ahead = FakeFleet(seed=4), LiveDetector(DetectorConfig(mask_proc_state=True)), 1000.0
     for o in fleet.run(60.0):
         detector.observe(replace(o, wall_at=o.wall_at + ahead))

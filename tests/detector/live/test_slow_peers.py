@@ -5,9 +5,9 @@ from statistics import median
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rolecall.detector.live.fleet import ProcessIndex
+from rolecall.detector.live.monitored_process import MonitoredProcess
+from rolecall.detector.live.processes import ProcessIndex
 from rolecall.detector.live.stages.slow import PEER_AGE_SECONDS, RISING_SUM, SlowPeers
-from rolecall.detector.live.subject import MonitoredProcess
 
 NUM = 6
 STEPS = st.lists(
@@ -26,7 +26,7 @@ def made(n: int) -> MonitoredProcess:
 
 
 @given(STEPS)
-def test_what_is_kept_is_what_a_pass_over_all_peers_says(steps: list[tuple[int, str, float, float]]) -> None:
+def test_the_index_equals_a_scan_of_all_peers(steps: list[tuple[int, str, float, float]]) -> None:
     roster, peers, now = ProcessIndex(), SlowPeers(), 100.0
     subjects = [made(n) for n in range(NUM)]
     for s in subjects:

@@ -281,7 +281,7 @@ def test_a_stopped_process_is_reported_after_seconds_and_no_longer_when_it_goes_
     assert not job.run(2)
 
 
-def test_a_rank_that_is_gone_says_more_of_its_replica_than_one_that_stands_still(job: Job) -> None:
+def test_the_exit_of_a_rank_takes_precedence_over_a_stalled_rank(job: Job) -> None:
     job.state["trainer/0:1"], job.cpu_rate["trainer/0:1"] = "T", 0.0
     assert not job.run(STOPPED_SECONDS - 1)
     job.ends("trainer/0:2", KILLED)
@@ -315,7 +315,7 @@ def test_a_stored_window_gives_the_same_again(job: Job) -> None:
     assert {d.key: d.because for d in LiveDetector.replay_window(window)[-1]} == standing
 
 
-def test_the_exit_of_one_whose_place_is_taken_unseats_no_one(job: Job) -> None:
+def test_a_late_exit_does_not_affect_the_successor(job: Job) -> None:
     """A watch that begins is reported what agents keep: a rank crashed some minutes ago and began anew."""
     name = "rollout/1:0"
     job.ends(name, {"signal": "11", "cause": "crashed"})

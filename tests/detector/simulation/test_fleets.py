@@ -111,7 +111,7 @@ def test_a_slow_trainer_is_named_though_its_only_peer_has_no_majority() -> None:
     assert list(run.reported) == ["slow:trainer/0#1"], run.sentences()
 
 
-def test_one_rollout_alone_is_compared_with_its_own_past_and_says_so() -> None:
+def test_a_single_rollout_is_compared_with_its_own_past() -> None:
     run = started(5, num_rollouts=1)
     run.fleet.processes["rollout/0"].fault = FakeFault("unit_delay")
     run.go(40.0, until=lambda: bool(run.reported))
@@ -175,12 +175,12 @@ def test_two_faults_at_once_are_two_diagnoses() -> None:
     assert sorted(run.reported) == ["crash:rollout/0#1", "hang:trainer/1#1"], run.sentences()
 
 
-def test_two_equal_trainers_are_never_told_apart_by_chance() -> None:
+def test_two_equal_trainers_are_never_separated_by_chance() -> None:
     run = started(11, warm_seconds=240.0, microbatch_seconds=0.5, tokens_reported=False)
     assert not run.reported
 
 
-def test_one_exception_on_all_trainers_names_no_one() -> None:
+def test_one_exception_on_all_trainers_names_no_suspect() -> None:
     run = started(12)
     for replica in ("trainer/0", "trainer/1"):
         p = run.fleet.processes[replica]

@@ -7,7 +7,7 @@ import pytest
 
 from rolecall.detector.panels.panel import Panel
 from rolecall.detector.simulation import regimes
-from rolecall.detector.simulation.regimes import REGIMES, Course, OnsetTime, Regime, RegimeCase
+from rolecall.detector.simulation.regimes import REGIMES, Onset, OnsetTime, Regime, RegimeCase
 
 SMALL = [r for r in REGIMES if r.num_machines <= 12]
 
@@ -57,7 +57,7 @@ def test_faults_begin_before_early_and_later_in_turn() -> None:
             fault.onset.split()[0]
         ]
         assert fault.start < fault.end <= regime.schedule.num_ticks and 6 <= fault.effect_spreads <= 20
-    assert {f.course for f in found if f} == set(Course)
+    assert {f.course for f in found if f} == set(Onset)
 
 
 @pytest.mark.parametrize("index", range(6))
@@ -66,7 +66,7 @@ def test_an_effect_exceeds_what_the_offsets_of_its_metric_are(index: int) -> Non
     regime = _regime(79, 21, 1)
     case = regimes.cases(regime, seed=7, num_faulty=6, num_healthy=0, effects=(10.0, 10.000001))[index]
     assert case.fault is not None
-    steady = dataclasses.replace(case.fault, course=Course.STEP)
+    steady = dataclasses.replace(case.fault, course=Onset.STEP)
     panel = regimes.panel(dataclasses.replace(case, fault=steady))
     for metric, sign in zip(steady.metrics, steady.signs, strict=True):
         _, means = _spread(panel, metric, slice(steady.start, steady.end))

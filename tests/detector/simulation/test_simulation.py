@@ -62,7 +62,7 @@ def test_the_shares_of_both_mixes_make_one() -> None:
         assert sum(getattr(k, f"{mix}_share") for k in FAULT_KINDS) == pytest.approx(1.0, abs=1e-9)
 
 
-def test_faults_last_as_minder_says_after_a_healthy_lead_in() -> None:
+def test_faults_last_as_in_minder_after_a_healthy_lead_in() -> None:
     tasks = [t for t in fleet(seed=2, num_tasks=200, num_healthy=0, num_machines_max=40)]
     faults = [t.fault for t in tasks if t.fault]
     longer = np.mean([f.end - f.onset > 300 for f in faults])
@@ -160,7 +160,7 @@ def test_two_percent_of_samples_are_missing_half_of_them_in_runs(seen: simulatio
     assert np.sum(whole) / ends > 8, "runs of some length"
 
 
-def test_no_fleet_of_no_one() -> None:
+def test_an_empty_fleet_is_refused() -> None:
     with pytest.raises(ValueError, match="4 to 1500 machines, not 3"):
         fleet(seed=1, num_machines_max=3)
 
@@ -214,7 +214,7 @@ def test_numbers_that_make_no_sense_are_refused(tmp_path: Path, numbers: dict[st
     assert not (tmp_path / "fleet").exists()
 
 
-def test_where_no_folder_can_be_made_the_reason_is_said(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_created_is_reported(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(CommandRefused, match="file"):
         simulate_fleet(tmp_path / "file" / "fleet", seed=1, num_tasks=1)

@@ -110,7 +110,7 @@ BOMB = gzip.compress(b" " * (64 << 20))
         (HEAD + f"Content-Length: {len(BOMB)}\r\nContent-Encoding: gzip\r\n\r\n".encode() + BOMB, "more than 1 MiB"),
     ],
 )
-def test_what_is_no_answer_is_reported_and_costs_little(answer: bytes, reason: str) -> None:
+def test_an_invalid_response_is_reported_and_bounded(answer: bytes, reason: str) -> None:
     with raw(answer) as url, pytest.raises((AgentUnreachable, InvalidAgentResponse), match=reason):
         ask(url)
 

@@ -53,7 +53,7 @@ def test_an_xid_and_the_crash_after_it_are_one_diagnosis(tmp_path: Path) -> None
     assert looked.kind == "agent events" and "6 event(s) of 1 node(s)" in looked.looked_at
 
 
-def test_what_to_do_is_said_once(tmp_path: Path) -> None:
+def test_advice_is_stated_once(tmp_path: Path) -> None:
     agent = Agent(tmp_path / "events.jsonl")
     for rank in range(4):
         agent.says(AgentEventKind.REGISTERED, rank)
@@ -112,7 +112,7 @@ def test_a_quiet_node_is_healthy_and_torn_lines_are_left_out(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("text", ["", "{}\n", "[1]\n", '{"seq": 1, "kind": "exited"}\n', "{" * 100_000, "NVRM: Xid"])
-def test_what_is_no_such_file_is_none(tmp_path: Path, text: str) -> None:
+def test_other_files_are_not_event_files(tmp_path: Path, text: str) -> None:
     path = tmp_path / "events.jsonl"
     path.write_text(text)
     assert not agent_events.is_events(path)

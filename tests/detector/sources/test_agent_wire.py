@@ -31,7 +31,7 @@ def checked(value: object) -> tuple[GpuSample, ...]:
     return checked_columns(GPUS, value, NODE_ID, "gpus")
 
 
-def test_what_is_said_of_a_gpu_arrives() -> None:
+def test_gpu_findings_reach_the_incident() -> None:
     encoded = block(3)
     encoded["columns"]["colour"] = "green"
     (found,) = checked(encoded)
@@ -57,7 +57,7 @@ def test_a_wrong_gpu_does_not_hide_its_neighbour(name: str) -> None:
         checked(block(3, **WRONG[name]))
 
 
-def test_an_older_agent_says_nothing_of_gpus_and_a_later_one_says_what_is_not_known_here() -> None:
+def test_gpu_columns_may_be_absent_and_unknown_fields_are_ignored() -> None:
     """A watcher reads the blocks that it knows: so does one of before there were GPU samples."""
     head = {"node": NODE, "agent_pid": 1, "cursor": 1, "samples_lost": 0, "newest": 0, "lost": 0, "events": []}
     older = {**head, "version": 2, "at": 1.0, "wall_at": 2.0}

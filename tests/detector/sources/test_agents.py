@@ -179,7 +179,7 @@ def test_an_agent_with_nothing_but_wrong_samples_is_reported(stack: ExitStack, n
     a = agent(stack, block=block(name, ["rollout/1"]))
     source = stack.enter_context(watched(lambda: {NODE: a.url}))
     o = polled_until(source, lambda o: o.unreachable)
-    assert "makes no sense" in o.unreachable[0][2]
+    assert "invalid response" in o.unreachable[0][2]
 
 
 def test_too_large_an_answer_is_refused(stack: ExitStack) -> None:
@@ -200,7 +200,7 @@ def test_an_agent_that_never_ends_its_answer_is_reported_and_left(stack: ExitSta
 
 
 @pytest.mark.parametrize("url", ["https://127.0.0.1:1", "file:///etc/passwd", "http://", "nonsense", "http://[::1"])
-def test_what_is_no_address_is_reported(stack: ExitStack, url: str) -> None:
+def test_an_invalid_address_is_reported(stack: ExitStack, url: str) -> None:
     source = stack.enter_context(watched(lambda: {NODE: url}))
     polled_until(source, lambda o: o.unreachable)
 
@@ -257,7 +257,7 @@ def test_an_agent_of_another_age_is_reported(stack: ExitStack, version: object) 
     assert "version: the agent has" in o.unreachable[0][2]
 
 
-def test_who_leaves_the_list_is_said_once_and_counts_no_more(stack: ExitStack) -> None:
+def test_an_agent_that_leaves_the_list_is_reported_once(stack: ExitStack) -> None:
     a = agent(stack)
     agents = {NODE: a.url}
     source = AgentsSource(lambda: agents, SystemClock(), 0.05, forgets=True)
@@ -284,13 +284,13 @@ def test_a_watch_that_is_always_late_names_a_silent_agent_all_the_same(stack: Ex
 
 
 @pytest.mark.parametrize("status", [401, 403])
-def test_who_is_not_let_in_is_reported_what_to_give(stack: ExitStack, status: int) -> None:
+def test_an_unauthorized_client_gets_advice(stack: ExitStack, status: int) -> None:
     a = agent(stack, bad={"/v1/news": status})
     source = stack.enter_context(watched(lambda: {NODE: a.url}))
     assert "--credentials" in polled_until(source, lambda o: o.unreachable).unreachable[0][2]
 
 
-def test_what_no_one_polls_is_bounded_over_all_agents(stack: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unpolled_data_is_bounded_over_all_agents(stack: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(source_module, "SAMPLES_HELD_MAX", 10)
     source = AgentsSource(dict, SystemClock())
     stack.callback(source.close)

@@ -221,7 +221,7 @@ def test_series_become_ticks_on_the_grid(server: FakeServer) -> None:
 
 
 @pytest.mark.parametrize("text", ["NaN", "+Inf", "-Inf", "1e300", None])
-def test_what_is_no_number_is_missing(server: FakeServer, text: str | None) -> None:
+def test_a_value_that_is_no_number_is_missing(server: FakeServer, text: str | None) -> None:
     server.add("load", lambda labels, t: text if t % 20 else "1", node="n0")
     server.add("load", lambda labels, t: "2", node="n1")
     values = np.array([t.values[0] for t in first(source(server, history=40.0), 4)])
@@ -298,7 +298,7 @@ def test_the_rest_of_an_answer_too_large_does_not_hinder_the_next(server: FakeSe
     assert len(first(source(server, history=160.0, limits=small), 16)) == 16
 
 
-def test_a_query_that_cannot_be_split_says_what_to_do(server: FakeServer) -> None:
+def test_a_query_that_cannot_be_split_gives_advice(server: FakeServer) -> None:
     for i in range(4):
         server.add("load", a_load, node=f"n{i}")
     server.series_max = 3
@@ -326,19 +326,19 @@ def test_a_query_that_cannot_be_split_says_what_to_do(server: FakeServer) -> Non
         ({"status": "success", "data": {"resultType": "vector", "result": []}}, "no matrix"),
         (
             {"status": "success", "data": {"resultType": "matrix", "result": [{"metric": {"node": "n"}}]}},
-            "makes no sense",
+            "invalid response",
         ),
-        ({"status": "success", "data": {"resultType": "matrix", "result": [[]]}}, "makes no sense"),
+        ({"status": "success", "data": {"resultType": "matrix", "result": [[]]}}, "invalid response"),
         (
             {"status": "success", "data": {"resultType": "matrix", "result": [{"metric": {"node": 3}, "values": []}]}},
-            "makes no sense",
+            "invalid response",
         ),
         (
             {
                 "status": "success",
                 "data": {"resultType": "matrix", "result": [{"metric": {"node": "n"}, "values": [[5, "1"]]}]},
             },
-            "not asked for",
+            "not requested",
         ),
         ("drip", "no whole answer within"),
     ],
@@ -374,7 +374,7 @@ def test_an_outage_is_survived_and_caught_up(server: FakeServer, caplog: pytest.
 
 
 @pytest.mark.parametrize("status", [400, 413, 422, 503])
-def test_a_server_that_is_too_busy_to_tell_the_time_is_asked_again(server: FakeServer, status: int) -> None:
+def test_an_overloaded_server_is_queried_again_for_its_time(server: FakeServer, status: int) -> None:
     server.add("load", a_load, node="n0")
     server.bad_times = [status]
     with pytest.raises(UnreadableInput, match="no answer: query timed out"):
@@ -397,7 +397,7 @@ def test_a_clock_that_was_wrong_for_a_moment_costs_no_tick(server: FakeServer) -
     ticks.close()  # type: ignore[attr-defined]
 
 
-def test_who_stops_does_not_wait_for_all_queries(server: FakeServer) -> None:
+def test_stopping_does_not_wait_for_all_queries(server: FakeServer) -> None:
     server.add("load", a_load, node="n0")
     queries = [MetricQuery(metric=f"m{n}", expression="load{$match}") for n in range(50)]
     assert list(source(server, *queries).ticks(lambda: len(server.asked) >= 3)) == []
@@ -455,7 +455,7 @@ def test_a_server_that_refuses_everything_later_is_asked_on(server: FakeServer) 
     begun = next(ticks).at
     server.bad = [401]
     assert [next(ticks).at for _ in range(2)] == [begun + 10.0, begun + 20.0]
-    assert any("wants credentials" in reason for reason in seen)
+    assert any("requires credentials" in reason for reason in seen)
     ticks.close()  # type: ignore[attr-defined]
 
 
@@ -557,7 +557,7 @@ def test_a_server_that_never_shakes_hands(clock: FakeClock) -> None:
             next(it.ticks(patience()))
 
 
-def test_a_name_that_no_one_looks_up_is_reported_and_looked_up_once(server: FakeServer, clock: FakeClock) -> None:
+def test_a_name_lookup_that_hangs_is_reported_and_started_once(server: FakeServer, clock: FakeClock) -> None:
     """Each try would else leave a thread behind that waits for the resolver."""
     asked: list[object] = []
     answer = threading.Event()

@@ -37,7 +37,7 @@ def only(path: Path) -> Panel:
     return panel
 
 
-def test_what_is_written_is_read(tmp_path: Path) -> None:
+def test_a_written_recording_reads_back_equal(tmp_path: Path) -> None:
     panel = noise(machines=3, metrics=2, ticks=20)
     values = panel.values.copy()
     values[1, 4, 2] = np.nan
@@ -78,12 +78,12 @@ def test_repeated_times_count_once_and_the_order_of_rows_does_not_decide(tmp_pat
     assert np.array_equal(panel.values, other.values) and panel.values.min() == 100.0
 
 
-def test_what_says_nothing_is_left_out_and_reported(tmp_path: Path) -> None:
+def test_rows_without_information_are_left_out_and_reported(tmp_path: Path) -> None:
     values = [float("nan"), float("inf"), None, *[float(i) for i in range(9)]]
     times = [100.0] * 10 + [1e300, float("nan")]
     read = recording.read(saved(tmp_path / "r.parquet", table(value=values, timestamp=times)))
     assert read.remarks == (
-        "2 rows have no sensible time and are left out",
+        "2 rows have no valid time and are left out",
         "3 rows hold no finite value and are left out",
     )
     assert read.num_rows == 12
@@ -157,7 +157,7 @@ def test_a_name_that_looks_like_a_pattern_is_a_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(20)
-def test_what_is_no_file_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+def test_a_pipe_is_refused_without_waiting(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path / "pipe", tmp_path):
         with pytest.raises(UnreadableInput, match="not a regular file"):

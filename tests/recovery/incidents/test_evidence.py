@@ -69,7 +69,9 @@ def test_evidence_is_asked_for_once_and_written_when_it_comes(world: World, aske
     assert world.only() == before, "it is no move of the incident"
 
 
-def test_witnesses_that_fail_hold_up_no_cure(world: World, asked: Asked, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failing_evidence_collector_delays_no_recovery(
+    world: World, asked: Asked, caplog: pytest.LogCaptureFixture
+) -> None:
     watch = world.watch()
     world.run(2, watch)
     asked.error = "a row too many"
@@ -95,7 +97,7 @@ def test_a_successor_asks_again_for_what_is_not_in_the_journal(world: World, ask
     assert asked.asked == [(names["1"], FaultClass.HANG)]
 
 
-def test_what_waits_for_the_journal_is_bounded(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_evidence_waiting_for_the_journal_is_bounded(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(isolation, "NUM_UNWRITTEN_MAX", 2)
     file = EvidenceRecorder(asked)
     for n in range(4):

@@ -84,7 +84,7 @@ def test_an_actuator_that_raises_holds_up_its_own_incident_alone(
     world.journal.verify()
 
 
-def test_an_actuator_that_recovers_is_asked_again_and_no_one_is_called(world: World) -> None:
+def test_a_recovering_actuator_is_retried_without_a_page(world: World) -> None:
     watch, calls = world.watch(), list[str]()
     actuator = world.actuators[0]
     whole = actuator.perform
@@ -232,7 +232,7 @@ def test_without_the_journal_there_is_no_sign_of_life(world: World, monkeypatch:
     assert len(world.notifier.heartbeats) == before
 
 
-def test_what_cannot_be_reported_is_reported_as_that(world: World) -> None:
+def test_undecided_cases_are_reported_as_undecided(world: World) -> None:
     world.journal.append_unchecked(K.ONCALL_PAGED, {"plan": "no mapping"})
     world.journal.append(filled(K.ONCALL_PAGED, {"because": "help"}), key="two")
     notifier = RecordingNotifier()
@@ -262,7 +262,7 @@ def test_pauses_double_up_to_a_limit_and_end_when_it_is_handled() -> None:
     assert troubles.due("x") and troubles.errors() == {} and troubles.exhausted() == []
 
 
-def test_what_is_everybodys_trouble_is_raised_on() -> None:
+def test_errors_that_concern_every_incident_are_raised() -> None:
     troubles = HandlingFailures(FakeClock())
     with pytest.raises(JournalError), troubles.isolate("x"):
         raise JournalError("database is locked")

@@ -107,7 +107,7 @@ def test_an_event_of_an_unknown_incident() -> None:
         fold(events(K.PLAN_CREATED))
 
 
-def test_a_cure_needs_proof() -> None:
+def test_resolution_needs_verification() -> None:
     path = TO_STATE[S.VERIFYING]
     resolved = {"incident_closed": {"outcome": "resolved", "because": "it works"}}
     with pytest.raises(InvalidTransition, match="it was not verified"):
@@ -146,7 +146,7 @@ def test_a_failure_plans_again() -> None:
     assert refused.touched == {}, "an action that was refused has made nothing"
 
 
-def test_what_is_learned_undoes_a_plan_but_no_action() -> None:
+def test_new_information_undoes_a_plan_but_no_action() -> None:
     planned = fold(events(*TO_STATE[S.PLANNED], K.INCIDENT_UPDATED))[NAME]
     acting = fold(events(*TO_STATE[S.ACTING], K.INCIDENT_UPDATED))[NAME]
     assert (planned.state, acting.state) == (S.OPEN, S.ACTING)
@@ -189,7 +189,7 @@ def test_a_hold_stays_when_its_plan_is_made_again() -> None:
 
 
 @pytest.mark.parametrize(("incarnation", "stays"), [(PLAN.targets[0].incarnation, True), (9, False)])
-def test_a_hold_is_about_whom_the_plan_takes_down(incarnation: int, stays: bool) -> None:
+def test_a_hold_protects_the_replicas_that_the_plan_takes_down(incarnation: int, stays: bool) -> None:
     target = replace(PLAN.targets[0], incarnation=incarnation)
     other = replace(PLAN, action=ActionKind.REPLACE_NODE, targets=(target,))
     again = made_event(seq=9, kind=K.PLAN_CREATED, wall_at=9.0, body={"plan": other.to_dict()}, incident_id=NAME)
@@ -197,7 +197,7 @@ def test_a_hold_is_about_whom_the_plan_takes_down(incarnation: int, stays: bool)
     assert attempt is not None and attempt.number == 2 and (attempt.hold is not None) is stays
 
 
-def test_what_was_rejected_is_not_planned_again_and_never_begins() -> None:
+def test_a_rejected_plan_is_not_made_again_and_never_starts() -> None:
     rejected = [*TO_STATE[S.PLANNED], K.PLAN_REJECTED]
     assert fold(events(*rejected, K.INCIDENT_UPDATED))[NAME].state is S.PLANNED
     with pytest.raises(InvalidTransition, match="the plan was rejected"):

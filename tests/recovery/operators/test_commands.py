@@ -176,7 +176,7 @@ def test_a_request_in_observe_mode_is_held_and_ends(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("replica", "error"), [("rollout/9", CommandRefused), ("rollout", InvalidId)])
-def test_a_request_for_no_one_is_refused(tmp_path: Path, replica: str, error: type[Exception]) -> None:
+def test_a_request_for_an_unknown_replica_is_refused(tmp_path: Path, replica: str, error: type[Exception]) -> None:
     World(tmp_path)
     with pytest.raises(error):
         commands.replace(RunDir(tmp_path), replica, "please", "alice")

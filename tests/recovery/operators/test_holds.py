@@ -59,11 +59,11 @@ def test_nothing_begins_while_it_is_held_and_all_goes_on_after(tmp_path: Path) -
     world.until(world.all_closed, watch)
     assert world.runtime.replaced == [("rollout/1", 1)] and world.only().outcome is IncidentOutcome.RESOLVED
     (called,) = world.events(K.ONCALL_PAGED)
-    assert called.payload.because.startswith("the hold by alice is over (let me get a dump): replace_replica")
+    assert called.payload.because.startswith("the hold by alice ended (let me get a dump): replace_replica")
     assert called.seq < world.events(K.ACTION_STARTED)[0].seq
 
 
-def test_a_hold_that_is_lifted_calls_no_one(tmp_path: Path) -> None:
+def test_a_lifted_hold_sends_no_page(tmp_path: Path) -> None:
     world, run, watch, digest = holding(tmp_path)
     commands.hold_plan(run, digest, "alice", "let me get a dump", 3600.0, world.clock)
     commands.resume_recovery(run, "bob")
@@ -114,7 +114,7 @@ def test_hold_again_extends(tmp_path: Path) -> None:
     assert world.runtime.replaced == []
     world.until(world.all_closed, watch)
     (called,) = world.events(K.ONCALL_PAGED)
-    assert "the hold by carol is over" in called.payload.because, "the first one never ended by itself"
+    assert "the hold by carol ended" in called.payload.because, "the first one never ended by itself"
 
 
 @pytest.mark.parametrize("setting", [holding, proposing])
@@ -164,7 +164,7 @@ def test_a_veto_is_not_gone_around_under_another_name(
     world.until(lambda: world.runtime.replaced, watch)
 
 
-def test_what_acts_cannot_be_held(tmp_path: Path) -> None:
+def test_a_started_plan_cannot_be_held(tmp_path: Path) -> None:
     world, run, watch = World(tmp_path), RunDir(tmp_path), None
     watch = world.watch()
     world.runtime.inject("rollout/1", FaultClass.HANG)
@@ -266,7 +266,7 @@ def test_marks(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["", "  ", "x" * 65, "bob\x1b[2J", "a\nb"])
-def test_who_speaks_has_a_name(tmp_path: Path, name: str) -> None:
+def test_commands_need_a_user_name(tmp_path: Path, name: str) -> None:
     world, run, _, digest = proposing(tmp_path)
     words: list[Callable[[], str]] = [
         lambda: commands.pause_recovery(run, name, "why"),
@@ -306,6 +306,6 @@ def test_the_url_of_a_journal_is_enough(tmp_path: Path) -> None:
         ("postgresql://u@h/d", "d"),
     ],
 )
-def test_a_journal_tells_its_run(url: str, run_id: str) -> None:
+def test_a_journal_url_gives_the_run_id(url: str, run_id: str) -> None:
     place = JournalLocation(url)
     assert place.run_id == run_id and ":p@" not in repr(place)

@@ -18,7 +18,7 @@ from rolecall.core.faults import FaultClass
 from rolecall.core.ids import NodeId, ProcessId
 from rolecall.core.telemetry import AgentEvent, AgentEventKind, ProcessSample
 from rolecall.detector.base.observation import Observation
-from rolecall.detector.live.subject import Key, MonitoredProcess, ProgressGaps, advance, first
+from rolecall.detector.live.monitored_process import Key, MonitoredProcess, ProgressGaps, advance, first
 
 WRONG_NUMBERS = frozenset(e.__name__ for e in (NonFiniteMicrobatch, WrongNumbers, EngineDisagrees))
 """Exceptions that report what a replica computed."""
@@ -40,9 +40,6 @@ class ProcessIndex:
 
     def __iter__(self) -> Iterator[MonitoredProcess]:
         return iter(self._all.values())
-
-    def __len__(self) -> int:
-        return len(self._all)
 
     def add(self, subject: MonitoredProcess) -> None:
         """Replaces an existing process with the same key."""
@@ -197,7 +194,10 @@ class MonitoredProcesses:
         for node in observation.left:
             self._leave(node, now)
         for batch in observation.batches:
-            self._measure_offset(batch.node, now - batch.wall_at)
+            # The smallest observed delay is the best estimate; it may rise slowly to follow clock drift.
+            seen, known = now - batch.wall_at, self.offsets.get(batch.node)
+            smallest = seen if known is None or seen - known > OFFSET_STEP_SECONDS else min(seen, known + 1e-3)
+            self.offsets[batch.node] = smallest if abs(smallest) > OFFSET_UNCERTAINTY_SECONDS else 0.0
             self.walls[batch.node] = batch.wall_at
             for sample in batch.processes:
                 self._take_sample(sample, now)
@@ -355,12 +355,6 @@ class MonitoredProcesses:
 
     # --- housekeeping
 
-    def _measure_offset(self, node: str, seen: float) -> None:
-        """The smallest observed delay is the best estimate; it may rise slowly to follow clock drift."""
-        known = self.offsets.get(node)
-        smallest = seen if known is None or seen - known > OFFSET_STEP_SECONDS else min(seen, known + 1e-3)
-        self.offsets[node] = smallest if abs(smallest) > OFFSET_UNCERTAINTY_SECONDS else 0.0
-
     def _sweep(self, now: float) -> None:
         for subject in list(self._dead.values()):
             if now - subject.dead_wall >= DEAD_SAMPLE_SECONDS:
@@ -376,10 +370,9 @@ class MonitoredProcesses:
                 del self.by_process[subject.process]
 
 
-def waiting(subjects: Iterable[MonitoredProcess]) -> str:
+def waiting(subjects: Sequence[MonitoredProcess]) -> str:
     """Clause for `because`: `trainer/0, trainer/2 are waiting`."""
-    who = list(subjects)
-    return f"{names(who)} {'is' if len(who) == 1 else 'are'} waiting"
+    return f"{names(subjects)} {'is' if len(subjects) == 1 else 'are'} waiting"
 
 
 def names(subjects: Iterable[MonitoredProcess]) -> str:

@@ -23,6 +23,9 @@ class Settings:
     """Reading requires sign-in too, because the server is reachable from other machines."""
     name: str = ""
     """Name of the run on pages."""
+    patience_seconds: float = 0.0
+    """A page waits at least this long for data that a thread is still reading; tests on a loaded machine need more than
+    the second or less that users get."""
 
 
 _current: list[Settings] = []

@@ -344,6 +344,7 @@ class Reader:
     def _await(self, before: JournalSnapshot | None, seconds: float) -> JournalSnapshot:
         """Waits for a snapshot other than `before`; on timeout returns the last one with an error."""
         self._ask()
+        seconds = max(seconds, self.settings.patience_seconds)
         if not self._silent():
             self._changed.wait_for(lambda: self._last is not before, timeout=seconds)
         last = self._last
@@ -357,7 +358,9 @@ class Reader:
         return replace(last, at=now, error=JournalReadError.UNREACHABLE, because=because)
 
     def _silent(self) -> bool:
-        return self._began is not None and self._clock.monotonic() - self._began > SILENT_SECONDS
+        return self._began is not None and self._clock.monotonic() - self._began > max(
+            SILENT_SECONDS, self.settings.patience_seconds
+        )
 
     def _ask(self) -> None:
         if self._thread is None:

@@ -64,7 +64,8 @@ def _draw(reader: Reader, snapshot: JournalSnapshot) -> None:
     settings, now = reader.settings, reader.now()
     seen: PrometheusSnapshot[FleetMetrics] = PrometheusSnapshot()
     if settings.prometheus_url:
-        seen = _poller(settings.prometheus_url, settings.prometheus_authorization, place_of(reader).run_id).latest()
+        poller = _poller(settings.prometheus_url, settings.prometheus_authorization, place_of(reader).run_id)
+        seen = poller.latest(settings.patience_seconds)
     cache = _cache(settings.journal_url)
     fleet = cache.fleet(snapshot, operations(reader).latest(reader), seen.answer or FleetMetrics(), now)
     if not fleet.rows:

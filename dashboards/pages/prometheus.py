@@ -47,8 +47,9 @@ class PrometheusPoller(Generic[Answer]):
         self._asked_at: float | None = None
         self._answered = threading.Event()
 
-    def latest(self) -> PrometheusSnapshot[Answer]:
-        """The latest response; starts a new poll when it is old. Waits briefly for the very first one."""
+    def latest(self, patience_seconds: float = 0.0) -> PrometheusSnapshot[Answer]:
+        """The latest response; starts a new poll when it is old. Waits briefly, or for `patience_seconds` if that is
+        longer, for the very first one."""
         with self._lock:
             now = self._clock.monotonic()
             first = self._asked_at is None
@@ -57,7 +58,7 @@ class PrometheusPoller(Generic[Answer]):
                 self._answered.clear()
                 threading.Thread(target=self._ask, name="dashboard prometheus", daemon=True).start()
         if first:
-            self._answered.wait(FIRST_SECONDS)
+            self._answered.wait(max(FIRST_SECONDS, patience_seconds))
         return self._seen
 
     def wait(self, seconds: float) -> bool:

@@ -18,6 +18,7 @@ from rolecall.dashboards import settings
 from rolecall.dashboards import users as people
 from rolecall.recovery.incidents import Incident, fold
 from tests.events import filled
+from tests.support import PATIENCE_SECONDS
 
 K = EventKind
 APP = Path(settings.__file__).parent / "scripts" / "app.py"
@@ -147,6 +148,7 @@ def page(name: str, made: World, *, acting: bool = True, prometheus_url: str = "
             run=None if url_only else made.run,
             users_path=made.users_path if acting else None,
             prometheus_url=prometheus_url,
+            patience_seconds=PATIENCE_SECONDS,
         )
     )
     return AppTest.from_file(str(APP), default_timeout=60).switch_page(f"{name}.py").run()

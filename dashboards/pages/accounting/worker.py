@@ -102,7 +102,7 @@ class AccountingWorker:
                 self._thread.start()
             began = self._began = now if self._began is None else self._began
         # Only for the first result; later callers get the latest one at once.
-        self._first.wait(max(0.0, FIRST_SECONDS - (now - began)))
+        self._first.wait(max(0.0, FIRST_SECONDS - (now - began), self._settings.patience_seconds))
         thread = self._thread
         return replace(self._snapshot, busy=thread is not None and thread.is_alive())
 

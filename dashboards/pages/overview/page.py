@@ -212,9 +212,10 @@ def _values(ask: Query) -> Mapping[str, float]:
 
 def _draw_prometheus(reader: Reader) -> None:
     """Hosts and GPUs; nothing if no server is configured."""
-    if not reader.settings.prometheus_url:
+    settings = reader.settings
+    if not settings.prometheus_url:
         return
-    seen = _poller(reader.settings.prometheus_url, reader.settings.prometheus_authorization).latest()
+    seen = _poller(settings.prometheus_url, settings.prometheus_authorization).latest(settings.patience_seconds)
     st.subheader("Hosts and GPUs")
     if seen.error:
         old = "" if seen.at is None else f"The data shown is {seconds(reader.now() - seen.at)} old."

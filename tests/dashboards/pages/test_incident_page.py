@@ -30,7 +30,7 @@ def shows() -> Iterator[Shows]:
     """Runs the page on a journal, with parameters of the URL."""
 
     def run(url: str, of: RunDir | None = None, **query: str) -> AppTest:
-        settings.use(Settings(journal_url=url, run=of))
+        settings.use(Settings(journal_url=url, run=of, patience_seconds=TIMEOUT_SECONDS))
         at = AppTest.from_file(PAGE, default_timeout=TIMEOUT_SECONDS)
         for name, value in query.items():
             at.query_params[name] = value

@@ -285,7 +285,7 @@ class FakeRun:
         self.say(K.WEIGHTS_ADMITTED, body)
         self._actual(replica, ReplicaState.SERVING)
 
-    # --- faults and cures ---------------------------------------------------------------------------------------
+    # --- faults and repairs -------------------------------------------------------------------------------------
 
     def _strike(self, strike: Strike) -> None:
         incident = IncidentId(f"i-{self.strikes.index(strike) + 1}")

@@ -1,4 +1,4 @@
-"""Commands on incidents: incidents, mark, incident export."""
+"""Commands on incidents: incidents, review, incident export."""
 
 import hashlib
 from pathlib import Path
@@ -30,8 +30,8 @@ def incidents(
     show(as_json, value, [queries.incidents_text(value)])
 
 
-@app.command(epilog=examples('rolecall mark inc-1-rollout-1 --wrong --reason "the switch was at fault"'))
-def mark(
+@app.command(epilog=examples('rolecall review inc-1-rollout-1 --wrong --reason "the switch was at fault"'))
+def review(
     incident: Annotated[str, typer.Argument(help="Incident id.", metavar="INCIDENT")],
     right: Annotated[bool | None, typer.Option("--right/--wrong", help="Was the diagnosis right?")] = None,
     because: Annotated[str, typer.Option("--reason", help="Why; written to the journal.")] = "",

@@ -69,7 +69,7 @@ def incident_markers(report: Mapping[str, Any]) -> list[IncidentMarker]:
     for number, incident in enumerate(report["incidents"]):
         fault = incident["fault"]
         suspect = incident["suspects"][0].partition("#")[0] if incident["suspects"] else ""
-        closed, resolved = after(incident["closed_at"]), after(incident["cured_at"])
+        closed, resolved = after(incident["closed_at"]), after(incident["resolved_at"])
         markers.append(
             IncidentMarker(
                 key=key_of(number),

@@ -92,7 +92,7 @@ def _verdict(report: Report) -> str:
 def _figures(report: Report) -> str:
     incidents = report["incidents"]
     found = [i["detected_seconds"] for i in incidents if i["detected_seconds"] is not None]
-    resolved = [i["cured_seconds"] for i in incidents if i["cured_seconds"] is not None]
+    resolved = [i["resolved_seconds"] for i in incidents if i["resolved_seconds"] is not None]
     pace = report["seconds_to_n_steps"]
     base, estimate = pace["baseline"], pace["estimate"]
     if base is not None:
@@ -185,7 +185,7 @@ def _incident_table(report: Report) -> str:
         what = f"{fault['kind']} on {fault['target']}" if fault else f"{incident['fault_class']}, no injected fault"
         lost = f"{incident['tokens_lost']:,} tokens, {incident['steps_lost']} steps"
         times = [incident[k] for k in ("detected_seconds", "requests_resumed_seconds", "step_committed_seconds")]
-        times += [incident["serving_seconds"], incident["cured_seconds"]]
+        times += [incident["serving_seconds"], incident["resolved_seconds"]]
         cells = [_key(key_of(number), fault is None) + escape(what), escape(", ".join(incident["suspects"]) or "none")]
         rows.append((cells, [seconds(t) for t in times] + [lost]))
     for number, fault in enumerate(report["missed"], start=len(report["incidents"])):
@@ -242,7 +242,9 @@ def _incident(incident: Report, key: str) -> str:
 
 
 def _found(incident: Report) -> str:
-    named = {True: "correct suspect", False: "wrong suspect", None: "no fault was injected"}[incident["named_right"]]
+    named = {True: "correct suspect", False: "wrong suspect", None: "no fault was injected"}[
+        incident["diagnosed_correctly"]
+    ]
     after = (
         f"{seconds(incident['detected_seconds'])} after the injection, "
         if incident["detected_seconds"] is not None

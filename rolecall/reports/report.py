@@ -247,7 +247,7 @@ def make_verdict(facts: Facts, joined: MatchedIncidents, kept: PidsKept, outcome
     resolved = [s for s in joined.summaries if s.fault is not None and s.resolved]
     num_resolved = sum(1 + len(s.further_faults) for s in resolved)
     still_open = [s.incident.incident_id for s in joined.summaries if s.incident.outcome is None]
-    named = sum(bool(s.named_right) + len(s.further_faults) for s in resolved)
+    named = sum(bool(s.diagnosed_correctly) + len(s.further_faults) for s in resolved)
     problems = len(facts.audit.problems)
     said = (
         f"{num_resolved} of {faults} injected faults resolved, {named} with the right replica named" if faults else ""

@@ -64,8 +64,8 @@ class RunAccount:
     opened: Counter[tuple[str, str]] = field(default_factory=Counter)  # by role of the first suspect, fault class
     found: Counter[str] = field(default_factory=Counter)  # by detector
     closed: Counter[str] = field(default_factory=Counter)  # by outcome
-    finding_seconds: dict[str, "DurationTotal"] = field(default_factory=dict)  # by role
-    cure_seconds: dict[str, "DurationTotal"] = field(default_factory=dict)
+    detection_seconds: dict[str, "DurationTotal"] = field(default_factory=dict)  # by role
+    resolution_seconds: dict[str, "DurationTotal"] = field(default_factory=dict)
     plans: Counter[str] = field(default_factory=Counter)  # by action
     held: Counter[str] = field(default_factory=Counter)  # by guard
     decided: Counter[str] = field(default_factory=Counter)
@@ -78,9 +78,9 @@ class RunAccount:
         """Raises the errors of a malformed event body; the event is counted nevertheless."""
         self.events[str(event.kind)] += 1
         summary = self.lost_time.take(event)
-        seconds = summary.since_finding(summary.cured_at) if summary is not None and summary.resolved else None
+        seconds = summary.since_finding(summary.resolved_at) if summary is not None and summary.resolved else None
         if summary is not None and seconds is not None:
-            self.cure_seconds.setdefault(self._role(summary.incident.diagnosis), DurationTotal()).add(seconds)
+            self.resolution_seconds.setdefault(self._role(summary.incident.diagnosis), DurationTotal()).add(seconds)
         self._take_run(event)
         self._take_incident(event)
 
@@ -138,7 +138,7 @@ class RunAccount:
         self.opened[role, str(diagnosis.fault_class)] += 1
         self.found.update(diagnosis.detectors)
         if OPERATOR not in diagnosis.detectors:  # an operator request has no onset
-            self.finding_seconds.setdefault(role, DurationTotal()).add(
+            self.detection_seconds.setdefault(role, DurationTotal()).add(
                 max(0.0, diagnosis.detected_at - diagnosis.onset)
             )
 

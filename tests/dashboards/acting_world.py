@@ -64,7 +64,7 @@ class World:
     def open(self, name: str, replica: str = "rollout/1", because: str = "it ended by signal 9", **more: Any) -> None:
         self.say(K.INCIDENT_OPENED, {"diagnosis": diagnosis(replica, because, **more).to_dict()}, name)
 
-    def plan(self, name: str, replica: str = "rollout/1", because: str = "a fresh process cures it") -> Plan:
+    def plan(self, name: str, replica: str = "rollout/1", because: str = "a new process resolves it") -> Plan:
         made = plan(name, replica, because)
         self.say(K.PLAN_CREATED, {"plan": made.to_dict()}, name)
         return made

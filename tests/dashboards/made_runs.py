@@ -102,7 +102,7 @@ class MadeRun:
     def act(self, plan: Plan) -> None:
         self.say(K.ACTION_STARTED, {"plan": plan.to_dict(), "digest": plan.digest}, plan.incident_id)
 
-    def cure(self, plan: Plan) -> None:
+    def resolve(self, plan: Plan) -> None:
         self.say(K.ACTION_DONE, {"digest": plan.digest, "result": {"done": True, "because": "done"}}, plan.incident_id)
         self.say(K.INCIDENT_VERIFIED, {"because": "it works"}, plan.incident_id)
         self.say(K.INCIDENT_CLOSED, {"outcome": "resolved", "because": "it works"}, plan.incident_id)

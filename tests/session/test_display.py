@@ -257,7 +257,7 @@ def test_hostile_text_in_lines_and_summary(text: str, fake_run: RunDir) -> None:
         "fault": None,
         "fault_class": text,
         "outcome": text,
-        "cured_seconds": None,
+        "resolved_seconds": None,
     }
     report["verdict"] = [{"what": text, "ok": False, "because": text}]
     report["missed"] = [{"kind": text, "target": text}]

@@ -258,8 +258,8 @@ def _incidents() -> PanelRow:
             "Latest incident: time to detect and to recover",
             "From onset to detection, and from detection until the replacement makes progress.",
             PanelFormat("s", decimals=1),
-            PanelQuery("max by (role) (rolecall_incident_newest_finding_seconds)", "{{role}} detected"),
-            PanelQuery("max by (role) (rolecall_incident_newest_cure_seconds)", "{{role}} resolved"),
+            PanelQuery("max by (role) (rolecall_incident_newest_detection_seconds)", "{{role}} detected"),
+            PanelQuery("max by (role) (rolecall_incident_newest_resolution_seconds)", "{{role}} resolved"),
         ),
         widths=(12, 6, 6),
     )

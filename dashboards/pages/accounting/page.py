@@ -36,7 +36,7 @@ from rolecall.recovery.incidents import Incident
 
 AUDIT_NOW = "accounting.audit"
 INCIDENTS_SHOWN = 1000
-"""Rows of the review table, newest first; review older ones with `rolecall mark`."""
+"""Rows of the review table, newest first; review older ones with `rolecall review`."""
 PROBLEMS_SHOWN = 50
 DAY_SECONDS = 86_400.0
 SHORT_SECONDS = 600.0

@@ -180,7 +180,7 @@ def detection(stories: Iterable[IncidentSummary]) -> tuple[DetectionTimes, ...]:
     """One row per channel with detections; injected and other faults separately."""
     found: dict[tuple[DetectionChannel, bool], list[float]] = {}
     for story in stories:
-        if story.incident.requested_by_operator or (story.fault is not None and not story.named_right):
+        if story.incident.requested_by_operator or (story.fault is not None and not story.diagnosed_correctly):
             continue  # an operator request is no detection, and a wrong suspect is no detection of this fault
         key = evidence_of(story.incident.diagnosis), story.fault is not None
         found.setdefault(key, []).append(max(0.0, story.detected_at - story.began_at))
@@ -215,7 +215,7 @@ def _recovered(name: str, stories: Sequence[IncidentSummary]) -> RecoveryTimes:
     def took(at: Callable[[IncidentSummary], float | None]) -> list[float]:
         return [s for story in stories if (s := story.since_finding(at(story))) is not None]
 
-    serving, resolved = took(lambda s: s.serving_at), took(lambda s: s.cured_at)
+    serving, resolved = took(lambda s: s.serving_at), took(lambda s: s.resolved_at)
     return RecoveryTimes(
         fault_class=name,
         num=len(stories),

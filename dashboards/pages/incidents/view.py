@@ -112,7 +112,7 @@ def _suspect(suspect: Suspect) -> str:
 def _injected(story: IncidentSummary | None) -> str:
     if story is None or story.fault is None:
         return ""
-    named = "correct suspect" if story.named_right else "wrong suspect"
+    named = "correct suspect" if story.diagnosed_correctly else "wrong suspect"
     found = seconds(max(0.0, story.detected_at - story.fault.injected_at))
     how = f" ({story.fault.how})" if story.fault.how else ""
     return plain(f"{story.fault.kind}{how} at {', '.join(story.fault.hit)}, detected {found} later, {named}", 400)
@@ -155,15 +155,15 @@ def _closed_words(incident: Incident, story: IncidentSummary | None) -> str:
         differs = page_reason and page_reason != because
         paged = f" On-call was paged: {page_reason}" if differs else " On-call was paged."
     if str(incident.outcome) == "resolved":
-        cured_at = story.cured_at if story is not None and story.cured_at is not None else incident.verified_at
-        after = seconds(max(0.0, (cured_at if cured_at is not None else incident.opened_at) - found))
+        resolved_at = story.resolved_at if story is not None and story.resolved_at is not None else incident.verified_at
+        after = seconds(max(0.0, (resolved_at if resolved_at is not None else incident.opened_at) - found))
         attempts = f", at attempt {len(incident.attempts)}" if len(incident.attempts) > 1 else ""
         seen = f": {story.incident.verified_because}" if story is not None and story.incident.verified_because else ""
         worked = ""
         if (
             incident.verified_at is not None
-            and cured_at is not None
-            and incident.verified_at - cured_at >= VISIBLE_SECONDS
+            and resolved_at is not None
+            and incident.verified_at - resolved_at >= VISIBLE_SECONDS
         ):
             worked = f" (verified after {seconds(max(0.0, incident.verified_at - found))})"
         return f"Resolved {after} after detection{worked}{attempts}{seen}"

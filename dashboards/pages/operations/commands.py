@@ -121,7 +121,7 @@ def command_line(ask: OperatorCommand, run: str) -> str:
         case OperatorCommandKind.DRAIN | OperatorCommandKind.QUARANTINE | OperatorCommandKind.RETURN:
             command = f"node {ask.what} {on or 'NODE'}"
         case OperatorCommandKind.REVIEW_RIGHT | OperatorCommandKind.REVIEW_WRONG:
-            command = f"mark {on} --{ask.what}"
+            command = f"review {on} --{ask.what}"
         case _:
             command = f"{ask.what} {on}".strip()
     return f"rolecall {command}{reason}{at}"

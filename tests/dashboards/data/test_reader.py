@@ -54,7 +54,7 @@ def test_what_was_written_since_is_in_the_next_look(tmp_path: Path) -> None:
         assert [i.incident_id for i in second.projection.open_incidents()] == ["i-1"] and second.version > first.version
         made.plan(plan)
         made.act(plan)
-        made.cure(plan)
+        made.resolve(plan)
         assert not look().projection.open_incidents()
         assert [i.incident_id for i in second.projection.open_incidents()] == ["i-1"]  # a look never changes
 

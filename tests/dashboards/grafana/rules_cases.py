@@ -97,8 +97,8 @@ CASES = (
         {'rolecall_watch_agent_unreachable_timestamp_seconds{@W,node="n1"}': "10x10 stale"},
         "6m",
     ),
-    Case("RolecallOncallPaged", "once", {"rolecall_persons_called_total{@W}": COUNTS}, "3m", ("@W",)),
-    Case("RolecallOncallPaged", "long ago", {"rolecall_persons_called_total{@W}": COUNTS}, "15m"),
+    Case("RolecallOncallPaged", "once", {"rolecall_oncall_pages_total{@W}": COUNTS}, "3m", ("@W",)),
+    Case("RolecallOncallPaged", "long ago", {"rolecall_oncall_pages_total{@W}": COUNTS}, "15m"),
     Case("RolecallPlanAwaitsApproval", "waits", {"rolecall_plans_waiting{@W}": COUNTS}, "3m", ("@W",)),
     Case("RolecallPlanAwaitsApproval", "approved soon", {"rolecall_plans_waiting{@W}": "0x4 1x2 0x40"}, "3m"),
     Case(
@@ -153,8 +153,8 @@ CASES = (
     Case("RolecallIncidentUnhandled", "fails", {"rolecall_watch_unhandled{@W}": COUNTS}, "8m", ("@W",)),
     Case("RolecallIncidentUnhandled", "broken", {"rolecall_incidents_broken{@W}": COUNTS}, "8m", ("@W",)),
     Case("RolecallIncidentUnhandled", "mends itself", {"rolecall_watch_unhandled{@W}": "0x4 1x8 0x40"}, "8m"),
-    Case("RolecallNotificationErrors", "one", {"rolecall_watch_calls_failed_total{@W}": COUNTS}, "3m", ("@W",)),
-    Case("RolecallNotificationErrors", "none", {"rolecall_watch_calls_failed_total{@W}": "1x40"}, "3m"),
+    Case("RolecallNotificationErrors", "one", {"rolecall_watch_notifications_failed_total{@W}": COUNTS}, "3m", ("@W",)),
+    Case("RolecallNotificationErrors", "none", {"rolecall_watch_notifications_failed_total{@W}": "1x40"}, "3m"),
     Case(
         "RolecallEvictionLimitReached",
         "reached",

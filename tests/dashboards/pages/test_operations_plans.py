@@ -32,7 +32,7 @@ def _incidents(*reported: tuple[EventKind, dict[str, object]]) -> tuple[Incident
 
 
 OPENED = (K.INCIDENT_OPENED, {"diagnosis": diagnosis("rollout/1", "it ended").to_dict()})
-PLAN = plan("i-1", "rollout/1", "a fresh process cures it")
+PLAN = plan("i-1", "rollout/1", "a new process resolves it")
 MADE = (K.PLAN_CREATED, {"plan": PLAN.to_dict()})
 PROPOSED = (K.PLAN_PROPOSED, {"plan": PLAN.to_dict(), "expires_at": NOW + 60})
 APPROVED = (K.PLAN_APPROVED, {"digest": PLAN.digest, "by": "anna"})

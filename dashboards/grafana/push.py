@@ -19,11 +19,12 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
-from urllib.parse import quote
+from urllib.parse import quote, urlencode
 
 from rolecall.core.errors import CommandRefused
 from rolecall.core.text import escape, plain
 from rolecall.dashboards.grafana.server import GrafanaRefused, Json, Server
+from rolecall.recovery.incidents import Incident
 
 MESSAGE = "rolecall grafana push"
 """Message of each version that a push writes; it distinguishes them from versions that users saved."""
@@ -96,7 +97,7 @@ def plan(
         GrafanaRefused: the server is not usable.
     """
     # Needs no token: distinguishes a wrong address from a wrong token.
-    server.mapping(lambda g: g.client.GET("/health"))
+    server.mapping("GET", "/health")
     problems: list[str] = []
     folder_uid = _folder_uid(server, folder)
     source = None
@@ -127,7 +128,7 @@ def push(server: Server, wanted: PushPlan) -> PushResult:
     folder_uid = wanted.folder_uid
     if folder_uid is None and wanted.writes:
         try:
-            made = server.mapping(lambda g: g.folder.create_folder(wanted.folder))
+            made = server.mapping("POST", "/folders", {"title": wanted.folder})
             folder_uid = _text(made, "uid")
         except GrafanaRefused as e:
             pushed.failed.append(f"folder {plain(wanted.folder)!r} could not be created, no dashboard was written: {e}")
@@ -157,7 +158,7 @@ def push(server: Server, wanted: PushPlan) -> PushResult:
 def _folder_uid(server: Server, title: str) -> str | None:
     if not title:
         return ""
-    found = server.listing(lambda g: g.client.GET(f"/folders?limit={FOLDERS_MAX}"))
+    found = server.listing(f"/folders?limit={FOLDERS_MAX}")
     for one in found:
         if one.get("title") == title and one.get("uid"):
             return str(one["uid"])
@@ -170,14 +171,11 @@ def _folder_uid(server: Server, title: str) -> str | None:
 
 def _source(server: Server, name: str) -> Json:
     try:
-        found = server.mapping(lambda g: g.datasource.get_datasource_by_name(quote(name, safe="")))
+        found = server.mapping("GET", f"/datasources/name/{quote(name, safe='')}")
     except GrafanaRefused as e:
         if e.status != 404:
             raise
-        there = [
-            f"{plain(s.get('name'), 60)!r} ({plain(s.get('type'), 30)})"
-            for s in server.listing(lambda g: g.datasource.list_datasources())
-        ]
+        there = [f"{plain(s.get('name'), 60)!r} ({plain(s.get('type'), 30)})" for s in server.listing("/datasources")]
         shown = ", ".join(there[:NAMES_SHOWN_MAX]) or "none"
         raise PushRejected([f"--datasource: no data source {plain(name)!r}; available: {shown}"]) from None
     if found.get("type") != "prometheus":
@@ -208,7 +206,7 @@ def _ready(dashboard: Mapping[str, Any], source: Json | None) -> Json:
 def _change(server: Server, body: Json, folder_uid: str | None, overwrite: bool) -> DashboardChange:
     uid = str(body["uid"])
     try:
-        found = server.mapping(lambda g: g.dashboard.get_dashboard(quote(uid, safe="")))
+        found = server.mapping("GET", f"/dashboards/uid/{quote(uid, safe='')}")
     except GrafanaRefused as e:
         if e.status != 404:
             raise
@@ -243,8 +241,7 @@ def holds(there: object, wanted: object) -> bool:
 
 def _edited(server: Server, uid: str) -> str:
     """Who wrote the latest version, if it was not a push; otherwise ""."""
-    path = f"/dashboards/uid/{quote(uid, safe='')}/versions?limit=1"
-    found = server.answer(lambda g: g.client.GET(path))
+    found = server.answer("GET", f"/dashboards/uid/{quote(uid, safe='')}/versions?limit=1")
     versions = found.get("versions") if isinstance(found, dict) else found  # an object since Grafana 11, a list before
     if not isinstance(versions, list) or not versions or not isinstance(versions[0], dict):
         return "the author of its latest version is unknown"
@@ -260,7 +257,7 @@ def _edited(server: Server, uid: str) -> str:
 
 def _write(server: Server, change: DashboardChange, folder_uid: str, overwrite: bool) -> int:
     sent = {"dashboard": change.body, "folderUid": folder_uid, "message": MESSAGE, "overwrite": overwrite}
-    said = server.mapping(lambda g: g.dashboard.update_dashboard(sent))
+    said = server.mapping("POST", "/dashboards/db", sent)
     if said.get("status") != "success" or said.get("uid") != change.uid or not isinstance(said.get("version"), int):
         raise GrafanaRefused("the server did not confirm that it saved this dashboard")
     return int(said["version"])
@@ -286,7 +283,7 @@ def _text(said: Mapping[str, Any], key: str) -> str:
 # --- annotations ------------------------------------------------------------------------------------------------------
 
 TAG = "rolecall"
-EPISODES_MAX = 1000
+INCIDENTS_MAX = 1000
 """Number of incidents of a run that are annotated, the newest ones. More would hide the graph."""
 FOUND_MAX = 5000
 """Number of existing annotations of a run that are read. With more, duplicates could not be excluded: an error."""
@@ -295,40 +292,29 @@ TAG_MAX = 90
 MILLISECONDS = 1000
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class IncidentAnnotation:
-    """An incident on a graph. Times are wall seconds."""
-
-    incident_id: str
-    role: str  # "": none
-    fault: str
-    sentence: str
-    opened_at: float
-    closed_at: float | None = None
-    outcome: str = ""
-
-
-def annotation(run_id: str, episode: IncidentAnnotation) -> Json:
+def annotation(run_id: str, incident: Incident) -> Json:
     """The desired annotation of an incident."""
-    tags = [TAG, f"run:{run_id}", f"incident:{episode.incident_id}", f"fault:{episode.fault}"]
-    tags += [f"role:{episode.role}"] if episode.role else []
-    start = round(episode.opened_at * MILLISECONDS)
-    end = start if episode.closed_at is None else max(start, round(episode.closed_at * MILLISECONDS))
-    state = f" ({episode.outcome})" if episode.outcome else " (open)" if episode.closed_at is None else ""
+    diagnosis = incident.diagnosis
+    tags = [TAG, f"run:{run_id}", f"incident:{incident.incident_id}", f"fault:{diagnosis.fault_class}"]
+    if diagnosis.suspects and diagnosis.suspects[0].role:
+        tags.append(f"role:{diagnosis.suspects[0].role}")
+    start = round(incident.opened_at * MILLISECONDS)
+    end = start if incident.closed_at is None else max(start, round(incident.closed_at * MILLISECONDS))
+    state = f" ({incident.outcome})" if incident.outcome else " (open)" if incident.closed_at is None else ""
     return {
         "time": start,
         "timeEnd": end,
         "tags": [plain(t, TAG_MAX) for t in tags],
-        "text": escape(plain(episode.sentence, TEXT_MAX) + state),
+        "text": escape(plain(diagnosis.because, TEXT_MAX) + state),
     }
 
 
 def annotate(
     server: Server,
     run_id: str,
-    episodes: Sequence[IncidentAnnotation],
+    incidents: Sequence[Incident],
     *,
-    episodes_max: int = EPISODES_MAX,
+    incidents_max: int = INCIDENTS_MAX,
     found_max: int = FOUND_MAX,
 ) -> PushResult:
     """Creates and updates annotations; reports the result for each incident.
@@ -339,20 +325,20 @@ def annotate(
     """
     there = _there(server, run_id, found_max)
     done = PushResult()
-    newest = sorted(episodes, key=lambda e: e.opened_at)[-episodes_max:]
-    if len(newest) < len(episodes):
+    newest = sorted(incidents, key=lambda e: e.opened_at)[-incidents_max:]
+    if len(newest) < len(incidents):
         done.done.append(
-            f"left out   {len(episodes) - len(newest)} older incidents: only the newest {episodes_max} are annotated"
+            f"left out   {len(incidents) - len(newest)} older incidents: only the newest {incidents_max} are annotated"
         )
-    for episode in newest:
-        wanted = annotation(run_id, episode)
-        name = plain(episode.incident_id, TAG_MAX)
+    for incident in newest:
+        wanted = annotation(run_id, incident)
+        name = plain(incident.incident_id, TAG_MAX)
         try:
-            done.done.append(f"{_put(server, there.get(_incident(wanted)), wanted):<9}  {name}")
+            done.done.append(f"{_put(server, there.get(_incident_tag(wanted)), wanted):<9}  {name}")
         except GrafanaRefused as e:
             done.failed.append(f"failed     {name}: {e}")
             if not e.status:
-                rest = len(newest) - newest.index(episode) - 1
+                rest = len(newest) - newest.index(incident) - 1
                 done.failed.append(
                     f"not tried  {rest} more; run it again, existing annotations are found by their tags"
                 )
@@ -362,37 +348,25 @@ def annotate(
 
 def _there(server: Server, run_id: str, found_max: int) -> dict[str, Json]:
     """Annotations of the run by incident tag; of duplicates the oldest."""
-    tags = [quote(plain(t, TAG_MAX), safe="") for t in (TAG, f"run:{run_id}")]
-    found = server.listing(lambda g: g.annotations.find_annotations(tags=tags, ann_type="annotation", limit=found_max))
+    tags = [("tags", plain(t, TAG_MAX)) for t in (TAG, f"run:{run_id}")]
+    found = server.listing(f"/annotations?{urlencode([*tags, ('type', 'annotation'), ('limit', found_max)])}")
     if len(found) >= found_max:
         raise CommandRefused(f"{server.where} has {found_max} or more annotations of {run_id}: delete old ones first")
-    known = [one for one in found if isinstance(one.get("id"), int) and _incident(one)]
-    return {_incident(one): one for one in sorted(known, key=lambda one: -int(one["id"]))}
+    known = [one for one in found if isinstance(one.get("id"), int) and _incident_tag(one)]
+    return {_incident_tag(one): one for one in sorted(known, key=lambda one: -int(one["id"]))}
 
 
-def _incident(one: Mapping[str, Any]) -> str:
+def _incident_tag(one: Mapping[str, Any]) -> str:
     tags: Iterable[Any] = one.get("tags") or ()
     return next((t for t in tags if isinstance(t, str) and t.startswith("incident:")), "")
 
 
 def _put(server: Server, before: Json | None, wanted: Json) -> str:
     if before is None:
-        server.mapping(
-            lambda g: g.annotations.add_annotation(
-                time_from=wanted["time"], time_to=wanted["timeEnd"], tags=wanted["tags"], text=wanted["text"]
-            )
-        )
+        server.mapping("POST", "/annotations", wanted)
         return "created"
     same = all(before.get(k) == wanted[k] for k in ("time", "timeEnd", "text"))
     if same and set(before["tags"]) == set(wanted["tags"]):
         return "unchanged"
-    server.mapping(
-        lambda g: g.annotations.partial_update_annotation(
-            before["id"],
-            time_from=wanted["time"],
-            time_to=wanted["timeEnd"],
-            tags=wanted["tags"],
-            text=wanted["text"],
-        )
-    )
+    server.mapping("PATCH", f"/annotations/{before['id']}", wanted)
     return "updated"

@@ -12,6 +12,7 @@ from itertools import groupby
 import streamlit as st
 
 from rolecall.core.clock import SystemClock
+from rolecall.core.policy_health import BY_NAME
 from rolecall.core.text import escape, plain, seconds
 from rolecall.dashboards.data.hardware import Query
 from rolecall.dashboards.data.progress import Bucket
@@ -48,76 +49,41 @@ NO_METRICS = "The steps of this run have no policy health metrics (entropy, clip
 Lines = dict[str, list[dict[str, float]]]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class PolicyHealthChart:
     """Health metrics on one axis."""
 
     title: str
     lines: tuple[tuple[str, str], ...]  # (metric of core/policy_health.py, legend)
-    normal: str
     figures: str = "~g"
     zero: bool = True
 
+    @property
+    def normal(self) -> str:
+        """The normal range of the metrics."""
+        if len(self.lines) == 1:
+            return BY_NAME[self.lines[0][0]].normal
+        return " ".join(f"{legend.capitalize()}: {BY_NAME[metric].normal}" for metric, legend in self.lines)
+
 
 PANELS = (
+    PolicyHealthChart("entropy, nats per token", (("entropy", "entropy"),)),
     PolicyHealthChart(
-        title="entropy, nats per token",
-        lines=(("entropy", "entropy"),),
-        normal="Falls slowly while the policy learns, to nearly 0 when it has converged. Nearly 0 at a low reward: "
-        "the policy has collapsed and learns nothing more.",
+        "response length, tokens", (("response_length", "mean"), ("response_length_max", "longest")), figures="~s"
     ),
     PolicyHealthChart(
-        title="response length, tokens",
-        lines=(("response_length", "mean"), ("response_length_max", "longest")),
-        normal="Depends on the task. A drop to a few tokens or a rise to the limit: the policy exploits the reward.",
-        figures="~s",
-    ),
-    PolicyHealthChart(
-        title="unused responses, groups, tokens",
-        lines=(
-            ("truncated_fraction", "truncated"),
-            ("filtered_fraction", "filtered"),
-            ("stale_fraction", "stale"),
-        ),
-        normal="Truncated responses: few, more at the start. Filtered groups: many at the start (all wrong) and at "
-        "the end (all right). Stale tokens: nearly none.",
+        "unused responses, groups, tokens",
+        (("truncated_fraction", "truncated"), ("filtered_fraction", "filtered"), ("stale_fraction", "stale")),
         figures=".1~%",
     ),
     PolicyHealthChart(
-        title="clipped tokens",
-        lines=(("clip_fraction_low", "from below"), ("clip_fraction_high", "from above")),
-        normal="A few percent, more in the first steps. Persistently more: the policy has diverged from the sampler.",
-        figures=".1~%",
+        "clipped tokens", (("clip_fraction_low", "from below"), ("clip_fraction_high", "from above")), figures=".1~%"
     ),
-    PolicyHealthChart(
-        title="importance ratios",
-        lines=(("ratio_mean", "mean"), ("ratio_std", "spread")),
-        normal="Of the policy to the sampler, per token. Mean close to 1; spread well below 1, larger with staleness.",
-    ),
-    PolicyHealthChart(
-        title="KL to sampler, nats per token",
-        lines=(("kl_sampler", "KL"),),
-        normal="Below 0.1 after the first steps, including stale tokens. A lasting rise: the policy diverges from "
-        "its engines.",
-    ),
-    PolicyHealthChart(
-        title="trainer and engine mismatch, nats",
-        lines=(("log_ratio_max", "largest log-ratio"),),
-        normal="For the same weights only rounding, below 0.01 at equal precision. More: one of the two computes "
-        "wrong values. No value for steps whose tokens all come from weights that no trainer holds any more.",
-        figures=".1~e",
-    ),
-    PolicyHealthChart(
-        title="critic explained variance",
-        lines=(("explained_variance", "explained variance"),),
-        normal="Rises towards 1. At 0 the critic predicts no better than the mean; below 0, worse.",
-        zero=False,
-    ),
-    PolicyHealthChart(
-        title="critic loss",
-        lines=(("value_loss", "loss"),),
-        normal="Falls at first, then follows the rewards.",
-    ),
+    PolicyHealthChart("importance ratios", (("ratio_mean", "mean"), ("ratio_std", "spread"))),
+    PolicyHealthChart("KL to sampler, nats per token", (("kl_sampler", "KL"),)),
+    PolicyHealthChart("trainer and engine mismatch, nats", (("log_ratio_max", "largest log-ratio"),), figures=".1~e"),
+    PolicyHealthChart("critic explained variance", (("explained_variance", "explained variance"),), zero=False),
+    PolicyHealthChart("critic loss", (("value_loss", "loss"),)),
 )
 
 

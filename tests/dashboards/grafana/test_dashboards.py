@@ -12,7 +12,7 @@ from rolecall.core.errors import ConfigError
 from rolecall.core.metrics.catalogue import BY_NAME
 from rolecall.core.metrics.metric import MetricType
 from rolecall.dashboards.grafana import board
-from rolecall.dashboards.grafana.boards.all import documents
+from rolecall.dashboards.grafana.export import documents
 from rolecall.dashboards.grafana.promql import DCGM_NAMES, RECORDED, SCOPE_LABELS, UnknownMetric, scoped, selectors
 from tests.dashboards.grafana.viewing import all_panels
 
@@ -185,7 +185,7 @@ def test_what_the_watch_tells_is_asked_of_the_watch() -> None:
 
 
 def test_the_same_bytes_in_every_process() -> None:
-    code = "import json; from rolecall.dashboards.grafana.boards.all import documents; print(json.dumps(documents()))"
+    code = "import json; from rolecall.dashboards.grafana.export import documents; print(json.dumps(documents()))"
     texts = {
         subprocess.run(
             [sys.executable, "-c", code],

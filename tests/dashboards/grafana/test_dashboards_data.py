@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from rolecall.dashboards.grafana.boards.all import documents
+from rolecall.dashboards.grafana.export import documents
 from rolecall.dashboards.grafana.promql import alive, grown, scoped, selectors
 from tests.dashboards.grafana import made_up
 from tests.dashboards.grafana.viewing import Asked, Viewer, all_panels

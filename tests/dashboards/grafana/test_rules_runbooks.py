@@ -8,7 +8,7 @@ import pytest
 import typer
 
 from rolecall.cli.main import app
-from rolecall.dashboards.grafana.boards.all import documents
+from rolecall.dashboards.grafana.export import documents
 from tests.dashboards.grafana.rules_cases import ALERTS
 
 FOLDER = Path(__file__).parents[3] / "docs" / "runbooks"

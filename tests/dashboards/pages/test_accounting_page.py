@@ -11,8 +11,7 @@ from rolecall.core.errors import JournalError
 from rolecall.core.journal.events import EventKind
 from rolecall.core.journal.journal import Journal
 from rolecall.core.rundir import RunDir
-from rolecall.dashboards.pages.accounting.audit import audited
-from rolecall.dashboards.pages.accounting.worker import AUDIT_SECONDS, AccountingWorker
+from rolecall.dashboards.pages.accounting.worker import AUDIT_SECONDS, AccountingWorker, audited
 from rolecall.dashboards.settings import Settings
 from tests.dashboards.acting_world import HOSTILE, World, button, fill, page, sign_in, texts, world
 from tests.support import PATIENCE_SECONDS

@@ -10,7 +10,7 @@ from streamlit.testing.v1 import AppTest
 from rolecall.core.journal.events import EventKind
 from rolecall.core.rundir import RunDir
 from rolecall.dashboards import settings
-from rolecall.dashboards.pages.incidents import list_page as incidents_page
+from rolecall.dashboards.pages.incidents import page as incidents_page
 from rolecall.dashboards.pages.incidents.table import PAGE_ROWS
 from rolecall.dashboards.settings import Settings
 from tests.dashboards.big_journal import BigJournal

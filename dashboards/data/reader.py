@@ -12,7 +12,7 @@ import gc
 import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from copy import copy
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -453,7 +453,11 @@ class _Following:
                 self._fold = fold = newest(journal, self._of)
         before_faults = fold.trends.ettr.faults
         fold.trends.ettr.faults = self._injections.read()
-        changed = self._take_new(journal, fold) or before_faults != fold.trends.ettr.faults
+        changed = before_faults != fold.trends.ettr.faults
+        for page in fold.reader.pages(journal):
+            if page.events or page.damaged:
+                fold.take(page.events, page.damaged)
+                changed = True
         paused, lease = journal.flag(PAUSED_FLAG) or "", journal.lease(LEASE_NAME)
         changed |= self._records.refresh(journal)
         before = self._shown
@@ -502,15 +506,6 @@ class _Following:
         if self._behind is None:
             return ReadProgress(read=self._fold.reader.seq, of=self._fold.reader.seq)
         return ReadProgress(read=self._behind.reader.seq, of=max(self._of, self._fold.reader.seq), whole=False)
-
-    def _take_new(self, journal: Journal, fold: Fold) -> bool:
-        """Reads all new events; whether there were any."""
-        changed = False
-        for page in fold.reader.pages(journal):
-            if page.events or page.damaged:
-                fold.take(page.events, page.damaged)
-                changed = True
-        return changed
 
     def _same_journal(self) -> Journal:
         """The journal, reopened if it was closed; starts over if it was replaced by another run's."""
@@ -569,13 +564,11 @@ class _Injections:
     def read(self) -> tuple[InjectedFault, ...]:
         if self._path is None:
             return ()
-        try:
+        with suppress(OSError, ValueError):
             size = self._path.stat().st_size
             if size != self._size:
                 found = parse_injections(self._path.read_text(encoding="utf-8"))
                 self._faults, self._size = tuple(f for f in found if not f.of_helper), size
-        except (OSError, ValueError):
-            return self._faults
         return self._faults
 
 

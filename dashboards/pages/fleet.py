@@ -10,7 +10,7 @@ import altair as alt
 import streamlit as st
 
 from rolecall.core.clock import SystemClock
-from rolecall.core.text import plain, seconds
+from rolecall.core.text import plain, seconds, utc
 from rolecall.dashboards.data import nodes
 from rolecall.dashboards.data.hardware import FleetMetrics, XidOccurrence, codes_of, fleet_metrics, merged
 from rolecall.dashboards.data.reader import JournalSnapshot, Reader
@@ -255,4 +255,4 @@ def _burn_ins(past: nodes.NodeHistory) -> None:
 
 
 def _when(at: float) -> str:
-    return datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%M:%S")
+    return utc(at, "%Y-%m-%d %H:%M:%S")

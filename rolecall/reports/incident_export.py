@@ -266,21 +266,15 @@ def _page(material: IncidentRecord, known: Redactor, members: Sequence[BundleFil
         lines.append("  No stacks were collected for this incident.")
     lines += ["", "Omitted because of size:" if left_out else "Nothing was omitted because of size."]
     lines += [f"  {plain(text)}" for text in left_out]
-    lines += ["", *_REMOVED, ""]
+    lines += ["", _REDACTED]
     return "\n".join(lines)
 
 
-_REMOVED = (
-    (
-        "Redacted: prompts, samples and exception messages; passwords, tokens and keys; environments and command lines; "  # noqa: E501
-        "user"
-    ),
-    (
-        "names and home directories; all of a URL but scheme, host and port. The job's own output is never included. The "  # noqa: E501
-        "`hash`"
-    ),
-    "of a journal line is that of the original line, before redaction.",
-)
+_REDACTED = """\
+Redacted: prompts, samples and exception messages; passwords, tokens and keys; environments and command lines; user
+names and home directories; all of a URL but scheme, host and port. The job's own output is never included. The `hash`
+of a journal line is that of the original line, before redaction.
+"""
 
 
 def _who(suspect: Mapping[str, Any]) -> str:

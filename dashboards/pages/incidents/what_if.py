@@ -391,11 +391,29 @@ def _by_count(inputs: DecisionInputs, actual: PredictedDecision) -> Iterable[tup
         return
     for failure, words in _FAILURES.items():
         yield _count(actual, lambda n, f=failure: _failed_before(inputs, f, n), words)  # type: ignore[misc]
-    yield _count(actual, lambda n: _evicted_before(inputs, n), "{} had been replaced in the last hour", "other replica")
-    yield _count(actual, lambda n: _replaced_before(inputs, n), "it had been replaced {} in the last hour", "time")
-    yield _count(actual, lambda n: _under_repair(inputs, n), "{} were being replaced at that moment", "other replica")
-    if on_peer_evidence_alone(inputs.policy_input.diagnosis):
-        yield _count(actual, lambda n: _suspected(inputs, n), "{} were suspected on peer evidence alone", "other peer")
+    diagnosis, peers = inputs.policy_input.diagnosis, _peers(inputs)
+    replica = diagnosis.suspects[0].replica
+
+    def elsewhere(n: int) -> DecisionInputs:
+        return _with_others(inputs, (f"other-{k}/0" for k in range(n)), S.CLOSED)
+
+    def again(n: int) -> DecisionInputs:
+        return _with_others(inputs, [replica] * n, S.CLOSED)
+
+    def under_repair(n: int) -> DecisionInputs | None:
+        return _with_others(inputs, peers[:n], S.VERIFYING) if n <= len(peers) else None
+
+    yield _count(actual, elsewhere, "{} had been replaced in the last hour", "other replica")
+    yield _count(actual, again, "it had been replaced {} in the last hour", "time")
+    yield _count(actual, under_repair, "{} were being replaced at that moment", "other replica")
+    if on_peer_evidence_alone(diagnosis):
+        roles = {split_replica(s.replica)[0] for s in diagnosis.suspects if s.replica}
+        of_role = [r for r in peers if split_replica(r)[0] in roles]
+
+        def suspected(n: int) -> DecisionInputs | None:
+            return _with_others(inputs, of_role[:n], S.PLANNED, diagnosis.fault_class) if n <= len(of_role) else None
+
+        yield _count(actual, suspected, "{} were suspected on peer evidence alone", "other peer")
 
 
 _FAILURES = {
@@ -448,15 +466,12 @@ _WHY = {
 }
 
 
-def _evicted_before(inputs: DecisionInputs, n: int) -> DecisionInputs:
-    return replace(
-        inputs, others=(*inputs.others, *(_hypothetical(inputs, f"other-{k}/0", k, S.CLOSED) for k in range(n)))
-    )
-
-
-def _replaced_before(inputs: DecisionInputs, n: int) -> DecisionInputs:
-    replica = inputs.policy_input.diagnosis.suspects[0].replica
-    return replace(inputs, others=(*inputs.others, *(_hypothetical(inputs, replica, k, S.CLOSED) for k in range(n))))
+def _with_others(
+    inputs: DecisionInputs, replicas: Iterable[str], state: IncidentState, fault_class: FaultClass = FaultClass.CRASH
+) -> DecisionInputs:
+    """The inputs with one more incident for each replica."""
+    more = (_hypothetical(inputs, r, k, state, fault_class) for k, r in enumerate(replicas))
+    return replace(inputs, others=(*inputs.others, *more))
 
 
 def _peers(inputs: DecisionInputs) -> list[str]:
@@ -467,28 +482,8 @@ def _peers(inputs: DecisionInputs) -> list[str]:
     return [str(r.replica) for r in sorted(rest, key=lambda r: (r.role not in roles, r.replica))]
 
 
-def _under_repair(inputs: DecisionInputs, count: int) -> DecisionInputs | None:
-    peers = _peers(inputs)
-    if count > len(peers):
-        return None
-    return replace(
-        inputs,
-        others=(*inputs.others, *(_hypothetical(inputs, r, k, S.VERIFYING) for k, r in enumerate(peers[:count]))),
-    )
-
-
-def _suspected(inputs: DecisionInputs, count: int) -> DecisionInputs | None:
-    roles = {split_replica(s.replica)[0] for s in inputs.policy_input.diagnosis.suspects if s.replica}
-    peers = [r for r in _peers(inputs) if split_replica(r)[0] in roles]
-    if count > len(peers):
-        return None
-    same = inputs.policy_input.diagnosis.fault_class
-    suspected = (_hypothetical(inputs, r, k, S.PLANNED, same) for k, r in enumerate(peers[:count]))
-    return replace(inputs, others=(*inputs.others, *suspected))
-
-
 def _hypothetical(
-    inputs: DecisionInputs, replica: str, number: int, state: IncidentState, fault_class: FaultClass = FaultClass.CRASH
+    inputs: DecisionInputs, replica: str, number: int, state: IncidentState, fault_class: FaultClass
 ) -> Incident:
     """A hypothetical incident, with what guards use of it."""
     name = f"hypothetical-{number}"

@@ -181,19 +181,17 @@ def _clear_result() -> None:
     st.session_state.pop(_RESULT, None)
 
 
-def button(
-    reader: Reader, viewer: Viewer, label: str, ask: OperatorCommand, *, why_not: str = "", primary: bool = False
-) -> None:
-    """A button for a command without a reason. `why_not`: why it is disabled for every user."""
-    times, refused = _times(ask), why_not or viewer.because
+def button(reader: Reader, viewer: Viewer, label: str, ask: OperatorCommand) -> None:
+    """A button for a command without a reason."""
+    times = _times(ask)
     st.button(
         label,
         key=f"{ask.identity}:{times}",
         on_click=issue,
         args=(reader, ask, times),
-        disabled=bool(refused),
-        help=None if not refused else f"Disabled: {plain(refused)}",
-        type="primary" if primary else "secondary",
+        disabled=bool(viewer.because),
+        help=f"Disabled: {plain(viewer.because)}" if viewer.because else None,
+        type="primary",
         width="stretch",
     )
 

@@ -112,9 +112,9 @@ def _plan_commands(reader: Reader, viewer: Viewer, row: plans.PlanRow) -> None:
         OperatorCommand(what=what, on=digest) for what in (Kind.APPROVE, Kind.HOLD, Kind.REJECT, Kind.LIFT)
     )
     if row.can_be_approved:
-        button(reader, viewer, "Approve", approve, primary=True)
+        button(reader, viewer, "Approve", approve)
     if row.hold is not None:
-        button(reader, viewer, "Lift the hold", lift, primary=True)
+        button(reader, viewer, "Lift the hold", lift)
     if row.can_be_stopped:
         stops = {"Hold": hold, "Reject": reject}
         if row.hold is not None:
@@ -151,7 +151,7 @@ def _pause(reader: Reader, viewer: Viewer, state: State) -> None:
             as_commands(reader, viewer, pause)
     else:
         resume = OperatorCommand(what=Kind.RESUME)
-        button(reader, viewer, "Resume recovery", resume, primary=True)
+        button(reader, viewer, "Resume recovery", resume)
         as_commands(reader, viewer, resume)
 
 

@@ -171,11 +171,8 @@ def fleet_rows(
     medians = [statistics.median(c[k] for c in counts.values()) if counts else 0.0 for k in range(3)]
     rows = []
     for node in names:
-        here, found, past = (
-            tuple(replicas.get(node, ())),
-            by_node.get(node, ()),
-            pasts.get(node, NodeHistory(record=NodeRecord(node=node))),
-        )
+        here, found = tuple(replicas.get(node, ())), by_node.get(node, ())
+        past = pasts.get(node) or NodeHistory(record=NodeRecord(node=node))
         in_hour, in_day, in_month = counts[node]
         still_open = [i for i in found if i.state is not IncidentState.CLOSED]
         health, because = _health(node, here, still_open, past.record, live, in_month, medians[2])

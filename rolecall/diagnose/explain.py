@@ -12,7 +12,6 @@ time, its smallest and its largest value, so that no excursion is lost.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 
 import altair as alt
@@ -21,7 +20,7 @@ from numpy.typing import NDArray
 
 from rolecall.core.diagnosis import NO_TIME, Diagnosis, Evidence, Suspect
 from rolecall.core.faults import FaultClass
-from rolecall.core.text import escape, seconds
+from rolecall.core.text import escape, seconds, utc
 from rolecall.detector.artifacts.stacks.diagnosis import STACK_GROUP
 from rolecall.detector.panels.panel import Floats, Machine, Panel, Times
 from rolecall.reports.charts import PLOT_WIDTH, Rows, key_of, layer, pixels
@@ -396,9 +395,7 @@ def moment(at: float) -> str:
     """A calendar time, or seconds of the recording."""
     if not math.isfinite(at):
         return "unknown"
-    if not EPOCH_SECONDS_MIN <= abs(at) < 1e11:
-        return f"{at:.1f} s"
-    return datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+    return utc(at) if EPOCH_SECONDS_MIN <= abs(at) < 1e11 else f"{at:.1f} s"
 
 
 def _after(delay: float) -> str:
@@ -411,12 +408,16 @@ def _section(item: ExplainedDiagnosis, key: str, charts: str) -> str:
     tag = f'<span class="tag {"" if undecided else "bad"}">confidence {diagnosis.confidence:.0%}</span>'
     what = str(diagnosis.fault_class).replace("_", " ")
     timed = not any(e.kind == NO_TIME for e in diagnosis.evidence)
+    content = ""
+    if item.panel is not None:
+        shape, num_ticks = item.panel.shape, len(item.panel.at)
+        content = f"{shape.name}: {len(shape.machines)} machines, {len(shape.metrics)} metrics, {num_ticks} ticks"
     rows = [
         ("Suspects", _who(diagnosis.suspects)),
         ("Onset", moment(diagnosis.onset) if timed else "unknown"),
         ("Decision", moment(diagnosis.detected_at) + _after(diagnosis.detected_at - diagnosis.onset) if timed else ""),
         ("Detectors", ", ".join(diagnosis.detectors)),
-        ("Input", _panel_words(item.panel)),
+        ("Input", content),
         ("Advice", diagnosis.advice),
         ("To settle it", diagnosis.settle),
     ]
@@ -427,13 +428,6 @@ def _section(item: ExplainedDiagnosis, key: str, charts: str) -> str:
         f'<p class="because">{escape(diagnosis.because)}</p>{charts}'
         f'<dl class="steps">{facts}</dl>{_groups(diagnosis.evidence)}{_evidence(diagnosis.evidence)}</article>'
     )
-
-
-def _panel_words(panel: Panel | None) -> str:
-    if panel is None:
-        return ""
-    s = panel.shape
-    return f"{s.name}: {len(s.machines)} machines, {len(s.metrics)} metrics, {len(panel.at)} ticks"
 
 
 def _table(caption: str, head: Sequence[str], rows: Sequence[Sequence[str]], more: int) -> str:

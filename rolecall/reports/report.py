@@ -192,6 +192,8 @@ def make_report(facts: Facts, baseline: Mapping[str, Any] | None) -> dict[str, A
     first, last = mean_of_ends([s.reward for s in committed])
     ended = facts.run_ended
     outcome = ended.outcome if ended else "running"
+    sections = [facts.config.get(name) for name in ("algorithm", "task")]
+    learns = [str(s["name"]) for s in sections if isinstance(s, Mapping) and s.get("name")]
     verdict = make_verdict(facts, joined, kept, outcome)
     return {
         "schema": SCHEMA_VERSION,
@@ -199,7 +201,7 @@ def make_report(facts: Facts, baseline: Mapping[str, Any] | None) -> dict[str, A
         "run_id": facts.run_id,
         "name": str(facts.config.get("name", "")),
         "seed": _seed(facts),
-        "learns": _learns(facts.config),
+        "learns": " on ".join(learns),
         "config_digest": config_digest(facts),
         "ok": all(v["ok"] for v in verdict),
         "verdict": verdict,
@@ -339,12 +341,6 @@ def _effective(
     }
 
 
-def _learns(config: Mapping[str, Any]) -> str:
-    """`dapo on long_addition`, as far as the configuration states it."""
-    sections = [config.get(name) for name in ("algorithm", "task")]
-    return " on ".join(str(s["name"]) for s in sections if isinstance(s, Mapping) and s.get("name"))
-
-
 def _seed(facts: Facts) -> int | None:
     started = facts.run_started
     for value in (facts.job.get("seed"), facts.config.get("seed"), started.seed if started else None):
@@ -379,20 +375,6 @@ def _mfu(facts: Facts) -> dict[str, RoleMfu]:
     return role_mfu([step for step in of_steps if step])
 
 
-def _mfu_declines(facts: Facts, at: float) -> list[dict[str, Any]]:
-    return [
-        {
-            "at": round(at, 3),
-            "kind": "mfu_declined",
-            "what": role,
-            "because": f"model FLOPs utilisation fell from {mfu.best:.2%} to {mfu.newest:.2%}, medians of "
-            f"{WINDOW_STEPS} steps",
-        }
-        for role, mfu in _mfu(facts).items()
-        if mfu.declined
-    ]
-
-
 def _remarks(facts: Facts, zero: float) -> list[dict[str, Any]]:
     """Other notable events."""
     helpers = [
@@ -406,20 +388,28 @@ def _remarks(facts: Facts, zero: float) -> list[dict[str, Any]]:
         }
         for fault in _helper_faults(facts)
     ]
-    return (
-        helpers
-        + [
-            {
-                "at": round(event.wall_at - zero, 3),
-                "kind": str(event.kind),
-                "what": getattr(event.payload, _REMARKABLE[type(event.payload)], ""),
-                "because": event.payload.reason,
-            }
-            for event in facts.events
-            if type(event.payload) in _REMARKABLE
-        ]
-        + _mfu_declines(facts, facts.ended_at - zero)
-    )
+    of_events = [
+        {
+            "at": round(event.wall_at - zero, 3),
+            "kind": str(event.kind),
+            "what": getattr(event.payload, _REMARKABLE[type(event.payload)], ""),
+            "because": event.payload.reason,
+        }
+        for event in facts.events
+        if type(event.payload) in _REMARKABLE
+    ]
+    declines = [
+        {
+            "at": round(facts.ended_at - zero, 3),
+            "kind": "mfu_declined",
+            "what": role,
+            "because": f"model FLOPs utilisation fell from {mfu.best:.2%} to {mfu.newest:.2%}, medians of "
+            f"{WINDOW_STEPS} steps",
+        }
+        for role, mfu in _mfu(facts).items()
+        if mfu.declined
+    ]
+    return helpers + of_events + declines
 
 
 def environment() -> dict[str, Any]:

@@ -336,24 +336,12 @@ def audit_text(found: RunAudit) -> str:
         f"  weights   {proven}",
     ]
     lines += [f"  dropped   {n} because {plain(reason)}" for reason, n in sorted(ledger.dropped_by_reason.items())]
-    lines += [
-        f"  tokens    {b}: {n} dropped{_filtered(ledger, b)}"
-        for b, n in sorted(ledger.dropped_by_length.items(), key=_low)
-    ]
+    for bucket, n in sorted(ledger.dropped_by_length.items(), key=lambda b: int(b[0].partition("-")[0])):
+        filtered = ledger.filtered_by_length.get(bucket, 0)
+        lines.append(f"  tokens    {bucket}: {n} dropped{f', {filtered} of them filtered' if filtered else ''}")
     lines += [f"  note      {plain(note)}" for note in found.notes]
     lines += [f"  PROBLEM   {plain(problem)}" for problem in found.problems]
     return "\n".join(lines)
-
-
-def _low(bucket: tuple[str, int]) -> int:
-    """Lower bound of a length bucket."""
-    return int(bucket[0].partition("-")[0])
-
-
-def _filtered(ledger: Audit, bucket: str) -> str:
-    """Suffix with the number of groups in a bucket that dynamic sampling dropped; empty if none."""
-    chosen = ledger.filtered_by_length.get(bucket, 0)
-    return f", {chosen} of them filtered" if chosen else ""
 
 
 # --- what is left of a run whose journal does not hold ---------------------------------------------------------------

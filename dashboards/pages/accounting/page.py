@@ -9,12 +9,11 @@ import altair as alt
 import streamlit as st
 
 from rolecall.core.clock import SystemClock
-from rolecall.core.text import plain, seconds
+from rolecall.core.text import plain, seconds, utc
 from rolecall.dashboards.data.nodes import age
 from rolecall.dashboards.data.reader import JournalSnapshot, Reader
 from rolecall.dashboards.pages.accounting.statistics import (
     FEW,
-    EttrBreakdown,
     LostTimeShare,
     Precision,
     Slice,
@@ -140,7 +139,16 @@ def _effective(statistics: IncidentStatistics) -> None:
         st.metric("lost", seconds(times.lost_seconds))
     st.altair_chart(_ettr_chart(times.slices), width="stretch")
     with st.expander(f"By {width}, as a table"):
-        _slices(times)
+        data_table(
+            {
+                "from (UTC)": [_when(s.start) for s in times.slices],
+                "ETTR": [None if s.ettr is None else round(100 * s.ettr, 1) for s in times.slices],
+                "lost": [seconds(s.lost_seconds) for s in times.slices],
+                "steps": [s.num_steps for s in times.slices],
+                "incidents": [s.num_incidents for s in times.slices],
+            },
+            column_config={"ETTR": st.column_config.NumberColumn(format="%.1f %%")},
+        )
     st.caption(
         f"Share of productive replicas, by {width}. A lost rollout counts as lost; while a step is interrupted, no "
         "trainer counts as productive; rollouts that keep generating do."
@@ -155,19 +163,6 @@ def _effective(statistics: IncidentStatistics) -> None:
         _lost("by fault class", times.by_class)
     with tops:
         _lost("by incident (top ten)", times.by_incident)
-
-
-def _slices(times: EttrBreakdown) -> None:
-    data_table(
-        {
-            "from (UTC)": [_when(s.start) for s in times.slices],
-            "ETTR": [None if s.ettr is None else round(100 * s.ettr, 1) for s in times.slices],
-            "lost": [seconds(s.lost_seconds) for s in times.slices],
-            "steps": [s.num_steps for s in times.slices],
-            "incidents": [s.num_incidents for s in times.slices],
-        },
-        column_config={"ETTR": st.column_config.NumberColumn(format="%.1f %%")},
-    )
 
 
 def _lost(title: str, parts: Sequence[LostTimeShare]) -> None:
@@ -354,4 +349,4 @@ def _precision(rows: Sequence[Precision]) -> None:
 
 
 def _when(at: float) -> str:
-    return datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%M")
+    return utc(at, "%Y-%m-%d %H:%M")

@@ -81,27 +81,27 @@ class IncidentCost:
 
 
 def cost(
-    material: IncidentPageInputs, story: IncidentSummary | None, gpus_per_process: float = 0.0
+    material: IncidentPageInputs, summary: IncidentSummary | None, gpus_per_process: float = 0.0
 ) -> IncidentCost | None:
     """None: the incident cannot be summarized."""
-    if story is None:
+    if summary is None:
         return None
     end = material.events[-1].wall_at if material.events and not material.is_open else material.now
-    lost = losses(MatchedIncidents(summaries=(story,)), end)
+    lost = losses(MatchedIncidents(summaries=(summary,)), end)
     waiting = _waiting(material, lost)
     replica_seconds = sum(loss.until - loss.since for loss in lost) + sum(s for _, s in waiting)
-    during = [e for e in material.around if story.began_at - 0.05 <= e.wall_at <= (story.ends_at or float("inf"))]
+    during = [e for e in material.around if summary.began_at - 0.05 <= e.wall_at <= (summary.ends_at or float("inf"))]
     hit = {x.replica for x in lost}
     moved = [e.payload for e in during if isinstance(e.payload, RequestsReassigned) and e.payload.from_replica in hit]
     interrupted = sum(e.kind is K.STEP_INTERRUPTED for e in during)
     return IncidentCost(
         replica_seconds=replica_seconds,
         gpu_seconds=replica_seconds * gpus_per_process if gpus_per_process > 0 else None,
-        tokens_lost=story.tokens_lost,
-        tokens_kept=story.tokens_kept,
+        tokens_lost=summary.tokens_lost,
+        tokens_kept=summary.tokens_kept,
         requests_reassigned=sum(said.num_requests for said in moved),
         steps_interrupted=interrupted if any(replica.startswith(TRAINER) for replica in hit) else 0,
-        steps_undone=story.steps_lost,
+        steps_undone=summary.steps_lost,
         is_final=not material.is_open,
         how=tuple(_words(lost, waiting)),
     )
@@ -156,12 +156,14 @@ def page_model(material: IncidentPageInputs, signals: Signals | None = None) -> 
     inputs = decision_inputs(material)
     if signals is None:
         signals = signals_of(material)
+    pace = of_commits(material.around)
+    collapsed = material.incident is not None and COLLAPSE in material.incident.diagnosis.detectors
     return IncidentPageModel(
         material=material,
         head=view.head(material, summary),
         timeline=build_timeline(material, summary),
         signals=signals,
-        run=_of_the_run(material),
+        run=(*(of_the_policy(material.around) if collapsed else ()), *((pace,) if pace else ())),
         findings=view.findings(material),
         collected_evidence=view.collected_evidence(material),
         plan_sections=view.plan_sections(material),
@@ -170,12 +172,6 @@ def page_model(material: IncidentPageInputs, signals: Signals | None = None) -> 
         what_if=what_if(inputs) if inputs is not None else None,
         margins=margins(material.incident.diagnosis) if material.incident else (),
     )
-
-
-def _of_the_run(material: IncidentPageInputs) -> tuple[Signal, ...]:
-    pace = of_commits(material.around)
-    collapsed = material.incident is not None and COLLAPSE in material.incident.diagnosis.detectors
-    return (*(of_the_policy(material.around) if collapsed else ()), *((pace,) if pace else ()))
 
 
 def _same_signals(before: IncidentPageModel, material: IncidentPageInputs) -> bool:

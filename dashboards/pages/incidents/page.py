@@ -20,7 +20,6 @@ from rolecall.dashboards.pages.incidents import evidence_files as incident_files
 from rolecall.dashboards.pages.incidents import table, view
 from rolecall.dashboards.pages.incidents.cache import IncidentCost, IncidentPageCache, IncidentPageModel
 from rolecall.dashboards.pages.incidents.charts import incident_charts
-from rolecall.dashboards.pages.incidents.timeline import IncidentTimeline, TimelineRange
 from rolecall.dashboards.pages.incidents.what_if import replay, threshold_boundary
 from rolecall.dashboards.pages.shell import page
 
@@ -53,7 +52,10 @@ def _draw(reader: Reader, snapshot: JournalSnapshot) -> None:
     found = table.shown(rows, wanted, now)
     _count(found, snapshot)
     if found.rows:
-        _open_ones(found.rows)
+        with st.container(gap="xxsmall", key="incidents-open"):
+            # In full, because table cells cut them off.
+            for r in [r for r in found.rows if r.is_open][:OPEN_SHOWN]:
+                st.text(f"{r.words}: {r.because}")
         _table(found.rows, now)
     elif not rows:
         st.info("No incidents in this run.", icon=":material/check_circle:")
@@ -110,13 +112,6 @@ def _count(found: table.IncidentTablePage, snapshot: JournalSnapshot) -> None:
     st.text(f"{found.num_found:,}{of} {what}")
     if not snapshot.history.whole:
         st.text(f"Loading history ({snapshot.history.percent} %): older incidents are still missing.")
-
-
-def _open_ones(rows: tuple[table.IncidentTableRow, ...]) -> None:
-    """Diagnoses of open incidents in full; table cells would cut them off."""
-    with st.container(gap="xxsmall", key="incidents-open"):
-        for r in [r for r in rows if r.is_open][:OPEN_SHOWN]:
-            st.text(f"{r.words}: {r.because}")
 
 
 def _table(rows: tuple[table.IncidentTableRow, ...], now: float) -> None:
@@ -271,8 +266,12 @@ def _head(header: view.IncidentHeader) -> None:
 def _timeline(whole: IncidentPageModel) -> None:
     timeline, signals = whole.timeline, whole.signals
     st.subheader("Timeline", divider="gray")
-    axis = _chosen_axis(timeline)
-    with st.container(key="incident-story"):
+    axis = timeline.whole
+    if timeline.around is not None:
+        around = "Around detection"
+        shown = st.segmented_control("Time", [around, "Full duration"], default=around, key="incident-axis")
+        axis = timeline.whole if shown == "Full duration" else timeline.around
+    with st.container(key="incident-timeline"):
         if timeline.moments:
             with st.container(gap=None, key="incident-charts"):
                 drawn = (*signals.signals, *whole.run)
@@ -296,14 +295,6 @@ def _timeline(whole: IncidentPageModel) -> None:
 def _after(value: float) -> str:
     sign = "+" if value >= 0 else "−"
     return f"{sign}{seconds(abs(value))}"
-
-
-def _chosen_axis(timeline: IncidentTimeline) -> TimelineRange:
-    if timeline.around is None:
-        return timeline.whole
-    around = "Around detection"
-    shown = st.segmented_control("Time", [around, "Full duration"], default=around, key="incident-axis")
-    return timeline.whole if shown == "Full duration" else timeline.around
 
 
 def _legend(whole: IncidentPageModel) -> None:

@@ -261,7 +261,9 @@ Key = tuple[str, int, int, str]
 def from_window(window: Mapping[str, Any], diagnosis: Diagnosis) -> Signals:
     """Signals from a stored window; for a damaged one, the reason why there are none."""
     try:
-        observations = [Observation.from_dict(o) for o in _thinned(window["observations"])]
+        stored = window["observations"]
+        num = sum(len(b["processes"]) for o in stored for b in o["batches"])
+        observations = [Observation.from_dict(o) for o in stored[:: max(1, math.ceil(num / NUM_SAMPLES_MAX))]]
         return _signals(observations, diagnosis)
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as e:
         return Signals(missing=f"the stored window cannot be read ({type(e).__name__}: {plain(e, 200)})")
@@ -298,11 +300,6 @@ def of_the_policy(events: Iterable[Event]) -> tuple[Signal, ...]:
         for name, title, unit in OF_POLICY
         if len(found.get(name, [])) >= NUM_COMMITS_MIN
     )
-
-
-def _thinned(observations: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
-    num = sum(len(b["processes"]) for o in observations for b in o["batches"])
-    return observations[:: max(1, math.ceil(num / NUM_SAMPLES_MAX))]
 
 
 def _signals(observations: Sequence[Observation], diagnosis: Diagnosis) -> Signals:

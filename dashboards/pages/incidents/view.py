@@ -49,7 +49,7 @@ class IncidentHeader:
     injected: str = ""  # the injected fault, if the injection log has one
 
 
-def head(material: IncidentPageInputs, story: IncidentSummary | None) -> IncidentHeader:
+def head(material: IncidentPageInputs, summary: IncidentSummary | None) -> IncidentHeader:
     incident = material.incident
     if incident is None:
         why = material.set_aside or "no information"
@@ -84,12 +84,12 @@ def head(material: IncidentPageInputs, story: IncidentSummary | None) -> Inciden
         glyph=GLYPHS.get(status, "·"),
         status=status.replace("_", " "),
         state=plain(
-            f"Set aside: {material.set_aside}" if material.set_aside else state_words(incident, story, material.now),
+            f"Set aside: {material.set_aside}" if material.set_aside else state_words(incident, summary, material.now),
             SENTENCE_MAX,
         ),
         who=(*who, *((f"and {more} more",) if more > 0 else ())),
         facts=tuple(facts),
-        injected=_injected(story),
+        injected=_injected(summary),
     )
 
 
@@ -109,20 +109,20 @@ def _suspect(suspect: Suspect) -> str:
     return plain(", ".join(p for p in parts if p), 200)
 
 
-def _injected(story: IncidentSummary | None) -> str:
-    if story is None or story.fault is None:
+def _injected(summary: IncidentSummary | None) -> str:
+    if summary is None or summary.fault is None:
         return ""
-    named = "correct suspect" if story.diagnosed_correctly else "wrong suspect"
-    found = seconds(max(0.0, story.detected_at - story.fault.injected_at))
-    how = f" ({story.fault.how})" if story.fault.how else ""
-    return plain(f"{story.fault.kind}{how} at {', '.join(story.fault.hit)}, detected {found} later, {named}", 400)
+    named = "correct suspect" if summary.diagnosed_correctly else "wrong suspect"
+    found = seconds(max(0.0, summary.detected_at - summary.fault.injected_at))
+    how = f" ({summary.fault.how})" if summary.fault.how else ""
+    return plain(f"{summary.fault.kind}{how} at {', '.join(summary.fault.hit)}, detected {found} later, {named}", 400)
 
 
-def state_words(incident: Incident, story: IncidentSummary | None, now: float) -> str:
+def state_words(incident: Incident, summary: IncidentSummary | None, now: float) -> str:
     """The state in a sentence."""
     attempt, found = incident.attempt, incident.diagnosis.detected_at
     if incident.outcome is not None:
-        return _closed_words(incident, story)
+        return _closed_words(incident, summary)
     since = seconds(max(0.0, now - incident.opened_at))
     match incident.state:
         case IncidentState.PROPOSED if attempt is not None and attempt.decision is None:
@@ -147,7 +147,7 @@ def state_words(incident: Incident, story: IncidentSummary | None, now: float) -
             return f"Diagnosed {seconds(max(0.0, now - found))} ago; no plan yet{after}"
 
 
-def _closed_words(incident: Incident, story: IncidentSummary | None) -> str:
+def _closed_words(incident: Incident, summary: IncidentSummary | None) -> str:
     found, known = incident.diagnosis.detected_at, incident.diagnosis.because
     because, page_reason = (_rest(text, known) for text in (incident.because, incident.page_reason))
     paged = ""
@@ -155,16 +155,14 @@ def _closed_words(incident: Incident, story: IncidentSummary | None) -> str:
         differs = page_reason and page_reason != because
         paged = f" On-call was paged: {page_reason}" if differs else " On-call was paged."
     if str(incident.outcome) == "resolved":
-        resolved_at = story.resolved_at if story is not None and story.resolved_at is not None else incident.verified_at
-        after = seconds(max(0.0, (resolved_at if resolved_at is not None else incident.opened_at) - found))
+        resolved_at, seen = incident.verified_at, ""
+        if summary is not None:
+            resolved_at = resolved_at if summary.resolved_at is None else summary.resolved_at
+            seen = f": {summary.incident.verified_because}" if summary.incident.verified_because else ""
+        after = seconds(max(0.0, (incident.opened_at if resolved_at is None else resolved_at) - found))
         attempts = f", at attempt {len(incident.attempts)}" if len(incident.attempts) > 1 else ""
-        seen = f": {story.incident.verified_because}" if story is not None and story.incident.verified_because else ""
         worked = ""
-        if (
-            incident.verified_at is not None
-            and resolved_at is not None
-            and incident.verified_at - resolved_at >= VISIBLE_SECONDS
-        ):
+        if incident.verified_at is not None and incident.verified_at - (resolved_at or 0.0) >= VISIBLE_SECONDS:
             worked = f" (verified after {seconds(max(0.0, incident.verified_at - found))})"
         return f"Resolved {after} after detection{worked}{attempts}{seen}"
     words = {
@@ -393,10 +391,10 @@ class RecoverySection:
     verified: str
 
 
-def recovery_section(material: IncidentPageInputs, story: IncidentSummary | None) -> RecoverySection:
+def recovery_section(material: IncidentPageInputs, summary: IncidentSummary | None) -> RecoverySection:
     who, made = affected_replicas(material), material.incident.touched if material.incident else {}
     replacements = []
-    for replacement in story.replacements if story else ():
+    for replacement in summary.replacements if summary else ():
         came = "from a warm standby" if replacement.from_standby else "newly started"
         serving = (
             "not serving yet" if replacement.serving_at is None else f"serving since {utc(replacement.serving_at)}"
@@ -428,7 +426,7 @@ def recovery_section(material: IncidentPageInputs, story: IncidentSummary | None
         replacements=tuple(replacements[:NUM_SHOWN_MAX]),
         proofs=tuple(proofs.values())[:NUM_SHOWN_MAX],
         refused=tuple(refused[:NUM_SHOWN_MAX]),
-        verified=plain(story.incident.verified_because, 600) if story else "",
+        verified=plain(summary.incident.verified_because, 600) if summary else "",
     )
 
 

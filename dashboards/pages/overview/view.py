@@ -18,6 +18,8 @@ from rolecall.reports.charts import ROLE_ORDER
 from rolecall.views.incidents import suspect_name
 from rolecall.views.snapshot import ReplicaRow
 
+LOST_ROWS_MAX = 8
+"""Causes of lost time that are listed; the rest is one row."""
 SEVERITY = {state: n for n, state in enumerate(STATES)}
 
 
@@ -238,6 +240,9 @@ def headline_figures(snapshot: JournalSnapshot) -> list[tuple[str, str, str]]:
     behind = (
         "" if lags is None else ", ".join(_behind(num, lag) for lag, num in lags[1] if lag) or "all rollouts up to date"
     )
+    lost = "no step yet" if snapshot.history.whole else f"loading history: {snapshot.history.percent} %"
+    if account is not None:
+        lost = f"{seconds(sum(account.lost.values()))} lost to faults"
     curve = snapshot.trends.curve
     rate = run.tokens_per_second
     if run.ended and run.started_at is not None and curve:
@@ -257,19 +262,13 @@ def headline_figures(snapshot: JournalSnapshot) -> list[tuple[str, str, str]]:
         (
             "ETTR",
             "–" if account is None or account.ettr is None else f"{100 * account.ettr:.1f} %",
-            _ettr_note(snapshot),
+            lost,
         ),
     ]
 
 
 def _behind(num: int, lag: int) -> str:
     return f"{num} rollout{' is' if num == 1 else 's are'} {lag} behind"
-
-
-def _ettr_note(snapshot: JournalSnapshot) -> str:
-    if snapshot.trends.account is not None:
-        return f"{seconds(sum(snapshot.trends.account.lost.values()))} lost to faults"
-    return "no step yet" if snapshot.history.whole else f"loading history: {snapshot.history.percent} %"
 
 
 def _short(value: float) -> str:
@@ -285,7 +284,7 @@ def _trend(rewards: Sequence[float]) -> str:
     return f"{'▲' if change >= 0 else '▼'} {abs(change):.3f} in 10 steps"
 
 
-def lost_rows(snapshot: JournalSnapshot, most: int = 8) -> list[list[str]]:
+def lost_rows(snapshot: JournalSnapshot) -> list[list[str]]:
     """Lost time: role, fault, seconds of the whole run, share of its time; largest first."""
     account = snapshot.trends.account
     if account is None or account.end <= account.start:
@@ -294,10 +293,10 @@ def lost_rows(snapshot: JournalSnapshot, most: int = 8) -> list[list[str]]:
     ranked = sorted(account.lost.items(), key=lambda kv: -kv[1])
     rows = [
         [role, fault.replace("_", " "), seconds(lost), f"{100 * lost / span:.2f} %"]
-        for (role, fault), lost in ranked[:most]
+        for (role, fault), lost in ranked[:LOST_ROWS_MAX]
         if lost > 0
     ]
-    rest = sum(lost for _, lost in ranked[most:])
+    rest = sum(lost for _, lost in ranked[LOST_ROWS_MAX:])
     return rows + ([["other", "", seconds(rest), f"{100 * rest / span:.2f} %"]] if rest > 0 else [])
 
 

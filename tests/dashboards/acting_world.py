@@ -14,8 +14,7 @@ from rolecall.core.journal.events import Event, EventKind
 from rolecall.core.journal.journal import Journal
 from rolecall.core.membership import Actual, Desired, ReplicaState
 from rolecall.core.rundir import RunDir, create_run_dir
-from rolecall.dashboards import settings
-from rolecall.dashboards import users as people
+from rolecall.dashboards import settings, users
 from rolecall.recovery.incidents import Incident, fold
 from tests.events import filled
 from tests.support import PATIENCE_SECONDS
@@ -79,9 +78,9 @@ class World:
         self.say(K.PLAN_PROPOSED, {"plan": made.to_dict(), "digest": made.digest, "expires_at": now + seconds}, name)
         return made
 
-    def add_person(self, name: str) -> str:
+    def add_user(self, name: str) -> str:
         """Returns the token."""
-        return people.add(self.users_path, name)
+        return users.add(self.users_path, name)
 
 
 def world(folder: Path, homes: dict[str, str] | None = None) -> World:

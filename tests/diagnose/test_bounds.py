@@ -24,7 +24,7 @@ MIB = 1 << 20
 
 
 class Passing(FakeClock):
-    """A second passes with each look at the clock, so that looks are counted."""
+    """A second passes with each read of the clock, so that reads are counted."""
 
     def monotonic(self) -> float:
         self.advance(1.0)

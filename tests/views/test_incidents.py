@@ -1,4 +1,4 @@
-"""Incidents joined with their faults: who belongs to whom, how long it took, and what was neither."""
+"""Incidents joined with their faults: which fault belongs to which incident, how long it took, and what matches neither."""
 
 import json
 from dataclasses import replace

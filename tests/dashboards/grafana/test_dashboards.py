@@ -179,7 +179,7 @@ def test_a_misspelt_metric_or_label_is_refused_when_it_is_built() -> None:
         scoped('rolecall_process_up{rolle="x"}')
 
 
-def test_what_the_watch_tells_is_asked_of_the_watch() -> None:
+def test_metrics_of_the_watch_are_queried_from_the_watch() -> None:
     assert scoped("rolecall_run_step") == 'rolecall_run_step{job=~"$job",instance=~"$watch"}'
     assert scoped('rolecall_gpu_up{gpu="0"}') == 'rolecall_gpu_up{job=~"$job",instance=~"$instance",gpu="0"}'
 

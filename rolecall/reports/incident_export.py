@@ -399,20 +399,23 @@ def _slice(
     return found
 
 
+def evidence_files(run: RunDir, incident_id: str) -> list[Path]:
+    """Evidence files, by name. The incident ID comes from the journal and is untrusted: it is compared, never joined to
+    a path. Raises OSError."""
+    folder = run.path / EVIDENCE_DIR
+    folders = [p for p in folder.iterdir() if p.name == incident_id and p.is_dir()] if folder.is_dir() else []
+    files = sorted(p for folder in folders if not folder.is_symlink() for p in folder.iterdir())
+    return [p for p in files if p.is_file() and not p.is_symlink() and not p.name.startswith(".")]
+
+
 def _evidence(run: RunDir, incident_id: str, left_out: list[str]) -> dict[str, bytes]:
-    """Evidence files. The incident ID comes from the journal and is untrusted: it is compared, never joined to a
-    path."""
     found, size = dict[str, bytes](), 0
-    with suppress(FileNotFoundError):
-        folders = [p for p in (run.path / EVIDENCE_DIR).iterdir() if p.name == incident_id and p.is_dir()]
-        for path in sorted(p for folder in folders for p in folder.iterdir()):
-            if path.name.startswith(".") or path.is_symlink() or not path.is_file():
-                continue
-            size += path.stat().st_size
-            if size > EVIDENCE_BYTES_MAX:
-                left_out.append(f"evidence/{path.name}: over {EVIDENCE_BYTES_MAX} bytes")
-                break
-            found[path.name] = path.read_bytes()
+    for path in evidence_files(run, incident_id):
+        size += path.stat().st_size
+        if size > EVIDENCE_BYTES_MAX:
+            left_out.append(f"evidence/{path.name}: over {EVIDENCE_BYTES_MAX} bytes")
+            break
+        found[path.name] = path.read_bytes()
     return found
 
 

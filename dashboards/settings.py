@@ -32,12 +32,10 @@ _current: list[Settings] = []
 
 
 def use(settings: Settings) -> None:
-    """Sets what this process serves."""
     _current[:] = [settings]
 
 
 def current() -> Settings:
-    """The settings of this process."""
     if not _current:
         raise RuntimeError("start the dashboard with `rolecall dashboard`")
     return _current[0]

@@ -227,7 +227,6 @@ def _health(
 
 
 def pasts(events: Iterable[Event]) -> dict[str, NodeHistory]:
-    """Node -> history."""
     entries: dict[str, list[NodeHistoryEntry]] = {}
     kept = [e for e in events if e.kind in NODE_KINDS]
     for event in kept:
@@ -245,5 +244,4 @@ def pasts(events: Iterable[Event]) -> dict[str, NodeHistory]:
 
 
 def quarantined(events: Iterable[Event]) -> dict[str, NodeRecord]:
-    """Node -> its record, for nodes in quarantine."""
     return {node: record for node, record in fold_nodes(events).items() if record.quarantined}

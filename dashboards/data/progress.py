@@ -77,7 +77,6 @@ def merged(earlier: Bucket, later: Bucket) -> Bucket:
 
 
 def _larger(x: float, y: float) -> float:
-    """The larger finite value."""
     return max((v for v in (x, y) if math.isfinite(v)), default=math.nan)
 
 

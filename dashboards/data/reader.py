@@ -74,7 +74,6 @@ class Fold:
         return kind != _K.WEIGHTS_ADMITTED or self._planned or bool(self.trends.ettr.open_incidents)
 
     def take(self, events: Sequence[Event], damaged: Sequence[DamagedLine] = ()) -> None:
-        """Applies the next events of the journal."""
         self._planned = False
         if self._partial:
             known = self.projection.incidents
@@ -279,12 +278,10 @@ class JournalSnapshot:
 
     @property
     def usable(self) -> bool:
-        """Whether it contains data of a run."""
         return self.read_at is not None and self.version > 0
 
     @property
     def watched(self) -> bool:
-        """Whether a watch holds the lease."""
         return self.lease is not None and self.lease.holder != "" and self.lease.expires_at > self.at
 
 

@@ -138,8 +138,6 @@ def incidents(address: str) -> tuple[Link, ...]:
 
 
 class Choice(Enum):
-    """How many values of a variable can be selected."""
-
     ONE = "one"
     SEVERAL = "several"
     ANY = "any"  # all by default

@@ -293,7 +293,6 @@ MILLISECONDS = 1000
 
 
 def annotation(run_id: str, incident: Incident) -> Json:
-    """The desired annotation of an incident."""
     diagnosis = incident.diagnosis
     tags = [TAG, f"run:{run_id}", f"incident:{incident.incident_id}", f"fault:{diagnosis.fault_class}"]
     if diagnosis.suspects and diagnosis.suspects[0].role:

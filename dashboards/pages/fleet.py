@@ -15,7 +15,7 @@ from rolecall.dashboards.data import nodes
 from rolecall.dashboards.data.hardware import FleetMetrics, XidOccurrence, codes_of, fleet_metrics, merged
 from rolecall.dashboards.data.reader import JournalSnapshot, Reader
 from rolecall.dashboards.pages.operations.commands import operations
-from rolecall.dashboards.pages.operations.state import State, place_of
+from rolecall.dashboards.pages.operations.plans import State, place_of
 from rolecall.dashboards.pages.prometheus import PrometheusPoller, PrometheusSnapshot
 from rolecall.dashboards.pages.shell import data_table, page
 from rolecall.recovery.incidents import Incident

@@ -52,7 +52,6 @@ _readers: dict[Settings, Reader] = {}
 
 
 def reader() -> Reader:
-    """The reader of this process."""
     settings = current()
     with _lock:
         found = _readers.get(settings)
@@ -65,7 +64,6 @@ def reader() -> Reader:
 
 
 def may_read(journal_reader: Reader) -> bool:
-    """Whether the viewer may see the dashboard."""
     return not journal_reader.settings.sign_in or current_viewer(journal_reader).may_act
 
 

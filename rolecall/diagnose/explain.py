@@ -331,7 +331,6 @@ def explain(out: Path, items: Sequence[ExplainedDiagnosis]) -> Path:
 
 
 def render(items: Sequence[ExplainedDiagnosis]) -> str:
-    """The whole page."""
     head = (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'

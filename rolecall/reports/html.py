@@ -18,7 +18,6 @@ Report = Mapping[str, Any]
 
 
 def render_html(report: Report) -> str:
-    """The whole page."""
     parts = [
         _header(report),
         _verdict(report),

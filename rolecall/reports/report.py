@@ -376,7 +376,6 @@ def _mfu(facts: Facts) -> dict[str, RoleMfu]:
 
 
 def _remarks(facts: Facts, zero: float) -> list[dict[str, Any]]:
-    """Other notable events."""
     helpers = [
         {
             "at": round(fault["injected_at"] - zero, 3),
@@ -413,7 +412,6 @@ def _remarks(facts: Facts, zero: float) -> list[dict[str, Any]]:
 
 
 def environment() -> dict[str, Any]:
-    """The environment of the measurements."""
     versions = {}
     for name in PACKAGES:
         try:

@@ -103,8 +103,6 @@ _STAGES: Mapping[EventKind, str] = {
 
 @dataclass
 class RunSnapshotProjection:
-    """State derived from the events so far."""
-
     num_steps: int | None = None
     seq: int = 0
     newest: RunSnapshot = RunSnapshot(now=0.0)

@@ -250,7 +250,6 @@ class Precision:
 
     @property
     def sentence(self) -> str:
-        """The precision in a sentence."""
         if self.ratio is None or self.low is None or self.high is None:
             return "No diagnosis has been reviewed yet."
         text = f"{self.num_right} of {self.num_reviewed} reviewed diagnoses were right: {self.ratio:.0%}"

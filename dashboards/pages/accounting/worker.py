@@ -67,8 +67,6 @@ NICENESS = 10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IncidentStatistics:
-    """Statistics over incidents."""
-
     times: EttrBreakdown | None
     detection: tuple[DetectionTimes, ...]
     recovery: tuple[RecoveryTimes, ...]

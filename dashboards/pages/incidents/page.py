@@ -230,7 +230,6 @@ def _section(title: str, key: str, draw_it: Callable[[], None]) -> None:
 
 
 def _facts(facts: view.Facts, key: str) -> None:
-    """Label-value pairs side by side."""
     if not facts:
         return
     with st.container(horizontal=True, key=f"incident-facts-{key}"):

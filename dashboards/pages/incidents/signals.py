@@ -59,8 +59,6 @@ class SignalSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SignalLine:
-    """One suspect."""
-
     name: str
     points: tuple[Point, ...]
 

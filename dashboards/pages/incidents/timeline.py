@@ -86,8 +86,6 @@ class TimelineRange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IncidentTimeline:
-    """The timeline of one incident."""
-
     moments: tuple[TimelineEntry, ...]
     whole: TimelineRange
     around: TimelineRange | None

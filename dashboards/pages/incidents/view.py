@@ -37,8 +37,6 @@ Facts = tuple[tuple[str, str], ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IncidentHeader:
-    """The top of the page."""
-
     incident_id: str
     sentence: str
     glyph: str
@@ -119,7 +117,6 @@ def _injected(summary: IncidentSummary | None) -> str:
 
 
 def state_words(incident: Incident, summary: IncidentSummary | None, now: float) -> str:
-    """The state in a sentence."""
     attempt, found = incident.attempt, incident.diagnosis.detected_at
     if incident.outcome is not None:
         return _closed_words(incident, summary)
@@ -181,8 +178,6 @@ def _closed_words(incident: Incident, summary: IncidentSummary | None) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FindingSection:
-    """A diagnosis or finding with its evidence."""
-
     title: str
     because: str
     advice: str
@@ -193,8 +188,6 @@ class FindingSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectedEvidenceSection:
-    """Evidence collected from the agents for this incident."""
-
     because: str
     statements: tuple[str, ...]
     findings: tuple[FindingSection, ...]
@@ -285,8 +278,6 @@ def _texts(texts: Sequence[str]) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanSection:
-    """One plan and its outcome."""
-
     number: int
     title: str
     digest: str
@@ -336,7 +327,6 @@ def _beyond(because: str, diagnosis: str) -> str:
 
 
 def _rest(text: str, diagnosis: str) -> str:
-    """A text without the diagnosis."""
     return text.replace(diagnosis, "").strip(" :;,.") if diagnosis and diagnosis in text else text
 
 
@@ -377,8 +367,6 @@ def _outcome(attempt: Attempt, incident: Incident) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightProofSection:
-    """Proof that a replacement loaded the right weights."""
-
     title: str
     facts: Facts
 

@@ -51,8 +51,6 @@ class DecisionInputs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PredictedDecision:
-    """A decision and its first consequence."""
-
     action: ActionKind
     targets: tuple[str, ...]
     first: str
@@ -85,8 +83,6 @@ ACTS, NEEDS_APPROVAL = "acts", "needs_approval"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counterfactual:
-    """A changed condition and the decision under it."""
-
     condition: str
     decision: PredictedDecision
     inputs: DecisionInputs
@@ -517,8 +513,6 @@ def _hypothetical(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Margin:
-    """How far a measured value was from its threshold."""
-
     what: str
     seen: float
     limit: float

@@ -17,7 +17,7 @@ from rolecall.core.errors import JournalUnavailable, RolecallError
 from rolecall.core.journal.database import redacted
 from rolecall.core.text import plain
 from rolecall.dashboards.data.reader import Reader
-from rolecall.dashboards.pages.operations.state import OperationsReader, place_of
+from rolecall.dashboards.pages.operations.plans import OperationsReader, place_of
 from rolecall.dashboards.pages.sign_in import Viewer, clicked, current_viewer
 from rolecall.recovery.operators import commands
 from rolecall.recovery.operators.run_location import REASON_CHARS_MAX, RunLocation
@@ -107,7 +107,6 @@ _EXECUTE: Mapping[OperatorCommandKind, Callable[[RunLocation, OperatorCommand, s
 
 
 def command_line(ask: OperatorCommand, run: str) -> str:
-    """The equivalent CLI command."""
     on = shlex.quote(ask.on) if ask.on else ""
     at = f" --run {shlex.quote(run)}" if run else ""
     reason = "" if ask.what in NEEDS_NO_REASON else ' --reason "REASON"'
@@ -164,7 +163,6 @@ def issue(reader: Reader, ask: OperatorCommand, displayed: int) -> None:
 
 
 def show_result() -> None:
-    """Shows the result of the latest command."""
     result = st.session_state.get(_RESULT)
     if not isinstance(result, OperatorCommandResult):
         return

@@ -19,7 +19,7 @@ from rolecall.dashboards.pages.operations.commands import (
     show_result,
 )
 from rolecall.dashboards.pages.operations.commands import OperatorCommandKind as Kind
-from rolecall.dashboards.pages.operations.state import CommandLogEntry, State, history, newest_limits
+from rolecall.dashboards.pages.operations.plans import CommandLogEntry, State, history, newest_limits
 from rolecall.dashboards.pages.shell import data_table, page
 from rolecall.dashboards.pages.sign_in import HOW_TO, Viewer, follow
 from rolecall.recovery.incidents import Incident

@@ -51,8 +51,6 @@ Lines = dict[str, list[dict[str, float]]]
 
 @dataclass(frozen=True, slots=True)
 class PolicyHealthChart:
-    """Health metrics on one axis."""
-
     title: str
     lines: tuple[tuple[str, str], ...]  # (metric of core/policy_health.py, legend)
     figures: str = "~g"
@@ -60,7 +58,6 @@ class PolicyHealthChart:
 
     @property
     def normal(self) -> str:
-        """The normal range of the metrics."""
         if len(self.lines) == 1:
             return BY_NAME[self.lines[0][0]].normal
         return " ".join(f"{legend.capitalize()}: {BY_NAME[metric].normal}" for metric, legend in self.lines)

@@ -25,8 +25,6 @@ SEVERITY = {state: n for n, state in enumerate(STATES)}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
-    """One replica."""
-
     replica: str
     state: str  # of `STATES`
     incarnation: int
@@ -52,7 +50,6 @@ class RoleSummary:
 
     @property
     def unhealthy(self) -> list[Cell]:
-        """Unhealthy replicas, worst first."""
         usual = ("healthy", "standby", "ended")
         return sorted((c for c in self.cells if c.state not in usual), key=lambda c: SEVERITY[c.state])
 
@@ -73,7 +70,6 @@ class OpenIncident:
 
 
 def roles(snapshot: JournalSnapshot) -> tuple[RoleSummary, ...]:
-    """Every role and its replicas."""
     suspects, replaced = _suspects_and_targets(snapshot.projection.open_incidents())
     by_role: dict[str, list[Cell]] = {}
     for row in snapshot.run.replicas:
@@ -301,7 +297,6 @@ def lost_rows(snapshot: JournalSnapshot) -> list[list[str]]:
 
 
 def status_line(snapshot: JournalSnapshot) -> str:
-    """The state of the run in one line."""
     run = snapshot.run
     if run.started_at is None:
         return "not started" if not run.replicas else "monitored; the job reports no steps"

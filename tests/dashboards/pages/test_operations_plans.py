@@ -12,8 +12,15 @@ from rolecall.core.ids import NodeId, ReplicaId
 from rolecall.core.journal.events import EventKind
 from rolecall.core.membership import Actual, Desired, ReplicaState
 from rolecall.dashboards.pages.operations.commands import OperatorCommand, OperatorCommandKind, command_line
-from rolecall.dashboards.pages.operations.plans import GLYPHS, PlanRow, PlanStatus, limits_of, plan_rows, preview
-from rolecall.dashboards.pages.operations.state import history
+from rolecall.dashboards.pages.operations.plans import (
+    GLYPHS,
+    PlanRow,
+    PlanStatus,
+    history,
+    limits_of,
+    plan_rows,
+    preview,
+)
 from rolecall.recovery.fleet import FleetView, fleet_view
 from rolecall.recovery.incidents import Incident, fold
 from tests.dashboards.acting_world import HOMES, diagnosis, plan

@@ -19,7 +19,7 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
-from urllib.parse import quote, urlencode
+from urllib.parse import quote
 
 from rolecall.core.errors import CommandRefused
 from rolecall.core.text import escape, plain
@@ -97,7 +97,7 @@ def plan(
         GrafanaRefused: the server is not usable.
     """
     # Needs no token: distinguishes a wrong address from a wrong token.
-    server.mapping("GET", "/health")
+    server.mapping(lambda g: g.client.GET("/health"))
     problems: list[str] = []
     folder_uid = _folder_uid(server, folder)
     source = None
@@ -128,7 +128,7 @@ def push(server: Server, wanted: PushPlan) -> PushResult:
     folder_uid = wanted.folder_uid
     if folder_uid is None and wanted.writes:
         try:
-            made = server.mapping("POST", "/folders", {"title": wanted.folder})
+            made = server.mapping(lambda g: g.folder.create_folder(wanted.folder))
             folder_uid = _text(made, "uid")
         except GrafanaRefused as e:
             pushed.failed.append(f"folder {plain(wanted.folder)!r} could not be created, no dashboard was written: {e}")
@@ -158,7 +158,7 @@ def push(server: Server, wanted: PushPlan) -> PushResult:
 def _folder_uid(server: Server, title: str) -> str | None:
     if not title:
         return ""
-    found = server.listing(f"/folders?limit={FOLDERS_MAX}")
+    found = server.listing(lambda g: g.client.GET(f"/folders?limit={FOLDERS_MAX}"))
     for one in found:
         if one.get("title") == title and one.get("uid"):
             return str(one["uid"])
@@ -171,11 +171,14 @@ def _folder_uid(server: Server, title: str) -> str | None:
 
 def _source(server: Server, name: str) -> Json:
     try:
-        found = server.mapping("GET", f"/datasources/name/{quote(name, safe='')}")
+        found = server.mapping(lambda g: g.datasource.get_datasource_by_name(quote(name, safe="")))
     except GrafanaRefused as e:
         if e.status != 404:
             raise
-        there = [f"{plain(s.get('name'), 60)!r} ({plain(s.get('type'), 30)})" for s in server.listing("/datasources")]
+        there = [
+            f"{plain(s.get('name'), 60)!r} ({plain(s.get('type'), 30)})"
+            for s in server.listing(lambda g: g.datasource.list_datasources())
+        ]
         shown = ", ".join(there[:NAMES_SHOWN_MAX]) or "none"
         raise PushRejected([f"--datasource: no data source {plain(name)!r}; available: {shown}"]) from None
     if found.get("type") != "prometheus":
@@ -206,7 +209,7 @@ def _ready(dashboard: Mapping[str, Any], source: Json | None) -> Json:
 def _change(server: Server, body: Json, folder_uid: str | None, overwrite: bool) -> DashboardChange:
     uid = str(body["uid"])
     try:
-        found = server.mapping("GET", f"/dashboards/uid/{quote(uid, safe='')}")
+        found = server.mapping(lambda g: g.dashboard.get_dashboard(quote(uid, safe="")))
     except GrafanaRefused as e:
         if e.status != 404:
             raise
@@ -241,7 +244,8 @@ def holds(there: object, wanted: object) -> bool:
 
 def _edited(server: Server, uid: str) -> str:
     """Who wrote the latest version, if it was not a push; otherwise ""."""
-    found = server.answer("GET", f"/dashboards/uid/{quote(uid, safe='')}/versions?limit=1")
+    path = f"/dashboards/uid/{quote(uid, safe='')}/versions?limit=1"
+    found = server.answer(lambda g: g.client.GET(path))
     versions = found.get("versions") if isinstance(found, dict) else found  # an object since Grafana 11, a list before
     if not isinstance(versions, list) or not versions or not isinstance(versions[0], dict):
         return "the author of its latest version is unknown"
@@ -257,7 +261,7 @@ def _edited(server: Server, uid: str) -> str:
 
 def _write(server: Server, change: DashboardChange, folder_uid: str, overwrite: bool) -> int:
     sent = {"dashboard": change.body, "folderUid": folder_uid, "message": MESSAGE, "overwrite": overwrite}
-    said = server.mapping("POST", "/dashboards/db", sent)
+    said = server.mapping(lambda g: g.dashboard.update_dashboard(sent))
     if said.get("status") != "success" or said.get("uid") != change.uid or not isinstance(said.get("version"), int):
         raise GrafanaRefused("the server did not confirm that it saved this dashboard")
     return int(said["version"])
@@ -347,8 +351,8 @@ def annotate(
 
 def _there(server: Server, run_id: str, found_max: int) -> dict[str, Json]:
     """Annotations of the run by incident tag; of duplicates the oldest."""
-    tags = [("tags", plain(t, TAG_MAX)) for t in (TAG, f"run:{run_id}")]
-    found = server.listing(f"/annotations?{urlencode([*tags, ('type', 'annotation'), ('limit', found_max)])}")
+    tags = [quote(plain(t, TAG_MAX), safe="") for t in (TAG, f"run:{run_id}")]
+    found = server.listing(lambda g: g.annotations.find_annotations(tags=tags, ann_type="annotation", limit=found_max))
     if len(found) >= found_max:
         raise CommandRefused(f"{server.where} has {found_max} or more annotations of {run_id}: delete old ones first")
     known = [one for one in found if isinstance(one.get("id"), int) and _incident_tag(one)]
@@ -361,11 +365,17 @@ def _incident_tag(one: Mapping[str, Any]) -> str:
 
 
 def _put(server: Server, before: Json | None, wanted: Json) -> str:
+    sent = {
+        "time_from": wanted["time"],
+        "time_to": wanted["timeEnd"],
+        "tags": wanted["tags"],
+        "text": wanted["text"],
+    }
     if before is None:
-        server.mapping("POST", "/annotations", wanted)
+        server.mapping(lambda g: g.annotations.add_annotation(**sent))
         return "created"
     same = all(before.get(k) == wanted[k] for k in ("time", "timeEnd", "text"))
     if same and set(before["tags"]) == set(wanted["tags"]):
         return "unchanged"
-    server.mapping("PATCH", f"/annotations/{before['id']}", wanted)
+    server.mapping(lambda g: g.annotations.partial_update_annotation(before["id"], **sent))
     return "updated"

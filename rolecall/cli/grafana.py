@@ -3,6 +3,7 @@
 import os
 import sys
 from collections.abc import Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TextIO
 
@@ -68,12 +69,12 @@ def push(
     from rolecall.dashboards.grafana.push import push as write
 
     made = documents(incidents_at)
-    server = _server(url, read_token(token, token_file, os.environ, sys.stdin), ca_file)
-    wanted = plan(server, made, folder=folder, datasource=datasource, overwrite=overwrite)
-    if dry_run:
-        lines = [f"{c.verdict:<9}  {c.uid}  {plain(c.title, 100)}" for c in wanted.changes]
-        return _report(PushResult(done=[f"would be {line}" for line in lines]), as_json)
-    done = write(server, wanted)
+    with closing(_server(url, read_token(token, token_file, os.environ, sys.stdin), ca_file)) as server:
+        wanted = plan(server, made, folder=folder, datasource=datasource, overwrite=overwrite)
+        if dry_run:
+            lines = [f"{c.verdict:<9}  {c.uid}  {plain(c.title, 100)}" for c in wanted.changes]
+            return _report(PushResult(done=[f"would be {line}" for line in lines]), as_json)
+        done = write(server, wanted)
     if not as_json:
         out("alert rules are not pushed: `rolecall grafana export` writes them for Prometheus")
     return _report(done, as_json)
@@ -99,8 +100,8 @@ def annotate(
     place: RunLocation = JournalLocation(checked_journal(journal)) if journal else open_run_dir(runs, run or "latest")
     with opened(place) as (_, recorded):
         incidents = list(recorded.incidents.values())
-    server = _server(url, read_token(token, token_file, os.environ, sys.stdin), ca_file)
-    return _report(write_annotations(server, place.run_id, incidents), as_json)
+    with closing(_server(url, read_token(token, token_file, os.environ, sys.stdin), ca_file)) as server:
+        return _report(write_annotations(server, place.run_id, incidents), as_json)
 
 
 @app.command(epilog=examples("rolecall grafana export --out grafana/"))

@@ -37,10 +37,9 @@ def request(
     bytes_max: int,
     headers: Mapping[str, str] | None = None,
     content: bytes | None = None,
-    tls: ssl.SSLContext | None = None,
 ) -> HttpAnswer:
     """One exchange on a connection of its own. For threads without an event loop. `bytes_max` 0: only the status
-    counts, the body is not read. `tls`: instead of the system's authorities.
+    counts, the body is not read.
 
     Raises:
         HttpFailed: no answer in time, none of HTTP, or one of more than `bytes_max` bytes.
@@ -51,7 +50,7 @@ def request(
     # Not `asyncio.run`: it would wait at its end for a name lookup that hangs in another thread.
     loop = asyncio.new_event_loop()
     try:
-        return loop.run_until_complete(_exchange(method, url, asked, content, deadline_seconds, bytes_max, tls))
+        return loop.run_until_complete(_exchange(method, url, asked, content, deadline_seconds, bytes_max))
     except (TimeoutError, httpx.TimeoutException):
         raise HttpFailed(f"no whole answer within {deadline_seconds:g} s", late=True) from None
     except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError) as e:
@@ -65,18 +64,12 @@ def request(
 
 
 async def _exchange(
-    method: str,
-    url: str,
-    headers: dict[str, str],
-    content: bytes | None,
-    seconds: float,
-    bytes_max: int,
-    tls: ssl.SSLContext | None,
+    method: str, url: str, headers: dict[str, str], content: bytes | None, seconds: float, bytes_max: int
 ) -> HttpAnswer:
     import httpx
 
     # The system's authorities, as for Python's own clients; a context is dear and plain HTTP needs none.
-    verify: Any = tls or ssl.create_default_context() if url.startswith("https:") else False
+    verify: Any = ssl.create_default_context() if url.startswith("https:") else False
     timeout = httpx.Timeout(seconds, connect=min(seconds, CONNECT_SECONDS))
     async with (
         asyncio.timeout(seconds),

@@ -19,7 +19,7 @@ THEIRS_ALLOWED = {
     "rolecall.formats": set(),
     "rolecall.detector": {"numpy", "polars", "pydantic", "safetensors", "sklearn", "torch"},
     "rolecall.agent": {"anyio", "bcrypt", "prometheus_client", "py_spy", "pydantic", "pynvml", "starlette", "uvicorn"},
-    "rolecall.dashboards.grafana": {"grafana_foundation_sdk", "yaml"},
+    "rolecall.dashboards.grafana": {"grafana_client", "grafana_foundation_sdk", "niquests", "yaml"},
 }
 """Package -> third-party packages it may import at all."""
 

@@ -41,8 +41,10 @@ def grafana() -> Iterator[FakeGrafana]:
 
 
 @pytest.fixture
-def server(grafana: FakeGrafana) -> Server:
-    return Server(address(grafana.url), Token(EDITOR))
+def server(grafana: FakeGrafana) -> Iterator[Server]:
+    server = Server(address(grafana.url), Token(EDITOR))
+    yield server
+    server.close()
 
 
 def _mappings(lines: list[str]) -> list[str]:
@@ -131,4 +133,6 @@ def test_a_token_that_may_not_write_or_is_none(grafana: FakeGrafana) -> None:
             assert reported in failed[0]
         except GrafanaRefused as e:
             assert reported in str(e)
+        finally:
+            server.close()
     assert not grafana.annotations

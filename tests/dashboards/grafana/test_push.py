@@ -1,5 +1,7 @@
 """Pushing dashboards to a strict stand-in of Grafana over real HTTP. No real Grafana was asked."""
 
+import contextlib
+import gc
 import ssl
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -41,8 +43,15 @@ Ask = Callable[..., Server]
 
 
 @pytest.fixture
-def ask() -> Ask:
-    return lambda url, token=EDITOR, **options: Server(address(url), Token(token), **options)
+def ask() -> Iterator[Ask]:
+    with contextlib.ExitStack() as opened:
+
+        def ask(url: str, token: str = EDITOR, **options: Any) -> Server:
+            server = Server(address(url), Token(token), **options)
+            opened.callback(server.close)
+            return server
+
+        yield ask
 
 
 @pytest.fixture
@@ -255,21 +264,19 @@ def test_a_server_that_goes_away_half_way_leaves_no_doubt_unsaid(grafana: FakeGr
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
 
 
+# niquests leaves the socket of a read that timed out to the garbage collector.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize(
     ("parts", "hold", "reason"),
     [
         ((), True, "did not respond within"),
         ((b"HTTP/1.1 200 OK\r\nX: ", b"y"), True, "did not respond within"),
-        ((HEAD + b"\r\n[", b" "), True, "did not respond within"),
+        ((HEAD + b"\r\n[", b" "), True, "(was still sending its response after|did not respond within)"),
         ((b"SSH-2.0-OpenSSH_9.2\r\n",), False, "is not reachable"),
         ((), False, "is not reachable"),
         ((HEAD + b"Content-Length: 5\r\n\r\n{{{{{",), False, "not JSON: is this a Grafana"),
         ((HEAD + b"Content-Length: 2\r\n\r\n[]",), False, "instead of a JSON object"),
-        (
-            (b"HTTP/1.1 200 OK\r\nContent-Type: text/html\r\nContent-Length: 6\r\n\r\n<html>",),
-            False,
-            "not JSON: is this a Grafana",
-        ),
+        ((b"HTTP/1.1 200 OK\r\nContent-Type: text/html\r\nContent-Length: 6\r\n\r\n<html>",), False, "returned text"),
         ((b"HTTP/1.1 302 Found\r\nLocation: http://127.0.0.1:1/\r\nContent-Length: 0\r\n\r\n",), False, "redirects"),
         ((b"HTTP/1.1 502 Bad Gateway\r\nContent-Length: 0\r\n\r\n",), False, r"no reason given \(502\)"),
     ],
@@ -281,6 +288,8 @@ def test_a_server_that_is_no_grafana_ends_in_one_sentence(
     with raw_server(*parts, hold=hold) as url, pytest.raises(GrafanaRefused, match=reason) as refused:
         planned(ask(url, deadline_seconds=0.3 if hold else 10))
     text = str(refused.value)
+    del refused
+    gc.collect()  # here, and not in a later test
     assert EDITOR not in text and "\n" not in text
 
 

@@ -68,7 +68,7 @@ def test_a_conflict_is_exit_code_1_and_a_wrong_use_2(
     assert main([*argv, "--ca-file", "/nowhere"]) == 2
     assert TOKEN_ENV in capsys.readouterr().err
     assert main(["grafana", "push", "--url", "http://127.0.0.1:1", "--token-file", token_file]) == 1
-    assert "connection refused" in capsys.readouterr().err
+    assert "Connection refused" in capsys.readouterr().err
 
 
 def test_a_token_that_may_only_read_is_exit_code_1(grafana: FakeGrafana, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -208,8 +208,6 @@ class ReplicaRecords:
         return True
 
 
-# --- snapshots --------------------------------------------------------------------------------------------------------
-
 SNAPSHOT_SECONDS = 1.0
 """A snapshot younger than this is reused."""
 FIRST_SECONDS = 1.2

@@ -94,9 +94,6 @@ def _foreign(path: Path) -> str:
     return "" if ours else "is not a dashboard of rolecall; move it away"
 
 
-# --- all dashboards ---------------------------------------------------------------------------------------------------
-
-
 def documents(incidents_at: str = "") -> list[dict[str, Any]]:
     """JSON documents. `incidents_at`: URL of `rolecall dashboard` to link to; "" for none. Raises ConfigError."""
     if incidents_at:

@@ -152,9 +152,6 @@ def push(server: Server, wanted: PushPlan) -> PushResult:
     return pushed
 
 
-# --- checking -----------------------------------------------------------------------------------------------------
-
-
 def _folder_uid(server: Server, title: str) -> str | None:
     if not title:
         return ""
@@ -256,9 +253,6 @@ def _edited(server: Server, uid: str) -> str:
     return f"{who} edited it at {when} (version {plain(newest.get('version'), 20)})"
 
 
-# --- writing ------------------------------------------------------------------------------------------------------
-
-
 def _write(server: Server, change: DashboardChange, folder_uid: str, overwrite: bool) -> int:
     sent = {"dashboard": change.body, "folderUid": folder_uid, "message": MESSAGE, "overwrite": overwrite}
     said = server.mapping(lambda g: g.dashboard.update_dashboard(sent))
@@ -283,8 +277,6 @@ def _text(said: Mapping[str, Any], key: str) -> str:
         return value
     raise GrafanaRefused(f"unexpected response: no {key}")
 
-
-# --- annotations ------------------------------------------------------------------------------------------------------
 
 TAG = "rolecall"
 INCIDENTS_MAX = 1000

@@ -138,9 +138,6 @@ def _burn_in_result(past: nodes.NodeHistory) -> str:
     return "✓ passed" if found[-1].result.passed else "✗ failed"
 
 
-# --- one node -----------------------------------------------------------------------------------------------------
-
-
 def _node(row: nodes.NodeRow, found: Sequence[Incident], fleet: nodes.FleetHealth) -> None:
     with st.container(border=True):
         st.text(plain(f"{row.node}: {row.status}"))

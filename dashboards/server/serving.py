@@ -159,8 +159,6 @@ def _origin(text: str) -> str:
     return text
 
 
-# --- server -----------------------------------------------------------------------------------------------------------
-
 logger = logging.getLogger(__name__)
 
 APP = Path(__file__).parents[1] / "scripts" / "app.py"

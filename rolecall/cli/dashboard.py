@@ -168,8 +168,6 @@ def _check_tls(cert: Path | None, key: Path | None) -> None:
         raise ConfigError([f"--tls-cert: cannot use {cert} with {key}: {e}"]) from None
 
 
-# --- users ------------------------------------------------------------------------------------------------------------
-
 users = typer.Typer(no_args_is_help=True, help="Manage dashboard users and access tokens.")
 
 FileOption = Annotated[Path, typer.Option("--file", help="Users file (mode 0600).", metavar="FILE")]

@@ -75,8 +75,6 @@ def agent(ctx: typer.Context) -> int:
     return main(ctx.args)
 
 
-# --- nodes of a run ---------------------------------------------------------------------------------------------------
-
 node = typer.Typer(no_args_is_help=True, help="List, quarantine, drain and test nodes.")
 
 NodeArgument = Annotated[str, typer.Argument(help="Node, as `rolecall node list` shows it.", metavar="NODE")]

@@ -70,8 +70,6 @@ def replace(
     out(commands.replace(open_run_dir(runs, run), replica, because, whoami()))
 
 
-# --- plans ------------------------------------------------------------------------------------------------------------
-
 DigestArgument = Annotated[
     str, typer.Argument(help="Digest of the plan, as `rolecall incidents` shows it.", metavar="DIGEST")
 ]
@@ -128,9 +126,6 @@ def lift(
     from rolecall.recovery.operators import commands
 
     out(commands.lift_hold(open_run_dir(runs, run), digest, whoami(), because))
-
-
-# --- incidents --------------------------------------------------------------------------------------------------------
 
 
 @app.command(epilog=examples("rolecall incidents", "rolecall incidents inc-1-rollout-1 --json"))

@@ -27,8 +27,6 @@ from rolecall.reports.charts import PLOT_WIDTH, Rows, key_of, layer, pixels
 from rolecall.reports.charts import render as render_chart
 from rolecall.reports.style import CSS
 
-# --- charts -----------------------------------------------------------------------------------------------------------
-
 Series = NDArray[np.float64]
 
 NUM_BUCKETS = 420
@@ -96,9 +94,6 @@ def quantiles(values: NDArray[np.float32], shares: Sequence[float]) -> Series:
     return result
 
 
-# --- series -------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlottedMetric:
     """One metric in a window. `band`: quantiles (3, T') of the peers at the times `band_at` (T'); `usual`: the peers'
@@ -158,9 +153,6 @@ def extremes(at: Times, values: Series, by: Window) -> list[list[tuple[float, fl
     picked = np.unique(np.concatenate((order[first], order[last])))
     edges = np.flatnonzero(np.diff(run[picked])) + 1
     return [list(zip(known_at[p].tolist(), known_values[p].tolist(), strict=True)) for p in np.split(picked, edges)]
-
-
-# --- charts -------------------------------------------------------------------------------------------------------
 
 
 def metric_chart(panel: Panel, metric: int, suspects: Sequence[int], by: Window) -> tuple[str, bool]:
@@ -288,8 +280,6 @@ class _Axes:
         return render_chart([alt.layer(*layers), *rules], label, PLOT_HEIGHT, top=PLOT_TOP)
 
 
-# --- page -------------------------------------------------------------------------------------------------------------
-
 METRIC = "metric:"
 """Evidence of kind `metric:<name>` is about that metric of the panel."""
 PAGE_BYTES_MAX = 1_900_000
@@ -351,9 +341,6 @@ def render(items: Sequence[ExplainedDiagnosis]) -> str:
             break
         parts.append(part)
     return head + "\n".join(parts) + "\n</main></body></html>\n"
-
-
-# --- text --------------------------------------------------------------------------------------------------------
 
 
 def _header(items: Sequence[ExplainedDiagnosis]) -> str:
@@ -461,9 +448,6 @@ def _evidence(evidence: Sequence[Evidence]) -> str:
         numbers = ", ".join(f"{name} {value:.4g}" for name, value in e.values.items())
         rows.append((escape(e.kind.removeprefix(METRIC).replace("_", " "), 100), escape(e.text), escape(numbers)))
     return _table("Evidence", ("Kind", "Observation", "Numbers"), rows, len(others) - NUM_EVIDENCE_SHOWN)
-
-
-# --- charts -----------------------------------------------------------------------------------------------------
 
 
 def _charts(item: ExplainedDiagnosis) -> str:

@@ -120,9 +120,6 @@ def lane_order(lanes: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     return [sorted(groups[r], key=lambda replica: (replica_order(replica), replica)) for r in roles]
 
 
-# --- rendering ----------------------------------------------------------------------------------------------------
-
-
 def render(layers: Sequence[alt.Chart], label: str, height: float, *, top: float = 6) -> str:
     """The layers, on one time axis and each with its own y scale, as an SVG element."""
     chart = (
@@ -205,9 +202,6 @@ def _badges(report: Mapping[str, Any], rows: Rows) -> list[alt.Chart]:
 
 def _badge(marker: IncidentMarker, at: float, y: float) -> dict[str, Any]:
     return {"at": at, "y": y, "key": marker.key, "title": marker.title, "injected": marker.injected}
-
-
-# --- charts -------------------------------------------------------------------------------------------------------
 
 
 def reward_chart(report: Mapping[str, Any]) -> str:

@@ -61,9 +61,6 @@ def headline(report: Report) -> str:
     return f"{what}, {holds}{learned}"
 
 
-# --- top ----------------------------------------------------------------------------------------------------------
-
-
 def _header(report: Report) -> str:
     when = datetime.fromtimestamp(float(report["started_at"]), UTC).strftime("%Y-%m-%d %H:%M UTC")
     steps = f"{report['num_steps']} steps in {seconds(report['wall_seconds'])}"
@@ -128,9 +125,6 @@ def _percent(value: float | None) -> str:
     return "–" if value is None else f"{100 * value:.1f} %"
 
 
-# --- charts -----------------------------------------------------------------------------------------------------
-
-
 def _swatch(css: str, text: str, shape: str = "") -> str:
     drawn = shape or f'<rect class="{css}" x="1" y="1" width="20" height="10" rx="2"/>'
     return f'<li><svg viewBox="0 0 22 12" aria-hidden="true">{drawn}</svg>{escape(text)}</li>'
@@ -165,9 +159,6 @@ def _charts(report: Report) -> str:
     )
     lead = "Seconds since the run started. Each letter is a fault; its band spans the injection to the resolution."
     return f'<h2>What happened</h2><p class="lead">{lead}</p>{drawn}'
-
-
-# --- incidents ----------------------------------------------------------------------------------------------------
 
 
 def _key(key: str, plain: bool = False) -> str:
@@ -273,9 +264,6 @@ def _missed(fault: Report, key: str) -> str:
         '<span class="tag bad">missed</span></header><p class="because">No incident belongs to this '
         "fault.</p></article>"
     )
-
-
-# --- audit and proofs ---------------------------------------------------------------------------------------------
 
 
 def _rows(rows: Iterable[tuple[str, object]]) -> str:

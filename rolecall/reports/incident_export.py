@@ -122,9 +122,6 @@ def export(run: RunDir, incident_id: str, *, anonymous: bool = False) -> Bundle:
     return build(material, redactor(run, material, anonymous=anonymous))
 
 
-# --- building -----------------------------------------------------------------------------------------------------
-
-
 def build(material: IncidentRecord, known: Redactor, bytes_max: int = BUNDLE_BYTES_MAX) -> Bundle:
     """The bundle, at most `bytes_max` before compression. Pure."""
     left_out = list(material.left_out)
@@ -224,8 +221,6 @@ def _narrowed(window: Mapping[str, Any], nodes: Sequence[str]) -> dict[str, Any]
     return {**{k: v for k, v in window.items() if k != "start"}, "observations": kept}
 
 
-# --- README ------------------------------------------------------------------------------------------
-
 _MEANING = {
     "agents": "events of the agents on the suspects' nodes around that time (exits, XIDs, links), JSON lines",
     "diagnosis.json": "suspects, fault class, onset, confidence, and the evidence with its numbers",
@@ -308,9 +303,6 @@ def _time(wall: float) -> str:
         return datetime.fromtimestamp(wall, UTC).strftime("%Y-%m-%d %H:%M:%S.%f")[:-3] + " UTC"
     except (ValueError, OverflowError, OSError):
         return f"{wall} s"
-
-
-# --- raw material, not redacted yet -------------------------------------------------------------------------------
 
 
 def gather(run: RunDir, incident_id: str) -> IncidentRecord:

@@ -176,9 +176,6 @@ def config_digest(facts: Facts) -> str:
         return ""
 
 
-# --- the report itself --------------------------------------------------------------------------------------------
-
-
 def make_report(facts: Facts, baseline: Mapping[str, Any] | None) -> dict[str, Any]:
     """The report, from facts alone. Times called `*_at` are wall seconds; `seconds` and lanes count from the start."""
     zero, end = facts.started_at, facts.ended_at
@@ -427,9 +424,6 @@ def environment() -> dict[str, Any]:
         "memory_gib": math.floor(pages / 2**30 * 10) / 10,
         "packages": versions,
     }
-
-
-# --- the failure-free run that a run is compared with --------------------------------------------------------------
 
 
 def find_baseline(run: Path, digest: str) -> dict[str, Any] | None:

@@ -158,9 +158,6 @@ def audit_journal(journal: Journal, run_id: str, run: RunDir | None) -> RunAudit
     )
 
 
-# --- anchors ------------------------------------------------------------------------------------------------------
-
-
 def _head(value: Any) -> ChainHead | None:
     try:
         return ChainHead(position=int(value["position"]), hash=str(value["hash"]))
@@ -232,9 +229,6 @@ def _journal_anchor(where: str, anchor: ChainHead, head: ChainHead, events: Sequ
     if events[anchor.position - 1].hash != anchor.hash:
         return [f"{where} knows another journal: line {anchor.position} has another hash"]
     return []
-
-
-# --- steps and proofs ---------------------------------------------------------------------------------------------
 
 
 def compare_steps(events: Iterable[Event], lines: Iterable[Mapping[str, Any]], *, complete: bool) -> list[str]:
@@ -342,9 +336,6 @@ def audit_text(found: RunAudit) -> str:
     lines += [f"  note      {plain(note)}" for note in found.notes]
     lines += [f"  PROBLEM   {plain(problem)}" for problem in found.problems]
     return "\n".join(lines)
-
-
-# --- what is left of a run whose journal does not hold ---------------------------------------------------------------
 
 
 def offer(error: JournalCorrupt) -> str:

@@ -314,8 +314,6 @@ def _host() -> PanelRow:
     )
 
 
-# --- network ---------------------------------------------------------------------------------------------------------
-
 PORT, INTERFACE = "{{node}} {{nic}}/{{port}}", "{{node}} {{interface}}"
 BYTES = PanelFormat("Bps")
 FAULTS = PanelFormat(decimals=0, limits=((None, ORANGE),), no_value="none")

@@ -263,8 +263,6 @@ def _training() -> PanelRow:
     )
 
 
-# --- one replica -----------------------------------------------------------------------------------------------------
-
 OWN = 'role=~"$role",replica=~"$replica"'
 PEERS = 'role=~"$role",replica!~"$replica"'
 PHASES = {

@@ -265,8 +265,6 @@ def _incidents() -> PanelRow:
     )
 
 
-# --- policy health ---------------------------------------------------------------------------------------------------
-
 SHARE = PanelFormat("percentunit", most=1.0)
 FEW = PanelFormat("percentunit")
 """A share of which a few percent matter."""

@@ -76,9 +76,6 @@ def _draw_statistics(reader: Reader, _snapshot: JournalSnapshot) -> None:
     _speed(statistics)
 
 
-# --- audit --------------------------------------------------------------------------------------------------------
-
-
 def _audit(accounts: AccountingSnapshot, now: float) -> None:
     st.subheader("Prompt groups")
     audit = accounts.audit
@@ -118,9 +115,6 @@ def _audit(accounts: AccountingSnapshot, now: float) -> None:
 
 def _ask_for_audit() -> None:
     st.session_state[AUDIT_NOW] = True
-
-
-# --- time ---------------------------------------------------------------------------------------------------------
 
 
 def _effective(statistics: IncidentStatistics) -> None:
@@ -228,9 +222,6 @@ def _lost_chart(lost: Sequence[LostTimeShare]) -> Any:
     return base.mark_bar().properties(height=80 + 26 * len(rows))
 
 
-# --- speed --------------------------------------------------------------------------------------------------------
-
-
 def _speed(statistics: IncidentStatistics) -> None:
     st.subheader("Time to detect, compared with the goals")
     if statistics.note:
@@ -286,9 +277,6 @@ def _within(share: float | None) -> str:
     if share is None:
         return "–"
     return f"{'✓' if share == 1 else '✗'} {share:.0%}"
-
-
-# --- reviews ------------------------------------------------------------------------------------------------------
 
 
 def _reviews(reader: Reader, viewer: Viewer, incidents: Sequence[Incident]) -> None:

@@ -124,8 +124,6 @@ def _ranked(parts: Iterable[tuple[str, float]]) -> tuple[LostTimeShare, ...]:
     return tuple(LostTimeShare(name=n, seconds=s, share=s / total if total else 0.0) for n, s in ranked)
 
 
-# --- detection and recovery times -------------------------------------------------------------------------------------
-
 GOAL_SECONDS: dict[DetectionChannel, float] = {
     DetectionChannel.EXIT: 1.0,
     DetectionChannel.HARDWARE: 2.0,
@@ -227,8 +225,6 @@ def _recovered(name: str, summaries: Sequence[IncidentSummary]) -> RecoveryTimes
         resolved_worst=max(resolved, default=None),
     )
 
-
-# --- precision --------------------------------------------------------------------------------------------------------
 
 Z_95 = 1.959964
 FEW = 10

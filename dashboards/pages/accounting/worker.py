@@ -130,8 +130,6 @@ class AccountingWorker:
             thread.join(seconds)
         return thread is None or not thread.is_alive()
 
-    # --- in the thread ------------------------------------------------------------------------------------------
-
     def _work(self) -> None:
         try:
             journal = Journal(self._settings.journal_url, clock=self._clock, create=False)
@@ -231,9 +229,6 @@ class AccountingWorker:
                 audit_head=head,
                 has_ledger=found.ledger.head.position > 0,
             )
-
-
-# --- the audit --------------------------------------------------------------------------------------------------------
 
 
 def audited(journal: Journal, url: str, run_id: str, run: RunDir | None, *, apart: bool) -> RunAudit:

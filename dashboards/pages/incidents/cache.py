@@ -125,8 +125,6 @@ def _words(lost: list[Loss], waiting: list[tuple[str, float]]) -> list[str]:
     return [plain(text, 200) for text in (*impaired, *idle)]
 
 
-# --- page model -------------------------------------------------------------------------------------------------------
-
 KEPT_MAX = 32
 """Cached incidents; a telemetry window takes some megabytes."""
 SETTLED_SECONDS = 120.0
@@ -252,8 +250,6 @@ class IncidentPageCache:
             return page_model(material, found)
         return replace(made, signals=replace(made.signals, missing=f"{made.signals.missing}; {found.missing}"))
 
-
-# --- series from Prometheus -------------------------------------------------------------------------------------------
 
 LIMITS = PrometheusClientLimits(answer_bytes_max=8 << 20, connect_seconds=2.0, answer_seconds=3.0, patience_seconds=2.0)
 NUM_POINTS = 240

@@ -64,9 +64,6 @@ def _draw(reader: Reader, snapshot: JournalSnapshot) -> None:
     _pager(found, wanted)
 
 
-# --- filters --------------------------------------------------------------------------------------------------------
-
-
 def _filters(offered: table.Choices) -> table.Filter:
     """The filter widgets, synchronized with the URL in both directions."""
     before = table.Filter.from_query({k: v for k, v in st.query_params.items() if k != table.INCIDENT})
@@ -101,9 +98,6 @@ def _choice(label: str, now: str, offered: tuple[str, ...], key: str, words: dic
 def _write(wanted: table.Filter) -> None:
     others = {k: v for k, v in st.query_params.items() if k not in table.Filter.__slots__}
     st.query_params.from_dict({**others, **wanted.to_query()})
-
-
-# --- table ----------------------------------------------------------------------------------------------------------
 
 
 def _count(found: table.IncidentTablePage, snapshot: JournalSnapshot) -> None:
@@ -165,8 +159,6 @@ def _go(wanted: table.Filter, number: int) -> None:
     _write(replace(wanted, page=number))
     st.rerun()
 
-
-# --- one incident -----------------------------------------------------------------------------------------------------
 
 EVENTS_PER_PAGE = 100
 """Rows per page of the event table."""
@@ -247,9 +239,6 @@ def _texts(label: str, texts: Sequence[str]) -> None:
                 st.text(f"• {text}")
 
 
-# --- top ------------------------------------------------------------------------------------------------------------
-
-
 def _head(header: view.IncidentHeader) -> None:
     with st.container(key="incident-sentence"):
         st.text(header.sentence)
@@ -309,9 +298,6 @@ def _legend(whole: IncidentPageModel) -> None:
     st.text(f"peers: {peers} of the same role" if peers else "peers: none")
 
 
-# --- findings -------------------------------------------------------------------------------------------------------
-
-
 def _findings(reader: Reader, whole: IncidentPageModel, incident_id: str) -> None:
     for n, f in enumerate(whole.findings):
         if n == 1:
@@ -366,9 +352,6 @@ def _files(reader: Reader, incident_id: str, named: Sequence[str]) -> None:
             st.code(file.text, language=None, height=400)
 
 
-# --- decisions, recovery, cost ---------------------------------------------------------------------------------------
-
-
 def _decisions(decided: Sequence[view.PlanSection]) -> None:
     if not decided:
         st.text("No plan was made.")
@@ -417,9 +400,6 @@ def _cost(cost: IncidentCost | None) -> None:
         st.text("Preliminary: the incident is open and its cost still grows.")
     _texts("Breakdown of replica-seconds", cost.how)
     st.caption(COST_HELP)
-
-
-# --- replay ------------------------------------------------------------------------------------------------------
 
 
 def _what_if(whole: IncidentPageModel) -> None:
@@ -482,9 +462,6 @@ def _replay(reader: Reader, whole: IncidentPageModel, incident_id: str) -> None:
 def _quoted(text: str) -> str:
     """A shell argument without control characters."""
     return shlex.quote(plain(text, 200))
-
-
-# --- events -----------------------------------------------------------------------------------------------------------
 
 
 def _events(events: Sequence[Event], missing: Sequence[str]) -> None:

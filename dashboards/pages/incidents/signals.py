@@ -99,9 +99,6 @@ class Signals:
     """GPUs per process of the suspects, as far as the window shows."""
 
 
-# --- signals ------------------------------------------------------------------------------------------
-
-
 def _standing(_before: ProcessSample | None, now: ProcessSample) -> float | None:
     """Time without progress, in phases in which progress is due."""
     due = now.phase not in PHASES_WITHOUT_DUE_PROGRESS or (now.phase == Phase.IDLE and now.requests_active > 0)
@@ -241,9 +238,6 @@ def signal_of(
         num_peers=sum(map(bool, peers)),
         limit=limit_of(kind, diagnosis),
     )
-
-
-# --- from the window ------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

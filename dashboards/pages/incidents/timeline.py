@@ -150,9 +150,6 @@ def _padded(begin: float, end: float, zero: float) -> TimelineRange:
     return TimelineRange(begin=begin - context, end=end + context, zero=zero)
 
 
-# --- entries --------------------------------------------------------------------------------------------------------
-
-
 def _moments(material: IncidentPageInputs, summary: IncidentSummary | None) -> list[TimelineEntry]:
     found: list[TimelineEntry] = []
     if material.incident is not None:

@@ -173,9 +173,6 @@ def _closed_words(incident: Incident, summary: IncidentSummary | None) -> str:
     return f"{text}: {because}.{paged}" if because else f"{text}.{paged}"
 
 
-# --- findings and evidence ------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FindingSection:
     title: str
@@ -273,9 +270,6 @@ def _texts(texts: Sequence[str]) -> tuple[str, ...]:
     return tuple(plain(text, 1000) for text in texts[:NUM_SHOWN_MAX])
 
 
-# --- decisions ------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanSection:
     number: int
@@ -360,9 +354,6 @@ def _outcome(attempt: Attempt, incident: Incident) -> str:
     if attempt.decision in (Decision.REJECTED, Decision.EXPIRED):
         return f"{attempt.decision}: {attempt.decision_because}"
     return "not executed" if incident.closed_at is not None else "pending"
-
-
-# --- the proof ------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -149,9 +149,6 @@ def _planned(incident: Incident, plan: Plan, diagnosis: Diagnosis, now: float) -
     )
 
 
-# --- from the journal -----------------------------------------------------------------------------------------------
-
-
 def decision_inputs(material: IncidentPageInputs) -> DecisionInputs | None:
     """The inputs of the latest decision; None: not stored, or not readable."""
     made = [(e.wall_at, e.payload.question) for e in material.events if isinstance(e.payload, PlanCreated)]
@@ -199,8 +196,6 @@ def as_of(incident: Incident, at: float) -> Incident | None:
 def _if_before(moment: float | None, at: float) -> float | None:
     return moment if moment is not None and moment <= at else None
 
-
-# --- conditions ------------------------------------------------------------------------------------------------
 
 Change = tuple[str, DecisionInputs]
 """A condition and the inputs under it."""
@@ -294,9 +289,6 @@ def _with_fleet(inputs: DecisionInputs, replicas: Sequence[object]) -> DecisionI
     return replace(inputs, policy_input=replace(inputs.policy_input, fleet=FleetView(replicas=tuple(replicas))))  # type: ignore[arg-type]
 
 
-# --- numbers --------------------------------------------------------------------------------------------------------
-
-
 def _by_number(inputs: DecisionInputs, actual: PredictedDecision) -> Iterable[tuple[str, DecisionInputs | None]]:
     """For a slow replica three numbers decide: its slowdown, the remaining time of the job, the cost of a
     replacement."""
@@ -376,9 +368,6 @@ def _rounded(value: float, *, up: bool) -> float:
         return value
     unit = 10.0 ** (math.floor(math.log10(value)) - SHOWN_DIGITS + 1)
     return (math.ceil(value / unit - 1e-9) if up else math.floor(value / unit + 1e-9)) * unit
-
-
-# --- counts ---------------------------------------------------------------------------------------------------------
 
 
 def _by_count(inputs: DecisionInputs, actual: PredictedDecision) -> Iterable[tuple[str, DecisionInputs | None]]:
@@ -508,9 +497,6 @@ def _hypothetical(
     )
 
 
-# --- how far the evidence was from its threshold --------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Margin:
     what: str
@@ -544,9 +530,6 @@ def margins(diagnosis: Diagnosis) -> tuple[Margin, ...]:
             if name in values and "threshold" in values:
                 found.append(Margin(what=what, seen=values[name], limit=values["threshold"], unit=""))
     return tuple(m for m in found if math.isfinite(m.seen) and math.isfinite(m.limit))
-
-
-# --- replay -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -594,8 +577,6 @@ def _replayed_diagnosis(events: Sequence[Event], window: Mapping[str, Any] | Non
         return False, "replaying the stored window does not reproduce this diagnosis"
     return True, f"same diagnosis from the stored window: {again.because}"
 
-
-# --- thresholds -------------------------------------------------------------------------------------------------------
 
 THRESHOLD_BISECTIONS = 8
 THRESHOLD_FACTOR_MAX = 16.0

@@ -126,8 +126,6 @@ def command_line(ask: OperatorCommand, run: str) -> str:
     return f"rolecall {command}{reason}{at}"
 
 
-# --- buttons and forms ------------------------------------------------------------------------------------------------
-
 _ISSUED, _RESULT = "rolecall.issued", "rolecall.result"
 
 

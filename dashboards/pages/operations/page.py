@@ -67,9 +67,6 @@ def _status(reader: Reader, viewer: Viewer, state: State, *, ended: str) -> None
         st.text(plain(state.stopping))
 
 
-# --- plans --------------------------------------------------------------------------------------------------------
-
-
 def _plans(reader: Reader, viewer: Viewer, rows: Sequence[plans.PlanRow], now: float) -> None:
     waiting = sum(row.status is plans.PlanStatus.AWAITS_APPROVAL for row in rows)
     st.subheader(f"Plans: {waiting} await{'s' if waiting == 1 else ''} approval" if waiting else "Plans")
@@ -136,9 +133,6 @@ def _until(row: plans.PlanRow, now: float) -> str:
 
 def _clock(at: float) -> str:
     return utc(at, "%H:%M:%S UTC")
-
-
-# --- the rest -----------------------------------------------------------------------------------------------------
 
 
 def _pause(reader: Reader, viewer: Viewer, state: State) -> None:

@@ -123,8 +123,6 @@ def _status(incident: Incident, attempt: Attempt, hold: Hold | None, mode: str, 
     return PlanStatus.BLOCKED if attempt.held_by else PlanStatus.DUE
 
 
-# --- preview of a drain -----------------------------------------------------------------------------------------------
-
 SUPPORTS = frozenset({ActionKind.REPLACE_REPLICA, ActionKind.REPLACE_NODE, ActionKind.STOP_JOB})
 """Actions of a run that rolecall executes."""
 
@@ -213,8 +211,6 @@ def preview(
     return tuple(found)
 
 
-# --- state ------------------------------------------------------------------------------------------------------------
-
 STATE_SECONDS = 1.0
 """A state younger than this is reused for all sessions."""
 IDLE_FACTOR = 10.0
@@ -295,8 +291,6 @@ def place_of(reader: Reader) -> RunLocation:
     settings = reader.settings
     return settings.run if settings.run is not None else JournalLocation(settings.journal_url)
 
-
-# --- history of commands ----------------------------------------------------------------------------------------------
 
 LABELS: Mapping[EventKind, str] = {
     K.PLAN_APPROVED: "approved a plan",

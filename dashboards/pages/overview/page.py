@@ -193,9 +193,6 @@ def _draw_prometheus(reader: Reader) -> None:
         st.html(figures([(name, f"{v:,.0f}{UNITS.get(name, '')}", "") for name, v in seen.answer.items()]))
 
 
-# --- policy health ----------------------------------------------------------------------------------------------------
-
-
 def _value_of(metric: str) -> Callable[[Bucket], float]:
     return lambda bucket: bucket.signs.get(metric, math.nan)
 
@@ -229,9 +226,6 @@ def _draw_policy_health(curve: Sequence[Bucket]) -> None:
                     width="stretch",
                 )
                 st.caption(panel.normal)
-
-
-# --- HTML -------------------------------------------------------------------------------------------------------------
 
 
 def _incident_html(incident: view.OpenIncident, now: float) -> str:

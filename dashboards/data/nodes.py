@@ -59,8 +59,6 @@ ENTRIES_MAX = 200
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeHistoryEntry:
-    """One operator command or burn-in result."""
-
     at: float  # wall seconds
     what: str
     by: str

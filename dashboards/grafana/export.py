@@ -25,7 +25,6 @@ from rolecall.dashboards.grafana.boards.run import overview, training
 MARK = "# Written by `rolecall grafana export`. Changes are lost at the next export.\n"
 """First line of each YAML file that rolecall writes. Its dashboards are identified by uid and tag."""
 FOLDER = "rolecall"
-"""Grafana folder of the dashboards."""
 DASHBOARDS_PATH = "/var/lib/grafana/dashboards/rolecall"
 FILE_BYTES_MAX = 4 << 20
 """A larger file was not written by rolecall."""

@@ -23,6 +23,7 @@ from urllib.parse import quote
 
 from rolecall.core.errors import CommandRefused
 from rolecall.core.text import escape, plain
+from rolecall.dashboards.grafana.board import TAG
 from rolecall.dashboards.grafana.server import GrafanaRefused, Json, Server
 from rolecall.recovery.incidents import Incident
 
@@ -128,8 +129,7 @@ def push(server: Server, wanted: PushPlan) -> PushResult:
     folder_uid = wanted.folder_uid
     if folder_uid is None and wanted.writes:
         try:
-            made = server.mapping(lambda g: g.folder.create_folder(wanted.folder))
-            folder_uid = _text(made, "uid")
+            folder_uid = _uid(server.mapping(lambda g: g.folder.create_folder(wanted.folder)))
         except GrafanaRefused as e:
             pushed.failed.append(f"folder {plain(wanted.folder)!r} could not be created, no dashboard was written: {e}")
             return pushed
@@ -183,7 +183,7 @@ def _source(server: Server, name: str) -> Json:
         raise PushRejected(
             [f"--datasource: {plain(name)!r} is of type {kind!r}; the dashboards need a Prometheus data source"]
         )
-    return {"text": name, "value": _text(found, "uid"), "selected": True}
+    return {"text": name, "value": _uid(found), "selected": True}
 
 
 def _ready(dashboard: Mapping[str, Any], source: Json | None) -> Json:
@@ -271,14 +271,12 @@ def _error_text(server: Server, change: DashboardChange, error: GrafanaRefused) 
     return f"{who} after it was checked; that version was kept: push again"
 
 
-def _text(said: Mapping[str, Any], key: str) -> str:
-    value = said.get(key)
-    if isinstance(value, str) and value:
-        return value
-    raise GrafanaRefused(f"unexpected response: no {key}")
+def _uid(said: Json) -> str:
+    if isinstance(uid := said.get("uid"), str) and uid:
+        return uid
+    raise GrafanaRefused("unexpected response: no uid")
 
 
-TAG = "rolecall"
 INCIDENTS_MAX = 1000
 """Number of incidents of a run that are annotated, the newest ones. More would hide the graph."""
 FOUND_MAX = 5000

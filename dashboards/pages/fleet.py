@@ -71,7 +71,11 @@ def _draw(reader: Reader, snapshot: JournalSnapshot) -> None:
     if not fleet.rows:
         st.text("The journal contains no nodes yet.")
         return
-    _counts(fleet)
+    with st.container(horizontal=True):
+        for health in nodes.NodeHealth:
+            num = fleet.count(health)
+            if num or health is nodes.NodeHealth.HEALTHY:
+                st.metric(f"{nodes.GLYPHS[health]} {health}", num)
     _hardware_source(settings.prometheus_url, seen, now)
     _table(fleet, now, whole=snapshot.history.whole)
     names = [row.node for row in fleet.rows]
@@ -81,14 +85,6 @@ def _draw(reader: Reader, snapshot: JournalSnapshot) -> None:
     row = fleet.find(node or names[0])
     if row is not None:
         _node(row, cache.by_node.get(row.node, ()), fleet)
-
-
-def _counts(fleet: nodes.FleetHealth) -> None:
-    with st.container(horizontal=True):
-        for health in nodes.NodeHealth:
-            num = fleet.count(health)
-            if num or health is nodes.NodeHealth.HEALTHY:
-                st.metric(f"{nodes.GLYPHS[health]} {health}", num)
 
 
 def _hardware_source(url: str, seen: PrometheusSnapshot[FleetMetrics], now: float) -> None:

@@ -4,6 +4,7 @@ which shows the last response and its age.
 
 import threading
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
@@ -67,13 +68,10 @@ class PrometheusPoller(Generic[Answer]):
 
     def _ask(self) -> None:
         try:
-            client = Client(self._url, self._clock, authorization=self._authorization, limits=LIMITS)
-            try:
+            with closing(Client(self._url, self._clock, authorization=self._authorization, limits=LIMITS)) as client:
                 answer = self._read(
                     lambda expression: samples(client.ask("query", {"query": expression}, lambda: True))
                 )
-            finally:
-                client.close()
             self._seen = PrometheusSnapshot(answer=answer, at=self._clock.wall())
         except (PrometheusUnavailable, PrometheusResponseTooLarge, RolecallError) as e:
             self._seen = replace(self._seen, error=str(e))

@@ -91,7 +91,6 @@ def list_nodes(run: RunOption = "latest", runs: RootOption = ROOT, as_json: Json
 
 
 def _lines(row: Mapping[str, Any]) -> Iterable[str]:
-    """One line for a node, and one for each fact about it."""
     replicas = ", ".join(f"{r['replica']}#{r['incarnation']} {r['state'] or 'absent'}" for r in row["replicas"])
     num = row["num_incidents"]
     yield f"{row['node']:<16} {num} incident{'' if num == 1 else 's'}  {replicas or 'idle'}"

@@ -83,7 +83,10 @@ class DiagnosisReport:
     def to_dict(self) -> dict[str, Any]:
         """The object that `--json` prints."""
         return {
-            "diagnoses": [_diagnosis(d) for d in self.diagnoses],
+            "diagnoses": [
+                {**d.to_dict(), "suspects": [{k: s[k] for k in SUSPECT_FIELDS} for s in d.to_dict()["suspects"]]}
+                for d in self.diagnoses
+            ],
             "inputs": [asdict(i) for i in self.inputs],
             "verdict": self.verdict,
             "cannot_tell": [{"path": i.path, "kind": i.kind, "because": r} for i, r in self.open_ends],
@@ -291,11 +294,11 @@ def _smallest_effects(
     for number, panel in enumerate(panels):
         now = clock.monotonic()
         until = now + max(0.0, end - now) / (len(panels) - number)
+        rng = np.random.default_rng(SENSITIVITY_SEED)
 
         def is_over(until: float = until) -> bool:
             return clock.monotonic() >= until
 
-        rng = np.random.default_rng(SENSITIVITY_SEED)
         found += smallest_effects(panel, detectors, rng, is_over, say)
     return found
 
@@ -423,12 +426,6 @@ def _panel_words(panel: Panel) -> str:
         f"{shape.name}: {len(shape.machines)} machine(s), {len(shape.metrics)} metric(s), "
         f"{len(panel.at)} ticks of {shape.interval_seconds:g} s ({span})"
     )
-
-
-def _diagnosis(d: Diagnosis) -> dict[str, Any]:
-    whole = d.to_dict()
-    whole["suspects"] = [{k: s[k] for k in SUSPECT_FIELDS} for s in whole["suspects"]]
-    return whole
 
 
 def sentences(answer: DiagnosisReport) -> list[str]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from rolecall.core.text import escape, seconds
 from rolecall.reports.charts import key_of, lanes_chart, policy_health_chart, reward_chart, step_chart
-from rolecall.reports.style import CSS
+from rolecall.reports.style import document
 
 Report = Mapping[str, Any]
 
@@ -31,14 +31,7 @@ def render_html(report: Report) -> str:
         _remarks(report),
         _measured(report),
     ]
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">"
-        f"<title>rolecall: {escape(report['run_id'])}</title><style>{CSS}</style></head>\n<body><main>\n"
-        + "\n".join(p for p in parts if p)
-        + "\n</main></body></html>\n"
-    )
+    return document(str(report["run_id"]), "\n".join(p for p in parts if p))
 
 
 def headline(report: Report) -> str:

@@ -9,7 +9,7 @@ import math
 import os
 import platform
 from collections.abc import Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
@@ -36,7 +36,7 @@ from rolecall.core.journal.payloads import (
 )
 from rolecall.core.rundir import RunDir, write_atomically
 from rolecall.reports.html import render_html
-from rolecall.views.audit import COMPLETED, REPORT_JSON, Admission, RunAudit, audit_journal
+from rolecall.views.audit import COMPLETED, REPORT_JSON, RunAudit, audit_journal
 from rolecall.views.ettr import Loss, compare_pace, ettr, health, losses, mean_of_ends, steps, training_began
 from rolecall.views.incidents import (
     InjectedFault,
@@ -154,7 +154,12 @@ def write_report(run: RunDir, baseline: Path | None = None) -> dict[str, Any]:
     before = read_report(run.path / REPORT_JSON)
     facts = read_facts(run)
     digest = config_digest(facts)
-    other = named_baseline(baseline) if baseline is not None else find_baseline(run.path, digest)
+    if baseline is None:
+        other = find_baseline(run.path, digest)
+    else:
+        other = read_report(baseline / REPORT_JSON if baseline.is_dir() else baseline)
+        if not other.get("steps"):
+            raise RunNotFound(f"{baseline}: holds no report of a run with steps to compare with")
     report = make_report(facts, other)
     report["environment"] = before.get("environment") or environment()
     if before and not facts.audit.ok:
@@ -185,9 +190,16 @@ def make_report(facts: Facts, baseline: Mapping[str, Any] | None) -> dict[str, A
     begun = zero if began is None else began
     worked_until = committed[-1].at if committed else end
     lost = losses(joined, worked_until)
-    kept = _pids(facts, joined, worked_until)
+    kept = pids_kept(
+        facts.known,
+        [e.payload for e in facts.events if isinstance(e.payload, ReplicaReady)],
+        named_by_plans(facts.events),
+        frozenset((r, f.incarnation if f.incarnation is not None else 1) for f in facts.faults for r in f.hit),
+        worked_until,
+    )
     first, last = mean_of_ends([s.reward for s in committed])
-    ended = facts.run_ended
+    started, ended = facts.run_started, facts.run_ended
+    seeds = (facts.job.get("seed"), facts.config.get("seed"), started.seed if started else None)
     outcome = ended.outcome if ended else "running"
     sections = [facts.config.get(name) for name in ("algorithm", "task")]
     learns = [str(s["name"]) for s in sections if isinstance(s, Mapping) and s.get("name")]
@@ -197,7 +209,7 @@ def make_report(facts: Facts, baseline: Mapping[str, Any] | None) -> dict[str, A
         "rolecall": __version__,
         "run_id": facts.run_id,
         "name": str(facts.config.get("name", "")),
-        "seed": _seed(facts),
+        "seed": next((int(seed) for seed in seeds if seed is not None), None),
         "learns": " on ".join(learns),
         "config_digest": config_digest(facts),
         "ok": all(v["ok"] for v in verdict),
@@ -226,7 +238,14 @@ def make_report(facts: Facts, baseline: Mapping[str, Any] | None) -> dict[str, A
         "pids": kept.to_dict(),
         "audit": facts.audit.summary(),
         "weights_proven": facts.audit.weights_proven,
-        "proofs": [_proof(a, zero) for a in facts.audit.admissions],
+        "proofs": [
+            {
+                **{k: v for k, v in asdict(a).items() if k not in ("wall_at", "proof")},
+                "at": round(a.wall_at - zero, 3),
+                **a.proof,
+            }
+            for a in facts.audit.admissions
+        ],
         "steps": [s.to_dict(zero) for s in committed],
         "health": health(committed),
         "lanes": [life.to_dict(zero) for life in facts.known.values()],
@@ -301,17 +320,6 @@ def _helper_faults(facts: Facts) -> list[dict[str, Any]]:
     return found
 
 
-def _pids(facts: Facts, joined: MatchedIncidents, worked_until: float) -> PidsKept:
-    struck = {(r, f.incarnation if f.incarnation is not None else 1) for f in facts.faults for r in f.hit}
-    return pids_kept(
-        facts.known,
-        [e.payload for e in facts.events if isinstance(e.payload, ReplicaReady)],
-        named_by_plans(facts.events),
-        frozenset(struck),
-        worked_until,
-    )
-
-
 def _effective(
     facts: Facts,
     begun: float,
@@ -336,19 +344,6 @@ def _effective(
         "ettr_with_start": ratio(zero),
         "ettr_baseline": baseline.get("ettr") if baseline else None,
     }
-
-
-def _seed(facts: Facts) -> int | None:
-    started = facts.run_started
-    for value in (facts.job.get("seed"), facts.config.get("seed"), started.seed if started else None):
-        if value is not None:
-            return int(value)
-    return None
-
-
-def _proof(admission: Admission, zero: float) -> dict[str, Any]:
-    rest = {k: v for k, v in asdict(admission).items() if k not in ("wall_at", "proof")}
-    return {**rest, "at": round(admission.wall_at - zero, 3), **admission.proof}
 
 
 _REMARKABLE: Mapping[type[Payload], str] = {
@@ -411,10 +406,8 @@ def _remarks(facts: Facts, zero: float) -> list[dict[str, Any]]:
 def environment() -> dict[str, Any]:
     versions = {}
     for name in PACKAGES:
-        try:
+        with suppress(metadata.PackageNotFoundError):
             versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
     pages = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return {
         "platform": platform.platform(),
@@ -438,18 +431,6 @@ def find_baseline(run: Path, digest: str) -> dict[str, Any] | None:
         if fit and (best is None or report["ended_at"] > best["ended_at"]):
             best = report
     return best
-
-
-def named_baseline(path: Path) -> dict[str, Any]:
-    """The report at `path`, a run directory or the file itself.
-
-    Raises:
-        RunNotFound: it holds no report of a run with steps.
-    """
-    report = read_report(path / REPORT_JSON if path.is_dir() else path)
-    if not report.get("steps"):
-        raise RunNotFound(f"{path}: holds no report of a run with steps to compare with")
-    return report
 
 
 def read_report(path: Path) -> dict[str, Any]:

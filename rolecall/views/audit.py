@@ -49,8 +49,6 @@ class Admission:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunAudit:
-    """Results of the audit. `ok` only without problems."""
-
     ok: bool
     run_id: str
     problems: tuple[str, ...]
@@ -81,13 +79,9 @@ class RunAudit:
             "problems": list(self.problems),
             "notes": list(self.notes),
             "anchors": self.num_anchors,
-            "journal_head": head_to_dict(self.journal),
-            "ledger_head": head_to_dict(ledger.head),
+            "journal_head": asdict(self.journal),
+            "ledger_head": asdict(ledger.head),
         }
-
-
-def head_to_dict(head: ChainHead) -> dict[str, Any]:
-    return {"position": head.position, "hash": head.hash}
 
 
 def audit_run(run: RunDir) -> RunAudit:
@@ -315,7 +309,6 @@ def _proof_problem(proof: Mapping[str, Any], version: int, manifests: dict[int, 
 
 
 def audit_text(found: RunAudit) -> str:
-    """Text output: checks, results, and one line per problem."""
     ledger = found.ledger
     groups = (
         f"{ledger.groups_issued} issued, {ledger.groups_trained} trained, {ledger.groups_dropped} dropped, "

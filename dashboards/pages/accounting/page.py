@@ -52,7 +52,6 @@ def _worker(_settings: Settings, journal_url: str, run: str) -> AccountingWorker
 
 
 def worker(settings: Settings) -> AccountingWorker:
-    """The accounting worker of this process for this journal."""
     return _worker(settings, settings.journal_url, str(settings.run.path) if settings.run else "")
 
 
@@ -110,11 +109,13 @@ def _audit(accounts: AccountingSnapshot, now: float) -> None:
     head = audit.journal.position
     when = f", {age(now - accounts.audited_at)} ago" if accounts.audited_at is not None else ""
     st.text(f"{head} events, {audit.ledger.head.position} ledger entries, {audit.num_anchors} anchors{when}")
-    st.button("Audit again", key="accounting.again", disabled=accounts.busy, on_click=_ask_for_audit)
-
-
-def _ask_for_audit() -> None:
-    st.session_state[AUDIT_NOW] = True
+    st.button(
+        "Audit again",
+        key="accounting.again",
+        disabled=accounts.busy,
+        on_click=st.session_state.update,
+        args=({AUDIT_NOW: True},),
+    )
 
 
 def _effective(statistics: IncidentStatistics) -> None:
@@ -168,7 +169,6 @@ def _lost(title: str, parts: Sequence[LostTimeShare]) -> None:
 
 
 def _ettr_chart(slices: Sequence[Slice]) -> Any:
-    """ETTR of each time slice as a bar."""
     rows = [
         {
             "start": datetime.fromtimestamp(time_slice.start, UTC).isoformat(),
@@ -230,8 +230,7 @@ def _speed(statistics: IncidentStatistics) -> None:
     if statistics.num_injected:
         st.text(
             f"{statistics.num_injected} faults were injected, {statistics.num_missed} were missed; "
-            f"{statistics.num_false_alarms} "
-            "incident(s) match none of them."
+            f"{statistics.num_false_alarms} incident(s) match none of them."
         )
     if not statistics.detection:
         st.text("No fault was detected yet.")

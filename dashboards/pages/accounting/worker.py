@@ -18,6 +18,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterable
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -56,7 +57,6 @@ STATISTICS_SECONDS, AUDIT_SECONDS = 5.0, 60.0
 """Shortest interval between two statistics, and two audits."""
 FIRST_SECONDS = 0.5
 """How long the first page waits for the first statistics; a short journal needs 50 ms."""
-
 
 APART_EVENTS = 20_000
 """Journals with fewer events are audited in-process, which is faster than starting a process."""
@@ -132,15 +132,12 @@ class AccountingWorker:
 
     def _work(self) -> None:
         try:
-            journal = Journal(self._settings.journal_url, clock=self._clock, create=False)
-            try:
+            with closing(Journal(self._settings.journal_url, clock=self._clock, create=False)) as journal:
                 head = journal.head()
                 self._update_statistics(journal, head)
                 if head.position > self._apart_events:
                     self._first.set()  # do not wait for the audit of a long journal
                 self._audit(journal, head)
-            finally:
-                journal.close()
         except RolecallError as e:
             self._failed(redacted(str(e)))
         except Exception as e:  # noqa: BLE001
@@ -158,7 +155,8 @@ class AccountingWorker:
         began = self._clock.monotonic()
         if began < self._statistics_due:
             return
-        self._read(journal)
+        for page in self._reader.pages(journal):
+            self._events += self._kept(page.events)
         ended = any(e.kind is _K.RUN_ENDED for e in self._events[-200:])
         statistics = self._snapshot.statistics
         if statistics is None or head != self._statistics_head or not ended:
@@ -168,10 +166,6 @@ class AccountingWorker:
             self._statistics_head = head
             self._statistics_due = self._clock.monotonic() + max(STATISTICS_SECONDS, IDLE_FACTOR * took)
             self._snapshot = replace(self._snapshot, statistics=statistics, error="")
-
-    def _read(self, journal: Journal) -> None:
-        for page in self._reader.pages(journal):
-            self._events += self._kept(page.events)
 
     def _kept(self, events: Iterable[Event]) -> Iterable[Event]:
         for event in events:
@@ -263,17 +257,13 @@ def audited(journal: Journal, url: str, run_id: str, run: RunDir | None, *, apar
 
 
 def main() -> int:
-    """Entry point of the child process."""
     request = json.load(sys.stdin)
     os.nice(NICENESS)
     run = None if request["path"] is None else RunDir(Path(request["path"]))
     result: RunAudit | Exception
     try:
-        journal = Journal(request["url"], create=False)
-        try:
+        with closing(Journal(request["url"], create=False)) as journal:
             result = audit_journal(journal, request["run_id"], run)
-        finally:
-            journal.close()
     except Exception as e:  # noqa: BLE001 - raised in the parent
         result = e
     sys.stdout.buffer.write(pickle.dumps(result))

@@ -264,13 +264,14 @@ SPAN_SECONDS_MAX = 24 * 3600.0
 def from_prometheus(url: str, authorization: str, diagnosis: Diagnosis, axis: TimelineRange, clock: Clock) -> Signals:
     """Signals of the suspects and of the other replicas of their roles."""
     roles = sorted({s.role for s in diagnosis.suspects if s.role})
-    selector = ",".join(_selector(diagnosis.suspects, roles))
-    if not selector:
+    names = roles or sorted({str(s.node) for s in diagnosis.suspects if s.node})
+    if not names:
         return Signals(missing="the diagnosis names neither a role nor a node to query in Prometheus")
     try:
         client = Client(url, clock, authorization=authorization, limits=LIMITS)
     except ConfigError as e:
         return Signals(missing=plain(f"Prometheus: {e}", 300))
+    selector = f"{'role' if roles else 'node'}=~{json.dumps('|'.join(map(_literal, names)), ensure_ascii=False)}"
     end = min(axis.end, axis.begin + SPAN_SECONDS_MAX, clock.wall())
     step = max(STEP_SECONDS_MIN, (end - axis.begin) / NUM_POINTS)
     window = f"{max(WINDOW_SECONDS_MIN, WINDOW_STEPS * step):.0f}s"
@@ -290,21 +291,9 @@ def from_prometheus(url: str, authorization: str, diagnosis: Diagnosis, axis: Ti
     return Signals(signals=tuple(drawn), missing=missing, source=f"Prometheus at {plain(client.where, 100)}")
 
 
-def _selector(suspects: Sequence[Suspect], roles: Sequence[str]) -> list[str]:
-    if roles:
-        return [f"role=~{_quoted('|'.join(_literal(r) for r in roles))}"]
-    nodes = sorted({str(s.node) for s in suspects if s.node})
-    return [f"node=~{_quoted('|'.join(_literal(n) for n in nodes))}"] if nodes else []
-
-
 def _literal(name: str) -> str:
     """A name, escaped for an RE2 regular expression."""
     return "".join(c if c.isalnum() or c in "_-/" else f"\\x{{{ord(c):x}}}" for c in name)
-
-
-def _quoted(text: str) -> str:
-    """A PromQL string literal."""
-    return json.dumps(text, ensure_ascii=False)
 
 
 def _signal(kind: SignalSpec, result: Sequence[Any], diagnosis: Diagnosis) -> Signal | None:

@@ -24,7 +24,6 @@ class FileText:
 
 
 def names(run: RunDir | None, incident_id: str) -> tuple[str, ...]:
-    """Names of the files on this machine."""
     return tuple(sorted(_files(run, incident_id)))
 
 

@@ -41,7 +41,6 @@ def show() -> None:
 
 @st.cache_resource(show_spinner=False)
 def _records(journal_url: str) -> table.IncidentTable:
-    del journal_url  # the cache key
     return table.IncidentTable()
 
 
@@ -176,12 +175,10 @@ STYLE = """<style>
 .st-key-incident-state [data-testid="stText"] {font-size: 1.05rem; white-space: pre-wrap;}
 [class*="st-key-incident-"] [data-testid="stText"] {font-family: inherit; overflow-wrap: anywhere; white-space: pre-wrap;}
 </style>"""  # noqa: E501
-"""Constant CSS."""
 
 
 @st.cache_resource(show_spinner=False)
 def _cache(journal_url: str) -> IncidentPageCache:
-    del journal_url  # the cache key; Streamlit ignores arguments with a leading underscore
     return IncidentPageCache(SystemClock())
 
 

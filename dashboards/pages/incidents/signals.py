@@ -65,8 +65,6 @@ class SignalLine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limit:
-    """The threshold of the diagnosis."""
-
     value: float
     label: str
 

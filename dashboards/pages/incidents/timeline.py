@@ -274,8 +274,6 @@ def _of_run(material: IncidentPageInputs, summary: IncidentSummary | None) -> li
                 words = f"step {step} is interrupted: {because}"
             case StepCommitted(step=step) if step == interrupted:
                 words, interrupted = f"step {step}, which was interrupted, is committed", None
-            case _:
-                pass
         if words and event.incident_id in (None, material.incident_id):
             found.append(TimelineEntry(event.wall_at, kind, plain(words)))
     return found + _serving(material, summary, proven)

@@ -249,20 +249,19 @@ UNITS: Mapping[str, tuple[float, str]] = {
 
 
 def collected_evidence(material: IncidentPageInputs) -> tuple[CollectedEvidenceSection, ...]:
-    """Sections from the EVIDENCE_COLLECTED events."""
-    return tuple(_collected(e.payload) for e in material.events if isinstance(e.payload, EvidenceCollected))
-
-
-def _collected(payload: EvidenceCollected) -> CollectedEvidenceSection:
-    return CollectedEvidenceSection(
-        because=plain(payload.because),
-        statements=_texts(payload.statements),
-        findings=tuple(
-            _finding(f"Finding of {f.detector}", f.because, f.evidence) for f in payload.findings[:NUM_SHOWN_MAX]
-        ),
-        missing=_texts(payload.missing),
-        files=tuple(f.name for f in payload.files[:200]),
-        seconds=payload.seconds,
+    return tuple(
+        CollectedEvidenceSection(
+            because=plain(said.because),
+            statements=_texts(said.statements),
+            findings=tuple(
+                _finding(f"Finding of {f.detector}", f.because, f.evidence) for f in said.findings[:NUM_SHOWN_MAX]
+            ),
+            missing=_texts(said.missing),
+            files=tuple(f.name for f in said.files[:200]),
+            seconds=said.seconds,
+        )
+        for said in (e.payload for e in material.events)
+        if isinstance(said, EvidenceCollected)
     )
 
 

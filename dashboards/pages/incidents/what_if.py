@@ -205,13 +205,8 @@ def what_if(inputs: DecisionInputs) -> WhatIf:
     actual = predict(inputs)
     lines: list[Counterfactual] = []
     without_effect: list[str] = []
-    tried = [
-        *_by_number(inputs, actual),
-        *_by_class(inputs),
-        *_by_mode(inputs),
-        *_by_count(inputs, actual),
-        *_by_fact(inputs),
-    ]
+    tried: list[tuple[str, DecisionInputs | None]] = [*_by_number(inputs, actual), *_by_class(inputs)]
+    tried += [*_by_mode(inputs), *_by_count(inputs, actual), *_by_fact(inputs)]
     for condition, changed in tried:
         if changed is None:
             without_effect.append(condition)
@@ -273,16 +268,11 @@ def _by_fact(inputs: DecisionInputs) -> Iterable[Change]:
         if nodes - policy_input.lost_nodes:
             known = replace(policy_input, lost_nodes=policy_input.lost_nodes | nodes)
             yield f"{', '.join(sorted(nodes))} were diagnosed as lost", replace(inputs, policy_input=known)
-            alone = tuple(r for r in replicas if str(r.node) in nodes)
-            yield (
-                "all other nodes were unavailable too",
-                replace(inputs, policy_input=replace(known, fleet=FleetView(replicas=alone))),
-            )
+            alone = FleetView(replicas=tuple(r for r in replicas if str(r.node) in nodes))
+            yield "all other nodes were unavailable too", replace(inputs, policy_input=replace(known, fleet=alone))
     if policy_input.supports:
-        yield (
-            "rolecall only observed this job",
-            replace(inputs, policy_input=replace(policy_input, supports=frozenset())),
-        )
+        observed = replace(policy_input, supports=frozenset())
+        yield "rolecall only observed this job", replace(inputs, policy_input=observed)
 
 
 def _with_fleet(inputs: DecisionInputs, replicas: Sequence[object]) -> DecisionInputs:
@@ -299,30 +289,16 @@ def _by_number(inputs: DecisionInputs, actual: PredictedDecision) -> Iterable[tu
     if ratio is not None and math.isfinite(ratio) and ratio > 1:
         how = "it were {} times slower"
         yield _flip(actual, ratio, lambda v: _of_diagnosis(inputs, gain_ratio=v), how, f"{ratio:.2f}", low=1.0)
+
+    def with_horizon(v: float) -> DecisionInputs:
+        return _of_config(inputs, horizon_seconds=v)
+
     if horizon is None:
-        yield _flip(
-            actual,
-            cost,
-            lambda v: _of_config(inputs, horizon_seconds=v),
-            "a horizon of {} s were set",
-            "none",
-            up_only=True,
-        )
+        yield _flip(actual, cost, with_horizon, "a horizon of {} s were set", "none", up_only=True)
     else:
-        yield _flip(
-            actual,
-            horizon,
-            lambda v: _of_config(inputs, horizon_seconds=v),
-            "the horizon were {} s",
-            f"{horizon:,.0f} s",
-        )
-    yield _flip(
-        actual,
-        cost,
-        lambda v: _of_config(inputs, replacement_cost_seconds=v),
-        "a replacement cost {} s",
-        f"{cost:,.0f} s",
-    )
+        yield _flip(actual, horizon, with_horizon, "the horizon were {} s", f"{horizon:,.0f} s")
+    how = "a replacement cost {} s"
+    yield _flip(actual, cost, lambda v: _of_config(inputs, replacement_cost_seconds=v), how, f"{cost:,.0f} s")
 
 
 def _flip(
@@ -374,7 +350,7 @@ def _by_count(inputs: DecisionInputs, actual: PredictedDecision) -> Iterable[tup
     """The smallest count of each that changes the decision."""
     if actual.action is ActionKind.TOLERATE or not actual.targets:
         return
-    for failure, words in _FAILURES.items():
+    for failure, (words, _) in _FAILURES.items():
         yield _count(actual, lambda n, f=failure: _failed_before(inputs, f, n), words)  # type: ignore[misc]
     diagnosis, peers = inputs.policy_input.diagnosis, _peers(inputs)
     replica = diagnosis.suspects[0].replica
@@ -402,10 +378,11 @@ def _by_count(inputs: DecisionInputs, actual: PredictedDecision) -> Iterable[tup
 
 
 _FAILURES = {
-    ActionFailure.DIED: "{} had died before doing any work",
-    ActionFailure.NO_PROGRESS: "{} had made no progress in time",
-    ActionFailure.REFUSED: "{} had been refused",
+    ActionFailure.DIED: ("{} had died before doing any work", "it died before doing any work"),
+    ActionFailure.NO_PROGRESS: ("{} had made no progress in time", "it made no progress"),
+    ActionFailure.REFUSED: ("{} had been refused", "it was refused"),
 }
+"""The condition, and the reason of such an attempt."""
 
 
 def _count(
@@ -432,7 +409,9 @@ def _failed_before(inputs: DecisionInputs, failure: ActionFailure, count: int) -
         plan = decide(replace(policy_input, past=tuple(past), fleet=fleet)).plan
         if not plan.targets:
             break
-        past.append(FailedAttempt(failure=failure, action=plan.action, targets=plan.targets, because=_WHY[failure]))
+        past.append(
+            FailedAttempt(failure=failure, action=plan.action, targets=plan.targets, because=_FAILURES[failure][1])
+        )
         if failure is not ActionFailure.REFUSED:
             made = {t.replica: t.incarnation + 1 for t in plan.targets}
             fleet = FleetView(
@@ -442,13 +421,6 @@ def _failed_before(inputs: DecisionInputs, failure: ActionFailure, count: int) -
             )
     # Guards count attempts from the journal; only the policy sees these.
     return replace(inputs, policy_input=replace(policy_input, past=tuple(past), fleet=fleet))
-
-
-_WHY = {
-    ActionFailure.DIED: "it died before doing any work",
-    ActionFailure.NO_PROGRESS: "it made no progress",
-    ActionFailure.REFUSED: "it was refused",
-}
 
 
 def _with_others(

@@ -135,7 +135,6 @@ def _operations(journal_url: str) -> OperationsReader:
 
 
 def operations(reader: Reader) -> OperationsReader:
-    """The operations reader of this process for this journal."""
     return _operations(reader.settings.journal_url)
 
 
@@ -170,11 +169,7 @@ def show_result() -> None:
         else:
             st.error("Not done.", icon=":material/cancel:")
         st.text(plain(result.text))
-        st.button("Close", key="rolecall.result.close", on_click=_clear_result)
-
-
-def _clear_result() -> None:
-    st.session_state.pop(_RESULT, None)
+        st.button("Close", key="rolecall.result.close", on_click=st.session_state.pop, args=(_RESULT, None))
 
 
 def button(reader: Reader, viewer: Viewer, label: str, ask: OperatorCommand) -> None:

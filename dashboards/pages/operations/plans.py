@@ -160,7 +160,6 @@ def limits_of(policy_input: Mapping[str, Any], mode: str) -> WatchPolicy:
 
 
 def replicas_on(fleet: FleetView, node: str) -> tuple[ReplicaView, ...]:
-    """The replicas that draining the node would move."""
     return tuple(r for r in fleet.replicas if r.node == node)
 
 

@@ -22,6 +22,7 @@ from rolecall.dashboards.pages.overview import view
 from rolecall.dashboards.pages.prometheus import PrometheusPoller
 from rolecall.dashboards.pages.shell import page
 from rolecall.dashboards.pages.style import STATES, banner, class_of, figures, table
+from rolecall.views.snapshot import ReplicaRow
 
 OPEN_MAX = 12
 """Open incidents shown in full; the Incidents page lists the rest."""
@@ -229,7 +230,6 @@ def _draw_policy_health(curve: Sequence[Bucket]) -> None:
 
 
 def _incident_html(incident: view.OpenIncident, now: float) -> str:
-    """One open incident: diagnosis, stage, current action with its start time, and the required operator action."""
     rows = [
         ("action", incident.doing),
         ("since", f"{seconds(max(0.0, now - incident.since))} ago"),
@@ -248,7 +248,6 @@ def _incident_html(incident: view.OpenIncident, now: float) -> str:
 
 
 def role_html(role: view.RoleSummary) -> str:
-    """One role: number of replicas by state, and the replicas, worst first."""
     counts = "   ".join(_count(state, num) for state, num in role.counts)
     parts = [f'<p class="rc rc-role"><b>{escape(role.name)}</b> {counts}</p>']
     if len(role.cells) <= CHIPS_MAX:
@@ -267,11 +266,11 @@ def _count(state: str, num: int) -> str:
     return f'<span class="rc-{class_of(state)}">{STATES[state][0]} {num}&nbsp;{state}</span>&ensp;'
 
 
-def _chips(cells: Sequence[view.Cell]) -> str:
+def _chips(cells: Sequence[ReplicaRow]) -> str:
     return f'<div class="rc rc-chips" role="list">{"".join(_chip(c) for c in cells)}</div>'
 
 
-def _chip(cell: view.Cell) -> str:
+def _chip(cell: ReplicaRow) -> str:
     version = f", policy {cell.policy_version}" if cell.policy_version >= 0 else ""
     return (
         f'<div class="rc-chip" role="listitem"><span class="rc-{class_of(cell.state)}">{STATES[cell.state][0]} '
@@ -280,7 +279,7 @@ def _chip(cell: view.Cell) -> str:
     )
 
 
-def _map(cells: Sequence[view.Cell]) -> str:
+def _map(cells: Sequence[ReplicaRow]) -> str:
     """Every replica as a glyph, ordered by index, so that patterns (a rack, a node range) are visible."""
     lines = []
     for start in range(0, len(cells), ROW_REPLICAS):
@@ -289,6 +288,6 @@ def _map(cells: Sequence[view.Cell]) -> str:
             f'<span class="rc-{class_of(state)}">{STATES[state][0] * len(list(group))}</span>'
             for state, group in groupby(c.state for c in row)
         )
-        lines.append(f'<i>{escape(row[0].index, 20)}</i><span class="row">{runs}</span>')
+        lines.append(f'<i>{escape(row[0].replica.partition("/")[2], 20)}</i><span class="row">{runs}</span>')
     label = f"{len(cells)} replicas, one glyph each"
     return f'<div class="rc rc-map" role="img" aria-label="{label}">{"".join(lines)}</div>'

@@ -5,7 +5,7 @@ Pure.
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rolecall.core.diagnosis import ActionKind
 from rolecall.core.membership import STANDBY_ROLE, ReplicaState
@@ -24,40 +24,21 @@ SEVERITY = {state: n for n, state in enumerate(STATES)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cell:
-    replica: str
-    state: str  # of `STATES`
-    incarnation: int
-    node: str
-    policy_version: int
-
-    @property
-    def role(self) -> str:
-        return self.replica.partition("/")[0]
-
-    @property
-    def index(self) -> str:
-        return self.replica.partition("/")[2]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class RoleSummary:
-    """One role's replicas by index, and the number in each state, worst first."""
+    """One role's replicas by index, each with a state of `STATES`, and the number in each state, worst first."""
 
     name: str
-    cells: tuple[Cell, ...]
+    cells: tuple[ReplicaRow, ...]
     counts: tuple[tuple[str, int], ...]
 
     @property
-    def unhealthy(self) -> list[Cell]:
+    def unhealthy(self) -> list[ReplicaRow]:
         usual = ("healthy", "standby", "ended")
         return sorted((c for c in self.cells if c.state not in usual), key=lambda c: SEVERITY[c.state])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenIncident:
-    """One open incident, shown at the top of the page."""
-
     incident_id: str
     fault_class: str
     suspects: str
@@ -71,17 +52,10 @@ class OpenIncident:
 
 def roles(snapshot: JournalSnapshot) -> tuple[RoleSummary, ...]:
     suspects, replaced = _suspects_and_targets(snapshot.projection.open_incidents())
-    by_role: dict[str, list[Cell]] = {}
+    by_role: dict[str, list[ReplicaRow]] = {}
     for row in snapshot.run.replicas:
         state = state_of(row, suspects, replaced, snapshot.quarantined, ended=snapshot.run.ended != "")
-        cell = Cell(
-            replica=row.replica,
-            state=state,
-            incarnation=row.incarnation,
-            node=row.node,
-            policy_version=row.policy_version,
-        )
-        by_role.setdefault(cell.role, []).append(cell)
+        by_role.setdefault(row.replica.partition("/")[0], []).append(replace(row, state=state))
     order = {role: n for n, role in enumerate(ROLE_ORDER)}
     found = []
     for name in sorted(by_role, key=lambda r: (order.get(r, len(order)), r)):
@@ -112,12 +86,9 @@ def state_of(
     ended: bool,
 ) -> str:
     """The most important state of a replica, one of `STATES`."""
-    works = row.state == ReplicaState.SERVING or (
-        row.replica.startswith(f"{STANDBY_ROLE}/") and row.state == ReplicaState.READY
-    )
     if row.state == ReplicaState.STOPPED:
         return "ended" if ended else "lost"
-    if row.replica in replaced and (row.incarnation <= replaced[row.replica] or not works):
+    if row.replica in replaced and (row.incarnation <= replaced[row.replica] or not row.serves):
         return "being replaced"
     if row.replica in suspects and suspects[row.replica] in (None, row.incarnation):
         return "suspect"
@@ -125,13 +96,12 @@ def state_of(
         return "lost"
     if row.node in quarantined:
         return "quarantined"
-    if not works:
+    if not row.serves:
         return "starting"
     return "standby" if row.replica.startswith(f"{STANDBY_ROLE}/") else "healthy"
 
 
 def open_incident(incident: Incident, snapshot: JournalSnapshot) -> OpenIncident:
-    """An open incident: diagnosis, rolecall's current action with its start time, and the required operator action."""
     stage, doing, since, asks = _doing(incident, snapshot)
     diagnosis = incident.diagnosis
     paged = f"On-call was paged: {incident.page_reason}" if incident.page_reason else ""

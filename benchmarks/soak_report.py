@@ -30,23 +30,23 @@ BARS: dict[str, tuple[Bar, ...]] = {
     "rollout-kill": (
         Bar(FINDING, "detected_seconds", 1.0),
         Bar("fault to its requests going on elsewhere", "requests_moved_seconds", 2.0),
-        Bar("finding to replacement serving with proof, warm standby", "cured_warm_seconds", 3.0),
-        Bar("finding to replacement serving with proof, cold", "cured_cold_seconds", 30.0),
+        Bar("finding to replacement serving with proof, warm standby", "resolved_warm_seconds", 3.0),
+        Bar("finding to replacement serving with proof, cold", "resolved_cold_seconds", 30.0),
     ),
     "trainer-hang": (
         Bar(FINDING, "detected_seconds", 5.0),
         Bar("finding to interrupted step committed", "step_committed_seconds", 3.0),
-        Bar("finding to replica rejoined", "cured_seconds", 15.0),
+        Bar("finding to replica rejoined", "resolved_seconds", 15.0),
     ),
     "rollout-slow": (
         Bar(FINDING, "detected_seconds", 30.0),
-        Bar("finding to replacement serving with proof", "cured_seconds", 30.0),
+        Bar("finding to replacement serving with proof", "resolved_seconds", 30.0),
     ),
 }
 """Of the issue that asks for them."""
 OTHER_BARS = (
     Bar(FINDING, "detected_seconds", math.inf),
-    Bar("finding to replacement at work", "cured_seconds", math.inf),
+    Bar("finding to replacement at work", "resolved_seconds", math.inf),
 )
 COLD_SETTING = "runtime.standbys=0"
 """Of the job in which no rollout is kept warm."""
@@ -60,7 +60,9 @@ def incidents_by_kind(lines: Sequence[Line]) -> dict[str, list[dict[str, Any]]]:
         for incident in line["incidents"]:
             if incident.get("fault"):
                 resolved = {
-                    "cured_cold_seconds" if _is_cold(incident) else "cured_warm_seconds": incident["cured_seconds"]
+                    "resolved_cold_seconds" if _is_cold(incident) else "resolved_warm_seconds": incident[
+                        "resolved_seconds"
+                    ]
                 }
                 found[incident["fault"]["kind"]].append({**incident, **resolved})
     return dict(sorted(found.items()))
@@ -92,7 +94,7 @@ def bars(lines: Sequence[Line]) -> Iterator[str]:
 
 
 def _rows(name: str, wanted: Sequence[Bar], group: Sequence[Incident], missed: int) -> Iterator[str]:
-    named = f"{sum(bool(i['named_right']) for i in group)} of {len(group) + missed}"
+    named = f"{sum(bool(i['diagnosed_correctly']) for i in group)} of {len(group) + missed}"
     for bar in wanted:
         values = [float(i[bar.field]) for i in group if i.get(bar.field) is not None]
         if not values:

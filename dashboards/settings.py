@@ -23,18 +23,19 @@ class Settings:
     """Reading requires sign-in too, because the server is reachable from other machines."""
     name: str = ""
     """Name of the run on pages."""
+    patience_seconds: float = 0.0
+    """A page waits at least this long for data that a thread is still reading; tests on a loaded machine need more than
+    the second or less that users get."""
 
 
 _current: list[Settings] = []
 
 
 def use(settings: Settings) -> None:
-    """Sets what this process serves."""
     _current[:] = [settings]
 
 
 def current() -> Settings:
-    """The settings of this process."""
     if not _current:
         raise RuntimeError("start the dashboard with `rolecall dashboard`")
     return _current[0]

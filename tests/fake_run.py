@@ -1,8 +1,7 @@
-"""A run that never was: a whole run directory made through the real Journal and Ledger, on a clock that we turn.
+"""A synthetic run: a whole run directory written through the real Journal and Ledger, on a fake clock.
 
-Three faults (a rollout killed, a trainer hung, a rollout slowed), each found, replaced and verified, at known moments:
-what reads a run (audit, report, display) is tested on it in milliseconds. `python -m tests.fake_run DIR` writes one to
-look at.
+Three faults (a rollout killed, a trainer hung, a rollout slowed), each found, replaced and verified, at known times:
+audit, report and display are tested on it in milliseconds. `python -m tests.fake_run DIR` writes one.
 """
 
 import hashlib
@@ -73,8 +72,8 @@ KILL = Strike(
     at=38.2,
     found_after=0.31,
     fault_class=FaultClass.CRASH,
-    because="rollout/1#1 (pid 4105 on node-4) ended by signal 9 in phase generate, and nobody had asked it to",
-    evidence=("node-4's agent saw the process end by signal 9", "the last phase on its page is generate, step 22"),
+    because="rollout/1 (node-4, pid 4105, incarnation 1) crashed: process exited on signal 9 in generate",
+    evidence=("process 4105 on node-4 exited on signal 9", "last phase: generate, step 22"),
     serving_after=1.62,
     verified_after=2.05,
 )
@@ -85,9 +84,9 @@ HANG = Strike(
     at=57.4,
     found_after=3.1,
     fault_class=FaultClass.HANG,
-    because="trainer/1#1 has finished no microbatch for 2.9 s in phase compute (deadline 2.5 s), "
-    "while trainer/0#1 waits for it in reduce",
-    evidence=("progress of trainer/1 stands at 104", "trainer/0 entered collective 53, trainer/1 did not"),
+    because="trainer/1 (node-2, incarnation 1) is hung: no progress in compute for 2.9 s (deadline 2.5 s); trainer/0 is "
+    "waiting for it in reduce",
+    evidence=("no progress for 2.9 s in compute", "trainer/0 entered collective 53, trainer/1 did not"),
     serving_after=8.9,
     verified_after=9.8,
 )
@@ -98,9 +97,9 @@ SLOW = Strike(
     at=80.5,
     found_after=13.8,
     fault_class=FaultClass.SLOW,
-    because="rollout/0#1 makes 4.1 times fewer tokens a busy second than rollout/1 and rollout/2 for 13 s, "
-    "at equal batch, and is not starved by its node",
-    evidence=("312 tokens a busy second, peers 1280 and 1264", "run delay 1 % of the window"),
+    because="rollout/0 (node-3, incarnation 1) is slow: 4.1 times the seconds per unit of 2 peers at equal load, for 13 s, "
+    "CPU starvation excluded",
+    evidence=("312 tokens per busy second, peers 1280 and 1264", "CPU wait: 1 % of the window"),
     serving_after=1.71,
     verified_after=3.2,
 )
@@ -177,7 +176,7 @@ class FakeRun:
             self.at(1.0 + n * 0.4, lambda r=replica: self._starting(r))  # type: ignore[misc]
             slow = 18.0 if replica.startswith(("rollout", "standby")) else 8.0
             self.at(slow + n * 0.3, lambda r=replica: self._ready(r, from_standby=""))  # type: ignore[misc]
-        self.at(TRAINING_AT - 1, lambda: self._epoch("the fleet stands"))
+        self.at(TRAINING_AT - 1, lambda: self._epoch("all replicas have started"))
         for n in range(3):
             self.at(TRAINING_AT - 0.8 + n * 0.1, lambda r=f"rollout/{n}": self._admit(r))  # type: ignore[misc]
 
@@ -285,7 +284,7 @@ class FakeRun:
         self.say(K.WEIGHTS_ADMITTED, body)
         self._actual(replica, ReplicaState.SERVING)
 
-    # --- faults and cures ---------------------------------------------------------------------------------------
+    # --- faults and repairs -------------------------------------------------------------------------------------
 
     def _strike(self, strike: Strike) -> None:
         incident = IncidentId(f"i-{self.strikes.index(strike) + 1}")
@@ -300,7 +299,7 @@ class FakeRun:
             self.at(found + strike.serving_after + 0.3, lambda: self._starting("standby/0", self.freed))
             self.at(found + 12.0, lambda: self._ready("standby/0", from_standby=""))
         else:
-            self.at(found + 0.2, lambda: self._lose(strike.target, "fenced: a newer incarnation is wanted"))
+            self.at(found + 0.2, lambda: self._lose(strike.target, "fenced: a newer incarnation is desired"))
             self.at(found + 0.25, lambda: self._epoch(f"{strike.target} is lost", without=strike.target))
             self.at(found + 0.5, lambda: self._starting(strike.target, self.node[strike.target]))
             self.at(found + strike.serving_after - 2, lambda: self._ready(strike.target, from_standby=""))
@@ -350,19 +349,20 @@ class FakeRun:
             incident_id=incident,
             action=ActionKind.REPLACE_REPLICA,
             targets=(target,),
-            because=f"replace {strike.target}#{self.named}: the smallest unit that holds the suspect; "
-            "nobody else is touched",
+            because=f"replace {strike.target}#{self.named}: the smallest unit that contains the suspect",
         )
         self.say(K.PLAN_CREATED, {"plan": plan.to_dict()}, incident)
         self.say(K.ACTION_STARTED, {"plan": plan.to_dict(), "digest": plan.digest}, incident)
         desired = Desired(replica=target.replica, incarnation=self.named + 1, node=target.node, incident_id=incident)
         self.journal.set_desired(desired)
         self.say(
-            K.ACTION_DONE, {"digest": plan.digest, "result": {"done": True, "because": "desired is written"}}, incident
+            K.ACTION_DONE,
+            {"digest": plan.digest, "result": {"done": True, "because": "the desired state is written"}},
+            incident,
         )
 
     def _move(self, strike: Strike) -> None:
-        self._lose(strike.target, "its process is gone")
+        self._lose(strike.target, "its process exited")
         others = [f"rollout/{n}" for n in range(3) if f"rollout/{n}" != strike.target]
         body = {
             "from_replica": strike.target,
@@ -375,7 +375,7 @@ class FakeRun:
         self.say(K.REQUESTS_REASSIGNED, body)
 
     def _close(self, incident: IncidentId, strike: Strike) -> None:
-        because = f"{strike.target}#{self.incarnation[strike.target]}: 7 units of work since it serves"
+        because = f"{strike.target}#{self.incarnation[strike.target]}: finished 7 units of work"
         self.say(K.INCIDENT_VERIFIED, {"because": because}, incident)
         self.say(K.INCIDENT_CLOSED, {"outcome": "resolved", "because": because}, incident)
 

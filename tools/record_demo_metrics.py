@@ -103,9 +103,9 @@ def _demo(run: Path, seed: int, steps: int) -> Iterator[subprocess.Popen[bytes]]
 
 
 def _round(recording: Recording, run: Path, node: FullNode) -> None:
-    """Asks everybody once. A scrape's moment is that of its start, as Prometheus has it."""
-    targets = [(f"agent-{path.parent.name}", path) for path in sorted(run.glob("nodes/*/agent.json"))]
-    asked = [("rolecall-agent", f"{run.name}/{path.parent.name}", _url(path)) for _, path in targets]
+    """Scrapes every target once. As in Prometheus, the time of a scrape is that of its start."""
+    agents = sorted(run.glob("nodes/*/agent.json"))
+    asked = [("rolecall-agent", f"{run.name}/{path.parent.name}", _url(path)) for path in agents]
     if (run / "watch.json").exists():
         asked.append(("rolecall-watch", f"{run.name}/watch", _url(run / "watch.json")))
     asked.append(("rolecall-agent", GPU_NODE, node.url))
@@ -118,7 +118,7 @@ def _url(path: Path) -> str:
     try:
         return str(json.loads(path.read_text())["url"])
     except (OSError, ValueError, KeyError):
-        return ""  # just being written: nobody answers
+        return ""  # just being written
 
 
 def _scrape(recording: Recording, job: str, instance: str, url: str, path: str) -> None:

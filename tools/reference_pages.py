@@ -141,7 +141,6 @@ def agent_file_page() -> str:
 
     printed = re.sub(r'^node: ".*"$', 'node: "gpu-017"', explain(), flags=re.MULTILINE)
     printed = re.sub(r"^data_dir: .*$", "data_dir: /var/lib/rolecall", printed, flags=re.MULTILINE)
-    printed = re.sub(r"^data_dir: .*$", "data_dir: /var/lib/rolecall", printed, flags=re.MULTILINE)
     return f"""# Agent configuration file
 
 Generated from `agent/settings.py` by `{COMMAND}`.

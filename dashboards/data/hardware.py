@@ -98,8 +98,6 @@ def _named(texts: Iterable[str]) -> dict[tuple[bool, int], tuple[str, int]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetMetrics:
-    """Current status from Prometheus."""
-
     codes: tuple[XidOccurrence, ...] = ()
     lost_gpus: Mapping[str, tuple[str, ...]] | None = None  # node -> GPUs on which all NVML calls fail
     agents: Mapping[str, bool] | None = None  # node -> whether its agent was scraped
@@ -149,7 +147,6 @@ def of_run(found: Iterable[Sample], run_id: str) -> list[Sample]:
 
 
 def fleet_metrics(ask: Query, run_id: str) -> FleetMetrics:
-    """Asks Prometheus for the current status of the nodes of a run."""
     return live_of(*(of_run(ask(expression), run_id) for expression in (COUNTS, LAST_SEEN, LOST_GPUS, AGENTS, DCGM)))
 
 

@@ -5,6 +5,7 @@ reports broken hardware or network; suspect if an open incident names a replica 
 `OFTEN_TIMES` the fleet median of incidents in 30 days (and at least `OFTEN_MIN`) is marked as frequently faulty.
 """
 
+import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -58,8 +59,6 @@ ENTRIES_MAX = 200
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeHistoryEntry:
-    """One operator command or burn-in result."""
-
     at: float  # wall seconds
     what: str
     by: str
@@ -116,15 +115,8 @@ def node_names(fleet: FleetView, away: Iterable[str] = ()) -> list[str]:
 
 def natural(name: str) -> tuple[tuple[int, int | str], ...]:
     """Sort key that compares digits as numbers."""
-    parts: list[tuple[int, int | str]] = []
-    text = ""
-    for character in name + "\0":
-        digit = character.isascii() and character.isdigit()
-        if text and digit != (text[-1].isascii() and text[-1].isdigit()):
-            parts.append((0, int(text)) if text.isascii() and text.isdigit() else (1, text))
-            text = ""
-        text += character
-    return tuple(parts)
+    parts = re.split(r"([0-9]+)", name)  # every second part is a number
+    return tuple((0, int(p)) if n % 2 else (1, p) for n, p in enumerate(parts) if p)
 
 
 def incidents_by_node(incidents: Iterable[Incident]) -> dict[str, list[Incident]]:
@@ -171,11 +163,14 @@ def fleet_rows(
     for code in (*codes, *live.codes):
         seen.setdefault(code.node, []).append(code)
     names = {*replicas, *by_node, *pasts, *idle} - {""}
-    counts = {n: tuple(_since(by_node.get(n, ()), now - s) for s in (HOUR, DAY, MONTH)) for n in names}
+    counts = {
+        n: tuple(sum(i.opened_at >= now - s for i in by_node.get(n, ())) for s in (HOUR, DAY, MONTH)) for n in names
+    }
     medians = [statistics.median(c[k] for c in counts.values()) if counts else 0.0 for k in range(3)]
     rows = []
     for node in names:
-        here, found, past = tuple(replicas.get(node, ())), by_node.get(node, ()), pasts.get(node) or past_of(node)
+        here, found = tuple(replicas.get(node, ())), by_node.get(node, ())
+        past = pasts.get(node) or NodeHistory(record=NodeRecord(node=node))
         in_hour, in_day, in_month = counts[node]
         still_open = [i for i in found if i.state is not IncidentState.CLOSED]
         health, because = _health(node, here, still_open, past.record, live, in_month, medians[2])
@@ -196,10 +191,6 @@ def fleet_rows(
         )
     rows.sort(key=lambda r: (_ORDER.index(r.health), -r.in_month, natural(r.node)))
     return FleetHealth(rows=tuple(rows), median_hour=medians[0], median_day=medians[1], median_month=medians[2])
-
-
-def _since(found: Sequence[Incident], since: float) -> int:
-    return sum(i.opened_at >= since for i in found)
 
 
 def _health(
@@ -233,13 +224,7 @@ def _health(
     return NodeHealth.HEALTHY, ""
 
 
-def past_of(node: str) -> NodeHistory:
-    """History of a node without entries."""
-    return NodeHistory(record=NodeRecord(node=node))
-
-
 def pasts(events: Iterable[Event]) -> dict[str, NodeHistory]:
-    """Node -> history."""
     entries: dict[str, list[NodeHistoryEntry]] = {}
     kept = [e for e in events if e.kind in NODE_KINDS]
     for event in kept:
@@ -257,5 +242,4 @@ def pasts(events: Iterable[Event]) -> dict[str, NodeHistory]:
 
 
 def quarantined(events: Iterable[Event]) -> dict[str, NodeRecord]:
-    """Node -> its record, for nodes in quarantine."""
     return {node: record for node, record in fold_nodes(events).items() if record.quarantined}

@@ -58,6 +58,9 @@ def merged(earlier: Bucket, later: Bucket) -> Bucket:
         known = [(v, n) for v, n in ((x, earlier.num), (y, later.num)) if math.isfinite(v)]
         return sum(v * n for v, n in known) / sum(n for _, n in known) if known else math.nan
 
+    def larger(x: float, y: float) -> float:
+        return max((v for v in (x, y) if math.isfinite(v)), default=math.nan)
+
     return Bucket(
         first_step=min(earlier.first_step, later.first_step),
         last_step=max(earlier.last_step, later.last_step),
@@ -68,17 +71,12 @@ def merged(earlier: Bucket, later: Bucket) -> Bucket:
         seconds_max=max(earlier.seconds_max, later.seconds_max),
         tokens=earlier.tokens + later.tokens,
         signs={
-            name: (_larger if BY_NAME[name].is_extreme else mean)(
+            name: (larger if BY_NAME[name].is_extreme else mean)(
                 earlier.signs.get(name, math.nan), later.signs.get(name, math.nan)
             )
             for name in {**earlier.signs, **later.signs}
         },
     )
-
-
-def _larger(x: float, y: float) -> float:
-    """The larger finite value."""
-    return max((v for v in (x, y) if math.isfinite(v)), default=math.nan)
 
 
 class Curve:

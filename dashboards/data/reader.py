@@ -12,7 +12,7 @@ import gc
 import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, suppress
 from copy import copy
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -28,7 +28,7 @@ from rolecall.core.journal.events import Event, EventKind
 from rolecall.core.journal.journal import Journal, Lease
 from rolecall.core.journal.payloads import LeaseAcquired, NodeQuarantined, NodeReturnedToService
 from rolecall.core.journal.rows import DamagedLine, actual_of, event_of
-from rolecall.core.journal.tables import METADATA
+from rolecall.core.journal.tables import ACTUAL, DESIRED, EVENTS
 from rolecall.core.membership import Actual, Desired
 from rolecall.core.rundir import RunDir
 from rolecall.dashboards.data.progress import RunTrends, RunTrendsProjection
@@ -51,10 +51,6 @@ _K = EventKind
 _FIRST_AND_LAST = (_K.RUN_STARTED, _K.RUN_ENDED, _K.LEASE_ACQUIRED)
 
 
-def _table(name: str) -> sa.Table:
-    return METADATA.tables[name]
-
-
 class Fold:
     """Owned by one thread."""
 
@@ -74,7 +70,6 @@ class Fold:
         return kind != _K.WEIGHTS_ADMITTED or self._planned or bool(self.trends.ettr.open_incidents)
 
     def take(self, events: Sequence[Event], damaged: Sequence[DamagedLine] = ()) -> None:
-        """Applies the next events of the journal."""
         self._planned = False
         if self._partial:
             known = self.projection.incidents
@@ -129,42 +124,39 @@ def holds(journal: Journal, seq: int, link: str) -> bool:
     """Whether the journal still has the last event that was read; another run's journal has a different one."""
     if not seq or not link:
         return True
-    events = _table("events")
     with journal.store.read() as conn:
-        found = conn.execute(sa.select(events.c.hash).where(events.c.seq == seq)).scalar()
-    return found == link
+        return bool(conn.execute(sa.select(EVENTS.c.hash).where(EVENTS.c.seq == seq)).scalar() == link)
 
 
 def newest(journal: Journal, head: int) -> Fold:
     """A partial fold at event `head`: start and state of the run, newest steps, open and newest incidents."""
-    events = _table("events")
     opened, closed = str(_K.INCIDENT_OPENED), str(_K.INCIDENT_CLOSED)
-    done = sa.select(events.c.incident_id).where(events.c.kind == closed)
-    is_open = (events.c.kind == opened) & events.c.incident_id.not_in(done)
-    last_opened = sa.select(events.c.incident_id, events.c.seq).where(events.c.kind == opened)
+    done = sa.select(EVENTS.c.incident_id).where(EVENTS.c.kind == closed)
+    is_open = (EVENTS.c.kind == opened) & EVENTS.c.incident_id.not_in(done)
+    last_opened = sa.select(EVENTS.c.incident_id, EVENTS.c.seq).where(EVENTS.c.kind == opened)
     with journal.store.read() as conn:
 
         def latest(where: sa.ColumnElement[bool], limit: int) -> list[int]:
-            query = sa.select(events.c.seq).where(where, events.c.seq <= head)
-            return [r.seq for r in conn.execute(query.order_by(events.c.seq.desc()).limit(limit))]
+            query = sa.select(EVENTS.c.seq).where(where, EVENTS.c.seq <= head)
+            return [r.seq for r in conn.execute(query.order_by(EVENTS.c.seq.desc()).limit(limit))]
 
-        query = last_opened.where(events.c.seq <= head).order_by(events.c.seq.desc())
+        query = last_opened.where(EVENTS.c.seq <= head).order_by(EVENTS.c.seq.desc())
         names = {r.incident_id for r in conn.execute(query.limit(NEWEST_INCIDENTS))}
-        still = last_opened.where(is_open, events.c.seq <= head).order_by(events.c.seq.desc()).limit(OPEN_MAX)
+        still = last_opened.where(is_open, EVENTS.c.seq <= head).order_by(EVENTS.c.seq.desc()).limit(OPEN_MAX)
         names |= {r.incident_id for r in conn.execute(still)}
         lines: set[int] = set()
         for kind in _FIRST_AND_LAST:
-            of_kind = events.c.kind == str(kind)
-            lines.update(conn.execute(sa.select(sa.func.min(events.c.seq)).where(of_kind)).scalars())
+            of_kind = EVENTS.c.kind == str(kind)
+            lines.update(conn.execute(sa.select(sa.func.min(EVENTS.c.seq)).where(of_kind)).scalars())
             lines.update(latest(of_kind, 1))
-        lines.update(latest(events.c.kind == str(_K.STEP_COMMITTED), NEWEST_STEPS))
-        lines.update(latest(events.c.kind == str(_K.EPOCH_ADVANCED), 1))
-        lines.update(latest(events.c.kind.in_([str(_K.NODE_QUARANTINED), str(_K.NODE_RETURNED_TO_SERVICE)]), OPEN_MAX))
-        wanted = events.c.incident_id.in_(sorted(names)) | events.c.seq.in_(sorted(x for x in lines if x))
-        rows = conn.execute(sa.select(events).where(wanted, events.c.seq <= head).order_by(events.c.seq)).mappings()
+        lines.update(latest(EVENTS.c.kind == str(_K.STEP_COMMITTED), NEWEST_STEPS))
+        lines.update(latest(EVENTS.c.kind == str(_K.EPOCH_ADVANCED), 1))
+        lines.update(latest(EVENTS.c.kind.in_([str(_K.NODE_QUARANTINED), str(_K.NODE_RETURNED_TO_SERVICE)]), OPEN_MAX))
+        wanted = EVENTS.c.incident_id.in_(sorted(names)) | EVENTS.c.seq.in_(sorted(x for x in lines if x))
+        rows = conn.execute(sa.select(EVENTS).where(wanted, EVENTS.c.seq <= head).order_by(EVENTS.c.seq)).mappings()
         found, damaged = _parsed(rows.all(), journal.store.where)
-        last = conn.execute(sa.select(events.c.hash).where(events.c.seq == head)).scalar()
-        number = conn.execute(sa.select(sa.func.count()).where(events.c.kind == opened)).scalar()
+        last = conn.execute(sa.select(EVENTS.c.hash).where(EVENTS.c.seq == head)).scalar()
+        number = conn.execute(sa.select(sa.func.count()).where(EVENTS.c.kind == opened)).scalar()
     fold = Fold(partial=True)
     fold.take(found, damaged)
     fold.projection.num_opened = int(number or 0)
@@ -183,20 +175,19 @@ class ReplicaRecords:
 
     def refresh(self, journal: Journal) -> bool:
         """Whether anything changed."""
-        actual, desired = _table("actual"), _table("desired")
         count, total = sa.func.count(), sa.func.sum
         marks = (
-            sa.select(count, total(actual.c.changed_at), total(actual.c.policy_version)).select_from(actual),
-            sa.select(count, total(desired.c.incarnation), total(desired.c.fence)).select_from(desired),
+            sa.select(count, total(ACTUAL.c.changed_at), total(ACTUAL.c.policy_version)).select_from(ACTUAL),
+            sa.select(count, total(DESIRED.c.incarnation), total(DESIRED.c.fence)).select_from(DESIRED),
         )
         with journal.store.read() as conn:
             mark = tuple(value for query in marks for value in conn.execute(query).one())
             if mark == self._mark:
                 return False
-            last = sa.select(actual.c.replica, sa.func.max(actual.c.incarnation).label("last"))
-            newest_of = last.group_by(actual.c.replica).subquery()
-            join = (actual.c.replica == newest_of.c.replica) & (actual.c.incarnation == newest_of.c.last)
-            rows = conn.execute(sa.select(actual).join(newest_of, join)).mappings().all()
+            last = sa.select(ACTUAL.c.replica, sa.func.max(ACTUAL.c.incarnation).label("last"))
+            newest_of = last.group_by(ACTUAL.c.replica).subquery()
+            join = (ACTUAL.c.replica == newest_of.c.replica) & (ACTUAL.c.incarnation == newest_of.c.last)
+            rows = conn.execute(sa.select(ACTUAL).join(newest_of, join)).mappings().all()
         current: dict[ReplicaId, Actual] = {}
         damaged = []
         for row in rows:
@@ -208,8 +199,6 @@ class ReplicaRecords:
         self._mark = mark
         return True
 
-
-# --- snapshots --------------------------------------------------------------------------------------------------------
 
 SNAPSHOT_SECONDS = 1.0
 """A snapshot younger than this is reused."""
@@ -279,12 +268,10 @@ class JournalSnapshot:
 
     @property
     def usable(self) -> bool:
-        """Whether it contains data of a run."""
         return self.read_at is not None and self.version > 0
 
     @property
     def watched(self) -> bool:
-        """Whether a watch holds the lease."""
         return self.lease is not None and self.lease.holder != "" and self.lease.expires_at > self.at
 
 
@@ -309,11 +296,8 @@ class Reader:
         last = self.latest()
         if last.error is JournalReadError.UNREACHABLE:
             raise JournalUnavailable(where="the journal", reason=last.because, hint="it is retried automatically")
-        journal = _opened(self.settings.journal_url, self._clock)
-        try:
+        with closing(_opened(self.settings.journal_url, self._clock)) as journal:
             yield journal
-        finally:
-            journal.close()
 
     def start(self) -> None:
         """Starts reading before the first request."""
@@ -344,6 +328,7 @@ class Reader:
     def _await(self, before: JournalSnapshot | None, seconds: float) -> JournalSnapshot:
         """Waits for a snapshot other than `before`; on timeout returns the last one with an error."""
         self._ask()
+        seconds = max(seconds, self.settings.patience_seconds)
         if not self._silent():
             self._changed.wait_for(lambda: self._last is not before, timeout=seconds)
         last = self._last
@@ -357,7 +342,9 @@ class Reader:
         return replace(last, at=now, error=JournalReadError.UNREACHABLE, because=because)
 
     def _silent(self) -> bool:
-        return self._began is not None and self._clock.monotonic() - self._began > SILENT_SECONDS
+        return self._began is not None and self._clock.monotonic() - self._began > max(
+            SILENT_SECONDS, self.settings.patience_seconds
+        )
 
     def _ask(self) -> None:
         if self._thread is None:
@@ -450,7 +437,11 @@ class _Following:
                 self._fold = fold = newest(journal, self._of)
         before_faults = fold.trends.ettr.faults
         fold.trends.ettr.faults = self._injections.read()
-        changed = self._take_new(journal, fold) or before_faults != fold.trends.ettr.faults
+        changed = before_faults != fold.trends.ettr.faults
+        for page in fold.reader.pages(journal):
+            if page.events or page.damaged:
+                fold.take(page.events, page.damaged)
+                changed = True
         paused, lease = journal.flag(PAUSED_FLAG) or "", journal.lease(LEASE_NAME)
         changed |= self._records.refresh(journal)
         before = self._shown
@@ -499,15 +490,6 @@ class _Following:
         if self._behind is None:
             return ReadProgress(read=self._fold.reader.seq, of=self._fold.reader.seq)
         return ReadProgress(read=self._behind.reader.seq, of=max(self._of, self._fold.reader.seq), whole=False)
-
-    def _take_new(self, journal: Journal, fold: Fold) -> bool:
-        """Reads all new events; whether there were any."""
-        changed = False
-        for page in fold.reader.pages(journal):
-            if page.events or page.damaged:
-                fold.take(page.events, page.damaged)
-                changed = True
-        return changed
 
     def _same_journal(self) -> Journal:
         """The journal, reopened if it was closed; starts over if it was replaced by another run's."""
@@ -566,13 +548,11 @@ class _Injections:
     def read(self) -> tuple[InjectedFault, ...]:
         if self._path is None:
             return ()
-        try:
+        with suppress(OSError, ValueError):
             size = self._path.stat().st_size
             if size != self._size:
                 found = parse_injections(self._path.read_text(encoding="utf-8"))
                 self._faults, self._size = tuple(f for f in found if not f.of_helper), size
-        except (OSError, ValueError):
-            return self._faults
         return self._faults
 
 

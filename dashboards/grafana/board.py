@@ -134,12 +134,7 @@ def incidents(address: str) -> tuple[Link, ...]:
     return (Link(title="Incidents of this run", url=address.rstrip("/") + "/incidents"),) if address else ()
 
 
-# --- variables --------------------------------------------------------------------------------------------------------
-
-
 class Choice(Enum):
-    """How many values of a variable can be selected."""
-
     ONE = "one"
     SEVERAL = "several"
     ANY = "any"  # all by default
@@ -183,8 +178,6 @@ def _any_of(*metrics: str) -> str:
     assert all(labels_of(name) for name in metrics)  # each is known
     return f'__name__=~"{"|".join(metrics)}"'
 
-
-# --- links and annotations ----------------------------------------------------------------------------------------
 
 _PAGES = (
     (OVERVIEW, "Run overview"),

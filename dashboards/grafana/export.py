@@ -12,15 +12,19 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from rolecall.core.errors import ConfigError
 from rolecall.core.rundir import write_atomically
-from rolecall.dashboards.grafana.board import TAG
+from rolecall.dashboards.grafana.board import TAG, document, incidents
+from rolecall.dashboards.grafana.boards.health import health
+from rolecall.dashboards.grafana.boards.node import gpus, network
+from rolecall.dashboards.grafana.boards.replicas import replica, roles
+from rolecall.dashboards.grafana.boards.run import overview, training
 
 MARK = "# Written by `rolecall grafana export`. Changes are lost at the next export.\n"
 """First line of each YAML file that rolecall writes. Its dashboards are identified by uid and tag."""
 FOLDER = "rolecall"
-"""Grafana folder of the dashboards."""
 DASHBOARDS_PATH = "/var/lib/grafana/dashboards/rolecall"
 FILE_BYTES_MAX = 4 << 20
 """A larger file was not written by rolecall."""
@@ -87,3 +91,20 @@ def _foreign(path: Path) -> str:
         there = None
     ours = isinstance(there, dict) and there.get("uid") == path.stem and TAG in (there.get("tags") or ())
     return "" if ours else "is not a dashboard of rolecall; move it away"
+
+
+def documents(incidents_at: str = "") -> list[dict[str, Any]]:
+    """JSON documents. `incidents_at`: URL of `rolecall dashboard` to link to; "" for none. Raises ConfigError."""
+    if incidents_at:
+        _checked(incidents_at)
+    links = incidents(incidents_at)
+    boards = (overview(links), training(), roles(), replica(links), gpus(), network(), health())
+    return [document(board) for board in boards]
+
+
+def _checked(address: str) -> None:
+    parts = urlsplit(address)
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
+        raise ConfigError([f"--incidents-at: expected http://HOST[:PORT][/PATH], got {address!r}"])
+    if parts.username or parts.password:
+        raise ConfigError(["--incidents-at: a link that everyone can see must not contain a password"])

@@ -77,7 +77,6 @@ class PanelFormat:
 
 
 def lines(title: str, description: str, style: PanelFormat, *queries: PanelQuery, stacked: bool = False) -> Panel:
-    """Series over time."""
     panel = _with(timeseries.Panel(), title, description, style, queries)
     panel = panel.line_width(1).fill_opacity(30 if stacked else 5).show_points(common_models.VisibilityMode.AUTO)
     if stacked:

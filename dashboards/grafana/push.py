@@ -23,7 +23,9 @@ from urllib.parse import quote
 
 from rolecall.core.errors import CommandRefused
 from rolecall.core.text import escape, plain
+from rolecall.dashboards.grafana.board import TAG
 from rolecall.dashboards.grafana.server import GrafanaRefused, Json, Server
+from rolecall.recovery.incidents import Incident
 
 MESSAGE = "rolecall grafana push"
 """Message of each version that a push writes; it distinguishes them from versions that users saved."""
@@ -127,8 +129,7 @@ def push(server: Server, wanted: PushPlan) -> PushResult:
     folder_uid = wanted.folder_uid
     if folder_uid is None and wanted.writes:
         try:
-            made = server.mapping(lambda g: g.folder.create_folder(wanted.folder))
-            folder_uid = _text(made, "uid")
+            folder_uid = _uid(server.mapping(lambda g: g.folder.create_folder(wanted.folder)))
         except GrafanaRefused as e:
             pushed.failed.append(f"folder {plain(wanted.folder)!r} could not be created, no dashboard was written: {e}")
             return pushed
@@ -149,9 +150,6 @@ def push(server: Server, wanted: PushPlan) -> PushResult:
                 doubt = "" if e.status else "; it may have been written: push again to check"
                 pushed.failed.append(f"failed     {name}: {_error_text(server, change, e)}{doubt}")
     return pushed
-
-
-# --- checking -----------------------------------------------------------------------------------------------------
 
 
 def _folder_uid(server: Server, title: str) -> str | None:
@@ -185,7 +183,7 @@ def _source(server: Server, name: str) -> Json:
         raise PushRejected(
             [f"--datasource: {plain(name)!r} is of type {kind!r}; the dashboards need a Prometheus data source"]
         )
-    return {"text": name, "value": _text(found, "uid"), "selected": True}
+    return {"text": name, "value": _uid(found), "selected": True}
 
 
 def _ready(dashboard: Mapping[str, Any], source: Json | None) -> Json:
@@ -255,9 +253,6 @@ def _edited(server: Server, uid: str) -> str:
     return f"{who} edited it at {when} (version {plain(newest.get('version'), 20)})"
 
 
-# --- writing ------------------------------------------------------------------------------------------------------
-
-
 def _write(server: Server, change: DashboardChange, folder_uid: str, overwrite: bool) -> int:
     sent = {"dashboard": change.body, "folderUid": folder_uid, "message": MESSAGE, "overwrite": overwrite}
     said = server.mapping(lambda g: g.dashboard.update_dashboard(sent))
@@ -276,17 +271,13 @@ def _error_text(server: Server, change: DashboardChange, error: GrafanaRefused) 
     return f"{who} after it was checked; that version was kept: push again"
 
 
-def _text(said: Mapping[str, Any], key: str) -> str:
-    value = said.get(key)
-    if isinstance(value, str) and value:
-        return value
-    raise GrafanaRefused(f"unexpected response: no {key}")
+def _uid(said: Json) -> str:
+    if isinstance(uid := said.get("uid"), str) and uid:
+        return uid
+    raise GrafanaRefused("unexpected response: no uid")
 
 
-# --- annotations ------------------------------------------------------------------------------------------------------
-
-TAG = "rolecall"
-EPISODES_MAX = 1000
+INCIDENTS_MAX = 1000
 """Number of incidents of a run that are annotated, the newest ones. More would hide the graph."""
 FOUND_MAX = 5000
 """Number of existing annotations of a run that are read. With more, duplicates could not be excluded: an error."""
@@ -295,40 +286,28 @@ TAG_MAX = 90
 MILLISECONDS = 1000
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class IncidentAnnotation:
-    """An incident on a graph. Times are wall seconds."""
-
-    incident_id: str
-    role: str  # "": none
-    fault: str
-    sentence: str
-    opened_at: float
-    closed_at: float | None = None
-    outcome: str = ""
-
-
-def annotation(run_id: str, episode: IncidentAnnotation) -> Json:
-    """The desired annotation of an incident."""
-    tags = [TAG, f"run:{run_id}", f"incident:{episode.incident_id}", f"fault:{episode.fault}"]
-    tags += [f"role:{episode.role}"] if episode.role else []
-    start = round(episode.opened_at * MILLISECONDS)
-    end = start if episode.closed_at is None else max(start, round(episode.closed_at * MILLISECONDS))
-    state = f" ({episode.outcome})" if episode.outcome else " (open)" if episode.closed_at is None else ""
+def annotation(run_id: str, incident: Incident) -> Json:
+    diagnosis = incident.diagnosis
+    tags = [TAG, f"run:{run_id}", f"incident:{incident.incident_id}", f"fault:{diagnosis.fault_class}"]
+    if diagnosis.suspects and diagnosis.suspects[0].role:
+        tags.append(f"role:{diagnosis.suspects[0].role}")
+    start = round(incident.opened_at * MILLISECONDS)
+    end = start if incident.closed_at is None else max(start, round(incident.closed_at * MILLISECONDS))
+    state = f" ({incident.outcome})" if incident.outcome else " (open)" if incident.closed_at is None else ""
     return {
         "time": start,
         "timeEnd": end,
         "tags": [plain(t, TAG_MAX) for t in tags],
-        "text": escape(plain(episode.sentence, TEXT_MAX) + state),
+        "text": escape(plain(diagnosis.because, TEXT_MAX) + state),
     }
 
 
 def annotate(
     server: Server,
     run_id: str,
-    episodes: Sequence[IncidentAnnotation],
+    incidents: Sequence[Incident],
     *,
-    episodes_max: int = EPISODES_MAX,
+    incidents_max: int = INCIDENTS_MAX,
     found_max: int = FOUND_MAX,
 ) -> PushResult:
     """Creates and updates annotations; reports the result for each incident.
@@ -339,20 +318,20 @@ def annotate(
     """
     there = _there(server, run_id, found_max)
     done = PushResult()
-    newest = sorted(episodes, key=lambda e: e.opened_at)[-episodes_max:]
-    if len(newest) < len(episodes):
+    newest = sorted(incidents, key=lambda e: e.opened_at)[-incidents_max:]
+    if len(newest) < len(incidents):
         done.done.append(
-            f"left out   {len(episodes) - len(newest)} older incidents: only the newest {episodes_max} are annotated"
+            f"left out   {len(incidents) - len(newest)} older incidents: only the newest {incidents_max} are annotated"
         )
-    for episode in newest:
-        wanted = annotation(run_id, episode)
-        name = plain(episode.incident_id, TAG_MAX)
+    for incident in newest:
+        wanted = annotation(run_id, incident)
+        name = plain(incident.incident_id, TAG_MAX)
         try:
-            done.done.append(f"{_put(server, there.get(_incident(wanted)), wanted):<9}  {name}")
+            done.done.append(f"{_put(server, there.get(_incident_tag(wanted)), wanted):<9}  {name}")
         except GrafanaRefused as e:
             done.failed.append(f"failed     {name}: {e}")
             if not e.status:
-                rest = len(newest) - newest.index(episode) - 1
+                rest = len(newest) - newest.index(incident) - 1
                 done.failed.append(
                     f"not tried  {rest} more; run it again, existing annotations are found by their tags"
                 )
@@ -366,33 +345,27 @@ def _there(server: Server, run_id: str, found_max: int) -> dict[str, Json]:
     found = server.listing(lambda g: g.annotations.find_annotations(tags=tags, ann_type="annotation", limit=found_max))
     if len(found) >= found_max:
         raise CommandRefused(f"{server.where} has {found_max} or more annotations of {run_id}: delete old ones first")
-    known = [one for one in found if isinstance(one.get("id"), int) and _incident(one)]
-    return {_incident(one): one for one in sorted(known, key=lambda one: -int(one["id"]))}
+    known = [one for one in found if isinstance(one.get("id"), int) and _incident_tag(one)]
+    return {_incident_tag(one): one for one in sorted(known, key=lambda one: -int(one["id"]))}
 
 
-def _incident(one: Mapping[str, Any]) -> str:
+def _incident_tag(one: Mapping[str, Any]) -> str:
     tags: Iterable[Any] = one.get("tags") or ()
     return next((t for t in tags if isinstance(t, str) and t.startswith("incident:")), "")
 
 
 def _put(server: Server, before: Json | None, wanted: Json) -> str:
+    sent = {
+        "time_from": wanted["time"],
+        "time_to": wanted["timeEnd"],
+        "tags": wanted["tags"],
+        "text": wanted["text"],
+    }
     if before is None:
-        server.mapping(
-            lambda g: g.annotations.add_annotation(
-                time_from=wanted["time"], time_to=wanted["timeEnd"], tags=wanted["tags"], text=wanted["text"]
-            )
-        )
+        server.mapping(lambda g: g.annotations.add_annotation(**sent))
         return "created"
     same = all(before.get(k) == wanted[k] for k in ("time", "timeEnd", "text"))
     if same and set(before["tags"]) == set(wanted["tags"]):
         return "unchanged"
-    server.mapping(
-        lambda g: g.annotations.partial_update_annotation(
-            before["id"],
-            time_from=wanted["time"],
-            time_to=wanted["timeEnd"],
-            tags=wanted["tags"],
-            text=wanted["text"],
-        )
-    )
+    server.mapping(lambda g: g.annotations.partial_update_annotation(before["id"], **sent))
     return "updated"

@@ -169,7 +169,7 @@ RECOVERY = RuleGroup(
             "recovery action is taken.",
         ),
         "RolecallOncallPaged": critical(
-            expr="increase(rolecall_persons_called_total[10m]) > 0",
+            expr="increase(rolecall_oncall_pages_total[10m]) > 0",
             summary=f"rolecall paged on-call {REPORTED_BY}",
             description="Automatic recovery is exhausted or not allowed, the job was stopped, or a hold expired. "
             "`rolecall incidents` shows the reason.",
@@ -209,7 +209,7 @@ RECOVERY = RuleGroup(
             "contradict each other. No further action is taken for it.",
         ),
         "RolecallNotificationErrors": critical(
-            expr="increase(rolecall_watch_calls_failed_total[15m]) > 0",
+            expr="increase(rolecall_watch_notifications_failed_total[15m]) > 0",
             summary="{{ $labels.instance }} cannot deliver notifications",
             description='{{ $value | printf "%.0f" }} notification(s) were not delivered after all retries. On-call is '
             "not being paged by rolecall.",

@@ -10,12 +10,12 @@ import altair as alt
 import streamlit as st
 
 from rolecall.core.clock import SystemClock
-from rolecall.core.text import plain, seconds
+from rolecall.core.text import plain, seconds, utc
 from rolecall.dashboards.data import nodes
 from rolecall.dashboards.data.hardware import FleetMetrics, XidOccurrence, codes_of, fleet_metrics, merged
 from rolecall.dashboards.data.reader import JournalSnapshot, Reader
 from rolecall.dashboards.pages.operations.commands import operations
-from rolecall.dashboards.pages.operations.state import State, place_of
+from rolecall.dashboards.pages.operations.plans import State, place_of
 from rolecall.dashboards.pages.prometheus import PrometheusPoller, PrometheusSnapshot
 from rolecall.dashboards.pages.shell import data_table, page
 from rolecall.recovery.incidents import Incident
@@ -64,13 +64,18 @@ def _draw(reader: Reader, snapshot: JournalSnapshot) -> None:
     settings, now = reader.settings, reader.now()
     seen: PrometheusSnapshot[FleetMetrics] = PrometheusSnapshot()
     if settings.prometheus_url:
-        seen = _poller(settings.prometheus_url, settings.prometheus_authorization, place_of(reader).run_id).latest()
+        poller = _poller(settings.prometheus_url, settings.prometheus_authorization, place_of(reader).run_id)
+        seen = poller.latest(settings.patience_seconds)
     cache = _cache(settings.journal_url)
     fleet = cache.fleet(snapshot, operations(reader).latest(reader), seen.answer or FleetMetrics(), now)
     if not fleet.rows:
         st.text("The journal contains no nodes yet.")
         return
-    _counts(fleet)
+    with st.container(horizontal=True):
+        for health in nodes.NodeHealth:
+            num = fleet.count(health)
+            if num or health is nodes.NodeHealth.HEALTHY:
+                st.metric(f"{nodes.GLYPHS[health]} {health}", num)
     _hardware_source(settings.prometheus_url, seen, now)
     _table(fleet, now, whole=snapshot.history.whole)
     names = [row.node for row in fleet.rows]
@@ -80,14 +85,6 @@ def _draw(reader: Reader, snapshot: JournalSnapshot) -> None:
     row = fleet.find(node or names[0])
     if row is not None:
         _node(row, cache.by_node.get(row.node, ()), fleet)
-
-
-def _counts(fleet: nodes.FleetHealth) -> None:
-    with st.container(horizontal=True):
-        for health in nodes.NodeHealth:
-            num = fleet.count(health)
-            if num or health is nodes.NodeHealth.HEALTHY:
-                st.metric(f"{nodes.GLYPHS[health]} {health}", num)
 
 
 def _hardware_source(url: str, seen: PrometheusSnapshot[FleetMetrics], now: float) -> None:
@@ -135,9 +132,6 @@ def _burn_in_result(past: nodes.NodeHistory) -> str:
     if not found:
         return "–"
     return "✓ passed" if found[-1].result.passed else "✗ failed"
-
-
-# --- one node -----------------------------------------------------------------------------------------------------
 
 
 def _node(row: nodes.NodeRow, found: Sequence[Incident], fleet: nodes.FleetHealth) -> None:
@@ -254,4 +248,4 @@ def _burn_ins(past: nodes.NodeHistory) -> None:
 
 
 def _when(at: float) -> str:
-    return datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%M:%S")
+    return utc(at, "%Y-%m-%d %H:%M:%S")

@@ -4,6 +4,7 @@ which shows the last response and its age.
 
 import threading
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
@@ -47,8 +48,9 @@ class PrometheusPoller(Generic[Answer]):
         self._asked_at: float | None = None
         self._answered = threading.Event()
 
-    def latest(self) -> PrometheusSnapshot[Answer]:
-        """The latest response; starts a new poll when it is old. Waits briefly for the very first one."""
+    def latest(self, patience_seconds: float = 0.0) -> PrometheusSnapshot[Answer]:
+        """The latest response; starts a new poll when it is old. Waits briefly, or for `patience_seconds` if that is
+        longer, for the very first one."""
         with self._lock:
             now = self._clock.monotonic()
             first = self._asked_at is None
@@ -57,7 +59,7 @@ class PrometheusPoller(Generic[Answer]):
                 self._answered.clear()
                 threading.Thread(target=self._ask, name="dashboard prometheus", daemon=True).start()
         if first:
-            self._answered.wait(FIRST_SECONDS)
+            self._answered.wait(max(FIRST_SECONDS, patience_seconds))
         return self._seen
 
     def wait(self, seconds: float) -> bool:
@@ -66,13 +68,10 @@ class PrometheusPoller(Generic[Answer]):
 
     def _ask(self) -> None:
         try:
-            client = Client(self._url, self._clock, authorization=self._authorization, limits=LIMITS)
-            try:
+            with closing(Client(self._url, self._clock, authorization=self._authorization, limits=LIMITS)) as client:
                 answer = self._read(
                     lambda expression: samples(client.ask("query", {"query": expression}, lambda: True))
                 )
-            finally:
-                client.close()
             self._seen = PrometheusSnapshot(answer=answer, at=self._clock.wall())
         except (PrometheusUnavailable, PrometheusResponseTooLarge, RolecallError) as e:
             self._seen = replace(self._seen, error=str(e))

@@ -39,8 +39,7 @@ ADVICE = {
     JournalReadError.EMPTY: "Start a run with `rolecall run JOB.yaml` or `rolecall demo`. This page updates "
     "automatically.",
     JournalReadError.MISSING: "Pass a run (`rolecall dashboard RUN`) or a journal (`--journal URL`). This page "
-    "updates automatically when "
-    "it appears.",
+    "updates automatically when it appears.",
     JournalReadError.UNREACHABLE: "Check that its server is running and that no other process holds a lock on the "
     "file. This page updates automatically when it responds again.",
     JournalReadError.OLD: "Use the version of rolecall that wrote it.",
@@ -52,7 +51,6 @@ _readers: dict[Settings, Reader] = {}
 
 
 def reader() -> Reader:
-    """The reader of this process."""
     settings = current()
     with _lock:
         found = _readers.get(settings)
@@ -65,7 +63,6 @@ def reader() -> Reader:
 
 
 def may_read(journal_reader: Reader) -> bool:
-    """Whether the viewer may see the dashboard."""
     return not journal_reader.settings.sign_in or current_viewer(journal_reader).may_act
 
 

@@ -70,7 +70,6 @@ _CSS = """
 
 @cache
 def css() -> str:
-    """The `<style>` element of every page."""
     rules = [_CSS]
     for name, (_, light, dark) in STATES.items():
         rules.append(f".rc-{class_of(name)} {{ color: light-dark({light}, {dark}); }}")

@@ -1,5 +1,5 @@
 """The Incidents page; Streamlit runs this file."""
 
-from rolecall.dashboards.pages.incidents.list_page import show
+from rolecall.dashboards.pages.incidents.page import show
 
 show()

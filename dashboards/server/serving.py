@@ -159,8 +159,6 @@ def _origin(text: str) -> str:
     return text
 
 
-# --- server -----------------------------------------------------------------------------------------------------------
-
 logger = logging.getLogger(__name__)
 
 APP = Path(__file__).parents[1] / "scripts" / "app.py"
@@ -215,7 +213,6 @@ def bound(host: str, port: int) -> socket.socket:
 
 
 def address_of(listener: socket.socket, host: str, *, tls: bool) -> str:
-    """The URL of the dashboard."""
     shown = socket.gethostname() if host in ("0.0.0.0", "::", "") else host
     shown = f"[{shown}]" if ":" in shown else shown
     return f"{'https' if tls else 'http'}://{shown}:{listener.getsockname()[1]}"

@@ -1,4 +1,4 @@
-"""Command on the dashboard: serve it, for a run on this machine or a journal anywhere."""
+"""Commands on the dashboard: serve it, for a run on this machine or a journal anywhere; manage its users."""
 
 import os
 import sys
@@ -166,3 +166,37 @@ def _check_tls(cert: Path | None, key: Path | None) -> None:
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(cert, key)
     except (OSError, ssl.SSLError) as e:
         raise ConfigError([f"--tls-cert: cannot use {cert} with {key}: {e}"]) from None
+
+
+users = typer.Typer(no_args_is_help=True, help="Manage dashboard users and access tokens.")
+
+FileOption = Annotated[Path, typer.Option("--file", help="Users file (mode 0600).", metavar="FILE")]
+NameArgument = Annotated[str, typer.Argument(help="User name, as the journal records it.", metavar="NAME")]
+
+
+@users.command(epilog=examples("rolecall users add anna --file users.yaml"))
+def add(name: NameArgument, file: FileOption) -> None:
+    """Add a user and print the access token. Only its hash is stored, so it is shown this once."""
+    from rolecall.dashboards import users as users_file
+
+    token = users_file.add(file, name)
+    out(f"{plain(name)} can sign in to dashboards started with --users {plain(file)}. Access token, shown only once:")
+    out(token)
+
+
+@users.command(epilog=examples("rolecall users remove anna --file users.yaml"))
+def remove(name: NameArgument, file: FileOption) -> None:
+    """Remove a user. Open sessions of the user end at once."""
+    from rolecall.dashboards import users as users_file
+
+    users_file.remove(file, name)
+    out(f"{plain(name)} removed")
+
+
+@users.command("list", epilog=examples("rolecall users list --file users.yaml"))
+def names(file: FileOption) -> None:
+    """List the users."""
+    from rolecall.dashboards import users as users_file
+
+    for name in sorted(users_file.read_users(file)):
+        out(plain(name))

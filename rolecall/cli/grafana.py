@@ -2,8 +2,8 @@
 
 import os
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TextIO
 
@@ -25,9 +25,8 @@ from rolecall.core.rundir import open_run_dir
 from rolecall.core.text import plain
 
 if TYPE_CHECKING:
-    from rolecall.dashboards.grafana.push import IncidentAnnotation, PushResult
+    from rolecall.dashboards.grafana.push import PushResult
     from rolecall.dashboards.grafana.server import Server, Token
-    from rolecall.recovery.incidents import Incident
 
 TOKEN_ENV = "ROLECALL_GRAFANA_TOKEN"
 TOKEN_CHARS_MAX = 4096
@@ -65,12 +64,12 @@ def push(
     """Put the dashboards on a Grafana server. Idempotent; dashboards edited in Grafana are reported and kept.
 
     Alert rules are not pushed: Prometheus reads them from files (`rolecall grafana export`)."""
-    from rolecall.dashboards.grafana.boards.all import documents
+    from rolecall.dashboards.grafana.export import documents
     from rolecall.dashboards.grafana.push import PushResult, plan
     from rolecall.dashboards.grafana.push import push as write
 
     made = documents(incidents_at)
-    with _server(url, read_token(token, token_file, os.environ, sys.stdin), ca_file) as server:
+    with closing(_server(url, read_token(token, token_file, os.environ, sys.stdin), ca_file)) as server:
         wanted = plan(server, made, folder=folder, datasource=datasource, overwrite=overwrite)
         if dry_run:
             lines = [f"{c.verdict:<9}  {c.uid}  {plain(c.title, 100)}" for c in wanted.changes]
@@ -100,9 +99,9 @@ def annotate(
         raise ConfigError(["--journal: a run is given too; give one of the two"])
     place: RunLocation = JournalLocation(checked_journal(journal)) if journal else open_run_dir(runs, run or "latest")
     with opened(place) as (_, recorded):
-        episodes = [episode(incident) for incident in recorded.incidents.values()]
-    with _server(url, read_token(token, token_file, os.environ, sys.stdin), ca_file) as server:
-        return _report(write_annotations(server, place.run_id, episodes), as_json)
+        incidents = list(recorded.incidents.values())
+    with closing(_server(url, read_token(token, token_file, os.environ, sys.stdin), ca_file)) as server:
+        return _report(write_annotations(server, place.run_id, incidents), as_json)
 
 
 @app.command(epilog=examples("rolecall grafana export --out grafana/"))
@@ -118,30 +117,13 @@ def export(
 ) -> None:
     """Write dashboards (JSON), Grafana provisioning files and alert rules. The output is deterministic."""
     from rolecall.dashboards.grafana import export as exporting
-    from rolecall.dashboards.grafana.boards.all import documents
+    from rolecall.dashboards.grafana.export import documents
     from rolecall.dashboards.grafana.rules import RUNBOOKS, rules_yaml
 
     path = dashboards_path or exporting.DASHBOARDS_PATH
     made = exporting.files(documents(incidents_at), rules_yaml(runbooks or RUNBOOKS), path)
     for written in exporting.write(folder, made):
         out(plain(str(written)))
-
-
-def episode(incident: "Incident") -> "IncidentAnnotation":
-    """An incident as a Grafana annotation shows it."""
-    from rolecall.dashboards.grafana.push import IncidentAnnotation
-
-    diagnosis = incident.diagnosis
-    first = diagnosis.suspects[0] if diagnosis.suspects else None
-    return IncidentAnnotation(
-        incident_id=incident.incident_id,
-        role=str(first.role or "") if first is not None else "",
-        fault=str(diagnosis.fault_class),
-        sentence=diagnosis.because,
-        opened_at=incident.opened_at,
-        closed_at=incident.closed_at,
-        outcome=str(incident.outcome or ""),
-    )
 
 
 def read_token(literal: str, path: Path | None, environ: Mapping[str, str], stdin: TextIO) -> "Token":
@@ -179,18 +161,13 @@ def _of_file(path: Path) -> str:
         raise ConfigError([f"--token-file: {plain(path)}: {reason}"]) from None
 
 
-@contextmanager
-def _server(url: str, token: "Token", ca_file: Path | None) -> Iterator["Server"]:
+def _server(url: str, token: "Token", ca_file: Path | None) -> "Server":
     from rolecall.dashboards.grafana.server import Server, address
 
     where = address(url)
     if where.token_in_the_clear:
         typer.echo(f"rolecall: {where} is not https: the token is sent unencrypted", err=True)
-    server = Server(where, token, ca_file=ca_file)
-    try:
-        yield server
-    finally:
-        server.close()
+    return Server(where, token, ca_file=ca_file)
 
 
 def _report(done: "PushResult", as_json: bool) -> int:

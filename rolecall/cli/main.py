@@ -16,7 +16,7 @@ from typing import Annotated
 
 import typer
 
-from rolecall.cli import agent, dashboard, diagnose, doctor, grafana, incident, node, plan, recovery, run, users, watch
+from rolecall.cli import dashboard, diagnose, grafana, node, operators, run, watch
 from rolecall.cli.options import out
 from rolecall.core.errors import (
     ConfigError,
@@ -54,16 +54,13 @@ def _complain(error: object) -> None:
         typer.echo(("rolecall: " if n == 0 else "") + plain(line), err=True)
 
 
-for part in (
-    *(run.app, recovery.app, plan.app, incident.app, diagnose.app, run.results),
-    *(agent.app, doctor.app, dashboard.app),
-):
+for part in (run.app, operators.app, diagnose.app, run.results, node.app, dashboard.app):
     app.add_typer(part)
 for name, group in (
     ("watch", watch.watch),
     ("record", watch.record),
-    ("node", node.app),
-    ("users", users.app),
+    ("node", node.node),
+    ("users", dashboard.users),
     ("grafana", grafana.app),
 ):
     app.add_typer(group, name=name)

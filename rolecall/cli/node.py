@@ -1,8 +1,9 @@
-"""Commands on nodes: list, quarantine, drain, return, burn-in."""
+"""Commands on nodes: agent, doctor; list, quarantine, drain, return, burn-in."""
 
 import os
 import tempfile
 from collections.abc import Iterable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,6 +11,7 @@ import typer
 
 from rolecall.cli.options import (
     ROOT,
+    CredentialsOption,
     JsonOption,
     ReasonOption,
     RootOption,
@@ -24,13 +26,62 @@ from rolecall.core.errors import ConfigError
 from rolecall.core.rundir import open_run_dir
 from rolecall.core.text import plain, utc
 
-app = typer.Typer(no_args_is_help=True, help="List, quarantine, drain and test nodes.")
+app = typer.Typer()
+
+
+@app.command(
+    epilog=examples(
+        "rolecall doctor",
+        "rolecall doctor --config /etc/rolecall/agent.yaml --nhc",
+        "rolecall doctor --agents http://node-2:9477       # compare clocks",
+    )
+)
+def doctor(
+    config: Annotated[Path | None, typer.Option("--config", help="agent.yaml of this node's agent.")] = None,
+    pid: Annotated[int | None, typer.Option(min=1, help="A rank: check its NCCL settings.")] = None,
+    agents: Annotated[
+        str, typer.Option(help="Other agents, as in `rolecall watch agents`: compare their clocks with this node's.")
+    ] = "",
+    credentials: CredentialsOption = None,
+    nhc: Annotated[
+        bool, typer.Option("--nhc", help="Node-health-check exit codes: 0 ok, 1 warning, 2 broken, 3 unknown.")
+    ] = False,
+    as_json: JsonOption = False,
+) -> int:
+    """Check this node and print fixes.
+
+    Checks whether the node can be watched.
+
+    Exit code 1 if something is broken."""
+    from rolecall.node.doctor import NHC_CODES, CheckLevel, examine, lines, worst
+    from rolecall.node.facts import read_facts
+
+    checks = examine(read_facts(config, pid, agents=agents, credentials=credentials))
+    level = worst(checks)
+    value = {"level": str(level), "checks": [{**asdict(c), "level": str(c.level)} for c in checks]}
+    show(as_json, value, map(plain, lines(checks)))
+    return NHC_CODES[level] if nhc else int(level is CheckLevel.BROKEN)
+
+
+@app.command(
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    add_help_option=False,  # the agent's own parser answers --help
+)
+def agent(ctx: typer.Context) -> int:
+    """Run the agent of this node."""
+    # The agent parses its own arguments, so that it starts without typer and pydantic.
+    from rolecall.agent.daemon import main
+
+    return main(ctx.args)
+
+
+node = typer.Typer(no_args_is_help=True, help="List, quarantine, drain and test nodes.")
 
 NodeArgument = Annotated[str, typer.Argument(help="Node, as `rolecall node list` shows it.", metavar="NODE")]
 BURN_IN_SECONDS = 60.0
 
 
-@app.command(name="list", epilog=examples("rolecall node list", "rolecall node list --run my-run --json"))
+@node.command(name="list", epilog=examples("rolecall node list", "rolecall node list --run my-run --json"))
 def list_nodes(run: RunOption = "latest", runs: RootOption = ROOT, as_json: JsonOption = False) -> None:
     """List nodes with their replicas, quarantine, burn-in results and incidents; most incidents first."""
     from rolecall.recovery.operators import commands
@@ -40,7 +91,6 @@ def list_nodes(run: RunOption = "latest", runs: RootOption = ROOT, as_json: Json
 
 
 def _lines(row: Mapping[str, Any]) -> Iterable[str]:
-    """One line for a node, and one for each fact about it."""
     replicas = ", ".join(f"{r['replica']}#{r['incarnation']} {r['state'] or 'absent'}" for r in row["replicas"])
     num = row["num_incidents"]
     yield f"{row['node']:<16} {num} incident{'' if num == 1 else 's'}  {replicas or 'idle'}"
@@ -59,7 +109,7 @@ def _lines(row: Mapping[str, Any]) -> Iterable[str]:
         yield f"  burn-in {utc(newest['at'])} by {newest['by']}: {word}, {len(row['burn_ins'])} recorded"
 
 
-@app.command(epilog=examples('rolecall node quarantine node-4 --reason "ECC errors"'))
+@node.command(epilog=examples('rolecall node quarantine node-4 --reason "ECC errors"'))
 def quarantine(name: NodeArgument, because: ReasonOption, run: RunOption = "latest", runs: RootOption = ROOT) -> None:
     """Stop placing replicas on a node. What runs there continues."""
     from rolecall.recovery.operators import commands
@@ -67,7 +117,7 @@ def quarantine(name: NodeArgument, because: ReasonOption, run: RunOption = "late
     out(commands.quarantine(open_run_dir(runs, run), name, whoami(), because))
 
 
-@app.command(epilog=examples('rolecall node drain node-4 --reason "maintenance"'))
+@node.command(epilog=examples('rolecall node drain node-4 --reason "maintenance"'))
 def drain(name: NodeArgument, because: ReasonOption, run: RunOption = "latest", runs: RootOption = ROOT) -> None:
     """Quarantine a node and move its replicas away. The same guards apply as to a diagnosis."""
     from rolecall.recovery.operators import commands
@@ -75,7 +125,7 @@ def drain(name: NodeArgument, because: ReasonOption, run: RunOption = "latest", 
     out(commands.drain(open_run_dir(runs, run), name, whoami(), because))
 
 
-@app.command(name="return", epilog=examples('rolecall node return node-4 --reason "DIMM replaced"'))
+@node.command(name="return", epilog=examples('rolecall node return node-4 --reason "DIMM replaced"'))
 def return_node(name: NodeArgument, because: ReasonOption, run: RunOption = "latest", runs: RootOption = ROOT) -> None:
     """End a quarantine: replicas may be placed on the node again."""
     from rolecall.recovery.operators import commands
@@ -83,7 +133,7 @@ def return_node(name: NodeArgument, because: ReasonOption, run: RunOption = "lat
     out(commands.return_node(open_run_dir(runs, run), name, whoami(), because))
 
 
-@app.command(
+@node.command(
     name="burn-in", epilog=examples("rolecall node burn-in --seconds 600", "rolecall node burn-in node-4 --run latest")
 )
 def burn_in(

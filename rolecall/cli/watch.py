@@ -99,8 +99,7 @@ def watch_run(
             "--require-approval",
             help="Wait for an operator to approve each plan (`rolecall approve`, or the dashboard), although the job "
             "file says mode: act. A plan not approved within recovery.approval_timeout_seconds expires and pages "
-            "on-call. "
-            "Refused for a job of mode observe.",
+            "on-call. Refused for a job of mode observe.",
         ),
     ] = False,
     metrics: MetricsOption = "",

@@ -36,21 +36,20 @@ SIGNS = (
         name="entropy",
         metric="entropy_nats",
         help="Mean entropy of the policy over the trained tokens",
-        normal="Falls slowly while the policy learns, to nearly 0 where it has learned the task. Nearly 0 while the "
-        "reward is low means that all its answers are the same and it cannot learn any more; a lasting rise means that "
-        "its answers become random.",
+        normal="Falls slowly while the policy learns, to nearly 0 when it has converged. Nearly 0 at a low reward: the "
+        "policy has collapsed and learns nothing more. A lasting rise: its output becomes random.",
     ),
     PolicyHealthMetric(
         name="clip_fraction_low",
         metric="clip_low_ratio",
         help="Trained tokens whose ratio was clipped from below",
-        normal="A few per cent at most. Much more means that the policy has moved far from its engines.",
+        normal="A few percent, more in the first steps. Persistently more: the policy has diverged from the sampler.",
     ),
     PolicyHealthMetric(
         name="clip_fraction_high",
         metric="clip_high_ratio",
         help="Trained tokens whose ratio was clipped from above",
-        normal="As the lower side; with a wider upper bound it is the smaller of the two.",
+        normal="As from below; with a wider upper bound it is the smaller of the two.",
     ),
     PolicyHealthMetric(
         name="ratio_mean",
@@ -62,44 +61,44 @@ SIGNS = (
         name="ratio_std",
         metric="ratio_std",
         help="Standard deviation of the importance ratios",
-        normal="Well below 1; it grows with staleness.",
+        normal="Well below 1, larger with staleness.",
     ),
     PolicyHealthMetric(
         name="ratio_max",
         metric="ratio_max",
         help="Largest importance ratio of a trained token",
-        normal="Below 10 or so; single tokens may be far above.",
+        normal="Below about 10; single tokens may be far above.",
     ),
     PolicyHealthMetric(
         name="kl_sampler",
         metric="kl_sampler_nats",
         help="KL from the sampler to the policy, per token",
-        normal="Below 0.1, including stale tokens. A lasting rise means that the policy diverges from its engines.",
+        normal="Below 0.1 after the first steps, including stale tokens. A lasting rise: the policy diverges from its "
+        "engines.",
     ),
     PolicyHealthMetric(
         name="kl_reference",
         metric="kl_reference_nats",
         help="KL to the reference policy, a token; absent without one",
-        normal="Grows slowly, where there is a reference.",
+        normal="Grows slowly; only with a reference policy.",
     ),
     PolicyHealthMetric(
         name="capped_fraction",
         metric="capped_ratio",
         help="Trained tokens whose importance weight was truncated",
-        normal="A few per cent at most; 0 where weights are not truncated.",
+        normal="A few percent at most; 0 where weights are not truncated.",
     ),
     PolicyHealthMetric(
         name="stale_fraction",
         metric="stale_ratio",
         help="Fresh tokens that were too old to be trained on",
-        normal="0, or nearly: tokens that are discarded were generated in vain.",
+        normal="Nearly 0: discarded tokens were generated for nothing.",
     ),
     PolicyHealthMetric(
         name="response_length",
         metric="response_tokens",
         help="Mean tokens of the step's finished answers",
-        normal="What the task needs. A fall to a few tokens, or a rise up to the longest response, is a sign that the "
-        "policy exploits the reward.",
+        normal="Depends on the task. A drop to a few tokens or a rise to the limit: the policy exploits the reward.",
     ),
     PolicyHealthMetric(
         name="response_length_max",
@@ -111,7 +110,7 @@ SIGNS = (
         name="truncated_fraction",
         metric="truncated_ratio",
         help="Share of these answers truncated at max_response_tokens",
-        normal="A few per cent; more at the start. If nearly all are truncated, the reward is meaningless.",
+        normal="A few percent, more at the start. If nearly all are truncated, the reward scores incomplete responses.",
     ),
     PolicyHealthMetric(
         name="filtered_fraction",
@@ -130,14 +129,14 @@ SIGNS = (
         name="explained_variance",
         metric="explained_variance",
         help="Share of the returns' variance that the critic explains, 1 at best; absent without one",
-        normal="Rises towards 1. At 0 the critic is no better than the mean, below 0 it is worse.",
+        normal="Rises towards 1. At 0 the critic predicts no better than the mean; below 0, worse.",
     ),
     PolicyHealthMetric(
         name="log_ratio_max",
         metric="log_ratio_max",
         help="Largest difference of log-probabilities between trainer and engine on the same version",
-        normal="Rounding only: below 0.01 where both compute in one precision. More means that the same weights give "
-        "different results on two machines.",
+        normal="For the same weights only rounding, below 0.01 at equal precision. More: one of the two computes wrong "
+        "values. No value for steps whose tokens all come from weights that no trainer holds any more.",
     ),
 )
 BY_NAME = {sign.name: sign for sign in SIGNS}

@@ -53,11 +53,11 @@ SUSPECT_FIELDS = ("node", "role", "replica", "rank", "gpu")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Input:
-    """One input. `looked_at`: a description of its content."""
+    """One input. `content`: what it holds, in words."""
 
     path: str
     kind: str
-    looked_at: str
+    content: str
     remarks: tuple[str, ...] = ()
 
 
@@ -83,7 +83,10 @@ class DiagnosisReport:
     def to_dict(self) -> dict[str, Any]:
         """The object that `--json` prints."""
         return {
-            "diagnoses": [_diagnosis(d) for d in self.diagnoses],
+            "diagnoses": [
+                {**d.to_dict(), "suspects": [{k: s[k] for k in SUSPECT_FIELDS} for s in d.to_dict()["suspects"]]}
+                for d in self.diagnoses
+            ],
             "inputs": [asdict(i) for i in self.inputs],
             "verdict": self.verdict,
             "cannot_tell": [{"path": i.path, "kind": i.kind, "because": r} for i, r in self.open_ends],
@@ -231,7 +234,7 @@ def diagnose(
                 tracker = detector.track(panel.shape)
                 all_findings += [f for at, values in panel.ticks() for f in tracker.tick(at, values)]
                 open_ends.append(cannot_tell(panel.shape, detector.name, tracker, seen))
-            looked.append(_looked_at(panel))
+            looked.append(_panel_words(panel))
         if not read.panels:
             looked.append("no value")
             open_ends.append(
@@ -240,26 +243,24 @@ def diagnose(
             )
         answer.panels += read.panels
         remarks = (*read.remarks, *dict.fromkeys(filter(None, open_ends)))
-        answer.inputs.append(Input(path=str(file), kind="recording", looked_at="; ".join(looked), remarks=remarks))
+        answer.inputs.append(Input(path=str(file), kind="recording", content="; ".join(looked), remarks=remarks))
     topology = stack_dumps.read_topology(found.topologies[0]) if found.topologies else None
     budget = Budget(for_dumps(limits), clock)
-    for files, what, diagnose_kind in (
-        (found.dumps, f"{len(found.dumps)} Flight Recorder dump(s)", _diagnose_flight_recorder),
-        (found.stacks, f"{len(found.stacks)} stack dump(s)", _diagnose_stacks),
-        (found.devices, f"{len(found.devices)} InfiniBand device(s)", _diagnose_infiniband),
-        (found.ras, "", _diagnose_ras),
-        (found.inspector, "", _diagnose_inspector),
-        (found.kernel, f"{len(found.kernel)} kernel log(s)", _diagnose_kernel_logs),
-        (found.events, f"the events of {len(found.events)} agent(s)", _diagnose_events),
+    for kind, files, what in (
+        ("flight recorder dumps", found.dumps, "Flight Recorder dump(s)"),
+        ("stack dumps", found.stacks, "stack dump(s)"),
+        ("infiniband trees", found.devices, "InfiniBand device(s)"),
+        ("nccl ras", found.ras, "answer(s) of NCCL RAS"),
+        ("nccl inspector", found.inspector, "file(s) of the NCCL Inspector"),
+        ("kernel logs", found.kernel, "kernel log(s)"),
+        ("agent events", found.events, "file(s) of agent events"),
     ):
-        if not files:
-            continue
-        if what:
-            say(f"reading {what}")
-        budget = budget.next_kind()
-        findings, described = diagnose_kind(files, paths, budget, topology)
-        all_findings += findings
-        answer.inputs.append(described)
+        if files:
+            say(f"reading {len(files)} {what}")
+            budget = budget.next_kind()
+            findings, described = _diagnose_kind(kind, files, paths, budget, topology)
+            all_findings += findings
+            answer.inputs.append(described)
     if found.topologies and not answer.inputs:
         alone = "cannot tell: a topology only says where ranks are; dumps of these ranks would settle it"
         answer.inputs.append(_files_input(found.topologies, "topology", "names and places of ranks", (alone,)))
@@ -269,7 +270,7 @@ def diagnose(
             Input(
                 path=str(folder),
                 kind="folder",
-                looked_at=f"{num} file(s) of unknown kind skipped",
+                content=f"{num} file(s) of unknown kind skipped",
                 remarks=(only,) if folder in found.unknown_only else (),
             )
         )
@@ -294,84 +295,63 @@ def _smallest_effects(
         now = clock.monotonic()
         until = now + max(0.0, end - now) / (len(panels) - number)
         rng = np.random.default_rng(SENSITIVITY_SEED)
-        found += smallest_effects(panel, detectors, rng, _is_over(clock, until), say)
+
+        def is_over(until: float = until) -> bool:
+            return clock.monotonic() >= until
+
+        found += smallest_effects(panel, detectors, rng, is_over, say)
     return found
 
 
-def _is_over(clock: Clock, until: float) -> Callable[[], bool]:
-    return lambda: clock.monotonic() >= until
-
-
-def _diagnose_flight_recorder(
-    files: Sequence[Path], named: Sequence[Path], budget: Budget, topology: Topology | None
+def _diagnose_kind(
+    kind: str, files: Sequence[Path], named: Sequence[Path], budget: Budget, topology: Topology | None
 ) -> tuple[list[Finding], Input]:
-    dumps, unreadable = flight_dumps.read_as_needed(files, flight_recorder.entries_wanted, budget=budget)
-    for error in unreadable:
-        if Path(error.where) in named or error.reason.startswith("refused"):
-            raise error  # a malicious dump invalidates the whole diagnosis
-    # A truncated dump is from a rank that died or was stopped while writing: its rank counts as missing.
-    remarks = _unread(files, Contents(items=dumps, unreadable=unreadable, stopped=budget.stopped))
-    found = flight_recorder.diagnose(dumps, topology=topology, complete=budget.stopped is None)
-    remarks = (*remarks, *(() if found or not dumps else flight_recorder.open_ends(dumps)))
-    return found, _files_input(files, "flight recorder dumps", flight_recorder.summary(dumps), remarks)
-
-
-def _diagnose_stacks(
-    files: Sequence[Path], named: Sequence[Path], budget: Budget, topology: Topology | None
-) -> tuple[list[Finding], Input]:
-    counted = set[int]()
-    # The processes of unreadable dumps count as missing, those of dumps that were not read do not.
-    read = read_each(files, named, budget, stack_dumps.read, lambda d: stack_dumps.kept_bytes(d, counted))
-    findings = stacks.diagnose(read.items, topology=topology, complete=read.stopped is None)
-    remarks = (*_unread(files, read), *(() if findings else stacks.open_ends(read.items, topology=topology)))
-    return findings, _files_input(files, "stack dumps", stacks.summary(read.items, topology=topology), remarks)
-
-
-def _diagnose_infiniband(
-    devices: Sequence[Path], named: Sequence[Path], budget: Budget, topology: Topology | None
-) -> tuple[list[Finding], Input]:
-    ports = infiniband.read(devices, budget)
-    findings, remarks = infiniband.diagnose(ports)
-    where = os.path.commonpath([str(device.parent.absolute()) for device in devices])
-    stopped = (_not_read(budget.stopped, 0),) if budget.stopped is not None else ()
-    shown = (*stopped, *remarks[:NUM_REMARKS_MAX])
-    return findings, Input(path=where, kind="infiniband trees", looked_at=infiniband.summary(ports), remarks=shown)
-
-
-def _diagnose_ras(
-    files: Sequence[Path], named: Sequence[Path], budget: Budget, topology: Topology | None
-) -> tuple[list[Finding], Input]:
-    read = read_each(files, named, budget, ras_status.read, ras_status.kept_bytes)
-    polls = [p for several in read.items for p in several]
-    findings, remarks = ras_status.diagnose(polls, topology=topology)
-    return findings, _files_input(files, "nccl ras", ras_status.summary(polls), (*_unread(files, read), *remarks))
-
-
-def _diagnose_inspector(
-    files: Sequence[Path], named: Sequence[Path], budget: Budget, topology: Topology | None
-) -> tuple[list[Finding], Input]:
-    read = read_each(files, named, budget, inspector_times.read, inspector_times.kept_bytes)
-    findings, remarks = inspector_times.diagnose(read.items, topology=topology)
-    looked_at = inspector_times.summary(read.items)
-    return findings, _files_input(files, "nccl inspector", looked_at, (*_unread(files, read), *remarks))
-
-
-def _diagnose_kernel_logs(
-    files: Sequence[Path], named: Sequence[Path], budget: Budget, topology: Topology | None
-) -> tuple[list[Finding], Input]:
-    read = read_each(files, named, budget, kernel_logs.read, kernel_logs.kept_bytes)
-    remarks = (*_unread(files, read), *kernel_findings.remarks(read.items))
-    described = _files_input(files, "kernel logs", kernel_findings.summary(read.items), remarks)
-    return kernel_findings.diagnose(read.items), described
-
-
-def _diagnose_events(
-    files: Sequence[Path], named: Sequence[Path], budget: Budget, topology: Topology | None
-) -> tuple[list[Finding], Input]:
-    read = read_each(files, named, budget, lambda file, _: agent_events.read(file, budget), lambda _: 0)
-    findings = agent_events.diagnose(read.items, budget.check(files[-1]))
-    remarks = (*_unread(files, replace(read, stopped=budget.stopped)), *agent_events.remarks(read.items))
-    return findings, _files_input(files, "agent events", agent_events.summary(read.items), remarks)
+    """Findings of the files of one kind. `named`: paths that the user gave: one that cannot be read is an error."""
+    remarks: Sequence[str]
+    match kind:
+        case "flight recorder dumps":
+            dumps, unreadable = flight_dumps.read_as_needed(files, flight_recorder.entries_wanted, budget=budget)
+            for error in unreadable:
+                if Path(error.where) in named or error.reason.startswith("refused"):
+                    raise error  # a malicious dump invalidates the whole diagnosis
+            # A truncated dump is from a rank that died or was stopped while writing: its rank counts as missing.
+            unread = _unread(files, Contents(items=dumps, unreadable=unreadable, stopped=budget.stopped))
+            findings = flight_recorder.diagnose(dumps, topology=topology, complete=budget.stopped is None)
+            remarks = () if findings or not dumps else flight_recorder.open_ends(dumps)
+            content = flight_recorder.summary(dumps)
+        case "stack dumps":
+            counted = set[int]()
+            # The processes of unreadable dumps count as missing, those of dumps that were not read do not.
+            stack = read_each(files, named, budget, stack_dumps.read, lambda d: stack_dumps.kept_bytes(d, counted))
+            unread, content = _unread(files, stack), stacks.summary(stack.items, topology=topology)
+            findings = stacks.diagnose(stack.items, topology=topology, complete=stack.stopped is None)
+            remarks = () if findings else stacks.open_ends(stack.items, topology=topology)
+        case "infiniband trees":
+            ports = infiniband.read(files, budget)
+            findings, remarks = infiniband.diagnose(ports)
+            where = os.path.commonpath([str(device.parent.absolute()) for device in files])
+            stopped = (_not_read(budget.stopped, 0),) if budget.stopped is not None else ()
+            shown = (*stopped, *remarks[:NUM_REMARKS_MAX])
+            return findings, Input(path=where, kind=kind, content=infiniband.summary(ports), remarks=shown)
+        case "nccl ras":
+            answers = read_each(files, named, budget, ras_status.read, ras_status.kept_bytes)
+            polls = [p for several in answers.items for p in several]
+            findings, remarks = ras_status.diagnose(polls, topology=topology)
+            unread, content = _unread(files, answers), ras_status.summary(polls)
+        case "nccl inspector":
+            logs = read_each(files, named, budget, inspector_times.read, inspector_times.kept_bytes)
+            findings, remarks = inspector_times.diagnose(logs.items, topology=topology)
+            unread, content = _unread(files, logs), inspector_times.summary(logs.items)
+        case "kernel logs":
+            kernel = read_each(files, named, budget, kernel_logs.read, kernel_logs.kept_bytes)
+            findings, remarks = kernel_findings.diagnose(kernel.items), kernel_findings.remarks(kernel.items)
+            unread, content = _unread(files, kernel), kernel_findings.summary(kernel.items)
+        case _:
+            events = read_each(files, named, budget, lambda file, _: agent_events.read(file, budget), lambda _: 0)
+            findings = agent_events.diagnose(events.items, budget.check(files[-1]))
+            unread = _unread(files, replace(events, stopped=budget.stopped))
+            remarks, content = agent_events.remarks(events.items), agent_events.summary(events.items)
+    return findings, _files_input(files, kind, content, (*unread, *remarks))
 
 
 def _unread(files: Sequence[Path], read: Contents[Any]) -> tuple[str, ...]:
@@ -430,15 +410,15 @@ def _place(diagnosis: Diagnosis, panels: Sequence[Panel]) -> tuple[Panel | None,
     return None, 0
 
 
-def _files_input(files: Sequence[Path], kind: str, looked_at: str, remarks: tuple[str, ...] = ()) -> Input:
+def _files_input(files: Sequence[Path], kind: str, content: str, remarks: tuple[str, ...] = ()) -> Input:
     where = os.path.commonpath([str(f.parent) for f in files]) if len(files) > 1 else str(files[0])
     if len(remarks) > NUM_REMARKS_MAX:
         remarks = tuple(sorted(remarks, key=lambda r: not r.startswith(CANNOT_TELL)))  # these decide the verdict
         remarks = (*remarks[:NUM_REMARKS_MAX], f"{len(remarks) - NUM_REMARKS_MAX:,} more remarks")
-    return Input(path=where, kind=kind, looked_at=f"{len(files)} file(s): {looked_at}", remarks=remarks)
+    return Input(path=where, kind=kind, content=f"{len(files)} file(s): {content}", remarks=remarks)
 
 
-def _looked_at(panel: Panel) -> str:
+def _panel_words(panel: Panel) -> str:
     shape = panel.shape
     hours = (float(panel.at[-1] - panel.at[0]) + shape.interval_seconds) / 3600
     span = f"{hours:.1f} h" if hours >= 1 else f"{hours * 60:.1f} min"
@@ -446,12 +426,6 @@ def _looked_at(panel: Panel) -> str:
         f"{shape.name}: {len(shape.machines)} machine(s), {len(shape.metrics)} metric(s), "
         f"{len(panel.at)} ticks of {shape.interval_seconds:g} s ({span})"
     )
-
-
-def _diagnosis(d: Diagnosis) -> dict[str, Any]:
-    whole = d.to_dict()
-    whole["suspects"] = [{k: s[k] for k in SUSPECT_FIELDS} for s in whole["suspects"]]
-    return whole
 
 
 def sentences(answer: DiagnosisReport) -> list[str]:
@@ -473,7 +447,7 @@ def sentences(answer: DiagnosisReport) -> list[str]:
     else:
         lines.append(f"{len(answer.diagnoses)} diagnosis(es) in")
     for i in answer.inputs:
-        lines.append(f"    {i.path}: {i.looked_at}")
+        lines.append(f"    {i.path}: {i.content}")
         lines += [f"        {r}" for r in i.remarks]
     lines += [f"    {effect.text}" for effect in answer.smallest_effects]
     return [

@@ -12,7 +12,6 @@ time, its smallest and its largest value, so that no excursion is lost.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 
 import altair as alt
@@ -21,14 +20,13 @@ from numpy.typing import NDArray
 
 from rolecall.core.diagnosis import NO_TIME, Diagnosis, Evidence, Suspect
 from rolecall.core.faults import FaultClass
-from rolecall.core.text import escape, seconds
+from rolecall.core.rundir import write_atomically
+from rolecall.core.text import escape, seconds, utc
 from rolecall.detector.artifacts.stacks.diagnosis import STACK_GROUP
 from rolecall.detector.panels.panel import Floats, Machine, Panel, Times
 from rolecall.reports.charts import PLOT_WIDTH, Rows, key_of, layer, pixels
 from rolecall.reports.charts import render as render_chart
-from rolecall.reports.style import CSS
-
-# --- charts -----------------------------------------------------------------------------------------------------------
+from rolecall.reports.style import document
 
 Series = NDArray[np.float64]
 
@@ -38,8 +36,10 @@ PLOT_TOP = 34.0  # labels of onset and decision
 PLOT_HEIGHT = 120.0
 NUM_LINES_MAX = 4
 """Suspects in one chart; more cannot be told apart."""
-LINE_STYLES = (("var(--bad)", [1, 0]), ("var(--accent)", [7, 3]), ("var(--good)", [2, 3]), ("var(--ink)", [9, 3, 2, 3]))
+SOLID = [1, 0]
+LINE_STYLES = (("var(--bad)", SOLID), ("var(--accent)", [7, 3]), ("var(--good)", [2, 3]), ("var(--ink)", [9, 3, 2, 3]))
 """Colour and dashes of each suspect."""
+MEDIAN_STYLE, USUAL_STYLE, THRESHOLD_STYLE = ("var(--soft)", SOLID), ("var(--bad)", [2, 3]), ("var(--warn)", [6, 4])
 USUAL_TICKS, USUAL_TICKS_MIN = 600, 16
 """Ticks before the onset from which the suspect's usual distance from its peers is computed: at most, and at least."""
 BAND_VALUES_MAX = 20_000_000
@@ -95,9 +95,6 @@ def quantiles(values: NDArray[np.float32], shares: Sequence[float]) -> Series:
         result[number] = ordered[rows, low] * (1 - (place - low)) + ordered[rows, high] * (place - low)
     result[:, count == 0] = np.nan
     return result
-
-
-# --- series -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,19 +158,16 @@ def extremes(at: Times, values: Series, by: Window) -> list[list[tuple[float, fl
     return [list(zip(known_at[p].tolist(), known_values[p].tolist(), strict=True)) for p in np.split(picked, edges)]
 
 
-# --- charts -------------------------------------------------------------------------------------------------------
-
-
 def metric_chart(panel: Panel, metric: int, suspects: Sequence[int], by: Window) -> tuple[str, bool]:
     """The suspects' lines over the band (10 to 90 %) and the median of their peers, and whether the first suspect's
     usual place among them is known and drawn: a machine may be far from its own place and still within the band."""
     series = metric_series(panel, metric, suspects, by)
     axes = _Axes(by, [series.band[0], series.band[2], series.usual, *series.suspects])
     layers = [axes.band(series.band_at, series.band[0], series.band[2])]
-    layers += axes.line(series.band_at, series.band[1], "var(--soft)", 1.25)
-    layers += axes.line(series.band_at, series.usual, "var(--bad)", 1, [2, 3])
-    for line, (colour, dash) in zip(series.suspects, LINE_STYLES, strict=False):
-        layers += axes.line(series.at, line, colour, 1.75, dash)
+    layers += axes.line(series.band_at, series.band[1], MEDIAN_STYLE, 1.25)
+    layers += axes.line(series.band_at, series.usual, USUAL_STYLE, 1)
+    for line, style in zip(series.suspects, LINE_STYLES, strict=False):
+        layers += axes.line(series.at, line, style, 1.75)
     svg = axes.render(layers, f"{panel.shape.metrics[metric]} over time")
     return svg, bool(np.isfinite(series.usual).any())
 
@@ -187,10 +181,7 @@ def score_chart(at: Times, score: Series, threshold: Series, by: Window) -> tupl
     is_cut = bool((score > highest).any())
     score = np.minimum(score, highest)
     axes = _Axes(by, [score, threshold, np.zeros(1)])
-    layers = [
-        *axes.line(at, threshold, "var(--warn)", 1.5, [6, 4]),
-        *axes.line(at, score, LINE_STYLES[0][0], 1.75),
-    ]
+    layers = [*axes.line(at, threshold, THRESHOLD_STYLE, 1.5), *axes.line(at, score, LINE_STYLES[0], 1.75)]
     return axes.render(layers, "score against its threshold"), is_cut
 
 
@@ -226,9 +217,7 @@ class _Axes:
             "value", type="quantitative", scale=alt.Scale(domain=self._domain, nice=False), axis=axis, title=None
         )
 
-    def line(
-        self, at: Times, values: Series, colour: str, width: float, dash: Sequence[int] = (1, 0)
-    ) -> list[alt.Chart]:
+    def line(self, at: Times, values: Series, style: tuple[str, list[int]], width: float) -> list[alt.Chart]:
         """A line for each run of known values, and a dot for a run of one."""
         runs = extremes(at, values, self._by)
         rows = [
@@ -239,10 +228,9 @@ class _Axes:
         ]
         dots = [{"at": self.time(t), "value": v / self._power} for run in runs if len(run) == 1 for t, v in run]
         place = {"x": self._x(), "y": self._y()}
+        colour, dash = style
         return [
-            layer(rows)
-            .mark_line(color=colour, strokeWidth=width, strokeDash=list(dash))
-            .encode(**place, detail="run:N"),
+            layer(rows).mark_line(color=colour, strokeWidth=width, strokeDash=dash).encode(**place, detail="run:N"),
             layer(dots).mark_circle(color=colour, size=7, opacity=1).encode(**place),
         ]
 
@@ -289,8 +277,6 @@ class _Axes:
         return render_chart([alt.layer(*layers), *rules], label, PLOT_HEIGHT, top=PLOT_TOP)
 
 
-# --- page -------------------------------------------------------------------------------------------------------------
-
 METRIC = "metric:"
 """Evidence of kind `metric:<name>` is about that metric of the panel."""
 PAGE_BYTES_MAX = 1_900_000
@@ -325,22 +311,14 @@ class ExplainedDiagnosis:
 
 def explain(out: Path, items: Sequence[ExplainedDiagnosis]) -> Path:
     """Atomically writes the page; returns its path. Raises OSError."""
-    partial = out.with_name(out.name + ".partial")
-    partial.write_text(render(items), encoding="utf-8")
-    partial.replace(out)
+    write_atomically(out, render(items))
     return out
 
 
 def render(items: Sequence[ExplainedDiagnosis]) -> str:
-    """The whole page."""
-    head = (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">"
-        f"<title>rolecall: why</title><style>{CSS}{MORE_CSS}</style></head>\n<body><main>\n{_header(items)}\n"
-    )
-    left, left_for_charts = PAGE_BYTES_MAX - len(head.encode()), CHART_BYTES_MAX
-    parts = []
+    header = _header(items)
+    left, left_for_charts = PAGE_BYTES_MAX - len(document("why", header, MORE_CSS).encode()), CHART_BYTES_MAX
+    parts = [header]
     for number, item in enumerate(items):
         charts = _charts(item) if left_for_charts > 0 else ""
         left_for_charts -= len(charts.encode())
@@ -352,10 +330,7 @@ def render(items: Sequence[ExplainedDiagnosis]) -> str:
             parts.append(f'<p class="muted">{len(items) - number} more are not shown: the page would be too large.</p>')
             break
         parts.append(part)
-    return head + "\n".join(parts) + "\n</main></body></html>\n"
-
-
-# --- text --------------------------------------------------------------------------------------------------------
+    return document("why", "\n".join(parts), MORE_CSS)
 
 
 def _header(items: Sequence[ExplainedDiagnosis]) -> str:
@@ -396,13 +371,7 @@ def moment(at: float) -> str:
     """A calendar time, or seconds of the recording."""
     if not math.isfinite(at):
         return "unknown"
-    if not EPOCH_SECONDS_MIN <= abs(at) < 1e11:
-        return f"{at:.1f} s"
-    return datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
-
-
-def _after(delay: float) -> str:
-    return f", {seconds(delay)} after the onset" if math.isfinite(delay) and delay >= 0.01 else ""
+    return utc(at) if EPOCH_SECONDS_MIN <= abs(at) < 1e11 else f"{at:.1f} s"
 
 
 def _section(item: ExplainedDiagnosis, key: str, charts: str) -> str:
@@ -411,12 +380,19 @@ def _section(item: ExplainedDiagnosis, key: str, charts: str) -> str:
     tag = f'<span class="tag {"" if undecided else "bad"}">confidence {diagnosis.confidence:.0%}</span>'
     what = str(diagnosis.fault_class).replace("_", " ")
     timed = not any(e.kind == NO_TIME for e in diagnosis.evidence)
+    decision, delay = moment(diagnosis.detected_at), diagnosis.detected_at - diagnosis.onset
+    if math.isfinite(delay) and delay >= 0.01:
+        decision += f", {seconds(delay)} after the onset"
+    content = ""
+    if item.panel is not None:
+        shape, num_ticks = item.panel.shape, len(item.panel.at)
+        content = f"{shape.name}: {len(shape.machines)} machines, {len(shape.metrics)} metrics, {num_ticks} ticks"
     rows = [
         ("Suspects", _who(diagnosis.suspects)),
         ("Onset", moment(diagnosis.onset) if timed else "unknown"),
-        ("Decision", moment(diagnosis.detected_at) + _after(diagnosis.detected_at - diagnosis.onset) if timed else ""),
+        ("Decision", decision if timed else ""),
         ("Detectors", ", ".join(diagnosis.detectors)),
-        ("Input", _panel_words(item.panel)),
+        ("Input", content),
         ("Advice", diagnosis.advice),
         ("To settle it", diagnosis.settle),
     ]
@@ -427,13 +403,6 @@ def _section(item: ExplainedDiagnosis, key: str, charts: str) -> str:
         f'<p class="because">{escape(diagnosis.because)}</p>{charts}'
         f'<dl class="steps">{facts}</dl>{_groups(diagnosis.evidence)}{_evidence(diagnosis.evidence)}</article>'
     )
-
-
-def _panel_words(panel: Panel | None) -> str:
-    if panel is None:
-        return ""
-    s = panel.shape
-    return f"{s.name}: {len(s.machines)} machines, {len(s.metrics)} metrics, {len(panel.at)} ticks"
 
 
 def _table(caption: str, head: Sequence[str], rows: Sequence[Sequence[str]], more: int) -> str:
@@ -468,9 +437,6 @@ def _evidence(evidence: Sequence[Evidence]) -> str:
         numbers = ", ".join(f"{name} {value:.4g}" for name, value in e.values.items())
         rows.append((escape(e.kind.removeprefix(METRIC).replace("_", " "), 100), escape(e.text), escape(numbers)))
     return _table("Evidence", ("Kind", "Observation", "Numbers"), rows, len(others) - NUM_EVIDENCE_SHOWN)
-
-
-# --- charts -----------------------------------------------------------------------------------------------------
 
 
 def _charts(item: ExplainedDiagnosis) -> str:
@@ -514,21 +480,24 @@ def _legend(item: ExplainedDiagnosis, *, has_usual: bool) -> str:
     names: list[str] = []
     if item.panel is not None:
         names = [m.name for m in item.panel.shape.machines if any(_is(m, s) for s in item.diagnosis.suspects)]
-    rows = [
-        (f'<polyline class="suspect s{n}" points="1,6 21,6"/>', name) for n, name in enumerate(names[:NUM_LINES_MAX])
-    ]
+    rows = [(_key_line(colour, dash), name) for (colour, dash), name in zip(LINE_STYLES, names, strict=False)]
     if len(names) > NUM_LINES_MAX:
         rows.append(("", f"{len(names) - NUM_LINES_MAX} more suspects are not drawn"))
     if item.panel is not None:
-        rows.append(('<rect class="peers" x="1" y="1" width="20" height="10"/>', "10 to 90 % of the peers"))
-        rows.append(('<polyline class="median" points="1,6 21,6"/>', "their median"))
+        peers = '<rect x="1" y="1" width="20" height="10" fill="var(--lane)" opacity=".3"/>'
+        rows += [(peers, "10 to 90 % of the peers"), (_key_line(*MEDIAN_STYLE), "their median")]
     if has_usual:
         whose = "it" if len(names) < 2 else names[0]
-        rows.append(('<polyline class="usual" points="1,6 21,6"/>', f"where {whose} usually is among them"))
+        rows.append((_key_line(*USUAL_STYLE), f"where {whose} usually is among them"))
     if item.score is not None:
-        rows.append(('<polyline class="threshold" points="1,6 21,6"/>', "threshold"))
+        rows.append((_key_line(*THRESHOLD_STYLE), "threshold"))
     parts = "".join(f'<li><svg viewBox="0 0 22 12" aria-hidden="true">{s}</svg>{escape(w, 200)}</li>' for s, w in rows)
     return f'<ul class="legend">{parts}</ul>'
+
+
+def _key_line(colour: str, dash: Sequence[int]) -> str:
+    dashes = ",".join(map(str, dash)) if dash != SOLID else "none"
+    return f'<line x1="1" y1="6" x2="21" y2="6" stroke="{colour}" stroke-width="1.5" stroke-dasharray="{dashes}"/>'
 
 
 def _is(machine: Machine, suspect: Suspect) -> bool:
@@ -564,13 +533,6 @@ def chosen_metrics(panel: Panel, columns: Sequence[int], diagnosis: Diagnosis) -
 
 
 MORE_CSS = """
-svg .peers { fill: var(--lane); opacity: .3; }
-svg .median { fill: none; stroke: var(--soft); stroke-width: 1.25; }
-svg .usual { fill: none; stroke: var(--bad); stroke-width: 1; stroke-dasharray: 2 3; opacity: .8; }
-svg .suspect { fill: none; stroke: var(--bad); stroke-width: 1.75; stroke-linejoin: round; }
-svg .s1 { stroke: var(--accent); stroke-dasharray: 7 3; } svg .s2 { stroke: var(--good); stroke-dasharray: 2 3; }
-svg .s3 { stroke: var(--ink); stroke-dasharray: 9 3 2 3; }
-svg .threshold { fill: none; stroke: var(--warn); stroke-width: 1.5; stroke-dasharray: 6 4; }
 .incident .chart { padding: 6px 0 0; }
 h3.table { margin: 18px 0 4px; }
 .incident > header h3 { overflow-wrap: anywhere; min-width: 0; flex: 1; }

@@ -81,7 +81,6 @@ def write_recording(path: Path, task: SimulatedTask) -> int:
 
 
 def label(task: SimulatedTask) -> dict[str, Any]:
-    """The content of label.json."""
     fault, shape = task.fault, task.shape
     events = []
     if fault:

@@ -69,7 +69,7 @@ def incident_markers(report: Mapping[str, Any]) -> list[IncidentMarker]:
     for number, incident in enumerate(report["incidents"]):
         fault = incident["fault"]
         suspect = incident["suspects"][0].partition("#")[0] if incident["suspects"] else ""
-        closed, resolved = after(incident["closed_at"]), after(incident["cured_at"])
+        closed, resolved = after(incident["closed_at"]), after(incident["resolved_at"])
         markers.append(
             IncidentMarker(
                 key=key_of(number),
@@ -118,9 +118,6 @@ def lane_order(lanes: Sequence[Mapping[str, Any]]) -> list[list[str]]:
 
     roles = sorted(groups, key=lambda r: (ROLE_ORDER.index(r) if r in ROLE_ORDER else len(ROLE_ORDER), r))
     return [sorted(groups[r], key=lambda replica: (replica_order(replica), replica)) for r in roles]
-
-
-# --- rendering ----------------------------------------------------------------------------------------------------
 
 
 def render(layers: Sequence[alt.Chart], label: str, height: float, *, top: float = 6) -> str:
@@ -205,9 +202,6 @@ def _badges(report: Mapping[str, Any], rows: Rows) -> list[alt.Chart]:
 
 def _badge(marker: IncidentMarker, at: float, y: float) -> dict[str, Any]:
     return {"at": at, "y": y, "key": marker.key, "title": marker.title, "injected": marker.injected}
-
-
-# --- charts -------------------------------------------------------------------------------------------------------
 
 
 def reward_chart(report: Mapping[str, Any]) -> str:

@@ -12,13 +12,12 @@ from typing import Any
 
 from rolecall.core.text import escape, seconds
 from rolecall.reports.charts import key_of, lanes_chart, policy_health_chart, reward_chart, step_chart
-from rolecall.reports.style import CSS
+from rolecall.reports.style import document
 
 Report = Mapping[str, Any]
 
 
 def render_html(report: Report) -> str:
-    """The whole page."""
     parts = [
         _header(report),
         _verdict(report),
@@ -32,14 +31,7 @@ def render_html(report: Report) -> str:
         _remarks(report),
         _measured(report),
     ]
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">"
-        f"<title>rolecall: {escape(report['run_id'])}</title><style>{CSS}</style></head>\n<body><main>\n"
-        + "\n".join(p for p in parts if p)
-        + "\n</main></body></html>\n"
-    )
+    return document(str(report["run_id"]), "\n".join(p for p in parts if p))
 
 
 def headline(report: Report) -> str:
@@ -60,9 +52,6 @@ def headline(report: Report) -> str:
     holds = "the audit holds" if report["audit"]["ok"] else "the audit fails"
     learned = "" if first is None or last is None else f"; reward went from {first:.2f} to {last:.2f}"
     return f"{what}, {holds}{learned}"
-
-
-# --- top ----------------------------------------------------------------------------------------------------------
 
 
 def _header(report: Report) -> str:
@@ -92,7 +81,7 @@ def _verdict(report: Report) -> str:
 def _figures(report: Report) -> str:
     incidents = report["incidents"]
     found = [i["detected_seconds"] for i in incidents if i["detected_seconds"] is not None]
-    resolved = [i["cured_seconds"] for i in incidents if i["cured_seconds"] is not None]
+    resolved = [i["resolved_seconds"] for i in incidents if i["resolved_seconds"] is not None]
     pace = report["seconds_to_n_steps"]
     base, estimate = pace["baseline"], pace["estimate"]
     if base is not None:
@@ -127,9 +116,6 @@ def _figures(report: Report) -> str:
 
 def _percent(value: float | None) -> str:
     return "–" if value is None else f"{100 * value:.1f} %"
-
-
-# --- charts -----------------------------------------------------------------------------------------------------
 
 
 def _swatch(css: str, text: str, shape: str = "") -> str:
@@ -168,9 +154,6 @@ def _charts(report: Report) -> str:
     return f'<h2>What happened</h2><p class="lead">{lead}</p>{drawn}'
 
 
-# --- incidents ----------------------------------------------------------------------------------------------------
-
-
 def _key(key: str, plain: bool = False) -> str:
     return f'<span class="key{" none" if plain else ""}">{escape(key)}</span>'
 
@@ -185,7 +168,7 @@ def _incident_table(report: Report) -> str:
         what = f"{fault['kind']} on {fault['target']}" if fault else f"{incident['fault_class']}, no injected fault"
         lost = f"{incident['tokens_lost']:,} tokens, {incident['steps_lost']} steps"
         times = [incident[k] for k in ("detected_seconds", "requests_resumed_seconds", "step_committed_seconds")]
-        times += [incident["serving_seconds"], incident["cured_seconds"]]
+        times += [incident["serving_seconds"], incident["resolved_seconds"]]
         cells = [_key(key_of(number), fault is None) + escape(what), escape(", ".join(incident["suspects"]) or "none")]
         rows.append((cells, [seconds(t) for t in times] + [lost]))
     for number, fault in enumerate(report["missed"], start=len(report["incidents"])):
@@ -242,7 +225,9 @@ def _incident(incident: Report, key: str) -> str:
 
 
 def _found(incident: Report) -> str:
-    named = {True: "correct suspect", False: "wrong suspect", None: "no fault was injected"}[incident["named_right"]]
+    named = {True: "correct suspect", False: "wrong suspect", None: "no fault was injected"}[
+        incident["diagnosed_correctly"]
+    ]
     after = (
         f"{seconds(incident['detected_seconds'])} after the injection, "
         if incident["detected_seconds"] is not None
@@ -272,9 +257,6 @@ def _missed(fault: Report, key: str) -> str:
         '<span class="tag bad">missed</span></header><p class="because">No incident belongs to this '
         "fault.</p></article>"
     )
-
-
-# --- audit and proofs ---------------------------------------------------------------------------------------------
 
 
 def _rows(rows: Iterable[tuple[str, object]]) -> str:

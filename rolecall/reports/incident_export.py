@@ -122,9 +122,6 @@ def export(run: RunDir, incident_id: str, *, anonymous: bool = False) -> Bundle:
     return build(material, redactor(run, material, anonymous=anonymous))
 
 
-# --- building -----------------------------------------------------------------------------------------------------
-
-
 def build(material: IncidentRecord, known: Redactor, bytes_max: int = BUNDLE_BYTES_MAX) -> Bundle:
     """The bundle, at most `bytes_max` before compression. Pure."""
     left_out = list(material.left_out)
@@ -224,8 +221,6 @@ def _narrowed(window: Mapping[str, Any], nodes: Sequence[str]) -> dict[str, Any]
     return {**{k: v for k, v in window.items() if k != "start"}, "observations": kept}
 
 
-# --- README ------------------------------------------------------------------------------------------
-
 _MEANING = {
     "agents": "events of the agents on the suspects' nodes around that time (exits, XIDs, links), JSON lines",
     "diagnosis.json": "suspects, fault class, onset, confidence, and the evidence with its numbers",
@@ -266,21 +261,15 @@ def _page(material: IncidentRecord, known: Redactor, members: Sequence[BundleFil
         lines.append("  No stacks were collected for this incident.")
     lines += ["", "Omitted because of size:" if left_out else "Nothing was omitted because of size."]
     lines += [f"  {plain(text)}" for text in left_out]
-    lines += ["", *_REMOVED, ""]
+    lines += ["", _REDACTED]
     return "\n".join(lines)
 
 
-_REMOVED = (
-    (
-        "Redacted: prompts, samples and exception messages; passwords, tokens and keys; environments and command lines; "  # noqa: E501
-        "user"
-    ),
-    (
-        "names and home directories; all of a URL but scheme, host and port. The job's own output is never included. The "  # noqa: E501
-        "`hash`"
-    ),
-    "of a journal line is that of the original line, before redaction.",
-)
+_REDACTED = """\
+Redacted: prompts, samples and exception messages; passwords, tokens and keys; environments and command lines; user
+names and home directories; all of a URL but scheme, host and port. The job's own output is never included. The `hash`
+of a journal line is that of the original line, before redaction.
+"""
 
 
 def _who(suspect: Mapping[str, Any]) -> str:
@@ -314,9 +303,6 @@ def _time(wall: float) -> str:
         return datetime.fromtimestamp(wall, UTC).strftime("%Y-%m-%d %H:%M:%S.%f")[:-3] + " UTC"
     except (ValueError, OverflowError, OSError):
         return f"{wall} s"
-
-
-# --- raw material, not redacted yet -------------------------------------------------------------------------------
 
 
 def gather(run: RunDir, incident_id: str) -> IncidentRecord:
@@ -405,20 +391,23 @@ def _slice(
     return found
 
 
+def evidence_files(run: RunDir, incident_id: str) -> list[Path]:
+    """Evidence files, by name. The incident ID comes from the journal and is untrusted: it is compared, never joined to
+    a path. Raises OSError."""
+    folder = run.path / EVIDENCE_DIR
+    folders = [p for p in folder.iterdir() if p.name == incident_id and p.is_dir()] if folder.is_dir() else []
+    files = sorted(p for folder in folders if not folder.is_symlink() for p in folder.iterdir())
+    return [p for p in files if p.is_file() and not p.is_symlink() and not p.name.startswith(".")]
+
+
 def _evidence(run: RunDir, incident_id: str, left_out: list[str]) -> dict[str, bytes]:
-    """Evidence files. The incident ID comes from the journal and is untrusted: it is compared, never joined to a
-    path."""
     found, size = dict[str, bytes](), 0
-    with suppress(FileNotFoundError):
-        folders = [p for p in (run.path / EVIDENCE_DIR).iterdir() if p.name == incident_id and p.is_dir()]
-        for path in sorted(p for folder in folders for p in folder.iterdir()):
-            if path.name.startswith(".") or path.is_symlink() or not path.is_file():
-                continue
-            size += path.stat().st_size
-            if size > EVIDENCE_BYTES_MAX:
-                left_out.append(f"evidence/{path.name}: over {EVIDENCE_BYTES_MAX} bytes")
-                break
-            found[path.name] = path.read_bytes()
+    for path in evidence_files(run, incident_id):
+        size += path.stat().st_size
+        if size > EVIDENCE_BYTES_MAX:
+            left_out.append(f"evidence/{path.name}: over {EVIDENCE_BYTES_MAX} bytes")
+            break
+        found[path.name] = path.read_bytes()
     return found
 
 

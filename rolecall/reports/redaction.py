@@ -156,8 +156,6 @@ class Redactor:
         self._known: list[tuple[re.Pattern[str], Callable[[re.Match[str]], str]]] | None = None
         self._memory: dict[str, str] = {}
 
-    # --- learning ---------------------------------------------------------------------------------------------------
-
     def learn(self, value: Any, key: str = "") -> None:
         """Collects exception messages, users and nodes from anywhere in `value`."""
         self._known = None
@@ -197,8 +195,6 @@ class Redactor:
                 self._messages[quoted] = left
             elif quoted and kind:
                 self._messages[f"{kind}: {quoted}"] = f"{kind}: {left}"
-
-    # --- redacting --------------------------------------------------------------------------------------------------
 
     def value(self, value: Any, key: str = "") -> Any:
         """`value` (JSON) without what must not leave."""
@@ -308,9 +304,6 @@ def _replacing(words: Mapping[str, str], whole: bool) -> tuple[re.Pattern[str], 
         return re.compile(any_of), lambda m: words[m[0]]
     lowered = {w.lower(): v for w, v in words.items()}
     return re.compile(rf"(?<![A-Za-z0-9])(?:{any_of})(?![A-Za-z0-9])", re.IGNORECASE), lambda m: lowered[m[0].lower()]
-
-
-# --- collected evidence: stacks, Flight Recorder dumps, NCCL status, kernel logs -----------------------------------
 
 
 def redacted(kind: EvidenceKind, body: bytes, known: Redactor) -> bytes:

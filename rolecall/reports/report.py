@@ -9,7 +9,7 @@ import math
 import os
 import platform
 from collections.abc import Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
@@ -36,7 +36,7 @@ from rolecall.core.journal.payloads import (
 )
 from rolecall.core.rundir import RunDir, write_atomically
 from rolecall.reports.html import render_html
-from rolecall.views.audit import COMPLETED, REPORT_JSON, Admission, RunAudit, audit_journal
+from rolecall.views.audit import COMPLETED, REPORT_JSON, RunAudit, audit_journal
 from rolecall.views.ettr import Loss, compare_pace, ettr, health, losses, mean_of_ends, steps, training_began
 from rolecall.views.incidents import (
     InjectedFault,
@@ -154,7 +154,12 @@ def write_report(run: RunDir, baseline: Path | None = None) -> dict[str, Any]:
     before = read_report(run.path / REPORT_JSON)
     facts = read_facts(run)
     digest = config_digest(facts)
-    other = named_baseline(baseline) if baseline is not None else find_baseline(run.path, digest)
+    if baseline is None:
+        other = find_baseline(run.path, digest)
+    else:
+        other = read_report(baseline / REPORT_JSON if baseline.is_dir() else baseline)
+        if not other.get("steps"):
+            raise RunNotFound(f"{baseline}: holds no report of a run with steps to compare with")
     report = make_report(facts, other)
     report["environment"] = before.get("environment") or environment()
     if before and not facts.audit.ok:
@@ -176,9 +181,6 @@ def config_digest(facts: Facts) -> str:
         return ""
 
 
-# --- the report itself --------------------------------------------------------------------------------------------
-
-
 def make_report(facts: Facts, baseline: Mapping[str, Any] | None) -> dict[str, Any]:
     """The report, from facts alone. Times called `*_at` are wall seconds; `seconds` and lanes count from the start."""
     zero, end = facts.started_at, facts.ended_at
@@ -188,18 +190,27 @@ def make_report(facts: Facts, baseline: Mapping[str, Any] | None) -> dict[str, A
     begun = zero if began is None else began
     worked_until = committed[-1].at if committed else end
     lost = losses(joined, worked_until)
-    kept = _pids(facts, joined, worked_until)
+    kept = pids_kept(
+        facts.known,
+        [e.payload for e in facts.events if isinstance(e.payload, ReplicaReady)],
+        named_by_plans(facts.events),
+        frozenset((r, f.incarnation if f.incarnation is not None else 1) for f in facts.faults for r in f.hit),
+        worked_until,
+    )
     first, last = mean_of_ends([s.reward for s in committed])
-    ended = facts.run_ended
+    started, ended = facts.run_started, facts.run_ended
+    seeds = (facts.job.get("seed"), facts.config.get("seed"), started.seed if started else None)
     outcome = ended.outcome if ended else "running"
+    sections = [facts.config.get(name) for name in ("algorithm", "task")]
+    learns = [str(s["name"]) for s in sections if isinstance(s, Mapping) and s.get("name")]
     verdict = make_verdict(facts, joined, kept, outcome)
     return {
         "schema": SCHEMA_VERSION,
         "rolecall": __version__,
         "run_id": facts.run_id,
         "name": str(facts.config.get("name", "")),
-        "seed": _seed(facts),
-        "learns": _learns(facts.config),
+        "seed": next((int(seed) for seed in seeds if seed is not None), None),
+        "learns": " on ".join(learns),
         "config_digest": config_digest(facts),
         "ok": all(v["ok"] for v in verdict),
         "verdict": verdict,
@@ -227,7 +238,14 @@ def make_report(facts: Facts, baseline: Mapping[str, Any] | None) -> dict[str, A
         "pids": kept.to_dict(),
         "audit": facts.audit.summary(),
         "weights_proven": facts.audit.weights_proven,
-        "proofs": [_proof(a, zero) for a in facts.audit.admissions],
+        "proofs": [
+            {
+                **{k: v for k, v in asdict(a).items() if k not in ("wall_at", "proof")},
+                "at": round(a.wall_at - zero, 3),
+                **a.proof,
+            }
+            for a in facts.audit.admissions
+        ],
         "steps": [s.to_dict(zero) for s in committed],
         "health": health(committed),
         "lanes": [life.to_dict(zero) for life in facts.known.values()],
@@ -247,7 +265,7 @@ def make_verdict(facts: Facts, joined: MatchedIncidents, kept: PidsKept, outcome
     resolved = [s for s in joined.summaries if s.fault is not None and s.resolved]
     num_resolved = sum(1 + len(s.further_faults) for s in resolved)
     still_open = [s.incident.incident_id for s in joined.summaries if s.incident.outcome is None]
-    named = sum(bool(s.named_right) + len(s.further_faults) for s in resolved)
+    named = sum(bool(s.diagnosed_correctly) + len(s.further_faults) for s in resolved)
     problems = len(facts.audit.problems)
     said = (
         f"{num_resolved} of {faults} injected faults resolved, {named} with the right replica named" if faults else ""
@@ -302,17 +320,6 @@ def _helper_faults(facts: Facts) -> list[dict[str, Any]]:
     return found
 
 
-def _pids(facts: Facts, joined: MatchedIncidents, worked_until: float) -> PidsKept:
-    struck = {(r, f.incarnation if f.incarnation is not None else 1) for f in facts.faults for r in f.hit}
-    return pids_kept(
-        facts.known,
-        [e.payload for e in facts.events if isinstance(e.payload, ReplicaReady)],
-        named_by_plans(facts.events),
-        frozenset(struck),
-        worked_until,
-    )
-
-
 def _effective(
     facts: Facts,
     begun: float,
@@ -339,25 +346,6 @@ def _effective(
     }
 
 
-def _learns(config: Mapping[str, Any]) -> str:
-    """`dapo on long_addition`, as far as the configuration states it."""
-    sections = [config.get(name) for name in ("algorithm", "task")]
-    return " on ".join(str(s["name"]) for s in sections if isinstance(s, Mapping) and s.get("name"))
-
-
-def _seed(facts: Facts) -> int | None:
-    started = facts.run_started
-    for value in (facts.job.get("seed"), facts.config.get("seed"), started.seed if started else None):
-        if value is not None:
-            return int(value)
-    return None
-
-
-def _proof(admission: Admission, zero: float) -> dict[str, Any]:
-    rest = {k: v for k, v in asdict(admission).items() if k not in ("wall_at", "proof")}
-    return {**rest, "at": round(admission.wall_at - zero, 3), **admission.proof}
-
-
 _REMARKABLE: Mapping[type[Payload], str] = {
     ComponentRestarted: "what",
     WeightsRejected: "replica",
@@ -379,22 +367,7 @@ def _mfu(facts: Facts) -> dict[str, RoleMfu]:
     return role_mfu([step for step in of_steps if step])
 
 
-def _mfu_declines(facts: Facts, at: float) -> list[dict[str, Any]]:
-    return [
-        {
-            "at": round(at, 3),
-            "kind": "mfu_declined",
-            "what": role,
-            "because": f"model FLOPs utilisation fell from {mfu.best:.2%} to {mfu.newest:.2%}, medians of "
-            f"{WINDOW_STEPS} steps",
-        }
-        for role, mfu in _mfu(facts).items()
-        if mfu.declined
-    ]
-
-
 def _remarks(facts: Facts, zero: float) -> list[dict[str, Any]]:
-    """Other notable events."""
     helpers = [
         {
             "at": round(fault["injected_at"] - zero, 3),
@@ -406,30 +379,35 @@ def _remarks(facts: Facts, zero: float) -> list[dict[str, Any]]:
         }
         for fault in _helper_faults(facts)
     ]
-    return (
-        helpers
-        + [
-            {
-                "at": round(event.wall_at - zero, 3),
-                "kind": str(event.kind),
-                "what": getattr(event.payload, _REMARKABLE[type(event.payload)], ""),
-                "because": event.payload.reason,
-            }
-            for event in facts.events
-            if type(event.payload) in _REMARKABLE
-        ]
-        + _mfu_declines(facts, facts.ended_at - zero)
-    )
+    of_events = [
+        {
+            "at": round(event.wall_at - zero, 3),
+            "kind": str(event.kind),
+            "what": getattr(event.payload, _REMARKABLE[type(event.payload)], ""),
+            "because": event.payload.reason,
+        }
+        for event in facts.events
+        if type(event.payload) in _REMARKABLE
+    ]
+    declines = [
+        {
+            "at": round(facts.ended_at - zero, 3),
+            "kind": "mfu_declined",
+            "what": role,
+            "because": f"model FLOPs utilisation fell from {mfu.best:.2%} to {mfu.newest:.2%}, medians of "
+            f"{WINDOW_STEPS} steps",
+        }
+        for role, mfu in _mfu(facts).items()
+        if mfu.declined
+    ]
+    return helpers + of_events + declines
 
 
 def environment() -> dict[str, Any]:
-    """The environment of the measurements."""
     versions = {}
     for name in PACKAGES:
-        try:
+        with suppress(metadata.PackageNotFoundError):
             versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
     pages = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return {
         "platform": platform.platform(),
@@ -439,9 +417,6 @@ def environment() -> dict[str, Any]:
         "memory_gib": math.floor(pages / 2**30 * 10) / 10,
         "packages": versions,
     }
-
-
-# --- the failure-free run that a run is compared with --------------------------------------------------------------
 
 
 def find_baseline(run: Path, digest: str) -> dict[str, Any] | None:
@@ -456,18 +431,6 @@ def find_baseline(run: Path, digest: str) -> dict[str, Any] | None:
         if fit and (best is None or report["ended_at"] > best["ended_at"]):
             best = report
     return best
-
-
-def named_baseline(path: Path) -> dict[str, Any]:
-    """The report at `path`, a run directory or the file itself.
-
-    Raises:
-        RunNotFound: it holds no report of a run with steps.
-    """
-    report = read_report(path / REPORT_JSON if path.is_dir() else path)
-    if not report.get("steps"):
-        raise RunNotFound(f"{path}: holds no report of a run with steps to compare with")
-    return report
 
 
 def read_report(path: Path) -> dict[str, Any]:

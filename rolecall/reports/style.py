@@ -1,7 +1,9 @@
-"""The look of `report.html`: colours for light and dark, one scale of type, nothing loaded from elsewhere.
+"""The look of HTML reports: colours for light and dark, one scale of type, nothing loaded from elsewhere.
 
 State colours differ in lightness as well as in hue and never stand alone: a word, a letter or a shape goes with each.
 """
+
+from rolecall.core.text import escape
 
 CSS = """
 :root {
@@ -80,3 +82,14 @@ pre { margin: 10px 0 0; padding: 14px; background: var(--faint); border-radius: 
 footer { margin-top: 48px; color: var(--soft); font-size: 13px; }
 @media print { body { background: none; } .card, .figures div { break-inside: avoid; } }
 """
+
+
+def document(title: str, body: str, more_css: str = "") -> str:
+    """A page without scripts that loads nothing. `body`: HTML."""
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">"
+        f"<title>rolecall: {escape(title)}</title><style>{CSS}{more_css}</style></head>\n"
+        f"<body><main>\n{body}\n</main></body></html>\n"
+    )

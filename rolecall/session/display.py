@@ -230,7 +230,9 @@ def _table(report: Mapping[str, Any]) -> Table:
     for number, incident in enumerate(report["incidents"]):
         fault = incident["fault"]
         kind, target = (fault["kind"], fault["target"]) if fault else (incident["fault_class"], "not injected")
-        resolved = seconds(incident["cured_seconds"]) if incident["cured_seconds"] is not None else incident["outcome"]
+        resolved = (
+            seconds(incident["resolved_seconds"]) if incident["resolved_seconds"] is not None else incident["outcome"]
+        )
         cells = (
             kind,
             target,

@@ -49,8 +49,6 @@ class Admission:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunAudit:
-    """Results of the audit. `ok` only without problems."""
-
     ok: bool
     run_id: str
     problems: tuple[str, ...]
@@ -81,13 +79,9 @@ class RunAudit:
             "problems": list(self.problems),
             "notes": list(self.notes),
             "anchors": self.num_anchors,
-            "journal_head": head_to_dict(self.journal),
-            "ledger_head": head_to_dict(ledger.head),
+            "journal_head": asdict(self.journal),
+            "ledger_head": asdict(ledger.head),
         }
-
-
-def head_to_dict(head: ChainHead) -> dict[str, Any]:
-    return {"position": head.position, "hash": head.hash}
 
 
 def audit_run(run: RunDir) -> RunAudit:
@@ -156,9 +150,6 @@ def audit_journal(journal: Journal, run_id: str, run: RunDir | None) -> RunAudit
         damage=damage,
         notes=tuple(notes),
     )
-
-
-# --- anchors ------------------------------------------------------------------------------------------------------
 
 
 def _head(value: Any) -> ChainHead | None:
@@ -234,9 +225,6 @@ def _journal_anchor(where: str, anchor: ChainHead, head: ChainHead, events: Sequ
     if events[anchor.position - 1].hash != anchor.hash:
         return [f"{where} knows another journal: line {anchor.position} has another hash"]
     return []
-
-
-# --- steps and proofs ---------------------------------------------------------------------------------------------
 
 
 def compare_steps(events: Iterable[Event], lines: Iterable[Mapping[str, Any]], *, complete: bool) -> list[str]:
@@ -323,7 +311,6 @@ def _proof_problem(proof: Mapping[str, Any], version: int, manifests: dict[int, 
 
 
 def audit_text(found: RunAudit) -> str:
-    """Text output: checks, results, and one line per problem."""
     ledger = found.ledger
     groups = (
         f"{ledger.groups_issued} issued, {ledger.groups_trained} trained, {ledger.groups_dropped} dropped, "
@@ -338,27 +325,12 @@ def audit_text(found: RunAudit) -> str:
         f"  weights   {proven}",
     ]
     lines += [f"  dropped   {n} because {plain(reason)}" for reason, n in sorted(ledger.dropped_by_reason.items())]
-    lines += [
-        f"  tokens    {b}: {n} dropped{_filtered(ledger, b)}"
-        for b, n in sorted(ledger.dropped_by_length.items(), key=_low)
-    ]
+    for bucket, n in sorted(ledger.dropped_by_length.items(), key=lambda b: int(b[0].partition("-")[0])):
+        filtered = ledger.filtered_by_length.get(bucket, 0)
+        lines.append(f"  tokens    {bucket}: {n} dropped{f', {filtered} of them filtered' if filtered else ''}")
     lines += [f"  note      {plain(note)}" for note in found.notes]
     lines += [f"  PROBLEM   {plain(problem)}" for problem in found.problems]
     return "\n".join(lines)
-
-
-def _low(bucket: tuple[str, int]) -> int:
-    """Lower bound of a length bucket."""
-    return int(bucket[0].partition("-")[0])
-
-
-def _filtered(ledger: Audit, bucket: str) -> str:
-    """Suffix with the number of groups in a bucket that dynamic sampling dropped; empty if none."""
-    chosen = ledger.filtered_by_length.get(bucket, 0)
-    return f", {chosen} of them filtered" if chosen else ""
-
-
-# --- what is left of a run whose journal does not hold ---------------------------------------------------------------
 
 
 def offer(error: JournalCorrupt) -> str:

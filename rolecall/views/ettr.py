@@ -279,9 +279,6 @@ def mean_of_ends(values: Sequence[float]) -> tuple[float | None, float | None]:
     return round(sum(known[:width]) / width, 4), round(sum(known[-width:]) / width, 4)
 
 
-# --- a run in progress --------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EttrAccount:
     """From `start`, when training began, to `end`, wall seconds. `lost` and `effective_seconds` add up to

@@ -11,7 +11,7 @@ Seconds of an incident count from the finding (`detected_at`, when the detectors
     step_committed_seconds     finding -> the step that the fault interrupted was committed; 0 if before
     serving_seconds            finding -> the replacement serves (rollout: with proof of its weights; trainer: in an
                                epoch)
-    cured_seconds              finding -> the replacement serves AND has made progress
+    resolved_seconds              finding -> the replacement serves AND has made progress
 """
 
 import json
@@ -109,7 +109,7 @@ class IncidentSummary:
 
     incident: Incident
     fault: InjectedFault | None = None
-    named_right: bool | None = None  # None without a fault
+    diagnosed_correctly: bool | None = None  # None without a fault
     further_faults: tuple[InjectedFault, ...] = ()  # hit this incident's own replacements: resolved with it, or not
     replacements: tuple[IncarnationRecord, ...] = ()  # that the newest plan requested
     requests_resumed_at: float | None = None
@@ -134,19 +134,19 @@ class IncidentSummary:
         return max(known) if known and len(known) == len(times) else None
 
     @property
-    def cured_at(self) -> float | None:
+    def resolved_at(self) -> float | None:
         """When the replacement served, once its progress is verified; without one, when progress was verified."""
         verified_at = self.incident.verified_at
         return verified_at if verified_at is None or self.serving_at is None else self.serving_at
 
     @property
     def resolved(self) -> bool:
-        return self.incident.outcome is IncidentOutcome.RESOLVED and self.cured_at is not None
+        return self.incident.outcome is IncidentOutcome.RESOLVED and self.resolved_at is not None
 
     @property
     def ends_at(self) -> float | None:
-        """Close time; while it is open, `cured_at`."""
-        return self.incident.closed_at if self.incident.closed_at is not None else self.cured_at
+        """Close time; while it is open, `resolved_at`."""
+        return self.incident.closed_at if self.incident.closed_at is not None else self.resolved_at
 
     def since_finding(self, at: float | None) -> float | None:
         return None if at is None else round(max(0.0, at - self.detected_at), 3)
@@ -159,7 +159,7 @@ class IncidentSummary:
             "incident_id": incident.incident_id,
             "fault": self.fault.to_dict() if self.fault else None,
             "further_faults": [f.to_dict() for f in self.further_faults],
-            "named_right": self.named_right,
+            "diagnosed_correctly": self.diagnosed_correctly,
             "suspects": [suspect_name(s) for s in diagnosis.suspects],
             "fault_class": str(diagnosis.fault_class),
             "confidence": diagnosis.confidence,
@@ -171,13 +171,13 @@ class IncidentSummary:
             "detected_at": self.detected_at,
             "opened_at": incident.opened_at,
             "serving_at": self.serving_at,
-            "cured_at": self.cured_at,
+            "resolved_at": self.resolved_at,
             "closed_at": incident.closed_at,
             "detected_seconds": round(self.detected_at - self.fault.injected_at, 3) if self.fault else None,
             "requests_resumed_seconds": self.since_finding(self.requests_resumed_at),
             "step_committed_seconds": self.since_finding(self.step_committed_at),
             "serving_seconds": self.since_finding(self.serving_at),
-            "cured_seconds": self.since_finding(self.cured_at),
+            "resolved_seconds": self.since_finding(self.resolved_at),
             "verified_seconds": self.since_finding(incident.verified_at),
             "action": str(plan.action) if plan else None,
             "plan": plan.because if plan else "",
@@ -269,7 +269,7 @@ def _join(
                 soon = summary.incident.opened_at - fault.injected_at < WRONG_NAME_SECONDS
                 fits = _names(summary.incident, fault) if right else soon
                 if fits and summary.detected_at - fault.injected_at >= -CLOCK_SLACK_SECONDS:
-                    by_id[which] = replace(summary, fault=fault, named_right=right)
+                    by_id[which] = replace(summary, fault=fault, diagnosed_correctly=right)
                     free.remove(which)
                     left.remove(fault)
                     break

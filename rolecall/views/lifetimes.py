@@ -82,7 +82,6 @@ class PidsKept:
 def incarnation_records(
     events: Iterable[Event], actual: Mapping[tuple[ReplicaId, int], Actual]
 ) -> dict[Key, IncarnationRecord]:
-    """All incarnations in the journal."""
     found: dict[Key, IncarnationRecord] = {}
     for event in events:
         match event.payload:

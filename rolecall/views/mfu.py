@@ -28,7 +28,7 @@ DECLINE: Final = 0.8
 
 
 def num_parameters(model: ModelConfig) -> int | None:
-    """Without the embedding; None if the job file does not tell."""
+    """Without the embedding; None if the job file does not say."""
     if model.path is not None:
         return model.num_parameters
     hidden, heads, kv_heads, size = model.hidden_size, model.num_heads, model.num_kv_heads, model.head_dim

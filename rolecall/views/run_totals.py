@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from rolecall.core.config.job import JobConfig
 from rolecall.core.diagnosis import Diagnosis
-from rolecall.core.journal.events import Event, EventKind
+from rolecall.core.journal.events import Event
 from rolecall.core.journal.payloads import (
     ActionDone,
     ActionFailed,
@@ -39,8 +39,6 @@ from rolecall.views.mfu import MfuMeter
 NUM_ROLES_MAX = 64
 """Roles with their own counters; a further one counts as none, since agents, which are untrusted, report the roles."""
 
-_K = EventKind
-
 
 @dataclass
 class RunAccount:
@@ -64,8 +62,8 @@ class RunAccount:
     opened: Counter[tuple[str, str]] = field(default_factory=Counter)  # by role of the first suspect, fault class
     found: Counter[str] = field(default_factory=Counter)  # by detector
     closed: Counter[str] = field(default_factory=Counter)  # by outcome
-    finding_seconds: dict[str, "DurationTotal"] = field(default_factory=dict)  # by role
-    cure_seconds: dict[str, "DurationTotal"] = field(default_factory=dict)
+    detection_seconds: dict[str, "DurationTotal"] = field(default_factory=dict)  # by role
+    resolution_seconds: dict[str, "DurationTotal"] = field(default_factory=dict)
     plans: Counter[str] = field(default_factory=Counter)  # by action
     held: Counter[str] = field(default_factory=Counter)  # by guard
     decided: Counter[str] = field(default_factory=Counter)
@@ -78,14 +76,11 @@ class RunAccount:
         """Raises the errors of a malformed event body; the event is counted nevertheless."""
         self.events[str(event.kind)] += 1
         summary = self.lost_time.take(event)
-        seconds = summary.since_finding(summary.cured_at) if summary is not None and summary.resolved else None
+        seconds = summary.since_finding(summary.resolved_at) if summary is not None and summary.resolved else None
         if summary is not None and seconds is not None:
-            self.cure_seconds.setdefault(self._role(summary.incident.diagnosis), DurationTotal()).add(seconds)
-        self._take_run(event)
-        self._take_incident(event)
-
-    def _take_run(self, event: Event) -> None:
+            self.resolution_seconds.setdefault(self._role(summary.incident.diagnosis), DurationTotal()).add(seconds)
         self.mfu.take(event)
+        which = str(event.incident_id)
         match event.payload:
             case RunStarted():
                 self.started_at = event.wall_at
@@ -110,12 +105,13 @@ class RunAccount:
                 self.quarantined.add(node)
             case NodeReturnedToService(node=node):
                 self.quarantined.discard(node)
-
-    def _take_incident(self, event: Event) -> None:
-        which = str(event.incident_id)
-        match event.payload:
             case IncidentOpened(diagnosis=diagnosis):
-                self._opened(diagnosis)
+                role = self._role(diagnosis)
+                self.opened[role, str(diagnosis.fault_class)] += 1
+                self.found.update(diagnosis.detectors)
+                if OPERATOR not in diagnosis.detectors:  # an operator request has no onset
+                    took = max(0.0, diagnosis.detected_at - diagnosis.onset)
+                    self.detection_seconds.setdefault(role, DurationTotal()).add(took)
             case IncidentClosed(outcome=outcome):
                 self.closed[outcome] += 1
             case PlanCreated(plan=plan):
@@ -133,17 +129,9 @@ class RunAccount:
             case DiagnosisReviewed(verdict=verdict):
                 self.reviews[which] = verdict
 
-    def _opened(self, diagnosis: Diagnosis) -> None:
-        role = self._role(diagnosis)
-        self.opened[role, str(diagnosis.fault_class)] += 1
-        self.found.update(diagnosis.detectors)
-        if OPERATOR not in diagnosis.detectors:  # an operator request has no onset
-            self.finding_seconds.setdefault(role, DurationTotal()).add(
-                max(0.0, diagnosis.detected_at - diagnosis.onset)
-            )
-
     def _role(self, diagnosis: Diagnosis) -> str:
-        role = role_of(diagnosis)
+        """Of the first suspect; without suspects, of the faulty code; else empty."""
+        role = next((s.role for s in diagnosis.suspects if s.role), diagnosis.role_at_fault)
         if len(self._roles) < NUM_ROLES_MAX:
             self._roles.add(role)
         return role if role in self._roles else ""
@@ -164,11 +152,6 @@ class DurationTotal:
 
     def add(self, seconds: float) -> None:
         self.seconds, self.number, self.newest = self.seconds + seconds, self.number + 1, seconds
-
-
-def role_of(diagnosis: Diagnosis) -> str:
-    """Role of the first suspect; without suspects, that of the faulty code; else empty."""
-    return next((s.role for s in diagnosis.suspects if s.role), diagnosis.role_at_fault)
 
 
 def run_account(job: JobConfig) -> RunAccount:

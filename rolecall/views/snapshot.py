@@ -103,8 +103,6 @@ _STAGES: Mapping[EventKind, str] = {
 
 @dataclass
 class RunSnapshotProjection:
-    """State derived from the events so far."""
-
     num_steps: int | None = None
     seq: int = 0
     newest: RunSnapshot = RunSnapshot(now=0.0)
@@ -144,8 +142,6 @@ class RunSnapshotProjection:
                     self.rewards.append(committed.reward)
             case _ if event.incident_id and event.kind in _STAGES:
                 self._note(event.incident_id, event)
-            case _:
-                pass
 
     def _note(self, incident_id: str, event: Event) -> None:
         said = event.payload

@@ -74,7 +74,7 @@ class MeteredDetector:
             standing = self._detector.observe(observation)
         finally:
             now = meter.clock.monotonic()
-            meter.change(judging_seconds=meter.view.judging_seconds + now - started_at)
+            meter.change(detection_seconds=meter.view.detection_seconds + now - started_at)
         meter.change(standing=Counter(str(d.fault_class) for d in standing))
         if now - meter.counted_at >= COUNT_SECONDS:
             meter.counted_at = now

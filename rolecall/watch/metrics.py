@@ -64,7 +64,7 @@ class TickView:
     ended_at: float = 0.0
     seconds: float = 0.0  # of the newest tick, excluding its wait
     busy_seconds: float = 0.0
-    judging_seconds: float = 0.0
+    detection_seconds: float = 0.0
     acting: bool = False
     observed_age_seconds: float = math.nan
     num_agents: int = 0
@@ -73,7 +73,7 @@ class TickView:
     standing: Mapping[str, int] = field(default_factory=dict)  # fault class -> diagnoses
     blind: bool = False
     num_unhandled: int = 0
-    num_calls_failed: int = 0
+    num_notifications_failed: int = 0
     cpu_seconds: float = 0.0
     resident_bytes: int = 0
 
@@ -103,11 +103,11 @@ def tick_values(tick: TickView) -> Iterator[MetricValue]:
         "watch_tick_failures_total": tick.num_failures,
         "watch_tick_seconds": tick.seconds,
         "watch_tick_busy_seconds_total": tick.busy_seconds,
-        "watch_judging_seconds_total": tick.judging_seconds,
+        "watch_detection_seconds_total": tick.detection_seconds,
         "watch_processes": tick.num_processes,
         "watch_blind": tick.blind,
         "watch_unhandled": tick.num_unhandled,
-        "watch_calls_failed_total": tick.num_calls_failed,
+        "watch_notifications_failed_total": tick.num_notifications_failed,
         "watch_cpu_seconds_total": tick.cpu_seconds,
         "watch_resident_memory_bytes": tick.resident_bytes,
     }
@@ -138,7 +138,7 @@ def journal_values(view: JournalView, account: RunAccount, job: JobConfig, now: 
     yield _value("evictions_limit", job.recovery.evictions_per_hour_max)
     yield _value("nodes_quarantined", len(account.quarantined))
     for verdict in VERDICTS:
-        yield _value("diagnoses_marked", sum(v == verdict for v in account.reviews.values()), verdict)
+        yield _value("diagnoses_reviewed", sum(v == verdict for v in account.reviews.values()), verdict)
 
 
 def _incident_values(view: JournalView, now: float) -> Iterator[MetricValue]:
@@ -194,8 +194,8 @@ def _counted(account: RunAccount, roles: list[str]) -> Iterator[MetricValue]:
             yield _value(name, tally[key], key)
     for pair in _with(account.actions, ((str(a), o) for a in ACTIONS for o in OUTCOMES)):
         yield _value("actions_total", account.actions[pair], *pair)
-    yield _value("persons_called_total", account.events[EventKind.ONCALL_PAGED])
-    for what, took in (("finding", account.finding_seconds), ("cure", account.cure_seconds)):
+    yield _value("oncall_pages_total", account.events[EventKind.ONCALL_PAGED])
+    for what, took in (("detection", account.detection_seconds), ("resolution", account.resolution_seconds)):
         for role in sorted({*roles, *took}):
             one = took.get(role)
             yield _value(f"incident_{what}_seconds_total", one.seconds if one else 0.0, role)

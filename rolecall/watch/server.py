@@ -171,7 +171,7 @@ class WatchServer:
             self._meter.view,
             cpu_seconds=usage.ru_utime + usage.ru_stime,
             resident_bytes=resident_bytes(),
-            num_calls_failed=self._calls_failed(),
+            num_notifications_failed=self._calls_failed(),
         )
 
     def _tick_age(self) -> float:

@@ -11,7 +11,7 @@ AUDIT = {"ok": True, "unaccounted": 0, "duplicates": 0, "groups_dropped": 3, "dr
 def incident(kind: str, how: str, **seconds: float) -> dict[str, Any]:
     return {
         "fault": {"kind": kind, "how": how},
-        "named_right": True,
+        "diagnosed_correctly": True,
         "replacements": [{"from_standby": True}],
         "tokens_lost": 0,
         "tokens_kept": 10,
@@ -38,8 +38,8 @@ def line(*incidents: dict[str, Any], **more: Any) -> dict[str, Any]:
 
 
 def test_each_time_stands_beside_its_bar() -> None:
-    good = incident("rollout-slow", "duty", detected_seconds=12.0, cured_seconds=1.0)
-    late = incident("rollout-slow", "quota", detected_seconds=31.0, cured_seconds=2.0)
+    good = incident("rollout-slow", "duty", detected_seconds=12.0, resolved_seconds=1.0)
+    late = incident("rollout-slow", "quota", detected_seconds=31.0, resolved_seconds=2.0)
     rows = "\n".join(soak_report.bars([line(good), line(late)]))
     assert "| rollout-slow | 2 of 2 | fault to finding | 2 | 21.50 | 16.75 to 26.25 | 31.00 | 30 | **no** |" in rows
     assert "| rollout-slow, duty | 1 of 1 | fault to finding | 1 | 12.00 | 12.00 to 12.00 | 12.00 | 30 | yes |" in rows
@@ -49,7 +49,7 @@ def test_each_time_stands_beside_its_bar() -> None:
 
 
 def test_a_fault_that_no_one_found_misses_every_bar_of_its_kind() -> None:
-    found = incident("trainer-hang", "gil", detected_seconds=3.0, cured_seconds=9.0)
+    found = incident("trainer-hang", "gil", detected_seconds=3.0, resolved_seconds=9.0)
     missed = {"kind": "trainer-hang", "how": "lock"}
     rows = [r for r in soak_report.bars([line(found), line(missed=[missed])]) if r.startswith("| trainer-hang |")]
     assert rows and all("| 1 of 2 |" in r and r.endswith("**no** |") for r in rows)
@@ -58,7 +58,7 @@ def test_a_fault_that_no_one_found_misses_every_bar_of_its_kind() -> None:
 
 
 def test_warm_and_cold_replacements_have_bars_of_their_own() -> None:
-    times = {"detected_seconds": 0.3, "requests_moved_seconds": 0.4, "cured_seconds": 12.0}
+    times = {"detected_seconds": 0.3, "requests_moved_seconds": 0.4, "resolved_seconds": 12.0}
     warm = incident("rollout-kill", "kill", **times)
     cold = {**incident("rollout-kill", "kill", **times), "replacements": [{"from_standby": False}]}
     rows = list(soak_report.bars([line(warm), line(cold)]))

@@ -24,7 +24,7 @@ def _run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]
     return code, said.out, said.err
 
 
-def test_a_wrong_job_file_tells_every_problem_and_starts_nothing(
+def test_a_wrong_job_file_reports_every_problem_and_starts_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     job = tmp_path / "job.yaml"

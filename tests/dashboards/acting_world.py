@@ -14,10 +14,10 @@ from rolecall.core.journal.events import Event, EventKind
 from rolecall.core.journal.journal import Journal
 from rolecall.core.membership import Actual, Desired, ReplicaState
 from rolecall.core.rundir import RunDir, create_run_dir
-from rolecall.dashboards import settings
-from rolecall.dashboards import users as people
+from rolecall.dashboards import settings, users
 from rolecall.recovery.incidents import Incident, fold
 from tests.events import filled
+from tests.support import PATIENCE_SECONDS
 
 K = EventKind
 APP = Path(settings.__file__).parent / "scripts" / "app.py"
@@ -63,7 +63,7 @@ class World:
     def open(self, name: str, replica: str = "rollout/1", because: str = "it ended by signal 9", **more: Any) -> None:
         self.say(K.INCIDENT_OPENED, {"diagnosis": diagnosis(replica, because, **more).to_dict()}, name)
 
-    def plan(self, name: str, replica: str = "rollout/1", because: str = "a fresh process cures it") -> Plan:
+    def plan(self, name: str, replica: str = "rollout/1", because: str = "a new process resolves it") -> Plan:
         made = plan(name, replica, because)
         self.say(K.PLAN_CREATED, {"plan": made.to_dict()}, name)
         return made
@@ -78,9 +78,9 @@ class World:
         self.say(K.PLAN_PROPOSED, {"plan": made.to_dict(), "digest": made.digest, "expires_at": now + seconds}, name)
         return made
 
-    def add_person(self, name: str) -> str:
+    def add_user(self, name: str) -> str:
         """Returns the token."""
-        return people.add(self.users_path, name)
+        return users.add(self.users_path, name)
 
 
 def world(folder: Path, homes: dict[str, str] | None = None) -> World:
@@ -147,6 +147,7 @@ def page(name: str, made: World, *, acting: bool = True, prometheus_url: str = "
             run=None if url_only else made.run,
             users_path=made.users_path if acting else None,
             prometheus_url=prometheus_url,
+            patience_seconds=PATIENCE_SECONDS,
         )
     )
     return AppTest.from_file(str(APP), default_timeout=60).switch_page(f"{name}.py").run()

@@ -28,12 +28,12 @@ from rolecall.recovery.policy import PolicyInput
 from tests.events import filled
 
 CLASSES = (
-    (FaultClass.CRASH, "ended by signal 9 in phase generate, and no one had asked it to"),
+    (FaultClass.CRASH, "crashed: process exited on signal 9 in generate"),
     (
         FaultClass.HANG,
         "has finished nothing for 31 s in phase compute of this step (deadline 24 s = max(10, 5 x P99 4.8))",
     ),
-    (FaultClass.SLOW, "makes 3.1 times fewer tokens a busy second than its 511 peers for 60 s, at equal batch"),
+    (FaultClass.SLOW, "is slow: 3.1 times the seconds per unit of 511 peers at equal load, for 60 s"),
     (FaultClass.GPU, "XID 79 on GPU 3: it has fallen off the bus; the node's other GPUs answer"),
     (FaultClass.NETWORK, "mlx5_2 lost its link 4 times within 10 minutes; its peers on the same switch did not"),
 )

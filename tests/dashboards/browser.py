@@ -1,4 +1,4 @@
-"""A real headless Chromium on a really served dashboard: what it complains of, and whom it asks."""
+"""A real headless Chromium on a served dashboard: its console errors, and the hosts that it contacts."""
 
 import os
 import re
@@ -30,12 +30,12 @@ two below the page first, gets 404, and finds them at the root. No other 404 is 
 
 @dataclass
 class Visit:
-    """One page of a browser, with all that went wrong in it."""
+    """One page of a browser, with its errors."""
 
     page: Page
     origin: str
     complaints: list[str] = field(default_factory=list)
-    foreign: list[str] = field(default_factory=list)  # requests to anybody else
+    foreign: list[str] = field(default_factory=list)  # requests to other hosts
     path: str = ""  # of the page that was opened; empty: the root
 
     def __post_init__(self) -> None:
@@ -76,7 +76,7 @@ class Visit:
         return self.page.locator("body").inner_text()
 
     def faultless(self) -> None:
-        """Nothing on the page is an exception, nothing in its console an error, and no one else was asked."""
+        """Nothing on the page is an exception, nothing in its console an error, and no other host was contacted."""
         assert self.page.locator('[data-testid="stException"]').count() == 0, self.text()[-3000:]
         assert self.complaints == []
         assert self.foreign == []

@@ -2,7 +2,7 @@
 sense."""
 
 import sqlite3
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from rolecall.core.clock import Clock, SystemClock
@@ -18,7 +18,7 @@ from rolecall.dashboards.data.reader import JournalSnapshot
 from rolecall.dashboards.pages import shell
 from rolecall.dashboards.settings import Settings
 from tests.events import filled
-from tests.support import eventually
+from tests.support import PATIENCE_SECONDS
 
 HOMES = {
     "trainer/0": "node-1",
@@ -102,7 +102,7 @@ class MadeRun:
     def act(self, plan: Plan) -> None:
         self.say(K.ACTION_STARTED, {"plan": plan.to_dict(), "digest": plan.digest}, plan.incident_id)
 
-    def cure(self, plan: Plan) -> None:
+    def resolve(self, plan: Plan) -> None:
         self.say(K.ACTION_DONE, {"digest": plan.digest, "result": {"done": True, "because": "done"}}, plan.incident_id)
         self.say(K.INCIDENT_VERIFIED, {"because": "it works"}, plan.incident_id)
         self.say(K.INCIDENT_CLOSED, {"outcome": "resolved", "because": "it works"}, plan.incident_id)
@@ -111,7 +111,9 @@ class MadeRun:
         return self.journal.append(filled(kind, body), incident_id=incident).seq
 
     def settings(self) -> Settings:
-        return Settings(journal_url=self.run.database_url, run=self.run, name=self.run_id)
+        return Settings(
+            journal_url=self.run.database_url, run=self.run, name=self.run_id, patience_seconds=PATIENCE_SECONDS
+        )
 
 
 def damage(run: RunDir, seq: int, body: str = "{") -> None:
@@ -123,12 +125,5 @@ def damage(run: RunDir, seq: int, body: str = "{") -> None:
 
 def first_snapshot(what: Settings) -> JournalSnapshot:
     """Serves `what` in this process, and waits for its first snapshot."""
-    settings.use(what)
-    found: list[JournalSnapshot] = []
-
-    def answered() -> bool:
-        found[:] = [shell.reader().latest()]
-        return "has not responded" not in found[0].because
-
-    eventually(answered, "the journal was read")
-    return found[0]
+    settings.use(replace(what, patience_seconds=PATIENCE_SECONDS))
+    return shell.reader().latest()

@@ -1,10 +1,15 @@
 """Pictures of the dashboard on a real demo run: `python -m tests.dashboards.screenshots docs/images` (about 5 minutes).
 
-A demo is started with its dashboard beside it; once a trainer hangs, Now is taken as an operator on call sees it. When the
-run is over, the other pages are taken from what it left. With `--run DIR` only the latter, of a run that there is.
+A demo is started with its dashboard beside it; once a trainer hangs, the Overview page is taken as on-call sees it. When
+the run is over, the other pages are taken from what it left. With `--run DIR` only the latter, of an existing run.
+
+`--synthetic` takes a minute and needs no run: the Accounting page and the pages on a phone from the synthetic run of
+tests/fake_run.py, and policy health from a recorded training whose learning rate was raised tenfold at step 60
+(tests/detector/courses.json).
 """
 
 import argparse
+import json
 import re
 import subprocess
 import sys
@@ -18,11 +23,15 @@ from playwright.sync_api import Browser, FloatRect
 from rolecall.core.clock import SystemClock
 from rolecall.core.errors import JournalError
 from rolecall.core.journal.events import Event, EventKind
+from rolecall.core.journal.events import EventKind as K
 from rolecall.core.journal.journal import Journal
 from rolecall.core.rundir import RunDir, open_run_dir
 from tests.dashboards.browser import ADDRESS, Visit, browser, served, visit
+from tests.dashboards.made_runs import MadeRun
+from tests.fake_run import FakeRun
 
 T = TypeVar("T")
+COURSES = Path(__file__).parents[1] / "detector" / "courses.json"
 SEED = 7
 RUN_ID = "pictures"
 DEMO_SECONDS = 900.0
@@ -126,13 +135,56 @@ def of_a_run(of: Browser, run: RunDir, out: Path) -> None:
                 take(shot, out / f"{name}-phone.png")
 
 
+def of_synthetic_runs(of: Browser, folder: Path, out: Path) -> None:
+    """What needs no real run: accounting, the pages on a phone, policy health."""
+    run = FakeRun(root=folder / "fake").build()
+    with served(folder, [str(run.path)]) as address:
+        with visit(of, address) as shot:
+            shot.open("/accounting")
+            shot.page.get_by_text("Audit passed").first.wait_for()
+            take(shot, out / "accounting.png", whole=True)
+        for name, path in (("overview", "/"), ("incident", "/incidents?incident=i-2")):
+            with visit(of, address, size="phone") as shot:
+                shot.open(path)
+                take(shot, out / f"{name}-phone.png")
+    collapsed = MadeRun(folder / "collapsed", num_steps=0, watched=False)
+    columns = json.loads(COURSES.read_text())["lr x10"]["columns"]
+    for step, row in enumerate(zip(*columns.values(), strict=True)):
+        health = {name: value for name, value in zip(columns, row, strict=True) if value is not None}
+        known = {"reward": health.pop("reward", None), "log_ratio_max": health.pop("log_ratio_max", None)}
+        health.pop("step", None)
+        collapsed.say(
+            K.STEP_COMMITTED, {"step": step, "epoch": 1, "seconds": 2.0, "tokens": 768, "health": health, **known}
+        )
+    collapsed.journal.close()
+    with served(folder, [str(collapsed.run.path)]) as address, visit(of, address) as shot:
+        shot.open("/")
+        shot.page.set_viewport_size({"width": 1440, "height": 3000})
+        shot.page.wait_for_timeout(PAINT_MILLISECONDS)
+        shot.page.add_style_tag(content=TRIMMED)
+        top = shot.page.get_by_role("heading", name="Policy health").bounding_box()
+        panels = shot.page.locator("[data-testid='stVegaLiteChart']").all()
+        captions = shot.page.locator("[data-testid='stCaptionContainer']").all()
+        boxes = [box for part in (*panels, *captions) if (box := part.bounding_box()) is not None]
+        assert top is not None
+        below = [b for b in boxes if b["y"] > top["y"]]
+        left, right = top["x"] - 20, max(b["x"] + b["width"] for b in below) + 20
+        bottom = max(b["y"] + b["height"] for b in below) + 20
+        clip = FloatRect(x=left, y=top["y"] - 10, width=right - left, height=bottom - top["y"] + 10)
+        shot.page.screenshot(path=str(out / "health.png"), clip=clip)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=re.sub(r"\s+", " ", str(__doc__)))
     parser.add_argument("out", type=Path)
     parser.add_argument("--run", type=Path)
+    parser.add_argument("--synthetic", action="store_true")
     asked = parser.parse_args()
     asked.out.mkdir(parents=True, exist_ok=True)
     with browser() as of, tempfile.TemporaryDirectory() as runs:
+        if asked.synthetic:
+            of_synthetic_runs(of, Path(runs), asked.out)
+            return
         run = RunDir(asked.run.resolve()) if asked.run else of_a_demo(of, Path(runs), asked.out)
         of_a_run(of, run, asked.out)
 

@@ -156,7 +156,7 @@ def test_an_empty_file_is_no_one(file: Path) -> None:
     assert read_users(file) == {}
 
 
-def test_a_folder_and_a_pipe_are_no_people_file(tmp_path: Path) -> None:
+def test_a_folder_and_a_pipe_are_no_users_file(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe", 0o600)
     for path in (tmp_path, tmp_path / "pipe"):
         with pytest.raises(UnreadableInput, match=r"regular file|directory"):

@@ -24,7 +24,7 @@ MIB = 1 << 20
 
 
 class Passing(FakeClock):
-    """A second passes with each look at the clock, so that looks are counted."""
+    """A second passes with each read of the clock, so that reads are counted."""
 
     def monotonic(self) -> float:
         self.advance(1.0)
@@ -102,7 +102,7 @@ def test_what_a_log_held_before_the_time_ended_is_not_lost(tmp_path: Path) -> No
     answer = judged(kernel_log(tmp_path / "gpu7"))
     [found] = answer.diagnoses
     assert found.suspects[0].node == "gpu7" and "XID 79" in found.because and answer.open_ends
-    assert "kernel line(s)" in answer.inputs[0].looked_at and "0 line(s)" not in answer.inputs[0].looked_at
+    assert "kernel line(s)" in answer.inputs[0].content and "0 line(s)" not in answer.inputs[0].content
 
 
 def test_all_kinds_of_file_share_the_time_and_later_ones_are_counted(tmp_path: Path) -> None:

@@ -28,8 +28,8 @@ def test_commands_exist(name: str) -> None:
 
 
 def test_a_wrong_command_is_noticed() -> None:
-    assert complaint("rolecall mend NODE") == "no such command: mend"
-    assert complaint("rolecall audit RUN --mend") == "it has no --mend"
+    assert complaint("rolecall repair NODE") == "no such command: repair"
+    assert complaint("rolecall audit RUN --repair") == "it has no --repair"
 
 
 def test_every_page_of_the_site_is_reachable() -> None:

@@ -64,7 +64,7 @@ def test_demo_resolves_three_faults_and_its_report_is_true(tmp_path: Path) -> No
         detected_at = fault["injected_at"] + incident["detected_seconds"]
         assert run.observer.opened[incident["incident_id"]].agrees(detected_at, AGREEMENT_SECONDS), incident
         served = run.observer.serving[(fault["target"], fault["incarnation"] + 1)]
-        assert served.agrees(detected_at + incident["cured_seconds"], AGREEMENT_SECONDS), incident
+        assert served.agrees(detected_at + incident["resolved_seconds"], AGREEMENT_SECONDS), incident
 
     assert not (run.path / "watch.json").exists(), "no watch serves any more"
     assert not (run.path / "prometheus" / "targets.json").exists(), "there is nothing more to scrape"

@@ -45,7 +45,7 @@ def test_an_external_fault_is_resolved_a_nan_is_tolerated_and_an_exception_on_al
     detected_at = killed_at + crash["detected_seconds"]
     assert observer.opened[crash["incident_id"]].agrees(detected_at, AGREEMENT_SECONDS), crash
     served = observer.serving["rollout/0", 2]
-    assert served.agrees(detected_at + crash["cured_seconds"], AGREEMENT_SECONDS), crash
+    assert served.agrees(detected_at + crash["resolved_seconds"], AGREEMENT_SECONDS), crash
 
     assert (spoilt["fault_class"], spoilt["suspects"]) == ("silent_corruption", ["trainer/1#1"]), spoilt
     assert spoilt["outcome"] == "tolerated" and "finite when computed again" in spoilt["because"]

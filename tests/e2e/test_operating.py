@@ -171,7 +171,10 @@ def _the_memory_of_it_is_whole(run: DemoRun) -> None:
     assert replayed.returncode == 0, replayed.stdout
     report = json.loads(command("report", str(run.path), "--json").stdout)
     by_id = {i["incident_id"]: i for i in report["incidents"]}
-    assert by_id["inc-1-rollout-1"]["cured_seconds"] is not None and by_id["inc-3-rollout-2"]["cured_seconds"] is None
+    assert (
+        by_id["inc-1-rollout-1"]["resolved_seconds"] is not None
+        and by_id["inc-3-rollout-2"]["resolved_seconds"] is None
+    )
     assert report["pids_kept"] is True and report["false_alarms"] == [], report["pids"]
 
 

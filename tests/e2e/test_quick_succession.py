@@ -243,7 +243,7 @@ def _nothing_was_lost(run: DemoRun, open_groups: frozenset[str]) -> None:
     report = json.loads(command("report", str(run.path), "--json").stdout)
     assert report["missed"] == []
     faults = [i for i in report["incidents"] if i["fault"]]
-    assert all(i["named_right"] for i in faults), faults
+    assert all(i["diagnosed_correctly"] for i in faults), faults
     # The process that was killed under its new name may have been found under the one it had as a standby.
     by_kind = {i["fault"]["kind"]: i for i in faults if i["suspects"] != ["standby/0#1"]}
     assert list(by_kind) == ["controller-kill", "rollout-kill", "trainer-hang", "holder-kill"]

@@ -53,11 +53,11 @@ def test_hold_and_lift(world: World, capsys: pytest.CaptureFixture[str]) -> None
     assert run_command(world, "hold", digest, "--reason", "a look", "--minutes", "1e9") == 1
 
 
-def test_mark(world: World, capsys: pytest.CaptureFixture[str]) -> None:
+def test_review(world: World, capsys: pytest.CaptureFixture[str]) -> None:
     proposal(world)
-    assert run_command(world, "mark", "inc-1-rollout-1") == 2
+    assert run_command(world, "review", "inc-1-rollout-1") == 2
     assert "--right or --wrong" in capsys.readouterr().err
-    assert run_command(world, "mark", "inc-1-rollout-1", "--wrong", "--reason", "a drill") == 0
+    assert run_command(world, "review", "inc-1-rollout-1", "--wrong", "--reason", "a drill") == 0
     review = world.only().review
     assert review is not None and review.right is False and review.because == "a drill"
 

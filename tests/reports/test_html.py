@@ -68,7 +68,7 @@ def test_the_page_is_whole_and_loads_and_runs_nothing(report: dict[str, Any]) ->
     assert tags.count("h1") == 1 and tags.count("svg") >= 3
 
 
-def test_the_page_tells_the_run(report: dict[str, Any]) -> None:
+def test_the_page_shows_the_run(report: dict[str, Any]) -> None:
     text = _read(render_html(report)).text
     assert "3 of 3 faults resolved, the audit holds; reward went from 0.07 to 0.96" in text
     for incident in report["incidents"]:

@@ -135,7 +135,7 @@ def _texts(bundle: Bundle) -> dict[str, str]:
     return {m.name: m.content.decode() for m in bundle.members}
 
 
-def test_the_bundle_tells_the_incident(written: RunDir) -> None:
+def test_the_bundle_contains_the_incident(written: RunDir) -> None:
     found = _texts(export(written, INCIDENT))
     assert sorted(found) == [
         "MANIFEST.json",

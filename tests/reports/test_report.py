@@ -26,7 +26,7 @@ PROMISED = {
     "pids_kept", "audit", "weights_proven",
 }  # fmt: skip
 PROMISED_OF_INCIDENT = {
-    "fault", "suspects", "fault_class", "because", "detected_seconds", "cured_seconds", "action", "tokens_lost",
+    "fault", "suspects", "fault_class", "because", "detected_seconds", "resolved_seconds", "action", "tokens_lost",
     "steps_lost",
 }  # fmt: skip
 PROMISED_OF_AUDIT = {"ok", "groups_trained", "groups_dropped", "groups_undone", "duplicates", "unaccounted"}
@@ -48,7 +48,7 @@ def test_the_report_holds_what_was_promised(fake_run: RunDir) -> None:
     assert set(report["incidents"][0]["fault"]) >= {"kind", "target", "injected_at"}
 
 
-def test_the_report_of_a_cured_run(fake_run: RunDir) -> None:
+def test_the_report_of_a_run_with_resolved_incidents(fake_run: RunDir) -> None:
     report = write_report(fake_run)
     assert report["ok"] and not report["failure_free"] and report["outcome"] == "completed"
     assert (report["seed"], report["num_steps"], report["faults_injected"]) == (7, 120, 3)
@@ -132,7 +132,7 @@ def test_an_incident_left_open_is_not_ok(tmp_path: Path) -> None:
     fake._close = lambda incident, strike: None  # type: ignore[method-assign]
     report = write_report(fake.build())
     assert set(_fails(report)) == {"faults resolved", "no incident open"}
-    assert report["incidents"][0]["outcome"] == "open" and report["incidents"][0]["cured_seconds"] is None
+    assert report["incidents"][0]["outcome"] == "open" and report["incidents"][0]["resolved_seconds"] is None
 
 
 def test_a_run_without_a_single_step(tmp_path: Path) -> None:
@@ -195,7 +195,7 @@ def test_a_fault_that_hits_several_is_named_by_any_of_them(fake_run: RunDir) -> 
     lines[1] |= {"target": "trainer/0", "targets": ["trainer/0", "trainer/1"], "pid": 4103}
     fake_run.injections_path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     report = write_report(fake_run)
-    assert report["incidents"][1]["named_right"] and not report["missed"]
+    assert report["incidents"][1]["diagnosed_correctly"] and not report["missed"]
 
 
 # --- the failure-free run -----------------------------------------------------------------------------------------

@@ -74,7 +74,7 @@ def test_an_open_incident_is_shown_with_its_sentence_and_stage(fake_run: RunDir)
     snapshot = _at(fake_run, 38.6)
     assert [i.stage for i in snapshot.open_incidents] == ["verifying"]
     text = _shown(render(snapshot, "demo"))
-    assert "crash  rollout/1#1" in text and "signal 9 in phase generate" in text
+    assert "crash  rollout/1#1" in text and "process exited on signal 9" in " ".join(text.split())
     assert "no open incidents" not in text
 
 
@@ -258,7 +258,7 @@ def test_hostile_text_in_lines_and_summary(text: str, fake_run: RunDir) -> None:
         "fault": None,
         "fault_class": text,
         "outcome": text,
-        "cured_seconds": None,
+        "resolved_seconds": None,
     }
     report["verdict"] = [{"what": text, "ok": False, "because": text}]
     report["missed"] = [{"kind": text, "target": text}]

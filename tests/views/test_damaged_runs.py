@@ -99,7 +99,7 @@ def test_a_journal_that_cannot_be_read_is_named_and_refused(
     do(fake_run.path / "journal.db")
     code, out, err = _run(capsys, fake_run, command)
     if command == "audit" and harm in ("a table missing", "no text"):
-        # The file opens, its events do not hold: that is what an audit is for, and it tells of the ledger all the same.
+        # The file opens, its events do not hold: that is what an audit is for, and it reports on the ledger all the same.
         assert code == 1
         err = out
     else:

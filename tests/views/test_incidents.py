@@ -1,4 +1,4 @@
-"""Incidents joined with their faults: who belongs to whom, how long it took, and what was neither."""
+"""Incidents joined with their faults: which fault belongs to which incident, how long it took, and what matches neither."""
 
 import json
 from dataclasses import replace
@@ -94,11 +94,11 @@ def test_a_whole_run_is_reported_with_the_times_at_which_things_happened(fake_ru
     assert not joined.missed and not joined.false_alarms
     for story, strike in zip(joined.summaries, ALL, strict=True):
         assert story.fault is not None and story.fault.target == strike.target
-        assert story.named_right and story.resolved
+        assert story.diagnosed_correctly and story.resolved
         reported = story.to_dict()
         assert reported["detected_seconds"] == pytest.approx(strike.found_after, abs=1e-3)
         assert reported["serving_seconds"] == pytest.approx(strike.serving_after, abs=1e-3)
-        assert reported["cured_seconds"] == reported["serving_seconds"]
+        assert reported["resolved_seconds"] == reported["serving_seconds"]
         assert reported["verified_seconds"] == pytest.approx(strike.verified_after, abs=1e-3)
         assert reported["fault_class"] == strike.fault_class and reported["because"] == strike.because
     kill, hang, slow = (s.to_dict() for s in joined.summaries)
@@ -123,7 +123,7 @@ def test_a_replacement_that_is_killed_while_it_starts_belongs_to_the_incident_th
     tale.opened(14.0, "i-2", "trainer/1").acted(14.1, "i-2", "trainer/1").resolved(20.0, "i-1").resolved(21.0, "i-2")
     first, second, other = _fault("rollout/0", 9.5), _second("rollout/0", 11.5), _fault("trainer/1", 13.0)
     joined = tale.reported(first, second, other)
-    assert [(s.fault, s.named_right, s.further_faults) for s in joined.summaries] == [
+    assert [(s.fault, s.diagnosed_correctly, s.further_faults) for s in joined.summaries] == [
         (first, True, (second,)),
         (other, True, ()),
     ]
@@ -150,13 +150,13 @@ def test_each_fault_gets_the_earliest_incident_after_it_that_names_it() -> None:
 def test_the_right_name_goes_before_the_nearer_time() -> None:
     tale = Tale().opened(11.0, "i1", "rollout/2").opened(12.0, "i2", "rollout/1")
     joined = tale.reported(_fault("rollout/1", 10.0))
-    assert {s.incident.incident_id: s.named_right for s in joined.summaries} == {"i1": None, "i2": True}
+    assert {s.incident.incident_id: s.diagnosed_correctly for s in joined.summaries} == {"i1": None, "i2": True}
     assert joined.false_alarms == ("i1",)
 
 
 def test_an_incident_that_names_another_in_the_faults_time_is_the_wrong_name_not_a_false_alarm() -> None:
     joined = Tale().opened(12.0, "i1", "trainer/0").reported(_fault("trainer/1", 10.0))
-    assert joined.summaries[0].named_right is False
+    assert joined.summaries[0].diagnosed_correctly is False
     assert not joined.missed and not joined.false_alarms
 
 
@@ -182,7 +182,7 @@ def test_a_name_means_one_incarnation_and_one_process(
     named = {"replica": "rollout/1", "incarnation": 1, **suspect}
     replica = named.pop("replica")
     joined = Tale().opened(12.0, "i1", replica, **named).reported(_fault("rollout/1", 10.0, **fault))
-    assert joined.summaries[0].named_right is same
+    assert joined.summaries[0].diagnosed_correctly is same
 
 
 def test_a_request_of_an_operator_is_no_false_alarm() -> None:
@@ -196,15 +196,15 @@ def test_a_request_of_an_operator_is_no_false_alarm() -> None:
 # --- times --------------------------------------------------------------------------------------------------------
 
 
-def test_cured_means_serving_and_seen_making_progress() -> None:
+def test_resolved_means_serving_and_observed_making_progress() -> None:
     known = {("rollout/1", 2): IncarnationRecord(replica="rollout/1", incarnation=2, serving_at=14.0)}
     tale = Tale().opened(11.0, "i1", "rollout/1").acted(11.1, "i1", "rollout/1")
-    assert tale.reported(_fault("rollout/1", 10.0), known=known).summaries[0].cured_at is None
+    assert tale.reported(_fault("rollout/1", 10.0), known=known).summaries[0].resolved_at is None
     reported = tale.resolved(13.0, "i1").reported(_fault("rollout/1", 10.0), known=known).summaries[0].to_dict()
-    assert (reported["serving_seconds"], reported["cured_seconds"]) == (3.0, 3.0), "it served after it was verified"
+    assert (reported["serving_seconds"], reported["resolved_seconds"]) == (3.0, 3.0), "it served after it was verified"
     later = {("rollout/1", 2): IncarnationRecord(replica="rollout/1", incarnation=2, serving_at=12.0)}
     reported = tale.reported(_fault("rollout/1", 10.0), known=later).summaries[0].to_dict()
-    assert (reported["serving_seconds"], reported["cured_seconds"], reported["verified_seconds"]) == (1.0, 1.0, 2.0)
+    assert (reported["serving_seconds"], reported["resolved_seconds"], reported["verified_seconds"]) == (1.0, 1.0, 2.0)
 
 
 def test_what_was_contained_before_the_finding_counts_as_zero() -> None:

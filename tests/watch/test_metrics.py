@@ -112,10 +112,10 @@ def test_a_finished_run_comes_out_as_its_journal_has_it(fake_run: RunDir) -> Non
     opened = {k[1:]: v for k, v in found.items() if k[0] == "incidents_opened_total" and v}
     assert opened == {("rollout", "crash"): 1, ("trainer", "hang"): 1, ("rollout", "slow"): 1}
     assert found["incidents_closed_total", "resolved"] == 3 and found["incidents_open", "open"] == 0
-    assert found["incident_cures_total", "rollout"] == 2 and found["incident_cures_total", "reward"] == 0
+    assert found["incident_resolutions_total", "rollout"] == 2 and found["incident_resolutions_total", "reward"] == 0
     # Serving 1.62 and 1.71 s after the finding (tests/fake_run.py).
-    assert found["incident_cure_seconds_total", "rollout"] == pytest.approx(1.62 + 1.71, abs=0.01)
-    assert found["incident_newest_finding_seconds", "trainer"] == pytest.approx(3.0, abs=0.01)
+    assert found["incident_resolution_seconds_total", "rollout"] == pytest.approx(1.62 + 1.71, abs=0.01)
+    assert found["incident_newest_detection_seconds", "trainer"] == pytest.approx(3.0, abs=0.01)
     assert found["actions_total", "replace_replica", "done"] == 3
     assert found["plans_total", "replace_replica"] == 3 and found["plans_total", "roll_back"] == 0
     assert found["replica_state", "trainer", "trainer/1", "stopped"] == 1
@@ -214,7 +214,7 @@ def test_lines_that_are_not_as_their_kind_has_them_are_passed_over(tmp_path: Pat
     found = _looked(run)
     assert found["run_step",] == 4
     assert found["nodes_quarantined",] == 1
-    assert (found["diagnoses_marked", "right"], found["diagnoses_marked", "wrong"]) == (0, 1)
+    assert (found["diagnoses_reviewed", "right"], found["diagnoses_reviewed", "wrong"]) == (0, 1)
 
 
 # --- a watch at work ------------------------------------------------------------------------------------------------
@@ -298,7 +298,7 @@ def test_a_running_watch_exports_its_state(tmp_path: Path) -> None:
         assert found["watch_agents", "reached"] == 2 and found["watch_agents", "unreachable"] == 1
         assert found["watch_agent_unreachable_timestamp_seconds", "node-2"] < world.clock.wall()
         assert found["watch_processes",] == 8 and found["watch_diagnoses", "crash"] == 1
-        assert found["watch_calls_failed_total",] == 2 and found["watch_fence",] == 1
+        assert found["watch_notifications_failed_total",] == 2 and found["watch_fence",] == 1
         who = ("node-rollout-1", "rollout", "rollout/1", "crash")
         assert found["incident_open", *who] == 1
         assert found["incident_opened_timestamp_seconds", *who] <= world.clock.wall()
@@ -422,7 +422,7 @@ def test_roles_that_an_agent_invents_fill_no_prometheus(tmp_path: Path) -> None:
     assert looks.poll()
     opened = {k[1]: v for k, v in _by_key(looks).items() if k[0] == "incidents_opened_total" and v}
     assert len(opened) == NUM_ROLES_MAX + 1 and opened[""] == 10
-    assert len({k[1] for k in _by_key(looks) if k[0] == "incident_findings_total"}) < NUM_ROLES_MAX + 10
+    assert len({k[1] for k in _by_key(looks) if k[0] == "incident_detections_total"}) < NUM_ROLES_MAX + 10
 
 
 # --- where it is served ---------------------------------------------------------------------------------------------

@@ -85,7 +85,7 @@ def _health() -> PanelRow:
             PanelFormat(limits=many),
             PanelQuery("max(rolecall_incidents_broken)", "unreadable incidents"),
             PanelQuery("max(rolecall_watch_unhandled)", "handling fails"),
-            PanelQuery("max(rolecall_watch_calls_failed_total)", "undelivered notifications"),
+            PanelQuery("max(rolecall_watch_notifications_failed_total)", "undelivered notifications"),
         ),
         states(
             "Detection",
@@ -114,13 +114,17 @@ def _detection() -> PanelRow:
             "Time to detect",
             "From onset to detection: mean over the incidents of the run, by role.",
             PanelFormat("s", decimals=1),
-            PanelQuery(mean("rolecall_incident_finding_seconds_total", "rolecall_incident_findings_total"), "{{role}}"),
+            PanelQuery(
+                mean("rolecall_incident_detection_seconds_total", "rolecall_incident_detections_total"), "{{role}}"
+            ),
         ),
         bars(
             "Time to recover",
             "From detection until the replacement serves and makes progress: mean over resolved incidents, by role.",
             PanelFormat("s", decimals=1),
-            PanelQuery(mean("rolecall_incident_cure_seconds_total", "rolecall_incident_cures_total"), "{{role}}"),
+            PanelQuery(
+                mean("rolecall_incident_resolution_seconds_total", "rolecall_incident_resolutions_total"), "{{role}}"
+            ),
         ),
         bars(
             "Incident outcomes",
@@ -150,9 +154,9 @@ def _detection() -> PanelRow:
         ),
         numbers(
             "Reviewed diagnoses",
-            "Diagnoses that operators marked right or wrong (`rolecall mark`).",
+            "Diagnoses that operators reviewed as right or wrong (`rolecall review`).",
             PanelFormat(decimals=0),
-            PanelQuery("max by (verdict) (rolecall_diagnoses_marked)", "{{verdict}}"),
+            PanelQuery("max by (verdict) (rolecall_diagnoses_reviewed)", "{{verdict}}"),
         ),
         widths=(6, 6, 6, 6, 8, 8, 8),
     )
@@ -198,7 +202,7 @@ def _recovery() -> PanelRow:
             "Pages, quarantine, approvals",
             "Pages to on-call, nodes in quarantine, and plans that await approval.",
             PanelFormat(decimals=0),
-            PanelQuery("max(rolecall_persons_called_total)", "pages"),
+            PanelQuery("max(rolecall_oncall_pages_total)", "pages"),
             PanelQuery("max(rolecall_nodes_quarantined)", "nodes in quarantine"),
             PanelQuery("max(rolecall_plans_waiting)", "plans awaiting approval"),
         ),
@@ -222,7 +226,7 @@ def _overhead() -> PanelRow:
             PanelFormat("s"),
             PanelQuery(f"{_per_watch_rate('rolecall_watch_tick_busy_seconds_total')} / ({ticks} > 0)", WATCH),
             PanelQuery(
-                f"{_per_watch_rate('rolecall_watch_judging_seconds_total')} / ({ticks} > 0)", f"{WATCH} detectors"
+                f"{_per_watch_rate('rolecall_watch_detection_seconds_total')} / ({ticks} > 0)", f"{WATCH} detectors"
             ),
         ),
         lines(

@@ -273,9 +273,7 @@ def _memory() -> PanelRow:
 
 
 def _host() -> PanelRow:
-    def rate(metric: str) -> str:
-        return f"max by (node) (rate({metric}{{{NODE}}}[$__rate_interval]))"
-
+    busy = _rate_by("rolecall_host_cpu_busy_seconds_total", "node")
     waits = (
         ("CPU", "rolecall_host_cpu_stall_seconds_total"),
         ("memory", "rolecall_host_memory_stall_seconds_total"),
@@ -287,10 +285,7 @@ def _host() -> PanelRow:
             "CPU",
             "Share of all CPUs in use.",
             PanelFormat("percentunit", most=1.0),
-            PanelQuery(
-                f"{rate('rolecall_host_cpu_busy_seconds_total')} / max by (node) (rolecall_host_cpus{{{NODE}}})",
-                OF_NODE,
-            ),
+            PanelQuery(f"{busy} / max by (node) (rolecall_host_cpus{{{NODE}}})", OF_NODE),
         ),
         lines(
             "Available memory",
@@ -302,7 +297,7 @@ def _host() -> PanelRow:
             "Resource pressure",
             "Share of time in which at least one task waited for the resource (PSI).",
             PanelFormat("percentunit", most=1.0),
-            *(PanelQuery(rate(metric), f"{OF_NODE} {what}") for what, metric in waits),
+            *(PanelQuery(_rate_by(metric, "node"), f"{OF_NODE} {what}") for what, metric in waits),
         ),
         numbers(
             "OOM kills",
@@ -313,8 +308,6 @@ def _host() -> PanelRow:
         widths=6,
     )
 
-
-# --- network ---------------------------------------------------------------------------------------------------------
 
 PORT, INTERFACE = "{{node}} {{nic}}/{{port}}", "{{node}} {{interface}}"
 BYTES = PanelFormat("Bps")

@@ -23,6 +23,7 @@ from rolecall.dashboards.grafana.panels import (
     GREY,
     ORANGE,
     RED,
+    UP_DOWN,
     YELLOW,
     Link,
     MappedValue,
@@ -60,12 +61,18 @@ def replica_state(matchers: str) -> str:
     )
 
 
-STATE_MAPPINGS = dict(enumerate(REPLICA_STATES.values(), start=1))
+def _mappings(mappings: Mapping[str, MappedValue]) -> dict[int, MappedValue]:
+    return dict(enumerate(mappings.values(), start=1))
 
 
 def of_replicas(metric: str) -> str:
     """The rate of a counter, per rank of each replica."""
     return f"max by (role, replica, rank) (rate({metric}{{{OF_ROLE}}}[$__rate_interval]))"
+
+
+BUSY, UNITS = of_replicas("rolecall_process_busy_seconds_total"), of_replicas("rolecall_process_work_units_total")
+UNIT_SECONDS = f"{BUSY} / ({UNITS} > 0)"
+IDLE = f"time() - max by (role, replica, rank) (rolecall_process_progress_timestamp_seconds{{{OF_ROLE}}})"
 
 
 def roles() -> Dashboard:
@@ -79,7 +86,7 @@ def roles() -> Dashboard:
 
 
 def _health() -> PanelRow:
-    style = PanelFormat(mappings=STATE_MAPPINGS, links=(SERIES_TO_REPLICA,))
+    style = PanelFormat(mappings=_mappings(REPLICA_STATES), links=(SERIES_TO_REPLICA,))
     exits = grown(f"rolecall_process_exits_total{{{OF_ROLE}}}", "node, role, replica, rank, reason") + " > 0"
     return PanelRow(
         "Health",
@@ -122,11 +129,8 @@ def _health() -> PanelRow:
 
 def _outstanding() -> PanelRow:
     """The few of a thousand replicas that deserve attention."""
-    busy, units = of_replicas("rolecall_process_busy_seconds_total"), of_replicas("rolecall_process_work_units_total")
-    unit = f"{busy} / ({units} > 0)"
-    slowness = f"({unit}) / on (role) group_left () quantile by (role) (0.5, {unit})"
+    slowness = f"({UNIT_SECONDS}) / on (role) group_left () quantile by (role) (0.5, {UNIT_SECONDS})"
     delay = of_replicas("rolecall_process_main_run_delay_seconds_total")
-    idle = f"time() - max by (role, replica, rank) (rolecall_process_progress_timestamp_seconds{{{OF_ROLE}}})"
     columns = {"role": "role", "replica": "replica", "rank": "rank"}
     linked = (ROW_TO_REPLICA,)
     return PanelRow(
@@ -142,7 +146,7 @@ def _outstanding() -> PanelRow:
             "Longest without progress",
             "Seconds since a unit of work was finished. Waiting and idle replicas appear here too.",
             PanelFormat("s", limits=((None, BLUE),), links=linked),
-            PanelQuery(f"topk({FIRST}, {idle})", "since"),
+            PanelQuery(f"topk({FIRST}, {IDLE})", "since"),
             columns,
         ),
         rows(
@@ -156,9 +160,7 @@ def _outstanding() -> PanelRow:
 
 
 def _pace() -> PanelRow:
-    busy, units = of_replicas("rolecall_process_busy_seconds_total"), of_replicas("rolecall_process_work_units_total")
     newest = f"scalar(max(rolecall_process_policy_version{{{OF_ROLE}}}))"
-    idle = f"time() - max by (role, replica, rank) (rolecall_process_progress_timestamp_seconds{{{OF_ROLE}}})"
     requests = f"rolecall_process_requests_active{{{OF_ROLE}}}"
     each = "{{replica}} rank {{rank}}"
     linked = (SERIES_TO_REPLICA,)
@@ -174,13 +176,13 @@ def _pace() -> PanelRow:
             "Seconds per unit of work",
             "Microbatch, engine step or scored sample. A line far above the others: a slow replica.",
             PanelFormat("s", links=linked),
-            PanelQuery(f"{busy} / ({units} > 0)", each),
+            PanelQuery(UNIT_SECONDS, each),
         ),
         lines(
             "Time since last progress",
             "Seconds since a unit of work was finished. It also grows while a replica waits or is idle.",
             PanelFormat("s", links=linked),
-            PanelQuery(idle, each),
+            PanelQuery(IDLE, each),
         ),
         lines(
             "Policy versions behind",
@@ -263,8 +265,6 @@ def _training() -> PanelRow:
     )
 
 
-# --- one replica -----------------------------------------------------------------------------------------------------
-
 OWN = 'role=~"$role",replica=~"$replica"'
 PEERS = 'role=~"$role",replica!~"$replica"'
 PHASES = {
@@ -316,10 +316,6 @@ def _coded(metric: str, mappings: Mapping[str, MappedValue], label: str) -> str:
     return f"max by (rank) ({alive('(' + ' or '.join(each) + ')')})"
 
 
-def _mappings(mappings: Mapping[str, MappedValue]) -> dict[int, MappedValue]:
-    return dict(enumerate(mappings.values(), start=1))
-
-
 def _now(incidents: Sequence[Link]) -> PanelRow:
     where = f"max by (node, role, replica, rank) (rolecall_process_incarnation{{{OWN}}})"
     return PanelRow(
@@ -327,13 +323,13 @@ def _now(incidents: Sequence[Link]) -> PanelRow:
         numbers(
             "State",
             "As recorded by the run. LOST: fenced, gets no work.",
-            PanelFormat(mappings=STATE_MAPPINGS, links=incidents),
+            PanelFormat(mappings=_mappings(REPLICA_STATES), links=incidents),
             PanelQuery(replica_state(OWN), "{{replica}}"),
         ),
         numbers(
             "Process",
             "Whether the process of each rank exists.",
-            PanelFormat(mappings={0: MappedValue("DOWN", RED), 1: MappedValue("up", GREEN)}),
+            PanelFormat(mappings=UP_DOWN),
             PanelQuery(f"max by (rank) (rolecall_process_up{{{OWN}}})", "rank {{rank}}"),
         ),
         numbers(

@@ -78,18 +78,6 @@ def watch_state() -> Panel:
     )
 
 
-def open_now(incidents: Sequence[Link]) -> Panel:
-    """Which suspects have an open incident, and for how long."""
-    return rows(
-        "Open incidents by suspect",
-        "Suspects with an open incident, and how long it has been open. Links lead to the suspect, its peers and its "
-        "node.",
-        PanelFormat("s", limits=((None, RED),), no_value="none", links=(ROW_TO_REPLICA, ROW_TO_GPUS, *incidents)),
-        PanelQuery(f"time() - max by ({SUSPECT}) (rolecall_incident_opened_timestamp_seconds)", "open for"),
-        {"fault": "fault", "role": "role", "replica": "replica", "node": "node"},
-    )
-
-
 def _now(incidents: Sequence[Link]) -> PanelRow:
     at_work = 'sum by (role) (max by (role, state) (rolecall_replicas{state=~"ready|serving"}))'
     wanted = "max by (role) (rolecall_replicas_wanted)"
@@ -106,7 +94,14 @@ def _now(incidents: Sequence[Link]) -> PanelRow:
             ),
             PanelQuery("sum(max by (state) (rolecall_incidents_open))"),
         ),
-        open_now(incidents),
+        rows(
+            "Open incidents by suspect",
+            "Suspects with an open incident, and how long it has been open. Links lead to the suspect, its peers and "
+            "its node.",
+            PanelFormat("s", limits=((None, RED),), no_value="none", links=(ROW_TO_REPLICA, ROW_TO_GPUS, *incidents)),
+            PanelQuery(f"time() - max by ({SUSPECT}) (rolecall_incident_opened_timestamp_seconds)", "open for"),
+            {"fault": "fault", "role": "role", "replica": "replica", "node": "node"},
+        ),
         bars(
             "Replicas serving",
             "Share of the desired replicas of each role that are ready or serving. The link leads to the role.",
@@ -258,14 +253,12 @@ def _incidents() -> PanelRow:
             "Latest incident: time to detect and to recover",
             "From onset to detection, and from detection until the replacement makes progress.",
             PanelFormat("s", decimals=1),
-            PanelQuery("max by (role) (rolecall_incident_newest_finding_seconds)", "{{role}} detected"),
-            PanelQuery("max by (role) (rolecall_incident_newest_cure_seconds)", "{{role}} resolved"),
+            PanelQuery("max by (role) (rolecall_incident_newest_detection_seconds)", "{{role}} detected"),
+            PanelQuery("max by (role) (rolecall_incident_newest_resolution_seconds)", "{{role}} resolved"),
         ),
         widths=(12, 6, 6),
     )
 
-
-# --- policy health ---------------------------------------------------------------------------------------------------
 
 SHARE = PanelFormat("percentunit", most=1.0)
 FEW = PanelFormat("percentunit")
@@ -391,12 +384,20 @@ def _critic() -> PanelRow:
 def _trainers() -> PanelRow:
     def each(title: str, style: PanelFormat, *shown: str) -> Panel:
         metrics = [BY_NAME[name] for name in shown]
+
+        def legend(metric: str) -> str:
+            rank = "{{replica}} rank {{rank}}"
+            return rank if len(metrics) == 1 else f"{rank} {metric.removesuffix('_ratio').replace('_', ' ')}"
+
         return lines(
             title,
             f"{'; '.join(metric.help for metric in metrics)}. All trainers of a job report the same value, of the "
             f"whole step.",
             style,
-            *_queries([metric.metric for metric in metrics]),
+            *(
+                PanelQuery(f"max by (role, replica, rank) (rolecall_train_{m.metric})", legend(m.metric))
+                for m in metrics
+            ),
         )
 
     linked = (SERIES_TO_REPLICA,)
@@ -411,11 +412,3 @@ def _trainers() -> PanelRow:
         each("Mismatch with engines, same weights", PanelFormat(links=linked), "log_ratio_max"),
         collapsed=True,
     )
-
-
-def _queries(metrics: Sequence[str]) -> list[PanelQuery]:
-    def legend(metric: str) -> str:
-        rank = "{{replica}} rank {{rank}}"
-        return rank if len(metrics) == 1 else f"{rank} {metric.removesuffix('_ratio').replace('_', ' ')}"
-
-    return [PanelQuery(f"max by (role, replica, rank) (rolecall_train_{m})", legend(m)) for m in metrics]

@@ -9,12 +9,11 @@ import altair as alt
 import streamlit as st
 
 from rolecall.core.clock import SystemClock
-from rolecall.core.text import plain, seconds
+from rolecall.core.text import plain, seconds, utc
 from rolecall.dashboards.data.nodes import age
 from rolecall.dashboards.data.reader import JournalSnapshot, Reader
 from rolecall.dashboards.pages.accounting.statistics import (
     FEW,
-    EttrBreakdown,
     LostTimeShare,
     Precision,
     Slice,
@@ -36,7 +35,7 @@ from rolecall.recovery.incidents import Incident
 
 AUDIT_NOW = "accounting.audit"
 INCIDENTS_SHOWN = 1000
-"""Rows of the review table, newest first; review older ones with `rolecall mark`."""
+"""Rows of the review table, newest first; review older ones with `rolecall review`."""
 PROBLEMS_SHOWN = 50
 DAY_SECONDS = 86_400.0
 SHORT_SECONDS = 600.0
@@ -53,7 +52,6 @@ def _worker(_settings: Settings, journal_url: str, run: str) -> AccountingWorker
 
 
 def worker(settings: Settings) -> AccountingWorker:
-    """The accounting worker of this process for this journal."""
     return _worker(settings, settings.journal_url, str(settings.run.path) if settings.run else "")
 
 
@@ -75,9 +73,6 @@ def _draw_statistics(reader: Reader, _snapshot: JournalSnapshot) -> None:
         return
     _effective(statistics)
     _speed(statistics)
-
-
-# --- audit --------------------------------------------------------------------------------------------------------
 
 
 def _audit(accounts: AccountingSnapshot, now: float) -> None:
@@ -114,14 +109,13 @@ def _audit(accounts: AccountingSnapshot, now: float) -> None:
     head = audit.journal.position
     when = f", {age(now - accounts.audited_at)} ago" if accounts.audited_at is not None else ""
     st.text(f"{head} events, {audit.ledger.head.position} ledger entries, {audit.num_anchors} anchors{when}")
-    st.button("Audit again", key="accounting.again", disabled=accounts.busy, on_click=_ask_for_audit)
-
-
-def _ask_for_audit() -> None:
-    st.session_state[AUDIT_NOW] = True
-
-
-# --- time ---------------------------------------------------------------------------------------------------------
+    st.button(
+        "Audit again",
+        key="accounting.again",
+        disabled=accounts.busy,
+        on_click=st.session_state.update,
+        args=({AUDIT_NOW: True},),
+    )
 
 
 def _effective(statistics: IncidentStatistics) -> None:
@@ -140,7 +134,16 @@ def _effective(statistics: IncidentStatistics) -> None:
         st.metric("lost", seconds(times.lost_seconds))
     st.altair_chart(_ettr_chart(times.slices), width="stretch")
     with st.expander(f"By {width}, as a table"):
-        _slices(times)
+        data_table(
+            {
+                "from (UTC)": [_when(s.start) for s in times.slices],
+                "ETTR": [None if s.ettr is None else round(100 * s.ettr, 1) for s in times.slices],
+                "lost": [seconds(s.lost_seconds) for s in times.slices],
+                "steps": [s.num_steps for s in times.slices],
+                "incidents": [s.num_incidents for s in times.slices],
+            },
+            column_config={"ETTR": st.column_config.NumberColumn(format="%.1f %%")},
+        )
     st.caption(
         f"Share of productive replicas, by {width}. A lost rollout counts as lost; while a step is interrupted, no "
         "trainer counts as productive; rollouts that keep generating do."
@@ -157,19 +160,6 @@ def _effective(statistics: IncidentStatistics) -> None:
         _lost("by incident (top ten)", times.by_incident)
 
 
-def _slices(times: EttrBreakdown) -> None:
-    data_table(
-        {
-            "from (UTC)": [_when(s.start) for s in times.slices],
-            "ETTR": [None if s.ettr is None else round(100 * s.ettr, 1) for s in times.slices],
-            "lost": [seconds(s.lost_seconds) for s in times.slices],
-            "steps": [s.num_steps for s in times.slices],
-            "incidents": [s.num_incidents for s in times.slices],
-        },
-        column_config={"ETTR": st.column_config.NumberColumn(format="%.1f %%")},
-    )
-
-
 def _lost(title: str, parts: Sequence[LostTimeShare]) -> None:
     st.markdown(f"**Lost time {title}**")
     st.altair_chart(_lost_chart(parts), width="stretch")
@@ -179,7 +169,6 @@ def _lost(title: str, parts: Sequence[LostTimeShare]) -> None:
 
 
 def _ettr_chart(slices: Sequence[Slice]) -> Any:
-    """ETTR of each time slice as a bar."""
     rows = [
         {
             "start": datetime.fromtimestamp(time_slice.start, UTC).isoformat(),
@@ -233,9 +222,6 @@ def _lost_chart(lost: Sequence[LostTimeShare]) -> Any:
     return base.mark_bar().properties(height=80 + 26 * len(rows))
 
 
-# --- speed --------------------------------------------------------------------------------------------------------
-
-
 def _speed(statistics: IncidentStatistics) -> None:
     st.subheader("Time to detect, compared with the goals")
     if statistics.note:
@@ -244,8 +230,7 @@ def _speed(statistics: IncidentStatistics) -> None:
     if statistics.num_injected:
         st.text(
             f"{statistics.num_injected} faults were injected, {statistics.num_missed} were missed; "
-            f"{statistics.num_false_alarms} "
-            "incident(s) match none of them."
+            f"{statistics.num_false_alarms} incident(s) match none of them."
         )
     if not statistics.detection:
         st.text("No fault was detected yet.")
@@ -291,9 +276,6 @@ def _within(share: float | None) -> str:
     if share is None:
         return "–"
     return f"{'✓' if share == 1 else '✗'} {share:.0%}"
-
-
-# --- reviews ------------------------------------------------------------------------------------------------------
 
 
 def _reviews(reader: Reader, viewer: Viewer, incidents: Sequence[Incident]) -> None:
@@ -354,4 +336,4 @@ def _precision(rows: Sequence[Precision]) -> None:
 
 
 def _when(at: float) -> str:
-    return datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%M")
+    return utc(at, "%Y-%m-%d %H:%M")

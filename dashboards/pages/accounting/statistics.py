@@ -124,8 +124,6 @@ def _ranked(parts: Iterable[tuple[str, float]]) -> tuple[LostTimeShare, ...]:
     return tuple(LostTimeShare(name=n, seconds=s, share=s / total if total else 0.0) for n, s in ranked)
 
 
-# --- detection and recovery times -------------------------------------------------------------------------------------
-
 GOAL_SECONDS: dict[DetectionChannel, float] = {
     DetectionChannel.EXIT: 1.0,
     DetectionChannel.HARDWARE: 2.0,
@@ -176,14 +174,14 @@ def evidence_of(diagnosis: Diagnosis) -> DetectionChannel:
     return channel
 
 
-def detection(stories: Iterable[IncidentSummary]) -> tuple[DetectionTimes, ...]:
+def detection(summaries: Iterable[IncidentSummary]) -> tuple[DetectionTimes, ...]:
     """One row per channel with detections; injected and other faults separately."""
     found: dict[tuple[DetectionChannel, bool], list[float]] = {}
-    for story in stories:
-        if story.incident.requested_by_operator or (story.fault is not None and not story.named_right):
+    for summary in summaries:
+        if summary.incident.requested_by_operator or (summary.fault is not None and not summary.diagnosed_correctly):
             continue  # an operator request is no detection, and a wrong suspect is no detection of this fault
-        key = evidence_of(story.incident.diagnosis), story.fault is not None
-        found.setdefault(key, []).append(max(0.0, story.detected_at - story.began_at))
+        key = evidence_of(summary.incident.diagnosis), summary.fault is not None
+        found.setdefault(key, []).append(max(0.0, summary.detected_at - summary.began_at))
     order = list(DetectionChannel)
     rows = []
     for evidence, injected in sorted(found, key=lambda k: order.index(k[0])):
@@ -202,23 +200,23 @@ def detection(stories: Iterable[IncidentSummary]) -> tuple[DetectionTimes, ...]:
     return tuple(rows)
 
 
-def recovery(stories: Iterable[IncidentSummary]) -> tuple[RecoveryTimes, ...]:
+def recovery(summaries: Iterable[IncidentSummary]) -> tuple[RecoveryTimes, ...]:
     """One row per fault class with a started action."""
     found: dict[str, list[IncidentSummary]] = {}
-    for story in stories:
-        if story.incident.action_started_at is not None:
-            found.setdefault(str(story.incident.diagnosis.fault_class), []).append(story)
+    for summary in summaries:
+        if summary.incident.action_started_at is not None:
+            found.setdefault(str(summary.incident.diagnosis.fault_class), []).append(summary)
     return tuple(_recovered(name, found[name]) for name in sorted(found))
 
 
-def _recovered(name: str, stories: Sequence[IncidentSummary]) -> RecoveryTimes:
+def _recovered(name: str, summaries: Sequence[IncidentSummary]) -> RecoveryTimes:
     def took(at: Callable[[IncidentSummary], float | None]) -> list[float]:
-        return [s for story in stories if (s := story.since_finding(at(story))) is not None]
+        return [s for summary in summaries if (s := summary.since_finding(at(summary))) is not None]
 
-    serving, resolved = took(lambda s: s.serving_at), took(lambda s: s.cured_at)
+    serving, resolved = took(lambda s: s.serving_at), took(lambda s: s.resolved_at)
     return RecoveryTimes(
         fault_class=name,
-        num=len(stories),
+        num=len(summaries),
         num_served=len(serving),
         serving_median=statistics.median(serving) if serving else None,
         serving_worst=max(serving, default=None),
@@ -227,8 +225,6 @@ def _recovered(name: str, stories: Sequence[IncidentSummary]) -> RecoveryTimes:
         resolved_worst=max(resolved, default=None),
     )
 
-
-# --- precision --------------------------------------------------------------------------------------------------------
 
 Z_95 = 1.959964
 FEW = 10
@@ -250,7 +246,6 @@ class Precision:
 
     @property
     def sentence(self) -> str:
-        """The precision in a sentence."""
         if self.ratio is None or self.low is None or self.high is None:
             return "No diagnosis has been reviewed yet."
         text = f"{self.num_right} of {self.num_reviewed} reviewed diagnoses were right: {self.ratio:.0%}"

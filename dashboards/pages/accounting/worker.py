@@ -3,20 +3,33 @@
 A page gets the latest result and never waits for a newer one, except briefly for the very first. Both are recomputed
 when the journal has grown, but use at most 5 % of one core; the audit, which verifies the whole hash chain, also on
 request. Events are read once and kept without fields that no statistic uses.
+
+The audit of a long journal holds every event in memory, so it runs in a child process, and pages stay responsive:
+
+    python -m rolecall.dashboards.pages.accounting.worker < {"url", "run_id", "path"} > the audit, pickled
+
+The journal's URL may contain a password, so it is sent through the pipe, not as an argument or in the environment.
 """
 
+import json
+import os
+import pickle
+import subprocess
+import sys
 import threading
 from collections.abc import Iterable
+from contextlib import closing
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from rolecall.core.clock import Clock
-from rolecall.core.errors import RolecallError
+from rolecall.core.errors import JournalUnavailable, RolecallError
 from rolecall.core.journal.database import redacted
 from rolecall.core.journal.events import Event, EventKind
 from rolecall.core.journal.journal import Journal
 from rolecall.core.journal.payloads import ChainHead, WeightsAdmitted
+from rolecall.core.rundir import RunDir
 from rolecall.dashboards.data.reader import injected_faults
-from rolecall.dashboards.pages.accounting.audit import APART_EVENTS, audited
 from rolecall.dashboards.pages.accounting.statistics import (
     DetectionTimes,
     EttrBreakdown,
@@ -28,7 +41,7 @@ from rolecall.dashboards.pages.accounting.statistics import (
 from rolecall.dashboards.settings import Settings
 from rolecall.recovery.incidents import INCIDENT_KINDS
 from rolecall.recovery.operators.run_location import run_id_of
-from rolecall.views.audit import RunAudit
+from rolecall.views.audit import RunAudit, audit_journal
 from rolecall.views.ettr import RETAINED, steps, training_began
 from rolecall.views.incidents import summarize_incidents
 from rolecall.views.journal_reader import JournalReader
@@ -45,11 +58,15 @@ STATISTICS_SECONDS, AUDIT_SECONDS = 5.0, 60.0
 FIRST_SECONDS = 0.5
 """How long the first page waits for the first statistics; a short journal needs 50 ms."""
 
+APART_EVENTS = 20_000
+"""Journals with fewer events are audited in-process, which is faster than starting a process."""
+SECONDS_MAX = 1_800.0
+"""Enough for about 20 million events; a longer audit is stuck."""
+NICENESS = 10
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IncidentStatistics:
-    """Statistics over incidents."""
-
     times: EttrBreakdown | None
     detection: tuple[DetectionTimes, ...]
     recovery: tuple[RecoveryTimes, ...]
@@ -102,7 +119,7 @@ class AccountingWorker:
                 self._thread.start()
             began = self._began = now if self._began is None else self._began
         # Only for the first result; later callers get the latest one at once.
-        self._first.wait(max(0.0, FIRST_SECONDS - (now - began)))
+        self._first.wait(max(0.0, FIRST_SECONDS - (now - began), self._settings.patience_seconds))
         thread = self._thread
         return replace(self._snapshot, busy=thread is not None and thread.is_alive())
 
@@ -113,19 +130,14 @@ class AccountingWorker:
             thread.join(seconds)
         return thread is None or not thread.is_alive()
 
-    # --- in the thread ------------------------------------------------------------------------------------------
-
     def _work(self) -> None:
         try:
-            journal = Journal(self._settings.journal_url, clock=self._clock, create=False)
-            try:
+            with closing(Journal(self._settings.journal_url, clock=self._clock, create=False)) as journal:
                 head = journal.head()
                 self._update_statistics(journal, head)
                 if head.position > self._apart_events:
                     self._first.set()  # do not wait for the audit of a long journal
                 self._audit(journal, head)
-            finally:
-                journal.close()
         except RolecallError as e:
             self._failed(redacted(str(e)))
         except Exception as e:  # noqa: BLE001
@@ -143,7 +155,8 @@ class AccountingWorker:
         began = self._clock.monotonic()
         if began < self._statistics_due:
             return
-        self._read(journal)
+        for page in self._reader.pages(journal):
+            self._events += self._kept(page.events)
         ended = any(e.kind is _K.RUN_ENDED for e in self._events[-200:])
         statistics = self._snapshot.statistics
         if statistics is None or head != self._statistics_head or not ended:
@@ -153,10 +166,6 @@ class AccountingWorker:
             self._statistics_head = head
             self._statistics_due = self._clock.monotonic() + max(STATISTICS_SECONDS, IDLE_FACTOR * took)
             self._snapshot = replace(self._snapshot, statistics=statistics, error="")
-
-    def _read(self, journal: Journal) -> None:
-        for page in self._reader.pages(journal):
-            self._events += self._kept(page.events)
 
     def _kept(self, events: Iterable[Event]) -> Iterable[Event]:
         for event in events:
@@ -214,3 +223,52 @@ class AccountingWorker:
                 audit_head=head,
                 has_ledger=found.ledger.head.position > 0,
             )
+
+
+def audited(journal: Journal, url: str, run_id: str, run: RunDir | None, *, apart: bool) -> RunAudit:
+    """`apart`: in a child process. Raises JournalError: the audit is not possible now."""
+    if not apart:
+        return audit_journal(journal, run_id, run)
+    request = json.dumps({"url": url, "run_id": run_id, "path": None if run is None else str(run.path)})
+    argv = [sys.executable, "-m", __name__]
+    try:
+        child = subprocess.run(
+            argv,
+            input=request.encode(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            timeout=SECONDS_MAX,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired) as e:
+        reason = (
+            f"not finished after {SECONDS_MAX:.0f} s" if isinstance(e, subprocess.TimeoutExpired) else str(e.strerror)
+        )
+        raise JournalUnavailable(where="the audit", reason=reason, hint="run `rolecall audit RUN`") from None
+    if child.returncode != 0:
+        reason = f"its process exited with {child.returncode}"
+        raise JournalUnavailable(where="the audit", reason=reason, hint="run `rolecall audit RUN` to see why")
+    found = pickle.loads(child.stdout)  # written by our own child process
+    if isinstance(found, Exception):
+        raise found
+    if not isinstance(found, RunAudit):
+        raise TypeError(f"the audit's process returned {type(found).__name__}")
+    return found
+
+
+def main() -> int:
+    request = json.load(sys.stdin)
+    os.nice(NICENESS)
+    run = None if request["path"] is None else RunDir(Path(request["path"]))
+    result: RunAudit | Exception
+    try:
+        with closing(Journal(request["url"], create=False)) as journal:
+            result = audit_journal(journal, request["run_id"], run)
+    except Exception as e:  # noqa: BLE001 - raised in the parent
+        result = e
+    sys.stdout.buffer.write(pickle.dumps(result))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

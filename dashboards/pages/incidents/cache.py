@@ -81,27 +81,27 @@ class IncidentCost:
 
 
 def cost(
-    material: IncidentPageInputs, story: IncidentSummary | None, gpus_per_process: float = 0.0
+    material: IncidentPageInputs, summary: IncidentSummary | None, gpus_per_process: float = 0.0
 ) -> IncidentCost | None:
     """None: the incident cannot be summarized."""
-    if story is None:
+    if summary is None:
         return None
     end = material.events[-1].wall_at if material.events and not material.is_open else material.now
-    lost = losses(MatchedIncidents(summaries=(story,)), end)
+    lost = losses(MatchedIncidents(summaries=(summary,)), end)
     waiting = _waiting(material, lost)
     replica_seconds = sum(loss.until - loss.since for loss in lost) + sum(s for _, s in waiting)
-    during = [e for e in material.around if story.began_at - 0.05 <= e.wall_at <= (story.ends_at or float("inf"))]
+    during = [e for e in material.around if summary.began_at - 0.05 <= e.wall_at <= (summary.ends_at or float("inf"))]
     hit = {x.replica for x in lost}
     moved = [e.payload for e in during if isinstance(e.payload, RequestsReassigned) and e.payload.from_replica in hit]
     interrupted = sum(e.kind is K.STEP_INTERRUPTED for e in during)
     return IncidentCost(
         replica_seconds=replica_seconds,
         gpu_seconds=replica_seconds * gpus_per_process if gpus_per_process > 0 else None,
-        tokens_lost=story.tokens_lost,
-        tokens_kept=story.tokens_kept,
+        tokens_lost=summary.tokens_lost,
+        tokens_kept=summary.tokens_kept,
         requests_reassigned=sum(said.num_requests for said in moved),
         steps_interrupted=interrupted if any(replica.startswith(TRAINER) for replica in hit) else 0,
-        steps_undone=story.steps_lost,
+        steps_undone=summary.steps_lost,
         is_final=not material.is_open,
         how=tuple(_words(lost, waiting)),
     )
@@ -124,8 +124,6 @@ def _words(lost: list[Loss], waiting: list[tuple[str, float]]) -> list[str]:
     idle = [f"{replica} waited for {seconds(s)} until the interrupted step was committed" for replica, s in waiting]
     return [plain(text, 200) for text in (*impaired, *idle)]
 
-
-# --- page model -------------------------------------------------------------------------------------------------------
 
 KEPT_MAX = 32
 """Cached incidents; a telemetry window takes some megabytes."""
@@ -156,12 +154,14 @@ def page_model(material: IncidentPageInputs, signals: Signals | None = None) -> 
     inputs = decision_inputs(material)
     if signals is None:
         signals = signals_of(material)
+    pace = of_commits(material.around)
+    collapsed = material.incident is not None and COLLAPSE in material.incident.diagnosis.detectors
     return IncidentPageModel(
         material=material,
         head=view.head(material, summary),
         timeline=build_timeline(material, summary),
         signals=signals,
-        run=_of_the_run(material),
+        run=(*(of_the_policy(material.around) if collapsed else ()), *((pace,) if pace else ())),
         findings=view.findings(material),
         collected_evidence=view.collected_evidence(material),
         plan_sections=view.plan_sections(material),
@@ -170,12 +170,6 @@ def page_model(material: IncidentPageInputs, signals: Signals | None = None) -> 
         what_if=what_if(inputs) if inputs is not None else None,
         margins=margins(material.incident.diagnosis) if material.incident else (),
     )
-
-
-def _of_the_run(material: IncidentPageInputs) -> tuple[Signal, ...]:
-    pace = of_commits(material.around)
-    collapsed = material.incident is not None and COLLAPSE in material.incident.diagnosis.detectors
-    return (*(of_the_policy(material.around) if collapsed else ()), *((pace,) if pace else ()))
 
 
 def _same_signals(before: IncidentPageModel, material: IncidentPageInputs) -> bool:
@@ -257,8 +251,6 @@ class IncidentPageCache:
         return replace(made, signals=replace(made.signals, missing=f"{made.signals.missing}; {found.missing}"))
 
 
-# --- series from Prometheus -------------------------------------------------------------------------------------------
-
 LIMITS = PrometheusClientLimits(answer_bytes_max=8 << 20, connect_seconds=2.0, answer_seconds=3.0, patience_seconds=2.0)
 NUM_POINTS = 240
 STEP_SECONDS_MIN = 1.0
@@ -272,13 +264,14 @@ SPAN_SECONDS_MAX = 24 * 3600.0
 def from_prometheus(url: str, authorization: str, diagnosis: Diagnosis, axis: TimelineRange, clock: Clock) -> Signals:
     """Signals of the suspects and of the other replicas of their roles."""
     roles = sorted({s.role for s in diagnosis.suspects if s.role})
-    selector = ",".join(_selector(diagnosis.suspects, roles))
-    if not selector:
+    names = roles or sorted({str(s.node) for s in diagnosis.suspects if s.node})
+    if not names:
         return Signals(missing="the diagnosis names neither a role nor a node to query in Prometheus")
     try:
         client = Client(url, clock, authorization=authorization, limits=LIMITS)
     except ConfigError as e:
         return Signals(missing=plain(f"Prometheus: {e}", 300))
+    selector = f"{'role' if roles else 'node'}=~{json.dumps('|'.join(map(_literal, names)), ensure_ascii=False)}"
     end = min(axis.end, axis.begin + SPAN_SECONDS_MAX, clock.wall())
     step = max(STEP_SECONDS_MIN, (end - axis.begin) / NUM_POINTS)
     window = f"{max(WINDOW_SECONDS_MIN, WINDOW_STEPS * step):.0f}s"
@@ -298,21 +291,9 @@ def from_prometheus(url: str, authorization: str, diagnosis: Diagnosis, axis: Ti
     return Signals(signals=tuple(drawn), missing=missing, source=f"Prometheus at {plain(client.where, 100)}")
 
 
-def _selector(suspects: Sequence[Suspect], roles: Sequence[str]) -> list[str]:
-    if roles:
-        return [f"role=~{_quoted('|'.join(_literal(r) for r in roles))}"]
-    nodes = sorted({str(s.node) for s in suspects if s.node})
-    return [f"node=~{_quoted('|'.join(_literal(n) for n in nodes))}"] if nodes else []
-
-
 def _literal(name: str) -> str:
     """A name, escaped for an RE2 regular expression."""
     return "".join(c if c.isalnum() or c in "_-/" else f"\\x{{{ord(c):x}}}" for c in name)
-
-
-def _quoted(text: str) -> str:
-    """A PromQL string literal."""
-    return json.dumps(text, ensure_ascii=False)
 
 
 def _signal(kind: SignalSpec, result: Sequence[Any], diagnosis: Diagnosis) -> Signal | None:

@@ -6,11 +6,11 @@ with a label. Each kind of entry has a row, a shape and a number, explained in t
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from datetime import UTC, datetime
 from typing import Any
 
 import altair as alt
 
+from rolecall.core.text import utc
 from rolecall.dashboards.pages.incidents.signals import Signal
 from rolecall.dashboards.pages.incidents.timeline import (
     IncidentTimeline,
@@ -243,7 +243,4 @@ def _title(text: str) -> Any:
 
 
 def _clock(at: float) -> str:
-    try:
-        return datetime.fromtimestamp(at, UTC).strftime("%H:%M:%S.%f")[:-3]
-    except (OverflowError, ValueError, OSError):
-        return "unknown"
+    return utc(at, "%H:%M:%S.%f", "unknown   ")[:-3]

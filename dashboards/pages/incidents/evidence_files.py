@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rolecall.core.rundir import RunDir
-from rolecall.reports.incident_export import EVIDENCE_DIR
+from rolecall.reports.incident_export import evidence_files
 
 SHOWN_BYTES_MAX = 64 << 10
 """Shown per file: about a thousand lines, which a browser renders without delay."""
@@ -24,20 +24,15 @@ class FileText:
 
 
 def names(run: RunDir | None, incident_id: str) -> tuple[str, ...]:
-    """Names of the files on this machine."""
     return tuple(sorted(_files(run, incident_id)))
 
 
 def _files(run: RunDir | None, incident_id: str) -> dict[str, Path]:
-    if run is None:
-        return {}
     try:
-        folders = [p for p in (run.path / EVIDENCE_DIR).iterdir() if p.name == incident_id and not p.is_symlink()]
-        found = [p for folder in folders if folder.is_dir() for p in folder.iterdir()]
-        kept = [p for p in found if p.is_file() and not p.is_symlink() and not p.name.startswith(".")]
+        found = [] if run is None else evidence_files(run, incident_id)
     except OSError:
         return {}
-    return {p.name: p for p in sorted(kept)[:NUM_FILES_MAX]}
+    return {p.name: p for p in found[:NUM_FILES_MAX]}
 
 
 def read(run: RunDir | None, incident_id: str, name: str) -> FileText:

@@ -1,4 +1,5 @@
-"""The page of one incident: diagnosis, evidence, decisions, actions, verification, cost.
+"""The Incidents page: a table with filters in the URL; with `?incident=ID`, the page of that incident with its
+diagnosis, evidence, decisions, actions, verification and cost.
 
 Untrusted text is shown with `st.text` and `st.code` only; headings and labels are constant.
 """
@@ -6,6 +7,7 @@ Untrusted text is shown with `st.text` and `st.code` only; headings and labels a
 import json
 import shlex
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import streamlit as st
 
@@ -15,12 +17,147 @@ from rolecall.core.journal.events import Event
 from rolecall.core.text import plain, seconds, utc
 from rolecall.dashboards.data.reader import JournalSnapshot, Reader
 from rolecall.dashboards.pages.incidents import evidence_files as incident_files
-from rolecall.dashboards.pages.incidents import view
+from rolecall.dashboards.pages.incidents import table, view
 from rolecall.dashboards.pages.incidents.cache import IncidentCost, IncidentPageCache, IncidentPageModel
 from rolecall.dashboards.pages.incidents.charts import incident_charts
-from rolecall.dashboards.pages.incidents.replay import replay, threshold_boundary
-from rolecall.dashboards.pages.incidents.table import INCIDENT
-from rolecall.dashboards.pages.incidents.timeline import IncidentTimeline, TimelineRange
+from rolecall.dashboards.pages.incidents.what_if import replay, threshold_boundary
+from rolecall.dashboards.pages.shell import page
+
+ANY = ""
+OPEN_SHOWN = 5
+"""Number of open incidents whose diagnoses are shown above the table."""
+REVIEWS = {"right": "right", "wrong": "wrong", "none": "not reviewed"}
+WITHIN = {"hour": "the last hour", "day": "the last 24 hours", "week": "the last 7 days"}
+
+
+def show() -> None:
+    wanted = st.query_params.get(table.INCIDENT)
+    if wanted:
+        back()
+        page("Incident", lambda r, snapshot: draw(r, snapshot, wanted))
+    else:
+        page("Incidents", _draw)
+
+
+@st.cache_resource(show_spinner=False)
+def _records(journal_url: str) -> table.IncidentTable:
+    return table.IncidentTable()
+
+
+def _draw(reader: Reader, snapshot: JournalSnapshot) -> None:
+    rows = _records(reader.settings.journal_url).rows(snapshot.projection.incidents, snapshot.projection.broken)
+    now = reader.now()
+    wanted = _filters(table.choices(rows))
+    found = table.shown(rows, wanted, now)
+    _count(found, snapshot)
+    if found.rows:
+        with st.container(gap="xxsmall", key="incidents-open"):
+            # In full, because table cells cut them off.
+            for r in [r for r in found.rows if r.is_open][:OPEN_SHOWN]:
+                st.text(f"{r.words}: {r.because}")
+        _table(found.rows, now)
+    elif not rows:
+        st.info("No incidents in this run.", icon=":material/check_circle:")
+    else:
+        st.info("No incidents match these filters.", icon=":material/filter_alt_off:")
+    _pager(found, wanted)
+
+
+def _filters(offered: table.Choices) -> table.Filter:
+    """The filter widgets, synchronized with the URL in both directions."""
+    before = table.Filter.from_query({k: v for k, v in st.query_params.items() if k != table.INCIDENT})
+    with st.container(horizontal=True, key="incidents-filters"):
+        text = st.text_input("Search", before.text, key="incidents-text", width=220, placeholder="any column")
+        status = _choice("State or outcome", before.status, offered.statuses, "incidents-status")
+        role = _choice("Role", before.role, offered.roles, "incidents-role")
+        fault = _choice("Fault class", before.fault, offered.faults, "incidents-fault")
+        node = _choice("Node", before.node, offered.nodes, "incidents-node")
+        day = _choice("Day (UTC)", before.day, offered.days, "incidents-day")
+        within = _choice("Within", before.within, tuple(WITHIN), "incidents-within", WITHIN)
+        review = _choice("Review", before.review, tuple(REVIEWS), "incidents-review", REVIEWS)
+    now = table.Filter(
+        text=text.strip(), status=status, role=role, fault=fault, node=node, day=day, within=within, review=review
+    )
+    if now == replace(before, page=1):
+        return before
+    _write(now)
+    return now
+
+
+def _choice(label: str, now: str, offered: tuple[str, ...], key: str, words: dict[str, str] | None = None) -> str:
+    """One of the existing values, or any. A value from the URL is offered even if it does not occur."""
+    options = [ANY, *offered, *([now] if now and now not in offered else [])]
+
+    def called(option: str) -> str:
+        return "any" if option == ANY else (words or {}).get(option, option.replace("_", " "))
+
+    return str(st.selectbox(label, options, index=options.index(now), format_func=called, key=key, width=160))
+
+
+def _write(wanted: table.Filter) -> None:
+    others = {k: v for k, v in st.query_params.items() if k not in table.Filter.__slots__}
+    st.query_params.from_dict({**others, **wanted.to_query()})
+
+
+def _count(found: table.IncidentTablePage, snapshot: JournalSnapshot) -> None:
+    of = f" of {found.num_all:,}" if found.num_found != found.num_all else ""
+    what = "incident" if found.num_found == 1 and not of else "incidents, open first, then newest"
+    st.text(f"{found.num_found:,}{of} {what}")
+    if not snapshot.history.whole:
+        st.text(f"Loading history ({snapshot.history.percent} %): older incidents are still missing.")
+
+
+def _table(rows: tuple[table.IncidentTableRow, ...], now: float) -> None:
+    config = {
+        "link": st.column_config.LinkColumn("incident", display_text=r"incident=([^&]*)", pinned=True),
+        "because": st.column_config.TextColumn("diagnosis", width="large"),
+    }
+    picked = st.dataframe(
+        [_cells(r, now) for r in rows],
+        hide_index=True,
+        column_config=config,
+        key="incidents-table",
+        on_select="rerun",
+        selection_mode="single-row",
+    )
+    chosen = picked["selection"]["rows"]
+    if chosen and chosen[0] < len(rows):
+        st.query_params[table.INCIDENT] = rows[chosen[0]].incident_id
+        st.rerun()
+
+
+def _cells(row: table.IncidentTableRow, now: float) -> dict[str, str]:
+    return {
+        "link": table.href(row.incident_id),
+        "state": row.words,
+        "fault": row.fault_class.replace("_", " "),
+        "suspect": row.who,
+        "opened (UTC)": utc(row.opened_at)[5:19] if row.opened_at else "",
+        "detected after": seconds(row.found_seconds),
+        "recovered after": seconds(row.recovered_seconds),
+        "duration": seconds(row.lasted_seconds(now)) if row.opened_at else "",
+        "action": row.action.replace("_", " "),
+        "because": row.because,
+        "node": ", ".join(row.nodes[:3]),
+        "review": row.review,
+    }
+
+
+def _pager(found: table.IncidentTablePage, wanted: table.Filter) -> None:
+    if found.num_pages <= 1:
+        return
+    with st.container(horizontal=True, vertical_alignment="center"):
+        if st.button("Newer", disabled=found.page <= 1, key="incidents-newer"):
+            _go(wanted, found.page - 1)
+        st.text(f"page {found.page} of {found.num_pages}")
+        if st.button("Older", disabled=found.page >= found.num_pages, key="incidents-older"):
+            _go(wanted, found.page + 1)
+
+
+def _go(wanted: table.Filter, number: int) -> None:
+    _write(replace(wanted, page=number))
+    st.rerun()
+
 
 EVENTS_PER_PAGE = 100
 """Rows per page of the event table."""
@@ -38,19 +175,17 @@ STYLE = """<style>
 .st-key-incident-state [data-testid="stText"] {font-size: 1.05rem; white-space: pre-wrap;}
 [class*="st-key-incident-"] [data-testid="stText"] {font-family: inherit; overflow-wrap: anywhere; white-space: pre-wrap;}
 </style>"""  # noqa: E501
-"""Constant CSS."""
 
 
 @st.cache_resource(show_spinner=False)
 def _cache(journal_url: str) -> IncidentPageCache:
-    del journal_url  # the cache key; Streamlit ignores arguments with a leading underscore
     return IncidentPageCache(SystemClock())
 
 
 def back() -> None:
     """Back to the table, with the filters in the URL."""
     if st.button("All incidents", icon=":material/arrow_back:", key="incident-back"):
-        del st.query_params[INCIDENT]
+        del st.query_params[table.INCIDENT]
         st.rerun()
 
 
@@ -84,7 +219,6 @@ def _section(title: str, key: str, draw_it: Callable[[], None]) -> None:
 
 
 def _facts(facts: view.Facts, key: str) -> None:
-    """Label-value pairs side by side."""
     if not facts:
         return
     with st.container(horizontal=True, key=f"incident-facts-{key}"):
@@ -102,9 +236,6 @@ def _texts(label: str, texts: Sequence[str]) -> None:
                 st.text(f"• {text}")
 
 
-# --- top ------------------------------------------------------------------------------------------------------------
-
-
 def _head(header: view.IncidentHeader) -> None:
     with st.container(key="incident-sentence"):
         st.text(header.sentence)
@@ -120,8 +251,12 @@ def _head(header: view.IncidentHeader) -> None:
 def _timeline(whole: IncidentPageModel) -> None:
     timeline, signals = whole.timeline, whole.signals
     st.subheader("Timeline", divider="gray")
-    axis = _chosen_axis(timeline)
-    with st.container(key="incident-story"):
+    axis = timeline.whole
+    if timeline.around is not None:
+        around = "Around detection"
+        shown = st.segmented_control("Time", [around, "Full duration"], default=around, key="incident-axis")
+        axis = timeline.whole if shown == "Full duration" else timeline.around
+    with st.container(key="incident-timeline"):
         if timeline.moments:
             with st.container(gap=None, key="incident-charts"):
                 drawn = (*signals.signals, *whole.run)
@@ -147,14 +282,6 @@ def _after(value: float) -> str:
     return f"{sign}{seconds(abs(value))}"
 
 
-def _chosen_axis(timeline: IncidentTimeline) -> TimelineRange:
-    if timeline.around is None:
-        return timeline.whole
-    around = "Around detection"
-    shown = st.segmented_control("Time", [around, "Full duration"], default=around, key="incident-axis")
-    return timeline.whole if shown == "Full duration" else timeline.around
-
-
 def _legend(whole: IncidentPageModel) -> None:
     signals = whole.signals.signals
     if not signals:
@@ -166,9 +293,6 @@ def _legend(whole: IncidentPageModel) -> None:
         st.text(f"suspect: {line.name}")
     peers = max(s.num_peers for s in signals)
     st.text(f"peers: {peers} of the same role" if peers else "peers: none")
-
-
-# --- findings -------------------------------------------------------------------------------------------------------
 
 
 def _findings(reader: Reader, whole: IncidentPageModel, incident_id: str) -> None:
@@ -225,10 +349,6 @@ def _files(reader: Reader, incident_id: str, named: Sequence[str]) -> None:
             st.code(file.text, language=None, height=400)
 
 
-# --- decisions, recovery, cost
-# ---------------------------------------------------------------------------------------------
-
-
 def _decisions(decided: Sequence[view.PlanSection]) -> None:
     if not decided:
         st.text("No plan was made.")
@@ -277,9 +397,6 @@ def _cost(cost: IncidentCost | None) -> None:
         st.text("Preliminary: the incident is open and its cost still grows.")
     _texts("Breakdown of replica-seconds", cost.how)
     st.caption(COST_HELP)
-
-
-# --- replay ------------------------------------------------------------------------------------------------------
 
 
 def _what_if(whole: IncidentPageModel) -> None:
@@ -344,18 +461,15 @@ def _quoted(text: str) -> str:
     return shlex.quote(plain(text, 200))
 
 
-# --- events -----------------------------------------------------------------------------------------------------------
-
-
 def _events(events: Sequence[Event], missing: Sequence[str]) -> None:
     _texts("Missing", missing)
     if not events:
         return
     pages = -(-len(events) // EVENTS_PER_PAGE)
-    page = 1
+    number = 1
     if pages > 1:
-        page = int(st.number_input(f"Page of {pages}", 1, pages, 1, key="incident-events-page"))
-    shown = events[(page - 1) * EVENTS_PER_PAGE : page * EVENTS_PER_PAGE]
+        number = int(st.number_input(f"Page of {pages}", 1, pages, 1, key="incident-events-page"))
+    shown = events[(number - 1) * EVENTS_PER_PAGE : number * EVENTS_PER_PAGE]
     rows = [
         {
             "event": event.event_id,

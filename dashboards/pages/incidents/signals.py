@@ -59,16 +59,12 @@ class SignalSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SignalLine:
-    """One suspect."""
-
     name: str
     points: tuple[Point, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limit:
-    """The threshold of the diagnosis."""
-
     value: float
     label: str
 
@@ -99,9 +95,6 @@ class Signals:
     """Number of suspects that are not drawn."""
     gpus_per_process: float = 0.0
     """GPUs per process of the suspects, as far as the window shows."""
-
-
-# --- signals ------------------------------------------------------------------------------------------
 
 
 def _standing(_before: ProcessSample | None, now: ProcessSample) -> float | None:
@@ -245,9 +238,6 @@ def signal_of(
     )
 
 
-# --- from the window ------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class _Sampled:
     at: float  # wall seconds of the watch
@@ -261,7 +251,9 @@ Key = tuple[str, int, int, str]
 def from_window(window: Mapping[str, Any], diagnosis: Diagnosis) -> Signals:
     """Signals from a stored window; for a damaged one, the reason why there are none."""
     try:
-        observations = [Observation.from_dict(o) for o in _thinned(window["observations"])]
+        stored = window["observations"]
+        num = sum(len(b["processes"]) for o in stored for b in o["batches"])
+        observations = [Observation.from_dict(o) for o in stored[:: max(1, math.ceil(num / NUM_SAMPLES_MAX))]]
         return _signals(observations, diagnosis)
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as e:
         return Signals(missing=f"the stored window cannot be read ({type(e).__name__}: {plain(e, 200)})")
@@ -298,11 +290,6 @@ def of_the_policy(events: Iterable[Event]) -> tuple[Signal, ...]:
         for name, title, unit in OF_POLICY
         if len(found.get(name, [])) >= NUM_COMMITS_MIN
     )
-
-
-def _thinned(observations: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
-    num = sum(len(b["processes"]) for o in observations for b in o["batches"])
-    return observations[:: max(1, math.ceil(num / NUM_SAMPLES_MAX))]
 
 
 def _signals(observations: Sequence[Observation], diagnosis: Diagnosis) -> Signals:

@@ -200,8 +200,6 @@ def day_of(at: float) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choices:
-    """Values that the filters offer."""
-
     statuses: tuple[str, ...]
     roles: tuple[str, ...]
     faults: tuple[str, ...]
@@ -224,8 +222,6 @@ def choices(rows: Iterable[IncidentTableRow]) -> Choices:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IncidentTablePage:
-    """One page of the rows that match the filter."""
-
     rows: tuple[IncidentTableRow, ...]
     num_found: int
     num_all: int

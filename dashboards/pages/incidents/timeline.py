@@ -32,7 +32,7 @@ from rolecall.core.journal.payloads import (
 )
 from rolecall.core.text import plain
 from rolecall.dashboards.pages.incidents.material import IncidentPageInputs
-from rolecall.views.incidents import IncidentSummary, InjectedFault, summarize_incidents
+from rolecall.views.incidents import IncidentSummary, summarize_incidents
 
 ENTRIES_MAX = 60
 """Longest timeline; of a longer one the middle is left out, with a note."""
@@ -86,8 +86,6 @@ class TimelineRange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IncidentTimeline:
-    """The timeline of one incident."""
-
     moments: tuple[TimelineEntry, ...]
     whole: TimelineRange
     around: TimelineRange | None
@@ -114,8 +112,8 @@ def _rolled_back(around: Sequence[Event]) -> Mapping[int, float]:
     return undone
 
 
-def build_timeline(material: IncidentPageInputs, story: IncidentSummary | None) -> IncidentTimeline:
-    moments = sorted(_moments(material, story), key=lambda x: x.at)
+def build_timeline(material: IncidentPageInputs, summary: IncidentSummary | None) -> IncidentTimeline:
+    moments = sorted(_moments(material, summary), key=lambda x: x.at)
     left_out = max(0, len(moments) - ENTRIES_MAX)
     if left_out:
         moments = [*moments[: ENTRIES_MAX // 2], *moments[-(ENTRIES_MAX - ENTRIES_MAX // 2) :]]
@@ -152,10 +150,7 @@ def _padded(begin: float, end: float, zero: float) -> TimelineRange:
     return TimelineRange(begin=begin - context, end=end + context, zero=zero)
 
 
-# --- entries --------------------------------------------------------------------------------------------------------
-
-
-def _moments(material: IncidentPageInputs, story: IncidentSummary | None) -> list[TimelineEntry]:
+def _moments(material: IncidentPageInputs, summary: IncidentSummary | None) -> list[TimelineEntry]:
     found: list[TimelineEntry] = []
     if material.incident is not None:
         diagnosis = material.incident.diagnosis
@@ -164,19 +159,17 @@ def _moments(material: IncidentPageInputs, story: IncidentSummary | None) -> lis
                 min(diagnosis.onset, diagnosis.detected_at), TimelineEntryKind.ONSET, "estimated by the diagnosis"
             )
         )
-    for fault in (*((story.fault,) if story and story.fault else ()), *(story.further_faults if story else ())):
-        found.append(TimelineEntry(fault.injected_at, TimelineEntryKind.FAULT, _of_fault(fault)))
+    faults = [] if summary is None else [f for f in (summary.fault, *summary.further_faults) if f is not None]
+    for fault in faults:
+        how = f", {fault.how}" if fault.how else ""
+        words = plain(f"{fault.kind}{how} at {', '.join(fault.hit)}", WORDS_MAX)
+        found.append(TimelineEntry(fault.injected_at, TimelineEntryKind.FAULT, words))
     for event in material.events:
         made = OWN.get(event.kind)
         if made is not None:
-            kind, words = made
-            found.append(TimelineEntry(event.wall_at, kind, plain(words(event))))
-    return found + _of_run(material, story)
-
-
-def _of_fault(fault: InjectedFault) -> str:
-    how = f", {fault.how}" if fault.how else ""
-    return plain(f"{fault.kind}{how} at {', '.join(fault.hit)}", WORDS_MAX)
+            kind, text_of = made
+            found.append(TimelineEntry(event.wall_at, kind, plain(text_of(event))))
+    return found + _of_run(material, summary)
 
 
 def _because(prefix: str) -> Callable[[Event], str]:
@@ -243,11 +236,13 @@ def affected_replicas(material: IncidentPageInputs) -> frozenset[str]:
     return frozenset({*material.incident.named, *material.incident.touched})
 
 
-def _of_run(material: IncidentPageInputs, story: IncidentSummary | None) -> list[TimelineEntry]:
+def _of_run(material: IncidentPageInputs, summary: IncidentSummary | None) -> list[TimelineEntry]:
     """Related events of the run: replaced replicas, weight transfers, requests, interrupted steps."""
     who, made = affected_replicas(material), material.incident.touched if material.incident else {}
-    until = story.ends_at if story is not None else None
-    since = story.began_at if story is not None else (material.events[0].wall_at if material.events else material.now)
+    until = summary.ends_at if summary is not None else None
+    since = (
+        summary.began_at if summary is not None else (material.events[0].wall_at if material.events else material.now)
+    )
     found = []
     interrupted: int | None = None
     proven: set[tuple[str, int]] = set()
@@ -279,11 +274,9 @@ def _of_run(material: IncidentPageInputs, story: IncidentSummary | None) -> list
                 words = f"step {step} is interrupted: {because}"
             case StepCommitted(step=step) if step == interrupted:
                 words, interrupted = f"step {step}, which was interrupted, is committed", None
-            case _:
-                pass
         if words and event.incident_id in (None, material.incident_id):
             found.append(TimelineEntry(event.wall_at, kind, plain(words)))
-    return found + _serving(material, story, proven)
+    return found + _serving(material, summary, proven)
 
 
 def moved_words(moved: RequestsReassigned) -> str:
@@ -294,10 +287,10 @@ def moved_words(moved: RequestsReassigned) -> str:
 
 
 def _serving(
-    material: IncidentPageInputs, story: IncidentSummary | None, proven: set[tuple[str, int]]
+    material: IncidentPageInputs, summary: IncidentSummary | None, proven: set[tuple[str, int]]
 ) -> list[TimelineEntry]:
     """For replicas without weights to verify: when they rejoined an epoch."""
-    if story is None:
+    if summary is None:
         return []
     return [
         TimelineEntry(
@@ -305,6 +298,6 @@ def _serving(
             TimelineEntryKind.WEIGHTS,
             plain(f"{replacement.replica}#{replacement.incarnation} rejoined", WORDS_MAX),
         )
-        for replacement in story.replacements
+        for replacement in summary.replacements
         if replacement.serving_at is not None and (replacement.replica, replacement.incarnation) not in proven
     ]

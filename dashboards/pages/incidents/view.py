@@ -37,8 +37,6 @@ Facts = tuple[tuple[str, str], ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IncidentHeader:
-    """The top of the page."""
-
     incident_id: str
     sentence: str
     glyph: str
@@ -49,7 +47,7 @@ class IncidentHeader:
     injected: str = ""  # the injected fault, if the injection log has one
 
 
-def head(material: IncidentPageInputs, story: IncidentSummary | None) -> IncidentHeader:
+def head(material: IncidentPageInputs, summary: IncidentSummary | None) -> IncidentHeader:
     incident = material.incident
     if incident is None:
         why = material.set_aside or "no information"
@@ -84,12 +82,12 @@ def head(material: IncidentPageInputs, story: IncidentSummary | None) -> Inciden
         glyph=GLYPHS.get(status, "·"),
         status=status.replace("_", " "),
         state=plain(
-            f"Set aside: {material.set_aside}" if material.set_aside else state_words(incident, story, material.now),
+            f"Set aside: {material.set_aside}" if material.set_aside else state_words(incident, summary, material.now),
             SENTENCE_MAX,
         ),
         who=(*who, *((f"and {more} more",) if more > 0 else ())),
         facts=tuple(facts),
-        injected=_injected(story),
+        injected=_injected(summary),
     )
 
 
@@ -109,20 +107,19 @@ def _suspect(suspect: Suspect) -> str:
     return plain(", ".join(p for p in parts if p), 200)
 
 
-def _injected(story: IncidentSummary | None) -> str:
-    if story is None or story.fault is None:
+def _injected(summary: IncidentSummary | None) -> str:
+    if summary is None or summary.fault is None:
         return ""
-    named = "correct suspect" if story.named_right else "wrong suspect"
-    found = seconds(max(0.0, story.detected_at - story.fault.injected_at))
-    how = f" ({story.fault.how})" if story.fault.how else ""
-    return plain(f"{story.fault.kind}{how} at {', '.join(story.fault.hit)}, detected {found} later, {named}", 400)
+    named = "correct suspect" if summary.diagnosed_correctly else "wrong suspect"
+    found = seconds(max(0.0, summary.detected_at - summary.fault.injected_at))
+    how = f" ({summary.fault.how})" if summary.fault.how else ""
+    return plain(f"{summary.fault.kind}{how} at {', '.join(summary.fault.hit)}, detected {found} later, {named}", 400)
 
 
-def state_words(incident: Incident, story: IncidentSummary | None, now: float) -> str:
-    """The state in a sentence."""
+def state_words(incident: Incident, summary: IncidentSummary | None, now: float) -> str:
     attempt, found = incident.attempt, incident.diagnosis.detected_at
     if incident.outcome is not None:
-        return _closed_words(incident, story)
+        return _closed_words(incident, summary)
     since = seconds(max(0.0, now - incident.opened_at))
     match incident.state:
         case IncidentState.PROPOSED if attempt is not None and attempt.decision is None:
@@ -147,7 +144,7 @@ def state_words(incident: Incident, story: IncidentSummary | None, now: float) -
             return f"Diagnosed {seconds(max(0.0, now - found))} ago; no plan yet{after}"
 
 
-def _closed_words(incident: Incident, story: IncidentSummary | None) -> str:
+def _closed_words(incident: Incident, summary: IncidentSummary | None) -> str:
     found, known = incident.diagnosis.detected_at, incident.diagnosis.because
     because, page_reason = (_rest(text, known) for text in (incident.because, incident.page_reason))
     paged = ""
@@ -155,16 +152,14 @@ def _closed_words(incident: Incident, story: IncidentSummary | None) -> str:
         differs = page_reason and page_reason != because
         paged = f" On-call was paged: {page_reason}" if differs else " On-call was paged."
     if str(incident.outcome) == "resolved":
-        cured_at = story.cured_at if story is not None and story.cured_at is not None else incident.verified_at
-        after = seconds(max(0.0, (cured_at if cured_at is not None else incident.opened_at) - found))
+        resolved_at, seen = incident.verified_at, ""
+        if summary is not None:
+            resolved_at = resolved_at if summary.resolved_at is None else summary.resolved_at
+            seen = f": {summary.incident.verified_because}" if summary.incident.verified_because else ""
+        after = seconds(max(0.0, (incident.opened_at if resolved_at is None else resolved_at) - found))
         attempts = f", at attempt {len(incident.attempts)}" if len(incident.attempts) > 1 else ""
-        seen = f": {story.incident.verified_because}" if story is not None and story.incident.verified_because else ""
         worked = ""
-        if (
-            incident.verified_at is not None
-            and cured_at is not None
-            and incident.verified_at - cured_at >= VISIBLE_SECONDS
-        ):
+        if incident.verified_at is not None and incident.verified_at - (resolved_at or 0.0) >= VISIBLE_SECONDS:
             worked = f" (verified after {seconds(max(0.0, incident.verified_at - found))})"
         return f"Resolved {after} after detection{worked}{attempts}{seen}"
     words = {
@@ -178,13 +173,8 @@ def _closed_words(incident: Incident, story: IncidentSummary | None) -> str:
     return f"{text}: {because}.{paged}" if because else f"{text}.{paged}"
 
 
-# --- findings and evidence ------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FindingSection:
-    """A diagnosis or finding with its evidence."""
-
     title: str
     because: str
     advice: str
@@ -195,8 +185,6 @@ class FindingSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectedEvidenceSection:
-    """Evidence collected from the agents for this incident."""
-
     because: str
     statements: tuple[str, ...]
     findings: tuple[FindingSection, ...]
@@ -261,20 +249,19 @@ UNITS: Mapping[str, tuple[float, str]] = {
 
 
 def collected_evidence(material: IncidentPageInputs) -> tuple[CollectedEvidenceSection, ...]:
-    """Sections from the EVIDENCE_COLLECTED events."""
-    return tuple(_collected(e.payload) for e in material.events if isinstance(e.payload, EvidenceCollected))
-
-
-def _collected(payload: EvidenceCollected) -> CollectedEvidenceSection:
-    return CollectedEvidenceSection(
-        because=plain(payload.because),
-        statements=_texts(payload.statements),
-        findings=tuple(
-            _finding(f"Finding of {f.detector}", f.because, f.evidence) for f in payload.findings[:NUM_SHOWN_MAX]
-        ),
-        missing=_texts(payload.missing),
-        files=tuple(f.name for f in payload.files[:200]),
-        seconds=payload.seconds,
+    return tuple(
+        CollectedEvidenceSection(
+            because=plain(said.because),
+            statements=_texts(said.statements),
+            findings=tuple(
+                _finding(f"Finding of {f.detector}", f.because, f.evidence) for f in said.findings[:NUM_SHOWN_MAX]
+            ),
+            missing=_texts(said.missing),
+            files=tuple(f.name for f in said.files[:200]),
+            seconds=said.seconds,
+        )
+        for said in (e.payload for e in material.events)
+        if isinstance(said, EvidenceCollected)
     )
 
 
@@ -282,13 +269,8 @@ def _texts(texts: Sequence[str]) -> tuple[str, ...]:
     return tuple(plain(text, 1000) for text in texts[:NUM_SHOWN_MAX])
 
 
-# --- decisions ------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanSection:
-    """One plan and its outcome."""
-
     number: int
     title: str
     digest: str
@@ -338,7 +320,6 @@ def _beyond(because: str, diagnosis: str) -> str:
 
 
 def _rest(text: str, diagnosis: str) -> str:
-    """A text without the diagnosis."""
     return text.replace(diagnosis, "").strip(" :;,.") if diagnosis and diagnosis in text else text
 
 
@@ -374,13 +355,8 @@ def _outcome(attempt: Attempt, incident: Incident) -> str:
     return "not executed" if incident.closed_at is not None else "pending"
 
 
-# --- the proof ------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightProofSection:
-    """Proof that a replacement loaded the right weights."""
-
     title: str
     facts: Facts
 
@@ -393,10 +369,10 @@ class RecoverySection:
     verified: str
 
 
-def recovery_section(material: IncidentPageInputs, story: IncidentSummary | None) -> RecoverySection:
+def recovery_section(material: IncidentPageInputs, summary: IncidentSummary | None) -> RecoverySection:
     who, made = affected_replicas(material), material.incident.touched if material.incident else {}
     replacements = []
-    for replacement in story.replacements if story else ():
+    for replacement in summary.replacements if summary else ():
         came = "from a warm standby" if replacement.from_standby else "newly started"
         serving = (
             "not serving yet" if replacement.serving_at is None else f"serving since {utc(replacement.serving_at)}"
@@ -428,7 +404,7 @@ def recovery_section(material: IncidentPageInputs, story: IncidentSummary | None
         replacements=tuple(replacements[:NUM_SHOWN_MAX]),
         proofs=tuple(proofs.values())[:NUM_SHOWN_MAX],
         refused=tuple(refused[:NUM_SHOWN_MAX]),
-        verified=plain(story.incident.verified_because, 600) if story else "",
+        verified=plain(summary.incident.verified_because, 600) if summary else "",
     )
 
 

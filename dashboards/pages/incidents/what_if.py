@@ -1,25 +1,31 @@
-"""Counterfactuals of a recovery decision: what would have changed it. Pure.
+"""Counterfactuals of a recovery decision, and replays of an incident from its stored inputs. Pure.
 
 The policy input of a plan is stored with it. This module evaluates the same functions (policy, guards) again with one
 input changed: fault class, mode, horizon, fleet, history. For numbers, bisection finds the value at which the decision
 changes. Every line is the result of an evaluation; `Counterfactual.inputs` are the inputs that produce it.
+
+A replay repeats each plan from its policy input, the diagnosis from its telemetry window, and the diagnosis with other
+detector thresholds.
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from rolecall.core.diagnosis import ActionKind, Diagnosis, Plan, PlanTarget
 from rolecall.core.faults import FAULTS, FaultClass, Remedy
 from rolecall.core.ids import IncidentId, NodeId, ReplicaId, split_replica
-from rolecall.core.journal.events import EventKind
-from rolecall.core.journal.payloads import PlanBlocked, PlanCreated
+from rolecall.core.journal.events import Event, EventKind
+from rolecall.core.journal.payloads import IncidentOpened, PlanBlocked, PlanCreated
+from rolecall.core.journal.store import canonical
 from rolecall.core.membership import STANDBY_ROLE
 from rolecall.core.text import plain
 from rolecall.dashboards.pages.incidents.material import IncidentPageInputs
 from rolecall.recovery.fleet_view import FleetView
 from rolecall.recovery.guards import Situation, check, on_peer_evidence_alone
 from rolecall.recovery.incidents import ActionFailure, Attempt, Incident, IncidentOutcome, IncidentState
+from rolecall.recovery.operators.queries import decided_then
 from rolecall.recovery.policy import FailedAttempt, PolicyInput, decide
 
 COUNTS_MAX = 12
@@ -45,8 +51,6 @@ class DecisionInputs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PredictedDecision:
-    """A decision and its first consequence."""
-
     action: ActionKind
     targets: tuple[str, ...]
     first: str
@@ -79,8 +83,6 @@ ACTS, NEEDS_APPROVAL = "acts", "needs_approval"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counterfactual:
-    """A changed condition and the decision under it."""
-
     condition: str
     decision: PredictedDecision
     inputs: DecisionInputs
@@ -147,9 +149,6 @@ def _planned(incident: Incident, plan: Plan, diagnosis: Diagnosis, now: float) -
     )
 
 
-# --- from the journal -----------------------------------------------------------------------------------------------
-
-
 def decision_inputs(material: IncidentPageInputs) -> DecisionInputs | None:
     """The inputs of the latest decision; None: not stored, or not readable."""
     made = [(e.wall_at, e.payload.question) for e in material.events if isinstance(e.payload, PlanCreated)]
@@ -198,8 +197,6 @@ def _if_before(moment: float | None, at: float) -> float | None:
     return moment if moment is not None and moment <= at else None
 
 
-# --- conditions ------------------------------------------------------------------------------------------------
-
 Change = tuple[str, DecisionInputs]
 """A condition and the inputs under it."""
 
@@ -208,13 +205,8 @@ def what_if(inputs: DecisionInputs) -> WhatIf:
     actual = predict(inputs)
     lines: list[Counterfactual] = []
     without_effect: list[str] = []
-    tried = [
-        *_by_number(inputs, actual),
-        *_by_class(inputs),
-        *_by_mode(inputs),
-        *_by_count(inputs, actual),
-        *_by_fact(inputs),
-    ]
+    tried: list[tuple[str, DecisionInputs | None]] = [*_by_number(inputs, actual), *_by_class(inputs)]
+    tried += [*_by_mode(inputs), *_by_count(inputs, actual), *_by_fact(inputs)]
     for condition, changed in tried:
         if changed is None:
             without_effect.append(condition)
@@ -276,23 +268,15 @@ def _by_fact(inputs: DecisionInputs) -> Iterable[Change]:
         if nodes - policy_input.lost_nodes:
             known = replace(policy_input, lost_nodes=policy_input.lost_nodes | nodes)
             yield f"{', '.join(sorted(nodes))} were diagnosed as lost", replace(inputs, policy_input=known)
-            alone = tuple(r for r in replicas if str(r.node) in nodes)
-            yield (
-                "all other nodes were unavailable too",
-                replace(inputs, policy_input=replace(known, fleet=FleetView(replicas=alone))),
-            )
+            alone = FleetView(replicas=tuple(r for r in replicas if str(r.node) in nodes))
+            yield "all other nodes were unavailable too", replace(inputs, policy_input=replace(known, fleet=alone))
     if policy_input.supports:
-        yield (
-            "rolecall only observed this job",
-            replace(inputs, policy_input=replace(policy_input, supports=frozenset())),
-        )
+        observed = replace(policy_input, supports=frozenset())
+        yield "rolecall only observed this job", replace(inputs, policy_input=observed)
 
 
 def _with_fleet(inputs: DecisionInputs, replicas: Sequence[object]) -> DecisionInputs:
     return replace(inputs, policy_input=replace(inputs.policy_input, fleet=FleetView(replicas=tuple(replicas))))  # type: ignore[arg-type]
-
-
-# --- numbers --------------------------------------------------------------------------------------------------------
 
 
 def _by_number(inputs: DecisionInputs, actual: PredictedDecision) -> Iterable[tuple[str, DecisionInputs | None]]:
@@ -305,30 +289,16 @@ def _by_number(inputs: DecisionInputs, actual: PredictedDecision) -> Iterable[tu
     if ratio is not None and math.isfinite(ratio) and ratio > 1:
         how = "it were {} times slower"
         yield _flip(actual, ratio, lambda v: _of_diagnosis(inputs, gain_ratio=v), how, f"{ratio:.2f}", low=1.0)
+
+    def with_horizon(v: float) -> DecisionInputs:
+        return _of_config(inputs, horizon_seconds=v)
+
     if horizon is None:
-        yield _flip(
-            actual,
-            cost,
-            lambda v: _of_config(inputs, horizon_seconds=v),
-            "a horizon of {} s were set",
-            "none",
-            up_only=True,
-        )
+        yield _flip(actual, cost, with_horizon, "a horizon of {} s were set", "none", up_only=True)
     else:
-        yield _flip(
-            actual,
-            horizon,
-            lambda v: _of_config(inputs, horizon_seconds=v),
-            "the horizon were {} s",
-            f"{horizon:,.0f} s",
-        )
-    yield _flip(
-        actual,
-        cost,
-        lambda v: _of_config(inputs, replacement_cost_seconds=v),
-        "a replacement cost {} s",
-        f"{cost:,.0f} s",
-    )
+        yield _flip(actual, horizon, with_horizon, "the horizon were {} s", f"{horizon:,.0f} s")
+    how = "a replacement cost {} s"
+    yield _flip(actual, cost, lambda v: _of_config(inputs, replacement_cost_seconds=v), how, f"{cost:,.0f} s")
 
 
 def _flip(
@@ -376,27 +346,43 @@ def _rounded(value: float, *, up: bool) -> float:
     return (math.ceil(value / unit - 1e-9) if up else math.floor(value / unit + 1e-9)) * unit
 
 
-# --- counts ---------------------------------------------------------------------------------------------------------
-
-
 def _by_count(inputs: DecisionInputs, actual: PredictedDecision) -> Iterable[tuple[str, DecisionInputs | None]]:
     """The smallest count of each that changes the decision."""
     if actual.action is ActionKind.TOLERATE or not actual.targets:
         return
-    for failure, words in _FAILURES.items():
+    for failure, (words, _) in _FAILURES.items():
         yield _count(actual, lambda n, f=failure: _failed_before(inputs, f, n), words)  # type: ignore[misc]
-    yield _count(actual, lambda n: _evicted_before(inputs, n), "{} had been replaced in the last hour", "other replica")
-    yield _count(actual, lambda n: _replaced_before(inputs, n), "it had been replaced {} in the last hour", "time")
-    yield _count(actual, lambda n: _under_repair(inputs, n), "{} were being replaced at that moment", "other replica")
-    if on_peer_evidence_alone(inputs.policy_input.diagnosis):
-        yield _count(actual, lambda n: _suspected(inputs, n), "{} were suspected on peer evidence alone", "other peer")
+    diagnosis, peers = inputs.policy_input.diagnosis, _peers(inputs)
+    replica = diagnosis.suspects[0].replica
+
+    def elsewhere(n: int) -> DecisionInputs:
+        return _with_others(inputs, (f"other-{k}/0" for k in range(n)), S.CLOSED)
+
+    def again(n: int) -> DecisionInputs:
+        return _with_others(inputs, [replica] * n, S.CLOSED)
+
+    def under_repair(n: int) -> DecisionInputs | None:
+        return _with_others(inputs, peers[:n], S.VERIFYING) if n <= len(peers) else None
+
+    yield _count(actual, elsewhere, "{} had been replaced in the last hour", "other replica")
+    yield _count(actual, again, "it had been replaced {} in the last hour", "time")
+    yield _count(actual, under_repair, "{} were being replaced at that moment", "other replica")
+    if on_peer_evidence_alone(diagnosis):
+        roles = {split_replica(s.replica)[0] for s in diagnosis.suspects if s.replica}
+        of_role = [r for r in peers if split_replica(r)[0] in roles]
+
+        def suspected(n: int) -> DecisionInputs | None:
+            return _with_others(inputs, of_role[:n], S.PLANNED, diagnosis.fault_class) if n <= len(of_role) else None
+
+        yield _count(actual, suspected, "{} were suspected on peer evidence alone", "other peer")
 
 
 _FAILURES = {
-    ActionFailure.DIED: "{} had died before doing any work",
-    ActionFailure.NO_PROGRESS: "{} had made no progress in time",
-    ActionFailure.REFUSED: "{} had been refused",
+    ActionFailure.DIED: ("{} had died before doing any work", "it died before doing any work"),
+    ActionFailure.NO_PROGRESS: ("{} had made no progress in time", "it made no progress"),
+    ActionFailure.REFUSED: ("{} had been refused", "it was refused"),
 }
+"""The condition, and the reason of such an attempt."""
 
 
 def _count(
@@ -423,7 +409,9 @@ def _failed_before(inputs: DecisionInputs, failure: ActionFailure, count: int) -
         plan = decide(replace(policy_input, past=tuple(past), fleet=fleet)).plan
         if not plan.targets:
             break
-        past.append(FailedAttempt(failure=failure, action=plan.action, targets=plan.targets, because=_WHY[failure]))
+        past.append(
+            FailedAttempt(failure=failure, action=plan.action, targets=plan.targets, because=_FAILURES[failure][1])
+        )
         if failure is not ActionFailure.REFUSED:
             made = {t.replica: t.incarnation + 1 for t in plan.targets}
             fleet = FleetView(
@@ -435,22 +423,12 @@ def _failed_before(inputs: DecisionInputs, failure: ActionFailure, count: int) -
     return replace(inputs, policy_input=replace(policy_input, past=tuple(past), fleet=fleet))
 
 
-_WHY = {
-    ActionFailure.DIED: "it died before doing any work",
-    ActionFailure.NO_PROGRESS: "it made no progress",
-    ActionFailure.REFUSED: "it was refused",
-}
-
-
-def _evicted_before(inputs: DecisionInputs, n: int) -> DecisionInputs:
-    return replace(
-        inputs, others=(*inputs.others, *(_hypothetical(inputs, f"other-{k}/0", k, S.CLOSED) for k in range(n)))
-    )
-
-
-def _replaced_before(inputs: DecisionInputs, n: int) -> DecisionInputs:
-    replica = inputs.policy_input.diagnosis.suspects[0].replica
-    return replace(inputs, others=(*inputs.others, *(_hypothetical(inputs, replica, k, S.CLOSED) for k in range(n))))
+def _with_others(
+    inputs: DecisionInputs, replicas: Iterable[str], state: IncidentState, fault_class: FaultClass = FaultClass.CRASH
+) -> DecisionInputs:
+    """The inputs with one more incident for each replica."""
+    more = (_hypothetical(inputs, r, k, state, fault_class) for k, r in enumerate(replicas))
+    return replace(inputs, others=(*inputs.others, *more))
 
 
 def _peers(inputs: DecisionInputs) -> list[str]:
@@ -461,28 +439,8 @@ def _peers(inputs: DecisionInputs) -> list[str]:
     return [str(r.replica) for r in sorted(rest, key=lambda r: (r.role not in roles, r.replica))]
 
 
-def _under_repair(inputs: DecisionInputs, count: int) -> DecisionInputs | None:
-    peers = _peers(inputs)
-    if count > len(peers):
-        return None
-    return replace(
-        inputs,
-        others=(*inputs.others, *(_hypothetical(inputs, r, k, S.VERIFYING) for k, r in enumerate(peers[:count]))),
-    )
-
-
-def _suspected(inputs: DecisionInputs, count: int) -> DecisionInputs | None:
-    roles = {split_replica(s.replica)[0] for s in inputs.policy_input.diagnosis.suspects if s.replica}
-    peers = [r for r in _peers(inputs) if split_replica(r)[0] in roles]
-    if count > len(peers):
-        return None
-    same = inputs.policy_input.diagnosis.fault_class
-    suspected = (_hypothetical(inputs, r, k, S.PLANNED, same) for k, r in enumerate(peers[:count]))
-    return replace(inputs, others=(*inputs.others, *suspected))
-
-
 def _hypothetical(
-    inputs: DecisionInputs, replica: str, number: int, state: IncidentState, fault_class: FaultClass = FaultClass.CRASH
+    inputs: DecisionInputs, replica: str, number: int, state: IncidentState, fault_class: FaultClass
 ) -> Incident:
     """A hypothetical incident, with what guards use of it."""
     name = f"hypothetical-{number}"
@@ -511,13 +469,8 @@ def _hypothetical(
     )
 
 
-# --- how far the evidence was from its threshold --------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Margin:
-    """How far a measured value was from its threshold."""
-
     what: str
     seen: float
     limit: float
@@ -549,3 +502,102 @@ def margins(diagnosis: Diagnosis) -> tuple[Margin, ...]:
             if name in values and "threshold" in values:
                 found.append(Margin(what=what, seen=values[name], limit=values["threshold"], unit=""))
     return tuple(m for m in found if math.isfinite(m.seen) and math.isfinite(m.limit))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplayResult:
+    """`same`: None if nothing that could be replayed is stored."""
+
+    same: bool | None
+    lines: tuple[str, ...]
+
+
+def replay(events: Sequence[Event], window: Mapping[str, Any] | None) -> ReplayResult:
+    """Replays from the incident's events and the telemetry window of its diagnosis."""
+    plans = [_replayed_plan(e) for e in events if e.kind is K.PLAN_CREATED]
+    results = [*plans, _replayed_diagnosis(events, window)]
+    known = [same for same, _ in results if same is not None]
+    return ReplayResult(same=all(known) if known else None, lines=tuple(plain(line, 1000) for _, line in results))
+
+
+def _replayed_plan(event: Event) -> tuple[bool | None, str]:
+    try:
+        policy_input = PolicyInput.from_dict(dict(event.as_(PlanCreated).question))
+    except (KeyError, TypeError, ValueError) as error:
+        return None, f"{event.event_id}: the policy input of this plan cannot be read ({type(error).__name__}: {error})"
+    again = decide(policy_input).to_dict()
+    same = canonical(again) == canonical(decided_then(event.as_(PlanCreated)))
+    verdict = "same plan" if same else "DIFFERENT plan"
+    return same, f"{event.event_id}: {verdict}, {again['plan']['action']}, because {again['plan']['because']}"
+
+
+def _replayed_diagnosis(events: Sequence[Event], window: Mapping[str, Any] | None) -> tuple[bool | None, str]:
+    if window is None:
+        return None, "no telemetry window is stored, so the diagnosis cannot be replayed"
+    try:
+        from rolecall.detector.live.engine import LiveDetector
+    except ImportError as e:
+        return None, f"the diagnosis cannot be replayed on this machine: {e}"
+    try:
+        first = next(e for e in events if e.kind is K.INCIDENT_OPENED)
+        opened = first.as_(IncidentOpened).diagnosis
+        replayed = {d.key: d for diagnoses in LiveDetector.replay_window(window) for d in diagnoses}
+    except (StopIteration, KeyError, TypeError, ValueError, AttributeError, IndexError) as e:
+        return None, f"the stored window cannot be read ({type(e).__name__}: {e})"
+    again = replayed.get(opened.key)
+    if again is None:
+        return False, "replaying the stored window does not reproduce this diagnosis"
+    return True, f"same diagnosis from the stored window: {again.because}"
+
+
+THRESHOLD_BISECTIONS = 8
+THRESHOLD_FACTOR_MAX = 16.0
+"""Largest factor by which a detector setting is raised."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ThresholdBoundary:
+    """Neighbouring values of a setting with and without the diagnosis in this window."""
+
+    setting: str
+    now: float
+    detected_at: float
+    undetected_at: float | None
+    """None: detected even at the largest value that was tried."""
+    text: str
+
+
+def threshold_boundary(window: Mapping[str, Any], diagnosis: Diagnosis) -> ThresholdBoundary | str:
+    """The boundary, or the reason why there is none."""
+    threshold = diagnosis.fault_class.spec.threshold
+    if threshold is None:
+        return f"No detector threshold decides about {str(diagnosis.fault_class).replace('_', ' ')}."
+    setting, phrase = threshold.setting, threshold.words
+    try:
+        now = float(window["config"][setting])
+        if not _is_diagnosed(window, diagnosis, setting, now):
+            return "Replaying the stored window does not reproduce this diagnosis."
+        low, high = now, now * THRESHOLD_FACTOR_MAX
+        if _is_diagnosed(window, diagnosis, setting, high):
+            text = (
+                f"With {phrase.format(high)} (configured: {now:.3g}) the fault would still have been detected in "
+                f"this window."
+            )
+            return ThresholdBoundary(setting=setting, now=now, detected_at=high, undetected_at=None, text=text)
+        for _ in range(THRESHOLD_BISECTIONS):
+            middle = (low + high) / 2
+            low, high = (middle, high) if _is_diagnosed(window, diagnosis, setting, middle) else (low, middle)
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as e:
+        return plain(f"The stored window cannot be read ({type(e).__name__}: {e}).", 300)
+    text = f"With {phrase.format(high)} (configured: {now:.3g}) the fault would not have been detected in this window."
+    if low > now:
+        text += f" With {low:.3g} it would have been."
+    return ThresholdBoundary(setting=setting, now=now, detected_at=low, undetected_at=high, text=text)
+
+
+def _is_diagnosed(window: Mapping[str, Any], diagnosis: Diagnosis, setting: str, value: float) -> bool:
+    """Whether this diagnosis, or one of the same fault, is made with that setting."""
+    from rolecall.detector.live.engine import LiveDetector
+
+    changed = {**window, "config": {**window["config"], setting: value}}
+    return any(found.key == diagnosis.key for diagnoses in LiveDetector.replay_window(changed) for found in diagnoses)

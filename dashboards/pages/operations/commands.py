@@ -17,7 +17,7 @@ from rolecall.core.errors import JournalUnavailable, RolecallError
 from rolecall.core.journal.database import redacted
 from rolecall.core.text import plain
 from rolecall.dashboards.data.reader import Reader
-from rolecall.dashboards.pages.operations.state import OperationsReader, place_of
+from rolecall.dashboards.pages.operations.plans import OperationsReader, place_of
 from rolecall.dashboards.pages.sign_in import Viewer, clicked, current_viewer
 from rolecall.recovery.operators import commands
 from rolecall.recovery.operators.run_location import REASON_CHARS_MAX, RunLocation
@@ -107,7 +107,6 @@ _EXECUTE: Mapping[OperatorCommandKind, Callable[[RunLocation, OperatorCommand, s
 
 
 def command_line(ask: OperatorCommand, run: str) -> str:
-    """The equivalent CLI command."""
     on = shlex.quote(ask.on) if ask.on else ""
     at = f" --run {shlex.quote(run)}" if run else ""
     reason = "" if ask.what in NEEDS_NO_REASON else ' --reason "REASON"'
@@ -121,13 +120,11 @@ def command_line(ask: OperatorCommand, run: str) -> str:
         case OperatorCommandKind.DRAIN | OperatorCommandKind.QUARANTINE | OperatorCommandKind.RETURN:
             command = f"node {ask.what} {on or 'NODE'}"
         case OperatorCommandKind.REVIEW_RIGHT | OperatorCommandKind.REVIEW_WRONG:
-            command = f"mark {on} --{ask.what}"
+            command = f"review {on} --{ask.what}"
         case _:
             command = f"{ask.what} {on}".strip()
     return f"rolecall {command}{reason}{at}"
 
-
-# --- buttons and forms ------------------------------------------------------------------------------------------------
 
 _ISSUED, _RESULT = "rolecall.issued", "rolecall.result"
 
@@ -138,7 +135,6 @@ def _operations(journal_url: str) -> OperationsReader:
 
 
 def operations(reader: Reader) -> OperationsReader:
-    """The operations reader of this process for this journal."""
     return _operations(reader.settings.journal_url)
 
 
@@ -164,7 +160,6 @@ def issue(reader: Reader, ask: OperatorCommand, displayed: int) -> None:
 
 
 def show_result() -> None:
-    """Shows the result of the latest command."""
     result = st.session_state.get(_RESULT)
     if not isinstance(result, OperatorCommandResult):
         return
@@ -174,26 +169,20 @@ def show_result() -> None:
         else:
             st.error("Not done.", icon=":material/cancel:")
         st.text(plain(result.text))
-        st.button("Close", key="rolecall.result.close", on_click=_clear_result)
+        st.button("Close", key="rolecall.result.close", on_click=st.session_state.pop, args=(_RESULT, None))
 
 
-def _clear_result() -> None:
-    st.session_state.pop(_RESULT, None)
-
-
-def button(
-    reader: Reader, viewer: Viewer, label: str, ask: OperatorCommand, *, why_not: str = "", primary: bool = False
-) -> None:
-    """A button for a command without a reason. `why_not`: why it is disabled for every user."""
-    times, refused = _times(ask), why_not or viewer.because
+def button(reader: Reader, viewer: Viewer, label: str, ask: OperatorCommand) -> None:
+    """A button for a command without a reason."""
+    times = _times(ask)
     st.button(
         label,
         key=f"{ask.identity}:{times}",
         on_click=issue,
         args=(reader, ask, times),
-        disabled=bool(refused),
-        help=None if not refused else f"Disabled: {plain(refused)}",
-        type="primary" if primary else "secondary",
+        disabled=bool(viewer.because),
+        help=f"Disabled: {plain(viewer.because)}" if viewer.because else None,
+        type="primary",
         width="stretch",
     )
 

@@ -19,7 +19,7 @@ from rolecall.dashboards.pages.operations.commands import (
     show_result,
 )
 from rolecall.dashboards.pages.operations.commands import OperatorCommandKind as Kind
-from rolecall.dashboards.pages.operations.state import CommandLogEntry, State, history, newest_limits
+from rolecall.dashboards.pages.operations.plans import CommandLogEntry, State, history, newest_limits
 from rolecall.dashboards.pages.shell import data_table, page
 from rolecall.dashboards.pages.sign_in import HOW_TO, Viewer, follow
 from rolecall.recovery.incidents import Incident
@@ -67,9 +67,6 @@ def _status(reader: Reader, viewer: Viewer, state: State, *, ended: str) -> None
         st.text(plain(state.stopping))
 
 
-# --- plans --------------------------------------------------------------------------------------------------------
-
-
 def _plans(reader: Reader, viewer: Viewer, rows: Sequence[plans.PlanRow], now: float) -> None:
     waiting = sum(row.status is plans.PlanStatus.AWAITS_APPROVAL for row in rows)
     st.subheader(f"Plans: {waiting} await{'s' if waiting == 1 else ''} approval" if waiting else "Plans")
@@ -112,9 +109,9 @@ def _plan_commands(reader: Reader, viewer: Viewer, row: plans.PlanRow) -> None:
         OperatorCommand(what=what, on=digest) for what in (Kind.APPROVE, Kind.HOLD, Kind.REJECT, Kind.LIFT)
     )
     if row.can_be_approved:
-        button(reader, viewer, "Approve", approve, primary=True)
+        button(reader, viewer, "Approve", approve)
     if row.hold is not None:
-        button(reader, viewer, "Lift the hold", lift, primary=True)
+        button(reader, viewer, "Lift the hold", lift)
     if row.can_be_stopped:
         stops = {"Hold": hold, "Reject": reject}
         if row.hold is not None:
@@ -138,9 +135,6 @@ def _clock(at: float) -> str:
     return utc(at, "%H:%M:%S UTC")
 
 
-# --- the rest -----------------------------------------------------------------------------------------------------
-
-
 def _pause(reader: Reader, viewer: Viewer, state: State) -> None:
     st.subheader("Automatic recovery")
     if state.paused is None:
@@ -151,7 +145,7 @@ def _pause(reader: Reader, viewer: Viewer, state: State) -> None:
             as_commands(reader, viewer, pause)
     else:
         resume = OperatorCommand(what=Kind.RESUME)
-        button(reader, viewer, "Resume recovery", resume, primary=True)
+        button(reader, viewer, "Resume recovery", resume)
         as_commands(reader, viewer, resume)
 
 

@@ -12,6 +12,7 @@ from itertools import groupby
 import streamlit as st
 
 from rolecall.core.clock import SystemClock
+from rolecall.core.policy_health import BY_NAME
 from rolecall.core.text import escape, plain, seconds
 from rolecall.dashboards.data.hardware import Query
 from rolecall.dashboards.data.progress import Bucket
@@ -21,6 +22,7 @@ from rolecall.dashboards.pages.overview import view
 from rolecall.dashboards.pages.prometheus import PrometheusPoller
 from rolecall.dashboards.pages.shell import page
 from rolecall.dashboards.pages.style import STATES, banner, class_of, figures, table
+from rolecall.views.snapshot import ReplicaRow
 
 OPEN_MAX = 12
 """Open incidents shown in full; the Incidents page lists the rest."""
@@ -48,76 +50,38 @@ NO_METRICS = "The steps of this run have no policy health metrics (entropy, clip
 Lines = dict[str, list[dict[str, float]]]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class PolicyHealthChart:
-    """Health metrics on one axis."""
-
     title: str
     lines: tuple[tuple[str, str], ...]  # (metric of core/policy_health.py, legend)
-    normal: str
     figures: str = "~g"
     zero: bool = True
 
+    @property
+    def normal(self) -> str:
+        if len(self.lines) == 1:
+            return BY_NAME[self.lines[0][0]].normal
+        return " ".join(f"{legend.capitalize()}: {BY_NAME[metric].normal}" for metric, legend in self.lines)
+
 
 PANELS = (
+    PolicyHealthChart("entropy, nats per token", (("entropy", "entropy"),)),
     PolicyHealthChart(
-        title="entropy, nats per token",
-        lines=(("entropy", "entropy"),),
-        normal="Falls slowly while the policy learns, to nearly 0 when it has converged. Nearly 0 at a low reward: "
-        "the policy has collapsed and learns nothing more.",
+        "response length, tokens", (("response_length", "mean"), ("response_length_max", "longest")), figures="~s"
     ),
     PolicyHealthChart(
-        title="response length, tokens",
-        lines=(("response_length", "mean"), ("response_length_max", "longest")),
-        normal="Depends on the task. A drop to a few tokens or a rise to the limit: the policy exploits the reward.",
-        figures="~s",
-    ),
-    PolicyHealthChart(
-        title="unused responses, groups, tokens",
-        lines=(
-            ("truncated_fraction", "truncated"),
-            ("filtered_fraction", "filtered"),
-            ("stale_fraction", "stale"),
-        ),
-        normal="Truncated responses: few, more at the start. Filtered groups: many at the start (all wrong) and at "
-        "the end (all right). Stale tokens: nearly none.",
+        "unused responses, groups, tokens",
+        (("truncated_fraction", "truncated"), ("filtered_fraction", "filtered"), ("stale_fraction", "stale")),
         figures=".1~%",
     ),
     PolicyHealthChart(
-        title="clipped tokens",
-        lines=(("clip_fraction_low", "from below"), ("clip_fraction_high", "from above")),
-        normal="A few percent, more in the first steps. Persistently more: the policy has diverged from the sampler.",
-        figures=".1~%",
+        "clipped tokens", (("clip_fraction_low", "from below"), ("clip_fraction_high", "from above")), figures=".1~%"
     ),
-    PolicyHealthChart(
-        title="importance ratios",
-        lines=(("ratio_mean", "mean"), ("ratio_std", "spread")),
-        normal="Of the policy to the sampler, per token. Mean close to 1; spread well below 1, larger with staleness.",
-    ),
-    PolicyHealthChart(
-        title="KL to sampler, nats per token",
-        lines=(("kl_sampler", "KL"),),
-        normal="Below 0.1 after the first steps, including stale tokens. A lasting rise: the policy diverges from "
-        "its engines.",
-    ),
-    PolicyHealthChart(
-        title="trainer and engine mismatch, nats",
-        lines=(("log_ratio_max", "largest log-ratio"),),
-        normal="For the same weights only rounding, below 0.01 at equal precision. More: one of the two computes "
-        "wrong values. No value for steps whose tokens all come from weights that no trainer holds any more.",
-        figures=".1~e",
-    ),
-    PolicyHealthChart(
-        title="critic explained variance",
-        lines=(("explained_variance", "explained variance"),),
-        normal="Rises towards 1. At 0 the critic predicts no better than the mean; below 0, worse.",
-        zero=False,
-    ),
-    PolicyHealthChart(
-        title="critic loss",
-        lines=(("value_loss", "loss"),),
-        normal="Falls at first, then follows the rewards.",
-    ),
+    PolicyHealthChart("importance ratios", (("ratio_mean", "mean"), ("ratio_std", "spread"))),
+    PolicyHealthChart("KL to sampler, nats per token", (("kl_sampler", "KL"),)),
+    PolicyHealthChart("trainer and engine mismatch, nats", (("log_ratio_max", "largest log-ratio"),), figures=".1~e"),
+    PolicyHealthChart("critic explained variance", (("explained_variance", "explained variance"),), zero=False),
+    PolicyHealthChart("critic loss", (("value_loss", "loss"),)),
 )
 
 
@@ -212,9 +176,10 @@ def _values(ask: Query) -> Mapping[str, float]:
 
 def _draw_prometheus(reader: Reader) -> None:
     """Hosts and GPUs; nothing if no server is configured."""
-    if not reader.settings.prometheus_url:
+    settings = reader.settings
+    if not settings.prometheus_url:
         return
-    seen = _poller(reader.settings.prometheus_url, reader.settings.prometheus_authorization).latest()
+    seen = _poller(settings.prometheus_url, settings.prometheus_authorization).latest(settings.patience_seconds)
     st.subheader("Hosts and GPUs")
     if seen.error:
         old = "" if seen.at is None else f"The data shown is {seconds(reader.now() - seen.at)} old."
@@ -227,9 +192,6 @@ def _draw_prometheus(reader: Reader) -> None:
         )
     if seen.answer:
         st.html(figures([(name, f"{v:,.0f}{UNITS.get(name, '')}", "") for name, v in seen.answer.items()]))
-
-
-# --- policy health ----------------------------------------------------------------------------------------------------
 
 
 def _value_of(metric: str) -> Callable[[Bucket], float]:
@@ -267,11 +229,7 @@ def _draw_policy_health(curve: Sequence[Bucket]) -> None:
                 st.caption(panel.normal)
 
 
-# --- HTML -------------------------------------------------------------------------------------------------------------
-
-
 def _incident_html(incident: view.OpenIncident, now: float) -> str:
-    """One open incident: diagnosis, stage, current action with its start time, and the required operator action."""
     rows = [
         ("action", incident.doing),
         ("since", f"{seconds(max(0.0, now - incident.since))} ago"),
@@ -290,7 +248,6 @@ def _incident_html(incident: view.OpenIncident, now: float) -> str:
 
 
 def role_html(role: view.RoleSummary) -> str:
-    """One role: number of replicas by state, and the replicas, worst first."""
     counts = "   ".join(_count(state, num) for state, num in role.counts)
     parts = [f'<p class="rc rc-role"><b>{escape(role.name)}</b> {counts}</p>']
     if len(role.cells) <= CHIPS_MAX:
@@ -309,11 +266,11 @@ def _count(state: str, num: int) -> str:
     return f'<span class="rc-{class_of(state)}">{STATES[state][0]} {num}&nbsp;{state}</span>&ensp;'
 
 
-def _chips(cells: Sequence[view.Cell]) -> str:
+def _chips(cells: Sequence[ReplicaRow]) -> str:
     return f'<div class="rc rc-chips" role="list">{"".join(_chip(c) for c in cells)}</div>'
 
 
-def _chip(cell: view.Cell) -> str:
+def _chip(cell: ReplicaRow) -> str:
     version = f", policy {cell.policy_version}" if cell.policy_version >= 0 else ""
     return (
         f'<div class="rc-chip" role="listitem"><span class="rc-{class_of(cell.state)}">{STATES[cell.state][0]} '
@@ -322,7 +279,7 @@ def _chip(cell: view.Cell) -> str:
     )
 
 
-def _map(cells: Sequence[view.Cell]) -> str:
+def _map(cells: Sequence[ReplicaRow]) -> str:
     """Every replica as a glyph, ordered by index, so that patterns (a rack, a node range) are visible."""
     lines = []
     for start in range(0, len(cells), ROW_REPLICAS):
@@ -331,6 +288,6 @@ def _map(cells: Sequence[view.Cell]) -> str:
             f'<span class="rc-{class_of(state)}">{STATES[state][0] * len(list(group))}</span>'
             for state, group in groupby(c.state for c in row)
         )
-        lines.append(f'<i>{escape(row[0].index, 20)}</i><span class="row">{runs}</span>')
+        lines.append(f'<i>{escape(row[0].replica.partition("/")[2], 20)}</i><span class="row">{runs}</span>')
     label = f"{len(cells)} replicas, one glyph each"
     return f'<div class="rc rc-map" role="img" aria-label="{label}">{"".join(lines)}</div>'

@@ -5,7 +5,7 @@ Pure.
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rolecall.core.diagnosis import ActionKind
 from rolecall.core.membership import STANDBY_ROLE, ReplicaState
@@ -18,47 +18,27 @@ from rolecall.reports.charts import ROLE_ORDER
 from rolecall.views.incidents import suspect_name
 from rolecall.views.snapshot import ReplicaRow
 
+LOST_ROWS_MAX = 8
+"""Causes of lost time that are listed; the rest is one row."""
 SEVERITY = {state: n for n, state in enumerate(STATES)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cell:
-    """One replica."""
-
-    replica: str
-    state: str  # of `STATES`
-    incarnation: int
-    node: str
-    policy_version: int
-
-    @property
-    def role(self) -> str:
-        return self.replica.partition("/")[0]
-
-    @property
-    def index(self) -> str:
-        return self.replica.partition("/")[2]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class RoleSummary:
-    """One role's replicas by index, and the number in each state, worst first."""
+    """One role's replicas by index, each with a state of `STATES`, and the number in each state, worst first."""
 
     name: str
-    cells: tuple[Cell, ...]
+    cells: tuple[ReplicaRow, ...]
     counts: tuple[tuple[str, int], ...]
 
     @property
-    def unhealthy(self) -> list[Cell]:
-        """Unhealthy replicas, worst first."""
+    def unhealthy(self) -> list[ReplicaRow]:
         usual = ("healthy", "standby", "ended")
         return sorted((c for c in self.cells if c.state not in usual), key=lambda c: SEVERITY[c.state])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenIncident:
-    """One open incident, shown at the top of the page."""
-
     incident_id: str
     fault_class: str
     suspects: str
@@ -71,19 +51,11 @@ class OpenIncident:
 
 
 def roles(snapshot: JournalSnapshot) -> tuple[RoleSummary, ...]:
-    """Every role and its replicas."""
     suspects, replaced = _suspects_and_targets(snapshot.projection.open_incidents())
-    by_role: dict[str, list[Cell]] = {}
+    by_role: dict[str, list[ReplicaRow]] = {}
     for row in snapshot.run.replicas:
         state = state_of(row, suspects, replaced, snapshot.quarantined, ended=snapshot.run.ended != "")
-        cell = Cell(
-            replica=row.replica,
-            state=state,
-            incarnation=row.incarnation,
-            node=row.node,
-            policy_version=row.policy_version,
-        )
-        by_role.setdefault(cell.role, []).append(cell)
+        by_role.setdefault(row.replica.partition("/")[0], []).append(replace(row, state=state))
     order = {role: n for n, role in enumerate(ROLE_ORDER)}
     found = []
     for name in sorted(by_role, key=lambda r: (order.get(r, len(order)), r)):
@@ -114,12 +86,9 @@ def state_of(
     ended: bool,
 ) -> str:
     """The most important state of a replica, one of `STATES`."""
-    works = row.state == ReplicaState.SERVING or (
-        row.replica.startswith(f"{STANDBY_ROLE}/") and row.state == ReplicaState.READY
-    )
     if row.state == ReplicaState.STOPPED:
         return "ended" if ended else "lost"
-    if row.replica in replaced and (row.incarnation <= replaced[row.replica] or not works):
+    if row.replica in replaced and (row.incarnation <= replaced[row.replica] or not row.serves):
         return "being replaced"
     if row.replica in suspects and suspects[row.replica] in (None, row.incarnation):
         return "suspect"
@@ -127,13 +96,12 @@ def state_of(
         return "lost"
     if row.node in quarantined:
         return "quarantined"
-    if not works:
+    if not row.serves:
         return "starting"
     return "standby" if row.replica.startswith(f"{STANDBY_ROLE}/") else "healthy"
 
 
 def open_incident(incident: Incident, snapshot: JournalSnapshot) -> OpenIncident:
-    """An open incident: diagnosis, rolecall's current action with its start time, and the required operator action."""
     stage, doing, since, asks = _doing(incident, snapshot)
     diagnosis = incident.diagnosis
     paged = f"On-call was paged: {incident.page_reason}" if incident.page_reason else ""
@@ -238,6 +206,9 @@ def headline_figures(snapshot: JournalSnapshot) -> list[tuple[str, str, str]]:
     behind = (
         "" if lags is None else ", ".join(_behind(num, lag) for lag, num in lags[1] if lag) or "all rollouts up to date"
     )
+    lost = "no step yet" if snapshot.history.whole else f"loading history: {snapshot.history.percent} %"
+    if account is not None:
+        lost = f"{seconds(sum(account.lost.values()))} lost to faults"
     curve = snapshot.trends.curve
     rate = run.tokens_per_second
     if run.ended and run.started_at is not None and curve:
@@ -257,19 +228,13 @@ def headline_figures(snapshot: JournalSnapshot) -> list[tuple[str, str, str]]:
         (
             "ETTR",
             "–" if account is None or account.ettr is None else f"{100 * account.ettr:.1f} %",
-            _ettr_note(snapshot),
+            lost,
         ),
     ]
 
 
 def _behind(num: int, lag: int) -> str:
     return f"{num} rollout{' is' if num == 1 else 's are'} {lag} behind"
-
-
-def _ettr_note(snapshot: JournalSnapshot) -> str:
-    if snapshot.trends.account is not None:
-        return f"{seconds(sum(snapshot.trends.account.lost.values()))} lost to faults"
-    return "no step yet" if snapshot.history.whole else f"loading history: {snapshot.history.percent} %"
 
 
 def _short(value: float) -> str:
@@ -285,7 +250,7 @@ def _trend(rewards: Sequence[float]) -> str:
     return f"{'▲' if change >= 0 else '▼'} {abs(change):.3f} in 10 steps"
 
 
-def lost_rows(snapshot: JournalSnapshot, most: int = 8) -> list[list[str]]:
+def lost_rows(snapshot: JournalSnapshot) -> list[list[str]]:
     """Lost time: role, fault, seconds of the whole run, share of its time; largest first."""
     account = snapshot.trends.account
     if account is None or account.end <= account.start:
@@ -294,15 +259,14 @@ def lost_rows(snapshot: JournalSnapshot, most: int = 8) -> list[list[str]]:
     ranked = sorted(account.lost.items(), key=lambda kv: -kv[1])
     rows = [
         [role, fault.replace("_", " "), seconds(lost), f"{100 * lost / span:.2f} %"]
-        for (role, fault), lost in ranked[:most]
+        for (role, fault), lost in ranked[:LOST_ROWS_MAX]
         if lost > 0
     ]
-    rest = sum(lost for _, lost in ranked[most:])
+    rest = sum(lost for _, lost in ranked[LOST_ROWS_MAX:])
     return rows + ([["other", "", seconds(rest), f"{100 * rest / span:.2f} %"]] if rest > 0 else [])
 
 
 def status_line(snapshot: JournalSnapshot) -> str:
-    """The state of the run in one line."""
     run = snapshot.run
     if run.started_at is None:
         return "not started" if not run.replicas else "monitored; the job reports no steps"

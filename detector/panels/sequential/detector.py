@@ -423,7 +423,9 @@ class SequentialTracker:
         words = []
         if place > 1:
             moved_level = bool(self.place.changed[n])
-            what = "left its level, its peers did not" if moved_level else "out of place, whether or not it ever changed"
+            what = (
+                "left its level, its peers did not" if moved_level else "out of place, whether or not it ever changed"
+            )
             out_of_place = self.place.metrics[n]
             for m in out_of_place:
                 values = {"distances": float(self.peers.distance[m, n])}

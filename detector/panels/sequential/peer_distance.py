@@ -51,7 +51,12 @@ class PeerDistance:
         if self.ticks <= RENEW_TICKS**2 or self.ticks % RENEW_TICKS == 0:
             self.usual = np.median(self.size, axis=1, keepdims=True)
         unit = np.maximum(self.usual, np.float32(UNIT_SHARE_MIN) * np.abs(middle[:, None]))
-        varies = self.comparable & distinct[:, None] & (self.usual > 0) & (self.count.max(axis=1, keepdims=True) >= START_TICKS)
+        varies = (
+            self.comparable
+            & distinct[:, None]
+            & (self.usual > 0)
+            & (self.count.max(axis=1, keepdims=True) >= START_TICKS)
+        )
         far = np.abs(residual)
         self.distance = np.where(varies & known, far / np.where(varies, unit, 1), 0).astype(np.float32)
         np.minimum(self.distance, np.float32(DISTANCE_MAX), out=self.distance)

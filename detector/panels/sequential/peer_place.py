@@ -152,7 +152,9 @@ class PeerPlace:
         else:
             rate = usable / np.clip(self.past_count, 1, MEMORY_TICKS / BLOCK_TICKS)
             most = np.float32(OUTLIER) * self.noise
-            self.past_mean += (rate * np.clip(np.where(usable, block - self.past_mean, 0), -most, most)).astype(np.float32)
+            self.past_mean += (rate * np.clip(np.where(usable, block - self.past_mean, 0), -most, most)).astype(
+                np.float32
+            )
 
     def _learn(self, residual: Floats, known: NDArray[np.bool_]) -> None:
         both = known & (self.count > 0)
@@ -268,7 +270,7 @@ class PeerPlace:
         num = min(filled, blocks.shape[2])
         kept = blocks[live, :, :num]
         x = _middle(kept)
-        places = x / self.unit[live]
+        places = (x / self.unit[live]).astype(np.float64)
         window = np.minimum(1, 1.4 * tau[live] / (num * BLOCK_TICKS))
         numbers = np.flatnonzero(live)
         if filled % LONG_BLOCKS == 0 and num == LONG_BLOCKS:

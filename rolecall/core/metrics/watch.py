@@ -27,7 +27,7 @@ WATCH_METRICS = rows(
         "watch_tick_timestamp_seconds": "When the newest tick ended, seconds since 1970",
         "watch_tick_seconds": "Duration of the newest tick, without waiting for data",
         "watch_tick_busy_seconds_total": "Duration of all ticks, without waiting for data",
-        "watch_judging_seconds_total": "Time that the detectors took, part of watch_tick_busy_seconds_total",
+        "watch_detection_seconds_total": "Time that the detectors took, part of watch_tick_busy_seconds_total",
         "watch_observed_age_seconds": "Age of the oldest agent's newest answer when detectors read it; agents that "
         "do not answer are left out",
         "watch_agents{state}": "Agents by state: reached, unreachable",
@@ -37,7 +37,7 @@ WATCH_METRICS = rows(
         "watch_diagnoses{fault}": "Current diagnoses, by fault class",
         "watch_blind": "1 while source or detectors fail: nothing is diagnosed",
         "watch_unhandled": "Incidents and diagnoses whose handling fails repeatedly",
-        "watch_calls_failed_total": "Notifications that could not be delivered",
+        "watch_notifications_failed_total": "Notifications that could not be delivered",
         "watch_cpu_seconds_total": "CPU time of this watch",
         "watch_resident_memory_bytes": "Resident memory of this watch",
         "watch_journal_read_timestamp_seconds": "When the journal was last read for the metrics below, seconds since "
@@ -53,13 +53,13 @@ WATCH_METRICS = rows(
         "incidents_opened_total{role,fault}": "Incidents opened, by role of the first suspect (empty: none)",
         "incidents_found_total{detector}": "Incidents opened, by each detector that contributed to the diagnosis",
         "incidents_closed_total{outcome}": "Incidents closed, by outcome",
-        "incident_finding_seconds_total{role}": "Detection time (diagnosed onset to finding), summed over incidents",
-        "incident_findings_total{role}": "Incidents in incident_finding_seconds_total",
-        "incident_newest_finding_seconds{role}": "Detection time of the newest incident",
-        "incident_cure_seconds_total{role}": "From finding to verified work of the replacement, summed over resolved "
-        "incidents",
-        "incident_cures_total{role}": "Incidents in incident_cure_seconds_total",
-        "incident_newest_cure_seconds{role}": "From finding to verified work of the replacement, newest resolved "
+        "incident_detection_seconds_total{role}": "Detection time (diagnosed onset to finding), summed over incidents",
+        "incident_detections_total{role}": "Incidents in incident_detection_seconds_total",
+        "incident_newest_detection_seconds{role}": "Detection time of the newest incident",
+        "incident_resolution_seconds_total{role}": "From finding to verified work of the replacement, summed over "
+        "resolved incidents",
+        "incident_resolutions_total{role}": "Incidents in incident_resolution_seconds_total",
+        "incident_newest_resolution_seconds{role}": "From finding to verified work of the replacement, newest resolved "
         "incident",
         "plans_total{action}": "Plans made",
         "plans_held_total{guard}": "Plans held by a guard, by guard",
@@ -71,9 +71,9 @@ WATCH_METRICS = rows(
         "no_progress (failed)",
         "evictions_last_hour": "Replicas taken down by actions that were started within the last hour",
         "evictions_limit": "Evictions per hour beyond which rolecall stops acting and pages on-call",
-        "persons_called_total": "Pages to on-call",
+        "oncall_pages_total": "Pages to on-call",
         "nodes_quarantined": "Quarantined nodes",
-        "diagnoses_marked{verdict}": "Incidents by the newest review of their diagnosis: right, wrong",
+        "diagnoses_reviewed{verdict}": "Incidents by the newest review of their diagnosis: right, wrong",
     },
 )
 RUN_METRICS = rows(

@@ -98,7 +98,7 @@ def test_a_clock_that_is_set_back_hides_nothing_that_is_written_then(tmp_path: P
     clock = TurnedClock(wall_offset=made.clock.wall())
     reader = Reader(Settings(journal_url=made.run.database_url), clock)
     try:
-        eventually(lambda: reader.latest().usable, "a look")
+        eventually(lambda: reader.latest().usable, "a snapshot")
         clock.set_back(3600.0)
         made.open(because="it stands still")
         clock.advance(SNAPSHOT_SECONDS / 2)

@@ -210,7 +210,7 @@ XIDS = [({"node": "node-1", "gpu": "3", "xid": "79"}, 2.0), ({"node": "node-1", 
 DCGM = [({"Hostname": "node-1", "gpu": "1"}, 63.0), ({"Hostname": "node-2", "gpu": "7"}, 48.0)]
 
 
-def test_prometheus_tells_of_codes_gpus_and_agents_and_dcgm_where_our_agent_does_not() -> None:
+def test_prometheus_has_codes_gpus_and_agents_and_dcgm_where_our_agent_is_missing() -> None:
     live = live_of(
         XIDS,
         [({"node": "node-1", "gpu": "3", "xid": "79"}, 123.0)],

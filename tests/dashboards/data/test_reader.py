@@ -1,4 +1,4 @@
-"""The reader: what is new is seen, nothing is waited for long, and every trouble is reported in a sentence."""
+"""The reader: new events are read, pages do not wait long, and every error is reported in a sentence."""
 
 import shutil
 import sqlite3
@@ -27,36 +27,36 @@ from tests.support import eventually
 
 @contextmanager
 def reader_of(url: str, clock: FakeClock | None = None) -> Iterator[Callable[[], JournalSnapshot]]:
-    """A function that gives the next look: the clock is turned, so that it is a new one."""
+    """A function that returns the next snapshot: the clock is advanced, so that it is a new one."""
     clock = clock or FakeClock(wall_offset=SystemClock().wall() - 1000.0)
     reader = Reader(Settings(journal_url=url), clock)
 
-    def look() -> JournalSnapshot:
+    def read() -> JournalSnapshot:
         clock.advance(reading.SNAPSHOT_SECONDS)
         found: list[JournalSnapshot] = []
-        eventually(lambda: found.append(reader.fresh()) or "has not responded" not in found[-1].because, "a look")
+        eventually(lambda: found.append(reader.fresh()) or "has not responded" not in found[-1].because, "a snapshot")
         return found[-1]
 
     try:
-        yield look
+        yield read
     finally:
         reader.close()
 
 
-def test_what_was_written_since_is_in_the_next_look(tmp_path: Path) -> None:
+def test_what_was_written_since_is_in_the_next_snapshot(tmp_path: Path) -> None:
     made = MadeRun(tmp_path)
-    with reader_of(made.run.database_url) as look:
-        first = look()
+    with reader_of(made.run.database_url) as read:
+        first = read()
         assert (first.error, first.run.step, len(first.projection.incidents)) == (JournalReadError.NONE, 29, 0)
-        assert look().version == first.version  # nothing happened
+        assert read().version == first.version  # nothing happened
         plan = made.open()
-        second = look()
+        second = read()
         assert [i.incident_id for i in second.projection.open_incidents()] == ["i-1"] and second.version > first.version
         made.plan(plan)
         made.act(plan)
-        made.cure(plan)
-        assert not look().projection.open_incidents()
-        assert [i.incident_id for i in second.projection.open_incidents()] == ["i-1"]  # a look never changes
+        made.resolve(plan)
+        assert not read().projection.open_incidents()
+        assert [i.incident_id for i in second.projection.open_incidents()] == ["i-1"]  # a snapshot never changes
 
 
 def test_what_an_open_incident_costs_grows_with_time_alone(tmp_path: Path) -> None:
@@ -65,50 +65,50 @@ def test_what_an_open_incident_costs_grows_with_time_alone(tmp_path: Path) -> No
     made.plan(plan)
     made.act(plan)
     clock = FakeClock(wall_offset=SystemClock().wall() - 1000.0)
-    with reader_of(made.run.database_url, clock) as look:
-        before = look().trends.account
+    with reader_of(made.run.database_url, clock) as read:
+        before = read().trends.account
         clock.advance(60.0)
-        after = look().trends.account
+        after = read().trends.account
     assert before is not None and after is not None
     assert sum(after.lost.values()) - sum(before.lost.values()) == pytest.approx(61.0 / 4, rel=0.1)  # one of four
 
 
 def test_records_and_flags_are_news_too(tmp_path: Path) -> None:
     made = MadeRun(tmp_path)
-    with reader_of(made.run.database_url) as look:
-        before = look()
+    with reader_of(made.run.database_url) as read:
+        before = read()
         made.state("rollout/0", ReplicaState.LOST)
-        lost = look()
+        lost = read()
         assert {r.replica: r.state for r in lost.run.replicas}["rollout/0"] == "lost"
         assert lost.version > before.version
         made.journal.set_flag("paused", "by anna: night")
-        assert look().run.paused == "by anna: night"
+        assert read().run.paused == "by anna: night"
         made.say(K.NODE_QUARANTINED, {"node": "node-3", "by": "anna", "because": "XID 79"})
         made.say(K.NODE_QUARANTINED, {"node": "node-4", "by": "anna", "because": "XID 79"})
         made.say(K.NODE_RETURNED_TO_SERVICE, {"node": "node-4", "by": "anna", "because": "replaced"})
-        assert look().quarantined == {"node-3"}
+        assert read().quarantined == {"node-3"}
 
 
 def test_no_journal_an_empty_file_and_a_journal_without_a_line(tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path / 'journal.db'}"
-    with reader_of(url) as look:
-        assert look().error is JournalReadError.MISSING
+    with reader_of(url) as read:
+        assert read().error is JournalReadError.MISSING
         (tmp_path / "journal.db").touch()
-        assert look().error is JournalReadError.EMPTY
+        assert read().error is JournalReadError.EMPTY
         (tmp_path / "journal.db").unlink()
         Journal(url).close()
-        nothing = look()
+        nothing = read()
         assert (nothing.error, nothing.usable) == (JournalReadError.EMPTY, False)
         Journal(url).append(filled(K.RUN_STARTED, {"num_steps": 3}))
-        assert look().error is JournalReadError.NONE  # the page goes on by itself
+        assert read().error is JournalReadError.NONE  # the page goes on by itself
 
 
 def test_another_schema_version_is_reported(tmp_path: Path) -> None:
     made = MadeRun(tmp_path)
     with sqlite3.connect(made.run.path / "journal.db") as conn:
         conn.execute("UPDATE meta SET value = '99' WHERE name = 'schema'")
-    with reader_of(made.run.database_url) as look:
-        found = look()
+    with reader_of(made.run.database_url) as read:
+        found = read()
     assert found.error is JournalReadError.OLD and "schema version 99" in found.because
 
 
@@ -119,8 +119,8 @@ def test_damaged_lines_are_named_and_the_rest_is_shown(tmp_path: Path, body: str
     opened = made.journal.head().position
     made.open(replica="rollout/0", name="i-2")
     damage(made.run, opened, body)
-    with reader_of(made.run.database_url) as look:
-        found = look()
+    with reader_of(made.run.database_url) as read:
+        found = read()
     assert [i.incident_id for i in found.projection.open_incidents()] == ["i-2"] and "i-1" in found.projection.broken
     if body != '{"diagnosis": 3}':  # that one is readable, and means nothing
         assert found.error is JournalReadError.DAMAGED and str(opened) in found.because and found.num_damaged == 1
@@ -131,20 +131,20 @@ def test_a_step_without_its_number_stops_nothing(tmp_path: Path) -> None:
     made.journal.append_unchecked(K.STEP_COMMITTED, {"reward": 1.0})
     line = made.journal.head().position
     made.say(K.STEP_COMMITTED, {"step": 30, "reward": 1.0})
-    with reader_of(made.run.database_url) as look:
-        found = look()
+    with reader_of(made.run.database_url) as read:
+        found = read()
     assert found.run.step == 30 and str(line) in found.because
 
 
 def test_a_file_that_is_no_database(tmp_path: Path) -> None:
     made = MadeRun(tmp_path)
     made.journal.close()
-    with reader_of(made.run.database_url) as look:
-        assert look().run.step == 29
+    with reader_of(made.run.database_url) as read:
+        assert read().run.step == 29
         for path in made.run.path.glob("journal.db*"):
             path.unlink()
         (made.run.path / "journal.db").write_bytes(b"no database" * 500)
-        found = look()
+        found = read()
     assert found.error is JournalReadError.DAMAGED
     assert found.run.step == 29  # what was known stays
 
@@ -154,12 +154,12 @@ def test_another_run_in_its_place_is_read_from_its_beginning(tmp_path: Path) -> 
     one.open()
     for made in (one, other):
         made.journal.close()
-    with reader_of(one.run.database_url) as look:
-        assert look().run.step == 29
+    with reader_of(one.run.database_url) as read:
+        assert read().run.step == 29
         for path in one.run.path.glob("journal.db*"):
             path.unlink()
         shutil.copy(other.run.path / "journal.db", one.run.path / "journal.db")
-        found = look()
+        found = read()
     assert (found.run.step, len(found.projection.incidents)) == (2, 0)
 
 
@@ -174,7 +174,7 @@ def test_a_locked_journal_keeps_no_one_waiting(tmp_path: Path) -> None:
         found = reader.latest()
         assert found.error is JournalReadError.UNREACHABLE and not found.usable and "locked" in found.because
         with pytest.raises(JournalUnavailable), reader.journal():
-            raise AssertionError("nobody should have waited for it")
+            raise AssertionError("no page may wait for it")
         holder.close()
         eventually(lambda: reader.latest().error is JournalReadError.NONE, "it goes on by itself")
         with reader.journal() as journal:
@@ -190,8 +190,8 @@ def test_the_newest_of_a_long_journal_is_there_first(tmp_path: Path) -> None:
     reader = Reader(Settings(journal_url=run.database_url), clock)
     try:
         first = reader.latest()
-        if not first.usable:  # a machine under load: the first look took longer than a page waits
-            eventually(lambda: reader.latest().usable, "the first look")
+        if not first.usable:  # a machine under load: the first read took longer than a page waits
+            eventually(lambda: reader.latest().usable, "the first snapshot")
             first = reader.latest()
         assert len(first.projection.open_incidents()) == 3 and first.run.step == 300
         assert {f"i-{n:04d}" for n in range(210, 301)} <= {name[:6] for name in first.projection.incidents}
@@ -212,7 +212,7 @@ def test_the_newest_of_a_long_journal_is_there_first(tmp_path: Path) -> None:
         reader.close()
 
 
-def test_a_long_journal_is_not_read_whole_for_the_first_look(tmp_path: Path) -> None:
+def test_a_long_journal_is_not_read_whole_for_the_first_snapshot(tmp_path: Path) -> None:
     run = BigJournal(tmp_path, num_replicas=20, num_incidents=300).build()
     following = reading._Following(Settings(journal_url=run.database_url), SystemClock())
     first = following.read()
@@ -221,7 +221,7 @@ def test_a_long_journal_is_not_read_whole_for_the_first_look(tmp_path: Path) -> 
     following.close()
 
 
-def test_a_look_at_rest_asks_little(tmp_path: Path) -> None:
+def test_a_read_without_news_runs_few_queries(tmp_path: Path) -> None:
     run = BigJournal(tmp_path, num_replicas=100, num_incidents=50).build()
     following = reading._Following(Settings(journal_url=run.database_url), SystemClock())
     following.read()
@@ -245,8 +245,8 @@ def test_the_journal_that_big_journal_makes_is_a_real_one(tmp_path: Path) -> Non
 
 def test_a_password_is_never_reported(tmp_path: Path) -> None:
     url = "postgresql+psycopg://anna:s3cret@127.0.0.1:1/nowhere"
-    with reader_of(url) as look:
-        found = look()
+    with reader_of(url) as read:
+        found = read()
     assert found.error in (JournalReadError.UNREACHABLE, JournalReadError.MISSING)  # without the driver it is missing
     assert "s3cret" not in repr(found) and "s3cret" not in repr(Settings(journal_url=url))
 
@@ -271,8 +271,8 @@ def test_a_postgresql_that_goes_away_and_comes_back() -> None:
 
 
 def test_a_finished_run_keeps_its_words(fake_run: RunDir) -> None:
-    with reader_of(fake_run.database_url) as look:
-        found = look()
+    with reader_of(fake_run.database_url) as read:
+        found = read()
     assert found.run.ended == "completed" and found.projection.ended == "all 120 steps are committed"
 
 

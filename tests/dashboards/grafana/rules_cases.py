@@ -97,8 +97,8 @@ CASES = (
         {'rolecall_watch_agent_unreachable_timestamp_seconds{@W,node="n1"}': "10x10 stale"},
         "6m",
     ),
-    Case("RolecallOncallPaged", "once", {"rolecall_persons_called_total{@W}": COUNTS}, "3m", ("@W",)),
-    Case("RolecallOncallPaged", "long ago", {"rolecall_persons_called_total{@W}": COUNTS}, "15m"),
+    Case("RolecallOncallPaged", "once", {"rolecall_oncall_pages_total{@W}": COUNTS}, "3m", ("@W",)),
+    Case("RolecallOncallPaged", "long ago", {"rolecall_oncall_pages_total{@W}": COUNTS}, "15m"),
     Case("RolecallPlanAwaitsApproval", "waits", {"rolecall_plans_waiting{@W}": COUNTS}, "3m", ("@W",)),
     Case("RolecallPlanAwaitsApproval", "approved soon", {"rolecall_plans_waiting{@W}": "0x4 1x2 0x40"}, "3m"),
     Case(
@@ -146,15 +146,15 @@ CASES = (
     ),
     Case(
         "RolecallIncidentOpenTooLong",
-        "nobody is to act",
+        "no one may act",
         {f"rolecall_incident_opened_timestamp_seconds{{{HANGS}}}": "60x100", **OBSERVES},
         "20m",
     ),
     Case("RolecallIncidentUnhandled", "fails", {"rolecall_watch_unhandled{@W}": COUNTS}, "8m", ("@W",)),
     Case("RolecallIncidentUnhandled", "broken", {"rolecall_incidents_broken{@W}": COUNTS}, "8m", ("@W",)),
-    Case("RolecallIncidentUnhandled", "mends itself", {"rolecall_watch_unhandled{@W}": "0x4 1x8 0x40"}, "8m"),
-    Case("RolecallNotificationErrors", "one", {"rolecall_watch_calls_failed_total{@W}": COUNTS}, "3m", ("@W",)),
-    Case("RolecallNotificationErrors", "none", {"rolecall_watch_calls_failed_total{@W}": "1x40"}, "3m"),
+    Case("RolecallIncidentUnhandled", "recovers by itself", {"rolecall_watch_unhandled{@W}": "0x4 1x8 0x40"}, "8m"),
+    Case("RolecallNotificationErrors", "one", {"rolecall_watch_notifications_failed_total{@W}": COUNTS}, "3m", ("@W",)),
+    Case("RolecallNotificationErrors", "none", {"rolecall_watch_notifications_failed_total{@W}": "1x40"}, "3m"),
     Case(
         "RolecallEvictionLimitReached",
         "reached",
@@ -321,7 +321,7 @@ CASES = (
     ),
     Case(
         "RolecallRoleDown",
-        "a standby is nobody's work",
+        "a standby is not counted",
         {
             'rolecall_replicas{@W,role="standby",state="ready"}': "0x40",
             'rolecall_replicas_wanted{@W,role="standby"}': "1x40",
@@ -391,7 +391,7 @@ CASES = (
     Case("RolecallOomKill", "killed", {"rolecall_host_oom_kills_total{@N}": "7x4 8x40"}, "3m", ("@N",)),
     Case("RolecallOomKill", "before", {"rolecall_host_oom_kills_total{@N}": "7x40"}, "3m"),
     Case("RolecallGpuLost", "lost", {'rolecall_gpu_up{@N,gpu="3"}': "1x4 0x40"}, "3m", ('@N,gpu="3"',)),
-    Case("RolecallGpuLost", "a look missed", {'rolecall_gpu_up{@N,gpu="3"}': "1x8 0 1x40"}, "2m15s"),
+    Case("RolecallGpuLost", "a scrape missed", {'rolecall_gpu_up{@N,gpu="3"}': "1x8 0 1x40"}, "2m15s"),
     Case(
         "RolecallXid",
         "off the bus, and one that no catalogue has",

@@ -2,23 +2,36 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from rolecall.core.errors import CommandRefused
-from rolecall.dashboards.grafana.push import TEXT_MAX, IncidentAnnotation, annotate, annotation
+from rolecall.core.faults import FaultClass
+from rolecall.dashboards.grafana.push import TEXT_MAX, annotate, annotation
 from rolecall.dashboards.grafana.server import GrafanaRefused, Server, Token, address
+from rolecall.recovery.incidents import Incident, IncidentOutcome, IncidentState
+from tests.dashboards.acting_world import diagnosis
 from tests.dashboards.grafana.fake_grafana import EDITOR, VIEWER, FakeGrafana, Refused, fake_grafana
 
-HANG = IncidentAnnotation(
-    incident_id="i1-trainer-1",
-    role="trainer",
-    fault="hang",
-    sentence="trainer/1 has finished nothing for 2.6 s",
-    opened_at=1_795_000_000.25,
-)
-CLOSED = replace(HANG, closed_at=1_795_000_011.5, outcome="resolved")
-KILL = replace(HANG, incident_id="i2-rollout-1", role="rollout", fault="crash", opened_at=1_795_000_100.0)
+
+def incident(name: str, replica: str, fault: FaultClass, opened_at: float) -> Incident:
+    return Incident(
+        incident_id=name,
+        state=IncidentState.OPEN,
+        diagnosis=diagnosis(replica, "trainer/1 has finished nothing for 2.6 s", fault_class=fault),
+        opened_at=opened_at,
+        seen_keys=frozenset(),
+    )
+
+
+def with_diagnosis(of: Incident, **changes: Any) -> Incident:
+    return replace(of, diagnosis=replace(of.diagnosis, **changes))
+
+
+HANG = incident("i1-trainer-1", "trainer/1", FaultClass.HANG, 1_795_000_000.25)
+CLOSED = replace(HANG, state=IncidentState.CLOSED, closed_at=1_795_000_011.5, outcome=IncidentOutcome.RESOLVED)
+KILL = incident("i2-rollout-1", "rollout/1", FaultClass.CRASH, 1_795_000_100.0)
 
 
 @pytest.fixture
@@ -46,15 +59,15 @@ def test_an_open_incident_is_a_point_and_a_closed_one_a_region() -> None:
     region = annotation("demo-7", CLOSED)
     assert (region["time"], region["timeEnd"]) == (1_795_000_000_250, 1_795_000_011_500)
     assert region["text"].endswith("(resolved)")
-    assert "role:" not in str(annotation("demo-7", replace(HANG, role="")))
+    assert "role:" not in str(annotation("demo-7", with_diagnosis(HANG, suspects=())))
 
 
 def test_words_of_a_log_are_text() -> None:
-    hostile = replace(HANG, sentence='<img src=x onerror="fetch(1)"> & \x1b[31m\n# big\u202e')
+    hostile = with_diagnosis(HANG, because='<img src=x onerror="fetch(1)"> & \x1b[31m\n# big\u202e')
     text = annotation("demo-7", hostile)["text"]
     assert not set(text) & set("<>\"'\x1b\n\u202e")
     assert "&lt;img src=x onerror=&quot;" in text and "&amp;" in text
-    long = annotation("demo-7", replace(HANG, sentence="<" * 5000))["text"]
+    long = annotation("demo-7", with_diagnosis(HANG, because="<" * 5000))["text"]
     assert long.count("&lt;") == TEXT_MAX - 1
 
 
@@ -84,7 +97,7 @@ def test_annotations_of_people_are_left_alone(grafana: FakeGrafana, server: Serv
 
 
 def test_a_run_with_very_many_incidents_shows_the_newest(grafana: FakeGrafana, server: Server) -> None:
-    reported = annotate(server, "demo-7", [KILL, HANG], episodes_max=1)
+    reported = annotate(server, "demo-7", [KILL, HANG], incidents_max=1)
     assert reported.done[0].startswith("left out   1 older")
     assert "i2-rollout-1" in reported.done[1] and len(grafana.annotations) == 1
 

@@ -12,7 +12,7 @@ from rolecall.core.errors import ConfigError
 from rolecall.core.metrics.catalogue import BY_NAME
 from rolecall.core.metrics.metric import MetricType
 from rolecall.dashboards.grafana import board
-from rolecall.dashboards.grafana.boards.all import documents
+from rolecall.dashboards.grafana.export import documents
 from rolecall.dashboards.grafana.promql import DCGM_NAMES, RECORDED, SCOPE_LABELS, UnknownMetric, scoped, selectors
 from tests.dashboards.grafana.viewing import all_panels
 
@@ -179,13 +179,13 @@ def test_a_misspelt_metric_or_label_is_refused_when_it_is_built() -> None:
         scoped('rolecall_process_up{rolle="x"}')
 
 
-def test_what_the_watch_tells_is_asked_of_the_watch() -> None:
+def test_metrics_of_the_watch_are_queried_from_the_watch() -> None:
     assert scoped("rolecall_run_step") == 'rolecall_run_step{job=~"$job",instance=~"$watch"}'
     assert scoped('rolecall_gpu_up{gpu="0"}') == 'rolecall_gpu_up{job=~"$job",instance=~"$instance",gpu="0"}'
 
 
 def test_the_same_bytes_in_every_process() -> None:
-    code = "import json; from rolecall.dashboards.grafana.boards.all import documents; print(json.dumps(documents()))"
+    code = "import json; from rolecall.dashboards.grafana.export import documents; print(json.dumps(documents()))"
     texts = {
         subprocess.run(
             [sys.executable, "-c", code],

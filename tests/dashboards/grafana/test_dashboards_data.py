@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from rolecall.dashboards.grafana.boards.all import documents
+from rolecall.dashboards.grafana.export import documents
 from rolecall.dashboards.grafana.promql import alive, grown, scoped, selectors
 from tests.dashboards.grafana import made_up
 from tests.dashboards.grafana.viewing import Asked, Viewer, all_panels
@@ -103,7 +103,7 @@ def test_a_node_with_dcgm_exporter_alone_is_shown(made_up_prometheus: DemoPromet
 
 
 def test_units_and_labels_of_both_sources_agree(made_up_prometheus: DemoPrometheus) -> None:
-    """A node that tells of itself in both names has each series once, ours."""
+    """A node that reports under both names has each series once, ours."""
     for uid in OF_NODE:
         for asked in Viewer(made_up_prometheus, {"node": made_up.OURS}).look(DOCUMENTS[uid]):
             shown = [tuple(sorted(labels.items())) for labels in asked.series]

@@ -5,7 +5,7 @@ import shlex
 from pathlib import Path
 
 from rolecall.dashboards.grafana import board, export
-from rolecall.dashboards.grafana.boards.all import documents
+from rolecall.dashboards.grafana.export import documents
 
 DOC = (Path(__file__).parents[3] / "docs" / "howto" / "prometheus-and-grafana.md").read_text()
 

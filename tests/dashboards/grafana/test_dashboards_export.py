@@ -9,7 +9,7 @@ import yaml
 
 from rolecall.cli.main import main
 from rolecall.dashboards.grafana import export
-from rolecall.dashboards.grafana.boards.all import documents
+from rolecall.dashboards.grafana.export import documents
 
 
 def _all_files(folder: Path) -> dict[str, bytes]:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rolecall.dashboards.grafana.boards.all import documents
+from rolecall.dashboards.grafana.export import documents
 from tests.dashboards.grafana.typescript import HOME, complaints
 
 pytestmark = pytest.mark.xdist_group("grafana-schema")  # one worker installs the packages

@@ -211,9 +211,9 @@ def test_a_token_that_may_only_read_is_reported_and_a_wrong_one_too(grafana: Fak
         and "folder 'rolecall' could not be created, no dashboard was written" in reported.failed[0]
     )
     assert "role Editor" in reported.failed[0]
-    stranger = ask(grafana.url, "glsa_stranger")
+    unknown = ask(grafana.url, "glsa_stranger")
     with pytest.raises(GrafanaRefused, match="does not accept the token") as refused:
-        planned(stranger)
+        planned(unknown)
     assert refused.value.status == 401
 
 
@@ -346,7 +346,7 @@ def test_a_token_over_http_is_in_the_clear_except_on_this_machine() -> None:
     assert not address("https://grafana.example").token_in_the_clear
 
 
-def test_holding_tells_true_from_one_and_an_absent_key_from_a_value() -> None:
+def test_holds_distinguishes_true_from_one_and_an_absent_key_from_a_value() -> None:
     assert holds({"a": 1, "b": 2}, {"a": 1, "c": None})
     assert not holds({"a": 1}, {"a": True})
     assert not holds({"a": True}, {"a": 1})

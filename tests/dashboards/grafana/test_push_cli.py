@@ -12,7 +12,7 @@ from rolecall.cli.main import main
 from rolecall.cli.options import JOURNAL_ENV
 from rolecall.core.errors import ConfigError
 from rolecall.core.rundir import RunDir
-from rolecall.dashboards.grafana.boards.all import documents
+from rolecall.dashboards.grafana.export import documents
 from tests.dashboards.grafana.fake_grafana import EDITOR, VIEWER, FakeGrafana, fake_grafana
 
 

@@ -89,7 +89,7 @@ def test_an_alert_fires_when_it_must_and_not_otherwise(name: str, promtool: str,
     assert "SUCCESS" in _tried(promtool, tmp_path, name)
 
 
-def test_promtool_would_tell_if_an_alert_were_deaf_or_loud(promtool: str, tmp_path: Path) -> None:
+def test_promtool_fails_if_an_alert_does_not_fire_or_always_fires(promtool: str, tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="got: nil"):
         _tried(promtool, tmp_path, "RolecallGpuLost", expr="rolecall_gpu_upp == 0")
     with pytest.raises(AssertionError, match="exp: nil"):

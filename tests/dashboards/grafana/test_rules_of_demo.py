@@ -29,8 +29,8 @@ _OTHER = re.compile(r"\s(?:>=|<=|>|<)\s")
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
-def looked_at(expr: str) -> str:
-    """The expression without its thresholds: what it compares, of every series that it looks at."""
+def compared(expr: str) -> str:
+    """The expression without its thresholds: what it compares, of every series that it reads."""
     return _OTHER.sub(" - ", _CONSTANT.sub("", " ".join(expr.split()))).replace(" unless ", " and ")
 
 
@@ -39,19 +39,19 @@ def _absent(expr: str) -> bool:
 
 
 def test_thresholds_are_taken_out_and_nothing_else() -> None:
-    assert looked_at("time() - a > clamp_min(10 * b[1h], 300) unless on (n) (d == 1)") == (
+    assert compared("time() - a > clamp_min(10 * b[1h], 300) unless on (n) (d == 1)") == (
         "time() - a - clamp_min(10 * b[1h], 300) and on (n) (d)"
     )
-    assert looked_at("rate(a[5m]) * 300 > 25") == "rate(a[5m]) * 300"
+    assert compared("rate(a[5m]) * 300 > 25") == "rate(a[5m]) * 300"
 
 
 @pytest.mark.parametrize("name", sorted(ALERTS))
-def test_what_an_alert_looks_at_is_there(name: str, demo_prometheus: DemoPrometheus) -> None:
+def test_the_series_of_an_alert_exist(name: str, demo_prometheus: DemoPrometheus) -> None:
     expr = ALERTS[name].expr
     if _absent(expr):
         pytest.skip("; ".join(why for metric, why in NOT_IN_THE_DEMO.items() if metric in expr))
     assert {s.metric for s in selectors(expr)} <= demo_prometheus.names()
-    assert demo_prometheus.query_range(looked_at(expr)), looked_at(expr)
+    assert demo_prometheus.query_range(compared(expr)), compared(expr)
 
 
 @pytest.mark.parametrize("name", sorted(RECORDED))
@@ -82,7 +82,7 @@ def test_what_is_called_absent_is(demo_prometheus: DemoPrometheus) -> None:
 
 def test_an_alert_without_its_metric_is_found_out(tmp_path: Path) -> None:
     with prometheus_of(tmp_path, without={"rolecall_gpu_up"}) as demo:
-        assert not demo.query_range(looked_at(ALERTS["RolecallGpuLost"].expr))
+        assert not demo.query_range(compared(ALERTS["RolecallGpuLost"].expr))
 
 
 def _held(alert: Alert, series: Series) -> bool:
@@ -131,6 +131,6 @@ def test_an_injected_fault_is_in_front_of_the_alert_that_waits_for_a_cure(demo_p
     opened = demo_prometheus.query("rolecall_incidents_opened_total > 0")
     faults = {(v.labels["role"], v.labels["fault"]) for v in opened}
     assert faults == {("rollout", "crash"), ("trainer", "hang"), ("rollout", "slow")}
-    seen = demo_prometheus.query_range(looked_at(ALERTS["RolecallIncidentOpenTooLong"].expr))
+    seen = demo_prometheus.query_range(compared(ALERTS["RolecallIncidentOpenTooLong"].expr))
     # Those that were resolved within a scrape have no series; a hang takes seconds.
     assert ("trainer", "hang") in {(s.labels["role"], s.labels["fault"]) for s in seen} <= faults

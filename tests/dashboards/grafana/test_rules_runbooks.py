@@ -8,7 +8,7 @@ import pytest
 import typer
 
 from rolecall.cli.main import app
-from rolecall.dashboards.grafana.boards.all import documents
+from rolecall.dashboards.grafana.export import documents
 from tests.dashboards.grafana.rules_cases import ALERTS
 
 FOLDER = Path(__file__).parents[3] / "docs" / "runbooks"
@@ -62,8 +62,8 @@ def test_the_commands_of_a_runbook_exist(name: str) -> None:
 
 
 def test_a_command_that_does_not_exist_is_found_out() -> None:
-    assert _error_of("rolecall mend NODE") == "no such command"
-    assert _error_of("rolecall node mend NODE") == "no such command"
+    assert _error_of("rolecall repair NODE") == "no such command"
+    assert _error_of("rolecall node repair NODE") == "no such command"
     assert _error_of("rolecall resume --really") == "it has no --really"
     assert _error_of("rolecall node return NODE --reason ...") == ""
     assert sum(len(_commands(text)) for text in RUNBOOKS.values()) > 100

@@ -11,8 +11,7 @@ from rolecall.core.errors import JournalError
 from rolecall.core.journal.events import EventKind
 from rolecall.core.journal.journal import Journal
 from rolecall.core.rundir import RunDir
-from rolecall.dashboards.pages.accounting.audit import audited
-from rolecall.dashboards.pages.accounting.worker import AUDIT_SECONDS, AccountingWorker
+from rolecall.dashboards.pages.accounting.worker import AUDIT_SECONDS, AccountingWorker, audited
 from rolecall.dashboards.settings import Settings
 from tests.dashboards.acting_world import HOSTILE, World, button, fill, page, sign_in, texts, world
 from tests.support import PATIENCE_SECONDS
@@ -68,7 +67,7 @@ def test_a_long_journal_is_audited_in_a_process_of_its_own_with_the_same_result(
     assert found[0].audit == found[1].audit is not None
 
 
-def test_what_the_process_of_an_audit_meets_is_raised_here(finished: World, tmp_path: Path) -> None:
+def test_an_error_in_the_process_of_an_audit_is_raised_here(finished: World, tmp_path: Path) -> None:
     journal = Journal(finished.run.database_url)
     try:
         with pytest.raises(JournalError, match="no journal"):
@@ -152,8 +151,8 @@ def test_a_live_run_is_counted_up_to_now(tmp_path: Path, finished: World) -> Non
     assert statistics.times.slices[-1].end == pytest.approx(last + 60)
 
 
-def test_a_diagnosis_is_reviewed_under_the_name_of_who_is_signed_in(finished: World) -> None:
-    at = sign_in(page("accounting", finished), finished.add_person("anna"))
+def test_a_diagnosis_is_reviewed_under_the_name_of_the_signed_in_user(finished: World) -> None:
+    at = sign_in(page("accounting", finished), finished.add_user("anna"))
     before = len(finished.events())
     at.selectbox(key="accounting.review").select("i-2").run()
     fill(at, "review:i-2", "why", "it was the rack's power")
@@ -168,8 +167,8 @@ def test_a_diagnosis_is_reviewed_under_the_name_of_who_is_signed_in(finished: Wo
     assert "2 of 3 are not reviewed yet." in texts(at)
 
 
-def test_a_wrong_mark_needs_a_reason_and_a_guest_marks_nothing(finished: World) -> None:
-    token = finished.add_person("anna")
+def test_a_wrong_review_needs_a_reason_and_a_guest_reviews_nothing(finished: World) -> None:
+    token = finished.add_user("anna")
     at = page("accounting", finished)
     assert button(at, "✓ Right").disabled
     sign_in(at, token)

@@ -140,7 +140,7 @@ def _found_after(seconds: float, *, injected: bool, right: bool = True) -> Incid
     d = replace(diagnosis("rollout/0", "x", at=ZERO), detected_at=ZERO + seconds)
     fault = InjectedFault(kind="rollout-kill", target="rollout/0", injected_at=ZERO) if injected else None
     opened = made_event(kind=K.INCIDENT_OPENED, wall_at=ZERO, body={"diagnosis": d.to_dict()}, incident_id="i")
-    return IncidentSummary(incident=fold([opened])["i"], fault=fault, named_right=right if injected else None)
+    return IncidentSummary(incident=fold([opened])["i"], fault=fault, diagnosed_correctly=right if injected else None)
 
 
 def test_detection_against_its_goal_with_true_times_apart_from_estimates() -> None:

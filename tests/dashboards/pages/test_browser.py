@@ -93,7 +93,7 @@ def asked(chromium: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     evidence = made.run.path / EVIDENCE_DIR / "inc-hostile"
     evidence.mkdir(parents=True)
     (evidence / "stacks.txt").write_text(TRACEBACK)
-    token = made.add_person("anna")
+    token = made.add_user("anna")
     with served(folder, [str(made.run.path), "--users", str(made.users_path)]) as address:
         yield Asked(made=made, plan=plan, token=token, address=address)
 

@@ -16,7 +16,7 @@ from tests.dashboards.prometheus_of_demo import DemoPrometheus
 from tests.support import PATIENCE_SECONDS
 
 K = EventKind
-NOBODY_THERE = "http://127.0.0.1:9"
+NO_SERVER = "http://127.0.0.1:9"
 """The port `discard`: nothing listens."""
 BURN_IN = {
     "passed": False,
@@ -46,7 +46,7 @@ def test_nodes_worst_first_with_word_and_glyph(made: World) -> None:
     assert "--prometheus URL" in texts(at)
 
 
-def test_a_nodes_panel_tells_its_incidents_codes_quarantines_and_burn_ins(made: World) -> None:
+def test_the_panel_of_a_node_shows_incidents_codes_quarantines_and_burn_ins(made: World) -> None:
     made.open("i-1", "rollout/2", "XID 79 on GPU 3 of node-3: fallen off the bus", fault_class=FaultClass.GPU)
     commands.quarantine(made.run, "node-3", "carla", "its fan is loud")
     commands.record_burn_in(made.run, "node-3", BURN_IN, "carla")
@@ -70,12 +70,12 @@ def test_a_journal_without_nodes_says_so(tmp_path: Path) -> None:
 
 
 def test_a_prometheus_that_is_away_is_a_sentence(made: World) -> None:
-    at = page("fleet", made, prometheus_url=NOBODY_THERE)
+    at = page("fleet", made, prometheus_url=NO_SERVER)
     assert not at.exception
     assert "Prometheus is not responding" in texts(at)
 
 
-def test_what_a_real_prometheus_tells_of_a_demo_shows(demo_prometheus: DemoPrometheus) -> None:
+def test_what_a_real_prometheus_has_of_a_demo_is_shown(demo_prometheus: DemoPrometheus) -> None:
     poller = PrometheusPoller(demo_prometheus.url, "", FakeClock(), lambda ask: hardware.fleet_metrics(ask, "demo-7"))
     answers = [
         [(v.labels, v.value) for v in demo_prometheus.query(e)]
@@ -107,7 +107,7 @@ def test_hostile_text_is_shown_as_text(made: World) -> None:
 
 def test_a_server_that_does_not_answer_is_asked_again_later_and_never_waited_for() -> None:
     clock = FakeClock()
-    poller = PrometheusPoller(NOBODY_THERE, "", clock, lambda ask: ask("up"))
+    poller = PrometheusPoller(NO_SERVER, "", clock, lambda ask: ask("up"))
     poller.latest()
     assert poller.wait(30)
     first = poller.latest()

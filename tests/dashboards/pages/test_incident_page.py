@@ -10,7 +10,7 @@ from streamlit.testing.v1 import AppTest
 from rolecall.core.journal.events import EventKind
 from rolecall.core.rundir import RunDir
 from rolecall.dashboards import settings
-from rolecall.dashboards.pages.incidents import list_page as incidents_page
+from rolecall.dashboards.pages.incidents import page as incidents_page
 from rolecall.dashboards.pages.incidents.table import PAGE_ROWS
 from rolecall.dashboards.settings import Settings
 from tests.dashboards.big_journal import BigJournal
@@ -30,7 +30,7 @@ def shows() -> Iterator[Shows]:
     """Runs the page on a journal, with parameters of the URL."""
 
     def run(url: str, of: RunDir | None = None, **query: str) -> AppTest:
-        settings.use(Settings(journal_url=url, run=of))
+        settings.use(Settings(journal_url=url, run=of, patience_seconds=TIMEOUT_SECONDS))
         at = AppTest.from_file(PAGE, default_timeout=TIMEOUT_SECONDS)
         for name, value in query.items():
             at.query_params[name] = value

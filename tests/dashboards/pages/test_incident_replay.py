@@ -17,8 +17,8 @@ from rolecall.core.journal.payloads import PlanCreated
 from rolecall.core.rundir import create_run_dir
 from rolecall.dashboards.pages.incidents.cache import from_prometheus
 from rolecall.dashboards.pages.incidents.evidence_files import SHOWN_BYTES_MAX, names, read
-from rolecall.dashboards.pages.incidents.replay import replay
 from rolecall.dashboards.pages.incidents.timeline import TimelineRange
+from rolecall.dashboards.pages.incidents.what_if import replay
 from rolecall.testing.recovery_world import diagnosis
 from tests.dashboards.incident_cases import found, material_of, world_of
 

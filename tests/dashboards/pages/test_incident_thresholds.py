@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from rolecall.dashboards.pages.incidents.replay import ThresholdBoundary, threshold_boundary
+from rolecall.dashboards.pages.incidents.what_if import ThresholdBoundary, threshold_boundary
 from rolecall.detector.live.engine import LiveDetector
 from tests.dashboards.incident_cases import found
 

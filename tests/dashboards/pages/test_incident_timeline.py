@@ -88,7 +88,7 @@ def test_a_cure_is_reported_from_the_fault_to_the_close(of_fake_run: Callable[[i
     assert whole.whole.zero == pytest.approx(m.incident.diagnosis.onset)  # type: ignore[union-attr]
 
 
-def test_an_interrupted_step_is_told_to_its_commit(of_fake_run: Callable[[int], IncidentPageInputs]) -> None:
+def test_an_interrupted_step_is_shown_until_its_commit(of_fake_run: Callable[[int], IncidentPageInputs]) -> None:
     m = of_fake_run(2)
     words = [x.words for x in build_timeline(m, incident_summary(m)).moments]
     assert any("is interrupted" in w for w in words)
@@ -209,7 +209,7 @@ def test_a_damaged_window_is_named(tmp_path: Path) -> None:
     assert any("window" in text for text in m.missing)
 
 
-def test_decisions_tell_attempts_guards_and_persons(tmp_path: Path) -> None:
+def test_decisions_show_attempts_guards_and_operators(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir(), (tmp_path / "b").mkdir(), (tmp_path / "c").mkdir()
     first, second = plan_sections(material_of(world_of("retried", tmp_path / "a")))
     assert first.outcome.startswith("failed (died): ")

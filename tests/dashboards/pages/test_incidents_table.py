@@ -85,7 +85,7 @@ def test_a_page_beyond_the_last_is_the_last() -> None:
     assert (found.page, found.num_pages, len(found.rows), found.num_found) == (3, 3, 1, len(rows))
 
 
-def test_a_row_tells_who_what_when_and_how_long(tmp_path: Path) -> None:
+def test_a_row_has_suspect_fault_times_and_duration(tmp_path: Path) -> None:
     world = world_of("resolved", tmp_path)
     found = row_of(world.only())
     assert (found.status, found.words, found.who, found.roles) == (

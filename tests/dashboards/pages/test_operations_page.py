@@ -65,7 +65,7 @@ def test_a_guest_sees_the_plan_whole_and_can_click_nothing(made: World) -> None:
 
 def test_no_act_comes_from_a_load_or_an_address(made: World) -> None:
     proposed = made.propose("i-1")
-    token = made.add_person("anna")
+    token = made.add_user("anna")
     before = len(made.events())
     at = page("operations", made)
     at.query_params["approve"] = proposed.digest
@@ -88,7 +88,7 @@ def test_hostile_text_is_shown_as_text(made: World) -> None:
 
 
 def test_signing_in_and_out(made: World) -> None:
-    token = made.add_person("anna")
+    token = made.add_user("anna")
     at = sign_in(page("operations", made), token)
     assert "Signed in as anna" in "\n".join(str(t.value) for t in at.sidebar.text)
     held = at.session_state["rolecall.user"]
@@ -100,7 +100,7 @@ def test_signing_in_and_out(made: World) -> None:
 
 
 def test_a_wrong_token_is_reported_and_kept_nowhere(made: World) -> None:
-    made.add_person("anna")
+    made.add_user("anna")
     at = sign_in(page("operations", made), "wrong-token")
     assert "no user has this access token" in "\n".join(str(t.value) for t in at.sidebar.text)
     assert "wrong-token" not in texts(at)
@@ -109,7 +109,7 @@ def test_a_wrong_token_is_reported_and_kept_nowhere(made: World) -> None:
 
 def test_who_is_removed_meanwhile_is_out_before_the_click_counts(made: World) -> None:
     made.propose("i-1")
-    at = sign_in(page("operations", made), made.add_person("anna"))
+    at = sign_in(page("operations", made), made.add_user("anna"))
     people.remove(made.users_path, "anna")
     before = len(made.events())
     button(at, "Approve").click().run()
@@ -119,7 +119,7 @@ def test_who_is_removed_meanwhile_is_out_before_the_click_counts(made: World) ->
 
 def test_without_a_click_for_long_an_operator_is_out(made: World) -> None:
     made.propose("i-1")
-    at = sign_in(page("operations", made), made.add_person("anna"))
+    at = sign_in(page("operations", made), made.add_user("anna"))
     held = at.session_state["rolecall.user"]
     at.session_state["rolecall.user"] = people.SignedInUser(
         name=held.name, fingerprint=held.fingerprint, seen_at=held.seen_at - people.IDLE_SECONDS - 1
@@ -135,7 +135,7 @@ def test_without_a_click_for_long_an_operator_is_out(made: World) -> None:
 
 def test_a_click_approves_the_plan_under_the_name_of_the_file(made: World) -> None:
     proposed = made.propose("i-1")
-    at = sign_in(page("operations", made), made.add_person("anna"))
+    at = sign_in(page("operations", made), made.add_user("anna"))
     before = len(made.events())
     button(at, "Approve").click().run()
     assert _new(made, before) == [(K.PLAN_APPROVED, "anna")]
@@ -146,7 +146,7 @@ def test_a_click_approves_the_plan_under_the_name_of_the_file(made: World) -> No
 def test_a_double_click_is_one_word(made: World) -> None:
     made.propose("i-1")
     made.propose("i-2", "rollout/0")
-    at = sign_in(page("operations", made), made.add_person("anna"))
+    at = sign_in(page("operations", made), made.add_user("anna"))
     first = button(at, "Approve")
     before = len(made.events())
     first.click().run()
@@ -154,9 +154,9 @@ def test_a_double_click_is_one_word(made: World) -> None:
     assert _new(made, before) == [(K.PLAN_APPROVED, "anna")]
 
 
-def test_a_second_person_who_was_faster_is_reported_of(made: World) -> None:
+def test_a_second_operator_who_was_faster_is_reported(made: World) -> None:
     proposed = made.propose("i-1")
-    at = sign_in(page("operations", made), made.add_person("anna"))
+    at = sign_in(page("operations", made), made.add_user("anna"))
     commands.reject_plan(made.run, proposed.digest, "bert", "not now")
     before = len(made.events())
     button(at, "Approve").click().run()
@@ -166,8 +166,8 @@ def test_a_second_person_who_was_faster_is_reported_of(made: World) -> None:
 
 def test_a_plan_that_changed_between_painting_and_clicking_is_not_approved(made: World) -> None:
     painted = made.propose("i-1")
-    at = sign_in(page("operations", made), made.add_person("anna"))
-    made.say(K.PLAN_EXPIRED, {"digest": painted.digest, "because": "nobody spoke"}, "i-1")
+    at = sign_in(page("operations", made), made.add_user("anna"))
+    made.say(K.PLAN_EXPIRED, {"digest": painted.digest, "because": "no one decided"}, "i-1")
     made.say(K.INCIDENT_CLOSED, {"outcome": "escalated", "because": "expired"}, "i-1")
     other = made.propose("i-2", "rollout/2")
     before = len(made.events())
@@ -179,14 +179,14 @@ def test_a_plan_that_changed_between_painting_and_clicking_is_not_approved(made:
 
 def test_a_plan_that_lapsed_is_not_approved(made: World) -> None:
     made.propose("i-1", seconds=-1.0)
-    at = sign_in(page("operations", made), made.add_person("anna"))
+    at = sign_in(page("operations", made), made.add_user("anna"))
     assert "expired" in texts(at)
     assert not any(b.label == "Approve" for b in at.button)
 
 
 def test_a_journal_that_is_locked_is_said_and_nothing_is_lost(made: World, monkeypatch: pytest.MonkeyPatch) -> None:
     made.propose("i-1")
-    at = sign_in(page("operations", made), made.add_person("anna"))
+    at = sign_in(page("operations", made), made.add_user("anna"))
     before = len(made.events())
     monkeypatch.setattr("rolecall.core.journal.store.BUSY_SECONDS", 0.1)
     lock = sqlite3.connect(made.run.path / "journal.db", isolation_level=None)
@@ -205,16 +205,16 @@ def test_a_journal_that_is_locked_is_said_and_nothing_is_lost(made: World, monke
 
 def test_a_hold_has_a_reason_and_an_end_and_is_lifted(made: World) -> None:
     proposed = made.propose("i-1")
-    at = sign_in(page("operations", made), made.add_person("anna"))
+    at = sign_in(page("operations", made), made.add_user("anna"))
     before = len(made.events())
     button(at, "Hold").click().run()
     assert len(made.events()) == before
     assert "a reason is required" in texts(at)
-    fill(at, "plan:", "why", "I look at the cable first")
+    fill(at, "plan:", "why", "checking the cable first")
     button(at, "Hold").click().run()
     assert _new(made, before) == [(K.HOLD_PLACED, "anna")]
     placed = made.events()[-1]
-    assert placed.payload.because == "I look at the cable first"
+    assert placed.payload.because == "checking the cable first"
     assert placed.payload.digest == proposed.digest
     assert placed.payload.until == pytest.approx(placed.wall_at + 600, abs=5)
     at.run()
@@ -225,7 +225,7 @@ def test_a_hold_has_a_reason_and_an_end_and_is_lifted(made: World) -> None:
 
 def test_a_veto_ends_the_plan(made: World) -> None:
     made.propose("i-1")
-    at = sign_in(page("operations", made), made.add_person("anna"))
+    at = sign_in(page("operations", made), made.add_user("anna"))
     before = len(made.events())
     fill(at, "plan:", "why", "it is being repaired by hand")
     button(at, "Reject").click().run()
@@ -237,7 +237,7 @@ def test_a_veto_ends_the_plan(made: World) -> None:
 
 
 def test_all_acting_is_paused_and_goes_on(made: World) -> None:
-    at = sign_in(page("operations", made), made.add_person("anna"))
+    at = sign_in(page("operations", made), made.add_user("anna"))
     before = len(made.events())
     fill(at, "pause", "why", "the network is being changed")
     button(at, "Pause").click().run()
@@ -249,7 +249,7 @@ def test_all_acting_is_paused_and_goes_on(made: World) -> None:
 
 
 def test_a_node_is_quarantined_and_returned(made: World) -> None:
-    at = sign_in(page("operations", made), made.add_person("anna"))
+    at = sign_in(page("operations", made), made.add_user("anna"))
     before = len(made.events())
     at.selectbox(key="operations.node").select("node-3").run()
     fill(at, "quarantine:", "why", "it is hot")
@@ -262,7 +262,7 @@ def test_a_node_is_quarantined_and_returned(made: World) -> None:
 
 
 def test_a_node_is_drained_only_when_its_name_is_typed(made: World) -> None:
-    at = sign_in(page("operations", made), made.add_person("anna"))
+    at = sign_in(page("operations", made), made.add_user("anna"))
     at.selectbox(key="operations.node").select("node-2").run()
     assert "rollout/1#1: replace node" in texts(at)
     assert "allowed by all guards" in texts(at)
@@ -284,7 +284,7 @@ def test_a_node_is_drained_only_when_its_name_is_typed(made: World) -> None:
 
 
 def test_a_replica_is_replaced_by_hand(made: World) -> None:
-    at = sign_in(page("operations", made), made.add_person("anna"))
+    at = sign_in(page("operations", made), made.add_user("anna"))
     before = len(made.events())
     at.selectbox(key="operations.replica").select("trainer/1").run()
     fill(at, "replace:", "why", "it stutters")
@@ -294,7 +294,7 @@ def test_a_replica_is_replaced_by_hand(made: World) -> None:
     assert "anna requested replacement of trainer/1#1: it stutters" in opened.payload.to_body()["diagnosis"]["because"]
 
 
-def test_history_tells_who_did_what(made: World) -> None:
+def test_history_lists_who_did_what(made: World) -> None:
     proposed = made.propose("i-1")
     commands.hold_plan(made.run, proposed.digest, "bert", "wait for me", 600.0)
     commands.pause_recovery(made.run, "carla", "a change of the network")
@@ -307,7 +307,7 @@ def test_history_tells_who_did_what(made: World) -> None:
 
 def test_a_journal_by_url_alone_takes_a_word_too(made: World) -> None:
     made.propose("i-1")
-    at = sign_in(page("operations", made, url_only=True), made.add_person("anna"))
+    at = sign_in(page("operations", made, url_only=True), made.add_user("anna"))
     before = len(made.events())
     button(at, "Approve").click().run()
     assert _new(made, before) == [(K.PLAN_APPROVED, "anna")]

@@ -12,8 +12,15 @@ from rolecall.core.ids import NodeId, ReplicaId
 from rolecall.core.journal.events import EventKind
 from rolecall.core.membership import Actual, Desired, ReplicaState
 from rolecall.dashboards.pages.operations.commands import OperatorCommand, OperatorCommandKind, command_line
-from rolecall.dashboards.pages.operations.plans import GLYPHS, PlanRow, PlanStatus, limits_of, plan_rows, preview
-from rolecall.dashboards.pages.operations.state import history
+from rolecall.dashboards.pages.operations.plans import (
+    GLYPHS,
+    PlanRow,
+    PlanStatus,
+    history,
+    limits_of,
+    plan_rows,
+    preview,
+)
 from rolecall.recovery.fleet_view import FleetView, fleet_view
 from rolecall.recovery.incidents import Incident, fold
 from tests.dashboards.acting_world import HOMES, diagnosis, plan
@@ -32,12 +39,12 @@ def _incidents(*reported: tuple[EventKind, dict[str, object]]) -> tuple[Incident
 
 
 OPENED = (K.INCIDENT_OPENED, {"diagnosis": diagnosis("rollout/1", "it ended").to_dict()})
-PLAN = plan("i-1", "rollout/1", "a fresh process cures it")
+PLAN = plan("i-1", "rollout/1", "a new process resolves it")
 MADE = (K.PLAN_CREATED, {"plan": PLAN.to_dict()})
 PROPOSED = (K.PLAN_PROPOSED, {"plan": PLAN.to_dict(), "expires_at": NOW + 60})
 APPROVED = (K.PLAN_APPROVED, {"digest": PLAN.digest, "by": "anna"})
 REJECTED = (K.PLAN_REJECTED, {"digest": PLAN.digest, "by": "anna", "because": "no"})
-LAPSED = (K.PLAN_EXPIRED, {"digest": PLAN.digest, "because": "nobody spoke"})
+LAPSED = (K.PLAN_EXPIRED, {"digest": PLAN.digest, "because": "no one decided"})
 GUARDED = (K.PLAN_BLOCKED, {"digest": PLAN.digest, "guard": "at_once", "because": "another first"})
 HOLD = (K.HOLD_PLACED, {"digest": PLAN.digest, "by": "bert", "because": "wait", "until": NOW + 30})
 LIFTED = (K.HOLD_LIFTED, {"digest": PLAN.digest, "by": "bert", "because": ""})
@@ -151,7 +158,7 @@ def test_a_preview_with_no_other_node_left_says_so() -> None:
 
 
 @pytest.mark.parametrize("body", [None, {}, {"question": 5}, {"question": {"config": {"never": 1}, "supports": []}}])
-def test_limits_of_a_plan_that_tells_none_are_the_defaults(body: dict[str, object] | None) -> None:
+def test_limits_of_a_plan_without_any_are_the_defaults(body: dict[str, object] | None) -> None:
     assert not limits_of(body, "act").known
 
 

@@ -14,7 +14,7 @@ from rolecall.dashboards import settings
 from rolecall.dashboards.pages import charts, shell
 from rolecall.dashboards.pages.overview import view
 from rolecall.dashboards.pages.overview.page import role_html
-from rolecall.dashboards.pages.overview.view import Cell, RoleSummary, state_of
+from rolecall.dashboards.pages.overview.view import RoleSummary, state_of
 from rolecall.dashboards.pages.style import STATES, banner, css
 from rolecall.dashboards.settings import Settings
 from rolecall.views.snapshot import ReplicaRow
@@ -255,9 +255,10 @@ def test_code_in_a_banner_is_ours_and_a_half_mark_is_text() -> None:
 
 def test_a_large_role_names_who_is_not_well() -> None:
     cells = [
-        Cell(replica=f"rollout/{n}", state="healthy", incarnation=1, node="n", policy_version=3) for n in range(100)
+        ReplicaRow(replica=f"rollout/{n}", state="healthy", incarnation=1, node="n", policy_version=3)
+        for n in range(100)
     ]
-    cells[57] = Cell(replica="rollout/57", state="lost", incarnation=2, node="n", policy_version=3)
+    cells[57] = ReplicaRow(replica="rollout/57", state="lost", incarnation=2, node="n", policy_version=3)
     html = role_html(RoleSummary(name="rollout", cells=tuple(cells), counts=(("lost", 1), ("healthy", 99))))
     assert "rollout/57</b>" in html and "rollout/56</b>" not in html and html.count("●") == 99 + 1
 

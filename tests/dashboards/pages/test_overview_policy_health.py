@@ -25,7 +25,7 @@ def bucket(step: int, **signs: float) -> Bucket:
     )  # fmt: skip
 
 
-def test_a_run_whose_steps_tell_of_it(fake_run: RunDir) -> None:
+def test_a_run_whose_steps_report_it(fake_run: RunDir) -> None:
     at = page_drawn(Settings(journal_url=fake_run.database_url, run=fake_run))
     shown = [panel for panel in PANELS if "critic" not in panel.title]
     assert len(at.get("vega_lite_chart")) == 3 + len(shown)
@@ -34,7 +34,7 @@ def test_a_run_whose_steps_tell_of_it(fake_run: RunDir) -> None:
     assert "Policy health" in [s.value for s in at.subheader]
 
 
-def test_a_run_of_before_says_so_in_one_sentence(tmp_path: Path) -> None:
+def test_a_run_without_metrics_says_so_in_one_sentence(tmp_path: Path) -> None:
     at = page_drawn(MadeRun(tmp_path).settings())
     assert len(at.get("vega_lite_chart")) == 3 and [c.value for c in at.caption].count(NO_METRICS) == 1
     begun = MadeRun(tmp_path / "b", num_steps=0)
@@ -102,7 +102,7 @@ def test_the_highest_value_is_drawn_however_long_the_run(num_steps: int, highest
 LINES = {name: [{"step": float(n), "value": n / 100} for n in range(40)] for name in ("mean", "longest")}
 
 
-def test_lines_are_told_apart_without_colours_and_have_one_axis() -> None:
+def test_lines_are_distinguishable_without_colours_and_have_one_axis() -> None:
     spec = charts.curves(LINES, "answers", across=(0, 99))
     encoding = spec["encoding"]
     assert encoding["color"]["scale"]["domain"] == encoding["strokeDash"]["scale"]["domain"] == ["mean", "longest"]

@@ -1,4 +1,4 @@
-"""`rolecall dashboard` as an operator starts it: what it says, whom it lets in, and how it ends."""
+"""`rolecall dashboard` as an operator starts it: its output, which requests it accepts, and how it ends."""
 
 import contextlib
 import http.client
@@ -83,11 +83,11 @@ class Served:
             self.process = subprocess.Popen(
                 argv, cwd=folder, stdout=out, stderr=out, stdin=subprocess.DEVNULL, env={**os.environ, **(env or {})}
             )
-        eventually(self._told, "the address is reported")
+        eventually(self._announced, "the address is reported")
         (word,) = [w for w in self.output().split() if w.startswith("http")][:1]
         self.netloc = urlsplit(word).netloc
 
-    def _told(self) -> bool:
+    def _announced(self) -> bool:
         assert self.process.poll() is None, self.output()
         return "http" in self.output()
 
@@ -126,7 +126,7 @@ def served(folder: Path, *args: str, env: Mapping[str, str] | None = None) -> It
 
 
 @pytest.mark.slow
-def test_it_serves_on_loopback_tells_no_secret_and_ends_at_once(made: MadeRun, tmp_path: Path) -> None:
+def test_it_serves_on_loopback_shows_no_secret_and_ends_at_once(made: MadeRun, tmp_path: Path) -> None:
     url = f"{made.run.database_url}?password=s3cret"
     with served(tmp_path, "--journal", "-", env={"ROLECALL_JOURNAL_URL": url}) as dashboard:
         answer = dashboard.ask("/")
@@ -159,7 +159,7 @@ def test_beyond_loopback_with_people_and_sigterm(made: MadeRun, tmp_path: Path) 
         assert "Traceback" not in dashboard.output()
 
 
-def test_a_page_that_fails_tells_its_owner_why_and_no_password(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failing_page_is_logged_without_passwords(caplog: pytest.LogCaptureFixture) -> None:
     for _ in range(3):  # as often as the page is drawn again
         try:
             raise RuntimeError("postgresql://anna:s3cret@db/x is away \x1b[2J")

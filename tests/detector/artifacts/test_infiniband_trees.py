@@ -46,7 +46,7 @@ def test_a_fleet_in_order_is_healthy(tmp_path: Path) -> None:
     answer = diagnosing.diagnose([fleet(tmp_path)], [])
     assert answer.diagnoses == [] and diagnosing.exit_code(answer) == 0
     [trees] = answer.inputs  # nothing of the trees is "of no known kind"
-    assert trees.looked_at == "64 port(s) of 8 node(s), 64 of them active"
+    assert trees.content == "64 port(s) of 8 node(s), 64 of them active"
     assert trees.remarks == () and trees.path == str(tmp_path)
     assert diagnosing.sentences(answer)[0] == "healthy: nothing found in"
 

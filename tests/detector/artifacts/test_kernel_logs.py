@@ -80,7 +80,7 @@ def test_every_form_is_recognised_and_read(tmp_path: Path, form: str) -> None:
     assert "XID 79 (GPU has fallen off the bus), fatal" in d.because and f"GPU {GPU}" in d.because
     undated = ("160.000001" in FORMS[form] and "Nov" not in form and "Nov" not in FORMS[form]) or form == "kmsg"
     assert d.detected_at == (pytest.approx(160.0, abs=0.01) if undated else _wall(d, form))
-    assert answer.inputs[0].looked_at.startswith("1 file(s): 3 kernel line(s)")
+    assert answer.inputs[0].content.startswith("1 file(s): 3 kernel line(s)")
 
 
 def _wall(d: Diagnosis, form: str) -> float:

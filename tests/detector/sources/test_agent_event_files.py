@@ -50,7 +50,7 @@ def test_an_xid_and_the_crash_after_it_are_one_diagnosis(tmp_path: Path) -> None
     assert d.fault_class == "gpu" and [s.replica for s in d.suspects] == ["trainer/2"]
     assert "XID 79 on GPU 2" in d.because and "reboot" in d.advice
     (looked,) = answer.inputs
-    assert looked.kind == "agent events" and "6 event(s) of 1 node(s)" in looked.looked_at
+    assert looked.kind == "agent events" and "6 event(s) of 1 node(s)" in looked.content
 
 
 def test_advice_is_stated_once(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The same trouble, and people who talk all the time: they hold, lift, approve, reject, mark, replace, quarantine,
+"""The same trouble, and people who talk all the time: they hold, lift, approve, reject, review, replace, quarantine,
 drain and return at random moments, also between a watch's decision and its write. No word breaks an incident, what is
 held or rejected does not begin, and nothing is placed on a quarantined node.
 """
@@ -64,7 +64,7 @@ class Talk(Simulation):
             "lift": lambda: commands.lift_hold(run, digest, "bob", "go", clock),
             "approve": lambda: commands.approve_plan(run, digest, "cat", clock),
             "reject": lambda: commands.reject_plan(run, digest, "dan", "no", clock),
-            "mark": lambda: commands.review_diagnosis(run, name, rng.random() < 0.5, "eve", "", clock),
+            "review": lambda: commands.review_diagnosis(run, name, rng.random() < 0.5, "eve", "", clock),
             "replace": lambda: commands.replace(run, replica, "why not", "fay", clock),
             "quarantine": lambda: commands.quarantine(run, node, "gus", "a look", clock),
             "return": lambda: commands.return_node(run, node, "hal", "seen", clock),
@@ -113,6 +113,6 @@ def test_the_talk_is_real(tmp_path: Path) -> None:
         talk = Talk(tmp_path / str(number), number)
         talk.run(TALK_SECONDS, trouble=True)
         said += talk.said
-    words = {"hold", "lift", "approve", "reject", "mark", "replace", "quarantine", "return", "drain"}
+    words = {"hold", "lift", "approve", "reject", "review", "replace", "quarantine", "return", "drain"}
     assert words <= said.keys(), said
     assert {"hold refused", "approve refused", "reject refused"} <= said.keys(), said

@@ -250,8 +250,6 @@ def evictions(incidents: Iterable[Incident], since: float) -> list[Eviction]:
     return found
 
 
-# --- the fold -----------------------------------------------------------------------------------------------------
-
 LEGAL: Mapping[EventKind, frozenset[IncidentState | None]] = {
     K.INCIDENT_OPENED: frozenset({None}),
     K.INCIDENT_UPDATED: frozenset({S.OPEN, S.PLANNED, S.ACTING, S.VERIFYING}),
@@ -465,8 +463,6 @@ def _until(attempt: Attempt, hold: Hold) -> Attempt:
         return replace(attempt, hold=hold)
     return replace(attempt, hold=hold, expires_at=hold.until + attempt.approval_timeout_seconds)
 
-
-# --- the incidents of a journal -----------------------------------------------------------------------------------
 
 READ_KINDS = (*INCIDENT_KINDS, EventKind.RUN_ENDED)
 NOTIFIED_KINDS = frozenset({EventKind.ONCALL_PAGED, EventKind.PLAN_PROPOSED, EventKind.INCIDENT_CLOSED})

@@ -98,9 +98,6 @@ def next_step(incident: Incident, situation: Situation, question: PolicyInput) -
     return _from_verifying(incident, incident.attempt, situation)
 
 
-# --- states -------------------------------------------------------------------------------------------------------
-
-
 def _from_planned(incident: Incident, attempt: Attempt, situation: Situation) -> Move | None:
     if attempt.plan.action is ActionKind.TOLERATE:
         if attempt.page_oncall:
@@ -189,9 +186,6 @@ def _from_verifying(incident: Incident, attempt: Attempt, situation: Situation) 
     if seen.failure is not None:
         return failed(incident, attempt, seen.failure, seen.because)
     return None
-
-
-# --- pieces -------------------------------------------------------------------------------------------------------
 
 
 def failed(incident: Incident, attempt: Attempt, failure: str, because: str) -> Append:
@@ -300,9 +294,6 @@ def _over(incident: Incident, situation: Situation) -> str:
     return "; ".join(reasons)
 
 
-# --- verification -------------------------------------------------------------------------------------------------
-
-
 def verify(
     plan: Plan, *, fleet: FleetView, progress: Progress, done_at: float, now: float, verification_timeout_seconds: float
 ) -> Verification:
@@ -340,9 +331,6 @@ def verify(
     timed_out = now - done_at > verification_timeout_seconds
     because = f"after {now - done_at:.1f} s " + "; ".join(missing)
     return Verification(because=because, failure=ActionFailure.NO_PROGRESS if timed_out else None)
-
-
-# --- quarantine ---------------------------------------------------------------------------------------------------
 
 
 def events_before_plan(

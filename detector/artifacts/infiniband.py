@@ -44,8 +44,6 @@ from rolecall.formats.infiniband import (
     parse_state,
 )
 
-# --- trees ------------------------------------------------------------------------------------------------------------
-
 TEXT_BYTES_MAX = 4096
 PORT_BYTES = 4000
 """Approximate size of a port in memory."""
@@ -183,8 +181,6 @@ def _text(file: Path) -> str | None:
     finally:
         os.close(number)
 
-
-# --- diagnosis --------------------------------------------------------------------------------------------------------
 
 DETECTOR = "infiniband_trees"
 NUM_EVIDENCE_MAX = 8
@@ -422,9 +418,6 @@ def _congested(fleet: InfinibandFabric, port: InfinibandPort, name: str) -> Iter
         )
         values = {"per_second": rate, "median_per_second": usual, "seconds": seconds}
         yield PortFault(port=port, kind=name, confidence=0.4, text=text, values=values, settle=SETTLE_CONGESTED)
-
-
-# --- shared faults ------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

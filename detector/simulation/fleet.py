@@ -26,8 +26,6 @@ from numpy.typing import NDArray
 
 from rolecall.detector.panels.panel import Floats, Machine, Panel, PanelShape
 
-# --- signals ----------------------------------------------------------------------------------------------------------
-
 CHUNK_TICKS = 64
 """Ticks generated at a time: 8 MB for 1,500 machines. Part of the definition of a seed, independent of the reader."""
 
@@ -199,8 +197,6 @@ def _checkpoints(rng: np.random.Generator, seconds: Array) -> Array:
         saving[(seconds >= start) & (seconds < start + lasts)] = 1.0
     return saving
 
-
-# --- fleet ------------------------------------------------------------------------------------------------------------
 
 EPOCH_SECONDS = 1_700_000_000.0
 """Wall time of a task's first tick."""

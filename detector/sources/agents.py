@@ -141,8 +141,6 @@ def _short(e: BaseException) -> str:
     return (str(e) or type(e).__name__)[:120]
 
 
-# --- source -----------------------------------------------------------------------------------------------------------
-
 logger = logging.getLogger(__name__)
 
 AGENTS_SECONDS = 0.5

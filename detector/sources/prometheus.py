@@ -36,8 +36,6 @@ from rolecall.detector.sources.prometheus_api import (
     short,
 )
 
-# --- queries ----------------------------------------------------------------------------------------------------------
-
 _NUMBER = re.compile(r"[0-9]{1,9}")
 
 
@@ -136,8 +134,6 @@ def dcgm_queries() -> tuple[MetricQuery, ...]:
     replays = "DCGM_FI_DEV_PCIE_REPLAY_COUNTER"
     return (*gauges, MetricQuery(metric=f"{replays}_per_second", expression=trusted_rate(replays), labels=labels))
 
-
-# --- source -----------------------------------------------------------------------------------------------------------
 
 logger = logging.getLogger(__name__)
 

@@ -254,9 +254,6 @@ def replace(location: RunLocation, replica: str, reason: str, by: str, clock: Cl
     return f"{name} opened: {replica} is replaced when the guards pass{hint}"
 
 
-# --- nodes --------------------------------------------------------------------------------------------------------
-
-
 def quarantine(location: RunLocation, node: str, by: str, because: str, clock: Clock | None = None) -> str:
     """No new replica is placed on `node`; those that run there continue. Raises CommandRefused: there is no such node,
     or it is already quarantined."""
@@ -390,9 +387,6 @@ def _check_node_name(node: str) -> None:
         checked_id(node, "node")
     except InvalidId as e:
         raise CommandRefused(str(e)) from None
-
-
-# --- replacement requests -----------------------------------------------------------------------------------------
 
 
 def replacement_request(view: ReplicaView, because: str, now: float) -> Diagnosis:

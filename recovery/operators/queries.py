@@ -153,9 +153,6 @@ def decided_then(created: PlanCreated) -> dict[str, Any]:
     return {"plan": plan, "page_oncall": created.page_oncall, "outcome": created.outcome}
 
 
-# --- as text ------------------------------------------------------------------------------------------------------
-
-
 def status_text(value: dict[str, Any]) -> str:
     """`status` as text."""
     watch = value["watch"]

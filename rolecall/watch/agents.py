@@ -280,9 +280,6 @@ def observing_run(root: Path, run_id: str, agents: Mapping[str, str], webhook_ur
     return run
 
 
-# --- names of their processes ---------------------------------------------------------------------------------------
-
-
 @dataclass(slots=True)
 class _ReplicaHolder:
     node: str

@@ -55,8 +55,6 @@ FILE_BYTES_MAX = 1 << 20
 Out = Callable[[str], None]
 
 
-# --- queries -----------------------------------------------------------------------------------------------------
-
 Name = Annotated[str, Field(min_length=1, max_length=256)]
 Names = tuple[Name, ...]
 
@@ -191,9 +189,6 @@ def prometheus_source(
     )
 
 
-# --- the commands -------------------------------------------------------------------------------------------------
-
-
 def watch_prometheus(
     options: PrometheusOptions,
     detectors: Sequence[PanelDetector],
@@ -291,8 +286,6 @@ def _until(seconds: float | None, clock: Clock) -> Iterator[Stopped]:
         for number, was in before.items():
             signal.signal(number, was)
 
-
-# --- recording ----------------------------------------------------------------------------------------------------
 
 PART_BYTES = 64 << 20
 """Values kept in memory before they are written to a file."""

@@ -336,9 +336,6 @@ def _from_json(data: bytes, bytes_max: int) -> Any:
         raise UnsafePickle(f"not readable JSON: {safe(str(e))}") from None
 
 
-# --- content ---------------------------------------------------------------------------------------------------------
-
-
 def _dump(
     content: Any,
     path: Path,

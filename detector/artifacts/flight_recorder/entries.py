@@ -24,8 +24,6 @@ from numpy.typing import NDArray
 
 from rolecall.detector.base.plain_pickle import NUM_CHARACTERS_MAX, safe
 
-# --- regular entries --------------------------------------------------------------------------------------------------
-
 NUMBERS = ("collective_seq_id", "p2p_seq_id", "time_created_ns")
 """Fields that increase within a kind."""
 _UNUSED = ("frames", "record_id", "op_id", "time_discovered_started_ns", "time_discovered_completed_ns")
@@ -156,8 +154,6 @@ def _integers(opcodes: Sequence[bytes]) -> NDArray[np.int64]:
     return found
 
 
-# --- columns ----------------------------------------------------------------------------------------------------------
-
 NUM_ENTRIES_MAX = 400_000
 """The number that fits into the largest file that is read."""
 NUM_TENSORS_MAX = 10_000
@@ -254,9 +250,6 @@ def columns(
     return entries, pairs
 
 
-# --- layout -------------------------------------------------------------------------------------------------------
-
-
 def _apart(rows: list[Any]) -> tuple[list[dict[str, Any]], Indices, Ints]:
     """Distinct entries, the index of each row's entry, and the three numbers of each row (E, 3)."""
     place: dict[int, int] = {}
@@ -318,9 +311,6 @@ def _numbers(entry: dict[str, Any]) -> tuple[int, ...]:
             raise MalformedDump(f"the {name} of an entry is not a number")
         found.append(value)
     return tuple(found)
-
-
-# --- fields ----------------------------------------------------------------------------------------------------------
 
 
 class _EntryReader:

@@ -345,8 +345,6 @@ def operations_at(job: Job, rank: int, key: Key, seq: int) -> list[FlightRecorde
     return [o for o in operations if not o.is_p2p]
 
 
-# --- root causes ------------------------------------------------------------------------------------------------------
-
 NUM_EARLIER_MAX = 200
 """Number of previous operations of a group that are searched for a skipped operation."""
 _NO_INPUTS = ("scatter", "all_to_all", "alltoall", "coalesced")

@@ -115,8 +115,6 @@ def finding(
     )
 
 
-# --- GPUs and switches ------------------------------------------------------------------------------------------------
-
 BURST_SECONDS = 180.0
 """Lines with one code within this time are one occurrence (NVSentinel)."""
 REPEAT_SECONDS = 86_400.0
@@ -388,8 +386,6 @@ def switch_finding(node: str, switch: int, pairs: list[tuple[KernelLogFact, Sxid
     return finding(node, FaultClass.NETWORK, because, [s for s, _ in pairs], advice, f"nvswitch{switch}", evidence)
 
 
-# --- memory, links, hardware and kernel -------------------------------------------------------------------------------
-
 NUM_FLAPS = 2
 FLAP_SECONDS = 300.0
 """One link flap is tolerated, two within this time are not (ByteRobust)."""
@@ -514,8 +510,6 @@ def fault_finding(node: str, what: str, pairs: list[tuple[KernelLogFact, KernelF
     because = f"node {node}: {words}{f': {places}' if places else ''}, {times([s for s, _ in pairs])}"
     return finding(node, fault_class, because, [s for s, _ in pairs], advice, what)
 
-
-# --- all findings -----------------------------------------------------------------------------------------------------
 
 NUM_REMARKS_MAX = 50
 

@@ -100,9 +100,6 @@ class StackAnalysis:
         )
 
 
-# --- groups -------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class CommonParallelGroup:
     name: str
@@ -139,8 +136,6 @@ def as_a_whole(group: CommonParallelGroup, first: Sequence[DumpedProcess]) -> tu
     evidence = Evidence(kind=PARALLEL_GROUP, text=f"{group.name}: {names_text(members)}", values=values)
     return words, members, evidence
 
-
-# --- text ---------------------------------------------------------------------------------------------------------
 
 _PLURAL = {"waits": "wait", "is": "are", "reads": "read", "compiles": "compile", "collects": "collect"}
 
@@ -205,8 +200,6 @@ def _place_evidence(place: StackCluster) -> Evidence:
         values={"num_processes": float(number)},
     )
 
-
-# --- decisions --------------------------------------------------------------------------------------------------------
 
 CONFIDENCE_OUTSIDE = 0.8
 CONFIDENCE_AT_WORK = 0.6

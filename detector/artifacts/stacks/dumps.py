@@ -29,8 +29,6 @@ from rolecall.core.errors import UnreadableInput
 from rolecall.core.ids import NodeId
 from rolecall.detector.base.read_budget import Check, head_of, no_check
 
-# --- names of files and folders ---------------------------------------------------------------------------------------
-
 WORLD_SIZE_MAX = 200_000
 AXES = ("tp", "pp", "dp", "ep", "cp")
 """Kinds of parallel group that file names may contain: tensor, pipeline, data, expert, context."""
@@ -102,8 +100,6 @@ def _round_of(path: Path) -> dict[str, Any]:
     numbers = [folder.name for folder in folders if _ROUND_FOLDER.match(folder.name)]
     return {"round_index": int(numbers[0])} if numbers else {}
 
-
-# --- dumps and topology -----------------------------------------------------------------------------------------------
 
 DUMP_BYTES_MAX = 16 << 20
 """Per file. A trainer with 30 threads of 40 frames takes 0.3 MB as JSON."""
@@ -205,8 +201,6 @@ class Topology:
         return Suspect(node=NodeId(node), role=role, replica=replica, rank=rank, gpu=gpu)
 
 
-# --- formats ------------------------------------------------------------------------------------------------------
-
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _JSON_HEAD = re.compile(r'\s*\[\s*\{.*"(?:thread_id|owns_gil|frames)"\s*:', re.DOTALL)
 _AGENT_HEAD = re.compile(r'\s*\{.*"threads"\s*:\s*\[', re.DOTALL)
@@ -236,9 +230,6 @@ def _head(path: Path) -> str:
 
 def _is_text(head: str) -> bool:
     return bool(_TEXT_HEAD.search(head) or _THREAD_LINE.search(head))
-
-
-# --- dumps --------------------------------------------------------------------------------------------------------
 
 
 def read(path: Path, check: Check = no_check) -> StackDump:
@@ -400,8 +391,6 @@ def _agent_fields(path: Path, answer: dict[str, Any]) -> dict[str, Any]:
     return place
 
 
-# --- frames -------------------------------------------------------------------------------------------------------
-
 _STANDARD_LIBRARY = re.compile(r"lib(?:64)?/python\d[\d.]*t?/")
 _GENERATED_NAME = re.compile(r"__compiled_fn|torch_dynamo_resume_in|triton_")
 _GENERATED_STEM = re.compile(r"(?=.*\d)[0-9a-z]{24,}\Z")
@@ -442,9 +431,6 @@ def normal_file(file: str) -> str:
     if _GENERATED_STEM.match(base.partition(".")[0]):
         return "<generated>"
     return base if file.startswith("/") else file  # the same script may have another path on another node
-
-
-# --- topology -----------------------------------------------------------------------------------------------------
 
 
 def read_topology(path: Path) -> Topology:

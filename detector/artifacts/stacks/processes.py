@@ -179,9 +179,6 @@ def _process(role: str, who: Who, its: Sequence[tuple[StackDump, Stack]]) -> Dum
     )
 
 
-# --- dumps of one process -----------------------------------------------------------------------------------------
-
-
 def _dump_rounds(dumps: Sequence[StackDump]) -> dict[Who, list[tuple[StackDump, Stack]]]:
     """The dumps of each process, oldest first, each with its place."""
     found: dict[Who, list[StackDump]] = {}
@@ -232,8 +229,6 @@ def _natural(path: str) -> list[tuple[int, str]]:
     return [(int(part[:18]), part) if part.isdecimal() else (0, part) for part in re.split(r"(\d+)", path)]
 
 
-# --- rounds -------------------------------------------------------------------------------------------------------
-
 Round = dict[Who, int]
 """Processes dumped in the round, with the index of each one's dump."""
 
@@ -278,9 +273,6 @@ def _counted(rounds: Sequence[Round], history: Mapping[Who, Sequence[tuple[Stack
         found.append(round_)
         next_at = min(times)
     return found[::-1]
-
-
-# --- groups of processes ------------------------------------------------------------------------------------------
 
 
 def groups_of(process: DumpedProcess) -> Iterator[Group]:

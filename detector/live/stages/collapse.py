@@ -45,8 +45,6 @@ from rolecall.detector.live.monitored_process import MonitoredProcess
 from rolecall.detector.live.processes import MonitoredProcesses, finding
 from rolecall.detector.live.stages.stage import Stage, Tick
 
-# --- training history -------------------------------------------------------------------------------------------------
-
 SIGNS = (
     *("reward", "entropy", "kl_sampler", "response_length", "truncated_fraction", "filtered_fraction", "log_ratio_max"),
 )
@@ -141,8 +139,6 @@ def _fill(point: TrainingStepPoint, sample: ProcessSample) -> None:
         elif is_trainer and sign not in OF_OTHERS:
             point.values.pop(sign, None)
 
-
-# --- tests ------------------------------------------------------------------------------------------------------------
 
 RECENT_STEPS: Final = 8
 """Shorter drops are not reported. Eight steps in a row below the median occur by chance once in 256 times; the required
@@ -440,8 +436,6 @@ def _others(then: Sequence[TrainingStepPoint], now: Sequence[TrainingStepPoint])
         changes.append(f"{cut:.0%} of them cut off at the limit")
     return f" ({'; '.join(changes)})" if changes else ""
 
-
-# --- stage ------------------------------------------------------------------------------------------------------------
 
 QUIET_STEPS: Final = 16
 """Twice the steps needed to detect a symptom, so that an intermittent symptom is one incident."""

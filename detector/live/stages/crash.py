@@ -156,8 +156,6 @@ def _code_finding(
     )
 
 
-# --- crash ------------------------------------------------------------------------------------------------------------
-
 EXCEPTION_GRACE_SECONDS = 2.0
 """How long to wait for the same exception on peers: ranks of a role reach a line within one step of each other."""
 EXCEPTION_HOLD_SECONDS_MAX = 5.0

@@ -274,7 +274,7 @@ class PeerPlace:
         window = np.minimum(1, 1.4 * tau[live] / (num * BLOCK_TICKS))
         numbers = np.flatnonzero(live)
         if filled % LONG_BLOCKS == 0 and num == LONG_BLOCKS:
-            self.learned.look(numbers, places, window, counted)
+            self.learned.look(numbers, places.astype(np.float32), window, counted)
         # A machine's usual offset counts where that of all its peers is known too.
         usual = self.usual.offsets[live]
         known = np.asarray(np.isfinite(usual[:, counted]).all(axis=1) & counted.any())

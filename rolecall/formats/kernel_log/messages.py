@@ -29,9 +29,6 @@ MESSAGE_CHARS_MAX = 4096
 _PCI_BARE = r"[0-9a-fA-F]{4,8}:[0-9a-fA-F]{2}:[0-9a-fA-F]{2}\.[0-7]"
 
 
-# --- facts ----------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OomKill:
     """`of_cgroup`: its cgroup was out of memory; else the whole machine (or unknown, on old kernels)."""
@@ -73,8 +70,6 @@ class KernelFault:
 KernelFact = XidLine | SxidLine | GpuLost | GpuNamed | OomKill | KernelLinkChange | HardwareError | KernelFault
 
 
-# --- memory ---------------------------------------------------------------------------------------------------------
-
 # Memory cgroup out of memory: Killed process 812 (python3) total-vm:9kB, anon-rss:8kB, file-rss:1kB, ..
 # Out of memory: Killed process 812 (python3) total-vm:..     Out of memory (oom_kill_allocating_task): Killed ..
 # Killed process 812 (python3) total-vm:..   before Linux 5.1, after "Out of memory: Kill process 812 .. score 9 or .."
@@ -82,8 +77,6 @@ _OOM = re.compile(
     r"(?:(Memory cgroup )?[Oo]ut of memory(?: \(\w{1,40}\))?: )?Killed process (\d{1,10}) \((.{0,64})\),? "
     r"(?:UID[ :]?\d+, )?total-vm:\d+kB, anon-rss:(\d{1,15})kB"
 )
-
-# --- links ----------------------------------------------------------------------------------------------------------
 
 _INTERFACE = r"([A-Za-z][\w.@-]{0,31})"
 # mlx5_core 0000:41:00.0 ens1f0np0: Link down    tg3 0000:02:00.0 eth0: Link is down
@@ -106,8 +99,6 @@ def _link(message: str) -> KernelLinkChange | None:
         return KernelLinkChange(up=True, interface=match[1])
     return None
 
-
-# --- hardware errors ------------------------------------------------------------------------------------------------
 
 _MCE_BANK = re.compile(
     r"(?:mce: )?\[Hardware Error\]: CPU \d{1,5}: Machine Check(?: Exception)?: [0-9a-f]{1,16} Bank (\d{1,3}): ([0-9a-f]{1,16})\b"
@@ -141,8 +132,6 @@ def _hardware(message: str) -> HardwareError | None:
         return HardwareError(what="memory", corrected=False, device=match[1])
     return None
 
-
-# --- other faults ---------------------------------------------------------------------------------------------------
 
 _NAME = r"(?P<name>.{0,64})"
 _MLX5 = rf"mlx5_core (?P<pci>{_PCI_BARE})(?: \S{{1,32}})?: (?:\w{{1,60}}:\d{{1,6}}:\(pid \d{{1,10}}\): )?"

@@ -150,8 +150,6 @@ def _number(value: Any) -> float | None:
     return None
 
 
-# --- Prometheus text file -----------------------------------------------------------------------------------------
-
 BANDWIDTH = ("nccl_bus_bandwidth_gbs", "nccl_p2p_bus_bandwidth_gbs")
 """Geometric means of the last window."""
 TIME = ("nccl_collective_exec_time_microseconds", "nccl_p2p_exec_time_microseconds")

@@ -224,8 +224,6 @@ def ranks_text(members: Iterable[CommunicatorMember]) -> str:
     return ", ".join(words) + more
 
 
-# --- answers: acknowledgements, JSON (strict first, then repaired), or text
-
 _COUNT_MAX = 1 << 63
 NUM_CONTAINERS_MAX = 3 * NUM_RANKS_MAX + 16 * NUM_COMMUNICATORS_MAX
 """Objects and lists: a rank has three. Two bytes make one of up to 64."""
@@ -442,8 +440,6 @@ def _spreads(ranks: Sequence[Rank], collectives: tuple[str, ...]) -> tuple[Sprea
 def _number(value: Any) -> int | None:
     return value if type(value) is int and 0 <= value < _COUNT_MAX else None
 
-
-# --- the text answer to STATUS: a table, then errors and warnings by communicator; only outlier ranks are listed
 
 _MANAGED = r"(?: -- (?:GPU (?P<gpu>\d{1,4})(?: \(NVML (?P<nvml>\d{1,4})\))? managed by process (?P<pid>\d{1,10}) on node (?P<host>\S{1,64})|.*))?$"  # noqa: E501
 _LINES: dict[str, re.Pattern[str]] = {

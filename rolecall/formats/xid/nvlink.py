@@ -12,7 +12,6 @@ from types import MappingProxyType
 
 from rolecall.formats.xid.xid import XidAction
 
-# --- rows of NVIDIA's XID catalogue (https://docs.nvidia.com/deploy/xid-errors/analyzing-xid-catalog.html): the sheet
 # "XID 144-150 Decode", and the text of WORKFLOW_NVLINK_ERR for XID 74. Numbers and words for actions are NVIDIA's.
 
 NONFATAL, FATAL, LINK_FATAL = "non-fatal", "fatal", "link fatal"
@@ -164,8 +163,6 @@ REGISTER_SIGNS: dict[int, tuple[tuple[str, tuple[int, ...]], ...]] = {
 }
 """Of an XID 74: by register (the first, third, fourth and fifth of its seven say something) what its bits are a sign
 of. NVIDIA gives them for Hopper; other bits are `unexpected`."""
-
-# --- their meaning
 
 CODES = range(144, 151)
 LINE_DECIDES = frozenset({74, 154, *CODES})

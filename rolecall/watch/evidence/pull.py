@@ -349,9 +349,6 @@ class EvidencePull:
         self._collected.append(CollectedEvidence(incident_id=incident_id, payload=collected))
 
 
-# --- texts ----------------------------------------------------------------------------------------------------------
-
-
 def _missing(answers: Sequence[_EvidenceResponse]) -> list[str]:
     """One text per reason, with what is missing."""
     by_reason: dict[tuple[str, str, EvidenceKind], list[str]] = {}

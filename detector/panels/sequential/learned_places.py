@@ -30,7 +30,7 @@ class LearnedPlaces:
         self.drift_sum, self.num_drifts = np.zeros((num_metrics, len(SPREADS))), np.zeros(num_metrics)
         self.place_sum, self.num_places = np.zeros(before.shape), np.zeros(before.shape)
 
-    def look(self, metrics: NDArray[np.int64], places: Doubles, window: Doubles, healthy: NDArray[np.bool_]) -> None:
+    def look(self, metrics: NDArray[np.int64], places: Floats, window: Doubles, healthy: NDArray[np.bool_]) -> None:
         """`places` (L, N) of `metrics` (L,), NaN is unknown; `window` (L,): their variance from noise; `healthy`
         (N,)."""
         there = np.isfinite(places) & healthy
@@ -71,7 +71,7 @@ def _widened(log_likelihood: Doubles) -> Doubles:
     return np.asarray(np.log(np.exp(log_likelihood - most) @ weight + 1e-300), dtype=np.float64)
 
 
-def log_likelihood(places: Doubles, window: Doubles) -> Doubles:
+def log_likelihood(places: Floats, window: Doubles) -> Doubles:
     """Of SPREADS, (L, G). `places` (L, N), NaN is unknown; `window` (L,): variance of a place from noise."""
     num = np.isfinite(places).sum(axis=1)
     if places.shape[1] >= ROBUST_MACHINES:

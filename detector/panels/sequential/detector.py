@@ -32,7 +32,7 @@ from rolecall.detector.panels.panel import FALSE_ALARMS_PER_1000_MACHINE_DAYS, F
 from rolecall.detector.panels.sequential.level_shifts import ShiftChannel
 from rolecall.detector.panels.sequential.novelty import DAY_SECONDS, Novelty
 from rolecall.detector.panels.sequential.peer_distance import PeerDistance
-from rolecall.detector.panels.sequential.peer_place import PeerPlace
+from rolecall.detector.panels.sequential.peer_place import WINDOW_TICKS, PeerPlace
 from rolecall.detector.panels.sequential.priors import Priors, shipped
 from rolecall.detector.panels.sequential.profile import PanelProfile, Profile, ScoreProfile, UsualPlaces, renewed
 from rolecall.detector.panels.sequential.tails import BLOCK_TICKS, BLOCKS_MIN, TAIL_SHARE, Prior, ScoreTail
@@ -210,7 +210,9 @@ class SequentialTracker:
         self.peers = PeerDistance(comparable, n)
         self.distance = Channel(n, scores["distance"], profile=known.get("distance"))
         spreads = settings.priors.log_spreads(shape.metrics)
-        self.place = PeerPlace(comparable, n, UsualPlaces.of(shape, spreads, self.profile))
+        self.place = PeerPlace(
+            comparable, n, UsualPlaces.of(shape, spreads, self.profile), self.asked_per_block / BLOCK_TICKS
+        )
         self.shift_blocks = deque[tuple[Floats, NDArray[np.bool_]]]()  # as `Channel.waiting`
         self.last = np.zeros((m, n), dtype=np.float32)  # the newest known value
         self.deviation = np.zeros((m, n), dtype=np.float32)
@@ -223,6 +225,7 @@ class SequentialTracker:
         self.calm = np.zeros(n, dtype=np.int64)  # ticks since it was last above CALM_SHARE
         self.suspected_at = np.full(n, np.nan)  # NaN: not suspected
         self.ticks, self.at, self.reference = 0, math.nan, 0.0
+        self.window_seconds = WINDOW_TICKS * shape.interval_seconds
         self.culprit = -1  # the machine that was reported first, or is the strongest
         self.culprit_at = -math.inf
         self.culprit_score = 0.0  # its highest so far, as a multiple of the threshold
@@ -331,7 +334,9 @@ class SequentialTracker:
         for n in np.flatnonzero(fresh)[np.argsort(-evidence[fresh], kind="stable")]:
             soon = 0 < at - self.culprit_at <= PROPAGATION_SECONDS
             alike = self.shifts.first(int(n))[0] in self.culprit_metrics
-            explained = soon or (bool(self.explained[n]) and alike)
+            # A change is seen for a window longer than it lasts.
+            fading = placed[n] and at - self.culprit_at <= PROPAGATION_SECONDS + self.window_seconds
+            explained = soon or (bool(self.explained[n]) and (alike or bool(fading)))
             # Shift scores grow with time as well as size: a machine hit for longer is not necessarily hit harder.
             more = leaping[n] >= self.both.scores[n] or self._size(int(n)) > self.culprit_size
             outgrown = bool(evidence[n] > self.culprit_score and more)

@@ -8,10 +8,13 @@ update (empirical Bayes; Efron 2010, ch. 1). The p-value of x is the posterior m
 
     p = sum over omega of P(omega | the others) * P(|t| > |x - centre of the others| / sqrt(omega^2 + noise^2)),
 
-so that three machines prove little, and twelve much. Metrics are combined as the best one, two or three whose
-residuals do not move together: the sum of their -log p has a gamma tail, times the number of such choices; or, where
-many are somewhat far, by their number (Berk and Jones 1979). The error
-budget is for the panel, not for each window: `FALSE_PANELS` in all, of which the k-th window may spend 1 / (k (k + 1)).
+so that three machines prove little, and twelve much. A machine that left its own level is found by the same test: x is
+then the short window less the machine's own past, and omega, which is smaller, is also learned from earlier changes.
+
+Metrics are combined as the best one, two or three whose residuals do not move together: the sum of their -log p has a
+gamma tail, times the number of such choices; or, where many are somewhat far, as the sum over all of them (Fisher 1932,
+for correlated ones Brown 1975). Where no assumption fits, the peers show it: evidence counts relative to theirs, and
+evidence of changes also to that of earlier windows.
 """
 
 import math
@@ -36,34 +39,40 @@ BLOCK_TICKS = 4
 SHORT_BLOCKS, LONG_BLOCKS = 6, 24
 START_BLOCKS = 4
 WINDOW_TICKS = SHORT_BLOCKS * BLOCK_TICKS
-CHANGE_PRIOR = SpreadPrior(median=0.3, width=1.0, uniform=0.02)
-USUAL_WEIGHT, USUAL_MEAN = 8, 0.3
-CHANGE_FREEDOM_MAX = 40.0
 FALSE_PANELS = 0.02
-"""Healthy panels in which a machine is named, however long they last."""
+"""Healthy panels in which a machine is out of place in the first window; of the k-th one, a k-th of it."""
+FALSE_CHANGES = 0.0004
+"""Healthy panels in which a machine left its level, for each window; less if fewer false alarms were requested."""
+CHANGE_PRIOR = SpreadPrior(median=0.3, width=1.0, uniform=0.02)
+"""Of changes of healthy machines, in units of the noise: less than their places, which include constant offsets."""
+CHANGE_FREEDOM_MAX = 40.0
+"""Weight of the changes so far, degrees of freedom: older ones fade."""
+USUAL_WEIGHT, USUAL_MEAN = 8.0, 0.3
+"""Evidence of changes that healthy machines show by chance, nats a window, and the weight of this assumption."""
 EVALUATIONS = 2
 """In a row, before a machine is named."""
 PRIOR_METRICS = 8.0
 """Weight of the prior against the panel's own metrics."""
 PANEL_METRICS_MIN = 5
 """With fewer metrics, they do not change the prior."""
-FREEDOM_CHANGE = 6
-FREEDOM, FREEDOM_MANY, MACHINES_MANY = 8, 4, 32
-"""Degrees of freedom of the tail of a window's median; with many machines, those of the offsets between them."""
+FREEDOM, FREEDOM_CHANGE, FREEDOM_MANY, MACHINES_MANY = 8, 6, 4, 32
+"""Degrees of freedom of the tail of a window's median, and of its change; with many machines, those of the offsets
+between them."""
 P_MIN = 1e-9
 ROBUST_MACHINES = 8
 """From this many on, centre and spread of the peers are the median and its deviation, at half the degrees of freedom;
 with fewer, the mean and variance of all others."""
-DUPLICATE = 0.95
-CORRELATED = 0.5
-"""Two metrics whose residuals correlate by more count once."""
+CORRELATED, DUPLICATE = 0.5, 0.95
+"""Two metrics whose residuals correlate by more: are not added up; are the same metric twice."""
 NUM_METRICS_SUMMED = 3
 """Metrics that are added up if few are far."""
 BROAD_MAX = 5.0
 """Where many are somewhat far, all count, each for at most so many nats."""
 MEMORY_TICKS = 1000.0
 BURSTY, RESTLESS_MAX = 0.25, 100.0
+"""Share of the level from which on noise shows how much work there is; maximum of `_restless`."""
 SPREAD_MIN = 0.25
+"""Units of the noise: smaller differences between machines do not matter, however constant they are."""
 OUTLIER = 6.0
 """In units of the noise: limits the effect of one tick on it."""
 PHI_MAX = 0.97
@@ -92,8 +101,11 @@ class PeerPlace:
     """State for M metrics and N machines. `relative` (N,): evidence as a multiple of what is needed; above 1, a machine
     is out of place. `metrics`: those that say so, by machine."""
 
-    def __init__(self, comparable: NDArray[np.bool_], num_machines: int, usual: UsualPlaces) -> None:
-        """`comparable` (M,): metrics whose levels can be compared among peers."""
+    def __init__(
+        self, comparable: NDArray[np.bool_], num_machines: int, usual: UsualPlaces, false_per_tick: float
+    ) -> None:
+        """`comparable` (M,): metrics whose levels can be compared among peers. `false_per_tick`: false alarms of one
+        machine that were requested."""
         self.comparable, self.usual = comparable, usual
         m, n = len(comparable), num_machines
         self.learned = LearnedPlaces(usual.learned_offsets)
@@ -118,7 +130,8 @@ class PeerPlace:
         self.found_long = dict[int, tuple[float, list[int]]]()  # by the last long window: log p and metrics, by machine
         # Of change evidence, nats: the highest of this window, and the sum over earlier ones, (N,)
         self.change_peak, self.change_sum, self.num_changes = np.zeros(n), np.zeros(n), 0
-        self.false_changes, self.changed = 0.0004, np.zeros(n, dtype=np.bool_)
+        self.false_changes = min(FALSE_CHANGES, false_per_tick * n * WINDOW_TICKS / 2)
+        self.changed = np.zeros(n, dtype=np.bool_)
         self.in_a_row = np.zeros(n, dtype=np.int64)
         self.relative = np.zeros(n, dtype=np.float32)
         self.metrics = dict[int, list[int]]()
@@ -292,16 +305,17 @@ class PeerPlace:
         norm = np.sqrt((flat * flat).sum(axis=1, keepdims=True)) + 1e-300
         flat = flat / norm
         shared = (flat @ flat.T) ** 2
+        np.fill_diagonal(shared, 1)  # also of a metric that has not moved in these blocks
         # Few blocks correlate by chance: by 1 / freedom in the mean of the squares.
         freedom = max(2, int(np.isfinite(blocks[0]).sum()) - blocks.shape[1])
         beyond_chance = np.clip((shared - 1 / freedom) / (1 - 1 / freedom), 0, 1)
-        np.fill_diagonal(beyond_chance, 1)
         self.distinct[:] = True
         self.distinct[np.flatnonzero(live)[(np.triu(shared, 1) > DUPLICATE**2).any(axis=0)]] = False
         pairs: NDArray[np.bool_] = shared > CORRELATED**2
-        np.fill_diagonal(pairs, True)
         num_distinct = (1 / beyond_chance.sum(axis=1)).sum()
-        return Alike(pairs=pairs, num_distinct=max(1, math.ceil(num_distinct)), weight=len(flat) ** 2 / shared.sum())
+        return Alike(
+            pairs=pairs, num_distinct=max(1, math.ceil(num_distinct)), weight=len(flat) ** 2 / float(shared.sum())
+        )
 
 
 def _middle(blocks: Floats) -> Floats:

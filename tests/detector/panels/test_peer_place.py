@@ -1,5 +1,7 @@
 """A machine's place among its peers: what three machines prove and what twelve do."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -7,6 +9,8 @@ from rolecall.detector.panels.panel import Floats, Machine, PanelShape
 from rolecall.detector.panels.sequential.peer_place import (
     BLOCK_TICKS,
     LONG_BLOCKS,
+    SHORT_BLOCKS,
+    Alike,
     PeerPlace,
     _combined,
     _t_tail,
@@ -29,7 +33,7 @@ def after(values: Floats, *, counted: list[int] | None = None, profile: PanelPro
     m, ticks, n = values.shape
     shape = panel_shape(m, n)
     usual = UsualPlaces.of(shape, shipped().log_spreads(shape.metrics), profile)
-    place = PeerPlace(np.ones(m, dtype=np.bool_), n, usual)
+    place = PeerPlace(np.ones(m, dtype=np.bool_), n, usual, 1.0)
     peers = np.ones(n, dtype=np.bool_)
     if counted is not None:
         peers[:] = False
@@ -82,15 +86,18 @@ def test_a_duplicate_of_a_metric_adds_nothing() -> None:
     assert {0, 6} & set(place.metrics[0]) and not {0, 6} <= set(place.metrics[0])
 
 
+def apart(num: int) -> Alike:
+    return Alike(pairs=np.eye(num, dtype=np.bool_), num_distinct=num, weight=num)
+
+
 def test_two_metrics_prove_more_than_one_and_choosing_them_costs() -> None:
-    apart = np.eye(20, dtype=np.bool_)
     surprise = np.full(20, 0.1)
     surprise[3] = 7.0
-    one = _combined(surprise, apart, 20)
+    one = _combined(surprise, apart(20))
     surprise[9] = 7.0
-    two = _combined(surprise, apart, 20)
+    two = _combined(surprise, apart(20))
     assert two[0] < one[0] and two[1] == [3, 9]
-    assert _combined(surprise, apart, 5)[0] < two[0]
+    assert _combined(surprise, replace(apart(20), num_distinct=5))[0] < two[0]
 
 
 def test_where_several_are_out_of_place_none_is_named() -> None:
@@ -103,13 +110,14 @@ def test_where_several_are_out_of_place_none_is_named() -> None:
 
 
 def test_many_metrics_that_are_somewhat_far_prove_more_than_the_farthest_three() -> None:
-    apart = np.eye(40, dtype=np.bool_)
     surprise = np.full(40, 0.1)
     surprise[:3] = 3.5
-    few = _combined(surprise, apart, 40)
-    surprise[:12] = 3.5
-    many = _combined(surprise, apart, 40)
+    few = _combined(surprise, apart(40))
+    surprise[:20] = 3.5
+    many = _combined(surprise, apart(40))
     assert many[0] < few[0] - 5 and len(many[1]) == 3
+    dependent = _combined(surprise, replace(apart(40), weight=10.0))
+    assert dependent[0] > many[0] + 3
 
 
 def test_one_evaluation_is_not_enough() -> None:
@@ -132,3 +140,48 @@ def test_machines_that_do_not_count_are_judged_but_are_no_peers() -> None:
     values = healthy(8, 12, 2)
     values[1, :, 0] += 20
     assert after(values, counted=list(range(1, 12))).relative[0] > 1
+
+
+@pytest.mark.parametrize("machines", [3, 4, 12])
+def test_a_machine_that_leaves_its_level_is_found_whatever_the_offsets_are(machines: int) -> None:
+    values = healthy(9, machines, 4, ticks=80)
+    values += 3 * np.random.default_rng(10).standard_normal((4, 1, machines)).astype(np.float32)
+    assert (after(values).relative <= 1).all()
+    values[2, 50:, 1] += 25
+    place = after(values)
+    assert place.relative[1] > 1 and place.changed[1] and place.metrics[1] == [2]
+    assert not place.changed[[0, *range(2, machines)]].any()
+
+
+def test_a_wild_first_block_is_no_change_afterwards() -> None:
+    values = healthy(11, 4, 3, ticks=(SHORT_BLOCKS + 8) * BLOCK_TICKS)
+    values[1, :BLOCK_TICKS, 2] += 200
+    assert not after(values).changed.any()
+
+
+def test_changes_that_all_machines_keep_making_are_usual() -> None:
+    values = healthy(12, 6, 2, ticks=600)
+    rng = np.random.default_rng(13)
+    values += np.repeat(12 * rng.standard_normal((2, 20, 6)), 30, axis=1).astype(np.float32)
+    restless = after(values[:, :570])
+    calm = after(healthy(12, 6, 2, ticks=570))
+    values[1, 546:570, 0] += 25
+    assert after(values[:, :570]).relative[0] < 1 and (restless.relative <= 1).all() and (calm.relative <= 1).all()
+
+
+def test_the_one_that_does_all_the_work_at_the_moment_is_not_out_of_place() -> None:
+    """As in `exathlon`: idle executors beside one that is busy in bursts."""
+    rng = np.random.default_rng(14)
+    idle = rng.exponential(0.6, (1, 64, 4)).astype(np.float32)
+    idle[0, :, 1] = rng.exponential(30.0, 64)
+    assert after(idle).relative[1] <= 1
+    steady = 5 + rng.standard_normal((1, 64, 4)).astype(np.float32) / 5
+    steady[0, :, 1] += 30
+    assert after(steady).relative[1] > 1
+
+
+def test_a_machine_far_in_most_metrics_is_found_where_no_three_prove_it() -> None:
+    values = healthy(15, 4, 60, ticks=64)
+    far = values.copy()
+    far[:30, :, 2] += 4
+    assert after(values).relative[2] <= 1 < after(far).relative[2]

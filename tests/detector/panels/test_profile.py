@@ -220,7 +220,7 @@ def test_watch_keeps_what_it_learned_for_the_next_run_of_the_job(
     assert second._panels.profile == profile
     kept.write_text("{")
     third = watching._PersistentDetector(RunDir(tmp_path / "third"), job, clock)
-    assert third._panels.profile is None and "learning from nothing" in caplog.text
+    assert third._panels.profile is None and "starting without learned state" in caplog.text
 
 
 def test_a_live_panel_teaches_after_a_while_and_a_replacement_does_not_forget(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -109,8 +109,11 @@ class PeerPlace:
         self.comparable, self.usual = comparable, usual
         m, n = len(comparable), num_machines
         self.learned = LearnedPlaces(usual.learned_offsets)
-        # Of residuals over time, (M, N): mean, variance, covariance of neighbouring ticks, the last one
-        self.mean, self.variance, self.covariance, self.last = (np.zeros((m, n), dtype=np.float32) for _ in range(4))
+        # Of residuals over time, (M, N): mean, variance, covariance of neighbouring ticks, the last one, and that less
+        # the mean
+        self.mean, self.variance, self.covariance, self.last, self.last_away = (
+            np.zeros((m, n), dtype=np.float32) for _ in range(5)
+        )
         self.count = np.zeros((m, n), dtype=np.float32)
         self.step = np.zeros((m, n), dtype=np.float32)  # mean absolute difference of neighbouring ticks
         self.usual_level = np.zeros((m, 1), dtype=np.float32)  # mean of the medians
@@ -171,20 +174,23 @@ class PeerPlace:
 
     def _learn(self, residual: Floats, known: NDArray[np.bool_]) -> None:
         both = known & (self.count > 0)
-        size = np.abs(residual - self.last)
-        self.step += both * (size - self.step) / np.clip(self.count, 1, MEMORY_TICKS)
-        away = residual - self.mean
-        before = self.last - self.mean
+        away, moved = residual - self.mean, residual - self.last
+        if residual.shape[1] < ROBUST_MACHINES:
+            # Of few machines, one that leaves its level takes the median with it: what all do at once is not noise.
+            away -= np.median(away, axis=1, keepdims=True)
+            moved -= np.median(moved, axis=1, keepdims=True)
+        self.step += both * (np.abs(moved) - self.step) / np.clip(self.count, 1, MEMORY_TICKS)
         if self.ticks > 2 * BLOCK_TICKS:
             most = np.float32(OUTLIER) * self.noise + np.float32(1e-30)
-            away, before = np.clip(away, -most, most), np.clip(before, -most, most)
+            away = np.clip(away, -most, most)
         self.count += known
         rate = np.where(known, 1 / np.clip(self.count, 1, MEMORY_TICKS), 0).astype(np.float32)
         self.mean += rate * away
         rest = away * (1 - rate)
         self.variance += rate * (away * rest - self.variance)
-        self.covariance += rate * both * (rest * before - self.covariance)
+        self.covariance += rate * both * (rest * self.last_away - self.covariance)
         np.copyto(self.last, residual, where=known)
+        np.copyto(self.last_away, rest, where=known)
 
     def _evaluate(self, counted: NDArray[np.bool_]) -> None:
         variance = np.median(self.variance, axis=1).astype(np.float64)
@@ -260,14 +266,15 @@ class PeerPlace:
         found = _out_of_place(changes, window, prior, seen, counted, alike, FREEDOM_CHANGE)
         if self.ticks % WINDOW_TICKS == 0:
             there = np.isfinite(changes) & counted
-            size = np.abs(np.where(there, changes, math.nan))
+            shown = np.where(there, changes, math.nan).astype(np.float32)
             known = there.sum(axis=1) > 1
-            usual = np.nan_to_num(MAD_TO_SIGMA * peer_median(size)[:, 0])
-            spread = np.where(known, usual**2, 0)
+            spread = np.where(
+                known, np.nan_to_num(MAD_TO_SIGMA * peer_median(np.abs(shown - peer_median(shown)))[:, 0]), 0
+            )
             added = np.where(known, np.maximum(there.sum(axis=1) - 1, 0) / 2, 0)
             keep = np.maximum(0, 1 - added / CHANGE_FREEDOM_MAX)
             self.change_freedom[numbers] = self.change_freedom[numbers] * keep + added
-            self.change_squares[numbers] = self.change_squares[numbers] * keep + added * spread * variance[live]
+            self.change_squares[numbers] = self.change_squares[numbers] * keep + added * spread**2 * variance[live]
         return {n: (log_p, [int(numbers[m]) for m in metrics]) for n, log_p, metrics in found}
 
     def _window(

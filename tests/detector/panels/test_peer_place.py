@@ -145,7 +145,7 @@ def test_machines_that_do_not_count_are_judged_but_are_no_peers() -> None:
 @pytest.mark.parametrize("machines", [3, 4, 12])
 def test_a_machine_that_leaves_its_level_is_found_whatever_the_offsets_are(machines: int) -> None:
     values = healthy(9, machines, 4, ticks=80)
-    values += 3 * np.random.default_rng(10).standard_normal((4, 1, machines)).astype(np.float32)
+    values += 20 * np.random.default_rng(10).standard_normal((4, 1, machines)).astype(np.float32)
     assert (after(values).relative <= 1).all()
     values[2, 50:, 1] += 25
     place = after(values)

@@ -76,7 +76,7 @@ HARMS: dict[str, tuple[Harm, str]] = {
     "overwritten": (_bytes(lambda b: b[:8192] + b"\xff" * (len(b) - 8192)), "malformed"),
     "empty": (_bytes(lambda b: b""), "the file is empty"),
     "missing": (_missing, "the file is missing"),
-    "directory": (_directory, "this is no file"),
+    "directory": (_directory, "not a file"),
     "another version": (_sql("update meta set value = '99'"), "schema version 99, this rolecall reads"),
     "a table missing": (_sql("drop table events"), "no such table: events"),
     "no text": (_sql("update events set body = cast(x'ff7b' as text) where kind = 'incident_opened'"), "UTF-8"),

@@ -83,7 +83,9 @@ def _printed_help(path: tuple[str, ...]) -> str:
 
 def _usage(text: str) -> str:
     """One line without click's doubled brackets."""
-    return re.sub(r"\{(\S+?)\}", r"\1", " ".join(text.split()[1:]).replace("[[", "[").replace("]]", "]"))
+    return re.sub(r"\{(\S+?)\}", r"\1", " ".join(text.split()[1:]).replace("[[", "[").replace("]]", "]")).replace(
+        "......", "..."
+    )
 
 
 def _help(text: str | None) -> str:

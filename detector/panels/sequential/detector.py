@@ -5,13 +5,14 @@ Two kinds of evidence, each with its own waiting time:
 
 - Against its peers now, from the first minutes on: `peer_place` (a level farther from the peers' than healthy machines
   are from each other, whether or not it ever changed) and `peer_distance` (several metrics are far at once).
-- Against its own past: `level_shifts` (a metric leaves its level among its peers and stays away; the strongest metric
-  alone, and the strongest few together) and `novelty` (many metrics jump to unprecedented values).
+- Against its own past: `peer_place` again (a machine leaves its level by more than healthy machines do),
+  `level_shifts` (a metric leaves its level among its peers and stays away; the strongest metric alone, and the
+  strongest few together) and `novelty` (many metrics jump to unprecedented values).
 
 Each score but `peer_place`'s is converted to a surprise by its healthy tail on this panel (`tails`), or until there is
 one, by the scores of the peers so far, with a prior (`Channel`). The largest surprise has a tail again, which gives the
 threshold for the requested rate of false alarms, without tuning per panel: it starts high, on the prior, and comes down
-as the panel is observed. `peer_place` spends an error budget of its own, once for the panel.
+as the panel is observed. `peer_place` has budgets of its own.
 
 Nothing is learned from a machine while it is suspected; after `TOLERATED_SECONDS`, a shift that persists becomes its
 new normal level.
@@ -429,7 +430,9 @@ class SequentialTracker:
         if place > 1:
             moved_level = bool(self.place.changed[n])
             what = (
-                "left its level, its peers did not" if moved_level else "out of place, whether or not it ever changed"
+                "left its level, and its peers did not"
+                if moved_level
+                else "out of place, whether or not it ever changed"
             )
             out_of_place = self.place.metrics[n]
             for m in out_of_place:
@@ -481,7 +484,7 @@ class SequentialTracker:
             )
             evidence.append(_score("novelty", novel * self.threshold, self.threshold))
         times = max(shift, novel, far, place)
-        verb = "changed" if max(shift, novel) > 1 or times <= 1 else "stands out"
+        verb = "changed" if max(shift, novel) > 1 or times <= 1 or self.place.changed[n] else "stands out"
         return Finding(
             detector="sequential",
             suspects=(self.shape.suspect(n),),

@@ -222,6 +222,7 @@ class SequentialTracker:
         self.alarmed, self.explained = np.zeros(n, dtype=np.bool_), np.zeros(n, dtype=np.bool_)
         # Named because of its place among its peers, and the tick at which
         self.misplaced, self.misplaced_at = np.zeros(n, dtype=np.bool_), np.zeros(n, dtype=np.int64)
+        self.tolerated = np.zeros(n, dtype=np.bool_)  # misplaced for so long that their new level is normal
         self.age = np.zeros(n, dtype=np.int64)  # ticks with a sample
         self.calm = np.zeros(n, dtype=np.int64)  # ticks since it was last above CALM_SHARE
         self.suspected_at = np.full(n, np.nan)  # NaN: not suspected
@@ -260,7 +261,7 @@ class SequentialTracker:
             distant = self.far[-1] > self.distance.location
             novel = self.novel.surprise = np.where(distant, novel, 0).astype(np.float32)
         far = np.where(self.misplaced, 0, far)  # said already, by its place
-        self.place.tick(residual, known, middle, ~(self.alarmed | self.misplaced))
+        self.place.tick(residual, known, middle, ~(self.alarmed | self.misplaced) | self.tolerated)
         self._renew_tail()
         self.age += known.any(axis=0)
         # Too few samples for the usual levels of a machine that came later than its peers.
@@ -304,6 +305,11 @@ class SequentialTracker:
         leaping = self.novel.surprise
         over_already = self.shifts.calm & (leaping <= self.threshold) & (self.distance.surprise <= self.threshold)
         placed = self.place.relative > 1
+        lasting = self.misplaced & self.place.changed & ~self.tolerated
+        lasting &= (self.ticks - self.misplaced_at) * self.shape.interval_seconds > TOLERATED_SECONDS
+        if lasting.any():
+            self.place.forget(lasting)
+        self.tolerated = (self.tolerated | lasting) & self.misplaced
         above = (relative > 1) & ~over_already
         pair = len(above) < MACHINES_MIN
         if pair:
@@ -335,7 +341,7 @@ class SequentialTracker:
         for n in np.flatnonzero(fresh)[np.argsort(-evidence[fresh], kind="stable")]:
             soon = 0 < at - self.culprit_at <= PROPAGATION_SECONDS
             alike = self.shifts.first(int(n))[0] in self.culprit_metrics
-            # A change is seen for a window longer than it lasts.
+            # A change is seen for up to one window after it has ended.
             fading = placed[n] and at - self.culprit_at <= PROPAGATION_SECONDS + self.window_seconds
             explained = soon or (bool(self.explained[n]) and (alike or bool(fading)))
             # Shift scores grow with time as well as size: a machine hit for longer is not necessarily hit harder.
@@ -430,7 +436,7 @@ class SequentialTracker:
         if place > 1:
             moved_level = bool(self.place.changed[n])
             what = (
-                "left its level, and its peers did not"
+                "left its level, while its peers did not"
                 if moved_level
                 else "out of place, whether or not it ever changed"
             )
@@ -440,7 +446,7 @@ class SequentialTracker:
                 text = f"{self.shape.metrics[m]}: {what}"
                 evidence.append(Evidence(kind=f"metric:{self.shape.metrics[m]}", text=text, values=values))
             names = " and ".join(self.shape.metrics[m] for m in out_of_place)
-            where = f"left the level among its {peers}" if moved_level else f"out of place among its {peers}"
+            where = f"left its level, unlike its {peers}" if moved_level else f"out of place among its {peers}"
             words.append(f"{names} {where}")
             evidence.append(_score("change" if moved_level else "place", place, 1.0))
         if far > 1:

@@ -40,9 +40,10 @@ SHORT_BLOCKS, LONG_BLOCKS = 6, 24
 START_BLOCKS = 4
 WINDOW_TICKS = SHORT_BLOCKS * BLOCK_TICKS
 FALSE_PANELS = 0.02
-"""Healthy panels in which a machine is out of place in the first window; of the k-th one, a k-th of it."""
+"""Share of healthy panels in which a machine is named for its place in the first window; in the k-th, a k-th."""
 FALSE_CHANGES = 0.0004
-"""Healthy panels in which a machine left its level, for each window; less if fewer false alarms were requested."""
+"""Share of healthy panels in which a machine is named for a change, for each window; at most half of the requested
+rate. Tails are heavier than real ones, so that fewer are named."""
 CHANGE_PRIOR = SpreadPrior(median=0.3, width=1.0, uniform=0.02)
 """Of changes of healthy machines, in units of the noise: less than their places, which include constant offsets."""
 CHANGE_FREEDOM_MAX = 40.0
@@ -89,8 +90,8 @@ LEVEL_SHARE_MIN = 1e-3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alike:
-    """`pairs` (L, L): of metrics whose residuals move together. `num_distinct`: clusters of these. `weight`: as many
-    independent metrics have a mean as uncertain as that of all (Brown 1975)."""
+    """`pairs` (L, L): of metrics whose residuals move together. `num_distinct`: clusters of these. `weight`: number of
+    independent metrics whose mean would be as uncertain as that of all (Brown 1975)."""
 
     pairs: NDArray[np.bool_]
     num_distinct: int
@@ -144,6 +145,10 @@ class PeerPlace:
         self.ticks += 1
         self.level = np.maximum(self.level, np.abs(middle))
         self.usual_level += (middle[:, None] - self.usual_level) / np.float32(min(self.ticks, MEMORY_TICKS))
+        joined = (known & (self.count == 0)).any(axis=1) & (self.count > 0).any(axis=1)
+        if joined.any():  # the median moves, and with it the residuals of all
+            self.past_count[joined] = self.block_sum[joined] = self.block_count[joined] = 0
+            self.short[joined] = self.long[joined] = math.nan
         self._learn(residual, known)
         self.block_sum += residual
         self.block_count += known
@@ -157,6 +162,10 @@ class PeerPlace:
         if self.ticks >= START_BLOCKS * BLOCK_TICKS:
             self._evaluate(counted)
 
+    def forget(self, machines: NDArray[np.bool_]) -> None:
+        """The levels of these machines, (N,), become their new past."""
+        self.past_count[:, machines] = 0
+
     def _age(self, number: int, counted: NDArray[np.bool_]) -> None:
         """Block `number` begins: one leaves the short window for the past."""
         block = self.short[:, :, number % SHORT_BLOCKS]
@@ -167,25 +176,26 @@ class PeerPlace:
             np.copyto(self.past_mean, _middle(self.long[:, :, :num_past]), where=usable)
         else:
             rate = usable / np.clip(self.past_count, 1, MEMORY_TICKS / BLOCK_TICKS)
-            most = np.float32(OUTLIER) * self.noise
+            most = np.where(self.past_count <= START_BLOCKS, np.inf, np.float32(OUTLIER) * self.noise)
             self.past_mean += (rate * np.clip(np.where(usable, block - self.past_mean, 0), -most, most)).astype(
                 np.float32
             )
 
     def _learn(self, residual: Floats, known: NDArray[np.bool_]) -> None:
         both = known & (self.count > 0)
-        away, moved = residual - self.mean, residual - self.last
+        raw = away = residual - self.mean
+        moved = residual - self.last
         if residual.shape[1] < ROBUST_MACHINES:
             # Of few machines, one that leaves its level takes the median with it: what all do at once is not noise.
-            away -= np.median(away, axis=1, keepdims=True)
-            moved -= np.median(moved, axis=1, keepdims=True)
+            away = away - np.nan_to_num(peer_median(np.where(known, away, np.float32(math.nan))))
+            moved = moved - np.nan_to_num(peer_median(np.where(both, moved, np.float32(math.nan))))
         self.step += both * (np.abs(moved) - self.step) / np.clip(self.count, 1, MEMORY_TICKS)
         if self.ticks > 2 * BLOCK_TICKS:
-            most = np.float32(OUTLIER) * self.noise + np.float32(1e-30)
-            away = np.clip(away, -most, most)
+            most = np.where(self.noise > 0, np.float32(OUTLIER) * self.noise, np.float32(np.inf))
+            raw, away = np.clip(raw, -most, most), np.clip(away, -most, most)
         self.count += known
         rate = np.where(known, 1 / np.clip(self.count, 1, MEMORY_TICKS), 0).astype(np.float32)
-        self.mean += rate * away
+        self.mean += rate * raw
         rest = away * (1 - rate)
         self.variance += rate * (away * rest - self.variance)
         self.covariance += rate * both * (rest * self.last_away - self.covariance)
@@ -269,7 +279,9 @@ class PeerPlace:
             shown = np.where(there, changes, math.nan).astype(np.float32)
             known = there.sum(axis=1) > 1
             spread = np.where(
-                known, np.nan_to_num(MAD_TO_SIGMA * peer_median(np.abs(shown - peer_median(shown)))[:, 0]), 0
+                known,
+                np.nan_to_num(MAD_TO_SIGMA * peer_median(np.abs(shown - peer_median(shown)))[:, 0].astype(np.float64)),
+                0,
             )
             added = np.where(known, np.maximum(there.sum(axis=1) - 1, 0) / 2, 0)
             keep = np.maximum(0, 1 - added / CHANGE_FREEDOM_MAX)
@@ -314,10 +326,11 @@ class PeerPlace:
         shared = (flat @ flat.T) ** 2
         np.fill_diagonal(shared, 1)  # also of a metric that has not moved in these blocks
         # Few blocks correlate by chance: by 1 / freedom in the mean of the squares.
-        freedom = max(2, int(np.isfinite(blocks[0]).sum()) - blocks.shape[1])
+        freedom = max(2, int(np.median(np.isfinite(blocks).sum(axis=(1, 2)))) - blocks.shape[1])
         beyond_chance = np.clip((shared - 1 / freedom) / (1 - 1 / freedom), 0, 1)
         self.distinct[:] = True
-        self.distinct[np.flatnonzero(live)[(np.triu(shared, 1) > DUPLICATE**2).any(axis=0)]] = False
+        if self.ticks >= WINDOW_TICKS:
+            self.distinct[np.flatnonzero(live)[(np.triu(shared, 1) > DUPLICATE**2).any(axis=0)]] = False
         pairs: NDArray[np.bool_] = shared > CORRELATED**2
         num_distinct = (1 / beyond_chance.sum(axis=1)).sum()
         return Alike(

@@ -47,7 +47,7 @@ Process = tuple[str, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slowdown:
-    """One injected fault: whom, how, from when until its process was replaced."""
+    """One injected fault: its target and kind, from its start until the process was replaced."""
 
     kind: str
     how: str

@@ -280,7 +280,7 @@ def test_every_class_has_an_answer(fault: FaultClass) -> None:
     verdict = decide(ask(diagnosis(fault, ONE)))
     assert verdict.plan.because
     replaced = {str(t.replica) for t in verdict.plan.targets}
-    assert replaced <= {"rollout/1"}, "nobody is touched whom the diagnosis does not name"
+    assert replaced <= {"rollout/1"}, "a replica that the diagnosis does not name was replaced"
 
 
 def test_of_several_replacements_only_the_dead_are_made_again() -> None:

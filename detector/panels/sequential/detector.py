@@ -222,7 +222,8 @@ class SequentialTracker:
         self.alarmed, self.explained = np.zeros(n, dtype=np.bool_), np.zeros(n, dtype=np.bool_)
         # Named because of its place among its peers, and the tick at which
         self.misplaced, self.misplaced_at = np.zeros(n, dtype=np.bool_), np.zeros(n, dtype=np.int64)
-        self.tolerated = np.zeros(n, dtype=np.bool_)  # misplaced for so long that their new level is normal
+        self.named_for = np.zeros(n, dtype=np.int64)  # ticks since it is alarmed or misplaced
+        self.tolerated = np.zeros(n, dtype=np.bool_)  # for so long that its level is its new past
         self.age = np.zeros(n, dtype=np.int64)  # ticks with a sample
         self.calm = np.zeros(n, dtype=np.int64)  # ticks since it was last above CALM_SHARE
         self.suspected_at = np.full(n, np.nan)  # NaN: not suspected
@@ -305,11 +306,11 @@ class SequentialTracker:
         leaping = self.novel.surprise
         over_already = self.shifts.calm & (leaping <= self.threshold) & (self.distance.surprise <= self.threshold)
         placed = self.place.relative > 1
-        lasting = self.misplaced & self.place.changed & ~self.tolerated
-        lasting &= (self.ticks - self.misplaced_at) * self.shape.interval_seconds > TOLERATED_SECONDS
-        if lasting.any():
-            self.place.forget(lasting)
-        self.tolerated = (self.tolerated | lasting) & self.misplaced
+        self.named_for = np.where(self.alarmed | self.misplaced, self.named_for + 1, 0)
+        lasting = self.named_for * self.shape.interval_seconds > TOLERATED_SECONDS
+        if (lasting & ~self.tolerated).any():
+            self.place.restart_past()
+        self.tolerated = lasting
         above = (relative > 1) & ~over_already
         pair = len(above) < MACHINES_MIN
         if pair:

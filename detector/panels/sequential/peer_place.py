@@ -43,7 +43,7 @@ FALSE_PANELS = 0.02
 """Share of healthy panels in which a machine is named for its place in the first window; in the k-th, a k-th."""
 FALSE_CHANGES = 0.0004
 """Share of healthy panels in which a machine is named for a change, for each window; at most half of the requested
-rate. Tails are heavier than real ones, so that fewer are named."""
+rate. The tails are heavier than Gaussian ones, so that on Gaussian noise far fewer are named."""
 CHANGE_PRIOR = SpreadPrior(median=0.3, width=1.0, uniform=0.02)
 """Of changes of healthy machines, in units of the noise: less than their places, which include constant offsets."""
 CHANGE_FREEDOM_MAX = 40.0
@@ -55,7 +55,7 @@ EVALUATIONS = 2
 PRIOR_METRICS = 8.0
 """Weight of the prior against the panel's own metrics."""
 PANEL_METRICS_MIN = 5
-"""With fewer metrics, they do not change the prior."""
+"""A panel with fewer metrics does not change the prior of spreads."""
 FREEDOM, FREEDOM_CHANGE, FREEDOM_MANY, MACHINES_MANY = 8, 6, 4, 32
 """Degrees of freedom of the tail of a window's median, and of its change; with many machines, those of the offsets
 between them."""
@@ -100,7 +100,8 @@ class Alike:
 
 class PeerPlace:
     """State for M metrics and N machines. `relative` (N,): evidence as a multiple of what is needed; above 1, a machine
-    is out of place. `metrics`: those that say so, by machine."""
+    is out of place. `metrics`: the metrics behind it, by machine. `changed` (N,): the machine has left its own level.
+    `distinct` (M,): metrics that are not duplicates of an earlier one."""
 
     def __init__(
         self, comparable: NDArray[np.bool_], num_machines: int, usual: UsualPlaces, false_per_tick: float
@@ -162,9 +163,9 @@ class PeerPlace:
         if self.ticks >= START_BLOCKS * BLOCK_TICKS:
             self._evaluate(counted)
 
-    def forget(self, machines: NDArray[np.bool_]) -> None:
-        """The levels of these machines, (N,), become their new past."""
-        self.past_count[:, machines] = 0
+    def restart_past(self) -> None:
+        """Present levels become the new past: of all machines, since the median moves with one that left its level."""
+        self.past_count[:] = 0
 
     def _age(self, number: int, counted: NDArray[np.bool_]) -> None:
         """Block `number` begins: one leaves the short window for the past."""
@@ -235,7 +236,7 @@ class PeerPlace:
                 self.change_peak[:] = 0
             changed = change / surprise / math.log(self.false_changes / num)
             chosen |= {n: metrics[n] for n in metrics if changed[n] > relative[n]}
-            relative, self.changed = np.maximum(relative, changed), changed >= np.maximum(relative, 1)
+            relative, self.changed = np.maximum(relative, changed), changed > np.maximum(relative, 1)
         self.in_a_row = np.where(relative > 1, self.in_a_row + 1, 0)
         held = np.where((relative > 1) & (self.in_a_row < EVALUATIONS), 1.0, relative)
         self.relative, self.metrics = held.astype(np.float32), chosen
@@ -283,8 +284,8 @@ class PeerPlace:
                 np.nan_to_num(MAD_TO_SIGMA * peer_median(np.abs(shown - peer_median(shown)))[:, 0].astype(np.float64)),
                 0,
             )
-            added = np.where(known, np.maximum(there.sum(axis=1) - 1, 0) / 2, 0)
-            keep = np.maximum(0, 1 - added / CHANGE_FREEDOM_MAX)
+            added = np.where(known, np.clip((there.sum(axis=1) - 1) / 2, 0, CHANGE_FREEDOM_MAX), 0)
+            keep = 1 - added / CHANGE_FREEDOM_MAX
             self.change_freedom[numbers] = self.change_freedom[numbers] * keep + added
             self.change_squares[numbers] = self.change_squares[numbers] * keep + added * spread**2 * variance[live]
         return {n: (log_p, [int(numbers[m]) for m in metrics]) for n, log_p, metrics in found}

@@ -528,7 +528,7 @@ def test_the_culprit_is_found_wherever_it_stops(tmp_path: Path, rng: random.Rand
         paths[culprit].unlink()
         del paths[culprit]
     findings = found(paths, world_size=num_ranks)
-    # Of two of whom one waits and the other does not, half of the group is late: still named. More are never accused.
+    # Of two ranks one waits and the other does not, so half of the group is late: still named. More are never accused.
     assert [s.rank for s in findings[0].suspects] == [culprit], (culprit, groups, [f.because for f in findings])
 
 

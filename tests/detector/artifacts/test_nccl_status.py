@@ -1,4 +1,4 @@
-"""Whom answers of RAS and files of the Inspector accuse, whom they do not, and what they cannot tell."""
+"""Which ranks are named from answers of RAS and files of the Inspector, and where the answer is "cannot tell"."""
 
 import os
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Stack dumps: real ones of py-spy, and written cases of who waits for whom."""
+"""Stack dumps: real ones of py-spy, and written cases of ranks that wait for each other."""
 
 import json
 import math

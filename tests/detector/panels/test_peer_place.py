@@ -185,3 +185,37 @@ def test_a_machine_far_in_most_metrics_is_found_where_no_three_prove_it() -> Non
     far = values.copy()
     far[:30, :, 2] += 4
     assert after(values).relative[2] <= 1 < after(far).relative[2]
+
+
+def test_after_a_machine_of_few_has_gone_metrics_are_still_distinct() -> None:
+    values = healthy(16, 4, 6, ticks=2500)
+    values[:, :, 3] += 4
+    values[:, 200:, 3] = np.nan
+    place = after(values)
+    residual = values[:, 500:, :3] - np.median(values[:, 500:, :3], axis=2, keepdims=True)
+    assert place.distinct.all() and place.mean[:, :3] == pytest.approx(residual.mean(axis=1), abs=0.3)
+
+
+@pytest.mark.parametrize("begins", [12, 40])
+@pytest.mark.parametrize("before", [np.nan, 100.0])
+def test_a_metric_that_begins_later_is_judged(begins: int, before: float) -> None:
+    values = healthy(17, 8, 2, ticks=300)
+    values[0, :begins] = before
+    assert (after(values).relative <= 1).all()
+    values[0, begins:, 2] += 50
+    assert after(values).relative[2] > 1
+
+
+@pytest.mark.parametrize("machines", [4, 8])
+def test_no_machine_changed_because_another_joins(machines: int) -> None:
+    values = healthy(18, machines, 3, ticks=560)
+    values += 60 * np.random.default_rng(19).standard_normal((3, 1, machines)).astype(np.float32)
+    values[:, :400, 1] = np.nan
+    for ticks in range(404, 560, 12):
+        assert not after(values[:, :ticks]).changed.any()
+
+
+def test_huge_values_raise_no_warning() -> None:
+    values = 1e-6 * healthy(20, 3, 2, ticks=200)
+    values[0, 60:, 0], values[0, 60:, 1] = 1e15, -1e15
+    assert np.isfinite(after(values).change_squares).all()

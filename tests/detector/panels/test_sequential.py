@@ -14,6 +14,7 @@ from rolecall.detector.panels.sequential.detector import (
     BLOCK_TICKS,
     PROPAGATION_SECONDS,
     START_TICKS,
+    TOLERATED_SECONDS,
     Sequential,
     SequentialTracker,
 )
@@ -374,3 +375,16 @@ def test_nothing_is_forgotten_while_nothing_is_sampled() -> None:
             learned.append([x.copy() for x in (*of_model, following.away_square, following.habit, following.size)])
     for before, after in zip(*learned, strict=True):
         assert (before == after).all()
+
+
+def test_a_lasting_change_becomes_normal_and_the_next_fault_of_that_machine_is_reported() -> None:
+    panel = noise(machines=6, ticks=1300)
+    slow = replace(panel, shape=replace(panel.shape, interval_seconds=10.0), at=panel.at[0] + 10.0 * np.arange(1300))
+    values = slow.values.copy()
+    values += 60 * np.random.default_rng(21).standard_normal((values.shape[0], 1, 6)).astype(np.float32)
+    values[1, 300:, 2] += 30
+    assert 10 * (1200 - 300) > 2 * TOLERATED_SECONDS
+    values[1, 1200:, 2] += 300
+    found = findings(Sequential(), replace(slow, values=values))
+    assert nodes(found) == ["n002", "n002"]
+    assert found[0].detected_at < slow.at[400] and slow.at[1200] <= found[1].detected_at < slow.at[1260]

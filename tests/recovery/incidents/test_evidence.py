@@ -109,7 +109,7 @@ def test_evidence_waiting_for_the_journal_is_bounded(asked: Asked, monkeypatch: 
 
 
 def test_a_doubt_that_evidence_settles_is_resolved(world: World, asked: Asked) -> None:
-    """The tie of two is tolerated, for no action is known to help; whom the evidence names is replaced."""
+    """A tie of two is tolerated, since no action is known to help; the replica that the evidence names is replaced."""
     watch = world.watch()
     world.run(2, watch)
     tie = diagnosis(FaultClass.CANNOT_TELL, ("trainer/0", 1), ("trainer/1", 1), onset=world.clock.wall())

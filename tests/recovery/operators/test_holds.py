@@ -134,7 +134,7 @@ def test_a_veto_ends_it(tmp_path: Path, setting: Callable[[Path], tuple[World, R
 
 
 def test_more_that_is_known_does_not_end_a_hold(tmp_path: Path) -> None:
-    """The plan is another one then, and takes down whom the held one would have."""
+    """The new plan takes down the same incarnation as the held one."""
     world, run, watch, digest = holding(tmp_path)
     commands.hold_plan(run, digest, "alice", "let me get a dump", 30.0, world.clock)
     commands.resume_recovery(run, "bob")

@@ -189,7 +189,8 @@ def picture(mine: Sequence[Result]) -> str:
     order = [f"{n} machines" for n in NUM_MACHINES]
     colour = alt.Color("machines:N", title=None, sort=order)
     lines = alt.Chart(alt.Data(values=rows)).mark_line(interpolate="step-after")
-    chart = lines.encode(x=x, y=y, color=colour, strokeDash=alt.StrokeDash("machines:N", title=None, sort=order))
+    dash = alt.StrokeDash("machines:N", title=None, sort=order, legend=None)
+    chart = lines.encode(x=x, y=y, color=colour, strokeDash=dash)
     return vl_convert.vegalite_to_svg(chart.properties(width=460, height=260).to_dict())
 
 

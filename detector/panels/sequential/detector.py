@@ -436,16 +436,13 @@ class SequentialTracker:
         words = []
         if place > 1:
             moved_level = bool(self.place.changed[n])
-            what = (
-                "left its level, while its peers did not"
-                if moved_level
-                else "out of place, whether or not it ever changed"
-            )
+            origin = "where it was among its peers" if moved_level else f"the median of its {peers}"
             out_of_place = self.place.metrics[n]
             for m in out_of_place:
-                values = {"distances": float(self.peers.distance[m, n])}
-                text = f"{self.shape.metrics[m]}: {what}"
-                evidence.append(Evidence(kind=f"metric:{self.shape.metrics[m]}", text=text, values=values))
+                away = self.place.away(m, n)
+                way = "above" if away > 0 else "below"
+                text = f"{self.shape.metrics[m]}: {abs(away):.1f} times its usual noise {way} {origin}"
+                evidence.append(Evidence(kind=f"metric:{self.shape.metrics[m]}", text=text, values={"noises": away}))
             names = " and ".join(self.shape.metrics[m] for m in out_of_place)
             where = f"left its level, unlike its {peers}" if moved_level else f"out of place among its {peers}"
             words.append(f"{names} {where}")

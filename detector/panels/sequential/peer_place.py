@@ -163,6 +163,16 @@ class PeerPlace:
         if self.ticks >= START_BLOCKS * BLOCK_TICKS:
             self._evaluate(counted)
 
+    def away(self, metric: int, machine: int) -> float:
+        """Of a machine that is out of place: how far its last window is from the median of its peers, in units of the
+        noise; if it `changed`, how much farther than before."""
+        short, long = (_middle(blocks[[metric]])[0] for blocks in (self.short, self.long))
+        # The long window may name a machine that has not been seen lately.
+        places = np.where(np.isfinite(short), short, long) - self.past_mean[metric] * self.changed[machine]
+        peers = np.delete(places, machine)
+        middle = np.median(peers[np.isfinite(peers)])
+        return float((places[machine] - middle) / max(self.unit[metric, machine], 1e-30))
+
     def restart_past(self) -> None:
         """Present levels become the new past: of all machines, since the median moves with one that left its level."""
         self.past_count[:] = 0

@@ -150,6 +150,7 @@ def test_a_machine_that_leaves_its_level_is_found_whatever_the_offsets_are(machi
     values[2, 50:, 1] += 25
     place = after(values)
     assert place.relative[1] > 1 and place.changed[1] and place.metrics[1] == [2]
+    assert place.away(2, 1) == pytest.approx(25 / place.unit[2, 1], rel=0.3)
     assert not place.changed[[0, *range(2, machines)]].any()
 
 
@@ -177,7 +178,8 @@ def test_the_one_that_does_all_the_work_at_the_moment_is_not_out_of_place() -> N
     assert after(idle).relative[1] <= 1
     steady = 5 + rng.standard_normal((1, 64, 4)).astype(np.float32) / 5
     steady[0, :, 1] += 30
-    assert after(steady).relative[1] > 1
+    place = after(steady)
+    assert place.relative[1] > 1 and place.away(0, 1) == pytest.approx(30 / place.unit[0, 1], rel=0.1)
 
 
 def test_a_machine_far_in_most_metrics_is_found_where_no_three_prove_it() -> None:

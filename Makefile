@@ -12,7 +12,7 @@ export RAY_USAGE_STATS_ENABLED := 0
 demo: $(VENV)/.ready  ## a run that loses replicas and keeps learning; ARGS="--seed 7 --faults rollout-kill"
 	$(BIN)/rolecall demo $(ARGS)
 
-test: $(VENV)/.ready  ## the whole suite, one seed of each end-to-end scenario
+test: $(VENV)/.ready  ## all tests but the long ones, one seed of each end-to-end scenario
 	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not e2e and not long" --durations=15 $(ARGS)
 	$(BIN)/python -m pytest -m e2e --durations=12 $(ARGS)
 

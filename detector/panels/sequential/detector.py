@@ -248,7 +248,7 @@ class SequentialTracker:
         middle = self._middle()
         residual = np.where(known, values - middle[:, None], 0).astype(np.float32)
         learning = ~(at - self.suspected_at <= TOLERATED_SECONDS)  # NaN: not suspected
-        single, several = self.shifts.tick(residual, known, middle, learning, ~self.alarmed)
+        single, several = self.shifts.tick(residual, known, middle, learning, ~self.alarmed, self.place.distinct)
         shift = np.maximum(self.single.score(single), self.several.score(several))
         self.middles.append(middle)
         away = np.where(known, _beyond(values, np.array(self.middles)), 0).astype(np.float32)

@@ -234,7 +234,7 @@ class ShiftChannel:
     """State for M metrics and N machines."""
 
     def __init__(self, num_metrics: int, num_machines: int) -> None:
-        self.num_metrics, m, n = num_metrics, num_metrics, num_machines
+        m, n = num_metrics, num_machines
         self.following, self.whitening, self.levels = PeerCorrelation(m, n), Whitening(m, n), LevelShifts(m, n)
         self.edge = np.zeros((m, 1), dtype=np.bool_)  # of the previous tick
         self.scores = np.zeros((m, n), dtype=np.float32)
@@ -246,8 +246,9 @@ class ShiftChannel:
         middle: Floats,
         learning: NDArray[np.bool_],
         counted: NDArray[np.bool_],
+        distinct: NDArray[np.bool_],
     ) -> tuple[Floats, Floats]:
-        """Scores of the strongest metric and of the strongest few together, (N,) each.
+        """Scores of the strongest metric and of the strongest few `distinct` (M,) ones together, (N,) each.
 
         `residual` (M, N), 0 where not `known` (M, N); `middle` (M,): the medians; `learning` (N,): machines whose habit
         is learned; `counted` (N,): machines whose noise is learned. The latter are more: brief suspicious deviations
@@ -260,10 +261,11 @@ class ShiftChannel:
         new = self.whitening.tick(low, high, known, counted, edge | self.edge)
         self.edge = edge
         self.scores = self.levels.tick(low, high, known, stayed, new, self.whitening)
-        rank = min(NUM_METRICS_ADDED, self.num_metrics)
-        top = np.partition(self.scores, self.num_metrics - rank, axis=0)[self.num_metrics - rank :]
-        strongest = top.max(axis=0)
-        return strongest, strongest + np.float32(OTHERS_SHARE) * (top.sum(axis=0) - strongest)
+        apart = self.scores[distinct]
+        others = max(0, len(apart) - NUM_METRICS_ADDED)
+        top = np.partition(apart, others, axis=0)[others:] if others else apart
+        first = top.max(axis=0, initial=0)
+        return self.scores.max(axis=0), first + np.float32(OTHERS_SHARE) * (top.sum(axis=0) - first)
 
     @property
     def calm(self) -> NDArray[np.bool_]:

@@ -10,7 +10,9 @@ from rolecall.detector.panels.sequential.level_shifts import (
     LEVEL_MAX,
     LEVEL_MIN,
     LEVEL_PRIOR,
+    OTHERS_SHARE,
     LevelShifts,
+    ShiftChannel,
 )
 from rolecall.detector.panels.sequential.tails import BLOCK_TICKS
 from rolecall.detector.panels.sequential.whitening import Whitening
@@ -188,3 +190,20 @@ def test_an_episode_that_ends_slowly_does_not_raise_the_score() -> None:
     new = past.tick(nothing, nothing, known, known[0], np.zeros((1, 1), np.bool_))
     shifts.tick(nothing, nothing, known, np.zeros_like(known), new, past)
     assert shifts.earlier[0, 3] > 15 and shifts.maxima[:-1, 0, 3].max() <= 12.0
+
+
+def test_duplicates_of_a_metric_add_nothing_to_its_evidence() -> None:
+    rng = np.random.default_rng(5)
+    values = np.repeat(rng.standard_normal((1, 400, 6)), 3, axis=0).astype(np.float32)
+    values[:, 300:, 2] += 8.0
+    known, machines = np.ones((3, 6), np.bool_), np.ones(6, np.bool_)
+    several = []
+    for distinct in ([True, False, False], [True, True, True]):
+        channel = ShiftChannel(3, 6)
+        for t in range(320):
+            middle = np.median(values[:, t], axis=1)
+            residual = values[:, t] - middle[:, None]
+            single, together = channel.tick(residual, known, middle, machines, machines, np.array(distinct))
+        assert single[2] > 10
+        several.append(together[2] / single[2])
+    assert several == pytest.approx([1.0, 1 + 2 * OTHERS_SHARE])

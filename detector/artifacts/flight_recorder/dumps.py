@@ -248,7 +248,7 @@ def _read_chunk(
     def check_of(path: Path) -> Check:
         def check() -> None:
             if clock.monotonic() > deadline:
-                reason = "not read to its end in the time for all dumps and logs; no more are read: name fewer files"
+                reason = "not read to its end in the time of a call; no more are read: name fewer files"
                 raise ReadingStopped(where=str(path), reason=reason)
 
         return check

@@ -12,7 +12,10 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(500)]
 SEED = 47
 """Its faults come 3 to 4 s after the fleet is whole; others wait for up to 10."""
 FAULTS = ("reward-wrong", "rollout-wrong")
-REASON = {"reward-wrong": "computed other numbers in prompt group", "rollout-wrong": "alone disagrees with the trainers"}
+REASON = {
+    "reward-wrong": "computed other numbers in prompt group",
+    "rollout-wrong": "alone disagrees with the trainers",
+}
 
 
 def test_a_wrong_worker_and_a_wrong_engine_are_named_and_leave_their_nodes(tmp_path: Path) -> None:

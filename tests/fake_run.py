@@ -9,7 +9,7 @@ import json
 import math
 import random
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -116,6 +116,7 @@ class FakeRun:
     num_steps: int = 120
     strikes: Sequence[Strike] = ALL
     finish: bool = True
+    peaks: Mapping[str, float] = field(default_factory=dict)  # `runtime` of the job file: peak FLOP/s
     run: RunDir = field(init=False)
     clock: FakeClock = field(init=False)
     journal: Journal = field(init=False)
@@ -144,6 +145,7 @@ class FakeRun:
             "num_steps": self.num_steps,
             "injection_allowed": bool(self.strikes),
             "recovery": {"mode": "act", "horizon_seconds": 3600.0},
+            "runtime": dict(self.peaks),
         }
         self.job = parse_job(job)
 

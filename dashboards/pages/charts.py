@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
 import altair as alt
 
@@ -18,14 +18,18 @@ HEIGHT_PIXELS = 210
 POINTS_MAX = 200
 SPECS_KEPT = 64
 Extent = tuple[float, float]
+T = TypeVar("T")
 
 
 def rows(curve: Sequence[Bucket], value: Callable[[Bucket], float]) -> list[dict[str, float]]:
     """(step, value) of the finite points, at most `POINTS_MAX`, always including the latest."""
     known = [b for b in curve if math.isfinite(value(b))]
-    stride = math.ceil(len(known) / POINTS_MAX) or 1
-    kept = known[::-1][::stride][::-1]
-    return [{"step": b.last_step, "value": value(b)} for b in kept]
+    return [{"step": b.last_step, "value": value(b)} for b in thinned(known)]
+
+
+def thinned(points: Sequence[T]) -> Sequence[T]:
+    """At most `POINTS_MAX` of them, evenly spaced, always including the latest."""
+    return points[::-1][:: math.ceil(len(points) / POINTS_MAX) or 1][::-1]
 
 
 def curve(points: Sequence[dict[str, float]], title: str, *, colour: str = LINE, figures: str = "~s") -> dict[str, Any]:

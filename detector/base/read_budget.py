@@ -1,4 +1,4 @@
-"""Memory and time for reading all files of a call: readers bound each file, this bounds their sum.
+"""Memory and time of a call: readers bound each file, this bounds their sum, and the time of the detectors.
 
 In a folder of thousands of hostile files, each could stay just below the limit of a single file. A budget that is used
 up ends the reading and nothing else: what was read is judged, and `stopped` names the file that was not read to its
@@ -6,7 +6,7 @@ end.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, NoReturn, TypeVar
 
@@ -36,23 +36,18 @@ class ReadLimits:
     """Limits of a whole call."""
 
     kept_bytes_max: int = 8 << 30
-    """Estimated memory of the recordings; of dumps and logs less (`for_dumps`). Stacks of 4,096 processes with 30
-    threads in ten rounds are 0.8 GB, Flight Recorder dumps of 4,096 ranks with 2,000 entries each 0.4 GB."""
+    """Estimated memory of the recordings; of dumps and logs less (`KEPT_BYTES_OF_DUMPS_MAX`). Stacks of 4,096
+    processes with 30 threads in ten rounds are 0.8 GB, Flight Recorder dumps of 4,096 ranks with 2,000 entries each
+    0.4 GB."""
     reading_bytes_max: int = 768 << 20
     """Estimated memory of the Flight Recorder dumps that are being read at the same time, by all readers together."""
     seconds_max: float = 1800.0
-    """For all dumps and logs together, checked within each file. The time for a recording depends on the detector and
-    is bounded by its size."""
+    """For reading and judging everything, checked within each file and between two ticks of a recording."""
 
 
 KEPT_BYTES_OF_DUMPS_MAX = 768 << 20
 """Of dumps and logs of one kind, whatever the limits allow for recordings: kinds are read one after the other, so that
 with `reading_bytes_max` and the readers' own memory a call stays below 2 GiB."""
-
-
-def for_dumps(limits: ReadLimits | None) -> ReadLimits:
-    limits = limits or ReadLimits()
-    return replace(limits, kept_bytes_max=min(limits.kept_bytes_max, KEPT_BYTES_OF_DUMPS_MAX))
 
 
 class Budget:
@@ -61,21 +56,23 @@ class Budget:
     def __init__(self, limits: ReadLimits | None = None, clock: Clock | None = None) -> None:
         self._limits, self._clock = limits or ReadLimits(), clock or SystemClock()
         self._began = self._clock.monotonic()
+        self._kept_bytes_max = self._limits.kept_bytes_max
         self._kept_bytes = self._num_files = 0
         self.stopped: ReadingStopped | None = None
 
     def next_kind(self) -> "Budget":
-        """For the next kind of file, after what was kept of the last kind is gone: what is left of the time, and all
-        of the memory."""
+        """For the next kind of dumps or logs, after what was kept of the last kind is gone: what is left of the time,
+        and all of the memory."""
         budget = Budget(self._limits, self._clock)
         budget._began = self._began
+        budget._kept_bytes_max = min(self._kept_bytes_max, KEPT_BYTES_OF_DUMPS_MAX)
         return budget
 
     def keep(self, num_bytes: int, path: str) -> None:
         """Accounts `num_bytes` retained from the file at `path`. Raises ReadingStopped if over budget."""
         self._num_files += 1
         self._kept_bytes += num_bytes
-        most = self._limits.kept_bytes_max
+        most = self._kept_bytes_max
         if self._kept_bytes > most:
             reason = f"with it {self._num_files:,} file(s) take more than {most / (1 << 30):.3g} GiB of memory"
             self.stop(ReadingStopped(where=path, reason=f"{reason}, and no more are read: name fewer of them"))
@@ -85,13 +82,17 @@ class Budget:
         return self._limits.reading_bytes_max
 
     @property
+    def seconds_max(self) -> float:
+        return self._limits.seconds_max
+
+    @property
     def seconds_left(self) -> float:
-        return self._limits.seconds_max - (self._clock.monotonic() - self._began)
+        return self.seconds_max - (self._clock.monotonic() - self._began)
 
     def check_time(self, path: str) -> None:
         """Called before and while reading `path`. Raises ReadingStopped if the time budget is used up."""
         if self.seconds_left < 0:
-            reason = f"not read to its end in the {self._limits.seconds_max:g} s for all dumps and logs"
+            reason = f"not read to its end in the {self.seconds_max:g} s of a call"
             self.stop(ReadingStopped(where=path, reason=f"{reason}; no more are read: name fewer files"))
 
     def check(self, path: Path) -> Check:

@@ -12,7 +12,7 @@ import heapq
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, Self, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -200,13 +200,6 @@ class SeenValues:
         self.present |= not bool(np.isnan(values).all())
         self.varies = bool((np.isfinite(first) & np.isfinite(values) & (first != values)).any())
         self._first = np.where(np.isnan(first), values, first)
-
-    @classmethod
-    def of(cls, panel: Panel) -> Self:
-        seen = cls()
-        for _, values in panel.ticks():
-            seen.tick(values)
-        return seen
 
 
 def cannot_tell(shape: PanelShape, detector: str, tracker: Tracker, seen: SeenValues | None = None) -> str:

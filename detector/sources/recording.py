@@ -16,6 +16,7 @@ import polars as pl
 
 from rolecall.core.clock import Clock
 from rolecall.core.errors import ConfigError, UnreadableInput
+from rolecall.detector.base.read_budget import Check, no_check
 from rolecall.detector.panels.panel import Machine, Panel, PanelShape, PanelTick, Stopped, Times, pause, ticks_of
 
 MAGIC = b"PAR1"
@@ -67,7 +68,7 @@ def _schema_of(path: Path) -> pl.Schema:
     return pl.scan_parquet(path, glob=False).collect_schema()  # a file name may contain pattern characters
 
 
-def read(path: Path) -> Recording:
+def read(path: Path, check: Check = no_check) -> Recording:
     """Raises UnreadableInput: not a regular file, damaged, too large, columns missing or of a wrong type, or no
     row with a time, a node and a metric."""
     if path.exists() and not path.is_file():
@@ -78,9 +79,11 @@ def read(path: Path) -> Recording:
     if not len(table) and not any(NO_VALUE in remark for remark in remarks):
         raise UnreadableInput(where=str(path), reason="it holds no sample with a time, a node, a metric and a value")
     panels, room = [], NUM_VALUES_MAX
+    check()
     for part in table.partition_by(PANEL_KEY, maintain_order=False):
         panels.append(_panel(path, part, room))
         room -= panels[-1].values.size
+        check()
     panels.sort(key=lambda p: (p.shape.job, p.shape.role, p.shape.phase, p.shape.machines))
     return Recording(path=str(path), panels=tuple(panels), num_rows=num_rows, remarks=tuple(remarks))
 

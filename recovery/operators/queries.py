@@ -177,6 +177,7 @@ def incidents_text(value: list[dict[str, Any]]) -> str:
     """`incidents` as text."""
     lines = _incident_lines(value) or ["no incidents"]
     for i in value:
+        lines += [f"  evidence: {e['text']}" for e in i.get("diagnosis", {}).get("evidence", ())]
         for event in i.get("events", ()):
             body = event["body"]
             text = body.get("because") or body.get("outcome") or ""

@@ -248,7 +248,7 @@ class RolloutActor(_Actor):
             settings=settings,
             address=_node_address(),
             transfer_seconds=job.runtime.transfer_timeout_seconds,
-            on_step=partial(self._injection().checkpoint, faults.ENGINE_STEP),
+            on_step=partial(self._injection().factor, faults.ENGINE_STEP),
             on_failure=_engine_failed,
         )
 

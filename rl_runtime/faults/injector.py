@@ -78,6 +78,7 @@ KINDS: dict[str, InjectionSpec] = {
     "trainer-nan": InjectionSpec(role="trainer", hows=("nan",), at=MICROBATCH),  # of one microbatch
     "trainer-wrong": InjectionSpec(role="trainer", hows=("scale",), at=MICROBATCH),  # of one microbatch
     "reward-wrong": InjectionSpec(role="reward", hows=("skew",), at=SCORE),  # of every group, until its bound
+    "rollout-wrong": InjectionSpec(role="rollout", hows=("skew",), at=ENGINE_STEP),  # every log-probability, the same
     "agent-kill": InjectionSpec(role="", hows=("kill",)),
     "watch-kill": InjectionSpec(role="", hows=("kill",)),
 }

@@ -11,6 +11,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Final, TypeVar
 
 from rolecall.agent.reporter import reporter
@@ -32,7 +33,8 @@ class EngineThread:
     Args:
         make: creates the engine; called in the thread.
         on_tokens: receives a step's output, in the thread; returns the number of tokens.
-        on_step: called before every step, in the thread; hook for fault injection.
+        on_step: called before every step, in the thread, for fault injection; a returned number scales the step's
+            log-probabilities.
         on_failure: called in the thread, once, when the engine broke.
     """
 
@@ -42,7 +44,7 @@ class EngineThread:
         on_tokens: Callable[[list[NewTokens]], int],
         *,
         clock: Clock,
-        on_step: Callable[[], None] | None = None,
+        on_step: Callable[[], float | None] | None = None,
         on_failure: Callable[[BaseException], None] | None = None,
     ) -> None:
         self._make, self._on_tokens, self._clock = make, on_tokens, clock
@@ -165,9 +167,11 @@ class EngineThread:
     def _step(self, engine: VllmEngine) -> None:
         self._enter(Phase.GENERATE)
         begun = self._clock.monotonic()
-        if self._on_step is not None:
-            self._on_step()
-        num_tokens = self._on_tokens(engine.step())
+        factor = self._on_step() if self._on_step is not None else None
+        made = engine.step()
+        if factor is not None:
+            made = [replace(m, logprobs=tuple(factor * (1.0 - logprob) for logprob in m.logprobs)) for m in made]
+        num_tokens = self._on_tokens(made)
         reporter.progress(busy_seconds=self._clock.monotonic() - begun, tokens=num_tokens)
         reporter.update(requests_active=engine.num_in_flight)
 

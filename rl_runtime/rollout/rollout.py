@@ -69,7 +69,7 @@ class RolloutReplica:
         token: the run's token, for the weight port.
         address: where the weight port listens: the node's address, so that others can pull from it.
         transfer_seconds: deadline of one pull over all holders.
-        on_step: called before each engine step, in its thread.
+        on_step: called before each engine step, in its thread (`EngineThread`).
         on_failure: called once when the engine fails; an actor then exits its process.
 
     Raises:
@@ -86,7 +86,7 @@ class RolloutReplica:
         address: str = "127.0.0.1",
         transfer_seconds: float = 10.0,
         clock: Clock | None = None,
-        on_step: Callable[[], None] | None = None,
+        on_step: Callable[[], float | None] | None = None,
         on_failure: Callable[[BaseException], None] | None = None,
         make_engine: Callable[[EngineSettings], VllmEngine] = VllmEngine,
     ) -> None:

@@ -27,7 +27,7 @@ from rolecall.detector.artifacts.stacks import diagnosis as stacks
 from rolecall.detector.artifacts.stacks import dumps as stack_dumps
 from rolecall.detector.artifacts.stacks.dumps import Topology
 from rolecall.detector.base import packed_files as packed
-from rolecall.detector.base.read_budget import Budget, Contents, ReadLimits, for_dumps, read_each
+from rolecall.detector.base.read_budget import Budget, Contents, ReadLimits, read_each
 from rolecall.detector.live.fusion import merged
 from rolecall.detector.panels.panel import Floats, Panel, PanelDetector, SeenValues, cannot_tell, standing
 from rolecall.detector.panels.sensitivity import SmallestEffect, smallest_effects
@@ -67,6 +67,7 @@ class DiagnosisReport:
     inputs: list[Input] = field(default_factory=list)
     panels: list[Panel] = field(default_factory=list)
     smallest_effects: list[SmallestEffect] = field(default_factory=list)  # of healthy panels
+    budget: Budget = field(default_factory=Budget)
 
     @property
     def open_ends(self) -> list[tuple[Input, str]]:
@@ -198,54 +199,19 @@ def diagnose(
     clock: Clock | None = None,
     sensitivity_seconds: float = 0.0,
 ) -> DiagnosisReport:
-    """All diagnoses of the files at `paths`, earliest first. Where `limits` end the reading, what was read is judged,
-    and a remark names the file that was not read to its end. `sensitivity_seconds`: if all is healthy, so long at most
-    to find the smallest effects that would have been named.
+    """All diagnoses of the files at `paths`, earliest first. Where `limits` end it, what was read is judged as far as
+    there is time, and remarks name the file that was not read to its end and panels that were not judged to their end.
+    `sensitivity_seconds`: if all is healthy, so long at most to find the smallest effects that would have been named.
 
     Raises UnreadableInput: a file cannot be read.
     """
     say = progress or (lambda _: None)
-    found = search(paths)
-    answer = DiagnosisReport()
-    all_findings: list[Finding] = []
     budget = Budget(limits, clock)
-    for number, file in enumerate(found.recordings):
-        say(f"reading {file}")
-        try:
-            read = recording.read(file)
-        except UnreadableInput as error:
-            if file in paths:
-                raise
-            answer.inputs.append(_files_input([file], "recording", "not readable", (f"cannot tell from {error}",)))
-            continue
-        # Samples that share a grid cell are merged, but took as long to read.
-        num_values = max(read.num_rows, sum(p.values.size for p in read.panels))
-        try:
-            budget.keep(VALUE_BYTES * num_values, str(file))
-        except ReadingStopped as stopped:
-            left = found.recordings[number:]
-            answer.inputs.append(_files_input(left, "recording", "not judged", (_not_read(stopped, len(left)),)))
-            break
-        looked, open_ends = [], list[str]()
-        for panel in read.panels:
-            say(f"{file}: {panel.shape.name}, {len(panel.shape.machines)} machines, {len(panel.at)} ticks")
-            seen = SeenValues.of(panel)
-            for detector in detectors:
-                tracker = detector.track(panel.shape)
-                all_findings += [f for at, values in panel.ticks() for f in tracker.tick(at, values)]
-                open_ends.append(cannot_tell(panel.shape, detector.name, tracker, seen))
-            looked.append(_panel_words(panel))
-        if not read.panels:
-            looked.append("no value")
-            open_ends.append(
-                f"cannot tell: none of its {read.num_rows:,} samples has a value; a recording of metrics that the "
-                "machines report would settle it"
-            )
-        answer.panels += read.panels
-        remarks = (*read.remarks, *dict.fromkeys(filter(None, open_ends)))
-        answer.inputs.append(Input(path=str(file), kind="recording", content="; ".join(looked), remarks=remarks))
+    found = search(paths)
+    answer = DiagnosisReport(budget=budget)
+    all_findings: list[Finding] = []
     topology = stack_dumps.read_topology(found.topologies[0]) if found.topologies else None
-    budget = Budget(for_dumps(limits), clock)
+    # Dumps and logs first: detectors may take all of the time for a recording.
     for kind, files, what in (
         ("flight recorder dumps", found.dumps, "Flight Recorder dump(s)"),
         ("stack dumps", found.stacks, "stack dump(s)"),
@@ -257,10 +223,41 @@ def diagnose(
     ):
         if files:
             say(f"reading {len(files)} {what}")
-            budget = budget.next_kind()
-            findings, described = _diagnose_kind(kind, files, paths, budget, topology)
+            findings, described = _diagnose_kind(kind, files, paths, budget.next_kind(), topology)
             all_findings += findings
             answer.inputs.append(described)
+    for number, file in enumerate(found.recordings):
+        say(f"reading {file}")
+        try:
+            budget.check_time(str(file))
+            read = recording.read(file, budget.check(file))
+            # Samples that share a grid cell are merged, but took as long to read.
+            budget.keep(VALUE_BYTES * max(read.num_rows, sum(p.values.size for p in read.panels)), str(file))
+        except ReadingStopped as stopped:
+            left = found.recordings[number:]
+            answer.inputs.append(_files_input(left, "recording", "not judged", (_not_read(stopped, len(left)),)))
+            break
+        except UnreadableInput as error:
+            if file in paths:
+                raise
+            answer.inputs.append(_files_input([file], "recording", "not readable", (f"cannot tell from {error}",)))
+            continue
+        looked, open_ends = [], list[str]()
+        for panel in read.panels:
+            say(f"{file}: {panel.shape.name}, {len(panel.shape.machines)} machines, {len(panel.at)} ticks")
+            findings, unsettled = _diagnose_panel(panel, detectors, budget)
+            all_findings += findings
+            open_ends += unsettled
+            looked.append(_panel_words(panel))
+        if not read.panels:
+            looked.append("no value")
+            open_ends.append(
+                f"cannot tell: none of its {read.num_rows:,} samples has a value; a recording of metrics that the "
+                "machines report would settle it"
+            )
+        answer.panels += read.panels
+        remarks = (*read.remarks, *dict.fromkeys(filter(None, open_ends)))
+        answer.inputs.append(Input(path=str(file), kind="recording", content="; ".join(looked), remarks=remarks))
     if found.topologies and not answer.inputs:
         alone = "cannot tell: a topology only says where ranks are; dumps of these ranks would settle it"
         answer.inputs.append(_files_input(found.topologies, "topology", "names and places of ranks", (alone,)))
@@ -276,10 +273,26 @@ def diagnose(
         )
     answer.diagnoses = [kernel_findings.with_advice(d) for d in merged(all_findings)]
     if answer.verdict == "healthy" and sensitivity_seconds:
-        answer.smallest_effects = _smallest_effects(
-            answer.panels, detectors, sensitivity_seconds, clock or SystemClock(), say
-        )
+        seconds = min(sensitivity_seconds, budget.seconds_left)
+        answer.smallest_effects = _smallest_effects(answer.panels, detectors, seconds, clock or SystemClock(), say)
     return answer
+
+
+def _diagnose_panel(
+    panel: Panel, detectors: Sequence[PanelDetector], budget: Budget
+) -> tuple[list[Finding], list[str]]:
+    """Findings, and why there is no verdict. Ends between two ticks when the time of the call is used up."""
+    found, seen = list[Finding](), SeenValues()
+    trackers = [(detector.name, detector.track(panel.shape)) for detector in detectors]
+    for number, (at, values) in enumerate(panel.ticks()):
+        if budget.seconds_left < 0:
+            reason = f"{number:,} of its {len(panel.at):,} ticks were judged in the {budget.seconds_max:g} s of a call"
+            return found, [
+                f"cannot tell for {panel.shape.name}: {reason}; a call for it or a part of it alone would settle it"
+            ]
+        seen.tick(values)
+        found += [finding for _, tracker in trackers for finding in tracker.tick(at, values)]
+    return found, [cannot_tell(panel.shape, name, tracker, seen) for name, tracker in trackers]
 
 
 def _smallest_effects(
@@ -380,19 +393,21 @@ def explained(answer: DiagnosisReport, detectors: Sequence[PanelDetector]) -> li
         if panel is not None and by is not None:
             key = id(panel), by.name
             if key not in traces:
-                traces[key] = _trace(panel, by)
+                traces[key] = _trace(panel, by, answer.budget)
             scores, thresholds = traces[key]
             score = ScoreTrace(at=panel.at, score=scores[:, machine], threshold=thresholds)
         items.append(ExplainedDiagnosis(diagnosis=diagnosis, panel=panel, score=score))
     return items
 
 
-def _trace(panel: Panel, detector: PanelDetector) -> tuple[Floats, Floats]:
-    """Scores (T, N) and thresholds (T,): NaN before there is one."""
+def _trace(panel: Panel, detector: PanelDetector, budget: Budget) -> tuple[Floats, Floats]:
+    """Scores (T, N) and thresholds (T,): NaN before there is one, and after the time of the call."""
     tracker = detector.track(panel.shape)
     scores = np.full((len(panel.at), len(panel.shape.machines)), np.nan, dtype=np.float32)
     thresholds = np.full(len(panel.at), np.nan, dtype=np.float32)
     for tick, (at, values) in enumerate(panel.ticks()):
+        if budget.seconds_left < 0:
+            break
         tracker.tick(at, values)
         if (stands := standing(tracker)) is not None:
             with np.errstate(over="ignore"):  # beyond float32 is beyond every threshold

@@ -46,7 +46,7 @@ from rolecall.views.incidents import (
     summarize_incidents,
 )
 from rolecall.views.lifetimes import IncarnationRecord, Key, PidsKept, incarnation_records, pids_kept
-from rolecall.views.mfu import WINDOW_STEPS, MfuMeter, RoleMfu, role_mfu
+from rolecall.views.mfu import MfuMeter, RoleMfu, role_mfu
 
 SCHEMA_VERSION = 1
 """Of report.json. Reports of another schema are not compared."""
@@ -394,11 +394,10 @@ def _remarks(facts: Facts, zero: float) -> list[dict[str, Any]]:
             "at": round(facts.ended_at - zero, 3),
             "kind": "mfu_declined",
             "what": role,
-            "because": f"model FLOPs utilisation fell from {mfu.best:.2%} to {mfu.newest:.2%}, medians of "
-            f"{WINDOW_STEPS} steps",
+            "because": f"model FLOPs utilisation {mfu.decline}",
         }
         for role, mfu in _mfu(facts).items()
-        if mfu.declined
+        if mfu.decline
     ]
     return helpers + of_events + declines
 

@@ -138,6 +138,7 @@ class View:
     whole: bool  # every desired replica serves, no incident is open
     standbys_ready: bool
     injected: int  # number of lines in the injector's log
+    injecting: bool  # a fault is not over yet
     incident_closed_at: float  # wall time of the last incident that closed, 0 if none
     injected_at: float  # wall time of the last injection, 0 if none
     restarted_at: float  # wall time of the last restart of an agent or of watch, 0 if none
@@ -173,7 +174,8 @@ class FaultSchedule:
             return strike
         elif self.stage is DemoStage.STRUCK:
             over_at = view.restarted_at if self._kind in RESTARTED_KINDS else view.incident_closed_at
-            resolved = view.injected > self._injected_before and view.whole and over_at > view.injected_at
+            is_over = view.injected > self._injected_before and not view.injecting
+            resolved = is_over and view.whole and over_at > view.injected_at
             if (resolved or view.now > self._deadline) and self._pending:
                 self._arm(view.now)
             elif resolved or view.now > self._deadline:

@@ -244,6 +244,7 @@ class Session:
             whole=serving >= wanted and len(opened) == len(closed),
             standbys_ready=all(s in current and current[s].state is ReplicaState.READY for s in standbys),
             injected=len(injections),
+            injecting=any(injector.died() is None for injector in self.injectors),
             incident_closed_at=closed[-1].wall_at if closed else 0.0,
             injected_at=float(injections[-1]["injected_at"]) if injections else 0.0,
             restarted_at=restarted[-1].wall_at if restarted else 0.0,

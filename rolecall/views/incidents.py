@@ -2,7 +2,8 @@
 
 The injection log is used only for evaluation; rolecall's detectors never see it. A fault is matched with the earliest
 later incident that names its target, else with one that opened soon after it and names another suspect (detected, but
-misattributed). An unmatched fault is missed; an unmatched incident is a false alarm.
+misattributed). If that incident was tolerated, the fault may have gone on: it is matched with the next one that was
+not, and the first is no alarm. An unmatched fault is missed; an unmatched incident is a false alarm.
 
 Seconds of an incident count from the finding (`detected_at`, when the detectors were certain):
 
@@ -263,16 +264,22 @@ def _join(
     left = list(faults)
 
     def join(right: bool) -> None:
-        for fault in list(left):
+        # Of two faults of one process the later one goes first: what it caused is not the earlier one's.
+        for fault in left[::-1] if right else list(left):
+            fitting = list[str]()
             for which in free:
                 summary = by_id[which]
                 soon = summary.incident.opened_at - fault.injected_at < WRONG_NAME_SECONDS
                 fits = _names(summary.incident, fault) if right else soon
                 if fits and summary.detected_at - fault.injected_at >= -CLOCK_SLACK_SECONDS:
-                    by_id[which] = replace(summary, fault=fault, diagnosed_correctly=right)
-                    free.remove(which)
-                    left.remove(fault)
-                    break
+                    fitting.append(which)
+            if not fitting:
+                continue
+            repaired = [w for w in fitting if by_id[w].incident.outcome is not IncidentOutcome.TOLERATED]
+            which = repaired[0] if right and repaired else fitting[0]
+            by_id[which] = replace(by_id[which], fault=fault, diagnosed_correctly=right)
+            free[:] = [w for w in free if w not in fitting[: fitting.index(which) + 1]]
+            left.remove(fault)
 
     join(right=True)
     for fault in list(left):

@@ -92,8 +92,11 @@ class RoleMfu:
     newest: float
 
     @property
-    def declined(self) -> bool:
-        return self.newest < DECLINE * self.best
+    def decline(self) -> str:
+        """In words; empty without one."""
+        if self.newest >= DECLINE * self.best:
+            return ""
+        return f"fell from {self.best:.2%} to {self.newest:.2%}, medians of {WINDOW_STEPS} steps"
 
 
 def role_mfu(of_steps: Sequence[Mapping[str, float]]) -> dict[str, RoleMfu]:
@@ -101,9 +104,22 @@ def role_mfu(of_steps: Sequence[Mapping[str, float]]) -> dict[str, RoleMfu]:
     found = {}
     for role in sorted({role for step in of_steps for role in step}):
         values = [step[role] for step in of_steps if role in step]
-        windows = [
-            median(values[max(0, end - WINDOW_STEPS) : end])
-            for end in range(min(len(values), WINDOW_STEPS), len(values) + 1)
-        ]
+        windows = _medians(values)
         found[role] = RoleMfu(median=median(values), best=max(windows), newest=windows[-1])
     return found
+
+
+def mfu_courses(of_steps: Mapping[int, Mapping[str, float]]) -> dict[str, list[tuple[int, float]]]:
+    """(step, median of the `WINDOW_STEPS` steps that end with it), by role. `of_steps`: by step, oldest first."""
+    found = {}
+    for role in sorted({role for step in of_steps.values() for role in step}):
+        known = [(step, by_role[role]) for step, by_role in of_steps.items() if role in by_role]
+        windows = _medians([value for _, value in known])
+        found[role] = [(step, value) for (step, _), value in zip(known[-len(windows) :], windows, strict=True)]
+    return found
+
+
+def _medians(values: Sequence[float]) -> list[float]:
+    """Of each `WINDOW_STEPS` values in a row; of all, if there are fewer."""
+    ends = range(min(len(values), WINDOW_STEPS), len(values) + 1)
+    return [median(values[max(0, end - WINDOW_STEPS) : end]) for end in ends]

@@ -10,13 +10,19 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from rolecall.core.clock import FakeClock
+from rolecall.core.diagnosis import Finding
+from rolecall.core.faults import FaultClass
 from rolecall.detector.artifacts.stacks import diagnosis as stack_diagnosis
 from rolecall.detector.artifacts.stacks import dumps as stack_dumps
 from rolecall.detector.base.read_budget import ReadLimits
-from rolecall.diagnose.diagnose import DiagnosisReport, diagnose
+from rolecall.detector.panels.panel import Floats, PanelShape
+from rolecall.detector.sources import recording
+from rolecall.diagnose.diagnose import DiagnosisReport, diagnose, explained
+from tests.detector.panel_data import noise
 
 XID = "[    5.000000] NVRM: Xid (PCI:0000:3b:00): 79, pid=1, GPU has fallen off the bus.\n"
 IDLE = "[    6.000000] usb 1-1: new high-speed USB device number 2 using xhci_hcd\n"
@@ -158,3 +164,66 @@ def test_a_pickle_of_54_mib_stays_within_the_memory_of_a_call(tmp_path: Path, ho
     ended = subprocess.run(command, check=False, capture_output=True, text=True, preexec_fn=limited, timeout=120)
     assert ended.returncode == 2 and "nccl_trace_rank_0" in ended.stderr and "Traceback" not in ended.stderr
     assert ("more memory than the 768 MiB" in ended.stderr) == hostile
+
+
+class Alarms:
+    """A detector that suspects the first machine at its third tick."""
+
+    name, threshold, ticks = "alarms", 0.5, 0
+
+    def track(self, shape: PanelShape) -> "Alarms":
+        self.shape, self.ticks, self.scores = shape, 0, np.ones(len(shape.machines))
+        return self
+
+    def tick(self, at: float, values: Floats) -> list[Finding]:
+        self.ticks += 1
+        if self.ticks != 3:
+            return []
+        return [
+            Finding(
+                detector=self.name,
+                suspects=(self.shape.suspect(0),),
+                fault_class=FaultClass.SLOW,
+                onset=at,
+                detected_at=at,
+                confidence=0.9,
+                because="it is slow",
+            )
+        ]
+
+
+def recorded(folder: Path, num: int) -> None:
+    for n in range(num):
+        recording.write(folder / f"{n}.parquet", [noise(ticks=100)])
+
+
+def test_the_time_ends_between_two_ticks_and_what_was_found_is_kept(tmp_path: Path) -> None:
+    recorded(tmp_path, 3)
+    detector = Alarms()
+    answer = diagnose([tmp_path], [detector], limits=ReadLimits(seconds_max=30.0), clock=Passing())
+    assert 3 < detector.ticks < 30 and [d.because for d in answer.diagnoses] == ["it is slow"]
+    first, others = answer.inputs
+    [said] = first.remarks
+    assert said.startswith(f"cannot tell for role trainer: {detector.ticks} of its 100 ticks were judged in the 30 s")
+    assert "would settle it" in said
+    assert others.remarks[0].startswith(f"cannot tell from {tmp_path / '1.parquet'}: not read to its end in the 30 s")
+    assert others.remarks[0].endswith("(2 file(s) were not read)")
+
+
+def test_a_recording_takes_no_time_from_dumps_and_logs(tmp_path: Path) -> None:
+    recorded(tmp_path, 1)
+    kernel_log(tmp_path / "gpu7")
+    answer = diagnose([tmp_path], [Alarms()], limits=ReadLimits(seconds_max=100.0), clock=Passing())
+    assert any("XID 79" in d.because for d in answer.diagnoses), "although its reading took most of the time"
+    assert [i.kind for i in answer.inputs] == ["kernel logs", "recording"] and answer.inputs[1].remarks
+
+
+def test_scores_are_drawn_as_far_as_there_is_time(tmp_path: Path) -> None:
+    recorded(tmp_path, 1)
+    clock = FakeClock()
+    answer = diagnose([tmp_path], [Alarms()], limits=ReadLimits(seconds_max=30.0), clock=clock)
+    (whole,) = explained(answer, [Alarms()])
+    clock.advance(31.0)
+    (none,) = explained(answer, [Alarms()])
+    assert whole.score is not None and none.score is not None
+    assert np.isfinite(whole.score.score).all() and not np.isfinite(none.score.score).any()

@@ -25,6 +25,7 @@ def view(now: float, **changes: object) -> View:
         "whole": True,
         "standbys_ready": True,
         "injected": 0,
+        "injecting": False,
         "incident_closed_at": 0.0,
         "injected_at": 0.0,
         "restarted_at": 0.0,
@@ -51,6 +52,9 @@ def test_faults_are_injected_only_into_a_healthy_warm_fleet_after_the_previous_r
     for not_resolved in ({"injected": 0}, {"injected": 1, "whole": False}, {"injected": 1, "incident_closed_at": 99.0}):
         assert schedule.tick(view(20, injected_at=100.0, **not_resolved)) is None and schedule.stage is DemoStage.STRUCK
     resolved = {"injected": 1, "injected_at": 100.0, "incident_closed_at": 101.0}
+    assert schedule.tick(view(20, **resolved, injecting=True)) is None and schedule.stage is DemoStage.STRUCK, (
+        "a first suspicion of a fault that lasts was tolerated"
+    )
     assert schedule.tick(view(21, **resolved)) is None and schedule.stage is DemoStage.WAITING
     strike = schedule.tick(view(21 + GAP_SECONDS[1], **resolved))
     assert strike is not None and strike.kind == "agent-kill"

@@ -147,6 +147,16 @@ def test_each_fault_gets_the_earliest_incident_after_it_that_names_it() -> None:
     assert joined.false_alarms == ("i0",) and not joined.missed
 
 
+def test_a_suspicion_that_was_tolerated_and_the_incident_that_repaired_are_of_one_fault() -> None:
+    tale = Tale().opened(10.1, "i-1", "reward/0").say(10.2, K.INCIDENT_CLOSED, "i-1", outcome="tolerated")
+    tale.opened(11.0, "i-2", "reward/0").acted(11.1, "i-2", "reward/0").resolved(15.0, "i-2")
+    joined = tale.reported(_fault("reward/0", 10.0))
+    assert [s.fault is not None for s in joined.summaries] == [False, True]
+    assert joined.missed == () and joined.false_alarms == ()
+    once, again = _fault("reward/0", 10.0), _fault("reward/0", 10.5)
+    assert [s.fault for s in tale.reported(once, again).summaries] == [once, again], "each has its own"
+
+
 def test_the_right_name_goes_before_the_nearer_time() -> None:
     tale = Tale().opened(11.0, "i1", "rollout/2").opened(12.0, "i2", "rollout/1")
     joined = tale.reported(_fault("rollout/1", 10.0))

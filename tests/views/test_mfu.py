@@ -9,7 +9,14 @@ from rolecall.core.journal.events import Event
 from rolecall.core.journal.events import EventKind as K
 from rolecall.rl_runtime.tasks.tokenizer import vocabulary
 from rolecall.rl_runtime.trainer.model import make_model
-from rolecall.views.mfu import WINDOW_STEPS, MfuMeter, num_parameters, role_mfu, training_flops_per_token
+from rolecall.views.mfu import (
+    WINDOW_STEPS,
+    MfuMeter,
+    mfu_courses,
+    num_parameters,
+    role_mfu,
+    training_flops_per_token,
+)
 from tests.events import made_event
 
 PEAKS = {"trainer_peak_flops": 1e12, "rollout_peak_flops": 5e11}
@@ -71,7 +78,16 @@ def test_a_decline_is_one_of_medians_and_of_one_role() -> None:
     steady, falls = [0.3] * 64, [0.4] * 32 + [0.2] * 32
     falls[5] = 0.9  # one quick step is no stretch
     found = role_mfu([{"trainer": a, "rollout": b} for a, b in zip(steady, falls, strict=True)])
-    assert not found["trainer"].declined and found["rollout"].declined
+    assert found["trainer"].decline == ""
+    assert found["rollout"].decline == "fell from 40.00% to 20.00%, medians of 16 steps"
     assert (found["rollout"].best, found["rollout"].newest) == (0.4, 0.2)
     short = role_mfu([{"trainer": v} for v in falls[: WINDOW_STEPS // 2]])
-    assert not short["trainer"].declined
+    assert short["trainer"].decline == ""
+
+
+def test_a_course_has_the_median_at_each_step_from_the_first_full_window_on() -> None:
+    steps = {n: {"trainer": 0.4 if n < 20 else 0.1, **({"rollout": 0.2} if n >= 30 else {})} for n in range(40)}
+    found = mfu_courses(steps)
+    assert found["trainer"] == [(n, 0.4 if n < 27 else 0.25 if n == 27 else 0.1) for n in range(15, 40)]
+    assert found["rollout"] == [(39, 0.2)], "of ten steps one median of all"
+    assert mfu_courses({1: {}}) == {}

@@ -230,6 +230,14 @@ def _time() -> PanelRow:
             PanelQuery("sum(max by (role, fault) (rolecall_run_lost_seconds))", "lost"),
             stacked=True,
         ),
+        lines(
+            "Model FLOPs utilisation",
+            "Share of the peak FLOP/s in the job file that the model's own arithmetic uses, by role. Empty without a "
+            "peak in the job file.",
+            PanelFormat("percentunit", links=(SERIES_TO_ROLE,)),
+            PanelQuery("max by (role) (rolecall_run_mfu_ratio)", "{{role}}"),
+        ),
+        widths=6,
     )
 
 

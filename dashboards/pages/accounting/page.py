@@ -12,6 +12,7 @@ from rolecall.core.clock import SystemClock
 from rolecall.core.text import plain, seconds, utc
 from rolecall.dashboards.data.nodes import age
 from rolecall.dashboards.data.reader import JournalSnapshot, Reader
+from rolecall.dashboards.pages import charts
 from rolecall.dashboards.pages.accounting.statistics import (
     FEW,
     LostTimeShare,
@@ -32,6 +33,7 @@ from rolecall.dashboards.pages.shell import data_table, page
 from rolecall.dashboards.pages.sign_in import Viewer, follow
 from rolecall.dashboards.settings import Settings
 from rolecall.recovery.incidents import Incident
+from rolecall.views.mfu import WINDOW_STEPS
 
 AUDIT_NOW = "accounting.audit"
 INCIDENTS_SHOWN = 1000
@@ -72,6 +74,7 @@ def _draw_statistics(reader: Reader, _snapshot: JournalSnapshot) -> None:
         st.text("Computing statistics: the journal is long or its database slow.")
         return
     _effective(statistics)
+    _utilisation(statistics)
     _speed(statistics)
 
 
@@ -158,6 +161,32 @@ def _effective(statistics: IncidentStatistics) -> None:
         _lost("by fault class", times.by_class)
     with tops:
         _lost("by incident (top ten)", times.by_incident)
+
+
+def _utilisation(statistics: IncidentStatistics) -> None:
+    """Nothing where the job file gives no peak."""
+    if not statistics.mfu:
+        return
+    st.subheader("Model FLOPs utilisation")
+    with st.container(horizontal=True):
+        for role, mfu in statistics.mfu.items():
+            st.metric(f"{role}: newest", f"{mfu.newest:.2%}")
+            st.metric(f"{role}: best", f"{mfu.best:.2%}")
+    for role, mfu in statistics.mfu.items():
+        if mfu.decline:
+            st.warning(f"{role}: {mfu.decline}.", icon=":material/trending_down:")
+    lines = {
+        role: [{"step": float(step), "value": value} for step, value in charts.thinned(course)]
+        for role, course in statistics.mfu_courses.items()
+    }
+    steps = [point["step"] for points in lines.values() for point in points]
+    title = f"MFU, median of {WINDOW_STEPS} steps"
+    spec = charts.curves(lines, title, across=(min(steps), max(steps)), figures=".2~%")
+    st.vega_lite_chart(charts.line_columns(lines), spec, width="stretch")
+    st.caption(
+        "Share of the peak FLOP/s in the job file that the model's own arithmetic uses. Recomputed activations and "
+        "discarded answers do not count."
+    )
 
 
 def _lost(title: str, parts: Sequence[LostTimeShare]) -> None:

@@ -17,17 +17,18 @@ import pickle
 import subprocess
 import sys
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rolecall.core.clock import Clock
+from rolecall.core.config.job import parse_job
 from rolecall.core.errors import JournalUnavailable, RolecallError
 from rolecall.core.journal.database import redacted
 from rolecall.core.journal.events import Event, EventKind
 from rolecall.core.journal.journal import Journal
-from rolecall.core.journal.payloads import ChainHead, WeightsAdmitted
+from rolecall.core.journal.payloads import ChainHead, StepCommitted, WeightsAdmitted
 from rolecall.core.rundir import RunDir
 from rolecall.dashboards.data.reader import injected_faults
 from rolecall.dashboards.pages.accounting.statistics import (
@@ -46,6 +47,7 @@ from rolecall.views.ettr import RETAINED, steps, training_began
 from rolecall.views.incidents import summarize_incidents
 from rolecall.views.journal_reader import JournalReader
 from rolecall.views.lifetimes import incarnation_records
+from rolecall.views.mfu import MfuMeter, RoleMfu, mfu_courses, role_mfu
 
 _K = EventKind
 KINDS = (*RETAINED, *INCIDENT_KINDS, _K.RUN_STARTED, _K.RUN_ENDED)
@@ -73,6 +75,8 @@ class IncidentStatistics:
     num_missed: int
     num_false_alarms: int
     num_injected: int
+    mfu: Mapping[str, RoleMfu]
+    mfu_courses: Mapping[str, Sequence[tuple[int, float]]]
     note: str = ""
 
 
@@ -99,6 +103,8 @@ class AccountingWorker:
         self._snapshot = AccountingSnapshot()
         self._events: list[Event] = []
         self._admitted: set[tuple[object, object]] = set()
+        self._meter = _mfu_meter(settings.run)
+        self._mfu_of_steps: dict[int, Mapping[str, float]] = {}  # of a repeated step the newest commit
         self._reader = JournalReader(KINDS, page_events=PAGE_EVENTS)
         self._thread: threading.Thread | None = None
         self._first = threading.Event()
@@ -174,6 +180,8 @@ class AccountingWorker:
                 if who in self._admitted:
                     continue  # only the first shows when an incarnation started to serve
                 self._admitted.add(who)
+            if self._meter is not None and (mfu := self._meter.take(event)):
+                self._mfu_of_steps[event.as_(StepCommitted).step] = mfu
             yield event.slim()
 
     def _statistics(self, journal: Journal) -> IncidentStatistics:
@@ -203,6 +211,8 @@ class AccountingWorker:
             num_missed=len(joined.missed),
             num_false_alarms=len(joined.false_alarms) if replica_faults else 0,
             num_injected=len(replica_faults),
+            mfu=role_mfu(list(self._mfu_of_steps.values())),
+            mfu_courses=mfu_courses(self._mfu_of_steps),
             note=error and f"the injection log cannot be used: {error}",
         )
 
@@ -223,6 +233,14 @@ class AccountingWorker:
                 audit_head=head,
                 has_ledger=found.ledger.head.position > 0,
             )
+
+
+def _mfu_meter(run: RunDir | None) -> MfuMeter | None:
+    """None where the job file is not at hand, or not one of this rolecall."""
+    try:
+        return MfuMeter(parse_job(run.read().get("config"))) if run is not None else None
+    except RolecallError:
+        return None
 
 
 def audited(journal: Journal, url: str, run_id: str, run: RunDir | None, *, apart: bool) -> RunAudit:

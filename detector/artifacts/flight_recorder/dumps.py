@@ -59,14 +59,18 @@ HEAD_BYTES = 128 << 10
 """Read first if only the status is needed: it comes after the ranks of each group and before the entries."""
 POOL_MIN = 64
 """Fewer files than this are read in this process: starting others takes longer."""
-CHUNK = 16
+TASK_FILES_MAX = 8
 """Files per task of a worker process."""
+TASK_SHARE_MAX = 0.25
+"""Of the memory for reading; a file that needs more is a task alone."""
+RESULT_SHARE = 0.375
+"""What is kept of a dump takes at most this share of what reading it may: 40 bytes for a size that takes two."""
 NUM_PROCESSES_MAX = 8
 """Each takes 40 MB before it reads anything."""
 READ_FACTOR, READ_BYTES_MIN = 64, 8 << 20
 """A read may take this many times the size of its file, and this much more: PyTorch's dumps take less than half."""
 JSON_VALUE_BYTES, JSON_PAIR_BYTES = 48, 100
-NUM_CHUNKS_EACH = 2
+NUM_TASKS_EACH = 2
 """Maximum tasks in flight per worker process: finished results that are not yet consumed take memory."""
 
 JSON_KEYS = (b'"entries"', b'"pg_config"', b'"pg_status"')
@@ -222,12 +226,11 @@ def _each(
     try:
         with ProcessPoolExecutor(num_processes, mp_context=get_context("spawn")) as pool:
             try:
-                for n in range(0, len(paths), CHUNK):
-                    chunk = [(path, read_bytes(path, most)) for path in paths[n : n + CHUNK]]
-                    needed = max(num_bytes for _, num_bytes in chunk)  # a process reads one after the other
+                for task in _tasks([(path, read_bytes(path, most)) for path in paths], most):
+                    needed = _task_bytes(task)
                     while waiting and not _fits([b for b, _ in waiting], needed, num_processes, most):
                         yield from waiting.popleft()[1].result()
-                    waiting.append((needed, pool.submit(_read_chunk, chunk, entries, deadline)))
+                    waiting.append((needed, pool.submit(_read_task, task, entries, deadline)))
                 while waiting:
                     yield from waiting.popleft()[1].result()
             finally:
@@ -237,18 +240,34 @@ def _each(
         raise UnreadableInput(where=str(paths[0].parent), reason=reason) from None
 
 
+def _tasks(files: Sequence[tuple[Path, int]], bytes_max: int) -> Iterator[list[tuple[Path, int]]]:
+    task = list[tuple[Path, int]]()
+    for file in files:
+        if task and (len(task) == TASK_FILES_MAX or _task_bytes([*task, file]) > TASK_SHARE_MAX * bytes_max):
+            yield task
+            task = []
+        task.append(file)
+    yield task
+
+
+def _task_bytes(task: Sequence[tuple[Path, int]]) -> int:
+    """A process reads one file after the other and has the results of all until the task is done."""
+    num_bytes = [b for _, b in task]
+    return max(num_bytes) + int(RESULT_SHARE * sum(num_bytes))
+
+
 def _fits(in_flight: Sequence[int], needed: int, num_processes: int, bytes_max: int) -> bool:
-    """Whether one more chunk may begin: large files leave memory for fewer readers at once."""
-    return len(in_flight) < NUM_CHUNKS_EACH * num_processes and sum(in_flight) + needed <= bytes_max
+    """Whether one more task may begin: large files leave memory for fewer readers at once."""
+    return len(in_flight) < NUM_TASKS_EACH * num_processes and sum(in_flight) + needed <= bytes_max
 
 
-def _read_chunk(
+def _read_task(
     files: Sequence[tuple[Path, int]], entries: bool, deadline: float, clock: Clock = SystemClock()
 ) -> list[FlightRecorderDump | UnreadableInput]:
     def check_of(path: Path) -> Check:
         def check() -> None:
             if clock.monotonic() > deadline:
-                reason = "not read to its end in the time for all dumps and logs; no more are read: name fewer files"
+                reason = "not read to its end in the time of a call; no more are read: name fewer files"
                 raise ReadingStopped(where=str(path), reason=reason)
 
         return check

@@ -39,7 +39,7 @@ from rolecall.core.diagnosis import Evidence, Finding
 from rolecall.core.errors import EngineDisagrees
 from rolecall.core.faults import FaultClass
 from rolecall.core.policy_health import LOG_RATIO_ALARM
-from rolecall.core.telemetry import Phase, ProcessSample
+from rolecall.core.telemetry import AgentEventKind, Phase, ProcessSample
 from rolecall.detector.base.findings import ADVISES, COLLAPSE, WRONG_NUMBERS, settles
 from rolecall.detector.live.monitored_process import MonitoredProcess
 from rolecall.detector.live.processes import MonitoredProcesses, finding
@@ -492,15 +492,21 @@ def _class(seen: Sequence[CollapseSymptom]) -> FaultClass:
 
 def disagreeing_engine(fleet: MonitoredProcesses, since_step: int) -> MonitoredProcess | None:
     """The engine that the controller named in each of its reports from this step on; None if there are too few."""
-    parsed = (EngineDisagrees.parse(s.event.detail.get("message", "")) for s in fleet.wrong_numbers)
     steps_of: dict[tuple[str, int], set[int]] = {}
-    for replica, incarnation, step in (p for p in parsed if p is not None and p[2] >= since_step):
+    for replica, incarnation, step in _named_since(fleet, since_step).values():
         steps_of.setdefault((replica, incarnation), set()).add(step)
     if len(steps_of) != 1 or len(next(iter(steps_of.values()))) < NAMED_STEPS_MIN:
         return None
     (replica, incarnation), _ = steps_of.popitem()
     here = fleet.roster.of_replica(replica).values()
     return next((s for s in here if s.incarnation == incarnation and not s.gone), None)
+
+
+def _named_since(fleet: MonitoredProcesses, since_step: int) -> dict[str, tuple[str, int, int]]:
+    """The controller's reports from this step on: message -> (replica, incarnation, step)."""
+    messages = [s.event.detail.get("message", "") for s in fleet.wrong_numbers]
+    parsed = ((message, EngineDisagrees.parse(message)) for message in messages)
+    return {message: found for message, found in parsed if found is not None and found[2] >= since_step}
 
 
 def _finding(
@@ -519,6 +525,11 @@ def _finding(
         for sign in seen
     ]
     if engine is not None:
+        evidence += [
+            Evidence(kind=AgentEventKind.EXCEPTION, text=message, values={"step": float(step)})
+            for message, (*who, step) in _named_since(fleet, began.step).items()
+            if who == [engine.replica, engine.incarnation]
+        ]
         because = (
             f"{engine.name()} alone computes other log-probabilities than the trainers, in each of the steps that "
             f"distinguish engines: {what}"

@@ -49,6 +49,7 @@ RIGHTLY_EMPTY = {
     "rolecall_run_filtered_ratio": NO_SAMPLING,
     "rolecall_run_log_ratio_max": "absent in steps without a token of weights that a trainer holds; this run had "
     "none else",
+    "rolecall_run_mfu_ratio": "the demo's job file gives no peak FLOP/s",
     "rolecall_train_filtered_ratio": NO_SAMPLING,
     **{m: "made by recording rules, which test_rules.py tries" for m in METRICS if ":" in m},
     **{m: NO_VLLM for m in METRICS if m.startswith("rolecall_vllm_")},

@@ -1,5 +1,6 @@
 """The Accounting page in all its states, and its worker thread."""
 
+import json
 import shutil
 import sqlite3
 from pathlib import Path
@@ -13,7 +14,9 @@ from rolecall.core.journal.journal import Journal
 from rolecall.core.rundir import RunDir
 from rolecall.dashboards.pages.accounting.worker import AUDIT_SECONDS, AccountingWorker, audited
 from rolecall.dashboards.settings import Settings
+from rolecall.views.mfu import WINDOW_STEPS
 from tests.dashboards.acting_world import HOSTILE, World, button, fill, page, sign_in, texts, world
+from tests.fake_run import FakeRun
 from tests.support import PATIENCE_SECONDS
 
 K = EventKind
@@ -124,6 +127,48 @@ def test_a_finished_run_on_the_page(finished: World) -> None:
     assert "3 faults were injected, 0 were missed" in reported
     assert "No diagnosis has been reviewed yet." in reported
     assert {m.label: m.value for m in at.metric}["trained"] == "960"
+
+
+PEAKS = {"trainer_peak_flops": 1e9, "rollout_peak_flops": 1e9}
+
+
+def test_utilisation_is_drawn_by_role_where_the_job_file_gives_the_peaks(tmp_path: Path) -> None:
+    made = World(run=FakeRun(tmp_path, strikes=(), peaks=PEAKS).build(), users_path=tmp_path / "users.yaml")
+    at = page("accounting", made)
+    assert not at.exception
+    assert {"trainer: newest", "trainer: best", "rollout: newest"} <= {m.label for m in at.metric}
+    (spec,) = [json.loads(c.proto.spec) for c in at.get("vega_lite_chart") if "MFU" in c.proto.spec]
+    assert spec["title"]["text"] == f"MFU, median of {WINDOW_STEPS} steps"
+    assert spec["encoding"]["color"]["scale"]["domain"] == ["rollout", "trainer"]
+    assert "fell from" not in texts(at)
+    of_url = page("accounting", made, url_only=True)
+    assert "FLOPs" not in texts(of_url), "the peak is in the job file, which is not at hand"
+
+
+def test_without_a_peak_there_is_no_utilisation(finished: World) -> None:
+    assert "FLOPs" not in texts(page("accounting", finished))
+
+
+def test_a_decline_of_utilisation_is_said(tmp_path: Path, finished: World) -> None:
+    """The steps of the second half take ten times as long."""
+    shutil.copytree(finished.run.path, tmp_path / "slower")
+    run = RunDir(tmp_path / "slower")
+    job = run.read()
+    run.write({**job, "config": {**job["config"], "runtime": {**job["config"]["runtime"], **PEAKS}}})
+    with sqlite3.connect(run.path / "journal.db") as database:
+        for (name,) in database.execute("SELECT name FROM sqlite_master WHERE type = 'trigger'").fetchall():
+            database.execute(f"DROP TRIGGER {name}")
+        database.execute(
+            "UPDATE events SET body = json_set(body, '$.seconds', 10 * json_extract(body, '$.seconds')) "
+            "WHERE kind = 'step_committed' AND json_extract(body, '$.step') >= 60"
+        )
+    worker = _worker(run, FakeClock())
+    worker.latest()
+    assert worker.wait(PATIENCE_SECONDS)
+    statistics = worker.latest().statistics
+    assert statistics is not None
+    assert statistics.mfu["trainer"].decline.startswith("fell from ") and statistics.mfu["rollout"].decline == ""
+    assert "trainer: fell from" in texts(page("accounting", World(run=run, users_path=finished.users_path)))
 
 
 def test_a_job_that_is_only_observed_says_what_is_not_known(made: World) -> None:

@@ -508,8 +508,15 @@ def test_a_dump_that_takes_too_much_memory_is_refused_by_name_and_the_others_are
     [([], True), ([300], True), ([300, 300], False), ([100] * 3, True), ([1] * 4, False)],
 )
 def test_large_files_leave_memory_for_fewer_readers(in_flight: list[int], fits: bool) -> None:
-    """Of 768 units the next needs 300; two processes have four chunks at most."""
+    """Of 768 units the next needs 300; two processes have four tasks at most."""
     assert flight_dumps._fits(in_flight, 300, 2, 768) is fits
+
+
+def test_a_task_has_few_files_and_a_large_one_alone() -> None:
+    """Its results lie in memory until they are consumed."""
+    sizes = [10] * 20 + [100] * 3 + [768] * 2
+    tasks = list(flight_dumps._tasks([(Path(str(n)), size) for n, size in enumerate(sizes)], 768))
+    assert [[b for _, b in task] for task in tasks] == [[10] * 8] * 2 + [[10] * 4 + [100] * 2, [100], [768], [768]]
 
 
 def test_a_reader_process_ends_within_a_file_when_the_time_is_over(tmp_path: Path) -> None:
@@ -520,5 +527,5 @@ def test_a_reader_process_ends_within_a_file_when_the_time_is_over(tmp_path: Pat
 
     clock = Passing()
     path = written(tmp_path, pickle.dumps({"entries": list(range(1 << 19))}, protocol=2), "rank0")
-    [error] = flight_dumps._read_chunk([(path, 1 << 30)], True, clock.monotonic() + 3.0, clock)
+    [error] = flight_dumps._read_task([(path, 1 << 30)], True, clock.monotonic() + 3.0, clock)
     assert isinstance(error, UnreadableInput) and error.where == str(path) and "time" in error.reason

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from rolecall.core.errors import DeadlineExceeded
+from rolecall.rl_runtime.faults.process_side import FACTORS, InProcessFault
 from rolecall.rl_runtime.rollout.engine import EngineBroken, EngineSettings
 from tests.rl_runtime.rollout_rig import END, Rig, ScriptedEngine, request
 from tests.support import eventually
@@ -122,6 +123,16 @@ def test_on_step_runs_before_each_step_in_the_engine_thread(make_rig: Callable[.
     rig.submit(request(num=5))
     rig.finished("g.0")
     assert names == ["engine"] * 5
+
+
+def test_a_number_from_on_step_makes_the_log_probabilities_wrong_and_valid(make_rig: Callable[..., Rig]) -> None:
+    right, wrong = (make_rig(on_step=lambda f=factor: f) for factor in (None, FACTORS[InProcessFault.SKEW]))
+    logprobs = []
+    for rig in (right, wrong):
+        rig.serve(0)
+        rig.submit(request(num=5))
+        logprobs.append(rig.finished("g.0").logprobs)
+    assert logprobs[1] == tuple(logprob - 1.0 for logprob in logprobs[0])
 
 
 def test_an_engine_that_does_not_start_reports_why(tmp_path: Path) -> None:

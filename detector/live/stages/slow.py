@@ -126,8 +126,8 @@ RATIO_CLIP = math.log(4.0)
 SUM_CLIP = math.log(2.5)
 """Clip of one observation in the sum: a few pauses of a second within a minute do not make a process slow."""
 SIGMA_MIN = 0.35
-"""Lower bound of the standard deviation, autocorrelation included: on shared CPUs it is 0.27 to 0.29, with heavier tails
-than normal. With it, a factor of 2.5 and more is detected after about 6 strides, two after 9, 1.5 after 20."""
+"""Lower bound of the standard deviation, autocorrelation included: on shared CPUs it is 0.27 to 0.29, with heavier
+tails than normal. With it, a factor of 2.5 and more is detected after about 6 strides, two after 9, 1.5 after 20."""
 SIGMA_PRIOR, SIGMA_PRIOR_WEIGHT = 0.6, 10
 """The deviation assumed before anything was observed, and its weight in observations."""
 STRIDES_MIN = 5

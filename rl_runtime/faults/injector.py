@@ -273,12 +273,14 @@ class _Injection:
         return record
 
     def _cpu_share(self, victim: InjectionTarget) -> float:
-        """Share of a CPU that the target gets while it could use one: a quota above it would slow nothing."""
-        ran, waited = _ran_and_waited(victim.pid)
+        """Share of a CPU that the target's busiest thread gets while it could use one: a quota above it would slow
+        nothing."""
+        before = _ran_and_waited(victim.pid)
         self._clock.sleep(CPU_SHARE_SECONDS)
-        now_ran, now_waited = _ran_and_waited(victim.pid)
-        ran, waited = now_ran - ran, now_waited - waited
-        return ran / (ran + waited) if ran > 0 and waited >= 0 else 1.0
+        now = _ran_and_waited(victim.pid)
+        worked = [(ran - before[t][0], waited - before[t][1]) for t, (ran, waited) in now.items() if t in before]
+        ran, waited = max(worked, default=(0, 0))
+        return ran / (ran + waited) if ran > 0 else 1.0
 
     def _inside(
         self, victims: list[InjectionTarget], how: InProcessFault, *, delay_seconds: float = 0.0, message: str = ""
@@ -369,14 +371,14 @@ class _Injection:
         return record
 
 
-def _ran_and_waited(pid: int) -> tuple[int, int]:
-    """Nanoseconds that the threads of a process ran, and waited for a CPU; (0, 0) if it is gone."""
-    ran = waited = 0
-    with suppress(OSError):
-        for task in Path(f"/proc/{pid}/task").iterdir():
-            of_task = (task / "schedstat").read_text().split()
-            ran, waited = ran + int(of_task[0]), waited + int(of_task[1])
-    return ran, waited
+def _ran_and_waited(pid: int) -> dict[str, tuple[int, int]]:
+    """Nanoseconds that each thread of a process ran, and waited for a CPU; empty if it is gone."""
+    found = {}
+    for path in Path(f"/proc/{pid}/task").glob("*/schedstat"):
+        with suppress(OSError):
+            ran, waited, _ = path.read_text().split()
+            found[path.parent.name] = int(ran), int(waited)
+    return found
 
 
 @contextmanager

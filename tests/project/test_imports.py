@@ -17,7 +17,7 @@ PACKAGES = sorted(link.name for link in (ROOT / "rolecall").iterdir() if link.is
 THEIRS_ALLOWED = {
     "rolecall.core": {"httpx", "pydantic", "sqlalchemy", "yaml"},
     "rolecall.formats": set(),
-    "rolecall.detector": {"numpy", "polars", "pydantic", "safetensors", "sklearn", "torch"},
+    "rolecall.detector": {"numba", "numpy", "polars", "pydantic", "safetensors", "sklearn", "torch"},
     "rolecall.agent": {"anyio", "bcrypt", "prometheus_client", "py_spy", "pydantic", "pynvml", "starlette", "uvicorn"},
     "rolecall.dashboards.grafana": {"grafana_client", "grafana_foundation_sdk", "niquests", "yaml"},
 }

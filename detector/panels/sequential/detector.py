@@ -21,7 +21,7 @@ new normal level.
 import math
 from collections import deque
 from dataclasses import dataclass, field, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,8 +30,10 @@ from rolecall.core.diagnosis import Evidence, Finding
 from rolecall.core.faults import FaultClass
 from rolecall.detector.panels.metric_kinds import has_equal_levels
 from rolecall.detector.panels.panel import FALSE_ALARMS_PER_1000_MACHINE_DAYS, Floats, PanelShape
+from rolecall.detector.panels.sequential.elementwise import Elementwise, clip, higher, lower, where
 from rolecall.detector.panels.sequential.level_shifts import ShiftChannel
 from rolecall.detector.panels.sequential.novelty import DAY_SECONDS, Novelty
+from rolecall.detector.panels.sequential.order import row_medians
 from rolecall.detector.panels.sequential.peer_distance import PeerDistance
 from rolecall.detector.panels.sequential.peer_place import WINDOW_TICKS, PeerPlace
 from rolecall.detector.panels.sequential.priors import Priors, shipped
@@ -241,18 +243,16 @@ class SequentialTracker:
             return []
         self.ticks += 1
         self.at = at
-        known = np.isfinite(values)
-        values = np.clip(values, -np.float32(VALUE_MAX), np.float32(VALUE_MAX))
-        np.copyto(self.last, values, where=known)
-        self.seen |= known
+        [known] = _newest.apply(self, (self.last, self.seen), (np.ascontiguousarray(values),))
         middle = self._middle()
-        residual = np.where(known, values - middle[:, None], 0).astype(np.float32)
+        self.middles.append(middle)
+        recent = np.array(self.middles)
+        low, high = recent.min(axis=0)[:, None], recent.max(axis=0)[:, None]
+        residual, away = _residual.apply(self, (), (self.last, known), (middle[:, None], low, high))
         learning = ~(at - self.suspected_at <= TOLERATED_SECONDS)  # NaN: not suspected
         single, several = self.shifts.tick(residual, known, middle, learning, ~self.alarmed, self.place.distinct)
         shift = np.maximum(self.single.score(single), self.several.score(several))
-        self.middles.append(middle)
-        away = np.where(known, _beyond(values, np.array(self.middles)), 0).astype(np.float32)
-        self.deviation = self.novelty.tick(at, np.where(known, values, self.last), away, known)
+        self.deviation = self.novelty.tick(at, self.last, away, known)
         self.leaps.append(self.novelty.scores(self.deviation))
         novel = self.novel.score(np.min(self.leaps, axis=0))
         self.far.append(self.peers.tick(residual, known, middle, learning, self.place.distinct))
@@ -286,10 +286,10 @@ class SequentialTracker:
     def _middle(self) -> Floats:
         """Median over machines of the newest known values, (M,)."""
         if self.seen.all():
-            return np.asarray(np.median(self.last, axis=1), dtype=np.float32)
+            return row_medians(self.last)[:, 0]
         middle = np.zeros(len(self.last), dtype=np.float32)
         for m in np.flatnonzero(self.seen.any(axis=1)):
-            middle[m] = np.median(self.last[m, self.seen[m]])
+            middle[m] = row_medians(self.last[m, self.seen[m]][None])[0, 0]
         return middle
 
     def _renew_tail(self) -> None:
@@ -302,9 +302,10 @@ class SequentialTracker:
     def _judge(self, at: float) -> list[Finding]:
         relative = self.both.scores / self.threshold
         near = self.distance.surprise <= 0
-        calm = (relative < CALM_SHARE) | (self.shifts.calm & (self.novel.scores < self.novel.tail.location) & near)
+        shifts_calm = self.shifts.calm
+        calm = (relative < CALM_SHARE) | (shifts_calm & (self.novel.scores < self.novel.tail.location) & near)
         leaping = self.novel.surprise
-        over_already = self.shifts.calm & (leaping <= self.threshold) & (self.distance.surprise <= self.threshold)
+        over_already = shifts_calm & (leaping <= self.threshold) & (self.distance.surprise <= self.threshold)
         placed = self.place.relative > 1
         self.named_for = np.where(self.alarmed | self.misplaced, self.named_for + 1, 0)
         lasting = self.named_for * self.shape.interval_seconds > TOLERATED_SECONDS
@@ -501,11 +502,19 @@ class SequentialTracker:
         )
 
 
-def _beyond(values: Floats, middles: Floats) -> Floats:
-    """Distance of values (M, N) to the range of the middles (T, M): negative below, positive above, 0 within."""
-    low, high = middles.min(axis=0)[:, None], middles.max(axis=0)[:, None]
-    away: Floats = np.maximum(values - high, 0) + np.minimum(values - low, 0)
-    return away
+@Elementwise(np.bool_)
+def _newest(state: Any, now: Any) -> tuple[Any, ...]:
+    (last, seen), (value,), most = state, now, np.float32(VALUE_MAX)
+    known = np.isfinite(value)
+    return where(known, clip(value, -most, most), last), seen | known, known
+
+
+@Elementwise(np.float32, np.float32)
+def _residual(_state: Any, now: Any, metric: Any) -> tuple[Any, ...]:
+    """Distances to the median, and beyond the range of the last ones: negative below, positive above, 0 within."""
+    (value, known), (middle, low, high), zero = now, metric, np.float32(0)
+    beyond = higher(value - high, zero) + lower(value - low, zero)
+    return where(known, value - middle, zero), where(known, beyond, zero)
 
 
 def _score(channel: str, score: float, threshold: float) -> Evidence:

@@ -13,12 +13,15 @@ effect is removed from the past, so that no forecast uses it. Part of a fleet-wi
 are intervals.
 """
 
-from typing import NamedTuple
+import math
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rolecall.detector.panels.panel import Floats
+from rolecall.detector.panels.sequential.elementwise import Elementwise, clip, higher, lower, where
+from rolecall.detector.panels.sequential.order import MAD_TO_SIGMA, row_medians
 
 HABIT_TICKS = 1000.0
 """Averaging time of all parameters learned here."""
@@ -46,8 +49,6 @@ alarm at the next move of the fleet."""
 GAIN_RENEW_TICKS = 8
 MACHINES_KEPT = 256
 """In large fleets, statistics use this many machines, evenly spread."""
-MAD_TO_SIGMA = 1.4826
-"""Ratio of standard deviation to median absolute deviation for a Gaussian."""
 GAIN_RIDGE = 10.0
 """Gains are learned only from moves of about three scales or more: smaller ones are noise of the median."""
 LAG_MAX = 1.0
@@ -107,32 +108,51 @@ class PeerCorrelation:
         from."""
         self.ticks += 1
         middle = middle[:, None]
-        learned = known & learning
-        np.copyto(self.habit, residual, where=learned & (self.count == 0))
         if self.ticks == 1:
             self.level, self.middle = middle.copy(), middle.copy()
         self._restart(middle)
         away, step = middle - self.level, middle - self.middle
-        own = residual - self.habit - self.gain * away - self.lag * step
-        scale = self._scale(middle)
-        self.usual = usual = np.median(scale, axis=1, keepdims=True)
-        most = np.float32(DEVIATION_MAX)
-        lead = np.clip(self.lead * step / scale, -most, most)
+        pooled = row_medians(self.size) * np.float32(MEAN_TO_SIGMA)
+        floor = np.maximum(SCALE_SHARE_MIN * pooled, VALUE_SHARE_MIN * np.abs(middle))
+        floor = np.maximum(floor, 1e-30).astype(np.float32)
+        [scale] = _scale.apply(self, (), (self.size, self.count), (pooled, floor))
+        self.usual = usual = row_medians(scale)
         # The response of machines to a move of unprecedented size is unknown.
         new = np.maximum(np.abs(away) - np.float32(AWAY_USUAL) * np.sqrt(self.away_square), 0)
         slack = np.float32(AWAY_SHARE) * np.abs(away) + np.float32(AWAY_NEW_SHARE) * new
         slack += np.float32(STEP_SHARE) * np.abs(step)
-        low, high = np.clip((own - slack) / scale, -most, most), np.clip((own + slack) / scale, -most, most)
-        stayed = (np.abs(own + away) < np.float32(STAYED_SHARE) * np.abs(own)) & (new > 0)
         memory = np.float32(max(1 / self.ticks, 1 / HABIT_TICKS)) * known.any(axis=1, keepdims=True)
         self.step_size += memory * (np.abs(step) - self.step_size)
         edge = np.abs(step) > np.maximum(np.float32(EDGE_SCALES) * usual, np.float32(EDGE_MEANS) * self.step_size)
         self.away_square += memory * (away * away - self.away_square)
         self.step_square += memory * (step * step - self.step_square)
-        self._learn(own, scale, usual, step, edge, learned)
+        among = self._among(residual, known & learning, away, step)
+        renews = self.ticks % GAIN_RENEW_TICKS == 0
+        least = usual * usual + np.float32(1e-30)
+        gain_max = np.full_like(self.gain_max, math.inf) if renews else self.gain_max
+        step_square, away_square = self.step_square + least, self.away_square + np.float32(GAIN_RIDGE) * least
+        low, high, lead, stayed = _follow.apply(
+            self,
+            (self.habit, self.gain, self.lag, self.lead, self.size, self.count, self.last, self.known),
+            (residual, known, learning, scale),
+            (among, away, step, self.away, slack, new, edge, self.edge, step_square, away_square, gain_max),
+        )
+        if renews:
+            self.gain_max = _gain_max(self.gain)
+            np.clip(self.gain, -self.gain_max, self.gain_max, out=self.gain)
         self.level += memory * (middle - self.level)
-        self.last, self.away, self.middle, self.edge, self.known = own, away, middle.copy(), edge, known
-        return Deviations(low.astype(np.float32), high.astype(np.float32), lead.astype(np.float32), edge, stayed)
+        self.away, self.middle, self.edge = away, middle.copy(), edge
+        return Deviations(low, high, lead, edge, stayed)
+
+    def _among(self, residual: Floats, learned: NDArray[np.bool_], away: Floats, step: Floats) -> Floats:
+        """(M, 1): for a young machine, its peers define the volatility of a metric."""
+        among = np.zeros((len(residual), 1), dtype=np.float32)
+        young = (learned & (self.count < START_TICKS)).any(axis=1)
+        if young.any():
+            habit = np.where(learned & (self.count == 0), residual, self.habit)
+            own = residual - habit - self.gain * away - self.lag * step
+            among[young] = np.float32(MEAN_TO_SIGMA) * row_medians(np.abs(own[young]))
+        return among
 
     def _restart(self, middle: Floats) -> None:
         """Resets metrics in which the whole fleet moved permanently to a new level: what was learned there is void."""
@@ -147,50 +167,47 @@ class PeerCorrelation:
             self.count *= ~gone
             self.gain *= ~gone
 
-    def _scale(self, middle: Floats) -> Floats:
-        own = self.size * np.float32(MEAN_TO_SIGMA)
-        pooled = np.median(own, axis=1, keepdims=True)
-        weight = self.count / (self.count + np.float32(POOLED_TICKS))
-        mixed = weight * own + (1 - weight) * pooled
-        floor = np.maximum(SCALE_SHARE_MIN * pooled, VALUE_SHARE_MIN * np.abs(middle))
-        return np.asarray(np.maximum(mixed, np.maximum(floor, 1e-30)), dtype=np.float32)
 
-    def _learn(
-        self,
-        own: Floats,
-        scale: Floats,
-        usual: Floats,
-        step: Floats,
-        edge: NDArray[np.bool_],
-        learned: NDArray[np.bool_],
-    ) -> None:
-        begun = self.count >= START_TICKS
-        # For a young machine, its peers define the volatility of a metric.
-        rough = scale
-        if not begun.all():
-            among = np.float32(MEAN_TO_SIGMA) * np.median(np.abs(own), axis=1, keepdims=True)
-            rough = np.where(begun, scale, np.maximum(scale, among))
-        most, most_size = np.float32(STEP_LIMIT) * rough, np.float32(SIZE_LIMIT) * rough
-        edge_before, edge = self.edge, edge & begun
-        least = usual * usual + np.float32(1e-30)
-        rate = np.maximum(1 / np.maximum(self.count, LEARNING_TICKS_MIN), 1 / HABIT_TICKS).astype(np.float32) * learned
-        limited = np.clip(own, -most, most)
-        self.lag = np.clip(self.lag + rate * limited * step / (self.step_square + least), -LAG_MAX, LAG_MAX)
-        if self.ticks > 1:
-            # The last deviation, now that the next step is known: only now can a lead be distinguished from a gain.
-            left = np.clip(self.last - self.lead * step, -most, most)
-            even = self.known & ~edge & ~edge_before
-            gain = self.gain + rate * even * left * self.away / (self.away_square + np.float32(GAIN_RIDGE) * least)
-            if self.ticks % GAIN_RENEW_TICKS == 0:
-                self.gain_max = _gain_max(gain)
-            self.gain = np.clip(gain, -self.gain_max, self.gain_max)
-            lead = self.lead + rate * self.known * left * step / (self.step_square + least)
-            self.lead = np.clip(lead, -LAG_MAX, LAG_MAX)
-        self.count += learned
-        rate = np.maximum(1 / np.maximum(self.count, 1), 1 / HABIT_TICKS).astype(np.float32) * (learned & ~edge)
-        # Limited steps: one outlier, or the onset of a fault, barely moves the habit.
-        self.habit += rate * limited
-        self.size += rate * (np.minimum(np.abs(own), most_size) - self.size)
+@Elementwise(np.float32)
+def _scale(_state: Any, now: Any, metric: Any) -> tuple[Any, ...]:
+    (size, count), (pooled, floor) = now, metric
+    weight = count / (count + np.float32(POOLED_TICKS))
+    mixed = weight * (size * np.float32(MEAN_TO_SIGMA)) + (np.float32(1) - weight) * pooled
+    return (higher(mixed, floor),)
+
+
+@Elementwise(np.float32, np.float32, np.float32, np.bool_)
+def _follow(state: Any, now: Any, metric: Any) -> tuple[Any, ...]:
+    habit, gain, lag, lead, size, count, last, known_before = state
+    residual, known, learning, scale = now
+    among, away, step, away_before, slack, new, edge, edge_before, step_square, away_square, gain_max = metric
+    zero, one, lag_max = np.float32(0), np.float32(1), np.float32(LAG_MAX)
+    learned = known & learning
+    habit = where(learned & (count == zero), residual, habit)
+    own = residual - habit - gain * away - lag * step
+    most = np.float32(DEVIATION_MAX)
+    low, high = clip((own - slack) / scale, -most, most), clip((own + slack) / scale, -most, most)
+    explained = clip(lead * step / scale, -most, most)
+    stayed = (np.abs(own + away) < np.float32(STAYED_SHARE) * np.abs(own)) & (new > zero)
+    begun = count >= np.float32(START_TICKS)
+    rough = where(begun, scale, higher(scale, among))
+    most = np.float32(STEP_LIMIT) * rough
+    limited = clip(own, -most, most)
+    slowest, fastest = np.float32(1 / HABIT_TICKS), np.float32(LEARNING_TICKS_MIN)
+    rate = where(learned, higher(one / higher(count, fastest), slowest), zero)
+    lag = clip(lag + rate * limited * step / step_square, -lag_max, lag_max)
+    # The last deviation, now that the next step is known: only now can a lead be distinguished from a gain.
+    left = rate * clip(last - lead * step, -most, most)
+    at_edge = edge & begun
+    even = known_before & ~at_edge & ~edge_before
+    gain = clip(gain + where(even, left * away_before / away_square, zero), -gain_max, gain_max)
+    lead = clip(lead + where(known_before, left * step / step_square, zero), -lag_max, lag_max)
+    count = count + where(learned, one, zero)
+    rate = where(learned & ~at_edge, higher(one / higher(count, one), slowest), zero)
+    # Limited steps: one outlier, or the onset of a fault, barely moves the habit.
+    habit = habit + rate * limited
+    size = size + rate * (lower(np.abs(own), np.float32(SIZE_LIMIT) * rough) - size)
+    return habit, gain, lag, lead, size, count, own, known, low, high, explained, stayed
 
 
 def _gain_max(gain: Floats) -> Floats:

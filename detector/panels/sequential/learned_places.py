@@ -6,8 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rolecall.detector.panels.panel import Floats
-from rolecall.detector.panels.peer_scores import peer_median
-from rolecall.detector.panels.sequential.following import MAD_TO_SIGMA
+from rolecall.detector.panels.sequential.order import spread_of
 from rolecall.detector.panels.sequential.priors import SPREADS
 
 Doubles = NDArray[np.float64]
@@ -75,9 +74,8 @@ def log_likelihood(places: Floats, window: Doubles) -> Doubles:
     """Of SPREADS, (L, G). `places` (L, N), NaN is unknown; `window` (L,): variance of a place from noise."""
     num = np.isfinite(places).sum(axis=1)
     if places.shape[1] >= ROBUST_MACHINES:
-        centre = np.nan_to_num(peer_median(places))
         freedom = np.maximum(num - 1, 0) / 2
-        squares = freedom * (MAD_TO_SIGMA * np.nan_to_num(peer_median(np.abs(places - centre)))[:, 0]) ** 2
+        squares = freedom * spread_of(places, np.isfinite(places), 0)[1][:, 0] ** 2
     else:
         filled = np.nan_to_num(places)
         centre = filled.sum(axis=1, keepdims=True) / np.maximum(num, 1)[:, None]

@@ -31,16 +31,20 @@ taken as exponential above its `TAIL_SHARE` highest, with slope at least 1:
     score = -log P(block > W) = (W - location) / beta - log TAIL_SHARE.
 """
 
+import itertools
 import math
 from collections import deque
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rolecall.detector.panels.panel import Floats
+from rolecall.detector.panels.sequential.elementwise import Elementwise, clip, helper, higher, lower, where
 from rolecall.detector.panels.sequential.following import MACHINES_KEPT, PeerCorrelation
+from rolecall.detector.panels.sequential.order import largest
 from rolecall.detector.panels.sequential.tails import SPACINGS_MIN, TAIL_SHARE, spacings
-from rolecall.detector.panels.sequential.whitening import Innovations, Whitening
+from rolecall.detector.panels.sequential.whitening import Innovations, Whitening, limit, surprise
 
 LENGTHS = (1, 6, 36)
 """Ticks."""
@@ -96,6 +100,7 @@ class LevelShifts:
         self.location = np.full((k, m, 1), LOCATION_PRIOR, dtype=np.float32)
         self.beta = np.full((k, m, 1), BETA_PRIOR, dtype=np.float32)
         self.known = np.zeros((m, n), dtype=np.bool_)  # of the previous tick
+        self.explained = self.nothing = np.zeros((m, 1), dtype=np.float32)  # see `correct`: (M, N), or nothing
         # (M, N): the first W when this episode began, its maximum since; evidence left by earlier episodes, and ticks
         # since the first of those began
         self.trough, self.peak, self.earlier, self.since = (np.zeros((m, n), dtype=np.float32) for _ in range(4))
@@ -104,10 +109,8 @@ class LevelShifts:
         self.size_min = 0
 
     def correct(self, amount: Floats) -> None:
-        """Subtracts the part `amount` (M, N) of the last deviations that is now explained, so it predicts nothing."""
-        amount = amount * self.known
-        self.states -= amount
-        self.innovations -= amount
+        """`amount` (M, N): the part of the last deviations that is now explained, so it predicts nothing."""
+        self.explained = amount
 
     def tick(
         self,
@@ -120,45 +123,19 @@ class LevelShifts:
     ) -> Floats:
         """Scores (M, N). `low`, `high`, `known`: (M, N), as passed to `past` for `new`; `stayed` (M, N): machines away
         from their peers because the peers moved."""
-        usual = past.surprise(new.size)
-        alone = (np.minimum(past.rarity, np.float32(RARITY_MAX)) - np.float32(RARITY_COST)) * (new.paired & ~stayed)
-        most = np.where(stayed, np.float32(RATIO_STAYED), np.float32(RATIO_MAX))
-        limit = past.limit(new.unit)
-        stands = np.maximum(np.abs(self.levels[1]), np.abs(self.levels[2])) >= np.float32(STANDING_SHARE) * self.least
-        memory = np.where(stands, np.float32(MEMORY), np.float32(STALE_MEMORY))
-        for k, length in enumerate(LENGTHS):
-            mean = self.levels[k]
-            level = np.copysign(np.maximum(np.abs(mean), self.least), mean)
-            forecast = level + past.rho * (self.states[k] - level) - past.theta * self.innovations[k]
-            e = np.maximum(low - forecast, 0) + np.minimum(high - forecast, 0)
-            ratio = (usual - past.surprise(e / new.unit)) * new.paired
-            total = self.sums[k] * memory + np.minimum(ratio, most)
-            self.ages[k] = np.where((alone > total) | (total < SUM_BEGUN), 1, self.ages[k] + 1)
-            np.clip(np.maximum(total, alone), 0, np.float32(SUM_MAX), out=self.sums[k])
-            tame = np.clip(e, -limit, limit) * known
-            self.states[k] = np.where(known & ~past.white, np.clip(forecast, low, high), forecast + tame)
-            self.innovations[k] = tame
-            mean += np.float32(1 - math.exp(-1 / length)) * (new.clean - mean) * known
-        self.known = known
-        self._end_episodes()
-        sums = self.sums + np.minimum(self.earlier, self.sums[0] - self.trough)
-        np.maximum(self.maxima[:-1], sums, out=self.maxima[:-1])
-        np.maximum(self.maxima[-1], np.abs(self.levels[-1]), out=self.maxima[-1])
-        score = ((sums - self.location) / self.beta).max(axis=0) - np.float32(math.log(TAIL_SHARE))
-        return np.asarray(np.maximum(score, 0), dtype=np.float32)
-
-    def _end_episodes(self) -> None:
-        """Adds the evidence of an intermittent shift each time it ends."""
-        now = self.sums[0]
-        self.since = np.where(self.earlier < SUM_BEGUN, self.ages[0], self.since + 1)
-        self.earlier *= np.float32(MEMORY) * (self.earlier > EARLIER_MIN)
-        np.maximum(self.peak, now, out=self.peak)
-        rise = self.peak - self.trough
-        over = now < self.trough + rise / 2
-        left = np.maximum(rise - self.location[0] - np.float32(EPISODE_COST), 0)
-        self.earlier = np.minimum(self.earlier + left * over, np.float32(SUM_MAX))
-        np.copyto(self.peak, now, where=over)
-        np.copyto(self.trough, now, where=over)
+        past_tests = zip(self.sums, self.levels, self.states, self.innovations, self.ages, strict=True)
+        [score] = _shift.apply(
+            self,
+            (
+                *itertools.chain.from_iterable(past_tests),
+                *(*self.maxima, self.trough, self.peak, self.earlier, self.since, self.known),
+            ),
+            (low, high, known, stayed, new.size, new.unit, new.clean, new.paired, past.rarity, self.explained),
+            (past.rho, past.theta, past.white, *past.density, self.least),
+            (*self.location, *self.beta),
+        )
+        self.explained = self.nothing
+        return score
 
     def age(self, metric: int, machine: int) -> int:
         """Ticks since the shift began, by the test with the most evidence (Page's estimate of the change point), or
@@ -261,11 +238,9 @@ class ShiftChannel:
         new = self.whitening.tick(low, high, known, counted, edge | self.edge)
         self.edge = edge
         self.scores = self.levels.tick(low, high, known, stayed, new, self.whitening)
-        apart = self.scores[distinct]
-        others = max(0, len(apart) - NUM_METRICS_ADDED)
-        top = np.partition(apart, others, axis=0)[others:] if others else apart
-        first = top.max(axis=0, initial=0)
-        return self.scores.max(axis=0), first + np.float32(OTHERS_SHARE) * (top.sum(axis=0) - first)
+        apart = self.scores if distinct.all() else self.scores[distinct]
+        top = largest(apart, min(NUM_METRICS_ADDED, len(apart)))
+        return self.scores.max(axis=0), top[0] + np.float32(OTHERS_SHARE) * top[1:].sum(axis=0)
 
     @property
     def calm(self) -> NDArray[np.bool_]:
@@ -286,3 +261,76 @@ class ShiftChannel:
         deviations = self.levels.levels[LEVEL_LENGTH, :, machine]
         order = [int(m) for m in np.argsort(-scores, kind="stable")]
         return [(m, self.levels.age(m, machine), float(deviations[m]), float(scores[m])) for m in order]
+
+
+MEAN_RATES = tuple(np.float32(1 - math.exp(-1 / length)) for length in LENGTHS)
+
+
+@helper
+def _test(test: Any, rate: Any, now: Any, metric: Any, against: Any, explained: Any) -> tuple[Any, ...]:
+    """One of the lengths."""
+    total, mean, state, innovation, age = test
+    low, high, known, _, _, unit, clean, paired, _, _ = now
+    rho, theta, white, half, square, least = metric
+    usual, alone, most, memory = against
+    zero, one, largest = np.float32(0), np.float32(1), limit(unit, white)
+    state, innovation = state - explained, innovation - explained
+    level = where(mean < zero, lower(mean, -least), higher(mean, least))
+    forecast = level + rho * (state - level) - theta * innovation
+    e = higher(low - forecast, zero) + lower(high - forecast, zero)
+    ratio = where(paired, usual - surprise(e / unit, half, square), zero)
+    total = total * memory + lower(ratio, most)
+    age = where((alone > total) | (total < np.float32(SUM_BEGUN)), one, age + one)
+    total = clip(higher(total, alone), zero, np.float32(SUM_MAX))
+    innovation = where(known, clip(e, -largest, largest), zero)
+    state = where(known & ~white, clip(forecast, low, high), forecast + innovation)
+    mean = mean + where(known, rate * (clean - mean), zero)
+    return total, mean, state, innovation, age
+
+
+@helper
+def _episode(now: Any, age: Any, trough: Any, peak: Any, earlier: Any, since: Any, location: Any) -> tuple[Any, ...]:
+    """Adds the evidence of an intermittent shift each time it ends. `now`, `age`: of the shortest length."""
+    zero = np.float32(0)
+    since = where(earlier < np.float32(SUM_BEGUN), age, since + np.float32(1))
+    earlier = where(earlier > np.float32(EARLIER_MIN), earlier * np.float32(MEMORY), zero)
+    peak = higher(peak, now)
+    rise = peak - trough
+    over = now < trough + rise / np.float32(2)
+    left = where(over, higher(rise - location - np.float32(EPISODE_COST), zero), zero)
+    earlier = lower(earlier + left, np.float32(SUM_MAX))
+    return where(over, now, trough), where(over, now, peak), earlier, since
+
+
+@Elementwise(np.float32)
+def _shift(state: Any, now: Any, metric: Any, tail: Any) -> tuple[Any, ...]:
+    sum0, mean0, state0, e0, age0, sum1, mean1, state1, e1, age1, sum2, mean2, state2, e2, age2 = state[:15]
+    maximum0, maximum1, maximum2, farthest, trough, peak, earlier, since, known_before = state[15:]
+    _, _, known, stayed, x, _, _, paired, rarity, explained = now
+    _, _, _, half, square, least = metric
+    location0, location1, location2, beta0, beta1, beta2 = tail
+    zero = np.float32(0)
+    usual = surprise(x, half, square)
+    alone = where(paired & ~stayed, lower(rarity, np.float32(RARITY_MAX)) - np.float32(RARITY_COST), zero)
+    most = where(stayed, np.float32(RATIO_STAYED), np.float32(RATIO_MAX))
+    stands = higher(np.abs(mean1), np.abs(mean2)) >= np.float32(STANDING_SHARE) * least
+    memory = where(stands, np.float32(MEMORY), np.float32(STALE_MEMORY))
+    against = usual, alone, most, memory
+    explained = where(known_before, explained, zero)
+    sum0, mean0, state0, e0, age0 = _test(
+        (sum0, mean0, state0, e0, age0), MEAN_RATES[0], now, metric, against, explained
+    )
+    sum1, mean1, state1, e1, age1 = _test(
+        (sum1, mean1, state1, e1, age1), MEAN_RATES[1], now, metric, against, explained
+    )
+    sum2, mean2, state2, e2, age2 = _test(
+        (sum2, mean2, state2, e2, age2), MEAN_RATES[2], now, metric, against, explained
+    )
+    trough, peak, earlier, since = _episode(sum0, age0, trough, peak, earlier, since, location0)
+    again = lower(earlier, sum0 - trough)
+    all0, all1, all2 = sum0 + again, sum1 + again, sum2 + again
+    score = higher(higher((all0 - location0) / beta0, (all1 - location1) / beta1), (all2 - location2) / beta2)
+    score = higher(score - np.float32(math.log(TAIL_SHARE)), zero)
+    tests = sum0, mean0, state0, e0, age0, sum1, mean1, state1, e1, age1, sum2, mean2, state2, e2, age2
+    maxima = higher(maximum0, all0), higher(maximum1, all1), higher(maximum2, all2), higher(farthest, np.abs(mean2))
+    return tests + maxima + (trough, peak, earlier, since, known, score)

@@ -8,10 +8,15 @@ usual for the machine, for all machines, or for this time of day is no fault. Th
 largest over its metrics: jumps of one metric are common, simultaneous jumps of a third of them are not.
 """
 
+import math
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
 from rolecall.detector.panels.panel import Floats
+from rolecall.detector.panels.sequential.elementwise import Elementwise, higher, lower, where
+from rolecall.detector.panels.sequential.order import largest
 
 RECENT_TICKS = 12.0
 RANGE_QUANTILE = 0.99
@@ -40,63 +45,73 @@ class Novelty:
         self.level, self.spread, self.count = zeros, zeros.copy(), zeros.copy()
         self.recent, self.recent_residual = zeros.copy(), zeros.copy()
         self.slots = dict[int, tuple[Floats, Floats]]()  # number -> lowest and highest (M, N)
+        self.nothing = np.full_like(zeros, np.inf), np.full_like(zeros, -np.inf)
+        # Which slots are compared with, and their lowest and highest (M, N)
+        self.compared: tuple[tuple[float, int], Floats, Floats] = ((0.0, 0), zeros, zeros)
         self.reference = 0.0
         """Maximum age of the reference values, seconds; it only grows. 0: none yet."""
 
     def tick(self, at: float, values: Floats, residual: Floats, known: NDArray[np.bool_]) -> Floats:
         """Deviations in usual ranges, (M, N). `values`, `residual`, `known`: (M, N)."""
-        first = known & (self.count == 0)
-        np.copyto(self.level, values, where=first)
-        np.copyto(self.recent, values, where=first)
-        np.copyto(self.recent_residual, residual, where=first)
-        own = np.abs(values - self.recent)
-        own = np.minimum(own, np.abs(residual - self.recent_residual))
-        own = np.minimum(own, self._from_before(at, values))
-        unit = np.maximum(self.spread, RANGE_SHARE_MIN * np.abs(self.level) + 1e-30)
-        deviation = np.where(known, own / unit, 0.0).astype(np.float32)
-        self._learn(at, values, residual, known)
+        low, high = self._slot(at)
+        [deviation] = _deviate.apply(
+            self,
+            (self.level, self.spread, self.count, self.recent, self.recent_residual, low, high),
+            (values, residual, known, *self._before(at)),
+        )
         return deviation
 
-    def _from_before(self, at: float, values: Floats) -> Floats:
-        """Distance to the values of the previous day; until then, to those `SUBSTITUTE_SECONDS` before."""
+    def _before(self, at: float) -> tuple[Floats, Floats]:
+        """Lowest and highest values of the previous day around this time, (M, N); until there are some, those
+        `SUBSTITUTE_SECONDS` before; until then, +inf and -inf."""
         for before in (DAY_SECONDS, SUBSTITUTE_SECONDS):
             slot = int((at - before) // SLOT_SECONDS)
             seen = [self.slots[s] for s in (slot - 1, slot, slot + 1) if s in self.slots]
             if len(seen) == SLOTS_COMPARED:
                 self.reference = max(self.reference, before)
-                low = np.minimum(np.minimum(seen[0][0], seen[1][0]), seen[2][0])
-                high = np.maximum(np.maximum(seen[0][1], seen[1][1]), seen[2][1])
-                away: Floats = np.maximum(np.maximum(low - values, values - high), 0)
-                away[~np.isfinite(away)] = np.inf  # no sample at that time: low is +inf and high -inf
-                return away
-        return np.full_like(values, np.inf)
+                if self.compared[0] != (before, slot):  # none of them changes any more
+                    lows, highs = zip(*seen, strict=True)
+                    self.compared = (before, slot), np.minimum.reduce(lows), np.maximum.reduce(highs)
+                return self.compared[1:]
+        return self.nothing
 
-    def _learn(self, at: float, values: Floats, residual: Floats, known: NDArray[np.bool_]) -> None:
-        self.count += known
-        gain = (np.maximum(1 / np.maximum(self.count, 1), 1 / LEVEL_TICKS) * known).astype(np.float32)
-        self.level += gain * (values - self.level)
-        distance = np.abs(values - self.level)
-        share = np.float32(RANGE_GAIN * (1 - RANGE_QUANTILE) / RANGE_QUANTILE)
-        beyond = distance > self.spread
-        grown = np.where(beyond, self.spread + RANGE_GAIN * (distance - self.spread), self.spread * (1 - share))
-        np.copyto(self.spread, grown.astype(np.float32), where=known)
-        recent = (np.maximum(1 / np.maximum(self.count, 1), 1 - np.exp(-1 / RECENT_TICKS)) * known).astype(np.float32)
-        self.recent += recent * (values - self.recent)
-        self.recent_residual += recent * (residual - self.recent_residual)
+    def _slot(self, at: float) -> tuple[Floats, Floats]:
         slot = int(at // SLOT_SECONDS)
         if slot not in self.slots:
-            self.slots[slot] = (np.full_like(values, np.inf), np.full_like(values, -np.inf))
+            self.slots[slot] = (np.full_like(self.level, np.inf), np.full_like(self.level, -np.inf))
             oldest = slot - int(DAY_SECONDS // SLOT_SECONDS) - 2
             for gone in [s for s in self.slots if s < oldest]:
                 del self.slots[gone]
-        low, high = self.slots[slot]
-        np.minimum(low, np.where(known, values, np.inf), out=low)
-        np.maximum(high, np.where(known, values, -np.inf), out=high)
+        return self.slots[slot]
 
     def scores(self, deviation: Floats) -> Floats:
         """(N,): the `ceil(M / 3)`-th largest deviation of each machine, but at least the second if there are two
         metrics."""
         rank = max(-(-self.num_metrics // METRICS_SHARE), min(2, self.num_metrics))
-        ranked = np.partition(deviation, self.num_metrics - rank, axis=0)[self.num_metrics - rank]
-        scores: Floats = np.minimum(ranked, DEVIATION_MAX)
-        return scores
+        return np.asarray(np.minimum(largest(deviation, rank)[-1], np.float32(DEVIATION_MAX)))
+
+
+@Elementwise(np.float32)
+def _deviate(state: Any, now: Any) -> tuple[Any, ...]:
+    level, spread, count, recent, recent_residual, low, high = state
+    values, residual, known, low_before, high_before = now
+    zero, one = np.float32(0), np.float32(1)
+    first = known & (count == zero)
+    level, recent = where(first, values, level), where(first, values, recent)
+    recent_residual = where(first, residual, recent_residual)
+    own = lower(np.abs(values - recent), np.abs(residual - recent_residual))
+    own = lower(own, higher(higher(low_before - values, values - high_before), zero))
+    unit = higher(spread, np.float32(RANGE_SHARE_MIN) * np.abs(level) + np.float32(1e-30))
+    deviation = where(known, own / unit, zero)
+    count = count + where(known, one, zero)
+    fastest = one / higher(count, one)
+    level = level + where(known, higher(fastest, np.float32(1 / LEVEL_TICKS)) * (values - level), zero)
+    distance = np.abs(values - level)
+    grown = spread + np.float32(RANGE_GAIN) * (distance - spread)
+    shrunk = spread * np.float32(1 - RANGE_GAIN * (1 - RANGE_QUANTILE) / RANGE_QUANTILE)
+    spread = where(known, where(distance > spread, grown, shrunk), spread)
+    rate = where(known, higher(fastest, np.float32(1 - math.exp(-1 / RECENT_TICKS))), zero)
+    recent = recent + rate * (values - recent)
+    recent_residual = recent_residual + rate * (residual - recent_residual)
+    low, high = where(known, lower(low, values), low), where(known, higher(high, values), high)
+    return level, spread, count, recent, recent_residual, low, high, deviation

@@ -7,10 +7,14 @@ the distance of its `rank`-th farthest metric, with `rank` a power of the number
 at least the second if there are two: one metric is far often, several at once are not.
 """
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
 from rolecall.detector.panels.panel import Floats
+from rolecall.detector.panels.sequential.elementwise import Elementwise, higher, lower, where
+from rolecall.detector.panels.sequential.order import largest, row_medians
 
 MEMORY_TICKS = 1000.0
 RANK_POWER = 0.4
@@ -49,7 +53,7 @@ class PeerDistance:
         machines whose residuals are learned; `distinct` (M,): metrics that are no duplicates of another."""
         self.ticks += 1
         if self.ticks <= RENEW_TICKS**2 or self.ticks % RENEW_TICKS == 0:
-            self.usual = np.median(self.size, axis=1, keepdims=True)
+            self.usual = row_medians(self.size)
         unit = np.maximum(self.usual, np.float32(UNIT_SHARE_MIN) * np.abs(middle[:, None]))
         varies = (
             self.comparable
@@ -57,14 +61,23 @@ class PeerDistance:
             & (self.usual > 0)
             & (self.count.max(axis=1, keepdims=True) >= START_TICKS)
         )
-        far = np.abs(residual)
-        self.distance = np.where(varies & known, far / np.where(varies, unit, 1), 0).astype(np.float32)
-        np.minimum(self.distance, np.float32(DISTANCE_MAX), out=self.distance)
-        learned = known & counted
-        self.count += learned
-        rate = np.maximum(1 / np.maximum(self.count, 1), 1 / MEMORY_TICKS).astype(np.float32) * learned
-        self.size += rate * (far - self.size)
-        self.rank = max(round(float(varies.sum()) ** RANK_POWER), min(2, len(far)))
-        place = len(far) - self.rank
-        scores: Floats = np.partition(self.distance, place, axis=0)[place]
-        return scores
+        [self.distance] = _distance.apply(
+            self,
+            (self.size, self.count),
+            (residual, known, counted),
+            (np.where(varies, unit, 1).astype(np.float32), varies),
+        )
+        self.rank = max(round(float(varies.sum()) ** RANK_POWER), min(2, len(residual)))
+        return np.asarray(largest(self.distance, self.rank)[-1])
+
+
+@Elementwise(np.float32)
+def _distance(state: Any, now: Any, metric: Any) -> tuple[Any, ...]:
+    (size, count), (residual, known, counted), (unit, varies) = state, now, metric
+    zero, one = np.float32(0), np.float32(1)
+    far = np.abs(residual)
+    distance = where(varies & known, lower(far / unit, np.float32(DISTANCE_MAX)), zero)
+    learned = known & counted
+    count = count + where(learned, one, zero)
+    rate = where(learned, higher(one / higher(count, one), np.float32(1 / MEMORY_TICKS)), zero)
+    return size + rate * (far - size), count, distance

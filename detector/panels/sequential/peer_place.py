@@ -21,14 +21,17 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rolecall.detector.panels.panel import Floats
 from rolecall.detector.panels.peer_scores import peer_median
-from rolecall.detector.panels.sequential.following import MACHINES_KEPT, MAD_TO_SIGMA
+from rolecall.detector.panels.sequential.elementwise import Elementwise, clip, higher, where
+from rolecall.detector.panels.sequential.following import MACHINES_KEPT
 from rolecall.detector.panels.sequential.learned_places import LearnedPlaces
+from rolecall.detector.panels.sequential.order import middles, row_medians, spread_of
 from rolecall.detector.panels.sequential.priors import SPREADS, SpreadPrior
 from rolecall.detector.panels.sequential.profile import UsualPlaces
 
@@ -84,6 +87,10 @@ FAR_RANK = 3
 """With many machines, the next after so many farthest ones shows how far a metric's tail reaches."""
 CANDIDATES = 64
 """Machines examined: the farthest ones."""
+UNITS_MAX = np.float32(1e15)
+"""Larger distances are clipped: float32 ends at 1e38, and their squares are needed."""
+EXPONENT_MAX = 700.0
+"""Exponentials of larger values overflow."""
 LEVEL_SHARE_MIN = 1e-3
 """Minimum noise as a share of the metric's level: smaller differences are rounding."""
 
@@ -120,9 +127,9 @@ class PeerPlace:
         self.step = np.zeros((m, n), dtype=np.float32)  # mean absolute difference of neighbouring ticks
         self.usual_level = np.zeros((m, 1), dtype=np.float32)  # mean of the medians
         self.level = np.zeros(m, dtype=np.float32)
-        # Block means, in any order: (M, N, blocks)
-        self.short = np.full((m, n, SHORT_BLOCKS), np.nan, dtype=np.float32)
-        self.long = np.full((m, n, LONG_BLOCKS), np.nan, dtype=np.float32)
+        # Block means, in any order: (blocks, M, N)
+        self.short = np.full((SHORT_BLOCKS, m, n), np.nan, dtype=np.float32)
+        self.long = np.full((LONG_BLOCKS, m, n), np.nan, dtype=np.float32)
         self.block_sum, self.block_count = np.zeros((m, n), dtype=np.float32), np.zeros((m, n), dtype=np.float32)
         self.ticks = 0
         # Of block means older than the short window, (M, N): mean and number
@@ -130,7 +137,7 @@ class PeerPlace:
         # Of changes of healthy machines so far, (M,): sum of squares, squared units, and degrees of freedom
         self.change_squares, self.change_freedom = np.zeros(m), np.zeros(m)
         self.distinct = np.ones(m, dtype=np.bool_)  # (M,): not a duplicate of an earlier metric
-        self.unit = np.zeros((m, n))  # of places and changes
+        self.unit = np.zeros((m, n), dtype=np.float32)  # of places and changes
         self.noise = np.zeros((m, 1), dtype=np.float32)  # standard deviation over time of the middle machine
         self.found_long = dict[int, tuple[float, list[int]]]()  # by the last long window: log p and metrics, by machine
         # Of change evidence, nats: the highest of this window, and the sum over earlier ones, (N,)
@@ -149,24 +156,23 @@ class PeerPlace:
         joined = (known & (self.count == 0)).any(axis=1) & (self.count > 0).any(axis=1)
         if joined.any():  # the median moves, and with it the residuals of all
             self.past_count[joined] = self.block_sum[joined] = self.block_count[joined] = 0
-            self.short[joined] = self.long[joined] = math.nan
+            self.short[:, joined] = self.long[:, joined] = math.nan
         self._learn(residual, known)
-        self.block_sum += residual
-        self.block_count += known
         if self.ticks % BLOCK_TICKS:
             return
-        whole = self.block_count >= BLOCK_TICKS / 2
-        block, mean = self.ticks // BLOCK_TICKS - 1, self.block_sum / np.maximum(self.block_count, 1)
+        block = self.ticks // BLOCK_TICKS - 1
         self._age(block, counted)
-        self.short[:, :, block % SHORT_BLOCKS] = self.long[:, :, block % LONG_BLOCKS] = np.where(whole, mean, np.nan)
-        self.block_sum[:] = self.block_count[:] = 0
+        short, long = self.short[block % SHORT_BLOCKS], self.long[block % LONG_BLOCKS]
+        _end_block.apply(self, (short, long, self.block_sum, self.block_count), ())
         if self.ticks >= START_BLOCKS * BLOCK_TICKS:
             self._evaluate(counted)
 
     def away(self, metric: int, machine: int) -> float:
         """Of a machine that is out of place: how far its last window is from the median of its peers, in units of the
         noise; if it `changed`, how much farther than before."""
-        short, long = (_middle(blocks[[metric]])[0] for blocks in (self.short, self.long))
+        short, long = (
+            _middle(np.ascontiguousarray(blocks[:, metric : metric + 1]))[0] for blocks in (self.short, self.long)
+        )
         # The long window may name a machine that has not been seen lately.
         places = np.where(np.isfinite(short), short, long) - self.past_mean[metric] * self.changed[machine]
         peers = np.delete(places, machine)
@@ -179,65 +185,61 @@ class PeerPlace:
 
     def _age(self, number: int, counted: NDArray[np.bool_]) -> None:
         """Block `number` begins: one leaves the short window for the past."""
-        block = self.short[:, :, number % SHORT_BLOCKS]
-        usable = np.isfinite(block) & counted
-        self.past_count += usable
         num_past = number - SHORT_BLOCKS + 1
-        if 0 < num_past <= LONG_BLOCKS - SHORT_BLOCKS:
-            np.copyto(self.past_mean, _middle(self.long[:, :, :num_past]), where=usable)
-        else:
-            rate = usable / np.clip(self.past_count, 1, MEMORY_TICKS / BLOCK_TICKS)
-            most = np.where(self.past_count <= START_BLOCKS, np.inf, np.float32(OUTLIER) * self.noise)
-            self.past_mean += (rate * np.clip(np.where(usable, block - self.past_mean, 0), -most, most)).astype(
-                np.float32
-            )
+        few = 0 < num_past <= LONG_BLOCKS - SHORT_BLOCKS
+        block = self.short[number % SHORT_BLOCKS]
+        past = _middle(self.long[:num_past]) if few else block  # or unused
+        most = np.full_like(self.noise, math.inf) if few else np.float32(OUTLIER) * self.noise
+        _age.apply(self, (self.past_mean, self.past_count), (block, past, counted), (most, most == math.inf))
 
     def _learn(self, residual: Floats, known: NDArray[np.bool_]) -> None:
-        both = known & (self.count > 0)
-        raw = away = residual - self.mean
-        moved = residual - self.last
+        shared, shared_move = np.zeros_like(self.noise), np.zeros_like(self.noise)
         if residual.shape[1] < ROBUST_MACHINES:
             # Of few machines, one that leaves its level takes the median with it: what all do at once is not noise.
-            away = away - np.nan_to_num(peer_median(np.where(known, away, np.float32(math.nan))))
-            moved = moved - np.nan_to_num(peer_median(np.where(both, moved, np.float32(math.nan))))
-        self.step += both * (np.abs(moved) - self.step) / np.clip(self.count, 1, MEMORY_TICKS)
+            both, unknown = known & (self.count > 0), np.float32(math.nan)
+            shared = np.nan_to_num(peer_median(np.where(known, residual - self.mean, unknown)))
+            shared_move = np.nan_to_num(peer_median(np.where(both, residual - self.last, unknown)))
+        most = np.full_like(self.noise, math.inf)
         if self.ticks > 2 * BLOCK_TICKS:
-            most = np.where(self.noise > 0, np.float32(OUTLIER) * self.noise, np.float32(np.inf))
-            raw, away = np.clip(raw, -most, most), np.clip(away, -most, most)
-        self.count += known
-        rate = np.where(known, 1 / np.clip(self.count, 1, MEMORY_TICKS), 0).astype(np.float32)
-        self.mean += rate * raw
-        rest = away * (1 - rate)
-        self.variance += rate * (away * rest - self.variance)
-        self.covariance += rate * both * (rest * self.last_away - self.covariance)
-        np.copyto(self.last, residual, where=known)
-        np.copyto(self.last_away, rest, where=known)
+            most = np.where(self.noise > 0, np.float32(OUTLIER) * self.noise, most)
+        _learn.apply(
+            self,
+            (
+                *(self.mean, self.variance, self.covariance, self.last, self.last_away, self.count, self.step),
+                *(self.block_sum, self.block_count),
+            ),
+            (residual, known),
+            (shared, shared_move, most),
+        )
 
     def _evaluate(self, counted: NDArray[np.bool_]) -> None:
-        variance = np.median(self.variance, axis=1).astype(np.float64)
+        variance = row_medians(self.variance)[:, 0].astype(np.float64)
         self.noise = np.sqrt(variance)[:, None].astype(np.float32)
         live = self.comparable & (variance > 0)
         if not live.any():
             return
-        phi = np.median(self.covariance, axis=1) / np.maximum(variance, 1e-30) + 2 / self.ticks
+        phi = row_medians(self.covariance)[:, 0] / np.maximum(variance, 1e-30) + 2 / self.ticks
         tau = (1 + np.clip(phi, 0, PHI_MAX)) / (1 - np.clip(phi, 0, PHI_MAX))
         # A short recording shows only a part of slow noise.
         variance = variance / (1 - np.minimum(tau / self.ticks, 0.75))
         variance = np.maximum(variance, (LEVEL_SHARE_MIN * self.level.astype(np.float64)) ** 2)
-        self.unit = np.sqrt(variance)[:, None] * self._restless()
+        self.unit = self._unit(np.sqrt(variance)[:, None].astype(np.float32))
         alike = self._alike(live)
         filled = self.ticks // BLOCK_TICKS
-        found = [self._window(self.short, filled, live, variance, tau, counted, alike)]
+        recent = _middle(self.short[:filled], live)
+        found = [self._window(recent, min(filled, SHORT_BLOCKS), live, variance, tau, counted, alike)]
         if filled > SHORT_BLOCKS:
             if filled % SHORT_BLOCKS == 0:  # it changes slowly
-                self.found_long = self._window(self.long, filled, live, variance, tau, counted, alike)
+                num_long = min(filled, LONG_BLOCKS)
+                level = _middle(self.long[:num_long], live)
+                self.found_long = self._window(level, num_long, live, variance, tau, counted, alike)
             found.append(self.found_long)
         place, chosen = _best(found, len(counted))
         window_number = -(-self.ticks // WINDOW_TICKS)
         num = max(1, int(counted.sum()))
         relative = place / _misfit(place) / math.log(FALSE_PANELS / (2 * window_number * num))
         if filled >= SHORT_BLOCKS + START_BLOCKS:
-            change, metrics = _best([self._changes(live, variance, tau, counted, alike)], len(counted))
+            change, metrics = _best([self._changes(recent, live, variance, tau, counted, alike)], len(counted))
             surprise = np.maximum(_misfit(change), self._usual_change())
             self.change_peak = np.maximum(self.change_peak, -change * counted)
             if self.ticks % WINDOW_TICKS == 0:
@@ -251,15 +253,14 @@ class PeerPlace:
         held = np.where((relative > 1) & (self.in_a_row < EVALUATIONS), 1.0, relative)
         self.relative, self.metrics = held.astype(np.float32), chosen
 
-    def _restless(self) -> Doubles:
-        """(M, N) at least 1: how many times as much as its peers a machine varies from tick to tick, where noise is
-        large against the level. There, values show how much work there is at the moment, of which one machine may have
-        all, and not how well a machine does it."""
-        usual = np.median(self.step, axis=1, keepdims=True)
-        times = np.clip(self.step / np.maximum(usual, np.float32(1e-30)), 1, RESTLESS_MAX)
-        own_level = np.abs(self.usual_level + self.mean)
-        bursty = (self.noise > BURSTY * np.abs(self.usual_level)) | (self.noise * times > BURSTY * own_level)
-        return np.where(bursty, times, 1).astype(np.float64)
+    def _unit(self, noise: Floats) -> Floats:
+        """(M, N), of the noise (M, 1), times how much more than its peers a machine varies from tick to tick, where
+        noise is large against the level. There, values show how much work there is at the moment, of which one machine
+        may have all, and not how well a machine does it."""
+        usual = np.maximum(row_medians(self.step), np.float32(1e-30))
+        bursty = self.noise > BURSTY * np.abs(self.usual_level)
+        [unit] = _unit.apply(self, (), (self.step, self.mean), (noise, self.noise, usual, bursty, self.usual_level))
+        return unit
 
     def _usual_change(self) -> Doubles:
         """(N,) at least 1: evidence of changes that the machine's peers showed in earlier windows, as a multiple of
@@ -270,14 +271,19 @@ class PeerPlace:
         return np.asarray(np.maximum(1, (weight + sums) / (weight + self.num_changes * USUAL_MEAN)), dtype=np.float64)
 
     def _changes(
-        self, live: NDArray[np.bool_], variance: Doubles, tau: Doubles, counted: NDArray[np.bool_], alike: Alike
+        self,
+        recent: Floats,
+        live: NDArray[np.bool_],
+        variance: Doubles,
+        tau: Doubles,
+        counted: NDArray[np.bool_],
+        alike: Alike,
     ) -> dict[int, tuple[float, list[int]]]:
         """Of the short window against the machine's own past, among its peers."""
         numbers = np.flatnonzero(live)
-        recent = _middle(self.short[live])
-        past = self.past_count[live] >= START_BLOCKS
-        changes = np.where(past, recent - self.past_mean[live], math.nan) / self.unit[live]
-        num_past = np.median(self.past_count[live], axis=1)
+        count, mean, unit = (x if live.all() else x[live] for x in (self.past_count, self.past_mean, self.unit))
+        changes = _in_units(np.where(count >= START_BLOCKS, recent - mean, np.float32(math.nan)), unit)
+        num_past = row_medians(count)[:, 0]
         window = np.minimum(1, 1.4 * tau[live] / WINDOW_TICKS)
         window = window + np.minimum(1, tau[live] / (BLOCK_TICKS * np.maximum(num_past, 1)))
         spreads = np.maximum(SPREADS, SPREAD_MIN) ** 2 + window[:, None]
@@ -287,13 +293,8 @@ class PeerPlace:
         found = _out_of_place(changes, window, prior, seen, counted, alike, FREEDOM_CHANGE)
         if self.ticks % WINDOW_TICKS == 0:
             there = np.isfinite(changes) & counted
-            shown = np.where(there, changes, math.nan).astype(np.float32)
             known = there.sum(axis=1) > 1
-            spread = np.where(
-                known,
-                np.nan_to_num(MAD_TO_SIGMA * peer_median(np.abs(shown - peer_median(shown)))[:, 0].astype(np.float64)),
-                0,
-            )
+            spread = np.where(known, spread_of(changes, there, FAR_RANK)[1][:, 0], 0)
             added = np.where(known, np.clip((there.sum(axis=1) - 1) / 2, 0, CHANGE_FREEDOM_MAX), 0)
             keep = 1 - added / CHANGE_FREEDOM_MAX
             self.change_freedom[numbers] = self.change_freedom[numbers] * keep + added
@@ -302,42 +303,44 @@ class PeerPlace:
 
     def _window(
         self,
-        blocks: Floats,
-        filled: int,
+        x: Floats,
+        num: int,
         live: NDArray[np.bool_],
         variance: Doubles,
         tau: Doubles,
         counted: NDArray[np.bool_],
         alike: Alike,
     ) -> dict[int, tuple[float, list[int]]]:
-        num = min(filled, blocks.shape[2])
-        kept = blocks[live, :, :num]
-        x = _middle(kept)
-        places = (x / self.unit[live]).astype(np.float64)
+        """`x` (L, N): medians of the last `num` blocks."""
+        places = _in_units(x, self.unit if live.all() else self.unit[live])
         window = np.minimum(1, 1.4 * tau[live] / (num * BLOCK_TICKS))
         numbers = np.flatnonzero(live)
-        if filled % LONG_BLOCKS == 0 and num == LONG_BLOCKS:
-            self.learned.look(numbers, places.astype(np.float32), window, counted)
+        if num == LONG_BLOCKS and self.ticks % (LONG_BLOCKS * BLOCK_TICKS) == 0:
+            self.learned.look(numbers, places, window, counted)
         # A machine's usual offset counts where that of all its peers is known too.
         usual = self.usual.offsets[live]
-        known = np.asarray(np.isfinite(usual[:, counted]).all(axis=1) & counted.any())
-        places = np.where(known[:, None], places - usual, places)
+        known = np.zeros(len(usual), dtype=np.bool_)
+        if counted.any() and np.isfinite(usual[:, counted.argmax()]).any():
+            known[:] = np.isfinite(usual).all(axis=1, where=counted)
+        if known.any():
+            places = np.where(known[:, None], places - usual, places).astype(np.float32)
         seen_before = np.where(known[:, None], self.usual.drift[live], self.usual.spread[live])
         freedom = FREEDOM if len(counted) < MACHINES_MANY else FREEDOM_MANY
         found = _out_of_place(places, window, self.usual.prior[live], seen_before, counted, alike, freedom)
         return {n: (log_p, [int(numbers[m]) for m in metrics]) for n, log_p, metrics in found}
 
     def _alike(self, live: NDArray[np.bool_]) -> Alike:
-        stride = -(-self.long.shape[1] // MACHINES_KEPT)
-        blocks = self.long[live, ::stride, : self.ticks // BLOCK_TICKS]
-        away = np.nan_to_num(blocks - self.mean[live, ::stride, None])
-        flat = away.reshape(len(away), -1).astype(np.float64)
-        norm = np.sqrt((flat * flat).sum(axis=1, keepdims=True)) + 1e-300
-        flat = flat / norm
-        shared = (flat @ flat.T) ** 2
+        stride = -(-self.long.shape[2] // MACHINES_KEPT)
+        blocks = self.long[: self.ticks // BLOCK_TICKS, live, ::stride]
+        known = np.isfinite(blocks)
+        away = np.where(known, blocks - self.mean[live, ::stride], 0)
+        flat = away.transpose(1, 0, 2).reshape(away.shape[1], -1).astype(np.float64)
+        products = flat @ flat.T
+        squares = np.diag(products) + 1e-300
+        shared = products**2 / squares / squares[:, None]
         np.fill_diagonal(shared, 1)  # also of a metric that has not moved in these blocks
         # Few blocks correlate by chance: by 1 / freedom in the mean of the squares.
-        freedom = max(2, int(np.median(np.isfinite(blocks).sum(axis=(1, 2)))) - blocks.shape[1])
+        freedom = max(2, int(np.median(known.sum(axis=(0, 2)))) - blocks.shape[2])
         beyond_chance = np.clip((shared - 1 / freedom) / (1 - 1 / freedom), 0, 1)
         self.distinct[:] = True
         if self.ticks >= WINDOW_TICKS:
@@ -349,14 +352,64 @@ class PeerPlace:
         )
 
 
-def _middle(blocks: Floats) -> Floats:
-    """Median of blocks (L, N, blocks), (L, N); NaN where none is known."""
-    x: Floats = np.median(blocks, axis=2)
-    holes = np.isnan(x)
-    if holes.any():
-        some = holes & ~np.isnan(blocks).all(axis=2)
-        x[some] = np.nanmedian(blocks[some], axis=1)
-    return x
+def _middle(blocks: Floats, live: NDArray[np.bool_] | None = None) -> Floats:
+    """Median of blocks (blocks, M, N) of the metrics that are `live`, (L, N); NaN where none is known."""
+    return middles(blocks if live is None or live.all() else np.ascontiguousarray(blocks[:, live]))
+
+
+def _in_units(x: Floats, unit: Floats) -> Floats:
+    with np.errstate(over="ignore"):
+        return np.clip(x / unit, -UNITS_MAX, UNITS_MAX)
+
+
+@Elementwise()
+def _learn(state: Any, now: Any, metric: Any) -> tuple[Any, ...]:
+    mean, variance, covariance, last, last_away, count, step, block_sum, block_count = state
+    (residual, known), (shared, shared_move, most) = now, metric
+    zero, one = np.float32(0), np.float32(1)
+    both = known & (count > zero)
+    size = clip(count, one, np.float32(MEMORY_TICKS))
+    step = step + where(both, (np.abs(residual - last - shared_move) - step) / size, zero)
+    raw, away = clip(residual - mean, -most, most), clip(residual - mean - shared, -most, most)
+    count = count + where(known, one, zero)
+    rate = where(known, one / clip(count, one, np.float32(MEMORY_TICKS)), zero)
+    mean = mean + rate * raw
+    rest = away * (one - rate)
+    variance = variance + rate * (away * rest - variance)
+    covariance = covariance + where(both, rate * (rest * last_away - covariance), zero)
+    last, last_away = where(known, residual, last), where(known, rest, last_away)
+    block_sum, block_count = block_sum + residual, block_count + where(known, one, zero)
+    return mean, variance, covariance, last, last_away, count, step, block_sum, block_count
+
+
+@Elementwise(np.float32)
+def _unit(_state: Any, now: Any, metric: Any) -> tuple[Any, ...]:
+    (step, mean), (unit, noise, usual, bursty, usual_level) = now, metric
+    one = np.float32(1)
+    times = clip(step / usual, one, np.float32(RESTLESS_MAX))
+    bursty = bursty | (noise * times > np.float32(BURSTY) * np.abs(usual_level + mean))
+    return (unit * where(bursty, times, one),)
+
+
+@Elementwise()
+def _end_block(state: Any, _now: Any) -> tuple[Any, ...]:
+    """The first two become the mean of the block."""
+    _, _, block_sum, block_count = state
+    whole = block_count >= np.float32(BLOCK_TICKS / 2)
+    mean = where(whole, block_sum / higher(block_count, np.float32(1)), np.float32(math.nan))
+    return mean, mean, np.float32(0), np.float32(0)
+
+
+@Elementwise()
+def _age(state: Any, now: Any, metric: Any) -> tuple[Any, ...]:
+    (mean, count), (block, past, counted), (most, few) = state, now, metric
+    zero, one = np.float32(0), np.float32(1)
+    usable = np.isfinite(block) & counted
+    count = count + where(usable, one, zero)
+    limit = where(count <= np.float32(START_BLOCKS), np.float32(math.inf), most)
+    rate = one / clip(count, one, np.float32(MEMORY_TICKS / BLOCK_TICKS))
+    aged = mean + rate * clip(block - mean, -limit, limit)
+    return where(usable, where(few, past, aged), mean), count
 
 
 def _best(
@@ -372,7 +425,7 @@ def _best(
 
 
 def _out_of_place(
-    x: Doubles,
+    x: Floats,
     window: Doubles,
     log_prior: Doubles,
     seen_before: Doubles,
@@ -390,21 +443,15 @@ def _out_of_place(
     candidates = np.arange(x.shape[1])
     with np.errstate(all="ignore"):
         if robust:
-            shown = np.where(peers, x, np.nan)
-            centre = np.nan_to_num(peer_median(shown))
-            apart = np.abs(shown - centre)
-            spread = np.nan_to_num(MAD_TO_SIGMA * peer_median(apart))
+            centre, spread, farthest = spread_of(x, peers, FAR_RANK)
             # Of a metric with a heavy tail, many machines show how far it reaches.
-            ordered = np.sort(np.where(peers, apart, 0), axis=1)[:, ::-1]
-            spread = np.maximum(spread, ordered[:, [FAR_RANK]] / NormalDist().inv_cdf(1 - FAR_RANK / (2 * x.shape[1])))
-            far = np.nan_to_num(np.abs(x - centre) / np.sqrt(spread**2 + 1)).max(axis=0)
+            spread = np.maximum(spread, farthest / NormalDist().inv_cdf(1 - FAR_RANK / (2 * x.shape[1])))
+            far = np.nan_to_num(np.fmax.reduce(np.abs(x - centre) / np.sqrt(spread**2 + 1).astype(x.dtype), axis=0))
             if len(candidates) > CANDIDATES:
                 candidates = np.sort(np.argpartition(-far, CANDIDATES)[:CANDIDATES])
             x, known = x[:, candidates], known[:, candidates]
-            others = np.broadcast_to(np.maximum(num - 1, 1), x.shape)
-            freedom = np.broadcast_to(np.maximum((num - 2) / 2, 0), x.shape)
+            others, freedom = np.maximum(num - 1, 1), np.maximum((num - 2) / 2, 0)  # the same for all
             squares = freedom * spread**2
-            centre = np.broadcast_to(centre, x.shape)
         else:
             kept = np.where(peers, x, 0)
             total = kept.sum(axis=1, keepdims=True)
@@ -471,16 +518,17 @@ def _t_tail(t: Doubles, freedom: int) -> Doubles:
 
 def _combined(surprise: Doubles, alike: Alike) -> tuple[float, list[int]]:
     """log p of a machine from -log p of its metrics, (L,), and the metrics it is based on."""
+    values = surprise.tolist()
     best: tuple[float, list[int]] = (0.0, [])
     taken: list[int] = []
     total = 0.0
-    for m in np.argsort(-surprise, kind="stable"):
-        if len(taken) == min(NUM_METRICS_SUMMED, alike.num_distinct) or surprise[m] < math.log(2):
+    for m in sorted(range(len(values)), key=values.__getitem__, reverse=True):
+        if len(taken) == min(NUM_METRICS_SUMMED, alike.num_distinct) or values[m] < math.log(2):
             break
         if any(alike.pairs[m, other] for other in taken):
             continue
-        taken.append(int(m))
-        total += float(surprise[m])
+        taken.append(m)
+        total += values[m]
         k, num = len(taken), alike.num_distinct
         choices = math.lgamma(num + 1) - math.lgamma(k + 1) - math.lgamma(num - k + 1)
         log_p = _log_gamma_tail(k, total) + choices + math.log(2 * NUM_METRICS_SUMMED)
@@ -488,7 +536,7 @@ def _combined(surprise: Doubles, alike: Alike) -> tuple[float, list[int]]:
             best = (log_p, list(taken))
     weight = int(alike.weight)
     if weight > NUM_METRICS_SUMMED:
-        log_p = _log_gamma_tail(weight, weight * float(np.minimum(surprise, BROAD_MAX).mean())) + math.log(2)
+        log_p = _log_gamma_tail(weight, weight * sum(min(v, BROAD_MAX) for v in values) / len(values)) + math.log(2)
         if log_p < best[0]:
             best = (log_p, taken)
     return best
@@ -496,5 +544,11 @@ def _combined(surprise: Doubles, alike: Alike) -> tuple[float, list[int]]:
 
 def _log_gamma_tail(k: int, total: float) -> float:
     """log P(the sum of `k` independent -log p > `total`)."""
-    terms = np.arange(k) * math.log(max(total, 1e-12)) - np.array([math.lgamma(j + 1) for j in range(k)])
-    return float(np.logaddexp.reduce(terms)) - total
+    if total < EXPONENT_MAX:
+        term = terms = 1.0
+        for j in range(1, k):
+            term *= total / j
+            terms += term
+        return math.log(terms) - total
+    logs = np.arange(k) * math.log(total) - np.array([math.lgamma(j + 1) for j in range(k)])
+    return float(np.logaddexp.reduce(logs)) - total

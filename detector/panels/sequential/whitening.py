@@ -19,13 +19,24 @@ metric: as a Student t whose degrees of freedom and width follow from three quan
 """
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rolecall.detector.panels.panel import Floats
+from rolecall.detector.panels.sequential.elementwise import (
+    Elementwise,
+    at,
+    clip,
+    helper,
+    higher,
+    log,
+    lower,
+    where,
+)
 from rolecall.detector.panels.sequential.following import MACHINES_KEPT, MEAN_TO_SIGMA, POOLED_TICKS
+from rolecall.detector.panels.sequential.order import row_medians
 
 MEMORY_TICKS = 1000.0
 """Averaging time of sizes and autocovariances."""
@@ -116,6 +127,7 @@ class Whitening:
         # (M, N); z1, known1: one tick ago, z2, known2: two ticks ago; `rarity`: of the last innovations, from `table`
         self.innovation, self.count, self.rarity = zeros.copy(), zeros.copy(), zeros.copy()
         self.z1, self.z2, self.known1, self.known2 = zeros.copy(), zeros.copy(), no, no.copy()
+        self.explained = self.nothing = column.copy()  # see `correct`: (M, N), or nothing
         self.unit_size = np.full((m, n), 1 / MEAN_TO_SIGMA, np.float32)  # (M, N): mean |e|
         self.covariances = np.zeros((4, m), np.float32)  # c0 and c1 of lag 1, c1 and c2 of lag 2
         self.fades = np.zeros((2, m), np.float32)  # sums of z(t) z(t-1) and of z(t-1)^2 over outliers that have ended
@@ -125,10 +137,8 @@ class Whitening:
         self.table = np.zeros((m, BINS), np.float32)  # -log of the share of |e| that is as large
 
     def correct(self, amount: Floats) -> None:
-        """Subtracts the part `amount` (M, N) of the last deviations that is now explained, so it predicts nothing."""
-        self.z1 = np.where(self.known1, self.z1 - amount, self.z1)
-        self.state = np.where(self.known1, self.state - amount, self.state)
-        self.innovation = np.where(self.known1, self.innovation - amount, self.innovation)
+        """`amount` (M, N): the part of the last deviations that is now explained, so it predicts nothing."""
+        self.explained = amount
 
     def tick(
         self,
@@ -141,64 +151,47 @@ class Whitening:
         """`low`, `high` (M, N): bounds of the deviations; `known` (M, N); learns from machines that are `counted` (N,),
         and not from metrics at an `edge` (M, 1)."""
         self.ticks += 1
-        unit = self._unit()
-        near = self.rho * self.state - self.theta * self.innovation
-        size = np.abs(self.state)
-        bound = np.where(size > FAR, self.far_max * size, np.float32(np.inf))
-        near = np.clip(near, -bound, bound)
-        unclear = ((np.abs(self.innovation) > OUTLIER * unit) | (size > FAR)) & ~self.white
-        far = np.where(unclear, np.where(size > FAR, self.rho_far, self.rho) * self.state, near)
-        least, most = np.minimum(near, far), np.maximum(near, far)
-        least = np.where(unclear, np.minimum(least, 0), least)
-        most = np.where(unclear, np.maximum(most, 0), most)
-        slack = np.float32(SLACK) * np.maximum(size - np.float32(INSTRUMENT_MAX), 0)
-        e = np.maximum(low - most - slack, 0) + np.minimum(high - least + slack, 0)
-        e *= known
-        clean = np.clip(near, low, high)
-        paired = known & (self.known1 | self.known2)
-        used = known & self.known1 & counted & ~edge
-        x = np.asarray(e / unit, dtype=np.float32)
-        self._count(x, used)
-        # After a gap the forecast is weak: a difference is not evidence, but the forecast continues from it.
-        self.rarity *= paired
-        self._learn(clean, e, unit, used, counted)
-        self.known2, self.known1 = self.known1, known
-        self.z2, self.z1 = self.z1, clean
-        limit = self.limit(unit)
-        tame = np.clip(e, -limit, limit)
-        self.state = np.where(known, np.where(self.white, near + tame, clean), near)
-        self.innovation = tame
+        if self.ticks % RENEW_TICKS == 1 or self.ticks < TABLE_TICKS:
+            self.pooled = row_medians(self.unit_size) * np.float32(MEAN_TO_SIGMA)
+        state, known1, known2 = (self.state, self.innovation), self.known1, self.known2
+        explained, self.explained = self.explained, self.nothing
+        x, e, unit, clean, near, paired = _innovate.apply(
+            self,
+            (),
+            (*state, self.unit_size, self.count, known1, known2, low, high, known, explained),
+            (self.pooled, self.unit_min, self.rho, self.theta, self.rho_far, self.far_max, self.white),
+        )
+        kept = self._kept()
+        used = known[:, kept] & known1[:, kept] & counted[kept] & ~edge
+        self._count(x[:, kept], used)
+        z1 = self.z1[:, kept] - np.where(known1[:, kept], explained[:, kept], 0)
+        self._learn(clean[:, kept], z1, used, counted[kept])
+        [self.rarity] = _advance.apply(
+            self,
+            (*state, self.z2, self.z1, known2, known1, self.unit_size, self.count),
+            (x, e, unit, clean, near, paired, known, counted, explained),
+            (edge, self.white, self.table),
+        )
         return Innovations(x, unit, clean, paired)
-
-    def limit(self, unit: Floats) -> Floats:
-        """Maximum effect of an innovation on the forecast, (M, N)."""
-        return np.asarray(np.where(self.white, np.float32(OUTLIER) * unit, np.float32(np.inf)), dtype=np.float32)
 
     def surprise(self, x: Floats) -> Floats:
         """-log of the density of innovations `x` (M, N) in units, up to a constant of the metric."""
-        return np.asarray((self.freedom + 1) / 2 * np.log(self.freedom * self.width**2 + x * x), dtype=np.float32)
+        return np.asarray(surprise(x, *self.density), dtype=np.float32)
 
-    def _unit(self) -> Floats:
-        own = self.unit_size * np.float32(MEAN_TO_SIGMA)
-        if self.ticks % RENEW_TICKS == 1 or self.ticks < TABLE_TICKS:
-            self.pooled = np.asarray(np.median(own, axis=1, keepdims=True), dtype=np.float32)
-        weight = self.count / (self.count + np.float32(POOLED_TICKS))
-        mixed = weight * own + (1 - weight) * self.pooled
-        return np.asarray(np.maximum(mixed, np.maximum(np.float32(SIZE_SHARE_MIN) * self.pooled, self.unit_min)))
+    @property
+    def density(self) -> tuple[Floats, Floats]:
+        """Of the Student t, (M, 1) each: (freedom + 1) / 2, and freedom times the squared width."""
+        return (self.freedom + np.float32(1)) / np.float32(2), self.freedom * self.width * self.width
 
     def _count(self, x: Floats, used: NDArray[np.bool_]) -> None:
-        """Adds innovations in units, (M, N), to the histogram, and updates the rarities."""
-        places = (np.log(np.abs(x) + np.float32(1e-6)) - np.float32(LOG_LOW)) * np.float32(BINS / (LOG_HIGH - LOG_LOW))
-        bins = np.clip(places, 0, BINS - 1).astype(np.int32)
-        bins += (BINS * np.arange(self.num_metrics, dtype=np.int32))[:, None]
+        """Adds innovations in units, (M, kept), to the histogram."""
         if self.ticks > SKIPPED_TICKS:
-            kept = self._kept()
-            new = np.bincount(bins[:, kept][used[:, kept]], minlength=self.history.size).reshape(self.history.shape)
+            bins = _bin(x) + (BINS * np.arange(self.num_metrics, dtype=np.int32))[:, None]
+            new = np.bincount(bins[used], minlength=self.history.size).reshape(self.history.shape)
             self.history *= np.where(new.any(axis=1, keepdims=True), 1 - 1 / HISTORY_TICKS, 1)
             self.history += new
         if self.ticks % TABLE_TICKS == 0:
             self._fit_distribution()
-        self.rarity = self.table.ravel()[bins]
 
     def _fit_distribution(self) -> None:
         below = np.cumsum(self.history, axis=1)
@@ -217,13 +210,10 @@ class Whitening:
     def _kept(self) -> slice:
         return slice(None, None, -(-self.num_machines // MACHINES_KEPT))
 
-    def _learn(self, z: Floats, e: Floats, unit: Floats, used: NDArray[np.bool_], counted: NDArray[np.bool_]) -> None:
-        self.count += used
-        own_gain = np.maximum(1 / np.maximum(self.count, 1), np.float32(1 / MEMORY_TICKS)) * used
-        self.unit_size += own_gain * (np.minimum(np.abs(e), np.float32(SIZE_LIMIT) * unit) - self.unit_size)
+    def _learn(self, z: Floats, z1: Floats, used: NDArray[np.bool_], counted: NDArray[np.bool_]) -> None:
+        """Of the machines that are kept: `z`, `z1` before it, `used` (M, kept), `counted` (kept,)."""
         kept = self._kept()
-        used, z = used[:, kept], z[:, kept]
-        z1, z2, used2 = self.z1[:, kept], self.z2[:, kept], used & self.known2[:, kept]
+        z2, used2 = self.z2[:, kept], used & self.known2[:, kept]
         num = np.maximum(1, used.sum(axis=1))
         # Only sampled metrics decay.
         gain = np.float32(max(1 / self.ticks, 1 / MEMORY_TICKS)) * used.any(axis=1)
@@ -233,7 +223,7 @@ class Whitening:
         pairs = ((before, late1), (before, late), (before2, late1), (before2, late))
         now = np.stack([(a * b).sum(axis=1) for a, b in pairs]) / num
         self.covariances += gain * (now.astype(np.float32) - self.covariances)
-        self.fading *= counted[kept]  # nothing is learned from alarms
+        self.fading *= counted  # nothing is learned from alarms
         far1, far2 = np.abs(z1) > FAR, np.abs(z2) > FAR
         self._follow_outliers(late, late1, used2 & far1 & far2, self.known1[:, kept] & ~far1)
         if self.ticks % RENEW_TICKS == 0 or self.ticks < TABLE_TICKS:
@@ -268,3 +258,64 @@ class Whitening:
         self.white = ((theta > WHITE_THETA * rho) & (rho >= WHITE_RHO))[:, None]
         self.rho, self.theta = rho[:, None].astype(np.float32), theta[:, None].astype(np.float32)
         self.rho_far, self.far_max = far[:, None].astype(np.float32), far_max[:, None].astype(np.float32)
+
+
+@helper
+def surprise(x: Any, half: Any, square: Any) -> Any:
+    """`half`, `square`: see `Whitening.density`."""
+    return half * log(square + x * x)
+
+
+@helper
+def limit(unit: Any, white: Any) -> Any:
+    """Maximum effect of an innovation on the forecast."""
+    return where(white, np.float32(OUTLIER) * unit, np.float32(math.inf))
+
+
+@helper
+def _bin(x: Any) -> Any:
+    """The bin of the histogram for an innovation in units."""
+    places = (log(np.abs(x) + np.float32(1e-6)) - np.float32(LOG_LOW)) * np.float32(BINS / (LOG_HIGH - LOG_LOW))
+    return np.int32(clip(places, np.float32(0), np.float32(BINS - 1)))
+
+
+@Elementwise(np.float32, np.float32, np.float32, np.float32, np.float32, np.bool_)
+def _innovate(_state: Any, now: Any, metric: Any) -> tuple[Any, ...]:
+    state, innovation, unit_size, count, known1, known2, low, high, known, explained = now
+    pooled, unit_min, rho, theta, rho_far, far_max, white = metric
+    zero, infinite = np.float32(0), np.float32(math.inf)
+    explained = where(known1, explained, zero)
+    state, innovation = state - explained, innovation - explained
+    weight = count / (count + np.float32(POOLED_TICKS))
+    mixed = weight * (unit_size * np.float32(MEAN_TO_SIGMA)) + (np.float32(1) - weight) * pooled
+    unit = higher(mixed, higher(np.float32(SIZE_SHARE_MIN) * pooled, unit_min))
+    size = np.abs(state)
+    outside = size > np.float32(FAR)
+    bound = where(outside, far_max * size, infinite)
+    near = clip(rho * state - theta * innovation, -bound, bound)
+    unclear = ((np.abs(innovation) > np.float32(OUTLIER) * unit) | outside) & ~white
+    far = where(unclear, where(outside, rho_far, rho) * state, near)
+    least, most = lower(near, far), higher(near, far)
+    least = where(unclear, lower(least, zero), least)
+    most = where(unclear, higher(most, zero), most)
+    slack = np.float32(SLACK) * higher(size - np.float32(INSTRUMENT_MAX), zero)
+    e = where(known, higher(low - most - slack, zero) + lower(high - least + slack, zero), zero)
+    # After a gap the forecast is weak: a difference is not evidence, but the forecast continues from it.
+    return e / unit, e, unit, clip(near, low, high), near, known & (known1 | known2)
+
+
+@Elementwise(np.float32)
+def _advance(past: Any, now: Any, metric: Any) -> tuple[Any, ...]:
+    _, _, _, z1, _, known1, unit_size, count = past
+    x, e, unit, clean, near, paired, known, counted, explained = now
+    edge, white, table = metric
+    zero, one = np.float32(0), np.float32(1)
+    used = known & known1 & counted & ~edge
+    count = count + where(used, one, zero)
+    gain = where(used, higher(one / higher(count, one), np.float32(1 / MEMORY_TICKS)), zero)
+    unit_size = unit_size + gain * (lower(np.abs(e), np.float32(SIZE_LIMIT) * unit) - unit_size)
+    most = limit(unit, white)
+    tame = clip(e, -most, most)
+    state = where(known, where(white, near + tame, clean), near)
+    rarity = where(paired, at(table, _bin(x)), zero)
+    return state, tame, z1 - where(known1, explained, zero), clean, known1, known, unit_size, count, rarity

@@ -13,6 +13,7 @@ from rolecall.detector.panels.sequential.level_shifts import (
     OTHERS_SHARE,
     LevelShifts,
     ShiftChannel,
+    _episode,
 )
 from rolecall.detector.panels.sequential.tails import BLOCK_TICKS
 from rolecall.detector.panels.sequential.whitening import Whitening
@@ -106,10 +107,11 @@ def test_what_earlier_episodes_left_fades_to_nothing() -> None:
     z = process(11, 0.0, 30.0)
     z[200:212, 3] += 20.0
     _, shifts = run(z, 240)
-    assert shifts.earlier[0, 3] > 10
+    now, age, location, earlier = shifts.sums[0], shifts.ages[0], shifts.location[0], shifts.earlier
+    assert earlier[0, 3] > 10
     for _ in range(10_000):
-        shifts._end_episodes()
-    assert shifts.earlier[0, 3] == 0
+        _, _, earlier, _ = _episode(now, age, now, now, earlier, age, location)
+    assert earlier[0, 3] == 0
 
 
 def test_block_maxima_of_before_go_when_there_are_enough_new_ones() -> None:

@@ -9,7 +9,8 @@ update (empirical Bayes; Efron 2010, ch. 1). The p-value of x is the posterior m
     p = sum over omega of P(omega | the others) * P(|t| > |x - centre of the others| / sqrt(omega^2 + noise^2)),
 
 so that three machines prove little, and twelve much. A machine that left its own level is found by the same test: x is
-then the short window less the machine's own past, and omega, which is smaller, is also learned from earlier changes.
+then the short window less the machine's own past, as far as it does not fade like the metric's noise, and omega, which
+is smaller, is also learned from earlier changes.
 
 Metrics are combined as the best one, two or three whose residuals do not move together: the sum of their -log p has a
 gamma tail, times the number of such choices; or, where many are somewhat far, as the sum over all of them (Fisher 1932,
@@ -20,6 +21,7 @@ evidence of changes also to that of earlier windows.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from statistics import NormalDist
 from typing import Any
 
@@ -79,7 +81,7 @@ SPREAD_MIN = 0.25
 """Units of the noise: smaller differences between machines do not matter, however constant they are."""
 OUTLIER = 6.0
 """In units of the noise: limits the effect of one tick on it."""
-PHI_MAX = 0.97
+PHI_MAX, RHO_MAX = 0.97, 0.9
 NUM_BESIDE, BESIDE_WEIGHT = 2, 1.5
 """Of a machine's peers, so many may be out of place too: that of the next shows how well p-values fit. The weight of
 the assumption that they do, in nats."""
@@ -98,9 +100,11 @@ LEVEL_SHARE_MIN = 1e-3
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alike:
     """`pairs` (L, L): of metrics whose residuals move together. `num_distinct`: clusters of these. `weight`: number of
-    independent metrics whose mean would be as uncertain as that of all (Brown 1975)."""
+    independent metrics whose mean would be as uncertain as that of all (Brown 1975). `rho` (L, 1): autocorrelation of
+    the block means of the middle machine."""
 
     pairs: NDArray[np.bool_]
+    rho: Floats
     num_distinct: int
     weight: float
 
@@ -226,8 +230,10 @@ class PeerPlace:
         self.unit = self._unit(np.sqrt(variance)[:, None].astype(np.float32))
         alike = self._alike(live)
         filled = self.ticks // BLOCK_TICKS
-        recent = _middle(self.short[:filled], live)
-        found = [self._window(recent, min(filled, SHORT_BLOCKS), live, variance, tau, counted, alike)]
+        recent = stays = _middle(self.short[:filled], live)
+        if filled > SHORT_BLOCKS:
+            stays = self._new_level(live, alike.rho)
+        found = [self._window(_nearest(recent, stays), min(filled, SHORT_BLOCKS), live, variance, tau, counted, alike)]
         if filled > SHORT_BLOCKS:
             if filled % SHORT_BLOCKS == 0:  # it changes slowly
                 num_long = min(filled, LONG_BLOCKS)
@@ -239,7 +245,7 @@ class PeerPlace:
         num = max(1, int(counted.sum()))
         relative = place / _misfit(place) / math.log(FALSE_PANELS / (2 * window_number * num))
         if filled >= SHORT_BLOCKS + START_BLOCKS:
-            change, metrics = _best([self._changes(recent, live, variance, tau, counted, alike)], len(counted))
+            change, metrics = _best([self._changes(recent, stays, live, variance, tau, counted, alike)], len(counted))
             surprise = np.maximum(_misfit(change), self._usual_change())
             self.change_peak = np.maximum(self.change_peak, -change * counted)
             if self.ticks % WINDOW_TICKS == 0:
@@ -273,6 +279,7 @@ class PeerPlace:
     def _changes(
         self,
         recent: Floats,
+        stays: Floats,
         live: NDArray[np.bool_],
         variance: Doubles,
         tau: Doubles,
@@ -282,7 +289,8 @@ class PeerPlace:
         """Of the short window against the machine's own past, among its peers."""
         numbers = np.flatnonzero(live)
         count, mean, unit = (x if live.all() else x[live] for x in (self.past_count, self.past_mean, self.unit))
-        changes = _in_units(np.where(count >= START_BLOCKS, recent - mean, np.float32(math.nan)), unit)
+        changes = _nearest(recent - mean, stays - mean)
+        changes = _in_units(np.where(count >= START_BLOCKS, changes, np.float32(math.nan)), unit)
         num_past = row_medians(count)[:, 0]
         window = np.minimum(1, 1.4 * tau[live] / WINDOW_TICKS)
         window = window + np.minimum(1, tau[live] / (BLOCK_TICKS * np.maximum(num_past, 1)))
@@ -300,6 +308,13 @@ class PeerPlace:
             self.change_freedom[numbers] = self.change_freedom[numbers] * keep + added
             self.change_squares[numbers] = self.change_squares[numbers] * keep + added * spread**2 * variance[live]
         return {n: (log_p, [int(numbers[m]) for m in metrics]) for n, log_p, metrics in found}
+
+    def _new_level(self, live: NDArray[np.bool_], rho: Floats) -> Floats:
+        """(L, N): where the short window stands, by what its blocks add to what the ones before predict. A single jump
+        of heavy-tailed noise, which fades, adds to one block; a lasting change to all."""
+        last = self.ticks // BLOCK_TICKS - 1
+        blocks = [self.long[(last - i) % LONG_BLOCKS][live] for i in range(SHORT_BLOCKS + 1)]
+        return _middle(np.stack([(now - rho * before) / (1 - rho) for now, before in pairwise(blocks)]))
 
     def _window(
         self,
@@ -347,14 +362,26 @@ class PeerPlace:
             self.distinct[np.flatnonzero(live)[(np.triu(shared, 1) > DUPLICATE**2).any(axis=0)]] = False
         pairs: NDArray[np.bool_] = shared > CORRELATED**2
         num_distinct = (1 / beyond_chance.sum(axis=1)).sum()
+        # In a ring of blocks one pair is not of neighbours.
+        rho = row_medians((away[1:] * away[:-1]).sum(axis=0) / ((away * away).sum(axis=0) + np.float32(1e-30)))
+        rho = np.clip(rho + np.float32(2 / len(away)), 0, np.float32(RHO_MAX))
         return Alike(
-            pairs=pairs, num_distinct=max(1, math.ceil(num_distinct)), weight=len(flat) ** 2 / float(shared.sum())
+            rho=rho,
+            pairs=pairs,
+            num_distinct=max(1, math.ceil(num_distinct)),
+            weight=len(flat) ** 2 / float(shared.sum()),
         )
 
 
 def _middle(blocks: Floats, live: NDArray[np.bool_] | None = None) -> Floats:
     """Median of blocks (blocks, M, N) of the metrics that are `live`, (L, N); NaN where none is known."""
     return middles(blocks if live is None or live.all() else np.ascontiguousarray(blocks[:, live]))
+
+
+def _nearest(x: Floats, y: Floats) -> Floats:
+    """Of two distances (L, N) the smaller one; 0 if their signs differ, `x` where `y` is not known."""
+    smaller = np.copysign(np.fmin(np.abs(x), np.abs(y)), x)
+    return np.where(x * y < 0, np.float32(0), np.where(np.isnan(x), x, smaller))
 
 
 def _in_units(x: Floats, unit: Floats) -> Floats:

@@ -61,7 +61,7 @@ PRIOR_METRICS = 8.0
 """Weight of the prior against the panel's own metrics."""
 PANEL_METRICS_MIN = 5
 """A panel with fewer metrics does not change the prior of spreads."""
-FREEDOM, FREEDOM_CHANGE, FREEDOM_MANY, MACHINES_MANY = 8, 6, 4, 32
+FREEDOM, FREEDOM_CHANGE, FREEDOM_MANY, MACHINES_MANY = 12, 6, 4, 32
 """Degrees of freedom of the tail of a window's median, and of its change; with many machines, those of the offsets
 between them."""
 P_MIN = 1e-9

@@ -362,6 +362,8 @@ class PeerPlace:
             self.distinct[np.flatnonzero(live)[(np.triu(shared, 1) > DUPLICATE**2).any(axis=0)]] = False
         pairs: NDArray[np.bool_] = shared > CORRELATED**2
         num_distinct = (1 / beyond_chance.sum(axis=1)).sum()
+        if away.shape[2] < ROBUST_MACHINES:
+            away -= np.median(away, axis=2, keepdims=True)  # see `_learn`
         # In a ring of blocks one pair is not of neighbours.
         rho = row_medians((away[1:] * away[:-1]).sum(axis=0) / ((away * away).sum(axis=0) + np.float32(1e-30)))
         rho = np.clip(rho + np.float32(2 / len(away)), 0, np.float32(RHO_MAX))

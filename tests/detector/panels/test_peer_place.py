@@ -86,8 +86,24 @@ def test_a_duplicate_of_a_metric_adds_nothing() -> None:
     assert {0, 6} & set(place.metrics[0]) and not {0, 6} <= set(place.metrics[0])
 
 
+def test_a_jump_that_fades_as_noise_does_is_no_change_and_one_that_stays_is() -> None:
+    rng = np.random.default_rng(8)
+    noise = np.zeros((2, 240, 8))
+    for t in range(1, 240):
+        noise[:, t] = 0.94 * noise[:, t - 1] + 0.3 * rng.standard_normal((2, 8))
+    found = {}
+    for rho in (0.94, 1.0):
+        values = noise.copy()
+        values[0, 200:, 3] += 30 * rho ** np.arange(40)
+        found[rho] = max(float(after(values[:, :t]).relative[3]) for t in range(216, 240, BLOCK_TICKS))
+    assert found[0.94] < 0.8
+    assert found[1.0] > 1
+
+
 def apart(num: int) -> Alike:
-    return Alike(pairs=np.eye(num, dtype=np.bool_), num_distinct=num, weight=num)
+    return Alike(
+        pairs=np.eye(num, dtype=np.bool_), rho=np.zeros((num, 1), dtype=np.float32), num_distinct=num, weight=num
+    )
 
 
 def test_two_metrics_prove_more_than_one_and_choosing_them_costs() -> None:

@@ -237,7 +237,8 @@ class PeerPlace:
         if filled > SHORT_BLOCKS:
             if filled % SHORT_BLOCKS == 0:  # it changes slowly
                 num_long = min(filled, LONG_BLOCKS)
-                level = _middle(self.long[:num_long], live)
+                # Not of a machine that is back.
+                level = _nearest(_middle(self.long[:num_long], live), recent)
                 self.found_long = self._window(level, num_long, live, variance, tau, counted, alike)
             found.append(self.found_long)
         place, chosen = _best(found, len(counted))

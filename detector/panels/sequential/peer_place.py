@@ -237,8 +237,12 @@ class PeerPlace:
         if filled > SHORT_BLOCKS:
             if filled % SHORT_BLOCKS == 0:  # it changes slowly
                 num_long = min(filled, LONG_BLOCKS)
-                # Not of a machine that is back.
-                level = _nearest(_middle(self.long[:num_long], live), recent)
+                level = _middle(self.long[:num_long], live)
+                if filled % LONG_BLOCKS == 0:
+                    variance_of_mean = np.minimum(1, 1.4 * tau[live] / (LONG_BLOCKS * BLOCK_TICKS))
+                    places = _in_units(level, self.unit[live])
+                    self.learned.look(np.flatnonzero(live), places, variance_of_mean, counted)
+                level = _nearest(level, recent)  # a machine that is back is in its place
                 self.found_long = self._window(level, num_long, live, variance, tau, counted, alike)
             found.append(self.found_long)
         place, chosen = _best(found, len(counted))
@@ -331,8 +335,6 @@ class PeerPlace:
         places = _in_units(x, self.unit if live.all() else self.unit[live])
         window = np.minimum(1, 1.4 * tau[live] / (num * BLOCK_TICKS))
         numbers = np.flatnonzero(live)
-        if num == LONG_BLOCKS and self.ticks % (LONG_BLOCKS * BLOCK_TICKS) == 0:
-            self.learned.look(numbers, places, window, counted)
         # A machine's usual offset counts where that of all its peers is known too.
         usual = self.usual.offsets[live]
         known = np.zeros(len(usual), dtype=np.bool_)

@@ -30,7 +30,12 @@ from rolecall.core.rundir import RunDir
 from rolecall.detector.sources.agents import AgentsSource
 from rolecall.watch.run import agent_urls
 
-SETTINGS = ("algorithm.learning_rate=0", "task.fixed_length=true", "recovery.mode=observe")
+SETTINGS = (
+    "algorithm.learning_rate=0",
+    "task.fixed_length=true",
+    "recovery.mode=observe",
+    "recovery.lease_seconds=600",  # else the watch, which stands still in off blocks, is killed and started again
+)
 
 SETTLE_SECONDS = 4.0
 """Left out at the beginning of a block: queues fill and caches warm."""

@@ -12,7 +12,7 @@ the role's baseline at that load:
 
 h follows from the target false alarm rate by Siegmund's formula for the run length of a CUSUM (D. Siegmund, Sequential
 Analysis, 1985), with the residuals' standard deviation widened for their lag-1 autocorrelation. Without working peers
-the reference is the deviation of the other roles from their baselines.
+the reference is the deviation of the other roles from their baselines, and the test is less sensitive (`sensitivity`).
 """
 
 import math
@@ -122,12 +122,15 @@ STRIDE_SECONDS_MAX = 30.0
 STARVED_SHARE_MAX = 0.85
 """A stride starved for a larger fraction of its busy time is dropped: too little of its own time remains."""
 RATIO_CLIP = math.log(4.0)
-"""Clip of one observation in the ratio that is reported."""
+"""Clip of one observation in the ratio that is reported, and in the sum of a process without peers."""
 SUM_CLIP = math.log(2.5)
 """Clip of one observation in the sum: a few pauses of a second within a minute do not make a process slow."""
-SIGMA_MIN = 0.35
-"""Lower bound of the standard deviation, autocorrelation included: on shared CPUs it is 0.27 to 0.29, with heavier
-tails than normal. With it, a factor of 2.5 and more is detected after about 6 strides, two after 9, 1.5 after 20."""
+SIGMA_MIN, ALONE_SIGMA_MIN = 0.35, 0.6
+"""Lower bounds of the standard deviation, autocorrelation included, with peers and without. Against peers on shared
+CPUs it is 0.27 to 0.29, with heavier tails than normal. With peers, a factor of 2.5 and more is detected after about 6
+strides, two after 9, 1.5 after 20."""
+ALONE_RATIO_MIN = 2.0
+"""Smallest `slow_ratio` of a process without peers."""
 SIGMA_PRIOR, SIGMA_PRIOR_WEIGHT = 0.6, 10
 """The deviation assumed before anything was observed, and its weight in observations."""
 STRIDES_MIN = 5
@@ -268,7 +271,7 @@ def learn(state: SlowState, role: str, load: float, log_seconds: float, num_peer
     baseline.mean += difference * max(1 / baseline.count, LEARN_RATE_MIN / (1 + num_peers))
 
 
-def sigma(state: SlowState, role: str) -> float:
+def sigma(state: SlowState, role: str, sigma_min: float = SIGMA_MIN) -> float:
     """Standard deviation of a sum of n values of x over sqrt(n): includes their autocorrelation."""
     mean, square, product, count = state.moments.get(role, (0.0, 0.0, 0.0, 0))
     variance = square - mean * mean
@@ -277,7 +280,7 @@ def sigma(state: SlowState, role: str) -> float:
     rho = max(0.0, min(RHO_MAX, (product - mean * mean) / variance))
     seen = math.sqrt(variance * (1 + rho) / (1 - rho))
     weight = count / (count + SIGMA_PRIOR_WEIGHT)
-    return max(SIGMA_MIN, weight * seen + (1 - weight) * SIGMA_PRIOR)
+    return max(sigma_min, weight * seen + (1 - weight) * SIGMA_PRIOR)
 
 
 def threshold(sigma_: float, drift: float, strides_between_alarms: float) -> float:
@@ -325,8 +328,9 @@ def _observe(
     if not meter.peers:
         reference = _fleet_shift(fleet, subject, now)
     log_ratio = min(meter.residual - reference, meter.residual - meter.offset)
-    x = max(-SUM_CLIP, min(SUM_CLIP, log_ratio))
-    drift, limit = _drift_and_threshold(state, role, config, bool(meter.peers))
+    terms = sensitivity(config, meter.peers)
+    drift, limit = terms.drift, _threshold(state, role, config, terms)
+    x = max(-terms.clip, min(terms.clip, log_ratio))
     if meter.cusum <= 0:
         meter.rising_since, meter.rising_strides, meter.ratio_log = now, 0, 0.0
     # Capped, so that recovery is detected equally fast after long and short faults.
@@ -381,12 +385,31 @@ def _fleet_shift(fleet: MonitoredProcesses, subject: MonitoredProcess, now: floa
     return median(others) if others else 0.0
 
 
-def _drift_and_threshold(state: SlowState, role: str, config: DetectorConfig, has_peers: bool) -> tuple[float, float]:
-    """The drift is half of the target shift, as in Page's test. Without peers the full shift: changes of the host or of
-    the work then resemble slowness and are cancelled only roughly."""
-    drift = math.log(config.slow_ratio) / (2 if has_peers else 1)
+@dataclass(frozen=True, slots=True)
+class Sensitivity:
+    """`drift` of the sum at each stride, `clip` of one observation in it, and the least standard deviation."""
+
+    drift: float
+    clip: float
+    sigma_min: float
+
+
+def sensitivity(config: DetectorConfig, num_peers: int) -> Sensitivity:
+    """With peers, the drift is half of the target shift, as in Page's test.
+
+    Without peers nothing cancels what the whole host or the work does: the other roles show it only roughly. The drift
+    is then the full shift, of a factor of two at least, and more noise is assumed. Each observation may count for more,
+    as otherwise the larger drift would leave little of it.
+    """
+    if num_peers:
+        return Sensitivity(drift=math.log(config.slow_ratio) / 2, clip=SUM_CLIP, sigma_min=SIGMA_MIN)
+    ratio = max(config.slow_ratio, ALONE_RATIO_MIN)
+    return Sensitivity(drift=math.log(ratio), clip=RATIO_CLIP, sigma_min=ALONE_SIGMA_MIN)
+
+
+def _threshold(state: SlowState, role: str, config: DetectorConfig, terms: Sensitivity) -> float:
     strides = SECONDS_PER_DAY / config.slow_stride_seconds / config.slow_false_alarms_per_day
-    return drift, threshold(sigma(state, role), drift, strides)
+    return threshold(sigma(state, role, terms.sigma_min), terms.drift, strides)
 
 
 class SlowStage(Stage):
@@ -416,7 +439,7 @@ def _may_be_of_a_majority(fleet: MonitoredProcesses, subject: MonitoredProcess, 
 def _finding(state: SlowState, subject: MonitoredProcess, config: DetectorConfig, now: float) -> Finding:
     meter = subject.slow
     ratio = math.exp(meter.ratio_log)
-    _, threshold = _drift_and_threshold(state, subject.role, config, bool(meter.peers))
+    limit = _threshold(state, subject.role, config, sensitivity(config, meter.peers))
     against = (
         f"{meter.peers} peer{'s' if meter.peers != 1 else ''} at equal load"
         if meter.peers
@@ -426,14 +449,14 @@ def _finding(state: SlowState, subject: MonitoredProcess, config: DetectorConfig
         f"{subject.name()} is slow: {ratio:.1f} times the seconds per unit of {against}, for "
         f"{now - meter.rising_since:.0f} s ({meter.rising_strides} strides), CPU starvation by neighbours excluded "
         f"(last {meter.seconds_per_unit:.3g} s per unit at load {meter.load:.3g}, expected "
-        f"{meter.expected_seconds_per_unit:.3g} s; CUSUM {meter.cusum:.1f}, threshold {threshold:.1f} for "
+        f"{meter.expected_seconds_per_unit:.3g} s; CUSUM {meter.cusum:.1f}, threshold {limit:.1f} for "
         f"{config.slow_false_alarms_per_day:g} false alarms per day)"
     )
     values = {
         "seconds_per_unit": meter.seconds_per_unit,
         "expected_seconds_per_unit": meter.expected_seconds_per_unit,
         "cusum": meter.cusum,
-        "threshold": threshold,
+        "threshold": limit,
         "strides": float(meter.rising_strides),
         "peers": float(meter.peers),
     }

@@ -44,6 +44,15 @@ def test_autocorrelated_residuals_count_as_more_noise() -> None:
     assert slow.sigma(state, "unknown") == SIGMA_PRIOR
 
 
+@pytest.mark.parametrize(("ratio", "with_peers", "alone"), [(1.5, 1.5, 2.0), (3.0, 3.0, 3.0)])
+def test_without_peers_the_test_is_less_sensitive(ratio: float, with_peers: float, alone: float) -> None:
+    config = DetectorConfig(slow_ratio=ratio)
+    beside, by_itself = slow.sensitivity(config, 2), slow.sensitivity(config, 0)
+    assert (beside.drift, by_itself.drift) == pytest.approx((math.log(with_peers) / 2, math.log(alone)))
+    calm = SlowState(moments={"controller": (0.0, 0.01, 0.0, 10_000)})
+    assert slow.sigma(calm, "controller", by_itself.sigma_min) == 0.6 > slow.sigma(calm, "controller", beside.sigma_min)
+
+
 def test_a_load_without_baseline_uses_near_ones_only() -> None:
     state = SlowState()
     assert slow.expected(state, "rollout", 8) is None

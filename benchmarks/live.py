@@ -1,6 +1,6 @@
 """Slowness named live, and hours without a finding: the slow test and the panels of `watch`, on real runs.
 
-    python benchmarks/live.py slowed --count 30            one demo, slowed again and again, at most 60 minutes
+    python benchmarks/live.py slowed --count 20            one demo, slowed again and again: 25 to 45 minutes
     python benchmarks/live.py healthy --minutes 60         a demo without faults
     python benchmarks/live.py replaced --minutes 60        a demo in which two rollouts and its watch are killed
     python benchmarks/live.py torchrun --minutes 60        a torchrun job that reports nothing, beside other load
@@ -9,7 +9,10 @@
 A slowdown is drawn by the seed: role, how, factor (log-uniform) and replica. It lasts until its process is replaced, at
 most `SLOWED_SECONDS`; the next one follows `CALM_SECONDS` later. A finding that names anything but the process that was
 hit last counts as wrong. Runs are recorded like those of `soak.py`. One JSON line a run is added to
-`results/live.jsonl`; the report is made from the lines of one commit.
+`results/live.jsonl`; the report is made from the lines of one commit, of the kinds of runs that there are.
+
+Each call says when it ends at the latest: a run that is not over by itself is ended from outside, and what was injected
+by then is reported.
 """
 
 import argparse
@@ -46,6 +49,8 @@ KINDS = tuple(
     for how in hows
 )
 FACTORS = (1.5, 4.0)
+START_SECONDS = 120.0
+"""For the first step of a demo."""
 FIRST_SECONDS = 120.0
 """Run time, from the first step on, before the first slowdown."""
 SLOWED_SECONDS, CALM_SECONDS = 75.0, 30.0
@@ -94,12 +99,13 @@ def perform(plan: Sequence[Injection], run: Path, over: threading.Event, *, ends
     """Injects one after the other until `over`. `ends`: the run may end when all are done."""
     while not over.wait(1.0) and not _has_trained(run):
         pass
-    for injection in plan:
+    for number, injection in enumerate(plan, 1):
         if over.wait(injection.wait_seconds):
             return
+        began = time.monotonic()
         done = subprocess.run(injection.command(run), check=False, capture_output=True, text=True)
-        if done.returncode:
-            print(f"{injection}: {done.stderr.strip()}", file=sys.stderr, flush=True)
+        said = done.stderr.strip() if done.returncode else f"over after {time.monotonic() - began:.0f} s"
+        print(f"{number} of {len(plan)}: {injection.kind}, {injection.how}: {said}", file=sys.stderr, flush=True)
     if ends and not over.wait(CALM_SECONDS):
         with closing(Journal(RunDir(run).database_url)) as journal:
             journal.set_flag(HOLD_FLAG, None)
@@ -152,6 +158,17 @@ def judged(faults: Sequence[Line], found: Sequence[Line]) -> tuple[list[dict[str
     return told, [dict(f) for i, f in enumerate(others) if f["incident"] not in {o["incident"] for o in others[:i]}]
 
 
+def minutes_of(count: int) -> float:
+    """Length of a run with so many slowdowns, if each lasts as long as it may: usually its process is replaced long
+    before, and the run ends when the last one is over."""
+    return (START_SECONDS + FIRST_SECONDS + count * (SLOWED_SECONDS + CALM_SECONDS + INJECTING_SECONDS)) / 60
+
+
+def minutes_max(what: str, minutes: float) -> float:
+    """When a call is over at the latest; its run is ended from outside then."""
+    return minutes + (0.0 if what == "torchrun" else soak.RUN_MINUTES_MAX) + soak.END_SECONDS / 60
+
+
 def demo(kind: str, seed: int, plan: Sequence[Injection], minutes: float, commit: str, settings: Sequence[str]) -> Line:
     beside = partial(perform, plan, ends=kind == "slowed") if plan else None
     line = soak.one_run(
@@ -201,7 +218,12 @@ def torchrun(seed: int, minutes: float, commit: str) -> Line:
             time.sleep(0.5)
         watch = [*rolecall, "watch", "agents", json.loads(address.read_text())["url"], "--id", run_id]
         done = subprocess.run(
-            [*watch, "--for", str(minutes * 60)], check=False, cwd=common.ROOT, capture_output=True, text=True
+            [*watch, "--for", str(minutes * 60)],
+            check=False,
+            cwd=common.ROOT,
+            capture_output=True,
+            text=True,
+            timeout=minutes_max("torchrun", minutes) * 60,
         )
     wrong = judged([], findings(run))[1]
     line = {
@@ -308,15 +330,32 @@ def quiet(lines: Sequence[Line]) -> Iterator[str]:
             yield f"- {x['kind']}, {x['run_id']}: {f['fault_class']}, {', '.join(f['detectors'])}: {f['because']}"
 
 
+def configuration(lines: Sequence[Line]) -> str:
+    parts = []
+    kinds = {x["kind"] for x in lines}
+    if kinds - {"torchrun"}:
+        settings = sorted({s for x in lines for s in x["settings"]})
+        parts.append(", ".join(["rolecall demo", *settings]))
+    if "slowed" in kinds:
+        low, high = FACTORS
+        lasting = f"for {SLOWED_SECONDS:g} s at most, {CALM_SECONDS:g} s apart"
+        parts.append(f"slowdowns of {low:g} to {high:g} times {lasting}")
+    if "torchrun" in kinds:
+        parts.append(f"torchrun of {NUM_RANKS}")
+    return "; ".join(parts)
+
+
 def write_report(commit: str) -> Sequence[Line]:
-    lines = [x for x in map(json.loads, LINES.read_text().splitlines()) if x["commit"] == commit]
+    known = LINES.read_text().splitlines() if LINES.exists() else []
+    lines = [x for x in map(json.loads, known) if x["commit"] == commit]
+    if not lines:
+        print(f"no run of commit {commit}", file=sys.stderr)
+        return lines
     seeds = ", ".join(f"{x['kind']} {x['seed']}" for x in lines)
-    settings = ", ".join(sorted({s for x in lines for s in x["settings"]}))
-    text = common.header(
-        "Slowness and quiet, live", f"rolecall demo, {settings}; torchrun of {NUM_RANKS}", seeds, commit
-    )
-    for title, rows in (("Slowdowns", named), ("Each slowdown", each), ("Findings without their fault", quiet)):
-        text += [f"## {title}", "", *rows(lines), ""]
+    text = common.header("Slowness and quiet, live", configuration(lines), seeds, commit)
+    if any(x["kind"] == "slowed" for x in lines):
+        text += ["## Slowdowns", "", *named(lines), "", "## Each slowdown", "", *each(lines), ""]
+    text += ["## Findings without their fault", "", *quiet(lines), ""]
     path = common.write("live", text)
     print("\n".join(text), f"\nwritten to {path.relative_to(common.ROOT)}", sep="\n")
     return lines
@@ -333,15 +372,22 @@ def main() -> int:
     if args.what in ("rank", "load"):
         {"rank": rank, "load": load}[args.what](args.seed)
     commit = args.commit or common.commit()
+    if args.what == "slowed":
+        args.minutes = minutes_of(args.count)
+    if args.what != "report":
+        seconds = minutes_max(args.what, args.minutes) * 60
+        ends = time.strftime("%H:%M", time.gmtime(time.time() + seconds))
+        print(f"commit {commit}, seed {args.seed}: ends by {ends} UTC ({seconds / 60:.0f} minutes)", flush=True)
     if args.what == "torchrun":
         line = torchrun(args.seed, args.minutes, commit)
     elif args.what == "slowed":
-        minutes = (FIRST_SECONDS + args.count * (SLOWED_SECONDS + CALM_SECONDS + INJECTING_SECONDS)) / 60
-        line = demo("slowed", args.seed, list(slowdowns(args.seed, args.count)), minutes, commit, UNGUARDED)
+        plan = list(slowdowns(args.seed, args.count))
+        line = demo("slowed", args.seed, plan, args.minutes, commit, UNGUARDED)
     elif args.what != "report":
         plan = list(kills(args.minutes)) if args.what == "replaced" else []
         line = demo(args.what, args.seed, plan, args.minutes, commit, ())
     if args.what != "report":
+        LINES.parent.mkdir(parents=True, exist_ok=True)
         with LINES.open("a") as f:
             f.write(json.dumps(line) + "\n")
     lines = write_report(commit)

@@ -1,8 +1,11 @@
 """The report of slowness and quiet: who was named, when, and by what; what is counted as wrong."""
 
+import json
+from pathlib import Path
 from typing import Any
 
 import live
+import pytest
 
 
 def fault(at: float, target: str = "rollout/1", **more: Any) -> dict[str, Any]:
@@ -54,6 +57,29 @@ def test_hours_without_a_wrong_finding_add_up_over_the_kinds_of_runs() -> None:
     rows = list(live.quiet([line("healthy"), line("replaced", faults=killed, wrong=[finding(5.0, "rollout/0#1")])]))
     assert any(row.startswith("| all three | 2 | 2 | 2.00 | 1 | 1 | 2.37 |") for row in rows)
     assert rows[-1] == "- replaced, r: slow, sequential: at 5"
+
+
+def test_a_report_of_slowdowns_alone_says_nothing_of_other_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    faults = [{**fault(0.0), "seconds": 20.0, "detectors": ["sequential"], "wrong": 0}]
+    lines = [line("slowed", wanted=1, faults=faults, commit="a"), line("healthy", commit="b")]
+    monkeypatch.setattr(live, "LINES", tmp_path / "live.jsonl")
+    monkeypatch.setattr(live.common, "write", lambda _name, text: written.append(text) or live.common.ROOT / "x.md")
+    written: list[list[str]] = []
+    assert not live.write_report("a") and not written, "nothing was run"
+    live.LINES.write_text("".join(json.dumps({**x, "settings": ["x=1"]}) + "\n" for x in lines))
+    assert [x["kind"] for x in live.write_report("a")] == ["slowed"]
+    (text,) = written
+    assert "- config: rolecall demo, x=1; slowdowns of 1.5 to 4 times for 75 s at most, 30 s apart" in text
+    assert "- seeds: slowed 1" in text and any(row.startswith("- commit a, ") for row in text)
+    assert "| all | 1 of 1 | 1 | 20.0 | 20.0 to 20.0 | 20.0 | slow test |" in text
+    assert not any("healthy" in row or "torchrun" in row for row in text)
+
+
+def test_twenty_slowdowns_are_over_within_the_hour_they_are_given() -> None:
+    minutes = live.minutes_of(20)
+    assert minutes <= 45 and live.minutes_max("slowed", minutes) <= 62
 
 
 def test_slowdowns_are_the_same_for_the_same_seed_and_within_their_range() -> None:

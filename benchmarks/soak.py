@@ -18,9 +18,10 @@ import argparse
 import json
 import subprocess
 import sys
+import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -87,16 +88,25 @@ def one_run(
     hold: float,
     settings: Sequence[str],
     record: bool,
+    beside: Callable[[Path, threading.Event], None] | None = None,
 ) -> dict[str, Any]:
-    """Runs the demo once and returns its line for the results file."""
+    """Runs the demo once and returns its line for the results file.
+
+    `beside`: called in a thread with the run's directory and what is set when the run is over; it may inject.
+    """
     run_id = f"soak-{seed}-{int(time.time())}"
     argv = [sys.executable, "-m", "rolecall", "demo", "--seed", str(seed), "--faults", faults, "--id", run_id]
     argv += ["--steps", str(steps), "--minutes-max", str(minutes), "--hold-minutes", str(hold), "--plain"]
     for setting in settings:
         argv += ["--set", setting]
+    over = threading.Event()
+    if beside is not None:
+        argv.append("--allow-injection")
+        threading.Thread(target=beside, args=(RUNS / run_id, over), daemon=True).start()
     began = time.monotonic()
     with recorded(RUNS / run_id, record):
         code, output = _finish(argv, minutes * 60 + END_SECONDS, run_id)
+    over.set()
     path = RUNS / run_id / "report.json"
     report = json.loads(path.read_text()) if path.exists() else {}
     line = {

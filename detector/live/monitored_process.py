@@ -106,6 +106,8 @@ HELD_STATES = frozenset({"T", "t", "D"})
 
 STARVED_SAMPLE_SHARE = 0.5
 """Fraction of the sample interval without CPU from which a process counts as starved; a lower sample ends this."""
+STARVED_SMOOTHING_SECONDS = 15.0
+"""Time constant of `MonitoredProcess.starved_share`."""
 
 EXPERIENCED_UNITS = 8
 """Units of work (two steps of four microbatches) after which an incarnation has been in every phase of its work: from
@@ -193,6 +195,7 @@ class MonitoredProcess:
     finished: bool = False
     halted: ProgressClocks = field(default_factory=ProgressClocks)  # uninstrumented: time in one blocked kernel state
     starved: ProgressClocks = field(default_factory=ProgressClocks)  # uninstrumented; `effective`: time without CPU
+    starved_share: float = 0.0  # uninstrumented: recent fraction of time runnable without a CPU
     closed_wall: float = 0.0  # 0: current; else time when it was superseded, promoted or forgotten
     offset_seconds: float = 0.0  # watcher's wall clock minus its node's
     slow: SlowMeter = field(default_factory=SlowMeter)
@@ -318,6 +321,9 @@ def _advance_unpaged(subject: MonitoredProcess, previous: ProcessSample, sample:
     else:
         subject.halted.reset()
     kept_from = starved_seconds(previous, sample)
+    if counted > 0:
+        share = min(1.0, kept_from / counted)
+        subject.starved_share += (share - subject.starved_share) * min(1.0, counted / STARVED_SMOOTHING_SECONDS)
     if kept_from >= STARVED_SAMPLE_SHARE * counted:
         subject.starved.wall += counted
         subject.starved.effective += min(counted, kept_from)

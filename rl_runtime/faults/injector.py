@@ -13,7 +13,7 @@ import random
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -45,11 +45,14 @@ MEET_SECONDS = 15.0
 MEET_HOLD_SECONDS = 1.0
 EFFECT_SECONDS = 20.0
 """Deadline for the start of an in-process fault."""
-DUTY_STOPPED_SECONDS, DUTY_PERIOD_SECONDS = 0.15, 0.2
-"""Stopped 150 of each 200 ms: four times slower."""
-QUOTA_RATIO = 0.25
-DELAY_SECONDS = 0.03
-"""Added to each engine step, which takes about 10 ms: four times slower."""
+SLOW_FACTOR = 4.0
+"""How many times slower a slowdown makes its target, unless it is told."""
+SLOW_FACTOR_MAX = 20.0
+DUTY_PERIOD_SECONDS = 0.2
+ENGINE_STEP_SECONDS = 0.01
+"""An engine step takes about this long; a delay is added to each."""
+CPU_SHARE_SECONDS = 1.0
+"""Over which a process's share of a CPU is measured before a quota takes most of it."""
 POLL_SECONDS = 0.005
 USER_CODE_MESSAGE = "shape mismatch in the loss: expected 8 advantages, got 7"
 
@@ -63,11 +66,16 @@ class InjectionSpec:
     at: str = ""  # checkpoint at which it should take effect
     every_rank: bool = False
 
+    @property
+    def slows(self) -> bool:
+        return "duty" in self.hows
+
 
 KINDS: dict[str, InjectionSpec] = {
     "rollout-kill": InjectionSpec(role="rollout", hows=("kill",), at=ENGINE_STEP),
     "trainer-hang": InjectionSpec(role="trainer", hows=("stop", "gil", "lock", "read"), at=MICROBATCH),
     "rollout-slow": InjectionSpec(role="rollout", hows=("duty", "quota", "delay"), at=ENGINE_STEP),
+    "trainer-slow": InjectionSpec(role="trainer", hows=("duty", "quota"), at=MICROBATCH),
     "trainer-kill": InjectionSpec(role="trainer", hows=("kill",), at=MICROBATCH),
     "holder-kill": InjectionSpec(role="trainer", hows=("kill",), at=WEIGHTS),  # while a rollout pulls weights from it
     "rollout-hang": InjectionSpec(role="rollout", hows=("stop", "gil", "lock", "read"), at=ENGINE_STEP),
@@ -106,13 +114,15 @@ def inject(
     how: str | None = None,
     seconds: float | None = None,
     seed: int = 0,
+    factor: float | None = None,
     *,
     clock: Clock | None = None,
 ) -> dict[str, Any]:
     """Injects one fault and returns its record once it is over (at once for a kill).
 
     `target`: a replica, or for agent-kill a node; None: a serving one, chosen by `seed`. `seconds`: bound of a hang
-    or slowness; None: until the target exits, at most `SECONDS_MAX`.
+    or slowness; None: until the target exits, at most `SECONDS_MAX`. `factor`: how many times slower a slowdown is;
+    None: `SLOW_FACTOR`.
 
     Raises:
         InjectionRefused: the run does not allow it, the target is not a live process of it, or the fault is not
@@ -124,12 +134,19 @@ def inject(
         raise InjectionRefused(f"{kind}: unknown, known are {', '.join(KINDS)}")
     if how is not None and how not in spec.hows:
         raise InjectionRefused(f"{kind}: how={how!r} is unknown, known are {', '.join(spec.hows)}")
+    if factor is not None and not (spec.slows and 1.0 < factor <= SLOW_FACTOR_MAX):
+        raise InjectionRefused(
+            f"{kind}: factor={factor:g}: only slowdowns have one, above 1 and up to {SLOW_FACTOR_MAX:g}"
+        )
     if run.read().get("injection_allowed") is not True:
         raise InjectionRefused(f"run {run.run_id} was not started with injection allowed")
     victims = _victims(run, kind, spec, target, random.Random(seed))
     bound = min(seconds or SECONDS_MAX, SECONDS_MAX)
+    injection = _Injection(
+        run, kind, spec.at, how or spec.hows[0], bound, clock or SystemClock(), factor or SLOW_FACTOR
+    )
     with _terminable():
-        return _Injection(run, kind, spec.at, how or spec.hows[0], bound, clock or SystemClock()).perform(victims)
+        return injection.perform(victims)
 
 
 def _victims(
@@ -200,9 +217,11 @@ def _watches(run: RunDir) -> list[InjectionTarget]:
 class _Injection:
     """One injection in progress."""
 
-    def __init__(self, run: RunDir, kind: str, at: str, how: str, bound: float, clock: Clock) -> None:
+    def __init__(
+        self, run: RunDir, kind: str, at: str, how: str, bound: float, clock: Clock, factor: float = SLOW_FACTOR
+    ) -> None:
         self._run, self._kind, self._at, self._how = run, kind, at, how
-        self._bound, self._clock = bound, clock
+        self._bound, self._clock, self._factor = bound, clock, factor
 
     def perform(self, victims: list[InjectionTarget]) -> dict[str, Any]:
         if self._how == "kill":
@@ -218,7 +237,9 @@ class _Injection:
             if self._how == "raise":
                 return self._inside(victims, InProcessFault.RAISE, message=USER_CODE_MESSAGE)
             if self._how == "delay":
-                return self._inside(victims, InProcessFault.DELAY, delay_seconds=DELAY_SECONDS)
+                return self._inside(
+                    victims, InProcessFault.DELAY, delay_seconds=(self._factor - 1) * ENGINE_STEP_SECONDS
+                )
             return self._inside(victims, InProcessFault(self._how))
 
     def _stop(self, victim: InjectionTarget) -> dict[str, Any]:
@@ -231,11 +252,12 @@ class _Injection:
             if self._how == "stop":
                 self._until_gone([victim])
                 return record
+            working_seconds = DUTY_PERIOD_SECONDS / self._factor
             while self._clock.monotonic() < deadline:
-                self._clock.sleep(DUTY_STOPPED_SECONDS)
+                self._clock.sleep(DUTY_PERIOD_SECONDS - working_seconds)
                 if not kill_process(victim.pid, victim.start_ticks, signal.SIGCONT):
                     break
-                self._clock.sleep(DUTY_PERIOD_SECONDS - DUTY_STOPPED_SECONDS)
+                self._clock.sleep(working_seconds)
                 if not kill_process(victim.pid, victim.start_ticks, signal.SIGSTOP):
                     break
         finally:
@@ -244,12 +266,22 @@ class _Injection:
 
     def _quota(self, victim: InjectionTarget) -> dict[str, Any]:
         try:
-            with cpu_quota(victim.pid, QUOTA_RATIO):
+            with cpu_quota(victim.pid, self._cpu_share(victim) / self._factor):
                 record = self._record([victim])
                 self._until_gone([victim])
         except QuotaUnavailable as e:
             raise InjectionRefused(f"{self._kind}: no CPU quota can be set here: {e}") from e
         return record
+
+    def _cpu_share(self, victim: InjectionTarget) -> float:
+        """Share of a CPU that the target's busiest thread gets while it could use one: a quota above it would slow
+        nothing."""
+        before = _ran_and_waited(victim.pid)
+        self._clock.sleep(CPU_SHARE_SECONDS)
+        now = _ran_and_waited(victim.pid)
+        worked = [(ran - before[t][0], waited - before[t][1]) for t, (ran, waited) in now.items() if t in before]
+        ran, waited = max(worked, default=(0, 0))
+        return ran / (ran + waited) if ran > 0 else 1.0
 
     def _inside(
         self, victims: list[InjectionTarget], how: InProcessFault, *, delay_seconds: float = 0.0, message: str = ""
@@ -331,11 +363,23 @@ class _Injection:
             "met": met,
             "injected_at": self._clock.wall() if injected_at is None else injected_at,
         }
+        if KINDS[self._kind].slows:
+            record["factor"] = self._factor
         with self._run.injections_path.open("a", encoding="utf-8") as f:
             f.write(json.dumps(record) + "\n")
             f.flush()
             os.fsync(f.fileno())
         return record
+
+
+def _ran_and_waited(pid: int) -> dict[str, tuple[int, int]]:
+    """Nanoseconds that each thread of a process ran, and waited for a CPU; empty if it is gone."""
+    found = {}
+    for path in Path(f"/proc/{pid}/task").glob("*/schedstat"):
+        with suppress(OSError):
+            ran, waited, _ = path.read_text().split()
+            found[path.parent.name] = int(ran), int(waited)
+    return found
 
 
 @contextmanager

@@ -174,6 +174,9 @@ def inject(
     how: Annotated[
         str, typer.Option(help="Variant. Hangs: stop, gil, lock, read; slow ones: duty, quota, delay.")
     ] = "",
+    factor: Annotated[
+        float, typer.Option(min=0, help="How many times slower a slowdown makes its target; 0: 4 times.")
+    ] = 0.0,
     seconds: Annotated[float, typer.Option(min=0, help="Duration of a slowdown; 0: until the target ends.")] = 0.0,
     seed: Annotated[int, typer.Option(min=0, help="Random seed.")] = 0,
     runs: RootOption = ROOT,
@@ -186,7 +189,8 @@ def inject(
 
     if kind not in KINDS:
         raise ConfigError([f"--kind: {kind!r} is unknown, known are {', '.join(KINDS)}"])
-    print_json(do(open_run_dir(runs, run), kind, target or None, how or None, seconds or None, seed))
+    where = open_run_dir(runs, run)
+    print_json(do(where, kind, target or None, how or None, seconds or None, seed, factor or None))
 
 
 @results.command(epilog=examples("rolecall replay inc-1-rollout-1"))

@@ -16,7 +16,9 @@ from rolecall.detector.live.stages.stage import Stage, Tick, emerging, own
 
 AFTERMATH_SECONDS = 300.0
 """A metric change with an onset during another finding, or this long after it, counts as its effect: other processes
-wait or take over work. The same applies after processes joined or exited."""
+wait or take over work. The same applies after processes joined or exited, except for the start of the run."""
+STARTED_SECONDS = 60.0
+"""The start of a run is over when its processes have been the same for so long; panels begin no earlier."""
 ONSET_SECONDS = 5.0
 """Uncertainty of the onset of a metric change."""
 
@@ -36,12 +38,17 @@ class PanelsStage(Stage):
     def __init__(self) -> None:
         self._faults: list[PanelFault] = []
         self._trouble = (0.0, 0.0)  # start and end of the latest findings of other stages
+        self._started = 0.0  # when the last process joined at the start of the run; 0: it is not over
 
     def evaluate(self, tick: Tick) -> list[Finding]:
         """New panel findings are held while a process stalls that is not diagnosed yet, which may explain them; and
         while their own process is stopped or in an uninterruptible wait (uninstrumented.py reports it if it lasts)."""
         since, until = self._trouble
         changed = tick.fleet.changed_wall
+        if not self._started and tick.now - changed >= STARTED_SECONDS:
+            self._started = changed
+        if not changed > self._started > 0:
+            changed = 0.0
         if tick.findings or changed > until:
             began = min([f.onset for f in tick.findings] + ([changed] if changed > until else []))
             recent = tick.now - until <= AFTERMATH_SECONDS
@@ -71,11 +78,11 @@ class PanelsStage(Stage):
 
     @property
     def state(self) -> dict[str, Any]:
-        return {"faults": self._faults, "trouble": self._trouble}
+        return {"faults": self._faults, "trouble": self._trouble, "started": self._started}
 
     @state.setter
     def state(self, state: Mapping[str, Any]) -> None:
-        self._faults, self._trouble = state["faults"], state["trouble"]
+        self._faults, self._trouble, self._started = state["faults"], state["trouble"], state["started"]
 
 
 def _lives(suspect: Suspect, fleet: MonitoredProcesses) -> bool:

@@ -8,11 +8,11 @@ the role's baseline at that load:
     r_i = log e_i - baseline(role, load)          deviation from the role's baseline
     x_i = min(r_i - median of peers' r,           slower than peers now         (cancels common slowdowns)
               r_i - own usual offset)             slower than its own history   (cancels lasting differences)
-    S_i = max(0, S_i + x_i - log(slow_ratio) / 2) Page's CUSUM; alarm at S_i >= h
+    S_i = max(0, S_i + clipped x_i - log(slow_ratio) / 2) Page's CUSUM; alarm at S_i >= h
 
 h follows from the target false alarm rate by Siegmund's formula for the run length of a CUSUM (D. Siegmund, Sequential
 Analysis, 1985), with the residuals' standard deviation widened for their lag-1 autocorrelation. Without working peers
-the reference is the deviation of the other roles from their baselines.
+the reference is the deviation of the other roles from their baselines, and the test is less sensitive (`sensitivity`).
 """
 
 import math
@@ -33,7 +33,7 @@ from rolecall.detector.live.stages.stage import Stage, Tick
 PEER_AGE_SECONDS = 10.0
 """Maximum age of a peer's residual in the comparison."""
 RISING_SUM = 1.0
-"""A peer whose CUSUM exceeds this (about one stride of a factor of four) may be slow; learning is then suspended."""
+"""A peer whose CUSUM exceeds this (about two strides of a factor of 2.5) may be slow; learning is then suspended."""
 
 
 @dataclass(slots=True)
@@ -122,12 +122,17 @@ STRIDE_SECONDS_MAX = 30.0
 STARVED_SHARE_MAX = 0.85
 """A stride starved for a larger fraction of its busy time is dropped: too little of its own time remains."""
 RATIO_CLIP = math.log(4.0)
-"""Clip of one observation at a factor of four, so that a single pause of a second does not count as slowness."""
-SIGMA_MIN = 0.6
-"""Lower bound of the standard deviation, autocorrelation included: on shared CPUs the tails are heavier than normal.
-With it, a factor of four is detected after about 6 strides, a factor of two after 18."""
-SIGMA_PRIOR_WEIGHT = 30
-"""Weight of the assumed deviation, in observations."""
+"""Clip of one observation in the ratio that is reported, and in the sum of a process without peers."""
+SUM_CLIP = math.log(2.5)
+"""Clip of one observation in the sum: a few pauses of a second within a minute do not make a process slow."""
+SIGMA_MIN, ALONE_SIGMA_MIN = 0.35, 0.6
+"""Lower bounds of the standard deviation, autocorrelation included, with peers and without. Against peers on shared
+CPUs it is 0.27 to 0.29, with heavier tails than normal. With peers, a factor of 2.5 and more is detected after about 6
+strides, two after 9, 1.5 after 20."""
+ALONE_RATIO_MIN = 2.0
+"""Smallest `slow_ratio` of a process without peers."""
+SIGMA_PRIOR, SIGMA_PRIOR_WEIGHT = 0.6, 10
+"""The deviation assumed before anything was observed, and its weight in observations."""
 STRIDES_MIN = 5
 """Minimum number of consecutive strides for an alarm."""
 HISTORY_MIN = 5
@@ -266,16 +271,16 @@ def learn(state: SlowState, role: str, load: float, log_seconds: float, num_peer
     baseline.mean += difference * max(1 / baseline.count, LEARN_RATE_MIN / (1 + num_peers))
 
 
-def sigma(state: SlowState, role: str) -> float:
+def sigma(state: SlowState, role: str, sigma_min: float = SIGMA_MIN) -> float:
     """Standard deviation of a sum of n values of x over sqrt(n): includes their autocorrelation."""
     mean, square, product, count = state.moments.get(role, (0.0, 0.0, 0.0, 0))
     variance = square - mean * mean
     if variance <= 0:
-        return SIGMA_MIN
+        return SIGMA_PRIOR
     rho = max(0.0, min(RHO_MAX, (product - mean * mean) / variance))
     seen = math.sqrt(variance * (1 + rho) / (1 - rho))
     weight = count / (count + SIGMA_PRIOR_WEIGHT)
-    return max(SIGMA_MIN, weight * seen + (1 - weight) * SIGMA_MIN)
+    return max(sigma_min, weight * seen + (1 - weight) * SIGMA_PRIOR)
 
 
 def threshold(sigma_: float, drift: float, strides_between_alarms: float) -> float:
@@ -323,14 +328,15 @@ def _observe(
     if not meter.peers:
         reference = _fleet_shift(fleet, subject, now)
     log_ratio = min(meter.residual - reference, meter.residual - meter.offset)
-    log_ratio = max(-RATIO_CLIP, min(RATIO_CLIP, log_ratio))
-    drift, limit = _drift_and_threshold(state, role, config, bool(meter.peers))
+    terms = sensitivity(config, meter.peers)
+    drift, limit = terms.drift, _threshold(state, role, config, terms)
+    x = max(-terms.clip, min(terms.clip, log_ratio))
     if meter.cusum <= 0:
         meter.rising_since, meter.rising_strides, meter.ratio_log = now, 0, 0.0
     # Capped, so that recovery is detected equally fast after long and short faults.
-    meter.cusum = min(2 * limit, max(0.0, meter.cusum + log_ratio - drift))
+    meter.cusum = min(2 * limit, max(0.0, meter.cusum + x - drift))
     meter.rising_strides += 1
-    meter.ratio_log += (log_ratio - meter.ratio_log) / meter.rising_strides
+    meter.ratio_log += (max(-RATIO_CLIP, min(RATIO_CLIP, log_ratio)) - meter.ratio_log) / meter.rising_strides
     if meter.alarmed:
         meter.alarmed = meter.cusum >= limit / 2
     else:
@@ -338,8 +344,8 @@ def _observe(
         meter.alarmed_wall = now
     state.peers.note_sum(subject)
     if not work.censored:
-        meter.pending.append((work.load, log_seconds, log_ratio, meter.last_x))
-    meter.last_x = log_ratio
+        meter.pending.append((work.load, log_seconds, x, meter.last_x))
+    meter.last_x = x
     # An excursion that ended without an alarm was noise and is learned; one that became a finding never is. While one
     # process of a role rises its peers appear fast, so they are not learned from either.
     if meter.cusum <= 0 and not state.peers.rising_without(subject):
@@ -350,7 +356,7 @@ def _observe(
 
 
 def _learn_from(
-    state: SlowState, role: str, meter: SlowMeter, load: float, log_seconds: float, log_ratio: float, x_before: float
+    state: SlowState, role: str, meter: SlowMeter, load: float, log_seconds: float, x: float, x_before: float
 ) -> None:
     habit = expected(state, role, load)
     learn(state, role, load, log_seconds, meter.peers)
@@ -362,9 +368,9 @@ def _learn_from(
     mean, square, product, count = state.moments.get(role, (0.0, 0.0, 0.0, 0))
     rate = max(1 / (count + 1), LEARN_RATE_MIN)
     state.moments[role] = (
-        mean + (log_ratio - mean) * rate,
-        square + (log_ratio * log_ratio - square) * rate,
-        product + (log_ratio * x_before - product) * rate,
+        mean + (x - mean) * rate,
+        square + (x * x - square) * rate,
+        product + (x * x_before - product) * rate,
         count + 1,
     )
 
@@ -379,12 +385,31 @@ def _fleet_shift(fleet: MonitoredProcesses, subject: MonitoredProcess, now: floa
     return median(others) if others else 0.0
 
 
-def _drift_and_threshold(state: SlowState, role: str, config: DetectorConfig, has_peers: bool) -> tuple[float, float]:
-    """The drift is half of the target shift, as in Page's test. Without peers the full shift: changes of the host or of
-    the work then resemble slowness and are cancelled only roughly."""
-    drift = math.log(config.slow_ratio) / (2 if has_peers else 1)
+@dataclass(frozen=True, slots=True)
+class Sensitivity:
+    """`drift` of the sum at each stride, `clip` of one observation in it, and the least standard deviation."""
+
+    drift: float
+    clip: float
+    sigma_min: float
+
+
+def sensitivity(config: DetectorConfig, num_peers: int) -> Sensitivity:
+    """With peers, the drift is half of the target shift, as in Page's test.
+
+    Without peers nothing cancels what the whole host or the work does: the other roles show it only roughly. The drift
+    is then the full shift, of a factor of two at least, and more noise is assumed. Each observation may count for more,
+    as otherwise the larger drift would leave little of it.
+    """
+    if num_peers:
+        return Sensitivity(drift=math.log(config.slow_ratio) / 2, clip=SUM_CLIP, sigma_min=SIGMA_MIN)
+    ratio = max(config.slow_ratio, ALONE_RATIO_MIN)
+    return Sensitivity(drift=math.log(ratio), clip=RATIO_CLIP, sigma_min=ALONE_SIGMA_MIN)
+
+
+def _threshold(state: SlowState, role: str, config: DetectorConfig, terms: Sensitivity) -> float:
     strides = SECONDS_PER_DAY / config.slow_stride_seconds / config.slow_false_alarms_per_day
-    return drift, threshold(sigma(state, role), drift, strides)
+    return threshold(sigma(state, role, terms.sigma_min), terms.drift, strides)
 
 
 class SlowStage(Stage):
@@ -414,7 +439,7 @@ def _may_be_of_a_majority(fleet: MonitoredProcesses, subject: MonitoredProcess, 
 def _finding(state: SlowState, subject: MonitoredProcess, config: DetectorConfig, now: float) -> Finding:
     meter = subject.slow
     ratio = math.exp(meter.ratio_log)
-    _, threshold = _drift_and_threshold(state, subject.role, config, bool(meter.peers))
+    limit = _threshold(state, subject.role, config, sensitivity(config, meter.peers))
     against = (
         f"{meter.peers} peer{'s' if meter.peers != 1 else ''} at equal load"
         if meter.peers
@@ -424,14 +449,14 @@ def _finding(state: SlowState, subject: MonitoredProcess, config: DetectorConfig
         f"{subject.name()} is slow: {ratio:.1f} times the seconds per unit of {against}, for "
         f"{now - meter.rising_since:.0f} s ({meter.rising_strides} strides), CPU starvation by neighbours excluded "
         f"(last {meter.seconds_per_unit:.3g} s per unit at load {meter.load:.3g}, expected "
-        f"{meter.expected_seconds_per_unit:.3g} s; CUSUM {meter.cusum:.1f}, threshold {threshold:.1f} for "
+        f"{meter.expected_seconds_per_unit:.3g} s; CUSUM {meter.cusum:.1f}, threshold {limit:.1f} for "
         f"{config.slow_false_alarms_per_day:g} false alarms per day)"
     )
     values = {
         "seconds_per_unit": meter.seconds_per_unit,
         "expected_seconds_per_unit": meter.expected_seconds_per_unit,
         "cusum": meter.cusum,
-        "threshold": threshold,
+        "threshold": limit,
         "strides": float(meter.rising_strides),
         "peers": float(meter.peers),
     }

@@ -9,12 +9,13 @@ Progress and announced exits are unknown, so a silent process is not diagnosed a
             Restarted processes are excluded. A whole job that ends at once in the same way was stopped on purpose.
   stopped   in state T (or t: traced) without interruption
   stuck     in an uninterruptible wait (state D) without any CPU use: disk, network file system, driver
-  starved   runnable, but kept from the CPU by other processes for most of the time
+  starved   runnable, but kept from the CPU by other processes for most of the time, unlike most ranks of its role
 
 Slowness is left to panels, which compare CPU, memory and faults among the ranks of a role.
 """
 
 from dataclasses import dataclass
+from statistics import median_low
 
 from rolecall.core.diagnosis import Evidence, Finding
 from rolecall.core.faults import FaultClass
@@ -44,6 +45,9 @@ STUCK_SECONDS = 60.0
 STARVED_SECONDS = 30.0
 """Time with at least `monitored_process.STARVED_SAMPLE_SHARE` starvation in each sample; bursts of other processes are
 shorter."""
+STARVED_APART = 0.25
+"""A starved rank is named if its share of time without CPU exceeds the role's median by this: where all ranks wait for
+CPUs as long, the machine is full and no rank is at fault."""
 SIGABRT = "6"
 
 
@@ -79,13 +83,17 @@ class UninstrumentedStage(Stage):
         found, processes = _exits(tick.fleet, tick.now), tick.fleet.unpaged()
         # Diagnoses concern replicas: the exit of a rank, reported or not, takes precedence over a stall of another.
         losing = {s.replica for s in processes if s.gone and not s.finished}
+        usual: dict[str, float] = {}  # share of time without CPU, by role
         for subject in processes:
             if subject.gone or subject.finished or subject.sample is None or subject.replica in losing:
                 continue
             if subject.halted.wall >= (STUCK_SECONDS if subject.sample.proc_state == "D" else STOPPED_SECONDS):
                 found.append(_stopped(subject, tick.now))
             elif subject.starved.wall >= STARVED_SECONDS:
-                found.append(_starved(subject, tick.now))
+                if subject.role not in usual:
+                    usual[subject.role] = _usual_share(tick.fleet, subject.role)
+                if subject.starved_share - usual[subject.role] >= STARVED_APART:
+                    found.append(_starved(subject, tick.now))
         return found
 
 
@@ -178,6 +186,12 @@ def _stopped(subject: MonitoredProcess, now: float) -> Finding:
         because=f"{subject.name()} is hung: {what} for {seconds:.0f} s",
         evidence=(Evidence(kind="proc_state", text=f"state {state}", values={"seconds": seconds}),),
     )
+
+
+def _usual_share(fleet: MonitoredProcesses, role: str) -> float:
+    """The median over the ranks of the role; 0 for one rank, which has no peer to compare with."""
+    shares = [s.starved_share for s in fleet.roster.of_role(role).values() if not s.gone]
+    return median_low(shares) if len(shares) > 1 else 0.0
 
 
 def _starved(subject: MonitoredProcess, now: float) -> Finding:

@@ -142,9 +142,10 @@ class DetectorConfig(Section):
     """Upper bound of a learned deadline."""
     first_unit_seconds: Seconds = 120.0
     """Deadline of start, compilation and the first unit of work of an incarnation."""
-    slow_ratio: Annotated[float, Field(gt=1)] = 2.0
+    slow_ratio: Annotated[float, Field(gt=1)] = 1.5
     """The sequential test detects replicas slower than their peers by this factor; half of its logarithm is allowed
-    drift."""
+    drift. For a replica without peers at work, compared with its own past alone, all of it is, and the factor is 2 at
+    least."""
     slow_false_alarms_per_day: Annotated[float, Field(gt=0)] = 0.1
     """Accepted false-alarm rate of the slow test per replica. A lower value detects later."""
     slow_stride_seconds: Seconds = 1.0

@@ -284,6 +284,22 @@ def test_a_stall_that_comes_after_takes_its_place_and_one_that_came_before_expla
     assert list(run.reported) == ["hang:rollout/1#1"], "neither of the stalled one nor of those who take over its work"
 
 
+@pytest.mark.parametrize("arrives", [False, True])
+def test_the_start_of_a_run_explains_nothing_and_a_later_arrival_does(arrives: bool) -> None:
+    """A panel that has just begun is heard, also by a watch that has just been restarted."""
+    accuser = Accuser()
+    run = begun(accuser)
+    *_, state = run.engine.state_in_parts(100)
+    assert state is not None
+    run.engine = LiveDetector.resumed(DetectorConfig(mask_proc_state=True), ROLES, json.loads(state))
+    if arrives:
+        run.fleet.start("reward", 7, incarnation=1)
+    run.go(1.0)
+    accuser.accused = 1
+    run.go(3.0)
+    assert run.keys() == ([] if arrives else ["slow:rollout/1#1"])
+
+
 def test_another_replica_that_changed_before_the_stall_stays_reported() -> None:
     accuser = Accuser()
     run = calm(accuser)

@@ -13,7 +13,7 @@ from rolecall.core.telemetry import Phase, ProcessSample
 from rolecall.detector.live.engine import LiveDetector
 from rolecall.detector.live.monitored_process import MonitoredProcess
 from rolecall.detector.live.stages import slow
-from rolecall.detector.live.stages.slow import SIGMA_MIN, SlowState
+from rolecall.detector.live.stages.slow import SIGMA_PRIOR, SlowState
 from rolecall.testing.synthetic_run import FakeFault, FakeFleet
 
 DRIFT = math.log(2) / 2
@@ -41,7 +41,16 @@ def test_autocorrelated_residuals_count_as_more_noise() -> None:
     state = SlowState(moments={"white": (0.0, 1.0, 0.0, 10_000), "red": (0.0, 1.0, 0.5, 10_000)})
     assert slow.sigma(state, "white") == pytest.approx(1.0, abs=0.01)
     assert slow.sigma(state, "red") == pytest.approx(math.sqrt(3), abs=0.01)
-    assert slow.sigma(state, "unknown") == SIGMA_MIN
+    assert slow.sigma(state, "unknown") == SIGMA_PRIOR
+
+
+@pytest.mark.parametrize(("ratio", "with_peers", "alone"), [(1.5, 1.5, 2.0), (3.0, 3.0, 3.0)])
+def test_without_peers_the_test_is_less_sensitive(ratio: float, with_peers: float, alone: float) -> None:
+    config = DetectorConfig(slow_ratio=ratio)
+    beside, by_itself = slow.sensitivity(config, 2), slow.sensitivity(config, 0)
+    assert (beside.drift, by_itself.drift) == pytest.approx((math.log(with_peers) / 2, math.log(alone)))
+    calm = SlowState(moments={"controller": (0.0, 0.01, 0.0, 10_000)})
+    assert slow.sigma(calm, "controller", by_itself.sigma_min) == 0.6 > slow.sigma(calm, "controller", beside.sigma_min)
 
 
 def test_a_load_without_baseline_uses_near_ones_only() -> None:
@@ -102,3 +111,21 @@ def test_the_onset_is_on_the_watchers_clock() -> None:
     reported = [d for o in fleet.run(60.0) for d in detector.observe(replace(o, wall_at=o.wall_at + ahead))]
     assert reported and reported[0].fault_class is FaultClass.SLOW
     assert began - 5.0 <= reported[0].onset < reported[0].detected_at  # a sum of strides takes its time
+
+
+@pytest.mark.parametrize("replica", ["rollout/0", "trainer/1"])
+def test_a_process_that_is_half_as_slow_again_is_named_within_a_minute_of_the_run(replica: str) -> None:
+    fleet, detector = FakeFleet(seed=4), LiveDetector(DetectorConfig(mask_proc_state=True))
+    assert not [d for o in fleet.run(120.0) for d in detector.observe(o)]
+    fleet.processes[replica].fault = FakeFault("unit_delay", factor=1.5)
+    reported = {d.key: d for o in fleet.run(60.0) for d in detector.observe(o)}
+    assert [[s.replica for s in d.suspects] for d in reported.values()] == [[replica]]
+
+
+def test_pauses_of_a_process_do_not_make_it_slow() -> None:
+    """In each stride of ten, three wait a second longer than their work takes."""
+    fleet, detector = FakeFleet(seed=5), LiveDetector(DetectorConfig(mask_proc_state=True))
+    for second in range(120):
+        process = fleet.processes["rollout/1"]
+        process.fault = FakeFault("stopped") if second >= 60 and second % 10 in (0, 3, 6) else None
+        assert not [d for o in fleet.run(1.0) for d in detector.observe(o)], f"second {second}"

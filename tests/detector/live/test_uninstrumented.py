@@ -308,6 +308,14 @@ def test_a_starved_process_is_reported_as_such(job: Job) -> None:
     )
 
 
+def test_ranks_of_a_full_machine_are_not_named_for_waiting_for_its_cpus(job: Job) -> None:
+    """One after the other has waited for so long: the more so without a finding."""
+    for seconds, name in enumerate(job.pids):
+        job.delay_rate[name] = 0.7 + 0.02 * seconds
+        assert not job.run(1)
+    assert not job.run(2 * STARVED_SECONDS)
+
+
 def test_a_stored_window_gives_the_same_again(job: Job) -> None:
     job.state["trainer/0:1"], job.cpu_rate["trainer/0:1"] = "T", 0.0
     standing = job.run(20)

@@ -48,8 +48,8 @@ NUM_ROWS_MAX = 100_000_000
 """Minutes of reading; ten thousand machines with 21 metrics for eight minutes."""
 NUM_VALUES_MAX = 100_000_000
 """All panels of a file, 0.4 GB, and 0.8 GB for the times of the values while they are read."""
-NUM_NAMES_MAX = 200_000
-"""Machines of a file, and likewise its metrics: 0.2 GB for the first samples of each machine."""
+NUM_NAMES_MAX = 100_000
+"""Machines of a file, and likewise its metrics: 0.5 GB for the first samples of each machine."""
 NUM_TICKS_MAX = 3_000_000
 """All panels of a file, 0.8 GB while they are read: five weeks at 1 s."""
 VALUE_BYTES = 4
@@ -65,6 +65,10 @@ GOOD = {
 """What rows need; others are left out for the first that they lack."""
 NUM_FIRST_SAMPLES = 64
 """The interval is their typical distance: few enough to be available early, enough to outvote gaps."""
+NO_INTERVAL = 1.0
+"""Seconds, of samples at a single time."""
+NUM_NEW_SAMPLES = 1 << 21
+"""That may be among the first, before those that are not are forgotten."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -222,6 +226,7 @@ def _survey(file: _File) -> _Survey:
     machines = pl.DataFrame(schema=dict.fromkeys(strings, pl.String) | dict.fromkeys(numbers, pl.Int64))
     metrics = pl.DataFrame(schema={"panel": pl.Int64, "metric": pl.String})
     starts = pl.DataFrame(schema={"machine": pl.Int64, "timestamp": pl.Float64})
+    until, enough = pl.DataFrame(schema={"machine": pl.Int64, "until": pl.Float64}), NUM_NEW_SAMPLES
     panels = pl.DataFrame(
         schema={"panel": pl.Int64, "first": pl.Float64, "by_step": pl.Boolean, "low": pl.Int64, "high": pl.Int64}
     )
@@ -246,15 +251,19 @@ def _survey(file: _File) -> _Survey:
         panels = (
             pl.concat([panels, seen]).group_by("panel").agg(least, pl.col("by_step").all(), most).select(panels.columns)
         )
-        starts = _first_samples(starts, rows)
-    # The typical distance between a machine's first samples, over machines.
-    starts = starts.join(machines.select("machine", "panel"), on="machine")
-    intervals = [
-        (panel, _usual_distance([g["timestamp"].to_numpy() for g in group.partition_by("machine")]))
-        for (panel,), group in starts.partition_by("panel", as_dict=True).items()
-    ]
-    schema = {"panel": pl.Int64, "interval": pl.Float64}
-    panels = panels.join(pl.DataFrame(intervals, schema=schema, orient="row"), on="panel")
+        early = pl.col("until").is_null() | (pl.col("timestamp") < pl.col("until"))
+        new = rows.select(starts.columns).join(until, on="machine", how="left").filter(early)
+        starts = pl.concat([starts, new.select(starts.columns)])
+        if len(starts) > enough:
+            starts = _first_samples(starts)
+            last = starts.group_by("machine").agg(pl.len(), pl.col("timestamp").max().alias("until"))
+            until = last.filter(pl.col("len") == NUM_FIRST_SAMPLES).drop("len")
+            enough = len(starts) + NUM_NEW_SAMPLES
+    # The typical distance between a machine's first samples, over machines; an average of two could be that of a gap.
+    starts = _first_samples(starts).join(machines.select("machine", "panel"), on="machine")
+    distances = starts.group_by("panel", "machine").agg(pl.col("timestamp").diff().quantile(0.5, "lower"))
+    interval = pl.col("timestamp").quantile(0.5, "lower").fill_null(NO_INTERVAL).alias("interval")
+    panels = panels.join(distances.group_by("panel").agg(interval), on="panel")
     panels = panels.with_columns(pl.col("by_step") & (pl.col("low") < pl.col("high"))).drop("low", "high")
     place = pl.int_range(pl.len()).over("panel")
     return _Survey(
@@ -278,16 +287,9 @@ def _numbered(rows: pl.DataFrame, machines: pl.DataFrame) -> tuple[pl.DataFrame,
     return rows.join(machines, on=KEY, nulls_equal=True), machines
 
 
-def _first_samples(starts: pl.DataFrame, rows: pl.DataFrame) -> pl.DataFrame:
-    """The first times of each machine."""
-    until = starts.group_by("machine").agg(pl.len(), pl.col("timestamp").max().alias("until"))
-    full = until.filter(pl.col("len") == NUM_FIRST_SAMPLES).select("machine", "until")
-    early = pl.col("until").is_null() | (pl.col("timestamp") < pl.col("until"))
-    new = rows.select(starts.columns).join(full, on="machine", how="left").filter(early).select(starts.columns)
-    new = new.join(starts, on=starts.columns, how="anti")
-    if not len(new):
-        return starts
-    starts = pl.concat([starts, new]).unique().sort("timestamp")
+def _first_samples(starts: pl.DataFrame) -> pl.DataFrame:
+    """The first times of each machine, in order."""
+    starts = starts.unique().sort("timestamp")
     return starts.group_by("machine", maintain_order=True).head(NUM_FIRST_SAMPLES)
 
 
@@ -316,7 +318,8 @@ def _shaped(file: _File, survey: _Survey) -> tuple[list[tuple[int, PanelShape, T
         head, its_ticks = members.row(0, named=True), ticks_of_panel[panel,]
         if head["by_step"]:
             at = np.maximum.accumulate(its_ticks["at"].to_numpy())
-            interval = _usual_distance([np.unique(at)])
+            distances = np.diff(np.unique(at))
+            interval = float(np.quantile(distances, 0.5, method="lower")) if len(distances) else NO_INTERVAL
         else:
             interval = head["interval"]
             at = head["first"] + its_ticks["number"].to_numpy() * interval
@@ -370,16 +373,6 @@ def _panels(file: _File, survey: _Survey, keep: Callable[[int], None]) -> list[P
         Panel(shape=shape, at=at, values=part.reshape(len(shape.metrics), len(at), len(shape.machines)))
         for (_, shape, at), part in zip(shaped, np.split(values, starts[1:]), strict=True)
     ]
-
-
-def _usual_distance(times: Sequence[Times]) -> float:
-    """Median over machines of the (lower) median positive distance; seconds, 1 if there is none."""
-    distances = [_lower_median(d) for t in times if len(d := np.diff(t)[np.diff(t) > 0])]
-    return _lower_median(np.array(distances)) if distances else 1.0
-
-
-def _lower_median(values: Times) -> float:
-    return float(np.quantile(values, 0.5, method="lower"))  # an average of two values could be dominated by a gap
 
 
 def _rows(panel: Panel) -> pl.DataFrame:

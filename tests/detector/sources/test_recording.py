@@ -232,6 +232,7 @@ def test_batches_do_not_decide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
         whole = recording.read(path)
         with monkeypatch.context() as smaller:
             smaller.setattr(recording, "BATCH_ROWS", batch)
+            smaller.setattr(recording, "NUM_NEW_SAMPLES", batch)
             parts = recording.read(path)
         assert parts.remarks == whole.remarks == ("1 rows hold no finite value and are left out",)
         for one, other in zip(whole.panels, parts.panels, strict=True):

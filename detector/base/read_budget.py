@@ -35,19 +35,16 @@ def head_of(path: Path, num_bytes: int) -> bytes:
 class ReadLimits:
     """Limits of a whole call."""
 
-    kept_bytes_max: int = 8 << 30
-    """Estimated memory of the recordings; of dumps and logs less (`KEPT_BYTES_OF_DUMPS_MAX`). Stacks of 4,096
-    processes with 30 threads in ten rounds are 0.8 GB, Flight Recorder dumps of 4,096 ranks with 2,000 entries each
-    0.4 GB."""
+    kept_bytes_max: int = 768 << 20
+    """Estimated memory of the recordings, and of dumps and logs of one kind: kinds are read one after the other, so
+    that with what reading takes a call stays below 2 GiB. Recordings of 10,000 machines with 21 metrics for five
+    minutes at 1 s are 0.25 GB, stacks of 4,096 processes with 30 threads in ten rounds 0.8 GB, Flight Recorder dumps of
+    4,096 ranks with 2,000 entries each 0.4 GB."""
     reading_bytes_max: int = 768 << 20
-    """Estimated memory of the Flight Recorder dumps that are being read at the same time, by all readers together."""
+    """Estimated memory of the Flight Recorder dumps that are being read at the same time, by all readers together.
+    Recordings are read one at a time, and bound this themselves."""
     seconds_max: float = 1800.0
     """For reading and judging everything, checked within each file and between two ticks of a recording."""
-
-
-KEPT_BYTES_OF_DUMPS_MAX = 768 << 20
-"""Of dumps and logs of one kind, whatever the limits allow for recordings: kinds are read one after the other, so that
-with `reading_bytes_max` and the readers' own memory a call stays below 2 GiB."""
 
 
 class Budget:
@@ -56,7 +53,6 @@ class Budget:
     def __init__(self, limits: ReadLimits | None = None, clock: Clock | None = None) -> None:
         self._limits, self._clock = limits or ReadLimits(), clock or SystemClock()
         self._began = self._clock.monotonic()
-        self._kept_bytes_max = self._limits.kept_bytes_max
         self._kept_bytes = self._num_files = 0
         self.stopped: ReadingStopped | None = None
 
@@ -65,14 +61,13 @@ class Budget:
         and all of the memory."""
         budget = Budget(self._limits, self._clock)
         budget._began = self._began
-        budget._kept_bytes_max = min(self._kept_bytes_max, KEPT_BYTES_OF_DUMPS_MAX)
         return budget
 
     def keep(self, num_bytes: int, path: str) -> None:
         """Accounts `num_bytes` retained from the file at `path`. Raises ReadingStopped if over budget."""
         self._num_files += 1
         self._kept_bytes += num_bytes
-        most = self._kept_bytes_max
+        most = self._limits.kept_bytes_max
         if self._kept_bytes > most:
             reason = f"with it {self._num_files:,} file(s) take more than {most / (1 << 30):.3g} GiB of memory"
             self.stop(ReadingStopped(where=path, reason=f"{reason}, and no more are read: name fewer of them"))

@@ -7,6 +7,7 @@ file of unknown kind in a folder is skipped and counted.
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -39,7 +40,6 @@ NUM_FILES_MAX = 100_000
 """Files and folders below one folder; more indicates a wrong path."""
 NUM_REMARKS_MAX, NUM_UNREADABLE_SHOWN = 100, 50
 """Remarks about the files of one kind, and those about unreadable ones among them; further ones are counted."""
-VALUE_BYTES = 4
 KINDS = (
     "a recording (Parquet), a Flight Recorder dump (pickle or JSON), a stack dump of py-spy, an answer of NCCL RAS, "
     "a file of the NCCL Inspector, a kernel log, an agent's events, a copy of an InfiniBand device"
@@ -230,9 +230,7 @@ def diagnose(
         say(f"reading {file}")
         try:
             budget.check_time(str(file))
-            read = recording.read(file, budget.check(file))
-            # Samples that share a grid cell are merged, but took as long to read.
-            budget.keep(VALUE_BYTES * max(read.num_rows, sum(p.values.size for p in read.panels)), str(file))
+            read = recording.read(file, budget.check(file), partial(budget.keep, path=str(file)))
         except ReadingStopped as stopped:
             left = found.recordings[number:]
             answer.inputs.append(_files_input(left, "recording", "not judged", (_not_read(stopped, len(left)),)))

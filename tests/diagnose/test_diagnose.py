@@ -298,18 +298,13 @@ def many(folder: Path, kind: str) -> None:
     for n in range(4):
         if kind == "recording":
             saved(folder, noise(ticks=100), f"{n}.parquet")  # 8 machines, 6 metrics
-        elif kind == "repeated":  # every sample falls on the place of another one
-            rows = recording.write(folder / "one", [noise(ticks=1, machines=1, metrics=1)])
-            pl.concat([pl.read_parquet(folder / "one")] * 5000).write_parquet(folder / f"{n}.parquet")
-            assert rows == 1
-            (folder / "one").unlink()
         elif kind == "flight recorder":
             dump(folder, n, enqueued=7, completed=6, num_groups=40)
         else:
             stack_dump(folder / f"rank_{n}.json", 70)
 
 
-@pytest.mark.parametrize("kind", ["recording", "repeated", "flight recorder", "stacks"])
+@pytest.mark.parametrize("kind", ["recording", "flight recorder", "stacks"])
 def test_all_files_of_a_kind_together_are_bounded(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
 ) -> None:
@@ -319,6 +314,31 @@ def test_all_files_of_a_kind_together_are_bounded(
     [said] = [r for i in answer.inputs for r in i.remarks if "GiB of memory" in r]
     assert said.startswith(f"cannot tell from {max(tmp_path.iterdir())}: with it 4 file(s) take more than")
     assert answer.verdict != "healthy"
+
+
+def test_recordings_that_do_not_fit_take_nothing_from_the_others(tmp_path: Path) -> None:
+    many(tmp_path, "recording")
+    repeated = pl.concat([pl.read_parquet(tmp_path / "0.parquet")] * 5)  # as many values, and no more memory
+    repeated.write_parquet(tmp_path / "0.parquet")
+    answer = diagnosing.diagnose([tmp_path], [], limits=ReadLimits(kept_bytes_max=45_000))
+    assert [Path(i.path).name for i in answer.inputs[:2]] == ["0.parquet", "1.parquet"] and len(answer.panels) == 2
+    [said] = answer.inputs[2].remarks
+    assert said.startswith(f"cannot tell from {tmp_path / '2.parquet'}: with it 3 file(s) take more than")
+    assert "name fewer of them (2 file(s) were not read)" in said and answer.verdict == "cannot_tell"
+
+
+def test_a_recording_that_is_too_large_is_named_and_the_others_are_judged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    many(tmp_path, "recording")
+    saved(tmp_path, noise(ticks=101), "1.parquet")
+    monkeypatch.setattr(recording, "NUM_VALUES_MAX", 8 * 6 * 100)
+    answer = diagnosing.diagnose([tmp_path], [])
+    [said] = answer.inputs[1].remarks
+    assert said.startswith(
+        f"cannot tell from {tmp_path / '1.parquet'}: role trainer: 8 machines, 6 metrics and 101 ticks"
+    )
+    assert said.endswith("are left: cut it by time or by role") and len(answer.panels) == 3
 
 
 def test_a_folder_of_very_many_files_or_folders_is_not_walked_to_its_end(tmp_path: Path) -> None:

@@ -193,6 +193,86 @@ def test_many_panels_share_one_bound(tmp_path: Path, monkeypatch: pytest.MonkeyP
         recording.read(path)
 
 
+def test_panels_are_announced_before_they_take_memory(tmp_path: Path) -> None:
+    def refuse(num_bytes: int) -> None:
+        raise OverflowError(num_bytes)
+
+    path = saved(tmp_path / "r.parquet", table())
+    with pytest.raises(OverflowError) as e:
+        recording.read(path, keep=refuse)
+    assert e.value.args == (12 * 4 + 3 * 8,)
+
+
+@pytest.mark.parametrize(
+    ("limit", "most", "said"),
+    [
+        ("NUM_NAMES_MAX", 1, "more than 1 machines: cut it by role"),
+        ("NUM_TICKS_MAX", 2, "more than 2 ticks: cut it by"),
+    ],
+)
+def test_too_many_machines_or_ticks_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str, most: int, said: str
+) -> None:
+    path = saved(tmp_path / "r.parquet", table())
+    monkeypatch.setattr(recording, limit, most + 1)
+    assert only(path).values.size == 12
+    monkeypatch.setattr(recording, limit, most)
+    with pytest.raises(UnreadableInput, match=said):
+        recording.read(path)
+
+
+@pytest.mark.parametrize("batch", [1, 5, 1000])
+def test_batches_do_not_decide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, batch: int) -> None:
+    """Of machines, metrics, first samples, ticks, repeated samples and rows without a value."""
+    monkeypatch.setattr(recording, "NUM_FIRST_SAMPLES", 2)
+    rows = pl.concat([table(value=[0.5, None, *[float(i) for i in range(10)]]), table()])
+    for steps in (None, [1] * 12 + [2] * 12):
+        named = rows.with_columns(job=pl.lit("j"), gpu=pl.Series([0, 1, 2] * 8), step=pl.Series(steps or [None] * 24))
+        path = saved(tmp_path / "r.parquet", named.sample(fraction=1.0, shuffle=True, seed=batch))
+        whole = recording.read(path)
+        with monkeypatch.context() as smaller:
+            smaller.setattr(recording, "BATCH_ROWS", batch)
+            smaller.setattr(recording, "NUM_NEW_SAMPLES", batch)
+            parts = recording.read(path)
+        assert parts.remarks == whole.remarks == ("1 rows hold no finite value and are left out",)
+        for one, other in zip(whole.panels, parts.panels, strict=True):
+            assert one.shape == other.shape and np.array_equal(one.at, other.at)
+            assert np.array_equal(one.values, other.values, equal_nan=True)
+
+
+def test_of_samples_on_one_tick_the_latest_counts_in_whatever_batch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recording, "BATCH_ROWS", 12)
+    late = table(timestamp=[t + 1.0 for t in (100.0, 110.0, 120.0) for _ in range(4)], value=[-1.0] * 12)
+    for frames in ([table(), late, late], [late, table(), table()]):
+        panel = only(saved(tmp_path / "r.parquet", pl.concat([*frames, table(value=[-2.0] * 12)])))
+        assert panel.shape.interval_seconds == 1.0 and len(panel.at) == 6
+        steps = pl.concat([*frames, late]).with_columns(step=(pl.col("timestamp") // 10).cast(pl.Int64))
+        by_step = only(saved(tmp_path / "s.parquet", steps))
+        assert by_step.at.tolist() == [101.0, 111.0, 121.0] and (by_step.values == -1.0).all()
+
+
+def test_a_role_may_have_machines_with_and_without_rank(tmp_path: Path) -> None:
+    ranks = [0, 0, None, None] * 3
+    panels = recording.read(
+        saved(tmp_path / "r.parquet", table(rank=ranks, node=["a"] * 12, replica=["t"] * 12))
+    ).panels
+    assert [p.shape.machines[0].rank for p in panels] == [None, 0]
+
+
+def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path: Path) -> None:
+    path = saved(tmp_path / "r.parquet", table())
+    reads = iter(range(10))
+
+    def change() -> None:
+        if next(reads) == 1:
+            saved(path, table(metric=["z"] * 12))
+
+    with pytest.raises(UnreadableInput, match="changed while it was read"):
+        recording.read(path, change)
+
+
 def test_times_of_the_calendar_are_seconds(tmp_path: Path) -> None:
     frame = table().with_columns((pl.col("timestamp") * 1e6).cast(pl.Int64).cast(pl.Datetime("us")))
     assert only(saved(tmp_path / "r.parquet", frame)).at.tolist() == [100.0, 110.0, 120.0]

@@ -124,13 +124,10 @@ class PeerPlace:
     is out of place. `metrics`: the metrics behind it, by machine. `changed` (N,): the machine has left its own level.
     `distinct` (M,): metrics that are not duplicates of an earlier one."""
 
-    def __init__(
-        self, comparable: NDArray[np.bool_], num_machines: int, usual: UsualPlaces, false_per_tick: float
-    ) -> None:
-        """`comparable` (M,): metrics whose levels can be compared among peers. `false_per_tick`: false alarms of one
-        machine that were requested."""
-        self.comparable, self.usual = comparable, usual
-        m, n = len(comparable), num_machines
+    def __init__(self, num_metrics: int, num_machines: int, usual: UsualPlaces, false_per_tick: float) -> None:
+        """`false_per_tick`: false alarms of one machine that were requested."""
+        self.usual = usual
+        m, n = num_metrics, num_machines
         self.learned = LearnedPlaces(usual.learned_offsets)
         # Of residuals over time, (M, N): mean, variance, covariance of neighbouring ticks, the last one, and that less
         # the mean
@@ -162,8 +159,16 @@ class PeerPlace:
         self.relative = np.zeros(n, dtype=np.float32)
         self.metrics = dict[int, list[int]]()
 
-    def tick(self, residual: Floats, known: NDArray[np.bool_], middle: Floats, counted: NDArray[np.bool_]) -> None:
-        """`residual` (M, N), 0 where not `known` (M, N); `middle` (M,): the medians; `counted` (N,): peers."""
+    def tick(
+        self,
+        residual: Floats,
+        known: NDArray[np.bool_],
+        middle: Floats,
+        counted: NDArray[np.bool_],
+        comparable: NDArray[np.bool_],
+    ) -> None:
+        """`residual` (M, N), 0 where not `known` (M, N); `middle` (M,): the medians; `counted` (N,): peers;
+        `comparable` (M,): metrics whose levels can be compared among peers."""
         self.ticks += 1
         self.level = np.maximum(self.level, np.abs(middle))
         self.usual_level += (middle[:, None] - self.usual_level) / np.float32(min(self.ticks, MEMORY_TICKS))
@@ -179,7 +184,7 @@ class PeerPlace:
         short, long = self.short[block % SHORT_BLOCKS], self.long[block % LONG_BLOCKS]
         _end_block.apply(self, (short, long, self.block_sum, self.block_count), ())
         if self.ticks >= START_BLOCKS * BLOCK_TICKS:
-            self._evaluate(counted)
+            self._evaluate(counted, comparable)
 
     def away(self, metric: int, machine: int) -> float:
         """Of a machine that is out of place: how far its last window is from the median of its peers, in units of the
@@ -226,10 +231,10 @@ class PeerPlace:
             (shared, shared_move, most),
         )
 
-    def _evaluate(self, counted: NDArray[np.bool_]) -> None:
+    def _evaluate(self, counted: NDArray[np.bool_], comparable: NDArray[np.bool_]) -> None:
         variance = row_medians(self.variance)[:, 0].astype(np.float64)
         self.noise = np.sqrt(variance)[:, None].astype(np.float32)
-        live = self.comparable & (variance > 0)
+        live = comparable & (variance > 0)
         if not live.any():
             return
         phi = row_medians(self.covariance)[:, 0] / np.maximum(variance, 1e-30) + 2 / self.ticks

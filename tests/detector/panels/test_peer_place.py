@@ -33,7 +33,7 @@ def after(values: Floats, *, counted: list[int] | None = None, profile: PanelPro
     m, ticks, n = values.shape
     shape = panel_shape(m, n)
     usual = UsualPlaces.of(shape, shipped().log_spreads(shape.metrics), profile)
-    place = PeerPlace(np.ones(m, dtype=np.bool_), n, usual, 1.0)
+    place = PeerPlace(m, n, usual, 1.0)
     peers = np.ones(n, dtype=np.bool_)
     if counted is not None:
         peers[:] = False
@@ -42,7 +42,13 @@ def after(values: Floats, *, counted: list[int] | None = None, profile: PanelPro
         now = values[:, t]
         known = np.isfinite(now)
         middle = np.nan_to_num(np.nanmedian(np.where(known.any(axis=1)[:, None], now, 0), axis=1))
-        place.tick(np.where(known, now - middle[:, None], 0).astype(np.float32), known, middle, peers)
+        place.tick(
+            np.where(known, now - middle[:, None], 0).astype(np.float32),
+            known,
+            middle,
+            peers,
+            np.ones(m, dtype=np.bool_),
+        )
     return place
 
 

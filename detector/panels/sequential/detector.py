@@ -209,17 +209,16 @@ class SequentialTracker:
         self.single = Channel(n, scores["single"], profile=known.get("single"))
         self.several = Channel(n, scores["several"], profile=known.get("several"))
         self.novel, self.both = Channel(n, scores["novelty"], quarantine=0), Channel(n, BOTH_PRIOR)
-        comparable = np.array([has_equal_levels(name) for name in shape.metrics])
-        self.peers = PeerDistance(comparable, n)
+        self.equal_levels = np.array([has_equal_levels(name) for name in shape.metrics])
+        self.peers = PeerDistance(m, n)
         self.distance = Channel(n, scores["distance"], profile=known.get("distance"))
         spreads = settings.priors.log_spreads(shape.metrics)
-        self.place = PeerPlace(
-            comparable, n, UsualPlaces.of(shape, spreads, self.profile), self.asked_per_block / BLOCK_TICKS
-        )
+        self.place = PeerPlace(m, n, UsualPlaces.of(shape, spreads, self.profile), self.asked_per_block / BLOCK_TICKS)
         self.shift_blocks = deque[tuple[Floats, NDArray[np.bool_]]]()  # as `Channel.waiting`
         self.last = np.zeros((m, n), dtype=np.float32)  # the newest known value
         self.deviation = np.zeros((m, n), dtype=np.float32)
         self.seen = np.zeros((m, n), dtype=np.bool_)
+        self.moved = np.zeros((m, n), dtype=np.bool_)  # the value was not always the same
         # `explained`: attributed to the culprit, since their alarms came after it
         self.alarmed, self.explained = np.zeros(n, dtype=np.bool_), np.zeros(n, dtype=np.bool_)
         # Named because of its place among its peers, and the tick at which
@@ -243,7 +242,7 @@ class SequentialTracker:
             return []
         self.ticks += 1
         self.at = at
-        [known] = _newest.apply(self, (self.last, self.seen), (np.ascontiguousarray(values),))
+        [known] = _newest.apply(self, (self.last, self.seen, self.moved), (np.ascontiguousarray(values),))
         middle = self._middle()
         self.middles.append(middle)
         recent = np.array(self.middles)
@@ -255,14 +254,16 @@ class SequentialTracker:
         self.deviation = self.novelty.tick(at, self.last, away, known)
         self.leaps.append(self.novelty.scores(self.deviation))
         novel = self.novel.score(np.min(self.leaps, axis=0))
-        self.far.append(self.peers.tick(residual, known, middle, learning, self.place.distinct))
+        # A value that stands still is an inventory: that a machine has more memory is no fault.
+        comparable = self.equal_levels & (2 * self.moved.sum(axis=1) >= self.seen.sum(axis=1))
+        self.far.append(self.peers.tick(residual, known, middle, learning, comparable & self.place.distinct))
         far = self.distance.score(np.min(self.far, axis=0))
         if 0 < self.novelty.reference < DAY_SECONDS:
             # Without the day before, work that recurs each day is a jump too: one must also be far from its peers.
             distant = self.far[-1] > self.distance.location
             novel = self.novel.surprise = np.where(distant, novel, 0).astype(np.float32)
         far = np.where(self.misplaced, 0, far)  # said already, by its place
-        self.place.tick(residual, known, middle, ~(self.alarmed | self.misplaced) | self.tolerated)
+        self.place.tick(residual, known, middle, ~(self.alarmed | self.misplaced) | self.tolerated, comparable)
         self._renew_tail()
         self.age += known.any(axis=0)
         # Too few samples for the usual levels of a machine that came later than its peers.
@@ -504,9 +505,10 @@ class SequentialTracker:
 
 @Elementwise(np.bool_)
 def _newest(state: Any, now: Any) -> tuple[Any, ...]:
-    (last, seen), (value,), most = state, now, np.float32(VALUE_MAX)
+    (last, seen, moved), (value,), most = state, now, np.float32(VALUE_MAX)
     known = np.isfinite(value)
-    return where(known, clip(value, -most, most), last), seen | known, known
+    newest = where(known, clip(value, -most, most), last)
+    return newest, seen | known, moved | (seen & (newest != last)), known
 
 
 @Elementwise(np.float32, np.float32)

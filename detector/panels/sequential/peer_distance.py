@@ -32,9 +32,7 @@ RENEW_TICKS = 8
 class PeerDistance:
     """State for M metrics and N machines."""
 
-    def __init__(self, comparable: NDArray[np.bool_], num_machines: int) -> None:
-        """`comparable` (M,): metrics whose levels can be compared among peers."""
-        num_metrics, self.comparable = len(comparable), comparable[:, None]
+    def __init__(self, num_metrics: int, num_machines: int) -> None:
         self.size = np.zeros((num_metrics, num_machines), dtype=np.float32)  # mean absolute residual
         self.count = np.zeros((num_metrics, num_machines), dtype=np.float32)
         self.distance = np.zeros((num_metrics, num_machines), dtype=np.float32)
@@ -47,20 +45,16 @@ class PeerDistance:
         known: NDArray[np.bool_],
         middle: Floats,
         counted: NDArray[np.bool_],
-        distinct: NDArray[np.bool_],
+        usable: NDArray[np.bool_],
     ) -> Floats:
         """Scores (N,). `residual` (M, N), 0 where not `known` (M, N); `middle` (M,): the medians; `counted` (N,):
-        machines whose residuals are learned; `distinct` (M,): metrics that are no duplicates of another."""
+        machines whose residuals are learned; `usable` (M,): metrics whose levels can be compared among peers, and that
+        are no duplicates of another."""
         self.ticks += 1
         if self.ticks <= RENEW_TICKS**2 or self.ticks % RENEW_TICKS == 0:
             self.usual = row_medians(self.size)
         unit = np.maximum(self.usual, np.float32(UNIT_SHARE_MIN) * np.abs(middle[:, None]))
-        varies = (
-            self.comparable
-            & distinct[:, None]
-            & (self.usual > 0)
-            & (self.count.max(axis=1, keepdims=True) >= START_TICKS)
-        )
+        varies = usable[:, None] & (self.usual > 0) & (self.count.max(axis=1, keepdims=True) >= START_TICKS)
         [self.distance] = _distance.apply(
             self,
             (self.size, self.count),

@@ -14,14 +14,14 @@ is smaller, is also learned from earlier changes.
 
 Metrics are combined as the best one, two or three whose residuals do not move together: the sum of their -log p has a
 gamma tail, times the number of such choices; or, where many are somewhat far, as the sum over all of them (Fisher 1932,
-for correlated ones Brown 1975). Where no assumption fits, the peers show it: evidence counts relative to theirs, and
-evidence of changes also to that of earlier windows.
+for correlated ones Brown 1975). Where no assumption fits, the peers show it: evidence counts relative to theirs of the
+same kind (one odd metric of a peer says nothing of many), and evidence of changes also to that of earlier windows.
 """
 
+import itertools
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from statistics import NormalDist
 from typing import Any
 
@@ -109,18 +109,25 @@ class Alike:
     weight: float
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evidence:
+    """`log_p` of a machine's place, by few of its metrics or by all. `metrics`: the first of them."""
+
+    machine: int
+    many: bool
+    log_p: float
+    metrics: list[int]
+
+
 class PeerPlace:
     """State for M metrics and N machines. `relative` (N,): evidence as a multiple of what is needed; above 1, a machine
     is out of place. `metrics`: the metrics behind it, by machine. `changed` (N,): the machine has left its own level.
     `distinct` (M,): metrics that are not duplicates of an earlier one."""
 
-    def __init__(
-        self, comparable: NDArray[np.bool_], num_machines: int, usual: UsualPlaces, false_per_tick: float
-    ) -> None:
-        """`comparable` (M,): metrics whose levels can be compared among peers. `false_per_tick`: false alarms of one
-        machine that were requested."""
-        self.comparable, self.usual = comparable, usual
-        m, n = len(comparable), num_machines
+    def __init__(self, num_metrics: int, num_machines: int, usual: UsualPlaces, false_per_tick: float) -> None:
+        """`false_per_tick`: false alarms of one machine that were requested."""
+        self.usual = usual
+        m, n = num_metrics, num_machines
         self.learned = LearnedPlaces(usual.learned_offsets)
         # Of residuals over time, (M, N): mean, variance, covariance of neighbouring ticks, the last one, and that less
         # the mean
@@ -143,7 +150,7 @@ class PeerPlace:
         self.distinct = np.ones(m, dtype=np.bool_)  # (M,): not a duplicate of an earlier metric
         self.unit = np.zeros((m, n), dtype=np.float32)  # of places and changes
         self.noise = np.zeros((m, 1), dtype=np.float32)  # standard deviation over time of the middle machine
-        self.found_long = dict[int, tuple[float, list[int]]]()  # by the last long window: log p and metrics, by machine
+        self.found_long = list[Evidence]()  # by the last long window
         # Of change evidence, nats: the highest of this window, and the sum over earlier ones, (N,)
         self.change_peak, self.change_sum, self.num_changes = np.zeros(n), np.zeros(n), 0
         self.false_changes = min(FALSE_CHANGES, false_per_tick * n * WINDOW_TICKS / 2)
@@ -152,8 +159,16 @@ class PeerPlace:
         self.relative = np.zeros(n, dtype=np.float32)
         self.metrics = dict[int, list[int]]()
 
-    def tick(self, residual: Floats, known: NDArray[np.bool_], middle: Floats, counted: NDArray[np.bool_]) -> None:
-        """`residual` (M, N), 0 where not `known` (M, N); `middle` (M,): the medians; `counted` (N,): peers."""
+    def tick(
+        self,
+        residual: Floats,
+        known: NDArray[np.bool_],
+        middle: Floats,
+        counted: NDArray[np.bool_],
+        comparable: NDArray[np.bool_],
+    ) -> None:
+        """`residual` (M, N), 0 where not `known` (M, N); `middle` (M,): the medians; `counted` (N,): peers;
+        `comparable` (M,): metrics whose levels can be compared among peers."""
         self.ticks += 1
         self.level = np.maximum(self.level, np.abs(middle))
         self.usual_level += (middle[:, None] - self.usual_level) / np.float32(min(self.ticks, MEMORY_TICKS))
@@ -169,7 +184,7 @@ class PeerPlace:
         short, long = self.short[block % SHORT_BLOCKS], self.long[block % LONG_BLOCKS]
         _end_block.apply(self, (short, long, self.block_sum, self.block_count), ())
         if self.ticks >= START_BLOCKS * BLOCK_TICKS:
-            self._evaluate(counted)
+            self._evaluate(counted, comparable)
 
     def away(self, metric: int, machine: int) -> float:
         """Of a machine that is out of place: how far its last window is from the median of its peers, in units of the
@@ -216,10 +231,10 @@ class PeerPlace:
             (shared, shared_move, most),
         )
 
-    def _evaluate(self, counted: NDArray[np.bool_]) -> None:
+    def _evaluate(self, counted: NDArray[np.bool_], comparable: NDArray[np.bool_]) -> None:
         variance = row_medians(self.variance)[:, 0].astype(np.float64)
         self.noise = np.sqrt(variance)[:, None].astype(np.float32)
-        live = self.comparable & (variance > 0)
+        live = comparable & (variance > 0)
         if not live.any():
             return
         phi = row_medians(self.covariance)[:, 0] / np.maximum(variance, 1e-30) + 2 / self.ticks
@@ -245,19 +260,19 @@ class PeerPlace:
                 level = _nearest(level, recent)  # a machine that is back is in its place
                 self.found_long = self._window(level, num_long, live, variance, tau, counted, alike)
             found.append(self.found_long)
-        place, chosen = _best(found, len(counted))
         window_number = -(-self.ticks // WINDOW_TICKS)
         num = max(1, int(counted.sum()))
-        relative = place / _misfit(place) / math.log(FALSE_PANELS / (2 * window_number * num))
+        needed = math.log(FALSE_PANELS / (2 * window_number * num))
+        relative, chosen, _ = _strongest(itertools.chain(*found), np.ones(len(counted)), needed)
         if filled >= SHORT_BLOCKS + START_BLOCKS:
-            change, metrics = _best([self._changes(recent, stays, live, variance, tau, counted, alike)], len(counted))
-            surprise = np.maximum(_misfit(change), self._usual_change())
-            self.change_peak = np.maximum(self.change_peak, -change * counted)
+            changes = self._changes(recent, stays, live, variance, tau, counted, alike)
+            needed = math.log(self.false_changes / num)
+            changed, metrics, least = _strongest(changes, self._usual_change(), needed)
+            self.change_peak = np.maximum(self.change_peak, -least * counted)
             if self.ticks % WINDOW_TICKS == 0:
                 self.change_sum += self.change_peak
                 self.num_changes += 1
                 self.change_peak[:] = 0
-            changed = change / surprise / math.log(self.false_changes / num)
             chosen |= {n: metrics[n] for n in metrics if changed[n] > relative[n]}
             relative, self.changed = np.maximum(relative, changed), changed > np.maximum(relative, 1)
         self.in_a_row = np.where(relative > 1, self.in_a_row + 1, 0)
@@ -290,7 +305,7 @@ class PeerPlace:
         tau: Doubles,
         counted: NDArray[np.bool_],
         alike: Alike,
-    ) -> dict[int, tuple[float, list[int]]]:
+    ) -> list[Evidence]:
         """Of the short window against the machine's own past, among its peers."""
         numbers = np.flatnonzero(live)
         count, mean, unit = (x if live.all() else x[live] for x in (self.past_count, self.past_mean, self.unit))
@@ -312,14 +327,14 @@ class PeerPlace:
             keep = 1 - added / CHANGE_FREEDOM_MAX
             self.change_freedom[numbers] = self.change_freedom[numbers] * keep + added
             self.change_squares[numbers] = self.change_squares[numbers] * keep + added * spread**2 * variance[live]
-        return {n: (log_p, [int(numbers[m]) for m in metrics]) for n, log_p, metrics in found}
+        return [replace(e, metrics=[int(numbers[m]) for m in e.metrics]) for e in found]
 
     def _new_level(self, live: NDArray[np.bool_], rho: Floats) -> Floats:
         """(L, N): where the short window stands, by what its blocks add to what the ones before predict. A single jump
         of heavy-tailed noise, which fades, adds to one block; a lasting change to all."""
         last = self.ticks // BLOCK_TICKS - 1
         blocks = [self.long[(last - i) % LONG_BLOCKS][live] for i in range(SHORT_BLOCKS + 1)]
-        return _middle(np.stack([(now - rho * before) / (1 - rho) for now, before in pairwise(blocks)]))
+        return _middle(np.stack([(now - rho * before) / (1 - rho) for now, before in itertools.pairwise(blocks)]))
 
     def _window(
         self,
@@ -330,7 +345,7 @@ class PeerPlace:
         tau: Doubles,
         counted: NDArray[np.bool_],
         alike: Alike,
-    ) -> dict[int, tuple[float, list[int]]]:
+    ) -> list[Evidence]:
         """`x` (L, N): medians of the last `num` blocks."""
         places = _in_units(x, self.unit if live.all() else self.unit[live])
         window = np.minimum(1, 1.4 * tau[live] / (num * BLOCK_TICKS))
@@ -345,7 +360,7 @@ class PeerPlace:
         seen_before = np.where(known[:, None], self.usual.drift[live], self.usual.spread[live])
         freedom = FREEDOM if len(counted) < MACHINES_MANY else FREEDOM_MANY
         found = _out_of_place(places, window, self.usual.prior[live], seen_before, counted, alike, freedom)
-        return {n: (log_p, [int(numbers[m]) for m in metrics]) for n, log_p, metrics in found}
+        return [replace(e, metrics=[int(numbers[m]) for m in e.metrics]) for e in found]
 
     def _alike(self, live: NDArray[np.bool_]) -> Alike:
         stride = -(-self.long.shape[2] // MACHINES_KEPT)
@@ -444,16 +459,21 @@ def _age(state: Any, now: Any, metric: Any) -> tuple[Any, ...]:
     return where(usable, where(few, past, aged), mean), count
 
 
-def _best(
-    found: Sequence[Mapping[int, tuple[float, list[int]]]], num_machines: int
-) -> tuple[Doubles, dict[int, list[int]]]:
-    """(N,) the least log p of each machine, and the metrics it is based on."""
-    best, chosen = np.zeros(num_machines), dict[int, list[int]]()
-    for by_machine in found:
-        for n, (log_p, metrics) in by_machine.items():
-            if log_p < best[n]:
-                best[n], chosen[n] = log_p, metrics
-    return best, chosen
+def _strongest(
+    found: Iterable[Evidence], usual: Doubles, needed: float
+) -> tuple[Doubles, dict[int, list[int]], Doubles]:
+    """(N,) the strongest evidence against each machine, as a multiple of what is `needed`, a log p; the metrics that it
+    is based on; and (N,) the least log p. `usual` (N,): how many times more evidence there is than chance explains, at
+    least. Evidence of few metrics and of many is compared with the peers' of the same kind."""
+    log_p = np.zeros((2, len(usual)))
+    metrics = dict[tuple[bool, int], list[int]]()
+    for e in found:
+        if e.log_p < log_p[int(e.many), e.machine]:
+            log_p[int(e.many), e.machine], metrics[e.many, e.machine] = e.log_p, e.metrics
+    relative = np.stack([of_kind / np.maximum(_misfit(of_kind), usual) for of_kind in log_p]) / needed
+    many = relative[1] > relative[0]
+    chosen = {n: metrics[bool(many[n]), n] for n in range(len(usual)) if (bool(many[n]), n) in metrics}
+    return relative.max(axis=0), chosen, log_p.min(axis=0)
 
 
 def _out_of_place(
@@ -464,8 +484,8 @@ def _out_of_place(
     counted: NDArray[np.bool_],
     alike: Alike,
     tail_freedom: int,
-) -> list[tuple[int, float, list[int]]]:
-    """(machine, log p, metrics) of the machines farthest out of place. In units of the noise, `x` (L, N): features, NaN
+) -> list[Evidence]:
+    """Against the machines farthest out of place. In units of the noise, `x` (L, N): features, NaN
     is unknown; `window` (L,): variance of a feature. Of SPREADS, (L, G): `log_prior`, and `seen_before`, the
     log-likelihood of this job's earlier recordings."""
     known = np.isfinite(x)
@@ -511,12 +531,7 @@ def _out_of_place(
     tail = _t_tail(away[:, :, None] / scale, tail_freedom)
     p = np.where(known & (freedom > 0), (posterior * tail).sum(axis=2), 1.0)
     surprise = -np.log(np.maximum(p, P_MIN))
-    found = []
-    for i, n in enumerate(candidates):
-        log_p, metrics = _combined(surprise[:, i], alike)
-        if log_p < 0:
-            found.append((int(n), log_p, metrics))
-    return found
+    return [e for i, n in enumerate(candidates) for e in _combined(int(n), surprise[:, i], alike) if e.log_p < 0]
 
 
 def _misfit(log_p: Doubles) -> Doubles:
@@ -548,10 +563,10 @@ def _t_tail(t: Doubles, freedom: int) -> Doubles:
     return np.asarray(np.maximum(1 - angle * np.sqrt(cosine_squared) * series, P_MIN), dtype=np.float64)
 
 
-def _combined(surprise: Doubles, alike: Alike) -> tuple[float, list[int]]:
-    """log p of a machine from -log p of its metrics, (L,), and the metrics it is based on."""
+def _combined(machine: int, surprise: Doubles, alike: Alike) -> tuple[Evidence, Evidence]:
+    """Of few metrics and of many, from -log p of each, (L,)."""
     values = surprise.tolist()
-    best: tuple[float, list[int]] = (0.0, [])
+    few = Evidence(machine=machine, many=False, log_p=0.0, metrics=[])
     taken: list[int] = []
     total = 0.0
     for m in sorted(range(len(values)), key=values.__getitem__, reverse=True):
@@ -564,14 +579,12 @@ def _combined(surprise: Doubles, alike: Alike) -> tuple[float, list[int]]:
         k, num = len(taken), alike.num_distinct
         choices = math.lgamma(num + 1) - math.lgamma(k + 1) - math.lgamma(num - k + 1)
         log_p = _log_gamma_tail(k, total) + choices + math.log(2 * NUM_METRICS_SUMMED)
-        if log_p < best[0]:
-            best = (log_p, list(taken))
-    weight = int(alike.weight)
+        if log_p < few.log_p:
+            few = replace(few, log_p=log_p, metrics=list(taken))
+    weight, log_p = int(alike.weight), 0.0
     if weight > NUM_METRICS_SUMMED:
         log_p = _log_gamma_tail(weight, weight * sum(min(v, BROAD_MAX) for v in values) / len(values)) + math.log(2)
-        if log_p < best[0]:
-            best = (log_p, taken)
-    return best
+    return few, Evidence(machine=machine, many=True, log_p=min(log_p, 0.0), metrics=taken)
 
 
 def _log_gamma_tail(k: int, total: float) -> float:

@@ -33,7 +33,7 @@ def after(values: Floats, *, counted: list[int] | None = None, profile: PanelPro
     m, ticks, n = values.shape
     shape = panel_shape(m, n)
     usual = UsualPlaces.of(shape, shipped().log_spreads(shape.metrics), profile)
-    place = PeerPlace(np.ones(m, dtype=np.bool_), n, usual, 1.0)
+    place = PeerPlace(m, n, usual, 1.0)
     peers = np.ones(n, dtype=np.bool_)
     if counted is not None:
         peers[:] = False
@@ -42,7 +42,13 @@ def after(values: Floats, *, counted: list[int] | None = None, profile: PanelPro
         now = values[:, t]
         known = np.isfinite(now)
         middle = np.nan_to_num(np.nanmedian(np.where(known.any(axis=1)[:, None], now, 0), axis=1))
-        place.tick(np.where(known, now - middle[:, None], 0).astype(np.float32), known, middle, peers)
+        place.tick(
+            np.where(known, now - middle[:, None], 0).astype(np.float32),
+            known,
+            middle,
+            peers,
+            np.ones(m, dtype=np.bool_),
+        )
     return place
 
 
@@ -109,11 +115,11 @@ def apart(num: int) -> Alike:
 def test_two_metrics_prove_more_than_one_and_choosing_them_costs() -> None:
     surprise = np.full(20, 0.1)
     surprise[3] = 7.0
-    one = _combined(surprise, apart(20))
+    one, _ = _combined(0, surprise, apart(20))
     surprise[9] = 7.0
-    two = _combined(surprise, apart(20))
-    assert two[0] < one[0] and two[1] == [3, 9]
-    assert _combined(surprise, replace(apart(20), num_distinct=5))[0] < two[0]
+    two, _ = _combined(0, surprise, apart(20))
+    assert two.log_p < one.log_p and two.metrics == [3, 9]
+    assert _combined(0, surprise, replace(apart(20), num_distinct=5))[0].log_p < two.log_p
 
 
 def test_where_several_are_out_of_place_none_is_named() -> None:
@@ -127,13 +133,20 @@ def test_where_several_are_out_of_place_none_is_named() -> None:
 
 def test_many_metrics_that_are_somewhat_far_prove_more_than_the_farthest_three() -> None:
     surprise = np.full(40, 0.1)
-    surprise[:3] = 3.5
-    few = _combined(surprise, apart(40))
     surprise[:20] = 3.5
-    many = _combined(surprise, apart(40))
-    assert many[0] < few[0] - 5 and len(many[1]) == 3
-    dependent = _combined(surprise, replace(apart(40), weight=10.0))
-    assert dependent[0] > many[0] + 3
+    few, many = _combined(0, surprise, apart(40))
+    assert many.log_p < few.log_p - 5 and len(many.metrics) == 3
+    _, dependent = _combined(0, surprise, replace(apart(40), weight=10.0))
+    assert dependent.log_p > many.log_p + 3
+
+
+def test_a_peer_with_one_odd_metric_does_not_hide_a_machine_with_many() -> None:
+    values = healthy(11, 3, 30, ticks=64)
+    values[:15, :, 0] += 6
+    alone = after(values)
+    values[20, :, 1] += 60
+    place = after(values)
+    assert place.relative.argmax() == 0 and place.relative[0] > 0.8 * alone.relative[0] > 0.8
 
 
 def test_one_evaluation_is_not_enough() -> None:

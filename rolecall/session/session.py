@@ -23,6 +23,7 @@ from rolecall.core.journal.journal import Journal
 from rolecall.core.journal.payloads import ComponentRestarted, OncallPaged, RunEnded, StepCommitted
 from rolecall.core.membership import STANDBY_ROLE, ReplicaState
 from rolecall.core.rundir import RunDir, create_run_dir
+from rolecall.recovery.incidents import NO_CHANNEL
 from rolecall.recovery.loop import LEASE_NAME, holder_pid
 from rolecall.reports.report import write_report
 from rolecall.rl_runtime.cluster.ray_commands import check_ray
@@ -195,7 +196,7 @@ class Session:
                 f"watch exited {watch.starts} times, last with code {code}, and is not restarted: this run has "
                 f"no recovery leader"
             )
-            journal.append(OncallPaged(topic="watch", because=because, channel="log"), key="watch-gave-up")
+            journal.append(OncallPaged(topic="watch", because=because, channel=NO_CHANNEL), key="watch-gave-up")
             return
         journal.append(ComponentRestarted(what="watch", node="", because=f"exited with code {code}"))
         watch.start()

@@ -8,13 +8,16 @@ import logging
 import queue
 import threading
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
+from urllib.parse import urlsplit
 
 from rolecall.core.clock import Clock, SystemClock
+from rolecall.core.config.job import NotifyFormat
 from rolecall.core.http import HttpFailed, request
 from rolecall.recovery.incidents import NO_CHANNEL
 from rolecall.recovery.interfaces import Message
-from rolecall.recovery.notifications.formats import HttpCall, Target, call_for, heartbeat
+from rolecall.recovery.notifications.formats import ISSUED_PATHS, TEST, HttpCall, Target, call_for, heartbeat
 
 logger = logging.getLogger(__name__)
 
@@ -25,6 +28,11 @@ PAUSE_SECONDS = 1.0
 """Pause after the first failed try; doubled after each further one."""
 QUEUE_MAX = 1000
 """Messages kept while the receiver does not answer; the loop offers further ones again."""
+
+
+ANSWER_BYTES_MAX = 64 << 10
+ANSWER_CHARS_MAX = 300
+"""Shown of the answer to a test message."""
 
 
 class LogNotifier:
@@ -139,3 +147,51 @@ class HttpNotifier:
         if not 200 <= status < 300:
             logger.warning("notification over %s was answered with %d", self.channel, status)
         return 200 <= status < 300
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TestDelivery:
+    """One message of a test. Neither text holds a secret."""
+
+    what: str
+    accepted: bool
+    answer: str
+
+
+def send_test(
+    target: Target, run_id: str, *, clock: Clock | None = None, try_seconds: float = TRY_SECONDS
+) -> list[TestDelivery]:
+    """Sends one message marked as a test and, where the service keeps an alert, its resolution. Each is tried once."""
+    now = (clock or SystemClock()).wall()
+    because = "test message of rolecall: no fault, nothing to do"
+    message = Message(seq=0, kind=TEST, run_id=run_id, incident_id=f"test-{now:.0f}", because=because, wall_at=now)
+    results = [_test("test message", target, message, try_seconds)]
+    if results[0].accepted and target.format is not NotifyFormat.SLACK:
+        results.append(_test("its resolution", target, replace(message, resolved=True), try_seconds))
+    return results
+
+
+def _test(what: str, target: Target, message: Message, try_seconds: float) -> TestDelivery:
+    call = call_for(target, message)
+    try:
+        status, body = request(
+            call.method,
+            call.url,
+            headers=call.headers,
+            content=call.body,
+            deadline_seconds=try_seconds,
+            bytes_max=ANSWER_BYTES_MAX,
+        )
+    except HttpFailed as e:
+        return TestDelivery(what=what, accepted=False, answer=_without_secrets(str(e), target))
+    text = _without_secrets(body.decode(errors="replace"), target)[:ANSWER_CHARS_MAX]
+    return TestDelivery(what=what, accepted=200 <= status < 300, answer=f"{status} {text}".strip())
+
+
+def _without_secrets(text: str, target: Target) -> str:
+    """A service may quote what it was sent."""
+    parts = urlsplit(target.url)
+    issued = parts.path if target.format in ISSUED_PATHS else ""
+    for secret in (target.url, target.secret, issued, parts.query):
+        text = text.replace(secret, "***") if len(secret) > 1 else text
+    return text

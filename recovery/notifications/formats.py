@@ -29,6 +29,8 @@ HEARTBEATS_MISSED_MAX = 3
 """Alertmanager drops the heartbeat alert after this many intervals without a new one."""
 PAGERDUTY_SUMMARY_CHARS_MAX = 1024
 OPSGENIE_MESSAGE_CHARS_MAX = 130
+ISSUED_PATHS = frozenset({NotifyFormat.SLACK, NotifyFormat.WEBHOOK})
+"""Formats of services that issue URLs whose path is the secret."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +46,7 @@ class Target:
         """The address without what may be a secret: users, queries, and paths that services issue."""
         parts = urlsplit(self.url)
         port = f":{parts.port}" if parts.port else ""
-        issued = self.format in (NotifyFormat.SLACK, NotifyFormat.WEBHOOK) and parts.path not in ("", "/")
+        issued = self.format in ISSUED_PATHS and parts.path not in ("", "/")
         return f"{parts.scheme}://{parts.hostname}{port}{'/***' if issued else parts.path}"
 
 

@@ -13,11 +13,12 @@ from rolecall.core.diagnosis import ActionKind, Diagnosis, Plan
 from rolecall.core.ids import split_replica
 from rolecall.core.membership import STANDBY_ROLE
 from rolecall.recovery.fleet_view import FleetView
-from rolecall.recovery.incidents import OPERATOR, Decision, Incident, IncidentState, evictions
+from rolecall.recovery.incidents import NO_CHANNEL, OPERATOR, Decision, Incident, IncidentState, evictions
 
 HOUR_SECONDS = 3600.0
 AT_ONCE = "at_once"
 HOLD = "hold"
+MODE = "mode"
 NOT_PEERS = ("self", "progress", "exit", "signal", "operator", "burn_in")
 """Prefixes of evidence kinds that do not compare with peers. One such item, or a comparison with `peers` 0, means that
 a diagnosis does not rest on peers alone."""
@@ -40,7 +41,13 @@ class Situation:
     ended: str | None = None  # why the run is over
     absent_seconds: float = 0.0  # since a diagnosis of this incident was last reported
     progress: Progress = field(default_factory=dict)
-    channel: str = "log"
+    without_process: frozenset[str] = frozenset()  # replicas of this incident of which no process is left
+    channel: str = NO_CHANNEL
+
+    @property
+    def observing(self) -> bool:
+        """Whether rolecall may not act, so that an incident only tells what happens."""
+        return self.config.mode == "observe"
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +68,11 @@ PASSED = GuardResult("", "all guards pass")
 
 def check(plan: Plan, incident: Incident, situation: Situation) -> GuardResult:
     """The first guard that blocks, or PASSED. Mode `approve` passes: the caller requests approval."""
-    if situation.config.mode == "observe":
-        return GuardResult("mode", "mode is observe: rolecall reports what it would do and takes no action")
+    if situation.observing:
+        because = f"mode is observe: rolecall only observes this job; it would {plan.intent}"
+        attempt = incident.attempt
+        needed = plan.action is not ActionKind.TOLERATE or (attempt is not None and attempt.page_oncall)
+        return GuardResult(MODE, because, page_oncall=needed and not incident.requested_by_operator)
     if situation.paused is not None:
         return GuardResult("paused", f"paused by {situation.paused}")
     if situation.stopping is not None:

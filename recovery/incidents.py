@@ -3,8 +3,10 @@ watch knows all of it. Pure, except what takes a journal.
 
     open -> planned -> [proposed ->] acting -> verifying -> closed
       ^        |            |           |          |
-      |        +- closed ---+           |          |        tolerated, self-recovered, or rejected
+      |        +- closed ---+           |          |        tolerated, self-recovered, ended, or rejected
       +---------------------------------+----------+        the action failed: next plan, escalated
+
+In mode `observe` an incident stays planned, blocked by the mode, until its fault is over, whatever the plan is.
 
 While an operator holds a plan, it does not start and its proposal does not expire. A review of the diagnosis is valid
 in any state and does not change it.
@@ -55,6 +57,9 @@ OPERATOR = "operator"
 RIGHT, WRONG = "right", "wrong"
 """Verdicts of a diagnosis review."""
 
+NO_CHANNEL = "log"
+"""`OncallPaged.channel` where no notification channel is configured."""
+
 WINDOW_NAME = "observations"
 """Journal window with what the detectors had read when the incident was opened."""
 NUMBER_TRIES_MAX = 20
@@ -75,8 +80,8 @@ class IncidentState(StrEnum):
 class IncidentOutcome(StrEnum):
     RESOLVED = "resolved"
     TOLERATED = "tolerated"  # no action is worth its cost
-    OBSERVED = "observed"  # mode observe: the fault ended without rolecall
-    SELF_RECOVERED = "self_recovered"
+    SELF_RECOVERED = "self_recovered"  # the fault ended without an action of rolecall
+    ENDED = "ended"  # mode observe: the run, or the processes of the suspects, ended before the fault
     ESCALATED = "escalated"
 
 
@@ -170,6 +175,7 @@ class Incident:
     because: str = ""  # of the close
     page_topics: frozenset[str] = frozenset()
     page_reason: str = ""  # of the last page
+    page_channel: str = ""  # of the last page
     review: DiagnosisReview | None = None  # the newest
     last_event_id: str = ""
     story: tuple[str, ...] = field(default=(), compare=False)
@@ -220,6 +226,11 @@ class Incident:
     def named(self) -> dict[str, int | None]:
         """replica -> incarnation that the diagnosis names."""
         return {s.replica: s.incarnation for s in self.diagnosis.suspects if s.replica}
+
+
+def paged_text(channel: str) -> str:
+    """What a page did. Without a channel nobody is called, and no text may claim it."""
+    return "logged; no notification channel configured" if channel == NO_CHANNEL else f"on-call paged over {channel}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -420,8 +431,9 @@ def _of_incident(incident: Incident, event: Event) -> Incident:
         case IncidentClosed(outcome=outcome, because=because):
             result = IncidentOutcome(outcome)
             return replace(incident, state=S.CLOSED, closed_at=event.wall_at, outcome=result, because=because)
-        case OncallPaged(topic=topic, because=because):
-            return replace(incident, page_topics=incident.page_topics | {topic}, page_reason=because)
+        case OncallPaged(topic=topic, because=because, channel=channel):
+            topics = incident.page_topics | {topic}
+            return replace(incident, page_topics=topics, page_reason=because, page_channel=channel)
         case DiagnosisReviewed(verdict=verdict, by=by, because=because):
             review = DiagnosisReview(right=verdict == RIGHT, by=by, because=because, at=event.wall_at)
             return replace(incident, review=review)

@@ -24,6 +24,9 @@ class Detector(Protocol):
     def progressing(self, replica: str, incarnation_min: int) -> tuple[bool, str]:
         """Whether `replica` is seen to finish work at this or a later incarnation, and what was seen, as text."""
 
+    def ended(self, replica: str, node: str) -> bool:
+        """Whether no process of `replica`, diagnosed on `node`, is left; False while that cannot be seen."""
+
     def forget(self, replica: str, below_incarnation: int) -> None:
         """Incarnations of `replica` below this one are being replaced: their end is no fault."""
 

@@ -142,6 +142,16 @@ class FaultTolerantDetector:
                 progress[replica] = (False, f"progress unknown ({type(e).__name__}: {e})")
         return progress
 
+    def without_process(self, incident: Incident) -> frozenset[str]:
+        """Replicas that the diagnosis names and of which no process is left."""
+        named = {s.replica: s.node for s in incident.diagnosis.suspects if s.replica}
+        try:
+            return frozenset(replica for replica, node in named.items() if self._detector.ended(replica, node))
+        except Exception:
+            # Deliberate: what is unknown has not ended.
+            logger.exception("the detector failed to tell which processes are left")
+            return frozenset()
+
     def forget_replaced(self, fleet: FleetView) -> None:
         """Tells the detector about every replacement, whichever watch ordered it: the old incarnation ends on
         purpose."""

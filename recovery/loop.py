@@ -37,7 +37,7 @@ from rolecall.recovery.interfaces import Detector, EvidenceCollector, Notifier, 
 from rolecall.recovery.isolation import EvidenceRecorder, FaultTolerantDetector, HandlingFailures
 from rolecall.recovery.next_step import Append, Decide, Perform, done, events_before_plan, failed, next_step
 from rolecall.recovery.nodes import NODE_KINDS, fold_nodes, known_nodes
-from rolecall.recovery.notifications import NotificationSender
+from rolecall.recovery.notifications.outbox import NotificationSender
 from rolecall.recovery.policy import PolicyInput, decide, question
 from rolecall.recovery.triage import TriageAction, failed_burn_ins, suspected_once, triage, unrepaired
 
@@ -60,6 +60,9 @@ FAILED_TICKS_MAX = 50
 DAMAGED_TICKS_MAX = 5
 """The same for a damaged journal, which no retry repairs."""
 FAILED_TICK_PAUSE_SECONDS = 0.5
+REDISCOVERY_SECONDS = 60.0
+"""In mode observe the absence of a diagnosis that an earlier watch made says nothing for this long: the detectors of a
+restarted watch need up to 33 s for a slow replica."""
 
 
 def holder_name() -> str:
@@ -94,6 +97,8 @@ class Watch:
         """`poll_seconds`: longest wait of one poll for new data."""
         self._journal, self._actuator = journal, actuator
         self._detector = FaultTolerantDetector(source, detector, clock)
+        if not actuator.supports:
+            config = config.model_copy(update={"mode": "observe"})
         self._config, self._notifier, self._clock, self._holder = config, notifier, clock, holder
         self._poll_seconds = poll_seconds
         self._projection = IncidentProjection()
@@ -371,6 +376,9 @@ class Watch:
     def _situation(self, incident: Incident) -> Situation:
         now = self._clock.wall()
         stood = [self._reported_at[k] for k in incident.seen_keys if k in self._reported_at]
+        observing, since = self._config.mode == "observe", self._detector.since
+        if observing and incident.opened_at < since:
+            since += REDISCOVERY_SECONDS
         return Situation(
             now=now,
             fleet=self._fleet(),
@@ -379,8 +387,9 @@ class Watch:
             paused=self._journal.flag(PAUSED_FLAG),
             stopping=self._journal.flag(STOP_FLAG),
             ended=self._projection.ended,
-            absent_seconds=max(0.0, now - max([self._detector.since, incident.opened_at, *stood])),
+            absent_seconds=max(0.0, now - max([since, incident.opened_at, *stood])),
             progress=self._detector.progress(incident),
+            without_process=self._detector.without_process(incident) if observing else frozenset(),
             channel=self._notifier.channel,
         )
 

@@ -33,6 +33,10 @@ from rolecall.recovery.policy import PolicyInput, leaves_node
 CLEAR_SECONDS = 5.0
 """Seconds without the diagnosis, with its suspects making progress, after which the fault counts as self-recovered."""
 
+UNSEEN_SECONDS = 30.0
+"""The same in mode observe for what makes no progress: a node, or a replica without processes. Longer than the pause
+between two answers of an agent in a large fleet, and than a launcher takes to restart a job."""
+
 K, S = EventKind, IncidentState
 BY_WATCH = "watch"
 """`by` of an automatic quarantine."""
@@ -86,7 +90,8 @@ def next_step(incident: Incident, situation: Situation, question: PolicyInput) -
     if incident.state is S.CLOSED:
         return None
     if situation.ended is not None and incident.state is not S.VERIFYING:
-        return _close(incident, IncidentOutcome.ESCALATED, f"the run ended before it was resolved: {situation.ended}")
+        outcome = IncidentOutcome.ENDED if situation.observing else IncidentOutcome.ESCALATED
+        return _close(incident, outcome, f"the run ended before it was resolved: {situation.ended}")
     if incident.state is S.OPEN or incident.attempt is None:
         return Decide(question=question, key=f"{incident.incident_id}:plan:{len(incident.attempts) + 1}")
     if incident.state is S.PLANNED:
@@ -99,7 +104,9 @@ def next_step(incident: Incident, situation: Situation, question: PolicyInput) -
 
 
 def _from_planned(incident: Incident, attempt: Attempt, situation: Situation) -> Move | None:
-    if attempt.plan.action is ActionKind.TOLERATE:
+    # While rolecall only observes, the incident lasts as long as its fault; nobody else would show it.
+    moot = attempt.outcome == IncidentOutcome.SELF_RECOVERED
+    if attempt.plan.action is ActionKind.TOLERATE and (moot or not situation.observing):
         if attempt.page_oncall:
             paged = _page_oncall(incident, "nothing_helps", attempt.plan.because, situation)
             if paged is not None:
@@ -108,9 +115,8 @@ def _from_planned(incident: Incident, attempt: Attempt, situation: Situation) ->
     if attempt.decision is Decision.REJECTED:
         return _rejected(incident, attempt, situation)
     over = _over(incident, situation)
-    if over:
-        observed = situation.config.mode == "observe"
-        return _close(incident, IncidentOutcome.OBSERVED if observed else IncidentOutcome.SELF_RECOVERED, over)
+    if over is not None:
+        return _close(incident, *over)
     paged = _hold_ended(incident, attempt, situation)
     if paged is not None:
         return paged
@@ -134,11 +140,11 @@ def _from_proposed(incident: Incident, attempt: Attempt, situation: Situation) -
         return _rejected(incident, attempt, situation)
     over = _over(incident, situation)
     if attempt.decision is Decision.EXPIRED:
-        if over:
-            return _close(incident, IncidentOutcome.SELF_RECOVERED, over)
+        if over is not None:
+            return _close(incident, *over)
         return _escalate(incident, "expired", f"the plan expired: {attempt.decision_because}", situation)
-    if over:
-        return _expire(incident, attempt, over)
+    if over is not None:
+        return _expire(incident, attempt, over[1])
     paged = _hold_ended(incident, attempt, situation)
     if paged is not None:
         return paged
@@ -160,7 +166,7 @@ def _from_acting(incident: Incident, attempt: Attempt, situation: Situation) -> 
     views = [(t, situation.fleet.find(t.replica)) for t in attempt.plan.targets]
     not_yet = any(view is not None and view.desired_incarnation == t.incarnation for t, view in views)
     begins = not_yet or (attempt.plan.action is ActionKind.STOP_JOB and situation.stopping is None)
-    if begins and (situation.paused is not None or situation.config.mode == "observe"):
+    if begins and (situation.paused is not None or situation.observing):
         return None
     return Perform(plan=attempt.plan, number=attempt.number)
 
@@ -211,7 +217,8 @@ def _blocked(incident: Incident, attempt: Attempt, verdict: GuardResult, situati
     if verdict.guard not in attempt.held_by:
         blocked = PlanBlocked(digest=attempt.plan.digest, guard=verdict.guard, because=verdict.because)
         return _about(incident, attempt, f"held:{verdict.guard}", blocked)
-    return _page_oncall(incident, verdict.guard, verdict.because, situation) if verdict.page_oncall else None
+    because = f"{incident.diagnosis.because}; {verdict.because}"
+    return _page_oncall(incident, verdict.guard, because, situation) if verdict.page_oncall else None
 
 
 def _rejected(incident: Incident, attempt: Attempt, situation: Situation) -> Append:
@@ -267,31 +274,39 @@ def superseded(incident: Incident, incidents: Sequence[Incident]) -> str:
     return ""
 
 
-def _over(incident: Incident, situation: Situation) -> str:
-    """Why the fault ended without an action; empty while it has not, or that is unknown."""
+def _over(incident: Incident, situation: Situation) -> tuple[IncidentOutcome, str] | None:
+    """How and why the fault ended without an action; None while it has not, or that is unknown."""
     root_cause = superseded(incident, situation.incidents)
     if root_cause:
-        return f"caused by {root_cause}: the job's own code failed"
+        return IncidentOutcome.SELF_RECOVERED, f"caused by {root_cause}: the job's own code failed"
+    clear = situation.absent_seconds >= CLEAR_SECONDS
+    unseen = situation.absent_seconds >= (UNSEEN_SECONDS if situation.observing else CLEAR_SECONDS)
     if not incident.diagnosis.suspects:
-        return "no longer diagnosed" if situation.absent_seconds >= CLEAR_SECONDS else ""
+        return (IncidentOutcome.SELF_RECOVERED, "no longer diagnosed") if unseen else None
     # A retry concerns the incarnation that our own attempt started, not the one first named.
     current = {**incident.named, **incident.touched}
-    reasons = []
+    outcome, reasons = IncidentOutcome.SELF_RECOVERED, []
     for suspect in incident.diagnosis.suspects:
         incarnation = current.get(suspect.replica)
         view = situation.fleet.find(suspect.replica) if suspect.replica else None
         if view is not None and incarnation is not None and view.incarnation > incarnation:
             if view.state is not ReplicaState.SERVING:
-                return ""
+                return None
             reasons.append(f"{suspect.replica}#{view.incarnation} replaced it and is serving")
             continue
-        moves, seen = (
-            situation.progress.get(suspect.replica, (False, "")) if suspect.replica else (True, "no longer diagnosed")
-        )
-        if incident.requested_by_operator or not moves or situation.absent_seconds < CLEAR_SECONDS:
-            return ""
-        reasons.append(f"{suspect.replica or suspect.node}: {seen}")
-    return "; ".join(reasons)
+        moves, seen = situation.progress.get(suspect.replica, (False, ""))
+        if incident.requested_by_operator:
+            return None
+        if not suspect.replica and unseen:
+            reasons.append(f"{suspect.node}: no longer diagnosed")
+        elif suspect.replica in situation.without_process and unseen:
+            outcome = IncidentOutcome.ENDED
+            reasons.append(f"no process of {suspect.replica} is left")
+        elif suspect.replica and moves and clear:
+            reasons.append(f"{suspect.replica}: {seen}")
+        else:
+            return None
+    return outcome, "; ".join(reasons)
 
 
 def verify(

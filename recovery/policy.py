@@ -25,7 +25,7 @@ from typing import Any, Self
 from rolecall.core.config.job import RecoveryConfig
 from rolecall.core.diagnosis import ActionKind, Diagnosis, Plan, PlanTarget
 from rolecall.core.faults import Remedy
-from rolecall.core.ids import IncidentId
+from rolecall.core.ids import IncidentId, ReplicaId
 from rolecall.recovery.fleet_view import DEAD, FleetView
 from rolecall.recovery.incidents import OPERATOR, ActionFailure, Incident, IncidentOutcome
 
@@ -76,6 +76,12 @@ class PolicyInput:
     quarantined_nodes: frozenset[str] = frozenset()  # nothing is placed there until they are returned
 
     @property
+    def performable(self) -> frozenset[ActionKind]:
+        """What a plan may contain. An actuator that supports nothing only observes; its plans say what another one
+        would do."""
+        return self.supports or frozenset(ActionKind)
+
+    @property
     def avoided(self) -> frozenset[str]:
         return self.lost_nodes | self.quarantined_nodes
 
@@ -84,8 +90,8 @@ class PolicyInput:
             "incident_id": self.incident_id,
             "diagnosis": self.diagnosis.to_dict(),
             "fleet": self.fleet.to_dict(),
-            # A webhook URL may contain a secret and does not affect the decision.
-            "config": self.config.model_dump(mode="json", exclude={"webhook_url"}),
+            # Where on-call is notified may contain a secret and does not affect the decision.
+            "config": self.config.model_dump(mode="json", exclude={"webhook_url", "notify"}),
             "past": [p.to_dict() for p in self.past],
             "supports": sorted(str(a) for a in self.supports),
             "lost_nodes": sorted(self.lost_nodes),
@@ -196,7 +202,7 @@ def _nothing(
 
 
 def _stop(facts: PolicyInput) -> PolicyDecision:
-    if ActionKind.STOP_JOB not in facts.supports:
+    if ActionKind.STOP_JOB not in facts.performable:
         because = f"{facts.diagnosis.because}: the job must stop and this actuator cannot stop it"
         return _nothing(facts, because, page=True)
     because = f"{facts.diagnosis.because}: failure of the job's own code; no replica is evicted and the job stops"
@@ -205,8 +211,6 @@ def _stop(facts: PolicyInput) -> PolicyDecision:
 
 
 def _replace(facts: PolicyInput, because: str) -> PolicyDecision:
-    if not facts.supports:
-        return _nothing(facts, f"{because}; rolecall only observes this job: an operator must act", page=True)
     targets, why_not = _targets(facts)
     if not targets:
         moot = why_not == _REPLACED_ALREADY
@@ -217,16 +221,17 @@ def _replace(facts: PolicyInput, because: str) -> PolicyDecision:
         return _nothing(facts, gave_up, page=True, outcome=IncidentOutcome.ESCALATED)
     avoided = any(t.node in facts.avoided for t in targets)
     no_progress = bool(facts.past) and facts.past[-1].failure is ActionFailure.NO_PROGRESS
-    if leaves_node(facts.diagnosis) or avoided or (no_progress and ActionKind.REPLACE_NODE in facts.supports):
+    if leaves_node(facts.diagnosis) or avoided or (no_progress and ActionKind.REPLACE_NODE in facts.performable):
         action = ActionKind.REPLACE_NODE
     else:
         action = ActionKind.REPLACE_REPLICA
     tried = f"{because} (attempt {len(facts.past) + 1}: {facts.past[-1].because})" if facts.past else because
-    if action is ActionKind.REPLACE_NODE and facts.fleet.spare_node(facts.avoided | {t.node for t in targets}) is None:
+    spare = facts.fleet.spare_node(facts.avoided | {t.node for t in targets})
+    if action is ActionKind.REPLACE_NODE and facts.supports and spare is None:
         if facts.diagnosis.fault_class.spec.remedy is Remedy.MOVE or avoided:
             return _nothing(facts, f"{because}: there is no other node to move to", page=True)
         action = ActionKind.REPLACE_REPLICA
-    if action not in facts.supports:
+    if action not in facts.performable:
         return _nothing(facts, f"{because}: {action} is needed, but this actuator cannot perform it", page=True)
     return PolicyDecision(plan=Plan(incident_id=facts.incident_id, action=action, targets=targets, because=tried))
 
@@ -253,7 +258,9 @@ def _targets(facts: PolicyInput) -> tuple[tuple[PlanTarget, ...], str]:
             continue
         replica, seen = suspect.replica, facts.fleet.find(suspect.replica)
         incarnation_now = max(suspect.incarnation, made.get(replica, 0))
-        if seen is None:
+        if seen is None and not facts.supports:  # rolecall did not start this job and knows only what is observed
+            found[replica] = PlanTarget(replica=ReplicaId(replica), incarnation=incarnation_now, node=suspect.node)
+        elif seen is None:
             why_not = f"{replica} is not part of this run"
         elif seen.desired_incarnation > incarnation_now:
             why_not = _REPLACED_ALREADY

@@ -54,6 +54,8 @@ STAGES: Stages = (
 )
 """Stages in execution order: causes before symptoms."""
 WINDOW_VERSION = 2
+VANISHED_SECONDS = 30.0
+"""A process that its answering agent has not shown for this long is gone: it ended while that agent was down."""
 FRESH_SECONDS = 3.0
 """Maximum age of the newest sample of a recovered process: a restarting agent is silent for a second."""
 
@@ -131,6 +133,8 @@ class LiveDetector:
             if missing:
                 return False, f"{s.name()}: {missing}"
         lead = min(ranks, key=lambda s: s.worked)
+        if not lead.reports:
+            return True, f"{lead.name()} runs; it does not report progress"
         return True, f"{lead.name()} has finished {lead.worked} units of work and is in phase {lead.phase}"
 
     def _missing(self, subject: MonitoredProcess) -> str:
@@ -146,6 +150,9 @@ class LiveDetector:
             named = {(s.replica, s.incarnation) for s in diagnosis.suspects}
             if (subject.replica, subject.incarnation) in named and not fusion.on_panels_alone(diagnosis):
                 return f"diagnosed with {diagnosis.fault_class}"
+        if not subject.reports:
+            held = max(subject.halted.wall, subject.starved.wall)
+            return f"stopped, blocked or without a CPU for {held:.0f} s" if held else ""
         if not subject.worked:
             return f"in phase {subject.phase}, no unit of work finished yet"
         if subject.phase == Phase.START:
@@ -154,6 +161,13 @@ class LiveDetector:
         if due and subject.stall.wall >= self._config.hang_floor_seconds:
             return f"no progress in {subject.phase} for {subject.stall.wall:.1f} s"
         return ""
+
+    def ended(self, replica: str, node: str) -> bool:
+        """Whether no process of `replica`, diagnosed on `node`, is left. False while its agent does not answer."""
+        here = self._fleet.roster.of_replica(replica).values()
+        if {node, *(s.node for s in here)} & {silent for silent, _, _ in self._fleet.unreachable}:
+            return False
+        return all(s.gone or self._now - s.seen_wall > VANISHED_SECONDS for s in here)
 
     def processes(self) -> list[MonitoredProcess]:
         """All monitored processes, newest incarnations only."""

@@ -12,11 +12,19 @@ from rolecall.core.journal.rows import reading
 from rolecall.core.journal.store import canonical
 from rolecall.recovery.actuators import STOP_FLAG
 from rolecall.recovery.fleet_view import fleet_view
-from rolecall.recovery.guards import HOUR_SECONDS
-from rolecall.recovery.incidents import RIGHT, WRONG, Incident, IncidentProjection, IncidentState, evictions
+from rolecall.recovery.guards import HOUR_SECONDS, MODE
+from rolecall.recovery.incidents import (
+    RIGHT,
+    WRONG,
+    Incident,
+    IncidentProjection,
+    IncidentState,
+    evictions,
+    paged_text,
+)
 from rolecall.recovery.loop import LEASE_NAME, PAUSED_FLAG
 from rolecall.recovery.nodes import NODE_KINDS, fold_nodes
-from rolecall.recovery.notifications import notification_text
+from rolecall.recovery.notifications.outbox import notification_text
 from rolecall.recovery.operators.run_location import RunLocation, opened
 from rolecall.recovery.policy import PolicyInput, decide
 
@@ -94,6 +102,7 @@ def known(projection: IncidentProjection, incident_id: str) -> Incident:
 
 def _summary(incident: Incident, projection: IncidentProjection) -> dict[str, Any]:
     attempt, review, broken = incident.attempt, incident.review, projection.broken.get(incident.incident_id)
+    observed = attempt is not None and MODE in attempt.held_by and incident.state is IncidentState.PLANNED
     return {
         "incident_id": incident.incident_id,
         "state": str(incident.state),
@@ -103,6 +112,7 @@ def _summary(incident: Incident, projection: IncidentProjection) -> dict[str, An
         "opened_at": incident.opened_at,
         "action": str(attempt.plan.action) if attempt else None,
         "plan": attempt.plan.to_dict() if attempt else None,
+        "would": attempt.plan.intent if attempt and observed else None,
         "num_attempts": len(incident.attempts),
         "held_by": sorted(attempt.held_by) if attempt else [],
         "expires_at": attempt.expires_at if attempt else None,
@@ -116,6 +126,7 @@ def _summary(incident: Incident, projection: IncidentProjection) -> dict[str, An
         "closed_because": incident.because,
         "oncall_paged": bool(incident.page_topics),
         "page_reason": incident.page_reason,
+        "page_channel": incident.page_channel,
         "set_aside": str(broken).splitlines()[0] if broken is not None else None,
     }
 
@@ -194,6 +205,8 @@ def _incident_lines(found: list[dict[str, Any]]) -> list[str]:
     for incident in found:
         state = "SET ASIDE" if incident["set_aside"] else incident["outcome"] or incident["state"]
         lines.append(f"{incident['incident_id']} {state}: {incident['set_aside'] or incident['because']}")
+        if incident["would"]:
+            lines.append(f"  only observed: in mode act rolecall would {incident['would']}")
         if incident["plan"]:
             blocked = incident["held_by"] and incident["outcome"] is None
             held = f", blocked by {', '.join(incident['held_by'])}" if blocked else ""
@@ -206,7 +219,7 @@ def _incident_lines(found: list[dict[str, Any]]) -> list[str]:
             reason = f": {review['because']}" if review["because"] else ""
             lines.append(f"  diagnosis reviewed as {review['verdict']} by {review['by']}{reason}")
         if incident["oncall_paged"] and incident["outcome"] is None:
-            lines.append(f"  ON-CALL PAGED: {incident['page_reason']}")
+            lines.append(f"  {paged_text(incident['page_channel']).upper()}: {incident['page_reason']}")
         if incident["state"] == IncidentState.PROPOSED:
             lines.append(f"  awaiting approval: rolecall approve|reject|hold {incident['plan']['digest']}")
     return lines

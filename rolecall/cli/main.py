@@ -16,7 +16,7 @@ from typing import Annotated
 
 import typer
 
-from rolecall.cli import dashboard, diagnose, grafana, node, operators, run, watch
+from rolecall.cli import dashboard, diagnose, grafana, node, notify, operators, run, watch
 from rolecall.cli.options import out
 from rolecall.core.errors import (
     ConfigError,
@@ -60,6 +60,7 @@ for name, group in (
     ("watch", watch.watch),
     ("record", watch.record),
     ("node", node.node),
+    ("notify", notify.notify),
     ("users", dashboard.users),
     ("grafana", grafana.app),
 ):

@@ -157,6 +157,21 @@ class Plan:
     """Other replicas that the action would disturb, as text."""
 
     @property
+    def intent(self) -> str:
+        """What it does, to follow `would`: `replace trainer/1#1 on node-3`."""
+        # Replicas of a job that rolecall did not start have no incarnation number.
+        names = (f"{t.replica}{f'#{t.incarnation}' if t.incarnation else ''} on {t.node}" for t in self.targets)
+        what = ", ".join(names)
+        match self.action:
+            case ActionKind.TOLERATE:
+                return f"take no action ({self.because})"
+            case ActionKind.REPLACE_REPLICA:
+                return f"replace {what}"
+            case ActionKind.REPLACE_NODE:
+                return f"move {what} to another node"
+        return f"{str(self.action).replace('_', ' ')} {what}".rstrip()
+
+    @property
     def digest(self) -> str:
         """An approval is bound to it: action, targets with incarnations, and the incident."""
         what = [self.incident_id, str(self.action), [[t.replica, t.incarnation, t.node] for t in self.targets]]

@@ -6,6 +6,7 @@ host names and must go only to its addressee.
 """
 
 import asyncio
+import logging
 import ssl
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -14,6 +15,8 @@ if TYPE_CHECKING:
     import httpx
 
 CONNECT_SECONDS = 2.0
+
+logging.getLogger("httpx").setLevel(logging.WARNING)  # its INFO lines hold whole URLs, which may contain secrets
 
 
 class HttpFailed(Exception):

@@ -6,6 +6,7 @@ ends (done, unresolved fault, Ctrl-C, error), everything started is stopped befo
 
 import json
 import logging
+import os
 import shutil
 import signal
 from collections.abc import Callable, Iterator
@@ -23,7 +24,9 @@ from rolecall.core.journal.journal import Journal
 from rolecall.core.journal.payloads import ComponentRestarted, OncallPaged, RunEnded, StepCommitted
 from rolecall.core.membership import STANDBY_ROLE, ReplicaState
 from rolecall.core.rundir import RunDir, create_run_dir
+from rolecall.recovery.incidents import NO_CHANNEL
 from rolecall.recovery.loop import LEASE_NAME, holder_pid
+from rolecall.recovery.notifications.target import target_of
 from rolecall.reports.report import write_report
 from rolecall.rl_runtime.cluster.ray_commands import check_ray
 from rolecall.rl_runtime.cluster.reconcile import place
@@ -82,8 +85,9 @@ class Session:
             ConfigError, NotEnoughNodes: before anything is started.
             Interrupted: Ctrl-C; everything has been stopped.
         """
-        check_ray()  # these two raise before a directory exists
+        check_ray()  # these three raise before a directory exists
         place(self.job)
+        target_of(self.job.recovery, os.environ)
         run, journal = self._create()
         screen = Screen(
             live=self.show,
@@ -195,7 +199,7 @@ class Session:
                 f"watch exited {watch.starts} times, last with code {code}, and is not restarted: this run has "
                 f"no recovery leader"
             )
-            journal.append(OncallPaged(topic="watch", because=because, channel="log"), key="watch-gave-up")
+            journal.append(OncallPaged(topic="watch", because=because, channel=NO_CHANNEL), key="watch-gave-up")
             return
         journal.append(ComponentRestarted(what="watch", node="", because=f"exited with code {code}"))
         watch.start()

@@ -139,6 +139,7 @@ class FakeDetector:
         self.extra: list[Diagnosis] = []  # reported as well, while listed here
         self.silent = False
         self.forgotten: list[tuple[str, int]] = []
+        self.without_process: set[str] = set()  # replicas
 
     def observe(self, observation: Any) -> list[Diagnosis]:
         del observation
@@ -163,6 +164,10 @@ class FakeDetector:
         process = self.runtime.processes[replica]
         moves = self.runtime.healthy(replica) and process.incarnation >= incarnation_min
         return moves, f"{replica}#{process.incarnation} {'works' if moves else 'does not work'}"
+
+    def ended(self, replica: str, node: str) -> bool:
+        del node
+        return replica in self.without_process
 
     def forget(self, replica: str, below_incarnation: int) -> None:
         self.forgotten.append((replica, below_incarnation))

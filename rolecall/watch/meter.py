@@ -65,7 +65,8 @@ class MeteredDetector:
 
     def __init__(self, detector: interfaces.Detector, meter: Meter, num_processes: Callable[[], int]) -> None:
         self._detector, self._meter, self._num_processes = detector, meter, num_processes
-        self.progressing, self.forget, self.window = detector.progressing, detector.forget, detector.window
+        self.progressing, self.ended = detector.progressing, detector.ended
+        self.forget, self.window = detector.forget, detector.window
 
     def observe(self, observation: Any) -> Sequence[Diagnosis]:
         meter = self._meter

@@ -9,6 +9,7 @@ rates of this run and does not start learning during a fault.
 import gc
 import json
 import logging
+import os
 import signal
 import sys
 import threading
@@ -41,7 +42,8 @@ from rolecall.recovery.actuators import NoopActuator, RayRuntime
 from rolecall.recovery.incidents import IncidentProjection
 from rolecall.recovery.interfaces import Notifier
 from rolecall.recovery.loop import LEASE_NAME, holder_name
-from rolecall.recovery.notifications import LogNotifier, WebhookNotifier
+from rolecall.recovery.notifications.delivery import HttpNotifier, LogNotifier
+from rolecall.recovery.notifications.target import target_of
 from rolecall.recovery.operators import queries
 from rolecall.watch.addresses import LOOPBACK, ListenAddress
 from rolecall.watch.agents import UniqueReplicaSource
@@ -132,7 +134,7 @@ class _PersistentDetector:
         except (ValueError, KeyError, TypeError) as e:
             logger.warning("%s is damaged (%s): starting without learned state", self._path, e)
         passed_on = self._detector
-        self.processes, self.progressing = passed_on.processes, passed_on.progressing
+        self.processes, self.progressing, self.ended = passed_on.processes, passed_on.progressing, passed_on.ended
         self.forget, self.window = passed_on.forget, passed_on.window
 
     def observe(self, observation: Observation) -> Sequence[Diagnosis]:
@@ -221,15 +223,16 @@ def watch_run(
     if approve:
         with closing(Journal(run.database_url, create=False)) as asked:
             job = with_required_approval(job, asked)
+    target = target_of(job.recovery, os.environ)
     journal = Journal(run.database_url, create=False)
     known = _num_incidents(journal)
     listed = _AgentList(living or (lambda: agents or agent_urls(run)))
     poll_seconds, forgets = job.detector.poll_seconds, living is not None
     source = AgentsSource(listed, clock, poll_seconds, authorization=authorization, forgets=forgets)
     notifier: Notifier = LogNotifier()
-    if (url := job.recovery.webhook_url) is not None:
+    if target is not None:
         deadman_seconds = job.recovery.deadman_seconds
-        notifier = WebhookNotifier(url, run_id=run.run_id, deadman_seconds=deadman_seconds, clock=clock)
+        notifier = HttpNotifier(target, run_id=run.run_id, deadman_seconds=deadman_seconds, clock=clock)
     token = authorization if authorization.startswith("Bearer ") else ""
     if ours:
         try:

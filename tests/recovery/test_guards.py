@@ -104,10 +104,10 @@ def dead(*who: str) -> FleetView:
 
 TABLE: dict[str, tuple[tuple[str, bool], tuple[str, bool]]] = {
     "nothing against it": (guarded("rollout/1"), PASS),
-    "observe": (guarded("rollout/1", mode="observe"), ("mode", WAITS)),
+    "observe": (guarded("rollout/1", mode="observe"), ("mode", CALLS)),
     "approve passes here": (guarded("rollout/1", mode="approve"), PASS),
     "paused": (guarded("rollout/1", paused="bob: upgrade"), ("paused", WAITS)),
-    "observe comes before pause": (guarded("rollout/1", mode="observe", paused="bob"), ("mode", WAITS)),
+    "observe comes before pause": (guarded("rollout/1", mode="observe", paused="bob"), ("mode", CALLS)),
     "stopping": (guarded("rollout/1", stopping="user code"), ("stopping", WAITS)),
     "stop job in a pause": (guarded(action=A.STOP_JOB, paused="bob"), ("paused", WAITS)),
     "stop job needs no budget": (guarded(action=A.STOP_JOB, evictions_per_hour_max=0), PASS),

@@ -79,40 +79,6 @@ def test_every_event_walks_back_to_the_diagnosis(world: World) -> None:
     assert world.journal.windows("inc-1-trainer-0")[at.payload.window] == {"at": at.wall_at, "late_seconds": 0.0}
 
 
-def test_observe_opens_holds_and_closes_once(tmp_path: Path) -> None:
-    world = World(tmp_path, mode="observe")
-    watch = world.watch()
-    world.runtime.inject("rollout/1", FaultClass.HANG)
-    world.run(10, watch)
-    assert world.kinds() == ["incident_opened", "plan_created", "plan_blocked"]
-    assert world.events(K.PLAN_BLOCKED)[0].payload.guard == "mode"
-    assert world.runtime.replaced == [] and world.notifier.messages == []
-    # An operator, or the runtime, replaces it.
-    desired = world.journal.desired()["rollout/1"]  # type: ignore[index]
-    world.journal.set_desired(type(desired)(replica=desired.replica, incarnation=2, node=desired.node))
-    world.until(world.all_closed, watch)
-    world.run(10, watch)
-    assert world.kinds() == ["incident_opened", "plan_created", "plan_blocked", "incident_closed"]
-    assert world.only().outcome is IncidentOutcome.OBSERVED
-
-
-def test_observe_closes_when_the_replica_gets_well(tmp_path: Path) -> None:
-    world = World(tmp_path, mode="observe")
-    watch = world.watch()
-    world.runtime.inject("rollout/1", FaultClass.SLOW)
-    world.run(3, watch)
-    world.runtime.processes["rollout/1"].fault = None
-    world.run(3, watch)
-    assert world.only().outcome is None, "a moment's silence is not the end of a fault"
-    world.until(world.all_closed, watch)
-    assert world.only().outcome is IncidentOutcome.OBSERVED
-    # It comes back later: that is another fault.
-    world.run(10, watch)
-    world.runtime.inject("rollout/1", FaultClass.SLOW)
-    world.run(3, watch)
-    assert [i.incident_id for i in world.incidents()] == ["inc-1-rollout-1", "inc-2-rollout-1"]
-
-
 def test_a_pause_stops_before_the_next_action_and_resuming_goes_on(world: World) -> None:
     watch = world.watch()
     world.journal.set_flag("paused", "alice: upgrade")
@@ -501,9 +467,9 @@ def test_an_incident_whose_events_do_not_fit_is_set_aside_with_its_story(world: 
     assert world.desired("rollout/1") == 1
 
 
-def test_the_end_of_the_run_ends_its_incidents(tmp_path: Path) -> None:
-    world = World(tmp_path, mode="observe")
+def test_the_end_of_the_run_ends_its_incidents(world: World) -> None:
     watch = world.watch()
+    world.journal.set_flag("paused", "bob: a look")
     world.runtime.inject("rollout/1", FaultClass.HANG)
     world.run(2, watch)
     world.journal.append(filled(K.RUN_ENDED, {"outcome": "done", "because": "all steps are done"}))

@@ -22,7 +22,7 @@ from rolecall.recovery.incidents import (
     IncidentOutcome,
     IncidentState,
 )
-from rolecall.recovery.next_step import CLEAR_SECONDS, Append, Decide, Move, Perform, next_step
+from rolecall.recovery.next_step import CLEAR_SECONDS, UNSEEN_SECONDS, Append, Decide, Move, Perform, next_step
 from rolecall.testing.recovery_world import diagnosis
 from tests.recovery.test_policy import ask, fleet
 
@@ -120,13 +120,63 @@ def test_tolerating_calls_an_operator_first_where_nothing_helps_and_only_once() 
     assert _said(_move(_incident(S.PLANNED, _attempt(A.TOLERATE)))) == (K.INCIDENT_CLOSED, "tolerated")
 
 
-@pytest.mark.parametrize(
-    ("mode", "outcome"), [("act", "self_recovered"), ("approve", "self_recovered"), ("observe", "observed")]
-)
-def test_a_fault_that_is_over_is_not_acted_on(mode: str, outcome: str) -> None:
+@pytest.mark.parametrize("mode", ["act", "approve", "observe"])
+def test_a_fault_that_is_over_is_not_acted_on(mode: str) -> None:
     i = _incident(S.PLANNED, _attempt())
     over = {"absent_seconds": CLEAR_SECONDS, "progress": WORKS, "config": {"mode": mode}}
-    assert _said(_move(i, **over)) == (K.INCIDENT_CLOSED, outcome)
+    assert _said(_move(i, **over)) == (K.INCIDENT_CLOSED, "self_recovered")
+
+
+OBSERVE = {"config": {"mode": "observe"}}
+NOBODY_LEFT = {"without_process": frozenset({"rollout/1"}), "progress": STILL}
+
+
+@pytest.mark.parametrize(
+    ("attempt", "topic"),
+    [
+        (_attempt(), "mode"),
+        (_attempt(A.TOLERATE, page_oncall=True), "mode"),
+        (_attempt(A.TOLERATE), ""),  # not worth an action: not worth a call either
+    ],
+)
+def test_an_observed_incident_tells_what_would_be_done_and_waits(attempt: Attempt, topic: str) -> None:
+    i = _incident(S.PLANNED, attempt)
+    blocked = _move(i, **OBSERVE)
+    assert isinstance(blocked, Append) and _said(blocked) == (K.PLAN_BLOCKED, "mode")
+    assert f"it would {attempt.plan.intent}" in blocked.payload.to_body()["because"]
+    i = replace(i, attempts=(replace(attempt, held_by=frozenset({"mode"})),))
+    if topic:
+        paged = _move(i, **OBSERVE)
+        assert isinstance(paged, Append) and _said(paged) == (K.ONCALL_PAGED, topic)
+        assert paged.payload.to_body()["because"].startswith(i.diagnosis.because)
+        i = replace(i, page_topics=frozenset({topic}))
+    assert _move(i, **OBSERVE) is None
+
+
+def test_a_plan_that_is_moot_closes_an_observed_incident() -> None:
+    i = _incident(S.PLANNED, _attempt(A.TOLERATE, outcome="self_recovered"))
+    assert _said(_move(i, **OBSERVE)) == (K.INCIDENT_CLOSED, "self_recovered")
+
+
+@pytest.mark.parametrize(
+    ("d", "absent", "outcome"),
+    [
+        (CRASH, UNSEEN_SECONDS - 0.1, None),  # a launcher may be restarting them
+        (CRASH, UNSEEN_SECONDS, "ended"),
+        (replace(CRASH, suspects=(Suspect(node=NodeId("node-8")),)), CLEAR_SECONDS, None),
+        (replace(CRASH, suspects=(Suspect(node=NodeId("node-8")),)), UNSEEN_SECONDS, "self_recovered"),
+        (replace(CRASH, suspects=()), CLEAR_SECONDS, None),
+        (replace(CRASH, suspects=()), UNSEEN_SECONDS, "self_recovered"),
+    ],
+)
+def test_what_makes_no_progress_is_over_later(d: Diagnosis, absent: float, outcome: str | None) -> None:
+    i = _incident(S.PLANNED, _attempt(held_by=frozenset({"mode"})), d=d, page_topics=frozenset({"mode"}))
+    move = _move(i, **OBSERVE, **NOBODY_LEFT, absent_seconds=absent)
+    assert (move is None) if outcome is None else _said(move) == (K.INCIDENT_CLOSED, outcome)
+
+
+def test_the_end_of_the_run_is_the_outcome_of_an_observed_incident() -> None:
+    assert _said(_move(_incident(S.PLANNED, _attempt()), ended="40 steps", **OBSERVE)) == (K.INCIDENT_CLOSED, "ended")
 
 
 @pytest.mark.parametrize(

@@ -296,6 +296,26 @@ def test_of_several_replacements_only_the_dead_are_made_again() -> None:
     assert [f"{t.replica}#{t.incarnation}" for t in verdict.plan.targets] == ["trainer/1#2"]
 
 
+NOTHING: frozenset[ActionKind] = frozenset()
+UNKNOWN = FleetView(replicas=())
+
+
+@pytest.mark.parametrize(
+    ("d", "intent"),
+    [
+        (diagnosis(F.HANG, ("trainer/1", 0)), "replace trainer/1 on node-trainer-1"),
+        (diagnosis(F.CRASH, ("trainer/1", 2)), "replace trainer/1#2 on node-trainer-1"),
+        (diagnosis(F.GPU, ONE), "move rollout/1#1 on node-rollout-1 to another node"),
+        (replace(diagnosis(F.USER_CODE), about="trainer:ValueError:f1"), "stop job"),
+        (diagnosis(F.SLOW, ONE, gain_ratio=4.0), "take no action (tolerated: 4.00 times slower, but no horizon is set"),
+        (replace(diagnosis(F.GPU), suspects=(Suspect(node=NodeId("node-3")),)), "take no action (the evidence names"),
+    ],
+)
+def test_a_job_that_is_only_observed_gets_the_plan_that_would_be_performed(d: Diagnosis, intent: str) -> None:
+    """rolecall knows no replicas of a job that it did not start: the diagnosis names the target."""
+    assert decide(ask(d, view=UNKNOWN, supports=NOTHING)).plan.intent.startswith(intent)
+
+
 def test_giving_up_is_reported_from_tolerating() -> None:
     assert decide(TABLE["twice on first start"][0]).outcome is IncidentOutcome.ESCALATED
     assert decide(TABLE["slow, no horizon"][0]).outcome is IncidentOutcome.TOLERATED
@@ -322,5 +342,6 @@ def test_slow_gain(ratio: float | None, horizon: float | None, cost: float, wort
 
 
 def test_a_secret_is_not_stored_with_a_decision() -> None:
-    question = ask(diagnosis(F.CRASH, ONE), webhook_url="https://hooks.example.org/T0/SECRET")
-    assert "SECRET" not in str(question.to_dict())
+    for where in ({"webhook_url": "https://hooks.example.org/T0/SECRET"}, {"notify": {"secret_file": "/SECRET"}}):
+        question = ask(diagnosis(F.CRASH, ONE), **where)
+        assert "SECRET" not in str(question.to_dict())

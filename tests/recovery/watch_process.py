@@ -19,7 +19,7 @@ from rolecall.core.journal.journal import Journal
 from rolecall.core.membership import ReplicaState
 from rolecall.recovery.actuators import RayRuntime
 from rolecall.recovery.loop import Watch, holder_name
-from rolecall.recovery.notifications import LogNotifier
+from rolecall.recovery.notifications.delivery import LogNotifier
 from rolecall.testing.recovery_world import FakeObservation
 
 POLL_SECONDS = 0.05
@@ -39,6 +39,9 @@ class FileDetector:
     def observe(self, observation: Any) -> list[Diagnosis]:
         del observation
         return [Diagnosis.from_dict(d) for d in json.loads(self._path.read_text())]
+
+    def ended(self, replica: str, node: str) -> bool:
+        return False
 
     def progressing(self, replica: str, incarnation_min: int) -> tuple[bool, str]:
         actual = self._journal.current()[ReplicaId(replica)]

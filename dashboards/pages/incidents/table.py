@@ -31,7 +31,7 @@ GLYPHS: Mapping[str, str] = {
     IncidentState.VERIFYING: "◐",
     "resolved": "✓",
     "tolerated": "–",
-    "observed": "○",
+    "ended": "○",
     "self_recovered": "⊘",
     "escalated": "✗",
     SET_ASIDE: "⚠",

@@ -17,6 +17,7 @@ from rolecall.core.journal.payloads import (
     IncidentClosed,
     IncidentOpened,
     IncidentUpdated,
+    OncallPaged,
     Payload,
     PlanBlocked,
     PlanCreated,
@@ -32,6 +33,7 @@ from rolecall.core.journal.payloads import (
 )
 from rolecall.core.text import plain
 from rolecall.dashboards.pages.incidents.material import IncidentPageInputs
+from rolecall.recovery.incidents import paged_text
 from rolecall.views.incidents import IncidentSummary, summarize_incidents
 
 ENTRIES_MAX = 60
@@ -214,7 +216,10 @@ OWN: Mapping[EventKind, tuple[TimelineEntryKind, Callable[[Event], str]]] = {
         TimelineEntryKind.OPERATOR,
         lambda e: by_words(e.payload, f"reviewed the diagnosis as {e.as_(DiagnosisReviewed).verdict}"),
     ),
-    K.ONCALL_PAGED: (TimelineEntryKind.OPERATOR, _because("on-call paged")),
+    K.ONCALL_PAGED: (
+        TimelineEntryKind.OPERATOR,
+        lambda e: f"{paged_text(e.as_(OncallPaged).channel)}: {e.payload.reason}",
+    ),
     K.ACTION_STARTED: (TimelineEntryKind.ACTION, lambda e: f"started: {_plan_words(e)}"),
     K.ACTION_DONE: (TimelineEntryKind.ACTION, lambda e: f"done: {e.as_(ActionDone).result.get('because', '')}"),
     K.ACTION_FAILED: (TimelineEntryKind.FAILED, lambda e: e.payload.reason),

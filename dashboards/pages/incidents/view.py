@@ -21,7 +21,7 @@ from rolecall.core.text import plain, seconds, utc
 from rolecall.dashboards.pages.incidents.material import IncidentPageInputs
 from rolecall.dashboards.pages.incidents.table import GLYPHS, HELD, SET_ASIDE, status_of
 from rolecall.dashboards.pages.incidents.timeline import action_words, affected_replicas, by_words
-from rolecall.recovery.incidents import Attempt, Decision, Incident, IncidentState
+from rolecall.recovery.incidents import Attempt, Decision, Incident, IncidentState, paged_text
 from rolecall.views.incidents import IncidentSummary
 
 SENTENCE_MAX = 2_000
@@ -150,7 +150,8 @@ def _closed_words(incident: Incident, summary: IncidentSummary | None) -> str:
     paged = ""
     if incident.page_reason:
         differs = page_reason and page_reason != because
-        paged = f" On-call was paged: {page_reason}" if differs else " On-call was paged."
+        done = paged_text(incident.page_channel).capitalize()
+        paged = f" {done}: {page_reason}" if differs else f" {done}."
     if str(incident.outcome) == "resolved":
         resolved_at, seen = incident.verified_at, ""
         if summary is not None:
@@ -164,8 +165,8 @@ def _closed_words(incident: Incident, summary: IncidentSummary | None) -> str:
         return f"Resolved {after} after detection{worked}{attempts}{seen}"
     words = {
         "tolerated": "Tolerated without action",
-        "observed": "Observed: the fault ended without action by rolecall",
-        "self_recovered": "Self-recovered: the fault ended before rolecall acted",
+        "self_recovered": "Self-recovered: the fault ended without action by rolecall",
+        "ended": "Ended: the run or the processes ended before the fault",
         "escalated": "Escalated",
     }
     lasted = seconds(max(0.0, (incident.closed_at or incident.opened_at) - incident.opened_at))
@@ -336,7 +337,8 @@ def _operator_commands(during: Iterable[Event]) -> Iterable[str]:
         if event.kind in _COMMANDS:
             yield plain(by_words(event.payload, f"{_COMMANDS[event.kind]}, {utc(event.wall_at)}"), 600)
         elif isinstance(event.payload, OncallPaged):
-            yield plain(f"on-call was paged ({event.payload.topic}): {event.payload.because}", 600)
+            text = f"{paged_text(event.payload.channel)} ({event.payload.topic}): {event.payload.because}"
+            yield plain(text, 600)
         elif isinstance(event.payload, PlanExpired):
             yield plain(f"the plan expired: {event.payload.because}", 600)
 

@@ -270,9 +270,6 @@ def _by_fact(inputs: DecisionInputs) -> Iterable[Change]:
             yield f"{', '.join(sorted(nodes))} were diagnosed as lost", replace(inputs, policy_input=known)
             alone = FleetView(replicas=tuple(r for r in replicas if str(r.node) in nodes))
             yield "all other nodes were unavailable too", replace(inputs, policy_input=replace(known, fleet=alone))
-    if policy_input.supports:
-        observed = replace(policy_input, supports=frozenset())
-        yield "rolecall only observed this job", replace(inputs, policy_input=observed)
 
 
 def _with_fleet(inputs: DecisionInputs, replicas: Sequence[object]) -> DecisionInputs:

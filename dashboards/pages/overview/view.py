@@ -13,7 +13,7 @@ from rolecall.core.text import seconds
 from rolecall.dashboards.data.reader import JournalSnapshot
 from rolecall.dashboards.pages.operations.plans import PlanStatus, plan_rows
 from rolecall.dashboards.pages.style import STATES
-from rolecall.recovery.incidents import UNDER_REPAIR, Incident, IncidentState
+from rolecall.recovery.incidents import UNDER_REPAIR, Incident, IncidentState, paged_text
 from rolecall.reports.charts import ROLE_ORDER
 from rolecall.views.incidents import suspect_name
 from rolecall.views.snapshot import ReplicaRow
@@ -104,7 +104,7 @@ def state_of(
 def open_incident(incident: Incident, snapshot: JournalSnapshot) -> OpenIncident:
     stage, doing, since, asks = _doing(incident, snapshot)
     diagnosis = incident.diagnosis
-    paged = f"On-call was paged: {incident.page_reason}" if incident.page_reason else ""
+    paged = f"{paged_text(incident.page_channel).capitalize()}: {incident.page_reason}" if incident.page_reason else ""
     return OpenIncident(
         incident_id=incident.incident_id,
         fault_class=str(diagnosis.fault_class).replace("_", " "),
@@ -134,7 +134,7 @@ def _doing(incident: Incident, snapshot: JournalSnapshot) -> tuple[str, str, flo
         return "failed", f"{action} {targets} failed: {attempt.failed_because}. Planning again.", attempt.made_at, ""
     rows = plan_rows([incident], snapshot.mode, snapshot.at)
     if not rows:
-        return "tolerated", attempt.plan.because, attempt.made_at, ""
+        return "no action", attempt.plan.because, attempt.made_at, ""
     row = rows[0]
     asks = ""
     if row.status is PlanStatus.AWAITS_APPROVAL:

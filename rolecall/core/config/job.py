@@ -154,6 +154,29 @@ class DetectorConfig(Section):
     """Hide the kernel's process state (R, S, T) from the detectors, to test the other evidence."""
 
 
+class NotifyFormat(StrEnum):
+    AUTO = "auto"
+    WEBHOOK = "webhook"
+    SLACK = "slack"
+    PAGERDUTY = "pagerduty"
+    OPSGENIE = "opsgenie"
+    ALERTMANAGER = "alertmanager"
+
+
+class NotifyConfig(Section):
+    """The channel over which on-call is paged. Without `url` and `format` there is none, and pages go to the log of the
+    watch. The secret (PagerDuty's routing key, Opsgenie's API key, Slack's URL, or a bearer token for the others) is
+    read from `secret_file` or the environment variable `ROLECALL_NOTIFY_SECRET`, never from the job file."""
+
+    url: str | None = None
+    """Address. null: PagerDuty's or Opsgenie's own, and for Slack the secret, because it is one."""
+    format: NotifyFormat = NotifyFormat.AUTO
+    """auto: by the URL (hooks.slack.com, events.pagerduty.com, api.opsgenie.com, /api/v2/alerts), else webhook: one
+    JSON object per message."""
+    secret_file: str | None = None
+    """File that holds the secret and nothing else. null: the environment variable."""
+
+
 class RecoveryConfig(Section):
     mode: Literal["observe", "approve", "act"] = "observe"
     """observe: findings and incidents only. approve: an operator approves each plan. act: guards decide."""
@@ -181,9 +204,10 @@ class RecoveryConfig(Section):
     lease_seconds: Seconds = 5.0
     """Another watch may take over if the lease is not renewed for this long."""
     webhook_url: str | None = None
-    """Pages on-call (JSON POST) and receives the heartbeat."""
+    """Short for notify.url."""
     deadman_seconds: Seconds = 60.0
-    """Interval of the watch's heartbeat to the webhook."""
+    """Interval of the watch's heartbeat to a webhook or Alertmanager."""
+    notify: NotifyConfig = NotifyConfig()
 
 
 class RuntimeConfig(Section):
@@ -280,7 +304,9 @@ class JobConfig(Section):
 
     def digest(self) -> str:
         """Identifies the configuration without its seed: runs with the same digest are comparable."""
-        text = self.model_copy(update={"seed": 0, "injection_allowed": False}).model_dump_json(exclude={"journal"})
+        same = self.model_copy(update={"seed": 0, "injection_allowed": False})
+        # Where the journal is and who is notified does not change what the run does.
+        text = same.model_dump_json(exclude={"journal": True, "recovery": {"notify"}})
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 

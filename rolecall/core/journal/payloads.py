@@ -555,16 +555,17 @@ class IncidentVerified(Payload):
 class IncidentClosed(Payload):
     """Nothing more is done about an incident."""
 
-    outcome: Annotated[str, "`IncidentOutcome`: resolved, self_recovered, tolerated, observed or escalated"]
+    outcome: Annotated[str, "`IncidentOutcome`: resolved, self_recovered, tolerated, ended or escalated"]
     because: Annotated[str, "why"]
 
 
 @_event(K.ONCALL_PAGED, f"{WATCH}, {SESSION}")
 class OncallPaged(Payload):
-    """On-call is paged. Once for each topic of an incident."""
+    """On-call is paged, or would be: without a notification channel the reason is only logged. Once for each topic of
+    an incident."""
 
     because: Annotated[str, "reason of the page"]
-    channel: Annotated[str, "`log`, `webhook` or `alertmanager`"]
+    channel: Annotated[str, "`NotifyFormat` of the channel, or `log`: no notification channel is configured"]
     topic: Annotated[str, "its topic, such as the name of a guard"]
 
 

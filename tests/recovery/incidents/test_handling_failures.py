@@ -25,7 +25,7 @@ from rolecall.recovery.isolation import (
     HandlingFailures,
 )
 from rolecall.recovery.loop import Watch
-from rolecall.recovery.notifications import NotificationSender
+from rolecall.recovery.notifications.outbox import NotificationSender
 from rolecall.recovery.operators import queries
 from rolecall.testing.recovery_world import RecordingNotifier
 from tests.events import filled

@@ -10,7 +10,7 @@ from rolecall.core.journal.events import EventKind
 from rolecall.core.rundir import RunDir
 from rolecall.recovery.incidents import IncidentOutcome, IncidentState
 from rolecall.recovery.loop import Watch
-from rolecall.recovery.notifications import notification_text
+from rolecall.recovery.notifications.outbox import notification_text
 from rolecall.recovery.operators import commands, queries
 from rolecall.testing.recovery_world import diagnosis
 from tests.events import filled

@@ -1,62 +1,22 @@
-"""The webhook against a server of the standard library: delivered, retried, bounded, never redirected, never
-blocking."""
+"""Delivery to a server of the standard library: retried, bounded, never redirected, never blocking."""
 
-import json
+import logging
 import socket
 import threading
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
 
-from rolecall.core.errors import ConfigError
+from rolecall.core.config.job import NotifyFormat
 from rolecall.recovery.interfaces import Message
-from rolecall.recovery.notifications import LogNotifier, WebhookNotifier
+from rolecall.recovery.notifications.delivery import HttpNotifier, LogNotifier
+from rolecall.recovery.notifications.formats import Target, call_for
+from tests.recovery.notifications.service import Service, serving
 from tests.support import PATIENCE_SECONDS, eventually
 
 
-class Hook:
-    """A server that answers with what it is told to, and remembers what it got."""
-
-    def __init__(self) -> None:
-        self.got: list[tuple[str, Any]] = []
-        self.answers: list[int] = []  # status of the next answers; 200 when empty
-        self.location = ""
-        hook = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                body = self.rfile.read(int(self.headers["Content-Length"]))
-                hook.got.append((self.path, json.loads(body)))
-                status = hook.answers.pop(0) if hook.answers else 200
-                self.send_response(status)
-                if 300 <= status < 400:
-                    self.send_header("Location", hook.location)
-                self.send_header("Content-Length", "0")
-                self.end_headers()
-
-            do_GET = do_POST
-
-            def log_message(self, format: str, *args: Any) -> None:
-                del format, args
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self._server.server_port}"
-        self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.01})
-        self._thread.start()
-
-    def close(self) -> None:
-        self._server.shutdown()
-        self._thread.join()
-        self._server.server_close()
-
-
-@pytest.fixture
-def hook() -> Iterator[Hook]:
-    hook = Hook()
-    yield hook
-    hook.close()
+def target(url: str, form: NotifyFormat = NotifyFormat.WEBHOOK, secret: str = "") -> Target:
+    return Target(format=form, url=url, secret=secret)
 
 
 def message(seq: int = 7, **more: Any) -> Message:
@@ -64,14 +24,14 @@ def message(seq: int = 7, **more: Any) -> Message:
     return Message(seq=seq, **{**fixed, **more})
 
 
-def test_a_message_has_an_id_for_deduplication(hook: Hook) -> None:
-    notifier = WebhookNotifier(f"{hook.url}/hook?key=secret", run_id="run-1")
+def test_a_message_has_an_id_for_deduplication(service: Service) -> None:
+    notifier = HttpNotifier(target(f"{service.url}/hook?key=secret"), run_id="run-1")
     assert notifier.channel == "webhook"
     assert notifier.offer(message(incident_id="inc-1-rollout-1", facts={"topic": "evictions"}))
     eventually(lambda: notifier.settled_seq == 7, "delivered")
-    (path, body), *more = hook.got
-    assert more == [] and path == "/hook?key=secret"
-    assert body == {
+    (got,) = service.got
+    assert (got.method, got.path) == ("POST", "/hook?key=secret")
+    assert got.body == {
         "id": "run-1:e7",
         "kind": "oncall_paged",
         "run": "run-1",
@@ -84,50 +44,47 @@ def test_a_message_has_an_id_for_deduplication(hook: Hook) -> None:
     notifier.close(PATIENCE_SECONDS)
 
 
-def test_a_failed_try_is_repeated_and_order_is_kept(hook: Hook) -> None:
-    hook.answers = [500, 503]
-    notifier = WebhookNotifier(hook.url, run_id="run-1", pause_seconds=0.01)
+def test_a_failed_try_is_repeated_and_order_is_kept(service: Service) -> None:
+    service.answers = [(500, ""), (503, "")]
+    notifier = HttpNotifier(target(service.url), run_id="run-1", pause_seconds=0.01)
     notifier.offer(message(1))
     notifier.offer(message(2))
     eventually(lambda: notifier.settled_seq == 2, "delivered")
-    assert [body["id"] for _, body in hook.got] == ["run-1:e1", "run-1:e1", "run-1:e1", "run-1:e2"]
+    assert [got.body["id"] for got in service.got] == ["run-1:e1", "run-1:e1", "run-1:e1", "run-1:e2"]
     assert notifier.num_failed == 0
     notifier.close(PATIENCE_SECONDS)
 
 
-def test_tries_are_bounded(hook: Hook) -> None:
-    hook.answers = [500] * 3
-    notifier = WebhookNotifier(hook.url, run_id="run-1", pause_seconds=0.01, tries_max=3)
+def test_tries_are_bounded(service: Service) -> None:
+    service.answers = [(500, "")] * 3
+    notifier = HttpNotifier(target(service.url), run_id="run-1", pause_seconds=0.01, tries_max=3)
     notifier.offer(message(1))
     notifier.offer(message(2))
     eventually(lambda: notifier.settled_seq == 2, "given up, and on to the next")
-    assert notifier.num_failed == 1 and len(hook.got) == 4
+    assert notifier.num_failed == 1 and len(service.got) == 4
     notifier.close(PATIENCE_SECONDS)
 
 
-def test_a_redirect_is_not_followed(hook: Hook) -> None:
-    other = Hook()
-    try:
-        hook.answers, hook.location = [307, 302], f"{other.url}/elsewhere"
-        notifier = WebhookNotifier(hook.url, run_id="run-1", pause_seconds=0.01, tries_max=2)
+def test_a_redirect_is_not_followed(service: Service) -> None:
+    with serving() as other:
+        service.answers, service.location = [(307, ""), (302, "")], f"{other.url}/elsewhere"
+        notifier = HttpNotifier(target(service.url), run_id="run-1", pause_seconds=0.01, tries_max=2)
         notifier.offer(message())
         eventually(lambda: notifier.num_failed == 1, "given up")
-        assert len(hook.got) == 2 and other.got == []
+        assert len(service.got) == 2 and other.got == []
         notifier.close(PATIENCE_SECONDS)
-    finally:
-        other.close()
 
 
 def test_a_server_that_never_answers_delays_nothing(caplog: pytest.LogCaptureFixture) -> None:
     with socket.create_server(("127.0.0.1", 0)) as deaf:
         url = f"http://127.0.0.1:{deaf.getsockname()[1]}/"
-        patient = WebhookNotifier(url, run_id="run-1", try_seconds=PATIENCE_SECONDS)
+        patient = HttpNotifier(target(url), run_id="run-1", try_seconds=PATIENCE_SECONDS)
         for seq in range(1, 101):
             patient.offer(message(seq))
             patient.heartbeat({})
         assert (patient.settled_seq, patient.num_failed) == (0, 0), "all were offered while the first was being tried"
         patient.close(0.0)
-        hasty = WebhookNotifier(url, run_id="run-1", try_seconds=0.2, pause_seconds=0.01, tries_max=2)
+        hasty = HttpNotifier(target(url), run_id="run-1", try_seconds=0.2, pause_seconds=0.01, tries_max=2)
         hasty.offer(message(1))
         eventually(lambda: hasty.num_failed == 1, "the message is given up")
         hasty.close(0.0)
@@ -150,7 +107,7 @@ def test_a_server_that_drips_is_cut_off() -> None:
         thread = threading.Thread(target=drip)
         thread.start()
         url = f"http://127.0.0.1:{server.getsockname()[1]}/"
-        notifier = WebhookNotifier(url, run_id="run-1", try_seconds=0.3, tries_max=1)
+        notifier = HttpNotifier(target(url), run_id="run-1", try_seconds=0.3, tries_max=1)
         notifier.offer(message())
         eventually(lambda: notifier.num_failed == 1, "cut off")
         done.set()
@@ -158,23 +115,25 @@ def test_a_server_that_drips_is_cut_off() -> None:
         notifier.close(PATIENCE_SECONDS)
 
 
-def test_the_dead_man_signal(hook: Hook) -> None:
-    notifier = WebhookNotifier(hook.url, run_id="run-1")
+def test_the_dead_man_signal(service: Service) -> None:
+    notifier = HttpNotifier(target(service.url), run_id="run-1")
     notifier.heartbeat({"mode": "act", "open_incidents": 2})
-    eventually(lambda: hook.got, "a heartbeat")
-    body = hook.got[0][1]
+    eventually(lambda: service.got, "a heartbeat")
+    body = service.got[0].body
     assert (body["kind"], body["run"], body["mode"], body["open_incidents"]) == ("watch_alive", "run-1", "act", 2)
     notifier.close(PATIENCE_SECONDS)
 
 
-def test_alertmanager_gets_alerts_that_it_can_resolve(hook: Hook) -> None:
-    notifier = WebhookNotifier(f"{hook.url}/am/api/v2/alerts", run_id="run-1", deadman_seconds=60.0)
+def test_alertmanager_gets_alerts_that_it_can_resolve(service: Service) -> None:
+    notifier = HttpNotifier(
+        target(f"{service.url}/am/api/v2/alerts", NotifyFormat.ALERTMANAGER), run_id="run-1", deadman_seconds=60.0
+    )
     assert notifier.channel == "alertmanager"
     notifier.offer(message(1, incident_id="inc-1-rollout-1"))
     notifier.offer(message(2, incident_id="inc-1-rollout-1", kind="incident_closed", resolved=True))
     notifier.heartbeat({})
-    eventually(lambda: len(hook.got) == 3, "delivered")
-    (firing,), (resolved,), (alive,) = (body for _, body in hook.got)
+    eventually(lambda: len(service.got) == 3, "delivered")
+    (firing,), (resolved,), (alive,) = (got.body for got in service.got)
     assert firing["labels"] == resolved["labels"]
     assert firing["labels"]["incident"] == "inc-1-rollout-1"
     assert firing["annotations"]["summary"] == "the limit is 6"
@@ -184,10 +143,29 @@ def test_alertmanager_gets_alerts_that_it_can_resolve(hook: Hook) -> None:
     notifier.close(PATIENCE_SECONDS)
 
 
-@pytest.mark.parametrize("url", ["ftp://host/x", "http:///x", "hooks.example.org"])
-def test_a_url_that_is_none_is_refused(url: str) -> None:
-    with pytest.raises(ConfigError, match="webhook_url"):
-        WebhookNotifier(url, run_id="run-1")
+@pytest.mark.parametrize("form", [NotifyFormat.SLACK, NotifyFormat.PAGERDUTY, NotifyFormat.OPSGENIE])
+def test_people_get_no_heartbeat(service: Service, form: NotifyFormat) -> None:
+    notifier = HttpNotifier(target(service.url, form, "s3cret"), run_id="run-1")
+    notifier.heartbeat({})
+    notifier.offer(message(1))
+    eventually(lambda: notifier.settled_seq == 1, "delivered")
+    assert len(service.got) == 1 and "watch_alive" not in str(service.got)
+    notifier.close(PATIENCE_SECONDS)
+
+
+@pytest.mark.parametrize("status", [200, 403, 500])
+def test_neither_url_nor_secret_is_logged(service: Service, caplog: pytest.LogCaptureFixture, status: int) -> None:
+    caplog.set_level(logging.DEBUG)
+    service.answers = [(status, "")] * 2
+    there = target(f"{service.url}/services/T0/s3cret-path", NotifyFormat.OPSGENIE, "s3cret-key")
+    notifier = HttpNotifier(there, run_id="run-1", pause_seconds=0.01, tries_max=2)
+    notifier.offer(message(1))
+    eventually(lambda: notifier.settled_seq == 1, "delivered or given up")
+    notifier.close(PATIENCE_SECONDS)
+    assert "s3cret" not in repr(there) and "s3cret" not in repr(call_for(there, message(1)))
+    ours = [r.getMessage() for r in caplog.records if r.levelno >= logging.INFO]
+    assert not [text for text in ours if "s3cret" in text]
+    assert bool(ours) is (status != 200)
 
 
 def test_without_a_webhook_calls_go_to_the_log(caplog: pytest.LogCaptureFixture) -> None:

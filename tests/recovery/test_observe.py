@@ -1,0 +1,212 @@
+"""Mode observe: nothing is done, and an incident lasts as long as its fault, across restarts of the watch."""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from rolecall.cli.main import main
+from rolecall.core.diagnosis import ActionKind, Diagnosis, Suspect
+from rolecall.core.faults import FaultClass
+from rolecall.core.ids import NodeId
+from rolecall.core.journal.events import EventKind
+from rolecall.recovery.actuators import NoopActuator
+from rolecall.recovery.incidents import IncidentOutcome, IncidentState
+from rolecall.recovery.loop import REDISCOVERY_SECONDS, Watch
+from rolecall.recovery.next_step import UNSEEN_SECONDS
+from rolecall.recovery.operators import queries
+from rolecall.recovery.operators.run_location import JournalLocation
+from rolecall.testing.recovery_world import FakeSource, diagnosis
+from tests.events import filled
+from tests.recovery.world import World
+
+K = EventKind
+OPENED = ["incident_opened", "plan_created", "plan_blocked", "oncall_paged"]
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> World:
+    return World(tmp_path, mode="observe")
+
+
+def _external(world: World, mode: str = "act") -> Watch:
+    """The watch of a job that rolecall did not start, whatever the configuration allows."""
+    world.num_watches += 1
+    config = world.config.model_copy(update={"mode": mode})
+    source, holder = FakeSource(world.clock), f"host:{world.num_watches}:1"
+    return Watch(
+        world.journal, source, world.detector, NoopActuator(), config, world.notifier, world.clock, holder, run_id="r"
+    )
+
+
+def _lasting(world: World, fault: FaultClass, *who: tuple[str, int]) -> Diagnosis:
+    found = diagnosis(fault, *who, onset=world.clock.wall())
+    world.detector.extra = [found]
+    return found
+
+
+def test_a_hang_stays_open_while_it_is_reported(world: World) -> None:
+    watch = world.watch()
+    world.runtime.inject("rollout/1", FaultClass.HANG)
+    world.run(40, watch)
+    assert world.kinds() == OPENED and world.only().state is IncidentState.PLANNED
+    (blocked,) = world.events(K.PLAN_BLOCKED)
+    assert blocked.payload.to_body()["guard"] == "mode"
+    assert "it would replace rollout/1#1 on node-rollout-1" in blocked.payload.to_body()["because"]
+    (message,) = world.notifier.messages
+    assert "rollout/1#1: hang" in message.because and "would replace rollout/1#1" in message.because
+    assert world.runtime.replaced == []
+
+
+def test_it_closes_when_its_replica_was_replaced_by_somebody_else(world: World) -> None:
+    watch = world.watch()
+    world.runtime.inject("rollout/1", FaultClass.HANG)
+    world.run(10, watch)
+    desired = {str(r): d for r, d in world.journal.desired().items()}["rollout/1"]
+    world.journal.set_desired(type(desired)(replica=desired.replica, incarnation=2, node=desired.node))
+    world.until(world.all_closed, watch)
+    world.run(10, watch)
+    assert world.kinds() == [*OPENED, "incident_closed"]
+    assert world.only().outcome is IncidentOutcome.SELF_RECOVERED
+    assert [m.resolved for m in world.notifier.messages] == [False, True], "the alert is resolved too"
+
+
+def test_it_closes_when_the_fault_clears_and_the_next_one_is_another(world: World) -> None:
+    watch = world.watch()
+    world.runtime.inject("rollout/1", FaultClass.SLOW)
+    world.run(3, watch)
+    world.runtime.processes["rollout/1"].fault = None
+    world.run(3, watch)
+    assert world.only().outcome is None, "a moment's silence is not the end of a fault"
+    world.until(world.all_closed, watch)
+    assert world.only().outcome is IncidentOutcome.SELF_RECOVERED
+    world.run(10, watch)
+    world.runtime.inject("rollout/1", FaultClass.SLOW)
+    world.run(3, watch)
+    assert [i.incident_id for i in world.incidents()] == ["inc-1-rollout-1", "inc-2-rollout-1"]
+
+
+@pytest.mark.parametrize(
+    ("fault", "who", "paged"),
+    [
+        (FaultClass.SLOW, (("rollout/1", 1),), False),  # no gain was measured: tolerated
+        (FaultClass.CANNOT_TELL, (("rollout/1", 1), ("trainer/0", 1)), True),
+    ],
+)
+def test_a_fault_without_a_remedy_stays_open_too(
+    world: World, fault: FaultClass, who: Sequence[tuple[str, int]], paged: bool
+) -> None:
+    watch = world.watch()
+    _lasting(world, fault, *who)
+    world.run(15, watch)
+    incident = world.only()
+    assert incident.outcome is None and incident.attempt is not None
+    assert incident.attempt.plan.action is ActionKind.TOLERATE
+    assert bool(incident.page_topics) is paged
+    world.detector.extra = []
+    world.until(world.all_closed, watch)
+    assert world.only().outcome is IncidentOutcome.SELF_RECOVERED
+
+
+def test_it_closes_when_the_run_ends(world: World) -> None:
+    watch = world.watch()
+    world.runtime.inject("rollout/1", FaultClass.HANG)
+    world.run(2, watch)
+    world.journal.append(filled(K.RUN_ENDED, {"outcome": "done", "because": "all steps are done"}))
+    world.step(watch)
+    assert watch.finished and world.only().outcome is IncidentOutcome.ENDED
+    assert world.only().because == "the run ended before it was resolved: all steps are done"
+
+
+def test_a_job_without_an_actuator_is_observed_whatever_its_mode(world: World) -> None:
+    watch = _external(world, mode="act")
+    _lasting(world, FaultClass.HANG, ("worker/7", 0))
+    world.run(15, watch)
+    assert world.kinds() == OPENED and world.only().outcome is None
+    assert world.only().attempt.plan.intent == "replace worker/7 on node-worker-7"  # type: ignore[union-attr]
+
+
+def test_it_closes_when_no_process_of_its_suspect_is_left(world: World) -> None:
+    watch = _external(world)
+    _lasting(world, FaultClass.HANG, ("rollout/1", 0))
+    world.run(3, watch)
+    world.detector.extra, world.detector.without_process = [], {"rollout/1"}
+    world.runtime.inject("rollout/1", FaultClass.CRASH)  # makes no progress
+    world.detector.delay_seconds = 1e9
+    world.run(UNSEEN_SECONDS - 5, watch)
+    assert world.only().outcome is None, "its launcher may be restarting it"
+    world.until(world.all_closed, watch)
+    assert world.only().outcome is IncidentOutcome.ENDED
+    assert world.only().because == "no process of rollout/1 is left"
+
+
+def test_a_restarted_watch_keeps_it_open_until_its_detectors_could_have_seen_the_fault(world: World) -> None:
+    world.runtime.inject("rollout/1", FaultClass.SLOW)
+    world.run(3, world.watch())
+    fault, world.runtime.processes["rollout/1"].fault = world.runtime.processes["rollout/1"].fault, None
+    world.clock.advance(world.config.lease_seconds + 1)  # the first watch was killed
+    again = world.watch()
+    world.run(REDISCOVERY_SECONDS / 2, again)  # it does not see the fault yet
+    assert world.only().outcome is None
+    world.runtime.processes["rollout/1"].fault = fault
+    world.run(REDISCOVERY_SECONDS / 2 + 10, again)
+    assert world.kinds() == OPENED, "the same incident, opened and reported once"
+    world.runtime.processes["rollout/1"].fault = None
+    world.until(world.all_closed, again)
+    assert world.only().outcome is IncidentOutcome.SELF_RECOVERED
+
+
+def test_a_lease_that_changes_hands_and_another_class_open_nothing_twice(world: World) -> None:
+    first, second = world.watch(), world.watch()
+    world.runtime.inject("rollout/1", FaultClass.HANG)
+    world.run(3, first, second)
+    world.run(20, second)
+    assert second.acting
+    _lasting(world, FaultClass.CANNOT_TELL, ("rollout/1", 1))
+    world.run(20, second, first)
+    assert [i.outcome for i in world.incidents()] == [None]
+
+
+def test_a_silent_detector_ends_nothing(world: World) -> None:
+    watch = world.watch()
+    world.detector.extra = [
+        Diagnosis(
+            suspects=(Suspect(node=NodeId("node-3")),),
+            fault_class=FaultClass.GPU,
+            onset=world.clock.wall(),
+            detected_at=world.clock.wall(),
+            confidence=0.9,
+            because="XID 79 on GPU 0 of node-3",
+        )
+    ]
+    world.run(3, watch)
+    observe = world.detector.observe
+    world.detector.observe = lambda observation: 1 / 0  # type: ignore[method-assign]
+    world.run(UNSEEN_SECONDS + 10, watch)
+    assert world.only().outcome is None
+    world.detector.observe = observe  # type: ignore[method-assign]
+    world.run(3, watch)
+    assert [i.outcome for i in world.incidents()] == [None]
+
+
+def test_status_shows_it_with_exit_code_1(
+    tmp_path: Path, world: World, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.notifier.channel = "log"
+    world.runtime.inject("rollout/1", FaultClass.HANG)
+    watch = world.watch()
+    world.run(10, watch)
+    (shown,) = queries.status(JournalLocation(world.url), world.clock)["open_incidents"]
+    assert shown["would"] == "replace rollout/1#1 on node-rollout-1"
+    (tmp_path / "run.json").write_text("{}")
+    monkeypatch.setitem(os.environ, "COLUMNS", "200")
+    assert main(["status", str(tmp_path)]) == 1
+    text = capsys.readouterr().out
+    assert "inc-1-rollout-1 planned: rollout/1#1: hang" in text
+    assert "only observed: in mode act rolecall would replace rollout/1#1 on node-rollout-1" in text
+    assert "LOGGED; NO NOTIFICATION CHANNEL CONFIGURED: rollout/1#1: hang" in text and "PAGED" not in text
+    world.runtime.processes["rollout/1"].fault = None
+    world.until(world.all_closed, watch)
+    assert main(["status", str(tmp_path)]) == 0
+    assert "no open incidents" in capsys.readouterr().out

@@ -11,6 +11,7 @@ from rolecall.core.journal.payloads import IncidentOpened, LeaseAcquired, PlanCr
 from rolecall.core.journal.rows import reading
 from rolecall.core.journal.store import canonical
 from rolecall.recovery.actuators import STOP_FLAG
+from rolecall.recovery.durations import durations
 from rolecall.recovery.fleet_view import fleet_view
 from rolecall.recovery.guards import HOUR_SECONDS
 from rolecall.recovery.incidents import RIGHT, WRONG, Incident, IncidentProjection, IncidentState, evictions
@@ -60,17 +61,20 @@ def status(location: RunLocation, clock: Clock | None = None) -> dict[str, Any]:
             }
             for replica in fleet.replicas
         ],
-        "open_incidents": [_summary(i, projection) for i in projection.open_incidents()],
+        "open_incidents": [_summary(i, projection, now) for i in projection.open_incidents()],
         "broken_incidents": {name: str(e).splitlines()[0] for name, e in sorted(projection.broken.items())},
     }
 
 
-def incidents(location: RunLocation, incident_id: str | None = None) -> list[dict[str, Any]]:
+def incidents(
+    location: RunLocation, incident_id: str | None = None, clock: Clock | None = None
+) -> list[dict[str, Any]]:
     """All incidents, or the requested one with its events, as plain values. Raises CommandRefused: there is no incident
     of this id."""
+    now = (clock or SystemClock()).wall()
     with opened(location) as (journal, projection):
         summaries = [
-            _summary(i, projection) for i in projection.incidents.values() if incident_id in (None, i.incident_id)
+            _summary(i, projection, now) for i in projection.incidents.values() if incident_id in (None, i.incident_id)
         ]
         if incident_id is None:
             return summaries
@@ -92,7 +96,8 @@ def known(projection: IncidentProjection, incident_id: str) -> Incident:
     return found
 
 
-def _summary(incident: Incident, projection: IncidentProjection) -> dict[str, Any]:
+def _summary(incident: Incident, projection: IncidentProjection, now: float) -> dict[str, Any]:
+    took = durations(incident, now)
     attempt, review, broken = incident.attempt, incident.review, projection.broken.get(incident.incident_id)
     return {
         "incident_id": incident.incident_id,
@@ -101,6 +106,7 @@ def _summary(incident: Incident, projection: IncidentProjection) -> dict[str, An
         "suspects": [f"{s.replica}#{s.incarnation}" if s.replica else str(s.node) for s in incident.diagnosis.suspects],
         "because": incident.diagnosis.because,
         "opened_at": incident.opened_at,
+        "durations": {**asdict(took), "text": took.words},
         "action": str(attempt.plan.action) if attempt else None,
         "plan": attempt.plan.to_dict() if attempt else None,
         "num_attempts": len(incident.attempts),
@@ -194,6 +200,7 @@ def _incident_lines(found: list[dict[str, Any]]) -> list[str]:
     for incident in found:
         state = "SET ASIDE" if incident["set_aside"] else incident["outcome"] or incident["state"]
         lines.append(f"{incident['incident_id']} {state}: {incident['set_aside'] or incident['because']}")
+        lines.append(f"  {incident['durations']['text']}")
         if incident["plan"]:
             blocked = incident["held_by"] and incident["outcome"] is None
             held = f", blocked by {', '.join(incident['held_by'])}" if blocked else ""

@@ -18,6 +18,7 @@ from rolecall.core.journal.payloads import (
 )
 from rolecall.core.membership import Actual, Desired, ReplicaState
 from rolecall.core.policy_health import policy_health_of
+from rolecall.recovery.durations import IncidentDurations, durations
 from rolecall.recovery.incidents import Incident
 from rolecall.views.incidents import suspect_name
 from rolecall.views.lifetimes import replica_order
@@ -53,7 +54,7 @@ class IncidentRow:
     because: str
     stage: str  # opened, planned, held, proposed, acting, verifying; or the outcome once closed
     detail: str  # the newest text: of the plan, the guard, the verification
-    opened_at: float
+    durations: IncidentDurations
     closed_at: float | None = None
 
 
@@ -152,7 +153,7 @@ class RunSnapshotProjection:
         _, before = self.incident_news.get(incident_id, ("", ""))
         self.incident_news[incident_id] = (_STAGES[event.kind], text or before)
 
-    def _row(self, incident: Incident) -> IncidentRow:
+    def _row(self, incident: Incident, now: float) -> IncidentRow:
         stage, detail = self.incident_news.get(incident.incident_id, ("found", ""))
         return IncidentRow(
             incident_id=incident.incident_id,
@@ -161,7 +162,7 @@ class RunSnapshotProjection:
             because=incident.diagnosis.because,
             stage=str(incident.outcome or stage),
             detail=incident.because or detail,
-            opened_at=incident.opened_at,
+            durations=durations(incident, now),
             closed_at=incident.closed_at,
         )
 
@@ -175,7 +176,7 @@ class RunSnapshotProjection:
         incidents: Iterable[Incident] = (),
     ) -> RunSnapshot:
         """The value to show at `now` (wall seconds)."""
-        rows = [self._row(i) for i in incidents]
+        rows = [self._row(i, now) for i in incidents]
         closed = sorted((row for row in rows if row.closed_at is not None), key=lambda row: row.closed_at or 0.0)
         return replace(
             self.newest,

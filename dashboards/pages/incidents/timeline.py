@@ -131,7 +131,7 @@ def _shorter(words: str, known: str) -> str:
 
 
 def _axes(material: IncidentPageInputs, moments: Sequence[TimelineEntry]) -> tuple[TimelineRange, TimelineRange | None]:
-    diagnosis = material.incident.diagnosis if material.incident else None
+    diagnosis = material.incident.first_diagnosis if material.incident else None
     zero = min(diagnosis.onset, diagnosis.detected_at) if diagnosis else (moments[0].at if moments else material.now)
     times = [x.at for x in moments] or [zero]
     last = material.now if material.is_open else max(times)
@@ -153,7 +153,7 @@ def _padded(begin: float, end: float, zero: float) -> TimelineRange:
 def _moments(material: IncidentPageInputs, summary: IncidentSummary | None) -> list[TimelineEntry]:
     found: list[TimelineEntry] = []
     if material.incident is not None:
-        diagnosis = material.incident.diagnosis
+        diagnosis = material.incident.first_diagnosis
         found.append(
             TimelineEntry(
                 min(diagnosis.onset, diagnosis.detected_at), TimelineEntryKind.ONSET, "estimated by the diagnosis"

@@ -21,14 +21,13 @@ from rolecall.core.text import plain, seconds, utc
 from rolecall.dashboards.pages.incidents.material import IncidentPageInputs
 from rolecall.dashboards.pages.incidents.table import GLYPHS, HELD, SET_ASIDE, status_of
 from rolecall.dashboards.pages.incidents.timeline import action_words, affected_replicas, by_words
+from rolecall.recovery.durations import IncidentDurations, durations
 from rolecall.recovery.incidents import Attempt, Decision, Incident, IncidentState
 from rolecall.views.incidents import IncidentSummary
 
 SENTENCE_MAX = 2_000
 NUM_SHOWN_MAX = 40
 """Suspects and pieces of evidence that are shown; the rest is counted."""
-VISIBLE_SECONDS = 0.05
-"""Times closer than this are shown as one."""
 K = EventKind
 
 Facts = tuple[tuple[str, str], ...]
@@ -60,6 +59,7 @@ def head(material: IncidentPageInputs, summary: IncidentSummary | None) -> Incid
             "affected.",
         )
     diagnosis = incident.diagnosis
+    took = durations(incident, material.now) if summary is None else summary.durations(material.now)
     status = SET_ASIDE if material.set_aside else status_of(incident)
     who = tuple(_suspect(s) for s in diagnosis.suspects[:NUM_SHOWN_MAX])
     more = len(diagnosis.suspects) - NUM_SHOWN_MAX
@@ -67,8 +67,8 @@ def head(material: IncidentPageInputs, summary: IncidentSummary | None) -> Incid
         ("Fault class", str(diagnosis.fault_class).replace("_", " ")),
         ("Confidence", f"{diagnosis.confidence:.0%}"),
         ("Detected by", plain(", ".join(diagnosis.detectors), 200) or "unknown"),
-        ("Onset", utc(diagnosis.onset)),
-        ("Detected", f"{seconds(max(0.0, diagnosis.detected_at - diagnosis.onset))} after the onset"),
+        ("Onset", utc(incident.first_diagnosis.onset)),
+        ("Times", took.words),
     ]
     if diagnosis.gain_ratio is not None:
         facts.append(("Slowdown compared with peers", f"{diagnosis.gain_ratio:.2f} times"))
@@ -111,16 +111,15 @@ def _injected(summary: IncidentSummary | None) -> str:
     if summary is None or summary.fault is None:
         return ""
     named = "correct suspect" if summary.diagnosed_correctly else "wrong suspect"
-    found = seconds(max(0.0, summary.detected_at - summary.fault.injected_at))
     how = f" ({summary.fault.how})" if summary.fault.how else ""
-    return plain(f"{summary.fault.kind}{how} at {', '.join(summary.fault.hit)}, detected {found} later, {named}", 400)
+    return plain(f"{summary.fault.kind}{how} at {', '.join(summary.fault.hit)}, {named}", 400)
 
 
 def state_words(incident: Incident, summary: IncidentSummary | None, now: float) -> str:
-    attempt, found = incident.attempt, incident.diagnosis.detected_at
+    attempt = incident.attempt
+    took = durations(incident, now) if summary is None else summary.durations(now)
     if incident.outcome is not None:
-        return _closed_words(incident, summary)
-    since = seconds(max(0.0, now - incident.opened_at))
+        return _closed_words(incident, took)
     match incident.state:
         case IncidentState.PROPOSED if attempt is not None and attempt.decision is None:
             left = "" if attempt.expires_at is None else f"; expires in {seconds(max(0.0, attempt.expires_at - now))}"
@@ -135,41 +134,33 @@ def state_words(incident: Incident, summary: IncidentSummary | None, now: float)
                 f"{seconds(max(0.0, now - attempt.done_at))}"
             )
         case IncidentState.PLANNED if attempt is not None and status_of(incident) == HELD:
-            return f"Blocked by {', '.join(sorted(attempt.held_by))}: {action_words(attempt.plan)}; open for {since}"
+            return f"Blocked by {', '.join(sorted(attempt.held_by))}: {action_words(attempt.plan)}; {took.end_words}"
         case IncidentState.PLANNED if attempt is not None:
-            return f"Planned: {action_words(attempt.plan)}; open for {since}"
+            return f"Planned: {action_words(attempt.plan)}; {took.end_words}"
         case _:
             failed = incident.failures[-1] if incident.failures else None
             after = f"; attempt {failed.number} failed: {failed.failed_because}" if failed else ""
-            return f"Diagnosed {seconds(max(0.0, now - found))} ago; no plan yet{after}"
+            return f"Diagnosed, {took.end_words}; no plan yet{after}"
 
 
-def _closed_words(incident: Incident, summary: IncidentSummary | None) -> str:
-    found, known = incident.diagnosis.detected_at, incident.diagnosis.because
+def _closed_words(incident: Incident, took: IncidentDurations) -> str:
+    known = incident.diagnosis.because
     because, page_reason = (_rest(text, known) for text in (incident.because, incident.page_reason))
     paged = ""
     if incident.page_reason:
         differs = page_reason and page_reason != because
         paged = f" On-call was paged: {page_reason}" if differs else " On-call was paged."
     if str(incident.outcome) == "resolved":
-        resolved_at, seen = incident.verified_at, ""
-        if summary is not None:
-            resolved_at = resolved_at if summary.resolved_at is None else summary.resolved_at
-            seen = f": {summary.incident.verified_because}" if summary.incident.verified_because else ""
-        after = seconds(max(0.0, (incident.opened_at if resolved_at is None else resolved_at) - found))
+        seen = f": {incident.verified_because}" if incident.verified_because else ""
         attempts = f", at attempt {len(incident.attempts)}" if len(incident.attempts) > 1 else ""
-        worked = ""
-        if incident.verified_at is not None and incident.verified_at - (resolved_at or 0.0) >= VISIBLE_SECONDS:
-            worked = f" (verified after {seconds(max(0.0, incident.verified_at - found))})"
-        return f"Resolved {after} after detection{worked}{attempts}{seen}"
+        return f"Resolved, {took.end_words}{attempts}{seen}"
     words = {
         "tolerated": "Tolerated without action",
         "observed": "Observed: the fault ended without action by rolecall",
         "self_recovered": "Self-recovered: the fault ended before rolecall acted",
         "escalated": "Escalated",
     }
-    lasted = seconds(max(0.0, (incident.closed_at or incident.opened_at) - incident.opened_at))
-    text = f"{words.get(str(incident.outcome), str(incident.outcome))}, after {lasted}"
+    text = f"{words.get(str(incident.outcome), str(incident.outcome))}, {took.end_words}"
     return f"{text}: {because}.{paged}" if because else f"{text}.{paged}"
 
 

@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from statistics import median
 from typing import Any
 
-from rolecall.core.text import escape, seconds
+from rolecall.core.text import escape, in_words, seconds
 from rolecall.reports.charts import key_of, lanes_chart, policy_health_chart, reward_chart, step_chart
 from rolecall.reports.style import document
 
@@ -165,7 +165,11 @@ def _incident_table(report: Report) -> str:
     rows = []
     for number, incident in enumerate(report["incidents"]):
         fault = incident["fault"]
-        what = f"{fault['kind']} on {fault['target']}" if fault else f"{incident['fault_class']}, no injected fault"
+        what = (
+            f"{fault['kind']} on {fault['target']}"
+            if fault
+            else f"{in_words(incident['fault_class'])}, no injected fault"
+        )
         lost = f"{incident['tokens_lost']:,} tokens, {incident['steps_lost']} steps"
         times = [incident[k] for k in ("detected_seconds", "requests_resumed_seconds", "step_committed_seconds")]
         times += [incident["serving_seconds"], incident["verified_seconds"]]
@@ -197,7 +201,7 @@ def _incident(incident: Report, key: str) -> str:
     title = (
         f"{fault['kind']} on {fault['target']}"
         if fault
-        else f"{incident['fault_class']}: {', '.join(incident['suspects'])}"
+        else f"{in_words(incident['fault_class'])}: {', '.join(incident['suspects']) or 'no suspect'}"
     )
     css = "good" if incident["outcome"] == "resolved" else "bad"
     rows = [("Found", _found(incident)), ("Times", incident["durations"]), ("Plan", _plan(incident))]
@@ -219,7 +223,7 @@ def _incident(incident: Report, key: str) -> str:
     more = f"<details><summary>Evidence</summary><ul>{evidence}</ul></details>" if evidence else ""
     return (
         f'<article class="card incident"><header>{_key(key, fault is None)}<h3>{escape(title)}</h3>'
-        f'<span class="tag {css}">{escape(incident["outcome"])}</span></header>'
+        f'<span class="tag {css}">{escape(in_words(incident["outcome"]))}</span></header>'
         f'<p class="because">{escape(incident["because"])}</p><dl class="steps">{listed}</dl>{more}</article>'
     )
 
@@ -228,14 +232,14 @@ def _found(incident: Report) -> str:
     named = {True: "correct suspect", False: "wrong suspect", None: "no fault was injected"}[
         incident["diagnosed_correctly"]
     ]
-    return f"{named}; class {incident['fault_class']}, confidence {incident['confidence']:.2f}"
+    return f"{named}; class {in_words(incident['fault_class'])}, confidence {incident['confidence']:.2f}"
 
 
 def _plan(incident: Report) -> str:
     """Action and targets, with the reason if it adds to the diagnosis."""
     if not incident["action"]:
         return "none"
-    what = f"{incident['action'].replace('_', ' ')} {', '.join(incident['plan_targets'])}".strip()
+    what = f"{in_words(incident['action'])} {', '.join(incident['plan_targets'])}".strip()
     return what if incident["plan"] in ("", incident["because"]) else f"{what}: {incident['plan']}"
 
 
@@ -326,7 +330,7 @@ def _remarks(report: Report) -> str:
     if not report["remarks"]:
         return ""
     body = "".join(
-        f'<tr><td class="n">{seconds(r["at"])}</td><td>{escape(r["kind"].replace("_", " "))}</td>'
+        f'<tr><td class="n">{seconds(r["at"])}</td><td>{escape(in_words(r["kind"]))}</td>'
         f"<td>{escape(r['what'])}</td><td>{escape(r['because'])}</td></tr>"
         for r in report["remarks"][:200]
     )

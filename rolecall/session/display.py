@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rolecall.core.journal.journal import Journal
-from rolecall.core.text import plain, seconds
+from rolecall.core.text import in_words, plain, seconds
 from rolecall.recovery.incidents import IncidentProjection
 from rolecall.reports.charts import ROLE_ORDER, key_of
 from rolecall.reports.html import headline
@@ -162,8 +162,8 @@ def _incidents(snapshot: RunSnapshot, width: int) -> list[RenderableType]:
     closed = snapshot.closed_incidents[-1:] if snapshot.open_incidents else snapshot.closed_incidents
     for incident in reversed(closed):
         sign, style = ("✓", "green") if incident.stage == "resolved" else ("✕", "yellow")
-        parts.append(_line((f"{sign} {incident.stage} ", style), (f"{_who(incident)} ", ""),
-                           (f"{incident.fault_class}, {incident.durations.end_words}: {incident.because}", "dim")))  # fmt: skip
+        about = f"{incident.fault_class}, {incident.durations.end_words}: {incident.because}"
+        parts.append(_line((f"{sign} {incident.stage} ", style), (f"{_who(incident)} ", ""), (about, "dim")))
     return parts
 
 
@@ -227,9 +227,11 @@ def _table(report: Mapping[str, Any]) -> Table:
         table.add_column(name, justify="right" if name in ("found", "verified") else "left", overflow="ellipsis")
     for number, incident in enumerate(report["incidents"]):
         fault = incident["fault"]
-        kind, target = (fault["kind"], fault["target"]) if fault else (incident["fault_class"], "not injected")
+        kind, target = (
+            (fault["kind"], fault["target"]) if fault else (in_words(incident["fault_class"]), "not injected")
+        )
         took = incident["verified_seconds"]
-        verified = seconds(took) if took is not None else incident["outcome"].replace("_", " ")
+        verified = seconds(took) if took is not None else in_words(incident["outcome"])
         cells = (
             kind,
             target,

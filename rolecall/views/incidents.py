@@ -23,7 +23,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rolecall.core.diagnosis import Suspect
 from rolecall.core.journal.events import Event, EventKind
 from rolecall.core.journal.payloads import ActionStarted, RequestsReassigned, StepCommitted, StepInterrupted
 from rolecall.recovery.durations import IncidentDurations, durations
@@ -167,7 +166,7 @@ class IncidentSummary:
             "fault": self.fault.to_dict() if self.fault else None,
             "further_faults": [f.to_dict() for f in self.further_faults],
             "diagnosed_correctly": self.diagnosed_correctly,
-            "suspects": [suspect_name(s) for s in diagnosis.suspects],
+            "suspects": [s.name for s in diagnosis.suspects],
             "fault_class": str(diagnosis.fault_class),
             "confidence": diagnosis.confidence,
             "detectors": list(diagnosis.detectors),
@@ -211,13 +210,6 @@ class MatchedIncidents:
     summaries: tuple[IncidentSummary, ...] = ()
     missed: tuple[InjectedFault, ...] = ()
     false_alarms: tuple[str, ...] = ()  # incident ids
-
-
-def suspect_name(suspect: Suspect) -> str:
-    """`rollout/1#2`, or the node if no replica is named."""
-    if not suspect.replica:
-        return suspect.node
-    return suspect.replica if suspect.incarnation is None else f"{suspect.replica}#{suspect.incarnation}"
 
 
 def summarize_incidents(

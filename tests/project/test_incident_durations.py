@@ -90,7 +90,9 @@ def test_closed_incidents_have_the_same_durations_on_every_screen(
             row = row_of(material.incident)
             (live,) = [line for line in terminal.splitlines() if f" {incident['suspects'][0]} " in line]
             (html,) = [line for line in page.splitlines() if line == incident["durations"]]
-            last = [line for line in printed(summary(report), 200).splitlines() if f" {incident['suspects'][0]} " in line]
+            last = [
+                line for line in printed(summary(report), 200).splitlines() if f" {incident['suspects'][0]} " in line
+            ]
             screens = {
                 "report": _numbers(html),
                 "page": _numbers(_page_text(material)),

@@ -89,7 +89,7 @@ def status_of(incident: Incident) -> str:
 def row_of(incident: Incident, set_aside: str = "") -> IncidentTableRow:
     """`set_aside`: why the incident is not handled further; empty: it is handled."""
     diagnosis, attempt = incident.diagnosis, incident.attempt
-    names = [f"{s.replica}#{s.incarnation}" if s.replica else str(s.node) for s in diagnosis.suspects]
+    names = [s.name for s in diagnosis.suspects]
     roles = {s.role or _role(s.replica) for s in diagnosis.suspects if s.role or s.replica}
     because = plain(set_aside or diagnosis.because)
     took = durations(incident, incident.opened_at)

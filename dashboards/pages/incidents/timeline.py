@@ -30,14 +30,13 @@ from rolecall.core.journal.payloads import (
     WeightsAdmitted,
     WeightsRejected,
 )
-from rolecall.core.text import plain
+from rolecall.core.text import in_words, plain
 from rolecall.dashboards.pages.incidents.material import IncidentPageInputs
 from rolecall.views.incidents import IncidentSummary, summarize_incidents
 
 ENTRIES_MAX = 60
 """Longest timeline; of a longer one the middle is left out, with a note."""
 WORDS_MAX = 400
-TARGETS_MAX = 40
 CONTEXT_SHARE = 0.25
 CONTEXT_SECONDS_MIN = 4.0
 """Padding before and after: share of the time from onset to last event, and minimum seconds."""
@@ -193,9 +192,7 @@ def _plan_words(event: Event) -> str:
 
 
 def action_words(plan: Plan) -> str:
-    targets = ", ".join(f"{t.replica}#{t.incarnation}" for t in plan.targets[:TARGETS_MAX])
-    action = str(plan.action).replace("_", " ")
-    return plain(f"{action} of {targets}" if targets else action, WORDS_MAX)
+    return plain(plan.words, WORDS_MAX)
 
 
 OWN: Mapping[EventKind, tuple[TimelineEntryKind, Callable[[Event], str]]] = {
@@ -203,7 +200,10 @@ OWN: Mapping[EventKind, tuple[TimelineEntryKind, Callable[[Event], str]]] = {
     K.INCIDENT_UPDATED: (TimelineEntryKind.UPDATED, lambda e: e.as_(IncidentUpdated).diagnosis.because),
     K.EVIDENCE_COLLECTED: (TimelineEntryKind.UPDATED, _because("evidence collected")),
     K.PLAN_CREATED: (TimelineEntryKind.PLAN, lambda e: _plan_words(e)),
-    K.PLAN_BLOCKED: (TimelineEntryKind.BLOCKED, lambda e: f"by guard {e.as_(PlanBlocked).guard}: {e.payload.reason}"),
+    K.PLAN_BLOCKED: (
+        TimelineEntryKind.BLOCKED,
+        lambda e: f"by guard {in_words(e.as_(PlanBlocked).guard)}: {e.payload.reason}",
+    ),
     K.PLAN_PROPOSED: (TimelineEntryKind.OPERATOR, lambda e: f"approval requested: {_plan_words(e)}"),
     K.PLAN_APPROVED: (TimelineEntryKind.OPERATOR, _by("approved it")),
     K.PLAN_REJECTED: (TimelineEntryKind.OPERATOR, _by("rejected it")),
@@ -216,17 +216,20 @@ OWN: Mapping[EventKind, tuple[TimelineEntryKind, Callable[[Event], str]]] = {
     ),
     K.ONCALL_PAGED: (TimelineEntryKind.OPERATOR, _because("on-call paged")),
     K.ACTION_STARTED: (TimelineEntryKind.ACTION, lambda e: f"started: {_plan_words(e)}"),
-    K.ACTION_DONE: (TimelineEntryKind.ACTION, lambda e: f"done: {e.as_(ActionDone).result.get('because', '')}"),
+    K.ACTION_DONE: (
+        TimelineEntryKind.ACTION,
+        lambda e: f"done: {e.as_(ActionDone).result.get('because', '')}".rstrip(": "),
+    ),
     K.ACTION_FAILED: (TimelineEntryKind.FAILED, lambda e: e.payload.reason),
     K.INCIDENT_VERIFIED: (TimelineEntryKind.VERIFIED, lambda e: e.payload.reason),
-    K.INCIDENT_CLOSED: (TimelineEntryKind.CLOSED, lambda e: f"as {e.as_(IncidentClosed).outcome}"),
+    K.INCIDENT_CLOSED: (TimelineEntryKind.CLOSED, lambda e: f"as {in_words(e.as_(IncidentClosed).outcome)}"),
 }
 """Timeline entry of each event kind: its kind and text."""
 
 
 def _found_words(event: Event) -> str:
     diagnosis = event.as_(IncidentOpened).diagnosis
-    return f"{str(diagnosis.fault_class).replace('_', ' ')} detected by {', '.join(diagnosis.detectors) or 'unknown'}"
+    return f"{in_words(diagnosis.fault_class)} detected by {in_words(', '.join(diagnosis.detectors)) or 'unknown'}"
 
 
 def affected_replicas(material: IncidentPageInputs) -> frozenset[str]:

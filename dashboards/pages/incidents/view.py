@@ -17,7 +17,7 @@ from rolecall.core.journal.payloads import (
     WeightsAdmitted,
     WeightsRejected,
 )
-from rolecall.core.text import plain, seconds, utc
+from rolecall.core.text import in_words, node_text, plain, seconds, utc
 from rolecall.dashboards.pages.incidents.material import IncidentPageInputs
 from rolecall.dashboards.pages.incidents.table import GLYPHS, HELD, SET_ASIDE, status_of
 from rolecall.dashboards.pages.incidents.timeline import action_words, affected_replicas, by_words
@@ -64,9 +64,9 @@ def head(material: IncidentPageInputs, summary: IncidentSummary | None) -> Incid
     who = tuple(_suspect(s) for s in diagnosis.suspects[:NUM_SHOWN_MAX])
     more = len(diagnosis.suspects) - NUM_SHOWN_MAX
     facts = [
-        ("Fault class", str(diagnosis.fault_class).replace("_", " ")),
+        ("Fault class", in_words(diagnosis.fault_class)),
         ("Confidence", f"{diagnosis.confidence:.0%}"),
-        ("Detected by", plain(", ".join(diagnosis.detectors), 200) or "unknown"),
+        ("Detected by", plain(in_words(", ".join(diagnosis.detectors)), 200) or "unknown"),
         ("Onset", utc(incident.first_diagnosis.onset)),
         ("Times", took.words),
     ]
@@ -80,7 +80,7 @@ def head(material: IncidentPageInputs, summary: IncidentSummary | None) -> Incid
         incident_id=plain(material.incident_id, 200),
         sentence=plain(diagnosis.because, SENTENCE_MAX),
         glyph=GLYPHS.get(status, "·"),
-        status=status.replace("_", " "),
+        status=in_words(status),
         state=plain(
             f"Set aside: {material.set_aside}" if material.set_aside else state_words(incident, summary, material.now),
             SENTENCE_MAX,
@@ -98,7 +98,7 @@ def _suspect(suspect: Suspect) -> str:
         else suspect.replica
     )
     parts = [
-        whose or f"node {suspect.node}",
+        whose or f"{node_text(suspect.node)}",
         f"role {suspect.role}" if suspect.role else "",
         f"on {suspect.node}" if suspect.replica else "",
     ]
@@ -134,7 +134,8 @@ def state_words(incident: Incident, summary: IncidentSummary | None, now: float)
                 f"{seconds(max(0.0, now - attempt.done_at))}"
             )
         case IncidentState.PLANNED if attempt is not None and status_of(incident) == HELD:
-            return f"Blocked by {', '.join(sorted(attempt.held_by))}: {action_words(attempt.plan)}; {took.end_words}"
+            guards = in_words(", ".join(sorted(attempt.held_by)))
+            return f"Blocked by {guards}: {action_words(attempt.plan)}; {took.end_words}"
         case IncidentState.PLANNED if attempt is not None:
             return f"Planned: {action_words(attempt.plan)}; {took.end_words}"
         case _:
@@ -191,7 +192,7 @@ def findings(material: IncidentPageInputs) -> tuple[FindingSection, ...]:
         if isinstance(event.payload, IncidentOpened | IncidentUpdated):
             diagnosis = event.payload.diagnosis
             when = "Diagnosed" if isinstance(event.payload, IncidentOpened) else "Updated"
-            title = f"{when} {utc(event.wall_at)} by {', '.join(diagnosis.detectors) or 'unknown'}"
+            title = f"{when} {utc(event.wall_at)} by {in_words(', '.join(diagnosis.detectors)) or 'unknown'}"
             found.append(_finding(title, diagnosis.because, diagnosis.evidence, diagnosis.advice, diagnosis.settle))
     return tuple(found[:1] + found[1:][-NUM_SHOWN_MAX:])
 
@@ -245,7 +246,8 @@ def collected_evidence(material: IncidentPageInputs) -> tuple[CollectedEvidenceS
             because=plain(said.because),
             statements=_texts(said.statements),
             findings=tuple(
-                _finding(f"Finding of {f.detector}", f.because, f.evidence) for f in said.findings[:NUM_SHOWN_MAX]
+                _finding(f"Finding of {in_words(f.detector)}", f.because, f.evidence)
+                for f in said.findings[:NUM_SHOWN_MAX]
             ),
             missing=_texts(said.missing),
             files=tuple(f.name for f in said.files[:200]),
@@ -283,7 +285,7 @@ def _decided(attempt: Attempt, incident: Incident, events: Iterable[Event]) -> P
     last = attempt is incident.attempt
     until = float("inf") if last else next(b.made_at for b in incident.attempts if b.number == attempt.number + 1)
     during = [e for e in events if attempt.made_at <= e.wall_at < until]
-    held = [f"{e.payload.guard}: {e.payload.because}" for e in during if isinstance(e.payload, PlanBlocked)]
+    held = [f"{in_words(e.payload.guard)}: {e.payload.because}" for e in during if isinstance(e.payload, PlanBlocked)]
     facts = [("Planned", utc(attempt.made_at))]
     if attempt.started_at is not None:
         facts.append(("Action started", f"{seconds(max(0.0, attempt.started_at - attempt.made_at))} after the plan"))
@@ -327,14 +329,14 @@ def _operator_commands(during: Iterable[Event]) -> Iterable[str]:
         if event.kind in _COMMANDS:
             yield plain(by_words(event.payload, f"{_COMMANDS[event.kind]}, {utc(event.wall_at)}"), 600)
         elif isinstance(event.payload, OncallPaged):
-            yield plain(f"on-call was paged ({event.payload.topic}): {event.payload.because}", 600)
+            yield plain(f"on-call was paged ({in_words(event.payload.topic)}): {event.payload.because}", 600)
         elif isinstance(event.payload, PlanExpired):
             yield plain(f"the plan expired: {event.payload.because}", 600)
 
 
 def _outcome(attempt: Attempt, incident: Incident) -> str:
     if attempt.failure is not None:
-        return f"failed ({attempt.failure}): {attempt.failed_because}"
+        return f"failed ({in_words(attempt.failure)}): {attempt.failed_because}"
     if attempt is not incident.attempt:
         return "replaced by a new plan after an update of the diagnosis"
     if attempt.done_at is not None:
@@ -342,7 +344,7 @@ def _outcome(attempt: Attempt, incident: Incident) -> str:
     if attempt.started_at is not None:
         return "in progress"
     if attempt.decision in (Decision.REJECTED, Decision.EXPIRED):
-        return f"{attempt.decision}: {attempt.decision_because}"
+        return f"{attempt.decision}: {attempt.decision_because}" if attempt.decision_because else str(attempt.decision)
     return "not executed" if incident.closed_at is not None else "pending"
 
 

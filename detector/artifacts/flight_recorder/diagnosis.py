@@ -22,6 +22,7 @@ from datetime import UTC, datetime
 
 from rolecall.core.diagnosis import NO_TIME, Evidence, Finding
 from rolecall.core.faults import FaultClass
+from rolecall.core.text import counted, in_words
 from rolecall.detector.artifacts.flight_recorder.dumps import FlightRecorderDump
 from rolecall.detector.artifacts.flight_recorder.entries import GLOO
 from rolecall.detector.artifacts.flight_recorder.waits import (
@@ -31,7 +32,6 @@ from rolecall.detector.artifacts.flight_recorder.waits import (
     Job,
     SynchronizationPoint,
     WaitRootCause,
-    count_text,
     gathered,
     operations_at,
     ranks_text,
@@ -64,7 +64,7 @@ def _finding(job: Job, cause: Cause, of_kind: list[WaitRootCause]) -> Finding:
     others = {r: e.place.key for e in ends if e.place is not place for r in e.ranks if r not in here}
     fault, confidence, because, settle = _verdict(job, cause, here, place)
     if others:
-        groups = count_text(len(set(others.values())), "other group")
+        groups = counted(len(set(others.values())), "other group")
         because += f"; the same was found for {ranks_text(others)} in {groups}"
     ranks = sorted({*here, *others})
     if cause in WEAK and len(ranks) > NUM_SUSPECTS_OF_A_TIE:
@@ -98,7 +98,7 @@ def _verdict(
             return FaultClass.HANG, 0.8 if place.members_known else 0.6, because, ""
         case Cause.MISMATCH:
             others = len(set(place.waiting) - set(ranks))
-            still = f"; {count_text(others, 'other rank')} {'waits' if others == 1 else 'wait'}{since}" if others else ""
+            still = f"; {counted(others, 'other rank')} {'waits' if others == 1 else 'wait'}{since}" if others else ""
             because = (
                 f"{who} entered a different operation as {operation} ({place.detail}): a bug in the code, not a "
                 f"machine fault{still}"
@@ -154,7 +154,7 @@ def _made(
         "num_without_dump": float(len(job.absent)),
     }
     missing = f"; no dump of {ranks_text(job.absent)}" if job.absent and cause is not Cause.NO_DUMP else ""
-    text = f"{place.name}, sequence number {place.frontier}: {str(cause).replace('_', ' ')}{missing}"
+    text = f"{place.name}, sequence number {place.frontier}: {in_words(cause)}{missing}"
     evidence = [Evidence(kind=str(cause), text=text, values=values)]
     if place.since is None:
         evidence.append(Evidence(kind=NO_TIME, text="the dumps do not say when the wait began"))
@@ -191,7 +191,7 @@ def _missing_dumps(job: Job) -> list[Finding]:
     if not job.absent or len(job.absent) > len(job.dumps):
         return []
     because = (
-        f"{ranks_text(job.absent)} left no dump; none of the {count_text(len(job.dumps), 'other rank')} waits for "
+        f"{ranks_text(job.absent)} left no dump; none of the {counted(len(job.dumps), 'other rank')} waits for "
         f"anything: dead, or the file was not collected"
     )
     place = SynchronizationPoint(("-", -1, -1, -1), "", tuple(sorted({*job.dumps, *job.absent})), True)
@@ -277,6 +277,6 @@ def summary(dumps: Sequence[FlightRecorderDump], *, world_size: int | None = Non
     who, how_long = (ranks_text(waiting), " or longer") if waiting else ("none", "")
     missing = f"; no dump of {ranks_text(job.absent)}" if job.absent else ""
     return (
-        f"Flight Recorder dumps of {count_text(len(job.dumps), 'rank')}, {count_text(groups, 'process group')}, "
-        f"{count_text(operations, 'operation')}: {who} waited for {WAIT_SECONDS_MIN:g} s{how_long}{missing}"
+        f"Flight Recorder dumps of {counted(len(job.dumps), 'rank')}, {counted(groups, 'process group')}, "
+        f"{counted(operations, 'operation')}: {who} waited for {WAIT_SECONDS_MIN:g} s{how_long}{missing}"
     )

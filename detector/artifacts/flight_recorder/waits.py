@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rolecall.core.diagnosis import Suspect
+from rolecall.core.text import node_text
 from rolecall.detector.artifacts.flight_recorder.dumps import FlightRecorderDump
 from rolecall.detector.artifacts.flight_recorder.entries import Entries, FlightRecorderOperation
 from rolecall.detector.artifacts.stacks.dumps import Topology
@@ -43,10 +44,6 @@ def ranks_text(ranks: Iterable[int]) -> str:
         words.append(f"{more} more")
     listed = " and ".join([", ".join(words[:-1]), words[-1]]) if len(words) > 1 else "".join(words)
     return f"rank{'s' if len(ordered) != 1 else ''} {listed}"
-
-
-def count_text(number: int, what: str) -> str:
-    return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 
 WAIT_SECONDS_MIN = 1.0
@@ -163,7 +160,7 @@ class Job:
         replicas = {s.replica or s.role for s in suspects}
         nodes = {self.nodes.get(s.rank, "") for s in suspects if s.rank is not None}
         of = f" of {replicas.pop()}" if len(replicas) == 1 and "" not in replicas else ""
-        at = f" (node {nodes.pop()})" if len(nodes) == 1 and "" not in nodes else ""
+        at = f" ({node_text(nodes.pop())})" if len(nodes) == 1 and "" not in nodes else ""
         return f"{ranks_text(ranks)}{of}{at}"
 
 

@@ -40,7 +40,6 @@ from rolecall.core.journal.journal import Journal
 from rolecall.core.rundir import RunDir
 from rolecall.detector.base.findings import PANEL
 from rolecall.session.session import HOLD_FLAG, read_injections
-from rolecall.views.incidents import suspect_name
 
 LINES = common.RESULTS / "live.jsonl"
 KINDS = tuple(
@@ -129,7 +128,7 @@ def findings(run: Path) -> list[dict[str, Any]]:
             "at": e.wall_at,
             "fault_class": str(e.payload.diagnosis.fault_class),
             "detectors": list(e.payload.diagnosis.detectors),
-            "suspects": [suspect_name(s) for s in e.payload.diagnosis.suspects],
+            "suspects": [s.name for s in e.payload.diagnosis.suspects],
             "because": e.payload.diagnosis.because,
         }
         for e in events

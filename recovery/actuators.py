@@ -16,6 +16,7 @@ from rolecall.core.journal.journal import Journal, Lease
 from rolecall.core.journal.payloads import JobStopRequested
 from rolecall.core.membership import Desired
 from rolecall.core.nodes import quarantined_nodes
+from rolecall.core.text import in_words
 from rolecall.recovery.fleet_view import FleetView, fleet_view
 
 STOP_FLAG = "stop"
@@ -62,7 +63,7 @@ class NoopActuator:
 
     def perform(self, plan: Plan, lease: Lease) -> ActionResult:
         del lease
-        raise ActuatorError(f"{self.name} cannot perform {plan.action}")
+        raise ActuatorError(f"{self.name} cannot {in_words(plan.action)}")
 
 
 class RayRuntime:
@@ -91,7 +92,7 @@ class RayRuntime:
 
     def perform(self, plan: Plan, lease: Lease) -> ActionResult:
         if plan.action not in self.supports:
-            raise ActuatorError(f"{self.name} cannot perform {plan.action}")
+            raise ActuatorError(f"{self.name} cannot {in_words(plan.action)}")
         if plan.action is ActionKind.STOP_JOB:
             return self._stop(plan, lease)
         before = self._journal.desired()

@@ -231,7 +231,7 @@ def _hold_ended(incident: Incident, attempt: Attempt, situation: Situation) -> A
     hold = attempt.hold
     if hold is None or hold.lifted or hold.active(situation.now):
         return None
-    because = f"the hold by {hold.by} ended ({hold.because}): {attempt.plan.action} continues: {attempt.plan.because}"
+    because = f"the hold by {hold.by} ended ({hold.because}): {attempt.plan.words} continues: {attempt.plan.because}"
     return _page_oncall(incident, f"hold_over:{hold.number}", because, situation)
 
 

@@ -26,6 +26,7 @@ from rolecall.core.config.job import RecoveryConfig
 from rolecall.core.diagnosis import ActionKind, Diagnosis, Plan, PlanTarget
 from rolecall.core.faults import Remedy
 from rolecall.core.ids import IncidentId, ReplicaId
+from rolecall.core.text import in_words
 from rolecall.recovery.fleet_view import DEAD, FleetView
 from rolecall.recovery.incidents import OPERATOR, ActionFailure, Incident, IncidentOutcome
 
@@ -160,7 +161,7 @@ def decide(facts: PolicyInput) -> PolicyDecision:
         because = f"{diagnosis.because}: no replica is evicted; an operator must decide whether to stop the job"
         return _nothing(facts, because, page=True)
     if ONCE in diagnosis.detectors:
-        return _nothing(facts, f"tolerated: {diagnosis.because}")
+        return _nothing(facts, f"{diagnosis.because}; a single occurrence is tolerated")
     remedy = diagnosis.fault_class.spec.remedy
     if remedy is Remedy.STOP:
         return _stop(facts)
@@ -169,8 +170,8 @@ def decide(facts: PolicyInput) -> PolicyDecision:
             worth, arithmetic = slow_gain(diagnosis, facts.config)
             return _replace(facts, arithmetic) if worth else _nothing(facts, arithmetic)
         if remedy is Remedy.PAGE:
-            settle = f" To settle it: {diagnosis.settle}" if diagnosis.settle else ""
-            because = f"no known action resolves {diagnosis.fault_class}: {diagnosis.because}.{settle}"
+            settle = f"; to settle it: {diagnosis.settle}" if diagnosis.settle else ""
+            because = f"{diagnosis.because}; no known action resolves it{settle}"
             return _nothing(facts, because, page=True)
     return _replace(facts, diagnosis.because)
 
@@ -183,15 +184,14 @@ def slow_gain(diagnosis: Diagnosis, config: RecoveryConfig) -> tuple[bool, str]:
     """
     ratio, horizon, cost = diagnosis.gain_ratio, config.horizon_seconds, config.replacement_cost_seconds
     if ratio is None or not math.isfinite(ratio) or ratio <= 1:
-        return False, f"tolerated: the gain was not measured ({diagnosis.because})"
+        return False, f"{diagnosis.because}; the gain of a replacement was not measured"
     if horizon is None:
-        because = f"{ratio:.2f} times slower, but no horizon is set to compare with {cost:.0f} s of cost"
-        return False, f"tolerated: {because}"
+        return False, f"{ratio:.2f} times slower, but no horizon is set to compare with {cost:.0f} s of cost"
     gain = horizon * (1 - 1 / ratio)
     sum_ = f"{horizon:.0f} s x (1 - 1/{ratio:.2f}) = {gain:.0f} s of its work"
     if gain > cost:
         return True, f"{diagnosis.because}; replacing gains {sum_} for {cost:.0f} s of cost"
-    return False, f"tolerated: replacing would gain {sum_}, less than the {cost:.0f} s it costs"
+    return False, f"replacing would gain {sum_}, less than the {cost:.0f} s it costs"
 
 
 def _nothing(
@@ -225,14 +225,15 @@ def _replace(facts: PolicyInput, because: str) -> PolicyDecision:
         action = ActionKind.REPLACE_NODE
     else:
         action = ActionKind.REPLACE_REPLICA
-    tried = f"{because} (attempt {len(facts.past) + 1}: {facts.past[-1].because})" if facts.past else because
+    tried = f"{because}; attempt {len(facts.past) + 1}: {facts.past[-1].because}" if facts.past else because
     spare = facts.fleet.spare_node(facts.avoided | {t.node for t in targets})
     if action is ActionKind.REPLACE_NODE and facts.supports and spare is None:
         if facts.diagnosis.fault_class.spec.remedy is Remedy.MOVE or avoided:
             return _nothing(facts, f"{because}: there is no other node to move to", page=True)
         action = ActionKind.REPLACE_REPLICA
     if action not in facts.performable:
-        return _nothing(facts, f"{because}: {action} is needed, but this actuator cannot perform it", page=True)
+        needed = f"{because}: {in_words(action)} is needed, but this actuator cannot perform it"
+        return _nothing(facts, needed, page=True)
     return PolicyDecision(plan=Plan(incident_id=facts.incident_id, action=action, targets=targets, because=tried))
 
 

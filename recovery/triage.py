@@ -161,8 +161,10 @@ def unrepaired(fleet: FleetView, incidents: Iterable[Incident], now: float) -> l
     for view in fleet.replicas:
         lost = view.state is ReplicaState.LOST and view.incarnation == view.desired_incarnation
         if lost and now - view.changed_at >= LOST_GRACE_SECONDS and view.replica not in handled:
+            why = f": {view.because}" if view.because else ""
             because = (
-                f"{view.replica}#{view.incarnation} is lost: the runtime reported it {now - view.changed_at:.1f} s"
+                f"{view.replica}#{view.incarnation} is lost: the runtime reported it {now - view.changed_at:.1f} s ago "
+                f"and it has no replacement{why}"
             )
             found.append(
                 Diagnosis(
@@ -173,7 +175,7 @@ def unrepaired(fleet: FleetView, incidents: Iterable[Incident], now: float) -> l
                     onset=view.changed_at,
                     detected_at=now,
                     confidence=1.0,
-                    because=f"{because} ago and it has no replacement: {view.because}",
+                    because=because,
                     detectors=(RUNTIME,),
                 )
             )

@@ -31,6 +31,7 @@ from rolecall.core.diagnosis import Evidence, Finding, Suspect
 from rolecall.core.errors import ReadingStopped
 from rolecall.core.faults import FaultClass
 from rolecall.core.ids import NodeId
+from rolecall.core.text import node_text
 from rolecall.detector.base.findings import settles
 from rolecall.detector.base.read_budget import Budget
 from rolecall.formats.infiniband import (
@@ -468,7 +469,7 @@ def _of_node(faults: Sequence[PortFault], first_at: float, last_at: float) -> Fi
         onset=first_at,
         detected_at=last_at,
         confidence=worst_first[0].confidence,
-        because=f"node {node}: {worst_first[0].text}{more}",
+        because=f"{node_text(node)}: {worst_first[0].text}{more}",
         evidence=(*(c.evidence for c in worst_first[:NUM_EVIDENCE_MAX]), *map(settles, settled_by)),
     )
 

@@ -15,6 +15,7 @@ from typing import Any, Self
 from rolecall.core.config.job import DetectorConfig
 from rolecall.core.diagnosis import Diagnosis, Suspect
 from rolecall.core.telemetry import Phase
+from rolecall.core.text import counted
 from rolecall.detector.base.findings import PANEL
 from rolecall.detector.base.observation import Observation
 from rolecall.detector.live import fusion
@@ -135,7 +136,7 @@ class LiveDetector:
         lead = min(ranks, key=lambda s: s.worked)
         if not lead.reports:
             return True, f"{lead.name()} runs; it does not report progress"
-        return True, f"{lead.name()} has finished {lead.worked} units of work and is in phase {lead.phase}"
+        return True, f"{lead.name()} has finished {counted(lead.worked, 'unit')} of work and is in phase {lead.phase}"
 
     def _missing(self, subject: MonitoredProcess) -> str:
         """Reason why this process is not healthy; empty if it is."""

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from rolecall.core.clock import Clock
 from rolecall.core.diagnosis import Finding, Suspect
 from rolecall.core.ids import NodeId
+from rolecall.core.text import node_text
 
 Floats = NDArray[np.float32]
 Times = NDArray[np.float64]
@@ -42,7 +43,11 @@ class Machine:
         """For text: `trainer/1 rank 3 gpu 0 (node m07)`."""
         rank = f" rank {self.rank}" if self.rank is not None else ""
         gpu = f" gpu {self.gpu}" if self.gpu is not None else ""
-        return f"{self.replica}{rank}{gpu} (node {self.node})" if self.replica else f"node {self.node}{rank}{gpu}"
+        return (
+            f"{self.replica}{rank}{gpu} ({node_text(self.node)})"
+            if self.replica
+            else f"{node_text(self.node)}{rank}{gpu}"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,6 @@ from typing import Any
 from rolecall.core.clock import Clock
 from rolecall.core.journal.events import Event, EventKind
 from rolecall.core.journal.journal import Journal
-from rolecall.core.journal.payloads import PlanProposed
 from rolecall.recovery.incidents import Incident, IncidentOutcome, IncidentProjection
 from rolecall.recovery.interfaces import Message, Notifier
 
@@ -74,13 +73,12 @@ def message(event: Event, incident: Incident | None, run_id: str) -> Message | N
             return None  # nothing was sent that this could resolve
     body = event.payload.to_body()
     facts: dict[str, Any] = {k: body[k] for k in _FACTS if k in body}
-    because = event.payload.plan.because if isinstance(event.payload, PlanProposed) else event.payload.reason
     return Message(
         seq=event.seq,
         kind=str(event.kind),
         run_id=run_id,
         incident_id=event.incident_id or "",
-        because=notification_text(because),
+        because=notification_text(event.payload.reason),
         wall_at=event.wall_at,
         resolved=closed,
         facts=facts,

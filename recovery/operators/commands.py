@@ -218,8 +218,7 @@ def _refuse_if_decided(attempt: Attempt, decisions: Container[Decision] = tuple(
 
 
 def _summary(incident: Incident, attempt: Attempt) -> str:
-    targets = ", ".join(f"{t.replica}#{t.incarnation}" for t in attempt.plan.targets) or "the job"
-    return f"{attempt.plan.action} of {targets} ({incident.incident_id})"
+    return f"{attempt.plan.words} ({incident.incident_id})"
 
 
 def review_diagnosis(

@@ -1,16 +1,20 @@
 """Read-only queries: status of the run, its incidents, and the replay of their decisions; as plain values and as
 text."""
 
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
 from rolecall.core.clock import Clock, SystemClock
+from rolecall.core.diagnosis import Plan
 from rolecall.core.errors import CommandRefused
 from rolecall.core.journal.events import EventKind
 from rolecall.core.journal.payloads import IncidentOpened, LeaseAcquired, PlanCreated
 from rolecall.core.journal.rows import reading
 from rolecall.core.journal.store import canonical
+from rolecall.core.text import in_words
 from rolecall.recovery.actuators import STOP_FLAG
+from rolecall.recovery.durations import durations
 from rolecall.recovery.fleet_view import fleet_view
 from rolecall.recovery.guards import HOUR_SECONDS, MODE
 from rolecall.recovery.incidents import (
@@ -68,17 +72,20 @@ def status(location: RunLocation, clock: Clock | None = None) -> dict[str, Any]:
             }
             for replica in fleet.replicas
         ],
-        "open_incidents": [_summary(i, projection) for i in projection.open_incidents()],
+        "open_incidents": [summary(i, projection, now) for i in projection.open_incidents()],
         "broken_incidents": {name: str(e).splitlines()[0] for name, e in sorted(projection.broken.items())},
     }
 
 
-def incidents(location: RunLocation, incident_id: str | None = None) -> list[dict[str, Any]]:
+def incidents(
+    location: RunLocation, incident_id: str | None = None, clock: Clock | None = None
+) -> list[dict[str, Any]]:
     """All incidents, or the requested one with its events, as plain values. Raises CommandRefused: there is no incident
     of this id."""
+    now = (clock or SystemClock()).wall()
     with opened(location) as (journal, projection):
         summaries = [
-            _summary(i, projection) for i in projection.incidents.values() if incident_id in (None, i.incident_id)
+            summary(i, projection, now) for i in projection.incidents.values() if incident_id in (None, i.incident_id)
         ]
         if incident_id is None:
             return summaries
@@ -100,16 +107,18 @@ def known(projection: IncidentProjection, incident_id: str) -> Incident:
     return found
 
 
-def _summary(incident: Incident, projection: IncidentProjection) -> dict[str, Any]:
+def summary(incident: Incident, projection: IncidentProjection, now: float) -> dict[str, Any]:
+    took = durations(incident, now)
     attempt, review, broken = incident.attempt, incident.review, projection.broken.get(incident.incident_id)
     observed = attempt is not None and MODE in attempt.held_by and incident.state is IncidentState.PLANNED
     return {
         "incident_id": incident.incident_id,
         "state": str(incident.state),
         "fault_class": str(incident.diagnosis.fault_class),
-        "suspects": [f"{s.replica}#{s.incarnation}" if s.replica else str(s.node) for s in incident.diagnosis.suspects],
+        "suspects": [s.name for s in incident.diagnosis.suspects],
         "because": incident.diagnosis.because,
         "opened_at": incident.opened_at,
+        "durations": {**asdict(took), "text": took.words},
         "action": str(attempt.plan.action) if attempt else None,
         "plan": attempt.plan.to_dict() if attempt else None,
         "would": attempt.plan.intent if attempt and observed else None,
@@ -151,7 +160,7 @@ def replay(location: RunLocation, incident_id: str) -> dict[str, Any]:
         plans.append({"event": event.event_id, "same": same, "then": then["plan"], "again": again["plan"]})
     same = all(p["same"] for p in plans)
     lines = [f"{incident_id}: {'same' if same else 'DIFFERENT'} decision from the same input"]
-    lines += [f"  {p['event']}: {p['again']['action']}: {p['again']['because']}" for p in plans]
+    lines += [f"  {p['event']}: {Plan.from_dict(p['again']).words}: {p['again']['because']}" for p in plans]
     text = _text(lines)
     diagnosis = first.as_(IncidentOpened).diagnosis.to_dict()
     return {"incident_id": incident_id, "same": same, "plans": plans, "diagnosis": diagnosis, "text": text}
@@ -191,8 +200,7 @@ def incidents_text(value: list[dict[str, Any]]) -> str:
         lines += [f"  evidence: {e['text']}" for e in i.get("diagnosis", {}).get("evidence", ())]
         for event in i.get("events", ()):
             body = event["body"]
-            text = body.get("because") or body.get("outcome") or ""
-            lines.append(f"  e{event['seq']} {event['kind']} {text}".rstrip())
+            lines.append(f"  e{event['seq']} {event_text(event)}")
             if event["kind"] == K.EVIDENCE_COLLECTED:
                 missing = [f"not collected: {text}" for text in body.get("missing", ())]
                 files = [f["name"] for f in body.get("files", ())]
@@ -200,18 +208,29 @@ def incidents_text(value: list[dict[str, Any]]) -> str:
     return _text(lines)
 
 
+def event_text(event: Mapping[str, Any]) -> str:
+    """`plan created: replace replica of rollout/1#1: it crashed`, of an event as a plain value."""
+    body = event["body"]
+    parts = [in_words(body.get("outcome", "")), str(body.get("because", ""))]
+    if isinstance(body.get("plan"), Mapping):  # then `outcome` counts only if the plan is to do nothing
+        plan = Plan.from_dict(dict(body["plan"]))
+        parts = [plan.words, plan.because]
+    return ": ".join([in_words(event["kind"]), *(part for part in parts if part)])
+
+
 def _incident_lines(found: list[dict[str, Any]]) -> list[str]:
     lines = []
     for incident in found:
-        state = "SET ASIDE" if incident["set_aside"] else incident["outcome"] or incident["state"]
+        state = "SET ASIDE" if incident["set_aside"] else in_words(incident["outcome"] or incident["state"])
         lines.append(f"{incident['incident_id']} {state}: {incident['set_aside'] or incident['because']}")
+        lines.append(f"  {incident['durations']['text']}")
         if incident["would"]:
             lines.append(f"  only observed: in mode act rolecall would {incident['would']}")
         if incident["plan"]:
             blocked = incident["held_by"] and incident["outcome"] is None
-            held = f", blocked by {', '.join(incident['held_by'])}" if blocked else ""
+            held = f", blocked by {in_words(', '.join(incident['held_by']))}" if blocked else ""
             plan = f"plan {incident['plan']['digest']}, attempt {incident['num_attempts']}{held}"
-            lines.append(f"  {incident['action']} ({plan})")
+            lines.append(f"  {Plan.from_dict(incident['plan']).words} ({plan})")
             lines += [f"  also: {hit}" for hit in incident["plan"]["also_hit"]]
         if (hold := incident["hold"]) and not hold["lifted"] and incident["outcome"] is None:
             lines.append(f"  on hold by {hold['by']} until {hold['until_text']}: {hold['because']}")

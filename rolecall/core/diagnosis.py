@@ -12,6 +12,7 @@ from typing import Any, Self
 
 from rolecall.core.faults import FaultClass
 from rolecall.core.ids import IncidentId, NodeId, ProcessId, ReplicaId
+from rolecall.core.text import in_words
 
 
 class ActionKind(StrEnum):
@@ -38,6 +39,13 @@ class Suspect:
     incarnation: int | None = None
     gpu: int | None = None
     process: ProcessId | None = None
+
+    @property
+    def name(self) -> str:
+        """`rollout/1#2`, or the node if no replica is named."""
+        if not self.replica:
+            return str(self.node)
+        return self.replica if self.incarnation is None else f"{self.replica}#{self.incarnation}"
 
     @classmethod
     def from_dict(cls, record: dict[str, Any]) -> Self:
@@ -169,7 +177,13 @@ class Plan:
                 return f"replace {what}"
             case ActionKind.REPLACE_NODE:
                 return f"move {what} to another node"
-        return f"{str(self.action).replace('_', ' ')} {what}".rstrip()
+        return f"{in_words(self.action)} {what}".rstrip()
+
+    @property
+    def words(self) -> str:
+        """`replace replica of rollout/1#2`."""
+        targets = ", ".join(f"{t.replica}#{t.incarnation}" for t in self.targets)
+        return f"{in_words(self.action)} of {targets}" if targets else in_words(self.action)
 
     @property
     def digest(self) -> str:

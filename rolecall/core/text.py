@@ -21,6 +21,21 @@ def escape(text: object, limit: int = 2000) -> str:
     return html.escape(plain(text, limit), quote=True)
 
 
+def in_words(name: object) -> str:
+    """The value of an enum in a sentence: `replace replica` for `replace_replica`."""
+    return str(name).replace("_", " ")
+
+
+def counted(number: int, what: str) -> str:
+    """`1 unit`, `1,200 units`."""
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
+
+
+def node_text(node: str) -> str:
+    """`node m07`; a name that says so itself stays as it is: `node-2`."""
+    return node if node.casefold().startswith("node") else f"node {node}"
+
+
 def utc(at: float, form: str = "%Y-%m-%d %H:%M:%S UTC", none: str = "at an unknown time") -> str:
     """Wall seconds as a date; `none` if out of range, because the value may come from untrusted input."""
     try:

@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from statistics import median
 from typing import Any
 
-from rolecall.core.text import escape, seconds
+from rolecall.core.text import escape, in_words, seconds
 from rolecall.reports.charts import key_of, lanes_chart, policy_health_chart, reward_chart, step_chart
 from rolecall.reports.style import document
 
@@ -103,7 +103,7 @@ def _figures(report: Report) -> str:
             f"median of {len(found)}, worst {seconds(max(found, default=None))}",
         ),
         (
-            "Finding to resolved",
+            "Finding to serving again",
             seconds(median(resolved) if resolved else None),
             f"median of {len(resolved)}, worst {seconds(max(resolved, default=None))}",
         ),
@@ -161,14 +161,18 @@ def _key(key: str, plain: bool = False) -> str:
 def _incident_table(report: Report) -> str:
     if not report["incidents"] and not report["missed"]:
         return '<h2>Incidents</h2><p class="lead">None: no fault was injected and none was found.</p>'
-    head = ("Fault", "Suspects", "Found after", "Requests resumed", "Step committed", "Serving", "Resolved", "Lost")
+    head = ("Fault", "Suspects", "Found", "Requests resumed", "Step committed", "Serving again", "Verified", "Lost")
     rows = []
     for number, incident in enumerate(report["incidents"]):
         fault = incident["fault"]
-        what = f"{fault['kind']} on {fault['target']}" if fault else f"{incident['fault_class']}, no injected fault"
+        what = (
+            f"{fault['kind']} on {fault['target']}"
+            if fault
+            else f"{in_words(incident['fault_class'])}, no injected fault"
+        )
         lost = f"{incident['tokens_lost']:,} tokens, {incident['steps_lost']} steps"
         times = [incident[k] for k in ("detected_seconds", "requests_resumed_seconds", "step_committed_seconds")]
-        times += [incident["serving_seconds"], incident["resolved_seconds"]]
+        times += [incident["serving_seconds"], incident["verified_seconds"]]
         cells = [_key(key_of(number), fault is None) + escape(what), escape(", ".join(incident["suspects"]) or "none")]
         rows.append((cells, [seconds(t) for t in times] + [lost]))
     for number, fault in enumerate(report["missed"], start=len(report["incidents"])):
@@ -185,7 +189,7 @@ def _incident_table(report: Report) -> str:
         + "</tr>"
         for cells, times in rows
     )
-    lead = "“Found after” counts from the injection in the injector's log; the other times from the finding."
+    lead = "“Found” counts from the fault in the injector's log; the other times from the finding."
     return (
         f'<h2>Incidents</h2><p class="lead">{lead}</p><div class="card scroll"><table><thead><tr>{header}</tr></thead>'
         f"<tbody>{body}</tbody></table></div>"
@@ -197,10 +201,10 @@ def _incident(incident: Report, key: str) -> str:
     title = (
         f"{fault['kind']} on {fault['target']}"
         if fault
-        else f"{incident['fault_class']}: {', '.join(incident['suspects'])}"
+        else f"{in_words(incident['fault_class'])}: {', '.join(incident['suspects']) or 'no suspect'}"
     )
     css = "good" if incident["outcome"] == "resolved" else "bad"
-    rows = [("Found", _found(incident)), ("Plan", _plan(incident))]
+    rows = [("Found", _found(incident)), ("Times", incident["durations"]), ("Plan", _plan(incident))]
     if incident["also_hit"]:
         rows.append(("Also hit", "; ".join(incident["also_hit"])))
     rows += [("Held", text) for text in incident["held"]]
@@ -219,7 +223,7 @@ def _incident(incident: Report, key: str) -> str:
     more = f"<details><summary>Evidence</summary><ul>{evidence}</ul></details>" if evidence else ""
     return (
         f'<article class="card incident"><header>{_key(key, fault is None)}<h3>{escape(title)}</h3>'
-        f'<span class="tag {css}">{escape(incident["outcome"])}</span></header>'
+        f'<span class="tag {css}">{escape(in_words(incident["outcome"]))}</span></header>'
         f'<p class="because">{escape(incident["because"])}</p><dl class="steps">{listed}</dl>{more}</article>'
     )
 
@@ -228,19 +232,14 @@ def _found(incident: Report) -> str:
     named = {True: "correct suspect", False: "wrong suspect", None: "no fault was injected"}[
         incident["diagnosed_correctly"]
     ]
-    after = (
-        f"{seconds(incident['detected_seconds'])} after the injection, "
-        if incident["detected_seconds"] is not None
-        else ""
-    )
-    return f"{after}{named}; class {incident['fault_class']}, confidence {incident['confidence']:.2f}"
+    return f"{named}; class {in_words(incident['fault_class'])}, confidence {incident['confidence']:.2f}"
 
 
 def _plan(incident: Report) -> str:
     """Action and targets, with the reason if it adds to the diagnosis."""
     if not incident["action"]:
         return "none"
-    what = f"{incident['action'].replace('_', ' ')} {', '.join(incident['plan_targets'])}".strip()
+    what = f"{in_words(incident['action'])} {', '.join(incident['plan_targets'])}".strip()
     return what if incident["plan"] in ("", incident["because"]) else f"{what}: {incident['plan']}"
 
 
@@ -331,7 +330,7 @@ def _remarks(report: Report) -> str:
     if not report["remarks"]:
         return ""
     body = "".join(
-        f'<tr><td class="n">{seconds(r["at"])}</td><td>{escape(r["kind"].replace("_", " "))}</td>'
+        f'<tr><td class="n">{seconds(r["at"])}</td><td>{escape(in_words(r["kind"]))}</td>'
         f"<td>{escape(r['what'])}</td><td>{escape(r['because'])}</td></tr>"
         for r in report["remarks"][:200]
     )

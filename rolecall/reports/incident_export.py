@@ -22,11 +22,11 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from rolecall.core.diagnosis import Diagnosis
+from rolecall.core.diagnosis import Diagnosis, Suspect
 from rolecall.core.errors import CommandRefused, ConfigError
 from rolecall.core.journal.journal import Journal
 from rolecall.core.rundir import RunDir, bearer_token
-from rolecall.core.text import plain
+from rolecall.core.text import in_words, node_text, plain
 from rolecall.recovery.operators import queries
 from rolecall.reports.redaction import Redactor, redacted_again
 
@@ -241,11 +241,12 @@ def _page(material: IncidentRecord, known: Redactor, members: Sequence[BundleFil
         return plain(known.text(str(text)))
 
     lines = [f"Incident {summary['incident_id']} of run {line(material.run_id)}", ""]
-    lines.append(f"Fault:     {found.fault_class}, confidence {found.confidence:.2f}")
+    lines.append(f"Fault:     {in_words(found.fault_class)}, confidence {found.confidence:.2f}")
     for suspect in material.suspects:
         lines.append(f"Suspect:   {line(_who(suspect))}")
     lines.append(f"Onset:     {_time(found.onset)}")
-    lines.append(f"Found:     {_time(found.detected_at)}, {found.detected_at - found.onset:.1f} s later")
+    lines.append(f"Found:     {_time(found.detected_at)}")
+    lines.append(f"Times:     {line(summary['durations']['text'])}")
     lines.append(f"State:     {line(_state(material))}")
     lines += ["", "Diagnosis: " + line(found.because)]
     lines += [f"  - {line(e.text)}" for e in found.evidence]
@@ -254,7 +255,7 @@ def _page(material: IncidentRecord, known: Redactor, members: Sequence[BundleFil
     if found.settle:
         lines.append(f"Undecided; would be settled by: {line(found.settle)}")
     lines += ["", "Timeline:"]
-    lines += [f"  {_time(float(e['wall_at']))}  {e['kind']}{line(_said(e))}" for e in material.events]
+    lines += [f"  {_time(float(e['wall_at']))}  {line(queries.event_text(e))}" for e in material.events]
     lines += ["", "Contents (MANIFEST.json has the SHA-256 of each file):"]
     lines += [f"  {m.name:<28} {_MEANING[m.name.partition('/')[0]]}" for m in sorted(members, key=lambda m: m.name)]
     if not any("stack" in m.name for m in members):
@@ -273,10 +274,9 @@ of a journal line is that of the original line, before redaction.
 
 
 def _who(suspect: Mapping[str, Any]) -> str:
-    place = [f"node {suspect['node']}"]
-    if suspect.get("replica"):
-        place = [f"{suspect['replica']}#{suspect.get('incarnation')} on {suspect['node']}"]
-    place += [f"{unit} {suspect[k]}" for k, unit in (("rank", "rank"), ("gpu", "GPU")) if suspect.get(k) is not None]
+    named = Suspect.from_dict(dict(suspect))
+    place = [f"{named.name} on {named.node}" if named.replica else node_text(named.node)]
+    place += [f"{unit} {n}" for unit, n in (("rank", named.rank), ("GPU", named.gpu)) if n is not None]
     return ", ".join(place)
 
 
@@ -287,15 +287,7 @@ def _state(material: IncidentRecord) -> str:
     if material.is_open:
         newest = material.events[-1]
         return f"STILL OPEN ({summary['state']}) at export, as of {_time(float(newest['wall_at']))}"
-    return f"closed {_time(float(summary['closed_at']))}: {summary['outcome']}; {summary['closed_because']}"
-
-
-def _said(event: Mapping[str, Any]) -> str:
-    body = event["body"]
-    said = body.get("because") or body.get("outcome") or ""
-    plan = body.get("plan")
-    action = f" {plan['action']}" if isinstance(plan, Mapping) and "action" in plan else ""
-    return f"{action} {said}".rstrip()
+    return f"closed {_time(float(summary['closed_at']))}: {in_words(summary['outcome'])}; {summary['closed_because']}"
 
 
 def _time(wall: float) -> str:

@@ -229,7 +229,7 @@ def make_report(facts: Facts, baseline: Mapping[str, Any] | None) -> dict[str, A
         "mfu": {role: asdict(mfu) for role, mfu in _mfu(facts).items()},
         **_effective(facts, begun, worked_until, lost, zero, baseline),
         "seconds_to_n_steps": compare_pace(committed, begun, lost, baseline),
-        "incidents": [s.to_dict() for s in joined.summaries],
+        "incidents": [s.to_dict(end) for s in joined.summaries],
         "faults_injected": len(facts.replica_faults),
         "helper_faults": _helper_faults(facts),
         "missed": [f.to_dict() for f in joined.missed],

@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rolecall.core.journal.journal import Journal
-from rolecall.core.text import plain, seconds
+from rolecall.core.text import in_words, plain, seconds
 from rolecall.recovery.incidents import IncidentProjection
 from rolecall.reports.charts import ROLE_ORDER, key_of
 from rolecall.reports.html import headline
@@ -150,9 +150,8 @@ def braille(values: Sequence[float], columns: int, rows: int, low: float, high: 
 def _incidents(snapshot: RunSnapshot, width: int) -> list[RenderableType]:
     parts: list[RenderableType] = []
     for number, incident in enumerate(reversed(snapshot.open_incidents[-OPEN_SHOWN:])):
-        age = seconds(max(0.0, snapshot.now - incident.opened_at))
         what, who = (f"▲ {incident.fault_class}", "bold red"), (f"  {_who(incident)}  ", "bold")
-        parts.append(_line(what, who, (f"{incident.stage}, {age}", "yellow")))
+        parts.append(_line(what, who, (f"{incident.stage}, {incident.durations.end_words}", "yellow")))
         if number == 0:  # the newest in full, the others by name
             sentence = plain(incident.because, SENTENCE_LINES * max(10, width - RAGGED))
             parts.append(Padding(Text(sentence), (0, 0, 0, 2)))
@@ -162,10 +161,9 @@ def _incidents(snapshot: RunSnapshot, width: int) -> list[RenderableType]:
         parts.append(_line(("no open incidents", "dim")))
     closed = snapshot.closed_incidents[-1:] if snapshot.open_incidents else snapshot.closed_incidents
     for incident in reversed(closed):
-        took = seconds((incident.closed_at or snapshot.now) - incident.opened_at)
         sign, style = ("✓", "green") if incident.stage == "resolved" else ("✕", "yellow")
-        parts.append(_line((f"{sign} {incident.stage} ", style), (f"{_who(incident)} ", ""),
-                           (f"{incident.fault_class}, {took}: {incident.because}", "dim")))  # fmt: skip
+        about = f"{incident.fault_class}, {incident.durations.end_words}: {incident.because}"
+        parts.append(_line((f"{sign} {incident.stage} ", style), (f"{_who(incident)} ", ""), (about, "dim")))
     return parts
 
 
@@ -206,7 +204,7 @@ def summary(report: Mapping[str, Any]) -> RenderableType:
     )
     parts: list[RenderableType] = [Text(), _line((headline(report), style)), _line((report["learns"], "dim")), Text()]
     if report["incidents"] or report["missed"]:
-        parts += [_table(report), Text()]
+        parts += [_table(report), _line(("found: since the fault; verified: since the finding", "dim")), Text()]
     parts.append(
         _line((f"{pace['n']} steps in {seconds(pace['this'])}", "bold"), (f"  ({how}: {seconds(beside)})", "dim"))
     )
@@ -225,20 +223,21 @@ def summary(report: Mapping[str, Any]) -> RenderableType:
 
 def _table(report: Mapping[str, Any]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
-    for name in ("", "fault", "target", "named", "found", "resolved", "lost"):
-        table.add_column(name, justify="right" if name in ("found", "resolved") else "left", overflow="ellipsis")
+    for name in ("", "fault", "target", "named", "found", "verified", "lost"):
+        table.add_column(name, justify="right" if name in ("found", "verified") else "left", overflow="ellipsis")
     for number, incident in enumerate(report["incidents"]):
         fault = incident["fault"]
-        kind, target = (fault["kind"], fault["target"]) if fault else (incident["fault_class"], "not injected")
-        resolved = (
-            seconds(incident["resolved_seconds"]) if incident["resolved_seconds"] is not None else incident["outcome"]
+        kind, target = (
+            (fault["kind"], fault["target"]) if fault else (in_words(incident["fault_class"]), "not injected")
         )
+        took = incident["verified_seconds"]
+        verified = seconds(took) if took is not None else in_words(incident["outcome"])
         cells = (
             kind,
             target,
             ", ".join(incident["suspects"]),
             seconds(incident["detected_seconds"]),
-            resolved,
+            verified,
             f"{incident['tokens_lost']} tokens",
         )
         table.add_row(key_of(number), *(Text(plain(c)) for c in cells))

@@ -12,7 +12,8 @@ Seconds of an incident count from the finding (`detected_at`, when the detectors
     step_committed_seconds     finding -> the step that the fault interrupted was committed; 0 if before
     serving_seconds            finding -> the replacement serves (rollout: with proof of its weights; trainer: in an
                                epoch)
-    resolved_seconds              finding -> the replacement serves AND has made progress
+    verified_seconds           finding -> the replacement was seen to make progress
+    resolved_seconds           finding -> the replacement serves, once its progress is verified
 """
 
 import json
@@ -22,9 +23,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rolecall.core.diagnosis import Suspect
 from rolecall.core.journal.events import Event, EventKind
 from rolecall.core.journal.payloads import ActionStarted, RequestsReassigned, StepCommitted, StepInterrupted
+from rolecall.recovery.durations import IncidentDurations, durations
 from rolecall.recovery.incidents import Incident, IncidentOutcome, fold
 from rolecall.views.lifetimes import IncarnationRecord, Key
 
@@ -152,16 +153,20 @@ class IncidentSummary:
     def since_finding(self, at: float | None) -> float | None:
         return None if at is None else round(max(0.0, at - self.detected_at), 3)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Layout in the report."""
-        incident, diagnosis = self.incident, self.incident.diagnosis
+    def durations(self, now: float) -> IncidentDurations:
+        fault_at = self.fault.injected_at if self.fault else None
+        return durations(self.incident, now, fault_at=fault_at, serving_at=self.serving_at)
+
+    def to_dict(self, now: float) -> dict[str, Any]:
+        """Layout in the report. `now`: wall seconds, for the age of an open incident."""
+        incident, diagnosis, took = self.incident, self.incident.diagnosis, self.durations(now)
         plan = incident.attempt.plan if incident.attempt else None
         return {
             "incident_id": incident.incident_id,
             "fault": self.fault.to_dict() if self.fault else None,
             "further_faults": [f.to_dict() for f in self.further_faults],
             "diagnosed_correctly": self.diagnosed_correctly,
-            "suspects": [suspect_name(s) for s in diagnosis.suspects],
+            "suspects": [s.name for s in diagnosis.suspects],
             "fault_class": str(diagnosis.fault_class),
             "confidence": diagnosis.confidence,
             "detectors": list(diagnosis.detectors),
@@ -174,12 +179,15 @@ class IncidentSummary:
             "serving_at": self.serving_at,
             "resolved_at": self.resolved_at,
             "closed_at": incident.closed_at,
-            "detected_seconds": round(self.detected_at - self.fault.injected_at, 3) if self.fault else None,
+            "detected_seconds": took.fault_to_finding,
+            "detected_after_onset_seconds": took.onset_to_finding,
             "requests_resumed_seconds": self.since_finding(self.requests_resumed_at),
             "step_committed_seconds": self.since_finding(self.step_committed_at),
-            "serving_seconds": self.since_finding(self.serving_at),
+            "serving_seconds": took.finding_to_serving,
             "resolved_seconds": self.since_finding(self.resolved_at),
-            "verified_seconds": self.since_finding(incident.verified_at),
+            "verified_seconds": took.finding_to_verified,
+            "closed_seconds": took.opening_to_close,
+            "durations": took.words,
             "action": str(plan.action) if plan else None,
             "plan": plan.because if plan else "",
             "plan_targets": [f"{t.replica}#{t.incarnation}" for t in plan.targets] if plan else [],
@@ -202,13 +210,6 @@ class MatchedIncidents:
     summaries: tuple[IncidentSummary, ...] = ()
     missed: tuple[InjectedFault, ...] = ()
     false_alarms: tuple[str, ...] = ()  # incident ids
-
-
-def suspect_name(suspect: Suspect) -> str:
-    """`rollout/1#2`, or the node if no replica is named."""
-    if not suspect.replica:
-        return suspect.node
-    return suspect.replica if suspect.incarnation is None else f"{suspect.replica}#{suspect.incarnation}"
 
 
 def summarize_incidents(

@@ -6,7 +6,6 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
-from rolecall.core.diagnosis import Plan
 from rolecall.core.ids import ReplicaId
 from rolecall.core.journal.events import Event, EventKind
 from rolecall.core.journal.payloads import (
@@ -18,8 +17,9 @@ from rolecall.core.journal.payloads import (
 )
 from rolecall.core.membership import Actual, Desired, ReplicaState
 from rolecall.core.policy_health import policy_health_of
+from rolecall.core.text import in_words
+from rolecall.recovery.durations import IncidentDurations, durations
 from rolecall.recovery.incidents import Incident
-from rolecall.views.incidents import suspect_name
 from rolecall.views.lifetimes import replica_order
 
 RATE_SECONDS, RATE_STEPS = 15.0, 3.0
@@ -53,7 +53,7 @@ class IncidentRow:
     because: str
     stage: str  # opened, planned, held, proposed, acting, verifying; or the outcome once closed
     detail: str  # the newest text: of the plan, the guard, the verification
-    opened_at: float
+    durations: IncidentDurations
     closed_at: float | None = None
 
 
@@ -145,23 +145,22 @@ class RunSnapshotProjection:
 
     def _note(self, incident_id: str, event: Event) -> None:
         said = event.payload
-        plan: Plan | None = getattr(said, "plan", None)
-        text = plan.because if plan is not None else said.reason
+        text = said.reason
         if isinstance(said, PlanProposed):
             text = f"rolecall approve {said.digest}, or reject: {text}"
         _, before = self.incident_news.get(incident_id, ("", ""))
         self.incident_news[incident_id] = (_STAGES[event.kind], text or before)
 
-    def _row(self, incident: Incident) -> IncidentRow:
+    def _row(self, incident: Incident, now: float) -> IncidentRow:
         stage, detail = self.incident_news.get(incident.incident_id, ("found", ""))
         return IncidentRow(
             incident_id=incident.incident_id,
-            suspects=tuple(suspect_name(s) for s in incident.diagnosis.suspects),
-            fault_class=str(incident.diagnosis.fault_class),
+            suspects=tuple(s.name for s in incident.diagnosis.suspects),
+            fault_class=in_words(incident.diagnosis.fault_class),
             because=incident.diagnosis.because,
-            stage=str(incident.outcome or stage),
+            stage=in_words(incident.outcome or stage),
             detail=incident.because or detail,
-            opened_at=incident.opened_at,
+            durations=durations(incident, now),
             closed_at=incident.closed_at,
         )
 
@@ -175,7 +174,7 @@ class RunSnapshotProjection:
         incidents: Iterable[Incident] = (),
     ) -> RunSnapshot:
         """The value to show at `now` (wall seconds)."""
-        rows = [self._row(i) for i in incidents]
+        rows = [self._row(i, now) for i in incidents]
         closed = sorted((row for row in rows if row.closed_at is not None), key=lambda row: row.closed_at or 0.0)
         return replace(
             self.newest,

@@ -109,7 +109,7 @@ TABLE: dict[str, tuple[PolicyInput, ActionKind, tuple[str, ...], bool, str]] = {
         A.TOLERATE,
         (),
         True,
-        "To settle it: a stack of both",
+        "to settle it: a stack of both",
     ),
     "control plane": (ask(diagnosis(F.CONTROL_PLANE, ONE)), A.TOLERATE, (), True, "no known action resolves"),
     "data": (ask(diagnosis(F.DATA, ONE)), A.TOLERATE, (), True, "no known action resolves"),
@@ -231,7 +231,7 @@ TABLE: dict[str, tuple[PolicyInput, ActionKind, tuple[str, ...], bool, str]] = {
         A.TOLERATE,
         (),
         False,
-        "tolerated: ",
+        "a single occurrence is tolerated",
     ),
     "several microbatches that were not finite": (
         ask(replace(diagnosis(F.SILENT_CORRUPTION, ONE), detectors=("wrong_numbers",))),
@@ -245,7 +245,7 @@ TABLE: dict[str, tuple[PolicyInput, ActionKind, tuple[str, ...], bool, str]] = {
         A.TOLERATE,
         (),
         True,
-        "no known action resolves data",
+        "no known action resolves it",
     ),
     "refused": (
         ask(diagnosis(F.CRASH, ONE), failed(ActionFailure.REFUSED)),

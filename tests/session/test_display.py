@@ -15,6 +15,7 @@ from rolecall.core.journal.journal import Journal, JournalPage
 from rolecall.core.membership import Actual, Desired, ReplicaState
 from rolecall.core.rundir import RunDir
 from rolecall.core.text import escape, plain, seconds
+from rolecall.recovery.durations import IncidentDurations
 from rolecall.recovery.incidents import fold
 from rolecall.reports.report import write_report
 from rolecall.session.display import Screen, braille, plain_lines, render, summary
@@ -28,7 +29,7 @@ OURS = re.compile(r"\x1b\[[0-9;]*m|\x1b\[\?25[lh]|\x1b\[[0-9]*[AK]|\x1b\[1A|\x1b
 CLEAR = "\x1b[2J"
 
 
-def _shown(what: RenderableType, width: int = 80, colour: bool = False) -> str:
+def printed(what: RenderableType, width: int = 80, colour: bool = False) -> str:
     out = io.StringIO()
     console = Console(
         file=out, width=width, height=24, force_terminal=colour, color_system="truecolor" if colour else None
@@ -62,7 +63,14 @@ def _incident(**changes: Any) -> IncidentRow:
         "because": "it ended by signal 9",
         "stage": "acting",
         "detail": "replace it",
-        "opened_at": 100.0,
+        "durations": IncidentDurations(
+            fault_to_finding=None,
+            onset_to_finding=0.5,
+            finding_to_serving=None,
+            finding_to_verified=None,
+            opening_to_close=None,
+            open_seconds=1.0,
+        ),
     }
     return IncidentRow(**{**values, **changes})
 
@@ -73,19 +81,19 @@ def _incident(**changes: Any) -> IncidentRow:
 def test_an_open_incident_is_shown_with_its_sentence_and_stage(fake_run: RunDir) -> None:
     snapshot = _at(fake_run, 38.6)
     assert [i.stage for i in snapshot.open_incidents] == ["verifying"]
-    text = _shown(render(snapshot, "demo"))
+    text = printed(render(snapshot, "demo"))
     assert "crash  rollout/1#1" in text and "process exited on signal 9" in " ".join(text.split())
     assert "no open incidents" not in text
 
 
 def test_a_closed_incident_stays_in_sight(fake_run: RunDir) -> None:
-    text = _shown(render(_at(fake_run, 90.0), "demo"))
+    text = printed(render(_at(fake_run, 90.0), "demo"))
     assert "no open incidents" in text
     assert "✓ resolved rollout/1#1 crash" in text and "✓ resolved trainer/1#1 hang" in text
 
 
 def test_progress_before_the_first_step_is_the_note() -> None:
-    text = _shown(render(RunSnapshot(now=1.0, note="starting raylet node-3"), "demo"))
+    text = printed(render(RunSnapshot(now=1.0, note="starting raylet node-3"), "demo"))
     assert "starting raylet node-3" in text
 
 
@@ -93,7 +101,7 @@ def test_step_reward_rate_and_pace_are_shown(fake_run: RunDir) -> None:
     snapshot = _at(fake_run, 50.0)
     assert snapshot.tokens_per_second == pytest.approx(8 * 96 / 0.62, rel=0.1)
     assert snapshot.step_seconds == pytest.approx(0.62, rel=0.2)
-    assert re.search(r"step \d+/120 +reward 0\.\d\d +tokens/s 1,\d{3} +s/step 0\.\d\d", _shown(render(snapshot)))
+    assert re.search(r"step \d+/120 +reward 0\.\d\d +tokens/s 1,\d{3} +s/step 0\.\d\d", printed(render(snapshot)))
 
 
 def test_the_rate_falls_while_nothing_is_committed(fake_run: RunDir) -> None:
@@ -103,7 +111,7 @@ def test_the_rate_falls_while_nothing_is_committed(fake_run: RunDir) -> None:
 
 
 def test_replicas_that_do_not_serve_are_named() -> None:
-    text = _shown(render(RunSnapshot(now=0.0, replicas=_rows())))
+    text = printed(render(RunSnapshot(now=0.0, replicas=_rows())))
     assert re.search(r"rollout +1/2 +● 0 +✕ 1 lost", text) and re.search(r"standby +1/1", text)
 
 
@@ -112,7 +120,7 @@ def test_a_large_role_shows_only_replicas_that_do_not_serve() -> None:
         ReplicaRow(replica=f"rollout/{n}", node="n", incarnation=1, state="lost" if n == 77 else "serving")
         for n in range(99)
     )
-    text = _shown(render(RunSnapshot(now=0.0, replicas=rows)))
+    text = printed(render(RunSnapshot(now=0.0, replicas=rows)))
     assert "98/99" in text and "77 lost" in text and "● 5" not in text
 
 
@@ -125,8 +133,8 @@ def test_desired_that_is_not_there_yet_is_wanted() -> None:
 
 
 def test_before_the_run_has_begun_no_time_is_shown() -> None:
-    assert "0.00 s" not in _shown(render(RunSnapshot(now=5.0, note="starting"), "demo"))
-    assert "5.00 s" in _shown(render(RunSnapshot(now=5.0, started_at=0.0), "demo"))
+    assert "0.00 s" not in printed(render(RunSnapshot(now=5.0, note="starting"), "demo"))
+    assert "5.00 s" in printed(render(RunSnapshot(now=5.0, started_at=0.0), "demo"))
 
 
 def test_a_proposal_shows_the_command_that_approves_it() -> None:
@@ -138,13 +146,13 @@ def test_a_proposal_shows_the_command_that_approves_it() -> None:
         for seq, (kind, body) in enumerate(events, start=1)
     ]
     memory.read(events)
-    text = _shown(render(memory.snapshot(2.0, {}, {}, None, incidents=fold(events, strict=False).values())))
+    text = printed(render(memory.snapshot(2.0, {}, {}, None, incidents=fold(events, strict=False).values())))
     assert "waits for approval" in text and "rolecall approve 4f2a" in text
 
 
 def test_pause_and_end_are_shown() -> None:
-    assert "paused: lunch" in _shown(render(RunSnapshot(now=0.0, paused="lunch")))
-    assert "completed" in _shown(render(RunSnapshot(now=0.0, ended="completed")))
+    assert "paused: lunch" in printed(render(RunSnapshot(now=0.0, paused="lunch")))
+    assert "completed" in printed(render(RunSnapshot(now=0.0, ended="completed")))
 
 
 def test_the_memory_reads_each_event_once(fake_run: RunDir) -> None:
@@ -170,32 +178,32 @@ def test_it_fits_into_the_window(fake_run: RunDir, seconds_in: float, width: int
         for n in range(6)
     )
     shown = RunSnapshot(**{**{f: getattr(snapshot, f) for f in RunSnapshot.__slots__}, "replicas": rows})
-    lines = _shown(render(shown, "demo " * 30, width), width).splitlines()
+    lines = printed(render(shown, "demo " * 30, width), width).splitlines()
     assert len(lines) <= 24 and max(map(len, lines)) <= width
 
 
 def test_policy_health_is_one_line_of_the_known_metrics(fake_run: RunDir) -> None:
-    text = _shown(render(_at(fake_run, 95.0)))
+    text = printed(render(_at(fake_run, 95.0)))
     (line,) = [line for line in text.splitlines() if line.startswith("entropy ")]
     assert "filtered 37%" in line and "KL 0.00" in line and len(line) <= 80
     reported = RunSnapshot(now=1.0, signs={"kl_sampler": 0.0031, "truncated_fraction": 0.021})
-    (line,) = [line for line in _shown(render(reported)).splitlines() if "KL" in line]
+    (line,) = [line for line in printed(render(reported)).splitlines() if "KL" in line]
     assert line.rstrip() == "cut off 2%   KL 0.0031"
-    assert "KL" not in _shown(render(RunSnapshot(now=1.0, rewards=(0.5,)))), "a run of before there were signs"
+    assert "KL" not in printed(render(RunSnapshot(now=1.0, rewards=(0.5,)))), "a run of before there were signs"
 
 
 def test_a_plan_that_repeats_the_diagnosis_is_not_shown_twice() -> None:
     snapshot = RunSnapshot(now=101.0, open_incidents=(_incident(detail="it ended by signal 9"),))
-    assert _shown(render(snapshot)).count("it ended by signal 9") == 1
+    assert printed(render(snapshot)).count("it ended by signal 9") == 1
 
 
 def test_a_wide_window_shows_more_of_the_sentence() -> None:
     snapshot = RunSnapshot(now=101.0, open_incidents=(_incident(because="word " * 100 + "end"),))
-    assert "end" not in _shown(render(snapshot)) and "end" in _shown(render(snapshot, width=200), 200)
+    assert "end" not in printed(render(snapshot)) and "end" in printed(render(snapshot, width=200), 200)
 
 
 def test_an_escalated_incident_has_no_tick() -> None:
-    text = _shown(render(RunSnapshot(now=1.0, closed_incidents=(_incident(stage="escalated", closed_at=1.0),))))
+    text = printed(render(RunSnapshot(now=1.0, closed_incidents=(_incident(stage="escalated", closed_at=1.0),))))
     assert "✕ escalated rollout/1#1" in text and "✓" not in text
 
 
@@ -203,7 +211,7 @@ def test_a_long_sentence_does_not_push_the_rest_out() -> None:
     snapshot = RunSnapshot(
         now=101.0, replicas=_rows(), open_incidents=(_incident(because="word " * 500, detail="x" * 900),) * 5
     )
-    assert len(_shown(render(snapshot)).splitlines()) <= 24
+    assert len(printed(render(snapshot)).splitlines()) <= 24
 
 
 @given(st.lists(st.floats(-10, 10), max_size=400), st.integers(1, 60), st.integers(1, 6))
@@ -242,7 +250,7 @@ def _hostile_snapshot(text: str) -> RunSnapshot:
 @pytest.mark.parametrize("text", HOSTILE)
 @pytest.mark.parametrize("colour", [False, True])
 def test_hostile_text_is_shown_as_text(text: str, colour: bool) -> None:
-    shown = _shown(render(_hostile_snapshot(text), text, 200), 200, colour)
+    shown = printed(render(_hostile_snapshot(text), text, 200), 200, colour)
     bare = OURS.sub("", shown)
     assert "\x1b" not in bare and "\x07" not in bare and "\u202e" not in bare and "\r" not in bare
     assert plain(text)[:12] in bare, "markup must not be swallowed"
@@ -264,7 +272,7 @@ def test_hostile_text_in_lines_and_summary(text: str, fake_run: RunDir) -> None:
     report["missed"] = [{"kind": text, "target": text}]
     report["audit"] = {**report["audit"], "problems": [text]}
     report["html"] = text
-    bare = OURS.sub("", _shown(summary(report), 160, colour=True))
+    bare = OURS.sub("", printed(summary(report), 160, colour=True))
     assert "\x1b" not in bare and "\x07" not in bare and "\u202e" not in bare
 
 
@@ -316,13 +324,13 @@ def test_the_same_incident_in_a_new_stage_is_reported_without_its_sentence() -> 
 
 def test_the_summary_has_the_audit_and_the_path_of_the_report(fake_run: RunDir) -> None:
     report = write_report(fake_run)
-    text = _shown(summary(report))
+    text = printed(summary(report))
     assert "3 of 3 faults resolved, the audit holds" in text
-    assert re.search(r"A +rollout-kill +rollout/1 +rollout/1#1 +0\.31 s +1\.62 s", text)
+    assert re.search(r"A +rollout-kill +rollout/1 +rollout/1#1 +0\.31 s +2\.05 s", text)
     assert "".join(report["html"].split()) in "".join(text.split())
     assert "✓ processes kept" in text
     bad = {**report, "ok": False, "audit": {**report["audit"], "ok": False, "problems": ["ledger line 3 was changed"]}}
-    assert "ledger line 3 was changed" in _shown(summary(bad))
+    assert "ledger line 3 was changed" in printed(summary(bad))
 
 
 @pytest.mark.parametrize("live", [False, True])

@@ -95,13 +95,13 @@ def test_a_whole_run_is_reported_with_the_times_at_which_things_happened(fake_ru
     for story, strike in zip(joined.summaries, ALL, strict=True):
         assert story.fault is not None and story.fault.target == strike.target
         assert story.diagnosed_correctly and story.resolved
-        reported = story.to_dict()
+        reported = story.to_dict(now=0.0)
         assert reported["detected_seconds"] == pytest.approx(strike.found_after, abs=1e-3)
         assert reported["serving_seconds"] == pytest.approx(strike.serving_after, abs=1e-3)
         assert reported["resolved_seconds"] == reported["serving_seconds"]
         assert reported["verified_seconds"] == pytest.approx(strike.verified_after, abs=1e-3)
         assert reported["fault_class"] == strike.fault_class and reported["because"] == strike.because
-    kill, hang, slow = (s.to_dict() for s in joined.summaries)
+    kill, hang, slow = (s.to_dict(now=0.0) for s in joined.summaries)
     assert kill["requests_resumed_seconds"] == pytest.approx(0.12, abs=1e-3)
     assert kill["step_committed_seconds"] is None and kill["tokens_kept"] == 862
     assert hang["step_committed_seconds"] == pytest.approx(1.4, abs=1e-3) and hang["tokens_kept"] == 0
@@ -210,16 +210,16 @@ def test_resolved_means_serving_and_observed_making_progress() -> None:
     known = {("rollout/1", 2): IncarnationRecord(replica="rollout/1", incarnation=2, serving_at=14.0)}
     tale = Tale().opened(11.0, "i1", "rollout/1").acted(11.1, "i1", "rollout/1")
     assert tale.reported(_fault("rollout/1", 10.0), known=known).summaries[0].resolved_at is None
-    reported = tale.resolved(13.0, "i1").reported(_fault("rollout/1", 10.0), known=known).summaries[0].to_dict()
+    reported = tale.resolved(13.0, "i1").reported(_fault("rollout/1", 10.0), known=known).summaries[0].to_dict(now=0.0)
     assert (reported["serving_seconds"], reported["resolved_seconds"]) == (3.0, 3.0), "it served after it was verified"
     later = {("rollout/1", 2): IncarnationRecord(replica="rollout/1", incarnation=2, serving_at=12.0)}
-    reported = tale.reported(_fault("rollout/1", 10.0), known=later).summaries[0].to_dict()
+    reported = tale.reported(_fault("rollout/1", 10.0), known=later).summaries[0].to_dict(now=0.0)
     assert (reported["serving_seconds"], reported["resolved_seconds"], reported["verified_seconds"]) == (1.0, 1.0, 2.0)
 
 
 def test_what_was_contained_before_the_finding_counts_as_zero() -> None:
     tale = Tale().say(10.1, K.REQUESTS_REASSIGNED, from_replica="rollout/1", tokens_kept=5, tokens_lost=2)
-    reported = tale.opened(11.0, "i1", "rollout/1").reported(_fault("rollout/1", 10.0)).summaries[0].to_dict()
+    reported = tale.opened(11.0, "i1", "rollout/1").reported(_fault("rollout/1", 10.0)).summaries[0].to_dict(now=0.0)
     assert (reported["requests_resumed_seconds"], reported["tokens_kept"], reported["tokens_lost"]) == (0.0, 5, 2)
 
 
@@ -233,7 +233,7 @@ def test_tokens_of_other_replicas_and_other_incarnations_are_not_this_faults() -
 def test_the_interrupted_step_is_the_one_whose_commit_counts() -> None:
     tale = Tale().opened(11.0, "i1", "trainer/1")
     tale.say(11.2, K.STEP_INTERRUPTED, step=7).say(11.3, K.STEP_COMMITTED, step=6).say(12.5, K.STEP_COMMITTED, step=7)
-    assert tale.reported(_fault("trainer/1", 10.0)).summaries[0].to_dict()["step_committed_seconds"] == 1.5
+    assert tale.reported(_fault("trainer/1", 10.0)).summaries[0].to_dict(now=0.0)["step_committed_seconds"] == 1.5
     without = Tale().opened(11.0, "i1", "trainer/1").say(11.3, K.STEP_COMMITTED, step=6)
     assert without.reported(_fault("trainer/1", 10.0)).summaries[0].step_committed_at == 11.3
 

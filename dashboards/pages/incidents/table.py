@@ -11,6 +11,7 @@ from urllib.parse import urlencode
 
 from rolecall.core.ids import split_replica
 from rolecall.core.text import plain, utc
+from rolecall.recovery.durations import durations
 from rolecall.recovery.incidents import Incident, IncidentState
 
 PAGE_ROWS = 50
@@ -54,9 +55,9 @@ class IncidentTableRow:
     opened_at: float = 0.0
     closed_at: float | None = None
     found_seconds: float | None = None
-    """From the diagnosed onset to the detection."""
-    recovered_seconds: float | None = None
-    """From the detection until the replacement was verified."""
+    """Onset to finding."""
+    verified_seconds: float | None = None
+    """Finding to verified."""
     action: str = ""
     because: str
     review: str = ""  # right, wrong, or empty: not reviewed
@@ -70,7 +71,8 @@ class IncidentTableRow:
     def words(self) -> str:
         return f"{self.glyph} {self.status.replace('_', ' ')}"
 
-    def lasted_seconds(self, now: float) -> float:
+    def open_seconds(self, now: float) -> float:
+        """Opening to close; to `now` while it is open."""
         return max(0.0, (self.closed_at if self.closed_at is not None else now) - self.opened_at)
 
 
@@ -87,9 +89,10 @@ def status_of(incident: Incident) -> str:
 def row_of(incident: Incident, set_aside: str = "") -> IncidentTableRow:
     """`set_aside`: why the incident is not handled further; empty: it is handled."""
     diagnosis, attempt = incident.diagnosis, incident.attempt
-    names = [f"{s.replica}#{s.incarnation}" if s.replica else str(s.node) for s in diagnosis.suspects]
+    names = [s.name for s in diagnosis.suspects]
     roles = {s.role or _role(s.replica) for s in diagnosis.suspects if s.role or s.replica}
     because = plain(set_aside or diagnosis.because)
+    took = durations(incident, incident.opened_at)
     return _searchable(
         IncidentTableRow(
             incident_id=incident.incident_id,
@@ -101,10 +104,8 @@ def row_of(incident: Incident, set_aside: str = "") -> IncidentTableRow:
             fault_class=str(diagnosis.fault_class),
             opened_at=incident.opened_at,
             closed_at=incident.closed_at,
-            found_seconds=max(0.0, diagnosis.detected_at - diagnosis.onset),
-            recovered_seconds=None
-            if incident.verified_at is None
-            else max(0.0, incident.verified_at - diagnosis.detected_at),
+            found_seconds=took.onset_to_finding,
+            verified_seconds=took.finding_to_verified,
             action="" if attempt is None else str(attempt.plan.action),
             because=because,
             review="" if incident.review is None else "right" if incident.review.right else "wrong",

@@ -31,7 +31,7 @@ from rolecall.core.journal.payloads import (
     WeightsAdmitted,
     WeightsRejected,
 )
-from rolecall.core.text import plain
+from rolecall.core.text import in_words, plain
 from rolecall.dashboards.pages.incidents.material import IncidentPageInputs
 from rolecall.recovery.incidents import paged_text
 from rolecall.views.incidents import IncidentSummary, summarize_incidents
@@ -39,7 +39,6 @@ from rolecall.views.incidents import IncidentSummary, summarize_incidents
 ENTRIES_MAX = 60
 """Longest timeline; of a longer one the middle is left out, with a note."""
 WORDS_MAX = 400
-TARGETS_MAX = 40
 CONTEXT_SHARE = 0.25
 CONTEXT_SECONDS_MIN = 4.0
 """Padding before and after: share of the time from onset to last event, and minimum seconds."""
@@ -133,7 +132,7 @@ def _shorter(words: str, known: str) -> str:
 
 
 def _axes(material: IncidentPageInputs, moments: Sequence[TimelineEntry]) -> tuple[TimelineRange, TimelineRange | None]:
-    diagnosis = material.incident.diagnosis if material.incident else None
+    diagnosis = material.incident.first_diagnosis if material.incident else None
     zero = min(diagnosis.onset, diagnosis.detected_at) if diagnosis else (moments[0].at if moments else material.now)
     times = [x.at for x in moments] or [zero]
     last = material.now if material.is_open else max(times)
@@ -155,7 +154,7 @@ def _padded(begin: float, end: float, zero: float) -> TimelineRange:
 def _moments(material: IncidentPageInputs, summary: IncidentSummary | None) -> list[TimelineEntry]:
     found: list[TimelineEntry] = []
     if material.incident is not None:
-        diagnosis = material.incident.diagnosis
+        diagnosis = material.incident.first_diagnosis
         found.append(
             TimelineEntry(
                 min(diagnosis.onset, diagnosis.detected_at), TimelineEntryKind.ONSET, "estimated by the diagnosis"
@@ -195,9 +194,7 @@ def _plan_words(event: Event) -> str:
 
 
 def action_words(plan: Plan) -> str:
-    targets = ", ".join(f"{t.replica}#{t.incarnation}" for t in plan.targets[:TARGETS_MAX])
-    action = str(plan.action).replace("_", " ")
-    return plain(f"{action} of {targets}" if targets else action, WORDS_MAX)
+    return plain(plan.words, WORDS_MAX)
 
 
 OWN: Mapping[EventKind, tuple[TimelineEntryKind, Callable[[Event], str]]] = {
@@ -205,7 +202,10 @@ OWN: Mapping[EventKind, tuple[TimelineEntryKind, Callable[[Event], str]]] = {
     K.INCIDENT_UPDATED: (TimelineEntryKind.UPDATED, lambda e: e.as_(IncidentUpdated).diagnosis.because),
     K.EVIDENCE_COLLECTED: (TimelineEntryKind.UPDATED, _because("evidence collected")),
     K.PLAN_CREATED: (TimelineEntryKind.PLAN, lambda e: _plan_words(e)),
-    K.PLAN_BLOCKED: (TimelineEntryKind.BLOCKED, lambda e: f"by guard {e.as_(PlanBlocked).guard}: {e.payload.reason}"),
+    K.PLAN_BLOCKED: (
+        TimelineEntryKind.BLOCKED,
+        lambda e: f"by guard {in_words(e.as_(PlanBlocked).guard)}: {e.payload.reason}",
+    ),
     K.PLAN_PROPOSED: (TimelineEntryKind.OPERATOR, lambda e: f"approval requested: {_plan_words(e)}"),
     K.PLAN_APPROVED: (TimelineEntryKind.OPERATOR, _by("approved it")),
     K.PLAN_REJECTED: (TimelineEntryKind.OPERATOR, _by("rejected it")),
@@ -221,17 +221,20 @@ OWN: Mapping[EventKind, tuple[TimelineEntryKind, Callable[[Event], str]]] = {
         lambda e: f"{paged_text(e.as_(OncallPaged).channel)}: {e.payload.reason}",
     ),
     K.ACTION_STARTED: (TimelineEntryKind.ACTION, lambda e: f"started: {_plan_words(e)}"),
-    K.ACTION_DONE: (TimelineEntryKind.ACTION, lambda e: f"done: {e.as_(ActionDone).result.get('because', '')}"),
+    K.ACTION_DONE: (
+        TimelineEntryKind.ACTION,
+        lambda e: f"done: {e.as_(ActionDone).result.get('because', '')}".rstrip(": "),
+    ),
     K.ACTION_FAILED: (TimelineEntryKind.FAILED, lambda e: e.payload.reason),
     K.INCIDENT_VERIFIED: (TimelineEntryKind.VERIFIED, lambda e: e.payload.reason),
-    K.INCIDENT_CLOSED: (TimelineEntryKind.CLOSED, lambda e: f"as {e.as_(IncidentClosed).outcome}"),
+    K.INCIDENT_CLOSED: (TimelineEntryKind.CLOSED, lambda e: f"as {in_words(e.as_(IncidentClosed).outcome)}"),
 }
 """Timeline entry of each event kind: its kind and text."""
 
 
 def _found_words(event: Event) -> str:
     diagnosis = event.as_(IncidentOpened).diagnosis
-    return f"{str(diagnosis.fault_class).replace('_', ' ')} detected by {', '.join(diagnosis.detectors) or 'unknown'}"
+    return f"{in_words(diagnosis.fault_class)} detected by {in_words(', '.join(diagnosis.detectors)) or 'unknown'}"
 
 
 def affected_replicas(material: IncidentPageInputs) -> frozenset[str]:

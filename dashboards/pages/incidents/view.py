@@ -17,18 +17,17 @@ from rolecall.core.journal.payloads import (
     WeightsAdmitted,
     WeightsRejected,
 )
-from rolecall.core.text import plain, seconds, utc
+from rolecall.core.text import in_words, node_text, plain, seconds, utc
 from rolecall.dashboards.pages.incidents.material import IncidentPageInputs
 from rolecall.dashboards.pages.incidents.table import GLYPHS, HELD, SET_ASIDE, status_of
 from rolecall.dashboards.pages.incidents.timeline import action_words, affected_replicas, by_words
+from rolecall.recovery.durations import IncidentDurations, durations
 from rolecall.recovery.incidents import Attempt, Decision, Incident, IncidentState, paged_text
 from rolecall.views.incidents import IncidentSummary
 
 SENTENCE_MAX = 2_000
 NUM_SHOWN_MAX = 40
 """Suspects and pieces of evidence that are shown; the rest is counted."""
-VISIBLE_SECONDS = 0.05
-"""Times closer than this are shown as one."""
 K = EventKind
 
 Facts = tuple[tuple[str, str], ...]
@@ -60,15 +59,16 @@ def head(material: IncidentPageInputs, summary: IncidentSummary | None) -> Incid
             "affected.",
         )
     diagnosis = incident.diagnosis
+    took = durations(incident, material.now) if summary is None else summary.durations(material.now)
     status = SET_ASIDE if material.set_aside else status_of(incident)
     who = tuple(_suspect(s) for s in diagnosis.suspects[:NUM_SHOWN_MAX])
     more = len(diagnosis.suspects) - NUM_SHOWN_MAX
     facts = [
-        ("Fault class", str(diagnosis.fault_class).replace("_", " ")),
+        ("Fault class", in_words(diagnosis.fault_class)),
         ("Confidence", f"{diagnosis.confidence:.0%}"),
-        ("Detected by", plain(", ".join(diagnosis.detectors), 200) or "unknown"),
-        ("Onset", utc(diagnosis.onset)),
-        ("Detected", f"{seconds(max(0.0, diagnosis.detected_at - diagnosis.onset))} after the onset"),
+        ("Detected by", plain(in_words(", ".join(diagnosis.detectors)), 200) or "unknown"),
+        ("Onset", utc(incident.first_diagnosis.onset)),
+        ("Times", took.words),
     ]
     if diagnosis.gain_ratio is not None:
         facts.append(("Slowdown compared with peers", f"{diagnosis.gain_ratio:.2f} times"))
@@ -80,7 +80,7 @@ def head(material: IncidentPageInputs, summary: IncidentSummary | None) -> Incid
         incident_id=plain(material.incident_id, 200),
         sentence=plain(diagnosis.because, SENTENCE_MAX),
         glyph=GLYPHS.get(status, "·"),
-        status=status.replace("_", " "),
+        status=in_words(status),
         state=plain(
             f"Set aside: {material.set_aside}" if material.set_aside else state_words(incident, summary, material.now),
             SENTENCE_MAX,
@@ -98,7 +98,7 @@ def _suspect(suspect: Suspect) -> str:
         else suspect.replica
     )
     parts = [
-        whose or f"node {suspect.node}",
+        whose or f"{node_text(suspect.node)}",
         f"role {suspect.role}" if suspect.role else "",
         f"on {suspect.node}" if suspect.replica else "",
     ]
@@ -111,16 +111,15 @@ def _injected(summary: IncidentSummary | None) -> str:
     if summary is None or summary.fault is None:
         return ""
     named = "correct suspect" if summary.diagnosed_correctly else "wrong suspect"
-    found = seconds(max(0.0, summary.detected_at - summary.fault.injected_at))
     how = f" ({summary.fault.how})" if summary.fault.how else ""
-    return plain(f"{summary.fault.kind}{how} at {', '.join(summary.fault.hit)}, detected {found} later, {named}", 400)
+    return plain(f"{summary.fault.kind}{how} at {', '.join(summary.fault.hit)}, {named}", 400)
 
 
 def state_words(incident: Incident, summary: IncidentSummary | None, now: float) -> str:
-    attempt, found = incident.attempt, incident.diagnosis.detected_at
+    attempt = incident.attempt
+    took = durations(incident, now) if summary is None else summary.durations(now)
     if incident.outcome is not None:
-        return _closed_words(incident, summary)
-    since = seconds(max(0.0, now - incident.opened_at))
+        return _closed_words(incident, took)
     match incident.state:
         case IncidentState.PROPOSED if attempt is not None and attempt.decision is None:
             left = "" if attempt.expires_at is None else f"; expires in {seconds(max(0.0, attempt.expires_at - now))}"
@@ -135,17 +134,18 @@ def state_words(incident: Incident, summary: IncidentSummary | None, now: float)
                 f"{seconds(max(0.0, now - attempt.done_at))}"
             )
         case IncidentState.PLANNED if attempt is not None and status_of(incident) == HELD:
-            return f"Blocked by {', '.join(sorted(attempt.held_by))}: {action_words(attempt.plan)}; open for {since}"
+            guards = in_words(", ".join(sorted(attempt.held_by)))
+            return f"Blocked by {guards}: {action_words(attempt.plan)}; {took.end_words}"
         case IncidentState.PLANNED if attempt is not None:
-            return f"Planned: {action_words(attempt.plan)}; open for {since}"
+            return f"Planned: {action_words(attempt.plan)}; {took.end_words}"
         case _:
             failed = incident.failures[-1] if incident.failures else None
             after = f"; attempt {failed.number} failed: {failed.failed_because}" if failed else ""
-            return f"Diagnosed {seconds(max(0.0, now - found))} ago; no plan yet{after}"
+            return f"Diagnosed, {took.end_words}; no plan yet{after}"
 
 
-def _closed_words(incident: Incident, summary: IncidentSummary | None) -> str:
-    found, known = incident.diagnosis.detected_at, incident.diagnosis.because
+def _closed_words(incident: Incident, took: IncidentDurations) -> str:
+    known = incident.diagnosis.because
     because, page_reason = (_rest(text, known) for text in (incident.because, incident.page_reason))
     paged = ""
     if incident.page_reason:
@@ -153,24 +153,16 @@ def _closed_words(incident: Incident, summary: IncidentSummary | None) -> str:
         done = paged_text(incident.page_channel).capitalize()
         paged = f" {done}: {page_reason}" if differs else f" {done}."
     if str(incident.outcome) == "resolved":
-        resolved_at, seen = incident.verified_at, ""
-        if summary is not None:
-            resolved_at = resolved_at if summary.resolved_at is None else summary.resolved_at
-            seen = f": {summary.incident.verified_because}" if summary.incident.verified_because else ""
-        after = seconds(max(0.0, (incident.opened_at if resolved_at is None else resolved_at) - found))
+        seen = f": {incident.verified_because}" if incident.verified_because else ""
         attempts = f", at attempt {len(incident.attempts)}" if len(incident.attempts) > 1 else ""
-        worked = ""
-        if incident.verified_at is not None and incident.verified_at - (resolved_at or 0.0) >= VISIBLE_SECONDS:
-            worked = f" (verified after {seconds(max(0.0, incident.verified_at - found))})"
-        return f"Resolved {after} after detection{worked}{attempts}{seen}"
+        return f"Resolved, {took.end_words}{attempts}{seen}"
     words = {
         "tolerated": "Tolerated without action",
         "self_recovered": "Self-recovered: the fault ended without action by rolecall",
         "ended": "Ended: the run or the processes ended before the fault",
         "escalated": "Escalated",
     }
-    lasted = seconds(max(0.0, (incident.closed_at or incident.opened_at) - incident.opened_at))
-    text = f"{words.get(str(incident.outcome), str(incident.outcome))}, after {lasted}"
+    text = f"{words.get(str(incident.outcome), str(incident.outcome))}, {took.end_words}"
     return f"{text}: {because}.{paged}" if because else f"{text}.{paged}"
 
 
@@ -201,7 +193,7 @@ def findings(material: IncidentPageInputs) -> tuple[FindingSection, ...]:
         if isinstance(event.payload, IncidentOpened | IncidentUpdated):
             diagnosis = event.payload.diagnosis
             when = "Diagnosed" if isinstance(event.payload, IncidentOpened) else "Updated"
-            title = f"{when} {utc(event.wall_at)} by {', '.join(diagnosis.detectors) or 'unknown'}"
+            title = f"{when} {utc(event.wall_at)} by {in_words(', '.join(diagnosis.detectors)) or 'unknown'}"
             found.append(_finding(title, diagnosis.because, diagnosis.evidence, diagnosis.advice, diagnosis.settle))
     return tuple(found[:1] + found[1:][-NUM_SHOWN_MAX:])
 
@@ -255,7 +247,8 @@ def collected_evidence(material: IncidentPageInputs) -> tuple[CollectedEvidenceS
             because=plain(said.because),
             statements=_texts(said.statements),
             findings=tuple(
-                _finding(f"Finding of {f.detector}", f.because, f.evidence) for f in said.findings[:NUM_SHOWN_MAX]
+                _finding(f"Finding of {in_words(f.detector)}", f.because, f.evidence)
+                for f in said.findings[:NUM_SHOWN_MAX]
             ),
             missing=_texts(said.missing),
             files=tuple(f.name for f in said.files[:200]),
@@ -293,7 +286,7 @@ def _decided(attempt: Attempt, incident: Incident, events: Iterable[Event]) -> P
     last = attempt is incident.attempt
     until = float("inf") if last else next(b.made_at for b in incident.attempts if b.number == attempt.number + 1)
     during = [e for e in events if attempt.made_at <= e.wall_at < until]
-    held = [f"{e.payload.guard}: {e.payload.because}" for e in during if isinstance(e.payload, PlanBlocked)]
+    held = [f"{in_words(e.payload.guard)}: {e.payload.because}" for e in during if isinstance(e.payload, PlanBlocked)]
     facts = [("Planned", utc(attempt.made_at))]
     if attempt.started_at is not None:
         facts.append(("Action started", f"{seconds(max(0.0, attempt.started_at - attempt.made_at))} after the plan"))
@@ -337,7 +330,7 @@ def _operator_commands(during: Iterable[Event]) -> Iterable[str]:
         if event.kind in _COMMANDS:
             yield plain(by_words(event.payload, f"{_COMMANDS[event.kind]}, {utc(event.wall_at)}"), 600)
         elif isinstance(event.payload, OncallPaged):
-            text = f"{paged_text(event.payload.channel)} ({event.payload.topic}): {event.payload.because}"
+            text = f"{paged_text(event.payload.channel)} ({in_words(event.payload.topic)}): {event.payload.because}"
             yield plain(text, 600)
         elif isinstance(event.payload, PlanExpired):
             yield plain(f"the plan expired: {event.payload.because}", 600)
@@ -345,7 +338,7 @@ def _operator_commands(during: Iterable[Event]) -> Iterable[str]:
 
 def _outcome(attempt: Attempt, incident: Incident) -> str:
     if attempt.failure is not None:
-        return f"failed ({attempt.failure}): {attempt.failed_because}"
+        return f"failed ({in_words(attempt.failure)}): {attempt.failed_because}"
     if attempt is not incident.attempt:
         return "replaced by a new plan after an update of the diagnosis"
     if attempt.done_at is not None:
@@ -353,7 +346,7 @@ def _outcome(attempt: Attempt, incident: Incident) -> str:
     if attempt.started_at is not None:
         return "in progress"
     if attempt.decision in (Decision.REJECTED, Decision.EXPIRED):
-        return f"{attempt.decision}: {attempt.decision_because}"
+        return f"{attempt.decision}: {attempt.decision_because}" if attempt.decision_because else str(attempt.decision)
     return "not executed" if incident.closed_at is not None else "pending"
 
 

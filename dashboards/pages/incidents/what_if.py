@@ -20,7 +20,7 @@ from rolecall.core.journal.events import Event, EventKind
 from rolecall.core.journal.payloads import IncidentOpened, PlanBlocked, PlanCreated
 from rolecall.core.journal.store import canonical
 from rolecall.core.membership import STANDBY_ROLE
-from rolecall.core.text import plain
+from rolecall.core.text import in_words, plain
 from rolecall.dashboards.pages.incidents.material import IncidentPageInputs
 from rolecall.recovery.fleet_view import FleetView
 from rolecall.recovery.guards import Situation, check, on_peer_evidence_alone
@@ -66,16 +66,16 @@ class PredictedDecision:
 
     @property
     def words(self) -> str:
-        what = str(self.action).replace("_", " ")
+        what = in_words(self.action)
         of = f"{what} of {', '.join(self.targets)}" if self.targets else what
         if self.action is ActionKind.TOLERATE:
             paged = ", on-call is paged" if self.page_oncall else ""
-            return f"no action (closed as {self.first.replace('_', ' ')}{paged})"
+            return f"no action (closed as {in_words(self.first)}{paged})"
         if self.first == ACTS:
             return of
         if self.first == NEEDS_APPROVAL:
             return f"{of}, after approval"
-        return f"{of}, blocked by guard '{self.first}'"
+        return f"{of}, blocked by guard '{in_words(self.first)}'"
 
 
 ACTS, NEEDS_APPROVAL = "acts", "needs_approval"
@@ -248,7 +248,7 @@ def _by_class(inputs: DecisionInputs) -> Iterable[Change]:
         if other is not inputs.policy_input.diagnosis.fault_class:
             together.setdefault(predict(_of_diagnosis(inputs, fault_class=other)).key, []).append(other)
     for found in together.values():
-        names = ", ".join(str(c).replace("_", " ") for c in found)
+        names = ", ".join(in_words(c) for c in found)
         yield f"the fault class were {names}", _of_diagnosis(inputs, fault_class=found[0])
 
 
@@ -525,7 +525,7 @@ def _replayed_plan(event: Event) -> tuple[bool | None, str]:
     again = decide(policy_input).to_dict()
     same = canonical(again) == canonical(decided_then(event.as_(PlanCreated)))
     verdict = "same plan" if same else "DIFFERENT plan"
-    return same, f"{event.event_id}: {verdict}, {again['plan']['action']}, because {again['plan']['because']}"
+    return same, f"{event.event_id}: {verdict}, {in_words(again['plan']['action'])}, because {again['plan']['because']}"
 
 
 def _replayed_diagnosis(events: Sequence[Event], window: Mapping[str, Any] | None) -> tuple[bool | None, str]:
@@ -568,7 +568,7 @@ def threshold_boundary(window: Mapping[str, Any], diagnosis: Diagnosis) -> Thres
     """The boundary, or the reason why there is none."""
     threshold = diagnosis.fault_class.spec.threshold
     if threshold is None:
-        return f"No detector threshold decides about {str(diagnosis.fault_class).replace('_', ' ')}."
+        return f"No detector threshold decides about {in_words(diagnosis.fault_class)}."
     setting, phrase = threshold.setting, threshold.words
     try:
         now = float(window["config"][setting])

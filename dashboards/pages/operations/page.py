@@ -83,8 +83,8 @@ def _plan(reader: Reader, viewer: Viewer, row: plans.PlanRow, now: float) -> Non
     with st.container(border=True, key=f"plan-{plan.digest}"):
         st.text(f"{plans.GLYPHS[row.status]} {row.status}{_until(row, now)}")
         st.text(plain(diagnosis.because))
-        targets = ", ".join(f"{t.replica}#{t.incarnation} on {t.node}" for t in plan.targets) or "the job"
-        st.text(plain(f"plan: {str(plan.action).replace('_', ' ')} {targets}, because {plan.because}"))
+        where = ", ".join(dict.fromkeys(str(t.node) for t in plan.targets))
+        st.text(plain(f"plan: {plan.words}{f' on {where}' if where else ''}, because {plan.because}"))
         st.text(plain(f"side effects: {'; '.join(plan.also_hit) or 'none'}"))
         if row.hold is not None:
             st.text(plain(f"on hold by {row.hold.by} until {_clock(row.hold.until)}: {row.hold.because}"))

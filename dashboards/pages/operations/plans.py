@@ -327,9 +327,7 @@ def history(events: Iterable[Event], incidents: Iterable[Incident]) -> tuple[Com
             if " requested replacement of " in incident.diagnosis.because
             else "",
             what="requested a replacement",
-            on=", ".join(
-                [*(f"{s.replica}#{s.incarnation}" for s in incident.diagnosis.suspects), incident.incident_id]
-            ),
+            on=", ".join([*(s.name for s in incident.diagnosis.suspects), incident.incident_id]),
             because=incident.diagnosis.because,
         )
         for incident in incidents

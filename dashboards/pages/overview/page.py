@@ -232,7 +232,7 @@ def _draw_policy_health(curve: Sequence[Bucket]) -> None:
 def _incident_html(incident: view.OpenIncident, now: float) -> str:
     rows = [
         ("action", incident.doing),
-        ("since", f"{seconds(max(0.0, now - incident.since))} ago"),
+        ("in this stage for", seconds(max(0.0, now - incident.since))),
         ("suspect", incident.suspects),
     ]
     if incident.asks:

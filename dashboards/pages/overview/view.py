@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from rolecall.core.diagnosis import ActionKind
+from rolecall.core.diagnosis import ActionKind, Plan
 from rolecall.core.membership import STANDBY_ROLE, ReplicaState
 from rolecall.core.text import seconds
 from rolecall.dashboards.data.reader import JournalSnapshot
@@ -15,7 +15,6 @@ from rolecall.dashboards.pages.operations.plans import PlanStatus, plan_rows
 from rolecall.dashboards.pages.style import STATES
 from rolecall.recovery.incidents import UNDER_REPAIR, Incident, IncidentState, paged_text
 from rolecall.reports.charts import ROLE_ORDER
-from rolecall.views.incidents import suspect_name
 from rolecall.views.snapshot import ReplicaRow
 
 LOST_ROWS_MAX = 8
@@ -108,7 +107,7 @@ def open_incident(incident: Incident, snapshot: JournalSnapshot) -> OpenIncident
     return OpenIncident(
         incident_id=incident.incident_id,
         fault_class=str(diagnosis.fault_class).replace("_", " "),
-        suspects=", ".join(suspect_name(s) for s in diagnosis.suspects) or "none",
+        suspects=", ".join(s.name for s in diagnosis.suspects) or "none",
         because=diagnosis.because,
         stage=stage,
         doing=doing if snapshot.watched else f"No watch holds the lease, so nothing is done. {doing}",
@@ -123,30 +122,30 @@ def _doing(incident: Incident, snapshot: JournalSnapshot) -> tuple[str, str, flo
     attempt = incident.attempt
     if attempt is None:
         return "diagnosed", "Planning the recovery.", incident.opened_at, ""
-    action = str(attempt.plan.action).replace("_", " ")
-    targets = ", ".join(f"{t.replica}#{t.incarnation}" for t in attempt.plan.targets)
+    plan = attempt.plan
     if incident.state is IncidentState.ACTING:
-        return "acting", _sentence(action, targets, attempt.plan.because), attempt.started_at or attempt.made_at, ""
+        return "acting", _sentence(plan), attempt.started_at or attempt.made_at, ""
     if incident.state is IncidentState.VERIFYING:
-        said = f"{action} {targets} is done; waiting for the replacement to make progress."
+        said = f"{plan.words} is done; waiting for the replacement to make progress."
         return "verifying", said, attempt.done_at or attempt.made_at, ""
     if attempt.failure is not None:
-        return "failed", f"{action} {targets} failed: {attempt.failed_because}. Planning again.", attempt.made_at, ""
+        return "failed", f"{plan.words} failed: {attempt.failed_because}. Planning again.", attempt.made_at, ""
     rows = plan_rows([incident], snapshot.mode, snapshot.at)
     if not rows:
-        return "no action", attempt.plan.because, attempt.made_at, ""
+        return "no action", plan.because, attempt.made_at, ""
     row = rows[0]
     asks = ""
     if row.status is PlanStatus.AWAITS_APPROVAL:
         left = row.seconds_left(snapshot.at)
         within = "" if left is None else f" within {seconds(left)}"
-        asks = f"Approve or reject this plan{within}: {action} {targets}."
-    return str(row.status), _sentence(action, targets, attempt.plan.because), attempt.made_at, asks
+        asks = f"Approve or reject this plan{within}: {plan.words}."
+    return str(row.status), _sentence(plan), attempt.made_at, asks
 
 
-def _sentence(action: str, targets: str, because: str) -> str:
-    """A plan as text. Most reasons already name the action and its target."""
-    return because if targets and targets in because else f"{action} {targets}: {because}"
+def _sentence(plan: Plan) -> str:
+    """A plan as text. Most reasons already name its targets."""
+    targets = ", ".join(f"{t.replica}#{t.incarnation}" for t in plan.targets)
+    return plan.because if targets and targets in plan.because else f"{plan.words}: {plan.because}"
 
 
 def open_incidents(snapshot: JournalSnapshot) -> list[OpenIncident]:

@@ -20,8 +20,9 @@ less than a second before the dump does not count as waiting yet.
 from collections.abc import Sequence
 from datetime import UTC, datetime
 
-from rolecall.core.diagnosis import Evidence, Finding
+from rolecall.core.diagnosis import NO_TIME, Evidence, Finding
 from rolecall.core.faults import FaultClass
+from rolecall.core.text import counted, in_words
 from rolecall.detector.artifacts.flight_recorder.dumps import FlightRecorderDump
 from rolecall.detector.artifacts.flight_recorder.entries import GLOO
 from rolecall.detector.artifacts.flight_recorder.waits import (
@@ -31,7 +32,6 @@ from rolecall.detector.artifacts.flight_recorder.waits import (
     Job,
     SynchronizationPoint,
     WaitRootCause,
-    count_text,
     gathered,
     operations_at,
     ranks_text,
@@ -56,17 +56,20 @@ Verdict = tuple[FaultClass, float, str, str]
 
 
 def _finding(job: Job, cause: Cause, of_kind: list[WaitRootCause]) -> Finding:
-    """The ranks of one kind of cause are named together unless their votes differ widely."""
+    """The ranks of one kind of cause are named together unless their votes differ widely. Operation, waiting ranks and
+    time are those of one group; ranks that block other groups are only counted."""
     ends = [e for e in of_kind if len(e.waiters) >= VOTES_SHARE_MIN * len(of_kind[0].waiters)]
-    ranks = sorted({r for e in ends for r in e.ranks})
-    num_waiters = len({r for e in ends for r in e.waiters} - set(ranks))
-    since = min(
-        (s.since for e in ends for s in e.place.seats.values() if s.waits and s.since is not None), default=None
-    )
-    verdict = _verdict(job, cause, ranks, ends[0].place, since, num_waiters)
+    place = ends[0].place
+    here = sorted({r for e in ends if e.place is place for r in e.ranks})
+    others = {r: e.place.key for e in ends if e.place is not place for r in e.ranks if r not in here}
+    fault, confidence, because, settle = _verdict(job, cause, here, place)
+    if others:
+        groups = counted(len(set(others.values())), "other group")
+        because += f"; the same was found for {ranks_text(others)} in {groups}"
+    ranks = sorted({*here, *others})
     if cause in WEAK and len(ranks) > NUM_SUSPECTS_OF_A_TIE:
         ranks = []
-    return _made(job, cause, ranks, verdict, since, num_waiters, ends[0].place)
+    return _made(job, cause, ranks, (fault, confidence, because, settle), place)
 
 
 def _verdict(
@@ -74,16 +77,12 @@ def _verdict(
     cause: Cause,
     ranks: Sequence[int],
     place: SynchronizationPoint,
-    since_seconds: float | None,
-    num_waiters: int,
 ) -> Verdict:
     who, operation, one = job.who(ranks), _operation_text(job, place), len(ranks) == 1
     it, them, its, wait = ("it", "it", "its", "waits") if one else ("they", "them", "their", "wait")
     waiting = [r for r in place.waiting if r not in ranks] or place.waiting
     others_wait = f"{ranks_text(waiting)} {'waits' if len(waiting) == 1 else 'wait'}"
-    since = ""
-    if since_seconds is not None:
-        since = f" since {datetime.fromtimestamp(since_seconds, UTC):%Y-%m-%d %H:%M:%S} UTC"
+    since = "" if place.since is None else f" since {datetime.fromtimestamp(place.since, UTC):%Y-%m-%d %H:%M:%S} UTC"
     match cause:
         case Cause.OUTSIDE:
             because = (
@@ -98,10 +97,11 @@ def _verdict(
             )
             return FaultClass.HANG, 0.8 if place.members_known else 0.6, because, ""
         case Cause.MISMATCH:
+            others = len(set(place.waiting) - set(ranks))
+            still = f"; {counted(others, 'other rank')} {'waits' if others == 1 else 'wait'}{since}" if others else ""
             because = (
                 f"{who} entered a different operation as {operation} ({place.detail}): a bug in the code, not a "
-                f"machine fault; {count_text(num_waiters, 'other rank')} "
-                f"{'waits' if num_waiters == 1 else 'wait'}{since}"
+                f"machine fault{still}"
             )
             return FaultClass.USER_CODE, 0.9, because, ""
         case Cause.ELSEWHERE:
@@ -142,28 +142,29 @@ def _made(
     cause: Cause,
     ranks: Sequence[int],
     verdict: Verdict,
-    since: float | None,
-    num_waiting: int,
     place: SynchronizationPoint,
 ) -> Finding:
+    """Times are those of the recorded operations: a dump does not say when it was taken, and the file's time changes
+    when it is copied."""
     fault, confidence, because, settle = verdict
     values = {
-        "num_waiting": float(num_waiting),
+        "num_waiting": float(len(set(place.waiting) - set(ranks))),
         "num_members": float(len(place.members)),
         "sequence_number": float(place.frontier),
         "num_without_dump": float(len(job.absent)),
     }
-    if since is not None:
-        values["waited_seconds"] = max(0.0, job.written_at - since)
     missing = f"; no dump of {ranks_text(job.absent)}" if job.absent and cause is not Cause.NO_DUMP else ""
-    text = f"{place.name}, sequence number {place.frontier}: {str(cause).replace('_', ' ')}{missing}"
+    text = f"{place.name}, sequence number {place.frontier}: {in_words(cause)}{missing}"
     evidence = [Evidence(kind=str(cause), text=text, values=values)]
+    if place.since is None:
+        evidence.append(Evidence(kind=NO_TIME, text="the dumps do not say when the wait began"))
+    detected_at = max(job.newest_at, place.since or 0.0)
     return Finding(
         detector=DETECTOR,
         suspects=job.suspects(ranks),
         fault_class=fault,
-        onset=min(since, job.written_at) if since is not None else job.written_at,
-        detected_at=job.written_at,
+        onset=detected_at if place.since is None else place.since,
+        detected_at=detected_at,
         confidence=confidence,
         because=because,
         evidence=(*evidence, *([settles(settle)] if settle else [])),
@@ -177,13 +178,12 @@ def alone(job: Job) -> list[Finding]:
     if not waiting:
         return []
     place = min(waiting, key=lambda p: p.seats[rank].since or 0.0)
-    since = place.seats[rank].since
     because = (
         f"rank {rank} waits in {_operation_text(job, place)}, and its dump is the only one of {len(job.absent) + 1} "
         "ranks, so the rank that blocks it cannot be identified"
     )
     settle = "dumps of the other ranks, taken while it waits"
-    return [_made(job, Cause.INSIDE, (), (FaultClass.CANNOT_TELL, 0.2, because, settle), since, 1, place)]
+    return [_made(job, Cause.INSIDE, (), (FaultClass.CANNOT_TELL, 0.2, because, settle), place)]
 
 
 def _missing_dumps(job: Job) -> list[Finding]:
@@ -191,13 +191,13 @@ def _missing_dumps(job: Job) -> list[Finding]:
     if not job.absent or len(job.absent) > len(job.dumps):
         return []
     because = (
-        f"{ranks_text(job.absent)} left no dump; none of the {count_text(len(job.dumps), 'other rank')} waits for "
+        f"{ranks_text(job.absent)} left no dump; none of the {counted(len(job.dumps), 'other rank')} waits for "
         f"anything: dead, or the file was not collected"
     )
     place = SynchronizationPoint(("-", -1, -1, -1), "", tuple(sorted({*job.dumps, *job.absent})), True)
     settle = f"whether {ranks_text(job.absent)} is alive, or its dump"
     named = job.absent if len(job.absent) <= NUM_SUSPECTS_OF_A_TIE else ()
-    return [_made(job, Cause.NO_DUMP, named, (FaultClass.CANNOT_TELL, 0.4, because, settle), None, 0, place)]
+    return [_made(job, Cause.NO_DUMP, named, (FaultClass.CANNOT_TELL, 0.4, because, settle), place)]
 
 
 def _operation_text(job: Job, place: SynchronizationPoint) -> str:
@@ -277,6 +277,6 @@ def summary(dumps: Sequence[FlightRecorderDump], *, world_size: int | None = Non
     who, how_long = (ranks_text(waiting), " or longer") if waiting else ("none", "")
     missing = f"; no dump of {ranks_text(job.absent)}" if job.absent else ""
     return (
-        f"Flight Recorder dumps of {count_text(len(job.dumps), 'rank')}, {count_text(groups, 'process group')}, "
-        f"{count_text(operations, 'operation')}: {who} waited for {WAIT_SECONDS_MIN:g} s{how_long}{missing}"
+        f"Flight Recorder dumps of {counted(len(job.dumps), 'rank')}, {counted(groups, 'process group')}, "
+        f"{counted(operations, 'operation')}: {who} waited for {WAIT_SECONDS_MIN:g} s{how_long}{missing}"
     )

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rolecall.core.diagnosis import Suspect
+from rolecall.core.text import node_text
 from rolecall.detector.artifacts.flight_recorder.dumps import FlightRecorderDump
 from rolecall.detector.artifacts.flight_recorder.entries import Entries, FlightRecorderOperation
 from rolecall.detector.artifacts.stacks.dumps import Topology
@@ -43,10 +44,6 @@ def ranks_text(ranks: Iterable[int]) -> str:
         words.append(f"{more} more")
     listed = " and ".join([", ".join(words[:-1]), words[-1]]) if len(words) > 1 else "".join(words)
     return f"rank{'s' if len(ordered) != 1 else ''} {listed}"
-
-
-def count_text(number: int, what: str) -> str:
-    return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 
 WAIT_SECONDS_MIN = 1.0
@@ -103,6 +100,11 @@ class SynchronizationPoint:
         return [r for r, s in self.seats.items() if s.waits]
 
     @property
+    def since(self) -> float | None:
+        """When the wait began: creation of the oldest operation that one of its ranks waits for."""
+        return min((s.since for s in self.seats.values() if s.waits and s.since is not None), default=None)
+
+    @property
     def inside(self) -> list[int]:
         return [r for r, s in self.seats.items() if s.enqueued >= self.frontier > s.completed]
 
@@ -141,7 +143,7 @@ class Job:
     world: tuple[int, ...]
     absent: tuple[int, ...]
     nodes: dict[int, str]
-    written_at: float
+    newest_at: float  # wall seconds of the newest recorded operation; 0: none was read
     ranks: RankLists
     topology: Topology
     places: dict[Key, SynchronizationPoint] = field(default_factory=dict)
@@ -158,7 +160,7 @@ class Job:
         replicas = {s.replica or s.role for s in suspects}
         nodes = {self.nodes.get(s.rank, "") for s in suspects if s.rank is not None}
         of = f" of {replicas.pop()}" if len(replicas) == 1 and "" not in replicas else ""
-        at = f" (node {nodes.pop()})" if len(nodes) == 1 and "" not in nodes else ""
+        at = f" ({node_text(nodes.pop())})" if len(nodes) == 1 and "" not in nodes else ""
         return f"{ranks_text(ranks)}{of}{at}"
 
 
@@ -178,7 +180,7 @@ def gathered(dumps: Sequence[FlightRecorderDump], world_size: int | None, topolo
         world=tuple(sorted(world)),
         absent=tuple(sorted(world - set(newest))),
         nodes={**_nodes(newest), **(topology.nodes if topology else {})},
-        written_at=max([d.written_at for d in newest.values()] + created),
+        newest_at=max(created, default=0.0),
         ranks=ranks,
         topology=topology or Topology(),
     )
@@ -273,7 +275,8 @@ def _collective_seat(entries: Entries, rows: Rows, written_at: float) -> RankPro
 
 
 def _has_waited(since: float, written_at: float) -> bool:
-    """If the file is older than its entries, the clocks differ and time is ignored."""
+    """The file's time only rules out a wait that began just before the dump. If the file is older than its entries, the
+    clocks differ and time is ignored."""
     return not 0 <= written_at - since < WAIT_SECONDS_MIN
 
 
@@ -477,9 +480,11 @@ def root_causes(job: Job) -> list[WaitRootCause]:
                 blocked_by[rank].append(place)
         else:
             explained_by.append((place.cause, place.culprits, place))
-    for rank, places in blocked_by.items():
-        if rank not in waits_in:
-            explained_by.append((Cause.OUTSIDE, (rank,), min(places, key=_age)))
+    outside = {rank: places for rank, places in blocked_by.items() if rank not in waits_in}
+    num_outside = Counter(p.key for places in outside.values() for p in places)
+    for rank, places in outside.items():
+        # Ranks that block one group together are named for that group.
+        explained_by.append((Cause.OUTSIDE, (rank,), min(places, key=lambda p: (-num_outside[p.key], _age(p)))))
     reached: set[int] = set()
     for cause, ranks, place in explained_by:
         first = blocked_by[ranks[0]] if cause is Cause.OUTSIDE else [place]
@@ -494,7 +499,7 @@ def root_causes(job: Job) -> list[WaitRootCause]:
 
 def _age(place: SynchronizationPoint) -> tuple[bool, float, int]:
     """Sort key: groups before pairs, then the longest wait, then the number of waiting ranks."""
-    since = min((s.since for s in place.seats.values() if s.waits and s.since is not None), default=float("inf"))
+    since = float("inf") if place.since is None else place.since
     return place.key[2] >= 0, since, -len(place.waiting)
 
 

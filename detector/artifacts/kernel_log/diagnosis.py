@@ -24,6 +24,7 @@ from typing import TypeVar
 from rolecall.core.diagnosis import NO_TIME, Diagnosis, Evidence, Finding, Suspect
 from rolecall.core.faults import FaultClass
 from rolecall.core.ids import NodeId
+from rolecall.core.text import node_text
 from rolecall.detector.artifacts.kernel_log.logs import SAME_SECONDS, KernelLog, KernelLogFact, time_remarks
 from rolecall.formats.kernel_log.messages import HardwareError, KernelFault, KernelLinkChange, OomKill
 from rolecall.formats.kernel_log.nvidia import GpuLost, SxidLine, XidLine, normal_pci
@@ -157,7 +158,7 @@ class Gpu:
     @property
     def title(self) -> str:
         uuid = f" ({self.uuid})" if self.uuid else ""
-        return f"GPU {self.pci}{uuid} of node {self.node}"
+        return f"GPU {self.pci}{uuid} of {node_text(self.node)}"
 
 
 def gpus_of(seen: Sequence[KernelLogFact], logs: Sequence[KernelLog]) -> list[Gpu]:
@@ -373,7 +374,9 @@ def switch_finding(node: str, switch: int, pairs: list[tuple[KernelLogFact, Sxid
     worst = max(codes, key=lambda code: sxid(code).action is XidAction.RESTART_BM)
     links = sorted({f.link for _, f in pairs if f.link is not None})
     on_links = f" on link {', '.join(map(str, links[:NUM_LINES_SHOWN]))}" if links else ""
-    because = f"NVSwitch {switch} of node {node}: {of_sxid(worst)}{on_links}, fatal, {times([s for s, _ in pairs])}"
+    because = (
+        f"NVSwitch {switch} of {node_text(node)}: {of_sxid(worst)}{on_links}, fatal, {times([s for s, _ in pairs])}"
+    )
     if not any(f.fatal for _, f in codes[worst]):
         because += "; the line says non-fatal, but NVIDIA's documents require a reset or reboot"
     if victims:
@@ -396,7 +399,7 @@ def oom_finding(node: str, pairs: list[tuple[KernelLogFact, OomKill]]) -> Findin
     more = f" and {len(pairs) - NUM_LINES_SHOWN} more" if len(pairs) > NUM_LINES_SHOWN else ""
     in_cgroup = all(f.of_cgroup for _, f in pairs)
     where = "its cgroup's memory limit was reached" if in_cgroup else "the node was out of memory"
-    because = f"node {node}: the kernel killed {who}{more}: {where}"
+    because = f"{node_text(node)}: the kernel killed {who}{more}: {where}"
     advice = (
         "raise the memory limit, or lower the memory use of the process" if in_cgroup else "schedule less on this node"
     )
@@ -410,9 +413,9 @@ def link_finding(node: str, name: str, pairs: list[tuple[KernelLogFact, KernelLi
         return None
     flaps = max(sum(a.timed and a.at <= b.at <= a.at + FLAP_SECONDS for b in downs) for a in downs)
     if not pairs[-1][1].up:
-        because = f"node {node}: link {name} went down and stayed down"
+        because = f"{node_text(node)}: link {name} went down and stayed down"
     elif flaps >= NUM_FLAPS:
-        because = f"node {node}: link {name} flaps: {flaps} times down within {FLAP_SECONDS / 60:.0f} min"
+        because = f"{node_text(node)}: link {name} flaps: {flaps} times down within {FLAP_SECONDS / 60:.0f} min"
     else:
         return None
     advice = "check cable, transceiver and switch port; schedule nothing that needs this link on the node"
@@ -429,7 +432,9 @@ _HARDWARE = {
 
 def hardware_finding(node: str, what: str, pairs: list[tuple[KernelLogFact, HardwareError]]) -> Finding:
     devices = ", ".join(list(dict.fromkeys(f.device for _, f in pairs if f.device))[:NUM_LINES_SHOWN])
-    because = f"node {node} has {_HARDWARE[what]}{f' at {devices}' if devices else ''}, {times([s for s, _ in pairs])}"
+    because = (
+        f"{node_text(node)} has {_HARDWARE[what]}{f' at {devices}' if devices else ''}, {times([s for s, _ in pairs])}"
+    )
     advice = "schedule nothing on this node, and have its hardware inspected"
     return finding(node, FaultClass.NODE_LOST, because, [s for s, _ in pairs], advice, what)
 
@@ -507,7 +512,7 @@ def fault_finding(node: str, what: str, pairs: list[tuple[KernelLogFact, KernelF
     fault_class, words, advice = _FAULTS[what]
     who = [f"{f.name} ({f.pid})" if f.pid is not None else f.device for _, f in pairs]
     places = ", ".join(list(dict.fromkeys(w for w in who if w))[:NUM_LINES_SHOWN])
-    because = f"node {node}: {words}{f': {places}' if places else ''}, {times([s for s, _ in pairs])}"
+    because = f"{node_text(node)}: {words}{f': {places}' if places else ''}, {times([s for s, _ in pairs])}"
     return finding(node, fault_class, because, [s for s, _ in pairs], advice, what)
 
 
@@ -551,22 +556,24 @@ def remarks(logs: Sequence[KernelLog]) -> tuple[str, ...]:
     for (node, switch, code), pairs in sxids.items():
         if not sxid(code).fatal and not any(f.fatal for _, f in pairs):
             often = times([s for s, _ in pairs])
-            said.append(f"NVSwitch {switch} of node {node}: {of_sxid(code)}, not fatal, {often}; {sxid(code).advice}")
+            said.append(
+                f"NVSwitch {switch} of {node_text(node)}: {of_sxid(code)}, not fatal, {often}; {sxid(code).advice}"
+            )
     corrected = [(s, f) for s, f in of(seen, HardwareError) if f.corrected]
     for (node, what), lines in grouped(corrected, lambda s, f: (s.node, f.what)).items():
-        said.append(f"node {node}: {len(lines)} line(s) of corrected hardware errors ({what})")
+        said.append(f"{node_text(node)}: {len(lines)} line(s) of corrected hardware errors ({what})")
     for (node, name), changes in grouped(of(seen, KernelLinkChange), lambda s, f: (s.node, f.interface)).items():
         if any(not f.up for _, f in changes) and link_finding(node, name, changes) is None:
             downs = [s for s, f in changes if not f.up]
             why = "a single flap is tolerated" if len(downs) == 1 or downs[0].timed else times(downs)
-            said.append(f"node {node}: link {name} went down and recovered: {why}")
+            said.append(f"{node_text(node)}: link {name} went down and recovered: {why}")
     faults = of(seen, KernelFault)
     stand = {id(s) for s, _ in lasting(faults)}
     noted = [(s, f) for s, f in faults if not f.over and (f.what in REMARKED or id(s) not in stand)]
     for (node, what), alike in grouped(noted, lambda s, f: (s.node, f.what)).items():
         devices = ", ".join(list(dict.fromkeys(f.device for _, f in alike))[:NUM_LINES_SHOWN])
         rest = _FAULTS[what][2] if what in REMARKED else "it is over"
-        said.append(f"node {node}: {_FAULTS[what][1]}: {devices}, {times([s for s, _ in alike])}; {rest}")
+        said.append(f"{node_text(node)}: {_FAULTS[what][1]}: {devices}, {times([s for s, _ in alike])}; {rest}")
     if len(said) > NUM_REMARKS_MAX:
         said = [*said[:NUM_REMARKS_MAX], f"{len(said) - NUM_REMARKS_MAX:,} more of this kind"]
     return (*said, *time_remarks(logs))

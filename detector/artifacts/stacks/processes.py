@@ -19,6 +19,7 @@ from pathlib import PurePath
 
 from rolecall.core.diagnosis import Suspect
 from rolecall.core.ids import NodeId
+from rolecall.core.text import node_text
 from rolecall.detector.artifacts.stacks.dumps import WORLD_SIZE_MAX, StackDump, Topology
 from rolecall.detector.artifacts.stacks.positions import Stack, stack_of
 
@@ -54,7 +55,7 @@ class DumpedProcess:
         """For text: `trainer/1 rank 3 (node m07)`; the file, if the dump does not identify its process."""
         rank = f"rank {self.rank}" if self.rank is not None else ""
         who = " ".join(w for w in (self.replica or (self.role if rank else ""), rank) if w) or self.label
-        return f"{who} (node {self.node})" if self.node else who
+        return f"{who} ({node_text(self.node)})" if self.node else who
 
     @property
     def suspect(self) -> Suspect:

@@ -81,8 +81,8 @@ class Payload:
 
     @property
     def reason(self) -> str:
-        """Why it happened; empty for kinds without a reason."""
-        return str(getattr(self, "because", ""))
+        """Why it happened, or why its plan was made; empty for kinds without a reason."""
+        return str(getattr(getattr(self, "plan", self), "because", ""))
 
     def to_body(self) -> dict[str, Any]:
         """The stored JSON: every field, also those with a default."""

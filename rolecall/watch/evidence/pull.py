@@ -24,7 +24,7 @@ from rolecall.core.faults import EvidenceKind
 from rolecall.core.http import HttpFailed, request
 from rolecall.core.journal.payloads import EvidenceCollected, EvidenceFileRecord
 from rolecall.core.rundir import RunDir, write_atomically
-from rolecall.core.text import plain
+from rolecall.core.text import node_text, plain
 from rolecall.detector.base.plain_pickle import UnsafePickle
 from rolecall.detector.live.monitored_process import MonitoredProcess
 from rolecall.recovery.incidents import finite
@@ -360,7 +360,7 @@ def _missing(answers: Sequence[_EvidenceResponse]) -> list[str]:
     for (reason, node, kind), names in by_reason.items():
         more = f" and {len(names) - NUM_NAMED_MAX} more" if len(names) > NUM_NAMED_MAX else ""
         of = f" of {', '.join(names[:NUM_NAMED_MAX])}{more}" if names else ""
-        texts.append(f"{KIND_TEXTS[kind]}{'s' * (len(names) > 1)}{of} (node {node}): {reason}")
+        texts.append(f"{KIND_TEXTS[kind]}{'s' * (len(names) > 1)}{of} ({node_text(node)}): {reason}")
     return texts
 
 

@@ -63,7 +63,7 @@ def test_the_table_names_each_incident_with_a_link(shows: Shows, tmp_path: Path)
         "crash",
         "replace replica",
     )
-    assert row["detected after"] == "0.50 s"
+    assert row["found after the onset"] == "0.50 s"
 
 
 def test_an_open_one_is_reported_above_the_table(shows: Shows, tmp_path: Path) -> None:

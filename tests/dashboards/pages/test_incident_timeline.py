@@ -137,9 +137,12 @@ def test_every_kind_has_a_head_a_story_and_drawings(kind: str, tmp_path: Path) -
 
 
 STATES = {
-    "resolved": ("✓", "Resolved 2.25 s after detection: rollout/1#2"),
+    "resolved": ("✓", "Resolved, verified 2.25 s after the finding: rollout/1#2"),
     "retried": ("✓", "at attempt 2"),
-    "gave up": ("✗", "Escalated, after 2.50 s: 2 replacements in a row died before their first progress"),
+    "gave up": (
+        "✗",
+        "Escalated, closed 2.50 s after the opening: 2 replacements in a row died before their first progress",
+    ),
     "proposed": (
         "?",
         "Awaiting approval: replace replica of rollout/1#1; expires in 10 min 00 s",

@@ -38,7 +38,7 @@ def row(n: int = 1, **more: object) -> IncidentTableRow:
         opened_at=NOW - 60.0 * n,
         closed_at=NOW - 60.0 * n + 5,
         found_seconds=1.0,
-        recovered_seconds=2.0,
+        verified_seconds=2.0,
         action="replace_replica",
         because="it is gone",
         haystack=f"inc-{n}\nit is gone",
@@ -98,8 +98,8 @@ def test_a_row_has_suspect_fault_times_and_duration(tmp_path: Path) -> None:
     assert found.action == "replace_replica"
     assert not found.is_open
     assert found.found_seconds == pytest.approx(0.5)
-    assert found.recovered_seconds is not None and found.recovered_seconds > 1.0
-    assert found.lasted_seconds(NOW) == pytest.approx(world.only().closed_at - world.only().opened_at)  # type: ignore[operator]
+    assert found.verified_seconds is not None and found.verified_seconds > 1.0
+    assert found.open_seconds(NOW) == pytest.approx(world.only().closed_at - world.only().opened_at)  # type: ignore[operator]
 
 
 @pytest.mark.parametrize(("kind", "status"), [("held", "blocked"), ("proposed", "proposed"), ("observed", "observed")])

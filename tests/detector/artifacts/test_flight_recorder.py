@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from rolecall.core.diagnosis import Finding
+from rolecall.core.diagnosis import NO_TIME, Finding
 from rolecall.core.faults import FaultClass
 from rolecall.detector.artifacts.flight_recorder import diagnosis as flight_recorder
 from rolecall.detector.artifacts.flight_recorder import waits as flight_waits
@@ -418,6 +418,61 @@ def test_a_late_rank_is_found_through_the_pipeline(tmp_path: Path) -> None:
     job.waits([0, 2], WORLD, "all_reduce")
     job.waits([3], "1", "recv 3<-1")
     assert the_one(found(job.dump()))[:2] == ("hang", [1])
+
+
+# --- one group, and the dump's own times ------------------------------------------------------------------------------
+
+
+def test_a_sentence_speaks_of_one_group(tmp_path: Path) -> None:
+    """Ranks 0 and 1 are outside of different groups, and no group has both of them: each is told of its own."""
+    job = square(tmp_path)
+    job.waits([2, 4, 6], "5", "all_reduce")
+    job.waits([3, 5, 7], "6", "broadcast")
+    (finding,) = found(job.dump())
+    assert [s.rank for s in finding.suspects] == [0, 1]
+    first, _, rest = finding.because.partition("; the same was found for ")
+    assert first.startswith("rank 0 has not entered all_reduce #7 of group 5")
+    assert "ranks 2, 4 and 6 wait in it" in first and "group 6" not in finding.because
+    assert rest == "rank 1 in 1 other group"
+    assert finding.evidence[0].values["num_waiting"] == 3 and finding.evidence[0].values["num_members"] == 4
+
+
+def test_ranks_that_block_one_group_together_are_named_for_it(tmp_path: Path) -> None:
+    """Their pairs have waited longer, but only the group of all ranks waits for both."""
+    job = square(tmp_path)
+    job.waits([0], "1", "all_reduce")
+    job.waits([4], "3", "all_reduce")
+    job.waits([2, 3, 6, 7], WORLD, "all_reduce")
+    _, ranks, because = the_one(found(job.dump()))
+    assert ranks == [1, 5] and "ranks 1 and 5 have not entered all_reduce #7 of group 0" in because
+    assert "other group" not in because and "ranks 2, 3, 6 and 7 wait in it" in because
+
+
+def test_waiting_ranks_are_counted_in_the_group_of_the_sentence(tmp_path: Path) -> None:
+    """Four more ranks wait elsewhere for those that wait here."""
+    job = square(tmp_path)
+    job.waits([1, 3, 5], "6", "all_reduce")
+    job.waits([7], "6", "broadcast")
+    for pair, waiter in (("1", 0), ("2", 2), ("3", 4), ("4", 6)):
+        job.waits([waiter], pair, "all_reduce")
+    (finding,) = found(job.dump())
+    assert "3 other ranks wait since" in finding.because and finding.evidence[0].values["num_waiting"] == 3
+
+
+@pytest.mark.parametrize("days", [0, 318])
+def test_the_time_of_the_file_is_not_the_time_of_the_finding(tmp_path: Path, days: int) -> None:
+    job = square(tmp_path)
+    job.waits([r for r in range(8) if r != 5], WORLD, "all_reduce")
+    began = BEGAN_NS / 1e9 + 18
+    (finding,) = found(job.dump(written_at=began + 60.0 + days * 86_400.0))
+    assert finding.onset == finding.detected_at == began
+    assert not any(e.kind == NO_TIME for e in finding.evidence)
+
+
+def test_dumps_without_times_say_that_the_time_is_unknown(tmp_path: Path) -> None:
+    job = square(tmp_path)
+    (finding,) = found(job.dump(range(7)), world_size=8)
+    assert any(e.kind == NO_TIME for e in finding.evidence)
 
 
 # --- machines --------------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ host names and must go only to its addressee.
 """
 
 import asyncio
+import ipaddress
 import ssl
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -27,6 +28,14 @@ class HttpFailed(Exception):
 class HttpAnswer(NamedTuple):
     status: int
     body: bytes
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach `host`."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def request(

@@ -53,8 +53,8 @@ def token_of(data_dir: Path) -> str:
     """
     path = data_dir / TOKEN_NAME
     if not data_dir.is_dir():
-        data_dir.mkdir(parents=True, exist_ok=True)
-        data_dir.chmod(DIR_MODE)
+        data_dir.mkdir(parents=True, exist_ok=True, mode=DIR_MODE)
+        data_dir.chmod(DIR_MODE)  # whatever the umask
     if not path.exists():
         descriptor, name = mkstemp(prefix=".token.", dir=data_dir)
         whole = Path(name)

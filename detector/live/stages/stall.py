@@ -107,7 +107,8 @@ def kind_of(subject: MonitoredProcess, clocks: ProgressClocks, beats_stopped: bo
 def _hang(fleet: MonitoredProcesses, stall: Stall, now: float) -> Finding:
     subject, clocks = stall.subject, stall.clocks
     standing = max(clocks.wall, subject.stall.wall) if subject.progress_due else clocks.wall
-    step = f" of step {subject.sample.step}" if subject.sample and subject.sample.step >= 0 else ""
+    step = f"step {subject.sample.step}" if subject.sample and subject.sample.step >= 0 else ""
+    where = step if step and subject.phase == Phase.STEP else f"{subject.phase}{f' of {step}' if step else ''}"
     what = "progress" if subject.progress_due else "heartbeat"
     starved = clocks.wall - clocks.effective
     waiters = [
@@ -117,7 +118,7 @@ def _hang(fleet: MonitoredProcesses, stall: Stall, now: float) -> Finding:
     ]
     waits = f"; {waiting(waiters)} for it in all-reduce" if waiters else ""
     because = (
-        f"{subject.name()} is hung: no {what} in {subject.phase}{step} for {standing:.1f} s "
+        f"{subject.name()} is hung: no {what} in {where} for {standing:.1f} s "
         f"(deadline {stall.deadline.text}); {kind_of(subject, clocks, stall.beats_stopped)}{waits}"
     )
     values = {

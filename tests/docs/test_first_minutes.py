@@ -89,17 +89,19 @@ def test_a_stopped_rank_is_named(terminal: subprocess.Popen[str], tmp_path: Path
     events = tmp_path / "agent" / "events.jsonl"
     eventually(lambda: _registered(events, rank=1), "rank 1 registers", seconds=START_SECONDS)
     pid = _registered(events, rank=1)
-    [page] = (tmp_path / "agent" / "pages").glob(f"{pid}-*.page")
-    reader = PageReader(page)
-    eventually(lambda: reader.read().step >= 30, "it trains; deadlines are learned")
-    reader.close()
+    eventually(lambda: _registered(events, rank=0), "rank 0 registers")
+    for one in (pid, _registered(events, rank=0)):
+        [page] = (tmp_path / "agent" / "pages").glob(f"{one}-*.page")
+        reader = PageReader(page)
+        eventually(lambda reader=reader: reader.read().step >= 30, "it trains; deadlines are learned")
+        reader.close()
     os.kill(pid, signal.SIGSTOP)
     terminal.stdin.write("until rolecall incidents --run my-job | grep -q trainer/0; do sleep 1; done\n")
     terminal.stdin.write("rolecall incidents --run my-job > incidents.log\necho done > ended\n")
     terminal.stdin.flush()
     eventually((tmp_path / "ended").exists, "the incident is listed")
     told = _read(tmp_path / "incidents.log")
-    assert "trainer/0 rank 1" in told and "is hung" in told and "process stopped" in told, told
+    assert "trainer/0 rank 1" in told and "is hung: no progress in step " in told and "process stopped" in told, told
     assert "trainer/0 (" not in told, "rank 0 only waits"
 
 

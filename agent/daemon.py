@@ -1,8 +1,10 @@
 """The command `rolecall agent`: watch every signal of one node.
 
-Without arguments the node is named after the host, data goes to /var/lib/rolecall (root) or the XDG state directory,
-and the agent listens on 127.0.0.1:9477. `--ranks-only` is how the bundled runtime starts the agents of its nodes: it
+Without arguments the node is named after the host, data goes to the default directory (data_dir.py), and the agent
+listens on 127.0.0.1:9477. `--ranks-only` is how the bundled runtime starts the agents of its nodes: it
 watches registered processes only and loads neither pydantic nor any other collector.
+
+`rolecall agent token` prints the node's token, which it creates if there is none.
 
 Exit code 0 after SIGTERM, SIGINT or the end of the parent process; 2 for a wrong argument, a data directory that
 another agent uses, or a port that is taken.
@@ -10,19 +12,18 @@ another agent uses, or a port that is taken.
 
 import argparse
 import logging
-import os
 import resource
-import secrets
 import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from tempfile import mkstemp
 
 from rolecall.agent.collectors.process.exits import WatchRefused
+from rolecall.agent.data_dir import TOKEN_NAME, access_of, token_of
 from rolecall.agent.node import Agent, AgentSettings, DirectoryInUse
 from rolecall.core.errors import ConfigError, InvalidId
 from rolecall.core.ids import NodeId, checked_id
+from rolecall.core.rundir import bearer_token
 
 LOOPBACK = "127.0.0.1"
 NUM_DESCRIPTORS = 4096
@@ -60,10 +61,19 @@ def _parser() -> argparse.ArgumentParser:
         "Ctrl-C.",
         epilog="""examples:
   rolecall agent                                     # every default
+  rolecall agent token                               # the token of this node and where it is; creates it
   rolecall agent --explain > agent.yaml              # a configuration file to edit
   rolecall agent --config /etc/rolecall/agent.yaml
   rolecall agent --node gpu-017 --host 10.0.0.17 --port 9477""",
         formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "action", nargs="?", choices=("token",), help="print the node's token (created if there is none) and exit"
+    )
+    parser.add_argument(
+        "--bearer",
+        action="store_true",
+        help="with `token`: the line that --credentials of `rolecall watch agents` takes",
     )
     parser.add_argument("--config", type=Path, help="agent.yaml; the options below override it", metavar="FILE")
     parser.add_argument(
@@ -73,7 +83,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--data-dir",
         type=Path,
-        help="events, cursors, socket and token (default: /var/lib/rolecall as root, else ~/.local/state/rolecall)",
+        help="events, cursors, socket and token (default: $ROLECALL_AGENT_DIR, else /var/lib/rolecall as root, else "
+        "~/.local/state/rolecall)",
         metavar="DIR",
     )
     parser.add_argument(
@@ -121,6 +132,8 @@ def _settings(argv: Sequence[str] | None) -> AgentSettings | None:
 
         print(explain(), end="")
         return None
+    if arguments.bearer and arguments.action != "token":
+        parser.error("--bearer belongs to `rolecall agent token`")
     if not arguments.ranks_only:
         return _of_the_node(parser, arguments)
     missing = [f"--{n.replace('_', '-')}" for n in ("node", "data_dir", "token_file") if getattr(arguments, n) is None]
@@ -139,8 +152,8 @@ def _settings(argv: Sequence[str] | None) -> AgentSettings | None:
     )
 
 
-def _of_the_node(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> AgentSettings:
-    """Settings of an agent with every collector, from agent.yaml or its defaults.
+def _of_the_node(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> AgentSettings | None:
+    """Settings of an agent with every collector, from agent.yaml or its defaults; None: it was asked for its token.
 
     Raises:
         ConfigError: of the file, or of the file with TLS and users.
@@ -151,6 +164,11 @@ def _of_the_node(parser: argparse.ArgumentParser, arguments: argparse.Namespace)
     file = default_agent_file(arguments.node) if arguments.config is None else load_agent_file(arguments.config)
     node, data_dir = arguments.node or NodeId(file.node), arguments.data_dir or file.data_dir
     token_file = arguments.token_file or file.token_file
+    token = _token(parser, token_file) if token_file else token_of(data_dir)
+    if arguments.action == "token":
+        print(f"bearer {bearer_token(token)}" if arguments.bearer else token)
+        print(access_of(token_file or data_dir / TOKEN_NAME), file=sys.stderr)
+        return None
     web = None
     if arguments.config is not None and file.web_config_file is not None:
         from rolecall.agent.http.web_config import load_web_config
@@ -159,7 +177,7 @@ def _of_the_node(parser: argparse.ArgumentParser, arguments: argparse.Namespace)
     return AgentSettings(
         node=node,
         data_dir=data_dir,
-        token=_token(parser, token_file) if token_file else _own_token(data_dir),
+        token=token,
         host=arguments.host or file.host,
         port=file.port if arguments.port is None else arguments.port,
         interval_seconds=arguments.interval or file.interval_seconds,
@@ -170,35 +188,8 @@ def _of_the_node(parser: argparse.ArgumentParser, arguments: argparse.Namespace)
         collectors=lambda registry: collectors_of(file, node, data_dir, registry),
         tls=web.tls.context if web and web.tls else None,
         allows=web.auth.allows if web and web.auth else None,
+        group_registers=True,
     )
-
-
-def _own_token(data_dir: Path) -> str:
-    """The token in the data directory, created at the first start (mode 0600).
-
-    Raises:
-        ConfigError: the file is empty: every request would be authorised.
-        OSError: it can be neither read nor created.
-    """
-    path = data_dir / "token"
-    data_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
-    if not path.exists():
-        descriptor, name = mkstemp(prefix=".token.", dir=data_dir)
-        whole = Path(name)
-        with os.fdopen(descriptor, "w") as f:
-            f.write(secrets.token_hex(32) + "\n")
-        # A crash leaves the whole file or none; if two agents start at once, both use the first one's token.
-        try:
-            os.link(whole, path)
-        except FileExistsError:
-            pass
-        except OSError:  # a file system without hard links
-            whole.replace(path)
-        whole.unlink(missing_ok=True)
-    token = path.read_text().strip()
-    if not token:
-        raise ConfigError([f"{path}: empty; remove it, and the agent creates a new one"])
-    return token
 
 
 def _allow_descriptors() -> None:

@@ -10,6 +10,7 @@ from rolecall.core.ids import NodeId, ProcessId, split_replica
 from rolecall.core.rundir import registration_secret
 
 RANK_MAX = 1 << 20
+NUM_DETAILS_MAX, DETAIL_CHARACTERS_MAX = 8, 200
 INCARNATION_MAX = 1 << 40
 
 
@@ -29,7 +30,7 @@ class Registration:
     found: bool = False
     """Discovered by a rule: the process is uninstrumented and has no state page."""
     job: str = ""
-    """Of a discovered process: distinguishes its job from others on this node, from the rule."""
+    """Distinguishes its job from others on this node: from the rule, or the process's own run id."""
 
     @property
     def slot(self) -> tuple[str, int, int]:
@@ -58,6 +59,20 @@ def sender(peer_pid: int, message: dict[str, Any], node: NodeId) -> ProcessId:
     return ProcessId(node=node, pid=pid, start_ticks=start_ticks)
 
 
+def detail_of(message: dict[str, Any]) -> dict[str, str]:
+    """What a process adds to its registration: its launcher, job, world size, local rank.
+
+    Raises:
+        ClaimRejected: not a few short texts.
+    """
+    detail = message.get("detail", {})
+    if not isinstance(detail, dict) or len(detail) > NUM_DETAILS_MAX:
+        raise ClaimRejected(f"detail must be at most {NUM_DETAILS_MAX} strings")
+    if not all(isinstance(v, str) and len(v) <= DETAIL_CHARACTERS_MAX for pair in detail.items() for v in pair):
+        raise ClaimRejected(f"detail must be strings of at most {DETAIL_CHARACTERS_MAX} characters")
+    return detail
+
+
 def verified(peer_pid: int, message: dict[str, Any], node: NodeId, token: str) -> Registration:
     """The claim of a registration message, if its secret was issued for this rank and incarnation.
 
@@ -80,7 +95,14 @@ def verified(peer_pid: int, message: dict[str, Any], node: NodeId, token: str) -
     wanted = registration_secret(token, replica, rank, incarnation)
     if not hmac.compare_digest(wanted.encode(), secret.encode("utf-8", "replace")):
         raise ClaimRejected(f"wrong secret for {replica}:{rank}#{incarnation}")
-    return Registration(process=process, replica=replica, role=role, rank=rank, incarnation=incarnation)
+    return Registration(
+        process=process,
+        replica=replica,
+        role=role,
+        rank=rank,
+        incarnation=incarnation,
+        job=detail_of(message).get("job", ""),
+    )
 
 
 def proven(page: PageState, node: NodeId, token: str) -> Registration | None:

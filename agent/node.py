@@ -20,6 +20,7 @@ from rolecall.agent.collectors.gpu.samples import GPU_PROBES, GpuSamples
 from rolecall.agent.collectors.process.exits import ExitStatus, ExitWatch, WatchRefused
 from rolecall.agent.collectors.process.host import HostProbe
 from rolecall.agent.collectors.runner import Probes
+from rolecall.agent.data_dir import PAGES_MODE, SOCKET_MODE, SOCKET_NAME
 from rolecall.agent.events import EventLog
 from rolecall.agent.evidence import FlightRecorders, Stacks
 from rolecall.agent.http.routes import Routes
@@ -29,6 +30,7 @@ from rolecall.agent.registry import Registry
 from rolecall.agent.samples import Sampler, SampleRing
 from rolecall.core.clock import Clock, SystemClock
 from rolecall.core.errors import RolecallError
+from rolecall.core.http import is_loopback
 from rolecall.core.ids import NodeId, ProcessId, process_start_ticks
 from rolecall.core.rundir import bearer_token, write_atomically
 from rolecall.core.telemetry import AgentEventKind
@@ -65,6 +67,8 @@ class AgentSettings:
     tls: "Callable[[], ssl.SSLContext] | None" = None
     allows: Callable[[str], bool] | None = None
     """Accepted values of `Authorization` besides the bearer token; None: reading needs none."""
+    group_registers: bool = False
+    """Processes of the agent's group may register; else only those of its user."""
 
 
 class Agent:
@@ -80,6 +84,8 @@ class Agent:
         self._settings, self._clock = settings, clock or SystemClock()
         self._dir = settings.data_dir
         (self._dir / "pages").mkdir(parents=True, exist_ok=True, mode=0o700)
+        if settings.group_registers:
+            (self._dir / "pages").chmod(PAGES_MODE)
         self._lock = os.open(self._dir / "agent.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -141,7 +147,8 @@ class Agent:
             "exception": self.registry.exception,
             "finished": self.registry.finished,
         }
-        self._intake = RegistrationServer(self._dir / "agent.sock", answerers, clock)
+        mode = SOCKET_MODE if settings.group_registers else 0o600
+        self._intake = RegistrationServer(self._dir / SOCKET_NAME, answerers, clock, mode)
 
     @property
     def url(self) -> str:
@@ -175,6 +182,8 @@ class Agent:
         self._http.start()
         start_ticks = process_start_ticks(os.getpid())
         logger.info("watches node %s, serves at %s", self._settings.node, self.url)
+        if self._settings.tls is None and not is_loopback(self._settings.host):
+            logger.warning("%s is open to the network without TLS: set web_config_file (TLS and users)", self.url)
         address = {"url": self.url, "pid": os.getpid(), "start_ticks": start_ticks, "node": self._settings.node}
         try:
             write_atomically(self._dir / "agent.json", json.dumps(address) + "\n")

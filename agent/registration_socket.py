@@ -50,9 +50,9 @@ class _RegistrationPeer:
 class RegistrationServer:
     """Listens at `path`. Handlers are called in the server's thread."""
 
-    def __init__(self, path: Path, answerers: Mapping[str, Answerer], clock: Clock) -> None:
+    def __init__(self, path: Path, answerers: Mapping[str, Answerer], clock: Clock, mode: int = 0o600) -> None:
         """Replaces the socket file of a dead predecessor. Raises OSError: the socket cannot be created."""
-        self._path, self._answerers, self._clock = path, answerers, clock
+        self._path, self._answerers, self._clock, self._mode = path, answerers, clock, mode
         self._selector = selectors.DefaultSelector()
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._stopping = False
@@ -71,7 +71,7 @@ class RegistrationServer:
         address, directory = socket_address(self._path)
         try:
             listener.bind(address)
-            self._path.chmod(0o600)
+            self._path.chmod(self._mode)
             listener.listen(LISTEN_BACKLOG)
         except OSError:
             listener.close()

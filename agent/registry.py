@@ -17,13 +17,13 @@ from typing import Any
 from rolecall.agent.collectors.process.exits import ExitStatus, ExitWatch, WatchRefused, guess_cause, requested_exit
 from rolecall.agent.collectors.process.process import ProcessProbe
 from rolecall.agent.events import EventLog
-from rolecall.agent.identity import ClaimRejected, Registration, proven, sender, verified
+from rolecall.agent.identity import ClaimRejected, Registration, detail_of, proven, sender, verified
 from rolecall.agent.processes.state_pages import PageReader, PageState, PageUnreadable
-from rolecall.agent.reporter.page_layout import page_name
+from rolecall.agent.reporter.page_layout import INTERPRETER_ENDED, page_name
 from rolecall.core.clock import Clock
 from rolecall.core.ids import NodeId, ProcessId
 from rolecall.core.rundir import write_atomically
-from rolecall.core.telemetry import AgentEventKind
+from rolecall.core.telemetry import UNCOUNTED, AgentEventKind
 
 logger = logging.getLogger(__name__)
 
@@ -93,15 +93,15 @@ class Registry:
             ClaimRejected: with the reason; counted.
         """
         try:
-            claim = verified(peer_pid, message, self._node, self._token)
+            claim, detail = verified(peer_pid, message, self._node, self._token), detail_of(message)
             with self._lock:
                 known = self._tracked.get(claim.process)
                 if known is None:
-                    self._admit(claim, {})
+                    self._admit(claim, detail)
                 elif known.registration.found:
                     self._forget(known)
                     self._track(claim)  # its own claim replaces the rule's; its exit is already watched
-                    self._announce(claim, {"was": known.registration.replica})
+                    self._announce(claim, {**detail, "was": known.registration.replica})
                 elif known.registration != claim:
                     self._others_in(claim)
                     self._change(known, claim)
@@ -131,8 +131,8 @@ class Registry:
             self._forget(tracked)
             raise ClaimRejected(str(e)) from None
         for other in before:
-            # Discovered processes of one rank share an incarnation: drop the dead one in favour of its successor.
-            if claim.found and other.exited_at is not None:
+            # Processes that rolecall did not start share an incarnation: drop the dead one in favour of its successor.
+            if claim.incarnation == UNCOUNTED and other.exited_at is not None:
                 self._forget(other)
         self._announce(claim, detail)
 
@@ -314,7 +314,7 @@ class Registry:
             self._follow(tracked, page)
         if page.exception is not None:
             self._report_exception(tracked, page.exception.number, page.exception.detail())
-        if page.finished:
+        if page.finished and page.finish_reason != INTERPRETER_ENDED:
             self._report_finished(tracked, page.finish_reason)
 
     def _follow(self, tracked: Tracked, page: PageState) -> None:
@@ -363,8 +363,12 @@ class Registry:
 
     def _ended(self, tracked: Tracked, status: ExitStatus, away: bool = False) -> None:
         self.poll(tracked)  # its last report comes before its exit
-        if tracked.registration.found and (wanted := requested_exit(status)):
-            self._report_finished(tracked, wanted)  # an uninstrumented process cannot announce it
+        if tracked.registration.incarnation == UNCOUNTED:  # nobody announces its exit
+            wanted = requested_exit(status)
+            if status == ExitStatus() and tracked.page is not None and tracked.page.finished:
+                wanted = tracked.page.finish_reason
+            if wanted:
+                self._report_finished(tracked, wanted)
         tracked.exited_at, tracked.status = self._clock.monotonic(), status
         before, self._oom_kills_seen = self._oom_kills_seen, self._oom_kills()
         oom, raised = self._oom_kills_seen > before, tracked.exceptions_reported > 0

@@ -7,7 +7,7 @@ run (`--ranks-only`) do not import this module, and so not pydantic.
 
 import os
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,6 +15,7 @@ from typing import Annotated, Any
 from pydantic import Field, ValidationError, field_validator, model_validator
 
 from rolecall.agent.collectors.base import Collector
+from rolecall.agent.data_dir import default_data_dir
 from rolecall.agent.registry import Registry
 from rolecall.core.config.job import problems_of, read_yaml_file
 from rolecall.core.config.section import Section
@@ -113,16 +114,6 @@ class VllmSection(CollectorSection):
     """vLLM servers whose metrics are read and joined with role, replica and rank."""
 
 
-def default_data_dir(euid: int, environ: Mapping[str, str]) -> Path:
-    """/var/lib/rolecall for root, else `rolecall` in the XDG state directory (XDG Base Directory Specification 0.8)."""
-    if euid == 0:
-        return Path("/var/lib/rolecall")
-    state = environ.get("XDG_STATE_HOME", "")
-    # The specification: a relative path is invalid and is ignored.
-    base = Path(state) if state.startswith("/") else Path(environ.get("HOME") or "/tmp") / ".local" / "state"
-    return base / "rolecall"
-
-
 class AgentFile(Section):
     node: str = Field(default_factory=lambda: socket.gethostname().lower(), validate_default=True)
     """Name of this node; use the name that Slurm, Kubernetes or Prometheus uses."""
@@ -131,8 +122,8 @@ class AgentFile(Section):
     port: Annotated[int, Field(ge=0, le=65535)] = 9477
     """Port to listen on; 0: any free one."""
     data_dir: Path = Field(default_factory=lambda: default_data_dir(os.geteuid(), os.environ))
-    """Events, cursors, state pages and the registration socket. Default: /var/lib/rolecall as root, else `rolecall` in
-    $XDG_STATE_HOME (~/.local/state)."""
+    """Events, cursors, state pages and the registration socket. Default: $ROLECALL_AGENT_DIR, else
+    /var/lib/rolecall as root, else `rolecall` in $XDG_STATE_HOME (~/.local/state)."""
     token_file: Path | None = None
     """File with the token for evidence and registrations. null: created in `data_dir` at the first start."""
     web_config_file: Path | None = None

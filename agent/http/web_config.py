@@ -152,7 +152,7 @@ def load_web_config(path: Path) -> WebConfig:
         try:
             import bcrypt  # noqa: F401
         except ImportError:
-            problems.append("basic_auth_users: the package bcrypt is not installed (pip install 'rolecall[agent]')")
+            problems.append("basic_auth_users: the package bcrypt is not installed (pip install bcrypt)")
     tls = None
     if web.tls_server_config is not None:
         tls = Tls(web.tls_server_config, path.parent, _context(web.tls_server_config, path.parent, problems))

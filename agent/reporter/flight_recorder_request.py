@@ -19,6 +19,8 @@ import threading
 from pathlib import Path
 from typing import Any
 
+from rolecall.agent.reporter.page_layout import PAGE_MODE
+
 DUMP_BYTES_MAX = 64 << 20
 """The limit of `rolecall diagnose`. The default of 2,000 entries takes up to 1 MB."""
 REASON_CHARS_MAX = 500
@@ -115,8 +117,9 @@ class FlightRecorderResponder:
 def _write(path: Path, data: bytes) -> None:
     unfinished = path.with_name(path.name + ".tmp")
     try:
-        descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, PAGE_MODE)
         with open(descriptor, "wb") as file:
+            os.fchmod(descriptor, PAGE_MODE)
             file.write(data)
         os.rename(unfinished, path)
     except OSError:

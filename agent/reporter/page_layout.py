@@ -10,6 +10,8 @@ import hmac
 import struct
 
 PAGE_BYTES = 4096
+PAGE_MODE = 0o640
+"""The agent may run as another user of the job's group."""
 MAGIC = b"ROLECALL"
 LAYOUT_VERSION = 1
 """Grows when a word or area moves; a reader refuses a version it does not know."""
@@ -86,6 +88,9 @@ A_EXCEPTION_MESSAGE = (1792, 2000)  # 500 characters of up to 4 bytes
 
 EXCEPTION_TEXTS = struct.Struct("64s256s512s2000s")
 """The four texts of an exception, which follow each other from A_EXCEPTION_FINGERPRINT on."""
+
+INTERPRETER_ENDED = "the interpreter ended"
+"""Reason of a finish that nobody announced: no exception went uncaught, but the exit code may still tell of a fault."""
 
 MESSAGE_CHARACTERS_MAX = 500
 

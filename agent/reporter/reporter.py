@@ -1,35 +1,47 @@
 """Reports the state of a training process on one memory-mapped page, and rare events over a Unix socket.
 
-Call `start(...)` once; everything else works before it, after it and outside of a run. State goes to the page
-(`page_layout.py`), which the node's agent reads even while this process is stopped or dead. A call costs about a
-microsecond, makes no system call, never waits (see LOCK_SECONDS for the one bounded exception) and never raises into
-training. Registration, exceptions and the intended exit are on the page, too, and sent by a side thread (`sender.py`);
-the calling thread only enqueues them.
-Standard library only.
+    from rolecall import reporter
 
-    with reporter.step(n):
-        with reporter.phase("compute"):
+    reporter.start()
+    for n in range(num_steps):
+        with reporter.step(n):
             ...
-            reporter.progress(busy_seconds=0.12)
+
+`start()` takes rank, role and run from the launcher's environment (`launcher.py`) and the secret from the directory of
+this node's agent (`agent/data_dir.py`). Everything works before it, after it and without an agent; one that starts
+later is found.
+
+State goes to the page (`page_layout.py`), which the node's agent reads even while this process is stopped or dead. A
+call costs about a microsecond, makes no system call, never waits (see LOCK_SECONDS for the one bounded exception) and
+never raises into training. Registration, exceptions and the intended exit are on the page, too, and sent by a side
+thread (`sender.py`); the calling thread only enqueues them.
+Standard library only.
 """
 
 import atexit
+import contextlib
 import logging
 import math
 import mmap
 import os
 import sys
 import threading
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from time import monotonic
 from types import TracebackType
 from typing import Self
 
+from rolecall.agent.data_dir import SOCKET_NAME, TOKEN_NAME, data_dirs_of_jobs
 from rolecall.agent.reporter import page_layout as at
 from rolecall.agent.reporter.flight_recorder_request import FlightRecorderResponder
 from rolecall.agent.reporter.jumps import OutlierDetector
+from rolecall.agent.reporter.launcher import LaunchedProcess, RankUnknown, launched_process
 from rolecall.agent.reporter.sender import ReporterClient, describe_exception
+from rolecall.core.errors import InvalidId
 from rolecall.core.ids import process_start_ticks
+from rolecall.core.rundir import registration_secret
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +55,10 @@ OFF_SWITCH = "reporter.off"
 """While this file exists in the run directory, no process of the run beats: `make bench` measures the beats' cost."""
 FLUSH_SECONDS = 0.2
 """How long interpreter exit waits for queued messages to be sent; the page holds them anyway."""
+BEATS_PER_AGENT_CHECK = 25
+"""Beats between two searches for an agent, while there is none."""
+PHASE_START, PHASE_STEP = "start", "step"
+"""core.telemetry.Phase, which is not imported here."""
 NUM_PHASES_CACHED_MAX = 64
 
 _phase_bytes: dict[str, bytes] = {}
@@ -69,6 +85,7 @@ class _Page:
         self.work_ident = 0
         self.phase = ""
         self.failures = 0
+        self.waited_seconds = 0.0  # in collectives
         self.flight: FlightRecorderResponder | None = None  # used only by the ticker thread
         self.watches = {word: OutlierDetector() for word in (at.W_LOSS, at.W_GRAD_NORM, at.W_REWARD)}
         self._map(memoryview(bytearray(at.PAGE_BYTES)))
@@ -76,7 +93,7 @@ class _Page:
         self.q[at.W_STEP] = self.q[at.W_POLICY_VERSION] = self.q[at.W_EXCEPTION_STEP] = -1
         self.q[at.W_LAYOUT] = at.LAYOUT_VERSION
         self.raw[0:8] = at.MAGIC
-        self.set_phase("start")
+        self.set_phase(PHASE_START)
 
     def _map(self, memory: memoryview) -> None:
         self.raw, self.q, self.d = memory, memory.cast("q"), memory.cast("d")
@@ -85,8 +102,10 @@ class _Page:
         """Moves to a file at `path`; stays in memory with a warning if that fails."""
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+            flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
+            descriptor = os.open(path, flags, 0o600)
             try:
+                os.fchmod(descriptor, at.PAGE_MODE)  # fails for another user's file, which may be one of its group
                 # Writing, unlike truncating, allocates the block: a store to a hole on a full disk raises SIGBUS.
                 if os.write(descriptor, bytes(self.raw)) != at.PAGE_BYTES:
                     raise OSError("short write")
@@ -164,6 +183,11 @@ class _Page:
 _page = _Page()
 _client: ReporterClient | None = None
 _ticker: threading.Thread | None = None
+_find_agent: Callable[[], str] | None = None
+"""Set while no agent is found: registers with one, or returns why it cannot."""
+_uncounted = False
+"""Whether this process started by itself: nobody counts its incarnations or waits for `finish`."""
+_uncaught = False
 _previous_excepthook = sys.excepthook
 _starting = threading.Lock()
 
@@ -179,33 +203,63 @@ def _tick(page: _Page) -> None:
         if page.flight is not None:
             page.flight.poll()
         beats += 1
+        if beats % BEATS_PER_AGENT_CHECK == 0 and _find_agent is not None:
+            with _starting:
+                _look_for_agent()
         if beats % BEATS_PER_SWITCH_CHECK == 0:
             while switch and os.path.exists(switch):
                 pause.wait(BEAT_SECONDS * BEATS_PER_SWITCH_CHECK)
 
 
-def start(*, replica: str, rank: int, incarnation: int, secret: str, node_dir: str | None = None) -> None:
-    """Registers this process as `rank` of `replica`; `secret` was issued at its spawn (registration_secret).
+def start(
+    *,
+    role: str | None = None,
+    replica: str | None = None,
+    rank: int | None = None,
+    world_size: int | None = None,
+    local_rank: int | None = None,
+    run_id: str | None = None,
+    incarnation: int = 0,
+    secret: str | None = None,
+    node_dir: str | None = None,
+) -> None:
+    """Registers this process with the agent of its node. Call it once in each rank, after the process has started.
 
-    `node_dir`: default `$ROLECALL_RUN/nodes/$ROLECALL_NODE`. Outside of a run, or if the directory is not writable, the
-    page stays in anonymous memory and a warning is logged. A second call changes the identity.
+    Without arguments everything comes from the environment of torchrun, srun or Ray (`launcher.py`) and from the
+    directory of the agent (`node_dir`, else $ROLECALL_AGENT_DIR, else that of this user's agent, else
+    /var/lib/rolecall). Without an agent a warning is logged, the state stays in memory, and an agent that starts later
+    is found. A second call changes the identity.
+
+    `replica`: `role/index`, by default `trainer/0`: the ranks of a job are one replica. `incarnation`: 0, or counted by
+    the one who starts the process and gives it a `secret` (registration_secret); then `node_dir` is by default
+    `$ROLECALL_RUN/nodes/$ROLECALL_NODE`.
     """
-    global _client, _ticker, _previous_excepthook
+    global _find_agent, _ticker, _previous_excepthook, _uncounted
     with _starting:
         try:
-            pid = os.getpid()
-            start_ticks = process_start_ticks(pid) or 0
-            run, node = os.environ.get("ROLECALL_RUN"), os.environ.get("ROLECALL_NODE")
-            node_dir = node_dir or (f"{run}/nodes/{node}" if run and node else None)
-            _page.set_identity(replica, rank, incarnation, secret, pid, start_ticks)
-            if node_dir and _client is None:
-                directory = Path(node_dir)
-                _client = ReporterClient(directory / "agent.sock", pid, start_ticks)
-                path = directory / "pages" / at.page_name(pid, start_ticks)
-                _page.move_to(path)
-                _page.flight = FlightRecorderResponder(path)
-            if _client is not None:
-                _client.register(replica=replica, rank=rank, incarnation=incarnation, secret=secret)
+            launched = launched_process(
+                os.environ,
+                role=role,
+                replica=replica,
+                rank=rank,
+                world_size=world_size,
+                local_rank=local_rank,
+                run_id=run_id,
+            )
+            if secret is not None:
+                run, node = os.environ.get("ROLECALL_RUN"), os.environ.get("ROLECALL_NODE")
+                node_dir = node_dir or (f"{run}/nodes/{node}" if run and node else None)
+                _register(launched, incarnation, secret, Path(node_dir) if node_dir else None)
+            else:
+                _uncounted = incarnation == 0
+                _find_agent = partial(_register_with_agent, launched, incarnation, node_dir)
+                if missing := _look_for_agent():
+                    seconds = BEATS_PER_AGENT_CHECK * BEAT_SECONDS
+                    logger.warning(
+                        "rolecall does not watch this process yet: %s; looking again every %.0f s", missing, seconds
+                    )
+        except (RankUnknown, InvalidId) as e:
+            logger.warning("rolecall does not watch this process: %s", e)
         except Exception as e:  # noqa: BLE001 training continues without observation
             logger.warning("this process is invisible to its agent: %s: %s", type(e).__name__, e)
         if _ticker is None:
@@ -213,6 +267,45 @@ def start(*, replica: str, rank: int, incarnation: int, secret: str, node_dir: s
             _ticker.start()
         if sys.excepthook is not _excepthook:
             _previous_excepthook, sys.excepthook = sys.excepthook, _excepthook
+
+
+def _look_for_agent() -> str:
+    """Why there is none; empty if it was found. Holds `_starting`. Never raises."""
+    global _find_agent
+    try:
+        missing = _find_agent() if _find_agent is not None else ""
+    except Exception as e:  # noqa: BLE001 the ticker thread must go on
+        missing = f"{type(e).__name__}: {e}"
+    if not missing:
+        _find_agent = None
+    return missing
+
+
+def _register_with_agent(launched: LaunchedProcess, incarnation: int, node_dir: str | None) -> str:
+    """Why it cannot; empty if it registered."""
+    places = (Path(node_dir),) if node_dir else data_dirs_of_jobs(os.geteuid(), os.environ)
+    for place in places:
+        if os.path.exists(place / SOCKET_NAME) and os.access(place / TOKEN_NAME, os.R_OK):
+            token = (place / TOKEN_NAME).read_text().strip()
+            secret = registration_secret(token, launched.replica, launched.rank, incarnation)
+            _register(launched, incarnation, secret, place)
+            return ""
+    return f"no agent runs at {' or '.join(map(str, places))} (`rolecall agent` starts one) or its token is unreadable"
+
+
+def _register(launched: LaunchedProcess, incarnation: int, secret: str, directory: Path | None) -> None:
+    global _client
+    pid = os.getpid()
+    start_ticks = process_start_ticks(pid) or 0
+    replica, rank = launched.replica, launched.rank
+    _page.set_identity(replica, rank, incarnation, secret, pid, start_ticks)
+    if directory is not None and _client is None:
+        _client = ReporterClient(directory / SOCKET_NAME, pid, start_ticks)
+        path = directory / "pages" / at.page_name(pid, start_ticks)
+        _page.move_to(path)
+        _page.flight = FlightRecorderResponder(path)
+    if _client is not None:
+        _client.register(replica=replica, rank=rank, incarnation=incarnation, secret=secret, detail=launched.detail())
 
 
 def become(*, replica: str, incarnation: int, secret: str) -> None:
@@ -245,19 +338,21 @@ class collective(phase):
     """`with collective():` is phase `reduce` and counts collectives: this rank is inside one while entered > done.
     Leaving by an exception counts as done: the collective is over for this rank."""
 
-    __slots__ = ()
+    __slots__ = ("_since",)
 
     def __init__(self) -> None:
         super().__init__("reduce")
 
     def __enter__(self) -> None:
         super().__enter__()
+        self._since = monotonic()
         with _page as page:
             page.q[at.W_COLLECTIVES_ENTERED] += 1
 
     def __exit__(self, *_: object) -> None:
         with _page as page:
             page.q[at.W_COLLECTIVES_DONE] += 1
+            page.waited_seconds += monotonic() - self._since
         super().__exit__()
 
 
@@ -268,18 +363,31 @@ def set_step(n: int) -> None:
 
 
 class step:
-    """`with step(n):` sets the step; it stays after the block, until the next."""
+    """`with step(n):` sets the step; it stays after the block, until the next. An exception is reported and passes on.
 
-    __slots__ = ("_n",)
+    In a job that names no phases the phase is `step` from here on, and a block in which no progress was reported counts
+    as one unit of work, without the time spent in `collective()`."""
+
+    __slots__ = ("_n", "_progress", "_since", "_waited")
 
     def __init__(self, n: int) -> None:
         self._n = n
 
     def __enter__(self) -> None:
         set_step(self._n)
+        if _page.phase == PHASE_START:
+            _page.set_phase(PHASE_STEP)
+        self._progress, self._waited, self._since = _page.q[at.W_PROGRESS], _page.waited_seconds, monotonic()
 
-    def __exit__(self, *_: object) -> None:
-        return None
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        if isinstance(error, Exception):
+            exception(error)
+            with contextlib.suppress(Exception):
+                error._rolecall_reported = True  # type: ignore[attr-defined] # the excepthook may see it again
+        elif _page.phase == PHASE_STEP and _page.q[at.W_PROGRESS] == self._progress:
+            progress(busy_seconds=monotonic() - self._since - (_page.waited_seconds - self._waited))
 
 
 def progress(units: int = 1, *, busy_seconds: float = 0.0, tokens: int = 0) -> None:
@@ -391,22 +499,31 @@ def page_bytes() -> bytes:
 
 
 def _excepthook(kind: type[BaseException], exc: BaseException, where: TracebackType | None) -> None:
+    global _uncaught
     if not isinstance(exc, KeyboardInterrupt):  # Ctrl-C is intended, not a fault
-        exception(exc)
+        _uncaught = True
+        if not getattr(exc, "_rolecall_reported", False):
+            exception(exc)
     _previous_excepthook(kind, exc, where)
 
 
 @atexit.register
 def _flush() -> None:
     """At interpreter exit, when daemon threads still run."""
+    if _uncounted and not _uncaught:
+        with _page as page:
+            if not page.q[at.W_FINISHED]:
+                page.set_text(at.A_FINISH_REASON, at.INTERPRETER_ENDED)
+                page.q[at.W_FINISHED] = 1
     if _client is not None:
         _client.flush(FLUSH_SECONDS)
 
 
 def _after_fork_in_child() -> None:
     """The child must not write its parent's page, and has none of its parent's threads."""
-    global _client, _ticker, _starting
-    _client = _ticker = None
+    global _client, _ticker, _starting, _find_agent, _uncounted
+    _client = _ticker = _find_agent = None
+    _uncounted = False
     _starting = threading.Lock()
     _page.detach()
 

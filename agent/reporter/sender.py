@@ -128,10 +128,15 @@ class ReporterClient:
         self._heard = True  # whether the last attempt reached an agent
         threading.Thread(target=self._run, name="rolecall-sender", daemon=True).start()
 
-    def register(self, *, replica: str, rank: int, incarnation: int, secret: str) -> None:
+    def register(
+        self, *, replica: str, rank: int, incarnation: int, secret: str, detail: Mapping[str, str] | None = None
+    ) -> None:
+        """`detail`: of the event that the agent writes."""
         self._newest_identity += 1
         identity = {"replica": replica, "rank": rank, "incarnation": incarnation, "secret": secret}
-        self._put({"kind": "register", "identity_number": self._newest_identity, **identity})
+        self._put(
+            {"kind": "register", "identity_number": self._newest_identity, **identity, "detail": dict(detail or {})}
+        )
 
     def exception(self, detail: Mapping[str, str], *, number: int) -> None:
         self._put({"kind": "exception", "number": number, "detail": detail})

@@ -119,7 +119,7 @@ RESTS_MAX = 8
 PENDING_MAX = 64
 """Observations kept during an excursion of the slow test, until its outcome is known."""
 
-WORK_PHASES = frozenset({Phase.COMPUTE, Phase.GENERATE, Phase.SCORE, Phase.CONTROL})
+WORK_PHASES = frozenset({Phase.STEP, Phase.COMPUTE, Phase.GENERATE, Phase.SCORE, Phase.CONTROL})
 """Phases in which finished units prove that a replica has recovered."""
 
 _POSITION = attrgetter("progress", "phase_entries", "phase", "collectives_done", "collectives_entered")

@@ -16,7 +16,7 @@ from rolecall.core.diagnosis import Evidence, Finding, Suspect
 from rolecall.core.errors import EngineDisagrees, NonFiniteMicrobatch, WrongNumbers
 from rolecall.core.faults import FaultClass
 from rolecall.core.ids import NodeId, ProcessId
-from rolecall.core.telemetry import AgentEvent, AgentEventKind, ProcessSample
+from rolecall.core.telemetry import AgentEvent, AgentEventKind, ProcessSample, is_instrumented
 from rolecall.detector.base.observation import Observation
 from rolecall.detector.live.monitored_process import Key, MonitoredProcess, ProgressGaps, advance, first
 
@@ -263,7 +263,7 @@ class MonitoredProcesses:
         previous, subject.sample = subject.sample, sample
         subject.seen_wall = now
         self.sampled.append(subject)
-        if previous is None:
+        if previous is None or is_instrumented(previous) != is_instrumented(sample):
             first(subject, sample)
             self._unpaged_of = -1  # it is now known whether it writes a page
         elif sample.at > previous.at:

@@ -262,61 +262,61 @@ class TrainerReplica:
         refuse_stale(self.replica, "epoch", self._joined_epoch, epoch)
         refuse_stale(self.replica, "step", self.state.commit.step + 1, step)
         assert self._group is not None, "the epoch was checked, so a group was joined"
-        with reporter.step(step):
+        reporter.set_step(step)
+        try:
+            self._refuse_bad_plan(epoch, step, mine, all_ids)
+            self._compute(step, mine, all_ids)
+            local = self._partial.taken({m.microbatch_id for m in mine})
+            if local is None:
+                because = "the step was reset while it was computed"
+                raise CommitVoteRejected(epoch=epoch, step=step, because=because)
+        except BaseException as e:
+            # Peers may be in the reduce already and must not wait for a member that will not join it.
+            self._group.close(f"{self.replica} left the step: {type(e).__name__}")
+            raise
+        ballots, sums = self._reduce_and_vote(self._group, epoch, step, local, ledger)
+        self._refuse_disagreement(ballots, epoch, step, all_ids, members)
+        if not first:
+            self._refuse_unusual(ballots, step)
+        compared = compare(ballots, first)
+        tally = StepTotals.of(ballots, self.job.algorithm, longest=self._longest)
+        commit = CommitRecord(
+            step=step,
+            epoch=epoch,
+            microbatch_ids=tuple(sorted(all_ids)),
+            group_ids=tally.group_ids,
+            gradient_digest=ballots[0].gradient_digest,
+            ledger=ledger,
+        )
+        with reporter.phase(Phase.OPTIMIZER):
+            band = band_after(self.state.band, ballots, compared)
             try:
-                self._refuse_bad_plan(epoch, step, mine, all_ids)
-                self._compute(step, mine, all_ids)
-                local = self._partial.taken({m.microbatch_id for m in mine})
-                if local is None:
-                    because = "the step was reset while it was computed"
-                    raise CommitVoteRejected(epoch=epoch, step=step, because=because)
-            except BaseException as e:
-                # Peers may be in the reduce already and must not wait for a member that will not join it.
-                self._group.close(f"{self.replica} left the step: {type(e).__name__}")
+                grad_norm = self.state.apply(sums, tally.divisors, commit, band)
+            except NonFiniteValue:  # at every member: all have the same sums, which they voted on
+                self.reset_step(step)
                 raise
-            ballots, sums = self._reduce_and_vote(self._group, epoch, step, local, ledger)
-            self._refuse_disagreement(ballots, epoch, step, all_ids, members)
-            if not first:
-                self._refuse_unusual(ballots, step)
-            compared = compare(ballots, first)
-            tally = StepTotals.of(ballots, self.job.algorithm, longest=self._longest)
-            commit = CommitRecord(
-                step=step,
-                epoch=epoch,
-                microbatch_ids=tuple(sorted(all_ids)),
-                group_ids=tally.group_ids,
-                gradient_digest=ballots[0].gradient_digest,
-                ledger=ledger,
-            )
-            with reporter.phase(Phase.OPTIMIZER):
-                band = band_after(self.state.band, ballots, compared)
-                try:
-                    grad_norm = self.state.apply(sums, tally.divisors, commit, band)
-                except NonFiniteValue:  # at every member: all have the same sums, which they voted on
-                    self.reset_step(step)
-                    raise
-                self._partial.clear(step + 1)
-            self.last_result = result = StepResult(
-                replica=self.replica,
-                incarnation=self.incarnation,
-                commit=commit,
-                loss=tally.loss,
-                grad_norm=grad_norm,
-                reward=tally.reward,
-                num_tokens=tally.num_tokens,
-                health=tally.health,
-                seconds=self._clock.monotonic() - started,
-                my_microbatches=tuple(sorted(m.microbatch_id for m in mine)),
-                log_ratio_max=tally.log_ratio_max,
-                compared=compared,
-                log_ratios=tally.log_ratios,
-            )
-            self._report_wrong(compared)
-            reporter.update(policy_version=commit.policy_version, grad_norm=grad_norm)
-            tally.report()
-            if self._on_publish is not None:
-                with reporter.phase(Phase.PUBLISH):
-                    self._on_publish(commit.policy_version)
+            self._partial.clear(step + 1)
+        self.last_result = result = StepResult(
+            replica=self.replica,
+            incarnation=self.incarnation,
+            commit=commit,
+            loss=tally.loss,
+            grad_norm=grad_norm,
+            reward=tally.reward,
+            num_tokens=tally.num_tokens,
+            health=tally.health,
+            seconds=self._clock.monotonic() - started,
+            my_microbatches=tuple(sorted(m.microbatch_id for m in mine)),
+            log_ratio_max=tally.log_ratio_max,
+            compared=compared,
+            log_ratios=tally.log_ratios,
+        )
+        self._report_wrong(compared)
+        reporter.update(policy_version=commit.policy_version, grad_norm=grad_norm)
+        tally.report()
+        if self._on_publish is not None:
+            with reporter.phase(Phase.PUBLISH):
+                self._on_publish(commit.policy_version)
         return result
 
     def load_state(self, tensors: dict[str, torch.Tensor], meta: str) -> None:

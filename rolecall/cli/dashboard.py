@@ -92,10 +92,10 @@ def _serving() -> "ModuleType":
     try:
         import streamlit
     except ModuleNotFoundError:
-        raise ConfigError(["dashboard: Streamlit is missing: pip install 'rolecall[dashboards]'"]) from None
+        raise ConfigError(["dashboard: Streamlit is missing; in a clone: pip install '.[dashboards]'"]) from None
     if not hasattr(streamlit, "App"):
         found = streamlit.__version__
-        raise ConfigError([f"dashboard: Streamlit {found} is too old: pip install -U 'rolecall[dashboards]'"])
+        raise ConfigError([f"dashboard: Streamlit {found} is too old: pip install -U 'streamlit>=1.67'"])
     from rolecall.dashboards.server import serving
 
     return serving

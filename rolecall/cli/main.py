@@ -122,7 +122,7 @@ def _show_failure(error: Exception) -> int:
         return int(getattr(error, "exit_code", 2))
     if isinstance(error, ModuleNotFoundError) and not str(error.name).startswith("rolecall"):
         extra = EXTRAS.get(str(error.name).partition(".")[0], "all")
-        _complain(f"{error.name} is not installed; try: pip install 'rolecall[{extra}]'")
+        _complain(f"{error.name} is not installed; in a clone of rolecall: pip install '.[{extra}]'")
         return 2
     if isinstance(error, OSError) and error.filename is not None:
         _complain(f"{os.fsdecode(error.filename)}: {error.strerror}")

@@ -6,6 +6,7 @@ host names and must go only to its addressee.
 """
 
 import asyncio
+import ipaddress
 import logging
 import ssl
 from collections.abc import Mapping
@@ -30,6 +31,14 @@ class HttpFailed(Exception):
 class HttpAnswer(NamedTuple):
     status: int
     body: bytes
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach `host`."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def request(

@@ -23,6 +23,7 @@ class Phase(StrEnum):
     IDLE = "idle"  # no work assigned
     WAIT = "wait"  # legitimately waits for another role
     PAUSED = "paused"
+    STEP = "step"  # a step of a job that names no phases: work and collectives, which may wait for peers
     COMPUTE = "compute"  # trainer: forward and backward of microbatches
     REDUCE = "reduce"  # trainer: inside the collective with its peers
     OPTIMIZER = "optimizer"
@@ -111,7 +112,7 @@ NO_PAGE: Final = ""
 """Phase in a sample of a process of an uninstrumented job: without a state page it has kernel data only. Fields of the
 page are absent, because a progress of 0 would look like a hang."""
 UNCOUNTED: Final = 0
-"""Incarnation of such a process: rolecall did not start it, so the number of its starts is unknown."""
+"""Incarnation of a process that rolecall did not start: the number of its starts is unknown."""
 
 
 def is_instrumented(sample: ProcessSample) -> bool:

@@ -127,7 +127,7 @@ def fit_model(
     except ValueError as e:
         raise UnreadableInput(where=", ".join(map(str, recordings)), reason=str(e)) from e
     except ModuleNotFoundError as e:
-        raise CommandRefused(f"fitting needs {e.name}: pip install 'rolecall[runtime]'") from e
+        raise CommandRefused(f"fitting needs {e.name}: pip install {e.name}") from e
     try:
         write(out, fitted.model)
     except OSError as e:

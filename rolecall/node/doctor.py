@@ -65,12 +65,16 @@ class NodeFacts:
     agent: str = ""  # response of the agent's port; empty: no listener
     agent_url: str = ""
     probes_down: Mapping[str, str] = field(default_factory=dict)  # what the agent cannot read, and why
+    open_to_network: str = ""  # where the agent listens beyond loopback without TLS
     socket: bool = False  # the agent's registration socket exists
     socket_uid: int | None = None  # its owner
+    socket_gid: int | None = None  # its group, if that may connect
     rank_uid: int | None = None  # owner of the process given by --pid
+    rank_gids: frozenset[int] = frozenset()  # and its groups
     hidepid: str = ""  # of /proc, where other users' processes are hidden
     data_dir: str = ""
-    data_dir_error: str = ""  # why it cannot be written; empty: it can
+    data_dir_exists: bool = True
+    data_dir_error: str = ""  # why it cannot be written or created; empty: it can
     free_bytes: int | None = None
     free_inodes: int | None = None
     environ: Mapping[str, str] = field(default_factory=dict)  # of this shell, or of the process given by --pid
@@ -96,7 +100,21 @@ class NodeCheck:
 def examine(facts: NodeFacts) -> tuple[NodeCheck, ...]:
     """Every check, in a fixed order. A check's name is that of its function."""
     checks = (
-        *(_driver, _nvml, _kernel_log, _stacks, _processes, _agent, _probe, _socket, _data_dir, _nccl, _clock, _clocks),
+        *(
+            _driver,
+            _nvml,
+            _kernel_log,
+            _stacks,
+            _processes,
+            _agent,
+            _network,
+            _probe,
+            _socket,
+            _data_dir,
+            _nccl,
+            _clock,
+            _clocks,
+        ),
         *(_pressure, _exits, _files),
     )
     return tuple(
@@ -150,7 +168,7 @@ def _nvml(facts: NodeFacts) -> Iterator[_Result]:
     elif facts.nvml:
         yield _broken(
             f"NVML cannot be used: {facts.nvml}",
-            "pip install 'rolecall[agent]'; in a container mount the driver's libnvidia-ml.so.1 "
+            "pip install nvidia-ml-py; in a container mount the driver's libnvidia-ml.so.1 "
             "(nvidia-container-toolkit); a version mismatch needs a reboot after a driver update",
         )
     else:
@@ -172,7 +190,7 @@ def _kernel_log(facts: NodeFacts) -> Iterator[_Result]:
 
 def _stacks(facts: NodeFacts) -> Iterator[_Result]:
     if not facts.py_spy:
-        yield _warning("py-spy is not installed: no stacks of hung processes", "pip install 'rolecall[agent]'")
+        yield _warning("py-spy is not installed: no stacks of hung processes", "pip install py-spy")
     elif facts.ptrace_scope == PTRACE_OFF:
         yield _warning(
             "kernel.yama.ptrace_scope is 3: no process can read stacks until the next boot",
@@ -205,11 +223,13 @@ def _probe(facts: NodeFacts) -> Iterator[_Result]:
 
 
 def _socket(facts: NodeFacts) -> Iterator[_Result]:
-    if facts.rank_uid is not None and facts.socket_uid is not None and facts.rank_uid not in (0, facts.socket_uid):
+    if facts.rank_uid is None or facts.socket_uid is None or facts.rank_uid in (0, facts.socket_uid):
+        return
+    if facts.socket_gid not in facts.rank_gids:
         yield _warning(
             f"the process runs as user {facts.rank_uid}, but {facts.data_dir}/agent.sock is only for user "
-            f"{facts.socket_uid}: it cannot register",
-            "run the agent as the job's user (systemd: DynamicUser=no, User=)",
+            f"{facts.socket_uid} and group {facts.socket_gid}: it cannot register",
+            "run the agent with the job's user or group (systemd: DynamicUser=no, User=, Group=)",
         )
 
 
@@ -232,11 +252,19 @@ def _agent(facts: NodeFacts) -> Iterator[_Result]:
         yield _ok(f"the agent answers at {facts.agent_url}")
 
 
+def _network(facts: NodeFacts) -> Iterator[_Result]:
+    if facts.open_to_network:
+        yield _warning(
+            f"the agent is open to the network without TLS: {facts.open_to_network}",
+            "set web_config_file in agent.yaml (TLS and users), or listen on 127.0.0.1",
+        )
+
+
 def _data_dir(facts: NodeFacts) -> Iterator[_Result]:
     if facts.data_dir_error:
         yield _broken(
             f"{facts.data_dir}: {facts.data_dir_error}",
-            "create it, owned by the agent's user, or set another one (data_dir)",
+            "create it, owned by the agent's user, or set another one (data_dir, $ROLECALL_AGENT_DIR)",
         )
     elif facts.free_bytes is None:
         yield _unknown(f"{facts.data_dir}: free space cannot be read", "run doctor as the agent's user")
@@ -245,7 +273,8 @@ def _data_dir(facts: NodeFacts) -> Iterator[_Result]:
         left = f"{facts.free_bytes >> 20} MiB and {facts.free_inodes} inodes free"
         yield found(f"{facts.data_dir}: {left}: events will soon not be stored", "free disk space")
     else:
-        yield _ok(f"{facts.data_dir}: {facts.free_bytes >> 30} GiB free")
+        missing = "" if facts.data_dir_exists else ", the agent creates it at its first start"
+        yield _ok(f"{facts.data_dir}: {facts.free_bytes >> 30} GiB free{missing}")
 
 
 # Names of PyTorch's and NCCL's documentation; newer torch reads TORCH_FR_BUFFER_SIZE for the older name, too.

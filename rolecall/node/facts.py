@@ -19,15 +19,17 @@ from contextlib import closing
 from http import HTTPStatus
 from importlib import import_module
 from pathlib import Path
+from stat import S_IWGRP
 from typing import Any, Final
 from urllib.parse import urlsplit
 
 import yaml
 
+from rolecall.agent.data_dir import SOCKET_NAME, default_data_dir
 from rolecall.agent.evidence import find_py_spy
 from rolecall.core.clock import Clock, SystemClock
 from rolecall.core.errors import ConfigError
-from rolecall.core.http import HttpFailed, request
+from rolecall.core.http import HttpFailed, is_loopback, request
 from rolecall.core.rundir import bearer_token
 from rolecall.node.doctor import ClockOffset, NodeFacts
 
@@ -42,7 +44,6 @@ DEFAULT_PORT: Final = 9477
 DEFAULT_KERNEL_LOG: Final = "/dev/kmsg"
 NVML_SECONDS: Final = 30.0
 """Without the persistence daemon a node with eight GPUs takes some ten seconds."""
-DEFAULT_DATA_DIR: Final = Path("/var/lib/rolecall")
 PAGE_BYTES_MAX: Final = 4 << 20
 PAGES_MAX: Final = 8
 ASKED_AT_ONCE: Final = 32
@@ -68,14 +69,14 @@ def read_facts(
     """
     settings = _settings(config)
     others = _others(agents, credentials)
-    data_dir = Path(settings.get("data_dir", DEFAULT_DATA_DIR))
+    data_dir = Path(settings.get("data_dir") or default_data_dir(os.geteuid(), os.environ))
     token_file = settings.get("token_file")
     own = own_authorization(data_dir, Path(token_file) if token_file else None)
     host = str(settings.get("host", "127.0.0.1"))
-    port = settings.get("port", DEFAULT_PORT)
-    reached = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "::1"}.get(host, host)
-    reached = f"[{reached}]" if ":" in reached else reached
-    url = f"{'https' if settings.get('web_config_file') else 'http'}://{reached}:{port}"
+    scheme = "https" if settings.get("web_config_file") else "http"
+    named = f"{scheme}://{f'[{host}]' if ':' in host else host}:{settings.get('port', DEFAULT_PORT)}"
+    served = _served(data_dir) or named
+    url = _reached(served)
     gpu, kernel_log = _section(settings, "gpu"), _section(settings, "kernel_log")
     log = str(kernel_log.get("path", DEFAULT_KERNEL_LOG)) if kernel_log.get("enabled", True) else ""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -96,11 +97,15 @@ def read_facts(
         agent=ask_agent(url),
         agent_url=url,
         probes_down=down_probes(url, own),
-        socket=(data_dir / "agent.sock").exists(),
-        socket_uid=_owner(data_dir / "agent.sock"),
+        open_to_network="" if served.startswith("https:") or is_loopback(urlsplit(served).hostname or "") else served,
+        socket=(data_dir / SOCKET_NAME).exists(),
+        socket_uid=_owner(data_dir / SOCKET_NAME),
+        socket_gid=_group(data_dir / SOCKET_NAME),
         rank_uid=None if pid is None else _owner(root / "proc" / str(pid)),
+        rank_gids=frozenset() if pid is None else _groups(root / "proc" / str(pid) / "status"),
         hidepid=_hidepid(root / "proc/self/mounts"),
         data_dir=str(data_dir),
+        data_dir_exists=data_dir.is_dir(),
         data_dir_error=_data_dir_error(data_dir),
         free_bytes=free_bytes,
         free_inodes=free_inodes,
@@ -149,6 +154,36 @@ def _owner(path: Path) -> int | None:
         return path.stat().st_uid
     except OSError:
         return None
+
+
+def _group(path: Path) -> int | None:
+    """The group that may write to it."""
+    try:
+        stat = path.stat()
+    except OSError:
+        return None
+    return stat.st_gid if stat.st_mode & S_IWGRP else None
+
+
+def _groups(status: Path) -> frozenset[int]:
+    """The effective and the supplementary groups of a process (proc(5))."""
+    rows = dict(line.partition(":")[::2] for line in _text(status).splitlines())
+    return frozenset(int(n) for n in (*rows.get("Gid", "").split()[1:2], *rows.get("Groups", "").split()))
+
+
+def _served(data_dir: Path) -> str:
+    """Where the running agent serves, by its own file; empty if there is none."""
+    try:
+        return str(json.loads((data_dir / "agent.json").read_bytes())["url"])
+    except FAILURES:
+        return ""
+
+
+def _reached(url: str) -> str:
+    """`url` as this node reaches it."""
+    for everywhere, loopback in (("//0.0.0.0:", "//127.0.0.1:"), ("//[::]:", "//[::1]:"), ("//:", "//127.0.0.1:")):
+        url = url.replace(everywhere, loopback)
+    return url
 
 
 def _hidepid(mounts: Path) -> str:
@@ -256,14 +291,23 @@ def _driver(path: Path) -> str:
 
 
 def _data_dir_error(path: Path) -> str:
-    if not path.is_dir():
-        return "no such directory"
-    return "" if os.access(path, os.W_OK | os.X_OK) else "not writable for this user"
+    """The agent creates it where it may."""
+    there = _existing(path)
+    if path.exists() and not path.is_dir():
+        return "not a directory"
+    if os.access(there, os.W_OK | os.X_OK):
+        return ""
+    return "not writable for this user" if there == path else f"cannot be created: {there} is not writable"
+
+
+def _existing(path: Path) -> Path:
+    """`path`, or its nearest parent that exists."""
+    return next(p for p in (path.absolute(), *path.absolute().parents) if p.exists())
 
 
 def _free(path: Path) -> tuple[int | None, int | None]:
     try:
-        stat = os.statvfs(path)
+        stat = os.statvfs(_existing(path))
     except OSError:
         return None, None
     # File systems without a table of inodes (btrfs) report 0 of 0.

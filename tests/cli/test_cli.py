@@ -167,7 +167,7 @@ def test_a_package_that_is_missing_is_named(
     monkeypatch.setattr("rolecall.core.config.job.load_job", without)
     code, _, err = _run(capsys, "run", "job.yaml")
     assert code == 2
-    assert err == f"rolecall: {package} is not installed; try: pip install 'rolecall[{extra}]'\n"
+    assert err == f"rolecall: {package} is not installed; in a clone of rolecall: pip install '.[{extra}]'\n"
 
 
 def test_output_that_no_one_reads_any_more_is_no_defect(fake_run: RunDir) -> None:

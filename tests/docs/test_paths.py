@@ -7,7 +7,7 @@ import pytest
 
 from tests.docs.pages import PAGES, ROOT
 
-TOP = "agent|detector|recovery|dashboards|rl_runtime|rolecall|tests|benchmarks|deploy|docs|tools|requirements"
+TOP = "agent|examples|detector|recovery|dashboards|rl_runtime|rolecall|tests|benchmarks|deploy|docs|tools|requirements"
 _PATH = re.compile(rf"`((?:{TOP})/[\w./*-]*)(?:::(\w+))?`")
 CHECKED = sorted(
     n

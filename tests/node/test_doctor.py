@@ -67,7 +67,14 @@ UNFIT: dict[str, tuple[dict[str, Any], str, CheckLevel, str, str]] = {
     "no agent": ({"agent": ""}, "agent", W, "no agent listens at http://127.0.0.1:9477", "rolecall agent"),
     "a sick agent": ({"agent": "it is not healthy"}, "agent", B, "it is not healthy", "restart"),
     "no socket": ({"socket": False}, "agent", W, "agent.sock", "restart"),
-    "no directory": ({"data_dir_error": "no such directory"}, "data_dir", B, "no such directory", "create it"),
+    "no directory": ({"data_dir_error": "cannot be created"}, "data_dir", B, "cannot be created", "create it"),
+    "open to the network": (
+        {"open_to_network": "http://0.0.0.0:9477"},
+        "network",
+        W,
+        "without TLS: http://0.0.0.0:9477",
+        "web_config_file",
+    ),
     "little room": ({"free_bytes": 1 << 30}, "data_dir", W, "1024 MiB", "free disk space"),
     "no room": ({"free_bytes": 1 << 20}, "data_dir", B, "1 MiB", "free disk space"),
     "no inodes": ({"free_inodes": 0}, "data_dir", B, "0 inodes", "free disk space"),
@@ -105,10 +112,10 @@ UNFIT: dict[str, tuple[dict[str, Any], str, CheckLevel, str, str]] = {
         "docs/reference/agent.md",
     ),
     "a job of another user": (
-        {"rank_uid": 1000, "socket_uid": 0},
+        {"rank_uid": 1000, "rank_gids": frozenset({100}), "socket_uid": 0, "socket_gid": 0},
         "socket",
         W,
-        "runs as user 1000, but /var/lib/rolecall/agent.sock is only for user 0",
+        "runs as user 1000, but /var/lib/rolecall/agent.sock is only for user 0 and group 0",
         "User=",
     ),
     "hidden processes": (
@@ -155,6 +162,16 @@ def test_each_problem_is_reported_with_its_fix(
     assert message in wrong.message and fix in wrong.fix and wrong.fix
     assert worst(checks) is level
     assert list(lines(checks))[-2].startswith(f"{level:8} {name}: ")
+
+
+def test_a_job_of_the_agents_group_may_register() -> None:
+    facts = replace(FIT, rank_uid=1000, rank_gids=frozenset({100, 7}), socket_uid=0, socket_gid=7)
+    assert "socket" not in {c.name for c in examine(facts)}
+
+
+def test_what_the_agent_creates_by_itself_is_not_broken() -> None:
+    [check] = [c for c in examine(replace(FIT, data_dir_exists=False)) if c.name == "data_dir"]
+    assert check.level is CheckLevel.OK and "creates it at its first start" in check.message
 
 
 def test_a_node_without_gpus_needs_no_driver() -> None:
@@ -264,6 +281,28 @@ def test_settings_in_agent_yaml_override_the_defaults(tmp_path: Path) -> None:
     assert "not read: disabled in agent.yaml" in [c.message for c in examine(read_facts(config, None, root=tmp_path))]
 
 
+@pytest.mark.parametrize(
+    ("host", "served", "open_to", "asked"),
+    [
+        ("0.0.0.0", None, "http://0.0.0.0:1", "http://127.0.0.1:1"),
+        ("127.0.0.1", None, "", "http://127.0.0.1:1"),
+        ("127.0.0.1", "http://10.0.0.7:2", "http://10.0.0.7:2", "http://10.0.0.7:2"),  # --host of the running agent
+        ("0.0.0.0", "https://0.0.0.0:2", "", "https://127.0.0.1:2"),
+    ],
+)
+def test_an_address_beyond_loopback_without_tls_is_known(
+    tmp_path: Path, host: str, served: str | None, open_to: str, asked: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rolecall.node.facts.ask_agent", lambda url: "ok")
+    monkeypatch.setattr("rolecall.node.facts.down_probes", lambda url, own: {})
+    config = tmp_path / "agent.yaml"
+    config.write_text(f"data_dir: {tmp_path}\nport: 1\nhost: {host}\ngpu: {{enabled: false}}\n")
+    if served:
+        (tmp_path / "agent.json").write_text(json.dumps({"url": served}))
+    facts = read_facts(config, None, root=tmp_path)
+    assert (facts.open_to_network, facts.agent_url) == (open_to, asked)
+
+
 def test_a_driver_that_hangs_does_not_hang_doctor() -> None:
     ends = threading.Event()
     try:
@@ -280,11 +319,15 @@ def test_the_kernel_reports_the_error_of_the_clock() -> None:
 
 
 def test_the_command_checks_this_node(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = tmp_path / "agent.yaml"
+    config, taken = tmp_path / "agent.yaml", tmp_path / "taken"
     config.write_text(f"data_dir: {tmp_path / 'none'}\nport: 1\n")
+    main(["doctor", "--config", str(config)])
+    assert "ok       data_dir" in (text := capsys.readouterr().out) and "creates it at its first start" in text
+    taken.write_text("")
+    config.write_text(f"data_dir: {taken}\nport: 1\n")
     assert main(["doctor", "--config", str(config)]) == 1
     text = capsys.readouterr().out
-    assert f"broken   data_dir: {tmp_path / 'none'}: no such directory" in text and "-> create it" in text
+    assert f"broken   data_dir: {taken}: not a directory" in text and "-> create it" in text
     assert main(["doctor", "--config", str(config), "--nhc", "--json"]) == 2
     reported = json.loads(capsys.readouterr().out)
     assert reported["level"] == "broken"

@@ -11,7 +11,6 @@ thousands of series: lines with other names are skipped unparsed.
 
 import http.client
 import io
-import ipaddress
 import re
 import socket
 from collections.abc import Container
@@ -24,6 +23,7 @@ from prometheus_client.samples import Sample
 
 from rolecall.agent.collectors.base import CollectorUnavailable
 from rolecall.core.clock import Clock, SystemClock
+from rolecall.core.http import is_loopback
 from rolecall.core.ids import NodeId
 from rolecall.core.metrics.catalogue import BY_NAME
 from rolecall.core.metrics.metric import MetricValue
@@ -68,17 +68,10 @@ def parse_address(url: str) -> ScrapeAddress:
     host = parts.hostname
     if not host:
         raise ValueError(f"{url}: names no host")
-    if not _is_loopback(host):
+    if not is_loopback(host):
         raise ValueError(f"{url}: {host} is not loopback: its values would appear under this node's name")
     path = (parts.path or "/metrics") + (f"?{parts.query}" if parts.query else "")
     return ScrapeAddress(url, host, parts.netloc, parts.port or 80, path)
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def fetch(

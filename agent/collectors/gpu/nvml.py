@@ -57,7 +57,7 @@ def open_nvml(library: Path | None = None) -> Any:
     try:
         pynvml: Any = importlib.import_module("pynvml")
     except ImportError:
-        raise CollectorUnavailable("nvidia-ml-py is not installed: pip install 'rolecall[agent]'") from None
+        raise CollectorUnavailable("nvidia-ml-py is not installed: pip install nvidia-ml-py") from None
     with _lock:
         if library is not None and pynvml.nvmlLib is None:
             try:

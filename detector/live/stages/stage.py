@@ -45,7 +45,7 @@ RARE_PHASES = frozenset({Phase.CHECKPOINT})
 """Phases entered once in many steps, with a duration set by the disk: the P99 of other phases does not apply. Until
 enough of them have been observed the first-unit deadline applies."""
 
-DEPENDENT_PHASES = frozenset({Phase.UPDATE, Phase.COPY, Phase.CONTROL})
+DEPENDENT_PHASES = frozenset({Phase.UPDATE, Phase.COPY, Phase.CONTROL, Phase.STEP})
 
 
 @dataclass(frozen=True, slots=True)

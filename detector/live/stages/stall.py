@@ -3,8 +3,8 @@
 A process is hung when its clock since the last progress passes its deadline (`stage.Stall`). Four kinds of hang are
 distinguished by heartbeats (ticks of a side thread, which stop when the interpreter cannot run) and CPU use.
 
-Cause before symptom: in phases that depend on other processes (`reduce`, `update`, `copy`, the controller's loop) no
-process is accused while another one stalls independently, has exited, or has just joined.
+Cause before symptom: in phases that depend on other processes (`reduce`, `step`, `update`, `copy`, the controller's
+loop) no process is accused while another one stalls independently, has exited, or has just joined.
 
 In a collective, the rank that blocks it is the one that has not entered it. Evidence in order of precedence: missing
 heartbeats; an unreachable node while peers wait for its rank; a rank that has not entered (its collective counter,
@@ -20,7 +20,16 @@ from rolecall.detector.base.findings import settles
 from rolecall.detector.live.monitored_process import MonitoredProcess, ProgressClocks
 from rolecall.detector.live.processes import MonitoredProcesses, finding, names, waiting
 from rolecall.detector.live.stages.agent_lost import REFUSED, unreachable_reason
-from rolecall.detector.live.stages.stage import DEPENDENT_PHASES, WORKING_CPUS, Stage, Stall, Tick, emerging, own
+from rolecall.detector.live.stages.stage import (
+    DEPENDENT_PHASES,
+    EMERGING_SHARE,
+    WORKING_CPUS,
+    Stage,
+    Stall,
+    Tick,
+    emerging,
+    own,
+)
 
 QUIET_SECONDS = 15.0
 """Grace for dependent processes after a fault, an exit or a new process: transfer timeouts (10 s) and group rebuilds
@@ -50,10 +59,13 @@ class DependentStallStage(Stage):
     def evaluate(self, tick: Tick) -> list[Finding]:
         if emerging(own(tick.stalls)) or tick.now - tick.fleet.changed_wall < QUIET_SECONDS:
             return []
-        ripe = [s for s in tick.stalls if s.ripe and not s.beats_stopped and s.subject.phase in DEPENDENT_PHASES]
         groups: dict[tuple[str, str], list[Stall]] = {}
-        for s in ripe:
-            groups.setdefault((s.subject.role, s.subject.phase), []).append(s)
+        for s in tick.stalls:
+            # Ranks that wait in a step for one of them stall within a moment of each other.
+            together = s.subject.phase == Phase.STEP and s.clocks.wall >= EMERGING_SHARE * s.deadline.seconds
+            if (s.ripe or together) and not s.beats_stopped and s.subject.phase in DEPENDENT_PHASES:
+                groups.setdefault((s.subject.role, s.subject.phase), []).append(s)
+        groups = {key: group for key, group in groups.items() if any(s.ripe for s in group)}
         # A single stalled process of a role and phase is hung; several wait for an unknown cause.
         return [
             _hang(tick.fleet, group[0], tick.now) if len(group) == 1 else _waiting_for_unknown(*key, group, tick.now)
@@ -95,7 +107,8 @@ def kind_of(subject: MonitoredProcess, clocks: ProgressClocks, beats_stopped: bo
 def _hang(fleet: MonitoredProcesses, stall: Stall, now: float) -> Finding:
     subject, clocks = stall.subject, stall.clocks
     standing = max(clocks.wall, subject.stall.wall) if subject.progress_due else clocks.wall
-    step = f" of step {subject.sample.step}" if subject.sample and subject.sample.step >= 0 else ""
+    step = f"step {subject.sample.step}" if subject.sample and subject.sample.step >= 0 else ""
+    where = step if step and subject.phase == Phase.STEP else f"{subject.phase}{f' of {step}' if step else ''}"
     what = "progress" if subject.progress_due else "heartbeat"
     starved = clocks.wall - clocks.effective
     waiters = [
@@ -105,7 +118,7 @@ def _hang(fleet: MonitoredProcesses, stall: Stall, now: float) -> Finding:
     ]
     waits = f"; {waiting(waiters)} for it in all-reduce" if waiters else ""
     because = (
-        f"{subject.name()} is hung: no {what} in {subject.phase}{step} for {standing:.1f} s "
+        f"{subject.name()} is hung: no {what} in {where} for {standing:.1f} s "
         f"(deadline {stall.deadline.text}); {kind_of(subject, clocks, stall.beats_stopped)}{waits}"
     )
     values = {

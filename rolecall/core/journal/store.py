@@ -249,7 +249,7 @@ def _postgresql_engine(url: str) -> sa.Engine:
     try:
         engine = sa.create_engine(url, pool_pre_ping=True, connect_args={"connect_timeout": 5, **_KEEPALIVE})
     except ModuleNotFoundError as e:
-        raise JournalError(f"{redacted(url)}: needs {e.name}; install it with: pip install 'rolecall[postgres]'") from e
+        raise JournalError(f"{redacted(url)}: needs {e.name}; install it with: pip install 'psycopg[binary]'") from e
     sa.event.listen(engine, "connect", _configure_postgresql)
     return engine
 

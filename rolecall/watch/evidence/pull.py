@@ -59,7 +59,7 @@ NUM_STATEMENTS_MAX = 40
 NUM_NAMED_MAX = 4
 NO_TOKEN = (
     "no evidence was requested: agents require their bearer token. Provide it: `rolecall watch agents ... "
-    "--credentials FILE`, one line `bearer VALUE` (docs/reference/agent.md says how VALUE is made of an agent's token)"
+    "--credentials FILE`, one line which `rolecall agent token --bearer` prints on a node"
 )
 WRONG_TOKEN = "give the watch the token of these agents (docs/reference/agent.md, Security)"
 

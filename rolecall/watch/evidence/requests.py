@@ -112,6 +112,6 @@ def _members(suspected: Sequence[MonitoredProcess], alive: Sequence[MonitoredPro
     roles = {s.role for s in suspected}
     members = [s for s in alive if s.role in roles and s.reports]
     samples = [s.sample for s in members if s.sample is not None]
-    if len(members) < 2 or not any(p.collectives_entered > 0 or p.phase == Phase.REDUCE for p in samples):
+    if len(members) < 2 or not any(p.collectives_entered > 0 or p.phase in (Phase.REDUCE, Phase.STEP) for p in samples):
         return []
     return nsmallest(NUM_FLIGHT_MAX, members, key=lambda s: s.key)

@@ -178,4 +178,4 @@ def test_without_streamlit_it_says_what_to_install() -> None:
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE_SECONDS, check=False
     )
-    assert done.returncode == 2 and "pip install 'rolecall[dashboards]'" in done.stderr
+    assert done.returncode == 2 and "pip install '.[dashboards]'" in done.stderr

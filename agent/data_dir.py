@@ -1,0 +1,85 @@
+"""The agent's data directory: where it is, its token, and who may use it.
+
+A job registers over the socket in this directory, with a secret that it derives from the token there. Both belong to
+the agent's user and are open to its group, so that a job of the same user or group can register. Whoever reads the
+token can also ask the agent for evidence (stacks, dumps).
+Standard library only: training processes import this.
+"""
+
+import grp
+import os
+import secrets
+from collections.abc import Mapping
+from pathlib import Path
+from tempfile import mkstemp
+from typing import Final
+
+from rolecall.core.errors import ConfigError
+
+DATA_DIR_ENV: Final = "ROLECALL_AGENT_DIR"
+"""Overrides the default directory, for the agent and for the jobs of its node."""
+SYSTEM_DIR: Final = Path("/var/lib/rolecall")
+DIR_MODE, TOKEN_MODE, SOCKET_MODE = 0o750, 0o640, 0o660
+PAGES_MODE: Final = 0o1770
+"""A process creates its own page, and cannot remove those of others."""
+SOCKET_NAME, TOKEN_NAME = "agent.sock", "token"
+
+
+def default_data_dir(euid: int, environ: Mapping[str, str]) -> Path:
+    """$ROLECALL_AGENT_DIR, else /var/lib/rolecall for root, else `rolecall` in the XDG state directory (XDG Base
+    Directory Specification 0.8)."""
+    if given := environ.get(DATA_DIR_ENV):
+        return Path(given).absolute()
+    if euid == 0:
+        return SYSTEM_DIR
+    state = environ.get("XDG_STATE_HOME", "")
+    # The specification: a relative path is invalid and is ignored.
+    base = Path(state) if state.startswith("/") else Path(environ.get("HOME") or "/tmp") / ".local" / "state"
+    return base / "rolecall"
+
+
+def data_dirs_of_jobs(euid: int, environ: Mapping[str, str]) -> tuple[Path, ...]:
+    """Where a job looks for its agent, in this order: the directory of its user's agent, then of the system's."""
+    own = default_data_dir(euid, environ)
+    return (own,) if environ.get(DATA_DIR_ENV) or own == SYSTEM_DIR else (own, SYSTEM_DIR)
+
+
+def token_of(data_dir: Path) -> str:
+    """The token, created with its directory at the first call.
+
+    Raises:
+        ConfigError: the file is empty: every request would be authorised.
+        OSError: it can be neither read nor created.
+    """
+    path = data_dir / TOKEN_NAME
+    if not data_dir.is_dir():
+        data_dir.mkdir(parents=True, exist_ok=True, mode=DIR_MODE)
+        data_dir.chmod(DIR_MODE)  # whatever the umask
+    if not path.exists():
+        descriptor, name = mkstemp(prefix=".token.", dir=data_dir)
+        whole = Path(name)
+        with os.fdopen(descriptor, "w") as f:
+            f.write(secrets.token_hex(32) + "\n")
+        whole.chmod(TOKEN_MODE)
+        # A crash leaves the whole file or none; if two agents start at once, both use the first one's token.
+        try:
+            os.link(whole, path)
+        except FileExistsError:
+            pass
+        except OSError:  # a file system without hard links
+            whole.replace(path)
+        whole.unlink(missing_ok=True)
+    token = path.read_text().strip()
+    if not token:
+        raise ConfigError([f"{path}: empty; remove it, and the agent creates a new one"])
+    return token
+
+
+def access_of(path: Path) -> str:
+    """`PATH (mode 0640, group ml)`. Raises OSError."""
+    stat = path.stat()
+    try:
+        group = grp.getgrgid(stat.st_gid).gr_name
+    except KeyError:
+        group = str(stat.st_gid)
+    return f"{path} (mode {stat.st_mode & 0o7777:04o}, group {group})"

@@ -1,0 +1,117 @@
+"""README's three commands, run exactly as they stand there, on a real torchrun job of which one rank is stopped."""
+
+import importlib.util
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rolecall.agent.processes.state_pages import PageReader
+from tests.docs.pages import ROOT
+from tests.support import eventually
+
+SECTION = "## Watch the job you already run, in three commands"
+NETWORK = ["unshare", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "sh"]
+"""The agent takes its default port: in a network of the test's own nobody else has it."""
+
+
+START_SECONDS = 150.0
+"""torch is imported by torchrun and by each rank; on a busy machine each import takes half a minute."""
+
+
+def three_commands() -> list[str]:
+    section = (ROOT / "README.md").read_text().partition(SECTION)[2]
+    block = re.search(r"```sh\n(.*?)```", section, re.DOTALL)
+    assert block is not None
+    return [line.partition("#")[0].strip() for line in block.group(1).splitlines()]
+
+
+def test_they_are_three() -> None:
+    agent, job, watch = three_commands()
+    assert agent == "rolecall agent" and job.startswith("torchrun ") and watch.startswith("rolecall watch agents ")
+
+
+@pytest.fixture
+def terminal(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """A shell in a folder that looks like a clone, with `rolecall` and `torchrun` of this environment."""
+    if subprocess.run([*NETWORK, "true"], check=False, capture_output=True, timeout=30).returncode:
+        pytest.skip("no network namespaces here")
+    if importlib.util.find_spec("torch") is None:
+        pytest.skip("torch is not installed")
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    for name, module in (("rolecall", "rolecall"), ("torchrun", "torch.distributed.run")):
+        (tools / name).write_text(f'#!/bin/sh\nexec {sys.executable} -m {module} "$@"\n')
+        (tools / name).chmod(0o755)
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    environ = {
+        **{k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")},
+        "PATH": f"{tools}:{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        # Root's agent would use the machine's own directory.
+        "ROLECALL_AGENT_DIR": str(tmp_path / "agent"),
+    }
+    shell = subprocess.Popen(
+        [*NETWORK, "bash"],
+        cwd=tmp_path,
+        env=environ,
+        stdin=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    yield shell
+    os.killpg(shell.pid, signal.SIGCONT)
+    os.killpg(shell.pid, signal.SIGKILL)
+    shell.communicate()
+
+
+@pytest.mark.slow
+def test_a_stopped_rank_is_named(terminal: subprocess.Popen[str], tmp_path: Path) -> None:
+    assert terminal.stdin is not None
+
+    def enter(command: str, log: str) -> None:
+        assert terminal.stdin is not None
+        terminal.stdin.write(f"{command} > {log} 2>&1 &\n")
+        terminal.stdin.flush()
+
+    agent, job, watch = three_commands()
+    enter(agent, "agent.log")
+    eventually(lambda: "serves at http://127.0.0.1:9477" in _read(tmp_path / "agent.log"), "the agent serves")
+    enter(job, "job.log")
+    enter(watch, "watch.log")
+    events = tmp_path / "agent" / "events.jsonl"
+    eventually(lambda: _registered(events, rank=1), "rank 1 registers", seconds=START_SECONDS)
+    pid = _registered(events, rank=1)
+    eventually(lambda: _registered(events, rank=0), "rank 0 registers")
+    for one in (pid, _registered(events, rank=0)):
+        [page] = (tmp_path / "agent" / "pages").glob(f"{one}-*.page")
+        reader = PageReader(page)
+        eventually(lambda reader=reader: reader.read().step >= 30, "it trains; deadlines are learned")
+        reader.close()
+    os.kill(pid, signal.SIGSTOP)
+    terminal.stdin.write("until rolecall incidents --run my-job | grep -q trainer/0; do sleep 1; done\n")
+    terminal.stdin.write("rolecall incidents --run my-job > incidents.log\necho done > ended\n")
+    terminal.stdin.flush()
+    eventually((tmp_path / "ended").exists, "the incident is listed")
+    told = _read(tmp_path / "incidents.log")
+    assert "trainer/0 rank 1" in told and "is hung: no progress in step " in told and "process stopped" in told, told
+    assert "trainer/0 (" not in told, "rank 0 only waits"
+
+
+def _registered(events: Path, rank: int) -> int:
+    """PID of the rank that registered itself; 0: none did."""
+    for event in map(json.loads, _read(events).splitlines()):
+        if event["kind"] == "registered" and event["rank"] == rank and "launcher" in event["detail"]:
+            return int(event["process"]["pid"])
+    return 0
+
+
+def _read(path: Path) -> str:
+    return path.read_text() if path.exists() else ""

@@ -40,7 +40,7 @@ from rolecall.dashboards.pages.incidents.timeline import build_timeline
 from rolecall.dashboards.pages.incidents.view import findings, head, plan_sections
 from rolecall.detector.base.findings import COLLAPSE, WRONG_NUMBERS, WRONG_NUMBERS_ONCE
 from rolecall.recovery.incidents import OPERATOR, ActionFailure, IncidentOutcome, IncidentProjection, fold
-from rolecall.recovery.notifications import message
+from rolecall.recovery.notifications.outbox import message
 from rolecall.recovery.operators import queries
 from rolecall.recovery.policy import FailedAttempt, PolicyInput, decide
 from rolecall.session.display import render

@@ -228,7 +228,7 @@ def _replace(facts: PolicyInput, because: str) -> PolicyDecision:
         action = ActionKind.REPLACE_REPLICA
     if action not in facts.supports:
         return _nothing(
-            facts, f"{because}: {in_words(action)} is needed, but this actuator cannot perform it", page=True
+            facts, f"{because}: this actuator cannot perform what is needed: {in_words(action)}", page=True
         )
     return PolicyDecision(plan=Plan(incident_id=facts.incident_id, action=action, targets=targets, because=tried))
 

@@ -60,7 +60,9 @@ RESIDUE = {
     "None": re.compile(r"\bNone\b|#None"),
     "a brace": re.compile(r"[{}]"),
     "a name of an enum": re.compile(rf"\b(?:{UNDERSCORED})\b"),
-    "a plural of one": re.compile(r"\b1 (?:units|times|replicas|ranks|nodes|attempts|replacements|incidents|steps|s\b\w)"),
+    "a plural of one": re.compile(
+        r"\b1 (?:units|times|replicas|ranks|nodes|attempts|replacements|incidents|steps|s\b\w)"
+    ),
     "a second reason": re.compile(r"because (?:tolerated|because)|because:"),
     "a mark without text": re.compile(r"[:;,] ?[.;,:]|: *$|\bby *:|\s[.,;:](?:\s|$)"),
 }
@@ -228,7 +230,9 @@ def _screens(events: list[Event]) -> Iterator[str]:
         yield note.because
 
 
-@pytest.mark.parametrize("text", ["was not measured ()", "node node-2", "because tolerated: it", "finished 1 units", "#None"])
+@pytest.mark.parametrize(
+    "text", ["was not measured ()", "node node-2", "because tolerated: it", "finished 1 units", "#None"]
+)
 def test_the_check_finds_residue(text: str) -> None:
     with pytest.raises(AssertionError):
         check(text)

@@ -232,8 +232,7 @@ def _replace(facts: PolicyInput, because: str) -> PolicyDecision:
             return _nothing(facts, f"{because}: there is no other node to move to", page=True)
         action = ActionKind.REPLACE_REPLICA
     if action not in facts.performable:
-        needed = f"{because}: {in_words(action)} is needed, but this actuator cannot perform it"
-        return _nothing(facts, needed, page=True)
+        return _nothing(facts, f"{because}: this actuator cannot perform what is needed: {in_words(action)}", page=True)
     return PolicyDecision(plan=Plan(incident_id=facts.incident_id, action=action, targets=targets, because=tried))
 
 

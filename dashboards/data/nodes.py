@@ -2,7 +2,8 @@
 
 A node is lost if an open incident says so or its agent cannot be scraped; faulty if an open incident or one of its GPUs
 reports broken hardware or network; suspect if an open incident names a replica on it. A healthy node with more than
-`OFTEN_TIMES` the fleet median of incidents in 30 days (and at least `OFTEN_MIN`) is marked as frequently faulty.
+`OFTEN_TIMES` the fleet median of incidents in 30 days (and at least `OFTEN_MIN`) is marked as frequently faulty. After
+the end of a run no node is called healthy: nothing observes it for this run.
 """
 
 import re
@@ -32,6 +33,7 @@ class NodeHealth(StrEnum):
     SUSPECT = "suspect"
     QUARANTINED = "quarantined"
     OFTEN = "frequent faults"
+    ENDED = "run ended"
     IDLE = "idle"
     HEALTHY = "healthy"
 
@@ -42,6 +44,7 @@ GLYPHS: Mapping[NodeHealth, str] = {
     NodeHealth.SUSPECT: "◆",
     NodeHealth.QUARANTINED: "■",
     NodeHealth.OFTEN: "△",
+    NodeHealth.ENDED: "·",
     NodeHealth.IDLE: "○",
     NodeHealth.HEALTHY: "●",
 }
@@ -153,9 +156,11 @@ def fleet_rows(
     live: FleetMetrics,
     now: float,
     idle: Iterable[str] = (),
+    *,
+    ended: bool = False,
 ) -> FleetHealth:
     """`by_node`: from `incidents_by_node`. `now`: wall seconds. `idle`: all nodes of the run. Nodes of other runs,
-    which Prometheus may know, are left out."""
+    which Prometheus may know, are left out. `ended`: the run is over, so its nodes are observed no more."""
     replicas: dict[str, list[ReplicaView]] = {}
     for r in fleet.replicas:
         replicas.setdefault(str(r.node), []).append(r)
@@ -173,7 +178,11 @@ def fleet_rows(
         past = pasts.get(node) or NodeHistory(record=NodeRecord(node=node))
         in_hour, in_day, in_month = counts[node]
         still_open = [i for i in found if i.state is not IncidentState.CLOSED]
-        health, because = _health(node, here, still_open, past.record, live, in_month, medians[2])
+        health, because = _health(
+            node, here, still_open, past.record, FleetMetrics() if ended else live, in_month, medians[2]
+        )
+        if ended and health in (NodeHealth.IDLE, NodeHealth.HEALTHY):
+            health, because = NodeHealth.ENDED, "the run has ended: its present state is unknown"
         rows.append(
             NodeRow(
                 node=node,

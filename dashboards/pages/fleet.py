@@ -46,8 +46,11 @@ class _FleetPageCache:
             if self.of != (incidents, state.events):
                 self.by_node, self.codes = nodes.incidents_by_node(incidents), codes_of(incidents)
                 self.pasts, self.of = nodes.pasts(state.events), (incidents, state.events)
-            until = nodes.counted_until(incidents, state.fleet, snapshot.projection.ended is not None, now)
-            return nodes.fleet_rows(state.fleet, self.by_node, self.pasts, self.codes, live, until, state.nodes)
+            ended = snapshot.projection.ended is not None
+            until = nodes.counted_until(incidents, state.fleet, ended, now)
+            return nodes.fleet_rows(
+                state.fleet, self.by_node, self.pasts, self.codes, live, until, state.nodes, ended=ended
+            )
 
 
 @st.cache_resource(show_spinner=False)
@@ -74,7 +77,7 @@ def _draw(reader: Reader, snapshot: JournalSnapshot) -> None:
     with st.container(horizontal=True):
         for health in nodes.NodeHealth:
             num = fleet.count(health)
-            if num or health is nodes.NodeHealth.HEALTHY:
+            if num or (health is nodes.NodeHealth.HEALTHY and snapshot.projection.ended is None):
                 st.metric(f"{nodes.GLYPHS[health]} {health}", num)
     _hardware_source(settings.prometheus_url, seen, now)
     _table(fleet, now, whole=snapshot.history.whole)

@@ -4,11 +4,14 @@ A command appends a journal event and takes no action itself. A replacement requ
 that holds the lease takes through the same guards as a diagnosis. Commands work from any machine that reaches the
 journal's database.
 
+A run that has ended takes no command but a review and the result of a burn-in.
+
 Draining a node quarantines it and opens one replacement request per replica there. Repeating a drain that was
 interrupted adds only what is missing.
 """
 
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -62,10 +65,20 @@ TRIES_MAX = 5
 """Retries of a command whose incident changed concurrently; each retry checks again whether the command is valid."""
 
 
+@contextmanager
+def _of_running(location: RunLocation, clock: Clock | None = None) -> Iterator[tuple[Journal, IncidentProjection]]:
+    """The journal and the incidents of a run that goes on. Raises CommandRefused: it has ended."""
+    with opened(location, clock) as (journal, projection):
+        if projection.ended is not None:
+            allowed = "only a review of a diagnosis and a burn-in can still be recorded"
+            raise CommandRefused(f"{location.run_id} has ended ({projection.ended}): {allowed}")
+        yield journal, projection
+
+
 def pause_recovery(location: RunLocation, by: str, because: str) -> str:
     """No further action starts until `resume_recovery`. Returns the confirmation to print."""
     check_request(by, because)
-    with journal_of(location) as journal:
+    with _of_running(location) as (journal, _):
         # The flag first: it stops the next action. The event is the record.
         journal.set_flag(PAUSED_FLAG, f"{by}: {because}")
         journal.append(RecoveryPaused(by=by, because=because))
@@ -75,7 +88,7 @@ def pause_recovery(location: RunLocation, by: str, because: str) -> str:
 def resume_recovery(location: RunLocation, by: str) -> str:
     """Ends a pause. Returns the confirmation to print."""
     checked_name(by)
-    with journal_of(location) as journal:
+    with _of_running(location) as (journal, _):
         was = journal.flag(PAUSED_FLAG)
         journal.set_flag(PAUSED_FLAG, None)
         journal.append(RecoveryResumed(by=by))
@@ -169,7 +182,7 @@ def _append_command(
 ) -> tuple[Incident, Attempt]:
     """Writes the command's event if it is valid in the incident's current state; returns incident and attempt after
     it."""
-    with opened(location, clock) as (journal, projection):
+    with _of_running(location, clock) as (journal, projection):
         for _ in range(TRIES_MAX):
             incident, attempt = _not_started(projection, digest)
             command = event(incident, attempt, journal.clock.wall())
@@ -241,7 +254,7 @@ def replace(location: RunLocation, replica: str, reason: str, by: str, clock: Cl
     already handles it."""
     check_request(by, reason)
     split_replica(replica)
-    with opened(location, clock) as (journal, projection):
+    with _of_running(location, clock) as (journal, projection):
         view = fleet_view(journal.desired(), journal.current()).find(replica)
         if view is None:
             raise CommandRefused(f"{replica} is not part of this run: {', '.join(sorted(journal.desired()))}")
@@ -257,7 +270,7 @@ def quarantine(location: RunLocation, node: str, by: str, because: str, clock: C
     """No new replica is placed on `node`; those that run there continue. Raises CommandRefused: there is no such node,
     or it is already quarantined."""
     check_request(by, because)
-    with opened(location, clock) as (journal, projection):
+    with _of_running(location, clock) as (journal, projection):
         record = _record(journal, projection, node)
         if record.quarantined:
             by_and_why = f"{record.quarantined_by}: {record.quarantined_because}"
@@ -269,7 +282,7 @@ def quarantine(location: RunLocation, node: str, by: str, because: str, clock: C
 def return_node(location: RunLocation, node: str, by: str, because: str, clock: Clock | None = None) -> str:
     """Ends a quarantine, whoever set it. Raises CommandRefused: the node is not quarantined."""
     check_request(by, because)
-    with opened(location, clock) as (journal, projection):
+    with _of_running(location, clock) as (journal, projection):
         if not _record(journal, projection, node).quarantined:
             raise CommandRefused(f"{node} is not quarantined")
         journal.append(NodeReturnedToService(node=node, by=by, because=because))
@@ -280,7 +293,7 @@ def drain(location: RunLocation, node: str, by: str, because: str, clock: Clock 
     """Quarantines `node` and requests that each replica there is replaced on another node. Raises CommandRefused: there
     is no such node."""
     check_request(by, because)
-    with opened(location, clock) as (journal, projection):
+    with _of_running(location, clock) as (journal, projection):
         return drain_node(journal, projection, node, by, because)
 
 

@@ -212,9 +212,11 @@ def event_text(event: Mapping[str, Any]) -> str:
     """`plan created: replace replica of rollout/1#1: it crashed`, of an event as a plain value."""
     body = event["body"]
     parts = [in_words(body.get("outcome", "")), str(body.get("because", ""))]
-    if isinstance(body.get("plan"), Mapping):  # then `outcome` counts only if the plan is to do nothing
-        plan = Plan.from_dict(dict(body["plan"]))
-        parts = [plan.words, plan.because]
+    plan = body.get("plan")
+    if isinstance(plan, Mapping):  # then `outcome` counts only if the plan is to do nothing
+        targets = ", ".join(f"{t['replica']}#{t['incarnation']}" for t in plan.get("targets", ()))
+        action = in_words(plan.get("action", ""))
+        parts = [f"{action} of {targets}" if targets else action, str(plan.get("because", ""))]
     return ": ".join([in_words(event["kind"]), *(part for part in parts if part)])
 
 

@@ -247,7 +247,7 @@ def _page(material: IncidentRecord, known: Redactor, members: Sequence[BundleFil
     lines.append(f"Onset:     {_time(found.onset)}")
     lines.append(f"Found:     {_time(found.detected_at)}")
     lines.append(f"Times:     {line(summary['durations']['text'])}")
-    lines.append(f"State:     {line(_state(material))}")
+    lines.append(f"State:     {line(_state(material, summary))}")
     lines += ["", "Diagnosis: " + line(found.because)]
     lines += [f"  - {line(e.text)}" for e in found.evidence]
     if found.advice:
@@ -255,7 +255,7 @@ def _page(material: IncidentRecord, known: Redactor, members: Sequence[BundleFil
     if found.settle:
         lines.append(f"Undecided; would be settled by: {line(found.settle)}")
     lines += ["", "Timeline:"]
-    lines += [f"  {_time(float(e['wall_at']))}  {line(queries.event_text(e))}" for e in material.events]
+    lines += [f"  {_time(float(e['wall_at']))}  {line(queries.event_text(known.value(e)))}" for e in material.events]
     lines += ["", "Contents (MANIFEST.json has the SHA-256 of each file):"]
     lines += [f"  {m.name:<28} {_MEANING[m.name.partition('/')[0]]}" for m in sorted(members, key=lambda m: m.name)]
     if not any("stack" in m.name for m in members):
@@ -280,8 +280,8 @@ def _who(suspect: Mapping[str, Any]) -> str:
     return ", ".join(place)
 
 
-def _state(material: IncidentRecord) -> str:
-    summary = material.summary
+def _state(material: IncidentRecord, summary: Mapping[str, Any]) -> str:
+    """`summary`: redacted, because a secret is no longer recognized once its underscores are spaces."""
     if summary["set_aside"] is not None:
         return f"set aside: {summary['set_aside']}"
     if material.is_open:

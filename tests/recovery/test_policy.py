@@ -134,7 +134,7 @@ TABLE: dict[str, tuple[PolicyInput, ActionKind, tuple[str, ...], bool, str]] = {
         A.TOLERATE,
         (),
         True,
-        "replace_node is needed",
+        "cannot perform what is needed: replace node",
     ),
     "crash on a lost node": (
         ask(diagnosis(F.CRASH, ONE), lost_nodes=frozenset({"node-rollout-1"})),

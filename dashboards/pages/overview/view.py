@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from rolecall.core.diagnosis import ActionKind, Plan
 from rolecall.core.membership import STANDBY_ROLE, ReplicaState
-from rolecall.core.text import seconds
+from rolecall.core.text import counted, seconds
 from rolecall.dashboards.data.reader import JournalSnapshot
 from rolecall.dashboards.pages.operations.plans import PlanStatus, plan_rows
 from rolecall.dashboards.pages.style import STATES
@@ -186,25 +186,28 @@ def notices(snapshot: JournalSnapshot) -> list[tuple[str, str, str, str]]:
     return found
 
 
-def versions(snapshot: JournalSnapshot) -> tuple[int, list[tuple[int, int]]] | None:
-    """(latest policy version, [(versions behind, number of rollouts)]); None if no rollout has weights. A rollout is
-    one version behind while the latest weights are being transferred."""
-    known = [
-        r.policy_version for r in snapshot.run.replicas if r.replica.startswith("rollout/") and r.policy_version >= 0
-    ]
-    if not known:
+def versions(snapshot: JournalSnapshot) -> tuple[int, list[tuple[int, int]], int] | None:
+    """(latest policy version, [(versions behind, number of rollouts)], number of lost rollouts); None if no rollout has
+    weights. A rollout is one version behind while the latest weights are being transferred; one that is lost has no
+    version."""
+    with_weights = [r for r in snapshot.run.replicas if r.replica.startswith("rollout/") and r.policy_version >= 0]
+    if not with_weights:
         return None
-    newest = max(snapshot.run.policy_version, *known)
-    return newest, sorted(Counter(newest - v for v in known).items())
+    newest = max(snapshot.run.policy_version, *(r.policy_version for r in with_weights))
+    gone = (ReplicaState.LOST,) if snapshot.run.ended else (ReplicaState.LOST, ReplicaState.STOPPED)
+    living = [r.policy_version for r in with_weights if r.state not in gone]
+    return newest, sorted(Counter(newest - v for v in living).items()), len(with_weights) - len(living)
 
 
 def headline_figures(snapshot: JournalSnapshot) -> list[tuple[str, str, str]]:
     """Key figures: label, value, note."""
     run, account = snapshot.run, snapshot.trends.account
     lags = versions(snapshot)
-    behind = (
-        "" if lags is None else ", ".join(_behind(num, lag) for lag, num in lags[1] if lag) or "all rollouts up to date"
-    )
+    behind = ""
+    if lags is not None:
+        notes = [_behind(num, lag) for lag, num in lags[1] if lag]
+        notes += [f"{counted(lags[2], 'rollout')} lost"] if lags[2] else []
+        behind = ", ".join(notes) or "all rollouts up to date"
     lost = "no step yet" if snapshot.history.whole else f"loading history: {snapshot.history.percent} %"
     if account is not None:
         lost = f"{seconds(sum(account.lost.values()))} lost to faults"
@@ -233,7 +236,7 @@ def headline_figures(snapshot: JournalSnapshot) -> list[tuple[str, str, str]]:
 
 
 def _behind(num: int, lag: int) -> str:
-    return f"{num} rollout{' is' if num == 1 else 's are'} {lag} behind"
+    return f"{counted(num, 'rollout')} {lag} behind"
 
 
 def _short(value: float) -> str:

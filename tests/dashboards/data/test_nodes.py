@@ -112,6 +112,20 @@ def test_health(incidents: Sequence[Incident], events: Sequence[Event], live: Fl
     assert (row.because == "") == (health is NodeHealth.HEALTHY)
 
 
+def test_nodes_of_an_ended_run_are_not_called_healthy() -> None:
+    """Nor lost because their agents ended with it; what the journal knows of them stays."""
+    gone = FleetMetrics(agents={"node-0": False, "node-1": False, "node-2": False})
+    events = [_said(K.NODE_QUARANTINED, "node-2")]
+    found = fleet_rows(_fleet(["node-0", "node-2"]), {}, pasts(events), (), gone, NOW, ["node-1"], ended=True)
+    assert {r.node: r.health for r in found.rows} == {
+        "node-0": NodeHealth.ENDED,
+        "node-1": NodeHealth.ENDED,
+        "node-2": NodeHealth.QUARANTINED,
+    }
+    row = found.find("node-0")
+    assert row is not None and "unknown" in row.because
+
+
 def test_the_worst_stands_first_and_every_health_has_a_glyph_of_its_own() -> None:
     found = _rows(
         ["node-10", "node-2", "node-3"],

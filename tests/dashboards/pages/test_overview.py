@@ -278,4 +278,12 @@ def test_versions_behind(tmp_path: Path) -> None:
     made = MadeRun(tmp_path)
     made.state("rollout/0", ReplicaState.SERVING, version=28)
     look = first_snapshot(made.settings())
-    assert view.versions(look) == (30, [(0, 1), (2, 1)])
+    assert view.versions(look) == (30, [(0, 1), (2, 1)], 0)
+
+
+def test_a_lost_rollout_is_lost_and_not_behind(tmp_path: Path) -> None:
+    made = MadeRun(tmp_path)
+    made.state("rollout/0", ReplicaState.LOST, version=28)
+    look = first_snapshot(made.settings())
+    assert view.versions(look) == (30, [(0, 1)], 1)
+    assert ("policy version", "30", "1 rollout lost") in view.headline_figures(look)

@@ -1,6 +1,6 @@
-"""What can be told of a job that reports nothing: each row of the table in the docs is a simulated run.
+"""What can be told of a job that reports nothing: the rows of both tables in the docs are simulated runs.
 
-`python -m tests.detector.live.test_uninstrumented_table` prints the table.
+`python -m tests.detector.live.test_uninstrumented_table` prints the tables.
 """
 
 import random
@@ -17,6 +17,7 @@ from tests.detector.live.test_uninstrumented import ASKED, ERROR, KILLED, Job
 
 PAGE = Path(__file__).parents[3] / "docs/reference/uninstrumented.md"
 BEGIN, END = "<!-- table: begin -->\n", "<!-- table: end -->"
+BEGIN_CONDITIONS, END_CONDITIONS = "<!-- conditions: begin -->\n", "<!-- conditions: end -->"
 HEALTHY_SECONDS, WATCHED_SECONDS = 900, 900
 """Before and after the fault."""
 RANK = "trainer/0:2"
@@ -108,10 +109,54 @@ def table() -> str:
     return "\n".join(rows) + "\n"
 
 
+MORE_CPU = 1.7
+"""Times the CPU seconds of its peers."""
+VARIATIONS, MINUTES_BEFORE, CONDITIONS_SECONDS = (0.02, 0.1, 0.3), (0, 5, 15), 600
+
+
+def named_after(variation: float, healthy_seconds: int) -> int | None:
+    """Seconds until rank 2, which begins to use more CPU than its peers, is named. `variation`: of the CPU seconds per
+    second of each rank, a standard deviation."""
+    job, rng, both = Job(), random.Random(0), WatchAndPanels()
+    job.detector = both  # type: ignore[assignment]
+    for second in range(-healthy_seconds, CONDITIONS_SECONDS):
+        if second == 0:
+            job.cpu_rate[RANK] *= MORE_CPU
+        for name, rate in job.cpu_rate.items():
+            job.cpu[name] += rng.gauss(0.0, variation) * rate
+        job.run(1)
+        if both.said:
+            assert second >= 0, "a healthy run"
+            assert {(s.replica, s.rank) for d in both.said for s in d.suspects} == {("trainer/0", 2)}
+            return second + 1
+    return None
+
+
+def conditions() -> str:
+    head = [
+        "CPU time of each rank varies by",
+        *(f"{m} min healthy before" if m else "from the start" for m in MINUTES_BEFORE),
+    ]
+    rows = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
+    for variation in VARIATIONS:
+        found = [named_after(variation, 60 * minutes) for minutes in MINUTES_BEFORE]
+        cells = [
+            f"{variation:.0%}".replace("%", " %"),
+            *(f"{s} s" if s is not None else "not in 10 min" for s in found),
+        ]
+        rows.append(f"| {' | '.join(cells)} |")
+    return "\n".join(rows) + "\n"
+
+
 def test_the_table_in_the_docs_is_what_simulated_runs_show() -> None:
     written = PAGE.read_text().partition(BEGIN)[2].partition(END)[0]
     assert written == table(), f"{PAGE.name}: put the output of this module between the marks"
 
 
+def test_the_conditions_in_the_docs_are_those_of_simulated_runs() -> None:
+    written = PAGE.read_text().partition(BEGIN_CONDITIONS)[2].partition(END_CONDITIONS)[0]
+    assert written == conditions(), f"{PAGE.name}: put the output of this module between the marks"
+
+
 if __name__ == "__main__":
-    print(table())
+    print(table(), conditions(), sep="\n")

@@ -39,7 +39,7 @@ def test_an_approved_plan_is_performed_once(tmp_path: Path) -> None:
     assert world.runtime.replaced == []
     assert [m.kind for m in world.notifier.messages] == ["plan_proposed"]
     assert commands.approve_plan(run, digest, "alice", world.clock) == (
-        "approved: replace_replica of rollout/1#1 (inc-1-rollout-1)"
+        "approved: replace replica of rollout/1#1 (inc-1-rollout-1)"
     )
     with pytest.raises(CommandRefused, match="was already approved"):
         commands.approve_plan(run, digest, "bob", world.clock)
@@ -200,7 +200,7 @@ def test_status_and_incidents(tmp_path: Path) -> None:
     assert queries.status(run, world.clock)["evictions_last_hour"] == 1
     (one,) = queries.incidents(run, "inc-1-rollout-1")
     assert one["outcome"] == "resolved" and one["events"][0]["kind"] == "incident_opened"
-    assert "incident_verified" in queries.incidents_text([one])
+    assert "incident verified" in queries.incidents_text([one])
     assert [i["incident_id"] for i in queries.incidents(run)] == ["inc-1-rollout-1"]
     with pytest.raises(CommandRefused, match="there are: inc-1-rollout-1"):
         queries.incidents(run, "inc-7")
@@ -218,7 +218,7 @@ def test_every_decision_replays(tmp_path: Path, fault: FaultClass) -> None:
     world.until(world.all_closed, watch)
     value = queries.replay(run, "inc-1-rollout-1")
     assert value["same"] is True and len(value["plans"]) == 2
-    assert ": same decision" in value["text"] and "replace_replica" in value["text"]
+    assert ": same decision" in value["text"] and "replace replica" in value["text"]
     with pytest.raises(CommandRefused):
         queries.replay(run, "inc-2-rollout-1")
 
@@ -267,7 +267,7 @@ def test_foreign_text_is_shown_as_text(tmp_path: Path) -> None:
     status = queries.status(run, world.clock)
     _is_text(queries.status_text(status), 4 + len(status["replicas"]))
     name = world.only().incident_id
-    _is_text(queries.incidents_text(queries.incidents(run, name)), 2 + len(world.journal.events(incident_id=name)))
+    _is_text(queries.incidents_text(queries.incidents(run, name)), 3 + len(world.journal.events(incident_id=name)))
     _is_text(queries.replay(run, name)["text"], 2)
 
 
@@ -280,3 +280,27 @@ def test_foreign_text_is_reported_as_text(tmp_path: Path) -> None:
 
 def test_a_long_sentence_is_cut() -> None:
     assert len(notification_text("x" * 10_000)) == 2000 and notification_text("short") == "short"
+
+
+def test_a_run_that_has_ended_takes_reviews_only(tmp_path: Path) -> None:
+    world, run, watch = approving(tmp_path)
+    digest = proposed(world, watch)
+    world.journal.append(filled(K.RUN_ENDED, {"outcome": "done", "because": "all steps are done"}))
+    before = len(world.journal.events())
+    refused = [
+        lambda: commands.replace(run, "rollout/0", "why not", "ada", world.clock),
+        lambda: commands.approve_plan(run, digest, "ada", world.clock),
+        lambda: commands.reject_plan(run, digest, "ada", "no", world.clock),
+        lambda: commands.hold_plan(run, digest, "ada", "wait", 60.0, world.clock),
+        lambda: commands.lift_hold(run, digest, "ada", "", world.clock),
+        lambda: commands.pause_recovery(run, "ada", "maintenance"),
+        lambda: commands.resume_recovery(run, "ada"),
+        lambda: commands.quarantine(run, "node-1", "ada", "hot", world.clock),
+        lambda: commands.return_node(run, "node-1", "ada", "cold", world.clock),
+        lambda: commands.drain(run, "node-1", "ada", "hot", world.clock),
+    ]
+    for command in refused:
+        with pytest.raises(CommandRefused, match=r"has ended \(all steps are done\)"):
+            command()
+    assert len(world.journal.events()) == before, "nothing was written"
+    assert "reviewed as right" in commands.review_diagnosis(run, world.only().incident_id, True, "ada")

@@ -134,7 +134,13 @@ def watch_agents(
         ),
     ],
     run_id: Annotated[str, typer.Option("--id", help="Name of the run directory (default: watch-<time>).")] = "",
-    webhook: Annotated[str, typer.Option("--webhook", help="URL that is called to page on-call.")] = "",
+    webhook: Annotated[
+        str,
+        typer.Option(
+            "--webhook",
+            help="URL that pages on-call; its format follows from it, a key is read from ROLECALL_NOTIFY_SECRET.",
+        ),
+    ] = "",
     credentials: CredentialsOption = None,
     metrics: MetricsOption = "",
     web_config: WebConfigOption = None,

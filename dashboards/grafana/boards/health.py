@@ -128,8 +128,8 @@ def _detection() -> PanelRow:
         ),
         bars(
             "Incident outcomes",
-            """resolved: recovered by an action. tolerated: no action was worth its cost. observed: rolecall may not act.
-            self_recovered: the fault ended before an action. escalated: on-call was paged.""",  # noqa: E501
+            """resolved: recovered by an action. tolerated: no action was worth its cost. self_recovered: the fault ended
+            without an action. ended: the run ended before the fault. escalated: on-call was paged.""",  # noqa: E501
             PanelFormat(decimals=0),
             PanelQuery("max by (outcome) (rolecall_incidents_closed_total)", "{{outcome}}"),
         ),

@@ -23,7 +23,7 @@ from rolecall.core.membership import STANDBY_ROLE
 from rolecall.core.text import in_words, plain
 from rolecall.dashboards.pages.incidents.material import IncidentPageInputs
 from rolecall.recovery.fleet_view import FleetView
-from rolecall.recovery.guards import Situation, check, on_peer_evidence_alone
+from rolecall.recovery.guards import MODE, Situation, check, on_peer_evidence_alone
 from rolecall.recovery.incidents import ActionFailure, Attempt, Incident, IncidentOutcome, IncidentState
 from rolecall.recovery.operators.queries import decided_then
 from rolecall.recovery.policy import FailedAttempt, PolicyInput, decide
@@ -70,7 +70,8 @@ class PredictedDecision:
         of = f"{what} of {', '.join(self.targets)}" if self.targets else what
         if self.action is ActionKind.TOLERATE:
             paged = ", on-call is paged" if self.page_oncall else ""
-            return f"no action (closed as {in_words(self.first)}{paged})"
+            end = "open until it is over" if self.first == MODE else f"closed as {in_words(self.first)}"
+            return f"no action ({end}{paged})"
         if self.first == ACTS:
             return of
         if self.first == NEEDS_APPROVAL:
@@ -112,7 +113,7 @@ def predict(inputs: DecisionInputs) -> PredictedDecision:
     """Policy, then guards, as the watch evaluates them."""
     policy_input, verdict = inputs.policy_input, decide(inputs.policy_input)
     plan = verdict.plan
-    if plan.action is ActionKind.TOLERATE:
+    if plan.action is ActionKind.TOLERATE and policy_input.config.mode != "observe":
         first, because = str(verdict.outcome), plan.because
     else:
         planned = _planned(inputs.incident, plan, policy_input.diagnosis, inputs.now)

@@ -148,8 +148,8 @@ STATES = {
         "Awaiting approval: replace replica of rollout/1#1; expires in 10 min 00 s",
     ),
     "held": ("‖", "Blocked by paused: replace replica of rollout/1#1"),
-    "observed": ("○", "Observed: the fault ended without action by rolecall"),
-    "cannot tell": ("–", "On-call was paged"),
+    "observed": ("⊘", "Self-recovered: the fault ended without action by rolecall"),
+    "cannot tell": ("–", "On-call paged over test"),
     "user code": ("✗", "Escalated"),
 }
 

@@ -102,7 +102,9 @@ def test_a_row_has_suspect_fault_times_and_duration(tmp_path: Path) -> None:
     assert found.open_seconds(NOW) == pytest.approx(world.only().closed_at - world.only().opened_at)  # type: ignore[operator]
 
 
-@pytest.mark.parametrize(("kind", "status"), [("held", "blocked"), ("proposed", "proposed"), ("observed", "observed")])
+@pytest.mark.parametrize(
+    ("kind", "status"), [("held", "blocked"), ("proposed", "proposed"), ("observed", "self_recovered")]
+)
 def test_states_in_one_word(kind: str, status: str, tmp_path: Path) -> None:
     assert row_of(world_of(kind, tmp_path).only()).status == status
 

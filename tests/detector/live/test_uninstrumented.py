@@ -8,7 +8,7 @@ from rolecall.core.config.job import DetectorConfig
 from rolecall.core.ids import NodeId, ProcessId
 from rolecall.core.telemetry import NO_PAGE, UNCOUNTED, AgentEvent, AgentEventKind, ProcessSample, SampleBatch
 from rolecall.detector.base.observation import Observation
-from rolecall.detector.live.engine import LiveDetector
+from rolecall.detector.live.engine import VANISHED_SECONDS, LiveDetector
 from rolecall.detector.live.stages.uninstrumented import (
     GATHER_SECONDS,
     STARVED_SECONDS,
@@ -335,3 +335,56 @@ def test_a_late_exit_does_not_affect_the_successor(job: Job) -> None:
     for seconds in range(1, 8):
         assert job.detector.observe(Observation(wall_at=WALL + job.at + seconds)) == []
     assert {s.process for s in job.detector.processes() if s.replica == "rollout/1"} == {job.process(name, 2000)}
+
+
+# --- whether a fault is over
+
+
+def test_a_rank_runs_again_once_it_is_neither_stopped_nor_starved(job: Job) -> None:
+    assert job.detector.progressing("trainer/0", 0) == (
+        True,
+        "trainer/0 (node-1, pid 1000) runs; it does not report progress",
+    )
+    job.state["trainer/0:2"] = "T"
+    job.cpu_rate["trainer/0:2"] = 0.0
+    assert not job.run(STOPPED_SECONDS - 2), "not diagnosed yet"
+    moves, because = job.detector.progressing("trainer/0", 0)
+    assert not moves and "rank 2" in because and "stopped, blocked or without a CPU for" in because
+    job.run(10)
+    assert "diagnosed with hang" in job.detector.progressing("trainer/0", 0)[1]
+    job.state["trainer/0:2"] = "S"
+    assert not job.run(3)
+    assert job.detector.progressing("trainer/0", 0)[0]
+    job.delay_rate["rollout/0:0"] = 0.9
+    job.run(3)
+    assert not job.detector.progressing("rollout/0", 0)[0]
+
+
+def test_a_replica_has_ended_when_all_its_processes_are_gone(job: Job) -> None:
+    job.state["trainer/0:2"] = "T"
+    job.cpu_rate["trainer/0:2"] = 0.0
+    assert set(job.run(10)) == {"hang:trainer/0#0"}
+    assert not job.detector.ended("trainer/0", "node-2")
+    for name in job.who:
+        job.ends(name, {"signal": "15", "cause": "terminated"})
+        assert not job.detector.ended("trainer/0", "node-2")
+    assert not job.run(5)
+    assert job.detector.ended("trainer/0", "node-2") and job.detector.ended("rollout/1", "node-2")
+    job.pids = {name: pid + 100 for name, pid in job.pids.items()}
+    job.state["trainer/0:2"] = "S"
+    job.run(3)
+    assert not job.detector.ended("trainer/0", "node-2") and job.detector.progressing("trainer/0", 0)[0]
+
+
+def test_what_ended_unseen_has_vanished_and_what_no_agent_shows_is_unknown(job: Job) -> None:
+    gone = ("trainer/0:0", "trainer/0:1", "trainer/0:2", "trainer/0:3")
+    for name in gone:  # they end while their agent is down: it starts without them
+        del job.who[name]
+    job.run(VANISHED_SECONDS - 2)
+    assert not job.detector.ended("trainer/0", "node-2")
+    job.run(5)
+    assert job.detector.ended("trainer/0", "node-2")
+    silent = (("node-2", WALL + job.at, "timeout"),)
+    job.detector.observe(Observation(wall_at=WALL + job.at, batches=(), events=(), unreachable=silent))
+    assert not job.detector.ended("trainer/0", "node-2") and not job.detector.ended("nobody/0", "node-2")
+    assert job.detector.ended("nobody/0", "node-1"), "its agent answers and shows no such process"

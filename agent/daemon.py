@@ -12,6 +12,7 @@ another agent uses, or a port that is taken.
 
 import argparse
 import logging
+import os
 import resource
 import signal
 import sys
@@ -19,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rolecall.agent.collectors.process.exits import WatchRefused
-from rolecall.agent.data_dir import TOKEN_NAME, access_of, token_of
+from rolecall.agent.data_dir import TOKEN_NAME, access_of, refuse_foreign, token_of
 from rolecall.agent.node import Agent, AgentSettings, DirectoryInUse
 from rolecall.core.errors import ConfigError, InvalidId
 from rolecall.core.ids import NodeId, checked_id
@@ -169,6 +170,7 @@ def _of_the_node(parser: argparse.ArgumentParser, arguments: argparse.Namespace)
         print(f"bearer {bearer_token(token)}" if arguments.bearer else token)
         print(access_of(token_file or data_dir / TOKEN_NAME), file=sys.stderr)
         return None
+    refuse_foreign(data_dir, os.geteuid())
     web = None
     if arguments.config is not None and file.web_config_file is not None:
         from rolecall.agent.http.web_config import load_web_config

@@ -75,6 +75,13 @@ def token_of(data_dir: Path) -> str:
     return token
 
 
+def refuse_foreign(data_dir: Path, euid: int) -> None:
+    """Raises ConfigError: another user owns it, who could exchange the token (a known name in /tmp)."""
+    owner = data_dir.stat().st_uid
+    if owner not in (0, euid) and euid != 0:
+        raise ConfigError([f"{data_dir}: belongs to user {owner}; choose another directory (--data-dir)"])
+
+
 def access_of(path: Path) -> str:
     """`PATH (mode 0640, group ml)`. Raises OSError."""
     stat = path.stat()

@@ -68,7 +68,7 @@ def doctor(
     add_help_option=False,  # the agent's own parser answers --help
 )
 def agent(ctx: typer.Context) -> int:
-    """Run the agent of this node."""
+    """Run the agent of this node; `agent token` prints its token."""
     # The agent parses its own arguments, so that it starts without typer and pydantic.
     from rolecall.agent.daemon import main
 

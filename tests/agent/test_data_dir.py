@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from rolecall.agent.daemon import main
-from rolecall.agent.data_dir import data_dirs_of_jobs, default_data_dir, token_of
+from rolecall.agent.data_dir import data_dirs_of_jobs, default_data_dir, refuse_foreign, token_of
 from rolecall.core.errors import ConfigError
 from rolecall.core.rundir import bearer_token
 from tests.support import PATIENCE_SECONDS
@@ -65,6 +65,17 @@ def test_a_directory_that_exists_keeps_its_mode(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir(mode=0o700)
     token_of(tmp_path / "data")
     assert (tmp_path / "data").stat().st_mode & 0o777 == 0o700
+
+
+def test_a_directory_of_another_user_is_refused(tmp_path: Path) -> None:
+    if os.geteuid() == 0:
+        os.chown(tmp_path, 4711, 4711)
+    owner = tmp_path.stat().st_uid
+    for euid in (0, owner):
+        refuse_foreign(tmp_path, euid)
+    with pytest.raises(ConfigError, match="belongs to user"):
+        refuse_foreign(tmp_path, owner + 1)
+    refuse_foreign(Path("/"), 4712)  # root's may be anybody's
 
 
 def test_an_empty_token_is_refused(tmp_path: Path) -> None:

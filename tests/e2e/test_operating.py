@@ -91,7 +91,7 @@ def _a_pause_holds_what_was_approved(run: DemoRun, webhook: Inbox, digest: str) 
     assert wrong.returncode == 1 and digest in wrong.stderr, "the refusal names the plan that waits"
     approved = rolecall("approve", digest, "--run", str(run.path))
     assert approved.returncode == 0, approved.stderr
-    assert "approved: replace_replica of rollout/1#1" in approved.stdout
+    assert "approved: replace replica of rollout/1#1" in approved.stdout
     held = _event(run, "plan_blocked", guard="paused")
     assert "an operator is at the rack" in held["because"]
     status = command("status", str(run.path))
@@ -144,7 +144,7 @@ def _a_rejected_plan_is_not_performed(run: DemoRun, webhook: Inbox) -> None:
     proposed = run.observer.events("plan_proposed")[-1]
     digest = proposed["plan"]["digest"]
     rejected = command("reject", digest, "--run", str(run.path), "--reason", "we want to look at it")
-    assert rejected.returncode == 0 and "rejected: replace_replica of rollout/2#1" in rejected.stdout, rejected.stderr
+    assert rejected.returncode == 0 and "rejected: replace replica of rollout/2#1" in rejected.stdout, rejected.stderr
     closed = _event(run, "incident_closed", incident=proposed["incident"])
     (decision,) = run.observer.events("plan_rejected")
     assert closed["outcome"] == "escalated"

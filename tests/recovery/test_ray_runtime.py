@@ -86,7 +86,7 @@ def test_moving_chooses_another_node_and_a_repetition_the_same(world: World) -> 
 
 
 def test_unsupported_actions_are_refused(world: World) -> None:
-    with pytest.raises(ActuatorError, match="cannot perform restart_role"):
+    with pytest.raises(ActuatorError, match="cannot restart role"):
         RayRuntime(world.journal).perform(plan(action=A.RESTART_ROLE), take(world))
 
 

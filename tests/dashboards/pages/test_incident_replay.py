@@ -30,7 +30,7 @@ def test_the_same_input_gives_the_same_plan(tmp_path: Path) -> None:
     done = replay(m.events, None)
     assert done.same is True
     assert len(done.lines) == 3
-    assert "same plan, replace_replica" in done.lines[0]
+    assert "same plan, replace replica" in done.lines[0]
 
 
 def test_another_plan_is_reported(tmp_path: Path) -> None:

@@ -140,7 +140,7 @@ def test_a_click_approves_the_plan_under_the_name_of_the_file(made: World) -> No
     button(at, "Approve").click().run()
     assert _new(made, before) == [(K.PLAN_APPROVED, "anna")]
     assert made.events()[-1].payload.digest == proposed.digest
-    assert "approved: replace_replica of " in texts(at)
+    assert "approved: replace replica of " in texts(at)
 
 
 def test_a_double_click_is_one_word(made: World) -> None:

@@ -57,7 +57,7 @@ def test_one_port_down_is_its_node(tmp_path: Path) -> None:
     [d], remarks, code = diagnosed(tmp_path)
     assert (suspects(d), d.fault_class, code, remarks) == (["node-3"], FaultClass.NETWORK, 1, ())
     assert d.because == (
-        "node node-3: port mlx5_2/1 is down (DOWN, physical state Polling), and active on 7 of 7 other node(s)"
+        "node-3: port mlx5_2/1 is down (DOWN, physical state Polling), and active on 7 of 7 other node(s)"
     )
     assert d.evidence[0].values == {"num_up": 7.0, "num_peers": 7.0}
 

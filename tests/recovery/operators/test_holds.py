@@ -50,7 +50,7 @@ def _digest(world: World) -> str:
 def test_nothing_begins_while_it_is_held_and_all_goes_on_after(tmp_path: Path) -> None:
     world, run, watch, digest = holding(tmp_path)
     said = commands.hold_plan(run, digest, "alice", "let me get a dump", 30.0, world.clock)
-    assert said.startswith("on hold until 20") and said.endswith(": replace_replica of rollout/1#1 (inc-1-rollout-1)")
+    assert said.startswith("on hold until 20") and said.endswith(": replace replica of rollout/1#1 (inc-1-rollout-1)")
     commands.resume_recovery(run, "bob")
     world.run(29, watch)
     assert world.runtime.replaced == [] and world.only().state is IncidentState.PLANNED

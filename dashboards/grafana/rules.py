@@ -170,7 +170,7 @@ RECOVERY = RuleGroup(
         ),
         "RolecallOncallPaged": critical(
             expr="increase(rolecall_oncall_pages_total[10m]) > 0",
-            summary=f"rolecall paged on-call {REPORTED_BY}",
+            summary=f"rolecall needs an operator {REPORTED_BY}",
             description="Automatic recovery is exhausted or not allowed, the job was stopped, or a hold expired. "
             "`rolecall incidents` shows the reason.",
         ),

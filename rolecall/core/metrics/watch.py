@@ -71,7 +71,7 @@ WATCH_METRICS = rows(
         "no_progress (failed)",
         "evictions_last_hour": "Replicas taken down by actions that were started within the last hour",
         "evictions_limit": "Evictions per hour beyond which rolecall stops acting and pages on-call",
-        "oncall_pages_total": "Pages to on-call",
+        "oncall_pages_total": "Pages to on-call; without a notification channel they are only logged",
         "nodes_quarantined": "Quarantined nodes",
         "diagnoses_reviewed{verdict}": "Incidents by the newest review of their diagnosis: right, wrong",
     },

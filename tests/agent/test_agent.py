@@ -329,3 +329,12 @@ def test_imports_of_the_agent_and_the_reporter() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE_SECONDS, check=False
     )
     assert "telemetry" not in done.stdout and "registry" not in done.stdout
+
+
+@pytest.mark.parametrize(("host", "open_to_network"), [("0.0.0.0", True), ("127.0.0.1", False)])
+def test_listening_beyond_loopback_without_tls_is_warned_of(tmp_path: Path, host: str, open_to_network: bool) -> None:
+    (tmp_path / "data").mkdir()
+    agent = AgentProcess(tmp_path / "data", "--host", host)
+    agent.process.terminate()
+    said = agent.process.communicate(timeout=PATIENCE_SECONDS)[1]
+    assert ("is open to the network without TLS: set web_config_file" in said) is open_to_network, said

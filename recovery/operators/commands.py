@@ -4,7 +4,7 @@ A command appends a journal event and takes no action itself. A replacement requ
 that holds the lease takes through the same guards as a diagnosis. Commands work from any machine that reaches the
 journal's database.
 
-A run that has ended takes no command but a review and the result of a burn-in.
+A run that has ended takes no command but a pause, a review, and the result of a burn-in.
 
 Draining a node quarantines it and opens one replacement request per replica there. Repeating a drain that was
 interrupted adds only what is missing.
@@ -78,7 +78,7 @@ def _of_running(location: RunLocation, clock: Clock | None = None) -> Iterator[t
 def pause_recovery(location: RunLocation, by: str, because: str) -> str:
     """No further action starts until `resume_recovery`. Returns the confirmation to print."""
     check_request(by, because)
-    with _of_running(location) as (journal, _):
+    with journal_of(location) as journal:
         # The flag first: it stops the next action. The event is the record.
         journal.set_flag(PAUSED_FLAG, f"{by}: {because}")
         journal.append(RecoveryPaused(by=by, because=because))
@@ -88,7 +88,7 @@ def pause_recovery(location: RunLocation, by: str, because: str) -> str:
 def resume_recovery(location: RunLocation, by: str) -> str:
     """Ends a pause. Returns the confirmation to print."""
     checked_name(by)
-    with _of_running(location) as (journal, _):
+    with journal_of(location) as journal:
         was = journal.flag(PAUSED_FLAG)
         journal.set_flag(PAUSED_FLAG, None)
         journal.append(RecoveryResumed(by=by))

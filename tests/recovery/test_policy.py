@@ -307,7 +307,7 @@ UNKNOWN = FleetView(replicas=())
         (diagnosis(F.CRASH, ("trainer/1", 2)), "replace trainer/1#2 on node-trainer-1"),
         (diagnosis(F.GPU, ONE), "move rollout/1#1 on node-rollout-1 to another node"),
         (replace(diagnosis(F.USER_CODE), about="trainer:ValueError:f1"), "stop job"),
-        (diagnosis(F.SLOW, ONE, gain_ratio=4.0), "take no action (tolerated: 4.00 times slower, but no horizon is set"),
+        (diagnosis(F.SLOW, ONE, gain_ratio=4.0), "take no action (4.00 times slower, but no horizon is set"),
         (replace(diagnosis(F.GPU), suspects=(Suspect(node=NodeId("node-3")),)), "take no action (the evidence names"),
     ],
 )

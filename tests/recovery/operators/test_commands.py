@@ -282,7 +282,7 @@ def test_a_long_sentence_is_cut() -> None:
     assert len(notification_text("x" * 10_000)) == 2000 and notification_text("short") == "short"
 
 
-def test_a_run_that_has_ended_takes_reviews_only(tmp_path: Path) -> None:
+def test_a_run_that_has_ended_takes_no_command_that_would_act(tmp_path: Path) -> None:
     world, run, watch = approving(tmp_path)
     digest = proposed(world, watch)
     world.journal.append(filled(K.RUN_ENDED, {"outcome": "done", "because": "all steps are done"}))
@@ -293,8 +293,6 @@ def test_a_run_that_has_ended_takes_reviews_only(tmp_path: Path) -> None:
         lambda: commands.reject_plan(run, digest, "ada", "no", world.clock),
         lambda: commands.hold_plan(run, digest, "ada", "wait", 60.0, world.clock),
         lambda: commands.lift_hold(run, digest, "ada", "", world.clock),
-        lambda: commands.pause_recovery(run, "ada", "maintenance"),
-        lambda: commands.resume_recovery(run, "ada"),
         lambda: commands.quarantine(run, "node-1", "ada", "hot", world.clock),
         lambda: commands.return_node(run, "node-1", "ada", "cold", world.clock),
         lambda: commands.drain(run, "node-1", "ada", "hot", world.clock),

@@ -122,14 +122,15 @@ def lapses(world: World) -> None:
 
 
 def observed(world: World) -> None:
-    """Nothing is done, and the fault ends without us."""
+    """Nothing is done, and an operator replaces it by hand."""
     world.runtime.inject("rollout/1", FaultClass.SLOW)
 
-    def heals() -> None:
-        if world.events(K.PLAN_BLOCKED):
-            world.runtime.processes["rollout/1"].fault = None
+    def replaces() -> None:
+        if world.desired("rollout/1") == 1 and world.events(K.PLAN_BLOCKED):
+            desired = world.journal.desired()[ReplicaId("rollout/1")]
+            world.journal.set_desired(replace(desired, incarnation=2))
 
-    world.others.append(heals)
+    world.others.append(replaces)
 
 
 def code_explains_it(world: World) -> None:

@@ -7,6 +7,7 @@ import typer
 
 from rolecall.cli.options import JsonOption, examples, out, progress, show
 from rolecall.core.errors import ConfigError
+from rolecall.core.text import counted
 
 if TYPE_CHECKING:
     from rolecall.detector.panels.panel import PanelDetector
@@ -149,7 +150,7 @@ def simulate_fleet(
     num = simulated(
         folder, seed=seed, num_tasks=tasks, num_healthy=healthy, num_machines_max=machines_max, progress=progress
     )
-    out(f"{folder}: {num} recording(s)")
+    out(f"{folder}: {counted(num, 'recording')}")
     return 0
 
 

@@ -22,6 +22,7 @@ from rolecall.cli.options import (
 )
 from rolecall.core.errors import ConfigError
 from rolecall.core.rundir import open_run_dir
+from rolecall.core.text import counted
 
 if TYPE_CHECKING:
     from rolecall.core.config.job import JobConfig
@@ -158,7 +159,7 @@ def down(run: RunArgument, runs: RootOption = ROOT, as_json: JsonOption = False)
     ended = stop_run(where.path)
     withdraw(where)
     value = {"run": where.run_id, "ended": [str(p) for p in ended]}
-    show(as_json, value, [f"{where.run_id}: ended {len(ended)} process(es)"])
+    show(as_json, value, [f"{where.run_id}: ended {counted(len(ended), 'process', 'processes')}"])
 
 
 @app.command(

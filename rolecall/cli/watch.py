@@ -29,6 +29,7 @@ from rolecall.cli.options import (
 )
 from rolecall.core.errors import ConfigError
 from rolecall.core.rundir import open_run_dir
+from rolecall.core.text import counted
 
 if TYPE_CHECKING:
     from rolecall.watch.run import MetricsEndpoint
@@ -163,7 +164,7 @@ def watch_agents(
     file = AgentsFile(Path(agents), ask, keep, SystemClock()) if is_file(agents) else None
     found = file.first() if file else named_agents(listed(agents), ask)
     run = observing_run(runs, run_id, found, webhook or None)
-    progress(f"watching {len(found)} node(s); incidents: rolecall incidents --run {run.path}")
+    progress(f"watching {counted(len(found), 'node')}; incidents: rolecall incidents --run {run.path}")
     return start(run, seconds, header, file.urls if file else None, endpoint)
 
 

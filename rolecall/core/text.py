@@ -36,6 +36,24 @@ def iso_utc(at: float) -> str:
     return utc(at, "%Y-%m-%dT%H:%M:%SZ", f"{at:g} s")
 
 
+def counted(number: int, noun: str, plural: str = "") -> str:
+    """`1 finding`, `2 findings`, `1,024 processes`; `plural` where the noun does not simply take an s."""
+    return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
+
+
+_AGES = ((172_800, 86_400, "d"), (7200, 3600, "h"), (120, 60, "min"), (0, 1, "s"))
+"""(from this many seconds on, seconds of the unit, unit) of an age."""
+
+
+def ago(at: float, now: float) -> str:
+    """`3 min ago, 14:05:31 UTC`, with its date on another day. `at` and `now`: wall seconds."""
+    same_day = utc(at, "%Y-%m-%d") == utc(now, "%Y-%m-%d")
+    absolute = utc(at, "%H:%M:%S UTC" if same_day else "%Y-%m-%d %H:%M:%S UTC")
+    size, unit = next((size, unit) for least, size, unit in _AGES if abs(now - at) >= least)
+    amount = f"{abs(now - at) / size:.0f} {unit}"
+    return f"{amount} ago, {absolute}" if at <= now else f"in {amount}, {absolute}"
+
+
 def seconds(value: float | None, none: str = "–") -> str:
     """`0.31 s`, `9.8 s`, `2 min 05 s`, `3 h 20 min`, `2 d 04 h`."""
     if value is None:

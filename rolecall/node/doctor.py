@@ -12,6 +12,8 @@ from functools import partial
 from itertools import takewhile
 from typing import NamedTuple
 
+from rolecall.core.text import counted
+
 CLOCK_ERROR_SECONDS_MAX = 0.5
 """Error of an incident's times between nodes; the detectors tolerate one second."""
 FREE_BYTES_MIN = 256 << 20
@@ -130,7 +132,7 @@ def _driver(facts: NodeFacts) -> Iterator[_Result]:
         yield _ok("no NVIDIA GPU on this node")
     elif not facts.driver:
         yield _broken(
-            f"{there} NVIDIA GPU(s) and no driver loaded",
+            f"{counted(there, 'NVIDIA GPU')} and no driver loaded",
             "load it (modprobe nvidia); the kernel log shows why it is not loaded",
         )
     elif facts.gpu_devices < facts.pci_gpus:
@@ -139,7 +141,7 @@ def _driver(facts: NodeFacts) -> Iterator[_Result]:
             "run nvidia-modprobe -u -c 0, or check the kernel log for a GPU that did not come up",
         )
     else:
-        yield _ok(f"driver {facts.driver}, {facts.gpu_devices} GPU(s)")
+        yield _ok(f"driver {facts.driver}, {counted(facts.gpu_devices, 'GPU')}")
 
 
 def _nvml(facts: NodeFacts) -> Iterator[_Result]:
@@ -310,7 +312,7 @@ def _clocks(facts: NodeFacts) -> Iterator[_Result]:
         and apart <= CLOCK_ERROR_SECONDS_MAX
         and all(o.seconds is not None for o in facts.clock_offsets)
     ):
-        yield _ok(f"{len(facts.clock_offsets)} other clock(s), within {apart * 1000:.0f} ms of this node's")
+        yield _ok(f"{counted(len(facts.clock_offsets), 'other clock')}, within {apart * 1000:.0f} ms of this node's")
 
 
 def _pressure(facts: NodeFacts) -> Iterator[_Result]:

@@ -30,7 +30,7 @@ from rolecall.core.config.section import Section
 from rolecall.core.diagnosis import Diagnosis
 from rolecall.core.errors import ConfigError, UnreadableInput
 from rolecall.core.rundir import RunDir
-from rolecall.core.text import iso_utc, plain
+from rolecall.core.text import counted, iso_utc, plain
 from rolecall.detector.live.fusion import Merger
 from rolecall.detector.panels.membership import PanelFollower
 from rolecall.detector.panels.panel import Panel, PanelDetector, PanelSource, PanelTick, Stopped, panel_key
@@ -248,10 +248,12 @@ def watch(
         raise UnreadableInput(where=where, reason="no tick was received")
     if not as_json:
         shapes = watches[0].shapes if watches else []
-        summary = "; ".join(f"{s.name}: {len(s.machines)} machine(s), {len(s.metrics)} metric(s)" for s in shapes)
+        summary = "; ".join(
+            f"{s.name}: {counted(len(s.machines), 'machine')}, {counted(len(s.metrics), 'metric')}" for s in shapes
+        )
         open_ends = list(dict.fromkeys(e for w in watches for e in w.open_ends))
         nothing = "nothing found, but not everything could be checked, in" if open_ends else "healthy: nothing found in"
-        out(plain(f"{f'{found} diagnosis(es) in' if found else nothing} {ticks} tick(s) of {summary}"))
+        out(plain(f"{counted(found, 'finding') + ' in' if found else nothing} {counted(ticks, 'tick')} of {summary}"))
         for line in open_ends:
             out("    " + plain(line))
     return 1 if found else 0

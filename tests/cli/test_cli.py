@@ -31,7 +31,7 @@ def test_a_wrong_job_file_reports_every_problem_and_starts_nothing(
     job.write_text("seed: -1\nfoo: 1\nroles: {trainer: 0}\n")
     code, out, err = _run(capsys, "run", str(job), "--runs", str(tmp_path / "runs"))
     assert code == 2 and out == ""
-    assert "3 problem(s)" in err
+    assert "3 problems" in err
     assert all(path in err for path in ("seed: ", "roles.trainer: ", "foo: unknown key"))
     assert not (tmp_path / "runs").exists()
 

@@ -75,7 +75,7 @@ def test_a_job_that_is_no_mapping_is_refused(value: Any) -> None:
         ),
         ("seed: 2020-13-45\n", "not YAML: month"),
         ("seed: " + "[" * 20_000, "nested too deeply"),
-        ("1: 2\nfalse: 3\n", "2 problem(s)\n  1: unknown key\n  False: unknown key"),
+        ("1: 2\nfalse: 3\n", "2 problems\n  1: unknown key\n  False: unknown key"),
         ("? [a]\n: 1\n", "unhashable key"),
         ("a: 1\n---\nb: 1\n", "not YAML"),
     ],

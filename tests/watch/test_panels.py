@@ -185,9 +185,7 @@ def test_diagnoses_are_sentences_as_they_come(recorded: Path) -> None:
     assert lines[0].startswith(
         "2023-11-14T22:13:42Z slow: node n1 is high (since 2023-11-14T22:13:40Z, confidence 0.90; "
     )
-    assert lines[-1].startswith(
-        f"{len(offline)} diagnosis(es) in 120 tick(s) of role trainer: 5 machine(s), 1 metric(s)"
-    )
+    assert lines[-1].startswith(f"{len(offline)} findings in 120 ticks of role trainer: 5 machines, 1 metric")
 
 
 def test_diagnoses_as_json_are_one_object_a_line(recorded: Path) -> None:
@@ -204,9 +202,9 @@ def test_a_healthy_recording_and_one_that_is_cut_short(tmp_path: Path) -> None:
     recording.write(path, [healthy])
     lines: list[str] = []
     assert watch_recording(path, 1e6, [Toy()], out=lines.append, clock=FakeClock()) == 0
-    assert lines == ["healthy: nothing found in 20 tick(s) of role trainer: 5 machine(s), 1 metric(s)"]
+    assert lines == ["healthy: nothing found in 20 ticks of role trainer: 5 machines, 1 metric"]
     assert watch_recording(path, 1.0, [Toy()], out=lines.append, seconds=10.0, clock=FakeClock()) == 0
-    assert "in 10 tick(s)" in lines[-1]
+    assert "in 10 ticks" in lines[-1]
 
 
 @pytest.mark.parametrize(
@@ -242,8 +240,7 @@ def test_undecided_input_is_not_called_healthy(tmp_path: Path) -> None:
         recording.write(path, [noise(machines=num, metrics=2, ticks=12)])
         assert watch_recording(path, 1e6, [Sequential()], out=lines.append, clock=FakeClock()) == 0
         assert (
-            lines[0].startswith("nothing found, but not everything could be checked, in 12 tick(s)")
-            and said in lines[1]
+            lines[0].startswith("nothing found, but not everything could be checked, in 12 ticks") and said in lines[1]
         )
 
 
@@ -476,7 +473,7 @@ def test_a_real_server_with_real_agents(tmp_path: Path, caplog: pytest.LogCaptur
     assert [m.node for m in hosts.machines] == list(NODES)
     assert {"rolecall_host_load1", "rolecall_host_cpu_busy_ratio"} <= set(hosts.metrics)
     assert not [r for r in caplog.records if r.levelno >= logging.WARNING]
-    assert code in (0, 1) and "tick(s) of" in watched[-1] and "3 machine(s)" in watched[-1]
+    assert code in (0, 1) and "ticks of" in watched[-1] and "3 machines" in watched[-1]
 
 
 def test_a_real_server_takes_the_default_queries_and_gives_in_pieces_what_it_refuses_as_a_whole(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from rolecall.agent.collectors.process.exits import WatchRefused
 from rolecall.agent.node import Agent, AgentSettings, DirectoryInUse
 from rolecall.core.errors import ConfigError, InvalidId
 from rolecall.core.ids import NodeId, checked_id
+from rolecall.core.text import os_reason
 
 LOOPBACK = "127.0.0.1"
 NUM_DESCRIPTORS = 4096
@@ -106,7 +107,7 @@ def _token(parser: argparse.ArgumentParser, path: Path) -> str:
     try:
         token = path.read_text().strip()
     except OSError as e:
-        parser.error(f"--token-file: {e}")
+        parser.error(f"--token-file: {path}: {os_reason(e)}")
     if not token:
         parser.error(f"--token-file: {path} is empty")
     return token

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rolecall.cli.options import JsonOption, examples, out, progress, show
+from rolecall.cli.options import HelpGroup, JsonOption, examples, out, present, progress
 from rolecall.core.errors import ConfigError
 from rolecall.core.text import counted
 
@@ -86,6 +86,7 @@ def diagnose(
 
     Exit code 0: healthy, or cannot tell; 1: a fault was found; 2: unreadable input."""
     from rolecall.diagnose import diagnose as diagnosing
+    from rolecall.terminal import findings
 
     if explain is not None and explain.suffix.lower() not in (".html", ".htm"):
         raise ConfigError([f"--explain: {explain}: the page is HTML, so its name must end in .html"])
@@ -100,7 +101,7 @@ def diagnose(
         from rolecall.diagnose.explain import explain as draw
 
         draw(explain, diagnosing.explained(answer, detectors))
-    show(as_json, answer.to_dict(), diagnosing.sentences(answer))
+    present(as_json, answer.to_dict(), findings.report(answer))
     return diagnosing.exit_code(answer)
 
 
@@ -133,7 +134,7 @@ def fit(
     return 0
 
 
-simulate = typer.Typer(no_args_is_help=True, help="Generate recordings with known faults.")
+simulate = typer.Typer(cls=HelpGroup, no_args_is_help=True, help="Generate recordings with known faults.")
 
 
 @simulate.command(name="fleet", epilog=examples("rolecall simulate fleet cases/ --tasks 20 --healthy 5"))

@@ -63,14 +63,13 @@ class InvalidId(RolecallError, ValueError):
 
 
 class ConfigError(RolecallError, ValueError):
-    """All problems of one job file. `problems`: `path: reason` lines."""
+    """All problems of one job file or command line. `problems`: `path: reason` lines."""
 
     def __init__(self, problems: Sequence[str], source: str = "") -> None:
         self.problems, self.source = tuple(problems), source
         head = f"{source}: " if source else ""
-        super().__init__(
-            f"{head}{counted(len(self.problems), 'problem')}\n" + "\n".join(f"  {p}" for p in self.problems)
-        )
+        several = f"{counted(len(self.problems), 'problem')}\n" + "\n".join(f"  {p}" for p in self.problems)
+        super().__init__(head + (self.problems[0] if len(self.problems) == 1 else several))
 
 
 class JournalError(RolecallError):

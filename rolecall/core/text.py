@@ -41,6 +41,11 @@ def counted(number: int, noun: str, plural: str = "") -> str:
     return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
 
 
+def os_reason(error: BaseException) -> str:
+    """Why a call of the system failed, without the number: `No such file or directory`."""
+    return str(getattr(error, "strerror", None) or error or type(error).__name__)
+
+
 _AGES = ((172_800, 86_400, "d"), (7200, 3600, "h"), (120, 60, "min"), (0, 1, "s"))
 """(from this many seconds on, seconds of the unit, unit) of an age."""
 

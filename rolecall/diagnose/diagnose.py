@@ -14,10 +14,10 @@ from typing import Any, NoReturn
 import numpy as np
 
 from rolecall.core.clock import Clock, SystemClock
-from rolecall.core.diagnosis import NO_TIME, Diagnosis, Finding
+from rolecall.core.diagnosis import Diagnosis, Finding
 from rolecall.core.errors import ReadingStopped, UnreadableInput
 from rolecall.core.faults import FaultClass
-from rolecall.core.text import counted, iso_utc, plain
+from rolecall.core.text import counted
 from rolecall.detector.artifacts import infiniband
 from rolecall.detector.artifacts.flight_recorder import diagnosis as flight_recorder
 from rolecall.detector.artifacts.flight_recorder import dumps as flight_dumps
@@ -439,41 +439,6 @@ def _panel_words(panel: Panel) -> str:
         f"{shape.name}: {counted(len(shape.machines), 'machine')}, {counted(len(shape.metrics), 'metric')}, "
         f"{len(panel.at)} ticks of {shape.interval_seconds:g} s ({span})"
     )
-
-
-def sentences(answer: DiagnosisReport) -> list[str]:
-    """The report as text: each diagnosis with its evidence, or `healthy`, followed by the inputs."""
-    lines: list[str] = []
-    for diagnosis in answer.diagnoses:
-        lines.append(f"{_when(diagnosis)} {diagnosis.fault_class}: {diagnosis.because}")
-        lines += [f"    {e.text}" for e in diagnosis.evidence]
-        if diagnosis.settle:
-            lines.append(f"    to settle it: {diagnosis.settle}")
-        if diagnosis.advice:
-            lines.append(f"    advice: {diagnosis.advice}")
-    if not answer.diagnoses:
-        lines.append(
-            "nothing found, but not everything could be checked, in"
-            if answer.open_ends
-            else "healthy: nothing found in"
-        )
-    else:
-        lines.append(f"{counted(len(answer.diagnoses), 'finding')} in")
-    for i in answer.inputs:
-        lines.append(f"    {i.path}: {i.content}")
-        lines += [f"        {r}" for r in i.remarks]
-    lines += [f"    {effect.text}" for effect in answer.smallest_effects]
-    return [
-        plain(line) if not line.startswith(" ") else line[: len(line) - len(line.lstrip())] + plain(line.lstrip())
-        for line in lines
-    ]
-
-
-def _when(d: Diagnosis) -> str:
-    if any(e.kind == NO_TIME for e in d.evidence):
-        return "at an unknown time"
-    text = iso_utc(d.detected_at)
-    return f"at {text}" if text.endswith(" s") else text
 
 
 def exit_code(answer: DiagnosisReport) -> int:

@@ -72,7 +72,8 @@ class NodeFacts:
     rank_uid: int | None = None  # owner of the process given by --pid
     hidepid: str = ""  # of /proc, where other users' processes are hidden
     data_dir: str = ""
-    data_dir_error: str = ""  # why it cannot be written; empty: it can
+    data_dir_error: str = ""  # why it cannot be written or created; empty: it can
+    data_dir_exists: bool = True
     free_bytes: int | None = None
     free_inodes: int | None = None
     environ: Mapping[str, str] = field(default_factory=dict)  # of this shell, or of the process given by --pid
@@ -240,6 +241,8 @@ def _data_dir(facts: NodeFacts) -> Iterator[_Result]:
             f"{facts.data_dir}: {facts.data_dir_error}",
             "create it, owned by the agent's user, or set another one (data_dir)",
         )
+    elif not facts.data_dir_exists:
+        yield _ok(f"{facts.data_dir}: the agent creates it when it first starts")
     elif facts.free_bytes is None:
         yield _unknown(f"{facts.data_dir}: free space cannot be read", "run doctor as the agent's user")
     elif facts.free_bytes < FREE_BYTES_LOW or facts.free_inodes == 0:
@@ -354,11 +357,3 @@ def _files(facts: NodeFacts) -> Iterator[_Result]:
 def _version(text: str) -> tuple[int, ...]:
     """`6.18.33-cloud` -> (6, 18)."""
     return tuple(int("".join(takewhile(str.isdecimal, part)) or 0) for part in text.split(".")[:2])
-
-
-def lines(checks: tuple[NodeCheck, ...]) -> Iterator[str]:
-    """As text: worst last, with the fix."""
-    for check in sorted(checks, key=lambda c: SEVERITY.index(c.level)):
-        yield f"{check.level:8} {check.name}: {check.message}"
-        if check.fix:
-            yield f"         -> {check.fix}"

@@ -25,10 +25,12 @@ from urllib.parse import urlsplit
 import yaml
 
 from rolecall.agent.evidence import find_py_spy
+from rolecall.agent.settings import default_data_dir
 from rolecall.core.clock import Clock, SystemClock
 from rolecall.core.errors import ConfigError
 from rolecall.core.http import HttpFailed, request
 from rolecall.core.rundir import bearer_token
+from rolecall.core.text import os_reason
 from rolecall.node.doctor import ClockOffset, NodeFacts
 
 ASK_SECONDS: Final = 3.0
@@ -42,7 +44,6 @@ DEFAULT_PORT: Final = 9477
 DEFAULT_KERNEL_LOG: Final = "/dev/kmsg"
 NVML_SECONDS: Final = 30.0
 """Without the persistence daemon a node with eight GPUs takes some ten seconds."""
-DEFAULT_DATA_DIR: Final = Path("/var/lib/rolecall")
 PAGE_BYTES_MAX: Final = 4 << 20
 PAGES_MAX: Final = 8
 ASKED_AT_ONCE: Final = 32
@@ -68,7 +69,7 @@ def read_facts(
     """
     settings = _settings(config)
     others = _others(agents, credentials)
-    data_dir = Path(settings.get("data_dir", DEFAULT_DATA_DIR))
+    data_dir = Path(settings.get("data_dir", default_data_dir(os.geteuid(), os.environ)))
     token_file = settings.get("token_file")
     own = own_authorization(data_dir, Path(token_file) if token_file else None)
     host = str(settings.get("host", "127.0.0.1"))
@@ -102,6 +103,7 @@ def read_facts(
         hidepid=_hidepid(root / "proc/self/mounts"),
         data_dir=str(data_dir),
         data_dir_error=_data_dir_error(data_dir),
+        data_dir_exists=data_dir.exists(),
         free_bytes=free_bytes,
         free_inodes=free_inodes,
         environ=dict(os.environ) if pid is None else _environ_of(root / "proc" / str(pid) / "environ", pid),
@@ -122,7 +124,7 @@ def _settings(config: Path | None) -> Mapping[str, Any]:
     try:
         value = yaml.safe_load(config.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as e:
-        raise ConfigError([f"(file): {e}"], str(config)) from None
+        raise ConfigError([os_reason(e)], str(config)) from None
     if value is not None and not isinstance(value, dict):
         raise ConfigError([f"(top): expected a mapping, got {type(value).__name__}"], str(config))
     return value or {}
@@ -256,9 +258,15 @@ def _driver(path: Path) -> str:
 
 
 def _data_dir_error(path: Path) -> str:
-    if not path.is_dir():
-        return "no such directory"
-    return "" if os.access(path, os.W_OK | os.X_OK) else "not writable for this user"
+    """The agent creates the directory with its parents."""
+    there = next((p for p in (path, *path.parents) if p.exists()), path)
+    if not there.is_dir():
+        return f"{there} is not a directory"
+    if os.access(there, os.W_OK | os.X_OK):
+        return ""
+    return (
+        "not writable for this user" if there == path else f"cannot be created: {there} is not writable for this user"
+    )
 
 
 def _free(path: Path) -> tuple[int | None, int | None]:

@@ -64,13 +64,13 @@ def _head(value: Mapping[str, Any], now: float) -> Text:
 
 
 def _leader(value: Mapping[str, Any], now: float, name: str) -> Text:
-    mode = f"recovery: mode {value['mode'] or 'unknown'}, "
+    mode = f"recovery: mode {value['mode']}, " if value["mode"] else "recovery: "
     start = f"start one: rolecall watch run {name}"
     match value["watch_state"]:
         case WatchState.LEADS:
             return _text(mode, f"led by watch {value['watch']['holder']} (fence {value['watch']['fence']})")
         case _ if value["ended"] is not None:
-            return _text(mode, "the watch ended with the run")
+            return _text(mode, "ended with the run")
         case WatchState.LOST:
             lost = value["lost_watch"]
             return _text(
@@ -116,7 +116,8 @@ def incidents(value: Sequence[Mapping[str, Any]], now: float, name: str) -> Rend
         parts += [Indented(_text(("evidence: ", SOFT), e["text"]), 2, 4) for e in evidence]
         for event in incident.get("events", ()):
             body = event["body"]
-            text = body.get("because") or body.get("outcome") or ""
+            inner = body.get("plan") or body.get("diagnosis") or {}
+            text = body.get("because") or inner.get("because") or body.get("outcome") or ""
             at = utc(event["wall_at"], "%H:%M:%S UTC")
             parts.append(Indented(_text((f"e{event['seq']}  {at}  ", SOFT), event["kind"], ("  ", SOFT), text), 2, 6))
             if event["kind"] == EventKind.EVIDENCE_COLLECTED:

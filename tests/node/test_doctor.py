@@ -18,7 +18,7 @@ import yaml
 from rolecall.cli.main import main
 from rolecall.core.clock import FakeClock, SystemClock
 from rolecall.core.errors import ConfigError
-from rolecall.node.doctor import NHC_CODES, CheckLevel, ClockOffset, NodeFacts, examine, lines, worst
+from rolecall.node.doctor import NHC_CODES, CheckLevel, ClockOffset, NodeFacts, examine, worst
 from rolecall.node.facts import (
     ask_agent,
     clock_offsets,
@@ -28,6 +28,8 @@ from rolecall.node.facts import (
     read_facts,
     within,
 )
+from rolecall.terminal import doctor as rendering
+from rolecall.terminal.console import as_text
 from tests.agent.http.test_web_config import HASH
 from tests.agent.test_settings import QUIET, running
 from tests.support import PATIENCE_SECONDS, eventually
@@ -154,7 +156,7 @@ def test_each_problem_is_reported_with_its_fix(
     assert (wrong.name, wrong.level) == (name, level)
     assert message in wrong.message and fix in wrong.fix and wrong.fix
     assert worst(checks) is level
-    assert list(lines(checks))[-2].startswith(f"{level:8} {name}: ")
+    assert as_text(rendering.checks(checks)).splitlines()[-3].startswith(f"{level:8} {name}: ")
 
 
 def test_a_node_without_gpus_needs_no_driver() -> None:
@@ -279,12 +281,19 @@ def test_the_kernel_reports_the_error_of_the_clock() -> None:
     assert error_seconds is None or 0 <= error_seconds < 3600
 
 
+def test_a_directory_that_the_agent_creates_is_not_broken(tmp_path: Path) -> None:
+    (tmp_path / "agent.yaml").write_text(f"data_dir: {tmp_path / 'new' / 'data'}\nport: 1\n")
+    (check,) = [c for c in examine(read_facts(tmp_path / "agent.yaml", None)) if c.name == "data_dir"]
+    assert check.level is CheckLevel.OK and "the agent creates it" in check.message
+
+
 def test_the_command_checks_this_node(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = tmp_path / "agent.yaml"
-    config.write_text(f"data_dir: {tmp_path / 'none'}\nport: 1\n")
+    config.write_text(f"data_dir: {config}\nport: 1\n")
     assert main(["doctor", "--config", str(config)]) == 1
-    text = capsys.readouterr().out
-    assert f"broken   data_dir: {tmp_path / 'none'}: no such directory" in text and "-> create it" in text
+    said = capsys.readouterr().out
+    assert f"broken   data_dir: {config}: {config} is not a directory" in said and "-> create it" in said
+    assert "1 broken" in said.splitlines()[-1] and "\x1b" not in said
     assert main(["doctor", "--config", str(config), "--nhc", "--json"]) == 2
     reported = json.loads(capsys.readouterr().out)
     assert reported["level"] == "broken"

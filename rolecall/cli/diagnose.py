@@ -108,7 +108,7 @@ def diagnose(
 @app.command(
     epilog=examples(
         "rolecall fit monday.parquet tuesday.parquet -o my-job.json",
-        "rolecall fit --detector minder monday.parquet tuesday.parquet -o model.safetensors",
+        "rolecall fit --detector minder monday.parquet -o model.safetensors",
     )
 )
 def fit(

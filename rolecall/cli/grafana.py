@@ -48,7 +48,7 @@ IncidentsAtOption = Annotated[
 ]
 
 
-@app.command(epilog=examples("rolecall grafana push --url https://grafana.example --token-file token --dry-run"))
+@app.command(epilog=examples("rolecall grafana push --url https://grafana.example --token-file token"))
 def push(
     url: UrlOption,
     token: TokenOption = "",
@@ -82,7 +82,7 @@ def push(
     return _report(done, as_json)
 
 
-@app.command(epilog=examples("rolecall grafana annotate my-run --url https://grafana.example --token-file token"))
+@app.command(epilog=examples("rolecall grafana annotate --url https://grafana.example --token-file token"))
 def annotate(
     url: UrlOption,
     run: RunArgument = "",

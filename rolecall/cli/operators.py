@@ -101,7 +101,7 @@ def reject(digest: DigestArgument, because: ReasonOption, run: RunOption = "", r
     out(commands.reject_plan(chosen_run(runs, run), digest, whoami(), because))
 
 
-@app.command(epilog=examples('rolecall hold 582be534fb4cd49b --minutes 10 --reason "collecting a core dump"'))
+@app.command(epilog=examples('rolecall hold 582be534fb4cd49b --minutes 10 --reason "a core dump"'))
 def hold(
     digest: DigestArgument,
     because: ReasonOption,
@@ -184,7 +184,7 @@ def export(
         Path | None, typer.Option("-o", "--output", help="Output file (default: ID.tar.gz).", metavar="FILE.tar.gz")
     ] = None,
     anonymous: Annotated[
-        bool, typer.Option("--anonymous", help="Replace node names and addresses by node-1, ip-1, ....")
+        bool, typer.Option("--anonymous", help="Replace node names and addresses by node-1, ip-1 and so on.")
     ] = False,
     as_json: JsonOption = False,
 ) -> int:

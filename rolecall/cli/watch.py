@@ -199,7 +199,7 @@ def watch_agents(
     name="prometheus",
     epilog=examples(
         "rolecall watch prometheus http://prometheus:9090",
-        "rolecall watch prometheus http://prometheus:9090 --match 'cluster=\"a\"' --history 3600",
+        "rolecall watch prometheus http://prometheus:9090 --match 'cluster=\"a\"'",
     ),
 )
 def watch_prometheus(
@@ -267,7 +267,7 @@ def record_run(
 
 
 @record.command(
-    name="prometheus", epilog=examples("rolecall record prometheus http://prometheus:9090 -o fleet.parquet --for 3600")
+    name="prometheus", epilog=examples("rolecall record prometheus http://prometheus:9090 -o fleet.parquet")
 )
 def record_prometheus(
     url: PrometheusArgument,

@@ -205,7 +205,7 @@ class PanelLines:
             self._out(json.dumps({"event": "watching", "where": seen.where, "text": plain(seen.text)}))
 
     def found(self, diagnosis: Diagnosis) -> None:
-        self._out(json.dumps({"event": "finding", **diagnosis.to_dict()}))
+        self._out(json.dumps({"event": "finding", "diagnosis": diagnosis.to_dict()}))
 
     def end(self, seen: WatchedPanels) -> None:
         value = {"event": "end", "findings": seen.num_findings, "ticks": seen.num_ticks, "text": verdict(seen).plain}

@@ -59,7 +59,7 @@ FIT = NodeFacts(
 
 W, B, U = CheckLevel.WARNING, CheckLevel.BROKEN, CheckLevel.UNKNOWN
 UNFIT: dict[str, tuple[dict[str, Any], str, CheckLevel, str, str]] = {
-    "no driver": ({"driver": ""}, "driver", B, "8 NVIDIA GPU(s) and no driver loaded", "modprobe"),
+    "no driver": ({"driver": ""}, "driver", B, "8 NVIDIA GPUs and no driver loaded", "modprobe"),
     "a GPU that did not come up": ({"gpu_devices": 7}, "driver", W, "8 NVIDIA GPUs on the PCI bus, 7", "kernel log"),
     "NVML of another version": ({"nvml": "Driver/library version mismatch"}, "nvml", B, "mismatch", "reboot"),
     "no kernel log": ({"kmsg": "Operation not permitted"}, "kernel_log", W, "not permitted", "CAP_SYSLOG"),

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from rolecall.core.faults import FaultClass
+from rolecall.core.journal.events import EventKind
 from rolecall.core.rundir import RunDir
 from rolecall.core.text import ago
 from rolecall.recovery.operators import queries
@@ -85,7 +86,7 @@ def test_open_incidents_come_first_with_their_age_and_a_hint_that_runs(tmp_path:
     world, run = World(tmp_path, mode="approve"), RunDir(tmp_path)
     watch = world.watch()
     world.runtime.inject("rollout/1", FaultClass.HANG)
-    world.until(lambda: world.only().state == "proposed", watch)
+    world.until(lambda: world.events(EventKind.PLAN_PROPOSED), watch)
     now = world.clock.wall() + 200.0
     lines = status_text(queries.status(run, world.clock), now).splitlines()
     assert lines[0].endswith("1 open incident") and lines[1].startswith("inc-1-rollout-1 proposed: rollout/1#1: hang")

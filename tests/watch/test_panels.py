@@ -200,7 +200,7 @@ def test_elsewhere_each_line_is_one_object(recorded: Path) -> None:
     assert watch_recording(recorded, 1e6, [Toy(), Toy()], display=display, clock=FakeClock()) == 1
     said = [json.loads(line) for line in lines]
     assert said[0]["event"] == "watching" and said[0]["where"] == str(recorded), "at once"
-    reported = [Diagnosis.from_dict(value) for value in said if value["event"] == "finding"]
+    reported = [Diagnosis.from_dict(value["diagnosis"]) for value in said if value["event"] == "finding"]
     offline = merged([f for p in recording.read(recorded).panels for f in findings(Toy(), p)])
     assert sorted(reported, key=repr) == sorted(offline, key=repr), "once, whoever else finds it"
     assert said[-1]["event"] == "end" and said[-1]["findings"] == len(offline) and said[-1]["ticks"] == 120

@@ -276,7 +276,8 @@ def _hinted(text: str) -> list[str]:
 def test_a_run_in_the_default_directory_is_named_by_its_id(
     fake_run: RunDir, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.chdir(tmp_path)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
     monkeypatch.delenv("ROLECALL_RUNS", raising=False)
     assert fake_run.shell_name == str(fake_run.path)
     monkeypatch.setenv("ROLECALL_RUNS", str(fake_run.path.parent))

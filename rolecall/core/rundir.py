@@ -153,17 +153,14 @@ def open_run_dir(root: Path, which: str) -> RunDir:
         if (candidate / "run.json").is_file():
             return RunDir(candidate.resolve())
     newest = sorted((p for p in root.glob("*/run.json")), key=lambda p: p.stat().st_mtime, reverse=True)
-    if not newest:
-        raise RunNotFound(
-            f"{'' if which == 'latest' else f'{which}: '}no runs in {root}; try `rolecall demo` or --runs DIR"
-        )
-    if which == "latest":
+    if newest and which == "latest":
         return RunDir(newest[0].parent.resolve())
+    unknown = "" if which == "latest" else f"{which}: no run of this name; "
+    if not newest:
+        raise RunNotFound(f"{unknown}no runs in {root}; try `rolecall demo` or --runs DIR")
     names = ", ".join(p.parent.name for p in newest[:NAMES_SHOWN_MAX])
-    more = len(newest) - NAMES_SHOWN_MAX
-    raise RunNotFound(
-        f"{which}: no run of this name in {root}; newest first: {names}" + (f" and {more} more" if more > 0 else "")
-    )
+    more = f" and {len(newest) - NAMES_SHOWN_MAX} more" if len(newest) > NAMES_SHOWN_MAX else ""
+    raise RunNotFound(f"{unknown}{root} holds, newest first: {names}{more}")
 
 
 def registration_secret(token: str, replica: str, rank: int, incarnation: int) -> str:

@@ -99,9 +99,9 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
         load_job(binary)
 
 
-def test_an_empty_file_is_the_default_job(tmp_path: Path) -> None:
+def test_an_empty_mapping_is_the_default_job(tmp_path: Path) -> None:
     path = tmp_path / "job.yaml"
-    path.write_text("# nothing\n")
+    path.write_text("{}  # nothing\n")
     assert load_job(path) == JobConfig()
 
 

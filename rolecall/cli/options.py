@@ -20,12 +20,11 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 JOURNAL_ENV = "ROLECALL_JOURNAL_URL"
-RunArgument = Annotated[
-    str, typer.Argument(help="Run id, path of a run directory, or 'latest' (the default).", metavar="[RUN]")
-]
-RunOption = Annotated[
-    str, typer.Option("--run", help="Run id, path of a run directory, or 'latest' (the default).", metavar="RUN")
-]
+_RUN = "Run id, path of a run directory, or 'latest'"
+RunArgument = Annotated[str, typer.Argument(help=f"{_RUN} (default: latest).", metavar="[RUN]")]
+RunOption = Annotated[str, typer.Option("--run", help=f"{_RUN} (default: latest).", metavar="RUN")]
+NamedRunArgument = Annotated[str, typer.Argument(help=f"{_RUN}; must be given.", metavar="RUN")]
+NamedRunOption = Annotated[str, typer.Option("--run", help="The same.", metavar="RUN")]
 RootOption = Annotated[Path, typer.Option("--runs", envvar=RUNS_ENV, help="Directory that holds the runs.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 ReasonOption = Annotated[str, typer.Option("--reason", help="Why; written to the journal and shown to everyone.")]

@@ -10,6 +10,8 @@ import typer
 from rolecall.cli.options import (
     ROOT,
     JsonOption,
+    NamedRunArgument,
+    NamedRunOption,
     RootOption,
     RunArgument,
     RunOption,
@@ -147,7 +149,9 @@ def _new_run_id(name: str, seed: int) -> str:
 
 
 @app.command(epilog=examples("rolecall down latest"))
-def down(run: RunArgument = "", option: RunOption = "", runs: RootOption = ROOT, as_json: JsonOption = False) -> None:
+def down(
+    run: NamedRunArgument = "", option: NamedRunOption = "", runs: RootOption = ROOT, as_json: JsonOption = False
+) -> None:
     """Stop every process of a run.
 
     Includes processes that a killed supervisor left behind."""
@@ -169,8 +173,8 @@ def down(run: RunArgument = "", option: RunOption = "", runs: RootOption = ROOT,
 )
 def inject(
     kind: Annotated[str, typer.Option(help="Fault to inject; an unknown one lists all.")],
-    run: RunArgument = "",
-    option: RunOption = "",
+    run: NamedRunArgument = "",
+    option: NamedRunOption = "",
     target: Annotated[str, typer.Option(help="Replica, as rollout/1 (default: chosen by --seed).")] = "",
     how: Annotated[
         str, typer.Option(help="Variant. Hangs: stop, gil, lock, read; slow ones: duty, quota, delay.")

@@ -25,6 +25,7 @@ from rolecall.agent.node import Agent, AgentSettings, DirectoryInUse
 from rolecall.core.errors import ConfigError, InvalidId
 from rolecall.core.ids import NodeId, checked_id
 from rolecall.core.rundir import bearer_token
+from rolecall.core.text import os_reason
 
 LOOPBACK = "127.0.0.1"
 NUM_DESCRIPTORS = 4096
@@ -118,7 +119,7 @@ def _token(parser: argparse.ArgumentParser, path: Path) -> str:
     try:
         token = path.read_text().strip()
     except OSError as e:
-        parser.error(f"--token-file: {e}")
+        parser.error(f"--token-file: {path}: {os_reason(e)}")
     if not token:
         parser.error(f"--token-file: {path} is empty")
     return token

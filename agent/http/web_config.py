@@ -23,6 +23,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from rolecall.core.config.job import problems_of, read_yaml_file
 from rolecall.core.errors import ConfigError
+from rolecall.core.text import os_reason
 
 logger = logging.getLogger(__name__)
 
@@ -170,7 +171,7 @@ def _context(tls: _Tls, folder: Path, problems: list[str]) -> ssl.SSLContext:
     try:
         context.load_cert_chain(folder / tls.cert_file, folder / tls.key_file)
     except (OSError, ssl.SSLError) as e:
-        problems.append(f"tls_server_config: {tls.cert_file}, {tls.key_file}: {e}")
+        problems.append(f"tls_server_config: {tls.cert_file}, {tls.key_file}: {os_reason(e)}")
     mode = _CLIENT_AUTH.get(tls.client_auth_type)
     if mode is None:
         wanted = ", ".join(_CLIENT_AUTH)
@@ -180,7 +181,7 @@ def _context(tls: _Tls, folder: Path, problems: list[str]) -> ssl.SSLContext:
             context.load_verify_locations(folder / tls.client_ca_file)
             context.verify_mode = mode
         except (OSError, ssl.SSLError) as e:
-            problems.append(f"tls_server_config.client_ca_file: {tls.client_ca_file!r}: {e}")
+            problems.append(f"tls_server_config.client_ca_file: {tls.client_ca_file!r}: {os_reason(e)}")
     elif tls.client_ca_file:
         problems.append("tls_server_config.client_ca_file: needs client_auth_type")
     return context

@@ -31,6 +31,7 @@ from rolecall.core.journal.rows import DamagedLine, actual_of, event_of
 from rolecall.core.journal.tables import ACTUAL, DESIRED, EVENTS
 from rolecall.core.membership import Actual, Desired
 from rolecall.core.rundir import RunDir
+from rolecall.core.text import counted
 from rolecall.dashboards.data.progress import RunTrends, RunTrendsProjection
 from rolecall.dashboards.settings import Settings
 from rolecall.recovery.incidents import IncidentProjection
@@ -589,4 +590,4 @@ def _damage(fold: Fold) -> str:
         return ""
     lines = ", ".join(str(line.seq) for line in fold.damaged[:DAMAGED_NAMED])
     more = "" if len(fold.damaged) <= DAMAGED_NAMED else f" and {len(fold.damaged) - DAMAGED_NAMED} more"
-    return f"{len(fold.damaged)} event(s) cannot be read: {lines}{more}. Everything else is shown."
+    return f"{counted(len(fold.damaged), 'event')} cannot be read: {lines}{more}. Everything else is shown."

@@ -22,7 +22,7 @@ from typing import Any
 from urllib.parse import quote
 
 from rolecall.core.errors import CommandRefused
-from rolecall.core.text import escape, plain
+from rolecall.core.text import counted, escape, plain
 from rolecall.dashboards.grafana.board import TAG
 from rolecall.dashboards.grafana.server import GrafanaRefused, Json, Server
 from rolecall.recovery.incidents import Incident
@@ -48,7 +48,7 @@ class PushRejected(CommandRefused):
     def __init__(self, problems: Sequence[str]) -> None:
         self.problems = tuple(problems)
         lines = "\n".join(f"  {p}" for p in problems)
-        super().__init__(f"nothing was written, {len(problems)} problem(s)\n{lines}")
+        super().__init__(f"nothing was written, {counted(len(problems), 'problem')}\n{lines}")
 
 
 @dataclass(frozen=True, slots=True)

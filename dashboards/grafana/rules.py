@@ -177,7 +177,7 @@ RECOVERY = RuleGroup(
         "RolecallPlanAwaitsApproval": warning(
             expr="rolecall_plans_waiting > 0",
             hold="1m",
-            summary=f"{{{{ $value }}}} recovery plan(s) await approval {REPORTED_BY}",
+            summary=f"recovery plans awaiting approval: {{{{ $value }}}} {REPORTED_BY}",
             description="The fault persists until an operator approves or rejects the plan. `rolecall incidents` shows "
             "the plan and its digest.",
         ),
@@ -204,14 +204,14 @@ RECOVERY = RuleGroup(
         "RolecallIncidentUnhandled": critical(
             expr="rolecall_watch_unhandled > 0 or rolecall_incidents_broken > 0",
             hold="5m",
-            summary="{{ $labels.instance }} fails to handle {{ $value }} incident(s)",
+            summary="{{ $labels.instance }} fails to handle incidents: {{ $value }}",
             description="Handling fails on every tick, or the incident was set aside because its journal events "
             "contradict each other. No further action is taken for it.",
         ),
         "RolecallNotificationErrors": critical(
             expr="increase(rolecall_watch_notifications_failed_total[15m]) > 0",
             summary="{{ $labels.instance }} cannot deliver notifications",
-            description='{{ $value | printf "%.0f" }} notification(s) were not delivered after all retries. On-call is '
+            description='Notifications not delivered after all retries: {{ $value | printf "%.0f" }}. On-call is '
             "not being paged by rolecall.",
         ),
         "RolecallEvictionLimitReached": critical(
@@ -237,7 +237,7 @@ RECOVERY = RuleGroup(
         "RolecallQuarantineStale": warning(
             expr=f"rolecall_nodes_quarantined > 0 {UNLESS_ENDED}",
             hold="12h",
-            summary="{{ $value }} node(s) have been in quarantine for 12 hours",
+            summary="nodes in quarantine for 12 hours: {{ $value }}",
             description="No replica is placed on them. Run a burn-in and return them to service, or open a hardware "
             "ticket.",
         ),
@@ -266,7 +266,7 @@ RUN = RuleGroup(
         "RolecallTrainingNonFinite": critical(
             expr="increase(rolecall_train_unfinite_total[10m]) > 0",
             summary="Loss, gradient norm or reward of {{ $labels.replica }} is NaN or infinite",
-            description='{{ $value | printf "%.0f" }} time(s) in 10 minutes, on {{ $labels.node }}. Possible causes: '
+            description='Times in 10 minutes on {{ $labels.node }}: {{ $value | printf "%.0f" }}. Possible causes: '
             "an unstable recipe, bad data, or a GPU that computes wrong results.",
         ),
         "RolecallRoleDown": critical(
@@ -375,7 +375,7 @@ AGENTS = RuleGroup(
         "RolecallOomKill": warning(
             expr="increase(rolecall_host_oom_kills_total[10m]) > 0",
             summary="The OOM killer ran on {{ $labels.node }}",
-            description='{{ $value | printf "%.0f" }} process(es) were killed in 10 minutes. A replica that is '
+            description='Processes killed in 10 minutes: {{ $value | printf "%.0f" }}. A replica that is '
             "restarted on the same node will likely be killed again.",
         ),
     },
@@ -476,7 +476,7 @@ HOSTS = RuleGroup(
             - (rolecall_kernel_hardware_errors_total{state="uncorrected"} offset 15m
             or rolecall_kernel_hardware_errors_total{state="uncorrected"} * 0)) > 0""",
             summary="Uncorrected hardware error ({{ $labels.kind }}) on {{ $labels.node }}",
-            description="The kernel logged {{ $value }} uncorrected error(s) in the last 15 minutes.",
+            description="Uncorrected errors in the kernel log in the last 15 minutes: {{ $value }}.",
         ),
         "RolecallDiskFull": critical(
             expr="""rolecall_filesystem_available_bytes / rolecall_filesystem_size_bytes < 0.05

@@ -31,7 +31,7 @@ from rolecall.core.diagnosis import Evidence, Finding, Suspect
 from rolecall.core.errors import ReadingStopped
 from rolecall.core.faults import FaultClass
 from rolecall.core.ids import NodeId
-from rolecall.core.text import node_text
+from rolecall.core.text import counted, node_text
 from rolecall.detector.base.findings import settles
 from rolecall.detector.base.read_budget import Budget
 from rolecall.formats.infiniband import (
@@ -329,7 +329,7 @@ def summary(ports: Sequence[InfinibandPort]) -> str:
     fleet = InfinibandFabric(ports)
     up = sum(p.up for p in fleet.ports)
     copies = ", two or more copies of some" if fleet.before else ""
-    return f"{len(fleet.ports)} port(s) of {len(fleet.nodes)} node(s), {up} of them active{copies}"
+    return f"{counted(len(fleet.ports), 'port')} of {counted(len(fleet.nodes), 'node')}, {up} of them active{copies}"
 
 
 def _down(fleet: InfinibandFabric, port: InfinibandPort, remarks: list[str]) -> Iterator[PortFault]:
@@ -339,7 +339,7 @@ def _down(fleet: InfinibandFabric, port: InfinibandPort, remarks: list[str]) -> 
     what = f"port {port.rail} is down ({port.condition})"
     if up > SHARED_RATIO * len(rail):
         confidence = 0.9 if up > 1 else 0.7
-        text = f"{what}, and active on {up} of {len(rail)} other node(s)"
+        text = f"{what}, and active on {up} of {counted(len(rail), 'other node')}"
         yield PortFault(port=port, kind="down", confidence=confidence, text=text, values=values)
     elif port.used:
         yield PortFault(port=port, kind="down", confidence=0.7, text=f"{what}, and has been in use", values=values)

@@ -12,6 +12,7 @@ from typing import Generic, NoReturn, TypeVar
 
 from rolecall.core.clock import Clock, SystemClock
 from rolecall.core.errors import ReadingStopped, UnreadableInput
+from rolecall.core.text import counted
 
 T = TypeVar("T")
 
@@ -69,7 +70,9 @@ class Budget:
         self._kept_bytes += num_bytes
         most = self._limits.kept_bytes_max
         if self._kept_bytes > most:
-            reason = f"with it {self._num_files:,} file(s) take more than {most / (1 << 30):.3g} GiB of memory"
+            reason = (
+                f"with it {counted(self._num_files, 'file')} would take more than {most / (1 << 30):.3g} GiB of memory"
+            )
             self.stop(ReadingStopped(where=path, reason=f"{reason}, and no more are read: name fewer of them"))
 
     @property

@@ -15,6 +15,7 @@ from rolecall.core.config.job import DetectorConfig
 from rolecall.core.diagnosis import Diagnosis, Evidence, Finding
 from rolecall.core.errors import ReadingStopped, UnreadableInput
 from rolecall.core.telemetry import AgentEvent, AgentEventKind
+from rolecall.core.text import counted
 from rolecall.detector.base.findings import ADVISES, settles
 from rolecall.detector.base.observation import Observation
 from rolecall.detector.base.read_budget import Budget, Check, head_of, no_check
@@ -126,11 +127,11 @@ def _finding(diagnosis: Diagnosis) -> Finding:
 
 def summary(files: Sequence[Events]) -> str:
     nodes = {str(e.node) for f in files for e in f.events}
-    return f"{sum(len(f.events) for f in files):,} event(s) of {len(nodes)} node(s)"
+    return f"{counted(sum(len(f.events) for f in files), 'event')} of {counted(len(nodes), 'node')}"
 
 
 def remarks(files: Sequence[Events]) -> tuple[str, ...]:
-    damaged = [f"{f.path}: {f.num_damaged} damaged line(s) left out" for f in files if f.num_damaged]
+    damaged = [f"{f.path}: {counted(f.num_damaged, 'damaged line')} left out" for f in files if f.num_damaged]
     if all(e.kind in _OF_AGENT for f in files for e in f.events):
         damaged.append("cannot tell: no event concerns a process or hardware; events of a run would settle it")
     return tuple(damaged)

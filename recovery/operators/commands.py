@@ -82,7 +82,7 @@ def pause_recovery(location: RunLocation, by: str, because: str) -> str:
         # The flag first: it stops the next action. The event is the record.
         journal.set_flag(PAUSED_FLAG, f"{by}: {because}")
         journal.append(RecoveryPaused(by=by, because=because))
-    return f"{location.run_id} is paused: no action starts until `rolecall resume`"
+    return f"{location.run_id} is paused: no action starts until `rolecall resume {location.shell_name}`"
 
 
 def resume_recovery(location: RunLocation, by: str) -> str:
@@ -219,7 +219,7 @@ def _not_started(projection: IncidentProjection, digest: str) -> tuple[Incident,
             return incident, attempt
         raise CommandRefused(
             f"plan {digest} is neither proposed nor held: {incident.incident_id} is {incident.state}. In mode act a "
-            "plan starts as soon as it is made unless a guard blocks it; `rolecall pause` stops later actions"
+            "plan starts as soon as it is made unless a guard blocks it; a pause of recovery stops later actions"
         )
     waiting = [a.plan.digest for i in projection.open_incidents() if (a := i.attempt) and i.state in NOT_STARTED]
     raise CommandRefused(f"no open plan {digest}; plans awaiting a decision: {', '.join(waiting) or 'none'}")
@@ -262,7 +262,7 @@ def replace(location: RunLocation, replica: str, reason: str, by: str, clock: Cl
         if handling is not None:
             raise CommandRefused(f"{handling.incident_id} already handles {replica}: {handling.state}")
         name = request_replacement(journal, projection, view, by, reason)
-        hint = watch_hint(journal)
+        hint = watch_hint(journal, location.shell_name)
     return f"{name} opened: {replica} is replaced when the guards pass{hint}"
 
 
@@ -276,7 +276,7 @@ def quarantine(location: RunLocation, node: str, by: str, because: str, clock: C
             by_and_why = f"{record.quarantined_by}: {record.quarantined_because}"
             raise CommandRefused(f"{node} is already quarantined by {by_and_why}")
         journal.append(NodeQuarantined(node=node, by=by, because=because))
-    return f"{node} is quarantined: no replica is placed there until `rolecall node return {node}`"
+    return f"{node} is quarantined: no replica is placed there until {_return_hint(node, location.shell_name)}"
 
 
 def return_node(location: RunLocation, node: str, by: str, because: str, clock: Clock | None = None) -> str:
@@ -294,10 +294,12 @@ def drain(location: RunLocation, node: str, by: str, because: str, clock: Clock 
     is no such node."""
     check_request(by, because)
     with _of_running(location, clock) as (journal, projection):
-        return drain_node(journal, projection, node, by, because)
+        return drain_node(journal, projection, node, by, because, location.shell_name)
 
 
-def drain_node(journal: Journal, projection: IncidentProjection, node: str, by: str, because: str) -> str:
+def drain_node(
+    journal: Journal, projection: IncidentProjection, node: str, by: str, because: str, shell_name: str = "RUN"
+) -> str:
     """`drain` on an open journal."""
     if not _record(journal, projection, node).quarantined:
         journal.append(NodeQuarantined(node=node, by=by, because=f"drained: {because}"))
@@ -320,7 +322,7 @@ def drain_node(journal: Journal, projection: IncidentProjection, node: str, by: 
         else:
             handled.append(f"{view.replica} ({handling.incident_id}, {handling.state})")
     journal.append(NodeDrained(node=node, by=by, because=because, incidents=tuple(incident_ids)))
-    parts = [f"{node} is drained: no replica is placed there until `rolecall node return {node}`"]
+    parts = [f"{node} is drained: no replica is placed there until {_return_hint(node, shell_name)}"]
     if requested:
         parts.append(f"moved when the guards pass: {', '.join(requested)}")
     if handled:
@@ -332,7 +334,7 @@ def drain_node(journal: Journal, projection: IncidentProjection, node: str, by: 
         parts.append("no other node can take them: they stay, and on-call is paged")
     if not affected:
         parts.append("no replica runs there")
-    return "; ".join(parts) + (watch_hint(journal) if requested else "")
+    return "; ".join(parts) + (watch_hint(journal, shell_name) if requested else "")
 
 
 def record_burn_in(
@@ -429,8 +431,12 @@ def handling_incident(projection: IncidentProjection, replica: str) -> Incident 
     return next((i for i in projection.open_incidents() if replica in (*i.named, *i.touched)), None)
 
 
-def watch_hint(journal: Journal) -> str:
+def _return_hint(node: str, shell_name: str) -> str:
+    return f'`rolecall node return {node} --run {shell_name} --reason "why"`'
+
+
+def watch_hint(journal: Journal, shell_name: str) -> str:
     """Appended to a confirmation when no recovery leader would act on the request."""
     lease = journal.lease(LEASE_NAME)
     watched = lease is not None and lease.holder != "" and lease.expires_at > journal.clock.wall()
-    return "" if watched else " (no watch holds the lease: start one with `rolecall watch`)"
+    return "" if watched else f" (no watch holds the lease: start one with `rolecall watch run {shell_name}`)"

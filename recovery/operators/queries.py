@@ -1,14 +1,15 @@
-"""Read-only queries: status of the run, its incidents, and the replay of their decisions; as plain values and as
-text."""
+"""Read-only queries: status of the run, its incidents, and the replay of their decisions; as plain values."""
 
 from collections.abc import Mapping
 from dataclasses import asdict
+from enum import StrEnum
 from typing import Any
 
 from rolecall.core.clock import Clock, SystemClock
 from rolecall.core.diagnosis import Plan
 from rolecall.core.errors import CommandRefused
 from rolecall.core.journal.events import EventKind
+from rolecall.core.journal.journal import Lease
 from rolecall.core.journal.payloads import IncidentOpened, LeaseAcquired, PlanCreated
 from rolecall.core.journal.rows import reading
 from rolecall.core.journal.store import canonical
@@ -17,15 +18,7 @@ from rolecall.recovery.actuators import STOP_FLAG
 from rolecall.recovery.durations import durations
 from rolecall.recovery.fleet_view import fleet_view
 from rolecall.recovery.guards import HOUR_SECONDS, MODE
-from rolecall.recovery.incidents import (
-    RIGHT,
-    WRONG,
-    Incident,
-    IncidentProjection,
-    IncidentState,
-    evictions,
-    paged_text,
-)
+from rolecall.recovery.incidents import RIGHT, WRONG, Incident, IncidentProjection, IncidentState, evictions
 from rolecall.recovery.loop import LEASE_NAME, PAUSED_FLAG
 from rolecall.recovery.nodes import NODE_KINDS, fold_nodes
 from rolecall.recovery.notifications.outbox import notification_text
@@ -37,6 +30,23 @@ NAMES_SHOWN_MAX = 20
 """Incident ids listed when an unknown one is requested."""
 
 
+class WatchState(StrEnum):
+    """Of the newest watch that held the lease."""
+
+    NONE = "none"  # there was none
+    LEADS = "leads"
+    STOPPED = "stopped"  # it has released the lease
+    LOST = "lost"  # it has not: it was killed, is stuck, or cannot reach the journal
+
+
+def _watch_state(lease: Lease | None, now: float) -> WatchState:
+    if lease is None:
+        return WatchState.NONE
+    if not lease.holder:
+        return WatchState.STOPPED
+    return WatchState.LEADS if lease.expires_at > now else WatchState.LOST
+
+
 def status(location: RunLocation, clock: Clock | None = None) -> dict[str, Any]:
     """Recovery leader, replicas and open incidents of the run, as plain values."""
     now = (clock or SystemClock()).wall()
@@ -46,13 +56,20 @@ def status(location: RunLocation, clock: Clock | None = None) -> dict[str, Any]:
         fleet = fleet_view(desired, journal.current())
         quarantined = {n: r for n, r in fold_nodes(journal.events(kinds=NODE_KINDS)).items() if r.quarantined}
         paused, stopping = journal.flag(PAUSED_FLAG), journal.flag(STOP_FLAG)
-    acting = lease is not None and lease.holder != "" and lease.expires_at > now
+        started, ended = journal.last(K.RUN_STARTED), journal.last(K.RUN_ENDED)
+    state = _watch_state(lease, now)
     since = now - HOUR_SECONDS
     recent = [e for e in evictions(projection.incidents.values(), since=since) if e.at > since]
     return {
         "run": str(location.run_id),
         "mode": acquired.as_(LeaseAcquired).mode if acquired else None,
-        "watch": {"holder": lease.holder, "fence": lease.fence} if lease is not None and acting else None,
+        "watch": {"holder": lease.holder, "fence": lease.fence} if lease and state is WatchState.LEADS else None,
+        "watch_state": str(state),
+        "lost_watch": {"holder": lease.holder, "expired_at": lease.expires_at}
+        if lease and state is WatchState.LOST
+        else None,
+        "started_at": started.wall_at if started else None,
+        "ended_at": ended.wall_at if ended else None,
         "paused": paused,
         "stopping": stopping,
         "ended": projection.ended,
@@ -173,78 +190,16 @@ def decided_then(created: PlanCreated) -> dict[str, Any]:
     return {"plan": plan, "page_oncall": created.page_oncall, "outcome": created.outcome}
 
 
-def status_text(value: dict[str, Any]) -> str:
-    """`status` as text."""
-    watch = value["watch"]
-    leader = "NO RECOVERY LEADER: no watch holds the lease"
-    if watch:
-        leader = f"leader {watch['holder']} (fence {watch['fence']})"
-    lines = [f"run {value['run']}: mode {value['mode'] or 'unknown'}, {leader}"]
-    for condition in ("paused", "stopping", "ended"):
-        if value[condition] is not None:
-            lines.append(f"{condition.upper()}: {value[condition]}")
-    for r in value["replicas"]:
-        desired = "" if r["incarnation"] == r["desired_incarnation"] else f" (desired: #{r['desired_incarnation']})"
-        lines.append(f"  {r['replica']:<16} #{r['incarnation']} {r['state'] or 'not started'} on {r['node']}{desired}")
-    lines.append(f"evictions in the last hour: {value['evictions_last_hour']}")
-    lines += _incident_lines(value["open_incidents"]) or ["no open incidents"]
-    lines += [f"QUARANTINED: {node}, by {why}" for node, why in value["quarantined_nodes"].items()]
-    lines += [f"SET ASIDE: {name}: {why}" for name, why in value["broken_incidents"].items()]
-    return _text(lines)
-
-
-def incidents_text(value: list[dict[str, Any]]) -> str:
-    """`incidents` as text."""
-    lines = _incident_lines(value) or ["no incidents"]
-    for i in value:
-        lines += [f"  evidence: {e['text']}" for e in i.get("diagnosis", {}).get("evidence", ())]
-        for event in i.get("events", ()):
-            body = event["body"]
-            lines.append(f"  e{event['seq']} {event_text(event)}")
-            if event["kind"] == K.EVIDENCE_COLLECTED:
-                missing = [f"not collected: {text}" for text in body.get("missing", ())]
-                files = [f["name"] for f in body.get("files", ())]
-                lines += [f"    {text}" for text in (*body.get("statements", ()), *missing, *files)]
-    return _text(lines)
+def _text(lines: list[str]) -> str:
+    return "\n".join(notification_text(line) for line in lines)
 
 
 def event_text(event: Mapping[str, Any]) -> str:
     """`plan created: replace replica of rollout/1#1: it crashed`, of an event as a plain value."""
     body = event["body"]
-    parts = [in_words(body.get("outcome", "")), str(body.get("because", ""))]
-    plan = body.get("plan")
-    if isinstance(plan, Mapping):  # then `outcome` counts only if the plan is to do nothing
-        targets = ", ".join(f"{t['replica']}#{t['incarnation']}" for t in plan.get("targets", ()))
-        action = in_words(plan.get("action", ""))
-        parts = [f"{action} of {targets}" if targets else action, str(plan.get("because", ""))]
-    return ": ".join([in_words(event["kind"]), *(part for part in parts if part)])
-
-
-def _incident_lines(found: list[dict[str, Any]]) -> list[str]:
-    lines = []
-    for incident in found:
-        state = "SET ASIDE" if incident["set_aside"] else in_words(incident["outcome"] or incident["state"])
-        lines.append(f"{incident['incident_id']} {state}: {incident['set_aside'] or incident['because']}")
-        lines.append(f"  {incident['durations']['text']}")
-        if incident["would"]:
-            lines.append(f"  only observed: in mode act rolecall would {incident['would']}")
-        if incident["plan"]:
-            blocked = incident["held_by"] and incident["outcome"] is None
-            held = f", blocked by {in_words(', '.join(incident['held_by']))}" if blocked else ""
-            plan = f"plan {incident['plan']['digest']}, attempt {incident['num_attempts']}{held}"
-            lines.append(f"  {Plan.from_dict(incident['plan']).words} ({plan})")
-            lines += [f"  also: {hit}" for hit in incident["plan"]["also_hit"]]
-        if (hold := incident["hold"]) and not hold["lifted"] and incident["outcome"] is None:
-            lines.append(f"  on hold by {hold['by']} until {hold['until_text']}: {hold['because']}")
-        if review := incident["review"]:
-            reason = f": {review['because']}" if review["because"] else ""
-            lines.append(f"  diagnosis reviewed as {review['verdict']} by {review['by']}{reason}")
-        if incident["oncall_paged"] and incident["outcome"] is None:
-            lines.append(f"  {paged_text(incident['page_channel']).upper()}: {incident['page_reason']}")
-        if incident["state"] == IncidentState.PROPOSED:
-            lines.append(f"  awaiting approval: rolecall approve|reject|hold {incident['plan']['digest']}")
-    return lines
-
-
-def _text(lines: list[str]) -> str:
-    return "\n".join(notification_text(line) for line in lines)
+    because = body.get("because") or body.get("diagnosis", {}).get("because")
+    parts = [in_words(body.get("outcome", "")), because]
+    if isinstance(body.get("plan"), Mapping):  # then `outcome` counts only if the plan is to do nothing
+        plan = Plan.from_dict(dict(body["plan"]))
+        parts = [plan.words, plan.because]
+    return ": ".join([in_words(event["kind"]), *(str(part) for part in parts if part)])

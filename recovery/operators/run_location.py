@@ -31,6 +31,10 @@ class RunLocation(Protocol):
     def run_id(self) -> str: ...
 
     @property
+    def shell_name(self) -> str:
+        """Names the run in a command line (`RunDir.shell_name`)."""
+
+    @property
     def database_url(self) -> str:
         """May contain a password: use `core.journal.database.redacted` before showing it."""
 
@@ -45,6 +49,7 @@ class JournalLocation:
         except ValueError as e:
             raise ConfigError([f"journal: {redacted(url)!r} {e}"]) from None
         self.run_id = run_id_of(self.database_url)
+        self.shell_name = "RUN"  # whatever it is called where its directory is
 
     def __repr__(self) -> str:
         return f"JournalLocation({redacted(self.database_url)!r})"

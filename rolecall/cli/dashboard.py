@@ -8,10 +8,20 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rolecall.cli.options import ROOT, JournalOption, LatestRunArgument, RootOption, checked_journal, examples, out
+from rolecall.cli.options import (
+    ROOT,
+    HelpGroup,
+    JournalOption,
+    RootOption,
+    RunArgument,
+    RunOption,
+    checked_journal,
+    chosen_run,
+    examples,
+    out,
+)
 from rolecall.core.errors import ConfigError
-from rolecall.core.rundir import open_run_dir
-from rolecall.core.text import plain
+from rolecall.core.text import os_reason, plain
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -30,7 +40,8 @@ app = typer.Typer()
     )
 )
 def dashboard(
-    run: LatestRunArgument = "",
+    run: RunArgument = "",
+    option: RunOption = "",
     journal: JournalOption = "",
     prometheus: Annotated[str, typer.Option(help="Prometheus-compatible server, as http://HOST:9090[/PATH].")] = "",
     credentials: Annotated[
@@ -55,7 +66,7 @@ def dashboard(
 
     Until Ctrl-C; on loopback by default."""
     serving = _serving()
-    settings = _settings(run, journal, prometheus, credentials, users, runs)
+    settings = _settings(run, option, journal, prometheus, credentials, users, runs)
     origins = tuple(_checked_origin(n) for n in names)
     _check_tls(tls_cert, tls_key)
     if not serving.is_loopback(host) and users is None and not open_to_readers:
@@ -102,11 +113,11 @@ def _serving() -> "ModuleType":
 
 
 def _settings(
-    run: str, journal: str, prometheus: str, credentials: Path | None, users: Path | None, runs: Path
+    run: str, option: str, journal: str, prometheus: str, credentials: Path | None, users: Path | None, runs: Path
 ) -> "Settings":
     from rolecall.dashboards.settings import Settings
 
-    if run and journal:
+    if (run or option) and journal:
         raise ConfigError(["--journal: a run is given too; give one of the two"])
     authorization = _checked_prometheus(prometheus, credentials)
     if users is not None:
@@ -119,7 +130,7 @@ def _settings(
 
         where, name = None, run_id_of(url)
     else:
-        where = open_run_dir(runs, run or "latest")
+        where = chosen_run(runs, run, option)
         url, name = where.database_url, where.run_id
     return Settings(
         journal_url=url,
@@ -165,10 +176,10 @@ def _check_tls(cert: Path | None, key: Path | None) -> None:
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(cert, key)
     except (OSError, ssl.SSLError) as e:
-        raise ConfigError([f"--tls-cert: cannot use {cert} with {key}: {e}"]) from None
+        raise ConfigError([f"--tls-cert: cannot use {cert} with {key}: {os_reason(e)}"]) from None
 
 
-users = typer.Typer(no_args_is_help=True, help="Manage dashboard users and access tokens.")
+users = typer.Typer(cls=HelpGroup, no_args_is_help=True, help="Manage dashboard users and access tokens.")
 
 FileOption = Annotated[Path, typer.Option("--file", help="Users file (mode 0600).", metavar="FILE")]
 NameArgument = Annotated[str, typer.Argument(help="User name, as the journal records it.", metavar="NAME")]

@@ -5,8 +5,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rolecall.cli.options import JsonOption, examples, out, progress, show
+from rolecall.cli.options import HelpGroup, JsonOption, examples, out, present, progress
 from rolecall.core.errors import ConfigError
+from rolecall.core.text import counted
 
 if TYPE_CHECKING:
     from rolecall.detector.panels.panel import PanelDetector
@@ -85,6 +86,7 @@ def diagnose(
 
     Exit code 0: healthy, or cannot tell; 1: a fault was found; 2: unreadable input."""
     from rolecall.diagnose import diagnose as diagnosing
+    from rolecall.terminal import findings
 
     if explain is not None and explain.suffix.lower() not in (".html", ".htm"):
         raise ConfigError([f"--explain: {explain}: the page is HTML, so its name must end in .html"])
@@ -99,14 +101,14 @@ def diagnose(
         from rolecall.diagnose.explain import explain as draw
 
         draw(explain, diagnosing.explained(answer, detectors))
-    show(as_json, answer.to_dict(), diagnosing.sentences(answer))
+    present(as_json, answer.to_dict(), findings.report(answer))
     return diagnosing.exit_code(answer)
 
 
 @app.command(
     epilog=examples(
         "rolecall fit monday.parquet tuesday.parquet -o my-job.json",
-        "rolecall fit --detector minder monday.parquet tuesday.parquet -o model.safetensors",
+        "rolecall fit --detector minder monday.parquet -o model.safetensors",
     )
 )
 def fit(
@@ -132,7 +134,7 @@ def fit(
     return 0
 
 
-simulate = typer.Typer(no_args_is_help=True, help="Generate recordings with known faults.")
+simulate = typer.Typer(cls=HelpGroup, no_args_is_help=True, help="Generate recordings with known faults.")
 
 
 @simulate.command(name="fleet", epilog=examples("rolecall simulate fleet cases/ --tasks 20 --healthy 5"))
@@ -149,7 +151,7 @@ def simulate_fleet(
     num = simulated(
         folder, seed=seed, num_tasks=tasks, num_healthy=healthy, num_machines_max=machines_max, progress=progress
     )
-    out(f"{folder}: {num} recording(s)")
+    out(f"{folder}: {counted(num, 'recording')}")
     return 0
 
 

@@ -11,17 +11,19 @@ import typer
 
 from rolecall.cli.options import (
     ROOT,
+    HelpGroup,
     JournalOption,
     JsonOption,
-    LatestRunArgument,
     RootOption,
+    RunArgument,
+    RunOption,
     checked_journal,
+    chosen_run,
     examples,
     out,
     show,
 )
 from rolecall.core.errors import ConfigError
-from rolecall.core.rundir import open_run_dir
 from rolecall.core.text import plain
 
 if TYPE_CHECKING:
@@ -32,7 +34,7 @@ TOKEN_ENV = "ROLECALL_GRAFANA_TOKEN"
 TOKEN_CHARS_MAX = 4096
 FROM_STDIN = "-"
 
-app = typer.Typer(no_args_is_help=True, help="Dashboards and alert rules for Grafana.")
+app = typer.Typer(cls=HelpGroup, no_args_is_help=True, help="Dashboards and alert rules for Grafana.")
 
 UrlOption = Annotated[str, typer.Option("--url", help="Grafana server, as https://HOST[:PORT][/PATH].")]
 TokenOption = Annotated[
@@ -46,7 +48,7 @@ IncidentsAtOption = Annotated[
 ]
 
 
-@app.command(epilog=examples("rolecall grafana push --url https://grafana.example --token-file token --dry-run"))
+@app.command(epilog=examples("rolecall grafana push --url https://grafana.example --token-file token"))
 def push(
     url: UrlOption,
     token: TokenOption = "",
@@ -80,10 +82,11 @@ def push(
     return _report(done, as_json)
 
 
-@app.command(epilog=examples("rolecall grafana annotate my-run --url https://grafana.example --token-file token"))
+@app.command(epilog=examples("rolecall grafana annotate --url https://grafana.example --token-file token"))
 def annotate(
     url: UrlOption,
-    run: LatestRunArgument = "",
+    run: RunArgument = "",
+    option: RunOption = "",
     journal: JournalOption = "",
     token: TokenOption = "",
     token_file: TokenFileOption = None,
@@ -95,9 +98,9 @@ def annotate(
     from rolecall.dashboards.grafana.push import annotate as write_annotations
     from rolecall.recovery.operators.run_location import JournalLocation, RunLocation, opened
 
-    if run and journal:
+    if (run or option) and journal:
         raise ConfigError(["--journal: a run is given too; give one of the two"])
-    place: RunLocation = JournalLocation(checked_journal(journal)) if journal else open_run_dir(runs, run or "latest")
+    place: RunLocation = JournalLocation(checked_journal(journal)) if journal else chosen_run(runs, run, option)
     with opened(place) as (_, recorded):
         incidents = list(recorded.incidents.values())
     with closing(_server(url, read_token(token, token_file, os.environ, sys.stdin), ca_file)) as server:

@@ -17,7 +17,7 @@ from typing import Annotated
 import typer
 
 from rolecall.cli import dashboard, diagnose, grafana, node, notify, operators, run, watch
-from rolecall.cli.options import out
+from rolecall.cli.options import HelpGroup, out
 from rolecall.core.errors import (
     ConfigError,
     InvalidId,
@@ -33,10 +33,23 @@ from rolecall.core.text import plain
 
 logger = logging.getLogger(__name__)
 
+
+class RootHelp(HelpGroup):
+    panels = {  # noqa: RUF012
+        "Observe": ("status", "incidents", "watch", "dashboard", "users", "agent", "doctor"),
+        "Act": ("pause", "resume", "replace", "approve", "reject", "hold", "lift", "review", "node"),
+        "Run": ("demo", "run", "down", "inject"),
+        "Offline": ("diagnose", "fit", "simulate", "replay", "audit"),
+        "Export": ("report", "incident", "record", "grafana"),
+    }
+
+
 app = typer.Typer(
+    cls=RootHelp,
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
 
 USAGE_ERRORS = (InvalidId, ConfigError, JournalError, RunNotFound, NotEnoughNodes, UnreadableInput)

@@ -12,18 +12,21 @@ import typer
 from rolecall.cli.options import (
     ROOT,
     CredentialsOption,
+    HelpGroup,
     JsonOption,
     ReasonOption,
     RootOption,
+    RunArgument,
     RunOption,
+    chosen_run,
     examples,
     out,
+    present,
     progress,
     show,
     whoami,
 )
 from rolecall.core.errors import ConfigError
-from rolecall.core.rundir import open_run_dir
 from rolecall.core.text import plain, utc
 
 app = typer.Typer()
@@ -53,13 +56,14 @@ def doctor(
     Checks whether the node can be watched.
 
     Exit code 1 if something is broken."""
-    from rolecall.node.doctor import NHC_CODES, CheckLevel, examine, lines, worst
+    from rolecall.node.doctor import NHC_CODES, CheckLevel, examine, worst
     from rolecall.node.facts import read_facts
+    from rolecall.terminal import doctor as text
 
     checks = examine(read_facts(config, pid, agents=agents, credentials=credentials))
     level = worst(checks)
     value = {"level": str(level), "checks": [{**asdict(c), "level": str(c.level)} for c in checks]}
-    show(as_json, value, map(plain, lines(checks)))
+    present(as_json, value, text.checks(checks))
     return NHC_CODES[level] if nhc else int(level is CheckLevel.BROKEN)
 
 
@@ -75,18 +79,20 @@ def agent(ctx: typer.Context) -> int:
     return main(ctx.args)
 
 
-node = typer.Typer(no_args_is_help=True, help="List, quarantine, drain and test nodes.")
+node = typer.Typer(cls=HelpGroup, no_args_is_help=True, help="List, quarantine, drain and test nodes.")
 
 NodeArgument = Annotated[str, typer.Argument(help="Node, as `rolecall node list` shows it.", metavar="NODE")]
 BURN_IN_SECONDS = 60.0
 
 
-@node.command(name="list", epilog=examples("rolecall node list", "rolecall node list --run my-run --json"))
-def list_nodes(run: RunOption = "latest", runs: RootOption = ROOT, as_json: JsonOption = False) -> None:
+@node.command(name="list", epilog=examples("rolecall node list", "rolecall node list my-run --json"))
+def list_nodes(
+    run: RunArgument = "", option: RunOption = "", runs: RootOption = ROOT, as_json: JsonOption = False
+) -> None:
     """List nodes with their replicas, quarantine, burn-in results and incidents; most incidents first."""
     from rolecall.recovery.operators import commands
 
-    rows = commands.nodes(open_run_dir(runs, run))
+    rows = commands.nodes(chosen_run(runs, run, option))
     show(as_json, rows, [plain(line) for row in rows for line in _lines(row)] or ["no node is known"])
 
 
@@ -110,27 +116,27 @@ def _lines(row: Mapping[str, Any]) -> Iterable[str]:
 
 
 @node.command(epilog=examples('rolecall node quarantine node-4 --reason "ECC errors"'))
-def quarantine(name: NodeArgument, because: ReasonOption, run: RunOption = "latest", runs: RootOption = ROOT) -> None:
+def quarantine(name: NodeArgument, because: ReasonOption, run: RunOption = "", runs: RootOption = ROOT) -> None:
     """Stop placing replicas on a node. What runs there continues."""
     from rolecall.recovery.operators import commands
 
-    out(commands.quarantine(open_run_dir(runs, run), name, whoami(), because))
+    out(commands.quarantine(chosen_run(runs, run), name, whoami(), because))
 
 
 @node.command(epilog=examples('rolecall node drain node-4 --reason "maintenance"'))
-def drain(name: NodeArgument, because: ReasonOption, run: RunOption = "latest", runs: RootOption = ROOT) -> None:
+def drain(name: NodeArgument, because: ReasonOption, run: RunOption = "", runs: RootOption = ROOT) -> None:
     """Quarantine a node and move its replicas away. The same guards apply as to a diagnosis."""
     from rolecall.recovery.operators import commands
 
-    out(commands.drain(open_run_dir(runs, run), name, whoami(), because))
+    out(commands.drain(chosen_run(runs, run), name, whoami(), because))
 
 
 @node.command(name="return", epilog=examples('rolecall node return node-4 --reason "DIMM replaced"'))
-def return_node(name: NodeArgument, because: ReasonOption, run: RunOption = "latest", runs: RootOption = ROOT) -> None:
+def return_node(name: NodeArgument, because: ReasonOption, run: RunOption = "", runs: RootOption = ROOT) -> None:
     """End a quarantine: replicas may be placed on the node again."""
     from rolecall.recovery.operators import commands
 
-    out(commands.return_node(open_run_dir(runs, run), name, whoami(), because))
+    out(commands.return_node(chosen_run(runs, run), name, whoami(), because))
 
 
 @node.command(
@@ -156,7 +162,7 @@ def burn_in(
 
     if run and not name:
         raise ConfigError(["NODE: needed with --run: the result is recorded under that name"])
-    place = open_run_dir(runs, run) if run else None
+    place = chosen_run(runs, run) if run else None
     where = folder or Path(tempfile.gettempdir())
     if not where.is_dir():
         raise ConfigError([f"--folder: {where} is not a folder"])

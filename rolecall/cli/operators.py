@@ -8,58 +8,64 @@ import typer
 
 from rolecall.cli.options import (
     ROOT,
+    HelpGroup,
     JsonOption,
-    LatestRunArgument,
     ReasonOption,
     RootOption,
+    RunArgument,
     RunOption,
+    chosen_run,
     examples,
     out,
+    present,
     show,
     whoami,
 )
 from rolecall.core.errors import ConfigError
-from rolecall.core.rundir import open_run_dir, write_atomically
+from rolecall.core.rundir import write_atomically
 from rolecall.core.text import plain
 
 app = typer.Typer()
 
 
 @app.command(epilog=examples("rolecall status", "rolecall status my-run --json"))
-def status(run: LatestRunArgument = "latest", runs: RootOption = ROOT, as_json: JsonOption = False) -> int:
+def status(run: RunArgument = "", option: RunOption = "", runs: RootOption = ROOT, as_json: JsonOption = False) -> int:
     """Show roles, replicas and open incidents.
 
     Exit code 1 while an incident is open or unreadable."""
+    from rolecall.core.clock import SystemClock
     from rolecall.recovery.operators import queries
+    from rolecall.terminal import recovery
 
-    value = queries.status(open_run_dir(runs, run))
-    show(as_json, value, [queries.status_text(value)])
+    where = chosen_run(runs, run, option)
+    value = queries.status(where)
+    present(as_json, value, recovery.status(value, SystemClock().wall(), where.shell_name))
     return 1 if value["open_incidents"] or value["broken_incidents"] else 0
 
 
 @app.command(epilog=examples('rolecall pause --reason "network maintenance until 18:00"'))
-def pause(because: ReasonOption, run: RunOption = "latest", runs: RootOption = ROOT) -> None:
+def pause(because: ReasonOption, run: RunArgument = "", option: RunOption = "", runs: RootOption = ROOT) -> None:
     """Pause recovery.
 
     No further action starts. Detection and diagnosis continue."""
     from rolecall.recovery.operators import commands
 
-    out(commands.pause_recovery(open_run_dir(runs, run), whoami(), because))
+    out(commands.pause_recovery(chosen_run(runs, run, option), whoami(), because))
 
 
 @app.command(epilog=examples("rolecall resume"))
-def resume(run: RunOption = "latest", runs: RootOption = ROOT) -> None:
+def resume(run: RunArgument = "", option: RunOption = "", runs: RootOption = ROOT) -> None:
     """Resume recovery after a pause."""
     from rolecall.recovery.operators import commands
 
-    out(commands.resume_recovery(open_run_dir(runs, run), whoami()))
+    out(commands.resume_recovery(chosen_run(runs, run, option), whoami()))
 
 
 @app.command(epilog=examples('rolecall replace rollout/3 --reason "fan failure on node-4"'))
 def replace(
     replica: Annotated[str, typer.Argument(help="Replica, as rollout/3.", metavar="REPLICA")],
     because: ReasonOption,
-    run: RunOption = "latest",
+    run: RunOption = "",
     runs: RootOption = ROOT,
 ) -> None:
     """Request the replacement of a replica.
@@ -67,7 +73,7 @@ def replace(
     The same guards apply as to a diagnosis."""
     from rolecall.recovery.operators import commands
 
-    out(commands.replace(open_run_dir(runs, run), replica, because, whoami()))
+    out(commands.replace(chosen_run(runs, run), replica, because, whoami()))
 
 
 DigestArgument = Annotated[
@@ -76,31 +82,31 @@ DigestArgument = Annotated[
 
 
 @app.command(epilog=examples("rolecall approve 582be534fb4cd49b"))
-def approve(digest: DigestArgument, run: RunOption = "latest", runs: RootOption = ROOT) -> None:
+def approve(digest: DigestArgument, run: RunOption = "", runs: RootOption = ROOT) -> None:
     """Approve a plan.
 
     An approval counts once, for the replica incarnations that the plan names."""
     from rolecall.recovery.operators import commands
 
-    out(commands.approve_plan(open_run_dir(runs, run), digest, whoami()))
+    out(commands.approve_plan(chosen_run(runs, run), digest, whoami()))
 
 
 @app.command(epilog=examples('rolecall reject 582be534fb4cd49b --reason "checkpoint in progress"'))
-def reject(digest: DigestArgument, because: ReasonOption, run: RunOption = "latest", runs: RootOption = ROOT) -> None:
+def reject(digest: DigestArgument, because: ReasonOption, run: RunOption = "", runs: RootOption = ROOT) -> None:
     """Reject a proposed or held plan.
 
     Its incident is escalated to on-call."""
     from rolecall.recovery.operators import commands
 
-    out(commands.reject_plan(open_run_dir(runs, run), digest, whoami(), because))
+    out(commands.reject_plan(chosen_run(runs, run), digest, whoami(), because))
 
 
-@app.command(epilog=examples('rolecall hold 582be534fb4cd49b --minutes 10 --reason "collecting a core dump"'))
+@app.command(epilog=examples('rolecall hold 582be534fb4cd49b --minutes 10 --reason "a core dump"'))
 def hold(
     digest: DigestArgument,
     because: ReasonOption,
     minutes: Annotated[float, typer.Option(help="Duration of the hold; up to a day.")] = 30.0,
-    run: RunOption = "latest",
+    run: RunOption = "",
     runs: RootOption = ROOT,
 ) -> None:
     """Delay a plan.
@@ -110,14 +116,14 @@ def hold(
     In mode act a plan starts as soon as it is made: there only a plan that a guard blocks can be held."""
     from rolecall.recovery.operators import commands
 
-    out(commands.hold_plan(open_run_dir(runs, run), digest, whoami(), because, minutes * 60))
+    out(commands.hold_plan(chosen_run(runs, run), digest, whoami(), because, minutes * 60))
 
 
 @app.command(epilog=examples("rolecall lift 582be534fb4cd49b"))
 def lift(
     digest: DigestArgument,
     because: Annotated[str, typer.Option("--reason", help="Why; written to the journal.")] = "",
-    run: RunOption = "latest",
+    run: RunOption = "",
     runs: RootOption = ROOT,
 ) -> None:
     """End a hold early.
@@ -125,23 +131,26 @@ def lift(
     The guards are evaluated again."""
     from rolecall.recovery.operators import commands
 
-    out(commands.lift_hold(open_run_dir(runs, run), digest, whoami(), because))
+    out(commands.lift_hold(chosen_run(runs, run), digest, whoami(), because))
 
 
 @app.command(epilog=examples("rolecall incidents", "rolecall incidents inc-1-rollout-1 --json"))
 def incidents(
     incident: Annotated[str, typer.Argument(help="Incident id (default: all incidents).", metavar="[ID]")] = "",
-    run: RunOption = "latest",
+    run: RunOption = "",
     runs: RootOption = ROOT,
     as_json: JsonOption = False,
 ) -> None:
     """List incidents.
 
     Each with its diagnosis, evidence, actions and outcome."""
+    from rolecall.core.clock import SystemClock
     from rolecall.recovery.operators import queries
+    from rolecall.terminal import recovery
 
-    value = queries.incidents(open_run_dir(runs, run), incident or None)
-    show(as_json, value, [queries.incidents_text(value)])
+    where = chosen_run(runs, run)
+    value = queries.incidents(where, incident or None)
+    present(as_json, value, recovery.incidents(value, SystemClock().wall(), where.shell_name))
 
 
 @app.command(epilog=examples('rolecall review inc-1-rollout-1 --wrong --reason "the switch was at fault"'))
@@ -149,7 +158,7 @@ def review(
     incident: Annotated[str, typer.Argument(help="Incident id.", metavar="INCIDENT")],
     right: Annotated[bool | None, typer.Option("--right/--wrong", help="Was the diagnosis right?")] = None,
     because: Annotated[str, typer.Option("--reason", help="Why; written to the journal.")] = "",
-    run: RunOption = "latest",
+    run: RunOption = "",
     runs: RootOption = ROOT,
 ) -> int:
     """Review a diagnosis: was it right or wrong.
@@ -159,30 +168,30 @@ def review(
 
     if right is None:
         raise ConfigError(["--right or --wrong: which?"])
-    out(commands.review_diagnosis(open_run_dir(runs, run), incident, right, whoami(), because))
+    out(commands.review_diagnosis(chosen_run(runs, run), incident, right, whoami(), because))
     return 0
 
 
-incident = typer.Typer(no_args_is_help=True, help="Export one incident for a ticket.")
+incident = typer.Typer(cls=HelpGroup, no_args_is_help=True, help="Export one incident for a ticket.")
 
 
 @incident.command(epilog=examples("rolecall incident export inc-1-rollout-1 --anonymous -o ticket.tar.gz"))
 def export(
     incident_id: Annotated[str, typer.Argument(help="Incident id, as `rolecall incidents` shows it.", metavar="ID")],
-    run: RunOption = "latest",
+    run: RunOption = "",
     runs: RootOption = ROOT,
     output: Annotated[
         Path | None, typer.Option("-o", "--output", help="Output file (default: ID.tar.gz).", metavar="FILE.tar.gz")
     ] = None,
     anonymous: Annotated[
-        bool, typer.Option("--anonymous", help="Replace node names and addresses by node-1, ip-1, ....")
+        bool, typer.Option("--anonymous", help="Replace node names and addresses by node-1, ip-1 and so on.")
     ] = False,
     as_json: JsonOption = False,
 ) -> int:
     """Bundle journal, windows, events and logs of an incident, without secrets, prompts or user names."""
     from rolecall.reports.incident_export import export as bundle_of
 
-    bundle = bundle_of(open_run_dir(runs, run), incident_id, anonymous=anonymous)
+    bundle = bundle_of(chosen_run(runs, run), incident_id, anonymous=anonymous)
     content = bundle.archive()
     path = output or Path(f"{bundle.name}.tar.gz")
     write_atomically(path, content, private=True)

@@ -1,28 +1,34 @@
 """Options that several commands share, and the ways in which commands print."""
 
+import getpass
 import json
 import os
-from collections.abc import Iterable
+import sys
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from rolecall.core.errors import ConfigError
 from rolecall.core.journal.database import checked_url, redacted
+from rolecall.core.rundir import DEFAULT_ROOT, RUNS_ENV, RunDir, open_run_dir
 from rolecall.core.text import plain
 
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
 JOURNAL_ENV = "ROLECALL_JOURNAL_URL"
-RUNS_ENV = "ROLECALL_RUNS"
-RunArgument = Annotated[str, typer.Argument(help="Run id, path of a run directory, or 'latest'.", metavar="RUN")]
-LatestRunArgument = Annotated[
-    str, typer.Argument(help="Run id, path of a run directory, or 'latest'.", metavar="[RUN]")
-]
-RunOption = Annotated[str, typer.Option("--run", help="Run id, path of a run directory, or 'latest'.")]
+_RUN = "Run id, path of a run directory, or 'latest'"
+RunArgument = Annotated[str, typer.Argument(help=f"{_RUN} (default: latest).", metavar="[RUN]")]
+RunOption = Annotated[str, typer.Option("--run", help=f"{_RUN} (default: latest).", metavar="RUN")]
+NamedRunArgument = Annotated[str, typer.Argument(help=f"{_RUN}; must be given.", metavar="RUN")]
+NamedRunOption = Annotated[str, typer.Option("--run", help="The same.", metavar="RUN")]
 RootOption = Annotated[Path, typer.Option("--runs", envvar=RUNS_ENV, help="Directory that holds the runs.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 ReasonOption = Annotated[str, typer.Option("--reason", help="Why; written to the journal and shown to everyone.")]
-ROOT = Path("runs")
+ROOT = DEFAULT_ROOT
 
 CredentialsOption = Annotated[
     Path | None,
@@ -35,7 +41,28 @@ JournalOption = Annotated[
         help=f"URL of a journal instead of a run; '-' reads it from {JOURNAL_ENV}, so that no process list shows it.",
     ),
 ]
+HELP_CHARS_MAX = 1000
+"""Of a first sentence in the list of commands: none is cut."""
 SecondsOption = Annotated[float | None, typer.Option("--for", help="Stop after this many seconds.")]
+
+
+class HelpGroup(TyperGroup):
+    """A group whose help has its commands in panels, each with its whole first sentence.
+
+    `panels`: title -> names of its commands, in order; of the root alone. The title of all others is "Commands".
+    """
+
+    panels: Mapping[str, Sequence[str]] = {}
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        listed = {name for names in self.panels.values() for name in names}
+        others = [name for name in self.list_commands(ctx) if name not in listed]
+        for title, names in {**self.panels, "Commands": others}.items():
+            commands = {name: self.get_command(ctx, name) for name in names}
+            rows = [(n, c.get_short_help_str(HELP_CHARS_MAX)) for n, c in commands.items() if c and not c.hidden]
+            if rows:
+                with formatter.section(title):
+                    formatter.write_dl(rows)
 
 
 def examples(*lines: str) -> str:
@@ -43,9 +70,31 @@ def examples(*lines: str) -> str:
     return "\b\nExamples:\n" + "\n".join(f"  {line}" for line in lines)
 
 
+def chosen_run(runs: Path, run: str, option: str = "") -> RunDir:
+    """The run that a command is for. Every command takes `--run RUN`, one without another argument also takes `RUN`.
+
+    Raises:
+        ConfigError: both are given, and differ. RunNotFound: there is no such run.
+    """
+    if run and option and run != option:
+        raise ConfigError([f"--run: {option!r} and RUN {run!r} are both given: give one of the two"])
+    return open_run_dir(runs, run or option or "latest")
+
+
+def named_run(runs: Path, run: str, option: str) -> RunDir:
+    """As `chosen_run`, for a command that is for no run unless one is named."""
+    if not (run or option):
+        raise ConfigError(["RUN: name a run, or 'latest'"])
+    return chosen_run(runs, run, option)
+
+
 def whoami() -> str:
     """Who gives the command, as the journal records it: user and machine, at most 64 characters."""
-    return plain(f"{os.environ.get('USER') or os.getuid()}@{os.uname().nodename}", 64)
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):  # neither the environment nor the user database names the user
+        user = f"uid {os.getuid()}"
+    return plain(f"{user}@{os.uname().nodename}", 64)
 
 
 def checked_journal(text: str) -> str:
@@ -76,6 +125,17 @@ def progress(text: str) -> None:
 
 def print_json(value: Any) -> None:
     typer.echo(json.dumps(value, indent=2, default=str))
+
+
+def present(as_json: bool, value: Any, text: "RenderableType") -> None:
+    """The result of a command: `text`, in colour on a terminal, or with --json `value`."""
+    if as_json:
+        print_json(value)
+    else:
+        from rolecall.terminal.console import console
+
+        console().print(text)
+        sys.stdout.flush()
 
 
 def show(as_json: bool, value: Any, lines: Iterable[str]) -> None:

@@ -6,22 +6,25 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
-from rich.markup import escape
 
 from rolecall.cli.options import (
     ROOT,
     JsonOption,
-    LatestRunArgument,
+    NamedRunArgument,
+    NamedRunOption,
     RootOption,
     RunArgument,
     RunOption,
+    chosen_run,
     examples,
+    named_run,
+    out,
     print_json,
     show,
 )
 from rolecall.core.errors import ConfigError
-from rolecall.core.rundir import open_run_dir
+from rolecall.core.rundir import RunDir
+from rolecall.core.text import counted
 
 if TYPE_CHECKING:
     from rolecall.core.config.job import JobConfig
@@ -112,17 +115,18 @@ def _execute(
 ) -> int:
     from rolecall.core.ids import checked_id
     from rolecall.session.demo import FaultSchedule
-    from rolecall.session.display import summary
     from rolecall.session.session import Interrupted, Session
+    from rolecall.terminal.console import console
+    from rolecall.terminal.run import summary
 
     checked_id(run_id, "run id")
-    console = Console()
+    screen = console()
     session = Session(
         job=job,
         root=runs,
         run_id=run_id,
         schedule=FaultSchedule(job.seed, faults),
-        show=show and console.is_terminal,
+        show=show and screen.is_terminal,
         minutes_max=minutes_max,
         hold_seconds=hold_minutes * 60,
         dashboard=dashboard,
@@ -132,13 +136,11 @@ def _execute(
     except FileExistsError:
         raise ConfigError([f"--id: a run {run_id!r} exists already in {runs}"]) from None
     except Interrupted:
-        console.print(f"interrupted: every process of run {escape(run_id)} has been stopped", highlight=False)
+        out(f"interrupted: every process of run {run_id} has been stopped")
         return 130
-    console.print(summary(report))
+    screen.print(summary(report))
     if dashboard:
-        console.print(
-            f"to open the dashboard again: rolecall dashboard {escape(run_id)}", highlight=False, soft_wrap=True
-        )
+        out(f"to open the dashboard again: rolecall dashboard {RunDir((runs / run_id).resolve()).shell_name}")
     return 0 if report["ok"] else 1
 
 
@@ -147,18 +149,20 @@ def _new_run_id(name: str, seed: int) -> str:
 
 
 @app.command(epilog=examples("rolecall down latest"))
-def down(run: RunArgument, runs: RootOption = ROOT, as_json: JsonOption = False) -> None:
+def down(
+    run: NamedRunArgument = "", option: NamedRunOption = "", runs: RootOption = ROOT, as_json: JsonOption = False
+) -> None:
     """Stop every process of a run.
 
     Includes processes that a killed supervisor left behind."""
     from rolecall.rl_runtime.processes import stop_run
     from rolecall.watch.addresses import withdraw
 
-    where = open_run_dir(runs, run)
+    where = named_run(runs, run, option)
     ended = stop_run(where.path)
     withdraw(where)
     value = {"run": where.run_id, "ended": [str(p) for p in ended]}
-    show(as_json, value, [f"{where.run_id}: ended {len(ended)} process(es)"])
+    show(as_json, value, [f"{where.run_id}: ended {counted(len(ended), 'process', 'processes')}"])
 
 
 @app.command(
@@ -168,8 +172,9 @@ def down(run: RunArgument, runs: RootOption = ROOT, as_json: JsonOption = False)
     )
 )
 def inject(
-    run: RunArgument,
     kind: Annotated[str, typer.Option(help="Fault to inject; an unknown one lists all.")],
+    run: NamedRunArgument = "",
+    option: NamedRunOption = "",
     target: Annotated[str, typer.Option(help="Replica, as rollout/1 (default: chosen by --seed).")] = "",
     how: Annotated[
         str, typer.Option(help="Variant. Hangs: stop, gil, lock, read; slow ones: duty, quota, delay.")
@@ -189,14 +194,14 @@ def inject(
 
     if kind not in KINDS:
         raise ConfigError([f"--kind: {kind!r} is unknown, known are {', '.join(KINDS)}"])
-    where = open_run_dir(runs, run)
+    where = named_run(runs, run, option)
     print_json(do(where, kind, target or None, how or None, seconds or None, seed, factor or None))
 
 
 @results.command(epilog=examples("rolecall replay inc-1-rollout-1"))
 def replay(
     incident: Annotated[str, typer.Argument(help="Incident id.", metavar="INCIDENT")],
-    run: RunOption = "latest",
+    run: RunOption = "",
     runs: RootOption = ROOT,
     as_json: JsonOption = False,
 ) -> int:
@@ -205,34 +210,35 @@ def replay(
     Exit code 1 if the result differs."""
     from rolecall.watch.run import replay_incident
 
-    value = replay_incident(open_run_dir(runs, run), incident)
+    value = replay_incident(chosen_run(runs, run), incident)
     show(as_json, value, [value["text"]])
     return 0 if value["same"] else 1
 
 
 @results.command(epilog=examples("rolecall audit my-run"))
-def audit(run: LatestRunArgument = "latest", runs: RootOption = ROOT, as_json: JsonOption = False) -> int:
+def audit(run: RunArgument = "", option: RunOption = "", runs: RootOption = ROOT, as_json: JsonOption = False) -> int:
     """Verify journal and ledger.
 
     Each prompt group was trained once or dropped with a reason, and no line was altered."""
     from rolecall.views.audit import audit_run, audit_text
 
-    found = audit_run(open_run_dir(runs, run))
+    found = audit_run(chosen_run(runs, run, option))
     show(as_json, found.summary(), [audit_text(found)])
     return 0 if found.ok else 1
 
 
 @results.command(epilog=examples("rolecall report my-run --json"))
-def report(run: LatestRunArgument = "latest", runs: RootOption = ROOT, as_json: JsonOption = False) -> int:
+def report(run: RunArgument = "", option: RunOption = "", runs: RootOption = ROOT, as_json: JsonOption = False) -> int:
     """Write the report of a run.
 
     Writes report.json and report.html again, and prints the summary."""
     from rolecall.reports.report import write_report
-    from rolecall.session.display import summary
+    from rolecall.terminal.console import console
+    from rolecall.terminal.run import summary
 
-    value = write_report(open_run_dir(runs, run), None)
+    value = write_report(chosen_run(runs, run, option), None)
     if as_json:
         print_json(value)
     else:
-        Console().print(summary(value))
+        console().print(summary(value))
     return 0 if value["ok"] else 1

@@ -1,9 +1,10 @@
 """Commands on live metrics: `watch run|agents|prometheus|recording` and `record run|prometheus`."""
 
 import datetime
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
@@ -19,22 +20,26 @@ from rolecall.cli.diagnose import (
 from rolecall.cli.options import (
     ROOT,
     CredentialsOption,
-    JsonOption,
-    LatestRunArgument,
+    HelpGroup,
     RootOption,
+    RunArgument,
+    RunOption,
     SecondsOption,
+    chosen_run,
     examples,
     out,
     progress,
 )
 from rolecall.core.errors import ConfigError
-from rolecall.core.rundir import open_run_dir
+from rolecall.core.text import counted
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from rolecall.watch.run import MetricsEndpoint
 
-watch = typer.Typer(no_args_is_help=True, help="Detect, diagnose and recover from faults live.")
-record = typer.Typer(no_args_is_help=True, help="Write live metrics to a recording (Parquet).")
+watch = typer.Typer(cls=HelpGroup, no_args_is_help=True, help="Detect, diagnose and recover from faults live.")
+record = typer.Typer(cls=HelpGroup, no_args_is_help=True, help="Write live metrics to a recording (Parquet).")
 
 PrometheusArgument = Annotated[
     str, typer.Argument(help="Prometheus-compatible server, as http://HOST:9090[/PATH].", metavar="URL")
@@ -71,6 +76,24 @@ OutputOption = Annotated[
 ]
 
 
+LinesOption = Annotated[
+    bool, typer.Option("--json", help="On a terminal too: a JSON object a line instead of the table.")
+]
+NODES_SHOWN_MAX = 8
+Lines = TypeVar("Lines")
+Screen = TypeVar("Screen", bound=AbstractContextManager[Any])
+
+
+def _display(
+    as_json: bool, lines: Lines, screen: "Callable[[Console], Screen]"
+) -> "AbstractContextManager[Lines] | Screen":
+    """The table on a terminal, else the lines."""
+    from rolecall.terminal.console import console
+
+    made = console()
+    return nullcontext(lines) if as_json or not made.is_terminal else screen(made)
+
+
 def _metrics_endpoint(metrics: str, web_config: Path | None) -> "MetricsEndpoint | None":
     if not metrics:
         if web_config is not None:
@@ -92,7 +115,8 @@ def _metrics_endpoint(metrics: str, web_config: Path | None) -> "MetricsEndpoint
     ),
 )
 def watch_run(
-    run: LatestRunArgument = "latest",
+    run: RunArgument = "",
+    option: RunOption = "",
     require_approval: Annotated[
         bool,
         typer.Option(
@@ -114,7 +138,7 @@ def watch_run(
     from rolecall.watch.run import watch_run as start
 
     endpoint = _metrics_endpoint(metrics, web_config)
-    return start(open_run_dir(runs, run), seconds, metrics=endpoint, approve=require_approval)
+    return start(chosen_run(runs, run, option), seconds, metrics=endpoint, approve=require_approval)
 
 
 @watch.command(
@@ -146,11 +170,13 @@ def watch_agents(
     web_config: WebConfigOption = None,
     seconds: SecondsOption = None,
     runs: RootOption = ROOT,
+    as_json: LinesOption = False,
 ) -> int:
     """Watch any job through the agents of its nodes. Observes only: no action is taken.
 
     Exit code 1 if a fault was found."""
     from rolecall.core.clock import SystemClock
+    from rolecall.terminal.watch import JobLines, JobScreen
     from rolecall.watch.agents import AgentsFile, is_file, listed, named_agents, node_of, observing_run
     from rolecall.watch.panels import authorization
     from rolecall.watch.run import watch_run as start
@@ -169,15 +195,17 @@ def watch_agents(
     file = AgentsFile(Path(agents), ask, keep, SystemClock()) if is_file(agents) else None
     found = file.first() if file else named_agents(listed(agents), ask)
     run = observing_run(runs, run_id, found, webhook or None)
-    progress(f"watching {len(found)} node(s); incidents: rolecall incidents --run {run.path}")
-    return start(run, seconds, header, file.urls if file else None, endpoint)
+    nodes = ", ".join(list(found)[:NODES_SHOWN_MAX]) + (", ..." if len(found) > NODES_SHOWN_MAX else "")
+    progress(f"watching {counted(len(found), 'node')} ({nodes}); incidents: rolecall incidents --run {run.shell_name}")
+    with _display(as_json, JobLines(out), JobScreen) as display:
+        return start(run, seconds, header, file.urls if file else None, endpoint, show=display.show)
 
 
 @watch.command(
     name="prometheus",
     epilog=examples(
         "rolecall watch prometheus http://prometheus:9090",
-        "rolecall watch prometheus http://prometheus:9090 --match 'cluster=\"a\"' --history 3600",
+        "rolecall watch prometheus http://prometheus:9090 --match 'cluster=\"a\"'",
     ),
 )
 def watch_prometheus(
@@ -193,16 +221,18 @@ def watch_prometheus(
     model: ModelOption = None,
     profile: ProfileOption = None,
     seconds: SecondsOption = None,
-    as_json: JsonOption = False,
+    as_json: LinesOption = False,
 ) -> int:
     """Watch any fleet through its Prometheus server. Exit code 1 if a fault was found."""
+    from rolecall.terminal.watch import PanelLines, PanelScreen
     from rolecall.watch.panels import INTERVAL_SECONDS, PrometheusOptions
     from rolecall.watch.panels import watch_prometheus as start
 
     detectors = panel_detectors(detector, false_alarms, model, profile)
     seconds_between = INTERVAL_SECONDS if interval is None else interval
     options = PrometheusOptions(url, tuple(query), queries, match, seconds_between, history, credentials)
-    return start(options, detectors, out=out, as_json=as_json, seconds=seconds)
+    with _display(as_json, PanelLines(out), lambda screen: PanelScreen(screen, url)) as display:
+        return start(options, detectors, display=display, seconds=seconds)
 
 
 @watch.command(name="recording", epilog=examples("rolecall watch recording fleet.parquet --speed 60"))
@@ -216,19 +246,22 @@ def watch_recording(
     model: ModelOption = None,
     profile: ProfileOption = None,
     seconds: SecondsOption = None,
-    as_json: JsonOption = False,
+    as_json: LinesOption = False,
 ) -> int:
     """Replay a recording as if it were live. Exit code 1 if a fault was found."""
+    from rolecall.terminal.watch import PanelLines, PanelScreen
     from rolecall.watch.panels import watch_recording as start
 
     detectors = panel_detectors(detector, false_alarms, model, profile)
-    return start(recording, speed, detectors, out=out, as_json=as_json, seconds=seconds)
+    with _display(as_json, PanelLines(out), lambda screen: PanelScreen(screen, str(recording))) as display:
+        return start(recording, speed, detectors, display=display, seconds=seconds)
 
 
 @record.command(name="run", epilog=examples("rolecall record run my-run -o my-run.parquet --for 600"))
 def record_run(
     output: OutputOption,
-    run: LatestRunArgument = "latest",
+    run: RunArgument = "",
+    option: RunOption = "",
     interval: Annotated[float, typer.Option("--interval", help="Seconds between samples.")] = 1.0,
     seconds: SecondsOption = None,
     runs: RootOption = ROOT,
@@ -236,11 +269,11 @@ def record_run(
     """Record the metrics of a run until --for has passed or Ctrl-C."""
     from rolecall.watch.panels import record_run as start
 
-    return start(open_run_dir(runs, run), output, out=out, interval_seconds=interval, seconds=seconds)
+    return start(chosen_run(runs, run, option), output, out=out, interval_seconds=interval, seconds=seconds)
 
 
 @record.command(
-    name="prometheus", epilog=examples("rolecall record prometheus http://prometheus:9090 -o fleet.parquet --for 3600")
+    name="prometheus", epilog=examples("rolecall record prometheus http://prometheus:9090 -o fleet.parquet")
 )
 def record_prometheus(
     url: PrometheusArgument,

@@ -37,6 +37,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rolecall.core.text import counted
+
 
 class RolecallError(Exception):
     """Base of all errors raised on purpose. Survives pickling (Ray carries it between processes), facts included."""
@@ -61,12 +63,13 @@ class InvalidId(RolecallError, ValueError):
 
 
 class ConfigError(RolecallError, ValueError):
-    """All problems of one job file. `problems`: `path: reason` lines."""
+    """All problems of one job file or command line. `problems`: `path: reason` lines."""
 
     def __init__(self, problems: Sequence[str], source: str = "") -> None:
         self.problems, self.source = tuple(problems), source
         head = f"{source}: " if source else ""
-        super().__init__(f"{head}{len(self.problems)} problem(s)\n" + "\n".join(f"  {p}" for p in self.problems))
+        several = f"{counted(len(self.problems), 'problem')}\n" + "\n".join(f"  {p}" for p in self.problems)
+        super().__init__(head + (self.problems[0] if len(self.problems) == 1 else several))
 
 
 class JournalError(RolecallError):
@@ -201,7 +204,7 @@ class EngineDisagrees(RolecallError):
         self.replica, self.incarnation, self.step = replica, incarnation, step
         super().__init__(
             f"{replica}#{incarnation} alone disagrees with the trainers in step {step}: log-probabilities by up to "
-            f"{log_ratio:.3g}, those of {num_others} other engine(s) by at most {others:.3g}"
+            f"{log_ratio:.3g}, those of {counted(num_others, 'other engine')} by at most {others:.3g}"
         )
 
     @staticmethod

@@ -12,6 +12,8 @@ import ssl
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from rolecall.core.text import os_reason
+
 if TYPE_CHECKING:
     import httpx
 
@@ -67,7 +69,7 @@ def request(
     except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError) as e:
         causes = _causes(e)
         refused = any(isinstance(c, ConnectionRefusedError) for c in causes)
-        reason = "connection refused" if refused else str(causes[-1]) or type(causes[-1]).__name__
+        reason = "connection refused" if refused else os_reason(causes[-1])
         raise HttpFailed(reason, refused=refused) from None
     finally:
         loop.run_until_complete(loop.shutdown_asyncgens())

@@ -16,6 +16,7 @@ import hmac
 import json
 import os
 import secrets
+import shlex
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +30,11 @@ RUN_ENV = "ROLECALL_RUN"
 """Set to the run directory in every process of a run, so that all of them can be found."""
 NODE_ENV = "ROLECALL_NODE"
 """Set to the node id in every process of a node."""
+RUNS_ENV = "ROLECALL_RUNS"
+DEFAULT_ROOT = Path("runs")
+"""Directory of the runs, where neither `--runs` nor the environment names one."""
+NAMES_SHOWN_MAX = 5
+"""Runs listed when an unknown one is asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +44,12 @@ class RunDir:
     @property
     def run_id(self) -> RunId:
         return RunId(self.path.name)
+
+    @property
+    def shell_name(self) -> str:
+        """Names this run in a command line, from here: its id in the default directory of runs, else its path."""
+        default = Path(os.environ.get(RUNS_ENV) or DEFAULT_ROOT) / self.path.name
+        return shlex.quote(self.path.name if default.resolve() == self.path else str(self.path))
 
     @property
     def database_url(self) -> str:
@@ -136,16 +148,19 @@ def create_run_dir(root: Path, run_id: str, journal: str | None = None) -> RunDi
 
 
 def open_run_dir(root: Path, which: str) -> RunDir:
-    """A run by its id, its path, or `latest`. Raises RunNotFound: with the run ID and the directory."""
-    if which == "latest":
-        found = sorted((p for p in root.glob("*/run.json")), key=lambda p: p.stat().st_mtime)
-        if not found:
-            raise RunNotFound(f"{root}: holds no run")
-        return RunDir(found[-1].parent.resolve())
-    for candidate in (Path(which), root / which):
+    """A run by its id, its path, or `latest`. Raises RunNotFound: with the runs that there are."""
+    for candidate in () if which == "latest" else (Path(which), root / which):
         if (candidate / "run.json").is_file():
             return RunDir(candidate.resolve())
-    raise RunNotFound(f"{which}: no run of this name in {root}")
+    newest = sorted((p for p in root.glob("*/run.json")), key=lambda p: p.stat().st_mtime, reverse=True)
+    if newest and which == "latest":
+        return RunDir(newest[0].parent.resolve())
+    unknown = "" if which == "latest" else f"{which}: no run of this name; "
+    if not newest:
+        raise RunNotFound(f"{unknown}no runs in {root}; try `rolecall demo` or --runs DIR")
+    names = ", ".join(p.parent.name for p in newest[:NAMES_SHOWN_MAX])
+    more = f" and {len(newest) - NAMES_SHOWN_MAX} more" if len(newest) > NAMES_SHOWN_MAX else ""
+    raise RunNotFound(f"{unknown}{root} holds, newest first: {names}{more}")
 
 
 def registration_secret(token: str, replica: str, rank: int, incarnation: int) -> str:

@@ -26,11 +26,6 @@ def in_words(name: object) -> str:
     return str(name).replace("_", " ")
 
 
-def counted(number: int, what: str) -> str:
-    """`1 unit`, `1,200 units`."""
-    return f"{number:,} {what}{'' if number == 1 else 's'}"
-
-
 def node_text(node: str) -> str:
     """`node m07`; a name that says so itself stays as it is: `node-2`."""
     return node if node.casefold().startswith("node") else f"node {node}"
@@ -49,6 +44,29 @@ def iso_utc(at: float) -> str:
     if abs(at) < DATES_FROM_SECONDS:
         return f"{at:.1f} s"
     return utc(at, "%Y-%m-%dT%H:%M:%SZ", f"{at:g} s")
+
+
+def counted(number: int, noun: str, plural: str = "") -> str:
+    """`1 finding`, `2 findings`, `1,024 processes`; `plural` where the noun does not simply take an s."""
+    return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
+
+
+def os_reason(error: BaseException) -> str:
+    """Why a call of the system failed, without the number: `No such file or directory`."""
+    return str(getattr(error, "strerror", None) or error or type(error).__name__)
+
+
+_AGES = ((172_800, 86_400, "d"), (7200, 3600, "h"), (120, 60, "min"), (0, 1, "s"))
+"""(from this many seconds on, seconds of the unit, unit) of an age."""
+
+
+def ago(at: float, now: float) -> str:
+    """`3 min ago, 14:05:31 UTC`, with its date on another day. `at` and `now`: wall seconds."""
+    same_day = utc(at, "%Y-%m-%d") == utc(now, "%Y-%m-%d")
+    absolute = utc(at, "%H:%M:%S UTC" if same_day else "%Y-%m-%d %H:%M:%S UTC")
+    size, unit = next((size, unit) for least, size, unit in _AGES if abs(now - at) >= least)
+    amount = f"{abs(now - at) / size:.0f} {unit}"
+    return f"{amount} ago, {absolute}" if at <= now else f"in {amount}, {absolute}"
 
 
 def seconds(value: float | None, none: str = "–") -> str:

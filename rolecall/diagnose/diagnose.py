@@ -14,10 +14,10 @@ from typing import Any, NoReturn
 import numpy as np
 
 from rolecall.core.clock import Clock, SystemClock
-from rolecall.core.diagnosis import NO_TIME, Diagnosis, Finding
+from rolecall.core.diagnosis import Diagnosis, Finding
 from rolecall.core.errors import ReadingStopped, UnreadableInput
 from rolecall.core.faults import FaultClass
-from rolecall.core.text import iso_utc, plain
+from rolecall.core.text import counted
 from rolecall.detector.artifacts import infiniband
 from rolecall.detector.artifacts.flight_recorder import diagnosis as flight_recorder
 from rolecall.detector.artifacts.flight_recorder import dumps as flight_dumps
@@ -213,16 +213,16 @@ def diagnose(
     topology = stack_dumps.read_topology(found.topologies[0]) if found.topologies else None
     # Dumps and logs first: detectors may take all of the time for a recording.
     for kind, files, what in (
-        ("flight recorder dumps", found.dumps, "Flight Recorder dump(s)"),
-        ("stack dumps", found.stacks, "stack dump(s)"),
-        ("infiniband trees", found.devices, "InfiniBand device(s)"),
-        ("nccl ras", found.ras, "answer(s) of NCCL RAS"),
-        ("nccl inspector", found.inspector, "file(s) of the NCCL Inspector"),
-        ("kernel logs", found.kernel, "kernel log(s)"),
-        ("agent events", found.events, "file(s) of agent events"),
+        ("flight recorder dumps", found.dumps, "Flight Recorder dump"),
+        ("stack dumps", found.stacks, "stack dump"),
+        ("infiniband trees", found.devices, "InfiniBand device"),
+        ("nccl ras", found.ras, "NCCL RAS answer"),
+        ("nccl inspector", found.inspector, "NCCL Inspector file"),
+        ("kernel logs", found.kernel, "kernel log"),
+        ("agent events", found.events, "agent event file"),
     ):
         if files:
-            say(f"reading {len(files)} {what}")
+            say(f"reading {counted(len(files), what)}")
             findings, described = _diagnose_kind(kind, files, paths, budget.next_kind(), topology)
             all_findings += findings
             answer.inputs.append(described)
@@ -265,7 +265,7 @@ def diagnose(
             Input(
                 path=str(folder),
                 kind="folder",
-                content=f"{num} file(s) of unknown kind skipped",
+                content=f"{counted(num, 'file')} of unknown kind skipped",
                 remarks=(only,) if folder in found.unknown_only else (),
             )
         )
@@ -376,7 +376,7 @@ def _unread(files: Sequence[Path], read: Contents[Any]) -> tuple[str, ...]:
 
 
 def _not_read(stopped: ReadingStopped, num_left: int) -> str:
-    left = f" ({num_left:,} file(s) were not read)" if num_left else ""
+    left = f" ({counted(num_left, 'file')} not read)" if num_left else ""
     return f"cannot tell from {stopped}{left}"
 
 
@@ -428,7 +428,7 @@ def _files_input(files: Sequence[Path], kind: str, content: str, remarks: tuple[
     if len(remarks) > NUM_REMARKS_MAX:
         remarks = tuple(sorted(remarks, key=lambda r: not r.startswith(CANNOT_TELL)))  # these decide the verdict
         remarks = (*remarks[:NUM_REMARKS_MAX], f"{len(remarks) - NUM_REMARKS_MAX:,} more remarks")
-    return Input(path=where, kind=kind, content=f"{len(files)} file(s): {content}", remarks=remarks)
+    return Input(path=where, kind=kind, content=f"{counted(len(files), 'file')}: {content}", remarks=remarks)
 
 
 def _panel_words(panel: Panel) -> str:
@@ -436,44 +436,9 @@ def _panel_words(panel: Panel) -> str:
     hours = (float(panel.at[-1] - panel.at[0]) + shape.interval_seconds) / 3600
     span = f"{hours:.1f} h" if hours >= 1 else f"{hours * 60:.1f} min"
     return (
-        f"{shape.name}: {len(shape.machines)} machine(s), {len(shape.metrics)} metric(s), "
+        f"{shape.name}: {counted(len(shape.machines), 'machine')}, {counted(len(shape.metrics), 'metric')}, "
         f"{len(panel.at)} ticks of {shape.interval_seconds:g} s ({span})"
     )
-
-
-def sentences(answer: DiagnosisReport) -> list[str]:
-    """The report as text: each diagnosis with its evidence, or `healthy`, followed by the inputs."""
-    lines: list[str] = []
-    for diagnosis in answer.diagnoses:
-        lines.append(f"{_when(diagnosis)} {diagnosis.fault_class}: {diagnosis.because}")
-        lines += [f"    {e.text}" for e in diagnosis.evidence]
-        if diagnosis.settle:
-            lines.append(f"    to settle it: {diagnosis.settle}")
-        if diagnosis.advice:
-            lines.append(f"    advice: {diagnosis.advice}")
-    if not answer.diagnoses:
-        lines.append(
-            "nothing found, but not everything could be checked, in"
-            if answer.open_ends
-            else "healthy: nothing found in"
-        )
-    else:
-        lines.append(f"{len(answer.diagnoses)} diagnosis(es) in")
-    for i in answer.inputs:
-        lines.append(f"    {i.path}: {i.content}")
-        lines += [f"        {r}" for r in i.remarks]
-    lines += [f"    {effect.text}" for effect in answer.smallest_effects]
-    return [
-        plain(line) if not line.startswith(" ") else line[: len(line) - len(line.lstrip())] + plain(line.lstrip())
-        for line in lines
-    ]
-
-
-def _when(d: Diagnosis) -> str:
-    if any(e.kind == NO_TIME for e in d.evidence):
-        return "at an unknown time"
-    text = iso_utc(d.detected_at)
-    return f"at {text}" if text.endswith(" s") else text
 
 
 def exit_code(answer: DiagnosisReport) -> int:

@@ -15,7 +15,7 @@ import numpy as np
 
 from rolecall.core.errors import CommandRefused, UnreadableInput
 from rolecall.core.rundir import write_atomically
-from rolecall.core.text import plain
+from rolecall.core.text import counted, plain
 from rolecall.detector.panels.minder.detector import ANY_METRIC, BUILT_IN, NUM_METRICS
 from rolecall.detector.panels.minder.detector import read as read_model
 from rolecall.detector.panels.minder.fit import NUM_STEPS, LabelledFault, fit, write
@@ -70,13 +70,13 @@ def fit_profile(
         write_atomically(out, profile.to_json())
     except OSError as e:
         raise CommandRefused(f"{out} cannot be written: {e.strerror}") from e
-    lines = [f"{out}: profile of {len(profile.panels)} panel(s)"]
+    lines = [f"{out}: profile of {counted(len(profile.panels), 'panel')}"]
     for panel_profile in profile.panels:
         drifts = sum(m.drift is not None for m in panel_profile.metrics.values())
         phase = f", phase {panel_profile.phase}" if panel_profile.phase else ""
         lines.append(
             f"  role {plain(panel_profile.role)}{plain(phase)}, every {panel_profile.interval_seconds:g} s: "
-            f"{panel_profile.recordings:g} recording(s), {len(panel_profile.metrics)} metrics, "
+            f"{counted(round(panel_profile.recordings), 'recording')}, {len(panel_profile.metrics)} metrics, "
             f"{len(panel_profile.offsets)} nodes"
         )
         if not drifts:

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from rolecall.core.clock import Clock, SystemClock
+from rolecall.core.text import counted
 
 GRACE_SECONDS = 60.0
 """Time for a check beyond its share: process start and the import of torch from a slow disk."""
@@ -155,7 +156,7 @@ def gpu_math(work: BurnInBudget, clock: Clock) -> CheckResult:
         return CheckResult(
             name=name, passed=False, because="GPUs of the same model give different products", values=values
         )
-    because = f"{len(devices)} GPU(s), {found.rounds} products: all bits identical"
+    because = f"{counted(len(devices), 'GPU')}, {found.rounds} products: all bits identical"
     return CheckResult(name=name, passed=True, because=because, values=values)
 
 
@@ -199,7 +200,7 @@ def cpu_math(work: BurnInBudget, clock: Clock, arithmetic: tuple[Callable[[], st
                 because = f"core {core}: result differs from core {cores[0]} in round {rounds}"
                 return CheckResult(name="cpu_math", passed=False, because=because, values={"core": core})
     values: Values = {"cores": len(cores), "rounds": rounds, "digest": wanted[:16], "what": what}
-    because = f"{len(cores)} core(s), {rounds} rounds of {what}: all bits identical"
+    because = f"{counted(len(cores), 'core')}, {rounds} rounds of {what}: all bits identical"
     return CheckResult(name="cpu_math", passed=True, because=because, values=values)
 
 

@@ -12,6 +12,8 @@ from functools import partial
 from itertools import takewhile
 from typing import NamedTuple
 
+from rolecall.core.text import counted
+
 CLOCK_ERROR_SECONDS_MAX = 0.5
 """Error of an incident's times between nodes; the detectors tolerate one second."""
 FREE_BYTES_MIN = 256 << 20
@@ -148,7 +150,7 @@ def _driver(facts: NodeFacts) -> Iterator[_Result]:
         yield _ok("no NVIDIA GPU on this node")
     elif not facts.driver:
         yield _broken(
-            f"{there} NVIDIA GPU(s) and no driver loaded",
+            f"{counted(there, 'NVIDIA GPU')} and no driver loaded",
             "load it (modprobe nvidia); the kernel log shows why it is not loaded",
         )
     elif facts.gpu_devices < facts.pci_gpus:
@@ -157,7 +159,7 @@ def _driver(facts: NodeFacts) -> Iterator[_Result]:
             "run nvidia-modprobe -u -c 0, or check the kernel log for a GPU that did not come up",
         )
     else:
-        yield _ok(f"driver {facts.driver}, {facts.gpu_devices} GPU(s)")
+        yield _ok(f"driver {facts.driver}, {counted(facts.gpu_devices, 'GPU')}")
 
 
 def _nvml(facts: NodeFacts) -> Iterator[_Result]:
@@ -266,6 +268,8 @@ def _data_dir(facts: NodeFacts) -> Iterator[_Result]:
             f"{facts.data_dir}: {facts.data_dir_error}",
             "create it, owned by the agent's user, or set another one (data_dir, $ROLECALL_AGENT_DIR)",
         )
+    elif not facts.data_dir_exists:
+        yield _ok(f"{facts.data_dir}: the agent creates it at its first start")
     elif facts.free_bytes is None:
         yield _unknown(f"{facts.data_dir}: free space cannot be read", "run doctor as the agent's user")
     elif facts.free_bytes < FREE_BYTES_LOW or facts.free_inodes == 0:
@@ -273,8 +277,7 @@ def _data_dir(facts: NodeFacts) -> Iterator[_Result]:
         left = f"{facts.free_bytes >> 20} MiB and {facts.free_inodes} inodes free"
         yield found(f"{facts.data_dir}: {left}: events will soon not be stored", "free disk space")
     else:
-        missing = "" if facts.data_dir_exists else ", the agent creates it at its first start"
-        yield _ok(f"{facts.data_dir}: {facts.free_bytes >> 30} GiB free{missing}")
+        yield _ok(f"{facts.data_dir}: {facts.free_bytes >> 30} GiB free")
 
 
 # Names of PyTorch's and NCCL's documentation; newer torch reads TORCH_FR_BUFFER_SIZE for the older name, too.
@@ -339,7 +342,7 @@ def _clocks(facts: NodeFacts) -> Iterator[_Result]:
         and apart <= CLOCK_ERROR_SECONDS_MAX
         and all(o.seconds is not None for o in facts.clock_offsets)
     ):
-        yield _ok(f"{len(facts.clock_offsets)} other clock(s), within {apart * 1000:.0f} ms of this node's")
+        yield _ok(f"{counted(len(facts.clock_offsets), 'other clock')}, within {apart * 1000:.0f} ms of this node's")
 
 
 def _pressure(facts: NodeFacts) -> Iterator[_Result]:
@@ -381,11 +384,3 @@ def _files(facts: NodeFacts) -> Iterator[_Result]:
 def _version(text: str) -> tuple[int, ...]:
     """`6.18.33-cloud` -> (6, 18)."""
     return tuple(int("".join(takewhile(str.isdecimal, part)) or 0) for part in text.split(".")[:2])
-
-
-def lines(checks: tuple[NodeCheck, ...]) -> Iterator[str]:
-    """As text: worst last, with the fix."""
-    for check in sorted(checks, key=lambda c: SEVERITY.index(c.level)):
-        yield f"{check.level:8} {check.name}: {check.message}"
-        if check.fix:
-            yield f"         -> {check.fix}"

@@ -31,6 +31,7 @@ from rolecall.core.clock import Clock, SystemClock
 from rolecall.core.errors import ConfigError
 from rolecall.core.http import HttpFailed, is_loopback, request
 from rolecall.core.rundir import bearer_token
+from rolecall.core.text import os_reason
 from rolecall.node.doctor import ClockOffset, NodeFacts
 
 ASK_SECONDS: Final = 3.0
@@ -127,7 +128,7 @@ def _settings(config: Path | None) -> Mapping[str, Any]:
     try:
         value = yaml.safe_load(config.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as e:
-        raise ConfigError([f"(file): {e}"], str(config)) from None
+        raise ConfigError([os_reason(e)], str(config)) from None
     if value is not None and not isinstance(value, dict):
         raise ConfigError([f"(top): expected a mapping, got {type(value).__name__}"], str(config))
     return value or {}

@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from statistics import median
 from typing import Any
 
-from rolecall.core.text import escape, in_words, seconds
+from rolecall.core.text import counted, escape, in_words, seconds
 from rolecall.reports.charts import key_of, lanes_chart, policy_health_chart, reward_chart, step_chart
 from rolecall.reports.style import document
 
@@ -43,7 +43,7 @@ def headline(report: Report) -> str:
     elif faults:
         what = f"Only {resolved} of {faults} faults resolved"
     elif report["incidents"]:
-        what = f"No fault injected, {len(report['incidents'])} incident(s)"
+        what = f"No fault injected, {counted(len(report['incidents']), 'incident')}"
     else:
         what = "No fault, no finding"
     alarms = len(report["false_alarms"])

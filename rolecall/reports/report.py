@@ -35,6 +35,7 @@ from rolecall.core.journal.payloads import (
     WeightsRejected,
 )
 from rolecall.core.rundir import RunDir, write_atomically
+from rolecall.core.text import counted
 from rolecall.reports.html import render_html
 from rolecall.views.audit import COMPLETED, REPORT_JSON, RunAudit, audit_journal
 from rolecall.views.ettr import Loss, compare_pace, ettr, health, losses, mean_of_ends, steps, training_began
@@ -278,7 +279,11 @@ def make_verdict(facts: Facts, joined: MatchedIncidents, kept: PidsKept, outcome
             not still_open,
             f"open: {', '.join(still_open)}" if still_open else "every incident is closed",
         ),
-        ("audit holds", facts.audit.ok, "every group is accounted for" if not problems else f"{problems} problem(s)"),
+        (
+            "audit holds",
+            facts.audit.ok,
+            "every group is accounted for" if not problems else counted(problems, "problem"),
+        ),
         (
             "processes kept",
             kept.ok,

@@ -33,7 +33,7 @@ from rolecall.rl_runtime.cluster.reconcile import place
 from rolecall.rl_runtime.cluster.supervisor import Supervisor
 from rolecall.session.children import Child, DashboardBeside, rolecall_command
 from rolecall.session.demo import DemoStage, FaultSchedule, ScheduledFault, View
-from rolecall.session.display import Screen
+from rolecall.terminal.run import Screen
 from rolecall.watch.addresses import withdraw
 
 logger = logging.getLogger(__name__)

@@ -20,7 +20,7 @@ from rolecall.core.journal.journal import Journal
 from rolecall.core.journal.ledger import Audit, GroupState, Ledger, audit
 from rolecall.core.journal.payloads import ChainHead, ReplicaReady, RunEnded, StepCommitted, WeightsAdmitted
 from rolecall.core.rundir import RunDir
-from rolecall.core.text import plain
+from rolecall.core.text import counted, plain
 
 COMPLETED = "completed"
 COMPLETE_OUTCOMES = frozenset({COMPLETED, "stopped"})
@@ -131,7 +131,7 @@ def audit_journal(journal: Journal, run_id: str, run: RunDir | None) -> RunAudit
     found = audit(lines, anchors, ended=outcome in COMPLETE_OUTCOMES)
     problems += found.problems
     if found.duplicates:
-        problems.append(f"{found.duplicates} group(s) were trained twice")
+        problems.append(f"trained twice: {counted(found.duplicates, 'group')}")
     if outcome not in COMPLETE_OUTCOMES:
         notes.append(f"the run {'ended as ' + outcome if outcome else 'has not ended'}: open groups are not counted")
     if not found.problems:  # a damaged ledger cannot be compared step by step
@@ -256,7 +256,9 @@ def compare_steps(events: Iterable[Event], lines: Iterable[Mapping[str, Any]], *
             continue  # undone and not repeated; or the controller died between the event and the ledger
         if more or missing:
             names = ", ".join(sorted(missing | more)[:5])
-            problems.append(f"step {step}: journal and ledger disagree on {len(missing | more)} group(s): {names}")
+            problems.append(
+                f"step {step}: journal and ledger disagree on {counted(len(missing | more), 'group')}: {names}"
+            )
     if complete and by_event:
         lone = sorted(trained.keys() - by_event.keys())
         problems += [f"step {s}: trained by the ledger, never committed by the journal" for s in lone]
@@ -316,9 +318,11 @@ def audit_text(found: RunAudit) -> str:
         f"{ledger.groups_issued} issued, {ledger.groups_trained} trained, {ledger.groups_dropped} dropped, "
         f"{ledger.groups_undone} undone, {ledger.duplicates} trained twice, {ledger.unaccounted} unaccounted"
     )
-    proven = f"{len(found.admissions)} rollout incarnations served, {found.weights_proven} re-admission(s) proven"
+    proven = (
+        f"{len(found.admissions)} rollout incarnations served, {counted(found.weights_proven, 're-admission')} proven"
+    )
     lines = [
-        f"run {found.run_id}: {'the audit holds' if found.ok else f'{len(found.problems)} problem(s)'}",
+        f"run {found.run_id}: {'the audit holds' if found.ok else counted(len(found.problems), 'problem')}",
         f"  journal   {found.journal.position} events",
         f"  ledger    {ledger.head.position} lines, {found.num_anchors} anchors",
         f"  groups    {groups}",

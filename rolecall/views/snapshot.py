@@ -147,7 +147,7 @@ class RunSnapshotProjection:
         said = event.payload
         text = said.reason
         if isinstance(said, PlanProposed):
-            text = f"rolecall approve {said.digest}, or reject: {text}"
+            text = f"plan {said.digest} awaits approval: {text}"
         _, before = self.incident_news.get(incident_id, ("", ""))
         self.incident_news[incident_id] = (_STAGES[event.kind], text or before)
 

@@ -34,6 +34,7 @@ from rolecall.core.ids import ID_PATTERN, checked_id, split_replica
 from rolecall.core.journal.journal import Journal
 from rolecall.core.rundir import RunDir, create_run_dir
 from rolecall.core.telemetry import UNCOUNTED, AgentEvent, ProcessSample
+from rolecall.core.text import os_reason
 from rolecall.detector.base.observation import Observation
 from rolecall.recovery.interfaces import ObservationSource
 
@@ -167,7 +168,7 @@ def entries_of(path: Path) -> list[str]:
         if path.suffix in GROUPS:
             return checked_entries(_of_groups(read_yaml(text)))
     except (OSError, ValueError) as e:
-        raise ConfigError([f"agents: {path}: {e}"]) from None
+        raise ConfigError([f"agents: {path}: {os_reason(e)}"]) from None
     return checked_entries(text.splitlines())
 
 
@@ -244,7 +245,7 @@ class AgentsFile:
             self._retry_at = float("inf")  # until the file changes
             self._log_new(list(e.problems))
         except OSError as e:  # from `keep`; the list itself is valid
-            self._log_new([f"agents: {self._path}: {e}"])
+            self._log_new([f"agents: {self._path}: {os_reason(e)}"])
 
     def _resolve(self, entries: list[str]) -> list[str]:
         """Makes these the agents; returns why some are missing."""

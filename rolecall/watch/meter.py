@@ -6,7 +6,7 @@ its time remains.
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +14,7 @@ from rolecall.core.clock import Clock
 from rolecall.core.diagnosis import Diagnosis
 from rolecall.detector.base.observation import Observation
 from rolecall.recovery import interfaces
+from rolecall.recovery.incidents import Incident
 from rolecall.recovery.loop import Watch
 from rolecall.watch.metrics import TickView
 
@@ -89,7 +90,12 @@ class MeteredWatch(Watch):
     def __init__(self, *arguments: Any, meter: Meter, **more: Any) -> None:
         super().__init__(*arguments, **more)
         self._meter = meter
+        self.after_tick: Callable[[], None] = lambda: None
         meter.change(mode=self._config.mode)
+
+    @property
+    def incidents(self) -> Collection[Incident]:
+        return self._projection.incidents.values()
 
     def run(self, stop: Any) -> None:
         try:
@@ -116,3 +122,4 @@ class MeteredWatch(Watch):
                 blind=bool(self._detector.error),
                 num_unhandled=len(self._failures.errors()),
             )
+        self.after_tick()

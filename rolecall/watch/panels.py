@@ -7,7 +7,6 @@ line.
 """
 
 import base64
-import json
 import logging
 import math
 import os
@@ -16,10 +15,10 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, Any
+from typing import Annotated, Any, Protocol
 
 import numpy as np
 from pydantic import Field, ValidationError
@@ -30,10 +29,10 @@ from rolecall.core.config.section import Section
 from rolecall.core.diagnosis import Diagnosis
 from rolecall.core.errors import ConfigError, UnreadableInput
 from rolecall.core.rundir import RunDir
-from rolecall.core.text import iso_utc, plain
+from rolecall.core.text import counted, os_reason, plain
 from rolecall.detector.live.fusion import Merger
 from rolecall.detector.panels.membership import PanelFollower
-from rolecall.detector.panels.panel import Panel, PanelDetector, PanelSource, PanelTick, Stopped, panel_key
+from rolecall.detector.panels.panel import Panel, PanelDetector, PanelShape, PanelSource, PanelTick, Stopped, panel_key
 from rolecall.detector.sources import recording
 from rolecall.detector.sources.agent_panels import AgentsPanels
 from rolecall.detector.sources.prometheus import Labels, MetricQuery, PrometheusSource, catalogue_queries, dcgm_queries
@@ -104,7 +103,7 @@ def load_queries(path: Path) -> tuple[MetricQuery, ...]:
             raise ValueError(f"larger than {FILE_BYTES_MAX >> 20} MiB")
         value = read_yaml(text)
     except (OSError, ValueError) as e:
-        raise ConfigError([f"(file): {e}"], str(path)) from e
+        raise ConfigError([os_reason(e)], str(path)) from e
     try:
         config = QueriesConfig.model_validate({} if value is None else value)
     except ValidationError as e:
@@ -189,12 +188,44 @@ def prometheus_source(
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WatchedPanels:
+    """What a watch sees of a fleet. `at`: time of the newest tick."""
+
+    where: str
+    shapes: tuple[PanelShape, ...] = ()
+    num_ticks: int = 0
+    at: float = 0.0
+    num_findings: int = 0
+    open_ends: tuple[str, ...] = ()
+    """At the end: what could not be judged, and why."""
+
+    @property
+    def text(self) -> str:
+        """`128 machines: role trainer (128 machines, 12 metrics)`."""
+        panels = (
+            f"{s.name} ({counted(len(s.machines), 'machine')}, {counted(len(s.metrics), 'metric')})"
+            for s in self.shapes
+        )
+        return f"{counted(sum(len(s.machines) for s in self.shapes), 'machine')}: {'; '.join(panels)}"
+
+
+class PanelDisplay(Protocol):
+    """Shows a watch of panels while it lasts."""
+
+    def show(self, seen: WatchedPanels) -> None:
+        """After each tick."""
+
+    def found(self, diagnosis: Diagnosis) -> None: ...
+
+    def end(self, seen: WatchedPanels) -> None: ...
+
+
 def watch_prometheus(
     options: PrometheusOptions,
     detectors: Sequence[PanelDetector],
     *,
-    out: Out,
-    as_json: bool = False,
+    display: PanelDisplay,
     seconds: float | None = None,
     clock: Clock = SystemClock(),
 ) -> int:
@@ -203,7 +234,7 @@ def watch_prometheus(
     """
     source = prometheus_source(options, HISTORY_TICKS * options.interval_seconds, clock)
     with _until(seconds, clock) as stopped:
-        code = watch(source, detectors, out=out, as_json=as_json, stopped=stopped, where=options.url)
+        code = watch(source, detectors, display=display, stopped=stopped, where=options.url)
     if not code and source.failing:
         raise UnreadableInput(where=options.url, reason=f"it did not answer at the end: {source.failing}")
     return code
@@ -214,8 +245,7 @@ def watch_recording(
     speed: float,
     detectors: Sequence[PanelDetector],
     *,
-    out: Out,
-    as_json: bool = False,
+    display: PanelDisplay,
     seconds: float | None = None,
     clock: Clock = SystemClock(),
 ) -> int:
@@ -224,44 +254,34 @@ def watch_recording(
     for remark in source.recording.remarks:
         logger.warning("%s: %s", path, remark)
     with _until(seconds, clock) as stopped:
-        return watch(source, detectors, out=out, as_json=as_json, stopped=stopped, where=str(path))
+        return watch(source, detectors, display=display, stopped=stopped, where=str(path))
 
 
 def watch(
-    source: PanelSource, detectors: Sequence[PanelDetector], *, out: Out, as_json: bool, stopped: Stopped, where: str
+    source: PanelSource, detectors: Sequence[PanelDetector], *, display: PanelDisplay, stopped: Stopped, where: str
 ) -> int:
-    """Prints every diagnosis as it occurs. Returns 1 if there was one, else 0. Raises UnreadableInput: `where` has no
+    """Shows every diagnosis as it occurs. Returns 1 if there was one, else 0. Raises UnreadableInput: `where` has no
     ticks.
     """
     watches = [PanelFollower(d) for d in detectors]
     merger = Merger()
-    found, ticks = 0, 0
+    seen = WatchedPanels(where=where)
     for tick in source.ticks(stopped):
-        ticks += 1
-        for each in watches:
-            for finding in each.tick(tick):
-                diagnosis = merger.add(finding)
-                if diagnosis is not None:
-                    found += 1
-                    out(json.dumps(diagnosis.to_dict()) if as_json else sentence(diagnosis))
-    if not ticks:
+        diagnoses = [d for each in watches for finding in each.tick(tick) if (d := merger.add(finding)) is not None]
+        seen = replace(
+            seen,
+            shapes=tuple(watches[0].shapes),
+            num_ticks=seen.num_ticks + 1,
+            at=tick.at,
+            num_findings=seen.num_findings + len(diagnoses),
+        )
+        display.show(seen)
+        for diagnosis in diagnoses:
+            display.found(diagnosis)
+    if not seen.num_ticks:
         raise UnreadableInput(where=where, reason="no tick was received")
-    if not as_json:
-        shapes = watches[0].shapes if watches else []
-        summary = "; ".join(f"{s.name}: {len(s.machines)} machine(s), {len(s.metrics)} metric(s)" for s in shapes)
-        open_ends = list(dict.fromkeys(e for w in watches for e in w.open_ends))
-        nothing = "nothing found, but not everything could be checked, in" if open_ends else "healthy: nothing found in"
-        out(plain(f"{f'{found} diagnosis(es) in' if found else nothing} {ticks} tick(s) of {summary}"))
-        for line in open_ends:
-            out("    " + plain(line))
-    return 1 if found else 0
-
-
-def sentence(diagnosis: Diagnosis) -> str:
-    """One line: detection time, diagnosis, reason, onset, and remedy."""
-    advice = f"; {diagnosis.advice}" if diagnosis.advice else ""
-    since = f"since {iso_utc(diagnosis.onset)}, confidence {diagnosis.confidence:.2f}"
-    return plain(f"{iso_utc(diagnosis.detected_at)} {diagnosis.fault_class}: {diagnosis.because} ({since}{advice})")
+    display.end(replace(seen, open_ends=tuple(dict.fromkeys(e for w in watches for e in w.open_ends))))
+    return 1 if seen.num_findings else 0
 
 
 @contextmanager
@@ -405,4 +425,4 @@ class _Parts:
             yield
         except (OSError, pl.exceptions.PolarsError) as e:
             kept = f"what was recorded until then lies in {self._folder}" if self._number else "nothing was recorded"
-            raise UnreadableInput(where=str(self._path), reason=f"cannot be written: {e}; {kept}") from e
+            raise UnreadableInput(where=str(self._path), reason=f"cannot be written: {os_reason(e)}; {kept}") from e

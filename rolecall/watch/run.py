@@ -40,7 +40,7 @@ from rolecall.detector.panels.sequential.profile import read as read_profile
 from rolecall.detector.sources.agents import AgentsSource
 from rolecall.recovery.actuators import NoopActuator, RayRuntime
 from rolecall.recovery.incidents import IncidentProjection
-from rolecall.recovery.interfaces import Notifier
+from rolecall.recovery.interfaces import Notifier, ObservationSource
 from rolecall.recovery.loop import LEASE_NAME, holder_name
 from rolecall.recovery.notifications.delivery import HttpNotifier, LogNotifier
 from rolecall.recovery.notifications.target import target_of
@@ -48,6 +48,7 @@ from rolecall.recovery.operators import queries
 from rolecall.watch.addresses import LOOPBACK, ListenAddress
 from rolecall.watch.agents import UniqueReplicaSource
 from rolecall.watch.evidence.pull import EvidencePull
+from rolecall.watch.job import JobObserver, WatchedJob
 from rolecall.watch.meter import Meter, MeteredDetector, MeteredSource, MeteredWatch
 from rolecall.watch.server import WatchServer
 
@@ -200,11 +201,13 @@ def watch_run(
     approve: bool = False,
     *,
     stop: threading.Event | None = None,
+    show: Callable[[WatchedJob], None] | None = None,
 ) -> int:
     """Watches until the run ends, `seconds` have passed, or SIGTERM; with `stop`, until that is set. Returns the
     exit code. `authorization`: value of the header, for agents that require a user. `living`: the current agents
     (agents.py), instead of run.json's. `metrics`: where `/metrics` is served; None: for our own run on a free loopback
-    port, else nowhere. `approve`: each plan requires approval, even if the job file says `act`.
+    port, else nowhere. `approve`: each plan requires approval, even if the job file says `act`. `show`: is called with
+    what is watched, about once a second.
 
     A run with `agents` in run.json is an external job (agents.py): it is only observed, its end is unknown, and exit
     code 1 means that incidents were opened.
@@ -246,10 +249,11 @@ def watch_run(
     source.start()
     try:
         server = _serve(run, job, metrics, meter, notifier, ours=ours)
-        polled = source if ours else UniqueReplicaSource(source)
-        MeteredWatch(
+        polled: ObservationSource = source if ours else UniqueReplicaSource(source)
+        observer = JobObserver(polled, show, clock) if show is not None else None
+        watch = MeteredWatch(
             journal,
-            MeteredSource(polled, meter, lambda: len(listed.newest)),
+            MeteredSource(observer or polled, meter, lambda: len(listed.newest)),
             MeteredDetector(detector, meter, lambda: len(detector.processes())),
             RayRuntime(journal) if ours else NoopActuator(),
             job.recovery,
@@ -260,7 +264,10 @@ def watch_run(
             poll_seconds=poll_seconds,
             evidence_collector=pull,
             meter=meter,
-        ).run(stop)
+        )
+        if observer is not None:
+            watch.after_tick = lambda: observer.show(listed.newest, detector.processes, watch.incidents)
+        watch.run(stop)
         return 0 if ours or _num_incidents(journal) == known else 1
     finally:
         if server is not None:

@@ -27,6 +27,7 @@ from rolecall.core.errors import ConfigError
 from rolecall.core.journal.journal import Journal
 from rolecall.core.metrics.metric import MetricValue
 from rolecall.core.rundir import RunDir
+from rolecall.core.text import os_reason
 from rolecall.recovery.fleet_view import fleet_view
 from rolecall.recovery.incidents import IncidentProjection
 from rolecall.recovery.loop import LEASE_NAME, PAUSED_FLAG
@@ -128,7 +129,7 @@ class WatchServer:
             )
         except (OSError, OverflowError) as e:
             self._journal.close()
-            raise ConfigError([f"--metrics: {address.host}:{address.port}: {e}"]) from None
+            raise ConfigError([f"--metrics: {address.host}:{address.port}: {os_reason(e)}"]) from None
         self.url = self._server.url
         self._announced = EndpointAnnouncement(run, own(self.url)) if agents is not None else None
         self._stop = threading.Event()

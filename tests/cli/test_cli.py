@@ -3,6 +3,8 @@
 import errno
 import logging
 import os
+import pwd
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +13,7 @@ from typing import NoReturn
 import pytest
 
 from rolecall.cli.main import main
+from rolecall.cli.options import whoami
 from rolecall.core.journal.database import run_url
 from rolecall.core.journal.store import Store
 from rolecall.core.journal.tables import METADATA
@@ -31,7 +34,7 @@ def test_a_wrong_job_file_reports_every_problem_and_starts_nothing(
     job.write_text("seed: -1\nfoo: 1\nroles: {trainer: 0}\n")
     code, out, err = _run(capsys, "run", str(job), "--runs", str(tmp_path / "runs"))
     assert code == 2 and out == ""
-    assert "3 problem(s)" in err
+    assert "3 problems" in err
     assert all(path in err for path in ("seed: ", "roles.trainer: ", "foo: unknown key"))
     assert not (tmp_path / "runs").exists()
 
@@ -204,3 +207,90 @@ def _move_journal(run: RunDir, url: str) -> None:
         store.close()
     run.database_path.write_text(url)
     (run.path / "journal.db").unlink()
+
+
+@pytest.mark.parametrize("content", ["", "\n", "# nothing yet\n", "---\n"])
+def test_a_job_file_without_content_starts_nothing(
+    content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = _job(tmp_path, content)
+    code, out, err = _run(capsys, "run", path, "--runs", str(tmp_path / "runs"))
+    assert code == 2 and out == ""
+    assert err.startswith(f"rolecall: {path}: the file has no content")
+    assert not (tmp_path / "runs").exists()
+
+
+def test_errors_have_no_numbers_of_the_system(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    missing = str(tmp_path / "none.yaml")
+    for argv in (
+        ("run", missing),
+        ("doctor", "--config", missing),
+        ("watch", "agents", missing),
+        ("watch", "prometheus", "http://127.0.0.1:1", "--queries", missing),
+        ("dashboard", "--users", missing, "--journal", "sqlite:///" + missing),
+        ("diagnose", missing),
+    ):
+        code, _, err = _run(capsys, *argv)
+        assert code == 2 and "rrno" not in err and "no such file" in err.lower(), argv
+        assert err.count(missing) == 1 and "problem" not in err, "one sentence"
+
+
+def test_without_runs_the_next_step_is_suggested(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for argv in (("status",), ("incidents",), ("status", "my-run"), ("report",), ("watch", "run")):
+        code, _, err = _run(capsys, *argv, "--runs", str(tmp_path))
+        assert code == 2 and f"no runs in {tmp_path}; try `rolecall demo` or --runs DIR" in err
+
+
+def test_an_unknown_run_lists_those_that_there_are(fake_run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = _run(capsys, "status", "other", "--runs", str(fake_run.path.parent))
+    assert code == 2 and f"newest first: {fake_run.run_id}" in err
+
+
+def test_a_run_is_an_argument_or_an_option_but_not_two(fake_run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    path = str(fake_run.path)
+    assert _run(capsys, "status", path, "--json") == _run(capsys, "status", "--run", path, "--json")
+    assert _run(capsys, "audit", "--run", path)[0] == 0
+    code, _, err = _run(capsys, "status", path, "--run", "other")
+    assert code == 2 and "give one of the two" in err
+    code, _, err = _run(capsys, "down")
+    assert code == 2 and "name a run" in err, "nothing is stopped by default"
+
+
+def test_the_command_in_a_hint_runs_as_it_is_printed(fake_run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = ("--runs", str(fake_run.path.parent))
+    paused = _run(capsys, "pause", "--reason", "a look", *runs)[1]
+    assert "paused" in _run(capsys, "status", str(fake_run.path))[1].lower()
+    code, out, _ = _run(capsys, *_hinted(paused))
+    assert code == 0 and "resumed" in out
+    quarantined = _run(capsys, "node", "quarantine", "node-4", "--reason", "a fan", *runs)[1]
+    code, out, _ = _run(capsys, *_hinted(quarantined))
+    assert code == 0 and "back in service" in out
+
+
+def _hinted(text: str) -> list[str]:
+    program, *argv = shlex.split(text.split("`")[1])
+    assert program == "rolecall"
+    return argv
+
+
+def test_a_run_in_the_default_directory_is_named_by_its_id(
+    fake_run: RunDir, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    monkeypatch.delenv("ROLECALL_RUNS", raising=False)
+    assert fake_run.shell_name == str(fake_run.path)
+    monkeypatch.setenv("ROLECALL_RUNS", str(fake_run.path.parent))
+    assert fake_run.shell_name == fake_run.run_id
+
+
+def test_the_user_has_a_name_without_an_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("USER", "LOGNAME", "LNAME", "USERNAME"):
+        monkeypatch.delenv(name, raising=False)
+    assert whoami() == f"{pwd.getpwuid(os.getuid()).pw_name}@{os.uname().nodename}"
+
+    def nobody(_: int) -> NoReturn:
+        raise KeyError("uid not found")
+
+    monkeypatch.setattr("pwd.getpwuid", nobody)
+    assert whoami() == f"uid {os.getuid()}@{os.uname().nodename}"

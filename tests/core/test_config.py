@@ -75,7 +75,7 @@ def test_a_job_that_is_no_mapping_is_refused(value: Any) -> None:
         ),
         ("seed: 2020-13-45\n", "not YAML: month"),
         ("seed: " + "[" * 20_000, "nested too deeply"),
-        ("1: 2\nfalse: 3\n", "2 problem(s)\n  1: unknown key\n  False: unknown key"),
+        ("1: 2\nfalse: 3\n", "2 problems\n  1: unknown key\n  False: unknown key"),
         ("? [a]\n: 1\n", "unhashable key"),
         ("a: 1\n---\nb: 1\n", "not YAML"),
     ],
@@ -99,9 +99,9 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
         load_job(binary)
 
 
-def test_an_empty_file_is_the_default_job(tmp_path: Path) -> None:
+def test_an_empty_mapping_is_the_default_job(tmp_path: Path) -> None:
     path = tmp_path / "job.yaml"
-    path.write_text("# nothing\n")
+    path.write_text("{}  # nothing\n")
     assert load_job(path) == JobConfig()
 
 

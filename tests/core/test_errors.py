@@ -26,4 +26,4 @@ def test_messages_are_made_of_the_facts() -> None:
     assert (late.waited_for, late.seconds) == ("rollout/1", 2.0)
     assert str(late) == "timed out after 2.0 s waiting for rollout/1" and isinstance(late, TimeoutError)
     wrong = ConfigError(["a.b: bad", "c: worse"], "job.yaml")
-    assert str(wrong) == "job.yaml: 2 problem(s)\n  a.b: bad\n  c: worse"
+    assert str(wrong) == "job.yaml: 2 problems\n  a.b: bad\n  c: worse"

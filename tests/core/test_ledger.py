@@ -200,7 +200,7 @@ def test_a_group_that_was_trained_without_being_accepted_is_found(ledger: Ledger
     _judged(ledger, ["g1"])
     found = audit(ledger.lines())
     assert not found.ok
-    assert found.problems == ("1 group(s) were assigned to a step that dynamic sampling had not accepted: g2",)
+    assert found.problems == ("assigned to a step although dynamic sampling had not accepted it: 1 group: g2",)
 
 
 def test_a_state_of_a_later_rolecall_is_a_problem_and_no_traceback(ledger: Ledger) -> None:

@@ -108,7 +108,7 @@ def test_what_a_log_held_before_the_time_ended_is_not_lost(tmp_path: Path) -> No
     answer = judged(kernel_log(tmp_path / "gpu7"))
     [found] = answer.diagnoses
     assert found.suspects[0].node == "gpu7" and "XID 79" in found.because and answer.open_ends
-    assert "kernel line(s)" in answer.inputs[0].content and "0 line(s)" not in answer.inputs[0].content
+    assert "kernel lines" in answer.inputs[0].content and "0 lines" not in answer.inputs[0].content
 
 
 def test_all_kinds_of_file_share_the_time_and_later_ones_are_counted(tmp_path: Path) -> None:
@@ -117,8 +117,8 @@ def test_all_kinds_of_file_share_the_time_and_later_ones_are_counted(tmp_path: P
         kernel_log(tmp_path / f"gpu{n}")
     answer = judged(tmp_path)
     said = [r for i in answer.inputs for r in i.remarks if "not read to its end" in r]
-    assert len(said) == 2 and "rank_0.json" in said[0] and "(3 file(s) were not read)" in said[0]
-    assert "gpu0.log.gz" in said[1] and "(3 file(s) were not read)" in said[1]
+    assert len(said) == 2 and "rank_0.json" in said[0] and "(3 files not read)" in said[0]
+    assert "gpu0.log.gz" in said[1] and "(3 files not read)" in said[1]
 
 
 def test_a_rank_whose_dump_was_not_read_is_not_the_one_that_left_none(tmp_path: Path) -> None:
@@ -207,7 +207,7 @@ def test_the_time_ends_between_two_ticks_and_what_was_found_is_kept(tmp_path: Pa
     assert said.startswith(f"cannot tell for role trainer: {detector.ticks} of its 100 ticks were judged in the 30 s")
     assert "would settle it" in said
     assert others.remarks[0].startswith(f"cannot tell from {tmp_path / '1.parquet'}: not read to its end in the 30 s")
-    assert others.remarks[0].endswith("(2 file(s) were not read)")
+    assert others.remarks[0].endswith("(2 files not read)")
 
 
 def test_a_recording_takes_no_time_from_dumps_and_logs(tmp_path: Path) -> None:

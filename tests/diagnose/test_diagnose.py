@@ -49,13 +49,13 @@ def test_a_fault_is_a_sentence_with_evidence_and_exit_code_1(
     code, out, err = run(capsys, saved(tmp_path, faulty()))
     assert code == 1
     assert "slow: trainer/3 (node n003) of role trainer" in out and "m1: " in out and "above" in out
-    assert "1 diagnosis(es)" in out and "8 machine(s), 6 metric(s), 700 ticks of 1 s" in out
+    assert "1 finding" in out and "8 machines, 6 metrics, 700 ticks of 1 s" in out
     assert "reading" in err and "reading" not in out
 
 
 def test_a_healthy_recording_says_what_was_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, saved(tmp_path, noise()))
-    assert code == 0 and out.startswith("healthy: nothing found in") and "8 machine(s)" in out
+    assert code == 0 and out.startswith("healthy: nothing found in") and "8 machines" in out
 
 
 def test_json_is_one_object_of_the_agreed_form(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -74,7 +74,7 @@ def test_a_folder_is_searched_for_all_it_holds(tmp_path: Path, capsys: pytest.Ca
     (tmp_path / "all" / "notes.txt").write_text("nothing\n")
     os.mkfifo(tmp_path / "all" / "pipe")
     code, out, _ = run(capsys, tmp_path / "all")
-    assert code == 1 and "a/r.parquet" in out and "c/other.bin" in out and "2 file(s) of unknown kind" in out
+    assert code == 1 and "a/r.parquet" in out and "c/other.bin" in out and "2 files of unknown kind" in out
 
 
 def test_explain_draws_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -124,7 +124,7 @@ def test_foreign_parquet_is_passed_over_in_a_folder_and_refused_by_name(
     saved(tmp_path, noise(ticks=50))
     pl.DataFrame({"timestamp": [1.0], "value": [2.0]}).write_parquet(tmp_path / "other.parquet")
     code, out, _ = run(capsys, tmp_path)
-    assert code == 0 and "1 file(s) of unknown kind" in out
+    assert code == 0 and "1 file of unknown kind" in out
     code, _, err = run(capsys, tmp_path / "other.parquet")
     assert code == 2 and "it has no column role, replica, node, metric" in err
 
@@ -312,7 +312,7 @@ def test_all_files_of_a_kind_together_are_bounded(
     assert run(capsys, tmp_path)[0] in (0, 1)
     answer = diagnosing.diagnose([tmp_path], [], limits=ReadLimits(kept_bytes_max=75_000))
     [said] = [r for i in answer.inputs for r in i.remarks if "GiB of memory" in r]
-    assert said.startswith(f"cannot tell from {max(tmp_path.iterdir())}: with it 4 file(s) take more than")
+    assert said.startswith(f"cannot tell from {max(tmp_path.iterdir())}: with it 4 files would take more than")
     assert answer.verdict != "healthy"
 
 
@@ -323,8 +323,8 @@ def test_recordings_that_do_not_fit_take_nothing_from_the_others(tmp_path: Path)
     answer = diagnosing.diagnose([tmp_path], [], limits=ReadLimits(kept_bytes_max=45_000))
     assert [Path(i.path).name for i in answer.inputs[:2]] == ["0.parquet", "1.parquet"] and len(answer.panels) == 2
     [said] = answer.inputs[2].remarks
-    assert said.startswith(f"cannot tell from {tmp_path / '2.parquet'}: with it 3 file(s) take more than")
-    assert "name fewer of them (2 file(s) were not read)" in said and answer.verdict == "cannot_tell"
+    assert said.startswith(f"cannot tell from {tmp_path / '2.parquet'}: with it 3 files would take more than")
+    assert "name fewer of them (2 files not read)" in said and answer.verdict == "cannot_tell"
 
 
 def test_a_recording_that_is_too_large_is_named_and_the_others_are_judged(

@@ -18,7 +18,7 @@ import yaml
 from rolecall.cli.main import main
 from rolecall.core.clock import FakeClock, SystemClock
 from rolecall.core.errors import ConfigError
-from rolecall.node.doctor import NHC_CODES, CheckLevel, ClockOffset, NodeFacts, examine, lines, worst
+from rolecall.node.doctor import NHC_CODES, CheckLevel, ClockOffset, NodeFacts, examine, worst
 from rolecall.node.facts import (
     ask_agent,
     clock_offsets,
@@ -28,6 +28,8 @@ from rolecall.node.facts import (
     read_facts,
     within,
 )
+from rolecall.terminal import doctor as rendering
+from rolecall.terminal.console import as_text
 from tests.agent.http.test_web_config import HASH
 from tests.agent.test_settings import QUIET, running
 from tests.support import PATIENCE_SECONDS, eventually
@@ -57,7 +59,7 @@ FIT = NodeFacts(
 
 W, B, U = CheckLevel.WARNING, CheckLevel.BROKEN, CheckLevel.UNKNOWN
 UNFIT: dict[str, tuple[dict[str, Any], str, CheckLevel, str, str]] = {
-    "no driver": ({"driver": ""}, "driver", B, "8 NVIDIA GPU(s) and no driver loaded", "modprobe"),
+    "no driver": ({"driver": ""}, "driver", B, "8 NVIDIA GPUs and no driver loaded", "modprobe"),
     "a GPU that did not come up": ({"gpu_devices": 7}, "driver", W, "8 NVIDIA GPUs on the PCI bus, 7", "kernel log"),
     "NVML of another version": ({"nvml": "Driver/library version mismatch"}, "nvml", B, "mismatch", "reboot"),
     "no kernel log": ({"kmsg": "Operation not permitted"}, "kernel_log", W, "not permitted", "CAP_SYSLOG"),
@@ -161,7 +163,7 @@ def test_each_problem_is_reported_with_its_fix(
     assert (wrong.name, wrong.level) == (name, level)
     assert message in wrong.message and fix in wrong.fix and wrong.fix
     assert worst(checks) is level
-    assert list(lines(checks))[-2].startswith(f"{level:8} {name}: ")
+    assert as_text(rendering.checks(checks)).splitlines()[-3].startswith(f"{level:8} {name}: ")
 
 
 def test_a_job_of_the_agents_group_may_register() -> None:
@@ -326,8 +328,9 @@ def test_the_command_checks_this_node(tmp_path: Path, capsys: pytest.CaptureFixt
     taken.write_text("")
     config.write_text(f"data_dir: {taken}\nport: 1\n")
     assert main(["doctor", "--config", str(config)]) == 1
-    text = capsys.readouterr().out
-    assert f"broken   data_dir: {taken}: not a directory" in text and "-> create it" in text
+    said = capsys.readouterr().out
+    assert f"broken   data_dir: {taken}: not a directory" in said and "-> create it" in said
+    assert "1 broken" in said.splitlines()[-1] and "\x1b" not in said
     assert main(["doctor", "--config", str(config), "--nhc", "--json"]) == 2
     reported = json.loads(capsys.readouterr().out)
     assert reported["level"] == "broken"

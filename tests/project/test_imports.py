@@ -27,7 +27,7 @@ READERS = (
     "rolecall.reports.report",
     "rolecall.reports.html",
     "rolecall.views.incidents",
-    "rolecall.session.display",
+    "rolecall.terminal.run",
     "rolecall.views.audit",
 )
 """Modules that read a finished or running run: they must work on a machine without torch, Ray and vLLM."""

@@ -27,6 +27,7 @@ from rolecall.session.display import render, summary
 from rolecall.views.snapshot import RunSnapshot, RunSnapshotProjection
 from tests.dashboards.incident_cases import world_of
 from tests.session.test_display import printed
+from tests.terminal.texts import incidents_text, status_text
 
 Numbers = Mapping[tuple[str, str], str]
 """(what happened, its clock) -> the duration, as shown."""
@@ -132,8 +133,8 @@ def test_an_open_incident_has_the_same_age_on_every_screen(kind: str, tmp_path: 
     screens = {
         "report": _numbers(story.to_dict(now)["durations"]),
         "page": _numbers(_page_text(material)),
-        "status": _numbers(queries.status_text(queries.status(where, clock=clock))),
-        "incidents": _numbers(queries.incidents_text(queries.incidents(where, clock=clock))),
+        "status": _numbers(status_text(queries.status(where, clock=clock))),
+        "incidents": _numbers(incidents_text(queries.incidents(where, clock=clock))),
         "terminal": _numbers(printed(render(snapshot))),
         "table": {("open", "opening"): seconds(row_of(material.incident).open_seconds(now))},
     }
@@ -157,5 +158,5 @@ def test_the_first_diagnosis_gives_onset_and_finding(tmp_path: Path) -> None:
 
 def test_an_operators_request_has_no_onset(tmp_path: Path) -> None:
     world = world_of("asked by an operator", tmp_path)
-    text = queries.incidents_text(queries.incidents(JournalLocation(world.url)))
+    text = incidents_text(queries.incidents(JournalLocation(world.url)))
     assert "after the onset" not in text and "after the finding" in text

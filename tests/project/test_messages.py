@@ -48,6 +48,7 @@ from rolecall.views.incidents import IncidentSummary
 from rolecall.views.snapshot import RunSnapshotProjection
 from tests.recovery.test_policy import fleet
 from tests.session.test_display import printed
+from tests.terminal.texts import incidents_text
 
 UNDERSCORED = "|".join(
     sorted(
@@ -195,7 +196,7 @@ def _screens(events: list[Event]) -> Iterator[str]:
     projection = IncidentProjection()
     value = {**queries.summary(incident, projection, NOW), "diagnosis": incident.diagnosis.to_dict()}
     shown_events = [{"seq": e.seq, "kind": str(e.kind), "body": e.payload.to_body()} for e in events]
-    yield from queries.incidents_text([{**value, "events": shown_events}]).splitlines()
+    yield from incidents_text([{**value, "events": shown_events}]).splitlines()
     material = IncidentPageInputs(
         incident_id="inc-1",
         now=NOW,

@@ -23,6 +23,7 @@ from rolecall.testing.recovery_world import diagnosis
 from tests.events import made_event
 from tests.recovery.simulated_kill import KillableJournal, KillSwitch, SimulatedKill
 from tests.recovery.world import World
+from tests.terminal.texts import status_text
 
 K = EventKind
 BURNED: dict[str, Any] = {
@@ -104,7 +105,7 @@ def test_nothing_is_placed_on_a_quarantined_node(tmp_path: Path) -> None:
     assert queries.replay(run, world.only().incident_id)["same"] is True
     with pytest.raises(CommandRefused, match="already quarantined by alice: ECC errors"):
         commands.quarantine(run, node, "bob", "again", world.clock)
-    assert f"QUARANTINED: {node}, by alice: ECC errors" in queries.status_text(queries.status(run, world.clock))
+    assert f"QUARANTINED: {node}, by alice: ECC errors" in status_text(queries.status(run, world.clock))
 
 
 def test_a_node_quarantined_after_the_plan_takes_nothing_either(tmp_path: Path) -> None:

@@ -17,7 +17,6 @@ from rolecall.recovery.loop import LEASE_NAME
 from rolecall.rl_runtime.cluster.supervisor import Supervisor
 from rolecall.session.children import Child
 from rolecall.session.demo import FaultSchedule, demo_job
-from rolecall.session.display import Screen
 from rolecall.session.session import (
     DONE_FLAG,
     HOLD_FLAG,
@@ -27,6 +26,7 @@ from rolecall.session.session import (
     Interrupted,
     Session,
 )
+from rolecall.terminal.run import Screen
 from tests.support import eventually
 
 HOLD_SECONDS = 42.0

@@ -199,7 +199,7 @@ def test_a_damaged_run_file_is_named(fake_run: RunDir, text: str, capsys: pytest
 def test_what_is_left_can_be_removed_without_the_journal(fake_run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     _bytes(lambda b: b"garbage" * 1000)(fake_run.path / "journal.db")
     assert main(["down", str(fake_run.path)]) == 0
-    assert "ended 0 process(es)" in capsys.readouterr().out
+    assert "ended 0 processes" in capsys.readouterr().out
 
 
 # --- what is offered instead --------------------------------------------------------------------------------------

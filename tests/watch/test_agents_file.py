@@ -232,7 +232,7 @@ def test_the_command_watches_the_agents_of_a_file(tmp_path: Path) -> None:
         command += ["--runs", str(tmp_path / "runs"), "--for", "0.5"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_SECONDS, check=False)
         assert done.returncode == 0, done.stderr
-        assert "watching 1 node(s)" in done.stdout + done.stderr
+        assert "watching 1 node" in done.stdout + done.stderr
         assert "http://localhost:1: no agent answers there" in done.stderr
         assert json.loads((tmp_path / "runs" / "w" / "run.json").read_text())["agents"] == {
             "node-1": f"http://{agent.netloc}"

@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from io import StringIO
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,8 @@ from rolecall.detector.panels.panel import Machine, Panel, PanelTick, Stopped, c
 from rolecall.detector.panels.sequential.detector import MACHINES_MIN, Sequential
 from rolecall.detector.sources import recording
 from rolecall.detector.sources.prometheus import WINDOW_INTERVALS, Labels, MetricQuery, catalogue_queries, dcgm_queries
+from rolecall.terminal.console import console
+from rolecall.terminal.watch import PanelLines, PanelScreen, finding
 from rolecall.watch import panels as fleet_watching
 from rolecall.watch.panels import (
     HISTORY_TICKS,
@@ -38,7 +41,6 @@ from rolecall.watch.panels import (
     prometheus_source,
     record,
     record_run,
-    sentence,
     watch,
     watch_prometheus,
     watch_recording,
@@ -164,7 +166,7 @@ def test_wrong_options_are_reported(options: PrometheusOptions, reason: str) -> 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), 1e9])
 def test_no_such_duration(seconds: float) -> None:
     with pytest.raises(ConfigError, match="--for"):
-        watch_prometheus(OPTIONS, [Toy()], out=print, seconds=seconds, clock=FakeClock())
+        watch_prometheus(OPTIONS, [Toy()], display=PanelLines(print), seconds=seconds, clock=FakeClock())
 
 
 # --- watching a recording -----------------------------------------------------------------------------------------
@@ -177,25 +179,31 @@ def recorded(tmp_path: Path) -> Path:
     return path
 
 
-def test_diagnoses_are_sentences_as_they_come(recorded: Path) -> None:
-    lines: list[str] = []
-    assert watch_recording(recorded, 1e6, [Toy()], out=lines.append, clock=FakeClock()) == 1
+def test_diagnoses_are_sentences_as_they_come_on_a_terminal(recorded: Path) -> None:
+    file = StringIO()
+    with PanelScreen(console(file), str(recorded)) as screen:
+        assert watch_recording(recorded, 1e6, [Toy()], display=screen, clock=FakeClock()) == 1
+    lines = file.getvalue().splitlines()
     offline = merged([f for p in recording.read(recorded).panels for f in findings(Toy(), p)])
-    assert sorted(lines[:-1]) == sorted(map(sentence, offline))
+    assert sorted(lines[:-1]) == sorted(finding(d).plain for d in offline)
     assert lines[0].startswith(
         "2023-11-14T22:13:42Z slow: node n1 is high (since 2023-11-14T22:13:40Z, confidence 0.90; "
     )
     assert lines[-1].startswith(
-        f"{len(offline)} diagnosis(es) in 120 tick(s) of role trainer: 5 machine(s), 1 metric(s)"
+        f"{len(offline)} findings in 120 ticks of 10 machines: role trainer (5 machines, 1 metric)"
     )
 
 
-def test_diagnoses_as_json_are_one_object_a_line(recorded: Path) -> None:
+def test_elsewhere_each_line_is_one_object(recorded: Path) -> None:
     lines: list[str] = []
-    assert watch_recording(recorded, 1e6, [Toy(), Toy()], out=lines.append, as_json=True, clock=FakeClock()) == 1
-    reported = [Diagnosis.from_dict(json.loads(line)) for line in lines]
+    display = PanelLines(lines.append)
+    assert watch_recording(recorded, 1e6, [Toy(), Toy()], display=display, clock=FakeClock()) == 1
+    said = [json.loads(line) for line in lines]
+    assert said[0]["event"] == "watching" and said[0]["where"] == str(recorded), "at once"
+    reported = [Diagnosis.from_dict(value["diagnosis"]) for value in said if value["event"] == "finding"]
     offline = merged([f for p in recording.read(recorded).panels for f in findings(Toy(), p)])
     assert sorted(reported, key=repr) == sorted(offline, key=repr), "once, whoever else finds it"
+    assert said[-1]["event"] == "end" and said[-1]["findings"] == len(offline) and said[-1]["ticks"] == 120
 
 
 def test_a_healthy_recording_and_one_that_is_cut_short(tmp_path: Path) -> None:
@@ -203,10 +211,13 @@ def test_a_healthy_recording_and_one_that_is_cut_short(tmp_path: Path) -> None:
     healthy = a_panel("trainer", 1.0, 1, num_ticks=20)
     recording.write(path, [healthy])
     lines: list[str] = []
-    assert watch_recording(path, 1e6, [Toy()], out=lines.append, clock=FakeClock()) == 0
-    assert lines == ["healthy: nothing found in 20 tick(s) of role trainer: 5 machine(s), 1 metric(s)"]
-    assert watch_recording(path, 1.0, [Toy()], out=lines.append, seconds=10.0, clock=FakeClock()) == 0
-    assert "in 10 tick(s)" in lines[-1]
+    assert watch_recording(path, 1e6, [Toy()], display=PanelLines(lines.append), clock=FakeClock()) == 0
+    watching, end = map(json.loads, lines)
+    assert watching["text"] == "5 machines: role trainer (5 machines, 1 metric)"
+    assert end["text"] == "healthy: nothing found in 20 ticks of 5 machines: role trainer (5 machines, 1 metric)"
+    display = PanelLines(lines.append)
+    assert watch_recording(path, 1.0, [Toy()], display=display, seconds=10.0, clock=FakeClock()) == 0
+    assert json.loads(lines[-1])["ticks"] == 10
 
 
 @pytest.mark.parametrize(
@@ -240,11 +251,10 @@ def test_undecided_input_is_not_called_healthy(tmp_path: Path) -> None:
     ):
         path, lines = tmp_path / f"{num}.parquet", list[str]()
         recording.write(path, [noise(machines=num, metrics=2, ticks=12)])
-        assert watch_recording(path, 1e6, [Sequential()], out=lines.append, clock=FakeClock()) == 0
-        assert (
-            lines[0].startswith("nothing found, but not everything could be checked, in 12 tick(s)")
-            and said in lines[1]
-        )
+        assert watch_recording(path, 1e6, [Sequential()], display=PanelLines(lines.append), clock=FakeClock()) == 0
+        end = json.loads(lines[-1])
+        assert end["text"].startswith("nothing found, but not everything could be checked, in 12 ticks")
+        assert said in end["cannot_tell"][0]
 
 
 def test_a_watch_begins_with_enough_of_the_past() -> None:
@@ -258,10 +268,10 @@ def test_a_watch_begins_with_enough_of_the_past() -> None:
 
 def test_a_sentence_is_one_plain_line() -> None:
     values = {"onset": 0.0, "detected_at": 1e300, "confidence": 1.0, "because": "evil \x1b[31m\nname"}
-    said = sentence(
+    said = finding(
         Diagnosis.from_dict({"detectors": ["d"], "suspects": [], "fault_class": "slow", "evidence": [], **values})
     )
-    assert said.isprintable() and "\n" not in said
+    assert said.plain.isprintable()
     assert (iso_utc(0.0), iso_utc(-30.0), iso_utc(1e300)) == ("0.0 s", "-30.0 s", "1e+300 s")
     assert iso_utc(1e9) == "2001-09-09T01:46:40Z"
 
@@ -457,7 +467,7 @@ def test_a_real_server_with_real_agents(tmp_path: Path, caplog: pytest.LogCaptur
         options = PrometheusOptions(url=server.url, interval_seconds=SCRAPE_SECONDS, history_seconds=60.0)
         path, lines, watched = tmp_path / "r.parquet", list[str](), list[str]()
         fleet_watching.record_prometheus(options, path, out=lines.append, seconds=1.5)
-        code = watch_prometheus(options, [Toy()], out=watched.append, seconds=1.5)
+        code = watch_prometheus(options, [Toy()], display=PanelLines(watched.append), seconds=1.5)
     panels = {p.shape.role: p for p in recording.read(path).panels}
     assert sorted(panels) == ["node", "rollout"] and panels["rollout"].shape.interval_seconds == SCRAPE_SECONDS
     shape, values = panels["rollout"].shape, panels["rollout"].values
@@ -476,7 +486,7 @@ def test_a_real_server_with_real_agents(tmp_path: Path, caplog: pytest.LogCaptur
     assert [m.node for m in hosts.machines] == list(NODES)
     assert {"rolecall_host_load1", "rolecall_host_cpu_busy_ratio"} <= set(hosts.metrics)
     assert not [r for r in caplog.records if r.levelno >= logging.WARNING]
-    assert code in (0, 1) and "tick(s) of" in watched[-1] and "3 machine(s)" in watched[-1]
+    assert code in (0, 1) and "ticks of" in watched[-1] and "3 machines" in watched[-1]
 
 
 def test_a_real_server_takes_the_default_queries_and_gives_in_pieces_what_it_refuses_as_a_whole(tmp_path: Path) -> None:
@@ -501,6 +511,6 @@ def test_a_real_server_takes_the_default_queries_and_gives_in_pieces_what_it_ref
 
 def test_a_watch_of_nothing_that_answers(caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(UnreadableInput, match="no answer"):
-        watch_prometheus(OPTIONS, [Toy()], out=print, clock=FakeClock())
+        watch_prometheus(OPTIONS, [Toy()], display=PanelLines(print), clock=FakeClock())
     with pytest.raises(UnreadableInput, match="here: no tick was received"):
-        watch(Given([]), [Toy()], out=print, as_json=False, stopped=never, where="here")
+        watch(Given([]), [Toy()], display=PanelLines(print), stopped=never, where="here")

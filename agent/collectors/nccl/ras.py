@@ -26,6 +26,7 @@ from rolecall.core.ids import NodeId
 from rolecall.core.metrics import nccl as rows
 from rolecall.core.metrics.metric import MetricValue
 from rolecall.core.telemetry import AgentEventKind
+from rolecall.core.text import counted
 from rolecall.formats.nccl.ras import (
     Communicator,
     Condition,
@@ -324,7 +325,7 @@ class NcclRasCollector:
             late = "; ".join(f"{name}: {ranks_text(m)}" for name, m in behind(communicator).items()) or "unknown"
             because = (
                 f"no rank launched a collective for {stuck_seconds:.0f} s, and the ranks are "
-                f"{communicator.width} collective(s) apart; late: {late}"
+                f"{counted(communicator.width, 'collective')} apart; late: {late}"
             )
             pids = {m.pid for members in behind(communicator).values() for m in members if m.pid is not None}
             fact = self._fact("suspicious", communicator, because)
@@ -347,7 +348,9 @@ class NcclRasCollector:
             watched.reported_missing = communicator.num_missing
             named = [m.member for m in communicator.missing if m.unresponsive or m.dead]
             who = f": {ranks_text(named)}" if named else ""
-            yield self._fact("missing", communicator, f"{communicator.num_missing} rank(s) do not answer RAS{who}")
+            yield self._fact(
+                "missing", communicator, f"no answer to RAS from {counted(communicator.num_missing, 'rank')}{who}"
+            )
 
     def _fact(self, what: str, communicator: Communicator, because: str) -> Fact:
         detail = {"what": what, "communicator": communicator.hash, "because": because[:500]}

@@ -9,7 +9,7 @@ import altair as alt
 import streamlit as st
 
 from rolecall.core.clock import SystemClock
-from rolecall.core.text import plain, seconds, utc
+from rolecall.core.text import counted, plain, seconds, utc
 from rolecall.dashboards.data.nodes import age
 from rolecall.dashboards.data.reader import JournalSnapshot, Reader
 from rolecall.dashboards.pages import charts
@@ -89,7 +89,7 @@ def _audit(accounts: AccountingSnapshot, now: float) -> None:
     elif audit.ok:
         st.info("The journal's hash chain is valid. This job has no ledger, so prompt groups are not audited.")
     else:
-        st.error(f"✗ The audit found {len(audit.problems)} problem(s).", icon=":material/error:")
+        st.error(f"✗ The audit found {counted(len(audit.problems), 'problem')}.", icon=":material/error:")
         for problem in audit.problems[:PROBLEMS_SHOWN]:
             st.text(plain(problem))
     if accounts.has_ledger:
@@ -259,7 +259,7 @@ def _speed(statistics: IncidentStatistics) -> None:
     if statistics.num_injected:
         st.text(
             f"{statistics.num_injected} faults were injected, {statistics.num_missed} were missed; "
-            f"{statistics.num_false_alarms} incident(s) match none of them."
+            f"incidents that match none of them: {statistics.num_false_alarms}."
         )
     if not statistics.detection:
         st.text("No fault was detected yet.")

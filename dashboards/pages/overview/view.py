@@ -179,7 +179,7 @@ def notices(snapshot: JournalSnapshot) -> list[tuple[str, str, str, str]]:
         found.append(("note", "Observe mode.", "rolecall reports what it would do and takes no action.", ""))
     if snapshot.projection.broken:
         names = ", ".join(sorted(snapshot.projection.broken)[:5])
-        head = f"{len(snapshot.projection.broken)} incident(s) or event(s) were set aside."
+        head = f"Set aside: {counted(len(snapshot.projection.broken), 'incident or event', 'incidents or events')}."
         found.append(("warn", head, f"They cannot be read: {names}", "`rolecall incidents` shows why."))
     if run.started_at is None and not run.replicas and not snapshot.projection.incidents:
         found.append(("note", "The run has not started yet.", "This page updates when its first process starts.", ""))

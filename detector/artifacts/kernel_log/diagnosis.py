@@ -24,7 +24,7 @@ from typing import TypeVar
 from rolecall.core.diagnosis import NO_TIME, Diagnosis, Evidence, Finding, Suspect
 from rolecall.core.faults import FaultClass
 from rolecall.core.ids import NodeId
-from rolecall.core.text import node_text
+from rolecall.core.text import counted, node_text
 from rolecall.detector.artifacts.kernel_log.logs import SAME_SECONDS, KernelLog, KernelLogFact, time_remarks
 from rolecall.formats.kernel_log.messages import HardwareError, KernelFault, KernelLinkChange, OomKill
 from rolecall.formats.kernel_log.nvidia import GpuLost, SxidLine, XidLine, normal_pci
@@ -263,7 +263,9 @@ def _judged(gpu: Gpu, known: Xid, num_with_31: int) -> tuple[str, str, FaultClas
     advice, fault_class = worst.advice, known.fault_class
     if known.code == FELL_OFF:
         num_later = sum(s.at >= seen[0].at and x.code != FELL_OFF for s, x in gpu.seen)
-        sentence += "; the GPU is lost" + (f", {num_later} later line(s) are the consequence" if num_later else "")
+        sentence += "; the GPU is lost" + (
+            f", with {counted(num_later, 'later line')} as a consequence" if num_later else ""
+        )
     elif known.code == 154:
         action, advice = _verdict(gpu)
         sentence += f"; the driver requests {action}"
@@ -380,7 +382,7 @@ def switch_finding(node: str, switch: int, pairs: list[tuple[KernelLogFact, Sxid
     if not any(f.fatal for _, f in codes[worst]):
         because += "; the line says non-fatal, but NVIDIA's documents require a reset or reboot"
     if victims:
-        because += f"; the NVLink errors of {len(victims)} GPU(s) are its consequence"
+        because += f"; the NVLink errors of {counted(len(victims), 'GPU')} are its consequence"
     evidence = [Evidence(kind="sxid", text=of_sxid(c), values={"num_lines": float(len(p))}) for c, p in codes.items()]
     evidence += [Evidence(kind="xid", text=f"{g.title}: {of_xid(g, c)}") for g in victims for c in g.codes]
     advice = sxid(worst).advice
@@ -561,7 +563,7 @@ def remarks(logs: Sequence[KernelLog]) -> tuple[str, ...]:
             )
     corrected = [(s, f) for s, f in of(seen, HardwareError) if f.corrected]
     for (node, what), lines in grouped(corrected, lambda s, f: (s.node, f.what)).items():
-        said.append(f"{node_text(node)}: {len(lines)} line(s) of corrected hardware errors ({what})")
+        said.append(f"{node_text(node)}: {counted(len(lines), 'line')} of corrected hardware errors ({what})")
     for (node, name), changes in grouped(of(seen, KernelLinkChange), lambda s, f: (s.node, f.interface)).items():
         if any(not f.up for _, f in changes) and link_finding(node, name, changes) is None:
             downs = [s for s, f in changes if not f.up]
@@ -583,8 +585,12 @@ def summary(logs: Sequence[KernelLog]) -> str:
     """One sentence that describes the input."""
     seen = in_order(logs)
     num_nodes, num_xids = len({s.node for s in seen}), len(of(seen, XidLine))
-    content = f"{len(seen):,} report an event on {num_nodes} node(s), {num_xids:,} XID(s)" if seen else "no event"
-    return f"{sum(log.num_lines for log in logs):,} kernel line(s), {content}"
+    content = (
+        f"{len(seen):,} report an event on {counted(num_nodes, 'node')}, {counted(num_xids, 'XID')}"
+        if seen
+        else "no event"
+    )
+    return f"{counted(sum(log.num_lines for log in logs), 'kernel line')}, {content}"
 
 
 def with_advice(diagnosis: Diagnosis) -> Diagnosis:

@@ -20,6 +20,7 @@ from statistics import median
 from rolecall.core.diagnosis import Evidence, Finding, Suspect
 from rolecall.core.errors import ReadingStopped, UnreadableInput
 from rolecall.core.faults import FaultClass
+from rolecall.core.text import counted
 from rolecall.detector.artifacts.stacks.dumps import Topology
 from rolecall.detector.base.read_budget import Check, head_of, no_check
 from rolecall.formats.nccl.inspector import LINE_BYTES_MAX, Context, Lines
@@ -129,8 +130,8 @@ def summary(logs: Sequence[InspectorLog]) -> str:
     communicators = {communicator for communicator, _ in ranks}
     total = sum(log.num_operations() for log in logs)
     return (
-        f"NCCL Inspector: {total:,} finished collective(s) of {len(communicators)} communicator(s), {len(ranks)} "
-        f"rank(s) of them"
+        f"NCCL Inspector: {counted(total, 'finished collective')} of "
+        f"{counted(len(communicators), 'communicator')}, {counted(len(ranks), 'rank')} of them"
     )
 
 
@@ -168,11 +169,13 @@ def diagnose(
     topology = topology or Topology()
     remarks, found = list[str](), list[Finding]()
     if bad := sum(log.num_bad for log in logs):
-        remarks.append(f"{bad:,} truncated or unknown line(s) skipped")
+        remarks.append(f"{counted(bad, 'truncated or unknown line')} skipped")
     if dropped := sum(log.num_dropped for log in logs):
-        remarks.append(f"the Inspector dropped {dropped:,} operation(s)")
+        remarks.append(f"the Inspector dropped {counted(dropped, 'operation')}")
     if cut := [log.path for log in logs if log.cut]:
-        remarks.append(f"only the last {FILE_BYTES_MAX >> 20} MiB of {len(cut)} file(s) were read, first {cut[0]}")
+        remarks.append(
+            f"only the last {FILE_BYTES_MAX >> 20} MiB of {counted(len(cut), 'file')} were read, first {cut[0]}"
+        )
     now = max(log.at for log in logs)
     joints = _joined(logs)
     sizes = [next(iter(j.contexts.values())).num_ranks for j in joints]
@@ -184,8 +187,8 @@ def diagnose(
         remarks += _open_ends(joint)
         if len(operations) < NUM_JOINT_MIN:
             remarks.append(
-                f"cannot tell: {len(operations)} operation(s) of communicator {joint.name} were recorded by all of its "
-                f"{len(joint.ranks)} ranks found, and {NUM_JOINT_MIN} are compared"
+                f"cannot tell: all {len(joint.ranks)} ranks found of communicator {joint.name} recorded "
+                f"{counted(len(operations), 'operation')}, and {NUM_JOINT_MIN} are compared"
             )
             continue
         if (late := _late(joint, operations, whole, topology, now)) is not None:
@@ -214,8 +217,8 @@ def _open_ends(joint: JoinedCommunicator) -> Iterable[str]:
         if short and 2 * len(short) <= len(joint.ranks):
             who = ", ".join(str(r) for r in short[:8])
             yield (
-                f"cannot tell: rank(s) {who} of communicator {joint.name} finished {kind} up to "
-                f"{last.get(short[0], 0)}, others up to "
+                f"cannot tell: {'ranks' if len(short) > 1 else 'rank'} {who} of communicator {joint.name} finished "
+                f"{kind} up to {last.get(short[0], 0)}, others up to "
                 f"{most}: behind, dead, or written later; a hung operation is not in these files"
             )
 
@@ -251,7 +254,8 @@ def _late(
     first = late[0]
     kinds = sorted({kind for kind, _ in operations})
     because = (
-        f"{_who(joint, late)} enter(s) the collectives of communicator {joint.name} late ({', '.join(kinds[:4])}): "
+        f"{_who(joint, late)} {'enter' if len(late) > 1 else 'enters'} the collectives of communicator {joint.name} "
+        f"late ({', '.join(kinds[:4])}): "
         f"in {num_late[first]} of {len(operations)} its own time was at most half of the others', "
         f"{median(own[first]) * 1e3:.2f} ms where "
         f"they took {median(medians) * 1e3:.2f} ms, {waited[first] / total:.0%} of it waiting: slow before the "

@@ -23,6 +23,7 @@ from rolecall.core.diagnosis import Evidence, Finding, Suspect
 from rolecall.core.errors import UnreadableInput
 from rolecall.core.faults import FaultClass
 from rolecall.core.ids import NodeId
+from rolecall.core.text import counted
 from rolecall.detector.artifacts.stacks.dumps import Topology
 from rolecall.detector.base.read_budget import Check, head_of, no_check
 from rolecall.formats.nccl.ras import (
@@ -121,8 +122,8 @@ def summary(polls: Sequence[Poll]) -> str:
         return "no NCCL RAS report"
     ranks = max((c.size for c in newest.communicators), default=0)
     return (
-        f"{len(polls)} NCCL RAS report(s), {with_counts} with counts; the newest of {newest.num_communicators} "
-        f"communicator(s){f', the largest of {ranks} ranks' if ranks else ''}"
+        f"{counted(len(polls), 'NCCL RAS report')}, {with_counts} with counts; the newest of "
+        f"{counted(newest.num_communicators, 'communicator')}{f', the largest of {ranks} ranks' if ranks else ''}"
     )
 
 
@@ -254,7 +255,8 @@ class _RasAnalysis:
                 unnamed = communicator.num_missing - sum(m.unresponsive or m.dead for m in communicator.missing)
                 if unnamed > 0:
                     self.remarks.append(
-                        f"cannot tell: {unnamed} missing rank(s) of communicator {communicator.hash} are not named: "
+                        f"cannot tell: not named: {counted(unnamed, 'missing rank')} of communicator "
+                        f"{communicator.hash}: "
                         "query with VERBOSE"
                     )
             for process in processes.values():
@@ -312,8 +314,8 @@ class _RasAnalysis:
                 single = True
                 late = "; ".join(f"{ranks_text(m)} in {name}" for name, m in behind(communicator).items())
                 self.remarks.append(
-                    f"cannot tell: these ranks of communicator {communicator.hash} are behind by {communicator.width} "
-                    f"collective(s): {late or 'more than half of its ranks'}; "
+                    f"cannot tell: these ranks of communicator {communicator.hash} are behind by "
+                    f"{counted(communicator.width, 'collective')}: {late or 'more than half of its ranks'}; "
                     "in a single report, ranks of a healthy job differ, too"
                 )
         if together and not stuck:
@@ -434,7 +436,7 @@ def _lost_of(status: RasStatus) -> set[tuple[str, int | None]]:
 def _levels(communicator: Communicator) -> tuple[Evidence, ...]:
     reported = []
     for spread in communicator.spreads[:8]:
-        parts = [f"{v.num_ranks} rank(s) at {v.launched}" for v in spread.levels[:8]]
+        parts = [f"{counted(v.num_ranks, 'rank')} at {v.launched}" for v in spread.levels[:8]]
         text = f"{spread.collective} of communicator {communicator.hash}: {', '.join(parts)}"
         reported.append(Evidence(kind="nccl_counts", text=text, values={"num_behind": float(spread.width)}))
     return tuple(reported)

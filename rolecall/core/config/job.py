@@ -25,6 +25,7 @@ from rolecall.core.config.section import PositiveInt, Ratio, Seconds, Section
 from rolecall.core.errors import ConfigError
 from rolecall.core.ids import ID_PATTERN
 from rolecall.core.journal.database import checked_url, redacted
+from rolecall.core.text import os_reason
 
 
 class ModelConfig(Section):
@@ -338,8 +339,12 @@ def problems_of(invalid: ValidationError) -> list[str]:
 
 
 def load_job(path: Path) -> JobConfig:
-    """Reads and checks a job file (YAML). Raises ConfigError: the file cannot be read, is not YAML, or has problems."""
-    return parse_job(read_yaml_file(path), str(path))
+    """Reads and checks a job file (YAML). Raises ConfigError: the file cannot be read, is not YAML, has no content, or
+    has problems."""
+    value = read_yaml_file(path)
+    if value is None:
+        raise ConfigError(["the file has no content; a job file is a mapping, for example `num_steps: 200`"], str(path))
+    return parse_job(value, str(path))
 
 
 def read_yaml_file(path: Path) -> Any:
@@ -347,7 +352,7 @@ def read_yaml_file(path: Path) -> Any:
     try:
         return read_yaml(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as e:
-        raise ConfigError([f"(file): {e}"], str(path)) from None
+        raise ConfigError([os_reason(e)], str(path)) from None
 
 
 def read_yaml(text: str) -> Any:

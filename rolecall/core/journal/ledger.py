@@ -27,6 +27,7 @@ from rolecall.core.ids import GroupId
 from rolecall.core.journal.payloads import ChainHead
 from rolecall.core.journal.store import GENESIS, Store, chain_hash, chain_head
 from rolecall.core.journal.tables import LEDGER, LEDGER_GROUPS
+from rolecall.core.text import counted
 
 
 class GroupState(StrEnum):
@@ -233,7 +234,8 @@ def audit(
     if judges and unjudged:
         names = ", ".join(unjudged[:5])
         problems.append(
-            f"{len(unjudged)} group(s) were assigned to a step that dynamic sampling had not accepted: {names}"
+            f"assigned to a step although dynamic sampling had not accepted it: "
+            f"{counted(len(unjudged), 'group')}: {names}"
         )
     for where, anchor in anchors:
         if anchor.position not in hash_at:
@@ -246,7 +248,7 @@ def audit(
     open_groups = len(states) - final[GroupState.TRAINED] - final[GroupState.DROPPED]
     unaccounted = open_groups if ended else 0
     if unaccounted:
-        problems.append(f"{unaccounted} group(s) were neither trained nor dropped")
+        problems.append(f"neither trained nor dropped: {counted(unaccounted, 'group')}")
     return Audit(
         ok=not problems and not duplicates,
         problems=tuple(problems),

@@ -11,6 +11,8 @@ from rolecall.core.diagnosis import Diagnosis
 from rolecall.core.faults import FaultClass
 from rolecall.detector.artifacts.infiniband import COUNTERS, SETTLE_COUNTS, is_device, read
 from rolecall.diagnose import diagnose as diagnosing
+from rolecall.terminal.console import as_text
+from rolecall.terminal.findings import report
 from tests.infiniband_tree import port
 
 NICS = tuple(f"mlx5_{n}" for n in range(8))
@@ -46,9 +48,9 @@ def test_a_fleet_in_order_is_healthy(tmp_path: Path) -> None:
     answer = diagnosing.diagnose([fleet(tmp_path)], [])
     assert answer.diagnoses == [] and diagnosing.exit_code(answer) == 0
     [trees] = answer.inputs  # nothing of the trees is "of no known kind"
-    assert trees.content == "64 port(s) of 8 node(s), 64 of them active"
+    assert trees.content == "64 ports of 8 nodes, 64 of them active"
     assert trees.remarks == () and trees.path == str(tmp_path)
-    assert diagnosing.sentences(answer)[0] == "healthy: nothing found in"
+    assert as_text(report(answer)).startswith("healthy: nothing found in\n")
 
 
 def test_one_port_down_is_its_node(tmp_path: Path) -> None:
@@ -57,7 +59,7 @@ def test_one_port_down_is_its_node(tmp_path: Path) -> None:
     [d], remarks, code = diagnosed(tmp_path)
     assert (suspects(d), d.fault_class, code, remarks) == (["node-3"], FaultClass.NETWORK, 1, ())
     assert d.because == (
-        "node-3: port mlx5_2/1 is down (DOWN, physical state Polling), and active on 7 of 7 other node(s)"
+        "node-3: port mlx5_2/1 is down (DOWN, physical state Polling), and active on 7 of 7 other nodes"
     )
     assert d.evidence[0].values == {"num_up": 7.0, "num_peers": 7.0}
 

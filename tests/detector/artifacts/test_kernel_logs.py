@@ -80,7 +80,7 @@ def test_every_form_is_recognised_and_read(tmp_path: Path, form: str) -> None:
     assert "XID 79 (GPU has fallen off the bus), fatal" in d.because and f"GPU {GPU}" in d.because
     undated = ("160.000001" in FORMS[form] and "Nov" not in form and "Nov" not in FORMS[form]) or form == "kmsg"
     assert d.detected_at == (pytest.approx(160.0, abs=0.01) if undated else _wall(d, form))
-    assert answer.inputs[0].content.startswith("1 file(s): 3 kernel line(s)")
+    assert answer.inputs[0].content.startswith("1 file: 3 kernel lines")
 
 
 def _wall(d: Diagnosis, form: str) -> float:
@@ -173,7 +173,7 @@ def test_a_lost_gpu_collapses(tmp_path: Path) -> None:
         (0, f"NVRM: GPU {GPU}.0: GPU has fallen off the bus."),
         *((i, of_xid(code)) for i, code in enumerate((45, 119, 120, 119, 62), 1)),
     )
-    assert "the GPU is lost, 5 later line(s) are the consequence" in d.because
+    assert "the GPU is lost, with 5 later lines as a consequence" in d.because
     assert d.fault_class == FaultClass.GPU and "reboot" in d.advice
 
 
@@ -469,7 +469,7 @@ def test_hardware_errors(tmp_path: Path) -> None:
     )
     assert [d.fault_class for d in diagnoses] == [FaultClass.NODE_LOST, FaultClass.GPU], "PCIe of the GPU is the GPU's"
     assert "an uncorrected memory error at MC1" in diagnoses[0].because
-    assert any("1 line(s) of corrected hardware errors (machine_check)" in r for r in remarks)
+    assert any("1 line of corrected hardware errors (machine_check)" in r for r in remarks)
 
 
 def test_an_nfs_server_that_answers_again_is_a_remark(tmp_path: Path) -> None:

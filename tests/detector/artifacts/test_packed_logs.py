@@ -227,7 +227,7 @@ def test_exports_of_the_journal_are_read(tmp_path: Path, name: str, write: Calla
     answer = diagnosing.diagnose([tmp_path / name], [])
     [d] = answer.diagnoses
     assert "XID 79" in d.because and d.suspects[0].node == "gpu-7" and d.detected_at == T + 1.5
-    assert "3 kernel line(s)" in answer.inputs[0].content
+    assert "3 kernel lines" in answer.inputs[0].content
 
 
 def test_when_it_happened_comes_before_when_the_journal_got_it(tmp_path: Path) -> None:

@@ -174,7 +174,7 @@ def test_fit_writes_a_profile_that_diagnose_reads(tmp_path: Path, capsys: pytest
     recording.write(tmp_path / "today.parquet", [recorded(9)])
     out, today = str(tmp_path / "job.json"), str(tmp_path / "today.parquet")
     assert main(["fit", *map(str, days), "-o", out]) == 0
-    assert "3 recording(s), 3 metrics, 4 nodes" in capsys.readouterr().out
+    assert "3 recordings, 3 metrics, 4 nodes" in capsys.readouterr().out
     assert main(["diagnose", today]) == 1
     assert main(["diagnose", today, "--profile", out]) == 0
     assert main(["diagnose", today, "--profile", out, "--detector", "minder"]) == 2

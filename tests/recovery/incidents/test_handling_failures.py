@@ -30,6 +30,7 @@ from rolecall.recovery.operators import queries
 from rolecall.testing.recovery_world import RecordingNotifier
 from tests.events import filled
 from tests.recovery.world import World
+from tests.terminal.texts import status_text
 
 K = EventKind
 ENOUGH_SECONDS = 60.0
@@ -46,7 +47,7 @@ def world(tmp_path: Path) -> World:
 
 
 def _status(world: World, path: Path) -> str:
-    return queries.status_text(queries.status(RunDir(path), world.clock))
+    return status_text(queries.status(RunDir(path), world.clock))
 
 
 def _raise_for(replica: str, inner: Callable[[Plan, Lease], ActionResult], calls: list[str]) -> Any:

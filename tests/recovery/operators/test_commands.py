@@ -15,6 +15,7 @@ from rolecall.recovery.operators import commands, queries
 from rolecall.testing.recovery_world import diagnosis
 from tests.events import filled
 from tests.recovery.world import World
+from tests.terminal.texts import incidents_text, status_text
 
 K = EventKind
 
@@ -192,7 +193,7 @@ def test_status_and_incidents(tmp_path: Path) -> None:
     assert value["mode"] == "act" and value["watch"] == {"holder": "host:1:1", "fence": 1}
     assert value["evictions_last_hour"] == 0
     assert [i["held_by"] for i in value["open_incidents"]] == [["paused"]]
-    text = queries.status_text(value)
+    text = status_text(value)
     assert "PAUSED: bob: upgrade \\x1b[31mred" in text and "\x1b" not in text
     assert "inc-1-rollout-1 planned: rollout/1#1: crash" in text
     commands.resume_recovery(run, "bob")
@@ -200,12 +201,12 @@ def test_status_and_incidents(tmp_path: Path) -> None:
     assert queries.status(run, world.clock)["evictions_last_hour"] == 1
     (one,) = queries.incidents(run, "inc-1-rollout-1")
     assert one["outcome"] == "resolved" and one["events"][0]["kind"] == "incident_opened"
-    assert "incident verified" in queries.incidents_text([one])
+    assert "incident verified" in incidents_text([one])
     assert [i["incident_id"] for i in queries.incidents(run)] == ["inc-1-rollout-1"]
     with pytest.raises(CommandRefused, match="there are: inc-1-rollout-1"):
         queries.incidents(run, "inc-7")
     world.clock.advance(60)
-    assert "NO RECOVERY LEADER" in queries.status_text(queries.status(run, world.clock))
+    assert "NO WATCH IS RUNNING" in status_text(queries.status(run, world.clock))
     assert commands.resume_recovery(run, "bob").endswith("was not paused")
 
 
@@ -265,9 +266,9 @@ def test_foreign_text_is_shown_as_text(tmp_path: Path) -> None:
     world = _hostile_world(tmp_path)
     run = RunDir(tmp_path)
     status = queries.status(run, world.clock)
-    _is_text(queries.status_text(status), 4 + len(status["replicas"]))
+    _is_text(status_text(status), 4 + len(status["replicas"]))
     name = world.only().incident_id
-    _is_text(queries.incidents_text(queries.incidents(run, name)), 3 + len(world.journal.events(incident_id=name)))
+    _is_text(incidents_text(queries.incidents(run, name)), 3 + len(world.journal.events(incident_id=name)))
     _is_text(queries.replay(run, name)["text"], 2)
 
 

@@ -17,6 +17,7 @@ from rolecall.recovery.operators.run_location import JournalLocation
 from rolecall.testing.recovery_world import diagnosis
 from tests.events import filled
 from tests.recovery.world import World
+from tests.terminal.texts import incidents_text, status_text
 
 K = EventKind
 APPROVAL_SECONDS = 60.0
@@ -54,7 +55,7 @@ def test_nothing_begins_while_it_is_held_and_all_goes_on_after(tmp_path: Path) -
     commands.resume_recovery(run, "bob")
     world.run(29, watch)
     assert world.runtime.replaced == [] and world.only().state is IncidentState.PLANNED
-    reported = queries.status_text(queries.status(run, world.clock))
+    reported = status_text(queries.status(run, world.clock))
     assert "on hold by alice until" in reported and "let me get a dump" in reported
     world.until(world.all_closed, watch)
     assert world.runtime.replaced == [("rollout/1", 1)] and world.only().outcome is IncidentOutcome.RESOLVED
@@ -258,9 +259,7 @@ def test_marks(tmp_path: Path) -> None:
     assert world.only().outcome is IncidentOutcome.RESOLVED and len(world.incidents()) == 1
     (reported,) = queries.incidents(run)
     assert reported["review"]["verdict"] == "right" and reported["review"]["by"] == "bob"
-    assert f"{name} resolved" in queries.incidents_text(
-        [reported]
-    ) and "reviewed as right by bob" in queries.incidents_text([reported])
+    assert f"{name} resolved" in incidents_text([reported]) and "reviewed as right by bob" in incidents_text([reported])
     with pytest.raises(CommandRefused, match="no incident inc-9"):
         commands.review_diagnosis(run, "inc-9", True, "bob")
 

@@ -18,7 +18,7 @@ from rolecall.core.text import escape, plain, seconds
 from rolecall.recovery.durations import IncidentDurations
 from rolecall.recovery.incidents import fold
 from rolecall.reports.report import write_report
-from rolecall.session.display import Screen, braille, plain_lines, render, summary
+from rolecall.terminal.run import Screen, braille, plain_lines, render, summary
 from rolecall.views.snapshot import IncidentRow, ReplicaRow, RunSnapshot, RunSnapshotProjection, replica_rows
 from tests.events import made_event
 

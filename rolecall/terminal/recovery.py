@@ -1,0 +1,165 @@
+"""`rolecall status` and `rolecall incidents`: the values of `recovery/operators/queries.py` as text. Pure.
+
+`now` is wall seconds; `name` names the run in a command line (`RunDir.shell_name`), so that each hint can be run as it
+is printed.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from rolecall.core.diagnosis import Plan
+from rolecall.core.journal.events import EventKind
+from rolecall.core.text import ago, counted, in_words, utc
+from rolecall.recovery.incidents import IncidentOutcome, IncidentState, paged_text
+from rolecall.recovery.notifications.outbox import notification_text
+from rolecall.recovery.operators.queries import WatchState, event_text
+from rolecall.terminal.console import BAD, GOOD, PLAIN, SOFT, STRONG, WARN, Indented, aligned
+
+REPLICAS_SHOWN_MAX = 40
+"""Of a larger fleet each role is one line, and only replicas that do not serve are listed."""
+SERVING = ("serving", "ready")
+_REPLICA_STYLES = {"serving": GOOD, "ready": GOOD, "starting": WARN, "lost": BAD, "stopped": SOFT}
+_OUTCOME_STYLES = {IncidentOutcome.RESOLVED: GOOD, IncidentOutcome.SELF_RECOVERED: GOOD}
+
+
+def _text(*pieces: str | tuple[str, str]) -> Text:
+    """Pieces with their styles. A piece is one line, whatever it holds."""
+    parts = [(p, PLAIN) if isinstance(p, str) else p for p in pieces]
+    return Text.assemble(*((notification_text(text), style) for text, style in parts))
+
+
+def status(value: Mapping[str, Any], now: float, name: str) -> RenderableType:
+    """What is wrong first, then who leads recovery, then the replicas."""
+    incidents: Sequence[Mapping[str, Any]] = value["open_incidents"]
+    parts: list[RenderableType] = [Indented(_head(value, now))]
+    if value["paused"] is not None:
+        parts.append(Indented(_text(("PAUSED", WARN), f": {value['paused']}")))
+    if value["stopping"] is not None:
+        parts.append(Indented(_text(("STOPPING", WARN), f": {value['stopping']}")))
+    parts += _incidents(incidents, now, name)
+    parts += [Indented(_text(("SET ASIDE", WARN), f": {n}: {why}")) for n, why in value["broken_incidents"].items()]
+    parts += [
+        Indented(_text(("QUARANTINED", WARN), f": {n}, by {why}")) for n, why in value["quarantined_nodes"].items()
+    ]
+    parts.append(Indented(_leader(value, now, name)))
+    parts.append(_text(f"evictions in the last hour: {value['evictions_last_hour']}"))
+    parts += _replicas(value["replicas"], now)
+    return Group(*parts)
+
+
+def _head(value: Mapping[str, Any], now: float) -> Text:
+    incidents, ended = value["open_incidents"], value["ended"]
+    head = _text("run ", (value["run"], STRONG), ": ")
+    if ended is not None:
+        at = f" {ago(value['ended_at'], now)}" if value["ended_at"] is not None else ""
+        head += _text(f"ended{at}: {ended}")
+    elif value["started_at"] is not None:
+        head += _text(f"started {ago(value['started_at'], now)}")
+    else:
+        head += _text("watched")
+    number = (f"{counted(len(incidents), 'open incident')}", BAD) if incidents else ("no open incident", GOOD)
+    return head + _text("; ", number)
+
+
+def _leader(value: Mapping[str, Any], now: float, name: str) -> Text:
+    mode = f"recovery: mode {value['mode']}, " if value["mode"] else "recovery: "
+    start = f"start one: rolecall watch run {name}"
+    match value["watch_state"]:
+        case WatchState.LEADS:
+            return _text(mode, f"led by watch {value['watch']['holder']} (fence {value['watch']['fence']})")
+        case _ if value["ended"] is not None:
+            return _text(mode, "ended with the run")
+        case WatchState.LOST:
+            lost = value["lost_watch"]
+            return _text(
+                mode,
+                ("NO WATCH IS RUNNING", BAD),
+                f": the lease of {lost['holder']} expired {ago(lost['expired_at'], now)}; {start}",
+            )
+        case WatchState.STOPPED:
+            return _text(mode, ("no watch is running", WARN), f": the last one was stopped; {start}")
+        case _:
+            return _text(mode, ("no watch has led yet", WARN), f"; {start}")
+
+
+def _replicas(replicas: Sequence[Mapping[str, Any]], now: float) -> list[Text]:
+    lines = []
+    if len(replicas) > REPLICAS_SHOWN_MAX:
+        roles: dict[str, list[bool]] = {}
+        for r in replicas:
+            roles.setdefault(r["replica"].partition("/")[0], []).append(r["state"] in SERVING)
+        lines = aligned((_text(role), _text(f"{sum(all_):,} of {len(all_):,} serving")) for role, all_ in roles.items())
+        replicas = [r for r in replicas if r["state"] not in SERVING]
+    return lines + aligned(
+        (
+            _text(f"{r['replica']}#{r['incarnation']}"),
+            _text((r["state"] or "not started", _REPLICA_STYLES.get(r["state"], WARN))),
+            _text(str(r["node"])),
+            _text((ago(r["since"], now) if r["since"] else "", SOFT))
+            if r["incarnation"] == r["desired_incarnation"]
+            else _text((f"#{r['desired_incarnation']} is wanted", WARN)),
+        )
+        for r in replicas
+    )
+
+
+def incidents(value: Sequence[Mapping[str, Any]], now: float, name: str) -> RenderableType:
+    """Every incident, and all that is known of one whose value has its events."""
+    if not value:
+        return _text(("no incidents", GOOD))
+    parts = list[RenderableType]()
+    for incident in value:
+        parts += _incidents([incident], now, name)
+        evidence = incident.get("diagnosis", {}).get("evidence", ())
+        parts += [Indented(_text(("evidence: ", SOFT), e["text"]), 2, 4) for e in evidence]
+        for event in incident.get("events", ()):
+            body = event["body"]
+            at = utc(event["wall_at"], "%H:%M:%S UTC")
+            parts.append(Indented(_text((f"e{event['seq']}  {at}  ", SOFT), event_text(event)), 2, 6))
+            if event["kind"] == EventKind.EVIDENCE_COLLECTED:
+                missing = [f"not collected: {text}" for text in body.get("missing", ())]
+                files = [f["name"] for f in body.get("files", ())]
+                parts += [Indented(_text(t), 6, 8) for t in (*body.get("statements", ()), *missing, *files)]
+    return Group(*parts)
+
+
+def _incidents(found: Iterable[Mapping[str, Any]], now: float, name: str) -> list[RenderableType]:
+    parts = list[RenderableType]()
+
+    def add(*pieces: str | tuple[str, str]) -> None:
+        parts.append(Indented(_text(*pieces), 2, 4))
+
+    for incident in found:
+        outcome = incident["outcome"]
+        state = "SET ASIDE" if incident["set_aside"] else in_words(outcome or incident["state"])
+        style = BAD if outcome is None else _OUTCOME_STYLES.get(outcome, WARN)
+        because = incident["set_aside"] or incident["because"]
+        parts.append(Indented(_text((incident["incident_id"], STRONG), " ", (state, style), f": {because}")))
+        closed = f"; closed {ago(incident['closed_at'], now)}" if incident["closed_at"] is not None else ""
+        add((f"opened {ago(incident['opened_at'], now)}{closed}", SOFT))
+        if durations := incident.get("durations"):
+            add((durations["text"], SOFT))
+        if would := incident.get("would"):
+            add(("only observed", WARN), f": in mode act rolecall would {would}")
+        if incident["plan"]:
+            blocked = incident["held_by"] and outcome is None
+            held = f", blocked by {in_words(', '.join(incident['held_by']))}" if blocked else ""
+            digest = incident["plan"]["digest"]
+            add(f"{Plan.from_dict(incident['plan']).words} (plan {digest}, attempt {incident['num_attempts']}{held})")
+            for hit in incident["plan"]["also_hit"]:
+                add(f"also: {hit}")
+        if (hold := incident["hold"]) and not hold["lifted"] and outcome is None:
+            add(("on hold", WARN), f" by {hold['by']} until {hold['until_text']}: {hold['because']}")
+        if review := incident["review"]:
+            reason = f": {review['because']}" if review["because"] else ""
+            add(f"diagnosis reviewed as {review['verdict']} by {review['by']}{reason}")
+        if incident["oncall_paged"] and outcome is None:
+            add((paged_text(incident["page_channel"]).capitalize(), WARN), f": {incident['page_reason']}")
+        if incident["state"] == IncidentState.PROPOSED:
+            digest = incident["plan"]["digest"]
+            add(("awaiting approval", WARN), f": rolecall approve {digest} --run {name}")
+            add(f'or: rolecall reject {digest} --run {name} --reason "why"')
+    return parts

@@ -1,0 +1,121 @@
+"""`status` and `incidents` in each state of a run and of its watch. Times are relative and absolute."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rolecall.core.faults import FaultClass
+from rolecall.core.journal.events import EventKind
+from rolecall.core.rundir import RunDir
+from rolecall.core.text import ago
+from rolecall.recovery.operators import queries
+from tests.recovery.world import World
+from tests.terminal.texts import incidents_text, status_text
+
+NOON = 1_700_049_600.0  # 2023-11-15 12:00:00 UTC
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0.4, "0 s ago, 11:59:59 UTC"),
+        (119.0, "119 s ago, 11:58:01 UTC"),
+        (180.0, "3 min ago, 11:57:00 UTC"),
+        (10_800.0, "3 h ago, 09:00:00 UTC"),
+        (86_400.0, "24 h ago, 2023-11-14 12:00:00 UTC"),
+        (259_200.0, "3 d ago, 2023-11-12 12:00:00 UTC"),
+        (-60.0, "in 60 s, 12:01:00 UTC"),
+    ],
+)
+def test_ages(seconds: float, text: str) -> None:
+    assert ago(NOON - seconds, NOON) == text
+
+
+def ended(value: dict[str, Any]) -> dict[str, Any]:
+    return {**value, "ended": "all 9 steps are committed", "ended_at": NOON - 180.0}
+
+
+@pytest.mark.parametrize(
+    ("state", "running", "over"),
+    [
+        ("none", "no watch has led yet; start one: rolecall watch run my-run", "ended with the run"),
+        (
+            "stopped",
+            "no watch is running: the last one was stopped; start one: rolecall watch run",
+            "ended with the run",
+        ),
+        (
+            "lost",
+            "NO WATCH IS RUNNING: the lease of host:1:1 expired 3 min ago, 11:57:00 UTC; start",
+            "ended with the run",
+        ),
+        ("leads", "led by watch host:1:1 (fence 1)", "led by watch host:1:1 (fence 1)"),
+    ],
+)
+def test_a_watch_that_ended_with_its_run_is_not_missed(tmp_path: Path, state: str, running: str, over: str) -> None:
+    world = World(tmp_path)
+    world.step(world.watch())
+    value = queries.status(RunDir(tmp_path), world.clock)
+    value |= {"watch_state": state, "lost_watch": {"holder": "host:1:1", "expired_at": NOON - 180.0}}
+    assert running in status_text(value, NOON)
+    text = status_text(ended(value), NOON)
+    assert over in text and "ended 3 min ago, 11:57:00 UTC: all 9 steps are committed" in text
+    assert "NO WATCH" not in text
+
+
+def test_the_state_of_the_watch(tmp_path: Path) -> None:
+    world, run = World(tmp_path), RunDir(tmp_path)
+
+    def state() -> str:
+        return str(queries.status(run, world.clock)["watch_state"])
+
+    assert state() == "none"
+    watch = world.watch()
+    world.step(watch)
+    assert state() == "leads"
+    lease = world.journal.lease("watch")
+    assert lease is not None
+    world.clock.advance(60)
+    assert state() == "lost"
+    world.journal.release(lease)
+    assert state() == "stopped"
+
+
+def test_open_incidents_come_first_with_their_age_and_a_hint_that_runs(tmp_path: Path) -> None:
+    world, run = World(tmp_path, mode="approve"), RunDir(tmp_path)
+    watch = world.watch()
+    world.runtime.inject("rollout/1", FaultClass.HANG)
+    world.until(lambda: world.events(EventKind.PLAN_PROPOSED), watch)
+    now = world.clock.wall() + 200.0
+    lines = status_text(queries.status(run, world.clock), now).splitlines()
+    assert lines[0].endswith("1 open incident") and lines[1].startswith("inc-1-rollout-1 proposed: rollout/1#1: hang")
+    assert "opened 3 min ago, " in lines[2] and lines[2].endswith(" UTC")
+    attempt = world.only().attempt
+    assert attempt is not None
+    assert f"rolecall approve {attempt.plan.digest} --run my-run" in "\n".join(lines)
+
+
+def test_a_large_fleet_is_a_line_for_each_role_and_those_that_do_not_serve(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    value = queries.status(RunDir(tmp_path), world.clock)
+    one = value["replicas"][0]
+    many = [{**one, "replica": f"rollout/{n}"} for n in range(1000)]
+    lost = {**one, "replica": "trainer/7", "state": "lost"}
+    text = status_text({**value, "replicas": [*many, lost]})
+    assert "rollout  1,000 of 1,000 serving" in text and "trainer  0 of 1 serving" in text
+    assert "trainer/7#1  lost" in text and "rollout/999" not in text
+
+
+def test_events_say_why(tmp_path: Path) -> None:
+    world, run = World(tmp_path), RunDir(tmp_path)
+    watch = world.watch()
+    world.runtime.inject("rollout/1", FaultClass.HANG)
+    world.until(world.all_closed, watch)
+    (one,) = queries.incidents(run, "inc-1-rollout-1")
+    lines = incidents_text([one], world.clock.wall()).splitlines()
+    (opened,) = [line for line in lines if "incident_opened" in line]
+    assert "UTC  incident_opened  rollout/1#1: hang" in opened
+    (made,) = [line for line in lines if "plan_created" in line]
+    assert one["plan"]["because"][:40] in made
+    assert incidents_text([]) == "no incidents\n"

@@ -59,7 +59,7 @@ def test_nothing_begins_while_it_is_held_and_all_goes_on_after(tmp_path: Path) -
     world.until(world.all_closed, watch)
     assert world.runtime.replaced == [("rollout/1", 1)] and world.only().outcome is IncidentOutcome.RESOLVED
     (called,) = world.events(K.ONCALL_PAGED)
-    assert called.payload.because.startswith("the hold by alice ended (let me get a dump): replace_replica")
+    assert called.payload.because.startswith("the hold by alice ended (let me get a dump): replace replica")
     assert called.seq < world.events(K.ACTION_STARTED)[0].seq
 
 

@@ -306,9 +306,7 @@ def test_without_a_token_no_agent_is_queried_and_advice_is_given(run: RunDir, fa
 
 def test_a_wrong_token_is_reported_once_with_advice(run: RunDir, agent: AgentProcess) -> None:
     stacks, kernel = asks(run, f"http://{agent.netloc}", "Bearer of-another")["missing"]
-    assert stacks.startswith(
-        "stack of trainer/1 rank 0 (node-1): its agent reports: this needs the run's bearer token"
-    )
+    assert stacks.startswith("stack of trainer/1 rank 0 (node-1): its agent reports: this needs the run's bearer token")
     assert "docs/reference/agent.md" in stacks and kernel.startswith("kernel log (node-1): its agent reports")
 
 

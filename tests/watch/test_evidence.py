@@ -270,7 +270,7 @@ def test_a_job_that_knows_nothing_of_us_has_its_evidence_in_its_incident(
     assert [d.fault_class for d in diagnose([folder / "kernel-node-1.log"], []).diagnoses] == [FaultClass.GPU]
     assert main(["incidents", str(event.incident_id), "--run", str(run.path)]) == 0
     shown = capsys.readouterr().out
-    assert "evidence_collected 3 stacks, 1 NCCL RAS report, 1 kernel log" in shown and "wait_for_data" in shown
+    assert "evidence collected: 3 stacks, 1 NCCL RAS report, 1 kernel log" in shown and "wait_for_data" in shown
     bundle = export(run, str(event.incident_id))
     assert {f"evidence/{name}" for name in names} <= {m.name for m in bundle.members}
 

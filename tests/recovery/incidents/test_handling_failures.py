@@ -125,7 +125,7 @@ def test_an_incident_that_cannot_be_decided_is_named_in_status_event_and_sign_of
     (called,) = world.events(K.ONCALL_PAGED)
     assert called.incident_id == "inc-1-rollout-1" and called.payload.topic == "unhandled"
     assert "inc-1-rollout-1 cannot be handled: Unexpected: no such rung" in called.payload.because
-    assert "ON-CALL PAGED: inc-1-rollout-1 cannot be handled" in _status(world, tmp_path)
+    assert "ON-CALL PAGED OVER TEST: inc-1-rollout-1 cannot be handled" in _status(world, tmp_path)
     stuck, resolved = world.incidents()
     assert (stuck.state, resolved.outcome) == (IncidentState.OPEN, IncidentOutcome.RESOLVED)
     before = len(world.notifier.heartbeats)

@@ -93,6 +93,7 @@ class Session:
             live=self.show,
             title=f"{self.job.name} · {self.job.learns} · run {run.run_id} · seed {self.job.seed}",
             num_steps=self.job.num_steps,
+            shell_name=run.shell_name,
         )
         supervisor = Supervisor(run, self.job, self.clock)
         watch = Child(rolecall_command("watch", "run", str(run.path)), run.logs / "watch.log", run)

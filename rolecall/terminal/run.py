@@ -251,10 +251,21 @@ def _table(report: Mapping[str, Any]) -> Table:
 class Screen:
     """Shows one run, redrawn in place (`live`) or as lines. A context manager."""
 
-    def __init__(self, *, live: bool, title: str, num_steps: int | None = None, console: Console | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        live: bool,
+        title: str,
+        num_steps: int | None = None,
+        shell_name: str = "",
+        console: Console | None = None,
+    ) -> None:
         self._console = console or Console(highlight=False, markup=False)
         self._title = title
-        self._projection, self._incidents = RunSnapshotProjection(num_steps=num_steps), IncidentProjection()
+        self._projection, self._incidents = (
+            RunSnapshotProjection(num_steps=num_steps, shell_name=shell_name),
+            IncidentProjection(),
+        )
         self._reader = JournalReader()
         self._before: RunSnapshot | None = None
         self._note = ""

@@ -104,6 +104,8 @@ _STAGES: Mapping[EventKind, str] = {
 @dataclass
 class RunSnapshotProjection:
     num_steps: int | None = None
+    shell_name: str = ""
+    """Names the run in a command line (`RunDir.shell_name`)."""
     seq: int = 0
     newest: RunSnapshot = RunSnapshot(now=0.0)
     """What the events say; what depends on the time of display is added by `snapshot`."""
@@ -147,7 +149,8 @@ class RunSnapshotProjection:
         said = event.payload
         text = said.reason
         if isinstance(said, PlanProposed):
-            text = f"plan {said.digest} awaits approval: {text}"
+            where = f" --run {self.shell_name}" if self.shell_name else ""
+            text = f"rolecall approve {said.digest}{where}, or reject: {text}"
         _, before = self.incident_news.get(incident_id, ("", ""))
         self.incident_news[incident_id] = (_STAGES[event.kind], text or before)
 

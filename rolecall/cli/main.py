@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 class RootHelp(HelpGroup):
     panels = {  # noqa: RUF012
-        "Observe": ("status", "incidents", "watch", "dashboard", "users", "agent", "doctor"),
+        "Observe": ("status", "incidents", "watch", "dashboard", "users", "agent", "doctor", "notify"),
         "Act": ("pause", "resume", "replace", "approve", "reject", "hold", "lift", "review", "node"),
         "Run": ("demo", "run", "down", "inject"),
         "Offline": ("diagnose", "fit", "simulate", "replay", "audit"),

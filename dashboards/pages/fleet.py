@@ -18,6 +18,7 @@ from rolecall.dashboards.pages.operations.commands import operations
 from rolecall.dashboards.pages.operations.plans import State, place_of
 from rolecall.dashboards.pages.prometheus import PrometheusPoller, PrometheusSnapshot
 from rolecall.dashboards.pages.shell import data_table, page
+from rolecall.dashboards.pages.style import table as small_table
 from rolecall.recovery.incidents import Incident
 
 NODE_INCIDENTS_SHOWN = 200
@@ -46,8 +47,9 @@ class _FleetPageCache:
             if self.of != (incidents, state.events):
                 self.by_node, self.codes = nodes.incidents_by_node(incidents), codes_of(incidents)
                 self.pasts, self.of = nodes.pasts(state.events), (incidents, state.events)
-            until = nodes.counted_until(incidents, state.fleet, snapshot.projection.ended is not None, now)
-            return nodes.fleet_rows(state.fleet, self.by_node, self.pasts, self.codes, live, until, state.nodes)
+            known = state.fleet if state.fleet.replicas else nodes.observed_fleet(snapshot.observed)
+            until = nodes.counted_until(incidents, known, snapshot.projection.ended is not None, now)
+            return nodes.fleet_rows(known, self.by_node, self.pasts, self.codes, live, until, state.nodes)
 
 
 @st.cache_resource(show_spinner=False)
@@ -75,9 +77,10 @@ def _draw(reader: Reader, snapshot: JournalSnapshot) -> None:
         for health in nodes.NodeHealth:
             num = fleet.count(health)
             if num or health is nodes.NodeHealth.HEALTHY:
-                st.metric(f"{nodes.GLYPHS[health]} {health}", num)
+                st.metric(f"{nodes.GLYPHS[health]} {health}", num, border=True)
     _hardware_source(settings.prometheus_url, seen, now)
-    _table(fleet, now, whole=snapshot.history.whole)
+    _table(fleet, seen.answer or FleetMetrics(), now, whole=snapshot.history.whole)
+    _history(fleet, cache.by_node, now)
     names = [row.node for row in fleet.rows]
     node = st.selectbox(
         "Node details", sorted(names, key=nodes.natural), key="fleet.node", index=None, placeholder="worst node"
@@ -102,23 +105,28 @@ def _hardware_source(url: str, seen: PrometheusSnapshot[FleetMetrics], now: floa
         st.text("Querying Prometheus.")
 
 
-def _table(fleet: nodes.FleetHealth, now: float, *, whole: bool) -> None:
+def _table(fleet: nodes.FleetHealth, live: FleetMetrics, now: float, *, whole: bool) -> None:
     rows = fleet.rows
+    columns: dict[str, Sequence[object]] = {
+        "health": [r.status for r in rows],
+        "node": [plain(r.node) for r in rows],
+        "why": [plain(r.because) for r in rows],
+        "1 h": [r.in_hour for r in rows],
+        "24 h": [r.in_day for r in rows],
+        "30 d": [r.in_month for r in rows],
+        "GPUs": [_gpus(r.node, live) for r in rows],
+        "XIDs": [", ".join(dict.fromkeys(f"{c.name}{'!' if c.fatal else ''}" for c in r.codes)) for r in rows],
+        "burn-in": [_burn_in_result(r.past) for r in rows],
+        "last change": [f"{nodes.age(now - r.changed_at)} ago" if r.changed_at else "" for r in rows],
+        "replicas": [
+            plain(", ".join(v.replica + (f"#{v.incarnation}" if v.incarnation else "") for v in r.replicas))
+            for r in rows
+        ],
+    }
     data_table(
-        {
-            "health": [r.status for r in rows],
-            "node": [plain(r.node) for r in rows],
-            "reason": [plain(r.because) for r in rows],
-            "1 h": [r.in_hour for r in rows],
-            "24 h": [r.in_day for r in rows],
-            "30 d": [r.in_month for r in rows],
-            "XIDs": [", ".join(dict.fromkeys(f"{c.name}{'!' if c.fatal else ''}" for c in r.codes)) for r in rows],
-            "burn-in": [_burn_in_result(r.past) for r in rows],
-            "last change": [f"{nodes.age(now - r.changed_at)} ago" if r.changed_at else "–" for r in rows],
-            "replicas": [plain(", ".join(f"{v.replica}#{v.incarnation}" for v in r.replicas)) for r in rows],
-        },
+        {name: values for name, values in columns.items() if any(v != "" for v in values)},
         height=min(420, 38 + 35 * len(rows)),
-        column_config={"reason": st.column_config.TextColumn(width="medium")},
+        column_config={"why": st.column_config.TextColumn(width="large")},
     )
     st.caption(
         f"Incidents per node, fleet median: {fleet.median_hour:g} in 1 h, {fleet.median_day:g} in 24 h, "
@@ -127,10 +135,49 @@ def _table(fleet: nodes.FleetHealth, now: float, *, whole: bool) -> None:
     )
 
 
+def _gpus(node: str, live: FleetMetrics) -> str:
+    """A mark for each GPU of the node, in order; those that do not answer are named."""
+    known = (live.gpus or {}).get(node, {})
+    marks = "".join("■" if up else "✖" for _, up in sorted(known.items(), key=lambda g: nodes.natural(g[0])))
+    lost = [gpu for gpu, up in known.items() if not up]
+    return plain(f"{marks} {', '.join(lost)} lost" if lost else marks, 200)
+
+
+def _history(fleet: nodes.FleetHealth, by_node: Mapping[str, Sequence[Incident]], now: float) -> None:
+    newest = max((i.opened_at for found in by_node.values() for i in found), default=None)
+    if newest is None:
+        return
+    cells, unit = nodes.heat(by_node, min(now, newest))
+    offenders = nodes.repeat_offenders(fleet, by_node)
+    left, right = st.columns([3, 2], gap="medium") if offenders else (st.container(), st.container())
+    with left:
+        st.subheader(f"Incidents by node and {unit}")
+        st.altair_chart(_heat_chart(cells), width="stretch")
+    with right:
+        if offenders:
+            st.subheader("Repeat offenders")
+            st.html(small_table(["node", "30 d", "median", "classes"], offenders, narrow=1))
+
+
+def _heat_chart(cells: Sequence[nodes.HeatCell]) -> Any:
+    rows = [{"node": plain(c.node, 60), "from": c.start, "incidents": c.num, "class": c.classes} for c in cells]
+    order = list(dict.fromkeys(r["node"] for r in rows))
+    base = alt.Chart(alt.Data(values=rows)).encode(
+        x=alt.X("from:O", title="UTC", axis=alt.Axis(labelAngle=0, labelOverlap=True)),
+        y=alt.Y("node:N", title=None, sort=order, axis=alt.Axis(labelLimit=160)),
+        tooltip=["node:N", "from:N", "incidents:Q", "class:N"],
+    )
+    count = base.mark_text(fontWeight="bold", color="white").encode(text="incidents:Q")
+    square = base.mark_rect(cornerRadius=3, stroke="white", strokeWidth=1).encode(
+        color=alt.Color("incidents:Q", scale=alt.Scale(range=["#d98a94", "#a11d2e"], domainMin=1), legend=None)
+    )
+    return (square + count).properties(height=60 + 24 * len(order))
+
+
 def _burn_in_result(past: nodes.NodeHistory) -> str:
     found = past.record.burn_ins
     if not found:
-        return "–"
+        return ""
     return "✓ passed" if found[-1].result.passed else "✗ failed"
 
 

@@ -43,6 +43,7 @@ from rolecall.recovery.interfaces import Notifier
 from rolecall.recovery.loop import LEASE_NAME, holder_name
 from rolecall.recovery.notifications import LogNotifier, WebhookNotifier
 from rolecall.recovery.operators import queries
+from rolecall.views.observed_ranks import RecordedRanks
 from rolecall.watch.addresses import LOOPBACK, ListenAddress
 from rolecall.watch.agents import UniqueReplicaSource
 from rolecall.watch.evidence.pull import EvidencePull
@@ -243,7 +244,7 @@ def watch_run(
     source.start()
     try:
         server = _serve(run, job, metrics, meter, notifier, ours=ours)
-        polled = source if ours else UniqueReplicaSource(source)
+        polled = source if ours else RecordedRanks(UniqueReplicaSource(source), journal, clock)
         MeteredWatch(
             journal,
             MeteredSource(polled, meter, lambda: len(listed.newest)),

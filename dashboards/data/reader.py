@@ -267,11 +267,9 @@ class JournalSnapshot:
     """The lease of the watch, current or expired."""
     mode: str = ""
     """Mode of the watch: observe, approve, act. Empty: no watch has started yet."""
-    quarantined: frozenset[str] = frozenset()
-    """Nodes in quarantine."""
+    quarantined: frozenset[str] = frozenset()  # nodes
     trends: RunTrends = field(default_factory=RunTrends)
-    observed: tuple[ObservedRank, ...] = ()
-    """Ranks of a job that rolecall only watches."""
+    observed: tuple[ObservedRank, ...] = ()  # ranks of a job that rolecall only watches
 
     @property
     def usable(self) -> bool:

@@ -125,7 +125,6 @@ def _table(fleet: nodes.FleetHealth, live: FleetMetrics, now: float, *, whole: b
     }
     data_table(
         {name: values for name, values in columns.items() if any(v != "" for v in values)},
-        height=min(420, 38 + 35 * len(rows)),
         column_config={"why": st.column_config.TextColumn(width="large")},
     )
     st.caption(
@@ -152,14 +151,14 @@ def _history(fleet: nodes.FleetHealth, by_node: Mapping[str, Sequence[Incident]]
     left, right = st.columns([3, 2], gap="medium") if offenders else (st.container(), st.container())
     with left:
         st.subheader(f"Incidents by node and {unit}")
-        st.altair_chart(_heat_chart(cells), width="stretch")
+        st.altair_chart(_heat_chart(cells, max(map(len, (c.start for c in cells)))), width="content")
     with right:
         if offenders:
             st.subheader("Repeat offenders")
             st.html(small_table(["node", "30 d", "median", "classes"], offenders, narrow=1))
 
 
-def _heat_chart(cells: Sequence[nodes.HeatCell]) -> Any:
+def _heat_chart(cells: Sequence[nodes.HeatCell], label_chars: int) -> Any:
     rows = [{"node": plain(c.node, 60), "from": c.start, "incidents": c.num, "class": c.classes} for c in cells]
     order = list(dict.fromkeys(r["node"] for r in rows))
     base = alt.Chart(alt.Data(values=rows)).encode(
@@ -171,7 +170,7 @@ def _heat_chart(cells: Sequence[nodes.HeatCell]) -> Any:
     square = base.mark_rect(cornerRadius=3, stroke="white", strokeWidth=1).encode(
         color=alt.Color("incidents:Q", scale=alt.Scale(range=["#d98a94", "#a11d2e"], domainMin=1), legend=None)
     )
-    return (square + count).properties(height=60 + 24 * len(order))
+    return (square + count).properties(width=alt.Step(24 + 6 * label_chars), height=alt.Step(26))
 
 
 def _burn_in_result(past: nodes.NodeHistory) -> str:
@@ -252,17 +251,16 @@ def _incidents_chart(found: Sequence[Incident]) -> Any:
 
 
 def _codes(codes: Sequence[XidOccurrence]) -> None:
-    st.markdown("**XIDs and hardware**")
     if not codes:
-        st.text("No XIDs on this node.")
         return
+    st.markdown("**XIDs and hardware**")
     shown = merged(codes)[:CODES_SHOWN]
     data_table(
         {
             "code": [c.name for c in shown],
-            "GPU": [plain(c.gpu) or "–" for c in shown],
+            "GPU": [plain(c.gpu) for c in shown],
             "count": [c.count for c in shown],
-            "latest (UTC)": [_when(c.at) if c.at is not None else "–" for c in shown],
+            "latest (UTC)": [_when(c.at) if c.at is not None else "" for c in shown],
             "severity": ["✖ fatal" if c.fatal else "○ non-fatal" for c in shown],
             "class": [c.fault_class for c in shown],
             "meaning": [c.meaning for c in shown],
@@ -273,9 +271,8 @@ def _codes(codes: Sequence[XidOccurrence]) -> None:
 
 
 def _commands(past: nodes.NodeHistory) -> None:
-    st.markdown("**Quarantines and drains**")
-    if not past.entries:
-        st.text("None for this node.")
+    if past.entries:
+        st.markdown("**Quarantines and drains**")
     for e in reversed(past.entries):
         st.text(plain(f"{_when(e.at)} {e.what} by {e.by}: {e.because}"))
 

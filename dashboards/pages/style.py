@@ -31,6 +31,14 @@ _KINDS = {
 }
 ICONS = {"bad": "▲", "warn": "!", "note": "i", "good": "✓"}
 
+SERVER_LOST = (
+    "The server of this dashboard does not answer. The job and its recovery do not need it.\\A "
+    "1. See where `rolecall dashboard` was started why it ended, and start it again with the same options.\\A "
+    "2. Until then, `rolecall status RUN` and `rolecall incidents RUN` show the same in a terminal.\\A "
+    "This page reconnects by itself."
+)
+"""Replaces the text of Streamlit's dialog, which is about Streamlit. The only dialog of the dashboard without a form."""
+
 _CSS = """
 :root { --soft: light-dark(#55616f, #a3afbb); --line: light-dark(#dde2e8, #333c46); --ink: light-dark(#16202c, #e6ebf1);
   --card: light-dark(#ffffff, #171b20); --shade: light-dark(#f5f7f9, #1b2026); }
@@ -57,10 +65,10 @@ _CSS = """
 .rc-card header { display: flex; flex-wrap: wrap; gap: .2rem .7rem; align-items: baseline; }
 .rc-card h4 { font-size: 1.25rem; font-weight: 600; margin: 0; padding: 0; color: var(--ink); }
 .rc-card h4 i { font-style: normal; } .rc-card p { margin: .3rem 0 .4rem; }
-.rc-card dl, dl.rc-facts { display: grid; grid-template-columns: max-content 1fr; gap: .15rem 1rem; margin: 0 !important;
+.rc-card dl { display: grid; grid-template-columns: max-content 1fr; gap: .15rem 1rem; margin: 0 !important;
   padding: 0 !important; }
-.rc-card dt, .rc-facts dt { color: var(--soft); font-weight: 400; }
-.rc-card dd, .rc-facts dd { margin: 0; }
+.rc-card dt { color: var(--soft); font-weight: 400; }
+.rc-card dd { margin: 0; }
 .rc-tag { border-radius: 99px; padding: 0 .55rem; font-size: .85rem; font-weight: 600; border: 1px solid currentColor;
   white-space: nowrap; }
 .rc-role { margin: 0 0 .8rem; } .rc-role p { margin: 0 0 .25rem; } .rc-role b { margin-right: .6rem; }
@@ -80,11 +88,14 @@ _CSS = """
 .rc-table { border-collapse: collapse; } .rc-table.wide { width: 100%; } .rc-table td, .rc-table th { text-align: left;
   padding: .3rem 1.1rem .3rem 0; border: 0; border-bottom: 1px solid var(--line); font-weight: 400; vertical-align: top; }
 .rc-table td.n { text-align: right; white-space: nowrap; } .rc-table th { color: var(--soft); font-size: .85rem; }
-.rc-table td.w { white-space: nowrap; color: var(--soft); }
+.rc-table td.w { width: 1%; white-space: nowrap; color: var(--soft); }
 .st-key-incidents-show { display: none; }
+[role="dialog"] > h2 + div > div:not(:has(input, button)) { font-size: 0; } [role="dialog"] > h2 + div pre { display: none; }
+[role="dialog"] > h2 + div > div:not(:has(input, button))::after { font-size: 1rem; white-space: pre-line; content:
+  "SERVER_LOST"; }
 [data-stale="true"] { opacity: 1 !important; transition: none !important; }
 @media (max-width: 640px) { [data-testid="stMainBlockContainer"] { padding: 3.2rem 1rem 3rem; }
-  .rc-card dl, dl.rc-facts { grid-template-columns: 1fr; gap: 0; } .rc-card dd, .rc-facts dd { margin-bottom: .35rem; }
+  .rc-card dl { grid-template-columns: 5.6rem 1fr; column-gap: .5rem; } .rc-card dt { overflow-wrap: normal; }
   .rc-chips { grid-template-columns: repeat(auto-fill, minmax(9.5rem, 1fr)); }
   .rc-figures { grid-template-columns: repeat(2, 1fr); gap: .5rem; } .rc-table td, .rc-table th { padding-right: .6rem; }
   .rc-map i { width: 10px; height: 10px; }
@@ -97,7 +108,7 @@ _CSS = """
 
 @cache
 def css() -> str:
-    rules = [_CSS]
+    rules = [_CSS.replace("SERVER_LOST", SERVER_LOST)]
     for name, (_, light, dark) in STATES.items():
         rules.append(f".rc-{class_of(name)} {{ color: light-dark({light}, {dark}); }}")
     for kind, (light, dark, ground, dark_ground) in _KINDS.items():

@@ -39,6 +39,8 @@ AUDIT_NOW = "accounting.audit"
 INCIDENTS_SHOWN = 1000
 """Rows of the review table, newest first; review older ones with `rolecall review`."""
 PROBLEMS_SHOWN = 50
+ROW_PIXELS = 50
+"""Two lines of a diagnosis."""
 DAY_SECONDS = 86_400.0
 SHORT_SECONDS = 600.0
 """Time labels of a shorter run include seconds."""
@@ -248,7 +250,7 @@ def _causes_chart(causes: Sequence[tuple[str, str, float]]) -> Any:
         order=alt.Order("seconds:Q", sort="descending"),
         tooltip=["role:N", "fault:N", "seconds:Q"],
     )
-    return base.mark_bar(stroke="white", strokeWidth=0.5).properties(height=90 + 30 * len({r["role"] for r in rows}))
+    return base.mark_bar(stroke="white", strokeWidth=0.5).properties(height=130 + 36 * len({r["role"] for r in rows}))
 
 
 def _speed(statistics: IncidentStatistics) -> None:
@@ -320,18 +322,16 @@ def _reviews(reader: Reader, viewer: Viewer, incidents: Sequence[Incident]) -> N
     if not listed:
         st.text("No diagnoses yet.")
         return
-    data_table(
-        {
-            "review": [_review(i) for i in listed],
-            "incident": [plain(i.incident_id) for i in listed],
-            "class": [str(i.diagnosis.fault_class) for i in listed],
-            "outcome": [str(i.outcome or i.state) for i in listed],
-            "by": [plain(i.review.by) if i.review else "" for i in listed],
-            "diagnosis": [plain(i.diagnosis.because) for i in listed],
-            "reason": [plain(i.review.because) if i.review else "" for i in listed],
-        },
-        height=min(320, 38 + 35 * len(listed)),
-    )
+    columns = {
+        "review": [_review(i) for i in listed],
+        "incident": [plain(i.incident_id) for i in listed],
+        "class": [str(i.diagnosis.fault_class) for i in listed],
+        "outcome": [str(i.outcome or i.state) for i in listed],
+        "by": [plain(i.review.by) if i.review else "" for i in listed],
+        "diagnosis": [plain(i.diagnosis.because) for i in listed],
+        "reason": [plain(i.review.because) if i.review else "" for i in listed],
+    }
+    data_table({name: values for name, values in columns.items() if any(values)}, row_height=ROW_PIXELS)
     chosen = st.selectbox("Review", [plain(i.incident_id) for i in listed], key="accounting.review")
     incident = next((i for i in listed if plain(i.incident_id) == chosen), None)
     if incident is not None:
@@ -344,7 +344,7 @@ def _reviews(reader: Reader, viewer: Viewer, incidents: Sequence[Incident]) -> N
 
 def _review(incident: Incident) -> str:
     if incident.review is None:
-        return "–"
+        return ""
     return "✓ right" if incident.review.right else "✗ wrong"
 
 

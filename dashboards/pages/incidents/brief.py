@@ -47,22 +47,22 @@ def brief(whole: IncidentPageModel, mode: str, similar: Sequence[Incident]) -> I
     newest = f", the newest {similar[0].incident_id} at {utc(similar[0].opened_at)}" if similar else ""
     rows = (
         ("where", "; ".join(head.who[:WHO_SHOWN]) + (f" and {len(head.who) - WHO_SHOWN} more" if head.who[4:] else "")),
-        ("done", _done(whole, mode)),
+        ("action", _done(whole, mode)),
         ("is it over", head.state),
         ("cost", cost_words(whole.cost)),
-        ("since", f"{facts.get('Onset', '')}, detected {facts.get('Detected', '')} by {facts.get('Detected by', '')}"),
-        ("sure", f"{facts.get('Confidence', '')}, class {facts.get('Fault class', '')}"),
+        ("onset", f"{facts.get('Onset', '')}, detected {facts.get('Detected', '')} by {facts.get('Detected by', '')}"),
+        ("confidence", f"{facts.get('Confidence', '')}, class {facts.get('Fault class', '')}"),
         ("slowdown", facts.get("Slowdown compared with peers", "")),
-        ("injected", head.injected),
+        ("injected fault", head.injected),
         ("review", facts.get("Review", "")),
-        ("before", f"{len(similar)} earlier on this node{newest}" if similar else ""),
+        ("earlier here", f"{len(similar)} on this node{newest}" if similar else ""),
     )
     over = incident.closed_at is not None
     return IncidentBrief(
         kind="good" if over else KIND_OF[level],
         glyph=head.glyph if over else GLYPHS[level],
         title=title(incident, step_of(whole.material)),
-        tags=(head.status, str(level)),
+        tags=(head.status,) if over else (str(level), head.status),
         soft=head.incident_id,
         because=head.sentence,
         rows=tuple((label, text) for label, text in rows if text),
@@ -86,8 +86,10 @@ def cost_words(cost: IncidentCost | None) -> str:
     parts = [
         f"{cost.replica_seconds:,.1f} replica-seconds" if cost.replica_seconds else "",
         f"{cost.gpu_seconds:,.1f} GPU-seconds" if cost.gpu_seconds else "",
-        f"{cost.steps_interrupted} steps interrupted" if cost.steps_interrupted else "",
-        f"{cost.steps_undone} steps rolled back" if cost.steps_undone else "",
+        f"{cost.steps_interrupted} step{'s' * (cost.steps_interrupted > 1)} interrupted"
+        if cost.steps_interrupted
+        else "",
+        f"{cost.steps_undone} step{'s' * (cost.steps_undone > 1)} rolled back" if cost.steps_undone else "",
         f"{cost.tokens_lost:,} tokens lost" if cost.tokens_lost else "",
         f"{cost.tokens_kept:,} tokens kept" if cost.tokens_kept else "",
     ]

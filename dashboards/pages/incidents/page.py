@@ -112,19 +112,18 @@ def _sparklines(rows: Sequence[table.IncidentTableRow]) -> None:
     """Times to detect and to recover of the newest incidents, oldest first."""
     newest = rows[:SPARK_INCIDENTS]
     shown = (
-        ("Time to detect, median", [r.found_seconds for r in reversed(newest) if r.found_seconds is not None]),
-        ("Time to recover, median", [r.recovered_seconds for r in reversed(newest) if r.recovered_seconds is not None]),
+        ("Time to detect", [r.found_seconds for r in reversed(newest) if r.found_seconds is not None]),
+        ("Time to recover", [r.recovered_seconds for r in reversed(newest) if r.recovered_seconds is not None]),
     )
     if all(len(values) < SPARK_MIN for _, values in shown):
         return
     with st.container(horizontal=True, key="incidents-sparks"):
         for label, values in shown:
             if len(values) >= SPARK_MIN:
-                what = f"of the newest {len(values)}"
+                label, bars = f"{label}, median of the newest {len(values)}", [round(v, 3) for v in values]
                 st.metric(
-                    label, seconds(statistics.median(values)), what, delta_color="off", delta_arrow="off", width=260,
-                    border=True, chart_data=[round(v, 3) for v in values], chart_type="bar",
-                )  # fmt: skip
+                    label, seconds(statistics.median(values)), chart_data=bars, chart_type="bar", border=True, width=320
+                )
 
 
 def _count(found: table.IncidentTablePage, snapshot: JournalSnapshot) -> None:
@@ -147,7 +146,7 @@ def _table(rows: tuple[table.IncidentTableRow, ...], now: float) -> None:
     config = {
         "severity": st.column_config.MultiselectColumn(options=SEVERITY_OPTIONS, color=SEVERITY_COLOURS, width=90),
         "link": st.column_config.LinkColumn("incident", display_text=r"incident=([^&]*)", width=110),
-        "what": st.column_config.TextColumn(width=200),
+        "what": st.column_config.TextColumn(width=170),
         "because": st.column_config.TextColumn("diagnosis", width="large"),
     }
     picked = st.dataframe(
@@ -167,10 +166,10 @@ def _table(rows: tuple[table.IncidentTableRow, ...], now: float) -> None:
 def _cells(row: table.IncidentTableRow, now: float) -> dict[str, object]:
     return {
         "severity": [row.severity] if row.severity else [],
-        "link": table.href(row.incident_id, chosen_run()),
-        "state": row.words,
         "what": row.title,
+        "state": row.words,
         "because": row.because,
+        "link": table.href(row.incident_id, chosen_run()),
         "opened (UTC)": utc(row.opened_at)[5:19] if row.opened_at else "",
         "detected after": seconds(row.found_seconds, ""),
         "recovered after": seconds(row.recovered_seconds, ""),

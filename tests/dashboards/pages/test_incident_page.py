@@ -82,7 +82,10 @@ def test_an_open_one_has_a_severity_and_a_whole_sentence(shows: Shows, tmp_path:
 def test_times_to_detect_and_to_recover_have_sparklines(shows: Shows, tmp_path: Path) -> None:
     run = BigJournal(tmp_path, num_replicas=20, num_incidents=12, open_incidents=2).build()
     at = shows(run.database_url)
-    assert [m.label for m in at.metric] == ["Time to detect, median", "Time to recover, median"]
+    assert [m.label for m in at.metric] == [
+        "Time to detect, median of the newest 12",
+        "Time to recover, median of the newest 10",
+    ]
     assert [len(m.proto.chart_data) for m in at.metric] == [12, 10]
     assert not shows(world_of("resolved", tmp_path).url).metric, "one incident is no trend"
 
@@ -152,7 +155,7 @@ def test_every_kind_of_incident_has_a_page(kind: str, shows: Shows, tmp_path: Pa
     assert i.incident_id in said
     assert [tab.label for tab in at.tabs] == ["Timeline", "Evidence", "Decision", "Cost", "What-if", "Events"]
     first = said[: said.index("</article>")]
-    for label in ("where", "done", "is it over", "since"):
+    for label in ("where", "action", "is it over", "onset"):
         assert f"<dt>{label}</dt>" in first, "one screen answers it"
     assert "Actual decision: " in said
     ticket, commands = at.code[0], at.code[1]
@@ -310,7 +313,7 @@ def test_in_mode_observe_the_page_says_what_rolecall_would_do(tmp_path: Path) ->
     made.plan(made.open())
     snapshot = first_snapshot(made.settings())
     whole = page_model(read(made.journal, snapshot.projection, "i-1", None, made.clock.wall()))
-    done = dict(brief(whole, snapshot.mode, ()).rows)["done"]
+    done = dict(brief(whole, snapshot.mode, ()).rows)["action"]
     assert (
         done == "nothing, mode observe; rolecall would replace replica rollout/1#1: the smallest unit that holds "
         "the suspect"

@@ -19,7 +19,7 @@ from rolecall.core.rundir import RunDir
 from rolecall.reports.incident_export import EVIDENCE_DIR
 from tests.dashboards.acting_world import World, world
 from tests.dashboards.browser import Visit, browser, served, visit
-from tests.dashboards.made_runs import MadeRun, first_snapshot
+from tests.dashboards.made_runs import MadeRun
 from tests.dashboards.pages.test_overview import observed_job
 from tests.fake_run import FakeRun
 from tests.support import eventually
@@ -232,9 +232,8 @@ def test_the_tab_of_the_browser_names_run_state_and_open_incidents(
     with at(chromium, finished[1], "/", "Lost time") as shot:
         shot.page.wait_for_function("() => document.title.includes('run completed')")
         assert finished[0].run_id in shot.page.title() and "no open incidents" in shot.page.title()
-    num = len(first_snapshot(asked.made.settings()).projection.open_incidents())
     with at(chromium, asked.address, "/", "Replicas") as shot:
-        shot.page.wait_for_function(f"() => document.title.includes('{num} open')")
+        shot.page.wait_for_function("() => /[1-9] open$/.test(document.title)")
 
 
 def test_an_incident_has_tabs_and_is_copied_as_markdown(chromium: Browser, finished: tuple[RunDir, str]) -> None:
@@ -264,10 +263,10 @@ def test_keys_go_from_incident_to_incident(chromium: Browser, finished: tuple[Ru
 
 def test_filters_are_behind_one_button_on_a_phone(chromium: Browser, finished: tuple[RunDir, str]) -> None:
     with at(chromium, finished[1], *PAGES["incidents"], "phone") as shot:
-        search = shot.page.get_by_label("Search")
-        assert not search.is_visible()
-        shot.page.get_by_text("Filters").click()
-        search.wait_for(state="visible")
+        filters = shot.page.locator(".st-key-incidents-filters")
+        assert filters.count() == 1 and not filters.is_visible()
+        shot.page.locator(".st-key-incidents-show label").click()
+        filters.wait_for(state="visible")
 
 
 def test_a_job_that_is_only_watched_is_there_without_dashes(

@@ -46,7 +46,7 @@ def brief(whole: IncidentPageModel, mode: str, similar: Sequence[Incident]) -> I
     facts = dict(head.facts)
     newest = f", the newest {similar[0].incident_id} at {utc(similar[0].opened_at)}" if similar else ""
     rows = (
-        ("where", "; ".join(head.who[:WHO_SHOWN]) + (f" and {len(head.who) - WHO_SHOWN} more" if head.who[4:] else "")),
+        ("where", _where(head.who)),
         ("action", _done(whole, mode)),
         ("is it over", head.state),
         ("cost", cost_words(whole.cost)),
@@ -67,6 +67,13 @@ def brief(whole: IncidentPageModel, mode: str, similar: Sequence[Incident]) -> I
         because=head.sentence,
         rows=tuple((label, text) for label, text in rows if text),
     )
+
+
+def _where(who: Sequence[str]) -> str:
+    if not who:
+        return "the whole job: no suspect is named"
+    more = f" and {len(who) - WHO_SHOWN} more" if who[WHO_SHOWN:] else ""
+    return "; ".join(who[:WHO_SHOWN]) + more
 
 
 def _done(whole: IncidentPageModel, mode: str) -> str:

@@ -150,7 +150,7 @@ def incidents_by_node(incidents: Iterable[Incident]) -> dict[str, list[Incident]
     return found
 
 
-HEAT_NODES = 30
+HEAT_NODES = 20
 HEAT_COLUMNS = 31
 
 

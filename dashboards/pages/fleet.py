@@ -23,6 +23,8 @@ from rolecall.recovery.incidents import Incident
 
 NODE_INCIDENTS_SHOWN = 200
 CODES_SHOWN = 200
+NARROW_COLUMNS, COLUMN_PIXELS = 5, 96
+"""Up to this many columns of the heat map keep their width."""
 SPARE_SECONDS = 60.0
 """Padding before the first and after the last incident; a single incident is centred in two minutes."""
 
@@ -151,14 +153,16 @@ def _history(fleet: nodes.FleetHealth, by_node: Mapping[str, Sequence[Incident]]
     left, right = st.columns([3, 2], gap="medium") if offenders else (st.container(), st.container())
     with left:
         st.subheader(f"Incidents by node and {unit}")
-        st.altair_chart(_heat_chart(cells, max(map(len, (c.start for c in cells)))), width="content")
+        is_wide = len({c.start for c in cells}) > NARROW_COLUMNS
+        st.altair_chart(_heat_chart(cells, is_wide=is_wide), width="stretch" if is_wide else "content")
     with right:
         if offenders:
             st.subheader("Repeat offenders")
             st.html(small_table(["node", "30 d", "median", "classes"], offenders, narrow=1))
 
 
-def _heat_chart(cells: Sequence[nodes.HeatCell], label_chars: int) -> Any:
+def _heat_chart(cells: Sequence[nodes.HeatCell], *, is_wide: bool) -> Any:
+    """As wide as the page, or with columns of one width where there are few."""
     rows = [{"node": plain(c.node, 60), "from": c.start, "incidents": c.num, "class": c.classes} for c in cells]
     order = list(dict.fromkeys(r["node"] for r in rows))
     base = alt.Chart(alt.Data(values=rows)).encode(
@@ -170,7 +174,7 @@ def _heat_chart(cells: Sequence[nodes.HeatCell], label_chars: int) -> Any:
     square = base.mark_rect(cornerRadius=3, stroke="white", strokeWidth=1).encode(
         color=alt.Color("incidents:Q", scale=alt.Scale(range=["#d98a94", "#a11d2e"], domainMin=1), legend=None)
     )
-    return (square + count).properties(width=alt.Step(24 + 6 * label_chars), height=alt.Step(26))
+    return (square + count).properties(width="container" if is_wide else alt.Step(COLUMN_PIXELS), height=alt.Step(26))
 
 
 def _burn_in_result(past: nodes.NodeHistory) -> str:

@@ -13,7 +13,7 @@ from rolecall.core.diagnosis import ActionKind
 from rolecall.core.faults import FaultClass
 from rolecall.core.text import plain
 from rolecall.dashboards.data.progress import Bucket
-from rolecall.recovery.incidents import Incident, IncidentState
+from rolecall.recovery.incidents import Incident
 from rolecall.views.incidents import suspect_name
 
 F = FaultClass
@@ -96,7 +96,3 @@ def would_do(incident: Incident) -> str:
     targets = ", ".join(f"{t.replica}#{t.incarnation}" for t in attempt.plan.targets)
     because = attempt.plan.because.removeprefix(f"replace {targets}: ")
     return f"rolecall would {action} {targets}".strip() + (f": {because}" if because else "")
-
-
-def is_open(incident: Incident) -> bool:
-    return incident.state is not IncidentState.CLOSED

@@ -10,13 +10,17 @@ from rolecall.core.rundir import RunDir
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """One dashboard shows one run."""
+    """A dashboard is started for one run; pages can switch to others of its folder."""
 
     journal_url: str = field(repr=False)
     run: RunDir | None = None
     """The run's directory, if it is on this machine: it has the injection log and evidence files."""
     prometheus_url: str = ""
     prometheus_authorization: str = field(default="", repr=False)
+    grafana_url: str = ""
+    """Grafana with the dashboards of rolecall, for links."""
+    logs_url: str = ""
+    """Address of the logs of one node; `{node}`, `{replica}`, `{start}` and `{end}` are filled in."""
     users_path: Path | None = None
     """Users and their access tokens (`users.py`); None: the dashboard is read-only."""
     sign_in: bool = False

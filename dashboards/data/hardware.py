@@ -18,7 +18,7 @@ TEXTS_MAX = 64
 
 COUNTS = "sum by (node, instance, gpu, xid) (rolecall_xid_events_total)"
 LAST_SEEN = "max by (node, instance, gpu, xid) (rolecall_xid_last_timestamp_seconds)"
-LOST_GPUS = "min by (node, instance, gpu) (rolecall_gpu_up) == 0"
+GPUS = "min by (node, instance, gpu) (rolecall_gpu_up)"
 AGENTS = (
     "up * on (job, instance) group_left (node) "
     "group by (job, instance, node) (last_over_time(rolecall_agent_build_info[1d]))"
@@ -100,6 +100,7 @@ def _named(texts: Iterable[str]) -> dict[tuple[bool, int], tuple[str, int]]:
 class FleetMetrics:
     codes: tuple[XidOccurrence, ...] = ()
     lost_gpus: Mapping[str, tuple[str, ...]] | None = None  # node -> GPUs on which all NVML calls fail
+    gpus: Mapping[str, Mapping[str, bool]] | None = None  # node -> GPU -> whether NVML answers for it
     agents: Mapping[str, bool] | None = None  # node -> whether its agent was scraped
 
 
@@ -147,7 +148,7 @@ def of_run(found: Iterable[Sample], run_id: str) -> list[Sample]:
 
 
 def fleet_metrics(ask: Query, run_id: str) -> FleetMetrics:
-    return live_of(*(of_run(ask(expression), run_id) for expression in (COUNTS, LAST_SEEN, LOST_GPUS, AGENTS, DCGM)))
+    return live_of(*(of_run(ask(expression), run_id) for expression in (COUNTS, LAST_SEEN, GPUS, AGENTS, DCGM)))
 
 
 def live_of(
@@ -174,12 +175,15 @@ def live_of(
         if value > 0 and theirs["node"] not in ours:
             codes[_key(theirs)] = _code(theirs, theirs["xid"], 1, None)
     lost: dict[str, list[str]] = {}
+    every: dict[str, dict[str, bool]] = {}
     for labels, value in gpus:
+        every.setdefault(_node(labels), {})[labels.get("gpu", "?")] = value > 0
         if value == 0:
             lost.setdefault(_node(labels), []).append(labels.get("gpu", "?"))
     return FleetMetrics(
         codes=tuple(c for c in codes.values() if c is not None),
         lost_gpus={node: tuple(sorted(found)) for node, found in lost.items()},
+        gpus=every,
         agents={_node(labels): value > 0 for labels, value in agents if _node(labels)},
     )
 

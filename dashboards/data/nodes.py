@@ -8,21 +8,27 @@ the end of a run no node is called healthy: nothing observes it for this run.
 
 import re
 import statistics
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+from rolecall.core.ids import NodeId, ReplicaId
 from rolecall.core.journal.events import Event, EventKind
 from rolecall.core.journal.payloads import BurnInFinished, NodeDrained, NodeQuarantined, NodeReturnedToService
+from rolecall.core.membership import ReplicaState
+from rolecall.core.text import utc
 from rolecall.dashboards.data.hardware import FleetMetrics, XidOccurrence
 from rolecall.recovery.fleet_view import FleetView, ReplicaView
 from rolecall.recovery.incidents import Incident, IncidentState
 from rolecall.recovery.nodes import NODE_KINDS, NodeRecord, fold_nodes
+from rolecall.views.observed_ranks import ObservedRank
 
 HOUR, DAY, MONTH = 3600.0, 86400.0, 30 * 86400.0
 OFTEN_TIMES = 3.0
 OFTEN_MIN = 3
 """Two incidents in a month are not frequent, whatever the median."""
+OFFENDERS_SHOWN = 8
 
 
 class NodeHealth(StrEnum):
@@ -111,6 +117,21 @@ class FleetHealth:
         return sum(r.health is health for r in self.rows)
 
 
+def observed_fleet(ranks: Sequence[ObservedRank]) -> FleetView:
+    """Where the replicas of a job run that rolecall only watches."""
+    places = sorted({(r.replica, r.node) for r in ranks}, key=lambda p: (natural(p[0]), natural(p[1])))
+    alive = {(r.replica, r.node) for r in ranks if r.is_alive}
+    return FleetView(
+        replicas=tuple(
+            ReplicaView(
+                replica=ReplicaId(replica), desired_incarnation=0, incarnation=0, node=NodeId(node),
+                state=ReplicaState.SERVING if (replica, node) in alive else ReplicaState.LOST,
+            )
+            for replica, node in places
+        )
+    )  # fmt: skip
+
+
 def node_names(fleet: FleetView, away: Iterable[str] = ()) -> list[str]:
     """All known nodes in natural order: node-2 before node-10."""
     return sorted({*(str(r.node) for r in fleet.replicas if r.node), *away}, key=natural)
@@ -130,6 +151,48 @@ def incidents_by_node(incidents: Iterable[Incident]) -> dict[str, list[Incident]
             for node in {str(s.node) for s in i.diagnosis.suspects if s.node}:
                 found.setdefault(node, []).append(i)
     return found
+
+
+HEAT_NODES = 20
+HEAT_COLUMNS = 31
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeatCell:
+    node: str
+    start: str  # day, or day and hour, in UTC
+    num: int
+    classes: str  # of its incidents
+
+
+def heat(by_node: Mapping[str, Sequence[Incident]], until: float) -> tuple[tuple[HeatCell, ...], str]:
+    """Incidents by node and day of the last 31 days (by hour if all lie within a day), of the nodes with the most; and
+    the word for a column."""
+    recent = {n: [i for i in found if i.opened_at > until - HEAT_COLUMNS * DAY] for n, found in by_node.items()}
+    times = [i.opened_at for found in recent.values() for i in found]
+    is_short = bool(times) and max(times) - min(times) < DAY
+    form = "%m-%d %H:00" if is_short else "%m-%d"
+    worst = sorted((n for n in recent if recent[n]), key=lambda n: (-len(recent[n]), natural(n)))[:HEAT_NODES]
+    cells = []
+    for node in worst:
+        columns: dict[str, list[Incident]] = {}
+        for incident in recent[node]:
+            columns.setdefault(utc(incident.opened_at, form), []).append(incident)
+        for start, here in sorted(columns.items()):
+            classes = sorted({str(i.diagnosis.fault_class).replace("_", " ") for i in here})
+            cells.append(HeatCell(node=node, start=start, num=len(here), classes=", ".join(classes)))
+    return tuple(cells), "hour" if is_short else "day"
+
+
+def repeat_offenders(fleet: "FleetHealth", by_node: Mapping[str, Sequence[Incident]]) -> list[list[str]]:
+    """Nodes with at least `OFTEN_MIN` incidents in 30 days, the most first: node, number, fleet median, classes."""
+    found = sorted((r for r in fleet.rows if r.in_month >= OFTEN_MIN), key=lambda r: (-r.in_month, natural(r.node)))
+    rows = []
+    for row in found[:OFFENDERS_SHOWN]:
+        counted = Counter(str(i.diagnosis.fault_class).replace("_", " ") for i in by_node.get(row.node, ()))
+        classes = ", ".join(f"{name} {num}" for name, num in counted.most_common(3))
+        rows.append([row.node, str(row.in_month), f"{fleet.median_month:g}", classes])
+    return rows
 
 
 def counted_until(incidents: Iterable[Incident], fleet: FleetView, ended: bool, now: float) -> float:

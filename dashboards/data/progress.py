@@ -4,11 +4,12 @@ Both are updated event by event, so a poll of a week-old run costs no more than 
 """
 
 import math
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from rolecall.core.ids import ReplicaId
-from rolecall.core.journal.events import Event
+from rolecall.core.journal.events import Event, EventKind
 from rolecall.core.journal.payloads import StepCommitted
 from rolecall.core.membership import Actual
 from rolecall.core.policy_health import BY_NAME, policy_health_of
@@ -17,6 +18,14 @@ from rolecall.views.ettr import EttrAccount, EttrAccumulator
 BUCKETS_MAX = 200
 """Points of a curve, at most as many as a chart draws (`charts.POINTS_MAX`), so that none is left out. With more steps,
 neighbouring points are merged."""
+
+RECENT_EVENTS = 10
+_K = EventKind
+ROUTINE = frozenset(
+    {_K.STEP_COMMITTED, _K.WEIGHTS_ADMITTED, _K.CHECKPOINT_WRITTEN, _K.MICROBATCH_RECOMPUTED, _K.MICROBATCH_COMPARED}
+    | {_K.REWARDS_COMPARED, _K.INCIDENT_UPDATED}
+)
+"""Kinds that a healthy run writes all the time, or that repeat an incident."""
 
 STEP_MAX = 2**53
 """Largest integer that a chart can represent."""
@@ -48,6 +57,8 @@ class RunTrends:
 
     curve: tuple[Bucket, ...] = ()
     account: EttrAccount | None = None
+    recent: tuple[Event, ...] = ()
+    """The newest events that are not `ROUTINE`, newest last."""
 
 
 def merged(earlier: Bucket, later: Bucket) -> Bucket:
@@ -106,19 +117,23 @@ class RunTrendsProjection:
 
     curve: Curve = field(default_factory=Curve)
     ettr: EttrAccumulator = field(default_factory=EttrAccumulator)
+    recent: deque[Event] = field(default_factory=lambda: deque(maxlen=RECENT_EVENTS))
 
     def take(self, event: Event) -> None:
         """Raises ValueError: a step that no run reaches."""
         if isinstance(event.payload, StepCommitted):
             self.curve.add(_bucket(event.payload, event.wall_at))
         self.ettr.take(event)
+        if event.kind not in ROUTINE:
+            self.recent.append(event)
 
     def trends(self, now: float | None, current: Mapping[ReplicaId, Actual], *, whole: bool) -> RunTrends:
         """The trends. `now`: wall seconds, None for an ended run. `whole`: the whole journal has been read."""
         ettr = self.ettr
         ettr.num_rollouts = ettr.num_rollouts or sum(r.startswith("rollout/") for r in current)
         ettr.num_trainers = ettr.num_trainers or sum(r.startswith("trainer/") for r in current)
-        return RunTrends(curve=self.curve.points(), account=ettr.account(now) if whole else None)
+        account = ettr.account(now) if whole else None
+        return RunTrends(curve=self.curve.points(), account=account, recent=tuple(self.recent))
 
 
 def _bucket(committed: StepCommitted, at: float) -> Bucket:

@@ -36,8 +36,10 @@ from rolecall.dashboards.data.progress import RunTrends, RunTrendsProjection
 from rolecall.dashboards.settings import Settings
 from rolecall.recovery.incidents import IncidentProjection
 from rolecall.recovery.loop import LEASE_NAME, PAUSED_FLAG
+from rolecall.views import observed_ranks
 from rolecall.views.incidents import InjectedFault, parse_injections
 from rolecall.views.journal_reader import JournalReader
+from rolecall.views.observed_ranks import ObservedRank
 from rolecall.views.snapshot import RunSnapshot, RunSnapshotProjection
 
 CHUNK_EVENTS = 500
@@ -172,6 +174,7 @@ class ReplicaRecords:
         self.desired: Mapping[ReplicaId, Desired] = {}
         self.current: Mapping[ReplicaId, Actual] = {}
         self.damaged: tuple[str, ...] = ()
+        self.observed: tuple[ObservedRank, ...] = ()
         self._mark: tuple[object, ...] | None = None
 
     def refresh(self, journal: Journal) -> bool:
@@ -181,8 +184,9 @@ class ReplicaRecords:
             sa.select(count, total(ACTUAL.c.changed_at), total(ACTUAL.c.policy_version)).select_from(ACTUAL),
             sa.select(count, total(DESIRED.c.incarnation), total(DESIRED.c.fence)).select_from(DESIRED),
         )
+        observed = journal.flag(observed_ranks.FLAG)
         with journal.store.read() as conn:
-            mark = tuple(value for query in marks for value in conn.execute(query).one())
+            mark = (observed, *(value for query in marks for value in conn.execute(query).one()))
             if mark == self._mark:
                 return False
             last = sa.select(ACTUAL.c.replica, sa.func.max(ACTUAL.c.incarnation).label("last"))
@@ -197,6 +201,7 @@ class ReplicaRecords:
             except JournalCorrupt as e:
                 damaged.append(str(e))
         self.desired, self.current, self.damaged = journal.desired(), current, tuple(damaged)
+        self.observed = observed_ranks.from_json(observed)
         self._mark = mark
         return True
 
@@ -263,9 +268,9 @@ class JournalSnapshot:
     """The lease of the watch, current or expired."""
     mode: str = ""
     """Mode of the watch: observe, approve, act. Empty: no watch has started yet."""
-    quarantined: frozenset[str] = frozenset()
-    """Nodes in quarantine."""
+    quarantined: frozenset[str] = frozenset()  # nodes
     trends: RunTrends = field(default_factory=RunTrends)
+    observed: tuple[ObservedRank, ...] = ()  # ranks of a job that rolecall only watches
 
     @property
     def usable(self) -> bool:
@@ -464,7 +469,7 @@ class _Following:
             )
         self._versions += 1
         run = fold.run.snapshot(now, self._records.desired, self._records.current, paused)
-        empty = fold.reader.seq == 0
+        empty = fold.reader.seq == 0 and not self._records.observed
         return JournalSnapshot(
             at=now,
             read_at=now,
@@ -480,6 +485,7 @@ class _Following:
             mode=fold.mode,
             quarantined=frozenset(fold.quarantined),
             trends=self._trends(fold, now, ended=run.ended != "", lease=lease),
+            observed=self._records.observed,
         )
 
     def _trends(self, fold: Fold, now: float, *, ended: bool, lease: Lease | None) -> RunTrends:

@@ -1,8 +1,12 @@
-"""Line charts over training steps, readable in light and dark themes. Titles contain the unit."""
+"""Line charts over training steps with the bands of faults, readable in light and dark themes. Titles contain the unit.
+
+A fault has a letter, the same in every chart of a page, as in `report.html`.
+"""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, TypeVar
 
@@ -12,13 +16,24 @@ from rolecall.dashboards.data.progress import Bucket
 
 LINE, SECOND, THIRD = "#3b7dd8", "#c2711c", "#7a8290"
 """Blue, orange, grey: 3:1 contrast on white and on Streamlit's dark page, and distinguishable when colour-blind."""
+FAULT = "#d1495b"
 DASHES = ([1, 0], [6, 3], [2, 2])
 """Dash patterns of the first, second and third line, so that colour is not the only cue."""
-HEIGHT_PIXELS = 210
+HEIGHT_PIXELS = 200
 POINTS_MAX = 200
 SPECS_KEPT = 64
 Extent = tuple[float, float]
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FaultBand:
+    """The steps from the onset of a fault to its end."""
+
+    key: str  # A, B, C ...
+    title: str
+    first_step: float
+    last_step: float
 
 
 def rows(curve: Sequence[Bucket], value: Callable[[Bucket], float]) -> list[dict[str, float]]:
@@ -32,15 +47,6 @@ def thinned(points: Sequence[T]) -> Sequence[T]:
     return points[::-1][:: math.ceil(len(points) / POINTS_MAX) or 1][::-1]
 
 
-def curve(points: Sequence[dict[str, float]], title: str, *, colour: str = LINE, figures: str = "~s") -> dict[str, Any]:
-    """Vega-Lite spec of one line over steps, without data. `figures`: d3 format of the axis. The spec rarely changes
-    while points are added, so the browser redraws the line, not the whole chart."""
-    across, up = _rounded([p["step"] for p in points]), _rounded([p["value"] for p in points])
-    base = _base(title, across, up, figures)
-    mark = base.mark_line(color=colour, strokeWidth=2) if len(points) > 1 else base.mark_point(color=colour)
-    return _without_data(mark)
-
-
 def curves(
     lines: Mapping[str, Sequence[dict[str, float]]],
     title: str,
@@ -48,62 +54,81 @@ def curves(
     across: tuple[float, float],
     figures: str = "~s",
     zero: bool = True,
+    colour: str = LINE,
 ) -> dict[str, Any]:
-    """Spec of up to three named lines, with colours and dashes. `across`: first and last step of the axis, to align
-    several charts. `zero`: the value axis starts at 0."""
+    """Vega-Lite spec of up to three named lines over steps and the bands of faults, without data (`columns`). The spec
+    rarely changes while points are added, so the browser redraws the lines, not the whole chart. `across`: first and
+    last step of the axis, to align several charts. `figures`: d3 format of the value axis. `zero`: it starts at 0."""
     values = [p["value"] for points in lines.values() for p in points]
     up = _rounded([0.0, *values] if zero else values)
+    colours = (colour, SECOND, THIRD)
+    is_line = max(map(len, lines.values())) > 1
     # A copy, because Streamlit may modify it.
-    return deepcopy(_spec(tuple(lines), title, _rounded(across), up, figures, max(map(len, lines.values())) > 1))
+    return deepcopy(_spec(tuple(lines), title, _rounded(across), up, figures, colours, is_line))
 
 
 @lru_cache(SPECS_KEPT)
 def _spec(
-    names: tuple[str, ...], title: str, across: Extent, up: Extent, figures: str, are_lines: bool
+    names: tuple[str, ...],
+    title: str,
+    across: Extent,
+    up: Extent,
+    figures: str,
+    colours: tuple[str, ...],
+    is_line: bool,
 ) -> dict[str, Any]:
     """Cached: building one takes 20 ms, and a page draws eight per viewer every few seconds."""
     legend = alt.Legend(title=None, orient="top", symbolType="stroke", symbolSize=200, **_CLOSE) if names[1:] else None
-    colours, dashes = [LINE, SECOND, THIRD][: len(names)], list(DASHES[: len(names)])
-    series = alt.Tooltip("line:N", title="series")
-    base = _base(title, across, up, figures, series).encode(
-        color=alt.Color("line:N", scale=alt.Scale(domain=list(names), range=colours), legend=legend)
-    )
-    if not are_lines:
-        return _without_data(base.mark_point())
-    dash = alt.StrokeDash("line:N", scale=alt.Scale(domain=list(names), range=dashes), legend=legend)
-    return _without_data(base.mark_line(strokeWidth=2).encode(strokeDash=dash))
-
-
-def _base(title: str, across: Extent, up: Extent, figures: str, *tooltips: alt.Tooltip) -> alt.Chart:
     axis = {"tickCount": 4, "labelFlush": True}
-    shown = [alt.Tooltip("step:Q", format=","), *tooltips, alt.Tooltip("value:Q", title=title, format=",.4~g")]
-    return (
-        alt.Chart(alt.NamedData("points"))
-        .encode(
-            x=alt.X("step:Q", title=None, scale=_scale(across), axis=alt.Axis(grid=False, format="~s", **axis)),
-            y=alt.Y("value:Q", title=None, scale=_scale(up), axis=alt.Axis(format=figures, **axis)),
-            tooltip=shown,
-        )
-        .properties(height=HEIGHT_PIXELS, title=alt.TitleParams(title, anchor="start", fontSize=13))
+    x_axis = alt.Axis(grid=False, format="~s", titleFontWeight="normal", titlePadding=2, **axis)
+    at = alt.X("step:Q", title="step", scale=_scale(across), axis=x_axis)
+    every = alt.Chart(alt.NamedData("points"))
+    bands = every.transform_filter("isValid(datum.until)").encode(x=at, tooltip=alt.Tooltip("fault:N", title="fault"))
+    base = every.transform_filter("isValid(datum.value)").encode(
+        x=at,
+        y=alt.Y("value:Q", title=None, scale=_scale(up), axis=alt.Axis(format=figures, **axis)),
+        color=alt.Color("line:N", scale=alt.Scale(domain=list(names), range=colours[: len(names)]), legend=legend),
+        tooltip=[
+            alt.Tooltip("step:Q", format=","),
+            *([alt.Tooltip("line:N", title="series")] if names[1:] else []),
+            alt.Tooltip("value:Q", title=title, format=",.4~g"),
+        ],
     )
+    dashes = alt.Scale(domain=list(names), range=list(DASHES[: len(names)]))
+    line = base.mark_line(strokeWidth=2).encode(strokeDash=alt.StrokeDash("line:N", scale=dashes, legend=legend))
+    chart = alt.layer(
+        bands.mark_rect(color=FAULT, opacity=0.13).encode(x2="until:Q"),
+        bands.mark_rule(color=FAULT, opacity=0.6, strokeDash=[2, 3]),
+        line if is_line else base.mark_point(),
+        bands.mark_text(color=FAULT, fontWeight="bold", fontSize=11, align="left", dx=3, baseline="top").encode(
+            y=alt.value(2), text=alt.Text("key:N")
+        ),
+    ).properties(
+        height=HEIGHT_PIXELS,
+        padding={"left": 0, "right": 12, "top": 4, "bottom": 0},
+        title=alt.TitleParams(title, anchor="start", fontSize=13, fontWeight=600),
+    )
+    return {k: v for k, v in chart.to_dict().items() if k not in ("data", "$schema", "config", "datasets")}
 
 
 _CLOSE = {"offset": 0, "padding": 0, "columnPadding": 8, "labelFontSize": 11, "labelOffset": 3}
 """A compact legend: three names fit into a third of the page width."""
 
 
-def line_columns(lines: Mapping[str, Sequence[dict[str, float]]]) -> dict[str, list[Any]]:
-    """The data for `curves`."""
+def columns(
+    lines: Mapping[str, Sequence[dict[str, float]]], bands: Sequence[FaultBand] = ()
+) -> dict[str, list[float | str | None]]:
+    """The data for `curves`: the points of its lines, then a row for each band."""
     every = [(name, p) for name, points in lines.items() for p in points]
+    none = [None] * len(bands)
     return {
-        "step": [p["step"] for _, p in every],
-        "value": [p["value"] for _, p in every],
-        "line": [name for name, _ in every],
+        "step": [*(p["step"] for _, p in every), *(b.first_step for b in bands)],
+        "value": [*(p["value"] for _, p in every), *none],
+        "line": [*(name for name, _ in every), *none],
+        "until": [*([None] * len(every)), *(b.last_step for b in bands)],
+        "key": [*([""] * len(every)), *(b.key for b in bands)],
+        "fault": [*([""] * len(every)), *(b.title for b in bands)],
     }
-
-
-def _without_data(chart: alt.Chart) -> dict[str, Any]:
-    return {k: v for k, v in chart.to_dict().items() if k not in ("data", "$schema", "config")}
 
 
 def _scale(extent: Extent) -> Any:

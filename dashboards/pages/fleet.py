@@ -18,10 +18,13 @@ from rolecall.dashboards.pages.operations.commands import operations
 from rolecall.dashboards.pages.operations.plans import State, place_of
 from rolecall.dashboards.pages.prometheus import PrometheusPoller, PrometheusSnapshot
 from rolecall.dashboards.pages.shell import data_table, page
+from rolecall.dashboards.pages.style import table as small_table
 from rolecall.recovery.incidents import Incident
 
 NODE_INCIDENTS_SHOWN = 200
 CODES_SHOWN = 200
+NARROW_COLUMNS, COLUMN_PIXELS = 5, 96
+"""Up to this many columns of the heat map keep their width."""
 SPARE_SECONDS = 60.0
 """Padding before the first and after the last incident; a single incident is centred in two minutes."""
 
@@ -47,10 +50,9 @@ class _FleetPageCache:
                 self.by_node, self.codes = nodes.incidents_by_node(incidents), codes_of(incidents)
                 self.pasts, self.of = nodes.pasts(state.events), (incidents, state.events)
             ended = snapshot.projection.ended is not None
-            until = nodes.counted_until(incidents, state.fleet, ended, now)
-            return nodes.fleet_rows(
-                state.fleet, self.by_node, self.pasts, self.codes, live, until, state.nodes, ended=ended
-            )
+            known = state.fleet if state.fleet.replicas else nodes.observed_fleet(snapshot.observed)
+            until = nodes.counted_until(incidents, known, ended, now)
+            return nodes.fleet_rows(known, self.by_node, self.pasts, self.codes, live, until, state.nodes, ended=ended)
 
 
 @st.cache_resource(show_spinner=False)
@@ -78,9 +80,10 @@ def _draw(reader: Reader, snapshot: JournalSnapshot) -> None:
         for health in nodes.NodeHealth:
             num = fleet.count(health)
             if num or (health is nodes.NodeHealth.HEALTHY and snapshot.projection.ended is None):
-                st.metric(f"{nodes.GLYPHS[health]} {health}", num)
+                st.metric(f"{nodes.GLYPHS[health]} {health}", num, border=True)
     _hardware_source(settings.prometheus_url, seen, now)
-    _table(fleet, now, whole=snapshot.history.whole)
+    _table(fleet, seen.answer or FleetMetrics(), now, whole=snapshot.history.whole)
+    _history(fleet, cache.by_node, now)
     names = [row.node for row in fleet.rows]
     node = st.selectbox(
         "Node details", sorted(names, key=nodes.natural), key="fleet.node", index=None, placeholder="worst node"
@@ -105,23 +108,27 @@ def _hardware_source(url: str, seen: PrometheusSnapshot[FleetMetrics], now: floa
         st.text("Querying Prometheus.")
 
 
-def _table(fleet: nodes.FleetHealth, now: float, *, whole: bool) -> None:
+def _table(fleet: nodes.FleetHealth, live: FleetMetrics, now: float, *, whole: bool) -> None:
     rows = fleet.rows
+    columns: dict[str, Sequence[object]] = {
+        "health": [r.status for r in rows],
+        "node": [plain(r.node) for r in rows],
+        "why": [plain(r.because) for r in rows],
+        "1 h": [r.in_hour for r in rows],
+        "24 h": [r.in_day for r in rows],
+        "30 d": [r.in_month for r in rows],
+        "GPUs": [_gpus(r.node, live) for r in rows],
+        "XIDs": [", ".join(dict.fromkeys(f"{c.name}{'!' if c.fatal else ''}" for c in r.codes)) for r in rows],
+        "burn-in": [_burn_in_result(r.past) for r in rows],
+        "last change": [f"{nodes.age(now - r.changed_at)} ago" if r.changed_at else "" for r in rows],
+        "replicas": [
+            plain(", ".join(v.replica + (f"#{v.incarnation}" if v.incarnation else "") for v in r.replicas))
+            for r in rows
+        ],
+    }
     data_table(
-        {
-            "health": [r.status for r in rows],
-            "node": [plain(r.node) for r in rows],
-            "reason": [plain(r.because) for r in rows],
-            "1 h": [r.in_hour for r in rows],
-            "24 h": [r.in_day for r in rows],
-            "30 d": [r.in_month for r in rows],
-            "XIDs": [", ".join(dict.fromkeys(f"{c.name}{'!' if c.fatal else ''}" for c in r.codes)) for r in rows],
-            "burn-in": [_burn_in_result(r.past) for r in rows],
-            "last change": [f"{nodes.age(now - r.changed_at)} ago" if r.changed_at else "–" for r in rows],
-            "replicas": [plain(", ".join(f"{v.replica}#{v.incarnation}" for v in r.replicas)) for r in rows],
-        },
-        height=min(420, 38 + 35 * len(rows)),
-        column_config={"reason": st.column_config.TextColumn(width="medium")},
+        {name: values for name, values in columns.items() if any(v != "" for v in values)},
+        column_config={"why": st.column_config.TextColumn(width="large")},
     )
     st.caption(
         f"Incidents per node, fleet median: {fleet.median_hour:g} in 1 h, {fleet.median_day:g} in 24 h, "
@@ -130,10 +137,51 @@ def _table(fleet: nodes.FleetHealth, now: float, *, whole: bool) -> None:
     )
 
 
+def _gpus(node: str, live: FleetMetrics) -> str:
+    """A mark for each GPU of the node, in order; those that do not answer are named."""
+    known = (live.gpus or {}).get(node, {})
+    marks = "".join("■" if up else "✖" for _, up in sorted(known.items(), key=lambda g: nodes.natural(g[0])))
+    lost = [gpu for gpu, up in known.items() if not up]
+    return plain(f"{marks} {', '.join(lost)} lost" if lost else marks, 200)
+
+
+def _history(fleet: nodes.FleetHealth, by_node: Mapping[str, Sequence[Incident]], now: float) -> None:
+    newest = max((i.opened_at for found in by_node.values() for i in found), default=None)
+    if newest is None:
+        return
+    cells, unit = nodes.heat(by_node, min(now, newest))
+    offenders = nodes.repeat_offenders(fleet, by_node)
+    left, right = st.columns([3, 2], gap="medium") if offenders else (st.container(), st.container())
+    with left:
+        st.subheader(f"Incidents by node and {unit}")
+        is_wide = len({c.start for c in cells}) > NARROW_COLUMNS
+        st.altair_chart(_heat_chart(cells, is_wide=is_wide), width="stretch" if is_wide else "content")
+    with right:
+        if offenders:
+            st.subheader("Repeat offenders")
+            st.html(small_table(["node", "30 d", "median", "classes"], offenders, narrow=1))
+
+
+def _heat_chart(cells: Sequence[nodes.HeatCell], *, is_wide: bool) -> Any:
+    """As wide as the page, or with columns of one width where there are few."""
+    rows = [{"node": plain(c.node, 60), "from": c.start, "incidents": c.num, "class": c.classes} for c in cells]
+    order = list(dict.fromkeys(r["node"] for r in rows))
+    base = alt.Chart(alt.Data(values=rows)).encode(
+        x=alt.X("from:O", title="UTC", axis=alt.Axis(labelAngle=0, labelOverlap=True)),
+        y=alt.Y("node:N", title=None, sort=order, axis=alt.Axis(labelLimit=160)),
+        tooltip=["node:N", "from:N", "incidents:Q", "class:N"],
+    )
+    count = base.mark_text(fontWeight="bold", color="white").encode(text="incidents:Q")
+    square = base.mark_rect(cornerRadius=3, stroke="white", strokeWidth=1).encode(
+        color=alt.Color("incidents:Q", scale=alt.Scale(range=["#d98a94", "#a11d2e"], domainMin=1), legend=None)
+    )
+    return (square + count).properties(width="container" if is_wide else alt.Step(COLUMN_PIXELS), height=alt.Step(26))
+
+
 def _burn_in_result(past: nodes.NodeHistory) -> str:
     found = past.record.burn_ins
     if not found:
-        return "–"
+        return ""
     return "✓ passed" if found[-1].result.passed else "✗ failed"
 
 
@@ -208,17 +256,16 @@ def _incidents_chart(found: Sequence[Incident]) -> Any:
 
 
 def _codes(codes: Sequence[XidOccurrence]) -> None:
-    st.markdown("**XIDs and hardware**")
     if not codes:
-        st.text("No XIDs on this node.")
         return
+    st.markdown("**XIDs and hardware**")
     shown = merged(codes)[:CODES_SHOWN]
     data_table(
         {
             "code": [c.name for c in shown],
-            "GPU": [plain(c.gpu) or "–" for c in shown],
+            "GPU": [plain(c.gpu) for c in shown],
             "count": [c.count for c in shown],
-            "latest (UTC)": [_when(c.at) if c.at is not None else "–" for c in shown],
+            "latest (UTC)": [_when(c.at) if c.at is not None else "" for c in shown],
             "severity": ["✖ fatal" if c.fatal else "○ non-fatal" for c in shown],
             "class": [c.fault_class for c in shown],
             "meaning": [c.meaning for c in shown],
@@ -229,9 +276,8 @@ def _codes(codes: Sequence[XidOccurrence]) -> None:
 
 
 def _commands(past: nodes.NodeHistory) -> None:
-    st.markdown("**Quarantines and drains**")
-    if not past.entries:
-        st.text("None for this node.")
+    if past.entries:
+        st.markdown("**Quarantines and drains**")
     for e in reversed(past.entries):
         st.text(plain(f"{_when(e.at)} {e.what} by {e.by}: {e.because}"))
 

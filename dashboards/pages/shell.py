@@ -1,4 +1,4 @@
-"""Shared by all pages: the journal reader, sign-in gate, heading, refresh, and error banners.
+"""Shared by all pages: the journal reader, run switcher, sign-in gate, heading, tab title, refresh, and error banners.
 
 Untrusted text (names, reasons, log lines) is shown with `st.text`, `st.code`, in tables, or escaped with `text.escape`
 in `st.html`; never as Markdown.
@@ -7,14 +7,18 @@ in `st.html`; never as Markdown.
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import streamlit as st
 
 from rolecall.core.clock import SystemClock
 from rolecall.core.errors import JournalError
+from rolecall.core.rundir import RunDir
 from rolecall.core.text import plain, seconds
 from rolecall.dashboards.data.reader import JournalReadError, JournalSnapshot, Reader
+from rolecall.dashboards.data.run_state import run_state
 from rolecall.dashboards.pages.sign_in import current_viewer, sidebar
 from rolecall.dashboards.pages.style import banner, css
 from rolecall.dashboards.settings import Settings, current
@@ -46,20 +50,68 @@ ADVICE = {
     JournalReadError.DAMAGED: "`rolecall audit RUN` lists the damaged lines and what is still usable.",
 }
 
+READERS_MAX = 4
+"""Runs that are followed at once; the one looked at longest ago is closed."""
+RUNS_SECONDS = 10.0
+RUNS_MAX = 200
+RUN, RUN_KEY, SWITCH_KEY = "run", "rolecall.run", "rolecall.run.switch"
+
 _lock = threading.Lock()
 _readers: dict[Settings, Reader] = {}
 
 
-def reader() -> Reader:
-    settings = current()
+def reader(of: Settings | None = None) -> Reader:
+    """The reader of these settings, by default of the served run."""
+    settings = of or current()
     with _lock:
-        found = _readers.get(settings)
-        if found is None:
-            for other in _readers.values():
-                other.close()
-            _readers.clear()
-            found = _readers[settings] = Reader(settings, SystemClock())
+        found = _readers.pop(settings, None) or Reader(settings, SystemClock())
+        _readers[settings] = found  # the newest is last
+        while len(_readers) > READERS_MAX:
+            _readers.pop(next(iter(_readers))).close()
         return found
+
+
+@st.cache_resource(ttl=RUNS_SECONDS, show_spinner=False)
+def run_ids(root: str) -> list[str]:
+    """The runs in a folder, newest first."""
+    found = [(p.stat().st_mtime, p.parent.name) for p in Path(root).glob("*/run.json")]
+    return [name for _, name in sorted(found, reverse=True)[:RUNS_MAX]]
+
+
+def chosen() -> Settings:
+    """The served run, or another one of its folder, which the address or the run switcher names."""
+    served = current()
+    if served.run is None:
+        return served
+    wanted = st.query_params.get(RUN) or st.session_state.get(RUN_KEY) or served.run.run_id
+    if wanted == served.run.run_id or wanted not in run_ids(str(served.run.path.parent)):
+        return served
+    other = RunDir(served.run.path.parent / wanted)
+    return replace(served, journal_url=other.database_url, run=other, name=other.run_id)
+
+
+def chosen_run() -> dict[str, str]:
+    """The parameter of addresses that names the chosen run; empty for the served one."""
+    found = chosen()
+    return {RUN: found.run.run_id} if found.run is not None and found != current() else {}
+
+
+def _switcher() -> None:
+    """Chooses a run in the sidebar, where the folder has more than one."""
+    served, now = current().run, chosen().run
+    if served is None or now is None:
+        return
+    ids = run_ids(str(served.path.parent))
+    if len(ids) < 2 or now.run_id not in ids:
+        return
+
+    def change() -> None:
+        st.session_state[RUN_KEY] = st.session_state[SWITCH_KEY]
+        st.query_params.from_dict({RUN: st.session_state[SWITCH_KEY]})
+
+    st.session_state[SWITCH_KEY] = now.run_id
+    st.sidebar.selectbox("Run", ids, key=SWITCH_KEY, on_change=change, format_func=lambda name: plain(name, 60))
+    st.session_state[RUN_KEY] = now.run_id
 
 
 def may_read(journal_reader: Reader) -> bool:
@@ -68,8 +120,9 @@ def may_read(journal_reader: Reader) -> bool:
 
 def gate() -> bool:
     """Whether the viewer may read; otherwise shows the sign-in form only."""
-    journal_reader = reader()
+    journal_reader = reader(chosen())
     if may_read(journal_reader):
+        _switcher()
         return True
     st.title("rolecall")
     sidebar(journal_reader)
@@ -86,12 +139,14 @@ def page(
 
     `slow`: content that is expensive to draw, below the rest and refreshed less often.
     """
-    journal_reader = reader()
+    journal_reader = reader(chosen())
     sidebar(journal_reader)
     st.html(css())
-    st.title(title)
-    if journal_reader.settings.name:
-        st.text(plain(journal_reader.settings.name, 100))
+    name = journal_reader.settings.name
+    with st.container(horizontal=True, vertical_alignment="bottom", gap="small"):
+        st.title(title, width="content", anchor=False)
+        if name:
+            st.text(plain(name, 100))
     ended = journal_reader.latest().run.ended != ""
     every = ENDED_REFRESH_SECONDS if ended else REFRESH_SECONDS
 
@@ -101,6 +156,8 @@ def page(
             st.rerun(scope="app")
         snapshot = journal_reader.latest()
         show_error(snapshot)
+        state = run_state(snapshot)
+        st.set_page_config(page_title=state.tab_title(name) if snapshot.usable else plain(f"{name} · no journal", 100))
         if snapshot.usable:
             _drawn(journal_reader, snapshot, draw)
 

@@ -4,9 +4,11 @@ Colours are `light-dark()` pairs with a contrast of at least 4.5:1 against the p
 state has a glyph, a name and a colour; colour is never the only cue. All text goes through `text.escape`.
 """
 
+from collections.abc import Sequence
 from functools import cache
 
 from rolecall.core.text import escape
+from rolecall.dashboards.data.run_state import GLYPHS
 
 STATES = {
     "lost": ("✕", "#b3261e", "#ff8a80"),
@@ -29,54 +31,92 @@ _KINDS = {
 }
 ICONS = {"bad": "▲", "warn": "!", "note": "i", "good": "✓"}
 
+SERVER_LOST = (
+    "The server of this dashboard does not answer. The job and its recovery do not need it.\\A "
+    "1. See where `rolecall dashboard` was started why it ended, and start it again with the same options.\\A "
+    "2. Until then, `rolecall status RUN` and `rolecall incidents RUN` show the same in a terminal.\\A "
+    "This page reconnects by itself."
+)
+"""Replaces the text of Streamlit's dialog, which is about Streamlit. The only dialog of the dashboard without a form."""
+
 _CSS = """
+:root { --soft: light-dark(#55616f, #a3afbb); --line: light-dark(#dde2e8, #333c46); --ink: light-dark(#16202c, #e6ebf1);
+  --card: light-dark(#ffffff, #171b20); --shade: light-dark(#f5f7f9, #1b2026); }
+[data-testid="stMainBlockContainer"] { padding: 3.2rem 2rem 3rem; }
+[data-testid="stMain"] h1 { padding: 0; } [data-testid="stMain"] h3 { padding: .6rem 0 .35rem; }
+[data-testid="stMain"] [data-testid="stVerticalBlock"] { gap: .75rem; }
 .rc { font-variant-numeric: tabular-nums; line-height: 1.45; overflow-wrap: anywhere; }
-.rc-soft { color: light-dark(#55616f, #a3afbb); }
-.rc-banner { border-left: 4px solid; border-radius: 6px; padding: .55rem .8rem; margin: 0 0 .25rem; }
-.rc-banner b { margin-right: .4rem; } .rc-banner p { margin: .15rem 0 0; color: light-dark(#16202c, #e6ebf1); }
-.rc-figures { display: grid; grid-template-columns: repeat(auto-fit, minmax(7.2rem, 1fr)); gap: .4rem 1rem;
-  margin: .2rem 0 !important; padding: 0 !important; }
-[data-testid="stMainBlockContainer"] { padding-top: 3.5rem; }
-.rc-figures div { border-top: 1px solid light-dark(#dde2e8, #37424e); padding-top: .35rem; }
-.rc-figures dt { font-size: .82rem; color: light-dark(#55616f, #a3afbb); }
-.rc-figures dd { margin: 0; font-size: 1.35rem; font-weight: 620; line-height: 1.25; }
-.rc-figures dd + dd { font-size: .82rem; font-weight: 400; color: light-dark(#55616f, #a3afbb); }
-.rc-incident { border: 1px solid light-dark(#dde2e8, #37424e); border-left: 4px solid light-dark(#b3261e, #ff8a80);
-  border-radius: 8px; padding: .7rem .9rem; margin: 0; }
-.rc-incident header { display: flex; flex-wrap: wrap; gap: .2rem .7rem; align-items: baseline; }
-.rc-incident .because { font-size: 1.08rem; margin: .35rem 0 .45rem; max-width: 85ch; }
-.rc-incident dl { display: grid; grid-template-columns: max-content 1fr; gap: .1rem .9rem; margin: 0 !important;
+.rc-soft { color: var(--soft); }
+.rc-run { color: var(--soft); margin: 0; }
+.rc-state { display: flex; flex-wrap: wrap; align-items: baseline; gap: .1rem .7rem; border: 1px solid var(--line);
+  border-left: 4px solid; border-radius: 6px; padding: .5rem .8rem; margin: 0; }
+.rc-state b { font-size: 1.1rem; } .rc-state span { color: var(--soft); } .rc-state span::before { content: "· "; }
+.rc-banner { border-left: 4px solid; border-radius: 6px; padding: .55rem .8rem; margin: 0; }
+.rc-banner b { margin-right: .4rem; } .rc-banner p { margin: .15rem 0 0; color: var(--ink); }
+.rc-figures { display: grid; grid-template-columns: repeat(auto-fit, minmax(8.5rem, 1fr)); gap: .75rem;
+  margin: 0 !important; padding: 0 !important; }
+.rc-figures div { border: 1px solid var(--line); border-radius: 6px; padding: .5rem .75rem; background: var(--card); }
+.rc-figures dt { font-size: .85rem; color: var(--soft); }
+.rc-figures dd { margin: 0; font-size: 1.45rem; font-weight: 600; line-height: 1.3; }
+.rc-figures dd + dd { font-size: .85rem; font-weight: 400; color: var(--soft); }
+[class*="st-key-card-"] { border-left: 4px solid var(--line); }
+[class*="st-key-card-"] [data-testid="stPageLink"] a { border: 1px solid var(--line); border-radius: 6px;
+  padding: .25rem .7rem; }
+.rc-card header { display: flex; flex-wrap: wrap; gap: .2rem .7rem; align-items: baseline; }
+.rc-card h4 { font-size: 1.25rem; font-weight: 600; margin: 0; padding: 0; color: var(--ink); }
+.rc-card h4 i { font-style: normal; } .rc-card p { margin: .3rem 0 .4rem; }
+.rc-card dl { display: grid; grid-template-columns: max-content 1fr; gap: .15rem 1rem; margin: 0 !important;
   padding: 0 !important; }
-.rc-incident dt { color: light-dark(#55616f, #a3afbb); } .rc-incident dd { margin: 0; max-width: 90ch; }
-.rc-tag { border-radius: 99px; padding: 0 .55rem; font-size: .85rem; font-weight: 600; border: 1px solid currentColor; }
-.rc-role { margin: 0 0 .15rem; } .rc-role b { margin-right: .5rem; }
-.rc-chips { display: grid; grid-template-columns: repeat(auto-fill, minmax(11.5rem, 1fr)); gap: .3rem .5rem; margin: .25rem 0; }
-.rc-chip { border: 1px solid light-dark(#dde2e8, #37424e); border-radius: 6px; padding: .2rem .5rem; font-size: .88rem; }
-.rc-chip small { display: block; color: light-dark(#55616f, #a3afbb); font-size: .78rem; }
-.rc-map { font: 13px/1.25 ui-monospace, "DejaVu Sans Mono", monospace; display: grid; grid-template-columns: max-content 1fr;
-  gap: 0 .7rem; margin: .2rem 0; } .rc-map i { font-style: normal; text-align: right; color: light-dark(#55616f, #a3afbb); }
-.rc-map span.row { letter-spacing: .12em; overflow-wrap: anywhere; }
-.rc-table { border-collapse: collapse; } .rc-table td, .rc-table th { text-align: left; padding: .12rem 1.1rem .12rem 0;
-  border-bottom: 1px solid light-dark(#e6eaee, #2e3843); font-weight: 400; } .rc-table td.n { text-align: right; }
-.rc-table th { color: light-dark(#55616f, #a3afbb); font-size: .82rem; }
-@media (max-width: 640px) { .rc-map { font-size: 9px; line-height: 1.5; } .rc-map span.row { letter-spacing: 0; } .rc-chips { grid-template-columns: repeat(auto-fill, minmax(9.2rem, 1fr)); }
-  .rc-incident dl { grid-template-columns: 1fr; } .rc-incident dd { margin-bottom: .3rem; }
-  .rc-figures { grid-template-columns: repeat(auto-fit, minmax(6.6rem, 1fr)); }
-  [data-testid="stMainBlockContainer"] { padding: 3.5rem 1rem 3rem; } }
+.rc-card dt { color: var(--soft); font-weight: 400; }
+.rc-card dd { margin: 0; }
+.rc-tag { border-radius: 99px; padding: 0 .55rem; font-size: .85rem; font-weight: 600; border: 1px solid currentColor;
+  white-space: nowrap; }
+.rc-role { margin: 0 0 .8rem; } .rc-role p { margin: 0 0 .25rem; } .rc-role b { margin-right: .6rem; }
+.rc-role p span { margin-right: .8rem; white-space: nowrap; }
+.rc-chips { display: grid; grid-template-columns: repeat(auto-fill, minmax(12rem, 1fr)); gap: .4rem; }
+.rc-chip { border: 1px solid var(--line); border-left: 4px solid; border-radius: 6px; padding: .25rem .6rem; }
+.rc-chip b { color: var(--ink); margin: 0; } .rc-chip small { display: block; color: var(--soft); font-size: .85rem; }
+.rc-map { display: flex; flex-wrap: wrap; gap: 3px 6px; margin: .3rem 0; }
+.rc-node, .rc-ranks { display: inline-flex; flex-wrap: wrap; gap: 2px; }
+.rc-map i, .rc-ranks i { width: 13px; height: 13px; border-radius: 3px; background: currentColor; display: block; }
+.rc-map i:not([class]), .rc-ranks i:not([class]) { opacity: .55; }
+.rc-map i[class], .rc-ranks i[class] { font: 700 11px/13px sans-serif; text-align: center; }
+.rc-map i[class]::before, .rc-ranks i[class]::before { content: attr(data-g); color: var(--card); }
+.rc-ranks { margin-top: .2rem; color: light-dark(#00694f, #4fd1a5); }
+.rc-bands { color: var(--soft); font-size: .9rem; margin: 0; } .rc-bands span { margin-right: 1rem; }
+.rc-bands b { color: #d1495b; }
+.rc-table { border-collapse: collapse; } .rc-table.wide { width: 100%; } .rc-table td, .rc-table th { text-align: left;
+  padding: .3rem 1.1rem .3rem 0; border: 0; border-bottom: 1px solid var(--line); font-weight: 400; vertical-align: top; }
+.rc-table td.n { text-align: right; white-space: nowrap; } .rc-table th { color: var(--soft); font-size: .85rem; }
+.rc-table td.w { width: 1%; white-space: nowrap; color: var(--soft); }
+.st-key-incidents-show { display: none; }
+[role="dialog"] > h2 + div > div:not(:has(input, button)) { font-size: 0; } [role="dialog"] > h2 + div pre { display: none; }
+[role="dialog"] > h2 + div > div:not(:has(input, button))::after { font-size: 1rem; white-space: pre-line; content:
+  "SERVER_LOST"; }
 [data-stale="true"] { opacity: 1 !important; transition: none !important; }
+@media (max-width: 640px) { [data-testid="stMainBlockContainer"] { padding: 3.2rem 1rem 3rem; }
+  .rc-card dl { grid-template-columns: 5.6rem 1fr; column-gap: .5rem; } .rc-card dt { overflow-wrap: normal; }
+  .rc-chips { grid-template-columns: repeat(auto-fill, minmax(9.5rem, 1fr)); }
+  .rc-figures { grid-template-columns: repeat(2, 1fr); gap: .5rem; } .rc-table td, .rc-table th { padding-right: .6rem; }
+  .rc-map i { width: 10px; height: 10px; }
+  .st-key-incidents-show { display: flex; } .st-key-incidents-filters { display: none; }
+  [data-testid="stVerticalBlock"]:has(> .st-key-incidents-show input:checked) > div > .st-key-incidents-filters,
+  [data-testid="stVerticalBlock"]:has(.st-key-incidents-show input:checked) .st-key-incidents-filters { display: flex; } }
 @media (prefers-reduced-motion: reduce) { * { animation: none !important; transition: none !important; } }
 """
 
 
 @cache
 def css() -> str:
-    rules = [_CSS]
+    rules = [_CSS.replace("SERVER_LOST", SERVER_LOST)]
     for name, (_, light, dark) in STATES.items():
         rules.append(f".rc-{class_of(name)} {{ color: light-dark({light}, {dark}); }}")
     for kind, (light, dark, ground, dark_ground) in _KINDS.items():
         colours = f"color: light-dark({light}, {dark}); background: light-dark({ground}, {dark_ground});"
         rules.append(f".rc-banner.{kind} {{ {colours} }}")
-        rules.append(f".rc-tag.{kind} {{ color: light-dark({light}, {dark}); }}")
+        rules.append(f".rc-{kind}, .rc-tag.{kind}, .rc-state.{kind} {{ color: light-dark({light}, {dark}); }}")
+        rules.append(f".rc-state.{kind}, .rc-card.{kind} {{ border-color: light-dark({light}, {dark}); }}")
+        rules.append(f'[class*="st-key-card-{kind}"] {{ border-left-color: light-dark({light}, {dark}); }}')
     return "<style>" + "\n".join(rules) + "</style>"
 
 
@@ -112,11 +152,50 @@ def figures(rows: list[tuple[str, str, str]]) -> str:
     return f'<dl class="rc rc-figures">{parts}</dl>'
 
 
-def table(head: list[str], rows: list[list[str]]) -> str:
-    """A small table; numbers are right-aligned."""
+def table(head: list[str], rows: list[list[str]], narrow: int = 0) -> str:
+    """A small table; numbers are right-aligned. The first `narrow` columns never wrap, and the rest
+    fills the page."""
     heads = "".join(f"<th scope=col>{escape(h)}</th>" for h in head)
-    lines = "".join(
-        "<tr>" + "".join(f"<td{' class=n' if c[:1].isdigit() else ''}>{escape(c)}</td>" for c in row) + "</tr>"
-        for row in rows
+    lines = []
+    for row in rows:
+        kinds = ["w" if n < narrow else "n" if c[:1].isdigit() else "" for n, c in enumerate(row)]
+        cells = zip(kinds, row, strict=True)
+        lines.append("<tr>" + "".join(f"<td{f' class={k}' if k else ''}>{escape(c)}</td>" for k, c in cells) + "</tr>")
+    wide = " wide" if narrow else ""
+    return f'<table class="rc rc-table{wide}"><thead><tr>{heads}</tr></thead><tbody>{"".join(lines)}</tbody></table>'
+
+
+def state_line(kind: str, word: str, details: Sequence[str]) -> str:
+    """The state of the run in one line. `kind`: as of `banner`."""
+    rest = "".join(f"<span>{escape(d, 300)}</span>" for d in details if d)
+    return f'<p class="rc rc-state {kind}" role="status"><b>{GLYPHS[kind]} {escape(word, 100)}</b>{rest}</p>'
+
+
+def facts(rows: Sequence[tuple[str, str]]) -> str:
+    """Label and text, a line each; those without a text are left out."""
+    return "".join(f"<dt>{escape(what)}</dt><dd>{escape(text)}</dd>" for what, text in rows if text)
+
+
+def card(
+    kind: str, glyph: str, title: str, tags: Sequence[str], soft: str, because: str, rows: Sequence[tuple[str, str]]
+) -> str:
+    """An incident: title, tags, a soft note, the reason, and facts. `kind`: as of `banner`."""
+    tagged = "".join(f'<span class="rc-tag {kind}">{escape(t, 60)}</span>' for t in tags)
+    return (
+        f'<article class="rc rc-card"><header><h4><i class="rc-{kind}">{escape(glyph)}</i> {escape(title, 300)}'
+        f'</h4>{tagged}<span class="rc-soft">'
+        f"{escape(soft, 200)}</span></header><p>{escape(because)}</p><dl>{facts(rows)}</dl></article>"
     )
-    return f'<table class="rc rc-table"><thead><tr>{heads}</tr></thead><tbody>{lines}</tbody></table>'
+
+
+def cell(state: str, name: str) -> str:
+    """A replica or rank in a map. A usual one is a plain square; any other has its glyph and its name."""
+    if state == "healthy":
+        return "<i></i>"
+    return f'<i class="rc-{class_of(state)}" data-g="{STATES[state][0]}" title="{escape(f"{name}: {state}", 200)}"></i>'
+
+
+def band_legend(bands: Sequence[tuple[str, str]]) -> str:
+    """The letters of the fault bands in the charts above."""
+    parts = "".join(f"<span><b>{escape(key)}</b> {escape(what, 200)}</span>" for key, what in bands)
+    return f'<p class="rc rc-bands">Faults: {parts}</p>'

@@ -24,7 +24,7 @@ ICON = (
     "stroke-width='1.6'/%3E%3C/svg%3E"
 )
 
-st.set_page_config(page_title="rolecall", page_icon=ICON, layout="wide")
+st.set_page_config(page_title="rolecall", page_icon=ICON, layout="wide", initial_sidebar_state=220)
 chosen = st.navigation([st.Page(f"{name}.py", title=title, icon=icon) for name, title, icon in PAGES])
 if gate():
     chosen.run()

@@ -36,6 +36,22 @@ from rolecall.core.journal.database import redacted
 from rolecall.dashboards import settings
 
 METHODS = ("GET", "HEAD", "OPTIONS")
+THEME = {
+    "theme.baseFontSize": 14,
+    "theme.baseRadius": "6px",
+    "theme.headingFontSizes": ["1.6rem", "1.35rem", "1.1rem", "1rem", "1rem", "1rem"],
+    "theme.headingFontWeights": [600, 600, 600, 600, 600, 600],
+    "theme.showWidgetBorder": True,
+    "theme.light.primaryColor": "#1a56c4",
+    "theme.light.backgroundColor": "#ffffff",
+    "theme.light.secondaryBackgroundColor": "#f5f7f9",
+    "theme.light.borderColor": "#dde2e8",
+    "theme.dark.primaryColor": "#8ab4ff",
+    "theme.dark.backgroundColor": "#111418",
+    "theme.dark.secondaryBackgroundColor": "#1b2026",
+    "theme.dark.borderColor": "#333c46",
+}
+"""A dense page with one type scale; the colours are those of `pages/style.py`."""
 CLOSED = ("/_stcore/metrics", "/_stcore/agent/", "/_stcore/upload_file", "/auth/", "/oauth2callback")
 """Streamlit endpoints that the dashboard does not use: metrics, its own sign-in, page automation, uploads."""
 HEADERS = {
@@ -294,6 +310,7 @@ def _options(listener: socket.socket, address: str, names: tuple[str, ...]) -> d
         "logger.enableRich": False,
         "logger.hideWelcomeMessage": True,
         "global.developmentMode": False,
+        **THEME,
     }
 
 

@@ -47,6 +47,10 @@ def dashboard(
     credentials: Annotated[
         Path | None, typer.Option(help="File with one line for Prometheus: 'bearer TOKEN' or 'basic USER:PASSWORD'.")
     ] = None,
+    grafana: Annotated[str, typer.Option(help="Grafana with rolecall's dashboards, for links.")] = "",
+    logs: Annotated[
+        str, typer.Option(help="Address of logs, for links, with {node}, {replica}, {start} and {end}.")
+    ] = "",
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0: any free one.")] = PORT,
     users: Annotated[
@@ -88,7 +92,12 @@ def dashboard(
         sys.stdout.flush()
 
     serving.serve(
-        replace(settings, sign_in=sign_in),
+        replace(
+            settings,
+            sign_in=sign_in,
+            grafana_url=_checked_link("--grafana", grafana),
+            logs_url=_checked_link("--logs", logs),
+        ),
         listener,
         address=address,
         names=origins,
@@ -157,6 +166,12 @@ def _checked_prometheus(url: str, credentials: Path | None) -> str:
     except ConfigError as e:
         raise ConfigError([p.replace("--url", "--prometheus") for p in e.problems]) from None
     return authorization(credentials, os.environ)
+
+
+def _checked_link(option: str, url: str) -> str:
+    if url and not url.startswith(("http://", "https://")):
+        raise ConfigError([f"{option}: expected http(s)://..., got {plain(url, 100)!r}"])
+    return url
 
 
 def _checked_origin(text: str) -> str:

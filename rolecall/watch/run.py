@@ -45,6 +45,7 @@ from rolecall.recovery.loop import LEASE_NAME, holder_name
 from rolecall.recovery.notifications.delivery import HttpNotifier, LogNotifier
 from rolecall.recovery.notifications.target import target_of
 from rolecall.recovery.operators import queries
+from rolecall.views.observed_ranks import RecordedRanks
 from rolecall.watch.addresses import LOOPBACK, ListenAddress
 from rolecall.watch.agents import UniqueReplicaSource
 from rolecall.watch.evidence.pull import EvidencePull
@@ -249,7 +250,7 @@ def watch_run(
     source.start()
     try:
         server = _serve(run, job, metrics, meter, notifier, ours=ours)
-        polled: ObservationSource = source if ours else UniqueReplicaSource(source)
+        polled: ObservationSource = source if ours else RecordedRanks(UniqueReplicaSource(source), journal, clock)
         observer = JobObserver(polled, show, clock) if show is not None else None
         watch = MeteredWatch(
             journal,

@@ -15,7 +15,6 @@ from rolecall.dashboards.data.reader import JournalSnapshot, Reader
 from rolecall.dashboards.pages import charts
 from rolecall.dashboards.pages.accounting.statistics import (
     FEW,
-    LostTimeShare,
     Precision,
     Slice,
     precision_summary,
@@ -31,6 +30,7 @@ from rolecall.dashboards.pages.operations.commands import (
 )
 from rolecall.dashboards.pages.shell import data_table, page
 from rolecall.dashboards.pages.sign_in import Viewer, follow
+from rolecall.dashboards.pages.style import table as small_table
 from rolecall.dashboards.settings import Settings
 from rolecall.recovery.incidents import Incident
 from rolecall.views.mfu import WINDOW_STEPS
@@ -39,6 +39,8 @@ AUDIT_NOW = "accounting.audit"
 INCIDENTS_SHOWN = 1000
 """Rows of the review table, newest first; review older ones with `rolecall review`."""
 PROBLEMS_SHOWN = 50
+ROW_PIXELS = 50
+"""Two lines of a diagnosis."""
 DAY_SECONDS = 86_400.0
 SHORT_SECONDS = 600.0
 """Time labels of a shorter run include seconds."""
@@ -104,7 +106,7 @@ def _audit(accounts: AccountingSnapshot, now: float) -> None:
                 ("trained twice", groups.duplicates),
                 ("in flight", in_flight),
             ):
-                st.metric(label, value)
+                st.metric(label, value, border=True)
         for reason, num in sorted(groups.dropped_by_reason.items()):
             st.text(plain(f"{num} dropped: {reason}"))
     for note in audit.notes:
@@ -132,9 +134,10 @@ def _effective(statistics: IncidentStatistics) -> None:
         return
     width = {3600.0: "hour", 60.0: "minute"}.get(times.slice_seconds, f"{times.slice_seconds / 60:.0f} minutes")
     with st.container(horizontal=True):
-        st.metric("ETTR", f"{times.ettr:.1%}" if times.ettr is not None else "–")
-        st.metric("training", seconds(times.training_seconds))
-        st.metric("lost", seconds(times.lost_seconds))
+        if times.ettr is not None:
+            st.metric("ETTR", f"{times.ettr:.1%}", border=True)
+        st.metric("training", seconds(times.training_seconds), border=True)
+        st.metric("lost", seconds(times.lost_seconds), border=True)
     st.altair_chart(_ettr_chart(times.slices), width="stretch")
     with st.expander(f"By {width}, as a table"):
         data_table(
@@ -154,13 +157,14 @@ def _effective(statistics: IncidentStatistics) -> None:
     if not times.lost_seconds:
         st.text("No time was lost to faults.")
         return
-    roles, classes, tops = st.columns(3)
-    with roles:
-        _lost("by role", times.by_role)
-    with classes:
-        _lost("by fault class", times.by_class)
+    causes, tops = st.columns([3, 2], gap="medium")
+    with causes:
+        st.markdown("**Lost time by role and cause**")
+        st.altair_chart(_causes_chart(times.by_cause), width="stretch")
     with tops:
-        _lost("by incident (top ten)", times.by_incident)
+        st.markdown("**Lost time by incident (top ten)**")
+        rows = [[plain(p.name, 60), seconds(p.seconds), f"{p.share:.0%}"] for p in times.by_incident]
+        st.html(small_table(["incident", "lost", "share"], rows))
 
 
 def _utilisation(statistics: IncidentStatistics) -> None:
@@ -182,19 +186,11 @@ def _utilisation(statistics: IncidentStatistics) -> None:
     steps = [point["step"] for points in lines.values() for point in points]
     title = f"MFU, median of {WINDOW_STEPS} steps"
     spec = charts.curves(lines, title, across=(min(steps), max(steps)), figures=".2~%")
-    st.vega_lite_chart(charts.line_columns(lines), spec, width="stretch")
+    st.vega_lite_chart(charts.columns(lines), spec, width="stretch")
     st.caption(
         "Share of the peak FLOP/s in the job file that the model's own arithmetic uses. Recomputed activations and "
         "discarded answers do not count."
     )
-
-
-def _lost(title: str, parts: Sequence[LostTimeShare]) -> None:
-    st.markdown(f"**Lost time {title}**")
-    st.altair_chart(_lost_chart(parts), width="stretch")
-    with st.container(gap="xxsmall"):
-        for part in parts:
-            st.text(plain(f"{part.name}: {seconds(part.seconds)} ({part.share:.0%})"))
 
 
 def _ettr_chart(slices: Sequence[Slice]) -> Any:
@@ -214,11 +210,13 @@ def _ettr_chart(slices: Sequence[Slice]) -> Any:
     ]
     return (
         alt.Chart(alt.Data(values=rows))
-        .mark_rect(stroke="white", strokeWidth=0.5)
+        .mark_rect(stroke="white", strokeWidth=0.5, color=charts.LINE)
         .encode(
             x=alt.X("start:T", title="time (UTC)", scale=alt.Scale(type="utc"), axis=_times(slices)),
             x2="end:T",
-            y=alt.Y("ETTR:Q", axis=alt.Axis(format="%"), scale=alt.Scale(domain=[0, 1])),
+            y=alt.Y(
+                "ETTR:Q", axis=alt.Axis(format="%", values=[0, 0.25, 0.5, 0.75, 1]), scale=alt.Scale(domain=[0, 1])
+            ),
             y2=alt.datum(0),
             tooltip=[
                 "from (UTC):N",
@@ -228,27 +226,31 @@ def _ettr_chart(slices: Sequence[Slice]) -> Any:
                 "lost seconds:Q",
             ],
         )
-        .properties(height=220)
+        .properties(height=180)
     )
 
 
 def _times(slices: Sequence[Slice]) -> Any:
-    """24-hour labels; Vega's default is 12-hour."""
+    """24-hour labels with the unit that the span needs; Vega's default is 12-hour."""
     span = slices[-1].end - slices[0].start if slices else 0.0
     form = "%m-%d %H:%M" if span > DAY_SECONDS else "%H:%M" if span > SHORT_SECONDS else "%H:%M:%S"
-    return alt.Axis(format=form, tickCount=6, labelOverlap=True, labelFlush=True)
+    return alt.Axis(format=form, tickCount=8, labelOverlap=True, labelFlush=True, titlePadding=4)
 
 
-def _lost_chart(lost: Sequence[LostTimeShare]) -> Any:
-    """Lost seconds as a bar per name, longest first."""
-    rows = [{"name": plain(part.name, 60), "seconds": round(part.seconds, 1)} for part in lost]
+def _causes_chart(causes: Sequence[tuple[str, str, float]]) -> Any:
+    """Lost seconds as a bar per role, stacked by fault class, which each part names."""
+    rows = [
+        {"role": plain(role, 40), "fault": plain(fault, 40).replace("_", " "), "seconds": round(lost, 1)}
+        for role, fault, lost in causes
+    ]
     base = alt.Chart(alt.Data(values=rows)).encode(
-        # Every bar keeps its label, even if labels overlap.
-        y=alt.Y("name:N", title=None, sort=None, axis=alt.Axis(labelOverlap=False, labelLimit=140, minExtent=60)),
-        x=alt.X("seconds:Q", title="seconds of the whole run"),
-        tooltip=["name:N", "seconds:Q"],
+        y=alt.Y("role:N", title=None, sort="-x", axis=alt.Axis(labelOverlap=False, labelLimit=140, minExtent=60)),
+        x=alt.X("seconds:Q", title="seconds of the whole run", stack="zero"),
+        color=alt.Color("fault:N", legend=alt.Legend(title=None, orient="top")),
+        order=alt.Order("seconds:Q", sort="descending"),
+        tooltip=["role:N", "fault:N", "seconds:Q"],
     )
-    return base.mark_bar().properties(height=80 + 26 * len(rows))
+    return base.mark_bar(stroke="white", strokeWidth=0.5).properties(height=130 + 36 * len({r["role"] for r in rows}))
 
 
 def _speed(statistics: IncidentStatistics) -> None:
@@ -264,18 +266,16 @@ def _speed(statistics: IncidentStatistics) -> None:
     if not statistics.detection:
         st.text("No fault was detected yet.")
     else:
-        rows = statistics.detection
-        data_table(
-            {
-                "detected by": [str(d.evidence) for d in rows],
-                "goal": [f"< {d.goal_seconds:g} s" if d.goal_seconds else "–" for d in rows],
-                "measured from": ["injection" if d.injected else "onset (estimated)" for d in rows],
-                "n": [d.num for d in rows],
-                "median": [seconds(d.median_seconds) for d in rows],
-                "worst": [seconds(d.worst_seconds) for d in rows],
-                "within the goal": [_within(d.share) for d in rows],
-            },
-        )
+        rows = [
+            [
+                _within(d.share), str(d.evidence), f"< {d.goal_seconds:g} s" if d.goal_seconds else "none",
+                seconds(d.median_seconds), seconds(d.worst_seconds), str(d.num),
+                "injection" if d.injected else "onset (estimated)",
+            ]
+            for d in statistics.detection
+        ]  # fmt: skip
+        heads = ["within the goal", "detected by", "goal", "median", "worst", "n", "measured from"]
+        st.html(small_table(heads, rows))
         st.caption(
             "The goals apply to metrics read directly from agents; with Prometheus the scrape interval is added."
         )
@@ -303,7 +303,7 @@ def _speed(statistics: IncidentStatistics) -> None:
 
 def _within(share: float | None) -> str:
     if share is None:
-        return "–"
+        return "no goal"
     return f"{'✓' if share == 1 else '✗'} {share:.0%}"
 
 
@@ -322,18 +322,16 @@ def _reviews(reader: Reader, viewer: Viewer, incidents: Sequence[Incident]) -> N
     if not listed:
         st.text("No diagnoses yet.")
         return
-    data_table(
-        {
-            "review": [_review(i) for i in listed],
-            "incident": [plain(i.incident_id) for i in listed],
-            "class": [str(i.diagnosis.fault_class) for i in listed],
-            "outcome": [str(i.outcome or i.state) for i in listed],
-            "by": [plain(i.review.by) if i.review else "" for i in listed],
-            "diagnosis": [plain(i.diagnosis.because) for i in listed],
-            "reason": [plain(i.review.because) if i.review else "" for i in listed],
-        },
-        height=min(320, 38 + 35 * len(listed)),
-    )
+    columns = {
+        "review": [_review(i) for i in listed],
+        "incident": [plain(i.incident_id) for i in listed],
+        "class": [str(i.diagnosis.fault_class) for i in listed],
+        "outcome": [str(i.outcome or i.state) for i in listed],
+        "by": [plain(i.review.by) if i.review else "" for i in listed],
+        "diagnosis": [plain(i.diagnosis.because) for i in listed],
+        "reason": [plain(i.review.because) if i.review else "" for i in listed],
+    }
+    data_table({name: values for name, values in columns.items() if any(values)}, row_height=ROW_PIXELS)
     chosen = st.selectbox("Review", [plain(i.incident_id) for i in listed], key="accounting.review")
     incident = next((i for i in listed if plain(i.incident_id) == chosen), None)
     if incident is not None:
@@ -346,7 +344,7 @@ def _reviews(reader: Reader, viewer: Viewer, incidents: Sequence[Incident]) -> N
 
 def _review(incident: Incident) -> str:
     if incident.review is None:
-        return "–"
+        return ""
     return "✓ right" if incident.review.right else "✗ wrong"
 
 

@@ -59,6 +59,7 @@ class EttrBreakdown:
     ettr: float | None
     training_seconds: float
     lost_seconds: float
+    by_cause: tuple[tuple[str, str, float], ...]  # (role, fault, seconds lost), largest first
     by_role: tuple[LostTimeShare, ...]
     by_class: tuple[LostTimeShare, ...]
     by_incident: tuple[LostTimeShare, ...]  # the first ten
@@ -107,11 +108,19 @@ def times(
         ettr=1.0 - lost_total / total if total > 0 and num_rollouts + num_trainers else None,
         training_seconds=total,
         lost_seconds=lost_total,
+        by_cause=_causes((role, loss.fault, seconds) for role, loss, seconds in charged),
         by_role=_ranked((role, seconds) for role, _, seconds in charged),
         by_class=_ranked((loss.fault, seconds) for _, loss, seconds in charged),
         by_incident=_ranked((loss.incident_id or UNDETECTED, seconds) for _, loss, seconds in charged)[:TOP_INCIDENTS],
         num_replicas=num_rollouts + num_trainers,
     )
+
+
+def _causes(parts: Iterable[tuple[str, str, float]]) -> tuple[tuple[str, str, float], ...]:
+    seconds: dict[tuple[str, str], float] = {}
+    for role, fault, part in parts:
+        seconds[role, fault] = seconds.get((role, fault), 0.0) + part
+    return tuple((role, fault, s) for (role, fault), s in sorted(seconds.items(), key=lambda kv: -kv[1]) if s > 0)
 
 
 def _ranked(parts: Iterable[tuple[str, float]]) -> tuple[LostTimeShare, ...]:

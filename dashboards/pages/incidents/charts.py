@@ -19,7 +19,8 @@ from rolecall.dashboards.pages.incidents.timeline import (
     TimelineRange,
 )
 
-SIGNAL_HEIGHT = 140
+SIGNAL_HEIGHT, MAIN_HEIGHT = 130, 260
+"""Of a series; the first one is the evidence itself."""
 X_AXIS_HEIGHT = 72
 """Height of the time axis labels, which only the last chart has."""
 ROW_HEIGHT = 26
@@ -65,11 +66,15 @@ def incident_charts(timeline: IncidentTimeline, axis: TimelineRange, signals: Se
     the same width of the value axis."""
     shown = [m for m in timeline.moments if axis.begin <= m.at <= axis.end]
     moments = _moments(shown, axis, last=not signals)
-    drawn = [moments, *(_signal(s, shown, axis, last=s is signals[-1]) for s in signals)]
+    drawn = [moments, *(_signal(s, shown, axis, last=s is signals[-1], height=_height(s, signals)) for s in signals)]
     return [
         d.configure_view(stroke=None).configure_axis(labelFontSize=11, titleFontSize=11).configure(padding=PADDING)
         for d in drawn
     ]
+
+
+def _height(signal: Signal, signals: Sequence[Signal]) -> int:
+    return MAIN_HEIGHT if signal is signals[0] and not signal.of_run else SIGNAL_HEIGHT
 
 
 def _x(axis: TimelineRange, *, labels: bool) -> Any:
@@ -165,7 +170,7 @@ def _rules(moments: Iterable[TimelineEntry], axis: TimelineRange, x_channel: Any
     return found
 
 
-def _signal(signal: Signal, moments: Sequence[TimelineEntry], axis: TimelineRange, *, last: bool) -> Any:
+def _signal(signal: Signal, moments: Sequence[TimelineEntry], axis: TimelineRange, *, last: bool, height: int) -> Any:
     x_channel = _x(axis, labels=last)
     layers = _rules(moments, axis, x_channel)
     scale = alt.Scale(zero=signal.unit != "bytes", nice=True)
@@ -233,9 +238,7 @@ def _signal(signal: Signal, moments: Sequence[TimelineEntry], axis: TimelineRang
         )
     unit = f" [{signal.unit}]" if signal.unit else ""
     title = _title(f"{signal.title}{unit}")
-    return alt.layer(*layers).properties(
-        width="container", height=SIGNAL_HEIGHT + (X_AXIS_HEIGHT if last else 0), title=title
-    )
+    return alt.layer(*layers).properties(width="container", height=height + (X_AXIS_HEIGHT if last else 0), title=title)
 
 
 def _title(text: str) -> Any:

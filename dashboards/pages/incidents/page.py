@@ -1,12 +1,13 @@
-"""The Incidents page: a table with filters in the URL; with `?incident=ID`, the page of that incident with its
-diagnosis, evidence, decisions, actions, verification and cost.
+"""The Incidents page: a table with filters in the URL; with `?incident=ID`, the page of that incident: first the whole
+story on one screen (brief.py), then tabs.
 
-Untrusted text is shown with `st.text` and `st.code` only; headings and labels are constant.
+Untrusted text is shown with `st.text` and `st.code`, or escaped; headings and labels are constant.
 """
 
 import json
 import shlex
-from collections.abc import Callable, Sequence
+import statistics
+from collections.abc import Sequence
 from dataclasses import replace
 
 import streamlit as st
@@ -15,17 +16,27 @@ from rolecall.core.clock import SystemClock
 from rolecall.core.errors import JournalError
 from rolecall.core.journal.events import Event
 from rolecall.core.text import plain, seconds, utc
+from rolecall.dashboards.data.incident_titles import GLYPHS, SEVERITIES
 from rolecall.dashboards.data.reader import JournalSnapshot, Reader
 from rolecall.dashboards.pages.incidents import evidence_files as incident_files
 from rolecall.dashboards.pages.incidents import table, view
+from rolecall.dashboards.pages.incidents.brief import IncidentBrief, age_of, brief, links, markdown, similar_before
 from rolecall.dashboards.pages.incidents.cache import IncidentCost, IncidentPageCache, IncidentPageModel
 from rolecall.dashboards.pages.incidents.charts import incident_charts
+from rolecall.dashboards.pages.incidents.timeline import IncidentTimeline, TimelineRange
 from rolecall.dashboards.pages.incidents.what_if import replay, threshold_boundary
-from rolecall.dashboards.pages.shell import page
+from rolecall.dashboards.pages.shell import chosen_run, page
+from rolecall.dashboards.pages.style import card
+from rolecall.dashboards.pages.style import table as small_table
+from rolecall.recovery.incidents import Incident
 
 ANY = ""
-OPEN_SHOWN = 5
-"""Number of open incidents whose diagnoses are shown above the table."""
+SEVERITY_OPTIONS = tuple(f"{GLYPHS[level]} {level}" for level in SEVERITIES)
+SEVERITY_COLOURS = ("red", "orange", "blue")
+ROW_PIXELS = 58
+"""Two lines of a diagnosis; a longer one is whole on the incident's page, and in the cell when it is opened."""
+SPARK_INCIDENTS, SPARK_MIN = 60, 3
+"""Incidents of the sparklines, the newest; fewer than the smallest number have none."""
 REVIEWS = {"right": "right", "wrong": "wrong", "none": "not reviewed"}
 WITHIN = {"hour": "the last hour", "day": "the last 24 hours", "week": "the last 7 days"}
 
@@ -49,12 +60,9 @@ def _draw(reader: Reader, snapshot: JournalSnapshot) -> None:
     now = reader.now()
     wanted = _filters(table.choices(rows))
     found = table.shown(rows, wanted, now)
+    _sparklines([r for r in rows if wanted.takes(r, now)])
     _count(found, snapshot)
     if found.rows:
-        with st.container(gap="xxsmall", key="incidents-open"):
-            # In full, because table cells cut them off.
-            for r in [r for r in found.rows if r.is_open][:OPEN_SHOWN]:
-                st.text(f"{r.words}: {r.because}")
         _table(found.rows, now)
     elif not rows:
         st.info("No incidents in this run.", icon=":material/check_circle:")
@@ -66,11 +74,12 @@ def _draw(reader: Reader, snapshot: JournalSnapshot) -> None:
 def _filters(offered: table.Choices) -> table.Filter:
     """The filter widgets, synchronized with the URL in both directions."""
     before = table.Filter.from_query({k: v for k, v in st.query_params.items() if k != table.INCIDENT})
-    with st.container(horizontal=True, key="incidents-filters"):
-        text = st.text_input("Search", before.text, key="incidents-text", width=220, placeholder="any column")
-        status = _choice("State or outcome", before.status, offered.statuses, "incidents-status")
+    st.toggle("Filters", key="incidents-show")  # on a phone only (style.py)
+    with st.container(horizontal=True, key="incidents-filters", gap="xsmall"):
+        text = st.text_input("Search", before.text, key="incidents-text", width=180, placeholder="any column")
+        status = _choice("State", before.status, offered.statuses, "incidents-status")
         role = _choice("Role", before.role, offered.roles, "incidents-role")
-        fault = _choice("Fault class", before.fault, offered.faults, "incidents-fault")
+        fault = _choice("Class", before.fault, offered.faults, "incidents-fault")
         node = _choice("Node", before.node, offered.nodes, "incidents-node")
         day = _choice("Day (UTC)", before.day, offered.days, "incidents-day")
         within = _choice("Within", before.within, tuple(WITHIN), "incidents-within", WITHIN)
@@ -91,7 +100,7 @@ def _choice(label: str, now: str, offered: tuple[str, ...], key: str, words: dic
     def called(option: str) -> str:
         return "any" if option == ANY else (words or {}).get(option, option.replace("_", " "))
 
-    return str(st.selectbox(label, options, index=options.index(now), format_func=called, key=key, width=160))
+    return str(st.selectbox(label, options, index=options.index(now), format_func=called, key=key, width=124))
 
 
 def _write(wanted: table.Filter) -> None:
@@ -99,45 +108,75 @@ def _write(wanted: table.Filter) -> None:
     st.query_params.from_dict({**others, **wanted.to_query()})
 
 
+def _sparklines(rows: Sequence[table.IncidentTableRow]) -> None:
+    """Times to detect and to recover of the newest incidents, oldest first."""
+    newest = rows[:SPARK_INCIDENTS]
+    shown = (
+        ("Time to detect", [r.found_seconds for r in reversed(newest) if r.found_seconds is not None]),
+        ("Time to verified recovery", [r.verified_seconds for r in reversed(newest) if r.verified_seconds is not None]),
+    )
+    if all(len(values) < SPARK_MIN for _, values in shown):
+        return
+    with st.container(horizontal=True, key="incidents-sparks"):
+        for label, values in shown:
+            if len(values) >= SPARK_MIN:
+                label, bars = f"{label}, median of the newest {len(values)}", [round(v, 3) for v in values]
+                st.metric(
+                    label, seconds(statistics.median(values)), chart_data=bars, chart_type="bar", border=True, width=320
+                )
+
+
 def _count(found: table.IncidentTablePage, snapshot: JournalSnapshot) -> None:
     of = f" of {found.num_all:,}" if found.num_found != found.num_all else ""
     what = "incident" if found.num_found == 1 and not of else "incidents, open first, then newest"
-    st.text(f"{found.num_found:,}{of} {what}")
+    with st.container(horizontal=True, vertical_alignment="center"):
+        st.text(f"{found.num_found:,}{of} {what}", width="content")
+        if found.rows and st.button("Open the first", key="incidents-first", shortcut="o", type="tertiary"):
+            _open(found.rows[0].incident_id)
     if not snapshot.history.whole:
         st.text(f"Loading history ({snapshot.history.percent} %): older incidents are still missing.")
 
 
+def _open(incident_id: str) -> None:
+    st.query_params[table.INCIDENT] = incident_id
+    st.rerun()
+
+
 def _table(rows: tuple[table.IncidentTableRow, ...], now: float) -> None:
     config = {
-        "link": st.column_config.LinkColumn("incident", display_text=r"incident=([^&]*)", pinned=True),
+        "severity": st.column_config.MultiselectColumn(options=SEVERITY_OPTIONS, color=SEVERITY_COLOURS, width=90),
+        "link": st.column_config.LinkColumn("incident", display_text=r"incident=([^&]*)", width=110),
+        "what": st.column_config.TextColumn(width=170),
         "because": st.column_config.TextColumn("diagnosis", width="large"),
     }
     picked = st.dataframe(
         [_cells(r, now) for r in rows],
         hide_index=True,
         column_config=config,
+        row_height=ROW_PIXELS,
         key="incidents-table",
         on_select="rerun",
         selection_mode="single-row",
     )
     chosen = picked["selection"]["rows"]
     if chosen and chosen[0] < len(rows):
-        st.query_params[table.INCIDENT] = rows[chosen[0]].incident_id
-        st.rerun()
+        _open(rows[chosen[0]].incident_id)
 
 
-def _cells(row: table.IncidentTableRow, now: float) -> dict[str, str]:
+def _cells(row: table.IncidentTableRow, now: float) -> dict[str, object]:
     return {
-        "link": table.href(row.incident_id),
+        "severity": [row.severity] if row.severity else [],
+        "what": row.title,
         "state": row.words,
-        "fault": row.fault_class.replace("_", " "),
-        "suspect": row.who,
-        "opened (UTC)": utc(row.opened_at)[5:19] if row.opened_at else "",
-        "found after the onset": seconds(row.found_seconds),
-        "verified after the finding": seconds(row.verified_seconds),
-        "open for": seconds(row.open_seconds(now)) if row.opened_at else "",
-        "action": row.action.replace("_", " "),
         "because": row.because,
+        "link": table.href(row.incident_id, chosen_run()),
+        "opened (UTC)": utc(row.opened_at)[5:19] if row.opened_at else "",
+        "found after the onset": seconds(row.found_seconds, ""),
+        "verified after the finding": seconds(row.verified_seconds, ""),
+        "open for": seconds(row.open_seconds(now)) if row.opened_at else "",
+        "suspect": row.who,
+        "fault": row.fault_class.replace("_", " "),
+        "action": row.action.replace("_", " "),
         "node": ", ".join(row.nodes[:3]),
         "review": row.review,
     }
@@ -147,10 +186,10 @@ def _pager(found: table.IncidentTablePage, wanted: table.Filter) -> None:
     if found.num_pages <= 1:
         return
     with st.container(horizontal=True, vertical_alignment="center"):
-        if st.button("Newer", disabled=found.page <= 1, key="incidents-newer"):
+        if st.button("Newer", disabled=found.page <= 1, key="incidents-newer", shortcut="k"):
             _go(wanted, found.page - 1)
         st.text(f"page {found.page} of {found.num_pages}")
-        if st.button("Older", disabled=found.page >= found.num_pages, key="incidents-older"):
+        if st.button("Older", disabled=found.page >= found.num_pages, key="incidents-older", shortcut="j"):
             _go(wanted, found.page + 1)
 
 
@@ -170,11 +209,6 @@ COST_HELP = (
     "Each affected replica from the onset until its replacement serves. While a trainer is lost, also every other "
     "trainer until the interrupted step is committed. GPU-seconds: replica-seconds times the GPUs per process."
 )
-STYLE = """<style>
-.st-key-incident-sentence [data-testid="stText"] {font-size: 1.25rem; font-weight: 600; white-space: pre-wrap;}
-.st-key-incident-state [data-testid="stText"] {font-size: 1.05rem; white-space: pre-wrap;}
-[class*="st-key-incident-"] [data-testid="stText"] {font-family: inherit; overflow-wrap: anywhere; white-space: pre-wrap;}
-</style>"""  # noqa: E501
 
 
 @st.cache_resource(show_spinner=False)
@@ -184,13 +218,15 @@ def _cache(journal_url: str) -> IncidentPageCache:
 
 def back() -> None:
     """Back to the table, with the filters in the URL."""
-    if st.button("All incidents", icon=":material/arrow_back:", key="incident-back"):
+    if st.button("All incidents", icon=":material/arrow_back:", key="incident-back", shortcut="esc", type="tertiary"):
         del st.query_params[table.INCIDENT]
         st.rerun()
 
 
+TABS = ("Timeline", "Evidence", "Decision", "Cost", "What-if", "Events")
+
+
 def draw(reader: Reader, snapshot: JournalSnapshot, incident_id: str) -> None:
-    st.html(STYLE)
     if incident_id not in snapshot.projection.incidents and incident_id not in snapshot.projection.broken:
         st.info("The journal has no such incident.", icon=":material/search_off:")
         st.text(plain(incident_id, 200))
@@ -201,21 +237,68 @@ def draw(reader: Reader, snapshot: JournalSnapshot, incident_id: str) -> None:
         st.warning("The journal is not readable.", icon=":material/report:")
         st.text(plain(e))
         return
-    _head(whole.head)
-    _timeline(whole)
-    _section("Findings and evidence", "findings", lambda: _findings(reader, whole, incident_id))
-    _section("Decisions", "decision", lambda: _decisions(whole.plan_sections))
-    _section("Actions and verification", "proof", lambda: _draw_recovery(whole))
-    _section("Cost", "cost", lambda: _cost(whole.cost))
-    _section("Counterfactuals", "whatif", lambda: _what_if(whole))
-    _section("Replay", "replay", lambda: _replay(reader, whole, incident_id))
-    _section("Events", "events", lambda: _events(whole.material.events, whole.material.missing))
+    earlier = similar_before(whole.material.incident, tuple(snapshot.projection.incidents.values()))
+    found = brief(whole, snapshot.mode, earlier)
+    _first_screen(reader, whole, found, earlier)
+    _neighbours(reader, snapshot, incident_id)
+    timeline, evidence, decision, cost, what_if, events = st.tabs(TABS)
+    with timeline, st.container(key="incident-timeline"):
+        _timeline(whole)
+    with evidence, st.container(key="incident-findings", gap="xsmall"):
+        _evidence(reader, whole, incident_id)
+    with decision, st.container(key="incident-decision", gap="xsmall"):
+        _decisions(whole.plan_sections)
+        st.subheader("Actions and verification")
+        _draw_recovery(whole)
+    with cost, st.container(key="incident-cost", gap="xsmall"):
+        _cost(whole.cost)
+    with what_if, st.container(key="incident-whatif", gap="xsmall"):
+        with st.expander("What would have changed the decision", icon=":material/tune:"):
+            _what_if(whole)
+        st.subheader("Replay")
+        _replay(reader, whole, incident_id)
+    with events, st.container(key="incident-events", gap="xsmall"):
+        _events(whole.material.events, whole.material.missing)
 
 
-def _section(title: str, key: str, draw_it: Callable[[], None]) -> None:
-    st.subheader(title, divider="gray")
-    with st.container(key=f"incident-{key}", gap="xsmall"):
-        draw_it()
+def _neighbours(reader: Reader, snapshot: JournalSnapshot, incident_id: str) -> None:
+    """To the incidents beside this one in the unfiltered table."""
+    rows = _records(reader.settings.journal_url).rows(snapshot.projection.incidents, snapshot.projection.broken)
+    names = [r.incident_id for r in rows]
+    at = names.index(incident_id)
+    with st.container(horizontal=True, key="incident-neighbours"):
+        if st.button("Newer", disabled=at == 0, key="incident-newer", shortcut="k", type="tertiary"):
+            _open(names[at - 1])
+        if st.button("Older", disabled=at + 1 == len(names), key="incident-older", shortcut="j", type="tertiary"):
+            _open(names[at + 1])
+
+
+def _first_screen(reader: Reader, whole: IncidentPageModel, found: IncidentBrief, earlier: Sequence[Incident]) -> None:
+    with st.container(border=True, key=f"card-{found.kind}-brief", gap="small"):
+        st.html(card(found.kind, found.glyph, found.title, found.tags, found.soft, found.because, found.rows))
+        with st.container(horizontal=True):
+            with st.popover("Copy as Markdown", icon=":material/content_copy:"):
+                st.code(markdown(found, reader.settings.name or "RUN"), language="markdown", wrap_lines=True)
+            for label, url in links(reader.settings, whole.material):
+                st.link_button(label, url, icon=":material/open_in_new:")
+            if earlier:
+                with st.popover(f"Earlier on this node ({len(earlier)})", icon=":material/history:"):
+                    _earlier(whole.material.incident, earlier)
+
+
+def _earlier(incident: Incident | None, earlier: Sequence[Incident]) -> None:
+    rows = [
+        {
+            "link": table.href(i.incident_id, chosen_run()),
+            "when": "" if incident is None else age_of(i, incident),
+            "fault": str(i.diagnosis.fault_class).replace("_", " "),
+            "outcome": str(i.outcome or i.state).replace("_", " "),
+            "diagnosis": plain(i.diagnosis.because, 300),
+        }
+        for i in earlier
+    ]
+    config = {"link": st.column_config.LinkColumn("incident", display_text=r"incident=([^&]*)")}
+    st.dataframe(rows, hide_index=True, column_config=config, key="incident-earlier")
 
 
 def _facts(facts: view.Facts, key: str) -> None:
@@ -236,45 +319,41 @@ def _texts(label: str, texts: Sequence[str]) -> None:
                 st.text(f"• {text}")
 
 
-def _head(header: view.IncidentHeader) -> None:
-    with st.container(key="incident-sentence"):
-        st.text(header.sentence)
-    with st.container(key="incident-state"):
-        st.text(f"{header.glyph} {header.status.upper()}   {header.state}")
-        for who in header.who:
-            st.text(who)
-        if header.injected:
-            st.text(f"✚ Injected fault: {header.injected}")
-    _facts((("Incident", header.incident_id), *header.facts), "head")
-
-
 def _timeline(whole: IncidentPageModel) -> None:
-    timeline, signals = whole.timeline, whole.signals
-    st.subheader("Timeline", divider="gray")
-    axis = timeline.whole
-    if timeline.around is not None:
-        around = "Around detection"
-        shown = st.segmented_control("Time", [around, "Full duration"], default=around, key="incident-axis")
-        axis = timeline.whole if shown == "Full duration" else timeline.around
-    with st.container(key="incident-timeline"):
-        if timeline.moments:
-            with st.container(gap=None, key="incident-charts"):
-                drawn = (*signals.signals, *whole.run)
-                for n, chart in enumerate(incident_charts(timeline, axis, drawn)):
-                    st.altair_chart(chart, width="stretch", key=f"incident-chart-{n}")
-            _legend(whole)
-        for text in (signals.missing, f"source: {signals.source}" if signals.signals else ""):
-            if text:
-                st.text(text[:1].upper() + text[1:] + ".")
-        if signals.num_not_drawn:
-            st.text(f"{signals.num_not_drawn} more suspects are not shown.")
-        if timeline.moments:
-            st.caption("Times are relative to the onset")
-        with st.container(gap="xxsmall", key="incident-moments"):
-            for m in timeline.moments:
-                st.text(f"{m.number:>2}  {_after(m.at - timeline.whole.zero)}  {m.kind}: {m.words}")
-        if timeline.num_left_out:
-            st.text(f"{timeline.num_left_out} entries in the middle are not shown; see the events below.")
+    timeline = whole.timeline
+    if timeline.moments:
+        axis = _axis(timeline)
+        for n, chart in enumerate(incident_charts(timeline, axis, whole.run)):
+            st.altair_chart(chart, width="stretch", key=f"incident-chart-{n}")
+        st.caption("Times are relative to the onset")
+        moments = [[str(m.number), _after(m.at - timeline.whole.zero), m.kind, m.words] for m in timeline.moments]
+        st.html(small_table(["", "time", "event", "what"], moments, narrow=3))
+    if timeline.num_left_out:
+        st.text(f"{timeline.num_left_out} entries in the middle are not shown; see the tab Events.")
+
+
+def _axis(timeline: IncidentTimeline) -> TimelineRange:
+    if timeline.around is None:
+        return timeline.whole
+    around = "Around detection"
+    shown = st.segmented_control("Time", [around, "Full duration"], default=around, key="incident-axis")
+    return timeline.whole if shown == "Full duration" else timeline.around
+
+
+def _evidence(reader: Reader, whole: IncidentPageModel, incident_id: str) -> None:
+    """The series of the suspect against its peers, the first one largest, then the findings."""
+    signals, timeline = whole.signals, whole.timeline
+    axis = timeline.around or timeline.whole
+    charts = incident_charts(timeline, axis, signals.signals)[1:] if timeline.moments else ()
+    for n, chart in enumerate(charts):
+        st.altair_chart(chart, width="stretch", key=f"incident-signal-{n}")
+    _legend(whole)
+    for text in (signals.missing, f"source: {signals.source}" if signals.signals else ""):
+        if text:
+            st.text(text[:1].upper() + text[1:] + ".")
+    if signals.num_not_drawn:
+        st.text(f"{signals.num_not_drawn} more suspects are not shown.")
+    _findings(reader, whole, incident_id)
 
 
 def _after(value: float) -> str:

@@ -6,11 +6,14 @@ draws `PAGE_ROWS` of them.
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from types import MappingProxyType
 from typing import Self
 from urllib.parse import urlencode
 
 from rolecall.core.ids import split_replica
 from rolecall.core.text import plain, utc
+from rolecall.dashboards.data.incident_titles import GLYPHS as SEVERITY_GLYPHS
+from rolecall.dashboards.data.incident_titles import severity, title
 from rolecall.recovery.durations import durations
 from rolecall.recovery.incidents import Incident, IncidentState
 
@@ -46,6 +49,8 @@ class IncidentTableRow:
     """One row. Times are wall seconds; texts are plain."""
 
     incident_id: str
+    title: str = ""  # `trainer/1 hung`
+    severity: str = ""  # with its glyph; empty: unknown
     status: str  # state while open, outcome when closed, or `set aside`
     is_open: bool = False
     who: str = "unknown"
@@ -91,11 +96,13 @@ def row_of(incident: Incident, set_aside: str = "") -> IncidentTableRow:
     diagnosis, attempt = incident.diagnosis, incident.attempt
     names = [s.name for s in diagnosis.suspects]
     roles = {s.role or _role(s.replica) for s in diagnosis.suspects if s.role or s.replica}
-    because = plain(set_aside or diagnosis.because)
+    because, level = plain(set_aside or diagnosis.because), severity(incident)
     took = durations(incident, incident.opened_at)
     return _searchable(
         IncidentTableRow(
             incident_id=incident.incident_id,
+            title=title(incident),
+            severity=f"{SEVERITY_GLYPHS[level]} {level}",
             status=SET_ASIDE if set_aside else status_of(incident),
             is_open=incident.state is not IncidentState.CLOSED and not set_aside,
             who=plain(", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else ""), 200) or "none",
@@ -244,6 +251,6 @@ def shown(rows: Sequence[IncidentTableRow], wanted: Filter, now: float) -> Incid
     )
 
 
-def href(incident_id: str) -> str:
-    """Link to the page of one incident, from any page of the dashboard."""
-    return f"incidents?{urlencode({INCIDENT: incident_id})}"
+def href(incident_id: str, run: Mapping[str, str] = MappingProxyType({})) -> str:
+    """Link to the page of one incident, from any page of the dashboard. `run`: the parameter of the chosen run."""
+    return f"incidents?{urlencode({INCIDENT: incident_id, **run})}"

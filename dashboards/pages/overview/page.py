@@ -1,4 +1,5 @@
-"""The Overview page: open incidents, replicas, progress and policy health. view.py computes the content.
+"""The Overview page: state of the run, open incidents, replicas, progress and policy health. view.py computes the
+content.
 
 Policy health is drawn as charts side by side, each with its normal range, because a rising reward means learning only
 while entropy, lengths and dropped samples stay healthy.
@@ -15,13 +16,25 @@ from rolecall.core.clock import SystemClock
 from rolecall.core.policy_health import BY_NAME
 from rolecall.core.text import escape, plain, seconds
 from rolecall.dashboards.data.hardware import Query
+from rolecall.dashboards.data.nodes import age
 from rolecall.dashboards.data.progress import Bucket
 from rolecall.dashboards.data.reader import JournalSnapshot, Reader
+from rolecall.dashboards.data.run_state import run_state
 from rolecall.dashboards.pages import charts
 from rolecall.dashboards.pages.overview import view
 from rolecall.dashboards.pages.prometheus import PrometheusPoller
-from rolecall.dashboards.pages.shell import page
-from rolecall.dashboards.pages.style import STATES, banner, class_of, figures, table
+from rolecall.dashboards.pages.shell import chosen_run, page
+from rolecall.dashboards.pages.style import (
+    STATES,
+    band_legend,
+    banner,
+    card,
+    cell,
+    class_of,
+    figures,
+    state_line,
+    table,
+)
 from rolecall.views.snapshot import ReplicaRow
 
 OPEN_MAX = 12
@@ -44,9 +57,9 @@ ADVICE = (
 CHIPS_MAX = 32
 """A role with up to this many replicas shows a chip for each; a larger one only for unhealthy replicas."""
 UNWELL_MAX = 48
-ROW_REPLICAS = 50
+RANKS_MAX = 64
+"""Ranks drawn inside one replica."""
 COLUMNS = 3
-NO_METRICS = "The steps of this run have no policy health metrics (entropy, clipping, response lengths)."
 Lines = dict[str, list[dict[str, float]]]
 
 
@@ -90,28 +103,51 @@ def show() -> None:
 
 
 def _draw(_: Reader, snapshot: JournalSnapshot) -> None:
+    state = run_state(snapshot)
+    st.html(state_line(state.kind, state.word, state.details))
     for kind, head, sentence, advice in view.notices(snapshot):
         st.html(banner(kind, head, sentence, advice=advice))
     _draw_incidents(snapshot)
-    if not snapshot.run.ended:
-        st.text(view.status_line(snapshot))
-    st.html(figures(view.headline_figures(snapshot)))
-    _draw_replicas(view.roles(snapshot))
+    shown = view.headline_figures(snapshot)
+    if shown:
+        st.html(figures(shown))
+    found, events = view.roles(snapshot), view.recent_events(snapshot)
+    left, right = st.columns([3, 2], gap="medium") if found and events else (st.container(), st.container())
+    with left:
+        _draw_replicas(found)
+    with right:
+        if events:
+            st.subheader("Last events")
+            st.html(table(["ago", "event"], events, narrow=1))
 
 
 def _draw_incidents(snapshot: JournalSnapshot) -> None:
     open_ = view.open_incidents(snapshot)
-    for incident in open_[:OPEN_MAX]:
-        st.html(_incident_html(incident, snapshot.at))
-        with st.container(horizontal=True):
-            link = {"incident": incident.incident_id}
-            st.page_link("incidents.py", label="Details", icon=":material/timeline:", query_params=link)
-            if incident.asks:
-                st.page_link("operations.py", label="Review plan", icon=":material/terminal:")
+    for n, incident in enumerate(open_[:OPEN_MAX]):
+        with st.container(border=True, key=f"card-{incident.kind}-{n}", gap="small"):
+            st.html(_card(incident, snapshot.at))
+            with st.container(horizontal=True):
+                link = {"incident": incident.incident_id, **chosen_run()}
+                st.page_link(
+                    "incidents.py", label="Open the incident", icon=":material/timeline:", query_params=link,
+                    width="content",
+                )  # fmt: skip
+                label = "Approve or reject" if incident.stage == "awaits approval" else "Act on it"
+                st.page_link("operations.py", label=label, icon=":material/terminal:", width="content")
     if len(open_) > OPEN_MAX:
         st.page_link("incidents.py", label=f"{len(open_) - OPEN_MAX} more incidents are open")
-    if not open_ and not snapshot.run.ended and snapshot.run.replicas:
-        st.html(banner("good", "No open incidents."))
+
+
+def _card(incident: view.OpenIncident, now: float) -> str:
+    rows = [
+        ("needed from you", incident.asks),
+        ("recovery", f"{incident.doing} ({age(max(0.0, now - incident.since))})"),
+        ("suspect", incident.suspects + (f" on {incident.nodes}" if incident.nodes else "")),
+    ]
+    soft = f"open for {age(max(0.0, now - incident.opened_at))}, {incident.incident_id}"
+    return card(
+        incident.kind, incident.glyph, incident.title, (incident.severity, incident.stage), soft, incident.because, rows
+    )
 
 
 def _draw_replicas(found: tuple[view.RoleSummary, ...]) -> None:
@@ -121,36 +157,43 @@ def _draw_replicas(found: tuple[view.RoleSummary, ...]) -> None:
     st.html("".join(role_html(r) for r in found))
     if st.toggle("Show all replicas as a table", key=TABLE_KEY):
         cells = [c for r in found for c in r.cells]
+        counted = any(c.incarnation for c in cells)
+        served = any(c.policy_version >= 0 for c in cells)
         st.dataframe(
             {
                 "replica": [plain(c.replica, 80) for c in cells],
                 "state": [c.state for c in cells],
-                "incarnation": [c.incarnation for c in cells],
+                **({"incarnation": [c.incarnation for c in cells]} if counted else {}),
                 "node": [plain(c.node, 80) for c in cells],
-                "policy version": [c.policy_version if c.policy_version >= 0 else None for c in cells],
+                **(
+                    {"policy version": [c.policy_version if c.policy_version >= 0 else None for c in cells]}
+                    if served
+                    else {}
+                ),
             },
             hide_index=True,
         )
 
 
 def _draw_slow(reader: Reader, snapshot: JournalSnapshot) -> None:
-    curve = snapshot.trends.curve
+    curve, bands = snapshot.trends.curve, view.fault_bands(snapshot)
     if len(curve) > 1:
         st.subheader("Progress")
-        drawn = (
+        across = curve[0].last_step, curve[-1].last_step
+        shown = (
             ("reward", charts.rows(curve, lambda b: b.reward), charts.LINE, "~g"),
             ("step time, slowest, s", charts.rows(curve, lambda b: b.seconds_max), charts.SECOND, "~g"),
             ("tokens per second", charts.rows(curve, lambda b: b.tokens_per_second), charts.LINE, "~s"),
         )
-        for column, (title, points, colour, form) in zip(st.columns(3), drawn, strict=True):
+        for column, (title, points, colour, form) in zip(st.columns(COLUMNS), shown, strict=True):
             if points:
+                lines = {title: points}
+                spec = charts.curves(lines, title, across=across, figures=form, zero=False, colour=colour)
                 with column:
-                    st.vega_lite_chart(
-                        {name: [p[name] for p in points] for name in ("step", "value")},
-                        charts.curve(points, title, colour=colour, figures=form),
-                        width="stretch",
-                    )
-    _draw_policy_health(curve)
+                    st.vega_lite_chart(charts.columns(lines, bands), spec, width="stretch")
+        if bands:
+            st.html(band_legend([(b.key, b.title) for b in bands]))
+    _draw_policy_health(curve, bands)
     rows = view.lost_rows(snapshot)
     if rows:
         st.subheader("Lost time")
@@ -209,85 +252,69 @@ def drawn(curve: Sequence[Bucket]) -> list[tuple[PolicyHealthChart, Lines]]:
     return found
 
 
-def _draw_policy_health(curve: Sequence[Bucket]) -> None:
-    """Draws the panels; nothing before the first committed step."""
-    if not curve:
+def _draw_policy_health(curve: Sequence[Bucket], bands: Sequence[charts.FaultBand]) -> None:
+    """Draws the panels; nothing where no step has a metric of them."""
+    panels = drawn(curve)
+    if not panels:
         return
     st.subheader("Policy health")
-    panels = drawn(curve)
     across = curve[0].last_step, curve[-1].last_step
-    if not panels:
-        st.caption(NO_METRICS)
     for row in range(0, len(panels), COLUMNS):
         for column, (panel, lines) in zip(st.columns(COLUMNS), panels[row : row + COLUMNS], strict=False):
             with column:
                 st.vega_lite_chart(
-                    charts.line_columns(lines),
+                    charts.columns(lines, bands),
                     charts.curves(lines, panel.title, across=across, figures=panel.figures, zero=panel.zero),
                     width="stretch",
                 )
                 st.caption(panel.normal)
 
 
-def _incident_html(incident: view.OpenIncident, now: float) -> str:
-    rows = [
-        ("action", incident.doing),
-        ("in this stage for", seconds(max(0.0, now - incident.since))),
-        ("suspect", incident.suspects),
-    ]
-    if incident.asks:
-        rows.insert(0, ("needed from you", incident.asks))
-    parts = "".join(f"<dt>{escape(what)}</dt><dd>{escape(text)}</dd>" for what, text in rows)
-    return (
-        f'<article class="rc rc-incident"><header><b>▲ {escape(incident.fault_class)}</b>'
-        f'<span class="rc-tag {"warn" if incident.asks else "note"}">{escape(incident.stage)}</span>'
-        f'<span class="rc-soft">{escape(incident.incident_id)}, open for '
-        f"{escape(seconds(max(0.0, now - incident.opened_at)))}</span>"
-        f'</header><p class="because">{escape(incident.because)}</p><dl>{parts}</dl></article>'
-    )
-
-
 def role_html(role: view.RoleSummary) -> str:
-    counts = "   ".join(_count(state, num) for state, num in role.counts)
-    parts = [f'<p class="rc rc-role"><b>{escape(role.name)}</b> {counts}</p>']
+    counts = "".join(
+        f'<span class="rc-{class_of(state)}">{STATES[state][0]} {num:,}&nbsp;{state}</span>'
+        for state, num in role.counts
+    )
+    parts = [f"<p><b>{escape(role.name)}</b> {counts}</p>"]
     if len(role.cells) <= CHIPS_MAX:
-        parts.append(_chips(role.cells))
+        parts.append(_chips(role, role.cells))
     else:
         unwell = role.unhealthy
         if unwell:
-            parts.append(_chips(unwell[:UNWELL_MAX]))
+            parts.append(_chips(role, unwell[:UNWELL_MAX]))
         if len(unwell) > UNWELL_MAX:
-            parts.append(f'<p class="rc rc-soft">and {len(unwell) - UNWELL_MAX} more unhealthy replicas</p>')
+            parts.append(f'<p class="rc-soft">and {len(unwell) - UNWELL_MAX} more unhealthy replicas</p>')
         parts.append(_map(role.cells))
-    return "".join(parts)
+    return f'<section class="rc rc-role">{"".join(parts)}</section>'
 
 
-def _count(state: str, num: int) -> str:
-    return f'<span class="rc-{class_of(state)}">{STATES[state][0]} {num}&nbsp;{state}</span>&ensp;'
+def _chips(role: view.RoleSummary, cells: Sequence[ReplicaRow]) -> str:
+    chips = "".join(_chip(c, role.ranks.get(c.replica, ())) for c in cells)
+    return f'<div class="rc-chips" role="list">{chips}</div>'
 
 
-def _chips(cells: Sequence[ReplicaRow]) -> str:
-    return f'<div class="rc rc-chips" role="list">{"".join(_chip(c) for c in cells)}</div>'
-
-
-def _chip(cell: ReplicaRow) -> str:
-    version = f", policy {cell.policy_version}" if cell.policy_version >= 0 else ""
+def _chip(found: ReplicaRow, ranks: Sequence[tuple[str, str]]) -> str:
+    number = f"#{found.incarnation} " if found.incarnation else ""
+    version = f", policy {found.policy_version}" if found.policy_version >= 0 else ""
+    inside = "".join(cell(state, name) for name, state in ranks[:RANKS_MAX])
+    ranked = f'<span class="rc-ranks" role="img" aria-label="{len(ranks)} ranks">{inside}</span>' if inside else ""
     return (
-        f'<div class="rc-chip" role="listitem"><span class="rc-{class_of(cell.state)}">{STATES[cell.state][0]} '
-        f"{cell.state}</span> <b>{escape(cell.replica, 80)}</b><small>#{cell.incarnation} on "
-        f"{escape(cell.node, 80)}{version}</small></div>"
+        f'<div class="rc-chip rc-{class_of(found.state)}" role="listitem"><b>{escape(found.replica, 80)}</b> '
+        f"{STATES[found.state][0]} {found.state}<small>{number}on {escape(found.node, 80)}{version}</small>"
+        f"{ranked}</div>"
     )
 
 
 def _map(cells: Sequence[ReplicaRow]) -> str:
-    """Every replica as a glyph, ordered by index, so that patterns (a rack, a node range) are visible."""
-    lines = []
-    for start in range(0, len(cells), ROW_REPLICAS):
-        row = cells[start : start + ROW_REPLICAS]
-        runs = "".join(
-            f'<span class="rc-{class_of(state)}">{STATES[state][0] * len(list(group))}</span>'
-            for state, group in groupby(c.state for c in row)
+    """Every replica as a square, those of a node together, so that patterns (a rack, a node range) are visible."""
+    parts = []
+    for node, group in groupby(cells, key=lambda c: c.node):
+        here = list(group)
+        last = f" to {here[-1].replica}" if here[1:] else ""
+        squares = "".join(cell(c.state, f"{c.replica}#{c.incarnation} on {node}") for c in here)
+        parts.append(
+            f'<span class="rc-node" title="{escape(f"{node}: {here[0].replica}{last}", 120)}">{squares}</span>'
         )
-        lines.append(f'<i>{escape(row[0].replica.partition("/")[2], 20)}</i><span class="row">{runs}</span>')
-    label = f"{len(cells)} replicas, one glyph each"
-    return f'<div class="rc rc-map" role="img" aria-label="{label}">{"".join(lines)}</div>'
+    usual = "rc-healthy" if cells[0].state != "ended" else "rc-ended"
+    label = f"{len(cells)} replicas, one square each, grouped by node"
+    return f'<div class="rc-map {usual}" role="img" aria-label="{label}">{"".join(parts)}</div>'

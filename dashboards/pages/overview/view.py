@@ -1,25 +1,45 @@
-"""Content of the Overview page, computed from a journal snapshot: replica states, open incidents, notices, key figures.
-Pure.
+"""Content of the Overview page, computed from a journal snapshot: state of the run, replica states, open incidents,
+notices, key figures, fault bands. Pure.
 """
 
 import math
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from rolecall.core.diagnosis import ActionKind, Plan
 from rolecall.core.membership import STANDBY_ROLE, ReplicaState
-from rolecall.core.text import counted, seconds
+from rolecall.core.text import counted, plain, seconds
+from rolecall.dashboards.data.incident_titles import (
+    GLYPHS,
+    MODE_OBSERVE,
+    SEVERITIES,
+    Severity,
+    severity,
+    step_at,
+    title,
+    would_do,
+)
+from rolecall.dashboards.data.nodes import age
 from rolecall.dashboards.data.reader import JournalSnapshot
+from rolecall.dashboards.data.run_state import KIND_OF
+from rolecall.dashboards.pages.charts import FaultBand
 from rolecall.dashboards.pages.operations.plans import PlanStatus, plan_rows
 from rolecall.dashboards.pages.style import STATES
 from rolecall.recovery.incidents import UNDER_REPAIR, Incident, IncidentState, paged_text
-from rolecall.reports.charts import ROLE_ORDER
+from rolecall.reports.charts import ROLE_ORDER, key_of
+from rolecall.views.lifetimes import replica_order
+from rolecall.views.observed_ranks import ObservedRank
 from rolecall.views.snapshot import ReplicaRow
 
 LOST_ROWS_MAX = 8
 """Causes of lost time that are listed; the rest is one row."""
 SEVERITY = {state: n for n, state in enumerate(STATES)}
+BANDS_MAX = 26
+"""Faults that charts show, the newest."""
+SILENT_SECONDS = 30.0
+"""A watched rank that was not sampled for this long is not known to be alive."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +49,8 @@ class RoleSummary:
     name: str
     cells: tuple[ReplicaRow, ...]
     counts: tuple[tuple[str, int], ...]
+    ranks: Mapping[str, tuple[tuple[str, str], ...]] = field(default_factory=dict)
+    """Replica -> (name, state) of each of its ranks, where they are known."""
 
     @property
     def unhealthy(self) -> list[ReplicaRow]:
@@ -39,8 +61,10 @@ class RoleSummary:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenIncident:
     incident_id: str
-    fault_class: str
+    title: str
+    severity: Severity
     suspects: str
+    nodes: str
     because: str
     stage: str
     doing: str
@@ -48,11 +72,21 @@ class OpenIncident:
     asks: str  # required operator action; empty: none
     opened_at: float
 
+    @property
+    def kind(self) -> str:
+        return KIND_OF[self.severity]
+
+    @property
+    def glyph(self) -> str:
+        return GLYPHS[self.severity]
+
 
 def roles(snapshot: JournalSnapshot) -> tuple[RoleSummary, ...]:
     suspects, replaced = _suspects_and_targets(snapshot.projection.open_incidents())
     by_role: dict[str, list[ReplicaRow]] = {}
-    for row in snapshot.run.replicas:
+    ranks = _ranks(snapshot)
+    rows = snapshot.run.replicas or _observed_rows(snapshot.observed, snapshot.at)
+    for row in rows:
         state = state_of(row, suspects, replaced, snapshot.quarantined, ended=snapshot.run.ended != "")
         by_role.setdefault(row.replica.partition("/")[0], []).append(replace(row, state=state))
     order = {role: n for n, role in enumerate(ROLE_ORDER)}
@@ -60,8 +94,37 @@ def roles(snapshot: JournalSnapshot) -> tuple[RoleSummary, ...]:
     for name in sorted(by_role, key=lambda r: (order.get(r, len(order)), r)):
         counts = Counter(c.state for c in by_role[name])
         ranked = tuple(sorted(counts.items(), key=lambda kv: SEVERITY[kv[0]]))
-        found.append(RoleSummary(name=name, cells=tuple(by_role[name]), counts=ranked))
+        known = {c.replica: ranks[c.replica] for c in by_role[name] if len(ranks.get(c.replica, ())) > 1}
+        found.append(RoleSummary(name=name, cells=tuple(by_role[name]), counts=ranked, ranks=known))
     return tuple(found)
+
+
+def _is_alive(rank: ObservedRank, now: float) -> bool:
+    return rank.is_alive and now - rank.seen_at <= SILENT_SECONDS
+
+
+def _observed_rows(observed: Sequence[ObservedRank], now: float) -> tuple[ReplicaRow, ...]:
+    """The replicas of a job that rolecall only watches. It does not count incarnations."""
+    by_replica: dict[str, list[ObservedRank]] = {}
+    for rank in observed:
+        by_replica.setdefault(rank.replica, []).append(rank)
+    rows = []
+    for name in sorted(by_replica, key=replica_order):
+        ranks = by_replica[name]
+        alive = all(_is_alive(r, now) for r in ranks)
+        nodes = ", ".join(dict.fromkeys(r.node for r in ranks))
+        rows.append(ReplicaRow(replica=name, node=nodes, incarnation=0, state="serving" if alive else "lost"))
+    return tuple(rows)
+
+
+def _ranks(snapshot: JournalSnapshot) -> dict[str, tuple[tuple[str, str], ...]]:
+    named = {(s.replica, s.rank) for i in snapshot.projection.open_incidents() for s in i.diagnosis.suspects}
+    found: dict[str, tuple[tuple[str, str], ...]] = {}
+    for r in snapshot.observed:
+        state = "healthy" if _is_alive(r, snapshot.at) else "lost"
+        state = "suspect" if (r.replica, r.rank) in named else state
+        found[r.replica] = (*found.get(r.replica, ()), (f"rank {r.rank} on {r.node}, pid {r.pid}", state))
+    return found
 
 
 def _suspects_and_targets(open_: Iterable[Incident]) -> tuple[dict[str, int | None], dict[str, int]]:
@@ -104,17 +167,29 @@ def open_incident(incident: Incident, snapshot: JournalSnapshot) -> OpenIncident
     stage, doing, since, asks = _doing(incident, snapshot)
     diagnosis = incident.diagnosis
     paged = f"{paged_text(incident.page_channel).capitalize()}: {incident.page_reason}" if incident.page_reason else ""
+    ended = snapshot.run.ended != ""
+    unwatched = "" if snapshot.watched or ended else "No watch holds the lease, so nothing is done. "
     return OpenIncident(
         incident_id=incident.incident_id,
-        fault_class=str(diagnosis.fault_class).replace("_", " "),
+        title=title(incident, step_of(incident, snapshot)),
+        severity=severity(incident),
         suspects=", ".join(s.name for s in diagnosis.suspects) or "none",
+        nodes=", ".join(dict.fromkeys(str(s.node) for s in diagnosis.suspects if s.node)),
         because=diagnosis.because,
         stage=stage,
-        doing=doing if snapshot.watched else f"No watch holds the lease, so nothing is done. {doing}",
+        doing=unwatched + doing,
         since=since,
         asks=asks or paged,
         opened_at=incident.opened_at,
     )
+
+
+def step_of(incident: Incident, snapshot: JournalSnapshot) -> int | None:
+    """The step that the fault hit; of a job that rolecall only watches, the one at which the suspects stand."""
+    if snapshot.trends.curve:
+        return step_at(snapshot.trends.curve, incident.first_diagnosis.onset)
+    named = incident.named
+    return max((r.step for r in snapshot.observed if r.replica in named and r.step >= 0), default=None)
 
 
 def _doing(incident: Incident, snapshot: JournalSnapshot) -> tuple[str, str, float, str]:
@@ -122,6 +197,8 @@ def _doing(incident: Incident, snapshot: JournalSnapshot) -> tuple[str, str, flo
     attempt = incident.attempt
     if attempt is None:
         return "diagnosed", "Planning the recovery.", incident.opened_at, ""
+    if snapshot.mode == MODE_OBSERVE and attempt.started_at is None:
+        return "only observed", would_do(incident), attempt.made_at, ""
     plan = attempt.plan
     if incident.state is IncidentState.ACTING:
         return "acting", _sentence(plan), attempt.started_at or attempt.made_at, ""
@@ -149,19 +226,51 @@ def _sentence(plan: Plan) -> str:
 
 
 def open_incidents(snapshot: JournalSnapshot) -> list[OpenIncident]:
-    """The open incidents: those that need the operator first, then the newest."""
+    """The open incidents: those that need the operator first, then the most severe, then the newest."""
     found = [open_incident(i, snapshot) for i in snapshot.projection.open_incidents()]
-    return sorted(found, key=lambda t: (not t.asks, -t.opened_at))
+    return sorted(found, key=lambda t: (not t.asks, SEVERITIES.index(t.severity), -t.opened_at))
+
+
+def fault_bands(snapshot: JournalSnapshot) -> tuple[FaultBand, ...]:
+    """The newest faults as bands over the steps of the curve, lettered in their order."""
+    curve = snapshot.trends.curve
+    if not curve:
+        return ()
+    times = [b.at for b in curve]
+
+    def position(at: float) -> float:
+        return float(curve[min(bisect_left(times, at), len(curve) - 1)].last_step)
+
+    found = sorted(snapshot.projection.incidents.values(), key=lambda i: i.opened_at)[-BANDS_MAX:]
+    bands = []
+    for number, incident in enumerate(i for i in found if i.first_diagnosis.onset <= times[-1] or i.closed_at is None):
+        ended = incident.verified_at or incident.closed_at
+        first = position(incident.first_diagnosis.onset)
+        last = curve[-1].last_step + 1.0 if ended is None else position(ended)
+        name = title(incident, step_at(curve, incident.first_diagnosis.onset))
+        bands.append(FaultBand(key=key_of(number), title=name, first_step=first, last_step=max(last, first + 0.5)))
+    return tuple(bands)
+
+
+def recent_events(snapshot: JournalSnapshot) -> list[list[str]]:
+    """The newest events, newest first: age, what, about what, why."""
+    rows = []
+    for event in reversed(snapshot.trends.recent):
+        about = str(getattr(event.payload, "replica", "") or getattr(event.payload, "node", "") or "")
+        diagnosis = getattr(event.payload, "diagnosis", None)
+        why = diagnosis.because if diagnosis is not None else event.payload.reason
+        what = str(event.kind).replace("_", " ")
+        where = ", ".join(filter(None, (about, event.incident_id)))
+        text = f"{what} {where}".strip() + (f": {why}" if why else "")
+        rows.append([age(snapshot.at - event.wall_at), plain(text, 240)])
+    return rows
 
 
 def notices(snapshot: JournalSnapshot) -> list[tuple[str, str, str, str]]:
     """Notices for the top of the page: (kind, headline, details, advice)."""
     found = []
     run = snapshot.run
-    if run.ended:
-        because = snapshot.projection.ended or ""
-        found.append(("good" if run.ended == "completed" else "warn", f"Run {run.ended}.", because, ""))
-    elif run.paused:
+    if run.paused and not run.ended:
         found.append(
             ("warn", "Recovery is paused.", run.paused, "Detection continues. `rolecall resume` resumes recovery.")
         )
@@ -175,13 +284,11 @@ def notices(snapshot: JournalSnapshot) -> list[tuple[str, str, str, str]]:
             )
             said = f"No watch has held the lease{since}: faults are neither detected nor recovered."
         found.append(("bad", "No watch is running.", said, "Start `rolecall watch`; `rolecall status` shows details."))
-    if snapshot.watched and snapshot.mode == "observe" and not run.ended:
-        found.append(("note", "Observe mode.", "rolecall reports what it would do and takes no action.", ""))
     if snapshot.projection.broken:
         names = ", ".join(sorted(snapshot.projection.broken)[:5])
         head = f"Set aside: {counted(len(snapshot.projection.broken), 'incident or event', 'incidents or events')}."
         found.append(("warn", head, f"They cannot be read: {names}", "`rolecall incidents` shows why."))
-    if run.started_at is None and not run.replicas and not snapshot.projection.incidents:
+    if run.started_at is None and not run.replicas and not snapshot.projection.incidents and not snapshot.observed:
         found.append(("note", "The run has not started yet.", "This page updates when its first process starts.", ""))
     return found
 
@@ -217,22 +324,35 @@ def headline_figures(snapshot: JournalSnapshot) -> list[tuple[str, str, str]]:
         span = curve[-1].at - (account.start if account else run.started_at)
         rate = sum(b.tokens for b in curve) / span if span > 0 else None
     rated = "over the whole run" if run.ended else f"in the last {seconds(round(run.rate_seconds))}"
-    return [
-        (
-            "step",
-            f"{run.step + 1:,}" if run.step >= 0 else "–",
-            f"of {run.num_steps:,}" if run.num_steps else "committed",
-        ),
-        ("reward", _short(run.rewards[-1]) if run.rewards else "–", _trend(run.rewards)),
-        ("tokens per second", "–" if rate is None else f"{rate:,.0f}", rated),
-        ("step time", seconds(run.step_seconds), "mean of the last five"),
-        ("policy version", "–" if lags is None else str(lags[0]), behind),
-        (
-            "ETTR",
-            "–" if account is None or account.ettr is None else f"{100 * account.ettr:.1f} %",
-            lost,
-        ),
+    step, of = (f"{run.step + 1:,}" if run.step >= 0 else ""), f"of {run.num_steps:,}" if run.num_steps else "committed"
+    rows = [
+        ("step", step, of),
+        ("reward", _short(run.rewards[-1]) if run.rewards else "", _trend(run.rewards)),
+        ("tokens per second", "" if rate is None else f"{rate:,.0f}", rated),
+        ("step time", seconds(run.step_seconds, ""), "mean of the last five"),
+        ("policy version", "" if lags is None else str(lags[0]), behind),
+        ("ETTR", "" if account is None or account.ettr is None else f"{100 * account.ettr:.1f} %", lost),
+        *_observed_figures(snapshot),
     ]
+    return [row for row in rows if row[1]]
+
+
+def _observed_figures(snapshot: JournalSnapshot) -> list[tuple[str, str, str]]:
+    ranks = snapshot.observed
+    if not ranks:
+        return []
+    alive = sum(_is_alive(r, snapshot.at) for r in ranks)
+    steps = [r.step for r in ranks if r.step >= 0]
+    progress = [r.progress_at for r in ranks if r.progress_at is not None]
+    lagging = f"slowest rank at {min(steps):,}" if steps and min(steps) != max(steps) else "all ranks"
+    rows = [
+        ("ranks", f"{len(ranks):,}", "all alive" if alive == len(ranks) else f"{len(ranks) - alive} not alive"),
+        ("nodes", f"{len({r.node for r in ranks}):,}", ""),
+        ("step of the job", f"{max(steps):,}" if steps else "", lagging),
+        ("last progress", f"{age(snapshot.at - max(progress))} ago" if progress else "", "of any rank"),
+        ("last sample", f"{age(snapshot.at - max(r.seen_at for r in ranks))} ago", "of any rank"),
+    ]
+    return [row for row in rows if row[1]]
 
 
 def _behind(num: int, lag: int) -> str:
@@ -266,13 +386,3 @@ def lost_rows(snapshot: JournalSnapshot) -> list[list[str]]:
     ]
     rest = sum(lost for _, lost in ranked[LOST_ROWS_MAX:])
     return rows + ([["other", "", seconds(rest), f"{100 * rest / span:.2f} %"]] if rest > 0 else [])
-
-
-def status_line(snapshot: JournalSnapshot) -> str:
-    run = snapshot.run
-    if run.started_at is None:
-        return "not started" if not run.replicas else "monitored; the job reports no steps"
-    if run.ended:
-        return run.ended
-    what = "training" if run.step >= 0 else "starting"
-    return f"{what} for {seconds(run.elapsed_seconds)}, epoch {run.epoch}"

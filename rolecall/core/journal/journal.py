@@ -315,7 +315,8 @@ class Journal:
         return next((epoch_of(row, self.store.where) for row in self.store.rows(query)), None)
 
     def set_flag(self, name: str, value: str | None) -> None:
-        """Sets a flag, or removes it with None. Known: `paused`, `stop`, `run` (see `core.rundir`)."""
+        """Sets a flag, or removes it with None. Known: `paused`, `stop`, `run` (see `core.rundir`), and
+        `observed_ranks` (see `views.observed_ranks`)."""
         with self.store.write() as conn:
             conn.execute(FLAGS.delete().where(FLAGS.c.name == name))
             if value is not None:

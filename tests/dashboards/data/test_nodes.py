@@ -21,14 +21,18 @@ from rolecall.dashboards.data.nodes import (
     age,
     counted_until,
     fleet_rows,
+    heat,
     incidents_by_node,
     natural,
     node_names,
+    observed_fleet,
     pasts,
     quarantined,
+    repeat_offenders,
 )
 from rolecall.recovery.fleet_view import FleetView, fleet_view
 from rolecall.recovery.incidents import Incident, fold
+from rolecall.views.observed_ranks import ObservedRank
 from tests.dashboards.acting_world import diagnosis
 from tests.events import made_event
 
@@ -273,3 +277,32 @@ def test_a_thousand_nodes_and_ten_thousand_incidents() -> None:
     found = _rows([f"node-{n}" for n in range(1000)], incidents)
     assert len(found.rows) == 1000
     assert sum(r.in_month for r in found.rows) == 10_000
+
+
+def test_the_heat_map_counts_incidents_by_node_and_day_or_hour() -> None:
+    found = [_incident("i-1", "a", ago=3 * DAY), _incident("i-2", "a", ago=60.0), _incident("i-3", "b", ago=61.0)]
+    cells, unit = heat(incidents_by_node(found), NOW)
+    assert unit == "day" and [(c.node, c.start, c.num) for c in cells] == [
+        ("a", "11-11", 1),
+        ("a", "11-14", 1),
+        ("b", "11-14", 1),
+    ]
+    assert cells[0].classes == str(found[0].diagnosis.fault_class)
+    cells, unit = heat(incidents_by_node(found[1:]), NOW)
+    assert unit == "hour" and {c.start for c in cells} == {"11-14 22:00"}
+    assert heat({}, NOW) == ((), "day")
+
+
+def test_repeat_offenders_have_at_least_three_incidents_the_most_first() -> None:
+    found = [_incident(f"i-{n}", "b" if n < 4 else "a" if n < 7 else "c", ago=60.0 + n) for n in range(9)]
+    by_node = incidents_by_node(found)
+    fleet = fleet_rows(_fleet(["a", "b", "c"]), by_node, {}, (), FleetMetrics(), NOW)
+    assert [row[:2] for row in repeat_offenders(fleet, by_node)] == [["b", "4"], ["a", "3"]]
+
+
+def test_replicas_of_a_watched_job_stand_on_their_nodes() -> None:
+    def rank(number: int, node: str, *, alive: bool) -> ObservedRank:
+        return ObservedRank("trainer/0", number, node, 1, alive, "compute", 5, NOW, None)
+
+    fleet = observed_fleet([rank(0, "n-2", alive=True), rank(1, "n-10", alive=False), rank(2, "n-2", alive=False)])
+    assert [(r.node, r.state) for r in fleet.replicas] == [("n-2", ReplicaState.SERVING), ("n-10", ReplicaState.LOST)]

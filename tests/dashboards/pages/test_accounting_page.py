@@ -139,7 +139,7 @@ def test_utilisation_is_drawn_by_role_where_the_job_file_gives_the_peaks(tmp_pat
     assert {"trainer: newest", "trainer: best", "rollout: newest"} <= {m.label for m in at.metric}
     (spec,) = [json.loads(c.proto.spec) for c in at.get("vega_lite_chart") if "MFU" in c.proto.spec]
     assert spec["title"]["text"] == f"MFU, median of {WINDOW_STEPS} steps"
-    assert spec["encoding"]["color"]["scale"]["domain"] == ["rollout", "trainer"]
+    assert spec["layer"][2]["encoding"]["color"]["scale"]["domain"] == ["rollout", "trainer"]
     assert "fell from" not in texts(at)
     of_url = page("accounting", made, url_only=True)
     assert "FLOPs" not in texts(of_url), "the peak is in the job file, which is not at hand"

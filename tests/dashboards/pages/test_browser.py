@@ -19,6 +19,8 @@ from rolecall.core.rundir import RunDir
 from rolecall.reports.incident_export import EVIDENCE_DIR
 from tests.dashboards.acting_world import World, world
 from tests.dashboards.browser import Visit, browser, served, visit
+from tests.dashboards.made_runs import MadeRun
+from tests.dashboards.pages.test_overview import observed_job
 from tests.fake_run import FakeRun
 from tests.support import eventually
 
@@ -29,7 +31,7 @@ HUNG = "i-2"
 PAGES = {
     "overview": ("/", "Lost time"),
     "incidents": ("/incidents", "3 incidents"),
-    "incident": (f"/incidents?incident={HUNG}", "Counterfactuals"),
+    "incident": (f"/incidents?incident={HUNG}", "Copy as Markdown"),
     "fleet": ("/fleet", "Node details"),
     "accounting": ("/accounting", "Time to recover"),
     "operations": ("/operations", "Command history"),
@@ -154,8 +156,8 @@ def test_the_sentence_of_the_incident_is_on_its_page_and_in_the_address(
     [
         ("/", "Replicas"),
         ("/incidents", "3 incidents"),
-        ("/incidents?incident=inc-hostile", "Replay"),
-        ("/incidents?incident=inc-no one", "Replay"),
+        ("/incidents?incident=inc-hostile", "Copy as Markdown"),
+        ("/incidents?incident=inc-no one", "Copy as Markdown"),
         ("/incidents?incident=%3Cimg%20src%3Dx%20class%3Dharm%3E", "has no such incident"),
         ("/fleet", "Node details"),
         ("/accounting", "Diagnosis precision"),
@@ -167,6 +169,7 @@ def test_hostile_text_makes_no_element_no_link_and_no_script(
 ) -> None:
     with at(chromium, asked.address, path, whole) as shot:
         if "inc-hostile" in path:
+            shot.page.get_by_role("tab", name="Evidence").click()
             _choose(shot, "Evidence files", "stacks.txt")
             shot.page.get_by_text("hostile-heading").last.wait_for()
         if path != "/fleet" and "%3C" not in path and path != "/incidents":
@@ -221,3 +224,88 @@ def test_an_operator_signs_in_and_approves_by_one_click(chromium: Browser, asked
     (approved,) = asked.made.events(K.PLAN_APPROVED)
     assert (approved.payload.by, approved.incident_id) == ("anna", asked.plan.incident_id)
     assert approved.payload.digest == asked.plan.digest
+
+
+def test_the_tab_of_the_browser_names_run_state_and_open_incidents(
+    chromium: Browser, finished: tuple[RunDir, str], asked: Asked
+) -> None:
+    with at(chromium, finished[1], "/", "Lost time") as shot:
+        shot.page.wait_for_function("() => document.title.includes('run completed')")
+        assert finished[0].run_id in shot.page.title() and "no open incidents" in shot.page.title()
+    with at(chromium, asked.address, "/", "Replicas") as shot:
+        shot.page.wait_for_function("() => /[1-9] open$/.test(document.title)")
+
+
+def test_an_incident_has_tabs_and_is_copied_as_markdown(chromium: Browser, finished: tuple[RunDir, str]) -> None:
+    with at(chromium, finished[1], *PAGES["incident"]) as shot:
+        for label, text in (
+            ("Decision", "Actions and verification"),
+            ("Cost", "Replica-seconds"),
+            ("What-if", "Replay"),
+        ):
+            shot.page.get_by_role("tab", name=label).click()
+            shot.page.get_by_text(text, exact=True).first.wait_for()
+        shot.page.get_by_role("tab", name="Timeline").click()
+        height = shot.page.evaluate("() => document.querySelector('[data-testid=\"stMain\"]').scrollHeight")
+        assert height <= 2 * 900, "at most two screens"
+        shot.page.get_by_role("button", name="Copy as Markdown").click()
+        shot.page.get_by_text("## trainer/1 hung in step 54").wait_for()
+
+
+def test_keys_go_from_incident_to_incident(chromium: Browser, finished: tuple[RunDir, str]) -> None:
+    with at(chromium, finished[1], *PAGES["incidents"]) as shot:
+        shot.page.keyboard.press("o")
+        shot.page.wait_for_url("**/incidents?incident=i-3")
+        shot.page.get_by_text("rollout/0 slow").first.wait_for()
+        shot.page.keyboard.press("j")
+        shot.page.wait_for_url("**/incidents?incident=i-2")
+
+
+def test_filters_are_behind_one_button_on_a_phone(chromium: Browser, finished: tuple[RunDir, str]) -> None:
+    with at(chromium, finished[1], *PAGES["incidents"], "phone") as shot:
+        filters = shot.page.locator(".st-key-incidents-filters")
+        assert filters.count() == 1 and not filters.is_visible()
+        shot.page.locator(".st-key-incidents-show label").click()
+        filters.wait_for(state="visible")
+
+
+def test_a_job_that_is_only_watched_is_there_without_dashes(
+    chromium: Browser, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tmp_path_factory.mktemp("watched")
+    what = observed_job(folder)
+    assert what.run is not None
+    with served(folder, [str(what.run.path)]) as address, at(chromium, address, "/", "Last events") as shot:
+        card = shot.page.locator("article.rc-card")
+        assert "trainer/0 hung in step 53" in card.inner_text() and "rolecall would replace" in card.inner_text()
+        assert shot.page.locator(".rc-ranks i").count() == 4
+        assert "–" not in shot.page.get_by_test_id("stMain").inner_text()
+        shot.page.get_by_role("link", name="Open the incident").click()
+        shot.page.get_by_text("Copy as Markdown").wait_for()
+
+
+def test_runs_of_the_same_folder_can_be_switched(chromium: Browser, tmp_path_factory: pytest.TempPathFactory) -> None:
+    folder = tmp_path_factory.mktemp("two")
+    one, other = MadeRun(folder, run_id="one"), MadeRun(folder, run_id="other", num_steps=3)
+    for made in (one, other):
+        made.journal.close()
+    with served(folder, [str(one.run.path)]) as address:
+        with at(chromium, address, "/", "30") as shot:
+            assert "one" in shot.page.get_by_role("combobox", name="Run").input_value()
+        with at(chromium, address, "/?run=other", "of 120") as shot:
+            shot.page.wait_for_function("() => document.title.includes('other')")
+            assert "other" in shot.page.get_by_role("combobox", name="Run").input_value()
+
+
+def test_a_lost_server_says_what_to_do(chromium: Browser, tmp_path_factory: pytest.TempPathFactory) -> None:
+    folder = tmp_path_factory.mktemp("lost")
+    made = MadeRun(folder)
+    with visit(chromium, "http://127.0.0.1:1") as shot:
+        with served(folder, [str(made.run.path)]) as address:
+            shot.origin = address
+            shot.open("/")
+            shot.page.get_by_text("Replicas").first.wait_for()
+        text = shot.page.locator("[role=dialog] > h2 + div > div")
+        text.first.wait_for(state="attached")
+        said = text.first.evaluate("e => getComputedStyle(e, '::after').content")
+        assert "rolecall dashboard" in said and "rolecall status" in said

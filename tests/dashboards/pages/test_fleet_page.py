@@ -82,7 +82,7 @@ def test_what_a_real_prometheus_has_of_a_demo_is_shown(demo_prometheus: DemoProm
         for e in (
             hardware.COUNTS,
             hardware.LAST_SEEN,
-            hardware.LOST_GPUS,
+            hardware.GPUS,
             hardware.AGENTS,
             hardware.DCGM,
         )

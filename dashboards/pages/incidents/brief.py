@@ -1,0 +1,163 @@
+"""The first screen of an incident's page: what, where, why, what was done, whether it is over, and its cost; the same
+as Markdown for a ticket; links to Grafana and logs. Pure.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from urllib.parse import quote, urlencode
+
+from rolecall.core.journal.payloads import StepCommitted
+from rolecall.core.text import plain, seconds, utc
+from rolecall.dashboards.data.incident_titles import GLYPHS, MODE_OBSERVE, severity, title, would_do
+from rolecall.dashboards.data.run_state import KIND_OF
+from rolecall.dashboards.pages.incidents.cache import IncidentCost, IncidentPageModel
+from rolecall.dashboards.pages.incidents.material import IncidentPageInputs
+from rolecall.dashboards.pages.incidents.view import Facts
+from rolecall.dashboards.settings import Settings
+from rolecall.recovery.incidents import Incident
+
+WHO_SHOWN = 4
+SIMILAR_MAX = 8
+LINK_SECONDS = 300.0
+"""Time before the onset and after the last event that links to logs and Grafana show."""
+REPLICA_BOARD = "rolecall-replica"
+"""UID of the Grafana dashboard of one replica (dashboards/grafana/board.py)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IncidentBrief:
+    kind: str  # bad, warn, note or good
+    glyph: str
+    title: str
+    tags: tuple[str, ...]
+    soft: str
+    because: str
+    rows: Facts
+
+
+def brief(whole: IncidentPageModel, mode: str, similar: Sequence[Incident]) -> IncidentBrief:
+    head, incident = whole.head, whole.material.incident
+    if incident is None:
+        return IncidentBrief(
+            kind="warn", glyph=head.glyph, title="Incident set aside", tags=(head.status,), soft=head.incident_id,
+            because=head.sentence, rows=(("is it over", head.state),),
+        )  # fmt: skip
+    level = severity(incident)
+    facts = dict(head.facts)
+    newest = f", the newest {similar[0].incident_id} at {utc(similar[0].opened_at)}" if similar else ""
+    rows = (
+        ("where", _where(head.who)),
+        ("action", _done(whole, mode)),
+        ("is it over", head.state),
+        ("cost", cost_words(whole.cost)),
+        ("onset", f"{facts.get('Onset', '')}, detected {facts.get('Detected', '')} by {facts.get('Detected by', '')}"),
+        ("confidence", f"{facts.get('Confidence', '')}, class {facts.get('Fault class', '')}"),
+        ("slowdown", facts.get("Slowdown compared with peers", "")),
+        ("injected fault", head.injected),
+        ("review", facts.get("Review", "")),
+        ("earlier here", f"{len(similar)} on this node{newest}" if similar else ""),
+    )
+    over = incident.closed_at is not None
+    return IncidentBrief(
+        kind="good" if over else KIND_OF[level],
+        glyph=head.glyph if over else GLYPHS[level],
+        title=title(incident, step_of(whole.material)),
+        tags=(head.status,) if over else (str(level), head.status),
+        soft=head.incident_id,
+        because=head.sentence,
+        rows=tuple((label, text) for label, text in rows if text),
+    )
+
+
+def _where(who: Sequence[str]) -> str:
+    if not who:
+        return "the whole job: no suspect is named"
+    more = f" and {len(who) - WHO_SHOWN} more" if who[WHO_SHOWN:] else ""
+    return "; ".join(who[:WHO_SHOWN]) + more
+
+
+def _done(whole: IncidentPageModel, mode: str) -> str:
+    incident = whole.material.incident
+    if not whole.plan_sections or incident is None:
+        return "no plan was made"
+    if mode == MODE_OBSERVE and incident.action_started_at is None:
+        return f"nothing, mode observe; {would_do(incident)}"
+    last = whole.plan_sections[-1]
+    attempts = f" at attempt {last.number}" if last.number > 1 else ""
+    return f"{last.title}: {last.outcome}{attempts}"
+
+
+def cost_words(cost: IncidentCost | None) -> str:
+    if cost is None:
+        return ""
+    parts = [
+        f"{cost.replica_seconds:,.1f} replica-seconds" if cost.replica_seconds else "",
+        f"{cost.gpu_seconds:,.1f} GPU-seconds" if cost.gpu_seconds else "",
+        f"{cost.steps_interrupted} step{'s' * (cost.steps_interrupted > 1)} interrupted"
+        if cost.steps_interrupted
+        else "",
+        f"{cost.steps_undone} step{'s' * (cost.steps_undone > 1)} rolled back" if cost.steps_undone else "",
+        f"{cost.tokens_lost:,} tokens lost" if cost.tokens_lost else "",
+        f"{cost.tokens_kept:,} tokens kept" if cost.tokens_kept else "",
+    ]
+    found = ", ".join(p for p in parts if p)
+    return f"{found}{'' if cost.is_final else ' so far'}" if found else ""
+
+
+def step_of(material: IncidentPageInputs) -> int | None:
+    """The step that was being worked on at the onset: the next one to be committed."""
+    if material.incident is None:
+        return None
+    onset = material.incident.first_diagnosis.onset
+    steps = [(e.wall_at, e.payload.step) for e in material.around if isinstance(e.payload, StepCommitted)]
+    after = next((step for at, step in steps if at > onset), None)
+    return after if after is not None else steps[-1][1] + 1 if steps else None
+
+
+def similar_before(incident: Incident | None, incidents: Iterable[Incident]) -> tuple[Incident, ...]:
+    """Earlier incidents on the nodes of this one, the newest first."""
+    if incident is None:
+        return ()
+    nodes = {str(s.node) for s in incident.suspects if s.node}
+    found = [
+        i for i in incidents if i.opened_at < incident.opened_at and nodes & {str(s.node) for s in i.diagnosis.suspects}
+    ]
+    return tuple(sorted(found, key=lambda i: -i.opened_at)[:SIMILAR_MAX])
+
+
+def markdown(found: IncidentBrief, run: str) -> str:
+    """For a ticket. The reader's tool renders it, so it is only text here."""
+    lines = [f"## {found.title}", "", f"Run {run}, incident {found.soft}: {', '.join(found.tags)}.", ""]
+    lines += [f"> {found.because}", "", *(f"- **{label}**: {text}" for label, text in found.rows), ""]
+    lines += [f"Replay: `rolecall replay {found.soft} --run {run}`"]
+    return "\n".join(plain(line) for line in lines)
+
+
+def links(settings: Settings, material: IncidentPageInputs) -> tuple[tuple[str, str], ...]:
+    """(label, URL) of Grafana and of the logs at the time of the incident, where they are configured."""
+    incident = material.incident
+    if incident is None:
+        return ()
+    begin = incident.first_diagnosis.onset - LINK_SECONDS
+    end = (incident.closed_at if incident.closed_at is not None else material.now) + LINK_SECONDS
+    suspect = incident.diagnosis.suspects[0] if incident.diagnosis.suspects else None
+    node, replica = (str(suspect.node), suspect.replica) if suspect else ("", "")
+    found = []
+    if settings.grafana_url:
+        query = {"from": f"{begin * 1000:.0f}", "to": f"{end * 1000:.0f}"}
+        query |= {"var-role": replica.partition("/")[0], "var-replica": replica} if replica else {}
+        found.append(("Grafana", f"{settings.grafana_url.rstrip('/')}/d/{REPLICA_BOARD}?{urlencode(query)}"))
+    if settings.logs_url:
+        values = {"node": node, "replica": replica, "start": utc(begin, _ISO), "end": utc(end, _ISO)}
+        url = settings.logs_url
+        for name, value in values.items():
+            url = url.replace(f"{{{name}}}", quote(value, safe=""))
+        found.append(("Logs", url))
+    return tuple(found)
+
+
+_ISO = "%Y-%m-%dT%H:%M:%SZ"
+
+
+def age_of(incident: Incident, of: Incident) -> str:
+    return f"{seconds(of.opened_at - incident.opened_at)} before"

@@ -1,0 +1,91 @@
+"""The ranks of a job that rolecall only watches, as its watch last saw them.
+
+Such a job writes neither desired nor actual state. Its watch keeps the newest sample of each rank in one flag of the
+journal, at most every `WRITE_SECONDS`, so that pages can show the job that is there. Old values are replaced: this is a
+view, not a history.
+"""
+
+import json
+import logging
+from collections.abc import Iterable
+from dataclasses import astuple, dataclass
+
+from rolecall.core.clock import Clock
+from rolecall.core.errors import JournalError
+from rolecall.core.journal.journal import Journal
+from rolecall.core.telemetry import ProcessSample
+from rolecall.detector.base.observation import Observation
+from rolecall.recovery.interfaces import ObservationSource
+
+logger = logging.getLogger(__name__)
+
+FLAG = "observed_ranks"
+WRITE_SECONDS = 5.0
+RANKS_MAX = 4096
+"""Ranks that are kept, the first by name: 4,096 are 300 kB a write."""
+
+
+@dataclass(frozen=True, slots=True)
+class ObservedRank:
+    """`step` is -1 and `progress_at` None for a rank that does not use the reporter. Times are wall seconds."""
+
+    replica: str
+    rank: int
+    node: str
+    pid: int
+    is_alive: bool
+    phase: str
+    step: int
+    seen_at: float
+    progress_at: float | None
+
+
+def of_sample(sample: ProcessSample) -> ObservedRank:
+    progressed = sample.progress > 0 and sample.progress_at > 0
+    return ObservedRank(
+        replica=sample.replica,
+        rank=sample.rank,
+        node=str(sample.process.node),
+        pid=sample.process.pid,
+        is_alive=sample.alive,
+        phase=str(sample.phase),
+        step=sample.step,
+        seen_at=sample.wall_at,
+        progress_at=sample.wall_at - max(0.0, sample.at - sample.progress_at) if progressed else None,
+    )
+
+
+def to_json(ranks: Iterable[ObservedRank]) -> str:
+    ordered = sorted(ranks, key=lambda r: (r.replica, r.rank, r.node))
+    return json.dumps([astuple(r) for r in ordered[:RANKS_MAX]], separators=(",", ":"))
+
+
+def from_json(text: str | None) -> tuple[ObservedRank, ...]:
+    """Empty for a text that is none of `to_json`."""
+    try:
+        return tuple(ObservedRank(*row) for row in json.loads(text or "[]"))
+    except (ValueError, TypeError):
+        return ()
+
+
+class RecordedRanks:
+    """A source that keeps the newest sample of each rank in the journal. Called from one thread."""
+
+    def __init__(self, source: ObservationSource, journal: Journal, clock: Clock) -> None:
+        self._source, self._journal, self._clock = source, journal, clock
+        self._newest: dict[tuple[str, int, str], ObservedRank] = {}
+        self._wrote_at = float("-inf")
+
+    def poll(self, timeout_seconds: float) -> Observation:
+        seen: Observation = self._source.poll(timeout_seconds)
+        for batch in seen.batches:
+            for sample in batch.processes:
+                self._newest[sample.replica, sample.rank, str(sample.process.node)] = of_sample(sample)
+        now = self._clock.monotonic()
+        if self._newest and now - self._wrote_at >= WRITE_SECONDS:
+            self._wrote_at = now
+            try:
+                self._journal.set_flag(FLAG, to_json(self._newest.values()))
+            except JournalError as e:  # pages show older values; detection goes on
+                logger.warning("the observed ranks are not written: %s", e)
+        return seen

@@ -1,0 +1,58 @@
+"""The ranks that a watch sees are kept in the journal, at most every few seconds, and a locked journal stops nothing."""
+
+from pathlib import Path
+
+import pytest
+
+from rolecall.core.clock import FakeClock
+from rolecall.core.errors import JournalUnavailable
+from rolecall.core.ids import NodeId, ProcessId
+from rolecall.core.journal.journal import Journal
+from rolecall.core.telemetry import ProcessSample, SampleBatch
+from rolecall.detector.base.observation import Observation
+from rolecall.views.observed_ranks import FLAG, WRITE_SECONDS, ObservedRank, RecordedRanks, from_json
+
+
+class Source:
+    """A source of one rank that has finished `progress` units."""
+
+    def __init__(self) -> None:
+        self.progress = 0
+
+    def poll(self, timeout_seconds: float) -> Observation:
+        sample = ProcessSample(
+            process=ProcessId(node=NodeId("vm"), pid=7, start_ticks=1), role="trainer", replica="trainer/0", rank=1,
+            incarnation=0, at=50.0, wall_at=1000.0, alive=True, page_ok=True, step=3, phase="compute",
+            progress=self.progress, progress_at=48.0,
+        )  # fmt: skip
+        batch = SampleBatch(
+            node=NodeId("vm"), agent_pid=1, cursor=1, lost=0, at=50.0, wall_at=1000.0, processes=(sample,), hosts=()
+        )
+        return Observation(wall_at=1000.0, batches=(batch,), events=())
+
+
+def test_the_newest_sample_of_each_rank_is_kept_every_few_seconds(tmp_path: Path) -> None:
+    clock, source = FakeClock(), Source()
+    journal = Journal(f"sqlite:///{tmp_path / 'journal.db'}", clock=clock)
+    recorded = RecordedRanks(source, journal, clock)
+    assert recorded.poll(0.0).batches, "observations are passed on"
+    first = ObservedRank("trainer/0", 1, "vm", 7, True, "compute", 3, 1000.0, None)
+    assert from_json(journal.flag(FLAG)) == (first,)
+    source.progress = 5
+    recorded.poll(0.0)
+    assert from_json(journal.flag(FLAG)) == (first,), "not yet due"
+    clock.advance(WRITE_SECONDS)
+    recorded.poll(0.0)
+    (found,) = from_json(journal.flag(FLAG))
+    assert found.progress_at == 998.0, "wall time of the last unit"
+
+
+def test_a_journal_that_does_not_answer_stops_no_detection(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = FakeClock()
+    journal = Journal(f"sqlite:///{tmp_path / 'journal.db'}", clock=clock)
+
+    def away(name: str, value: str | None) -> None:
+        raise JournalUnavailable(where="the journal", reason="locked", hint="")
+
+    monkeypatch.setattr(journal, "set_flag", away)
+    assert RecordedRanks(Source(), journal, clock).poll(0.0).batches

@@ -28,7 +28,7 @@ from rolecall.core.journal.events import Event, EventKind
 from rolecall.core.journal.journal import Journal, Lease
 from rolecall.core.journal.payloads import LeaseAcquired, NodeQuarantined, NodeReturnedToService
 from rolecall.core.journal.rows import DamagedLine, actual_of, event_of
-from rolecall.core.journal.tables import ACTUAL, DESIRED, EVENTS
+from rolecall.core.journal.tables import ACTUAL, DESIRED, EVENTS, FLAGS
 from rolecall.core.membership import Actual, Desired
 from rolecall.core.rundir import RunDir
 from rolecall.core.text import counted
@@ -180,13 +180,13 @@ class ReplicaRecords:
     def refresh(self, journal: Journal) -> bool:
         """Whether anything changed."""
         count, total = sa.func.count(), sa.func.sum
+        seen = sa.select(FLAGS.c.value).where(FLAGS.c.name == observed_ranks.FLAG).scalar_subquery()
         marks = (
-            sa.select(count, total(ACTUAL.c.changed_at), total(ACTUAL.c.policy_version)).select_from(ACTUAL),
+            sa.select(seen, count, total(ACTUAL.c.changed_at), total(ACTUAL.c.policy_version)).select_from(ACTUAL),
             sa.select(count, total(DESIRED.c.incarnation), total(DESIRED.c.fence)).select_from(DESIRED),
         )
-        observed = journal.flag(observed_ranks.FLAG)
         with journal.store.read() as conn:
-            mark = (observed, *(value for query in marks for value in conn.execute(query).one()))
+            mark = tuple(value for query in marks for value in conn.execute(query).one())
             if mark == self._mark:
                 return False
             last = sa.select(ACTUAL.c.replica, sa.func.max(ACTUAL.c.incarnation).label("last"))
@@ -201,7 +201,7 @@ class ReplicaRecords:
             except JournalCorrupt as e:
                 damaged.append(str(e))
         self.desired, self.current, self.damaged = journal.desired(), current, tuple(damaged)
-        self.observed = observed_ranks.from_json(observed)
+        self.observed = observed_ranks.from_json(str(mark[0] or ""))
         self._mark = mark
         return True
 

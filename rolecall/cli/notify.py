@@ -7,10 +7,9 @@ from typing import Annotated, Any
 
 import typer
 
-from rolecall.cli.options import ROOT, JsonOption, RootOption, examples, show
+from rolecall.cli.options import ROOT, JsonOption, RootOption, RunArgument, RunOption, chosen_run, examples, show
 from rolecall.core.config.job import NotifyConfig, NotifyFormat, RecoveryConfig, load_job, parse_job
 from rolecall.core.errors import ConfigError
-from rolecall.core.rundir import open_run_dir
 from rolecall.core.text import plain
 
 notify = typer.Typer(no_args_is_help=True, help="Check the channel over which on-call is notified.")
@@ -26,9 +25,8 @@ notify = typer.Typer(no_args_is_help=True, help="Check the channel over which on
     ),
 )
 def notify_test(
-    run: Annotated[
-        str, typer.Argument(help="Run id, path of a run directory, or 'latest' (the default).", metavar="[RUN]")
-    ] = "",
+    run: RunArgument = "",
+    option: RunOption = "",
     job: Annotated[Path | None, typer.Option("--job", help="Job file, instead of a run.", metavar="FILE")] = None,
     url: Annotated[str, typer.Option("--url", help="Address, instead of a run or a job file.", metavar="URL")] = "",
     form: Annotated[
@@ -48,7 +46,7 @@ def notify_test(
     from rolecall.recovery.notifications.target import target_of
 
     direct = bool(url or secret_file) or form is not NotifyFormat.AUTO
-    if (bool(run) + (job is not None) + direct) > 1:
+    if (bool(run or option) + (job is not None) + direct) > 1:
         raise ConfigError(["RUN, --job, and --url with --format or --secret-file: give only one of them"])
     name = "test"
     if direct:
@@ -58,7 +56,7 @@ def notify_test(
         config = load_job(job)
         recovery, name = config.recovery, config.name
     else:
-        found = open_run_dir(runs, run or "latest")
+        found = chosen_run(runs, run, option)
         recovery, name = parse_job(found.read().get("config"), str(found.path / "run.json")).recovery, found.run_id
     target = target_of(recovery, os.environ)
     if target is None:

@@ -262,9 +262,6 @@ def test_the_command_in_a_hint_runs_as_it_is_printed(fake_run: RunDir, capsys: p
     assert "paused" in _run(capsys, "status", str(fake_run.path))[1].lower()
     code, out, _ = _run(capsys, *_hinted(paused))
     assert code == 0 and "resumed" in out
-    quarantined = _run(capsys, "node", "quarantine", "node-4", "--reason", "a fan", *runs)[1]
-    code, out, _ = _run(capsys, *_hinted(quarantined))
-    assert code == 0 and "back in service" in out
 
 
 def _hinted(text: str) -> list[str]:

@@ -63,8 +63,8 @@ _CSS = """
 [class*="st-key-card-"] [data-testid="stPageLink"] a { border: 1px solid var(--line); border-radius: 6px;
   padding: .25rem .7rem; }
 .rc-card header { display: flex; flex-wrap: wrap; gap: .2rem .7rem; align-items: baseline; }
-.rc-card h4 { font-size: 1.25rem; font-weight: 600; margin: 0; padding: 0; color: var(--ink); }
-.rc-card h4 i { font-style: normal; } .rc-card p { margin: .3rem 0 .4rem; }
+.rc-card .title { font-size: 1.25rem; font-weight: 600; margin: 0; padding: 0; color: var(--ink); }
+.rc-card .title i { font-style: normal; } .rc-card p { margin: .3rem 0 .4rem; }
 .rc-card dl { display: grid; grid-template-columns: max-content 1fr; gap: .15rem 1rem; margin: 0 !important;
   padding: 0 !important; }
 .rc-card dt { color: var(--soft); font-weight: 400; }
@@ -182,8 +182,8 @@ def card(
     """An incident: title, tags, a soft note, the reason, and facts. `kind`: as of `banner`."""
     tagged = "".join(f'<span class="rc-tag {kind}">{escape(t, 60)}</span>' for t in tags)
     return (
-        f'<article class="rc rc-card"><header><h4><i class="rc-{kind}">{escape(glyph)}</i> {escape(title, 300)}'
-        f'</h4>{tagged}<span class="rc-soft">'
+        '<article class="rc rc-card"><header><div class="title" role="heading" aria-level="4">'
+        f'<i class="rc-{kind}">{escape(glyph)}</i> {escape(title, 300)}</div>{tagged}<span class="rc-soft">'
         f"{escape(soft, 200)}</span></header><p>{escape(because)}</p><dl>{facts(rows)}</dl></article>"
     )
 

@@ -185,7 +185,7 @@ def test_text_of_others_stands_in_no_place_that_is_not_text(shows: Shows, tmp_pa
             shown = f"{getattr(element, 'value', '')} {getattr(element, 'label', '')}"
             assert "script" not in shown and ":red" not in shown, kind
     for element in at.get("html"):
-        assert "<script" not in element.proto.body and "<b>" not in element.proto.body.partition("</h4>")[2]
+        assert "<script" not in element.proto.body and "<b>" not in element.proto.body.partition("</header>")[2]
     every = texts(at) + repr([c.value for c in at.code]) + repr([d.value.to_dict() for d in at.dataframe])
     assert "\x1b" not in every and "\u202e" not in every
     table = shows(world.url)

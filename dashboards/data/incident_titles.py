@@ -88,4 +88,4 @@ def step_at(curve: Sequence[Bucket], at: float) -> int | None:
 def would_do(incident: Incident) -> str:
     """What rolecall would do if it were allowed to act, from the newest plan; empty without one."""
     attempt = incident.attempt
-    return "" if attempt is None else f"In mode act rolecall would {attempt.plan.intent}."
+    return "" if attempt is None else f"rolecall would {attempt.plan.intent}"

@@ -84,7 +84,7 @@ def test_times_to_detect_and_to_recover_have_sparklines(shows: Shows, tmp_path: 
     at = shows(run.database_url)
     assert [m.label for m in at.metric] == [
         "Time to detect, median of the newest 12",
-        "Time to recover, median of the newest 10",
+        "Time to verified recovery, median of the newest 10",
     ]
     assert [len(m.proto.chart_data) for m in at.metric] == [12, 10]
     assert not shows(world_of("resolved", tmp_path).url).metric, "one incident is no trend"
@@ -314,7 +314,4 @@ def test_in_mode_observe_the_page_says_what_rolecall_would_do(tmp_path: Path) ->
     snapshot = first_snapshot(made.settings())
     whole = page_model(read(made.journal, snapshot.projection, "i-1", None, made.clock.wall()))
     done = dict(brief(whole, snapshot.mode, ()).rows)["action"]
-    assert (
-        done == "nothing, mode observe; rolecall would replace replica rollout/1#1: the smallest unit that holds "
-        "the suspect"
-    )
+    assert done == "nothing, mode observe; rolecall would replace rollout/1#1 on node-4"

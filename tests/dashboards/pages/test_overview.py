@@ -354,7 +354,7 @@ def test_a_job_that_is_only_watched_is_shown_without_dashes(tmp_path: Path) -> N
     page = text(at)
     assert "Watched" in page and "1 open incident" in page and "mode observe: no action is taken" in page
     assert "trainer/0 hung in step 53" in page and "rank 1 of trainer/0 is stopped" in page
-    assert "rolecall would replace replica trainer/0#0: it is hung" in page
+    assert "rolecall would replace trainer/0 on vm" in page
     assert "<dt>ranks</dt><dd>4</dd>" in page and "<dt>last progress</dt>" in page
     assert "4 ranks" in page and "rank 1 on vm, pid 4001: suspect" in page and "rank 2 on vm" not in page
     assert "–" not in page and "ETTR" not in page and "policy version" not in page

@@ -400,7 +400,7 @@ def test_a_fatal_sxid_explains_the_nvlink_errors_beside_it(tmp_path: Path) -> No
     switch, gpu = diagnoses
     assert switch.fault_class == FaultClass.NETWORK and gpu.fault_class == FaultClass.GPU
     assert "NVSwitch 3 of node gpu-7: SXid 20034" in switch.because and "on link 32" in switch.because
-    assert "the NVLink errors of 2 GPU(s) are its consequence" in switch.because
+    assert "the NVLink errors of 2 GPUs are its consequence" in switch.because
     assert "every GPU on that link" in switch.advice and "0000:af:00" in gpu.because
     long_after, _ = reported(tmp_path, (0, SXID.format(20034, "Fatal")), (1000, of_xid(74, process="")))
     assert len(long_after) == 2

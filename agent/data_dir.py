@@ -77,7 +77,10 @@ def token_of(data_dir: Path) -> str:
 
 def refuse_foreign(data_dir: Path, euid: int) -> None:
     """Raises ConfigError: another user owns it, who could exchange the token (a known name in /tmp)."""
-    owner = data_dir.stat().st_uid
+    try:
+        owner = data_dir.stat().st_uid
+    except FileNotFoundError:
+        return  # the agent creates it
     if owner not in (0, euid) and euid != 0:
         raise ConfigError([f"{data_dir}: belongs to user {owner}; choose another directory (--data-dir)"])
 

@@ -157,7 +157,7 @@ def _incidents(found: Iterable[Mapping[str, Any]], now: float, name: str) -> lis
             reason = f": {review['because']}" if review["because"] else ""
             add(f"diagnosis reviewed as {review['verdict']} by {review['by']}{reason}")
         if incident["oncall_paged"] and outcome is None:
-            add((paged_text(incident["page_channel"]).capitalize(), WARN), f": {incident['page_reason']}")
+            add((paged_text(incident["page_channel"]).upper(), WARN), f": {incident['page_reason']}")
         if incident["state"] == IncidentState.PROPOSED:
             digest = incident["plan"]["digest"]
             add(("awaiting approval", WARN), f": rolecall approve {digest} --run {name}")

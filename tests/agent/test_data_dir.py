@@ -76,6 +76,7 @@ def test_a_directory_of_another_user_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="belongs to user"):
         refuse_foreign(tmp_path, owner + 1)
     refuse_foreign(Path("/"), 4712)  # root's may be anybody's
+    refuse_foreign(tmp_path / "none", 4712)  # the agent creates it
 
 
 def test_an_empty_token_is_refused(tmp_path: Path) -> None:

@@ -8,8 +8,10 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 
 from rolecall.agent.processes.state_pages import PageReader
@@ -67,8 +69,10 @@ def terminal(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
         start_new_session=True,
     )
     yield shell
-    os.killpg(shell.pid, signal.SIGCONT)
-    os.killpg(shell.pid, signal.SIGKILL)
+    for process in psutil.Process(shell.pid).children(recursive=True):  # torchrun's ranks have sessions of their own
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+    shell.kill()
     shell.communicate()
 
 

@@ -23,10 +23,10 @@ from rolecall.recovery.operators import queries
 from rolecall.recovery.operators.run_location import JournalLocation
 from rolecall.reports.html import render_html
 from rolecall.reports.report import write_report
-from rolecall.session.display import render, summary
+from rolecall.terminal.run import render, summary
 from rolecall.views.snapshot import RunSnapshot, RunSnapshotProjection
 from tests.dashboards.incident_cases import world_of
-from tests.session.test_display import printed
+from tests.terminal.test_run import printed
 from tests.terminal.texts import incidents_text, status_text
 
 Numbers = Mapping[tuple[str, str], str]

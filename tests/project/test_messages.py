@@ -43,11 +43,11 @@ from rolecall.recovery.incidents import OPERATOR, ActionFailure, IncidentOutcome
 from rolecall.recovery.notifications.outbox import message
 from rolecall.recovery.operators import queries
 from rolecall.recovery.policy import FailedAttempt, PolicyInput, decide
-from rolecall.session.display import render
+from rolecall.terminal.run import render
 from rolecall.views.incidents import IncidentSummary
 from rolecall.views.snapshot import RunSnapshotProjection
 from tests.recovery.test_policy import fleet
-from tests.session.test_display import printed
+from tests.terminal.test_run import printed
 from tests.terminal.texts import incidents_text
 
 UNDERSCORED = "|".join(
@@ -195,7 +195,9 @@ def _screens(events: list[Event]) -> Iterator[str]:
     incident = fold(events, strict=False)["inc-1"]
     projection = IncidentProjection()
     value = {**queries.summary(incident, projection, NOW), "diagnosis": incident.diagnosis.to_dict()}
-    shown_events = [{"seq": e.seq, "kind": str(e.kind), "body": e.payload.to_body()} for e in events]
+    shown_events = [
+        {"seq": e.seq, "wall_at": e.wall_at, "kind": str(e.kind), "body": e.payload.to_body()} for e in events
+    ]
     yield from incidents_text([{**value, "events": shown_events}]).splitlines()
     material = IncidentPageInputs(
         incident_id="inc-1",

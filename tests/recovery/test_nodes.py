@@ -147,7 +147,8 @@ def test_a_drained_node_is_left_by_all(tmp_path: Path) -> None:
     node = node_of(world, "rollout/1")
     said = commands.drain(run, node, "alice", "its fan is loud", world.clock)
     assert said == (
-        f"{node} is drained: no replica is placed there until `rolecall node return {node}`; "
+        f"{node} is drained: no replica is placed there until "
+        f'`rolecall node return {node} --run {run.shell_name} --reason "why"`; '
         "moved when the guards pass: rollout/1 (inc-1-rollout-1)"
     )
     again = commands.drain(run, node, "bob", "still", world.clock)

@@ -209,4 +209,4 @@ def test_status_shows_it_with_exit_code_1(
     world.runtime.processes["rollout/1"].fault = None
     world.until(world.all_closed, watch)
     assert main(["status", str(tmp_path)]) == 0
-    assert "no open incidents" in capsys.readouterr().out
+    assert "no open incident" in capsys.readouterr().out

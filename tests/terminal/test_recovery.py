@@ -114,8 +114,8 @@ def test_events_say_why(tmp_path: Path) -> None:
     world.until(world.all_closed, watch)
     (one,) = queries.incidents(run, "inc-1-rollout-1")
     lines = incidents_text([one], world.clock.wall()).splitlines()
-    (opened,) = [line for line in lines if "incident_opened" in line]
-    assert "UTC  incident_opened  rollout/1#1: hang" in opened
-    (made,) = [line for line in lines if "plan_created" in line]
+    (opened,) = [line for line in lines if "incident opened" in line]
+    assert "UTC  incident opened: rollout/1#1: hang" in opened
+    (made,) = [line for line in lines if "plan created" in line]
     assert one["plan"]["because"][:40] in made
     assert incidents_text([]) == "no incidents\n"

@@ -562,7 +562,7 @@ def test_an_external_job_has_a_watch_and_incidents_and_no_run(tmp_path: Path) ->
 
 def test_every_guard_has_a_series_before_it_holds_something() -> None:
     named = set(re.findall(r'GuardResult\(\s*"(\w+)"', Path(guards.__file__).read_text()))
-    assert len(named) > 5 and named | {guards.AT_ONCE, guards.HOLD} == set(GUARDS)
+    assert len(named) > 5 and named | {guards.AT_ONCE, guards.HOLD, guards.MODE} == set(GUARDS)
 
 
 def test_a_real_prometheus_finds_the_watch_by_the_runs_targets(tmp_path: Path) -> None:

@@ -264,7 +264,7 @@ def test_all_readers_of_valid_events_see_the_same_incident(data: st.DataObject) 
     assert fold(said) == fold(said, strict=False) == {NAME: incident}
     (summary,) = summarize_incidents(said, {}, ()).summaries
     assert summary.incident == incident
-    reported, payloads = summary.to_dict(), [(e.wall_at, e.payload) for e in said]
+    reported, payloads = summary.to_dict(0.0), [(e.wall_at, e.payload) for e in said]
     diagnoses = [p.diagnosis for _, p in payloads if isinstance(p, IncidentOpened | IncidentUpdated)]
     assert (reported["onset"], reported["detected_at"]) == (diagnoses[0].onset, diagnoses[0].detected_at)
     assert reported["because"] == diagnoses[-1].because

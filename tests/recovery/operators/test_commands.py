@@ -268,7 +268,7 @@ def test_foreign_text_is_shown_as_text(tmp_path: Path) -> None:
     status = queries.status(run, world.clock)
     _is_text(status_text(status), 4 + len(status["replicas"]))
     name = world.only().incident_id
-    _is_text(incidents_text(queries.incidents(run, name)), 3 + len(world.journal.events(incident_id=name)))
+    _is_text(incidents_text(queries.incidents(run, name)), 4 + len(world.journal.events(incident_id=name)))
     _is_text(queries.replay(run, name)["text"], 2)
 
 

@@ -235,7 +235,7 @@ def torchrun(seed: int, minutes: float, commit: str) -> Line:
         "wrong": wrong,
     }
     code = 0 if done.returncode == bool(wrong) else done.returncode or 1  # 1: there are findings
-    tail = {"output_tail": done.stderr[-2000:]} if code else {}
+    tail = {"output_tail": done.stderr[-2000:].replace(f"{common.ROOT}/", "")} if code else {}
     return {**line, "exit_code": code, "wall_seconds": round(time.monotonic() - began, 1), "wanted": 0, **tail}
 
 

@@ -184,7 +184,12 @@ def picture(mine: Sequence[Result]) -> str:
             {"ticks": ticks, "share named": _share_within(part, ticks), "machines": f"{num} machines"}
             for ticks in DRAWN_TICKS
         ]
-    x = alt.X("ticks:Q", scale=alt.Scale(type="symlog", constant=16), title="ticks since the onset or the first sample")
+    x = alt.X(
+        "ticks:Q",
+        scale=alt.Scale(type="symlog", constant=16),
+        axis=alt.Axis(values=[0, 10, 30, 100, 300, 1000]),  # the default labels touch each other
+        title="ticks since the onset or the first sample",
+    )
     y = alt.Y("share named:Q", scale=alt.Scale(domain=[0, 1]), title="share of faults named")
     order = [f"{n} machines" for n in NUM_MACHINES]
     colour = alt.Color("machines:N", title=None, sort=order)

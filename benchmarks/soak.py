@@ -126,7 +126,7 @@ def one_run(
     if report:
         line |= from_journal(RUNS / run_id, line["incidents"], report["config"])
     if code:
-        line["output_tail"] = output[-2000:]
+        line["output_tail"] = output[-2000:].replace(f"{common.ROOT}/", "")
     return line
 
 

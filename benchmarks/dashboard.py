@@ -3,8 +3,10 @@
 1,000 replicas and 10,000 incidents of about ten events each (tests/dashboards/big_journal.py). `rolecall dashboard`
 serves it as an operator would have it, a headless Chromium opens each page. First paint: from the beginning of the
 navigation until the page's own content stands (not its heading), with nothing in the browser's cache. Cold: the very
-first page of a server that has just told its address, while it still reads the history. Warm: a server that has read
-all of it. At rest: CPU of the server with one page open and nothing happening; memory when the history is read.
+first page of a server that has just told its address, while it still reads the history; Accounting then says that it
+still computes. Warm: a server that has read all of it. At rest: CPU of the server with one page open and nothing
+happening; memory when the history is read. The bar holds for the 95th percentile of each page; single paints above it
+are counted.
 """
 
 import argparse
@@ -19,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -29,17 +32,22 @@ sys.path.insert(0, str(common.ROOT))
 from playwright.sync_api import Browser, TimeoutError, sync_playwright
 
 from rolecall.core.clock import SystemClock
+from rolecall.core.journal.events import EventKind
 from rolecall.core.rundir import RunDir
 from tests.dashboards.big_journal import BigJournal
 
+INCIDENT = "/incidents?incident="
+"""Address of one incident's page; the id follows."""
 CONTENT = {
-    "/": ".rc-figures",
-    "/incidents": "text=/[0-9] incidents?/",
-    "/fleet": "[data-testid=stMetric]",
-    "/accounting": "h3, [data-testid=stMetric]",
-    "/acting": "h3, [data-testid=stAlert], [data-testid=stButton]",
+    "/": ".rc-role",
+    "/incidents": "[data-testid=stDataFrame]",
+    INCIDENT: "[role=tabpanel]",
+    "/fleet": "[data-testid=stDataFrame]",
+    "/accounting": "[data-testid=stMetric], [data-testid=stAlert], :text('The audit is running')",
+    "/operations": "[data-testid=stExpander]",
 }
 """Address of each page, and what of it is content: it is there only when the journal was read."""
+NAMES = {"/": "Overview", INCIDENT: "One incident"}
 BAR_SECONDS = 2.0
 WAIT_SECONDS = 400.0
 PAINT_SECONDS_MAX = 20.0
@@ -88,12 +96,12 @@ def server(run: RunDir, folder: Path) -> Iterator[Server]:
         found.close()
 
 
-def paint(browser: Browser, url: str, path: str, *, dark: bool = False) -> tuple[float, Any]:
+def paint(browser: Browser, url: str, path: str, incident_id: str) -> tuple[float, Any]:
     """(seconds from the navigation to content, the page, still open)."""
-    context = browser.new_context(viewport={"width": 1440, "height": 900}, color_scheme="dark" if dark else "light")
+    context = browser.new_context(viewport={"width": 1440, "height": 900})
     page = context.new_page()
     began = time.perf_counter()
-    page.goto(url + path, wait_until="commit", timeout=WAIT_SECONDS * 1e3)
+    page.goto(url + path + (incident_id if path == INCIDENT else ""), wait_until="commit", timeout=WAIT_SECONDS * 1e3)
     content = page.locator("[data-testid=stMain]").locator(CONTENT[path]).locator("visible=true").first
     try:
         content.wait_for(timeout=PAINT_SECONDS_MAX * 1e3)
@@ -103,14 +111,16 @@ def paint(browser: Browser, url: str, path: str, *, dark: bool = False) -> tuple
     return time.perf_counter() - began, page
 
 
-def cold(browser: Browser, run: RunDir, folder: Path, number: int) -> tuple[dict[str, list[float]], list[float]]:
+def cold(
+    browser: Browser, run: RunDir, folder: Path, incident_ids: Sequence[str]
+) -> tuple[dict[str, list[float]], list[float]]:
     """(first paint by page, seconds to start): a fresh server for each."""
     found: dict[str, list[float]] = {path: [] for path in CONTENT}
     starts = []
     for path, took in found.items():
-        for _ in range(number):
+        for incident_id in incident_ids:
             with server(run, folder) as s:
-                seconds, page = paint(browser, s.url, path)
+                seconds, page = paint(browser, s.url, path, incident_id)
                 took.append(seconds)
                 starts.append(s.started_seconds)
                 page.context.close()
@@ -120,27 +130,28 @@ def cold(browser: Browser, run: RunDir, folder: Path, number: int) -> tuple[dict
 def read_whole(browser: Browser, s: Server) -> float:
     """Seconds until the notice that the history is being read is gone, from now."""
     began = time.perf_counter()
-    _, page = paint(browser, s.url, "/")
+    _, page = paint(browser, s.url, "/", "")
     page.wait_for_function(
-        "() => !document.body.innerText.includes('history is being read')", timeout=WAIT_SECONDS * 1e3
+        "() => !document.body.innerText.includes('Loading history')", timeout=WAIT_SECONDS * 1e3
     )
     page.context.close()
     return time.perf_counter() - began
 
 
-def warm(browser: Browser, s: Server, number: int) -> dict[str, list[float]]:
+def warm(browser: Browser, s: Server, incident_ids: Sequence[str]) -> dict[str, list[float]]:
+    """Each paint of an incident's page is of another incident: the server has not computed it yet."""
     found: dict[str, list[float]] = {path: [] for path in CONTENT}
-    for _ in range(number):
+    for incident_id in incident_ids:
         for path, took in found.items():
-            seconds, page = paint(browser, s.url, path)
+            seconds, page = paint(browser, s.url, path, incident_id)
             took.append(seconds)
             page.context.close()
     return found
 
 
-def at_rest(browser: Browser, s: Server, path: str | None, seconds: float) -> float:
+def at_rest(browser: Browser, s: Server, path: str | None, seconds: float, incident_id: str) -> float:
     """Share of a core that the server uses, with one page open or none."""
-    page = paint(browser, s.url, path)[1] if path else None
+    page = paint(browser, s.url, path, incident_id)[1] if path else None
     time.sleep(5)
     before, began = s.cpu_seconds(), time.monotonic()
     time.sleep(seconds)
@@ -166,12 +177,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         run = big.build()
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
         version = browser.version
-        colds, starts = cold(browser, run, folder, args.cold_runs)
+        closed = [str(line["incident_id"]) for line in big.lines if line["kind"] == EventKind.INCIDENT_CLOSED]
+        newest_first = list(islice(cycle(reversed(closed)), max(args.runs, args.cold_runs)))
+        colds, starts = cold(browser, run, folder, newest_first[: args.cold_runs])
         with server(run, folder) as s:
             whole = read_whole(browser, s)
             memory = s.resident_bytes()
-            warms = warm(browser, s, args.runs)
-            rest = {path: at_rest(browser, s, path, args.seconds) for path in (None, *CONTENT)}
+            warms = warm(browser, s, newest_first[: args.runs])
+            rest = {path: at_rest(browser, s, path, args.seconds, closed[-1]) for path in (None, *CONTENT)}
             grown = s.resident_bytes()
         browser.close()
     size = (len(big.lines), sum(len(line["body"]) for line in big.lines))
@@ -195,12 +208,16 @@ def report(
         f"bodies), SQLite; Chromium {chromium}, headless, empty cache, on the same machine"
     )
     lines = common.header("The dashboard", config, "7 (the journal)")
-    lines += ["First paint, seconds from navigation to content: median, quartiles, worst (bar: 2 s):", ""]
-    lines += ["| page | warm server | cold server |", "|---|---|---|"]
+    lines += ["First paint, seconds from navigation to content: median, 95th percentile and worst of n (bar: P95 2 s):"]
+    lines += ["", "| page | warm server | cold server |", "|---|---|---|"]
     for path in CONTENT:
-        lines.append(f"| {path.strip('/').capitalize() or 'Now'} | {spread(warms[path])} | {spread(colds[path])} |")
-    over = [p for found in (warms, colds) for p, took in found.items() if statistics.median(took) > BAR_SECONDS]
-    lines += ["", f"Over the bar: {', '.join(sorted(set(over))) or 'none'}.", ""]
+        name = NAMES.get(path, path.strip("/").capitalize())
+        lines.append(f"| {name} | {paints(warms[path])} | {paints(colds[path])} |")
+    every = [took for found in (warms, colds) for took in found.values()]
+    over = [s for took in every for s in took if s > BAR_SECONDS]
+    lines += ["", f"Cells over the bar: {sum(percentile_95(took) > BAR_SECONDS for took in every)} of {len(every)}; single "]
+    lines[-1] += f"paints over 2 s: {len(over)} of {sum(map(len, every))}."
+    lines += [""]
     lines += ["| what | measured |", "|---|---|"]
     lines.append(f"| start of the server until it tells its address | {spread(starts)} |")
     lines.append(f"| until the whole history is read, a page open | {whole:.1f} s |")
@@ -214,6 +231,16 @@ def report(
     print("\n".join(lines))
     if not args.no_file:
         common.write("dashboard", lines)
+
+
+def percentile_95(values: Sequence[float]) -> float:
+    """By nearest rank: of fewer than 20 values the worst."""
+    return sorted(values)[math.ceil(0.95 * len(values)) - 1]
+
+
+def paints(values: Sequence[float]) -> str:
+    middle = statistics.median(values)
+    return f"{middle:.2f} s (P95 {percentile_95(values):.2f}, worst {max(values):.2f}, n={len(values)})"
 
 
 def spread(values: Sequence[float]) -> str:

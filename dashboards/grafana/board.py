@@ -43,8 +43,8 @@ VARIABLE_REF = "PrometheusVariableQueryEditor-VariableQuery"
 LABEL_VALUES, QUERY_RESULT = 1, 3
 """Query types of variables in Grafana's Prometheus data source."""
 
-OVERVIEW, TRAINING, ROLES, REPLICA, GPUS, NETWORK, HEALTH = (
-    f"rolecall-{name}" for name in ("overview", "training", "roles", "replica", "gpus", "network", "health")
+OVERVIEW, WATCHED, TRAINING, ROLES, REPLICA, GPUS, NETWORK, HEALTH = (
+    f"rolecall-{name}" for name in ("overview", "watched", "training", "roles", "replica", "gpus", "network", "health")
 )
 """UIDs of the dashboards."""
 
@@ -181,6 +181,7 @@ def _any_of(*metrics: str) -> str:
 
 _PAGES = (
     (OVERVIEW, "Run overview"),
+    (WATCHED, "Watched job"),
     (TRAINING, "Training health"),
     (ROLES, "Roles"),
     (REPLICA, "One replica"),

@@ -16,11 +16,13 @@ from urllib.parse import urlsplit
 
 from rolecall.core.errors import ConfigError
 from rolecall.core.rundir import write_atomically
+from rolecall.core.text import plain
 from rolecall.dashboards.grafana.board import TAG, document, incidents
 from rolecall.dashboards.grafana.boards.health import health
 from rolecall.dashboards.grafana.boards.node import gpus, network
 from rolecall.dashboards.grafana.boards.replicas import replica, roles
 from rolecall.dashboards.grafana.boards.run import overview, training
+from rolecall.dashboards.grafana.boards.watched import watched
 
 MARK = "# Written by `rolecall grafana export`. Changes are lost at the next export.\n"
 """First line of each YAML file that rolecall writes. Its dashboards are identified by uid and tag."""
@@ -96,15 +98,21 @@ def _foreign(path: Path) -> str:
 def documents(incidents_at: str = "") -> list[dict[str, Any]]:
     """JSON documents. `incidents_at`: URL of `rolecall dashboard` to link to; "" for none. Raises ConfigError."""
     if incidents_at:
-        _checked(incidents_at)
+        check_link("--incidents-at", incidents_at)
     links = incidents(incidents_at)
-    boards = (overview(links), training(), roles(), replica(links), gpus(), network(), health())
+    boards = (overview(links), watched(links), training(), roles(), replica(links), gpus(), network(), health())
     return [document(board) for board in boards]
 
 
-def _checked(address: str) -> None:
-    parts = urlsplit(address)
-    if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
-        raise ConfigError([f"--incidents-at: expected http://HOST[:PORT][/PATH], got {address!r}"])
-    if parts.username or parts.password:
-        raise ConfigError(["--incidents-at: a link that everyone can see must not contain a password"])
+def check_link(option: str, address: str) -> None:
+    """Raises ConfigError: not an absolute URL that Grafana, Alertmanager or Slack can show as a link."""
+    if "@" in address:
+        raise ConfigError([f"{option}: a link that everyone can see must not contain a password"])
+    try:
+        parts = urlsplit(address)
+        valid = parts.scheme in ("http", "https") and parts.hostname and not parts.query and not parts.fragment
+    except ValueError:
+        valid = False
+    # Prometheus would expand {{ in an annotation.
+    if not valid or not address.isprintable() or set(address) & set(" {}"):
+        raise ConfigError([f"{option}: expected http[s]://HOST[:PORT][/PATH], got {plain(address, 200)!r}"])

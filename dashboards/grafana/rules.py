@@ -27,8 +27,8 @@ UNLESS_ENDED = "unless on (job, instance) (rolecall_run_ended == 1)"
 OBSERVE_MODE = 'on (job, instance) (rolecall_watch_mode{mode="observe"} == 1)'
 REPORTED_BY = "(reported by {{ $labels.instance }})"
 GPU_OF_NODE = "GPU {{ $labels.gpu }} of {{ $labels.node }}"
-RUNBOOKS = "docs/runbooks"
-"""Where the runbooks are; pass the URL of a copy that on-call can open."""
+ALERT = "{alert}"
+"""Where the name of an alert goes in the URL of its runbook."""
 LINE_CHARS_MAX = 118
 TRUNCATED_RATIO_MAX = 0.95
 """Of responses, for "nearly all": a few end in time by chance."""
@@ -511,8 +511,9 @@ GROUPS: Mapping[str, tuple[RuleGroup, ...]] = MappingProxyType(
 """File name -> its groups."""
 
 
-def rules_yaml(runbooks: str = RUNBOOKS) -> dict[str, str]:
-    """File name -> YAML. `runbooks`: URL or folder that `runbook_url` points into."""
+def rules_yaml(runbooks: str = "") -> dict[str, str]:
+    """File name -> YAML. `runbooks`: URL of a copy of docs/runbooks, or of one runbook with `{alert}` in it; each alert
+    has the URL of its runbook as `runbook_url`. "": the annotation `runbook` names the file, and nothing is linked."""
     return {
         name: yaml.safe_dump(
             {"groups": [_group(g, runbooks) for g in groups]}, sort_keys=False, allow_unicode=True, width=LINE_CHARS_MAX
@@ -538,9 +539,16 @@ def _alert(name: str, alert: Alert, runbooks: str) -> dict[str, Any]:
         "annotations": {
             "summary": alert.summary,
             "description": alert.description,
-            "runbook_url": f"{runbooks.rstrip('/')}/{name}.md",
+            **_runbook(name, runbooks),
         },
     }
+
+
+def _runbook(name: str, runbooks: str) -> dict[str, str]:
+    if not runbooks:
+        return {"runbook": f"docs/runbooks/{name}.md"}
+    page = runbooks if ALERT in runbooks else f"{runbooks.rstrip('/')}/{ALERT}.md"
+    return {"runbook_url": page.replace(ALERT, name)}
 
 
 def _one_line(expr: str) -> str:

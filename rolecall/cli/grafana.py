@@ -21,6 +21,7 @@ from rolecall.cli.options import (
     chosen_run,
     examples,
     out,
+    progress,
     show,
 )
 from rolecall.core.errors import ConfigError
@@ -107,7 +108,12 @@ def annotate(
         return _report(write_annotations(server, place.run_id, incidents), as_json)
 
 
-@app.command(epilog=examples("rolecall grafana export --out grafana/"))
+@app.command(
+    epilog=examples(
+        "rolecall grafana export --out grafana/ --runbooks https://git.example/rolecall/docs/runbooks",
+        "rolecall grafana export --out grafana/ --runbooks 'https://docs.example/runbooks/{alert}.html'",
+    )
+)
 def export(
     folder: Annotated[Path, typer.Option("--out", help="Output folder; created if missing.", metavar="DIR")],
     incidents_at: IncidentsAtOption = "",
@@ -115,18 +121,27 @@ def export(
         str, typer.Option(help="Path of the dashboards on the Grafana server.", metavar="PATH")
     ] = "",
     runbooks: Annotated[
-        str, typer.Option(help="Address of a copy of docs/runbooks that on-call engineers can open.", metavar="URL")
+        str,
+        typer.Option(
+            help="Absolute URL of docs/runbooks that on-call engineers can open, for the alerts' runbook_url; {alert} in "
+            "it stands for the name of the alert (default: /NAME.md at its end). Without it alerts link no runbook.",
+            metavar="URL",
+        ),
     ] = "",
 ) -> None:
     """Write dashboards (JSON), Grafana provisioning files and alert rules. The output is deterministic."""
     from rolecall.dashboards.grafana import export as exporting
     from rolecall.dashboards.grafana.export import documents
-    from rolecall.dashboards.grafana.rules import RUNBOOKS, rules_yaml
+    from rolecall.dashboards.grafana.rules import ALERT, rules_yaml
 
+    if runbooks:
+        exporting.check_link("--runbooks", runbooks.replace(ALERT, "ALERT"))
     path = dashboards_path or exporting.DASHBOARDS_PATH
-    made = exporting.files(documents(incidents_at), rules_yaml(runbooks or RUNBOOKS), path)
+    made = exporting.files(documents(incidents_at), rules_yaml(runbooks), path)
     for written in exporting.write(folder, made):
         out(plain(str(written)))
+    if not runbooks:
+        progress("alerts name their runbook and do not link it: give --runbooks URL")
 
 
 def read_token(literal: str, path: Path | None, environ: Mapping[str, str], stdin: TextIO) -> "Token":

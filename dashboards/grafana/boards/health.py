@@ -3,7 +3,7 @@
 from grafana_foundation_sdk.models.dashboard import Dashboard
 
 from rolecall.dashboards.grafana.board import HEALTH, PanelRow, board, of_servers
-from rolecall.dashboards.grafana.boards.run import watch_state
+from rolecall.dashboards.grafana.boards.run import active_diagnoses, watch_state
 from rolecall.dashboards.grafana.panels import (
     BLUE,
     GREEN,
@@ -139,12 +139,7 @@ def _detection() -> PanelRow:
             PanelFormat(decimals=0),
             PanelQuery("max by (detector) (rolecall_incidents_found_total)", "{{detector}}"),
         ),
-        lines(
-            "Active diagnoses",
-            "Current diagnoses by fault class.",
-            PanelFormat(decimals=0),
-            PanelQuery("max by (fault) (rolecall_watch_diagnoses) > 0", "{{fault}}"),
-        ),
+        active_diagnoses(),
         lines(
             "Open incidents",
             "By state. `proposed`: awaits an operator's approval.",

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from grafana_foundation_sdk.models.dashboard import Dashboard
+from grafana_foundation_sdk.models.dashboard import Dashboard, Panel
 
 from rolecall.dashboards.grafana.board import (
     REPLICA,
@@ -85,9 +85,20 @@ def roles() -> Dashboard:
     )
 
 
+def exits(matchers: str, *columns: str) -> Panel:
+    return rows(
+        "Process exits in the time range",
+        "By reason. finished is normal; killed, crashed, oom and exception are not.",
+        PanelFormat(decimals=0, limits=((None, ORANGE),), no_value="none"),
+        PanelQuery(
+            grown(f"rolecall_process_exits_total{{{matchers}}}", ", ".join((*columns, "reason"))) + " > 0", "times"
+        ),
+        {name: name for name in (*columns, "reason")},
+    )
+
+
 def _health() -> PanelRow:
     style = PanelFormat(mappings=_mappings(REPLICA_STATES), links=(SERIES_TO_REPLICA,))
-    exits = grown(f"rolecall_process_exits_total{{{OF_ROLE}}}", "node, role, replica, rank, reason") + " > 0"
     return PanelRow(
         "Health",
         states(
@@ -109,13 +120,7 @@ def _health() -> PanelRow:
             PanelQuery(grown(f"rolecall_incidents_opened_total{{{OF_ROLE}}}", "role, fault") + " > 0", "incidents"),
             {"role": "role", "fault": "fault"},
         ),
-        rows(
-            "Process exits in the time range",
-            "By reason. finished is normal; killed, crashed, oom and exception are not.",
-            PanelFormat(decimals=0, limits=((None, ORANGE),), no_value="none"),
-            PanelQuery(exits, "times"),
-            {"role": "role", "replica": "replica", "rank": "rank", "node": "node", "reason": "reason"},
-        ),
+        exits(OF_ROLE, "role", "replica", "rank", "node"),
         lines(
             "Incarnations",
             "Desired incarnation of each replica. Each step up is a replacement.",
@@ -446,13 +451,7 @@ def _waits() -> PanelRow:
             PanelFormat("cps"),
             *_rates("rolecall_process_major_faults_total"),
         ),
-        rows(
-            "Process exits in the time range",
-            "By reason. finished is normal; killed, crashed, oom and exception are not.",
-            PanelFormat(decimals=0, limits=((None, ORANGE),), no_value="none"),
-            PanelQuery(grown(f"rolecall_process_exits_total{{{OWN}}}", "node, rank, reason") + " > 0", "times"),
-            {"node": "node", "rank": "rank", "reason": "reason"},
-        ),
+        exits(OWN, "node", "rank"),
         collapsed=True,
     )
 

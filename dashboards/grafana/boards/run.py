@@ -44,14 +44,16 @@ SUSPECT = "node, role, replica, fault"
 ETTR_GOOD, ETTR_FAIR = 0.95, 0.85
 """ETTR from which on it is shown green, and yellow."""
 WATCH_STATE = """
-    (max(rolecall_watch_blind) * 4 > 0) or (max(rolecall_watch_paused) * 3 > 0)
+    (max(rolecall_watch_blind) * 5 > 0) or (max(rolecall_watch_mode{mode="observe"}) * 4 > 0)
+    or (max(rolecall_watch_paused) * 3 > 0)
     or (max(rolecall_watch_acting) * 2 > 0) or (max(rolecall_watch_acting) * 0 + 1)
 """
 WATCH_STATES = {
     1: MappedValue("passive", YELLOW),
     2: MappedValue("active", GREEN),
     3: MappedValue("PAUSED", ORANGE),
-    4: MappedValue("NO DATA", RED),
+    4: MappedValue("observes", GREEN),
+    5: MappedValue("NO DATA", RED),
 }
 TOKENS = "max(rate(rolecall_run_tokens_total[$__rate_interval]))"
 
@@ -71,10 +73,35 @@ def watch_state() -> Panel:
     """Whether a watch acts, is passive, paused or without data."""
     return numbers(
         "rolecall",
-        """active: may act. passive: another watch holds the lease, or mode observe. PAUSED: by an operator. NO DATA:
-        it cannot diagnose.""",
+        """active: may act. observes: diagnoses and never acts. passive: another watch holds the lease. PAUSED: by an
+        operator. NO DATA: it cannot diagnose.""",
         PanelFormat(mappings=WATCH_STATES, no_value="no watch"),
         PanelQuery(WATCH_STATE),
+    )
+
+
+def open_incidents(links: Sequence[Link]) -> tuple[Panel, Panel]:
+    """How many there are, and each with its suspect and age. `links`: to `rolecall dashboard`."""
+    return (
+        numbers(
+            "Open incidents",
+            "In any state: diagnosed, planned, awaiting approval, acting, verifying.",
+            PanelFormat(
+                mappings={0: MappedValue("none", GREEN)},
+                limits=((None, GREEN), (1, RED)),
+                no_value="no watch",
+                links=links,
+            ),
+            PanelQuery("sum(max by (state) (rolecall_incidents_open))"),
+        ),
+        rows(
+            "Open incidents by suspect",
+            "Suspects with an open incident, and how long it has been open. Links lead to the suspect, its peers and "
+            "its node.",
+            PanelFormat("s", limits=((None, RED),), no_value="none", links=(ROW_TO_REPLICA, ROW_TO_GPUS, *links)),
+            PanelQuery(f"time() - max by ({SUSPECT}) (rolecall_incident_opened_timestamp_seconds)", "open for"),
+            {"fault": "fault", "role": "role", "replica": "replica", "node": "node"},
+        ),
     )
 
 
@@ -83,25 +110,7 @@ def _now(incidents: Sequence[Link]) -> PanelRow:
     wanted = "max by (role) (rolecall_replicas_wanted)"
     return PanelRow(
         "Health",
-        numbers(
-            "Open incidents",
-            "In any state: diagnosed, planned, awaiting approval, acting, verifying.",
-            PanelFormat(
-                mappings={0: MappedValue("none", GREEN)},
-                limits=((None, GREEN), (1, RED)),
-                no_value="no watch",
-                links=incidents,
-            ),
-            PanelQuery("sum(max by (state) (rolecall_incidents_open))"),
-        ),
-        rows(
-            "Open incidents by suspect",
-            "Suspects with an open incident, and how long it has been open. Links lead to the suspect, its peers and "
-            "its node.",
-            PanelFormat("s", limits=((None, RED),), no_value="none", links=(ROW_TO_REPLICA, ROW_TO_GPUS, *incidents)),
-            PanelQuery(f"time() - max by ({SUSPECT}) (rolecall_incident_opened_timestamp_seconds)", "open for"),
-            {"fault": "fault", "role": "role", "replica": "replica", "node": "node"},
-        ),
+        *open_incidents(incidents),
         bars(
             "Replicas serving",
             "Share of the desired replicas of each role that are ready or serving. The link leads to the role.",
@@ -241,13 +250,12 @@ def _time() -> PanelRow:
     )
 
 
-def _incidents() -> PanelRow:
-    return PanelRow(
-        "Recent incidents",
+def incidents_over_time() -> tuple[Panel, Panel]:
+    return (
         states(
             "Incidents over time",
             "Each row is a suspect with its fault. OPEN from detection to close.",
-            PanelFormat(mappings={0: MappedValue("closed", GREEN), 1: MappedValue("OPEN", RED)}),
+            PanelFormat(mappings={0: MappedValue("closed", GREEN), 1: MappedValue("OPEN", RED)}, no_value="none"),
             PanelQuery("max by (replica, fault) (rolecall_incident_open)", "{{replica}} {{fault}}"),
         ),
         rows(
@@ -257,6 +265,22 @@ def _incidents() -> PanelRow:
             PanelQuery(grown("rolecall_incidents_opened_total", "role, fault") + " > 0", "incidents"),
             {"role": "role", "fault": "fault"},
         ),
+    )
+
+
+def active_diagnoses() -> Panel:
+    return lines(
+        "Active diagnoses",
+        "Current diagnoses by fault class.",
+        PanelFormat(decimals=0, no_value="none"),
+        PanelQuery("max by (fault) (rolecall_watch_diagnoses) > 0", "{{fault}}"),
+    )
+
+
+def _incidents() -> PanelRow:
+    return PanelRow(
+        "Recent incidents",
+        *incidents_over_time(),
         numbers(
             "Latest incident: time to detect and to recover",
             "From onset to detection, and from detection until the replacement makes progress.",

@@ -30,7 +30,7 @@ VALUES = {
     "xid": ("79",),
     "fault": ("slow",),
     "priority": ("3",),
-    "mode": ("act",),
+    "mode": ("act", "observe"),
 }
 """Values of labels; others have one that says which label it is."""
 STATES = {

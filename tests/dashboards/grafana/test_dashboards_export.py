@@ -87,5 +87,27 @@ def test_rules_stand_beside_the_dashboards() -> None:
 
 def test_a_wrong_address_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["grafana", "export", "--out", str(tmp_path / "x"), "--incidents-at", "nowhere"]) == 2
-    assert "--incidents-at: expected http://" in capsys.readouterr().err
+    assert "--incidents-at: expected http[s]://" in capsys.readouterr().err
+    assert not (tmp_path / "x").exists()
+
+
+def test_alerts_link_their_runbooks_by_option(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["grafana", "export", "--out", str(tmp_path)]
+    assert main(options) == 0
+    alerts = tmp_path / "rules" / "rolecall-alerts.yaml"
+    assert "runbook_url" not in alerts.read_text() and "--runbooks URL" in capsys.readouterr().err
+    assert main([*options, "--runbooks", "https://docs.example/runbooks"]) == 0
+    assert "runbook_url: https://docs.example/runbooks/RolecallWatchDown.md" in alerts.read_text()
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["docs/runbooks", "//wiki/x", "ftp://x", "https://", "http://[::1", "https://u:p@x", "https://x/{name}", "https://x y"],
+)
+def test_a_runbook_url_that_is_not_absolute_is_refused(
+    tmp_path: Path, url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["grafana", "export", "--out", str(tmp_path / "x"), "--runbooks", url]) == 2
+    assert "--runbooks: " in capsys.readouterr().err
     assert not (tmp_path / "x").exists()

@@ -141,9 +141,20 @@ def test_names_are_once_and_files_are_the_same_each_time() -> None:
         assert yaml.safe_load(text)["groups"]
 
 
-def test_runbooks_lead_where_people_keep_them() -> None:
-    (text, _) = rules_yaml("https://wiki.example/rolecall/").values()
-    assert "runbook_url: https://wiki.example/rolecall/RolecallXid.md" in text
+@pytest.mark.parametrize(
+    ("runbooks", "url"),
+    [
+        ("https://wiki.example/rolecall/", "https://wiki.example/rolecall/RolecallXid.md"),
+        ("https://docs.example/{alert}.html", "https://docs.example/RolecallXid.html"),
+        ("", None),
+    ],
+)
+def test_an_alert_links_its_runbook_where_its_url_is_known(runbooks: str, url: str | None) -> None:
+    (text, _) = rules_yaml(runbooks).values()
+    rules = {r["alert"]: r["annotations"] for group in yaml.safe_load(text)["groups"] for r in group["rules"]}
+    assert rules["RolecallXid"].get("runbook_url") == url
+    assert all(annotations.get("runbook_url", "https://").startswith("https://") for annotations in rules.values())
+    assert rules["RolecallXid"].get("runbook") == (None if url else "docs/runbooks/RolecallXid.md")
 
 
 def test_recorded_pace_is_that_of_ranks_at_work(promtool: str, tmp_path: Path) -> None:

@@ -1,0 +1,196 @@
+"""A job that rolecall watches and does not run: its ranks, their progress, processes and GPUs, and open incidents.
+
+Its journal has no replicas and no steps, so everything here comes from the agents and from the watch itself. Panels
+that need the reporter say so when no rank uses it.
+"""
+
+from collections.abc import Sequence
+
+from grafana_foundation_sdk.models.dashboard import Dashboard
+
+from rolecall.dashboards.grafana.board import (
+    ROW_TO_GPUS,
+    ROW_TO_REPLICA,
+    SERIES_TO_REPLICA,
+    WATCHED,
+    PanelRow,
+    board,
+    of_servers,
+    values_of,
+)
+from rolecall.dashboards.grafana.boards.replicas import (
+    FIRST,
+    IDLE,
+    KERNEL_STATES,
+    OF_ROLE,
+    UNIT_SECONDS,
+    exits,
+    of_replicas,
+)
+from rolecall.dashboards.grafana.boards.run import active_diagnoses, incidents_over_time, open_incidents, watch_state
+from rolecall.dashboards.grafana.panels import (
+    BLUE,
+    GREEN,
+    RED,
+    Link,
+    MappedValue,
+    PanelFormat,
+    PanelQuery,
+    lines,
+    numbers,
+    rows,
+    states,
+)
+from rolecall.dashboards.grafana.promql import alive
+
+RANK = "node, role, replica, rank"
+EACH = "{{replica}} rank {{rank}}"
+NO_REPORTER = "no rank uses the reporter"
+GONE = len(KERNEL_STATES) + 1
+STATES = {**dict(enumerate(KERNEL_STATES.values(), start=1)), GONE: MappedValue("GONE", RED)}
+
+
+def rank_state() -> str:
+    """The state of each rank as a number of STATES."""
+    named = " or ".join(
+        f'rolecall_process_state{{{OF_ROLE},state="{name}"}} * {n}' for n, name in enumerate(KERNEL_STATES, start=1)
+    )
+    return f"max by ({RANK}) ({alive(f'({named})')} or (rolecall_process_up{{{OF_ROLE}}} == 0) * 0 + {GONE})"
+
+
+def watched(incidents: Sequence[Link] = ()) -> Dashboard:
+    """`incidents`: links to `rolecall dashboard`."""
+    return board(
+        WATCHED,
+        "watched job",
+        "A job that rolecall watches and does not run (`rolecall watch agents`): ranks, progress, processes, GPUs, and "
+        "open incidents.",
+        [*of_servers(), values_of("role", "Role", "rolecall_process_up")],
+        [_now(incidents), _ranks(), _progress(), _processes(), _incidents(), _gpus()],
+    )
+
+
+def _now(incidents: Sequence[Link]) -> PanelRow:
+    up = f"rolecall_process_up{{{OF_ROLE}}}"
+    return PanelRow(
+        "Health",
+        *open_incidents(incidents),
+        watch_state(),
+        numbers(
+            "Ranks",
+            "Processes of the job that exist, and processes that are gone and were not replaced.",
+            PanelFormat(decimals=0, no_value="no ranks"),
+            PanelQuery(f"sum(max by ({RANK}) ({up}))", "alive"),
+            PanelQuery(f"sum(1 - max by ({RANK}) ({up}))", "gone"),
+        ),
+        widths=(4, 12, 4, 4),
+        height=6,
+    )
+
+
+def _ranks() -> PanelRow:
+    style = PanelFormat(mappings=STATES, no_value="no ranks", links=(ROW_TO_REPLICA, ROW_TO_GPUS))
+    return PanelRow(
+        "Ranks",
+        rows(
+            "State of each rank",
+            "Of the kernel, the worst first. STOPPED: by a signal or a debugger. UNINTERRUPTIBLE for long: blocked on a "
+            "disk, network file system or driver.",
+            style,
+            PanelQuery(f"sort_desc({rank_state()})", "state"),
+            {"role": "role", "replica": "replica", "rank": "rank", "node": "node"},
+        ),
+        states(
+            "States over time",
+            "Of the selected roles; a rank that is GONE and comes back was restarted.",
+            PanelFormat(mappings=STATES, no_value="no ranks", links=(SERIES_TO_REPLICA,)),
+            PanelQuery(rank_state(), EACH),
+        ),
+        exits(OF_ROLE, "replica", "rank", "node"),
+        widths=(9, 9, 6),
+        height=9,
+    )
+
+
+def _progress() -> PanelRow:
+    step = f"rolecall_process_step{{{OF_ROLE}}} >= 0"
+    return PanelRow(
+        "Progress (ranks that use the reporter)",
+        rows(
+            f"Longest without progress (top {FIRST})",
+            "Seconds since a rank finished a unit of work; of a job that uses `reporter.step`, a step.",
+            PanelFormat("s", limits=((None, BLUE),), no_value=NO_REPORTER, links=(ROW_TO_REPLICA,)),
+            PanelQuery(f"topk({FIRST}, {IDLE})", "since"),
+            {"role": "role", "replica": "replica", "rank": "rank"},
+        ),
+        lines(
+            "Step",
+            "Newest step that a rank of the role works on, and the oldest. Far apart: a rank does not follow.",
+            PanelFormat(decimals=0, least=None, no_value=NO_REPORTER),
+            PanelQuery(f"max by (role) ({alive(f'({step})')})", "{{role}} newest"),
+            PanelQuery(f"min by (role) ({alive(f'({step})')})", "{{role}} oldest"),
+        ),
+        lines(
+            "Step time of each rank",
+            "Seconds per unit of work; of a job that uses `reporter.step`, a step. A line far above the others: a slow "
+            "rank.",
+            PanelFormat("s", no_value=NO_REPORTER, links=(SERIES_TO_REPLICA,)),
+            PanelQuery(UNIT_SECONDS, EACH),
+        ),
+    )
+
+
+def _processes() -> PanelRow:
+    linked = (SERIES_TO_REPLICA,)
+    memory = alive(f"rolecall_process_resident_memory_bytes{{{OF_ROLE}}}")
+    return PanelRow(
+        "Processes",
+        lines(
+            "CPU",
+            "CPU cores in use per rank. Of peers with equal work, one far above or below the others is suspect.",
+            PanelFormat(links=linked),
+            PanelQuery(of_replicas("rolecall_process_cpu_seconds_total"), EACH),
+        ),
+        lines(
+            "CPU wait",
+            "Share of time in which the main thread was runnable but had no CPU: starved, not slow.",
+            PanelFormat("percentunit", links=linked),
+            PanelQuery(of_replicas("rolecall_process_main_run_delay_seconds_total"), EACH),
+        ),
+        lines(
+            "Memory",
+            "Resident memory per rank.",
+            PanelFormat("bytes", links=linked),
+            PanelQuery(f"max by (role, replica, rank) ({memory})", EACH),
+        ),
+    )
+
+
+def _incidents() -> PanelRow:
+    return PanelRow("Incidents", *incidents_over_time(), active_diagnoses(), widths=(12, 6, 6))
+
+
+def _gpus() -> PanelRow:
+    def of_ranks(metric: str) -> PanelQuery:
+        ranks = f"max by (gpu, {RANK}) (rolecall_gpu_rank{{{OF_ROLE}}} == 1)"
+        return PanelQuery(
+            f"{ranks} * on (node, gpu) group_left () max by (node, gpu) ({metric})", f"{EACH}, GPU {{{{gpu}}}}"
+        )
+
+    def style(unit: str, most: float | None = None) -> PanelFormat:
+        return PanelFormat(unit, most=most, no_value="no rank uses a GPU", links=(SERIES_TO_REPLICA,))
+
+    return PanelRow(
+        "GPUs of the ranks",
+        lines(
+            "Utilization",
+            "Share of time in which a kernel ran. A rank that spins in a collective counts as busy.",
+            style("percentunit", 1.0),
+            of_ranks("rolecall_gpu_utilization_ratio"),
+        ),
+        lines("Device memory", "Allocated on the GPU.", style("bytes"), of_ranks("rolecall_gpu_memory_used_bytes")),
+        lines("Temperature", "Of the GPU.", style("celsius"), of_ranks("rolecall_gpu_temperature_celsius")),
+        lines("Power", "Of the GPU.", style("watt"), of_ranks("rolecall_gpu_power_watts")),
+        widths=6,
+        collapsed=True,
+    )

@@ -131,9 +131,7 @@ def read_whole(browser: Browser, s: Server) -> float:
     """Seconds until the notice that the history is being read is gone, from now."""
     began = time.perf_counter()
     _, page = paint(browser, s.url, "/", "")
-    page.wait_for_function(
-        "() => !document.body.innerText.includes('Loading history')", timeout=WAIT_SECONDS * 1e3
-    )
+    page.wait_for_function("() => !document.body.innerText.includes('Loading history')", timeout=WAIT_SECONDS * 1e3)
     page.context.close()
     return time.perf_counter() - began
 
@@ -215,7 +213,10 @@ def report(
         lines.append(f"| {name} | {paints(warms[path])} | {paints(colds[path])} |")
     every = [took for found in (warms, colds) for took in found.values()]
     over = [s for took in every for s in took if s > BAR_SECONDS]
-    lines += ["", f"Cells over the bar: {sum(percentile_95(took) > BAR_SECONDS for took in every)} of {len(every)}; single "]
+    lines += [
+        "",
+        f"Cells over the bar: {sum(percentile_95(took) > BAR_SECONDS for took in every)} of {len(every)}; single ",
+    ]
     lines[-1] += f"paints over 2 s: {len(over)} of {sum(map(len, every))}."
     lines += [""]
     lines += ["| what | measured |", "|---|---|"]

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import streamlit as st
+from altair.utils import schemapi
 
 from rolecall.core.clock import SystemClock
 from rolecall.core.errors import JournalError
@@ -24,6 +25,7 @@ from rolecall.dashboards.pages.style import banner, css
 from rolecall.dashboards.settings import Settings, current
 
 logger = logging.getLogger(__name__)
+schemapi.disable_debug_mode()  # a chart is validated when it is drawn; each part of it too would take twice as long
 
 REFRESH_SECONDS = 2.0
 """Refresh interval of the live part of a page."""

@@ -123,8 +123,8 @@ def export(
     runbooks: Annotated[
         str,
         typer.Option(
-            help="Absolute URL of docs/runbooks that on-call engineers can open, for the alerts' runbook_url; {alert} in "
-            "it stands for the name of the alert (default: /NAME.md at its end). Without it alerts link no runbook.",
+            help="Absolute URL of a copy of docs/runbooks that on-call engineers can open, for the alerts' runbook_url. "
+            "/ALERT.md is added, or {alert} in it is replaced. Without it alerts link no runbook.",
             metavar="URL",
         ),
     ] = "",

@@ -12,7 +12,9 @@ def plain(text: object, limit: int = 2000) -> str:
 
     A newline or tab becomes a space, so that one line stays one line.
     """
-    shown = "".join(" " if c in "\n\t\r" else c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in str(text))
+    shown = str(text)
+    if not shown.isprintable():
+        shown = "".join(" " if c in "\n\t\r" else c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in shown)
     return shown if len(shown) <= limit else shown[: limit - 1] + "…"
 
 

@@ -369,7 +369,8 @@ def test_a_lost_replica_is_not_called_serving_by_a_late_message(journal: Journal
     assert (record.state, record.changed_at) == (ReplicaState.LOST, clock.wall())
     assert journal.set_actual(_actual(ReplicaState.STARTING, 2), unless=over), "the next incarnation is another record"
     assert journal.current()[ROLLOUT].incarnation == 2
-    assert set(journal.actual()) == {(ROLLOUT, 1), (ROLLOUT, 2)}
+    assert set(journal.actual()) == set(journal.actual([ROLLOUT])) == {(ROLLOUT, 1), (ROLLOUT, 2)}
+    assert journal.actual([]) == journal.actual([ReplicaId("trainer/0")]) == {}
 
 
 # --- epochs, flags, windows ---------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from rolecall.dashboards.grafana.board import (
     of_servers,
     values_of,
 )
+from rolecall.dashboards.grafana.boards.run import NOT_RUN
 from rolecall.dashboards.grafana.panels import (
     BLUE,
     GREEN,
@@ -98,7 +99,7 @@ def exits(matchers: str, *columns: str) -> Panel:
 
 
 def _health() -> PanelRow:
-    style = PanelFormat(mappings=_mappings(REPLICA_STATES), links=(SERIES_TO_REPLICA,))
+    style = PanelFormat(mappings=_mappings(REPLICA_STATES), links=(SERIES_TO_REPLICA,), no_value=NOT_RUN)
     return PanelRow(
         "Health",
         states(
@@ -110,7 +111,7 @@ def _health() -> PanelRow:
         numbers(
             "Replicas by state",
             "Current number of replicas of each role in each state.",
-            PanelFormat(decimals=0),
+            PanelFormat(decimals=0, no_value=NOT_RUN),
             PanelQuery(f"max by (role, state) (rolecall_replicas{{{OF_ROLE}}}) > 0", "{{role}} {{state}}"),
         ),
         rows(
@@ -124,7 +125,7 @@ def _health() -> PanelRow:
         lines(
             "Incarnations",
             "Desired incarnation of each replica. Each step up is a replacement.",
-            PanelFormat(decimals=0, links=(SERIES_TO_REPLICA,)),
+            PanelFormat(decimals=0, links=(SERIES_TO_REPLICA,), no_value=NOT_RUN),
             PanelQuery(f"max by (role, replica) (rolecall_replica_incarnation{{{OF_ROLE}}})", "{{replica}}"),
         ),
         widths=(14, 5, 5, 12, 12),
@@ -328,7 +329,7 @@ def _now(incidents: Sequence[Link]) -> PanelRow:
         numbers(
             "State",
             "As recorded by the run. LOST: fenced, gets no work.",
-            PanelFormat(mappings=_mappings(REPLICA_STATES), links=incidents),
+            PanelFormat(mappings=_mappings(REPLICA_STATES), links=incidents, no_value=NOT_RUN),
             PanelQuery(replica_state(OWN), "{{replica}}"),
         ),
         numbers(

@@ -41,6 +41,8 @@ from rolecall.dashboards.grafana.promql import grown
 from rolecall.dashboards.grafana.rules import FILTERED_RATIO_MAX, KL_MAX_NATS, TRUNCATED_RATIO_MAX
 
 SUSPECT = "node, role, replica, fault"
+NOT_RUN = "not run by rolecall"
+"""In place of data that only a run of rolecall has; a job that is only watched has its own dashboard."""
 ETTR_GOOD, ETTR_FAIR = 0.95, 0.85
 """ETTR from which on it is shown green, and yellow."""
 WATCH_STATE = """
@@ -63,7 +65,8 @@ def overview(incidents: Sequence[Link] = ()) -> Dashboard:
     return board(
         OVERVIEW,
         "run overview",
-        "Start here: open incidents, role health, progress, and lost time of this run.",
+        "Start here: open incidents, role health, progress, and lost time of a run that rolecall started. Watched job "
+        "shows a job that it only watches.",
         of_servers(),
         [_now(incidents), _numbers(), _progress(), _time(), _incidents()],
     )
@@ -120,6 +123,7 @@ def _now(incidents: Sequence[Link]) -> PanelRow:
                 limits=((None, RED), (0.5, ORANGE), (1.0, GREEN)),
                 mappings={1: MappedValue("all", GREEN)},
                 links=(SERIES_TO_ROLE,),
+                no_value=NOT_RUN,
             ),
             PanelQuery(f"({at_work} or {wanted} * 0) / ({wanted} > 0)", "{{role}}"),
         ),
@@ -142,32 +146,40 @@ def _numbers() -> PanelRow:
         numbers(
             "Step",
             "Latest committed optimizer step, and the number of steps that the job asks for.",
-            PanelFormat(decimals=0, least=None),
+            PanelFormat(decimals=0, least=None, no_value=NOT_RUN),
             PanelQuery("max(rolecall_run_step)", "committed"),
             PanelQuery("max(rolecall_run_steps_wanted)", "wanted"),
         ),
         numbers(
             "Reward",
             "Mean reward of the latest committed step.",
-            PanelFormat(decimals=3, least=None),
+            PanelFormat(decimals=3, least=None, no_value=NOT_RUN),
             PanelQuery("max(rolecall_run_reward)"),
             trend=True,
         ),
         numbers(
-            "Tokens per second", "In committed steps.", PanelFormat("short", decimals=0), PanelQuery(TOKENS), trend=True
+            "Tokens per second",
+            "In committed steps.",
+            PanelFormat("short", decimals=0, no_value=NOT_RUN),
+            PanelQuery(TOKENS),
+            trend=True,
         ),
         numbers(
             "ETTR",
             "Effective training time ratio so far: effective seconds over training seconds.",
             PanelFormat(
-                "percentunit", decimals=1, most=1.0, limits=((None, RED), (ETTR_FAIR, YELLOW), (ETTR_GOOD, GREEN))
+                "percentunit",
+                decimals=1,
+                most=1.0,
+                limits=((None, RED), (ETTR_FAIR, YELLOW), (ETTR_GOOD, GREEN)),
+                no_value=NOT_RUN,
             ),
             PanelQuery("max(rolecall_run_ettr_ratio)"),
         ),
         numbers(
             "Lost time",
             "Training time lost to faults so far.",
-            PanelFormat("s", decimals=0),
+            PanelFormat("s", decimals=0, no_value=NOT_RUN),
             PanelQuery("sum(max by (role, fault) (rolecall_run_lost_seconds))"),
         ),
         widths=(4, 4, 4, 3, 3, 3, 3),

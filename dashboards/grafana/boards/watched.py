@@ -30,7 +30,6 @@ from rolecall.dashboards.grafana.boards.replicas import (
 from rolecall.dashboards.grafana.boards.run import active_diagnoses, incidents_over_time, open_incidents, watch_state
 from rolecall.dashboards.grafana.panels import (
     BLUE,
-    GREEN,
     RED,
     Link,
     MappedValue,
@@ -94,8 +93,8 @@ def _ranks() -> PanelRow:
         "Ranks",
         rows(
             "State of each rank",
-            "Of the kernel, the worst first. STOPPED: by a signal or a debugger. UNINTERRUPTIBLE for long: blocked on a "
-            "disk, network file system or driver.",
+            "As the kernel has it, the worst first. STOPPED: by a signal or a debugger. UNINTERRUPTIBLE for long: blocked "
+            "on a disk, network file system or driver.",
             style,
             PanelQuery(f"sort_desc({rank_state()})", "state"),
             {"role": "role", "replica": "replica", "rank": "rank", "node": "node"},

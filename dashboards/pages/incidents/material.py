@@ -102,7 +102,7 @@ def read(
         others=tuple(i for i in list(projection.incidents.values()) if i.incident_id != incident_id),
         events=tuple(events),
         around=tuple(around),
-        known=_lives(journal, around, missing),
+        known=_lives(journal, projection, around, missing),
         window=window if window is not None else _window(journal, incident_id, missing),
         faults=_of_that_time(faults, around),
         missing=tuple(missing),
@@ -141,9 +141,17 @@ def _around(
     return [kept[seq] for seq in sorted(kept)]
 
 
-def _lives(journal: Journal, around: list[Event], missing: list[str]) -> Mapping[Key, IncarnationRecord]:
+def _lives(
+    journal: Journal, projection: IncidentProjection, around: list[Event], missing: list[str]
+) -> Mapping[Key, IncarnationRecord]:
+    """The newest incarnation of each replica, and all of those that the incidents of that time replaced. A long run of
+    many replicas has ten times as many."""
+    near = {e.incident_id for e in around}
+    attempts = [a for name in near if name in projection.incidents for a in projection.incidents[name].attempts]
+    replaced = {target.replica for attempt in attempts for target in attempt.plan.targets}
     try:
-        return incarnation_records(around, journal.actual())
+        newest = {(a.replica, a.incarnation): a for a in journal.current().values()}
+        return incarnation_records(around, newest | journal.actual(replaced))
     except (JournalCorrupt, KeyError, TypeError, ValueError) as e:
         missing.append(f"which process ran which replica: {plain(e)}")
         return {}

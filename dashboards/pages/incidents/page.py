@@ -7,7 +7,7 @@ Untrusted text is shown with `st.text` and `st.code`, or escaped; headings and l
 import json
 import shlex
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import streamlit as st
@@ -149,8 +149,9 @@ def _table(rows: tuple[table.IncidentTableRow, ...], now: float) -> None:
         "what": st.column_config.TextColumn(width=170),
         "because": st.column_config.TextColumn("diagnosis", width="large"),
     }
+    run = chosen_run()
     picked = st.dataframe(
-        [_cells(r, now) for r in rows],
+        [_cells(r, now, run) for r in rows],
         hide_index=True,
         column_config=config,
         row_height=ROW_PIXELS,
@@ -163,13 +164,13 @@ def _table(rows: tuple[table.IncidentTableRow, ...], now: float) -> None:
         _open(rows[chosen[0]].incident_id)
 
 
-def _cells(row: table.IncidentTableRow, now: float) -> dict[str, object]:
+def _cells(row: table.IncidentTableRow, now: float, run: Mapping[str, str]) -> dict[str, object]:
     return {
         "severity": [row.severity] if row.severity else [],
         "what": row.title,
         "state": row.words,
         "because": row.because,
-        "link": table.href(row.incident_id, chosen_run()),
+        "link": table.href(row.incident_id, run),
         "opened (UTC)": utc(row.opened_at)[5:19] if row.opened_at else "",
         "found after the onset": seconds(row.found_seconds, ""),
         "verified after the finding": seconds(row.verified_seconds, ""),

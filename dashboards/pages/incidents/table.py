@@ -202,6 +202,9 @@ class Filter:
         )
 
 
+DAY_SECONDS = 86400.0
+
+
 def day_of(at: float) -> str:
     return utc(at)[:10]
 
@@ -219,12 +222,13 @@ def choices(rows: Iterable[IncidentTableRow]) -> Choices:
     kept = list(rows)
     statuses = {r.status for r in kept}
     first = ("open",) if any(r.is_open for r in kept) else ()
+    days = {int(r.opened_at // DAY_SECONDS) for r in kept if r.opened_at > 0}
     return Choices(
         statuses=(*first, *sorted(statuses - {"open"})),
         roles=tuple(sorted({role for r in kept for role in r.roles})),
         faults=tuple(sorted({r.fault_class for r in kept if r.fault_class})),
         nodes=tuple(sorted({node for r in kept for node in r.nodes})),
-        days=tuple(sorted({day_of(r.opened_at) for r in kept if r.opened_at > 0}, reverse=True)),
+        days=tuple(day_of(n * DAY_SECONDS) for n in sorted(days, reverse=True)),
     )
 
 

@@ -180,12 +180,14 @@ def as_of(incident: Incident, at: float) -> Incident | None:
     """Another incident as of time `at`, as far as guards use it; None: it was not open yet."""
     if incident.opened_at > at:
         return None
+    if incident.state is S.CLOSED and incident.closed_at is not None and incident.closed_at <= at:
+        return incident
     attempts = tuple(
         replace(attempt, started_at=_if_before(attempt.started_at, at), done_at=_if_before(attempt.done_at, at))
         for attempt in incident.attempts
         if attempt.made_at <= at
     )
-    if incident.state is S.CLOSED and (incident.closed_at is None or incident.closed_at <= at):
+    if incident.state is S.CLOSED and incident.closed_at is None:
         return replace(incident, attempts=attempts)
     last = attempts[-1] if attempts else None
     state = S.OPEN if last is None else S.PLANNED

@@ -284,9 +284,12 @@ class Journal:
             changed = ACTUAL.update().where(this & allowed).values(**values, changed_at=self.clock.wall())
             return bool(conn.execute(changed).rowcount)
 
-    def actual(self) -> dict[tuple[ReplicaId, int], Actual]:
-        """All incarnations ever seen, by (replica, incarnation)."""
-        records = (actual_of(r, self.store.where) for r in self.store.rows(sa.select(ACTUAL)))
+    def actual(self, replicas: Collection[ReplicaId] | None = None) -> dict[tuple[ReplicaId, int], Actual]:
+        """All incarnations ever seen, by (replica, incarnation); of these replicas, if given."""
+        wanted = sa.select(ACTUAL)
+        if replicas is not None:
+            wanted = wanted.where(ACTUAL.c.replica.in_(list(replicas)))
+        records = (actual_of(r, self.store.where) for r in self.store.rows(wanted))
         return {(record.replica, record.incarnation): record for record in records}
 
     def current(self) -> dict[ReplicaId, Actual]:

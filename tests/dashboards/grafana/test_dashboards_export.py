@@ -103,7 +103,16 @@ def test_alerts_link_their_runbooks_by_option(tmp_path: Path, capsys: pytest.Cap
 
 @pytest.mark.parametrize(
     "url",
-    ["docs/runbooks", "//wiki/x", "ftp://x", "https://", "http://[::1", "https://u:p@x", "https://x/{name}", "https://x y"],
+    [
+        "docs/runbooks",
+        "//wiki/x",
+        "ftp://x",
+        "https://",
+        "http://[::1",
+        "https://u:p@x",
+        "https://x/{name}",
+        "https://x y",
+    ],
 )
 def test_a_runbook_url_that_is_not_absolute_is_refused(
     tmp_path: Path, url: str, capsys: pytest.CaptureFixture[str]

@@ -99,6 +99,9 @@ def test_every_panel_has_data_of_a_watched_job(tmp_path: Path) -> None:
         assert viewer.variables(document)["run"] == (RUN,)
         assert [str(asked) for asked in viewer.look(document) if not asked.points] == []
         every = dict.fromkeys(("job", "instance", "role"), ".+")
-        states = {(v.labels["replica"], v.labels["rank"]): v.value for v in shown.query(viewer.filled(scoped(rank_state()), every))}
+        states = {
+            (v.labels["replica"], v.labels["rank"]): v.value
+            for v in shown.query(viewer.filled(scoped(rank_state()), every))
+        }
     stopped = 1 + list(KERNEL_STATES).index("T")
     assert states == {("trainer/0", "0"): stopped, ("trainer/0", "1"): GONE}

@@ -512,8 +512,8 @@ GROUPS: Mapping[str, tuple[RuleGroup, ...]] = MappingProxyType(
 
 
 def rules_yaml(runbooks: str = "") -> dict[str, str]:
-    """File name -> YAML. `runbooks`: URL of a copy of docs/runbooks, or of one page with `{alert}` in place of the name;
-    each alert links its runbook as `runbook_url`. "": the annotation `runbook` names the file, and nothing is linked."""
+    """File name -> YAML. `runbooks`: URL of a copy of docs/runbooks, or of a page with `{alert}` in place of its name;
+    `runbook_url` of each alert. "": the annotation `runbook` names the file, and nothing is linked."""
     return {
         name: yaml.safe_dump(
             {"groups": [_group(g, runbooks) for g in groups]}, sort_keys=False, allow_unicode=True, width=LINE_CHARS_MAX

@@ -123,7 +123,7 @@ def export(
     runbooks: Annotated[
         str,
         typer.Option(
-            help="Absolute URL of a copy of docs/runbooks that on-call engineers can open, for the alerts' runbook_url. "
+            help="Absolute URL of a copy of docs/runbooks that on-call engineers can open: the alerts' runbook_url. "
             "/ALERT.md is added, or {alert} in it is replaced. Without it alerts link no runbook.",
             metavar="URL",
         ),

@@ -93,8 +93,8 @@ def _ranks() -> PanelRow:
         "Ranks",
         rows(
             "State of each rank",
-            "As the kernel has it, the worst first. STOPPED: by a signal or a debugger. UNINTERRUPTIBLE for long: blocked "
-            "on a disk, network file system or driver.",
+            "As the kernel has it, the worst first. STOPPED: by a signal or a debugger. UNINTERRUPTIBLE for long: it "
+            "waits for a disk, network file system or driver.",
             style,
             PanelQuery(f"sort_desc({rank_state()})", "state"),
             {"role": "role", "replica": "replica", "rank": "rank", "node": "node"},

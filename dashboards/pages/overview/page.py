@@ -141,6 +141,7 @@ def _draw_incidents(snapshot: JournalSnapshot) -> None:
 def _card(incident: view.OpenIncident, now: float) -> str:
     rows = [
         ("needed from you", incident.asks),
+        ("paging", incident.paged),
         ("recovery", f"{incident.doing} ({age(max(0.0, now - incident.since))})"),
         ("suspect", incident.suspects + (f" on {incident.nodes}" if incident.nodes else "")),
     ]

@@ -50,7 +50,7 @@ def status(value: Mapping[str, Any], now: float, name: str) -> RenderableType:
     if value["mode"] != OBSERVE:
         parts.append(_text(f"evictions in the last hour: {value['evictions_last_hour']}"))
     parts += _replicas(value["replicas"], now)
-    parts += _ranks(value["ranks"], now)
+    parts += _ranks(value.get("ranks", ()), now)
     return Group(*parts)
 
 

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from rolecall.core.diagnosis import ActionKind, Plan
+from rolecall.core.diagnosis import ActionKind, Plan, Suspect
 from rolecall.core.journal.payloads import OncallPaged
 from rolecall.core.membership import STANDBY_ROLE, ReplicaState
 from rolecall.core.text import counted, in_words, plain, seconds
@@ -181,7 +181,7 @@ def open_incident(incident: Incident, snapshot: JournalSnapshot) -> OpenIncident
         incident_id=incident.incident_id,
         title=title(incident, step_of(incident, snapshot)),
         severity=severity(incident),
-        suspects=", ".join(s.name for s in diagnosis.suspects) or "none",
+        suspects=", ".join(dict.fromkeys(_suspect_name(s, snapshot) for s in diagnosis.suspects)) or "none",
         nodes=", ".join(dict.fromkeys(str(s.node) for s in diagnosis.suspects if s.node)),
         because=diagnosis.because,
         stage=stage,
@@ -191,6 +191,27 @@ def open_incident(incident: Incident, snapshot: JournalSnapshot) -> OpenIncident
         paged=paged,
         opened_at=incident.opened_at,
     )
+
+
+def _suspect_name(suspect: Suspect, snapshot: JournalSnapshot) -> str:
+    """Of a job that rolecall only watches with its rank: all its ranks may be one replica."""
+    return f"{suspect.name} rank {suspect.rank}" if snapshot.observed and suspect.rank is not None else suspect.name
+
+
+def rank_rows(snapshot: JournalSnapshot) -> list[list[str]]:
+    """The ranks of a job that rolecall only watches: replica, rank, PID, node, phase, step, last progress."""
+    return [
+        [
+            plain(r.replica, 80),
+            str(r.rank),
+            str(r.pid),
+            plain(r.node, 80),
+            r.phase if _is_alive(r, snapshot.at) else "not alive",
+            f"{r.step:,}" if r.step >= 0 else "",
+            "" if r.progress_at is None else f"{age(max(0.0, snapshot.at - r.progress_at))} ago",
+        ]
+        for r in snapshot.observed
+    ]
 
 
 def step_of(incident: Incident, snapshot: JournalSnapshot) -> int | None:
@@ -359,7 +380,7 @@ def _observed_figures(snapshot: JournalSnapshot) -> list[tuple[str, str, str]]:
     lagging = f"slowest rank at {min(steps):,}" if steps and min(steps) != max(steps) else "all ranks"
     rows = [
         ("ranks", f"{len(ranks):,}", "all alive" if alive == len(ranks) else f"{len(ranks) - alive} not alive"),
-        ("nodes", f"{len({r.node for r in ranks}):,}", ""),
+        ("nodes", f"{len({r.node for r in ranks}):,}", ranks[0].node if len({r.node for r in ranks}) == 1 else ""),
         ("step of the job", f"{max(steps):,}" if steps else "", lagging),
         ("last progress", f"{age(snapshot.at - max(progress))} ago" if progress else "", "of any rank"),
         ("last sample", f"{age(snapshot.at - max(r.seen_at for r in ranks))} ago", "of any rank"),

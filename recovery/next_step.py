@@ -303,7 +303,7 @@ def _over(incident: Incident, situation: Situation) -> tuple[IncidentOutcome, st
             outcome = IncidentOutcome.ENDED
             reasons.append(f"no process of {suspect.replica} is left")
         elif suspect.replica and moves and clear:
-            reasons.append(f"{suspect.replica}: {seen}")
+            reasons.append(seen)
         else:
             return None
     return outcome, "; ".join(reasons)

@@ -136,7 +136,10 @@ class LiveDetector:
         lead = min(ranks, key=lambda s: s.worked)
         if not lead.reports:
             return True, f"{lead.name()} runs; it does not report progress"
-        return True, f"{lead.name()} has finished {counted(lead.worked, 'unit')} of work and is in phase {lead.phase}"
+        work = f"{counted(lead.worked, 'unit')} of work"
+        if len(ranks) > 1:
+            return True, f"each of the {len(ranks)} ranks of {replica} has finished at least {work}"
+        return True, f"{lead.name()} has finished {work} and is in phase {lead.phase}"
 
     def _missing(self, subject: MonitoredProcess) -> str:
         """Reason why this process is not healthy; empty if it is."""

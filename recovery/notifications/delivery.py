@@ -15,6 +15,8 @@ from urllib.parse import urlsplit
 from rolecall.core.clock import Clock, SystemClock
 from rolecall.core.config.job import NotifyFormat
 from rolecall.core.http import HttpFailed, request
+from rolecall.core.journal.events import EventKind
+from rolecall.core.text import in_words
 from rolecall.recovery.incidents import NO_CHANNEL
 from rolecall.recovery.interfaces import Message
 from rolecall.recovery.notifications.formats import ISSUED_PATHS, TEST, HttpCall, Target, call_for, heartbeat
@@ -35,6 +37,9 @@ ANSWER_CHARS_MAX = 300
 """Shown of the answer to a test message."""
 
 
+NOT_SENT = "not sent (no notification channel is configured)"
+
+
 class LogNotifier:
     """Used where no channel is configured: pages go to the log."""
 
@@ -44,7 +49,8 @@ class LogNotifier:
         self.settled_seq = 0
 
     def offer(self, message: Message) -> bool:
-        logger.warning("%s: %s", message.kind, message.because)
+        level = logging.WARNING if message.kind == EventKind.ONCALL_PAGED else logging.INFO
+        logger.log(level, "%s, %s: %s", in_words(message.kind), NOT_SENT, message.because)
         self.settled_seq = max(self.settled_seq, message.seq)
         return True
 

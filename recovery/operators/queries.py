@@ -18,7 +18,7 @@ from rolecall.recovery.actuators import STOP_FLAG
 from rolecall.recovery.durations import durations
 from rolecall.recovery.fleet_view import fleet_view
 from rolecall.recovery.guards import HOUR_SECONDS, MODE
-from rolecall.recovery.incidents import RIGHT, WRONG, Incident, IncidentProjection, IncidentState, evictions
+from rolecall.recovery.incidents import RIGHT, WRONG, Incident, IncidentProjection, IncidentState, evictions, paged_text
 from rolecall.recovery.loop import LEASE_NAME, PAUSED_FLAG
 from rolecall.recovery.nodes import NODE_KINDS, fold_nodes
 from rolecall.recovery.notifications.outbox import notification_text
@@ -202,4 +202,5 @@ def event_text(event: Mapping[str, Any]) -> str:
     if isinstance(body.get("plan"), Mapping):  # then `outcome` counts only if the plan is to do nothing
         plan = Plan.from_dict(dict(body["plan"]))
         parts = [plan.words, plan.because]
-    return ": ".join([in_words(event["kind"]), *(str(part) for part in parts if part)])
+    kind = paged_text(body["channel"]) if event["kind"] == K.ONCALL_PAGED else in_words(event["kind"])
+    return ": ".join([kind, *(str(part) for part in parts if part)])

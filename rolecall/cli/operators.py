@@ -1,6 +1,8 @@
 """Commands of operators: on recovery (status, pause, resume, replace), plans and incidents."""
 
 import hashlib
+from contextlib import closing
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -30,15 +32,20 @@ app = typer.Typer()
 
 @app.command(epilog=examples("rolecall status", "rolecall status my-run --json"))
 def status(run: RunArgument = "", option: RunOption = "", runs: RootOption = ROOT, as_json: JsonOption = False) -> int:
-    """Show roles, replicas and open incidents.
+    """Show roles, replicas and open incidents; of a job that rolecall only watches its ranks with their PIDs.
 
     Exit code 1 while an incident is open or unreadable."""
     from rolecall.core.clock import SystemClock
+    from rolecall.core.journal.journal import Journal
     from rolecall.recovery.operators import queries
     from rolecall.terminal import recovery
+    from rolecall.views import observed_ranks
 
     where = chosen_run(runs, run, option)
     value = queries.status(where)
+    with closing(Journal(where.database_url, create=False)) as journal:
+        ranks = observed_ranks.from_json(journal.flag(observed_ranks.FLAG))
+    value["ranks"] = [asdict(r) for r in ranks]
     present(as_json, value, recovery.status(value, SystemClock().wall(), where.shell_name))
     return 1 if value["open_incidents"] or value["broken_incidents"] else 0
 

@@ -42,10 +42,11 @@ class Suspect:
 
     @property
     def name(self) -> str:
-        """`rollout/1#2`, or the node if no replica is named."""
+        """`rollout/1#2`, or the node if no replica is named. Replicas of a job that rolecall did not start have no
+        incarnation number."""
         if not self.replica:
             return str(self.node)
-        return self.replica if self.incarnation is None else f"{self.replica}#{self.incarnation}"
+        return f"{self.replica}#{self.incarnation}" if self.incarnation else self.replica
 
     @classmethod
     def from_dict(cls, record: dict[str, Any]) -> Self:
@@ -182,7 +183,7 @@ class Plan:
     @property
     def words(self) -> str:
         """`replace replica of rollout/1#2`."""
-        targets = ", ".join(f"{t.replica}#{t.incarnation}" for t in self.targets)
+        targets = ", ".join(f"{t.replica}#{t.incarnation}" if t.incarnation else t.replica for t in self.targets)
         return f"{in_words(self.action)} of {targets}" if targets else in_words(self.action)
 
     @property

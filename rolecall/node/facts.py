@@ -27,10 +27,10 @@ import yaml
 
 from rolecall.agent.data_dir import SOCKET_NAME, default_data_dir
 from rolecall.agent.evidence import find_py_spy
+from rolecall.agent.local_access import own_authorization, reached, served_url
 from rolecall.core.clock import Clock, SystemClock
 from rolecall.core.errors import ConfigError
 from rolecall.core.http import HttpFailed, is_loopback, request
-from rolecall.core.rundir import bearer_token
 from rolecall.core.text import os_reason
 from rolecall.node.doctor import ClockOffset, NodeFacts
 
@@ -76,8 +76,8 @@ def read_facts(
     host = str(settings.get("host", "127.0.0.1"))
     scheme = "https" if settings.get("web_config_file") else "http"
     named = f"{scheme}://{f'[{host}]' if ':' in host else host}:{settings.get('port', DEFAULT_PORT)}"
-    served = _served(data_dir) or named
-    url = _reached(served)
+    served = served_url(data_dir) or named
+    url = reached(served)
     gpu, kernel_log = _section(settings, "gpu"), _section(settings, "kernel_log")
     log = str(kernel_log.get("path", DEFAULT_KERNEL_LOG)) if kernel_log.get("enabled", True) else ""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -170,21 +170,6 @@ def _groups(status: Path) -> frozenset[int]:
     """The effective and the supplementary groups of a process (proc(5))."""
     rows = dict(line.partition(":")[::2] for line in _text(status).splitlines())
     return frozenset(int(n) for n in (*rows.get("Gid", "").split()[1:2], *rows.get("Groups", "").split()))
-
-
-def _served(data_dir: Path) -> str:
-    """Where the running agent serves, by its own file; empty if there is none."""
-    try:
-        return str(json.loads((data_dir / "agent.json").read_bytes())["url"])
-    except FAILURES:
-        return ""
-
-
-def _reached(url: str) -> str:
-    """`url` as this node reaches it."""
-    for everywhere, loopback in (("//0.0.0.0:", "//127.0.0.1:"), ("//[::]:", "//[::1]:"), ("//:", "//127.0.0.1:")):
-        url = url.replace(everywhere, loopback)
-    return url
 
 
 def _hidepid(mounts: Path) -> str:
@@ -344,14 +329,6 @@ def _text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8", errors="replace").strip()
     except OSError:
-        return ""
-
-
-def own_authorization(data_dir: Path, token_file: Path | None) -> str:
-    """Authorization header from this node's agent token; empty if this user cannot read it."""
-    try:
-        return f"Bearer {bearer_token((token_file or data_dir / 'token').read_text(encoding='utf-8').strip())}"
-    except (OSError, UnicodeDecodeError):
         return ""
 
 

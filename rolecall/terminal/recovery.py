@@ -13,6 +13,7 @@ from rich.text import Text
 from rolecall.core.diagnosis import Plan
 from rolecall.core.journal.events import EventKind
 from rolecall.core.text import ago, counted, in_words, utc
+from rolecall.recovery.guards import MODE
 from rolecall.recovery.incidents import IncidentOutcome, IncidentState, paged_text
 from rolecall.recovery.notifications.outbox import notification_text
 from rolecall.recovery.operators.queries import WatchState, event_text
@@ -21,6 +22,7 @@ from rolecall.terminal.console import BAD, GOOD, PLAIN, SOFT, STRONG, WARN, Inde
 REPLICAS_SHOWN_MAX = 40
 """Of a larger fleet each role is one line, and only replicas that do not serve are listed."""
 SERVING = ("serving", "ready")
+OBSERVE = "observe"
 _REPLICA_STYLES = {"serving": GOOD, "ready": GOOD, "starting": WARN, "lost": BAD, "stopped": SOFT}
 _OUTCOME_STYLES = {IncidentOutcome.RESOLVED: GOOD, IncidentOutcome.SELF_RECOVERED: GOOD}
 
@@ -45,8 +47,10 @@ def status(value: Mapping[str, Any], now: float, name: str) -> RenderableType:
         Indented(_text(("QUARANTINED", WARN), f": {n}, by {why}")) for n, why in value["quarantined_nodes"].items()
     ]
     parts.append(Indented(_leader(value, now, name)))
-    parts.append(_text(f"evictions in the last hour: {value['evictions_last_hour']}"))
+    if value["mode"] != OBSERVE:
+        parts.append(_text(f"evictions in the last hour: {value['evictions_last_hour']}"))
     parts += _replicas(value["replicas"], now)
+    parts += _ranks(value.get("ranks", ()), now)
     return Group(*parts)
 
 
@@ -106,6 +110,24 @@ def _replicas(replicas: Sequence[Mapping[str, Any]], now: float) -> list[Text]:
     )
 
 
+def _ranks(ranks: Sequence[Mapping[str, Any]], now: float) -> list[Text]:
+    """Of a job that rolecall only watches."""
+    if len(ranks) > REPLICAS_SHOWN_MAX:
+        alive = sum(r["is_alive"] for r in ranks)
+        return [_text(f"  {len(ranks):,} ranks, {alive:,} alive; --json lists them")]
+    return aligned(
+        (
+            _text(f"{r['replica']} rank {r['rank']}"),
+            _text(f"pid {r['pid']}"),
+            _text(r["node"]),
+            _text(f"phase {r['phase']}" if r["is_alive"] else ("exited", SOFT)),
+            _text(f"step {r['step']}" if r["step"] >= 0 else ""),
+            _text((f"last progress {ago(r['progress_at'], now)}" if r["progress_at"] else "", SOFT)),
+        )
+        for r in ranks
+    )
+
+
 def incidents(value: Sequence[Mapping[str, Any]], now: float, name: str) -> RenderableType:
     """Every incident, and all that is known of one whose value has its events."""
     if not value:
@@ -134,7 +156,8 @@ def _incidents(found: Iterable[Mapping[str, Any]], now: float, name: str) -> lis
 
     for incident in found:
         outcome = incident["outcome"]
-        state = "SET ASIDE" if incident["set_aside"] else in_words(outcome or incident["state"])
+        would = incident.get("would")
+        state = "SET ASIDE" if incident["set_aside"] else in_words(outcome or ("open" if would else incident["state"]))
         style = BAD if outcome is None else _OUTCOME_STYLES.get(outcome, WARN)
         because = incident["set_aside"] or incident["because"]
         parts.append(Indented(_text((incident["incident_id"], STRONG), " ", (state, style), f": {because}")))
@@ -142,9 +165,9 @@ def _incidents(found: Iterable[Mapping[str, Any]], now: float, name: str) -> lis
         add((f"opened {ago(incident['opened_at'], now)}{closed}", SOFT))
         if durations := incident.get("durations"):
             add((durations["text"], SOFT))
-        if would := incident.get("would"):
+        if would:
             add(("only observed", WARN), f": in mode act rolecall would {would}")
-        if incident["plan"]:
+        if incident["plan"] and MODE not in incident["held_by"]:
             blocked = incident["held_by"] and outcome is None
             held = f", blocked by {in_words(', '.join(incident['held_by']))}" if blocked else ""
             digest = incident["plan"]["digest"]
@@ -157,7 +180,9 @@ def _incidents(found: Iterable[Mapping[str, Any]], now: float, name: str) -> lis
             reason = f": {review['because']}" if review["because"] else ""
             add(f"diagnosis reviewed as {review['verdict']} by {review['by']}{reason}")
         if incident["oncall_paged"] and outcome is None:
-            add((paged_text(incident["page_channel"]).upper(), WARN), f": {incident['page_reason']}")
+            # Most reasons begin with the diagnosis; that of a watched job ends with what rolecall would do.
+            rest = "" if would else incident["page_reason"].removeprefix(because).removeprefix("; ")
+            add((paged_text(incident["page_channel"]).upper(), WARN), f": {rest}" if rest else "")
         if incident["state"] == IncidentState.PROPOSED:
             digest = incident["plan"]["digest"]
             add(("awaiting approval", WARN), f": rolecall approve {digest} --run {name}")

@@ -4,6 +4,7 @@ What a table or a line says is pure (`job_table`, `panel_table`, `*_event`); the
 """
 
 import json
+import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, Self
@@ -13,7 +14,7 @@ from rich.live import Live
 from rich.text import Text
 
 from rolecall.core.diagnosis import Diagnosis
-from rolecall.core.text import ago, counted, iso_utc, plain
+from rolecall.core.text import ago, counted, in_words, iso_utc, plain
 from rolecall.recovery.incidents import Incident, IncidentState
 from rolecall.terminal.console import BAD, GOOD, PLAIN, SOFT, STRONG, WARN, Indented, aligned
 from rolecall.watch.job import WatchedJob, WatchedRank, grouped, spans
@@ -37,22 +38,25 @@ def _text(*pieces: str | tuple[str, str]) -> Text:
 
 
 def job_table(job: WatchedJob) -> RenderableType:
-    """What is watched, its replicas, and the incidents."""
+    """What is watched, its ranks (those of a larger job by replica), and the incidents."""
+    each = len(job.ranks) <= ROWS_MAX
+    groups = [[r] for r in job.ranks] if each else list(grouped(job.ranks).values())
     rows = [
         (
-            _text(replica),
+            _text(ranks[0].replica),
             _text(spans(r.rank for r in ranks)),
-            _text(found_by or "?"),
-            _text(node),
+            *([_text(str(ranks[0].pid or ""))] if each else []),
+            _text(ranks[0].found_by or "?"),
+            _text(ranks[0].node),
             _states(ranks),
             _text(f"step {max(r.step for r in ranks)}" if any(r.step >= 0 for r in ranks) else ""),
         )
-        for (replica, found_by, node), ranks in grouped(job.ranks).items()
+        for ranks in groups
     ]
     parts: list[RenderableType] = [Indented(_text(("watching ", SOFT), (job.text, STRONG)))]
     if rows:
-        head = [_text((name, SOFT)) for name in ("replica", "ranks", "found by", "node", "state", "")]
-        parts += aligned([head, *rows[:ROWS_MAX]])
+        names = ("replica", *(("rank", "pid") if each else ("ranks",)), "found by", "node", "state", "")
+        parts += aligned([[_text((name, SOFT)) for name in names], *rows[:ROWS_MAX]])
     if len(rows) > ROWS_MAX:
         parts.append(_text((f"  and {counted(len(rows) - ROWS_MAX, 'more replica')}", SOFT)))
     for node, since in sorted(job.unreachable.items()):
@@ -80,7 +84,7 @@ def _states(ranks: Sequence[WatchedRank]) -> Text:
 
 def _incident(incident: Incident, now: float) -> Text:
     found = incident.diagnosis
-    state = (str(incident.outcome or incident.state), WARN if incident.outcome else BAD)
+    state = (in_words(incident.outcome or "open"), WARN if incident.outcome else BAD)
     at = ago(incident.opened_at, now)
     return _text((incident.incident_id, STRONG), " ", state, f": {found.because} ", (f"(opened {at})", SOFT))
 
@@ -107,8 +111,9 @@ class JobLines:
         self._said: dict[str, Any] = {}
 
     def show(self, job: WatchedJob) -> None:
-        watching = {"event": "watching", "num_ranks": len(job.ranks), "nodes": list(job.nodes), "text": job.text}
-        self._say("watching", watching)
+        ranks = [{"replica": r.replica, "rank": r.rank, "node": r.node, "pid": r.pid} for r in job.ranks]
+        what = {"num_ranks": len(ranks), "nodes": list(job.nodes), "text": job.text, "ranks": ranks}
+        self._say("watching", {"event": "watching", **what})
         if job.unreachable or "unreachable" in self._said:
             self._say("unreachable", {"event": "unreachable", "nodes": dict(sorted(job.unreachable.items()))})
         for incident in job.incidents:
@@ -135,6 +140,8 @@ class _Screen:
 
     def __enter__(self) -> Self:
         self._live.start()
+        # The table shows the events; a warning is printed above it, because the live display has replaced stderr.
+        logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S")
         return self
 
     def __exit__(self, *_: object) -> None:

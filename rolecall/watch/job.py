@@ -31,6 +31,7 @@ class WatchedRank:
     found_by: str  # rule of the agent, as `torchrun`; empty: not known yet
     state: str  # `running`, `exited`, `stopped` by a signal, or the phase that it reports
     step: int = -1  # optimizer step; -1: not reported
+    pid: int = 0  # 0: not known yet
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +95,7 @@ def watched_rank(process: MonitoredProcess, found_by: str) -> WatchedRank:
         found_by=found_by or (REPORTER if process.reports else ""),
         state=state,
         step=sample.step if sample is not None and process.reports else -1,
+        pid=process.process.pid if process.process is not None else 0,
     )
 
 

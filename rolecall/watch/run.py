@@ -19,7 +19,9 @@ from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Any
 
+from rolecall.agent.data_dir import data_dirs_of_jobs
 from rolecall.agent.http.web_config import WebConfig
+from rolecall.agent.local_access import local_authorization
 from rolecall.core.clock import Clock, SystemClock
 from rolecall.core.config.job import JobConfig, parse_job
 from rolecall.core.diagnosis import Diagnosis, Finding
@@ -237,14 +239,18 @@ def watch_run(
     if target is not None:
         deadman_seconds = job.recovery.deadman_seconds
         notifier = HttpNotifier(target, run_id=run.run_id, deadman_seconds=deadman_seconds, clock=clock)
-    token = authorization if authorization.startswith("Bearer ") else ""
+    given = authorization if authorization.startswith("Bearer ") else ""
     if ours:
         try:
-            token = f"Bearer {bearer_token(run.token())}"
+            given = f"Bearer {bearer_token(run.token())}"
         except OSError as e:
-            token = ""
             logger.warning("no evidence of incidents: %s", e)
-    pull = EvidencePull(run, lambda: listed.newest, token, lambda: detector.processes(), clock)
+
+    def evidence_authorization(url: str) -> str:
+        local = data_dirs_of_jobs(os.geteuid(), os.environ)
+        return given if given or ours else local_authorization(url, local)
+
+    pull = EvidencePull(run, lambda: listed.newest, evidence_authorization, lambda: detector.processes(), clock)
     detector = _PersistentDetector(run, job, clock, None if ours else {}, pull.findings)
     meter, server = Meter(clock), None
     source.start()

@@ -34,6 +34,24 @@ def three_commands() -> list[str]:
     return [line.partition("#")[0].strip() for line in block.group(1).splitlines()]
 
 
+def like_a_clone(folder: Path) -> dict[str, str]:
+    """Makes `folder` look like a clone; the environment in which `rolecall` and `torchrun` are those of this Python."""
+    tools = folder / "bin"
+    tools.mkdir()
+    for name, module in (("rolecall", "rolecall"), ("torchrun", "torch.distributed.run")):
+        (tools / name).write_text(f'#!/bin/sh\nexec {sys.executable} -m {module} "$@"\n')
+        (tools / name).chmod(0o755)
+    (folder / "examples").symlink_to(ROOT / "examples")
+    return {
+        **{k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")},
+        "PATH": f"{tools}:{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        # Root's agent would use the machine's own directory.
+        "ROLECALL_AGENT_DIR": str(folder / "agent"),
+    }
+
+
 def test_they_are_three() -> None:
     agent, job, watch = three_commands()
     assert agent == "rolecall agent" and job.startswith("torchrun ") and watch.startswith("rolecall watch agents ")
@@ -46,24 +64,10 @@ def terminal(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
         pytest.skip("no network namespaces here")
     if importlib.util.find_spec("torch") is None:
         pytest.skip("torch is not installed")
-    tools = tmp_path / "bin"
-    tools.mkdir()
-    for name, module in (("rolecall", "rolecall"), ("torchrun", "torch.distributed.run")):
-        (tools / name).write_text(f'#!/bin/sh\nexec {sys.executable} -m {module} "$@"\n')
-        (tools / name).chmod(0o755)
-    (tmp_path / "examples").symlink_to(ROOT / "examples")
-    environ = {
-        **{k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")},
-        "PATH": f"{tools}:{os.environ['PATH']}",
-        "PYTHONPATH": str(ROOT),
-        "OMP_NUM_THREADS": "1",
-        # Root's agent would use the machine's own directory.
-        "ROLECALL_AGENT_DIR": str(tmp_path / "agent"),
-    }
     shell = subprocess.Popen(
         [*NETWORK, "bash"],
         cwd=tmp_path,
-        env=environ,
+        env=like_a_clone(tmp_path),
         stdin=subprocess.PIPE,
         text=True,
         start_new_session=True,

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import yaml
 
+from rolecall.agent.local_access import own_authorization
 from rolecall.cli.main import main
 from rolecall.core.clock import FakeClock, SystemClock
 from rolecall.core.errors import ConfigError
@@ -23,7 +24,6 @@ from rolecall.node.facts import (
     ask_agent,
     clock_offsets,
     down_probes,
-    own_authorization,
     read_clock,
     read_facts,
     within,

@@ -16,7 +16,8 @@ from rolecall.terminal.watch import JobLines, job_table
 from rolecall.watch.job import JobObserver, WatchedJob, WatchedRank, spans
 
 RANKS = tuple(
-    WatchedRank(replica="trainer/0", rank=n, node="vm", found_by="torchrun", state="running") for n in range(4)
+    WatchedRank(replica="trainer/0", rank=n, node="vm", found_by="torchrun", state="running", pid=40 + n)
+    for n in range(4)
 )
 JOB = WatchedJob(at=1000.0, nodes=("vm",), ranks=RANKS, unreachable={})
 
@@ -39,8 +40,11 @@ def test_what_is_watched_is_one_line() -> None:
 def test_the_table_names_the_ranks_that_do_not_run() -> None:
     stopped = (*RANKS[:2], replace(RANKS[2], state="stopped"), RANKS[3])
     text = as_text(job_table(replace(JOB, ranks=stopped, unreachable={"vm": 820.0})))
-    assert "3 running, 1 stopped (2)" in text and "no answer of the agent on vm, begun 3 min ago" in text
+    assert ["trainer/0", "2", "42", "torchrun", "vm", "stopped"] in [line.split() for line in text.splitlines()]
+    assert "no answer of the agent on vm, begun 3 min ago" in text
     assert "no open incident" in text
+    large = tuple(replace(RANKS[0], rank=n, state="stopped" if n == 2 else "running") for n in range(16))
+    assert "15 running, 1 stopped (2)" in as_text(job_table(replace(JOB, ranks=large)))
 
 
 def test_the_table_fits_into_a_window() -> None:
@@ -57,6 +61,7 @@ def test_lines_tell_changes_once() -> None:
     said = [json.loads(line) for line in lines]
     assert [s["event"] for s in said] == ["watching", "watching", "unreachable", "unreachable"]
     assert said[1]["text"] == JOB.text and said[1]["num_ranks"] == 4
+    assert said[1]["ranks"][2] == {"replica": "trainer/0", "rank": 2, "node": "vm", "pid": 42}
     assert said[2]["nodes"] == {"vm": 990.0} and said[3]["nodes"] == {}
 
 

@@ -41,7 +41,7 @@ from rolecall.reports.redaction import Redactor, redacted
 from rolecall.session.demo import demo_job
 from rolecall.watch.agents import listed, named_agents, observing_run
 from rolecall.watch.evidence import pull as evidence_pull
-from rolecall.watch.evidence.pull import NO_TOKEN, EvidencePull
+from rolecall.watch.evidence.pull import EvidencePull, no_token
 from rolecall.watch.run import watch_run
 from tests.agent.collectors.test_uninstrumented import TORCH
 from tests.agent.collectors.test_uninstrumented import Job as Ranks
@@ -126,7 +126,7 @@ def children(node_dir: Path, agent: AgentProcess) -> Iterator[list[Child]]:
 def test_a_stalled_process_is_shown_with_its_function(run: RunDir, agent: AgentProcess, children: list[Child]) -> None:
     children[1].execute(STALL)
     fleet = [subject(c.pid, c.start_ticks, n) for n, c in enumerate(children)]
-    pull = EvidencePull(run, lambda: {NODE: f"http://{agent.netloc}"}, BEARER, lambda: fleet, SystemClock())
+    pull = EvidencePull(run, lambda: {NODE: f"http://{agent.netloc}"}, lambda _: BEARER, lambda: fleet, SystemClock())
     pull.request(INCIDENT, diagnosis([fleet[1]]))
     body = reported(pull).payload.to_body()
     names = [f["name"] for f in body["files"]]
@@ -176,7 +176,9 @@ def test_a_tie_that_flight_recorders_settle_names_the_rank(
     *_, last = tie.observations
     (doubt,) = tie.detector.observe(replace(last, wall_at=last.wall_at + 0.1))
     assert doubt.fault_class is FaultClass.CANNOT_TELL
-    pull = EvidencePull(run, lambda: {NODE: f"http://{agent.netloc}"}, BEARER, tie.detector.processes, SystemClock())
+    pull = EvidencePull(
+        run, lambda: {NODE: f"http://{agent.netloc}"}, lambda _: BEARER, tie.detector.processes, SystemClock()
+    )
     pull.request(INCIDENT, doubt)
     body = reported(pull).payload.to_body()
     assert [f["kind"] for f in body["files"]] == ["stacks"] * 2 + ["flight_recorder"] * 2 and body["missing"] == []
@@ -285,7 +287,7 @@ def asks(run: RunDir, url: str, authorization: str = BEARER, *, fault: FaultClas
     """What is reported about an incident of `GONE` when its agent is at `url` (nowhere, if that is empty)."""
     agents = {NODE: url} if url else {}
     clock = SystemClock()
-    pull = EvidencePull(run, lambda: agents, authorization, lambda: [GONE], clock, deadline_seconds=0.5)
+    pull = EvidencePull(run, lambda: agents, lambda _: authorization, lambda: [GONE], clock, deadline_seconds=0.5)
     pull.request(INCIDENT, diagnosis([GONE], fault))
     body = reported(pull).payload.to_body()
     pull.close()
@@ -301,7 +303,7 @@ def fake() -> Iterator[FakeAgent]:
 
 
 def test_without_a_token_no_agent_is_queried_and_advice_is_given(run: RunDir, fake: FakeAgent) -> None:
-    assert asks(run, fake.url, "")["missing"] == [NO_TOKEN] and fake.asked == []
+    assert asks(run, fake.url, "")["missing"] == [no_token([fake.url], run.run_id)] and fake.asked == []
 
 
 def test_a_wrong_token_is_reported_once_with_advice(run: RunDir, agent: AgentProcess) -> None:
@@ -337,7 +339,7 @@ def test_an_agent_killed_while_it_is_asked(run: RunDir, agent: AgentProcess) -> 
     """Stopped first, so that the question lies there when it dies."""
     os.kill(agent.pid, signal.SIGSTOP)
     fleet = [GONE]
-    pull = EvidencePull(run, lambda: {NODE: f"http://{agent.netloc}"}, BEARER, lambda: fleet, SystemClock())
+    pull = EvidencePull(run, lambda: {NODE: f"http://{agent.netloc}"}, lambda _: BEARER, lambda: fleet, SystemClock())
     pull.request(INCIDENT, diagnosis(fleet))
     eventually(lambda: established(agent), "it is asked")
     agent.kill()
@@ -358,7 +360,9 @@ def established(agent: AgentProcess) -> bool:
 def test_an_answer_that_makes_no_sense(run: RunDir, fake: FakeAgent, answer: bytes) -> None:
     fake.bad["/v1/evidence/stacks"] = answer
     fake.bad["/v1/evidence/kernel_log"] = b"no line of a kernel\n"
-    pull = EvidencePull(run, lambda: {NODE: fake.url}, BEARER, lambda: [GONE], SystemClock(), deadline_seconds=5.0)
+    pull = EvidencePull(
+        run, lambda: {NODE: fake.url}, lambda _: BEARER, lambda: [GONE], SystemClock(), deadline_seconds=5.0
+    )
     pull.request(INCIDENT, diagnosis([GONE], FaultClass.SLOW))
     said = reported(pull).payload.to_body()["missing"]
     pull.close()
@@ -382,7 +386,7 @@ def test_a_folder_that_cannot_be_written_is_reported(run: RunDir, fake: FakeAgen
 
 def test_more_incidents_than_are_waited_for_are_reported_so(run: RunDir, fake: FakeAgent) -> None:
     fake.bad["/v1/evidence/stacks"] = "silent"
-    pull = EvidencePull(run, lambda: {NODE: fake.url}, BEARER, lambda: [GONE], SystemClock())
+    pull = EvidencePull(run, lambda: {NODE: fake.url}, lambda _: BEARER, lambda: [GONE], SystemClock())
     num = evidence_pull.NUM_WAITING_MAX + evidence_pull.NUM_INCIDENTS_AT_ONCE + 1
     for n in range(num):
         pull.request(f"inc-{n}", diagnosis([GONE], FaultClass.SLOW))

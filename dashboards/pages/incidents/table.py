@@ -15,6 +15,7 @@ from rolecall.core.text import plain, utc
 from rolecall.dashboards.data.incident_titles import GLYPHS as SEVERITY_GLYPHS
 from rolecall.dashboards.data.incident_titles import severity, title
 from rolecall.recovery.durations import durations
+from rolecall.recovery.guards import MODE
 from rolecall.recovery.incidents import Incident, IncidentState
 
 PAGE_ROWS = 50
@@ -25,11 +26,13 @@ INCIDENT = "incident"
 """URL parameter with an incident id, which selects the page of that incident."""
 SET_ASIDE = "set aside"
 HELD = "blocked"
+ONLY_OBSERVED = "only observed"
 
 GLYPHS: Mapping[str, str] = {
     IncidentState.OPEN: "●",
     IncidentState.PLANNED: "●",
     HELD: "‖",
+    ONLY_OBSERVED: "◎",
     IncidentState.PROPOSED: "?",
     IncidentState.ACTING: "▶",
     IncidentState.VERIFYING: "◐",
@@ -87,7 +90,7 @@ def status_of(incident: Incident) -> str:
         return str(incident.outcome)
     attempt = incident.attempt
     if incident.state is IncidentState.PLANNED and attempt is not None and attempt.held_by:
-        return HELD
+        return ONLY_OBSERVED if MODE in attempt.held_by else HELD
     return str(incident.state)
 
 

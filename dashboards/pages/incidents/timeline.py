@@ -55,9 +55,11 @@ class TimelineEntryKind(StrEnum):
     ONSET = "onset"
     DETECTED = "detected"
     UPDATED = "diagnosis updated"
+    EVIDENCE = "evidence"
     PLAN = "plan"
     BLOCKED = "blocked"
     OPERATOR = "operator"
+    PAGED = "paging"
     ACTION = "action"
     FAILED = "failed"
     RUN = "run"
@@ -200,7 +202,7 @@ def action_words(plan: Plan) -> str:
 OWN: Mapping[EventKind, tuple[TimelineEntryKind, Callable[[Event], str]]] = {
     K.INCIDENT_OPENED: (TimelineEntryKind.DETECTED, lambda e: _found_words(e)),
     K.INCIDENT_UPDATED: (TimelineEntryKind.UPDATED, lambda e: e.as_(IncidentUpdated).diagnosis.because),
-    K.EVIDENCE_COLLECTED: (TimelineEntryKind.UPDATED, _because("evidence collected")),
+    K.EVIDENCE_COLLECTED: (TimelineEntryKind.EVIDENCE, _because("collected")),
     K.PLAN_CREATED: (TimelineEntryKind.PLAN, lambda e: _plan_words(e)),
     K.PLAN_BLOCKED: (
         TimelineEntryKind.BLOCKED,
@@ -217,7 +219,7 @@ OWN: Mapping[EventKind, tuple[TimelineEntryKind, Callable[[Event], str]]] = {
         lambda e: by_words(e.payload, f"reviewed the diagnosis as {e.as_(DiagnosisReviewed).verdict}"),
     ),
     K.ONCALL_PAGED: (
-        TimelineEntryKind.OPERATOR,
+        TimelineEntryKind.PAGED,
         lambda e: f"{paged_text(e.as_(OncallPaged).channel)}: {e.payload.reason}",
     ),
     K.ACTION_STARTED: (TimelineEntryKind.ACTION, lambda e: f"started: {_plan_words(e)}"),

@@ -19,7 +19,7 @@ from rolecall.core.journal.payloads import (
 )
 from rolecall.core.text import in_words, node_text, plain, seconds, utc
 from rolecall.dashboards.pages.incidents.material import IncidentPageInputs
-from rolecall.dashboards.pages.incidents.table import GLYPHS, HELD, SET_ASIDE, status_of
+from rolecall.dashboards.pages.incidents.table import GLYPHS, HELD, ONLY_OBSERVED, SET_ASIDE, status_of
 from rolecall.dashboards.pages.incidents.timeline import action_words, affected_replicas, by_words
 from rolecall.recovery.durations import IncidentDurations, durations
 from rolecall.recovery.incidents import Attempt, Decision, Incident, IncidentState, paged_text
@@ -92,13 +92,8 @@ def head(material: IncidentPageInputs, summary: IncidentSummary | None) -> Incid
 
 
 def _suspect(suspect: Suspect) -> str:
-    whose = (
-        f"{suspect.replica}#{suspect.incarnation}"
-        if suspect.replica and suspect.incarnation is not None
-        else suspect.replica
-    )
     parts = [
-        whose or f"{node_text(suspect.node)}",
+        suspect.name if suspect.replica else f"{node_text(suspect.node)}",
         f"role {suspect.role}" if suspect.role else "",
         f"on {suspect.node}" if suspect.replica else "",
     ]
@@ -133,6 +128,8 @@ def state_words(incident: Incident, summary: IncidentSummary | None, now: float)
                 f"{action_words(attempt.plan)} is done; verifying progress for "
                 f"{seconds(max(0.0, now - attempt.done_at))}"
             )
+        case IncidentState.PLANNED if status_of(incident) == ONLY_OBSERVED:
+            return f"No: {took.end_words}"
         case IncidentState.PLANNED if attempt is not None and status_of(incident) == HELD:
             guards = in_words(", ".join(sorted(attempt.held_by)))
             return f"Blocked by {guards}: {action_words(attempt.plan)}; {took.end_words}"

@@ -58,7 +58,7 @@ CHIPS_MAX = 32
 """A role with up to this many replicas shows a chip for each; a larger one only for unhealthy replicas."""
 UNWELL_MAX = 48
 RANKS_MAX = 64
-"""Ranks drawn inside one replica."""
+"""Ranks drawn inside one replica, and in the table of ranks."""
 COLUMNS = 3
 Lines = dict[str, list[dict[str, float]]]
 
@@ -115,6 +115,7 @@ def _draw(_: Reader, snapshot: JournalSnapshot) -> None:
     left, right = st.columns([3, 2], gap="medium") if found and events else (st.container(), st.container())
     with left:
         _draw_replicas(found)
+        _draw_ranks(view.rank_rows(snapshot))
     with right:
         if events:
             st.subheader("Last events")
@@ -139,9 +140,11 @@ def _draw_incidents(snapshot: JournalSnapshot) -> None:
 
 
 def _card(incident: view.OpenIncident, now: float) -> str:
+    took = age(max(0.0, now - incident.since))
     rows = [
         ("needed from you", incident.asks),
-        ("recovery", f"{incident.doing} ({age(max(0.0, now - incident.since))})"),
+        ("paging", incident.paged),
+        ("recovery", incident.doing + ("" if incident.stage == view.ONLY_OBSERVED else f" ({took})")),
         ("suspect", incident.suspects + (f" on {incident.nodes}" if incident.nodes else "")),
     ]
     soft = f"open for {age(max(0.0, now - incident.opened_at))}, {incident.incident_id}"
@@ -155,7 +158,7 @@ def _draw_replicas(found: tuple[view.RoleSummary, ...]) -> None:
         return
     st.subheader("Replicas")
     st.html("".join(role_html(r) for r in found))
-    if st.toggle("Show all replicas as a table", key=TABLE_KEY):
+    if sum(len(r.cells) for r in found) > 1 and st.toggle("Show all replicas as a table", key=TABLE_KEY):
         cells = [c for r in found for c in r.cells]
         counted = any(c.incarnation for c in cells)
         served = any(c.policy_version >= 0 for c in cells)
@@ -173,6 +176,15 @@ def _draw_replicas(found: tuple[view.RoleSummary, ...]) -> None:
             },
             hide_index=True,
         )
+
+
+def _draw_ranks(rows: list[list[str]]) -> None:
+    if not rows:
+        return
+    st.subheader("Ranks")
+    st.html(table(["replica", "rank", "pid", "node", "phase", "step", "last progress"], rows[:RANKS_MAX]))
+    if len(rows) > RANKS_MAX:
+        st.caption(f"and {len(rows) - RANKS_MAX:,} more: `rolecall status --json`")
 
 
 def _draw_slow(reader: Reader, snapshot: JournalSnapshot) -> None:

@@ -8,9 +8,10 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from rolecall.core.diagnosis import ActionKind, Plan
+from rolecall.core.diagnosis import ActionKind, Plan, Suspect
+from rolecall.core.journal.payloads import OncallPaged
 from rolecall.core.membership import STANDBY_ROLE, ReplicaState
-from rolecall.core.text import counted, plain, seconds
+from rolecall.core.text import counted, in_words, plain, seconds
 from rolecall.dashboards.data.incident_titles import (
     GLYPHS,
     MODE_OBSERVE,
@@ -38,6 +39,7 @@ LOST_ROWS_MAX = 8
 SEVERITY = {state: n for n, state in enumerate(STATES)}
 BANDS_MAX = 26
 """Faults that charts show, the newest."""
+ONLY_OBSERVED = "only observed"
 SILENT_SECONDS = 30.0
 """A watched rank that was not sampled for this long is not known to be alive."""
 
@@ -70,6 +72,7 @@ class OpenIncident:
     doing: str
     since: float  # wall seconds at which it entered this stage
     asks: str  # required operator action; empty: none
+    paged: str  # what paging on-call did; empty: nobody was to be paged
     opened_at: float
 
     @property
@@ -166,30 +169,58 @@ def state_of(
 def open_incident(incident: Incident, snapshot: JournalSnapshot) -> OpenIncident:
     stage, doing, since, asks = _doing(incident, snapshot)
     diagnosis = incident.diagnosis
-    paged = f"{paged_text(incident.page_channel).capitalize()}: {incident.page_reason}" if incident.page_reason else ""
+    paged = ""
+    if incident.page_reason:
+        # Most reasons begin with the diagnosis; that of a watched job ends with what rolecall would do.
+        rest = incident.page_reason.removeprefix(diagnosis.because).removeprefix("; ")
+        told = not rest or stage == ONLY_OBSERVED
+        paged = paged_text(incident.page_channel) + ("" if told else f": {rest}")
     ended = snapshot.run.ended != ""
     unwatched = "" if snapshot.watched or ended else "No watch holds the lease, so nothing is done. "
     return OpenIncident(
         incident_id=incident.incident_id,
         title=title(incident, step_of(incident, snapshot)),
         severity=severity(incident),
-        suspects=", ".join(s.name for s in diagnosis.suspects) or "none",
+        suspects=", ".join(dict.fromkeys(_suspect_name(s, snapshot) for s in diagnosis.suspects)) or "none",
         nodes=", ".join(dict.fromkeys(str(s.node) for s in diagnosis.suspects if s.node)),
         because=diagnosis.because,
         stage=stage,
         doing=unwatched + doing,
         since=since,
-        asks=asks or paged,
+        asks=asks,
+        paged=paged,
         opened_at=incident.opened_at,
     )
+
+
+def _suspect_name(suspect: Suspect, snapshot: JournalSnapshot) -> str:
+    """Of a job that rolecall only watches with its rank: all its ranks may be one replica."""
+    return f"{suspect.name} rank {suspect.rank}" if snapshot.observed and suspect.rank is not None else suspect.name
+
+
+def rank_rows(snapshot: JournalSnapshot) -> list[list[str]]:
+    """The ranks of a job that rolecall only watches: replica, rank, PID, node, phase, step, last progress."""
+    return [
+        [
+            plain(r.replica, 80),
+            str(r.rank),
+            str(r.pid),
+            plain(r.node, 80),
+            r.phase if _is_alive(r, snapshot.at) else "not alive",
+            f"{r.step:,}" if r.step >= 0 else "",
+            "" if r.progress_at is None else f"{age(max(0.0, snapshot.at - r.progress_at))} ago",
+        ]
+        for r in snapshot.observed
+    ]
 
 
 def step_of(incident: Incident, snapshot: JournalSnapshot) -> int | None:
     """The step that the fault hit; of a job that rolecall only watches, the one at which the suspects stand."""
     if snapshot.trends.curve:
         return step_at(snapshot.trends.curve, incident.first_diagnosis.onset)
-    named = incident.named
-    return max((r.step for r in snapshot.observed if r.replica in named and r.step >= 0), default=None)
+    named = {(s.replica, s.rank) for s in incident.diagnosis.suspects}
+    here = (r for r in snapshot.observed if {(r.replica, r.rank), (r.replica, None)} & named)
+    return max((r.step for r in here if r.step >= 0), default=None)
 
 
 def _doing(incident: Incident, snapshot: JournalSnapshot) -> tuple[str, str, float, str]:
@@ -198,7 +229,7 @@ def _doing(incident: Incident, snapshot: JournalSnapshot) -> tuple[str, str, flo
     if attempt is None:
         return "diagnosed", "Planning the recovery.", incident.opened_at, ""
     if snapshot.mode == MODE_OBSERVE and attempt.started_at is None:
-        return "only observed", would_do(incident), attempt.made_at, ""
+        return ONLY_OBSERVED, would_do(incident), attempt.made_at, ""
     plan = attempt.plan
     if incident.state is IncidentState.ACTING:
         return "acting", _sentence(plan), attempt.started_at or attempt.made_at, ""
@@ -228,7 +259,7 @@ def _sentence(plan: Plan) -> str:
 def open_incidents(snapshot: JournalSnapshot) -> list[OpenIncident]:
     """The open incidents: those that need the operator first, then the most severe, then the newest."""
     found = [open_incident(i, snapshot) for i in snapshot.projection.open_incidents()]
-    return sorted(found, key=lambda t: (not t.asks, SEVERITIES.index(t.severity), -t.opened_at))
+    return sorted(found, key=lambda t: (not (t.asks or t.paged), SEVERITIES.index(t.severity), -t.opened_at))
 
 
 def fault_bands(snapshot: JournalSnapshot) -> tuple[FaultBand, ...]:
@@ -259,7 +290,9 @@ def recent_events(snapshot: JournalSnapshot) -> list[list[str]]:
         about = str(getattr(event.payload, "replica", "") or getattr(event.payload, "node", "") or "")
         diagnosis = getattr(event.payload, "diagnosis", None)
         why = diagnosis.because if diagnosis is not None else event.payload.reason
-        what = str(event.kind).replace("_", " ")
+        what = in_words(event.kind)
+        if isinstance(event.payload, OncallPaged):
+            what = f"{paged_text(event.payload.channel)},"
         where = ", ".join(filter(None, (about, event.incident_id)))
         text = f"{what} {where}".strip() + (f": {why}" if why else "")
         rows.append([age(snapshot.at - event.wall_at), plain(text, 240)])
@@ -347,7 +380,7 @@ def _observed_figures(snapshot: JournalSnapshot) -> list[tuple[str, str, str]]:
     lagging = f"slowest rank at {min(steps):,}" if steps and min(steps) != max(steps) else "all ranks"
     rows = [
         ("ranks", f"{len(ranks):,}", "all alive" if alive == len(ranks) else f"{len(ranks) - alive} not alive"),
-        ("nodes", f"{len({r.node for r in ranks}):,}", ""),
+        ("nodes", f"{len({r.node for r in ranks}):,}", ranks[0].node if len({r.node for r in ranks}) == 1 else ""),
         ("step of the job", f"{max(steps):,}" if steps else "", lagging),
         ("last progress", f"{age(snapshot.at - max(progress))} ago" if progress else "", "of any rank"),
         ("last sample", f"{age(snapshot.at - max(r.seen_at for r in ranks))} ago", "of any rank"),

@@ -390,7 +390,9 @@ def _late(
     """Some processes do not wait for others: these are the cause, except those that make progress."""
     observed = f"{len(waiting)} of {case.who} wait for others"
     if len(outside) == len(waiting):
-        return case.cannot_tell(outside, f"{observed}, as many do not: {names_text(outside)}", DUMP_AGAIN)
+        return case.cannot_tell(
+            outside, f"{observed}, {names_text(outside)} {'does' if len(outside) == 1 else 'do'} not", DUMP_AGAIN
+        )
     largest = next(place for place in case.places if place.stack.waits)
     moving = [p for p in outside if p.moves is True]
     if len(moving) == len(outside):

@@ -57,10 +57,7 @@ REASON_CHARS_MAX = 300
 NUM_STATEMENTS_MAX = 40
 """Texts of each kind in the event."""
 NUM_NAMED_MAX = 4
-NO_TOKEN = (
-    "no evidence was requested: agents require their bearer token. Provide it: `rolecall watch agents ... "
-    "--credentials FILE`, one line which `rolecall agent token --bearer` prints on a node"
-)
+AGENTS_NAMED_MAX = 8
 WRONG_TOKEN = "give the watch the token of these agents (docs/reference/agent.md, Security)"
 
 
@@ -76,6 +73,17 @@ class _EvidenceResponse:
     body: bytes | None = None  # None: it is missing
     wall_at: float = 0.0
     missing: str = ""
+    unasked: bool = False  # the reason concerns the agent, not the kind of evidence
+
+
+def no_token(urls: Sequence[str], run_id: str) -> str:
+    """Why agents were not asked, and the commands that change it."""
+    again = f"rolecall watch agents {','.join(urls)} --id {run_id} --credentials credentials"
+    return (
+        "no evidence was requested: agents require their bearer token. `rolecall agent token --bearer > credentials` "
+        "on a node writes it to a file; then start the watch with it: "
+        + (f"`{again}`" if len(urls) <= AGENTS_NAMED_MAX else "`--credentials credentials`")
+    )
 
 
 class EvidenceRequestFailed(Exception):
@@ -158,14 +166,14 @@ class EvidencePull:
         self,
         run: RunDir,
         agents: Callable[[], Mapping[str, str]],
-        authorization: str,
+        authorization: Callable[[str], str],
         fleet: Callable[[], Iterable[MonitoredProcess]],
         clock: Clock,
         *,
         deadline_seconds: float = DEADLINE_SECONDS,
     ) -> None:
-        """`agents`: node -> URL. `authorization`: the header's value with the bearer token; empty: no request is sent.
-        `fleet`: the processes that the detectors know, called by `request`."""
+        """`agents`: node -> URL. `authorization`: URL -> the header's value with the bearer token; empty: no request
+        is sent there. `fleet`: the processes that the detectors know, called by `request`."""
         self._run, self._agents, self._authorization, self._fleet = run, agents, authorization, fleet
         self._clock, self._deadline_seconds = clock, deadline_seconds
         self._jobs: queue.Queue[_Job] = queue.Queue(NUM_WAITING_MAX)
@@ -177,9 +185,6 @@ class EvidencePull:
     def request(self, incident_id: str, diagnosis: Diagnosis) -> None:
         asks = tuple(select_evidence(diagnosis, self._fleet()))
         if not asks:
-            return
-        if not self._authorization:
-            self._record(incident_id, missing=[NO_TOKEN])
             return
         if not self._threads:
             for n in range(NUM_INCIDENTS_AT_ONCE):
@@ -265,8 +270,13 @@ class EvidencePull:
         except (OSError, ValueError) as e:
             return [_EvidenceResponse(ask=a, missing=f"the list of agents cannot be read: {e}") for a in asks]
         by_node: dict[str, list[EvidenceRequest]] = {}
+        found: dict[EvidenceRequest, _EvidenceResponse] = {}
         for ask in asks:
-            by_node.setdefault(ask.node, []).append(ask)
+            if ask.node in urls and not self._authorization(urls[ask.node]):
+                because = no_token(list(urls.values()), self._run.run_id)
+                found[ask] = _EvidenceResponse(ask=ask, missing=because, unasked=True)
+            else:
+                by_node.setdefault(ask.node, []).append(ask)
         nodes: queue.SimpleQueue[str] = queue.SimpleQueue()
         for node in by_node:
             nodes.put(node)
@@ -282,7 +292,6 @@ class EvidencePull:
 
         for n in range(min(NUM_AGENTS_AT_ONCE, len(by_node))):
             threading.Thread(target=converse, name=f"evidence-ask-{n}", daemon=True).start()
-        found: dict[EvidenceRequest, _EvidenceResponse] = {}
         while len(found) < len(asks):
             left = until - self._clock.monotonic()
             try:
@@ -320,7 +329,9 @@ class EvidencePull:
                 raise EvidenceRequestFailed(f"not received within the deadline of {self._deadline_seconds:.0f} s")
             path = f"/v1/evidence/{ask.kind}{pid}"
             try:
-                return request_evidence(url, path, self._authorization, seconds=left, bytes_max=BYTES_MAX[ask.kind])
+                return request_evidence(
+                    url, path, self._authorization(url), seconds=left, bytes_max=BYTES_MAX[ask.kind]
+                )
             except EvidenceRequestFailed as e:
                 if e.status != HTTPStatus.TOO_MANY_REQUESTS:
                     raise
@@ -353,10 +364,10 @@ def _missing(answers: Sequence[_EvidenceResponse]) -> list[str]:
     """One text per reason, with what is missing."""
     by_reason: dict[tuple[str, str, EvidenceKind], list[str]] = {}
     for a in answers:
-        if a.missing:
+        if a.missing and not a.unasked:
             names = by_reason.setdefault((a.missing, a.ask.node, a.ask.kind), [])
             names += [process_name(a.ask.who)] if a.ask.who is not None else []
-    texts = []
+    texts = list(dict.fromkeys(a.missing for a in answers if a.unasked))
     for (reason, node, kind), names in by_reason.items():
         more = f" and {len(names) - NUM_NAMED_MAX} more" if len(names) > NUM_NAMED_MAX else ""
         of = f" of {', '.join(names[:NUM_NAMED_MAX])}{more}" if names else ""

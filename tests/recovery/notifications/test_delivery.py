@@ -173,4 +173,7 @@ def test_without_a_webhook_calls_go_to_the_log(caplog: pytest.LogCaptureFixture)
     notifier.offer(message(3))
     notifier.heartbeat({})
     notifier.close(1)
-    assert notifier.settled_seq == 3 and "oncall_paged: the limit is 6" in caplog.text
+    assert (
+        notifier.settled_seq == 3
+        and "oncall paged, not sent (no notification channel is configured): the limit is 6" in caplog.text
+    )

@@ -22,7 +22,7 @@ from rolecall.core.journal.payloads import DiagnosisReviewed, LeaseAcquired, Pla
 from rolecall.dashboards.data.reader import Reader
 from rolecall.recovery.actuators import STOP_FLAG
 from rolecall.recovery.fleet_view import FleetView, ReplicaView, fleet_view
-from rolecall.recovery.guards import Situation, check
+from rolecall.recovery.guards import HOUR_SECONDS, Situation, check
 from rolecall.recovery.incidents import NOT_STARTED, Attempt, Decision, Hold, Incident, IncidentState
 from rolecall.recovery.loop import LEASE_NAME, PAUSED_FLAG
 from rolecall.recovery.operators.commands import replacement_request
@@ -175,6 +175,14 @@ def preview(
     now: float,
 ) -> tuple[DrainedReplica, ...]:
     """`avoided`: nodes in quarantine."""
+    # Policy and guards look at no other closed incidents, and a long run has thousands.
+    incidents = [
+        i
+        for i in incidents
+        if i.state is not IncidentState.CLOSED
+        or i.diagnosis.fault_class.spec.loses_node
+        or any((a.started_at or 0.0) > now - HOUR_SECONDS for a in i.attempts)
+    ]
     found = []
     for replica in replicas_on(fleet, node):
         diagnosis = replacement_request(replica, f"{node} is to be drained", now)

@@ -22,7 +22,7 @@ from rolecall.dashboards.pages.operations.plans import (
     preview,
 )
 from rolecall.recovery.fleet_view import FleetView, fleet_view
-from rolecall.recovery.incidents import Incident, fold
+from rolecall.recovery.incidents import Incident, IncidentState, fold
 from tests.dashboards.acting_world import HOMES, diagnosis, plan
 from tests.events import made_event
 
@@ -140,6 +140,25 @@ def test_a_preview_says_what_moves_and_which_guard_would_hold_it(mode: str, paus
     )
     assert moving.replica == "rollout/1#1"
     assert moving.action == "replace node"
+    assert moving.guard == guard
+
+
+@pytest.mark.parametrize(("now", "guard"), [(NOW, "evictions"), (NOW + 2 * 3600, "")])
+def test_a_preview_counts_evictions_of_closed_incidents_within_the_hour(now: float, guard: str) -> None:
+    (closed,) = _incidents(OPENED, MADE, STARTED)
+    others = [replace(closed, incident_id=f"i-{n}", state=IncidentState.CLOSED, closed_at=950.0) for n in range(6)]
+    limits = limits_of(None, "act")
+    limits = replace(limits, config=limits.config.model_copy(update={"retries_per_replica_max": 100}))
+    (moving,) = preview(
+        "node-2",
+        fleet=_fleet(),
+        incidents=others,
+        avoided=frozenset(),
+        limits=limits,
+        paused=None,
+        stopping=None,
+        now=now,
+    )
     assert moving.guard == guard
 
 

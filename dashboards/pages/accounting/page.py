@@ -246,7 +246,7 @@ def _causes_chart(causes: Sequence[tuple[str, str, float]]) -> Any:
     base = alt.Chart(alt.Data(values=rows)).encode(
         y=alt.Y("role:N", title=None, sort="-x", axis=alt.Axis(labelOverlap=False, labelLimit=140, minExtent=60)),
         x=alt.X("seconds:Q", title="seconds of the whole run", stack="zero"),
-        color=alt.Color("fault:N", legend=alt.Legend(title=None, orient="top")),
+        color=alt.Color("fault:N", legend=alt.Legend(title=None, orient="top", symbolStrokeWidth=0)),
         order=alt.Order("seconds:Q", sort="descending"),
         tooltip=["role:N", "fault:N", "seconds:Q"],
     )

@@ -21,6 +21,8 @@ from rolecall.dashboards.pages.shell import data_table, page
 from rolecall.dashboards.pages.style import table as small_table
 from rolecall.recovery.incidents import Incident
 
+WIDE, NARROW = st.column_config.TextColumn(width="large"), st.column_config.TextColumn(width="small")
+METRIC_PIXELS, ROW_PIXELS = 180, 58
 NODE_INCIDENTS_SHOWN = 200
 CODES_SHOWN = 200
 NARROW_COLUMNS, COLUMN_PIXELS = 5, 96
@@ -80,7 +82,7 @@ def _draw(reader: Reader, snapshot: JournalSnapshot) -> None:
         for health in nodes.NodeHealth:
             num = fleet.count(health)
             if num or (health is nodes.NodeHealth.HEALTHY and snapshot.projection.ended is None):
-                st.metric(f"{nodes.GLYPHS[health]} {health}", num, border=True)
+                st.metric(f"{nodes.GLYPHS[health]} {health}", num, border=True, width=METRIC_PIXELS)
     _hardware_source(settings.prometheus_url, seen, now)
     _table(fleet, seen.answer or FleetMetrics(), now, whole=snapshot.history.whole)
     _history(fleet, cache.by_node, now)
@@ -110,10 +112,13 @@ def _hardware_source(url: str, seen: PrometheusSnapshot[FleetMetrics], now: floa
 
 def _table(fleet: nodes.FleetHealth, live: FleetMetrics, now: float, *, whole: bool) -> None:
     rows = fleet.rows
+    several = len({r.because for r in rows}) > 1
+    if not several and rows[0].because:
+        st.text(f"All nodes: {plain(rows[0].because)}")
     columns: dict[str, Sequence[object]] = {
         "health": [r.status for r in rows],
         "node": [plain(r.node) for r in rows],
-        "why": [plain(r.because) for r in rows],
+        "why": [plain(r.because) if several else "" for r in rows],
         "1 h": [r.in_hour for r in rows],
         "24 h": [r.in_day for r in rows],
         "30 d": [r.in_month for r in rows],
@@ -128,7 +133,7 @@ def _table(fleet: nodes.FleetHealth, live: FleetMetrics, now: float, *, whole: b
     }
     data_table(
         {name: values for name, values in columns.items() if any(v != "" for v in values)},
-        column_config={"why": st.column_config.TextColumn(width="large")},
+        column_config={"why": WIDE, "replicas": WIDE},
     )
     st.caption(
         f"Incidents per node, fleet median: {fleet.median_hour:g} in 1 h, {fleet.median_day:g} in 24 h, "
@@ -220,6 +225,8 @@ def _incidents(row: nodes.NodeRow, found: Sequence[Incident], fleet: nodes.Fleet
             "outcome": [str(i.outcome or i.state) for i in newest],
             "diagnosis": [plain(i.diagnosis.because) for i in newest],
         },
+        column_config={"class": NARROW, "outcome": NARROW, "diagnosis": WIDE},
+        row_height=ROW_PIXELS,
     )
 
 

@@ -13,7 +13,7 @@ from rolecall.dashboards.data.reader import Reader
 from rolecall.dashboards.users import Authenticator, SignedInUser, SignInRefused
 
 _USER, _ERROR, _TOKEN, _SHOWN = "rolecall.user", "rolecall.user.error", "rolecall.token", "rolecall.shown"
-HOW_TO = "rolecall users add NAME --file users.yaml\nrolecall dashboard ... --users users.yaml"
+HOW_TO = "rolecall users add NAME --file users.yaml\nrolecall dashboard RUN --users users.yaml"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

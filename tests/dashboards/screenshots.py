@@ -3,9 +3,9 @@
 A demo is started with its dashboard beside it; once a trainer hangs, the Overview page is taken as on-call sees it. When
 the run is over, the other pages are taken from what it left. With `--run DIR` only the latter, of an existing run.
 
-`--synthetic` takes a minute and needs no run: the Accounting page and the pages on a phone from the synthetic run of
-tests/fake_run.py, and policy health from a recorded training whose learning rate was raised tenfold at step 60
-(tests/detector/courses.json).
+`--synthetic` takes a minute and needs no run: the pages Incidents, Fleet and Accounting and the pages on a phone from
+the synthetic run of tests/fake_run.py, and policy health from a recorded training whose learning rate was raised
+tenfold at step 60 (tests/detector/courses.json).
 """
 
 import argparse
@@ -22,10 +22,13 @@ from playwright.sync_api import Browser, FloatRect
 
 from rolecall.core.clock import SystemClock
 from rolecall.core.errors import JournalError
+from rolecall.core.faults import FaultClass
 from rolecall.core.journal.events import Event, EventKind
 from rolecall.core.journal.events import EventKind as K
 from rolecall.core.journal.journal import Journal
 from rolecall.core.rundir import RunDir, open_run_dir
+from rolecall.recovery.operators.commands import quarantine
+from tests.dashboards.acting_world import world
 from tests.dashboards.browser import ADDRESS, Visit, browser, served, visit
 from tests.dashboards.made_runs import MadeRun
 from tests.fake_run import FakeRun
@@ -136,17 +139,27 @@ def of_a_run(of: Browser, run: RunDir, out: Path) -> None:
 
 
 def of_synthetic_runs(of: Browser, folder: Path, out: Path) -> None:
-    """What needs no real run: accounting, the pages on a phone, policy health."""
+    """What needs no real run: incidents, fleet, accounting, the pages on a phone, policy health."""
     run = FakeRun(root=folder / "fake").build()
     with served(folder, [str(run.path)]) as address:
         with visit(of, address) as shot:
             shot.open("/accounting")
             shot.page.get_by_text("Audit passed").first.wait_for()
             take(shot, out / "accounting.png", whole=True)
+        with visit(of, address) as shot:
+            shot.open("/incidents")
+            take(shot, out / "incidents.png", whole=True)
         for name, path in (("overview", "/"), ("incident", "/incidents?incident=i-2")):
             with visit(of, address, size="phone") as shot:
                 shot.open(path)
                 take(shot, out / f"{name}-phone.png")
+    made, now = world(folder / "live"), SystemClock().wall()
+    made.open("i-1", "trainer/1", "trainer/1 (node-5) is hung: no progress in compute of step 53 for 3.3 s", at=now)
+    made.open("i-2", "rollout/2", "XID 79 on GPU 3 of node-3: fallen off the bus", fault_class=FaultClass.GPU, at=now)
+    quarantine(made.run, "node-2", "carla", "its fan is loud")
+    with served(folder, [str(made.run.path)]) as address, visit(of, address) as shot:
+        shot.open("/fleet")
+        take(shot, out / "fleet.png", whole=True)
     collapsed = MadeRun(folder / "collapsed", num_steps=0, watched=False)
     columns = json.loads(COURSES.read_text())["lr x10"]["columns"]
     for step, row in enumerate(zip(*columns.values(), strict=True)):

@@ -105,12 +105,21 @@ def test_a_stopped_rank_is_named(terminal: subprocess.Popen[str], tmp_path: Path
         reader.close()
     os.kill(pid, signal.SIGSTOP)
     terminal.stdin.write("until rolecall incidents --run my-job | grep -q trainer/0; do sleep 1; done\n")
-    terminal.stdin.write("rolecall incidents --run my-job > incidents.log\necho done > ended\n")
+    terminal.stdin.write(
+        "until rolecall incidents inc-1-trainer-0 --run my-job | grep -q 'evidence coll'; do sleep 1; done\n"
+    )
+    terminal.stdin.write("rolecall incidents --run my-job > incidents.log\n")
+    terminal.stdin.write("rolecall incidents inc-1-trainer-0 --run my-job > incident.log\n")
+    terminal.stdin.write("rolecall status --run my-job > status.log\necho done > ended\n")
     terminal.stdin.flush()
-    eventually((tmp_path / "ended").exists, "the incident is listed")
+    eventually((tmp_path / "ended").exists, "the incident is listed, with evidence", seconds=START_SECONDS)
     told = _read(tmp_path / "incidents.log")
     assert "trainer/0 rank 1" in told and "is hung: no progress in step " in told and "process stopped" in told, told
     assert "trainer/0 (" not in told, "rank 0 only waits"
+    assert "no evidence was requested" not in _read(tmp_path / "incident.log"), "the local agent's token is used"
+    assert f"trainer/0 rank 1  pid {pid} " in _read(tmp_path / "status.log")
+    watched = json.loads([line for line in _read(tmp_path / "watch.log").splitlines() if '"watching"' in line][-1])
+    assert [r["pid"] for r in watched["ranks"] if r["rank"] == 1] == [pid]
 
 
 def _registered(events: Path, rank: int) -> int:

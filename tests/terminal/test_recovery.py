@@ -1,5 +1,6 @@
 """`status` and `incidents` in each state of a run and of its watch. Times are relative and absolute."""
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from rolecall.core.journal.events import EventKind
 from rolecall.core.rundir import RunDir
 from rolecall.core.text import ago
 from rolecall.recovery.operators import queries
+from rolecall.views.observed_ranks import ObservedRank
 from tests.recovery.world import World
 from tests.terminal.texts import incidents_text, status_text
 
@@ -94,6 +96,24 @@ def test_open_incidents_come_first_with_their_age_and_a_hint_that_runs(tmp_path:
     attempt = world.only().attempt
     assert attempt is not None
     assert f"rolecall approve {attempt.plan.digest} --run my-run" in "\n".join(lines)
+
+
+def test_ranks_of_a_watched_job_have_pids_and_an_observed_plan_is_not_one(tmp_path: Path) -> None:
+    world, run = World(tmp_path, mode="observe"), RunDir(tmp_path)
+    watch = world.watch()
+    world.runtime.inject("rollout/1", FaultClass.HANG)
+    world.until(lambda: world.events(EventKind.PLAN_BLOCKED), watch)
+    now = world.clock.wall()
+    ranks = [asdict(ObservedRank("trainer/0", n, "vm", 40 + n, n == 0, "step", 7, now, now - 3.0)) for n in range(2)]
+    text = status_text({**queries.status(run, world.clock), "ranks": ranks}, now)
+    lines = text.splitlines()
+    assert "  trainer/0 rank 0  pid 40  vm  phase step  step 7  last progress 3 s ago" in text
+    assert "  trainer/0 rank 1  pid 41  vm  exited" in text
+    assert lines[1].startswith("inc-1-rollout-1 open: rollout/1#1: hang") and "in mode act rolecall would" in text
+    assert "(plan " not in text and "evictions" not in text
+    assert text.count(world.only().diagnosis.because) == 1, "the reason of the page does not repeat it"
+    many = status_text({**queries.status(run, world.clock), "ranks": ranks * 100}, now)
+    assert "200 ranks, 100 alive; --json lists them" in many and "pid" not in many
 
 
 def test_a_large_fleet_is_a_line_for_each_role_and_those_that_do_not_serve(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ had."""
 import json
 import os
 import pickle
+import re
 import signal
 import socket
 import stat
@@ -51,6 +52,7 @@ from tests.detector.artifacts.test_flight_recorder import BEGAN_NS, WORLD, Job
 from tests.detector.fake_agent import FakeAgent
 from tests.detector.live.test_pulled import TIE
 from tests.detector.scenario import Scenario
+from tests.docs.pages import complaint
 from tests.formats.test_nccl_ras import communicator, rank, raw
 from tests.support import PATIENCE_SECONDS, eventually
 
@@ -304,6 +306,30 @@ def fake() -> Iterator[FakeAgent]:
 
 def test_without_a_token_no_agent_is_queried_and_advice_is_given(run: RunDir, fake: FakeAgent) -> None:
     assert asks(run, fake.url, "")["missing"] == [no_token([fake.url], run.run_id)] and fake.asked == []
+
+
+def test_the_advice_is_a_command_that_runs(run: RunDir) -> None:
+    text = no_token(["http://127.0.0.1:9477", "http://node-2:9477"], run.run_id)
+    for command in re.findall(r"`([^`]+)`", text):
+        assert "..." not in command
+        if command.startswith("rolecall watch"):
+            assert complaint(command) == ""
+    assert f"--id {run.run_id} --credentials credentials`" in text
+    assert "http://" not in no_token(["http://n:1"] * 9, run.run_id), "too long a list is not repeated"
+
+
+def test_agents_with_a_token_are_asked_although_another_has_none(run: RunDir, fake: FakeAgent) -> None:
+    other = subject(4_000_002, 1, 2, node="node-2")
+    agents = {NODE: fake.url, "node-2": "http://127.0.0.1:9"}
+    fake.bad["/v1/evidence/stacks"] = b'{"threads": []}'
+    fake.bad["/v1/evidence/kernel_log"] = b"no line of a kernel\n"
+    pull = EvidencePull(
+        run, lambda: agents, lambda url: BEARER if url == fake.url else "", lambda: [GONE, other], SystemClock()
+    )
+    pull.request(INCIDENT, diagnosis([GONE, other], FaultClass.SLOW))
+    missing = reported(pull).payload.to_body()["missing"]
+    pull.close()
+    assert missing.count(no_token(list(agents.values()), run.run_id)) == 1 and fake.asked
 
 
 def test_a_wrong_token_is_reported_once_with_advice(run: RunDir, agent: AgentProcess) -> None:

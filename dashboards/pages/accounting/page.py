@@ -39,7 +39,7 @@ AUDIT_NOW = "accounting.audit"
 INCIDENTS_SHOWN = 1000
 """Rows of the review table, newest first; review older ones with `rolecall review`."""
 PROBLEMS_SHOWN = 50
-ROW_PIXELS = 50
+ROW_PIXELS = 58
 """Two lines of a diagnosis."""
 DAY_SECONDS = 86_400.0
 SHORT_SECONDS = 600.0
@@ -246,7 +246,7 @@ def _causes_chart(causes: Sequence[tuple[str, str, float]]) -> Any:
     base = alt.Chart(alt.Data(values=rows)).encode(
         y=alt.Y("role:N", title=None, sort="-x", axis=alt.Axis(labelOverlap=False, labelLimit=140, minExtent=60)),
         x=alt.X("seconds:Q", title="seconds of the whole run", stack="zero"),
-        color=alt.Color("fault:N", legend=alt.Legend(title=None, orient="top")),
+        color=alt.Color("fault:N", legend=alt.Legend(title=None, orient="top", symbolStrokeWidth=0)),
         order=alt.Order("seconds:Q", sort="descending"),
         tooltip=["role:N", "fault:N", "seconds:Q"],
     )
@@ -331,7 +331,10 @@ def _reviews(reader: Reader, viewer: Viewer, incidents: Sequence[Incident]) -> N
         "diagnosis": [plain(i.diagnosis.because) for i in listed],
         "reason": [plain(i.review.because) if i.review else "" for i in listed],
     }
-    data_table({name: values for name, values in columns.items() if any(values)}, row_height=ROW_PIXELS)
+    narrow = st.column_config.TextColumn(width="small")
+    config = {"diagnosis": st.column_config.TextColumn(width="large"), "class": narrow, "outcome": narrow}
+    filled = {name: values for name, values in columns.items() if any(values)}
+    data_table(filled, row_height=ROW_PIXELS, column_config=config)
     chosen = st.selectbox("Review", [plain(i.incident_id) for i in listed], key="accounting.review")
     incident = next((i for i in listed if plain(i.incident_id) == chosen), None)
     if incident is not None:

@@ -145,13 +145,16 @@ def _open(incident_id: str) -> None:
 def _table(rows: tuple[table.IncidentTableRow, ...], now: float) -> None:
     config = {
         "severity": st.column_config.MultiselectColumn(options=SEVERITY_OPTIONS, color=SEVERITY_COLOURS, width=90),
-        "link": st.column_config.LinkColumn("incident", display_text=r"incident=([^&]*)", width=110),
-        "what": st.column_config.TextColumn(width=170),
+        "link": st.column_config.LinkColumn("incident", display_text=r"incident=([^&]*)", width=90),
+        "what": st.column_config.TextColumn(width=150),
+        "opened (UTC)": st.column_config.TextColumn(width=105),
         "because": st.column_config.TextColumn("diagnosis", width="large"),
     }
     run = chosen_run()
+    cells = [_cells(r, now, run) for r in rows]
+    filled = [name for name in cells[0] if any(c[name] for c in cells)] if cells else []
     picked = st.dataframe(
-        [_cells(r, now, run) for r in rows],
+        [{name: c[name] for name in filled} for c in cells],
         hide_index=True,
         column_config=config,
         row_height=ROW_PIXELS,
@@ -172,8 +175,8 @@ def _cells(row: table.IncidentTableRow, now: float, run: Mapping[str, str]) -> d
         "because": row.because,
         "link": table.href(row.incident_id, run),
         "opened (UTC)": utc(row.opened_at)[5:19] if row.opened_at else "",
-        "found after the onset": seconds(row.found_seconds, ""),
-        "verified after the finding": seconds(row.verified_seconds, ""),
+        "found after onset": seconds(row.found_seconds, ""),
+        "verified after finding": seconds(row.verified_seconds, ""),
         "open for": seconds(row.open_seconds(now)) if row.opened_at else "",
         "suspect": row.who,
         "fault": row.fault_class.replace("_", " "),

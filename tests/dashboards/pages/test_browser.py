@@ -278,10 +278,26 @@ def test_a_job_that_is_only_watched_is_there_without_dashes(
     with served(folder, [str(what.run.path)]) as address, at(chromium, address, "/", "Last events") as shot:
         card = shot.page.locator("article.rc-card")
         assert "trainer/0 hung in step 53" in card.inner_text() and "rolecall would replace" in card.inner_text()
+        assert "logged; no notification channel configured" in card.inner_text()
+        shot.page.wait_for_function("() => document.title.endsWith('1 open')")
+        figures = shot.page.locator(".rc-figures")
+        first, below = card.bounding_box(), figures.bounding_box()
+        assert first is not None and below is not None and first["y"] < below["y"], "it heads the page"
+        words = figures.inner_text().split("\n")
+        assert {"ranks", "nodes", "step of the job", "last progress", "last sample"} == set(words) & FIGURES
         assert shot.page.locator(".rc-ranks i").count() == 4
+        [row] = [r for r in shot.page.locator("tr").all() if "4001" in r.inner_text()]
+        assert row.inner_text().split("\t")[:6] == ["trainer/0", "1", "4001", "vm", "compute", "53"]
         assert "–" not in shot.page.get_by_test_id("stMain").inner_text()
         shot.page.get_by_role("link", name="Open the incident").click()
         shot.page.get_by_text("Copy as Markdown").wait_for()
+        assert "No: open for" in shot.text() and "nothing, mode observe" in shot.text()
+        shot.page.get_by_role("button", name="All incidents").click()
+        shot.page.get_by_text("1 incident", exact=True).wait_for()
+
+
+FIGURES = {"ranks", "nodes", "last progress", "last sample", "step of the job", "step", "reward", "ETTR", "rollouts"}
+"""Tiles of a watched job, and some that it has no data for."""
 
 
 def test_runs_of_the_same_folder_can_be_switched(chromium: Browser, tmp_path_factory: pytest.TempPathFactory) -> None:

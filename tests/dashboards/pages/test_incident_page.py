@@ -69,7 +69,7 @@ def test_the_table_names_each_incident_with_a_link(shows: Shows, tmp_path: Path)
         "crash",
         "replace replica",
     )
-    assert row["found after the onset"] == "0.50 s"
+    assert row["found after onset"] == "0.50 s"
 
 
 def test_an_open_one_has_a_severity_and_a_whole_sentence(shows: Shows, tmp_path: Path) -> None:

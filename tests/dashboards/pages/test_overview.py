@@ -345,6 +345,12 @@ def observed_job(root: Path, num_ranks: int = 4) -> Settings:
     )
     verdict = {"plan": plan.to_dict(), "page_oncall": False, "outcome": "tolerated"}
     journal.append(filled(K.PLAN_CREATED, verdict), incident_id="inc-1")
+    only = "mode is observe: rolecall only observes this job; it would replace trainer/0 on vm"
+    journal.append(
+        filled(K.PLAN_BLOCKED, {"digest": plan.digest, "guard": "mode", "because": only}), incident_id="inc-1"
+    )
+    paged = {"topic": "mode", "because": f"{found.because}; {only}", "channel": "log"}
+    journal.append(filled(K.ONCALL_PAGED, paged), incident_id="inc-1")
     journal.close()
     return Settings(journal_url=run.database_url, run=run, name="torchrun-job")
 
@@ -354,7 +360,10 @@ def test_a_job_that_is_only_watched_is_shown_without_dashes(tmp_path: Path) -> N
     page = text(at)
     assert "Watched" in page and "1 open incident" in page and "mode observe: no action is taken" in page
     assert "trainer/0 hung in step 53" in page and "rank 1 of trainer/0 is stopped" in page
-    assert "rolecall would replace trainer/0 on vm" in page
+    assert "rolecall would replace trainer/0 on vm" in page and "only observed" in page
+    assert "<dt>suspect</dt><dd>trainer/0 rank 1 on vm</dd>" in page
+    assert "<dt>paging</dt><dd>logged; no notification channel configured</dd>" in page, "said once, without a repeat"
+    assert "needed from you" not in page and "#0" not in page
     assert "<dt>ranks</dt><dd>4</dd>" in page and "<dt>last progress</dt>" in page
     assert "4 ranks" in page and "rank 1 on vm, pid 4001: suspect" in page and "rank 2 on vm" not in page
     assert "–" not in page and "ETTR" not in page and "policy version" not in page

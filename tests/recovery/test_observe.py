@@ -203,9 +203,9 @@ def test_status_shows_it_with_exit_code_1(
     monkeypatch.setitem(os.environ, "COLUMNS", "200")
     assert main(["status", str(tmp_path)]) == 1
     text = capsys.readouterr().out
-    assert "inc-1-rollout-1 planned: rollout/1#1: hang" in text
+    assert "inc-1-rollout-1 open: rollout/1#1: hang" in text
     assert "only observed: in mode act rolecall would replace rollout/1#1 on node-rollout-1" in text
-    assert "LOGGED; NO NOTIFICATION CHANNEL CONFIGURED: rollout/1#1: hang" in text and "PAGED" not in text
+    assert "LOGGED; NO NOTIFICATION CHANNEL CONFIGURED\n" in text and "PAGED" not in text, "the diagnosis is told once"
     world.runtime.processes["rollout/1"].fault = None
     world.until(world.all_closed, watch)
     assert main(["status", str(tmp_path)]) == 0

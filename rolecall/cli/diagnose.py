@@ -78,7 +78,7 @@ def diagnose(
         bool,
         typer.Option(
             "--sensitivity/--no-sensitivity",
-            help="If all is healthy, try for up to 20 s which shift of a metric would have been named.",
+            help="If all is healthy, try for up to 5 s which shift of a metric would have been named.",
         ),
     ] = True,
     as_json: JsonOption = False,

@@ -33,8 +33,9 @@ def _text(*pieces: str | tuple[str, str]) -> Text:
     return Text.assemble(*((notification_text(text), style) for text, style in parts))
 
 
-def status(value: Mapping[str, Any], now: float, name: str) -> RenderableType:
-    """What is wrong first, then who leads recovery, then the replicas."""
+def status(value: Mapping[str, Any], now: float, name: str, start: str = "") -> RenderableType:
+    """What is wrong first, then who leads recovery, then the replicas. `start`: the command that starts a watch, where
+    it is not that of a run of rolecall."""
     incidents: Sequence[Mapping[str, Any]] = value["open_incidents"]
     parts: list[RenderableType] = [Indented(_head(value, now))]
     if value["paused"] is not None:
@@ -46,7 +47,7 @@ def status(value: Mapping[str, Any], now: float, name: str) -> RenderableType:
     parts += [
         Indented(_text(("QUARANTINED", WARN), f": {n}, by {why}")) for n, why in value["quarantined_nodes"].items()
     ]
-    parts.append(Indented(_leader(value, now, name)))
+    parts.append(Indented(_leader(value, now, start or f"rolecall watch run {name}")))
     if value["mode"] != OBSERVE:
         parts.append(_text(f"evictions in the last hour: {value['evictions_last_hour']}"))
     parts += _replicas(value["replicas"], now)
@@ -68,9 +69,9 @@ def _head(value: Mapping[str, Any], now: float) -> Text:
     return head + _text("; ", number)
 
 
-def _leader(value: Mapping[str, Any], now: float, name: str) -> Text:
+def _leader(value: Mapping[str, Any], now: float, command: str) -> Text:
     mode = f"recovery: mode {value['mode']}, " if value["mode"] else "recovery: "
-    start = f"start one: rolecall watch run {name}"
+    start = f"start one: {command}"
     match value["watch_state"]:
         case WatchState.LEADS:
             return _text(mode, f"led by watch {value['watch']['holder']} (fence {value['watch']['fence']})")

@@ -338,10 +338,10 @@ def of_xid(gpu: Gpu, code: int) -> str:
         f"class {known.fault_class}",
         f"NVIDIA's catalogue: {_action(known.immediate)}",
     ]
-    if known.investigatory is not XidAction.NONE:
+    if known.investigatory not in (XidAction.NONE, XidAction.IGNORE):
         words.append(f"to find the cause: {_action(known.investigatory)}")
     if known.second_opinion:
-        words.append(f"gpud's opinion {known.second_opinion} has no effect: the catalogue decides")
+        words.append(f"gpud rates it {known.second_opinion}; NVIDIA's catalogue, as its maker's, decides")
     if code == 45 and len(gpu.codes) > 1:
         words.append("follows another XID")
     if code in (171, 172) and 48 in gpu.codes:

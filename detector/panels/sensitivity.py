@@ -142,9 +142,7 @@ def _effect(panel: str, onset: Onset, smallest: Sequence[tuple[float, int]]) -> 
     )
 
 
-def _begun(
-    panel: Panel, detectors: Sequence[PanelDetector], stopped: Callable[[], bool]
-) -> dict[Onset, list[Tracker]]:
+def _begun(panel: Panel, detectors: Sequence[PanelDetector], stopped: Callable[[], bool]) -> dict[Onset, list[Tracker]]:
     """The detectors' trackers as they are at each onset: the same for all of its trials."""
     trackers = [d.track(panel.shape) for d in detectors]
     begun = {Onset.FIRST_SAMPLE: deepcopy(trackers), Onset.MIDDLE: trackers}
@@ -156,9 +154,7 @@ def _begun(
     return begun
 
 
-def _smallest(
-    panel: Panel, begun: Sequence[Tracker], trial: Trial, stopped: Callable[[], bool]
-) -> tuple[float, int]:
+def _smallest(panel: Panel, begun: Sequence[Tracker], trial: Trial, stopped: Callable[[], bool]) -> tuple[float, int]:
     low, high, best = 0, len(SPREADS), (math.inf, 0)
     while low < high and not stopped():
         middle = (low + high) // 2

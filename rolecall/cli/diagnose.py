@@ -63,7 +63,7 @@ def diagnose(
     paths: Annotated[
         list[Path],
         typer.Argument(
-            help="Recordings, Flight Recorder dumps, stack dumps, kernel logs, or folders of them; - is standard input.",
+            help="Recordings, Flight Recorder dumps, stack dumps, kernel logs, folders of them; - is standard input.",
             metavar="PATH...",
         ),
     ],

@@ -132,6 +132,8 @@ def search(paths: Sequence[Path], num_files_max: int = NUM_FILES_MAX) -> InputFi
             continue
         known = 0
         for file in _files(path, num_files_max):
+            if file.name == recording.LABEL_JSON:
+                continue  # what `rolecall simulate` says about the recording beside it
             if _sort(file, found):
                 known += 1
             else:

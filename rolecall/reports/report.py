@@ -156,8 +156,10 @@ def write_report(run: RunDir, baseline: Path | None = None) -> dict[str, Any]:
     facts = read_facts(run)
     if "agents" in facts.job:
         name = run.shell_name
-        hint = f"its incidents: rolecall incidents --run {name}; one for a ticket: rolecall incident export ID --run {name}"
-        raise CommandRefused(f"{run.run_id} is only watched: steps, tokens and cost of its faults are not known; {hint}")
+        hint = f"its incidents: rolecall incidents --run {name}; one of them: rolecall incident export ID --run {name}"
+        raise CommandRefused(
+            f"{run.run_id} is only watched: steps, tokens and cost of its faults are not known; {hint}"
+        )
     digest = config_digest(facts)
     if baseline is None:
         other = find_baseline(run.path, digest)

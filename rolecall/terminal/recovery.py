@@ -130,7 +130,7 @@ def _ranks(ranks: Sequence[Mapping[str, Any]], now: float) -> list[Text]:
 
 
 def incidents(value: Sequence[Mapping[str, Any]], now: float, name: str) -> RenderableType:
-    """Every incident, and all that is known of one whose value has its events."""
+    """Every incident, and all that is known of one whose value has its events: evidence first, then what happened."""
     if not value:
         return _text(("no incidents", GOOD))
     parts = list[RenderableType]()
@@ -138,15 +138,24 @@ def incidents(value: Sequence[Mapping[str, Any]], now: float, name: str) -> Rend
         parts += _incidents([incident], now, name)
         evidence = incident.get("diagnosis", {}).get("evidence", ())
         parts += [Indented(_text(("evidence: ", SOFT), e["text"]), 2, 4) for e in evidence]
-        for event in incident.get("events", ()):
-            body = event["body"]
+        events = incident.get("events", ())
+        for body in (e["body"] for e in events if e["kind"] == EventKind.EVIDENCE_COLLECTED):
+            missing = [f"not collected: {text}" for text in body.get("missing", ())]
+            files = [f["name"] for f in body.get("files", ())]
+            parts += [Indented(_text(t), 4, 6) for t in (*body.get("statements", ()), *missing, *files)]
+        said = [incident["because"]] if events else []
+        for event in events:
             at = utc(event["wall_at"], "%H:%M:%S UTC")
-            parts.append(Indented(_text((f"e{event['seq']}  {at}  ", SOFT), event_text(event)), 2, 6))
-            if event["kind"] == EventKind.EVIDENCE_COLLECTED:
-                missing = [f"not collected: {text}" for text in body.get("missing", ())]
-                files = [f["name"] for f in body.get("files", ())]
-                parts += [Indented(_text(t), 6, 8) for t in (*body.get("statements", ()), *missing, *files)]
+            parts.append(Indented(_text((f"e{event['seq']}  {at}  ", SOFT), _once(event_text(event), said)), 2, 6))
+            said.append(event["body"].get("diagnosis", {}).get("because") or incident["because"])
     return Group(*parts)
+
+
+def _once(text: str, said: Iterable[str]) -> str:
+    """`text` with `…` for each diagnosis that was printed before."""
+    for because in sorted(filter(None, said), key=len, reverse=True):
+        text = text.replace(because, "…")
+    return text
 
 
 def _incidents(found: Iterable[Mapping[str, Any]], now: float, name: str) -> list[RenderableType]:

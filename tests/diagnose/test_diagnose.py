@@ -568,6 +568,12 @@ def test_standard_input_that_says_nothing_too_much_or_never_ends_is_an_error(
     assert code == 2 and "it does not end within" in err
 
 
+def test_the_label_of_a_simulated_case_is_not_of_unknown_kind(tmp_path: Path) -> None:
+    saved(tmp_path, noise(ticks=60))
+    (tmp_path / "label.json").write_text("{}")
+    assert [i.kind for i in diagnosing.diagnose([tmp_path], []).inputs] == ["recording"]
+
+
 def test_no_effect_is_sought_where_there_is_a_fault_or_it_is_not_asked_for(tmp_path: Path) -> None:
     answer = diagnosing.diagnose([saved(tmp_path, faulty())], [named()], sensitivity_seconds=60.0)
     assert answer.verdict == "fault" and answer.smallest_effects == []

@@ -180,7 +180,9 @@ def test_a_process_cannot_register_where_no_agent_has_run() -> None:
 def test_a_node_without_a_gpu_lacks_no_permission_for_it() -> None:
     down = {"gpu": "no libnvidia-ml.so.1", "gpu_events": "no libnvidia-ml.so.1", "kernel_log": "no permission"}
     facts = replace(FIT, driver="", gpu_devices=0, pci_gpus=0, probes_down=down)
-    assert [c.message for c in examine(facts) if c.name == "probe"] == ["the agent cannot read kernel_log: no permission"]
+    assert [c.message for c in examine(facts) if c.name == "probe"] == [
+        "the agent cannot read kernel_log: no permission"
+    ]
     assert len([c for c in examine(replace(FIT, probes_down=down)) if c.name == "probe"]) == 3
 
 

@@ -341,7 +341,7 @@ def time_remarks(logs: Sequence[KernelLog]) -> list[str]:
         known = {s.text for s in log.seen}  # what another program quotes
         if unread := [line for line in log.unread_xids if line[line.index(XID_MARK) :] not in known]:
             remarks.append(
-                f"cannot tell from {log.path}: {counted(len(unread), 'line')} with an XID could not be read, the first: "
+                f"cannot tell from {log.path}: {counted(len(unread), 'line')} with an XID could not be read, first "
                 f"{unread[0]}; the output of `dmesg` or `journalctl -k` of this node would settle it"
             )
     remarks += [

@@ -275,11 +275,11 @@ def _stamps(file: BufferedIOBase, head: bytes, log: KernelLog) -> Iterator[Times
             unstamped = not any(plain.take(line) for line in lines) and _is_unstamped(lines, Path(log.path).name)
             reader = LineReader(unstamped=unstamped)
             while raw := file.readline(LINE_CHARS_MAX):
-                line = raw.decode("utf-8", "replace")
-                if (stamped := reader.take(line)) is not None:
+                text = raw.decode("utf-8", "replace")
+                if (stamped := reader.take(text)) is not None:
                     yield stamped
                 else:
-                    _note_unread(log, line)
+                    _note_unread(log, text)
 
 
 def _take(

@@ -501,8 +501,9 @@ def test_one_metric_that_changes_is_enough_to_be_judged(tmp_path: Path, capsys: 
 
 
 def test_a_healthy_answer_says_which_effect_would_have_been_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(diagnosing, "SENSITIVITY_SECONDS", 600.0)
     path = saved(tmp_path, noise(machines=6, metrics=2, ticks=80))
     assert main(["diagnose", str(path)]) == 0
     out = capsys.readouterr().out

@@ -314,14 +314,17 @@ def _note_unread(log: KernelLog, line: str) -> None:
 
 
 def _node_of(path: Path) -> str:
-    """From the name of the file (`node-7/dmesg.1.gz`, `dmesg-gpu7.txt`, `gpu7.log`) or of its folder, if that looks
-    like a host's, else `unknown (file NAME)`."""
+    """What stands beside a word for a kernel log in the file's name (`dmesg-vm.txt`), else the name of the file
+    (`gpu7.log`) or its folder (`gpu7/dmesg.1.gz`), if it looks like a host's, else `unknown (file NAME)`."""
     if node := place_of(path).get("node"):
         return str(node).lower()
     name = path.name
     for suffix in packed.SUFFIXES:
         name = name.removesuffix(suffix)
-    rest = _GENERIC_NAME.sub("", _SUFFIX.sub("", _ROTATED.sub("", name))).strip("-_.")
+    stem = _SUFFIX.sub("", _ROTATED.sub("", name))
+    rest = _GENERIC_NAME.sub("", stem).strip("-_.")
+    if rest and rest != stem:
+        return rest.lower()
     names = (rest, path.absolute().parent.name)
     return next((n.lower() for n in names if _HOST_NAME.fullmatch(n)), f"unknown (file {path.name})")
 

@@ -7,14 +7,16 @@ effect that is reported is named in at least four of five trials.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import islice
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rolecall.detector.panels.panel import Floats, Panel, PanelDetector
+from rolecall.detector.panels.panel import Panel, PanelDetector, Tracker
 
 SPREADS = (2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 24.0)
 """Shifts that are tried, in spreads of the metric."""
@@ -36,7 +38,7 @@ class Onset(StrEnum):
 class SmallestEffect:
     """`spreads`: the smallest shift that `NAMED_SHARE` of the trials name, `ticks`: at the latest so many ticks after
     its onset. Both None: not even the largest of `SPREADS` is. `num_named`: trials that name the shift, or the largest
-    one; `num_trials`: those that ended in time."""
+    one; `num_trials`: those that ended in time, without all `NUM_TRIALS` of which it says nothing."""
 
     panel: str
     onset: Onset
@@ -46,8 +48,13 @@ class SmallestEffect:
     num_trials: int
 
     @property
+    def is_complete(self) -> bool:
+        """Whether all trials ended in time: fewer say nothing."""
+        return self.num_trials == NUM_TRIALS
+
+    @property
     def text(self) -> str:
-        if not self.num_trials:
+        if not self.is_complete:
             return f"{self.panel}: the smallest shift {self.onset} that would have been named was not found in time"
         trials = f"{self.num_named} of {self.num_trials} trials"
         if self.spreads is None:
@@ -96,6 +103,11 @@ def trials_of(panel: Panel, rng: np.random.Generator, num: int = NUM_TRIALS) -> 
     return trials
 
 
+def not_tried(panel: Panel) -> tuple[SmallestEffect, ...]:
+    """Of a panel for whose trials there is no time."""
+    return tuple(_effect(panel.shape.name, onset, ()) for onset in Onset)
+
+
 def smallest_effects(
     panel: Panel,
     detectors: Sequence[PanelDetector],
@@ -107,9 +119,10 @@ def smallest_effects(
     the panel has a spread."""
     found: dict[Onset, list[tuple[float, int]]] = {onset: [] for onset in Onset}
     trials = trials_of(panel, rng)
+    begun = _begun(panel, detectors, stopped) if trials else {}
     for number, trial in enumerate(trials, start=1):
         progress(f"{panel.shape.name}: the smallest effect that would be named, trial {number} of {len(trials)}")
-        smallest = _smallest(panel, detectors, trial, stopped)
+        smallest = _smallest(panel, begun[trial.onset], trial, stopped)
         if stopped():
             break
         found[trial.onset].append(smallest)
@@ -129,13 +142,23 @@ def _effect(panel: str, onset: Onset, smallest: Sequence[tuple[float, int]]) -> 
     )
 
 
-def _smallest(
-    panel: Panel, detectors: Sequence[PanelDetector], trial: Trial, stopped: Callable[[], bool]
-) -> tuple[float, int]:
+def _begun(panel: Panel, detectors: Sequence[PanelDetector], stopped: Callable[[], bool]) -> dict[Onset, list[Tracker]]:
+    """The detectors' trackers as they are at each onset: the same for all of its trials."""
+    trackers = [d.track(panel.shape) for d in detectors]
+    begun = {Onset.FIRST_SAMPLE: deepcopy(trackers), Onset.MIDDLE: trackers}
+    for at, values in islice(panel.ticks(), len(panel.at) // 2):
+        if stopped():
+            break
+        for tracker in trackers:
+            tracker.tick(at, values)
+    return begun
+
+
+def _smallest(panel: Panel, begun: Sequence[Tracker], trial: Trial, stopped: Callable[[], bool]) -> tuple[float, int]:
     low, high, best = 0, len(SPREADS), (math.inf, 0)
     while low < high and not stopped():
         middle = (low + high) // 2
-        ticks = _ticks_until_named(panel, detectors, trial, SPREADS[middle], stopped)
+        ticks = _ticks_until_named(panel, begun, trial, SPREADS[middle], stopped)
         if ticks is None:
             low = middle + 1
         else:
@@ -144,25 +167,20 @@ def _smallest(
 
 
 def _ticks_until_named(
-    panel: Panel, detectors: Sequence[PanelDetector], trial: Trial, spreads: float, stopped: Callable[[], bool]
+    panel: Panel, begun: Sequence[Tracker], trial: Trial, spreads: float, stopped: Callable[[], bool]
 ) -> int | None:
     """From the onset; None if the machine alone is never named, or `stopped`."""
     onset = 0 if trial.onset is Onset.FIRST_SAMPLE else len(panel.at) // 2
     who = (panel.shape.suspect(trial.machine),)
-    trackers = [d.track(panel.shape) for d in detectors]
-    for tick, (at, values) in enumerate(_shifted(panel, trial, spreads * trial.unit, onset)):
+    trackers = deepcopy(begun)
+    shift = np.float32(spreads * trial.unit)
+    for ticks, (at, values) in enumerate(islice(panel.ticks(), onset, None), start=1):
         if stopped():
             return None
+        shifted = values.copy()
+        shifted[trial.metric, trial.machine] += shift
         # All trackers see each tick.
-        reported = [f for tracker in trackers for f in tracker.tick(at, values)]
-        if tick >= onset and any(f.suspects == who for f in reported):
-            return tick - onset + 1
+        reported = [f for tracker in trackers for f in tracker.tick(at, shifted)]
+        if any(f.suspects == who for f in reported):
+            return ticks
     return None
-
-
-def _shifted(panel: Panel, trial: Trial, shift: float, onset: int) -> Iterator[tuple[float, Floats]]:
-    for tick, (at, values) in enumerate(panel.ticks()):
-        if tick >= onset:
-            values = values.copy()
-            values[trial.metric, trial.machine] += np.float32(shift)
-        yield at, values

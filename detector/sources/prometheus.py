@@ -267,6 +267,7 @@ class PrometheusSource:
                 pause(self._clock, due - self._clock.wall(), stopped)
             except PrometheusUnavailable as e:
                 if stopped():
+                    self.failing = self.failing if self._begun else str(e)
                     return
                 if not self._begun:
                     raise UnreadableInput(where=self._client.where, reason=f"no answer: {e}") from None

@@ -34,6 +34,8 @@ from rolecall.detector.panels.panel import (
 )
 
 MAGIC = b"PAR1"
+LABEL_JSON = "label.json"
+"""Beside the recording of a simulated task: what is faulty in it."""
 STRINGS = ("role", "replica", "node", "metric")
 REQUIRED = ("timestamp", *STRINGS, "value")
 OPTIONAL_STRINGS = ("job", "phase")
@@ -175,6 +177,8 @@ class _File:
         except pl.exceptions.PanicException as e:  # a bug in the reader, triggered by damaged files
             raise self.unreadable("the Parquet file is damaged") from e
         except (pl.exceptions.PolarsError, OSError) as e:
+            if isinstance(e, OSError) and e.strerror:
+                raise self.unreadable(f"it cannot be read: {e.strerror}") from e
             first = (str(e).splitlines() or [type(e).__name__])[0][:200]
             raise self.unreadable(f"not a readable Parquet file: {first}") from e
 

@@ -20,6 +20,7 @@ from rolecall.core.diagnosis import ActionKind, Diagnosis, Suspect
 from rolecall.core.errors import CommandRefused, ConcurrentWrite, InvalidId
 from rolecall.core.faults import FaultClass
 from rolecall.core.ids import checked_id, split_replica
+from rolecall.core.journal.events import EventKind
 from rolecall.core.journal.journal import Journal
 from rolecall.core.journal.payloads import (
     BurnInFinished,
@@ -67,8 +68,12 @@ TRIES_MAX = 5
 
 @contextmanager
 def _of_running(location: RunLocation, clock: Clock | None = None) -> Iterator[tuple[Journal, IncidentProjection]]:
-    """The journal and the incidents of a run that goes on. Raises CommandRefused: it has ended."""
+    """The journal and the incidents of a run that goes on. Raises CommandRefused: it has ended, or rolecall only
+    watches it."""
     with opened(location, clock) as (journal, projection):
+        if not journal.desired() and journal.last(EventKind.RUN_STARTED) is None:
+            refused = "rolecall neither places nor replaces its processes; use what started the job"
+            raise CommandRefused(f"{location.run_id} is only watched: {refused}")
         if projection.ended is not None:
             allowed = "only a review of a diagnosis and a burn-in can still be recorded"
             raise CommandRefused(f"{location.run_id} has ended ({projection.ended}): {allowed}")

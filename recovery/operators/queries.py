@@ -97,15 +97,15 @@ def status(location: RunLocation, clock: Clock | None = None) -> dict[str, Any]:
 def incidents(
     location: RunLocation, incident_id: str | None = None, clock: Clock | None = None
 ) -> list[dict[str, Any]]:
-    """All incidents, or the requested one with its events, as plain values. Raises CommandRefused: there is no incident
-    of this id."""
+    """All incidents, open ones and then the newest first, or the requested one with its events, as plain values. Raises
+    CommandRefused: there is no incident of this id."""
     now = (clock or SystemClock()).wall()
     with opened(location) as (journal, projection):
         summaries = [
             summary(i, projection, now) for i in projection.incidents.values() if incident_id in (None, i.incident_id)
         ]
         if incident_id is None:
-            return summaries
+            return sorted(summaries, key=lambda s: (s["outcome"] is not None, -s["opened_at"]))
         found = known(projection, incident_id)
         events = [e.to_dict() for e in journal.events(incident_id=incident_id)]
     return [{**summaries[0], "diagnosis": found.diagnosis.to_dict(), "events": events}]

@@ -1,12 +1,13 @@
 """Commands on recordings and dumps: diagnose, fit, simulate."""
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from rolecall.cli.options import HelpGroup, JsonOption, examples, out, present, progress
-from rolecall.core.errors import ConfigError
+from rolecall.core.errors import ConfigError, UnreadableInput
 from rolecall.core.text import counted
 
 if TYPE_CHECKING:
@@ -53,6 +54,7 @@ def panel_detectors(name: str, false_alarms: float, model: Path | None, profile:
     epilog=examples(
         "rolecall diagnose fleet.parquet",
         "rolecall diagnose friday.parquet --profile my-job.json",
+        "dmesg | rolecall diagnose -",
         "rolecall diagnose nccl_trace_rank_*              # Flight Recorder dumps",
         "rolecall diagnose /var/log/incident-17/ --explain why.html",
     )
@@ -61,7 +63,8 @@ def diagnose(
     paths: Annotated[
         list[Path],
         typer.Argument(
-            help="Recordings, Flight Recorder dumps, stack dumps, kernel logs, or folders of them.", metavar="PATH..."
+            help="Recordings, Flight Recorder dumps, stack dumps, kernel logs, folders of them; - is standard input.",
+            metavar="PATH...",
         ),
     ],
     detector: DetectorOption = DETECTOR,
@@ -75,28 +78,45 @@ def diagnose(
         bool,
         typer.Option(
             "--sensitivity/--no-sensitivity",
-            help="If all is healthy, try for up to 20 s which shift of a metric would have been named.",
+            help="If all is healthy, try for up to 5 s which shift of a metric would have been named.",
         ),
     ] = True,
     as_json: JsonOption = False,
 ) -> int:
-    """Find the faulty machine in recordings.
+    """Find the fault in logs, dumps, stacks and recordings.
 
-    Names the machine, the onset of its fault and the evidence. Reads recordings, dumps and logs.
+    Names the machine, the onset of its fault and the evidence. Reads kernel logs, Flight Recorder dumps, stacks, NCCL's
+    answers and recordings of metrics.
 
     Exit code 0: healthy, or cannot tell; 1: a fault was found; 2: unreadable input."""
     from rolecall.diagnose import diagnose as diagnosing
+    from rolecall.diagnose import standard_input
     from rolecall.terminal import findings
 
     if explain is not None and explain.suffix.lower() not in (".html", ".htm"):
         raise ConfigError([f"--explain: {explain}: the page is HTML, so its name must end in .html"])
     detectors = panel_detectors(detector, false_alarms, model, profile)
-    answer = diagnosing.diagnose(
-        paths,
-        detectors,
-        progress=None if as_json else progress,
-        sensitivity_seconds=diagnosing.SENSITIVITY_SECONDS if sensitivity else 0.0,
-    )
+
+    def judged(paths: list[Path]) -> diagnosing.DiagnosisReport:
+        return diagnosing.diagnose(
+            paths,
+            detectors,
+            progress=None if as_json else progress,
+            sensitivity_seconds=diagnosing.SENSITIVITY_SECONDS if sensitivity else 0.0,
+        )
+
+    if any(path in standard_input.PATHS for path in paths):
+        if len(paths) > 1:
+            raise ConfigError(["-: standard input is judged alone: name no other path with it"])
+        with standard_input.saved(sys.stdin.buffer) as file:
+            try:
+                answer = judged([file])
+            except UnreadableInput as e:
+                where = e.where.replace(str(file), standard_input.STANDARD_INPUT)
+                raise UnreadableInput(where=where, reason=e.reason) from e
+            answer.inputs = [standard_input.named(i, file) for i in answer.inputs]
+    else:
+        answer = judged(paths)
     if explain is not None:
         from rolecall.diagnose.explain import explain as draw
 

@@ -41,7 +41,10 @@ app = typer.Typer()
 )
 def doctor(
     config: Annotated[Path | None, typer.Option("--config", help="agent.yaml of this node's agent.")] = None,
-    pid: Annotated[int | None, typer.Option(min=1, help="A rank: check its NCCL settings.")] = None,
+    pid: Annotated[
+        int | None,
+        typer.Option(min=1, help="A rank: may it register with the agent, and do its NCCL settings allow diagnosis?"),
+    ] = None,
     agents: Annotated[
         str, typer.Option(help="Other agents, as in `rolecall watch agents`: compare their clocks with this node's.")
     ] = "",

@@ -1,6 +1,7 @@
 """Commands of operators: on recovery (status, pause, resume, replace), plans and incidents."""
 
 import hashlib
+import shlex
 from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
@@ -24,10 +25,13 @@ from rolecall.cli.options import (
     whoami,
 )
 from rolecall.core.errors import ConfigError
-from rolecall.core.rundir import write_atomically
+from rolecall.core.rundir import RunDir, write_atomically
 from rolecall.core.text import plain
 
 app = typer.Typer()
+
+AGENTS_SHOWN_MAX = 8
+"""In the command that starts a watch again."""
 
 
 @app.command(epilog=examples("rolecall status", "rolecall status my-run --json"))
@@ -46,8 +50,19 @@ def status(run: RunArgument = "", option: RunOption = "", runs: RootOption = ROO
     with closing(Journal(where.database_url, create=False)) as journal:
         ranks = observed_ranks.from_json(journal.flag(observed_ranks.FLAG))
     value["ranks"] = [asdict(r) for r in ranks]
-    present(as_json, value, recovery.status(value, SystemClock().wall(), where.shell_name))
+    present(as_json, value, recovery.status(value, SystemClock().wall(), where.shell_name, _start_of(where)))
     return 1 if value["open_incidents"] or value["broken_incidents"] else 0
+
+
+def _start_of(run: RunDir) -> str:
+    """The command that watches the run of `rolecall watch agents` again; empty for another."""
+    urls = list((run.read().get("agents") or {}).values())
+    if not urls:
+        return ""
+    root = run.path.parent
+    runs = "" if run.shell_name == run.run_id else f" --runs {shlex.quote(str(root))}"
+    named = ",".join(urls) if len(urls) <= AGENTS_SHOWN_MAX else "AGENTS"
+    return f"rolecall watch agents {shlex.quote(named)} --id {run.run_id}{runs}"
 
 
 @app.command(epilog=examples('rolecall pause --reason "network maintenance until 18:00"'))
@@ -148,7 +163,7 @@ def incidents(
     runs: RootOption = ROOT,
     as_json: JsonOption = False,
 ) -> None:
-    """List incidents.
+    """List incidents: open ones, then the newest first.
 
     Each with its diagnosis, evidence, actions and outcome."""
     from rolecall.core.clock import SystemClock

@@ -58,8 +58,11 @@ def _rebuilt(cls: type[RolecallError], args: tuple[Any, ...], facts: dict[str, A
 class InvalidId(RolecallError, ValueError):
     def __init__(self, *, what: str, text: str) -> None:
         self.what, self.text = what, text
-        wanted = "role/index" if what == "replica" else "^[a-z0-9][a-z0-9_.-]{0,62}$"
-        super().__init__(f"{what}: {text!r} does not match {wanted}")
+        if what == "replica":
+            wanted = "is not written role/index, as rollout/3"
+        else:
+            wanted = "is not allowed: write 1 to 63 of a-z, 0-9, '_', '.' and '-', beginning with a letter or digit"
+        super().__init__(f"{what}: {text!r} {wanted}")
 
 
 class ConfigError(RolecallError, ValueError):

@@ -113,15 +113,21 @@ def write_atomically(path: Path, content: str | bytes, *, private: bool = False)
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
-    descriptor = os.open(temporary, flags, 0o600 if private else 0o666)
+    try:
+        descriptor = os.open(temporary, flags, 0o600 if private else 0o666)
+    except OSError as e:
+        e.filename = str(path)  # the caller knows no temporary file
+        raise
     try:
         with os.fdopen(descriptor, "wb") as f:
             f.write(content.encode() if isinstance(content, str) else content)
             f.flush()
             os.fsync(f.fileno())
         temporary.replace(path)
-    except OSError:
+    except OSError as e:
         temporary.unlink(missing_ok=True)
+        if e.filename is not None:
+            e.filename = str(path)
         raise
 
 

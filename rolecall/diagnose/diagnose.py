@@ -31,7 +31,7 @@ from rolecall.detector.base import packed_files as packed
 from rolecall.detector.base.read_budget import Budget, Contents, ReadLimits, read_each
 from rolecall.detector.live.fusion import merged
 from rolecall.detector.panels.panel import Floats, Panel, PanelDetector, SeenValues, cannot_tell, standing
-from rolecall.detector.panels.sensitivity import SmallestEffect, smallest_effects
+from rolecall.detector.panels.sensitivity import SmallestEffect, not_tried, smallest_effects
 from rolecall.detector.sources import agent_event_files as agent_events
 from rolecall.detector.sources import recording
 from rolecall.diagnose.explain import ExplainedDiagnosis, ScoreTrace
@@ -45,8 +45,10 @@ KINDS = (
     "a file of the NCCL Inspector, a kernel log, an agent's events, a copy of an InfiniBand device"
 )
 CANNOT_TELL = "cannot tell"
-SENSITIVITY_SECONDS = 20.0
+SENSITIVITY_SECONDS = 5.0
 """For finding the smallest effects that would have been named, of all panels together."""
+PASSES_MIN = 14
+"""Over a panel, that its trials take at least."""
 SENSITIVITY_SEED = 0
 SUSPECT_FIELDS = ("node", "role", "replica", "rank", "gpu")
 
@@ -66,6 +68,7 @@ class DiagnosisReport:
     diagnoses: list[Diagnosis] = field(default_factory=list)
     inputs: list[Input] = field(default_factory=list)
     panels: list[Panel] = field(default_factory=list)
+    judged_seconds: list[float] = field(default_factory=list)  # of each panel
     smallest_effects: list[SmallestEffect] = field(default_factory=list)  # of healthy panels
     budget: Budget = field(default_factory=Budget)
 
@@ -129,6 +132,8 @@ def search(paths: Sequence[Path], num_files_max: int = NUM_FILES_MAX) -> InputFi
             continue
         known = 0
         for file in _files(path, num_files_max):
+            if file.name == recording.LABEL_JSON:
+                continue  # what `rolecall simulate` says about the recording beside it
             if _sort(file, found):
                 known += 1
             else:
@@ -243,7 +248,9 @@ def diagnose(
         looked, open_ends = [], list[str]()
         for panel in read.panels:
             say(f"{file}: {panel.shape.name}, {len(panel.shape.machines)} machines, {len(panel.at)} ticks")
+            seconds_left = budget.seconds_left
             findings, unsettled = _diagnose_panel(panel, detectors, budget)
+            answer.judged_seconds.append(seconds_left - budget.seconds_left)
             all_findings += findings
             open_ends += unsettled
             looked.append(_panel_words(panel))
@@ -272,7 +279,8 @@ def diagnose(
     answer.diagnoses = [kernel_findings.with_advice(d) for d in merged(all_findings)]
     if answer.verdict == "healthy" and sensitivity_seconds:
         seconds = min(sensitivity_seconds, budget.seconds_left)
-        answer.smallest_effects = _smallest_effects(answer.panels, detectors, seconds, clock or SystemClock(), say)
+        judged = tuple(zip(answer.panels, answer.judged_seconds, strict=True))
+        answer.smallest_effects = _smallest_effects(judged, detectors, seconds, clock or SystemClock(), say)
     return answer
 
 
@@ -294,17 +302,21 @@ def _diagnose_panel(
 
 
 def _smallest_effects(
-    panels: Sequence[Panel],
+    judged: Sequence[tuple[Panel, float]],
     detectors: Sequence[PanelDetector],
     seconds: float,
     clock: Clock,
     say: Callable[[str], None],
 ) -> list[SmallestEffect]:
-    """Each panel gets an equal part of the time that those before it left."""
+    """Each panel gets an equal part of the time that those before it left. `judged`: panels and how long the detectors
+    took for each: one whose trials cannot end in time is not tried."""
     found, end = list[SmallestEffect](), clock.monotonic() + seconds
-    for number, panel in enumerate(panels):
+    for number, (panel, pass_seconds) in enumerate(judged):
         now = clock.monotonic()
-        until = now + max(0.0, end - now) / (len(panels) - number)
+        until = now + max(0.0, end - now) / (len(judged) - number)
+        if now + PASSES_MIN * pass_seconds > until:
+            found += not_tried(panel)
+            continue
         rng = np.random.default_rng(SENSITIVITY_SEED)
 
         def is_over(until: float = until) -> bool:

@@ -57,7 +57,7 @@ def simulate_fleet(
             case = out / f"case-{task.index:03d}"
             case.mkdir()
             num_samples = write_recording(case / "recording.parquet", task)
-            (case / "label.json").write_text(json.dumps(label(task), indent=1) + "\n")
+            (case / recording.LABEL_JSON).write_text(json.dumps(label(task), indent=1) + "\n")
             progress(f"{case.name}: {task.num_machines} machines, {task.num_ticks} s, {num_samples:,} samples")
     except OSError as e:
         raise CommandRefused(f"{out}: {e.strerror or e}") from e

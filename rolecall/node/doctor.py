@@ -23,6 +23,8 @@ FILES_LOW = 8192
 PTRACE_OFF = 3
 TIME_ERROR = 5
 """State that adjtimex(2) returns for an unsynchronized clock."""
+GPU_PROBES = ("gpu", "gpu_events")
+"""Of the agent: without a GPU they have nothing to read."""
 EXIT_STATUS_KERNEL = (6, 15)
 """From this Linux version on, a pidfd reports the exit status of a process that its parent has already reaped."""
 
@@ -146,7 +148,7 @@ _unknown = partial(_Result, CheckLevel.UNKNOWN)
 
 def _driver(facts: NodeFacts) -> Iterator[_Result]:
     there = max(facts.gpu_devices, facts.pci_gpus)
-    if not facts.driver and not there:
+    if not _has_gpu(facts):
         yield _ok("no NVIDIA GPU on this node")
     elif not facts.driver:
         yield _broken(
@@ -162,8 +164,12 @@ def _driver(facts: NodeFacts) -> Iterator[_Result]:
         yield _ok(f"driver {facts.driver}, {counted(facts.gpu_devices, 'GPU')}")
 
 
+def _has_gpu(facts: NodeFacts) -> bool:
+    return bool(facts.driver or facts.gpu_devices or facts.pci_gpus)
+
+
 def _nvml(facts: NodeFacts) -> Iterator[_Result]:
-    if not (facts.driver or facts.gpu_devices or facts.pci_gpus):
+    if not _has_gpu(facts):
         return
     if not facts.nvml_wanted:
         yield _ok("not checked: gpu is disabled in agent.yaml")
@@ -218,6 +224,8 @@ def _processes(facts: NodeFacts) -> Iterator[_Result]:
 
 def _probe(facts: NodeFacts) -> Iterator[_Result]:
     for probe, reason in facts.probes_down.items():
+        if probe in GPU_PROBES and not _has_gpu(facts):
+            continue
         yield _warning(
             f"the agent cannot read {probe}: {reason or 'no reason given'}",
             "grant its user the permission (docs/reference/agent.md, Permissions), or disable that section",
@@ -225,9 +233,15 @@ def _probe(facts: NodeFacts) -> Iterator[_Result]:
 
 
 def _socket(facts: NodeFacts) -> Iterator[_Result]:
-    if facts.rank_uid is None or facts.socket_uid is None or facts.rank_uid in (0, facts.socket_uid):
+    if facts.rank_uid is None:
         return
-    if facts.socket_gid not in facts.rank_gids:
+    if facts.socket_uid is None:
+        yield _unknown(
+            f"the process cannot register yet: {facts.data_dir}/agent.sock does not exist", "start the agent first"
+        )
+    elif facts.rank_uid in (0, facts.socket_uid) or facts.socket_gid in facts.rank_gids:
+        yield _ok(f"the process (user {facts.rank_uid}) may register at {facts.data_dir}/agent.sock")
+    else:
         yield _warning(
             f"the process runs as user {facts.rank_uid}, but {facts.data_dir}/agent.sock is only for user "
             f"{facts.socket_uid} and group {facts.socket_gid}: it cannot register",

@@ -17,7 +17,7 @@ from typing import Any
 
 from rolecall import __version__
 from rolecall.core.config.job import parse_job
-from rolecall.core.errors import ConfigError, RolecallError, RunNotFound
+from rolecall.core.errors import CommandRefused, ConfigError, RolecallError, RunNotFound
 from rolecall.core.journal.events import Event, EventKind
 from rolecall.core.journal.journal import Journal
 from rolecall.core.journal.ledger import GroupState, Ledger
@@ -150,10 +150,16 @@ def write_report(run: RunDir, baseline: Path | None = None) -> dict[str, Any]:
     Raises:
         JournalError: there is no journal. JournalCorrupt: it is damaged; an earlier report stays unchanged.
         RunNotFound: `baseline` was given and holds no report.
-        RolecallError: the injector's log is damaged.
+        RolecallError: the injector's log is damaged. CommandRefused: rolecall only watches this run.
     """
     before = read_report(run.path / REPORT_JSON)
     facts = read_facts(run)
+    if "agents" in facts.job:
+        name = run.shell_name
+        hint = f"its incidents: rolecall incidents --run {name}; one of them: rolecall incident export ID --run {name}"
+        raise CommandRefused(
+            f"{run.run_id} is only watched: steps, tokens and cost of its faults are not known; {hint}"
+        )
     digest = config_digest(facts)
     if baseline is None:
         other = find_baseline(run.path, digest)

@@ -35,7 +35,16 @@ def report(answer: DiagnosisReport) -> RenderableType:
         for remark in source.remarks:
             add(8, (remark, WARN if remark.startswith(CANNOT_TELL) else SOFT))
     for effect in answer.smallest_effects:
-        add(4, (effect.text, SOFT))
+        if effect.is_complete:
+            add(4, (effect.text, SOFT))
+    if not_found := dict.fromkeys(e.panel for e in answer.smallest_effects if not e.is_complete):
+        add(
+            4,
+            (
+                f"how small a shift would have been named was not tried out, for lack of time: {', '.join(not_found)}",
+                SOFT,
+            ),
+        )
     return Group(*parts)
 
 

@@ -33,8 +33,9 @@ def _text(*pieces: str | tuple[str, str]) -> Text:
     return Text.assemble(*((notification_text(text), style) for text, style in parts))
 
 
-def status(value: Mapping[str, Any], now: float, name: str) -> RenderableType:
-    """What is wrong first, then who leads recovery, then the replicas."""
+def status(value: Mapping[str, Any], now: float, name: str, start: str = "") -> RenderableType:
+    """What is wrong first, then who leads recovery, then the replicas. `start`: the command that starts a watch, where
+    it is not that of a run of rolecall."""
     incidents: Sequence[Mapping[str, Any]] = value["open_incidents"]
     parts: list[RenderableType] = [Indented(_head(value, now))]
     if value["paused"] is not None:
@@ -46,7 +47,7 @@ def status(value: Mapping[str, Any], now: float, name: str) -> RenderableType:
     parts += [
         Indented(_text(("QUARANTINED", WARN), f": {n}, by {why}")) for n, why in value["quarantined_nodes"].items()
     ]
-    parts.append(Indented(_leader(value, now, name)))
+    parts.append(Indented(_leader(value, now, start or f"rolecall watch run {name}")))
     if value["mode"] != OBSERVE:
         parts.append(_text(f"evictions in the last hour: {value['evictions_last_hour']}"))
     parts += _replicas(value["replicas"], now)
@@ -68,9 +69,9 @@ def _head(value: Mapping[str, Any], now: float) -> Text:
     return head + _text("; ", number)
 
 
-def _leader(value: Mapping[str, Any], now: float, name: str) -> Text:
+def _leader(value: Mapping[str, Any], now: float, command: str) -> Text:
     mode = f"recovery: mode {value['mode']}, " if value["mode"] else "recovery: "
-    start = f"start one: rolecall watch run {name}"
+    start = f"start one: {command}"
     match value["watch_state"]:
         case WatchState.LEADS:
             return _text(mode, f"led by watch {value['watch']['holder']} (fence {value['watch']['fence']})")
@@ -129,7 +130,7 @@ def _ranks(ranks: Sequence[Mapping[str, Any]], now: float) -> list[Text]:
 
 
 def incidents(value: Sequence[Mapping[str, Any]], now: float, name: str) -> RenderableType:
-    """Every incident, and all that is known of one whose value has its events."""
+    """Every incident, and all that is known of one whose value has its events: evidence first, then what happened."""
     if not value:
         return _text(("no incidents", GOOD))
     parts = list[RenderableType]()
@@ -137,15 +138,24 @@ def incidents(value: Sequence[Mapping[str, Any]], now: float, name: str) -> Rend
         parts += _incidents([incident], now, name)
         evidence = incident.get("diagnosis", {}).get("evidence", ())
         parts += [Indented(_text(("evidence: ", SOFT), e["text"]), 2, 4) for e in evidence]
-        for event in incident.get("events", ()):
-            body = event["body"]
+        events = incident.get("events", ())
+        for body in (e["body"] for e in events if e["kind"] == EventKind.EVIDENCE_COLLECTED):
+            missing = [f"not collected: {text}" for text in body.get("missing", ())]
+            files = [f["name"] for f in body.get("files", ())]
+            parts += [Indented(_text(t), 4, 6) for t in (*body.get("statements", ()), *missing, *files)]
+        said = [incident["because"]] if events else []
+        for event in events:
             at = utc(event["wall_at"], "%H:%M:%S UTC")
-            parts.append(Indented(_text((f"e{event['seq']}  {at}  ", SOFT), event_text(event)), 2, 6))
-            if event["kind"] == EventKind.EVIDENCE_COLLECTED:
-                missing = [f"not collected: {text}" for text in body.get("missing", ())]
-                files = [f["name"] for f in body.get("files", ())]
-                parts += [Indented(_text(t), 6, 8) for t in (*body.get("statements", ()), *missing, *files)]
+            parts.append(Indented(_text((f"e{event['seq']}  {at}  ", SOFT), _once(event_text(event), said)), 2, 6))
+            said.append(event["body"].get("diagnosis", {}).get("because") or incident["because"])
     return Group(*parts)
+
+
+def _once(text: str, said: Iterable[str]) -> str:
+    """`text` with `…` for each diagnosis that was printed before."""
+    for because in sorted(filter(None, said), key=len, reverse=True):
+        text = text.replace(because, "…")
+    return text
 
 
 def _incidents(found: Iterable[Mapping[str, Any]], now: float, name: str) -> list[RenderableType]:

@@ -22,7 +22,8 @@ from rolecall.watch.panels import WatchedPanels
 
 ROWS_MAX = 15
 """Of a table: it must leave room for incidents in a window of 24 lines."""
-CLOSED_SHOWN = 3
+CLOSED_SHOWN, CLOSED_SECONDS = 3, 3600.0
+"""Of incidents that are over: the newest, for an hour."""
 REFRESHES_PER_SECOND = 2
 FAULTY_STATES = {"exited": SOFT, "stopped": BAD}
 
@@ -62,11 +63,12 @@ def job_table(job: WatchedJob) -> RenderableType:
     for node, since in sorted(job.unreachable.items()):
         parts.append(_text(("  no answer", BAD), f" of the agent on {node}, begun {ago(since, job.at)}"))
     current = [i for i in job.incidents if i.state is not IncidentState.CLOSED]
-    closed = [i for i in job.incidents if i.state is IncidentState.CLOSED]
-    for incident in [*current, *closed[-CLOSED_SHOWN:]]:
-        parts.append(Indented(_incident(incident, job.at)))
+    since = job.at - CLOSED_SECONDS
+    closed = [i for i in job.incidents if i.closed_at is not None and i.closed_at >= since]
     if not current:
         parts.append(_text(("no open incident", GOOD)))
+    for incident in [*current, *closed[-CLOSED_SHOWN:]]:
+        parts.append(Indented(_incident(incident, job.at)))
     return Group(*parts)
 
 

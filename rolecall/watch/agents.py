@@ -46,6 +46,7 @@ CONCURRENT_REQUESTS = 32
 ANSWER_BYTES_MAX = 64 * 1024
 AGENTS_MAX = 4096
 _NAMED = re.compile(r"([a-z0-9][a-z0-9_.-]{0,62})=(https?://.+)")
+_ADDRESS = re.compile(r"[\w.-]+:\d{1,5}|\[[0-9a-fA-F:.]+\]:\d{1,5}")
 _SCHEMES = ("http", "https")
 RETRY_SECONDS = 10.0
 """Interval of queries to agents that did not answer; each costs a connection."""
@@ -125,7 +126,8 @@ def resolve_names(entries: list[str], query: Callable[[str], str]) -> tuple[dict
         answers = pool.map(lambda entry: _named(entry, query), entries)
         for entry, (node, problem) in zip(entries, answers, strict=True):
             if problem:
-                problems.append(f"agents: {entry}: {problem}; start it first, or write NODE={url_of(entry)}")
+                hint = f"start it, or write its node's name as well, which else it tells: NODE={url_of(entry)}"
+                problems.append(f"agents: {entry}: {problem}; {hint}")
             else:
                 names[entry] = node
     return names, problems
@@ -168,7 +170,8 @@ def entries_of(path: Path) -> list[str]:
         if path.suffix in GROUPS:
             return checked_entries(_of_groups(read_yaml(text)))
     except (OSError, ValueError) as e:
-        raise ConfigError([f"agents: {path}: {os_reason(e)}"]) from None
+        hint = f"; if that is an agent, write http://{path}" if _ADDRESS.fullmatch(str(path)) else ""
+        raise ConfigError([f"agents: {path}: {os_reason(e)}{hint}"]) from None
     return checked_entries(text.splitlines())
 
 

@@ -19,6 +19,7 @@ SHOW_SECONDS = 1.0
 RANKS_PER_SECOND = 2000
 """With more ranks a job is shown less often: the loop has faults to find."""
 GROUPS_SHOWN_MAX = 8
+EXITED = "exited"
 REPORTER = "reporter"
 """How a process was found that registered itself."""
 
@@ -53,7 +54,9 @@ class WatchedJob:
             f"{replica} {spans(r.rank for r in ranks)}{f' ({found_by})' if found_by else ''} on {node}"
             for (replica, found_by, node), ranks in grouped(self.ranks).items()
         ]
-        return f"{counted(len(self.ranks), 'rank')}: {_some(groups, '; ')}"
+        exited = sum(r.state == EXITED for r in self.ranks)
+        over = "" if not exited else ", all exited" if exited == len(self.ranks) else f", {exited:,} exited"
+        return f"{counted(len(self.ranks), 'rank')}{over}: {_some(groups, '; ')}"
 
 
 def grouped(ranks: Iterable[WatchedRank]) -> dict[tuple[str, str, str], list[WatchedRank]]:
@@ -83,7 +86,7 @@ def _some(names: Collection[str], between: str = ", ") -> str:
 def watched_rank(process: MonitoredProcess, found_by: str) -> WatchedRank:
     sample = process.sample
     if process.gone:
-        state = "exited"
+        state = EXITED
     elif sample is not None and sample.proc_state in ("T", "t"):
         state = "stopped"
     else:

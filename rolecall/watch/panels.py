@@ -234,7 +234,12 @@ def watch_prometheus(
     """
     source = prometheus_source(options, HISTORY_TICKS * options.interval_seconds, clock)
     with _until(seconds, clock) as stopped:
-        code = watch(source, detectors, display=display, stopped=stopped, where=options.url)
+        try:
+            code = watch(source, detectors, display=display, stopped=stopped, where=options.url)
+        except NoTicks as e:
+            if not source.failing:
+                raise
+            raise UnreadableInput(where=options.url, reason=f"{e.reason}: {source.failing}") from e
     if not code and source.failing:
         raise UnreadableInput(where=options.url, reason=f"it did not answer at the end: {source.failing}")
     return code
@@ -255,6 +260,10 @@ def watch_recording(
         logger.warning("%s: %s", path, remark)
     with _until(seconds, clock) as stopped:
         return watch(source, detectors, display=display, stopped=stopped, where=str(path))
+
+
+class NoTicks(UnreadableInput):
+    """A source ended before its first tick."""
 
 
 def watch(
@@ -279,7 +288,7 @@ def watch(
         for diagnosis in diagnoses:
             display.found(diagnosis)
     if not seen.num_ticks:
-        raise UnreadableInput(where=where, reason="no tick was received")
+        raise NoTicks(where=where, reason="no tick was received")
     display.end(replace(seen, open_ends=tuple(dict.fromkeys(e for w in watches for e in w.open_ends))))
     return 1 if seen.num_findings else 0
 

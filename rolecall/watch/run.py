@@ -232,6 +232,11 @@ def watch_run(
     target = target_of(job.recovery, os.environ)
     journal = Journal(run.database_url, create=False)
     known = _num_incidents(journal)
+    lease = journal.lease(LEASE_NAME)
+    if lease is not None and lease.holder and lease.expires_at > clock.wall():
+        logger.warning(
+            "watch %s leads %s already: this one stands by, and takes over when it ends", lease.holder, run.run_id
+        )
     listed = _AgentList(living or (lambda: agents or agent_urls(run)))
     poll_seconds, forgets = job.detector.poll_seconds, living is not None
     source = AgentsSource(listed, clock, poll_seconds, authorization=authorization, forgets=forgets)

@@ -31,7 +31,7 @@ def test_an_illegal_id_is_refused_and_named(text: str) -> None:
     with pytest.raises(InvalidId) as caught:
         checked_id(text, "run id")
     assert caught.value.text == text
-    assert "run id" in str(caught.value)
+    assert "run id" in str(caught.value) and "write 1 to 63 of a-z" in str(caught.value)
     assert isinstance(caught.value, ValueError) and isinstance(caught.value, RolecallError)
 
 

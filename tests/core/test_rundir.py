@@ -84,3 +84,12 @@ def test_a_registration_secret_is_valid_for_one_rank_of_one_incarnation() -> Non
         registration_secret("token", "rollout/1", 0, 2),
     }
     assert base not in others and len(others) == 4
+
+
+def test_the_error_of_a_file_that_cannot_be_written_names_that_file(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    for path in (tmp_path / "none" / "a.html", tmp_path / "folder"):
+        with pytest.raises(OSError) as caught:
+            write_atomically(path, "text")
+        assert caught.value.filename == str(path)
+    assert [p.name for p in tmp_path.iterdir()] == ["folder"]

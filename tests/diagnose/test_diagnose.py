@@ -19,6 +19,9 @@ from rolecall.detector.panels.panel import Panel
 from rolecall.detector.panels.registry import detector as named
 from rolecall.detector.sources import recording
 from rolecall.diagnose import diagnose as diagnosing
+from rolecall.diagnose import standard_input
+from rolecall.terminal import findings
+from rolecall.terminal.console import as_text
 from tests.detector.panel_data import noise
 
 SHARED = Path(__file__).parents[3] / "shared" / "data"
@@ -498,8 +501,9 @@ def test_one_metric_that_changes_is_enough_to_be_judged(tmp_path: Path, capsys: 
 
 
 def test_a_healthy_answer_says_which_effect_would_have_been_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(diagnosing, "SENSITIVITY_SECONDS", 600.0)
     path = saved(tmp_path, noise(machines=6, metrics=2, ticks=80))
     assert main(["diagnose", str(path)]) == 0
     out = capsys.readouterr().out
@@ -508,6 +512,67 @@ def test_a_healthy_answer_says_which_effect_would_have_been_named(
     for effect in answer.to_dict()["smallest_effects"]:
         assert effect["panel"] == "role trainer" and effect["num_trials"] == 5
     assert {e.onset for e in answer.smallest_effects} == {"from the first sample on", "from the middle on"}
+
+
+class SlowClock(FakeClock):
+    """Passes a tenth of a second each time it is asked."""
+
+    def monotonic(self) -> float:
+        self.advance(0.1)
+        return super().monotonic()
+
+
+def test_an_effect_for_whose_trials_there_is_no_time_is_not_shown(tmp_path: Path) -> None:
+    path = saved(tmp_path, noise(machines=6, metrics=2, ticks=80))
+    answer = diagnosing.diagnose([path], [named()], sensitivity_seconds=5.0, clock=SlowClock())
+    assert [e.num_trials for e in answer.smallest_effects] == [0, 0]
+    text = as_text(findings.report(answer))
+    assert "spreads" not in text and "trials" not in text
+    assert "how small a shift would have been named was not tried out, for lack of time: role trainer" in text
+
+
+XID_LINE = "[  160.000001] NVRM: Xid (PCI:0000:3b:00): 79, GPU has fallen off the bus.\n"
+
+
+@pytest.mark.parametrize("name", ["-", "/dev/stdin"])
+def test_standard_input_is_judged_like_a_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    path = tmp_path / "log"
+    path.write_text(XID_LINE)
+    with path.open() as file:
+        monkeypatch.setattr("sys.stdin", file)
+        code, out, _ = run(capsys, name)
+    assert code == 1 and "of node unknown (file standard input): XID 79" in out
+    assert "\n    standard input: 1 file: 1 kernel line" in out
+
+
+def test_standard_input_that_says_nothing_too_much_or_never_ends_is_an_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "log").write_text("hello\n")
+    with (tmp_path / "log").open() as file:
+        monkeypatch.setattr("sys.stdin", file)
+        code, _, err = run(capsys, "-")
+        assert code == 2 and "rolecall: standard input: unknown kind of file" in err
+        code, _, err = run(capsys, "-", tmp_path)
+        assert code == 2 and "standard input is judged alone" in err
+        monkeypatch.setattr(standard_input, "BYTES_MAX", 3)
+        file.seek(0)
+        code, _, err = run(capsys, "-")
+        assert code == 2 and "rolecall: standard input: it is larger than" in err
+    reader, writer = os.pipe()
+    monkeypatch.setattr(standard_input, "SECONDS_MAX", 0.05)
+    with os.fdopen(reader) as file, os.fdopen(writer, "w"):
+        monkeypatch.setattr("sys.stdin", file)
+        code, _, err = run(capsys, "-")
+    assert code == 2 and "it does not end within" in err
+
+
+def test_the_label_of_a_simulated_case_is_not_of_unknown_kind(tmp_path: Path) -> None:
+    saved(tmp_path, noise(ticks=60))
+    (tmp_path / "label.json").write_text("{}")
+    assert [i.kind for i in diagnosing.diagnose([tmp_path], []).inputs] == ["recording"]
 
 
 def test_no_effect_is_sought_where_there_is_a_fault_or_it_is_not_asked_for(tmp_path: Path) -> None:

@@ -164,9 +164,9 @@ def _the_memory_of_it_is_whole(run: DemoRun) -> None:
     reported = command("incidents", "--run", str(run.path))
     assert reported.returncode == 0
     assert [line.split(":")[0] for line in reported.stdout.splitlines() if line.startswith("inc-")] == [
-        "inc-1-rollout-1 resolved",
-        "inc-2-rollout-0 resolved",
         "inc-3-rollout-2 escalated",
+        "inc-2-rollout-0 resolved",
+        "inc-1-rollout-1 resolved",
     ]
     replayed = command("replay", "inc-1-rollout-1", "--run", str(run.path))
     assert replayed.returncode == 0, replayed.stdout

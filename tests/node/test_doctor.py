@@ -168,7 +168,22 @@ def test_each_problem_is_reported_with_its_fix(
 
 def test_a_job_of_the_agents_group_may_register() -> None:
     facts = replace(FIT, rank_uid=1000, rank_gids=frozenset({100, 7}), socket_uid=0, socket_gid=7)
-    assert "socket" not in {c.name for c in examine(facts)}
+    [check] = [c for c in examine(facts) if c.name == "socket"]
+    assert check.level is CheckLevel.OK and "the process (user 1000) may register" in check.message
+
+
+def test_a_process_cannot_register_where_no_agent_has_run() -> None:
+    [check] = [c for c in examine(replace(FIT, rank_uid=1000, socket_uid=None)) if c.name == "socket"]
+    assert check.level is CheckLevel.UNKNOWN and "cannot register yet" in check.message
+
+
+def test_a_node_without_a_gpu_lacks_no_permission_for_it() -> None:
+    down = {"gpu": "no libnvidia-ml.so.1", "gpu_events": "no libnvidia-ml.so.1", "kernel_log": "no permission"}
+    facts = replace(FIT, driver="", gpu_devices=0, pci_gpus=0, probes_down=down)
+    assert [c.message for c in examine(facts) if c.name == "probe"] == [
+        "the agent cannot read kernel_log: no permission"
+    ]
+    assert len([c for c in examine(replace(FIT, probes_down=down)) if c.name == "probe"]) == 3
 
 
 def test_what_the_agent_creates_by_itself_is_not_broken() -> None:

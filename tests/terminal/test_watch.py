@@ -7,12 +7,15 @@ from typing import Any
 import pytest
 
 from rolecall.core.clock import FakeClock
+from rolecall.core.faults import FaultClass
 from rolecall.core.ids import NodeId, ProcessId
 from rolecall.core.telemetry import AgentEvent, AgentEventKind
 from rolecall.detector.base.observation import Observation
 from rolecall.detector.live.monitored_process import MonitoredProcess
+from rolecall.recovery.incidents import Incident, IncidentOutcome, IncidentState
 from rolecall.terminal.console import as_text
 from rolecall.terminal.watch import JobLines, job_table
+from rolecall.testing.recovery_world import diagnosis
 from rolecall.watch.job import JobObserver, WatchedJob, WatchedRank, spans
 
 RANKS = tuple(
@@ -33,6 +36,9 @@ def test_what_is_watched_is_one_line() -> None:
     assert JOB.text == "4 ranks: trainer/0 0-3 (torchrun) on vm"
     assert replace(JOB, ranks=RANKS[:1]).text == "1 rank: trainer/0 0 (torchrun) on vm"
     assert replace(JOB, ranks=()).text == "no ranks yet on vm"
+    exited = tuple(replace(rank, state="exited") for rank in RANKS)
+    assert replace(JOB, ranks=(*RANKS[:3], exited[3])).text.startswith("4 ranks, 1 exited: ")
+    assert replace(JOB, ranks=exited).text == "4 ranks, all exited: trainer/0 0-3 (torchrun) on vm"
     many = tuple(replace(RANKS[0], replica=f"trainer/{n}") for n in range(20))
     assert replace(JOB, ranks=many).text.endswith("; 12 more")
 
@@ -45,6 +51,23 @@ def test_the_table_names_the_ranks_that_do_not_run() -> None:
     assert "no open incident" in text
     large = tuple(replace(RANKS[0], rank=n, state="stopped" if n == 2 else "running") for n in range(16))
     assert "15 running, 1 stopped (2)" in as_text(job_table(replace(JOB, ranks=large)))
+
+
+def test_the_table_forgets_incidents_that_are_long_over() -> None:
+    def closed(number: int, closed_at: float) -> Incident:
+        return Incident(
+            incident_id=f"inc-{number}-job",
+            state=IncidentState.CLOSED,
+            diagnosis=diagnosis(FaultClass.HANG, ("trainer/0", 1)),
+            opened_at=closed_at - 60.0,
+            seen_keys=frozenset(),
+            closed_at=closed_at,
+            outcome=IncidentOutcome.SELF_RECOVERED,
+        )
+
+    job = replace(JOB, at=10_000.0, incidents=(closed(1, 6000.0), closed(2, 9000.0)))
+    lines = as_text(job_table(job)).splitlines()
+    assert lines[-2] == "no open incident" and lines[-1].startswith("inc-2-job self recovered: ")
 
 
 def test_the_table_fits_into_a_window() -> None:

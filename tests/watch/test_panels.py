@@ -512,5 +512,7 @@ def test_a_real_server_takes_the_default_queries_and_gives_in_pieces_what_it_ref
 def test_a_watch_of_nothing_that_answers(caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(UnreadableInput, match="no answer"):
         watch_prometheus(OPTIONS, [Toy()], display=PanelLines(print), clock=FakeClock())
+    with pytest.raises(UnreadableInput, match=r"no tick was received: .*refused"):
+        watch_prometheus(OPTIONS, [Toy()], display=PanelLines(print), seconds=0.05)
     with pytest.raises(UnreadableInput, match="here: no tick was received"):
         watch(Given([]), [Toy()], display=PanelLines(print), stopped=never, where="here")

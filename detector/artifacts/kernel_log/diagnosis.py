@@ -85,7 +85,7 @@ def times(seen: Sequence[KernelLogFact]) -> str:
         return f"{len(seen)} times, over an unknown period"
     seconds = seen[-1].at - seen[0].at
     minutes = f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.0f} h"
-    return f"{len(seen)} times in {f'{seconds:.0f} s' if seconds < 120 else minutes}"
+    return f"{len(seen)} times in {f'{max(seconds, 1):.0f} s' if seconds < 120 else minutes}"
 
 
 def times_known(seen: Sequence[KernelLogFact]) -> tuple[Evidence, ...]:
@@ -163,12 +163,13 @@ class Gpu:
 
 def gpus_of(seen: Sequence[KernelLogFact], logs: Sequence[KernelLog]) -> list[Gpu]:
     uuids = {key: uuid for log in logs for key, uuid in log.uuids.items()}
-    lines: list[tuple[KernelLogFact, XidLine]] = []
+    lines = of(seen, XidLine)
+    with_xid = {(s.node, x.pci) for s, x in lines if x.code == FELL_OFF}
     for signal in seen:
-        if isinstance(signal.fact, XidLine):
-            lines.append((signal, signal.fact))
-        elif isinstance(signal.fact, GpuLost):
+        # Beside its XID 79 the driver writes another line of the same loss.
+        if isinstance(signal.fact, GpuLost) and (signal.node, signal.fact.pci) not in with_xid:
             lines.append((signal, XidLine(pci=signal.fact.pci, code=FELL_OFF, text=signal.text)))
+    lines.sort(key=lambda pair: (pair[0].dated, pair[0].at))
     gpus = []
     for (node, pci), pairs in grouped(lines, lambda signal, x: (signal.node, x.pci)).items():
         by_code = grouped(pairs, lambda _, x: x.code)
@@ -335,10 +336,12 @@ def of_xid(gpu: Gpu, code: int) -> str:
     words = [
         f"XID {code} {known.mnemonic}: {known.meaning}",
         f"class {known.fault_class}",
-        f"NVIDIA's action {known.immediate or 'none given'}, to investigate {known.investigatory or 'none given'}",
+        f"NVIDIA's catalogue: {_action(known.immediate)}",
     ]
+    if known.investigatory not in (XidAction.NONE, XidAction.IGNORE):
+        words.append(f"to find the cause: {_action(known.investigatory)}")
     if known.second_opinion:
-        words.append(f"gpud: {known.second_opinion}")
+        words.append(f"gpud rates it {known.second_opinion}; NVIDIA's catalogue, as its maker's, decides")
     if code == 45 and len(gpu.codes) > 1:
         words.append("follows another XID")
     if code in (171, 172) and 48 in gpu.codes:
@@ -352,6 +355,11 @@ def of_xid(gpu: Gpu, code: int) -> str:
         words.append(f"in process {', '.join(victims[:NUM_LINES_SHOWN])}")
     words.append(times(gpu.codes[code]))
     return "; ".join(words)
+
+
+def _action(action: XidAction) -> str:
+    """In words, with NVIDIA's name for it."""
+    return XID_ADVICE[action] + (f" ({action})" if action else "")
 
 
 def explained_by(gpu: Gpu, at: Sequence[float]) -> bool:

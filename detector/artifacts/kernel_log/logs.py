@@ -21,10 +21,12 @@ from pathlib import Path
 from typing import Any
 
 from rolecall.core.errors import ReadingStopped, UnreadableInput
+from rolecall.core.text import counted
 from rolecall.detector.artifacts.stacks.dumps import place_of
 from rolecall.detector.base import packed_files as packed
 from rolecall.detector.base.read_budget import Check, no_check
 from rolecall.formats.kernel_log.messages import KernelFact, KernelReader, parse_message
+from rolecall.formats.kernel_log.nvidia import SxidLine, XidLine
 from rolecall.formats.kernel_log.timestamps import (
     HOST_CHARS_MAX,
     LINE_CHARS_MAX,
@@ -112,7 +114,8 @@ PROLOGUE_BYTES = 4096
 HEAD_SHARE_MIN = 0.8
 """Minimum share of lines in the head with a recognized timestamp."""
 UNSTAMPED_SHARE_MIN, UNSTAMPED_LINES_MIN = 0.6, 10
-"""Of lines without stamps: minimum share that look like the kernel's; minimum number unless the log begins at boot."""
+"""Of lines without stamps: minimum share that look like the kernel's; minimum number unless the log begins at boot or
+one is an XID."""
 LOG_BYTES_MAX = 1 << 30
 """Maximum decompressed size of a file."""
 NUM_FACTS_MAX = 100_000
@@ -120,6 +123,9 @@ NUM_FACTS_MAX = 100_000
 FACT_BYTES = 1500
 """Approximate memory of one fact."""
 TEXT_CHARS_MAX = 400
+XID_MARK = "NVRM: Xid"
+NUM_UNREAD_XIDS_MAX = 100
+"""Lines with this mark that could not be read, per file; a log with one is never healthy."""
 
 BUG_REPORT = b"Start of NVIDIA bug report log file"
 """In the first lines of nvidia-bug-report.sh output; `uname: Linux HOST ..` follows."""
@@ -135,6 +141,9 @@ _SUFFIX = re.compile(r"\.[A-Za-z]{1,6}$")
 _GENERIC_NAME = re.compile(
     r"(?:^|[-_.])(?:dmesg|kern(?:el)?|kmsg|journal(?:ctl)?|messages|syslog|log)(?=[-_.]|$)", re.IGNORECASE
 )
+
+_HOST_NAME = re.compile(r"(?=[A-Za-z]\d*[A-Za-z-])[\w.-]*\d[\w.-]*")
+"""Names of hosts have letters and digits (`gpu7`, `h100-4`); `k` or `x31` say nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,6 +171,7 @@ class KernelLog:
     undated: bool = False
     untimed: bool = False
     cut_short: bool = False  # compressed, and its end is missing
+    unread_xids: list[str] = field(default_factory=list)  # lines that hold XID_MARK and are no fact
     uuids: dict[tuple[str, str], str] = field(default_factory=dict)  # by node and PCI address
 
 
@@ -204,8 +214,10 @@ def _is_unstamped(lines: Sequence[str], name: str) -> bool:
         return False
     if any(line.startswith(("Linux version ", "Command line: ", "Kernel command line: ")) for line in lines):
         return True
-    facts = any(parse_message(line) is not None for line in lines)
-    return (facts and len(lines) >= UNSTAMPED_LINES_MIN) or _DMESG_NAME.search(name) is not None
+    facts = [fact for line in lines if (fact := parse_message(line)) is not None]
+    if len(lines) < UNSTAMPED_LINES_MIN and any(isinstance(fact, XidLine | SxidLine) for fact in facts):
+        return True  # copied from a chat or a ticket
+    return (bool(facts) and len(lines) >= UNSTAMPED_LINES_MIN) or _DMESG_NAME.search(name) is not None
 
 
 def read(path: Path, check: Check = no_check) -> KernelLog:
@@ -225,7 +237,7 @@ def read(path: Path, check: Check = no_check) -> KernelLog:
         unpacked = packed.DecompressedFile(path, LOG_BYTES_MAX, check)
         with BufferedReader(unpacked, packed.CHUNK_BYTES) as file:
             with suppress(ReadingStopped):
-                for stamped in _stamps(file, head, str(path)):
+                for stamped in _stamps(file, head, log):
                     _take(log, stamped, elsewhere, status.st_mtime, readers)
             log.cut_short = unpacked.cut_short
         if is_report:
@@ -249,22 +261,25 @@ def kept_bytes(log: KernelLog) -> int:
     return FACT_BYTES * len(log.seen)
 
 
-def _stamps(file: BufferedIOBase, head: bytes, path: str) -> Iterator[TimestampedLine]:
-    """Lines of the kernel."""
+def _stamps(file: BufferedIOBase, head: bytes, log: KernelLog) -> Iterator[TimestampedLine]:
+    """Lines of the kernel. Others that hold `XID_MARK` are noted in `log`."""
     match export_kind(head):
         case "json":
             while line := file.readline(ENTRY_BYTES_MAX):
                 if (entry := _object(line)) is not None and (stamped := _stamped(entry)) is not None:
                     yield stamped
         case "export":
-            yield from _stamps_of_export(file, path)
+            yield from _stamps_of_export(file, log.path)
         case _:
             lines, plain = _records_of(head), LineReader()
-            unstamped = not any(plain.take(line) for line in lines) and _is_unstamped(lines, Path(path).name)
+            unstamped = not any(plain.take(line) for line in lines) and _is_unstamped(lines, Path(log.path).name)
             reader = LineReader(unstamped=unstamped)
             while raw := file.readline(LINE_CHARS_MAX):
-                if (stamped := reader.take(raw.decode("utf-8", "replace"))) is not None:
+                text = raw.decode("utf-8", "replace")
+                if (stamped := reader.take(text)) is not None:
                     yield stamped
+                else:
+                    _note_unread(log, text)
 
 
 def _take(
@@ -275,6 +290,7 @@ def _take(
     reader = readers.setdefault(node, KernelReader()) if len(readers) < 4096 else KernelReader()
     fact = reader.take(stamped.message)
     if fact is None:
+        _note_unread(log, stamped.message)
         return
     if len(log.seen) >= NUM_FACTS_MAX:
         log.num_dropped += 1
@@ -292,15 +308,25 @@ def _take(
     log.seen.append(KernelLogFact(node=node, at=at, dated=dated, fact=fact, text=text, timed=timed))
 
 
+def _note_unread(log: KernelLog, line: str) -> None:
+    if XID_MARK in line and len(log.unread_xids) < NUM_UNREAD_XIDS_MAX:
+        log.unread_xids.append(line[:TEXT_CHARS_MAX].strip())
+
+
 def _node_of(path: Path) -> str:
-    """From the file name (`node-7/dmesg.1.gz`, `dmesg-gpu7.txt`, `gpu7.log`), else from the folder name."""
+    """What stands beside a word for a kernel log in the file's name (`dmesg-vm.txt`), else the name of the file
+    (`gpu7.log`) or its folder (`gpu7/dmesg.1.gz`), if it looks like a host's, else `unknown (file NAME)`."""
     if node := place_of(path).get("node"):
         return str(node).lower()
     name = path.name
     for suffix in packed.SUFFIXES:
         name = name.removesuffix(suffix)
-    rest = _GENERIC_NAME.sub("", _SUFFIX.sub("", _ROTATED.sub("", name))).strip("-_.")
-    return (rest or path.absolute().parent.name).lower()
+    stem = _SUFFIX.sub("", _ROTATED.sub("", name))
+    rest = _GENERIC_NAME.sub("", stem).strip("-_.")
+    if rest and rest != stem:
+        return rest.lower()
+    names = (rest, path.absolute().parent.name)
+    return next((n.lower() for n in names if _HOST_NAME.fullmatch(n)), f"unknown (file {path.name})")
 
 
 def time_remarks(logs: Sequence[KernelLog]) -> list[str]:
@@ -314,6 +340,13 @@ def time_remarks(logs: Sequence[KernelLog]) -> list[str]:
         remarks.append("some lines have no time (dmesg -t): when and how often their events happened is unknown")
     if dropped := sum(log.num_dropped for log in logs):
         remarks.append(f"{dropped:,} lines that report faults, beyond {NUM_FACTS_MAX:,} of a file, were left out")
+    for log in logs:
+        known = {s.text for s in log.seen}  # what another program quotes
+        if unread := [line for line in log.unread_xids if line[line.index(XID_MARK) :] not in known]:
+            remarks.append(
+                f"cannot tell from {log.path}: {counted(len(unread), 'line')} with an XID could not be read, first "
+                f"{unread[0]}; the output of `dmesg` or `journalctl -k` of this node would settle it"
+            )
     remarks += [
         f"cannot tell from {log.path}: it has no kernel line; the output of `dmesg` or `journalctl -k` of this node "
         "would settle it"

@@ -91,7 +91,8 @@ _SHORT = re.compile(rf"(?:<\d{{1,3}}>)?{_MONTH} {{1,2}}(\d{{1,2}}) {_CLOCK} (.*)
 _FULL = re.compile(r"\w{3} (\d{4}-\d\d-\d\d \d\d:\d\d:\d\d(?:\.\d{1,9})?) UTC (.*)", re.DOTALL)
 _UNIX = re.compile(r"(\d{9,11}\.\d{1,9}) (.*)", re.DOTALL)
 _TAG = re.compile(rf"{_HOST} kernel: ?(.*)", re.DOTALL)
-_INNER_UPTIME = re.compile(rf"{_UPTIME} ?")
+_INNER_UPTIME = re.compile(r"\[ {0,8}\d{1,12}\.\d{1,9}\](?:\[ {0,8}[TC]\d{1,10}\])? ?")
+"""Behind `kernel:` any number of decimals: some log shippers shorten them."""
 _SYSLOG_LINE_BREAK = "#012"
 
 

@@ -492,6 +492,10 @@ def test_agents_are_named_by_address_or_by_file(tmp_path: Path) -> None:
 
     with pytest.raises(ConfigError, match=r"http://a:1: no agent answers there .*NODE=http://a:1"):
         named_agents(["http://a:1"], query=silent)
+    with pytest.raises(
+        ConfigError, match=r"No such file or directory; if that is an agent, write http://127\.0\.0\.1:9477"
+    ):
+        entries_of(Path("127.0.0.1:9477"))
     with pytest.raises(ConfigError, match="both report node n"):
         named_agents(["http://a:1", "http://b:2"], query=lambda url: "n")
     for wrong in ("ftp://a:1", "http://a:1,node"):

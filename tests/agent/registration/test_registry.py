@@ -100,7 +100,7 @@ def test_a_right_claim_is_believed_and_reported_once(world: World, child: Child)
         ({"rank": 1}, "wrong secret"),
         ({"replica": "trainer/0"}, "wrong secret"),
         ({"secret": "\u2603"}, "wrong secret"),
-        ({"replica": "../../etc"}, "does not match"),
+        ({"replica": "../../etc"}, "is not written role/index"),
         ({"replica": 5}, "must be strings"),
         ({"rank": "0"}, "rank"),
         ({"rank": True}, "rank"),

@@ -15,7 +15,7 @@ from rolecall.detector.artifacts.kernel_log import logs as kernel_logs
 from rolecall.detector.artifacts.kernel_log.logs import KernelLog, KernelLogFact
 from rolecall.diagnose import diagnose as diagnosing
 from rolecall.formats.kernel_log.messages import FAULTS, HardwareError, KernelFault
-from rolecall.formats.xid.xid import XIDS, XidAction, xid
+from rolecall.formats.xid.xid import ADVICE, XIDS, XidAction, xid
 
 UUID = "GPU-5a1b2c3d-0011-2233-4455-66778899aabb"
 NOISE = "usb 1-1: new high-speed USB device number 2 using xhci_hcd"
@@ -94,7 +94,6 @@ def _wall(d: Diagnosis, form: str) -> float:
 @pytest.mark.parametrize(
     "content",
     [
-        f"{of_xid(79)}\n",  # no stamp: anybody's words
         f"2026-11-22 08:00:00,123 INFO trainer: {of_xid(79)}\n",
         f"2026-11-22T08:00:00+00:00 gpu-7 gpud[812]: {of_xid(79)}\n" * 5,
         "[12.5] step 3 loss 0.25\n[13.5] step 4 loss 0.24\n",
@@ -108,6 +107,49 @@ def test_near_misses_are_not_matched(tmp_path: Path, content: str) -> None:
     assert not kernel_logs.is_log(tmp_path / "it")
     with pytest.raises(UnreadableInput):
         diagnosing.diagnose([tmp_path / "it"], [])
+
+
+def test_an_xid_that_was_copied_alone_is_read(tmp_path: Path) -> None:
+    (tmp_path / "pasted.txt").write_text("NVRM: Xid (PCI:0000:3b:00): 79, GPU has fallen off the bus.\n")
+    [d] = diagnosing.diagnose([tmp_path / "pasted.txt"], []).diagnoses
+    assert "XID 79 (GPU has fallen off the bus), fatal, once" in d.because
+    assert d.because.startswith(f"GPU {GPU} of node ")
+
+
+@pytest.mark.parametrize("uptime", ["[1234.5]", "[ 1234.500]", "[ 1234.500000]"])
+def test_an_uptime_of_any_precision_hides_no_xid(tmp_path: Path, uptime: str) -> None:
+    [d], _ = reported(tmp_path, f"Nov 22 08:00:00 gpu-7 kernel: {uptime} {of_xid(94)}")
+    assert "XID 94" in d.because
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        f"Nov 22 08:00:00 gpu-7 kernel: (1234.5) {of_xid(94)}",
+        f"Nov 22 08:00:00 gpu-7 gpud[812]: {of_xid(94)}",
+        "Nov 22 08:00:00 gpu-7 kernel: NVRM: Xid (PCI:0000:3b:00) 94: a form to come",
+    ],
+)
+def test_a_log_with_an_xid_that_cannot_be_read_is_never_healthy(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "kern.log"
+    path.write_text(f"Nov 22 08:00:00 gpu-7 kernel: {NOISE}\n{line}\n")
+    answer = diagnosing.diagnose([path], [])
+    assert (answer.verdict, answer.diagnoses) == ("cannot_tell", [])
+    assert any("1 line with an XID could not be read" in because for _, because in answer.open_ends)
+
+
+def test_a_program_that_repeats_an_xid_of_the_kernel_leaves_nothing_open(tmp_path: Path) -> None:
+    _, remarks = reported(tmp_path, (0, of_xid(43)), f"2026-11-22T08:00:00+00:00 gpu-7 gpud[812]: {of_xid(43)}")
+    assert not any("cannot tell" in remark for remark in remarks)
+
+
+@pytest.mark.parametrize("name", ["k/dmesg.txt", "k/x31.txt", "k/pasted.log"])
+def test_a_name_that_is_no_hosts_is_not_taken_for_a_node(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    path.parent.mkdir()
+    path.write_text(f"[  160.000001] {of_xid(79)}\n")
+    [d] = diagnosing.diagnose([path], []).diagnoses
+    assert d.because.startswith(f"GPU {GPU} of node unknown (file {path.name}): ")
 
 
 def test_the_kernels_lines_among_those_of_other_programs(tmp_path: Path) -> None:
@@ -140,14 +182,16 @@ def test_every_code_is_reported_with_class_meaning_and_action(tmp_path: Path) ->
     said = " ".join([*remarks, *(e.text for d in diagnoses for e in d.evidence)])
     for pci, code in addresses.items():
         known = xid(code)
-        assert f"XID {code} {known.mnemonic}: {known.meaning}; class {known.fault_class}; NVIDIA's action " in said
+        assert f"XID {code} {known.mnemonic}: {known.meaning}; class {known.fault_class}; NVIDIA's catalogue: " in said
         if known.immediate is XidAction.IGNORE or code == 154:
             assert code not in by_code
             continue
         d = by_code[code]
         assert d.because.startswith(f"GPU {pci} of node gpu-7: XID {code} ({known.meaning}), ")
         assert d.fault_class == known.fault_class and d.advice and (", fatal" in d.because) == known.fatal
-        assert f"NVIDIA's action {known.immediate or 'none given'}, " in d.evidence[0].text
+        assert f"NVIDIA's catalogue: {ADVICE[known.immediate]}" in d.evidence[0].text
+        assert str(known.immediate) in d.evidence[0].text
+        assert ("gpud rates it" in d.evidence[0].text) == bool(known.second_opinion)
 
 
 def test_several_xids_of_one_gpu_are_one_diagnosis_named_by_the_worst(tmp_path: Path) -> None:
@@ -173,7 +217,7 @@ def test_a_lost_gpu_collapses(tmp_path: Path) -> None:
         (0, f"NVRM: GPU {GPU}.0: GPU has fallen off the bus."),
         *((i, of_xid(code)) for i, code in enumerate((45, 119, 120, 119, 62), 1)),
     )
-    assert "the GPU is lost, with 5 later lines as a consequence" in d.because
+    assert "XID 79 (GPU has fallen off the bus), fatal, once; the GPU is lost, with 5 later lines" in d.because
     assert d.fault_class == FaultClass.GPU and "reboot" in d.advice
 
 

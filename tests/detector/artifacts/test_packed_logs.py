@@ -121,6 +121,7 @@ def test_an_xz_that_wants_gigabytes_is_refused(tmp_path: Path) -> None:
         ("gpu-3/dmesg.0.gz", "gpu-3"),
         ("gpu-3/messages-20261115.xz", "gpu-3"),
         ("x/dmesg-gpu9.txt", "gpu9"),
+        ("x/kernel-vm.log", "vm"),
         ("x/gpu-9.log", "gpu-9"),
         ("x/gpu-9.log.2.gz", "gpu-9"),
         ("x/kern.log-gpu9.old", "gpu9"),

@@ -108,7 +108,7 @@ def test_four_of_five_trials_decide(
 
 def test_only_trials_that_ended_in_time_count() -> None:
     looks = iter(range(100_000))
-    effects = found(noise(ticks=60), 3.5, stopped=lambda: next(looks) > 1000)
+    effects = found(noise(ticks=60), 3.5, stopped=lambda: next(looks) > 600)
     assert 0 < sum(e.num_trials for e in effects.values()) < 2 * NUM_TRIALS
     effect = found(noise(ticks=60), 3.5, stopped=lambda: True)[Onset.FIRST_SAMPLE]
     assert effect.num_trials == 0 and effect.spreads is None and "was not found in time" in effect.text

@@ -190,7 +190,7 @@ BAD_PULLERS = {
     "version is text": (_request({"op": "open", "stream": "policy", "version": "0", "puller": "a/1"}), "integer"),
     "puller is no replica": (
         _request({"op": "open", "stream": "policy", "puller": "<b>"}),
-        "does not match role/index",
+        "is not written role/index",
     ),
     "unknown tensor": (_unknown_tensor, "asks for"),
 }

@@ -1,0 +1,69 @@
+"""Commands on a job that rolecall only watches: none tells of a run that rolecall made."""
+
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from rolecall.cli.main import main
+from rolecall.core.clock import FakeClock
+from rolecall.core.faults import FaultClass
+from rolecall.core.journal.journal import Journal
+from rolecall.core.rundir import RunDir
+from rolecall.recovery.incidents import IncidentProjection, open_incident
+from rolecall.recovery.loop import LEASE_NAME
+from rolecall.recovery.operators import queries
+from rolecall.testing.recovery_world import diagnosis
+from rolecall.watch.agents import observing_run
+from rolecall.watch.run import watch_run
+
+URL = "http://node-7:9477"
+
+
+@pytest.fixture
+def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
+    monkeypatch.setenv("ROLECALL_RUNS", str(tmp_path))
+    return observing_run(tmp_path, "my-job", {"node-7": URL})
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("report", "my-job"),
+        ("replace", "trainer/0", "--reason", "x", "--run", "my-job"),
+        ("node", "drain", "node-7", "--reason", "x", "--run", "my-job"),
+        ("node", "quarantine", "node-7", "--reason", "x", "--run", "my-job"),
+    ],
+    ids=lambda command: " ".join(command[:2]),
+)
+@pytest.mark.usefixtures("job")
+def test_what_only_a_run_of_rolecall_has_is_refused(
+    command: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(command) == 1
+    said = capsys.readouterr()
+    assert said.out == "" and said.err.startswith("rolecall: my-job is only watched: ")
+
+
+@pytest.mark.usefixtures("job")
+def test_the_hint_names_the_command_that_was_used(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["status", "my-job"]) == 0
+    assert f"start one: rolecall watch agents {URL} --id my-job\n" in capsys.readouterr().out
+
+
+def test_open_incidents_come_first_then_the_newest(job: RunDir) -> None:
+    clock = FakeClock()
+    with closing(Journal(job.database_url, clock=clock)) as journal:
+        projection = IncidentProjection()
+        names = []
+        for replica in ("trainer/0", "trainer/1", "trainer/2"):
+            names.append(open_incident(journal, projection, diagnosis(FaultClass.HANG, (replica, 1))))
+            clock.advance(10.0)
+    assert [i["incident_id"] for i in queries.incidents(job)] == names[::-1]
+
+
+def test_a_second_watch_says_that_another_one_leads(job: RunDir, caplog: pytest.LogCaptureFixture) -> None:
+    with closing(Journal(job.database_url)) as journal:
+        assert journal.acquire(LEASE_NAME, "vm:1", 60.0)
+    assert watch_run(job, 0.1) == 0
+    assert "watch vm:1 leads my-job already: this one stands by, and takes over when it ends" in caplog.text

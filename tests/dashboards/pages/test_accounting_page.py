@@ -12,10 +12,12 @@ from rolecall.core.errors import JournalError
 from rolecall.core.journal.events import EventKind
 from rolecall.core.journal.journal import Journal
 from rolecall.core.rundir import RunDir
+from rolecall.dashboards.data.reader import Reader
 from rolecall.dashboards.pages.accounting.worker import AUDIT_SECONDS, AccountingWorker, audited
 from rolecall.dashboards.settings import Settings
 from rolecall.views.mfu import WINDOW_STEPS
 from tests.dashboards.acting_world import HOSTILE, World, button, fill, page, sign_in, texts, world
+from tests.dashboards.made_runs import MadeRun
 from tests.fake_run import FakeRun
 from tests.support import PATIENCE_SECONDS, eventually
 
@@ -125,6 +127,25 @@ def test_a_finished_run_on_the_page(finished: World) -> None:
     assert "3 faults were injected, 0 were missed" in reported
     assert "No diagnosis has been reviewed yet." in reported
     assert {m.label: m.value for m in at.metric}["trained"] == "960"
+
+
+@pytest.mark.parametrize("watched", [True, False])
+def test_overview_and_accounting_count_an_open_incident_alike(tmp_path: Path, watched: bool) -> None:
+    clock = FakeClock()
+    made = MadeRun(tmp_path, clock=clock, watched=watched)
+    clock.advance(60.0)
+    made.open("trainer/1")
+    clock.advance(7200.0)
+    settings = Settings(journal_url=made.run.database_url, run=made.run, patience_seconds=PATIENCE_SECONDS)
+    reader, worker = Reader(settings, clock), AccountingWorker(settings, clock)
+    worker.latest()
+    assert worker.wait(PATIENCE_SECONDS)
+    statistics, account = worker.latest().statistics, reader.latest().trends.account
+    reader.close()
+    assert statistics is not None and statistics.times is not None and account is not None
+    assert statistics.times.lost_seconds > 3000.0
+    assert sum(account.lost.values()) == pytest.approx(statistics.times.lost_seconds)
+    assert account.ettr == pytest.approx(statistics.times.ettr)
 
 
 PEAKS = {"trainer_peak_flops": 1e9, "rollout_peak_flops": 1e9}

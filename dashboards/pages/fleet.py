@@ -15,6 +15,7 @@ from rolecall.core.text import counted, escape, in_words, plain, seconds, utc
 from rolecall.dashboards.data import nodes
 from rolecall.dashboards.data.hardware import FleetMetrics, XidOccurrence, codes_of, fleet_metrics, merged
 from rolecall.dashboards.data.reader import JournalSnapshot, Reader
+from rolecall.dashboards.pages.charts import CLASS_COLOURS
 from rolecall.dashboards.pages.incidents.table import href, status_of
 from rolecall.dashboards.pages.operations.commands import operations
 from rolecall.dashboards.pages.operations.plans import State, place_of
@@ -312,7 +313,9 @@ def _incidents_chart(found: Sequence[Incident]) -> Any:
             x=alt.X("at:T", title="opened at (UTC)", scale=alt.Scale(type="utc", domain=between), axis=axis),
             y=alt.Y("class:N", title=None),
             shape=alt.Shape("class:N", legend=None),
-            color=alt.Color("class:N", legend=None),
+            color=alt.Color(
+                "class:N", scale=alt.Scale(domain=[*CLASS_COLOURS], range=[*CLASS_COLOURS.values()]), legend=None
+            ),
             tooltip=["incident:N", "outcome:N", "what:N", "opened (UTC):N"],
         )
         .properties(height=90 + 34 * len({r["class"] for r in rows}))

@@ -56,14 +56,3 @@ def run_state(snapshot: JournalSnapshot) -> RunState:
     because = snapshot.projection.ended or "" if run.ended else ""
     details = tuple(filter(None, (counted, step, because, took, mode)))
     return RunState(kind=kind, word=word, details=details, num_open=num)
-
-
-def unwatched(snapshot: JournalSnapshot) -> str:
-    """Since when no watch detects or recovers faults, as a sentence; empty while one does or the run has ended."""
-    lease = snapshot.lease
-    if snapshot.run.ended or snapshot.watched or (lease is None and snapshot.run.started_at is None):
-        return ""
-    if lease is None:
-        return "No watch has ever held the lease: faults are neither detected nor recovered."
-    since = f" for {age(max(0.0, snapshot.at - lease.expires_at))}" if lease.expires_at else ""
-    return f"No watch has held the lease{since}: faults are neither detected nor recovered."

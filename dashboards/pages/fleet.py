@@ -16,7 +16,7 @@ from rolecall.dashboards.data import nodes
 from rolecall.dashboards.data.hardware import FleetMetrics, XidOccurrence, codes_of, fleet_metrics, merged
 from rolecall.dashboards.data.reader import JournalSnapshot, Reader
 from rolecall.dashboards.pages.charts import CLASS_COLOURS
-from rolecall.dashboards.pages.incidents.table import href, status_of
+from rolecall.dashboards.pages.incidents.table import href
 from rolecall.dashboards.pages.operations.commands import operations
 from rolecall.dashboards.pages.operations.plans import State, place_of
 from rolecall.dashboards.pages.overview import view
@@ -125,7 +125,7 @@ def _table(fleet: nodes.FleetHealth, live: FleetMetrics, now: float, snapshot: J
         "GPUs": [_gpus(r.node, live) for r in rows],
         "XIDs": [", ".join(dict.fromkeys(f"{c.name}{'!' if c.fatal else ''}" for c in r.codes)) for r in rows],
         "burn-in": [_burn_in_result(r.past) for r in rows],
-        "last change": [f"{nodes.age(now - r.changed_at)} ago" if r.changed_at else "" for r in rows],
+        "last change": [_since(r.changed_at, now, ended=snapshot.projection.ended is not None) for r in rows],
         "replicas": [len(r.replicas) or "" for r in rows],
     }
     data_table(
@@ -139,6 +139,11 @@ def _table(fleet: nodes.FleetHealth, live: FleetMetrics, now: float, snapshot: J
         + ("" if snapshot.history.whole else " Loading older incidents: the counts are incomplete.")
         + (" A passed burn-in or a return to service clears a fatal XID." if fleet.count(nodes.NodeHealth.XID) else "")
     )
+
+
+def _since(at: float | None, now: float, *, ended: bool) -> str:
+    """For a run that has ended the time itself: its age says nothing."""
+    return "" if not at else _when(at) if ended else f"{nodes.age(now - at)} ago"
 
 
 def _gpus(node: str, live: FleetMetrics) -> str:
@@ -261,7 +266,7 @@ def _incident_table(found: Sequence[Incident]) -> str:
             escape(_when(i.opened_at)),
             f'<a href="{link}" target="_self">{escape(i.incident_id, 100)}</a>',
             escape(in_words(i.diagnosis.fault_class)),
-            escape(in_words(status_of(i))),
+            escape(in_words(i.outcome or i.state)),
             escape(i.diagnosis.because, 600),
         )
         lines.append("<tr>" + "".join(f"<td>{c}</td>" for c in cells) + "</tr>")

@@ -1,9 +1,9 @@
 """The Accounting page: audit of prompt groups, ETTR and lost time, detection and recovery times, diagnosis
 precision."""
 
+import math
 import re
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from typing import Any
 
 import altair as alt
@@ -23,7 +23,6 @@ from rolecall.dashboards.pages.accounting.statistics import (
     reviewable,
 )
 from rolecall.dashboards.pages.accounting.worker import AccountingSnapshot, AccountingWorker, IncidentStatistics
-from rolecall.dashboards.pages.incidents.table import status_of
 from rolecall.dashboards.pages.operations.commands import (
     OperatorCommand,
     OperatorCommandKind,
@@ -44,6 +43,8 @@ INCIDENTS_SHOWN = 1000
 PROBLEMS_SHOWN, KINDS_SHOWN = 50, 5
 NUMBER = re.compile(r"\d+")
 DAY_SECONDS = 86_400.0
+TICK_SECONDS = (15, 60, 300, 900, 3600, 7200, 14_400, 43_200, 86_400, 604_800)
+TICKS_MAX = 8
 SHORT_SECONDS = 600.0
 """Time labels of a shorter run include seconds."""
 
@@ -219,8 +220,8 @@ def _utilisation(statistics: IncidentStatistics) -> None:
 def _ettr_chart(slices: Sequence[Slice]) -> Any:
     rows = [
         {
-            "start": datetime.fromtimestamp(time_slice.start, UTC).isoformat(),
-            "end": datetime.fromtimestamp(time_slice.end, UTC).isoformat(),
+            "start": 1000.0 * time_slice.start,
+            "end": 1000.0 * time_slice.end,
             # As text, because the browser formats tooltip times in its own time zone.
             "from (UTC)": _when(time_slice.start),
             "ETTR": time_slice.ettr,
@@ -232,13 +233,13 @@ def _ettr_chart(slices: Sequence[Slice]) -> Any:
         if time_slice.ettr is not None
     ]
     # Explicit, because Vega first renders without data and warns about an empty extent.
-    across = [datetime.fromtimestamp(at, UTC).isoformat() for at in (slices[0].start, slices[-1].end)]
+    across = [1000.0 * slices[0].start, 1000.0 * slices[-1].end]
     return (
         alt.Chart(alt.Data(values=rows))
         .mark_rect(stroke="white", strokeWidth=0.5, color=charts.LINE)
         .encode(
-            x=alt.X("start:T", title="time (UTC)", scale=alt.Scale(type="utc", domain=across), axis=_times(slices)),
-            x2="end:T",
+            x=alt.X("start:Q", title="time (UTC)", scale=alt.Scale(domain=across), axis=_times(slices)),
+            x2="end:Q",
             y=alt.Y(
                 "ETTR:Q", axis=alt.Axis(format="%", values=[0, 0.25, 0.5, 0.75, 1]), scale=alt.Scale(domain=[0, 1])
             ),
@@ -256,10 +257,14 @@ def _ettr_chart(slices: Sequence[Slice]) -> Any:
 
 
 def _times(slices: Sequence[Slice]) -> Any:
-    """24-hour labels with the unit that the span needs; Vega's default is 12-hour."""
-    span = slices[-1].end - slices[0].start if slices else 0.0
-    form = "%m-%d %H:%M" if span > DAY_SECONDS else "%H:%M" if span > SHORT_SECONDS else "%H:%M:%S"
-    return alt.Axis(format=form, tickCount=8, labelOverlap=True, labelFlush=True, titlePadding=4)
+    """Ticks at round times, as numbers, because Vega misreads the explicit domain of a range of times."""
+    start, end = slices[0].start, slices[-1].end
+    step = next((s for s in TICK_SECONDS if end - start <= TICKS_MAX * s), TICK_SECONDS[-1])
+    form = "%m-%d %H:%M" if end - start > DAY_SECONDS else "%H:%M" if end - start > SHORT_SECONDS else "%H:%M:%S"
+    ticks = [1000.0 * step * n for n in range(math.ceil(start / step), int(end / step) + 1)]
+    return alt.Axis(
+        values=ticks, labelExpr=f"utcFormat(datum.value, '{form}')", labelOverlap=True, labelFlush=True, titlePadding=4
+    )
 
 
 def _causes_bars(causes: Sequence[tuple[str, str, float]]) -> str:
@@ -362,7 +367,7 @@ def _reviews(reader: Reader, viewer: Viewer, incidents: Sequence[Incident]) -> N
         "review": [_review(i) for i in listed],
         "incident": [plain(i.incident_id) for i in listed],
         "class": [in_words(i.diagnosis.fault_class) for i in listed],
-        "status": [in_words(status_of(i)) for i in listed],
+        "status": [in_words(i.outcome or i.state) for i in listed],
         "by": [plain(i.review.by) if i.review else "" for i in listed],
         "what": [title_of(i) for i in listed],
         "reason": [plain(i.review.because) if i.review else "" for i in listed],

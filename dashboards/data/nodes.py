@@ -322,9 +322,9 @@ def _health(
     cleared_at = max(cleared_at, record.returned_at or 0.0)
     fatal = next((c for c in codes if c.fatal and (c.at is None or c.at > cleared_at)), None)
     if fatal is not None:
-        when = "" if fatal.at is None else f" at {utc(fatal.at, '%m-%d %H:%M')} UTC"
+        when = "" if fatal.at is None else f", {utc(fatal.at, '%m-%d %H:%M')} UTC"
         where = f" on GPU {fatal.gpu}" if fatal.gpu else ""
-        return NodeHealth.XID, f"{fatal.name}{where}{when}, not cleared"
+        return NodeHealth.XID, f"{fatal.name}{where}{when}"
     if in_month >= OFTEN_MIN and in_month > OFTEN_TIMES * median_month:
         return NodeHealth.OFTEN, f"{in_month} incidents in 30 days; the fleet median is {median_month:g}"
     if not replicas:

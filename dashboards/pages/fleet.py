@@ -174,7 +174,8 @@ def _history(fleet: nodes.FleetHealth, by_node: Mapping[str, Sequence[Incident]]
 
 def _heat_table(found: nodes.HeatMap) -> str:
     """A number in each cell, so that colour is not the only cue. Days and hours are in UTC."""
-    spread = "min-width:1.9rem;max-width:4rem;padding:.15rem;text-align:center;border:2px solid transparent"
+    box = "white-space:nowrap;min-width:1.9rem;max-width:4rem;padding:.15rem;text-align:center"
+    spread = f"{box};border:2px solid transparent"
     heads = []
     for n, start in enumerate(found.columns):
         day, _, hour = start.partition(" ")

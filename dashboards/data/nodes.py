@@ -1,9 +1,11 @@
 """Health of each node of the fleet, worst first, with the reason. Pure.
 
-A node is lost if an open incident says so or its agent cannot be scraped; faulty if an open incident or one of its GPUs
-reports broken hardware or network; suspect if an open incident names a replica on it. A healthy node with more than
-`OFTEN_TIMES` the fleet median of incidents in 30 days (and at least `OFTEN_MIN`) is marked as frequently faulty. After
-the end of a run no node is called healthy: nothing observes it for this run.
+A node is lost if an open incident says so, its agent cannot be scraped, or every replica on it is lost; faulty if an
+open incident or one of its GPUs reports broken hardware or network; suspect if an open incident names a replica on it
+or one of its replicas is lost. A fatal XID marks a node until a burn-in on it has passed or an operator has returned it
+to service. A healthy node with more than `OFTEN_TIMES` the fleet median of incidents in 30 days (and at least
+`OFTEN_MIN`) is marked as frequently faulty. After the end of a run no node is called healthy: nothing observes it for
+this run.
 """
 
 import re
@@ -16,10 +18,11 @@ from enum import StrEnum
 from rolecall.core.ids import NodeId, ReplicaId
 from rolecall.core.journal.events import Event, EventKind
 from rolecall.core.journal.payloads import BurnInFinished, NodeDrained, NodeQuarantined, NodeReturnedToService
-from rolecall.core.membership import ReplicaState
+from rolecall.core.membership import STANDBY_ROLE, ReplicaState
 from rolecall.core.text import utc
 from rolecall.dashboards.data.hardware import FleetMetrics, XidOccurrence
-from rolecall.recovery.fleet_view import FleetView, ReplicaView
+from rolecall.dashboards.data.incident_titles import title
+from rolecall.recovery.fleet_view import DEAD, FleetView, ReplicaView
 from rolecall.recovery.incidents import Incident, IncidentState
 from rolecall.recovery.nodes import NODE_KINDS, NodeRecord, fold_nodes
 from rolecall.views.observed_ranks import ObservedRank
@@ -29,6 +32,9 @@ OFTEN_TIMES = 3.0
 OFTEN_MIN = 3
 """Two incidents in a month are not frequent, whatever the median."""
 OFFENDERS_SHOWN = 8
+REASON_MAX = 80
+NAMED_MAX = 3
+"""Lost replicas that a reason names."""
 
 
 class NodeHealth(StrEnum):
@@ -37,6 +43,7 @@ class NodeHealth(StrEnum):
     LOST = "lost"
     FAULTY = "faulty"
     SUSPECT = "suspect"
+    XID = "XID not cleared"
     QUARANTINED = "quarantined"
     OFTEN = "frequent faults"
     ENDED = "run ended"
@@ -48,6 +55,7 @@ GLYPHS: Mapping[NodeHealth, str] = {
     NodeHealth.LOST: "✖",
     NodeHealth.FAULTY: "▲",
     NodeHealth.SUSPECT: "◆",
+    NodeHealth.XID: "▼",
     NodeHealth.QUARANTINED: "■",
     NodeHealth.OFTEN: "△",
     NodeHealth.ENDED: "·",
@@ -117,19 +125,24 @@ class FleetHealth:
         return sum(r.health is health for r in self.rows)
 
 
-def observed_fleet(ranks: Sequence[ObservedRank]) -> FleetView:
-    """Where the replicas of a job run that rolecall only watches."""
-    places = sorted({(r.replica, r.node) for r in ranks}, key=lambda p: (natural(p[0]), natural(p[1])))
-    alive = {(r.replica, r.node) for r in ranks if r.is_alive}
-    return FleetView(
-        replicas=tuple(
+def observed_fleet(ranks: Sequence[ObservedRank], now: float) -> FleetView:
+    """Where the replicas of a job run that rolecall only watches. On each node a replica serves if all its ranks there
+    are known to be alive."""
+    places: dict[tuple[str, str], list[ObservedRank]] = {}
+    for rank in sorted(ranks, key=lambda r: (natural(r.replica), natural(r.node))):
+        places.setdefault((rank.replica, rank.node), []).append(rank)
+    views = []
+    for (replica, node), here in places.items():
+        dead = [r for r in here if not r.alive_at(now)]
+        is_silent = bool(dead) and all(r.is_alive for r in dead)
+        views.append(
             ReplicaView(
                 replica=ReplicaId(replica), desired_incarnation=0, incarnation=0, node=NodeId(node),
-                state=ReplicaState.SERVING if (replica, node) in alive else ReplicaState.LOST,
+                state=ReplicaState.LOST if dead else ReplicaState.SERVING,
+                because=f"not seen for {age(now - max(r.seen_at for r in dead))}" if is_silent else "",
             )
-            for replica, node in places
-        )
-    )  # fmt: skip
+        )  # fmt: skip
+    return FleetView(replicas=tuple(views))
 
 
 def node_names(fleet: FleetView, away: Iterable[str] = ()) -> list[str]:
@@ -153,35 +166,36 @@ def incidents_by_node(incidents: Iterable[Incident]) -> dict[str, list[Incident]
     return found
 
 
-HEAT_NODES = 20
-HEAT_COLUMNS = 31
+HEAT_NODES = 12
+HEAT_DAYS = 31
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HeatCell:
-    node: str
-    start: str  # day, or day and hour, in UTC
-    num: int
-    classes: str  # of its incidents
+class HeatMap:
+    unit: str  # of a column: day or hour
+    columns: tuple[str, ...]  # day, or day and hour, in UTC, without gaps
+    rows: tuple[tuple[str, tuple[tuple[int, str], ...]], ...]  # node, and for each column: incidents, their classes
 
 
-def heat(by_node: Mapping[str, Sequence[Incident]], until: float) -> tuple[tuple[HeatCell, ...], str]:
-    """Incidents by node and day of the last 31 days (by hour if all lie within a day), of the nodes with the most; and
-    the word for a column."""
-    recent = {n: [i for i in found if i.opened_at > until - HEAT_COLUMNS * DAY] for n, found in by_node.items()}
+def heat(by_node: Mapping[str, Sequence[Incident]], names: Iterable[str], until: float) -> HeatMap:
+    """Incidents of the last 31 days by node and day, or by hour if all lie within a day. Rows are the nodes of `names`
+    with the most incidents, and of a small fleet all of them."""
+    recent = {n: [i for i in found if i.opened_at > until - HEAT_DAYS * DAY] for n, found in by_node.items()}
     times = [i.opened_at for found in recent.values() for i in found]
     is_short = bool(times) and max(times) - min(times) < DAY
-    form = "%m-%d %H:00" if is_short else "%m-%d"
-    worst = sorted((n for n in recent if recent[n]), key=lambda n: (-len(recent[n]), natural(n)))[:HEAT_NODES]
-    cells = []
+    form, width = ("%m-%d %H:00", HOUR) if is_short else ("%m-%d", DAY)
+    starts = range(int(min(times) // width), int(max(times) // width) + 1) if times else range(0)
+    worst = sorted(names, key=lambda n: (-len(recent.get(n, ())), natural(n)))[:HEAT_NODES]
+    rows = []
     for node in worst:
-        columns: dict[str, list[Incident]] = {}
-        for incident in recent[node]:
-            columns.setdefault(utc(incident.opened_at, form), []).append(incident)
-        for start, here in sorted(columns.items()):
-            classes = sorted({str(i.diagnosis.fault_class).replace("_", " ") for i in here})
-            cells.append(HeatCell(node=node, start=start, num=len(here), classes=", ".join(classes)))
-    return tuple(cells), "hour" if is_short else "day"
+        here: dict[int, list[str]] = {}
+        for incident in recent.get(node, ()):
+            classes = here.setdefault(int(incident.opened_at // width), [])
+            classes.append(str(incident.diagnosis.fault_class).replace("_", " "))
+        counted = ((len(here[s]), ", ".join(sorted({*here[s]}))) if s in here else (0, "") for s in starts)
+        rows.append((node, tuple(counted)))
+    columns = tuple(utc(s * width, form) for s in starts)
+    return HeatMap(unit="hour" if is_short else "day", columns=columns, rows=tuple(rows))
 
 
 def repeat_offenders(fleet: "FleetHealth", by_node: Mapping[str, Sequence[Incident]]) -> list[list[str]]:
@@ -241,11 +255,13 @@ def fleet_rows(
         past = pasts.get(node) or NodeHistory(record=NodeRecord(node=node))
         in_hour, in_day, in_month = counts[node]
         still_open = [i for i in found if i.state is not IncidentState.CLOSED]
+        known = tuple(sorted(seen.get(node, ()), key=lambda c: -(c.at or 0.0)))
+        dead = () if ended else tuple(r for r in here if is_dead(r))
         health, because = _health(
-            node, here, still_open, past.record, FleetMetrics() if ended else live, in_month, medians[2]
+            node, here, dead, still_open, past.record, known, FleetMetrics() if ended else live, in_month, medians[2]
         )
         if ended and health in (NodeHealth.IDLE, NodeHealth.HEALTHY):
-            health, because = NodeHealth.ENDED, "the run has ended: its present state is unknown"
+            health, because = NodeHealth.ENDED, ""
         rows.append(
             NodeRow(
                 node=node,
@@ -257,7 +273,7 @@ def fleet_rows(
                 in_day=in_day,
                 in_month=in_month,
                 changed_at=max((r.changed_at for r in here if r.changed_at), default=None),
-                codes=tuple(sorted(seen.get(node, ()), key=lambda c: -(c.at or 0.0))),
+                codes=known,
                 past=past,
             )
         )
@@ -265,35 +281,60 @@ def fleet_rows(
     return FleetHealth(rows=tuple(rows), median_hour=medians[0], median_day=medians[1], median_month=medians[2])
 
 
+def is_dead(replica: ReplicaView) -> bool:
+    """A standby that stopped was used up by a promotion."""
+    is_used_up = replica.role == STANDBY_ROLE and replica.state is ReplicaState.STOPPED
+    return replica.state in DEAD and not is_used_up
+
+
 def _health(
     node: str,
     replicas: Sequence[ReplicaView],
+    dead: Sequence[ReplicaView],
     still_open: Sequence[Incident],
     record: NodeRecord,
+    codes: Sequence[XidOccurrence],
     live: FleetMetrics,
     in_month: int,
     median_month: float,
 ) -> tuple[NodeHealth, str]:
     lost = next((i for i in still_open if i.diagnosis.fault_class.spec.loses_node), None)
     if lost is not None:
-        return NodeHealth.LOST, lost.diagnosis.because
+        return NodeHealth.LOST, title(lost)
     if (live.agents or {}).get(node) is False:
         return NodeHealth.LOST, "its agent cannot be scraped by Prometheus"
+    if dead and len(dead) == len(replicas):
+        why = f" ({dead[0].because[:REASON_MAX]})" if dead[0].because else ""
+        return NodeHealth.LOST, f"every replica on it is lost: {_named(dead)}{why}"
     broken = next((i for i in still_open if i.diagnosis.fault_class.spec.is_hardware), None)
     if broken is not None:
-        return NodeHealth.FAULTY, broken.diagnosis.because
+        return NodeHealth.FAULTY, title(broken)
     gpus = (live.lost_gpus or {}).get(node, ())
     if gpus:
         return NodeHealth.FAULTY, f"all NVML calls on GPU {', '.join(gpus)} fail"
     if still_open:
-        return NodeHealth.SUSPECT, still_open[-1].diagnosis.because
+        return NodeHealth.SUSPECT, title(still_open[-1])
+    if dead:
+        return NodeHealth.SUSPECT, f"{_named(dead)} lost"
     if record.quarantined:
         return NodeHealth.QUARANTINED, f"quarantined by {record.quarantined_by}: {record.quarantined_because}"
+    cleared_at = max((b.at for b in record.burn_ins if b.result.passed), default=0.0)
+    cleared_at = max(cleared_at, record.returned_at or 0.0)
+    fatal = next((c for c in codes if c.fatal and (c.at is None or c.at > cleared_at)), None)
+    if fatal is not None:
+        when = "" if fatal.at is None else f", {utc(fatal.at, '%m-%d %H:%M')} UTC"
+        where = f" on GPU {fatal.gpu}" if fatal.gpu else ""
+        return NodeHealth.XID, f"{fatal.name}{where}{when}"
     if in_month >= OFTEN_MIN and in_month > OFTEN_TIMES * median_month:
         return NodeHealth.OFTEN, f"{in_month} incidents in 30 days; the fleet median is {median_month:g}"
     if not replicas:
         return NodeHealth.IDLE, "no replica runs on it"
     return NodeHealth.HEALTHY, ""
+
+
+def _named(replicas: Sequence[ReplicaView]) -> str:
+    names = ", ".join(str(r.replica) for r in replicas[:NAMED_MAX])
+    return f"{names} and {len(replicas) - NAMED_MAX} more" if len(replicas) > NAMED_MAX else names
 
 
 def pasts(events: Iterable[Event]) -> dict[str, NodeHistory]:

@@ -127,12 +127,14 @@ class RunTrendsProjection:
         if event.kind not in ROUTINE:
             self.recent.append(event)
 
-    def trends(self, now: float | None, current: Mapping[ReplicaId, Actual], *, whole: bool) -> RunTrends:
-        """The trends. `now`: wall seconds, None for an ended run. `whole`: the whole journal has been read."""
+    def trends(
+        self, now: float, current: Mapping[ReplicaId, Actual], *, whole: bool, watched: bool = True
+    ) -> RunTrends:
+        """`now`: wall seconds. `whole`: the whole journal has been read. `watched`: a watch holds the lease."""
         ettr = self.ettr
         ettr.num_rollouts = ettr.num_rollouts or sum(r.startswith("rollout/") for r in current)
         ettr.num_trainers = ettr.num_trainers or sum(r.startswith("trainer/") for r in current)
-        account = ettr.account(now) if whole else None
+        account = ettr.account(now, watched=watched) if whole else None
         return RunTrends(curve=self.curve.points(), account=account, recent=tuple(self.recent))
 
 

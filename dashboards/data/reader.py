@@ -453,9 +453,7 @@ class _Following:
         before = self._shown
         if before is not None and not changed and before.version == self._versions and before.run.paused == paused:
             run = replace(before.run, now=now, tokens_per_second=fold.run.tokens_per_second(now))
-            trends = before.trends
-            if fold.trends.ettr.is_losing:  # its losses grow with time
-                trends = self._trends(fold, now, ended=run.ended != "", lease=lease)
+            trends = before.trends if run.ended else self._trends(fold, now, lease)  # its account grows with time
             return replace(
                 before,
                 at=now,
@@ -484,14 +482,13 @@ class _Following:
             lease=lease,
             mode=fold.mode,
             quarantined=frozenset(fold.quarantined),
-            trends=self._trends(fold, now, ended=run.ended != "", lease=lease),
+            trends=self._trends(fold, now, lease),
             observed=self._records.observed,
         )
 
-    def _trends(self, fold: Fold, now: float, *, ended: bool, lease: Lease | None) -> RunTrends:
-        """Without a live watch the clock of the run stops at its last step."""
-        alive = not ended and lease is not None and lease.expires_at > now
-        return fold.trends.trends(now if alive else None, self._records.current, whole=self._behind is None)
+    def _trends(self, fold: Fold, now: float, lease: Lease | None) -> RunTrends:
+        watched = lease is not None and lease.expires_at > now
+        return fold.trends.trends(now, self._records.current, whole=self._behind is None, watched=watched)
 
     def _history(self) -> ReadProgress:
         if self._behind is None:

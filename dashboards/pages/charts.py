@@ -13,12 +13,20 @@ from typing import Any, TypeVar
 import altair as alt
 
 from rolecall.dashboards.data.progress import Bucket
+from rolecall.views.ettr import UNDETECTED
 
 LINE, SECOND, THIRD = "#3b7dd8", "#c2711c", "#7a8290"
 """Blue, orange, grey: 3:1 contrast on white and on Streamlit's dark page, and distinguishable when colour-blind."""
 FAULT = "#d1495b"
 DASHES = ([1, 0], [6, 3], [2, 2])
 """Dash patterns of the first, second and third line, so that colour is not the only cue."""
+CLASS_COLOURS = {
+    "crash": "#c8423f", "hang": "#d9822b", "slow": "#b8931c", "silent_corruption": "#8e5bd1",
+    "wrong_weights": "#b04fa8", "resource_exhausted": "#8a7350", "network": "#2f7fd1", "gpu": "#1f9e89",
+    "node_lost": "#6b7684", "user_code": "#5c9a45", "data": "#3c9cbd", "control_plane": "#9a5b3b",
+    "cannot_tell": "#8f98a3", UNDETECTED: "#5656c0",
+}  # fmt: skip
+"""Colour of each fault class, the same on every page and in every run."""
 HEIGHT_PIXELS = 200
 POINTS_MAX = 200
 SPECS_KEPT = 64

@@ -1,6 +1,7 @@
 """The Fleet page: nodes by health, worst first, and the history of one node."""
 
 import threading
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -10,23 +11,27 @@ import altair as alt
 import streamlit as st
 
 from rolecall.core.clock import SystemClock
-from rolecall.core.text import plain, seconds, utc
+from rolecall.core.text import counted, escape, in_words, plain, seconds, utc
 from rolecall.dashboards.data import nodes
 from rolecall.dashboards.data.hardware import FleetMetrics, XidOccurrence, codes_of, fleet_metrics, merged
 from rolecall.dashboards.data.reader import JournalSnapshot, Reader
+from rolecall.dashboards.pages.charts import CLASS_COLOURS
+from rolecall.dashboards.pages.incidents.table import href
 from rolecall.dashboards.pages.operations.commands import operations
 from rolecall.dashboards.pages.operations.plans import State, place_of
+from rolecall.dashboards.pages.overview import view
 from rolecall.dashboards.pages.prometheus import PrometheusPoller, PrometheusSnapshot
-from rolecall.dashboards.pages.shell import data_table, page
+from rolecall.dashboards.pages.shell import chosen_run, data_table, page
+from rolecall.dashboards.pages.style import STATES, cell, class_of
 from rolecall.dashboards.pages.style import table as small_table
 from rolecall.recovery.incidents import Incident
 
-WIDE, NARROW = st.column_config.TextColumn(width="large"), st.column_config.TextColumn(width="small")
-METRIC_PIXELS, ROW_PIXELS = 180, 58
 NODE_INCIDENTS_SHOWN = 200
 CODES_SHOWN = 200
-NARROW_COLUMNS, COLUMN_PIXELS = 5, 96
-"""Up to this many columns of the heat map keep their width."""
+HEAT_SHARES = (30, 55, 100)
+"""Percent of the colour with one, two, and more incidents: the same scale for every run."""
+LISTED_INCIDENTS, LISTED_PIXELS = 8, 420
+"""Height of a node's list of incidents, if it is longer than this."""
 SPARE_SECONDS = 60.0
 """Padding before the first and after the last incident; a single incident is centred in two minutes."""
 
@@ -52,7 +57,7 @@ class _FleetPageCache:
                 self.by_node, self.codes = nodes.incidents_by_node(incidents), codes_of(incidents)
                 self.pasts, self.of = nodes.pasts(state.events), (incidents, state.events)
             ended = snapshot.projection.ended is not None
-            known = state.fleet if state.fleet.replicas else nodes.observed_fleet(snapshot.observed)
+            known = state.fleet if state.fleet.replicas else nodes.observed_fleet(snapshot.observed, now)
             until = nodes.counted_until(incidents, known, ended, now)
             return nodes.fleet_rows(known, self.by_node, self.pasts, self.codes, live, until, state.nodes, ended=ended)
 
@@ -78,13 +83,11 @@ def _draw(reader: Reader, snapshot: JournalSnapshot) -> None:
     if not fleet.rows:
         st.text("The journal contains no nodes yet.")
         return
-    with st.container(horizontal=True):
-        for health in nodes.NodeHealth:
-            num = fleet.count(health)
-            if num or (health is nodes.NodeHealth.HEALTHY and snapshot.projection.ended is None):
-                st.metric(f"{nodes.GLYPHS[health]} {health}", num, border=True, width=METRIC_PIXELS)
+    counts = [(health, fleet.count(health)) for health in nodes.NodeHealth]
+    parts = "".join(f"<span>{nodes.GLYPHS[health]} <b>{num:,}</b> {health}</span>" for health, num in counts if num)
+    st.html(f'<div class="rc rc-role"><p>{parts}</p></div>')
     _hardware_source(settings.prometheus_url, seen, now)
-    _table(fleet, seen.answer or FleetMetrics(), now, whole=snapshot.history.whole)
+    _table(fleet, seen.answer or FleetMetrics(), now, snapshot)
     _history(fleet, cache.by_node, now)
     names = [row.node for row in fleet.rows]
     node = st.selectbox(
@@ -92,7 +95,7 @@ def _draw(reader: Reader, snapshot: JournalSnapshot) -> None:
     )
     row = fleet.find(node or names[0])
     if row is not None:
-        _node(row, cache.by_node.get(row.node, ()), fleet)
+        _node(row, cache.by_node.get(row.node, ()), fleet, snapshot)
 
 
 def _hardware_source(url: str, seen: PrometheusSnapshot[FleetMetrics], now: float) -> None:
@@ -110,36 +113,37 @@ def _hardware_source(url: str, seen: PrometheusSnapshot[FleetMetrics], now: floa
         st.text("Querying Prometheus.")
 
 
-def _table(fleet: nodes.FleetHealth, live: FleetMetrics, now: float, *, whole: bool) -> None:
+def _table(fleet: nodes.FleetHealth, live: FleetMetrics, now: float, snapshot: JournalSnapshot) -> None:
     rows = fleet.rows
-    several = len({r.because for r in rows}) > 1
-    if not several and rows[0].because:
-        st.text(f"All nodes: {plain(rows[0].because)}")
     columns: dict[str, Sequence[object]] = {
         "health": [r.status for r in rows],
         "node": [plain(r.node) for r in rows],
-        "why": [plain(r.because) if several else "" for r in rows],
+        "why": [plain(r.because) for r in rows],
         "1 h": [r.in_hour for r in rows],
         "24 h": [r.in_day for r in rows],
         "30 d": [r.in_month for r in rows],
         "GPUs": [_gpus(r.node, live) for r in rows],
         "XIDs": [", ".join(dict.fromkeys(f"{c.name}{'!' if c.fatal else ''}" for c in r.codes)) for r in rows],
         "burn-in": [_burn_in_result(r.past) for r in rows],
-        "last change": [f"{nodes.age(now - r.changed_at)} ago" if r.changed_at else "" for r in rows],
-        "replicas": [
-            plain(", ".join(v.replica + (f"#{v.incarnation}" if v.incarnation else "") for v in r.replicas))
-            for r in rows
-        ],
+        "last change": [_since(r.changed_at, now, ended=snapshot.projection.ended is not None) for r in rows],
+        "replicas": [len(r.replicas) or "" for r in rows],
     }
     data_table(
         {name: values for name, values in columns.items() if any(v != "" for v in values)},
-        column_config={"why": WIDE, "replicas": WIDE},
+        column_config={"why": st.column_config.TextColumn(width="large")},
     )
     st.caption(
         f"Incidents per node, fleet median: {fleet.median_hour:g} in 1 h, {fleet.median_day:g} in 24 h, "
-        f"{fleet.median_month:g} in 30 days. For a run that has ended, counted back from its end."
-        + ("" if whole else " Loading older incidents: the counts are incomplete.")
+        f"{fleet.median_month:g} in 30 days."
+        + (" Counted back from the end of the run." if snapshot.projection.ended is not None else "")
+        + ("" if snapshot.history.whole else " Loading older incidents: the counts are incomplete.")
+        + (" A passed burn-in or a return to service clears a fatal XID." if fleet.count(nodes.NodeHealth.XID) else "")
     )
+
+
+def _since(at: float | None, now: float, *, ended: bool) -> str:
+    """For a run that has ended the time itself: its age says nothing."""
+    return "" if not at else _when(at) if ended else f"{nodes.age(now - at)} ago"
 
 
 def _gpus(node: str, live: FleetMetrics) -> str:
@@ -154,33 +158,50 @@ def _history(fleet: nodes.FleetHealth, by_node: Mapping[str, Sequence[Incident]]
     newest = max((i.opened_at for found in by_node.values() for i in found), default=None)
     if newest is None:
         return
-    cells, unit = nodes.heat(by_node, min(now, newest))
+    found = nodes.heat(by_node, [r.node for r in fleet.rows], min(now, newest))
     offenders = nodes.repeat_offenders(fleet, by_node)
     left, right = st.columns([3, 2], gap="medium") if offenders else (st.container(), st.container())
     with left:
-        st.subheader(f"Incidents by node and {unit}")
-        is_wide = len({c.start for c in cells}) > NARROW_COLUMNS
-        st.altair_chart(_heat_chart(cells, is_wide=is_wide), width="stretch" if is_wide else "content")
+        st.subheader(f"Incidents by node and {found.unit}")
+        st.html(_heat_table(found))
+        if len(found.rows) < len(fleet.rows):
+            st.caption(f"{len(found.rows)} of {len(fleet.rows):,} nodes, those with the most incidents.")
     with right:
         if offenders:
             st.subheader("Repeat offenders")
             st.html(small_table(["node", "30 d", "median", "classes"], offenders, narrow=1))
 
 
-def _heat_chart(cells: Sequence[nodes.HeatCell], *, is_wide: bool) -> Any:
-    """As wide as the page, or with columns of one width where there are few."""
-    rows = [{"node": plain(c.node, 60), "from": c.start, "incidents": c.num, "class": c.classes} for c in cells]
-    order = list(dict.fromkeys(r["node"] for r in rows))
-    base = alt.Chart(alt.Data(values=rows)).encode(
-        x=alt.X("from:O", title="UTC", axis=alt.Axis(labelAngle=0, labelOverlap=True)),
-        y=alt.Y("node:N", title=None, sort=order, axis=alt.Axis(labelLimit=160)),
-        tooltip=["node:N", "from:N", "incidents:Q", "class:N"],
+def _heat_table(found: nodes.HeatMap) -> str:
+    """A number in each cell, so that colour is not the only cue. Days and hours are in UTC."""
+    box = "white-space:nowrap;min-width:1.9rem;max-width:4rem;padding:.15rem;text-align:center"
+    spread = f"{box};border:2px solid transparent"
+    heads = []
+    for n, start in enumerate(found.columns):
+        day, _, hour = start.partition(" ")
+        is_new_day = n == 0 or found.columns[n - 1].partition(" ")[0] != day
+        label = f"{escape(day)}<br>{escape(hour[:2])}" if is_new_day and hour else escape(hour[:2] or day)
+        heads.append(f'<th scope=col style="{spread};vertical-align:bottom" title="{escape(start)} UTC">{label}</th>')
+    lines = []
+    for node, cells in found.rows:
+        parts = []
+        for start, (num, classes) in zip(found.columns, cells, strict=True):
+            share = HEAT_SHARES[min(num, len(HEAT_SHARES)) - 1] if num else 0
+            ink = "light-dark(#ffffff, #1d0d0b)" if share > HEAT_SHARES[1] else "var(--ink)"
+            ground = f"color-mix(in srgb, light-dark(#a11d2e, #ff8a80) {share}%, var(--shade))"
+            named = escape(f"{node}, {start} UTC: {counted(num, 'incident')} {classes}".strip(), 300)
+            parts.append(
+                f'<td title="{named}" style="{spread};background:{ground};background-clip:padding-box;'
+                f'border-radius:5px;color:{ink};font-weight:600">{num or ""}</td>'
+            )
+        lines.append(
+            f'<tr><th scope=row style="white-space:nowrap;border:0">{escape(node, 60)}</th>{"".join(parts)}</tr>'
+        )
+    head = f"<tr><th scope=col>UTC</th>{''.join(heads)}</tr>"
+    return (
+        f'<div class="rc" style="overflow-x:auto"><table class="rc-table"><thead>{head}</thead>'
+        f"<tbody>{''.join(lines)}</tbody></table></div>"
     )
-    count = base.mark_text(fontWeight="bold", color="white").encode(text="incidents:Q")
-    square = base.mark_rect(cornerRadius=3, stroke="white", strokeWidth=1).encode(
-        color=alt.Color("incidents:Q", scale=alt.Scale(range=["#d98a94", "#a11d2e"], domainMin=1), legend=None)
-    )
-    return (square + count).properties(width="container" if is_wide else alt.Step(COLUMN_PIXELS), height=alt.Step(26))
 
 
 def _burn_in_result(past: nodes.NodeHistory) -> str:
@@ -190,20 +211,71 @@ def _burn_in_result(past: nodes.NodeHistory) -> str:
     return "✓ passed" if found[-1].result.passed else "✗ failed"
 
 
-def _node(row: nodes.NodeRow, found: Sequence[Incident], fleet: nodes.FleetHealth) -> None:
+def _node(row: nodes.NodeRow, found: Sequence[Incident], fleet: nodes.FleetHealth, snapshot: JournalSnapshot) -> None:
     with st.container(border=True):
-        st.text(plain(f"{row.node}: {row.status}"))
-        if row.because:
-            st.text(plain(row.because))
-        if row.open_incidents:
-            st.text(plain(f"open: {', '.join(row.open_incidents)}"))
-        with st.container(gap="xxsmall"):
-            for v in row.replicas:
-                st.text(plain(f"{v.replica}#{v.incarnation} {v.state or 'not started'} {v.because}".strip()))
+        because = f": {escape(row.because, 300)}" if row.because else ""
+        st.html(f'<div class="rc"><b>{escape(row.node, 100)}</b> {escape(row.status)}{because}</div>')
+        st.html(_replicas(row, snapshot))
         _incidents(row, found, fleet)
         _codes(row.codes)
         _commands(row.past)
         _burn_ins(row.past)
+
+
+def _replicas(row: nodes.NodeRow, snapshot: JournalSnapshot) -> str:
+    """A square for each replica or, of a job that rolecall only watches, each rank; those with a fault are named. The
+    states are those of the Overview page."""
+    if snapshot.run.replicas:
+        known = {c.replica: c.state for role in view.roles(snapshot) for c in role.cells}
+        what = "replica"
+        found = [
+            (f"{v.replica}#{v.incarnation}", known.get(v.replica, str(v.state or "starting")), v.because)
+            for v in row.replicas
+        ]
+    else:
+        suspects = {(s.replica, s.rank) for i in snapshot.projection.open_incidents() for s in i.diagnosis.suspects}
+        what = "rank"
+        found = []
+        for r in snapshot.observed:
+            if r.node == row.node:
+                is_suspect = bool(suspects & {(r.replica, r.rank), (r.replica, None)})
+                state = "suspect" if is_suspect else "healthy" if r.alive_at(snapshot.at) else "lost"
+                found.append((f"{r.replica} rank {r.rank}, pid {r.pid}", state, ""))
+    if not found:
+        return '<div class="rc rc-soft">No replica runs on it.</div>'
+    total, counts = counted(len(found), what), Counter(state for _, state, _ in found)
+    told = "".join(f'<span class="rc-{class_of(s)}">{STATES[s][0]} {counts[s]} {s}</span>' for s in STATES if counts[s])
+    squares = "".join(cell(state, name) for name, state, _ in found)
+    usual = ("healthy", "standby", "ended")
+    named = "".join(
+        f"<div>{STATES[state][0]} {escape(name, 100)} {state}{escape(f': {because}' if because else '', 300)}</div>"
+        for name, state, because in found
+        if state not in usual
+    )
+    return (
+        f'<div class="rc rc-role"><p><b>{total}</b> {told}</p><div class="rc-map rc-healthy" role="img" '
+        f'aria-label="{total}, one square each">{squares}</div>{named}</div>'
+    )
+
+
+def _incident_table(found: Sequence[Incident]) -> str:
+    """Each incident with a link to its page."""
+    run, lines = chosen_run(), []
+    for i in found:
+        link = escape(href(i.incident_id, run), 500)
+        cells = (
+            escape(_when(i.opened_at)),
+            f'<a href="{link}" target="_self">{escape(i.incident_id, 100)}</a>',
+            escape(in_words(i.diagnosis.fault_class)),
+            escape(in_words(i.outcome or i.state)),
+            escape(i.diagnosis.because, 600),
+        )
+        lines.append("<tr>" + "".join(f"<td>{c}</td>" for c in cells) + "</tr>")
+    heads = "".join(f"<th scope=col>{c}</th>" for c in ("opened (UTC)", "incident", "class", "status", "diagnosis"))
+    return (
+        f'<div class="rc" style="overflow-x:auto"><table class="rc-table wide"><thead><tr>{heads}</tr></thead>'
+        f"<tbody>{''.join(lines)}</tbody></table></div>"
+    )
 
 
 def _incidents(row: nodes.NodeRow, found: Sequence[Incident], fleet: nodes.FleetHealth) -> None:
@@ -215,19 +287,11 @@ def _incidents(row: nodes.NodeRow, found: Sequence[Incident], fleet: nodes.Fleet
         f"{row.in_hour} in 1 h, {row.in_day} in 24 h, {row.in_month} in 30 days; fleet median: "
         f"{fleet.median_hour:g}, {fleet.median_day:g}, {fleet.median_month:g}"
     )
-    newest = sorted(found, key=lambda i: -i.opened_at)[:NODE_INCIDENTS_SHOWN]
-    st.altair_chart(_incidents_chart(newest), width="stretch")
-    data_table(
-        {
-            "opened (UTC)": [_when(i.opened_at) for i in newest],
-            "incident": [plain(i.incident_id) for i in newest],
-            "class": [str(i.diagnosis.fault_class) for i in newest],
-            "outcome": [str(i.outcome or i.state) for i in newest],
-            "diagnosis": [plain(i.diagnosis.because) for i in newest],
-        },
-        column_config={"class": NARROW, "outcome": NARROW, "diagnosis": WIDE},
-        row_height=ROW_PIXELS,
-    )
+    newest = sorted(found, key=lambda i: (i.closed_at is not None, -i.opened_at))[:NODE_INCIDENTS_SHOWN]
+    if len(newest) > 1:
+        st.altair_chart(_incidents_chart(newest), width="stretch")
+    with st.container(height=LISTED_PIXELS if len(newest) > LISTED_INCIDENTS else "content", border=False):
+        st.html(_incident_table(newest))
 
 
 def _incidents_chart(found: Sequence[Incident]) -> Any:
@@ -255,7 +319,9 @@ def _incidents_chart(found: Sequence[Incident]) -> Any:
             x=alt.X("at:T", title="opened at (UTC)", scale=alt.Scale(type="utc", domain=between), axis=axis),
             y=alt.Y("class:N", title=None),
             shape=alt.Shape("class:N", legend=None),
-            color=alt.Color("class:N", legend=None),
+            color=alt.Color(
+                "class:N", scale=alt.Scale(domain=[*CLASS_COLOURS], range=[*CLASS_COLOURS.values()]), legend=None
+            ),
             tooltip=["incident:N", "outcome:N", "what:N", "opened (UTC):N"],
         )
         .properties(height=90 + 34 * len({r["class"] for r in rows}))

@@ -80,7 +80,7 @@ def seconds(value: float | None, none: str = "–") -> str:
     if value < 120:
         return f"{value:.1f} s"
     minutes, rest = divmod(round(value), 60)
-    if minutes < 120:
+    if minutes < 60:
         return f"{minutes} min {rest:02d} s"
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes:02d} min" if hours < 48 else f"{hours // 24} d {hours % 24:02d} h"

@@ -11,7 +11,8 @@ is never higher than the paper's. From the fault until the interrupted step is c
 until the replacement serves, the survivors do. A replica slowed by a fault counts as lost, although it still does some
 work.
 
-The time runs from the first membership epoch with a trainer and a rollout to the last committed step.
+The time runs from the first membership epoch with a trainer and a rollout until now (`counted_until`); of an ended run
+to its last committed step. An open incident costs its suspects from the onset until now.
 """
 
 import math
@@ -149,9 +150,10 @@ def losses(joined: MatchedIncidents, end: float) -> list[Loss]:
     """Lost work per replica of each incident and each undetected fault; open losses last until `end`."""
     found = []
     for summary in joined.summaries:
-        if summary.fault is None and summary.incident.action_started_at is None:
+        incident, diagnosis = summary.incident, summary.incident.diagnosis
+        over = incident.closed_at is not None or incident.requested_by_operator
+        if summary.fault is None and incident.action_started_at is None and over:
             continue  # no known impact, and no replica was replaced
-        diagnosis = summary.incident.diagnosis
         affected = set(summary.fault.hit) if summary.fault else {s.replica for s in diagnosis.suspects if s.replica}
         until = summary.serving_at if summary.serving_at is not None else summary.ends_at
         stalled = summary.step_committed_at if summary.step_committed_at is not None else until
@@ -162,12 +164,20 @@ def losses(joined: MatchedIncidents, end: float) -> list[Loss]:
                 until=end if until is None else min(until, end),
                 stalled_until=end if stalled is None else min(stalled, end),
                 fault=str(diagnosis.fault_class),
-                incident_id=summary.incident.incident_id,
+                incident_id=incident.incident_id,
             )
             for replica in sorted(affected)
         ]
     found += [Loss(replica=r, since=f.injected_at, until=end, stalled_until=end) for f in joined.missed for r in f.hit]
     return [loss for loss in found if loss.until > loss.since]
+
+
+def counted_until(
+    now: float, committed_at: float | None, *, ended: bool, watched: bool, has_open_incident: bool
+) -> float | None:
+    """The end of the counted time: now while a watch observes the run or an incident is open, else the last committed
+    step, because what happened since is not known. None: there is no such step. Wall seconds."""
+    return now if not ended and (watched or has_open_incident) else committed_at
 
 
 def lost_seconds(
@@ -305,10 +315,10 @@ class EttrAccount:
 class EttrAccumulator:
     """ETTR and lost time of a run in progress, updated event by event.
 
-    Time counts up to now, so that an outage shows while it lasts; for an ended run up to its last committed step, as in
-    the report. Time more than `SETTLE_SECONDS` ago, before the onset of every open incident and of every injected fault
-    without an incident, is settled: it is summed once, and its events and losses are dropped. The result differs from
-    the report's only if a fault is detected later than `SETTLE_SECONDS` after its onset: the settled part of its loss
+    Time counts as in `counted_until`, so that an outage shows while it lasts. Time more than `SETTLE_SECONDS` ago,
+    before the onset of every open incident and of every injected fault without an incident, is settled: it is summed
+    once, and its events and losses are dropped. The result differs from the report's only if a fault is detected later
+    than `SETTLE_SECONDS` after its onset: the settled part of its loss
     is missing. Owned by one reader, which passes every event once, in order.
 
     `num_rollouts`, `num_trainers`: 0 until the event `run_started`. `faults`: the known part of the injection log,
@@ -328,11 +338,6 @@ class EttrAccumulator:
     _losses: list[Loss] = field(default_factory=list)  # of closed incidents, not settled yet
     _settled_until: float = 0.0
     _settled: dict[Cause, float] = field(default_factory=dict)
-
-    @property
-    def is_losing(self) -> bool:
-        """Whether work is being lost now, so that the account changes with time alone."""
-        return bool(self.open_incidents) or len(self._matched) < len(self.faults)
 
     def take(self, event: Event) -> IncidentSummary | None:
         """Returns the summary of an incident that this event closes."""
@@ -368,14 +373,15 @@ class EttrAccumulator:
         self._losses += losses(matched, event.wall_at)
         return next(iter(matched.summaries), None)
 
-    def account(self, now: float | None) -> EttrAccount | None:
-        """`now`: wall seconds; None for an ended run. Returns None before training began."""
+    def account(self, now: float, *, watched: bool = True) -> EttrAccount | None:
+        """`now`: wall seconds. `watched`: a watch holds the lease. Returns None before training began."""
         if self._began_at is None:
             return None
-        end = self._committed_at if (now is None or self._ended) and self._committed_at is not None else now
+        has_open = bool(self.open_incidents)
+        end = counted_until(now, self._committed_at, ended=self._ended, watched=watched, has_open_incident=has_open)
         if end is None:
             return None
-        self._settle(min(end, self._settled_by(end if now is None else now)))
+        self._settle(min(end, self._settled_by(now)))
         lost = dict(self._settled)
         for cause, seconds in self._between(self._settled_until, end, [*self._losses, *self._open_losses(end)]).items():
             lost[cause] = lost.get(cause, 0.0) + seconds
@@ -386,10 +392,9 @@ class EttrAccumulator:
         found: list[Loss] = []
         detected = set(self._matched)
         for incident in self.open_incidents.values():
-            if self.faults or incident.action_started_at is not None:  # only these cause losses
-                matched, faults = self._summarized(incident)
-                found += losses(matched, end)
-                detected |= faults
+            matched, faults = self._summarized(incident)
+            found += losses(matched, end)
+            detected |= faults
         return found + losses(MatchedIncidents(missed=tuple(f for f in self.faults if f not in detected)), end)
 
     def _summarized(self, incident: Incident) -> tuple[MatchedIncidents, set[InjectedFault]]:

@@ -21,6 +21,8 @@ logger = logging.getLogger(__name__)
 
 FLAG = "observed_ranks"
 WRITE_SECONDS = 5.0
+SILENT_SECONDS = 30.0
+"""A rank that was not sampled for this long is not known to be alive."""
 RANKS_MAX = 4096
 """Ranks that are kept, the first by name: 4,096 are 300 kB a write."""
 
@@ -38,6 +40,10 @@ class ObservedRank:
     step: int
     seen_at: float
     progress_at: float | None
+
+    def alive_at(self, now: float) -> bool:
+        """Whether it is known to be alive at `now`, wall seconds."""
+        return self.is_alive and now - self.seen_at <= SILENT_SECONDS
 
 
 def of_sample(sample: ProcessSample) -> ObservedRank:

@@ -5,6 +5,9 @@ import random
 
 import pytest
 
+from rolecall.core.diagnosis import Diagnosis, Suspect
+from rolecall.core.faults import FaultClass
+from rolecall.core.ids import NodeId
 from rolecall.core.journal.events import Event
 from rolecall.core.journal.events import EventKind as K
 from rolecall.core.journal.journal import Journal
@@ -71,6 +74,31 @@ def test_an_outage_shows_while_it_lasts(fake_run: RunDir) -> None:
     assert soon is not None and later is not None
     # Nobody trains, the three rollouts go on: two fifths are lost, and go to the trainer that hangs.
     assert later.lost["trainer", "hang"] - soon.lost["trainer", "hang"] == pytest.approx(100.0 * TRAINERS / 5)
+
+
+def _open_hang(at: float) -> Event:
+    suspect = Suspect(node=NodeId("node-2"), role="trainer", replica="trainer/1", incarnation=1)
+    found = Diagnosis(
+        suspects=(suspect,), fault_class=FaultClass.HANG, onset=at, detected_at=at + 3.0, confidence=1.0, because="hung"
+    )
+    body = {"diagnosis": found.to_dict(), "window": "observations"}
+    return made_event(seq=9, kind=K.INCIDENT_OPENED, wall_at=at + 3.0, body=body, incident_id="i-1")
+
+
+def test_an_open_incident_costs_now_without_an_action_and_without_a_watch(fake_run: RunDir) -> None:
+    events = [e for e in _events(fake_run) if e.kind is not K.RUN_ENDED]
+    last = steps(events)[-1].at
+    followed = EttrAccumulator(num_rollouts=ROLLOUTS, num_trainers=TRAINERS)
+    for event in events:
+        followed.take(event)
+    before = followed.account(last + 50.0, watched=False)
+    assert before is not None and before.end == last, "nobody watches, so what happens since is not known"
+    lost = sum(before.lost.values())
+    followed.take(_open_hang(last))
+    for watched in (True, False):
+        account = followed.account(last + 100.0, watched=watched)
+        assert account is not None and account.end == last + 100.0
+        assert sum(account.lost.values()) - lost == pytest.approx(100.0 * TRAINERS / 5)
 
 
 def test_before_training_there_is_no_account() -> None:

@@ -1,15 +1,17 @@
 """The Accounting page: audit of prompt groups, ETTR and lost time, detection and recovery times, diagnosis
 precision."""
 
+import math
+import re
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from typing import Any
 
 import altair as alt
 import streamlit as st
 
 from rolecall.core.clock import SystemClock
-from rolecall.core.text import counted, plain, seconds, utc
+from rolecall.core.text import counted, escape, in_words, plain, seconds, utc
+from rolecall.dashboards.data.incident_titles import title as title_of
 from rolecall.dashboards.data.nodes import age
 from rolecall.dashboards.data.reader import JournalSnapshot, Reader
 from rolecall.dashboards.pages import charts
@@ -38,10 +40,11 @@ from rolecall.views.mfu import WINDOW_STEPS
 AUDIT_NOW = "accounting.audit"
 INCIDENTS_SHOWN = 1000
 """Rows of the review table, newest first; review older ones with `rolecall review`."""
-PROBLEMS_SHOWN = 50
-ROW_PIXELS = 58
-"""Two lines of a diagnosis."""
+PROBLEMS_SHOWN, KINDS_SHOWN = 50, 5
+NUMBER = re.compile(r"\d+")
 DAY_SECONDS = 86_400.0
+TICK_SECONDS = (15, 60, 300, 900, 3600, 7200, 14_400, 43_200, 86_400, 604_800)
+TICKS_MAX = 8
 SHORT_SECONDS = 600.0
 """Time labels of a shorter run include seconds."""
 
@@ -87,13 +90,18 @@ def _audit(accounts: AccountingSnapshot, now: float) -> None:
         st.text("The audit is running.")
         return
     if audit.ok and accounts.has_ledger:
-        st.success("✓ Audit passed.", icon=":material/check_circle:")
+        st.success("Audit passed.", icon=":material/check_circle:")
     elif audit.ok:
         st.info("The journal's hash chain is valid. This job has no ledger, so prompt groups are not audited.")
     else:
-        st.error(f"✗ The audit found {counted(len(audit.problems), 'problem')}.", icon=":material/error:")
-        for problem in audit.problems[:PROBLEMS_SHOWN]:
-            st.text(plain(problem))
+        st.error(f"The audit found {counted(len(audit.problems), 'problem')}.", icon=":material/error:")
+        for problem, alike in _alike(audit.problems):
+            st.text(plain(problem + (f" (and {alike - 1:,} alike)" if alike > 1 else "")))
+        if len(audit.problems) > 1:
+            with st.expander("All problems"):
+                st.text("\n".join(plain(problem) for problem in audit.problems[:PROBLEMS_SHOWN]))
+                if len(audit.problems) > PROBLEMS_SHOWN:
+                    st.text(f"and {len(audit.problems) - PROBLEMS_SHOWN:,} more; `rolecall audit RUN` lists all.")
     if accounts.has_ledger:
         groups = audit.ledger
         in_flight = max(0, groups.groups_issued - groups.groups_trained - groups.groups_dropped)
@@ -121,6 +129,15 @@ def _audit(accounts: AccountingSnapshot, now: float) -> None:
         on_click=st.session_state.update,
         args=({AUDIT_NOW: True},),
     )
+
+
+def _alike(problems: Sequence[str]) -> list[tuple[str, int]]:
+    """The first of the problems that differ only in their numbers, and how many those are; a few kinds."""
+    found: dict[str, tuple[str, int]] = {}
+    for problem in problems:
+        first, num = found.get(kind := NUMBER.sub("0", problem), (problem, 0))
+        found[kind] = first, num + 1
+    return list(found.values())[:KINDS_SHOWN]
 
 
 def _effective(statistics: IncidentStatistics) -> None:
@@ -160,11 +177,18 @@ def _effective(statistics: IncidentStatistics) -> None:
     causes, tops = st.columns([3, 2], gap="medium")
     with causes:
         st.markdown("**Lost time by role and cause**")
-        st.altair_chart(_causes_chart(times.by_cause), width="stretch")
+        st.html(_causes_bars(times.by_cause))
     with tops:
         st.markdown("**Lost time by incident (top ten)**")
-        rows = [[plain(p.name, 60), seconds(p.seconds), f"{p.share:.0%}"] for p in times.by_incident]
-        st.html(small_table(["incident", "lost", "share"], rows))
+        rows = [
+            [plain(p.name, 60), seconds(p.seconds), f"{p.seconds * times.num_replicas:,.1f} s", f"{p.share:.0%}"]
+            for p in times.by_incident
+        ]
+        st.html(small_table(["incident", "lost", "replica-seconds", "share"], rows))
+        st.caption(
+            f"Lost: in seconds of the whole run. Times its {times.num_replicas:,} rollouts and trainers these are the "
+            "replica-seconds of the incident's page. An open incident counts until now."
+        )
 
 
 def _utilisation(statistics: IncidentStatistics) -> None:
@@ -196,8 +220,8 @@ def _utilisation(statistics: IncidentStatistics) -> None:
 def _ettr_chart(slices: Sequence[Slice]) -> Any:
     rows = [
         {
-            "start": datetime.fromtimestamp(time_slice.start, UTC).isoformat(),
-            "end": datetime.fromtimestamp(time_slice.end, UTC).isoformat(),
+            "start": 1000.0 * time_slice.start,
+            "end": 1000.0 * time_slice.end,
             # As text, because the browser formats tooltip times in its own time zone.
             "from (UTC)": _when(time_slice.start),
             "ETTR": time_slice.ettr,
@@ -208,12 +232,14 @@ def _ettr_chart(slices: Sequence[Slice]) -> Any:
         for time_slice in slices
         if time_slice.ettr is not None
     ]
+    # Explicit, because Vega first renders without data and warns about an empty extent.
+    across = [1000.0 * slices[0].start, 1000.0 * slices[-1].end]
     return (
         alt.Chart(alt.Data(values=rows))
         .mark_rect(stroke="white", strokeWidth=0.5, color=charts.LINE)
         .encode(
-            x=alt.X("start:T", title="time (UTC)", scale=alt.Scale(type="utc"), axis=_times(slices)),
-            x2="end:T",
+            x=alt.X("start:Q", title="time (UTC)", scale=alt.Scale(domain=across), axis=_times(slices)),
+            x2="end:Q",
             y=alt.Y(
                 "ETTR:Q", axis=alt.Axis(format="%", values=[0, 0.25, 0.5, 0.75, 1]), scale=alt.Scale(domain=[0, 1])
             ),
@@ -231,26 +257,43 @@ def _ettr_chart(slices: Sequence[Slice]) -> Any:
 
 
 def _times(slices: Sequence[Slice]) -> Any:
-    """24-hour labels with the unit that the span needs; Vega's default is 12-hour."""
-    span = slices[-1].end - slices[0].start if slices else 0.0
-    form = "%m-%d %H:%M" if span > DAY_SECONDS else "%H:%M" if span > SHORT_SECONDS else "%H:%M:%S"
-    return alt.Axis(format=form, tickCount=8, labelOverlap=True, labelFlush=True, titlePadding=4)
-
-
-def _causes_chart(causes: Sequence[tuple[str, str, float]]) -> Any:
-    """Lost seconds as a bar per role, stacked by fault class, which each part names."""
-    rows = [
-        {"role": plain(role, 40), "fault": plain(fault, 40).replace("_", " "), "seconds": round(lost, 1)}
-        for role, fault, lost in causes
-    ]
-    base = alt.Chart(alt.Data(values=rows)).encode(
-        y=alt.Y("role:N", title=None, sort="-x", axis=alt.Axis(labelOverlap=False, labelLimit=140, minExtent=60)),
-        x=alt.X("seconds:Q", title="seconds of the whole run", stack="zero"),
-        color=alt.Color("fault:N", legend=alt.Legend(title=None, orient="top", symbolStrokeWidth=0)),
-        order=alt.Order("seconds:Q", sort="descending"),
-        tooltip=["role:N", "fault:N", "seconds:Q"],
+    """Ticks at round times, as numbers, because Vega misreads the explicit domain of a range of times."""
+    start, end = slices[0].start, slices[-1].end
+    step = next((s for s in TICK_SECONDS if end - start <= TICKS_MAX * s), TICK_SECONDS[-1])
+    form = "%m-%d %H:%M" if end - start > DAY_SECONDS else "%H:%M" if end - start > SHORT_SECONDS else "%H:%M:%S"
+    ticks = [1000.0 * step * n for n in range(math.ceil(start / step), int(end / step) + 1)]
+    return alt.Axis(
+        values=ticks, labelExpr=f"utcFormat(datum.value, '{form}')", labelOverlap=True, labelFlush=True, titlePadding=4
     )
-    return base.mark_bar(stroke="white", strokeWidth=0.5).properties(height=130 + 36 * len({r["role"] for r in rows}))
+
+
+def _causes_bars(causes: Sequence[tuple[str, str, float]]) -> str:
+    """Lost time as a bar for each role, stacked by fault class, and a legend with the time of each class."""
+    of_role: dict[str, list[tuple[str, float]]] = {}
+    of_class: dict[str, float] = {}
+    for role, fault, lost in causes:
+        of_role.setdefault(role, []).append((fault, lost))
+        of_class[fault] = of_class.get(fault, 0.0) + lost
+    sums = {role: sum(lost for _, lost in parts) for role, parts in of_role.items()}
+    longest = max(sums.values(), default=0.0)
+    lines = []
+    for role in sorted(sums, key=lambda r: -sums[r]):
+        parts = "".join(
+            f'<div title="{escape(f"{role}, {in_words(fault)}: {seconds(lost)}", 200)}" style="height:1.6rem;'
+            f'width:{100 * lost / longest:.3f}%;background:{charts.CLASS_COLOURS.get(fault, charts.THIRD)}"></div>'
+            for fault, lost in of_role[role]
+        )
+        lines.append(
+            f'<tr><td class="w">{escape(role, 60)}</td><td style="width:100%"><div style="display:flex">{parts}</div>'
+            f'</td><td class="n">{seconds(sums[role])}</td></tr>'
+        )
+    legend = "".join(
+        f'<span style="margin-right:1rem;white-space:nowrap"><i style="display:inline-block;width:.8rem;height:.8rem;'
+        f'border-radius:3px;background:{charts.CLASS_COLOURS.get(fault, charts.THIRD)}"></i> {escape(in_words(fault))} '
+        f"{seconds(lost)}</span>"
+        for fault, lost in sorted(of_class.items(), key=lambda kv: -kv[1])
+    )
+    return f'<div class="rc"><p>{legend}</p><table class="rc-table wide"><tbody>{"".join(lines)}</tbody></table></div>'
 
 
 def _speed(statistics: IncidentStatistics) -> None:
@@ -277,6 +320,7 @@ def _speed(statistics: IncidentStatistics) -> None:
         heads = ["within the goal", "detected by", "goal", "median", "worst", "n", "measured from"]
         st.html(small_table(heads, rows))
         st.caption(
+            "From the injection, or else from the estimated onset, to the finding, when the detectors were certain. "
             "The goals apply to metrics read directly from agents; with Prometheus the scrape interval is added."
         )
     st.subheader("Time to recover")
@@ -285,19 +329,16 @@ def _speed(statistics: IncidentStatistics) -> None:
         return
     data_table(
         {
-            "class": [c.fault_class for c in statistics.recovery],
+            "class": [in_words(c.fault_class) for c in statistics.recovery],
             "incidents": [c.num for c in statistics.recovery],
             "resolved": [c.num_resolved for c in statistics.recovery],
-            "resolved after, median": [seconds(c.resolved_median) for c in statistics.recovery],
-            "resolved after, worst": [seconds(c.resolved_worst) for c in statistics.recovery],
-            "serving again": [c.num_served for c in statistics.recovery],
-            "serving after, median": [seconds(c.serving_median) for c in statistics.recovery],
-            "serving after, worst": [seconds(c.serving_worst) for c in statistics.recovery],
+            "time to recover, median": [seconds(c.resolved_median) for c in statistics.recovery],
+            "worst": [seconds(c.resolved_worst) for c in statistics.recovery],
         },
     )
     st.caption(
-        "Measured from detection. Resolved: the replacement serves and was later verified to make progress; the time "
-        "is when it started to serve."
+        "Of resolved incidents, from the finding until the replacement serves; resolved: it was then seen to make "
+        "progress."
     )
 
 
@@ -325,16 +366,13 @@ def _reviews(reader: Reader, viewer: Viewer, incidents: Sequence[Incident]) -> N
     columns = {
         "review": [_review(i) for i in listed],
         "incident": [plain(i.incident_id) for i in listed],
-        "class": [str(i.diagnosis.fault_class) for i in listed],
-        "outcome": [str(i.outcome or i.state) for i in listed],
+        "class": [in_words(i.diagnosis.fault_class) for i in listed],
+        "status": [in_words(i.outcome or i.state) for i in listed],
         "by": [plain(i.review.by) if i.review else "" for i in listed],
-        "diagnosis": [plain(i.diagnosis.because) for i in listed],
+        "what": [title_of(i) for i in listed],
         "reason": [plain(i.review.because) if i.review else "" for i in listed],
     }
-    narrow = st.column_config.TextColumn(width="small")
-    config = {"diagnosis": st.column_config.TextColumn(width="large"), "class": narrow, "outcome": narrow}
-    filled = {name: values for name, values in columns.items() if any(values)}
-    data_table(filled, row_height=ROW_PIXELS, column_config=config)
+    data_table({name: values for name, values in columns.items() if any(values)})
     chosen = st.selectbox("Review", [plain(i.incident_id) for i in listed], key="accounting.review")
     incident = next((i for i in listed if plain(i.incident_id) == chosen), None)
     if incident is not None:

@@ -14,7 +14,7 @@ valid for few reviews and when all of them were right.
 import math
 import statistics
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from rolecall.core.diagnosis import Diagnosis
@@ -165,9 +165,6 @@ class RecoveryTimes:
 
     fault_class: str
     num: int
-    num_served: int
-    serving_median: float | None
-    serving_worst: float | None
     num_resolved: int
     resolved_median: float | None
     resolved_worst: float | None
@@ -219,16 +216,10 @@ def recovery(summaries: Iterable[IncidentSummary]) -> tuple[RecoveryTimes, ...]:
 
 
 def _recovered(name: str, summaries: Sequence[IncidentSummary]) -> RecoveryTimes:
-    def took(at: Callable[[IncidentSummary], float | None]) -> list[float]:
-        return [s for summary in summaries if (s := summary.since_finding(at(summary))) is not None]
-
-    serving, resolved = took(lambda s: s.serving_at), took(lambda s: s.resolved_at)
+    resolved = [s for summary in summaries if (s := summary.since_finding(summary.resolved_at)) is not None]
     return RecoveryTimes(
         fault_class=name,
         num=len(summaries),
-        num_served=len(serving),
-        serving_median=statistics.median(serving) if serving else None,
-        serving_worst=max(serving, default=None),
         num_resolved=len(resolved),
         resolved_median=statistics.median(resolved) if resolved else None,
         resolved_worst=max(resolved, default=None),

@@ -41,9 +41,10 @@ from rolecall.dashboards.pages.accounting.statistics import (
 )
 from rolecall.dashboards.settings import Settings
 from rolecall.recovery.incidents import INCIDENT_KINDS
+from rolecall.recovery.loop import LEASE_NAME
 from rolecall.recovery.operators.run_location import run_id_of
 from rolecall.views.audit import RunAudit, audit_journal
-from rolecall.views.ettr import RETAINED, steps, training_began
+from rolecall.views.ettr import RETAINED, counted_until, steps, training_began
 from rolecall.views.incidents import summarize_incidents
 from rolecall.views.journal_reader import JournalReader
 from rolecall.views.lifetimes import incarnation_records
@@ -191,11 +192,17 @@ class AccountingWorker:
         replica_faults = [f for f in faults if not f.of_helper]
         joined = summarize_incidents(events, known, replica_faults)
         committed, began = steps(events), training_began(events)
-        ended_at = next((e.wall_at for e in reversed(events) if e.kind is _K.RUN_ENDED), None)
-        until = now if ended_at is None else (committed[-1].at if committed else ended_at)
+        lease = journal.lease(LEASE_NAME)
+        until = counted_until(
+            now,
+            committed[-1].at if committed else None,
+            ended=any(e.kind is _K.RUN_ENDED for e in events[-200:]),
+            watched=lease is not None and lease.expires_at > now,
+            has_open_incident=any(s.incident.closed_at is None for s in joined.summaries),
+        )
         replicas = {r for r, _ in known}
         counted = None
-        if began is not None and until > began:
+        if began is not None and until is not None and until > began:
             counted = times(
                 joined,
                 committed,

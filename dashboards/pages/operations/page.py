@@ -7,7 +7,7 @@ import streamlit as st
 
 from rolecall.core.errors import JournalError
 from rolecall.core.text import plain, seconds, utc
-from rolecall.dashboards.data.nodes import node_names, quarantined
+from rolecall.dashboards.data.nodes import age, natural, node_names, quarantined
 from rolecall.dashboards.data.reader import JournalSnapshot, Reader
 from rolecall.dashboards.pages.operations import plans
 from rolecall.dashboards.pages.operations.commands import (
@@ -22,11 +22,13 @@ from rolecall.dashboards.pages.operations.commands import OperatorCommandKind as
 from rolecall.dashboards.pages.operations.plans import CommandLogEntry, State, history, newest_limits
 from rolecall.dashboards.pages.shell import data_table, page
 from rolecall.dashboards.pages.sign_in import HOW_TO, Viewer, follow
+from rolecall.dashboards.pages.style import banner
 from rolecall.recovery.incidents import Incident
 
 HOLD_FOR = {"10 minutes": 600.0, "1 hour": 3600.0, "4 hours": 14400.0, "12 hours": 43200.0}
 PLANS_SHOWN = 20
 """Plans shown as cards; the page only counts the rest."""
+PLACES_SHOWN = 20
 HISTORY_SHOWN = 500
 
 
@@ -38,33 +40,53 @@ def _draw(reader: Reader, snapshot: JournalSnapshot) -> None:
     viewer, state, now = follow(reader), operations(reader).latest(reader), reader.now()
     incidents = tuple(snapshot.projection.incidents.values())
     show_result()
-    _status(reader, viewer, state, ended=snapshot.run.ended)
+    _status(reader, viewer, state, snapshot)
     _plans(reader, viewer, plans.plan_rows(incidents, state.mode, now), now)
     _pause(reader, viewer, state)
-    _nodes(reader, viewer, state, incidents, now)
-    _replica(reader, viewer, state)
+    if snapshot.observed and not state.fleet.replicas:
+        _watched_job(snapshot)
+    else:
+        _nodes(reader, viewer, state, incidents, now)
+        _replica(reader, viewer, state)
     _history(history(state.events, incidents))
 
 
-def _status(reader: Reader, viewer: Viewer, state: State, *, ended: str) -> None:
-    if reader.settings.users_path is None:
-        st.info("This dashboard is read-only, because it was started without a users file. To enable commands:")
-        st.code(HOW_TO, language=None, wrap_lines=True)
-    elif not viewer.may_act:
-        st.info("Read-only: sign in (in the sidebar) to use commands.", icon=":material/lock:")
+def _status(reader: Reader, viewer: Viewer, state: State, snapshot: JournalSnapshot) -> None:
+    ended = snapshot.run.ended
+    if because := _unwatched(snapshot):
+        advice = "Start `rolecall watch`; `rolecall status` shows details."
+        st.html(banner("bad", "No watch is running.", because, advice=advice))
     if ended:
         st.info("The run has ended: commands no longer have an effect.", icon=":material/flag:")
         st.text(plain(ended))
+    else:
+        holder = f" {plain(state.watch)} holds the lease." if state.watch else ""
+        st.text(f"mode {state.mode or 'unknown'}: {plans.MODES.get(state.mode, 'no watch has started yet.')}{holder}")
+    if reader.settings.users_path is None:
+        with st.expander("This dashboard is read-only, because it was started without a users file"):
+            st.text("To enable commands:")
+            st.code(HOW_TO, language=None, wrap_lines=True)
+    elif not viewer.may_act:
+        st.info("Read-only: sign in (in the sidebar) to use commands.", icon=":material/lock:")
+    if ended:
         return
-    watch = f"{plain(state.watch)} holds the lease" if state.watch else "NO WATCH HOLDS THE LEASE: nothing is recovered"
-    st.text(f"mode {state.mode or 'unknown'}: {plans.MODES.get(state.mode, 'no watch has started yet.')}")
-    st.text(watch)
     if state.paused is not None:
         st.warning("Recovery is paused.", icon=":material/pause_circle:")
         st.text(plain(state.paused))
     if state.stopping is not None:
         st.warning("The job is being stopped.", icon=":material/stop_circle:")
         st.text(plain(state.stopping))
+
+
+def _unwatched(snapshot: JournalSnapshot) -> str:
+    """Since when no watch detects or recovers faults, as a sentence; empty while one does or the run has ended."""
+    lease = snapshot.lease
+    if snapshot.run.ended or snapshot.watched or (lease is None and snapshot.run.started_at is None):
+        return ""
+    if lease is None:
+        return "No watch has ever held the lease: faults are neither detected nor recovered."
+    since = f" for {age(max(0.0, snapshot.at - lease.expires_at))}" if lease.expires_at else ""
+    return f"No watch has held the lease{since}: faults are neither detected nor recovered."
 
 
 def _plans(reader: Reader, viewer: Viewer, rows: Sequence[plans.PlanRow], now: float) -> None:
@@ -83,9 +105,10 @@ def _plan(reader: Reader, viewer: Viewer, row: plans.PlanRow, now: float) -> Non
     with st.container(border=True, key=f"plan-{plan.digest}"):
         st.text(f"{plans.GLYPHS[row.status]} {row.status}{_until(row, now)}")
         st.text(plain(diagnosis.because))
-        where = ", ".join(dict.fromkeys(str(t.node) for t in plan.targets))
-        st.text(plain(f"plan: {plan.words}{f' on {where}' if where else ''}, because {plan.because}"))
-        st.text(plain(f"side effects: {'; '.join(plan.also_hit) or 'none'}"))
+        st.text(plain(f"{'would' if row.status is plans.PlanStatus.NOT_EXECUTED else 'plan'}: {plan.intent}"))
+        st.text(plain(f"reason: {plan.because}"))
+        if plan.also_hit:
+            st.text(plain(f"also disturbs: {'; '.join(plan.also_hit)}"))
         if row.hold is not None:
             st.text(plain(f"on hold by {row.hold.by} until {_clock(row.hold.until)}: {row.hold.because}"))
         if attempt.held_by:
@@ -147,6 +170,17 @@ def _pause(reader: Reader, viewer: Viewer, state: State) -> None:
         resume = OperatorCommand(what=Kind.RESUME)
         button(reader, viewer, "Resume recovery", resume)
         as_commands(reader, viewer, resume)
+
+
+def _watched_job(snapshot: JournalSnapshot) -> None:
+    """What cannot be commanded, so that nobody looks for it."""
+    st.subheader("Nodes and replicas")
+    places = {(r.replica, r.node) for r in snapshot.observed}
+    st.text("rolecall only watches this job: it can neither drain its nodes nor replace its replicas.")
+    for replica, node in sorted(places, key=lambda p: (natural(p[0]), natural(p[1])))[:PLACES_SHOWN]:
+        st.text(plain(f"{replica} on {node}"))
+    if len(places) > PLACES_SHOWN:
+        st.text(f"and {len(places) - PLACES_SHOWN} more")
 
 
 def _nodes(reader: Reader, viewer: Viewer, state: State, incidents: Sequence[Incident], now: float) -> None:

@@ -32,8 +32,7 @@ from rolecall.views.journal_reader import JournalReader
 
 K = EventKind
 MODES: Mapping[str, str] = {
-    "observe": "rolecall reports what it would do and takes no action. Approvals have no effect until the watch runs "
-    "in another mode.",
+    "observe": "rolecall reports what it would do and takes no action.",
     "approve": "rolecall waits for approval. A plan without a decision expires at its deadline.",
     "act": "rolecall acts on its own once all guards pass. Hold or reject a plan to stop it; pause to stop all.",
 }
@@ -85,7 +84,7 @@ class PlanRow:
     @property
     def can_be_stopped(self) -> bool:
         """Whether it can be put on hold or rejected."""
-        return self.status not in (PlanStatus.EXPIRED, PlanStatus.REJECTED)
+        return self.status not in (PlanStatus.NOT_EXECUTED, PlanStatus.EXPIRED, PlanStatus.REJECTED)
 
     def seconds_left(self, now: float) -> float | None:
         """Seconds until the plan expires; None if it has no deadline."""

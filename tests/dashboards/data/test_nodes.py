@@ -14,6 +14,7 @@ from rolecall.dashboards.data.hardware import FleetMetrics, codes_of, live_of, m
 from rolecall.dashboards.data.nodes import (
     DAY,
     GLYPHS,
+    HEAT_NODES,
     HOUR,
     MONTH,
     FleetHealth,
@@ -30,7 +31,7 @@ from rolecall.dashboards.data.nodes import (
     quarantined,
     repeat_offenders,
 )
-from rolecall.recovery.fleet_view import FleetView, fleet_view
+from rolecall.recovery.fleet_view import FleetView, ReplicaView, fleet_view
 from rolecall.recovery.incidents import Incident, fold
 from rolecall.views.observed_ranks import ObservedRank
 from tests.dashboards.acting_world import diagnosis
@@ -127,7 +128,7 @@ def test_nodes_of_an_ended_run_are_not_called_healthy() -> None:
         "node-2": NodeHealth.QUARANTINED,
     }
     row = found.find("node-0")
-    assert row is not None and "unknown" in row.because
+    assert row is not None and row.because == "", "its state says it"
 
 
 def test_the_worst_stands_first_and_every_health_has_a_glyph_of_its_own() -> None:
@@ -281,16 +282,19 @@ def test_a_thousand_nodes_and_ten_thousand_incidents() -> None:
 
 def test_the_heat_map_counts_incidents_by_node_and_day_or_hour() -> None:
     found = [_incident("i-1", "a", ago=3 * DAY), _incident("i-2", "a", ago=60.0), _incident("i-3", "b", ago=61.0)]
-    cells, unit = heat(incidents_by_node(found), NOW)
-    assert unit == "day" and [(c.node, c.start, c.num) for c in cells] == [
-        ("a", "11-11", 1),
-        ("a", "11-14", 1),
-        ("b", "11-14", 1),
-    ]
-    assert cells[0].classes == str(found[0].diagnosis.fault_class)
-    cells, unit = heat(incidents_by_node(found[1:]), NOW)
-    assert unit == "hour" and {c.start for c in cells} == {"11-14 22:00"}
-    assert heat({}, NOW) == ((), "day")
+    crash = str(found[0].diagnosis.fault_class)
+    days = heat(incidents_by_node(found), ["c", "b", "a"], NOW)
+    assert days.unit == "day" and days.columns == ("11-11", "11-12", "11-13", "11-14"), "without gaps"
+    nothing = (0, "")
+    assert days.rows == (
+        ("a", ((1, crash), nothing, nothing, (1, crash))),
+        ("b", (nothing, nothing, nothing, (1, crash))),
+        ("c", (nothing,) * 4),
+    )
+    hours = heat(incidents_by_node(found[1:]), ["a", "b"], NOW)
+    assert hours.unit == "hour" and hours.columns == ("11-14 22:00",)
+    assert len(heat(incidents_by_node(found), [f"n-{n}" for n in range(99)], NOW).rows) == HEAT_NODES
+    assert heat({}, ["a"], NOW).columns == ()
 
 
 def test_repeat_offenders_have_at_least_three_incidents_the_most_first() -> None:
@@ -304,5 +308,45 @@ def test_replicas_of_a_watched_job_stand_on_their_nodes() -> None:
     def rank(number: int, node: str, *, alive: bool) -> ObservedRank:
         return ObservedRank("trainer/0", number, node, 1, alive, "compute", 5, NOW, None)
 
-    fleet = observed_fleet([rank(0, "n-2", alive=True), rank(1, "n-10", alive=False), rank(2, "n-2", alive=False)])
+    ranks = [rank(0, "n-2", alive=True), rank(1, "n-10", alive=False), rank(2, "n-2", alive=True)]
+    fleet = observed_fleet(ranks, NOW)
     assert [(r.node, r.state) for r in fleet.replicas] == [("n-2", ReplicaState.SERVING), ("n-10", ReplicaState.LOST)]
+    found = fleet_rows(fleet, {}, {}, (), FleetMetrics(), NOW)
+    assert [(r.node, r.health) for r in found.rows] == [("n-10", NodeHealth.LOST), ("n-2", NodeHealth.HEALTHY)]
+    silent = fleet_rows(observed_fleet(ranks, NOW + 60.0), {}, {}, (), FleetMetrics(), NOW + 60.0)
+    assert {r.health for r in silent.rows} == {NodeHealth.LOST}, "nobody has seen them for a minute"
+
+
+def test_a_node_is_lost_with_all_its_replicas_and_suspect_with_one() -> None:
+    states = {"a": [ReplicaState.LOST], "b": [ReplicaState.LOST, ReplicaState.SERVING], "c": [ReplicaState.SERVING]}
+    views = [
+        ReplicaView(
+            replica=ReplicaId(f"rollout/{n}"), desired_incarnation=1, incarnation=1, node=NodeId(node), state=state
+        )
+        for n, (node, state) in enumerate((node, s) for node in states for s in states[node])
+    ]
+    used_up = ReplicaView(
+        replica=ReplicaId("standby/0"), desired_incarnation=1, incarnation=1, node=NodeId("c"),
+        state=ReplicaState.STOPPED,
+    )  # fmt: skip
+    found = fleet_rows(FleetView(replicas=(*views, used_up)), {}, {}, (), FleetMetrics(), NOW)
+    assert [(r.node, r.health, r.because) for r in found.rows] == [
+        ("a", NodeHealth.LOST, "every replica on it is lost: rollout/0"),
+        ("b", NodeHealth.SUSPECT, "rollout/1 lost"),
+        ("c", NodeHealth.HEALTHY, ""),
+    ]
+
+
+def test_a_fatal_xid_marks_a_node_until_a_burn_in_or_an_operator_clears_it() -> None:
+    fallen = _incident("i", "node-1", closed=True, fault_class=FaultClass.GPU, because="XID 79 on GPU 3: fell off")
+    row = _rows(["node-1"], [fallen]).find("node-1")
+    assert row is not None and row.health is NodeHealth.XID
+    assert row.because == "XID 79 on GPU 3, 11-14 22:12 UTC"
+    harmless = _incident("i", "node-1", closed=True, fault_class=FaultClass.GPU, because="XID 43 on GPU 3: stopped")
+    assert _rows(["node-1"], [harmless]).rows[0].health is NodeHealth.HEALTHY
+    check = {"name": "matmul", "passed": True, "because": "the same bits", "values": {}}
+    for passed, health in ((True, NodeHealth.HEALTHY), (False, NodeHealth.XID)):
+        tested = _said(K.BURN_IN_FINISHED, "node-1", passed=passed, seconds=9.0, checks=[{**check, "passed": passed}])
+        assert _rows(["node-1"], [fallen], [tested]).rows[0].health is health
+    back = [_said(K.NODE_QUARANTINED, "node-1"), _said(K.NODE_RETURNED_TO_SERVICE, "node-1")]
+    assert _rows(["node-1"], [fallen], back).rows[0].health is NodeHealth.HEALTHY

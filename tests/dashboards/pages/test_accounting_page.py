@@ -9,13 +9,20 @@ import pytest
 
 from rolecall.core.clock import FakeClock
 from rolecall.core.errors import JournalError
+from rolecall.core.faults import FAULTS
 from rolecall.core.journal.events import EventKind
 from rolecall.core.journal.journal import Journal
 from rolecall.core.rundir import RunDir
+from rolecall.dashboards.data.reader import Reader
+from rolecall.dashboards.pages.accounting.page import _causes_bars
 from rolecall.dashboards.pages.accounting.worker import AUDIT_SECONDS, AccountingWorker, audited
+from rolecall.dashboards.pages.charts import CLASS_COLOURS
 from rolecall.dashboards.settings import Settings
+from rolecall.views.ettr import UNDETECTED
 from rolecall.views.mfu import WINDOW_STEPS
 from tests.dashboards.acting_world import HOSTILE, World, button, fill, page, sign_in, texts, world
+from tests.dashboards.made_runs import MadeRun
+from tests.events import filled
 from tests.fake_run import FakeRun
 from tests.support import PATIENCE_SECONDS, eventually
 
@@ -113,18 +120,70 @@ def test_a_damaged_chain_is_reported_with_its_first_broken_line(finished: World)
         database.execute("UPDATE events SET wall_at = wall_at + 1 WHERE seq = 40")
     at = page("accounting", finished)
     assert not at.exception
-    assert "✗ The audit found" in texts(at)
+    assert "The audit found" in texts(at)
     assert "events line 40" in texts(at)
+
+
+def test_problems_of_one_kind_are_one_sentence(tmp_path: Path) -> None:
+    """Without its ledger, every step of a run disagrees with it."""
+    made = MadeRun(tmp_path, num_steps=0)
+    for step in range(60):
+        body = {
+            "step": step,
+            "epoch": 1,
+            "groups": [f"g{step}"],
+            "reward": 0.1,
+            "loss": 0.1,
+            "seconds": 0.5,
+            "tokens": 1,
+        }
+        made.journal.append(filled(K.STEP_COMMITTED, body))
+    at = page("accounting", World(run=made.run, users_path=tmp_path / "users.yaml"))
+    assert not at.exception
+    kinds = [t.value for t in at.text if "disagree" in t.value]
+    assert kinds[0] == "step 0: journal and ledger disagree on 1 group: g0 (and 58 alike)", (
+        "the last step may be under way"
+    )
+    assert len(kinds) == 2, "the rest is in the expander"
+    assert "step 49:" in kinds[1] and "step 50:" not in kinds[1]
+    assert "and 9 more; `rolecall audit RUN` lists all." in texts(at)
+
+
+def test_a_fault_class_has_its_colour_and_a_readable_time() -> None:
+    bars = _causes_bars([("trainer", "hang", 7200.0), ("rollout", "hang", 5.0), ("rollout", "slow", 1.0)])
+    assert bars.count(CLASS_COLOURS["hang"]) == 3 and bars.count(CLASS_COLOURS["slow"]) == 2
+    assert "2 h 00 min" in bars
+    assert set(CLASS_COLOURS) == {*map(str, FAULTS), UNDETECTED}
+    assert len(set(CLASS_COLOURS.values())) == len(CLASS_COLOURS)
 
 
 def test_a_finished_run_on_the_page(finished: World) -> None:
     at = page("accounting", finished)
     assert not at.exception
     reported = texts(at)
-    assert "✓ Audit passed." in reported
+    assert "Audit passed." in reported
     assert "3 faults were injected, 0 were missed" in reported
     assert "No diagnosis has been reviewed yet." in reported
     assert {m.label: m.value for m in at.metric}["trained"] == "960"
+
+
+@pytest.mark.parametrize("watched", [True, False])
+def test_overview_and_accounting_count_an_open_incident_alike(tmp_path: Path, watched: bool) -> None:
+    clock = FakeClock()
+    made = MadeRun(tmp_path, clock=clock, watched=watched)
+    clock.advance(60.0)
+    made.open("trainer/1")
+    clock.advance(7200.0)
+    settings = Settings(journal_url=made.run.database_url, run=made.run, patience_seconds=PATIENCE_SECONDS)
+    reader, worker = Reader(settings, clock), AccountingWorker(settings, clock)
+    worker.latest()
+    assert worker.wait(PATIENCE_SECONDS)
+    statistics, account = worker.latest().statistics, reader.latest().trends.account
+    reader.close()
+    assert statistics is not None and statistics.times is not None and account is not None
+    assert statistics.times.lost_seconds > 3000.0
+    assert sum(account.lost.values()) == pytest.approx(statistics.times.lost_seconds)
+    assert account.ettr == pytest.approx(statistics.times.ettr)
 
 
 PEAKS = {"trainer_peak_flops": 1e9, "rollout_peak_flops": 1e9}

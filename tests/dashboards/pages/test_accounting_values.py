@@ -163,8 +163,8 @@ def test_recovery_counts_what_was_started_and_what_came_of_it() -> None:
     unserved = replace(acted, replacements=(), incident=replace(acted.incident, verified_at=None))
     untouched = _summary("c", "rollout/0", ZERO, ZERO + 30, acted=False)
     (row,) = recovery([served, unserved, untouched])
-    assert (row.num, row.num_served, row.num_resolved) == (2, 1, 1)
-    assert (row.serving_median, row.resolved_worst) == (10.0, 10.0)
+    assert (row.num, row.num_resolved) == (2, 1)
+    assert (row.resolved_median, row.resolved_worst) == (10.0, 10.0)
 
 
 # --- reviews ------------------------------------------------------------------------------------------------------

@@ -1,16 +1,23 @@
 """The Fleet page in all its states."""
 
+import html
 from pathlib import Path
 
 import pytest
+from streamlit.testing.v1 import AppTest
 
-from rolecall.core.clock import FakeClock
+from rolecall.core.clock import FakeClock, SystemClock
 from rolecall.core.faults import FaultClass
 from rolecall.core.journal.events import EventKind
 from rolecall.dashboards.data import hardware
 from rolecall.dashboards.data.hardware import live_of, of_run
+from rolecall.dashboards.pages import shell
+from rolecall.dashboards.pages.overview import view
 from rolecall.dashboards.pages.prometheus import ASK_SECONDS, PrometheusPoller
 from rolecall.recovery.operators import commands
+from rolecall.views import observed_ranks
+from rolecall.views.observed_ranks import ObservedRank
+from rolecall.watch.agents import observing_run
 from tests.dashboards.acting_world import HOSTILE, World, page, texts, world
 from tests.dashboards.prometheus_of_demo import DemoPrometheus
 from tests.support import PATIENCE_SECONDS
@@ -27,6 +34,10 @@ BURN_IN = {
         {"name": "nccl", "passed": None, "because": "no second GPU", "values": {}},
     ],
 }
+
+
+def _html(at: AppTest) -> str:
+    return "\n".join(str(h.proto.body) for h in at.get("html"))
 
 
 @pytest.fixture
@@ -52,15 +63,45 @@ def test_the_panel_of_a_node_shows_incidents_codes_quarantines_and_burn_ins(made
     commands.record_burn_in(made.run, "node-3", BURN_IN, "carla")
     at = page("fleet", made)
     at.selectbox(key="fleet.node").select("node-3").run()
-    reported = texts(at)
+    reported = texts(at) + _html(at)
     assert not at.exception
-    for said in ("rollout/2#1 serving", "quarantined by carla: its fan is loud", "✗ memory: 3 words differ"):
+    for said in (
+        "<b>1 replica</b>",
+        "rollout/2#1 suspect",
+        "quarantined by carla: its fan is loud",
+        "✗ memory: 3 words differ",
+    ):
         assert said in reported
     assert "✗ failed in 31.5 s, by carla" in reported
     assert "– skipped: nccl" in reported
     (codes,) = [d.value for d in at.dataframe if "severity" in d.value.columns]
     assert list(codes["severity"]) == ["✖ fatal"]
     assert list(codes["advice"]) == ["drain the machine and reboot it"]
+
+
+def test_a_watched_job_has_the_same_states_as_on_the_overview(tmp_path: Path) -> None:
+    """The rank of one node hangs, and nobody has seen those of the other for a minute."""
+    clock = SystemClock()
+    made = World(run=observing_run(tmp_path, "torchrun", {"vm-1": NO_SERVER, "vm-2": NO_SERVER}), users_path=tmp_path)
+    now = clock.wall()
+    ranks = [
+        ObservedRank(f"trainer/{n}", 0, f"vm-{n + 1}", 40 + n, True, "compute", 5, now - 60.0 * (n == 0), now)
+        for n in range(2)
+    ]
+    made.journal.set_flag(observed_ranks.FLAG, observed_ranks.to_json(ranks))
+    made.open("i-1", "trainer/1", "rank 0 of trainer/1 is stopped", fault_class=FaultClass.HANG, node="vm-2")
+    at = page("fleet", made)
+    assert not at.exception
+    assert list(at.dataframe[0].value["health"]) == ["✖ lost", "◆ suspect"]
+    assert list(at.dataframe[0].value["why"]) == [
+        "every replica on it is lost: trainer/0 (not seen for 1 min)",
+        "trainer/1 hung",
+    ]
+    assert "trainer/0 rank 0, pid 40 lost" in _html(at)
+    at.selectbox(key="fleet.node").select("vm-2").run()
+    assert "trainer/1 rank 0, pid 41 suspect" in _html(at)
+    states = {c.replica: c.state for r in view.roles(shell.reader().latest()) for c in r.cells}
+    assert states["trainer/0"] == "lost"
 
 
 def test_a_journal_without_nodes_says_so(tmp_path: Path) -> None:
@@ -102,6 +143,7 @@ def test_hostile_text_is_shown_as_text(made: World) -> None:
     at.selectbox(key="fleet.node").select("node-3").run()
     assert not at.exception
     assert HOSTILE in texts(at)
+    assert html.escape(HOSTILE) in _html(at) and HOSTILE not in _html(at)
     assert not any("onerror" in str(m.value) for m in at.markdown)
 
 

@@ -5,10 +5,14 @@ from pathlib import Path
 
 import pytest
 
+from rolecall.core.faults import FaultClass
 from rolecall.core.journal.events import EventKind
 from rolecall.dashboards import users as people
 from rolecall.recovery.nodes import fold_nodes
 from rolecall.recovery.operators import commands
+from rolecall.views import observed_ranks
+from rolecall.views.observed_ranks import ObservedRank
+from rolecall.watch.agents import observing_run
 from tests.dashboards.acting_world import HOSTILE, World, button, fill, page, session, sign_in, texts, world
 
 K = EventKind
@@ -50,8 +54,7 @@ def test_a_guest_sees_the_plan_whole_and_can_click_nothing(made: World) -> None:
     reported = texts(at)
     for said in (
         "rollout/1 ended by signal 9",
-        "replace replica",
-        "rollout/1#1 on node-2",
+        "plan: replace rollout/1#1 on node-2",
         "rollout/2 takes its requests",
         "its agent saw it end",
         "expires in",
@@ -73,6 +76,26 @@ def test_no_act_comes_from_a_load_or_an_address(made: World) -> None:
     at.run()
     sign_in(at, token).run()
     assert len(made.events()) == before
+
+
+def test_a_job_that_is_only_watched_offers_no_command_that_cannot_work(tmp_path: Path) -> None:
+    made = World(run=observing_run(tmp_path, "torchrun", {"vm-1": "http://127.0.0.1:9"}), users_path=tmp_path / "users")
+    now = made.journal.clock.wall()
+    ranks = [ObservedRank("trainer/0", 0, "vm-1", 40, True, "compute", 5, now, now)]
+    made.journal.set_flag(observed_ranks.FLAG, observed_ranks.to_json(ranks))
+    made.journal.acquire("watch", "watch@vm-1", 1e-3)
+    made.say(K.LEASE_ACQUIRED, {"holder": "watch@vm-1", "fence": 1, "mode": "observe"})
+    made.open("i-1", "trainer/0", fault_class=FaultClass.HANG)
+    planned = made.plan("i-1", "trainer/0")
+    at = page("operations", made)
+    assert not at.exception
+    reported = texts(at)
+    assert "trainer/0 on vm-1" in reported and "only watches this job" in reported
+    assert "○ not executed in this mode" in reported and "would: replace trainer/0" in reported
+    assert planned.digest not in "\n".join(c.value for c in at.code), "neither hold nor reject"
+    assert not any(b.label in ("Hold", "Reject", "Drain", "Quarantine", "Replace") for b in at.button)
+    first = next(e for e in at.main if e.type == "html" and "rc-banner" in e.proto.body)
+    assert "No watch is running." in first.proto.body
 
 
 def test_hostile_text_is_shown_as_text(made: World) -> None:

@@ -110,8 +110,9 @@ def annotate(
 
 @app.command(
     epilog=examples(
-        "rolecall grafana export --out grafana/ --runbooks https://git.example/rolecall/docs/runbooks",
-        "rolecall grafana export --out grafana/ --runbooks 'https://docs.example/runbooks/{alert}.html'",
+        "rolecall grafana export --out grafana/",
+        "rolecall grafana export --out g/ --runbooks https://git.example/runbooks",
+        "rolecall grafana export --out g/ --runbooks 'https://docs.example/{alert}.html'",
     )
 )
 def export(

@@ -112,7 +112,7 @@ def annotate(
     epilog=examples(
         "rolecall grafana export --out grafana/",
         "rolecall grafana export --out g/ --runbooks https://git.example/runbooks",
-        "rolecall grafana export --out g/ --runbooks 'https://docs.example/{alert}.html'",
+        "rolecall grafana export --out g/ --runbooks 'https://d.example/{alert}'",
     )
 )
 def export(

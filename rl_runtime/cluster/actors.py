@@ -237,9 +237,10 @@ class RolloutActor(_Actor):
         settings = EngineSettings(
             model_dir=str(spawn.run.path / "model"),
             kv_cache_bytes=job.runtime.kv_cache_bytes,
-            max_model_len=max(EngineSettings(model_dir="").max_model_len, job.task.max_tokens),
+            max_model_len=max(EngineSettings(model_dir="").max_model_len, job.max_tokens),
             seed=job.seed,
-            fixed_length=job.task.fixed_length,
+            fixed_length=job.data is None and job.task.fixed_length,
+            sampling=job.sampling,
         )
         self._served = RolloutReplica(
             replica=spawn.replica,

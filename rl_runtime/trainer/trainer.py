@@ -144,8 +144,8 @@ class TrainerReplica:
         self.replica, self.incarnation, self.job = replica, incarnation, job
         self._clock, self._bucket_bytes, self._address = clock or SystemClock(), bucket_bytes, address
         self._on_microbatch, self._on_bucket, self._on_publish = on_microbatch, on_bucket, on_publish
-        self.vocab = vocabulary(job.model, job.task.name)
-        self._longest = job.task.max_response_tokens
+        self.vocab = vocabulary(job.model, None if job.data else job.task.name)
+        self._longest = job.max_response_tokens
         self.state = first_state(job, self.vocab, replica=replica, dtype=dtype)
         self._has_state = has_state
         reference = None
@@ -157,6 +157,7 @@ class TrainerReplica:
             staleness_max=job.runtime.staleness_max,
             longest=self._longest,
             reference=reference,
+            sampling=job.sampling,
         )
         self._partial = PartialStep(self.state.num_parameters)
         self._stores_lock = threading.Lock()

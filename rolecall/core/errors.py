@@ -214,6 +214,15 @@ class EngineDisagrees(RolecallError):
         return (found[1], int(found[2]), int(found[3])) if found else None
 
 
+class RewardFailed(RolecallError):
+    """The reward function raised, took too long, or ended its process. `kind`: a word for the ledger, which holds no
+    text of the function."""
+
+    def __init__(self, *, kind: str, because: str) -> None:
+        self.kind, self.because = kind, because
+        super().__init__(f"reward function: {because}")
+
+
 class NonFiniteValue(RolecallError):
     def __init__(self, *, replica: str, step: int, what: str) -> None:
         self.replica, self.step, self.what = replica, step, what

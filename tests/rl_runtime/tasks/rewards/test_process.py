@@ -64,5 +64,5 @@ def test_a_failure_is_no_reward_and_the_next_group_is_scored(process: RewardProc
 def test_a_function_that_cannot_be_imported_is_reported_with_its_reason(tmp_path: Path) -> None:
     file = tmp_path / "broken.py"
     file.write_text("import nothing_of_this_name\n")
-    with pytest.raises(ConfigError, match="broken.py cannot be imported: ModuleNotFoundError: .*nothing_of_this_name"):
+    with pytest.raises(ConfigError, match=r"broken.py cannot be imported: ModuleNotFoundError: .*nothing_of_this_name"):
         RewardProcess(RewardConfig(function=f"{file}:score")).start()

@@ -15,6 +15,7 @@ from rolecall.core.journal.journal import Journal
 from rolecall.core.journal.ledger import Audit, GroupState, Ledger, audit
 from rolecall.core.journal.payloads import ChainHead
 from rolecall.core.membership import Actual, Desired, ReplicaState
+from rolecall.rl_runtime.controller.batch_assembler import PromptSource
 from rolecall.rl_runtime.controller.controller import Controller, RunOutcome
 from rolecall.rl_runtime.controller.trajectories import TrajectoryTable
 from rolecall.rl_runtime.protocol.messages import PromptGroup
@@ -135,6 +136,7 @@ class World:
     """After how many effects each controller dies; when it is used up, they live."""
     recovers: bool = True
     answers: ScriptedResponses = field(default_factory=ScriptedResponses)
+    source: Callable[[ScriptedResponses], PromptSource] = Prompts
     table: Callable[[], TrajectoryTable] = TrajectoryTable
     script: Callable[["World"], Any] | None = None
     """A coroutine function that hurts the fleet while the run continues."""
@@ -197,7 +199,7 @@ class World:
             spawn,
             self.job,
             connect=lambda record: self.fleet.connect(record, mortality),
-            source=Prompts(self.answers),
+            source=self.source(self.answers),
             verifier=FakeCertifier(),
             journal=journal,
             ledger=ledger,

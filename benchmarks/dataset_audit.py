@@ -2,8 +2,8 @@
 
 A dataset of 17 rows, one of them too long, and twelve steps, which take several epochs, on a simulated fleet with the
 real controller, journal and ledger. Each controller is killed before or after a seeded effect (a write to journal or
-ledger, or a call to a replica); its successor continues. Counted: rows that an epoch lacks or has twice, groups that are
-trained twice, and groups without an end.
+ledger, or a call to a replica); its successor continues. Counted: rows that an epoch lacks or has twice, groups that
+are trained twice, and groups without an end.
 """
 
 import argparse

@@ -12,7 +12,7 @@ def main(path: str, size: int = 2000, seed: int = 1) -> int:
     )
     with open(path, "w", encoding="utf-8") as f:
         for entry in questions:
-            f.write(json.dumps({key: entry[key] for key in ("question", "answer", "metadata")}) + "\n")
+            print(json.dumps({key: entry[key] for key in ("question", "answer", "metadata")}), file=f)
     print(f"{size} questions in {path}")
     return 0
 

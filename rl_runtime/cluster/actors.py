@@ -237,7 +237,9 @@ class RolloutActor(_Actor):
         settings = EngineSettings(
             model_dir=str(spawn.run.path / "model"),
             kv_cache_bytes=job.runtime.kv_cache_bytes,
-            max_model_len=max(EngineSettings(model_dir="").max_model_len, job.max_tokens),
+            max_model_len=job.max_tokens
+            if job.data
+            else max(EngineSettings(model_dir="").max_model_len, job.max_tokens),
             seed=job.seed,
             fixed_length=job.data is None and job.task.fixed_length,
             sampling=job.sampling,

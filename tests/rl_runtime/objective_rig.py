@@ -283,23 +283,25 @@ def random_answer(
         reference_math.log_softmax(row)[token] + rng.gauss(0, spread) for row, token in zip(logits, tokens, strict=True)
     ]
     ages = [rng.randint(0, 3) for _ in range(length)] if ages is None else ages
+    sample = TrainingSample(
+        request_id=f"r{number}",
+        tokens=tuple(tokens),
+        logprobs=tuple(logprobs),
+        versions=tuple(terms.policy_version - age for age in ages),
+        reward=rng.choice([-1.0, 0.0, 0.3, 1.0]) if reward is None else reward,
+        end=end,
+        first_fresh=first_fresh,
+    )
+    reference_logits = [[z + rng.gauss(0, 0.5) for z in row] for row in logits]
     values = [rng.gauss(0, 1) for _ in range(length + 1)]
+    rng = Random(number)  # what only later updates have leaves the others as they are
     return RandomAnswer(
-        sample=TrainingSample(
-            request_id=f"r{number}",
-            tokens=tuple(tokens),
-            logprobs=tuple(logprobs),
-            versions=tuple(terms.policy_version - age for age in ages),
-            reward=rng.choice([-1.0, 0.0, 0.3, 1.0]) if reward is None else reward,
-            end=end,
-            first_fresh=first_fresh,
-        ),
+        sample=sample,
         logits=logits,
-        reference_logits=[[z + rng.gauss(0, 0.5) for z in row] for row in logits],
+        reference_logits=reference_logits,
         values=values,
         old_logprobs=[
-            reference_math.log_softmax(row)[token] + rng.gauss(0, 0.3)
-            for row, token in zip(logits, tokens, strict=True)
+            reference_math.log_softmax(row)[token] + rng.gauss(0, 0.3) for row, token in zip(logits, tokens, strict=True)
         ],
         old_values=[v + rng.gauss(0, 0.5) for v in values],
     )

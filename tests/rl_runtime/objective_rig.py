@@ -301,7 +301,8 @@ def random_answer(
         reference_logits=reference_logits,
         values=values,
         old_logprobs=[
-            reference_math.log_softmax(row)[token] + rng.gauss(0, 0.3) for row, token in zip(logits, tokens, strict=True)
+            reference_math.log_softmax(row)[token] + rng.gauss(0, 0.3)
+            for row, token in zip(logits, tokens, strict=True)
         ],
         old_values=[v + rng.gauss(0, 0.5) for v in values],
     )

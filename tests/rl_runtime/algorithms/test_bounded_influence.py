@@ -27,8 +27,8 @@ SAMPLES = TOKENS // LENGTH
 TERMS = TokenSelection(policy_version=7, staleness_max=2, longest=LENGTH)
 LOG_RATIOS = [*(float(x) for x in range(-20, 21)), -2.5, -0.6, 0.6, 1.05, 2.5]
 """The last ones are just inside the bounds."""
-SHARE_MAX = 0.25
-"""Of a token whose slope is at most 7 times that of the others: 7 / sqrt(49 + 743)."""
+SHARE_MAX = 0.35
+"""Of a token whose slope is at most 10 times that of the others: 10 / sqrt(100 + 743)."""
 WITHOUT_DIVERGENCE: dict[str, dict[str, Any]] = {
     **{str(name): {"name": str(name)} for name in AlgorithmName},
     "grpo, capped": {"name": "grpo", "importance_cap": 3.0},

@@ -339,8 +339,8 @@ def _critic(
     squares = error * error
     num_clipped = None
     if algorithm.value_clip is not None and old_values_after_st is not None:
-        change = torch.where(valued, values_st - fixed, 0.0).clamp(-algorithm.value_clip, algorithm.value_clip)
-        bounded = torch.where(valued, fixed + change - returns, 0.0).square()
+        held = values_st.clamp(fixed - algorithm.value_clip, fixed + algorithm.value_clip)
+        bounded = torch.where(valued, held - returns, 0.0).square()
         num_clipped = int((bounded > squares).sum())
         squares = torch.where(bounded > squares, bounded, squares)
     value = 0.5 * squares.sum()

@@ -139,7 +139,8 @@ def sample_advantages(groups: Sequence[Floats], method: Method) -> list[list[flo
             found.append(list(rewards))
         elif method.baseline == "others":
             rows = [[other for j, other in enumerate(rewards) if j != i] for i in range(len(rewards))]
-            found.append([r - math.fsum(others) / len(others) for r, others in zip(rewards, rows, strict=True)])
+            means = [math.fsum(others) / len(others) if others else rewards[0] for others in rows]
+            found.append([r - mean for r, mean in zip(rewards, means, strict=True)])
         else:
             found.append(group_advantages(rewards, divide_by_std=method.divide_by_std, bessel=method.bessel))
     if not method.normalized:

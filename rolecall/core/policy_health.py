@@ -55,7 +55,7 @@ SIGNS = (
         name="clip_fraction_dual",
         metric="clip_dual_ratio",
         help="Trained tokens with a negative advantage whose ratio was clipped from above",
-        normal="Nearly 0. More: the policy makes tokens more likely that the batch says are wrong, or engine and trainer "
+        normal="Nearly 0. More: wrong tokens have become far likelier since they were sampled, or engine and trainer "
         "disagree.",
     ),
     PolicyHealthMetric(

@@ -124,6 +124,14 @@ def test_one_tokens_share_of_the_gradient_is_bounded(name: str, divergence: str,
     assert max(found) < SHARE_MAX
 
 
+@pytest.mark.parametrize("sign", [1.0, -1.0], ids=["right", "wrong"])
+def test_with_the_defaults_it_is_at_most_three_usual_tokens(sign: float) -> None:
+    algorithm = configured(name="grpo")
+    batch = a_step(algorithm, sign)
+    found = [share(algorithm, batch, x, "sampler") for x in LOG_RATIOS]
+    assert max(found) <= 3 / math.sqrt(9 + TOKENS - 1)
+
+
 def test_without_the_dual_clip_one_token_takes_the_step() -> None:
     algorithm = configured(name="grpo", dual_clip=None)
     batch = a_step(algorithm, -1.0)

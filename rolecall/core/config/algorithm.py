@@ -82,17 +82,23 @@ DEFAULTS: Mapping[AlgorithmName, Mapping[str, Any]] = MappingProxyType(
             "groups_per_microbatch": 32,
             "lambda_policy": 1.0,
         },
-        AlgorithmName.DR_GRPO: {"divide_by_std": False},
-        AlgorithmName.GSPO: {"aggregation": "sample", "clip_low": 3e-4, "clip_high": 4e-4},
+        AlgorithmName.DR_GRPO: {"divide_by_std": False, "entropy_coefficient": 0.007},
+        AlgorithmName.GSPO: {
+            "aggregation": "sample",
+            "clip_low": 3e-4,
+            "clip_high": 4e-4,
+            "entropy_coefficient": 0.007,
+        },
         AlgorithmName.CISPO: {"aggregation": "token", "importance_cap": 2.0},
-        AlgorithmName.RLOO: {"divide_by_std": False},
+        AlgorithmName.RLOO: {"divide_by_std": False, "entropy_coefficient": 0.007},
         AlgorithmName.REINFORCE: {"aggregation": "token", "divide_by_std": False},
         AlgorithmName.REINFORCE_BASELINE: {"aggregation": "token", "divide_by_std": False},
     }
 )
 """Defaults of a name that differ from those of the class, found by trial on the built-in tasks, without a search. DAPO
-learns them with its paper's clip range. With a critic, advantages are not divided by a deviation and are far smaller,
-so the entropy bonus must be smaller, too. A step of T-PPO has as many answers as one of PPO, each to a different
+learns them with its paper's clip range, and so does GSPO, more slowly. Where advantages are not divided by a deviation
+(a critic's, RLOO, Dr. GRPO) they are far smaller, and where most answers are clipped (GSPO) less is learned from them:
+the entropy bonus must be smaller, too. A step of T-PPO has as many answers as one of PPO, each to a different
 prompt. Its policy does not learn from the estimates of a critic that has learned little so far: lambda 1, except for
 the value behind a cut."""
 

@@ -20,6 +20,7 @@ from rolecall.core.ids import GroupId
 from rolecall.core.journal.ledger import GroupState
 from rolecall.core.journal.payloads import ChainHead
 from rolecall.rl_runtime.algorithms.batching import form_microbatches
+from rolecall.rl_runtime.algorithms.group_relative import step_statistics
 from rolecall.rl_runtime.algorithms.sampler import GroupSignal, classify_rewards, is_at_limit, not_filled, request_seed
 from rolecall.rl_runtime.controller import windows
 from rolecall.rl_runtime.controller.background_tasks import set_or_timeout
@@ -247,7 +248,9 @@ class BatchAssembler:
     def _plan(self, groups: Sequence[OpenGroup], head: ChainHead, *, resumed: bool = False) -> StepPlan:
         self._table.assign(g.group_id for g in groups)
         whole = [g.as_group() for g in groups]
-        microbatches = form_microbatches(self._loop.step, whole, self._job.algorithm.microbatches_per_step)
+        algorithm = self._job.algorithm
+        statistics = step_statistics(whole, algorithm, longest=self._source.max_response_tokens)
+        microbatches = form_microbatches(self._loop.step, whole, algorithm.microbatches_per_step, statistics)
         return StepPlan(step=self._loop.step, microbatches=microbatches, ledger=head, resumed=resumed)
 
     async def resume_step(self) -> StepPlan | None:

@@ -64,7 +64,9 @@ class Gradients:
             policy_version=state.commit.policy_version, staleness_max=self._staleness_max, longest=self._longest
         )
         dtype = state.policy.parameters[0].dtype
-        batch = make_batch(microbatch.groups, self._algorithm, terms, pad=self._pad, dtype=dtype)
+        batch = make_batch(
+            microbatch.groups, self._algorithm, terms, pad=self._pad, dtype=dtype, statistics=microbatch.statistics
+        )
         found = self._objective(state, batch, terms)
         grads: list[Any] = list(torch.autograd.grad(found.policy, state.policy.parameters, materialize_grads=True))
         if state.critic is not None:

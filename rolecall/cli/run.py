@@ -44,7 +44,12 @@ def demo(
         int, typer.Option(min=0, max=2**31 - 1, help="Seed of the task, the model and the times of the faults.")
     ] = 0,
     algorithm: Annotated[
-        str, typer.Option(help="RL algorithm: grpo, dapo, ppo or tppo (default: grpo).", metavar="NAME")
+        str,
+        typer.Option(
+            help="RL algorithm: grpo (default), dapo, ppo, tppo, dr-grpo, gspo, cispo, rloo, reinforce++ or "
+            "reinforce++-baseline.",
+            metavar="NAME",
+        ),
     ] = "",
     task: Annotated[
         str,

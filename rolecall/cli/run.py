@@ -171,6 +171,31 @@ def down(
 
 
 @app.command(
+    "export",
+    epilog=examples("rolecall export my-run --out model/", "rolecall export my-run --out model/ --dtype float32"),
+)
+def export_command(
+    folder: Annotated[Path, typer.Option("--out", help="Folder to create.", metavar="FOLDER")],
+    run: NamedRunArgument = "",
+    option: NamedRunOption = "",
+    runs: RootOption = ROOT,
+    dtype: Annotated[str, typer.Option(help="Of the weights: bfloat16, float16 or float32.")] = "bfloat16",
+    as_json: JsonOption = False,
+) -> None:
+    """Write a run's newest checkpoint as a Hugging Face model.
+
+    transformers and vLLM load the folder: weights, configuration and tokenizer."""
+    from rolecall.rl_runtime.trainer.export import DTYPES, export_model
+
+    if dtype not in DTYPES:
+        raise ConfigError([f"--dtype: {dtype!r}: expected {', '.join(DTYPES)}"])
+    step, num, damaged = export_model(named_run(runs, run, option), folder, dtype)
+    value = {"folder": str(folder), "step": step, "parameters": num, "dtype": dtype, "damaged": damaged}
+    lines = [f"passed over: {reason}" for reason in damaged]
+    show(as_json, value, [*lines, f"{folder}: {num / 1e6:.1f} M parameters in {dtype}, after step {step}"])
+
+
+@app.command(
     epilog=examples(
         "rolecall inject latest --kind rollout-kill",
         "rolecall inject latest --kind trainer-hang --how gil --target trainer/1",

@@ -22,6 +22,7 @@ from pydantic import (
 
 from rolecall.core.config.algorithm import WINDOW_TOKENS, AlgorithmConfig, AlgorithmName
 from rolecall.core.config.data import DataConfig, RewardConfig, SamplingConfig
+from rolecall.core.config.optimizer import OptimizerConfig
 from rolecall.core.config.section import PositiveInt, Ratio, Seconds, Section
 from rolecall.core.errors import ConfigError
 from rolecall.core.ids import ID_PATTERN
@@ -261,6 +262,7 @@ class JobConfig(Section):
     """Scores the answers to them."""
     sampling: SamplingConfig = SamplingConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
     roles: RolesConfig = RolesConfig()
     runtime: RuntimeConfig = RuntimeConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()

@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
 SEED = 47
 """Its fault comes 3 to 4 s after the fleet is whole."""
-OTHERS = [AlgorithmName.DAPO, AlgorithmName.PPO, AlgorithmName.TPPO, AlgorithmName.REINFORCE]
+OTHERS = [AlgorithmName.DAPO, AlgorithmName.PPO, AlgorithmName.TPPO]
 """GRPO is the demo's own, and has tests of its own. The others differ from it in the loss alone."""
 
 

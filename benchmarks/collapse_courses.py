@@ -33,6 +33,7 @@ from rolecall.core.config.job import JobConfig, parse_job
 from rolecall.core.ids import replica_id
 from rolecall.detector.live.stages.collapse import SIGNS
 from rolecall.rl_runtime.algorithms.batching import form_microbatches
+from rolecall.rl_runtime.algorithms.group_relative import step_statistics
 from rolecall.rl_runtime.protocol.messages import PromptGroup
 from rolecall.rl_runtime.tasks.task import make_task
 from rolecall.rl_runtime.tasks.tokenizer import vocabulary
@@ -97,7 +98,9 @@ class Trained:
 
     def step(self, groups: Sequence[PromptGroup]) -> dict[str, float | None]:
         number = self.replica.state.commit.step + 1
-        work = form_microbatches(number, groups, self.job.algorithm.microbatches_per_step)
+        algorithm = self.job.algorithm
+        statistics = step_statistics(groups, algorithm, longest=self.job.task.max_response_tokens)
+        work = form_microbatches(number, groups, algorithm.microbatches_per_step, statistics)
         result = train_alone(self.replica, number, work, epoch=self._epoch)
         signs = result.health.to_dict()
         return {**signs, "step": number, "reward": result.reward, "log_ratio_max": result.log_ratio_max}

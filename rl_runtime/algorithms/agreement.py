@@ -17,7 +17,9 @@ import torch
 from torch import Tensor
 from torch.func import functional_call
 
+from rolecall.core.config.data import SamplingConfig
 from rolecall.rl_runtime.algorithms.objective import Batch, disagreement, token_logprobs
+from rolecall.rl_runtime.algorithms.sampled_distribution import sampled_logits
 
 VERSIONS_KEPT: Final = 2
 """Number of previous policy versions to keep, one copy each: the default staleness bound of a job."""
@@ -50,7 +52,13 @@ def rows_to_ask(
 
 @torch.no_grad()
 def recomputed_log_probs(
-    module: Any, batch: Batch, previous: Mapping[int, Weights], step: int, *, microbatches: int
+    module: Any,
+    batch: Batch,
+    previous: Mapping[int, Weights],
+    step: int,
+    *,
+    microbatches: int,
+    sampling: SamplingConfig = SamplingConfig(),
 ) -> Tensor:
     """(S,): largest |log-probability under the token's own version - sampled log-probability| of some rows; -1 for a
     row that was not asked or has no comparable token. `module`: the policy; its own weights are not used.
@@ -63,7 +71,7 @@ def recomputed_log_probs(
     end = int(batch.response_st[rows].any(dim=0).nonzero().max()) + 1
     tokens = batch.tokens_st[rows, :end]
     out = functional_call(module, dict(previous[version]), kwargs={"input_ids": tokens, "use_cache": False})
-    logprobs, _ = token_logprobs(out.logits, tokens)
+    logprobs, _ = token_logprobs(sampled_logits(out.logits, tokens, sampling), tokens)
     sampled, versions = batch.sampler_logprobs_st[rows, :end], batch.versions_st[rows, :end]
     apart_s[rows] = disagreement(logprobs, sampled, versions, version)
     return apart_s

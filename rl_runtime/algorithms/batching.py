@@ -9,7 +9,7 @@ redistributes them when a replica is lost. Pure.
 from collections.abc import Collection, Mapping, Sequence
 
 from rolecall.core.ids import ReplicaId
-from rolecall.rl_runtime.protocol.messages import Microbatch, PromptGroup
+from rolecall.rl_runtime.protocol.messages import Microbatch, PromptGroup, StepStatistics
 
 
 def microbatch_id(step: int, number: int) -> str:
@@ -17,8 +17,15 @@ def microbatch_id(step: int, number: int) -> str:
     return f"{step}.{number}"
 
 
-def form_microbatches(step: int, groups: Sequence[PromptGroup], microbatches_per_step: int) -> tuple[Microbatch, ...]:
+def form_microbatches(
+    step: int,
+    groups: Sequence[PromptGroup],
+    microbatches_per_step: int,
+    statistics: StepStatistics | None = None,
+) -> tuple[Microbatch, ...]:
     """The step's B microbatches of equal numbers of groups, the same for the same set of groups.
+
+    `statistics`: of the step's advantages (`group_relative.step_statistics`), for each of them.
 
     Raises:
         ValueError: the groups cannot be cut into that many equal pieces, or one occurs twice.
@@ -30,7 +37,11 @@ def form_microbatches(step: int, groups: Sequence[PromptGroup], microbatches_per
     if len({g.group_id for g in ordered}) != len(ordered):
         raise ValueError(f"step {step}: a group occurs twice")
     return tuple(
-        Microbatch(microbatch_id=microbatch_id(step, n), groups=tuple(ordered[n * size : (n + 1) * size]))
+        Microbatch(
+            microbatch_id=microbatch_id(step, n),
+            groups=tuple(ordered[n * size : (n + 1) * size]),
+            statistics=statistics,
+        )
         for n in range(microbatches_per_step)
     )
 

@@ -1,15 +1,13 @@
 """The objectives of policy and critic as sums over tokens, and the batch tensors that they are computed from.
 
-    r_t    = pi(o_t) / pi_sampler(o_t)            against the policy version that sampled the token
-    gain_t = min(r_t A_t, clip(r_t, 1 - clip_low, 1 + clip_high) A_t)              PPO 1707.06347 eq. 7, DAPO eq. 8
-    gain_t = sg(min(r_t, cap)) A_t pi / sg(pi)                                     with truncated importance weights
-           + c H_t  -  b (pi_ref/pi - 1 - log pi_ref/pi)                           PPO eq. 9, GRPO 2402.03300 eq. 4
-    policy = -1/N sum_t gain_t            critic = 1/M sum_t (V(s_t) - return_t)^2 / 2
+    policy = -1/N sum_t m_t (gain_t + c H_t - b D_t)      gain_t, D_t, and m_t, 0 for what is rejected: `policy_gain.py`
+    critic =  1/M sum_t max((V - R)^2, (V_old + clip(V - V_old, -e, e) - R)^2) / 2,  V = V(s_t), e = value_clip
 
-    group-relative (GRPO, DAPO)     A = (R - mean R) / std R                                      `group_relative.py`
+    A of a sample (GRPO and its relatives)                                                        `group_relative.py`
     GAE (PPO)      A_t = sum_k (gamma lambda)^k d_t+k,   d_t = r_t + gamma V(s_t+1) - V(s_t)      1506.02438 eq. 16
     EGAE (T-PPO)   the same sum up to the cut of an unfinished answer                             2506.15050 sec. 3
     overlong       0 up to Lmax - Lcache, then linearly down to -1 at Lmax and beyond             DAPO eq. 13
+    KL in reward   r_t - b (log pi_sampler - log pi_ref), in a group summed over the answer       2203.02155 eq. 2
 
 The state s_t is the prompt and the tokens before o_t; V(s_t) is the critic's output before o_t is chosen. The value
 after the last token of a finished answer is 0. After a cut it is the *bootstrap* value, the only difference between GAE
@@ -19,14 +17,12 @@ and EGAE.
 microbatches of a step are added up over all replicas (`divisors`). The result is therefore independent of the split and
 of lost replicas, and an average of averages cannot occur.
 
-**The bounds of the clip range are inclusive:** the gradient there is that of r_t A_t for either sign of the advantage;
-beyond them it is 0 where clipping is active. (Autograd does this: `minimum` shares a tie between two equal terms, and
-`clamp` passes at its bounds.)
-
-**No single token can corrupt a step.** A log-ratio counts within LOG_RATIO_MIN .. LOG_RATIO_MAX and has no gradient
-beyond, so neither exp nor its square overflows and 0 times infinity cannot occur. Untrained tokens are masked before
-exp instead of multiplied by 0. `make_batch` rejects a log-probability or reward that is NaN or infinite; a non-finite
-model output fails the step with NonFiniteValue.
+**No single token can corrupt a step**, unless the job file allows it (`dual_clip: null`, a large `importance_cap` or
+`kl_coefficient`). A token's slope is bounded at every ratio (`policy_gain.py`), and so is its part in the reward. A
+log-ratio counts within LOG_RATIO_MIN .. LOG_RATIO_MAX and has no gradient beyond, so neither exp nor its square
+overflows and 0 times infinity cannot occur. Untrained tokens are masked before exp instead of multiplied by 0.
+`make_batch` rejects a log-probability or reward that is NaN or infinite; a non-finite model output fails the step with
+NonFiniteValue.
 
 The policy is trained on *fresh* response tokens (not trained in an earlier step) within the staleness bound, whether or
 not the answer is complete; the critic on all tokens of complete answers. Prompts are never trained on.
@@ -35,22 +31,24 @@ not the answer is complete; the critic on all tokens of complete answers. Prompt
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
 from torch import Tensor
 
 from rolecall.core.config.algorithm import AlgorithmConfig
-from rolecall.rl_runtime.algorithms.group_relative import group_relative
-from rolecall.rl_runtime.protocol.messages import EndReason, PromptGroup, TrainingSample
+from rolecall.rl_runtime.algorithms.group_relative import reward_of, sample_advantages
+from rolecall.rl_runtime.algorithms.policy_gain import (
+    KL_MAX,
+    LOG_RATIO_MAX,
+    LOG_RATIO_MIN,
+    PolicyGain,
+    divergence,
+    k3,
+    policy_gain,
+)
+from rolecall.rl_runtime.protocol.messages import EndReason, PromptGroup, StepStatistics, TrainingSample
 from rolecall.rl_runtime.protocol.policy_health import HealthSums
-
-LOG_RATIO_MAX = 20.0
-"""A token e^20 times as probable as when it was sampled indicates disagreement between engine and trainer, not
-learning; unbounded, it alone would determine the step's direction. `PolicyHealth.ratio_max` reports it. The divergence
-from a reference (`kl_coefficient`) likewise has no gradient where the reference is e^20 times as confident in a token.
-"""
-LOG_RATIO_MIN = -100.0
-"""Below, a ratio is 0 in float32 anyway; it keeps the divergence finite where a probability is 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +73,8 @@ class Batch:
     versions_st: Tensor  # int64, -1 outside the response
     rewards_s: Tensor  # including the overlong penalty; 0 while the answer is not complete
     over_s: Tensor  # bool: the answer is complete
-    relative_s: Tensor  # group-relative advantages; 0 with a critic
+    relative_s: Tensor  # advantages of samples, without a divergence in the reward; 0 with a critic
+    group_sizes: tuple[int, ...]  # samples of each group, in the order of the rows
     sums: HealthSums  # statistics known before any model runs
 
 
@@ -97,9 +96,13 @@ class Divisors:
 
 
 def divisors(algorithm: AlgorithmConfig, step: HealthSums, *, longest: int) -> Divisors:
-    """N and M of a whole step. `constant` and `sample` depend only on the job, `token` on the trained tokens."""
+    """N and M of a whole step. `constant` and `sample` depend only on the job, `token` on the trained tokens that were
+    not rejected.
+    """
     samples = algorithm.groups_per_step * algorithm.group_size
-    policy = {"constant": samples * longest, "sample": samples, "token": step.tokens}[algorithm.aggregation]
+    policy = {"constant": samples * longest, "sample": samples, "token": step.tokens - step.rejected}[
+        algorithm.aggregation
+    ]
     # A step without trained tokens has a gradient of 0; any divisor will do.
     return Divisors(policy=float(max(1, policy)), value=float(max(1, step.value_tokens)))
 
@@ -111,18 +114,21 @@ def make_batch(
     *,
     pad: int,
     dtype: torch.dtype = torch.float32,
+    statistics: StepStatistics | None = None,
 ) -> Batch:
     """Pads the samples of whole groups into tensors.
 
+    `statistics`: of the whole step (`step_statistics`); needed by methods that normalize advantages over it.
+
     Raises:
         ValueError: a sample's tokens, log-probabilities and versions are inconsistent or not
-                finite, or an answer without a reward belongs to a group comparison.
+                finite, an answer without a reward belongs to a group comparison, or `statistics` are missing.
     """
     rows = [(g.prompt_tokens, s) for g in groups for s in g.samples]
     shape = len(rows), max(len(p) + len(s.tokens) for p, s in rows)
     tokens = torch.full(shape, pad, dtype=torch.int64)
     versions = torch.full(shape, -1, dtype=torch.int64)
-    response, policy, value, weights, sampler = (torch.zeros(shape, dtype=dtype) for _ in range(5))
+    response, policy, value, sampler = (torch.zeros(shape, dtype=dtype) for _ in range(4))
     over = torch.zeros(len(rows), dtype=torch.bool)
     rewards: list[float] = []
     for i, (prompt, sample) in enumerate(rows):
@@ -135,27 +141,31 @@ def make_batch(
         policy[i, start + sample.first_fresh : end] = 1.0
         over[i] = sample.is_over
         value[i, start:end] = float(algorithm.has_critic and sample.is_over)
-        limit = terms.longest if algorithm.overlong_limit_tokens is None else algorithm.overlong_limit_tokens
-        penalty = overlong_penalty(len(sample.tokens), longest=limit, cache=algorithm.overlong_buffer_tokens)
-        rewards.append(sample.reward + penalty if sample.is_over else 0.0)
+        rewards.append(reward_of(sample, algorithm, longest=terms.longest))
     fresh = policy
     policy = fresh * (terms.policy_version - versions <= terms.staleness_max)
-    weights = policy.clone()
-    if algorithm.aggregation == "sample":
-        weights /= policy.sum(dim=1, keepdim=True).clamp(min=1.0)
+    sizes = tuple(len(g.samples) for g in groups)
     return Batch(
         tokens_st=tokens,
         response_st=response,
         policy_st=policy,
         value_st=value,
-        weights_st=weights,
+        weights_st=token_weights(policy, algorithm),
         sampler_logprobs_st=sampler,
         versions_st=versions,
         rewards_s=torch.tensor(rewards, dtype=dtype),
         over_s=over,
-        relative_s=torch.tensor(_relative(groups, rewards, algorithm), dtype=dtype),
+        relative_s=torch.tensor(_relative(rewards, sizes, algorithm, statistics), dtype=dtype),
+        group_sizes=sizes,
         sums=_known_sums(groups, tokens=int(policy.sum()), fresh=int(fresh.sum()), value_tokens=int(value.sum())),
     )
+
+
+def token_weights(policy_st: Tensor, algorithm: AlgorithmConfig) -> Tensor:
+    """Weight of each token in the policy's sum: 1, or 1 / the number of its sample."""
+    if algorithm.aggregation != "sample":
+        return policy_st
+    return policy_st / policy_st.sum(dim=1, keepdim=True).clamp(min=1.0)
 
 
 def _refuse_unfit(sample: TrainingSample, num_prompt_tokens: int, algorithm: AlgorithmConfig) -> None:
@@ -172,14 +182,16 @@ def _refuse_unfit(sample: TrainingSample, num_prompt_tokens: int, algorithm: Alg
         raise ValueError(f"{label}: its answer is not over, it cannot be part of a group")
 
 
-def _relative(groups: Sequence[PromptGroup], rewards: Sequence[float], algorithm: AlgorithmConfig) -> list[float]:
+def _relative(
+    rewards: Sequence[float],
+    group_sizes: Sequence[int],
+    algorithm: AlgorithmConfig,
+    statistics: StepStatistics | None = None,
+) -> list[float]:
     if algorithm.has_critic:
         return [0.0] * len(rewards)
-    found: list[float] = []
-    for group in groups:
-        own = rewards[len(found) : len(found) + len(group.samples)]
-        found += group_relative(own, divide_by_std=algorithm.divide_by_std)
-    return found
+    left = iter(rewards)
+    return sample_advantages([tuple(islice(left, n)) for n in group_sizes], algorithm, statistics)
 
 
 def _known_sums(groups: Sequence[PromptGroup], *, tokens: int, fresh: int, value_tokens: int) -> HealthSums:
@@ -225,6 +237,8 @@ def objective(
     entropy_st: Tensor,
     values_after_st: Tensor | None = None,
     reference_logprobs_st: Tensor | None = None,
+    old_logprobs_st: Tensor | None = None,
+    old_values_after_st: Tensor | None = None,
 ) -> Objective:
     """Both sums, from the model outputs for a batch.
 
@@ -232,30 +246,52 @@ def objective(
         logprobs_st, entropy_st: the policy's, with gradient (`token_logprobs`).
         values_after_st: the critic's value after each token, with gradient; needed by algorithms with a critic.
         reference_logprobs_st: of the initial policy; needed where `kl_coefficient` is above 0.
+        old_logprobs_st, old_values_after_st: `logprobs_st` and `values_after_st` as they were before the step's first
+            update, where it has several. Without them ratios are those to the sampler, and no value is clipped.
     """
     sums, value = batch.sums, None
-    if algorithm.has_critic:
-        assert values_after_st is not None, f"{algorithm.name} needs a critic"
-        advantages_st, value, value_sums = _critic(batch, algorithm, values_after_st)
-        sums = sums + value_sums
-    else:
-        advantages_st = batch.relative_s.unsqueeze(-1).expand_as(batch.policy_st)
-    moved = logprobs_st - batch.sampler_logprobs_st
-    log_ratio = _trained(batch, moved).clamp(LOG_RATIO_MIN, LOG_RATIO_MAX)
-    gain = _clipped_or_capped(log_ratio, advantages_st, algorithm)
-    gain = gain + algorithm.entropy_coefficient * _trained(batch, entropy_st)
-    kl_reference = None
+    shaped_st = None
     if algorithm.kl_coefficient > 0:
         assert reference_logprobs_st is not None, "kl_coefficient needs the reference's log-probabilities"
-        kl_reference = _divergence(_trained(batch, reference_logprobs_st - logprobs_st))
-        gain = gain - algorithm.kl_coefficient * kl_reference
-    policy = -(gain * batch.weights_st).sum()
+        if algorithm.kl_in_reward:
+            away = torch.where(batch.response_st > 0, reference_logprobs_st - batch.sampler_logprobs_st, 0.0)
+            shaped_st = algorithm.kl_coefficient * away.clamp(-KL_MAX, KL_MAX)
+    if algorithm.has_critic:
+        assert values_after_st is not None, f"{algorithm.name} needs a critic"
+        advantages_st, value, value_sums = _critic(batch, algorithm, values_after_st, old_values_after_st, shaped_st)
+        sums = sums + value_sums
+    else:
+        relative_s = batch.relative_s
+        if shaped_st is not None:
+            rewards_s = batch.rewards_s + shaped_st.sum(dim=1)
+            relative = _relative(rewards_s.tolist(), batch.group_sizes, algorithm)
+            # The comparison may lose a value that is not finite; the product keeps it.
+            relative_s = rewards_s.new_tensor(relative) + 0.0 * rewards_s
+        advantages_st = relative_s.unsqueeze(-1).expand_as(batch.policy_st)
+    found = policy_gain(
+        algorithm,
+        trained_st=batch.policy_st > 0,
+        advantages_st=advantages_st,
+        logprobs_st=logprobs_st,
+        sampler_logprobs_st=batch.sampler_logprobs_st,
+        old_logprobs_st=old_logprobs_st,
+    )
+    gain = found.gain_st + algorithm.entropy_coefficient * _trained(batch, entropy_st)
+    away_st = None
+    if reference_logprobs_st is not None and algorithm.kl_coefficient > 0:
+        away_st = _trained(batch, reference_logprobs_st - logprobs_st)
+        if not algorithm.kl_in_reward:
+            gain = gain - algorithm.kl_coefficient * divergence(away_st, algorithm)
+    weights_st = batch.weights_st
+    if algorithm.rejection != "none":
+        weights_st = token_weights(batch.policy_st * found.kept_st, algorithm)
+    policy = -(gain * weights_st).sum()
     same = disagreement(logprobs_st.detach(), batch.sampler_logprobs_st, batch.versions_st, terms.policy_version)
     return Objective(
         policy=policy,
         value=value,
         sums=sums
-        + _policy_sums(batch, algorithm, log_ratio.detach(), advantages_st, entropy_st, kl_reference)
+        + _policy_sums(batch, algorithm, found, advantages_st, entropy_st, away_st)
         + HealthSums(log_ratio_max=float(same.max())),
         log_ratio_s=same,
     )
@@ -274,29 +310,24 @@ def _trained(batch: Batch, x_st: Tensor) -> Tensor:
     return torch.where(batch.policy_st > 0, x_st, 0.0)
 
 
-def _divergence(away: Tensor) -> Tensor:
-    """pi_ref/pi - 1 - log pi_ref/pi, never below 0: accurate for nearly equal policies."""
-    away = away.clamp(LOG_RATIO_MIN, LOG_RATIO_MAX)
-    return torch.expm1(away) - away
-
-
-def _clipped_or_capped(log_ratio: Tensor, advantages_st: Tensor, algorithm: AlgorithmConfig) -> Tensor:
-    ratio = log_ratio.exp()
-    if algorithm.importance_cap is not None:
-        # Its value is the weight, its gradient that of the log-probability.
-        weight = ratio.detach().clamp(max=algorithm.importance_cap)
-        return weight * advantages_st * (log_ratio - log_ratio.detach()).exp()
-    clipped = ratio.clamp(1.0 - algorithm.clip_low, 1.0 + algorithm.clip_high)
-    return torch.minimum(ratio * advantages_st, clipped * advantages_st)
-
-
-def _critic(batch: Batch, algorithm: AlgorithmConfig, values_after_st: Tensor) -> tuple[Tensor, Tensor, HealthSums]:
-    """Advantages for the policy, the critic's sum, and the critic's health sums."""
+def _critic(
+    batch: Batch,
+    algorithm: AlgorithmConfig,
+    values_after_st: Tensor,
+    old_values_after_st: Tensor | None,
+    shaped_st: Tensor | None,
+) -> tuple[Tensor, Tensor, HealthSums]:
+    """Advantages for the policy, the critic's sum, and the critic's health sums. `shaped_st`: rewards of single tokens,
+    besides that of the answer.
+    """
     values_st = state_values(values_after_st)
-    fixed = values_st.detach()  # values outside the response are arbitrary and unused
-    behind = values_after_st.detach() if algorithm.truncation_value == "critic" else fixed
+    after = values_after_st.detach() if old_values_after_st is None else old_values_after_st
+    fixed = state_values(after)  # values outside the response are arbitrary and unused
+    behind = after if algorithm.truncation_value == "critic" else fixed
     bootstrap = torch.where(batch.over_s, torch.zeros_like(batch.rewards_s), last_of(behind, batch.response_st))
     rewards_st = last_token(batch.response_st) * batch.rewards_s.unsqueeze(1)
+    if shaped_st is not None:
+        rewards_st = rewards_st + shaped_st
     gamma = algorithm.gamma
 
     def advantages(decay: float) -> Tensor:
@@ -305,10 +336,19 @@ def _critic(batch: Batch, algorithm: AlgorithmConfig, values_after_st: Tensor) -
     returns = advantages(algorithm.lambda_value) + fixed
     valued = batch.value_st > 0
     error = torch.where(valued, values_st - returns, 0.0)
-    value = 0.5 * (error * error).sum()
+    squares = error * error
+    num_clipped = None
+    if algorithm.value_clip is not None and old_values_after_st is not None:
+        held = values_st.clamp(fixed - algorithm.value_clip, fixed + algorithm.value_clip)
+        bounded = torch.where(valued, held - returns, 0.0).square()
+        num_clipped = int((bounded > squares).sum())
+        squares = torch.where(bounded > squares, bounded, squares)
+    value = 0.5 * squares.sum()
     wrong, target = error.detach()[valued].double(), returns[valued].double()
     sums = HealthSums(
-        value_loss=float(wrong.square().sum()) / 2,
+        value_loss=_total(squares.detach()) / 2,
+        value_clipped=num_clipped or 0,
+        value_clippable=0 if num_clipped is None else wrong.numel(),
         returns=float(target.sum()),
         returns_squared=float(target.square().sum()),
         value_error=float(wrong.sum()),
@@ -320,39 +360,43 @@ def _critic(batch: Batch, algorithm: AlgorithmConfig, values_after_st: Tensor) -
 def _policy_sums(
     batch: Batch,
     algorithm: AlgorithmConfig,
-    log_ratio: Tensor,
+    found: PolicyGain,
     advantages_st: Tensor,
     entropy_st: Tensor,
-    kl_reference: Tensor | None,
+    away_st: Tensor | None,
 ) -> HealthSums:
+    """Over all trained tokens, rejected ones too; sums are in float64."""
     trained = batch.policy_st > 0
-    log_r, advantage = log_ratio[trained], advantages_st[trained]
-    # Clipping is reported on the ratio used by the objective; sums are in float64.
+    tokens = int(trained.sum())
+    log_r, advantage, ratio = found.log_ratio_st[trained], advantages_st[trained], found.ratio_st[trained]
     r = log_r.exp()
-    cap = algorithm.importance_cap
-    return HealthSums(
+    sums = HealthSums(
         entropy=_total(entropy_st.detach()[trained]),
-        clipped_low=0 if cap is not None else int(((r < 1.0 - algorithm.clip_low) & (advantage < 0)).sum()),
-        clipped_high=0 if cap is not None else int(((r > 1.0 + algorithm.clip_high) & (advantage > 0)).sum()),
         ratio=_total(r),
         ratio_squared=_total(r.double().square()),
-        ratio_max=float(r.max()) if r.numel() else 0.0,
-        kl_sampler=_total(_divergence(log_r.double())),
-        kl_reference=0.0 if kl_reference is None else _total(kl_reference.detach()[trained]),
-        reference_tokens=0 if kl_reference is None else r.numel(),
-        capped=0 if cap is None else int((r > cap).sum()),
+        ratio_max=float(r.max()) if tokens else 0.0,
+        kl_sampler=_total(k3(log_r.double())),
     )
+    if away_st is not None:
+        away = away_st.detach()[trained].clamp(LOG_RATIO_MIN, LOG_RATIO_MAX)
+        sums += HealthSums(kl_reference=_total(k3(away)), reference_tokens=tokens)
+    if algorithm.importance_cap is None:
+        high = 0 if algorithm.dual_clip is None else int(((ratio > algorithm.dual_clip) & (advantage < 0)).sum())
+        sums += HealthSums(
+            clippable=tokens,
+            clipped_low=int(((ratio < 1.0 - algorithm.clip_low) & (advantage < 0)).sum()),
+            clipped_high=int(((ratio > 1.0 + algorithm.clip_high) & (advantage > 0)).sum()),
+            clipped_dual=high,
+        )
+    if found.weight_st is not None:
+        sums += HealthSums(weighted=tokens, capped=int((found.weight_st[trained] > found.weight_cap).sum()))
+    if algorithm.rejection != "none":
+        sums += HealthSums(judged=tokens, rejected=int((~found.kept_st[trained]).sum()))
+    return sums
 
 
 def _total(x: Tensor) -> float:
     return float(x.sum(dtype=torch.float64))
-
-
-def overlong_penalty(length: int, *, longest: int, cache: int) -> float:
-    """In [-1, 0] for a response of `length` tokens; -1 from `longest` on; `cache` 0 disables it."""
-    if cache == 0 or length <= longest - cache:
-        return 0.0
-    return -min(1.0, (length - (longest - cache)) / cache)
 
 
 def gae(

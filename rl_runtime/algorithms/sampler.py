@@ -3,8 +3,9 @@
 The ledger is the only persistent state: a controller folds its lines at the start and then advances with each line it
 writes. After any failure, the cursor, the accepted groups and the groups filtered for a step match the ledger, and no
 prompt is skipped or repeated. Randomness has no state either: a group's seed is a function of the job's seed and the
-prompt's number. Each ISSUED line records the seed, so that a sampler that would draw a different one (another job file
-or rolecall version) is rejected instead of mixing two runs.
+prompt's number. Each ISSUED line records the seed and, of a dataset, its fingerprint, the row and the epoch, so that a
+sampler that would continue differently (another job file, dataset or rolecall version) is rejected instead of mixing
+two runs.
 
 Dynamic sampling (DAPO, 2503.14476 eq. 11) judges a scored group by the task's rewards, before the overlong penalty. A
 group without a learning signal is dropped, with one of three verdicts. The number of groups judged for one step is
@@ -12,7 +13,7 @@ bounded, so that prompts that are too easy or too hard end the run with an error
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Final, Literal
@@ -61,6 +62,11 @@ def request_seed(job_seed: int, number: int, sample: int) -> int:
     return (group_seed(job_seed, number) + sample) % (2**31)
 
 
+def no_origin(_number: int) -> str:
+    """Of prompts that their seed alone determines."""
+    return ""
+
+
 @dataclass(slots=True)
 class SamplerState:
     """Sampler state after a prefix of the ledger's lines."""
@@ -72,15 +78,19 @@ class SamplerState:
     """Accepted by dynamic sampling, not assigned to a step yet."""
     filtered: dict[GroupId, tuple[int, GroupSignal]] = field(default_factory=dict)
     """Group -> (step being formed, verdict), since the newest assigned step. Includes groups taken to fill a batch."""
+    origin: Callable[[int], str] = field(default=no_origin, compare=False)
+    """What an ISSUED line says of a prompt beside its seed."""
 
     @classmethod
-    def of(cls, lines: Iterable[Mapping[str, Any]], job_seed: int) -> "SamplerState":
+    def of(
+        cls, lines: Iterable[Mapping[str, Any]], job_seed: int, origin: Callable[[int], str] = no_origin
+    ) -> "SamplerState":
         """The state after the ledger's last line.
 
         Raises:
             SamplerMismatch: a group's seed differs from the one this job would draw, or a prompt was skipped.
         """
-        state = cls(job_seed)
+        state = cls(job_seed, origin=origin)
         for line in lines:
             state.advance(GroupId(line["group_id"]), GroupState(line["state"]), int(line["step"]), str(line["reason"]))
         return state
@@ -118,8 +128,8 @@ class SamplerState:
                 self.filtered = {}
 
     def seed_line(self, number: int) -> str:
-        """Reason of an ISSUED line: the group's seed."""
-        return f"{SEED}{group_seed(self.job_seed, number)}"
+        """Reason of an ISSUED line: the group's seed, and the prompt's origin."""
+        return f"{SEED}{group_seed(self.job_seed, number)} {self.origin(number)}".rstrip()
 
     def verdicts(self, step: int) -> Counter[GroupSignal]:
         """Groups filtered for `step`, by kind."""

@@ -233,13 +233,15 @@ class RolloutActor(_Actor):
     def _make(self, spawn: ActorSpec, job: JobConfig) -> None:
         from rolecall.rl_runtime.rollout.engine import EngineSettings
         from rolecall.rl_runtime.rollout.rollout import RolloutReplica
+        from rolecall.rl_runtime.weights.proof import CANARY
 
         settings = EngineSettings(
             model_dir=str(spawn.run.path / "model"),
             kv_cache_bytes=job.runtime.kv_cache_bytes,
-            max_model_len=max(EngineSettings(model_dir="").max_model_len, job.task.max_tokens),
+            max_model_len=max(len(CANARY) + 1, job.max_tokens),  # the canary is served, too, with one token more
             seed=job.seed,
-            fixed_length=job.task.fixed_length,
+            fixed_length=job.data is None and job.task.fixed_length,
+            sampling=job.sampling,
         )
         self._served = RolloutReplica(
             replica=spawn.replica,

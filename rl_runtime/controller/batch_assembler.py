@@ -20,6 +20,7 @@ from rolecall.core.ids import GroupId
 from rolecall.core.journal.ledger import GroupState
 from rolecall.core.journal.payloads import ChainHead
 from rolecall.rl_runtime.algorithms.batching import form_microbatches
+from rolecall.rl_runtime.algorithms.group_relative import step_statistics
 from rolecall.rl_runtime.algorithms.sampler import GroupSignal, classify_rewards, is_at_limit, not_filled, request_seed
 from rolecall.rl_runtime.controller import windows
 from rolecall.rl_runtime.controller.background_tasks import set_or_timeout
@@ -27,7 +28,7 @@ from rolecall.rl_runtime.controller.journal_writer import Judged, RunRecorder
 from rolecall.rl_runtime.controller.rollout_pool import RolloutPool
 from rolecall.rl_runtime.controller.step_plan import BatchSnapshot, LoopState, StepPlan, place_groups
 from rolecall.rl_runtime.controller.trajectories import GroupPhase, OpenGroup, TrajectoryTable
-from rolecall.rl_runtime.protocol.messages import GenerationRequest
+from rolecall.rl_runtime.protocol.messages import GenerationRequest, PromptGroup
 from rolecall.rl_runtime.tasks.task import Prompt, group_id, group_number, group_start
 
 TURN_SECONDS = 0.1
@@ -38,14 +39,19 @@ TOO_STALE, NOT_WHOLE = "stale", "tokens of its step were lost with an engine and
 
 
 class PromptSource(Protocol):
-    """Source of prompts and scorer of answers: the same input gives the same output in every process."""
+    """Source of prompts and scorer of answers: every process has the same prompt for a number."""
+
+    @property
+    def runs_foreign_code(self) -> bool: ...
 
     @property
     def max_response_tokens(self) -> int: ...
 
     def prompt(self, number: int) -> Prompt: ...
 
-    def reward(self, prompt_tokens: tuple[int, ...], response_tokens: tuple[int, ...]) -> float: ...
+    def rewards(self, group: PromptGroup) -> Sequence[float]: ...
+
+    def origin(self, number: int) -> str: ...
 
 
 class BatchAssembler:
@@ -89,11 +95,18 @@ class BatchAssembler:
             self._table.mark_followed(group)
         return opened
 
+    def _drop_unusable(self, groups: Sequence[GroupId]) -> list[GroupId]:
+        """Drops groups of prompts that nothing can be generated for. Returns the others."""
+        reasons = {g: self._source.prompt(group_number(g)).unusable for g in groups}
+        for reason in sorted(set(reasons.values()) - {""}):
+            self._recorder.dropped([(g, 0) for g in groups if reasons[g] == reason], reason)
+        return [g for g in groups if not reasons[g]]
+
     def reopen(self, groups: Iterable[GroupId], known: Iterable[GroupId]) -> None:
         """Groups of the ledger that must be generated again. `known`: all groups ever issued."""
         void = self._recorder.ledger.dropped_for(windows.NOTHING_FRESH)
         ends = windows.ends(known, void, longest=self._source.max_response_tokens)
-        for group in groups:
+        for group in self._drop_unusable(list(groups)):
             self.open(group, ends.get(group))
 
     def follow(self) -> None:
@@ -130,10 +143,11 @@ class BatchAssembler:
         new = [g for g, _ in placed if g not in self._table.groups]
         if new:
             self._recorder.issued(new)
+        for group in self._drop_unusable(new):
+            self.open(group)
         for group, key in placed:
-            if group in new:
-                self.open(group)
-            self._pool.place(group, key)
+            if group in self._table.groups:
+                self._pool.place(group, key)
 
     def give_up(self, group: GroupId, reason: str) -> None:
         """Drops a group that will not be trained, with the reason."""
@@ -234,7 +248,9 @@ class BatchAssembler:
     def _plan(self, groups: Sequence[OpenGroup], head: ChainHead, *, resumed: bool = False) -> StepPlan:
         self._table.assign(g.group_id for g in groups)
         whole = [g.as_group() for g in groups]
-        microbatches = form_microbatches(self._loop.step, whole, self._job.algorithm.microbatches_per_step)
+        algorithm = self._job.algorithm
+        statistics = step_statistics(whole, algorithm, longest=self._source.max_response_tokens)
+        microbatches = form_microbatches(self._loop.step, whole, algorithm.microbatches_per_step, statistics)
         return StepPlan(step=self._loop.step, microbatches=microbatches, ledger=head, resumed=resumed)
 
     async def resume_step(self) -> StepPlan | None:

@@ -35,7 +35,7 @@ from rolecall.rl_runtime.controller.background_tasks import Tasks, set_or_timeou
 from rolecall.rl_runtime.controller.batch_assembler import TURN_SECONDS, BatchAssembler, PromptSource
 from rolecall.rl_runtime.controller.disagreement import disagreeing_engine
 from rolecall.rl_runtime.controller.journal_writer import OPEN_STATES, ControllerSuperseded, RunRecorder
-from rolecall.rl_runtime.controller.reward_scoring import RewardCheck, RewardScoring
+from rolecall.rl_runtime.controller.reward_scoring import RewardCheck, RewardScoring, scoring_limits
 from rolecall.rl_runtime.controller.rollout_pool import RolloutPool
 from rolecall.rl_runtime.controller.step_plan import (
     CommittedStep,
@@ -99,7 +99,9 @@ class Controller:
         self.job, self._clock = job, clock
         self._replica, self._incarnation = spawn.replica, spawn.incarnation
         self.state = LoopState(num_steps=job.num_steps)
-        self.recorder = RunRecorder(journal, ledger, spawn.replica, spawn.incarnation, job_seed=job.seed)
+        self.recorder = RunRecorder(
+            journal, ledger, spawn.replica, spawn.incarnation, job_seed=job.seed, origin=source.origin
+        )
         self.table = table or TrajectoryTable()
         self._wake, self._stop = asyncio.Event(), asyncio.Event()
         self._tasks = Tasks()
@@ -137,9 +139,10 @@ class Controller:
                 seed=job.seed,
                 share=job.runtime.reward_check_share,
                 here=(spawn.replica, spawn.incarnation),
-                score=lambda group: [source.reward(group.prompt_tokens, s.tokens) for s in group.samples],
+                score=None if source.runs_foreign_code else source.rewards,
                 report=reporter.exception,
             ),
+            limits=scoring_limits(job),
         )
         self.trainers = TrainerGroup(
             recorder=recorder, connect=connect, tasks=tasks, job=job, clock=clock, folder=str(spawn.run.checkpoints)

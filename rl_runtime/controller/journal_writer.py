@@ -7,7 +7,7 @@ membership records are checked for a newer incarnation of the controller; the ol
 events of a step have keys, ledger lines are left out when the group has them already.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from rolecall.core.errors import StaleIncarnation
 from rolecall.core.ids import GroupId, ReplicaId
@@ -22,7 +22,7 @@ from rolecall.core.journal.payloads import (
     WeightsRejected,
 )
 from rolecall.core.membership import ReplicaState
-from rolecall.rl_runtime.algorithms.sampler import TAKEN, GroupSignal, SamplerState
+from rolecall.rl_runtime.algorithms.sampler import TAKEN, GroupSignal, SamplerState, no_origin
 from rolecall.rl_runtime.protocol.membership import GONE, Member, MembershipView, members_after
 from rolecall.rl_runtime.protocol.messages import CommitRecord, WeightProof
 from rolecall.rl_runtime.tasks.task import group_number
@@ -46,11 +46,19 @@ class RunRecorder:
     """Journal and ledger, written as one incarnation of the controller."""
 
     def __init__(
-        self, journal: Journal, ledger: Ledger, replica: ReplicaId, incarnation: int, *, job_seed: int = 0
+        self,
+        journal: Journal,
+        ledger: Ledger,
+        replica: ReplicaId,
+        incarnation: int,
+        *,
+        job_seed: int = 0,
+        origin: Callable[[int], str] = no_origin,
     ) -> None:
+        """`origin`: what the ledger says of a prompt beside its seed (`Task.origin`)."""
         self.journal, self.ledger = journal, ledger
         self.replica, self.incarnation = replica, incarnation
-        self.sampler = SamplerState(job_seed)
+        self.sampler = SamplerState(job_seed, origin=origin)
         last = journal.epoch()
         self.epoch = last.number if last else 0
         self.members = last.members if last else ()
@@ -118,7 +126,7 @@ class RunRecorder:
         Raises:
             SamplerMismatch: this controller would continue differently.
         """
-        self.sampler = SamplerState.of(self.ledger.lines(), self.sampler.job_seed)
+        self.sampler = SamplerState.of(self.ledger.lines(), self.sampler.job_seed, self.sampler.origin)
 
     def issued(self, group_ids: Iterable[GroupId]) -> None:
         self._write(

@@ -12,7 +12,8 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from rolecall.core.errors import DeadlineExceeded, WrongNumbers
+from rolecall.core.config.job import JobConfig
+from rolecall.core.errors import DeadlineExceeded, RewardFailed, WrongNumbers
 from rolecall.core.ids import GroupId
 from rolecall.core.journal.payloads import RewardsCompared
 from rolecall.core.membership import Actual, ReplicaState
@@ -24,12 +25,15 @@ from rolecall.rl_runtime.controller.trajectories import EngineKey, GroupPhase, O
 from rolecall.rl_runtime.protocol.clients import Connect, ReplicaExited, RewardPort
 from rolecall.rl_runtime.protocol.membership import MembershipView
 from rolecall.rl_runtime.protocol.messages import PromptGroup
+from rolecall.rl_runtime.tasks.rewards.process import START_SECONDS
 
 logger = logging.getLogger(__name__)
 
 GROUPS_PER_CALL = 8
 ATTEMPTS_MAX = 4
 """Wrong answers or exceptions for one group."""
+SCORE_SECONDS = 2.0
+"""A worker that has not scored a few groups within this is skipped: the groups go to another one."""
 LOSSES_MAX = 3
 """Workers that died while scoring one group: after three, the group is considered the cause."""
 IDLE_SECONDS = 0.5
@@ -58,13 +62,33 @@ def checked_scores(groups: Sequence[PromptGroup], answer: Sequence[Sequence[floa
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ScoringLimits:
+    """`seconds`: of one call. `groups`: in one call."""
+
+    seconds: float = SCORE_SECONDS
+    attempts: int = ATTEMPTS_MAX
+    groups: int = GROUPS_PER_CALL
+
+
+def scoring_limits(job: JobConfig) -> ScoringLimits:
+    """One group in a call where the user's function scores: its failure must not count against other groups."""
+    if job.reward is None:
+        return ScoringLimits()
+    # The worker ends a late function and answers; then the group has failed, and not the worker.
+    return ScoringLimits(
+        seconds=job.reward.timeout_seconds + SCORE_SECONDS + START_SECONDS, attempts=job.reward.attempts, groups=1
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RewardCheck:
     """Selects the groups that are scored twice; with only two workers, the controller gives the third opinion."""
 
     seed: int
     share: float  # 0: none
     here: EngineKey
-    score: Callable[[PromptGroup], Sequence[float]]
+    score: Callable[[PromptGroup], Sequence[float]] | None
+    """None: rewards come from the user's code, which runs in reward workers only."""
     report: Callable[[WrongNumbers], None]
     """Reports a contradicted worker to the agent."""
 
@@ -82,9 +106,10 @@ class RewardScoring:
         on_scored: Callable[[], None],
         give_up: Callable[[GroupId, str], None],
         check: RewardCheck,
+        limits: ScoringLimits = ScoringLimits(),
     ) -> None:
         self._recorder, self._table, self._connect, self._tasks = recorder, table, connect, tasks
-        self._on_scored, self._give_up, self._check = on_scored, give_up, check
+        self._on_scored, self._give_up, self._check, self._limits = on_scored, give_up, check, limits
         self._ports: dict[EngineKey, RewardPort] = {}  # of workers that answer
         self._watched: Counter[EngineKey] = Counter()  # contradicted -> number of its groups still to be checked
         self._workers: dict[EngineKey, asyncio.Task[None]] = {}
@@ -175,7 +200,7 @@ class RewardScoring:
         if free:
             self._num_calls += 1
             self._used[key] = self._num_calls
-        return free[:GROUPS_PER_CALL]
+        return free[: self._limits.groups]
 
     def _free_for(self, key: EngineKey) -> list[OpenGroup]:
         """Finished groups that are not being scored; one that failed here is left to other workers, if any."""
@@ -188,7 +213,7 @@ class RewardScoring:
         ids = [g.group_id for g in groups]
         self._under_way.update(ids)
         try:
-            answer = checked_scores(groups, await port.score(groups))
+            answer = checked_scores(groups, await port.score(groups, self._limits.seconds))
         except ReplicaExited as e:
             for group_id in ids:
                 self._losses[group_id] += 1
@@ -196,11 +221,11 @@ class RewardScoring:
                     self._drop(group_id, f"reward_failed: {LOSSES_MAX} workers died scoring it, last: {e.because}")
             raise
         except Exception as e:  # noqa: BLE001 deliberate: retried elsewhere, never a reward
-            name = type(e).__name__
+            name = e.kind if isinstance(e, RewardFailed) else type(e).__name__
             logger.warning("%s#%d: scoring of %s failed: %s: %s", *key, ", ".join(ids), name, e)
             for group_id in ids:
                 self._failed_at[group_id].append(key)
-                if len(self._failed_at[group_id]) >= ATTEMPTS_MAX:
+                if len(self._failed_at[group_id]) >= self._limits.attempts:
                     self._drop(group_id, f"reward_failed: {name}")
             if isinstance(e, DeadlineExceeded):
                 self._under_way.difference_update(ids)
@@ -239,12 +264,14 @@ class RewardScoring:
             if len(answers) == 3 or (len(answers) == 2 and equal(*answers.values())):
                 break
             try:
-                (answers[other],) = checked_scores([group], await self._ports[other].score([group]))
+                (answers[other],) = checked_scores(
+                    [group], await self._ports[other].score([group], self._limits.seconds)
+                )
             except Exception as e:  # noqa: BLE001 deliberate: its own loop finds out what is wrong with it
                 logger.warning("%s#%d gave no second opinion: %s: %s", *other, type(e).__name__, e)
         if len(answers) == 1 or (len(answers) == 2 and equal(*answers.values())):
             return rewards
-        if len(answers) == 2:
+        if len(answers) == 2 and check.score is not None:
             answers[check.here] = tuple(check.score(group))
         verdict = judge(answers)
         self._recorder.event(

@@ -35,8 +35,6 @@ T = TypeVar("T")
 CONTROL_SECONDS = 3.0
 """Deadline of calls that only read or record; each actor has separate threads for them."""
 CHECKPOINT_SECONDS = 120.0
-SCORE_SECONDS = 2.0
-"""A worker that has not scored a few groups within this is skipped: the groups go to another one."""
 
 
 class ReplicaExited(RolecallError):
@@ -208,6 +206,6 @@ class RolloutPort(RoleClient):
 class RewardPort(RoleClient):
     __slots__ = ()
 
-    async def score(self, groups: Sequence[PromptGroup]) -> list[list[float]]:
-        answer = await self._ask(SCORE_SECONDS, "score", self.incarnation, list(groups))
+    async def score(self, groups: Sequence[PromptGroup], seconds: float) -> list[list[float]]:
+        answer = await self._ask(seconds, "score", self.incarnation, list(groups))
         return cast(list[list[float]], answer)

@@ -103,11 +103,20 @@ class PromptGroup:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StepStatistics:
+    """Of the advantages of all samples of a step, before they are normalized. `deviation` is 0 if all are equal."""
+
+    mean: float
+    deviation: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Microbatch:
     """Unit of training work. Its id is "<step>.<number>"; a step has exactly B of them."""
 
     microbatch_id: str
     groups: tuple[PromptGroup, ...]
+    statistics: StepStatistics | None = None  # where the algorithm normalizes advantages over the step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,12 +17,13 @@ import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, cast
 
 import torch
 
+from rolecall.core.config.data import SamplingConfig
 from rolecall.core.errors import DeadlineExceeded, RolecallError
 from rolecall.rl_runtime.rollout.worker_extension import RolecallWorker, Storage, keep_storage_readable
 from rolecall.rl_runtime.weights.proof import CANARY
@@ -69,6 +70,7 @@ class EngineSettings:
     kv_cache_bytes: int = 64 << 20
     seed: int = 0
     fixed_length: bool = False  # ignore end tokens and generate to the limit, for measurements
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,10 +146,16 @@ class VllmEngine:
         gc.freeze()
 
     def add(self, request_id: str, tokens: Sequence[int], *, num_new_max: int, seed: int) -> None:
-        """Queues a request. Samples at temperature 1 from the full distribution, with a per-request generator."""
+        """Queues a request. Samples as the settings say, with a per-request generator."""
+        sampling = self.settings.sampling
+        # Only a stop text needs the answer as text.
+        stops = {"stop": list(sampling.stop), "include_stop_str_in_output": True} if sampling.stop else {}
         parameters = _sampling(
-            temperature=1.0,
-            top_p=1.0,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            detokenize=bool(sampling.stop),
+            **stops,
             seed=seed,
             max_tokens=num_new_max,
             logprobs=0,  # of the sampled token only
@@ -237,10 +245,10 @@ def _prompt(tokens: Sequence[int]) -> Any:
     return tokens_input(list(tokens))
 
 
-def _sampling(*, output_kind: str, **parameters: Any) -> Any:
+def _sampling(*, output_kind: str, detokenize: bool = False, **parameters: Any) -> Any:
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
-    return SamplingParams(detokenize=False, output_kind=RequestOutputKind[output_kind], **parameters)
+    return SamplingParams(detokenize=detokenize, output_kind=RequestOutputKind[output_kind], **parameters)
 
 
 def _register_architecture(vllm: Any, model_dir: Path) -> None:
@@ -260,7 +268,7 @@ def _start(settings: EngineSettings) -> Any:
 
     arguments = EngineArgs(
         model=settings.model_dir,
-        skip_tokenizer_init=True,
+        skip_tokenizer_init=not settings.sampling.stop,
         load_format="dummy",  # weights come by transfer, with proof; weights from the folder would be discarded
         dtype="float32",
         seed=settings.seed,

@@ -1,4 +1,4 @@
-"""Reward worker without Ray: scores finished groups with the task. Standard library only, starts at once.
+"""Reward worker without Ray: scores finished groups with the task.
 
 A reward depends on tokens only. An error here is raised, and another worker scores the answer (invariant Infrastructure
 is not reward, docs/invariants.md).
@@ -18,11 +18,15 @@ from rolecall.rl_runtime.tasks.tokenizer import vocabulary
 
 
 def task_of(job: JobConfig) -> Task:
-    """The job's task: generates prompts from group numbers and scores answers.
+    """The job's task or dataset: prompts by number, rewards of their answers.
 
     Raises:
-        ConfigError: the model folder cannot be used, or lacks a character of the task.
+        ConfigError: the model folder or the dataset cannot be used, or a character of the task is missing.
     """
+    if job.data is not None:
+        from rolecall.rl_runtime.tasks.dataset_task import DatasetTask  # needs transformers, which takes seconds
+
+        return DatasetTask(job)
     return make_task(job.task, vocabulary(job.model, job.task.name), job.seed)
 
 
@@ -52,7 +56,14 @@ class RewardWorker:
             for group in groups:
                 factor = self._on_group()
                 started = self._clock.monotonic()
-                right = [self._task.reward(group.prompt_tokens, s.tokens) for s in group.samples]
-                rewards.append(right if factor is None else [factor * (1.0 + reward) for reward in right])
+                right = self._rewards(group)
+                rewards.append([*right] if factor is None else [factor * (1.0 + reward) for reward in right])
                 reporter.progress(1, busy_seconds=self._clock.monotonic() - started, tokens=group.num_tokens)
         return rewards
+
+    def _rewards(self, group: PromptGroup) -> Sequence[float]:
+        if not self._task.runs_foreign_code:
+            return self._task.rewards(group)
+        # The function has a deadline of its own: until then this worker waits, and does not hang.
+        with reporter.phase(Phase.WAIT):
+            return self._task.rewards(group)

@@ -1,4 +1,4 @@
-"""Verifiable tasks: prompts generated from (seed, group number), rewards computed from tokens alone.
+"""What a run learns: prompts by number and rewards of their answers. The built-in tasks generate both.
 
 digit_parity: the prompt is `<bos>` + n digits + `=`, the answer one letter per digit, `o` (odd) or `e` (even), then the
 end token. All answers have the same length.
@@ -24,11 +24,13 @@ docs/invariants.md).
 import random
 import re
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rolecall.core.config.job import TaskConfig
 from rolecall.core.errors import InvalidId
 from rolecall.core.ids import GroupId
+from rolecall.rl_runtime.protocol.messages import PromptGroup
 from rolecall.rl_runtime.tasks.tokenizer import FILLER, Vocabulary
 
 
@@ -36,6 +38,8 @@ from rolecall.rl_runtime.tasks.tokenizer import FILLER, Vocabulary
 class Prompt:
     group_id: GroupId
     tokens: tuple[int, ...]
+    unusable: str = ""
+    """Why nothing can be generated for it; its group is dropped for this reason."""
 
 
 _GROUP = re.compile(r"g(\d{8,})(?:-(\d{5,}))?", re.ASCII)
@@ -67,14 +71,32 @@ def _parsed(group: str) -> tuple[int, int]:
 
 
 class Task(ABC):
-    """Stateless: every process generates the same prompt for a number, and the same reward for an answer."""
+    """Every process has the same prompt for a number."""
 
-    def __init__(self, config: TaskConfig, vocab: Vocabulary, seed: int) -> None:
-        self.num_digits, self.base, self.vocab, self.seed = config.num_digits, config.base, vocab, seed
-        self.max_response_tokens = config.max_response_tokens
+    runs_foreign_code = False
+    """Whether `rewards` runs the user's code: in reward workers only, with a deadline."""
+
+    def __init__(self, vocab: Vocabulary, seed: int, max_response_tokens: int) -> None:
+        self.vocab, self.seed, self.max_response_tokens = vocab, seed, max_response_tokens
 
     @abstractmethod
     def prompt(self, number: int) -> Prompt: ...
+
+    @abstractmethod
+    def rewards(self, group: PromptGroup) -> Sequence[float]:
+        """One per sample."""
+
+    def origin(self, number: int) -> str:
+        """What the ledger says of the prompt beside its seed; the same in every process."""
+        return ""
+
+
+class GeneratedTask(Task):
+    """Stateless: the same reward for an answer in every process."""
+
+    def __init__(self, config: TaskConfig, vocab: Vocabulary, seed: int) -> None:
+        super().__init__(vocab, seed, config.max_response_tokens)
+        self.num_digits, self.base = config.num_digits, config.base
 
     @abstractmethod
     def answer(self, prompt_tokens: tuple[int, ...]) -> tuple[int, ...]:
@@ -84,6 +106,9 @@ class Task(ABC):
         """In [0, 1]; 1.0 only if the response is the exact answer."""
         return share_right(self.answer(prompt_tokens), response_tokens)
 
+    def rewards(self, group: PromptGroup) -> list[float]:
+        return [self.reward(group.prompt_tokens, s.tokens) for s in group.samples]
+
 
 def share_right(answer: tuple[int, ...], response: tuple[int, ...]) -> float:
     """Number of positions at which `response` equals `answer`, divided by the longer length."""
@@ -91,7 +116,7 @@ def share_right(answer: tuple[int, ...], response: tuple[int, ...]) -> float:
     return right / max(len(answer), len(response))
 
 
-class DigitParity(Task):
+class DigitParity(GeneratedTask):
     def digits(self, number: int) -> str:
         """The digits of prompt `number`."""
         rng = random.Random(f"digit_parity/{self.seed}/{number}")
@@ -107,7 +132,7 @@ class DigitParity(Task):
         return (*letters, self.vocab.eos)
 
 
-class LongAddition(Task):
+class LongAddition(GeneratedTask):
     def places(self, number: int) -> list[tuple[int, int]]:
         """Both numbers' digits by place, ones first, of prompt `number`.
 
@@ -133,7 +158,7 @@ class LongAddition(Task):
         return (*self.vocab.encode("".join(map(str, worked))), self.vocab.eos)
 
 
-def make_task(config: TaskConfig, vocab: Vocabulary, seed: int) -> Task:
-    """The task named in the job file."""
-    made: dict[str, type[Task]] = {"digit_parity": DigitParity, "long_addition": LongAddition}
+def make_task(config: TaskConfig, vocab: Vocabulary, seed: int) -> GeneratedTask:
+    """The built-in task named in the job file."""
+    made: dict[str, type[GeneratedTask]] = {"digit_parity": DigitParity, "long_addition": LongAddition}
     return made[config.name](config, vocab, seed)

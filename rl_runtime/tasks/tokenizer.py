@@ -56,13 +56,18 @@ def local_vocabulary(task: TaskName = TaskName.DIGIT_PARITY) -> Vocabulary:
     return Vocabulary(ids=ids, pad=0, bos=1, eos=2, size=max(ROWS_MIN, len(names)))
 
 
-def vocabulary(model: ModelConfig, task: TaskName = TaskName.DIGIT_PARITY) -> Vocabulary:
-    """The vocabulary of `model` for a task, without loading the model.
+def vocabulary(model: ModelConfig, task: TaskName | None = TaskName.DIGIT_PARITY) -> Vocabulary:
+    """The vocabulary of `model` for a task, without loading the model; None: for a dataset, whose text a tokenizer
+    reads.
 
     Raises:
         ConfigError: the model folder cannot be used.
     """
-    return local_vocabulary(task) if model.path is None else folder_vocabulary(Path(model.path), task)
+    return (
+        local_vocabulary(task or TaskName.DIGIT_PARITY)
+        if model.path is None
+        else folder_vocabulary(Path(model.path), task)
+    )
 
 
 def write_tokenizer(folder: Path, vocab: Vocabulary) -> None:
@@ -86,7 +91,7 @@ def write_tokenizer(folder: Path, vocab: Vocabulary) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
 
-def folder_vocabulary(folder: Path, task: TaskName = TaskName.DIGIT_PARITY) -> Vocabulary:
+def folder_vocabulary(folder: Path, task: TaskName | None = TaskName.DIGIT_PARITY) -> Vocabulary:
     """The vocabulary of any Hugging Face model folder (config.json, tokenizer.json), limited to the characters of a
     task.
 
@@ -106,7 +111,7 @@ def folder_vocabulary(folder: Path, task: TaskName = TaskName.DIGIT_PARITY) -> V
         tokenizer = Tokenizer.from_str(text)
     except Exception as e:  # the Rust extension raises plain Exception; a bad file is the user's error
         raise ConfigError([f"model.path: tokenizer.json: {e}"], str(folder)) from e
-    found = {c: tokenizer.token_to_id(c) for c in CHARACTERS[task]}
+    found = {c: tokenizer.token_to_id(c) for c in (CHARACTERS[task] if task else "")}
     missing = [c for c, i in found.items() if i is None]
     eos = _first_id(config.get("eos_token_id"))
     problems = [f"model.path: tokenizer.json has no token of its own for {c!r}" for c in missing]

@@ -92,7 +92,9 @@ def make_critic(config: ModelConfig, vocab: Vocabulary, seed: int) -> Critic:
     return critic.eval()
 
 
-def write_model_folder(folder: Path, config: ModelConfig, seed: int, task: TaskName = TaskName.DIGIT_PARITY) -> None:
+def write_model_folder(
+    folder: Path, config: ModelConfig, seed: int, task: TaskName | None = TaskName.DIGIT_PARITY
+) -> None:
     """Writes the folder that an engine starts from: config.json, model.safetensors, tokenizer. A given folder is
     copied.
 
@@ -139,7 +141,7 @@ def main(argv: list[str]) -> int:
     run = RunDir(Path(argv[0]))
     try:
         job = parse_job(run.read()["config"])
-        write_model_folder(run.path / "model", job.model, job.seed, job.task.name)
+        write_model_folder(run.path / "model", job.model, job.seed, None if job.data else job.task.name)
     except RolecallError as e:
         print(e, file=sys.stderr)
         return 2

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from rolecall.core.config.algorithm import AlgorithmConfig
+from rolecall.core.config.data import SamplingConfig
 from rolecall.rl_runtime.algorithms.agreement import recomputed_log_probs
 from rolecall.rl_runtime.algorithms.objective import (
     Batch,
@@ -24,6 +25,7 @@ from rolecall.rl_runtime.algorithms.objective import (
     objective,
     token_logprobs,
 )
+from rolecall.rl_runtime.algorithms.sampled_distribution import sampled_logits
 from rolecall.rl_runtime.protocol.messages import Microbatch, MicrobatchNumbers
 from rolecall.rl_runtime.protocol.policy_health import HealthSums
 from rolecall.rl_runtime.trainer.reduce import MicrobatchStats
@@ -38,9 +40,16 @@ class Gradients:
     """
 
     def __init__(
-        self, algorithm: AlgorithmConfig, *, pad: int, staleness_max: int, longest: int, reference: Any = None
+        self,
+        algorithm: AlgorithmConfig,
+        *,
+        pad: int,
+        staleness_max: int,
+        longest: int,
+        reference: Any = None,
+        sampling: SamplingConfig = SamplingConfig(),
     ) -> None:
-        self._algorithm, self._pad, self._reference = algorithm, pad, reference
+        self._algorithm, self._pad, self._reference, self._sampling = algorithm, pad, reference, sampling
         self._staleness_max, self._longest = staleness_max, longest
 
     def of(
@@ -55,7 +64,9 @@ class Gradients:
             policy_version=state.commit.policy_version, staleness_max=self._staleness_max, longest=self._longest
         )
         dtype = state.policy.parameters[0].dtype
-        batch = make_batch(microbatch.groups, self._algorithm, terms, pad=self._pad, dtype=dtype)
+        batch = make_batch(
+            microbatch.groups, self._algorithm, terms, pad=self._pad, dtype=dtype, statistics=microbatch.statistics
+        )
         found = self._objective(state, batch, terms)
         grads: list[Any] = list(torch.autograd.grad(found.policy, state.policy.parameters, materialize_grads=True))
         if state.critic is not None:
@@ -71,6 +82,7 @@ class Gradients:
                 state.previous,
                 state.commit.step + 1,
                 microbatches=self._algorithm.microbatches_per_step,
+                sampling=self._sampling,
             )
             ratio_s = torch.maximum(ratio_s, recomputed_s)
         own = divisors(self._algorithm, found.sums, longest=self._longest)
@@ -103,9 +115,9 @@ class Gradients:
             reference_logprobs_st=reference,
         )
 
-    @staticmethod
-    def _logprobs(model: Any, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        return token_logprobs(model(input_ids=batch.tokens_st, use_cache=False).logits, batch.tokens_st)
+    def _logprobs(self, model: Any, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        logits = model(input_ids=batch.tokens_st, use_cache=False).logits
+        return token_logprobs(sampled_logits(logits, batch.tokens_st, self._sampling), batch.tokens_st)
 
 
 def _by_engine(microbatch: Microbatch, ratio_s: Sequence[float]) -> dict[str, float]:

@@ -10,13 +10,15 @@ with the prefix `critic/`. Only the policy is sent to the engines. Copies of its
 import hashlib
 import json
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import Any, Final
 
 import torch
 
 from rolecall.core.config.job import JobConfig
+from rolecall.core.config.optimizer import OptimizerConfig
 from rolecall.core.errors import NonFiniteValue, ProofMismatch, StaleIncarnation
 from rolecall.core.ids import ReplicaId
 from rolecall.core.journal.payloads import ChainHead
@@ -32,7 +34,6 @@ META_FORMATS: Final = (1, META_FORMAT)
 """Format 1 had no critic; a state without one reads the same in both."""
 CRITIC: Final = "critic/"
 WEIGHT, MOMENTS = "weight", ("exp_avg", "exp_avg_sq")
-ADAM_BETAS: Final = (0.9, 0.999)
 
 
 class Network:
@@ -43,15 +44,32 @@ class Network:
     are exported as `weight/<name>`, `exp_avg/<name>` and `exp_avg_sq/<name>`, after the network's prefix.
     """
 
-    def __init__(self, module: Any, *, learning_rate: float, grad_norm_max: float, prefix: str = "") -> None:
+    def __init__(
+        self,
+        module: Any,
+        *,
+        learning_rate: float,
+        grad_norm_max: float,
+        optimizer: OptimizerConfig = OptimizerConfig(),
+        prefix: str = "",
+    ) -> None:
         self.module, self.prefix = module, prefix
         named = sorted(module.named_parameters())  # a tied parameter appears once
         self.names: tuple[str, ...] = tuple(n for n, _ in named)
         self.parameters: tuple[torch.nn.Parameter, ...] = tuple(p for _, p in named)
         self.num_parameters = sum(p.numel() for p in self.parameters)
-        self._grad_norm_max = grad_norm_max
+        self._grad_norm_max, self._learning_rate = grad_norm_max, learning_rate
+        matrices, vectors = ([p for p in self.parameters if (p.dim() > 1) == is_matrix] for is_matrix in (True, False))
         self._optimizer = torch.optim.AdamW(
-            self.parameters, lr=learning_rate, betas=ADAM_BETAS, weight_decay=0.0, fused=True
+            [
+                {"params": group, "weight_decay": decay}
+                for group, decay in ((matrices, optimizer.weight_decay), (vectors, 0.0))
+                if group
+            ],
+            lr=learning_rate,
+            betas=(optimizer.beta1, optimizer.beta2),
+            eps=optimizer.epsilon,
+            fused=True,
         )
         for parameter in self.parameters:  # before the first step, so that the state of step 0 can be copied too
             self._optimizer.state[parameter] = {
@@ -80,8 +98,10 @@ class Network:
     def drop_gradient(self) -> None:
         self._optimizer.zero_grad(set_to_none=True)
 
-    def step(self) -> None:
-        """Applies the gradient set by `take_gradient`."""
+    def step(self, learning_rate_share: float) -> None:
+        """Applies the gradient set by `take_gradient`, with this share of the learning rate."""
+        for group in self._optimizer.param_groups:
+            group["lr"] = self._learning_rate * learning_rate_share
         self._optimizer.step()
         self.drop_gradient()
 
@@ -110,8 +130,10 @@ class TrainerState:
         *,
         replica: ReplicaId,
         versions_kept: int = 0,
+        learning_rate_share: Callable[[int], float] = lambda _step: 1.0,
     ) -> None:
-        """`versions_kept`: number of previous policy versions to keep."""
+        """`versions_kept`: number of previous policy versions to keep. `learning_rate_share`: in an optimizer step."""
+        self._learning_rate_share = learning_rate_share
         self.policy, self.critic = policy, critic
         # Version -> weights; only the working thread reads it.
         self.previous: Mapping[int, dict[str, torch.Tensor]] = {}
@@ -143,7 +165,7 @@ class TrainerState:
                 raise NonFiniteValue(replica=self._replica, step=commit.step, what="the sum of finite gradients")
             self._remember()
             for network in self._networks:
-                network.step()
+                network.step(self._learning_rate_share(commit.step))
             self.commit, self.band = commit, band
             self.weights_digest = self._digest_weights()
         return norm
@@ -241,6 +263,7 @@ def first_state(
         make_model(job.model, vocab, job.seed).to(dtype),
         learning_rate=algorithm.learning_rate,
         grad_norm_max=algorithm.grad_norm_max,
+        optimizer=job.optimizer,
     )
     critic = None
     if algorithm.has_critic:
@@ -248,10 +271,18 @@ def first_state(
             make_critic(job.model, vocab, job.seed).to(dtype),
             learning_rate=algorithm.value_learning_rate,
             grad_norm_max=algorithm.grad_norm_max,
+            optimizer=job.optimizer,
             prefix=CRITIC,
         )
     kept = min(VERSIONS_KEPT, job.runtime.staleness_max)
-    return TrainerState(policy, critic, first_commit(), replica=replica, versions_kept=kept)
+    return TrainerState(
+        policy,
+        critic,
+        first_commit(),
+        replica=replica,
+        versions_kept=kept,
+        learning_rate_share=partial(job.optimizer.learning_rate_share, num_steps=job.num_steps),
+    )
 
 
 def parse_meta(meta: str) -> tuple[int, CommitRecord, LearnedBand]:

@@ -92,15 +92,13 @@ class StepTotals:
         stats = sorted((s for b in ballots for s in b.microbatches), key=lambda s: s.microbatch_id)
         sums = sum((s.health for s in stats), HealthSums())
         by = divisors(algorithm, sums, longest=longest)
-        # With truncated weights nothing is clipped, and the reverse: such a metric has no value, which is not 0.
-        other = ["capped_fraction"] if algorithm.importance_cap is None else ["clip_fraction_low", "clip_fraction_high"]
         return cls(
             group_ids=tuple(sorted(g for s in stats for g in s.group_ids)),
             num_tokens=sums.tokens,
             divisors=by,
             loss=sum(s.policy_loss for s in stats) / by.policy,
             reward=sums.reward / sums.ended if sums.ended else None,
-            health=replace(health(sums), **dict.fromkeys(other)),
+            health=health(sums),
             log_ratio_max=sums.log_ratio_max if sums.log_ratio_max >= 0 else None,
             log_ratios={
                 engine: max(s.log_ratios.get(engine, 0.0) for s in stats)
@@ -144,8 +142,8 @@ class TrainerReplica:
         self.replica, self.incarnation, self.job = replica, incarnation, job
         self._clock, self._bucket_bytes, self._address = clock or SystemClock(), bucket_bytes, address
         self._on_microbatch, self._on_bucket, self._on_publish = on_microbatch, on_bucket, on_publish
-        self.vocab = vocabulary(job.model, job.task.name)
-        self._longest = job.task.max_response_tokens
+        self.vocab = vocabulary(job.model, None if job.data else job.task.name)
+        self._longest = job.max_response_tokens
         self.state = first_state(job, self.vocab, replica=replica, dtype=dtype)
         self._has_state = has_state
         reference = None
@@ -157,6 +155,7 @@ class TrainerReplica:
             staleness_max=job.runtime.staleness_max,
             longest=self._longest,
             reference=reference,
+            sampling=job.sampling,
         )
         self._partial = PartialStep(self.state.num_parameters)
         self._stores_lock = threading.Lock()

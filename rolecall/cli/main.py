@@ -40,7 +40,7 @@ class RootHelp(HelpGroup):
         "Act": ("pause", "resume", "replace", "approve", "reject", "hold", "lift", "review", "node"),
         "Run": ("demo", "run", "down", "inject"),
         "Offline": ("diagnose", "fit", "simulate", "replay", "audit"),
-        "Export": ("report", "incident", "record", "grafana"),
+        "Export": ("export", "report", "incident", "record", "grafana"),
     }
 
 

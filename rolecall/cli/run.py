@@ -44,7 +44,12 @@ def demo(
         int, typer.Option(min=0, max=2**31 - 1, help="Seed of the task, the model and the times of the faults.")
     ] = 0,
     algorithm: Annotated[
-        str, typer.Option(help="RL algorithm: grpo, dapo, ppo or tppo (default: grpo).", metavar="NAME")
+        str,
+        typer.Option(
+            help="RL algorithm: grpo (default), dapo, ppo, tppo, dr-grpo, gspo, cispo, rloo, reinforce++ or "
+            "reinforce++-baseline.",
+            metavar="NAME",
+        ),
     ] = "",
     task: Annotated[
         str,
@@ -163,6 +168,31 @@ def down(
     withdraw(where)
     value = {"run": where.run_id, "ended": [str(p) for p in ended]}
     show(as_json, value, [f"{where.run_id}: ended {counted(len(ended), 'process', 'processes')}"])
+
+
+@app.command(
+    "export",
+    epilog=examples("rolecall export my-run --out model/", "rolecall export my-run --out model/ --dtype float32"),
+)
+def export_command(
+    folder: Annotated[Path, typer.Option("--out", help="Folder to create.", metavar="FOLDER")],
+    run: NamedRunArgument = "",
+    option: NamedRunOption = "",
+    runs: RootOption = ROOT,
+    dtype: Annotated[str, typer.Option(help="Of the weights: bfloat16, float16 or float32.")] = "bfloat16",
+    as_json: JsonOption = False,
+) -> None:
+    """Write a run's newest checkpoint as a Hugging Face model.
+
+    transformers and vLLM load the folder: weights, configuration and tokenizer."""
+    from rolecall.rl_runtime.trainer.export import DTYPES, export_model
+
+    if dtype not in DTYPES:
+        raise ConfigError([f"--dtype: {dtype!r}: expected {', '.join(DTYPES)}"])
+    step, num, damaged = export_model(named_run(runs, run, option), folder, dtype)
+    value = {"folder": str(folder), "step": step, "parameters": num, "dtype": dtype, "damaged": damaged}
+    lines = [f"passed over: {reason}" for reason in damaged]
+    show(as_json, value, [*lines, f"{folder}: {num / 1e6:.1f} M parameters in {dtype}, after step {step}"])
 
 
 @app.command(

@@ -18,6 +18,7 @@ RolecallError
 ├── NonFiniteMicrobatch      one microbatch's loss or gradient is NaN or infinite: another replica computes it again
 ├── EngineDisagrees          the tokens of one engine alone have other log-probabilities than the trainers compute
 ├── WrongNumbers             others computed other numbers from the same input: which replica is wrong
+├── RewardFailed             the user's reward function raised, took too long, or ended its process
 ├── NonFiniteValue           a sum of finite gradients is not finite: no rank steps the optimizer
 ├── ProofMismatch            weights differ from their manifest: which tensor, which part of the proof
 ├── CheckpointCorrupt        a checkpoint is incomplete or altered: which file
@@ -215,6 +216,15 @@ class EngineDisagrees(RolecallError):
         """(replica, incarnation, step) from the message."""
         found = _DISAGREES.match(message)
         return (found[1], int(found[2]), int(found[3])) if found else None
+
+
+class RewardFailed(RolecallError):
+    """The reward function raised, took too long, or ended its process. `kind`: a word for the ledger, which holds no
+    text of the function."""
+
+    def __init__(self, *, kind: str, because: str) -> None:
+        self.kind, self.because = kind, because
+        super().__init__(f"reward function: {because}")
 
 
 class NonFiniteValue(RolecallError):

@@ -52,6 +52,13 @@ SIGNS = (
         normal="As from below; with a wider upper bound it is the smaller of the two.",
     ),
     PolicyHealthMetric(
+        name="clip_fraction_dual",
+        metric="clip_dual_ratio",
+        help="Trained tokens with a negative advantage whose ratio was clipped from above",
+        normal="Nearly 0. More: wrong tokens have become far likelier since they were sampled, or engine and trainer "
+        "disagree.",
+    ),
+    PolicyHealthMetric(
         name="ratio_mean",
         metric="ratio_mean",
         help="Mean importance ratio of the policy to the sampler",
@@ -86,7 +93,14 @@ SIGNS = (
         name="capped_fraction",
         metric="capped_ratio",
         help="Trained tokens whose importance weight was truncated",
-        normal="A few percent at most; 0 where weights are not truncated.",
+        normal="A few percent at most; absent where weights are not truncated.",
+    ),
+    PolicyHealthMetric(
+        name="rejected_fraction",
+        metric="rejected_ratio",
+        help="Trained tokens left out for their ratio to the sampler, or for that of their answer",
+        normal="A few percent at most; absent without rejection. More: engine and trainer disagree, or the bounds are "
+        "too narrow for the staleness.",
     ),
     PolicyHealthMetric(
         name="stale_fraction",
@@ -124,6 +138,12 @@ SIGNS = (
         metric="value_loss",
         help="Loss of the critic; absent without one",
         normal="Falls at first, then follows the rewards.",
+    ),
+    PolicyHealthMetric(
+        name="value_clip_fraction",
+        metric="value_clip_ratio",
+        help="The critic's tokens whose value was clipped; absent without value_clip or with one update a step",
+        normal="A few percent.",
     ),
     PolicyHealthMetric(
         name="explained_variance",

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass
 from importlib import metadata
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from rolecall import __version__
@@ -210,6 +210,9 @@ def make_report(facts: Facts, baseline: Mapping[str, Any] | None) -> dict[str, A
     outcome = ended.outcome if ended else "running"
     sections = [facts.config.get(name) for name in ("algorithm", "task")]
     learns = [str(s["name"]) for s in sections if isinstance(s, Mapping) and s.get("name")]
+    data = facts.config.get("data")
+    if isinstance(data, Mapping) and data.get("path"):
+        learns.append(PurePath(str(data["path"])).stem)
     verdict = make_verdict(facts, joined, kept, outcome)
     return {
         "schema": SCHEMA_VERSION,

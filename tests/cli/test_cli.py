@@ -61,7 +61,7 @@ def test_too_few_nodes_says_who_lacks_what_and_starts_nothing(
         (("demo", "--id", "x\x1b[31m"), "run id"),
         (("demo", "--set", "detector.nope=1"), "detector.nope: unknown key"),
         (("demo", "--id", "Bad Id"), "Bad Id"),
-        (("demo", "--algorithm", "reinforce"), "algorithm.name: Input should be 'grpo', 'dapo', 'ppo' or 'tppo'"),
+        (("demo", "--algorithm", "reinforce"), "algorithm.name: Input should be 'grpo', 'dapo', 'ppo', 'tppo', "),
         (("demo", "--task", "chess"), "task.name: Input should be 'digit_parity' or 'long_addition'"),
         (("status", "nothing-here"), "nothing-here"),
         (("audit", "nothing-here"), "nothing-here"),

@@ -17,8 +17,12 @@ from rolecall.core.config.algorithm import (
     CLIPS,
     DEFAULTS,
     FILTERS,
+    FIXED,
     GROUP_RELATIVE,
+    METHODS,
     ONLY_OF,
+    STEP_NORMALIZED,
+    UNUSED_IF,
     WITH_CRITIC,
     AlgorithmConfig,
     AlgorithmName,
@@ -29,6 +33,8 @@ from rolecall.core.errors import ConfigError
 # A legal value, and not the default, of every setting that only some algorithms have.
 OTHER: dict[str, Any] = {
     "divide_by_std": False,
+    "std": "sample",
+    "value_clip": 0.2,
     "dynamic_sampling": True,
     "filter_by": "exact",
     "refills_max": 3,
@@ -63,8 +69,9 @@ def refusal(**values: Any) -> str:
 def test_every_setting_that_some_lack_is_tried() -> None:
     assert OTHER.keys() == ONLY_OF.keys()
     assert AlgorithmConfig.model_fields.keys() >= {*ONLY_OF, *CLIPS, *FILTERS}
-    assert GROUP_RELATIVE | WITH_CRITIC == set(AlgorithmName) == DEFAULTS.keys()
-    assert not GROUP_RELATIVE & WITH_CRITIC
+    assert set(AlgorithmName) == DEFAULTS.keys() == METHODS.keys()
+    assert GROUP_RELATIVE | WITH_CRITIC | STEP_NORMALIZED == set(AlgorithmName)
+    assert not (GROUP_RELATIVE | STEP_NORMALIZED) & WITH_CRITIC
 
 
 @pytest.mark.parametrize(("name", "key"), FOREIGN)
@@ -97,7 +104,7 @@ def test_all_that_is_foreign_is_reported_at_once() -> None:
 
 
 def test_defaults_of_each_name() -> None:
-    grpo, dapo, ppo, tppo = (made(name=n) for n in AlgorithmName)
+    grpo, dapo, ppo, tppo = (made(name=n) for n in ("grpo", "dapo", "ppo", "tppo"))
     assert grpo == AlgorithmConfig() == made()
     assert (grpo.aggregation, grpo.divide_by_std, grpo.dynamic_sampling, grpo.overlong_buffer_tokens) == (
         "constant",
@@ -117,7 +124,9 @@ def test_a_names_defaults_hold_where_nothing_is_given_and_give_way(name: Algorit
     found = made(name=name)
     assert {key: getattr(found, key) for key in DEFAULTS[name]} == DEFAULTS[name]
     assert made(name=name, learning_rate=0.25).learning_rate == 0.25
-    assert made(name=name, clip_low=0.125).clip_low == 0.125
+    if found.importance_cap is None:
+        assert made(name=name, clip_low=0.125).clip_low == 0.125
+        assert found.dual_clip == 3.0
 
 
 def test_groups_of_a_step() -> None:
@@ -135,7 +144,35 @@ RULES: dict[str, tuple[dict[str, Any], str]] = {
     "dapo capped": ({"name": "dapo", "importance_cap": 2.0}, "dapo clips, importance_cap does not"),
     "dapo with divergence": ({"name": "dapo", "kl_coefficient": 0.1}, "dapo has no divergence term"),
     "tppo in groups": ({"name": "tppo", "group_size": 2}, "its groups have one sample"),
+    "dr-grpo by token": ({"name": "dr-grpo", "aggregation": "token"}, "dr-grpo divides by a constant"),
+    "gspo by token": ({"name": "gspo", "aggregation": "token"}, "gspo weighs answers"),
+    "gspo capped": ({"name": "gspo", "importance_cap": 2.0}, "gspo clips, importance_cap does not"),
+    "gspo, tokens rejected": ({"name": "gspo", "rejection": "token"}, "gspo has one ratio for each answer"),
+    "cispo by sample": ({"name": "cispo", "aggregation": "sample"}, "cispo weighs tokens"),
+    "cispo by answer": ({"name": "cispo", "importance": "sequence"}, "cispo truncates the weight of each token"),
+    "cispo without weights": ({"name": "cispo", "importance_cap": None}, "cispo truncates weights (importance_cap)"),
+    "clip range of weights": (
+        {"importance_cap": 2.0, "dual_clip": 3.0},
+        "dual_clip: no meaning with importance_cap: nothing is clipped",
+    ),
+    "kind of weights, without": ({"importance": "sequence"}, "importance: no meaning without importance_cap"),
+    "divergence of weight 0": ({"kl_in_reward": True}, "kl_in_reward: no meaning without kl_coefficient"),
+    "estimator in the reward": (
+        {"kl_coefficient": 0.1, "kl_in_reward": True, "kl_estimator": "k2"},
+        "kl_estimator: no meaning without a divergence in the loss",
+    ),
+    "k1 in the loss": ({"kl_coefficient": 0.1, "kl_estimator": "k1"}, "kl_estimator k1 has a gradient of 0"),
+    "divergence in normalized rewards": (
+        {"name": "reinforce++", "kl_coefficient": 0.1, "kl_in_reward": True},
+        "reinforce++ has no kl_in_reward",
+    ),
+    "bounds of no rejection": ({"rejection_low": 0.9}, "rejection_low: no meaning without rejection"),
+    "deviation of no division": ({"divide_by_std": False, "std": "sample"}, "std: no meaning without divide_by_std"),
     "grpo alone": ({"group_size": 1}, "group_size must be at least 2: grpo compares the samples of a prompt"),
+    "a normalized group alone": (
+        {"name": "reinforce++-baseline", "group_size": 1},
+        "group_size must be at least 2: reinforce++-baseline compares",
+    ),
     "filter of nothing": ({"filter_by": "exact"}, "filter_by: no meaning without dynamic_sampling"),
     "punishment at a length, of nothing": (
         {"overlong_limit_tokens": 4},
@@ -154,9 +191,16 @@ def test_a_contradiction_is_refused_with_the_reason(values: dict[str, Any], why:
 
 
 def test_every_rule_is_tried() -> None:
-    assert len(AlgorithmConfig()._rules()) == len(RULES)
     tried = [why for _, why in RULES.values()]
     assert len(set(tried)) == len(tried)
+    for name in AlgorithmName:
+        for key in FIXED.get(name, {}):
+            assert any(values.get("name") == name and key in values for values, _ in RULES.values()), (name, key)
+    for keys, _, why in UNUSED_IF:
+        assert any(f": {why}".startswith(text[text.index(": ") :]) for text in tried if text.startswith(keys)), keys
+    own_rules = len(AlgorithmConfig()._rules()) - len(UNUSED_IF)
+    with_name = sum(len(fixed) for fixed in FIXED.values())
+    assert len(RULES) == own_rules + with_name + len(UNUSED_IF) + 1, "one of them with two examples"
 
 
 ALLOWED: dict[str, dict[str, Any]] = {
@@ -168,6 +212,12 @@ ALLOWED: dict[str, dict[str, Any]] = {
     "dapo's parts one by one: sampling": {"dynamic_sampling": True, "filter_by": "exact", "refills_max": 1},
     "dapo's parts one by one: length": {"overlong_buffer_tokens": 2},
     "no limit on ratios but a cap": {"importance_cap": 1.0},
+    "no limit on ratios of what is wrong": {"dual_clip": None},
+    "one weight for an answer": {"importance_cap": 2.0, "importance": "sequence"},
+    "answers rejected": {"rejection": "sequence", "rejection_low": 0.99, "rejection_high": 1.01},
+    "divergence in the reward": {"name": "rloo", "kl_coefficient": 0.1, "kl_in_reward": True},
+    "no groups": {"name": "reinforce++", "group_size": 1, "std": "sample"},
+    "dynamic sampling, then normalized": {"name": "reinforce++-baseline", "dynamic_sampling": True},
 }
 
 
@@ -185,12 +235,14 @@ def test_settings_of_a_filter_that_is_off_are_refused(given: dict[str, Any], key
     assert getattr(made(dynamic_sampling=True, **{key: OTHER[key]}), key) == OTHER[key]
 
 
-@pytest.mark.parametrize("name", [n for n in AlgorithmName if n != "dapo"])
+@pytest.mark.parametrize("name", [n for n in AlgorithmName if "importance_cap" not in FIXED.get(n, {})])
 @pytest.mark.parametrize("key", CLIPS)
 def test_with_a_cap_nothing_is_clipped(name: str, key: str) -> None:
-    assert f"{key} has no meaning with importance_cap" in refusal(name=name, importance_cap=2.0, **{key: 0.3})
+    value = 1.3 if key == "dual_clip" else 0.3
+    assert f"{key}: no meaning with importance_cap" in refusal(name=name, importance_cap=2.0, **{key: value})
     assert key not in made(name=name, importance_cap=2.0).model_dump()
-    assert made(name=name, importance_cap=None, **{key: 0.3}).model_dump()[key] == 0.3
+    if name != "cispo":
+        assert made(name=name, importance_cap=None, **{key: value}).model_dump()[key] == value
 
 
 UNFIT: dict[str, dict[str, Any]] = {
@@ -200,6 +252,12 @@ UNFIT: dict[str, dict[str, Any]] = {
     "clip of everything": {"clip_low": 1.0},
     "no clip range": {"clip_high": 0.0},
     "cap below 1": {"importance_cap": 0.5},
+    "dual clip of nothing wrong": {"dual_clip": 1.0},
+    "no change of values": {"name": "ppo", "value_clip": 0.0},
+    "deviation": {"std": "bessel"},
+    "estimator": {"kl_coefficient": 0.1, "kl_estimator": "k4"},
+    "level of weights": {"importance_cap": 2.0, "importance": "group"},
+    "rejection of all below 2": {"rejection": "token", "rejection_low": 2.0},
     "no number": {"learning_rate": math.nan},
     "endless": {"grad_norm_max": math.inf},
     "no norm": {"grad_norm_max": 0.0},
@@ -268,16 +326,23 @@ def settings_of(name: AlgorithmName) -> st.SearchStrategy[dict[str, Any]]:
         "microbatches_per_step": st.integers(1, 1024),
     }
     chosen |= {key: st.just(OTHER[key]) for n, key in OWN if n is name and key not in FILTERS}
+    chosen.pop("divide_by_std", None)  # `std` needs it
+    fixed = FIXED.get(name, {})
     if name == "dapo":
-        del chosen["divide_by_std"]
         chosen |= {"clip_high": st.floats(0.3, 9), "overlong_buffer_tokens": st.integers(1, 9)}
     else:
-        chosen |= {"kl_coefficient": st.floats(0, 10), "aggregation": st.sampled_from(["constant", "token", "sample"])}
-    ways: list[st.SearchStrategy[dict[str, Any]]] = [
-        st.fixed_dictionaries({}, optional={"clip_low": st.floats(0.01, 0.2)}),
-        st.fixed_dictionaries({"importance_cap": st.floats(1, 1000)}),
-    ]
-    way = ways[0] if name == "dapo" else st.one_of(ways)
+        chosen["kl_coefficient"] = st.floats(0, 10)
+    if "aggregation" not in fixed:
+        chosen["aggregation"] = st.sampled_from(["constant", "token", "sample"])
+    clips = st.fixed_dictionaries(
+        {}, optional={"clip_low": st.floats(0.01, 0.2), "dual_clip": st.none() | st.floats(1.1, 1000)}
+    )
+    levels = ["token"] if "importance" in fixed else ["token", "sequence"]
+    weights = st.fixed_dictionaries(
+        {"importance_cap": st.floats(1, 1000)}, optional={"importance": st.sampled_from(levels)}
+    )
+    ways = [*([clips] if name != "cispo" else []), *([weights] if "importance_cap" not in fixed else [])]
+    way = st.one_of(ways)
     plain = st.fixed_dictionaries({"name": st.just(name)}, optional=chosen)
     filters = st.fixed_dictionaries({}, optional={key: st.just(OTHER[key]) for key in FILTERS})
 
@@ -313,7 +378,7 @@ def test_the_digest_covers_every_setting() -> None:
         if (name, key) != ("dapo", "divide_by_std"):
             values = {"name": name, **({"dynamic_sampling": True} if key in FILTERS else {}), key: OTHER[key]}
             jobs.append(parse_job({"algorithm": values}))
-    # Of dapo, dynamic_sampling is no change; of grpo, it is the base of its filters.
+    # Of dapo, dynamic_sampling is no change; of the others, it is the base of their filters.
     assert len({job.digest() for job in jobs}) == len({job.model_dump_json() for job in jobs}) == len(jobs) - 1
     written = parse_job({"algorithm": made().model_dump()})
     assert written.digest() == JobConfig().digest(), "defaults are the same whether they are written out or not"

@@ -22,6 +22,7 @@ from rolecall.core.ids import replica_id
 from rolecall.core.journal.payloads import ChainHead
 from rolecall.core.journal.store import GENESIS
 from rolecall.rl_runtime.algorithms.batching import form_microbatches
+from rolecall.rl_runtime.algorithms.group_relative import step_statistics
 from rolecall.rl_runtime.algorithms.sampler import GroupSignal, classify_rewards, not_filled
 from rolecall.rl_runtime.protocol.messages import (
     ComputedMicrobatch,
@@ -315,7 +316,9 @@ def learn(
                 writer.load(*versions[0])
             made = source.generate()
             written = clock.monotonic()
-            work = form_microbatches(step, made.groups, job.algorithm.microbatches_per_step)
+            longest = job.task.max_response_tokens
+            statistics = step_statistics(made.groups, job.algorithm, longest=longest)
+            work = form_microbatches(step, made.groups, job.algorithm.microbatches_per_step, statistics)
             result = train_alone(trainer, step, work)
             versions.append((step + 1, trainer.state.policy_tensors(step + 1)))
             exact = sum(s.reward == 1.0 for s in made.over) / len(made.over) if made.over else None

@@ -15,8 +15,10 @@ from rolecall.core.journal.journal import Journal
 from rolecall.core.journal.ledger import Audit, GroupState, Ledger, audit
 from rolecall.core.journal.payloads import ChainHead
 from rolecall.core.membership import Actual, Desired, ReplicaState
+from rolecall.rl_runtime.controller.batch_assembler import PromptSource
 from rolecall.rl_runtime.controller.controller import Controller, RunOutcome
 from rolecall.rl_runtime.controller.trajectories import TrajectoryTable
+from rolecall.rl_runtime.protocol.messages import PromptGroup
 from rolecall.rl_runtime.protocol.spawn import ActorSpec
 from rolecall.rl_runtime.tasks.task import Prompt, group_id
 from tests.rl_runtime.scripted_responses import ScriptedResponses
@@ -90,6 +92,8 @@ class MortalLedger(Ledger):
 class Prompts:
     """Two tokens that name the group."""
 
+    runs_foreign_code = False
+
     def __init__(self, answers: ScriptedResponses) -> None:
         self.max_response_tokens = answers.longest
         self._answers = answers
@@ -97,8 +101,11 @@ class Prompts:
     def prompt(self, number: int) -> Prompt:
         return Prompt(group_id=group_id(number), tokens=(1, number))
 
-    def reward(self, prompt_tokens: tuple[int, ...], response_tokens: tuple[int, ...]) -> float:
-        return self._answers.reward(response_tokens)
+    def rewards(self, group: PromptGroup) -> list[float]:
+        return [self._answers.reward(s.tokens) for s in group.samples]
+
+    def origin(self, number: int) -> str:
+        return ""
 
 
 def small_job(**changes: Any) -> JobConfig:
@@ -129,6 +136,7 @@ class World:
     """After how many effects each controller dies; when it is used up, they live."""
     recovers: bool = True
     answers: ScriptedResponses = field(default_factory=ScriptedResponses)
+    source: Callable[[ScriptedResponses], PromptSource] = Prompts
     table: Callable[[], TrajectoryTable] = TrajectoryTable
     script: Callable[["World"], Any] | None = None
     """A coroutine function that hurts the fleet while the run continues."""
@@ -191,7 +199,7 @@ class World:
             spawn,
             self.job,
             connect=lambda record: self.fleet.connect(record, mortality),
-            source=Prompts(self.answers),
+            source=self.source(self.answers),
             verifier=FakeCertifier(),
             journal=journal,
             ledger=ledger,

@@ -3,7 +3,7 @@ numbers of `reference_math`. Logits and values that must not matter (padding, pr
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from rolecall.core.config.algorithm import AlgorithmConfig
 from rolecall.core.ids import GroupId
+from rolecall.rl_runtime.algorithms.group_relative import step_statistics
 from rolecall.rl_runtime.algorithms.objective import (
     Batch,
     Objective,
@@ -21,7 +22,7 @@ from rolecall.rl_runtime.algorithms.objective import (
     objective,
     token_logprobs,
 )
-from rolecall.rl_runtime.protocol.messages import EndReason, PromptGroup, TrainingSample
+from rolecall.rl_runtime.protocol.messages import EndReason, PromptGroup, StepStatistics, TrainingSample
 from tests.rl_runtime import reference_math
 from tests.rl_runtime.reference_math import Answer, Method
 
@@ -42,14 +43,42 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "ppo, capped": {"name": "ppo", "importance_cap": 2.0, "kl_coefficient": 0.1, "aggregation": "sample"},
     "tppo": {"name": "tppo", "gamma": 0.95, "lambda_value": 0.5},
     "tppo, as in the paper": {"name": "tppo", "truncation_value": "previous"},
+    "grpo, without dual clip": {"name": "grpo", "dual_clip": None},
+    "grpo, dual clip within the clip range": {"name": "grpo", "dual_clip": 1.05, "aggregation": "token"},
+    "grpo, sample deviation, k2": {"name": "grpo", "std": "sample", "kl_coefficient": 0.3, "kl_estimator": "k2"},
+    "grpo, divergence in the reward": {"name": "grpo", "kl_coefficient": 0.3, "kl_in_reward": True},
+    "grpo, weight of the answer, capped": {"name": "grpo", "importance_cap": 1.3, "importance": "sequence"},
+    "grpo, tokens rejected": {"name": "grpo", "aggregation": "sample", "rejection": "token", "rejection_low": 0.8},
+    "grpo, answers rejected": {"name": "grpo", "aggregation": "token", "rejection": "sequence", "rejection_high": 1.1},
+    "grpo, later update": {"name": "grpo", "rejection": "token"},
+    "grpo, capped, later update": {"name": "grpo", "importance_cap": 1.5},
+    "dr-grpo": {"name": "dr-grpo"},
+    "gspo": {"name": "gspo"},
+    "gspo, wide": {"name": "gspo", "clip_low": 0.1, "clip_high": 0.2, "rejection": "sequence", "rejection_low": 0.7},
+    "gspo, later update": {"name": "gspo", "clip_low": 0.1, "clip_high": 0.2, "dual_clip": 1.3},
+    "cispo": {"name": "cispo", "rejection": "sequence", "rejection_high": 1.2},
+    "rloo": {"name": "rloo"},
+    "rloo, divergence in the reward": {"name": "rloo", "kl_coefficient": 0.5, "kl_in_reward": True},
+    "reinforce++": {"name": "reinforce++", "overlong_buffer_tokens": 3},
+    "reinforce++-baseline": {"name": "reinforce++-baseline", "std": "sample", "kl_coefficient": 0.1},
+    "ppo, divergence in the reward": {"name": "ppo", "kl_coefficient": 0.5, "kl_in_reward": True, "gamma": 0.9},
+    "ppo, later update": {"name": "ppo", "value_clip": 0.3, "kl_coefficient": 0.1, "kl_estimator": "k2"},
+    "tppo, later update": {"name": "tppo", "value_clip": 0.5, "truncation_value": "previous"},
+    "tppo, divergence in the reward": {"name": "tppo", "kl_coefficient": 0.2, "kl_in_reward": True},
 }
 CUTS = tuple(name for name in ALGORITHMS if name.startswith("tppo"))
+LATER = tuple(name for name in ALGORITHMS if name.endswith("later update"))
+"""Of a step with several updates: weights and values have changed since the first."""
 
 
 def configured(name: str, groups: int, group_size: int) -> AlgorithmConfig:
-    size = 1 if name in CUTS else group_size
-    settings = {**ALGORITHMS[name], "microbatches_per_step": 1, "groups_per_microbatch": groups, "group_size": size}
-    return AlgorithmConfig.model_validate(settings)
+    return sized(ALGORITHMS[name], groups, group_size)
+
+
+def sized(settings: dict[str, Any], groups: int, group_size: int) -> AlgorithmConfig:
+    size = 1 if settings["name"] == "tppo" else group_size
+    shape = {"microbatches_per_step": 1, "groups_per_microbatch": groups, "group_size": size}
+    return AlgorithmConfig.model_validate({**settings, **shape})
 
 
 def method_of(algorithm: AlgorithmConfig, longest: int) -> Method:
@@ -70,6 +99,20 @@ def method_of(algorithm: AlgorithmConfig, longest: int) -> Method:
         lambda_policy=a.lambda_policy,
         lambda_value=a.lambda_value,
         truncation_value=a.truncation_value,
+        dual_clip=a.dual_clip,
+        baseline=a.method.baseline,
+        normalized=a.method.normalized,
+        bessel=a.std == "sample",
+        whole_ratio=a.method.ratio == "sequence",
+        whole_weight=a.importance == "sequence",
+        kl_estimator=a.kl_estimator,
+        kl_in_reward=a.kl_in_reward,
+        kl_max=10.0,
+        old_weight_cap=2.0,
+        rejection=a.rejection,
+        rejection_low=a.rejection_low,
+        rejection_high=a.rejection_high,
+        value_clip=a.value_clip,
     )
 
 
@@ -81,8 +124,10 @@ class RandomAnswer:
     logits: list[list[float]]
     reference_logits: list[list[float]]
     values: list[float]
+    old_logprobs: list[float]
+    old_values: list[float]
 
-    def answer(self, terms: TokenSelection) -> Answer:
+    def answer(self, terms: TokenSelection, *, later: bool = False) -> Answer:
         tokens, versions = self.sample.tokens, self.sample.versions
         rows = [reference_math.log_softmax(row) for row in self.logits]
         known = [reference_math.log_softmax(row) for row in self.reference_logits]
@@ -98,6 +143,8 @@ class RandomAnswer:
             values=self.values,
             entropies=[reference_math.entropy(row) for row in self.logits],
             reference_logprobs=[row[token] for row, token in zip(known, tokens, strict=True)],
+            old_logprobs=self.old_logprobs if later else (),
+            old_values=self.old_values if later else (),
         )
 
 
@@ -108,6 +155,14 @@ class Case:
     algorithm: AlgorithmConfig
     terms: TokenSelection
     groups: tuple[tuple[tuple[int, ...], tuple[RandomAnswer, ...]], ...]
+    later: bool = False
+    step: "Case | None" = None
+    """Of which this is a microbatch."""
+
+    @property
+    def statistics(self) -> StepStatistics | None:
+        whole = self.step or self
+        return step_statistics(whole.protocol_groups(), self.algorithm, longest=self.terms.longest)
 
     def protocol_groups(self) -> list[PromptGroup]:
         return [
@@ -120,14 +175,14 @@ class Case:
         return [(len(prompt), answer) for prompt, group in self.groups for answer in group]
 
     def answers(self) -> list[list[Answer]]:
-        return [[answer.answer(self.terms) for answer in group] for _, group in self.groups]
+        return [[answer.answer(self.terms, later=self.later) for answer in group] for _, group in self.groups]
 
     def method(self) -> Method:
         return method_of(self.algorithm, self.terms.longest)
 
     def only(self, numbers: Sequence[int]) -> "Case":
         """The same step's microbatch of these groups alone."""
-        return Case(algorithm=self.algorithm, terms=self.terms, groups=tuple(self.groups[n] for n in numbers))
+        return replace(self, groups=tuple(self.groups[n] for n in numbers), step=self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,10 +206,12 @@ class Measured:
 
 
 def measure(case: Case, *, dtype: torch.dtype = torch.float64, garbage: float = GARBAGE, pad: int = PAD) -> Measured:
-    batch = make_batch(case.protocol_groups(), case.algorithm, case.terms, pad=pad, dtype=dtype)
+    batch = make_batch(
+        case.protocol_groups(), case.algorithm, case.terms, pad=pad, dtype=dtype, statistics=case.statistics
+    )
     shape = tuple(batch.tokens_st.shape)
     logits, reference = (garbage * _signs(*shape, VOCABULARY).to(dtype) for _ in range(2))
-    values = garbage * _signs(*shape).to(dtype)
+    values, old_values, old = (garbage * _signs(*shape).to(dtype) for _ in range(3))
     for i, (start, answer) in enumerate(case.rows()):
         length = len(answer.sample.tokens)
         if length == 0:
@@ -162,6 +219,8 @@ def measure(case: Case, *, dtype: torch.dtype = torch.float64, garbage: float = 
         logits[i, start - 1 : start - 1 + length] = torch.tensor(answer.logits, dtype=dtype)
         reference[i, start - 1 : start - 1 + length] = torch.tensor(answer.reference_logits, dtype=dtype)
         values[i, start - 1 : start + length] = torch.tensor(answer.values, dtype=dtype)
+        old_values[i, start - 1 : start + length] = torch.tensor(answer.old_values, dtype=dtype)
+        old[i, start : start + length] = torch.tensor(answer.old_logprobs, dtype=dtype)
     logits.requires_grad_()
     values.requires_grad_()
     logprobs, entropy = token_logprobs(logits, batch.tokens_st)
@@ -173,6 +232,8 @@ def measure(case: Case, *, dtype: torch.dtype = torch.float64, garbage: float = 
         entropy_st=entropy,
         values_after_st=values if case.algorithm.has_critic else None,
         reference_logprobs_st=token_logprobs(reference, batch.tokens_st)[0] if case.algorithm.kl_coefficient else None,
+        old_logprobs_st=old if case.later else None,
+        old_values_after_st=old_values if case.later and case.algorithm.has_critic else None,
     )
     return Measured(batch=batch, logits=logits, values_after=values, found=found)
 
@@ -222,41 +283,60 @@ def random_answer(
         reference_math.log_softmax(row)[token] + rng.gauss(0, spread) for row, token in zip(logits, tokens, strict=True)
     ]
     ages = [rng.randint(0, 3) for _ in range(length)] if ages is None else ages
+    sample = TrainingSample(
+        request_id=f"r{number}",
+        tokens=tuple(tokens),
+        logprobs=tuple(logprobs),
+        versions=tuple(terms.policy_version - age for age in ages),
+        reward=rng.choice([-1.0, 0.0, 0.3, 1.0]) if reward is None else reward,
+        end=end,
+        first_fresh=first_fresh,
+    )
+    reference_logits = [[z + rng.gauss(0, 0.5) for z in row] for row in logits]
+    values = [rng.gauss(0, 1) for _ in range(length + 1)]
+    rng = Random(number)  # what only later updates have leaves the others as they are
     return RandomAnswer(
-        sample=TrainingSample(
-            request_id=f"r{number}",
-            tokens=tuple(tokens),
-            logprobs=tuple(logprobs),
-            versions=tuple(terms.policy_version - age for age in ages),
-            reward=rng.choice([-1.0, 0.0, 0.3, 1.0]) if reward is None else reward,
-            end=end,
-            first_fresh=first_fresh,
-        ),
+        sample=sample,
         logits=logits,
-        reference_logits=[[z + rng.gauss(0, 0.5) for z in row] for row in logits],
-        values=[rng.gauss(0, 1) for _ in range(length + 1)],
+        reference_logits=reference_logits,
+        values=values,
+        old_logprobs=[
+            reference_math.log_softmax(row)[token] + rng.gauss(0, 0.3)
+            for row, token in zip(logits, tokens, strict=True)
+        ],
+        old_values=[v + rng.gauss(0, 0.5) for v in values],
     )
 
 
 def random_case(name: str, seed: int, *, groups: int | None = None, terms: TokenSelection = TERMS) -> Case:
+    return case_of(ALGORITHMS[name], seed, groups=groups, terms=terms, later=name in LATER)
+
+
+def case_of(
+    settings: dict[str, Any],
+    seed: int,
+    *,
+    groups: int | None = None,
+    terms: TokenSelection = TERMS,
+    later: bool = False,
+) -> Case:
     rng = Random(seed)
     count = rng.randint(1, 4) if groups is None else groups
-    algorithm = configured(name, count, rng.randint(2, 4))
-    ends = (
-        [EndReason.STOP, EndReason.LENGTH, EndReason.TRUNCATED] if name in CUTS else [EndReason.STOP, EndReason.LENGTH]
-    )
+    algorithm = sized(settings, count, rng.randint(2, 4))
+    cuts = settings["name"] == "tppo"
+    ends = [EndReason.STOP, EndReason.LENGTH, EndReason.TRUNCATED] if cuts else [EndReason.STOP, EndReason.LENGTH]
     made = []
     for g in range(count):
         prompt = tuple(rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 5)))
         samples = []
         for i in range(algorithm.group_size):
             length = rng.randint(1, terms.longest)
-            fresh = rng.randint(0, length) if name in CUTS else 0
+            fresh = rng.randint(0, length) if cuts else 0
             samples.append(
                 random_answer(rng, 10 * g + i, length=length, end=rng.choice(ends), first_fresh=fresh, terms=terms)
             )
         made.append((prompt, tuple(samples)))
-    return Case(algorithm=algorithm, terms=terms, groups=tuple(made))
+    return Case(algorithm=algorithm, terms=terms, groups=tuple(made), later=later)
 
 
 def _signs(*shape: int) -> Tensor:

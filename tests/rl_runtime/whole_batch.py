@@ -17,7 +17,7 @@ from rolecall.rl_runtime.protocol.messages import PromptGroup, TrainingSample
 from rolecall.rl_runtime.tasks.task import make_task
 from rolecall.rl_runtime.tasks.tokenizer import vocabulary
 from rolecall.rl_runtime.trainer.model import make_model
-from rolecall.rl_runtime.trainer.state import ADAM_BETAS, CRITIC, Network, TrainerState
+from rolecall.rl_runtime.trainer.state import CRITIC, Network, TrainerState
 from tests.rl_runtime.objective_rig import method_of
 from tests.rl_runtime.reference_math import Answer, Step, step
 
@@ -113,7 +113,7 @@ def _moved(
     norm = math.sqrt(sum(float((g * g).sum()) for g in found))
     scale = min(1.0, norm_max / (norm + CLIP_EPS))
     exported = dict(network.tensors())
-    n, (b1, b2) = network.optimizer_step + 1, ADAM_BETAS
+    n, b1, b2 = network.optimizer_step + 1, 0.9, 0.999
     weights = {}
     for name, g in zip(network.names, found, strict=True):
         at = {kind: exported[f"{network.prefix}{kind}/{name}"] for kind in ("weight", "exp_avg", "exp_avg_sq")}

@@ -387,7 +387,9 @@ def _distance() -> PanelRow:
             FEW,
             ("clip_fraction_low", "from below"),
             ("clip_fraction_high", "from above"),
+            ("clip_fraction_dual", "from above, wrong"),
             ("capped_fraction", "weight truncated"),
+            ("rejected_fraction", "rejected"),
         ),
         _of_run(
             "Importance ratios",

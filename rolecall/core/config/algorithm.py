@@ -1,12 +1,13 @@
-"""Section `algorithm` of a job file: which of the four, and its settings.
+"""Section `algorithm` of a job file: the method, and its settings.
 
-A name means a method: settings that are the method (DAPO's dynamic sampling, T-PPO's groups of one) cannot be switched
-off under its name, and settings of another method are refused, with the reason. To switch DAPO's parts on one by one,
-begin with `grpo`. Omitted settings have the name's own default (`DEFAULTS`), which suits the built-in tasks and their
-model of a million parameters; docs/reference/algorithms.md has the papers' values.
+A name means a method (`METHODS`): settings that are the method (DAPO's dynamic sampling, T-PPO's groups of one) cannot
+be switched off under its name (`FIXED`), and settings of another method are refused, with the reason (`ONLY_OF`). To
+switch DAPO's parts on one by one, begin with `grpo`. Omitted settings have the name's own default (`DEFAULTS`), which
+suits the built-in tasks and their model of a million parameters; docs/reference/algorithms.md has the papers' values.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from enum import StrEnum
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, Self
@@ -21,12 +22,47 @@ class AlgorithmName(StrEnum):
     DAPO = "dapo"
     PPO = "ppo"
     TPPO = "tppo"
+    DR_GRPO = "dr-grpo"
+    GSPO = "gspo"
+    CISPO = "cispo"
+    RLOO = "rloo"
+    REINFORCE = "reinforce++"
+    REINFORCE_BASELINE = "reinforce++-baseline"
 
 
-GROUP_RELATIVE = frozenset({AlgorithmName.GRPO, AlgorithmName.DAPO})
-"""Baseline: the other samples of the same prompt."""
-WITH_CRITIC = frozenset({AlgorithmName.PPO, AlgorithmName.TPPO})
-"""Baseline: a separate value model, trained beside the policy."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Method:
+    """What a name means, besides settings."""
+
+    baseline: Literal["group", "others", "none", "critic"]
+    """Subtracted from a sample's reward. group: the mean of the prompt's samples. others: the mean of the other samples
+    of the prompt. critic: values of a model of its own."""
+    normalized: bool = False
+    """Advantages are centred and divided by their deviation over all samples of the step."""
+    ratio: Literal["token", "sequence"] = "token"
+    """What is clipped: each token's ratio, or one ratio of the whole answer."""
+
+
+METHODS: Mapping[AlgorithmName, Method] = MappingProxyType(
+    {
+        AlgorithmName.GRPO: Method(baseline="group"),
+        AlgorithmName.DAPO: Method(baseline="group"),
+        AlgorithmName.PPO: Method(baseline="critic"),
+        AlgorithmName.TPPO: Method(baseline="critic"),
+        AlgorithmName.DR_GRPO: Method(baseline="group"),
+        AlgorithmName.GSPO: Method(baseline="group", ratio="sequence"),
+        AlgorithmName.CISPO: Method(baseline="group"),
+        AlgorithmName.RLOO: Method(baseline="others"),
+        AlgorithmName.REINFORCE: Method(baseline="none", normalized=True),
+        AlgorithmName.REINFORCE_BASELINE: Method(baseline="group", normalized=True),
+    }
+)
+GROUP_RELATIVE = frozenset(n for n, m in METHODS.items() if m.baseline in ("group", "others"))
+"""Baseline: the samples of the same prompt."""
+WITH_CRITIC = frozenset(n for n, m in METHODS.items() if m.baseline == "critic")
+STEP_NORMALIZED = frozenset(n for n, m in METHODS.items() if m.normalized)
+BY_GROUP_STD = frozenset({AlgorithmName.GRPO, AlgorithmName.DAPO, AlgorithmName.GSPO, AlgorithmName.CISPO})
+"""Those that may divide advantages by the group's standard deviation."""
 
 DEFAULTS: Mapping[AlgorithmName, Mapping[str, Any]] = MappingProxyType(
     {
@@ -46,11 +82,23 @@ DEFAULTS: Mapping[AlgorithmName, Mapping[str, Any]] = MappingProxyType(
             "groups_per_microbatch": 32,
             "lambda_policy": 1.0,
         },
+        AlgorithmName.DR_GRPO: {"divide_by_std": False, "entropy_coefficient": 0.007},
+        AlgorithmName.GSPO: {
+            "aggregation": "sample",
+            "clip_low": 3e-4,
+            "clip_high": 4e-4,
+            "entropy_coefficient": 0.007,
+        },
+        AlgorithmName.CISPO: {"aggregation": "token", "importance_cap": 2.0},
+        AlgorithmName.RLOO: {"divide_by_std": False, "entropy_coefficient": 0.007},
+        AlgorithmName.REINFORCE: {"aggregation": "token", "divide_by_std": False},
+        AlgorithmName.REINFORCE_BASELINE: {"aggregation": "token", "divide_by_std": False},
     }
 )
 """Defaults of a name that differ from those of the class, found by trial on the built-in tasks, without a search. DAPO
-learns them with its paper's clip range. With a critic, advantages are not divided by a deviation and are far smaller,
-so the entropy bonus must be smaller, too. A step of T-PPO has as many answers as one of PPO, each to a different
+learns them with its paper's clip range, and so does GSPO, more slowly. Where advantages are not divided by a deviation
+(a critic's, RLOO, Dr. GRPO) they are far smaller, and where most answers are clipped (GSPO) less is learned from them:
+the entropy bonus must be smaller, too. A step of T-PPO has as many answers as one of PPO, each to a different
 prompt. Its policy does not learn from the estimates of a critic that has learned little so far: lambda 1, except for
 the value behind a cut."""
 
@@ -60,8 +108,12 @@ it. If most are cut, the reward reaches the policy only through the critic, whic
 
 ONLY_OF: Mapping[str, tuple[frozenset[AlgorithmName], str]] = MappingProxyType(
     {
-        "divide_by_std": (GROUP_RELATIVE, "a critic's advantages are not relative to a group"),
-        "dynamic_sampling": (GROUP_RELATIVE, "with a critic a group of equal rewards still teaches something"),
+        "divide_by_std": (BY_GROUP_STD, "its advantages are not divided by a group's deviation"),
+        "std": (BY_GROUP_STD | STEP_NORMALIZED, "its advantages are not divided by a deviation"),
+        "dynamic_sampling": (
+            GROUP_RELATIVE,
+            "without a group's baseline a group of equal rewards still teaches something",
+        ),
         "filter_by": (GROUP_RELATIVE, "only dynamic sampling filters groups"),
         "refills_max": (GROUP_RELATIVE, "only dynamic sampling filters groups"),
         "at_refill_limit": (GROUP_RELATIVE, "only dynamic sampling filters groups"),
@@ -69,23 +121,75 @@ ONLY_OF: Mapping[str, tuple[frozenset[AlgorithmName], str]] = MappingProxyType(
         "lambda_policy": (WITH_CRITIC, "only a critic has temporal differences"),
         "lambda_value": (WITH_CRITIC, "there is no critic to train"),
         "value_learning_rate": (WITH_CRITIC, "there is no critic to train"),
+        "value_clip": (WITH_CRITIC, "there is no critic to train"),
         "window_tokens": (frozenset({AlgorithmName.TPPO}), "only T-PPO trains on truncated trajectories"),
         "truncation_value": (frozenset({AlgorithmName.TPPO}), "only T-PPO trains on truncated trajectories"),
         "prefixes": (frozenset({AlgorithmName.TPPO}), "only EGAE can value an answer without a reward"),
     }
 )
 """Setting -> the algorithms that have it, and why the others do not."""
-CLIPS = ("clip_low", "clip_high")
-"""Meaningless with `importance_cap`."""
+
+FIXED: Mapping[AlgorithmName, Mapping[str, tuple[Any, str]]] = MappingProxyType(
+    {
+        AlgorithmName.DAPO: {
+            "dynamic_sampling": (True, "dapo without dynamic_sampling is not DAPO"),
+            "aggregation": ("token", "dapo weighs tokens (aggregation: token)"),
+            "divide_by_std": (True, "dapo divides advantages by their standard deviation"),
+            "importance_cap": (None, "dapo clips, importance_cap does not"),
+            "kl_coefficient": (0.0, "dapo has no divergence term (kl_coefficient: 0)"),
+        },
+        AlgorithmName.TPPO: {
+            "group_size": (1, "tppo refills slots one by one, so its groups have one sample"),
+        },
+        AlgorithmName.DR_GRPO: {
+            "aggregation": ("constant", "dr-grpo divides by a constant (aggregation: constant)"),
+        },
+        AlgorithmName.GSPO: {
+            "aggregation": ("sample", "gspo weighs answers (aggregation: sample)"),
+            "importance_cap": (None, "gspo clips, importance_cap does not"),
+        },
+        AlgorithmName.CISPO: {
+            "aggregation": ("token", "cispo weighs tokens (aggregation: token)"),
+            "importance": ("token", "cispo truncates the weight of each token (importance: token)"),
+        },
+    }
+)
+"""Name -> the settings that are the method: their value, and the error message otherwise."""
+CLIPS = ("clip_low", "clip_high", "dual_clip")
 FILTERS = ("filter_by", "refills_max", "at_refill_limit")
-"""Meaningless without `dynamic_sampling`."""
+UNUSED_IF: tuple[tuple[tuple[str, ...], Callable[["AlgorithmConfig"], bool], str], ...] = (
+    (CLIPS, lambda a: a.importance_cap is not None, "no meaning with importance_cap: nothing is clipped"),
+    (("importance",), lambda a: a.importance_cap is None, "no meaning without importance_cap: nothing is truncated"),
+    (
+        FILTERS,
+        lambda a: not a.dynamic_sampling,
+        "no meaning without dynamic_sampling, every group is trained on then",
+    ),
+    (("kl_in_reward",), lambda a: a.kl_coefficient == 0, "no meaning without kl_coefficient"),
+    (
+        ("kl_estimator",),
+        lambda a: a.kl_coefficient == 0 or a.kl_in_reward,
+        "no meaning without a divergence in the loss: kl_coefficient is 0, or kl_in_reward takes k1",
+    ),
+    (
+        ("rejection_low", "rejection_high"),
+        lambda a: a.rejection == "none",
+        "no meaning without rejection: nothing is left out",
+    ),
+    (
+        ("std",),
+        lambda a: not (a.divide_by_std or a.method.normalized),
+        "no meaning without divide_by_std: advantages are not divided by a deviation",
+    ),
+)
+"""Settings, when they have no meaning, and why. They are refused then, and not written."""
 
 
 class AlgorithmConfig(Section):
     name: AlgorithmName = AlgorithmName.GRPO
-    """grpo, dapo, ppo or tppo."""
+    """The method: docs/reference/algorithms.md has the table."""
     group_size: Annotated[int, Field(ge=1, le=256)] = 8
-    """Answers per prompt: the group that advantages are relative to. With a critic it may be 1."""
+    """Answers per prompt: the group that advantages are relative to. Without a baseline from the group it may be 1."""
     microbatches_per_step: Annotated[int, Field(ge=1, le=1024)] = 4
     """B of invariant Constant work (docs/invariants.md): every optimizer step uses exactly this many."""
     groups_per_microbatch: Annotated[int, Field(ge=1, le=256)] = 4
@@ -99,19 +203,40 @@ class AlgorithmConfig(Section):
     clip_high: Annotated[float, Field(gt=0, lt=10)] = 1.0
     """Upper clip range: the ratio to the policy that made a token is clipped to [1 - clip_low, 1 + clip_high]. DAPO's
     0.2 and 0.28 are for a learning rate of 1e-6; here two versions of staleness move ratios far more."""
+    dual_clip: Annotated[float, Field(gt=1, le=1000)] | None = 3.0
+    """Ratios of tokens with a negative advantage are clipped to this from above: the most that one token counts for. A
+    smaller value leaves out more of what the policy must unlearn. null: such a ratio is not bounded."""
     aggregation: Literal["constant", "token", "sample"] = "constant"
     """Divisor of the sum over tokens. constant: samples x longest answer (Dr. GRPO). token: tokens trained in the step
     (DAPO). sample: each sample's own tokens first, then the samples (GRPO)."""
     divide_by_std: bool = True
     """Divide a group's advantages by their standard deviation (GRPO); Dr. GRPO does not."""
+    std: Literal["population", "sample"] = "population"
+    """Deviation that advantages are divided by. population: of n rewards, divided by n. sample: by n - 1 (Bessel's
+    correction), as in TRL and verl; advantages of a group of 8 are 6 % smaller."""
     entropy_coefficient: Annotated[float, Field(ge=0, le=1)] = 0.05
     """Bonus for the policy's entropy at each token. Without it a model from random weights settles on one answer; a
     larger value keeps answers random for longer."""
     kl_coefficient: Annotated[float, Field(ge=0, le=10)] = 0.0
     """Weight of the divergence from the run's first policy. Above 0 each trainer keeps a frozen copy of it."""
+    kl_in_reward: bool = False
+    """Subtract the divergence from each token's reward (estimator k1) instead of adding it to the loss."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """Estimator of the divergence in the loss. k3: unbiased and never negative. k2: half the squared log-ratio, biased,
+    but not its gradient. k1 is refused: in a loss its gradient is 0 in the mean."""
     importance_cap: Annotated[float, Field(ge=1, le=1000)] | None = None
     """null: clipped ratios against the policy that made each token. A number: truncated importance weights, at most
     this, and no clip range."""
+    importance: Literal["token", "sequence"] = "token"
+    """Truncated weight. token: each token's own. sequence: the product over the answer's trained tokens, for all of
+    them; unbiased, and of far larger variance."""
+    rejection: Literal["none", "token", "sequence"] = "none"
+    """Leave out what the sampler made with a very different probability. token: single tokens. sequence: whole answers,
+    by the geometric mean over their trained tokens."""
+    rejection_low: Annotated[float, Field(gt=0, le=1)] = 0.5
+    """Ratios to the sampler below this are left out. A larger value leaves out more."""
+    rejection_high: Annotated[float, Field(ge=1, le=1000)] = 2.0
+    """Ratios to the sampler above this are left out. A smaller value leaves out more."""
     dynamic_sampling: bool = False
     """Drop groups without a learning signal, and generate others until the step's batch is full (DAPO)."""
     filter_by: Literal["reward", "exact"] = "reward"
@@ -134,6 +259,8 @@ class AlgorithmConfig(Section):
     """GAE's lambda for the critic's targets. 1: the discounted reward itself."""
     value_learning_rate: Annotated[float, Field(ge=0, le=1)] = 1e-3
     """Of the critic's AdamW."""
+    value_clip: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    """Largest change of a value within a step that the critic learns from (PPO2). No effect with one update a step."""
     window_tokens: Annotated[int, Field(ge=1, le=1_000_000)] | None = None
     """T-PPO: tokens of one window. null: 16, or the task's longest answer if that is shorter."""
     truncation_value: Literal["critic", "previous"] = "critic"
@@ -146,6 +273,10 @@ class AlgorithmConfig(Section):
     @property
     def groups_per_step(self) -> int:
         return self.microbatches_per_step * self.groups_per_microbatch
+
+    @property
+    def method(self) -> Method:
+        return METHODS[self.name]
 
     @property
     def has_critic(self) -> bool:
@@ -166,10 +297,6 @@ class AlgorithmConfig(Section):
             for key, (names, why) in ONLY_OF.items()
             if key in value and name not in names
         ]
-        if value.get("importance_cap") is not None:
-            foreign += [
-                f"{key} has no meaning with importance_cap: nothing is clipped" for key in CLIPS if key in value
-            ]
         if foreign:
             raise ValueError("; ".join(foreign))
         return {**DEFAULTS[name], **value}
@@ -183,28 +310,45 @@ class AlgorithmConfig(Section):
 
     def _rules(self) -> list[tuple[bool, str]]:
         """(whether it holds, the error message otherwise)."""
-        given = [key for key in FILTERS if key in self.model_fields_set]
-        dapo, tppo = self.name is AlgorithmName.DAPO, self.name is AlgorithmName.TPPO
-        instead = "begin with `name: grpo` to switch its parts on one by one"
+        given = self.model_fields_set - DEFAULTS[self.name].keys()
+        dapo = self.name is AlgorithmName.DAPO
+        instead = "begin with `name: grpo`"
         return [
-            (not dapo or self.dynamic_sampling, f"dapo without dynamic_sampling is not DAPO: {instead}"),
-            (not dapo or self.aggregation == "token", f"dapo weighs tokens (aggregation: token): {instead}"),
-            (not dapo or self.divide_by_std, f"dapo divides advantages by their standard deviation: {instead}"),
+            *(
+                (getattr(self, key) == value, f"{why}: {instead}" if self.name in GROUP_RELATIVE else why)
+                for key, (value, why) in FIXED.get(self.name, {}).items()
+            ),
+            *(
+                (not (unused(self) and given & {*keys}), f"{', '.join(sorted(given & {*keys}))}: {why}")
+                for keys, unused, why in UNUSED_IF
+            ),
             (
                 not dapo or self.overlong_buffer_tokens > 0,
                 f"dapo punishes length softly (overlong_buffer_tokens above 0): {instead}",
             ),
             (not dapo or self.clip_high > self.clip_low, f"dapo clips higher above than below: {instead}"),
-            (not dapo or self.importance_cap is None, f"dapo clips, importance_cap does not: {instead}"),
-            (not dapo or self.kl_coefficient == 0, "dapo has no divergence term (kl_coefficient: 0)"),
-            (not tppo or self.group_size == 1, "tppo refills slots one by one, so its groups have one sample"),
             (
-                self.name in WITH_CRITIC or self.group_size > 1,
+                self.name is not AlgorithmName.CISPO or self.importance_cap is not None,
+                f"cispo truncates weights (importance_cap): {instead} for a clip range",
+            ),
+            (
+                self.name not in GROUP_RELATIVE or self.group_size > 1,
                 f"group_size must be at least 2: {self.name} compares the samples of a prompt",
             ),
             (
-                self.dynamic_sampling or not given,
-                f"{', '.join(given)}: no meaning without dynamic_sampling, every group is trained on then",
+                self.method.ratio == "token" or self.rejection != "token",
+                f"{self.name} has one ratio for each answer: reject answers (rejection: sequence)",
+            ),
+            (
+                self.kl_estimator != "k1",
+                "kl_estimator k1 has a gradient of 0 in the mean: take k2 or k3, or kl_in_reward: true",
+            ),
+            (
+                not (self.kl_in_reward and self.method.normalized),
+                (
+                    f"{self.name} has no kl_in_reward: the step's mean and deviation are those of the task's rewards, "
+                    "and known before any reference log-probability"
+                ),
             ),
             (
                 self.overlong_limit_tokens is None or self.overlong_buffer_tokens > 0,
@@ -222,5 +366,5 @@ class AlgorithmConfig(Section):
     @model_serializer(mode="wrap")
     def _only_what_it_has(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
         dumped: dict[str, Any] = handler(self)
-        unused = (*(CLIPS if self.importance_cap is not None else ()), *(() if self.dynamic_sampling else FILTERS))
+        unused = {key for keys, is_unused, _ in UNUSED_IF if is_unused(self) for key in keys}
         return {k: v for k, v in dumped.items() if k not in unused and (k not in ONLY_OF or self.name in ONLY_OF[k][0])}

@@ -21,6 +21,8 @@ from pydantic import (
 )
 
 from rolecall.core.config.algorithm import WINDOW_TOKENS, AlgorithmConfig, AlgorithmName
+from rolecall.core.config.data import DataConfig, RewardConfig, SamplingConfig
+from rolecall.core.config.optimizer import OptimizerConfig
 from rolecall.core.config.section import PositiveInt, Ratio, Seconds, Section
 from rolecall.core.errors import ConfigError
 from rolecall.core.ids import ID_PATTERN
@@ -254,7 +256,13 @@ class JobConfig(Section):
     sqlite:////PATH/TO/FILE. null: a SQLite file in the run directory. Keep a password in ~/.pgpass."""
     model: ModelConfig = ModelConfig()
     task: TaskConfig = TaskConfig()
+    data: DataConfig | None = None
+    """Your own prompts, in place of a built-in task."""
+    reward: RewardConfig | None = None
+    """Scores the answers to them."""
+    sampling: SamplingConfig = SamplingConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
     roles: RolesConfig = RolesConfig()
     runtime: RuntimeConfig = RuntimeConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -267,12 +275,34 @@ class JobConfig(Section):
         return None if value is None else checked_url(value)
 
     @model_validator(mode="after")
+    def _data(self) -> "JobConfig":
+        """Checks that a dataset has a model and a reward, and a built-in task neither reward nor stop texts."""
+        if self.data is None:
+            rules = [
+                (self.reward is None, "reward has no meaning without data: a built-in task scores its own answers"),
+                (not self.sampling.stop, "sampling.stop has no meaning without data: built-in tasks have no text"),
+            ]
+        else:
+            rules = [
+                ("task" not in self.model_fields_set, "task and data: give one of the two"),
+                (
+                    self.model.path is not None,
+                    "data needs model.path: the built-in model has no text",
+                ),
+                (self.reward is not None, "data needs reward: who scores the answers?"),
+            ]
+        found = [why for holds, why in rules if not holds]
+        if found:
+            raise ValueError("; ".join(found))
+        return self
+
+    @model_validator(mode="after")
     def _lengths(self) -> "JobConfig":
-        """Checks the algorithm's lengths against the task's longest response."""
-        longest, algorithm = self.task.max_response_tokens, self.algorithm
+        """Checks the algorithm's lengths against the longest response."""
+        longest, algorithm = self.max_response_tokens, self.algorithm
+        of = "task.num_digits" if self.data is None else "data.max_response_tokens"
         found = [
-            f"algorithm.{name} ({value}) is longer than the longest response ({longest} tokens, of task.num_digits): "
-            f"{so}"
+            f"algorithm.{name} ({value}) is longer than the longest response ({longest} tokens, of {of}): {so}"
             for name, value, so in (
                 ("overlong_limit_tokens", algorithm.overlong_limit_tokens, "no response would get the whole penalty"),
                 ("overlong_buffer_tokens", algorithm.overlong_buffer_tokens, "every response would be penalized"),
@@ -288,10 +318,16 @@ class JobConfig(Section):
     def _window(self) -> "JobConfig":
         """Fills in T-PPO's window where the file omits it, so that it is always a number."""
         if self.algorithm.name is AlgorithmName.TPPO and self.algorithm.window_tokens is None:
-            window = min(WINDOW_TOKENS, self.task.max_response_tokens)
+            window = min(WINDOW_TOKENS, self.max_response_tokens)
             algorithm = self.algorithm.model_copy(update={"window_tokens": window})
             object.__setattr__(self, "algorithm", algorithm)  # bypasses `frozen` during validation
         return self
+
+    @model_serializer(mode="wrap")
+    def _only_what_it_has(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        dumped: dict[str, Any] = handler(self)
+        unused = ("data", "reward") if self.data is None else ("task",)
+        return {k: v for k, v in dumped.items() if k not in unused}
 
     @field_serializer("journal")
     def _without_password(self, value: str | None) -> str | None:
@@ -299,9 +335,21 @@ class JobConfig(Section):
         return None if value is None else redacted(value)
 
     @property
+    def max_response_tokens(self) -> int:
+        """The longest response."""
+        return self.task.max_response_tokens if self.data is None else self.data.max_response_tokens
+
+    @property
+    def max_tokens(self) -> int:
+        """Prompt and longest response together."""
+        if self.data is None:
+            return self.task.max_tokens
+        return self.data.max_prompt_tokens + self.data.max_response_tokens
+
+    @property
     def learns(self) -> str:
-        """Algorithm and task for display: `dapo on long_addition`."""
-        return f"{self.algorithm.name} on {self.task.name}"
+        """Algorithm and task or dataset for display: `dapo on long_addition`."""
+        return f"{self.algorithm.name} on {self.task.name if self.data is None else self.data.name}"
 
     def digest(self) -> str:
         """Identifies the configuration without its seed: runs with the same digest are comparable."""
@@ -339,12 +387,26 @@ def problems_of(invalid: ValidationError) -> list[str]:
 
 
 def load_job(path: Path) -> JobConfig:
-    """Reads and checks a job file (YAML). Raises ConfigError: the file cannot be read, is not YAML, has no content, or
-    has problems."""
+    """Reads and checks a job file (YAML). Relative paths of model, data and reward function start at its folder.
+
+    Raises:
+        ConfigError: the file cannot be read, is not YAML, has no content, or has problems.
+    """
     value = read_yaml_file(path)
     if value is None:
         raise ConfigError(["the file has no content; a job file is a mapping, for example `num_steps: 200`"], str(path))
-    return parse_job(value, str(path))
+    return _with_absolute_paths(parse_job(value, str(path)), path.parent.resolve())
+
+
+def _with_absolute_paths(job: JobConfig, folder: Path) -> JobConfig:
+    changes: dict[str, Section] = {}
+    if job.model.path is not None:
+        changes["model"] = job.model.model_copy(update={"path": str(folder / job.model.path)})
+    if job.data is not None:
+        changes["data"] = job.data.model_copy(update={"path": str(folder / job.data.path)})
+    if job.reward is not None and ".py:" in job.reward.function:
+        changes["reward"] = job.reward.model_copy(update={"function": str(folder / job.reward.function)})
+    return job.model_copy(update=changes)
 
 
 def read_yaml_file(path: Path) -> Any:

@@ -46,6 +46,8 @@ RIGHTLY_EMPTY = {
     "rolecall_run_explained_variance": NO_CRITIC,
     "rolecall_run_value_loss": NO_CRITIC,
     "rolecall_run_kl_reference_nats": NO_REFERENCE,
+    "rolecall_run_clip_dual_ratio": "the recording is older than this metric",
+    "rolecall_run_rejected_ratio": "the demo's job file rejects nothing",
     "rolecall_run_filtered_ratio": NO_SAMPLING,
     "rolecall_run_log_ratio_max": "absent in steps without a token of weights that a trainer holds; this run had "
     "none else",

@@ -4,8 +4,10 @@ pytest tests/rl_runtime/algorithms/test_advantages.py
 """
 
 import math
+from collections.abc import Sequence
 from itertools import pairwise
 from random import Random
+from typing import Any
 
 import pytest
 import torch
@@ -13,8 +15,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rolecall.rl_runtime.algorithms.group_relative import all_equal, group_relative
-from rolecall.rl_runtime.algorithms.objective import gae, last_of, overlong_penalty
+from rolecall.core.config.algorithm import AlgorithmConfig
+from rolecall.core.ids import GroupId
+from rolecall.rl_runtime.algorithms.group_relative import (
+    all_equal,
+    group_relative,
+    overlong_penalty,
+    sample_advantages,
+    step_statistics,
+)
+from rolecall.rl_runtime.algorithms.objective import gae, last_of
+from rolecall.rl_runtime.protocol.messages import PromptGroup, StepStatistics, TrainingSample
 from tests.rl_runtime import reference_math
 from tests.rl_runtime.reference_math import Answer, Method
 
@@ -25,18 +36,42 @@ REWARDS = st.lists(st.floats(-10, 10).map(lambda r: round(r, 3)), min_size=1, ma
 # --- relative to a group
 
 
-@given(rewards=REWARDS, divide_by_std=st.booleans())
-def test_relative_to_a_group(rewards: list[float], divide_by_std: bool) -> None:
-    wanted = reference_math.group_advantages(rewards, divide_by_std=divide_by_std)
-    assert group_relative(rewards, divide_by_std=divide_by_std) == pytest.approx(wanted, rel=EXACT, abs=EXACT)
+WAYS: dict[str, dict[str, Any]] = {
+    "undivided": {"divide_by_std": False},
+    "divided": {"divide_by_std": True},
+    "divided by the sample's": {"divide_by_std": True, "std": "sample"},
+    "above the others": {"name": "rloo"},
+}
+
+
+def relative(rewards: Sequence[float], **settings: Any) -> tuple[float, ...]:
+    return group_relative(rewards, AlgorithmConfig.model_validate(settings))
+
+
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+@given(rewards=REWARDS)
+def test_relative_to_a_group(way: dict[str, Any], rewards: list[float]) -> None:
+    algorithm = AlgorithmConfig.model_validate(way)
+    (wanted,) = reference_math.sample_advantages(
+        [rewards],
+        Method(
+            divide_by_std=algorithm.divide_by_std, bessel=algorithm.std == "sample", baseline=algorithm.method.baseline
+        ),
+    )
+    assert group_relative(rewards, algorithm) == pytest.approx(wanted, rel=EXACT, abs=EXACT)
 
 
 def test_relative_to_a_group_by_hand() -> None:
-    assert group_relative([1.0, 0.0, 0.5, 0.5], divide_by_std=False) == (0.5, -0.5, 0.0, 0.0)
-    # Deviation of the population: sqrt((0.25 + 0.25) / 4).
-    root = math.sqrt(2)
-    assert group_relative([1.0, 0.0, 0.5, 0.5], divide_by_std=True) == pytest.approx((root, -root, 0, 0), abs=1e-15)
-    assert group_relative([1.0] + [-1.0] * 3, divide_by_std=True) == pytest.approx((3**0.5, *[-(3**-0.5)] * 3))
+    assert relative([1.0, 0.0, 0.5, 0.5], divide_by_std=False) == (0.5, -0.5, 0.0, 0.0)
+    # Deviation of the population: sqrt((0.25 + 0.25) / 4); of a sample: sqrt((0.25 + 0.25) / 3).
+    root, less = math.sqrt(2), math.sqrt(1.5)
+    assert relative([1.0, 0.0, 0.5, 0.5], divide_by_std=True) == pytest.approx((root, -root, 0, 0), abs=1e-15)
+    assert relative([1.0, 0.0, 0.5, 0.5], std="sample") == pytest.approx((less, -less, 0, 0), abs=1e-15)
+    assert relative([1.0] + [-1.0] * 3, divide_by_std=True) == pytest.approx((3**0.5, *[-(3**-0.5)] * 3))
+    # 1 above the mean of 0, 0.5, 0.5.
+    assert relative([1.0, 0.0, 0.5, 0.5], name="rloo") == pytest.approx((2 / 3, -2 / 3, 0, 0), abs=1e-15)
+    assert relative([1.0, 0.0], name="rloo") == (1.0, -1.0)
+    assert relative([1.0, 0.0, 0.5], name="reinforce++") == (1.0, 0.0, 0.5), "there is no baseline"
 
 
 NOTHING = {
@@ -48,16 +83,75 @@ NOTHING = {
 }
 
 
-@pytest.mark.parametrize("divide_by_std", [True, False])
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 @pytest.mark.parametrize("rewards", NOTHING.values(), ids=NOTHING)
-def test_equal_rewards_have_no_learning_signal_at_all(rewards: list[float], divide_by_std: bool) -> None:
+def test_equal_rewards_have_no_learning_signal_at_all(rewards: list[float], way: dict[str, Any]) -> None:
     assert all_equal(rewards)
-    assert group_relative(rewards, divide_by_std=divide_by_std) == (0.0,) * len(rewards), "exactly, not nearly"
+    assert relative(rewards, **way) == (0.0,) * len(rewards), "exactly, not nearly"
 
 
 def test_a_small_difference_of_rewards_counts_in_full() -> None:
     assert not all_equal([0.5, 0.5001])
-    assert group_relative([0.5, 0.5001], divide_by_std=True) == pytest.approx((-1.0, 1.0), abs=EXACT)
+    assert relative([0.5, 0.5001], divide_by_std=True) == pytest.approx((-1.0, 1.0), abs=EXACT)
+
+
+# --- normalized over the step
+
+
+def groups_of(rewards: Sequence[Sequence[float]], length: int = 1) -> list[PromptGroup]:
+    def sample(reward: float) -> TrainingSample:
+        return TrainingSample(
+            request_id="r", tokens=(3,) * length, logprobs=(-1.0,) * length, versions=(0,) * length, reward=reward
+        )
+
+    return [
+        PromptGroup(group_id=GroupId(f"g{n}"), prompt_tokens=(1,), samples=tuple(map(sample, group)))
+        for n, group in enumerate(rewards)
+    ]
+
+
+@pytest.mark.parametrize("std", ["population", "sample"])
+@pytest.mark.parametrize("name", ["reinforce++", "reinforce++-baseline"])
+@given(
+    rewards=st.lists(st.lists(st.sampled_from([-1.0, 0.0, 0.3, 1.0]), min_size=2, max_size=4), min_size=1, max_size=5)
+)
+def test_normalized_over_the_step_in_any_split(name: str, std: str, rewards: list[list[float]]) -> None:
+    algorithm = AlgorithmConfig.model_validate({"name": name, "std": std})
+    statistics = step_statistics(groups_of(rewards), algorithm, longest=9)
+    wanted = reference_math.sample_advantages(
+        rewards,
+        Method(normalized=True, divide_by_std=False, bessel=std == "sample", baseline=algorithm.method.baseline),
+    )
+    for group, expected in zip(rewards, wanted, strict=True):
+        alone = sample_advantages([group], algorithm, statistics)
+        assert alone == pytest.approx(expected, rel=1e-9, abs=1e-9), "a group needs no other group"
+
+
+def test_a_steps_statistics_by_hand() -> None:
+    plain, baseline = (AlgorithmConfig.model_validate({"name": n}) for n in ("reinforce++", "reinforce++-baseline"))
+    groups = groups_of([[1.0, 0.0], [1.0, 1.0]])
+    assert step_statistics(groups, plain, longest=9) == StepStatistics(mean=0.75, deviation=math.sqrt(3) / 4)
+    # Above each group's mean: 0.5, -0.5, 0, 0.
+    assert step_statistics(groups, baseline, longest=9) == StepStatistics(mean=0.0, deviation=math.sqrt(0.125))
+    assert step_statistics(groups, AlgorithmConfig(), longest=9) is None
+    punished = AlgorithmConfig.model_validate({"name": "reinforce++", "overlong_buffer_tokens": 2})
+    found = step_statistics(groups_of([[1.0, 0.0]], length=4), punished, longest=4)
+    assert found == StepStatistics(mean=-0.5, deviation=0.5), "the overlong penalty is a part of the reward"
+
+
+def test_a_step_of_equal_rewards_teaches_nothing() -> None:
+    algorithm = AlgorithmConfig.model_validate({"name": "reinforce++", "group_size": 1})
+    statistics = step_statistics(groups_of([[0.1]] * 3), algorithm, longest=9)
+    assert statistics is not None and statistics.deviation == 0.0
+    assert sample_advantages([[0.1]], algorithm, statistics) == [0.0]
+
+
+def test_without_the_steps_statistics_nothing_is_normalized() -> None:
+    algorithm = AlgorithmConfig.model_validate({"name": "reinforce++"})
+    with pytest.raises(
+        ValueError, match=r"reinforce\+\+ normalizes advantages over the step: its statistics are missing"
+    ):
+        sample_advantages([[1.0, 0.0]], algorithm, None)
 
 
 # --- punishment of length

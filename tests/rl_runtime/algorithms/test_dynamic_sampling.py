@@ -281,8 +281,8 @@ def _forgets_acceptance(patch: pytest.MonkeyPatch) -> None:
 def _skips_a_prompt(patch: pytest.MonkeyPatch) -> None:
     whole = SamplerState.of.__func__  # type: ignore[attr-defined]
 
-    def of(cls: type[SamplerState], lines: Any, job_seed: int) -> SamplerState:
-        state: SamplerState = whole(cls, lines, job_seed)
+    def of(cls: type[SamplerState], lines: Any, job_seed: int, origin: Any) -> SamplerState:
+        state: SamplerState = whole(cls, lines, job_seed, origin)
         state.cursor += bool(lines)
         return state
 

@@ -39,21 +39,41 @@ def from_lists(case: Case) -> PolicyHealth:
     trained = [(a, t, worth[i][t]) for i, a in enumerate(answers) for t, on in enumerate(a.trained) if on]
     fresh = sum(max(0, len(s.tokens) - s.first_fresh) for s in samples)
     ratios = [math.exp(a.logprobs[t] - a.sampler_logprobs[t]) for a, t, _ in trained]
+    clips, later = method.cap is None, case.later
+    compared = [reference_math.clip_ratio(a, t, method) for a, t, _ in trained] if clips else []
+    weights = [] if clips else [reference_math.weight(a, t, method) for a, t, _ in trained]
+    if clips and later:
+        whole = method.whole_ratio
+        weights = [
+            reference_math.geometric_mismatch(a) if whole else math.exp(reference_math.mismatch(a, t))
+            for a, t, _ in trained
+        ]
     gains = [w for _, _, w in trained]
     over = [s for s in samples if s.end is not EndReason.TRUNCATED]
-    targets, errors = [], []
+    targets, errors, losses, value_clips = [], [], [], []
     for answer in answers if method.critic else ():
         if not answer.cut:
-            found = reference_math.returns(reference_math.punished(answer, method), method)
+            found = reference_math.returns(reference_math.valued(reference_math.punished(answer, method)), method)
             targets += found
             errors += [v - r for v, r in zip(answer.values, found, strict=False)]
-    low, high, cap = 1 - method.clip_low, 1 + method.clip_high, method.cap
-    clips = cap is None
-    pairs = list(zip(ratios, gains, strict=True))
+            for t, target in enumerate(found):
+                far = (answer.values[t] - target) ** 2 / 2
+                if method.value_clip is not None and later:
+                    old, e = answer.old_values[t], method.value_clip
+                    near = (min(max(answer.values[t], old - e), old + e) - target) ** 2 / 2
+                    value_clips.append(float(near > far))
+                    far = max(far, near)
+                losses.append(far)
+    low, high = 1 - method.clip_low, 1 + method.clip_high
+    cap = method.old_weight_cap if method.cap is None else method.cap
+    pairs = list(zip(compared, gains, strict=True)) if clips else []
+    dual = math.inf if method.dual_clip is None else method.dual_clip
+    rejected = [float(not reference_math.kept(a, method)[t]) for a, t, _ in trained if method.rejection != "none"]
     return PolicyHealth(
         entropy=mean([a.entropies[t] for a, t, _ in trained]),
-        clip_fraction_low=mean([float(clips and r < low and g < 0) for r, g in pairs]),
-        clip_fraction_high=mean([float(clips and r > high and g > 0) for r, g in pairs]),
+        clip_fraction_low=mean([float(r < low and g < 0) for r, g in pairs]),
+        clip_fraction_high=mean([float(r > high and g > 0) for r, g in pairs]),
+        clip_fraction_dual=mean([float(r > dual and g < 0) for r, g in pairs]),
         ratio_mean=mean(ratios),
         ratio_std=math.sqrt(pvariance(ratios)) if ratios else None,
         ratio_max=max(ratios, default=None),
@@ -61,12 +81,14 @@ def from_lists(case: Case) -> PolicyHealth:
         kl_reference=mean(
             [reference_math.divergence(a.logprobs[t], a.reference_logprobs[t])[0] for a, t, _ in trained if method.kl]
         ),
-        capped_fraction=mean([float(cap is not None and r > cap) for r in ratios]),
+        capped_fraction=mean([float(w > cap) for w in weights]),
+        rejected_fraction=mean(rejected),
         stale_fraction=1 - len(trained) / fresh if fresh else None,
         response_length=mean([len(s.tokens) for s in over]),
         response_length_max=max((len(s.tokens) for s in over), default=None),
         truncated_fraction=mean([float(s.end is EndReason.LENGTH) for s in over]),
-        value_loss=mean([e * e / 2 for e in errors]),
+        value_loss=mean(losses),
+        value_clip_fraction=mean(value_clips),
         explained_variance=1 - pvariance(errors) / pvariance(targets)
         if targets and pvariance(targets) > 1e-12
         else None,
@@ -132,7 +154,9 @@ def test_sums_and_extremes_by_hand() -> None:
     a = HealthSums(
         tokens=2, ratio=3.0, ratio_squared=5.0, ratio_max=2.0, entropy=1.0, ended=1, length=4, length_max=4, stale=2
     )
-    b = HealthSums(tokens=2, ratio=1.0, ratio_squared=0.5, ratio_max=0.5, clipped_high=1, log_ratio_max=0.25)
+    b = HealthSums(
+        tokens=2, ratio=1.0, ratio_squared=0.5, ratio_max=0.5, clippable=4, clipped_high=1, log_ratio_max=0.25
+    )
     found = health(a + b)
     assert (a + b).log_ratio_max == 0.25
     assert (found.ratio_mean, found.ratio_max, found.entropy, found.clip_fraction_high) == (1.0, 2.0, 0.25, 0.25)

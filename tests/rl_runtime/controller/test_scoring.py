@@ -82,7 +82,7 @@ def test_a_reward_for_tokens_that_are_no_more_is_not_that_of_those_made_in_their
     scoring = _scoring([], table)
 
     async def score(goes_back: bool) -> None:
-        async def answer(_groups: Any) -> list[list[float]]:
+        async def answer(_groups: Any, _seconds: float) -> list[list[float]]:
             if goes_back:
                 table.truncate_after(4)
                 _finish(table, (7,), version=4)

@@ -48,7 +48,7 @@ SLOW_STEP_SECONDS = 0.1
 class Remote:
     """One engine process."""
 
-    def __init__(self, replica: str, folder: Path, model: Path) -> None:
+    def __init__(self, replica: str, folder: Path, model: Path, settings: EngineSettings | None = None) -> None:
         self.replica = ReplicaId(replica)
         address, key = str(folder / f"{replica.replace('/', '-')}-{secrets.token_hex(4)}"), secrets.token_bytes(16)
         self._listener = Listener(address, authkey=key)
@@ -62,7 +62,7 @@ class Remote:
             "replica": self.replica,
             "incarnation": 1,
             "token": TOKEN,
-            "settings": EngineSettings(model_dir=str(model), max_model_len=128),
+            "settings": settings or EngineSettings(model_dir=str(model), max_model_len=128),
         }
 
     def __getattr__(self, name: str) -> Any:
@@ -166,11 +166,17 @@ def b(stage: Stage) -> Remote:
     return stage.engine("rollout/1")
 
 
-def request(request_id: str, seed: int, num: int = 40, prefix: TokenChunk | None = None) -> GenerationRequest:
+def request(
+    request_id: str,
+    seed: int,
+    num: int = 40,
+    prefix: TokenChunk | None = None,
+    prompt: tuple[int, ...] = PROMPT,
+) -> GenerationRequest:
     return GenerationRequest(
         request_id=request_id,
         group_id=GroupId("g"),
-        prompt_tokens=PROMPT,
+        prompt_tokens=prompt,
         max_response_tokens=num,
         seed=seed,
         prefix_tokens=prefix.tokens if prefix else (),

@@ -22,6 +22,7 @@ from rolecall.core.config.job import JobConfig, parse_job
 from rolecall.core.errors import PeerLost
 from rolecall.core.ids import GroupId, replica_id
 from rolecall.rl_runtime.algorithms.batching import assign
+from rolecall.rl_runtime.algorithms.group_relative import step_statistics
 from rolecall.rl_runtime.algorithms.objective import Divisors, divisors
 from rolecall.rl_runtime.protocol.messages import (
     EndReason,
@@ -61,9 +62,15 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "dapo": {"name": "dapo", "overlong_buffer_tokens": 4},
     "ppo": {"name": "ppo", "gamma": 0.97, "grad_norm_max": 0.1},
     "tppo": {**TPPO, "gamma": 0.97},
+    "gspo": {"name": "gspo", "clip_low": 0.1, "clip_high": 0.1, "rejection": "sequence"},
+    "cispo": {"name": "cispo", "rejection": "token"},
+    "rloo": {"name": "rloo", "kl_coefficient": 0.1, "kl_in_reward": True},
+    "reinforce++": {"name": "reinforce++", "std": "sample"},
+    "reinforce++-baseline": {"name": "reinforce++-baseline", "kl_coefficient": 0.1, "kl_estimator": "k2"},
+    "ppo, divergence in the reward": {"name": "ppo", "kl_coefficient": 0.1, "kl_in_reward": True},
     "tppo, previous": {**TPPO, "truncation_value": "previous", "kl_coefficient": 0.1},
 }
-GLOBAL = ("grpo, token", "grpo, capped", "dapo", "ppo", "tppo")
+GLOBAL = ("grpo, token", "grpo, capped", "dapo", "cispo", "reinforce++", "ppo", "tppo")
 """Algorithms with divisors that are counted over the whole step."""
 
 
@@ -120,12 +127,15 @@ def make_groups(job: JobConfig, seed: int = 0) -> list[PromptGroup]:
     return groups
 
 
-def cut(groups: Sequence[PromptGroup], count: int, rng: random.Random) -> list[Microbatch]:
+def cut(job: JobConfig, groups: Sequence[PromptGroup], count: int, rng: random.Random) -> list[Microbatch]:
     """Any split: parts of any size but none, of groups in any order."""
+    statistics = step_statistics(groups, job.algorithm, longest=job.task.max_response_tokens)
     shuffled = rng.sample(groups, len(groups))
     bounds = [0, *sorted(rng.sample(range(1, len(groups)), count - 1)), len(groups)]
     parts = [tuple(shuffled[a:b]) for a, b in pairwise(bounds)]
-    return [Microbatch(microbatch_id=f"{VERSION}.{i}", groups=part) for i, part in enumerate(parts)]
+    return [
+        Microbatch(microbatch_id=f"{VERSION}.{i}", groups=part, statistics=statistics) for i, part in enumerate(parts)
+    ]
 
 
 def started(job: JobConfig) -> tuple[dict[str, torch.Tensor], str]:
@@ -246,7 +256,7 @@ def crew(
         )
         member.load_state(*(double(state) if dtype is torch.float64 else state))
         members.append(member)
-    return Crew(job, cut(make_groups(job), parts, random.Random(seed)), members)
+    return Crew(job, cut(job, make_groups(job), parts, random.Random(seed)), members)
 
 
 def weights(state: TrainerState) -> dict[str, torch.Tensor]:

@@ -1,0 +1,154 @@
+"""Checks a job with a dataset before anything starts: data, tokenizer, reward function, model and memory.
+
+In a process of its own (`python -m rolecall.rl_runtime.tasks.check`), because transformers and vLLM are slow to import
+and stay in memory.
+"""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from rolecall.core.config.job import JobConfig, parse_job
+from rolecall.core.errors import ConfigError, DeadlineExceeded, RewardFailed
+
+CHECK_SECONDS = 300.0
+ROWS_CHECKED = 256
+TRAINER_BYTES, CRITIC_BYTES, REFERENCE_BYTES, ROLLOUT_BYTES = 40, 40, 4, 4
+"""Per parameter, in float32. A trainer: weights, two of AdamW, the gradient, its sum in float64, two older versions,
+and the published one."""
+PROCESS_BYTES = 1 << 30
+"""Of libraries and activations, per process."""
+
+
+def checked(job: JobConfig) -> JobConfig:
+    """The job with its dataset's fingerprint; unchanged for a built-in task.
+
+    Raises:
+        ConfigError: all problems, each `path: reason`.
+        DeadlineExceeded: the check takes too long.
+    """
+    if job.data is None:
+        return job
+    argv = [sys.executable, "-m", "rolecall.rl_runtime.tasks.check"]
+    try:
+        done = subprocess.run(
+            argv, input=job.model_dump_json().encode(), capture_output=True, timeout=CHECK_SECONDS, check=False
+        )
+    except subprocess.TimeoutExpired:
+        raise DeadlineExceeded(waited_for="the check of data, reward and model", seconds=CHECK_SECONDS) from None
+    try:
+        answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    except (ValueError, IndexError):
+        reason = done.stderr.decode(errors="replace").strip()[-1500:]
+        raise ConfigError([f"data: the check ended with code {done.returncode}: {reason}"]) from None
+    if answer["problems"]:
+        raise ConfigError(answer["problems"])
+    data = job.data.model_copy(update={"fingerprint": answer["fingerprint"]})
+    return job.model_copy(update={"data": data})
+
+
+def problems_of(job: JobConfig) -> tuple[list[str], str]:
+    """(each `path: reason`, the dataset's fingerprint)."""
+    problems: list[str] = []
+    fingerprint = _collected(lambda: _check_data(job), problems) or ""
+    _collected(lambda: _check_model(job), problems)
+    _collected(lambda: _check_memory(job, psutil.virtual_memory().available), problems)
+    return problems, fingerprint
+
+
+def _collected(check: Callable[[], str], problems: list[str]) -> str:
+    try:
+        return check()
+    except ConfigError as e:
+        problems += [f"{p} ({e.source})" if e.source else p for p in e.problems]
+    except RewardFailed as e:
+        problems.append(f"reward.function: {e.because}")
+    return ""
+
+
+def _check_data(job: JobConfig) -> str:
+    from rolecall.rl_runtime.tasks.dataset_task import DatasetTask
+
+    task = DatasetTask(job)
+    prompts = [task.prompt(number) for number in range(min(task.num_rows, ROWS_CHECKED))]
+    if all(p.unusable for p in prompts):
+        none = f"no prompt of the first {len(prompts)} fits"
+        raise ConfigError([f"data.max_prompt_tokens: {none}: {prompts[0].unusable}"])
+    task.start_rewards()
+    return task.fingerprint
+
+
+def _check_model(job: JobConfig) -> str:
+    config = _model_config(job)
+    from rolecall.rl_runtime.rollout.engine import import_vllm
+
+    import_vllm()
+    from vllm.model_executor.models.registry import ModelRegistry
+
+    supported = ModelRegistry.get_supported_archs()
+    names = config.get("architectures") or []
+    if not any(name in supported for name in names):
+        what = f"vLLM has no {', '.join(names)}" if names else "config.json names no architecture"
+        raise ConfigError([f"model.path: {what}"], job.model.path or "")
+    longest = config.get("max_position_embeddings")
+    if longest is not None and job.max_tokens > longest:
+        lengths = f"prompt and response have up to {job.max_tokens} tokens"
+        raise ConfigError([f"data: {lengths}, and the model reads {longest}"], job.model.path or "")
+    return ""
+
+
+def _check_memory(job: JobConfig, available: int) -> str:
+    num = _num_parameters(Path(job.model.path or ""))
+    algorithm, roles = job.algorithm, job.roles
+    trainer = TRAINER_BYTES + CRITIC_BYTES * algorithm.has_critic + REFERENCE_BYTES * (algorithm.kl_coefficient > 0)
+    rollouts = roles.rollout + job.runtime.standbys
+    needed = roles.trainer * (num * trainer + PROCESS_BYTES)
+    needed += rollouts * (num * ROLLOUT_BYTES + job.runtime.kv_cache_bytes + PROCESS_BYTES)
+    if needed > available:
+        what = f"{roles.trainer} trainers and {rollouts} engines of {num / 1e6:.0f} M parameters"
+        raise ConfigError([f"roles: {what} need about {needed / 2**30:.1f} GiB, and {available / 2**30:.1f} are free"])
+    return ""
+
+
+def _model_config(job: JobConfig) -> dict[str, Any]:
+    path = Path(job.model.path or "") / "config.json"
+    try:
+        config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as e:
+        raise ConfigError([f"model.path: {e}"], str(path)) from e
+    return config
+
+
+def _num_parameters(folder: Path) -> int:
+    from safetensors import SafetensorError, safe_open
+
+    num = 0
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ConfigError(["model.path: no .safetensors file"], str(folder))
+    for file in files:
+        try:
+            with safe_open(file, framework="numpy") as tensors:
+                for name in tensors.keys():  # noqa: SIM118 it is no mapping
+                    size = 1
+                    for length in tensors.get_slice(name).get_shape():
+                        size *= length
+                    num += size
+        except (OSError, SafetensorError) as e:
+            raise ConfigError([f"model.path: {file.name}: {e}"], str(folder)) from e
+    return num
+
+
+def main() -> int:
+    problems, fingerprint = problems_of(parse_job(json.load(sys.stdin)))
+    print(json.dumps({"problems": problems, "fingerprint": fingerprint}), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,63 @@
+"""A user's dataset as a task: prompts are its rows, rewards come from the user's function."""
+
+from pathlib import Path
+
+from rolecall.core.config.job import JobConfig
+from rolecall.rl_runtime.protocol.messages import PromptGroup
+from rolecall.rl_runtime.tasks.dataset import open_dataset, row_of
+from rolecall.rl_runtime.tasks.rewards.functions import Answer
+from rolecall.rl_runtime.tasks.rewards.process import RewardProcess
+from rolecall.rl_runtime.tasks.task import Prompt, Task, group_id, group_number
+from rolecall.rl_runtime.tasks.text import TextTokenizer
+
+NAME_CHARACTERS = 12
+"""Of a fingerprint, in the ledger."""
+
+
+class DatasetTask(Task):
+    """Of `data` and `reward`. Prompt numbers go through the rows of one epoch after the other."""
+
+    runs_foreign_code = True
+
+    def __init__(self, job: JobConfig) -> None:
+        """Raises ConfigError: the dataset or the tokenizer cannot be used."""
+        assert job.data is not None and job.reward is not None and job.model.path is not None
+        self._data, self._dataset = job.data, open_dataset(job.data)
+        self._tokenizer = TextTokenizer(Path(job.model.path))
+        self._process = RewardProcess(job.reward)
+        super().__init__(self._tokenizer.vocab, job.seed, job.data.max_response_tokens)
+
+    @property
+    def fingerprint(self) -> str:
+        return self._dataset.fingerprint
+
+    @property
+    def num_rows(self) -> int:
+        return len(self._dataset)
+
+    def start_rewards(self) -> None:
+        """Imports the reward function. Raises ConfigError: it cannot be used."""
+        self._process.start()
+
+    def prompt(self, number: int) -> Prompt:
+        row, _ = self._row_of(number)
+        tokens = self._tokenizer.prompt_tokens(self._dataset.row(row), self._data)
+        longest = self._data.max_prompt_tokens
+        unusable = f"prompt too long: {len(tokens)} tokens, at most {longest}" if len(tokens) > longest else ""
+        return Prompt(group_id=group_id(number), tokens=tokens, unusable=unusable)
+
+    def origin(self, number: int) -> str:
+        row, epoch = self._row_of(number)
+        return f"row {row} epoch {epoch} of {self.fingerprint[:NAME_CHARACTERS]}"
+
+    def rewards(self, group: PromptGroup) -> list[float]:
+        """Raises RewardFailed: the function raised, took too long, or ended its process."""
+        row = self._dataset.row(self._row_of(group_number(group.group_id))[0])
+        answers = [
+            Answer(prompt=row.prompt, response=self._tokenizer.text(s.tokens), answer=row.answer, metadata=row.metadata)
+            for s in group.samples
+        ]
+        return self._process.score(answers)
+
+    def _row_of(self, number: int) -> tuple[int, int]:
+        return row_of(number, len(self._dataset), seed=self.seed, shuffle=self._data.shuffle)

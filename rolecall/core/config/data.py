@@ -1,0 +1,77 @@
+"""Sections `data`, `sampling` and `reward` of a job file: your prompts, how answers are sampled, who scores them."""
+
+from pathlib import Path
+from typing import Annotated, Any, Self
+
+from pydantic import Field, model_validator
+
+from rolecall.core.config.section import PositiveInt, Seconds, Section
+
+
+class DataConfig(Section):
+    """Prompts from a local dataset, with columns chosen by name."""
+
+    path: str
+    """A file (.jsonl, .parquet) or a folder that Hugging Face `datasets` can load."""
+    split: str = "train"
+    """Split of a folder."""
+    prompt: str = "prompt"
+    """Column of the prompt: text, or a list of chat messages with `role` and `content`."""
+    answer: str | None = None
+    """Column of the answer that the reward function gets. null: it gets None."""
+    metadata: tuple[str, ...] = ()
+    """Columns that the reward function gets as `metadata`, a mapping."""
+    system_prompt: str | None = None
+    """A system message before the prompt. Needs the chat template."""
+    chat_template: bool = True
+    """Render prompts with the tokenizer's chat template, text as one user message. false: text as it stands."""
+    shuffle: bool = True
+    """A new order in each epoch, by the job's seed. false: the file's order."""
+    max_prompt_tokens: PositiveInt = 512
+    """Longer prompts are not generated for: their groups are dropped, with the reason."""
+    max_response_tokens: PositiveInt = 256
+    """Longest answer, end token included."""
+    fingerprint: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] | None = None
+    """SHA-256 of the dataset's files. null: computed at the start, recorded with the run, and checked by every process
+    of it. Given: other files are refused."""
+
+    @model_validator(mode="after")
+    def _template(self) -> Self:
+        if self.system_prompt is not None and not self.chat_template:
+            raise ValueError("system_prompt has no meaning with chat_template: false: put it into the prompts")
+        return self
+
+    @property
+    def name(self) -> str:
+        """For display: the last part of the path, without its ending."""
+        return Path(self.path).stem
+
+
+class SamplingConfig(Section):
+    """How answers are sampled. Log-probabilities are those of the distribution that is sampled from; the trainers'
+    are of the same one."""
+
+    temperature: Annotated[float, Field(gt=0, le=10)] = 1.0
+    """Logits are divided by it."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """The smallest set of tokens with this probability together is sampled from. 1: all."""
+    top_k: Annotated[int, Field(ge=0)] = 0
+    """The most probable so many tokens are sampled from. 0: all."""
+    stop: tuple[str, ...] = ()
+    """An answer ends after one of these texts, which belong to it. Needs a model folder with a tokenizer."""
+
+
+class RewardConfig(Section):
+    """Which function scores answers. A text in place of the section is its `function`."""
+
+    function: str
+    """`package.module:name`, `FILE.py:name`, or built in: `exact`, `numeric`, `math_verify`, `reasoning_gym:TASK`."""
+    timeout_seconds: Seconds = 10.0
+    """Time for one prompt group. A function that needs longer is ended with its process, and the group tried again."""
+    attempts: Annotated[int, Field(ge=1, le=20)] = 4
+    """Failures (exceptions, time-outs) after which a group is dropped, with the reason."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _text(cls, value: Any) -> Any:
+        return {"function": value} if isinstance(value, str) else value

@@ -1,0 +1,60 @@
+"""Temperature, top-k and top-p against a plain reading of their definitions."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from rolecall.core.config.data import SamplingConfig
+from rolecall.rl_runtime.algorithms.objective import token_logprobs
+from rolecall.rl_runtime.algorithms.sampled_distribution import sampled_logits
+
+
+def distribution(logits: list[float], *, temperature: float, top_k: int, top_p: float) -> list[float]:
+    scaled = [x / temperature for x in logits]
+    kept = set(range(len(scaled)))
+    if 0 < top_k < len(scaled):
+        least = sorted(scaled, reverse=True)[top_k - 1]
+        kept = {i for i in kept if scaled[i] >= least}
+    total = sum(math.exp(scaled[i]) for i in kept)
+    probability = {i: math.exp(scaled[i]) / total for i in kept}
+    chosen, before = set(), 0.0
+    for i in sorted(kept, key=lambda i: -probability[i]):
+        if before < top_p or not chosen:
+            chosen.add(i)
+        before += probability[i]
+    rest = sum(probability[i] for i in chosen)
+    return [probability[i] / rest if i in chosen else 0.0 for i in range(len(scaled))]
+
+
+SETTINGS: list[dict[str, Any]] = [
+    {"temperature": t, "top_k": k, "top_p": p} for t in (0.7, 1.0, 1.6) for k in (0, 1, 3, 50) for p in (0.3, 0.9, 1.0)
+]
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_the_distribution_is_the_defined_one(settings: dict[str, Any]) -> None:
+    generator = torch.Generator().manual_seed(5)
+    logits = 2 * torch.randn(1, 4, 9, generator=generator, dtype=torch.float64)
+    for t in range(3):
+        wanted = distribution(logits[0, t].tolist(), **settings)
+        for token in [i for i, p in enumerate(wanted) if p > 0]:
+            tokens = torch.zeros(1, 4, dtype=torch.int64)
+            tokens[0, t + 1] = token
+            logprobs, _ = token_logprobs(sampled_logits(logits, tokens, SamplingConfig(**settings)), tokens)
+            assert logprobs[0, t + 1].exp().item() == pytest.approx(wanted[token], rel=1e-6)
+
+
+def test_a_token_of_other_weights_has_a_finite_log_probability_and_gradient() -> None:
+    logits = torch.tensor([[[5.0, 0.0, -4.0], [0.0, 0.0, 0.0]]], requires_grad=True)
+    tokens = torch.tensor([[0, 2]])
+    logprobs, entropy = token_logprobs(sampled_logits(logits, tokens, SamplingConfig(top_k=1)), tokens)
+    assert logprobs[0, 1].item() == pytest.approx(-4 - math.log(math.exp(5) + math.exp(-4)), rel=1e-5)
+    (logprobs.sum() + entropy.sum()).backward()  # type: ignore[no-untyped-call]
+    assert logits.grad is not None and torch.isfinite(logits.grad).all()
+
+
+def test_without_settings_nothing_is_changed() -> None:
+    logits = torch.randn(2, 3, 5)
+    assert sampled_logits(logits, torch.zeros(2, 3, dtype=torch.int64), SamplingConfig()) is logits

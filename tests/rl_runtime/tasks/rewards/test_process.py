@@ -1,0 +1,68 @@
+"""The child process of a reward worker: whatever the user's function does is never a reward and ends in time."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from rolecall.core.config.data import RewardConfig
+from rolecall.core.errors import ConfigError, RewardFailed
+from rolecall.rl_runtime.tasks.rewards.functions import Answer
+from rolecall.rl_runtime.tasks.rewards.process import RewardProcess
+
+FUNCTIONS = """
+import os, sys, time
+
+def score(response):
+    if response == "raise":
+        raise KeyError("the tool's answer")
+    if response == "hang":
+        time.sleep(600)
+    if response == "exit":
+        os._exit(3)
+    if response == "kill":
+        os.kill(os.getpid(), 9)
+    if response == "leave":
+        sys.exit(5)
+    return len(response)
+"""
+
+
+def answer(response: str) -> Answer:
+    return Answer(prompt="", response=response, answer=None, metadata={})
+
+
+@pytest.fixture
+def process(tmp_path: Path) -> RewardProcess:
+    file = tmp_path / "mine.py"
+    file.write_text(FUNCTIONS)
+    return RewardProcess(RewardConfig(function=f"{file}:score", timeout_seconds=2.0))
+
+
+@pytest.mark.parametrize(
+    ("response", "kind"),
+    [
+        ("raise", "KeyError"),
+        ("hang", "no answer in time"),
+        ("exit", r"its process ended \(exit code 3\)"),
+        ("kill", r"its process ended \(signal SIGKILL\)"),
+        ("leave", r"its process ended \(exit code 5\)"),
+    ],
+)
+def test_a_failure_is_no_reward_and_the_next_group_is_scored(process: RewardProcess, response: str, kind: str) -> None:
+    try:
+        assert process.score([answer("ab"), answer("abc")]) == [2.0, 3.0]
+        with pytest.raises(RewardFailed) as failed:
+            process.score([answer("ab"), answer(response)])
+        assert failed.match("reward function: ")
+        assert re.fullmatch(kind, failed.value.kind)
+        assert process.score([answer("abcd")]) == [4.0]
+    finally:
+        process.close()
+
+
+def test_a_function_that_cannot_be_imported_is_reported_with_its_reason(tmp_path: Path) -> None:
+    file = tmp_path / "broken.py"
+    file.write_text("import nothing_of_this_name\n")
+    with pytest.raises(ConfigError, match=r"broken.py cannot be imported: ModuleNotFoundError: .*nothing_of_this_name"):
+        RewardProcess(RewardConfig(function=f"{file}:score")).start()

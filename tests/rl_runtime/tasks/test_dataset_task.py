@@ -1,0 +1,204 @@
+"""A user's dataset as a task: prompts through the chat template, rewards from the function, and the check before."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rolecall.core.config.job import JobConfig, load_job, parse_job
+from rolecall.core.errors import ConfigError, RewardFailed, SamplerMismatch
+from rolecall.core.ids import GroupId, ReplicaId
+from rolecall.core.journal.journal import Journal
+from rolecall.core.journal.ledger import Ledger
+from rolecall.rl_runtime.controller.journal_writer import RunRecorder
+from rolecall.rl_runtime.protocol.messages import PromptGroup, TrainingSample
+from rolecall.rl_runtime.tasks.check import _check_data, _check_memory, checked
+from rolecall.rl_runtime.tasks.dataset_task import DatasetTask
+from rolecall.rl_runtime.tasks.reward_worker import RewardWorker, task_of
+from rolecall.rl_runtime.tasks.task import group_id
+from tests.rl_runtime.chat_model import WORDS, write_chat_model
+
+ROWS = [{"prompt": f"say {n}", "answer": str(n), "level": n} for n in range(5)]
+REWARDS = """
+def right(prompt, response, answer, metadata):
+    if response == "please":
+        raise ValueError("the answer is please")
+    return float(response == answer) + metadata["level"]
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write_chat_model(tmp_path / "model")
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    (tmp_path / "mine.py").write_text(REWARDS)
+    return tmp_path
+
+
+def job_of(folder: Path, *, reward: Any = None, model: str = "model", **data: Any) -> JobConfig:
+    value = {
+        "model": {"path": str(folder / model)},
+        "data": {
+            "path": str(folder / "train.jsonl"),
+            "answer": "answer",
+            "metadata": ["level"],
+            "shuffle": False,
+            "max_prompt_tokens": 20,
+            "max_response_tokens": 8,
+            **data,
+        },
+        "reward": reward or f"{folder / 'mine.py'}:right",
+    }
+    return parse_job(value)
+
+
+def words(tokens: tuple[int, ...]) -> str:
+    return " ".join(WORDS[t] for t in tokens)
+
+
+def group_of(number: int, *responses: str) -> PromptGroup:
+    samples = tuple(
+        TrainingSample(
+            request_id=f"{group_id(number)}.{i}",
+            tokens=tuple(WORDS.index(w) for w in response.split()),
+            logprobs=(0.0,) * len(response.split()),
+            versions=(0,) * len(response.split()),
+            reward=0.0,
+        )
+        for i, response in enumerate(responses)
+    )
+    return PromptGroup(group_id=group_id(number), prompt_tokens=(1,), samples=samples)
+
+
+def test_prompts_go_through_the_chat_template(folder: Path) -> None:
+    plain, told = task_of(job_of(folder)), task_of(job_of(folder, system_prompt="say please"))
+    assert words(plain.prompt(3).tokens) == "<bos> user say 3 <end> <bos> assistant"
+    assert words(told.prompt(3).tokens) == "<bos> system say please <end> <bos> user say 3 <end> <bos> assistant"
+    assert words(task_of(job_of(folder, chat_template=False)).prompt(3).tokens) == "say 3"
+    assert (plain.vocab.eos, plain.vocab.size) == (2, len(WORDS))
+
+
+def test_a_chat_with_its_own_system_message_keeps_it(folder: Path) -> None:
+    messages = [{"role": "system", "content": "no"}, {"role": "user", "content": "say 1"}]
+    (folder / "train.jsonl").write_text(json.dumps({**ROWS[0], "prompt": messages}))
+    task = task_of(job_of(folder, system_prompt="yes"))
+    assert words(task.prompt(0).tokens) == "<bos> system no <end> <bos> user say 1 <end> <bos> assistant"
+
+
+def test_a_prompt_that_is_too_long_says_so(folder: Path) -> None:
+    task = task_of(job_of(folder, max_prompt_tokens=6))
+    assert task.prompt(0).unusable == "prompt too long: 7 tokens, at most 6"
+    assert task_of(job_of(folder)).prompt(0).unusable == ""
+
+
+def test_the_workers_rewards_are_the_functions(folder: Path) -> None:
+    worker = RewardWorker(replica=ReplicaId("reward/0"), incarnation=1, job=job_of(folder))
+    # Row 2 in the second epoch; the end token is no part of the response.
+    assert worker.score(1, [group_of(7, "2 <end>", "3 <end>", "2")]) == [[3.0, 2.0, 3.0]]
+    with pytest.raises(RewardFailed, match="ValueError: the answer is please"):
+        worker.score(1, [group_of(0, "please")])
+    assert worker.score(1, [group_of(0, "0")]) == [[1.0]]
+
+
+def test_the_ledger_names_row_epoch_and_fingerprint_and_holds_no_text(folder: Path) -> None:
+    task = task_of(job_of(folder))
+    assert isinstance(task, DatasetTask)
+    journal = Journal(f"sqlite:///{folder / 'journal.db'}")
+
+    def recorder(task: DatasetTask) -> RunRecorder:
+        return RunRecorder(journal, Ledger(journal.store), ReplicaId("controller/0"), 1, origin=task.origin)
+
+    recorder(task).issued([GroupId(group_id(n)) for n in range(6)])
+    reasons = [line["reason"] for line in Ledger(journal.store).lines()]
+    assert [r.partition(" row ")[2] for r in reasons] == [
+        f"{n % 5} epoch {n // 5} of {task.fingerprint[:12]}" for n in range(6)
+    ]
+    recorder(task).resume_sampler()
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in reversed(ROWS)))
+    other = task_of(job_of(folder))
+    assert isinstance(other, DatasetTask)
+    with pytest.raises(SamplerMismatch, match=f"of {other.fingerprint[:12]}"):
+        recorder(other).resume_sampler()
+
+
+def test_a_good_job_gets_its_fingerprint(folder: Path) -> None:
+    job = checked(job_of(folder))
+    assert job.data is not None and job.data.fingerprint == task_of(job).fingerprint  # type: ignore[attr-defined]
+    assert parse_job(job.model_dump(mode="json")) == job, "as the run's processes read it"
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"answer": "solution"}, r"data: row 0 has no column 'solution'; it has 'prompt', 'answer', 'level'"),
+        ({"max_prompt_tokens": 3}, r"data.max_prompt_tokens: no prompt of the first 5 fits: .* 7 tokens"),
+        ({"reward": "nowhere.at_all:score"}, r"reward.function: nowhere.at_all cannot be imported"),
+        ({"model": "bare"}, r"model.path: the tokenizer has no chat template"),
+        ({"model": "missing"}, r"model.path: no usable tokenizer"),
+    ],
+)
+def test_mistakes_in_data_and_reward_are_named(folder: Path, change: dict[str, Any], why: str) -> None:
+    write_chat_model(folder / "bare", template=None)
+    with pytest.raises(ConfigError, match=why):
+        _check_data(job_of(folder, **change))
+
+
+@pytest.mark.slow
+def test_all_mistakes_are_found_before_anything_starts(folder: Path) -> None:
+    config = json.loads((write_chat_model(folder / "odd") / "config.json").read_text())
+    (folder / "odd" / "config.json").write_text(json.dumps({**config, "architectures": ["NoSuchModel"]}))
+    with pytest.raises(ConfigError) as found:
+        checked(job_of(folder, model="odd", answer="solution"))
+    first, second = found.value.problems
+    assert "no column 'solution'" in first and "vLLM has no NoSuchModel" in second
+    with pytest.raises(ConfigError, match="have up to 80 tokens, and the model reads 64"):
+        checked(job_of(folder, max_response_tokens=60))
+
+
+def test_too_little_memory_is_a_mistake_of_the_roles(folder: Path) -> None:
+    job = job_of(folder)
+    with pytest.raises(ConfigError, match=r"roles: 2 trainers and 4 engines of 0 M parameters need about 6.3 GiB"):
+        _check_memory(job, 1 << 30)
+    assert _check_memory(job, 64 << 30) == ""
+
+
+def test_paths_start_at_the_job_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "model: {path: model}\ndata: {path: train.jsonl}\nreward: mine.py:right\n"
+    (folder / "job.yaml").write_text(text)
+    (folder / "elsewhere").mkdir()
+    monkeypatch.chdir(folder / "elsewhere")
+    job = load_job(Path("../job.yaml"))
+    assert job.data is not None and job.reward is not None
+    assert job.model.path == str(folder / "model") and job.data.path == str(folder / "train.jsonl")
+    assert job.reward.function == f"{folder / 'mine.py'}:right"
+
+
+@pytest.mark.parametrize(
+    ("value", "why"),
+    [
+        ({"data": {"path": "x"}}, "data needs model.path"),
+        ({"reward": "exact"}, "reward has no meaning without data"),
+        ({"sampling": {"stop": ["\n"]}}, "sampling.stop has no meaning without data"),
+        ({"model": {"path": "m"}, "data": {"path": "x"}, "reward": "exact", "task": {}}, "task and data: give one"),
+        (
+            {
+                "model": {"path": "m"},
+                "data": {"path": "x", "system_prompt": "a", "chat_template": False},
+                "reward": "exact",
+            },
+            "system_prompt has no meaning with chat_template: false",
+        ),
+        ({"sampling": {"temperature": 0}}, "sampling.temperature: Input should be greater than 0"),
+    ],
+)
+def test_sections_that_do_not_fit_together_are_refused(value: dict[str, Any], why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        parse_job(value)
+
+
+def test_a_rewarded_group_is_not_that_of_another_row(folder: Path) -> None:
+    group = group_of(1, "1")
+    worker = RewardWorker(replica=ReplicaId("reward/0"), incarnation=1, job=job_of(folder))
+    assert worker.score(1, [group, replace(group, group_id=group_id(2))]) == [[2.0], [2.0]]

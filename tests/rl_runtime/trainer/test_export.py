@@ -1,0 +1,83 @@
+"""`rolecall export`: the newest checkpoint as a folder that transformers loads, whole or not at all."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from rolecall.core.config.job import parse_job
+from rolecall.core.errors import ConfigError
+from rolecall.core.ids import ReplicaId
+from rolecall.core.rundir import RunDir, create_run_dir
+from rolecall.rl_runtime.tasks.tokenizer import vocabulary
+from rolecall.rl_runtime.trainer.checkpoint import save
+from rolecall.rl_runtime.trainer.export import export_model
+from rolecall.rl_runtime.trainer.model import write_model_folder
+from rolecall.rl_runtime.trainer.state import first_state
+from tests.e2e.runs import command
+from tests.rl_runtime.chat_model import write_chat_model
+
+TOKENS = torch.tensor([[1, 3, 6, 10, 11]])
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    model = write_chat_model(tmp_path / "given")
+    job = parse_job({"model": {"path": str(model)}, "data": {"path": "x.jsonl"}, "reward": "exact"})
+    made = create_run_dir(tmp_path / "runs", "mine", None)
+    made.write({"run_id": "mine", "config": job.model_dump(mode="json")})
+    write_model_folder(made.path / "model", job.model, job.seed, None)
+    for step in (3, 7):
+        state = first_state(job, vocabulary(job.model, None), replica=ReplicaId("trainer/0"))
+        with torch.no_grad():
+            for parameter in state.policy.parameters:
+                parameter.add_(step / 100)
+        save(made.checkpoints, step, *state.export(), keep=3)
+    return made
+
+
+def logits(folder: Path) -> torch.Tensor:
+    model = AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.float32)
+    with torch.no_grad():
+        found: torch.Tensor = model(TOKENS).logits
+    return found
+
+
+def test_the_folder_has_the_newest_weights_and_the_tokenizer(run: RunDir, tmp_path: Path) -> None:
+    assert export_model(run, tmp_path / "out", "float32")[0] == 7
+    model = AutoModelForCausalLM.from_pretrained(str(tmp_path / "given"), dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.07)
+        assert torch.allclose(logits(tmp_path / "out"), model(TOKENS).logits, atol=1e-5)
+    tokenizer = AutoTokenizer.from_pretrained(str(tmp_path / "out"))
+    assert "user say 3" in tokenizer.apply_chat_template([{"role": "user", "content": "say 3"}], tokenize=False)
+
+
+def test_half_precision_and_a_damaged_newest_checkpoint(run: RunDir, tmp_path: Path) -> None:
+    newest = max(run.checkpoints.iterdir()) / "state.safetensors"
+    newest.write_bytes(newest.read_bytes()[:-1])
+    step, num, damaged = export_model(run, tmp_path / "out", "bfloat16")
+    assert step == 3 and num > 0 and "state.safetensors" in damaged[0]
+    model = AutoModelForCausalLM.from_pretrained(str(tmp_path / "out"))
+    assert model.dtype is torch.bfloat16
+
+
+def test_the_command(run: RunDir, tmp_path: Path) -> None:
+    done = command("export", "mine", "--runs", str(run.path.parent), "--out", str(tmp_path / "out"))
+    assert done.returncode == 0 and done.stdout.endswith("M parameters in bfloat16, after step 7\n"), done
+    again = command("export", "mine", "--runs", str(run.path.parent), "--out", str(tmp_path / "out"))
+    assert again.returncode == 2 and "exists already" in again.stderr
+    odd = command("export", "mine", "--runs", str(run.path.parent), "--out", str(tmp_path / "o"), "--dtype", "int8")
+    assert odd.returncode == 2 and "expected float32, bfloat16, float16" in odd.stderr
+
+
+def test_without_a_checkpoint_or_a_place_nothing_is_left(run: RunDir, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--out: .*Not a directory"):
+        export_model(run, tmp_path / "given" / "config.json" / "out", "float32")
+    for folder in run.checkpoints.iterdir():
+        (folder / "meta.json").unlink()
+    with pytest.raises(ConfigError, match="run mine has no checkpoint to export; damaged: "):
+        export_model(run, tmp_path / "out", "float32")
+    assert not list(tmp_path.glob("*out*"))

@@ -56,6 +56,7 @@ def problems_of(job: JobConfig) -> tuple[list[str], str]:
     """(each `path: reason`, the dataset's fingerprint)."""
     problems: list[str] = []
     fingerprint = _collected(lambda: _check_data(job), problems) or ""
+    _collected(lambda: _check_reward(job), problems)
     _collected(lambda: _check_model(job), problems)
     _collected(lambda: _check_memory(job, psutil.virtual_memory().available), problems)
     return problems, fingerprint
@@ -79,8 +80,19 @@ def _check_data(job: JobConfig) -> str:
     if all(p.unusable for p in prompts):
         none = f"no prompt of the first {len(prompts)} fits"
         raise ConfigError([f"data.max_prompt_tokens: {none}: {prompts[0].unusable}"])
-    task.start_rewards()
     return task.fingerprint
+
+
+def _check_reward(job: JobConfig) -> str:
+    from rolecall.rl_runtime.tasks.rewards.process import RewardProcess
+
+    assert job.reward is not None
+    process = RewardProcess(job.reward)
+    try:
+        process.start()
+    finally:
+        process.close()
+    return ""
 
 
 def _check_model(job: JobConfig) -> str:

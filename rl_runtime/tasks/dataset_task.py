@@ -35,10 +35,6 @@ class DatasetTask(Task):
     def num_rows(self) -> int:
         return len(self._dataset)
 
-    def start_rewards(self) -> None:
-        """Imports the reward function. Raises ConfigError: it cannot be used."""
-        self._process.start()
-
     def prompt(self, number: int) -> Prompt:
         row, _ = self._row_of(number)
         tokens = self._tokenizer.prompt_tokens(self._dataset.row(row), self._data)

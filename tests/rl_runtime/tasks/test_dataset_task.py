@@ -134,7 +134,6 @@ def test_a_good_job_gets_its_fingerprint(folder: Path) -> None:
     [
         ({"answer": "solution"}, r"data: row 0 has no column 'solution'; it has 'prompt', 'answer', 'level'"),
         ({"max_prompt_tokens": 3}, r"data.max_prompt_tokens: no prompt of the first 5 fits: .* 7 tokens"),
-        ({"reward": "nowhere.at_all:score"}, r"reward.function: nowhere.at_all cannot be imported"),
         ({"model": "bare"}, r"model.path: the tokenizer has no chat template"),
         ({"model": "missing"}, r"model.path: no usable tokenizer"),
     ],
@@ -150,9 +149,10 @@ def test_all_mistakes_are_found_before_anything_starts(folder: Path) -> None:
     config = json.loads((write_chat_model(folder / "odd") / "config.json").read_text())
     (folder / "odd" / "config.json").write_text(json.dumps({**config, "architectures": ["NoSuchModel"]}))
     with pytest.raises(ConfigError) as found:
-        checked(job_of(folder, model="odd", answer="solution"))
-    first, second = found.value.problems
-    assert "no column 'solution'" in first and "vLLM has no NoSuchModel" in second
+        checked(job_of(folder, model="odd", answer="solution", reward="nowhere.at_all:score"))
+    data, reward, model = found.value.problems
+    assert "no column 'solution'" in data and "vLLM has no NoSuchModel" in model
+    assert reward.startswith("reward.function: nowhere.at_all cannot be imported: ModuleNotFoundError")
     with pytest.raises(ConfigError, match="have up to 80 tokens, and the model reads 64"):
         checked(job_of(folder, max_response_tokens=60))
 

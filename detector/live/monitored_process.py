@@ -253,6 +253,13 @@ class MonitoredProcess:
         return f"{self.replica}{rank} ({self.node}{pid}{incarnation})"
 
 
+def phase_text(phase: str, step: int) -> str:
+    """`compute of step 80`; `step 80` in a job that names no phases."""
+    if step < 0:
+        return phase
+    return f"step {step}" if phase == Phase.STEP else f"{phase} of step {step}"
+
+
 def first(subject: MonitoredProcess, sample: ProcessSample) -> None:
     """Initializes from the first sample: counters are per process, so work finished so far counts."""
     subject.slow.start = sample

@@ -27,6 +27,7 @@ from rolecall.detector.live.stages.collapse import CollapseStage
 from rolecall.detector.live.stages.crash import CrashStage, LostRanksStage, UserCodeStage
 from rolecall.detector.live.stages.nccl_ras import NcclRasStage
 from rolecall.detector.live.stages.node_faults import NodeFaultsStage
+from rolecall.detector.live.stages.not_finite import NotFiniteStage
 from rolecall.detector.live.stages.panels import PanelsStage
 from rolecall.detector.live.stages.pulled_evidence import PulledEvidenceStage
 from rolecall.detector.live.stages.slow import SlowStage
@@ -39,6 +40,7 @@ Stages = Sequence[Callable[[], Stage]]
 STAGES: Stages = (
     UserCodeStage,
     WrongNumbersStage,
+    NotFiniteStage,
     CrashStage,
     UninstrumentedStage,
     StallStage,

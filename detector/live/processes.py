@@ -17,6 +17,7 @@ from rolecall.core.errors import EngineDisagrees, NonFiniteMicrobatch, WrongNumb
 from rolecall.core.faults import FaultClass
 from rolecall.core.ids import NodeId, ProcessId
 from rolecall.core.telemetry import AgentEvent, AgentEventKind, ProcessSample, is_instrumented
+from rolecall.core.text import spans
 from rolecall.detector.base.observation import Observation
 from rolecall.detector.live.monitored_process import Key, MonitoredProcess, ProgressGaps, advance, first
 
@@ -376,7 +377,17 @@ def waiting(subjects: Sequence[MonitoredProcess]) -> str:
 
 
 def names(subjects: Iterable[MonitoredProcess]) -> str:
-    return ", ".join(sorted(s.replica for s in subjects))
+    """`trainer/0 ranks 0-3, trainer/1`."""
+    ranks: dict[str, list[int]] = {}
+    for s in subjects:
+        ranks.setdefault(s.replica, []).append(s.rank)
+    return ", ".join(f"{replica}{_ranks(numbers)}" for replica, numbers in sorted(ranks.items()))
+
+
+def _ranks(numbers: Sequence[int]) -> str:
+    if len(numbers) > 1:
+        return f" ranks {spans(numbers)}"
+    return f" rank {numbers[0]}" if numbers[0] else ""
 
 
 def suspect(subject: MonitoredProcess) -> Suspect:

@@ -14,10 +14,10 @@ from rich.live import Live
 from rich.text import Text
 
 from rolecall.core.diagnosis import Diagnosis
-from rolecall.core.text import ago, counted, in_words, iso_utc, plain
+from rolecall.core.text import ago, counted, in_words, iso_utc, plain, spans
 from rolecall.recovery.incidents import Incident, IncidentState
 from rolecall.terminal.console import BAD, GOOD, PLAIN, SOFT, STRONG, WARN, Indented, aligned
-from rolecall.watch.job import WatchedJob, WatchedRank, grouped, spans
+from rolecall.watch.job import WatchedJob, WatchedRank, grouped
 from rolecall.watch.panels import WatchedPanels
 
 ROWS_MAX = 15

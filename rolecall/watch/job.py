@@ -9,7 +9,7 @@ from typing import Any
 from rolecall.core.clock import Clock
 from rolecall.core.ids import ProcessId
 from rolecall.core.telemetry import AgentEventKind
-from rolecall.core.text import counted
+from rolecall.core.text import counted, spans
 from rolecall.detector.base.observation import Observation
 from rolecall.detector.live.monitored_process import MonitoredProcess
 from rolecall.recovery.incidents import Incident
@@ -62,17 +62,6 @@ def grouped(ranks: Iterable[WatchedRank]) -> dict[tuple[str, str, str], list[Wat
     for rank in ranks:
         groups.setdefault((rank.replica, rank.found_by, rank.node), []).append(rank)
     return groups
-
-
-def spans(numbers: Iterable[int]) -> str:
-    """`0-3,7`."""
-    found: list[list[int]] = []
-    for number in sorted(numbers):
-        if found and number <= found[-1][1] + 1:
-            found[-1][1] = number
-        else:
-            found.append([number, number])
-    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in found)
 
 
 def _some(names: Collection[str], between: str = ", ") -> str:

@@ -198,7 +198,7 @@ def test_every_rank_that_is_lost_is_named_and_a_second_fault_elsewhere_is_report
     job.ends("trainer/0:1", ERROR)
     (reported,) = job.run(5).values()
     assert (
-        "trainer/0 (node-1, pid 1000) crashed" in reported
+        "trainer/0 rank 0 (node-1, pid 1000) crashed" in reported
         and "trainer/0 rank 1 (node-1, pid 1001) with code 1" in reported
     )
     job.ends("trainer/0:3", {"signal": "11", "cause": "crashed"})  # no peer's death does that
@@ -343,7 +343,7 @@ def test_a_late_exit_does_not_affect_the_successor(job: Job) -> None:
 def test_a_rank_runs_again_once_it_is_neither_stopped_nor_starved(job: Job) -> None:
     assert job.detector.progressing("trainer/0", 0) == (
         True,
-        "trainer/0 (node-1, pid 1000) runs; it does not report progress",
+        "trainer/0 rank 0 (node-1, pid 1000) runs; it does not report progress",
     )
     job.state["trainer/0:2"] = "T"
     job.cpu_rate["trainer/0:2"] = 0.0

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rolecall.core.config.job import RecoveryConfig
-from rolecall.core.diagnosis import ActionKind, Diagnosis, Plan
+from rolecall.core.diagnosis import ActionKind, Diagnosis, Fate, Plan, Suspect
 from rolecall.core.ids import split_replica
 from rolecall.core.membership import STANDBY_ROLE
 from rolecall.recovery.fleet_view import FleetView
@@ -41,7 +41,9 @@ class Situation:
     ended: str | None = None  # why the run is over
     absent_seconds: float = 0.0  # since a diagnosis of this incident was last reported
     progress: Progress = field(default_factory=dict)
-    without_process: frozenset[str] = frozenset()  # replicas of this incident of which no process is left
+    fates: Mapping[Suspect, tuple[Fate, str]] | None = None
+    """In mode observe: what became of the processes that the diagnosis names, and what was seen."""
+    code_survives: bool = True  # in mode observe: a process whose code failed still runs
     channel: str = NO_CHANNEL
 
     @property

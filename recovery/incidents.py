@@ -81,7 +81,7 @@ class IncidentOutcome(StrEnum):
     RESOLVED = "resolved"
     TOLERATED = "tolerated"  # no action is worth its cost
     SELF_RECOVERED = "self_recovered"  # the fault ended without an action of rolecall
-    ENDED = "ended"  # mode observe: the run, or the processes of the suspects, ended before the fault
+    ENDED = "ended"  # mode observe: the run, or the processes of the suspects, ended; others may have their ranks
     ESCALATED = "escalated"
 
 

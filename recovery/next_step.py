@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rolecall.core.diagnosis import ActionKind, Plan
+from rolecall.core.diagnosis import ActionKind, Fate, Plan
 from rolecall.core.faults import Remedy
 from rolecall.core.ids import split_replica
 from rolecall.core.journal.events import EventKind
@@ -278,11 +278,16 @@ def _over(incident: Incident, situation: Situation) -> tuple[IncidentOutcome, st
     """How and why the fault ended without an action; None while it has not, or that is unknown."""
     root_cause = superseded(incident, situation.incidents)
     if root_cause:
-        return IncidentOutcome.SELF_RECOVERED, f"caused by {root_cause}: the job's own code failed"
+        outcome = IncidentOutcome.ENDED if situation.observing else IncidentOutcome.SELF_RECOVERED
+        return outcome, f"caused by {root_cause}: the job's own code failed"
     clear = situation.absent_seconds >= CLEAR_SECONDS
     unseen = situation.absent_seconds >= (UNSEEN_SECONDS if situation.observing else CLEAR_SECONDS)
     if not incident.diagnosis.suspects:
-        return (IncidentOutcome.SELF_RECOVERED, "no longer diagnosed") if unseen else None
+        if not unseen:
+            return None
+        if not situation.code_survives:
+            return IncidentOutcome.ENDED, "the processes whose code failed have ended"
+        return IncidentOutcome.SELF_RECOVERED, "no longer diagnosed"
     # A retry concerns the incarnation that our own attempt started, not the one first named.
     current = {**incident.named, **incident.touched}
     outcome, reasons = IncidentOutcome.SELF_RECOVERED, []
@@ -294,15 +299,19 @@ def _over(incident: Incident, situation: Situation) -> tuple[IncidentOutcome, st
                 return None
             reasons.append(f"{suspect.replica}#{view.incarnation} replaced it and is serving")
             continue
-        moves, seen = situation.progress.get(suspect.replica, (False, ""))
+        if situation.fates is not None:
+            fate, seen = situation.fates.get(suspect, (Fate.UNKNOWN, ""))
+        else:
+            moves, seen = situation.progress.get(suspect.replica, (False, ""))
+            fate = Fate.WORKS if moves else Fate.UNKNOWN
         if incident.requested_by_operator:
             return None
         if not suspect.replica and unseen:
             reasons.append(f"{suspect.node}: no longer diagnosed")
-        elif suspect.replica in situation.without_process and unseen:
+        elif suspect.replica and fate is Fate.ENDED and unseen:
             outcome = IncidentOutcome.ENDED
-            reasons.append(f"no process of {suspect.replica} is left")
-        elif suspect.replica and moves and clear:
+            reasons.append(seen)
+        elif suspect.replica and fate is Fate.WORKS and clear:
             reasons.append(seen)
         else:
             return None

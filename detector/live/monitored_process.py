@@ -212,6 +212,7 @@ class MonitoredProcess:
     node: str
     process: ProcessId | None
     seen_wall: float  # time of the last sample or event
+    first_wall: float = 0.0  # time of its registration, or of what was first seen of it
     sample: ProcessSample | None = None
     stall: ProgressClocks = field(default_factory=ProgressClocks)
     beat: ProgressClocks = field(default_factory=ProgressClocks)

@@ -28,7 +28,7 @@ from dataclasses import replace
 
 from rolecall.core.diagnosis import Evidence, Finding
 from rolecall.core.faults import FaultClass
-from rolecall.core.telemetry import AgentEvent, AgentEventKind, Phase
+from rolecall.core.telemetry import UNCOUNTED, AgentEvent, AgentEventKind, Phase
 from rolecall.detector.base.findings import EXIT
 from rolecall.detector.live.monitored_process import MonitoredProcess, phase_text
 from rolecall.detector.live.processes import MonitoredProcesses, ReceivedException, finding
@@ -70,7 +70,7 @@ HARDWARE_TEXT = re.compile(
 def last_exception(fleet: MonitoredProcesses, subject: MonitoredProcess) -> ReceivedException | None:
     for seen in reversed(fleet.exceptions):
         e = seen.event
-        if (e.replica, e.rank, e.incarnation) == subject.key:
+        if (e.replica, e.rank, e.incarnation) == subject.key and e.process in (None, subject.process):
             return seen
     return None
 
@@ -93,6 +93,11 @@ def is_consequence(event: AgentEvent) -> bool:
 def blames_code(seen: ReceivedException) -> bool:
     """Whether the same exception elsewhere proves a fault of the code or its input."""
     return not is_consequence(seen.event) and HARDWARE_TEXT.search(seen.event.detail.get("message", "")) is None
+
+
+def _of_an_earlier_job(fleet: MonitoredProcesses, event: AgentEvent) -> bool:
+    """Incarnations tell processes apart that rolecall started; others are the same job while they live."""
+    return event.incarnation == UNCOUNTED and fleet.is_succeeded(event)
 
 
 def step_of(seen: ReceivedException) -> int:
@@ -120,6 +125,8 @@ class UserCodeStage(Stage):
         by_print: dict[tuple[str, str], list[ReceivedException]] = defaultdict(list)
         for seen in fleet.exceptions:
             fingerprint = seen.event.detail.get("fingerprint", "")
+            if fleet.is_past(seen.event) or _of_an_earlier_job(fleet, seen.event):
+                continue
             if fingerprint and blames_code(seen) and now - seen.received_wall <= REMEMBER_SECONDS:
                 by_print[(seen.event.role, fingerprint)].append(seen)
         for (role, fingerprint), seen_list in by_print.items():
@@ -215,6 +222,8 @@ class CrashStage(Stage):
             return []
         for subject in fleet.current():
             if not subject.gone and subject.key not in raisers:
+                continue
+            if subject.exit_event is not None and fleet.is_past(subject.exit_event):
                 continue
             if subject.finished or not subject.reports:  # uninstrumented.py covers processes without a state page
                 continue

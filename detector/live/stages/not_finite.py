@@ -39,10 +39,9 @@ class NotFiniteStage(Stage):
 
 def _reported(subject: MonitoredProcess, now: float) -> bool:
     seen = subject.not_finite
-    lasts = 0.0 < seen.lasting_since <= now - GATHER_SECONDS and (
-        seen.values.keys() != {"grad_norm"} or seen.count >= SCALED_MIN
-    )
-    return lasts or seen.count >= LASTING
+    lasts = 0.0 < seen.lasting_since <= now - GATHER_SECONDS
+    scaled = seen.values.keys() == {"grad_norm"} and seen.count < SCALED_MIN
+    return (lasts and not scaled) or seen.count >= LASTING
 
 
 def _finding(tick: Tick, ranks: list[MonitoredProcess]) -> Finding:

@@ -222,7 +222,7 @@ class MonitoredProcesses:
         return event.wall_at + self.offsets.get(event.node, 0.0)
 
     def is_past(self, event: AgentEvent) -> bool:
-        """Whether it happened before this watch began, in a job of which nothing is left: nobody is waiting for that."""
+        """Whether it happened before this watch began, in a job of which nothing is left."""
         at = self.wall_of(event)
         if event.incarnation != UNCOUNTED or at >= self.began_wall:
             return False

@@ -54,6 +54,9 @@ def job_table(job: WatchedJob) -> RenderableType:
         for ranks in groups
     ]
     parts: list[RenderableType] = [Indented(_text(("watching ", SOFT), (job.text, STRONG)))]
+    if len(job.jobs) > 1:
+        jobs = f"{counted(len(job.jobs), 'job')}: {', '.join(job.jobs)}"
+        parts.append(Indented(_text((jobs, WARN), "; --job JOB watches one of them")))
     if rows:
         names = ("replica", *(("rank", "pid") if each else ("ranks",)), "found by", "node", "state", "")
         parts += aligned([[_text((name, SOFT)) for name in names], *rows[:ROWS_MAX]])
@@ -112,7 +115,13 @@ class JobLines:
 
     def show(self, job: WatchedJob) -> None:
         ranks = [{"replica": r.replica, "rank": r.rank, "node": r.node, "pid": r.pid} for r in job.ranks]
-        what = {"num_ranks": len(ranks), "nodes": list(job.nodes), "text": job.text, "ranks": ranks}
+        what = {
+            "num_ranks": len(ranks),
+            "nodes": list(job.nodes),
+            "jobs": list(job.jobs),
+            "text": job.text,
+            "ranks": ranks,
+        }
         self._say("watching", {"event": "watching", **what})
         if job.unreachable or "unreachable" in self._said:
             self._say("unreachable", {"event": "unreachable", "nodes": dict(sorted(job.unreachable.items()))})

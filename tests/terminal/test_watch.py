@@ -65,6 +65,12 @@ def test_lines_tell_changes_once() -> None:
     assert said[2]["nodes"] == {"vm": 990.0} and said[3]["nodes"] == {}
 
 
+def test_several_jobs_are_told() -> None:
+    ranks = tuple(replace(r, job="a" if r.rank < 2 else "b") for r in JOB.ranks)
+    assert "2 jobs: a, b; --job JOB watches one of them" in as_text(job_table(replace(JOB, ranks=ranks)))
+    assert "--job" not in as_text(job_table(replace(JOB, ranks=ranks[:2])))
+
+
 class _Source:
     def __init__(self, *events: AgentEvent) -> None:
         self.events = events

@@ -40,6 +40,8 @@ between two answers of an agent in a large fleet, and than a launcher takes to r
 K, S = EventKind, IncidentState
 BY_WATCH = "watch"
 """`by` of an automatic quarantine."""
+UPDATE_TOPIC = "update"
+"""Topic of the second page of an observed incident, when evidence has decided what the first could not say."""
 QUARANTINE_TOPIC = "quarantine"
 """Topic of the page when too many nodes would be quarantined."""
 OPERATOR_VETO = frozenset({K.HOLD_PLACED, K.PLAN_REJECTED})
@@ -217,8 +219,18 @@ def _blocked(incident: Incident, attempt: Attempt, verdict: GuardResult, situati
     if verdict.guard not in attempt.held_by:
         blocked = PlanBlocked(digest=attempt.plan.digest, guard=verdict.guard, because=verdict.because)
         return _about(incident, attempt, f"held:{verdict.guard}", blocked)
+    if not verdict.page_oncall:
+        return None
     because = f"{incident.diagnosis.because}; {verdict.because}"
-    return _page_oncall(incident, verdict.guard, because, situation) if verdict.page_oncall else None
+    # Nobody acts on a job that rolecall only observes but the one who was paged: what was found since is for them.
+    known_better = situation.observing and verdict.guard in incident.page_topics and _decided_since(incident)
+    return _page_oncall(incident, UPDATE_TOPIC if known_better else verdict.guard, because, situation)
+
+
+def _decided_since(incident: Incident) -> bool:
+    """Whether the newest diagnosis names another fault or other processes than the first."""
+    first, newest = incident.first_diagnosis, incident.diagnosis
+    return (first.fault_class, first.suspects) != (newest.fault_class, newest.suspects)
 
 
 def _rejected(incident: Incident, attempt: Attempt, situation: Situation) -> Append:

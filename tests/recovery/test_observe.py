@@ -210,3 +210,18 @@ def test_status_shows_it_with_exit_code_1(
     world.until(world.all_closed, watch)
     assert main(["status", str(tmp_path)]) == 0
     assert "no open incident" in capsys.readouterr().out
+
+
+def test_a_page_that_could_not_name_the_rank_is_followed_by_one_that_does(world: World) -> None:
+    watch = _external(world)
+    tie = _lasting(world, FaultClass.CANNOT_TELL, ("worker/0", 0), ("worker/1", 0))
+    world.run(3, watch)
+    named = diagnosis(FaultClass.HANG, ("worker/1", 0), onset=tie.onset, because="worker/1 holds the others up")
+    world.detector.extra = [named]
+    world.run(10, watch)
+    world.detector.extra = [diagnosis(FaultClass.CRASH, ("worker/1", 0), onset=tie.onset)]
+    world.run(10, watch)
+    first, second = world.notifier.messages
+    assert first.because.startswith(tie.because) and second.because.startswith(named.because)
+    assert first.incident_id == second.incident_id == world.only().incident_id, "one alert"
+    assert world.only().page_topics == {"mode", "update"}

@@ -12,6 +12,7 @@ from rolecall.core.config.job import RecoveryConfig
 from rolecall.core.diagnosis import ActionKind, Diagnosis, Fate, Plan, Suspect
 from rolecall.core.ids import split_replica
 from rolecall.core.membership import STANDBY_ROLE
+from rolecall.recovery.advice import WATCHED
 from rolecall.recovery.fleet_view import FleetView
 from rolecall.recovery.incidents import NO_CHANNEL, OPERATOR, Decision, Incident, IncidentState, evictions
 
@@ -71,7 +72,8 @@ PASSED = GuardResult("", "all guards pass")
 def check(plan: Plan, incident: Incident, situation: Situation) -> GuardResult:
     """The first guard that blocks, or PASSED. Mode `approve` passes: the caller requests approval."""
     if situation.observing:
-        because = f"mode is observe: rolecall only observes this job; it would {plan.intent}"
+        watched = plan.because.startswith(WATCHED)
+        because = plan.because if watched else f"mode is observe: rolecall only observes; it would {plan.intent}"
         attempt = incident.attempt
         needed = plan.action is not ActionKind.TOLERATE or (attempt is not None and attempt.page_oncall)
         return GuardResult(MODE, because, page_oncall=needed and not incident.requested_by_operator)

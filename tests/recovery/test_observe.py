@@ -124,7 +124,12 @@ def test_a_job_without_an_actuator_is_observed_whatever_its_mode(world: World) -
     _lasting(world, FaultClass.HANG, ("worker/7", 0))
     world.run(15, watch)
     assert world.kinds() == OPENED and world.only().outcome is None
-    assert world.only().attempt.plan.intent == "replace worker/7 on node-worker-7"  # type: ignore[union-attr]
+    plan = world.only().attempt.plan  # type: ignore[union-attr]
+    assert plan.action is ActionKind.TOLERATE and plan.because.startswith(
+        "rolecall only watches this job: read the stack"
+    )
+    (message,) = world.notifier.messages
+    assert message.because.endswith(plan.because) and "mode act" not in message.because
 
 
 def test_it_closes_when_no_process_of_its_suspect_is_left(world: World) -> None:
@@ -203,9 +208,9 @@ def test_status_shows_it_with_exit_code_1(
     monkeypatch.setitem(os.environ, "COLUMNS", "200")
     assert main(["status", str(tmp_path)]) == 1
     text = capsys.readouterr().out
-    assert "inc-1-rollout-1 planned: rollout/1#1: hang" in text
+    assert "inc-1-rollout-1 open: rollout/1#1: hang" in text
     assert "only observed: in mode act rolecall would replace rollout/1#1 on node-rollout-1" in text
-    assert "LOGGED; NO NOTIFICATION CHANNEL CONFIGURED: rollout/1#1: hang" in text and "PAGED" not in text
+    assert "LOGGED; NO NOTIFICATION CHANNEL CONFIGURED\n" in text and "PAGED" not in text, "the diagnosis is told once"
     world.runtime.processes["rollout/1"].fault = None
     world.until(world.all_closed, watch)
     assert main(["status", str(tmp_path)]) == 0

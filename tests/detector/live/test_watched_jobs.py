@@ -83,3 +83,25 @@ def test_the_exit_of_a_job_that_is_not_restarted_is_forgotten() -> None:
     assert it.detector.fate(found.suspects[0])[0] is Fate.ENDED
     assert it.standing == [found]
     assert it.run(900.0) == [] and it.detector.processes() == []
+
+
+def test_code_that_failed_in_an_earlier_job_hides_no_hang_of_the_present_one() -> None:
+    it = job(2)
+    for r in it.ranks:
+        it.raises(r, "ValueError", "bad sample", "f1")
+        it.exits(r, code="1")
+    it.run(3.0)
+    it.replaced_by(Rank(0, 200), Rank(1, 201))
+    it.run(20.0)
+    it.ranks[1].is_stopped = True
+    (found,) = it.run(8.0)
+    assert found.fault_class is FaultClass.HANG and found.suspects == (it.suspect(1),)
+
+
+def test_ranks_that_wait_for_each_other_are_named_once_each() -> None:
+    it = job(4)
+    for r in it.ranks:
+        r.waits = True
+    (found,) = it.run(30.0)
+    assert found.fault_class is FaultClass.CANNOT_TELL
+    assert found.because.startswith("trainer/0 ranks 0-3 make no progress in step")

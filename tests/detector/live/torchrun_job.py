@@ -24,6 +24,7 @@ class Rank:
     step: int = 0
     alive: bool = True
     is_stopped: bool = False  # by a signal
+    waits: bool = False  # in its step, with heartbeats
     beats: int = 0
     loss: float = 0.5
     unfinite: int = 0
@@ -85,7 +86,7 @@ class TorchrunJob:
         ends = self.now + seconds
         while self.now < ends:
             self.now += SAMPLE_SECONDS
-            together = all(r.alive and not r.is_stopped for r in self.ranks)
+            together = all(r.alive and not r.is_stopped and not r.waits for r in self.ranks)
             for r in self.ranks:
                 r.step += together
                 r.beats += not r.is_stopped

@@ -3,7 +3,7 @@ watch knows all of it. Pure, except what takes a journal.
 
     open -> planned -> [proposed ->] acting -> verifying -> closed
       ^        |            |           |          |
-      |        +- closed ---+           |          |        tolerated, self-recovered, ended, or rejected
+      |        +- closed ---+           |          |        tolerated, self recovered, ended, or rejected
       +---------------------------------+----------+        the action failed: next plan, escalated
 
 In mode `observe` an incident stays planned, blocked by the mode, until its fault is over, whatever the plan is.

@@ -31,7 +31,7 @@ from rolecall.recovery.incidents import ActionFailure, Attempt, Decision, Incide
 from rolecall.recovery.policy import PolicyInput, leaves_node
 
 CLEAR_SECONDS = 5.0
-"""Seconds without the diagnosis, with its suspects making progress, after which the fault counts as self-recovered."""
+"""Seconds without the diagnosis, with its suspects making progress, after which the fault counts as self recovered."""
 
 UNSEEN_SECONDS = 30.0
 """The same in mode observe for what makes no progress: a node, or a replica without processes. Longer than the pause

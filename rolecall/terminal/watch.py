@@ -46,7 +46,7 @@ def job_table(job: WatchedJob) -> RenderableType:
             _text(ranks[0].replica),
             _text(spans(r.rank for r in ranks)),
             *([_text(str(ranks[0].pid or ""))] if each else []),
-            _text(ranks[0].found_by or "?"),
+            _text(ranks[0].found_by or "not known yet"),
             _text(ranks[0].node),
             _states(ranks),
             _text(f"step {max(r.step for r in ranks)}" if any(r.step >= 0 for r in ranks) else ""),
@@ -80,8 +80,10 @@ def _states(ranks: Sequence[WatchedRank]) -> Text:
         return _text((state, FAULTY_STATES.get(state, GOOD)))
     parts = []
     for state in counts:
-        shown = f" ({spans(r.rank for r in ranks if r.state == state)})" if state in FAULTY_STATES else ""
-        parts.append(_text((f"{counts[state]} {state}{shown}", FAULTY_STATES.get(state, GOOD))))
+        numbers = spans(r.rank for r in ranks if r.state == state)
+        shown = f" (rank{'s' * (counts[state] > 1)} {numbers})" if state in FAULTY_STATES else ""
+        words = state if state in FAULTY_STATES or state == "running" else f"in {state}"  # a phase
+        parts.append(_text((f"{counts[state]} {words}{shown}", FAULTY_STATES.get(state, GOOD))))
     return Text(", ").join(parts)
 
 

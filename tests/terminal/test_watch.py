@@ -44,7 +44,7 @@ def test_the_table_names_the_ranks_that_do_not_run() -> None:
     assert "no answer of the agent on vm, begun 3 min ago" in text
     assert "no open incident" in text
     large = tuple(replace(RANKS[0], rank=n, state="stopped" if n == 2 else "running") for n in range(16))
-    assert "15 running, 1 stopped (2)" in as_text(job_table(replace(JOB, ranks=large)))
+    assert "15 running, 1 stopped (rank 2)" in as_text(job_table(replace(JOB, ranks=large)))
 
 
 def test_the_table_fits_into_a_window() -> None:

@@ -164,10 +164,15 @@ def _why(
             by_step[step].add((seen.event.replica, seen.event.rank, seen.event.incarnation))
     for step, raisers in by_step.items():
         if len(raisers) > 1:
-            who = ", ".join(f"{replica}#{incarnation}" for replica, _, incarnation in sorted(raisers))
+            who = ", ".join(dict.fromkeys(_raiser(*raiser) for raiser in sorted(raisers)))
             when = f"in step {step}" if step >= 0 else f"within {ALL_RANKS_SECONDS:.0f} s"
             return f"it was raised {len(raisers)} times {when} ({who})"
     return None
+
+
+def _raiser(replica: str, rank: int, incarnation: int) -> str:
+    """Processes of a job that rolecall did not start differ by rank."""
+    return f"{replica} rank {rank}" if incarnation == UNCOUNTED else f"{replica}#{incarnation}"
 
 
 def _code_finding(
@@ -187,7 +192,7 @@ def _code_finding(
         evidence=tuple(
             Evidence(
                 kind=AgentEventKind.EXCEPTION,
-                text=f"{s.event.replica}#{s.event.incarnation} in step {s.event.detail.get('step', '?')}: "
+                text=f"{_raiser(s.event.replica, s.event.rank, s.event.incarnation)} in step {s.event.detail.get('step', '?')}: "
                 f"{exception_text(s.event)}",
             )
             for s in seen_list[-8:]

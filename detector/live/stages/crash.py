@@ -192,8 +192,8 @@ def _code_finding(
         evidence=tuple(
             Evidence(
                 kind=AgentEventKind.EXCEPTION,
-                text=f"{_raiser(s.event.replica, s.event.rank, s.event.incarnation)} in step {s.event.detail.get('step', '?')}: "
-                f"{exception_text(s.event)}",
+                text=f"{_raiser(s.event.replica, s.event.rank, s.event.incarnation)} in step "
+                f"{s.event.detail.get('step', '?')}: {exception_text(s.event)}",
             )
             for s in seen_list[-8:]
         ),
